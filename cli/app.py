@@ -1,0 +1,270 @@
+"""The command `distrain`: its verbs, what they print and the status they leave."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from ..trainer.plan.result import Plan
+    from ..trainer.spec.problem import Problem
+    from .text import Look
+
+FINE, CANNOT, WRONG_WORDS = 0, 1, 2  # exit status: it fits; it can't run; the words are wrong
+
+# Both bases are what every typer since 0.24 raises for a wrong option: click's UsageError, under whichever name it is packed.
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+
+class Verbs(TyperGroup):
+    """The table of verbs, which answers a wrong one in one line."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """In the order in which a newcomer meets them."""
+        return list(self.commands)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The verb that a word names."""
+        if args[0] not in self.commands and not args[0].startswith("-"):
+            from ..trainer.spec.problem import Problem, Unreadable, nearest
+
+            if "=" in args[0]:
+                raise Unreadable([Problem(rule="verb", says=f"{args[0]} comes after a verb", mend=f"distrain plan {' '.join(args)}")])
+            raise Unreadable([Problem(rule="verb", says=f"no verb {args[0]}", mend=nearest(args[0], self.commands))])
+        return super().resolve_command(ctx, args)
+
+
+app = typer.Typer(
+    cls=Verbs, rich_markup_mode=None, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
+)
+
+Override = Annotated[list[str] | None, typer.Argument(metavar="conf=NAME [KEY=VALUE ...]", show_default=False)]
+ConfigDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--config-dir",
+        metavar="DIR",
+        help="Your own groups (DIR/model/mine.yaml) and recipes (DIR/mine.yaml); they win over built-in ones.",
+    ),
+]
+
+
+def main() -> None:
+    """The entry point: run the command line and exit with its status."""
+    raise SystemExit(command(sys.argv[1:]))
+
+
+def command(argv: Sequence[str]) -> int:
+    """Run one command line; its exit status."""
+    asked = os.environ.get("_DISTRAIN_COMPLETE", "")
+    if asked.startswith("complete_"):
+        from .complete import answer
+
+        return _say(answer(asked.removeprefix("complete_"), os.environ))
+    if sys.stdout is not None and hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    from ..trainer.spec.problem import Unreadable
+
+    try:
+        return int(app(args=list(argv), prog_name="distrain", standalone_mode=False) or 0)
+    except Unreadable as wrong:
+        _tell(wrong.problems)
+    except UsageError as wrong:
+        _tell([_usage(wrong)])
+    return WRONG_WORDS
+
+
+@app.callback(invoke_without_command=True)
+def _verbs(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """Plan the training of large models from one declarative file.
+
+    \b
+    distrain ls                              what there is
+    distrain show conf=gpt3_175b             a recipe, composed
+    distrain plan conf=gpt3_175b             its memory, traffic, time, days
+    distrain plan conf=gpt3_175b cluster=6x8x64 model=megatron_1t
+    """
+    if version:
+        raise typer.Exit(_say(f"distrain {_version()}"))
+    if context.invoked_subcommand is None:
+        _say(context.get_help())
+        raise typer.Exit(WRONG_WORDS)
+
+
+@app.command("ls")
+def list_options(
+    group: Annotated[str | None, typer.Argument(metavar="[GROUP]", show_default=False)] = None,
+    config_dir: ConfigDir = None,
+) -> int:
+    """List the recipes and the config groups, one line each.
+
+    \b
+    distrain ls              all of them
+    distrain ls model        the models: model=NAME chooses one
+    """
+    from .listing import everything, one_group
+
+    return _say(one_group(group, config_dir) if group else everything(config_dir))
+
+
+@app.command()
+def show(words: Override = None, config_dir: ConfigDir = None) -> int:
+    """Print the composed config, every default filled in, as YAML that conf=FILE reads back.
+
+    \b
+    distrain show conf=gpt3_175b parallel.tp=4 > mine.yaml
+    distrain plan conf=mine.yaml
+    """
+    from msgspec import to_builtins
+
+    from ..trainer.spec.read import read_run
+
+    conf, overrides = _words(words, "show", config_dir)
+    from .load import as_yaml, compose
+
+    composed = to_builtins(read_run(compose(conf, overrides, config_dir)))
+    return _say(as_yaml({key: value for key, value in composed.items() if value is not None}).rstrip())
+
+
+@app.command()
+def plan(
+    words: Override = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of the page (with -m, a list).")] = False,
+    multirun: Annotated[
+        bool, typer.Option("-m", "--multirun", help="Plan every combination of values that are listed: parallel.tp=1,2,4.")
+    ] = False,
+    config_dir: ConfigDir = None,
+) -> int:
+    """Say what a run costs: memory on each GPU, bytes on each link, the step time, the days.
+
+    Exit status: 0 it fits (with -m, all do); 1 it doesn't fit or can't run; 2 the words are wrong.
+
+    \b
+    distrain plan conf=gpt3_175b
+    distrain plan conf=gpt3_175b cluster=384x8 parallel.zero=1 device=h100_80g
+    distrain plan conf=gpt3_175b -m parallel.tp=4,8 parallel.pp=8,16
+    """
+    conf, overrides = _words(words, "plan", config_dir)
+    from . import load
+
+    swept = load.sweep(conf, overrides, config_dir) if multirun else None
+    runs = [each.run for each in swept] if swept is not None else [load.load(conf, overrides, config_dir)]
+    from ..trainer.plan.plan import make_plan
+
+    plans = [make_plan(run) for run in runs]
+    if as_json:
+        _say(_json(plans, [each.words for each in swept] if swept is not None else None))
+    elif swept is not None:
+        _say_sweep(plans, [each.words for each in swept])
+    else:
+        _say_page(plans[0])
+    if swept is None and not _one_stream():
+        _tell(plans[0].problems)
+    return FINE if all(each.ok and each.fits for each in plans) else CANNOT
+
+
+def _words(words: Sequence[str] | None, verb: str, config_dir: Path | None) -> tuple[str, tuple[str, ...]]:
+    """The recipe and the overrides; raises Unreadable with all that is wrong with the words."""
+    from .words import read_words
+
+    read = read_words(words or (), verb, config_dir)
+    if read.problems:
+        from ..trainer.spec.problem import Unreadable
+        from .load import mistakes
+
+        raise Unreadable([*read.problems, *mistakes(read.overrides, config_dir)])
+    return read.conf, read.overrides
+
+
+def _json(plans: Sequence[Plan], layouts: Sequence[Sequence[str]] | None) -> str:
+    from msgspec import json, to_builtins
+
+    if layouts is None:
+        return json.format(json.encode(plans[0])).decode()
+    listed = [{"overrides": words, **to_builtins(each)} for words, each in zip(layouts, plans, strict=True)]
+    return json.format(json.encode(listed)).decode()
+
+
+def _say_page(plan: Plan) -> None:
+    from .plan_text import page
+
+    _say(page(plan, _look()))
+
+
+def _say_sweep(plans: Sequence[Plan], layouts: Sequence[Sequence[str]]) -> None:
+    from .plan_text import rows
+
+    _say(rows(list(zip(layouts, plans, strict=True)), _look()))
+
+
+def _look() -> Look:
+    """Colour on a terminal only; block characters where they can be written."""
+    from .text import Look
+
+    out = sys.stdout
+    colour = out is not None and out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return Look(colour=colour, blocks="utf" in (getattr(out, "encoding", None) or "").lower())
+
+
+def _say(words: str) -> int:
+    """Print to stdout; a reader that has gone away is no error."""
+    try:
+        print(words, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            print(f"distrain: can't write to stdout: {error.strerror}", file=sys.stderr)
+            raise SystemExit(CANNOT) from None
+    return FINE
+
+
+def _tell(problems: Iterable[Problem]) -> None:
+    """Print problems to stderr, one line each."""
+    from .text import one_line
+
+    for problem in dict.fromkeys(map(str, problems)):
+        print(f"distrain: {one_line(problem)}", file=sys.stderr)
+
+
+def _one_stream() -> bool:
+    """Whether stdout and stderr end in the same place, so that the page there has told the problems already."""
+    try:
+        return os.path.samestat(os.fstat(sys.stdout.fileno()), os.fstat(sys.stderr.fileno()))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _usage(wrong: Any) -> Problem:
+    """A wrong option in our words."""
+    from ..trainer.spec.problem import Problem, nearest
+
+    name = getattr(wrong, "option_name", None)
+    message = str(wrong.format_message()).splitlines()[0].rstrip(".")
+    if name is None or not message.startswith("No such option"):
+        return Problem(rule="option", says=message[:1].lower() + message[1:])
+    known = [each for row in wrong.ctx.command.params for each in row.opts if each.startswith("--")] if wrong.ctx else []
+    if "." in name or "=" in name:
+        return Problem(rule="option", says=f"no option {name}", mend=f"keys are written without dashes: {name.lstrip('-')}=VALUE")
+    return Problem(rule="option", says=f"no option {name}", mend=nearest(name, [*known, "--help"]))
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("distrain")
+    except PackageNotFoundError:
+        import tomllib
+
+        from .library import HOUSE
+
+        return str(tomllib.loads((HOUSE / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"])

@@ -1,0 +1,102 @@
+"""Where recipes and config groups are found: a user's folder first, then the built-in ones."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..trainer.spec.problem import Problem, Unreadable, nearest
+
+HOUSE = Path(__file__).resolve().parent.parent
+SUFFIXES = (".yaml", ".yml")
+
+
+def roots(config_dir: Path | None) -> tuple[Path, ...]:
+    """The folders that are searched, in order; raises Unreadable where the user's is none."""
+    own: tuple[Path, ...] = ()
+    if config_dir is not None:
+        own_dir = config_dir.expanduser().absolute()
+        if not own_dir.is_dir():
+            raise Unreadable([Problem(rule="file", says=f"--config-dir={config_dir} is not a folder", mend="name one that exists")])
+        own = tuple(folder for folder in (own_dir, own_dir / "recipes") if folder.is_dir())
+    return (*own, HOUSE / "conf", HOUSE / "recipes")
+
+
+def recipes(config_dir: Path | None) -> dict[str, Path]:
+    """Every recipe by name."""
+    return _files(root for root in roots(config_dir) if root != HOUSE / "conf")
+
+
+def groups(config_dir: Path | None) -> tuple[str, ...]:
+    """Every config group: the folders that hold YAML."""
+    names: set[str] = set()
+    for root in roots(config_dir):
+        with os.scandir(root) as rows:
+            names |= {row.name for row in rows if row.is_dir() and not row.name.startswith((".", "_")) and _files([Path(row.path)])}
+    return tuple(sorted(names - {"recipes"}))
+
+
+def options(group: str, config_dir: Path | None) -> dict[str, Path]:
+    """Every option of a group by name."""
+    return _files((root / group for root in roots(config_dir)), suffixes=SUFFIXES[:1])
+
+
+def about(file: Path) -> str:
+    """The first comment line of a YAML file."""
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if line.startswith("#"):
+                return line.lstrip("# ").rstrip()
+            if line.strip() not in ("", "---"):
+                break
+    return ""
+
+
+def recipe(conf: str, config_dir: Path | None) -> Path:
+    """The file that `conf=` names: a path, or a recipe's name; raises Unreadable."""
+    known = recipes(config_dir)
+    if conf in known:
+        return known[conf]
+    path = Path(conf).expanduser()
+    if _is_path(conf):
+        for each in _spellings(path):
+            if each.is_file():
+                return each
+        raise Unreadable([_no_file(conf, path)])
+    here = next((each for each in _spellings(path) if each.is_file()), None)
+    mend = f"for the file in this folder write conf=./{here}" if here else nearest(conf, known)
+    raise Unreadable([Problem(rule="conf", says=f"no recipe {conf}", mend=mend)])
+
+
+def _no_file(conf: str, path: Path) -> Problem:
+    folder = path.parent
+    if path.is_dir():
+        return Problem(rule="file", says=f"conf={conf} is a folder", mend="name a YAML file in it")
+    if not folder.is_dir():
+        return Problem(rule="file", says=f"conf={conf}: no such file", mend=f"there is no folder {folder}")
+    beside = [each.name for each in folder.iterdir() if each.suffix in SUFFIXES]
+    mend = nearest(path.name, beside) if beside else f"no YAML file is in {folder}"
+    return Problem(rule="file", says=f"conf={conf}: no such file", mend=mend)
+
+
+def _is_path(conf: str) -> bool:
+    return "/" in conf or os.sep in conf or conf.endswith(SUFFIXES)
+
+
+def _spellings(path: Path) -> Iterator[Path]:
+    yield path
+    for suffix in SUFFIXES:
+        yield path.with_name(path.name + suffix)
+
+
+def _files(folders: Iterator[Path] | list[Path], suffixes: tuple[str, ...] = SUFFIXES) -> dict[str, Path]:
+    """YAML files by their names without suffix; the first folder that has a name wins."""
+    found: dict[str, Path] = {}
+    for folder in folders:
+        if folder.is_dir():
+            for name in sorted(os.listdir(folder)):
+                stem, suffix = os.path.splitext(name)
+                if suffix in suffixes and not name.startswith("."):
+                    found.setdefault(stem, folder / name)
+    return dict(sorted(found.items()))

@@ -1,0 +1,249 @@
+"""A plan as a page of text: the verdict first, then what it rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from ..trainer.plan.result import Memory, Message, Plan, StageMemory
+from ..trainer.spec.problem import Problem
+from .text import WIDTH, Look, count, in_unit, many, part, rate, seconds, share, size, table, unit_of, wrapped
+
+KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
+HEADS = {"gradients": "grads", "optimizer": "optim", "activations": "activ", "overhead": "other"}
+CAUSES = {
+    "compute": "computing",
+    "exposed": "waiting for messages",
+    "bubble": "waiting in the pipeline",
+    "optimizer": "optimizer step",
+}
+ROWS = 12  # stages that are shown before the middle is left out
+MESSAGES = 14  # kinds of message that are shown, largest first
+
+
+def page(plan: Plan, look: Look) -> str:
+    """The whole page."""
+    sections = (
+        [look.paint(line, "green" if plan.ok and plan.fits else "red") for line in wrapped(verdict(plan), hang="  ")],
+        [*_listed(plan.problems, "problem", "red", look), *_listed(plan.warnings, "warning", "yellow", look)],
+        _headed(_mesh(plan), look),
+        _headed(_memory(plan, look), look),
+        _headed(_traffic(plan), look),
+        _headed(_time(plan, look), look),
+        _headed(_run(plan), look),
+    )
+    return "\n\n".join("\n".join(lines) for lines in sections if lines)
+
+
+def verdict(plan: Plan) -> str:
+    """One line: whether it fits, how full the fullest device is, and how fast it goes."""
+    memory = plan.memory
+    if memory is None:
+        return f"{plan.name} can't be laid out: {many(len(plan.problems), 'problem')}"
+    of = part(memory.peak, memory.capacity)
+    where = f" on stage {memory.stage}" if len(memory.stages) > 1 else ""
+    if not plan.fits:
+        says = f"does not fit: needs {of}{where}"
+    elif not plan.ok:
+        says = f"can't run: {many(len(plan.problems), 'problem')} ({of} would fit)"
+    else:
+        says = f"fits: {of}"
+    return f"{plan.name} {says}{_speed(plan)}"
+
+
+def _speed(plan: Plan) -> str:
+    if plan.time is None or plan.throughput is None:
+        return "; how long it takes is not known"
+    days = f", {seconds(plan.run.seconds)}" if plan.run and plan.run.seconds is not None else ""
+    speed = plan.throughput
+    return f"; {seconds(plan.time.step)} a step, {count(speed.tokens_per_second)} tokens/s, MFU {share(speed.mfu)}{days}"
+
+
+def _headed(lines: list[str], look: Look) -> list[str]:
+    return [look.paint(lines[0], "bold"), *lines[1:]] if lines else []
+
+
+def _listed(problems: Sequence[Problem], noun: str, colour: str, look: Look) -> Iterator[str]:
+    for each in problems:
+        first, *rest = wrapped(f"{noun}: {each}", indent="")
+        yield first.replace(noun, look.paint(noun, colour), 1)
+        yield from rest
+
+
+def _mesh(plan: Plan) -> list[str]:
+    """The mesh, outermost axis first, and how the groups of each axis lie on the nodes."""
+    mesh = plan.mesh or {}
+    shape = " x ".join(f"{axis} {degree}" for axis, degree in mesh.items() if degree > 1 and axis != "ep")
+    experts = f" (ep {mesh['ep']} inside dp)" if mesh.get("ep", 1) > 1 else ""
+    equals = f"{shape}{experts} = " if shape else ""
+    return [
+        f"Mesh: {equals}{many(plan.world, 'rank')} on {many(plan.nodes, 'node')} x {plan.gpus} {plan.device}",
+        *(wrapped(plan.reading, indent="  ") if plan.reading else ()),
+        *(f"  {line}" for line in table(list(plan.groups.items()), left=(0, 1))),
+        *(wrapped(", ".join(_schedule(plan)), indent="  ") if plan.memory else ()),
+    ]
+
+
+def _schedule(plan: Plan) -> Iterator[str]:
+    if plan.microbatches is not None:
+        staged = f"schedule {plan.schedule}, " if (plan.mesh or {}).get("pp", 1) > 1 else ""
+        yield f"{staged}{plan.microbatches:,} micro-batch{'' if plan.microbatches == 1 else 'es'} a step"
+    if plan.bubble_fraction:
+        yield f"the pipeline is empty {share(plan.bubble_fraction)} of the time"
+    yield f"engine {plan.engine}" if plan.engine else "no engine of distrain runs it"
+
+
+def _memory(plan: Plan, look: Look) -> list[str]:
+    """Bytes of one rank by kind, a line for each run of stages that are alike, with bars against the capacity."""
+    memory = plan.memory
+    if memory is None:
+        return []
+    kinds = [kind for kind in KINDS if any(getattr(stage.bytes, kind) for stage in memory.stages)]
+    runs, unit = _runs(memory), unit_of(memory.peak)
+    cells = [["stage", "layers", *(HEADS.get(kind, kind) for kind in kinds), "total"]]
+    cells += [_row(run, kinds, unit) for run in runs]
+    lines = table(cells, left=(0, 1))
+    room = max(6, min(24, WIDTH - len(lines[0]) - len("    100 %") - 2))
+    shares = [_fullest(run).bytes.total / memory.capacity for run in runs]
+    bars = [f"{look.bar(each, room)} {100 * each:4.0f} %" for each in shares]
+    shown = [f"  {line}  {bar}" for line, bar in zip(lines[1:], bars, strict=True)]
+    if len(shown) > ROWS:
+        shown = _middle_left_out(shown, next(at for at, run in enumerate(runs) if any(stage.index == memory.stage for stage in run)))
+    alike = "; a range shows its fullest stage" if any(len(run) > 1 for run in runs) else ""
+    return [f"Memory of a rank, in {unit} of {in_unit(memory.capacity, unit)}{alike}", f"  {lines[0]}", *shown]
+
+
+def _runs(memory: Memory) -> list[list[StageMemory]]:
+    """Neighbouring stages that hold as many layers and parameters."""
+    return [list(run) for _, run in groupby(memory.stages, key=lambda stage: (stage.layers[1] - stage.layers[0], stage.parameters))]
+
+
+def _fullest(run: Sequence[StageMemory]) -> StageMemory:
+    return max(run, key=lambda stage: stage.bytes.total)
+
+
+def _row(run: Sequence[StageMemory], kinds: Sequence[str], unit: str) -> list[str]:
+    held = _fullest(run).bytes
+    return [
+        _span(run[0].index, run[-1].index),
+        _span(run[0].layers[0], run[-1].layers[1] - 1) if run[-1].layers[1] > run[0].layers[0] else "-",
+        *(in_unit(getattr(held, kind), unit) for kind in (*kinds, "total")),
+    ]
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _middle_left_out(lines: list[str], fullest: int) -> list[str]:
+    kept = sorted({0, 1, fullest, len(lines) - 2, len(lines) - 1})
+    shown = []
+    for before, at in zip([-1, *kept], kept, strict=False):
+        shown += [f"  ... {many(at - before - 1, 'line')} like these"] if at - before > 1 else []
+        shown.append(lines[at])
+    return shown
+
+
+def _traffic(plan: Plan) -> list[str]:
+    """What one rank sends in a step, by axis and link, largest first."""
+    if not plan.traffic:
+        return []
+    by_link = {link: sum(each.sent for each in plan.traffic if each.link == link) for link in ("inside", "between")}
+    total = ", ".join(f"{size(sent)} {link} {'nodes' if link == 'between' else 'the node'}" for link, sent in by_link.items() if sent)
+    messages = sorted(plan.traffic, key=lambda each: -each.sent)
+    rows = [["axis", "verb", "link", "messages", "sent", "takes", "waited for"], *(_message(each) for each in messages[:MESSAGES])]
+    rest = messages[MESSAGES:]
+    more = [f"  ... and {size(sum(each.sent for each in rest))} in {len(rest)} smaller kinds"] if rest else []
+    return [
+        f"Traffic of a rank in a step: {total or 'nothing'}",
+        *(f"  {line}" for line in table(rows, left=(0, 1, 2))),
+        *more,
+    ]
+
+
+def _message(each: Message) -> list[str]:
+    times = [seconds(value) if value is not None else "?" for value in (each.seconds, each.exposed)]
+    return [each.axis, each.verb, each.link, f"{each.count:,} x {size(each.payload)}", size(each.sent), *times]
+
+
+def _time(plan: Plan, look: Look) -> list[str]:
+    time, speed = plan.time, plan.throughput
+    if plan.memory is None:
+        return []
+    if time is None or speed is None:
+        return ["Time, throughput and days are not known", *wrapped(_how_to_know(plan), indent="  ")]
+    parts = [(words, getattr(time, cause)) for cause, words in CAUSES.items() if getattr(time, cause)]
+    rows = [[words, seconds(part), share(part / time.step)] for words, part in parts]
+    bars = [look.bar(part / time.step, 30) for _, part in parts]
+    flops = (speed.model_flops_per_second_per_gpu, speed.hardware_flops_per_second_per_gpu)
+    again = f"; {rate(flops[1], 'FLOP/s')} with recomputation, HFU {share(speed.hfu)}" if flops[1] > flops[0] else ""
+    return [
+        f"Time of a step: {seconds(time.step)}",
+        *(f"  {line}  {bar}" for line, bar in zip(table(rows), bars, strict=True)),
+        f"  {rate(flops[0], 'FLOP/s')} of the model on each device, MFU {share(speed.mfu)}{again}",
+        f"  {count(speed.tokens_per_second)} tokens/s, {count(speed.tokens_per_second_per_gpu)} on each device",
+    ]
+
+
+def _how_to_know(plan: Plan) -> str:
+    told = [each for each in plan.warnings if each.rule == "time" and each.mend]
+    return told[0].mend if told else f"state what {plan.device} computes and moves: cluster.device.peak, .bandwidth, and both links"
+
+
+def _run(plan: Plan) -> list[str]:
+    model, run = plan.model, plan.run
+    if model is None:
+        return []
+    active = f", {count(model.active_parameters)} of them met by a token" if model.active_parameters != model.parameters else ""
+    lines = [f"Model: {count(model.parameters)} parameters{active}; {rate(model.flops_per_token, 'FLOP')} a token, forward and backward"]
+    if run is None:
+        return lines
+    took = seconds(run.seconds) if run.seconds is not None else "how long is not known"
+    ideal = f" ({seconds(run.ideal_seconds)} at every device's peak)" if run.ideal_seconds is not None else ""
+    flops = f"{run.flops:.3g}".replace("e+", "e")
+    return [
+        *lines,
+        f"  {many(run.steps, 'step')}, {count(run.tokens)} tokens, {flops} FLOP of the model: {took}{ideal}",
+        f"  a checkpoint is {size(run.checkpoint_bytes)}",
+    ]
+
+
+def rows(plans: Sequence[tuple[Sequence[str], Plan]], look: Look) -> str:
+    """A sweep as a table: one line a layout."""
+    cells = [["", "verdict", "memory", "step", "tokens/s", "MFU"], *(_layout(plan) for _, plan in plans)]
+    words = ["layout", *(_short(words, plan) for words, plan in plans)]
+    numbers = table([row[1:] for row in cells], left=(0,))
+    wide = min(max(map(len, words)), WIDTH - 2 - max(map(len, numbers)))
+    painted = ["bold", *("green" if plan.ok and plan.fits else "red" for _, plan in plans)]
+    lines: list[str] = []
+    for word, line, colour in zip(words, numbers, painted, strict=True):
+        if len(word) > wide:
+            lines += wrapped(word)
+            word = ""
+        lines.append(look.paint(f"{word.ljust(wide)}  {line}", colour))
+    readings = dict.fromkeys(plan.reading for _, plan in plans if plan.reading)
+    return "\n".join([*lines, *(line for reading in readings for line in wrapped(reading))])
+
+
+def _layout(plan: Plan) -> list[str]:
+    memory, time, speed = plan.memory, plan.time, plan.throughput
+    return [
+        "",
+        _word(plan),
+        part(memory.peak, memory.capacity) if memory else "-",
+        seconds(time.step) if time else "-",
+        count(speed.tokens_per_second) if speed else "-",
+        share(speed.mfu) if speed else "-",
+    ]
+
+
+def _word(plan: Plan) -> str:
+    if plan.memory is not None and not plan.fits:
+        return "does not fit"
+    rule = f": {plan.problems[0].rule}" if plan.problems else ""
+    return "fits" if plan.ok and plan.fits else f"can't{rule}"
+
+
+def _short(words: Sequence[str], plan: Plan) -> str:
+    """The words that make a layout, by their last names: `tp=8 pp=4`."""
+    return " ".join(word.partition("=")[0].rpartition(".")[2] + "=" + word.partition("=")[2] for word in words) or plan.name

@@ -1,0 +1,65 @@
+"""Why a file can't be read or composed: the errors of YAML, Hydra and OmegaConf in our words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..trainer.spec.problem import Problem, Unreadable, nearest
+from . import library
+
+SECTIONS = ("model", "cluster", "parallel", "train")
+SIZES = ("family", "layers", "hidden", "heads", "vocab")
+
+
+def reason(error: Exception, file: Path, config_dir: Path | None, primary: str) -> Problem:
+    """What is wrong with a recipe or with what it names; Hydra knows the recipe as `primary`."""
+    if isinstance(error, Unreadable):
+        return error.problems[0]
+    if isinstance(error, RecursionError):
+        return Problem(rule="yaml", says=f"{file} contains itself", mend="break the loop of defaults, anchors or ${...}")
+    mark = getattr(error, "problem_mark", None)
+    if mark is not None:
+        where = f"{mark.name}, line {mark.line + 1}, column {mark.column + 1}"
+        return Problem(rule="yaml", says=f"{where}: {getattr(error, 'problem', None) or 'this is no YAML'}")
+    if isinstance(error, OSError) and error.strerror:
+        return Problem(rule="file", says=f"{file}: {error.strerror}")
+    if isinstance(error, UnicodeDecodeError):
+        return Problem(rule="yaml", says=f"{file} is not text in UTF-8")
+    text = str(error) or str(error.__cause__ or type(error).__name__)
+    missed = re.search(r"Could not (?:find|load) '([^']+)'", text)
+    return _missed(missed[1], file, config_dir) if missed else _composition(text, file, primary)
+
+
+def _missed(name: str, file: Path, config_dir: Path | None) -> Problem:
+    group, _, option = name.rpartition("/")
+    groups = library.groups(config_dir)
+    if group and group not in groups:
+        return Problem(rule="option", says=f"{file}: its defaults name group {group}, which is not there", mend=nearest(group, groups))
+    known = library.options(group, config_dir) if group else library.recipes(config_dir)
+    says = f"{file}: its defaults name {group or 'recipe'} {option}, which is not there"
+    return Problem(rule="option", says=says, mend=nearest(option, known))
+
+
+def _composition(text: str, file: Path, primary: str) -> Problem:
+    lines = text.replace(f"In '{primary}': ", "").replace(primary, file.stem).splitlines()
+    first = next((line.strip() for line in lines if line.strip() and not line.rstrip().endswith(":")), lines[0])
+    return Problem(rule="compose", says=f"{file} can't be composed", mend=first.rstrip("."))
+
+
+def agree(sizes: Mapping[str, object], model: Mapping[Any, Any], file: Path) -> None:
+    """Raise Unreadable where a config.json and a model that was composed from several files are not the same one."""
+    for key in SIZES:
+        if key in sizes and model.get(key, sizes[key]) != sizes[key]:
+            says = f"{file}: model.hf says {key}={sizes[key]}, and another file says {key}={model[key]}"
+            raise Unreadable([Problem(rule="hf", says=says, mend="say model.hf in the recipe itself")])
+
+
+def chosen(problem: Problem) -> Problem:
+    """A whole section that is missing is mended by choosing an option of its group."""
+    section = problem.says.removesuffix(" is not set")
+    if problem.rule != "missing" or section not in SECTIONS:
+        return problem
+    return Problem(rule="missing", says=problem.says, mend=f"choose {section}=NAME; `distrain ls {section}` lists them")

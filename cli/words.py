@@ -1,0 +1,73 @@
+"""The words of a command line: `conf=NAME` and overrides, split and checked before anything is composed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..trainer.spec.problem import Problem, nearest
+from . import library
+from .keys import keys, unknown
+
+
+@dataclass(frozen=True, kw_only=True)
+class Words:
+    """What `conf=` names, the overrides, and what is wrong already."""
+
+    conf: str
+    overrides: tuple[str, ...]
+    problems: tuple[Problem, ...]
+
+
+def read_words(words: Sequence[str], verb: str, config_dir: Path | None) -> Words:
+    """Sort the words of `distrain VERB conf=NAME [KEY=VALUE ...]`."""
+    confs = [word.removeprefix("conf=") for word in words if word.startswith("conf=")]
+    rest = [word for word in words if not word.startswith("conf=")]
+    bare = [word for word in rest if "=" not in word and not word.startswith("~")]
+    problems = [_bare(word, config_dir) for word in bare]
+    if len(confs) > 1:
+        problems.insert(0, Problem(rule="conf", says=f"conf is given {len(confs)} times ({', '.join(confs)})", mend="give it once"))
+    elif confs == [""]:
+        problems.insert(0, Problem(rule="conf", says="conf= names no recipe", mend="`distrain ls` lists them"))
+    elif not confs and not any(problem.rule == "conf" for problem in problems):
+        mend = f"distrain {verb} conf=NAME; `distrain ls` lists the recipes"
+        problems.insert(0, Problem(rule="conf", says="conf=NAME is missing", mend=mend))
+    overrides = tuple(word for word in rest if word not in bare)
+    return Words(conf=confs[0] if confs else "", overrides=overrides, problems=tuple(problems))
+
+
+def _bare(word: str, config_dir: Path | None) -> Problem:
+    if word in library.recipes(config_dir) or Path(word).is_file():
+        return Problem(rule="conf", says=f"{word} stands alone", mend=f"write conf={word}")
+    key = word.lstrip("+")
+    if key in library.groups(config_dir):
+        return Problem(rule="syntax", says=f"{word} names no option", mend=f"write {word}=NAME; `distrain ls {key}` lists them")
+    known = keys()
+    if not unknown(key, known):
+        return Problem(rule="syntax", says=f"{word} has no value", mend=f"write {word}=VALUE")
+    near = nearest(word, library.recipes(config_dir))
+    if near.startswith("did"):
+        return Problem(rule="conf", says=f"{word} stands alone", mend=near.replace("mean ", "mean conf="))
+    return Problem(rule="syntax", says=f"{word!r} is neither conf=NAME nor KEY=VALUE")
+
+
+def unread(word: str, known: Mapping[str, Any]) -> Problem:
+    """What is wrong with an override that Hydra's grammar can't read."""
+    key, _, value = word.partition("=")
+    if not key.strip("+~ "):
+        return Problem(rule="syntax", says=f"{word} has no key", mend="write KEY=VALUE")
+    if not value:
+        return Problem(rule="syntax", says=f"{word} has no value", mend=f"write {key}=VALUE, or {key}=null for none")
+    if value.startswith("interval("):
+        return Problem(rule="syntax", says=f"{word} has no end of values", mend=f"write {key}=range(START,STOP,STEP)")
+    if value.startswith("="):
+        return Problem(rule="syntax", says=f"{word} has two equals signs", mend=f"write {key}={value.lstrip('=')}")
+    bare = key.lstrip("+~").split("@")[0]
+    wrong_key = unknown(bare, known)
+    if wrong_key and not all(part.replace("-", "_").isidentifier() for part in bare.replace("/", ".").split(".")):
+        return Problem(rule="syntax", says=f"{word}: {bare} is no key", mend=wrong_key.mend)
+    quoted = value.replace("\\", "\\\\").replace("'", "\\'")
+    mend = f"close every bracket and quote, or quote it whole: \"{key}='{quoted}'\""
+    return Problem(rule="syntax", says=f"{word}: the value can't be read", mend=mend)

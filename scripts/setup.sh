@@ -1,0 +1,119 @@
+# shellcheck shell=bash
+# Sourced by scripts/quickstart and scripts/test: makes .venv in the checkout with the exact versions of requirements.lock.
+# A part is done when its stamp says so, so what was interrupted is done again and what is done costs nothing.
+
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
+command=scripts/$(basename -- "$0")
+venv=$root/.venv
+log=$venv/setup.log
+# Another environment's packages stay out of this one, and nothing is installed anywhere else.
+unset PYTHONHOME PYTHONPATH PIP_PREFIX PIP_TARGET
+export PIP_USER=0
+
+unreachable='NewConnectionError|NameResolutionError|ConnectTimeoutError|Network is unreachable|ProxyError'
+
+fail() {
+    printf '%s: %s\n' "$command" "$*" >&2
+    exit 1
+}
+
+# The first Python on PATH that is 3.11 or later and can make an environment; PYTHON=... names one.
+find_python() {
+    local candidate new=""
+    for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 </dev/null; then
+            if "$candidate" -c 'import ensurepip, venv' >/dev/null 2>&1 </dev/null; then
+                printf '%s' "$candidate"
+                return
+            fi
+            new=${new:-$candidate}
+        fi
+        if [ -n "${PYTHON:-}" ]; then break; fi
+    done
+    if [ -n "$new" ]; then
+        fail "$new has no venv module: install it (on Debian and Ubuntu: apt install python3-venv), or set PYTHON to another Python"
+    elif [ -n "${PYTHON:-}" ]; then
+        fail "PYTHON=$PYTHON is not Python 3.11 or later: set it to one that is, or unset it"
+    else
+        fail "Python 3.11 or later is missing: install it, or set PYTHON to where it is"
+    fi
+}
+
+# phase WORDS COMMAND...: runs the command into the log and says how long it took, or why it failed.
+phase() {
+    local words=$1 start=$SECONDS before reason
+    shift
+    before=$(wc -l <"$log")
+    printf '%s ... ' "$words"
+    if "$@" >>"$log" 2>&1 </dev/null; then
+        printf '%d s\n' $((SECONDS - start))
+        return
+    fi
+    printf 'failed\n'
+    reason=$(tail -n "+$((before + 1))" "$log" | grep -iE '^error' | tail -n 1 || true)
+    if tail -n "+$((before + 1))" "$log" | grep -cE "$unreachable" >/dev/null; then
+        reason="the package index can't be reached, and a network is needed once"
+    fi
+    fail "$words failed: ${reason:-see the log} (all of it: $log)"
+}
+
+install() {
+    "$venv/bin/python" -m pip --disable-pip-version-check install --no-input "$@"
+}
+
+# What a part was made from, in words that change when it has to be made again.
+locked() {
+    printf '%s\n' "$root" && cat "$root/requirements.lock"
+}
+
+packaged() {
+    cat "$root/pyproject.toml"
+}
+
+made() {
+    [ -x "$venv/bin/python" ] && "$1" | cmp -s - "$venv/$1.stamp"
+}
+
+stamp() {
+    "$1" >"$venv/$1.stamp.new" && mv "$venv/$1.stamp.new" "$venv/$1.stamp"
+}
+
+make_environment() {
+    local python
+    python=$(find_python)
+    if [ -e "$venv" ] && [ ! -e "$log" ]; then
+        fail "$venv was not made by this command: move it away"
+    fi
+    rm -rf "$venv"
+    mkdir "$venv" && : >"$log"
+    phase "making .venv with $("$python" -V)" "$python" -m venv "$venv"
+    mkdir -p "$venv/src" && ln -s ../.. "$venv/src/distrain" # where mypy finds the package under its name
+    # The same pins hold for what pip needs to build a source package.
+    PIP_CONSTRAINT=requirements.lock PIP_BUILD_CONSTRAINT=requirements.lock \
+        phase "installing $(grep -c == requirements.lock) packages of requirements.lock (the first time takes minutes)" \
+        install -r requirements.lock
+    stamp locked
+}
+
+make_package() {
+    rm -f "$venv/packaged.stamp"
+    phase "installing distrain into .venv, editable" install --no-deps --no-build-isolation -e .
+    stamp packaged
+}
+
+cd -- "$root" || exit
+# One set-up at a time; the lock goes with the process, whatever ends it. Where flock is missing, nothing waits.
+exec 9<scripts/setup.sh
+if command -v flock >/dev/null && ! flock -n 9; then
+    echo "waiting for another set-up of this checkout"
+    flock 9 || true
+fi
+if ! made locked || ! "$venv/bin/python" -c pass; then make_environment; fi
+if ! made packaged; then make_package; fi
+exec 9<&-
+
+compiler=""
+for candidate in ${CXX:+"$CXX"} g++ clang++; do
+    compiler=${compiler:-$(command -v "$candidate" || true)}
+done
+if [ -z "$compiler" ]; then echo "warning: no C++ compiler (g++, clang++): everything works but train.compile=true" >&2; fi

@@ -1,0 +1,325 @@
+"""A Hugging Face config.json is read to the model that transformers would build of it, or refused with a reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distrain.trainer.models.families import FAMILIES
+from distrain.trainer.models.hf import KINDS, read_hf
+from distrain.trainer.models.table import parameters
+from distrain.trainer.spec.problem import Unreadable
+from distrain.trainer.spec.read import read
+from distrain.trainer.spec.run import Model, Train
+
+# The public files' own keys, less token ids and data types that name no size.
+GPT2 = {  # openai-community/gpt2
+    "activation_function": "gelu_new",
+    "architectures": ["GPT2LMHeadModel"],
+    "attn_pdrop": 0.1,
+    "embd_pdrop": 0.1,
+    "layer_norm_epsilon": 1e-05,
+    "model_type": "gpt2",
+    "n_ctx": 1024,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_layer": 12,
+    "n_positions": 1024,
+    "resid_pdrop": 0.1,
+    "vocab_size": 50257,
+}
+LLAMA2_7B = {  # meta-llama/Llama-2-7b-hf
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}
+LLAMA31_8B = {  # meta-llama/Llama-3.1-8B
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
+}
+MISTRAL_7B = {  # mistralai/Mistral-7B-v0.3
+    "architectures": ["MistralForCausalLM"],
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "vocab_size": 32768,
+}
+QWEN25_7B = {  # Qwen/Qwen2.5-7B
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 131072,
+    "max_window_layers": 28,
+    "model_type": "qwen2",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "use_mrope": False,
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+MIXTRAL_8X7B = {  # mistralai/Mixtral-8x7B-v0.1
+    "architectures": ["MixtralForCausalLM"],
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mixtral",
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}
+# Parameters as the model cards and safetensors indices of the same repositories state them.
+PUBLIC = {
+    "gpt2": (GPT2, 124_439_808),
+    "llama2_7b": (LLAMA2_7B, 6_738_415_616),
+    "llama31_8b": (LLAMA31_8B, 8_030_261_248),
+    "mistral_7b": (MISTRAL_7B, 7_248_023_552),
+    "qwen25_7b": (QWEN25_7B, 7_615_616_512),
+    "mixtral_8x7b": (MIXTRAL_8X7B, 46_702_792_704),
+}
+
+
+def written(folder: Path, config: object) -> Path:
+    file = folder / "config.json"
+    file.write_text(config if isinstance(config, str) else json.dumps(config), encoding="utf-8")
+    return file
+
+
+def refusal(file: Path) -> str:
+    with pytest.raises(Unreadable) as caught:
+        read_hf(file)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("config", "count"), PUBLIC.values(), ids=PUBLIC)
+def test_a_public_file_has_the_parameters_of_its_model(config: dict[str, Any], count: int, tmp_path: Path) -> None:
+    model = read(read_hf(written(tmp_path, config)), Model)
+    assert parameters(FAMILIES[model.family](model, Train(batch=1, seq=128)), model.layers) == count
+
+
+def test_every_kind_is_read_from_a_public_file() -> None:
+    assert {config["model_type"] for config, _ in PUBLIC.values()} == set(KINDS)
+
+
+def test_gpt2_is_read_key_by_key(tmp_path: Path) -> None:
+    file = written(tmp_path, GPT2)
+    assert read_hf(file) == {
+        "family": "gpt",
+        "layers": 12,
+        "hidden": 768,
+        "heads": 12,
+        "vocab": 50257,
+        "context": 1024,
+        "tied": True,
+        "bias": True,
+        "norm": "layernorm",
+        "norm_eps": 1e-5,
+        "act": "gelu_tanh",
+        "positions": "learned",
+        "dropout": 0.1,
+        "hf": str(file),
+    }
+
+
+def test_qwen2_is_read_key_by_key(tmp_path: Path) -> None:
+    file = written(tmp_path, QWEN25_7B)
+    assert read_hf(file) == {
+        "family": "llama",
+        "layers": 28,
+        "hidden": 3584,
+        "heads": 28,
+        "kv_heads": 4,
+        "ffn": 18944,
+        "vocab": 152064,
+        "tied": False,
+        "bias": False,
+        "qkv_bias": True,
+        "norm": "rmsnorm",
+        "norm_eps": 1e-6,
+        "act": "swiglu",
+        "positions": "rope",
+        "rope_base": 1000000.0,
+        "dropout": 0.0,
+        "hf": str(file),
+    }
+
+
+def test_mixtral_names_its_experts(tmp_path: Path) -> None:
+    read_keys = read_hf(written(tmp_path, MIXTRAL_8X7B))
+    assert [read_keys[key] for key in ("family", "experts", "top_k", "expert_ffn")] == ["moe", 8, 2, 14336]
+
+
+def test_the_rotary_base_is_read_where_transformers_5_writes_it(tmp_path: Path) -> None:
+    rope = {"rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}}
+    config = {key: value for key, value in LLAMA2_7B.items() if key != "rope_scaling"} | rope
+    assert read_hf(written(tmp_path, config))["rope_base"] == 500000.0
+
+
+def test_a_folder_stands_for_the_config_in_it(tmp_path: Path) -> None:
+    written(tmp_path, GPT2)
+    assert read_hf(tmp_path)["hidden"] == 768
+
+
+def test_an_architecture_stands_for_a_missing_model_type(tmp_path: Path) -> None:
+    config = {key: value for key, value in MIXTRAL_8X7B.items() if key != "model_type"}
+    assert read_hf(written(tmp_path, config))["family"] == "moe"
+
+
+def test_head_dim_and_tied_embeddings_are_read(tmp_path: Path) -> None:
+    keys = read_hf(written(tmp_path, LLAMA31_8B | {"head_dim": 64, "tie_word_embeddings": True}))
+    assert (keys["head_dim"], keys["tied"]) == (64, True)
+
+
+def test_biases_of_attention_and_mlp_are_one(tmp_path: Path) -> None:
+    assert read_hf(written(tmp_path, LLAMA31_8B | {"attention_bias": True, "mlp_bias": True}))["bias"] is True
+    assert "attention_bias=true, mlp_bias=false differ" in refusal(written(tmp_path, LLAMA31_8B | {"attention_bias": True}))
+
+
+def test_as_many_key_heads_as_heads_where_the_file_says_null(tmp_path: Path) -> None:
+    assert "kv_heads" not in read_hf(written(tmp_path, LLAMA2_7B | {"num_key_value_heads": None}))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"sliding_window": 32768},
+        {"sliding_window": 40000},
+        {"sliding_window": 4096, "layer_types": ["full_attention"] * 32},
+        {"sliding_window": 4096, "use_sliding_window": False},
+    ],
+    ids=["as wide", "wider", "full layers", "off"],
+)
+def test_a_sliding_window_that_hides_nothing_is_read(words: dict[str, Any], tmp_path: Path) -> None:
+    assert read_hf(written(tmp_path, MISTRAL_7B | words))["family"] == "llama"
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (MISTRAL_7B | {"sliding_window": 4096}, "sliding_window=4096 with max_position_embeddings=32768"),
+        (QWEN25_7B | {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 20}, "sliding_window=4096"),
+        (LLAMA31_8B | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type=linear"),
+        (LLAMA31_8B | {"rope_scaling": {"factor": 2.0}}, "rope_type=unnamed"),
+        (LLAMA31_8B | {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_type="),
+        (QWEN25_7B | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type=yarn"),
+        (LLAMA31_8B | {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        (LLAMA31_8B | {"hidden_act": "gelu"}, "hidden_act=gelu is nothing that family llama has: it has silu"),
+        (LLAMA31_8B | {"attention_dropout": 0.1}, "attention_dropout=0.1"),
+        (GPT2 | {"attn_pdrop": 0.0}, "resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.0 differ"),
+        (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=true"),
+        (GPT2 | {"activation_function": "swish"}, "activation_function=swish"),
+        (MIXTRAL_8X7B | {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
+        (LLAMA31_8B | {"num_hidden_layers": "32"}, 'num_hidden_layers="32" is not a whole number'),
+        (LLAMA31_8B | {"num_hidden_layers": True}, "num_hidden_layers=true is not a whole number"),
+        (LLAMA31_8B | {"vocab_size": None}, "vocab_size=null is not a whole number"),
+        (LLAMA31_8B | {"rms_norm_eps": None}, "rms_norm_eps=null is not a number"),
+        (LLAMA31_8B | {"tie_word_embeddings": 0}, "tie_word_embeddings=0 is not true or false"),
+    ],
+)
+def test_what_no_family_has_is_refused_by_its_key_and_value(config: dict[str, Any], says: str, tmp_path: Path) -> None:
+    assert says in refusal(written(tmp_path, config))
+
+
+def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
+    config = {key: value for key, value in LLAMA31_8B.items() if key not in ("hidden_size", "vocab_size")}
+    lines = refusal(written(tmp_path, config | {"hidden_act": "relu"})).splitlines()
+    assert [line.split(": ")[1] for line in lines] == [
+        "hidden_size is missing",
+        "vocab_size is missing",
+        "hidden_act=relu is nothing that family llama has",
+    ]
+
+
+@pytest.mark.parametrize("name", ["gemma2", "qwen3", "deepseek_v3", 7])
+def test_an_unknown_model_type_is_told_the_known_ones(name: object, tmp_path: Path) -> None:
+    says = refusal(written(tmp_path, {"model_type": name}))
+    assert f"model_type={name} is none that is read: known: gpt2, llama, mistral, mixtral, qwen2" in says
+    assert "does not run yet" in says
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "line 1, column 2"),
+        ("[]", "holds no mapping of keys"),
+        ("{}", "model_type is missing"),
+        ("[" * 100_000, "is not a config.json"),
+    ],
+    ids=["cut off", "a list", "empty", "deep"],
+)
+def test_a_file_that_is_no_config_is_refused(text: str, says: str, tmp_path: Path) -> None:
+    assert says in refusal(written(tmp_path, text))
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"\xff\xfe\x00{")
+    assert "is not a config.json" in refusal(file)
+
+
+@pytest.mark.parametrize("name", ["config.json", "nowhere/config.json", "."])
+def test_a_missing_file_is_named(name: str, tmp_path: Path) -> None:
+    says = refusal(tmp_path / name)
+    assert "config.json: No such file or directory: name a config.json or its folder" in says

@@ -1,0 +1,160 @@
+"""Rows that families share: attention, feed-forward, norms, embedding and head, with what Megatron keeps of each.
+
+Kept tensors follow Korthikanti et al. 2022 (arXiv:2205.05198 section 4.1), whose count for one GPT layer is
+s b h (34 + 5 a s / h) bytes at 2 bytes an element and 1 a mask.
+"""
+
+from __future__ import annotations
+
+from ..spec.run import Model, Train
+from .table import Dims, Op, Product, Tensor, Weight
+
+TOKENS: Dims = ("seq", "batch")
+STREAM = Tensor((*TOKENS, "hidden"))  # the residual stream
+MASK = Tensor((*TOKENS, "hidden"), 1)
+QUERY: Dims = ("heads", "head_dim")
+KEY: Dims = ("kv_heads", "head_dim")
+SCORES: Dims = ("batch", "heads", "seq", "keys")
+
+
+def norm(name: str, model: Model) -> Op:
+    """LayerNorm or RMSNorm of the residual stream; keeps its input, 2sbh."""
+    scale = (Weight(f"{name}.weight", ("hidden",)),)
+    shift = (Weight(f"{name}.bias", ("hidden",)),) if model.norm == "layernorm" else ()
+    # torch's LayerNorm is one kernel, in float32 under autocast; an RMSNorm is a cast, a square, a mean and two products.
+    eager = 2.0 if model.norm == "layernorm" else 4.0
+    return Op(name=name, weights=scale + shift, moves=(STREAM, STREAM), kept=(STREAM,), eager=eager)
+
+
+def linear(
+    name: str,
+    inner: Dims,
+    outers: tuple[tuple[str, Dims], ...],
+    *,
+    bias: bool,
+    kept: tuple[Tensor, ...] = (),
+    rows: Dims = TOKENS,
+    groups: Dims = (),
+) -> Op:
+    """A matrix product with weights; `outers` name each weight's output, all of one input."""
+    held = tuple(Weight(f"{name}{part}.weight", (*groups, *inner, *outer)) for part, outer in outers)
+    shifts = tuple(Weight(f"{name}{part}.bias", (*groups, *outer)) for part, outer in outers) if bias else ()
+    product = Product(rows=rows, inner=inner, outers=tuple(outer for _, outer in outers), groups=groups)
+    return Op(name=name, weights=held + shifts, product=product, kept=kept)
+
+
+def attention(model: Model, train: Train, *, causal: bool = True) -> tuple[Op, ...]:
+    """Query, key, value products, the core of attention, and the projection back: 11sbh + 5as2b."""
+    query, key, value = Tensor(TOKENS + QUERY), Tensor(TOKENS + KEY), Tensor(TOKENS + KEY)
+    bias = model.bias if model.qkv_bias is None else model.qkv_bias
+    parts = ((".query", QUERY), (".key", KEY), (".value", KEY))
+    turn = (Op(name="attention.rope", moves=(query, query, key, key), eager=4.0),) if model.positions == "rope" else ()
+    return (
+        linear("attention", ("hidden",), parts, bias=bias, kept=(STREAM, query, key, value)),
+        *turn,
+        *(_flash(causal) if train.attention == "flash" else _math(model)),
+        linear("attention.out", QUERY, (("", ("hidden",)),), bias=model.bias, kept=(query,)),
+    )
+
+
+def _flash(causal: bool) -> tuple[Op, ...]:
+    """FlashAttention-2 (arXiv:2307.08691): keeps a float32 log-sum-exp; backward costs 2.5 forwards."""
+    product = Product(
+        rows=("seq",),
+        inner=("head_dim",),
+        outers=(("keys",), ("keys",)),
+        groups=("batch", "heads"),
+        computed=0.5 if causal else 1.0,
+        backward=2.5,
+        fused=True,
+    )
+    return (Op(name="attention.core", product=product, kept=(Tensor(("batch", "heads", "seq"), 4),), core=True),)
+
+
+def _math(model: Model) -> tuple[Op, ...]:
+    """Scores, softmax, dropout and values as separate kernels: keeps 2as2b, and 3as2b more with dropout."""
+    scores, mask = Tensor(SCORES), Tensor(SCORES, 1)
+    dropped = (mask, scores) if model.dropout else ()
+    heads: Dims = ("batch", "heads")
+    return (
+        Op(name="attention.scores", product=Product(rows=("seq",), inner=("head_dim",), outers=(("keys",),), groups=heads), core=True),
+        Op(
+            name="attention.softmax",
+            moves=(scores, scores, *((scores, *dropped) if dropped else ())),
+            kept=(scores, *dropped),
+            core=True,
+            kernels=2 if dropped else 1,
+            eager=2.0,  # scale and mask apart
+        ),
+        Op(name="attention.values", product=Product(rows=("seq",), inner=("keys",), outers=(("head_dim",),), groups=heads), core=True),
+    )
+
+
+def residual(name: str, model: Model) -> Op:
+    """Dropout and the sum with the residual stream; keeps a mask, sbh, where there is dropout."""
+    masks = (MASK,) if model.dropout else ()
+    return Op(name=name, moves=(STREAM, STREAM, STREAM, *masks), kept=masks, eager=1.5 if masks else 1.0)
+
+
+def feed_forward(model: Model, *, name: str = "mlp", dim: str = "ffn") -> tuple[Op, ...]:
+    """The two (gated: three) products around an activation: 18sbh of the paper's 19 at ffn = 4h."""
+    wide = Tensor((*TOKENS, dim))
+    gated = model.act in ("swiglu", "geglu")
+    parts: tuple[tuple[str, Dims], ...] = ((".gate", (dim,)), (".up", (dim,))) if gated else ((".up", (dim,)),)
+    inputs = (wide,) * len(parts)
+    return (
+        linear(name, ("hidden",), parts, bias=model.bias, kept=(STREAM,)),
+        Op(name=f"{name}.act", moves=(*inputs, wide), kept=inputs, eager=1.7 if gated else 1.0),
+        linear(f"{name}.down", (dim,), (("", ("hidden",)),), bias=model.bias, kept=(wide,)),
+    )
+
+
+def mixture(model: Model) -> tuple[Op, ...]:
+    """Top-k routed experts, none dropped: each token travels to top_k experts and back (arXiv:2401.04088)."""
+    rows: Dims = (*TOKENS, "top_k")
+    sent, wide = Tensor((*rows, "hidden")), Tensor((*rows, "expert_ffn"))
+    parts: tuple[tuple[str, Dims], ...] = ((".gate", ("expert_ffn",)), (".up", ("expert_ffn",)))
+    router = Op(
+        name="router",
+        weights=(Weight("router.weight", ("hidden", "choices")),),
+        product=Product(rows=TOKENS, inner=("hidden",), outers=(("choices",),)),
+        kept=(STREAM, Tensor((*TOKENS, "choices"), 4)),
+    )
+    shared = feed_forward(model, name="shared", dim="shared_ffn") if model.shared_experts else ()
+    return (
+        router,
+        Op(name="dispatch", moves=(STREAM, sent), exchanges=(sent,)),
+        linear("experts", ("hidden",), parts, bias=False, kept=(sent,), rows=rows, groups=("experts",)),
+        Op(name="experts.act", moves=(wide, wide, wide), kept=(wide, wide), eager=1.7),
+        linear("experts.down", ("expert_ffn",), (("", ("hidden",)),), bias=False, kept=(wide,), rows=rows, groups=("experts",)),
+        Op(name="combine", moves=(sent, STREAM), kept=(sent,), exchanges=(sent,)),
+        *shared,
+    )
+
+
+def embedding(model: Model, *, types: bool = False) -> tuple[Op, ...]:
+    """Token, position and segment tables; keeps the dropout mask, sbh."""
+    tables = [Weight("embedding.weight", ("vocab", "hidden"))]
+    if model.positions == "learned":
+        tables.append(Weight("positions.weight", ("context", "hidden")))
+    if types:
+        tables.append(Weight("types.weight", ("types", "hidden")))
+    masks = (MASK,) if model.dropout else ()
+    return (Op(name="embedding", weights=tuple(tables), moves=(STREAM,) * (len(tables) + 1) + masks, kept=masks, reduces=(("vocab", STREAM),)),)
+
+
+def head(model: Model, *, bias: bool = False) -> tuple[Op, ...]:
+    """Logits and the cross entropy: 2sbv for the logits and 4sbv for its float32 softmax (fp32: 4 and 4)."""
+    logits, softmax = Tensor((*TOKENS, "vocab")), Tensor((*TOKENS, "vocab"), 4)
+    each = Tensor(TOKENS, 4)
+    return (
+        linear("head", ("hidden",), (("", ("vocab",)),), bias=bias, kept=(STREAM,)),
+        Op(
+            name="loss",
+            moves=(logits, softmax, softmax),
+            logits=(logits, softmax),
+            reduces=(("vocab", each), ("vocab", each), ("vocab", each)),
+            kernels=3,
+            eager=1.5,
+        ),
+    )

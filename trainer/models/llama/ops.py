@@ -1,0 +1,7 @@
+"""Llama, Mistral and Qwen2: RMSNorm, rotary positions, grouped key and value heads, a gated feed-forward."""
+
+from __future__ import annotations
+
+from ..gpt.ops import table
+
+__all__ = ["table"]

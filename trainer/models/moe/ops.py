@@ -1,0 +1,26 @@
+"""Mixtral's kind: a Llama whose feed-forward is a mixture of experts (arXiv:2401.04088)."""
+
+from __future__ import annotations
+
+from ...spec.run import Model, Train
+from ..blocks import attention, embedding, head, mixture, norm, residual
+from ..table import Table, sizes
+
+
+def table(model: Model, train: Train) -> Table:
+    """The op table of a mixture of experts."""
+    layer = (
+        norm("norm1", model),
+        *attention(model, train),
+        residual("attention.residual", model),
+        norm("norm2", model),
+        *mixture(model),
+        residual("mlp.residual", model),
+    )
+    return Table(
+        sizes=sizes(model, train),
+        embedding=embedding(model),
+        layer=layer,
+        head=(norm("norm", model), *head(model)),
+        tied=model.tied,
+    )

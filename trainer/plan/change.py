@@ -1,0 +1,35 @@
+"""A run with some keys changed, named by their dotted paths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from ..spec.run import Run
+
+Part = TypeVar("Part")
+
+
+def changed(run: Run, change: Iterable[tuple[str, object]]) -> Run:
+    """The run with every (key, value) of a change set."""
+    for key, value in change:
+        run = _set(run, key.split("."), value)
+    return run
+
+
+def _set(part: Part, path: list[str], value: object) -> Part:
+    name, *rest = path
+    new: Any = _set(getattr(part, name), rest, value) if rest else value
+    return replace(part, **{name: new})  # type: ignore[type-var]
+
+
+def words(change: Iterable[tuple[str, object]]) -> tuple[str, ...]:
+    """A change as overrides of the command line."""
+    return tuple(f"{key}={_word(value)}" for key, value in change)
+
+
+def _word(value: object) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

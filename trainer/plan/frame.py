@@ -1,0 +1,137 @@
+"""What a sweep of layouts shares: the run's facts, and the pieces and wires found so far."""
+
+from __future__ import annotations
+
+from ..models.table import Op, Table, count, forward_flops, parameters, weights
+from ..spec.run import Parallel, Run
+from .axes import dp
+from .collectives import Wire
+from .engines import engine_for
+from .layout import Layout, Partition, balanced, mesh_of, partition
+from .mesh import Mesh, Wires, wired, wires
+from .pieces import Pieces, Split, pieces, table_of
+from .precision import states, widths
+from .roofline import rates
+
+
+class Frame:
+    """A run without its layout: facts worked out once, and what each split and mesh was found to cost."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.table: Table = table_of(run)
+        self.widths = widths(run.train)
+        self.states = states(run.optim)
+        self.rates = rates(run.cluster.device, run.train)
+        self.world = run.cluster.nodes * run.cluster.gpus
+        self.capacity = 0 if run.cluster.device.memory == "auto" else int(run.cluster.device.memory)
+        self.context = int(run.cluster.device.context)
+        self.parameters = parameters(self.table, run.model.layers)
+        self.active_parameters = parameters(self.table, run.model.layers, active=True)
+        self._flops = {
+            name: sum(forward_flops(op, self.table.sizes) for op in ops) // run.train.microbatch
+            for name, ops in (("embedding", self.table.embedding), ("layer", self.table.layer), ("head", self.table.head))
+        }
+        self._core = sum(forward_flops(op, self.table.sizes) for op in self.table.layer if op.core) // run.train.microbatch
+        self._pieces: dict[Split, Pieces] = {}
+        self._wires: dict[Mesh, Wires] = {}
+        self._partitions: dict[int, Partition] = {}
+
+    @property
+    def forward_flops(self) -> int:
+        """FLOPs of one sequence's forward pass, attention in full."""
+        return self._flops["embedding"] + self.run.model.layers * self._flops["layer"] + self._flops["head"]
+
+    @property
+    def flops_per_token(self) -> float:
+        """Model FLOPs of a token, forward and backward, in the convention of train.flops."""
+        if self.run.train.flops == "parameters":
+            return 6.0 * self.active_parameters
+        return 3.0 * self.forward_flops / self.run.train.seq
+
+    def again_flops_per_token(self, recompute: str) -> float:
+        """FLOPs of a token that recomputation adds."""
+        each = {"full": self._flops["layer"], "selective": self._core, "none": 0}[recompute]
+        return self.run.model.layers * each / self.run.train.seq
+
+    def pieces(self, split: Split) -> Pieces:
+        """The pieces of the model under a split."""
+        found = self._pieces.get(split)
+        if found is None:
+            mesh = Mesh(dp=split.ep, cp=split.cp, ep=split.ep, tp=split.tp)
+            found = self._pieces[split] = pieces(self.run, self.table, split, self.wires(mesh))
+        return found
+
+    def wires(self, mesh: Mesh) -> Wires:
+        """How the axes of a mesh are wired."""
+        found = self._wires.get(mesh)
+        if found is None:
+            found = self._wires[mesh] = wires(mesh, self.run.cluster)
+        return found
+
+    def shards(self, mesh: Mesh, axis: str, whole: Wire, shard: int) -> tuple[Wire, Wire | None]:
+        """How the ranks that ZeRO shards over are wired, the innermost of an axis's group, and how the copies of a shard."""
+        size = whole.size
+        if shard == size:
+            return whole, None
+        cluster = self.run.cluster
+        stride = mesh.strides(axis)[0][1]
+        near = max(1, min(shard, cluster.gpus // stride))
+        far = max(1, cluster.gpus // (stride * shard))
+        links = cluster.inside, cluster.between
+        return wired(shard, near, *links), wired(size // shard, min(far, size // shard), *links)
+
+    def partition(self, stages: int) -> Partition:
+        """The layers of each stage: balanced by bytes and FLOPs, each as a share of the model's."""
+        found = self._partitions.get(stages)
+        if found is None:
+            table = self.table
+            layer, first, last = self._load("layer", table.layer), self._load("embedding", table.embedding), self._load("head", table.head)
+            found = self._partitions[stages] = partition(balanced(self.run.model.layers, stages, layer, first, last))
+        return found
+
+    def _load(self, name: str, ops: tuple[Op, ...]) -> float:
+        held = sum(count(weight.dims, self.table.sizes) for weight in weights(ops))
+        return held / self.parameters + self._flops[name] / self.forward_flops
+
+    def layout(self, parallel: Parallel, microbatch: int) -> Layout:
+        """The layout of legal degrees."""
+        mesh = mesh_of(parallel, self.world)
+        data = mesh.dp * mesh.cp
+        shard = data if parallel.shard == "all" else parallel.shard
+        run = self.run
+        micros = run.train.batch // (mesh.dp * microbatch)
+        return Layout(
+            parallel=parallel,
+            mesh=mesh,
+            wires=self.wires(mesh),
+            micros=micros,
+            microbatch=microbatch,
+            partition=self.partition(mesh.pp),
+            shard=shard,
+            expert_shard=max(1, shard // mesh.ep),
+            way=dp.Way(
+                zero=parallel.zero,
+                micros=micros,
+                weight=self.widths.weight,
+                gradient=self.widths.gradient,
+                bucket=parallel.bucket,
+                algorithm=parallel.reduce,
+                deepspeed=engine_for(run, parallel)[0] is not None,
+                overlap=parallel.overlap.data,
+                often=parallel.zero == 3 or (parallel.zero == 2 and mesh.pp == 1),
+            ),
+        )
+
+
+def split_of(parallel: Parallel, microbatch: int) -> Split:
+    """The part of a layout that decides what a block costs one rank."""
+    return Split(
+        tp=parallel.tp,
+        cp=parallel.cp,
+        ep=parallel.ep,
+        sequence=parallel.sequence and parallel.tp > 1,
+        recompute=parallel.recompute,
+        microbatch=microbatch,
+    )
+

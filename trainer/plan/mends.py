@@ -1,0 +1,126 @@
+"""Mends that hold: every change told to a user was planned again and found to do what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+
+from ..spec.problem import Problem
+from ..spec.run import Run
+from ..spec.units import gib
+from .change import changed, words
+from .engines import engine_for
+from .estimate import Estimator
+from .result import Memory
+from .rules import Broken, Change, broken
+
+SHOWN = 3  # mends told of one problem
+
+
+def problem_of(run: Run, found: Broken, all_found: list[Broken]) -> Problem:
+    """A broken rule as a problem, with those of its changes that mend it and break nothing else."""
+    before = {each.says for each in all_found}
+    held = []
+    for change in found.tries:
+        after = _broken(changed(run, change))
+        if not any(each.rule == found.rule or each.says not in before for each in after):
+            held.append(change)
+    told = tuple(words(change) for change in held[:SHOWN])
+    mend = f"set {' or '.join(' '.join(each) for each in told)}" if told else found.mend
+    return Problem(rule=found.rule, says=found.says, mend=mend, changes=told)
+
+
+def _broken(run: Run) -> list[Broken]:
+    return broken(run, run.parallel, run.train.microbatch)
+
+
+def memory_problem(run: Run, memory: Memory) -> Problem:
+    """What the fullest stage needs, of what kinds, and the smallest changes under which it fits."""
+    held = memory.stages[memory.stage].bytes
+    kinds = sorted(
+        ((getattr(held, kind), kind) for kind in ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")),
+        reverse=True,
+    )
+    largest = ", ".join(f"{kind} {gib(size)}" for size, kind in kinds[:3])
+    says = f"needs {gib(memory.peak)} GiB of {gib(memory.capacity)} on stage {memory.stage}: {largest}"
+    fits = list(fitting(run))[:SHOWN]
+    told = tuple(words(change) for change, _ in fits)
+    if not fits:
+        return Problem(rule="memory", says=says, mend="no change of layout was found that fits on this cluster")
+    names = [f"{' '.join(each)} ({gib(peak)})" for each, (_, peak) in zip(told, fits, strict=True)]
+    return Problem(rule="memory", says=says, mend=f"fits with {' or '.join(names)}", changes=told)
+
+
+def fitting(run: Run) -> Iterator[tuple[Change, int]]:
+    """Changes under which a run fits, with the peak then: the first of one key that do, else of two, else of three, else more nodes.
+
+    The order is from what costs least to what costs most: recomputing attention's core, splitting what tensor parallel
+    left whole, sharding, a smaller micro-batch, recomputing all, more ranks for the model, the host's memory, more nodes.
+    """
+    steps = list(_steps(run))
+    for size in (1, 2, 3):
+        found = [each for change in _together(steps, size) if (each := _fits(run, change)) is not None]
+        if found:
+            yield from found
+            return
+    for times in (2, 4, 8, 16, 32, 64, 128):
+        grown = (("cluster.nodes", run.cluster.nodes * times),)
+        every = [(), *([change] for change in steps), *map(list, combinations(steps, 2))]
+        for several in every:
+            each = _fits(run, (*grown, *(pair for change in several for pair in change)))
+            if each is not None:
+                yield each
+                return
+
+
+def _together(steps: list[Change], size: int) -> Iterator[Change]:
+    for several in combinations(steps, size):
+        keys = [key for change in several for key, _ in change]
+        if len(keys) == len(set(keys)):
+            yield tuple(pair for change in several for pair in change)
+
+
+def _fits(run: Run, change: Change) -> tuple[Change, int] | None:
+    """The change and the peak under it, if the run is then legal, fits, and is still run by an engine if one ran it before."""
+    new = changed(run, change)
+    if _broken(new):
+        return None
+    if engine_for(run, run.parallel)[0] is not None and engine_for(new, new.parallel)[0] is None:
+        return None
+    estimate = Estimator(new)(new.parallel, new.train.microbatch)
+    return (change, max(estimate.peaks)) if estimate.fits else None
+
+
+def _steps(run: Run) -> Iterator[Change]:
+    """Single changes, smallest first."""
+    parallel, train = run.parallel, run.train
+    if parallel.recompute == "none" and train.attention == "math":
+        yield (("parallel.recompute", "selective"),)
+    if parallel.tp > 1 and not parallel.sequence:
+        yield (("parallel.sequence", True),)
+    for zero in range(parallel.zero + 1, 4):
+        yield (("parallel.zero", zero),)
+    if train.microbatch > 1:
+        for micro in (train.microbatch // 2, train.microbatch // 4, 1):
+            if 0 < micro < train.microbatch and train.microbatch % micro == 0:
+                yield (("train.microbatch", micro),)
+    if parallel.recompute != "full":
+        yield (("parallel.recompute", "full"),)
+    if train.attention == "math":
+        yield (("train.attention", "flash"),)
+    for axis, most in (("tp", run.cluster.gpus), ("pp", run.model.layers), ("cp", run.cluster.gpus)):
+        now = getattr(parallel, axis)
+        for times in (2, 4, 8):
+            if now * times <= most:
+                yield _degree(run, axis, now, times)
+    if not parallel.offload.optimizer:
+        yield (("parallel.offload.optimizer", True),)
+
+
+def _degree(run: Run, axis: str, now: int, times: int) -> Change:
+    """A degree grown; a data degree that was set shrinks with it."""
+    dp = run.parallel.dp
+    change: Change = ((f"parallel.{axis}", now * times),)
+    if isinstance(dp, int):
+        change += (("parallel.dp", dp // times if dp % times == 0 else dp),)
+    return change

@@ -1,0 +1,52 @@
+"""Bytes of an element by what it is for, one row a precision; and of an optimizer's states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..spec.run import Optim, Train
+
+
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """Bytes an element: of a weight as it is computed with, a gradient as it adds up, the float32 copy of a weight that
+    the optimizer steps, and an activation."""
+
+    weight: int
+    gradient: int
+    master: int
+    activation: int
+
+
+_ROWS = {
+    #              weight gradient master activation
+    "fp32": Widths(4,     4,       0,     4),
+    "bf16": Widths(2,     2,       4,     2),
+    "fp16": Widths(2,     2,       4,     2),
+    "fp8":  Widths(3,     2,       4,     2),  # bf16 weights and their fp8 copy
+    "fp4":  Widths(3,     2,       4,     2),
+}  # fmt: skip
+
+_GRADIENT = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+COMPUTES: dict[str, tuple[str, ...]] = {
+    "fp32": ("fp32",),
+    "bf16": ("bf16",),
+    "fp16": ("fp16",),
+    "fp8": ("fp8", "bf16"),  # linear layers, and all else
+    "fp4": ("fp4", "bf16"),
+}
+
+
+def widths(train: Train) -> Widths:
+    """The widths of a run: ZeRO section 3.1 (arXiv:1910.02054) for half precision: 2 + 2 + (4 + 8 of Adam)."""
+    row = _ROWS[train.precision]
+    if train.gradients == "auto":
+        return row
+    return Widths(row.weight, _GRADIENT[train.gradients], row.master, row.activation)
+
+
+def states(optim: Optim) -> int:
+    """Bytes a parameter of an optimizer's own states, and of the second copy of gradients where it keeps one."""
+    moments = {"adamw": 8, "sgd": 4 if optim.momentum else 0}[optim.name]
+    return moments + 4 * optim.gradient_copy

@@ -1,0 +1,136 @@
+"""What runs but hurts, and what a reader of a plan should know: one function a warning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from ..spec.problem import Problem
+from ..spec.units import gib, percent
+from .costs import Costs
+from .engines import engine_for
+from .frame import Frame
+from .layout import Layout
+from .pieces import padded
+from .result import Throughput
+
+BUBBLE = 0.2  # share of a step from which a bubble is worth a word
+
+# The highest model-FLOPs utilisation that was measured and published, by device (without its memory) and precision.
+MEASURED: dict[tuple[str, str], tuple[float, str]] = {
+    ("V100", "fp16"):  (0.39, "Megatron-LM 2020 scaling tables, 2B"),
+    ("A100", "bf16"):  (0.67, "IBM fms-fsdp README, Llama 2 7B"),
+    ("A100", "fp16"):  (0.57, "arXiv:2205.05198 table 5, 1T"),
+    ("H100", "bf16"):  (0.60, "NVIDIA dgxc-benchmarking 24.11, Llama 3.1 8B"),
+    ("H100", "fp8"):   (0.45, "NVIDIA dgxc-benchmarking 24.11, Llama 3.1 405B"),
+    ("GB200", "bf16"): (0.46, "NVIDIA dgxc-benchmarking 25.05, Llama 3.1 405B"),
+    ("GB200", "fp8"):  (0.45, "Megatron-Bridge 26.06, Llama 3.1 405B"),
+    ("GB300", "fp8"):  (0.55, "Megatron-Bridge 26.02.01, Llama 3.1 405B"),
+}  # fmt: skip
+
+
+def _tensor_across(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
+    mesh, gpus = layout.mesh, frame.run.cluster.gpus
+    in_node = mesh.in_node("tp", gpus)
+    if in_node < mesh.tp:
+        says = f"parallel.tp={mesh.tp} crosses nodes of {gpus}: every layer waits for the link between them"
+        yield Problem(rule="tp", says=says, mend=f"set parallel.tp to at most {gpus} and parallel.pp higher")
+
+
+def _bubble(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
+    if of.seconds is not None and of.seconds.fill > BUBBLE:
+        says = f"the pipeline idles {percent(of.seconds.fill)} of its time: {layout.micros} micro-batches through {layout.mesh.pp} stages"
+        yield Problem(rule="bubble", says=says, mend="a larger train.batch, a smaller train.microbatch, fewer stages or schedule=interleaved")
+
+
+def _uneven(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
+    counts = layout.partition.counts
+    if min(counts) == max(counts):
+        return
+    cost = ""
+    if of.seconds is not None:
+        times = [of.kinds[at].forward + of.kinds[at].backward for at in layout.partition.which]
+        lost = layout.micros * (max(times) - sum(times) / len(times)) / of.seconds.step
+        cost = f"; waiting for the busiest stage costs {percent(lost)} of a step"
+    says = f"{sum(counts)} layers over {len(counts)} stages: {min(counts)} to {max(counts)} a stage{cost}"
+    yield Problem(rule="uneven", says=says)
+
+
+def _unmeasured(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
+    run = frame.run
+    if throughput is None:
+        return
+    known = MEASURED.get((run.cluster.device.name.split("-")[0], run.train.precision))
+    if known is None:
+        says = f"no measured run of {run.cluster.device.name} in {run.train.precision} is known to this planner: its MFU is a calculation"
+        yield Problem(rule="mfu", says=says)
+    elif throughput.mfu > known[0]:
+        says = f"an MFU of {percent(throughput.mfu)} is above the highest published for {run.cluster.device.name}, {percent(known[0])} ({known[1]})"
+        yield Problem(rule="mfu", says=says)
+
+
+def _padded(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
+    model, degree = frame.run.model, layout.mesh.tp
+    whole = padded(model.vocab, model.vocab_multiple * degree)
+    if whole > model.vocab:
+        yield Problem(rule="vocab", says=f"model.vocab={model.vocab} is padded to {whole} so that tp {degree} splits it evenly")
+
+
+def _replicated(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
+    kv_heads, degree = frame.table.sizes["kv_heads"], layout.mesh.tp
+    if degree > kv_heads:
+        yield Problem(rule="kv_heads", says=f"parallel.tp={degree} is more than model.kv_heads={kv_heads}: each is held by {degree // kv_heads} ranks")
+
+
+def _idle(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
+    parallel, train = layout.parallel, frame.run.train
+    if parallel.sequence and parallel.tp == 1:
+        yield Problem(rule="sequence", says="parallel.sequence=true does nothing at tp 1")
+    if parallel.recompute == "selective" and train.attention == "flash":
+        says = "parallel.recompute=selective with train.attention=flash: flash keeps no scores, so nothing is saved by running it twice"
+        yield Problem(rule="recompute", says=says, mend="set parallel.recompute=none")
+
+
+def _tight(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
+    peak = max(of.peaks)
+    if 0.95 * frame.capacity < peak <= frame.capacity:
+        says = f"{gib(peak)} GiB of {gib(frame.capacity)} leaves little for fragmentation"
+        yield Problem(rule="tight", says=says)
+
+
+def _untimed(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
+    if of.seconds is not None:
+        return
+    cluster, offload = frame.run.cluster, layout.parallel.offload
+    device = cluster.device
+    if offload.optimizer or offload.parameters:
+        yield Problem(rule="time", says="no times: how fast the host steps an offloaded optimizer is not known")
+    elif device.peak.get(frame.run.train.precision) is None or device.bandwidth is None:
+        mend = f"set cluster.device.peak.{frame.run.train.precision} (FLOP/s) and cluster.device.bandwidth (bytes/s)"
+        yield Problem(rule="time", says=f"no times: the peak of {device.name} in {frame.run.train.precision} is not stated", mend=mend)
+    else:
+        where = "inside" if cluster.inside is None and cluster.gpus > 1 else "between"
+        yield Problem(rule="time", says=f"no times: cluster.{where} is not stated", mend=f"set cluster.{where}.bandwidth and .latency")
+
+
+def _engine(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
+    _, limits = engine_for(frame.run, layout.parallel)
+    yield from limits
+
+
+WARNINGS: tuple[Callable[[Frame, Layout, Costs, Throughput | None], Iterator[Problem]], ...] = (
+    _untimed,
+    _tight,
+    _tensor_across,
+    _bubble,
+    _uneven,
+    _padded,
+    _replicated,
+    _idle,
+    _unmeasured,
+    _engine,
+)
+
+
+def warnings(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> tuple[Problem, ...]:
+    """Everything that runs but hurts."""
+    return tuple(each for warning in WARNINGS for each in warning(frame, layout, of, throughput))

@@ -1,0 +1,40 @@
+"""What is wrong with what a user wrote: a rule's name, a sentence, and a mend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One thing that is wrong, and what would be right ("" where nothing was found).
+
+    `changes` are the mends as overrides, each a set that is applied together and was planned again.
+    """
+
+    rule: str
+    says: str
+    mend: str = ""
+    changes: tuple[tuple[str, ...], ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.says}: {self.mend}" if self.mend else self.says
+
+
+class Unreadable(Exception):
+    """What a user wrote can't be understood; carries every problem found (exit status 2)."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(map(str, self.problems)))
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The sentence that a misspelt word deserves: its near miss, else all that is known."""
+    names = sorted(known)
+    close = get_close_matches(word, names, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {close[0]}?"
+    return f"known: {', '.join(names)}" if names else "nothing is known here"

@@ -1,0 +1,129 @@
+"""A plain mapping becomes a `Run`, strictly, with every problem found at once."""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from .problem import Problem, Unreadable, nearest
+from .run import Run
+
+Part = TypeVar("Part")
+
+
+def read_run(words: Mapping[str, Any]) -> Run:
+    """The `Run` that a composed config says; raises Unreadable with all that is wrong."""
+    return read(words, Run)
+
+
+def read(words: Mapping[str, Any], into: type[Part], at: str = "") -> Part:
+    """Convert a mapping to a frozen data class of this package; raises Unreadable with all that is wrong."""
+    problems: list[Problem] = []
+    part = _part(words, into, at, problems)
+    if problems:
+        raise Unreadable(problems)
+    assert part is not None
+    return part
+
+
+def _part(words: Mapping[str, Any], into: type[Part], at: str, problems: list[Problem]) -> Part | None:
+    before = len(problems)
+    hints = get_type_hints(into, include_extras=True)
+    for key in words:
+        if key not in hints:
+            problems.append(Problem(rule="unknown", says=f"no key {at}{key}", mend=nearest(str(key), hints)))
+    read: dict[str, Any] = {}
+    for row in fields(into):  # type: ignore[arg-type]
+        if row.name in words:
+            read[row.name] = _value(words[row.name], hints[row.name], f"{at}{row.name}", problems)
+        elif row.default is MISSING and row.default_factory is MISSING:
+            problems.append(Problem(rule="missing", says=f"{at}{row.name} is not set", mend=wanted(hints[row.name])))
+    return into(**read) if len(problems) == before else None
+
+
+def _value(value: Any, hint: Any, key: str, problems: list[Problem]) -> Any:
+    nested = next((kind for kind in _choices(hint) if is_dataclass(kind)), None)
+    if isinstance(nested, type) and isinstance(value, Mapping):
+        return _part(value, nested, f"{key}.", problems)
+    if _is_list(value) and len(value) != len(set(map(repr, value))) and "Literal" in repr(hint):
+        problems.append(Problem(rule="twice", says=f"{key}={shown(value)} names something twice"))
+        return None
+    try:
+        if not _finite(value):
+            raise msgspec.ValidationError("not a finite number")
+        return msgspec.convert(_exact(value), hint)
+    except msgspec.ValidationError:
+        problems.append(Problem(rule="type", says=f"{key}={shown(value)} is not {wanted(hint)}", mend=_near(value, hint)))
+        return None
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
+
+
+def _finite(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _exact(value: Any) -> Any:
+    """YAML reads 1e6 as a float; a whole one may stand where a count is wanted."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return [_exact(each) for each in value] if _is_list(value) else value
+
+
+def _choices(hint: Any) -> Iterator[Any]:
+    if get_origin(hint) in (Union, types.UnionType):
+        for each in get_args(hint):
+            yield from _choices(each)
+    else:
+        yield hint
+
+
+def _near(value: Any, hint: Any) -> str:
+    words = [str(word) for kind in _choices(hint) if get_origin(kind) is Literal for word in get_args(kind)]
+    close = nearest(value, words) if isinstance(value, str) and words else ""
+    return close if close.startswith("did") else ""
+
+
+_NOUNS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null", dict: "a mapping"}
+_BOUNDS = (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below"))
+
+
+def wanted(hint: Any) -> str:
+    """A type as words: `a whole number, at least 1`."""
+    return " or ".join(_noun(kind) for kind in _choices(hint) if kind is not type(None))
+
+
+def _noun(kind: Any) -> str:
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        metas = [each for each in args[1:] if isinstance(each, msgspec.Meta)]
+        bounds = [f", {word} {getattr(meta, name):g}" for meta in metas for name, word in _BOUNDS if getattr(meta, name) is not None]
+        return _noun(args[0]) + "".join(bounds)
+    if origin is Literal:
+        return f"one of {', '.join(map(str, args))}" if len(args) > 1 else str(args[0])
+    if origin is tuple:
+        each = args[0]
+        return f"a list of {_noun(each)}" if args[-1] is Ellipsis else f"a list of {len(args)}, each {_noun(each)}"
+    if is_dataclass(kind):
+        return f"a mapping of {', '.join(row.name for row in fields(kind))}"
+    return _NOUNS.get(origin or kind, str(kind))
+
+
+def shown(value: Any) -> str:
+    """A value as the user would write it on the command line."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if value is None:
+        return "null"
+    if _is_list(value):
+        return f"[{','.join(map(shown, value))}]"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{shown(each)}" for key, each in value.items()) + "}"
+    return str(value)
