@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from .export import export
+from .generate import generate
+
 if TYPE_CHECKING:
     from ..trainer.plan.result import Plan
     from ..trainer.spec.problem import Problem
@@ -44,7 +47,7 @@ app = typer.Typer(
     cls=Verbs, rich_markup_mode=None, pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
 )
 
-Override = Annotated[list[str] | None, typer.Argument(metavar="conf=NAME [KEY=VALUE ...]", show_default=False)]
+Words = Annotated[list[str] | None, typer.Argument(metavar="conf=NAME [KEY=VALUE ...]", show_default=False)]
 ConfigDir = Annotated[
     Path | None,
     typer.Option(
@@ -100,7 +103,7 @@ def _verbs(
         raise typer.Exit(WRONG_WORDS)
 
 
-@app.command("ls")
+@app.command("ls", short_help="What there is: recipes and config groups.")
 def list_options(
     group: Annotated[str | None, typer.Argument(metavar="[GROUP]", show_default=False)] = None,
     config_dir: ConfigDir = None,
@@ -116,8 +119,8 @@ def list_options(
     return _say(one_group(group, config_dir) if group else everything(config_dir))
 
 
-@app.command()
-def show(words: Override = None, config_dir: ConfigDir = None) -> int:
+@app.command(short_help="The composed config, as YAML.")
+def show(words: Words = None, config_dir: ConfigDir = None) -> int:
     """Print the composed config, every default filled in, as YAML that conf=FILE reads back.
 
     \b
@@ -135,9 +138,9 @@ def show(words: Override = None, config_dir: ConfigDir = None) -> int:
     return _say(as_yaml({key: value for key, value in composed.items() if value is not None}).rstrip())
 
 
-@app.command()
+@app.command(short_help="What a run costs: memory, traffic, time, days.")
 def plan(
-    words: Override = None,
+    words: Words = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of the page (with -m, a list).")] = False,
     multirun: Annotated[
         bool, typer.Option("-m", "--multirun", help="Plan every combination of values that are listed: parallel.tp=1,2,4.")
@@ -170,6 +173,50 @@ def plan(
     if swept is None and not _one_stream():
         _tell(plans[0].problems)
     return FINE if all(each.ok and each.fits for each in plans) else CANNOT
+
+
+@app.command()
+def fit(words: Words = None, config_dir: ConfigDir = None) -> int:
+    """Plan, launch on this machine, train, log; goes on from the newest checkpoint of the run's folder.
+
+    Exit status: 0 it trained; 1 it can't run or failed; 2 the words are wrong; 75 it was stopped and has saved.
+
+    \b
+    distrain fit conf=quickstart
+    distrain fit conf=quickstart train.steps=600 checkpoint.resume=must
+    """
+    conf, overrides = _words(words, "fit", config_dir)
+    from ..trainer.plan.plan import make_plan
+    from .fit import fit as run_it
+    from .fit import refused
+    from .load import load
+    from .plan_text import verdict
+
+    run = load(conf, overrides, config_dir)
+    made = make_plan(run)
+    problems = refused(run, made)
+    if problems:
+        _tell(problems)
+        return CANNOT
+    _say(verdict(made))
+    live = _live if sys.stderr.isatty() else lambda words: None
+    status, wrong = run_it(run, made, _show, live)
+    for each in wrong:
+        print(f"distrain: {each}", file=sys.stderr)
+    return status
+
+
+app.command(short_help="A run's newest checkpoint as a Hugging Face folder.")(export)
+app.command(short_help="Text from a run's newest checkpoint.")(generate)
+
+
+def _show(words: str) -> None:
+    _say(words)
+
+
+def _live(words: str) -> None:
+    """The live line: on a terminal only, over itself."""
+    print(f"\r\x1b[K{words}", end="", file=sys.stderr, flush=True)
 
 
 def _words(words: Sequence[str] | None, verb: str, config_dir: Path | None) -> tuple[str, tuple[str, ...]]:

@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from ..trainer.spec.problem import Problem
+from ..trainer.spec.problem import Problem, nearest
 from ..trainer.spec.run import Run
 
 OURS = ("reading",)  # said by distrain, not by a user
@@ -24,7 +24,7 @@ def keys(of: type = Run, at: str = "") -> dict[str, Any]:
 
 def texts(known: Mapping[str, Any]) -> set[str]:
     """The keys that take any text."""
-    return {key for key, hint in known.items() if hint in (str, str | None)}
+    return {key for key, hint in known.items() if hint in (str, str | None, str | tuple[str, ...] | None)}
 
 
 def unknown(key: str, known: Mapping[str, Any]) -> Problem | None:
@@ -33,6 +33,8 @@ def unknown(key: str, known: Mapping[str, Any]) -> Problem | None:
     holder, _, last = key.rpartition(".")
     if key in known or key in sections or (holder in known and last in _words_of(known[holder])):
         return None
+    if words := _words_of(known.get(holder)):
+        return Problem(rule="unknown", says=f"no key {key}", mend=nearest(last, words))
     return Problem(rule="unknown", says=f"no key {key}", mend=_near(key, known, sections))
 
 

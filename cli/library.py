@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ..trainer.spec.problem import Problem, Unreadable, nearest
@@ -53,6 +53,12 @@ def about(file: Path) -> str:
     return ""
 
 
+def near(word: str, names: Iterable[str]) -> str:
+    """The sentence for a name that is not there: what it begins, else its near miss."""
+    begun = [name for name in sorted(names) if word and name.startswith(word)]
+    return f"did you mean {' or '.join(begun)}?" if 0 < len(begun) < 6 else nearest(word, names)
+
+
 def recipe(conf: str, config_dir: Path | None) -> Path:
     """The file that `conf=` names: a path, or a recipe's name; raises Unreadable."""
     known = recipes(config_dir)
@@ -61,19 +67,19 @@ def recipe(conf: str, config_dir: Path | None) -> Path:
     path = Path(conf).expanduser()
     if _is_path(conf):
         for each in _spellings(path):
-            if each.is_file():
+            if os.path.isfile(each):
                 return each
         raise Unreadable([_no_file(conf, path)])
-    here = next((each for each in _spellings(path) if each.is_file()), None)
-    mend = f"for the file in this folder write conf=./{here}" if here else nearest(conf, known)
+    here = next((each for each in _spellings(path) if os.path.isfile(each)), None)
+    mend = f"for the file in this folder write conf=./{here}" if here else near(conf, known)
     raise Unreadable([Problem(rule="conf", says=f"no recipe {conf}", mend=mend)])
 
 
 def _no_file(conf: str, path: Path) -> Problem:
     folder = path.parent
-    if path.is_dir():
+    if os.path.isdir(path):
         return Problem(rule="file", says=f"conf={conf} is a folder", mend="name a YAML file in it")
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return Problem(rule="file", says=f"conf={conf}: no such file", mend=f"there is no folder {folder}")
     beside = [each.name for each in folder.iterdir() if each.suffix in SUFFIXES]
     mend = nearest(path.name, beside) if beside else f"no YAML file is in {folder}"
@@ -86,7 +92,7 @@ def _is_path(conf: str) -> bool:
 
 def _spellings(path: Path) -> Iterator[Path]:
     yield path
-    for suffix in SUFFIXES:
+    for suffix in SUFFIXES if path.name else ():
         yield path.with_name(path.name + suffix)
 
 

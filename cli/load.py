@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from ..trainer.spec.problem import Problem, Unreadable
-from ..trainer.spec.read import read_run, shown
+from ..trainer.spec.read import read_run
 from ..trainer.spec.run import Run
 from . import library
 from .keys import keys, texts
@@ -125,6 +125,7 @@ class Loader:
             _read_hf(config, recipe, file, told)
             for word in told.sets:
                 problems += _set(config, word)
+            _place_weights(config, file, said_here="model.weights" in told.keys)
             words = _plain(config, "", problems)
         except Unreadable as error:
             raise Unreadable([*problems, *error.problems]) from None
@@ -252,12 +253,27 @@ def _read_hf(config: DictConfig, recipe: DictConfig, file: Path, told: Said) -> 
 
     said_here = "model.hf" in told.keys
     beside = {} if said_here else own if isinstance(own, dict) and "hf" in own else config.model
-    near = file.parent / Path(path).expanduser()
-    at = (near if near.exists() and not said_here else Path(path).expanduser()).absolute()
+    at = _placed(path, file, said_here=said_here)
     sizes = read_hf(at)
     if beside is config.model:
         agree(sizes, config.model, file)
     config.model = OmegaConf.merge(sizes, beside, {"hf": str(at)})
+
+
+def _place_weights(config: DictConfig, file: Path, *, said_here: bool) -> None:
+    """Make `model.weights` a whole path: what is handed to ranks holds wherever they run."""
+    try:
+        path = OmegaConf.select(config, "model.weights")
+    except OmegaConfBaseException:
+        return  # reported with every other value that can't be resolved
+    if isinstance(path, str):
+        OmegaConf.update(config, "model.weights", str(_placed(path, file, said_here=said_here)))
+
+
+def _placed(path: str, file: Path, *, said_here: bool) -> Path:
+    """A path of a recipe is looked for beside it first; one of the command line is from the folder that it is typed in."""
+    near = file.parent / Path(path).expanduser()
+    return (near if near.exists() and not said_here else Path(path).expanduser()).absolute()
 
 
 def _set(config: DictConfig, word: Override) -> list[Problem]:

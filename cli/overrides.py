@@ -128,6 +128,8 @@ def _wrong(word: Override, known: Mapping[str, Any], groups: Sequence[str], conf
     if _chooses(word, groups):
         sizes = word.key == "cluster" and is_shape(word.value)
         return None if word.deletes or sizes else _no_option(word.key, word.value, config_dir)
+    if word.key.partition(".")[0].partition("/")[0] == "hydra":
+        return Problem(rule="unknown", says=f"no key {word.key}", mend="distrain has no settings of Hydra's")
     if word.package or "/" in word.key:
         return Problem(rule="unknown", says=f"{word.text}: no group {word.key}", mend=nearest(word.key, groups))
     if word.key == "cluster.device" and isinstance(word.value, str):
@@ -139,8 +141,9 @@ def _no_option(group: str, value: Any, config_dir: Path | None) -> Problem | Non
     options = library.options(group, config_dir)
     for name in value if isinstance(value, list) else [value]:
         if not isinstance(name, str) or name not in options:
-            more = f"; or a size, {FORMS}" if group == "cluster" else ""
-            return Problem(rule="option", says=f"{group}={shown(value)} names no {group}", mend=nearest(shown(name), options) + more)
+            sizes = group == "cluster" and shown(name)[:1].isdigit()
+            mend = f"a size is {FORMS}" if sizes else library.near(shown(name), options)
+            return Problem(rule="option", says=f"{group}={shown(value)} names no {group}", mend=mend)
     return None
 
 

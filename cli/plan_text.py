@@ -90,7 +90,11 @@ def _schedule(plan: Plan) -> Iterator[str]:
         yield f"{staged}{plan.microbatches:,} micro-batch{'' if plan.microbatches == 1 else 'es'} a step"
     if plan.bubble_fraction:
         yield f"the pipeline is empty {share(plan.bubble_fraction)} of the time"
-    yield f"engine {plan.engine}" if plan.engine else "no engine of distrain runs it"
+    yield (
+        f"engine {plan.engine}{'' if plan.runnable else ' (this version plans it, but does not run it)'}"
+        if plan.engine
+        else "no engine runs it"
+    )
 
 
 def _memory(plan: Plan, look: Look) -> list[str]:
@@ -176,11 +180,11 @@ def _time(plan: Plan, look: Look) -> list[str]:
     rows = [[words, seconds(part), share(part / time.step)] for words, part in parts]
     bars = [look.bar(part / time.step, 30) for _, part in parts]
     flops = (speed.model_flops_per_second_per_gpu, speed.hardware_flops_per_second_per_gpu)
-    again = f"; {rate(flops[1], 'FLOP/s')} with recomputation, HFU {share(speed.hfu)}" if flops[1] > flops[0] else ""
+    again = f", {rate(flops[1], 'FLOP/s')} with recomputation (HFU {share(speed.hfu)})" if flops[1] > flops[0] else ""
     return [
         f"Time of a step: {seconds(time.step)}",
         *(f"  {line}  {bar}" for line, bar in zip(table(rows), bars, strict=True)),
-        f"  {rate(flops[0], 'FLOP/s')} of the model on each device, MFU {share(speed.mfu)}{again}",
+        *wrapped(f"on each device {rate(flops[0], 'FLOP/s')} of the model (MFU {share(speed.mfu)}){again}", indent="  "),
         f"  {count(speed.tokens_per_second)} tokens/s, {count(speed.tokens_per_second_per_gpu)} on each device",
     ]
 
@@ -195,15 +199,16 @@ def _run(plan: Plan) -> list[str]:
     if model is None:
         return []
     active = f", {count(model.active_parameters)} of them met by a token" if model.active_parameters != model.parameters else ""
-    lines = [f"Model: {count(model.parameters)} parameters{active}; {rate(model.flops_per_token, 'FLOP')} a token, forward and backward"]
+    flops = rate(model.flops_per_token, "FLOP")
+    lines = wrapped(f"Model: {count(model.parameters)} parameters{active}; {flops} a token, forward and backward")
     if run is None:
         return lines
     took = seconds(run.seconds) if run.seconds is not None else "how long is not known"
     ideal = f" ({seconds(run.ideal_seconds)} at every device's peak)" if run.ideal_seconds is not None else ""
-    flops = f"{run.flops:.3g}".replace("e+", "e")
+    whole = f"{run.flops:.3g}".replace("e+", "e")
     return [
         *lines,
-        f"  {many(run.steps, 'step')}, {count(run.tokens)} tokens, {flops} FLOP of the model: {took}{ideal}",
+        *wrapped(f"{many(run.steps, 'step')}, {count(run.tokens)} tokens, {whole} FLOP of the model: {took}{ideal}", indent="  "),
         f"  a checkpoint is {size(run.checkpoint_bytes)}",
     ]
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..trainer.spec.problem import Problem, nearest
+from ..trainer.spec.problem import Problem
 from . import library
 from .keys import keys, unknown
 
@@ -39,7 +40,7 @@ def read_words(words: Sequence[str], verb: str, config_dir: Path | None) -> Word
 
 
 def _bare(word: str, config_dir: Path | None) -> Problem:
-    if word in library.recipes(config_dir) or Path(word).is_file():
+    if word in library.recipes(config_dir) or os.path.isfile(word):
         return Problem(rule="conf", says=f"{word} stands alone", mend=f"write conf={word}")
     key = word.lstrip("+")
     if key in library.groups(config_dir):
@@ -47,9 +48,9 @@ def _bare(word: str, config_dir: Path | None) -> Problem:
     known = keys()
     if not unknown(key, known):
         return Problem(rule="syntax", says=f"{word} has no value", mend=f"write {word}=VALUE")
-    near = nearest(word, library.recipes(config_dir))
+    near = library.near(word, library.recipes(config_dir))
     if near.startswith("did"):
-        return Problem(rule="conf", says=f"{word} stands alone", mend=near.replace("mean ", "mean conf="))
+        return Problem(rule="conf", says=f"{word} stands alone", mend=near.replace("mean ", "mean conf=").replace(" or ", " or conf="))
     return Problem(rule="syntax", says=f"{word!r} is neither conf=NAME nor KEY=VALUE")
 
 
@@ -59,7 +60,7 @@ def unread(word: str, known: Mapping[str, Any]) -> Problem:
     if not key.strip("+~ "):
         return Problem(rule="syntax", says=f"{word} has no key", mend="write KEY=VALUE")
     if not value:
-        return Problem(rule="syntax", says=f"{word} has no value", mend=f"write {key}=VALUE, or {key}=null for none")
+        return Problem(rule="syntax", says=f"{word} has no value", mend=f"write {key}=VALUE")
     if value.startswith("interval("):
         return Problem(rule="syntax", says=f"{word} has no end of values", mend=f"write {key}=range(START,STOP,STEP)")
     if value.startswith("="):
@@ -68,6 +69,4 @@ def unread(word: str, known: Mapping[str, Any]) -> Problem:
     wrong_key = unknown(bare, known)
     if wrong_key and not all(part.replace("-", "_").isidentifier() for part in bare.replace("/", ".").split(".")):
         return Problem(rule="syntax", says=f"{word}: {bare} is no key", mend=wrong_key.mend)
-    quoted = value.replace("\\", "\\\\").replace("'", "\\'")
-    mend = f"close every bracket and quote, or quote it whole: \"{key}='{quoted}'\""
-    return Problem(rule="syntax", says=f"{word}: the value can't be read", mend=mend)
+    return Problem(rule="syntax", says=f"{word}: the value can't be read", mend="close every bracket and quote")

@@ -64,7 +64,7 @@ def _memory(case: Case, plan: Plan) -> float | None:
     kind = measured["peak_mem_kind"] or ""
     stage = plan.memory.stages[-1 if "last rank" in kind else plan.memory.stage].bytes
     planned = stage.total if "nvidia-smi" in kind else stage.total - stage.overhead
-    return planned / (measured["peak_mem"] * SIZES[measured["peak_mem_unit"]])
+    return planned / float(measured["peak_mem"] * SIZES[measured["peak_mem_unit"]])
 
 
 def _run(case: Case, clusters: dict[str, Cluster]) -> Run:
@@ -73,10 +73,10 @@ def _run(case: Case, clusters: dict[str, Cluster]) -> Run:
     pipelined = parallel["pp"] > 1 and (parallel["vpp"] or 1) > 1
     fused = any(word in framework for word in FUSED)
     flash = modern or "flash" in (case["attention"] or "") or "FSDP" in framework
-    zero = parallel["zero"] if parallel["zero"] is not None else int(bool(parallel["distributed_optimizer"]))
+    zero: Any = parallel["zero"] if parallel["zero"] is not None else int(bool(parallel["distributed_optimizer"]))
     sequence = parallel["sequence_parallel"]
-    recompute = case["recompute"] if case["recompute"] in ("full", "selective") else "none"
-    precision = "bf16" if "/" in case["precision"] else case["precision"]
+    recompute: Any = case["recompute"] if case["recompute"] in ("full", "selective") else "none"
+    precision: Any = "bf16" if "/" in case["precision"] else case["precision"]
     return Run(
         name=case["id"],
         model=_model(model, dropout=0.1 if fused and not modern else 0.0),

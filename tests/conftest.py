@@ -1,6 +1,111 @@
-"""How property tests run: the same examples every time, however slow the machine."""
+"""How property tests run: the same examples every time, however slow the machine. And the pool that multi-rank tests run on."""
 
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
 from hypothesis import settings
 
 settings.register_profile("steady", derandomize=True, deadline=None, database=None)
 settings.load_profile("steady")
+
+DEADLINE = 60.0  # seconds that a job may take
+ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run on the pool's ranks, ended: each rank's exit status, what rank 0 said, what went wrong in a rank's own words."""
+
+    folder: Path
+    codes: tuple[int, ...]
+    said: tuple[str, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """metrics.jsonl: every start of the folder's run."""
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    def figures(self, key: str) -> list[float]:
+        """One figure of every logged step; where a step was run twice, of its last time."""
+        return list({row["step"]: row[key] for row in self.rows if key in row}.values())
+
+
+class Ranks:
+    """A fork server of ranks (rank_server.py); jobs run one after another."""
+
+    def __init__(self) -> None:
+        server = Path(__file__).with_name("rank_server.py")
+        environment = {**os.environ, **ONE_THREAD, "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
+        self._server = subprocess.Popen(
+            [sys.executable, str(server)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def fit(self, folder: Path, *words: str, signals: Sequence[tuple[int, int, int]] = ()) -> Job:
+        """Train conf=`words[0]` with the other words as `distrain fit` would, RUN_DIR being `folder`.
+
+        `signals` are (step, rank, signal): sent to the rank when it is at the step. Fails where the job passes its deadline.
+        """
+        from msgspec import json as encoder
+
+        from distrain.cli.fit import refused
+        from distrain.cli.load import load
+        from distrain.trainer.plan.plan import make_plan
+
+        run = load(words[0], [*words[1:], f"log.dir={folder.parent}", f"name={folder.name}"])
+        plan = make_plan(run)
+        assert not refused(run, plan)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "run.json").write_bytes(encoder.encode(run))
+        job = {"run": str(folder / "run.json"), "ranks": plan.world, "seconds": DEADLINE, "signals": list(signals)}
+        answer = self._ask(job)
+        if answer["late"]:
+            pytest.fail(f"{' '.join(words)} passed its {DEADLINE:.0f} s:\n{tails(folder)}")
+        return Job(
+            folder=folder,
+            codes=tuple(answer["codes"]),
+            said=tuple(answer["said"]),
+            problems=tuple(answer["problems"]),
+        )
+
+    def trained(self, folder: Path, *words: str) -> Job:
+        """A job whose ranks all end well."""
+        job = self.fit(folder, *words)
+        if set(job.codes) != {0}:
+            pytest.fail(f"{' '.join(words)} ended with {job.codes}: {job.problems}\n{tails(folder)}")
+        return job
+
+    def _ask(self, job: dict[str, Any]) -> dict[str, Any]:
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.write(json.dumps(job) + "\n")
+        self._server.stdin.flush()
+        answer: dict[str, Any] = json.loads(self._server.stdout.readline())
+        return answer
+
+    def close(self) -> None:
+        """The end of its jobs is the server's end."""
+        self._server.communicate(timeout=DEADLINE)
+
+
+def tails(folder: Path) -> str:
+    """The last lines of each rank's log."""
+    logs = sorted((folder / "ranks").glob("*.log"))
+    return "\n".join(f"-- {log}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-15:]) for log in logs)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Ranks that have imported torch and DeepSpeed already."""
+    pool = Ranks()
+    yield pool
+    pool.close()

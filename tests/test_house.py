@@ -21,18 +21,20 @@ PLANNED = ("trainer.spec", "trainer.models", "trainer.plan")
 # fmt: off
 FLOORS = {
     "trainer.spec":     ((),                                                {"msgspec"}),
-    "trainer.models":   (("trainer.spec",),                                 set()),
+    "trainer.models":   (("trainer.spec", "trainer.parallel.keyed"),        set()),
     "trainer.plan":     (("trainer.spec", "trainer.models"),                set()),
-    "cli":              (PLANNED,                                           {"typer", "rich", "hydra", "omegaconf", "yaml"}),
+    "cli":              ((*PLANNED, "trainer.launch"),                      {"typer", "msgspec", "hydra", "omegaconf", "yaml"}),
+    "trainer.parallel.keyed": ((),                                          {"torch"}),  # models draw their weights and masks from it
+    "trainer.launch":   ((),                                                set()),
     "trainer.parallel": (PLANNED,                                           {"torch"}),
     "trainer.engines":  ((*PLANNED, "trainer.parallel"),                    {"torch", "deepspeed"}),
-    "trainer.loop":     ((*PLANNED, "trainer.parallel", "trainer.engines"), {"torch", "wandb"}),
+    "trainer.loop":     ((*PLANNED, "trainer.parallel", "trainer.engines", "trainer.launch"), {"torch", "wandb", "numpy", "safetensors", "msgspec", "tokenizers"}),
 }
 # fmt: on
 DISTRIBUTIONS = {"hydra": "hydra-core", "yaml": "pyyaml"}  # where a package is not named as what holds it
-TORCH_HALF = ("trainer.parallel", "trainer.engines", "trainer.loop")
+TORCH_HALF = ("trainer.parallel", "trainer.parallel.keyed", "trainer.engines", "trainer.loop")
 HEAVY = {"torch", "deepspeed", "numpy", "transformers", "wandb"}
-HYDRA = {"hydra", "omegaconf"}
+HYDRA = {"hydra", "omegaconf", "yaml"}
 FORBIDDEN_NAMES = {"utils", "helpers", "common", "misc", "base", "manager", "core"}
 MOST_LINES = 350
 
@@ -52,11 +54,14 @@ def floor_of(name: str) -> str | None:
 
 FILES = {module_name(path): path for top in OURS for path in sorted((ROOT / top).rglob("*.py"))}
 MODULES = sorted(name for name, path in FILES.items() if path.stat().st_size)
-# A family's module.py is the torch half of its folder; scripts are no part of the light half.
+# A family's module.py is the torch half of its folder, and these of models/; scripts are no part of the light half.
+TORCH_MODELS = ("trainer.models.build", "trainer.models.layers", "trainer.models.weights")
 LIGHT = [
     name
     for name in sorted(FILES)
-    if (floor := floor_of(name)) and floor not in TORCH_HALF and not (floor == "trainer.models" and name.endswith(".module"))
+    if (floor := floor_of(name))
+    and floor not in TORCH_HALF
+    and not (floor == "trainer.models" and (name.endswith(".module") or name in TORCH_MODELS))
 ]
 
 

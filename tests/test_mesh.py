@@ -5,7 +5,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from distrain.trainer.plan.layout import balanced, mesh_of
-from distrain.trainer.plan.mesh import AXES, Mesh
+from distrain.trainer.plan.mesh import AXES, Mesh, Runs, inner
 from distrain.trainer.spec.run import Parallel
 
 EVERY = ("pp", "dp", "cp", "ep", "tp", "data", "copies")
@@ -71,6 +71,23 @@ def test_in_node_is_the_fewest_ranks_that_a_group_has_in_a_node(mesh: Mesh, axis
     gpus = data.draw(st.sampled_from([each for each in range(1, 17) if mesh.world % each == 0]))
     nodes = [[rank // gpus for rank in group] for group in mesh.groups(axis)]
     assert mesh.in_node(axis, gpus) == min(each.count(node) for each in nodes for node in each)
+
+
+def members(runs: Runs) -> tuple[int, ...]:
+    """The ranks of runs that begin at rank 0, innermost first."""
+    ranks: tuple[int, ...] = (0,)
+    for size, stride in runs:
+        ranks = tuple(rank + step * stride for step in range(size) for rank in ranks)
+    return ranks
+
+
+@given(meshes(), st.sampled_from(["data", "copies"]), st.data())
+def test_shards_and_their_copies_make_up_a_group(mesh: Mesh, axis: str, data: st.DataObject) -> None:
+    size = mesh.size(axis)
+    ranks = data.draw(st.sampled_from([each for each in range(1, size + 1) if size % each == 0]))
+    near, far = map(members, inner(mesh.strides(axis), ranks))
+    assert (len(near), len(far)) == (ranks, size // ranks)
+    assert sorted(one + other for one in near for other in far) == sorted(mesh.members(axis))
 
 
 def test_a_free_data_degree_takes_what_the_others_leave() -> None:

@@ -1,7 +1,8 @@
-"""Rows that families share: attention, feed-forward, norms, embedding and head, with what Megatron keeps of each.
+"""Rows that families share: attention, feed-forward, norms, embedding and head, with what is kept of each.
 
-Kept tensors follow Korthikanti et al. 2022 (arXiv:2205.05198 section 4.1), whose count for one GPT layer is
-s b h (34 + 5 a s / h) bytes at 2 bytes an element and 1 a mask.
+`kept` follows Korthikanti et al. 2022 (arXiv:2205.05198 section 4.1), whose count for one GPT layer is
+s b h (34 + 5 a s / h) bytes at 2 bytes an element and 1 a mask. `saved` is what trainer/models/layers.py saves: the same count
+without dropout is s b h (32 + 2 a s / h) + 8 s b there too, 8 s b being the norms' means and deviations.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ SCORES: Dims = ("batch", "heads", "seq", "keys")
 
 
 def norm(name: str, model: Model) -> Op:
-    """LayerNorm or RMSNorm of the residual stream; keeps its input, 2sbh."""
+    """LayerNorm or RMSNorm of the residual stream; keeps its input, 2sbh. Ours save a mean and a deviation a token besides."""
     scale = (Weight(f"{name}.weight", ("hidden",)),)
     shift = (Weight(f"{name}.bias", ("hidden",)),) if model.norm == "layernorm" else ()
     # torch's LayerNorm is one kernel, in float32 under autocast; an RMSNorm is a cast, a square, a mean and two products.
     eager = 2.0 if model.norm == "layernorm" else 4.0
-    return Op(name=name, weights=scale + shift, moves=(STREAM, STREAM), kept=(STREAM,), eager=eager)
+    each = (Tensor(TOKENS), Tensor(TOKENS)) if model.norm == "layernorm" else (Tensor(TOKENS, 4),)
+    return Op(name=name, weights=scale + shift, moves=(STREAM, STREAM), kept=(STREAM,), saved=(STREAM, *each), eager=eager)
 
 
 def linear(
@@ -40,7 +42,7 @@ def linear(
     held = tuple(Weight(f"{name}{part}.weight", (*groups, *inner, *outer)) for part, outer in outers)
     shifts = tuple(Weight(f"{name}{part}.bias", (*groups, *outer)) for part, outer in outers) if bias else ()
     product = Product(rows=rows, inner=inner, outers=tuple(outer for _, outer in outers), groups=groups)
-    return Op(name=name, weights=held + shifts, product=product, kept=kept)
+    return Op(name=name, weights=held + shifts, product=product, kept=kept, saved=kept)
 
 
 def attention(model: Model, train: Train, *, causal: bool = True) -> tuple[Op, ...]:
@@ -52,13 +54,16 @@ def attention(model: Model, train: Train, *, causal: bool = True) -> tuple[Op, .
     return (
         linear("attention", ("hidden",), parts, bias=bias, kept=(STREAM, query, key, value)),
         *turn,
-        *(_flash(causal) if train.attention == "flash" else _math(model)),
+        *(_flash(model, causal) if train.attention == "flash" else _math(model)),
         linear("attention.out", QUERY, (("", ("hidden",)),), bias=model.bias, kept=(query,)),
     )
 
 
-def _flash(causal: bool) -> tuple[Op, ...]:
-    """FlashAttention-2 (arXiv:2307.08691): keeps a float32 log-sum-exp; backward costs 2.5 forwards."""
+def _flash(model: Model, causal: bool) -> tuple[Op, ...]:
+    """FlashAttention-2 (arXiv:2307.08691): keeps a float32 log-sum-exp; backward costs 2.5 forwards.
+
+    Its dropout can't be keyed, so that ours takes the plain path where there is dropout and saves what that saves.
+    """
     product = Product(
         rows=("seq",),
         inner=("head_dim",),
@@ -68,20 +73,27 @@ def _flash(causal: bool) -> tuple[Op, ...]:
         backward=2.5,
         fused=True,
     )
-    return (Op(name="attention.core", product=product, kept=(Tensor(("batch", "heads", "seq"), 4),), core=True),)
+    kept = (Tensor(("batch", "heads", "seq"), 4),)
+    return (Op(name="attention.core", product=product, kept=kept, saved=_scores(model) if model.dropout else kept, core=True),)
+
+
+def _scores(model: Model) -> tuple[Tensor, ...]:
+    """What attention with scores in memory keeps of them: softmax's result, and of dropout the mask and its result."""
+    scores, mask = Tensor(SCORES), Tensor(SCORES, 1)
+    return (scores, mask, scores) if model.dropout else (scores,)
 
 
 def _math(model: Model) -> tuple[Op, ...]:
     """Scores, softmax, dropout and values as separate kernels: keeps 2as2b, and 3as2b more with dropout."""
-    scores, mask = Tensor(SCORES), Tensor(SCORES, 1)
-    dropped = (mask, scores) if model.dropout else ()
+    scores, *dropped = kept = _scores(model)
     heads: Dims = ("batch", "heads")
     return (
         Op(name="attention.scores", product=Product(rows=("seq",), inner=("head_dim",), outers=(("keys",),), groups=heads), core=True),
         Op(
             name="attention.softmax",
             moves=(scores, scores, *((scores, *dropped) if dropped else ())),
-            kept=(scores, *dropped),
+            kept=kept,
+            saved=kept,
             core=True,
             kernels=2 if dropped else 1,
             eager=2.0,  # scale and mask apart
@@ -93,7 +105,7 @@ def _math(model: Model) -> tuple[Op, ...]:
 def residual(name: str, model: Model) -> Op:
     """Dropout and the sum with the residual stream; keeps a mask, sbh, where there is dropout."""
     masks = (MASK,) if model.dropout else ()
-    return Op(name=name, moves=(STREAM, STREAM, STREAM, *masks), kept=masks, eager=1.5 if masks else 1.0)
+    return Op(name=name, moves=(STREAM, STREAM, STREAM, *masks), kept=masks, saved=masks, eager=1.5 if masks else 1.0)
 
 
 def feed_forward(model: Model, *, name: str = "mlp", dim: str = "ffn") -> tuple[Op, ...]:
@@ -102,9 +114,11 @@ def feed_forward(model: Model, *, name: str = "mlp", dim: str = "ffn") -> tuple[
     gated = model.act in ("swiglu", "geglu")
     parts: tuple[tuple[str, Dims], ...] = ((".gate", (dim,)), (".up", (dim,))) if gated else ((".up", (dim,)),)
     inputs = (wide,) * len(parts)
+    # Autograd saves the activated gate too, and of a ReLU its result alone, which the next product saves.
+    saved = () if model.act == "relu" else (*inputs, wide) if gated else inputs
     return (
         linear(name, ("hidden",), parts, bias=model.bias, kept=(STREAM,)),
-        Op(name=f"{name}.act", moves=(*inputs, wide), kept=inputs, eager=1.7 if gated else 1.0),
+        Op(name=f"{name}.act", moves=(*inputs, wide), kept=inputs, saved=saved, eager=1.7 if gated else 1.0),
         linear(f"{name}.down", (dim,), (("", ("hidden",)),), bias=model.bias, kept=(wide,)),
     )
 
@@ -133,18 +147,28 @@ def mixture(model: Model) -> tuple[Op, ...]:
 
 
 def embedding(model: Model, *, types: bool = False) -> tuple[Op, ...]:
-    """Token, position and segment tables; keeps the dropout mask, sbh."""
+    """Token, position and segment tables; keeps the dropout mask, sbh. Ours save positions: the row looked up, or the angles."""
     tables = [Weight("embedding.weight", ("vocab", "hidden"))]
     if model.positions == "learned":
         tables.append(Weight("positions.weight", ("context", "hidden")))
     if types:
         tables.append(Weight("types.weight", ("types", "hidden")))
     masks = (MASK,) if model.dropout else ()
-    return (Op(name="embedding", weights=tuple(tables), moves=(STREAM,) * (len(tables) + 1) + masks, kept=masks, reduces=(("vocab", STREAM),)),)
+    positions = {"learned": (Tensor(("seq",), 8),), "rope": (Tensor(("seq", "head_dim"), 4),), "none": ()}[model.positions]
+    return (
+        Op(
+            name="embedding",
+            weights=tuple(tables),
+            moves=(STREAM,) * (len(tables) + 1) + masks,
+            kept=masks,
+            saved=masks + positions,
+            reduces=(("vocab", STREAM),),
+        ),
+    )
 
 
 def head(model: Model, *, bias: bool = False) -> tuple[Op, ...]:
-    """Logits and the cross entropy: 2sbv for the logits and 4sbv for its float32 softmax (fp32: 4 and 4)."""
+    """Logits and the cross entropy: 2sbv for the logits and 4sbv for its float32 softmax (fp32: 4 and 4). Ours save the first."""
     logits, softmax = Tensor((*TOKENS, "vocab")), Tensor((*TOKENS, "vocab"), 4)
     each = Tensor(TOKENS, 4)
     return (
@@ -152,6 +176,7 @@ def head(model: Model, *, bias: bool = False) -> tuple[Op, ...]:
         Op(
             name="loss",
             moves=(logits, softmax, softmax),
+            saved=(logits,),
             logits=(logits, softmax),
             reduces=(("vocab", each), ("vocab", each), ("vocab", each)),
             kernels=3,

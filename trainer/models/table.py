@@ -27,6 +27,19 @@ class Weight:
     dims: Dims
 
 
+@dataclass(frozen=True)
+class Parameter:
+    """A weight of the whole model: its logical name (`layers.3.attention.query.weight`), and for each dim of the tensor that
+    holds it the logical dims that are flattened there. A matrix has its inner dims as rows, its outer ones as columns."""
+
+    name: str
+    dims: tuple[Dims, ...]
+
+    def shape(self, size: Mapping[str, int]) -> tuple[int, ...]:
+        """The tensor's shape."""
+        return tuple(count(dims, size) for dims in self.dims)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Product:
     """A matrix product y[rows, outer] = x[rows, inner] w[inner, outer], once for each of `groups`.
@@ -51,7 +64,8 @@ class Op:
     `moves` are the tensors that one fused pass bound by memory reads and writes in forward, `eager` how many times that
     goes through memory where each torch operator is a kernel of its own. `core` ops are those that
     selective recomputation runs again (arXiv:2205.05198 section 5). `reduces` are results that a split dim sums up.
-    `exchanges` are tensors that travel to the experts and back.
+    `exchanges` are tensors that travel to the experts and back. `kept` is what Megatron keeps, `saved` what our own torch
+    modules do (on a CPU, not compiled), of families that have one: a storage that two ops save stands with one of them.
     """
 
     name: str
@@ -59,6 +73,7 @@ class Op:
     product: Product | None = None
     moves: tuple[Tensor, ...] = ()
     kept: tuple[Tensor, ...] = ()
+    saved: tuple[Tensor, ...] = ()
     logits: tuple[Tensor, ...] = ()
     reduces: tuple[tuple[str, Tensor], ...] = ()
     exchanges: tuple[Tensor, ...] = ()
@@ -133,6 +148,30 @@ def weights(ops: tuple[Op, ...]) -> Iterator[Weight]:
     """Every parameter of a block."""
     for op in ops:
         yield from op.weights
+
+
+def named(table: Table, layers: range) -> Iterator[Parameter]:
+    """Every parameter of a model with these layers, embedding and head included; a tied head has none of its own."""
+    for prefix, ops in (("", table.embedding), *((f"layers.{index}.", table.layer) for index in layers), ("", table.head)):
+        for op in ops:
+            for weight in op.weights:
+                if not (table.tied and weight.name == "head.weight"):
+                    yield Parameter(prefix + weight.name, _flattened(op, weight))
+
+
+def _flattened(op: Op, weight: Weight) -> tuple[Dims, ...]:
+    """A product's weight is one matrix for each of its groups, its bias a vector; every other dim stands alone."""
+    if op.product is None:
+        return tuple((dim,) for dim in weight.dims)
+    groups, inner = op.product.groups, op.product.inner
+    outer = weight.dims[len(groups) :]
+    matrix = () if weight.name.endswith(".bias") else (inner,)
+    return (*((dim,) for dim in groups), *matrix, outer[len(inner) if matrix else 0 :])
+
+
+def padded(whole: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-whole // multiple) * multiple
 
 
 def forward_flops(op: Op, size: Mapping[str, int]) -> int:

@@ -10,7 +10,7 @@ from .frame import Frame, split_of
 from .layout import Layout
 from .pieces import Pieces
 from .schedules import SCHEDULES
-from .stages import Stage, stage
+from .stages import Stage, last_held, stage
 
 
 class Seconds(NamedTuple):
@@ -36,8 +36,8 @@ class Costs(NamedTuple):
 
 def costs(frame: Frame, layout: Layout) -> Costs:
     """Memory by stage and the step's time."""
-    pieces = frame.pieces(split_of(layout.parallel, layout.microbatch))
-    kinds = [stage(frame, layout, pieces, kind) for kind in layout.partition.kinds]
+    pieces = frame.pieces(split_of(layout.parallel, layout.microbatch), layout.wires)
+    kinds = _kinds(frame, layout, pieces)
     which = layout.partition.which
     flights = in_flight(layout)
     fixed = [kind.fixed for kind in kinds]
@@ -48,6 +48,16 @@ def costs(frame: Frame, layout: Layout) -> Costs:
         peaks = [peak + many * kinds[at].weights for peak, at, many in zip(peaks, which, copies, strict=True)]
     seconds = _seconds(frame, layout, pieces, kinds) if timed(frame, layout) else None
     return Costs(peaks, flights, kinds, pieces, seconds)
+
+
+def _kinds(frame: Frame, layout: Layout, pieces: Pieces) -> list[Stage]:
+    """The cost of each kind of stage; schedules that hold as many micro-batches on the last stage share them."""
+    parallel = layout.parallel
+    key = (id(pieces), layout.mesh, layout.way, layout.shard, parallel.offload, last_held(layout))
+    found = frame.stages.get(key)
+    if found is None:
+        found = frame.stages[key] = [stage(frame, layout, pieces, kind) for kind in layout.partition.kinds]
+    return found
 
 
 def in_flight(layout: Layout) -> list[float]:

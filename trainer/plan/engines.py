@@ -11,7 +11,7 @@ from ..spec.run import Parallel, Run
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """An engine's limits; `built` tells whether this version of distrain can start it."""
+    """An engine's limits; `built` are the largest degrees that this version of distrain runs on it, None where it runs none."""
 
     name: str
     pipeline: bool
@@ -21,7 +21,7 @@ class Engine:
     families: tuple[str, ...]
     most: tuple[tuple[str, int], ...]  # (axis, the largest degree)
     offload: bool
-    built: bool
+    built: tuple[tuple[str, int], ...] | None
     source: str
 
 
@@ -35,7 +35,7 @@ ENGINES = (
         families=("gpt", "llama"),
         most=(("cp", 1), ("ep", 1)),
         offload=True,
-        built=False,
+        built=(("tp", 1),),
         source="deepspeed 0.19 ZeRO",
     ),
     Engine(
@@ -47,7 +47,7 @@ ENGINES = (
         families=("gpt", "llama"),
         most=(("cp", 1), ("ep", 1)),
         offload=False,
-        built=False,
+        built=None,
         source="deepspeed 0.19 PipelineEngine",
     ),
 )
@@ -60,6 +60,19 @@ def engine_for(run: Run, parallel: Parallel) -> tuple[Engine | None, tuple[Probl
             limits = tuple(_limits(engine, run, parallel))
             return (engine, limits) if run.engine != "auto" or not limits else (None, limits)
     return None, ()
+
+
+def unbuilt(engine: Engine, parallel: Parallel) -> Iterator[Problem]:
+    """What of a layout within an engine's limits this version can't run yet."""
+    if engine.built is None:
+        yield Problem(
+            rule="engine", says=f"engine {engine.name} is planned, but this version does not run it yet", mend="set parallel.pp=1"
+        )
+        return
+    for axis, most in engine.built:
+        if getattr(parallel, axis) > most:
+            says = f"parallel.{axis}={getattr(parallel, axis)} is planned, but this version does not run it yet"
+            yield Problem(rule="engine", says=says, mend=f"set parallel.{axis}={most}")
 
 
 def _limits(engine: Engine, run: Run, parallel: Parallel) -> Iterator[Problem]:

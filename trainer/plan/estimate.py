@@ -42,4 +42,3 @@ class Estimator:
     def costs(self, parallel: Parallel, microbatch: int) -> Costs:
         """The costs of degrees that are legal."""
         return costs(self.frame, self.frame.layout(parallel, microbatch))
-

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..models.table import Op, Table, count, forward_flops, parameters, weights
 from ..spec.run import Parallel, Run
 from .axes import dp
 from .collectives import Wire
 from .engines import engine_for
 from .layout import Layout, Partition, balanced, mesh_of, partition
-from .mesh import Mesh, Wires, wired, wires
-from .pieces import Pieces, Split, pieces, table_of
+from .mesh import Mesh, Wires, inner, together, wired, wires
+from .pieces import Pieces, Split, form, pieces, table_of
 from .precision import states, widths
 from .roofline import rates
+from .zero import Flat, flat
 
 
 class Frame:
@@ -20,6 +23,7 @@ class Frame:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.table: Table = table_of(run)
+        self.form = form(run)
         self.widths = widths(run.train)
         self.states = states(run.optim)
         self.rates = rates(run.cluster.device, run.train)
@@ -33,9 +37,11 @@ class Frame:
             for name, ops in (("embedding", self.table.embedding), ("layer", self.table.layer), ("head", self.table.head))
         }
         self._core = sum(forward_flops(op, self.table.sizes) for op in self.table.layer if op.core) // run.train.microbatch
-        self._pieces: dict[Split, Pieces] = {}
+        self._pieces: dict[tuple[Split, int, int, int], Pieces] = {}
         self._wires: dict[Mesh, Wires] = {}
         self._partitions: dict[int, Partition] = {}
+        self._flats: dict[int, Flat] = {}
+        self.stages: dict[tuple[object, ...], list[Any]] = {}  # the kinds of stages that costs.py has found
 
     @property
     def forward_flops(self) -> int:
@@ -54,12 +60,12 @@ class Frame:
         each = {"full": self._flops["layer"], "selective": self._core, "none": 0}[recompute]
         return self.run.model.layers * each / self.run.train.seq
 
-    def pieces(self, split: Split) -> Pieces:
-        """The pieces of the model under a split."""
-        found = self._pieces.get(split)
+    def pieces(self, split: Split, wires: Wires) -> Pieces:
+        """The pieces of the model under a split whose axes are wired so: how a group lies on its nodes is all of a wire that varies."""
+        key = (split, wires.tp.in_node, wires.cp.in_node, wires.ep.in_node)
+        found = self._pieces.get(key)
         if found is None:
-            mesh = Mesh(dp=split.ep, cp=split.cp, ep=split.ep, tp=split.tp)
-            found = self._pieces[split] = pieces(self.run, self.table, split, self.wires(mesh))
+            found = self._pieces[key] = pieces(self.run, self.table, split, wires)
         return found
 
     def wires(self, mesh: Mesh) -> Wires:
@@ -75,11 +81,9 @@ class Frame:
         if shard == size:
             return whole, None
         cluster = self.run.cluster
-        stride = mesh.strides(axis)[0][1]
-        near = max(1, min(shard, cluster.gpus // stride))
-        far = max(1, cluster.gpus // (stride * shard))
+        near, far = (together(runs, cluster.gpus) or 1 for runs in inner(mesh.strides(axis), shard))
         links = cluster.inside, cluster.between
-        return wired(shard, near, *links), wired(size // shard, min(far, size // shard), *links)
+        return wired(shard, near, *links), wired(size // shard, far, *links)
 
     def partition(self, stages: int) -> Partition:
         """The layers of each stage: balanced by bytes and FLOPs, each as a share of the model's."""
@@ -89,6 +93,12 @@ class Frame:
             layer, first, last = self._load("layer", table.layer), self._load("embedding", table.embedding), self._load("head", table.head)
             found = self._partitions[stages] = partition(balanced(self.run.model.layers, stages, layer, first, last))
         return found
+
+    def flat(self, ranks: int) -> Flat:
+        """How the parameters lie on so many ranks, flattened."""
+        if ranks not in self._flats:
+            self._flats[ranks] = flat(self.table, self.run.model.layers, ranks)
+        return self._flats[ranks]
 
     def _load(self, name: str, ops: tuple[Op, ...]) -> float:
         held = sum(count(weight.dims, self.table.sizes) for weight in weights(ops))
@@ -133,5 +143,6 @@ def split_of(parallel: Parallel, microbatch: int) -> Split:
         sequence=parallel.sequence and parallel.tp > 1,
         recompute=parallel.recompute,
         microbatch=microbatch,
+        tensor_hidden=parallel.overlap.tensor,
+        context_hidden=parallel.overlap.context,
     )
-

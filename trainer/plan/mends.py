@@ -13,21 +13,42 @@ from .engines import engine_for
 from .estimate import Estimator
 from .result import Memory
 from .rules import Broken, Change, broken
+from .schedules import SCHEDULES
 
 SHOWN = 3  # mends told of one problem
+DEEP = 2  # further changes that one may need
 
 
 def problem_of(run: Run, found: Broken, all_found: list[Broken]) -> Problem:
     """A broken rule as a problem, with those of its changes that mend it and break nothing else."""
-    before = {each.says for each in all_found}
-    held = []
+    before = {_subject(each) for each in all_found if each is not found}
+    held: list[Change] = []
     for change in found.tries:
-        after = _broken(changed(run, change))
-        if not any(each.rule == found.rule or each.says not in before for each in after):
-            held.append(change)
+        whole = _completed(run, change, before, DEEP)
+        if whole is not None and not any(set(each) <= set(whole) for each in held):
+            held.append(whole)
     told = tuple(words(change) for change in held[:SHOWN])
     mend = f"set {' or '.join(' '.join(each) for each in told)}" if told else found.mend
     return Problem(rule=found.rule, says=found.says, mend=mend, changes=told)
+
+
+def _subject(found: Broken) -> tuple[str, str]:
+    """What a broken rule is about: its sentence's figures may change while it stays broken."""
+    return found.rule, found.says.partition("=")[0]
+
+
+def _completed(run: Run, change: Change, before: set[tuple[str, str]], deep: int) -> Change | None:
+    """A change, with what mends anything that it newly breaks; None where nothing was found."""
+    new = [each for each in _broken(changed(run, change)) if _subject(each) not in before]
+    if not new:
+        return change
+    keys = {key for key, _ in change}
+    for further in new[0].tries if deep else ():
+        if keys.isdisjoint(key for key, _ in further):
+            whole = _completed(run, (*change, *further), before, deep - 1)
+            if whole is not None:
+                return whole
+    return None
 
 
 def _broken(run: Run) -> list[Broken]:
@@ -54,8 +75,9 @@ def memory_problem(run: Run, memory: Memory) -> Problem:
 def fitting(run: Run) -> Iterator[tuple[Change, int]]:
     """Changes under which a run fits, with the peak then: the first of one key that do, else of two, else of three, else more nodes.
 
-    The order is from what costs least to what costs most: recomputing attention's core, splitting what tensor parallel
-    left whole, sharding, a smaller micro-batch, recomputing all, more ranks for the model, the host's memory, more nodes.
+    The order is from what costs least to what costs most: recomputing attention's core, a schedule that holds less, shards
+    over all replicas, splitting what tensor parallel left whole, sharding more, a smaller micro-batch, recomputing all,
+    more ranks for the model, the host's memory, more nodes.
     """
     steps = list(_steps(run))
     for size in (1, 2, 3):
@@ -63,11 +85,10 @@ def fitting(run: Run) -> Iterator[tuple[Change, int]]:
         if found:
             yield from found
             return
+    every = [(), *steps, *_together(steps, 2)]
     for times in (2, 4, 8, 16, 32, 64, 128):
-        grown = (("cluster.nodes", run.cluster.nodes * times),)
-        every = [(), *([change] for change in steps), *map(list, combinations(steps, 2))]
-        for several in every:
-            each = _fits(run, (*grown, *(pair for change in several for pair in change)))
+        for change in every:
+            each = _fits(run, (("cluster.nodes", run.cluster.nodes * times), *change))
             if each is not None:
                 yield each
                 return
@@ -82,6 +103,7 @@ def _together(steps: list[Change], size: int) -> Iterator[Change]:
 
 def _fits(run: Run, change: Change) -> tuple[Change, int] | None:
     """The change and the peak under it, if the run is then legal, fits, and is still run by an engine if one ran it before."""
+    change = _filled(run, change)
     new = changed(run, change)
     if _broken(new):
         return None
@@ -91,11 +113,24 @@ def _fits(run: Run, change: Change) -> tuple[Change, int] | None:
     return (change, max(estimate.peaks)) if estimate.fits else None
 
 
+def _filled(run: Run, change: Change) -> Change:
+    """A change of degrees or nodes, with the data degree that a user set made to fill the cluster again."""
+    new = changed(run, change)
+    ranks, others = new.cluster.nodes * new.cluster.gpus, new.parallel.tp * new.parallel.pp * new.parallel.cp
+    if run.parallel.dp in ("auto", ranks // others) or ranks % others:
+        return change
+    return (*change, ("parallel.dp", ranks // others))
+
+
 def _steps(run: Run) -> Iterator[Change]:
     """Single changes, smallest first."""
     parallel, train = run.parallel, run.train
     if parallel.recompute == "none" and train.attention == "math":
         yield (("parallel.recompute", "selective"),)
+    if parallel.pp > 1 and SCHEDULES[parallel.schedule].forward_first:
+        yield (("parallel.schedule", "1f1b"),)
+    if parallel.zero and parallel.shard != "all":
+        yield (("parallel.shard", "all"),)
     if parallel.tp > 1 and not parallel.sequence:
         yield (("parallel.sequence", True),)
     for zero in range(parallel.zero + 1, 4):
@@ -112,15 +147,6 @@ def _steps(run: Run) -> Iterator[Change]:
         now = getattr(parallel, axis)
         for times in (2, 4, 8):
             if now * times <= most:
-                yield _degree(run, axis, now, times)
+                yield ((f"parallel.{axis}", now * times),)
     if not parallel.offload.optimizer:
         yield (("parallel.offload.optimizer", True),)
-
-
-def _degree(run: Run, axis: str, now: int, times: int) -> Change:
-    """A degree grown; a data degree that was set shrinks with it."""
-    dp = run.parallel.dp
-    change: Change = ((f"parallel.{axis}", now * times),)
-    if isinstance(dp, int):
-        change += (("parallel.dp", dp // times if dp % times == 0 else dp),)
-    return change

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import inf, prod
+from math import gcd, inf, prod
 from typing import NamedTuple
 
 from ..spec.run import Cluster, Link
 from .collectives import Wire
+
+Run = tuple[int, int]  # (size, stride): so many ranks, each so many after the last
+Runs = tuple[Run, ...]
 
 AXES = ("pp", "dp", "cp", "tp")  # outermost first; ep is the inner part of dp, `data` is dp x cp
 
@@ -41,14 +44,14 @@ class Mesh:
             rank = rank * getattr(self, axis) + place.get(axis, 0)
         return rank
 
-    def strides(self, axis: str) -> tuple[tuple[int, int], ...]:
-        """(size, stride) of each run of ranks that an axis's group is made of, innermost first.
+    def strides(self, axis: str) -> Runs:
+        """The runs of ranks that an axis's group is made of, innermost first.
 
         `ep` is the inner part of dp, `copies` the outer: ranks that hold the same experts. `data` is dp x cp: the ranks
         over which gradients add up and ZeRO shards.
         """
         inner = self.tp * self.cp
-        rows: dict[str, tuple[tuple[int, int], ...]] = {
+        rows: dict[str, Runs] = {
             "tp":     ((self.tp, 1),),
             "cp":     ((self.cp, self.tp),),
             "dp":     ((self.dp, inner),),
@@ -84,16 +87,8 @@ class Mesh:
 
         1 where its neighbours never share a node; the group's size where it stays inside one.
         """
-        held = 1
-        for size, stride in self.strides(axis):
-            reach = size * stride
-            if gpus % reach == 0:
-                held *= size
-            elif gpus % stride == 0 and reach % gpus == 0:
-                held *= gpus // stride
-            elif stride % gpus and size > 1:
-                return self._counted(axis, gpus)
-        return held
+        held = together(self.strides(axis), gpus)
+        return self._counted(axis, gpus) if held is None else held
 
     def _counted(self, axis: str, gpus: int) -> int:
         """in_node by looking at every group: for meshes that don't sit on the borders of nodes."""
@@ -102,6 +97,31 @@ class Mesh:
             nodes = [rank // gpus for rank in group]
             least = min(least, *(nodes.count(node) for node in set(nodes)))
         return least
+
+
+def together(runs: Runs, gpus: int) -> int | None:
+    """Ranks of a group of such runs that share a node; None where the runs don't sit on the borders of nodes."""
+    held = 1
+    for size, stride in runs:
+        reach = size * stride
+        if gpus % reach == 0:
+            held *= size
+        elif gpus % stride == 0 and reach % gpus == 0:
+            held *= gpus // stride
+        elif stride % gpus and size > 1:
+            return None
+    return held
+
+
+def inner(runs: Runs, ranks: int) -> tuple[Runs, Runs]:
+    """The innermost so many ranks of a group's runs, and the runs that join its copies; the ranks divide the group's."""
+    near, far = list[Run](), list[Run]()
+    for size, stride in runs:
+        taken = gcd(size, ranks)
+        ranks //= taken
+        near.append((taken, stride))
+        far.append((size // taken, stride * taken))
+    return tuple(near), tuple(far)
 
 
 class Wires(NamedTuple):

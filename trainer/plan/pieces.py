@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import Literal
 
 from ..models.families import FAMILIES
 from ..models.table import Dims, Op, Table, Tensor
@@ -13,9 +14,13 @@ from .axes import cp, ep, tp
 from .axes.axis import Axis
 from .axes.talk import Talk
 from .collectives import Wire, cost
+from .engines import ENGINES
 from .mesh import Wires
 from .precision import widths
 from .roofline import POINTWISE_BACKWARD, Rates, moving_seconds, product_seconds, rates
+
+
+Form = Literal["megatron", "torch"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +33,8 @@ class Split:
     sequence: bool
     recompute: str
     microbatch: int
+    tensor_hidden: bool
+    context_hidden: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,11 +115,11 @@ def pieces(run: Run, table: Table, split: Split, wires: Wires) -> Pieces:
     """The pieces of a run's model under one split."""
     bytes_of = widths(run.train)
     local = Local(table, split, vocab_multiple=run.model.vocab_multiple, activation=bytes_of.activation)
+    by = form(run)
     on = rates(run.cluster.device, run.train)
-    hide = run.parallel.overlap
 
     def piece(ops: tuple[Op, ...], recompute: str) -> Piece:
-        return _piece(ops, recompute, local, split, on, wires, tensor_hidden=hide.tensor, context_hidden=hide.context)
+        return _piece(ops, recompute, local, split, on, wires, by)
 
     stream = Tensor(("seq", "batch", "hidden"))
     return Pieces(
@@ -131,13 +138,11 @@ def _piece(
     split: Split,
     on: Rates | None,
     wires: Wires,
-    *,
-    tensor_hidden: bool,
-    context_hidden: bool,
+    by: Form,
 ) -> Piece:
     held = [(weight.dims, local.count(weight.dims)) for op in ops for weight in op.weights]
     shards = Axis(name="tp", splits=tp.SPLITS)
-    kept, working = _kept(ops, recompute, local)
+    kept, working = _kept(ops, recompute, local, by)
     again = _again(ops, recompute)
     talks = tuple(_talks(ops, again, local, split))
     forward = backward = None
@@ -145,14 +150,15 @@ def _piece(
     if on is not None:
         times = [_seconds(op, local, on) for op in ops]
         asked = len(ops) + sum(talk.forward for talk in talks)
-        repeated = max(sum(time[0] for op, time in zip(ops, times, strict=True) if op in again), asked * on.dispatch if again else 0.0)
+        twice = asked if len(again) == len(ops) else len(again)
+        repeated = max(sum(time[0] for op, time in zip(ops, times, strict=True) if op in again), twice * on.dispatch)
         forward = max(sum(time[0] for time in times), asked * on.dispatch)
         weight = sum(time[2] for time in times)
         backward = max(sum(time[1] + time[2] for time in times), 2 * asked * on.dispatch) + repeated
     talked = _talked(talks, wires)
     exposed = {
-        "tp": (tensor_hidden, split.tp),
-        "cp": (context_hidden, split.cp),
+        "tp": (split.tensor_hidden, split.tp),
+        "cp": (split.context_hidden, split.cp),
         "ep": (False, 1),
     }
     spoken = [0.0, 0.0]
@@ -169,7 +175,7 @@ def _piece(
         replicated=sum(count for dims, count in held if shards.split(dims) is None),
         kept=kept,
         working=working,
-        logits=sum(local.bytes(tensor) for op in ops for tensor in op.logits),
+        logits=sum(local.bytes(tensor) for op in ops for tensor in (op.logits if by == "megatron" else _vocabulary(op))),
         forward=forward,
         backward=backward,
         weight=weight,
@@ -190,17 +196,34 @@ def _again(ops: tuple[Op, ...], recompute: str) -> tuple[Op, ...]:
             return ()
 
 
-def _kept(ops: tuple[Op, ...], recompute: str, local: Local) -> tuple[int, int]:
+def _kept(ops: tuple[Op, ...], recompute: str, local: Local, by: Form) -> tuple[int, int]:
     """(bytes kept from forward to backward, bytes that recomputation adds while it runs): arXiv:2205.05198 table 2."""
-    every = sum(local.bytes(tensor) for op in ops for tensor in op.kept)
+    rows = [(op, sum(local.bytes(tensor) for tensor in _kept_by(op, by))) for op in ops]
+    every = sum(each for _, each in rows)
     match recompute:
         case "full":
             kept = local.bytes(Tensor(("seq", "batch", "hidden")))
         case "selective":
-            kept = sum(local.bytes(tensor) for op in ops for tensor in op.kept if not op.core)
+            kept = sum(each for op, each in rows if not op.core)
         case _:
             kept = every
     return kept, every - kept
+
+
+def _kept_by(op: Op, by: Form) -> Iterator[Tensor]:
+    """What an op keeps beside logits."""
+    yield from op.kept if by == "megatron" else (tensor for tensor in op.saved if "vocab" not in tensor.dims)
+
+
+def _vocabulary(op: Op) -> Iterator[Tensor]:
+    """The logits that an op of ours saves."""
+    return (tensor for tensor in op.saved if "vocab" in tensor.dims)
+
+
+def form(run: Run) -> Form:
+    """Whose kept tensors a plan counts: what our own modules save was counted on a CPU, not compiled; else the papers'."""
+    ours = any(run.model.family in engine.families for engine in ENGINES)
+    return "torch" if ours and run.cluster.device.kind == "cpu" and not run.train.compile else "megatron"
 
 
 def _talks(ops: tuple[Op, ...], again: tuple[Op, ...], local: Local, split: Split) -> Iterator[Talk]:
@@ -282,4 +305,3 @@ def _attention(op: Op, local: Local, on: Rates) -> tuple[float, float, float]:
 def table_of(run: Run) -> Table:
     """The op table of a run's model."""
     return FAMILIES[run.model.family](run.model, run.train)
-

@@ -11,18 +11,19 @@ from .axes import pp
 from .axes.line import Line
 from .collectives import Wire, cost
 from .costs import Costs, Seconds, costs, handed, sends, spare
-from .engines import engine_for
+from .engines import engine_for, unbuilt
 from .frame import Frame
 from .layout import Layout
-from .mesh import Mesh
 from .mends import memory_problem, problem_of
+from .mesh import Mesh
+from .precision import moments
 from .result import Bytes, Memory, Message, ModelFacts, Plan, StageMemory, Throughput, Time, Whole
 from .rules import broken
 from .schedules import SCHEDULES, bubble_share
 from .warn import warnings
 
 VERSION = 1
-CHECKPOINT = 4 + 8  # bytes a parameter: float32 weights and Adam's two moments
+WEIGHT = 4  # bytes a parameter in a checkpoint: float32
 
 
 def make_plan(run: Run) -> Plan:
@@ -43,7 +44,7 @@ def make_plan(run: Run) -> Plan:
         **_named(run, layout.mesh),
         ok=True,
         fits=fits,
-        runnable=engine is not None and engine.built and not limits,
+        runnable=engine is not None and not limits and not any(unbuilt(engine, parallel)),
         problems=() if fits else (memory_problem(run, memory),),
         warnings=warnings(frame, layout, of, throughput),
         engine=engine.name if engine else None,
@@ -146,9 +147,11 @@ def _memory(frame: Frame, layout: Layout, of: Costs) -> Memory:
             overhead=kind.overhead,
             total=of.peaks[index],
         )
-        rows.append(StageMemory(index=index, layers=layout.layers(index), parameters=kind.parameters, in_flight=of.flights[index], bytes=held))
+        rows.append(
+            StageMemory(index=index, layers=layout.layers(index), parameters=kind.parameters, in_flight=of.flights[index], bytes=held)
+        )
     peak = max(of.peaks)
-    return Memory(peak=peak, capacity=frame.capacity, stage=of.peaks.index(peak), form="megatron", stages=tuple(rows))
+    return Memory(peak=peak, capacity=frame.capacity, stage=of.peaks.index(peak), form=frame.form, stages=tuple(rows))
 
 
 def _traffic(frame: Frame, layout: Layout, of: Costs) -> list[Line]:
@@ -233,5 +236,5 @@ def _whole(frame: Frame, seconds: Seconds | None) -> Whole:
         ideal_seconds=flops / (peak * frame.world) if peak else None,
         seconds=whole,
         days=whole / 86400 if whole is not None else None,
-        checkpoint_bytes=frame.parameters * CHECKPOINT,
+        checkpoint_bytes=frame.parameters * (WEIGHT + moments(frame.run.optim)),
     )

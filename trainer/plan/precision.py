@@ -46,7 +46,11 @@ def widths(train: Train) -> Widths:
     return Widths(row.weight, _GRADIENT[train.gradients], row.master, row.activation)
 
 
+def moments(optim: Optim) -> int:
+    """Bytes a parameter of an optimizer's own states."""
+    return {"adamw": 8, "sgd": 4 if optim.momentum else 0}[optim.name]
+
+
 def states(optim: Optim) -> int:
     """Bytes a parameter of an optimizer's own states, and of the second copy of gradients where it keeps one."""
-    moments = {"adamw": 8, "sgd": 4 if optim.momentum else 0}[optim.name]
-    return moments + 4 * optim.gradient_copy
+    return moments(optim) + 4 * optim.gradient_copy

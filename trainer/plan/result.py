@@ -39,7 +39,7 @@ class Memory:
     peak: int
     capacity: int
     stage: int
-    form: str  # whose kept tensors were counted: "megatron" is Korthikanti 2022's
+    form: str  # whose kept tensors were counted: "megatron" is Korthikanti 2022's, "torch" our own modules' and DeepSpeed's
     stages: tuple[StageMemory, ...]
 
 

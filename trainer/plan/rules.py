@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import ceil
 
 from ..models.families import FAMILIES
 from ..spec.problem import nearest
@@ -58,13 +59,23 @@ def model(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
     """A model's sizes fit each other."""
     words = run.model
     if words.head_dim is None and words.hidden % words.heads:
-        yield Broken("heads", f"model.heads={words.heads} does not divide model.hidden={words.hidden}", _near("model.heads", words.heads, words.hidden))
+        yield Broken(
+            "heads",
+            f"model.heads={words.heads} does not divide model.hidden={words.hidden}",
+            _near("model.heads", words.heads, words.hidden),
+        )
     kv_heads = words.kv_heads or words.heads
     if words.heads % kv_heads:
-        yield Broken("kv_heads", f"model.kv_heads={kv_heads} does not divide model.heads={words.heads}", _near("model.kv_heads", kv_heads, words.heads))
+        yield Broken(
+            "kv_heads",
+            f"model.kv_heads={kv_heads} does not divide model.heads={words.heads}",
+            _near("model.kv_heads", kv_heads, words.heads),
+        )
     if words.positions == "learned" and words.context is not None and words.context < run.train.seq:
         tries: tuple[Change, ...] = ((("train.seq", words.context),), (("model.context", run.train.seq),))
-        yield Broken("context", f"train.seq={run.train.seq} is longer than model.context={words.context}, the rows of the position table", tries)
+        yield Broken(
+            "context", f"train.seq={run.train.seq} is longer than model.context={words.context}, the rows of the position table", tries
+        )
 
 
 def experts(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
@@ -74,14 +85,24 @@ def experts(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
         if words.experts:
             yield Broken("experts", f"model.experts={words.experts} is for family moe, not {words.family}", ((("model.experts", 0),),))
         if parallel.ep > 1:
-            yield Broken("experts", f"parallel.ep={parallel.ep} splits experts, and family {words.family} has none", ((("parallel.ep", 1),),))
+            yield Broken(
+                "experts", f"parallel.ep={parallel.ep} splits experts, and family {words.family} has none", ((("parallel.ep", 1),),)
+            )
         return
     if not words.experts:
         yield Broken("experts", "model.experts=0: family moe has at least one expert", mend="set model.experts")
     elif not 1 <= words.top_k <= words.experts:
-        yield Broken("top_k", f"model.top_k={words.top_k} is not from 1 to model.experts={words.experts}", ((("model.top_k", min(2, words.experts)),),))
+        yield Broken(
+            "top_k",
+            f"model.top_k={words.top_k} is not from 1 to model.experts={words.experts}",
+            ((("model.top_k", min(2, words.experts)),),),
+        )
     elif words.experts % parallel.ep:
-        yield Broken("ep", f"parallel.ep={parallel.ep} does not divide model.experts={words.experts}", _near("parallel.ep", parallel.ep, words.experts))
+        yield Broken(
+            "ep",
+            f"parallel.ep={parallel.ep} does not divide model.experts={words.experts}",
+            _near("parallel.ep", parallel.ep, words.experts),
+        )
 
 
 def world(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
@@ -103,7 +124,11 @@ def world(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
         yield Broken("world", f"parallel.dp={dp} x {product} = {int(dp) * others}, but {has}", tries)
         return
     if int(dp) % parallel.ep:
-        yield Broken("ep", f"parallel.ep={parallel.ep} does not divide the data axis, dp {dp}, whose ranks it takes", _near("parallel.ep", parallel.ep, int(dp)))
+        yield Broken(
+            "ep",
+            f"parallel.ep={parallel.ep} does not divide the data axis, dp {dp}, whose ranks it takes",
+            _near("parallel.ep", parallel.ep, int(dp)),
+        )
     data = int(dp) * parallel.cp
     if parallel.shard != "all" and data % parallel.shard:
         says = f"parallel.shard={parallel.shard} does not divide dp {dp} x cp {parallel.cp} = {data}"
@@ -128,7 +153,7 @@ def tensor(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
     words, degree = run.model, parallel.tp
     if degree == 1:
         return
-    kv_heads = words.kv_heads or words.heads
+    kv_heads = words.kv_heads or degree
     rows = [("heads", words.heads)]
     if words.family != "moe":
         rows.append(("ffn", words.ffn or 4 * words.hidden))
@@ -138,7 +163,11 @@ def tensor(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
         if size % degree:
             yield Broken("tp", f"parallel.tp={degree} does not divide model.{name}={size}", _near("parallel.tp", degree, size))
     if kv_heads % degree and degree % kv_heads:
-        yield Broken("tp", f"parallel.tp={degree} neither divides model.kv_heads={kv_heads} nor is a multiple of it", _near("parallel.tp", degree, kv_heads))
+        yield Broken(
+            "tp",
+            f"parallel.tp={degree} neither divides model.kv_heads={kv_heads} nor is a multiple of it",
+            _near("parallel.tp", degree, kv_heads),
+        )
     if parallel.sequence and run.train.seq % (degree * parallel.cp):
         of = f"train.seq={run.train.seq} over tp {degree} x cp {parallel.cp}"
         yield Broken("sequence", f"parallel.sequence does not split {of} evenly", ((("parallel.sequence", False),),))
@@ -165,15 +194,17 @@ def pipeline(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
     if chunks > 1 and not schedule.chunked:
         either: tuple[Change, ...] = ((("parallel.schedule", "interleaved"),), (("parallel.chunks", 1),))
         yield Broken("chunks", f"parallel.chunks={chunks} is for schedule interleaved, not {parallel.schedule}", either)
-    if schedule.chunked and stages > 1:
-        if chunks == 1:
-            yield Broken("chunks", f"parallel.schedule={parallel.schedule} wants parallel.chunks of 2 or more", ((("parallel.chunks", 2),), (("parallel.schedule", "1f1b"),)))
-    if schedule.chunked and stages > 1:
-        micros = _micros(run, parallel, microbatch)
-        if micros is not None and micros % stages:
-            says = f"{micros} micro-batches a step are not a multiple of parallel.pp={stages}, as schedule {parallel.schedule} wants"
-            batch = run.train.batch // micros * -(-micros // stages) * stages
-            yield Broken("microbatches", says, ((("train.batch", batch),), (("parallel.schedule", "1f1b"), ("parallel.chunks", 1))))
+    if not schedule.chunked or stages == 1:
+        return
+    plain: Change = (("parallel.schedule", "1f1b"), ("parallel.chunks", 1))
+    if chunks == 1:
+        says = f"parallel.schedule={parallel.schedule} wants parallel.chunks of 2 or more"
+        yield Broken("chunks", says, ((("parallel.chunks", 2),), plain))
+    micros = _micros(run, parallel, microbatch)
+    if micros is not None and micros % stages:
+        says = f"{micros} micro-batches a step are not a multiple of parallel.pp={stages}, as schedule {parallel.schedule} wants"
+        more = run.train.batch // micros * -(-micros // stages) * stages
+        yield Broken("microbatches", says, ((("train.batch", more),), plain))
 
 
 def _micros(run: Run, parallel: Parallel, microbatch: int) -> int | None:
@@ -210,8 +241,11 @@ def length(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
     if train.steps is not None and train.tokens is not None:
         tries: tuple[Change, ...] = ((("train.tokens", None),), (("train.steps", None),))
         yield Broken("length", f"train.steps={train.steps} and train.tokens={train.tokens:g} are both set: one is the length", tries)
-    elif train.steps is not None and run.optim.warmup >= train.steps and run.optim.warmup:
-        yield Broken("warmup", f"optim.warmup={run.optim.warmup} is not shorter than train.steps={train.steps}", ((("optim.warmup", train.steps // 10),),))
+        return
+    steps = train.steps or (ceil(train.tokens / (train.batch * train.seq)) if train.tokens else 0)
+    if steps and run.optim.warmup >= steps and run.optim.warmup:
+        told = f"train.steps={steps}" if train.steps else f"the {steps} steps of train.tokens={train.tokens:g}"
+        yield Broken("warmup", f"optim.warmup={run.optim.warmup} is not shorter than {told}", ((("optim.warmup", steps // 10),),))
 
 
 def precision(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
@@ -220,7 +254,9 @@ def precision(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]
     for each in COMPUTES[run.train.precision] if peaks else ():
         if each not in peaks:
             fits = tuple((("train.precision", name),) for name in ("bf16", "fp16", "fp32") if name in peaks)
-            yield Broken("precision", f"train.precision={run.train.precision}: {run.cluster.device.name} does not compute in {each}", fits[:2])
+            yield Broken(
+                "precision", f"train.precision={run.train.precision}: {run.cluster.device.name} does not compute in {each}", fits[:2]
+            )
             return
     wide = {"fp32": ("fp32",), "bf16": ("bf16", "fp32"), "fp16": ("fp16", "fp32")}.get(run.train.precision, ("bf16", "fp32"))
     if run.train.gradients not in ("auto", *wide):

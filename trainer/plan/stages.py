@@ -10,6 +10,7 @@ from .frame import Frame
 from .layout import Kind, Layout
 from .pieces import Pieces
 from .schedules import SCHEDULES
+from .zero import MASTER, Holds, Zero, holds, stage_of
 
 
 class Stage(NamedTuple):
@@ -61,13 +62,17 @@ def stage(frame: Frame, layout: Layout, pieces: Pieces, kind: Kind) -> Stage:
     if first:
         kept += pieces.embedding.kept
     if last:
-        held = layout.micros if layout.mesh.pp > 1 and SCHEDULES[layout.parallel.schedule].forward_first else 1
+        held = last_held(layout)
         kept_last, logits = held * head.kept, held * head.logits
     if first and last:
         dense -= pieces.tied
     replicated = layers * layer.replicated + first * pieces.embedding.replicated + last * head.replicated
     data = _once(frame, layout, replicated) + _data(frame, layout, layers, dense, experts, forward, backward)
     weights, gradients, optimizer = _states(frame, layout, dense, experts)
+    buffers = _buffers(frame, layout, pieces, dense + experts, first=first, last=last)
+    if frame.form == "torch" and layout.way.deepspeed and layout.mesh.size("data") == frame.world:
+        weights, gradients, optimizer, passing = _counted(frame, layout)
+        buffers = layer.working + passing
     return Stage(
         parameters=dense + experts,
         weights=weights,
@@ -76,7 +81,7 @@ def stage(frame: Frame, layout: Layout, pieces: Pieces, kind: Kind) -> Stage:
         kept=kept,
         kept_last=kept_last,
         logits=logits,
-        buffers=_buffers(frame, layout, pieces, dense + experts, first=first, last=last),
+        buffers=buffers,
         overhead=frame.context,
         forward=forward,
         backward=backward,
@@ -87,6 +92,11 @@ def stage(frame: Frame, layout: Layout, pieces: Pieces, kind: Kind) -> Stage:
         exposed=sum([line.exposed for line in data]),
         step=_step_seconds(frame, layout, dense, experts),
     )
+
+
+def last_held(layout: Layout) -> int:
+    """Micro-batches whose logits the last stage holds at once."""
+    return layout.micros if layout.mesh.pp > 1 and SCHEDULES[layout.parallel.schedule].forward_first else 1
 
 
 def _shared(elements: int, ranks: int) -> int:
@@ -105,6 +115,23 @@ def _states(frame: Frame, layout: Layout, dense: int, experts: int) -> tuple[int
     return weights * (not offload.parameters), gradients, optimizer * (not offload.optimizer)
 
 
+def _counted(frame: Frame, layout: Layout) -> Holds:
+    """The same, and what passes through, as DeepSpeed holds them."""
+    width, parallel = frame.widths, layout.parallel
+    way = Zero(
+        stage=stage_of(parallel.zero, half=width.weight < MASTER),
+        ranks=layout.mesh.dp,
+        micros=layout.micros,
+        weight=width.weight,
+        gradient=width.gradient,
+        states=frame.states,
+        bucket=min(parallel.bucket, frame.parameters),
+    )
+    held = holds(way, frame.parameters, frame.flat(layout.mesh.dp))
+    offload = parallel.offload
+    return held._replace(weights=held.weights * (not offload.parameters), optimizer=held.optimizer * (not offload.optimizer))
+
+
 def _buffers(frame: Frame, layout: Layout, pieces: Pieces, parameters: int, *, first: bool, last: bool) -> int:
     """What passes through: recomputed tensors, ZeRO's buckets or gathered layers, sequence-parallel gathers, messages between stages.
 
@@ -118,7 +145,7 @@ def _buffers(frame: Frame, layout: Layout, pieces: Pieces, parameters: int, *, f
         total += largest * (2 * width.weight + width.gradient)
     elif layout.shard > 1 and parallel.zero > 0:
         total += min(parallel.bucket, parameters) * width.gradient
-    if parallel.sequence:
+    if parallel.sequence and parallel.tp > 1:
         total += pieces.stream * parallel.tp  # a column layer's gathered input
     if layout.mesh.pp > 1:
         total += 2 * pieces.stream  # one tensor coming, one gradient going
@@ -149,9 +176,7 @@ def _step_seconds(frame: Frame, layout: Layout, dense: int, experts: int) -> flo
     on = frame.rates
     if on is None:
         return 0.0
-    if layout.parallel.zero:
-        elements = _shared(dense, layout.shard) + _shared(experts, layout.expert_shard)
-    else:
-        elements = dense + experts
+    sharded = _shared(dense, layout.shard) + _shared(experts, layout.expert_shard)
+    elements = sharded if layout.parallel.zero else dense + experts
     width = frame.widths
     return elements * (2 * ((width.master or width.weight) + frame.states) + width.gradient + width.weight) / on.memory

@@ -39,12 +39,18 @@ def _tensor_across(frame: Frame, layout: Layout, of: Costs, throughput: Throughp
 def _bubble(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
     if of.seconds is not None and of.seconds.fill > BUBBLE:
         says = f"the pipeline idles {percent(of.seconds.fill)} of its time: {layout.micros} micro-batches through {layout.mesh.pp} stages"
-        yield Problem(rule="bubble", says=says, mend="a larger train.batch, a smaller train.microbatch, fewer stages or schedule=interleaved")
+        yield Problem(
+            rule="bubble", says=says, mend="a larger train.batch, a smaller train.microbatch, fewer stages or schedule=interleaved"
+        )
 
 
 def _uneven(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
-    counts = layout.partition.counts
+    counts, chunks = layout.partition.counts, layout.parallel.chunks
     if min(counts) == max(counts):
+        if counts[0] % chunks:
+            yield Problem(
+                rule="uneven", says=f"{counts[0]} layers of a stage over {chunks} chunks: the bubble is planned as if they were even"
+            )
         return
     cost = ""
     if of.seconds is not None:
@@ -59,12 +65,13 @@ def _unmeasured(frame: Frame, layout: Layout, of: Costs, throughput: Throughput 
     run = frame.run
     if throughput is None:
         return
-    known = MEASURED.get((run.cluster.device.name.split("-")[0], run.train.precision))
+    device = run.cluster.device.name
+    known = MEASURED.get((device.split("-")[0], run.train.precision))
     if known is None:
-        says = f"no measured run of {run.cluster.device.name} in {run.train.precision} is known to this planner: its MFU is a calculation"
+        says = f"no measured run of {device} in {run.train.precision} is known to this planner: its MFU is a calculation"
         yield Problem(rule="mfu", says=says)
     elif throughput.mfu > known[0]:
-        says = f"an MFU of {percent(throughput.mfu)} is above the highest published for {run.cluster.device.name}, {percent(known[0])} ({known[1]})"
+        says = f"an MFU of {percent(throughput.mfu)} is above the highest published for {device}, {percent(known[0])} ({known[1]})"
         yield Problem(rule="mfu", says=says)
 
 
@@ -78,7 +85,9 @@ def _padded(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | No
 def _replicated(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
     kv_heads, degree = frame.table.sizes["kv_heads"], layout.mesh.tp
     if degree > kv_heads:
-        yield Problem(rule="kv_heads", says=f"parallel.tp={degree} is more than model.kv_heads={kv_heads}: each is held by {degree // kv_heads} ranks")
+        yield Problem(
+            rule="kv_heads", says=f"parallel.tp={degree} is more than model.kv_heads={kv_heads}: each is held by {degree // kv_heads} ranks"
+        )
 
 
 def _idle(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
@@ -105,8 +114,14 @@ def _untimed(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | N
     if offload.optimizer or offload.parameters:
         yield Problem(rule="time", says="no times: how fast the host steps an offloaded optimizer is not known")
     elif device.peak.get(frame.run.train.precision) is None or device.bandwidth is None:
-        mend = f"set cluster.device.peak.{frame.run.train.precision} (FLOP/s) and cluster.device.bandwidth (bytes/s)"
-        yield Problem(rule="time", says=f"no times: the peak of {device.name} in {frame.run.train.precision} is not stated", mend=mend)
+        missing = {
+            f"cluster.device.peak.{frame.run.train.precision} (FLOP/s)": device.peak.get(frame.run.train.precision),
+            "cluster.device.bandwidth (bytes/s)": device.bandwidth,
+        }
+        keys = " and ".join(key for key, value in missing.items() if value is None)
+        yield Problem(
+            rule="time", says=f"no times: how fast {device.name} is in {frame.run.train.precision} is not stated", mend=f"set {keys}"
+        )
     else:
         where = "inside" if cluster.inside is None and cluster.gpus > 1 else "between"
         yield Problem(rule="time", says=f"no times: cluster.{where} is not stated", mend=f"set cluster.{where}.bandwidth and .latency")

@@ -45,6 +45,7 @@ class Model:
     expert_ffn: Count | None = None  # None: ffn
     shared_experts: Natural = 0
     hf: str | None = None  # path of a Hugging Face config.json that the sizes were read from
+    weights: str | None = None  # folder of Hugging Face weights that a run begins from; None: drawn from train.seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,11 +176,17 @@ class Optim:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Where tokens come from."""
+    """Where tokens come from, what makes them of text, and the share of them that is held out."""
 
     name: Literal["stdlib", "text", "tokens", "synthetic"] = "synthetic"
-    path: str | None = None
-    tokenizer: str = "bytes"
+    path: str | tuple[str, ...] | None = None  # of text and tokens: files, folders, patterns
+    weights: tuple[Positive, ...] | None = None  # one a path: its share of the samples; None: all paths are one text
+    tokenizer: str = "bytes"  # or the path of a Hugging Face tokenizer.json
+    end: Natural | None = None  # token id that ends a document; None: 0 of bytes, the tokenizer's own, none in files of tokens
+    text_key: str = "text"  # of a .jsonl line
+    documents: bool = False  # attention and loss stay inside documents
+    validation: Below1 = 0.01  # share of the tokens
+    cache: str | None = None  # folder of tokenized text; None: the user's cache folder (XDG)
 
 
 @dataclass(frozen=True, kw_only=True)

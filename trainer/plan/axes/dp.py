@@ -3,7 +3,8 @@
 What travels depends on who trains. The papers' ZeRO-1 and 2 scatter gradients and gather weights: 2 Psi a step.
 DeepSpeed 0.19 all-reduces each bucket and then gathers the weights, about 3 Psi; from stage 2 on gradients travel at
 every micro-batch. In a pipeline, where no engine of ours runs stage 2, gradients add up whole and are scattered once a
-step, as Llama 3 and MegaScale do (arXiv:2407.21783 section 3.3.2, 2402.15627). ZeRO-3 gathers weights for forward and for backward and scatters gradients: 3 Psi a micro-batch.
+step, as Llama 3 and MegaScale do (arXiv:2407.21783 section 3.3.2, 2402.15627). ZeRO-3 gathers weights for forward and
+for backward and scatters gradients: 3 Psi a micro-batch.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from typing import NamedTuple
 
 from ..collectives import Wire, cost
 from .line import Line
-
 
 # Share of a hidden message's time that the computing beside it loses: its kernels take multiprocessors and memory.
 CONTENTION = 0.5

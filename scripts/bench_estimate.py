@@ -1,0 +1,65 @@
+"""Measures what one estimate of a layout costs: microseconds of processor time, averaged over a sweep, held against its budget.
+
+Run `python -m distrain.scripts.bench_estimate [RECIPE] [REPEATS]`; it ends with status 1 where the budget is passed.
+"""
+
+from __future__ import annotations
+
+import sys
+from itertools import product
+from time import process_time
+from typing import Literal
+
+from ..cli.load import load
+from ..trainer.plan.estimate import Estimator
+from ..trainer.plan.roofline import filled
+from ..trainer.spec.run import Parallel, Run
+
+BUDGET = 50e-6  # seconds of processor time an estimate
+ZEROS: tuple[Literal[0, 1, 2, 3], ...] = (0, 1, 2, 3)
+RECOMPUTES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
+PIPELINES = (("1f1b", 1), ("gpipe", 1), ("zb_h1", 1), ("interleaved", 2), ("interleaved", 3))  # schedule, chunks
+
+Layouts = list[tuple[Parallel, int]]
+
+
+def layouts() -> Layouts:
+    """A search's sweep: degrees and ways of all axes, with micro-batches; a pipeline of one stage has one schedule."""
+    found: Layouts = []
+    for tp, pp, zero, recompute, sequence, micro, (schedule, chunks) in product(
+        (1, 2, 4, 8), (1, 2, 4, 6, 8, 12, 16, 32), ZEROS, RECOMPUTES, (False, True), (1, 2, 4), PIPELINES
+    ):
+        if pp > 1 or schedule == "1f1b":
+            parallel = Parallel(tp=tp, pp=pp, zero=zero, recompute=recompute, sequence=sequence, schedule=schedule, chunks=chunks)
+            found.append((parallel, micro))
+    return found
+
+
+def seconds(run: Run, swept: Layouts) -> float:
+    """Processor seconds of a sweep by a new estimator that has nothing in store."""
+    filled.cache_clear()
+    begun = process_time()
+    estimator = Estimator(run)
+    for parallel, micro in swept:
+        estimator(parallel, micro)
+    return process_time() - begun
+
+
+def main() -> None:
+    recipe = sys.argv[1] if len(sys.argv) > 1 else "gpt3_175b"
+    repeats = int(sys.argv[2]) if len(sys.argv) > 2 else 5
+    run = load(recipe)
+    every = layouts()
+    estimator = Estimator(run)
+    legal = [layout for layout in every if estimator(*layout).legal]
+    over = False
+    print(f"{recipe}, best of {repeats}{'layouts':>20}{'µs each':>10}{'budget':>8}")
+    for name, swept in (("all", every), ("legal", legal)):
+        each = min(seconds(run, swept) for _ in range(repeats)) / len(swept)
+        over |= each > BUDGET
+        print(f"{name:<{len(recipe) + 11}}{len(swept):>20}{each * 1e6:>10.1f}{BUDGET * 1e6:>8.0f}{'  over' if each > BUDGET else ''}")
+    sys.exit(over)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""An estimate is the plan's own reckoning: the same verdict, seconds and peaks on random layouts, legal and not."""
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+
+from distrain.trainer.plan.estimate import ILLEGAL, Estimator
+from distrain.trainer.plan.plan import make_plan
+from distrain.trainer.plan.schedules import SCHEDULES
+from distrain.trainer.spec.run import Cluster, Device, Link, Model, Offload, Overlap, Parallel, Run, Train
+
+GPT: dict[str, Any] = {"family": "gpt", "bias": True, "dropout": 0.1}
+LLAMA: dict[str, Any] = {"family": "llama", "norm": "rmsnorm", "act": "swiglu", "positions": "rope"}
+
+# fmt: off
+MODELS = {
+    "gpt":     Model(**GPT, layers=12, hidden=768, heads=12, vocab=50257, tied=True),
+    "llama":   Model(**LLAMA, layers=24, hidden=2048, heads=32, kv_heads=4, ffn=5632, vocab=32000),
+    "moe":     Model(**LLAMA | {"family": "moe"}, layers=8, hidden=1024, heads=16, kv_heads=8, ffn=3584, vocab=32000, experts=8, top_k=2),
+    "uneven":  Model(**GPT, layers=13, hidden=1024, heads=16, vocab=51200, tied=True),
+    "bert":    Model(**GPT | {"family": "bert"}, layers=24, hidden=1024, heads=16, vocab=30522, tied=True),
+}
+# fmt: on
+MEMORY = {"gpt": 2.5e9, "llama": 4.5e9, "moe": 5e9, "uneven": 4e9, "bert": 4e9}  # so that some layouts fit and some don't
+
+
+def run_of(name: str, **changes: Any) -> Run:
+    device = Device(name="A100", memory=MEMORY[name], bandwidth=2e12, peak={"bf16": 312e12}, units=108)
+    nvlink, nic = Link(bandwidth=300e9, latency=5e-6), Link(bandwidth=25e9, latency=1e-5)
+    cluster = Cluster(nodes=6, gpus=8, device=device, inside=nvlink, between=nic)
+    train = Train(batch=192, seq=1024, steps=1, attention="math")
+    return replace(Run(name=name, model=MODELS[name], cluster=cluster, parallel=Parallel(), train=train), **changes)
+
+
+def layout(draw: Random) -> tuple[Parallel, int]:
+    """Any degrees and ways, legal more often than not, and a micro-batch."""
+
+    def seldom(*rare: Any, usual: Any) -> Any:
+        return draw.choice(rare) if draw.random() < 0.08 else usual
+
+    schedule = draw.choice([*SCHEDULES, "1f1b", "1f1b"])
+    chunked = SCHEDULES[schedule].chunked
+
+    def either() -> bool:
+        return draw.random() < 0.5
+
+    parallel = Parallel(
+        dp=seldom(1, 2, 6, 48, usual="auto"),
+        tp=draw.choice([1, 1, 2, 3, 4, 8]),
+        pp=draw.choice([1, 2, 3, 4, 6]),
+        cp=seldom(2, 4, usual=1),
+        ep=seldom(2, 4, usual=1),
+        zero=draw.choice([0, 1, 2, 3]),
+        shard=seldom(2, 8, 24, usual="all"),
+        schedule=schedule,
+        chunks=seldom(1, 2, 3, usual=2 if chunked else 1),
+        sequence=either(),
+        recompute=draw.choice(["none", "selective", "full"]),
+        reduce=seldom("halving", "server", usual="ring"),
+        bucket=seldom(10_000_000, usual=50_000_000),
+        scatter=either(),
+        offload=seldom(Offload(optimizer=True), Offload(optimizer=True, parameters=True), usual=Offload()),
+        overlap=Overlap(data=either(), tensor=either(), pipeline=either(), context=either()),
+    )
+    return parallel, draw.choice([1, 1, 2, 4])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_estimate_is_what_the_plan_says(name: str) -> None:
+    """400 layouts a model from one estimator, to 1e-12, each verdict met often."""
+    run, draw = run_of(name), Random(name)
+    estimator = Estimator(run)
+    met = {"illegal": 0, "fits": 0, "full": 0}
+    for _ in range(400):
+        parallel, microbatch = layout(draw)
+        estimate = estimator(parallel, microbatch)
+        plan = make_plan(replace(run, parallel=parallel, train=replace(run.train, microbatch=microbatch)))
+        assert estimate.legal == plan.ok
+        if not plan.ok:
+            assert estimate == ILLEGAL
+            met["illegal"] += 1
+            continue
+        assert plan.memory is not None
+        assert estimate.fits == plan.fits
+        assert estimate.peaks == [stage.bytes.total for stage in plan.memory.stages]
+        assert estimate.step == (pytest.approx(plan.time.step, rel=1e-12) if plan.time else None)
+        met["fits" if plan.fits else "full"] += 1
+    assert min(met.values()) >= 40, met
+
+
+def test_an_estimator_refuses_a_run_that_no_layout_mends() -> None:
+    run = run_of("gpt")
+    with pytest.raises(ValueError, match=r"neither train\.steps nor train\.tokens is set"):
+        Estimator(replace(run, train=replace(run.train, steps=None)))
+
+
+def test_an_estimate_without_a_peak_has_no_seconds_and_its_bytes() -> None:
+    run = run_of("gpt")
+    bare = replace(run, cluster=replace(run.cluster, device=replace(run.cluster.device, peak={})))
+    known, unknown = (Estimator(each)(run.parallel, 1) for each in (run, bare))
+    assert known.step is not None
+    assert unknown == known._replace(step=None)
