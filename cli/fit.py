@@ -1,0 +1,71 @@
+"""`distrain fit`: plan, refuse what can't run, launch, and say how it ended."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from ..trainer.plan.engines import engine_for, unbuilt
+from ..trainer.plan.result import Plan
+from ..trainer.spec.problem import Problem
+from ..trainer.spec.run import Run
+
+GRACE = 10.0  # seconds that ranks have to end after one has failed
+
+
+def refused(run: Run, plan: Plan) -> tuple[Problem, ...]:
+    """Why a run can't be started: the plan's problems, and what no engine here can do."""
+    engine, limits = engine_for(run, run.parallel)
+    found = [*plan.problems, *limits]
+    if engine is not None and not limits:
+        found += unbuilt(engine, run.parallel)
+    found += _no_weights(run)
+    if run.launch.name != "local":
+        found.append(Problem(rule="launch", says=f"launch={run.launch.name} is not built yet", mend="set launch=local"))
+    if run.cluster.device.kind == "cpu" and run.train.precision == "fp16":
+        says = "train.precision=fp16 is not run on a CPU: DeepSpeed takes it on the few that multiply in fp16 only"
+        found.append(Problem(rule="precision", says=says, mend="set train.precision to fp32 or bf16"))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if run.cluster.device.kind == "cpu" and plan.world > 8 * cores:
+        says = f"{plan.world} ranks are more than this machine's {cores} cores can serve"
+        found.append(Problem(rule="launch", says=says, mend=f"set cluster=1x{cores} parallel.dp=auto"))
+    return tuple(found)
+
+
+def _no_weights(run: Run) -> Iterator[Problem]:
+    """That the folder which a run begins from holds none; one that goes on from a checkpoint needs none."""
+    if run.model.weights and not any(folder_of(run).glob("checkpoints/step_*")):
+        folder = Path(run.model.weights)
+        if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+            says = f"model.weights={folder} holds no Hugging Face weights"
+            yield Problem(rule="weights", says=says, mend="name a folder with config.json and .safetensors")
+
+
+def folder_of(run: Run) -> Path:
+    """RUN_DIR: one folder a run, under log.dir by its name."""
+    return Path(run.log.dir).expanduser().absolute() / run.name
+
+
+def fit(run: Run, plan: Plan, show: Callable[[str], None], live: Callable[[str], None]) -> tuple[int, Sequence[str]]:
+    """Write the run's folder, start its ranks, and wait: (exit status, what went wrong, a line each)."""
+    from msgspec import json
+
+    from ..trainer.launch.launch import launch
+
+    folder = folder_of(run)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.json").write_bytes(json.format(json.encode(run)))
+    (folder / "plan.json").write_bytes(json.format(json.encode(plan)))
+    show(f"run folder {folder}")
+    ended = launch(
+        [sys.executable, "-m", "distrain.trainer.loop.rank", str(folder / "run.json")],
+        ranks=plan.world,
+        folder=folder,
+        environment=os.environ,
+        show=show,
+        grace=GRACE,
+        live=live,
+    )
+    return ended.status, [ended.says] if ended.says else []

@@ -1,0 +1,1 @@
+"""Engines that take a step: one file each."""

@@ -1,0 +1,69 @@
+"""What DeepSpeed and torch's optimizer hold on this rank, in bytes by kind: each storage counted once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+# Where the optimizers that DeepSpeed wraps around torch's keep tensors: stage 0 and 1 of bf16 with fp32 gradients, 1 and 2, 3.
+# A storage that stands in two rows belongs to the first.
+PLACES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("weights", ("bf16_groups_flat", "bit16_groups_flat", "lp_param_buffer")),
+    ("optimizer", ("fp32_groups_flat_partition", "single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")),
+    ("gradients", ("fp32_groups_gradients_flat", "averaged_gradients", "all_grad_tensors", "grad_partitions_flat_buffer")),
+    ("buffers", ("ipg_buckets",)),  # and what stage 3 has gathered
+)
+KINDS = tuple(kind for kind, _ in PLACES)
+
+
+def held(module: nn.Module, stepper: Any) -> dict[str, int]:
+    """Bytes by kind at this moment: weights, their float32 copies and the optimizer's states, gradients, buckets of messages."""
+    seen: set[int] = set()
+    found = dict.fromkeys(KINDS, 0)
+    for kind, tensor in _tensors(module, stepper):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() and storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            found[kind] += storage.nbytes()
+    return found
+
+
+def _tensors(module: nn.Module, stepper: Any) -> Iterator[tuple[str, Tensor]]:
+    """(kind, tensor), one storage perhaps several times: the first names its kind."""
+    yield from _of_parameters(module)
+    for kind, names in PLACES:
+        for name in names:
+            for tensor in _inside(getattr(stepper, name, None)):
+                yield kind, tensor
+                if tensor.grad is not None:
+                    yield "gradients", tensor.grad
+    for state in getattr(stepper, "optimizer", stepper).state.values():
+        yield from (("optimizer", each) for each in _inside(state))
+
+
+def _of_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for parameter in module.parameters():
+        whole: Any = parameter
+        own = getattr(whole, "ds_tensor", None)  # stage 3: this rank's part; the whole is gathered while it is computed with
+        if own is not None:
+            yield "weights", own.data
+        yield "weights" if own is None else "buffers", parameter.data
+        for name in ("grad", "grad_accum"):
+            yield from (("gradients", each) for each in _inside(getattr(whole, name, None)))
+
+
+def _inside(held: Any) -> Iterator[Tensor]:
+    """The tensors in lists, tables and a bucket."""
+    match held:
+        case Tensor():
+            yield held
+        case Mapping():
+            for each in held.values():
+                yield from _inside(each)
+        case list() | tuple():
+            for each in held:
+                yield from _inside(each)
+        case _ if hasattr(held, "buffer"):
+            yield from _inside(held.buffer)

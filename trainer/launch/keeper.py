@@ -1,0 +1,144 @@
+"""One rank's keeper: a small process that starts the rank, passes signals on to it, and leaves nothing of it behind.
+
+It is run by path, as `python -I -S keeper.py LIFELINE CONTROL COMMAND ...`, and so imports nothing of this package. The
+tree is launching process -> keeper -> rank, each in a session of its own, because no other shape ends everything:
+
+- the launching process dies, however: the lifeline (a pipe whose write end it alone holds) ends, and the keeper kills the
+  rank's group. The rank might be stopped or deaf at that time; the keeper never is.
+- the rank dies: what it started goes with it. The keeper is the reaper of orphans (PR_SET_CHILD_SUBREAPER), so that this
+  holds for processes that left the rank's group too.
+- the keeper dies: the kernel kills the rank (PR_SET_PDEATHSIG), and the launching process kills the rank's group.
+
+A rank with PR_SET_PDEATHSIG alone would die before it could end its own children.
+
+To the control pipe it writes {"started": pid} and, last of all, {"ended": exit status, or minus a signal}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Sequence
+
+PDEATHSIG, CHILD_SUBREAPER = 1, 36  # prctl(2)
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+PATIENCE = 5.0  # seconds for orphans to die of SIGKILL
+CANNOT_START = 127  # the exit status that shells give a command that isn't there
+
+
+def main(words: Sequence[str]) -> None:
+    """Start the command and stay until it has ended, or until the lifeline does."""
+    lifeline, control, command = int(words[0]), int(words[1]), words[2:]
+    _prctl(CHILD_SUBREAPER, 1)
+    woken, wake = os.pipe()
+    os.set_blocking(woken, False)
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    rank = _start(command)
+    _tell(control, "started", rank)
+    _wait(rank, lifeline, woken)
+    _tell(control, "ended", _end(rank))
+
+
+def _start(command: Sequence[str]) -> int:
+    """Fork and exec; its process id. No signal is lost: one that comes in between stays pending until someone can take it."""
+    keeper = os.getpid()
+    signal.pthread_sigmask(signal.SIG_SETMASK, {*FORWARDED, signal.SIGCHLD})
+    rank = os.fork()
+    if rank == 0:
+        _become(command, keeper)
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # for set_wakeup_fd alone
+    for each in FORWARDED:
+        signal.signal(each, lambda number, _: _forward(rank, number))
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    return rank
+
+
+def _become(command: Sequence[str], keeper: int) -> None:
+    """Turn this forked process into the rank."""
+    try:
+        os.setsid()
+        for each in (*FORWARDED, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(each, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        _prctl(PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == keeper:  # else it died before the kernel was told
+            signal.pthread_sigmask(signal.SIG_SETMASK, ())
+            os.execvp(command[0], command)
+    except OSError as error:
+        os.write(2, f"can't start {command[0]}: {error.strerror}\n".encode())
+    finally:
+        os._exit(CANNOT_START)
+
+
+def _forward(rank: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(rank, number)  # it is not reaped yet, so that its id is no one else's
+
+
+def _wait(rank: int, lifeline: int, woken: int) -> None:
+    """Return when the rank has ended (and is not reaped), or when the lifeline has."""
+    watched = select.poll()
+    watched.register(lifeline, select.POLLIN)
+    watched.register(woken, select.POLLIN)
+    while not _has_ended(rank):
+        ready = {fd for fd, _ in watched.poll()}
+        if lifeline in ready and not os.read(lifeline, 512):
+            return
+        if woken in ready:
+            os.read(woken, 512)
+
+
+def _has_ended(rank: int) -> bool:
+    """Whether the rank is a zombie; other children that are, orphans of the rank's, are reaped on the way."""
+    while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        if ended.si_pid == rank:
+            return True
+        os.waitpid(ended.si_pid, 0)
+    return False
+
+
+def _end(rank: int) -> int:
+    """Kill what is left of the rank and its descendants; the rank's exit status, or minus the signal that killed it."""
+    for each in FORWARDED:
+        signal.signal(each, signal.SIG_IGN)  # its id may soon be another's
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # no group: it never got as far as setsid
+        os.killpg(rank, signal.SIGKILL)
+    _forward(rank, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])
+    until = time.monotonic() + PATIENCE
+    while (orphans := _children()) and time.monotonic() < until:
+        for orphan in orphans:
+            os.kill(orphan, signal.SIGKILL)
+        time.sleep(0.005)
+        for orphan in orphans:
+            os.waitpid(orphan, os.WNOHANG)
+    return status
+
+
+def _children() -> list[int]:
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as listed:
+            return [int(pid) for pid in listed.read().split()]
+    except OSError:
+        return []  # not Linux, or a kernel without this file: the group was all that could be named
+
+
+def _tell(control: int, word: str, number: int) -> None:
+    """One line, apart from any half line that the rank left."""
+    with contextlib.suppress(OSError):  # the launching process is gone
+        os.write(control, f'\n{{"{word}": {number}}}\n'.encode())
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

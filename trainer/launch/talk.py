@@ -1,0 +1,94 @@
+"""What a rank says to the process that launched it: one JSON object a line over a control pipe.
+
+    {"say": text}        a line for the user (rank 0's are shown)
+    {"status": text}     the live line, which replaces the one before (rank 0's is shown)
+    {"beat": step}       the rank is at this step
+    {"problem": text}    why the rank is about to end, in one line
+    {"done": true}       the rank has done all that it was asked to do
+
+A run succeeded if every rank said done and exited with 0. What DeepSpeed and torch print goes to the rank's log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import stat
+import sys
+import threading
+from collections.abc import Mapping
+
+VARIABLE = "DISTRAIN_CONTROL_FD"
+STOPPED = 75  # exit status of a rank that was asked to stop and has saved a checkpoint (sysexits.h: try again later)
+
+
+class Talk:
+    """A rank's end of the control pipe; without one (a rank run by hand) its words go to stdout."""
+
+    def __init__(self, fd: int | None) -> None:
+        self._fd = fd
+        self._turn = threading.RLock()  # a signal's handler may speak while its thread does
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Talk:
+        """The pipe that the launching process handed over; children of this rank don't inherit it."""
+        fd = int(environment.get(VARIABLE) or -1)
+        if not _is_pipe(fd):
+            return cls(None)
+        os.set_inheritable(fd, False)
+        return cls(fd)
+
+    def say(self, text: str) -> None:
+        """A line, or several, for the user."""
+        self._send("say", text)
+
+    def status(self, text: str) -> None:
+        """The live line; dropped when nobody reads, so that a stopped terminal never stops a step."""
+        self._send("status", text, droppable=True)
+
+    def beat(self, step: int) -> None:
+        """This rank is at `step`; dropped when nobody reads."""
+        self._send("beat", step, droppable=True)
+
+    def problem(self, text: str) -> None:
+        """Why this rank is about to end. The run ends with it: the other ranks are told to stop."""
+        self._send("problem", text)
+
+    def done(self) -> None:
+        """All that was asked of this rank is done; exit status 0 has to follow."""
+        self._send("done", True)
+
+    def _send(self, word: str, what: str | int, *, droppable: bool = False) -> None:
+        if self._fd is None:
+            if isinstance(what, str):
+                sys.stdout.write(f"{what}\n")
+                sys.stdout.flush()
+            return
+        line = f"{json.dumps({word: what})}\n".encode()
+        with self._turn:
+            if not (droppable and _is_full(self._fd)):
+                _write(self._fd, line)
+
+
+def _write(fd: int, line: bytes) -> None:
+    """One os.write, but for a long line that a signal's handler cut short."""
+    with contextlib.suppress(OSError):  # nobody is there any more: the lifeline ends this rank
+        while line:
+            line = line[os.write(fd, line) :]
+
+
+def _is_full(fd: int) -> bool:
+    watched = select.poll()
+    watched.register(fd, select.POLLOUT)
+    return not watched.poll(0)
+
+
+def _is_pipe(fd: int) -> bool:
+    """Whether `fd` is open and what a launching process hands over: a pipe or a socket."""
+    try:
+        mode = os.fstat(fd).st_mode
+    except (OSError, OverflowError):
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)

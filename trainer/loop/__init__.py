@@ -1,0 +1,1 @@
+"""What happens on a rank, step by step."""

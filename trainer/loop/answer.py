@@ -1,0 +1,38 @@
+"""How a child that does the torch half of a verb ends: what is wrong, a line each on stderr, and an exit status."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+from ..launch.lifeline import hold_from_environment
+from ..spec.problem import Unreadable
+from .checkpoint import LoadFailed
+
+FINE, CANNOT = 0, 1
+
+
+def answered(work: Callable[[], None]) -> int:
+    """Do the work; the exit status of this process. It ends when the process that started it does."""
+    hold_from_environment()
+    try:
+        work()
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except Unreadable as wrong:
+        return _told(map(str, wrong.problems))
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read has gone: no error
+    except OSError as error:
+        return _told([f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)])
+    except LoadFailed as error:
+        return _told([str(error)])
+    return FINE
+
+
+def _told(problems: map[str] | list[str]) -> int:
+    for problem in problems:
+        print(f"distrain: {' '.join(problem.split())}", file=sys.stderr, flush=True)
+    return CANNOT

@@ -1,0 +1,36 @@
+"""Checkpoints: safetensors shards keyed by logical name and offset, and a manifest; there or not there, whole or passed over."""
+
+from __future__ import annotations
+
+from .find import Checkpoint, Found, newest, opened
+from .folder import latest, sweep
+from .load import LoadFailed, Reader, load
+from .manifest import Broken
+from .resume import resume
+from .save import Saved, save
+from .slices import Shard, Slice, block, whole
+from .together import Gather, SaveFailed, alone, over
+
+__all__ = [
+    "Broken",
+    "Checkpoint",
+    "Found",
+    "Gather",
+    "LoadFailed",
+    "Reader",
+    "SaveFailed",
+    "Saved",
+    "Shard",
+    "Slice",
+    "alone",
+    "block",
+    "latest",
+    "load",
+    "newest",
+    "opened",
+    "over",
+    "resume",
+    "save",
+    "sweep",
+    "whole",
+]

@@ -1,0 +1,42 @@
+"""Made-up text that can be learnt: phrases that count up, each from a start and by a stride of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .order import Indices, keyed
+
+SIZE = 1 << 34  # tokens
+PHRASE = 16  # tokens
+STRIDES = 8  # 1 .. 8
+DOCUMENT = 32 * PHRASE  # tokens
+_SEED = 20190417
+
+
+@dataclass(frozen=True, kw_only=True)
+class Synthetic:
+    """Token p = (start + stride (p mod 16)) mod vocab; start and stride are drawn anew, uniformly, for each phrase p div 16.
+
+    Unigrams are uniform, ln(vocab) nats a token. Who knows the rule loses (ln(vocab) + ln(8)) / 16: a phrase's first token
+    tells its start, the second its stride, and the others follow.
+    """
+
+    vocab: int
+
+    @property
+    def size(self) -> int:
+        """Tokens."""
+        return SIZE
+
+    def copy(self, start: int, out: Indices) -> None:
+        """Fill out [n] with the tokens from position start on."""
+        phrase, inside = np.divmod(np.arange(start, start + len(out)), PHRASE)
+        first = keyed(_SEED, 0, phrase) % np.uint64(self.vocab)
+        stride = 1 + keyed(_SEED, 1, phrase) % np.uint64(STRIDES)
+        out[:] = (first + stride * inside.astype(np.uint64)) % np.uint64(self.vocab)
+
+    def documents(self, start: int, length: int) -> Indices:
+        """The document of each of the positions [length] from start on."""
+        return np.arange(start, start + length) // DOCUMENT

@@ -1,0 +1,160 @@
+"""A share of some text files becomes token ids on disk: what one process does at a time."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from .find import File
+from .tokenizer import Tokenizer
+
+SHARE = 8 << 20  # bytes of text that one process takes at a time
+_NEAR = 1 << 20  # bytes in which a line end is looked for
+
+
+class Span(NamedTuple):
+    """Bytes begin .. end of a file, shifted to line starts; `last`: its documents end with it."""
+
+    path: str
+    begin: int
+    end: int
+    last: bool
+
+
+class Unfit(Exception):
+    """A place in a file that cannot be read, and why, as a sentence."""
+
+
+def shares(files: Sequence[File]) -> list[list[Span]]:
+    """The files in order, small ones together and large ones cut: a list of spans for each turn of a process."""
+    turns: list[list[Span]] = [[]]
+    room = SHARE
+    for file in files:
+        step = file.size if file.name.endswith(".gz") else SHARE
+        for begin in range(0, file.size, step):
+            end = min(begin + step, file.size)
+            if turns[-1] and end - begin > room:
+                turns.append([])
+                room = SHARE
+            turns[-1].append(Span(str(file.path), begin, end, end == file.size))
+            room -= end - begin
+    return turns
+
+
+def tokenize(spans: Sequence[Span], into: Path, tokenizer: Tokenizer, key: str) -> None:
+    """Write `into`.tokens, ids in the tokenizer's type, and `into`.ends, int64: how many of them stand before each end of a
+    document; raises Unfit."""
+    ends: list[int] = []
+    written = 0
+    closing = np.array([] if tokenizer.end is None else [tokenizer.end], tokenizer.dtype)
+    with open(f"{into}.tokens", "wb") as out:
+        for span in spans:
+            for text, whole in _texts(span, key):
+                ids = _encoded(text, span.path, tokenizer)
+                written += len(ids)
+                out.write(ids.tobytes())
+                if whole:
+                    out.write(closing.tobytes())
+                    written += len(closing)
+                    ends.append(written)
+    Path(f"{into}.ends").write_bytes(np.array(ends, np.int64).tobytes())
+
+
+def _encoded(text: bytes, path: str, tokenizer: Tokenizer) -> np.ndarray[Any, Any]:
+    try:
+        return tokenizer.encode(text)
+    except UnicodeDecodeError as error:
+        raise Unfit(f"{path} is not UTF-8 text: {error.reason} in {text[error.start : error.start + 8]!r}") from None
+
+
+def _texts(span: Span, key: str) -> Iterator[tuple[bytes, bool]]:
+    """(text, whether a document ends with it) for all of a span."""
+    lined = span.path.removesuffix(".gz").endswith(".jsonl")
+    try:
+        if span.path.endswith(".gz"):
+            with gzip.open(span.path, "rb") as packed:
+                yield from _objects(packed, 0, None, span.path, key) if lined else _blocks(packed, span.path)
+            return
+        with open(span.path, "rb") as file:
+            begin, end = _line_start(file, span.begin), _line_start(file, span.end)
+            file.seek(begin)
+            if lined:
+                yield from _objects(file, begin, end, span.path, key)
+            else:
+                yield file.read(end - begin), span.last
+    except OSError as error:
+        raise Unfit(f"{span.path}: {error.strerror or error}") from None
+
+
+def _line_start(file: IO[bytes], at: int) -> int:
+    """The first line start at or after a byte; where none is near, the first byte of a character."""
+    if not at:
+        return 0
+    file.seek(at - 1)
+    near = file.read(_NEAR)
+    line = near.find(b"\n") + 1
+    if line or len(near) < _NEAR:
+        return at - 1 + (line or len(near))
+    return at + next((step for step in range(4) if near[1 + step] & 0xC0 != 0x80), 0)
+
+
+def _blocks(file: gzip.GzipFile, path: str) -> Iterator[tuple[bytes, bool]]:
+    """One packed document, in blocks that end with a line."""
+    rest, lines = b"", 0
+    try:
+        while block := file.read(SHARE):
+            lines += block.count(b"\n")
+            whole, newline, tail = (rest + block).rpartition(b"\n")
+            yield whole + newline, False
+            rest = tail
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise Unfit(f"{path} line {lines + 1} cannot be unpacked: {error}") from None
+    yield rest, True
+
+
+def _objects(file: IO[bytes] | gzip.GzipFile, begin: int, end: int | None, path: str, key: str) -> Iterator[tuple[bytes, bool]]:
+    """The texts of the lines of JSON that start in bytes begin .. end, each a document; blank lines and empty texts are none."""
+    line = msgspec.defstruct("Line", [("text", str, msgspec.field(name=key))])
+    read: Callable[[bytes], Any] = msgspec.json.Decoder(line).decode
+    number, at = 0, begin
+    try:
+        for raw in file:
+            number += 1
+            if end is not None and at >= end:
+                return
+            at += len(raw)
+            if raw.strip() and (text := read(raw).text):
+                yield text.encode(), True
+    except (msgspec.DecodeError, UnicodeError):
+        raise Unfit(f"{path} line {_lines(path, begin) + number} {_reason(raw, key)}") from None
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise Unfit(f"{path} line {number + 1} cannot be unpacked: {error}") from None
+
+
+def _lines(path: str, before: int) -> int:
+    """How many lines end before a byte of a plain file."""
+    with open(path, "rb") as file:
+        return sum(file.read(min(SHARE, before - at)).count(b"\n") for at in range(0, before, SHARE))
+
+
+def _reason(raw: bytes, key: str) -> str:
+    try:
+        found = json.loads(raw.strip())
+    except json.JSONDecodeError as error:
+        return f"is not JSON: {error.msg} at character {error.pos + 1}"
+    except (ValueError, RecursionError) as error:
+        return f"is not JSON: {error}"
+    if not isinstance(found, dict):
+        return "is not a JSON object"
+    if key not in found:
+        return f"has no key {key}: set data.text_key to one of {', '.join(map(str, found))}"
+    if not isinstance(found[key], str):
+        return f"has no text under {key} but {json.dumps(found[key])[:40]}"
+    return "holds half of a character (a lone surrogate)"

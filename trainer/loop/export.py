@@ -1,0 +1,153 @@
+"""A run's newest checkpoint as a Hugging Face folder, checked before it has its name: python -m distrain.trainer.loop.export."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from ..models.build import build, load, weights
+from ..models.weights import from_hf, kind_of, to_hf
+from ..spec.problem import Problem, Unreadable
+from ..spec.run import Run
+from .answer import answered
+from .saved import FAMILIES, checkpoint_of, model_of, run_of
+
+if TYPE_CHECKING:
+    from ..models.gpt.module import Transformer
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SEQUENCES, LONGEST = 3, 128  # of the check: sequences, tokens in each
+CLOSE = 1e-5  # float32 logits may differ by so much, or by this share of the largest
+CPU = torch.device("cpu")
+
+
+def main() -> int:
+    """Export RUN_DIR to DEST as a dtype: the three words of the command line."""
+    source, destination, dtype = sys.argv[1:]
+    return answered(lambda: export(Path(source), Path(destination), dtype))
+
+
+def export(folder: Path, destination: Path, dtype: str) -> None:
+    """Write, check, and only then give the folder its name; raises Unreadable, LoadFailed, OSError."""
+    run = run_of(folder)
+    _exportable(run)
+    found = checkpoint_of(folder)
+    assert found.checkpoint is not None
+    for reason in found.passed:
+        print(f"passed over {reason}", flush=True)
+    module = model_of(run, found.checkpoint, CPU)
+    _narrow(module, DTYPES[dtype])
+    with _unnamed(destination) as folder_there:
+        to_hf(((name, each.to(DTYPES[dtype])) for name, each in weights(module, run)), run, folder_there)
+        _tokenizer(run, folder_there)
+        said = _checked(module, run, folder_there)
+    count = sum(each.numel() for _, each in weights(module, run))
+    print(f"step {found.checkpoint.step}, {count:,} parameters in {dtype}; {said}", flush=True)
+    print(f"done: {destination}", flush=True)
+
+
+def _exportable(run: Run) -> None:
+    """Raises Unreadable where no class of transformers computes what the run's model does."""
+    if run.model.family not in FAMILIES:
+        says = f"model.family={run.model.family} has no Hugging Face form here"
+        raise _refused(says, f"families {' and '.join(FAMILIES)} have")
+    kind_of(run)
+
+
+def _narrow(module: Transformer, dtype: torch.dtype) -> None:
+    """Round the weights to what is written of them, so that the check compares like with like."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(parameter.to(dtype))
+            if not parameter.isfinite().all():
+                raise _refused(f"a weight is not finite in {dtype}".replace("torch.", ""), "set --dtype fp32, or train from an earlier step")
+
+
+@contextmanager
+def _unnamed(destination: Path) -> Iterator[Path]:
+    """A folder beside the destination that becomes it when the block ends well, and else is gone."""
+    destination = destination.absolute()
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    folder = destination.with_name(f".{destination.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        folder.mkdir()
+        yield folder
+        for file in folder.iterdir():
+            file.chmod(folder.stat().st_mode & 0o666)  # safetensors writes for its owner alone
+        folder.rename(destination)
+    except SafetensorError as error:
+        raise _refused(f"{destination} can't be written: {error}", "") from None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _tokenizer(run: Run, folder: Path) -> None:
+    """The run's tokenizer beside its weights, where it is one of files that are still there."""
+    if run.data.tokenizer == "bytes":
+        return
+    source = Path(run.data.tokenizer).expanduser()
+    source = source if source.is_dir() else source.parent
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        with suppress(FileNotFoundError):
+            shutil.copyfile(source / name, folder / name)
+
+
+def _checked(module: Transformer, run: Run, folder: Path) -> str:
+    """How the folder's logits were compared with ours, in words; raises Unreadable where they differ."""
+    tokens = _sequences(run)
+    with torch.no_grad():
+        ours = module.logits(tokens)
+    if find_spec("transformers") is not None:
+        theirs, who = _by_transformers(folder, tokens), f"transformers {import_module('transformers').__version__}"
+    else:
+        theirs, who = _by_ours(run, folder, tokens), "our own reader (transformers is not installed)"
+    apart, largest = float((theirs - ours).abs().max()), float(ours.abs().max())
+    if not apart <= CLOSE * max(1.0, largest):
+        raise _refused(f"the logits of {who} on the exported folder are {apart:.1e} from ours", "nothing was kept; please report it")
+    return f"logits on {SEQUENCES} sequences of {tokens.shape[1]} tokens are {apart:.1e} from those of {who}"
+
+
+def _sequences(run: Run) -> Tensor:
+    drawn = torch.Generator().manual_seed(0)
+    return torch.randint(run.model.vocab, (SEQUENCES, min(run.train.seq, LONGEST)), generator=drawn)
+
+
+def _by_transformers(folder: Path, tokens: Tensor) -> Tensor:
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    transformers: Any = import_module("transformers")
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        with torch.no_grad():
+            theirs: Tensor = model(tokens).logits
+    except Exception as error:  # whatever a version of it may raise: the export isn't what it reads
+        raise _refused(f"transformers does not load what was written: {error}", "nothing was kept; please report it") from error
+    return theirs.float()
+
+
+def _by_ours(run: Run, folder: Path, tokens: Tensor) -> Tensor:
+    module = build(run, device=CPU, dtype=torch.float32)
+    load(module, from_hf(folder, run))
+    with torch.no_grad():
+        return module.logits(tokens)
+
+
+def _refused(says: str, mend: str) -> Unreadable:
+    return Unreadable([Problem(rule="export", says=says, mend=mend)])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

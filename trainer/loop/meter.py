@@ -1,0 +1,61 @@
+"""What a step took, beside what it was planned to take."""
+
+from __future__ import annotations
+
+import resource
+from typing import Any
+
+import torch
+
+from ..parallel.world import World
+from ..plan.result import Plan
+from ..spec.run import Run
+
+
+class Meter:
+    """Seconds since the last row, as the keys of metrics.jsonl; the first step, in which everything warms up, apart."""
+
+    def __init__(self, run: Run, plan: Plan, world: World) -> None:
+        self.run, self.plan, self.world = run, plan, world
+        self._seconds: list[float] = []
+        self._parts: dict[str, float] = {}
+
+    def stepped(self, seconds: float, parts: dict[str, float]) -> None:
+        """Note a step, and the seconds of its parts where they can be had."""
+        self._seconds.append(seconds)
+        for part, each in parts.items():
+            self._parts[part] = self._parts.get(part, 0.0) + each
+
+    def row(self) -> dict[str, Any]:
+        """The figures of the steps since the last row."""
+        count = len(self._seconds)
+        seconds = sum(self._seconds) / count
+        tokens = self.run.train.batch * self.run.train.seq / seconds
+        assert self.plan.model is not None
+        flops = tokens * self.plan.model.flops_per_token / self.plan.world
+        peak = self.run.cluster.device.peak.get(self.run.train.precision)
+        parts = {f"seconds_{part}": each / count for part, each in self._parts.items() if self.world.device.type == "cpu"}
+        self._seconds, self._parts = [], {}
+        return {
+            "seconds": seconds,
+            "tokens_per_second": tokens,
+            "model_flops_per_second_per_gpu": flops,
+            "mfu": flops / peak if peak else None,
+            "memory_peak": memory_peak(self.world.device),
+            **parts,
+            **self._planned(),
+        }
+
+    def _planned(self) -> dict[str, Any]:
+        time, memory = self.plan.time, self.plan.memory
+        return {
+            "planned_seconds": time.step if time else None,
+            "planned_memory_peak": memory.peak if memory else None,
+        }
+
+
+def memory_peak(device: torch.device) -> int:
+    """Bytes at the most so far: what the allocator gave out on a GPU, the resident set of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,56 @@
+"""What a run's folder holds, for those who train no further: its run, its newest checkpoint, the whole model of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from ..models.build import build, load
+from ..spec.problem import Problem, Unreadable
+from ..spec.run import Run
+from .checkpoint import Checkpoint, Found, Reader, newest, whole
+
+if TYPE_CHECKING:
+    from ..models.gpt.module import Transformer
+
+FAMILIES = ("gpt", "llama")  # that have a module of their own
+
+
+def run_of(folder: Path) -> Run:
+    """RUN_DIR/run.json; raises Unreadable."""
+    path = folder / "run.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Run)
+    except (OSError, msgspec.DecodeError) as error:
+        raise _refused(f"{path} is no run: {error}", "name the folder of a run, as `distrain fit` wrote it") from None
+
+
+def checkpoint_of(folder: Path) -> Found:
+    """The newest checkpoint of RUN_DIR that verifies, and why newer ones do not; raises Unreadable where there is none."""
+    found = newest(folder / "checkpoints")
+    if found.checkpoint is not None:
+        return found
+    if found.passed:
+        raise _refused(f"no checkpoint in {folder} verifies ({'; '.join(found.passed)})", "restore one of them")
+    raise _refused(f"{folder} has no checkpoint yet", "`distrain fit` saves one at its end, and every checkpoint.every steps")
+
+
+def model_of(run: Run, checkpoint: Checkpoint, device: torch.device) -> Transformer:
+    """The whole model as it was saved, float32; raises Unreadable, and LoadFailed where run.json is another model's."""
+    if run.model.family not in FAMILIES:
+        raise _refused(f"model.family={run.model.family} has no module here", f"families {' and '.join(FAMILIES)} have")
+    module = build(run, device=device, dtype=torch.float32)
+    reader = Reader(checkpoint)
+    mine = {name: tuple(each.shape) for name, each in module.named_parameters()}
+    stored = [row.name for row in checkpoint.manifest.tensors if row.kind == "weight"]
+    if more := [name for name in stored if name not in mine]:
+        raise _refused(f"{checkpoint.path} holds a weight {more[0]}, which the model of run.json has not", "restore its run.json")
+    load(module, ((name, reader.read(whole(name, "weight", shape))) for name, shape in mine.items()))
+    return module.eval()
+
+
+def _refused(says: str, mend: str) -> Unreadable:
+    return Unreadable([Problem(rule="saved", says=says, mend=mend)])

@@ -1,0 +1,1 @@
+"""Groups, collectives and keyed randomness: what the ranks of a mesh share."""
