@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from .doctor import doctor
 from .export import export
 from .generate import generate
+from .report import report
 
 if TYPE_CHECKING:
     from ..trainer.plan.result import Plan
     from ..trainer.spec.problem import Problem
-    from .text import Look
 
 FINE, CANNOT, WRONG_WORDS = 0, 1, 2  # exit status: it fits; it can't run; the words are wrong
 
@@ -97,7 +98,9 @@ def _verbs(
     distrain plan conf=gpt3_175b cluster=6x8x64 model=megatron_1t
     """
     if version:
-        raise typer.Exit(_say(f"distrain {_version()}"))
+        from .library import own_version
+
+        raise typer.Exit(_say(f"distrain {own_version()}"))
     if context.invoked_subcommand is None:
         _say(context.get_help())
         raise typer.Exit(WRONG_WORDS)
@@ -187,11 +190,14 @@ def fit(words: Words = None, config_dir: ConfigDir = None) -> int:
     """
     conf, overrides = _words(words, "fit", config_dir)
     from ..trainer.plan.plan import make_plan
+    from .fit import after, refused
     from .fit import fit as run_it
-    from .fit import refused
     from .load import load
+    from .machine import measure
     from .plan_text import verdict
 
+    unmeasured = measure(_say)
+    _tell([unmeasured] if unmeasured else [])
     run = load(conf, overrides, config_dir)
     made = make_plan(run)
     problems = refused(run, made)
@@ -203,14 +209,21 @@ def fit(words: Words = None, config_dir: ConfigDir = None) -> int:
     status, wrong = run_it(run, made, _show, live)
     for each in wrong:
         print(f"distrain: {each}", file=sys.stderr)
+    if status == FINE:
+        _say(after(run))
     return status
 
 
+app.command(short_help="A run: planned against measured, and its curve.")(report)
 app.command(short_help="A run's newest checkpoint as a Hugging Face folder.")(export)
 app.command(short_help="Text from a run's newest checkpoint.")(generate)
+app.command(short_help="What this machine has and lacks for a run.")(doctor)
 
 
 def _show(words: str) -> None:
+    """A line of a run, in the place of the live one."""
+    if sys.stderr.isatty():
+        _live("")
     _say(words)
 
 
@@ -243,23 +256,16 @@ def _json(plans: Sequence[Plan], layouts: Sequence[Sequence[str]] | None) -> str
 
 def _say_page(plan: Plan) -> None:
     from .plan_text import page
+    from .text import look
 
-    _say(page(plan, _look()))
+    _say(page(plan, look()))
 
 
 def _say_sweep(plans: Sequence[Plan], layouts: Sequence[Sequence[str]]) -> None:
     from .plan_text import rows
+    from .text import look
 
-    _say(rows(list(zip(layouts, plans, strict=True)), _look()))
-
-
-def _look() -> Look:
-    """Colour on a terminal only; block characters where they can be written."""
-    from .text import Look
-
-    out = sys.stdout
-    colour = out is not None and out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    return Look(colour=colour, blocks="utf" in (getattr(out, "encoding", None) or "").lower())
+    _say(rows(list(zip(layouts, plans, strict=True)), look()))
 
 
 def _say(words: str) -> int:
@@ -302,16 +308,3 @@ def _usage(wrong: Any) -> Problem:
     if "." in name or "=" in name:
         return Problem(rule="option", says=f"no option {name}", mend=f"keys are written without dashes: {name.lstrip('-')}=VALUE")
     return Problem(rule="option", says=f"no option {name}", mend=nearest(name, [*known, "--help"]))
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("distrain")
-    except PackageNotFoundError:
-        import tomllib
-
-        from .library import HOUSE
-
-        return str(tomllib.loads((HOUSE / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"])

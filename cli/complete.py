@@ -11,7 +11,15 @@ OPTIONS = {
     "ls": ("--config-dir", "--help"),
     "show": ("--config-dir", "--help"),
     "plan": ("--json", "-m", "--config-dir", "--help"),
+    "fit": ("--config-dir", "--help"),
+    "report": ("--json", "--help"),
+    "export": ("--dtype", "--help"),
+    "generate": ("--prompt", "--tokens", "--temperature", "--top-k", "--seed", "--tokenizer", "--help"),
+    "doctor": ("--help",),
 }
+
+CHOICES = {"--dtype": ("fp32", "bf16", "fp16")}
+FOLDERS = ("report", "export", "generate", "doctor")  # verbs that take folders, not keys: the shell completes those itself
 
 
 def answer(shell: str, environment: Mapping[str, str]) -> str:
@@ -40,6 +48,8 @@ def candidates(before: Sequence[str], word: str) -> list[str]:
         return []
     if word.startswith("-"):
         return _starting(word, OPTIONS[verb])
+    if verb in FOLDERS:
+        return _starting(word, CHOICES.get(before[-1], ()))
     if verb == "ls":
         return _starting(word, [*library.groups(config_dir), "recipes"]) if before[-1] == "ls" else []
     key, equals, _ = word.partition("=")

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from shlex import quote
 
 from ..trainer.plan.engines import engine_for, unbuilt
 from ..trainer.plan.result import Plan
@@ -46,6 +47,22 @@ def _no_weights(run: Run) -> Iterator[Problem]:
 def folder_of(run: Run) -> Path:
     """RUN_DIR: one folder a run, under log.dir by its name."""
     return Path(run.log.dir).expanduser().absolute() / run.name
+
+
+def after(run: Run) -> str:
+    """What a run that has trained is told at its end: the plan beside what was measured, and what to try next."""
+    from .measured import ran
+    from .report_text import beside
+    from .text import look
+
+    folder = folder_of(run)
+    name = os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder)
+    following = (
+        f"distrain report {quote(name)}",
+        f"distrain generate {quote(name)} --prompt 'def '",
+        "distrain plan conf=megatron_1t_6x8x64",
+    )
+    return "\n".join(["", *beside(ran(folder), look()), "", "Next:", *(f"  {each}" for each in following)])
 
 
 def fit(run: Run, plan: Plan, show: Callable[[str], None], live: Callable[[str], None]) -> tuple[int, Sequence[str]]:

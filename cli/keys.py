@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from ..trainer.spec.problem import Problem, nearest
 from ..trainer.spec.run import Run
 
-OURS = ("reading",)  # said by distrain, not by a user
+OURS = ("reading", "model.parameters")  # said by distrain, not by a user
 
 
 def keys(of: type = Run, at: str = "") -> dict[str, Any]:

@@ -106,3 +106,15 @@ def _files(folders: Iterator[Path] | list[Path], suffixes: tuple[str, ...] = SUF
                 if suffix in suffixes and not name.startswith("."):
                     found.setdefault(stem, folder / name)
     return dict(sorted(found.items()))
+
+
+def own_version() -> str:
+    """The version of distrain: that of what is installed, or of the checkout."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("distrain")
+    except PackageNotFoundError:
+        import tomllib
+
+        return str(tomllib.loads((HOUSE / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"])

@@ -23,9 +23,9 @@ from yaml import YAMLError
 from ..trainer.spec.problem import Problem, Unreadable
 from ..trainer.spec.read import read_run
 from ..trainer.spec.run import Run
-from . import library
+from . import foreign, library
 from .keys import keys, texts
-from .machine import own_memory
+from .machine import own_memory, put_rates, settle
 from .overrides import MOST, Override, Said, layouts, said
 from .reasons import agree, chosen, reason
 from .shape import put
@@ -99,11 +99,14 @@ class Loader:
     def run(self, conf: str, overrides: Sequence[str]) -> Run:
         """One checked run; raises Unreadable with every problem."""
         words, problems = self.words(conf, overrides)
+        put_rates(words)
         memory = own_memory(words)
         if isinstance(memory, int):
             words["cluster"]["device"]["memory"] = memory
         elif memory:
             problems.append(memory)
+        if isinstance(words.get("model"), dict):
+            problems += foreign.parameters(words["model"])
         try:
             run = read_run(words)
         except Unreadable as error:
@@ -132,9 +135,15 @@ class Loader:
         except RecursionError as error:
             raise Unreadable([*problems, reason(error, file, self.config_dir, PRIMARY)]) from None
         words.setdefault("name", file.stem)
+        settle(words, self._device, sized=bool(told.shape) or "cluster.gpus" in told.keys)
         if told.shape:
             problems += put(words, told.shape, told.keys)
         return words, problems
+
+    def _device(self, name: str) -> dict[str, Any]:
+        """What an option of group device says."""
+        read: dict[str, Any] = _plain(_file(library.options("device", self.config_dir)[name]), "", [])
+        return read
 
     def _base(self, recipe: DictConfig, choices: Sequence[Override], file: Path) -> DictConfig:
         at = (str(file), *(word.text for word in choices))
@@ -249,12 +258,14 @@ def _read_hf(config: DictConfig, recipe: DictConfig, file: Path, told: Said) -> 
         return  # reported with every other value that can't be resolved
     if not isinstance(path, str):
         return
+    from ..trainer.models.hf import foreign as is_foreign
     from ..trainer.models.hf import read_hf
 
     said_here = "model.hf" in told.keys
     beside = {} if said_here else own if isinstance(own, dict) and "hf" in own else config.model
     at = _placed(path, file, said_here=said_here)
-    sizes = read_hf(at)
+    theirs = "hf" in (told.keys.get("model.family"), beside.get("family"))
+    sizes = foreign.sizes(at) if theirs or is_foreign(at) else read_hf(at)
     if beside is config.model:
         agree(sizes, config.model, file)
     config.model = OmegaConf.merge(sizes, beside, {"hf": str(at)})

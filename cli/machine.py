@@ -1,12 +1,152 @@
-"""What this machine has, where a recipe leaves it to the machine."""
+"""What this machine has, where a recipe leaves it to the machine: read off a cache that `trainer/probe.py` fills.
+
+`python -m distrain.cli.machine` fills it where that was not done yet.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from ..trainer.spec.problem import Problem
+
+# CUDA's names of devices that conf/device describes.
+DEVICES = {
+    "Tesla V100-SXM2-32GB": "v100_32g",
+    "NVIDIA A100-SXM4-40GB": "a100_40g",
+    "NVIDIA A100-SXM4-80GB": "a100_80g",
+    "NVIDIA H100 80GB HBM3": "h100_80g",
+    "NVIDIA H200": "h200",
+    "NVIDIA B200": "b200",
+    "NVIDIA B300": "b300",
+    "NVIDIA GB200": "gb200",
+    "NVIDIA GB300": "gb300",
+}
+PATIENCE = 120.0  # seconds that a probe may take
+
+Device = Callable[[str], dict[str, Any]]  # what conf/device says of an option
+
+
+def settle(words: dict[str, Any], device: Device, *, sized: bool = False) -> None:
+    """Put this machine's devices for `kind: auto`, GPUs where it has some, and a precision for `auto` that they compute in.
+
+    There are no more ranks than GPUs, unless the user said how many (`sized`).
+    """
+    cluster = words.get("cluster")
+    mine = cluster.get("device") if isinstance(cluster, dict) else None
+    cards: list[dict[str, Any]] = []
+    if isinstance(cluster, dict) and isinstance(mine, dict) and mine.get("kind") == "auto":
+        cards = (found() or {}).get("cuda") or []
+        mine = cluster["device"] = _card(cards[0], device) if cards else {**mine, "kind": "cpu"}
+        if cards and not sized and isinstance(cluster.get("gpus"), int):
+            cluster["gpus"] = min(cluster["gpus"], len(cards))
+    train = words.get("train")
+    if isinstance(train, dict) and train.get("precision") == "auto":
+        train["precision"] = "fp16" if cards and not cards[0]["bf16"] else _precision(mine if isinstance(mine, dict) else {})
+
+
+def _card(card: Mapping[str, Any], device: Device) -> dict[str, Any]:
+    """A GPU as conf/device describes it, else what it says of itself."""
+    known = DEVICES.get(card["name"])
+    said = device(known) if known else {"name": card["name"]}
+    return {**said, "kind": "cuda", "memory": card["memory"], "units": card["units"]}
+
+
+def put_rates(words: Mapping[str, Any]) -> None:
+    """Put what one process of this CPU was measured to reach, its share of the cores; what the recipe states stays."""
+    cluster = words.get("cluster")
+    mine = cluster.get("device") if isinstance(cluster, dict) else None
+    gpus = cluster.get("gpus") if isinstance(cluster, dict) else None
+    if not isinstance(mine, dict) or mine.get("kind") != "cpu" or not isinstance(gpus, int) or gpus < 1:
+        return
+    cpu = (found() or {}).get("cpu")
+    if cpu is None or not isinstance(cluster, dict):
+        return
+    share = cpu["cores"] / gpus
+    if not mine.get("peak"):
+        mine["peak"] = {kind: rate * share for kind, rate in cpu["flops"].items()}
+    if mine.get("bandwidth") is None:
+        mine["bandwidth"] = cpu["bandwidth"] * share
+    if cluster.get("inside") is None:
+        cluster["inside"] = {**cpu["link"], "efficiency": 1.0}
+
+
+def _precision(device: Mapping[str, Any]) -> str:
+    """bf16 on a GPU that computes it, fp16 on an older one, fp32 on a CPU."""
+    if device.get("kind", "cuda") == "cpu":
+        return "fp32"
+    peak = device.get("peak") or {"bf16": None}
+    return "bf16" if "bf16" in peak else "fp16"
+
+
+def found() -> dict[str, Any] | None:
+    """What the cache says of this machine; None where there is none, or one of other software or another machine."""
+    try:
+        read = json.loads(cache().read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return read["found"] if isinstance(read, dict) and read.get("key") == key() and isinstance(read.get("found"), dict) else None
+
+
+def probe() -> Problem | None:
+    """Measure this machine in a child process and keep what it says; the problem where that can't be done."""
+    try:
+        done = subprocess.run([sys.executable, "-m", "distrain.trainer.probe"], capture_output=True, text=True, timeout=PATIENCE)
+        said = json.loads(done.stdout) if done.returncode == 0 else None
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        said = None
+    if said is None:
+        return Problem(rule="probe", says="this machine could not be measured", mend="python -m distrain.trainer.probe says why")
+    file = cache()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new = file.with_name(f".{file.name}.{os.getpid()}")
+        new.write_text(json.dumps({"key": key(), "found": said}, indent=1), encoding="utf-8")
+        new.replace(file)
+    except OSError as error:
+        return Problem(rule="probe", says=f"{file} can't be written: {error.strerror}", mend="set XDG_CACHE_HOME to a folder that can be")
+    return None
+
+
+def measure(show: Callable[[str], object]) -> Problem | None:
+    """Measure this machine where that was not done yet; the problem where it can't be."""
+    if found() is not None:
+        return None
+    show("measuring this machine, once: a few seconds")
+    return probe()
+
+
+def cache() -> Path:
+    """distrain/machine.json below the user's cache folder (XDG base directory specification)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distrain" / "machine.json"
+
+
+def key() -> dict[str, Any]:
+    """What a measurement holds for: torch, the CPU, its cores that this process may run on, the GPUs that it may see."""
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        torch = ""
+    return {"torch": torch, "cpu": _processor(), "cores": cores(), "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}
+
+
+def cores() -> int:
+    """The cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    except OSError:
+        return ""
 
 
 def own_memory(words: Mapping[str, Any]) -> int | Problem | None:
@@ -28,3 +168,8 @@ def own_memory(words: Mapping[str, Any]) -> int | Problem | None:
 
 def _physical() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    problem = measure(print)
+    raise SystemExit(f"distrain: {problem}" if problem else 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,6 +33,13 @@ class Look:
         full, empty, over = ("█", "░", "▶") if self.blocks else ("#", ".", ">")
         columns = min(width, round(share * width))
         return full * (width - 1) + over if share > 1 else full * columns + empty * (width - columns)
+
+
+def look() -> Look:
+    """What stdout can show: colour on a terminal only; block characters where they can be written."""
+    out = sys.stdout
+    colour = out is not None and out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return Look(colour=colour, blocks="utf" in (getattr(out, "encoding", None) or "").lower())
 
 
 def digits(value: float, most: int = 3) -> str:

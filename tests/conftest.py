@@ -18,7 +18,7 @@ settings.register_profile("steady", derandomize=True, deadline=None, database=No
 settings.load_profile("steady")
 
 DEADLINE = 60.0  # seconds that a job may take
-ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +101,15 @@ def tails(folder: Path) -> str:
     """The last lines of each rank's log."""
     logs = sorted((folder / "ranks").glob("*.log"))
     return "\n".join(f"-- {log}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-15:]) for log in logs)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A cache folder of the tests' own: what was measured on this machine, or tokenized here, decides nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("cache")
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder
 
 
 @pytest.fixture(scope="session")

@@ -111,7 +111,7 @@ def become(run: Path, place: Place, speak: int) -> None:
             os.dup2(log, fd)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.environ.update({**place.environment(os.environ), talk.VARIABLE: str(speak)})
-        status = run_rank(run)
+        status = run_rank(run, talk.Talk.from_environment())
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 1
     except BaseException:

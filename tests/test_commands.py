@@ -116,11 +116,21 @@ def test_pytests_exit_status_is_that_of_the_command(checkout: Path) -> None:
     assert run(checkout, "test", STATUS="3").returncode == 3
 
 
-def test_quickstart_plans_the_quickstart_recipe(checkout: Path) -> None:
+def test_quickstart_plans_the_quickstart_recipe_and_trains_it(checkout: Path) -> None:
     set_up(checkout)
-    first, *_, last = run(checkout, "quickstart").stdout.splitlines()
-    assert first == "distrain plan conf=quickstart"
-    assert last.startswith("Next: ")
+    said = run(checkout, "quickstart", "train.steps=30").stdout.splitlines()
+    assert [line for line in said if line] == [
+        "python -m distrain.cli.machine",
+        "distrain plan conf=quickstart train.steps=30",
+        "distrain fit conf=quickstart train.steps=30",
+    ]
+
+
+def test_quickstart_trains_nothing_that_can_not_be_planned(checkout: Path) -> None:
+    set_up(checkout)
+    done = run(checkout, "quickstart", STATUS="1")
+    assert (done.returncode, done.stdout) == (1, "python -m distrain.cli.machine\ndistrain plan conf=quickstart\n")
+    assert "distrain plan conf=quickstart ended with exit status 1" in done.stderr.splitlines()[-1]
 
 
 def test_a_missing_compiler_is_a_warning(checkout: Path) -> None:

@@ -93,7 +93,7 @@ def test_a_figure_of_hardware_has_its_source_beside_it(file: Path) -> None:
     assert not without
 
 
-@pytest.mark.parametrize("name", [name for name in options("device") if name != "cpu"])
+@pytest.mark.parametrize("name", [name for name in options("device") if name not in ("cpu", "local")])
 def test_a_device_of_a_vendor_states_all_that_times_need(name: str) -> None:
     text = (HOUSE / "conf" / "device" / f"{name}.yaml").read_text()
     device = read(plain(f"device/{name}"), Device)
@@ -105,6 +105,7 @@ def test_a_device_of_a_vendor_states_all_that_times_need(name: str) -> None:
 
 def test_a_cpu_states_no_rate_that_nobody_measured() -> None:
     device = read(plain("device/cpu"), Device)
+    assert plain("device/local") == {**plain("device/cpu"), "kind": "auto"}
     assert (device.kind, device.memory, device.bandwidth, device.peak) == ("cpu", "auto", None, {})
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 from itertools import combinations, product
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -101,7 +101,7 @@ def whole(words: Words, text: Words) -> Words:
     return (*BASE, *words, *(text if "data=text" in words else ()))
 
 
-@lru_cache(maxsize=None)
+@cache
 def reference(words: Words) -> tuple[list[float], list[float]]:
     """The losses and gradient norms of one process of plain torch, each step's batch taken at once."""
     run = load(words[0], words[1:])
@@ -163,20 +163,19 @@ HALVES = (
 @pytest.mark.parametrize("gradients", ["bf16", "fp32"])
 @pytest.mark.parametrize("layout", HALVES, ids=lambda words: " ".join(word.rpartition(".")[2] for word in words))
 def test_bf16_trains_what_float32_does_to_its_own_precision(ranks: Ranks, tmp_path: Path, layout: Words, gradients: str) -> None:
-    """bf16 has 8 bits: a loss is the mean of 256 logits' errors, each up to 0.4 % of itself."""
+    """Looser than float32 by what 8 bits of a weight are: 2e-4 of a loss and 0.13 % of a norm were seen."""
     curve = (*BASE, layout[-1], "model.layers=2")
     job = ranks.trained(tmp_path / "run", *curve, *layout[:-1], "train.precision=bf16", f"train.gradients={gradients}")
     losses, norms = reference(curve)
-    print("DIFF", max(abs(a-b) for a,b in zip(job.figures("loss"), losses)), max(abs(a/b-1) for a,b in zip(job.figures("grad_norm"), norms)))
-    assert job.figures("loss") == pytest.approx(losses, abs=3e-3, rel=0)
-    assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=2e-2)
+    assert job.figures("loss") == pytest.approx(losses, abs=5e-4, rel=0)
+    assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=3e-3)
 
 
 def test_validation_is_the_same_in_every_layout(ranks: Ranks, tmp_path: Path) -> None:
     words = (*BASE, "model=tiny", "model.layers=2", "model.dropout=0.1", "train.evaluate={every: 4, batches: 3}")
     layouts = [(1, 0, 8), (2, 3, 2), (4, 1, 1)]
     one, *others = (
-        ranks.trained(tmp_path / str(dp), *words, f"cluster.gpus={dp}", f"parallel.zero={zero}", f"train.microbatch={micro}")
+        ranks.trained(tmp_path / f"dp{dp}", *words, f"cluster.gpus={dp}", f"parallel.zero={zero}", f"train.microbatch={micro}")
         for dp, zero, micro in layouts
     )
     assert [row["step"] for row in one.rows if "validation_loss" in row] == [4, 8, 10]

@@ -375,7 +375,7 @@ UNRUN: list[tuple[Keys, str]] = [
     ({"parallel.cp": 2},                               "zero does not run parallel.cp=2: set parallel.cp=1"),
     ({"parallel.zero": 1, "parallel.shard": 2},        "zero does not run parallel.shard=2: set parallel.shard=all"),
     ({"parallel.reduce": "server"},                    "zero does not run parallel.reduce=server: set parallel.reduce=ring"),
-    (MOE,                                              "zero does not run model.family=moe: it runs gpt or llama"),
+    (MOE,                                              "zero does not run model.family=moe: it runs gpt, llama or hf"),
 ]
 # fmt: on
 

@@ -182,7 +182,7 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"hf"}))  # whose weights a config.json states
 def test_a_tied_model_has_one_embedding_less(family: str) -> None:
     train = Train(batch=1, seq=8, steps=1)
     tied, apart = (replace(SMALL[family], tied=tied) for tied in (True, False))
@@ -201,7 +201,7 @@ REPLICATED = {
 # fmt: on
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"hf"}))  # whose weights a config.json states
 def test_tensor_parallel_halves_all_but_what_every_rank_holds(family: str) -> None:
     whole, half = (planned(SMALL[family], seq=8, parallel__tp=tp, model__vocab=50304) for tp in (1, 2))
     assert whole.memory is not None

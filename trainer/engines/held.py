@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+
+from ..parallel.count import counted
 
 # Where the optimizers that DeepSpeed wraps around torch's keep tensors: stage 0 and 1 of bf16 with fp32 gradients, 1 and 2, 3.
 # A storage that stands in two rows belongs to the first.
@@ -16,6 +19,24 @@ PLACES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("buffers", ("ipg_buckets",)),  # and what stage 3 has gathered
 )
 KINDS = tuple(kind for kind, _ in PLACES)
+
+
+class Count:
+    """The bytes of one step by kind: activations when the first micro-batch's forward is done, the rest after its backward."""
+
+    def __init__(self) -> None:
+        self.bytes: dict[str, int] = {}
+
+    @contextmanager
+    def forward(self, module: nn.Module, *given: Any) -> Iterator[None]:
+        """Around a forward pass: what it saves beside weights and what it was given."""
+        with counted(module.parameters(), _inside(given)) as saved:
+            yield
+        self.bytes["activations"] = saved.beside(module.parameters())
+
+    def backward(self, found: Mapping[str, int]) -> None:
+        """After the backward pass: what is held then."""
+        self.bytes |= found
 
 
 def held(module: nn.Module, stepper: Any) -> dict[str, int]:
@@ -55,8 +76,10 @@ def _of_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _inside(held: Any) -> Iterator[Tensor]:
-    """The tensors in lists, tables and a bucket."""
+    """The tensors in lists, tables, buckets and keys."""
     match held:
+        case None:
+            return
         case Tensor():
             yield held
         case Mapping():
@@ -65,5 +88,6 @@ def _inside(held: Any) -> Iterator[Tensor]:
         case list() | tuple():
             for each in held:
                 yield from _inside(each)
-        case _ if hasattr(held, "buffer"):
-            yield from _inside(held.buffer)
+        case _:
+            for name in ("buffer", "states"):  # of a bucket of messages; of dropout's keys
+                yield from _inside(getattr(held, name, None))

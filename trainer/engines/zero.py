@@ -6,7 +6,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -20,7 +20,8 @@ from ..models.table import parameters
 from ..parallel.world import World
 from ..plan.zero import stage_of
 from ..spec.run import Run
-from .held import held
+from .held import Count
+from .held import held as held_by
 from .partitions import Partition, partitions, share, whole
 
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # of DeepSpeed's dynamic loss scaler
@@ -126,8 +127,11 @@ class ZeroEngine:
         ds.init_distributed(dist.get_backend(), dist_init_required=False, verbose=False)
         self.engine, self.stepper, _, _ = ds.initialize(model=module, optimizer=optimizer(run, module), config=config(run, world.size))
 
-    def step(self, micro: Micro, lr: float, labels: int) -> Stepped:
-        """One optimizer step over all micro-batches; `labels` is how many labels of the global batch count."""
+    def step(self, micro: Micro, lr: float, labels: int, count: Count | None = None) -> Stepped:
+        """One optimizer step over all micro-batches; `labels` is how many labels of the global batch count.
+
+        `count` is told what the first micro-batch makes this rank hold.
+        """
         for group in self.stepper.param_groups:
             group["lr"] = lr
         before = self.engine.skipped_steps
@@ -136,12 +140,15 @@ class ZeroEngine:
         for index in range(self.micros):
             with self._timed("data"):
                 tokens, wanted, further = micro(index)
-            with self._timed("forward"):
+            counting = count if index == 0 else None
+            with self._timed("forward"), counting.forward(self.module, tokens, wanted, further) if counting else nullcontext():
                 loss, _ = self.engine(tokens, wanted, **further)
                 total += loss.detach().float()
             # DeepSpeed takes the mean over micro-batches and ranks; the loss is the mean over the global batch's labels.
             with self._timed("backward"):
                 self.engine.backward(loss * (self.micros * self.world.size / labels))
+            if counting:
+                counting.backward(self.held())
             plain = self._plain_norm() if index == self.micros - 1 else None
             with self._timed("step"):
                 self.engine.step()
@@ -181,7 +188,7 @@ class ZeroEngine:
 
     def held(self) -> dict[str, int]:
         """Bytes by kind that this rank holds now."""
-        return held(self.module, self.stepper)
+        return held_by(self.module, self.stepper)
 
     def partitions(self) -> Iterator[Partition]:
         """What this rank owns of the float32 weights and the optimizer's states."""

@@ -7,11 +7,11 @@ tree is launching process -> keeper -> rank, each in a session of its own, becau
   rank's group. The rank might be stopped or deaf at that time; the keeper never is.
 - the rank dies: what it started goes with it. The keeper is the reaper of orphans (PR_SET_CHILD_SUBREAPER), so that this
   holds for processes that left the rank's group too.
-- the keeper dies: the kernel kills the rank (PR_SET_PDEATHSIG), and the launching process kills the rank's group.
+- the keeper dies: the kernel kills the rank (PR_SET_PDEATHSIG), and the launching process what the rank started (strays.py).
 
 A rank with PR_SET_PDEATHSIG alone would die before it could end its own children.
 
-To the control pipe it writes {"started": pid} and, last of all, {"ended": exit status, or minus a signal}.
+The last line of the control pipe is the keeper's: {"ended": exit status, or minus a signal}.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Sequence
 
 PDEATHSIG, CHILD_SUBREAPER = 1, 36  # prctl(2)
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -31,7 +30,7 @@ PATIENCE = 5.0  # seconds for orphans to die of SIGKILL
 CANNOT_START = 127  # the exit status that shells give a command that isn't there
 
 
-def main(words: Sequence[str]) -> None:
+def main(words: list[str]) -> None:
     """Start the command and stay until it has ended, or until the lifeline does."""
     lifeline, control, command = int(words[0]), int(words[1]), words[2:]
     _prctl(CHILD_SUBREAPER, 1)
@@ -40,12 +39,11 @@ def main(words: Sequence[str]) -> None:
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     rank = _start(command)
-    _tell(control, "started", rank)
-    _wait(rank, lifeline, woken)
-    _tell(control, "ended", _end(rank))
+    ended = _wait(rank, lifeline, woken)
+    _tell(control, _clear(rank, ended))
 
 
-def _start(command: Sequence[str]) -> int:
+def _start(command: list[str]) -> int:
     """Fork and exec; its process id. No signal is lost: one that comes in between stays pending until someone can take it."""
     keeper = os.getpid()
     signal.pthread_sigmask(signal.SIG_SETMASK, {*FORWARDED, signal.SIGCHLD})
@@ -59,7 +57,7 @@ def _start(command: Sequence[str]) -> int:
     return rank
 
 
-def _become(command: Sequence[str], keeper: int) -> None:
+def _become(command: list[str], keeper: int) -> None:
     """Turn this forked process into the rank."""
     try:
         os.setsid()
@@ -78,39 +76,40 @@ def _become(command: Sequence[str], keeper: int) -> None:
 
 def _forward(rank: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.kill(rank, number)  # it is not reaped yet, so that its id is no one else's
+        os.kill(rank, number)
 
 
-def _wait(rank: int, lifeline: int, woken: int) -> None:
-    """Return when the rank has ended (and is not reaped), or when the lifeline has."""
+def _wait(rank: int, lifeline: int, woken: int) -> int | None:
+    """The rank's status when it has ended, or None when the lifeline has."""
     watched = select.poll()
     watched.register(lifeline, select.POLLIN)
     watched.register(woken, select.POLLIN)
-    while not _has_ended(rank):
+    while (ended := _reap(rank)) is None:
         ready = {fd for fd, _ in watched.poll()}
         if lifeline in ready and not os.read(lifeline, 512):
-            return
+            return None
         if woken in ready:
             os.read(woken, 512)
+    return ended
 
 
-def _has_ended(rank: int) -> bool:
-    """Whether the rank is a zombie; other children that are, orphans of the rank's, are reaped on the way."""
-    while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-        if ended.si_pid == rank:
-            return True
-        os.waitpid(ended.si_pid, 0)
-    return False
+def _reap(rank: int) -> int | None:
+    """The rank's status once it has ended; orphans of the rank's are reaped on the way."""
+    while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+        if ended[0] == rank:
+            return ended[1]
+    return None
 
 
-def _end(rank: int) -> int:
+def _clear(rank: int, ended: int | None) -> int:
     """Kill what is left of the rank and its descendants; the rank's exit status, or minus the signal that killed it."""
     for each in FORWARDED:
         signal.signal(each, signal.SIG_IGN)  # its id may soon be another's
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # no group: it never got as far as setsid
+    if ended is None:
+        _forward(rank, signal.SIGKILL)  # by itself, for it may not have got as far as a group of its own
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(rank, signal.SIGKILL)
-    _forward(rank, signal.SIGKILL)
-    status = os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1])
+    status = os.waitpid(rank, 0)[1] if ended is None else ended
     until = time.monotonic() + PATIENCE
     while (orphans := _children()) and time.monotonic() < until:
         for orphan in orphans:
@@ -118,7 +117,7 @@ def _end(rank: int) -> int:
         time.sleep(0.005)
         for orphan in orphans:
             os.waitpid(orphan, os.WNOHANG)
-    return status
+    return os.waitstatus_to_exitcode(status)
 
 
 def _children() -> list[int]:
@@ -129,10 +128,10 @@ def _children() -> list[int]:
         return []  # not Linux, or a kernel without this file: the group was all that could be named
 
 
-def _tell(control: int, word: str, number: int) -> None:
+def _tell(control: int, code: int) -> None:
     """One line, apart from any half line that the rank left."""
     with contextlib.suppress(OSError):  # the launching process is gone
-        os.write(control, f'\n{{"{word}": {number}}}\n'.encode())
+        os.write(control, f'\n{{"ended": {code}}}\n'.encode())
 
 
 def _prctl(option: int, value: int) -> None:

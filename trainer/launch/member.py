@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from . import lifeline, talk
+from . import lifeline, strays, talk
 from .ended import RankEnd
 from .log import Log, open_log
 from .place import Place
@@ -24,7 +24,7 @@ CHUNK = 1 << 16  # bytes that are read of a control pipe at once
 class Member:
     """A rank that was started. `end` is its record once it has ended, and nothing of it is left then."""
 
-    def __init__(self, place: Place, keeper: subprocess.Popen[bytes], control: int, cut: int, log: Log) -> None:
+    def __init__(self, place: Place, keeper: subprocess.Popen[bytes], control: int, cut: int, log: Log, mark: str) -> None:
         self.rank = place.rank
         self.control = control  # where its lines are read
         self.end: RankEnd | None = None
@@ -32,7 +32,7 @@ class Member:
         self._keeper = keeper
         self._lifeline: int | None = cut  # closed: the keeper ends the rank
         self._log = log
-        self._pid: int | None = None
+        self._mark = mark
         self._half = b""  # a line that hasn't ended yet
         self._done = False
         self._step: int | None = None
@@ -58,8 +58,6 @@ class Member:
 
     def _note(self, word: str, what: Any) -> None:
         match word, what:
-            case "started", int():
-                self._pid = what
             case "ended", int():
                 self._ends(what, "ended")
             case "beat", int():
@@ -74,8 +72,8 @@ class Member:
         return self._keeper.poll() is not None
 
     def lose(self) -> None:
-        """Its keeper died before it could say how the rank ended: the rank dies with it, and here what the rank started."""
-        self._kill_group()
+        """Its keeper died before it could say how the rank ended: the rank dies with it, and what it started dies here."""
+        strays.kill(self._mark)
         self._ends(self._keeper.returncode, "keeper died")
 
     def tell(self) -> None:
@@ -94,7 +92,7 @@ class Member:
     def abandon(self) -> None:
         """Wait no longer for one that was cut and is still there."""
         self._keeper.kill()
-        self._kill_group()
+        strays.kill(self._mark)
         self._ends(-signal.SIGKILL, "stuck")
 
     def close(self, patience: float) -> None:
@@ -120,11 +118,6 @@ class Member:
             fate=fate,
         )
 
-    def _kill_group(self) -> None:
-        if self._pid is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._pid, signal.SIGKILL)
-
 
 def start(command: Sequence[str], place: Place, logs: Path, environment: Mapping[str, str]) -> Member:
     """Start one rank under its keeper; raises OSError where this machine can't."""
@@ -132,7 +125,8 @@ def start(command: Sequence[str], place: Place, logs: Path, environment: Mapping
     held, cut = os.pipe()
     control, speak = os.pipe()
     os.set_blocking(control, False)
-    handed = {lifeline.VARIABLE: str(held), talk.VARIABLE: str(speak)}
+    mark = strays.new_mark()
+    handed = {lifeline.VARIABLE: str(held), talk.VARIABLE: str(speak), strays.VARIABLE: mark}
     try:
         keeper = subprocess.Popen(
             [sys.executable, "-I", "-S", str(KEEPER), str(held), str(speak), *command],
@@ -151,7 +145,7 @@ def start(command: Sequence[str], place: Place, logs: Path, environment: Mapping
         os.close(held)
         os.close(speak)
         file.close()
-    return Member(place, keeper, control, cut, log)
+    return Member(place, keeper, control, cut, log, mark)
 
 
 def _words(line: bytes) -> Iterator[tuple[str, Any]]:

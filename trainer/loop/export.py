@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,9 +19,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ..models.build import build, load, weights
+from ..models.hf import read_hf
 from ..models.weights import from_hf, kind_of, to_hf
 from ..spec.problem import Problem, Unreadable
-from ..spec.run import Run
+from ..spec.read import read
+from ..spec.run import Model, Run
 from .answer import answered
 from .saved import FAMILIES, checkpoint_of, model_of, run_of
 
@@ -72,7 +75,8 @@ def _narrow(module: Transformer, dtype: torch.dtype) -> None:
         for parameter in module.parameters():
             parameter.copy_(parameter.to(dtype))
             if not parameter.isfinite().all():
-                raise _refused(f"a weight is not finite in {dtype}".replace("torch.", ""), "set --dtype fp32, or train from an earlier step")
+                says = f"a weight is not finite as {str(dtype).removeprefix('torch.')}"
+                raise _refused(says, "take --dtype fp32, or an earlier checkpoint")
 
 
 @contextmanager
@@ -139,8 +143,9 @@ def _by_transformers(folder: Path, tokens: Tensor) -> Tensor:
 
 
 def _by_ours(run: Run, folder: Path, tokens: Tensor) -> Tensor:
-    module = build(run, device=CPU, dtype=torch.float32)
-    load(module, from_hf(folder, run))
+    there = replace(run, model=read(read_hf(folder), Model))  # as its config.json has it: GPT-2's kind always has biases
+    module = build(there, device=CPU, dtype=torch.float32)
+    load(module, from_hf(folder, there))
     with torch.no_grad():
         return module.logits(tokens)
 

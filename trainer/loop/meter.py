@@ -11,6 +11,8 @@ from ..parallel.world import World
 from ..plan.result import Plan
 from ..spec.run import Run
 
+BESIDE = ("planned_seconds", "planned_memory_peak")  # of the plan's figures, those in every row
+
 
 class Meter:
     """Seconds since the last row, as the keys of metrics.jsonl; the first step, in which everything warms up, apart."""
@@ -43,15 +45,19 @@ class Meter:
             "mfu": flops / peak if peak else None,
             "memory_peak": memory_peak(self.world.device),
             **parts,
-            **self._planned(),
+            **{key: value for key, value in planned(self.plan).items() if key in BESIDE},
         }
 
-    def _planned(self) -> dict[str, Any]:
-        time, memory = self.plan.time, self.plan.memory
-        return {
-            "planned_seconds": time.step if time else None,
-            "planned_memory_peak": memory.peak if memory else None,
-        }
+
+def planned(plan: Plan) -> dict[str, Any]:
+    """The plan's figures under the names of those that are measured."""
+    time, memory, speed = plan.time, plan.memory, plan.throughput
+    return {
+        "planned_seconds": time.step if time else None,
+        "planned_memory_peak": memory.peak if memory else None,
+        "planned_tokens_per_second": speed.tokens_per_second if speed else None,
+        "planned_mfu": speed.mfu if speed else None,
+    }
 
 
 def memory_peak(device: torch.device) -> int:

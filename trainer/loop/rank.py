@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ..engines.zero import ZeroEngine
 from ..launch.lifeline import hold_from_environment
 from ..launch.talk import STOPPED, Talk
-from ..models.build import build
+from ..models.build import trained
 from ..parallel.world import World, join, leave
 from ..plan.plan import make_plan
 from ..spec.problem import Unreadable
@@ -22,6 +22,7 @@ from .checkpoint import LoadFailed, over, resume
 from .data.batches import Batches
 from .data.corpus import Corpus
 from .data.prepare import cache_folder, prepare
+from .meter import planned
 from .saving import begin, restore
 from .sinks import Sinks
 from .train import Course, Stop, train
@@ -31,12 +32,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def main() -> int:
     """Train the run that the command line names; the exit status of this rank."""
-    return run_rank(Path(sys.argv[1]))
+    return run_rank(Path(sys.argv[1]), Talk.from_environment())
 
 
-def run_rank(path: Path) -> int:
+def run_rank(path: Path, talk: Talk) -> int:
     """Train the run of RUN_DIR/run.json as the rank that the environment names; its exit status."""
-    talk, stop = Talk.from_environment(), Stop()
+    stop = Stop()
     hold_from_environment()
     run = msgspec.json.decode(path.read_bytes(), type=Run)
     torch.set_num_threads(max(1, torch.get_num_threads()))
@@ -57,7 +58,7 @@ def run_rank(path: Path) -> int:
 def _train(run: Run, folder: Path, world: World, talk: Talk, stop: Stop) -> bool:
     host = dist.new_group(backend="gloo")
     corpus = _corpus(run, world, talk)
-    module = build(run, device=world.device, dtype=DTYPES[run.train.precision], seed=None if run.model.weights else run.train.seed)
+    module = trained(run, device=world.device, dtype=DTYPES[run.train.precision], seed=None if run.model.weights else run.train.seed)
     if run.train.compile:
         module.compile()
     engine = ZeroEngine(run, module, world)
@@ -89,7 +90,7 @@ def _train(run: Run, folder: Path, world: World, talk: Talk, stop: Stop) -> bool
     )
     finished = train(run, course, found, stop)
     if sinks:
-        sinks.close({})
+        sinks.close(planned(course.plan))
     return finished
 
 

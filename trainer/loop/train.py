@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..engines.held import Count
 from ..engines.zero import Stepped, ZeroEngine
 from ..launch.talk import Talk
 from ..parallel.keyed import keys
@@ -24,6 +25,7 @@ from .meter import Meter
 from .rate import rate
 from .saving import keep
 from .sinks import Sinks
+from .watch import Pace, Profile, measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +60,18 @@ def train(run: Run, course: Course, found: Found, stop: Stop) -> bool:
     steps, first = _steps(course), found.checkpoint.step if found.checkpoint else 0
     meter = Meter(run, course.plan, course.world)
     micros = _micros(run, course, first, steps)
+    profile, pace = Profile(run, course.world, course.folder), Pace(run, steps, first)
     saved = first
     for step in range(first, steps):
         course.talk.beat(step)
+        # The second step of a start is counted: the first has made all that stays.
+        count = Count() if step == first + 1 else None
+        profile.before(step + 1)
         began = perf_counter()
-        stepped = _step(run, course, micros, step, steps)
+        stepped = _step(run, course, micros, step, steps, count)
         meter.stepped(perf_counter() - began, course.engine.clock)
         done = step + 1
+        _look(course, count, profile, pace, stepped, done, steps)
         last, stopping = done == steps, agreed(stop.asked, course.world.device)
         row = _row(run, course, meter, stepped, done, steps) if last or stopping or done % run.log.every == 0 else None
         if course.validation and (last or _every(run.train.evaluate.every, done)) and not stopping:
@@ -77,6 +84,17 @@ def train(run: Run, course: Course, found: Found, stop: Stop) -> bool:
         if stopping and not last:
             return False if saved == done else _unsaved(course)
     return True
+
+
+def _look(course: Course, count: Count | None, profile: Profile, pace: Pace, stepped: Stepped, done: int, steps: int) -> None:
+    """What is looked at beside the loss, and the live line."""
+    if count is not None:
+        facts = {"step": done, "unigram_entropy": course.train.corpus.entropy}
+        measured(count, course.world, course.host, course.folder, facts)
+    if trace := profile.after(done, last=done == steps):
+        course.talk.say(f"trace of the profiler, for ui.perfetto.dev: {trace}")
+    if line := pace.line(done, stepped.loss):
+        course.talk.status(line)
 
 
 def _unsaved(course: Course) -> bool:
@@ -103,7 +121,7 @@ def _micros(run: Run, course: Course, first: int, steps: int) -> Iterator[Batch]
     return ahead(course.train, rows)
 
 
-def _step(run: Run, course: Course, micros: Iterator[Batch], step: int, steps: int) -> Stepped:
+def _step(run: Run, course: Course, micros: Iterator[Batch], step: int, steps: int, count: Count | None) -> Stepped:
     batches = [next(micros) for _ in range(course.engine.micros)] if course.train.corpus.documents else None
     labels = run.train.batch * run.train.seq
     if batches is not None:  # labels across documents don't count: how many do is known to all ranks together only
@@ -115,7 +133,7 @@ def _step(run: Run, course: Course, micros: Iterator[Batch], step: int, steps: i
         batch = batches[index] if batches is not None else next(micros)
         return _given(run, course, batch, step)
 
-    return course.engine.step(micro, rate(run.optim, step, steps), labels)
+    return course.engine.step(micro, rate(run.optim, step, steps), labels, count)
 
 
 def _given(run: Run, course: Course, batch: Batch, step: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:

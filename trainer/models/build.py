@@ -37,6 +37,15 @@ def build(run: Run, *, device: torch.device, dtype: torch.dtype, seed: int | Non
     return made
 
 
+def trained(run: Run, *, device: torch.device, dtype: torch.dtype, seed: int | None = None) -> nn.Module:
+    """What the loop trains: a run's whole model as `build` makes it, or transformers' own. Raises Unreadable."""
+    if run.model.family == "hf":
+        from .auto.module import causal
+
+        return causal(run, device=device, dtype=dtype, seed=seed)
+    return build(run, device=device, dtype=dtype, seed=seed)
+
+
 def _module(held: Mapping[str, nn.Parameter], run: Run) -> Transformer:
     match run.model.family:
         case "gpt":

@@ -182,6 +182,12 @@ def read_hf(path: str | Path) -> dict[str, object]:
     return {key: value for key, value in keys.items() if value is not None}
 
 
+def foreign(path: str | Path) -> bool:
+    """Whether a config.json's model_type is none of ours: family hf; raises Unreadable where it can't be read."""
+    name = _config(Path(path) / "config.json" if Path(path).is_dir() else Path(path)).get("model_type")
+    return isinstance(name, str) and name not in KINDS
+
+
 def _config(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -206,7 +212,7 @@ def _kind(config: Mapping[str, Any], file: Path) -> Kind:
         if name == known or (name is None and kind.architecture in built):
             return kind
     says = f"{file}: model_type={_shown(name)} is none that is read" if name is not None else f"{file}: model_type is missing"
-    mend = f"known: {', '.join(KINDS)}; the family hf, for every other architecture, does not run yet"
+    mend = f"known: {', '.join(KINDS)}; every other that transformers has is family hf, which begins from no weights here"
     raise Unreadable([Problem(rule="hf", says=says, mend=mend)])
 
 

@@ -68,7 +68,7 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is None:
             return x @ self.weight
-        return torch.addmm(self.bias, x.flatten(0, -2), self.weight).unflatten(0, x.shape[:-1])
+        return torch.addmm(self.bias, x.flatten(0, -2), self.weight).view(*x.shape[:-1], -1)
 
 
 class Head(nn.Module):

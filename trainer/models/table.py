@@ -91,6 +91,7 @@ class Table:
     layer: tuple[Op, ...]
     head: tuple[Op, ...]
     tied: bool  # the head's `head.weight` is the embedding's `embedding.weight`
+    computes: bool = True  # what it computes and keeps is stated, not its weights alone
 
     def blocks(self, layers: int) -> Iterator[tuple[int, tuple[Op, ...]]]:
         """(how many, ops) of each kind of block in a model of so many layers."""

@@ -32,6 +32,11 @@ class Saved:
         """Bytes that are still held."""
         return sum(size for size, _ in self.rows)
 
+    def beside(self, tensors: Iterable[Tensor]) -> int:
+        """Bytes that are still held, but for what these tensors hold, such as weights that were gathered on the way."""
+        others = {_reference(tensor) for tensor in tensors}
+        return sum(size for reference, (size, _) in self._rows.items() if not reference.expired() and reference not in others)
+
 
 @contextmanager
 def counted(*alive: Iterable[Tensor]) -> Iterator[Saved]:

@@ -26,7 +26,7 @@ class Frame:
         self.form = form(run)
         self.widths = widths(run.train)
         self.states = states(run.optim)
-        self.rates = rates(run.cluster.device, run.train)
+        self.rates = rates(run.cluster.device, run.train) if self.table.computes else None
         self.world = run.cluster.nodes * run.cluster.gpus
         self.capacity = 0 if run.cluster.device.memory == "auto" else int(run.cluster.device.memory)
         self.context = int(run.cluster.device.context)
@@ -51,7 +51,7 @@ class Frame:
     @property
     def flops_per_token(self) -> float:
         """Model FLOPs of a token, forward and backward, in the convention of train.flops."""
-        if self.run.train.flops == "parameters":
+        if self.run.train.flops == "parameters" or not self.table.computes:
             return 6.0 * self.active_parameters
         return 3.0 * self.forward_flops / self.run.train.seq
 
@@ -102,7 +102,7 @@ class Frame:
 
     def _load(self, name: str, ops: tuple[Op, ...]) -> float:
         held = sum(count(weight.dims, self.table.sizes) for weight in weights(ops))
-        return held / self.parameters + self._flops[name] / self.forward_flops
+        return held / self.parameters + (self._flops[name] / self.forward_flops if self.table.computes else 0.0)
 
     def layout(self, parallel: Parallel, microbatch: int) -> Layout:
         """The layout of legal degrees."""

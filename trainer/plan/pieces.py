@@ -14,11 +14,9 @@ from .axes import cp, ep, tp
 from .axes.axis import Axis
 from .axes.talk import Talk
 from .collectives import Wire, cost
-from .engines import ENGINES
 from .mesh import Wires
 from .precision import widths
 from .roofline import POINTWISE_BACKWARD, Rates, moving_seconds, product_seconds, rates
-
 
 Form = Literal["megatron", "torch"]
 
@@ -111,6 +109,12 @@ def padded(whole: int, multiple: int) -> int:
     return -(-whole // multiple) * multiple
 
 
+def form(run: Run) -> Form:
+    """Whose kept tensors are counted: on a CPU those that our own modules save, else the papers'."""
+    ours = run.cluster.device.kind == "cpu" and run.model.family in ("gpt", "llama", "hf") and not run.train.compile
+    return "torch" if ours else "megatron"
+
+
 def pieces(run: Run, table: Table, split: Split, wires: Wires) -> Pieces:
     """The pieces of a run's model under one split."""
     bytes_of = widths(run.train)
@@ -198,32 +202,25 @@ def _again(ops: tuple[Op, ...], recompute: str) -> tuple[Op, ...]:
 
 def _kept(ops: tuple[Op, ...], recompute: str, local: Local, by: Form) -> tuple[int, int]:
     """(bytes kept from forward to backward, bytes that recomputation adds while it runs): arXiv:2205.05198 table 2."""
-    rows = [(op, sum(local.bytes(tensor) for tensor in _kept_by(op, by))) for op in ops]
-    every = sum(each for _, each in rows)
+    every = sum(local.bytes(tensor) for op in ops for tensor in _held(op, by))
     match recompute:
         case "full":
             kept = local.bytes(Tensor(("seq", "batch", "hidden")))
         case "selective":
-            kept = sum(each for op, each in rows if not op.core)
+            kept = sum(local.bytes(tensor) for op in ops for tensor in _held(op, by) if not op.core)
         case _:
             kept = every
     return kept, every - kept
 
 
-def _kept_by(op: Op, by: Form) -> Iterator[Tensor]:
-    """What an op keeps beside logits."""
+def _held(op: Op, by: Form) -> Iterator[Tensor]:
+    """What an op keeps for backward but for logits: as Megatron keeps it, or as our own modules save it."""
     yield from op.kept if by == "megatron" else (tensor for tensor in op.saved if "vocab" not in tensor.dims)
 
 
 def _vocabulary(op: Op) -> Iterator[Tensor]:
-    """The logits that an op of ours saves."""
-    return (tensor for tensor in op.saved if "vocab" in tensor.dims)
-
-
-def form(run: Run) -> Form:
-    """Whose kept tensors a plan counts: what our own modules save was counted on a CPU, not compiled; else the papers'."""
-    ours = any(run.model.family in engine.families for engine in ENGINES)
-    return "torch" if ours and run.cluster.device.kind == "cpu" and not run.train.compile else "megatron"
+    """The logits that our own modules save."""
+    yield from (tensor for tensor in op.saved if "vocab" in tensor.dims)
 
 
 def _talks(ops: tuple[Op, ...], again: tuple[Op, ...], local: Local, split: Split) -> Iterator[Talk]:

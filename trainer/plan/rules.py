@@ -58,6 +58,8 @@ def names(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
 def model(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
     """A model's sizes fit each other."""
     words = run.model
+    if words.family == "hf":
+        return
     if words.head_dim is None and words.hidden % words.heads:
         yield Broken(
             "heads",
@@ -76,6 +78,40 @@ def model(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
         yield Broken(
             "context", f"train.seq={run.train.seq} is longer than model.context={words.context}, the rows of the position table", tries
         )
+
+
+def hugging_face(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
+    """A model of family hf is what its config.json says; what our own layers do beside is not there."""
+    words = run.model
+    if words.family != "hf":
+        return
+    if not words.parameters:
+        yield Broken("hf", "family hf has no sizes of its own", mend="set model.hf to the path of a config.json")
+    if words.context is not None and words.context < run.train.seq:
+        says = f"train.seq={run.train.seq} is longer than the {words.context} tokens of its config.json"
+        yield Broken("context", says, ((("train.seq", words.context),),))
+    if words.dropout:
+        says = f"model.dropout={words.dropout:g}: dropout of family hf can't be keyed, so that layouts would train apart"
+        yield Broken("dropout", says, ((("model.dropout", 0.0),),))
+    if words.weights is not None:
+        yield Broken("weights", "model.weights: a model of family hf begins from no weights here", ((("model.weights", None),),))
+    if run.data.documents:
+        says = "data.documents=true: attention of family hf does not stay inside documents"
+        yield Broken("documents", says, ((("data.documents", False),),))
+
+
+def hugging_face_layout(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
+    """A model of family hf is whole on every rank, but for what ZeRO shards, and nothing of it is computed again."""
+    if run.model.family != "hf":
+        return
+    for axis in ("tp", "pp", "cp"):
+        degree = getattr(parallel, axis)
+        if degree > 1:
+            says = f"parallel.{axis}={degree} splits nothing of family hf: it trains under dp and ZeRO"
+            yield Broken("hf", says, (((f"parallel.{axis}", 1), ("parallel.dp", "auto")),))
+    if parallel.recompute != "none":
+        says = f"parallel.recompute={parallel.recompute}: family hf keeps all of its activations"
+        yield Broken("hf", says, ((("parallel.recompute", "none"),),))
 
 
 def experts(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
@@ -151,7 +187,7 @@ def _nodes(run: Run, wanted: int) -> tuple[Change, ...]:
 def tensor(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
     """tp divides what it splits; kv_heads fewer than tp are replicated; sequence parallel splits the sequence by tp too."""
     words, degree = run.model, parallel.tp
-    if degree == 1:
+    if degree == 1 or words.family == "hf":
         return
     kv_heads = words.kv_heads or degree
     rows = [("heads", words.heads)]
@@ -279,8 +315,8 @@ def device(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
 
 
 # Rules of the run alone, whatever its degrees; and those of a layout, which a sweep asks of each.
-OF_RUN: tuple[Rule, ...] = (names, model, length, precision, device)
-OF_LAYOUT: tuple[Rule, ...] = (experts, world, tensor, context, pipeline, batch, offload)
+OF_RUN: tuple[Rule, ...] = (names, model, hugging_face, length, precision, device)
+OF_LAYOUT: tuple[Rule, ...] = (hugging_face_layout, experts, world, tensor, context, pipeline, batch, offload)
 
 
 def broken(run: Run, parallel: Parallel, microbatch: int, rules: tuple[Rule, ...] = OF_RUN + OF_LAYOUT) -> list[Broken]:

@@ -111,7 +111,9 @@ def _untimed(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | N
         return
     cluster, offload = frame.run.cluster, layout.parallel.offload
     device = cluster.device
-    if offload.optimizer or offload.parameters:
+    if not frame.table.computes:
+        yield Problem(rule="time", says=f"no times: what a model of family {frame.run.model.family} computes is in no table")
+    elif offload.optimizer or offload.parameters:
         yield Problem(rule="time", says="no times: how fast the host steps an offloaded optimizer is not known")
     elif device.peak.get(frame.run.train.precision) is None or device.bandwidth is None:
         missing = {
@@ -119,12 +121,18 @@ def _untimed(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | N
             "cluster.device.bandwidth (bytes/s)": device.bandwidth,
         }
         keys = " and ".join(key for key, value in missing.items() if value is None)
-        yield Problem(
-            rule="time", says=f"no times: how fast {device.name} is in {frame.run.train.precision} is not stated", mend=f"set {keys}"
-        )
+        measures = "`distrain fit` measures this machine, once; or " if device.kind == "cpu" else ""
+        says = f"no times: how fast {device.name} is in {frame.run.train.precision} is not stated"
+        yield Problem(rule="time", says=says, mend=f"{measures}set {keys}")
     else:
         where = "inside" if cluster.inside is None and cluster.gpus > 1 else "between"
         yield Problem(rule="time", says=f"no times: cluster.{where} is not stated", mend=f"set cluster.{where}.bandwidth and .latency")
+
+
+def _uncounted(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
+    if not frame.table.computes:
+        says = f"activations of family {frame.run.model.family} are not counted: a step needs more memory than what is planned"
+        yield Problem(rule="activations", says=says, mend="begin with a small train.microbatch; `distrain report` shows what a step keeps")
 
 
 def _engine(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
@@ -134,6 +142,7 @@ def _engine(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | No
 
 WARNINGS: tuple[Callable[[Frame, Layout, Costs, Throughput | None], Iterator[Problem]], ...] = (
     _untimed,
+    _uncounted,
     _tight,
     _tensor_across,
     _bubble,

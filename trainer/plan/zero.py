@@ -74,9 +74,7 @@ def holds(way: Zero, whole: int, lies: Flat) -> Holds:
             return Holds(whole * way.weight, whole * way.gradient, whole * way.states, passing)
         case 3:
             gathered = min(whole, LIVE) * way.weight if way.ranks > 1 else 0
-            return Holds(
-                shared * way.weight, shared * way.gradient, shared * (MASTER + way.states), gathered + way.bucket * way.weight
-            )
+            return Holds(shared * way.weight, shared * way.gradient, shared * (MASTER + way.states), gathered + way.bucket * way.weight)
         case stage:
             optimizer, bucket = shared * (MASTER + way.states), min(whole, way.bucket) * way.weight
             return Holds(whole * way.weight, _gradients(way, stage, whole, lies), optimizer, bucket)

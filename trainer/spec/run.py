@@ -45,6 +45,7 @@ class Model:
     expert_ffn: Count | None = None  # None: ffn
     shared_experts: Natural = 0
     hf: str | None = None  # path of a Hugging Face config.json that the sizes were read from
+    parameters: dict[str, tuple[Natural, ...]] | None = None  # family hf: every parameter's shape, as transformers makes it
     weights: str | None = None  # folder of Hugging Face weights that a run begins from; None: drawn from train.seed
 
 

@@ -28,8 +28,8 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, rope: Tensor | None, mask: Tensor | None, states: Tensor | None) -> Tensor:
         x = x + self.dropout1(self.attention(self.norm1(x), rope, mask, states), states)  # [B, S, H]
-        x = x + self.dropout2(self.mlp(self.norm2(x)), states)  # [B, S, H]
-        return x
+        stream: Tensor = x + self.dropout2(self.mlp(self.norm2(x)), states)  # [B, S, H]
+        return stream
 
 
 class Transformer(nn.Module):

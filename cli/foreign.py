@@ -1,0 +1,76 @@
+"""Models that only transformers has: what `model.hf` names is asked of it in a child process, once, and kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from ..trainer.spec.problem import Problem, Unreadable
+from .machine import cache
+
+PATIENCE = 300.0  # seconds that making a model of no memory may take
+FREE = ("family", "hf", "weights", "dropout")  # keys of `model` that may be said beside; the rest is as the config.json says
+FORM = 1  # of what is kept
+
+
+def sizes(path: Path) -> dict[str, object]:
+    """The keys of `model` of a config.json whose architecture is none of ours; raises Unreadable."""
+    return {"family": "hf", **_found(path)["sizes"]}
+
+
+def parameters(model: dict[str, Any]) -> list[Problem]:
+    """Put every parameter's shape into the words of a model of family hf; what is said of it that its config.json does not say."""
+    if model.get("family") != "hf" or not isinstance(model.get("hf"), str):
+        return []
+    found = _found(Path(model["hf"]))
+    model["parameters"] = found["parameters"]
+    return [
+        Problem(rule="hf", says=f"model.{key}={value} is not what {model['hf']} says", mend="change it there, and leave it out here")
+        for key, value in model.items()
+        if key not in (*FREE, "parameters") and found["sizes"].get(key) != value
+    ]
+
+
+def _found(path: Path) -> dict[str, Any]:
+    """What transformers makes of a config.json or of the folder that holds it; raises Unreadable."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        release, text = version("transformers"), file.read_bytes()
+    except PackageNotFoundError:
+        says = f"model.hf={path}: transformers, which has this model, is not installed"
+        raise Unreadable([Problem(rule="hf", says=says, mend="pip install 'distrain[hf]'")]) from None
+    except OSError as error:
+        raise Unreadable([Problem(rule="hf", says=f"model.hf={file}: {error.strerror}")]) from None
+    kept = cache().parent / "models" / f"{sha256(f'{FORM} {release} '.encode() + text).hexdigest()[:32]}.json"
+    with suppress(OSError, ValueError):
+        known = json.loads(kept.read_text(encoding="utf-8"))
+        if isinstance(known, dict) and known.keys() >= {"sizes", "parameters"}:
+            return known
+    found = _asked(file)
+    with suppress(OSError):  # it is asked again then
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        new = kept.with_name(f".{kept.name}.{os.getpid()}")
+        new.write_text(json.dumps(found), encoding="utf-8")
+        new.replace(kept)
+    return found
+
+
+def _asked(file: Path) -> dict[str, Any]:
+    """The child's answer; raises Unreadable."""
+    child = [sys.executable, "-m", "distrain.trainer.models.auto.meta", str(file)]
+    try:
+        done = subprocess.run(child, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE)
+        said: dict[str, Any] = json.loads(done.stdout)
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        mend = f"python -m distrain.trainer.models.auto.meta {file} says why"
+        raise Unreadable([Problem(rule="hf", says=f"model.hf={file}: transformers makes no model of it", mend=mend)]) from None
+    if "problem" in said:
+        raise Unreadable([Problem(rule="hf", says=f"model.hf={file}: {said['problem']}")])
+    return said

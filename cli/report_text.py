@@ -1,0 +1,144 @@
+"""A run as a page of text: planned against measured, the curve, and where the drift is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .measured import Beside, Ran
+from .text import WIDTH, Look, count, many, seconds, share, size, table, wrapped
+
+TALL = 12  # lines of a curve
+SMALL = 0.02  # drift below which a figure is as planned
+EDGE = 8  # columns of a curve's own scale
+
+Points = Sequence[tuple[int, float]]
+
+
+def page(run: Ran, look: Look) -> str:
+    """The whole page."""
+    sections = ([look.paint(headline(run), "bold"), *_course(run)], beside(run, look), _curve(run, look))
+    return "\n\n".join("\n".join(lines) for lines in sections if lines)
+
+
+def headline(run: Ran) -> str:
+    """One line: how far the run is and what it has learned."""
+    learned = f"; loss {run.losses[0][1]:.3f} -> {run.losses[-1][1]:.3f}" if run.losses else ""
+    held = f", validation {run.validation[-1][1]:.3f}" if run.validation else ""
+    unigram = f" (single tokens alone: {run.entropy:.3f})" if run.entropy is not None else ""
+    return f"{run.name}: {run.steps:,} of {many(run.whole, 'step')}{learned}{held}{unigram}"
+
+
+def beside(run: Ran, look: Look) -> list[str]:
+    """The table of planned and measured figures, and what drifted most."""
+    rows = [each for each in (*run.memory, *run.time, *run.speed) if each.planned is not None or each.measured is not None]
+    if not rows:
+        return ["Nothing was measured yet"]
+    cells = [["", "planned", "measured", "drift"]]
+    cells += [[each.name, _figure(each, each.planned), _figure(each, each.measured), _drift(each)] for each in rows]
+    first, *lines = (f"  {line}" for line in table(cells))
+    resident = f"; the process takes {size(run.resident)}" if run.resident and run.device == "cpu" else ""
+    heading = f"Planned and measured{resident}, with all that is no tensor" if resident else "Planned and measured"
+    return [look.paint(heading, "bold"), first, *lines, *(line for each in drifts(run) for line in wrapped(each))]
+
+
+def drifts(run: Ran) -> list[str]:
+    """A sentence for memory and one for time: what lies furthest from the plan."""
+    said = []
+    found = [each for each in run.memory if each.drift is not None]
+    if found:
+        worst = max(found, key=lambda each: abs(each.drift or 0.0))
+        said.append(f"Memory: {_sentence(worst)}.")
+    parts = [each for each in run.time[1:] if each.planned is not None and each.measured is not None]
+    step = run.time[0] if run.time else None
+    if step is not None and step.drift is not None and step.planned is not None and step.measured is not None:
+        where = ""
+        if parts and abs(step.drift) >= SMALL:
+            worst = max(parts, key=lambda each: abs((each.measured or 0.0) - (each.planned or 0.0)))
+            more = (worst.measured or 0.0) - (worst.planned or 0.0)
+            where = f", of which {worst.name} {'+' if more >= 0 else '-'}{seconds(abs(more))}"
+        said.append(f"Time: {_sentence(step)}{where}.")
+    elif step is not None and step.measured is not None:
+        said.append("Time: the plan had none; `distrain fit` measures this machine once, and plans after it have.")
+    return said
+
+
+def _sentence(each: Beside) -> str:
+    assert each.drift is not None
+    if abs(each.drift) < SMALL:
+        return f"{each.name} is as planned ({_drift(each)})"
+    return f"{each.name} is {share(abs(each.drift))} {'above' if each.drift > 0 else 'below'} the plan"
+
+
+def _course(run: Ran) -> list[str]:
+    """Starts, steps that were done twice, checkpoints, validation points."""
+    lines = []
+    if run.starts > 1:
+        twice = "".join(f"; went back from step {reached} to before {began}" for reached, began in run.again)
+        lines += wrapped(f"{many(run.starts, 'start')}{twice}", indent="  ")
+    if run.saved:
+        lines += wrapped(f"checkpoints of step {', '.join(map(str, run.saved))}", indent="  ")
+    if run.validation:
+        points = _some(run.validation, 8)
+        lines += wrapped("validation " + ", ".join(f"{loss:.3f} at {step}" for step, loss in points), indent="  ")
+    return lines
+
+
+def _some(points: Points, most: int) -> Points:
+    """At most so many points, evenly, the last one among them."""
+    if len(points) <= most:
+        return points
+    return [points[round(at * (len(points) - 1) / (most - 1))] for at in range(most)]
+
+
+def _figure(each: Beside, value: float | None) -> str:
+    if value is None:
+        return "?"
+    match each.unit:
+        case "bytes":
+            return size(value)
+        case "seconds":
+            return seconds(value)
+        case "rate":
+            return count(value)
+        case "share":
+            return share(value)
+
+
+def _drift(each: Beside) -> str:
+    return f"{100 * each.drift:+.1f} %" if each.drift is not None else ""
+
+
+def _curve(run: Ran, look: Look) -> list[str]:
+    """The loss over steps: dots of braille, two wide and four high a letter, or stars; validation points as o."""
+    if len(run.losses) < 2:
+        return []
+    wide, fine = WIDTH - EDGE - 2, (2, 4) if look.blocks else (1, 1)
+    every = [*run.losses, *run.validation]
+    low, high = min(loss for _, loss in every), max(loss for _, loss in every)
+    first, last = min(step for step, _ in every), max(step for step, _ in every)
+
+    def place(step: int, loss: float, across: int, down: int) -> tuple[int, int]:
+        x = round((step - first) / max(1, last - first) * (across - 1))
+        return x, round((high - loss) / ((high - low) or 1.0) * (down - 1))
+
+    dots = {place(step, loss, wide * fine[0], TALL * fine[1]) for step, loss in run.losses}
+    letters = _braille(dots) if look.blocks else dict.fromkeys(dots, "*")
+    letters |= dict.fromkeys((place(step, loss, wide, TALL) for step, loss in run.validation), "o")
+    lines = ["".join(letters.get((x, y), " ") for x in range(wide)).rstrip() for y in range(TALL)]
+    scale = {0: f"{high:.3f}", TALL - 1: f"{low:.3f}"}
+    ends = f"{'step':>{EDGE}}  {first:<{wide // 2}}{last:>{wide - wide // 2}}"
+    title = "Loss, nats a token" + (", and validation (o)" if run.validation else "")
+    bar = "│" if look.blocks else "|"
+    drawn = [f"{scale.get(y, ''):>{EDGE}} {bar}{line}" for y, line in enumerate(lines)]
+    return [look.paint(title, "bold"), *drawn, ends]
+
+
+BRAILLE = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # the bit of a dot by its column and row in a letter
+
+
+def _braille(dots: set[tuple[int, int]]) -> dict[tuple[int, int], str]:
+    bits: dict[tuple[int, int], int] = {}
+    for x, y in dots:
+        at = (x // 2, y // 4)
+        bits[at] = bits.get(at, 0) | BRAILLE[x % 2][y % 4]
+    return {at: chr(0x2800 + each) for at, each in bits.items()}

@@ -1,0 +1,162 @@
+"""`distrain export`: a run's newest checkpoint as a folder that transformers loads, checked before it has its name."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec import json as encoder
+from safetensors.torch import load_file
+
+from distrain.cli.app import command
+from distrain.cli.load import load
+from distrain.trainer.loop.export import _unnamed, export
+from distrain.trainer.loop.saved import checkpoint_of, model_of, run_of
+from distrain.trainer.plan.plan import make_plan
+from distrain.trainer.spec.problem import Unreadable
+
+SMALL = ("model.layers=2", "data=synthetic", "train.batch=4", "train.microbatch=2", "train.seq=32", "train.steps=4", "optim.warmup=1")
+FEW = (*SMALL, "train.evaluate.every=0", "checkpoint.every=2", "log.every=4")
+# fmt: off
+KINDS = {
+    "gpt2":            ("model=tiny",),
+    "gpt2 as it fits": ("model=tiny", "model.bias=false", "model.tied=false", "model.vocab_multiple=192", "train.precision=bf16"),
+    "llama":           ("model=tiny_llama", "parallel.zero=3"),
+    "qwen2":           ("model=tiny_llama", "model.qkv_bias=true", "model.tied=true", "model.vocab=250", "model.vocab_multiple=8"),
+}
+# fmt: on
+
+
+@pytest.fixture(scope="module")
+def runs(ranks, tmp_path_factory):
+    """A trained run of each kind."""
+    top = tmp_path_factory.mktemp("runs")
+    return {kind: ranks.trained(top / kind.replace(" ", "_"), "quickstart", *words, *FEW).folder for kind, words in KINDS.items()}
+
+
+def ours(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+    """The logits of a run's newest checkpoint."""
+    found = checkpoint_of(folder).checkpoint
+    assert found is not None
+    with torch.no_grad():
+        return model_of(run_of(folder), found, torch.device("cpu")).logits(tokens)
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_logits_of_transformers_are_ours(runs, kind: str, tmp_path: Path, capsys) -> None:
+    import transformers
+
+    export(runs[kind], tmp_path / "out", "fp32")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    assert model.config.model_type == kind.split()[0]
+    tokens = torch.randint(run_of(runs[kind]).model.vocab, (2, 32), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert (model(tokens).logits - ours(runs[kind], tokens)).abs().max() <= 1e-5
+    assert f"from those of transformers {transformers.__version__}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_transformers_our_own_reader_checks_and_it_says_so(runs, kind: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    export(runs[kind], tmp_path / "out", "fp32")
+    said = re.search(r"are (\S+) from those of our own reader \(transformers is not installed\)", capsys.readouterr().out)
+    assert said
+    assert float(said[1]) <= 1e-6
+
+
+@pytest.mark.parametrize(("dtype", "stored"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_a_dtype_is_what_is_written(runs, dtype: str, stored: torch.dtype, tmp_path: Path) -> None:
+    export(runs["gpt2"], tmp_path / "out", dtype)
+    assert {each.dtype for each in load_file(tmp_path / "out" / "model.safetensors").values()} == {stored}
+
+
+def test_the_verb_exports_and_leaves_nothing_else(runs, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    words = [sys.executable, "-m", "distrain", "export", str(runs["llama"]), "out"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    checked, last = done.stdout.splitlines()
+    facts = make_plan(run_of(runs["llama"])).model
+    assert facts
+    assert checked.startswith(f"step 4, {facts.parameters:,} parameters in fp32; logits on 3 sequences of 32 tokens are ")
+    assert last == f"done: {tmp_path / 'out'}"
+    assert [each.name for each in tmp_path.iterdir()] == ["out"]
+    assert {each.name for each in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
+    assert {each.stat().st_mode for each in (tmp_path / "out").iterdir()} == {(tmp_path / "out" / "config.json").stat().st_mode}
+
+
+def test_a_broken_checkpoint_is_passed_over(runs, tmp_path: Path, capsys) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(runs["gpt2"], folder)
+    (folder / "checkpoints" / "step_4" / "manifest.json").write_text("")
+    export(folder, tmp_path / "out", "fp32")
+    first, second, _ = capsys.readouterr().out.splitlines()
+    assert first == "passed over step_4: manifest.json is empty"
+    assert second.startswith("step 2, ")
+
+
+def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
+    def fails() -> None:
+        with _unnamed(tmp_path / "out") as folder:
+            (folder / "model.safetensors").touch()
+            raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="full"):
+        fails()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((), "no checkpoint yet: `distrain fit` saves one at its end, and every checkpoint.every steps"),
+        (("model=tiny_moe",), "model.family=moe has no Hugging Face form here: families gpt and llama have"),
+        (
+            ("model.positions=rope",),
+            "none of Hugging Face's GPT-2, Llama and Qwen2 computes what this model does",
+        ),
+    ],
+)
+def test_what_can_not_be_exported_is_said(words: tuple[str, ...], says: str, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_bytes(encoder.encode(load("quickstart", words)))
+    with pytest.raises(Unreadable) as wrong:
+        export(tmp_path, tmp_path / "out", "fp32")
+    assert str(wrong.value).removeprefix(f"{tmp_path} has ").startswith(says)
+    assert len(wrong.value.problems) == 1
+
+
+def test_a_checkpoint_of_another_model_is_said(runs, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(runs["gpt2"], folder)
+    said = json.loads((folder / "run.json").read_text())
+    said["model"]["layers"] = 1
+    (folder / "run.json").write_text(json.dumps(said))
+    with pytest.raises(Unreadable, match=r"step_4 holds a weight layers\.1\.\S+, which the model of run\.json has not: restore"):
+        export(folder, tmp_path / "out", "fp32")
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["run", "full"], "full is there and not empty: name a folder that is not there yet"),
+        (["run", "full/file"], "full/file is a file: name a folder that is not there yet"),
+        (["nowhere", "out"], "nowhere is no folder: give the folder of a run, such as runs/quickstart"),
+        (["full", "out"], "full holds no run.json: give the folder of a run, such as runs/quickstart"),
+        ([".", "out"], ". holds no run.json: did you mean run?"),
+        (["run", "out", "--dtype", "fp8"], "invalid value for '--dtype': 'fp8' is not one of 'fp32', 'bf16', 'fp16'"),
+        (["run"], "missing argument 'DEST'"),
+    ],
+)
+def test_wrong_words_get_one_line(words: list[str], line: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    for name in ("run/run.json", "full/file"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    assert command(["export", *words]) == 2
+    assert capsys.readouterr().err == f"distrain: {line}\n"

@@ -1,0 +1,78 @@
+"""What the loop looks at beside the loss: bytes by kind at one step, a profiler's window, the line that tells how far it is."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..engines.held import Count
+from ..parallel.world import World
+from ..spec.run import Run
+
+NOTICED = 0.2  # seconds between two live lines
+
+
+def measured(count: Count, world: World, host: dist.ProcessGroup, folder: Path, facts: dict[str, Any]) -> None:
+    """RUN_DIR/measured.json: `facts`, "memory": bytes by kind on the rank that has most of it, "ranks": [bytes by kind]."""
+    ranks: list[Any] = [None] * world.size
+    dist.all_gather_object(ranks, count.bytes, group=host)
+    if world.first:
+        most = {kind: max(each[kind] for each in ranks) for kind in ranks[0]}
+        new = folder / f".measured.json.{os.getpid()}"
+        new.write_text(json.dumps({**facts, "memory": most, "ranks": ranks}, indent=1) + "\n", encoding="utf-8")
+        new.replace(folder / "measured.json")
+
+
+class Profile:
+    """The window log.profile=[first, last] of steps, on rank 0: RUN_DIR/trace/steps_F_L.json, which Perfetto opens."""
+
+    def __init__(self, run: Run, world: World, folder: Path) -> None:
+        self.window = run.log.profile if world.first else None
+        self.folder = folder / "trace"
+        self._open: torch.profiler.profile | None = None
+
+    def before(self, step: int) -> None:
+        """Step `step` (from 1) is about to begin."""
+        if self.window and self.window[0] <= step <= self.window[1] and self._open is None:
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            activities += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+            self._first = step
+            self._open = torch.profiler.profile(activities=activities)
+            self._open.start()
+
+    def after(self, step: int, *, last: bool) -> Path | None:
+        """Step `step` is done; where the trace was written, if this was the window's last, or the run's."""
+        if self._open is None or self.window is None or not (last or step >= self.window[1]):
+            return None
+        self._open.stop()
+        self.folder.mkdir(exist_ok=True)
+        file = self.folder / f"steps_{self._first}_{step}.json"
+        self._open.export_chrome_trace(str(file))
+        self._open = None
+        return file
+
+
+class Pace:
+    """The live line: how far a run is, how fast, and how long it will take."""
+
+    def __init__(self, run: Run, steps: int, first: int) -> None:
+        self.steps, self.first = steps, first
+        self.tokens = run.train.batch * run.train.seq
+        self._began = self._shown = perf_counter()
+
+    def line(self, done: int, loss: float) -> str | None:
+        """The line after so many steps, if it is time for another."""
+        now = perf_counter()
+        if now - self._shown < NOTICED:
+            return None
+        self._shown = now
+        each = (now - self._began) / (done - self.first)
+        left = round(each * (self.steps - done))
+        clock = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}" if left >= 3600 else f"{left // 60}:{left % 60:02}"
+        return f"step {done}/{self.steps}  loss {loss:.4f}  {self.tokens / each:,.0f} tokens/s  {clock} left"
