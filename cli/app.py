@@ -193,17 +193,20 @@ def fit(words: Words = None, config_dir: ConfigDir = None) -> int:
     from .fit import after, refused
     from .fit import fit as run_it
     from .load import load
-    from .machine import measure
+    from .machine import found, measure
     from .plan_text import verdict
 
-    unmeasured = measure(_say)
-    _tell([unmeasured] if unmeasured else [])
-    run = load(conf, overrides, config_dir)
-    made = make_plan(run)
-    problems = refused(run, made)
-    if problems:
-        _tell(problems)
-        return CANNOT
+    for known in (found() is not None, True):  # what can't run at all is refused before this machine is measured
+        run = load(conf, overrides, config_dir)
+        made = make_plan(run)
+        problems = refused(run, made)
+        if problems:
+            _tell(problems)
+            return CANNOT
+        if known:
+            break
+        unmeasured = measure(_say)
+        _tell([unmeasured] if unmeasured else [])
     _say(verdict(made))
     live = _live if sys.stderr.isatty() else lambda words: None
     status, wrong = run_it(run, made, _show, live)

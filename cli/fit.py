@@ -12,7 +12,9 @@ from ..trainer.plan.engines import engine_for, unbuilt
 from ..trainer.plan.result import Plan
 from ..trainer.spec.problem import Problem
 from ..trainer.spec.run import Run
+from . import machine
 
+PER_CORE = 8  # CPU processes that a core can serve, slowly
 GRACE = 10.0  # seconds that ranks have to end after one has failed
 
 
@@ -28,11 +30,23 @@ def refused(run: Run, plan: Plan) -> tuple[Problem, ...]:
     if run.cluster.device.kind == "cpu" and run.train.precision == "fp16":
         says = "train.precision=fp16 is not run on a CPU: DeepSpeed takes it on the few that multiply in fp16 only"
         found.append(Problem(rule="precision", says=says, mend="set train.precision to fp32 or bf16"))
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if run.cluster.device.kind == "cpu" and plan.world > 8 * cores:
-        says = f"{plan.world} ranks are more than this machine's {cores} cores can serve"
-        found.append(Problem(rule="launch", says=says, mend=f"set cluster=1x{cores} parallel.dp=auto"))
+    found += _no_room(run, plan)
     return tuple(found)
+
+
+def _no_room(run: Run, plan: Plan) -> Iterator[Problem]:
+    """That this machine can't hold the mesh: one rank a GPU, or so many CPU processes a core."""
+    if run.launch.name != "local":
+        return
+    if run.cluster.device.kind == "cuda":
+        cards = (machine.found() or {}).get("cuda") or []
+        if plan.world > len(cards):
+            says = f"{plan.world} ranks on {run.cluster.device.name} want as many GPUs, and this machine has {len(cards) or 'none'}"
+            mend = f"set cluster=1x{len(cards)} parallel.dp=auto" if cards else "set cluster=local"
+            yield Problem(rule="launch", says=says, mend=mend)
+    elif plan.world > PER_CORE * machine.cores():
+        says = f"{plan.world} ranks are more than this machine's {machine.cores()} cores can serve"
+        yield Problem(rule="launch", says=says, mend=f"set cluster=1x{machine.cores()} parallel.dp=auto")
 
 
 def _no_weights(run: Run) -> Iterator[Problem]:
@@ -59,7 +73,7 @@ def after(run: Run) -> str:
     name = os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder)
     following = (
         f"distrain report {quote(name)}",
-        f"distrain generate {quote(name)} --prompt 'def '",
+        *([f"distrain generate {quote(name)} --prompt 'def '"] if run.model.family != "hf" else []),
         "distrain plan conf=megatron_1t_6x8x64",
     )
     return "\n".join(["", *beside(ran(folder), look()), "", "Next:", *(f"  {each}" for each in following)])

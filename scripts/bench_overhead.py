@@ -1,7 +1,8 @@
 """Measures what `distrain fit` costs beside the same module in a bare loop: tokens/s of both, in the same processes.
 
-Run `python -m distrain.scripts.bench_overhead [KEY=VALUE ...]`. Each step of `fit` is followed by one of the bare loop, so that
-what else the machine does weighs on both alike: torch alone at one process, DeepSpeed as its tutorial has it at two.
+Run `python -m distrain.scripts.bench_overhead [KEY=VALUE ...]`. Each step of `fit` is followed by one of the bare loop, torch
+alone at one process and DeepSpeed as its tutorial has it at two, so that what else the machine does weighs on both alike. The
+ratio is the median over these pairs of steps.
 """
 
 from __future__ import annotations
@@ -174,8 +175,7 @@ def main() -> None:
         for at, (processes, zero, against) in enumerate(CASES):
             layout = (f"cluster.gpus={processes}", f"parallel.zero={zero}")
             ours, theirs, tokens = measured((*WORDS, *layout, *sys.argv[1:]), Path(folder) / str(at))
-            low, _, high = quantiles((b / a for a, b in zip(ours, theirs, strict=True)), n=4)
-            ratio = median(theirs) / median(ours)
+            low, ratio, high = quantiles((b / a for a, b in zip(ours, theirs, strict=True)), n=4)
             mark = f"  below {AIM}" if processes == 1 and ratio < AIM else ""
             speeds = f"{tokens / median(theirs):>14,.0f}{tokens / median(ours):>14,.0f}"
             print(f"{processes:>9}{zero:>6}  {against:<10}{speeds}{ratio:>8.3f}  {low:.2f} to {high:.2f}{mark}", flush=True)

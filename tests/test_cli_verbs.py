@@ -117,7 +117,10 @@ def test_a_plan_that_cannot_be_laid_out_tells_every_problem(capsys: pytest.Captu
     assert out.count("problem: ") == count > 1
 
 
-def test_where_no_peak_is_stated_the_page_says_how_to_get_times(capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_no_peak_is_stated_the_page_says_how_to_get_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     _, out, _ = ran(["plan", "conf=quickstart"], capsys)
     assert out.splitlines()[0].endswith("; how long it takes is not known")
     assert "Time, throughput and days are not known\n  `distrain fit` measures this machine, once; or set cluster.device.peak.fp32" in out

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 SMALL = ("model=tiny", "model.layers=2", "train.batch=8", "train.seq=16", "train.microbatch=2", "train.steps=4", "optim.warmup=0")
 # fmt: off
 REFUSED = (
-    ("parallel.pp=2 parallel.dp=1",        "engine pipe is planned, but this version does not run it yet: set parallel.pp=1"),
-    ("parallel.tp=2 parallel.dp=1",        "parallel.tp=2 is planned, but this version does not run it yet: set parallel.tp=1"),
+    ("parallel.pp=2 parallel.dp=1",  "engine pipe is planned, but this version does not run it yet: set parallel.pp=1 parallel.dp=auto"),
+    ("parallel.tp=2 parallel.dp=1",  "parallel.tp=2 is planned, but this version does not run it yet: set parallel.tp=1 parallel.dp=auto"),
     ("launch=slurm",                       "launch=slurm is not built yet: set launch=local"),
     ("launch=deepspeed",                   "launch=deepspeed is not built yet: set launch=local"),
     ("launch=torchrun",                    "launch=torchrun is not built yet: set launch=local"),

@@ -28,7 +28,10 @@ FLOORS = {
     "trainer.launch":   ((),                                                set()),
     "trainer.parallel": (PLANNED,                                           {"torch"}),
     "trainer.engines":  ((*PLANNED, "trainer.parallel"),                    {"torch", "deepspeed"}),
-    "trainer.loop":     ((*PLANNED, "trainer.parallel", "trainer.engines", "trainer.launch"), {"torch", "wandb", "numpy", "safetensors", "msgspec", "tokenizers"}),
+    "trainer.loop":     (
+        (*PLANNED, "trainer.parallel", "trainer.engines", "trainer.launch"),
+        {"torch", "wandb", "numpy", "safetensors", "msgspec", "tokenizers"},
+    ),
 }
 # fmt: on
 DISTRIBUTIONS = {"hydra": "hydra-core", "yaml": "pyyaml"}  # where a package is not named as what holds it

@@ -34,7 +34,8 @@ def quickstart(*words: str) -> Run:
     return load("quickstart", words)
 
 
-def test_without_a_probe_a_local_plan_has_no_times_and_says_how_to_get_them() -> None:
+def test_without_a_probe_a_local_plan_has_no_times_and_says_how_to_get_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     plan = make_plan(quickstart())
     assert plan.time is None
     assert any("`distrain fit` measures this machine" in str(each) for each in plan.warnings)

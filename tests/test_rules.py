@@ -31,6 +31,8 @@ BASE = Run(
 
 Keys = dict[str, Any]
 MOE: Keys = {"model": MIXTURE}
+THEIRS = Model(family="hf", layers=2, hidden=64, heads=4, vocab=256, context=1024, hf="x", parameters={"a": (256, 64), "b": (64,)})
+HF: Keys = {"model": THEIRS}
 ROUNDS: Keys = {"parallel.schedule": "interleaved"}
 
 
@@ -61,6 +63,22 @@ BROKEN: list[tuple[Keys, str]] = [
         "model.kv_heads=5 does not divide model.heads=12: set model.kv_heads=4 or model.kv_heads=6 or model.kv_heads=3"),
     ({"model.context": 512},
         "train.seq=1024 is longer than model.context=512, the rows of the position table: set train.seq=512 or model.context=1024"),
+    ({"model.family": "hf"},
+        "family hf has no sizes of its own: set model.hf to the path of a config.json"),
+    (HF | {"train.seq": 2048},
+        "train.seq=2048 is longer than the 1024 tokens of its config.json: set train.seq=1024"),
+    (HF | {"model.dropout": 0.1},
+        "model.dropout=0.1: dropout of family hf can't be keyed, so that layouts would train apart: set model.dropout=0"),
+    (HF | {"model.weights": "x"},
+        "model.weights: a model of family hf begins from no weights here: set model.weights=null"),
+    (HF | {"data.documents": True},
+        "data.documents=true: attention of family hf does not stay inside documents: set data.documents=false"),
+    (HF | {"parallel.tp": 2},
+        "parallel.tp=2 splits nothing of family hf: it trains under dp and ZeRO: set parallel.tp=1"),
+    (HF | {"parallel.pp": 2, "parallel.dp": 8},
+        "parallel.pp=2 splits nothing of family hf: it trains under dp and ZeRO: set parallel.pp=1 parallel.dp=auto"),
+    (HF | {"parallel.recompute": "full"},
+        "parallel.recompute=full: family hf keeps all of its activations: set parallel.recompute=none"),
     ({"model.experts": 8},
         "model.experts=8 is for family moe, not gpt: set model.experts=0"),
     ({"parallel.ep": 2},
@@ -389,7 +407,7 @@ def test_what_no_engine_runs_is_planned_and_said(keys: Keys, says: str) -> None:
 
 @pytest.mark.parametrize("warning", WARNINGS, ids=lambda warning: warning.__name__)
 def test_every_warning_is_provoked_above(warning: Any) -> None:
-    provoked = [keys for _, keys, _ in HURTS] + [keys for keys, _ in UNRUN] + [{"cluster.device.memory": PEAK}]
+    provoked = [keys for _, keys, _ in HURTS] + [keys for keys, _ in UNRUN] + [{"cluster.device.memory": PEAK}, HF]
     for run in (changed(BASE, keys.items()) for keys in provoked):
         frame = Frame(run)
         layout = frame.layout(run.parallel, run.train.microbatch)

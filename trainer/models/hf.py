@@ -230,7 +230,7 @@ _WORDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 def _wrong(config: Mapping[str, Any], kind: Kind) -> Iterator[tuple[str, str]]:
     """Keys that are missing or not of their kind."""
-    for key, row in {key: row for row in kind.rows for key in row.theirs}.items():
+    for key, row in ((name, each) for each in kind.rows for name in each.theirs):
         value = config.get(key)
         if key not in config:
             if row.default == NEEDED:

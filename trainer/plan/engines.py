@@ -65,14 +65,13 @@ def engine_for(run: Run, parallel: Parallel) -> tuple[Engine | None, tuple[Probl
 def unbuilt(engine: Engine, parallel: Parallel) -> Iterator[Problem]:
     """What of a layout within an engine's limits this version can't run yet."""
     if engine.built is None:
-        yield Problem(
-            rule="engine", says=f"engine {engine.name} is planned, but this version does not run it yet", mend="set parallel.pp=1"
-        )
+        says = f"engine {engine.name} is planned, but this version does not run it yet"
+        yield Problem(rule="engine", says=says, mend="set parallel.pp=1 parallel.dp=auto" + " parallel.tp=1" * (parallel.tp > 1))
         return
     for axis, most in engine.built:
         if getattr(parallel, axis) > most:
             says = f"parallel.{axis}={getattr(parallel, axis)} is planned, but this version does not run it yet"
-            yield Problem(rule="engine", says=says, mend=f"set parallel.{axis}={most}")
+            yield Problem(rule="engine", says=says, mend=f"set parallel.{axis}={most} parallel.dp=auto")
 
 
 def _limits(engine: Engine, run: Run, parallel: Parallel) -> Iterator[Problem]:

@@ -92,7 +92,7 @@ def hugging_face(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Brok
         yield Broken("context", says, ((("train.seq", words.context),),))
     if words.dropout:
         says = f"model.dropout={words.dropout:g}: dropout of family hf can't be keyed, so that layouts would train apart"
-        yield Broken("dropout", says, ((("model.dropout", 0.0),),))
+        yield Broken("dropout", says, ((("model.dropout", 0),),))
     if words.weights is not None:
         yield Broken("weights", "model.weights: a model of family hf begins from no weights here", ((("model.weights", None),),))
     if run.data.documents:
@@ -104,11 +104,12 @@ def hugging_face_layout(run: Run, parallel: Parallel, microbatch: int) -> Iterat
     """A model of family hf is whole on every rank, but for what ZeRO shards, and nothing of it is computed again."""
     if run.model.family != "hf":
         return
+    again: Change = () if parallel.dp == "auto" else (("parallel.dp", "auto"),)
     for axis in ("tp", "pp", "cp"):
         degree = getattr(parallel, axis)
         if degree > 1:
             says = f"parallel.{axis}={degree} splits nothing of family hf: it trains under dp and ZeRO"
-            yield Broken("hf", says, (((f"parallel.{axis}", 1), ("parallel.dp", "auto")),))
+            yield Broken("hf", says, (((f"parallel.{axis}", 1), *again),))
     if parallel.recompute != "none":
         says = f"parallel.recompute={parallel.recompute}: family hf keeps all of its activations"
         yield Broken("hf", says, ((("parallel.recompute", "none"),),))

@@ -112,7 +112,8 @@ def _untimed(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | N
     cluster, offload = frame.run.cluster, layout.parallel.offload
     device = cluster.device
     if not frame.table.computes:
-        yield Problem(rule="time", says=f"no times: what a model of family {frame.run.model.family} computes is in no table")
+        says = f"no times: what a model of family {frame.run.model.family} computes is in no table"
+        yield Problem(rule="time", says=says, mend="`distrain fit` measures them as it trains")
     elif offload.optimizer or offload.parameters:
         yield Problem(rule="time", says="no times: how fast the host steps an offloaded optimizer is not known")
     elif device.peak.get(frame.run.train.precision) is None or device.bandwidth is None:

@@ -25,10 +25,10 @@ def main() -> int:
 
 def found(file: Path) -> dict[str, Any]:
     """What there is to know of a config.json's model without making it."""
-    import torch
-
     try:
         config = config_of(file)
+        import torch
+
         with torch.device("meta"):
             model = made(config)
         if config.get_text_config() is not config:

@@ -45,12 +45,13 @@ class Causal(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Causal:
         """Moves and casts, but never casts rotary frequencies: half precision would turn late positions by wrong angles."""
-        kept = [(each, each._buffers["inv_freq"]) for each in self.modules() if each._buffers.get("inv_freq") is not None]
+        kept = [(each._buffers, name) for each in self.modules() for name in each._buffers if name.endswith("inv_freq")]
+        before = [buffers[name] for buffers, name in kept]
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for each, before in kept:
-            after = each._buffers["inv_freq"]
-            if before is not None and after is not None and after.dtype != before.dtype:
-                each._buffers["inv_freq"] = before.to(after.device)
+        for (buffers, name), whole in zip(kept, before, strict=True):
+            cast = buffers[name]
+            if whole is not None and cast is not None and cast.dtype != whole.dtype:
+                buffers[name] = whole.to(cast.device)
         return self
 
 
