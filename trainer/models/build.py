@@ -53,7 +53,7 @@ def _module(held: Mapping[str, nn.Parameter], run: Run) -> Transformer:
         case "llama":
             from .llama.module import Transformer
         case family:
-            raise NotImplementedError(f"model.family={family} has no module yet: gpt and llama have")
+            raise ValueError(f"model.family={family} has no module yet: gpt and llama have")
     return Transformer(held, run)
 
 

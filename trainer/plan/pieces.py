@@ -8,7 +8,7 @@ from math import prod
 from typing import Literal
 
 from ..models.families import FAMILIES
-from ..models.table import Dims, Op, Table, Tensor
+from ..models.table import Dims, Op, Table, Tensor, padded
 from ..spec.run import Run
 from .axes import cp, ep, tp
 from .axes.axis import Axis
@@ -102,11 +102,6 @@ class Local:
     def whole(self, tensor: Tensor) -> int:
         """Bytes on one rank of a tensor whose sequence the tensor axis gathers: inside a tensor-parallel region."""
         return self.bytes(tensor, without="tp")
-
-
-def padded(whole: int, multiple: int) -> int:
-    """The next multiple."""
-    return -(-whole // multiple) * multiple
 
 
 def form(run: Run) -> Form:

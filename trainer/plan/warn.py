@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from ..models.table import padded
 from ..spec.problem import Problem
 from ..spec.units import gib, percent
 from .costs import Costs
 from .engines import engine_for
 from .frame import Frame
 from .layout import Layout
-from .pieces import padded
 from .result import Throughput
 
 BUBBLE = 0.2  # share of a step from which a bubble is worth a word
