@@ -42,7 +42,6 @@ def deepspeed() -> Any:
     warnings.simplefilter("ignore")
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     import deepspeed
     import deepspeed.ops
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -61,6 +62,8 @@ def _train(run: Run, folder: Path, world: World, talk: Talk, stop: Stop) -> bool
     module = trained(run, device=world.device, dtype=DTYPES[run.train.precision], seed=None if run.model.weights else run.train.seed)
     if run.train.compile:
         module.compile()
+    else:
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # DeepSpeed compiles parts of itself otherwise: seconds a rank
     engine = ZeroEngine(run, module, world)
     gather = over(host)
     found = resume(folder / "checkpoints", run.checkpoint.resume, engine.shapes(), rank=world.rank, world=world.size, gather=gather)
