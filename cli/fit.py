@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -72,11 +73,19 @@ def after(run: Run) -> str:
     folder = folder_of(run)
     name = os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder)
     following = (
-        f"distrain report {quote(name)}",
-        *([f"distrain generate {quote(name)} --prompt 'def '"] if run.model.family != "hf" else []),
-        "distrain plan conf=megatron_1t_6x8x64",
+        f"report {quote(name)}",
+        *([f"generate {quote(name)} --prompt 'def '"] if run.model.family != "hf" else []),
+        "plan conf=megatron_1t_6x8x64",
     )
-    return "\n".join(["", *beside(ran(folder), look()), "", "Next:", *(f"  {each}" for each in following)])
+    return "\n".join(["", *beside(ran(folder), look()), "", "Next:", *(f"  {typed()} {each}" for each in following)])
+
+
+def typed() -> str:
+    """What a user types to get this command again."""
+    if shutil.which("distrain"):
+        return "distrain"
+    called = Path(sys.argv[0])
+    return os.path.relpath(called) if called.name == "distrain" else "python -m distrain"
 
 
 def fit(run: Run, plan: Plan, show: Callable[[str], None], live: Callable[[str], None]) -> tuple[int, Sequence[str]]:

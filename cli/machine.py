@@ -28,6 +28,7 @@ DEVICES = {
     "NVIDIA GB200": "gb200",
     "NVIDIA GB300": "gb300",
 }
+PROBE = 2  # what is measured and how; raised when that changes
 PATIENCE = 120.0  # seconds that a probe may take
 
 Device = Callable[[str], dict[str, Any]]  # what conf/device says of an option
@@ -133,7 +134,8 @@ def key() -> dict[str, Any]:
         torch = version("torch")
     except PackageNotFoundError:
         torch = ""
-    return {"torch": torch, "cpu": _processor(), "cores": cores(), "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return {"probe": PROBE, "torch": torch, "cpu": _processor(), "cores": cores(), "visible": visible}
 
 
 def cores() -> int:
