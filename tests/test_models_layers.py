@@ -244,5 +244,5 @@ def test_initial_weights_hang_on_the_seed_and_the_name_alone() -> None:
 
 
 def test_a_family_without_a_module_says_so() -> None:
-    with pytest.raises(NotImplementedError, match="moe has no module yet"):
+    with pytest.raises(ValueError, match="moe has no module yet"):
         build(run_of("gpt", model__family="moe", model__experts=2, model__top_k=1), device=CPU, dtype=torch.float32)
