@@ -45,12 +45,6 @@ def leave() -> None:
     dist.destroy_process_group()
 
 
-def summed(values: torch.Tensor) -> torch.Tensor:
-    """The sum over all ranks, on each of them."""
-    dist.all_reduce(values)
-    return values
-
-
 def agreed(flag: bool, device: torch.device) -> bool:
     """Whether any rank says so: each learns it at the same step."""
     word = torch.tensor(int(flag), device=device)

@@ -110,7 +110,7 @@ def _seconds(frame: Frame, layout: Layout, pieces: Pieces, kinds: list[Stage]) -
     stages, micros, parallel = layout.mesh.pp, layout.micros, layout.parallel
     hop = 0.0
     if stages > 1 and not parallel.overlap.pipeline:
-        hop = _hop(frame, layout, pieces)
+        hop = _hop(layout, pieces)
     computes = [kind.forward + kind.backward for kind in kinds]
     totals = [each + kind.talk_forward + kind.talk_backward + hop for each, kind in zip(computes, kinds, strict=True)]
     busiest = max(range(len(kinds)), key=totals.__getitem__)
@@ -136,7 +136,7 @@ def _seconds(frame: Frame, layout: Layout, pieces: Pieces, kinds: list[Stage]) -
     )
 
 
-def _hop(frame: Frame, layout: Layout, pieces: Pieces) -> float:
+def _hop(layout: Layout, pieces: Pieces) -> float:
     """Exposed seconds of a micro-batch's messages between stages: in and out, for each chunk."""
     chunks = layout.parallel.chunks
     lines = pp.lines(handed(layout, pieces), 2 * chunks, layout.wires.pair, exposed=True)

@@ -41,7 +41,7 @@ class Piece:
 
     `kept` is what stays from forward to backward, `working` what recomputation brings back besides while it runs.
     `replicated` counts the parameters that every tensor-parallel rank holds. `weight` is the part of `backward` that
-    makes weight gradients, `again` forward's part that is computed twice. `talk_*` are seconds of messages, exposed.
+    makes weight gradients. `talk_*` are seconds of messages, exposed.
     """
 
     dense: int
@@ -53,7 +53,6 @@ class Piece:
     forward: float | None
     backward: float | None
     weight: float
-    again: float
     talk_forward: float
     talk_backward: float
     talks: tuple[Talk, ...]
@@ -178,7 +177,6 @@ def _piece(
         forward=forward,
         backward=backward,
         weight=weight,
-        again=repeated,
         talk_forward=spoken[0],
         talk_backward=spoken[1],
         talks=talks,
