@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from ..spec.run import Run
 
 Part = TypeVar("Part")
+Change = tuple[tuple[str, object], ...]  # (key, value) pairs that are set together
 
 
 def changed(run: Run, change: Iterable[tuple[str, object]]) -> Run:

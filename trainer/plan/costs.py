@@ -41,7 +41,7 @@ def costs(frame: Frame, layout: Layout) -> Costs:
     which = layout.partition.which
     flights = in_flight(layout)
     fixed = [kind.fixed for kind in kinds]
-    kept = [kind.kept for kind in kinds]
+    kept = [kind.kept + kind.passing for kind in kinds]
     peaks = [fixed[at] + ceil(kept[at] * held) for at, held in zip(which, flights, strict=True)]
     copies = spare(layout)
     if copies:
@@ -53,7 +53,7 @@ def costs(frame: Frame, layout: Layout) -> Costs:
 def _kinds(frame: Frame, layout: Layout, pieces: Pieces) -> list[Stage]:
     """The cost of each kind of stage; schedules that hold as many micro-batches on the last stage share them."""
     parallel = layout.parallel
-    key = (id(pieces), layout.mesh, layout.way, layout.shard, parallel.offload, last_held(layout))
+    key = (id(pieces), layout.mesh, layout.way, layout.shard, parallel.offload, last_held(layout), layout.folded)
     found = frame.stages.get(key)
     if found is None:
         found = frame.stages[key] = [stage(frame, layout, pieces, kind) for kind in layout.partition.kinds]
@@ -88,11 +88,14 @@ def timed(frame: Frame, layout: Layout) -> bool:
 def sends(layout: Layout, index: int) -> int:
     """Tensors that a stage hands to its neighbours in a step: forward to the next, gradients to the one before.
 
-    With chunks the stages form a ring: last and first are neighbours too, but for the model's two ends.
+    With chunks the stages form a ring: last and first are neighbours too, but for the model's two ends. A folded pipeline turns
+    around on the last stage, and ends on the first.
     """
     stages, chunks = layout.mesh.pp, layout.parallel.chunks
     if stages == 1:
         return 0
+    if layout.folded:
+        return layout.micros * 2 * (2 - (index == stages - 1) - (index == 0))
     forward = chunks - (index == stages - 1)
     backward = chunks - (index == 0)
     return layout.micros * (forward + backward)
@@ -137,13 +140,13 @@ def _seconds(frame: Frame, layout: Layout, pieces: Pieces, kinds: list[Stage]) -
 
 
 def _hop(layout: Layout, pieces: Pieces) -> float:
-    """Exposed seconds of a micro-batch's messages between stages: in and out, for each chunk."""
-    chunks = layout.parallel.chunks
-    lines = pp.lines(handed(layout, pieces), 2 * chunks, layout.wires.pair, exposed=True)
+    """Exposed seconds of a micro-batch's messages between stages: in and out, for each part of the model that a stage has."""
+    parts = SCHEDULES[layout.parallel.schedule].parts(layout.parallel.chunks)
+    lines = pp.lines(handed(layout, pieces), 2 * parts, layout.wires.pair, exposed=True)
     return sum(line.exposed for line in lines)
 
 
 def _tied_seconds(frame: Frame, layout: Layout, pieces: Pieces) -> float:
-    if layout.mesh.pp == 1 or pieces.tied == 0:
+    if layout.mesh.pp == 1 or layout.folded or pieces.tied == 0:
         return 0.0
     return sum(line.exposed for line in pp.tied(pieces.tied * frame.widths.gradient, layout.wires.pair))

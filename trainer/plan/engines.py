@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from ..spec.problem import Problem
 from ..spec.run import Parallel, Run
+from .change import Change, words
 
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """An engine's limits; `built` are the largest degrees that this version of distrain runs on it, None where it runs none."""
+    """An engine's limits; `built` are the largest degrees that this version of distrain runs on it, of axes where that is less."""
 
     name: str
     pipeline: bool
@@ -21,8 +22,24 @@ class Engine:
     families: tuple[str, ...]
     most: tuple[tuple[str, int], ...]  # (axis, the largest degree)
     offload: bool
-    built: tuple[tuple[str, int], ...] | None
+    built: tuple[tuple[str, int], ...]
     source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """What an engine does not run: a key's value. Changes that may mend it, the nearest first, or words where there is none."""
+
+    engine: str
+    key: str
+    value: object
+    tries: tuple[Change, ...] = ()
+    mend: str = ""
+
+    @property
+    def says(self) -> str:
+        (said,) = words(((self.key, self.value),))
+        return f"engine {self.engine} does not run {said}"
 
 
 ENGINES = (
@@ -32,28 +49,28 @@ ENGINES = (
         zero=(0, 1, 2, 3),
         schedules=(),
         precisions=("fp32", "bf16", "fp16"),
-        families=("gpt", "llama", "hf"),
-        most=(("cp", 1), ("ep", 1)),
+        families=("gpt", "llama", "moe", "hf"),
+        most=(),
         offload=True,
-        built=(("tp", 1),),
+        built=(),
         source="deepspeed 0.19 ZeRO",
     ),
     Engine(
         name="pipe",
         pipeline=True,
         zero=(0, 1),
-        schedules=("1f1b", "gpipe"),
+        schedules=("1f1b", "gpipe", "dualpipev"),
         precisions=("fp32", "bf16", "fp16"),
-        families=("gpt", "llama"),
-        most=(("cp", 1), ("ep", 1)),
+        families=("gpt", "llama", "moe"),
+        most=(),
         offload=False,
-        built=None,
+        built=(),
         source="deepspeed 0.19 PipelineEngine",
     ),
 )
 
 
-def engine_for(run: Run, parallel: Parallel) -> tuple[Engine | None, tuple[Problem, ...]]:
+def engine_for(run: Run, parallel: Parallel) -> tuple[Engine | None, tuple[Limit, ...]]:
     """The engine that a run names, or that its layout wants, and what of the layout it can't do (empty: it runs)."""
     for engine in ENGINES:
         if run.engine == engine.name or (run.engine == "auto" and engine.pipeline == (parallel.pp > 1)):
@@ -64,43 +81,71 @@ def engine_for(run: Run, parallel: Parallel) -> tuple[Engine | None, tuple[Probl
 
 def unbuilt(engine: Engine, parallel: Parallel) -> Iterator[Problem]:
     """What of a layout within an engine's limits this version can't run yet."""
-    if engine.built is None:
-        says = f"engine {engine.name} is planned, but this version does not run it yet"
-        yield Problem(rule="engine", says=says, mend="set parallel.pp=1 parallel.dp=auto" + " parallel.tp=1" * (parallel.tp > 1))
-        return
     for axis, most in engine.built:
         if getattr(parallel, axis) > most:
             says = f"parallel.{axis}={getattr(parallel, axis)} is planned, but this version does not run it yet"
             yield Problem(rule="engine", says=says, mend=f"set parallel.{axis}={most} parallel.dp=auto")
 
 
-def _limits(engine: Engine, run: Run, parallel: Parallel) -> Iterator[Problem]:
-    train = run.train
-
-    def cannot(key: str, value: object, mend: str) -> Problem:
-        return Problem(rule="engine", says=f"engine {engine.name} does not run {key}={value}", mend=mend)
-
+def _limits(engine: Engine, run: Run, parallel: Parallel) -> Iterator[Limit]:
+    """One a key; the rest of a layout is left to the rules. Asked of every layout of a sweep: changes are made where one is broken."""
     if engine.pipeline != (parallel.pp > 1):
-        yield cannot("parallel.pp", parallel.pp, "set engine=auto")
+        other: Change = (("parallel.pp", 2), *_filled(parallel)) if engine.pipeline else _alone(run, parallel)
+        yield Limit(engine.name, "parallel.pp", parallel.pp, ((("engine", "auto"),), other))
     if parallel.zero not in engine.zero:
-        yield cannot("parallel.zero", parallel.zero, f"set parallel.zero to {_any(engine.zero)}")
+        yield Limit(engine.name, "parallel.zero", parallel.zero, ((("parallel.zero", max(engine.zero)),), _alone(run, parallel)))
+    elif parallel.zero == 3 and parallel.ep > 1:
+        less: tuple[Change, ...] = ((("parallel.zero", 2),), (("parallel.ep", 1),))
+        yield Limit(engine.name, "parallel.zero", f"3 with parallel.ep={parallel.ep}", less)
     if engine.pipeline and parallel.schedule not in engine.schedules:
-        yield cannot("parallel.schedule", parallel.schedule, f"set parallel.schedule to {_any(engine.schedules)}")
-    if train.precision not in engine.precisions:
-        yield cannot("train.precision", train.precision, f"set train.precision to {_any(engine.precisions)}")
+        yield _unscheduled(engine, run, parallel)
+    if run.train.precision not in engine.precisions:
+        tries = tuple((("train.precision", name),) for name in engine.precisions)
+        yield Limit(engine.name, "train.precision", run.train.precision, tries)
     if run.model.family not in engine.families:
-        yield cannot("model.family", run.model.family, f"it runs {_any(engine.families)}")
-    for axis, most in engine.most:
-        if getattr(parallel, axis) > most:
-            yield cannot(f"parallel.{axis}", getattr(parallel, axis), f"set parallel.{axis}={most}")
+        yield Limit(engine.name, "model.family", run.model.family, mend=f"it runs {_any(engine.families)}")
+    for axis, most in (*engine.most, *((("cp", 1),) if run.model.family == "moe" else ())):  # what is per sequence there wants it whole
+        if (degree := getattr(parallel, axis)) > most:
+            yield Limit(engine.name, f"parallel.{axis}", degree, (((f"parallel.{axis}", most), *_filled(parallel)),))
     if parallel.shard != "all" and parallel.zero:
-        yield cannot("parallel.shard", parallel.shard, "set parallel.shard=all")
+        yield Limit(engine.name, "parallel.shard", parallel.shard, ((("parallel.shard", "all"),), (("parallel.zero", 0),)))
     if parallel.reduce != "ring":
-        yield cannot("parallel.reduce", parallel.reduce, "set parallel.reduce=ring")
+        yield Limit(engine.name, "parallel.reduce", parallel.reduce, ((("parallel.reduce", "ring"),),))
     if parallel.scatter and parallel.pp > 1 and parallel.tp > 1:
-        yield cannot("parallel.scatter", "true", "set parallel.scatter=false")
-    if not engine.offload and (parallel.offload.optimizer or parallel.offload.parameters):
-        yield cannot("parallel.offload", "true", "set parallel.pp=1 or offload nothing")
+        plain: Change = (("parallel.scatter", False),)
+        yield Limit(engine.name, "parallel.scatter", True, (plain, (*plain, ("parallel.sequence", True))))
+    if parallel.offload.optimizer or parallel.offload.parameters:
+        yield from _offloaded(engine, run, parallel)
+
+
+def _filled(parallel: Parallel) -> Change:
+    """The data degree that fills the cluster."""
+    return () if parallel.dp == "auto" else (("parallel.dp", "auto"),)
+
+
+def _alone(run: Run, parallel: Parallel) -> Change:
+    """No pipeline."""
+    return (("parallel.pp", 1), *_filled(parallel), *((("engine", "auto"),) if run.engine != "auto" else ()))
+
+
+def _unscheduled(engine: Engine, run: Run, parallel: Parallel) -> Limit:
+    plain: Change = (("parallel.chunks", 1),) if parallel.chunks > 1 else ()
+    first, *others = ((("parallel.schedule", name), *plain) for name in engine.schedules)
+    return Limit(engine.name, "parallel.schedule", parallel.schedule, (first, (*_alone(run, parallel), *first), *others))
+
+
+def _offloaded(engine: Engine, run: Run, parallel: Parallel) -> Iterator[Limit]:
+    """A pipeline offloads nothing; gradients of which ranks of the tensor axis have a part each are not added up on the host yet."""
+    offload, lanes = parallel.offload, run.model.kv_heads or run.model.heads
+    rows = (("parallel.offload.optimizer", offload.optimizer), ("parallel.offload.parameters", offload.parameters))
+    here: Change = tuple((key, False) for key, moved in rows if moved)
+    if not engine.offload:
+        yield Limit(engine.name, "parallel.offload", True, (here, _alone(run, parallel)))
+    elif parallel.tp > 1 and parallel.sequence:
+        yield Limit(engine.name, "parallel.offload", "true with parallel.sequence=true", ((("parallel.sequence", False),), here))
+    elif parallel.tp > lanes:
+        fewer: Change = (("parallel.tp", lanes), *_filled(parallel))
+        yield Limit(engine.name, "parallel.offload", f"true with more tensor ranks than model.kv_heads={lanes}", (fewer, here))
 
 
 def _any(names: tuple[object, ...]) -> str:

@@ -9,12 +9,14 @@ from ..spec.run import Parallel, Run
 from .axes import dp
 from .collectives import Wire
 from .engines import engine_for
-from .layout import Layout, Partition, balanced, mesh_of, partition
+from .layout import Kind, Layout, Partition, balanced, mesh_of, partition
 from .mesh import Mesh, Wires, inner, together, wired, wires
 from .pieces import Pieces, Split, form, pieces, table_of
 from .precision import states, widths
 from .roofline import rates
-from .zero import Flat, flat
+from .schedules import SCHEDULES
+from .slices import Heads
+from .zero import MASTER, Also, Flat, Lie, flat, lies, stage_of, stepped
 
 
 class Frame:
@@ -39,8 +41,10 @@ class Frame:
         self._core = sum(forward_flops(op, self.table.sizes) for op in self.table.layer if op.core) // run.train.microbatch
         self._pieces: dict[tuple[Split, int, int, int], Pieces] = {}
         self._wires: dict[Mesh, Wires] = {}
-        self._partitions: dict[int, Partition] = {}
-        self._flats: dict[int, Flat] = {}
+        self._partitions: dict[tuple[int, bool], Partition] = {}
+        self._lies: dict[tuple[Kind, int, int], tuple[Lie, ...]] = {}
+        self._flats: dict[tuple[Kind, int, int, int], Flat] = {}
+        self._stepped: dict[tuple[Kind, int, int, Also, int, int], list[int]] = {}
         self.stages: dict[tuple[object, ...], list[Any]] = {}  # the kinds of stages that costs.py has found
 
     @property
@@ -85,20 +89,46 @@ class Frame:
         links = cluster.inside, cluster.between
         return wired(shard, near, *links), wired(size // shard, far, *links)
 
-    def partition(self, stages: int) -> Partition:
-        """The layers of each stage: balanced by bytes and FLOPs, each as a share of the model's."""
-        found = self._partitions.get(stages)
+    def partition(self, stages: int, *, folded: bool) -> Partition:
+        """The layers of each part of the model: balanced by bytes and FLOPs, each as a share of the model's."""
+        found = self._partitions.get((stages, folded))
         if found is None:
-            table = self.table
+            table, parts = self.table, 2 * stages if folded else stages
             layer, first, last = self._load("layer", table.layer), self._load("embedding", table.embedding), self._load("head", table.head)
-            found = self._partitions[stages] = partition(balanced(self.run.model.layers, stages, layer, first, last))
+            counts = balanced(self.run.model.layers, parts, layer, first, last)
+            found = self._partitions[stages, folded] = partition(counts, folded=folded)
         return found
 
-    def flat(self, ranks: int) -> Flat:
-        """How the parameters lie on so many ranks, flattened."""
-        if ranks not in self._flats:
-            self._flats[ranks] = flat(self.table, self.run.model.layers, ranks)
-        return self._flats[ranks]
+    def lies(self, kind: Kind, tp: int, ep: int) -> tuple[Lie, ...]:
+        """The parameters that a rank of a kind of stage holds."""
+        found = self._lies.get((kind, tp, ep))
+        if found is None:
+            multiple = self.run.model.vocab_multiple
+            made = lies(self.table, kind.layers, first=kind.first, last=kind.last, tp=tp, vocab_multiple=multiple, ep=ep)
+            found = self._lies[kind, tp, ep] = made
+        return found
+
+    def flat(self, kind: Kind, mesh: Mesh) -> Flat:
+        """How the parameters of a kind of stage lie on its data-parallel ranks, flattened."""
+        key = (kind, mesh.tp, mesh.ep, ranks := mesh.dp * mesh.cp)
+        found = self._flats.get(key)
+        if found is None:
+            found = self._flats[key] = flat(self.lies(kind, mesh.tp, mesh.ep), ranks, mesh.ep)
+        return found
+
+    def stepped(self, kind: Kind, also: Also, stage: int, mesh: Mesh) -> list[int]:
+        """Elements of replicated or of shared weights that each data-parallel rank of a kind of stage steps at a ZeRO stage."""
+        key = (kind, mesh.tp, mesh.ep, also, stage, ranks := mesh.dp * mesh.cp)
+        found = self._stepped.get(key)
+        if found is None:
+            found = self._stepped[key] = stepped(self.lies(kind, mesh.tp, mesh.ep), also, stage, ranks)
+        return found
+
+    def sharing(self, mesh: Mesh) -> Wire:
+        """How the ranks of the tensor axis that hold the same key and value heads are wired."""
+        sizes, cluster = self.table.sizes, self.run.cluster
+        copies = Heads(sizes["heads"], sizes["kv_heads"], mesh.tp).copies
+        return wired(copies, together(((copies, 1),), cluster.gpus) or 1, cluster.inside, cluster.between)
 
     def _load(self, name: str, ops: tuple[Op, ...]) -> float:
         held = sum(count(weight.dims, self.table.sizes) for weight in weights(ops))
@@ -111,23 +141,25 @@ class Frame:
         shard = data if parallel.shard == "all" else parallel.shard
         run = self.run
         micros = run.train.batch // (mesh.dp * microbatch)
+        deepspeed = engine_for(run, parallel)[0] is not None
+        half = self.widths.weight < MASTER and self.form == "torch"
         return Layout(
             parallel=parallel,
             mesh=mesh,
             wires=self.wires(mesh),
             micros=micros,
             microbatch=microbatch,
-            partition=self.partition(mesh.pp),
+            partition=self.partition(mesh.pp, folded=mesh.pp > 1 and SCHEDULES[parallel.schedule].folded),
             shard=shard,
             expert_shard=max(1, shard // mesh.ep),
             way=dp.Way(
-                zero=parallel.zero,
+                zero=stage_of(parallel.zero, half=half) if deepspeed else parallel.zero,
                 micros=micros,
                 weight=self.widths.weight,
-                gradient=self.widths.gradient,
+                gradient=self.widths.weight if deepspeed else self.widths.gradient,
                 bucket=parallel.bucket,
                 algorithm=parallel.reduce,
-                deepspeed=engine_for(run, parallel)[0] is not None,
+                deepspeed=deepspeed,
                 overlap=parallel.overlap.data,
                 often=parallel.zero == 3 or (parallel.zero == 2 and mesh.pp == 1),
             ),

@@ -21,8 +21,10 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Layers of each stage, the kinds of stages there are, which kind each is, and how many are of each kind."""
+    """Layers of each part along the model and of each stage, the kinds of stages there are, which kind each is, and how many are of
+    each kind. A stage is one part; where the pipeline is folded, two."""
 
+    parts: tuple[int, ...]
     counts: tuple[int, ...]
     kinds: tuple[Kind, ...]
     which: tuple[int, ...]
@@ -44,11 +46,21 @@ class Layout:
     expert_shard: int
     way: Way  # of the data axis
 
-    def layers(self, stage: int) -> tuple[int, int]:
-        """[first, last + 1] of a stage's layers."""
-        counts = self.partition.counts
-        first = sum(counts[:stage])
-        return first, first + counts[stage]
+    def parts(self, stage: int) -> tuple[int, ...]:
+        """The parts of the model that a stage holds, by their places along it."""
+        last = len(self.partition.parts) - 1
+        return (stage, last - stage) if self.folded else (stage,)
+
+    def layers(self, part: int) -> tuple[int, int]:
+        """[first, last + 1] of a part's layers."""
+        counts = self.partition.parts
+        first = sum(counts[:part])
+        return first, first + counts[part]
+
+    @property
+    def folded(self) -> bool:
+        """Whether each stage holds two parts, the first stage both ends."""
+        return len(self.partition.parts) > self.mesh.pp
 
 
 def mesh_of(parallel: Parallel, world: int) -> Mesh:
@@ -57,12 +69,15 @@ def mesh_of(parallel: Parallel, world: int) -> Mesh:
     return Mesh(pp=parallel.pp, dp=dp, cp=parallel.cp, ep=parallel.ep, tp=parallel.tp)
 
 
-def partition(counts: tuple[int, ...]) -> Partition:
-    """The stages that hold so many layers each."""
-    every = [Kind(layers, stage == 0, stage == len(counts) - 1) for stage, layers in enumerate(counts)]
+def partition(parts: tuple[int, ...], *, folded: bool = False) -> Partition:
+    """The stages that hold parts of so many layers: one each; folded, the first and the last, the second and the last but one ..."""
+    stages = len(parts) // 2 if folded else len(parts)
+    counts = tuple(one + other for one, other in zip(parts[:stages], reversed(parts[stages:]), strict=True)) if folded else parts
+    last = 0 if folded else stages - 1
+    every = [Kind(layers, stage == 0, stage == last) for stage, layers in enumerate(counts)]
     kinds = tuple(dict.fromkeys(every))
     which = tuple(kinds.index(kind) for kind in every)
-    return Partition(counts, kinds, which, tuple(which.count(at) for at in range(len(kinds))))
+    return Partition(parts, counts, kinds, which, tuple(which.count(at) for at in range(len(kinds))))
 
 
 def balanced(layers: int, stages: int, layer: float, first: float, last: float) -> tuple[int, ...]:

@@ -8,14 +8,15 @@ from itertools import combinations
 from ..spec.problem import Problem
 from ..spec.run import Run
 from ..spec.units import gib
-from .change import changed, words
-from .engines import engine_for
+from .change import Change, changed, words
+from .engines import Limit, engine_for
 from .estimate import Estimator
 from .result import Memory
-from .rules import Broken, Change, broken
+from .rules import Broken, broken
 from .schedules import SCHEDULES
 
 SHOWN = 3  # mends told of one problem
+NEAREST = 2  # layouts told of what an engine does not run
 DEEP = 2  # further changes that one may need
 
 
@@ -30,6 +31,35 @@ def problem_of(run: Run, found: Broken, all_found: list[Broken]) -> Problem:
     told = tuple(words(change) for change in held[:SHOWN])
     mend = f"set {' or '.join(' '.join(each) for each in told)}" if told else found.mend
     return Problem(rule=found.rule, says=found.says, mend=mend, changes=told)
+
+
+def limits(run: Run) -> tuple[Problem, ...]:
+    """What of a run the engine that its layout wants does not run, each with the nearest layouts that it does."""
+    _, found = engine_for(run, run.parallel)
+    return tuple(_limit_problem(run, each, {limit.key for limit in found}) for each in found)
+
+
+def _limit_problem(run: Run, found: Limit, keys: set[str]) -> Problem:
+    """A limit as a problem. A layout is told that is legal, fits if the run does, and meets none but the run's other limits."""
+    before = _broken(run)
+    fits = not before and _peak(run) is not None
+    held: list[Change] = []
+    for change in found.tries:
+        whole = _completed(run, change, {_subject(each) for each in before}, DEEP) if change else None
+        if whole is None or whole in held:
+            continue
+        new = changed(run, whole)
+        if {each.key for each in engine_for(new, new.parallel)[1]} <= keys - {found.key} and not (fits and _peak(new) is None):
+            held.append(whole)
+    told = tuple(map(words, held[:NEAREST]))
+    mend = f"set {' or '.join(' '.join(each) for each in told)}" if told else found.mend
+    return Problem(rule="engine", says=found.says, mend=mend, changes=told)
+
+
+def _peak(run: Run) -> int | None:
+    """Bytes of the fullest rank of a legal run; None where it does not fit."""
+    estimate = Estimator(run)(run.parallel, run.train.microbatch)
+    return max(estimate.peaks) if estimate.fits else None
 
 
 def _subject(found: Broken) -> tuple[str, str]:
@@ -109,8 +139,8 @@ def _fits(run: Run, change: Change) -> tuple[Change, int] | None:
         return None
     if engine_for(run, run.parallel)[0] is not None and engine_for(new, new.parallel)[0] is None:
         return None
-    estimate = Estimator(new)(new.parallel, new.train.microbatch)
-    return (change, max(estimate.peaks)) if estimate.fits else None
+    peak = _peak(new)
+    return None if peak is None else (change, peak)
 
 
 def _filled(run: Run, change: Change) -> Change:
@@ -146,7 +176,7 @@ def _steps(run: Run) -> Iterator[Change]:
     for axis, most in (("tp", run.cluster.gpus), ("pp", run.model.layers), ("cp", run.cluster.gpus)):
         now = getattr(parallel, axis)
         for times in (2, 4, 8):
-            if now * times <= most:
+            if now * times <= most and (axis != "tp" or run.model.heads % (now * times) == 0):  # rather than pad
                 yield ((f"parallel.{axis}", now * times),)
     if not parallel.offload.optimizer:
         yield (("parallel.offload.optimizer", True),)

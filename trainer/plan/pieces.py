@@ -17,6 +17,7 @@ from .collectives import Wire, cost
 from .mesh import Wires
 from .precision import widths
 from .roofline import POINTWISE_BACKWARD, Rates, moving_seconds, product_seconds, rates
+from .slices import Heads, local_sizes
 
 Form = Literal["megatron", "torch"]
 
@@ -40,13 +41,14 @@ class Piece:
     """One block on one rank: parameters; bytes of a micro-batch; seconds of a micro-batch (None: peak unknown).
 
     `kept` is what stays from forward to backward, `working` what recomputation brings back besides while it runs.
-    `replicated` counts the parameters that every tensor-parallel rank holds. `weight` is the part of `backward` that
-    makes weight gradients. `talk_*` are seconds of messages, exposed.
+    `replicated` counts the parameters that every tensor-parallel rank holds, `shared` those that some hold together. `weight`
+    is the part of `backward` that makes weight gradients. `talk_*` are seconds of messages, exposed.
     """
 
     dense: int
     experts: int
     replicated: int
+    shared: int
     kept: int
     working: int
     logits: int
@@ -67,10 +69,11 @@ class Pieces:
     head: Piece
     tied: int  # elements of the weight that embedding and head share, on one rank
     stream: int  # bytes of the residual stream that one rank hands to the next stage
+    angles: int  # bytes that every part of the model keeps of rotary positions, its layers together
 
 
 class Local:
-    """Sizes of tensors on one rank: whole sizes cut by the axes, rounded up where they don't divide."""
+    """Sizes of tensors on one rank: whole sizes cut by the axes, padded where they don't divide."""
 
     def __init__(self, table: Table, split: Split, *, vocab_multiple: int, activation: int) -> None:
         self.activation = activation
@@ -78,18 +81,18 @@ class Local:
         every = (tp.axis(sequence=split.sequence), cp.axis(), ep.axis())
         self.axes = tuple(axis for axis in every if self.degrees[axis.name] > 1)
         self.sizes = {**table.sizes, "batch": split.microbatch, "vocab": padded(table.sizes["vocab"], vocab_multiple * split.tp)}
+        local = local_sizes(table.sizes, split.tp, vocab_multiple=vocab_multiple)
+        self.slices = {dim: local[dim] for dim in tp.SPLITS if dim in local}
 
     def shape(self, dims: Dims, *, without: str = "") -> list[int]:
-        """Sizes of a tensor on one rank, were it not for the axis `without`; an axis splits one dim of it.
-
-        A dim smaller than the degree is replicated: ceil(2 kv_heads / 4) is 1 on each of 4 ranks.
-        """
+        """Sizes of a tensor on one rank, were it not for the axis `without`; an axis splits one dim of it."""
         found = [self.sizes[dim] for dim in dims]
         for axis in self.axes:
             dim = axis.split(dims)
             if dim is not None and axis.name != without:
                 at = dims.index(dim)
-                found[at] = -(-found[at] // self.degrees[axis.name])
+                degree = self.degrees[axis.name]
+                found[at] = self.slices[dim] if axis.name == "tp" and dim in self.slices else -(-found[at] // degree)
         return found
 
     def count(self, dims: Dims, *, without: str = "") -> int:
@@ -105,7 +108,7 @@ class Local:
 
 def form(run: Run) -> Form:
     """Whose kept tensors are counted: on a CPU those that our own modules save, else the papers'."""
-    ours = run.cluster.device.kind == "cpu" and run.model.family in ("gpt", "llama", "hf") and not run.train.compile
+    ours = run.cluster.device.kind == "cpu" and run.model.family in ("gpt", "hf", "llama", "moe") and not run.train.compile
     return "torch" if ours else "megatron"
 
 
@@ -120,12 +123,14 @@ def pieces(run: Run, table: Table, split: Split, wires: Wires) -> Pieces:
         return _piece(ops, recompute, local, split, on, wires, by)
 
     stream = Tensor(("seq", "batch", "hidden"))
+    turns = [tensor for op in table.embedding for tensor in op.saved if "head_dim" in tensor.dims] if by == "torch" else []
     return Pieces(
         embedding=piece(table.embedding, "none"),
         layer=piece(table.layer, split.recompute),
         head=piece(table.head, "none"),
         tied=local.count(("vocab", "hidden")) if table.tied else 0,
         stream=local.bytes(stream),
+        angles=sum(map(local.bytes, turns)),
     )
 
 
@@ -142,7 +147,8 @@ def _piece(
     shards = Axis(name="tp", splits=tp.SPLITS)
     kept, working = _kept(ops, recompute, local, by)
     again = _again(ops, recompute)
-    talks = tuple(_talks(ops, again, local, split))
+    talks = tuple(_talks(ops, again, local, split, by))
+    copies = Heads(local.sizes["heads"], local.sizes["kv_heads"], split.tp).copies
     forward = backward = None
     weight = repeated = 0.0
     if on is not None:
@@ -171,6 +177,7 @@ def _piece(
         dense=sum(count for dims, count in held if "experts" not in dims),
         experts=sum(count for dims, count in held if "experts" in dims),
         replicated=sum(count for dims, count in held if shards.split(dims) is None),
+        shared=sum(count for dims, count in held if copies > 1 and shards.split(dims) == "kv_heads"),
         kept=kept,
         working=working,
         logits=sum(local.bytes(tensor) for op in ops for tensor in (op.logits if by == "megatron" else _vocabulary(op))),
@@ -191,6 +198,14 @@ def _again(ops: tuple[Op, ...], recompute: str) -> tuple[Op, ...]:
             return tuple(op for op in ops if op.core)
         case _:
             return ()
+
+
+def _spoken_again(again: tuple[Op, ...], by: Form) -> tuple[Op, ...]:
+    """Of the ops that run again those whose forward messages travel again: all, but torch's checkpoint stops at the last tensor that
+    backward wants, before what that op makes is summed."""
+    last = max((at for at, op in enumerate(again) if op.saved), default=0)
+    stops = by == "torch" and again and (tp.style(again[last]) == "row" or again[last].reduces)
+    return again[:last] + again[last + 1 :] if stops else again
 
 
 def _kept(ops: tuple[Op, ...], recompute: str, local: Local, by: Form) -> tuple[int, int]:
@@ -216,8 +231,9 @@ def _vocabulary(op: Op) -> Iterator[Tensor]:
     yield from (tensor for tensor in op.saved if "vocab" in tensor.dims)
 
 
-def _talks(ops: tuple[Op, ...], again: tuple[Op, ...], local: Local, split: Split) -> Iterator[Talk]:
+def _talks(ops: tuple[Op, ...], again: tuple[Op, ...], local: Local, split: Split, by: Form) -> Iterator[Talk]:
     found: dict[tuple[str, str, int], list[int]] = {}
+    spoken = _spoken_again(again, by)
     for op in ops:
         said: list[Iterable[Talk]] = []
         if split.tp > 1:
@@ -225,11 +241,12 @@ def _talks(ops: tuple[Op, ...], again: tuple[Op, ...], local: Local, split: Spli
         if split.cp > 1:
             said.append(cp.talks(op, lambda tensor: local.bytes(tensor, without="cp")))
         if split.ep > 1:
-            said.append(ep.talks(op, local.bytes))
+            said.append(ep.talks(op, local.whole if by == "torch" else local.bytes))
         for talk in (talk for talks in said for talk in talks):
             row = found.setdefault((talk.axis, talk.verb, talk.payload), [0, 0])
             row[0] += talk.forward
-            row[1] += talk.backward + (talk.forward if op in again else 0)
+            repeated = op in (again if talk.axis == "ep" else spoken)  # what comes back from the experts is saved
+            row[1] += talk.backward + (talk.forward if repeated else 0)
     for (axis, verb, payload), (forward, backward) in found.items():
         yield Talk(axis, verb, payload, forward, backward)
 

@@ -7,19 +7,18 @@ from typing import Any
 
 from ..spec.problem import Problem
 from ..spec.run import Run
-from .axes import pp
-from .axes.line import Line
-from .collectives import Wire, cost
-from .costs import Costs, Seconds, costs, handed, sends, spare
+from .costs import Costs, Seconds, costs, spare
 from .engines import engine_for, unbuilt
 from .frame import Frame
 from .layout import Layout
 from .mends import memory_problem, problem_of
 from .mesh import Mesh
 from .precision import moments
-from .result import Bytes, Memory, Message, ModelFacts, Plan, StageMemory, Throughput, Time, Whole
+from .result import Bytes, Memory, ModelFacts, Plan, StageMemory, Throughput, Time, Whole
 from .rules import broken
+from .saving import ill_saved, saving
 from .schedules import SCHEDULES, bubble_share
+from .traffic import busiest
 from .warn import warnings
 
 VERSION = 1
@@ -40,22 +39,25 @@ def make_plan(run: Run) -> Plan:
     seconds = of.seconds
     throughput = _throughput(frame, layout, seconds) if seconds else None
     fits = memory.peak <= memory.capacity
+    whole, step = _whole(frame, seconds), seconds.step if seconds else None
+    saved = saving(run, whole, step)
     return Plan(
         **_named(run, layout.mesh),
         ok=True,
         fits=fits,
         runnable=engine is not None and not limits and not any(unbuilt(engine, parallel)),
         problems=() if fits else (memory_problem(run, memory),),
-        warnings=warnings(frame, layout, of, throughput),
+        warnings=(*warnings(frame, layout, of, throughput), *ill_saved(run, whole, step, saved)),
         engine=engine.name if engine else None,
         microbatches=layout.micros,
         model=_facts(frame),
         memory=memory,
-        traffic=tuple(_message(line, timed=seconds is not None) for line in _traffic(frame, layout, of)),
+        traffic=busiest(frame, layout, of),
         time=_time(seconds) if seconds else None,
         bubble_fraction=seconds.fill if seconds else _even_bubble(layout),
         throughput=throughput,
-        run=_whole(frame, seconds),
+        run=whole,
+        saving=saved,
     )
 
 
@@ -77,6 +79,7 @@ def _unlaid(run: Run, found: tuple[Problem, ...]) -> Plan:
         bubble_fraction=None,
         throughput=None,
         run=None,
+        saving=None,
     )
 
 
@@ -137,72 +140,26 @@ def _memory(frame: Frame, layout: Layout, of: Costs) -> Memory:
     rows = []
     for index, at in enumerate(layout.partition.which):
         kind = of.kinds[at]
+        flight = of.flights[index]
+        kept = ceil(kind.kept * flight)
         held = Bytes(
             weights=kind.weights * (1 + copies[index]),
             gradients=kind.gradients,
             optimizer=kind.optimizer,
-            activations=ceil(kind.kept * of.flights[index]) + kind.kept_last,
+            activations=kept + kind.kept_last,
             logits=kind.logits,
-            buffers=kind.buffers,
+            buffers=kind.buffers + ceil((kind.kept + kind.passing) * flight) - kept,
             overhead=kind.overhead,
             total=of.peaks[index],
         )
+        layers, *back = map(layout.layers, layout.parts(index))
         rows.append(
-            StageMemory(index=index, layers=layout.layers(index), parameters=kind.parameters, in_flight=of.flights[index], bytes=held)
+            StageMemory(
+                index=index, layers=layers, parameters=kind.parameters, in_flight=flight, bytes=held, back=back[0] if back else None
+            )
         )
     peak = max(of.peaks)
     return Memory(peak=peak, capacity=frame.capacity, stage=of.peaks.index(peak), form=frame.form, stages=tuple(rows))
-
-
-def _traffic(frame: Frame, layout: Layout, of: Costs) -> list[Line]:
-    """Every message of a step on the rank that sends most."""
-    one_of_each = [layout.partition.which.index(at) for at in range(len(of.kinds))]
-    return max((_stage_traffic(frame, layout, of, index) for index in one_of_each), key=lambda lines: sum(line.sent for line in lines))
-
-
-def _stage_traffic(frame: Frame, layout: Layout, of: Costs, index: int) -> list[Line]:
-    partition, pieces, stages = layout.partition, of.pieces, layout.mesh.pp
-    kind = of.kinds[partition.which[index]]
-    lines = list(kind.data)
-    if stages > 1:
-        pair = layout.wires.pair
-        lines += pp.lines(handed(layout, pieces), sends(layout, index), pair, exposed=not layout.parallel.overlap.pipeline)
-        if pieces.tied and index in (0, stages - 1):
-            lines += pp.tied(pieces.tied * frame.widths.gradient, pair)
-    blocks = [(partition.counts[index], pieces.layer)]
-    blocks += [(1, pieces.embedding)] * (index == 0) + [(1, pieces.head)] * (index == stages - 1)
-    spoken: dict[tuple[str, str, int], int] = {}
-    for many, piece in blocks:
-        for talk in piece.talks:
-            key = (talk.axis, talk.verb, talk.payload)
-            spoken[key] = spoken.get(key, 0) + many * (talk.forward + talk.backward) * layout.micros
-    talked = layout.micros * (kind.talk_forward + kind.talk_backward)
-    lines += _spoken(layout, spoken, talked)
-    return lines
-
-
-def _spoken(layout: Layout, spoken: dict[tuple[str, str, int], int], exposed: float) -> list[Line]:
-    """The messages inside blocks; what of their seconds is exposed is shared out among them by their length."""
-    rows = []
-    for (axis, verb, payload), times in spoken.items():
-        wire: Wire = getattr(layout.wires, axis)
-        sent, seconds = cost(verb, payload, wire)
-        rows.append((axis, verb, payload, times, sent * times, wire.link, seconds * times))
-    whole = sum(row[-1] for row in rows)
-    return [Line(*row, exposed * row[-1] / whole if whole else 0.0) for row in rows]
-
-
-def _message(line: Line, *, timed: bool) -> Message:
-    return Message(
-        axis=line.axis,
-        verb=line.verb,
-        payload=line.payload,
-        count=line.times,
-        sent=line.sent,
-        link=line.link,
-        seconds=line.seconds if timed else None,
-        exposed=line.exposed if timed else None,
-    )
 
 
 def _throughput(frame: Frame, layout: Layout, seconds: Seconds) -> Throughput:

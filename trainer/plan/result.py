@@ -23,13 +23,15 @@ class Bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """One pipeline stage: its layers [first, last + 1], parameters on one rank, micro-batches in flight, bytes."""
+    """One pipeline stage: its layers [first, last + 1], of a folded pipeline those on the way out and `back`, parameters on one rank,
+    micro-batches in flight, bytes."""
 
     index: int
     layers: tuple[int, int]
     parameters: int
     in_flight: float
     bytes: Bytes
+    back: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +96,19 @@ class Whole:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Saving:
+    """Seconds between interruptions and how many are expected in the run; seconds of a save; the best interval between two, in seconds
+    and steps, and the share of the time that is then kept work."""
+
+    mtbf: float
+    interruptions: float | None
+    seconds: float | None
+    interval: float | None
+    every: int | None
+    goodput: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelFacts:
     """Parameters (those that one token meets, too) and model FLOPs of one token, forward and backward."""
 
@@ -130,3 +145,4 @@ class Plan:
     bubble_fraction: float | None
     throughput: Throughput | None
     run: Whole | None
+    saving: Saving | None

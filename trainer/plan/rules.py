@@ -13,11 +13,10 @@ from math import ceil
 from ..models.families import FAMILIES
 from ..spec.problem import nearest
 from ..spec.run import Parallel, Run
+from .change import Change
 from .engines import ENGINES
 from .precision import COMPUTES
 from .schedules import SCHEDULES
-
-Change = tuple[tuple[str, object], ...]  # (key, value) pairs that are set together
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,26 +185,9 @@ def _nodes(run: Run, wanted: int) -> tuple[Change, ...]:
 
 
 def tensor(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
-    """tp divides what it splits; kv_heads fewer than tp are replicated; sequence parallel splits the sequence by tp too."""
-    words, degree = run.model, parallel.tp
-    if degree == 1 or words.family == "hf":
-        return
-    kv_heads = words.kv_heads or degree
-    rows = [("heads", words.heads)]
-    if words.family != "moe":
-        rows.append(("ffn", words.ffn or 4 * words.hidden))
-    else:
-        rows.append(("expert_ffn", words.expert_ffn or words.ffn or 4 * words.hidden))
-    for name, size in rows:
-        if size % degree:
-            yield Broken("tp", f"parallel.tp={degree} does not divide model.{name}={size}", _near("parallel.tp", degree, size))
-    if kv_heads % degree and degree % kv_heads:
-        yield Broken(
-            "tp",
-            f"parallel.tp={degree} neither divides model.kv_heads={kv_heads} nor is a multiple of it",
-            _near("parallel.tp", degree, kv_heads),
-        )
-    if parallel.sequence and run.train.seq % (degree * parallel.cp):
+    """Sequence parallel splits the sequence by tp too; heads, feed-forward and vocabulary are padded where tp does not divide them."""
+    degree = parallel.tp
+    if degree > 1 and parallel.sequence and run.train.seq % (degree * parallel.cp):
         of = f"train.seq={run.train.seq} over tp {degree} x cp {parallel.cp}"
         yield Broken("sequence", f"parallel.sequence does not split {of} evenly", ((("parallel.sequence", False),),))
 
@@ -218,7 +200,7 @@ def context(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
 
 
 def pipeline(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
-    """Each stage, and each chunk of it, has a layer; chunks are for interleaved schedules."""
+    """Each stage, and each part of it, has a layer; chunks are for interleaved schedules, which want micro-batches in rounds."""
     schedule = SCHEDULES.get(parallel.schedule)
     layers, stages, chunks = run.model.layers, parallel.pp, parallel.chunks
     if stages * chunks > layers:
@@ -231,17 +213,36 @@ def pipeline(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
     if chunks > 1 and not schedule.chunked:
         either: tuple[Change, ...] = ((("parallel.schedule", "interleaved"),), (("parallel.chunks", 1),))
         yield Broken("chunks", f"parallel.chunks={chunks} is for schedule interleaved, not {parallel.schedule}", either)
-    if not schedule.chunked or stages == 1:
-        return
+    if stages > 1 and schedule.chunked:
+        yield from _rounds(run, parallel, microbatch)
+    if stages > 1 and schedule.folded:
+        yield from _fold(run, parallel, microbatch)
+
+
+def _rounds(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
+    """A schedule with chunks wants more than one, and micro-batches in rounds of its stages."""
     plain: Change = (("parallel.schedule", "1f1b"), ("parallel.chunks", 1))
-    if chunks == 1:
+    if parallel.chunks == 1:
         says = f"parallel.schedule={parallel.schedule} wants parallel.chunks of 2 or more"
         yield Broken("chunks", says, ((("parallel.chunks", 2),), plain))
-    micros = _micros(run, parallel, microbatch)
+    micros, stages = _micros(run, parallel, microbatch), parallel.pp
     if micros is not None and micros % stages:
         says = f"{micros} micro-batches a step are not a multiple of parallel.pp={stages}, as schedule {parallel.schedule} wants"
         more = run.train.batch // micros * -(-micros // stages) * stages
         yield Broken("microbatches", says, ((("train.batch", more),), plain))
+
+
+def _fold(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
+    """A folded schedule gives each stage two parts of the model, and wants a micro-batch for each part that there is."""
+    layers, parts = run.model.layers, 2 * parallel.pp
+    plain: Change = (("parallel.schedule", "1f1b"),)
+    if parallel.pp <= layers < parts:
+        says = f"parallel.schedule={parallel.schedule} cuts a model into 2 x parallel.pp={parallel.pp} parts, and model.layers={layers}"
+        yield Broken("pp", says, (plain, *_near("parallel.pp", layers // 2, layers)))
+    micros = _micros(run, parallel, microbatch)
+    if micros is not None and micros < parts:
+        says = f"{micros} micro-batches a step are fewer than 2 x parallel.pp={parallel.pp}, as schedule {parallel.schedule} wants"
+        yield Broken("microbatches", says, ((("train.batch", run.train.batch // micros * parts),), plain))
 
 
 def _micros(run: Run, parallel: Parallel, microbatch: int) -> int | None:

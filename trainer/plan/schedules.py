@@ -60,12 +60,33 @@ def zero_bubble_h1(stage: int, stages: int, micros: int, chunks: int = 1) -> lis
     return actions + [Action("W", micro) for micro in range(weights, micros)]
 
 
+def dualpipev(stage: int, stages: int, micros: int, chunks: int = 1) -> list[Action]:
+    """A stage's two parts of the model, chunk 0 on the way out and 1 on the way back, in the order of DeepSpeed's
+    DualPipeVSchedule (arXiv:2412.19437 section 3.2.1, weight gradients not apart); at least 2 x stages micro-batches."""
+    after = stages - stage - 1
+    order = (
+        "F0 " * 2 * after
+        + "F0 F1 " * (stage + 1)
+        + "B1 F1 " * after
+        + "F0 B1 F1 B0 " * (micros - 2 * stages + stage + 1)
+        + "B1 F1 B0 " * after
+        + "B1 B0 " * (stage + 1)
+        + "B0 " * after
+    ).split()
+    micro = dict.fromkeys(("F0", "F1", "B0", "B1"), -1)
+    actions: list[Action] = []
+    for word in order:
+        micro[word] += 1
+        actions.append(Action("F" if word[0] == "F" else "B", micro[word], int(word[1])))
+    return actions
+
+
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """One row: actions of a stage; micro-batches whose tensors it holds at once at the most (of whole stages: a chunk is
     a part of one); the part of the other stages' (forward + backward) that a step waits while the pipeline fills and
     drains, given chunks, and that of their weight gradients which fills the wait, given stages and micro-batches; copies of
-    the weights a stage keeps."""
+    the weights a stage keeps. `folded`: stage r of p holds the parts r and 2p - 1 - r of the model."""
 
     actions: Callable[[int, int, int, int], list[Action]]
     in_flight: Callable[[int, int, int, int], float]
@@ -73,9 +94,14 @@ class Schedule:
     hidden: Callable[[int, int], float] = lambda stages, micros: 0.0
     versions: Callable[[int, int], int] = lambda stage, stages: 1
     chunked: bool = False
+    folded: bool = False
     forward_first: bool = False  # no backward before the last forward
     flushes: bool = True
     source: str
+
+    def parts(self, chunks: int) -> int:
+        """Parts of the model that a stage runs one after the other."""
+        return 2 if self.folded else chunks
 
 
 def _one_f_one_b_held(stage: int, stages: int, micros: int, chunks: int) -> float:
@@ -89,6 +115,12 @@ def _interleaved_held(stage: int, stages: int, micros: int, chunks: int) -> floa
 def _zero_bubble_hidden(stages: int, micros: int) -> float:
     """Two weight gradients a stage that follows, but for the micro-batches that are missing where they are fewer than stages."""
     return 2.0 - max(0, stages - micros) / max(1, stages - 1)
+
+
+def _dualpipev_hidden(stages: int, micros: int) -> float:
+    """Half a forward of each stage, which takes as long as a weight gradient: DeepSpeed sends a forward's result with the backward
+    that it pairs it with, so that a half of what the other way could fill stays open."""
+    return 0.5 * stages / max(1, stages - 1)
 
 
 SCHEDULES: dict[str, Schedule] = {
@@ -134,6 +166,14 @@ SCHEDULES: dict[str, Schedule] = {
         versions=lambda stage, stages: 2 if stages > 1 else 1,
         flushes=False,
         source="arXiv:2006.09503",
+    ),
+    "dualpipev": Schedule(
+        actions=dualpipev,
+        in_flight=lambda stage, stages, micros, chunks: stages + 0.5,
+        fill=lambda chunks: 1.0,
+        hidden=_dualpipev_hidden,
+        folded=True,
+        source="deepspeed 0.19 DualPipeVSchedule",
     ),
 }
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .axes import dp, tp
+from . import once
+from .axes import dp
 from .axes.line import Line
 from .frame import Frame
 from .layout import Kind, Layout
@@ -16,7 +17,8 @@ from .zero import MASTER, Holds, Zero, holds, stage_of
 class Stage(NamedTuple):
     """One kind of stage: so many layers, with or without embedding and head. Bytes; seconds of one micro-batch.
 
-    `kept` are activations of one micro-batch in flight, `kept_last` those that only the micro-batch in hand keeps.
+    `kept` are activations of one micro-batch in flight, `kept_last` those that only the micro-batch in hand keeps, `passing` what a
+    pipeline's engine holds beside them of each in flight.
     """
 
     parameters: int
@@ -25,6 +27,7 @@ class Stage(NamedTuple):
     optimizer: int
     kept: int
     kept_last: int
+    passing: int
     logits: int
     buffers: int
     overhead: int
@@ -34,7 +37,7 @@ class Stage(NamedTuple):
     talk_forward: float
     talk_backward: float
     data: list[Line]
-    exposed: float  # of the data axis, a step
+    exposed: float  # of the data axis and of what the tensor axis adds up, a step
     step: float  # the optimizer's seconds
 
     @property
@@ -59,20 +62,24 @@ def stage(frame: Frame, layout: Layout, pieces: Pieces, kind: Kind) -> Stage:
             weight += end.weight
             talk_forward += end.talk_forward
             talk_backward += end.talk_backward
+    kept += (1 + layout.folded) * pieces.angles
     if first:
-        kept += pieces.embedding.kept
+        kept += pieces.embedding.kept - pieces.angles
     if last:
         held = last_held(layout)
         kept_last, logits = held * head.kept, held * head.logits
     if first and last:
         dense -= pieces.tied
-    replicated = layers * layer.replicated + first * pieces.embedding.replicated + last * head.replicated
-    data = _once(frame, layout, replicated) + _data(frame, layout, layers, dense, experts, forward, backward)
+    data = _data(frame, layout, layers, dense, experts, forward, backward)
+    added = once.lines(frame, layout, pieces, kind)
     weights, gradients, optimizer = _states(frame, layout, dense, experts)
     buffers = _buffers(frame, layout, pieces, dense + experts, first=first, last=last)
-    if frame.form == "torch" and layout.way.deepspeed and layout.mesh.size("data") == frame.world:
-        weights, gradients, optimizer, passing = _counted(frame, layout)
-        buffers = layer.working + passing
+    passing = 0
+    if frame.form == "torch" and layout.way.deepspeed:
+        weights, gradients, optimizer, bucket = _counted(frame, layout, kind, dense + experts)
+        streams = _streams(layout, kind)
+        passing = streams * pieces.stream
+        buffers = layer.working + bucket + _gathered(layout, pieces) + min(streams, 2) * pieces.stream
     return Stage(
         parameters=dense + experts,
         weights=weights,
@@ -80,6 +87,7 @@ def stage(frame: Frame, layout: Layout, pieces: Pieces, kind: Kind) -> Stage:
         optimizer=optimizer,
         kept=kept,
         kept_last=kept_last,
+        passing=passing,
         logits=logits,
         buffers=buffers,
         overhead=frame.context,
@@ -89,7 +97,7 @@ def stage(frame: Frame, layout: Layout, pieces: Pieces, kind: Kind) -> Stage:
         talk_forward=talk_forward,
         talk_backward=talk_backward,
         data=data,
-        exposed=sum([line.exposed for line in data]),
+        exposed=sum([line.exposed for line in (*added, *data)]),
         step=_step_seconds(frame, layout, dense, experts),
     )
 
@@ -115,21 +123,36 @@ def _states(frame: Frame, layout: Layout, dense: int, experts: int) -> tuple[int
     return weights * (not offload.parameters), gradients, optimizer * (not offload.optimizer)
 
 
-def _counted(frame: Frame, layout: Layout) -> Holds:
+def _counted(frame: Frame, layout: Layout, kind: Kind, parameters: int) -> Holds:
     """The same, and what passes through, as DeepSpeed holds them."""
-    width, parallel = frame.widths, layout.parallel
+    width, parallel, mesh = frame.widths, layout.parallel, layout.mesh
     way = Zero(
-        stage=stage_of(parallel.zero, half=width.weight < MASTER),
-        ranks=layout.mesh.dp,
+        stage=stage_of(parallel.zero, half=width.weight < MASTER, ep=mesh.ep),
+        ranks=mesh.dp * mesh.cp,
         micros=layout.micros,
         weight=width.weight,
         gradient=width.gradient,
         states=frame.states,
-        bucket=min(parallel.bucket, frame.parameters),
+        bucket=min(parallel.bucket, parameters if mesh.pp > 1 else frame.parameters),
+        pipeline=mesh.pp > 1,
     )
-    held = holds(way, frame.parameters, frame.flat(layout.mesh.dp))
+    held = holds(way, parameters, frame.flat(kind, mesh))
     offload = parallel.offload
     return held._replace(weights=held.weights * (not offload.parameters), optimizer=held.optimizer * (not offload.optimizer))
+
+
+def _streams(layout: Layout, kind: Kind) -> int:
+    """Residual streams that DeepSpeed's pipeline holds of a micro-batch in flight beside what its layers save: of each part what came
+    in, which they are given a copy of, and what goes out, until its gradient is there. As many are a receive's and a gradient's
+    buffers, at the most one of each."""
+    if layout.mesh.pp == 1:
+        return 0
+    return 2 * (1 + layout.folded) - kind.first - kind.last
+
+
+def _gathered(layout: Layout, pieces: Pieces) -> int:
+    """A column layer's input, gathered along the sequence."""
+    return pieces.stream * layout.parallel.tp if layout.parallel.sequence and layout.parallel.tp > 1 else 0
 
 
 def _buffers(frame: Frame, layout: Layout, pieces: Pieces, parameters: int, *, first: bool, last: bool) -> int:
@@ -145,17 +168,10 @@ def _buffers(frame: Frame, layout: Layout, pieces: Pieces, parameters: int, *, f
         total += largest * (2 * width.weight + width.gradient)
     elif layout.shard > 1 and parallel.zero > 0:
         total += min(parallel.bucket, parameters) * width.gradient
-    if parallel.sequence and parallel.tp > 1:
-        total += pieces.stream * parallel.tp  # a column layer's gathered input
+    total += _gathered(layout, pieces)
     if layout.mesh.pp > 1:
         total += 2 * pieces.stream  # one tensor coming, one gradient going
     return total
-
-
-def _once(frame: Frame, layout: Layout, replicated: int) -> list[Line]:
-    if layout.parallel.tp == 1 or not layout.parallel.sequence:
-        return []
-    return [tp.replicated(replicated * frame.widths.gradient, layout.wires.tp)]
 
 
 def _data(frame: Frame, layout: Layout, layers: int, dense: int, experts: int, forward: float, backward: float) -> list[Line]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from ..models.table import padded
+from ..models.table import weights
 from ..spec.problem import Problem
 from ..spec.units import gib, percent
 from .costs import Costs
-from .engines import engine_for
 from .frame import Frame
 from .layout import Layout
+from .mends import limits
 from .result import Throughput
+from .slices import Heads, local_sizes, portion
 
 BUBBLE = 0.2  # share of a step from which a bubble is worth a word
 
@@ -45,8 +46,11 @@ def _bubble(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | No
 
 
 def _uneven(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
-    counts, chunks = layout.partition.counts, layout.parallel.chunks
+    counts, chunks, parts = layout.partition.counts, layout.parallel.chunks, layout.partition.parts
     if min(counts) == max(counts):
+        if min(parts) < max(parts):
+            says = f"{sum(parts)} layers over {len(parts)} parts, two a stage: the bubble is planned as if they were even"
+            yield Problem(rule="uneven", says=says)
         if counts[0] % chunks:
             yield Problem(
                 rule="uneven", says=f"{counts[0]} layers of a stage over {chunks} chunks: the bubble is planned as if they were even"
@@ -75,19 +79,39 @@ def _unmeasured(frame: Frame, layout: Layout, of: Costs, throughput: Throughput 
         yield Problem(rule="mfu", says=says)
 
 
+# What padding costs: dims that the tensor axis splits, and whose products are then longer.
+PADDED = {
+    "heads": "attention",
+    "ffn": "the feed-forward",
+    "expert_ffn": "the experts",
+    "shared_ffn": "the shared experts",
+    "vocab": "the head",
+}
+
+
 def _padded(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
-    model, degree = frame.run.model, layout.mesh.tp
-    whole = padded(model.vocab, model.vocab_multiple * degree)
-    if whole > model.vocab:
-        yield Problem(rule="vocab", says=f"model.vocab={model.vocab} is padded to {whole} so that tp {degree} splits it evenly")
+    model, sizes, degree = frame.run.model, frame.table.sizes, layout.mesh.tp
+    local = local_sizes(sizes, degree, vocab_multiple=model.vocab_multiple)
+    table = frame.table
+    held = {dim for weight in weights(table.embedding + table.layer + table.head) for dim in weight.dims}
+    for dim, whose in PADDED.items():
+        whole = local[dim] * degree
+        if dim not in held or whole == sizes[dim]:
+            continue
+        share = 1 - sizes[dim] / whole
+        cost = percent(share) if share >= 0.01 else "less than 1 %"
+        empty = sum(not portion(dim, sizes, degree, rank, vocab_multiple=model.vocab_multiple).length for rank in range(degree))
+        idle = f", and {empty} of {degree} ranks {'has' if empty == 1 else 'have'} nothing else" if empty else ""
+        why = f" so that tp {degree} splits it" if degree > 1 else f", a multiple of model.vocab_multiple={model.vocab_multiple}"
+        says = f"model.{dim}={sizes[dim]} is padded to {whole}{why}: {cost} of {whose}'s products are padding{idle}"
+        yield Problem(rule=dim, says=says)
 
 
 def _replicated(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
-    kv_heads, degree = frame.table.sizes["kv_heads"], layout.mesh.tp
-    if degree > kv_heads:
-        yield Problem(
-            rule="kv_heads", says=f"parallel.tp={degree} is more than model.kv_heads={kv_heads}: each is held by {degree // kv_heads} ranks"
-        )
+    sizes, degree = frame.table.sizes, layout.mesh.tp
+    kv_heads, copies = sizes["kv_heads"], Heads(sizes["heads"], sizes["kv_heads"], degree).copies
+    if copies > 1:
+        yield Problem(rule="kv_heads", says=f"parallel.tp={degree} is more than model.kv_heads={kv_heads}: each is held by {copies} ranks")
 
 
 def _idle(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
@@ -136,9 +160,18 @@ def _uncounted(frame: Frame, layout: Layout, of: Costs, throughput: Throughput |
         yield Problem(rule="activations", says=says, mend="begin with a small train.microbatch; `distrain report` shows what a step keeps")
 
 
+def _routed(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
+    model, degree = frame.run.model, layout.mesh.ep
+    if model.family == "moe" and degree > 1:
+        says = f"what expert ranks keep, send and compute is planned for even routing, {model.experts} experts over {degree} ranks"
+        yield Problem(rule="routing", says=says)
+    if model.family == "moe" and model.capacity is not None:
+        says = f"model.capacity={model.capacity:g}: planned as if no token were dropped"
+        yield Problem(rule="capacity", says=says)
+
+
 def _engine(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
-    _, limits = engine_for(frame.run, layout.parallel)
-    yield from limits
+    yield from limits(frame.run)
 
 
 WARNINGS: tuple[Callable[[Frame, Layout, Costs, Throughput | None], Iterator[Problem]], ...] = (
@@ -152,6 +185,7 @@ WARNINGS: tuple[Callable[[Frame, Layout, Costs, Throughput | None], Iterator[Pro
     _replicated,
     _idle,
     _unmeasured,
+    _routed,
     _engine,
 )
 

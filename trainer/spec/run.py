@@ -44,6 +44,8 @@ class Model:
     top_k: Natural = 0
     expert_ffn: Count | None = None  # None: ffn
     shared_experts: Natural = 0
+    aux_loss: NotNegative = 0.0  # how much uneven routing counts beside the loss, each sequence by itself (arXiv:2101.03961 eq. 4)
+    capacity: Positive | None = None  # of a sequence an expert takes this x top_k x seq / experts tokens, the first; None: all
     hf: str | None = None  # path of a Hugging Face config.json that the sizes were read from
     parameters: dict[str, tuple[Natural, ...]] | None = None  # family hf: every parameter's shape, as transformers makes it
     weights: str | None = None  # folder of Hugging Face weights that a run begins from; None: drawn from train.seed
@@ -90,6 +92,9 @@ class Cluster:
     device: Device
     inside: Link | None = None
     between: Link | None = None
+    storage: Positive | None = None  # bytes/s at which all devices together write a checkpoint
+    # Seconds of one device between faults that end a run: Llama 3's 419 in 54 days of 16,384 H100 (arXiv:2407.21783 table 5).
+    mtbf: Positive = 54 * 86400 * 16384 / 419
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +161,7 @@ class Train:
     compile: bool = False
     seed: Natural = 1234
     clip: NotNegative = 1.0  # global gradient norm; 0: off
+    skip: Natural = 3  # steps in a row that may be left out because a loss or a gradient is not finite
     evaluate: Evaluate = field(default_factory=Evaluate)
 
 
@@ -198,6 +204,7 @@ class Log:
     sinks: tuple[Literal["console", "jsonl", "wandb", "tensorboard"], ...] = ("console", "jsonl")
     dir: str = "runs"
     profile: tuple[Natural, Natural] | None = None
+    ledger: bool = False  # count every message of one step beside the plan's: RUN_DIR/ledger.json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,9 +222,14 @@ class Launch:
 
     name: Literal["local", "deepspeed", "torchrun", "slurm"] = "local"
     hostfile: str | None = None
-    include: str | None = None
+    include: str | None = None  # host1@host2:0,2: these hosts and slots of the file; exclude: all others
     exclude: str | None = None
+    runner: Literal["pdsh", "openmpi"] = "pdsh"  # what DeepSpeed's launcher reaches the hosts with
+    address: str | None = None  # of the first host, where ranks meet; None: where ssh reaches it
+    port: Annotated[int, Meta(ge=1, le=65535)] | None = None  # there; None: one that is free, or that the run folder's name gives
+    environment: tuple[str, ...] = ()  # further variables of this shell that ranks on other hosts are told, over a file
     restarts: Natural = 0
+    patience: Positive = 120.0  # seconds that a step may take at least before the run is taken to hang; ten times that what is no step
     preflight: bool = True
 
 

@@ -11,7 +11,7 @@ from .talk import Talk
 
 def axis() -> Axis:
     """The axis; of the scores it splits the queries, not the keys."""
-    return Axis(name="cp", splits=("seq",))
+    return Axis(name="cp", splits=("seq", "tokens"))
 
 
 def talks(op: Op, gathered: Callable[[Tensor], int]) -> Iterator[Talk]:

@@ -2,9 +2,10 @@
 
 What travels depends on who trains. The papers' ZeRO-1 and 2 scatter gradients and gather weights: 2 Psi a step.
 DeepSpeed 0.19 all-reduces each bucket and then gathers the weights, about 3 Psi; from stage 2 on gradients travel at
-every micro-batch. In a pipeline, where no engine of ours runs stage 2, gradients add up whole and are scattered once a
-step, as Llama 3 and MegaScale do (arXiv:2407.21783 section 3.3.2, 2402.15627). ZeRO-3 gathers weights for forward and
-for backward and scatters gradients: 3 Psi a micro-batch.
+every micro-batch, and they are as wide as the weights, whatever they add up in. In a pipeline, where no engine of ours runs
+stage 2, gradients add up whole and are scattered once a step, as Llama 3 and MegaScale do (arXiv:2407.21783 section 3.3.2,
+2402.15627). ZeRO-3 gathers weights for forward and for backward and scatters gradients: 3 Psi a micro-batch; DeepSpeed keeps
+for backward what it gathered for forward of the last 500 M parameters, as counted on live runs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from .line import Line
 
 # Share of a hidden message's time that the computing beside it loses: its kernels take multiprocessors and memory.
 CONTENTION = 0.5
+REUSED = 1_000_000_000  # elements within which DeepSpeed keeps what forward gathered for backward (stage3_max_reuse_distance)
 
 
 class Held(NamedTuple):
@@ -55,9 +57,10 @@ def lines(held: Held, way: Way, layers: int, forward: float, backward: float) ->
     if way.zero == 0:
         return [_line("all_reduce", gradients, buckets, 1, held.whole, way, backward)]
     if way.zero == 3:
+        again = weights if not way.deepspeed else max(0, held.elements - REUSED // 2) * way.weight
         found = [
             _line("all_gather", weights, layers, way.micros, held.shard, way, forward),
-            _line("all_gather", weights, layers, way.micros, held.shard, way, backward),
+            *([_line("all_gather", again, layers, way.micros, held.shard, way, backward)] if again else []),
             _line("reduce_scatter", gradients, layers, way.micros, held.shard, way, backward),
         ]
     else:

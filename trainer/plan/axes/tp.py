@@ -34,9 +34,12 @@ def style(op: Op) -> str | None:
 
 def talks(op: Op, whole: Bytes, *, sequence: bool) -> Iterator[Talk]:
     """Megatron's f and g around an op: f costs backward an all-reduce, g forward one; with sequence parallel each is a
-    gather and a reduce-scatter, and a column layer, which keeps but its shard of the input, gathers it again in backward."""
+    gather and a reduce-scatter, and a column layer, which keeps but its shard of the input, gathers it again in backward. Around
+    experts they stand before tokens are copied and after the copies are added up."""
     product = op.product
-    match style(op):
+    for tensor in op.enters:
+        yield from _given(whole(tensor), sequence=sequence)
+    match None if product and "experts" in product.groups else style(op):
         case "column":
             assert product is not None
             taken = whole(Tensor(product.rows + product.inner))
@@ -57,10 +60,18 @@ def talks(op: Op, whole: Bytes, *, sequence: bool) -> Iterator[Talk]:
             yield Talk("tp", "all_reduce", whole(result), 1, 0)
 
 
-def replicated(payload: int, wire: Wire) -> Line:
-    """With sequence parallel each rank has but its tokens' part of a replicated weight's gradient: added up once a step."""
+def once(axis: str, payload: int, wire: Wire) -> Line:
+    """Gradients that several ranks of the tensor axis have a part of: added up once a step, in one message."""
     sent, seconds = cost("all_reduce", payload, wire)
-    return Line("tp", "all_reduce", payload, 1, sent, wire.link, seconds, seconds)
+    return Line(axis, "all_reduce", payload, 1, sent, wire.link, seconds, seconds)
+
+
+def _given(taken: int, *, sequence: bool) -> Iterator[Talk]:
+    if sequence:
+        yield Talk("tp", "all_gather", taken, 1, 0)
+        yield Talk("tp", "reduce_scatter", taken, 0, 1)
+    else:
+        yield Talk("tp", "all_reduce", taken, 0, 1)
 
 
 def _summed(given: int, *, sequence: bool) -> Iterator[Talk]:
