@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from hashlib import blake2b
-from math import sqrt
+from math import prod, sqrt
 
 import torch
 from torch import Tensor
@@ -54,6 +54,19 @@ def normal(seed: int, name: str, start: int, count: int, device: torch.device | 
         last = min(count, first + _CHUNK)
         made[first:last] = normal_at(seed, name, torch.arange(start + first, start + last, device=device))
     return made
+
+
+def normal_block(
+    seed: int, name: str, shape: tuple[int, ...], offset: tuple[int, ...], size: tuple[int, ...], device: torch.device | None = None
+) -> Tensor:
+    """Standard normals, float32: the block of `size` at `offset` of the logical tensor `name` of `shape`, alike in every layout."""
+    if size == shape:
+        return normal(seed, name, 0, prod(shape), device).view(shape)
+    places = torch.zeros((), dtype=torch.int64, device=device)
+    for whole, first, length in zip(shape, offset, size, strict=True):
+        places = places[..., None] * whole + torch.arange(first, first + length, device=device)
+    drawn = [normal_at(seed, name, each) for each in torch.split(places.flatten(), _CHUNK)]
+    return torch.cat(drawn).view(size)
 
 
 def normal_at(seed: int, name: str, positions: Tensor) -> Tensor:
