@@ -7,6 +7,8 @@ without dropout is s b h (32 + 2 a s / h) + 8 s b there too, 8 s b being the nor
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..spec.run import Model, Train
 from .table import Dims, Op, Product, Tensor, Weight
 
@@ -124,24 +126,37 @@ def feed_forward(model: Model, *, name: str = "mlp", dim: str = "ffn") -> tuple[
 
 
 def mixture(model: Model) -> tuple[Op, ...]:
-    """Top-k routed experts, none dropped: each token travels to top_k experts and back (arXiv:2401.04088)."""
+    """Top-k routed experts, none dropped: each token travels to top_k experts and back (arXiv:2401.04088).
+
+    Tokens and logits enter a tensor-parallel region whole, and their sum leaves it: of copies nothing travels there. Ours save
+    what they route whole on every tensor rank, wherefore its sequence is called `tokens`.
+    """
     rows: Dims = (*TOKENS, "top_k")
     sent, wide = Tensor((*rows, "hidden")), Tensor((*rows, "expert_ffn"))
+    logits = Tensor((*TOKENS, "choices"), 4)
+    copies: Dims = ("tokens", "batch", "top_k")
+    held = Tensor((*copies, "hidden"))
+    choice = (Tensor(copies, 8), Tensor(copies, 4))  # its number, its weight
+    uneven = (Tensor(("tokens", "batch", "choices"), 4), Tensor(("batch", "choices"), 4)) if model.aux_loss else ()
+    each = (Tensor(("experts",), 8),)  # where each expert's copies end
     parts: tuple[tuple[str, Dims], ...] = ((".gate", ("expert_ffn",)), (".up", ("expert_ffn",)))
+    activated = (wide, wide) if model.act == "relu" else (wide, wide, wide)  # autograd saves of a ReLU its result alone
     router = Op(
         name="router",
         weights=(Weight("router.weight", ("hidden", "choices")),),
         product=Product(rows=TOKENS, inner=("hidden",), outers=(("choices",),)),
-        kept=(STREAM, Tensor((*TOKENS, "choices"), 4)),
+        kept=(STREAM, logits),
+        saved=(STREAM, *choice, *uneven),
+        enters=(logits,),
     )
     shared = feed_forward(model, name="shared", dim="shared_ffn") if model.shared_experts else ()
     return (
         router,
-        Op(name="dispatch", moves=(STREAM, sent), exchanges=(sent,)),
-        linear("experts", ("hidden",), parts, bias=False, kept=(sent,), rows=rows, groups=("experts",)),
-        Op(name="experts.act", moves=(wide, wide, wide), kept=(wide, wide), eager=1.7),
+        Op(name="dispatch", moves=(STREAM, sent), saved=(held, Tensor(copies, 8), *each), exchanges=(sent,), enters=(STREAM,)),
+        replace(linear("experts", ("hidden",), parts, bias=False, kept=(sent,), rows=rows, groups=("experts",)), saved=()),
+        Op(name="experts.act", moves=(wide, wide, wide), kept=(wide, wide), saved=activated, eager=1.7),
         linear("experts.down", ("expert_ffn",), (("", ("hidden",)),), bias=False, kept=(wide,), rows=rows, groups=("experts",)),
-        Op(name="combine", moves=(sent, STREAM), kept=(sent,), exchanges=(sent,)),
+        Op(name="combine", moves=(sent, STREAM), kept=(sent,), saved=(held,), exchanges=(sent,), reduces=(("expert_ffn", STREAM),)),
         *shared,
     )
 
@@ -154,7 +169,7 @@ def embedding(model: Model, *, types: bool = False) -> tuple[Op, ...]:
     if types:
         tables.append(Weight("types.weight", ("types", "hidden")))
     masks = (MASK,) if model.dropout else ()
-    positions = {"learned": (Tensor(("seq",), 8),), "rope": (Tensor(("seq", "head_dim"), 4),), "none": ()}[model.positions]
+    positions = {"learned": (Tensor(("tokens",), 8),), "rope": (Tensor(("tokens", "head_dim"), 4),), "none": ()}[model.positions]
     return (
         Op(
             name="embedding",
@@ -168,7 +183,8 @@ def embedding(model: Model, *, types: bool = False) -> tuple[Op, ...]:
 
 
 def head(model: Model, *, bias: bool = False) -> tuple[Op, ...]:
-    """Logits and the cross entropy: 2sbv for the logits and 4sbv for its float32 softmax (fp32: 4 and 4). Ours save the first."""
+    """Logits and the cross entropy: 2sbv for the logits and 4sbv for its float32 softmax (fp32: 4 and 4). Ours save the first, and
+    a float32 a token."""
     logits, softmax = Tensor((*TOKENS, "vocab")), Tensor((*TOKENS, "vocab"), 4)
     each = Tensor(TOKENS, 4)
     return (
@@ -176,7 +192,7 @@ def head(model: Model, *, bias: bool = False) -> tuple[Op, ...]:
         Op(
             name="loss",
             moves=(logits, softmax, softmax),
-            saved=(logits,),
+            saved=(logits, Tensor(("tokens", "batch"), 4)),  # on every tensor rank, however the sequence is split elsewhere
             logits=(logits, softmax),
             reduces=(("vocab", each), ("vocab", each), ("vocab", each)),
             kernels=3,

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from math import prod, sqrt
+from math import sqrt
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from ..parallel.keyed import normal
+from ..parallel.keyed import normal_block
 from ..spec.run import Run
 from .families import FAMILIES
 from .table import Parameter, named, padded
 
 if TYPE_CHECKING:
+    from ..parallel.context import Context
+    from ..parallel.group import Group
+    from ..parallel.tensor import Region
     from .gpt.module import Transformer
 
 DEVIATION = 0.02  # of initial weights: GPT-2, Radford et al. 2019 section 2.3
-RESIDUAL = ("attention.out.weight", "mlp.down.weight")  # what adds to the residual stream: divided by sqrt(2 layers) there
+# What adds to the residual stream: divided by sqrt(2 layers) there.
+RESIDUAL = ("attention.out.weight", "mlp.down.weight", "experts.down.weight", "shared.down.weight")
 
 
 def build(run: Run, *, device: torch.device, dtype: torch.dtype, seed: int | None = None) -> Transformer:
@@ -30,40 +34,49 @@ def build(run: Run, *, device: torch.device, dtype: torch.dtype, seed: int | Non
     for parameter in named(table, range(run.model.layers)):
         tensor = torch.empty(parameter.shape(local), device=device, dtype=dtype)
         if seed is not None and device.type != "meta":
-            fill(tensor, initial(parameter, logical, layers=run.model.layers, seed=seed, device=device))
+            shape = parameter.shape(logical)
+            fill(tensor, initial(parameter.name, shape, (0,) * len(shape), shape, layers=run.model.layers, seed=seed, device=device))
         held[parameter.name] = nn.Parameter(tensor)
-    made = _module(held, run)
+    made = module_of(held, run)
     assert {name for name, _ in made.named_parameters()} == held.keys(), "the module and the op table name different parameters"
     return made
 
 
-def trained(run: Run, *, device: torch.device, dtype: torch.dtype, seed: int | None = None) -> nn.Module:
-    """What the loop trains: a run's whole model as `build` makes it, or transformers' own. Raises Unreadable."""
-    if run.model.family == "hf":
-        from .auto.module import causal
-
-        return causal(run, device=device, dtype=dtype, seed=seed)
-    return build(run, device=device, dtype=dtype, seed=seed)
-
-
-def _module(held: Mapping[str, nn.Parameter], run: Run) -> Transformer:
+def module_of(
+    held: Mapping[str, nn.Parameter],
+    run: Run,
+    region: Region | None = None,
+    *,
+    context: Context | None = None,
+    experts: Group | None = None,
+    layers: range | None = None,
+    first: bool = True,
+    last: bool = True,
+) -> Transformer:
+    """The module of a run's family around parameters by their logical names: the whole model, or a part of it."""
     match run.model.family:
         case "gpt":
             from .gpt.module import Transformer
         case "llama":
             from .llama.module import Transformer
+        case "moe":
+            from .moe.module import Transformer as Mixture
+
+            return Mixture(held, run, region, experts=experts, context=context, layers=layers, first=first, last=last)
         case family:
-            raise ValueError(f"model.family={family} has no module yet: gpt and llama have")
-    return Transformer(held, run)
+            raise ValueError(f"model.family={family} has no module yet: gpt, llama and moe have")
+    return Transformer(held, run, region, context=context, layers=layers, first=first, last=last)
 
 
-def initial(parameter: Parameter, logical: Mapping[str, int], *, layers: int, seed: int, device: torch.device) -> Tensor:
-    """A parameter's first values, float32, in its logical shape: normal, but norms 1 and biases 0."""
-    shape = parameter.shape(logical)
+Sizes = tuple[int, ...]
+
+
+def initial(name: str, shape: Sizes, offset: Sizes, size: Sizes, *, layers: int, seed: int, device: torch.device) -> Tensor:
+    """First values, float32, of the block of `size` at `offset` of a weight of logical `shape`: normal, but norms 1 and biases 0."""
     if len(shape) == 1:
-        return torch.zeros(shape, device=device) if parameter.name.endswith(".bias") else torch.ones(shape, device=device)
-    deviation = DEVIATION / sqrt(2 * layers) if parameter.name.endswith(RESIDUAL) else DEVIATION
-    return normal(seed, parameter.name, 0, prod(shape), device).view(shape).mul_(deviation)
+        return torch.zeros(size, device=device) if name.endswith(".bias") else torch.ones(size, device=device)
+    deviation = DEVIATION / sqrt(2 * layers) if name.endswith(RESIDUAL) else DEVIATION
+    return normal_block(seed, name, shape, offset, size, device).mul_(deviation)
 
 
 def fill(held: Tensor, logical: Tensor) -> None:

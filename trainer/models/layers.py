@@ -1,13 +1,14 @@
 """The layers that families are put together from: each takes parameters that the op table named and shaped.
 
-A matrix is [inner, outer], so that y = x W. How many heads a rank has is read off the width of its own matrices.
+A matrix is [inner, outer], so that y = x W. How many heads a rank has is read off the width of its own matrices. In a `region`
+heads, feed-forward and vocabulary are split over the ranks of the tensor axis; without one they are all here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,15 +16,16 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from ..parallel.keyed import dropout, mixed, word
+from ..parallel.context import Context, Core, attended
+from ..parallel.entropy import wide
+from ..parallel.keyed import dropout, dropped, mixed, word
+from ..parallel.tensor import ColumnLinear, Held, Region, RowLinear, columns, split
 from ..spec.run import Model
+from .cores import Flash, Fused, Scores, flash, valued, weighed
 
 # B batch, S sequence, H hidden, A heads, N key and value heads, G = A / N, D head_dim, F ffn, V vocabulary (padded)
 
-IGNORED = -100  # a label that does not count
-_CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}  # logits that are float32 at once: what stays in a cache, what fills a GPU
-
-Held = Mapping[str, nn.Parameter]  # a layer's parameters by their names inside it
+Made = TypeVar("Made")
 
 ACTS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -40,9 +42,9 @@ def within(held: Held, part: str) -> dict[str, nn.Parameter]:
     return {name.removeprefix(f"{part}."): each for name, each in held.items() if name.startswith(f"{part}.")}
 
 
-def recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
+def recomputed(function: Callable[..., Made], *args: Any) -> Made:
     """The function's result, keeping its arguments alone: backward computes it again. Keyed dropout draws the same once more."""
-    made: Tensor = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+    made: Made = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
     return made
 
 
@@ -57,29 +59,17 @@ class Embedding(nn.Module):
         return F.embedding(indices, self.weight)
 
 
-class Linear(nn.Module):
-    """x W + b. What is saved for backward is the parameter, never a view of it: ZeRO-3 lets go of its memory in between."""
-
-    def __init__(self, held: Held) -> None:
-        super().__init__()
-        self.weight = held["weight"]
-        self.bias = held.get("bias")
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.bias is None:
-            return x @ self.weight
-        return torch.addmm(self.bias, x.flatten(0, -2), self.weight).view(*x.shape[:-1], -1)
-
-
 class Head(nn.Module):
     """Logits of every word: x W, or with the embedding's own table x E^T."""
 
-    def __init__(self, held: Held, *, tied: bool) -> None:
+    def __init__(self, held: Held, region: Region | None, *, tied: bool) -> None:
         super().__init__()
         self.weight = held["weight"]
-        self.tied = tied
+        self.region, self.tied = region, tied
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.region is not None:
+            return split(x, self.region, [self.weight], [None], transposed=self.tied)[0]
         return F.linear(x, self.weight) if self.tied else x @ self.weight
 
 
@@ -115,25 +105,20 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = _wide(x)
-        inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)  # [B, S, 1]
+        broad = wide(x)
+        inverse = torch.rsqrt(broad.square().mean(-1, keepdim=True) + eps)  # [B, S, 1]
         ctx.save_for_backward(x, weight, inverse)
-        return (wide * inverse).to(x.dtype) * weight
+        return (broad * inverse).to(x.dtype) * weight
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, inverse = ctx.saved_tensors
-        normed, wide = _wide(x) * inverse, _wide(grad)
-        by_weight = (wide * normed).flatten(0, -2).sum(0).to(weight.dtype)
-        wide = wide * weight
-        by_x = inverse * (wide - normed * (wide * normed).mean(-1, keepdim=True))
+        normed, broad = wide(x) * inverse, wide(grad)
+        by_weight = (broad * normed).flatten(0, -2).sum(0).to(weight.dtype)
+        broad = broad * weight
+        by_x = inverse * (broad - normed * (broad * normed).mean(-1, keepdim=True))
         return by_x.to(x.dtype), by_weight, None
-
-
-def _wide(x: Tensor) -> Tensor:
-    """In float32, or wider where it was."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def norm(model: Model, held: Held) -> nn.Module:
@@ -155,29 +140,37 @@ class Dropout(nn.Module):
     def on(self, states: Tensor | None) -> bool:
         return bool(self.p) and states is not None
 
-    def forward(self, x: Tensor, states: Tensor | None) -> Tensor:
-        """x [B, S, H] by states [B, S]; of x [B, A, S, keys] each head draws its own."""
+    def forward(self, x: Tensor, states: Tensor | None, heads: range | None = None) -> Tensor:
+        """x [B, S, H] by states [B, S]; of x [B, A, S, keys] each head draws its own, by its number in the whole layer."""
         if states is None or not self.p:
             return x
-        rows = mixed(states + self.address)  # [B, S]
-        if x.dim() == 4:
-            heads = torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]  # [A, 1]
-            rows = mixed(rows[:, None] + heads * self.address)  # [B, A, S]
-        return dropout(x, self.p, rows)
+        return dropout(x, self.p, self.rows(states, heads))
+
+    def mask(self, states: Tensor, heads: range, keys: int) -> Tensor:
+        """What it drops of these heads' rows of so many keys, bool [B, A, S, keys]."""
+        return dropped(self.rows(states, heads), keys, self.p)
+
+    def rows(self, states: Tensor, heads: range | None = None) -> Tensor:
+        """The states of rows [B, S], or of each head's [B, A, S]."""
+        rows = mixed(states + self.address)
+        if heads is None:
+            return rows
+        numbers = torch.arange(heads.start + 1, heads.stop + 1, device=states.device)[:, None]  # [A, 1]
+        return mixed(rows[:, None] + numbers * self.address)
 
 
 def angles(positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> Tensor:
     """Cosines and sines of rotary positions for heads of a dtype, float32 at least: [2, S, D/2] (arXiv:2104.09864)."""
-    wide = torch.promote_types(dtype, torch.float32)
-    turns = base ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=wide) / head_dim)  # [D/2]
-    angle = positions.to(wide)[:, None] * turns  # [S, D/2]
+    broad = torch.promote_types(dtype, torch.float32)
+    turns = base ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=broad) / head_dim)  # [D/2]
+    angle = positions.to(broad)[:, None] * turns  # [S, D/2]
     return torch.stack((angle.cos(), angle.sin()))
 
 
 def turned(x: Tensor, rope: Tensor) -> Tensor:
     """Each head's pair (i, i + D/2) of x [B, S, A, D] turned by its position's angle, in float32."""
     cos, sin = rope.unsqueeze(2).unbind(0)  # [S, 1, D/2]
-    first, second = _wide(x).chunk(2, dim=-1)  # [B, S, A, D/2]
+    first, second = wide(x).chunk(2, dim=-1)  # [B, S, A, D/2]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
@@ -187,19 +180,31 @@ class Attention(nn.Module):
     Attention dropout takes the plain path: a fused kernel's can't be keyed.
     """
 
-    def __init__(self, held: Held, model: Model, layer: int, kernel: Literal["flash", "math"], *, recompute: bool) -> None:
+    def __init__(
+        self, held: Held, model: Model, layer: int, kernel: Literal["flash", "math"], region: Region | None, *, recompute: bool
+    ) -> None:
         super().__init__()
-        self.query, self.key, self.value, self.out = (Linear(within(held, part)) for part in ("query", "key", "value", "out"))
+        self.query, self.key, self.value = (ColumnLinear(within(held, part), region) for part in ("query", "key", "value"))
+        self.out = RowLinear(within(held, "out"), region)
+        self.first_head, self.no_heads = (region.first_head, region.no_heads) if region else (0, 0)
         self.dropout = Dropout(model.dropout, layer, "attention")
         self.head_dim = model.head_dim or model.hidden // model.heads
         self.kernel, self.recompute = kernel, recompute
 
-    def forward(self, x: Tensor, rope: Tensor | None, mask: Tensor | None, states: Tensor | None) -> Tensor:
-        query, key, value = (part(x).unflatten(-1, (-1, self.head_dim)) for part in (self.query, self.key, self.value))  # [B, S, A or N, D]
+    def forward(self, x: Tensor, rope: Tensor | None, mask: Tensor | None, states: Tensor | None, context: Context | None = None) -> Tensor:
+        """x [B, S, H] -> the same, of this rank's tokens where the ranks of a `context` share the sequence."""
+        parts = columns(x, self.query, self.key, self.value)
+        query, key, value = (torch.unflatten(part, -1, (-1, self.head_dim)) for part in parts)  # [B, S, A or N, D]
         if rope is not None:
             query, key = turned(query, rope), turned(key, rope)
-        core = partial(recomputed, self.core) if self.recompute else self.core
-        made: Tensor = self.out(core(query, key, value, mask, states).flatten(2))  # [B, S, H]
+        if context is not None:
+            values = self.across(query, key, value, mask, states, context)  # [B, S, A, D]
+        else:
+            core = partial(recomputed, self.core) if self.recompute else self.core
+            values = core(query, key, value, mask, states)
+        if self.no_heads:  # what is no head sees the heads that it shares with its neighbours: none of that may be learnt from
+            values = F.pad(values[:, :, : -self.no_heads], (0, 0, 0, self.no_heads))
+        made: Tensor = self.out(values.flatten(2))  # [B, S, H]
         return made
 
     def core(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, states: Tensor | None) -> Tensor:
@@ -208,84 +213,38 @@ class Attention(nn.Module):
         if self.kernel == "flash" and not self.dropout.on(states):
             return flash(query, key, value, mask).transpose(1, 2)
         scores = weighed(query, key, mask)  # [B, A, S, S]
-        return valued(self.dropout(scores, states), value).transpose(1, 2)
+        return valued(self.dropout(scores, states, self._heads(query)), value).transpose(1, 2)
 
+    def across(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, states: Tensor | None, context: Context) -> Tensor:
+        """The same where ranks share the sequence; under selective recomputation the core's own backward makes it again."""
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        core: Core
+        if self.kernel == "flash" and not self.dropout.on(states):
+            core = Fused(context) if query.is_cuda else Flash(context)
+        else:
+            drawn = None if states is None or not self.dropout.p else partial(self.dropout.mask, states, self._heads(query))
+            core = Scores(context, self.dropout.p, drawn)
+        return attended(query, key, value, mask, core, context, again=self.recompute)
 
-def flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention [B, A, S, D] by torch's fused kernels (arXiv:2307.08691)."""
-    grouped = key.shape[1] != query.shape[1]
-    if grouped and query.is_cuda and (mask is not None or query.dtype == torch.float32):
-        # The one fused CUDA kernel that masks, or takes float32, knows no groups.
-        key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for each in (key, value))
-        grouped = False
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
-
-
-def weighed(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
-    """softmax(q k^T / sqrt(D)) [B, A, S, S], masked; a group's queries are rows of one product with its key head."""
-    B, A, S, D = query.shape
-    if mask is None:
-        mask = torch.full((S, S), -torch.inf, dtype=query.dtype, device=query.device).triu(1)
-    rows = query.reshape(B, key.shape[1], -1, D)  # [B, N, G S, D]
-    scores = (rows @ key.mT).view(B, A, S, -1)
-    return torch.softmax(torch.add(mask, scores, alpha=D**-0.5), dim=-1)
-
-
-def valued(weights: Tensor, value: Tensor) -> Tensor:
-    """Values weighted [B, A, S, D], by weights [B, A, S, S]."""
-    B, A, S, _ = weights.shape
-    rows = weights.reshape(B, value.shape[1], -1, value.shape[2])  # [B, N, G S, S]
-    return (rows @ value).view(B, A, S, -1)
+    def _heads(self, query: Tensor) -> range:
+        """The numbers of this rank's query heads, of query [B, A, S, D]."""
+        return range(self.first_head, self.first_head + query.shape[1])
 
 
 class FeedForward(nn.Module):
     """Two products around an activation; where there is a gate, it is activated and multiplies (arXiv:2002.05202)."""
 
-    def __init__(self, held: Held, model: Model) -> None:
+    def __init__(self, held: Held, model: Model, region: Region | None) -> None:
         super().__init__()
-        self.gate = Linear(within(held, "gate")) if "gate.weight" in held else None
-        self.up, self.down = Linear(within(held, "up")), Linear(within(held, "down"))
+        self.gate = ColumnLinear(within(held, "gate"), region) if "gate.weight" in held else None
+        self.up, self.down = ColumnLinear(within(held, "up"), region), RowLinear(within(held, "down"), region)
         self.act = ACTS[model.act]
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = self.act(self.up(x)) if self.gate is None else self.act(self.gate(x)) * self.up(x)  # [B, S, F]
-        made: Tensor = self.down(wide)
+        if self.gate is None:
+            broad = self.act(self.up(x))  # [B, S, F]
+        else:
+            gate, up = columns(x, self.gate, self.up)
+            broad = self.act(gate) * up
+        made: Tensor = self.down(broad)
         return made
-
-
-def cross_entropy(logits: Tensor, labels: Tensor, vocab: int) -> Tensor:
-    """The sum over labels [B, S] that count of -log softmax(logits [B, S, V]), of the first `vocab` words; float32."""
-    loss: Tensor = _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), vocab)  # type: ignore[no-untyped-call]
-    return loss
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """Saves the logits as they came, and widens some rows at a time: never a float32 copy of them all, nor their softmax."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, vocab: int) -> Tensor:
-        ctx.save_for_backward(logits, labels)
-        ctx.vocab = vocab
-        loss = _wide(logits.new_zeros(()))
-        for rows in _chunks(logits):
-            loss = loss + F.cross_entropy(_wide(logits[rows, :vocab]), labels[rows], ignore_index=IGNORED, reduction="sum")
-        return loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        logits, labels = ctx.saved_tensors
-        by_logits = torch.zeros_like(logits) if ctx.vocab < logits.shape[1] else torch.empty_like(logits)
-        for rows in _chunks(logits):
-            label = labels[rows, None]  # [rows, 1]
-            counts = label != IGNORED
-            each = torch.softmax(_wide(logits[rows, : ctx.vocab]), dim=-1)
-            each.scatter_add_(1, label.clamp(min=0), -torch.ones_like(label, dtype=each.dtype))
-            by_logits[rows, : ctx.vocab] = each.mul_(counts * grad)
-        return by_logits, None, None
-
-
-def _chunks(logits: Tensor) -> list[slice]:
-    """The rows of logits [B S, V], few enough at a time."""
-    rows = max(1, _CHUNK.get(logits.device.type, 1 << 26) // logits.shape[1])
-    return [slice(first, first + rows) for first in range(0, logits.shape[0], rows)]

@@ -64,8 +64,9 @@ class Op:
     `moves` are the tensors that one fused pass bound by memory reads and writes in forward, `eager` how many times that
     goes through memory where each torch operator is a kernel of its own. `core` ops are those that
     selective recomputation runs again (arXiv:2205.05198 section 5). `reduces` are results that a split dim sums up.
-    `exchanges` are tensors that travel to the experts and back. `kept` is what Megatron keeps, `saved` what our own torch
-    modules do (on a CPU, not compiled), of families that have one: a storage that two ops save stands with one of them.
+    `enters` is what a split region takes in whole where no column layer does. `exchanges` are tensors that travel to the experts
+    and back. `kept` is what Megatron keeps, `saved` what our own torch modules do (on a CPU, not compiled), of families that have
+    one: a storage that two ops save stands with one of them.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Op:
     saved: tuple[Tensor, ...] = ()
     logits: tuple[Tensor, ...] = ()
     reduces: tuple[tuple[str, Tensor], ...] = ()
+    enters: tuple[Tensor, ...] = ()
     exchanges: tuple[Tensor, ...] = ()
     core: bool = False
     kernels: int = 1
@@ -114,7 +116,8 @@ def sizes(model: Model, train: Train) -> dict[str, int]:
         "vocab": model.vocab,
         "context": model.context or train.seq,
         "seq": train.seq,
-        "keys": train.seq,
+        "tokens": train.seq,  # of what the tensor axis never splits along the sequence
+        "keys": train.seq,  # of what no axis does
         "batch": train.microbatch,
         "experts": model.experts,
         "choices": model.experts,
@@ -151,13 +154,19 @@ def weights(ops: tuple[Op, ...]) -> Iterator[Weight]:
         yield from op.weights
 
 
-def named(table: Table, layers: range) -> Iterator[Parameter]:
-    """Every parameter of a model with these layers, embedding and head included; a tied head has none of its own."""
-    for prefix, ops in (("", table.embedding), *((f"layers.{index}.", table.layer) for index in layers), ("", table.head)):
+def named(table: Table, layers: range, *, first: bool = True, last: bool = True) -> Iterator[Parameter]:
+    """Every parameter of a model with these layers, `first` with the embedding and `last` with the head.
+
+    A tied head has none of its own: with the embedding elsewhere, it is the embedding's by name.
+    """
+    blocks = [(f"layers.{index}.", table.layer) for index in layers]
+    for prefix, ops in (("", table.embedding),) * first + (*blocks,) + (("", table.head),) * last:
         for op in ops:
             for weight in op.weights:
                 if not (table.tied and weight.name == "head.weight"):
                     yield Parameter(prefix + weight.name, _flattened(op, weight))
+                elif not first:
+                    yield Parameter("embedding.weight", (("vocab",), ("hidden",)))
 
 
 def _flattened(op: Op, weight: Weight) -> tuple[Dims, ...]:

@@ -1,4 +1,4 @@
-"""Hugging Face weights of the GPT-2 and Llama kinds, from a folder of safetensors into our names and back."""
+"""Hugging Face weights of the GPT-2, Llama and Mixtral kinds, from a folder of safetensors into our names and back."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ STRETCHED = "its rotary frequencies are stretched (rope_type llama3), and ours a
 
 @dataclass(frozen=True)
 class Place:
-    """Where a layer of ours stands in a file: its name there; `turned`: [outer, inner]; `third` of three side by side."""
+    """Where a layer of ours stands in a file: its name there, with @ for an expert's number where each is a tensor of its own;
+    `turned`: [outer, inner]; `third` of three side by side."""
 
     theirs: str
     turned: bool = False
@@ -64,8 +65,14 @@ LLAMA = {
     "norm":            Place("model.norm"),
     "head":            Place("lm_head",                         turned=True),
 }
+MIXTRAL = {name: place for name, place in LLAMA.items() if not name.startswith("mlp.")} | {
+    "router":          Place("model.layers.#.block_sparse_moe.gate",         turned=True),
+    "experts.gate":    Place("model.layers.#.block_sparse_moe.experts.@.w1", turned=True),
+    "experts.up":      Place("model.layers.#.block_sparse_moe.experts.@.w3", turned=True),
+    "experts.down":    Place("model.layers.#.block_sparse_moe.experts.@.w2", turned=True),
+}
 # fmt: on
-PLACES = {"gpt2": GPT2, "llama": LLAMA, "qwen2": LLAMA}  # keyed by the model_type that is written; Mistral's is Llama's
+PLACES = {"gpt2": GPT2, "llama": LLAMA, "mixtral": MIXTRAL, "qwen2": LLAMA}  # keyed by the model_type that is written; Mistral's is Llama's
 
 
 def from_hf(folder: str | Path, run: Run) -> Iterator[tuple[str, Tensor]]:
@@ -84,11 +91,12 @@ def from_hf(folder: str | Path, run: Run) -> Iterator[tuple[str, Tensor]]:
             (parameter.name, parameter.shape(table.sizes), _found(parameter.name, places, there))
             for parameter in named(table, range(run.model.layers))
         ]
-        problems = [problem for row in wanted if (problem := _wrong(*row, there, folder))]
+        problems = [problem for row in wanted for problem in _wrong(*row, there, folder)]
         if problems:
             raise Unreadable(problems)
         for name, shape, place in wanted:
-            yield name, _read(there[place.theirs], place, shape)
+            parts = [_read(there[each.theirs], each, size) for each, size in _each(place, shape)]
+            yield name, torch.stack(parts) if "@" in place.theirs else parts[0]
 
 
 def place_of(name: str, places: Mapping[str, Place]) -> Place:
@@ -108,14 +116,26 @@ def _found(name: str, places: Mapping[str, Place], there: Mapping[str, Any]) -> 
     return replace(place, theirs=bare) if place.theirs not in there and bare in there else place
 
 
-def _wrong(name: str, shape: tuple[int, ...], place: Place, there: Mapping[str, Any], folder: Path) -> Problem | None:
-    file = there.get(place.theirs)
-    if file is None:
-        return Problem(rule="weights", says=f"{folder} has no {place.theirs}, which is {name} here")
-    has = tuple(file.get_slice(place.theirs).get_shape())
-    want = shape[::-1] if place.turned else shape
-    want = want if place.third is None else (*want[:-1], 3 * want[-1])
-    return None if has == want else Problem(rule="weights", says=f"{folder}: {place.theirs} is {list(has)}, not {list(want)}")
+def _each(place: Place, shape: tuple[int, ...]) -> Iterator[tuple[Place, tuple[int, ...]]]:
+    """The tensors of a file that are one weight of ours of this shape, and their own: one, or one an expert."""
+    if "@" not in place.theirs:
+        yield place, shape
+        return
+    for expert in range(shape[0]):
+        yield replace(place, theirs=place.theirs.replace("@", str(expert))), shape[1:]
+
+
+def _wrong(name: str, shape: tuple[int, ...], whole: Place, there: Mapping[str, Any], folder: Path) -> Iterator[Problem]:
+    for place, size in _each(whole, shape):
+        file = there.get(place.theirs)
+        if file is None:
+            yield Problem(rule="weights", says=f"{folder} has no {place.theirs}, which is {name} here")
+            continue
+        has = tuple(file.get_slice(place.theirs).get_shape())
+        want = size[::-1] if place.turned else size
+        want = want if place.third is None else (*want[:-1], 3 * want[-1])
+        if has != want:
+            yield Problem(rule="weights", says=f"{folder}: {place.theirs} is {list(has)}, not {list(want)}")
 
 
 def _read(file: Any, place: Place, shape: tuple[int, ...]) -> Tensor:
@@ -157,13 +177,21 @@ def _compare(folder: Path, run: Run) -> None:
 def sizes(model: Model, run: Run) -> dict[str, object]:
     """What decides a model's logits, with every default filled in."""
     rope = {"rope_base": model.rope_base} if model.positions == "rope" else {"context": model.context or run.train.seq}
-    return rope | {
+    ffn = model.ffn or 4 * model.hidden
+    mixture = {
+        "experts": model.experts,
+        "top_k": model.top_k,
+        "expert_ffn": model.expert_ffn or ffn,
+        "shared_experts": model.shared_experts,
+        "capacity": model.capacity,
+    }
+    return (rope | mixture if model.experts else rope) | {
         "layers": model.layers,
         "hidden": model.hidden,
         "heads": model.heads,
         "kv_heads": model.kv_heads or model.heads,
         "head_dim": model.head_dim or model.hidden // model.heads,
-        "ffn": model.ffn or 4 * model.hidden,
+        "ffn": mixture["expert_ffn"] if model.experts else ffn,
         "vocab": model.vocab,
         "tied": model.tied,
         "bias": model.bias,
@@ -184,9 +212,12 @@ def kind_of(run: Run) -> str:
     if form == ("layernorm", "learned") and even and alike and has["act"] in KINDS["gpt2"].acts.values():
         return "gpt2"
     if form == ("rmsnorm", "rope") and has["act"] == "swiglu" and (alike or has["qkv_bias"]):
-        return "llama" if alike else "qwen2"
-    says = "none of Hugging Face's GPT-2, Llama and Qwen2 computes what this model does"
-    mend = "GPT-2 has layernorm, learned positions and plain heads; the others rmsnorm, rope and swiglu"
+        if not run.model.experts:
+            return "llama" if alike else "qwen2"
+        if not (has["bias"] or has["qkv_bias"] or run.model.shared_experts or run.model.capacity):
+            return "mixtral"
+    says = "none of Hugging Face's GPT-2, Llama, Qwen2 and Mixtral computes what this model does"
+    mend = "GPT-2 has layernorm, learned positions and plain heads; the others rmsnorm, rope and swiglu, Mixtral no shared experts"
     raise Unreadable([Problem(rule="weights", says=says, mend=mend)])
 
 
@@ -231,7 +262,9 @@ def _theirs(tensors: Iterable[tuple[str, Tensor]], kind: str, run: Run) -> Itera
             if len(parts) < 3:
                 continue
             whole = torch.cat([thirds[place.theirs].pop(third) for third in range(3)], dim=-1)
-        yield place.theirs, (whole.t() if place.turned else whole).contiguous()
+        for expert, (each, _) in enumerate(_each(place, tuple(whole.shape))):
+            part = whole[expert] if "@" in place.theirs else whole
+            yield each.theirs, (part.t() if each.turned else part).contiguous()
         if kind == "gpt2" and not run.model.bias and (".attention." in name or ".mlp." in name):
             yield place.theirs.removesuffix("weight") + "bias", torch.zeros(whole.shape[-1], dtype=whole.dtype)
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...parallel.entropy import IGNORED, cross_entropy
 from ...spec.problem import Problem, Unreadable
 from ...spec.run import Run
-from ..layers import IGNORED, cross_entropy
 from .meta import config_of, made
 
 # B batch, S sequence, V vocabulary
