@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..parallel.count import counted
+from ..parallel.count import Saved, counted
 
 # Where the optimizers that DeepSpeed wraps around torch's keep tensors: stage 0 and 1 of bf16 with fp32 gradients, 1 and 2, 3.
 # A storage that stands in two rows belongs to the first.
@@ -22,28 +22,31 @@ KINDS = tuple(kind for kind, _ in PLACES)
 
 
 class Count:
-    """The bytes of one step by kind: activations when the first micro-batch's forward is done, the rest after its backward."""
+    """The bytes of one step by kind: the most activations after any forward that it is told of, the rest when it is told."""
 
     def __init__(self) -> None:
         self.bytes: dict[str, int] = {}
+        self._saved: list[Saved] = []
 
     @contextmanager
-    def forward(self, module: nn.Module, *given: Any) -> Iterator[None]:
-        """Around a forward pass: what it saves beside weights and what it was given."""
-        with counted(module.parameters(), _inside(given)) as saved:
+    def forward(self, modules: Sequence[nn.Module], *given: Any) -> Iterator[None]:
+        """Around a forward pass: what it and those before it have saved, and hold still, beside weights and what they were given."""
+        with counted(_parameters(modules), _inside(given)) as saved:
             yield
-        self.bytes["activations"] = saved.beside(module.parameters())
+        self._saved.append(saved)
+        held = sum(each.beside(_parameters(modules)) for each in self._saved)
+        self.bytes["activations"] = max(held, self.bytes.get("activations", 0))
 
     def backward(self, found: Mapping[str, int]) -> None:
         """After the backward pass: what is held then."""
         self.bytes |= found
 
 
-def held(module: nn.Module, stepper: Any) -> dict[str, int]:
+def held(modules: Sequence[nn.Module], stepper: Any) -> dict[str, int]:
     """Bytes by kind at this moment: weights, their float32 copies and the optimizer's states, gradients, buckets of messages."""
     seen: set[int] = set()
     found = dict.fromkeys(KINDS, 0)
-    for kind, tensor in _tensors(module, stepper):
+    for kind, tensor in _tensors(modules, stepper):
         storage = tensor.untyped_storage()
         if storage.data_ptr() and storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
@@ -51,9 +54,9 @@ def held(module: nn.Module, stepper: Any) -> dict[str, int]:
     return found
 
 
-def _tensors(module: nn.Module, stepper: Any) -> Iterator[tuple[str, Tensor]]:
+def _tensors(modules: Sequence[nn.Module], stepper: Any) -> Iterator[tuple[str, Tensor]]:
     """(kind, tensor), one storage perhaps several times: the first names its kind."""
-    yield from _of_parameters(module)
+    yield from _of_parameters(modules)
     for kind, names in PLACES:
         for name in names:
             for tensor in _inside(getattr(stepper, name, None)):
@@ -64,8 +67,13 @@ def _tensors(module: nn.Module, stepper: Any) -> Iterator[tuple[str, Tensor]]:
         yield from (("optimizer", each) for each in _inside(state))
 
 
-def _of_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for parameter in module.parameters():
+def _parameters(modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
+    for module in modules:
+        yield from module.parameters()
+
+
+def _of_parameters(modules: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    for parameter in _parameters(modules):
         whole: Any = parameter
         own = getattr(whole, "ds_tensor", None)  # stage 3: this rank's part; the whole is gathered while it is computed with
         if own is not None:
