@@ -17,7 +17,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from ..engines.zero import optimizer
+from ..engines.settings import optimizer
 from ..launch.place import reserve_port
 from ..models.build import build
 from ..plan.plan import make_plan
@@ -115,7 +115,7 @@ def losses(run: Run) -> list[float]:
     corpus = prepare(run.data, vocab=run.model.vocab, seq=train.seq, cache=cache_folder(run.data), progress=lambda *_: None)
     batches = Batches(corpus, seed=train.seed, seq=train.seq)
     module = build(run, device=torch.device("cpu"), dtype=torch.float32, seed=train.seed)
-    stepper, found = optimizer(run, module), list[float]()
+    stepper, found = optimizer(run, module.parameters()), list[float]()
     for step in range(plan.run.steps):
         batch = batches.batch(step * train.batch, train.batch)
         total, counted = module(batch.tokens, batch.labels)

@@ -65,7 +65,7 @@ def _exportable(run: Run) -> None:
     """Raises Unreadable where no class of transformers computes what the run's model does."""
     if run.model.family not in FAMILIES:
         says = f"model.family={run.model.family} has no Hugging Face form here"
-        raise _refused(says, f"families {' and '.join(FAMILIES)} have")
+        raise _refused(says, f"families {', '.join(FAMILIES)} have")
     kind_of(run)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +13,14 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from ..engines.zero import ZeroEngine
+from ..engines.engine import Engine
 from ..launch.lifeline import hold_from_environment
 from ..launch.talk import STOPPED, Talk
-from ..models.build import trained
+from ..parallel.grid import Grid, grid
+from ..parallel.stage import heads_of, stage
 from ..parallel.world import World, join, leave
 from ..plan.plan import make_plan
+from ..plan.seat import seat
 from ..spec.problem import Unreadable
 from ..spec.run import Run
 from .checkpoint import LoadFailed, over, resume
@@ -24,6 +28,8 @@ from .data.batches import Batches
 from .data.corpus import Corpus
 from .data.prepare import cache_folder, prepare
 from .meter import planned
+from .placing import whole_model
+from .poison import Poisoned
 from .saving import begin, restore
 from .sinks import Sinks
 from .train import Course, Stop, train
@@ -39,17 +45,19 @@ def main() -> int:
 def run_rank(path: Path, talk: Talk) -> int:
     """Train the run of RUN_DIR/run.json as the rank that the environment names; its exit status."""
     stop = Stop()
+    faulthandler.register(signal.SIGUSR2)  # a run that hangs is asked where: all threads' stacks go to the log
     hold_from_environment()
     run = msgspec.json.decode(path.read_bytes(), type=Run)
     torch.set_num_threads(max(1, torch.get_num_threads()))
     world = join(run.cluster.device.kind)
     try:
         finished = _train(run, path.parent, world, talk, stop)
-    except (Unreadable, LoadFailed) as error:
+    except (Unreadable, LoadFailed, Poisoned) as error:
         if world.first:
             talk.problem(str(error).splitlines()[0])
         return 1
     leave()
+    stop.over()
     if not finished:
         return STOPPED
     talk.done()
@@ -59,18 +67,15 @@ def run_rank(path: Path, talk: Talk) -> int:
 def _train(run: Run, folder: Path, world: World, talk: Talk, stop: Stop) -> bool:
     host = dist.new_group(backend="gloo")
     corpus = _corpus(run, world, talk)
-    module = trained(run, device=world.device, dtype=DTYPES[run.train.precision], seed=None if run.model.weights else run.train.seed)
-    if run.train.compile:
-        module.compile()
-    else:
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # DeepSpeed compiles parts of itself otherwise: seconds a rank
-    engine = ZeroEngine(run, module, world)
-    gather = over(host)
-    found = resume(folder / "checkpoints", run.checkpoint.resume, engine.shapes(), rank=world.rank, world=world.size, gather=gather)
+    made = make_plan(run)
+    place = grid(world, seat(run, world.rank), copies=heads_of(run, run.parallel.tp).copies)
+    engine = _engine(run, place, made.engine)
+    found = resume(folder / "checkpoints", run.checkpoint.resume, whole_model(run), rank=world.rank, world=world.size, gather=over(host))
+    batches = Batches(corpus, seed=run.train.seed, seq=run.train.seq)
     if found.checkpoint:
-        restore(engine, found.checkpoint)
+        restore(run, engine, place, batches, found.checkpoint, talk.say)
     elif run.model.weights:
-        begin(engine, run)
+        begin(run, engine, place)
     sinks = Sinks(run, folder, talk.say) if world.first else None
     if world.first:
         for reason in found.passed:
@@ -81,11 +86,11 @@ def _train(run: Run, folder: Path, world: World, talk: Talk, stop: Stop) -> bool
             talk.say(f"begins from the weights in {run.model.weights}")
         talk.say(f"unigram entropy of the training text: {corpus.entropy:.4f} nats a token")
     course = Course(
-        plan=make_plan(run),
-        train=Batches(corpus, seed=run.train.seed, seq=run.train.seq),
+        plan=made,
+        train=batches,
         validation=Batches(corpus, seed=run.train.seed, seq=run.train.seq, split="validation") if _evaluates(run) else None,
         engine=engine,
-        world=world,
+        grid=place,
         talk=talk,
         sinks=sinks,
         folder=folder,
@@ -95,6 +100,27 @@ def _train(run: Run, folder: Path, world: World, talk: Talk, stop: Stop) -> bool
     if sinks:
         sinks.close(planned(course.plan))
     return finished
+
+
+def _engine(run: Run, place: Grid, name: str | None) -> Engine:
+    """The engine that the plan names, around this rank's parts of the model."""
+    device, dtype = place.world.device, DTYPES[run.train.precision]
+    seed = None if run.model.weights else run.train.seed
+    stages = [stage(run, place, part, device=device, dtype=dtype, seed=seed) for part in place.seat.parts]
+    if run.train.compile:
+        for each in stages:
+            each.module.compile()
+    else:
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # DeepSpeed compiles parts of itself otherwise: seconds a rank
+    match name:
+        case "pipe":
+            from ..engines.pipe import PipeEngine
+
+            return PipeEngine(run, stages, place)
+        case _:
+            from ..engines.zero import ZeroEngine
+
+            return ZeroEngine(run, stages, place)
 
 
 def _evaluates(run: Run) -> bool:

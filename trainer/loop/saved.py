@@ -12,11 +12,12 @@ from ..models.build import build, load
 from ..spec.problem import Problem, Unreadable
 from ..spec.run import Run
 from .checkpoint import Checkpoint, Found, Reader, newest, whole
+from .placing import whole_model
 
 if TYPE_CHECKING:
     from ..models.gpt.module import Transformer
 
-FAMILIES = ("gpt", "llama")  # that have a module of their own
+FAMILIES = ("gpt", "llama", "moe")  # that have a module of their own
 
 
 def run_of(folder: Path) -> Run:
@@ -41,10 +42,10 @@ def checkpoint_of(folder: Path) -> Found:
 def model_of(run: Run, checkpoint: Checkpoint, device: torch.device) -> Transformer:
     """The whole model as it was saved, float32; raises Unreadable, and LoadFailed where run.json is another model's."""
     if run.model.family not in FAMILIES:
-        raise _refused(f"model.family={run.model.family} has no module here", f"families {' and '.join(FAMILIES)} have")
+        raise _refused(f"model.family={run.model.family} has no module here", f"families {', '.join(FAMILIES)} have")
     module = build(run, device=device, dtype=torch.float32)
     reader = Reader(checkpoint)
-    mine = {name: tuple(each.shape) for name, each in module.named_parameters()}
+    mine = whole_model(run)
     stored = [row.name for row in checkpoint.manifest.tensors if row.kind == "weight"]
     if more := [name for name in stored if name not in mine]:
         raise _refused(f"{checkpoint.path} holds a weight {more[0]}, which the model of run.json has not", "restore its run.json")

@@ -3,32 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..engines.zero import ZeroEngine
-from ..models.build import fill
+from ..engines.engine import Engine
 from ..models.weights import from_hf
-from ..parallel.world import World
+from ..parallel.grid import Grid
 from ..spec.run import Run
-from .checkpoint import Checkpoint, SaveFailed, Shard, load, over, save, whole
+from .checkpoint import Checkpoint, Reader, SaveFailed, Shard, Slice, over, save
+from .data.batches import Batches
+from .firstloss import compared, noted
+from .placing import run_of, saves, shards, taken, whole_model
 
 BEGINNING = {"optimizer_steps": 0, "skipped": 0, "scale": {}}  # an engine's position before its first step
 
 
 def keep(
-    run: Run, engine: ZeroEngine, world: World, host: dist.ProcessGroup, folder: Path, step: int, say: Callable[[str], None]
+    run: Run, engine: Engine, grid: Grid, batches: Batches, host: dist.ProcessGroup, folder: Path, step: int, say: Callable[[str], None]
 ) -> int | None:
-    """Save after `step` steps and say so; None, and why, where that failed: training may go on."""
+    """Save after `step` steps and say so; None, and why, where that failed: training may go on.
+
+    With it goes the loss of the samples that come next (firstloss.py), which costs one forward of a micro-batch.
+    """
     extra = {"name": run.name, "samples": step * run.train.batch, "engine": engine.position()}
+    extra |= noted(run, engine, grid, batches, step)
+    world = grid.world
     try:
         saved = save(
             folder / "checkpoints",
             step,
-            _shards(engine),
+            owned(run, engine, grid),
             extra=extra,
             keep=run.checkpoint.keep,
             rank=world.rank,
@@ -46,37 +54,42 @@ def keep(
     return step
 
 
-def _shards(engine: ZeroEngine) -> Iterator[Shard]:
+def owned(run: Run, engine: Engine, grid: Grid) -> Iterator[Shard]:
+    """What this rank saves: views of what the engine holds, without padding and without what another rank saves.
+
+    Of a tied weight's two copies, that of its own stage is saved.
+    """
+    turns = {name: turn for turn, name in enumerate(whole_model(run))}
+    replica, replicas = grid.place("data"), grid.size("data")
     for part in engine.partitions():
+        several = {} if part.alone else {"replica": replica, "replicas": replicas}
+        if part.tied or not saves(part.placed, turns[part.placed.name], **several):
+            continue
         for kind, held in (("weight", part.weight), *part.states()):
-            yield Shard(slice=whole(part.name, kind, part.shape).part(part.start, part.length), tensor=held)
+            yield from shards(part.placed, kind, part.start, held)
 
 
-def restore(engine: ZeroEngine, checkpoint: Checkpoint) -> None:
-    """Give an engine what a checkpoint of any layout holds."""
+def restore(run: Run, engine: Engine, grid: Grid, batches: Batches, checkpoint: Checkpoint, say: Callable[[str], None]) -> None:
+    """Give an engine what a checkpoint of any layout holds: each rank reads its own slices.
 
-    def read(name: str, kind: str, shape: tuple[int, ...], start: int, length: int) -> Tensor:
-        ((_, tensor),) = load(checkpoint, [whole(name, kind, shape).part(start, length)])
-        return tensor
+    Then the loss is to be what it was at the save: raises LoadFailed on all ranks where it is not.
+    """
+    engine.restore(partial(run_of, read=Reader(checkpoint).read), checkpoint.extra["engine"])
+    remark = compared(run, engine, grid, batches, checkpoint.step, checkpoint.extra)
+    if remark and grid.world.first:
+        say(remark)
 
-    engine.restore(read, checkpoint.extra["engine"])
 
-
-def begin(engine: ZeroEngine, run: Run) -> None:
+def begin(run: Run, engine: Engine, grid: Grid) -> None:
     """Give an engine that has not stepped the weights of the run's Hugging Face folder, in float32 where it keeps that.
 
     The folder's files are mapped: of them a rank reads what it holds. Raises Unreadable where they are another model's.
     """
     assert run.model.weights is not None
-    given = dict(from_hf(run.model.weights, run))
+    mine = {placed.name for part in grid.seat.parts for placed in grid.seat.holds(run, part)}
+    there = {name: tensor for name, tensor in from_hf(run.model.weights, run) if name in mine}
 
-    def read(name: str, kind: str, shape: tuple[int, ...], start: int, length: int) -> Tensor:
-        if kind != "weight":
-            return torch.zeros(length)
-        logical = given[name]
-        if tuple(logical.shape) != shape:  # its vocabulary is padded here
-            logical = torch.empty(shape, dtype=logical.dtype)
-            fill(logical, given[name])
-        return logical.reshape(-1)[start : start + length]
+    def read(part: Slice) -> Tensor:
+        return taken(there[part.name], part) if part.kind == "weight" else torch.zeros(part.count)
 
-    engine.restore(read, BEGINNING)
+    engine.restore(partial(run_of, read=read), BEGINNING)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -12,20 +13,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..engines.engine import Engine, Stepped
 from ..engines.held import Count
-from ..engines.zero import Stepped, ZeroEngine
 from ..launch.talk import Talk
-from ..parallel.keyed import keys
+from ..parallel.grid import Grid
+from ..parallel.ledger import Ledger
 from ..parallel.world import World, agreed
 from ..plan.result import Plan
 from ..spec.run import Run
 from .checkpoint import Found
 from .data.batches import IGNORED, Batch, Batches, ahead, shard
+from .evaluation import evaluated, given
 from .meter import Meter
+from .poison import Poison, finite
 from .rate import rate
 from .saving import keep
 from .sinks import Sinks
-from .watch import Pace, Profile, measured
+from .trace import asked
+from .watch import Pace, Profile, measured, messages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +40,16 @@ class Course:
     plan: Plan
     train: Batches
     validation: Batches | None
-    engine: ZeroEngine
-    world: World
+    engine: Engine
+    grid: Grid
     talk: Talk
     sinks: Sinks | None  # rank 0's
     folder: Path
     host: dist.ProcessGroup  # over which ranks exchange words, on the host
+
+    @property
+    def world(self) -> World:
+        return self.grid.world
 
 
 class Stop:
@@ -51,6 +60,11 @@ class Stop:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._note)
 
+    def over(self) -> None:
+        """Nothing is left to be stopped: at its exit Python takes its handlers away, and a late SIGTERM would be this rank's end."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+
     def _note(self, number: int, frame: object) -> None:
         self.asked = True
 
@@ -60,29 +74,43 @@ def train(run: Run, course: Course, found: Found, stop: Stop) -> bool:
     steps, first = _steps(course), found.checkpoint.step if found.checkpoint else 0
     meter = Meter(run, course.plan, course.world)
     micros = _micros(run, course, first, steps)
-    profile, pace = Profile(run, course.world, course.folder), Pace(run, steps, first)
+    profile, pace, poison = Profile(run, course.world, course.folder), Pace(run, steps, first), Poison(run)
+    trace = asked(run, course.engine, course.grid, course.folder)
     saved = first
     for step in range(first, steps):
         course.talk.beat(step)
         # The second step of a start is counted: the first has made all that stays.
         count = Count() if step == first + 1 else None
         profile.before(step + 1)
+        # The third has found out all that engines find out on the way.
+        ledger = Ledger(course.grid) if run.log.ledger and step == min(first + 2, steps - 1) else None
         began = perf_counter()
-        stepped = _step(run, course, micros, step, steps, count)
+        with ledger or nullcontext(), trace.step(step) if trace else nullcontext():
+            stepped = _step(run, course, micros, step, steps, count)
         meter.stepped(perf_counter() - began, course.engine.clock)
         done = step + 1
+        if ledger:
+            messages(ledger, course.world, course.host, course.folder, done)
+        if trace and step == trace.last:
+            return True
         _look(course, count, profile, pace, stepped, done, steps)
         last, stopping = done == steps, agreed(stop.asked, course.world.device)
-        row = _row(run, course, meter, stepped, done, steps) if last or stopping or done % run.log.every == 0 else None
+        marks = poison.marks(stepped, done)
+        row = (_row(run, course, meter, stepped, done, steps) | marks) if marks or last or stopping or done % run.log.every == 0 else None
         if course.validation and (last or _every(run.train.evaluate.every, done)) and not stopping:
-            row = (row or {"step": done}) | {"validation_loss": _evaluate(run, course)}
+            course.talk.phase("evaluate")
+            samples = range(run.train.evaluate.batches * run.train.batch)
+            row = (row or {"step": done}) | {"validation_loss": evaluated(run, course.engine, course.grid, course.validation, samples)}
         if row and course.sinks:
             course.sinks.write(row)
             course.talk.say(_line(row, steps))
+        poison.stop(stepped, done)
         if last or stopping or _every(run.checkpoint.every, done):
-            saved = keep(run, course.engine, course.world, course.host, course.folder, done, course.talk.say) or saved
+            course.talk.phase("save")
+            saved = keep(run, course.engine, course.grid, course.train, course.host, course.folder, done, course.talk.say) or saved
         if stopping and not last:
             return False if saved == done else _unsaved(course)
+    course.talk.phase("end")
     return True
 
 
@@ -112,9 +140,9 @@ def _every(number: int, done: int) -> bool:
 
 def _micros(run: Run, course: Course, first: int, steps: int) -> Iterator[Batch]:
     """This rank's micro-batches from a step on, the next one read while one is used."""
-    world, train = course.world, run.train
+    train, rank, ranks = run.train, course.grid.place("dp"), course.grid.size("dp")
     rows = (
-        shard(step * train.batch, micro=micro, dp_rank=world.rank, dp=world.size, microbatch=train.microbatch, batch=train.batch)
+        shard(step * train.batch, micro=micro, dp_rank=rank, dp=ranks, microbatch=train.microbatch, batch=train.batch)
         for step in range(first, steps)
         for micro in range(course.engine.micros)
     )
@@ -127,55 +155,34 @@ def _step(run: Run, course: Course, micros: Iterator[Batch], step: int, steps: i
     if batches is not None:  # labels across documents don't count: how many do is known to all ranks together only
         counted = torch.tensor(sum(int((each.labels != IGNORED).sum()) for each in batches))
         dist.all_reduce(counted, group=course.host)
-        labels = int(counted)
+        labels = int(counted) * course.grid.size("dp") // course.world.size  # the ranks of a replica count the same
 
     def micro(index: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         batch = batches[index] if batches is not None else next(micros)
-        return _given(run, course, batch, step)
+        return given(run, batch, course.grid, step)
 
     return course.engine.step(micro, rate(run.optim, step, steps), labels, count)
-
-
-def _given(run: Run, course: Course, batch: Batch, step: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    device = course.world.device
-    further: dict[str, Any] = {}
-    if batch.documents is not None:
-        further["documents"] = batch.documents.to(device, non_blocking=True)
-    if run.model.dropout and step >= 0:
-        further["keys"] = keys(run.train.seed, step, batch.samples.to(device), torch.arange(batch.tokens.shape[1], device=device))
-    return batch.tokens.to(device, non_blocking=True), batch.labels.to(device, non_blocking=True), further
-
-
-def _evaluate(run: Run, course: Course) -> float:
-    """Mean loss (nats a token) over the first validation batches, each rank its share."""
-    assert course.validation is not None
-    world, train = course.world, run.train
-    sums = torch.zeros(2, dtype=torch.float64, device=world.device)
-    each = train.microbatch
-    for first in range(world.rank * each, train.evaluate.batches * train.batch, world.size * each):
-        tokens, labels, further = _given(run, course, course.validation.batch(first, each), -1)
-        loss, counted = course.engine.evaluate(tokens, labels, **further)
-        sums += torch.stack([loss.double(), counted.double()])
-    dist.all_reduce(sums)
-    return float(sums[0] / sums[1])
 
 
 def _row(run: Run, course: Course, meter: Meter, stepped: Stepped, done: int, steps: int) -> dict[str, Any]:
     row = {
         "step": done,
-        "loss": stepped.loss,
-        "grad_norm": stepped.grad_norm,
+        "loss": finite(stepped.loss),
+        "grad_norm": finite(stepped.grad_norm),
         "lr": rate(run.optim, done - 1, steps),
         "tokens": done * run.train.batch * run.train.seq,
     }
-    return row | ({"skipped": True} if stepped.skipped else {}) | meter.row()
+    row |= {"near_ties": stepped.near_ties} if stepped.near_ties is not None else {}
+    return row | meter.row()
 
 
 def _line(row: dict[str, Any], steps: int) -> str:
     """A logged step as a line."""
     words = [f"step {row['step']:>{len(str(steps))}}/{steps}"]
-    words += [f"loss {row['loss']:.4f}"] if "loss" in row else []
+    words += [f"loss {row['loss']:.4f}"] if row.get("loss") is not None else []
     words += [f"validation {row['validation_loss']:.4f}"] if "validation_loss" in row else []
     words += [f"norm {row['grad_norm']:.3f}"] if row.get("grad_norm") is not None else []
     words += [f"lr {row['lr']:.2e}", f"{row['tokens_per_second']:,.0f} tokens/s"] if "lr" in row else []
+    words += ["skipped: a loss or gradient is not finite"] if "skipped" in row else []
+    words += [f"a spike, {row['spike']} spreads above the losses before"] if "spike" in row else []
     return "  ".join(words)

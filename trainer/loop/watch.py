@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..engines.held import Count
+from ..parallel.ledger import Ledger
 from ..parallel.world import World
 from ..spec.run import Run
 
@@ -24,9 +26,21 @@ def measured(count: Count, world: World, host: dist.ProcessGroup, folder: Path, 
     dist.all_gather_object(ranks, count.bytes, group=host)
     if world.first:
         most = {kind: max(each[kind] for each in ranks) for kind in ranks[0]}
-        new = folder / f".measured.json.{os.getpid()}"
-        new.write_text(json.dumps({**facts, "memory": most, "ranks": ranks}, indent=1) + "\n", encoding="utf-8")
-        new.replace(folder / "measured.json")
+        _written(folder / "measured.json", {**facts, "memory": most, "ranks": ranks})
+
+
+def messages(ledger: Ledger, world: World, host: dist.ProcessGroup, folder: Path, step: int) -> None:
+    """RUN_DIR/ledger.json: "step", "ranks": [every message of that step by axis, verb and payload, and how many]."""
+    ranks: list[Any] = [None] * world.size
+    dist.all_gather_object(ranks, [asdict(row) for row in ledger.rows], group=host)
+    if world.first:
+        _written(folder / "ledger.json", {"step": step, "ranks": ranks})
+
+
+def _written(file: Path, told: dict[str, Any]) -> None:
+    new = file.with_name(f".{file.name}.{os.getpid()}")
+    new.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    new.replace(file)
 
 
 class Profile:

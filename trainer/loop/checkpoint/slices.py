@@ -81,10 +81,11 @@ class Shard:
     """A slice and the tensor that holds it, on any device. Raises ValueError where the shapes differ."""
 
     slice: Slice
-    tensor: Tensor  # of shape slice.local
+    tensor: Tensor  # of shape slice.local; of a flat run any tensor that has its elements in order
 
     def __post_init__(self) -> None:
-        if tuple(self.tensor.shape) != self.slice.local:
+        flat = self.slice.flat is not None and self.tensor.numel() == self.slice.count
+        if tuple(self.tensor.shape) != self.slice.local and not flat:
             raise ValueError(f"{self.slice.key} is {self.slice.local}, and its tensor is {tuple(self.tensor.shape)}")
 
 
@@ -99,12 +100,12 @@ class Box(NamedTuple):
 def boxes(part: Slice) -> Iterator[Box]:
     """A slice as boxes, in order: one for a block, at most 2 x dims - 1 for a flat run."""
     at = 0
-    for offset, size in _runs(part.size, *part.span):
+    for offset, size in runs(part.size, *part.span):
         yield Box(tuple(a + b for a, b in zip(part.offset, offset, strict=True)), size, at)
         at += prod(size)
 
 
-def _runs(size: Sizes, first: int, last: int) -> Iterator[tuple[Sizes, Sizes]]:
+def runs(size: Sizes, first: int, last: int) -> Iterator[tuple[Sizes, Sizes]]:
     """Blocks (offset, size) that make up elements first <= i < last of a block: the end of a row, whole rows, the start of one."""
     if first >= last:
         return
@@ -115,16 +116,16 @@ def _runs(size: Sizes, first: int, last: int) -> Iterator[tuple[Sizes, Sizes]]:
     row = prod(inner)
     top, bottom = -(-first // row), last // row  # whole rows are top <= i < bottom
     if bottom < top:  # inside one row
-        yield from _in_row(bottom, _runs(inner, first - bottom * row, last - bottom * row))
+        yield from _in_row(bottom, runs(inner, first - bottom * row, last - bottom * row))
         return
-    yield from _in_row(top - 1, _runs(inner, first - (top - 1) * row, row) if first < top * row else ())
+    yield from _in_row(top - 1, runs(inner, first - (top - 1) * row, row) if first < top * row else ())
     if top < bottom:
         yield (top, *(0 for _ in inner)), (bottom - top, *inner)
-    yield from _in_row(bottom, _runs(inner, 0, last - bottom * row))
+    yield from _in_row(bottom, runs(inner, 0, last - bottom * row))
 
 
-def _in_row(row: int, runs: Iterable[tuple[Sizes, Sizes]]) -> Iterator[tuple[Sizes, Sizes]]:
-    for offset, size in runs:
+def _in_row(row: int, inside: Iterable[tuple[Sizes, Sizes]]) -> Iterator[tuple[Sizes, Sizes]]:
+    for offset, size in inside:
         yield (row, *offset), (1, *size)
 
 

@@ -1,0 +1,59 @@
+"""The loss that a checkpoint was saved with, on the samples that come next: what is loaded, in whatever layout, must give it again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isfinite
+from typing import Any
+
+from ..engines.engine import Engine
+from ..parallel.grid import Grid
+from ..spec.run import Run
+from .checkpoint import LoadFailed
+from .data.batches import Batches
+from .evaluation import evaluated
+
+EXACT, HALF = 1e-4, 2e-2  # of the loss, between any two layouts: float32 (1e-7 was seen), and half precision (2e-4)
+
+
+def tolerance(*precisions: str) -> float:
+    """The share of the loss by which two runs of these precisions may differ."""
+    return EXACT if set(precisions) == {"fp32"} else HALF
+
+
+def data_of(run: Run, batches: Batches) -> dict[str, Any]:
+    """What decides which tokens sample n is, and which of its labels count."""
+    corpus = batches.corpus
+    return {"key": corpus.key, "documents": corpus.documents, "seed": run.train.seed, "seq": run.train.seq}
+
+
+def noted(run: Run, engine: Engine, grid: Grid, batches: Batches, step: int) -> dict[str, Any]:
+    """What a checkpoint says of its data, and of the loss of the first round of samples after `step` steps.
+
+    That is one forward of a micro-batch, on every rank: of a step with m micro-batches about 1 / 3m.
+    """
+    first, count = step * run.train.batch, grid.size("dp") * run.train.microbatch
+    loss = evaluated(run, engine, grid, batches, range(first, first + count))
+    said: dict[str, Any] = {"data": data_of(run, batches)}
+    if isfinite(loss):
+        said["first"] = {"samples": [first, count], "loss": loss, "precision": run.train.precision}
+    return said
+
+
+def compared(run: Run, engine: Engine, grid: Grid, batches: Batches, step: int, extra: Mapping[str, Any]) -> str:
+    """Evaluate the samples that a checkpoint has its loss of, on all ranks; raises LoadFailed where it is another now.
+
+    Where its data are not this run's there is nothing to compare: the sentence that says so, else "".
+    """
+    if extra.get("data", data_of(run, batches)) != data_of(run, batches):
+        return f"the data are not those that step {step} was saved with: their order begins anew there"
+    if "first" not in extra:
+        return ""
+    saved, (first, count) = extra["first"], extra["first"]["samples"]
+    loss = evaluated(run, engine, grid, batches, range(first, first + count))
+    if not abs(loss - saved["loss"]) <= tolerance(saved["precision"], run.train.precision) * abs(saved["loss"]):
+        raise LoadFailed(
+            f"step {step} was saved with a loss of {saved['loss']:.4f} on its next {count} sequences, and loads with {loss:.4f}: "
+            "not what was saved (the model is computed in another way than it was, or this is a fault of distrain's)"
+        )
+    return ""
