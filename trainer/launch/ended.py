@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from .log import Log, raised
+from .log import Log, Tail, raised
 from .talk import STOPPED
 
 TRAINED, FAILED = 0, 1
 LINES = 20  # of a log, that an end shows
 LONGEST = 400  # characters of a cause
-_LOOKED_AT = 2000  # lines of a log, in which its exception is looked for
+LOOKED_AT = 2000  # lines of a log, in which its exception is looked for
+
+Fate = Literal["ended", "keeper died", "stuck", "hung", "lost"]
 
 # Why a process that nobody here killed may have been, where a signal's name says too little.
 _PERHAPS: dict[int, str] = {
@@ -40,13 +42,16 @@ class RankEnd:
 
     rank: int
     code: int
-    log: Log
+    log: Log | Tail
+    where: str = ""  # host and device, where there are several hosts
     done: bool = False  # it said so
-    step: int | None = None  # its last beat
+    first: int | None = None  # the step of its first beat
+    step: int | None = None  # of its last
+    beat: float | None = None  # when that was, on this machine's monotonic clock
     problem: str = ""  # in its own words
     told: bool = False  # it ended after SIGTERM had been sent to it
     cut: bool = False  # it ended after it was to be killed
-    fate: Literal["ended", "keeper died", "stuck"] = "ended"  # else the code is its keeper's
+    fate: Fate = "ended"  # "keeper died": the code is its keeper's; "lost": it is not known
 
     @property
     def stopped(self) -> bool:
@@ -65,16 +70,21 @@ class RankEnd:
         return not self.problem and (stopped or (self.cut and self.code == -signal.SIGKILL))
 
     @property
+    def blameless(self) -> bool:
+        """It ended by what happens to machines, not by what a program does: a start from the last checkpoint may well go on."""
+        return self.step is not None and (self.fate in ("keeper died", "hung", "lost") or (self.code < 0 and not self.problem))
+
+    @property
     def silent(self) -> bool:
         """It exited badly and left no word of why: as a rank does that leaves the telling to rank 0."""
-        return self.code > 0 and not self.problem and not raised(self.log.last_lines(_LOOKED_AT))
+        return self.code > 0 and not self.problem and not raised(self.log.last_lines(LOOKED_AT))
 
     @property
     def cause(self) -> str:
         """Why it ended, in its own words or its log's."""
         if self.problem or self.code in (0, -signal.SIGKILL) or self.fate != "ended":
             return _brief(self.problem)
-        lines = self.log.last_lines(_LOOKED_AT)
+        lines = self.log.last_lines(LOOKED_AT)
         return _brief(raised(lines) or (lines[-1] if lines and self.code > 0 else ""))
 
 
@@ -86,6 +96,7 @@ class Ended:
     status: int
     ranks: tuple[RankEnd, ...]
     says: str = ""
+    asked: bool = False  # it was told to stop, whether or not it obeyed
     rank: int | None = None
     log: Path | None = None
     tail: tuple[str, ...] = ()
@@ -105,7 +116,8 @@ def verdict(ends: Sequence[RankEnd], asked: int | None) -> Ended:
     if asked is not None and all(end.well or end.obeyed for end in ends):
         return Ended(status=128 + asked, ranks=ranks, says=f"stopped by {signal.Signals(asked).name} before all ranks had saved")
     end = culprit(ends)
-    return Ended(status=FAILED, ranks=ranks, says=sentence(end), rank=end.rank, log=end.log.path, tail=end.log.last_lines(LINES))
+    told, tail = asked is not None, end.log.last_lines(LINES)
+    return Ended(status=FAILED, ranks=ranks, says=sentence(end), asked=told, rank=end.rank, log=end.log.path, tail=tail)
 
 
 def culprit(ends: Sequence[RankEnd]) -> RankEnd:
@@ -118,12 +130,15 @@ def culprit(ends: Sequence[RankEnd]) -> RankEnd:
 def sentence(end: RankEnd) -> str:
     """A bad end in one line: rank, how, when, why, and where its log is."""
     cause = f": {end.cause}" if end.cause else ""
-    return f"rank {end.rank} {_how(end)}{_when(end)}{cause}; its log is {end.log.path}"
+    where = f" on {end.where}" if end.where else ""
+    return f"rank {end.rank}{where} {_how(end)}{_when(end)}{cause}; its log is {end.log.path}"
 
 
 def _how(end: RankEnd) -> str:
     if end.fate == "stuck":
         return "does not die of SIGKILL: its process is stuck in the kernel, most likely in a driver or a file system"
+    if end.fate in ("hung", "lost"):
+        return "hung" if end.fate == "hung" else "was lost"
     if end.problem and end.cut:
         return "failed and had to be killed"
     ended = _by_signal(-end.code, end.told) if end.code < 0 else f"exited with {end.code}"

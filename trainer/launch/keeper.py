@@ -25,7 +25,7 @@ import sys
 import time
 
 PDEATHSIG, CHILD_SUBREAPER = 1, 36  # prctl(2)
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
 PATIENCE = 5.0  # seconds for orphans to die of SIGKILL
 CANNOT_START = 127  # the exit status that shells give a command that isn't there
 
@@ -33,17 +33,23 @@ CANNOT_START = 127  # the exit status that shells give a command that isn't ther
 def main(words: list[str]) -> None:
     """Start the command and stay until it has ended, or until the lifeline does."""
     lifeline, control, command = int(words[0]), int(words[1]), words[2:]
+    woken = ready()
+    rank = start(command)
+    ended = _wait(rank, lifeline, woken)
+    _tell(control, clear(rank, ended))
+
+
+def ready() -> int:
+    """Make this process the reaper of orphans; what can be read when a signal has come, a child's end among them."""
     _prctl(CHILD_SUBREAPER, 1)
     woken, wake = os.pipe()
     os.set_blocking(woken, False)
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    rank = _start(command)
-    ended = _wait(rank, lifeline, woken)
-    _tell(control, _clear(rank, ended))
+    return woken
 
 
-def _start(command: list[str]) -> int:
+def start(command: list[str]) -> int:
     """Fork and exec; its process id. No signal is lost: one that comes in between stays pending until someone can take it."""
     keeper = os.getpid()
     signal.pthread_sigmask(signal.SIG_SETMASK, {*FORWARDED, signal.SIGCHLD})
@@ -52,7 +58,7 @@ def _start(command: list[str]) -> int:
         _become(command, keeper)
     signal.signal(signal.SIGCHLD, lambda *_: None)  # for set_wakeup_fd alone
     for each in FORWARDED:
-        signal.signal(each, lambda number, _: _forward(rank, number))
+        signal.signal(each, lambda number, _: forward(rank, number))
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     return rank
 
@@ -63,6 +69,7 @@ def _become(command: list[str], keeper: int) -> None:
         os.setsid()
         for each in (*FORWARDED, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(each, signal.SIG_DFL)
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until it can write its stacks
         signal.set_wakeup_fd(-1)
         _prctl(PDEATHSIG, signal.SIGKILL)
         if os.getppid() == keeper:  # else it died before the kernel was told
@@ -74,7 +81,8 @@ def _become(command: list[str], keeper: int) -> None:
         os._exit(CANNOT_START)
 
 
-def _forward(rank: int, number: int) -> None:
+def forward(rank: int, number: int) -> None:
+    """Send a signal to the rank, if it is there."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(rank, number)
 
@@ -84,7 +92,7 @@ def _wait(rank: int, lifeline: int, woken: int) -> int | None:
     watched = select.poll()
     watched.register(lifeline, select.POLLIN)
     watched.register(woken, select.POLLIN)
-    while (ended := _reap(rank)) is None:
+    while (ended := reap(rank)) is None:
         ready = {fd for fd, _ in watched.poll()}
         if lifeline in ready and not os.read(lifeline, 512):
             return None
@@ -93,7 +101,7 @@ def _wait(rank: int, lifeline: int, woken: int) -> int | None:
     return ended
 
 
-def _reap(rank: int) -> int | None:
+def reap(rank: int) -> int | None:
     """The rank's status once it has ended; orphans of the rank's are reaped on the way."""
     while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
         if ended[0] == rank:
@@ -101,12 +109,12 @@ def _reap(rank: int) -> int | None:
     return None
 
 
-def _clear(rank: int, ended: int | None) -> int:
+def clear(rank: int, ended: int | None) -> int:
     """Kill what is left of the rank and its descendants; the rank's exit status, or minus the signal that killed it."""
     for each in FORWARDED:
         signal.signal(each, signal.SIG_IGN)  # its id may soon be another's
     if ended is None:
-        _forward(rank, signal.SIGKILL)  # by itself, for it may not have got as far as a group of its own
+        forward(rank, signal.SIGKILL)  # by itself, for it may not have got as far as a group of its own
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(rank, signal.SIGKILL)
     status = os.waitpid(rank, 0)[1] if ended is None else ended

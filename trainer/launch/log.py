@@ -31,13 +31,35 @@ class Log(NamedTuple):
             return ()  # someone took it away
         return tuple(line.rstrip() for line in lines if line.strip())[-most:]
 
+    def from_here(self) -> Log:
+        """The same log, from its present end on."""
+        try:
+            return Log(self.path, self.path.stat().st_size)
+        except OSError:
+            return self
+
+
+class Tail(NamedTuple):
+    """The last lines of a log on another host, as they were when its rank had ended."""
+
+    path: Path  # with the host's name before it
+    lines: tuple[str, ...] = ()
+
+    def last_lines(self, most: int) -> tuple[str, ...]:
+        """The last of them."""
+        return self.lines[-most:]
+
 
 def open_log(folder: Path, rank: int, ranks: int) -> tuple[Log, IO[bytes]]:
     """`folder`/N.log, open for appending, its header written."""
-    path = folder / f"{rank}.log"
+    return opened(folder / f"{rank}.log", f"rank {rank} of {ranks}")
+
+
+def opened(path: Path, who: str) -> tuple[Log, IO[bytes]]:
+    """A log, open for appending, a header written that `who` starts."""
     file = path.open("ab", buffering=0)
     before = "\n" if _ends_midway(path) else ""
-    file.write(f"{before}== rank {rank} of {ranks} starts, {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n".encode())
+    file.write(f"{before}== {who} starts, {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n".encode())
     return Log(path, path.stat().st_size), file
 
 

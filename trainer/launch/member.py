@@ -1,71 +1,46 @@
-"""One rank as the launching process sees it: its keeper, the pipes to it, what it said, and how it ended."""
+"""A rank on this machine: its keeper, and the pipes to it."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO
 
 from . import lifeline, strays, talk
-from .ended import RankEnd
+from .heard import CHUNK, Heard
 from .log import Log, open_log
 from .place import Place
 
 KEEPER = Path(__file__).with_name("keeper.py")
-CHUNK = 1 << 16  # bytes that are read of a control pipe at once
 
 
-class Member:
-    """A rank that was started. `end` is its record once it has ended, and nothing of it is left then."""
+class Member(Heard):
+    """A rank that was started here, or another process under a keeper."""
 
-    def __init__(self, place: Place, keeper: subprocess.Popen[bytes], control: int, cut: int, log: Log, mark: str) -> None:
-        self.rank = place.rank
-        self.control = control  # where its lines are read
-        self.end: RankEnd | None = None
-        self.problem = ""
+    log: Log
+
+    def __init__(self, rank: int, keeper: subprocess.Popen[bytes], control: int, cut: int, log: Log, mark: str) -> None:
+        super().__init__(rank, log)
+        self._control = control
         self._keeper = keeper
         self._lifeline: int | None = cut  # closed: the keeper ends the rank
-        self._log = log
         self._mark = mark
-        self._half = b""  # a line that hasn't ended yet
-        self._done = False
-        self._step: int | None = None
-        self._told = False
-        self._cut = False
+        self._dumped: Log | None = None  # the log from where the stacks begin
 
     @property
-    def failed(self) -> bool:
-        """Whether it ended badly, or said that it will."""
-        return bool(self.problem) or (self.end is not None and not self.end.well)
+    def control(self) -> int:
+        """The pipe of which its words are read."""
+        return self._control
 
-    def hear(self) -> Iterator[tuple[str, str]]:
-        """Read some of what it has said, and keep it; its lines for the user as ("say" or "status", text)."""
+    def _read(self) -> bytes:
         try:
-            *lines, self._half = (self._half + os.read(self.control, CHUNK)).split(b"\n")
+            return os.read(self._control, CHUNK)
         except BlockingIOError:
-            return
-        for word, what in (pair for line in lines for pair in _words(line)):
-            if word in ("say", "status"):
-                yield word, str(what)
-            else:
-                self._note(word, what)
-
-    def _note(self, word: str, what: Any) -> None:
-        match word, what:
-            case "ended", int():
-                self._ends(what, "ended")
-            case "beat", int():
-                self._step = what
-            case "problem", _:
-                self.problem = self.problem or str(what)
-            case "done", True:
-                self._done = True
+            return b""
 
     def is_orphan(self) -> bool:
         """Whether its keeper has exited; what was said before may be unread."""
@@ -81,6 +56,16 @@ class Member:
         if self.end is None and not self._told:
             self._told = True
             self._keeper.send_signal(signal.SIGTERM)
+
+    def dump(self) -> None:
+        """Have it write its stacks: its keeper hands SIGUSR2 on."""
+        if self.end is None:
+            self._dumped = self.log.from_here()
+            self._keeper.send_signal(signal.SIGUSR2)
+
+    def stack(self) -> tuple[str, ...]:
+        """What its log got since."""
+        return self._dumped.last_lines(1000) if self._dumped else ()
 
     def cut(self) -> None:
         """Have it killed, with all that it started."""
@@ -103,25 +88,19 @@ class Member:
         except subprocess.TimeoutExpired:
             self._keeper.kill()
             self._keeper.wait()
-        os.close(self.control)
-
-    def _ends(self, code: int, fate: Literal["ended", "keeper died", "stuck"]) -> None:
-        self.end = RankEnd(
-            rank=self.rank,
-            code=code,
-            log=self._log,
-            done=self._done,
-            step=self._step,
-            problem=self.problem,
-            told=self._told,
-            cut=self._cut,
-            fate=fate,
-        )
+        os.close(self._control)
 
 
 def start(command: Sequence[str], place: Place, logs: Path, environment: Mapping[str, str]) -> Member:
     """Start one rank under its keeper; raises OSError where this machine can't."""
     log, file = open_log(logs, place.rank, place.ranks)
+    return under_keeper(command, place.rank, log, file, place.environment(environment))
+
+
+def under_keeper(
+    command: Sequence[str], rank: int, log: Log, file: IO[bytes], environment: Mapping[str, str], *, folder: Path | None = None
+) -> Member:
+    """Start any command under a keeper, its output going to `file`, which is closed here; raises OSError."""
     held, cut = os.pipe()
     control, speak = os.pipe()
     os.set_blocking(control, False)
@@ -133,7 +112,8 @@ def start(command: Sequence[str], place: Place, logs: Path, environment: Mapping
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
-            env={**place.environment(environment), **handed},
+            env={**environment, **handed},
+            cwd=folder,
             pass_fds=(held, speak),
             start_new_session=True,
         )
@@ -145,12 +125,4 @@ def start(command: Sequence[str], place: Place, logs: Path, environment: Mapping
         os.close(held)
         os.close(speak)
         file.close()
-    return Member(place, keeper, control, cut, log, mark)
-
-
-def _words(line: bytes) -> Iterator[tuple[str, Any]]:
-    """What a line of the control pipe says; one that is no JSON object says nothing."""
-    with contextlib.suppress(ValueError, RecursionError):
-        said = json.loads(line)
-        if isinstance(said, dict):
-            yield from said.items()
+    return Member(rank, keeper, control, cut, log, mark)

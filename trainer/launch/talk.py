@@ -3,6 +3,7 @@
     {"say": text}        a line for the user (rank 0's are shown)
     {"status": text}     the live line, which replaces the one before (rank 0's is shown)
     {"beat": step}       the rank is at this step
+    {"phase": name}      the rank is at something else than a step, which may take longer: save, evaluate, end
     {"problem": text}    why the rank is about to end, in one line
     {"done": true}       the rank has done all that it was asked to do
 
@@ -52,6 +53,10 @@ class Talk:
         """This rank is at `step`; dropped when nobody reads."""
         self._send("beat", step, droppable=True)
 
+    def phase(self, name: str) -> None:
+        """This rank begins what is no step, and may take longer."""
+        self._send("phase", name, droppable=True)
+
     def problem(self, text: str) -> None:
         """Why this rank is about to end. The run ends with it: the other ranks are told to stop."""
         self._send("problem", text)
@@ -62,7 +67,7 @@ class Talk:
 
     def _send(self, word: str, what: str | int, *, droppable: bool = False) -> None:
         if self._fd is None:
-            if isinstance(what, str):
+            if isinstance(what, str) and word != "phase":
                 sys.stdout.write(f"{what}\n")
                 sys.stdout.flush()
             return

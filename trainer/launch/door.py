@@ -1,0 +1,131 @@
+"""Where ranks of other hosts come to the head: it listens at the addresses by which they reach it, and lets in who holds the ticket."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from hmac import compare_digest
+from typing import Self
+
+from .remote import Remote
+from .ticket import Ticket
+
+LONGEST = 4096  # bytes that a stranger may send
+MEET = 20.0  # seconds that it may take to prove itself
+STRANGERS = 4096  # that may stand at the door at once
+
+
+class Door:
+    """Listens, and has each rank `join` its Remote once both ends have proved that they hold the ticket."""
+
+    def __init__(self, ears: selectors.BaseSelector, came: Callable[[Remote], None]) -> None:
+        self._ears, self._came = ears, came
+        self._strangers: dict[Stranger, float] = {}
+        self._ticket: Ticket | None = None
+        self._remotes: dict[int, Remote] = {}
+        self._listeners: dict[str, socket.socket] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def open(self, addresses: Iterable[str]) -> dict[str, int]:
+        """Listen at these addresses of this machine: the port at each. Raises OSError."""
+        for address in addresses:
+            if address not in self._listeners:
+                family = socket.AF_INET6 if ":" in address else socket.AF_INET
+                listener = socket.create_server((address, 0), family=family, backlog=STRANGERS)
+                listener.setblocking(False)
+                self._listeners[address] = listener
+                self._ears.register(listener, selectors.EVENT_READ, partial(self._accept, listener))
+        return {address: listener.getsockname()[1] for address, listener in self._listeners.items()}
+
+    def admit(self, ticket: Ticket, remotes: Iterable[Remote]) -> None:
+        """Who may come in, and with what ticket."""
+        self._ticket = ticket
+        self._remotes = {remote.rank: remote for remote in remotes}
+
+    def close(self) -> None:
+        """Listen no more; who stands there is sent away."""
+        for stranger in list(self._strangers):
+            self._send_away(stranger)
+        for listener in self._listeners.values():
+            with contextlib.suppress(KeyError):
+                self._ears.unregister(listener)
+            listener.close()
+        self._listeners.clear()
+
+    def _accept(self, listener: socket.socket) -> None:
+        now = time.monotonic()
+        for late in [stranger for stranger, since in self._strangers.items() if now - since > MEET]:
+            self._send_away(late)
+        with contextlib.suppress(OSError):
+            connection, _ = listener.accept()
+            if len(self._strangers) >= STRANGERS:
+                connection.close()
+                return
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            stranger = Stranger(connection)
+            self._strangers[stranger] = now
+            self._ears.register(connection, selectors.EVENT_READ, partial(self._hear, stranger))
+
+    def _hear(self, stranger: Stranger) -> None:
+        assert self._ticket is not None
+        try:
+            rank = stranger.hear(self._ticket)
+        except (OSError, ValueError, KeyError, TypeError):
+            rank = -1
+        if rank is None:
+            return
+        remote = self._remotes.get(rank)
+        if remote is None or remote.here:
+            self._send_away(stranger)
+            return
+        self._ears.unregister(stranger.connection)
+        del self._strangers[stranger]
+        remote.join(stranger.connection, stranger.port)
+        self._came(remote)
+
+    def _send_away(self, stranger: Stranger) -> None:
+        self._ears.unregister(stranger.connection)
+        del self._strangers[stranger]
+        stranger.connection.close()
+
+
+class Stranger:
+    """A connection until it has proved whose it is."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.port = 0
+        self._heard = b""
+        self._rank: int | None = None
+        self._words: tuple[object, ...] = ()
+
+    def hear(self, ticket: Ticket) -> int | None:
+        """Take in a line of its; its rank once it has proved it. Raises OSError, ValueError, KeyError or TypeError on anything else."""
+        said = self.connection.recv(LONGEST)
+        self._heard += said
+        if not said or len(self._heard) > LONGEST:
+            raise ValueError("no ticket")
+        if not self._heard.endswith(b"\n"):
+            return None
+        line, self._heard = json.loads(self._heard), b""
+        if self._rank is not None:
+            if not compare_digest(line["proof"], ticket.proof("rank", *self._words)):
+                raise ValueError("another ticket")
+            return self._rank
+        self._rank, self.port, nonce = int(line["rank"]), int(line["port"]), os.urandom(16).hex()
+        proof = ticket.proof("head", self._rank, line["nonce"], nonce)
+        self._words = (self._rank, line["nonce"], nonce, self.port)
+        self.connection.send(f"{json.dumps({'nonce': nonce, 'proof': proof})}\n".encode())
+        return None

@@ -1,0 +1,244 @@
+"""Starting a run's ranks on several hosts through DeepSpeed's launcher, of which nothing is wanted but that it starts them.
+
+The head writes the run's files on each host over ssh (landing.py), listens where the hosts reach it (door.py), and starts the
+launcher. Each slot's process (guest.py) comes to the head with the ticket that it finds on its host; when all are there the
+head has the ranks started. From then on it hears and tells them over their keepers' sockets (tether.py), and what they say is
+the run's record: how the launcher ends says nothing of it. The processes are
+
+    head:  distrain fit -> the launcher's keeper -> deepspeed.launcher.runner -> pdsh -> ssh to each host
+    host:  sshd -> deepspeed.launcher.launch -> guest a slot;    a rank's keeper -> the rank
+
+and what dies is missed by those beside it: the head by the launcher's keeper and the ranks', a keeper by the head, the guest
+and the rank, which dies with it, the launcher by the guest and the head, a guest by its keeper.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from .crew import Crew, Show
+from .door import Door
+from .ended import FAILED, LOOKED_AT, Ended
+from .hostfile import Host
+from .landed import Unreachable, land, on_each
+from .launch import hush, signals
+from .log import opened, raised
+from .member import Member, under_keeper
+from .remote import Remote
+from .tether import PING
+from .ticket import NAME, Ticket
+from .watchdog import PATIENCE, Watchdog
+from .words import Command, File
+
+COME = 300.0  # seconds for all slots to have come
+PART = 8.0  # seconds for the launcher to end by itself after its last rank
+PART_BADLY = 2.0  # after a run that failed
+LOST = 1.0  # seconds that ranks have after another was lost: none can finish its step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What is started, and where: `launcher` starts a guest a slot of the hosts, each of which runs `command` as a rank."""
+
+    hosts: Sequence[Host]
+    folder: Path  # RUN_DIR
+    launcher: Command
+    files: Sequence[File]  # that the launcher reads
+    texts: Mapping[str, str]  # that ranks read, by their names in RUN_DIR
+    command: Sequence[str]
+    environment: Mapping[str, str]  # of this process
+    handed: Mapping[str, str]  # of it, what ranks have too
+    address: str | None = None  # where ranks meet; None: where rank 0 comes from
+    port: int | None = None  # there; None: one that is free
+
+
+def launch_hosts(
+    start: Start,
+    *,
+    show: Show,
+    grace: float,
+    live: Show | None = None,
+    patience: float = PATIENCE,
+    began: Callable[[int], None] | None = None,
+) -> Ended:
+    """Run the ranks until all have ended, and say how: what `launch.launch` is for one machine."""
+    with signals() as asked, _not_stopped(), ExitStack() as stack:
+        crew = HostCrew(asked, stack, show=show, live=live or hush, grace=grace, watchdog=Watchdog(patience=patience), began=began)
+        try:
+            return crew.launched(start)
+        except Unreachable as error:
+            return Ended(status=FAILED, ranks=(), says=str(error))
+        except OSError as error:
+            return Ended(status=FAILED, ranks=(), says=f"can't be started: {error}")
+
+
+@contextmanager
+def _not_stopped() -> Iterator[None]:
+    """Ctrl-Z does nothing: a head that is stopped has gone, for its ranks."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTSTP, before)
+
+
+class HostCrew(Crew):
+    """Ranks that come over the network, and the launcher that has them come."""
+
+    _launcher: Member
+    _remotes: Sequence[Remote] = ()
+
+    def launched(self, start: Start) -> Ended:
+        """Write the files, start the launcher, wait for all ranks to come, and stay until all have ended."""
+        door = Door(self._ears, self.take)
+        with land([host.name for host in start.hosts]) as landed:
+            ports = door.open({each.head for each in landed})
+            ticket = _ticket(start, [(each.head, ports[each.head]) for each in landed])
+            self._remotes = _seats(start, ticket)
+            door.admit(ticket, self._remotes)
+            on_each(landed, lambda each: each.lay(start.folder, {**start.texts, NAME: ticket.written()}))
+        self._stack.callback((start.folder / NAME).unlink, missing_ok=True)
+        with door, self._pulse():
+            self._start_launcher(start)
+            if (failed := self._gathered()) is not None:
+                return failed
+            door.close()
+            for remote in self._remotes:
+                remote.go(start.address or _meeting(self._remotes), start.port or self._remotes[0].port)
+            ended = self.run()
+        self._part(PART if ended.status != FAILED else PART_BADLY)
+        return ended
+
+    def _start_launcher(self, start: Start) -> None:
+        """Under a keeper of its own, so that it dies with this process, and all that it started here."""
+        for file in start.files:
+            _write(file)
+        log, output = opened(start.folder / "ranks" / "launcher.log", "DeepSpeed's launcher")
+        surroundings = {**start.launcher.surroundings(start.environment), "PYTHONSAFEPATH": "1"}
+        self._launcher = under_keeper(start.launcher.words, -1, log, output, surroundings, folder=start.launcher.folder)
+        self._stack.callback(self._launcher.close, PART)
+        self._ears.register(self._launcher.control, 1, self._hear_launcher)
+
+    def _hear_launcher(self) -> None:
+        for _ in self._launcher.hear():
+            pass
+        if self._launcher.end is not None:
+            self._ears.unregister(self._launcher.control)
+
+    def _gathered(self) -> Ended | None:
+        """Wait until all ranks are there; how the start failed where they don't come."""
+        until = time.monotonic() + COME
+        while missing := [remote for remote in self._remotes if not remote.here]:
+            self._listen()
+            names = ", ".join(f"{remote.rank} on {remote.where}" for remote in missing[:4]) + (" and more" if len(missing) > 4 else "")
+            if self._asked:
+                number = self._asked[0][0]
+                return Ended(status=128 + number, ranks=(), says=f"stopped by {signal.Signals(number).name} before the ranks had started")
+            if lost := next((remote for remote in self._remotes if remote.end is not None), None):
+                says = f"rank {lost.rank} on {lost.where} was lost before all had come: {lost.problem}"
+                return Ended(status=FAILED, ranks=(), rank=lost.rank, says=says)
+            if self._launcher.end or time.monotonic() > until:
+                when = "before it ended" if self._launcher.end else f"within {COME:.0f} s"
+                says = f"DeepSpeed's launcher did not bring rank {names} {when}{_last_words(self._launcher)}"
+                return Ended(status=FAILED, ranks=(), rank=missing[0].rank, says=says, log=self._launcher.log.path)
+        return None
+
+    def _listen(self) -> None:
+        super()._listen()
+        if self._launcher.end is None and self._launcher.is_orphan():
+            self._hear_launcher()
+            if self._launcher.end is None:
+                self._launcher.lose()
+                self._ears.unregister(self._launcher.control)
+
+    def _end_together(self) -> None:
+        """As any crew. When the launcher dies before all of its ranks they save and stop, and when a rank is lost none can do that."""
+        if not self._stopping and self._kill_at is None and self._left() and (dead := self._dead_launcher()):
+            self._show(f"DeepSpeed's launcher {dead}: finishing the step and saving")
+            self._stop()
+        super()._end_together()
+        if self._kill_at is not None and any(end.fate == "lost" for end in self._ends):
+            self._kill_at = min(self._kill_at, time.monotonic() + LOST)
+
+    def _dead_launcher(self) -> str:
+        """How it died, while no rank had ended; "" where it lives."""
+        if self._ends:
+            return ""
+        if (end := self._launcher.end) is not None:
+            return f"was killed by {signal.Signals(-end.code).name}" if end.code < 0 else "was ended"
+        orphan = next((remote for remote in self._remotes if remote.orphan), None)
+        return f"was killed on {orphan.where.partition(' ')[0]}" if orphan else ""
+
+    @contextmanager
+    def _pulse(self) -> Iterator[None]:
+        """Ping all ranks from a thread, so that a terminal that is stopped stops no run."""
+        over = threading.Event()
+
+        def beat() -> None:
+            while not over.wait(PING):
+                for remote in self._remotes:
+                    remote.ping()
+
+        thread = threading.Thread(target=beat, name="pulse", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _part(self, patience: float) -> None:
+        """Let the launcher end by itself, which it does when its children have; where a host is cut off it can't."""
+        for remote in self._remotes:
+            remote.close(PART)
+        until = time.monotonic() + patience
+        while self._launcher.end is None and time.monotonic() < until:
+            self._listen()
+
+
+def _ticket(start: Start, doors: Sequence[tuple[str, int]]) -> Ticket:
+    slots = [host.slots for host in start.hosts]
+    return Ticket(token=secrets.token_hex(32), doors=doors, slots=slots, command=start.command, environment=start.handed)
+
+
+def _seats(start: Start, ticket: Ticket) -> list[Remote]:
+    """The ranks that are to come."""
+    seats = []
+    for rank in range(ticket.ranks):
+        at, local = ticket.seat(rank)
+        host = start.hosts[at]
+        log = Path(f"{host.name}:{start.folder / 'ranks' / f'{rank}.log'}")
+        seats.append(Remote(rank, f"{host.name} (device {host.slots[local]})", log))
+    return seats
+
+
+def _meeting(remotes: Sequence[Remote]) -> str:
+    """Where all ranks reach rank 0: from where it came; if that is this machine itself, where others come to it."""
+    first = remotes[0].address
+    if first.startswith("127.") or first == "::1":
+        return next((remote.door for remote in remotes if remote.door != remotes[0].door), first)
+    return first
+
+
+def _last_words(launcher: Member) -> str:
+    """Why the launcher did not do it, by its log, in which pdsh puts the host before each line."""
+    lines = [line.partition(": ")[2] if line.partition(": ")[0].isidentifier() else line for line in launcher.log.last_lines(LOOKED_AT)]
+    said = raised(lines) or next((line for line in reversed(lines) if line), "")
+    return f": {' '.join(said.split())[:400]}; its log is {launcher.log.path}"
+
+
+def _write(file: File) -> None:
+    file.path.parent.mkdir(parents=True, exist_ok=True)
+    with os.fdopen(os.open(file.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, file.mode), "w", encoding="utf-8") as text:
+        text.write(file.text)

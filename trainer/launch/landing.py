@@ -1,0 +1,59 @@
+"""Writing a run's files on a host: it is run there over ssh by path, as `python -I -S landing.py`, and imports nothing of this package.
+
+What it is to write comes on stdin, so that nothing of it is seen on a command line: {"folder": RUN_DIR, "files": {name: text}}.
+It answers a JSON object a line: {"connection": what SSH_CONNECTION says}, then {"written": true} or {"problem": why not}.
+Files are its user's alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+
+
+def main() -> None:
+    """Say by which addresses the head and this host see each other, then write what it sends."""
+    _tell({"connection": os.environ.get("SSH_CONNECTION", "")})
+    text = sys.stdin.read()
+    if not text:
+        return  # the head has no use for this host
+    order = json.loads(text)
+    os.umask(0o077)
+    try:
+        for each in ("ranks", "launch"):
+            os.makedirs(os.path.join(order["folder"], each), exist_ok=True)
+        for name, content in order["files"].items():
+            if not _has(os.path.join(order["folder"], name), content):
+                _write(os.path.join(order["folder"], name), content)
+    except OSError as error:
+        _tell({"problem": f"{order['folder']}: {error.strerror}"})
+    else:
+        _tell({"written": True})
+
+
+def _has(path: str, content: str) -> bool:
+    """Whether it is there already, as in a folder that this host shares with the head."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read() == content
+    except (OSError, ValueError):
+        return False
+
+
+def _write(path: str, content: str) -> None:
+    """Whole or not at all: another host may write the same file of a shared folder."""
+    new = f"{path}.{socket.gethostname()}.{os.getpid()}"
+    with open(new, "w", encoding="utf-8") as file:
+        file.write(content)
+    os.replace(new, path)
+
+
+def _tell(words: dict[str, object]) -> None:
+    sys.stdout.write(json.dumps(words) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""What a host says of itself before a run. The text of this file is sent over ssh to `python -`: it asks nothing but Python 3.8.
+
+Three rounds, each a program of its own on every host at once: `facts`; `links`, in which each host connects to all others; `reduced`,
+in which one process a host adds up over gloo or NCCL. An answer is a line of JSON behind a mark, whatever a login prints before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import json
+import os
+import platform
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from typing import Any
+
+MARK = "distrain-preflight "
+PACKAGES = ("distrain", "torch", "deepspeed")
+CODE = ("cli", "conf", "recipes", "trainer")  # folders of distrain whose files are to be the same everywhere
+TRIES = 3  # all-reduces that are timed, the first apart
+
+
+def main(order: str) -> None:
+    """Answer one round; the process ends by itself at its deadline."""
+    asked = json.loads(order)
+    signal.alarm(int(asked["seconds"]) + 1)
+    answer = {"facts": facts, "links": links, "reduced": reduced}[asked["round"]](asked)
+    sys.stdout.write(f"\n{MARK}{json.dumps(answer)}\n")
+    sys.stdout.flush()
+
+
+def facts(asked: dict[str, Any]) -> dict[str, Any]:
+    """Versions, devices, the clock, an address, the run folder, a port that is free."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    return {
+        "clock": time.time(),
+        "versions": versions(),
+        "home": [socket.gethostname(), _read("/proc/sys/kernel/random/boot_id")],
+        "address": (os.environ.get("SSH_CONNECTION", "").split() + [""] * 3)[2],
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "cards": cards() if asked["kind"] == "cuda" else [],
+        "folder": folder(asked["folder"], asked["note"]),
+        "port": port,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Python and what a rank imports; "" where it isn't there. `code` is a checksum of distrain's own files."""
+    from importlib.metadata import PackageNotFoundError, version
+    from importlib.util import find_spec
+
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = ""
+    spec = find_spec("distrain")
+    found["code"] = code(spec.origin) if spec and spec.origin else ""
+    return found
+
+
+def code(origin: str) -> str:
+    """A checksum of the files of a package by the path of its __init__.py."""
+    total, root = 0, os.path.dirname(os.path.realpath(origin))
+    for top in CODE:
+        for path in sorted(glob.glob(os.path.join(root, top, "**", "*.*"), recursive=True)):
+            if path.endswith((".py", ".yaml")):
+                with open(path, "rb") as file:
+                    total = zlib.crc32(path[len(root) :].encode() + file.read(), total)
+    return f"{total:08x}"
+
+
+def cards() -> list[tuple[int, int, int]] | None:
+    """(index, bytes taken, bytes) of each GPU, as nvidia-smi says; None where it says nothing."""
+    query = ["nvidia-smi", "--query-gpu=index,memory.used,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=10, check=True).stdout.decode()
+        rows = [[int(word) for word in line.split(",")] for line in said.splitlines()]
+        return [(index, used << 20, total << 20) for index, used, total in rows]
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+
+
+def folder(path: str, note: str) -> dict[str, Any]:
+    """Whether the run folder can be written: `note`, a file's name, is left there for the other hosts to see."""
+    try:
+        os.makedirs(path, exist_ok=True)
+        with open(os.path.join(path, note), "w"):
+            pass
+        return {"free": shutil.disk_usage(path).free}
+    except OSError as error:
+        return {"problem": error.strerror}
+
+
+def links(asked: dict[str, Any]) -> dict[str, Any]:
+    """Connect to all others, and be connected to: {"reached": {host: seconds}, "failed": {host: why}, "unseen": hosts}.
+
+    `others` is {host: [address, port, note]}; a host is unseen whose note is not in this host's run folder.
+    """
+    until = time.monotonic() + asked["seconds"] - 2
+    word, others = asked["word"].encode(), asked["others"]
+    reached: dict[str, float] = {}
+    failed: dict[str, str] = {}
+    unseen = _unseen(asked["folder"], others)
+    heard: list[int] = []
+    with _listener(asked["port"]) as listener:
+        threading.Thread(target=_answer, args=(listener, word, heard), daemon=True).start()
+        threads = [
+            threading.Thread(target=_reach, args=(name, address, port, word, until, reached, failed), daemon=True)
+            for name, (address, port, _) in others.items()
+        ]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join(max(0.0, until + 1 - time.monotonic()))
+        while len(heard) < len(others) and time.monotonic() < until:
+            time.sleep(0.01)
+    with contextlib.suppress(OSError):
+        os.remove(os.path.join(asked["folder"], asked["note"]))
+    return {"reached": reached, "failed": failed, "unseen": unseen}
+
+
+def _unseen(path: str, others: dict[str, Any]) -> list[str]:
+    """Hosts whose note isn't here; a shared file system may take its time."""
+    left = dict(others)
+    for _ in range(20):
+        left = {name: row for name, row in left.items() if not os.path.exists(os.path.join(path, row[2]))}
+        if not left:
+            break
+        time.sleep(0.1)
+    return sorted(left)
+
+
+def _listener(port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET)
+    if listener.family == socket.AF_INET6:
+        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("", port))
+    listener.listen(1024)
+    return listener
+
+
+def _answer(listener: socket.socket, word: bytes, heard: list[int]) -> None:
+    while True:
+        try:
+            connection = listener.accept()[0]
+            with connection:
+                connection.settimeout(5.0)
+                if connection.recv(len(word)) == word:
+                    connection.sendall(word[::-1])
+                    heard.append(1)
+        except OSError:
+            if listener.fileno() < 0:
+                return
+
+
+def _reach(
+    name: str,
+    address: str,
+    port: int,
+    word: bytes,
+    until: float,
+    reached: dict[str, float],
+    failed: dict[str, str],
+) -> None:
+    """Connect to a host and hear its answer, as often as it takes."""
+    why = "no answer"
+    while time.monotonic() < until:
+        began = time.monotonic()
+        try:
+            with socket.create_connection((address, port), timeout=max(0.1, until - began)) as connection:
+                connection.sendall(word)
+                if connection.recv(len(word)) == word[::-1]:
+                    reached[name] = time.monotonic() - began
+                    return
+                why = "another process answers there"
+        except OSError as error:
+            why = error.strerror or str(error)
+        time.sleep(0.1)
+    failed[name] = why
+
+
+def reduced(asked: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of the fastest all-reduce of so many float32 over one process a host, or {"problem": why there is none}."""
+    os.environ.update(asked["environment"])
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    try:
+        device = torch.device("cpu")
+        if asked["kind"] == "cuda":
+            device = torch.device("cuda", asked["device"])
+            torch.cuda.set_device(device)
+        meeting = f"tcp://{asked['address']}:{asked['port']}"
+        wait = timedelta(seconds=asked["seconds"] - 2)
+        backend = "nccl" if asked["kind"] == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=meeting, rank=asked["rank"], world_size=asked["ranks"], timeout=wait)
+        flat = torch.ones(asked["elements"], device=device)
+        found = []
+        for _ in range(1 + TRIES):
+            dist.barrier()
+            began = time.perf_counter()
+            dist.all_reduce(flat)
+            flat[0].item()
+            found.append(time.perf_counter() - began)
+        dist.barrier()
+    except (RuntimeError, ValueError) as error:
+        return {"problem": (str(error).splitlines() or [repr(error)])[0]}
+    return {"seconds": min(found[1:])}
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.read().strip()
+    except OSError:
+        return ""
