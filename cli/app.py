@@ -80,7 +80,9 @@ def command(argv: Sequence[str]) -> int:
     except Unreadable as wrong:
         _tell(wrong.problems)
     except UsageError as wrong:
-        _tell([_usage(wrong)])
+        from .words import usage
+
+        _tell([usage(wrong)])
     return WRONG_WORDS
 
 
@@ -123,20 +125,33 @@ def list_options(
 
 
 @app.command(short_help="The composed config, as YAML.")
-def show(words: Words = None, config_dir: ConfigDir = None) -> int:
-    """Print the composed config, every default filled in, as YAML that conf=FILE reads back.
+def show(
+    words: Words = None,
+    launch: Annotated[
+        bool, typer.Option("--launch", help="The command and the files that `fit` starts it with, as a shell script.")
+    ] = False,
+    engine: Annotated[bool, typer.Option("--engine", help="What DeepSpeed is told, as JSON.")] = False,
+    config_dir: ConfigDir = None,
+) -> int:
+    """Print the composed config, every default filled in, as YAML that conf=FILE reads back. Nothing is run or written.
 
     \b
     distrain show conf=gpt3_175b parallel.tp=4 > mine.yaml
-    distrain plan conf=mine.yaml
+    distrain show conf=gpt3_175b launch=slurm --launch
+    distrain show conf=quickstart --engine
     """
     from msgspec import to_builtins
 
     from ..trainer.spec.read import read_run
 
     conf, overrides = _words(words, "show", config_dir)
-    from .load import as_yaml, compose
+    from .load import as_yaml, compose, load
 
+    if launch or engine:
+        from .launching import shown
+
+        typed = [*(words or ()), *([f"--config-dir={config_dir}"] if config_dir else [])]
+        return _say("\n".join(shown(load(conf, overrides, config_dir), typed, launch=launch, engine=engine)))
     composed = to_builtins(read_run(compose(conf, overrides, config_dir)))
     return _say(as_yaml({key: value for key, value in composed.items() if value is not None}).rstrip())
 
@@ -178,7 +193,7 @@ def plan(
     return FINE if all(each.ok and each.fits for each in plans) else CANNOT
 
 
-@app.command()
+@app.command(short_help="Plan, launch, train, log, resume.")
 def fit(words: Words = None, config_dir: ConfigDir = None) -> int:
     """Plan, launch on this machine, train, log; goes on from the newest checkpoint of the run's folder.
 
@@ -192,6 +207,8 @@ def fit(words: Words = None, config_dir: ConfigDir = None) -> int:
     from ..trainer.plan.plan import make_plan
     from .fit import after, refused
     from .fit import fit as run_it
+    from .hosts import looked
+    from .launching import hosts
     from .load import load
     from .machine import found, measure
     from .plan_text import verdict
@@ -208,6 +225,11 @@ def fit(words: Words = None, config_dir: ConfigDir = None) -> int:
         unmeasured = measure(_say)
         _tell([unmeasured] if unmeasured else [])
     _say(verdict(made))
+    if run.launch.preflight and (found_hosts := hosts(run)):
+        problems = looked(found_hosts, run, made, _say)
+        if problems:
+            _tell(problems)
+            return CANNOT
     live = _live if sys.stderr.isatty() else lambda words: None
     status, wrong = run_it(run, made, _show, live)
     for each in wrong:
@@ -215,6 +237,30 @@ def fit(words: Words = None, config_dir: ConfigDir = None) -> int:
     if status == FINE:
         _say(after(run))
     return status
+
+
+@app.command("prove", short_help="Whether every layout that this machine can run trains the same curve.")
+def prove_layouts(
+    words: Words = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of the table.")] = False,
+    reasons: Annotated[bool, typer.Option("--reasons", help="Say why each layout that is left out can't run.")] = False,
+    config_dir: ConfigDir = None,
+) -> int:
+    """Train a recipe in one process and in every layout that this machine can run: the same curve, or where it departs.
+
+    steps=N trains so many (8, or the recipe's where it has fewer). layouts=dp2,tp2.sequence,dp2.tp2.pp2.gpipe names layouts,
+    layouts=all takes all; otherwise about a dozen in which every two choices meet.
+
+    Exit status: 0 all train the same curve; 1 one departs or can't run; 2 the words are wrong.
+
+    \b
+    distrain prove conf=tiny_2x2x2
+    distrain prove conf=quickstart layouts=dp2,dp2.zero3 steps=4
+    """
+    from .prove import Screen, prove
+
+    screen = Screen(show=_show, tell=_tell, live=_live if sys.stderr.isatty() else lambda words: None)
+    return prove(words or (), config_dir, screen, as_json=as_json, reasons=reasons)
 
 
 app.command(short_help="A run: planned against measured, and its curve.")(report)
@@ -297,17 +343,3 @@ def _one_stream() -> bool:
         return os.path.samestat(os.fstat(sys.stdout.fileno()), os.fstat(sys.stderr.fileno()))
     except (OSError, ValueError, AttributeError):
         return False
-
-
-def _usage(wrong: Any) -> Problem:
-    """A wrong option in our words."""
-    from ..trainer.spec.problem import Problem, nearest
-
-    name = getattr(wrong, "option_name", None)
-    message = str(wrong.format_message()).splitlines()[0].rstrip(".")
-    if name is None or not message.startswith("No such option"):
-        return Problem(rule="option", says=message[:1].lower() + message[1:])
-    known = [each for row in wrong.ctx.command.params for each in row.opts if each.startswith("--")] if wrong.ctx else []
-    if "." in name or "=" in name:
-        return Problem(rule="option", says=f"no option {name}", mend=f"keys are written without dashes: {name.lstrip('-')}=VALUE")
-    return Problem(rule="option", says=f"no option {name}", mend=nearest(name, [*known, "--help"]))

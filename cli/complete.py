@@ -12,6 +12,7 @@ OPTIONS = {
     "show": ("--config-dir", "--help"),
     "plan": ("--json", "-m", "--config-dir", "--help"),
     "fit": ("--config-dir", "--help"),
+    "prove": ("--json", "--reasons", "--config-dir", "--help"),
     "report": ("--json", "--help"),
     "export": ("--dtype", "--help"),
     "generate": ("--prompt", "--tokens", "--temperature", "--top-k", "--seed", "--tokenizer", "--help"),

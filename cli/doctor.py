@@ -6,11 +6,14 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+import typer
 
 State = Literal["ok", "warning", "problem"]
 
@@ -38,19 +41,49 @@ class Finding:
         return f"{self.state:<8} {self.name}: {self.says}" + (f": {self.mend}" if self.mend else "")
 
 
-def doctor() -> int:
+def doctor(
+    words: Annotated[list[str] | None, typer.Argument(metavar="[conf=NAME KEY=VALUE ...]", show_default=False)] = None,
+) -> int:
     """Look at what `distrain fit` needs, down to three steps of two ranks beside one process; a line each.
 
-    Exit status: 0 a run can start here; 1 something would stop it.
+    With a recipe and a hostfile: look at the hosts instead, as fit does before it starts anything there.
+
+    Exit status: 0 a run can start; 1 something would stop it; 2 the words are wrong.
 
     \b
     distrain doctor
+    distrain doctor conf=llama3_8b launch=deepspeed launch.hostfile=FILE
     """
+    if words:
+        return of_hosts(words)
     stops = False
     for finding in findings():
         print(finding, flush=True)
         stops |= finding.state == "problem"
     return 1 if stops else 0
+
+
+def of_hosts(words: Sequence[str]) -> int:
+    """The hosts of a run, a line each, and what is wrong with them."""
+    from ..trainer.plan.plan import make_plan
+    from ..trainer.spec.problem import Problem, Unreadable
+    from .hosts import looked
+    from .launching import hosts
+    from .load import load
+    from .words import read_words
+
+    read = read_words(words, "doctor", None)
+    if read.problems:
+        raise Unreadable(read.problems)
+    run = load(read.conf, read.overrides)
+    found = hosts(run)
+    if not found:
+        mend = "set launch=deepspeed launch.hostfile=FILE, or give doctor no words for this machine"
+        raise Unreadable([Problem(rule="launch", says=f"launch={run.launch.name} has no hosts to look at", mend=mend)])
+    problems = looked(found, run, make_plan(run), partial(print, flush=True))
+    for problem in problems:
+        print(f"problem: {problem}", flush=True)
+    return 1 if problems else 0
 
 
 def findings() -> Iterator[Finding]:

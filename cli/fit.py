@@ -10,29 +10,46 @@ from pathlib import Path
 from shlex import quote
 
 from ..trainer.plan.engines import engine_for, unbuilt
+from ..trainer.plan.mends import limits
 from ..trainer.plan.result import Plan
-from ..trainer.spec.problem import Problem
+from ..trainer.spec.problem import Problem, Unreadable
 from ..trainer.spec.run import Run
 from . import machine
 
 PER_CORE = 8  # CPU processes that a core can serve, slowly
-GRACE = 10.0  # seconds that ranks have to end after one has failed
 
 
 def refused(run: Run, plan: Plan) -> tuple[Problem, ...]:
     """Why a run can't be started: the plan's problems, and what no engine here can do."""
-    engine, limits = engine_for(run, run.parallel)
-    found = [*plan.problems, *limits]
-    if engine is not None and not limits:
+    engine, cannot = engine_for(run, run.parallel)
+    found = [*plan.problems, *limits(run)]
+    if engine is not None and not cannot:
         found += unbuilt(engine, run.parallel)
     found += _no_weights(run)
-    if run.launch.name != "local":
-        found.append(Problem(rule="launch", says=f"launch={run.launch.name} is not built yet", mend="set launch=local"))
+    found += _launch(run)
     if run.cluster.device.kind == "cpu" and run.train.precision == "fp16":
         says = "train.precision=fp16 is not run on a CPU: DeepSpeed takes it on the few that multiply in fp16 only"
         found.append(Problem(rule="precision", says=says, mend="set train.precision to fp32 or bf16"))
     found += _no_room(run, plan)
     return tuple(found)
+
+
+def _launch(run: Run) -> Iterator[Problem]:
+    """What is wrong with the hosts, and ways of starting that are others'."""
+    from .launching import hosts
+
+    try:
+        hosts(run)
+    except Unreadable as error:
+        yield from error.problems
+    launch = run.launch
+    if launch.name in ("torchrun", "slurm"):
+        yield Problem(
+            rule="launch", says=f"fit does not start launch={launch.name}", mend="run what `distrain show --launch` prints for it"
+        )
+    elif launch.name == "deepspeed" and launch.runner != "pdsh":
+        says = f"fit does not start launch.runner={launch.runner}"
+        yield Problem(rule="launch", says=says, mend="set launch.runner=pdsh, or run what `distrain show --launch` prints")
 
 
 def _no_room(run: Run, plan: Plan) -> Iterator[Problem]:
@@ -90,22 +107,11 @@ def typed() -> str:
 
 def fit(run: Run, plan: Plan, show: Callable[[str], None], live: Callable[[str], None]) -> tuple[int, Sequence[str]]:
     """Write the run's folder, start its ranks, and wait: (exit status, what went wrong, a line each)."""
-    from msgspec import json
-
-    from ..trainer.launch.launch import launch
+    from .starts import started, write
 
     folder = folder_of(run)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "run.json").write_bytes(json.format(json.encode(run)))
-    (folder / "plan.json").write_bytes(json.format(json.encode(plan)))
+    write(run, plan, folder)
     show(f"run folder {folder}")
-    ended = launch(
-        [sys.executable, "-m", "distrain.trainer.loop.rank", str(folder / "run.json")],
-        ranks=plan.world,
-        folder=folder,
-        environment=os.environ,
-        show=show,
-        grace=GRACE,
-        live=live,
-    )
+    ended = started(run, plan, folder, show, live)
     return ended.status, [ended.says] if ended.says else []

@@ -32,6 +32,7 @@ from .shape import put
 from .words import unread
 
 PRIMARY = "_recipe_"  # the name under which Hydra finds the recipe that was read here
+COMMAS = ("launch.include", "launch.exclude")  # keys whose values have commas of their own: host1:0,2
 DEEPEST = 12  # dots of a key; deeper is a loop of ${...}
 
 # What Hydra and OmegaConf raise on a file that a user wrote; the last four for one whose form they do not check.
@@ -209,6 +210,8 @@ def _parsed(text: str, known: Mapping[str, Any]) -> Override | Problem:
     for each in (text, f"{key}={quoted}") if key in texts(known) else (text,):
         try:
             word = OverridesParser.create().parse_override(each)
+            if each is text and key in COMMAS and word.is_sweep_override():
+                continue
             return Override(
                 text=text,
                 key=word.key_or_group,

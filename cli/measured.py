@@ -37,6 +37,8 @@ class Ran:
     steps: int  # done
     whole: int  # asked for
     starts: int
+    restarts: tuple[tuple[int, int], ...]  # after faults: (steps that were done when it went on, steps that were lost)
+    goodput: float | None  # the share of its time that the last of its launches spent in steps that count
     again: tuple[tuple[int, int], ...]  # (step that was reached, step that the next start logged first), where steps were done twice
     saved: tuple[int, ...]
     device: str
@@ -52,7 +54,8 @@ class Ran:
 def ran(folder: Path) -> Ran:
     """Read RUN_DIR, made by `distrain fit`; what is not there yet is None or empty."""
     run, plan, counted = (_read(folder / name) for name in ("run.json", "plan.json", "measured.json"))
-    logged = list(_lines(folder / "metrics.jsonl"))
+    written = list(_lines(folder / "metrics.jsonl"))
+    logged = [row for row in written if isinstance(row.get("step"), int) and "restart" not in row]
     rows = list({row["step"]: row for row in logged}.values())  # of a step that was done twice, the last time
     steady = [row for row in rows if "seconds" in row]
     steady = steady[1:] or steady  # the first has everything warming up in it
@@ -61,6 +64,8 @@ def ran(folder: Path) -> Ran:
         steps=max((row["step"] for row in rows), default=0),
         whole=(plan.get("run") or {}).get("steps") or 0,
         starts=_starts(folder / "ranks" / "0.log"),
+        restarts=tuple((row["step"], row["lost_steps"]) for row in written if "restart" in row),
+        goodput=next((row["goodput"] for row in reversed(written) if "goodput" in row), None),
         again=tuple((one["step"], two["step"]) for one, two in pairwise(logged) if two["step"] <= one["step"]),
         saved=tuple(sorted(int(each.name[5:]) for each in folder.glob("checkpoints/step_*") if each.name[5:].isdigit())),
         device=plan.get("device", ""),
@@ -69,7 +74,7 @@ def ran(folder: Path) -> Ran:
         time=tuple(_time(plan, run, steady)),
         speed=tuple(_speed(plan, steady)),
         resident=max((row["memory_peak"] for row in steady if row.get("memory_peak")), default=None),
-        losses=tuple((row["step"], row["loss"]) for row in rows if "loss" in row),
+        losses=tuple((row["step"], row["loss"]) for row in rows if row.get("loss") is not None),
         validation=tuple((row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row),
     )
 
@@ -138,5 +143,5 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
             row = json.loads(line)
         except ValueError:
             continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
+        if isinstance(row, dict):
             yield row

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from ..trainer.plan.result import Memory, Message, Plan, StageMemory
+from ..trainer.plan.saving import ENOUGH
 from ..trainer.spec.problem import Problem
 from .text import WIDTH, Look, count, in_unit, many, part, rate, seconds, share, size, table, unit_of, wrapped
 
@@ -130,9 +131,17 @@ def _row(run: Sequence[StageMemory], kinds: Sequence[str], unit: str) -> list[st
     held = _fullest(run).bytes
     return [
         _span(run[0].index, run[-1].index),
-        _span(run[0].layers[0], run[-1].layers[1] - 1) if run[-1].layers[1] > run[0].layers[0] else "-",
+        _layers(run),
         *(in_unit(getattr(held, kind), unit) for kind in (*kinds, "total")),
     ]
+
+
+def _layers(run: Sequence[StageMemory]) -> str:
+    first, last = run[0], run[-1]
+    if last.layers[1] == first.layers[0]:
+        return "-"
+    back = f", {_span(last.back[0], first.back[1] - 1)}" if first.back and last.back else ""
+    return _span(first.layers[0], last.layers[1] - 1) + back
 
 
 def _span(first: int, last: int) -> str:
@@ -210,7 +219,21 @@ def _run(plan: Plan) -> list[str]:
         *lines,
         *wrapped(f"{many(run.steps, 'step')}, {count(run.tokens)} tokens, {whole} FLOP of the model: {took}{ideal}", indent="  "),
         f"  a checkpoint is {size(run.checkpoint_bytes)}",
+        *_saving(plan),
     ]
+
+
+def _saving(plan: Plan) -> list[str]:
+    """How often to save, of a run that is long enough to be interrupted."""
+    saving = plan.saving
+    if saving is None or saving.interruptions is None or saving.interruptions < ENOUGH:
+        return []
+    expected = f"about {many(round(saving.interruptions), 'interruption')} to be expected, one in {seconds(saving.mtbf)}"
+    if saving.seconds is None or saving.interval is None or saving.goodput is None:
+        return wrapped(f"{expected}; state cluster.storage (bytes/s) to be told how often to save", indent="  ")
+    best = f"saving every {seconds(saving.interval)} is best (checkpoint.every={saving.every})"
+    kept = f"{share(saving.goodput)} of the time is then kept work"
+    return wrapped(f"{expected}; a save takes {seconds(saving.seconds)}: {best}, and {kept}", indent="  ")
 
 
 def rows(plans: Sequence[tuple[Sequence[str], Plan]], look: Look) -> str:

@@ -75,6 +75,10 @@ def _course(run: Ran) -> list[str]:
     if run.starts > 1:
         twice = "".join(f"; went back from step {reached} to before {began}" for reached, began in run.again)
         lines += wrapped(f"{many(run.starts, 'start')}{twice}", indent="  ")
+    if run.restarts or run.goodput is not None:
+        after = "".join(f"; from step {step}, {many(lost, 'step')} lost" for step, lost in run.restarts)
+        good = f"; goodput {share(run.goodput)}" if run.goodput is not None else ""
+        lines += wrapped(f"{many(len(run.restarts), 'restart')} after faults{after}{good}", indent="  ")
     if run.saved:
         lines += wrapped(f"checkpoints of step {', '.join(map(str, run.saved))}", indent="  ")
     if run.validation:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..trainer.spec.problem import Problem
+from ..trainer.spec.problem import Problem, nearest
 from . import library
 from .keys import keys, unknown
 
@@ -70,3 +70,15 @@ def unread(word: str, known: Mapping[str, Any]) -> Problem:
     if wrong_key and not all(part.replace("-", "_").isidentifier() for part in bare.replace("/", ".").split(".")):
         return Problem(rule="syntax", says=f"{word}: {bare} is no key", mend=wrong_key.mend)
     return Problem(rule="syntax", says=f"{word}: the value can't be read", mend="close every bracket and quote")
+
+
+def usage(wrong: Any) -> Problem:
+    """A wrong option in our words."""
+    name = getattr(wrong, "option_name", None)
+    message = str(wrong.format_message()).splitlines()[0].rstrip(".")
+    if name is None or not message.startswith("No such option"):
+        return Problem(rule="option", says=message[:1].lower() + message[1:])
+    known = [each for row in wrong.ctx.command.params for each in row.opts if each.startswith("--")] if wrong.ctx else []
+    if "." in name or "=" in name:
+        return Problem(rule="option", says=f"no option {name}", mend=f"keys are written without dashes: {name.lstrip('-')}=VALUE")
+    return Problem(rule="option", says=f"no option {name}", mend=nearest(name, [*known, "--help"]))
