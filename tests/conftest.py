@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +16,6 @@ settings.register_profile("steady", derandomize=True, deadline=None, database=No
 settings.load_profile("steady")
 
 DEADLINE = 60.0  # seconds that a job may take
-ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +38,12 @@ class Job:
 
 
 class Ranks:
-    """A fork server of ranks (rank_server.py); jobs run one after another."""
+    """The fork server of `distrain prove`; jobs run one after another."""
 
-    def __init__(self) -> None:
-        server = Path(__file__).with_name("rank_server.py")
-        environment = {**os.environ, **ONE_THREAD, "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
-        self._server = subprocess.Popen(
-            [sys.executable, str(server)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
+    def __init__(self, log: Path, **more: Any) -> None:
+        from distrain.cli.server import Server
+
+        self.server = Server(log, environment={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, **more)
 
     def fit(self, folder: Path, *words: str, signals: Sequence[tuple[int, int, int]] = ()) -> Job:
         """Train conf=`words[0]` with the other words as `distrain fit` would, RUN_DIR being `folder`.
@@ -66,16 +61,10 @@ class Ranks:
         assert not refused(run, plan)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "run.json").write_bytes(encoder.encode(run))
-        job = {"run": str(folder / "run.json"), "ranks": plan.world, "seconds": DEADLINE, "signals": list(signals)}
-        answer = self._ask(job)
-        if answer["late"]:
+        crew = self.server.trained(folder / "run.json", plan.world, seconds=DEADLINE, signals=signals)
+        if crew.late:
             pytest.fail(f"{' '.join(words)} passed its {DEADLINE:.0f} s:\n{tails(folder)}")
-        return Job(
-            folder=folder,
-            codes=tuple(answer["codes"]),
-            said=tuple(answer["said"]),
-            problems=tuple(answer["problems"]),
-        )
+        return Job(folder=folder, codes=crew.codes, said=crew.said, problems=crew.problems)
 
     def trained(self, folder: Path, *words: str) -> Job:
         """A job whose ranks all end well."""
@@ -83,18 +72,6 @@ class Ranks:
         if set(job.codes) != {0}:
             pytest.fail(f"{' '.join(words)} ended with {job.codes}: {job.problems}\n{tails(folder)}")
         return job
-
-    def _ask(self, job: dict[str, Any]) -> dict[str, Any]:
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        self._server.stdin.write(json.dumps(job) + "\n")
-        self._server.stdin.flush()
-        answer: dict[str, Any] = json.loads(self._server.stdout.readline())
-        return answer
-
-    def close(self) -> None:
-        """The end of its jobs is the server's end."""
-        self._server.communicate(timeout=DEADLINE)
 
 
 def tails(folder: Path) -> str:
@@ -113,8 +90,8 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     """Ranks that have imported torch and DeepSpeed already."""
-    pool = Ranks()
-    yield pool
-    pool.close()
+    pool = Ranks(tmp_path_factory.mktemp("ranks") / "server.log")
+    with pool.server:
+        yield pool

@@ -165,6 +165,15 @@ def test_a_shards_tensor_has_the_shape_of_its_slice() -> None:
         Shard(slice=whole("w", "weight", (4, 4)), tensor=torch.zeros(16))
 
 
+def test_a_flat_run_is_saved_from_a_tensor_of_any_shape(tmp_path: Path) -> None:
+    values = torch.arange(12.0).view(4, 3)
+    shards = [Shard(slice=part, tensor=values[at : at + 2, :2]) for at in (0, 2) for part in [whole("w", "weight", (4, 2)).part(2 * at, 4)]]
+    save(tmp_path, 1, shards, extra={}, keep=1)
+    assert torch.equal(loaded(tmp_path, whole("w", "weight", (4, 2))), values[:, :2])
+    with pytest.raises(ValueError, match=r"w\(0:4\) is \(4,\), and its tensor is \(4, 3\)"):
+        Shard(slice=whole("w", "weight", (4, 2)).part(0, 4), tensor=values)
+
+
 def test_a_whole_tensor_lies_in_its_file_under_its_own_name(tmp_path: Path) -> None:
     values = torch.randn(3, 5)
     save(tmp_path, 1, [Shard(slice=whole("head.weight", "weight", (3, 5)), tensor=values)], extra={}, keep=1)

@@ -116,10 +116,13 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
     ("words", "says"),
     [
         ((), "no checkpoint yet: `distrain fit` saves one at its end, and every checkpoint.every steps"),
-        (("model=tiny_moe",), "model.family=moe has no Hugging Face form here: families gpt and llama have"),
+        (
+            ("model=tiny_moe", "model.shared_experts=1"),
+            "none of Hugging Face's GPT-2, Llama, Qwen2 and Mixtral computes what this model does",
+        ),
         (
             ("model.positions=rope",),
-            "none of Hugging Face's GPT-2, Llama and Qwen2 computes what this model does",
+            "none of Hugging Face's GPT-2, Llama, Qwen2 and Mixtral computes what this model does",
         ),
     ],
 )

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cache
-from itertools import combinations, product
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
-from torch import Tensor, nn
 
-from distrain.cli.load import load
-from distrain.trainer.loop.data.batches import IGNORED, Batches
-from distrain.trainer.loop.data.prepare import cache_folder, prepare
-from distrain.trainer.loop.rate import rate
-from distrain.trainer.models.build import build
-from distrain.trainer.parallel.keyed import keys
-from distrain.trainer.spec.run import Run
+from distrain.tests.one_process import reference, some_text
+from distrain.trainer.plan.pairs import covering
 
 if TYPE_CHECKING:
     from distrain.tests.conftest import Ranks
@@ -46,7 +37,7 @@ TEXTS: tuple[Words, ...] = (
 )
 OPTIMIZERS: tuple[Words, ...] = (
     ("optim=adamw", "optim.lr=1e-3", "optim.warmup=3"),
-    ("optim=sgd",   "optim.lr=0.5",  "optim.warmup=3", "optim.momentum=0.9"),
+    ("optim=sgd",   "optim.lr=0.2",  "optim.warmup=3", "optim.momentum=0.9"),
 )
 CLIPS: tuple[Words, ...] = (("train.clip=0",), ("train.clip=0.5",))
 # What a layout may change, and the curve may not.
@@ -61,21 +52,6 @@ LAYOUT = (RANKS, ZEROS, MICROS, RECOMPUTES)
 Row = tuple[Words, ...]
 
 
-def pairs(row: Row) -> set[tuple[int, Words, int, Words]]:
-    """Every two choices of a row, by their factors."""
-    return {(a, row[a], b, row[b]) for a, b in combinations(range(len(row)), 2)}
-
-
-def covering(factors: tuple[tuple[Words, ...], ...]) -> Iterator[Row]:
-    """Rows in which every choice of a factor meets every choice of every other: each time the row with most new pairs."""
-    rows = list(product(*factors))
-    left = set().union(*map(pairs, rows))
-    while left:
-        row = max(rows, key=lambda row: len(pairs(row) & left))
-        left -= pairs(row)
-        yield row
-
-
 def flat(row: Row) -> Words:
     return tuple(word for words in row for word in words)
 
@@ -84,59 +60,20 @@ def named(row: Row) -> str:
     return " ".join(word.rpartition(".")[2] for word in flat(row) if not word.startswith(("model.layers", "optim.", "data.end")))
 
 
-ROWS = tuple(covering((*CURVE, *LAYOUT)))
+ROWS = tuple(covering(product(*CURVE, *LAYOUT)))  # every choice of a factor meets every choice of every other
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Words:
     """The words for a small text of short documents, and for its cache."""
     folder = tmp_path_factory.mktemp("text")
-    lines = (Path(__file__).parents[1] / "trainer" / "models" / "layers.py").read_text()
-    (folder / "a.txt").write_text(lines)
+    (folder / "a.txt").write_text(some_text())
     return f"data.path={folder / 'a.txt'}", f"data.cache={folder / 'cache'}"
 
 
 def whole(words: Words, text: Words) -> Words:
     """All the words of a run, but for its layout."""
     return (*BASE, *words, *(text if "data=text" in words else ()))
-
-
-@cache
-def reference(words: Words) -> tuple[list[float], list[float]]:
-    """The losses and gradient norms of one process of plain torch, each step's batch taken at once."""
-    run = load(words[0], words[1:])
-    corpus = prepare(run.data, vocab=run.model.vocab, seq=run.train.seq, cache=cache_folder(run.data), progress=lambda *_: None)
-    batches = Batches(corpus, seed=run.train.seed, seq=run.train.seq)
-    module = build(run, device=torch.device("cpu"), dtype=torch.float32, seed=run.train.seed)
-    optimizer = stepper(run, module)
-    losses, norms = [], []
-    for step in range(STEPS):
-        for group in optimizer.param_groups:
-            group["lr"] = rate(run.optim, step, STEPS)
-        loss = mean_loss(run, module, batches, step)
-        optimizer.zero_grad()
-        loss.backward()
-        norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), run.train.clip or torch.inf)))
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, norms
-
-
-def stepper(run: Run, module: nn.Module) -> torch.optim.Optimizer:
-    matrices = {"params": [each for each in module.parameters() if each.dim() > 1], "weight_decay": run.optim.weight_decay}
-    vectors = {"params": [each for each in module.parameters() if each.dim() == 1], "weight_decay": 0.0}
-    if run.optim.name == "sgd":
-        return torch.optim.SGD([matrices, vectors], lr=run.optim.lr, momentum=run.optim.momentum)
-    return torch.optim.AdamW([matrices, vectors], lr=run.optim.lr, betas=run.optim.betas, eps=run.optim.eps)
-
-
-def mean_loss(run: Run, module: nn.Module, batches: Batches, step: int) -> Tensor:
-    batch = batches.batch(step * run.train.batch, run.train.batch)
-    keyed = keys(run.train.seed, step, batch.samples, torch.arange(run.train.seq)) if run.model.dropout else None
-    total, counted = module(batch.tokens, batch.labels, documents=batch.documents, keys=keyed)
-    assert int(counted) == int((batch.labels != IGNORED).sum())
-    loss: Tensor = total / counted
-    return loss
 
 
 @pytest.mark.parametrize("row", ROWS, ids=named)

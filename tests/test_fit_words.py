@@ -17,13 +17,17 @@ if TYPE_CHECKING:
 SMALL = ("model=tiny", "model.layers=2", "train.batch=8", "train.seq=16", "train.microbatch=2", "train.steps=4", "optim.warmup=0")
 # fmt: off
 REFUSED = (
-    ("parallel.pp=2 parallel.dp=1",  "engine pipe is planned, but this version does not run it yet: set parallel.pp=1 parallel.dp=auto"),
-    ("parallel.tp=2 parallel.dp=1",  "parallel.tp=2 is planned, but this version does not run it yet: set parallel.tp=1 parallel.dp=auto"),
-    ("launch=slurm",                       "launch=slurm is not built yet: set launch=local"),
-    ("launch=deepspeed",                   "launch=deepspeed is not built yet: set launch=local"),
-    ("launch=torchrun",                    "launch=torchrun is not built yet: set launch=local"),
-    ("model=tiny_moe",                     "engine zero does not run model.family=moe: it runs gpt, llama or hf"),
-    ("train.precision=fp8",                "engine zero does not run train.precision=fp8: set train.precision to fp32, bf16 or fp16"),
+    ("parallel.pp=2 parallel.zero=2",      "engine pipe does not run parallel.zero=2: set parallel.zero=1 or parallel.pp=1"),
+    ("parallel.pp=2 parallel.dp=1 parallel.zero=3",
+                                           ("engine pipe does not run parallel.zero=3: "
+                                            "set parallel.zero=1 or parallel.pp=1 parallel.dp=auto")),
+    ("launch=slurm",                       "fit does not start launch=slurm: run what `distrain show --launch` prints for it"),
+    ("launch=torchrun",                    "fit does not start launch=torchrun: run what `distrain show --launch` prints for it"),
+    ("launch=deepspeed",                   ("launch=deepspeed wants launch.hostfile: name a file, a line a host: host1 slots=8; "
+                                            "or set launch=local for this machine alone")),
+    ("model=bert_large",                   "engine zero does not run model.family=bert: it runs gpt, llama, moe or hf"),
+    ("train.precision=fp8",                ("engine zero does not run train.precision=fp8: "
+                                            "set train.precision=fp32 or train.precision=bf16")),
     ("train.precision=fp16",               ("train.precision=fp16 is not run on a CPU: DeepSpeed takes it on the few that multiply "
                                             "in fp16 only: set train.precision to fp32 or bf16")),
     ("parallel={zero: 1, offload: {parameters: true}}",

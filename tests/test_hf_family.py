@@ -148,7 +148,7 @@ def test_bytes_are_planned_as_they_are_held(ranks: Ranks, neox: Path, tmp_path: 
 
 
 def test_half_precision_leaves_rotary_frequencies_whole(neox: Path) -> None:
-    from distrain.trainer.models.build import trained
+    from distrain.trainer.models.auto.module import causal as trained
 
     module = trained(load("quickstart", words(neox, 1, 0)), device=torch.device("cpu"), dtype=torch.bfloat16, seed=1)
     module.bfloat16()  # as DeepSpeed does
@@ -157,7 +157,7 @@ def test_half_precision_leaves_rotary_frequencies_whole(neox: Path) -> None:
 
 
 def test_a_model_that_looks_ahead_is_refused(neox: Path, tmp_path: Path) -> None:
-    from distrain.trainer.models.build import trained
+    from distrain.trainer.models.auto.module import causal as trained
 
     folder = written(tmp_path / "bert", {"model_type": "bert", "intermediate_size": 64, **SIZES})
     shapes = {name: tuple(shape) for name, shape in found(folder / "config.json")["parameters"].items()}
@@ -172,7 +172,7 @@ def test_a_model_that_looks_ahead_is_refused(neox: Path, tmp_path: Path) -> None
 
 
 def test_a_model_that_was_planned_otherwise_is_refused(neox: Path) -> None:
-    from distrain.trainer.models.build import trained
+    from distrain.trainer.models.auto.module import causal as trained
 
     run = load("quickstart", words(neox, 1, 0))
     changed = replace(run, model=replace(run.model, parameters={"weight": (2, 2)}))

@@ -18,14 +18,16 @@ OURS = ("cli", "conf", "recipes", "scripts", "trainer")
 
 # A floor imports those below it that its row names, and of others only what its row says. Scripts stand outside and may import all.
 PLANNED = ("trainer.spec", "trainer.models", "trainer.plan")
+# What models are put together from: keyed randomness, layers that a group of ranks splits.
+LAYERS = tuple(f"trainer.parallel.{name}" for name in ("keyed", "group", "tensor", "entropy", "context", "expert"))
 # fmt: off
 FLOORS = {
     "trainer.spec":     ((),                                                {"msgspec"}),
-    "trainer.models":   (("trainer.spec", "trainer.parallel.keyed"),        set()),
+    "trainer.models":   (("trainer.spec", *LAYERS),                         set()),
     "trainer.plan":     (("trainer.spec", "trainer.models"),                set()),
     "cli":              ((*PLANNED, "trainer.launch"),                      {"typer", "msgspec", "hydra", "omegaconf", "yaml"}),
-    "trainer.parallel.keyed": ((),                                          {"torch"}),  # models draw their weights and masks from it
-    "trainer.launch":   ((),                                                set()),
+    **{each:             (LAYERS,                                            {"torch"}) for each in LAYERS},
+    "trainer.launch":   (("trainer.spec",),                                 set()),
     "trainer.parallel": (PLANNED,                                           {"torch"}),
     "trainer.engines":  ((*PLANNED, "trainer.parallel"),                    {"torch", "deepspeed"}),
     "trainer.loop":     (
@@ -35,7 +37,7 @@ FLOORS = {
 }
 # fmt: on
 DISTRIBUTIONS = {"hydra": "hydra-core", "yaml": "pyyaml"}  # where a package is not named as what holds it
-TORCH_HALF = ("trainer.parallel", "trainer.parallel.keyed", "trainer.engines", "trainer.loop")
+TORCH_HALF = ("trainer.parallel", *LAYERS, "trainer.engines", "trainer.loop")
 HEAVY = {"torch", "deepspeed", "numpy", "transformers", "wandb"}
 HYDRA = {"hydra", "omegaconf", "yaml"}
 FORBIDDEN_NAMES = {"utils", "helpers", "common", "misc", "base", "manager", "core"}
@@ -58,7 +60,13 @@ def floor_of(name: str) -> str | None:
 FILES = {module_name(path): path for top in OURS for path in sorted((ROOT / top).rglob("*.py"))}
 MODULES = sorted(name for name, path in FILES.items() if path.stat().st_size)
 # A family's module.py is the torch half of its folder, and these of models/; scripts are no part of the light half.
-TORCH_MODELS = ("trainer.models.build", "trainer.models.layers", "trainer.models.weights")
+TORCH_MODELS = (
+    "trainer.models.build",
+    "trainer.models.cores",
+    "trainer.models.layers",
+    "trainer.models.moe.routing",
+    "trainer.models.weights",
+)
 LIGHT = [
     name
     for name in sorted(FILES)

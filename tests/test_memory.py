@@ -166,6 +166,8 @@ def runs(draw: st.DrawFn) -> Run:
     if SCHEDULES[schedule].chunked:
         chunks, micros = draw(st.integers(2, 3)), pp * draw(st.integers(1, 3))
         layers = pp * chunks * draw(st.integers(1, 2))
+    if SCHEDULES[schedule].folded:
+        layers, micros = draw(st.integers(2 * pp, 12)), 2 * pp + draw(st.integers(0, 3))
     micro = draw(st.sampled_from([1, 2, 3]))
     precision = draw(st.sampled_from(["fp32", "bf16", "fp16"]))
     keys = {
@@ -209,8 +211,8 @@ def test_a_stages_total_is_the_sum_of_its_kinds(run: Run) -> None:
 
 @given(runs())
 def test_stages_hold_every_layer_once_in_order(run: Run) -> None:
-    layers = [stage.layers for stage in memory_of(run).stages]
-    assert [each for begin, end in layers for each in range(begin, end)] == list(range(run.model.layers))
+    parts = sorted(part for stage in memory_of(run).stages for part in (stage.layers, stage.back) if part is not None)
+    assert [each for begin, end in parts for each in range(begin, end)] == list(range(run.model.layers))
 
 
 @given(runs())
@@ -237,13 +239,14 @@ def test_micro_batches_in_flight_are_those_of_the_schedules_actions(run: Run) ->
     row, micros = SCHEDULES[parallel.schedule], run.train.batch // (dp * run.train.microbatch)
     for stage in memory_of(run).stages:
         actions = row.actions(stage.index, parallel.pp, micros, parallel.chunks)
-        assert stage.in_flight == (held_at_once(actions, parallel.chunks) if parallel.pp > 1 else 1)
+        assert stage.in_flight == (held_at_once(actions, row.parts(parallel.chunks)) if parallel.pp > 1 else 1)
 
 
 @given(runs())
 def test_a_stage_keeps_each_micro_batch_in_flight(run: Run) -> None:
     """An inner stage holds layers alone, so its activations are in proportion to those of a step of one micro-batch."""
-    assume(run.parallel.pp > 2 and not SCHEDULES[run.parallel.schedule].chunked)
+    schedule = SCHEDULES[run.parallel.schedule]
+    assume(run.parallel.pp > 2 and not (schedule.chunked or schedule.folded))
     alone = also(run, "train.batch", int(run.parallel.dp) * run.train.microbatch)
     for stage, one in list(zip(memory_of(run).stages, alone, strict=True))[1:-1]:
         assert stage.bytes.activations == stage.in_flight * one.activations
@@ -275,6 +278,15 @@ def test_a_vocabulary_is_padded_so_that_each_rank_has_a_multiple() -> None:
     rank = {"parallel__tp": 8, "model__vocab_multiple": 128}
     assert parameters(run_of(gpt(4, H, 16, vocab=50257), 8, **rank)) == parameters(run_of(gpt(4, H, 16, vocab=51200), 8, **rank))
     assert parameters(run_of(gpt(4, H, 16, vocab=50257), 1)) == [4 * LAYER + 50257 * H + 2050 * H]
+
+
+def test_heads_and_feed_forwards_that_do_not_divide_are_padded() -> None:
+    """6 heads on 4 ranks are 2 each, 10 rows of a feed-forward 3 each; biases of columns go with them."""
+    model = gpt(1, 48, 6, vocab=1024, ffn=10)
+    heads, rows, head_dim = 2, 3, 8
+    columns = 3 * (48 + 1) * heads * head_dim + (48 + 1) * rows
+    expected = columns + heads * head_dim * 48 + rows * 48 + (2 + 2 + 1 + 1) * 48 + (1024 // 4 + 2048 + 2) * 48
+    assert parameters(run_of(model, 4, parallel__tp=4)) == [expected]
 
 
 def test_key_and_value_heads_are_replicated_where_ranks_are_more() -> None:
@@ -336,6 +348,15 @@ def test_gpipe_keeps_every_micro_batchs_logits_on_the_last_stage() -> None:
     assert stages["gpipe"][0].bytes.logits == 0
 
 
+def test_a_folded_pipeline_has_both_ends_on_its_first_stage() -> None:
+    """Stages 0 and 1 of 2 hold layers 0 and 3, 1 and 2; a tied weight is one there, and the logits of one micro-batch at once."""
+    first, last = memory_of(run_of(SMALL, 2, parallel__pp=2, parallel__schedule="dualpipev", train__batch=4)).stages
+    assert (first.layers, first.back, last.layers, last.back) == ((0, 1), (3, 4), (1, 2), (2, 3))
+    assert (first.parameters, last.parameters) == (2 * LAYER + V * H + 2048 * H + 2 * H, 2 * LAYER)
+    assert (first.in_flight, last.in_flight) == (2.5, 2.5)
+    assert (first.bytes.logits, last.bytes.logits) == (2048 * V * 6, 0)
+
+
 def test_schedules_that_do_not_flush_keep_older_weights() -> None:
     run = run_of(SMALL, 4, parallel__pp=4)
     once, stashed, twice = (also(run, "parallel.schedule", name) for name in ("1f1b", "pipedream", "pipedream_2bw"))
@@ -350,3 +371,66 @@ def test_context_parallel_splits_what_is_kept() -> None:
 
 def test_what_the_driver_keeps_is_overhead() -> None:
     assert first(run_of(SMALL, 1)).overhead == 700_000_000
+
+
+# What DeepSpeed and our own modules hold, on a CPU: as they were counted on live tensors.
+CPU = Device(name="cpu", memory=1e12, kind="cpu")
+TINY = gpt(4, 64, 4, vocab=250, dropout=0.0)
+
+
+def cpu(ranks: int, **changes: Any) -> Run:
+    keys: dict[str, Any] = {"cluster__device": CPU, "train__precision": "fp32", "train__seq": 32, "train__batch": 8, "train__microbatch": 1}
+    return run_of(TINY, ranks, **keys | changes)
+
+
+@pytest.mark.parametrize("keys", [{}, {"parallel__tp": 2}, {"parallel__pp": 2}, {"parallel__tp": 2, "parallel__pp": 2}])
+@pytest.mark.parametrize("zero", [0, 1])
+def test_deepspeed_holds_a_stages_own_parameters(keys: dict[str, Any], zero: int) -> None:
+    """Weights 4 bytes, gradients 4, Adam's states 8 and from stage 1 on a master copy, of which each of dp ranks has its part."""
+    memory = memory_of(cpu(4, parallel__zero=zero, **keys))
+    assert memory.form == "torch"
+    dp = 4 // (keys.get("parallel__tp", 1) * keys.get("parallel__pp", 1))
+    for stage in memory.stages:
+        held, each = stage.bytes, stage.parameters
+        assert held.gradients == 4 * each
+        assert held.weights == pytest.approx(4 * each, abs=16 * dp if zero else 0)  # flat tensors are padded
+        assert held.optimizer == pytest.approx(12 * each / dp if zero else 8 * each, abs=48 * zero)
+
+
+def test_a_pipelines_gradients_are_whole_until_the_last_micro_batch_has_gone_back() -> None:
+    alone, first, _ = (
+        stage.bytes.gradients / stage.parameters
+        for keys in ({"train__batch": 4}, {"parallel__pp": 2, "train__batch": 2})
+        for stage in memory_of(cpu(4, parallel__zero=1, **keys)).stages
+    )
+    assert alone < 4 == first
+
+
+def test_rotary_angles_are_kept_once_a_stage_of_the_whole_sequence() -> None:
+    """head_dim float32 a token and micro-batch in flight, and once for each of two parts where the pipeline is folded."""
+    each = 32 * 16 * 4
+    keys: dict[str, Any] = {"parallel__tp": 2, "parallel__sequence": True, "parallel__pp": 2}
+    for schedule, flights, parts in (("1f1b", (2, 1), 1), ("dualpipev", (2.5, 2.5), 2)):
+        with_angles, without = (
+            [stage.bytes.activations for stage in memory_of(cpu(4, **keys, parallel__schedule=schedule, model__positions=word)).stages]
+            for word in ("rope", "none")
+        )
+        assert [one - other for one, other in zip(with_angles, without, strict=True)] == [parts * each * held for held in flights]
+
+
+def test_a_head_keeps_a_float32_a_token_of_the_whole_sequence_beside_its_logits() -> None:
+    """Beside the input of the last norm and the head, a mean and a deviation: all but the logits are kept of the one in hand."""
+    for tp, sequence in ((1, False), (2, False), (2, True)):
+        stages = memory_of(cpu(4, parallel__tp=tp, parallel__pp=2, parallel__sequence=sequence)).stages
+        kept = stages[1].bytes.activations - (stages[0].bytes.activations - 2 * 32 * 8) / 2
+        run = 32 // tp if sequence else 32
+        assert kept == 32 * 4 + run * (2 * 64 * 4 + 2 * 4)
+        assert stages[1].bytes.logits == 32 * 250 // tp * 4
+
+
+def test_a_pipelines_engine_holds_what_comes_in_and_goes_out_of_each_micro_batch_in_flight() -> None:
+    """A stream of 32 x 64 float32; of each in flight one received and one sent on, and a buffer for each way; a bucket is whole."""
+    stream = 32 * 64 * 4
+    stages = memory_of(cpu(4, parallel__pp=4, parallel__zero=1)).stages
+    streams = [stage.bytes.buffers / stream - 4 * stage.parameters / stream for stage in stages]
+    assert streams == pytest.approx([4 + 1, 2 * 3 + 2, 2 * 2 + 2, 1 + 1])

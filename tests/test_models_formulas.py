@@ -13,7 +13,7 @@ F = torch.nn.functional
 
 
 from distrain.trainer.models.build import build, load, weights  # noqa: E402
-from distrain.trainer.models.layers import IGNORED  # noqa: E402
+from distrain.trainer.parallel.entropy import IGNORED  # noqa: E402
 from distrain.trainer.parallel.keyed import normal  # noqa: E402
 from distrain.trainer.plan.change import changed  # noqa: E402
 from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train  # noqa: E402

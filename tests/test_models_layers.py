@@ -13,10 +13,11 @@ F = torch.nn.functional
 
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
-from distrain.trainer.models import layers  # noqa: E402
 from distrain.trainer.models.build import build, load, weights  # noqa: E402
-from distrain.trainer.models.layers import IGNORED, RMSNorm, cross_entropy  # noqa: E402
+from distrain.trainer.models.layers import RMSNorm  # noqa: E402
+from distrain.trainer.parallel import entropy  # noqa: E402
 from distrain.trainer.parallel.count import counted  # noqa: E402
+from distrain.trainer.parallel.entropy import IGNORED, cross_entropy  # noqa: E402
 from distrain.trainer.parallel.keyed import keys, normal  # noqa: E402
 from distrain.trainer.plan.change import changed  # noqa: E402
 from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train  # noqa: E402
@@ -28,6 +29,7 @@ MODELS = {
     "nano": Model(family="gpt", layers=1, hidden=32, heads=4, vocab=64, ffn=80, act="relu"),
     "llama": Model(family="llama", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=16, ffn=72, vocab=101, **LLAMA),
     "qwen": Model(family="llama", layers=3, hidden=32, heads=4, ffn=56, vocab=64, qkv_bias=True, tied=True, vocab_multiple=48, **LLAMA),
+    "moe": Model(family="moe", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=16, ffn=40, vocab=64, experts=4, top_k=2, **LLAMA),
 }
 EVERY = pytest.mark.parametrize("name", MODELS)
 ATTENTION = pytest.mark.parametrize("attention", ["flash", "math"])
@@ -186,7 +188,7 @@ def test_cross_entropy_is_torchs_whatever_the_rows_at_a_time(monkeypatch: pytest
     expected = F.cross_entropy(logits[..., :7].flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
     wanted = torch.autograd.grad(2 * expected, logits)
     for rows in (1, 3, 100):
-        monkeypatch.setitem(layers._CHUNK, "cpu", 10 * rows)
+        monkeypatch.setitem(entropy._CHUNK, "cpu", 10 * rows)
         loss = cross_entropy(logits, labels, 7)
         torch.testing.assert_close(loss, expected)
         torch.testing.assert_close(torch.autograd.grad(2 * loss, logits), wanted)
@@ -229,7 +231,7 @@ def test_initial_weights_are_gpt_2s(name: str) -> None:
         if tensor.dim() == 1:
             assert set(tensor.tolist()) == {0.0 if key.endswith(".bias") else 1.0}
             continue
-        deviation = 0.02 / math.sqrt(2 * run.model.layers) if key.endswith(("attention.out.weight", "mlp.down.weight")) else 0.02
+        deviation = 0.02 / math.sqrt(2 * run.model.layers) if key.endswith(("out.weight", "down.weight")) else 0.02
         assert tensor.std() == pytest.approx(deviation, rel=5 / math.sqrt(2 * tensor.numel()))
     assert not any(module.get_parameter(key)[outside].any() for key, outside in beyond(run, module).items())
 
@@ -244,5 +246,5 @@ def test_initial_weights_hang_on_the_seed_and_the_name_alone() -> None:
 
 
 def test_a_family_without_a_module_says_so() -> None:
-    with pytest.raises(ValueError, match="moe has no module yet"):
-        build(run_of("gpt", model__family="moe", model__experts=2, model__top_k=1), device=CPU, dtype=torch.float32)
+    with pytest.raises(ValueError, match="bert has no module yet"):
+        build(run_of("gpt", model__family="bert"), device=CPU, dtype=torch.float32)

@@ -34,6 +34,7 @@ MOE: Keys = {"model": MIXTURE}
 THEIRS = Model(family="hf", layers=2, hidden=64, heads=4, vocab=256, context=1024, hf="x", parameters={"a": (256, 64), "b": (64,)})
 HF: Keys = {"model": THEIRS}
 ROUNDS: Keys = {"parallel.schedule": "interleaved"}
+FOLDED: Keys = {"parallel.schedule": "dualpipev"}
 
 
 def value(word: str) -> object:
@@ -105,14 +106,6 @@ BROKEN: list[tuple[Keys, str]] = [
         "parallel.shard=3 does not divide dp 16 x cp 1 = 16: set parallel.shard=2 or parallel.shard=4 or parallel.shard=1"),
     (MOE | {"parallel.ep": 4, "parallel.shard": 2},
         "parallel.shard=2 is not a multiple of parallel.ep=4: set parallel.shard=all"),
-    ({"parallel.tp": 8, "model.heads": 12, "model.kv_heads": 4},
-        "parallel.tp=8 does not divide model.heads=12: set parallel.tp=4"),
-    ({"parallel.tp": 8, "model.heads": 16, "model.ffn": 3004},
-        "parallel.tp=8 does not divide model.ffn=3004: set parallel.tp=4 or parallel.tp=2 or parallel.tp=1"),
-    (MOE | {"parallel.tp": 4, "model.expert_ffn": 1002},
-        "parallel.tp=4 does not divide model.expert_ffn=1002: set parallel.tp=2"),
-    ({"parallel.tp": 4, "model.kv_heads": 6},
-        "parallel.tp=4 neither divides model.kv_heads=6 nor is a multiple of it: set parallel.tp=2"),
     ({"parallel.tp": 4, "parallel.sequence": True, "train.seq": 1022},
         "parallel.sequence does not split train.seq=1022 over tp 4 x cp 1 evenly: set parallel.sequence=false"),
     ({"parallel.cp": 4, "train.seq": 1012},
@@ -129,6 +122,14 @@ BROKEN: list[tuple[Keys, str]] = [
     (ROUNDS | {"parallel.pp": 4, "parallel.chunks": 3, "train.batch": 40},
         ("5 micro-batches a step are not a multiple of parallel.pp=4, as schedule interleaved wants: "
          "set train.batch=64 or parallel.schedule=1f1b parallel.chunks=1")),
+    (FOLDED | {"parallel.pp": 8},
+        ("parallel.schedule=dualpipev cuts a model into 2 x parallel.pp=8 parts, and model.layers=12: "
+         "set parallel.schedule=1f1b or parallel.pp=4")),
+    (FOLDED | {"parallel.pp": 4, "train.batch": 40},
+        ("5 micro-batches a step are fewer than 2 x parallel.pp=4, as schedule dualpipev wants: "
+         "set train.batch=64 or parallel.schedule=1f1b")),
+    ({"parallel.pp": 2, "parallel.chunks": 2, "parallel.schedule": "dualpipev"},
+        "parallel.chunks=2 is for schedule interleaved, not dualpipev: set parallel.schedule=interleaved or parallel.chunks=1"),
     ({"train.batch": 240},
         "train.batch=240 is not a multiple of dp 16 x train.microbatch=2: set train.microbatch=1 or train.batch=256"),
     ({"train.batch": 250},
@@ -189,6 +190,14 @@ def test_a_change_is_printed_as_it_is_listed() -> None:
                 assert problem.mend == "set " + " or ".join(map(" ".join, problem.changes))
 
 
+def test_heads_that_are_shared_and_padded_are_said_both() -> None:
+    plan = make_plan(changed(BASE, [("parallel.tp", 8), ("model.kv_heads", 4)]))
+    assert [str(each) for each in plan.warnings] == [
+        "model.heads=12 is padded to 16 so that tp 8 splits it: 25 % of attention's products are padding",
+        "parallel.tp=8 is more than model.kv_heads=4: each is held by 2 ranks",
+    ]
+
+
 def test_all_problems_are_said_at_once() -> None:
     keys: Keys = {"model.kv_heads": 5, "train.batch": 250, "parallel.shard": 3, "optim.warmup": 100, "parallel.offload.optimizer": True}
     rules = [each.rule for each in make_plan(changed(BASE, keys.items())).problems]
@@ -201,9 +210,9 @@ def test_a_mend_is_told_though_another_problem_stays() -> None:
 
 
 def test_a_mend_that_would_break_another_rule_is_not_told() -> None:
-    """tp 8 does not divide 12 heads, and tp 6, the nearest that does, does not divide 16 devices."""
-    keys: Keys = {"parallel.tp": 8, "model.kv_heads": 4}
-    assert [each.changes for each in make_plan(changed(BASE, keys.items())).problems] == [(("parallel.tp=4",),)]
+    """Stages of 12 layers are at most 12, and 6, a divisor that is near, does not divide 16 devices."""
+    keys: Keys = {"parallel.pp": 16}
+    assert [each.changes for each in make_plan(changed(BASE, keys.items())).problems] == [(("parallel.pp=4",),)]
 
 
 # Memory.
@@ -343,14 +352,27 @@ HURTS: list[tuple[str, Keys, str]] = [
         "no times: cluster.between is not stated: set cluster.between.bandwidth and .latency"),
     ("time", {"parallel.zero": 1, "parallel.offload.optimizer": True},
         "no times: how fast the host steps an offloaded optimizer is not known"),
+    ("routing", MOE | {"parallel.ep": 4},
+        "what expert ranks keep, send and compute is planned for even routing, 8 experts over 4 ranks"),
+    ("capacity", MOE | {"model.capacity": 1.25},
+        "model.capacity=1.25: planned as if no token were dropped"),
     ("tp", {"cluster.gpus": 2, "cluster.nodes": 8, "parallel.tp": 4},
         "parallel.tp=4 crosses nodes of 2: every layer waits for the link between them: "),
     ("bubble", {"parallel.pp": 4, "train.batch": 32},
         "the pipeline idles "),
     ("uneven", {"model.layers": 13, "parallel.pp": 2, "train.attention": "math"},
         "13 layers over 2 stages: "),
+    ("uneven", {"model.layers": 14, "parallel.pp": 4, "parallel.schedule": "dualpipev"},
+        "14 layers over "),
     ("vocab", {"model.vocab": 50257, "parallel.tp": 2},
-        "model.vocab=50257 is padded to 50258 so that tp 2 splits it evenly"),
+        "model.vocab=50257 is padded to 50258 so that tp 2 splits it: less than 1 % of the head's products are padding"),
+    ("vocab", {"model.vocab": 50257, "model.vocab_multiple": 4096},
+        "model.vocab=50257 is padded to 53248, a multiple of model.vocab_multiple=4096: 6 % of the head's products are padding"),
+    ("heads", {"model.heads": 6, "parallel.tp": 4},
+        ("model.heads=6 is padded to 8 so that tp 4 splits it: 25 % of attention's products are padding, "
+         "and 1 of 4 ranks has nothing else")),
+    ("ffn", {"model.heads": 16, "model.ffn": 3004, "parallel.tp": 8},
+        "model.ffn=3004 is padded to 3008 so that tp 8 splits it: less than 1 % of the feed-forward's products are padding"),
     ("kv_heads", {"model.kv_heads": 2, "parallel.tp": 4},
         "parallel.tp=4 is more than model.kv_heads=2: each is held by 2 ranks"),
     ("sequence", {"parallel.sequence": True},
@@ -386,14 +408,33 @@ def test_a_device_that_is_all_but_full_is_said(share: float, said: list[str]) ->
 
 # fmt: off
 UNRUN: list[tuple[Keys, str]] = [
-    ({"parallel.pp": 2, "parallel.zero": 2},           "pipe does not run parallel.zero=2: set parallel.zero to 0 or 1"),
-    ({"parallel.pp": 2, "parallel.schedule": "zb_h1"}, "pipe does not run parallel.schedule=zb_h1: set parallel.schedule to 1f1b or gpipe"),
-    ({"engine": "zero", "parallel.pp": 2},             "zero does not run parallel.pp=2: set engine=auto"),
-    ({"engine": "pipe"},                               "pipe does not run parallel.pp=1: set engine=auto"),
-    ({"parallel.cp": 2},                               "zero does not run parallel.cp=2: set parallel.cp=1"),
-    ({"parallel.zero": 1, "parallel.shard": 2},        "zero does not run parallel.shard=2: set parallel.shard=all"),
+    ({"parallel.pp": 2, "parallel.zero": 2},           "pipe does not run parallel.zero=2: set parallel.zero=1 or parallel.pp=1"),
+    ({"parallel.pp": 2, "parallel.dp": 8, "parallel.zero": 3},
+        "pipe does not run parallel.zero=3: set parallel.zero=1 or parallel.pp=1 parallel.dp=auto"),
+    ({"parallel.pp": 2, "parallel.schedule": "zb_h1"},
+        "pipe does not run parallel.schedule=zb_h1: set parallel.schedule=1f1b or parallel.pp=1 parallel.schedule=1f1b"),
+    (ROUNDS | {"parallel.pp": 2, "parallel.chunks": 2},
+        ("pipe does not run parallel.schedule=interleaved: "
+         "set parallel.schedule=1f1b parallel.chunks=1 or parallel.pp=1 parallel.schedule=1f1b parallel.chunks=1")),
+    ({"engine": "zero", "parallel.pp": 2},             "zero does not run parallel.pp=2: set engine=auto or parallel.pp=1 engine=auto"),
+    ({"engine": "pipe"},                               "pipe does not run parallel.pp=1: set engine=auto or parallel.pp=2"),
+    ({"parallel.zero": 1, "parallel.shard": 2},        "zero does not run parallel.shard=2: set parallel.shard=all or parallel.zero=0"),
     ({"parallel.reduce": "server"},                    "zero does not run parallel.reduce=server: set parallel.reduce=ring"),
-    (MOE,                                              "zero does not run model.family=moe: it runs gpt, llama or hf"),
+    ({"parallel.tp": 2, "parallel.pp": 2, "parallel.scatter": True},
+        "pipe does not run parallel.scatter=true: set parallel.scatter=false or parallel.scatter=false parallel.sequence=true"),
+    ({"parallel.pp": 2, "parallel.zero": 1, "parallel.offload.optimizer": True},
+        "pipe does not run parallel.offload=true: set parallel.offload.optimizer=false or parallel.pp=1"),
+    ({"parallel.tp": 2, "parallel.sequence": True, "parallel.zero": 1, "parallel.offload.optimizer": True},
+        ("zero does not run parallel.offload=true with parallel.sequence=true: "
+         "set parallel.sequence=false or parallel.offload.optimizer=false")),
+    ({"parallel.tp": 8, "model.heads": 16, "model.kv_heads": 4, "parallel.zero": 1, "parallel.offload.optimizer": True},
+        ("zero does not run parallel.offload=true with more tensor ranks than model.kv_heads=4: "
+         "set parallel.tp=4 or parallel.offload.optimizer=false")),
+    ({"cluster.device.peak": {"fp8": 6e14, "bf16": 3e14}, "train.precision": "fp8"},
+        "zero does not run train.precision=fp8: set train.precision=bf16"),
+    (MOE | {"parallel.ep": 4, "parallel.zero": 3},
+        "zero does not run parallel.zero=3 with parallel.ep=4: set parallel.zero=2 or parallel.ep=1"),
+    ({"model.family": "bert"},                         "zero does not run model.family=bert: it runs gpt, llama, moe or hf"),
 ]
 # fmt: on
 
@@ -403,6 +444,32 @@ def test_what_no_engine_runs_is_planned_and_said(keys: Keys, says: str) -> None:
     plan = make_plan(changed(BASE, keys.items()))
     assert (plan.ok, plan.fits, plan.runnable) == (True, True, False)
     assert [str(each) for each in plan.warnings if each.rule == "engine"] == [f"engine {says}"]
+
+
+@pytest.mark.parametrize(("keys", "says"), UNRUN, ids=[says for _, says in UNRUN])
+def test_every_layout_that_is_told_for_one_that_no_engine_runs_is_run(keys: Keys, says: str) -> None:
+    run = changed(BASE, keys.items())
+    (problem,) = (each for each in make_plan(run).warnings if each.rule == "engine")
+    for change in problem.changes:
+        after = make_plan(mended(run, change))
+        assert (after.problems, after.fits, after.runnable) == ((), True, True)
+
+
+def test_of_two_limits_each_is_told_with_what_mends_it() -> None:
+    plan = make_plan(changed(BASE, [("parallel.pp", 2), ("parallel.zero", 2), ("parallel.reduce", "server")]))
+    told = {each.says: each.mend for each in plan.warnings if each.rule == "engine"}
+    assert told == {
+        "engine pipe does not run parallel.zero=2": "set parallel.zero=1 or parallel.pp=1",
+        "engine pipe does not run parallel.reduce=server": "set parallel.reduce=ring",
+    }
+
+
+def test_a_layout_that_would_not_fit_is_not_told_for_one_that_does() -> None:
+    """39e9 parameters fit on 8 stages, and not on one, whose ranks hold all weights."""
+    keys: Keys = {"model": gpt(48, 8192, 64), "parallel.pp": 8, "parallel.zero": 2, "cluster.nodes": 8, "train.microbatch": 1}
+    plan = make_plan(changed(BASE, keys.items()))
+    assert plan.fits
+    assert [each.changes for each in plan.warnings if each.rule == "engine"] == [(("parallel.zero=1",),)]
 
 
 @pytest.mark.parametrize("warning", WARNINGS, ids=lambda warning: warning.__name__)

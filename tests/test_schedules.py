@@ -2,6 +2,7 @@
 
 from collections import Counter
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,14 +13,17 @@ from distrain.trainer.plan.schedules import SCHEDULES, Action, bubble_share
 Pipeline = tuple[str, int, int, int]  # schedule, stages, micro-batches, chunks
 Task = tuple[str, int, int]  # kind, micro-batch, chunk (of a stage, or counted along the model)
 
-FLUSHING = [name for name, row in SCHEDULES.items() if row.flushes]
+FLUSHING = [name for name, row in SCHEDULES.items() if row.flushes and not row.folded]
 STREAMING = [name for name, row in SCHEDULES.items() if not row.flushes]
 
 
 @st.composite
 def pipelines(draw: st.DrawFn, names: list[str]) -> Pipeline:
-    """A pipeline; a schedule with chunks takes micro-batches in rounds of its stages."""
+    """A pipeline; a schedule with chunks takes micro-batches in rounds of its stages, a folded one two a stage or more."""
     name = draw(st.sampled_from(names))
+    if SCHEDULES[name].folded:
+        stages = draw(st.integers(1, 7))
+        return name, stages, 2 * stages + draw(st.integers(0, 9)), 2
     if SCHEDULES[name].chunked:
         stages = draw(st.integers(2, 6))
         return name, stages, stages * draw(st.integers(1, 4)), draw(st.integers(2, 4))
@@ -41,7 +45,7 @@ def makespan(pipeline: Pipeline, weights: list[int] | None = None) -> Fraction:
     An action starts when its stage is free and what it needs is there: a forward, the forward before it in the model; a
     backward, its own forward and the backward after it; a weight gradient, its backward.
     """
-    _, stages, _, chunks = pipeline
+    name, stages, _, chunks = pipeline
     todo = [list(reversed(actions)) for actions in actions_of(pipeline)]
     apart = splits_backward(pipeline)
     seconds = {"F": 1, "B": 1 if apart else 2, "W": 1}
@@ -63,7 +67,7 @@ def makespan(pipeline: Pipeline, weights: list[int] | None = None) -> Fraction:
         for stage, waiting in enumerate(todo):
             while waiting:
                 kind, micro, chunk = waiting[-1]
-                place = chunk * stages + stage
+                place = 2 * stages - 1 - stage if SCHEDULES[name].folded and chunk else chunk * stages + stage
                 wanted = needs(kind, micro, place)
                 if not all(task in ended for task in wanted):
                     break
@@ -119,6 +123,67 @@ def test_a_schedule_without_a_flush_waits_for_its_first_micro_batches_only(pipel
     longer = (name, stages, micros + stages, chunks)
     assert makespan((name, stages, 2 * micros + stages, chunks)) - makespan(longer) == 3 * micros
     assert bubble_share(SCHEDULES[name], stages, micros, chunks) == 0
+
+
+# DeepSpeed's own schedule, whose sends leave with the next commit: what a forward that is paired with a backward makes, after both.
+
+
+def instructions(stages: int, micros: int) -> list[list[Any]]:
+    schedule = pytest.importorskip("deepspeed.runtime.pipe.schedule")
+    return [[each for step in schedule.DualPipeVSchedule(micros, stages, stage).steps() for each in step] for stage in range(stages)]
+
+
+def committed(stages: int, micros: int) -> Fraction:
+    """Seconds of a step of DeepSpeed's instructions, where a part's forward takes 1/2, its backward 1, and messages no time."""
+    steps = {"SendActivation": ("F", 0), "RecvActivation": ("F", -1), "SendGrad": ("B", 0), "RecvGrad": ("B", 1)}
+    todo = [list(reversed(each)) for each in instructions(stages, micros)]
+    waiting: list[list[Task]] = [[] for _ in range(stages)]
+    going: list[list[Task]] = [[] for _ in range(stages)]
+    free, sent = [Fraction(0)] * stages, dict[Task, Fraction]()
+    while any(todo):
+        before = sum(map(len, todo))
+        for stage, left in enumerate(todo):
+            while left:
+                each, name = left[-1], left[-1].name
+                if name in steps:
+                    kind, step = steps[name]
+                    place = 2 * stages - 1 - stage if each.phase else stage
+                    (going if step == 0 else waiting)[stage].append((kind, each.buffer_id % micros, place + step))
+                elif name == "CommitP2P":
+                    sent |= dict.fromkeys(going[stage], free[stage])
+                    going[stage] = []
+                    if not all(task in sent for task in waiting[stage]):
+                        break
+                    free[stage] = max([free[stage], *(sent[task] for task in waiting[stage])])
+                    waiting[stage] = []
+                free[stage] += {"ForwardPass": Fraction(1, 2), "BackwardPass": Fraction(1)}.get(name, Fraction(0))
+                left.pop()
+        assert sum(map(len, todo)) < before, "it waits for ever"
+    return max(free)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("more", [0, 1, 4])
+def test_dualpipev_is_deepspeeds_in_order_and_in_time(stages: int, more: int) -> None:
+    micros = 2 * stages + more
+    pipeline = ("dualpipev", stages, micros, 2)
+    kinds = {"ForwardPass": "F", "BackwardPass": "B"}
+    theirs = [
+        [(kinds[each.name], each.buffer_id % micros, each.phase) for each in row if each.name in kinds]
+        for row in instructions(stages, micros)
+    ]
+    assert [list(map(tuple, actions)) for actions in actions_of(pipeline)] == theirs
+    seconds = committed(stages, micros)
+    assert float(seconds) == pytest.approx(planned(pipeline), rel=1e-12)
+    assert bubble_share(SCHEDULES["dualpipev"], stages, micros, 1) == pytest.approx(float(1 - 3 * micros / seconds), rel=1e-9, abs=1e-12)
+    assert makespan(pipeline) <= seconds < makespan(("1f1b", stages, micros, 1)) or stages == 1
+
+
+@pytest.mark.parametrize("stages", [2, 3, 5])
+def test_a_folded_stage_sends_what_deepspeeds_does(stages: int) -> None:
+    micros = 2 * stages + 1
+    sends = [sum(each.name in ("SendActivation", "SendGrad") for each in row) for row in instructions(stages, micros)]
+    assert sends == [micros * 2 * (2 - (stage == 0) - (stage == stages - 1)) for stage in range(stages)]
 
 
 # Bubble over ideal: (p - 1)/m, arXiv:2104.04473 section 2.2.1; over chunks v, section 2.2.2; a third, arXiv:2401.10241 table 2.

@@ -11,6 +11,7 @@ from distrain.trainer.plan.change import changed
 from distrain.trainer.plan.collectives import ALGORITHMS, Wire, cost, server_inflow
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.result import Message, Plan
+from distrain.trainer.plan.traffic import rank_traffic, stage_traffic
 from distrain.trainer.spec.run import Cluster, Device, Link, Model, Parallel, Run, Train
 
 # Collectives.
@@ -77,15 +78,20 @@ GPT = Model(family="gpt", layers=4, hidden=H, heads=8, vocab=V, bias=True)
 MOE = Model(family="moe", layers=1, hidden=H, heads=8, vocab=V, ffn=1024, experts=16, top_k=2, positions="rope", act="swiglu")
 
 
-def planned(model: Model = GPT, ranks: int = 8, **changes: Any) -> Plan:
-    """The plan of a step of one micro-batch of B x S on nodes of 8, with keys changed: parallel__tp=8."""
+def run_of(model: Model = GPT, ranks: int = 8, **changes: Any) -> Run:
+    """A run whose step is one micro-batch of B x S, on nodes of 8, with keys changed: parallel__tp=8."""
     gpus = min(8, ranks)
     cluster = Cluster(nodes=ranks // gpus, gpus=gpus, device=DEVICE, inside=NVLINK, between=NIC)
     run = Run(name="test", model=model, cluster=cluster, parallel=Parallel(), train=Train(batch=B, seq=S, microbatch=B, steps=1))
     keys = {key.replace("__", "."): value for key, value in changes.items()}
     others = keys.get("parallel.tp", 1) * keys.get("parallel.pp", 1) * keys.get("parallel.cp", 1)
     steps = keys.pop("micros", 1)
-    plan = make_plan(changed(run, ({"train.batch": ranks // others * B * steps} | keys).items()))
+    return changed(run, ({"train.batch": ranks // others * B * steps} | keys).items())
+
+
+def planned(model: Model = GPT, ranks: int = 8, **changes: Any) -> Plan:
+    """The plan of such a run."""
+    plan = make_plan(run_of(model, ranks, **changes))
     assert plan.problems == ()
     return plan
 
@@ -130,6 +136,79 @@ def test_sequence_parallel_adds_up_the_gradients_of_replicated_weights_once_a_st
     assert added.payload == (4 * 6 + 2 + S) * H * 2
 
 
+REPLICATED = (4 * 6 + 2 + S) * H  # elements that the tensor axis does not split
+
+
+def replicated(run: Run, rank: int) -> int:
+    """Bytes of a rank's message of once a step over the tensor axis; 0 where it sends none."""
+    return sum(each.payload for each in rank_traffic(run, rank) if (each.axis, each.verb, each.count) == ("tp", "all_reduce", 1))
+
+
+# fmt: off
+ZEROS = pytest.mark.parametrize(("zero", "precision", "gradients", "width"), [
+    (0, "fp32", "auto", 4),
+    (0, "bf16", "auto", 2),
+    (1, "fp32", "auto", 4),
+    (1, "bf16", "fp32", 4),
+    (2, "bf16", "fp32", 4),
+    (3, "bf16", "auto", 2),
+])
+# fmt: on
+
+
+@ZEROS
+def test_a_rank_adds_up_what_it_steps_of_replicated_weights(zero: int, precision: str, gradients: str, width: int) -> None:
+    """Each rank all of them at ZeRO 0 in float32, and where bf16 adds up in float32 at stage 1; else each of 4 ranks its part."""
+    keys: dict[str, Any] = {"parallel__tp": 2, "parallel__sequence": True, "parallel__zero": zero, "train__gradients": gradients}
+    run = run_of(**keys, train__precision=precision, cluster__device__peak={"bf16": 1e14, "fp32": 1e13})
+    sizes = [replicated(run, rank) for rank in range(8)]
+    assert sizes[::2] == sizes[1::2]
+    whole = (zero, precision) == (0, "fp32") or (zero, gradients) == (1, "fp32")
+    assert sum(sizes[::2]) == (4 if whole else 1) * REPLICATED * width
+    assert (len(set(sizes)) == 1) == (whole or zero == 3)
+    assert max(sizes) in [each.payload for each in stage_traffic(run, 0)]
+
+
+def test_a_pipelines_stages_add_up_all_that_they_hold() -> None:
+    run = run_of(parallel__tp=2, parallel__pp=2, parallel__sequence=True, parallel__zero=1, micros=2)
+    first, last = (2 * 6 + S) * H * 2, (2 * 6 + 2) * H * 2
+    assert [replicated(run, rank) for rank in range(8)] == [first] * 4 + [last] * 4
+
+
+@pytest.mark.parametrize("keys", [{}, {"parallel__zero": 3}, {"parallel__pp": 2}])
+@pytest.mark.parametrize(("kv_heads", "tp", "copies"), [(1, 2, 2), (2, 4, 2), (1, 4, 4), (2, 2, 1), (3, 4, 1)])
+def test_ranks_that_share_key_and_value_heads_add_up_their_gradients(kv_heads: int, tp: int, copies: int, keys: dict[str, Any]) -> None:
+    """Once a step, sequence parallel or not: h + 1 elements for each of a head's dims, of keys and of values. ZeRO shares them out."""
+    heads = 6 if kv_heads == 3 else 8
+    run = run_of(parallel__tp=tp, model__heads=heads, model__head_dim=64, model__kv_heads=kv_heads, micros=2, **keys)
+    pp = run.parallel.pp
+    found = [each for rank in range(0, 8 // pp, tp) for each in rank_traffic(run, rank) if each.axis == "copies"]
+    if copies == 1:
+        assert found == []
+        return
+    assert {(each.verb, each.count) for each in found} == {("all_reduce", 1)}
+    assert all(each.sent == 2 * -(-each.payload * (copies - 1) // copies) for each in found)
+    whole = 4 // pp * 2 * (H + 1) * 64 * 2
+    assert sum(each.payload for each in found) == (whole if pp == 1 else whole * (8 // pp // tp))
+
+
+def test_a_stages_messages_are_those_of_its_rank_with_most() -> None:
+    run = run_of(parallel__tp=2, parallel__sequence=True, parallel__zero=1)
+    ranks = [rank_traffic(run, rank) for rank in range(8)]
+    assert stage_traffic(run, 0) == max(ranks, key=lambda rows: sum(each.sent for each in rows)) == make_plan(run).traffic
+
+
+def test_torchs_checkpoint_stops_before_a_layers_last_sum_unless_dropout_follows_it() -> None:
+    """Our own modules, on a CPU: five all-reduces a layer, six with dropout; gathers and scatters alike."""
+    cpu = Device(name="cpu", memory=1e18, bandwidth=2e12, peak={"bf16": 312e12}, kind="cpu")
+    keys: dict[str, Any] = {"cluster__device": cpu, "parallel__tp": 4, "parallel__recompute": "full"}
+    half = 3 * B * S * H * 2 // 4
+    assert of_a_layer("tp", **keys) == 5 * 2 * half
+    assert of_a_layer("tp", **keys, model__dropout=0.1) == 6 * 2 * half
+    assert of_a_layer("tp", **keys, parallel__sequence=True) == (8 + 2 + 3) * half
+    assert of_a_layer("tp", **keys, parallel__sequence=True, model__dropout=0.1) == (8 + 2 + 4) * half
+
+
 def test_embedding_and_head_are_summed_over_the_vocabularys_shards() -> None:
     """The embedding's sum forward, the head's input gradient backward, and three numbers a token for the loss."""
     plan = planned(parallel__tp=8)
@@ -143,9 +222,10 @@ def test_selective_recomputation_sends_nothing_again() -> None:
 
 
 # Bytes that a rank sends on the data axis, in (d - 1)/d of the parameters' bytes, for m micro-batches a step.
-# Papers: arXiv:1910.02054 section 7. DeepSpeed 0.19: all-reduces where the papers scatter, at every micro-batch from stage 2 on.
+# Papers: arXiv:1910.02054 section 7. DeepSpeed 0.19: all-reduces where the papers scatter, at every micro-batch from stage 2 on; at
+# stage 3 backward finds what forward gathered.
 # fmt: off
-DEEPSPEED = [(0, 1, 2), (0, 4, 2), (1, 1, 3), (1, 4, 3), (2, 1, 3), (2, 4, 2 * 4 + 1), (3, 1, 3), (3, 4, 3 * 4)]
+DEEPSPEED = [(0, 1, 2), (0, 4, 2), (1, 1, 3), (1, 4, 3), (2, 1, 3), (2, 4, 2 * 4 + 1), (3, 1, 2), (3, 4, 2 * 4)]
 PAPERS =    [(0, 1, 2), (0, 4, 2), (1, 1, 2), (1, 4, 2), (2, 1, 2), (2, 4, 1 * 4 + 1), (3, 1, 3), (3, 4, 3 * 4)]
 # fmt: on
 
@@ -175,10 +255,13 @@ def test_an_interleaved_pipeline_is_counted_as_the_papers() -> None:
     assert bytes_of(plan, "dp") in [2 * stage.parameters * 2 * (D - 1) // D for stage in plan.memory.stages]
 
 
-def test_gradients_in_float32_are_sent_in_float32() -> None:
-    plan = planned(train__gradients="fp32")
-    assert plan.model is not None
-    assert bytes_of(plan, "dp") == 2 * plan.model.parameters * 4 * (D - 1) // D
+def test_gradients_in_float32_are_sent_in_float32_but_by_deepspeed() -> None:
+    """It casts them to the model's own type, as was counted."""
+    ours, papers = planned(train__gradients="fp32"), planned(train__gradients="fp32", parallel__reduce="halving")
+    assert ours.model is not None
+    assert papers.engine is None
+    assert bytes_of(ours, "dp") == 2 * ours.model.parameters * 2 * (D - 1) // D
+    assert bytes_of(papers, "dp") == 2 * ours.model.parameters * 4 * (D - 1) // D
 
 
 def test_gradients_travel_in_buckets() -> None:
@@ -249,6 +332,13 @@ def test_an_inner_stage_hands_each_micro_batch_on_and_its_gradient_back_for_each
     (handed,) = messages(planned(ranks=4, parallel__pp=4, micros=4, **keys), "pp")
     assert handed.count == 4 * 2 * chunks
     assert handed.sent == handed.count * handed.payload
+
+
+def test_a_folded_pipeline_turns_around_on_its_last_stage_and_ends_on_its_first() -> None:
+    keys: dict[str, Any] = {"parallel__schedule": "dualpipev", "model__layers": 8, "model__tied": True}
+    run = run_of(ranks=4, parallel__pp=4, micros=8, **keys)
+    sends = [[(each.verb, each.count) for each in stage_traffic(run, stage) if each.axis == "pp"] for stage in range(4)]
+    assert sends == [[("send", 8 * 2)], [("send", 8 * 4)], [("send", 8 * 4)], [("send", 8 * 2)]]
 
 
 def test_a_tied_weights_gradient_is_added_up_between_first_and_last_stage() -> None:

@@ -1,0 +1,182 @@
+"""Who comes to a run's head must hold its ticket, and who holds it learns whether the head does."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from distrain.trainer.launch.door import LONGEST, Door
+from distrain.trainer.launch.remote import Remote
+from distrain.trainer.launch.ticket import NAME, Ticket
+
+TICKET = Ticket(token="5" * 64, doors=[("127.0.0.1", 0)], slots=[(0, 1), (4, 5, 7)], command=["true"], environment={})
+DEADLINE = 60.0  # seconds
+
+
+class Head:
+    """A door at which five ranks are expected, and who has come."""
+
+    def __init__(self) -> None:
+        self.ears = selectors.DefaultSelector()
+        self.came: list[int] = []
+        self.door = Door(self.ears, lambda remote: self.came.append(remote.rank))
+        self.port = self.door.open(["127.0.0.1"])["127.0.0.1"]
+        self.remotes = [Remote(rank, "a host", Path("log")) for rank in range(TICKET.ranks)]
+        self.door.admit(TICKET, self.remotes)
+
+    def turn(self) -> None:
+        for key, _ in self.ears.select(0.05):
+            key.data()
+
+    def close(self) -> None:
+        self.door.close()
+        for remote in self.remotes:
+            remote.close(0.0)
+        self.ears.close()
+
+
+@pytest.fixture
+def head() -> Iterator[Head]:
+    made = Head()
+    yield made
+    made.close()
+
+
+def answer(head: Head, connection: socket.socket) -> bytes:
+    """What the head says next; empty where it hangs up."""
+    connection.settimeout(0.05)
+    until = time.monotonic() + DEADLINE
+    while time.monotonic() < until:
+        head.turn()
+        try:
+            return connection.recv(4096)
+        except TimeoutError:
+            continue
+        except ConnectionResetError:
+            return b""
+    raise AssertionError("no answer")
+
+
+def hello(head: Head, rank: object) -> tuple[socket.socket, dict[str, str]]:
+    """A stranger who names itself a rank: the connection, and what the head answers."""
+    connection = socket.create_connection(("127.0.0.1", head.port))
+    connection.sendall(json.dumps({"rank": rank, "nonce": "n", "port": 7}).encode() + b"\n")
+    return connection, json.loads(answer(head, connection))
+
+
+def test_a_rank_sits_where_its_slot_is() -> None:
+    assert [TICKET.seat(rank) for rank in range(TICKET.ranks)] == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
+    with pytest.raises(IndexError):
+        TICKET.seat(5)
+
+
+def test_a_ticket_is_what_was_written(tmp_path: Path) -> None:
+    (tmp_path / "ticket").write_text(TICKET.written())
+    assert Ticket.read(tmp_path / "ticket").proof("rank", 1) == TICKET.proof("rank", 1) != TICKET.proof("head", 1)
+
+
+def test_who_holds_the_ticket_comes_in_once_and_knows_the_head(head: Head) -> None:
+    connection, said = hello(head, 3)
+    assert said["proof"] == TICKET.proof("head", 3, "n", said["nonce"])
+    proof = TICKET.proof("rank", 3, "n", said["nonce"], 7)
+    connection.sendall(json.dumps({"proof": proof}).encode() + b"\n")
+    while not head.came:
+        head.turn()
+    assert (head.came, head.remotes[3].here, head.remotes[3].port) == ([3], True, 7)
+    again, said = hello(head, 3)
+    again.sendall(json.dumps({"proof": TICKET.proof("rank", 3, "n", said["nonce"], 7)}).encode() + b"\n")
+    assert answer(head, again) == b""
+    assert head.came == [3]
+    connection.close()
+    again.close()
+
+
+# fmt: off
+PROOFS: tuple[Callable[[str], object], ...] = (
+    lambda nonce: {"proof": TICKET.proof("rank", 2, "n", nonce, 7)},      # another rank's
+    lambda nonce: {"proof": TICKET.proof("head", 3, "n", nonce)},         # the head's own, sent back
+    lambda nonce: {"proof": TICKET.proof("rank", 3, "n", "before", 7)},   # of another meeting
+    lambda nonce: {"proof": ""},
+    lambda nonce: {"proof": None},
+    lambda nonce: {},
+    lambda nonce: [],
+)
+# fmt: on
+
+
+@pytest.mark.parametrize("proof", PROOFS)
+def test_who_proves_nothing_is_sent_away(head: Head, proof) -> None:
+    connection, said = hello(head, 3)
+    connection.sendall(json.dumps(proof(said["nonce"])).encode() + b"\n")
+    assert answer(head, connection) == b""
+    assert (head.came, head.remotes[3].here) == ([], False)
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    "words", [b"GET / HTTP/1.0\r\n\r\n", b"\0" * LONGEST + b"\0", b'{"rank": "x", "nonce": 1, "port": 2}\n', b"[]\n", b"5\n", b"\xff\n"]
+)
+def test_noise_at_the_door_is_sent_away(head: Head, words: bytes) -> None:
+    connection = socket.create_connection(("127.0.0.1", head.port))
+    connection.sendall(words)
+    assert answer(head, connection) == b""
+    connection.close()
+
+
+def test_a_rank_that_no_slot_has_is_sent_away(head: Head) -> None:
+    connection, said = hello(head, 17)
+    connection.sendall(json.dumps({"proof": TICKET.proof("rank", 17, "n", said["nonce"], 7)}).encode() + b"\n")
+    assert answer(head, connection) == b""
+    connection.close()
+
+
+def guest(folder: Path, door: tuple[str, int], **environment: str) -> subprocess.CompletedProcess[str]:
+    """A slot's process with a ticket to this door."""
+    (folder / "launch").mkdir()
+    (folder / "ranks").mkdir()
+    there = Ticket(token=TICKET.token, doors=[door], slots=[(0, 1)], command=["true"], environment={})
+    (folder / NAME).write_text(there.written())
+    known = {**os.environ, "RANK": "1", "WORLD_SIZE": "2", "CROSS_RANK": "0", **environment}
+    words = [sys.executable, "-m", "distrain.trainer.launch.guest", str(folder / "run.json")]
+    return subprocess.run(words, env=known, capture_output=True, text=True, timeout=DEADLINE)
+
+
+def test_a_guest_obeys_no_head_without_the_ticket(tmp_path: Path) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    if os.fork() == 0:
+        try:
+            connection, _ = listener.accept()
+            connection.recv(4096)
+            connection.sendall(b'{"nonce": "n", "proof": "' + b"0" * 64 + b'"}\n{"go": ["127.0.0.1", 1]}\n')
+            connection.recv(4096)
+        finally:
+            os._exit(0)
+    done = guest(tmp_path, ("127.0.0.1", listener.getsockname()[1]))
+    os.wait()
+    listener.close()
+    assert (done.returncode, list((tmp_path / "ranks").iterdir())) == (1, [])
+    assert "is not this run's head" in done.stderr
+
+
+def test_a_guest_that_can_not_reach_the_head_says_so(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and nobody listens there
+        port = taken.getsockname()[1]
+        done = guest(tmp_path, ("127.0.0.1", port))
+    assert done.returncode == 1
+    assert done.stderr == f"rank 1: can't reach the run's head at 127.0.0.1 port {port}: Connection refused\n"
+
+
+@pytest.mark.parametrize("environment", [{"WORLD_SIZE": "4"}, {"CROSS_RANK": "1"}])
+def test_a_guest_that_is_counted_otherwise_takes_no_part(tmp_path: Path, environment: dict[str, str]) -> None:
+    done = guest(tmp_path, ("127.0.0.1", 1), **environment)
+    assert (done.returncode, done.stderr) == (1, "rank 1: DeepSpeed's launcher counts hosts and slots otherwise than the head\n")

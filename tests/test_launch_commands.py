@@ -1,0 +1,347 @@
+"""`show --launch` prints what starts a run, and it does; what a user wrote reaches a shell, here or on a host, as itself or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from distrain.cli.app import command
+from distrain.cli.launching import launching, script
+from distrain.cli.load import load
+from distrain.tests.stand_ins import QUIET, SCONTROL, SRUN, StandIns
+from distrain.trainer.launch.hostfile import Host
+from distrain.trainer.launch.words import LETTERS, PORTS, SAFE, Start, crosses, deepspeed, handed, port_of
+from distrain.trainer.spec.problem import Unreadable
+from distrain.trainer.spec.run import Run
+
+SMALL = (
+    "model=tiny",
+    "model.layers=2",
+    "train.batch=8",
+    "train.seq=16",
+    "train.microbatch=2",
+    "train.steps=2",
+    "optim.warmup=0",
+    "log.every=1",
+)
+EVIL = (
+    "; touch pwned",
+    "$(touch pwned)",
+    "`touch pwned`",
+    "'\"",
+    "a b",
+    "\ntouch pwned\n",
+    "|touch pwned",
+    "&& touch pwned",
+    "-oProxyCommand=x",
+    "*",
+    "%h",
+    "~",
+    "é",
+)
+
+hostile = some.builds(
+    "".join,
+    some.lists(
+        some.sampled_from(EVIL) | some.text(some.characters(codec="utf-8", exclude_characters="\0/"), max_size=8), min_size=1, max_size=3
+    ),
+)
+plain = some.text("abz09._-", min_size=1, max_size=8).map(lambda word: f"w{word}")
+
+
+def mostly(tame: some.SearchStrategy[str]) -> some.SearchStrategy[str]:
+    """Tame words, but for one in eight."""
+    return some.integers(0, 7).flatmap(lambda at: hostile if at == 7 else tame)
+
+
+def shown(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What `distrain show` prints of a run."""
+    assert command(["show", "conf=quickstart", *SMALL, *words]) == 0
+    return capsys.readouterr().out
+
+
+def passes_bash(text: str) -> None:
+    done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """A hostfile of two names of this machine."""
+    (tmp_path / "hosts").write_text("127.0.0.1 slots=1\nlocalhost slots=1\n")
+    return tmp_path / "hosts"
+
+
+# What is printed
+
+
+@pytest.mark.parametrize("launch", ["local", "slurm", "torchrun", "deepspeed"])
+def test_a_launch_is_a_shell_script_and_writes_nothing(launch: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = [f"launch.hostfile={here}"] if launch in ("torchrun", "deepspeed") else []
+    said = shown(["cluster=2x1", f"launch={launch}", *file, f"log.dir={here.parent / 'runs'}", "--launch"], capsys)
+    passes_bash(said)
+    assert said.splitlines()[0] == f"# quickstart, launch={launch}: 2 nodes x 1"
+    assert not (here.parent / "runs").exists()
+
+
+def test_torchrun_has_a_command_for_each_host(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    here.write_text("h1 slots=8\nh2 slots=4\n")
+    words = [
+        "cluster=2x2",
+        "launch=torchrun",
+        f"launch.hostfile={here}",
+        "launch.include=h1:5,6@h2:0,1",
+        "log.dir=/runs",
+        "launch.port=4242",
+    ]
+    lines = shown([*words, "device=h100_80g", "cluster.inside=null", "--launch"], capsys).splitlines()
+    tail = "--nproc-per-node=2 --master-addr=h1 --master-port=4242 --module distrain.trainer.loop.rank /runs/quickstart/run.json"
+    start = "PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1"
+    run = f"{sys.executable} -m torch.distributed.run --nnodes=2"
+    assert lines[-5:] == [
+        "# on h1",
+        f"{start} CUDA_VISIBLE_DEVICES=5,6 {run} --node-rank=0 {tail}",
+        "",
+        "# on h2",
+        f"{start} {run} --node-rank=1 {tail}",
+    ]
+    assert "# ranks meet at h1 port 4242 (torchrun's static rendezvous)" in lines
+
+
+def test_slurm_has_a_file_of_one_task_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["cluster=4x8", "train.batch=64", "device=h100_80g", "launch=slurm", "log.dir=/runs", "cluster.inside=null", "--launch"]
+    said = shown(words, capsys)
+    text = said.partition("quickstart.sbatch <<'END'\n")[2].partition("\nEND\n")[0]
+    passes_bash(text)
+    assert text.splitlines()[0] == "#!/bin/bash"
+    options = dict(line.removeprefix("#SBATCH --").partition("=")[::2] for line in text.splitlines() if line.startswith("#SBATCH"))
+    assert options["nodes"] == "4"
+    assert options["gpus-per-node"] == options["ntasks-per-node"] == "8"
+    assert "srun --nodes=4 --ntasks=32 --ntasks-per-node=8 --distribution=block --kill-on-bad-exit=1" in text
+    assert said.splitlines()[-1] == "sbatch /runs/quickstart/launch/quickstart.sbatch"
+
+
+def test_deepspeeds_launcher_gets_files_of_ours(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in handed(os.environ):
+        monkeypatch.delenv(key)
+    monkeypatch.setenv("WANDB_API_KEY", "canary-7f3a")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "canary-7f3a")
+    here.write_text("h1 slots=1\nh2 slots=8\n")
+    words = ["cluster=2x1", "launch=deepspeed", f"launch.hostfile={here}", "launch.include=h1@h2:3", "log.dir=/runs", "--launch"]
+    said = shown(words, capsys)
+    assert "canary" not in said
+    assert "these variables for the ranks: MLFLOW_TRACKING_PASSWORD" in said
+    assert "cat > /runs/quickstart/launch/hosts <<'END'\nh1 slots=1\nh2 slots=4\nEND\n" in said
+    line = said.splitlines()[-1]
+    assert line.startswith("cd /runs/quickstart/launch && env -u MLFLOW_TRACKING_PASSWORD ")
+    assert " DS_ENV_FILE=/runs/quickstart/launch/exports PDSH_SSH_ARGS_APPEND='-o BatchMode=yes " in line
+    assert " --launcher pdsh --force_multi --no_ssh_check --no_local_rank --include h1:0@h2:3 --master_addr h1 " in line
+    assert line.endswith(" --module distrain.trainer.launch.guest /runs/quickstart/run.json")
+
+
+def test_what_deepspeed_is_told_is_printed_without_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    program = """
+import sys
+from distrain.cli.app import command
+assert command(["show", "conf=quickstart", "parallel.zero=2", "train.precision=bf16", "--engine"]) == 0
+assert not {"torch", "deepspeed"} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    told = json.loads(done.stdout)
+    assert (told["zero_optimization"]["stage"], told["bf16"], told["train_batch_size"]) == (2, {"enabled": True}, 16)
+
+
+def test_a_run_that_cannot_be_laid_out_has_no_launch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["show", "conf=quickstart", "parallel.dp=3", "--launch"]) == 2
+    assert capsys.readouterr().err.startswith("distrain: parallel.dp=3 x tp 1 x pp 1 x cp 1 = 3, but ")
+
+
+def test_runs_meet_at_ports_of_their_own_below_those_that_linux_hands_out() -> None:
+    ports = {port_of(Path(f"/runs/{name}")) for name in range(100)}
+    assert len(ports) > 95
+    assert all(port in PORTS for port in ports)
+    assert PORTS.stop <= int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+
+
+# What is printed starts a run
+
+
+def trained(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_what_is_printed_trains(tmp_path: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """torchrun on two hosts that are this machine; Slurm with stand-ins for its own commands; both as plain ranks do."""
+    stand_ins = StandIns(tmp_path / "stand-ins")
+    for name, does in {"scontrol": SCONTROL, "srun": SRUN, "sbatch": "os.execvp('bash', ['bash', sys.argv[1]])\n"}.items():
+        stand_ins.put(name, does)
+    environment = {
+        **os.environ,
+        "PATH": stand_ins.path(),
+        "OMP_NUM_THREADS": "1",
+        "SLURM_JOB_NODELIST": "h[1-2]",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    losses = {}
+    for launch in ("local", "torchrun", "slurm"):
+        file = [f"launch.hostfile={here}"] if launch == "torchrun" else []
+        said = shown(["cluster=2x1", f"launch={launch}", *file, f"log.dir={tmp_path / launch}", "--launch"], capsys)
+        lines = [f"{line} &" if " -m torch.distributed.run " in line or line.startswith("OMP_") else line for line in said.splitlines()]
+        text = "\n".join([*lines, "wait"])
+        text = re.sub(r"^\S.* plan .* --json > .*$", "", text, flags=re.MULTILINE)  # costs a second
+        done = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr[-2000:]
+        losses[launch] = trained(tmp_path / launch / "quickstart")
+    assert len(losses["local"]) == 2
+    assert losses["torchrun"] == losses["slurm"] == losses["local"]
+
+
+# Nothing crosses but what we made
+
+
+@given(hostile | plain)
+def test_a_word_crosses_as_it_is_or_not_at_all(word: str) -> None:
+    try:
+        assert crosses(word, "the word", "choose another") == word
+    except Unreadable as error:
+        (problem,) = error.problems
+        assert not SAFE.fullmatch(word) or word.startswith("-")
+        assert LETTERS in problem.says or "no word to cross" in problem.says
+    else:
+        assert SAFE.fullmatch(word)
+        assert not word.startswith("-")
+
+
+@pytest.fixture(scope="module")
+def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> StandIns:
+    """ssh, pdsh and mpirun that note what they are given."""
+    made = StandIns(tmp_path_factory.mktemp("stand-ins"))
+    for name in ("ssh", "pdsh", "mpirun", "ompi_info", "python"):
+        made.put(name, QUIET)
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    return made
+
+
+# What DeepSpeed's launcher may have a remote shell read: its own few words around ours.
+REMOTE = re.compile(r"(export [A-Z_]+=[A-Za-z0-9._/=:-]*; )+ ?cd [A-Za-z0-9._/=:-]+;( ([A-Za-z0-9._/=:-]+|--node_rank=%n))+")
+names = some.sampled_from(
+    ["MLFLOW_X", "PYTHONSTARTUP", "PYTHONWARNINGS", "MV2_X", "UCX_NET", "NCCL_DEBUG", "WANDB_API_KEY", "PATHLIKE", "PYTHONPATH"]
+)
+
+
+@settings(max_examples=60)
+@given(
+    environment=some.dictionaries(names, hostile | plain, max_size=4),
+    folder=mostly(plain),
+    host=plain,
+    address=mostly(plain),
+    python=mostly(some.just(sys.executable)),
+    runner=some.sampled_from(["pdsh", "openmpi"]),
+)
+def test_no_hostile_word_reaches_a_remote_shell_through_deepspeeds_launcher(
+    environment: dict[str, str],
+    folder: str,
+    host: str,
+    address: str,
+    python: str,
+    runner: str,
+    stand_ins: StandIns,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    from deepspeed.launcher import runner as theirs
+
+    stand_ins.forget()
+    at = tmp_path_factory.mktemp("runs") / folder
+    start = Start(
+        module="distrain.trainer.launch.guest", arguments=(f"{at}/run.json",), python=python, folder=at, address=address, port=4242
+    )
+    hosts = [Host(name=name, slots=(0, 1)) for name in (host, f"{host}x")]
+    try:
+        made = deepspeed(start, hosts, environment, (), runner)
+    except Unreadable:
+        return
+    (command,) = made.commands
+    for file in made.files:
+        file.path.parent.mkdir(parents=True, exist_ok=True)
+        file.path.write_text(file.text)
+    base = {"PATH": stand_ins.path(), "HOME": str(stand_ins.home), "DS_ACCELERATOR": "cpu"}
+    before = Path.cwd()
+    assert command.folder is not None
+    os.chdir(command.folder)
+    try:
+        with (
+            mock.patch.dict(os.environ, command.surroundings(base | environment), clear=True),
+            mock.patch.object(sys, "executable", python),
+        ):
+            theirs.main(list(command.words[3:]))
+    finally:
+        os.chdir(before)
+    (call,) = [call for call in stand_ins.calls if Path(call["argv"][0]).name in ("pdsh", "mpirun")]
+    argv = call["argv"]
+    if runner == "pdsh":
+        at_hosts = argv.index("-w")
+        assert argv[at_hosts + 1] == f"{host},{host}x"
+        assert REMOTE.fullmatch(" ".join(argv[at_hosts + 2 :])), argv
+    else:
+        assert all(re.fullmatch(r"[A-Za-z0-9._/=:^-]+", word) for word in argv), argv
+
+
+@settings(max_examples=40)
+@given(environment=some.dictionaries(names, hostile, max_size=4), further=some.lists(names, max_size=2))
+def test_what_ranks_are_told_travels_in_a_file_whatever_it_is(environment: dict[str, str], further: list[str]) -> None:
+    told = handed(environment, further)
+    assert told == {key: value for key, value in environment.items() if key in told}
+    assert {"WANDB_API_KEY", "MLFLOW_X", "UCX_NET", "NCCL_DEBUG"} & set(environment) <= set(told)
+    assert set(further) & set(environment) <= set(told)
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    return load("quickstart", SMALL)
+
+
+@settings(max_examples=60)
+@given(name=hostile, folder=hostile, words=some.lists(hostile, max_size=2), launch=some.sampled_from(["local", "torchrun", "slurm"]))
+def test_a_script_does_nothing_but_what_it_says(
+    name: str, folder: str, words: list[str], launch: Any, run: Run, stand_ins: StandIns, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    from msgspec import json as encoder
+
+    stand_ins.forget()
+    at = tmp_path_factory.mktemp("at")
+    (at / "hosts").write_text("h1 slots=2\n")
+    asked = replace(
+        run,
+        name=name,
+        log=replace(run.log, dir=str(at / folder)),
+        launch=replace(run.launch, name=launch, hostfile=str(at / "hosts") if launch == "torchrun" else None),
+    )
+    with mock.patch.object(sys, "executable", str(stand_ins.folder / "python")):
+        try:
+            text = "\n".join(script(asked, launching(asked), words))
+        except Unreadable:
+            assert launch != "local"
+            return
+    passes_bash(text)
+    if launch == "slurm":
+        return  # sbatch is not here
+    done = subprocess.run(["bash", "-c", text], env={"PATH": stand_ins.path()}, cwd=at, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not list(at.rglob("pwned"))
+    file = Path(str(at / folder)) / name / "run.json"
+    assert encoder.decode(file.read_bytes(), type=Run) == asked
+    planned, *started = [call["argv"][1:] for call in stand_ins.calls]
+    assert planned == ["-m", "distrain", "plan", *words, "--json"]
+    assert [argv[-1] for argv in started] == [str(file)] * (2 if launch == "local" else 1)
