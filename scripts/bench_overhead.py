@@ -82,11 +82,11 @@ def bare_torch(run: Run) -> Step:
     """The loop that everybody writes first."""
     from torch.nn.utils import clip_grad_norm_
 
-    from ..trainer.engines.zero import optimizer
+    from ..trainer.engines.settings import optimizer
     from ..trainer.loop.rate import rate
 
     module, batches = module_and_batches(run)
-    stepper, each = optimizer(run, module), run.train.microbatch
+    stepper, each = optimizer(run, module.parameters()), run.train.microbatch
 
     def step(number: int) -> None:
         for group in stepper.param_groups:
@@ -106,11 +106,11 @@ def bare_deepspeed(run: Run) -> Step:
     """The loop of DeepSpeed's tutorial."""
     from torch.distributed import get_rank, get_world_size
 
-    from ..trainer.engines.zero import config, deepspeed, optimizer
+    from ..trainer.engines.settings import config, deepspeed, optimizer
 
     module, batches = module_and_batches(run)
     number_of, size, each = get_rank(), get_world_size(), run.train.microbatch
-    engine, *_ = deepspeed().initialize(model=module, optimizer=optimizer(run, module), config=config(run, size))
+    engine, *_ = deepspeed().initialize(model=module, optimizer=optimizer(run, module.parameters()), config=config(run, size))
 
     def step(number: int) -> None:
         first = number * run.train.batch + number_of * each
