@@ -7,11 +7,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..trainer.launch.ended import FAILED, Ended
 from ..trainer.launch.hostfile import Host, included, read_hosts
+from ..trainer.launch.watchdog import Watchdog
 from ..trainer.plan.change import changed
 from ..trainer.plan.plan import make_plan
 from ..trainer.plan.result import Plan
@@ -19,18 +21,25 @@ from ..trainer.spec.run import Run
 from .text import many, share
 
 GRACE = 10.0  # seconds that ranks have to end after one has failed
+INTERVALS = "intervals.json"  # in RUN_DIR: seconds that each phase took at the longest
 GRACE_OF_HOSTS = 5.0  # on several hosts, so that all is over within 10
 
 Show = Callable[[str], None]
 
 
 def started(run: Run, plan: Plan, folder: Path, show: Show, live: Show) -> Ended:
-    """Start the ranks of RUN_DIR's run and wait; after a fault again, launch.restarts times at the most; how it ended at last."""
-    tally = Tally(folder=folder)
+    """Start the ranks of RUN_DIR's run and wait; after a fault again, launch.restarts times at the most; how it ended at last.
+
+    A run that has not come to a first step is not started again: most likely it never would.
+    """
+    tally, intervals = Tally(folder=folder), folder / INTERVALS
+    watchdog = Watchdog(patience=run.launch.patience, seen=_seen(intervals))
     while True:
-        ended = _once(run, plan, folder, show, live, tally.begins)
+        ended = _once(run, plan, folder, show, live, watchdog, tally.begins)
         tally.ends(ended)
-        if tally.restarts == run.launch.restarts or not _may_go_on(ended):
+        with suppress(OSError):  # where the disk is full they are learned again
+            _put(intervals, watchdog.seen)
+        if tally.restarts == run.launch.restarts or not (tally.stepped and _may_go_on(ended)):
             break
         smaller = _on_what_is_left(run, plan)
         if smaller is None:
@@ -47,17 +56,32 @@ def started(run: Run, plan: Plan, folder: Path, show: Show, live: Show) -> Ended
 
 def write(run: Run, plan: Plan, folder: Path) -> None:
     """RUN_DIR/run.json, which ranks read, and plan.json, the plan that they are held against."""
+    _put(folder / "run.json", run)
+    _put(folder / "plan.json", plan)
+
+
+def _put(file: Path, what: object) -> None:
+    """A file of JSON, there whole or not at all."""
     from msgspec import json as encoder
 
-    for name, what in (("run.json", run), ("plan.json", plan)):
-        new = folder / f".{name}.{os.getpid()}"
-        new.write_bytes(encoder.format(encoder.encode(what)))
-        new.replace(folder / name)
+    new = file.with_name(f".{file.name}.{os.getpid()}")
+    new.write_bytes(encoder.format(encoder.encode(what)))
+    new.replace(file)
 
 
-def _once(run: Run, plan: Plan, folder: Path, show: Show, live: Show, began: Callable[[int], None]) -> Ended:
+def _seen(file: Path) -> dict[str, float]:
+    """How long each phase took in the starts before; nothing where that can't be read, for it is learned again."""
+    from msgspec import DecodeError
+    from msgspec import json as decoder
+
+    try:
+        return decoder.decode(file.read_bytes(), type=dict[str, float])
+    except (OSError, DecodeError):
+        return {}
+
+
+def _once(run: Run, plan: Plan, folder: Path, show: Show, live: Show, watchdog: Watchdog, began: Callable[[int], None]) -> Ended:
     command = [sys.executable, "-m", "distrain.trainer.loop.rank", str(folder / "run.json")]
-    patience = run.launch.patience
     if run.launch.name == "local":
         from ..trainer.launch.launch import launch
 
@@ -70,7 +94,7 @@ def _once(run: Run, plan: Plan, folder: Path, show: Show, live: Show, began: Cal
             show=show,
             grace=GRACE,
             live=live,
-            patience=patience,
+            watchdog=watchdog,
             began=began,
         )
     from ..trainer.launch.hosts import Start, launch_hosts
@@ -90,7 +114,7 @@ def _once(run: Run, plan: Plan, folder: Path, show: Show, live: Show, began: Cal
         address=run.launch.address,
         port=run.launch.port,
     )
-    return launch_hosts(start, show=show, grace=GRACE_OF_HOSTS, live=live, patience=patience, began=began)
+    return launch_hosts(start, show=show, grace=GRACE_OF_HOSTS, live=live, watchdog=watchdog, began=began)
 
 
 def _may_go_on(ended: Ended) -> bool:
@@ -151,6 +175,7 @@ class Tally:
     restarts: int = 0
     lost: int = 0  # steps that were done twice
     productive: float = 0.0  # seconds
+    stepped: bool = False  # a start has come to its first step
     _since: float = field(default_factory=time.monotonic)
     _began: tuple[int, float] | None = None  # this start's first step, and when that was
     _spent: tuple[int, int, float] | None = None  # the last start's first step and the one that it reached, and the seconds between
@@ -165,6 +190,7 @@ class Tally:
             self.productive += seconds * max(0, step - first) / max(1, reached - first)
             self._write({"restart": self.restarts, "step": step, "lost_steps": lost, "says": self._why})
         self._began, self._spent = (step, time.monotonic()), None
+        self.stepped = True
 
     def ends(self, ended: Ended) -> None:
         """A start has ended: at the step of its last beat."""

@@ -89,32 +89,47 @@ def test_the_rank_that_holds_the_others_up_is_named(states: list[dict[str, objec
 
 
 # fmt: off
-LIMITS = (
-    ({"phase": "step"},                                       20.0),
-    ({"phase": "step", "longest": {"step": 30.0}},           300.0),
-    ({"phase": "first"},                                     200.0),
-    ({"phase": "start"},                                     200.0),
-    ({"phase": "save", "longest": {"save": 5.0}},            200.0),
-    ({"phase": "save", "longest": {"save": 60.0}},           600.0),
+LIMITS: tuple[tuple[str, dict[str, float], dict[str, float], float], ...] = (  # phase, what the ranks were through, what earlier starts were, seconds
+    ("start", {},                           {},              200.0),
+    ("start", {},                           {"start": 4.0},   40.0),
+    ("first", {"start": 4.0},               {},              200.0),
+    ("step",  {"first": 1.0},               {},               20.0),
+    ("step",  {"first": 30.0},              {},              300.0),
+    ("step",  {"first": 30.0, "step": 5.0}, {},               50.0),
+    ("step",  {"first": 30.0},              {"step": 1.0},    20.0),
+    ("save",  {"step": 5.0},                {},              200.0),
+    ("save",  {"save": 0.1},                {},               20.0),
+    ("save",  {"save": 0.1},                {"save": 60.0},  600.0),
 )
 # fmt: on
 
 
-@pytest.mark.parametrize(("state", "seconds"), LIMITS)
-def test_how_long_is_waited_is_learned(state: dict[str, object], seconds: float) -> None:
-    assert Watchdog(patience=20.0).limit([Silent(0, **state)]) == seconds
+@pytest.mark.parametrize(("phase", "longest", "seen", "seconds"), LIMITS)
+def test_how_long_is_waited_is_learned(phase: str, longest: dict[str, float], seen: dict[str, float], seconds: float) -> None:
+    assert Watchdog(patience=20.0, seen=seen).limit([Silent(0, phase=phase, longest=longest)]) == seconds
+
+
+def test_what_was_learned_stays_learned_when_a_run_starts_again(tmp_path: Path) -> None:
+    watchdog = Watchdog(patience=100.0)
+    program = "talk.phase('save'); time.sleep(0.3); talk.beat(8); talk.done()"
+    for _ in range(2):
+        assert run(tmp_path, program, watchdog).status == 0
+    assert set(watchdog.seen) == {"start", "first", "step", "save"}
+    assert watchdog.seen["save"] >= 0.3
 
 
 def test_a_run_hangs_when_no_rank_comes_further() -> None:
-    slow, quick = Silent(0, phase="step", step=3), Silent(1, phase="step", step=3, since=time.monotonic())
+    at = {"phase": "step", "step": 3, "longest": {"first": 1.0}}
+    slow, quick = Silent(0, **at), Silent(1, **at, since=time.monotonic())
     assert Watchdog(patience=20.0).overdue([slow, quick], [slow, quick]) is None
     assert Watchdog(patience=20.0).overdue([slow], [slow]) == pytest.approx(100.0, abs=5.0)
     assert Watchdog(patience=20.0).overdue([], [slow]) is None
 
 
-def run(folder: Path, program: str) -> Ended:
+def run(folder: Path, program: str, watchdog: Watchdog | None = None) -> Ended:
     words = [sys.executable, "-c", BEGIN + program]
-    return launch(words, ranks=3, folder=folder, environment=os.environ, show=print, grace=DEADLINE, patience=1.0)
+    watchdog = watchdog or Watchdog(patience=1.0)
+    return launch(words, ranks=3, folder=folder, environment=os.environ, show=print, grace=DEADLINE, watchdog=watchdog)
 
 
 def test_a_rank_that_is_stopped_is_named_and_the_others_write_their_stacks(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ import os, sys
 from pathlib import Path
 from distrain.trainer.launch.hostfile import read_hosts
 from distrain.trainer.launch.hosts import Start, launch_hosts
+from distrain.trainer.launch.watchdog import Watchdog
 from distrain.trainer.launch.words import Start as Starting, deepspeed
 folder, hosts = Path(sys.argv[1]), read_hosts(sys.argv[2])
 told = Starting(module="distrain.trainer.launch.guest", arguments=(str(folder / "run.json"),), python=sys.executable, folder=folder,
@@ -36,7 +37,8 @@ told = Starting(module="distrain.trainer.launch.guest", arguments=(str(folder / 
 made = deepspeed(told, hosts, os.environ, (), "pdsh")
 start = Start(hosts=hosts, folder=folder, launcher=made.commands[0], files=made.files,
               texts={"run.json": "{}"}, command=[sys.executable, "-c", sys.argv[3]], environment=os.environ, handed={"NCCL_TOLD": "a b"})
-ended = launch_hosts(start, show=lambda line: print(line, flush=True), grace=2.0, patience=float(sys.argv[4]))
+ended = launch_hosts(start, show=lambda line: print(line, flush=True), grace=2.0,
+                     watchdog=Watchdog(patience=float(sys.argv[4])))
 print(ended.says)
 sys.exit(ended.status)
 """

@@ -96,6 +96,7 @@ class Crew:
     def _note_end(self, member: Heard) -> None:
         assert member.end is not None
         self._ends.append(member.end)
+        self._watchdog.learn(member)
         if member.end.stopped and self._alone_at is None:
             self._alone_at = time.monotonic() + ALONE
         self._ears.unregister(member.control)

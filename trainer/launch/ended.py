@@ -54,6 +54,11 @@ class RankEnd:
     fate: Fate = "ended"  # "keeper died": the code is its keeper's; "lost": it is not known
 
     @property
+    def host(self) -> str:
+        """Its host's name; "" where there is one host."""
+        return self.where.partition(" ")[0]
+
+    @property
     def stopped(self) -> bool:
         """It was asked to stop, saved, and exited."""
         return self.code == STOPPED
@@ -72,7 +77,7 @@ class RankEnd:
     @property
     def blameless(self) -> bool:
         """It ended by what happens to machines, not by what a program does: a start from the last checkpoint may well go on."""
-        return self.step is not None and (self.fate in ("keeper died", "hung", "lost") or (self.code < 0 and not self.problem))
+        return self.fate in ("keeper died", "hung", "lost") or (self.code < 0 and not self.problem)
 
     @property
     def silent(self) -> bool:
@@ -121,10 +126,15 @@ def verdict(ends: Sequence[RankEnd], asked: int | None) -> Ended:
 
 
 def culprit(ends: Sequence[RankEnd]) -> RankEnd:
-    """Whose end ended the others: the first bad one that doesn't itself follow from another's, one with a reason if there is one."""
+    """Whose end ended the others: the first bad one that doesn't itself follow from another's, one with a reason if there is one.
+
+    Ranks of one host are lost together, in any order: the lowest stands for them.
+    """
     bad = [end for end in ends if not end.well]
     own = [end for end in bad if not end.obeyed and not _LOST_A_PEER.search(end.cause)]
-    return min(own or bad, key=lambda end: (end.silent, end.told))
+    first = min(own or bad, key=lambda end: (end.silent, end.told))
+    together = [end for end in bad if end.fate == first.fate == "lost" and end.host == first.host]
+    return min(together, key=lambda end: end.rank, default=first)
 
 
 def sentence(end: RankEnd) -> str:

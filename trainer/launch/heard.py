@@ -30,7 +30,7 @@ class Heard:
         self.beat: float | None = None  # when that was
         self.phase = "start"  # what it is at: start, first (step), step, or what it said that it is at
         self.since = time.monotonic()  # when that began
-        self.longest: dict[str, float] = {}  # seconds that it took at the most, by phase
+        self.longest: dict[str, float] = {}  # seconds that it took at the most, by phase that it has been through
         self._half = b""  # a line that hasn't ended yet
         self._fate: Fate = "ended"
         self._done = False
@@ -53,7 +53,7 @@ class Heard:
         for word, what in (pair for line in lines for pair in _words(line)):
             if word in self.HEARD:
                 if self.phase == "start":
-                    self.since = time.monotonic()
+                    self._goes("start")
                 yield word, str(what)
             else:
                 self._note(word, what)

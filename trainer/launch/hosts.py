@@ -35,7 +35,7 @@ from .member import Member, under_keeper
 from .remote import Remote
 from .tether import PING
 from .ticket import NAME, Ticket
-from .watchdog import PATIENCE, Watchdog
+from .watchdog import Watchdog
 from .words import Command, File
 
 COME = 300.0  # seconds for all slots to have come
@@ -66,12 +66,12 @@ def launch_hosts(
     show: Show,
     grace: float,
     live: Show | None = None,
-    patience: float = PATIENCE,
+    watchdog: Watchdog | None = None,
     began: Callable[[int], None] | None = None,
 ) -> Ended:
     """Run the ranks until all have ended, and say how: what `launch.launch` is for one machine."""
     with signals() as asked, _not_stopped(), ExitStack() as stack:
-        crew = HostCrew(asked, stack, show=show, live=live or hush, grace=grace, watchdog=Watchdog(patience=patience), began=began)
+        crew = HostCrew(asked, stack, show=show, live=live or hush, grace=grace, watchdog=watchdog or Watchdog(), began=began)
         try:
             return crew.launched(start)
         except Unreachable as error:

@@ -32,6 +32,7 @@ class Landed:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self._laid = False
         words = (
             crosses(sys.executable, "the Python", "install distrain at a path of these"),
             "-I",
@@ -52,10 +53,20 @@ class Landed:
 
     def lay(self, folder: Path, files: Mapping[str, str]) -> None:
         """Have these files written into a folder. Raises OSError."""
-        assert self._ssh.stdin is not None
-        self._ssh.stdin.write(json.dumps({"folder": str(folder), "files": dict(files)}).encode())
-        self._ssh.stdin.close()
+        self._laid = True
+        self._say({"folder": str(folder), "files": dict(files)})
         self._answer("written")
+
+    def take_back(self) -> None:
+        """Have those removed that were written. Raises OSError."""
+        if self._laid:
+            self._say("back")
+            self._answer("removed")
+
+    def _say(self, words: object) -> None:
+        assert self._ssh.stdin is not None
+        self._ssh.stdin.write(f"{json.dumps(words)}\n".encode())
+        self._ssh.stdin.flush()
 
     def _answer(self, word: str) -> Any:
         """What it says under this word; what a login prints before it is passed over."""
@@ -84,11 +95,18 @@ class Landed:
 
 @contextmanager
 def land(names: Sequence[str]) -> Iterator[list[Landed]]:
-    """An ssh to each host at once, for as long as the block runs. Raises Unreachable with all that can't be reached."""
+    """An ssh to each host at once, for as long as the block runs; where it fails, what was written is removed again.
+
+    Raises Unreachable with all that can't be reached.
+    """
     landed = [Landed(name) for name in names]
     try:
         on_each(landed, Landed.meet)
         yield landed
+    except BaseException:
+        with suppress(Unreachable):
+            on_each(landed, Landed.take_back)
+        raise
     finally:
         for each in landed:
             each.close()

@@ -2,7 +2,7 @@
 
 What it is to write comes on stdin, so that nothing of it is seen on a command line: {"folder": RUN_DIR, "files": {name: text}}.
 It answers a JSON object a line: {"connection": what SSH_CONNECTION says}, then {"written": true} or {"problem": why not}.
-Files are its user's alone.
+Files are its user's alone. A second line on stdin has those removed that it wrote; the answer is {"removed": true}.
 """
 
 from __future__ import annotations
@@ -16,21 +16,29 @@ import sys
 def main() -> None:
     """Say by which addresses the head and this host see each other, then write what it sends."""
     _tell({"connection": os.environ.get("SSH_CONNECTION", "")})
-    text = sys.stdin.read()
+    text = sys.stdin.readline()
     if not text:
         return  # the head has no use for this host
     order = json.loads(text)
+    written: dict[str, str] = {}
     os.umask(0o077)
     try:
         for each in ("ranks", "launch"):
             os.makedirs(os.path.join(order["folder"], each), exist_ok=True)
         for name, content in order["files"].items():
-            if not _has(os.path.join(order["folder"], name), content):
-                _write(os.path.join(order["folder"], name), content)
+            path = os.path.join(order["folder"], name)
+            if not _has(path, content):
+                _write(path, content)
+                written[path] = content
     except OSError as error:
         _tell({"problem": f"{order['folder']}: {error.strerror}"})
     else:
         _tell({"written": True})
+    if sys.stdin.readline():  # another host could not write
+        for path, content in written.items():
+            if _has(path, content):
+                os.remove(path)
+        _tell({"removed": True})
 
 
 def _has(path: str, content: str) -> bool:
@@ -45,9 +53,14 @@ def _has(path: str, content: str) -> bool:
 def _write(path: str, content: str) -> None:
     """Whole or not at all: another host may write the same file of a shared folder."""
     new = f"{path}.{socket.gethostname()}.{os.getpid()}"
-    with open(new, "w", encoding="utf-8") as file:
-        file.write(content)
-    os.replace(new, path)
+    try:
+        with open(new, "w", encoding="utf-8") as file:
+            file.write(content)
+        os.replace(new, path)
+    except BaseException:
+        if os.path.exists(new):
+            os.remove(new)
+        raise
 
 
 def _tell(words: dict[str, object]) -> None:

@@ -15,7 +15,7 @@ from .crew import Crew, Show
 from .ended import FAILED, Ended
 from .member import start
 from .place import Place, reserve_port
-from .watchdog import PATIENCE, Watchdog
+from .watchdog import Watchdog
 
 ADDRESS = "127.0.0.1"
 TRIES = 3  # starts, where another process takes the port
@@ -30,7 +30,7 @@ def launch(
     show: Show,
     grace: float,
     live: Show | None = None,
-    patience: float = PATIENCE,
+    watchdog: Watchdog | None = None,
     began: Callable[[int], None] | None = None,
 ) -> Ended:
     """Run `command` as so many ranks on this machine until all have ended, and say how.
@@ -39,8 +39,8 @@ def launch(
     `folder`/ranks/N.log; what rank 0 says (`talk.Talk`) goes to `show`, its live line to `live`. When a rank fails the
     others get SIGTERM, and after `grace` seconds SIGKILL. SIGINT, SIGTERM and SIGHUP to this process are handed on once
     as SIGTERM, with as much time as it takes; a second Ctrl-C kills. However this process dies, its ranks die too.
-    Signals are heard in the main thread only. A run in which no rank comes further hangs (watchdog.py; `patience` in
-    seconds): its ranks write their stacks and are killed. `began` is told the first step.
+    Signals are heard in the main thread only. A run in which no rank comes further hangs (watchdog.py): its ranks write
+    their stacks and are killed. `began` is told the first step.
     """
     logs = folder / "ranks"
     logs.mkdir(parents=True, exist_ok=True)
@@ -48,7 +48,7 @@ def launch(
         for _ in range(TRIES):
             with ExitStack() as stack:
                 port = stack.enter_context(reserve_port())
-                crew = Crew(asked, stack, show=show, live=live or hush, grace=grace, watchdog=Watchdog(patience=patience), began=began)
+                crew = Crew(asked, stack, show=show, live=live or hush, grace=grace, watchdog=watchdog or Watchdog(), began=began)
                 ended = _run(crew, command, _places(ranks, port), logs, environment)
             if asked or not ended.port_taken:
                 break

@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 NAME = "launch/ticket"  # in RUN_DIR
@@ -16,11 +16,11 @@ NAME = "launch/ticket"  # in RUN_DIR
 class Ticket:
     """A file of mode 0600 in RUN_DIR on each host, of one start of the run. The token is 256 random bits in hex."""
 
-    token: str
+    token: str = field(repr=False)
     doors: Sequence[tuple[str, int]]  # by host: address and port by which it reaches the head
     slots: Sequence[Sequence[int]]  # by host: the slots that are taken, one rank each
     command: Sequence[str]
-    environment: Mapping[str, str]  # what ranks have beside their host's own
+    environment: Mapping[str, str] = field(repr=False)  # what ranks have beside their host's own
 
     @property
     def ranks(self) -> int:

@@ -6,30 +6,46 @@ import re
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .heard import Heard
 
-PATIENCE = 120.0  # seconds that a step may take, however short those before it were
-LONGER = 10  # times as long may take what happens once: a start, the first step, a save; and a step as the longest one so far
+PATIENCE = 120.0  # seconds that anything may take, however short it was before
+LONGER = 10  # times as long may take what was not seen before: a start, the first step, a save; and all else as the longest one so far
 ANSWER = 3.0  # seconds for stacks to be written
 _FRAME = re.compile(r'^\s+File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>\S+)')
 _THREAD = re.compile(r"^(Current thread|Thread) 0x\w+")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Watchdog:
-    """What it waits for is learned from the ranks; `patience` is the least that it waits for a step, in seconds."""
+    """How long it waits is learned from the ranks; `patience` is the least, in seconds.
+
+    `seen` is the longest that each phase took in earlier starts of the run, in seconds: what was learned stays learned when a
+    run starts again.
+    """
 
     patience: float = PATIENCE
+    seen: dict[str, float] = field(default_factory=dict)
+
+    def learn(self, member: Heard) -> None:
+        """Keep how long a rank took for each phase that it has been through."""
+        for phase, seconds in member.longest.items():
+            self.seen[phase] = max(self.seen.get(phase, 0.0), seconds)
 
     def limit(self, members: Sequence[Heard]) -> float:
         """Seconds that what the ranks are at may take."""
         return max(self._limit(member.phase, members) for member in members)
 
     def _limit(self, phase: str, members: Sequence[Heard]) -> float:
-        floor = self.patience if phase == "step" else LONGER * self.patience
-        return max(floor, LONGER * max(member.longest.get(phase, 0.0) for member in members))
+        longest = self._longest(phase, members)
+        if phase == "step" and longest == 0.0:
+            longest = self._longest("first", members)  # which is a step too
+        return max(self.patience, LONGER * longest) if longest else LONGER * self.patience
+
+    def _longest(self, phase: str, members: Sequence[Heard]) -> float:
+        """Seconds that a phase took; 0 where no rank has been through it yet."""
+        return max(self.seen.get(phase, 0.0), *(member.longest.get(phase, 0.0) for member in members))
 
     def overdue(self, left: Sequence[Heard], members: Sequence[Heard]) -> float | None:
         """Seconds since any of the ranks that are `left` came further, if that is too long; those that have ended teach too."""

@@ -32,7 +32,7 @@ from .placing import whole_model
 from .poison import Poisoned
 from .saving import begin, restore
 from .sinks import Sinks
-from .train import Course, Stop, train
+from .train import Course, Stop, Unsaved, train
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -52,7 +52,7 @@ def run_rank(path: Path, talk: Talk) -> int:
     world = join(run.cluster.device.kind)
     try:
         finished = _train(run, path.parent, world, talk, stop)
-    except (Unreadable, LoadFailed, Poisoned) as error:
+    except (Unreadable, LoadFailed, Poisoned, Unsaved) as error:
         if world.first:
             talk.problem(str(error).splitlines()[0])
         return 1

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from ..spec.run import Run
 
+ALWAYS = "jsonl"  # the sink that every run has
+LONGEST = 1 << 16  # bytes of a row
 Row = Mapping[str, Any]  # one logged step; `step` is a key of each
 
 
@@ -24,18 +28,34 @@ class Sink(Protocol):
 
 
 class Lines:
-    """metrics.jsonl: one object a line, each written at once and whole."""
+    """metrics.jsonl: one object a line, each written at once and whole. What a full disk does not take waits for the next row."""
 
     def __init__(self, run: Run, folder: Path) -> None:
-        self.file = os.open(folder / "metrics.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self.file = os.open(folder / "metrics.jsonl", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self.late: deque[bytes] = deque()
+        self._mend()
 
     def write(self, row: Row) -> None:
-        """One line."""
-        os.write(self.file, (json.dumps(row) + "\n").encode())
+        """One line, after those that could not be written before."""
+        self.late.append((json.dumps(row) + "\n").encode())
+        while self.late:
+            end = os.fstat(self.file).st_size
+            if os.write(self.file, self.late[0]) < len(self.late[0]):
+                os.ftruncate(self.file, end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.late.popleft()
 
     def close(self, summary: Row) -> None:
         """Nothing but the file's end: a summary stands in plan.json and the rows."""
         os.close(self.file)
+
+    def _mend(self) -> None:
+        """Take off the half line that a writer which was killed left at the end."""
+        end = os.fstat(self.file).st_size
+        start = max(0, end - LONGEST)
+        whole = os.pread(self.file, LONGEST, start).rfind(b"\n") + 1
+        if whole or start == 0:
+            os.ftruncate(self.file, start + whole)
 
 
 class Wandb:
@@ -85,12 +105,13 @@ SINKS: dict[str, Callable[[Run, Path], Sink]] = {
 
 
 class Sinks:
-    """All of a run's sinks. One that fails is said once and left; the lines of metrics.jsonl are always written."""
+    """All of a run's sinks. One that fails is said once and left; that of metrics.jsonl is tried again with each row."""
 
     def __init__(self, run: Run, folder: Path, say: Callable[[str], None]) -> None:
         self.say = say
         self.open: dict[str, Sink] = {}
-        names = ["jsonl", *(name for name in run.log.sinks if name in SINKS and name != "jsonl")]
+        self.failed: set[str] = set()
+        names = [ALWAYS, *(name for name in run.log.sinks if name in SINKS and name != ALWAYS)]
         for name in names:
             self._try(name, lambda name=name: self.open.__setitem__(name, SINKS[name](run, folder)))  # type: ignore[misc]
 
@@ -108,5 +129,8 @@ class Sinks:
         try:
             act()
         except Exception as error:  # a sink is somebody else's service
-            self.open.pop(name, None)
-            self.say(f"warning: log sink {name} stopped: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+            if name != ALWAYS:
+                self.open.pop(name, None)
+            if name not in self.failed:
+                self.failed.add(name)
+                self.say(f"warning: log sink {name} stopped: {str(error).splitlines()[0] if str(error) else type(error).__name__}")

@@ -52,6 +52,10 @@ class Course:
         return self.grid.world
 
 
+class Unsaved(Exception):
+    """A run has come to its end and its last checkpoint is not there; the words are one line."""
+
+
 class Stop:
     """Whether this process was asked to stop: SIGTERM or SIGINT; the step that runs is finished first."""
 
@@ -70,7 +74,7 @@ class Stop:
 
 
 def train(run: Run, course: Course, found: Found, stop: Stop) -> bool:
-    """Train to the end; True. False where the run was asked to stop and has saved."""
+    """Train to the end; True. False where the run was asked to stop and has saved. Raises Poisoned or Unsaved on all ranks."""
     steps, first = _steps(course), found.checkpoint.step if found.checkpoint else 0
     meter = Meter(run, course.plan, course.world)
     micros = _micros(run, course, first, steps)
@@ -111,6 +115,8 @@ def train(run: Run, course: Course, found: Found, stop: Stop) -> bool:
         if stopping and not last:
             return False if saved == done else _unsaved(course)
     course.talk.phase("end")
+    if saved != steps:
+        raise Unsaved(f"trained to step {steps}, which could not be saved: {_newest(saved)}")
     return True
 
 
@@ -123,6 +129,10 @@ def _look(course: Course, count: Count | None, profile: Profile, pace: Pace, ste
         course.talk.say(f"trace of the profiler, for ui.perfetto.dev: {trace}")
     if line := pace.line(done, stepped.loss):
         course.talk.status(line)
+
+
+def _newest(saved: int) -> str:
+    return f"make room and start it again, and it goes on from step {saved}" if saved else "no checkpoint of it is there"
 
 
 def _unsaved(course: Course) -> bool:

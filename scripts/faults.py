@@ -1,0 +1,292 @@
+"""Breaks real runs, as a seed says, and holds what is left of them against what must be true whatever broke.
+
+Run `python -m distrain.scripts.faults [faults=200] [hosts=40] [seed=1] [folder=DIR]`: of so many faults, so many come to runs over two
+hosts, which are namespaces of this machine (root, with openssh-server, pdsh, iproute2 and util-linux); a full disk is a small tmpfs
+(root). Each comes to a `distrain fit` of a small GPT with two ranks, which is started again until it has trained, faults and all:
+
+    kill, term, stop      SIGKILL, SIGTERM or SIGSTOP to any process of the run, at any moment from its start to its end
+    truncated, flipped    a file of the newest checkpoint cut off at any byte, or one bit of it turned
+    full                  no room left on the disk, or almost none
+    poison                a gradient of one rank is no number
+    cut                   the link of a host
+
+What must be true after each: no process of the run is left (within a minute; the seconds are reported), it exits 0 only where it has
+trained and its last checkpoint verifies, else as the fault allows; the newest checkpoint that verifies is no older than before; each
+step that it did has the loss of the uninterrupted run; and it said what was wrong in its own words, without a traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from signal import SIGCONT, SIGKILL
+from statistics import median
+from tempfile import mkdtemp
+
+from ..tests.vhosts import Hosts, missing
+from .faults_drawn import DAMAGES, SIGNALS, Fault, drawn
+from .faults_runs import CLOSE, STEPS, Disk, Fit, Ground, OverHosts, curve, role, rows, saved, send, wait
+
+LEFT = 60.0  # seconds for all processes to be gone
+LATE = 180.0  # seconds in which a run that was broken ends
+PAUSE = 3.0  # seconds for which the command itself is stopped
+SEVERAL = 6  # faults that come to one run, then it is left to finish
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What came of a fault; `broken` is what should have been true."""
+
+    fault: Fault
+    whom: str  # what it hit
+    status: int
+    seconds: float | None  # from the fault to the last process's end, where the run ended by it
+    went_on: bool  # it trained to its end all the same
+    broken: tuple[str, ...]
+    says: str  # its last line
+
+
+class Campaign:
+    """Runs of one ground, one after another, each with its faults."""
+
+    def __init__(self, ground: Ground, disk: Disk | None, show: Callable[[str], None]) -> None:
+        self.ground, self.disk, self.show = ground, disk, show
+        self.runs = 0
+        self.broken = 0  # runs that, left alone, did not come to their end
+        self.folder = Path()
+        self.came = 0  # faults that came to this run
+        self._next()
+        fit = ground.start(self.folder)
+        wait(lambda: self._done() > 0 or fit.ended(), LATE)
+        self.start = time.monotonic() - fit.began  # seconds to the first step
+        wait(fit.ended, LATE)
+        self.whole = curve(self.folder / "run")
+        if fit.process.returncode or len(self.whole) != STEPS:
+            sys.exit(f"the run does not even train undisturbed: {fit.lines[-1] if fit.lines else ''} ({fit.log})")
+        self._next()
+
+    def suffer(self, fault: Fault) -> Outcome:
+        """Let a fault come to a start of the run, and look at what it leaves."""
+        if self._done() >= STEPS or self.came >= SEVERAL:
+            self.finish()
+            self._next()
+        self.came += 1
+        if fault.kind in DAMAGES and saved(self.run).checkpoint is None:
+            self._to(fault)
+        before, poison = self._newest(), ""
+        whom: str = fault.kind
+        if fault.kind in DAMAGES:
+            whom = self._damage(fault)
+            before = self._newest()
+        target = self._done() + 1 + int(fault.moment * (STEPS - self._done() - 1))
+        if fault.kind == "poison":
+            whom, poison = f"rank {int(fault.whom * 2)}", f"{target} {int(fault.whom * 2)}"
+        fit = self.ground.start(self.folder, f"launch.restarts={fault.restarts}", poison=poison)
+        at = fit.began
+        if fault.kind in SIGNALS or fault.kind in ("full", "cut"):
+            self._wait_for(fault, fit, target)
+            before, at = max(before, self._newest()), time.monotonic()
+            whom = self._strike(fault, fit) or whom
+        broken = [] if wait(fit.ended, LATE) else [f"it did not end within {LATE:.0f} s"]
+        if not wait(lambda: not self.ground.processes(), LEFT):
+            left = "; ".join(sorted({role(words) for words in self.ground.processes().values()}))
+            broken.append(f"processes are left after {LEFT:.0f} s: {left}")
+        seconds = time.monotonic() - at
+        self._tidy()
+        status = fit.process.wait()
+        broken.extend(self._wrong(fault, whom, fit, status, before))
+        says = fit.lines[-1] if fit.lines else ""
+        trained = status == 0
+        return Outcome(
+            fault=fault, whom=whom, status=status, seconds=None if trained else seconds, went_on=trained, broken=tuple(broken), says=says
+        )
+
+    def finish(self) -> None:
+        """Let the run train to its end, undisturbed."""
+        fit = self.ground.start(self.folder)
+        wait(fit.ended, LATE)
+        if broken := list(self._wrong(None, "", fit, -1 if fit.process.poll() is None else fit.process.returncode, 0)):
+            self.broken += 1
+            self.show(f"    BROKEN: undisturbed, at last: {'; '.join(broken)} ({self.folder})")
+
+    @property
+    def run(self) -> Path:
+        """RUN_DIR."""
+        return self.folder / "run"
+
+    def _next(self) -> None:
+        self.runs, self.came = self.runs + 1, 0
+        self.folder = self.ground.folder / f"{self.runs}"
+        self.folder.mkdir()
+
+    def _done(self) -> int:
+        return max(curve(self.run), default=0)
+
+    def _newest(self) -> int:
+        checkpoint = saved(self.run).checkpoint
+        return checkpoint.step if checkpoint else 0
+
+    def _to(self, fault: Fault) -> None:
+        """Train to a few checkpoints, so that there is one to be damaged."""
+        fit = self.ground.start(self.folder)
+        wait(lambda: self._done() > 20 + 40 * fault.moment or fit.ended(), LATE)
+        send(fit.process.pid, SIGNALS["term"])
+        wait(fit.ended, LATE)
+
+    def _damage(self, fault: Fault) -> str:
+        """Cut a file of the newest checkpoint off, or turn one of its bits."""
+        checkpoint = saved(self.run).checkpoint
+        assert checkpoint is not None
+        file = Path(fault.of(sorted(str(path) for path in checkpoint.path.rglob("*") if path.is_file())))
+        at = int(fault.where * file.stat().st_size)
+        with file.open("r+b") as open_:
+            if fault.kind == "truncated":
+                open_.truncate(at)
+            else:
+                open_.seek(at)
+                (byte,) = open_.read(1)
+                open_.seek(at)
+                open_.write(bytes([byte ^ (1 << int(fault.jitter * 8))]))
+        return f"{file.name} at byte {at:,}"
+
+    def _wait_for(self, fault: Fault, fit: Fit, target: int) -> None:
+        """Until its moment has come, or the run's end."""
+        if fault.at_start:
+            wait(fit.ended, fault.moment * self.start)
+        else:
+            wait(lambda: self._done() >= target or fit.ended(), LATE)
+            wait(fit.ended, fault.jitter * 0.3)
+
+    def _strike(self, fault: Fault, fit: Fit) -> str:
+        """Whom it hit."""
+        if fault.kind == "cut":
+            self.ground.cut()
+            return "host1"
+        if fault.kind == "full":
+            assert self.disk is not None
+            self.disk.fill(int(fault.where * 3e6))
+            return "disk"
+        there = self.ground.processes()
+        if not there:
+            return "nobody"
+        whom = fault.of(sorted({role(words) for words in there.values()}))
+        them = sorted(pid for pid, words in there.items() if role(words) == whom)
+        hit = them[int(fault.where * len(them))]
+        send(hit, SIGNALS[fault.kind])
+        if fault.kind == "stop" and whom == "fit":  # nobody is there to miss the command itself
+            wait(fit.ended, PAUSE)
+            send(hit, SIGCONT)
+        return whom
+
+    def _tidy(self) -> None:
+        """What the next start needs: room, links, and nobody in its way."""
+        if self.disk:
+            self.disk.empty()
+        self.ground.heal()
+        for pid in self.ground.processes():
+            send(pid, SIGKILL)
+
+    def _wrong(self, fault: Fault | None, whom: str, fit: Fit, status: int, before: int) -> Iterator[str]:
+        """What should be true and is not."""
+        found = saved(self.run)
+        newest = found.checkpoint.step if found.checkpoint else 0
+        if status not in allowed(fault, whom):
+            yield f"exit status {status}"
+        if status == 0 and not newest == self._done() == STEPS:
+            yield f"exit status 0, and it trained to step {self._done()} of {STEPS} and saved step {newest}"
+        if newest < before:
+            yield f"step {before} was saved, and step {newest} is the newest checkpoint that verifies"
+        try:
+            apart = {step: abs(loss - self.whole[step][0]) for step, (loss, _) in curve(self.run).items()}
+        except ValueError:
+            yield "a line of metrics.jsonl is torn"
+        else:
+            off = [step for step, each in apart.items() if each > CLOSE]
+            if off:
+                yield f"step {off[0]} has another loss than undisturbed: by {apart[off[0]]:.1e}"
+            if status == 0 and sorted(apart) != list(range(1, STEPS + 1)):
+                yield "steps are missing in metrics.jsonl"
+        if any(line.startswith("Traceback") for line in fit.lines):
+            yield "it printed a traceback"
+        if fault and fault.kind == "poison" and status == 1 and not any("samples" in row for row in rows(self.run)):
+            yield "the samples of the poisoned step are not written down"
+
+
+def allowed(fault: Fault | None, whom: str) -> set[int]:
+    """Exit statuses that a fault may lead to; 0, which says that it trained, is held against what it left."""
+    kind = fault.kind if fault else "none"
+    if kind == "kill" and whom == "fit":
+        return {-9, 137, 0}
+    # fmt: off
+    return {
+        "kill": {0, 1, 75}, "term": {0, 75, 143}, "stop": {0, 1, 75}, "truncated": {0}, "flipped": {0}, "full": {0, 1}, "poison": {1},
+        "cut": {0, 1}, "none": {0},
+    }[kind]
+    # fmt: on
+
+
+def table(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """A line a kind and whom it hit."""
+    yield f"{'fault':<11}{'of':<10}{'number':>7}{'trained':>9}{'stopped':>9}{'failed':>8}{'median':>8}{'most':>7}  seconds to the last process"
+    groups: dict[tuple[str, str], list[Outcome]] = {}
+    for each in outcomes:
+        whom = each.whom if each.fault.kind in SIGNALS else ""
+        groups.setdefault((each.fault.kind, whom), []).append(each)
+    for (kind, whom), them in sorted(groups.items()):
+        counts = [sum(each.went_on for each in them), sum(each.status in (75, 143) for each in them)]
+        counts.append(len(them) - sum(counts))
+        times = [each.seconds for each in them if each.seconds is not None and each.fault.kind in ("kill", "term", "stop", "cut")]
+        cells = (f"{median(times):.1f}", f"{max(times):.1f}") if times else ("", "")
+        yield f"{kind:<11}{whom:<10}{len(them):>7}{counts[0]:>9}{counts[1]:>9}{counts[2]:>8}{cells[0]:>8}{cells[1]:>7}"
+
+
+def main() -> None:
+    said = dict(word.partition("=")[::2] for word in sys.argv[1:])
+    number, over, seed = int(said.get("faults", 200)), int(said.get("hosts", 40)), int(said.get("seed", 1))
+    folder = Path(said["folder"]).resolve() if "folder" in said else Path(mkdtemp(prefix="faults-"))
+    root, none, began = os.geteuid() == 0, missing(), time.monotonic()
+    if none and over:
+        print(f"no faults over hosts: {none}")
+        over = 0
+    outcomes: list[Outcome] = []
+    broken = 0
+    with ExitStack() as stack:
+        disk = Disk(folder / "local") if root else None
+        if disk:
+            stack.callback(disk.close)
+        campaign = Campaign(Ground(folder / "local" / "runs"), disk, print)
+        outcomes += _suffered(campaign, drawn(number - over, seed, "local", without=() if root else ("full",)))
+        broken += campaign.broken
+    if over:
+        with Hosts(2, folder / "hosts") as hosts:
+            campaign = Campaign(OverHosts(folder / "over", hosts), None, print)
+            outcomes += _suffered(campaign, drawn(over, seed, "hosts"))
+            broken += campaign.broken
+    print("\n".join(table(outcomes)))
+    broken += sum(bool(each.broken) for each in outcomes)
+    seconds = time.monotonic() - began
+    print(f"{len(outcomes)} faults (seed {seed}) in {seconds:,.0f} s: {broken or 'none'} left anything untrue; folder {folder}")
+    sys.exit(bool(broken))
+
+
+def _suffered(campaign: Campaign, faults: Sequence[Fault]) -> Iterator[Outcome]:
+    for fault in faults:
+        outcome = campaign.suffer(fault)
+        when = "start" if fault.at_start else "step"
+        took = "" if outcome.seconds is None else f" in {outcome.seconds:.1f} s"
+        print(
+            f"{campaign.ground.name} {fault.number:>3} {fault.kind} {outcome.whom} ({when}): {outcome.status}{took}: {outcome.says[:150]}"
+        )
+        for line in outcome.broken:
+            print(f"    BROKEN: {line} ({campaign.folder})", flush=True)
+        yield outcome
+    campaign.finish()
+
+
+if __name__ == "__main__":
+    main()
