@@ -232,7 +232,8 @@ def allowed(fault: Fault | None, whom: str) -> set[int]:
 
 def table(outcomes: Sequence[Outcome]) -> Iterator[str]:
     """A line a kind and whom it hit."""
-    yield f"{'fault':<11}{'of':<10}{'number':>7}{'trained':>9}{'stopped':>9}{'failed':>8}{'median':>8}{'most':>7}  seconds to the last process"
+    heads = f"{'number':>7}{'trained':>9}{'stopped':>9}{'failed':>8}{'median':>8}{'most':>7}  seconds to the last process"
+    yield f"{'fault':<11}{'of':<10}{heads}"
     groups: dict[tuple[str, str], list[Outcome]] = {}
     for each in outcomes:
         whom = each.whom if each.fault.kind in SIGNALS else ""
@@ -270,7 +271,9 @@ def main() -> None:
     print("\n".join(table(outcomes)))
     broken += sum(bool(each.broken) for each in outcomes)
     seconds = time.monotonic() - began
-    print(f"{len(outcomes)} faults (seed {seed}) in {seconds:,.0f} s: {broken or 'none'} left anything untrue; folder {folder}")
+    print(
+        f"{len(outcomes)} faults (seed {seed}) in {seconds:,.0f} s: after {broken or 'none'} of them something was not as it must be; folder {folder}"
+    )
     sys.exit(bool(broken))
 
 

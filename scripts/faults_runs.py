@@ -28,7 +28,7 @@ MARK = "FAULTS_GROUND"  # a variable by which the processes of a ground are know
 # fmt: off
 ROLES = {  # of a process, by what is in its command line
     "/keeper.py": "keeper", "launch.guest": "keeper", "trainer.loop.rank": "rank", "launcher.runner": "runner",
-    "launcher.launch": "launcher", "pdsh": "pdsh", "ssh ": "ssh", "distrain fit": "fit",
+    "launcher.launch": "launcher", "pdsh": "pdsh", "ssh ": "ssh",
 }
 # fmt: on
 # In a rank whose turn it is, a gradient of one step is no number.
@@ -174,9 +174,9 @@ class OverHosts(Ground):
             self.hosts.link(1, "up")
 
 
-def role(words: str) -> str:
-    """What a process is to a run, by its command line."""
-    return next((name for part, name in ROLES.items() if part in words), "other")
+def role(words: str, whole: str = "distrain fit") -> str:
+    """What a process is to a run, by its command line; `whole` is in that of the command itself."""
+    return next((name for part, name in {**ROLES, whole: "fit"}.items() if part in words), "other")
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
