@@ -134,8 +134,8 @@ def key() -> dict[str, Any]:
         torch = version("torch")
     except PackageNotFoundError:
         torch = ""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return {"probe": PROBE, "torch": torch, "cpu": _processor(), "cores": cores(), "visible": visible}
+    visible, gpus = os.environ.get("CUDA_VISIBLE_DEVICES"), len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    return {"probe": PROBE, "torch": torch, "cpu": _processor(), "cores": cores(), "gpus": gpus, "visible": visible}
 
 
 def cores() -> int:

@@ -27,6 +27,10 @@ def deepspeed() -> Any:
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     if not torch.cuda.is_available():
         deepspeed.ops.__compatible_ops__.update(dict.fromkeys(deepspeed.ops.__compatible_ops__, False))
+    elif not all(word.strip().isdigit() for word in os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")):
+        from deepspeed.accelerator import cuda_accelerator
+
+        cuda_accelerator.pynvml = None  # it reads these names as numbers; without it torch is asked for free memory
     return deepspeed
 
 
@@ -36,10 +40,15 @@ def decayed(parameters: Iterable[nn.Parameter], weight_decay: float) -> list[dic
     apart = [row for row in rows if not getattr(row, "allreduce", True)]
     here = [row for row in rows if getattr(row, "allreduce", True)]
     return [
-        {"params": [row for row in here if row.dim() > 1], "weight_decay": weight_decay},
-        {"params": [row for row in here if row.dim() <= 1], "weight_decay": 0.0},
+        {"params": [row for row in here if _dims(row) > 1], "weight_decay": weight_decay},
+        {"params": [row for row in here if _dims(row) <= 1], "weight_decay": 0.0},
         {"params": apart, "weight_decay": weight_decay, "moe": True, "name": getattr(apart[0], "group_name", "") if apart else ""},
     ]
+
+
+def _dims(parameter: nn.Parameter) -> int:
+    """Of the whole, where ZeRO-3 has shared it out."""
+    return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def optimizer(run: Run, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..models.layers import Attention, FeedForward
 from ..parallel.grid import Grid
@@ -49,14 +49,37 @@ class Unit:
         return group.handle if group else self.grid.alone
 
 
+def shared_out(run: Run, grid: Grid) -> Callable[[nn.Parameter], None]:
+    """What leaves of a parameter this rank's share alone: at stage 3 the whole model need not fit on any device, not even at the start."""
+    ds, unit = started(), unit_of(grid)
+    group = unit.get_data_parallel_group() if unit else None
+    sharing = ds.zero.Init(module=nn.Module(), data_parallel_group=group, config_dict_or_path=config(run, grid.size("dp")), mpu=unit)
+
+    def share_out(parameter: nn.Parameter) -> None:
+        sharing._convert_to_zero_parameters([parameter])
+
+    return share_out
+
+
+def started() -> Any:
+    """DeepSpeed, over the ranks that have met already."""
+    ds = deepspeed()
+    ds.init_distributed(dist.get_backend(), dist_init_required=False, verbose=False)
+    return ds
+
+
+def unit_of(grid: Grid) -> Unit | None:
+    """Who else splits the model, if anybody does."""
+    return Unit(grid) if grid.group("tp") else None
+
+
 class ZeroEngine(Engine):
     """A whole model, or its slices along the tensor axis, trained by DeepSpeed ZeRO; every replica steps together."""
 
     def __init__(self, run: Run, stages: Sequence[Stage], grid: Grid) -> None:
         super().__init__(run, stages, grid)
         (self.module,) = (each.module for each in self.stages)
-        ds = deepspeed()
-        ds.init_distributed(dist.get_backend(), dist_init_required=False, verbose=False)
+        ds = started()
         if run.parallel.zero == 3 and grid.group("tp"):
             # Their column layers take one input together, past the forward of each, where ZeRO-3 would gather its weights.
             ds.utils.set_z3_leaf_modules(self.module, [Attention, FeedForward])
@@ -68,7 +91,7 @@ class ZeroEngine(Engine):
             model=self.module,
             optimizer=optimizer(run, self.module.parameters()),
             config=config(run, grid.size("dp")),
-            mpu=Unit(grid) if grid.group("tp") else None,
+            mpu=unit_of(grid),
         )
 
     def step(self, micro: Micro, lr: float, labels: int, count: Count | None = None) -> Stepped:

@@ -68,8 +68,9 @@ def grouped_weights(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
 
 
 def _fused(x: Tensor, other: Tensor) -> bool:
-    """Whether one kernel does all experts: on a GPU, in bf16, rows of 16 bytes. Then the host need not know how many rows each has."""
-    return x.is_cuda and x.dtype == torch.bfloat16 and x.shape[-1] % 8 == 0 and other.shape[-1] % 8 == 0
+    """Whether one kernel does all experts: on a GPU, in bf16, rows of 16 bytes. Then the host need not know how many rows each has,
+    but for that there are some: of a rank to which no token was sent there are none."""
+    return x.is_cuda and len(x) > 0 and x.dtype == torch.bfloat16 and x.shape[-1] % 8 == 0 and other.shape[-1] % 8 == 0
 
 
 def copied(x: Tensor, order: Tensor, copies: int) -> Tensor:

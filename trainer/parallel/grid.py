@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ..plan.mesh import Mesh
 from ..plan.seat import Seat
 from .group import Group
-from .world import World
+from .world import WAIT, World
 
 __all__ = ["Grid", "Group", "grid"]
 
@@ -48,7 +48,7 @@ def grid(world: World, seat: Seat, *, copies: int = 1) -> Grid:
         if len(ranks[0]) == 1:
             continue
         for members in ranks:
-            handle = dist.new_group(list(members))  # even of all ranks: what travels on an axis is told apart by its group
+            handle = dist.new_group(list(members), timeout=WAIT)  # even of all ranks: what travels on an axis is told apart by its group
             if world.rank in members:
                 made[axis] = Group(axis=axis, ranks=members, rank=members.index(world.rank), handle=handle)
     if seat.mesh.cp == 1 and "dp" in made:
@@ -57,7 +57,7 @@ def grid(world: World, seat: Seat, *, copies: int = 1) -> Grid:
 
 
 def _alone(world: World) -> dist.ProcessGroup:
-    own: list[dist.ProcessGroup] = [dist.new_group([rank]) for rank in range(world.size)]
+    own: list[dist.ProcessGroup] = [dist.new_group([rank], timeout=WAIT) for rank in range(world.size)]
     return own[world.rank]
 
 

@@ -19,7 +19,7 @@ _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: SplitMix64's step
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _LAST = 31
 _MIX = ((16, 0x21F0AAAD), (15, 0xD35A2D97))  # "lowbias32" of github.com/skeeto/hash-prospector
-_CHUNK = 1 << 16  # positions at a time: their temporaries stay in a core's cache
+_CHUNK, _CHUNK_CUDA = 1 << 16, 1 << 24  # positions at a time: their temporaries stay in a core's cache; on a GPU, few kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +50,9 @@ def mixed(state: Tensor) -> Tensor:
 def normal(seed: int, name: str, start: int, count: int, device: torch.device | None = None) -> Tensor:
     """Standard normals [count], float32: those at positions start, start + 1, ... of the flattened logical tensor `name`."""
     made = torch.empty(count, device=device)
-    for first in range(0, count, _CHUNK):
-        last = min(count, first + _CHUNK)
+    chunk = _chunk(device)
+    for first in range(0, count, chunk):
+        last = min(count, first + chunk)
         made[first:last] = normal_at(seed, name, torch.arange(start + first, start + last, device=device))
     return made
 
@@ -65,8 +66,12 @@ def normal_block(
     places = torch.zeros((), dtype=torch.int64, device=device)
     for whole, first, length in zip(shape, offset, size, strict=True):
         places = places[..., None] * whole + torch.arange(first, first + length, device=device)
-    drawn = [normal_at(seed, name, each) for each in torch.split(places.flatten(), _CHUNK)]
+    drawn = [normal_at(seed, name, each) for each in torch.split(places.flatten(), _chunk(device))]
     return torch.cat(drawn).view(size)
+
+
+def _chunk(device: torch.device | None) -> int:
+    return _CHUNK_CUDA if device is not None and device.type == "cuda" else _CHUNK
 
 
 def normal_at(seed: int, name: str, positions: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -51,8 +52,20 @@ def heads_of(run: Run, degree: int) -> Heads:
     return Heads(size["heads"], size["kv_heads"], degree)
 
 
-def stage(run: Run, grid: Grid, part: Part, *, device: torch.device, dtype: torch.dtype, seed: int | None = None) -> Stage:
-    """A part of the model with initial values drawn from a seed; without one its weights are there to be filled."""
+def stage(
+    run: Run,
+    grid: Grid,
+    part: Part,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int | None = None,
+    made_one: Callable[[nn.Parameter], object] | None = None,
+) -> Stage:
+    """A part of the model with initial values drawn from a seed; without one its weights are there to be filled.
+
+    `made_one` is told of each parameter before the next is made: it may let go of what other ranks keep.
+    """
     if run.model.family == "hf":
         return _foreign(run, device=device, dtype=dtype, seed=seed)
     held = {each.name: each for each in grid.seat.holds(run, part)}
@@ -64,6 +77,9 @@ def stage(run: Run, grid: Grid, part: Part, *, device: torch.device, dtype: torc
             first = initial(name, placed.shape, placed.offset, placed.length, layers=run.model.layers, seed=seed, device=device)
             fill(tensor, first)
         made[name] = counted(nn.Parameter(tensor), placed, tied=name in tied)
+        del tensor
+        if made_one is not None:
+            made_one(made[name])
     region, context, experts = region_of(run, grid), context_of(grid), grid.group("ep")
     module = module_of(made, run, region, context=context, experts=experts, layers=part.layers, first=part.first, last=part.last)
     return Stage(module=module, held=held, tied=tied)

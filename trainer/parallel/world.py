@@ -35,6 +35,8 @@ def join(kind: str) -> World:
     if kind == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # DeepSpeed takes GPUs where there are some, whatever the run says
     dist.init_process_group("nccl" if kind == "cuda" else "gloo", rank=rank, world_size=size, timeout=WAIT)
     return World(rank=rank, size=size, device=device)
 

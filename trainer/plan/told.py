@@ -26,6 +26,7 @@ def config(run: Run, dp: int) -> dict[str, Any]:
     if offload.parameters:
         zero["offload_param"] = {"device": "cpu"}
     said: dict[str, Any] = {
+        "timers": {"throughput": {"enabled": False}},  # it waits for the device twice a micro-batch
         "train_batch_size": train.batch * parallel.cp,  # ranks that share a micro-batch's sequences count each as one
         "train_micro_batch_size_per_gpu": train.microbatch,
         "gradient_accumulation_steps": train.batch // (dp * train.microbatch),

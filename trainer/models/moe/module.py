@@ -164,5 +164,5 @@ class _Beside(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        beside = grad if ctx.told is None else grad.new_tensor(ctx.told)
-        return grad, beside.to(ctx.dtype), None
+        beside = grad.to(ctx.dtype) if ctx.told is None else grad.new_full((), ctx.told, dtype=ctx.dtype)
+        return grad, beside, None
