@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from shlex import quote
 
@@ -107,11 +108,22 @@ def typed() -> str:
 
 def fit(run: Run, plan: Plan, show: Callable[[str], None], live: Callable[[str], None]) -> tuple[int, Sequence[str]]:
     """Write the run's folder, start its ranks, and wait: (exit status, what went wrong, a line each)."""
-    from .starts import started, write
+    from .files import write
+    from .lock import Taken, held
+    from .starts import started
 
     folder = folder_of(run)
-    folder.mkdir(parents=True, exist_ok=True)
-    write(run, plan, folder)
-    show(f"run folder {folder}")
-    ended = started(run, plan, folder, show, live)
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            warning = stack.enter_context(held(folder))
+            write(run, plan, folder)
+        except Taken as error:
+            return 1, [str(error)]
+        except OSError as error:
+            return 1, [f"{folder} can't be written ({(error.strerror or str(error)).lower()}): make room there, or set log.dir to another"]
+        if warning:
+            show(f"warning: {warning}")
+        show(f"run folder {folder}")
+        ended = started(run, plan, folder, show, live)
     return ended.status, [ended.says] if ended.says else []

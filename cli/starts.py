@@ -2,100 +2,100 @@
 
 from __future__ import annotations
 
-import json
 import os
+import signal
 import sys
-import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from ..trainer.launch.ended import FAILED, Ended
-from ..trainer.launch.hostfile import Host, included, read_hosts
+from ..trainer.launch.ended import Ended
+from ..trainer.launch.launch import signals
+from ..trainer.launch.talk import STOPPED
 from ..trainer.launch.watchdog import Watchdog
-from ..trainer.plan.change import changed
-from ..trainer.plan.plan import make_plan
 from ..trainer.plan.result import Plan
+from ..trainer.spec.problem import Unreadable
 from ..trainer.spec.run import Run
-from .text import many, share
+from . import learned
+from .files import standing, write
+from .remaining import Faults, TooFew, may_go_on, on_what_is_left
+from .tally import Tally
 
-GRACE = 10.0  # seconds that ranks have to end after one has failed
-INTERVALS = "intervals.json"  # in RUN_DIR: seconds that each phase took at the longest
-GRACE_OF_HOSTS = 5.0  # on several hosts, so that all is over within 10
+GRACE = 5.0  # seconds that ranks have to end after one has failed: all is to be over within 10
 
 Show = Callable[[str], None]
 
 
-def started(run: Run, plan: Plan, folder: Path, show: Show, live: Show) -> Ended:
+def started(run: Run, plan: Plan, folder: Path, show: Show, live: Show, *, command: Sequence[str] = ()) -> Ended:
     """Start the ranks of RUN_DIR's run and wait; after a fault again, launch.restarts times at the most; how it ended at last.
 
-    A run that has not come to a first step is not started again: most likely it never would.
+    A run that has not come to a first step is not started again: most likely it never would. Told to stop at any time, also
+    between two starts, it stops. `command` is what each rank runs: the trainer, where none is given.
     """
-    tally, intervals = Tally(folder=folder), folder / INTERVALS
-    watchdog = Watchdog(patience=run.launch.patience, seen=_seen(intervals))
-    while True:
-        ended = _once(run, plan, folder, show, live, watchdog, tally.begins)
-        tally.ends(ended)
-        with suppress(OSError):  # where the disk is full they are learned again
-            _put(intervals, watchdog.seen)
-        if tally.restarts == run.launch.restarts or not (tally.stepped and _may_go_on(ended)):
-            break
-        smaller = _on_what_is_left(run, plan)
-        if smaller is None:
-            show("no restart: too few hosts can be reached for any layout of this run")
-            break
-        run, plan, how = smaller
-        write(run, plan, folder)
-        tally.starts_again(ended)
-        show(f"{ended.says}\nrestart {tally.restarts} of {run.launch.restarts}, from the newest checkpoint{how}")
-    if run.launch.restarts:
-        show(tally.said())
+    command = command or [sys.executable, "-m", "distrain.trainer.loop.rank", str(folder / "run.json")]
+    tally, faults = Tally(folder=folder), Faults()
+    with signals() as asked:
+        while True:
+            resumed = run.checkpoint.resume != "never" and any(folder.glob("checkpoints/step_*"))
+            watchdog = learned.watchdog(run, folder)
+            ended = _once(run, plan, folder, command, show, live, watchdog, tally.begins, asked)
+            tally.ends(ended)
+            learned.keep(run, folder, watchdog, resumed=resumed)
+            faults.count(ended)
+            if tally.restarts == run.launch.restarts or not (tally.stepped and may_go_on(ended)):
+                break
+            try:
+                run, plan, how = on_what_is_left(run, plan, faults.shunned(ended), asked)
+                write(run, plan, folder)
+            except (TooFew, OSError, Unreadable) as error:
+                if not asked:
+                    show(f"no restart: {error}")
+                    break
+            else:
+                tally.starts_again(ended)
+                show(f"{ended.says}\nrestart {tally.restarts} of {run.launch.restarts}, from the newest checkpoint{how}")
+            if asked:
+                ended = _stopped(ended, folder, asked)
+                break
+        if run.launch.restarts:
+            show(tally.said())
     return ended
 
 
-def write(run: Run, plan: Plan, folder: Path) -> None:
-    """RUN_DIR/run.json, which ranks read, and plan.json, the plan that they are held against."""
-    _put(folder / "run.json", run)
-    _put(folder / "plan.json", plan)
+def _stopped(ended: Ended, folder: Path, asked: list[tuple[int, float]]) -> Ended:
+    """The end of a run that was told to stop when a start had failed and the next was to come."""
+    number, step = asked[-1][0], standing(folder)
+    left = "there is no checkpoint" if step is None else f"the checkpoint of step {step} stands"
+    says = f"{ended.says}; {signal.Signals(number).name} came before it was started again: {left}"
+    return replace(ended, status=128 + number if step is None else STOPPED, says=says, asked=True)
 
 
-def _put(file: Path, what: object) -> None:
-    """A file of JSON, there whole or not at all."""
-    from msgspec import json as encoder
-
-    new = file.with_name(f".{file.name}.{os.getpid()}")
-    new.write_bytes(encoder.format(encoder.encode(what)))
-    new.replace(file)
-
-
-def _seen(file: Path) -> dict[str, float]:
-    """How long each phase took in the starts before; nothing where that can't be read, for it is learned again."""
-    from msgspec import DecodeError
-    from msgspec import json as decoder
-
-    try:
-        return decoder.decode(file.read_bytes(), type=dict[str, float])
-    except (OSError, DecodeError):
-        return {}
-
-
-def _once(run: Run, plan: Plan, folder: Path, show: Show, live: Show, watchdog: Watchdog, began: Callable[[int], None]) -> Ended:
-    command = [sys.executable, "-m", "distrain.trainer.loop.rank", str(folder / "run.json")]
+def _once(
+    run: Run,
+    plan: Plan,
+    folder: Path,
+    command: Sequence[str],
+    show: Show,
+    live: Show,
+    watchdog: Watchdog,
+    began: Callable[[int], None],
+    asked: list[tuple[int, float]],
+) -> Ended:
     if run.launch.name == "local":
         from ..trainer.launch.launch import launch
 
-        environment = os.environ
         return launch(
             command,
             ranks=plan.world,
             folder=folder,
-            environment=environment,
+            environment=os.environ,
             show=show,
             grace=GRACE,
             live=live,
             watchdog=watchdog,
             began=began,
+            devices=_devices(plan.world, os.environ) if run.cluster.device.kind == "cuda" else (),
+            asked=asked,
         )
     from ..trainer.launch.hosts import Start, launch_hosts
     from ..trainer.launch.words import handed
@@ -114,111 +114,10 @@ def _once(run: Run, plan: Plan, folder: Path, show: Show, live: Show, watchdog: 
         address=run.launch.address,
         port=run.launch.port,
     )
-    return launch_hosts(start, show=show, grace=GRACE_OF_HOSTS, live=live, watchdog=watchdog, began=began)
+    return launch_hosts(start, show=show, grace=GRACE, live=live, watchdog=watchdog, began=began, asked=asked)
 
 
-def _may_go_on(ended: Ended) -> bool:
-    """Whether it failed by what happens to machines, and nobody had asked it to stop."""
-    return ended.status == FAILED and not ended.asked and any(end.rank == ended.rank and end.blameless for end in ended.ranks)
-
-
-def _on_what_is_left(run: Run, plan: Plan) -> tuple[Run, Plan, str] | None:
-    """The run for the hosts that can be reached, with their plan, and what became other, in words; None where none can be run."""
-    run = changed(run, [("checkpoint.resume", "auto")])
-    if run.launch.name == "local":
-        return run, plan, ""
-    from ..trainer.launch.landed import reachable
-    from .launching import hosts
-
-    before = hosts(run)
-    there = reachable([host.name for host in before])
-    left = [host for host in before if host.name in there]
-    if len(left) == len(before):
-        return run, plan, ""
-    return _smaller(run, left)
-
-
-def _smaller(run: Run, left: Sequence[Host]) -> tuple[Run, Plan, str] | None:
-    """The run on as many of these hosts as it can use, with fewer replicas and the same global batch."""
-    from .fit import refused
-
-    each, made = run.parallel, make_plan(run)
-    model = each.tp * each.pp * each.cp
-    for nodes in range(len(left), 0, -1):
-        replicas, over = divmod(nodes * run.cluster.gpus, model)
-        if over or not replicas:
-            continue
-        taken = left[:nodes]
-        fewer = changed(
-            run,
-            [
-                ("cluster.nodes", nodes),
-                ("parallel.dp", replicas),
-                ("launch.include", included(taken, read_hosts(run.launch.hostfile or ""))),
-                ("launch.exclude", None),
-                ("reading", None),
-            ],
-        )
-        plan = make_plan(fewer)
-        if not refused(fewer, plan):
-            names = ", ".join(host.name for host in taken)
-            dp = (made.mesh or {}).get("dp", each.dp)
-            return fewer, plan, f", on {names}: dp {dp} -> {replicas}, the same {many(run.train.batch, 'sequence')} a step"
-    return None
-
-
-@dataclass(kw_only=True)
-class Tally:
-    """What the starts of a run were good for: seconds in steps that count, of all seconds. `folder` is RUN_DIR."""
-
-    folder: Path
-    restarts: int = 0
-    lost: int = 0  # steps that were done twice
-    productive: float = 0.0  # seconds
-    stepped: bool = False  # a start has come to its first step
-    _since: float = field(default_factory=time.monotonic)
-    _began: tuple[int, float] | None = None  # this start's first step, and when that was
-    _spent: tuple[int, int, float] | None = None  # the last start's first step and the one that it reached, and the seconds between
-    _why: str = ""
-
-    def begins(self, step: int) -> None:
-        """A start has begun its first step: what the one before did from this step on is lost."""
-        if self._spent is not None:
-            first, reached, seconds = self._spent
-            lost = max(0, reached - step)
-            self.lost += lost
-            self.productive += seconds * max(0, step - first) / max(1, reached - first)
-            self._write({"restart": self.restarts, "step": step, "lost_steps": lost, "says": self._why})
-        self._began, self._spent = (step, time.monotonic()), None
-        self.stepped = True
-
-    def ends(self, ended: Ended) -> None:
-        """A start has ended: at the step of its last beat."""
-        if self._began is None:
-            return
-        (first, at), reached = self._began, max((end.step for end in ended.ranks if end.step is not None), default=0)
-        last = max((end.beat for end in ended.ranks if end.beat is not None), default=at)
-        if ended.status == FAILED:
-            self._spent = (first, reached, max(0.0, last - at))
-        else:
-            self.productive += time.monotonic() - at
-        self._began = None
-
-    def starts_again(self, ended: Ended) -> None:
-        """It is started once more."""
-        self.restarts += 1
-        self._why = ended.says
-
-    def said(self) -> str:
-        """The run's goodput as a line, which goes to metrics.jsonl too."""
-        whole = time.monotonic() - self._since
-        if self._spent is not None:  # nobody knows yet what of it counts
-            self.productive += self._spent[2]
-        goodput = self.productive / whole if whole else 0.0
-        self._write({"restarts": self.restarts, "lost_steps": self.lost, "goodput": goodput, "seconds_in_all": whole})
-        again = f"{many(self.restarts, 'restart')}, {many(self.lost, 'step')} done again" if self.restarts else "no restart"
-        return f"goodput {share(goodput)}: {self.productive:,.0f} s of {whole:,.0f} s in steps that count; {again}"
-
-    def _write(self, row: dict[str, object]) -> None:
-        with (self.folder / "metrics.jsonl").open("ab", buffering=0) as file:
-            file.write(f"{json.dumps(row)}\n".encode())
+def _devices(ranks: int, environment: Mapping[str, str]) -> list[str]:
+    """The GPUs of this machine's ranks, as the driver numbers or names them."""
+    named = [word.strip() for word in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if word.strip()]
+    return [named[rank] if rank < len(named) else str(rank) for rank in range(ranks)]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from distrain.cli.starts import Tally
+from distrain.cli.tally import Tally
 from distrain.tests.one_process import reference
 from distrain.trainer.launch.ended import Ended, RankEnd
 from distrain.trainer.launch.heard import Heard
@@ -78,6 +78,10 @@ BLAMED = (
     ([{"step": 7, "written": stack("a")}] * 2,                  0, ("nothing for 100 s, and no other rank is further; "
                                                                     "all are in a (train.py line 90)")),
     ([{"step": 7}, {"step": 7}],                                0, "nothing for 100 s, and no other rank is further; none answers"),
+    ([{"step": 7, "written": ("?",)}, {"step": 7, "written": stack("a")}, {"step": 7, "written": ("?",)}],
+                                                                0, ("nothing for 100 s, and no other rank is further; "
+                                                                    "1 of 3 are in a (train.py line 90)")),
+    ([{"step": 7, "written": ("?",)}] * 2,                      0, "nothing for 100 s, and no other rank is further"),
 )
 # fmt: on
 
@@ -89,7 +93,8 @@ def test_the_rank_that_holds_the_others_up_is_named(states: list[dict[str, objec
 
 
 # fmt: off
-LIMITS: tuple[tuple[str, dict[str, float], dict[str, float], float], ...] = (  # phase, what the ranks were through, what earlier starts were, seconds
+# phase, what the ranks were through, what earlier starts were, seconds
+LIMITS: tuple[tuple[str, dict[str, float], dict[str, float], float], ...] = (
     ("start", {},                           {},              200.0),
     ("start", {},                           {"start": 4.0},   40.0),
     ("first", {"start": 4.0},               {},              200.0),
@@ -106,16 +111,57 @@ LIMITS: tuple[tuple[str, dict[str, float], dict[str, float], float], ...] = (  #
 
 @pytest.mark.parametrize(("phase", "longest", "seen", "seconds"), LIMITS)
 def test_how_long_is_waited_is_learned(phase: str, longest: dict[str, float], seen: dict[str, float], seconds: float) -> None:
-    assert Watchdog(patience=20.0, seen=seen).limit([Silent(0, phase=phase, longest=longest)]) == seconds
+    ranks = [Silent(0, phase=phase, longest=longest)]
+    assert Watchdog(patience=20.0, seen=seen).limit(ranks, ranks) == seconds
 
 
 def test_what_was_learned_stays_learned_when_a_run_starts_again(tmp_path: Path) -> None:
     watchdog = Watchdog(patience=100.0)
-    program = "talk.phase('save'); time.sleep(0.3); talk.beat(8); talk.done()"
+    program = "talk.phase('save'); time.sleep(0.3); talk.beat(8); talk.phase('end'); time.sleep(0.2); talk.done()"
     for _ in range(2):
         assert run(tmp_path, program, watchdog).status == 0
-    assert set(watchdog.seen) == {"start", "first", "step", "save"}
+    assert set(watchdog.seen) == {"start", "first", "step", "save", "end"}
     assert watchdog.seen["save"] >= 0.3
+    assert watchdog.seen["end"] >= 0.2, "a rank's end is the end of what it was at last"
+
+
+# fmt: off
+HUNG: tuple[tuple[str, int | None, float], ...] = (  # phase, step, seconds after a start that was taken to hang at step 7 for 30 s
+    ("step",  None, 60.0),
+    ("step",  7,    60.0),
+    ("step",  8,    20.0),   # past it
+    ("save",  7,    20.0),
+    ("first", None, 10.0 * 20.0),
+)
+# fmt: on
+
+
+@pytest.mark.parametrize(("phase", "step", "seconds"), HUNG)
+def test_what_was_taken_to_hang_is_waited_for_longer_until_the_run_is_past_it(phase: str, step: int | None, seconds: float) -> None:
+    watchdog = Watchdog(patience=20.0, seen={"step": 1.0, "save": 1.0})
+    before = [Silent(rank, phase="step", step=7) for rank in range(2)]
+    watchdog.hangs(before, before, 30.0)
+    watchdog.learn(before[0])
+    ranks = [Silent(0, phase=phase, step=step)]
+    assert watchdog.limit(ranks, ranks) == seconds
+    watchdog.learn(ranks[0])
+    assert ("step" in watchdog.hung) == (step != 8)
+
+
+class Counted(dict[str, float]):
+    """Counts how often it is looked into."""
+
+    looks = 0
+
+    def get(self, key: str, default: float = 0.0) -> float:  # type: ignore[override]
+        Counted.looks += 1
+        return super().get(key, default)
+
+
+def test_a_look_at_many_ranks_looks_once_at_each_for_each_thing_that_they_are_at() -> None:
+    ranks = [Silent(rank, phase="save" if rank % 2 else "step", step=3, longest=Counted(step=1.0)) for rank in range(500)]
+    assert Watchdog(patience=20.0).overdue(ranks, ranks) is None
+    assert 0 < Counted.looks <= 2 * len(ranks)
 
 
 def test_a_run_hangs_when_no_rank_comes_further() -> None:
@@ -133,10 +179,12 @@ def run(folder: Path, program: str, watchdog: Watchdog | None = None) -> Ended:
 
 
 def test_a_rank_that_is_stopped_is_named_and_the_others_write_their_stacks(tmp_path: Path) -> None:
-    ended = run(tmp_path, "rank == 1 and os.kill(os.getpid(), signal.SIGSTOP)\nwaits()")
+    watchdog = Watchdog(patience=1.0)
+    ended = run(tmp_path, "rank == 1 and os.kill(os.getpid(), signal.SIGSTOP)\nwaits()", watchdog)
     assert ended.says.startswith("rank 1 hung, at step 7: nothing for ")
     assert ended.says.endswith(f"s, and it does not answer; its log is {tmp_path / 'ranks' / '1.log'}")
     assert "in waits" in (tmp_path / "ranks" / "2.log").read_text()
+    assert {phase: step for phase, (step, _) in watchdog.hung.items()} == {"step": 7}
 
 
 def test_a_rank_that_waits_for_something_else_than_the_others_is_named(tmp_path: Path) -> None:

@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from distrain.trainer.launch.ended import Ended
+from distrain.trainer.launch.ended import Ended, RankEnd
 from distrain.trainer.launch.launch import launch
+from distrain.trainer.launch.log import Tail
+from distrain.trainer.launch.member import start
+from distrain.trainer.launch.place import Place
 
 DEADLINE = 60.0  # seconds, for what takes one on an idle machine
 MARK = "LAUNCH_TEST"
@@ -180,6 +183,72 @@ def test_a_rank_whose_keeper_dies_is_ended_with_what_it_started(tmp_path: Path) 
     program = CHILDREN + "meet()\nif rank == 1: os.kill(os.getppid(), signal.SIGKILL)\n"
     ended = run(tmp_path, program + SLEEP)
     assert ended.says.startswith("rank 1 lost the process that kept it, which was killed by SIGKILL")
+
+
+def test_a_keeper_that_is_stopped_goes_on_and_the_verdict_is_its_rank_s(tmp_path: Path) -> None:
+    shown = Shown()
+    program = "if rank == 1: os.kill(os.getppid(), signal.SIGSTOP)\n" + DONE
+    assert run(tmp_path, program, shown=shown).status == 0
+    assert [line.partition(" for ")[0] for line in shown.lines] == ["the process that keeps rank 1 was stopped"]
+
+
+def test_a_keeper_that_is_stopped_ends_its_rank_all_the_same(tmp_path: Path) -> None:
+    program = "signal.signal(signal.SIGTERM, signal.SIG_IGN); meet()\nif rank == 0: sys.exit(1)\nos.kill(os.getppid(), signal.SIGSTOP)\n"
+    ended = run(tmp_path, program + SLEEP, grace=0.2)
+    assert [(end.code, end.fate) for end in ended.ranks] == [(1, "ended"), (-signal.SIGKILL, "ended")]
+
+
+def test_what_a_rank_started_goes_with_a_keeper_that_takes_too_long_to_end_it(tmp_path: Path) -> None:
+    """The fixture looks for it."""
+    place = Place(rank=0, ranks=1, local_rank=0, local_ranks=1, address="127.0.0.1", port=1)
+    (tmp_path / "ranks").mkdir()
+    words = [sys.executable, "-c", BEGIN + CHILDREN + "meet()\n" + SLEEP]
+    member = start(words, place, tmp_path / "ranks", {**os.environ, MARK: str(tmp_path)})
+    until = time.monotonic() + DEADLINE
+    while not (tmp_path / "met0").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    member.close(0.0)
+
+
+@pytest.mark.parametrize(("devices", "words"), [((), "rank 1 exited"), (("4", "GPU-8f"), "rank 1 (device GPU-8f) exited")])
+def test_a_rank_is_named_with_its_device_where_that_has_a_name(tmp_path: Path, devices: tuple[str, ...], words: str) -> None:
+    program = [sys.executable, "-c", "import os, time\nif os.environ['RANK'] == '1': raise SystemExit(3)\ntime.sleep(1000)"]
+    ended = launch(program, ranks=2, folder=tmp_path, environment=os.environ, show=print, grace=1.0, devices=devices)
+    assert ended.says.startswith(words)
+    assert {end.host for end in ended.ranks} == {""}
+
+
+def test_logs_that_can_not_be_written_are_one_line(tmp_path: Path) -> None:
+    (tmp_path / "ranks").write_text("")
+    ended = launch(["true"], ranks=2, folder=tmp_path, environment=os.environ, show=print, grace=1.0)
+    assert (ended.status, ended.says.partition(":")[0]) == (1, "no log can be written")
+
+
+CAUSES = (
+    ("RuntimeError: CUDA error: uncorrectable ECC error encountered", True),
+    ("torch.AcceleratorError: CUDA error: an illegal memory access was encountered", True),
+    ("RuntimeError: CUDA error: unspecified launch failure", True),
+    ("torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:94, unhandled system error (run with NCCL_DEBUG=INFO)", True),
+    ("torch.distributed.DistBackendError: NCCL error in: X.cpp:3, remote process exited or there was a network error, NCCL 2.21", True),
+    ("RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234", True),
+    ("RuntimeError: [gloo/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete", True),
+    ("OSError: [Errno 5] Input/output error: 'tokens.bin'", True),
+    ("OSError: [Errno 116] Stale file handle", True),
+    ("TimeoutError: [Errno 110] Connection timed out", True),
+    ("OSError: [Errno 28] No space left on device", False),
+    ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", False),
+    ("RuntimeError: CUDA error: device-side assert triggered", False),
+    ("torch.distributed.DistBackendError: NCCL error in: X.cpp:3, invalid usage (run with NCCL_WARN for details)", False),
+    ("RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)", False),
+    ("AssertionError: no such token", False),
+    ("FileNotFoundError: [Errno 2] No such file or directory: 'a'", False),
+)
+
+
+@pytest.mark.parametrize(("line", "blameless"), CAUSES)
+def test_a_rank_is_blameless_where_what_it_raised_is_a_machine_s_fault(line: str, blameless: bool) -> None:
+    assert RankEnd(rank=0, code=1, log=Tail(Path("0.log"), ("all was well", line))).blameless == blameless
+    assert RankEnd(rank=0, code=1, log=Tail(Path("0.log")), problem=line).blameless == blameless
 
 
 def test_a_log_holds_both_streams_in_order_and_every_start(tmp_path: Path) -> None:

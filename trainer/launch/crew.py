@@ -77,6 +77,8 @@ class Crew:
             else:
                 key.data()
         for member in self._left():
+            if said := member.look():
+                self._show(said)
             if member.is_orphan():
                 self._hear(member)
                 if member.end is None:
@@ -116,6 +118,7 @@ class Crew:
             for member in self._left():
                 member.dump()
         elif time.monotonic() >= self._stacks_at:
+            self._watchdog.hangs(self._left(), self._members, quiet)
             member, why = blamed(self._left(), quiet)
             member.hang(why)
             self._kill_at = time.monotonic()

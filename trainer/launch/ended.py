@@ -32,6 +32,16 @@ _LOST_A_PEER = re.compile(
     "|remote process exited|remote process exiting|ncclRemoteError|recvValue failed|sendBytes failed",
     re.IGNORECASE,
 )
+# What CUDA, NCCL, torch's timeouts and the system say of a device, a link or a file system that fails. A kernel that reads where it
+# may not is to a GPU what SIGSEGV is to a process. Not here: out of memory, device-side assert, invalid usage, no space left.
+_OF_A_MACHINE = re.compile(
+    r"uncorrectable|\bECC error|\bXid\b|hardware (stack )?error|unspecified launch failure|fallen off the bus|GPU is lost"
+    r"|illegal (memory access|instruction) was encountered|busy or unavailable|no CUDA-capable device"
+    r"|NCCL (error|communicator)\b.*((system|cuda|internal|network) error|abort)|collective operation timeout|timed out waiting \d+ms"
+    r"|input/output error|remote I/O error|stale (NFS )?file handle|transport endpoint is not connected|no such device"
+    r"|connection timed out|connection abort|network is (down|unreachable)|host is down|no route to host",
+    re.IGNORECASE,
+)
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PORT_TAKEN = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
 
@@ -43,7 +53,7 @@ class RankEnd:
     rank: int
     code: int
     log: Log | Tail
-    where: str = ""  # host and device, where there are several hosts
+    where: str = ""  # "host1 (device 1)", "(device 1)" on this machine alone, "" there without GPUs
     done: bool = False  # it said so
     first: int | None = None  # the step of its first beat
     step: int | None = None  # of its last
@@ -56,7 +66,7 @@ class RankEnd:
     @property
     def host(self) -> str:
         """Its host's name; "" where there is one host."""
-        return self.where.partition(" ")[0]
+        return self.where.partition("(")[0].rstrip()
 
     @property
     def stopped(self) -> bool:
@@ -77,7 +87,14 @@ class RankEnd:
     @property
     def blameless(self) -> bool:
         """It ended by what happens to machines, not by what a program does: a start from the last checkpoint may well go on."""
-        return self.fate in ("keeper died", "hung", "lost") or (self.code < 0 and not self.problem)
+        if self.fate != "ended" or (self.code < 0 and not self.problem):
+            return True
+        return bool(_OF_A_MACHINE.search(self.cause)) or self.bereft
+
+    @property
+    def bereft(self) -> bool:
+        """It ended because a peer, or the link to it, had gone: its own host need not be at fault."""
+        return bool(_LOST_A_PEER.search(self.cause))
 
     @property
     def silent(self) -> bool:
@@ -96,7 +113,8 @@ class RankEnd:
 @dataclass(frozen=True, kw_only=True)
 class Ended:
     """A run's end. `status` is the exit status of the command that launched it: 0 trained, 1 failed, 75 stopped and saved,
-    130 and the like stopped without. `says` is one line ("" where it trained), `rank` whom it names, `tail` that rank's last lines."""
+    130 and the like stopped without. `says` is one line ("" where it trained), `rank` whom it names, `tail` that rank's last lines,
+    `hosts` those that could not be used or did not bring their ranks."""
 
     status: int
     ranks: tuple[RankEnd, ...]
@@ -105,6 +123,12 @@ class Ended:
     rank: int | None = None
     log: Path | None = None
     tail: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+
+    @property
+    def culprit(self) -> RankEnd | None:
+        """The end of the rank that it names."""
+        return next((end for end in self.ranks if end.rank == self.rank), None)
 
     @property
     def port_taken(self) -> bool:
@@ -131,7 +155,7 @@ def culprit(ends: Sequence[RankEnd]) -> RankEnd:
     Ranks of one host are lost together, in any order: the lowest stands for them.
     """
     bad = [end for end in ends if not end.well]
-    own = [end for end in bad if not end.obeyed and not _LOST_A_PEER.search(end.cause)]
+    own = [end for end in bad if not end.obeyed and not end.bereft]
     first = min(own or bad, key=lambda end: (end.silent, end.told))
     together = [end for end in bad if end.fate == first.fate == "lost" and end.host == first.host]
     return min(together, key=lambda end: end.rank, default=first)
@@ -140,7 +164,7 @@ def culprit(ends: Sequence[RankEnd]) -> RankEnd:
 def sentence(end: RankEnd) -> str:
     """A bad end in one line: rank, how, when, why, and where its log is."""
     cause = f": {end.cause}" if end.cause else ""
-    where = f" on {end.where}" if end.where else ""
+    where = f" on {end.where}" if end.host else f" {end.where}" if end.where else ""
     return f"rank {end.rank}{where} {_how(end)}{_when(end)}{cause}; its log is {end.log.path}"
 
 

@@ -21,7 +21,7 @@ class Heard:
 
     def __init__(self, rank: int, log: Log | Tail, where: str = "") -> None:
         self.rank = rank
-        self.where = where  # host and device, where there are several hosts
+        self.where = where  # as RankEnd.where
         self.log = log
         self.end: RankEnd | None = None
         self.problem = ""
@@ -62,6 +62,10 @@ class Heard:
         """Its end, when it comes, is that of a rank that hung."""
         self._fate = "hung"
         self.problem = self.problem or says
+
+    def look(self) -> str:
+        """See that what keeps it can; what was done for that, in words, "" where nothing was."""
+        return ""
 
     def is_orphan(self) -> bool:
         """Whether nobody can say any more how it ends; what was said before may be unread."""
@@ -135,6 +139,8 @@ class Heard:
             cut=self._cut,
             fate=fate,
         )
+        if self.end.well:  # what it was at last was the leaving: an end, or the save of one that was stopped
+            self._goes("ended")
 
 
 def _words(line: bytes) -> Iterator[tuple[str, Any]]:

@@ -32,6 +32,8 @@ def launch(
     live: Show | None = None,
     watchdog: Watchdog | None = None,
     began: Callable[[int], None] | None = None,
+    devices: Sequence[str] = (),
+    asked: list[tuple[int, float]] | None = None,
 ) -> Ended:
     """Run `command` as so many ranks on this machine until all have ended, and say how.
 
@@ -40,27 +42,33 @@ def launch(
     others get SIGTERM, and after `grace` seconds SIGKILL. SIGINT, SIGTERM and SIGHUP to this process are handed on once
     as SIGTERM, with as much time as it takes; a second Ctrl-C kills. However this process dies, its ranks die too.
     Signals are heard in the main thread only. A run in which no rank comes further hangs (watchdog.py): its ranks write
-    their stacks and are killed. `began` is told the first step.
+    their stacks and are killed. `began` is told the first step. `devices` name the ranks' devices for the line that says
+    how one ended. `asked` is what a `signals` around this one has noted.
     """
     logs = folder / "ranks"
-    logs.mkdir(parents=True, exist_ok=True)
-    with signals() as asked:
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return Ended(status=FAILED, ranks=(), says=f"no log can be written: {error}")
+    with signals(asked) as told:
         for _ in range(TRIES):
             with ExitStack() as stack:
                 port = stack.enter_context(reserve_port())
-                crew = Crew(asked, stack, show=show, live=live or hush, grace=grace, watchdog=watchdog or Watchdog(), began=began)
-                ended = _run(crew, command, _places(ranks, port), logs, environment)
-            if asked or not ended.port_taken:
+                crew = Crew(told, stack, show=show, live=live or hush, grace=grace, watchdog=watchdog or Watchdog(), began=began)
+                ended = _run(crew, command, _places(ranks, port), logs, environment, devices)
+            if told or not ended.port_taken:
                 break
             show(f"{ended.says}: another process has the port")
         return ended
 
 
-def _run(crew: Crew, command: Sequence[str], places: Sequence[Place], logs: Path, environment: Mapping[str, str]) -> Ended:
+def _run(
+    crew: Crew, command: Sequence[str], places: Sequence[Place], logs: Path, environment: Mapping[str, str], devices: Sequence[str]
+) -> Ended:
     """Start all, stay until all have ended."""
     for place in places:
         try:
-            crew.take(start(command, place, logs, environment))
+            crew.take(start(command, place, logs, environment, f"(device {devices[place.rank]})" if devices else ""))
         except OSError as error:
             return Ended(status=FAILED, ranks=(), rank=place.rank, says=f"rank {place.rank} can't be started: {error}")
     return crew.run()
@@ -72,8 +80,14 @@ def _places(ranks: int, port: socket.socket) -> list[Place]:
 
 
 @contextmanager
-def signals() -> Iterator[list[tuple[int, float]]]:
-    """What this process was told while the block runs: (signal, time). One that it ignores (nohup) stays ignored."""
+def signals(noted: list[tuple[int, float]] | None = None) -> Iterator[list[tuple[int, float]]]:
+    """What this process was told while the block runs: (signal, time). One that it ignores (nohup) stays ignored.
+
+    `noted` is what a block around this one notes, which then goes on doing that.
+    """
+    if noted is not None:
+        yield noted
+        return
     asked: list[tuple[int, float]] = []
     before: dict[signal.Signals, Any] = {}
 

@@ -18,14 +18,15 @@ def new_mark() -> str:
     return uuid4().hex
 
 
-def kill(mark: str) -> None:
-    """SIGKILL to all processes whose environment was given this mark, until none is left."""
+def kill(mark: str) -> bool:
+    """SIGKILL to all processes whose environment was given this mark, until none is left; whether that is known."""
     until = time.monotonic() + PATIENCE
     while (found := _marked(mark)) and time.monotonic() < until:
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
+    return not found and Path("/proc/self").exists()
 
 
 def _marked(mark: str) -> list[int]:

@@ -12,6 +12,7 @@ from .heard import Heard
 
 PATIENCE = 120.0  # seconds that anything may take, however short it was before
 LONGER = 10  # times as long may take what was not seen before: a start, the first step, a save; and all else as the longest one so far
+DOUBT = 2  # times as long is waited for what was taken to hang before, at the same step
 ANSWER = 3.0  # seconds for stacks to be written
 _FRAME = re.compile(r'^\s+File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>\S+)')
 _THREAD = re.compile(r"^(Current thread|Thread) 0x\w+")
@@ -21,38 +22,49 @@ _THREAD = re.compile(r"^(Current thread|Thread) 0x\w+")
 class Watchdog:
     """How long it waits is learned from the ranks; `patience` is the least, in seconds.
 
-    `seen` is the longest that each phase took in earlier starts of the run, in seconds: what was learned stays learned when a
-    run starts again.
+    `seen` is the longest that each phase took in earlier starts of the run, in seconds, and `hung` what was not waited for any
+    longer: by phase, the step that the run had come to and the seconds. That may have been no hang, so that more is waited until
+    the run is past that step; not so much more that one which does hang there costs hours.
     """
 
     patience: float = PATIENCE
     seen: dict[str, float] = field(default_factory=dict)
+    hung: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     def learn(self, member: Heard) -> None:
-        """Keep how long a rank took for each phase that it has been through."""
+        """Keep how long a rank that has ended took for each phase that it has been through."""
         for phase, seconds in member.longest.items():
             self.seen[phase] = max(self.seen.get(phase, 0.0), seconds)
+        self.hung = {phase: (step, seconds) for phase, (step, seconds) in self.hung.items() if _reached(member) <= step}
 
-    def limit(self, members: Sequence[Heard]) -> float:
-        """Seconds that what the ranks are at may take."""
-        return max(self._limit(member.phase, members) for member in members)
-
-    def _limit(self, phase: str, members: Sequence[Heard]) -> float:
-        longest = self._longest(phase, members)
-        if phase == "step" and longest == 0.0:
-            longest = self._longest("first", members)  # which is a step too
-        return max(self.patience, LONGER * longest) if longest else LONGER * self.patience
-
-    def _longest(self, phase: str, members: Sequence[Heard]) -> float:
-        """Seconds that a phase took; 0 where no rank has been through it yet."""
-        return max(self.seen.get(phase, 0.0), *(member.longest.get(phase, 0.0) for member in members))
+    def hangs(self, left: Sequence[Heard], members: Sequence[Heard], quiet: float) -> None:
+        """The ranks that are `left` are ended after so many seconds in what they are at."""
+        reached = max(map(_reached, members))
+        self.hung |= dict.fromkeys({member.phase for member in left}, (reached, quiet))
 
     def overdue(self, left: Sequence[Heard], members: Sequence[Heard]) -> float | None:
         """Seconds since any of the ranks that are `left` came further, if that is too long; those that have ended teach too."""
         if not left:
             return None
         quiet = time.monotonic() - max(member.since for member in members)
-        return quiet if quiet > max(self._limit(member.phase, members) for member in left) else None
+        return quiet if quiet > self.patience and quiet > self.limit(left, members) else None
+
+    def limit(self, left: Sequence[Heard], members: Sequence[Heard]) -> float:
+        """Seconds that what the ranks are at may take."""
+        reached = max(map(_reached, members))
+        return max(self._limit(phase, members, reached) for phase in {member.phase for member in left})
+
+    def _limit(self, phase: str, members: Sequence[Heard], reached: int) -> float:
+        longest = self._longest(phase, members)
+        if phase == "step" and longest == 0.0:
+            longest = self._longest("first", members)  # which is a step too
+        step, seconds = self.hung.get(phase, (-1, 0.0))
+        learned = max(self.patience, LONGER * longest) if longest else LONGER * self.patience
+        return max(learned, DOUBT * seconds) if reached <= step else learned
+
+    def _longest(self, phase: str, members: Sequence[Heard]) -> float:
+        """Seconds that a phase took; 0 where no rank has been through it yet."""
+        return max(self.seen.get(phase, 0.0), *(member.longest.get(phase, 0.0) for member in members))
 
 
 def blamed(left: Sequence[Heard], quiet: float) -> tuple[Heard, str]:
@@ -65,12 +77,14 @@ def blamed(left: Sequence[Heard], quiet: float) -> tuple[Heard, str]:
     mute = [member for member in left if not member.stack()]
     if mute and len(mute) < len(left):
         return mute[0], f"{for_}, and it does not answer" + _others(mute)
-    places = {member.rank: place(member.stack()) for member in left}
-    usual, _ = Counter(places.values()).most_common(1)[0]
-    odd = [member for member in left if places[member.rank] != usual]
+    places = {member.rank: where for member in left if (where := place(member.stack()))}  # some stacks say nothing
+    usual = next((where for where, _ in Counter(places.values()).most_common(1)), "")
+    odd = [member for member in left if places.get(member.rank, usual) != usual]
     if odd:
         return odd[0], f"{for_}; it is in {places[odd[0].rank]}, others are in {usual}" + _others(odd)
-    return left[0], f"{for_}, and no other rank is further" + (f"; all are in {usual}" if usual else "; none answers")
+    which = "all" if len(places) == len(left) else f"{len(places)} of {len(left)}"
+    all_ = f"; {which} are in {usual}" if usual else "; none answers" if mute else ""
+    return left[0], f"{for_}, and no other rank is further{all_}"
 
 
 def place(stack: Sequence[str]) -> str:

@@ -1,0 +1,44 @@
+"""The files of RUN_DIR that the command line writes: there whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from ..trainer.plan.result import Plan
+from ..trainer.spec.run import Run
+
+
+def put(file: Path, what: object) -> None:
+    """A file of JSON; raises OSError where it stays as it was."""
+    from msgspec import json
+
+    new = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        new.write_bytes(json.format(json.encode(what)))
+        new.replace(file)
+    except OSError:
+        with suppress(OSError):
+            new.unlink(missing_ok=True)
+        raise
+
+
+def write(run: Run, plan: Plan, folder: Path) -> None:
+    """RUN_DIR/run.json, which ranks read, and plan.json, the plan that they are held against; raises OSError."""
+    put(folder / "run.json", run)
+    put(folder / "plan.json", plan)
+
+
+def standing(folder: Path) -> int | None:
+    """The step of RUN_DIR's newest checkpoint whose files are there with their sizes; None where there is none."""
+    from msgspec import DecodeError, json
+
+    found = [int(path.name[5:]) for path in folder.glob("checkpoints/step_*") if path.name[5:].isdigit()]
+    for step in sorted(found, reverse=True):
+        path = folder / "checkpoints" / f"step_{step}"
+        with suppress(OSError, DecodeError, KeyError, TypeError):
+            files = json.decode((path / "manifest.json").read_bytes())["files"]
+            if all((path / name).stat().st_size == file["bytes"] for name, file in files.items()):
+                return step
+    return None
