@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -77,6 +78,8 @@ def command(argv: Sequence[str]) -> int:
 
     try:
         return int(app(args=list(argv), prog_name="distrain", standalone_mode=False) or 0)
+    except (KeyboardInterrupt, typer.Abort):
+        return 128 + signal.SIGINT
     except Unreadable as wrong:
         _tell(wrong.problems)
     except UsageError as wrong:
@@ -204,6 +207,7 @@ def fit(words: Words = None, config_dir: ConfigDir = None) -> int:
     distrain fit conf=quickstart train.steps=600 checkpoint.resume=must
     """
     conf, overrides = _words(words, "fit", config_dir)
+    from ..trainer.launch.files import allowed, held
     from ..trainer.plan.plan import make_plan
     from .fit import after, refused
     from .fit import fit as run_it
@@ -212,6 +216,7 @@ def fit(words: Words = None, config_dir: ConfigDir = None) -> int:
     from .load import load
     from .machine import found, measure
     from .plan_text import verdict
+    from .printed import live, show, tell
 
     for known in (found() is not None, True):  # what can't run at all is refused before this machine is measured
         run = load(conf, overrides, config_dir)
@@ -222,20 +227,20 @@ def fit(words: Words = None, config_dir: ConfigDir = None) -> int:
             return CANNOT
         if known:
             break
-        unmeasured = measure(_say)
+        unmeasured = measure(show)
         _tell([unmeasured] if unmeasured else [])
-    _say(verdict(made))
-    if run.launch.preflight and (found_hosts := hosts(run)):
-        problems = looked(found_hosts, run, made, _say)
-        if problems:
-            _tell(problems)
-            return CANNOT
-    live = _live if sys.stderr.isatty() else lambda words: None
-    status, wrong = run_it(run, made, _show, live)
+    show(verdict(made))
+    found_hosts = hosts(run)
+    few = allowed(held(made.world, len(found_hosts)))
+    problems = (few,) if few else looked(found_hosts, run, made, show) if run.launch.preflight and found_hosts else ()
+    if problems:
+        _tell(problems)
+        return CANNOT
+    status, wrong = run_it(run, made, show, live)
     for each in wrong:
-        print(f"distrain: {each}", file=sys.stderr)
+        tell(f"distrain: {each}")
     if status == FINE:
-        _say(after(run))
+        show(after(run))
     return status
 
 
@@ -257,9 +262,14 @@ def prove_layouts(
     distrain prove conf=tiny_2x2x2
     distrain prove conf=quickstart layouts=dp2,dp2.zero3 steps=4
     """
+    from .printed import live
     from .prove import Screen, prove
 
-    screen = Screen(show=_show, tell=_tell, live=_live if sys.stderr.isatty() else lambda words: None)
+    def show(words: str) -> None:
+        live("")
+        _say(words)
+
+    screen = Screen(show=show, tell=_tell, live=live)
     return prove(words or (), config_dir, screen, as_json=as_json, reasons=reasons)
 
 
@@ -267,18 +277,6 @@ app.command(short_help="A run: planned against measured, and its curve.")(report
 app.command(short_help="A run's newest checkpoint as a Hugging Face folder.")(export)
 app.command(short_help="Text from a run's newest checkpoint.")(generate)
 app.command(short_help="What this machine has and lacks for a run.")(doctor)
-
-
-def _show(words: str) -> None:
-    """A line of a run, in the place of the live one."""
-    if sys.stderr.isatty():
-        _live("")
-    _say(words)
-
-
-def _live(words: str) -> None:
-    """The live line: on a terminal only, over itself."""
-    print(f"\r\x1b[K{words}", end="", file=sys.stderr, flush=True)
 
 
 def _words(words: Sequence[str] | None, verb: str, config_dir: Path | None) -> tuple[str, tuple[str, ...]]:
@@ -319,22 +317,25 @@ def _say_sweep(plans: Sequence[Plan], layouts: Sequence[Sequence[str]]) -> None:
 
 def _say(words: str) -> int:
     """Print to stdout; a reader that has gone away is no error."""
+    from .printed import give_up, tell
+
     try:
         print(words, flush=True)
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        give_up(sys.stdout)
         if not isinstance(error, BrokenPipeError):
-            print(f"distrain: can't write to stdout: {error.strerror}", file=sys.stderr)
+            tell(f"distrain: can't write to stdout: {error.strerror}")
             raise SystemExit(CANNOT) from None
     return FINE
 
 
 def _tell(problems: Iterable[Problem]) -> None:
     """Print problems to stderr, one line each."""
+    from .printed import tell
     from .text import one_line
 
     for problem in dict.fromkeys(map(str, problems)):
-        print(f"distrain: {one_line(problem)}", file=sys.stderr)
+        tell(f"distrain: {one_line(problem)}")
 
 
 def _one_stream() -> bool:

@@ -6,13 +6,17 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
+import typer
+
 from ..trainer.launch.hostfile import Host
 from ..trainer.launch.preflight import Report, preflight
 from ..trainer.launch.shortcomings import Asked, Seen
+from ..trainer.launch.ssh import Stopped
 from ..trainer.plan.result import Plan
 from ..trainer.spec.problem import Problem
 from ..trainer.spec.run import Run
 from .fit import folder_of
+from .printed import tell
 from .text import many, rate, seconds, size, table
 
 CARRIED = ("NCCL_", "GLOO_")  # variables that say over which links ranks talk
@@ -33,8 +37,12 @@ def asked_of(run: Run, plan: Plan) -> Asked:
 
 
 def looked(hosts: Sequence[Host], run: Run, plan: Plan, show: Callable[[str], object]) -> tuple[Problem, ...]:
-    """Ask all hosts and show what they say; the problems that stop the run."""
-    report = preflight(hosts, asked_of(run, plan))
+    """Ask all hosts and show what they say; the problems that stop the run. A signal meanwhile ends the command, in a line."""
+    try:
+        report = preflight(hosts, asked_of(run, plan))
+    except Stopped as stopped:
+        tell(f"distrain: {stopped} while the hosts were asked")
+        raise typer.Exit(128 + stopped.number) from None
     for line in lines(report):
         show(line)
     return report.problems

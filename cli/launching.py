@@ -68,7 +68,7 @@ def start_of(run: Run, module: str, found: Sequence[Host]) -> Start:
 def launching(run: Run, environment: Mapping[str, str] = os.environ, *, notice: float = 0.0) -> Launching:
     """The commands and files that start a run; raises Unreadable with all that is wrong.
 
-    `notice`: seconds that a save may take, for what tells a run beforehand that it will be stopped.
+    `notice`: seconds in which a run can stop and save, for what tells it beforehand that it will be stopped.
     """
     launch, cluster, found = run.launch, run.cluster, hosts(run)
     cuda = cluster.device.kind == "cuda"
@@ -104,13 +104,14 @@ def shown(run: Run, words: Sequence[str], *, launch: bool, engine: bool) -> Iter
     from msgspec import json
 
     from ..trainer.plan.plan import make_plan
+    from ..trainer.plan.saving import stopping
     from ..trainer.plan.told import config
 
     plan = make_plan(run)
     if plan.mesh is None:
         raise Unreadable(plan.problems)
     if launch:
-        notice = 2 * ((plan.saving and plan.saving.seconds) or 0.0)
+        notice = stopping(run, plan.time.step if plan.time else None, plan.saving.seconds if plan.saving else None)
         yield from script(run, launching(run, notice=notice), words)
     if engine:
         yield json.format(json.encode(config(run, plan.mesh["dp"]))).decode()
@@ -129,6 +130,8 @@ def script(run: Run, made: Launching, words: Sequence[str]) -> Iterator[str]:
     yield f"{typed()} {join(['plan', *words, '--json'])} > {quote(str(folder / 'plan.json'))}"
     for file in made.files:
         yield from _file(file.path, file.text.rstrip("\n"))
+        if file.mode & 0o100:
+            yield f"chmod {file.mode:o} {quote(str(file.path))}"
     for each in made.commands:
         yield ""
         if each.where:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import selectors
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from distrain.trainer.launch import door as doors
 from distrain.trainer.launch.door import LONGEST, Door
 from distrain.trainer.launch.remote import Remote
 from distrain.trainer.launch.ticket import NAME, Ticket
@@ -122,14 +124,80 @@ def test_who_proves_nothing_is_sent_away(head: Head, proof) -> None:
     connection.close()
 
 
-@pytest.mark.parametrize(
-    "words", [b"GET / HTTP/1.0\r\n\r\n", b"\0" * LONGEST + b"\0", b'{"rank": "x", "nonce": 1, "port": 2}\n', b"[]\n", b"5\n", b"\xff\n"]
+# fmt: off
+NOISE = (
+    b"GET / HTTP/1.0\r\n\r\n",
+    b"\0" * LONGEST + b"\0",
+    b"[" * 4000 + b"\n",
+    b"[" * (LONGEST - 1) + b"\n",
+    b'{"rank": "x", "nonce": 1, "port": 2}\n',
+    b'{"rank": Infinity, "nonce": "n", "port": 2}\n',
+    b'{"rank": 1, "nonce": "n", "port": 1e999}\n',
+    b'{"rank": 1, "nonce": ["n"], "port": 2}\n',
+    b"[]\n",
+    b"5\n",
+    b"\xff\n",
 )
+# fmt: on
+
+
+@pytest.mark.parametrize("words", NOISE)
 def test_noise_at_the_door_is_sent_away(head: Head, words: bytes) -> None:
     connection = socket.create_connection(("127.0.0.1", head.port))
     connection.sendall(words)
     assert answer(head, connection) == b""
     connection.close()
+
+
+def test_a_stranger_that_goes_as_it_is_sent_away_ends_no_head(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are seen in one look: the newcomer, for whom the late one is sent away, and the late one's end."""
+    monkeypatch.setattr(doors, "MEET", 0.0)
+    late = socket.create_connection(("127.0.0.1", head.port))
+    head.turn()
+    newcomer = socket.create_connection(("127.0.0.1", head.port))
+    late.close()
+    newcomer.sendall(b"[]\n")
+    assert answer(head, newcomer) == b""
+    newcomer.close()
+
+
+def comes_in(head: Head, rank: int, connection: socket.socket) -> None:
+    """What a rank with the ticket says, after its hello."""
+    said = json.loads(answer(head, connection))
+    connection.sendall(json.dumps({"proof": TICKET.proof("rank", rank, "n", said["nonce"], 7)}).encode() + b"\n")
+    while not head.came:
+        head.turn()
+
+
+def test_strangers_who_fill_the_door_keep_no_rank_out(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doors, "STRANGERS", 3)
+    strangers = [socket.create_connection(("127.0.0.1", head.port)) for _ in range(6)]
+    connection = socket.create_connection(("127.0.0.1", head.port))
+    connection.sendall(b'{"rank": 3, "nonce": "n", "port": 7}\n')
+    comes_in(head, 3, connection)
+    for each in (connection, *strangers):
+        each.close()
+
+
+def test_a_head_that_may_open_no_more_files_lets_a_rank_in(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process has so many connections stand at the door that no file is left; then comes who holds the ticket."""
+    monkeypatch.setattr(doors, "MEET", 1e9)
+    stand = f"import socket\nall = [socket.create_connection(('127.0.0.1', {head.port})) for _ in range(40)]\nprint(flush=True)\ninput()"
+    others = subprocess.Popen([sys.executable, "-c", stand], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert others.stdout is not None
+    others.stdout.readline()
+    connection = socket.create_connection(("127.0.0.1", head.port))
+    connection.sendall(b'{"rank": 3, "nonce": "n", "port": 7}\n')
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = sorted(set(range(1000)) - set(map(int, os.listdir("/proc/self/fd"))))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[10], before[1]))
+    try:
+        comes_in(head, 3, connection)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        connection.close()
+        others.communicate(b"\n")
+    assert head.came == [3]
 
 
 def test_a_rank_that_no_slot_has_is_sent_away(head: Head) -> None:

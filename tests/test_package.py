@@ -71,7 +71,7 @@ def test_the_wheel_holds_no_tests(names: set[str]) -> None:
 def test_the_wheel_holds_the_licence_and_the_command(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     assert "Apache License" in archive.read("distrain-0.1.0.dist-info/licenses/LICENSE").decode()
-    assert "distrain = distrain.cli.app:main" in archive.read("distrain-0.1.0.dist-info/entry_points.txt").decode()
+    assert "distrain = distrain.__main__:main" in archive.read("distrain-0.1.0.dist-info/entry_points.txt").decode()
 
 
 def test_an_installed_distrain_lists_its_recipes_from_any_folder(installed: Path, tmp_path: Path) -> None:

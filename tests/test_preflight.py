@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,15 @@ from distrain.trainer.launch.shortcomings import Asked, Seen, notes, problems
 
 NAMES = ("h0", "h1", "h2")
 GIB = 1 << 30
+DEADLINE = 60.0  # seconds
+# The command, with Ctrl-C as at a terminal, whatever the tests were started with.
+HEARS = """
+import signal
+for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(each, signal.default_int_handler if each == signal.SIGINT else signal.SIG_DFL)
+from distrain.cli.app import main
+main()
+"""
 
 
 @pytest.fixture
@@ -144,6 +155,7 @@ def test_a_host_says_all_in_programs_that_are_sent_to_it(ssh: StandIns, tmp_path
     ssh.host("h0", "print('Welcome to h0', flush=True)")
     found = preflight(hosts(1), asked(tmp_path))
     assert (found.problems, found.notes) == ((), ())
+    assert list((tmp_path / "run").iterdir()) == []
     (call,) = ssh.calls
     assert call["argv"][-3:] == ["--", "h0", f"{sys.executable} -"]
     assert "BatchMode=yes" in call["argv"]
@@ -190,6 +202,52 @@ def test_a_host_that_connects_to_nobody_is_told(ssh: StandIns, tmp_path: Path) -
     assert "h0 and h1 are the same machine: take one of them out of the hostfile" in says
     assert any(each.startswith("h0 does not reach h1: ") for each in says)
     assert [each.name for each in (tmp_path / "run").iterdir()] == []
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process has started, in any of its threads."""
+    return [int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
+
+
+def wait_for(met: Callable[[], object]) -> None:
+    until = time.monotonic() + DEADLINE
+    while not met():
+        assert time.monotonic() < until, "the deadline passed"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_asking_in_a_line_and_nothing_stays_behind(number: signal.Signals, ssh: StandIns, tmp_path: Path) -> None:
+    """h0 has answered, and left its note for h1, which hangs."""
+    ssh.host("h1", "import time; time.sleep(1000)")
+    (tmp_path / "hosts").write_text("h0 slots=1\nh1 slots=1\n")
+    words = ["conf=quickstart", "cluster=2x1", "launch=deepspeed", f"launch.hostfile={tmp_path / 'hosts'}", f"log.dir={tmp_path}"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", HEARS, "doctor", *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    wait_for(lambda: list(tmp_path.glob("quickstart/.preflight.*")) and len(children(process.pid)) == 1)
+    (hung,) = children(process.pid)
+    process.send_signal(number)
+    said = process.communicate(timeout=DEADLINE)
+    assert (process.returncode, *said) == (128 + number, "", f"distrain: stopped by {number.name} while the hosts were asked\n")
+    assert not Path(f"/proc/{hung}").exists()
+    assert list((tmp_path / "quickstart").iterdir()) == []
+
+
+def test_a_round_whose_ssh_has_gone_ends_and_removes_its_note(tmp_path: Path) -> None:
+    """It would wait for a host that nobody has (RFC 5737)."""
+    order = {"folder": str(tmp_path), "note": "note", "word": "w", "port": 0, "others": {"h9": ["192.0.2.1", 9, "none"]}}
+    (tmp_path / "note").touch()
+    process = subprocess.Popen([sys.executable, "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(rounds._program({"round": "links", "seconds": 1000, **order}).encode())
+    process.stdin.close()
+    time.sleep(0.2)
+    assert process.poll() is None
+    process.stdout.close()
+    assert process.wait(DEADLINE) == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_python_that_may_not_cross_is_refused_before_any_ssh(ssh: StandIns, tmp_path: Path) -> None:

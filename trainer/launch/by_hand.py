@@ -8,6 +8,7 @@ from .hostfile import Host
 from .words import RANKS, Command, File, Launching, Start, checked
 
 LEAST_NOTICE = 60  # seconds before its time is up that Slurm tells a job so
+LOGS = "what a rank prints is in ranks/N.log of the run folder"
 
 
 def torchrun(start: Start, hosts: Sequence[Host], *, cuda: bool) -> Launching:
@@ -33,8 +34,12 @@ def torchrun(start: Start, hosts: Sequence[Host], *, cuda: bool) -> Launching:
         )
         for number, host in enumerate(hosts)
     ]
-    meet = f"ranks meet at {start.address} port {start.port} (torchrun's static rendezvous)"
-    return Launching(commands=tuple(commands), remarks=(meet, "the run's lines come out at the first host; all hosts see the run folder"))
+    remarks = (
+        f"ranks meet at {start.address} port {start.port} (torchrun's static rendezvous)",
+        f"the run's lines come out at the first host; all hosts see the run folder; {LOGS}",
+        "torchrun exits with 1 where its ranks exit with 75 too: they were told to stop and have saved, and the same commands go on",
+    )
+    return Launching(commands=tuple(commands), remarks=remarks)
 
 
 def slurm(start: Start, *, name: str, nodes: int, gpus: int, cuda: bool, notice: float) -> Launching:
@@ -63,5 +68,9 @@ def slurm(start: Start, *, name: str, nodes: int, gpus: int, cuda: bool, notice:
     return Launching(
         commands=(Command(words=("sbatch", str(file))),),
         files=(File(path=file, text="\n".join(rows) + "\n"),),
-        remarks=("partition, account and time go on sbatch's command line", "all nodes see the run folder"),
+        remarks=(
+            "partition, account and time go on sbatch's command line",
+            f"all nodes see the run folder; {LOGS}",
+            "a job that ends with 75 was told to stop and has saved: submitted again it goes on",
+        ),
     )

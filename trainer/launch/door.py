@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import selectors
@@ -16,9 +17,10 @@ from typing import Self
 from .remote import Remote
 from .ticket import Ticket
 
-LONGEST = 4096  # bytes that a stranger may send
+LONGEST = 512  # bytes of a line of a stranger's
 MEET = 20.0  # seconds that it may take to prove itself
-STRANGERS = 4096  # that may stand at the door at once
+STRANGERS = 4096  # that may stand at the door at once, and then the one that came first is sent away
+PAUSE = 0.1  # seconds, where this process may open no more files and no stranger has one of them
 
 
 class Door:
@@ -67,22 +69,34 @@ class Door:
         now = time.monotonic()
         for late in [stranger for stranger, since in self._strangers.items() if now - since > MEET]:
             self._send_away(late)
-        with contextlib.suppress(OSError):
+        if len(self._strangers) >= STRANGERS:
+            self._send_away(next(iter(self._strangers)))
+        try:
             connection, _ = listener.accept()
-            if len(self._strangers) >= STRANGERS:
-                connection.close()
-                return
-            connection.setblocking(False)
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._make_room()
+            return
+        connection.setblocking(False)
+        with contextlib.suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            stranger = Stranger(connection)
-            self._strangers[stranger] = now
-            self._ears.register(connection, selectors.EVENT_READ, partial(self._hear, stranger))
+        stranger = Stranger(connection)
+        self._strangers[stranger] = now
+        self._ears.register(connection, selectors.EVENT_READ, partial(self._hear, stranger))
+
+    def _make_room(self) -> None:
+        """One file less is open when this returns; where none is a stranger's, the next try comes a moment later."""
+        if self._strangers:
+            self._send_away(next(iter(self._strangers)))
+        else:
+            time.sleep(PAUSE)
 
     def _hear(self, stranger: Stranger) -> None:
-        assert self._ticket is not None
+        if stranger not in self._strangers or self._ticket is None:
+            return  # sent away while it spoke
         try:
             rank = stranger.hear(self._ticket)
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError):
             rank = -1
         if rank is None:
             return
@@ -96,9 +110,9 @@ class Door:
         self._came(remote)
 
     def _send_away(self, stranger: Stranger) -> None:
-        self._ears.unregister(stranger.connection)
-        del self._strangers[stranger]
-        stranger.connection.close()
+        if self._strangers.pop(stranger, None) is not None:
+            self._ears.unregister(stranger.connection)
+            stranger.connection.close()
 
 
 class Stranger:
@@ -112,20 +126,32 @@ class Stranger:
         self._words: tuple[object, ...] = ()
 
     def hear(self, ticket: Ticket) -> int | None:
-        """Take in a line of its; its rank once it has proved it. Raises OSError, ValueError, KeyError or TypeError on anything else."""
+        """Take in some of a line of its; its rank once it has proved it. Raises OSError, and ValueError on any other word."""
         said = self.connection.recv(LONGEST)
         self._heard += said
         if not said or len(self._heard) > LONGEST:
             raise ValueError("no ticket")
         if not self._heard.endswith(b"\n"):
             return None
-        line, self._heard = json.loads(self._heard), b""
+        line, self._heard = _read(self._heard), b""
         if self._rank is not None:
-            if not compare_digest(line["proof"], ticket.proof("rank", *self._words)):
-                raise ValueError("another ticket")
-            return self._rank
-        self._rank, self.port, nonce = int(line["rank"]), int(line["port"]), os.urandom(16).hex()
-        proof = ticket.proof("head", self._rank, line["nonce"], nonce)
-        self._words = (self._rank, line["nonce"], nonce, self.port)
-        self.connection.send(f"{json.dumps({'nonce': nonce, 'proof': proof})}\n".encode())
+            match line:
+                case {"proof": str(proof)} if compare_digest(proof.encode(), ticket.proof("rank", *self._words).encode()):
+                    return self._rank
+            raise ValueError("another ticket")
+        match line:
+            case {"rank": int(rank), "nonce": str(word), "port": int(port)}:
+                self._rank, self.port, nonce = rank, port, os.urandom(16).hex()
+            case _:
+                raise ValueError("no rank")
+        self._words = (rank, word, nonce, port)
+        self.connection.send(f"{json.dumps({'nonce': nonce, 'proof': ticket.proof('head', rank, word, nonce)})}\n".encode())
         return None
+
+
+def _read(line: bytes) -> object:
+    """What a line says; raises ValueError where it is no JSON, or nested too deep to be looked at."""
+    try:
+        return json.loads(line)
+    except RecursionError:
+        raise ValueError("no line") from None

@@ -24,6 +24,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from . import files
 from .crew import Crew, Show
 from .door import Door
 from .ended import FAILED, LOOKED_AT, Ended
@@ -33,12 +34,13 @@ from .launch import hush, signals
 from .log import opened, raised
 from .member import Member, under_keeper
 from .remote import Remote
+from .ssh import Stopped
 from .tether import PING
 from .ticket import NAME, Ticket
 from .watchdog import Watchdog
 from .words import Command, File
 
-COME = 300.0  # seconds for all slots to have come
+COME = 300.0  # seconds for the first slot to come, and for another after the last one
 PART = 8.0  # seconds for the launcher to end by itself after its last rank
 PART_BADLY = 2.0  # after a run that failed
 LOST = 1.0  # seconds that ranks have after another was lost: none can finish its step
@@ -68,14 +70,15 @@ def launch_hosts(
     live: Show | None = None,
     watchdog: Watchdog | None = None,
     began: Callable[[int], None] | None = None,
+    asked: list[tuple[int, float]] | None = None,
 ) -> Ended:
     """Run the ranks until all have ended, and say how: what `launch.launch` is for one machine."""
-    with signals() as asked, _not_stopped(), ExitStack() as stack:
-        crew = HostCrew(asked, stack, show=show, live=live or hush, grace=grace, watchdog=watchdog or Watchdog(), began=began)
+    with signals(asked) as told, _not_stopped(), ExitStack() as stack:
+        crew = HostCrew(told, stack, show=show, live=live or hush, grace=grace, watchdog=watchdog or Watchdog(), began=began)
         try:
             return crew.launched(start)
         except Unreachable as error:
-            return Ended(status=FAILED, ranks=(), says=str(error))
+            return Ended(status=FAILED, ranks=(), says=str(error), hosts=error.hosts)
         except OSError as error:
             return Ended(status=FAILED, ranks=(), says=f"can't be started: {error}")
 
@@ -101,15 +104,13 @@ class HostCrew(Crew):
 
     def launched(self, start: Start) -> Ended:
         """Write the files, start the launcher, wait for all ranks to come, and stay until all have ended."""
-        door = Door(self._ears, self.take)
-        with land([host.name for host in start.hosts]) as landed:
-            ports = door.open({each.head for each in landed})
-            ticket = _ticket(start, [(each.head, ports[each.head]) for each in landed])
-            self._remotes = _seats(start, ticket)
-            door.admit(ticket, self._remotes)
-            on_each(landed, lambda each: each.lay(start.folder, {**start.texts, NAME: ticket.written()}))
-        self._stack.callback((start.folder / NAME).unlink, missing_ok=True)
-        with door, self._pulse():
+        if few := files.allowed(files.held(sum(len(host.slots) for host in start.hosts), len(start.hosts))):
+            return Ended(status=FAILED, ranks=(), says=str(few))
+        with Door(self._ears, self.take) as door, self._pulse():
+            try:
+                self._land(start, door)
+            except Stopped as error:
+                return _stopped(error.number)
             self._start_launcher(start)
             if (failed := self._gathered()) is not None:
                 return failed
@@ -119,6 +120,16 @@ class HostCrew(Crew):
             ended = self.run()
         self._part(PART if ended.status != FAILED else PART_BADLY)
         return ended
+
+    def _land(self, start: Start, door: Door) -> None:
+        """Write the files on all hosts, and open the door to who reads them."""
+        with land([host.name for host in start.hosts], self._asked) as landed:
+            ports = door.open({each.head for each in landed})
+            ticket = _ticket(start, [(each.head, ports[each.head]) for each in landed])
+            self._remotes = _seats(start, ticket)
+            door.admit(ticket, self._remotes)
+            on_each(landed, lambda each: each.lay(start.folder, {**start.texts, NAME: ticket.written()}), self._asked)
+        self._stack.callback((start.folder / NAME).unlink, missing_ok=True)
 
     def _start_launcher(self, start: Start) -> None:
         """Under a keeper of its own, so that it dies with this process, and all that it started here."""
@@ -138,21 +149,27 @@ class HostCrew(Crew):
 
     def _gathered(self) -> Ended | None:
         """Wait until all ranks are there; how the start failed where they don't come."""
-        until = time.monotonic() + COME
+        since = time.monotonic()
         while missing := [remote for remote in self._remotes if not remote.here]:
+            here = len(self._members)
             self._listen()
-            names = ", ".join(f"{remote.rank} on {remote.where}" for remote in missing[:4]) + (" and more" if len(missing) > 4 else "")
+            since = time.monotonic() if len(self._members) > here else since
             if self._asked:
-                number = self._asked[0][0]
-                return Ended(status=128 + number, ranks=(), says=f"stopped by {signal.Signals(number).name} before the ranks had started")
+                return _stopped(self._asked[0][0])
             if lost := next((remote for remote in self._remotes if remote.end is not None), None):
                 says = f"rank {lost.rank} on {lost.where} was lost before all had come: {lost.problem}"
-                return Ended(status=FAILED, ranks=(), rank=lost.rank, says=says)
-            if self._launcher.end or time.monotonic() > until:
-                when = "before it ended" if self._launcher.end else f"within {COME:.0f} s"
-                says = f"DeepSpeed's launcher did not bring rank {names} {when}{_last_words(self._launcher)}"
-                return Ended(status=FAILED, ranks=(), rank=missing[0].rank, says=says, log=self._launcher.log.path)
+                return Ended(status=FAILED, ranks=(), rank=lost.rank, says=says, hosts=(_host(lost),))
+            if self._launcher.end or time.monotonic() > since + COME:
+                return self._not_brought(missing, "before it ended" if self._launcher.end else f"within {COME:.0f} s")
         return None
+
+    def _not_brought(self, missing: Sequence[Remote], when: str) -> Ended:
+        """A start to which ranks did not come. At fault are their hosts, unless none has brought all of its ranks."""
+        names = ", ".join(f"{remote.rank} on {remote.where}" for remote in missing[:4]) + (" and more" if len(missing) > 4 else "")
+        says = f"DeepSpeed's launcher did not bring rank {names} {when}{_last_words(self._launcher)}"
+        lacking = dict.fromkeys(map(_host, missing))
+        hosts = tuple(lacking) if set(map(_host, self._remotes)) - set(lacking) else ()
+        return Ended(status=FAILED, ranks=(), rank=missing[0].rank, says=says, log=self._launcher.log.path, hosts=hosts)
 
     def _listen(self) -> None:
         super()._listen()
@@ -207,6 +224,14 @@ class HostCrew(Crew):
             self._listen()
 
 
+def _stopped(number: int) -> Ended:
+    return Ended(status=128 + number, ranks=(), says=f"stopped by {signal.Signals(number).name} before the ranks had started", asked=True)
+
+
+def _host(remote: Remote) -> str:
+    return remote.where.partition(" ")[0]
+
+
 def _ticket(start: Start, doors: Sequence[tuple[str, int]]) -> Ticket:
     slots = [host.slots for host in start.hosts]
     return Ticket(token=secrets.token_hex(32), doors=doors, slots=slots, command=start.command, environment=start.handed)
@@ -234,8 +259,8 @@ def _meeting(remotes: Sequence[Remote]) -> str:
 def _last_words(launcher: Member) -> str:
     """Why the launcher did not do it, by its log, in which pdsh puts the host before each line."""
     lines = [line.partition(": ")[2] if line.partition(": ")[0].isidentifier() else line for line in launcher.log.last_lines(LOOKED_AT)]
-    said = raised(lines) or next((line for line in reversed(lines) if line), "")
-    return f": {' '.join(said.split())[:400]}; its log is {launcher.log.path}"
+    said = raised(lines) or next((line for line in reversed(lines) if line and "[INFO]" not in line), "")
+    return f"{': ' if said else ''}{' '.join(said.split())[:400]}; its log is {launcher.log.path}"
 
 
 def _write(file: File) -> None:

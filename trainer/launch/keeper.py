@@ -11,6 +11,9 @@ tree is launching process -> keeper -> rank, each in a session of its own, becau
 
 A rank with PR_SET_PDEATHSIG alone would die before it could end its own children.
 
+A program that finishes what it is at when it is asked to stop is not there to hear it while it is being loaded, which takes
+torch seconds. Those of DEFERRING are started with STOPS held back: what comes meanwhile they get when they let it come (stop.py).
+
 The last line of the control pipe is the keeper's: {"ended": exit status, or minus a signal}.
 """
 
@@ -26,6 +29,8 @@ import time
 
 PDEATHSIG, CHILD_SUBREAPER = 1, 36  # prctl(2)
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
+STOPS = (signal.SIGTERM, signal.SIGINT)
+DEFERRING = frozenset({"distrain.trainer.loop.rank"})  # words of a command
 PATIENCE = 5.0  # seconds for orphans to die of SIGKILL
 CANNOT_START = 127  # the exit status that shells give a command that isn't there
 
@@ -73,7 +78,7 @@ def _become(command: list[str], keeper: int) -> None:
         signal.set_wakeup_fd(-1)
         _prctl(PDEATHSIG, signal.SIGKILL)
         if os.getppid() == keeper:  # else it died before the kernel was told
-            signal.pthread_sigmask(signal.SIG_SETMASK, ())
+            signal.pthread_sigmask(signal.SIG_SETMASK, () if DEFERRING.isdisjoint(command) else STOPS)
             os.execvp(command[0], command)
     except OSError as error:
         os.write(2, f"can't start {command[0]}: {error.strerror}\n".encode())

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from .words import SSH, crosses
+from .launch import signals
+from .ssh import Ssh, Stopped, Told, at_once
+from .words import crosses
 
 LANDING = Path(__file__).with_name("landing.py")
-AT_ONCE = 64
-PATIENCE = 60.0  # seconds for a host to write a few files
-Answer = TypeVar("Answer")
+PATIENCE = 60.0  # seconds for a host to answer, and to write a few files
+BACK = 5.0  # seconds to remove them
 
 
 class Unreachable(Exception):
@@ -39,10 +40,8 @@ class Landed:
             "-S",
             crosses(str(LANDING), "the path", ""),
         )
-        pipe = subprocess.PIPE
-        self._ssh = subprocess.Popen(
-            ["ssh", *SSH, "--", name, " ".join(words)], stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
-        )
+        self.ssh = Ssh(name, " ".join(words))
+        self._process = self.ssh.process
 
     def meet(self) -> None:
         """Learn the addresses: `head` is where the host sees this machine, `address` where it is seen. Raises OSError."""
@@ -57,6 +56,12 @@ class Landed:
         self._say({"folder": str(folder), "files": dict(files)})
         self._answer("written")
 
+    def keep(self) -> None:
+        """Have those stay that were written: all hosts have theirs. Raises OSError."""
+        if self._laid:
+            self._say("keep")
+            self._answer("kept")
+
     def take_back(self) -> None:
         """Have those removed that were written. Raises OSError."""
         if self._laid:
@@ -64,15 +69,15 @@ class Landed:
             self._answer("removed")
 
     def _say(self, words: object) -> None:
-        assert self._ssh.stdin is not None
-        self._ssh.stdin.write(f"{json.dumps(words)}\n".encode())
-        self._ssh.stdin.flush()
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{json.dumps(words)}\n".encode())
+        self._process.stdin.flush()
 
     def _answer(self, word: str) -> Any:
         """What it says under this word; what a login prints before it is passed over."""
-        assert self._ssh.stdout is not None
-        assert self._ssh.stderr is not None
-        for line in self._ssh.stdout:
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        for line in self._process.stdout:
             try:
                 said = json.loads(line)
             except ValueError:
@@ -81,58 +86,62 @@ class Landed:
                 raise OSError(said["problem"])
             if isinstance(said, dict) and word in said:
                 return said[word]
-        lines = self._ssh.stderr.read().decode(errors="replace").splitlines()
+        lines = self._process.stderr.read().decode(errors="replace").splitlines()
         raise OSError(next((line.strip() for line in reversed(lines) if line.strip()), "ssh ended without a word"))
-
-    def close(self) -> None:
-        """Leave the host."""
-        self._ssh.kill()
-        self._ssh.wait()
-        for pipe in (self._ssh.stdin, self._ssh.stdout, self._ssh.stderr):
-            with suppress(OSError):
-                pipe.close()  # type: ignore[union-attr]
 
 
 @contextmanager
-def land(names: Sequence[str]) -> Iterator[list[Landed]]:
+def land(names: Sequence[str], told: Told = ()) -> Iterator[list[Landed]]:
     """An ssh to each host at once, for as long as the block runs; where it fails, what was written is removed again.
 
-    Raises Unreachable with all that can't be reached.
+    Raises Unreachable with all that can't be reached, Stopped once something is `told`, and OSError where ssh can't be started.
     """
-    landed = [Landed(name) for name in names]
+    landed: list[Landed] = []
     try:
-        on_each(landed, Landed.meet)
+        for name in names:
+            landed.append(Landed(name))
+        on_each(landed, Landed.meet, told)
         yield landed
+        on_each(landed, Landed.keep, told)
     except BaseException:
         with suppress(Unreachable):
-            on_each(landed, Landed.take_back)
+            on_each(landed, Landed.take_back, seconds=BACK)
         raise
     finally:
         for each in landed:
-            each.close()
+            each.ssh.close()
 
 
-def reachable(names: Sequence[str]) -> tuple[str, ...]:
-    """Those of these hosts that take an ssh."""
-    try:
-        with land(names):
-            return tuple(names)
-    except Unreachable as error:
-        return tuple(name for name in names if name not in error.hosts)
+def reachable(names: Sequence[str], told: list[tuple[int, float]] | None = None) -> tuple[str, ...]:
+    """Those of these hosts that take an ssh and answer; none once something is `told`. Without `told` a signal does its work afterwards."""
+    with signals(told) as heard:
+        try:
+            with land(names, heard):
+                found = tuple(names)
+        except Unreachable as error:
+            found = tuple(name for name in names if name not in error.hosts)
+        except (OSError, Stopped):
+            found = ()
+    if heard and told is None:
+        os.kill(os.getpid(), heard[0][0])
+    return found
 
 
-def on_each(landed: Sequence[Landed], act: Callable[[Landed], object]) -> None:
-    """Do it on all hosts at once. Raises Unreachable with all on which it failed."""
+def on_each(landed: Sequence[Landed], act: Callable[[Landed], object], told: Told = (), seconds: float | None = None) -> None:
+    """Do it on all hosts at once, within PATIENCE. Raises Unreachable with all on which it failed, Stopped once something is told."""
+    most = PATIENCE if seconds is None else seconds
 
-    def tried(each: Landed) -> str | None:
+    def tried(each: Landed) -> str:
         try:
             act(each)
         except (OSError, ValueError) as error:
-            return str(error)
-        return None
+            return str(error) or repr(error)
+        return ""
 
-    with ThreadPoolExecutor(max_workers=AT_ONCE) as pool:
-        said = [(each.name, why) for each, why in zip(landed, pool.map(tried, landed), strict=True) if why]
+    answers = at_once([(each.ssh, partial(tried, each)) for each in landed], most, lambda: bool(told))
+    if told:
+        raise Stopped(told[0][0])
+    said = [(each.name, why) for each, why in zip(landed, answers, strict=True) if why != ""]
     if said:
-        more = f"; and so for {len(said) - 4} more" if len(said) > 4 else ""
-        raise Unreachable([name for name, _ in said], "; ".join(f"{name} can't be used: {why}" for name, why in said[:4]) + more)
+        tell = "; ".join(f"{name} can't be used: {f'no answer in {most:.0f} s' if why is None else why}" for name, why in said[:4])
+        raise Unreachable([name for name, _ in said], tell + (f"; and so for {len(said) - 4} more" if len(said) > 4 else ""))

@@ -2,11 +2,13 @@
 
 What it is to write comes on stdin, so that nothing of it is seen on a command line: {"folder": RUN_DIR, "files": {name: text}}.
 It answers a JSON object a line: {"connection": what SSH_CONNECTION says}, then {"written": true} or {"problem": why not}.
-Files are its user's alone. A second line on stdin has those removed that it wrote; the answer is {"removed": true}.
+Files are its user's alone. What it wrote stays if a second line on stdin is "keep", answered with {"kept": true}; anything else, or
+the end of stdin because the head has gone, has it removed: {"removed": true}.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -34,10 +36,13 @@ def main() -> None:
         _tell({"problem": f"{order['folder']}: {error.strerror}"})
     else:
         _tell({"written": True})
-    if sys.stdin.readline():  # another host could not write
-        for path, content in written.items():
-            if _has(path, content):
-                os.remove(path)
+    if sys.stdin.readline() == '"keep"\n':
+        _tell({"kept": True})
+        return
+    for path, content in written.items():  # another host could not write, or the head is no more
+        if _has(path, content):
+            os.remove(path)
+    with contextlib.suppress(OSError):
         _tell({"removed": True})
 
 

@@ -1,18 +1,21 @@
 """A rank's own hold on its lifeline: when the launching process is gone, the rank ends its whole process group.
 
-The keeper does the same from outside; this is for when the keeper is stopped or dead as well, and for a rank that
-another launcher started, which can hand it any file descriptor that ends when it dies: a pipe, a socket.
+The keeper does the same from outside; this is for when the keeper is stopped or dead as well. A process without a lifeline can
+at least die with its parent.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import signal
+import sys
 import threading
 from collections.abc import Mapping
 
 VARIABLE = "DISTRAIN_LIFELINE_FD"
+PDEATHSIG = 1  # prctl(2)
 
 
 def hold_from_environment(environment: Mapping[str, str] = os.environ) -> threading.Thread | None:
@@ -26,6 +29,14 @@ def hold(fd: int) -> threading.Thread:
     thread = threading.Thread(target=_outlive, args=(fd,), name="lifeline", daemon=True)
     thread.start()
     return thread
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies, whose id this was; at once where it has died already. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _outlive(fd: int) -> None:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import secrets
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from ..spec.problem import Problem
-from . import probe
+from . import files, probe
 from .hostfile import Host
+from .launch import signals
 from .shortcomings import ELEMENTS, Asked, Seen, missing_sum, notes, problems, unreached
-from .words import LETTERS, SSH, crosses
+from .ssh import Ssh, Stopped, Told, at_once
+from .words import LETTERS, crosses
 
 FACTS, LINKS, REDUCED = 30.0, 20.0, 120.0  # seconds that a round may take; the last imports torch
+CLEARED = 3.0  # seconds to remove what a round left that was broken off
 LONGER = 5.0  # seconds beyond them, for ssh
 
 
@@ -33,67 +36,74 @@ class Report:
 
 
 def preflight(hosts: Sequence[Host], asked: Asked) -> Report:
-    """Ask all hosts. Nothing is left on them but the run's folder."""
+    """Ask all hosts. Nothing is left on them but the run's folder; raises Stopped once this process is told to stop."""
     crosses(asked.python, "the Python", f"install distrain at a path of {LETTERS}")
     seen = [Seen(host=host) for host in hosts]
-    with Calls(asked.python) as calls:
-        marks = [f".preflight.{secrets.token_hex(8)}" for _ in seen]
+    if few := files.allowed(files.held(0, len(hosts))):
+        return Report(seen=tuple(seen), problems=(few,), notes=())
+    with signals() as told:
+        calls = Calls(asked.python, told)
+        marks = {each.name: f".preflight.{secrets.token_hex(8)}" for each in seen}
         _facts(seen, asked, marks, calls)
         there = [each for each in seen if each.facts is not None]
         if len(seen) > 1:
-            _links(there, asked, {each.name: mark for each, mark in zip(seen, marks, strict=True)}, calls)
+            _links(there, asked, marks, calls)
+            _clear(there, asked, marks)
         found = [*problems(seen, asked)]
         rate = None
         if len(seen) > 1 and not found:
             rate = _reduced(seen, asked, calls)
             found += missing_sum(seen, asked)
+        if told:
+            raise Stopped(told[0][0])
     return Report(seen=tuple(seen), problems=tuple(found), notes=tuple(notes(seen, asked, rate)), rate=rate)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a host said, or why it said nothing; on this machine's clock it was asked at `began`, `seconds` before its answer."""
+
+    said: dict[str, Any] | str
+    began: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class Calls:
-    """ssh to several hosts at once, each running a program of `probe.py`; none is left when the block ends."""
+    """ssh to several hosts at once, each running a program of `probe.py`, until something is `told`."""
 
-    def __init__(self, python: str) -> None:
-        self._python = python
-        self._running: set[subprocess.Popen[bytes]] = set()
+    python: str
+    told: Told = ()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for each in list(self._running):
-            each.kill()
-
-    def all(self, rows: Sequence[tuple[str, dict[str, Any]]], seconds: float) -> list[dict[str, Any] | str]:
-        """The answer to each (host, order), or why there is none."""
-        if not rows:
-            return []
-        with ThreadPoolExecutor(max_workers=len(rows)) as pool:
-            try:
-                return list(pool.map(lambda row: self._one(row[0], row[1], seconds), rows))
-            except BaseException:
-                self.__exit__()
-                raise
-
-    def _one(self, name: str, order: dict[str, Any], seconds: float) -> dict[str, Any] | str:
-        program = _program(order | {"seconds": seconds})
-        pipe = subprocess.PIPE
+    def all(self, rows: Sequence[tuple[str, dict[str, Any]]], seconds: float) -> list[Answer]:
+        """The answer to each (host, order). None of them is left when this returns; nobody is asked any more once something is told."""
+        if self.told:
+            return [Answer(said="not asked") for _ in rows]
+        answers: list[Answer | None] = []
+        begun: list[Ssh] = []
+        acts = []
         try:
-            ssh = subprocess.Popen(
-                ["ssh", *SSH, "--", name, f"{self._python} -"], stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
-            )
-        except OSError as error:
-            return f"ssh can't be started: {error.strerror}"
-        self._running.add(ssh)
-        try:
-            said, wrong = ssh.communicate(program.encode(), timeout=seconds + LONGER)
-        except subprocess.TimeoutExpired:
-            ssh.kill()
-            ssh.communicate()
-            return f"no answer in {seconds + LONGER:.0f} s"
+            for name, order in rows:
+                began, clock = time.monotonic(), time.time()
+                try:
+                    begun.append(Ssh(name, f"{self.python} -"))
+                except OSError as error:
+                    answers.append(Answer(said=f"ssh can't be started: {error.strerror}"))
+                    continue
+                answers.append(None)
+                acts.append((begun[-1], partial(_heard, begun[-1], _program(order | {"seconds": seconds}), began, clock)))
+            heard = iter(at_once(acts, seconds + LONGER, lambda: bool(self.told)))
         finally:
-            self._running.discard(ssh)
-        return _answer(said.decode(errors="replace"), wrong.decode(errors="replace"), ssh.returncode)
+            for each in begun:
+                each.close()
+        late = Answer(said=f"no answer in {seconds + LONGER:.0f} s")
+        return [each or next(heard) or late for each in answers]
+
+
+def _heard(ssh: Ssh, program: str, began: float, clock: float) -> Answer:
+    said, wrong = ssh.process.communicate(program.encode())
+    answer = _answer(said.decode(errors="replace"), wrong.decode(errors="replace"), ssh.process.returncode)
+    return Answer(said=answer, began=clock, seconds=time.monotonic() - began)
 
 
 def _program(order: dict[str, Any]) -> str:
@@ -110,28 +120,30 @@ def _program(order: dict[str, Any]) -> str:
 
 def _answer(said: str, wrong: str, status: int) -> dict[str, Any] | str:
     for line in said.splitlines():
-        if line.startswith(probe.MARK):
-            answer: dict[str, Any] = json.loads(line.removeprefix(probe.MARK))
-            return answer
+        with suppress(ValueError):  # a line that was cut off
+            if line.startswith(probe.MARK):
+                answer: dict[str, Any] = json.loads(line.removeprefix(probe.MARK))
+                return answer
     words = [line.strip() for line in wrong.splitlines() if line.strip()]
     return words[-1] if words else f"ended with {status} and without a word"
 
 
-def _facts(seen: Sequence[Seen], asked: Asked, marks: Sequence[str], calls: Calls) -> None:
-    def ask(each: Seen, mark: str) -> None:
-        began, clock = time.monotonic(), time.time()
-        order = {"round": "facts", "kind": asked.kind, "folder": str(asked.folder), "note": mark}
-        (answer,) = calls.all([(each.name, order)], FACTS)
-        each.seconds = time.monotonic() - began
-        if isinstance(answer, str):
-            each.problems.append(unreached(each.name, answer, asked.python))
-            return
-        each.facts = answer
-        ahead, behind = answer["clock"] - (clock + each.seconds), answer["clock"] - clock
+def _facts(seen: Sequence[Seen], asked: Asked, marks: Mapping[str, str], calls: Calls) -> None:
+    order = {"round": "facts", "kind": asked.kind, "folder": str(asked.folder), "leave": len(seen) > 1}
+    for each, answer in zip(seen, calls.all([(each.name, order | {"note": marks[each.name]}) for each in seen], FACTS), strict=True):
+        each.seconds = answer.seconds
+        if isinstance(answer.said, str):
+            each.problems.append(unreached(each.name, answer.said, asked.python))
+            continue
+        each.facts = answer.said
+        ahead, behind = each.facts["clock"] - (answer.began + each.seconds), each.facts["clock"] - answer.began
         each.drift = max(0.0, ahead) or min(0.0, behind)
 
-    with ThreadPoolExecutor(max_workers=len(seen)) as pool:
-        list(pool.map(ask, seen, marks))
+
+def _clear(seen: Sequence[Seen], asked: Asked, marks: Mapping[str, str]) -> None:
+    """Have the notes removed of those who did not say whom they reach, after which they do it themselves: the round was broken off."""
+    order = {"round": "clear", "folder": str(asked.folder)}
+    Calls(asked.python).all([(each.name, order | {"note": marks[each.name]}) for each in seen if each.links is None], CLEARED)
 
 
 def _links(there: Sequence[Seen], asked: Asked, marks: Mapping[str, str], calls: Calls) -> None:
@@ -152,10 +164,10 @@ def _links(there: Sequence[Seen], asked: Asked, marks: Mapping[str, str], calls:
         for name, (_, port, mark) in rows.items()
     ]
     for each, answer in zip(there, calls.all(orders, LINKS), strict=True):
-        if isinstance(answer, str):
-            each.problems.append(unreached(each.name, answer, asked.python))
+        if isinstance(answer.said, str):
+            each.problems.append(unreached(each.name, answer.said, asked.python))
         else:
-            each.links = answer
+            each.links = answer.said
 
 
 def _reduced(seen: Sequence[Seen], asked: Asked, calls: Calls) -> float | None:
@@ -173,6 +185,6 @@ def _reduced(seen: Sequence[Seen], asked: Asked, calls: Calls) -> float | None:
     }
     rows = [(each.name, order | {"rank": rank, "device": each.host.slots[0]}) for rank, each in enumerate(seen)]
     for each, answer in zip(seen, calls.all(rows, REDUCED), strict=True):
-        each.reduced = {"problem": answer} if isinstance(answer, str) else answer
+        each.reduced = {"problem": answer.said} if isinstance(answer.said, str) else answer.said
     found = [each.reduced["seconds"] for each in seen if each.reduced and "seconds" in each.reduced]
     return 2 * (len(seen) - 1) / len(seen) * 4 * ELEMENTS / max(found) if len(found) == len(seen) else None

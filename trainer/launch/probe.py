@@ -2,6 +2,7 @@
 
 Three rounds, each a program of its own on every host at once: `facts`; `links`, in which each host connects to all others; `reduced`,
 in which one process a host adds up over gloo or NCCL. An answer is a line of JSON behind a mark, whatever a login prints before it.
+A program whose ssh has gone, or whose time is up, ends and leaves nothing; `clear` removes what a `facts` left when no `links` followed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import glob
 import json
 import os
 import platform
+import select
 import shutil
 import signal
 import socket
@@ -28,12 +30,30 @@ TRIES = 3  # all-reduces that are timed, the first apart
 
 
 def main(order: str) -> None:
-    """Answer one round; the process ends by itself at its deadline."""
+    """Answer one round; the process ends by itself at its deadline, or when nobody reads its answer any more."""
     asked = json.loads(order)
-    signal.alarm(int(asked["seconds"]) + 1)
-    answer = {"facts": facts, "links": links, "reduced": reduced}[asked["round"]](asked)
+    signal.alarm(int(asked["seconds"]) + 2)  # for where no thread of Python's gets on
+    threading.Thread(target=_leave, args=(asked,), daemon=True).start()
+    answer = {"facts": facts, "links": links, "reduced": reduced, "clear": clear}[asked["round"]](asked)
     sys.stdout.write(f"\n{MARK}{json.dumps(answer)}\n")
     sys.stdout.flush()
+
+
+def _leave(asked: dict[str, Any]) -> None:
+    """End this process at its deadline or when stdout has no reader, as when its ssh has ended."""
+    watched = select.poll()
+    watched.register(sys.stdout.fileno(), 0)  # POLLERR and POLLHUP are always told
+    watched.poll(1000 * asked["seconds"] + 1000)
+    if "note" in asked:
+        clear(asked)
+    os._exit(1)
+
+
+def clear(asked: dict[str, Any]) -> dict[str, Any]:
+    """Remove the note of this host."""
+    with contextlib.suppress(OSError):
+        os.remove(os.path.join(asked["folder"], asked["note"]))
+    return {}
 
 
 def facts(asked: dict[str, Any]) -> dict[str, Any]:
@@ -41,7 +61,7 @@ def facts(asked: dict[str, Any]) -> dict[str, Any]:
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
-    return {
+    said = {
         "clock": time.time(),
         "versions": versions(),
         "home": [socket.gethostname(), _read("/proc/sys/kernel/random/boot_id")],
@@ -51,6 +71,7 @@ def facts(asked: dict[str, Any]) -> dict[str, Any]:
         "folder": folder(asked["folder"], asked["note"]),
         "port": port,
     }
+    return said if asked.get("leave") else {**said, **clear(asked)}
 
 
 def versions() -> dict[str, str]:
@@ -92,7 +113,7 @@ def cards() -> list[tuple[int, int, int]] | None:
 
 
 def folder(path: str, note: str) -> dict[str, Any]:
-    """Whether the run folder can be written: `note`, a file's name, is left there for the other hosts to see."""
+    """Whether the run folder can be written: `note`, a file's name, is written there for the other hosts to see."""
     try:
         os.makedirs(path, exist_ok=True)
         with open(os.path.join(path, note), "w"):
@@ -125,8 +146,7 @@ def links(asked: dict[str, Any]) -> dict[str, Any]:
             each.join(max(0.0, until + 1 - time.monotonic()))
         while len(heard) < len(others) and time.monotonic() < until:
             time.sleep(0.01)
-    with contextlib.suppress(OSError):
-        os.remove(os.path.join(asked["folder"], asked["note"]))
+    clear(asked)
     return {"reached": reached, "failed": failed, "unseen": unseen}
 
 
@@ -217,6 +237,8 @@ def reduced(asked: dict[str, Any]) -> dict[str, Any]:
             flat[0].item()
             found.append(time.perf_counter() - began)
         dist.barrier()
+        if backend == "nccl":  # ranks exchange words over gloo, which finds its own way between the hosts
+            dist.all_reduce(torch.ones(1), group=dist.new_group(backend="gloo", timeout=wait))
     except (RuntimeError, ValueError) as error:
         return {"problem": (str(error).splitlines() or [repr(error)])[0]}
     return {"seconds": min(found[1:])}

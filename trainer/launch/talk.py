@@ -3,7 +3,8 @@
     {"say": text}        a line for the user (rank 0's are shown)
     {"status": text}     the live line, which replaces the one before (rank 0's is shown)
     {"beat": step}       the rank is at this step
-    {"phase": name}      the rank is at something else than a step, which may take longer: save, evaluate, end
+    {"phase": name}      the rank is at something else than a step, which may take longer: evaluate, save, write, publish, end, at its
+                         start hash, read, compare; said again, it gets on
     {"problem": text}    why the rank is about to end, in one line
     {"done": true}       the rank has done all that it was asked to do
 
@@ -19,18 +20,26 @@ import select
 import stat
 import sys
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from typing import TextIO
 
 VARIABLE = "DISTRAIN_CONTROL_FD"
+BY_HAND = ("say", "problem")  # words that a person reads as they come
+PULSE = 1.0  # seconds between two words that a rank gets on
 STOPPED = 75  # exit status of a rank that was asked to stop and has saved a checkpoint (sysexits.h: try again later)
+
+Pulse = Callable[[str], None]  # is told what goes on, as often as it does
 
 
 class Talk:
-    """A rank's end of the control pipe; without one (a rank run by hand) its words go to stdout."""
+    """A rank's end of the control pipe; without one (a rank run by hand) its lines and its problem go to `out`, else to stdout."""
 
-    def __init__(self, fd: int | None) -> None:
+    def __init__(self, fd: int | None, out: TextIO | None = None) -> None:
         self._fd = fd
+        self._out = out
         self._turn = threading.RLock()  # a signal's handler may speak while its thread does
+        self._pulsed = ("", 0.0)  # what it got on with, and when that was said
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Talk:
@@ -57,6 +66,13 @@ class Talk:
         """This rank begins what is no step, and may take longer."""
         self._send("phase", name, droppable=True)
 
+    def pulse(self, name: str) -> None:
+        """This rank gets on with what is no step; said once a second at the most, from any thread."""
+        now, (before, at) = time.monotonic(), self._pulsed
+        if name != before or now >= at + PULSE:
+            self._pulsed = (name, now)
+            self.phase(name)
+
     def problem(self, text: str) -> None:
         """Why this rank is about to end. The run ends with it: the other ranks are told to stop."""
         self._send("problem", text)
@@ -67,14 +83,18 @@ class Talk:
 
     def _send(self, word: str, what: str | int, *, droppable: bool = False) -> None:
         if self._fd is None:
-            if isinstance(what, str) and word != "phase":
-                sys.stdout.write(f"{what}\n")
-                sys.stdout.flush()
+            if word in BY_HAND:
+                with contextlib.suppress(OSError):  # nobody reads any more
+                    print(what, file=self._out or sys.stdout, flush=True)
             return
         line = f"{json.dumps({word: what})}\n".encode()
         with self._turn:
             if not (droppable and _is_full(self._fd)):
                 _write(self._fd, line)
+
+
+def quiet(_: str) -> None:
+    """The pulse of what nobody waits for."""
 
 
 def _write(fd: int, line: bytes) -> None:

@@ -6,6 +6,7 @@ and logs them. So what crosses there is made here, of SAFE letters alone, and al
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,17 @@ HANDED = (
 OWN = ("CUDA_VISIBLE_DEVICES",)  # of these, what each host sets for itself
 RANKS = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}  # as place.py says
 
+# pdsh as DeepSpeed's runner finds it. When the runner is told to stop it has every host `pkill -f` launchers by their name, those of
+# other runs too. This run's end without that: their guests (guest.py) see to it.
+PDSH = """\
+#!/bin/sh
+for word; do
+    case $word in "pkill "*) exit 0 ;; esac
+done
+PATH=${PATH#"${0%/*}":}
+exec pdsh "$@"
+"""
+
 PORTS = range(20000, 30000)  # below those that Linux hands out itself
 
 
@@ -49,24 +61,31 @@ class File:
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """Words to be run on a host ("": this one), in a folder, with variables added to the environment, `without` taken from it."""
+    """Words to be run on a host ("": this one), in a folder, with variables added to the environment, `without` taken from it.
+
+    Programs are looked for in `first` before PATH: a folder, from where it runs.
+    """
 
     words: tuple[str, ...]
     where: str = ""
     folder: Path | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     without: tuple[str, ...] = ()
+    first: str = ""
 
     def __str__(self) -> str:
         """As a line that a shell runs."""
-        before = [*(f"-u {name}" for name in self.without), *(f"{key}={shlex.quote(value)}" for key, value in self.environment.items())]
+        unset = [f"-u {shlex.quote(name)}" for name in self.without]
+        before = [*unset, *(f"{key}={shlex.quote(value)}" for key, value in self.environment.items())]
+        before += [f'PATH={shlex.quote(self.first)}:"$PATH"'] if self.first else []
         line = shlex.join(self.words)
         line = f"env {' '.join(before)} {line}" if self.without else " ".join([*before, line])
         return f"cd {shlex.quote(str(self.folder))} && {line}" if self.folder else line
 
     def surroundings(self, environment: Mapping[str, str]) -> dict[str, str]:
         """The whole environment of the command, started from one like this."""
-        return {key: value for key, value in environment.items() if key not in self.without} | dict(self.environment)
+        path = {"PATH": f"{self.first}:{environment.get('PATH', os.defpath)}"} if self.first else {}
+        return {key: value for key, value in environment.items() if key not in self.without} | dict(self.environment) | path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +132,7 @@ def checked(start: Start) -> Start:
         (start.python, "the Python", "install distrain at a path of these"),
         (str(start.folder), "the run folder", "set name and log.dir to ones of these"),
         (start.address, "launch.address", "set it to a name or address of the first host"),
-        *((each, "the argument", "") for each in (start.module, *start.arguments) if str(start.folder) not in each),
+        *((each.removeprefix(str(start.folder)), "the argument", "") for each in (start.module, *start.arguments)),
     ):
         try:
             crosses(word, what, mend)
@@ -138,6 +157,8 @@ def deepspeed(start: Start, hosts: Sequence[Host], environment: Mapping[str, str
     """A run through DeepSpeed's launcher, over `runner` (pdsh, openmpi); raises Unreadable where something may not cross."""
     checked(start)
     own = start.own
+    # it is started there, and pastes what the system calls the place
+    crosses(os.path.realpath(own), "the launcher's folder, which is", "set log.dir to a folder of these, links followed")
     options = ["--hostfile", str(own / "hosts"), "--launcher", runner, "--force_multi", "--no_ssh_check", "--no_local_rank"]
     if not all(host.whole for host in hosts):
         if runner != "pdsh":
@@ -157,11 +178,13 @@ def deepspeed(start: Start, hosts: Sequence[Host], environment: Mapping[str, str
                     "PDSH_SSH_ARGS_APPEND": " ".join([*environment.get("PDSH_SSH_ARGS_APPEND", "").split(), *SSH]),
                 },
                 without=_pasted(environment),
+                first="." if runner == "pdsh" else "",  # own may hold a colon, which no folder of PATH can
             ),
         ),
         files=(
             File(path=own / "hosts", text=written(hosts)),
             File(path=own / "exports", text="".join(f"{key}={value}\n" for key, value in exports.items())),
+            *([File(path=own / "pdsh", text=PDSH, mode=0o700)] if runner == "pdsh" else []),
         ),
         remarks=(
             "fit has what it starts come to it with a ticket that it leaves on each host over ssh: without it nothing trains",

@@ -1,0 +1,48 @@
+"""What a run prints, which can't end it: where a stream takes no more, what is written there goes nowhere from then on."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from typing import TextIO
+
+
+def show(words: str) -> None:
+    """A line of a run on stdout, in the place of the live one."""
+    live("")
+    wrong = _write(sys.stdout, f"{words}\n")
+    if wrong is not None and not isinstance(wrong, BrokenPipeError):
+        tell(f"distrain: can't write to stdout: {wrong.strerror}; what it would say is dropped")
+
+
+def live(words: str) -> None:
+    """The live line on stderr, over itself: on a terminal only."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        _write(sys.stderr, f"\r\x1b[K{words}")
+
+
+def tell(words: str) -> None:
+    """A line on stderr."""
+    _write(sys.stderr, f"{words}\n")
+
+
+def _write(stream: TextIO | None, text: str) -> OSError | None:
+    """Write and flush; why the stream has been given up."""
+    try:
+        if stream is not None:
+            stream.write(text)
+            stream.flush()
+    except BlockingIOError:
+        return None  # it may take the next one
+    except OSError as error:
+        give_up(stream)
+        return error
+    return None
+
+
+def give_up(stream: TextIO | None) -> None:
+    """What a stream still holds, and all that is written to it from now on, goes nowhere; at the interpreter's end too."""
+    if stream is not None:
+        with suppress(OSError), open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())
