@@ -129,7 +129,7 @@ def module_and_batches(run: Run) -> tuple[Any, Batches]:
 
     from ..trainer.loop.data.batches import Batches
     from ..trainer.loop.data.prepare import cache_folder, prepare
-    from ..trainer.loop.rank import DTYPES
+    from ..trainer.loop.start import DTYPES
     from ..trainer.models.build import build
 
     corpus = prepare(

@@ -247,34 +247,34 @@ def table(outcomes: Sequence[Outcome]) -> Iterator[str]:
 
 
 def main() -> None:
-    said = dict(word.partition("=")[::2] for word in sys.argv[1:])
-    number, over, seed = int(said.get("faults", 200)), int(said.get("hosts", 40)), int(said.get("seed", 1))
-    folder = Path(said["folder"]).resolve() if "folder" in said else Path(mkdtemp(prefix="faults-"))
+    given = dict(word.partition("=")[::2] for word in sys.argv[1:])
+    number, over, seed = int(given.get("faults", 200)), int(given.get("hosts", 40)), int(given.get("seed", 1))
+    folder = Path(given["folder"]).resolve() if "folder" in given else Path(mkdtemp(prefix="faults-"))
     root, none, began = os.geteuid() == 0, missing(), time.monotonic()
     if none and over:
         print(f"no faults over hosts: {none}")
         over = 0
     outcomes: list[Outcome] = []
-    broken = 0
+    wrong = 0
     with ExitStack() as stack:
-        disk = Disk(folder / "local") if root else None
-        if disk:
-            stack.callback(disk.close)
-        campaign = Campaign(Ground(folder / "local" / "runs"), disk, print)
-        outcomes += _suffered(campaign, drawn(number - over, seed, "local", without=() if root else ("full",)))
-        broken += campaign.broken
-    if over:
-        with Hosts(2, folder / "hosts") as hosts:
-            campaign = Campaign(OverHosts(folder / "over", hosts), None, print)
-            outcomes += _suffered(campaign, drawn(over, seed, "hosts"))
-            broken += campaign.broken
+        grounds = list[tuple[Ground, Disk | None, list[Fault]]]()
+        if number > over:
+            disk = Disk(folder / "local") if root else None
+            stack.callback(disk.close if disk else bool)
+            faults = drawn(number - over, seed, "local", without=() if root else ("full",))
+            grounds.append((Ground(folder / "local" / "runs"), disk, faults))
+        if over:
+            hosts = stack.enter_context(Hosts(2, folder / "hosts"))
+            grounds.append((OverHosts(folder / "over", hosts), None, drawn(over, seed, "hosts")))
+        for ground, disk, faults in grounds:
+            campaign = Campaign(ground, disk, print)
+            outcomes += _suffered(campaign, faults)
+            wrong += campaign.broken
     print("\n".join(table(outcomes)))
-    broken += sum(bool(each.broken) for each in outcomes)
-    seconds = time.monotonic() - began
-    print(
-        f"{len(outcomes)} faults (seed {seed}) in {seconds:,.0f} s: after {broken or 'none'} of them something was not as it must be; folder {folder}"
-    )
-    sys.exit(bool(broken))
+    wrong += sum(bool(each.broken) for each in outcomes)
+    said = f"after {wrong or 'none'} of them something was not as it must be"
+    print(f"{len(outcomes)} faults (seed {seed}) in {time.monotonic() - began:,.0f} s: {said}; folder {folder}")
+    sys.exit(bool(wrong))
 
 
 def _suffered(campaign: Campaign, faults: Sequence[Fault]) -> Iterator[Outcome]:

@@ -21,7 +21,7 @@ from distrain.trainer.engines.engine import Stepped
 from distrain.trainer.engines.pipe import PipeEngine
 from distrain.trainer.launch.talk import Talk
 from distrain.trainer.loop.pool import serve
-from distrain.trainer.loop.rank import DTYPES
+from distrain.trainer.loop.start import DTYPES
 from distrain.trainer.parallel.entropy import IGNORED
 from distrain.trainer.parallel.grid import Grid, grid
 from distrain.trainer.parallel.ledger import Ledger
@@ -46,7 +46,7 @@ def batch(run: Run, step: int) -> tuple[Tensor, Tensor, int]:
 
 def work(path: Path, talk: Talk) -> int:
     """What a rank does."""
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # as trainer/loop/rank.py
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # as trainer/loop/start.py
     run, job = msgspec.json.decode(path.read_bytes(), type=Run), json.loads((path.parent / "job.json").read_text())
     world = join("cpu")
     mesh = Mesh(pp=run.parallel.pp, dp=world.size // (run.parallel.pp * run.parallel.tp), tp=run.parallel.tp)

@@ -13,7 +13,7 @@ HEAD = """\
 #!{python} -IS
 import json, os, sys
 with open({log!r}, "a") as log:
-    log.write(json.dumps({{"argv": sys.argv, "environment": dict(os.environ)}}) + "\\n")
+    log.write(json.dumps({{"argv": sys.argv, "environment": dict(os.environ), "folder": os.getcwd()}}) + "\\n")
 """
 # ssh that runs the command on this machine, as a shell that only knows the host's name.
 SSH = """\
@@ -23,6 +23,18 @@ os.environ["SSH_CONNECTION"] = "127.0.0.1 1 127.0.0.1 22"
 if os.path.exists(here):
     exec(open(here).read())
 os.execvp("sh", ["sh", "-c", command])
+"""
+# pdsh that has a shell of this machine read the command for each host
+PDSH = """\
+import subprocess
+at = sys.argv.index("-w") + 1
+for number, host in enumerate(sys.argv[at].split(",")):
+    subprocess.run(["sh", "-c", " ".join(sys.argv[at + 1 :]).replace("%n", str(number)).replace("%h", host)])
+"""
+# a Python that does nothing but land
+PYTHON = """\
+if sys.argv[1:3] == ["-I", "-S"]:
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
 # what stands for sbatch's own: the job's nodes, and a process a task
 SCONTROL = """\
@@ -37,6 +49,9 @@ started = [
     subprocess.Popen(command, env={**os.environ, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % each)}) for rank in range(tasks)
 ]
 sys.exit(max(abs(task.wait()) for task in started))
+"""
+SBATCH = """\
+os.execvp("bash", ["bash", sys.argv[1]])
 """
 QUIET = ""
 
@@ -63,7 +78,7 @@ class StandIns:
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        """How the commands were called: {"argv", "environment"}."""
+        """How the commands were called: {"argv", "environment", "folder"}."""
         return [json.loads(line) for line in self._log.read_text().splitlines()] if self._log.exists() else []
 
     def forget(self) -> None:

@@ -14,6 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,10 @@ def start(folder: Path) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-c", HEAD, str(folder), RANK], env=marked, stdout=log, stderr=log, start_new_session=True)
 
 
+def over(process: subprocess.Popen[bytes]) -> bool:
+    return process.poll() is not None
+
+
 def test_whatever_watches_over_ranks_survives_what_is_drawn(tmp_path: Path) -> None:
     """The seconds of a whole run are drawn over: its start, its steps, its end."""
     ground = Ground(tmp_path / "ground")
@@ -94,7 +99,7 @@ def test_whatever_watches_over_ranks_survives_what_is_drawn(tmp_path: Path) -> N
         folder = ground.folder / str(fault.number)
         folder.mkdir()
         began, head = time.monotonic(), start(folder)
-        wait(lambda head=head: head.poll() is not None, 2.0 * fault.moment)
+        wait(partial(over, head), 2.0 * fault.moment)
         there = ground.processes()
         whom = fault.of(sorted({role(words, whole="launch(") for words in there.values()})) if there else "nobody"
         for pid in sorted(pid for pid, words in there.items() if role(words, whole="launch(") == whom)[:1]:
@@ -103,7 +108,7 @@ def test_whatever_watches_over_ranks_survives_what_is_drawn(tmp_path: Path) -> N
                 time.sleep(0.5)
                 send(pid, signal.SIGCONT)
         said = f"{fault} of {whom} after {time.monotonic() - began:.1f} s"
-        assert wait(lambda head=head: head.poll() is not None, DEADLINE), said
+        assert wait(partial(over, head), DEADLINE), said
         assert wait(lambda: not ground.processes(), DEADLINE), f"{said}: {ground.processes()}"
         log = (folder / "log").read_text()
         assert head.returncode in allowed(fault, whom), f"{said}: {head.returncode}\n{log}"

@@ -188,7 +188,10 @@ def processes(folder: Path) -> dict[int, str]:
     found = {}
     for each in Path("/proc").glob("[0-9]*"):
         try:
-            command, environment = (each / "cmdline").read_text(errors="replace"), (each / "environ").read_text(errors="replace").split("\0")
+            command, environment = (
+                (each / "cmdline").read_text(errors="replace"),
+                (each / "environ").read_text(errors="replace").split("\0"),
+            )
         except OSError:
             continue
         if str(folder) in command:

@@ -1,4 +1,4 @@
-"""`show --launch` prints what starts a run, and it does; what a user wrote reaches a shell, here or on a host, as itself or not at all."""
+"""`show --launch` prints what starts a run, and it does."""
 
 from __future__ import annotations
 
@@ -7,23 +7,13 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as some
 
 from distrain.cli.app import command
-from distrain.cli.launching import launching, script
-from distrain.cli.load import load
-from distrain.tests.stand_ins import QUIET, SCONTROL, SRUN, StandIns
-from distrain.trainer.launch.hostfile import Host
-from distrain.trainer.launch.words import LETTERS, PORTS, SAFE, Start, crosses, deepspeed, handed, port_of
-from distrain.trainer.spec.problem import Unreadable
-from distrain.trainer.spec.run import Run
+from distrain.tests.stand_ins import SBATCH, SCONTROL, SRUN, StandIns
+from distrain.trainer.launch.words import PORTS, handed, port_of
 
 SMALL = (
     "model=tiny",
@@ -35,34 +25,6 @@ SMALL = (
     "optim.warmup=0",
     "log.every=1",
 )
-EVIL = (
-    "; touch pwned",
-    "$(touch pwned)",
-    "`touch pwned`",
-    "'\"",
-    "a b",
-    "\ntouch pwned\n",
-    "|touch pwned",
-    "&& touch pwned",
-    "-oProxyCommand=x",
-    "*",
-    "%h",
-    "~",
-    "é",
-)
-
-hostile = some.builds(
-    "".join,
-    some.lists(
-        some.sampled_from(EVIL) | some.text(some.characters(codec="utf-8", exclude_characters="\0/"), max_size=8), min_size=1, max_size=3
-    ),
-)
-plain = some.text("abz09._-", min_size=1, max_size=8).map(lambda word: f"w{word}")
-
-
-def mostly(tame: some.SearchStrategy[str]) -> some.SearchStrategy[str]:
-    """Tame words, but for one in eight."""
-    return some.integers(0, 7).flatmap(lambda at: hostile if at == 7 else tame)
 
 
 def shown(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -185,7 +147,7 @@ def trained(folder: Path) -> list[float]:
 def test_what_is_printed_trains(tmp_path: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """torchrun on two hosts that are this machine; Slurm with stand-ins for its own commands; both as plain ranks do."""
     stand_ins = StandIns(tmp_path / "stand-ins")
-    for name, does in {"scontrol": SCONTROL, "srun": SRUN, "sbatch": "os.execvp('bash', ['bash', sys.argv[1]])\n"}.items():
+    for name, does in {"scontrol": SCONTROL, "srun": SRUN, "sbatch": SBATCH}.items():
         stand_ins.put(name, does)
     environment = {
         **os.environ,
@@ -206,142 +168,3 @@ def test_what_is_printed_trains(tmp_path: Path, here: Path, capsys: pytest.Captu
         losses[launch] = trained(tmp_path / launch / "quickstart")
     assert len(losses["local"]) == 2
     assert losses["torchrun"] == losses["slurm"] == losses["local"]
-
-
-# Nothing crosses but what we made
-
-
-@given(hostile | plain)
-def test_a_word_crosses_as_it_is_or_not_at_all(word: str) -> None:
-    try:
-        assert crosses(word, "the word", "choose another") == word
-    except Unreadable as error:
-        (problem,) = error.problems
-        assert not SAFE.fullmatch(word) or word.startswith("-")
-        assert LETTERS in problem.says or "no word to cross" in problem.says
-    else:
-        assert SAFE.fullmatch(word)
-        assert not word.startswith("-")
-
-
-@pytest.fixture(scope="module")
-def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> StandIns:
-    """ssh, pdsh and mpirun that note what they are given."""
-    made = StandIns(tmp_path_factory.mktemp("stand-ins"))
-    for name in ("ssh", "pdsh", "mpirun", "ompi_info", "python"):
-        made.put(name, QUIET)
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    return made
-
-
-# What DeepSpeed's launcher may have a remote shell read: its own few words around ours.
-REMOTE = re.compile(r"(export [A-Z_]+=[A-Za-z0-9._/=:-]*; )+ ?cd [A-Za-z0-9._/=:-]+;( ([A-Za-z0-9._/=:-]+|--node_rank=%n))+")
-names = some.sampled_from(
-    ["MLFLOW_X", "PYTHONSTARTUP", "PYTHONWARNINGS", "MV2_X", "UCX_NET", "NCCL_DEBUG", "WANDB_API_KEY", "PATHLIKE", "PYTHONPATH"]
-)
-
-
-@settings(max_examples=60)
-@given(
-    environment=some.dictionaries(names, hostile | plain, max_size=4),
-    folder=mostly(plain),
-    host=plain,
-    address=mostly(plain),
-    python=mostly(some.just(sys.executable)),
-    runner=some.sampled_from(["pdsh", "openmpi"]),
-)
-def test_no_hostile_word_reaches_a_remote_shell_through_deepspeeds_launcher(
-    environment: dict[str, str],
-    folder: str,
-    host: str,
-    address: str,
-    python: str,
-    runner: str,
-    stand_ins: StandIns,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    from deepspeed.launcher import runner as theirs
-
-    stand_ins.forget()
-    at = tmp_path_factory.mktemp("runs") / folder
-    start = Start(
-        module="distrain.trainer.launch.guest", arguments=(f"{at}/run.json",), python=python, folder=at, address=address, port=4242
-    )
-    hosts = [Host(name=name, slots=(0, 1)) for name in (host, f"{host}x")]
-    try:
-        made = deepspeed(start, hosts, environment, (), runner)
-    except Unreadable:
-        return
-    (command,) = made.commands
-    for file in made.files:
-        file.path.parent.mkdir(parents=True, exist_ok=True)
-        file.path.write_text(file.text)
-    base = {"PATH": stand_ins.path(), "HOME": str(stand_ins.home), "DS_ACCELERATOR": "cpu"}
-    before = Path.cwd()
-    assert command.folder is not None
-    os.chdir(command.folder)
-    try:
-        with (
-            mock.patch.dict(os.environ, command.surroundings(base | environment), clear=True),
-            mock.patch.object(sys, "executable", python),
-        ):
-            theirs.main(list(command.words[3:]))
-    finally:
-        os.chdir(before)
-    (call,) = [call for call in stand_ins.calls if Path(call["argv"][0]).name in ("pdsh", "mpirun")]
-    argv = call["argv"]
-    if runner == "pdsh":
-        at_hosts = argv.index("-w")
-        assert argv[at_hosts + 1] == f"{host},{host}x"
-        assert REMOTE.fullmatch(" ".join(argv[at_hosts + 2 :])), argv
-    else:
-        assert all(re.fullmatch(r"[A-Za-z0-9._/=:^-]+", word) for word in argv), argv
-
-
-@settings(max_examples=40)
-@given(environment=some.dictionaries(names, hostile, max_size=4), further=some.lists(names, max_size=2))
-def test_what_ranks_are_told_travels_in_a_file_whatever_it_is(environment: dict[str, str], further: list[str]) -> None:
-    told = handed(environment, further)
-    assert told == {key: value for key, value in environment.items() if key in told}
-    assert {"WANDB_API_KEY", "MLFLOW_X", "UCX_NET", "NCCL_DEBUG"} & set(environment) <= set(told)
-    assert set(further) & set(environment) <= set(told)
-
-
-@pytest.fixture(scope="module")
-def run() -> Run:
-    return load("quickstart", SMALL)
-
-
-@settings(max_examples=60)
-@given(name=hostile, folder=hostile, words=some.lists(hostile, max_size=2), launch=some.sampled_from(["local", "torchrun", "slurm"]))
-def test_a_script_does_nothing_but_what_it_says(
-    name: str, folder: str, words: list[str], launch: Any, run: Run, stand_ins: StandIns, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    from msgspec import json as encoder
-
-    stand_ins.forget()
-    at = tmp_path_factory.mktemp("at")
-    (at / "hosts").write_text("h1 slots=2\n")
-    asked = replace(
-        run,
-        name=name,
-        log=replace(run.log, dir=str(at / folder)),
-        launch=replace(run.launch, name=launch, hostfile=str(at / "hosts") if launch == "torchrun" else None),
-    )
-    with mock.patch.object(sys, "executable", str(stand_ins.folder / "python")):
-        try:
-            text = "\n".join(script(asked, launching(asked), words))
-        except Unreadable:
-            assert launch != "local"
-            return
-    passes_bash(text)
-    if launch == "slurm":
-        return  # sbatch is not here
-    done = subprocess.run(["bash", "-c", text], env={"PATH": stand_ins.path()}, cwd=at, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert not list(at.rglob("pwned"))
-    file = Path(str(at / folder)) / name / "run.json"
-    assert encoder.decode(file.read_bytes(), type=Run) == asked
-    planned, *started = [call["argv"][1:] for call in stand_ins.calls]
-    assert planned == ["-m", "distrain", "plan", *words, "--json"]
-    assert [argv[-1] for argv in started] == [str(file)] * (2 if launch == "local" else 1)

@@ -133,6 +133,7 @@ def test_few_losses_are_held_against_nothing_and_equal_ones_against_a_floor() ->
     assert seen(*[3.0] * (FEWEST - 1)).score(9.0) == 0.0
     assert seen(*[3.0] * FEWEST).score(3.05) == pytest.approx(0.05 / 0.015)
     assert seen(*[3.0 - 0.02 * at for at in range(40)]).score(2.3) < HIGH  # still falling
+    assert seen(*[0.0] * FEWEST).score(1e-3) == pytest.approx(1e-3 / (0.005 * 0.1))  # a loss that has come down to nothing
 
 
 def test_only_steps_in_a_row_are_counted() -> None:

@@ -7,12 +7,13 @@ from math import exp, sqrt
 
 import pytest
 
+from distrain.cli.app import command
 from distrain.cli.load import load
 from distrain.cli.plan_text import page
 from distrain.cli.text import Look
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.result import Plan, Saving
-from distrain.trainer.plan.saving import best_interval, goodput
+from distrain.trainer.plan.saving import best_interval, goodput, stopping
 
 HOUR, DAY = 3600.0, 86400.0
 
@@ -119,28 +120,35 @@ def test_a_long_run_that_saves_at_its_end_alone_is_told() -> None:
     assert "saving at the end alone keeps 0 % of the time" in line
 
 
-@pytest.mark.parametrize(
-    ("launch", "line"),
-    [
-        (
-            "slurm",
-            (
-                "a save takes 49 s, and Slurm kills what it has stopped after 30 s: the checkpoint before is what stands: "
-                "raise KillWait in slurm.conf, or write faster"
-            ),
-        ),
-        (
-            "torchrun",
-            (
-                "a save takes 49 s, and torchrun kills what it has stopped after 30 s: the checkpoint before is what stands: "
-                "give torchrun --shutdown-timeout, or write faster"
-            ),
-        ),
-        ("local", None),
-        ("deepspeed", None),  # its ranks' keepers are not the launcher's
-    ],
+GRACES = (
+    ("slurm", "Slurm kills what it has stopped after 30 s: the checkpoint before is what stands: raise KillWait in slurm.conf"),
+    ("torchrun", "torchrun kills what it has stopped after 30 s: the checkpoint before is what stands: give torchrun --shutdown-timeout"),
+    ("local", None),
+    ("deepspeed", None),  # its ranks' keepers are not the launcher's
 )
-def test_a_save_that_takes_longer_than_the_grace_is_told(launch: str, line: str | None) -> None:
+
+
+@pytest.mark.parametrize(("launch", "line"), GRACES)
+def test_a_stop_that_takes_longer_than_the_grace_is_told(launch: str, line: str | None) -> None:
+    """A step of 16.43 s and a save of 48.70 s, each twice: 130 s."""
     run = load("llama3_405b", ["cluster.storage=1e11", "checkpoint.every=100"])
     plan = make_plan(replace(run, launch=replace(run.launch, name=launch)))  # type: ignore[arg-type]
-    assert [each for each in told(plan) if each.startswith("a save")] == ([line] if line else [])
+    says = f"to stop and save may take 130 s (a step of 16.4 s, a save of 48.7 s), and {line}, or write faster"
+    assert [each for each in told(plan) if each.startswith("to stop")] == ([says] if line else [])
+
+
+def test_a_stop_waits_for_the_step_the_evaluation_and_the_save_that_run() -> None:
+    """Twelve batches go forward in four steps' time: 2 x 10 + 4 x 10 + 2 x 50."""
+    run = load("llama3_405b", ["train.evaluate={every: 100, batches: 12}"])
+    assert stopping(run, 10.0, 50.0) == pytest.approx(160.0)
+    assert stopping(run, 10.0, None) == pytest.approx(60.0)
+    assert stopping(run, None, 50.0) == pytest.approx(100.0)
+    assert stopping(load("llama3_405b"), 10.0, 50.0) == pytest.approx(120.0)
+
+
+def test_slurm_is_asked_to_tell_a_run_of_its_end_as_long_before_as_a_stop_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["cluster.storage=1e11", "launch=slurm", "log.dir=/runs", "train.evaluate={every: 100, batches: 3}"]
+    assert command(["show", "conf=llama3_405b", *words, "--launch"]) == 0
+    assert "#SBATCH --signal=TERM@147\n" in capsys.readouterr().out  # 130 s and a step's time
+    assert command(["show", "conf=quickstart", "launch=slurm", "log.dir=/runs", "--launch"]) == 0
+    assert "#SBATCH --signal=TERM@60\n" in capsys.readouterr().out  # the least

@@ -12,13 +12,19 @@ from ..spec.run import Run
 from .checkpoint import LoadFailed
 from .data.batches import Batches
 from .evaluation import evaluated
+from .failed import AllFailed
 
 EXACT, HALF = 1e-4, 2e-2  # of the loss, between any two layouts: float32 (1e-7 was seen), and half precision (2e-4)
+LEAST = 0.1  # nats: a loss below is what is left when logits that are much larger are taken off each other, with their rounding
 
 
-def tolerance(*precisions: str) -> float:
-    """The share of the loss by which two runs of these precisions may differ."""
-    return EXACT if set(precisions) == {"fp32"} else HALF
+class Departed(LoadFailed, AllFailed):
+    """What was loaded has another loss than it was saved with."""
+
+
+def tolerance(loss: float, *precisions: str) -> float:
+    """Nats by which the loss that two runs of these precisions have of the same weights may differ."""
+    return (EXACT if set(precisions) == {"fp32"} else HALF) * max(abs(loss), LEAST)
 
 
 def data_of(run: Run, batches: Batches) -> dict[str, Any]:
@@ -41,7 +47,7 @@ def noted(run: Run, engine: Engine, grid: Grid, batches: Batches, step: int) -> 
 
 
 def compared(run: Run, engine: Engine, grid: Grid, batches: Batches, step: int, extra: Mapping[str, Any]) -> str:
-    """Evaluate the samples that a checkpoint has its loss of, on all ranks; raises LoadFailed where it is another now.
+    """Evaluate the samples that a checkpoint has its loss of, on all ranks; raises Departed where it is another now.
 
     Where its data are not this run's there is nothing to compare: the sentence that says so, else "".
     """
@@ -51,8 +57,8 @@ def compared(run: Run, engine: Engine, grid: Grid, batches: Batches, step: int, 
         return ""
     saved, (first, count) = extra["first"], extra["first"]["samples"]
     loss = evaluated(run, engine, grid, batches, range(first, first + count))
-    if not abs(loss - saved["loss"]) <= tolerance(saved["precision"], run.train.precision) * abs(saved["loss"]):
-        raise LoadFailed(
+    if not abs(loss - saved["loss"]) <= tolerance(saved["loss"], saved["precision"], run.train.precision):
+        raise Departed(
             f"step {step} was saved with a loss of {saved['loss']:.4f} on its next {count} sequences, and loads with {loss:.4f}: "
             "not what was saved (the model is computed in another way than it was, or this is a fault of distrain's)"
         )

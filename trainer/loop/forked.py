@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -14,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..launch import lifeline
 from ..launch.ended import RankEnd, verdict
 from ..launch.log import Log
 
-PDEATHSIG = 1  # prctl(2)
 CHUNK = 1 << 16  # bytes that are read of a pipe at once
 
 
@@ -123,7 +122,7 @@ def _become(act: Callable[[], int], log: Path, server: int) -> None:
     status = 1
     try:
         os.setsid()
-        _die_with(server)
+        lifeline.die_with(server)  # where the kernel can't, the lifeline does it
         written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         for fd in (1, 2):
             os.dup2(written, fd)
@@ -138,11 +137,3 @@ def _become(act: Callable[[], int], log: Path, server: int) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
-
-
-def _die_with(server: int) -> None:
-    """Have the kernel kill this process when its server dies; where it can't, the lifeline does."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
-    if os.getppid() != server:
-        os._exit(1)

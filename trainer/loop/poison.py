@@ -9,16 +9,18 @@ from typing import Any
 
 from ..engines.engine import Stepped
 from ..spec.run import Run
+from .failed import AllFailed
 
 RECENT = 64  # losses that a new one is held against
 FEWEST = 16  # of them, before anything is said
 HIGH = 6.0  # robust z-score of a spike
 SPREAD = 1.4826  # standard deviations in a median of absolute deviations, of a normal distribution
 FLOOR = 0.005  # of the median loss: no spread is taken for smaller
+LEAST = 0.1  # nats, below which no median is taken either: a loss may come down to nothing
 
 
-class Poisoned(Exception):
-    """More steps in a row than train.skip were skipped; the words are one line."""
+class Poisoned(AllFailed):
+    """More steps in a row than train.skip were skipped."""
 
 
 class Poison:
@@ -44,7 +46,7 @@ class Poison:
             return 0.0
         middle = median(self._losses)
         spread = SPREAD * median(abs(each - middle) for each in self._losses)
-        return (loss - middle) / max(spread, FLOOR * abs(middle))
+        return (loss - middle) / max(spread, FLOOR * max(abs(middle), LEAST))
 
     def stop(self, stepped: Stepped, done: int) -> None:
         """Raises Poisoned where a run has skipped too many steps in a row. fp16 skips until its loss scale has fallen."""

@@ -33,6 +33,7 @@ import torch._dynamo  # the first optimizer of a process imports it
 from ..engines.settings import deepspeed
 from ..launch import lifeline, talk
 from ..launch.place import Place, reserve_port
+from . import start as start  # what run_rank imports: before the fork, not in each rank
 from .checkpoint import LoadFailed
 from .forked import Forked, fork, how
 from .prove import compared

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -11,19 +11,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..engines.engine import Engine
+from ..launch.talk import Pulse, Talk
 from ..models.weights import from_hf
 from ..parallel.grid import Grid
 from ..spec.run import Run
 from .checkpoint import Checkpoint, Reader, SaveFailed, Shard, Slice, over, save
 from .data.batches import Batches
-from .firstloss import compared, noted
+from .firstloss import noted
 from .placing import run_of, saves, shards, taken, whole_model
 
 BEGINNING = {"optimizer_steps": 0, "skipped": 0, "scale": {}}  # an engine's position before its first step
 
 
 def keep(
-    run: Run, engine: Engine, grid: Grid, batches: Batches, host: dist.ProcessGroup, folder: Path, step: int, say: Callable[[str], None]
+    run: Run, engine: Engine, grid: Grid, batches: Batches, host: dist.ProcessGroup, folder: Path, step: int, talk: Talk
 ) -> int | None:
     """Save after `step` steps and say so; None, and why, where that failed: training may go on.
 
@@ -42,15 +43,16 @@ def keep(
             rank=world.rank,
             world=world.size,
             gather=over(host),
+            pulse=talk.pulse,
         )
     except SaveFailed as error:
         if world.first:
-            say(f"warning: {error}; training goes on")
+            talk.say(f"warning: {error}; training goes on")
         return None
     if world.first:
-        say(f"saved step {step} in {saved.seconds['total']:.1f} s ({saved.bytes / 2**20:,.1f} MiB)")
+        talk.say(f"saved step {step} in {saved.seconds['total']:.1f} s ({saved.bytes / 2**20:,.1f} MiB)")
         for note in saved.notes:
-            say(f"warning: {note}")
+            talk.say(f"warning: {note}")
     return step
 
 
@@ -69,18 +71,18 @@ def owned(run: Run, engine: Engine, grid: Grid) -> Iterator[Shard]:
             yield from shards(part.placed, kind, part.start, held)
 
 
-def restore(run: Run, engine: Engine, grid: Grid, batches: Batches, checkpoint: Checkpoint, say: Callable[[str], None]) -> None:
-    """Give an engine what a checkpoint of any layout holds: each rank reads its own slices.
+def restore(engine: Engine, checkpoint: Checkpoint, pulse: Pulse) -> None:
+    """Give an engine what a checkpoint of any layout holds: each rank reads its own slices. Raises LoadFailed."""
+    reader = Reader(checkpoint)
 
-    Then the loss is to be what it was at the save: raises LoadFailed on all ranks where it is not.
-    """
-    engine.restore(partial(run_of, read=Reader(checkpoint).read), checkpoint.extra["engine"])
-    remark = compared(run, engine, grid, batches, checkpoint.step, checkpoint.extra)
-    if remark and grid.world.first:
-        say(remark)
+    def read(part: Slice) -> Tensor:
+        pulse("read")
+        return reader.read(part)
+
+    engine.restore(partial(run_of, read=read), checkpoint.extra["engine"])
 
 
-def begin(run: Run, engine: Engine, grid: Grid) -> None:
+def begin(run: Run, engine: Engine, grid: Grid, pulse: Pulse) -> None:
     """Give an engine that has not stepped the weights of the run's Hugging Face folder, in float32 where it keeps that.
 
     The folder's files are mapped: of them a rank reads what it holds. Raises Unreadable where they are another model's.
@@ -90,6 +92,7 @@ def begin(run: Run, engine: Engine, grid: Grid) -> None:
     there = {name: tensor for name, tensor in from_hf(run.model.weights, run) if name in mine}
 
     def read(part: Slice) -> Tensor:
+        pulse("read")
         return taken(there[part.name], part) if part.kind == "weight" else torch.zeros(part.count)
 
     engine.restore(partial(run_of, read=read), BEGINNING)

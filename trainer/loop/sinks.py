@@ -7,13 +7,16 @@ import json
 import os
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 from ..spec.run import Run
+from .poison import finite
 
 ALWAYS = "jsonl"  # the sink that every run has
 LONGEST = 1 << 16  # bytes of a row
+WAITING = 100_000  # rows that wait for room, the last ones
 Row = Mapping[str, Any]  # one logged step; `step` is a key of each
 
 
@@ -31,31 +34,49 @@ class Lines:
     """metrics.jsonl: one object a line, each written at once and whole. What a full disk does not take waits for the next row."""
 
     def __init__(self, run: Run, folder: Path) -> None:
-        self.file = os.open(folder / "metrics.jsonl", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        self.late: deque[bytes] = deque()
-        self._mend()
+        self.path = folder / "metrics.jsonl"
+        self.file: int | None = None
+        self.late: deque[bytes] = deque(maxlen=WAITING)
+        with suppress(OSError):  # a file that can't be made waits too
+            self._opened()
 
     def write(self, row: Row) -> None:
-        """One line, after those that could not be written before."""
-        self.late.append((json.dumps(row) + "\n").encode())
+        """One line, after those that could not be written before; what JSON has no word for is null."""
+        figures = {key: finite(value) if isinstance(value, float) else value for key, value in row.items()}
+        self.late.append((json.dumps(figures) + "\n").encode())
+        self._write()
+
+    def close(self, summary: Row) -> None:
+        """What still waits, once more, and the file's end: a summary stands in plan.json and the rows."""
+        try:
+            self._write()
+        finally:
+            if self.file is not None:
+                os.close(self.file)
+
+    def _write(self) -> None:
         while self.late:
-            end = os.fstat(self.file).st_size
-            if os.write(self.file, self.late[0]) < len(self.late[0]):
-                os.ftruncate(self.file, end)
+            file = self._opened()
+            end = os.fstat(file).st_size
+            if os.write(file, self.late[0]) < len(self.late[0]):
+                os.ftruncate(file, end)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self.late.popleft()
 
-    def close(self, summary: Row) -> None:
-        """Nothing but the file's end: a summary stands in plan.json and the rows."""
-        os.close(self.file)
+    def _opened(self) -> int:
+        if self.file is None:
+            self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            _mend(self.file)
+        return self.file
 
-    def _mend(self) -> None:
-        """Take off the half line that a writer which was killed left at the end."""
-        end = os.fstat(self.file).st_size
-        start = max(0, end - LONGEST)
-        whole = os.pread(self.file, LONGEST, start).rfind(b"\n") + 1
-        if whole or start == 0:
-            os.ftruncate(self.file, start + whole)
+
+def _mend(file: int) -> None:
+    """Take off the half line that a writer which was killed left at the end."""
+    end = os.fstat(file).st_size
+    start = max(0, end - LONGEST)
+    whole = os.pread(file, LONGEST, start).rfind(b"\n") + 1
+    if whole or start == 0:
+        os.ftruncate(file, start + whole)
 
 
 class Wandb:
@@ -105,7 +126,7 @@ SINKS: dict[str, Callable[[Run, Path], Sink]] = {
 
 
 class Sinks:
-    """All of a run's sinks. One that fails is said once and left; that of metrics.jsonl is tried again with each row."""
+    """All of a run's sinks. One that fails is said once and left; metrics.jsonl is tried again with each row, and at the end."""
 
     def __init__(self, run: Run, folder: Path, say: Callable[[str], None]) -> None:
         self.say = say
@@ -122,10 +143,11 @@ class Sinks:
 
     def close(self, summary: Row) -> None:
         """The run's end to each."""
+        self.failed.discard(ALWAYS)  # that rows are lost is another matter than that they wait
         for name in list(self.open):
-            self._try(name, lambda name=name: self.open[name].close(summary))  # type: ignore[misc]
+            self._try(name, lambda name=name: self.open[name].close(summary), "its last rows are lost")  # type: ignore[misc]
 
-    def _try(self, name: str, act: Callable[[], None]) -> None:
+    def _try(self, name: str, act: Callable[[], None], always: str = "its rows wait for room") -> None:
         try:
             act()
         except Exception as error:  # a sink is somebody else's service
@@ -133,4 +155,7 @@ class Sinks:
                 self.open.pop(name, None)
             if name not in self.failed:
                 self.failed.add(name)
-                self.say(f"warning: log sink {name} stopped: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+                why = str(error).splitlines()[0] if str(error) else type(error).__name__
+                self.say(f"warning: metrics.jsonl: {why}; {always}" if name == ALWAYS else f"warning: log sink {name} stopped: {why}")
+        else:
+            self.failed.discard(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch.distributed as dist
 
 from ..engines.engine import Engine, Stepped
 from ..engines.held import Count
+from ..launch.stop import Stop
 from ..launch.talk import Talk
 from ..parallel.grid import Grid
 from ..parallel.ledger import Ledger
@@ -24,6 +24,7 @@ from ..spec.run import Run
 from .checkpoint import Found
 from .data.batches import IGNORED, Batch, Batches, ahead, shard
 from .evaluation import evaluated, given
+from .failed import AllFailed
 from .meter import Meter
 from .poison import Poison, finite
 from .rate import rate
@@ -52,35 +53,21 @@ class Course:
         return self.grid.world
 
 
-class Unsaved(Exception):
-    """A run has come to its end and its last checkpoint is not there; the words are one line."""
-
-
-class Stop:
-    """Whether this process was asked to stop: SIGTERM or SIGINT; the step that runs is finished first."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._note)
-
-    def over(self) -> None:
-        """Nothing is left to be stopped: at its exit Python takes its handlers away, and a late SIGTERM would be this rank's end."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
-
-    def _note(self, number: int, frame: object) -> None:
-        self.asked = True
+class Unsaved(AllFailed):
+    """A run has come to its end and its last checkpoint is not there."""
 
 
 def train(run: Run, course: Course, found: Found, stop: Stop) -> bool:
-    """Train to the end; True. False where the run was asked to stop and has saved. Raises Poisoned or Unsaved on all ranks."""
+    """Train to the end; True. False where the run was asked to stop and a checkpoint stands: one that is asked before its first step
+    and goes on from one takes none. Raises Poisoned or Unsaved on all ranks."""
     steps, first = _steps(course), found.checkpoint.step if found.checkpoint else 0
     meter = Meter(run, course.plan, course.world)
     micros = _micros(run, course, first, steps)
     profile, pace, poison = Profile(run, course.world, course.folder), Pace(run, steps, first), Poison(run)
     trace = asked(run, course.engine, course.grid, course.folder)
     saved = first
+    if found.checkpoint and first < steps and agreed(stop.asked, course.world.device):
+        return False
     for step in range(first, steps):
         course.talk.beat(step)
         # The second step of a start is counted: the first has made all that stays.
@@ -94,7 +81,7 @@ def train(run: Run, course: Course, found: Found, stop: Stop) -> bool:
         meter.stepped(perf_counter() - began, course.engine.clock)
         done = step + 1
         if ledger:
-            messages(ledger, course.world, course.host, course.folder, done)
+            _warn(course, messages(ledger, course.world, course.host, course.folder, done))
         if trace and step == trace.last:
             return True
         _look(course, count, profile, pace, stepped, done, steps)
@@ -104,18 +91,19 @@ def train(run: Run, course: Course, found: Found, stop: Stop) -> bool:
         if course.validation and (last or _every(run.train.evaluate.every, done)) and not stopping:
             course.talk.phase("evaluate")
             samples = range(run.train.evaluate.batches * run.train.batch)
-            row = (row or {"step": done}) | {"validation_loss": evaluated(run, course.engine, course.grid, course.validation, samples)}
+            loss = evaluated(run, course.engine, course.grid, course.validation, samples, course.talk.pulse)
+            row = (row or {"step": done}) | {"validation_loss": finite(loss)}
         if row and course.sinks:
             course.sinks.write(row)
             course.talk.say(_line(row, steps))
         poison.stop(stepped, done)
         if last or stopping or _every(run.checkpoint.every, done):
             course.talk.phase("save")
-            saved = keep(run, course.engine, course.grid, course.train, course.host, course.folder, done, course.talk.say) or saved
+            saved = keep(run, course.engine, course.grid, course.train, course.host, course.folder, done, course.talk) or saved
         if stopping and not last:
             return False if saved == done else _unsaved(course)
     course.talk.phase("end")
-    if saved != steps:
+    if saved < steps:  # more of them are there where train.steps has become smaller
         raise Unsaved(f"trained to step {steps}, which could not be saved: {_newest(saved)}")
     return True
 
@@ -124,11 +112,16 @@ def _look(course: Course, count: Count | None, profile: Profile, pace: Pace, ste
     """What is looked at beside the loss, and the live line."""
     if count is not None:
         facts = {"step": done, "unigram_entropy": course.train.corpus.entropy}
-        measured(count, course.world, course.host, course.folder, facts)
-    if trace := profile.after(done, last=done == steps):
-        course.talk.say(f"trace of the profiler, for ui.perfetto.dev: {trace}")
+        _warn(course, measured(count, course.world, course.host, course.folder, facts))
+    if said := profile.after(done, last=done == steps):
+        course.talk.say(said)
     if line := pace.line(done, stepped.loss):
         course.talk.status(line)
+
+
+def _warn(course: Course, wrong: str) -> None:
+    if wrong:
+        course.talk.say(f"warning: {wrong}; training goes on")
 
 
 def _newest(saved: int) -> str:
@@ -190,7 +183,7 @@ def _line(row: dict[str, Any], steps: int) -> str:
     """A logged step as a line."""
     words = [f"step {row['step']:>{len(str(steps))}}/{steps}"]
     words += [f"loss {row['loss']:.4f}"] if row.get("loss") is not None else []
-    words += [f"validation {row['validation_loss']:.4f}"] if "validation_loss" in row else []
+    words += [f"validation {row['validation_loss']:.4f}"] if row.get("validation_loss") is not None else []
     words += [f"norm {row['grad_norm']:.3f}"] if row.get("grad_norm") is not None else []
     words += [f"lr {row['lr']:.2e}", f"{row['tokens_per_second']:,.0f} tokens/s"] if "lr" in row else []
     words += ["skipped: a loss or gradient is not finite"] if "skipped" in row else []

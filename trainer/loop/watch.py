@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
@@ -20,27 +21,40 @@ from ..spec.run import Run
 NOTICED = 0.2  # seconds between two live lines
 
 
-def measured(count: Count, world: World, host: dist.ProcessGroup, folder: Path, facts: dict[str, Any]) -> None:
-    """RUN_DIR/measured.json: `facts`, "memory": bytes by kind on the rank that has most of it, "ranks": [bytes by kind]."""
+def measured(count: Count, world: World, host: dist.ProcessGroup, folder: Path, facts: dict[str, Any]) -> str:
+    """RUN_DIR/measured.json: `facts`, "memory": bytes by kind on the rank that has most of it, "ranks": [bytes by kind].
+
+    Why it could not be written, else "".
+    """
     ranks: list[Any] = [None] * world.size
     dist.all_gather_object(ranks, count.bytes, group=host)
-    if world.first:
-        most = {kind: max(each[kind] for each in ranks) for kind in ranks[0]}
-        _written(folder / "measured.json", {**facts, "memory": most, "ranks": ranks})
+    if not world.first:
+        return ""
+    most = {kind: max(each[kind] for each in ranks) for kind in ranks[0]}
+    return _written(folder / "measured.json", {**facts, "memory": most, "ranks": ranks})
 
 
-def messages(ledger: Ledger, world: World, host: dist.ProcessGroup, folder: Path, step: int) -> None:
-    """RUN_DIR/ledger.json: "step", "ranks": [every message of that step by axis, verb and payload, and how many]."""
+def messages(ledger: Ledger, world: World, host: dist.ProcessGroup, folder: Path, step: int) -> str:
+    """RUN_DIR/ledger.json: "step", "ranks": [every message of that step by axis, verb and payload, and how many].
+
+    Why it could not be written, else "".
+    """
     ranks: list[Any] = [None] * world.size
     dist.all_gather_object(ranks, [asdict(row) for row in ledger.rows], group=host)
-    if world.first:
-        _written(folder / "ledger.json", {"step": step, "ranks": ranks})
+    return _written(folder / "ledger.json", {"step": step, "ranks": ranks}) if world.first else ""
 
 
-def _written(file: Path, told: dict[str, Any]) -> None:
+def _written(file: Path, told: dict[str, Any]) -> str:
+    """Write a file whole or not at all; why not, else ""."""
     new = file.with_name(f".{file.name}.{os.getpid()}")
-    new.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-    new.replace(file)
+    try:
+        new.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        new.replace(file)
+    except OSError as error:
+        with suppress(OSError):
+            new.unlink(missing_ok=True)
+        return f"{file} could not be written: {error.strerror or error}"
+    return ""
 
 
 class Profile:
@@ -60,16 +74,22 @@ class Profile:
             self._open = torch.profiler.profile(activities=activities)
             self._open.start()
 
-    def after(self, step: int, *, last: bool) -> Path | None:
-        """Step `step` is done; where the trace was written, if this was the window's last, or the run's."""
+    def after(self, step: int, *, last: bool) -> str:
+        """Step `step` is done; if this was the window's last, or the run's: a line that says where the trace was written, or why not."""
         if self._open is None or self.window is None or not (last or step >= self.window[1]):
-            return None
-        self._open.stop()
-        self.folder.mkdir(exist_ok=True)
+            return ""
+        profiled, self._open = self._open, None
+        profiled.stop()
         file = self.folder / f"steps_{self._first}_{step}.json"
-        self._open.export_chrome_trace(str(file))
-        self._open = None
-        return file
+        try:
+            self.folder.mkdir(exist_ok=True)
+            profiled.export_chrome_trace(str(file))
+        except (OSError, RuntimeError) as error:
+            return f"warning: the profiler's trace could not be written: {error}"
+        if not file.is_file():  # where the disk is full it leaves a part under another name, and a line in the log
+            file.with_name(f"{file.name}.tmp").unlink(missing_ok=True)
+            return f"warning: the profiler's trace could not be written: {file}"
+        return f"trace of the profiler, for ui.perfetto.dev: {file}"
 
 
 class Pace:

@@ -54,12 +54,24 @@ def goodput(interval: float, save: float, between: float) -> float:
     return interval / (between * exp(save / between) * expm1((interval + save) / between))
 
 
+def evaluation(run: Run, step: float) -> float:
+    """Seconds of an evaluation where a step takes so many: its batches go forward alone, a third of a step's products."""
+    return run.train.evaluate.batches * step / 3 if run.train.evaluate.every else 0.0
+
+
+def stopping(run: Run, step: float | None, save: float | None) -> float:
+    """Seconds at the most from the word to stop until all is saved, of what is known: the word is heard at a step's end, and one that
+    comes just after finds the evaluation and the save there, the next step, and the last save before it. A step more is to spare."""
+    return (2 * step + evaluation(run, step) if step else 0.0) + 2 * (save or 0.0)
+
+
 def ill_saved(run: Run, whole: Whole, step: float | None, found: Saving) -> Iterator[Problem]:
     """That a run saves much too rarely or too often, or can't in the time that it is given when it is stopped."""
-    often, save = run.checkpoint.every, found.seconds
-    if save is not None and save > GRACE and run.launch.name in ("torchrun", "slurm"):
+    often, save, stop = run.checkpoint.every, found.seconds, stopping(run, step, found.seconds)
+    if stop > GRACE and run.launch.name in ("torchrun", "slurm"):
         whose = {"torchrun": "torchrun", "slurm": "Slurm"}[run.launch.name]
-        says = f"a save takes {save:.0f} s, and {whose} kills what it has stopped after {GRACE:.0f} s: the checkpoint before is what stands"
+        takes = f"to stop and save may take {stop:.0f} s ({_parts(run, step, save)})"
+        says = f"{takes}, and {whose} kills what it has stopped after {GRACE:.0f} s: the checkpoint before is what stands"
         mend = {"torchrun": "give torchrun --shutdown-timeout", "slurm": "raise KillWait in slurm.conf"}[run.launch.name]
         yield Problem(rule="saving", says=says, mend=f"{mend}, or write faster")
     if step is None or found.interruptions is None or found.interruptions < ENOUGH:
@@ -78,3 +90,10 @@ def ill_saved(run: Run, whole: Whole, step: float | None, found: Saving) -> Iter
         how = f"checkpoint.every={often} keeps" if often else "saving at the end alone keeps"
         says = f"{expected}: {how} {percent(ours)} of the time, the best interval {percent(found.goodput)}"
         yield Problem(rule="saving", says=says, mend=f"set checkpoint.every={found.every}")
+
+
+def _parts(run: Run, step: float | None, save: float | None) -> str:
+    """What a stop waits for, in words."""
+    each = evaluation(run, step) if step else 0.0
+    known = ((step, "a step of"), (each, "an evaluation of"), (save, "a save of"))
+    return ", ".join(f"{what} {seconds:.1f} s" for seconds, what in known if seconds)

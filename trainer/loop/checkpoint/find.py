@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...launch.talk import Pulse, quiet
 from . import manifest as manifests
 from .folder import step_path, steps
 from .manifest import Broken, Manifest
@@ -43,18 +44,18 @@ class Found:
     passed: tuple[str, ...]
 
 
-def newest(folder: Path, *, quick: bool = False, rank: int = 0, world: int = 1, gather: Gather = alone) -> Found:
+def newest(folder: Path, *, quick: bool = False, rank: int = 0, world: int = 1, gather: Gather = alone, pulse: Pulse = quiet) -> Found:
     """Find the newest checkpoint whose files all have their size and hash (quick: their size).
 
     Where several ranks ask together, each hashes its share of the files and all get the same answer. A checkpoint that is
-    removed while it is looked at is no fault: the folder is listed again.
+    removed while it is looked at is no fault: the folder is listed again. `pulse` is told "hash" as often as that gets on.
     """
     while True:
         listed = json.loads(gather(json.dumps(steps(folder)))[0])
         passed: list[str] = []
         for step in listed:
             path = step_path(folder, step)
-            checkpoint, wrong = _examined(path, quick=quick, rank=rank, world=world)
+            checkpoint, wrong = _examined(path, quick=quick, rank=rank, world=world, pulse=pulse)
             wrong = _first(gather(wrong))
             if not wrong:
                 return Found(checkpoint=checkpoint, passed=tuple(passed))
@@ -73,12 +74,12 @@ def opened(path: Path) -> Checkpoint:
     return Checkpoint(path=path, manifest=manifests.read(path))
 
 
-def fault(path: Path, *, quick: bool = False) -> str:
+def fault(path: Path, *, quick: bool = False, pulse: Pulse = quiet) -> str:
     """Why a checkpoint does not verify, in words; "" where its files have their sizes and (unless quick) hashes."""
-    return _examined(path, quick=quick, rank=0, world=1)[1]
+    return _examined(path, quick=quick, rank=0, world=1, pulse=pulse)[1]
 
 
-def _examined(path: Path, *, quick: bool, rank: int, world: int) -> tuple[Checkpoint | None, str]:
+def _examined(path: Path, *, quick: bool, rank: int, world: int, pulse: Pulse) -> tuple[Checkpoint | None, str]:
     """A checkpoint and what is wrong with it, judged by every `world`-th of its files."""
     try:
         found = opened(path)
@@ -91,7 +92,7 @@ def _examined(path: Path, *, quick: bool, rank: int, world: int) -> tuple[Checkp
     if wrong or quick or not files:
         return found, wrong
     with ThreadPoolExecutor(min(len(files), os.cpu_count() or 1, 8)) as pool:
-        return found, _first(pool.map(lambda item: _hash_fault(path / item[0], item[1]), files))
+        return found, _first(pool.map(lambda item: _hash_fault(path / item[0], item[1], pulse), files))
 
 
 def _size_fault(path: Path, file: File) -> str:
@@ -102,8 +103,8 @@ def _size_fault(path: Path, file: File) -> str:
     return "" if size == file.bytes else f"{path.name} is {size} bytes, not {file.bytes}"
 
 
-def _hash_fault(path: Path, file: File) -> str:
+def _hash_fault(path: Path, file: File, pulse: Pulse) -> str:
     try:
-        return "" if sha256(path) == file.sha256 else f"{path.name} is not as it was written (its hash differs)"
+        return "" if sha256(path, pulse) == file.sha256 else f"{path.name} is not as it was written (its hash differs)"
     except OSError as error:
         return f"{path.name} can't be read ({(error.strerror or '').lower()})"

@@ -31,6 +31,13 @@ def beside(path: Path, why: str) -> Path:
     return path.with_name(f".{path.name}.{why}-{secrets.token_hex(4)}")
 
 
+def make(folder: Path) -> None:
+    """Make the folder where it is not there, so that its name lasts."""
+    if not folder.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        sync(folder.parent)
+
+
 def sweep(folder: Path) -> list[str]:
     """Remove what killed saves left behind, and say what that was. For the one run that writes to this folder."""
     left = [name for name in sorted(os.listdir(folder)) if _LEFTOVER.fullmatch(name)] if folder.is_dir() else []

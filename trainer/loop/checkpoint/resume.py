@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
+from ...launch.talk import Pulse, quiet
 from ...spec.problem import Problem, Unreadable
 from .find import Checkpoint, Found, newest
 from .folder import latest, point, sweep
@@ -26,6 +27,7 @@ def resume(
     rank: int = 0,
     world: int = 1,
     gather: Gather = alone,
+    pulse: Pulse = quiet,
 ) -> Found:
     """The checkpoint that a run of these weights (name: whole shape) goes on from; None in it: the run begins anew.
 
@@ -34,7 +36,7 @@ def resume(
     """
     if rank == 0:
         sweep(folder)
-    found = newest(folder, quick=quick or mode == "never", rank=rank, world=world, gather=gather)
+    found = newest(folder, quick=quick or mode == "never", rank=rank, world=world, gather=gather, pulse=pulse)
     problem = _refusal(folder, mode, found) or (_other_model(found.checkpoint, weights) if found.checkpoint else None)
     if problem:
         raise Unreadable([problem])

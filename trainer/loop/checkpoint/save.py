@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ from typing import Any
 import msgspec
 import torch
 
+from ...launch.talk import Pulse, quiet
 from . import manifest as manifests
 from .clock import Clock, slowest
-from .find import fault
-from .folder import beside, clear, latest, point, publish, remove, step_path, steps, sweep, sync, write_synced
+from .find import fault, newest
+from .folder import beside, clear, latest, make, point, publish, remove, step_path, steps, sweep, sync, write_synced
 from .manifest import Manifest
 from .shard_file import File, write
 from .slices import Shard, Slice
@@ -32,7 +33,7 @@ class Saved:
 
     Parts: check, copy (to the host), write, hash (beside write), sync, publish, remove, and total. `fresh` is False where
     a verified checkpoint of this step was there and nothing was written. `notes` (on rank 0) say which
-    older checkpoint would not go.
+    older checkpoint would not go, or had to make room.
     """
 
     path: Path
@@ -53,17 +54,27 @@ def save(
     rank: int = 0,
     world: int = 1,
     gather: Gather = alone,
+    pulse: Pulse = quiet,
 ) -> Saved:
     """Save a step; every rank calls this, each with the shards that it alone owns. `extra` (JSON, finite) is taken from rank 0.
 
     The shards of all ranks make up every tensor, each element once: of a replicated tensor one rank hands in a shard.
     Afterwards the newest `keep` checkpoints are there. Raises SaveFailed on all ranks where anything goes wrong on one:
-    nothing is left of it then, what was saved before still stands, and training may go on.
+    nothing is left of it then, what was saved before still stands, and training may go on. Only where the disk is full, the
+    oldest checkpoints make room, never the newest that verifies. `pulse` is told what goes on: "hash", "write", "publish".
     """
+    owned, notes = list[Shard](), tuple[str, ...]()
+    attempt = _Attempt(folder=folder, step=step, rank=rank, world=world, gather=gather, pulse=pulse, clock=Clock(), owned=owned)
     try:
-        return _Attempt(folder=folder, step=step, rank=rank, world=world, gather=gather, clock=Clock()).run(shards, dict(extra), keep)
+        try:
+            return attempt.run(shards, dict(extra), keep)
+        except SaveFailed as error:
+            notes = attempt.make_room() if error.room else ()
+            if not notes:
+                raise
+        return replace(attempt, owned=[]).run(owned, dict(extra), keep, notes)
     except SaveFailed as error:
-        raise SaveFailed(f"step {step} was not saved: {error}") from error
+        raise SaveFailed("; ".join((f"step {step} was not saved: {error}", *notes))) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,25 +86,36 @@ class _Attempt:
     rank: int
     world: int
     gather: Gather
+    pulse: Pulse
     clock: Clock
+    owned: list[Shard]  # what this rank writes, once it has been looked at
 
-    def run(self, shards: Iterable[Shard], extra: dict[str, Any], keep: int) -> Saved:
+    def run(self, shards: Iterable[Shard], extra: dict[str, Any], keep: int, notes: Sequence[str] = ()) -> Saved:
         path = step_path(self.folder, self.step)
         temporary = beside(path, "tmp")
-        owned: list[Shard] = []
         with _undone(temporary if self.rank == 0 else None):
-            opening = self._all("check", lambda: self._begin(path, temporary, owned, shards, extra))
+            opening = self._all("check", lambda: self._begin(path, temporary, shards, extra))
             if len(opening) != self.world:
                 raise ValueError(f"{len(opening)} ranks of {self.world} are saving: gather must reach all of them")
             if opening[0]["there"]:
                 return self._saved(path, fresh=False)
             self._room(opening)
             temporary = self.folder / opening[0]["temporary"]
-            written = self._all(None, lambda: _write_own(temporary, self.rank, owned, self.clock))
+            written = self._all(None, lambda: self._write(temporary))
             self._all("publish", lambda: self._publish(temporary, path, written, extra))
         with self.clock.part("remove"):
-            notes = self._prune(keep) if self.rank == 0 else []
+            notes = [*notes, *(self._prune(keep) if self.rank == 0 else [])]
         return self._saved(path, size=sum(file["bytes"] for each in written for file in each["files"].values()), notes=notes)
+
+    def make_room(self) -> tuple[str, ...]:
+        """Remove as many of the oldest checkpoints as this step wants the room of, if it then has that, and say which."""
+        wanted = sum(together(self.gather, lambda: _room_for(self.owned)))
+        if not together(self.gather, lambda: _would_do(self.folder, steps(self.folder)[1:], wanted))[0]:
+            return ()
+        kept = newest(self.folder, rank=self.rank, world=self.world, gather=self.gather, pulse=self.pulse).checkpoint
+        older = [step for step in reversed(steps(self.folder)) if kept and step < kept.step]
+        gone = together(self.gather, lambda: _freed(self.folder, older, wanted) if self.rank == 0 else [])[0]
+        return tuple(f"step_{step} was removed to make room" for step in gone)
 
     def _all(self, part: str | None, work: Callable[[], Any]) -> list[Any]:
         """What the work gave on each rank; its time counts for a part where it is none of its own."""
@@ -102,15 +124,15 @@ class _Attempt:
         with self.clock.part(part):
             return together(self.gather, work)
 
-    def _begin(self, path: Path, temporary: Path, owned: list[Shard], shards: Iterable[Shard], extra: dict[str, Any]) -> dict[str, Any]:
+    def _begin(self, path: Path, temporary: Path, shards: Iterable[Shard], extra: dict[str, Any]) -> dict[str, Any]:
         """Look at what is to be written; rank 0 tidies up, makes the folder and sees how much room there is."""
-        owned.extend(map(_checked, shards))
-        said: dict[str, Any] = {"bytes": _room_for(owned)}
+        self.owned.extend(map(_checked, shards))
+        said: dict[str, Any] = {"bytes": _room_for(self.owned)}
         if self.rank == 0:
             json.dumps(extra, allow_nan=False)
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make(self.folder)
             sweep(self.folder)
-            said["there"] = path.exists() and not fault(path)
+            said["there"] = path.exists() and not fault(path, pulse=self.pulse)
             said["free"] = _free(self.folder)
             said["temporary"] = temporary.name
             if not said["there"]:
@@ -122,11 +144,22 @@ class _Attempt:
     def _room(self, opening: list[dict[str, Any]]) -> None:
         wanted, free = sum(each["bytes"] for each in opening), opening[0]["free"]
         if wanted > free:
-            raise SaveFailed(f"{_amount(wanted)} are needed in {self.folder} and {_amount(free)} are free")
+            raise SaveFailed(f"{_amount(wanted)} are needed in {self.folder} and {_amount(free)} are free", room=True)
+
+    def _write(self, folder: Path) -> dict[str, Any]:
+        """Write this rank's files; what they are and which holds which slice, as JSON."""
+        files: dict[str, Any] = {}
+        rows: list[dict[str, Any]] = []
+        for name, shards in parts(self.rank, self.owned):
+            file = write(folder / name, shards, self.clock, self.pulse)
+            files[name] = vars(file)
+            rows += [{"slice": vars(each.slice), "dtype": str(each.tensor.dtype).removeprefix("torch."), "file": name} for each in shards]
+        return {"files": files, "rows": rows}
 
     def _publish(self, temporary: Path, path: Path, written: list[dict[str, Any]], extra: dict[str, Any]) -> None:
         if self.rank:
             return
+        self.pulse("publish")
         stored = [(msgspec.convert(row["slice"], Slice), row["dtype"], row["file"]) for each in written for row in each["rows"]]
         files = {name: File(**file) for each in written for name, file in each["files"].items()}
         manifest = Manifest(step=self.step, extra=extra, files=files, tensors=manifests.rows(stored))
@@ -174,19 +207,27 @@ def _free(folder: Path) -> int:
     return room.f_bavail * room.f_frsize
 
 
+def _would_do(folder: Path, older: list[int], wanted: int) -> bool:
+    """Whether so many bytes are free once the checkpoints of these steps, of which there are some, are gone."""
+    held = sum(file.stat().st_size for step in older for file in step_path(folder, step).rglob("*") if file.is_file())
+    return bool(older) and _free(folder) + held >= wanted
+
+
+def _freed(folder: Path, older: list[int], wanted: int) -> list[int]:
+    """Remove checkpoints, oldest first, until so many bytes are free; none where all of them would not do. The steps removed."""
+    gone: list[int] = []
+    if not _would_do(folder, older, wanted):
+        return gone
+    for step in older:  # one at least: a quota is not seen in what is free
+        remove(step_path(folder, step))
+        gone.append(step)
+        if _free(folder) >= wanted:
+            break
+    return gone
+
+
 def _amount(size: int) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"
-
-
-def _write_own(folder: Path, rank: int, owned: list[Shard], clock: Clock) -> dict[str, Any]:
-    """Write this rank's files; what they are and which holds which slice, as JSON."""
-    files: dict[str, Any] = {}
-    rows: list[dict[str, Any]] = []
-    for name, shards in parts(rank, owned):
-        file = write(folder / name, shards, clock)
-        files[name] = vars(file)
-        rows += [{"slice": vars(each.slice), "dtype": str(each.tensor.dtype).removeprefix("torch."), "file": name} for each in shards]
-    return {"files": files, "rows": rows}
 
 
 def parts(rank: int, owned: Iterable[Shard], most: int = PART) -> Iterator[tuple[str, list[Shard]]]:

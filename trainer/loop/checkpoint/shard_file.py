@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ...launch.talk import Pulse, quiet
 from .clock import Clock
 from .slices import Shard, Slice
 
@@ -33,6 +34,8 @@ DTYPES = {
 }
 # fmt: on
 CHUNK = 16 << 20  # bytes that are hashed and written at a time
+HASHED = 1 << 20  # bytes that are read and hashed at a time
+SYNCED = 256 << 20  # bytes after which what was written is put on the disk: so it is known to get on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,17 +46,22 @@ class File:
     sha256: str
 
 
-def write(path: Path, shards: Iterable[Shard], clock: Clock) -> File:
+def write(path: Path, shards: Iterable[Shard], clock: Clock, pulse: Pulse = quiet) -> File:
     """Write shards to a new file, synced to the disk; raises OSError, and ValueError for a dtype or a doubled slice."""
     ordered = sorted(shards, key=lambda shard: -shard.tensor.element_size())  # keeps every tensor aligned
-    digest, size = hashlib.sha256(), 0
+    digest, size, waiting = hashlib.sha256(), 0, 0
     with path.open("xb") as file, ThreadPoolExecutor(1) as hasher:
         for piece in _bytes(ordered, clock):
             hashed = hasher.submit(_hash, digest, piece, clock)
             with clock.part("write"):
                 file.write(piece)
             hashed.result()
-            size += len(piece)
+            size, waiting = size + len(piece), waiting + len(piece)
+            if waiting >= SYNCED:
+                with clock.part("sync"):
+                    _sync(file)
+                waiting = 0
+            pulse("write")
         with clock.part("sync"):
             _sync(file)
     return File(bytes=size, sha256=digest.hexdigest())
@@ -117,7 +125,11 @@ class Mapped:
         return flat
 
 
-def sha256(path: Path) -> str:
+def sha256(path: Path, pulse: Pulse = quiet) -> str:
     """A file's SHA-256, read as a stream."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(HASHED))
+    with path.open("rb", buffering=0) as file:
+        while read := file.readinto(buffer):
+            digest.update(buffer[:read])
+            pulse("hash")
+    return digest.hexdigest()

@@ -20,8 +20,18 @@ _PLAIN = {
 }
 
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
 class SaveFailed(Exception):
-    """A checkpoint was not saved, for the reason that its one sentence says; what was saved before still stands."""
+    """A checkpoint was not saved, for the reason that its one sentence says; what was saved before still stands.
+
+    `room`: for want of room on the disk alone.
+    """
+
+    def __init__(self, says: str, *, room: bool = False) -> None:
+        super().__init__(says)
+        self.room = room
 
 
 def alone(line: str) -> Sequence[str]:
@@ -47,10 +57,12 @@ def together(gather: Gather, work: Callable[[], Any]) -> list[Any]:
         said = work()
     except Exception as caught:
         error = caught
-    lines = [json.loads(line) for line in gather(json.dumps({"fault": words(error), "said": said}))]
-    for rank, line in enumerate(lines):
-        if line["fault"]:
-            raise SaveFailed(line["fault"] if len(lines) == 1 else f"{line['fault']} (rank {rank})") from error
+    room = isinstance(error, OSError) and error.errno in _NO_ROOM
+    lines = [json.loads(line) for line in gather(json.dumps({"fault": words(error), "room": room, "said": said}))]
+    faults = [(rank, line) for rank, line in enumerate(lines) if line["fault"]]
+    for rank, line in faults:
+        says = line["fault"] if len(lines) == 1 else f"{line['fault']} (rank {rank})"
+        raise SaveFailed(says, room=all(each["room"] for _, each in faults)) from error
     return [line["said"] for line in lines]
 
 

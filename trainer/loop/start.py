@@ -1,0 +1,188 @@
+"""From run.json to the loop and back: a rank meets the others, opens the corpus, builds its engine and goes on from a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..engines.engine import Engine
+from ..launch.stop import Stop
+from ..launch.talk import STOPPED, Talk
+from ..parallel.grid import Grid, grid
+from ..parallel.stage import heads_of, stage
+from ..parallel.world import World, join, leave
+from ..plan.plan import make_plan
+from ..plan.seat import seat
+from ..spec.problem import Unreadable
+from ..spec.run import Run
+from .checkpoint import Found, Gather, LoadFailed, over, resume
+from .data.batches import Batches
+from .data.corpus import Corpus
+from .data.prepare import cache_folder, prepare
+from .failed import AllFailed, told
+from .firstloss import compared
+from .meter import planned
+from .placing import whole_model
+from .saving import begin, restore
+from .sinks import Sinks
+from .train import Course, train
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# One rank prepares a corpus, writes a larger part of a checkpoint or hashes more of it than the others, who wait on the host for
+# as long as that takes: whether a run hangs is for its watchdog to say.
+PATIENT = timedelta(days=7)
+
+Got = TypeVar("Got")
+
+
+def trained(path: Path, talk: Talk, stop: Stop) -> int:
+    """Train the run of RUN_DIR/run.json as the rank that the environment names; its exit status."""
+    run = msgspec.json.decode(path.read_bytes(), type=Run)
+    torch.set_num_threads(max(1, torch.get_num_threads()))
+    world = join(run.cluster.device.kind)
+    host = dist.new_group(backend="gloo", timeout=PATIENT)
+    with ExitStack() as last:  # done when it has been said why this rank fails: a sink may be slow to close
+        try:
+            finished = _train(run, path.parent, world, host, talk, stop, last)
+        except Exception as error:
+            told(error, talk, world.rank)
+            if isinstance(error, AllFailed):
+                _part(host)
+            return 1
+        except SystemExit:
+            _part(host)
+            raise
+    leave()
+    stop.over()
+    if not finished:
+        return STOPPED
+    talk.done()
+    return 0
+
+
+def _part(host: dist.ProcessGroup) -> None:
+    """Wait for the others, who are about to end too: none is cut off while it still reads."""
+    with suppress(RuntimeError):  # one dies of something else
+        dist.barrier(group=host)
+
+
+def _train(run: Run, folder: Path, world: World, host: dist.ProcessGroup, talk: Talk, stop: Stop, last: ExitStack) -> bool:
+    gather = over(host)
+    corpus = _corpus(run, world, talk, gather)
+    made = make_plan(run)
+    place = grid(world, seat(run, world.rank), copies=heads_of(run, run.parallel.tp).copies)
+    engine = _engine(run, place, made.engine)
+    batches = Batches(corpus, seed=run.train.seed, seq=run.train.seq)
+    found = _resumed(run, folder, place, engine, batches, talk, gather)
+    sinks = Sinks(run, folder, talk.say) if world.first else None
+    if sinks:
+        last.callback(sinks.close, planned(made))
+        talk.say(f"unigram entropy of the training text: {corpus.entropy:.4f} nats a token")
+    course = Course(
+        plan=made,
+        train=batches,
+        validation=Batches(corpus, seed=run.train.seed, seq=run.train.seq, split="validation") if _evaluates(run) else None,
+        engine=engine,
+        grid=place,
+        talk=talk,
+        sinks=sinks,
+        folder=folder,
+        host=host,
+    )
+    return train(run, course, found, stop)
+
+
+def _each(gather: Gather, work: Callable[[], Got]) -> Got:
+    """What the work gives on this rank. Raises AllFailed on all ranks where it can't be done on any: the first of those tells why."""
+    says, cause = "", None
+    try:
+        done = work()
+    except (Unreadable, LoadFailed) as error:
+        says, cause = str(error).partition("\n")[0], error
+    for rank, fault in enumerate(gather(says)):
+        if fault:
+            raise AllFailed(fault, rank) from cause
+    return done
+
+
+def _resumed(run: Run, folder: Path, place: Grid, engine: Engine, batches: Batches, talk: Talk, gather: Gather) -> Found:
+    """Give the engine what the newest checkpoint that verifies holds, or the weights that the run begins from, and say so."""
+    world, say = place.world, talk.say if place.world.first else _hush
+    policy = partial(resume, folder / "checkpoints", run.checkpoint.resume, whole_model(run), pulse=talk.pulse)
+    found = _each(gather, partial(policy, rank=world.rank, world=world.size, gather=gather))
+    for reason in found.passed:
+        say(f"passed over {reason}")
+    checkpoint = found.checkpoint
+    if checkpoint:
+        _each(gather, partial(restore, engine, checkpoint, talk.pulse))
+        talk.phase("compare")
+        if remark := compared(run, engine, place, batches, checkpoint.step, checkpoint.extra):
+            say(remark)
+        say(f"goes on from step {checkpoint.step}")
+    elif run.model.weights:
+        _each(gather, partial(begin, run, engine, place, talk.pulse))
+        say(f"begins from the weights in {run.model.weights}")
+    return found
+
+
+def _engine(run: Run, place: Grid, name: str | None) -> Engine:
+    """The engine that the plan names, around this rank's parts of the model."""
+    device, dtype = place.world.device, DTYPES[run.train.precision]
+    seed = None if run.model.weights else run.train.seed
+    if not run.train.compile:
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # DeepSpeed compiles parts of itself otherwise: seconds a rank
+    made_one = _shared_out(run, place) if run.parallel.zero == 3 and name == "zero" else None
+    stages = [stage(run, place, part, device=device, dtype=dtype, seed=seed, made_one=made_one) for part in place.seat.parts]
+    if run.train.compile:
+        for each in stages:
+            each.module.compile()
+    match name:
+        case "pipe":
+            from ..engines.pipe import PipeEngine
+
+            return PipeEngine(run, stages, place)
+        case _:
+            from ..engines.zero import ZeroEngine
+
+            return ZeroEngine(run, stages, place)
+
+
+def _shared_out(run: Run, place: Grid) -> Callable[[nn.Parameter], None]:
+    from ..engines.zero import shared_out
+
+    return shared_out(run, place)
+
+
+def _evaluates(run: Run) -> bool:
+    return run.train.evaluate.every > 0
+
+
+def _corpus(run: Run, world: World, talk: Talk, gather: Gather) -> Corpus:
+    """The corpus, made by rank 0 and opened by all."""
+    prepared = partial(prepare, run.data, vocab=run.model.vocab, seq=run.train.seq, cache=cache_folder(run.data))
+    _each(gather, lambda: prepared(progress=_progress(talk)) if world.first else None)
+    return _each(gather, lambda: prepared(progress=lambda what, done, total: None, verify=False))
+
+
+def _progress(talk: Talk) -> Callable[[str, int, int], None]:
+    def show(what: str, done: int, total: int) -> None:
+        if total:
+            talk.status(f"{what}: {100 * done / total:.0f} %")
+        else:
+            talk.say(what)
+
+    return show
+
+
+def _hush(_: str) -> None:
+    """What one rank says for all."""
