@@ -1,85 +1,31 @@
-"""Secrets of the environment reach a run's ranks and nothing else: no command line, no log, no byte that the run leaves.
-
-Each secret begins and ends with a tag that is this process's own, around what a shell would act on. The tag needs no quoting, so
-that one search finds a secret that was quoted, escaped or cut; its other forms find one that was encoded.
-"""
+"""Secrets of the environment reach a run's ranks and nothing else: no command line, no log, no byte that the run leaves."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
-import secrets
 import shlex
 import signal
 import subprocess
-import sys
-import threading
 import time
 from base64 import b64encode, urlsafe_b64encode
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Self
 from urllib.parse import quote
 
 import pytest
 
-from distrain.tests.vhosts import Host, Hosts, missing
+from distrain.tests.canaries import DEADLINE, EVIL, KEPT, PAUSE, TAG, Act, Fitted, Watch, environment, fit, holds
+from distrain.tests.vhosts import Hosts, missing
 from distrain.trainer.launch.ticket import NAME
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="command lines are read in /proc")
 over_hosts = pytest.mark.skipif(bool(missing()), reason=missing())
 
-DEADLINE = 300.0  # seconds, for what takes fifteen on an idle machine
-PAUSE = 0.01  # seconds between two looks at all processes
-LARGEST = 64 << 20  # bytes of a file outside the run's own folders that is read
-TAG = f"canary{secrets.token_hex(6)}"  # nobody else's: what holds it is of these runs
-ELSEWHERE = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/var/log", str(Path.home()))  # where else a run might write
-
-# fmt: off
-EVIL = {
-    "WANDB_API_KEY":            "; touch {pwned} #",
-    "HF_TOKEN":                 "$(touch {pwned})`touch {pwned}`",
-    "MLFLOW_TRACKING_PASSWORD": "|| touch {pwned} & ${{IFS}} %h %n * ~",  # DeepSpeed's launcher pastes variables of this name
-    "NCCL_PROXY_PASSWORD":      "> {pwned} <&- {{a,b}}",                  # and logs those with NCCL in it
-    "AWS_SECRET_ACCESS_KEY":    "'\"\\ \t' \"touch {pwned}",
-    "MY_LICENCE":               "two\nlines\r\ntouch {pwned}\n\udcff é\n" + 5000 * "=",  # not UTF-8 either
-}
-# fmt: on
-NAMED = ("AWS_SECRET_ACCESS_KEY", "MY_LICENCE")  # by launch.environment
-KEPT = "AWS_SESSION_TOKEN"  # not named: ranks on hosts are not told it
-LOUD = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_CPP_LOG_LEVEL": "INFO", "NCCL_DEBUG": "INFO", "TORCH_SHOW_CPP_STACKTRACES": "1"}
-WORDS = (
-    "conf=quickstart", "model=tiny", "model.layers=1", "data=synthetic", "train.batch=4", "train.seq=16", "train.microbatch=2",
-    "train.evaluate.every=0", "log.every=1", "optim.warmup=0", "train.steps=2", "name=run", f"launch.environment=[{','.join(NAMED)}]",
-)  # fmt: skip
-
 
 # The net
-
-
-def forms(tag: bytes) -> Iterator[bytes]:
-    """How the tag stands in a text that holds it: as it is (also in JSON, in quotes, after a backslash), or encoded."""
-    yield from (tag, tag.hex().encode(), tag.hex().upper().encode(), tag.decode().encode("utf-16-le"))
-    yield from (b"".join(form % each for each in tag) for form in (b"%%%02X", b"%%%02x", b"\\x%02x", b"\\%03o"))
-    for before in range(3):  # base64 takes three bytes at a time: the letters that are the tag's alone
-        first, last = -(-8 * before // 6), 8 * (before + len(tag)) // 6
-        yield from (encode(bytes(before) + tag)[first:last] for encode in (b64encode, urlsafe_b64encode))
-
-
-NET = re.compile(b"|".join(map(re.escape, dict.fromkeys(forms(TAG.encode())))))
-
-
-def holds(text: bytes) -> bool:
-    """Whether a secret is in it, in any form."""
-    return NET.search(text) is not None
-
-
-def environment(pwned: Path) -> dict[str, str]:
-    """The secrets; a shell that acts on one of them makes the file."""
-    return {name: f"{TAG}{evil.format(pwned=pwned)}{TAG}" for name, evil in {**EVIL, KEPT: "; touch {pwned}"}.items()}
 
 
 def _base64(before: int, encode: Callable[[bytes], bytes], value: str) -> str:
@@ -107,65 +53,6 @@ def test_the_net_holds_a_secret_however_it_is_written(way: str) -> None:
     assert not holds(os.fsencode(WRITTEN[way]("another value of the same length, and no secret")))
 
 
-def _read(path: str) -> bytes:
-    """The beginning of a file of /proc, quickly."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        return os.read(fd, 1 << 16)
-    finally:
-        os.close(fd)
-
-
-class Watch:
-    """Looks at the command line of every process, of all hosts too, and at what is in RUN_DIR/launch, until it is closed."""
-
-    def __init__(self, run: Path) -> None:
-        self.run = run
-        self.lines: set[bytes] = set()
-        self.ranks: dict[int, tuple[int, dict[str, str]]] = {}  # of this run: process id and environment
-        self.holding: set[tuple[str, int]] = set()  # files of RUN_DIR/launch with a secret: name and mode
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._over.wait(PAUSE):
-            for pid in filter(str.isdigit, os.listdir("/proc")):
-                self._look(int(pid))
-            for file in (self.run / "launch").glob("*"):
-                self._look_into(file)
-
-    def _look(self, pid: int) -> None:
-        try:
-            line = _read(f"/proc/{pid}/cmdline")
-            self.lines.add(line)
-            if b"trainer.loop.rank" in line and line.split(b"\0")[1:-1] == [
-                b"-m",
-                b"distrain.trainer.loop.rank",
-                bytes(self.run / "run.json"),
-            ]:
-                rows = _read(f"/proc/{pid}/environ").split(b"\0")
-                known = dict(os.fsdecode(row).split("=", 1) for row in rows if b"=" in row)
-                self.ranks[int(known["RANK"])] = pid, known
-        except (OSError, KeyError):
-            pass  # it has ended
-
-    def _look_into(self, file: Path) -> None:
-        try:
-            with file.open("rb") as opened:
-                if holds(opened.read()):
-                    self.holding.add((file.name, os.fstat(opened.fileno()).st_mode & 0o777))
-        except OSError:
-            pass  # it has gone
-
-
 def test_the_watch_sees_a_command_line_that_lives_for_a_moment(tmp_path: Path) -> None:
     (tmp_path / "launch").mkdir()
     file = tmp_path / "launch" / "file"
@@ -180,61 +67,6 @@ def test_the_watch_sees_a_command_line_that_lives_for_a_moment(tmp_path: Path) -
 # Runs
 
 
-Act = Callable[[Watch], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fitted:
-    """A `distrain fit` that has ended, and what was seen of it; `folder` is RUN_DIR."""
-
-    status: int
-    said: str
-    folder: Path
-    watch: Watch
-    since: float
-    handed: dict[str, str]
-    host: Host | None
-
-    def leaks(self, *folders: Path) -> Iterator[str]:
-        """Where a secret is to be seen: on a command line, in what was printed, in a file of these folders or a new one elsewhere."""
-        yield from (f"command line {line!r}" for line in self.watch.lines if holds(line))
-        yield from (f"printed {line!r}" for line in self.said.splitlines() if holds(line.encode()))
-        own = (self.folder.parent, *folders)
-        yield from (str(file) for folder in own for file in folder.rglob("*") if file.is_file() and _file_holds(file))
-        yield from (str(file) for file in self._elsewhere() if file.stat().st_size <= LARGEST and _file_holds(file))
-
-    def _elsewhere(self) -> Iterator[Path]:
-        roots = [root for root in ELSEWHERE if Path(root).is_dir()]
-        words = ["find", *roots, "-xdev", "-type", "f", "-newerct", f"@{self.since:.0f}", "-print0"]
-        found = subprocess.run(words, capture_output=True).stdout.split(b"\0")
-        yield from (file for each in found if each and (file := Path(os.fsdecode(each))).is_file())
-
-
-def _file_holds(file: Path) -> bool:
-    try:
-        return holds(bytes(file)) or holds(file.read_bytes())
-    except OSError:
-        return False  # another process's, which has taken it away
-
-
-def fit(folder: Path, *words: str, host: Host | None = None, act: Act = lambda watch: None, more: Mapping[str, str] = LOUD) -> Fitted:
-    """Run `distrain fit` with the secrets and `more` of an environment, here or on a host; `act` while it runs."""
-    handed, since = environment(folder / "pwned"), time.time() - 1
-    known = {**os.environ, **more, **handed, "HOME": str(folder / "home"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    (folder / "home").mkdir()
-    command = [sys.executable, "-m", "distrain", "fit", *WORDS, f"log.dir={folder}", *words]
-    where = host.words(command) if host else command
-    none, pipe, both = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
-    with Watch(folder / "run") as watch:
-        head = subprocess.Popen(where, env=known, stdin=none, stdout=pipe, stderr=both, text=True)
-        try:
-            act(watch)
-            said, _ = head.communicate(timeout=DEADLINE)
-        finally:
-            head.kill()
-    return Fitted(status=head.returncode, said=said, folder=folder / "run", watch=watch, since=since, handed=handed, host=host)
-
-
 def all_is_well(fitted: Fitted, *folders: Path) -> None:
     """No secret is seen anywhere, none was acted on, and the ticket, which alone held them, has gone."""
     assert list(fitted.leaks(*folders)) == []
@@ -244,17 +76,25 @@ def all_is_well(fitted: Fitted, *folders: Path) -> None:
     assert all(name.startswith(Path(NAME).name) for name, _ in fitted.watch.holding)
 
 
-def test_a_run_on_this_machine_shows_no_secret(tmp_path: Path) -> None:
-    fitted = fit(tmp_path, "cluster=1x1", "log.sinks=[console,jsonl,wandb,tensorboard]")
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Fitted]:
+    """Runs on this machine, both at once: one that trains, and one in which torch reads a variable that it does not understand."""
+    with ThreadPoolExecutor() as pool:
+        trained = pool.submit(fit, tmp_path_factory.mktemp("run"), "cluster=1x1", "log.sinks=[console,jsonl,wandb]")
+        raised = pool.submit(fit, tmp_path_factory.mktemp("run"), "cluster=1x1", more={"TORCH_DISTRIBUTED_DEBUG": "SOME"})
+    return {"trained": trained.result(), "raised": raised.result()}
+
+
+def test_a_run_on_this_machine_shows_no_secret(here: dict[str, Fitted]) -> None:
+    fitted = here["trained"]
     assert fitted.status == 0, fitted.said
     assert fitted.handed.items() <= fitted.watch.ranks[0][1].items()
     all_is_well(fitted)
     assert fitted.watch.holding == set()
 
 
-def test_a_rank_that_raises_shows_no_secret(tmp_path: Path) -> None:
-    """torch reads a variable that it does not understand."""
-    fitted = fit(tmp_path, "cluster=1x1", more={"TORCH_DISTRIBUTED_DEBUG": "SOME"})
+def test_a_rank_that_raises_shows_no_secret(here: dict[str, Fitted]) -> None:
+    fitted = here["raised"]
     assert fitted.status == 1, fitted.said
     assert "Traceback" in (fitted.folder / "ranks" / "0.log").read_text()
     assert fitted.handed.items() <= fitted.watch.ranks[0][1].items()
@@ -295,45 +135,69 @@ def test_a_run_over_hosts_shows_no_secret(hosts: Hosts, tmp_path: Path) -> None:
     assert (Path(NAME).name, 0o600) in fitted.watch.holding
 
 
-@over_hosts
-def test_a_run_over_hosts_of_which_a_rank_is_killed_shows_no_secret(hosts: Hosts, tmp_path: Path) -> None:
+def killed(hosts: Hosts, folder: Path) -> Fitted:
+    """A run whose rank is killed as soon as it is there."""
+
     def kill(watch: Watch) -> None:
         until = time.monotonic() + DEADLINE
-        while 1 not in watch.ranks and time.monotonic() < until:
+        while not watch.ranks and time.monotonic() < until:
             time.sleep(PAUSE)
-        os.kill(watch.ranks[1][0], signal.SIGKILL)
+        os.kill(watch.ranks[0][0], signal.SIGKILL)
 
-    fitted = over(hosts, tmp_path, "launch.preflight=false", act=kill)
+    return over(hosts, folder, "cluster=1x1", "launch.include=host1", "launch.preflight=false", act=kill)
+
+
+def refused(hosts: Hosts, folder: Path) -> Fitted:
+    """A run of whose hosts preflight finds one twice."""
+    file = folder / "hosts; `touch pwned`"
+    file.write_text(f"host1 slots=1\n{hosts.hosts[1].address} slots=1\n")
+    return over(hosts, folder, f"launch.hostfile={file}")
+
+
+def full(hosts: Hosts, folder: Path) -> Fitted:
+    """A run of which a host has no room for all of the ticket; what is left there is moved to the folder."""
+    hosts.hosts[1].run("mount", "-t", "tmpfs", "-o", "size=12k", "tmpfs", str(folder / "runs"))
+    try:
+        return over(hosts, folder / "runs", "launch.preflight=false")
+    finally:
+        hosts.hosts[1].run("cp", "-r", str(folder / "runs"), str(folder / "there"))
+        hosts.hosts[1].run("umount", str(folder / "runs"))
+
+
+@pytest.fixture(scope="module")
+def ended(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Fitted]:
+    """Runs over hosts that come to a bad end, all at once."""
+    folders = [tmp_path_factory.mktemp("run") for _ in range(3)]
+    (folders[2] / "runs").mkdir()
+    with ThreadPoolExecutor() as pool:
+        runs = {act.__name__: pool.submit(act, hosts, folder) for act, folder in zip((killed, refused, full), folders, strict=True)}
+    return {name: run.result() for name, run in runs.items()}
+
+
+@over_hosts
+def test_a_run_over_hosts_whose_rank_is_killed_shows_no_secret(hosts: Hosts, ended: dict[str, Fitted]) -> None:
+    fitted = ended["killed"]
     assert fitted.status == 1, fitted.said
-    assert "rank 1 on host1 (device 0) was killed by SIGKILL" in fitted.said
+    assert "rank 0 on host1 (device 0) was killed by SIGKILL" in fitted.said
     all_is_well(fitted, *places(hosts))
     assert (Path(NAME).name, 0o600) in fitted.watch.holding
 
 
 @over_hosts
-def test_a_run_that_preflight_refuses_shows_no_secret(hosts: Hosts, tmp_path: Path) -> None:
-    hosts.hosts[1].run("mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(tmp_path))
-    try:
-        fitted = over(hosts, tmp_path)
-    finally:
-        hosts.hosts[1].run("umount", str(tmp_path))
+def test_a_run_that_preflight_refuses_shows_no_secret(hosts: Hosts, ended: dict[str, Fitted]) -> None:
+    fitted = ended["refused"]
     assert fitted.status == 1, fitted.said
-    assert f"host1 can't write to {tmp_path}/run: Read-only file system" in fitted.said
+    assert f"host1 and {hosts.hosts[1].address} are the same machine" in fitted.said
     all_is_well(fitted, *places(hosts))
     assert (fitted.watch.ranks, fitted.watch.holding) == ({}, set())
 
 
 @over_hosts
-def test_a_host_that_can_not_take_the_ticket_leaves_none_anywhere(hosts: Hosts, tmp_path: Path) -> None:
-    """Its disk is full: what it wrote of the ticket goes, and the other host's too."""
-    hosts.hosts[1].run("mount", "-t", "tmpfs", "-o", "size=12k", "tmpfs", str(tmp_path))
-    try:
-        fitted = over(hosts, tmp_path, "launch.preflight=false")
-        there = hosts.hosts[1].run("find", str(tmp_path), "-type", "f")
-    finally:
-        hosts.hosts[1].run("umount", str(tmp_path))
+def test_a_host_that_can_not_take_the_ticket_leaves_none_anywhere(hosts: Hosts, ended: dict[str, Fitted]) -> None:
+    """What it wrote of the ticket goes, and the other host's too."""
+    fitted = ended["full"]
     assert fitted.status == 1, fitted.said
-    assert f"host1 can't be used: {tmp_path}/run: No space left on device" in fitted.said
-    all_is_well(fitted, *places(hosts))
+    assert f"host1 can't be used: {fitted.folder}: No space left on device" in fitted.said
+    all_is_well(fitted, *places(hosts), fitted.folder.parents[1] / "there")
     assert fitted.watch.ranks == {}
-    assert "ticket" not in there
+    assert not list((fitted.folder.parents[1] / "there").rglob("ticket*"))

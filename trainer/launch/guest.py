@@ -26,6 +26,7 @@ from .place import reserve_port
 from .tether import ENDED, ORPHAN, SILENCE, STOP, Seat, tethered
 from .ticket import NAME, Ticket
 
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 MEET = 30.0  # seconds for the head to answer
 LONGEST = 1 << 16  # bytes of a line of its
 
@@ -37,6 +38,7 @@ class Refused(Exception):
 def main() -> int:
     """Be a slot of the run; 0 once its rank has ended and the head knows how."""
     folder = Path(sys.argv[1]).parent
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # a run that is told to stop while it starts stops in order
     try:
         ticket = Ticket.read(folder / NAME)
         seat = _seat(ticket, folder, os.environ)
@@ -131,8 +133,9 @@ def _launcher() -> list[int]:
 def _stay(seat: Seat, keeper: int, line: socket.socket, mark: str) -> int:
     """Stay until the keeper says that its rank has ended, or until there is no keeper."""
     launcher, told = os.getppid(), False
-    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for each in STOPS:
         signal.signal(each, lambda *_: _tell(line, STOP))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     heard, alive = time.monotonic(), True
     while alive:
         if select.select([line], [], [], 1.0)[0]:

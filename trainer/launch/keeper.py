@@ -26,6 +26,7 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Iterator
 
 PDEATHSIG, CHILD_SUBREAPER = 1, 36  # prctl(2)
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
@@ -54,8 +55,18 @@ def ready() -> int:
     return woken
 
 
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """Signals to this process wait; those to what is started meanwhile, until that process lets them come."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def start(command: list[str]) -> int:
-    """Fork and exec; its process id. No signal is lost: one that comes in between stays pending until someone can take it."""
+    """Fork and exec; its process id. No signal is lost: one that came before stays pending until someone can take it."""
     keeper = os.getpid()
     signal.pthread_sigmask(signal.SIG_SETMASK, {*FORWARDED, signal.SIGCHLD})
     rank = os.fork()

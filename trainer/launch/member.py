@@ -14,6 +14,7 @@ from typing import IO
 
 from . import lifeline, strays, talk
 from .heard import CHUNK, Heard
+from .keeper import held_back
 from .log import Log, open_log
 from .place import Place
 
@@ -140,16 +141,17 @@ def under_keeper(
     mark = strays.new_mark()
     handed = {lifeline.VARIABLE: str(held), talk.VARIABLE: str(speak), strays.VARIABLE: mark}
     try:
-        keeper = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(KEEPER), str(held), str(speak), *command],
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            env={**environment, **handed},
-            cwd=folder,
-            pass_fds=(held, speak),
-            start_new_session=True,
-        )
+        with held_back():
+            keeper = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(KEEPER), str(held), str(speak), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env={**environment, **handed},
+                cwd=folder,
+                pass_fds=(held, speak),
+                start_new_session=True,
+            )
     except OSError:
         os.close(control)
         os.close(cut)

@@ -74,6 +74,7 @@ class Tether:
         head.setblocking(False)
         self._woken = keeper.ready()
         self._rank: int | None = None
+        self._early: list[int] = []  # signals for a rank that has not been started
         self._control = -1  # where the rank's words are read
         self._out = b""
         self._line = b""  # of the head's, not ended yet
@@ -153,7 +154,9 @@ class Tether:
                 self._start(*json.loads(line)["go"])
 
     def _hand_on(self, number: int) -> None:
-        if self._rank is not None:
+        if self._rank is None:
+            self._early.append(number)
+        else:
             keeper.forward(self._rank, number)
 
     def _start(self, address: str, port: int) -> None:
@@ -168,6 +171,8 @@ class Tether:
         handed = {lifeline.VARIABLE: str(held), talk.VARIABLE: str(speak), strays.VARIABLE: self._mark}
         os.environ.update({**place.environment({**os.environ, **self._ticket.environment}), **handed})
         self._rank = keeper.start(list(self._ticket.command))
+        for number in self._early:
+            keeper.forward(self._rank, number)
         os.close(speak)
         os.close(held)
 
