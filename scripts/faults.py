@@ -21,10 +21,10 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from signal import SIGCONT, SIGKILL
+from signal import SIGCONT
 from statistics import median
 from tempfile import mkdtemp
 
@@ -98,6 +98,8 @@ class Campaign:
             broken.append(f"processes are left after {LEFT:.0f} s: {left}")
         seconds = time.monotonic() - at
         self._tidy()
+        if not fit.ended():
+            fit.process.kill()
         status = fit.process.wait()
         broken.extend(self._wrong(fault, whom, fit, status, before))
         says = fit.lines[-1] if fit.lines else ""
@@ -181,6 +183,7 @@ class Campaign:
         if fault.kind == "stop" and whom == "fit":  # nobody is there to miss the command itself
             wait(fit.ended, PAUSE)
             send(hit, SIGCONT)
+            send(fit.process.pid, SIGCONT)  # nsenter, which stops with what it runs
         return whom
 
     def _tidy(self) -> None:
@@ -188,8 +191,7 @@ class Campaign:
         if self.disk:
             self.disk.empty()
         self.ground.heal()
-        for pid in self.ground.processes():
-            send(pid, SIGKILL)
+        self.ground.close()
 
     def _wrong(self, fault: Fault | None, whom: str, fit: Fit, status: int, before: int) -> Iterator[str]:
         """What should be true and is not."""
@@ -266,10 +268,12 @@ def main() -> None:
         if over:
             hosts = stack.enter_context(Hosts(2, folder / "hosts"))
             grounds.append((OverHosts(folder / "over", hosts), None, drawn(over, seed, "hosts")))
-        for ground, disk, faults in grounds:
-            campaign = Campaign(ground, disk, print)
-            outcomes += _suffered(campaign, faults)
-            wrong += campaign.broken
+        with suppress(KeyboardInterrupt):  # Ctrl-C: what came of those so far
+            for ground, disk, faults in grounds:
+                stack.callback(ground.close)
+                campaign = Campaign(ground, disk, print)
+                outcomes.extend(_suffered(campaign, faults))
+                wrong += campaign.broken
     print("\n".join(table(outcomes)))
     wrong += sum(bool(each.broken) for each in outcomes)
     said = f"after {wrong or 'none'} of them something was not as it must be"
@@ -282,9 +286,8 @@ def _suffered(campaign: Campaign, faults: Sequence[Fault]) -> Iterator[Outcome]:
         outcome = campaign.suffer(fault)
         when = "start" if fault.at_start else "step"
         took = "" if outcome.seconds is None else f" in {outcome.seconds:.1f} s"
-        print(
-            f"{campaign.ground.name} {fault.number:>3} {fault.kind} {outcome.whom} ({when}): {outcome.status}{took}: {outcome.says[:150]}"
-        )
+        what = f"{campaign.ground.name} {fault.number:>3} {fault.kind} {outcome.whom} ({when})"
+        print(f"{what}: {outcome.status}{took}: {outcome.says[:150]}", flush=True)
         for line in outcome.broken:
             print(f"    BROKEN: {line} ({campaign.folder})", flush=True)
         yield outcome

@@ -140,6 +140,11 @@ class Ground:
                     found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
         return {pid: words for pid, words in found.items() if words}
 
+    def close(self) -> None:
+        """Kill what is left of its runs."""
+        for pid in self.processes():
+            send(pid, signal.SIGKILL)
+
     def cut(self) -> None:
         """Pull a cable."""
         raise ValueError("one machine has no cable between its ranks")
