@@ -12,7 +12,6 @@ import secrets
 import subprocess
 import sys
 import threading
-import time
 from base64 import b64encode, urlsafe_b64encode
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,8 +20,8 @@ from typing import Self
 
 from distrain.tests.vhosts import Host
 
-DEADLINE = 300.0  # seconds, for what takes fifteen on an idle machine
-PAUSE = 0.01  # seconds between two looks at all processes
+DEADLINE = 300.0  # seconds, for what takes twenty on an idle machine
+PAUSE = 0.02  # seconds between two looks at all processes
 LARGEST = 64 << 20  # bytes of a file outside the run's own folders that is read
 TAG = f"canary{secrets.token_hex(6)}"  # nobody else's: what holds it is of these runs
 ELSEWHERE = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/var/log", str(Path.home()))  # where else a run might write
@@ -85,6 +84,7 @@ class Watch:
         self.lines: set[bytes] = set()
         self.ranks: dict[int, tuple[int, dict[str, str]]] = {}  # of this run: process id and environment
         self.holding: set[tuple[str, int]] = set()  # files of RUN_DIR/launch with a secret: name and mode
+        self._rank = b"\0-m\0distrain.trainer.loop.rank\0" + bytes(self.run / "run.json") + b"\0"
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -93,6 +93,7 @@ class Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
+        assert self._thread.is_alive()
         self._over.set()
         self._thread.join()
 
@@ -107,11 +108,7 @@ class Watch:
         try:
             line = _read(f"/proc/{pid}/cmdline")
             self.lines.add(line)
-            if b"trainer.loop.rank" in line and line.split(b"\0")[1:-1] == [
-                b"-m",
-                b"distrain.trainer.loop.rank",
-                bytes(self.run / "run.json"),
-            ]:
+            if line.endswith(self._rank) and line.count(b"\0") == 4:  # its keeper's line ends so too
                 rows = _read(f"/proc/{pid}/environ").split(b"\0")
                 known = dict(os.fsdecode(row).split("=", 1) for row in rows if b"=" in row)
                 self.ranks[int(known["RANK"])] = pid, known
@@ -138,23 +135,23 @@ class Fitted:
     said: str
     folder: Path
     watch: Watch
-    since: float
     handed: dict[str, str]
-    host: Host | None
 
     def leaks(self, *folders: Path) -> Iterator[str]:
-        """Where a secret is to be seen: on a command line, in what was printed, in a file of these folders or a new one elsewhere."""
+        """Where a secret is to be seen: on a command line, in what was printed, in a file of the run's or of these folders."""
         yield from (f"command line {line!r}" for line in self.watch.lines if holds(line))
         yield from (f"printed {line!r}" for line in self.said.splitlines() if holds(line.encode()))
         own = (self.folder.parent, *folders)
         yield from (str(file) for folder in own for file in folder.rglob("*") if file.is_file() and _file_holds(file))
-        yield from (str(file) for file in self._elsewhere() if file.stat().st_size <= LARGEST and _file_holds(file))
 
-    def _elsewhere(self) -> Iterator[Path]:
-        roots = [root for root in ELSEWHERE if Path(root).is_dir()]
-        words = ["find", *roots, "-xdev", "-type", "f", "-newerct", f"@{self.since:.0f}", "-print0"]
-        found = subprocess.run(words, capture_output=True).stdout.split(b"\0")
-        yield from (file for each in found if each and (file := Path(os.fsdecode(each))).is_file())
+
+def elsewhere(since: float, known: Path) -> Iterator[str]:
+    """Files that hold a secret, of those that are newer than `since` wherever a run might write; `known` is one of them."""
+    roots = [str(known), *(root for root in ELSEWHERE if Path(root).is_dir())]
+    words = ["find", *roots, "-xdev", "-type", "f", "-newerct", f"@{since:.0f}", "-print0"]
+    found = [Path(os.fsdecode(each)) for each in subprocess.run(words, capture_output=True).stdout.split(b"\0") if each]
+    assert known in found
+    yield from (str(file) for file in found if file.is_file() and file.stat().st_size <= LARGEST and _file_holds(file))
 
 
 def _file_holds(file: Path) -> bool:
@@ -166,7 +163,7 @@ def _file_holds(file: Path) -> bool:
 
 def fit(folder: Path, *words: str, host: Host | None = None, act: Act = lambda watch: None, more: Mapping[str, str] = LOUD) -> Fitted:
     """Run `distrain fit` with the secrets and `more` of an environment, here or on a host; `act` while it runs."""
-    handed, since = environment(folder / "pwned"), time.time() - 1
+    handed = environment(folder / "pwned")
     known = {**os.environ, **more, **handed, "HOME": str(folder / "home"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     (folder / "home").mkdir()
     command = [sys.executable, "-m", "distrain", "fit", *WORDS, f"log.dir={folder}", *words]
@@ -179,4 +176,4 @@ def fit(folder: Path, *words: str, host: Host | None = None, act: Act = lambda w
             said, _ = head.communicate(timeout=DEADLINE)
         finally:
             head.kill()
-    return Fitted(status=head.returncode, said=said, folder=folder / "run", watch=watch, since=since, handed=handed, host=host)
+    return Fitted(status=head.returncode, said=said, folder=folder / "run", watch=watch, handed=handed)

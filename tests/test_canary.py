@@ -17,12 +17,18 @@ from urllib.parse import quote
 
 import pytest
 
-from distrain.tests.canaries import DEADLINE, EVIL, KEPT, PAUSE, TAG, Act, Fitted, Watch, environment, fit, holds
+from distrain.tests.canaries import DEADLINE, EVIL, KEPT, PAUSE, TAG, Act, Fitted, Watch, elsewhere, environment, fit, holds
 from distrain.tests.vhosts import Hosts, missing
-from distrain.trainer.launch.ticket import NAME
+from distrain.trainer.launch.ticket import NAME, Ticket
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="command lines are read in /proc")
 over_hosts = pytest.mark.skipif(bool(missing()), reason=missing())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def began() -> float:
+    """When the first test did, in seconds as files have them."""
+    return time.time() - 1
 
 
 # The net
@@ -62,6 +68,12 @@ def test_the_watch_sees_a_command_line_that_lives_for_a_moment(tmp_path: Path) -
     file.unlink()
     assert any(map(holds, watch.lines))
     assert {name for name, _ in watch.holding} == {"file"}
+
+
+def test_a_ticket_that_is_printed_shows_no_secret() -> None:
+    ticket = Ticket(token=TAG, doors=[], slots=[], command=[], environment=environment(Path("/pwned")))
+    assert holds(ticket.written().encode())
+    assert not holds(repr(ticket).encode())
 
 
 # Runs
@@ -201,3 +213,10 @@ def test_a_host_that_can_not_take_the_ticket_leaves_none_anywhere(hosts: Hosts, 
     all_is_well(fitted, *places(hosts), fitted.folder.parents[1] / "there")
     assert fitted.watch.ranks == {}
     assert not list((fitted.folder.parents[1] / "there").rglob("ticket*"))
+
+
+def test_no_other_file_of_this_machine_holds_a_secret(began: float, here: dict[str, Fitted], request: pytest.FixtureRequest) -> None:
+    """The last test: the runs of all others have ended."""
+    if not missing():
+        request.getfixturevalue("ended")
+    assert list(elsewhere(began, here["trained"].folder / "run.json")) == []
