@@ -139,8 +139,9 @@ def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIns:
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     """No ssh outlives a test."""
+    before = children()
     yield
-    assert children() == []
+    assert set(children()) <= set(before)
 
 
 def children() -> list[int]:
@@ -260,9 +261,15 @@ subprocess.run(guest, env={**os.environ, "RANK": "0", "CROSS_RANK": "0"})
 
 
 def test_the_host_that_does_not_bring_its_rank_is_named(ssh: StandIns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(over_hosts, "COME", 3.0)
+    def hurry() -> None:
+        wait_for((tmp_path / "run" / "ranks" / "0.log").exists)  # its keeper's, who comes when the head knows this rank
+        monkeypatch.setattr(over_hosts, "COME", 0.0)
+
+    thread = threading.Thread(target=hurry)
+    thread.start()
     ended = started(tmp_path, "h0", "h1", launcher=(sys.executable, "-c", GUEST, str(tmp_path)))
-    assert ended.says.startswith("DeepSpeed's launcher did not bring rank 1 on h1 (device 0) within 3 s: ")
+    thread.join()
+    assert ended.says.startswith("DeepSpeed's launcher did not bring rank 1 on h1 (device 0) within 0 s")
     assert (ended.status, ended.rank, ended.hosts) == (1, 1, ("h1",))
 
 

@@ -150,7 +150,7 @@ class HostCrew(Crew):
     def _gathered(self) -> Ended | None:
         """Wait until all ranks are there; how the start failed where they don't come."""
         since = time.monotonic()
-        while missing := [remote for remote in self._remotes if not remote.here]:
+        while not all(remote.here for remote in self._remotes):
             here = len(self._members)
             self._listen()
             since = time.monotonic() if len(self._members) > here else since
@@ -159,7 +159,8 @@ class HostCrew(Crew):
             if lost := next((remote for remote in self._remotes if remote.end is not None), None):
                 says = f"rank {lost.rank} on {lost.where} was lost before all had come: {lost.problem}"
                 return Ended(status=FAILED, ranks=(), rank=lost.rank, says=says, hosts=(_host(lost),))
-            if self._launcher.end or time.monotonic() > since + COME:
+            missing = [remote for remote in self._remotes if not remote.here]
+            if missing and (self._launcher.end or time.monotonic() > since + COME):
                 return self._not_brought(missing, "before it ended" if self._launcher.end else f"within {COME:.0f} s")
         return None
 
