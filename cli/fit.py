@@ -103,7 +103,7 @@ def typed() -> str:
     if shutil.which("distrain"):
         return "distrain"
     called = Path(sys.argv[0])
-    return os.path.relpath(called) if called.name == "distrain" else "python -m distrain"
+    return quote(os.path.relpath(called)) if called.name == "distrain" else "python -m distrain"
 
 
 def fit(run: Run, plan: Plan, show: Callable[[str], None], live: Callable[[str], None]) -> tuple[int, Sequence[str]]:

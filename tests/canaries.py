@@ -38,7 +38,13 @@ EVIL = {
 # fmt: on
 NAMED = ("AWS_SECRET_ACCESS_KEY", "MY_LICENCE")  # by launch.environment
 KEPT = "AWS_SESSION_TOKEN"  # not named: ranks on hosts are not told it
-LOUD = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "TORCH_CPP_LOG_LEVEL": "INFO", "NCCL_DEBUG": "INFO", "TORCH_SHOW_CPP_STACKTRACES": "1"}
+LOUD = {
+    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+    "TORCH_CPP_LOG_LEVEL": "INFO",
+    "NCCL_DEBUG": "INFO",
+    "TORCH_SHOW_CPP_STACKTRACES": "1",
+    "WANDB_DEBUG": "true",
+}
 WORDS = (
     "conf=quickstart", "model=tiny", "model.layers=1", "data=synthetic", "train.batch=4", "train.seq=16", "train.microbatch=2",
     "train.evaluate.every=0", "log.every=1", "optim.warmup=0", "train.steps=2", "name=run", f"launch.environment=[{','.join(NAMED)}]",

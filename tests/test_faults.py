@@ -72,7 +72,7 @@ def disk(tmp_path: Path) -> Iterator[Disk | None]:
 
 def test_real_runs_survive_what_is_drawn(tmp_path: Path, disk: Disk | None, capsys: pytest.CaptureFixture[str]) -> None:
     campaign = Campaign(Ground(tmp_path / "disk" / "runs"), disk, print)
-    without = ("flipped", *(() if disk else ("full",)))  # truncated is as good, and how long a start hangs is not learned here
+    without = ("flipped", *(() if disk else ("full",)))
     faults = {fault.kind: fault for fault in drawn(DRAWN, 5, "local", without=without) if not fault.at_start}
     outcomes = [campaign.suffer(fault) for fault in faults.values()]
     campaign.finish()

@@ -85,6 +85,8 @@ class Wandb:
     def __init__(self, run: Run, folder: Path) -> None:
         os.environ.setdefault("WANDB_MODE", "offline")
         os.environ.setdefault("WANDB_SILENT", "true")
+        if os.environ["WANDB_MODE"] == "offline":
+            os.environ.pop("WANDB_API_KEY", None)  # nothing is sent, and under WANDB_DEBUG it would write the key into RUN_DIR
         import wandb
 
         self.run = wandb.init(project="distrain", name=run.name, dir=str(folder), resume="allow")
