@@ -226,7 +226,7 @@ def allowed(fault: Fault | None, whom: str) -> set[int]:
         return {-9, 137, 0}
     # fmt: off
     return {
-        "kill": {0, 1, 75}, "term": {0, 75, 143}, "stop": {0, 1, 75}, "truncated": {0}, "flipped": {0}, "full": {0, 1}, "poison": {1},
+        "kill": {0, 1, 75}, "term": {0, 75, 143, -15}, "stop": {0, 1, 75}, "truncated": {0}, "flipped": {0}, "full": {0, 1}, "poison": {1},
         "cut": {0, 1}, "none": {0},
     }[kind]
     # fmt: on

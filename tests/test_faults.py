@@ -29,10 +29,11 @@ RANKS, LENGTH = 3, 40  # of a run without torch: ranks, and steps of 20 ms
 HEAD = """
 import os, sys
 from pathlib import Path
+from distrain.trainer.launch.keeper import DEFERRING
 from distrain.trainer.launch.launch import launch
 from distrain.trainer.launch.watchdog import Watchdog
 folder = Path(sys.argv[1])
-ended = launch([sys.executable, "-c", sys.argv[2], str(folder)], ranks=3, folder=folder, environment=os.environ, show=print,
+ended = launch([sys.executable, "-c", sys.argv[2], str(folder), *DEFERRING], ranks=3, folder=folder, environment=os.environ, show=print,
                grace=3.0, watchdog=Watchdog(patience=2.0))
 print(ended.says)
 sys.exit(ended.status)
@@ -56,7 +57,10 @@ for step in range(len(shared) // ranks):
     while 0 in (met := shared[step * ranks : (step + 1) * ranks]):
         time.sleep(0.001)
     if 2 in met:
-        sys.exit(STOPPED)
+        break
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if 2 in met:
+    sys.exit(STOPPED)
 talk.done()
 """
 

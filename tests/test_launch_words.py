@@ -54,7 +54,7 @@ def test_a_rank_that_is_run_by_hand_speaks_to_stdout(capfd: pytest.CaptureFixtur
     talk.problem("why")
     talk.beat(3)
     talk.done()
-    assert capfd.readouterr().out == "hello\n50 %\nwhy\n"
+    assert capfd.readouterr().out == "hello\nwhy\n"
 
 
 def test_a_file_that_has_the_number_of_the_pipe_is_not_written_to(tmp_path: Path) -> None:
