@@ -10,6 +10,7 @@ import ast
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from base64 import urlsafe_b64decode
@@ -43,6 +44,16 @@ from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.result import Plan
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import Run
+
+
+@pytest.fixture(scope="module", autouse=True)
+def handlers() -> Iterator[None]:
+    """DeepSpeed's runner, which is called in this process, takes signals for itself."""
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for each, handler in before.items():
+        signal.signal(each, handler)
+
 
 # One word
 
