@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,3 +97,23 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     pool = Ranks(tmp_path_factory.mktemp("ranks") / "server.log")
     with pool.server:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A disk of 1 MB."""
+    folder = tmp_path_factory.mktemp("disk")
+    if os.geteuid() or not shutil.which("mount"):
+        pytest.skip("only root can mount a small disk")
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no small disk can be mounted here: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.fixture
+def disk(small_disk: Path) -> Iterator[Path]:
+    yield small_disk
+    for path in small_disk.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -2,13 +2,11 @@
 
 import json
 import os
-import resource
-import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from distrain.tests.narrow import ends_on_ranks, files_of_at_most
 from distrain.trainer.loop.checkpoint import (
     Checkpoint,
     Found,
-    Gather,
     LoadFailed,
     Saved,
     SaveFailed,
@@ -219,27 +217,8 @@ def test_loading_a_tensor_that_is_stored_in_part_names_it(tmp_path: Path) -> Non
 # --- several ranks
 
 
-def on_ranks(world: int, work: Callable[[int, Gather], Any]) -> list[Any]:
-    """What each rank (a thread) gets from its work, or what it raised."""
-    lines, barrier = [""] * world, threading.Barrier(world, timeout=30)
-
-    def gather_of(rank: int) -> Gather:
-        def gather(line: str) -> Sequence[str]:
-            lines[rank] = line
-            barrier.wait()
-            every = list(lines)
-            barrier.wait()
-            return every
-
-        return gather
-
-    with ThreadPoolExecutor(world) as pool:
-        futures = [pool.submit(work, rank, gather_of(rank)) for rank in range(world)]
-        return [future.exception() or future.result() for future in futures]
-
-
 def save_on(folder: Path, step: int, parts: list[list[Shard]]) -> list[Any]:
-    return on_ranks(
+    return ends_on_ranks(
         len(parts),
         lambda rank, gather: save(folder, step, parts[rank], extra={}, keep=2, rank=rank, world=len(parts), gather=gather),
     )
@@ -250,7 +229,7 @@ def test_ranks_that_ask_together_share_the_hashing_and_hear_the_same(tmp_path: P
     save_on(tmp_path, 1, [[weight], [moment]])
     save_on(tmp_path, 2, [[weight], [moment]])
     flip(tmp_path / "step_2" / "exp_avg.1.0.safetensors")
-    one, other = on_ranks(2, lambda rank, gather: newest(tmp_path, rank=rank, world=2, gather=gather))
+    one, other = ends_on_ranks(2, lambda rank, gather: newest(tmp_path, rank=rank, world=2, gather=gather))
     assert one == other == newest(tmp_path)
     assert one.passed == (f"step_2: exp_avg.1.0.safetensors {ALTERED}",)
 
@@ -290,26 +269,6 @@ def test_the_ranks_of_a_process_group_hear_each_other(tmp_path: Path) -> None:
 # --- full disks
 
 
-@pytest.fixture(scope="module")
-def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A disk of 1 MB."""
-    folder = tmp_path_factory.mktemp("disk")
-    if os.geteuid() or not shutil.which("mount"):
-        pytest.skip("only root can mount a small disk")
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"no small disk can be mounted here: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "-l", folder], check=True)
-
-
-@pytest.fixture
-def disk(small_disk: Path) -> Iterator[Path]:
-    yield small_disk
-    for path in small_disk.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
 def fill_up(path: Path) -> None:
     with path.open("wb", buffering=0) as file, suppress(OSError):
         while file.write(bytes(4096)):
@@ -342,17 +301,6 @@ def test_a_disk_that_fills_up_during_a_save_loses_nothing(disk: Path, moment: in
     assert value(checkpoint(newest(disk))) == 1.0
     (disk / "other").unlink()
     assert value(checkpoint(newest(saved(disk, 3, keep=1).path.parent))) == 3.0
-
-
-@contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """This process may write no file longer than `size` bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize(("elements", "extra"), [(40_000, 0), (1000, 100_000)], ids=["a shard", "the manifest"])

@@ -1,9 +1,7 @@
 """Checkpoints, layouts: what was saved in any partition is loaded in any other, bit for bit."""
 
 import json
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -16,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from distrain.tests.narrow import on_ranks
 from distrain.trainer.loop.checkpoint import Gather, LoadFailed, Reader, SaveFailed, Shard, Slice, block, load, newest, save, whole
 from distrain.trainer.loop.checkpoint.save import parts
 from distrain.trainer.loop.checkpoint.slices import boxes, fault
@@ -24,24 +23,6 @@ safetensors = pytest.importorskip("safetensors.torch")
 
 Answer = TypeVar("Answer")
 DTYPES = {"weight": [torch.float32, torch.float64], "exp_avg": [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool]}
-
-
-def on_ranks(world: int, work: Callable[[int, Gather], Answer]) -> list[Answer]:
-    """What each of `world` ranks (threads) gets from its work, given its rank and a gather over all of them."""
-    lines, barrier = [""] * world, threading.Barrier(world, timeout=30)
-
-    def gather_of(rank: int) -> Gather:
-        def gather(line: str) -> Sequence[str]:
-            lines[rank] = line
-            barrier.wait()
-            every = list(lines)
-            barrier.wait()
-            return every
-
-        return gather
-
-    with ThreadPoolExecutor(world) as pool:
-        return [future.result() for future in [pool.submit(work, rank, gather_of(rank)) for rank in range(world)]]
 
 
 def cut(whole: Tensor, part: Slice) -> Tensor:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from threading import Barrier
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from distrain.tests.narrow import on_ranks
 from distrain.trainer.launch.talk import Talk
 from distrain.trainer.loop.checkpoint import Gather, Saved, SaveFailed, Shard, latest, newest, resume, save, shard_file, whole
 from distrain.trainer.loop.checkpoint.folder import steps
@@ -83,26 +81,6 @@ def test_a_rank_says_once_a_second_that_it_gets_on_and_at_once_that_it_is_at_som
 # Room
 
 
-@pytest.fixture(scope="module")
-def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A disk of 1 MB."""
-    folder = tmp_path_factory.mktemp("disk")
-    if os.geteuid() or not shutil.which("mount"):
-        pytest.skip("only root can mount a small disk")
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"no small disk can be mounted here: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "-l", folder], check=True)
-
-
-@pytest.fixture
-def disk(small_disk: Path) -> Iterator[Path]:
-    yield small_disk
-    for path in small_disk.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
 LARGE = 30_000  # elements of which a checkpoint takes a quarter of the disk
 
 
@@ -167,27 +145,9 @@ def test_ranks_that_save_together_make_room_together(disk: Path) -> None:
             for step in (1, 2, 3, 4)
         ]
 
-    first, second = on_ranks(work)
+    first, second = on_ranks(2, work)
     assert first == second == [(), (), (), ("step_1 was removed to make room",)]
     assert steps(disk) == [4, 3, 2]
-
-
-def on_ranks(work: Callable[[int, Gather], Any]) -> list[Any]:
-    """What each of two ranks, threads, gets from its work."""
-    lines, barrier = ["", ""], Barrier(2, timeout=60)
-
-    def gather_of(rank: int) -> Gather:
-        def gather(line: str) -> Sequence[str]:
-            lines[rank] = line
-            barrier.wait()
-            every = list(lines)
-            barrier.wait()
-            return every
-
-        return gather
-
-    with ThreadPoolExecutor(2) as pool:
-        return [each.result() for each in [pool.submit(work, rank, gather_of(rank)) for rank in (0, 1)]]
 
 
 def test_the_folder_of_checkpoints_outlasts_a_loss_of_power(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from distrain.cli.load import load
+from distrain.tests.narrow import files_of_at_most
 from distrain.trainer.loop import sinks
 from distrain.trainer.loop.sinks import LONGEST, Lines, Row, Sinks
 from distrain.trainer.spec.run import Run
@@ -20,17 +18,6 @@ from distrain.trainer.spec.run import Run
 @pytest.fixture(scope="module")
 def run() -> Run:
     return load("quickstart")
-
-
-@contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """This process may write no file longer than `size` bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
