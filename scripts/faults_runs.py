@@ -23,7 +23,6 @@ WORDS = (
     *("train.seq=16", "train.microbatch=2", "train.evaluate={every: 20, batches: 2}", "train.skip=0", "log.every=1", "optim.warmup=3"),
     *("checkpoint={every: 5, keep: 3}", "launch.patience=5", "name=run"),
 )
-CLOSE = 1e-6  # in loss, of a step that was done twice
 MARK = "FAULTS_GROUND"  # a variable by which the processes of a ground are known, whoever their parents are
 # fmt: off
 ROLES = {  # of a process, by what is in its command line
@@ -109,6 +108,7 @@ class Ground:
     """Where runs run: on this machine, two ranks."""
 
     name = "local"
+    apart = 0.0  # in loss, between a step that was done twice and once
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -157,6 +157,7 @@ class OverHosts(Ground):
     """Two hosts of one rank each, through DeepSpeed's launcher; `distrain fit` runs on the first."""
 
     name = "hosts"
+    apart = 1e-6  # a run that has lost a host goes on in another layout
 
     def __init__(self, folder: Path, hosts: Hosts) -> None:
         super().__init__(folder)
