@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from pathlib import Path
 
+from ..trainer.launch import whole
 from ..trainer.plan.result import Plan
 from ..trainer.spec.run import Run
 
@@ -14,14 +14,7 @@ def put(file: Path, what: object) -> None:
     """A file of JSON; raises OSError where it stays as it was."""
     from msgspec import json
 
-    new = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        new.write_bytes(json.format(json.encode(what)))
-        new.replace(file)
-    except OSError:
-        with suppress(OSError):
-            new.unlink(missing_ok=True)
-        raise
+    whole.put(file, json.format(json.encode(what)))
 
 
 def write(run: Run, plan: Plan, folder: Path) -> None:

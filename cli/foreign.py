@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from contextlib import suppress
@@ -12,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ..trainer.launch.whole import put
 from ..trainer.spec.problem import Problem, Unreadable
 from .machine import cache
 
@@ -56,9 +56,7 @@ def _found(path: Path) -> dict[str, Any]:
     found = _asked(file)
     with suppress(OSError):  # it is asked again then
         kept.parent.mkdir(parents=True, exist_ok=True)
-        new = kept.with_name(f".{kept.name}.{os.getpid()}")
-        new.write_text(json.dumps(found), encoding="utf-8")
-        new.replace(kept)
+        put(kept, json.dumps(found).encode())
     return found
 
 

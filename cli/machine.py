@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ..trainer.launch.whole import put
 from ..trainer.spec.problem import Problem
 
 # CUDA's names of devices that conf/device describes.
@@ -107,9 +108,7 @@ def probe() -> Problem | None:
     file = cache()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        new = file.with_name(f".{file.name}.{os.getpid()}")
-        new.write_text(json.dumps({"key": key(), "found": said}, indent=1), encoding="utf-8")
-        new.replace(file)
+        put(file, json.dumps({"key": key(), "found": said}, indent=1).encode())
     except OSError as error:
         return Problem(rule="probe", says=f"{file} can't be written: {error.strerror}", mend="set XDG_CACHE_HOME to a folder that can be")
     return None

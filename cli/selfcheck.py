@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..trainer.launch.talk import hush
 from ..trainer.spec.run import Run
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def _engine(run: Run, folder: Path, environment: Mapping[str, str], alone: list[
     from .doctor import Finding
 
     command = [sys.executable, "-m", "distrain.trainer.loop.rank", str(folder / "run.json")]
-    ended = launch(command, ranks=2, folder=folder, environment=environment, show=_hush, grace=GRACE)
+    ended = launch(command, ranks=2, folder=folder, environment=environment, show=hush, grace=GRACE)
     if ended.status:
         return Finding(
             "engine zero",
@@ -113,7 +114,3 @@ def compared(losses: Sequence[float], alone: Sequence[float], stage: int) -> Fin
         says = f"2 ranks lost {shown}, one process {', '.join(f'{loss:.4f}' for loss in alone)}"
         return Finding("engine zero", "problem", says, "they should be equal: please report it")
     return Finding("engine zero", "ok", f"2 ranks, ZeRO {stage}, {len(losses)} steps: losses {shown}, as one process without DeepSpeed")
-
-
-def _hush(_: str) -> None:
-    """What a rank says is not shown."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..trainer.launch.ended import FAILED, Ended
+from ..trainer.launch.whole import append
 from .text import many, share
 
 
@@ -69,6 +69,4 @@ class Tally:
         """A line of metrics.jsonl, whole or not at all: a run goes on where the disk is full."""
         line = f"{json.dumps(row)}\n".encode()
         with suppress(OSError), (self.folder / "metrics.jsonl").open("ab", buffering=0) as file:
-            end = os.fstat(file.fileno()).st_size
-            if file.write(line) < len(line):
-                file.truncate(end)
+            append(file.fileno(), line)

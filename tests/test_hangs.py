@@ -8,14 +8,15 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from distrain.cli.tally import Tally
 from distrain.tests.one_process import reference
 from distrain.trainer.launch.ended import Ended, RankEnd
-from distrain.trainer.launch.heard import Heard
 from distrain.trainer.launch.launch import launch
 from distrain.trainer.launch.log import Log
 from distrain.trainer.launch.watchdog import Watchdog, blamed, place
@@ -35,15 +36,16 @@ talk.beat(6); talk.beat(7)
 """
 
 
-class Silent(Heard):
-    """A rank of which nothing is heard; `written` is its stack."""
+@dataclass
+class Silent:
+    """A rank of which nothing was heard for a while; `written` is its stack."""
 
-    def __init__(self, rank: int, **state: object) -> None:
-        super().__init__(rank, NOWHERE)
-        self.written: tuple[str, ...] = ()
-        self.since -= 100.0
-        for name, value in state.items():
-            setattr(self, name, value)
+    rank: int
+    step: int | None = None
+    phase: str = "start"
+    since: float = field(default_factory=lambda: time.monotonic() - 100.0)
+    longest: dict[str, float] = field(default_factory=dict)
+    written: tuple[str, ...] = ()
 
     def stack(self) -> tuple[str, ...]:
         return self.written
@@ -87,7 +89,7 @@ BLAMED = (
 
 
 @pytest.mark.parametrize(("states", "rank", "why"), BLAMED)
-def test_the_rank_that_holds_the_others_up_is_named(states: list[dict[str, object]], rank: int, why: str) -> None:
+def test_the_rank_that_holds_the_others_up_is_named(states: list[dict[str, Any]], rank: int, why: str) -> None:
     member, said = blamed([Silent(number, **state) for number, state in enumerate(states)], 100.0)
     assert (member.rank, said) == (rank, why)
 
@@ -165,7 +167,7 @@ def test_a_look_at_many_ranks_looks_once_at_each_for_each_thing_that_they_are_at
 
 
 def test_a_run_hangs_when_no_rank_comes_further() -> None:
-    at = {"phase": "step", "step": 3, "longest": {"first": 1.0}}
+    at: dict[str, Any] = {"phase": "step", "step": 3, "longest": {"first": 1.0}}
     slow, quick = Silent(0, **at), Silent(1, **at, since=time.monotonic())
     assert Watchdog(patience=20.0).overdue([slow, quick], [slow, quick]) is None
     assert Watchdog(patience=20.0).overdue([slow], [slow]) == pytest.approx(100.0, abs=5.0)

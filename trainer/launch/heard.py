@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -14,7 +15,7 @@ from .log import Log, Tail
 CHUNK = 1 << 16  # bytes that are read of a rank's words at once
 
 
-class Heard:
+class Heard(ABC):
     """`end` is the rank's record once it has ended, and nothing of it is left then. What it takes to reach it is a subclass's."""
 
     HEARD: ClassVar = ("say", "status")  # words for the user
@@ -38,9 +39,9 @@ class Heard:
         self._cut = False
 
     @property
+    @abstractmethod
     def control(self) -> int:
         """The file descriptor at which its words are read."""
-        raise NotImplementedError
 
     @property
     def failed(self) -> bool:
@@ -67,41 +68,41 @@ class Heard:
         """See that what keeps it can; what was done for that, in words, "" where nothing was."""
         return ""
 
+    @abstractmethod
     def is_orphan(self) -> bool:
         """Whether nobody can say any more how it ends; what was said before may be unread."""
-        raise NotImplementedError
 
+    @abstractmethod
     def lose(self) -> None:
         """Take such a rank for ended."""
-        raise NotImplementedError
 
+    @abstractmethod
     def tell(self) -> None:
         """Ask it to stop, once: SIGTERM."""
-        raise NotImplementedError
 
+    @abstractmethod
     def dump(self) -> None:
         """Have it write the Python stacks of its threads to its log."""
-        raise NotImplementedError
 
+    @abstractmethod
     def stack(self) -> tuple[str, ...]:
         """What it wrote since; empty where it can't."""
-        raise NotImplementedError
 
+    @abstractmethod
     def cut(self) -> None:
         """Have it killed, with all that it started."""
-        raise NotImplementedError
 
+    @abstractmethod
     def abandon(self) -> None:
         """Wait no longer for one that was cut and is still there."""
-        raise NotImplementedError
 
+    @abstractmethod
     def close(self, patience: float) -> None:
         """Nothing of it is left when this returns, but for what SIGKILL does not end in `patience` seconds."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _read(self) -> bytes:
         """What there is to be read; empty where there is nothing."""
-        raise NotImplementedError
 
     def _note(self, word: str, what: Any) -> None:
         match word, what:

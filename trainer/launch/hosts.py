@@ -30,11 +30,12 @@ from .door import Door
 from .ended import FAILED, LOOKED_AT, Ended
 from .hostfile import Host
 from .landed import Unreachable, land, on_each
-from .launch import hush, signals
+from .launch import signals
 from .log import opened, raised
 from .member import Member, under_keeper
 from .remote import Remote
 from .ssh import Stopped
+from .talk import hush
 from .tether import PING
 from .ticket import NAME, Ticket
 from .watchdog import Watchdog

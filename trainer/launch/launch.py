@@ -15,6 +15,7 @@ from .crew import Crew, Show
 from .ended import FAILED, Ended
 from .member import start
 from .place import Place, reserve_port
+from .talk import hush
 from .watchdog import Watchdog
 
 ADDRESS = "127.0.0.1"
@@ -103,7 +104,3 @@ def signals(noted: list[tuple[int, float]] | None = None) -> Iterator[list[tuple
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
-
-
-def hush(_: str) -> None:
-    """Live lines, where nobody shows them."""

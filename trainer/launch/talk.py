@@ -93,8 +93,8 @@ class Talk:
                 _write(self._fd, line)
 
 
-def quiet(_: str) -> None:
-    """The pulse of what nobody waits for."""
+def hush(_: str) -> None:
+    """Words, and the pulse of work, where nobody is to hear them."""
 
 
 def _write(fd: int, line: bytes) -> None:

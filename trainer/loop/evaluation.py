@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..engines.engine import Engine
-from ..launch.talk import Pulse, quiet
+from ..launch.talk import Pulse, hush
 from ..parallel.grid import Grid
 from ..parallel.keyed import keys
 from ..parallel.stage import context_of
@@ -31,7 +31,7 @@ def given(run: Run, batch: Batch, grid: Grid, step: int | None) -> tuple[Tensor,
     return tokens.to(device, non_blocking=True), labels.to(device, non_blocking=True), further
 
 
-def evaluated(run: Run, engine: Engine, grid: Grid, batches: Batches, samples: range, pulse: Pulse = quiet) -> float:
+def evaluated(run: Run, engine: Engine, grid: Grid, batches: Batches, samples: range, pulse: Pulse = hush) -> float:
     """Mean loss (nats a token) of samples, on all ranks at once, each its share.
 
     In rounds of dp x microbatch samples, always of full micro-batches: what a round has beyond the samples is not counted.

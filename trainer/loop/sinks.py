@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from collections import deque
@@ -11,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..launch.whole import append
 from ..spec.run import Run
 from .poison import finite
 
@@ -56,11 +56,7 @@ class Lines:
 
     def _write(self) -> None:
         while self.late:
-            file = self._opened()
-            end = os.fstat(file).st_size
-            if os.write(file, self.late[0]) < len(self.late[0]):
-                os.ftruncate(file, end)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            append(self._opened(), self.late[0])
             self.late.popleft()
 
     def _opened(self) -> int:

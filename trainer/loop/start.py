@@ -17,7 +17,7 @@ from torch import nn
 
 from ..engines.engine import Engine
 from ..launch.stop import Stop
-from ..launch.talk import STOPPED, Talk
+from ..launch.talk import STOPPED, Talk, hush
 from ..parallel.grid import Grid, grid
 from ..parallel.stage import heads_of, stage
 from ..parallel.world import World, join, leave
@@ -117,7 +117,7 @@ def _each(gather: Gather, work: Callable[[], Got]) -> Got:
 
 def _resumed(run: Run, folder: Path, place: Grid, engine: Engine, batches: Batches, talk: Talk, gather: Gather) -> Found:
     """Give the engine what the newest checkpoint that verifies holds, or the weights that the run begins from, and say so."""
-    world, say = place.world, talk.say if place.world.first else _hush
+    world, say = place.world, talk.say if place.world.first else hush
     policy = partial(resume, folder / "checkpoints", run.checkpoint.resume, whole_model(run), pulse=talk.pulse)
     found = _each(gather, partial(policy, rank=world.rank, world=world.size, gather=gather))
     for reason in found.passed:
@@ -182,7 +182,3 @@ def _progress(talk: Talk) -> Callable[[str, int, int], None]:
             talk.say(what)
 
     return show
-
-
-def _hush(_: str) -> None:
-    """What one rank says for all."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
@@ -14,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..engines.held import Count
+from ..launch.whole import put
 from ..parallel.ledger import Ledger
 from ..parallel.world import World
 from ..spec.run import Run
@@ -46,13 +45,9 @@ def messages(ledger: Ledger, world: World, host: dist.ProcessGroup, folder: Path
 
 def _written(file: Path, told: dict[str, Any]) -> str:
     """Write a file whole or not at all; why not, else ""."""
-    new = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        new.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
-        new.replace(file)
+        put(file, f"{json.dumps(told, indent=1)}\n".encode())
     except OSError as error:
-        with suppress(OSError):
-            new.unlink(missing_ok=True)
         return f"{file} could not be written: {error.strerror or error}"
     return ""
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...launch.talk import Pulse, quiet
+from ...launch.talk import Pulse, hush
 from . import manifest as manifests
 from .folder import step_path, steps
 from .manifest import Broken, Manifest
@@ -44,7 +44,7 @@ class Found:
     passed: tuple[str, ...]
 
 
-def newest(folder: Path, *, quick: bool = False, rank: int = 0, world: int = 1, gather: Gather = alone, pulse: Pulse = quiet) -> Found:
+def newest(folder: Path, *, quick: bool = False, rank: int = 0, world: int = 1, gather: Gather = alone, pulse: Pulse = hush) -> Found:
     """Find the newest checkpoint whose files all have their size and hash (quick: their size).
 
     Where several ranks ask together, each hashes its share of the files and all get the same answer. A checkpoint that is
@@ -74,7 +74,7 @@ def opened(path: Path) -> Checkpoint:
     return Checkpoint(path=path, manifest=manifests.read(path))
 
 
-def fault(path: Path, *, quick: bool = False, pulse: Pulse = quiet) -> str:
+def fault(path: Path, *, quick: bool = False, pulse: Pulse = hush) -> str:
     """Why a checkpoint does not verify, in words; "" where its files have their sizes and (unless quick) hashes."""
     return _examined(path, quick=quick, rank=0, world=1, pulse=pulse)[1]
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
-from ...launch.talk import Pulse, quiet
+from ...launch.talk import Pulse, hush
 from ...spec.problem import Problem, Unreadable
 from .find import Checkpoint, Found, newest
 from .folder import latest, point, sweep
@@ -27,7 +27,7 @@ def resume(
     rank: int = 0,
     world: int = 1,
     gather: Gather = alone,
-    pulse: Pulse = quiet,
+    pulse: Pulse = hush,
 ) -> Found:
     """The checkpoint that a run of these weights (name: whole shape) goes on from; None in it: the run begins anew.
 

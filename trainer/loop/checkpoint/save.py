@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
-from ...launch.talk import Pulse, quiet
+from ...launch.talk import Pulse, hush
 from . import manifest as manifests
 from .clock import Clock, slowest
 from .find import fault, newest
@@ -54,7 +54,7 @@ def save(
     rank: int = 0,
     world: int = 1,
     gather: Gather = alone,
-    pulse: Pulse = quiet,
+    pulse: Pulse = hush,
 ) -> Saved:
     """Save a step; every rank calls this, each with the shards that it alone owns. `extra` (JSON, finite) is taken from rank 0.
 

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ...launch.talk import Pulse, quiet
+from ...launch.talk import Pulse, hush
 from .clock import Clock
 from .slices import Shard, Slice
 
@@ -46,7 +46,7 @@ class File:
     sha256: str
 
 
-def write(path: Path, shards: Iterable[Shard], clock: Clock, pulse: Pulse = quiet) -> File:
+def write(path: Path, shards: Iterable[Shard], clock: Clock, pulse: Pulse = hush) -> File:
     """Write shards to a new file, synced to the disk; raises OSError, and ValueError for a dtype or a doubled slice."""
     ordered = sorted(shards, key=lambda shard: -shard.tensor.element_size())  # keeps every tensor aligned
     digest, size, waiting = hashlib.sha256(), 0, 0
@@ -125,7 +125,7 @@ class Mapped:
         return flat
 
 
-def sha256(path: Path, pulse: Pulse = quiet) -> str:
+def sha256(path: Path, pulse: Pulse = hush) -> str:
     """A file's SHA-256, read as a stream."""
     digest, buffer = hashlib.sha256(), memoryview(bytearray(HASHED))
     with path.open("rb", buffering=0) as file:
