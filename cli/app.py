@@ -207,7 +207,7 @@ def fit(words: Words = None, config_dir: ConfigDir = None) -> int:
     distrain fit conf=quickstart train.steps=600 checkpoint.resume=must
     """
     conf, overrides = _words(words, "fit", config_dir)
-    from ..trainer.launch.files import allowed, held
+    from ..trainer.launch.descriptors import allowed, held
     from ..trainer.plan.plan import make_plan
     from .fit import after, refused
     from .fit import fit as run_it

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from distrain.tests.stand_ins import SSH, StandIns
-from distrain.trainer.launch import files, landed
+from distrain.trainer.launch import descriptors, landed
 from distrain.trainer.launch import hosts as over_hosts
 from distrain.trainer.launch.ended import Ended
 from distrain.trainer.launch.hostfile import Host
@@ -289,7 +289,7 @@ def limited(soft: int, hard: int, program: str) -> str:
 
 
 def test_a_head_has_as_many_files_as_it_needs_allowed_and_no_more() -> None:
-    said = "from distrain.trainer.launch.files import allowed\nprint(allowed(700), resource.getrlimit(resource.RLIMIT_NOFILE))"
+    said = "from distrain.trainer.launch.descriptors import allowed\nprint(allowed(700), resource.getrlimit(resource.RLIMIT_NOFILE))"
     assert limited(300, 1000, said) == "None (700, 1000)"
     assert limited(800, 1000, said) == "None (800, 1000)"
 
@@ -299,7 +299,7 @@ def test_a_run_that_wants_more_files_than_are_allowed_is_refused_in_a_line(tmp_p
     words = ["fit", "conf=quickstart", "cluster=2x1", "launch=deepspeed", f"launch.hostfile={tmp_path / 'hosts'}", f"log.dir={tmp_path}"]
     program = f"import sys\nfrom distrain.cli.app import command\nsys.stderr = sys.stdout\nprint(command({words!r}))"
     *_, line, status = limited(200, 200, program).splitlines()
-    wanted = files.held(2, 2)
+    wanted = descriptors.held(2, 2)
     assert line.startswith(f"distrain: a run of this size holds {wanted} files open where it is launched, and 200 are allowed there: ")
     assert (status, [path.name for path in tmp_path.iterdir()]) == ("1", ["hosts"])
 
@@ -313,7 +313,7 @@ from distrain.trainer.launch.shortcomings import Asked
 hosts = [Host(name=f"h{number}", slots=(0,)) for number in range(100)]
 print(*preflight(hosts, Asked(python="python", folder=Path("run"), kind="cpu", save=0, keep=1)).problems)
 """
-    assert limited(200, 200, program).startswith(f"a run of this size holds {files.held(0, 100)} files open where it is launched")
+    assert limited(200, 200, program).startswith(f"a run of this size holds {descriptors.held(0, 100)} files open where it is launched")
     assert ssh.calls == []
 
 

@@ -24,7 +24,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import files
+from . import descriptors
 from .crew import Crew, Show
 from .door import Door
 from .ended import FAILED, LOOKED_AT, Ended
@@ -105,7 +105,7 @@ class HostCrew(Crew):
 
     def launched(self, start: Start) -> Ended:
         """Write the files, start the launcher, wait for all ranks to come, and stay until all have ended."""
-        if few := files.allowed(files.held(sum(len(host.slots) for host in start.hosts), len(start.hosts))):
+        if few := descriptors.allowed(descriptors.held(sum(len(host.slots) for host in start.hosts), len(start.hosts))):
             return Ended(status=FAILED, ranks=(), says=str(few))
         with Door(self._ears, self.take) as door, self._pulse():
             try:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..spec.problem import Problem
-from . import files, probe
+from . import descriptors, probe
 from .hostfile import Host
 from .launch import signals
 from .shortcomings import ELEMENTS, Asked, Seen, missing_sum, notes, problems, unreached
@@ -39,7 +39,7 @@ def preflight(hosts: Sequence[Host], asked: Asked) -> Report:
     """Ask all hosts. Nothing is left on them but the run's folder; raises Stopped once this process is told to stop."""
     crosses(asked.python, "the Python", f"install distrain at a path of {LETTERS}")
     seen = [Seen(host=host) for host in hosts]
-    if few := files.allowed(files.held(0, len(hosts))):
+    if few := descriptors.allowed(descriptors.held(0, len(hosts))):
         return Report(seen=tuple(seen), problems=(few,), notes=())
     with signals() as told:
         calls = Calls(asked.python, told)
