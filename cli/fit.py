@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from shlex import quote
 
+from ..trainer.launch.words import RUNNERS
 from ..trainer.plan.engines import engine_for, unbuilt
 from ..trainer.plan.mends import limits
 from ..trainer.plan.result import Plan
@@ -48,9 +49,9 @@ def _launch(run: Run) -> Iterator[Problem]:
         yield Problem(
             rule="launch", says=f"fit does not start launch={launch.name}", mend="run what `distrain show --launch` prints for it"
         )
-    elif launch.name == "deepspeed" and launch.runner != "pdsh":
-        says = f"fit does not start launch.runner={launch.runner}"
-        yield Problem(rule="launch", says=says, mend="set launch.runner=pdsh, or run what `distrain show --launch` prints")
+    elif launch.name == "deepspeed" and (missing := [name for name in RUNNERS[launch.runner] if shutil.which(name) is None]):
+        says = f"launch.runner={launch.runner} wants {' and '.join(missing)}, and there is none on PATH here"
+        yield Problem(rule="launch", says=says, mend=f"install {launch.runner}")
 
 
 def _no_room(run: Run, plan: Plan) -> Iterator[Problem]:

@@ -1,8 +1,9 @@
 """Breaks real runs, as a seed says, and holds what is left of them against what must be true whatever broke.
 
-Run `python -m distrain.scripts.faults [faults=200] [hosts=40] [seed=1] [folder=DIR]`: of so many faults, so many come to runs over two
-hosts, which are namespaces of this machine (root, with openssh-server, pdsh, iproute2 and util-linux); a full disk is a small tmpfs
-(root). Each comes to a `distrain fit` of a small GPT with two ranks, which is started again until it has trained, faults and all:
+Run `python -m distrain.scripts.faults [faults=200] [hosts=40] [seed=1] [runner=pdsh] [folder=DIR]`: of so many faults, so many come to
+runs over two hosts, which are namespaces of this machine (root, with openssh-server, pdsh or openmpi-bin, iproute2 and util-linux); a
+full disk is a small tmpfs (root). Each comes to a `distrain fit` of a small GPT with two ranks, which is started again until it has
+trained, faults and all:
 
     kill, term, stop      SIGKILL, SIGTERM or SIGSTOP to any process of the run, at any moment from its start to its end
     truncated, flipped    a file of the newest checkpoint cut off at any byte, or one bit of it turned
@@ -173,6 +174,7 @@ class Campaign:
             assert self.disk is not None
             self.disk.fill(int(fault.where * 3e6))
             return "disk"
+        wait(lambda: self.ground.processes() or fit.ended(), LATE)  # there is none before its exec
         there = self.ground.processes()
         if not there:
             return "nobody"
@@ -271,7 +273,7 @@ def main() -> None:
             grounds.append((Ground(folder / "local" / "runs"), disk, faults))
         if over:
             hosts = stack.enter_context(Hosts(2, folder / "hosts"))
-            grounds.append((OverHosts(folder / "over", hosts), None, drawn(over, seed, "hosts")))
+            grounds.append((OverHosts(folder / "over", hosts, given.get("runner", "pdsh")), None, drawn(over, seed, "hosts")))
         with suppress(KeyboardInterrupt):  # Ctrl-C: what came of those so far
             for ground, disk, faults in grounds:
                 stack.callback(ground.close)

@@ -27,7 +27,7 @@ MARK = "FAULTS_GROUND"  # a variable by which the processes of a ground are know
 # fmt: off
 ROLES = {  # of a process, by what is in its command line
     "/keeper.py": "keeper", "launch.guest": "keeper", "trainer.loop.rank": "rank", "launcher.runner": "runner",
-    "launcher.launch": "launcher", "pdsh": "pdsh", "ssh ": "ssh",
+    "launcher.launch": "launcher", "pdsh": "pdsh", "mpirun ": "mpirun", "orted ": "orted", "ssh ": "ssh",
 }
 # fmt: on
 # In a rank whose turn it is, a gradient of one step is no number.
@@ -159,10 +159,11 @@ class OverHosts(Ground):
     name = "hosts"
     apart = 1e-6  # a run that has lost a host goes on in another layout
 
-    def __init__(self, folder: Path, hosts: Hosts) -> None:
+    def __init__(self, folder: Path, hosts: Hosts, runner: str = "pdsh") -> None:
         super().__init__(folder)
         self.hosts, self._down = hosts, False
-        self.words = ("cluster=2x1", "launch=deepspeed", f"launch.hostfile={hosts.hostfile(1)}", "launch.preflight=false")
+        way = ("launch=deepspeed", f"launch.runner={runner}", f"launch.hostfile={hosts.hostfile(1)}", "launch.preflight=false")
+        self.words = ("cluster=2x1", *way)
 
     def _popen(self, command: Sequence[str], environment: Mapping[str, str], out: Any) -> subprocess.Popen[bytes]:
         return super()._popen(self.hosts.hosts[0].words(command), environment, out)

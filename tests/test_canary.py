@@ -71,7 +71,7 @@ def test_the_watch_sees_a_command_line_that_lives_for_a_moment(tmp_path: Path) -
 
 
 def test_a_ticket_that_is_printed_shows_no_secret() -> None:
-    ticket = Ticket(token=TAG, doors=[], slots=[], command=[], environment=environment(Path("/pwned")))
+    ticket = Ticket(token=TAG, doors=[], names=[], slots=[], command=[], environment=environment(Path("/pwned")))
     assert holds(ticket.written().encode())
     assert not holds(repr(ticket).encode())
 

@@ -53,6 +53,18 @@ def test_what_cannot_run_is_refused_before_anything_starts(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_launcher_that_is_not_here_is_named_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hosts").write_text("h1 slots=2\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    words = ("launch=deepspeed", f"launch.hostfile={tmp_path}/hosts", "launch.runner=openmpi", f"log.dir={tmp_path}/runs")
+    assert command(["fit", "conf=quickstart", *SMALL, "cluster=1x2", *words]) == 1
+    says = "launch.runner=openmpi wants mpirun and ompi_info, and there is none on PATH here: install openmpi"
+    assert f"distrain: {says}" in capsys.readouterr().err.splitlines()
+    assert not (tmp_path / "runs").exists()
+
+
 def test_more_ranks_than_this_machine_can_serve_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status = command(["fit", "conf=quickstart", *SMALL, "cluster=1x8000", "train.batch=16000", f"log.dir={tmp_path}"])
     (line,) = capsys.readouterr().err.splitlines()

@@ -256,7 +256,7 @@ def test_what_a_head_that_has_died_wrote_on_a_host_is_removed_there(ssh: StandIn
 GUEST = """
 import os, subprocess, sys
 guest = [sys.executable, "-m", "distrain.trainer.launch.guest", sys.argv[1] + "/run/run.json"]
-subprocess.run(guest, env={**os.environ, "RANK": "0", "CROSS_RANK": "0"})
+subprocess.run(guest, env={**os.environ, "RANK": "0", "LOCAL_RANK": "0"})
 """
 
 

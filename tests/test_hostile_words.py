@@ -81,7 +81,7 @@ def test_what_ranks_are_told_travels_in_a_file_whatever_it_is(
     assert {"WANDB_API_KEY", "NCCL__X"} & set(environment) <= set(told)
     assert set(further) & set(environment) <= set(told)
     file = tmp_path_factory.mktemp("ticket") / "ticket"
-    file.write_text(Ticket(token="5", doors=[], slots=[], command=[], environment=told).written())
+    file.write_text(Ticket(token="5", doors=[], names=[], slots=[], command=[], environment=told).written())
     assert Ticket.read(file).environment == told
 
 
@@ -127,7 +127,7 @@ def begun(run: Run, plan: Plan, runner: Any) -> Sequence[Host]:
     found, folder = hosts(run), folder_of(run)
     looked(found, run, plan, lambda line: None)
     made = launching(run)
-    ticket = Ticket(token="5", doors=[], slots=[], command=[], environment=handed(os.environ, run.launch.environment))
+    ticket = Ticket(token="5", doors=[], names=[], slots=[], command=[], environment=handed(os.environ, run.launch.environment))
     with land([host.name for host in found]) as landed:
         on_each(landed, lambda each: each.lay(folder, {"run.json": encoder.encode(run).decode(), NAME: ticket.written()}))
     for file in made.files:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from distrain.tests.vhosts import Host, Hosts, missing
 DEADLINE = 120.0  # seconds, for what takes ten on an idle machine
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
-# A head that runs on host0: folder, hostfile, program of a rank, patience.
+# A head that runs on host0: folder, hostfile, program of a rank, patience, runner.
 HEAD = """
 import os, sys
 from pathlib import Path
@@ -34,7 +35,7 @@ from distrain.trainer.launch.words import Start as Starting, deepspeed
 folder, hosts = Path(sys.argv[1]), read_hosts(sys.argv[2])
 told = Starting(module="distrain.trainer.launch.guest", arguments=(str(folder / "run.json"),), python=sys.executable, folder=folder,
                 address=hosts[0].name, port=29400)
-made = deepspeed(told, hosts, os.environ, (), "pdsh")
+made = deepspeed(told, hosts, os.environ, (), sys.argv[5])
 start = Start(hosts=hosts, folder=folder, launcher=made.commands[0], files=made.files,
               texts={"run.json": "{}"}, command=[sys.executable, "-c", sys.argv[3]], environment=os.environ, handed={"NCCL_TOLD": "a b"})
 ended = launch_hosts(start, show=lambda line: print(line, flush=True), grace=2.0,
@@ -57,6 +58,8 @@ def ready(folder=os.getcwd()):
 """
 SAVES = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), os._exit(75)))\nready()\n"
 STOPPED = "stopped; a checkpoint is saved"
+MPI = pytest.param("openmpi", marks=pytest.mark.skipif(which("mpirun") is None, reason="no mpirun here: apt-get install openmpi-bin"))
+over = pytest.mark.parametrize("runner", ["pdsh", MPI])
 
 
 @pytest.fixture(scope="module")
@@ -89,11 +92,11 @@ def quiet() -> dict[str, str]:
 class Launched:
     """A head on host0 with four ranks on two hosts, which are ready when this returns."""
 
-    def __init__(self, hosts: Hosts, folder: Path, program: str, patience: float = 100.0) -> None:
+    def __init__(self, hosts: Hosts, folder: Path, program: str, patience: float = 100.0, runner: str = "pdsh") -> None:
         self.hosts, self.folder = hosts, folder
         (folder / "launch").mkdir()
         rank = f"{BEGIN}os.chdir({str(folder)!r})\n{program}".replace("folder=os.getcwd()", f"folder={str(folder)!r}")
-        words = [sys.executable, "-c", HEAD, str(folder), str(hosts.folder / "hostfile"), rank, str(patience)]
+        words = [sys.executable, "-c", HEAD, str(folder), str(hosts.folder / "hostfile"), rank, str(patience), runner]
         self.head = hosts.hosts[0].start(words, quiet())  # by way of nsenter
         wait_for(lambda: all(self.pids(rank) for rank in range(4)) or self.head.poll() is not None)
         assert self.head.poll() is None, self.head.communicate()[0]
@@ -131,8 +134,9 @@ class Launched:
         return self.head.returncode, said.splitlines()
 
 
-def test_a_rank_that_is_killed_on_the_far_host_is_named(hosts: Hosts, tmp_path: Path) -> None:
-    launched = Launched(hosts, tmp_path, SAVES)
+@over
+def test_a_rank_that_is_killed_on_the_far_host_is_named(hosts: Hosts, tmp_path: Path, runner: str) -> None:
+    launched = Launched(hosts, tmp_path, SAVES, runner=runner)
     launched.send(signal.SIGKILL, 3)
     status, (*_, line) = launched.end()
     assert status == 1
@@ -157,28 +161,32 @@ def test_the_exception_of_a_far_rank_is_fetched_and_no_secret_crosses(hosts: Hos
     assert b"canary" not in written
 
 
-def test_nothing_outlives_a_head_that_is_killed(hosts: Hosts, tmp_path: Path) -> None:
+@over
+def test_nothing_outlives_a_head_that_is_killed(hosts: Hosts, tmp_path: Path, runner: str) -> None:
     """The fixture looks for what is left; one rank is deaf, and one stopped."""
-    launched = Launched(hosts, tmp_path, "rank == 1 and signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SAVES)
+    launched = Launched(hosts, tmp_path, "rank == 1 and signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SAVES, runner=runner)
     launched.send(signal.SIGSTOP, 2)
     launched.signal(signal.SIGKILL)
     launched.end()
 
 
 @pytest.mark.parametrize(
-    ("host", "part", "number"),
+    ("runner", "host", "part", "number"),
     [
-        (0, "deepspeed.launcher.runner", signal.SIGKILL),
-        (0, "deepspeed.launcher.runner", signal.SIGTERM),
-        (0, "pdsh -S", signal.SIGTERM),
-        (1, "deepspeed.launcher.launch ", signal.SIGKILL),
-        (1, "deepspeed.launcher.launch ", signal.SIGTERM),
+        ("pdsh", 0, "deepspeed.launcher.runner", signal.SIGKILL),
+        ("pdsh", 0, "deepspeed.launcher.runner", signal.SIGTERM),
+        ("pdsh", 0, "pdsh -S", signal.SIGTERM),
+        ("pdsh", 1, "deepspeed.launcher.launch ", signal.SIGKILL),
+        ("pdsh", 1, "deepspeed.launcher.launch ", signal.SIGTERM),
+        pytest.param("openmpi", 0, "mpirun ", signal.SIGKILL, marks=MPI.marks),
+        pytest.param("openmpi", 0, "mpirun ", signal.SIGTERM, marks=MPI.marks),
+        pytest.param("openmpi", 1, "orted ", signal.SIGKILL, marks=MPI.marks),
     ],
 )
 def test_the_ranks_of_a_launcher_that_dies_save_and_the_run_exits_75(
-    hosts: Hosts, tmp_path: Path, host: int, part: str, number: int
+    hosts: Hosts, tmp_path: Path, runner: str, host: int, part: str, number: int
 ) -> None:
-    launched = Launched(hosts, tmp_path, SAVES.replace("0.5", "1.5"))
+    launched = Launched(hosts, tmp_path, SAVES.replace("0.5", "1.5"), runner=runner)
     launched.send_to(host, part, number)
     status, lines = launched.end()
     assert (status, lines[-1]) == (75, STOPPED)
@@ -191,8 +199,9 @@ def test_sigterm_to_the_head_lets_all_ranks_save_and_a_launcher_that_is_stopped_
     assert launched.end() == (75, ["SIGTERM: finishing the step and saving; Ctrl-C stops at once", STOPPED])
 
 
-def test_a_host_whose_link_is_cut_is_lost_and_ends_its_ranks_itself(hosts: Hosts, tmp_path: Path) -> None:
-    launched = Launched(hosts, tmp_path, SAVES)
+@over
+def test_a_host_whose_link_is_cut_is_lost_and_ends_its_ranks_itself(hosts: Hosts, tmp_path: Path, runner: str) -> None:
+    launched = Launched(hosts, tmp_path, SAVES, runner=runner)
     hosts.link(1, "down")
     try:
         status, (*_, line) = launched.end()
@@ -224,7 +233,7 @@ def test_a_rank_that_is_stopped_hangs_the_run_and_is_named(hosts: Hosts, tmp_pat
 def test_hosts_that_can_not_be_used_are_named_before_anything_starts(hosts: Hosts, tmp_path: Path) -> None:
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("host0 slots=2\nhost7 slots=2\n")
-    head = hosts.hosts[0].start([sys.executable, "-c", HEAD, str(tmp_path), str(hostfile), "", "100"], quiet())
+    head = hosts.hosts[0].start([sys.executable, "-c", HEAD, str(tmp_path), str(hostfile), "", "100", "pdsh"], quiet())
     said, _ = head.communicate(timeout=DEADLINE)
     assert (head.returncode, said.splitlines()[-1].partition(":")[0]) == (1, "host7 can't be used")
     assert not (tmp_path / "launch").exists()
@@ -241,9 +250,9 @@ TENSOR, PIPELINE = ("parallel.tp=2", "parallel.zero=1"), ("parallel.pp=2",)
 class Fit:
     """`distrain fit` on host0, over both hosts."""
 
-    def __init__(self, hosts: Hosts, folder: Path, *words: str) -> None:
+    def __init__(self, hosts: Hosts, folder: Path, *words: str, hostfile: Path | None = None) -> None:
         self.hosts, self.folder = hosts, folder / "run"
-        over = ("cluster=2x2", "launch=deepspeed", f"launch.hostfile={hosts.folder / 'hostfile'}", "launch.preflight=false")
+        over = ["cluster=2x2", "launch=deepspeed", f"launch.hostfile={hostfile or hosts.folder / 'hostfile'}", "launch.preflight=false"]
         given = [f"conf={WORDS[0]}", *WORDS[1:], *over, f"log.dir={folder}", "name=run", *words]
         self.head = hosts.hosts[0].start([sys.executable, "-m", "distrain", "fit", *given], quiet())
 
@@ -269,6 +278,16 @@ class Fit:
 @pytest.mark.parametrize("layout", [TENSOR, PIPELINE], ids=["dp2_tp2", "dp2_pp2"])
 def test_the_curve_over_two_hosts_is_one_process_s(hosts: Hosts, tmp_path: Path, layout: tuple[str, ...]) -> None:
     fit = Fit(hosts, tmp_path, *layout)
+    status, said = fit.end()
+    assert status == 0, said
+    assert fit.losses() == pytest.approx(reference(WORDS)[0], abs=2e-6, rel=0)
+
+
+@pytest.mark.parametrize("runner", [MPI])
+def test_mpirun_which_begins_with_its_own_host_seats_ranks_as_the_hostfile_does(hosts: Hosts, tmp_path: Path, runner: str) -> None:
+    other = tmp_path / "hostfile"
+    other.write_text("host1 slots=2\nhost0 slots=2\n")
+    fit = Fit(hosts, tmp_path, *PIPELINE, f"launch.runner={runner}", hostfile=other)
     status, said = fit.end()
     assert status == 0, said
     assert fit.losses() == pytest.approx(reference(WORDS)[0], abs=2e-6, rel=0)

@@ -10,7 +10,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from distrain.trainer.launch.door import LONGEST, Door
 from distrain.trainer.launch.remote import Remote
 from distrain.trainer.launch.ticket import NAME, Ticket
 
-TICKET = Ticket(token="5" * 64, doors=[("127.0.0.1", 0)], slots=[(0, 1), (4, 5, 7)], command=["true"], environment={})
+TICKET = Ticket(token="5" * 64, doors=[("127.0.0.1", 0)], names=["h0", "h1"], slots=[(0, 1), (4, 5, 7)], command=["true"], environment={})
 DEADLINE = 60.0  # seconds
 
 
@@ -207,13 +209,18 @@ def test_a_rank_that_no_slot_has_is_sent_away(head: Head) -> None:
     connection.close()
 
 
-def guest(folder: Path, door: tuple[str, int], **environment: str) -> subprocess.CompletedProcess[str]:
-    """A slot's process with a ticket to this door."""
+HERE = socket.gethostname()
+MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+
+
+def guest(folder: Path, door: tuple[str, int], names: Sequence[str] = (HERE,), **environment: str) -> subprocess.CompletedProcess[str]:
+    """A slot's process with a ticket to this door, for hosts that call themselves so, of two slots each."""
     (folder / "launch").mkdir()
     (folder / "ranks").mkdir()
-    there = Ticket(token=TICKET.token, doors=[door], slots=[(0, 1)], command=["true"], environment={})
+    each = len(names)
+    there = Ticket(token=TICKET.token, doors=[door] * each, names=names, slots=[(0, 1)] * each, command=["true"], environment={})
     (folder / NAME).write_text(there.written())
-    known = {**os.environ, "RANK": "1", "WORLD_SIZE": "2", "CROSS_RANK": "0", **environment}
+    known = {**os.environ, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", **environment}
     words = [sys.executable, "-m", "distrain.trainer.launch.guest", str(folder / "run.json")]
     return subprocess.run(words, env=known, capture_output=True, text=True, timeout=DEADLINE)
 
@@ -241,10 +248,26 @@ def test_a_guest_that_can_not_reach_the_head_says_so(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         done = guest(tmp_path, ("127.0.0.1", port))
     assert done.returncode == 1
-    assert done.stderr == f"rank 1: can't reach the run's head at 127.0.0.1 port {port}: Connection refused\n"
+    assert done.stderr == f"a slot of {HERE}: can't reach the run's head at 127.0.0.1 port {port}: Connection refused\n"
 
 
-@pytest.mark.parametrize("environment", [{"WORLD_SIZE": "4"}, {"CROSS_RANK": "1"}])
+@pytest.mark.parametrize("environment", [{"WORLD_SIZE": "4"}, {"LOCAL_RANK": "0"}, {"OMPI_COMM_WORLD_RANK": "0", **MPI}])
 def test_a_guest_that_is_counted_otherwise_takes_no_part(tmp_path: Path, environment: dict[str, str]) -> None:
     done = guest(tmp_path, ("127.0.0.1", 1), **environment)
-    assert (done.returncode, done.stderr) == (1, "rank 1: DeepSpeed's launcher counts hosts and slots otherwise than the head\n")
+    assert (done.returncode, done.stderr) == (1, f"a slot of {HERE}: DeepSpeed's launcher counts hosts and slots otherwise than the head\n")
+
+
+def test_a_guest_of_a_host_that_is_another_takes_no_part(tmp_path: Path) -> None:
+    assert "otherwise than the head" in guest(tmp_path, ("127.0.0.1", 1), names=("another",)).stderr
+
+
+def test_a_guest_of_mpirun_s_that_counts_from_its_own_host_takes_the_seat_that_its_host_has(tmp_path: Path) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    there = partial(guest, tmp_path, listener.getsockname(), names=("another", HERE), OMPI_COMM_WORLD_RANK="1", **MPI)
+    with ThreadPoolExecutor() as pool:
+        done = pool.submit(there)
+        connection, _ = listener.accept()
+        assert json.loads(connection.recv(4096))["rank"] == 3
+        connection.close()
+        assert done.result().returncode == 1
+    listener.close()

@@ -29,6 +29,12 @@ from .ticket import NAME, Ticket
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 MEET = 30.0  # seconds for the head to answer
 LONGEST = 1 << 16  # bytes of a line of its
+# Variables by which a launcher counts: the rank, of how many, and its place among those of its host.
+COUNTS = {
+    "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    "launch": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+}
+LAUNCHERS = (b"deepspeed.launcher.launch", b"orted", b"mpirun")  # by their command lines, those that start this process
 
 
 class Refused(Exception):
@@ -44,16 +50,19 @@ def main() -> int:
         seat = _seat(ticket, folder, os.environ)
         met = _meet(ticket, seat)
     except (OSError, ValueError, KeyError, TypeError, Refused) as error:
-        print(f"rank {os.environ.get('RANK')}: {error}", file=sys.stderr)
+        print(f"a slot of {socket.gethostname()}: {error}", file=sys.stderr)
         return 1
     return _stay(seat, *_forked(ticket, seat, met))
 
 
 def _seat(ticket: Ticket, folder: Path, environment: Mapping[str, str]) -> Seat:
     """Who this is; raises Refused where the launcher counts otherwise than the ticket."""
-    rank = int(environment["RANK"])
+    name, mpirun = socket.gethostname(), COUNTS["mpirun"][0] in environment
+    rank, ranks, here = (int(environment[each]) for each in COUNTS["mpirun" if mpirun else "launch"])
+    if mpirun and ticket.names.count(name) == 1:  # it begins with the head's host, and so counts hosts in another order
+        rank = ticket.first(ticket.names.index(name)) + here
     host, local = ticket.seat(rank)
-    if int(environment["WORLD_SIZE"]) != ticket.ranks or int(environment["CROSS_RANK"]) != host:
+    if (ranks, here, name) != (ticket.ranks, local, ticket.names[host]):
         raise Refused("DeepSpeed's launcher counts hosts and slots otherwise than the head")
     return Seat(rank=rank, ranks=ticket.ranks, local=local, locals=len(ticket.slots[host]), host=host, folder=folder)
 
@@ -125,7 +134,8 @@ def _launcher() -> list[int]:
     """The launcher, unless it has died and left this process to another."""
     parent = os.getppid()
     with contextlib.suppress(OSError):
-        if b"deepspeed.launcher.launch" in Path(f"/proc/{parent}/cmdline").read_bytes():
+        words = Path(f"/proc/{parent}/cmdline").read_bytes()
+        if any(launcher in words for launcher in LAUNCHERS):
             return [parent]
     return []
 

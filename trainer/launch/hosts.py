@@ -8,6 +8,7 @@ the run's record: how the launcher ends says nothing of it. The processes are
     head:  distrain fit -> the launcher's keeper -> deepspeed.launcher.runner -> pdsh -> ssh to each host
     host:  sshd -> deepspeed.launcher.launch -> guest a slot;    a rank's keeper -> the rank
 
+(with launch.runner=openmpi mpirun in place of pdsh, and on hosts its daemon orted in place of launch; on the head's own host mpirun)
 and what dies is missed by those beside it: the head by the launcher's keeper and the ranks', a keeper by the head, the guest
 and the rank, which dies with it, the launcher by the guest and the head, a guest by its keeper.
 """
@@ -15,6 +16,7 @@ and the rank, which dies with it, the launcher by the guest and the head, a gues
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
 import threading
@@ -44,6 +46,8 @@ from .words import Command, File
 COME = 300.0  # seconds for the first slot to come, and for another after the last one
 PART = 8.0  # seconds for the launcher to end by itself after its last rank
 PART_BADLY = 2.0  # after a run that failed
+RULE = re.compile(r"-{9,}")
+TOLD = re.compile(r"\[.*\] \[(INFO|WARNING)\] ")  # what DeepSpeed's launcher says of each start
 LOST = 1.0  # seconds that ranks have after another was lost: none can finish its step
 
 
@@ -126,7 +130,10 @@ class HostCrew(Crew):
         """Write the files on all hosts, and open the door to who reads them."""
         with land([host.name for host in start.hosts], self._asked) as landed:
             ports = door.open({each.head for each in landed})
-            ticket = _ticket(start, [(each.head, ports[each.head]) for each in landed])
+            doors, names = [(each.head, ports[each.head]) for each in landed], [each.calls for each in landed]
+            slots = [host.slots for host in start.hosts]
+            token = secrets.token_hex(32)
+            ticket = Ticket(token=token, doors=doors, names=names, slots=slots, command=start.command, environment=start.handed)
             self._remotes = _seats(start, ticket)
             door.admit(ticket, self._remotes)
             on_each(landed, lambda each: each.lay(start.folder, {**start.texts, NAME: ticket.written()}), self._asked)
@@ -234,11 +241,6 @@ def _host(remote: Remote) -> str:
     return remote.where.partition(" ")[0]
 
 
-def _ticket(start: Start, doors: Sequence[tuple[str, int]]) -> Ticket:
-    slots = [host.slots for host in start.hosts]
-    return Ticket(token=secrets.token_hex(32), doors=doors, slots=slots, command=start.command, environment=start.handed)
-
-
 def _seats(start: Start, ticket: Ticket) -> list[Remote]:
     """The ranks that are to come."""
     seats = []
@@ -259,9 +261,16 @@ def _meeting(remotes: Sequence[Remote]) -> str:
 
 
 def _last_words(launcher: Member) -> str:
-    """Why the launcher did not do it, by its log, in which pdsh puts the host before each line."""
+    """Why the launcher did not do it, by its log, in which pdsh puts the host before each line, and mpirun its advice between rules."""
     lines = [line.partition(": ")[2] if line.partition(": ")[0].isidentifier() else line for line in launcher.log.last_lines(LOOKED_AT)]
-    said = raised(lines) or next((line for line in reversed(lines) if line and "[INFO]" not in line), "")
+    plain, advice = list[str](), list[str]()
+    ruled = False
+    for line in lines:
+        if RULE.fullmatch(line):
+            ruled = not ruled
+        elif line and not TOLD.match(line):
+            (advice if ruled else plain).append(line)
+    said = raised(lines) or (plain[-1] if plain else " ".join(advice))
     return f"{': ' if said else ''}{' '.join(said.split())[:400]}; its log is {launcher.log.path}"
 
 

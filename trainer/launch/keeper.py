@@ -14,6 +14,9 @@ A rank with PR_SET_PDEATHSIG alone would die before it could end its own childre
 A program that finishes what it is at when it is asked to stop is not there to hear it while it is being loaded, which takes
 torch seconds. Those of DEFERRING are started with STOPS held back: what comes meanwhile they get when they let it come (stop.py).
 
+SPARED are processes that a launcher starts on this very machine, as mpirun does: they hang on a socket to the head (tether.py), and
+have a rank that is to save when its launcher dies.
+
 The last line of the control pipe is the keeper's: {"ended": exit status, or minus a signal}.
 """
 
@@ -32,6 +35,7 @@ PDEATHSIG, CHILD_SUBREAPER = 1, 36  # prctl(2)
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
 STOPS = (signal.SIGTERM, signal.SIGINT)
 DEFERRING = frozenset({"distrain.trainer.loop.rank"})  # words of a command
+SPARED = b"distrain.trainer.launch.guest"  # in a command line
 PATIENCE = 5.0  # seconds for orphans to die of SIGKILL
 CANNOT_START = 127  # the exit status that shells give a command that isn't there
 
@@ -135,7 +139,7 @@ def clear(rank: int, ended: int | None) -> int:
         os.killpg(rank, signal.SIGKILL)
     status = os.waitpid(rank, 0)[1] if ended is None else ended
     until = time.monotonic() + PATIENCE
-    while (orphans := _children()) and time.monotonic() < until:
+    while (orphans := [child for child in _children() if not spared(child)]) and time.monotonic() < until:
         for orphan in orphans:
             os.kill(orphan, signal.SIGKILL)
         time.sleep(0.005)
@@ -150,6 +154,15 @@ def _children() -> list[int]:
             return [int(pid) for pid in listed.read().split()]
     except OSError:
         return []  # not Linux, or a kernel without this file: the group was all that could be named
+
+
+def spared(process: int) -> bool:
+    """Whether a process ends by itself when it should, and not before."""
+    try:
+        with open(f"/proc/{process}/cmdline", "rb") as words:
+            return SPARED in words.read()
+    except OSError:
+        return False
 
 
 def _tell(control: int, code: int) -> None:

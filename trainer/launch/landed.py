@@ -44,8 +44,9 @@ class Landed:
         self._process = self.ssh.process
 
     def meet(self) -> None:
-        """Learn the addresses: `head` is where the host sees this machine, `address` where it is seen. Raises OSError."""
-        words = str(self._answer("connection")).split()
+        """Learn what it calls itself, where it sees this machine (`head`) and where it is seen (`address`). Raises OSError."""
+        said = self._answer("connection")
+        words, self.calls = str(said["connection"]).split(), str(said.get("name", ""))
         if len(words) != 4:
             raise OSError("its ssh server sets no SSH_CONNECTION")
         self.head, self.address = words[0], words[2]
@@ -73,8 +74,8 @@ class Landed:
         self._process.stdin.write(f"{json.dumps(words)}\n".encode())
         self._process.stdin.flush()
 
-    def _answer(self, word: str) -> Any:
-        """What it says under this word; what a login prints before it is passed over."""
+    def _answer(self, word: str) -> dict[str, Any]:
+        """The line with this word in it; what a login prints before it is passed over."""
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         for line in self._process.stdout:
@@ -85,7 +86,7 @@ class Landed:
             if isinstance(said, dict) and "problem" in said:
                 raise OSError(said["problem"])
             if isinstance(said, dict) and word in said:
-                return said[word]
+                return said
         lines = self._process.stderr.read().decode(errors="replace").splitlines()
         raise OSError(next((line.strip() for line in reversed(lines) if line.strip()), "ssh ended without a word"))
 

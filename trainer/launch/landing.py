@@ -1,7 +1,8 @@
 """Writing a run's files on a host: it is run there over ssh by path, as `python -I -S landing.py`, and imports nothing of this package.
 
 What it is to write comes on stdin, so that nothing of it is seen on a command line: {"folder": RUN_DIR, "files": {name: text}}.
-It answers a JSON object a line: {"connection": what SSH_CONNECTION says}, then {"written": true} or {"problem": why not}.
+It answers a JSON object a line: {"connection": what SSH_CONNECTION says, "name": what the host calls itself}, then {"written": true}
+or {"problem": why not}.
 Files are its user's alone. What it wrote stays if a second line on stdin is "keep", answered with {"kept": true}; anything else, or
 the end of stdin because the head has gone, has it removed: {"removed": true}.
 """
@@ -17,7 +18,7 @@ import sys
 
 def main() -> None:
     """Say by which addresses the head and this host see each other, then write what it sends."""
-    _tell({"connection": os.environ.get("SSH_CONNECTION", "")})
+    _tell({"connection": os.environ.get("SSH_CONNECTION", ""), "name": socket.gethostname()})
     text = sys.stdin.readline()
     if not text:
         return  # the head has no use for this host

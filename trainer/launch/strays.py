@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 from uuid import uuid4
 
+from .keeper import spared
+
 VARIABLE = "DISTRAIN_MARK"
 PATIENCE = 2.0  # seconds for them to be gone
 
@@ -33,6 +35,6 @@ def _marked(mark: str) -> list[int]:
     wanted, found = f"{VARIABLE}={mark}".encode(), []
     for process in Path("/proc").glob("[0-9]*"):  # empty where there is no /proc
         with contextlib.suppress(OSError):  # it has ended, or is another user's
-            if wanted in (process / "environ").read_bytes().split(b"\0"):
+            if wanted in (process / "environ").read_bytes().split(b"\0") and not spared(int(process.name)):
                 found.append(int(process.name))
     return found

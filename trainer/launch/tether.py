@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import keeper, lifeline, strays, talk
+from . import keeper, lifeline, mpi, strays, talk
 from .ended import LOOKED_AT
 from .log import Log, open_log
 from .place import Place
@@ -167,6 +167,8 @@ class Tether:
         for each in (speak, held):
             os.set_inheritable(each, True)
         place = Place(rank=seat.rank, ranks=seat.ranks, local_rank=seat.local, local_ranks=seat.locals, address=address, port=port)
+        for name in mpi.left(os.environ):
+            del os.environ[name]
         os.environ["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', os.defpath)}"
         handed = {lifeline.VARIABLE: str(held), talk.VARIABLE: str(speak), strays.VARIABLE: self._mark}
         os.environ.update({**place.environment({**os.environ, **self._ticket.environment}), **handed})

@@ -18,6 +18,7 @@ class Ticket:
 
     token: str = field(repr=False)
     doors: Sequence[tuple[str, int]]  # by host: address and port by which it reaches the head
+    names: Sequence[str]  # by host: what it calls itself
     slots: Sequence[Sequence[int]]  # by host: the slots that are taken, one rank each
     command: Sequence[str]
     environment: Mapping[str, str] = field(repr=False)  # what ranks have beside their host's own
@@ -34,6 +35,10 @@ class Ticket:
                 return host, rank
             rank -= len(slots)
         raise IndexError(rank)
+
+    def first(self, host: int) -> int:
+        """The first rank of a host."""
+        return sum(map(len, self.slots[:host]))
 
     def written(self) -> str:
         """The file's text."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from zlib import crc32
 
 from ..spec.problem import Problem, Unreadable
+from . import mpi
 from .hostfile import Host, included, written
 
 SAFE = re.compile(r"[A-Za-z0-9._/=:-]+")
@@ -46,6 +47,9 @@ done
 PATH=${PATH#"${0%/*}":}
 exec pdsh "$@"
 """
+
+# What each of its ways to the hosts wants on this machine.
+RUNNERS = {"pdsh": ("pdsh",), "openmpi": ("mpirun", "ompi_info")}
 
 PORTS = range(20000, 30000)  # below those that Linux hands out itself
 
@@ -167,16 +171,17 @@ def deepspeed(start: Start, hosts: Sequence[Host], environment: Mapping[str, str
         options += ["--include", included(hosts)]
     options += ["--master_addr", start.address, "--master_port", str(start.port), "--module", start.module, *start.arguments]
     exports = RANKS | ({"MASTER_ADDR": start.address, "MASTER_PORT": str(start.port)} if runner != "pdsh" else {})
+    if runner == "pdsh":
+        ways = {"PDSH_SSH_ARGS_APPEND": " ".join([*environment.get("PDSH_SSH_ARGS_APPEND", "").split(), *SSH])}
+    else:
+        ways = mpi.surroundings(environment, SSH)
     told = sorted(handed(environment, further))
     return Launching(
         commands=(
             Command(
                 words=(start.python, "-m", "deepspeed.launcher.runner", *options),
                 folder=own,  # it puts the folder that it runs in on the path of Python, and so does each host
-                environment={
-                    "DS_ENV_FILE": str(own / "exports"),
-                    "PDSH_SSH_ARGS_APPEND": " ".join([*environment.get("PDSH_SSH_ARGS_APPEND", "").split(), *SSH]),
-                },
+                environment={"DS_ENV_FILE": str(own / "exports"), **ways},
                 without=_pasted(environment),
                 first="." if runner == "pdsh" else "",  # own may hold a colon, which no folder of PATH can
             ),
