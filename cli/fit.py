@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from shlex import quote
 
+from ..trainer.launch.allocation import job
 from ..trainer.launch.words import RUNNERS
 from ..trainer.plan.engines import engine_for, unbuilt
 from ..trainer.plan.mends import limits
@@ -46,12 +47,15 @@ def _launch(run: Run) -> Iterator[Problem]:
         yield from error.problems
     launch = run.launch
     if launch.name in ("torchrun", "slurm"):
-        yield Problem(
-            rule="launch", says=f"fit does not start launch={launch.name}", mend="run what `distrain show --launch` prints for it"
-        )
+        within = ", or fit launch=deepspeed launch.runner=slurm in a job" if launch.name == "slurm" else ""
+        mend = f"run what `distrain show --launch` prints for it{within}"
+        yield Problem(rule="launch", says=f"fit does not start launch={launch.name}", mend=mend)
     elif launch.name == "deepspeed" and (missing := [name for name in RUNNERS[launch.runner] if shutil.which(name) is None]):
         says = f"launch.runner={launch.runner} wants {' and '.join(missing)}, and there is none on PATH here"
         yield Problem(rule="launch", says=says, mend=f"install {launch.runner}")
+    elif launch.name == "deepspeed" and launch.runner == "slurm" and not job(os.environ):
+        says = "launch.runner=slurm starts ranks on the nodes of a job of Slurm, and this is run in none"
+        yield Problem(rule="launch", says=says, mend="run it under salloc or in a file for sbatch")
 
 
 def _no_room(run: Run, plan: Plan) -> Iterator[Problem]:

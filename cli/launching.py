@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from shlex import join, quote
 
+from ..trainer.launch.allocation import allocated, job
 from ..trainer.launch.by_hand import slurm, torchrun
-from ..trainer.launch.hostfile import Host, hosts_of
+from ..trainer.launch.hostfile import Host, hosts_of, read_hosts
 from ..trainer.launch.place import Place
 from ..trainer.launch.words import Command, Launching, Start, deepspeed, port_of
 from ..trainer.spec.problem import Problem, Unreadable
@@ -33,17 +34,25 @@ def hosts(run: Run) -> tuple[Host, ...]:
         raise Unreadable([_unread(run, key) for key in unread])
     if not READ[launch.name]:
         return ()
-    if launch.hostfile is None:
-        mend = "name a file, a line a host: host1 slots=8; or set launch=local for this machine alone"
-        raise Unreadable([Problem(rule="hostfile", says=f"launch={launch.name} wants launch.hostfile", mend=mend)])
     return hosts_of(
-        launch.hostfile,
+        listed(run),
+        launch.hostfile or job(os.environ),
         nodes=cluster.nodes,
         gpus=cluster.gpus,
         include=launch.include,
         exclude=launch.exclude,
         reading=run.reading,
     )
+
+
+def listed(run: Run) -> tuple[Host, ...]:
+    """All hosts that a run could take: those of its hostfile, or of the job of Slurm that this is run in. Raises Unreadable."""
+    if run.launch.hostfile is not None:
+        return read_hosts(run.launch.hostfile)
+    if job(os.environ):
+        return allocated(os.environ, run.cluster.gpus)
+    mend = "name a file, a line a host: host1 slots=8; or set launch=local for this machine alone"
+    raise Unreadable([Problem(rule="hostfile", says=f"launch={run.launch.name} wants launch.hostfile", mend=mend)])
 
 
 def _unread(run: Run, key: str) -> Problem:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..trainer.launch.ended import FAILED, Ended
-from ..trainer.launch.hostfile import Host, included, read_hosts
+from ..trainer.launch.hostfile import Host, included
 from ..trainer.plan.change import changed
 from ..trainer.plan.plan import make_plan
 from ..trainer.plan.result import Plan
@@ -76,6 +76,7 @@ def on_what_is_left(
 def _smaller(run: Run, plan: Plan, first: Host, left: Sequence[Host]) -> tuple[Run, Plan, str] | None:
     """The run on as many of these hosts as it can use, with fewer replicas and the same global batch; `first` was its first host."""
     from .fit import refused
+    from .launching import listed
 
     each = run.parallel
     model = each.tp * each.pp * each.cp
@@ -89,7 +90,7 @@ def _smaller(run: Run, plan: Plan, first: Host, left: Sequence[Host]) -> tuple[R
             [
                 ("cluster.nodes", nodes),
                 ("parallel.dp", replicas),
-                ("launch.include", included(taken, read_hosts(run.launch.hostfile or ""))),
+                ("launch.include", included(taken, listed(run))),
                 ("launch.exclude", None),
                 ("launch.address", run.launch.address if taken[0].name == first.name else None),  # it was an address of the first
                 ("reading", None),

@@ -44,6 +44,8 @@ SRUN = """\
 import subprocess
 options = dict(word[2:].split("=", 1) for word in sys.argv[1:] if word.startswith("--"))
 command = [word for word in sys.argv[1:] if not word.startswith("--")]
+if "ntasks" not in options:
+    sys.exit()  # called by DeepSpeed's launcher: no rank is wanted
 tasks, each = int(options["ntasks"]), int(options["ntasks-per-node"])
 started = [
     subprocess.Popen(command, env={**os.environ, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % each)}) for rank in range(tasks)

@@ -21,7 +21,8 @@ REFUSED = (
     ("parallel.pp=2 parallel.dp=1 parallel.zero=3",
                                            ("engine pipe does not run parallel.zero=3: "
                                             "set parallel.zero=1 or parallel.pp=1 parallel.dp=auto")),
-    ("launch=slurm",                       "fit does not start launch=slurm: run what `distrain show --launch` prints for it"),
+    ("launch=slurm",                       ("fit does not start launch=slurm: run what `distrain show --launch` prints for it, "
+                                            "or fit launch=deepspeed launch.runner=slurm in a job")),
     ("launch=torchrun",                    "fit does not start launch=torchrun: run what `distrain show --launch` prints for it"),
     ("launch=deepspeed",                   ("launch=deepspeed wants launch.hostfile: name a file, a line a host: host1 slots=8; "
                                             "or set launch=local for this machine alone")),

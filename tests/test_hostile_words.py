@@ -103,7 +103,7 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> StandIns:
     """All that a launch calls."""
     made = StandIns(tmp_path_factory.mktemp("stand-ins"))
     does = {"ssh": SSH, "pdsh": PDSH, "python": PYTHON, "scontrol": SCONTROL, "srun": SRUN, "sbatch": SBATCH}
-    for name in (*does, "mpirun", "ompi_info", "distrain"):
+    for name in (*does, "mpirun", "ompi_info", "sinfo", "distrain"):
         made.put(name, does.get(name, QUIET))
     return made
 
@@ -163,8 +163,8 @@ def tame(calls: Sequence[dict[str, Any]], run: Run, python: str) -> Iterator[str
                 said = " ".join(argv[at + 2 :])
                 assert REMOTE.fullmatch(said), said
                 yield said
-            case "mpirun":
-                assert all(re.fullmatch(r"[A-Za-z0-9._/=:^-]+", word) for word in argv), argv
+            case "mpirun" | "srun":
+                assert all(re.fullmatch(r"[A-Za-z0-9._/=:,^-]+", word) for word in argv), argv
 
 
 @settings(max_examples=40, phases=ONCE)
@@ -174,7 +174,7 @@ def tame(calls: Sequence[dict[str, Any]], run: Run, python: str) -> Iterator[str
     tamed=tame_but_one(5),
     file=hostile.filter(lambda name: name not in ("", ".", "..")),
     filtered=some.booleans(),
-    runner=some.sampled_from(["pdsh", "pdsh", "pdsh", "openmpi"]),
+    runner=some.sampled_from(["pdsh", "pdsh", "pdsh", "openmpi", "slurm"]),
     environment=environments,
 )
 def test_no_hostile_word_reaches_the_shell_of_a_host(

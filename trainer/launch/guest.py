@@ -32,6 +32,7 @@ LONGEST = 1 << 16  # bytes of a line of its
 # Variables by which a launcher counts: the rank, of how many, and its place among those of its host.
 COUNTS = {
     "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    "srun": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
     "launch": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
 }
 LAUNCHERS = (b"deepspeed.launcher.launch", b"orted", b"mpirun")  # by their command lines, those that start this process
@@ -57,9 +58,10 @@ def main() -> int:
 
 def _seat(ticket: Ticket, folder: Path, environment: Mapping[str, str]) -> Seat:
     """Who this is; raises Refused where the launcher counts otherwise than the ticket."""
-    name, mpirun = socket.gethostname(), COUNTS["mpirun"][0] in environment
-    rank, ranks, here = (int(environment[each]) for each in COUNTS["mpirun" if mpirun else "launch"])
-    if mpirun and ticket.names.count(name) == 1:  # it begins with the head's host, and so counts hosts in another order
+    name = socket.gethostname()
+    launcher = next((each for each, (rank, *_) in COUNTS.items() if rank in environment), "launch")
+    rank, ranks, here = (int(environment[each]) for each in COUNTS[launcher])
+    if launcher != "launch" and ticket.names.count(name) == 1:  # mpirun begins with the head's host, and srun sorts them
         rank = ticket.first(ticket.names.index(name)) + here
     host, local = ticket.seat(rank)
     if (ranks, here, name) != (ticket.ranks, local, ticket.names[host]):

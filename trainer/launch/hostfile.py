@@ -31,14 +31,20 @@ class Host:
 
 
 def hosts_of(
-    path: str, *, nodes: int, gpus: int, include: str | None = None, exclude: str | None = None, reading: str | None = None
+    there: Sequence[Host],
+    path: str,
+    *,
+    nodes: int,
+    gpus: int,
+    include: str | None = None,
+    exclude: str | None = None,
+    reading: str | None = None,
 ) -> tuple[Host, ...]:
-    """The hosts of a hostfile, in its order, with what `include` or `exclude` leaves: as many as nodes, each with as many slots as
+    """Of the hosts of a hostfile, in its order, what `include` or `exclude` leaves: as many as nodes, each with as many slots as
     a node has GPUs. Raises Unreadable with all that is wrong.
 
     Both are in DeepSpeed's form, `host1@host2:0,2`: hosts between @, after a colon the slots that are meant, without it all.
     """
-    there = read_hosts(path)
     hosts, problems = _filtered(there, path, include, exclude)
     if not problems:
         cluster = f"{nodes} {'node' if nodes == 1 else 'nodes'} x {gpus}{f' ({reading})' if reading else ''}"
@@ -95,10 +101,15 @@ def _range(slots: Sequence[int]) -> str:
 
 def read_hosts(path: str) -> tuple[Host, ...]:
     """The hosts of a hostfile with all their slots; raises Unreadable with a line for each thing that is wrong."""
+    return read_text(_text(path), path)
+
+
+def read_text(text: str, path: str) -> tuple[Host, ...]:
+    """The same of a hostfile's text; `path` is what it is called."""
     hosts: dict[str, Host] = {}
     lines: dict[str, int] = {}
     problems: list[Problem] = []
-    for number, line in enumerate(_text(path).split("\n"), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         words = [word for word in re.split(r"[ \t]", line.removesuffix("\r").partition("#")[0]) if word]
         if not words:
             continue

@@ -8,7 +8,8 @@ the run's record: how the launcher ends says nothing of it. The processes are
     head:  distrain fit -> the launcher's keeper -> deepspeed.launcher.runner -> pdsh -> ssh to each host
     host:  sshd -> deepspeed.launcher.launch -> guest a slot;    a rank's keeper -> the rank
 
-(with launch.runner=openmpi mpirun in place of pdsh, and on hosts its daemon orted in place of launch; on the head's own host mpirun)
+(with launch.runner=openmpi mpirun in place of pdsh, and on hosts its daemon orted in place of launch, on the head's own mpirun itself;
+with launch.runner=slurm srun in place of pdsh, and slurmstepd in place of launch)
 and what dies is missed by those beside it: the head by the launcher's keeper and the ranks', a keeper by the head, the guest
 and the rank, which dies with it, the launcher by the guest and the head, a guest by its keeper.
 """

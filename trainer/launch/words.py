@@ -16,6 +16,7 @@ from zlib import crc32
 
 from ..spec.problem import Problem, Unreadable
 from . import mpi
+from .allocation import SRUN
 from .hostfile import Host, included, written
 
 SAFE = re.compile(r"[A-Za-z0-9._/=:-]+")
@@ -48,8 +49,10 @@ PATH=${PATH#"${0%/*}":}
 exec pdsh "$@"
 """
 
+SLOT = Path(__file__).with_name("slot.py")  # what srun starts: the launcher has it start a file
+
 # What each of its ways to the hosts wants on this machine.
-RUNNERS = {"pdsh": ("pdsh",), "openmpi": ("mpirun", "ompi_info")}
+RUNNERS = {"pdsh": ("pdsh",), "openmpi": ("mpirun", "ompi_info"), "slurm": ("srun", "sinfo")}
 
 PORTS = range(20000, 30000)  # below those that Linux hands out itself
 
@@ -158,28 +161,21 @@ def handed(environment: Mapping[str, str], further: Sequence[str] = ()) -> dict[
 
 
 def deepspeed(start: Start, hosts: Sequence[Host], environment: Mapping[str, str], further: Sequence[str], runner: str) -> Launching:
-    """A run through DeepSpeed's launcher, over `runner` (pdsh, openmpi); raises Unreadable where something may not cross."""
+    """A run through DeepSpeed's launcher, over `runner` (pdsh, openmpi, slurm); raises Unreadable where something may not cross."""
     checked(start)
     own = start.own
     # it is started there, and pastes what the system calls the place
     crosses(os.path.realpath(own), "the launcher's folder, which is", "set log.dir to a folder of these, links followed")
     options = ["--hostfile", str(own / "hosts"), "--launcher", runner, "--force_multi", "--no_ssh_check", "--no_local_rank"]
-    if not all(host.whole for host in hosts):
-        if runner != "pdsh":
-            says = f"launch.runner={runner} starts a host's first slots, not {included(hosts)}"
-            raise Unreadable([Problem(rule="runner", says=says, mend="set launch.runner=pdsh")])
-        options += ["--include", included(hosts)]
-    options += ["--master_addr", start.address, "--master_port", str(start.port), "--module", start.module, *start.arguments]
+    ways, whom = _ways(runner, hosts, environment)
+    options += [*whom, "--master_addr", start.address, "--master_port", str(start.port)]
+    options += [crosses(str(SLOT), "the path", "")] if runner == "slurm" else ["--module", start.module]
     exports = RANKS | ({"MASTER_ADDR": start.address, "MASTER_PORT": str(start.port)} if runner != "pdsh" else {})
-    if runner == "pdsh":
-        ways = {"PDSH_SSH_ARGS_APPEND": " ".join([*environment.get("PDSH_SSH_ARGS_APPEND", "").split(), *SSH])}
-    else:
-        ways = mpi.surroundings(environment, SSH)
     told = sorted(handed(environment, further))
     return Launching(
         commands=(
             Command(
-                words=(start.python, "-m", "deepspeed.launcher.runner", *options),
+                words=(start.python, "-m", "deepspeed.launcher.runner", *options, *start.arguments),
                 folder=own,  # it puts the folder that it runs in on the path of Python, and so does each host
                 environment={"DS_ENV_FILE": str(own / "exports"), **ways},
                 without=_pasted(environment),
@@ -196,6 +192,20 @@ def deepspeed(start: Start, hosts: Sequence[Host], environment: Mapping[str, str
             f"in the ticket, mode 0600, are these variables for the ranks: {', '.join(told) or 'none'}",
         ),
     )
+
+
+def _ways(runner: str, hosts: Sequence[Host], environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+    """What a runner is told of how to reach the hosts, over its environment, and the launcher's options for it."""
+    if runner == "pdsh":
+        ssh = " ".join([*environment.get("PDSH_SSH_ARGS_APPEND", "").split(), *SSH])
+        return {"PDSH_SSH_ARGS_APPEND": ssh}, [] if all(host.whole for host in hosts) else ["--include", included(hosts)]
+    if not all(host.whole for host in hosts):
+        says = f"launch.runner={runner} starts a host's first slots, not {included(hosts)}"
+        raise Unreadable([Problem(rule="runner", says=says, mend="set launch.runner=pdsh")])
+    if runner == "openmpi":
+        return mpi.surroundings(environment, SSH), []
+    where = [f"--nodes={len(hosts)}", f"--ntasks-per-node={len(hosts[0].slots)}", f"--nodelist={','.join(host.name for host in hosts)}"]
+    return {}, [f"--launcher_args={' '.join([*where, *SRUN])}"]
 
 
 def _pasted(environment: Mapping[str, str]) -> tuple[str, ...]:

@@ -221,10 +221,10 @@ class Launch:
     """How ranks are started."""
 
     name: Literal["local", "deepspeed", "torchrun", "slurm"] = "local"
-    hostfile: str | None = None
+    hostfile: str | None = None  # None: in a job of Slurm, its nodes
     include: str | None = None  # host1@host2:0,2: these hosts and slots of the file; exclude: all others
     exclude: str | None = None
-    runner: Literal["pdsh", "openmpi"] = "pdsh"  # what DeepSpeed's launcher reaches the hosts with
+    runner: Literal["pdsh", "openmpi", "slurm"] = "pdsh"  # what DeepSpeed's launcher reaches the hosts with
     address: str | None = None  # of the first host, where ranks meet; None: where ssh reaches it
     port: Annotated[int, Meta(ge=1, le=65535)] | None = None  # there; None: one that is free, or that the run folder's name gives
     environment: tuple[str, ...] = ()  # further variables of this shell that ranks on other hosts are told, over a file
