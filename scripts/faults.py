@@ -224,11 +224,14 @@ class Campaign:
 def allowed(fault: Fault | None, whom: str, ground: str) -> set[int]:
     """Exit statuses that a fault may lead to; 0, which says that it trained, is held against what it left.
 
-    Over hosts the ranks of a launcher that dies save and stop: 75. The command itself can be ended before it has begun.
+    Over hosts the ranks of a launcher that dies save and stop: 75. The command itself can be ended before it has begun, and an ssh
+    before the files that it brings are there.
     """
     kind = fault.kind if fault else "none"
     if whom == "fit" and kind in ("kill", "term"):
         return {-9, 0} if kind == "kill" else {0, 75, 143, -15}
+    if whom == "ssh" and kind == "term":
+        return {0, 1, 75, 143}
     saves = {75} if ground == "hosts" and whom != "rank" else set[int]()
     # fmt: off
     return {

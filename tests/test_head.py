@@ -191,6 +191,12 @@ def test_a_host_that_hangs_as_it_writes_is_named_and_the_others_keep_nothing(
     assert not (tmp_path / "run" / "launch" / "ticket").exists()
 
 
+def test_an_ssh_that_is_killed_is_told(ssh: StandIns, tmp_path: Path) -> None:
+    ssh.host("h1", "os.kill(os.getpid(), 15)")
+    ended = started(tmp_path, "h0", "h1")
+    assert (ended.status, ended.says, ended.hosts) == (1, "h1 can't be used: ssh was killed by SIGTERM", ("h1",))
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_start_whose_host_hangs(number: signal.Signals, ssh: StandIns, tmp_path: Path) -> None:
     ssh.host("h1", HANGS)

@@ -4,6 +4,8 @@ By hand, as root, with openssh-server, pdsh, iproute2 and util-linux installed:
 
     python tests/vhosts.py 2 /tmp/hosts                  2 hosts, host0 and host1, until Ctrl-C; it prints how to get into them
     nsenter ... distrain fit conf=quickstart launch=deepspeed launch.hostfile=/tmp/hosts/hostfile ...
+
+vslurm.py puts a Slurm on them.
 """
 
 from __future__ import annotations

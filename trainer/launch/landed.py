@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -88,7 +89,9 @@ class Landed:
             if isinstance(said, dict) and word in said:
                 return said
         lines = self._process.stderr.read().decode(errors="replace").splitlines()
-        raise OSError(next((line.strip() for line in reversed(lines) if line.strip()), "ssh ended without a word"))
+        status = self._process.wait()
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else "ended without a word"
+        raise OSError(next((line.strip() for line in reversed(lines) if line.strip()), f"ssh {how}"))
 
 
 @contextmanager
