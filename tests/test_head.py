@@ -47,6 +47,8 @@ import os, signal, sys, time
 from distrain.trainer.launch.talk import Talk
 talk, rank = Talk.from_environment(), os.environ["RANK"]
 signal.signal(signal.SIGTERM, lambda *_: (open(f"saved{rank}", "w"), os._exit(75)))
+open(f"begun{rank}", "w")
+while not os.path.exists("begun0") or not os.path.exists("begun1"): time.sleep(0.02)
 for step in range(10):
     talk.beat(step)
     talk.status(f"step {step}")
@@ -257,6 +259,24 @@ def test_what_a_head_that_has_died_wrote_on_a_host_is_removed_there(ssh: StandIn
     host.ssh.process.stdin.close()
     wait_for(lambda: not there.exists())
     host.ssh.close()
+
+
+def test_a_head_that_dies_before_all_ranks_have_come_leaves_no_ticket(ssh: StandIns, tmp_path: Path) -> None:
+    words = "import sys, pathlib; from distrain.tests.test_head import started\n"
+    words += "started(pathlib.Path(sys.argv[1]), 'h0', 'h1', launcher=('sleep', '1000'))"
+    head = subprocess.Popen([sys.executable, "-c", words, str(tmp_path)])
+    ticket, log = tmp_path / "run" / "launch" / "ticket", tmp_path / "run" / "ranks" / "launcher.log"
+    wait_for(log.exists)
+    assert ticket.stat().st_mode & 0o777 == 0o600
+    head.kill()
+    head.wait()
+    wait_for(lambda: not ticket.exists())
+
+
+def test_a_start_to_which_nobody_comes_leaves_no_ticket(ssh: StandIns, tmp_path: Path) -> None:
+    assert started(tmp_path, "h0", "h1").status == 1
+    assert not list(tmp_path.rglob("ticket"))
+    assert not list(tmp_path.rglob("run.json"))
 
 
 GUEST = """

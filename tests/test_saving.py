@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import exp, sqrt
+from typing import Any
 
 import pytest
 
@@ -121,19 +122,25 @@ def test_a_long_run_that_saves_at_its_end_alone_is_told() -> None:
     assert "saving at the end alone keeps 0 % of the time" in line
 
 
+SLURM = "Slurm kills what it has stopped after 30 s: the checkpoint before is what stands: raise KillWait in slurm.conf"
 GRACES = (
-    ("slurm", "Slurm kills what it has stopped after 30 s: the checkpoint before is what stands: raise KillWait in slurm.conf"),
-    ("torchrun", "torchrun kills what it has stopped after 30 s: the checkpoint before is what stands: give torchrun --shutdown-timeout"),
-    ("local", None),
-    ("deepspeed", None),  # its ranks' keepers are not the launcher's
+    ("slurm", "pdsh", SLURM),
+    (
+        "torchrun",
+        "pdsh",
+        "torchrun kills what it has stopped after 30 s: the checkpoint before is what stands: give torchrun --shutdown-timeout",
+    ),
+    ("local", "slurm", None),
+    ("deepspeed", "pdsh", None),  # its ranks' keepers are not the launcher's
+    ("deepspeed", "slurm", SLURM),  # all that a job began is its job's
 )
 
 
-@pytest.mark.parametrize(("launch", "line"), GRACES)
-def test_a_stop_that_takes_longer_than_the_grace_is_told(launch: str, line: str | None) -> None:
+@pytest.mark.parametrize(("launch", "runner", "line"), GRACES)
+def test_a_stop_that_takes_longer_than_the_grace_is_told(launch: Any, runner: Any, line: str | None) -> None:
     """A step of 16.43 s and a save of 48.70 s, each twice: 130 s."""
     run = load("llama3_405b", ["cluster.storage=1e11", "checkpoint.every=100"])
-    plan = make_plan(replace(run, launch=replace(run.launch, name=launch)))  # type: ignore[arg-type]
+    plan = make_plan(replace(run, launch=replace(run.launch, name=launch, runner=runner)))
     says = f"to stop and save may take 130 s (a step of 16.4 s, a save of 48.7 s), and {line}, or write faster"
     assert [each for each in told(plan) if each.startswith("to stop")] == ([says] if line else [])
 

@@ -38,9 +38,13 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 @pytest.fixture
 def nothing_is_left(slurm: Slurm) -> Iterator[None]:
     """No process that a test started outlives its job on any host."""
+
+    def left() -> list[str]:
+        words = [each for host in slurm.hosts.hosts for each in host.processes().values()]
+        return [each for each in words if not any(daemon in each for daemon in DAEMONS)]
+
     yield
-    left = lambda host: [words for words in host.processes().values() if not any(daemon in words for daemon in DAEMONS)]  # noqa: E731
-    wait_for(lambda: not any(left(host) for host in slurm.hosts.hosts))
+    wait_for(lambda: not left())
 
 
 class Job:

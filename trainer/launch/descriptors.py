@@ -15,7 +15,7 @@ SPARE = 256  # files beside: of the interpreter, logs, who stands at the door wi
 
 def held(ranks: int, hosts: int) -> int:
     """Files that are open at once: of each rank here two pipes; with hosts a socket of each rank, and three pipes of each host's ssh."""
-    return SPARE + (max(ranks, 3 * hosts) if hosts else 2 * ranks)
+    return SPARE + (ranks + 3 * hosts if hosts else 2 * ranks)
 
 
 def allowed(files: int) -> Problem | None:

@@ -102,6 +102,14 @@ def _not_stopped() -> Iterator[None]:
         signal.signal(signal.SIGTSTP, before)
 
 
+class Unstarted(Exception):
+    """A start to which not all ranks came, and how it ended."""
+
+    def __init__(self, ended: Ended) -> None:
+        super().__init__(ended.says)
+        self.ended = ended
+
+
 class HostCrew(Crew):
     """Ranks that come over the network, and the launcher that has them come."""
 
@@ -114,12 +122,13 @@ class HostCrew(Crew):
             return Ended(status=FAILED, ranks=(), says=str(few))
         with Door(self._ears, self.take) as door, self._pulse():
             try:
-                self._land(start, door)
+                with self._landed(start, door):
+                    self._start_launcher(start)
+                    self._gather()
             except Stopped as error:
                 return _stopped(error.number)
-            self._start_launcher(start)
-            if (failed := self._gathered()) is not None:
-                return failed
+            except Unstarted as error:
+                return error.ended
             door.close()
             for remote in self._remotes:
                 remote.go(start.address or _meeting(self._remotes), start.port or self._remotes[0].port)
@@ -127,8 +136,10 @@ class HostCrew(Crew):
         self._part(PART if ended.status != FAILED else PART_BADLY)
         return ended
 
-    def _land(self, start: Start, door: Door) -> None:
-        """Write the files on all hosts, and open the door to who reads them."""
+    @contextmanager
+    def _landed(self, start: Start, door: Door) -> Iterator[None]:
+        """Write the files on all hosts, and open the door to who reads them. Until all ranks have come each host would remove them again
+        if this process died; from then on the ranks' keepers do."""
         with land([host.name for host in start.hosts], self._asked) as landed:
             ports = door.open({each.head for each in landed})
             doors, names = [(each.head, ports[each.head]) for each in landed], [each.calls for each in landed]
@@ -138,7 +149,8 @@ class HostCrew(Crew):
             self._remotes = _seats(start, ticket)
             door.admit(ticket, self._remotes)
             on_each(landed, lambda each: each.lay(start.folder, {**start.texts, NAME: ticket.written()}), self._asked)
-        self._stack.callback((start.folder / NAME).unlink, missing_ok=True)
+            self._stack.callback((start.folder / NAME).unlink, missing_ok=True)
+            yield
 
     def _start_launcher(self, start: Start) -> None:
         """Under a keeper of its own, so that it dies with this process, and all that it started here."""
@@ -156,22 +168,21 @@ class HostCrew(Crew):
         if self._launcher.end is not None:
             self._ears.unregister(self._launcher.control)
 
-    def _gathered(self) -> Ended | None:
-        """Wait until all ranks are there; how the start failed where they don't come."""
+    def _gather(self) -> None:
+        """Wait until all ranks are there; raises Unstarted where they don't come, and Stopped."""
         since = time.monotonic()
         while not all(remote.here for remote in self._remotes):
             here = len(self._members)
             self._listen()
             since = time.monotonic() if len(self._members) > here else since
             if self._asked:
-                return _stopped(self._asked[0][0])
+                raise Stopped(self._asked[0][0])
             if lost := next((remote for remote in self._remotes if remote.end is not None), None):
                 says = f"rank {lost.rank} on {lost.where} was lost before all had come: {lost.problem}"
-                return Ended(status=FAILED, ranks=(), rank=lost.rank, says=says, hosts=(_host(lost),))
+                raise Unstarted(Ended(status=FAILED, ranks=(), rank=lost.rank, says=says, hosts=(_host(lost),)))
             missing = [remote for remote in self._remotes if not remote.here]
             if missing and (self._launcher.end or time.monotonic() > since + COME):
-                return self._not_brought(missing, "before it ended" if self._launcher.end else f"within {COME:.0f} s")
-        return None
+                raise Unstarted(self._not_brought(missing, "before it ended" if self._launcher.end else f"within {COME:.0f} s"))
 
     def _not_brought(self, missing: Sequence[Remote], when: str) -> Ended:
         """A start to which ranks did not come. At fault are their hosts, unless none has brought all of its ranks."""

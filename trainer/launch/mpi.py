@@ -20,8 +20,7 @@ SETTINGS = {
     "OMPI_MCA_hwloc_base_binding_policy": "none",  # what a host gives each rank is for the rank to say
 }
 ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")  # without both, mpirun refuses root
-_NAME = re.compile(r"[A-Za-z0-9_]+")
-_VALUE = re.compile(r"[A-Za-z0-9._/=:,^@%+-]*")
+_ODD = re.compile(r"[^A-Za-z0-9._/=:,^@%+-]")
 
 
 def left(environment: Mapping[str, str]) -> list[str]:
@@ -41,7 +40,7 @@ def surroundings(environment: Mapping[str, str], ssh: Sequence[str]) -> dict[str
 
 def _pasted(environment: Mapping[str, str]) -> Iterator[Problem]:
     for name, value in sorted(environment.items()):
-        words = value.split() if name == SSH_ARGS else [value]
-        if name.startswith(READ) and not (_NAME.fullmatch(name) and all(map(_VALUE.fullmatch, words))):
-            says = f"mpirun has a shell of each host read {name}={value}"
+        odd = _ODD.search(f"{name}{''.join(value.split()) if name == SSH_ARGS else value}")
+        if name.startswith(READ) and odd:
+            says = f"mpirun has a shell of each host read {name}, and it holds {odd[0]!r}"
             yield Problem(rule="words", says=says, mend="unset it, or give it letters, digits and . _ / = : , ^ @ % + - alone")

@@ -13,6 +13,7 @@ from .result import Saving, Whole
 ENOUGH = 1.0  # interruptions from which how often to save is worth a word
 WORTH = 0.01  # share of the time from which another interval is
 GRACE = 30.0  # seconds between SIGTERM and SIGKILL: Slurm's KillWait, torchrun's --shutdown-timeout
+KILLERS = {"torchrun": ("torchrun", "give torchrun --shutdown-timeout"), "slurm": ("Slurm", "raise KillWait in slurm.conf")}
 
 
 def saving(run: Run, whole: Whole, step: float | None) -> Saving:
@@ -68,11 +69,11 @@ def stopping(run: Run, step: float | None, save: float | None) -> float:
 def ill_saved(run: Run, whole: Whole, step: float | None, found: Saving) -> Iterator[Problem]:
     """That a run saves much too rarely or too often, or can't in the time that it is given when it is stopped."""
     often, save, stop = run.checkpoint.every, found.seconds, stopping(run, step, found.seconds)
-    if stop > GRACE and run.launch.name in ("torchrun", "slurm"):
-        whose = {"torchrun": "torchrun", "slurm": "Slurm"}[run.launch.name]
+    by = run.launch.runner if run.launch.name == "deepspeed" else run.launch.name
+    if stop > GRACE and by in KILLERS:
+        whose, mend = KILLERS[by]
         takes = f"to stop and save may take {stop:.0f} s ({_parts(run, step, save)})"
         says = f"{takes}, and {whose} kills what it has stopped after {GRACE:.0f} s: the checkpoint before is what stands"
-        mend = {"torchrun": "give torchrun --shutdown-timeout", "slurm": "raise KillWait in slurm.conf"}[run.launch.name]
         yield Problem(rule="saving", says=says, mend=f"{mend}, or write faster")
     if step is None or found.interruptions is None or found.interruptions < ENOUGH:
         return
