@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from distrain.cli.app import command
+from distrain.cli.launching import launching
+from distrain.cli.load import load
 from distrain.tests.stand_ins import SBATCH, SCONTROL, SRUN, StandIns
 from distrain.trainer.launch.words import PORTS, handed, port_of
 
@@ -112,10 +114,25 @@ def test_deepspeeds_launcher_gets_files_of_ours(here: Path, capsys: pytest.Captu
     assert line.endswith(" --module distrain.trainer.launch.guest /runs/quickstart/run.json")
 
 
+@pytest.mark.parametrize("runner", ["openmpi", "slurm"])
+def test_what_comes_with_the_ticket_is_not_in_the_environment_that_mpirun_and_srun_hand_on(
+    runner: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "canary-7f3a")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    run = load("quickstart", [*SMALL, "cluster=2x1", "launch=deepspeed", f"launch.hostfile={here}", f"launch.runner={runner}"])
+    (launcher,) = launching(run).commands
+    known = launcher.surroundings(os.environ)
+    assert not {"WANDB_API_KEY", "NCCL_DEBUG"} & set(known)
+    assert {"PATH", "HOME"} & set(os.environ) <= set(known)
+
+
 def test_what_deepspeed_is_told_is_printed_without_torch(capsys: pytest.CaptureFixture[str]) -> None:
     program = """
 import sys
 from distrain.cli.app import command
+from distrain.cli.launching import launching
+from distrain.cli.load import load
 assert command(["show", "conf=quickstart", "parallel.zero=2", "train.precision=bf16", "--engine"]) == 0
 assert not {"torch", "deepspeed"} & set(sys.modules)
 """

@@ -7,6 +7,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ DAEMONS = ("slurmctld", "slurmd", "slurmscriptd")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     """Two hosts of two cores each."""
     folder = tmp_path_factory.mktemp("slurm")
-    with Hosts(2, folder / "hosts") as hosts, Slurm(hosts, folder / "slurm", 2) as made:
+    with Hosts(2, folder / "hosts") as hosts, closing(Slurm(hosts, folder / "slurm", 2)) as made:
         hosts.hostfile(2)
         yield made
 

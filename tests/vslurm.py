@@ -8,7 +8,6 @@ import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Self
 
 from distrain.tests.vhosts import Hosts
 
@@ -50,7 +49,7 @@ def missing() -> str:
 
 
 class Slurm:
-    """Slurm over these hosts, of so many cores each. Leaves nothing behind when closed."""
+    """Slurm over these hosts, of so many cores each; leaves nothing behind when it is closed (contextlib.closing)."""
 
     def __init__(self, hosts: Hosts, folder: Path, cores: int) -> None:
         self.hosts, self.folder = hosts, folder
@@ -71,12 +70,6 @@ class Slurm:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def known(self, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
         """An environment in which its commands find it."""

@@ -178,7 +178,7 @@ def deepspeed(start: Start, hosts: Sequence[Host], environment: Mapping[str, str
                 words=(start.python, "-m", "deepspeed.launcher.runner", *options, *start.arguments),
                 folder=own,  # it puts the folder that it runs in on the path of Python, and so does each host
                 environment={"DS_ENV_FILE": str(own / "exports"), **ways},
-                without=_pasted(environment),
+                without=(*_pasted(environment), *_carried(environment, runner)),
                 first="." if runner == "pdsh" else "",  # own may hold a colon, which no folder of PATH can
             ),
         ),
@@ -206,6 +206,11 @@ def _ways(runner: str, hosts: Sequence[Host], environment: Mapping[str, str]) ->
         return mpi.surroundings(environment, SSH), []
     where = [f"--nodes={len(hosts)}", f"--ntasks-per-node={len(hosts[0].slots)}", f"--nodelist={','.join(host.name for host in hosts)}"]
     return {}, [f"--launcher_args={' '.join([*where, *SRUN])}"]
+
+
+def _carried(environment: Mapping[str, str], runner: str) -> tuple[str, ...]:
+    """Variables that come to ranks with the ticket: mpirun and srun would hand them on too, as they do with all that they are run with."""
+    return () if runner == "pdsh" else tuple(sorted(key for key in handed(environment) if not key.startswith(PASTED)))
 
 
 def _pasted(environment: Mapping[str, str]) -> tuple[str, ...]:
