@@ -42,7 +42,7 @@ print("127.0.0.1\\n127.0.0.2")
 """
 SRUN = """\
 import subprocess
-options = dict(word[2:].split("=", 1) for word in sys.argv[1:] if word.startswith("--"))
+options = dict(word[2:].partition("=")[::2] for word in sys.argv[1:] if word.startswith("--"))
 command = [word for word in sys.argv[1:] if not word.startswith("--")]
 if "ntasks" not in options:
     sys.exit()  # called by DeepSpeed's launcher: no rank is wanted
