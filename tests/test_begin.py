@@ -9,7 +9,7 @@ from distrain.cli.fit import refused
 from distrain.cli.load import load
 from distrain.trainer.loop.checkpoint import Reader, whole
 from distrain.trainer.loop.export import export
-from distrain.trainer.loop.saved import checkpoint_of
+from distrain.trainer.loop.saved import load_saved
 from distrain.trainer.plan.plan import make_plan
 
 SMALL = ("data=synthetic", "train.batch=4", "train.microbatch=2", "train.seq=32", "train.steps=1", "optim.warmup=0", "optim.min_lr=0")
@@ -27,8 +27,7 @@ def source(ranks, tmp_path_factory):
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """The float32 weights of a run's newest checkpoint."""
-    found = checkpoint_of(folder).checkpoint
-    assert found is not None
+    found = load_saved(folder).checkpoint
     reader = Reader(found)
     rows = {row.name: row.shape for row in found.manifest.tensors if row.kind == "weight"}
     return {name: reader.read(whole(name, "weight", shape)) for name, shape in rows.items()}

@@ -175,15 +175,17 @@ def _how(end: RankEnd) -> str:
         return "hung" if end.fate == "hung" else "was lost"
     if end.problem and end.cut:
         return "failed and had to be killed"
-    ended = _by_signal(-end.code, end.told) if end.code < 0 else f"exited with {end.code}"
+    asked = end.cut or (end.told and end.code != -signal.SIGKILL)
+    ended = _by_signal(-end.code, asked=asked) if end.code < 0 else f"exited with {end.code}"
     if end.fate == "keeper died":
         return f"lost the process that kept it, which {ended}"
     return f"{ended} before it was done" if end.code == 0 else ended
 
 
-def _by_signal(number: int, told: bool) -> str:
+def _by_signal(number: int, *, asked: bool) -> str:
+    """How a signal ended a rank, and why it may have come; nothing more of one that follows from a request to stop."""
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-    perhaps = "" if told else _PERHAPS.get(number, "")
+    perhaps = "" if asked else _PERHAPS.get(number, "")
     return f"was killed by {name}, {perhaps}" if perhaps else f"was killed by {name}"
 
 
