@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from ..trainer.launch import whole
 from ..trainer.plan.result import Plan
 from ..trainer.spec.run import Run
+
+WRITTEN = ("run.json", "plan.json")
 
 
 def put(file: Path, what: object) -> None:
@@ -19,19 +22,24 @@ def put(file: Path, what: object) -> None:
 
 def write(run: Run, plan: Plan, folder: Path) -> None:
     """RUN_DIR/run.json, which ranks read, and plan.json, the plan that they are held against; raises OSError."""
-    put(folder / "run.json", run)
-    put(folder / "plan.json", plan)
+    for name, what in zip(WRITTEN, (run, plan), strict=True):
+        put(folder / name, what)
 
 
-def standing(folder: Path) -> int | None:
-    """The step of RUN_DIR's newest checkpoint whose files are there with their sizes; None where there is none."""
-    from msgspec import DecodeError, json
+def read(folder: Path) -> dict[str, bytes]:
+    """The files that `write` writes, as they are now; those that are not there are left out."""
+    found = {}
+    for name in WRITTEN:
+        with suppress(OSError):
+            found[name] = (folder / name).read_bytes()
+    return found
 
-    found = [int(path.name[5:]) for path in folder.glob("checkpoints/step_*") if path.name[5:].isdigit()]
-    for step in sorted(found, reverse=True):
-        path = folder / "checkpoints" / f"step_{step}"
-        with suppress(OSError, DecodeError, KeyError, TypeError):
-            files = json.decode((path / "manifest.json").read_bytes())["files"]
-            if all((path / name).stat().st_size == file["bytes"] for name, file in files.items()):
-                return step
-    return None
+
+def put_back(before: Mapping[str, bytes], folder: Path) -> None:
+    """Make the files that `write` wrote what they were before: a run that was refused changes nothing."""
+    for name in WRITTEN:
+        with suppress(OSError):  # of a disk that is full: a checkpoint names its own run
+            if name in before:
+                whole.put(folder / name, before[name])
+            else:
+                (folder / name).unlink(missing_ok=True)

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from distrain.cli import learned
-from distrain.cli.files import standing
-from distrain.cli.fit import fit, folder_of
+from distrain.cli.fit import folder_of, train
 from distrain.cli.load import load
 from distrain.cli.lock import Taken, held
 from distrain.cli.remaining import Faults, TooFew, may_go_on, on_what_is_left
@@ -132,14 +131,6 @@ def test_sigterm_between_two_starts_stops_the_run(starts: Starts, saved: Sequenc
     assert len((starts.folder / "ranks" / "0.log").read_text().split("== rank 0")) == 2, "one start"
 
 
-def test_a_checkpoint_stands_where_its_files_have_their_sizes(tmp_path: Path) -> None:
-    assert standing(tmp_path) is None
-    checkpoint(tmp_path, 4)
-    checkpoint(tmp_path, 10, size=2)
-    (tmp_path / "checkpoints" / "step_12").mkdir()
-    assert standing(tmp_path) == 4
-
-
 def test_a_disk_that_is_full_at_a_restart_does_not_hide_the_fault(starts: Starts) -> None:
     full = f"(folder / 'run.json').mkdir(); {ECC}"  # a folder in the file's place: nothing can be written there
     ended = starts.start(FAILS_ONCE.format(full))
@@ -158,7 +149,7 @@ def test_a_folder_that_can_not_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in ("/proc/none", str(tmp_path / "file" / "runs")):
         run = changed(loaded("cluster=1x2"), [("log.dir", folder)])
-        status, (line,) = fit(run, make_plan(run), print, print)
+        status, (line,) = train(run, make_plan(run), print, print)
         assert (status, "\n" in line) == (1, False)
         assert line.startswith(f"{folder_of(run)} can't be written (")
 
@@ -169,7 +160,7 @@ def test_a_second_fit_in_a_folder_is_refused_and_writes_nothing(tmp_path: Path) 
     folder.mkdir()
     with held(folder) as warning:
         assert warning == ""
-        status, (line,) = fit(run, make_plan(run), print, print)
+        status, (line,) = train(run, make_plan(run), print, print)
         assert os.listdir(folder) == ["lock"]
     assert (status, line.partition(", since ")[0]) == (1, f"process {os.getpid()} on {HERE}")
     assert line.endswith(f" trains in {folder}: stop it, or set name= to train another run")

@@ -48,6 +48,7 @@ POLICIES: tuple[tuple[str, Policy], ...] = (
 HARMLESS = frozenset(("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures"))
 # Keys that name where data lie, or what they are made of: other words may name the same tokens.
 PLACES = ("data.path", "data.tokenizer")
+CONTEXT = "model.context"
 DOCUMENTS = "data.documents"  # says which labels count, not which tokens there are
 
 
@@ -122,10 +123,16 @@ def _keys(section: Any) -> tuple[Any, ...]:
 
 
 def differences(before: Run, now: Run) -> Iterator[Difference]:
-    """List the keys of which the two runs have other values, with every default that follows from other keys filled in."""
+    """List the keys of which the two runs have other values, with every default that follows from other keys filled in.
+
+    A default that is another because the key it follows from was changed is left out; but for the rows of a position table, which
+    follow from train.seq, that a run may change.
+    """
     old, new = effective(before), effective(now)
+    said, says = dict(_flatten(before, "")), dict(_flatten(now, ""))
     for key in dict.fromkeys((*old, *new)):
-        if old.get(key) != new.get(key):
+        follows = said.get(key) == says.get(key) and key != CONTEXT
+        if old.get(key) != new.get(key) and not follows:
             yield Difference(key=key, before=old.get(key), now=new.get(key))
 
 

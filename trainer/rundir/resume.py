@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ..spec.problem import Problem
+from ..spec.problem import Problem, nearest
 from ..spec.run import Run
-from .changes import Changes, compare
+from .changes import Changes, acceptable_keys, compare
 from .checkpoints import SavedStep, newest_saved
 from .record import CONFIG, read_config, read_run_file, recorded_run
 
@@ -31,13 +32,22 @@ def check_resume(run: Run, folder: Path, *, data_key: str | None = None) -> Resu
     """
     saved, passed = newest_saved(folder / "checkpoints")
     problem = mode_problem(folder / "checkpoints", run.checkpoint.resume, saved.path if saved else None, passed)
-    if problem or saved is None:
-        return ResumeCheck(saved=saved, problems=(problem,) if problem else ())
+    problems = (*accept_problems(run), *((problem,) if problem else ()))
+    if problems or saved is None:
+        return ResumeCheck(saved=saved, problems=problems)
     before, remarks = recorded_run(saved.extra), list[str]()
     if before is None and (before := read_run_file(folder / "run.json")) is not None:
         remarks.append(f"{saved.path.name} does not name the run that saved it, as earlier versions wrote it: run.json is taken for it")
     changes = compare_saved(before, run, saved, data_key) if before else Changes()
     return ResumeCheck(saved=saved, problems=changes.problems, remarks=tuple(remarks))
+
+
+def accept_problems(run: Run) -> Iterator[Problem]:
+    """Name the keys of `checkpoint.accept` that can't be accepted."""
+    known = acceptable_keys()
+    for key in run.checkpoint.accept:
+        if key not in known:
+            yield Problem(rule="accept", says=f"checkpoint.accept=[{key}] is no key that can be accepted", mend=nearest(key, known))
 
 
 def compare_saved(before: Run, run: Run, saved: SavedStep, data_key: str | None) -> Changes:
