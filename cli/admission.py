@@ -71,11 +71,14 @@ def weight_problems(run: Run) -> Iterator[Problem]:
     """Say why a run can't begin from the weights it names; one that goes on from a checkpoint needs none."""
     from .fit import folder_of
 
-    if run.model.weights and not any(folder_of(run).glob("checkpoints/step_*")):
-        folder = Path(run.model.weights)
-        if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
-            says = f"model.weights={folder} holds no Hugging Face weights"
-            yield Problem(rule="weights", says=says, mend="name a folder with config.json and .safetensors")
+    if run.model.weights is None or run.model.family == "hf" or any(folder_of(run).glob("checkpoints/step_*")):
+        return
+    from ..trainer.models.hf_folder import check_folder
+
+    try:
+        check_folder(Path(run.model.weights), run)
+    except Unreadable as error:
+        yield from error.problems
 
 
 def epoch_warnings(run: Run, plan: Plan, data: DataFacts | None) -> Iterator[Problem]:

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from ..models.build import build, load, weights
 from ..models.hf import read_hf
-from ..models.weights import from_hf, kind_of, to_hf
+from ..models.hf_names import kind_of
+from ..models.weights import from_hf, to_hf
 from ..spec.problem import Problem, Unreadable
 from ..spec.read import read
 from ..spec.run import Model, Run
