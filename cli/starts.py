@@ -41,6 +41,8 @@ def started(run: Run, plan: Plan, folder: Path, show: Show, live: Show, *, comma
             watchdog = learned.watchdog(run, folder)
             ended = _once(run, plan, folder, command, show, live, watchdog, tally.begins, asked)
             tally.ends(ended)
+            if ended.refused:  # nothing was done, so that there is nothing to keep
+                return ended
             learned.keep(run, folder, watchdog, resumed=resumed)
             faults.count(ended)
             if tally.restarts == run.launch.restarts or not (tally.stepped and may_go_on(ended)):

@@ -28,6 +28,7 @@ from distrain.trainer.launch.log import Tail
 from distrain.trainer.launch.watchdog import Watchdog
 from distrain.trainer.plan.change import changed
 from distrain.trainer.plan.plan import make_plan
+from distrain.trainer.rundir.checkpoints import seal
 from distrain.trainer.spec.run import Run
 
 HERE = socket.gethostname()
@@ -88,12 +89,13 @@ def starts(tmp_path: Path) -> Starts:
     return Starts(folder)
 
 
-def checkpoint(folder: Path, step: int, *, size: int = 3, wanted: int = 3) -> None:
-    """A checkpoint as its manifest says it is, or not."""
+def checkpoint(folder: Path, step: int) -> None:
+    """A checkpoint of one file."""
     path = folder / "checkpoints" / f"step_{step}"
     path.mkdir(parents=True)
-    (path / "weight").write_bytes(b"x" * size)
-    (path / "manifest.json").write_text(json.dumps({"step": step, "files": {"weight": {"bytes": wanted}}}))
+    (path / "weight").write_bytes(b"xyz")
+    said = json.dumps({"step": step, "extra": {}, "files": {"weight": {"bytes": 3}}, "tensors": []})
+    (path / "manifest.json").write_bytes(seal(said.removeprefix("{").encode()))
 
 
 @pytest.mark.parametrize("fault", [ECC, "os.kill(os.getpid(), signal.SIGKILL)", "raise OSError(5, os.strerror(5))"])
@@ -273,6 +275,7 @@ def over_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A run over hosts a, b and c, one rank each; an ssh to `gone` fails."""
     made = StandIns(tmp_path / "stand_ins")
     made.put("ssh", SSH)
+    made.put("pdsh", SSH)
     monkeypatch.setenv("PATH", made.path())
     (tmp_path / "hostfile").write_text("a slots=1\nb slots=1\nc slots=1\n")
     return changed(loaded("cluster=3x1"), [("launch.name", "deepspeed"), ("launch.hostfile", str(tmp_path / "hostfile"))])
