@@ -8,6 +8,7 @@ from pathlib import Path
 from ..trainer.launch import whole
 from ..trainer.plan.result import Plan
 from ..trainer.spec.run import Run
+from .paths import whole_paths
 
 
 def put(file: Path, what: object) -> None:
@@ -18,8 +19,8 @@ def put(file: Path, what: object) -> None:
 
 
 def write(run: Run, plan: Plan, folder: Path) -> None:
-    """RUN_DIR/run.json, which ranks read, and plan.json, the plan that they are held against; raises OSError."""
-    put(folder / "run.json", run)
+    """RUN_DIR/run.json, which ranks read, its paths whole, and plan.json, the plan that they are held against; raises OSError."""
+    put(folder / "run.json", whole_paths(run))
     put(folder / "plan.json", plan)
 
 
