@@ -213,18 +213,18 @@ def fit(words: Words = None, config_dir: ConfigDir = None) -> int:
     from .hosts import looked
     from .launching import hosts
     from .load import load
-    from .machine import found, measure
+    from .machine import known, measure
     from .plan_text import verdict
     from .printed import live, show, tell
 
-    for known in (found() is not None, True):  # what can't run at all is refused before this machine is measured
+    for settled in (known(), True):  # what can't run at all is refused before this machine is measured
         run = load(conf, overrides, config_dir)
         made = make_plan(run)
         problems = refused(run, made)
         if problems:
             _tell(problems)
             return CANNOT
-        if known:
+        if settled:
             break
         unmeasured = measure(show)
         _tell([unmeasured] if unmeasured else [])

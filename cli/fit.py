@@ -63,7 +63,8 @@ def _no_room(run: Run, plan: Plan) -> Iterator[Problem]:
     if run.launch.name != "local":
         return
     if run.cluster.device.kind == "cuda":
-        cards = (machine.found() or {}).get("cuda") or []
+        facts = machine.found()
+        cards = facts["cuda"] if facts else []
         if plan.world > len(cards):
             says = f"{plan.world} ranks on {run.cluster.device.name} want as many GPUs, and this machine has {len(cards) or 'none'}"
             mend = f"set cluster=1x{len(cards)} parallel.dp=auto" if cards else "set cluster=local"

@@ -138,7 +138,8 @@ def _every(whole: Run) -> tuple[Layout, ...]:
 def room(run: Run) -> int:
     """Ranks that this machine holds: one a GPU, or so many CPU processes."""
     if run.cluster.device.kind == "cuda":
-        return len((machine.found() or {}).get("cuda") or [])
+        facts = machine.found()
+        return len(facts["cuda"]) if facts else 0
     return min(PROCESSES, PER_CORE * machine.cores())
 
 
