@@ -91,7 +91,7 @@ def folder_of(run: Run) -> Path:
 def after(run: Run) -> str:
     """What a run that has trained is told at its end: the plan beside what was measured, and what to try next."""
     from .measured import ran
-    from .report_text import beside
+    from .report_text import beside, incidents
     from .text import look
 
     folder = folder_of(run)
@@ -101,7 +101,11 @@ def after(run: Run) -> str:
         *([f"generate {quote(name)} --prompt 'def '"] if run.model.family != "hf" else []),
         "plan conf=megatron_1t_6x8x64",
     )
-    return "\n".join(["", *beside(ran(folder), look()), "", "Next:", *(f"  {typed()} {each}" for each in following)])
+    done = ran(folder)
+    first = incidents(done)
+    return "\n".join(
+        ["", *first, *([""] if first else []), *beside(done, look()), "", "Next:", *(f"  {typed()} {each}" for each in following)]
+    )
 
 
 def typed() -> str:

@@ -18,7 +18,7 @@ from ..trainer.spec.problem import Unreadable
 from ..trainer.spec.run import Run
 from . import learned
 from .files import standing, write
-from .remaining import Faults, TooFew, may_go_on, on_what_is_left
+from .remaining import Faults, TooFew, on_what_is_left, refusal
 from .tally import Tally
 
 GRACE = 5.0  # seconds that ranks have to end after one has failed: all is to be over within 10
@@ -42,7 +42,10 @@ def started(run: Run, plan: Plan, folder: Path, show: Show, live: Show, *, comma
             tally.ends(ended)
             learned.keep(run, folder, watchdog, resumed=resumed)
             faults.count(ended)
-            if tally.restarts == run.launch.restarts or not (tally.stepped and may_go_on(ended)):
+            why = refusal(run, ended, restarts=tally.restarts, stepped=tally.stepped, step=standing(folder))
+            if why is not None:
+                if why:
+                    show(f"no restart: {why}")
                 break
             try:
                 run, plan, how = on_what_is_left(run, plan, faults.shunned(ended), asked)
