@@ -130,6 +130,7 @@ def test_a_run_that_is_not_started_again_says_why_and_what_would_do(starts: Star
     checkpoint(starts.folder, 5)
     assert starts.start(program, restarts).status == 1
     assert [line for line in starts.lines if line.startswith("no restart: ")] == ([f"no restart: {why}"] if why else [])
+    assert starts.said.count("\nrestart ") == (restarts if "used up" in (why or "") else 0)
 
 
 def test_a_run_without_a_checkpoint_would_begin_again(starts: Starts) -> None:
