@@ -18,7 +18,8 @@ from distrain.tests.one_process import some_text
 from distrain.trainer.loop.data.tokenizer import tokenizer
 from distrain.trainer.loop.export import export
 from distrain.trainer.loop.export_tokenizer import BESIDE, TEXTS, bytes_form, known, put_tokenizer
-from distrain.trainer.models.weights import config, generation, kind_of
+from distrain.trainer.models.hf_names import kind_of
+from distrain.trainer.models.weights import config, generation
 from distrain.trainer.spec.run import Run
 
 tokenizers = pytest.importorskip("tokenizers")
