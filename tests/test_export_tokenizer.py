@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from distrain.cli.load import load
 from distrain.tests.conftest import Ranks
+from distrain.tests.manifest_edits import edit_extra
 from distrain.tests.one_process import some_text
 from distrain.trainer.loop.data.tokenizer import tokenizer
 from distrain.trainer.loop.export import export
@@ -242,9 +243,8 @@ def test_a_model_stops_where_a_text_ends(trained: Path, tmp_path: Path) -> None:
     whole = greedy(tmp_path / "out", 8)
     assert len(whole) == 8
     shutil.copytree(trained, tmp_path / "run")
-    run = json.loads((tmp_path / "run" / "run.json").read_text())
-    run["data"]["end"] = whole[0]  # had texts ended with what it says first
-    (tmp_path / "run" / "run.json").write_text(json.dumps(run))
+    ends: dict[str, Any] = {"end": whole[0]}  # had texts ended with what it says first
+    edit_extra(tmp_path / "run" / "checkpoints" / "step_2", lambda extra: extra["run"]["data"].update(ends))
     export(tmp_path / "run", tmp_path / "ends", "fp32")
     assert greedy(tmp_path / "ends", 8) == whole[:1]
 

@@ -21,7 +21,7 @@ from distrain.trainer.spec.run import Run
 # Keys of free text that name no file.
 NO_PATHS = {
     "name", "reading", "engine", "model.family", "cluster.device.name", "parallel.schedule", "data.text_key",
-    "launch.include", "launch.exclude", "launch.address", "launch.environment",
+    "launch.include", "launch.exclude", "launch.address", "launch.environment", "checkpoint.accept",
 }  # fmt: skip
 
 
