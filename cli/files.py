@@ -9,6 +9,8 @@ from ..trainer.launch import whole
 from ..trainer.plan.result import Plan
 from ..trainer.spec.run import Run
 
+END = "ended.json"
+
 
 def put(file: Path, what: object) -> None:
     """A file of JSON; raises OSError where it stays as it was."""
@@ -23,6 +25,18 @@ def write(run: Run, plan: Plan, folder: Path) -> None:
     put(folder / "plan.json", plan)
 
 
+def write_end(folder: Path, status: int, says: str) -> None:
+    """RUN_DIR/ended.json: how the last `fit` in it ended, its exit status and what it said; left out where the disk is full."""
+    with suppress(OSError):
+        put(folder / END, {"status": status, "says": says})
+
+
+def remove_end(folder: Path) -> None:
+    """Take RUN_DIR/ended.json away: another `fit` begins."""
+    with suppress(OSError):
+        (folder / END).unlink()
+
+
 def standing(folder: Path) -> int | None:
     """The step of RUN_DIR's newest checkpoint whose files are there with their sizes; None where there is none."""
     from msgspec import DecodeError, json
@@ -30,7 +44,7 @@ def standing(folder: Path) -> int | None:
     found = [int(path.name[5:]) for path in folder.glob("checkpoints/step_*") if path.name[5:].isdigit()]
     for step in sorted(found, reverse=True):
         path = folder / "checkpoints" / f"step_{step}"
-        with suppress(OSError, DecodeError, KeyError, TypeError):
+        with suppress(OSError, DecodeError, KeyError, TypeError, AttributeError):
             files = json.decode((path / "manifest.json").read_bytes())["files"]
             if all((path / name).stat().st_size == file["bytes"] for name, file in files.items()):
                 return step

@@ -113,7 +113,7 @@ def typed() -> str:
 
 def fit(run: Run, plan: Plan, show: Callable[[str], None], live: Callable[[str], None]) -> tuple[int, Sequence[str]]:
     """Write the run's folder, start its ranks, and wait: (exit status, what went wrong, a line each)."""
-    from .files import write
+    from .files import remove_end, write, write_end
     from .lock import Taken, held
     from .starts import started
 
@@ -130,5 +130,7 @@ def fit(run: Run, plan: Plan, show: Callable[[str], None], live: Callable[[str],
         if warning:
             show(f"warning: {warning}")
         show(f"run folder {folder}")
+        remove_end(folder)
         ended = started(run, plan, folder, show, live)
+        write_end(folder, ended.status, ended.says)
     return ended.status, [ended.says] if ended.says else []
