@@ -71,7 +71,7 @@ def _unknown(word: str, groups: tuple[str, ...]) -> Problem:
 
     words = (*groups, RECIPES, RUNS)
     near = nearest(word, words)
-    if near.startswith("did"):
+    if "." not in word and near.startswith("did"):
         return Problem(rule="group", says=f"no group {word}", mend=near)
     wrong = unknown(word, keys())
     if wrong is not None and wrong.mend.startswith("did"):

@@ -177,8 +177,9 @@ def _whole(plan: Mapping[str, Any], run: Mapping[str, Any]) -> int | None:
         return None
     if isinstance(train.get("steps"), int):
         return int(train["steps"])
-    with suppress(KeyError, TypeError, ZeroDivisionError):
-        return ceil(train["tokens"] / (train["batch"] * train["seq"]))
+    with suppress(KeyError, TypeError, ArithmeticError):
+        steps: float = train["tokens"] / (train["batch"] * train["seq"])
+        return ceil(steps)
     return None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -34,12 +33,12 @@ def replaced(text: str, values: Mapping[str, str]) -> str:
 
 
 def scalar(word: str) -> str:
-    """A text as YAML reads it back as that text: plain where that does, else in double quotes."""
+    """A text as YAML reads it back as that text, wherever it stands: plain where that does, else in double quotes."""
     try:
-        plain = word == word.strip() and "#" not in word and yaml.safe_load(f"a: {word}") == {"a": word}
-    except yaml.YAMLError:
+        plain = word.isprintable() and "#" not in word and yaml.safe_load(f"{{a: [{word}]}}") == {"a": [word]}
+    except (yaml.YAMLError, RecursionError, ValueError):
         plain = False
-    return word if plain and word.isprintable() else json.dumps(word)
+    return word if plain else str(yaml.safe_dump(word, default_style='"', width=float("inf"))).rstrip("\n")
 
 
 def texts(text: str) -> dict[str, str]:

@@ -18,7 +18,7 @@ AUTO = (
 TABLE: list[tuple[str, list[str]]] = [
     # the verb and its options
     ("plann conf=quickstart", ["no verb plann: did you mean plan?"]),
-    ("train conf=quickstart", ["no verb train: known: doctor, export, fit, generate, ls, plan, prove, report, show"]),
+    ("train conf=quickstart", ["no verb train: known: cp, doctor, export, fit, generate, ls, plan, prove, report, show"]),
     ("conf=quickstart train.seq=8", ["conf=quickstart comes after a verb: distrain plan conf=quickstart train.seq=8"]),
     ("plan conf=quickstart --jsn", ["no option --jsn: did you mean --json?"]),
     ("plan conf=quickstart --parallel.tp=2", ["no option --parallel.tp: keys are written without dashes: parallel.tp=VALUE"]),
