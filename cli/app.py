@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,11 +17,13 @@ from .doctor import doctor
 from .export import export
 from .generate import generate
 from .ls import ls
+from .printed import say as _say
 from .report import report
 
 if TYPE_CHECKING:
     from ..trainer.plan.result import Plan
     from ..trainer.spec.problem import Problem
+    from ..trainer.spec.run import Run
 
 FINE, CANNOT, WRONG_WORDS = 0, 1, 2  # exit status: it fits; it can't run; the words are wrong
 
@@ -194,29 +196,48 @@ def plan(
 
 
 @app.command(short_help="Plan, launch, train, log, resume.")
-def fit(words: Words = None, config_dir: ConfigDir = None) -> int:
+def fit(
+    words: Words = None,
+    multirun: Annotated[
+        bool, typer.Option("-m", "--multirun", help="Train every combination of values that are listed, one after the other.")
+    ] = False,
+    config_dir: ConfigDir = None,
+) -> int:
     """Plan, launch on this machine, train, log; goes on from the newest checkpoint of the run's folder.
 
-    Exit status: 0 it trained; 1 it can't run or failed; 2 the words are wrong; 75 it was stopped and has saved.
+    With -m each combination has a run folder of its own, named by its words, in which the same words go on.
+
+    Exit status: 0 it trained (with -m, all did); 1 it can't run or failed; 2 the words are wrong; 75 it was stopped and has saved.
 
     \b
     distrain fit conf=quickstart
     distrain fit conf=quickstart train.steps=600 checkpoint.resume=must
+    distrain fit conf=quickstart -m optim.lr=1e-3,3e-3 train.seed=1,2
     """
     conf, overrides = _words(words, "fit", config_dir)
+    from .load import load
+
+    if multirun:
+        from .fit_sweep import fit_sweep
+
+        return fit_sweep(conf, overrides, config_dir, _fit)
+    return _fit(lambda: load(conf, overrides, config_dir), [])
+
+
+def _fit(read: Callable[[], Run], stops: list[int]) -> int:
+    """Train the run that `read` says, its exit status; `stops` grows by the signals that asked it to stop."""
     from ..trainer.launch.descriptors import allowed, held
     from ..trainer.plan.plan import make_plan
     from .fit import after, refused
     from .fit import fit as run_it
     from .hosts import looked
     from .launching import hosts
-    from .load import load
     from .machine import found, measure
     from .plan_text import verdict
     from .printed import live, show, tell
 
     for known in (found() is not None, True):  # what can't run at all is refused before this machine is measured
-        run = load(conf, overrides, config_dir)
+        run = read()
         made = make_plan(run)
         problems = refused(run, made)
         if problems:
@@ -233,7 +254,7 @@ def fit(words: Words = None, config_dir: ConfigDir = None) -> int:
     if problems:
         _tell(problems)
         return CANNOT
-    status, wrong = run_it(run, made, show, live)
+    status, wrong = run_it(run, made, show, live, stops)
     for each in wrong:
         tell(f"distrain: {each}")
     if status == FINE:
@@ -310,12 +331,6 @@ def _say_sweep(plans: Sequence[Plan], layouts: Sequence[Sequence[str]]) -> None:
     from .text import look
 
     _say(rows(list(zip(layouts, plans, strict=True)), look()))
-
-
-def _say(words: str) -> int:
-    from .printed import say
-
-    return say(words)
 
 
 def _tell(problems: Iterable[Problem]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from shlex import quote
 
 from ..trainer.launch.allocation import job
+from ..trainer.launch.launch import signals
 from ..trainer.launch.words import RUNNERS
 from ..trainer.plan.engines import engine_for, unbuilt
 from ..trainer.plan.mends import limits
@@ -87,6 +88,11 @@ def folder_of(run: Run) -> Path:
     return Path(run.log.dir).expanduser().absolute() / run.name
 
 
+def from_here(folder: Path) -> str:
+    """A folder as it is typed in this one."""
+    return os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder)
+
+
 def after(run: Run) -> str:
     """What a run that has trained is told at its end: the plan beside what was measured, and what to try next."""
     from .measured import ran
@@ -94,7 +100,7 @@ def after(run: Run) -> str:
     from .text import look
 
     folder = folder_of(run)
-    name = os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder)
+    name = from_here(folder)
     following = (
         f"report {quote(name)}",
         *([f"generate {quote(name)} --prompt 'def '"] if run.model.family != "hf" else []),
@@ -111,8 +117,13 @@ def typed() -> str:
     return quote(os.path.relpath(called)) if called.name == "distrain" else "python -m distrain"
 
 
-def fit(run: Run, plan: Plan, show: Callable[[str], None], live: Callable[[str], None]) -> tuple[int, Sequence[str]]:
-    """Write the run's folder, start its ranks, and wait: (exit status, what went wrong, a line each)."""
+def fit(
+    run: Run, plan: Plan, show: Callable[[str], None], live: Callable[[str], None], stops: list[int] | None = None
+) -> tuple[int, Sequence[str]]:
+    """Write the run's folder, start its ranks, and wait: (exit status, what went wrong, a line each).
+
+    `stops` grows by the signals that asked the run to stop, also where it came to its end all the same.
+    """
     from .files import remove_end, write, write_end
     from .lock import Taken, held
     from .starts import started
@@ -131,6 +142,9 @@ def fit(run: Run, plan: Plan, show: Callable[[str], None], live: Callable[[str],
             show(f"warning: {warning}")
         show(f"run folder {folder}")
         remove_end(folder)
-        ended = started(run, plan, folder, show, live)
+        with signals() as asked:
+            ended = started(run, plan, folder, show, live, noted=asked)
+        if stops is not None:
+            stops += [number for number, _ in asked]
         write_end(folder, ended.status, ended.says)
     return ended.status, [ended.says] if ended.says else []

@@ -167,7 +167,7 @@ def test_every_key_that_is_shown_has_its_comment(recipe: str, capsys: pytest.Cap
     assert f"  seq: {load(recipe).train.seq}  # length of a sequence (tokens)" in out
 
 
-words = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=60)
+words = st.text(st.characters(codec="utf-8"), max_size=60)
 
 
 @given(name=words, path=st.lists(words, max_size=3))
