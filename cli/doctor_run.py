@@ -1,0 +1,191 @@
+"""The part of `distrain doctor` that is about one run: whether what its recipe names is there, and whether it has room."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from glob import glob, has_magic
+from importlib.util import find_spec
+from pathlib import Path
+
+from ..trainer.plan.result import Plan
+from ..trainer.spec.problem import nearest
+from ..trainer.spec.run import Run
+from . import machine
+from .doctor import Finding, compiler, memory_free
+from .fit import folder_of, from_here, refused
+from .plan_text import verdict
+from .run_list import is_run, listed_run
+from .text import many, size
+
+PROCESS = 350e6  # bytes of a rank that has imported torch and DeepSpeed, beside what its plan counts
+LESS = 0.97  # of the memory that a recipe states for a device, what a card of the same kind may have by its driver
+# What a rule of the plan or of the launch is about, where that is not its own name.
+SUBJECTS = {"launch": "devices", "hostfile": "hosts", "slots": "hosts"}
+BY_HAND = ("torchrun", "slurm")  # launches that `fit` does not start, for which this is said as a warning
+
+
+def run_findings(run: Run, plan: Plan, *, hosted: bool) -> Iterator[Finding]:
+    """A line for each thing that the run needs; of a run over hosts, what they were not asked already."""
+    stops = [*_refusals(run, plan)]
+    yield from _plan_findings(run, plan)
+    yield from stops
+    told = {each.name for each in stops}
+    if "engine" not in told and plan.engine:
+        yield Finding("engine", "ok", f"{plan.engine} runs it")
+    if run.train.compile or run.parallel.offload.optimizer:
+        yield compiler(os.environ)
+    if run.launch.name == "local" and plan.memory is not None and "devices" not in told:
+        yield from _device_findings(run, plan)
+        yield from _memory_findings(run, plan.world, plan.memory.peak)
+    yield from data_findings(run)
+    yield from _tokenizer_findings(run)
+    if "weights" not in told:
+        yield _weights_finding(run)
+    if not hosted:
+        yield from _disk_findings(run, plan)
+    yield from _folder_findings(run)
+
+
+def data_findings(run: Run) -> Iterator[Finding]:
+    """Whether what `data` names is there."""
+    data = run.data
+    if data.name in ("stdlib", "synthetic"):
+        yield Finding("data", "ok", "the Python standard library's source" if data.name == "stdlib" else "synthetic tokens")
+        return
+    paths = (data.path,) if isinstance(data.path, str) else data.path or ()
+    if not paths:
+        yield Finding("data", "problem", f"data={data.name} wants data.path", "name files, folders or patterns")
+    missing = [path for path in paths if not _is_there(path)]
+    yield from (Finding("data", "problem", f"data.path={path}: no such file or folder", _near(path)) for path in missing)
+    if paths and not missing:
+        yield Finding("data", "ok", f"{', '.join(paths[:3])}{f' and {len(paths) - 3} more' if paths[3:] else ''}")
+
+
+def _refusals(run: Run, plan: Plan) -> Iterator[Finding]:
+    """Why `fit` would not start, but for what the plan says itself."""
+    for problem in refused(run, plan):
+        if problem not in plan.problems:
+            by_hand = problem.rule == "launch" and run.launch.name in BY_HAND
+            yield Finding(SUBJECTS.get(problem.rule, problem.rule), "warning" if by_hand else "problem", problem.says, problem.mend)
+
+
+def _plan_findings(run: Run, plan: Plan) -> Iterator[Finding]:
+    for problem in plan.problems:
+        yield Finding("plan", "problem", problem.says, problem.mend)
+    if not plan.problems:
+        yield Finding("plan", "ok", verdict(plan).removeprefix(f"{plan.name} "))
+    for warning in plan.warnings:
+        yield Finding("plan", "warning", warning.says, warning.mend)
+
+
+def _device_findings(run: Run, plan: Plan) -> Iterator[Finding]:
+    """This machine's devices beside those that the recipe plans with."""
+    device = run.cluster.device
+    if device.kind == "cpu":
+        processes = "1 process" if plan.world == 1 else f"{plan.world} processes"
+        yield Finding("devices", "ok", f"{processes} on {many(machine.cores(), 'core')}")
+        return
+    cards = (machine.found() or {}).get("cuda") or []
+    for card in cards[: plan.world]:
+        says = f"{card['name']}, {size(card['memory'])}"
+        if isinstance(device.memory, int | float) and card["memory"] < LESS * device.memory:
+            known = machine.DEVICES.get(card["name"])
+            mend = f"plan with it: device={known}" if known else "set cluster.device.memory to what it has"
+            yield Finding("devices", "warning", f"{says}; the recipe plans with {size(device.memory)} ({device.name})", mend)
+        else:
+            yield Finding("devices", "ok", says)
+
+
+def _memory_findings(run: Run, ranks: int, peak: int) -> Iterator[Finding]:
+    """Free memory beside what ranks take of it: on a CPU the `peak` bytes of the plan too."""
+    free, need = memory_free(), ranks * (PROCESS + (peak if run.cluster.device.kind == "cpu" else 0))
+    says = f"{size(free)} free, and {many(ranks, 'rank')} take about {size(need)}"
+    if free >= need:
+        yield Finding("memory", "ok", says)
+    elif free:  # 0 where this system does not say
+        yield Finding("memory", "warning", says, "end something else, or use fewer ranks or a smaller train.microbatch")
+
+
+def _tokenizer_findings(run: Run) -> Iterator[Finding]:
+    """Whether the tokenizer is there, and what reads it."""
+    word = run.data.tokenizer
+    if run.data.name == "tokens" or word == "bytes":
+        yield Finding("tokenizer", "ok", "none is needed: the data is tokens" if run.data.name == "tokens" else "bytes")
+    elif not Path(word).expanduser().is_file():
+        yield Finding("tokenizer", "problem", f"data.tokenizer={word}: no such file", _near(word) or "name a tokenizer.json, or bytes")
+    elif find_spec("tokenizers") is None:
+        yield Finding("tokenizer", "problem", f"{word} is read by tokenizers, which is not installed", "pip install 'distrain[hf]'")
+    else:
+        yield Finding("tokenizer", "ok", word)
+
+
+def _weights_finding(run: Run) -> Finding:
+    if run.model.weights is None:
+        return Finding("weights", "ok", f"random, from train.seed={run.train.seed}")
+    files = [*Path(run.model.weights).glob("*.safetensors")]
+    if not files:
+        return Finding("weights", "ok", f"{run.model.weights} is not there, and not needed: the run goes on from a checkpoint")
+    held = sum(file.stat().st_size for file in files)
+    return Finding("weights", "ok", f"{run.model.weights}: {many(len(files), 'file')}, {size(held)}")
+
+
+def _disk_findings(run: Run, plan: Plan) -> Iterator[Finding]:
+    """Room for the checkpoints that are there at once: those that are kept, and one that is being saved."""
+    folder = folder_of(run)
+    there = next(each for each in (folder, *folder.parents) if each.is_dir())
+    if not os.access(there, os.W_OK | os.X_OK):
+        yield Finding("disk", "problem", f"{there} can't be written to", "set log.dir to a folder that can be")
+        return
+    if plan.run is None:
+        return
+    one, every = plan.run.checkpoint_bytes, run.checkpoint.every
+    saves = -(-plan.run.steps // every) if every else 1
+    need = one * min(saves, run.checkpoint.keep + 1)
+    held = sum(file.stat().st_size for file in folder.glob("checkpoints/step_*/*"))
+    free = shutil.disk_usage(there).free
+    says = f"{size(free)} free in {there}, and checkpoints take {size(need)}: {min(saves, run.checkpoint.keep + 1)} of {size(one)}"
+    says += f", of which {size(held)} are there" if held else ""
+    if free + held >= need:
+        yield Finding("disk", "ok", says)
+    elif free + held < one:
+        yield Finding("disk", "problem", says, "make room, or set log.dir to another disk")
+    else:
+        yield Finding("disk", "warning", says, f"make room, set log.dir to another disk, or checkpoint.keep below {run.checkpoint.keep}")
+
+
+def _folder_findings(run: Run) -> Iterator[Finding]:
+    """What is in the run's folder already, and what becomes of it."""
+    folder = folder_of(run)
+    name = from_here(folder)
+    if not is_run(folder):
+        yield Finding("run folder", "ok", f"{name} is new")
+        return
+    found = listed_run(folder)
+    if found.state == "running":
+        yield Finding("run folder", "problem", f"{name} is being trained in", "stop that run, or set name= to train another")
+    elif found.checkpoint is None or run.checkpoint.resume == "never":
+        yield Finding("run folder", "ok", f"{name} is there ({found.state}); a start in it begins at step 0")
+    else:
+        yield Finding("run folder", "ok", f"{name} is there ({found.state}); a start in it goes on from step {found.checkpoint}")
+
+
+def _is_there(path: str) -> bool:
+    """Whether a path of data names something: a file, a folder, a pattern, or one of Megatron's pairs without its suffix."""
+    whole = Path(path).expanduser()
+    try:
+        return (
+            whole.exists() or whole.with_name(f"{whole.name}.bin").exists() or (has_magic(path) and bool(glob(str(whole), recursive=True)))
+        )
+    except (OSError, ValueError):
+        return False
+
+
+def _near(path: str) -> str:
+    """What lies near a path that is not there; "" where nothing does."""
+    whole = Path(path).expanduser()
+    if not whole.parent.is_dir():
+        return f"there is no folder {whole.parent}"
+    close = nearest(whole.name, os.listdir(whole.parent))
+    return close if close.startswith("did") else ""
