@@ -31,7 +31,7 @@ def cp(
     from .text import one_line
 
     try:
-        return say(copy(name.removeprefix("conf="), file, config_dir))
+        return say(copy(name.removeprefix("conf="), file.removeprefix("conf="), config_dir))
     except OSError as error:
         tell(one_line(f"distrain: {file} can't be written ({(error.strerror or str(error)).lower()}): name a file elsewhere"))
         return 1

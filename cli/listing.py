@@ -51,7 +51,7 @@ def json_text(what: object) -> str:
 
 
 def _found(word: str, config_dir: Path | None) -> tuple[Mapping[str, Path], list[Any]]:
-    """The options and the keys that a word names; raises Unreadable where there are none."""
+    """The options and the keys that a word names, else what has it as its name; raises Unreadable where there is nothing."""
     from .key_help import key_help
 
     if word == RECIPES:
@@ -59,9 +59,18 @@ def _found(word: str, config_dir: Path | None) -> tuple[Mapping[str, Path], list
     groups = library.groups(config_dir)
     files = library.options(word, config_dir) if word in groups else {}
     keys = key_help(SECTIONS.get(word, word))
-    if not files and not keys:
+    found = files or ({} if keys else _by_name(word, groups, config_dir))
+    if not found and not keys:
         raise Unreadable([_unknown(word, groups)])
-    return files, keys
+    return found, keys
+
+
+def _by_name(word: str, groups: tuple[str, ...], config_dir: Path | None) -> dict[str, Path]:
+    """A recipe, and every option of a group, of this name: written as they are chosen."""
+    found = {f"conf={name}": file for name, file in library.recipes(config_dir).items() if name == word}
+    for group in groups:
+        found |= {f"{group}={name}": file for name, file in library.options(group, config_dir).items() if name == word}
+    return found
 
 
 def _unknown(word: str, groups: tuple[str, ...]) -> Problem:

@@ -33,6 +33,8 @@ def ls(
     from . import listing
     from .printed import say
 
+    if word and "/" in word and folder is None and Path(word).is_dir():
+        word, folder = RUNS, Path(word)
     if folder is not None and word != RUNS:
         raise Unreadable(
             [Problem(rule="words", says=f"ls {word} takes no {folder}", mend=f"`distrain ls {RUNS} DIR` lists the runs of a folder")]

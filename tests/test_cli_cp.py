@@ -106,6 +106,17 @@ def test_a_copy_that_would_say_something_else_is_not_left(capsys: pytest.Capture
     assert os.listdir("mine") == []
 
 
+def test_a_copy_that_would_find_other_files_of_the_same_names_is_not_left(capsys: pytest.CaptureFixture[str]) -> None:
+    for folder, seq in (("theirs", 64), ("mine", 32)):
+        Path(folder).mkdir()
+        Path(folder, "quick.yaml").write_text(f"defaults: [quickstart]\ntrain: {{seq: {seq}}}\n")
+    Path("theirs/r.yaml").write_text("defaults: [quick]\n")
+    status, _, err = said("cp theirs/r.yaml mine/", capsys)
+    assert (status, err.partition(":")[0]) == (2, "distrain")
+    assert "mine/r.yaml would not be what theirs/r.yaml is: copy it beside" in err
+    assert os.listdir("mine") == ["quick.yaml"]
+
+
 @pytest.mark.parametrize(
     ("text", "name"),
     [

@@ -133,6 +133,17 @@ def test_a_word_that_is_near_nothing_is_answered_with_all_that_is_there(capsys: 
     assert err.endswith(", recipes, runs, and the keys in them\n")
 
 
+@pytest.mark.parametrize(
+    ("word", "names"),
+    [("quickstart", ["conf=quickstart", "model=quickstart"]), ("tiny_moe", ["model=tiny_moe"]), ("zero3", ["parallel=zero3"])],
+)
+def test_the_name_of_a_recipe_or_an_option_is_listed_as_it_is_chosen(
+    word: str, names: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, _ = said(f"ls {word}", capsys)
+    assert (status, [line.split()[0] for line in out.splitlines()]) == (0, names)
+
+
 def test_only_runs_take_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
     assert said("ls model x", capsys) == (2, "", "distrain: ls model takes no x: `distrain ls runs DIR` lists the runs of a folder\n")
 

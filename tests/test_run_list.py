@@ -208,6 +208,10 @@ def test_the_folder_of_a_run_is_that_run(run: Path, capsys: pytest.CaptureFixtur
     assert said(f"ls runs {run}", capsys)[1].splitlines()[1].split()[:2] == ["mine", "6/6"]
 
 
+def test_a_folder_alone_lists_its_runs(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(f"ls {run.parent}/", capsys) == said(f"ls runs {run.parent}", capsys)
+
+
 def test_json_is_a_list_with_a_run_each(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (only,) = json.loads(said(f"ls runs {run.parent} --json", capsys)[1])
     assert set(only) == {"folder", "name", "steps", "of", "loss", "validation", "checkpoint", "when", "state", "says"}
