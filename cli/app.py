@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,12 +18,11 @@ from .export import export
 from .generate import generate
 from .ls import ls
 from .printed import say as _say
+from .printed import tell_problems
 from .report import report
 
 if TYPE_CHECKING:
     from ..trainer.plan.result import Plan
-    from ..trainer.spec.problem import Problem
-    from ..trainer.spec.run import Run
 
 FINE, CANNOT, WRONG_WORDS = 0, 1, 2  # exit status: it fits; it can't run; the words are wrong
 
@@ -85,11 +84,11 @@ def command(argv: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return 128 + signal.SIGINT
     except Unreadable as wrong:
-        _tell(wrong.problems)
+        tell_problems(wrong.problems)
     except UsageError as wrong:
         from .words import usage
 
-        _tell([usage(wrong)])
+        tell_problems([usage(wrong)])
     return WRONG_WORDS
 
 
@@ -182,8 +181,10 @@ def plan(
     swept = load.sweep(conf, overrides, config_dir) if multirun else None
     runs = [each.run for each in swept] if swept is not None else [load.load(conf, overrides, config_dir)]
     from ..trainer.plan.plan import make_plan
+    from .admission import FileChecks, with_files
 
-    plans = [make_plan(run) for run in runs]
+    checks = FileChecks()
+    plans = [with_files(run, make_plan(run), checks.look(run)) for run in runs]
     if as_json:
         _say(_json(plans, [each.words for each in swept] if swept is not None else None))
     elif swept is not None:
@@ -191,7 +192,7 @@ def plan(
     else:
         _say_page(plans[0])
     if swept is None and not _one_stream():
-        _tell(plans[0].problems)
+        tell_problems(plans[0].problems)
     return FINE if all(each.ok and each.fits for each in plans) else CANNOT
 
 
@@ -215,51 +216,13 @@ def fit(
     distrain fit conf=quickstart -m optim.lr=1e-3,3e-3 train.seed=1,2
     """
     conf, overrides = _words(words, "fit", config_dir)
-    from .load import load
-
     if multirun:
         from .fit_sweep import fit_sweep
 
-        return fit_sweep(conf, overrides, config_dir, _fit)
-    return _fit(lambda: load(conf, overrides, config_dir), [])
+        return fit_sweep(conf, overrides, config_dir)
+    from .fit import fit as run_fit
 
-
-def _fit(read: Callable[[], Run], stops: list[int]) -> int:
-    """Train the run that `read` says, its exit status; `stops` grows by the signals that asked it to stop."""
-    from ..trainer.launch.descriptors import allowed, held
-    from ..trainer.plan.plan import make_plan
-    from .fit import after, refused
-    from .fit import fit as run_it
-    from .hosts import looked
-    from .launching import hosts
-    from .machine import found, measure
-    from .plan_text import verdict
-    from .printed import live, show, tell
-
-    for known in (found() is not None, True):  # what can't run at all is refused before this machine is measured
-        run = read()
-        made = make_plan(run)
-        problems = refused(run, made)
-        if problems:
-            _tell(problems)
-            return CANNOT
-        if known:
-            break
-        unmeasured = measure(show)
-        _tell([unmeasured] if unmeasured else [])
-    show(verdict(made))
-    found_hosts = hosts(run)
-    few = allowed(held(made.world, len(found_hosts)))
-    problems = (few,) if few else looked(found_hosts, run, made, show) if run.launch.preflight and found_hosts else ()
-    if problems:
-        _tell(problems)
-        return CANNOT
-    status, wrong = run_it(run, made, show, live, stops)
-    for each in wrong:
-        tell(f"distrain: {each}")
-    if status == FINE:
-        show(after(run))
-    return status
+    return run_fit(conf, overrides, config_dir)
 
 
 @app.command("prove", short_help="Whether every layout that this machine can run trains the same curve.")
@@ -287,7 +250,7 @@ def prove_layouts(
         live("")
         _say(words)
 
-    screen = Screen(show=show, tell=_tell, live=live)
+    screen = Screen(show=show, tell=tell_problems, live=live)
     return prove(words or (), config_dir, screen, as_json=as_json, reasons=reasons)
 
 
@@ -331,15 +294,6 @@ def _say_sweep(plans: Sequence[Plan], layouts: Sequence[Sequence[str]]) -> None:
     from .text import look
 
     _say(rows(list(zip(layouts, plans, strict=True)), look()))
-
-
-def _tell(problems: Iterable[Problem]) -> None:
-    """Print problems to stderr, one line each."""
-    from .printed import tell
-    from .text import one_line
-
-    for problem in dict.fromkeys(map(str, problems)):
-        tell(f"distrain: {one_line(problem)}")
 
 
 def _one_stream() -> bool:

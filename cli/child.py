@@ -44,7 +44,7 @@ def run_child(module: str, words: Sequence[str]) -> int:
 def run_folder(folder: Path) -> Path:
     """RUN_DIR as a whole path; raises Unreadable where it is no run's folder."""
     path = folder.expanduser().absolute()
-    if (path / "run.json").is_file():
+    if (path / "run.json").is_file() or any(path.glob("checkpoints/step_*")):
         return path
     inside = sorted(each.parent for each in path.glob("*/run.json")) if path.is_dir() else []
     says = f"{folder} holds no run.json" if path.is_dir() else f"{folder} is no folder"

@@ -5,31 +5,31 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from glob import glob, has_magic
-from importlib.util import find_spec
 from pathlib import Path
 
 from ..trainer.plan.result import Plan
-from ..trainer.spec.problem import nearest
 from ..trainer.spec.run import Run
 from . import machine
+from .admission import FileCheck, FileChecks, epoch_warnings
+from .data_survey import DataFacts
 from .doctor import Finding, compiler, memory_free
 from .fit import folder_of, from_here, refused
 from .plan_text import verdict
 from .run_list import is_run, listed_run
-from .text import many, size
+from .text import count, many, size
 
 PROCESS = 350e6  # bytes of a rank that has imported torch and DeepSpeed, beside what its plan counts
 LESS = 0.97  # of the memory that a recipe states for a device, what a card of the same kind may have by its driver
 # What a rule of the plan or of the launch is about, where that is not its own name.
-SUBJECTS = {"launch": "devices", "hostfile": "hosts", "slots": "hosts"}
+SUBJECTS = {"launch": "devices", "hostfile": "hosts", "slots": "hosts", "resume": "run folder", "accept": "run folder"}
 BY_HAND = ("torchrun", "slurm")  # launches that `fit` does not start, for which this is said as a warning
 
 
 def run_findings(run: Run, plan: Plan, *, hosted: bool) -> Iterator[Finding]:
     """A line for each thing that the run needs; of a run over hosts, what they were not asked already."""
-    stops = [*_refusals(run, plan)]
-    yield from _plan_findings(run, plan)
+    files = FileChecks().look(run)
+    stops = [*_refusals(run, plan, files)]
+    yield from _plan_findings(plan, files, run)
     yield from stops
     told = {each.name for each in stops}
     if "engine" not in told and plan.engine:
@@ -39,44 +39,31 @@ def run_findings(run: Run, plan: Plan, *, hosted: bool) -> Iterator[Finding]:
     if run.launch.name == "local" and plan.memory is not None and "devices" not in told:
         yield from _device_findings(run, plan)
         yield from _memory_findings(run, plan.world, plan.memory.peak)
-    yield from data_findings(run)
-    yield from _tokenizer_findings(run)
+    if not told & {"data", "tokenizer"}:
+        yield _data_finding(run, files.data)
     if "weights" not in told:
         yield _weights_finding(run)
     if not hosted:
         yield from _disk_findings(run, plan)
-    yield from _folder_findings(run)
+    if "run folder" not in told:
+        yield _folder_finding(run)
+    yield from (Finding("run folder", "ok", remark) for remark in files.remarks)
 
 
-def data_findings(run: Run) -> Iterator[Finding]:
-    """Whether what `data` names is there."""
-    data = run.data
-    if data.name in ("stdlib", "synthetic"):
-        yield Finding("data", "ok", "the Python standard library's source" if data.name == "stdlib" else "synthetic tokens")
-        return
-    paths = (data.path,) if isinstance(data.path, str) else data.path or ()
-    if not paths:
-        yield Finding("data", "problem", f"data={data.name} wants data.path", "name files, folders or patterns")
-    missing = [path for path in paths if not _is_there(path)]
-    yield from (Finding("data", "problem", f"data.path={path}: no such file or folder", _near(path)) for path in missing)
-    if paths and not missing:
-        yield Finding("data", "ok", f"{', '.join(paths[:3])}{f' and {len(paths) - 3} more' if paths[3:] else ''}")
-
-
-def _refusals(run: Run, plan: Plan) -> Iterator[Finding]:
+def _refusals(run: Run, plan: Plan, files: FileCheck) -> Iterator[Finding]:
     """Why `fit` would not start, but for what the plan says itself."""
-    for problem in refused(run, plan):
+    for problem in (*refused(run, plan), *files.problems):
         if problem not in plan.problems:
             by_hand = problem.rule == "launch" and run.launch.name in BY_HAND
             yield Finding(SUBJECTS.get(problem.rule, problem.rule), "warning" if by_hand else "problem", problem.says, problem.mend)
 
 
-def _plan_findings(run: Run, plan: Plan) -> Iterator[Finding]:
+def _plan_findings(plan: Plan, files: FileCheck, run: Run) -> Iterator[Finding]:
     for problem in plan.problems:
         yield Finding("plan", "problem", problem.says, problem.mend)
     if not plan.problems:
         yield Finding("plan", "ok", verdict(plan).removeprefix(f"{plan.name} "))
-    for warning in plan.warnings:
+    for warning in (*plan.warnings, *epoch_warnings(run, plan, files.data)):
         yield Finding("plan", "warning", warning.says, warning.mend)
 
 
@@ -108,17 +95,20 @@ def _memory_findings(run: Run, ranks: int, peak: int) -> Iterator[Finding]:
         yield Finding("memory", "warning", says, "end something else, or use fewer ranks or a smaller train.microbatch")
 
 
-def _tokenizer_findings(run: Run) -> Iterator[Finding]:
-    """Whether the tokenizer is there, and what reads it."""
-    word = run.data.tokenizer
-    if run.data.name == "tokens" or word == "bytes":
-        yield Finding("tokenizer", "ok", "none is needed: the data is tokens" if run.data.name == "tokens" else "bytes")
-    elif not Path(word).expanduser().is_file():
-        yield Finding("tokenizer", "problem", f"data.tokenizer={word}: no such file", _near(word) or "name a tokenizer.json, or bytes")
-    elif find_spec("tokenizers") is None:
-        yield Finding("tokenizer", "problem", f"{word} is read by tokenizers, which is not installed", "pip install 'distrain[hf]'")
-    else:
-        yield Finding("tokenizer", "ok", word)
+def _data_finding(run: Run, facts: DataFacts | None) -> Finding:
+    """What the data hold, as far as a look at them tells."""
+    data = run.data
+    if facts is None:
+        says = {"stdlib": "the Python standard library's source", "synthetic": "synthetic tokens"}.get(
+            data.name, "not looked at: it lies elsewhere"
+        )
+        return Finding("data", "ok", says)
+    about = "" if facts.exact else "about "
+    parts = [
+        f"{about}{count(number)} {noun}" for number, noun in ((facts.train_tokens, "tokens"), (facts.documents, "documents")) if number
+    ]
+    by = "" if data.name == "tokens" else f", by {data.tokenizer}"
+    return Finding("data", "ok", f"{', '.join(parts) or 'there'}{by}")
 
 
 def _weights_finding(run: Run) -> Finding:
@@ -155,37 +145,14 @@ def _disk_findings(run: Run, plan: Plan) -> Iterator[Finding]:
         yield Finding("disk", "warning", says, f"make room, set log.dir to another disk, or checkpoint.keep below {run.checkpoint.keep}")
 
 
-def _folder_findings(run: Run) -> Iterator[Finding]:
+def _folder_finding(run: Run) -> Finding:
     """What is in the run's folder already, and what becomes of it."""
     folder = folder_of(run)
     name = from_here(folder)
     if not is_run(folder):
-        yield Finding("run folder", "ok", f"{name} is new")
-        return
+        return Finding("run folder", "ok", f"{name} is new")
     found = listed_run(folder)
     if found.state == "running":
-        yield Finding("run folder", "problem", f"{name} is being trained in", "stop that run, or set name= to train another")
-    elif found.checkpoint is None or run.checkpoint.resume == "never":
-        yield Finding("run folder", "ok", f"{name} is there ({found.state}); a start in it begins at step 0")
-    else:
-        yield Finding("run folder", "ok", f"{name} is there ({found.state}); a start in it goes on from step {found.checkpoint}")
-
-
-def _is_there(path: str) -> bool:
-    """Whether a path of data names something: a file, a folder, a pattern, or one of Megatron's pairs without its suffix."""
-    whole = Path(path).expanduser()
-    try:
-        return (
-            whole.exists() or whole.with_name(f"{whole.name}.bin").exists() or (has_magic(path) and bool(glob(str(whole), recursive=True)))
-        )
-    except (OSError, ValueError):
-        return False
-
-
-def _near(path: str) -> str:
-    """What lies near a path that is not there; "" where nothing does."""
-    whole = Path(path).expanduser()
-    if not whole.parent.is_dir():
-        return f"there is no folder {whole.parent}"
-    close = nearest(whole.name, os.listdir(whole.parent))
-    return close if close.startswith("did") else ""
+        return Finding("run folder", "problem", f"{name} is being trained in", "stop that run, or set name= to train another")
+    follows = "begins at step 0" if found.checkpoint is None else f"goes on from step {found.checkpoint}"
+    return Finding("run folder", "ok", f"{name} is there ({found.state}); a start in it {follows}")

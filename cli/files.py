@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from ..trainer.launch import whole
 from ..trainer.plan.result import Plan
 from ..trainer.spec.run import Run
 
+WRITTEN = ("run.json", "plan.json")
 END = "ended.json"
 
 
@@ -21,8 +23,8 @@ def put(file: Path, what: object) -> None:
 
 def write(run: Run, plan: Plan, folder: Path) -> None:
     """RUN_DIR/run.json, which ranks read, and plan.json, the plan that they are held against; raises OSError."""
-    put(folder / "run.json", run)
-    put(folder / "plan.json", plan)
+    for name, what in zip(WRITTEN, (run, plan), strict=True):
+        put(folder / name, what)
 
 
 def write_end(folder: Path, status: int, says: str) -> None:
@@ -37,15 +39,20 @@ def remove_end(folder: Path) -> None:
         (folder / END).unlink()
 
 
-def standing(folder: Path) -> int | None:
-    """The step of RUN_DIR's newest checkpoint whose files are there with their sizes; None where there is none."""
-    from msgspec import DecodeError, json
+def read(folder: Path) -> dict[str, bytes]:
+    """The files that a launch writes, as they are now; those that are not there are left out."""
+    found = {}
+    for name in (*WRITTEN, END):
+        with suppress(OSError):
+            found[name] = (folder / name).read_bytes()
+    return found
 
-    found = [int(path.name[5:]) for path in folder.glob("checkpoints/step_*") if path.name[5:].isdigit()]
-    for step in sorted(found, reverse=True):
-        path = folder / "checkpoints" / f"step_{step}"
-        with suppress(OSError, DecodeError, KeyError, TypeError, AttributeError):
-            files = json.decode((path / "manifest.json").read_bytes())["files"]
-            if all((path / name).stat().st_size == file["bytes"] for name, file in files.items()):
-                return step
-    return None
+
+def put_back(before: Mapping[str, bytes], folder: Path) -> None:
+    """Make the files that a launch wrote what they were before: a run that was refused changes nothing."""
+    for name in (*WRITTEN, END):
+        with suppress(OSError):  # of a disk that is full: a checkpoint names its own run
+            if name in before:
+                whole.put(folder / name, before[name])
+            else:
+                (folder / name).unlink(missing_ok=True)

@@ -20,6 +20,7 @@ from ..trainer.spec.problem import Problem, Unreadable
 from ..trainer.spec.run import Run
 from . import machine
 
+FINE, CANNOT = 0, 1
 PER_CORE = 8  # CPU processes that a core can serve, slowly
 
 
@@ -29,7 +30,6 @@ def refused(run: Run, plan: Plan) -> tuple[Problem, ...]:
     found = [*plan.problems, *limits(run)]
     if engine is not None and not cannot:
         found += unbuilt(engine, run.parallel)
-    found += _no_weights(run)
     found += _launch(run)
     if run.cluster.device.kind == "cpu" and run.train.precision == "fp16":
         says = "train.precision=fp16 is not run on a CPU: DeepSpeed takes it on the few that multiply in fp16 only"
@@ -74,15 +74,6 @@ def _no_room(run: Run, plan: Plan) -> Iterator[Problem]:
         yield Problem(rule="launch", says=says, mend=f"set cluster=1x{machine.cores()} parallel.dp=auto")
 
 
-def _no_weights(run: Run) -> Iterator[Problem]:
-    """That the folder which a run begins from holds none; one that goes on from a checkpoint needs none."""
-    if run.model.weights and not any(folder_of(run).glob("checkpoints/step_*")):
-        folder = Path(run.model.weights)
-        if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
-            says = f"model.weights={folder} holds no Hugging Face weights"
-            yield Problem(rule="weights", says=says, mend="name a folder with config.json and .safetensors")
-
-
 def folder_of(run: Run) -> Path:
     """RUN_DIR: one folder a run, under log.dir by its name."""
     return Path(run.log.dir).expanduser().absolute() / run.name
@@ -117,14 +108,65 @@ def typed() -> str:
     return quote(os.path.relpath(called)) if called.name == "distrain" else "python -m distrain"
 
 
-def fit(
+def fit(conf: str, overrides: Sequence[str], config_dir: Path | None) -> int:
+    """Train a recipe; the exit status of the command."""
+    from .load import load
+
+    return fit_run(lambda: load(conf, overrides, config_dir), [])
+
+
+def fit_run(read: Callable[[], Run], stops: list[int]) -> int:
+    """Train the run that `read` returns: refuse what can't run before anything is written or started; the exit status of the command.
+
+    `stops` grows by the signals that asked the run to stop, also where it came to its end all the same.
+    """
+    from ..trainer.launch.descriptors import allowed, held
+    from ..trainer.plan.plan import make_plan
+    from .admission import FileChecks, epoch_warnings, prepare_files
+    from .hosts import looked
+    from .launching import hosts
+    from .plan_text import verdict
+    from .printed import live, show, tell, tell_problems
+
+    checks = FileChecks()
+    for known in (machine.found() is not None, True):  # what can't run at all is refused before this machine is measured
+        run = read()
+        plan = make_plan(run)
+        if problems := (*refused(run, plan), *checks.look(run).problems):
+            tell_problems(problems)
+            return CANNOT
+        if known:
+            break
+        if unmeasured := machine.measure(show):
+            tell_problems([unmeasured])
+    show(verdict(plan))
+    files = prepare_files(run, live)
+    for line in (*files.remarks, *(f"warning: {each}" for each in epoch_warnings(run, plan, files.data))):
+        show(line)
+    found_hosts = hosts(run)
+    few = allowed(held(plan.world, len(found_hosts)))
+    problems = files.problems or ((few,) if few else ())
+    if not problems and run.launch.preflight and found_hosts:
+        problems = looked(found_hosts, run, plan, show)
+    if problems:
+        tell_problems(problems)
+        return CANNOT
+    status, wrong = train(run, plan, show, live, stops)
+    for each in wrong:
+        tell(f"distrain: {each}")
+    if status == FINE:
+        show(after(run))
+    return status
+
+
+def train(
     run: Run, plan: Plan, show: Callable[[str], None], live: Callable[[str], None], stops: list[int] | None = None
 ) -> tuple[int, Sequence[str]]:
     """Write the run's folder, start its ranks, and wait: (exit status, what went wrong, a line each).
 
     `stops` grows by the signals that asked the run to stop, also where it came to its end all the same.
     """
-    from .files import remove_end, write, write_end
+    from .files import put_back, read, remove_end, write, write_end
     from .lock import Taken, held
     from .starts import started
 
@@ -133,6 +175,7 @@ def fit(
         try:
             folder.mkdir(parents=True, exist_ok=True)
             warning = stack.enter_context(held(folder))
+            before = read(folder)
             write(run, plan, folder)
         except Taken as error:
             return 1, [str(error)]
@@ -146,5 +189,8 @@ def fit(
             ended = started(run, plan, folder, show, live, noted=asked)
         if stops is not None:
             stops += [number for number, _ in asked]
-        write_end(folder, ended.status, ended.says)
+        if ended.refused:
+            put_back(before, folder)
+        else:
+            write_end(folder, ended.status, ended.says)
     return ended.status, [ended.says] if ended.says else []

@@ -20,7 +20,8 @@ from ..trainer.plan.plan import make_plan
 from ..trainer.spec.problem import Problem, Unreadable
 from ..trainer.spec.run import Run
 from . import machine
-from .fit import folder_of, from_here, refused, typed
+from .admission import FileChecks
+from .fit import fit_run, folder_of, from_here, refused, typed
 from .keys import keys
 from .load import load, sweep
 from .measured import ran
@@ -45,7 +46,9 @@ class SweepRun:
     run: Run
 
 
-def fit_sweep(conf: str, overrides: Sequence[str], config_dir: Path | None, fit: Callable[[Callable[[], Run], list[int]], int]) -> int:
+def fit_sweep(
+    conf: str, overrides: Sequence[str], config_dir: Path | None, fit: Callable[[Callable[[], Run], list[int]], int] = fit_run
+) -> int:
     """Train every run of a sweep with `fit`; 0 where all did, 1 where one failed or can't run, else the status of one that was stopped.
 
     Raises Unreadable with all that is wrong with the words.
@@ -128,7 +131,8 @@ def result_lines(runs: Sequence[SweepRun], statuses: Sequence[int]) -> list[str]
 def _checked(conf: str, overrides: Sequence[str], config_dir: Path | None) -> tuple[list[SweepRun], list[str]]:
     """The runs of a sweep, and why any of them can't be started, each with the words that make it."""
     runs = sweep_runs(conf, overrides, config_dir)
-    found = [(each, problem) for each in runs for problem in refused(each.run, make_plan(each.run))]
+    checks = FileChecks()
+    found = [(each, problem) for each in runs for problem in (*refused(each.run, make_plan(each.run)), *checks.look(each.run).problems)]
     return runs, [f"{short_words(each.words)}: {problem}" if each.words else str(problem) for each, problem in found]
 
 

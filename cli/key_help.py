@@ -103,7 +103,17 @@ def document(rows: list[KeyHelp]) -> list[dict[str, Any]]:
 def _help(key: str, hint: Any, row: Field[Any] | None) -> KeyHelp:
     choices, said = named_choices(key, hint), KEYS[key]
     takes = f"one of {', '.join(choices)}" if choices else _type(hint)
-    return KeyHelp(key=key, says=said.says, unit=said.unit, takes=takes, choices=choices, default=_default(row), null=said.null)
+    default = by_family(key) or _default(row)
+    return KeyHelp(key=key, says=said.says, unit=said.unit, takes=takes, choices=choices, default=default, null=said.null)
+
+
+def by_family(key: str) -> str:
+    """The defaults of a key that each family of models has its own of: "by family: gpt layernorm, ..."; "" of any other key."""
+    from ..trainer.models.families import DEFAULTS
+
+    name = key.removeprefix("model.")
+    found = {family: shown(row[name]) for family, row in DEFAULTS.items() if name in row and key != name}
+    return f"by family: {', '.join(f'{family} {value}' for family, value in found.items())}" if found else ""
 
 
 def _type(hint: Any) -> str:

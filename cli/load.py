@@ -24,6 +24,7 @@ from ..trainer.spec.problem import Problem, Unreadable
 from ..trainer.spec.read import read_run
 from ..trainer.spec.run import Run
 from . import foreign, library
+from .family import fill_in_family
 from .keys import keys, texts
 from .machine import own_memory, put_rates, settle
 from .overrides import MOST, Override, Said, layouts, said
@@ -127,6 +128,7 @@ class Loader:
             file = library.recipe(conf, self.config_dir)
             recipe = _file(file)
             config = self._base(recipe, told.choices, file).copy()
+            before = _family(config)
             _read_hf(config, recipe, file, told)
             for word in told.sets:
                 problems += _set(config, word)
@@ -137,6 +139,7 @@ class Loader:
         except RecursionError as error:
             raise Unreadable([*problems, reason(error, file, self.config_dir, PRIMARY)]) from None
         words.setdefault("name", file.stem)
+        fill_in_family(words.get("model"), before, told.keys)
         settle(words, self._device, sized=bool(told.shape) or "cluster.gpus" in told.keys)
         if told.shape:
             problems += put(words, told.shape, told.keys)
@@ -289,6 +292,14 @@ def _placed(path: str, file: Path, *, said_here: bool) -> Path:
     """A path of a recipe is looked for beside it first; one of the command line is from the folder that it is typed in."""
     near = file.parent / Path(path).expanduser()
     return (near if near.exists() and not said_here else Path(path).expanduser()).absolute()
+
+
+def _family(config: DictConfig) -> object:
+    """The family that the recipe itself names."""
+    try:
+        return OmegaConf.select(config, "model.family")
+    except OmegaConfBaseException:
+        return None  # reported with every other value that can't be resolved
 
 
 def _set(config: DictConfig, word: Override) -> list[Problem]:

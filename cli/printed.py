@@ -5,7 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import suppress
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from ..trainer.spec.problem import Problem
 
 
 def say(words: str) -> int:
@@ -37,6 +42,14 @@ def live(words: str) -> None:
 def tell(words: str) -> None:
     """A line on stderr."""
     _write(sys.stderr, f"{words}\n")
+
+
+def tell_problems(problems: Iterable[Problem]) -> None:
+    """Problems on stderr, one line each."""
+    from .text import one_line
+
+    for problem in dict.fromkeys(map(str, problems)):
+        tell(f"distrain: {one_line(problem)}")
 
 
 def _write(stream: TextIO | None, text: str) -> OSError | None:

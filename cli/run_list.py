@@ -12,8 +12,9 @@ from math import ceil, isfinite
 from pathlib import Path
 from typing import Any, Literal
 
+from ..trainer.rundir.checkpoints import newest_saved
 from ..trainer.spec.problem import Problem, Unreadable
-from .files import END, standing
+from .files import END
 from .lock import NAME as LOCK
 from .lock import holder
 from .ls import RUNS
@@ -77,11 +78,13 @@ def listed_run(folder: Path) -> ListedRun:
     """One run folder, read as far as it can be."""
     run, plan, end = (_mapping(folder / name) for name in ("run.json", "plan.json", END))
     rows, unread = _last_rows(folder / "metrics.jsonl")
-    checkpoint, steps, whole = standing(folder), rows.get("step") or 0, _whole(plan or {}, run or {})
-    steps = max(steps, checkpoint or 0)
+    checkpoint, passed = _checkpoints(folder)
+    whole, steps = _whole(plan or {}, run or {}), max(rows.get("step") or 0, checkpoint or 0)
     held = holder(folder)
     state, says = _state(folder, held, end, steps, whole, checkpoint)
-    faults = [*_damage(folder, checkpoint, unread), *(["run.json can't be read"] if run is None and not held else [])]
+    faults = [f"checkpoint {reason}" for reason in passed]
+    faults += [f"{many(unread, 'line')} of metrics.jsonl can't be read"] if unread else []
+    faults += ["run.json can't be read"] if run is None and not held else []
     if run is None and not held:
         state = "damaged"
     return ListedRun(
@@ -157,15 +160,12 @@ def _is_last(folder: Path) -> bool:
     return logged is None or logged <= (_modified(folder / END) or 0.0) + NEWER
 
 
-def _damage(folder: Path, checkpoint: int | None, unread: int) -> Iterator[str]:
-    """What of a run folder's files is not as it was written."""
+def _checkpoints(folder: Path) -> tuple[int | None, tuple[str, ...]]:
+    """The step of the newest checkpoint whose files have their sizes, and why newer ones have not."""
     with suppress(OSError):
-        steps = [int(path.name[5:]) for path in folder.glob("checkpoints/step_*") if path.name[5:].isdigit()]
-        broken = sorted(step for step in steps if step > (checkpoint if checkpoint is not None else -1))
-        if broken:
-            yield f"the checkpoint of step {', '.join(map(str, broken))} is not whole"
-    if unread:
-        yield f"{many(unread, 'line')} of metrics.jsonl can't be read"
+        saved, passed = newest_saved(folder / "checkpoints")
+        return saved.step if saved else None, passed
+    return None, ()
 
 
 def _whole(plan: Mapping[str, Any], run: Mapping[str, Any]) -> int | None:

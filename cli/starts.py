@@ -14,10 +14,11 @@ from ..trainer.launch.launch import signals
 from ..trainer.launch.talk import STOPPED
 from ..trainer.launch.watchdog import Watchdog
 from ..trainer.plan.result import Plan
+from ..trainer.rundir.checkpoints import newest_saved
 from ..trainer.spec.problem import Unreadable
 from ..trainer.spec.run import Run
 from . import learned
-from .files import standing, write
+from .files import write
 from .remaining import Faults, TooFew, may_go_on, on_what_is_left
 from .tally import Tally
 
@@ -50,6 +51,8 @@ def started(
             watchdog = learned.watchdog(run, folder)
             ended = _once(run, plan, folder, command, show, live, watchdog, tally.begins, asked)
             tally.ends(ended)
+            if ended.refused:  # nothing was done, so that there is nothing to keep
+                return ended
             learned.keep(run, folder, watchdog, resumed=resumed)
             faults.count(ended)
             if tally.restarts == run.launch.restarts or not (tally.stepped and may_go_on(ended)):
@@ -74,7 +77,8 @@ def started(
 
 def _stopped(ended: Ended, folder: Path, asked: list[tuple[int, float]]) -> Ended:
     """The end of a run that was told to stop when a start had failed and the next was to come."""
-    number, step = asked[-1][0], standing(folder)
+    number, (saved, _) = asked[-1][0], newest_saved(folder / "checkpoints")
+    step = saved.step if saved else None
     left = "there is no checkpoint" if step is None else f"the checkpoint of step {step} stands"
     says = f"{ended.says}; {signal.Signals(number).name} came before it was started again: {left}"
     return replace(ended, status=128 + number if step is None else STOPPED, says=says, asked=True)

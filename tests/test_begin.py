@@ -5,12 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from distrain.cli.fit import refused
+from distrain.cli.admission import weight_problems
 from distrain.cli.load import load
 from distrain.trainer.loop.checkpoint import Reader, whole
 from distrain.trainer.loop.export import export
-from distrain.trainer.loop.saved import checkpoint_of
-from distrain.trainer.plan.plan import make_plan
+from distrain.trainer.loop.saved import load_saved
 
 SMALL = ("data=synthetic", "train.batch=4", "train.microbatch=2", "train.seq=32", "train.steps=1", "optim.warmup=0", "optim.min_lr=0")
 STILL = (*SMALL, "train.evaluate.every=0", "log.every=1", "optim.lr=1e-30")  # a step that moves no weight but one that is 0, by 1e-30
@@ -27,8 +26,7 @@ def source(ranks, tmp_path_factory):
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """The float32 weights of a run's newest checkpoint."""
-    found = checkpoint_of(folder).checkpoint
-    assert found is not None
+    found = load_saved(folder).checkpoint
     reader = Reader(found)
     rows = {row.name: row.shape for row in found.manifest.tensors if row.kind == "weight"}
     return {name: reader.read(whole(name, "weight", shape)) for name, shape in rows.items()}
@@ -86,10 +84,10 @@ def test_the_first_tensor_that_differs_is_named(ranks, source: Path, tmp_path: P
 
 def test_a_folder_without_weights_is_refused_before_anything_starts(tmp_path: Path) -> None:
     run = load("quickstart", ["model.weights=/nothing", f"log.dir={tmp_path}"])
-    says = "model.weights=/nothing holds no Hugging Face weights: name a folder with config.json and .safetensors"
-    assert says in map(str, refused(run, make_plan(run)))
+    (problem,) = weight_problems(run)
+    assert problem.says == "model.weights=/nothing is no folder"
     (tmp_path / run.name / "checkpoints" / "step_1").mkdir(parents=True)
-    assert says not in map(str, refused(run, make_plan(run))), "a run that goes on from a checkpoint needs none"
+    assert not [*weight_problems(run)], "a run that goes on from a checkpoint needs none"
 
 
 def test_a_path_of_a_recipe_is_from_the_recipe_one_of_the_command_line_from_here(tmp_path: Path, monkeypatch) -> None:

@@ -32,7 +32,7 @@ from distrain.trainer.loop.checkpoint import (
     sweep,
     whole,
 )
-from distrain.trainer.loop.checkpoint.folder import steps
+from distrain.trainer.rundir.checkpoints import steps
 from distrain.trainer.spec.problem import Unreadable
 
 PART = whole("layers.0.weight", "weight", (50, 20))

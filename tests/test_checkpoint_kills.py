@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from distrain.trainer.loop.checkpoint import Gather, Shard, Slice, alone, latest, load, newest, resume, save, whole
-from distrain.trainer.loop.checkpoint.folder import steps
+from distrain.trainer.rundir.checkpoints import steps
 
 SHAPE = (64, 100)
 KILLS = 60

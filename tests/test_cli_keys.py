@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from distrain.cli import library, yaml_text
 from distrain.cli.app import command
-from distrain.cli.key_help import REQUIRED, comments, key_fields, key_help, sections
+from distrain.cli.key_help import REQUIRED, by_family, comments, key_fields, key_help, sections
 from distrain.cli.keys import OURS, keys
 from distrain.cli.load import as_yaml, compose, load
 from distrain.cli.text import WIDTH
@@ -75,8 +75,13 @@ def test_a_quantity_has_a_unit(key: str) -> None:
 def test_a_default_that_is_shown_is_one_that_the_key_takes(key: str) -> None:
     """Read back: as the value of that key in a run that says all else."""
     (row, *_) = key_help(key)
-    if row.default not in (REQUIRED, "null", "none"):
+    if row.default not in (REQUIRED, "null", "none") and not by_family(key):
         read_run(compose("llama3_8b", [f"{key}={row.default}"]))
+
+
+def test_a_default_of_each_family_is_shown_for_each() -> None:
+    assert by_family("model.norm") == "by family: bert layernorm, gpt layernorm, llama rmsnorm, moe rmsnorm"
+    assert by_family("model.layers") == by_family("optim.name") == by_family("norm") == ""
 
 
 @pytest.mark.parametrize("key", [key for key in LEAVES if key_help(key)[0].choices])

@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from msgspec import json as encoder
+from msgspec import to_builtins
 from safetensors.torch import load_file
 
 from distrain.cli.app import command
 from distrain.cli.load import load
+from distrain.tests.manifest_edits import drop_record, edit_extra
 from distrain.trainer.loop.export import _unnamed, export
-from distrain.trainer.loop.saved import checkpoint_of, model_of, run_of
+from distrain.trainer.loop.saved import load_saved, model_of
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.problem import Unreadable
 
@@ -41,10 +43,9 @@ def runs(ranks, tmp_path_factory):
 
 def ours(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
     """The logits of a run's newest checkpoint."""
-    found = checkpoint_of(folder).checkpoint
-    assert found is not None
+    found = load_saved(folder)
     with torch.no_grad():
-        return model_of(run_of(folder), found, torch.device("cpu")).logits(tokens)
+        return model_of(found.run, found.checkpoint, torch.device("cpu")).logits(tokens)
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
@@ -55,7 +56,7 @@ def test_the_logits_of_transformers_are_ours(runs, kind: str, tmp_path: Path, ca
     export(runs[kind], tmp_path / "out", "fp32")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     assert model.config.model_type == kind.split()[0]
-    tokens = torch.randint(run_of(runs[kind]).model.vocab, (2, 32), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(load_saved(runs[kind]).run.model.vocab, (2, 32), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         assert (model(tokens).logits - ours(runs[kind], tokens)).abs().max() <= 1e-5
     assert f"from those of transformers {transformers.__version__}" in capsys.readouterr().out
@@ -82,7 +83,7 @@ def test_the_verb_exports_and_leaves_nothing_else(runs, tmp_path: Path) -> None:
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     checked, last = done.stdout.splitlines()
-    facts = make_plan(run_of(runs["llama"])).model
+    facts = make_plan(load_saved(runs["llama"]).run).model
     assert facts
     assert checked.startswith(f"step 4, {facts.parameters:,} parameters in fp32; logits on 3 sequences of 32 tokens are ")
     assert last == f"done: {tmp_path / 'out'}"
@@ -115,7 +116,6 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ((), "no checkpoint yet: `distrain fit` saves one at its end, and every checkpoint.every steps"),
         (
             ("model=tiny_moe", "model.shared_experts=1"),
             "none of Hugging Face's GPT-2, Llama, Qwen2 and Mixtral computes what this model does",
@@ -126,22 +126,57 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_can_not_be_exported_is_said(words: tuple[str, ...], says: str, tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_bytes(encoder.encode(load("quickstart", words)))
+def test_what_can_not_be_exported_is_said(runs, words: tuple[str, ...], says: str, tmp_path: Path) -> None:
+    shutil.copytree(runs["gpt2"], tmp_path / "run")
+    run = to_builtins(load("quickstart", words))
+    edit_extra(tmp_path / "run" / "checkpoints" / "step_4", lambda extra: extra.update(run=run))
     with pytest.raises(Unreadable) as wrong:
+        export(tmp_path / "run", tmp_path / "out", "fp32")
+    (problem,) = wrong.value.problems
+    assert problem.says.startswith(says)
+
+
+def test_a_run_without_a_checkpoint_has_nothing_to_export(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_bytes(encoder.encode(load("quickstart")))
+    with pytest.raises(Unreadable, match="has no checkpoint yet: `distrain fit` saves one at its end, "):
         export(tmp_path, tmp_path / "out", "fp32")
-    assert str(wrong.value).removeprefix(f"{tmp_path} has ").startswith(says)
-    assert len(wrong.value.problems) == 1
 
 
-def test_a_checkpoint_of_another_model_is_said(runs, tmp_path: Path) -> None:
+@pytest.fixture
+def with_another_run_file(runs, tmp_path: Path) -> Path:
+    """The folder of a run of two layers whose run.json has become that of a run of one layer with more heads."""
     folder = tmp_path / "run"
     shutil.copytree(runs["gpt2"], folder)
     said = json.loads((folder / "run.json").read_text())
-    said["model"]["layers"] = 1
+    said["model"] |= {"layers": 1, "heads": 2 * said["model"]["heads"]}
     (folder / "run.json").write_text(json.dumps(said))
-    with pytest.raises(Unreadable, match=r"step_4 holds a weight layers\.1\.\S+, which the model of run\.json has not: restore"):
-        export(folder, tmp_path / "out", "fp32")
+    return folder
+
+
+def test_the_model_is_that_of_the_checkpoint_whatever_run_json_says(runs, with_another_run_file: Path, tmp_path: Path, capsys) -> None:
+    for folder, out in ((with_another_run_file, tmp_path / "one"), (runs["gpt2"], tmp_path / "other")):
+        export(folder, out, "fp32")
+    one, other = ((tmp_path / name) for name in ("one", "other"))
+    assert (one / "config.json").read_bytes() == (other / "config.json").read_bytes()
+    assert (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+    shutil.rmtree(with_another_run_file / "ranks")
+    (with_another_run_file / "run.json").unlink()
+    export(with_another_run_file, tmp_path / "third", "fp32")
+
+
+def test_a_checkpoint_of_an_earlier_version_is_read_with_run_json_and_that_is_said(
+    with_another_run_file: Path, tmp_path: Path, capsys
+) -> None:
+    path = with_another_run_file / "checkpoints" / "step_4"
+    drop_record(path)
+    with pytest.raises(
+        Unreadable, match=r"step_4 holds a weight layers\.1\.\S+, which the model of its run has not: bring the run\.json back"
+    ):
+        export(with_another_run_file, tmp_path / "out", "fp32")
+    assert capsys.readouterr().out == "step_4 does not name its model, as earlier versions wrote it: run.json is taken for it\n"
+    (with_another_run_file / "run.json").write_text("{}")
+    with pytest.raises(Unreadable, match=r"step_4 does not name its model, and \S+run\.json can't be read: bring the run\.json back"):
+        export(with_another_run_file, tmp_path / "out", "fp32")
 
 
 @pytest.mark.parametrize(

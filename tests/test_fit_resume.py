@@ -138,7 +138,9 @@ def test_a_checkpoint_of_another_model_is_refused(ranks: Ranks, tmp_path: Path) 
     job = ranks.fit(tmp_path / "run", *short, "model.ffn=128")
     assert job.codes[0] == 1
     (problem,) = job.problems
-    assert problem.startswith("layers.0.mlp.up.weight is 64 x 256 in ")
+    assert problem == (
+        "model.ffn was 256 when step 4 was saved, and is 128 now: set model.ffn=256 to go on, or name=NEW to train another run"
+    )
 
 
 def test_a_run_that_is_done_has_nothing_to_do(ranks: Ranks, tmp_path: Path) -> None:

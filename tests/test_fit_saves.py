@@ -16,7 +16,7 @@ import torch
 from distrain.tests.narrow import on_ranks
 from distrain.trainer.launch.talk import Talk
 from distrain.trainer.loop.checkpoint import Gather, Saved, SaveFailed, Shard, latest, newest, resume, save, shard_file, whole
-from distrain.trainer.loop.checkpoint.folder import steps
+from distrain.trainer.rundir.checkpoints import steps
 
 if TYPE_CHECKING:
     from distrain.tests.conftest import Ranks

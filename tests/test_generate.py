@@ -1,6 +1,6 @@
 """`distrain generate`: text from a run's newest checkpoint, drawn by a seed, as it is made."""
 
-import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from distrain.cli.app import command
+from distrain.tests.manifest_edits import edit_extra
 from distrain.trainer.loop.data.spell import speller
 from distrain.trainer.loop.data.tokenizer import Bytes, Vocabulary
 from distrain.trainer.loop.generate import Sampling, choice, generate
-from distrain.trainer.loop.saved import checkpoint_of, model_of, run_of
+from distrain.trainer.loop.saved import load_saved, model_of
 from distrain.trainer.spec.problem import Unreadable
 
 PHRASE = "abcdefg" * 400  # 7 letters and windows of 16 tokens: no letter has a place of its own in them
@@ -45,9 +46,8 @@ def test_the_verb_prints_the_prompt_and_what_was_learnt_to_follow(learnt: Path) 
 
 
 def test_the_likeliest_token_is_the_models_own(learnt: Path, capsys) -> None:
-    found = checkpoint_of(learnt).checkpoint
-    assert found is not None
-    module = model_of(run_of(learnt), found, torch.device("cpu"))
+    found = load_saved(learnt)
+    module = model_of(found.run, found.checkpoint, torch.device("cpu"))
     with torch.no_grad():
         after = int(module.logits(torch.tensor([list(b"xyz")]))[0, -1].argmax())
     assert sampled(learnt, capsys, prompt="xyz", tokens=1)[0] == f"xyz{chr(after)}\n"
@@ -112,11 +112,14 @@ def test_a_byte_level_vocabulary_spells_letters_whole() -> None:
 
 
 def test_a_run_that_names_no_tokenizer_asks_for_one(learnt: Path, tmp_path: Path, capsys) -> None:
-    said = json.loads((learnt / "run.json").read_text())
-    said["data"]["name"], said["model"]["vocab"] = "tokens", 300
-    (tmp_path / "run.json").write_text(json.dumps(said))
+    shutil.copytree(learnt, tmp_path / "run")
+
+    def edit(extra) -> None:
+        extra["run"]["data"]["name"], extra["run"]["model"]["vocab"] = "tokens", 300
+
+    edit_extra(tmp_path / "run" / "checkpoints" / "step_150", edit)
     with pytest.raises(Unreadable) as wrong:
-        sampled(tmp_path, capsys)
+        sampled(tmp_path / "run", capsys)
     assert str(wrong.value) == "the run learnt from data=tokens, which names no tokenizer: say it: --tokenizer PATH"
 
 

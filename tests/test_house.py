@@ -25,13 +25,18 @@ FLOORS = {
     "trainer.spec":     ((),                                                {"msgspec"}),
     "trainer.models":   (("trainer.spec", *LAYERS),                         set()),
     "trainer.plan":     (("trainer.spec", "trainer.models"),                set()),
-    "cli":              ((*PLANNED, "trainer.launch"),                      {"typer", "msgspec", "hydra", "omegaconf", "yaml"}),
+    "trainer.rundir":   (PLANNED,                                           {"msgspec"}),
+    "trainer.system":   (("trainer.launch.lifeline",),                      set()),
+    "cli":              (
+        (*PLANNED, "trainer.launch", "trainer.rundir", "trainer.system"),
+        {"typer", "msgspec", "hydra", "omegaconf", "yaml"},
+    ),
     **{each:             (LAYERS,                                            {"torch"}) for each in LAYERS},
     "trainer.launch":   (("trainer.spec",),                                 set()),
     "trainer.parallel": (PLANNED,                                           {"torch"}),
     "trainer.engines":  ((*PLANNED, "trainer.parallel"),                    {"torch", "deepspeed"}),
     "trainer.loop":     (
-        (*PLANNED, "trainer.parallel", "trainer.engines", "trainer.launch"),
+        (*PLANNED, "trainer.parallel", "trainer.engines", "trainer.launch", "trainer.rundir", "trainer.system"),
         {"torch", "wandb", "numpy", "safetensors", "msgspec", "tokenizers"},
     ),
 }

@@ -156,7 +156,40 @@ def test_another_model_is_refused_with_every_difference(tmp_path: Path) -> None:
     assert said.count("\n") == 2
     assert f"{tmp_path} has model.ffn=72, this run 96: set model.ffn=72" in said
     assert "model.rope_base=10000.0, this run 500000.0" in said
-    assert "model.tied=False" in said
+    assert "model.tied=false" in said
+
+
+def test_another_family_is_one_problem(tmp_path: Path) -> None:
+    saved(tmp_path, "llama")
+    assert problems(tmp_path, run_of(OURS["gpt"])) == (
+        f"{tmp_path} is a model of family llama, and model.family=gpt: set model.hf={tmp_path} to take its sizes"
+    )
+
+
+def test_a_file_that_was_cut_short_is_refused_before_a_tensor_is_read(tmp_path: Path) -> None:
+    run = saved(tmp_path, "llama")
+    file = tmp_path / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-10])
+    says = f"{file} is {len(whole) - 10:,} bytes where its header says {len(whole):,}: download it again"
+    assert problems(tmp_path, run) == says
+    for damaged in (b"", whole[:4], b"\xff" * 64, b"<!DOCTYPE html>" * 10):
+        file.write_bytes(damaged)
+        assert problems(tmp_path, run) == f"{file} is no safetensors file: download it again"
+
+
+def test_a_file_that_the_index_names_and_is_missing_is_named(tmp_path: Path) -> None:
+    run = saved(tmp_path, "llama")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "model.safetensors"}}))
+    assert problems(tmp_path, run).startswith(f"{tmp_path} lacks one.safetensors, which model.safetensors.index.json names")
+
+
+def test_many_tensors_that_are_missing_are_counted(tmp_path: Path) -> None:
+    run = saved(tmp_path, "llama")
+    save_file({"lm_head.weight": torch.zeros(101, 48)}, tmp_path / "model.safetensors")
+    lines = problems(tmp_path, run).splitlines()
+    assert len(lines) == 7
+    assert lines[-1].endswith(" more tensors are missing or of another shape")
 
 
 def test_stretched_rotary_frequencies_are_refused(tmp_path: Path) -> None:

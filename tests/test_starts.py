@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from distrain.cli import learned
-from distrain.cli.files import standing
-from distrain.cli.fit import fit, folder_of
+from distrain.cli.fit import folder_of, train
 from distrain.cli.load import load
 from distrain.cli.lock import Taken, held
 from distrain.cli.remaining import Faults, TooFew, may_go_on, on_what_is_left
@@ -29,6 +28,7 @@ from distrain.trainer.launch.log import Tail
 from distrain.trainer.launch.watchdog import Watchdog
 from distrain.trainer.plan.change import changed
 from distrain.trainer.plan.plan import make_plan
+from distrain.trainer.rundir.checkpoints import seal
 from distrain.trainer.spec.run import Run
 
 HERE = socket.gethostname()
@@ -89,12 +89,13 @@ def starts(tmp_path: Path) -> Starts:
     return Starts(folder)
 
 
-def checkpoint(folder: Path, step: int, *, size: int = 3, wanted: int = 3) -> None:
-    """A checkpoint as its manifest says it is, or not."""
+def checkpoint(folder: Path, step: int) -> None:
+    """A checkpoint of one file."""
     path = folder / "checkpoints" / f"step_{step}"
     path.mkdir(parents=True)
-    (path / "weight").write_bytes(b"x" * size)
-    (path / "manifest.json").write_text(json.dumps({"step": step, "files": {"weight": {"bytes": wanted}}}))
+    (path / "weight").write_bytes(b"xyz")
+    said = json.dumps({"step": step, "extra": {}, "files": {"weight": {"bytes": 3}}, "tensors": []})
+    (path / "manifest.json").write_bytes(seal(said.removeprefix("{").encode()))
 
 
 @pytest.mark.parametrize("fault", [ECC, "os.kill(os.getpid(), signal.SIGKILL)", "raise OSError(5, os.strerror(5))"])
@@ -132,14 +133,6 @@ def test_sigterm_between_two_starts_stops_the_run(starts: Starts, saved: Sequenc
     assert len((starts.folder / "ranks" / "0.log").read_text().split("== rank 0")) == 2, "one start"
 
 
-def test_a_checkpoint_stands_where_its_files_have_their_sizes(tmp_path: Path) -> None:
-    assert standing(tmp_path) is None
-    checkpoint(tmp_path, 4)
-    checkpoint(tmp_path, 10, size=2)
-    (tmp_path / "checkpoints" / "step_12").mkdir()
-    assert standing(tmp_path) == 4
-
-
 def test_a_disk_that_is_full_at_a_restart_does_not_hide_the_fault(starts: Starts) -> None:
     full = f"(folder / 'run.json').mkdir(); {ECC}"  # a folder in the file's place: nothing can be written there
     ended = starts.start(FAILS_ONCE.format(full))
@@ -158,7 +151,7 @@ def test_a_folder_that_can_not_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in ("/proc/none", str(tmp_path / "file" / "runs")):
         run = changed(loaded("cluster=1x2"), [("log.dir", folder)])
-        status, (line,) = fit(run, make_plan(run), print, print)
+        status, (line,) = train(run, make_plan(run), print, print)
         assert (status, "\n" in line) == (1, False)
         assert line.startswith(f"{folder_of(run)} can't be written (")
 
@@ -169,7 +162,7 @@ def test_a_second_fit_in_a_folder_is_refused_and_writes_nothing(tmp_path: Path) 
     folder.mkdir()
     with held(folder) as warning:
         assert warning == ""
-        status, (line,) = fit(run, make_plan(run), print, print)
+        status, (line,) = train(run, make_plan(run), print, print)
         assert os.listdir(folder) == ["lock"]
     assert (status, line.partition(", since ")[0]) == (1, f"process {os.getpid()} on {HERE}")
     assert line.endswith(f" trains in {folder}: stop it, or set name= to train another run")
@@ -282,6 +275,7 @@ def over_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A run over hosts a, b and c, one rank each; an ssh to `gone` fails."""
     made = StandIns(tmp_path / "stand_ins")
     made.put("ssh", SSH)
+    made.put("pdsh", SSH)
     monkeypatch.setenv("PATH", made.path())
     (tmp_path / "hostfile").write_text("a slots=1\nb slots=1\nc slots=1\n")
     return changed(loaded("cluster=3x1"), [("launch.name", "deepspeed"), ("launch.hostfile", str(tmp_path / "hostfile"))])

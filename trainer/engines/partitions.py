@@ -145,4 +145,6 @@ def _state(optimizer: torch.optim.Optimizer, stepped: Tensor) -> dict[str, Any]:
     if not state and isinstance(optimizer, torch.optim.AdamW):
         state["step"] = torch.zeros((), device=stepped.device if stepped.is_cuda else "cpu")
         state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(stepped), torch.zeros_like(stepped)
+    if isinstance(optimizer, torch.optim.SGD) and optimizer.defaults["momentum"] and state.get("momentum_buffer") is None:
+        state["momentum_buffer"] = torch.zeros_like(stepped)
     return state

@@ -59,6 +59,7 @@ class RankEnd:
     step: int | None = None  # of its last
     beat: float | None = None  # when that was, on this machine's monotonic clock
     problem: str = ""  # in its own words
+    refused: bool = False  # the problem is with what the user asked for
     told: bool = False  # it ended after SIGTERM had been sent to it
     cut: bool = False  # it ended after it was to be killed
     fate: Fate = "ended"  # "keeper died": the code is its keeper's; "lost": it is not known
@@ -131,6 +132,11 @@ class Ended:
         return next((end for end in self.ranks if end.rank == self.rank), None)
 
     @property
+    def refused(self) -> bool:
+        """Whether its ranks refused what the user asked for, before they did anything of it."""
+        return self.culprit is not None and self.culprit.refused and all(each.step is None for each in self.ranks)
+
+    @property
     def port_taken(self) -> bool:
         """Whether it failed before its first step because another process listens at MASTER_PORT."""
         return self.status == FAILED and bool(_PORT_TAKEN.search(self.says)) and all(each.step is None for each in self.ranks)
@@ -162,7 +168,9 @@ def culprit(ends: Sequence[RankEnd]) -> RankEnd:
 
 
 def sentence(end: RankEnd) -> str:
-    """A bad end in one line: rank, how, when, why, and where its log is."""
+    """A bad end in one line: rank, how, when, why, and where its log is. What a rank refuses is no fault of the rank: the reason alone."""
+    if end.refused and end.problem:
+        return end.cause
     cause = f": {end.cause}" if end.cause else ""
     where = f" on {end.where}" if end.host else f" {end.where}" if end.where else ""
     return f"rank {end.rank}{where} {_how(end)}{_when(end)}{cause}; its log is {end.log.path}"
@@ -175,15 +183,17 @@ def _how(end: RankEnd) -> str:
         return "hung" if end.fate == "hung" else "was lost"
     if end.problem and end.cut:
         return "failed and had to be killed"
-    ended = _by_signal(-end.code, end.told) if end.code < 0 else f"exited with {end.code}"
+    asked = end.cut or (end.told and end.code != -signal.SIGKILL)
+    ended = _by_signal(-end.code, asked=asked) if end.code < 0 else f"exited with {end.code}"
     if end.fate == "keeper died":
         return f"lost the process that kept it, which {ended}"
     return f"{ended} before it was done" if end.code == 0 else ended
 
 
-def _by_signal(number: int, told: bool) -> str:
+def _by_signal(number: int, *, asked: bool) -> str:
+    """How a signal ended a rank, and why it may have come; nothing more of one that follows from a request to stop."""
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-    perhaps = "" if told else _PERHAPS.get(number, "")
+    perhaps = "" if asked else _PERHAPS.get(number, "")
     return f"was killed by {name}, {perhaps}" if perhaps else f"was killed by {name}"
 
 

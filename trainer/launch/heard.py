@@ -35,6 +35,7 @@ class Heard(ABC):
         self._half = b""  # a line that hasn't ended yet
         self._fate: Fate = "ended"
         self._done = False
+        self._refused = False
         self._told = False
         self._cut = False
 
@@ -116,6 +117,8 @@ class Heard(ABC):
                 self._goes(what)
             case "problem", _:
                 self.problem = self.problem or str(what)
+            case "refused", True:
+                self._refused = True
             case "done", True:
                 self._done = True
 
@@ -136,6 +139,7 @@ class Heard(ABC):
             step=self.step,
             beat=self.beat,
             problem=self.problem,
+            refused=self._refused,
             told=self._told,
             cut=self._cut,
             fate=fate,

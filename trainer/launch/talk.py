@@ -6,6 +6,7 @@
     {"phase": name}      the rank is at something else than a step, which may take longer: evaluate, save, write, publish, end, at its
                          start hash, read, compare; said again, it gets on
     {"problem": text}    why the rank is about to end, in one line
+    {"refused": true}    the problem that follows is with what the user asked for: no fault of the rank
     {"done": true}       the rank has done all that it was asked to do
 
 A run succeeded if every rank said done and exited with 0. What DeepSpeed and torch print goes to the rank's log.
@@ -73,8 +74,13 @@ class Talk:
             self._pulsed = (name, now)
             self.phase(name)
 
-    def problem(self, text: str) -> None:
-        """Why this rank is about to end. The run ends with it: the other ranks are told to stop."""
+    def problem(self, text: str, *, refused: bool = False) -> None:
+        """Why this rank is about to end. The run ends with it: the other ranks are told to stop.
+
+        `refused`: what the user asked for can't be done, and the rank is not at fault.
+        """
+        if refused:
+            self._send("refused", True)
         self._send("problem", text)
 
     def done(self) -> None:

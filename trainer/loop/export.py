@@ -20,12 +20,13 @@ from torch import Tensor
 
 from ..models.build import build, load, weights
 from ..models.hf import read_hf
-from ..models.weights import from_hf, kind_of, to_hf
+from ..models.hf_names import kind_of
+from ..models.weights import from_hf, to_hf
 from ..spec.problem import Problem, Unreadable
 from ..spec.read import read
 from ..spec.run import Model, Run
 from .answer import answered
-from .saved import FAMILIES, checkpoint_of, model_of, run_of
+from .saved import FAMILIES, load_saved, model_of
 
 if TYPE_CHECKING:
     from ..models.gpt.module import Transformer
@@ -44,12 +45,11 @@ def main() -> int:
 
 def export(folder: Path, destination: Path, dtype: str) -> None:
     """Write, check, and only then give the folder its name; raises Unreadable, LoadFailed, OSError."""
-    run = run_of(folder)
+    found = load_saved(folder)
+    run = found.run
+    for remark in found.remarks:
+        print(remark, flush=True)
     _exportable(run)
-    found = checkpoint_of(folder)
-    assert found.checkpoint is not None
-    for reason in found.passed:
-        print(f"passed over {reason}", flush=True)
     module = model_of(run, found.checkpoint, CPU)
     _narrow(module, DTYPES[dtype])
     with _unnamed(destination) as folder_there:

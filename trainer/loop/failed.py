@@ -26,7 +26,7 @@ def told(error: BaseException, talk: Talk, rank: int = 0) -> None:
         else:
             traceback.print_exception(error)
     if not isinstance(error, AllFailed) or error.rank == rank:
-        talk.problem(line(error))
+        talk.problem(line(error), refused=isinstance(error, Unreadable) or isinstance(error.__cause__, Unreadable))
 
 
 def line(error: BaseException) -> str:

@@ -33,12 +33,12 @@ def data_of(run: Run, batches: Batches) -> dict[str, Any]:
     return {"key": corpus.key, "documents": corpus.documents, "seed": run.train.seed, "seq": run.train.seq}
 
 
-def noted(run: Run, engine: Engine, grid: Grid, batches: Batches, step: int) -> dict[str, Any]:
-    """What a checkpoint says of its data, and of the loss of the first round of samples after `step` steps.
+def noted(run: Run, engine: Engine, grid: Grid, batches: Batches, first: int) -> dict[str, Any]:
+    """What a checkpoint says of its data, and of the loss of the first round of samples from number `first` on.
 
     That is one forward of a micro-batch, on every rank: of a step with m micro-batches about 1 / 3m.
     """
-    first, count = step * run.train.batch, grid.size("dp") * run.train.microbatch
+    count = grid.size("dp") * run.train.microbatch
     loss = evaluated(run, engine, grid, batches, range(first, first + count))
     said: dict[str, Any] = {"data": data_of(run, batches)}
     if isfinite(loss):
@@ -46,15 +46,13 @@ def noted(run: Run, engine: Engine, grid: Grid, batches: Batches, step: int) -> 
     return said
 
 
-def compared(run: Run, engine: Engine, grid: Grid, batches: Batches, step: int, extra: Mapping[str, Any]) -> str:
+def compared(run: Run, engine: Engine, grid: Grid, batches: Batches, step: int, extra: Mapping[str, Any]) -> None:
     """Evaluate the samples that a checkpoint has its loss of, on all ranks; raises Departed where it is another now.
 
-    Where its data are not this run's there is nothing to compare: the sentence that says so, else "".
+    Where its samples are not this run's (other tokens, another seed, another length) there is nothing to compare.
     """
-    if extra.get("data", data_of(run, batches)) != data_of(run, batches):
-        return f"the data are not those that step {step} was saved with: their order begins anew there"
-    if "first" not in extra:
-        return ""
+    if extra.get("data", data_of(run, batches)) != data_of(run, batches) or "first" not in extra:
+        return
     saved, (first, count) = extra["first"], extra["first"]["samples"]
     loss = evaluated(run, engine, grid, batches, range(first, first + count))
     if not abs(loss - saved["loss"]) <= tolerance(saved["loss"], saved["precision"], run.train.precision):
@@ -62,4 +60,3 @@ def compared(run: Run, engine: Engine, grid: Grid, batches: Batches, step: int, 
             f"step {step} was saved with a loss of {saved['loss']:.4f} on its next {count} sequences, and loads with {loss:.4f}: "
             "not what was saved (the model is computed in another way than it was, or this is a fault of distrain's)"
         )
-    return ""

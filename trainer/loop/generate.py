@@ -18,7 +18,7 @@ from ..spec.run import Run
 from .answer import answered
 from .data.spell import speller
 from .data.tokenizer import Tokenizer, tokenizer
-from .saved import checkpoint_of, model_of, run_of
+from .saved import load_saved, model_of
 
 if TYPE_CHECKING:
     from ..models.gpt.module import Transformer
@@ -44,13 +44,12 @@ def main() -> int:
 
 def generate(folder: Path, wanted: Sampling) -> None:
     """Print the prompt and what follows it, as it is made; raises Unreadable, LoadFailed."""
-    run = run_of(folder)
+    found = load_saved(folder)
+    run = found.run
+    for remark in found.remarks:
+        print(remark, file=sys.stderr, flush=True)
     by = _tokenizer(run, wanted)
     prompt = _prompt(run, wanted.prompt, by)
-    found = checkpoint_of(folder)
-    assert found.checkpoint is not None
-    for reason in found.passed:
-        print(f"passed over {reason}", file=sys.stderr, flush=True)
     device = torch.device("cuda" if run.cluster.device.kind == "cuda" and torch.cuda.is_available() else "cpu")
     module = model_of(run, found.checkpoint, device)
     if hasattr(sys.stdout, "reconfigure"):

@@ -10,6 +10,7 @@ from typing import Any
 from ..engines.engine import Stepped
 from ..spec.run import Run
 from .failed import AllFailed
+from .position import BEGINNING, Position
 
 RECENT = 64  # losses that a new one is held against
 FEWEST = 16  # of them, before anything is said
@@ -26,8 +27,8 @@ class Poisoned(AllFailed):
 class Poison:
     """Counts steps that were skipped in a row, and remembers recent losses. All ranks see the same steps."""
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    def __init__(self, run: Run, start: Position = BEGINNING) -> None:
+        self.run, self.start = run, start
         self._skipped = 0
         self._losses: deque[float] = deque(maxlen=RECENT)
 
@@ -62,8 +63,7 @@ class Poison:
 
     def _samples(self, done: int) -> tuple[int, int]:
         """The first and the last of a step's batch, as batches.py numbers them."""
-        batch = self.run.train.batch
-        return (done - 1) * batch, done * batch - 1
+        return self.start.after(self.run, done - 1).sample, self.start.after(self.run, done).sample - 1
 
 
 def finite(value: float | None) -> float | None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from ..rundir.record import recorded_run
 from ..spec.run import Run
 from .checkpoint import Checkpoint, LoadFailed, Reader, newest, whole
-from .saved import run_of
 
 KEY_BIAS = r"(^|[._])(key|k_proj)\.bias$"  # ours, and most of transformers'
 FUSED = r"(query_key_value|qkv|qkv_proj|c_attn|Wqkv)\.bias$"  # transformers' that hold it among others
@@ -23,7 +23,8 @@ def compared(reference: str, layout: str) -> dict[str, Any]:
     """
     ours, theirs = _last(Path(reference)), _last(Path(layout))
     one, other = Reader(ours), Reader(theirs)
-    left_out = without_gradient(run_of(Path(reference)))
+    run = recorded_run(ours.extra)
+    left_out = without_gradient(run) if run else ""
     rows = {row.name: row for row in ours.manifest.tensors if row.kind == "weight"}
     skipped = [name for name in rows if left_out and re.search(left_out, name)]
     apart, where = 0.0, ""

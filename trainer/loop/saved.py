@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 
 from ..models.build import build, load
+from ..rundir.record import read_run_file, recorded_run
 from ..spec.problem import Problem, Unreadable
 from ..spec.run import Run
-from .checkpoint import Checkpoint, Found, Reader, newest, whole
+from .checkpoint import Checkpoint, Reader, newest, whole
 from .placing import whole_model
 
 if TYPE_CHECKING:
@@ -20,27 +21,38 @@ if TYPE_CHECKING:
 FAMILIES = ("gpt", "llama", "moe")  # that have a module of their own
 
 
-def run_of(folder: Path) -> Run:
-    """RUN_DIR/run.json; raises Unreadable."""
-    path = folder / "run.json"
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Run)
-    except (OSError, msgspec.DecodeError) as error:
-        raise _refused(f"{path} is no run: {error}", "name the folder of a run, as `distrain fit` wrote it") from None
+@dataclass(frozen=True, kw_only=True)
+class SavedRun:
+    """A run's newest checkpoint that verifies, the run that saved it, and what a user should know of the two, a line each."""
+
+    run: Run
+    checkpoint: Checkpoint
+    remarks: tuple[str, ...]
 
 
-def checkpoint_of(folder: Path) -> Found:
-    """The newest checkpoint of RUN_DIR that verifies, and why newer ones do not; raises Unreadable where there is none."""
+def load_saved(folder: Path) -> SavedRun:
+    """Find RUN_DIR's newest checkpoint that verifies and the run that saved it; raises Unreadable where there is none.
+
+    RUN_DIR/run.json may be of a later start: it says what the run was for checkpoints of earlier versions alone.
+    """
     found = newest(folder / "checkpoints")
     if found.checkpoint is not None:
-        return found
+        remarks = [f"passed over {reason}" for reason in found.passed]
+        run = recorded_run(found.checkpoint.extra)
+        if run is None:
+            run = read_run_file(folder / "run.json")
+            remarks.append(f"{found.checkpoint.path.name} does not name its model, as earlier versions wrote it: run.json is taken for it")
+        if run is None:
+            says = f"{found.checkpoint.path} does not name its model, and {folder / 'run.json'} can't be read"
+            raise _refused(says, "bring the run.json back that was there when it was saved")
+        return SavedRun(run=run, checkpoint=found.checkpoint, remarks=tuple(remarks))
     if found.passed:
         raise _refused(f"no checkpoint in {folder} verifies ({'; '.join(found.passed)})", "restore one of them")
     raise _refused(f"{folder} has no checkpoint yet", "`distrain fit` saves one at its end, and every checkpoint.every steps")
 
 
 def model_of(run: Run, checkpoint: Checkpoint, device: torch.device) -> Transformer:
-    """The whole model as it was saved, float32; raises Unreadable, and LoadFailed where run.json is another model's."""
+    """The whole model as it was saved, float32; raises Unreadable, and LoadFailed where the run is another model's."""
     if run.model.family not in FAMILIES:
         raise _refused(f"model.family={run.model.family} has no module here", f"families {', '.join(FAMILIES)} have")
     module = build(run, device=device, dtype=torch.float32)
@@ -48,7 +60,10 @@ def model_of(run: Run, checkpoint: Checkpoint, device: torch.device) -> Transfor
     mine = whole_model(run)
     stored = [row.name for row in checkpoint.manifest.tensors if row.kind == "weight"]
     if more := [name for name in stored if name not in mine]:
-        raise _refused(f"{checkpoint.path} holds a weight {more[0]}, which the model of run.json has not", "restore its run.json")
+        raise _refused(
+            f"{checkpoint.path} holds a weight {more[0]}, which the model of its run has not",
+            "bring the run.json back that was there when it was saved",
+        )
     load(module, ((name, reader.read(whole(name, "weight", shape))) for name, shape in mine.items()))
     return module.eval()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -14,25 +14,27 @@ from ..engines.engine import Engine
 from ..launch.talk import Pulse, Talk
 from ..models.weights import from_hf
 from ..parallel.grid import Grid
+from ..rundir.record import record
 from ..spec.run import Run
 from .checkpoint import Checkpoint, Reader, SaveFailed, Shard, Slice, over, save
 from .data.batches import Batches
 from .firstloss import noted
 from .placing import run_of, saves, shards, taken, whole_model
+from .position import Position
 
 BEGINNING = {"optimizer_steps": 0, "skipped": 0, "scale": {}}  # an engine's position before its first step
 
 
 def keep(
-    run: Run, engine: Engine, grid: Grid, batches: Batches, host: dist.ProcessGroup, folder: Path, step: int, talk: Talk
+    run: Run, engine: Engine, grid: Grid, batches: Batches, host: dist.ProcessGroup, folder: Path, position: Position, talk: Talk
 ) -> int | None:
-    """Save after `step` steps and say so; None, and why, where that failed: training may go on.
+    """Save after the steps of a position and say so; None, and why, where that failed: training may go on.
 
     With it goes the loss of the samples that come next (firstloss.py), which costs one forward of a micro-batch.
     """
-    extra = {"name": run.name, "samples": step * run.train.batch, "engine": engine.position()}
-    extra |= noted(run, engine, grid, batches, step)
-    world = grid.world
+    extra = {"name": run.name, **position.extra(), "engine": engine.position(), **record(run)}
+    extra |= noted(run, engine, grid, batches, position.sample)
+    world, step = grid.world, position.step
     try:
         saved = save(
             folder / "checkpoints",
@@ -71,15 +73,21 @@ def owned(run: Run, engine: Engine, grid: Grid) -> Iterator[Shard]:
             yield from shards(part.placed, kind, part.start, held)
 
 
-def restore(engine: Engine, checkpoint: Checkpoint, pulse: Pulse) -> None:
-    """Give an engine what a checkpoint of any layout holds: each rank reads its own slices. Raises LoadFailed."""
+def restore(engine: Engine, checkpoint: Checkpoint, new_moments: Sequence[str], pulse: Pulse) -> None:
+    """Give an engine what a checkpoint of any layout holds: each rank reads its own slices. Raises LoadFailed.
+
+    Moments of the kinds in `new_moments`, which it does not hold, begin at zero, and so does Adam's count of its steps with them.
+    """
     reader = Reader(checkpoint)
 
     def read(part: Slice) -> Tensor:
         pulse("read")
-        return reader.read(part)
+        return torch.zeros(part.count) if part.kind in new_moments else reader.read(part)
 
-    engine.restore(partial(run_of, read=read), checkpoint.extra["engine"])
+    position = checkpoint.extra["engine"]
+    if new_moments:
+        position = position | {"optimizer_steps": BEGINNING["optimizer_steps"]}
+    engine.restore(partial(run_of, read=read), position)
 
 
 def begin(run: Run, engine: Engine, grid: Grid, pulse: Pulse) -> None:

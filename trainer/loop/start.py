@@ -23,9 +23,11 @@ from ..parallel.stage import heads_of, stage
 from ..parallel.world import World, join, leave
 from ..plan.plan import make_plan
 from ..plan.seat import seat
+from ..rundir.changes import Changes, compare
+from ..rundir.record import CONFIG, read_config, recorded_run
 from ..spec.problem import Unreadable
 from ..spec.run import Run
-from .checkpoint import Found, Gather, LoadFailed, over, resume
+from .checkpoint import Checkpoint, Found, Gather, LoadFailed, over, resume
 from .data.batches import Batches
 from .data.corpus import Corpus
 from .data.prepare import cache_folder, prepare
@@ -33,6 +35,7 @@ from .failed import AllFailed, told
 from .firstloss import compared
 from .meter import planned
 from .placing import whole_model
+from .position import BEGINNING, Position, resumed_position
 from .saving import begin, restore
 from .sinks import Sinks
 from .train import Course, train
@@ -83,7 +86,7 @@ def _train(run: Run, folder: Path, world: World, host: dist.ProcessGroup, talk: 
     place = grid(world, seat(run, world.rank), copies=heads_of(run, run.parallel.tp).copies)
     engine = _engine(run, place, made.engine)
     batches = Batches(corpus, seed=run.train.seed, seq=run.train.seq)
-    found = _resumed(run, folder, place, engine, batches, talk, gather)
+    found, start = _resumed(run, folder, place, engine, batches, talk, gather)
     sinks = Sinks(run, folder, talk.say) if world.first else None
     if sinks:
         last.callback(sinks.close, planned(made))
@@ -95,6 +98,7 @@ def _train(run: Run, folder: Path, world: World, host: dist.ProcessGroup, talk: 
         engine=engine,
         grid=place,
         talk=talk,
+        start=start,
         sinks=sinks,
         folder=folder,
         host=host,
@@ -115,24 +119,41 @@ def _each(gather: Gather, work: Callable[[], Got]) -> Got:
     return done
 
 
-def _resumed(run: Run, folder: Path, place: Grid, engine: Engine, batches: Batches, talk: Talk, gather: Gather) -> Found:
+def _resumed(run: Run, folder: Path, place: Grid, engine: Engine, batches: Batches, talk: Talk, gather: Gather) -> tuple[Found, Position]:
     """Give the engine what the newest checkpoint that verifies holds, or the weights that the run begins from, and say so."""
     world, say = place.world, talk.say if place.world.first else hush
-    policy = partial(resume, folder / "checkpoints", run.checkpoint.resume, whole_model(run), pulse=talk.pulse)
+    judge = partial(_changes, run, batches)
+    policy = partial(resume, folder / "checkpoints", run.checkpoint.resume, whole_model(run), judge, pulse=talk.pulse)
     found = _each(gather, partial(policy, rank=world.rank, world=world.size, gather=gather))
     for reason in found.passed:
         say(f"passed over {reason}")
-    checkpoint = found.checkpoint
+    checkpoint, start = found.checkpoint, BEGINNING
     if checkpoint:
-        _each(gather, partial(restore, engine, checkpoint, talk.pulse))
+        changes, before = judge(checkpoint), recorded_run(checkpoint.extra) or run
+        start = resumed_position(checkpoint.step, checkpoint.extra, before, run, other_data=changes.other_data)
+        _each(gather, partial(restore, engine, checkpoint, changes.new_moments, talk.pulse))
         talk.phase("compare")
-        if remark := compared(run, engine, place, batches, checkpoint.step, checkpoint.extra):
+        compared(run, engine, place, batches, checkpoint.step, checkpoint.extra)
+        for remark in changes.remarks(checkpoint.step):
             say(remark)
         say(f"goes on from step {checkpoint.step}")
     elif run.model.weights:
         _each(gather, partial(begin, run, engine, place, talk.pulse))
         say(f"begins from the weights in {run.model.weights}")
-    return found
+    return found, start
+
+
+def _changes(run: Run, batches: Batches, checkpoint: Checkpoint) -> Changes:
+    """What the run has changed since a checkpoint was saved; one of an earlier version tells of the data's key alone."""
+    extra = checkpoint.extra
+    key = extra.get("data", {}).get("key")
+    return compare(
+        recorded_run(extra) or run,
+        run,
+        step=checkpoint.step,
+        same_data=None if key is None else key == batches.corpus.key,
+        configs=(extra.get(CONFIG, {}), read_config(run)),
+    )
 
 
 def _engine(run: Run, place: Grid, name: str | None) -> Engine:

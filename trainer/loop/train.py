@@ -27,6 +27,7 @@ from .evaluation import evaluated, given
 from .failed import AllFailed
 from .meter import Meter
 from .poison import Poison, finite
+from .position import Position
 from .rate import rate
 from .saving import keep
 from .sinks import Sinks
@@ -44,6 +45,7 @@ class Course:
     engine: Engine
     grid: Grid
     talk: Talk
+    start: Position  # where this start of the run begins
     sinks: Sinks | None  # rank 0's
     folder: Path
     host: dist.ProcessGroup  # over which ranks exchange words, on the host
@@ -60,10 +62,10 @@ class Unsaved(AllFailed):
 def train(run: Run, course: Course, found: Found, stop: Stop) -> bool:
     """Train to the end; True. False where the run was asked to stop and a checkpoint stands: one that is asked before its first step
     and goes on from one takes none. Raises Poisoned or Unsaved on all ranks."""
-    steps, first = _steps(course), found.checkpoint.step if found.checkpoint else 0
+    steps, first = course.start.last_step(run), course.start.step
     meter = Meter(run, course.plan, course.world)
     micros = _micros(run, course, first, steps)
-    profile, pace, poison = Profile(run, course.world, course.folder), Pace(run, steps, first), Poison(run)
+    profile, pace, poison = Profile(run, course.world, course.folder), Pace(run, steps, first), Poison(run, course.start)
     trace = asked(run, course.engine, course.grid, course.folder)
     saved = first
     if found.checkpoint and first < steps and agreed(stop.asked, course.world.device):
@@ -99,7 +101,8 @@ def train(run: Run, course: Course, found: Found, stop: Stop) -> bool:
         poison.stop(stepped, done)
         if last or stopping or _every(run.checkpoint.every, done):
             course.talk.phase("save")
-            saved = keep(run, course.engine, course.grid, course.train, course.host, course.folder, done, course.talk) or saved
+            here = course.start.after(run, done)
+            saved = keep(run, course.engine, course.grid, course.train, course.host, course.folder, here, course.talk) or saved
         if stopping and not last:
             return False if saved == done else _unsaved(course)
     course.talk.phase("end")
@@ -132,11 +135,6 @@ def _unsaved(course: Course) -> bool:
     raise SystemExit(143)
 
 
-def _steps(course: Course) -> int:
-    assert course.plan.run is not None
-    return course.plan.run.steps
-
-
 def _every(number: int, done: int) -> bool:
     return number > 0 and done % number == 0
 
@@ -145,7 +143,7 @@ def _micros(run: Run, course: Course, first: int, steps: int) -> Iterator[Batch]
     """This rank's micro-batches from a step on, the next one read while one is used."""
     train, rank, ranks = run.train, course.grid.place("dp"), course.grid.size("dp")
     rows = (
-        shard(step * train.batch, micro=micro, dp_rank=rank, dp=ranks, microbatch=train.microbatch, batch=train.batch)
+        shard(course.start.after(run, step).sample, micro=micro, dp_rank=rank, dp=ranks, microbatch=train.microbatch, batch=train.batch)
         for step in range(first, steps)
         for micro in range(course.engine.micros)
     )
@@ -173,7 +171,7 @@ def _row(run: Run, course: Course, meter: Meter, stepped: Stepped, done: int, st
         "loss": finite(stepped.loss),
         "grad_norm": finite(stepped.grad_norm),
         "lr": rate(run.optim, done - 1, steps),
-        "tokens": done * run.train.batch * run.train.seq,
+        "tokens": course.start.after(run, done).tokens,
     }
     row |= {"near_ties": stepped.near_ties} if stepped.near_ties is not None else {}
     return row | meter.row()

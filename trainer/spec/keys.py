@@ -148,6 +148,7 @@ KEYS = {
     "checkpoint.every":             Key("interval between checkpoints; 0: at the end only", "steps"),
     "checkpoint.keep":              Key("newest checkpoints that are kept"),
     "checkpoint.resume":            Key("auto resumes where there is a checkpoint; must fails without one; never starts anew"),
+    "checkpoint.accept":            Key("keys of data and optim that may have changed since the checkpoint"),
 
     "launch.name":                  Key("what starts the ranks; torchrun and slurm are for `show --launch`"),
     "launch.hostfile":              Key("file of hosts, a line each: host1 slots=8", null="in a Slurm job, its nodes"),

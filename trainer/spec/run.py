@@ -214,6 +214,7 @@ class Checkpoint:
     every: Natural = 0
     keep: Count = 2
     resume: Literal["auto", "must", "never"] = "auto"
+    accept: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ...rundir.checkpoints import Broken
 from .find import Checkpoint, Found, newest, opened
 from .folder import latest, sweep
 from .load import LoadFailed, Reader, load
-from .manifest import Broken
 from .resume import resume
 from .save import Saved, save
 from .slices import Shard, Slice, block, whole

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ...launch.talk import Pulse, hush
+from ...rundir.checkpoints import Broken, size_fault, step_path, steps
 from . import manifest as manifests
-from .folder import step_path, steps
-from .manifest import Broken, Manifest
+from .manifest import Manifest
 from .shard_file import File, sha256
 from .together import Gather, alone
 
@@ -88,19 +88,11 @@ def _examined(path: Path, *, quick: bool, rank: int, world: int, pulse: Pulse) -
     if path != step_path(path.parent, found.step):
         return None, f"it is of step {found.step}"
     files = sorted(found.manifest.files.items(), key=lambda item: -item[1].bytes)[rank::world]
-    wrong = _first(_size_fault(path / name, file) for name, file in files)
+    wrong = _first(size_fault(path / name, file.bytes) for name, file in files)
     if wrong or quick or not files:
         return found, wrong
     with ThreadPoolExecutor(min(len(files), os.cpu_count() or 1, 8)) as pool:
         return found, _first(pool.map(lambda item: _hash_fault(path / item[0], item[1], pulse), files))
-
-
-def _size_fault(path: Path, file: File) -> str:
-    try:
-        size = path.stat().st_size
-    except OSError:
-        return f"{path.name} is not there"
-    return "" if size == file.bytes else f"{path.name} is {size} bytes, not {file.bytes}"
 
 
 def _hash_fault(path: Path, file: File, pulse: Pulse) -> str:

@@ -10,20 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ...rundir.checkpoints import step_of
+
 LATEST = "latest"
-_STEP = re.compile(r"step_(0|[1-9][0-9]*)")
 _LEFTOVER = re.compile(r"\.(step_[0-9]+|latest)\.(tmp|old)-[0-9a-f]+")
-
-
-def step_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step is."""
-    return folder / f"step_{step}"
-
-
-def steps(folder: Path) -> list[int]:
-    """Steps that have a checkpoint's folder, whether it verifies or not, newest first."""
-    names = os.listdir(folder) if folder.is_dir() else []
-    return sorted((int(found[1]) for name in names if (found := _STEP.fullmatch(name))), reverse=True)
 
 
 def beside(path: Path, why: str) -> Path:
@@ -83,7 +73,7 @@ def latest(folder: Path) -> Path | None:
         name = (folder / LATEST).read_text().strip()
     except OSError:
         return None
-    return folder / name if _STEP.fullmatch(name) else None
+    return folder / name if step_of(name) is not None else None
 
 
 def point(path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,17 +10,11 @@ from typing import Any, Literal
 
 import msgspec
 
+from ...rundir.checkpoints import MANIFEST, Broken, read_sealed, seal
 from .shard_file import File
 from .slices import Sizes, Slice, fault
 
-NAME = "manifest.json"
 VERSION = 1
-_OPENS, _CLOSES = b'{"sha256":"', b'",\n'
-_PREFIX = len(_OPENS) + 64 + len(_CLOSES)  # what stands before the bytes that the hash is of
-
-
-class Broken(Exception):
-    """A checkpoint can't be trusted, for the reason that it says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,28 +89,15 @@ def encode(manifest: Manifest) -> bytes:
         msgspec.json.encode(manifest.files),
         tensors,
     )
-    return _OPENS + hashlib.sha256(rest).hexdigest().encode() + _CLOSES + rest
+    return seal(rest)
 
 
 def read(folder: Path) -> Manifest:
     """The manifest of a checkpoint's folder; raises Broken where it is not there or not as it was written."""
     try:
-        raw = (folder / NAME).read_bytes()
-    except OSError as error:
-        raise Broken(f"{NAME} can't be read ({(error.strerror or '').lower()})") from error
-    if not raw:
-        raise Broken(f"{NAME} is empty")
-    return _decode(raw)
-
-
-def _decode(raw: bytes) -> Manifest:
-    stated = _OPENS + hashlib.sha256(raw[_PREFIX:]).hexdigest().encode() + _CLOSES
-    if raw[:_PREFIX] != stated:
-        raise Broken(f"{NAME} is not as it was written (its hash differs)")
-    try:
-        manifest = msgspec.json.decode(raw, type=Manifest)
+        manifest = msgspec.json.decode(read_sealed(folder), type=Manifest)
     except msgspec.ValidationError as error:
-        raise Broken(f"{NAME} is of another version of this format: {error}") from error
+        raise Broken(f"{MANIFEST} is of another version of this format: {error}") from error
     if odd := [name for name in manifest.files if Path(name).name != name]:
-        raise Broken(f"{NAME} names a file outside of its folder: {odd[0]}")
+        raise Broken(f"{MANIFEST} names a file outside of its folder: {odd[0]}")
     return manifest

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
 
 from ...launch.talk import Pulse, hush
+from ...rundir.changes import Changes
+from ...rundir.resume import Mode, mode_problem
 from ...spec.problem import Problem, Unreadable
 from .find import Checkpoint, Found, newest
 from .folder import latest, point, sweep
@@ -15,13 +16,12 @@ from .load import times
 from .slices import Sizes
 from .together import Gather, alone
 
-Mode = Literal["auto", "must", "never"]
-
 
 def resume(
     folder: Path,
     mode: Mode,
     weights: Mapping[str, Sizes],
+    judge: Callable[[Checkpoint], Changes] = lambda checkpoint: Changes(),
     *,
     quick: bool = False,
     rank: int = 0,
@@ -31,35 +31,33 @@ def resume(
 ) -> Found:
     """The checkpoint that a run of these weights (name: whole shape) goes on from; None in it: the run begins anew.
 
-    For the run that writes to the folder, on all of its ranks: what killed saves left is removed, `latest` is mended. Raises Unreadable
-    where the mode and the folder don't agree, or the checkpoint is of another model.
+    For the run that writes to the folder, on all of its ranks: what killed saves left is removed, `latest` is mended. `judge` says what
+    of the run has changed since a checkpoint was saved. Raises Unreadable where the mode and the folder don't agree, or the checkpoint
+    is of another model, other data or another optimizer.
     """
     if rank == 0:
         sweep(folder)
     found = newest(folder, quick=quick or mode == "never", rank=rank, world=world, gather=gather, pulse=pulse)
-    problem = _refusal(folder, mode, found) or (_other_model(found.checkpoint, weights) if found.checkpoint else None)
-    if problem:
-        raise Unreadable([problem])
+    if problems := _problems(folder, mode, weights, judge, found):
+        raise Unreadable(problems)
     if rank == 0 and found.checkpoint and latest(folder) != found.checkpoint.path:
         with suppress(OSError):  # it is for people: a full disk is no reason not to go on
             point(found.checkpoint.path)
     return found
 
 
-def _refusal(folder: Path, mode: Mode, found: Found) -> Problem | None:
-    reasons = "; ".join(found.passed)
-    match mode, found.checkpoint:
-        case "never", Checkpoint(path=path):
-            says = f"checkpoint.resume=never and {path} is there"
-            return Problem(rule="resume", says=says, mend="set checkpoint.resume=auto to go on from it, or log.dir to another folder")
-        case "must", None:
-            says = f"checkpoint.resume=must and no checkpoint in {folder} verifies" + (f" ({reasons})" if reasons else "")
-            return Problem(rule="resume", says=says, mend="give the folder of a run that was saved, or set checkpoint.resume=auto")
-        case "auto", None if reasons:
-            says = f"no checkpoint in {folder} verifies ({reasons})"
-            return Problem(rule="resume", says=says, mend="restore one of them, or set checkpoint.resume=never to begin anew")
-        case _:
-            return None
+def _problems(
+    folder: Path, mode: Mode, weights: Mapping[str, Sizes], judge: Callable[[Checkpoint], Changes], found: Found
+) -> tuple[Problem, ...]:
+    """Why a run can't go on; a key that was changed says more than the shape that follows from it."""
+    if refusal := mode_problem(folder, mode, found.checkpoint.path if found.checkpoint else None, found.passed):
+        return (refusal,)
+    if found.checkpoint is None:
+        return ()
+    if problems := judge(found.checkpoint).problems:
+        return problems
+    other = _other_model(found.checkpoint, weights)
+    return (other,) if other else ()
 
 
 def _other_model(checkpoint: Checkpoint, weights: Mapping[str, Sizes]) -> Problem | None:

@@ -15,10 +15,11 @@ import msgspec
 import torch
 
 from ...launch.talk import Pulse, hush
+from ...rundir.checkpoints import MANIFEST, step_path, steps
 from . import manifest as manifests
 from .clock import Clock, slowest
 from .find import fault, newest
-from .folder import beside, clear, latest, make, point, publish, remove, step_path, steps, sweep, sync, write_synced
+from .folder import beside, clear, latest, make, point, publish, remove, sweep, sync, write_synced
 from .manifest import Manifest
 from .shard_file import File, write
 from .slices import Shard, Slice
@@ -163,7 +164,7 @@ class _Attempt:
         stored = [(msgspec.convert(row["slice"], Slice), row["dtype"], row["file"]) for each in written for row in each["rows"]]
         files = {name: File(**file) for each in written for name, file in each["files"].items()}
         manifest = Manifest(step=self.step, extra=extra, files=files, tensors=manifests.rows(stored))
-        write_synced(temporary / manifests.NAME, manifests.encode(manifest))
+        write_synced(temporary / MANIFEST, manifests.encode(manifest))
         sync(temporary)
         publish(temporary, path)
 

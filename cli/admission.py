@@ -1,0 +1,99 @@
+"""Why a run can't be started here, as far as its files say before any rank is: data, weights, the checkpoints of its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ..trainer.plan.result import Plan
+from ..trainer.spec.problem import Problem, Unreadable
+from ..trainer.spec.run import Run
+from .data_survey import DataFacts, are_here, names_files, survey
+from .text import count
+
+# Epochs from which repeated tokens teach less and less: up to 4 are nearly as good as new ones (arXiv:2305.16264).
+MANY_EPOCHS = 4.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileCheck:
+    """What a run's files say: `problems` stop it; `remarks` are lines for the user; `data` is None where nothing is known of them."""
+
+    problems: tuple[Problem, ...] = ()
+    remarks: tuple[str, ...] = ()
+    data: DataFacts | None = None
+
+
+@dataclass(kw_only=True)
+class FileChecks:
+    """Looks at the files of runs, at the same data once."""
+
+    _looks: dict[str, DataFacts | tuple[Problem, ...]] = field(default_factory=dict)
+
+    def look(self, run: Run) -> FileCheck:
+        """Say what is wrong with a run's files, without reading all of its data."""
+        found = self._data(run) if names_files(run) and are_here(run) else ()
+        data, problems = (found, ()) if isinstance(found, DataFacts) else (None, found)
+        return _with_resume(run, FileCheck(problems=(*problems, *weight_problems(run)), data=data))
+
+    def _data(self, run: Run) -> DataFacts | tuple[Problem, ...]:
+        at = repr((run.data, run.model.vocab, run.train.seq, run.launch.name))
+        if at not in self._looks:
+            try:
+                self._looks[at] = survey(run, "look")
+            except Unreadable as error:
+                self._looks[at] = error.problems
+        return self._looks[at]
+
+
+def prepare_files(run: Run, progress: Callable[[str], None]) -> FileCheck:
+    """Read all of a run's data into the cache where its ranks are to be on this machine, and say what is wrong with its files."""
+    check = FileCheck()
+    if run.data.name != "synthetic" and run.launch.name == "local":
+        try:
+            check = FileCheck(data=survey(run, "prepare", progress))
+        except Unreadable as error:
+            return FileCheck(problems=error.problems)
+    return _with_resume(run, check)
+
+
+def _with_resume(run: Run, check: FileCheck) -> FileCheck:
+    """Add whether the run may go on from its folder's newest checkpoint."""
+    from ..trainer.rundir.resume import check_resume
+    from .fit import folder_of
+
+    resume = check_resume(run, folder_of(run), data_key=check.data.key if check.data else None)
+    return replace(check, problems=(*check.problems, *resume.problems), remarks=(*check.remarks, *resume.remarks))
+
+
+def weight_problems(run: Run) -> Iterator[Problem]:
+    """Say why a run can't begin from the weights it names; one that goes on from a checkpoint needs none."""
+    from .fit import folder_of
+
+    if run.model.weights is None or run.model.family == "hf" or any(folder_of(run).glob("checkpoints/step_*")):
+        return
+    from ..trainer.models.hf_folder import check_folder
+
+    try:
+        check_folder(Path(run.model.weights), run)
+    except Unreadable as error:
+        yield from error.problems
+
+
+def epoch_warnings(run: Run, plan: Plan, data: DataFacts | None) -> Iterator[Problem]:
+    """Warn where a run reads its data far more often than helps."""
+    if data is None or not data.train_tokens or plan.run is None:
+        return
+    epochs = plan.run.tokens / data.train_tokens
+    if epochs > MANY_EPOCHS:
+        about = "" if data.exact else "about "
+        says = f"the run reads {count(plan.run.tokens)} tokens, and the data hold {about}{count(data.train_tokens)}: {epochs:,.0f} epochs"
+        yield Problem(rule="epochs", says=says, mend=f"beyond {MANY_EPOCHS:.0f} they teach less and less (arXiv:2305.16264)")
+
+
+def with_files(run: Run, plan: Plan, check: FileCheck) -> Plan:
+    """Return the plan with what the files say: what `fit` would refuse is a warning here, for the files of a run may lie elsewhere."""
+    refused = tuple(replace(each, says=f"`fit` would refuse this here: {each.says}") for each in check.problems)
+    warnings = (*plan.warnings, *refused, *epoch_warnings(run, plan, check.data))
+    return replace(plan, warnings=warnings, runnable=plan.runnable and not refused)
