@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..trainer.plan.result import Plan
+from ..trainer.spec.problem import Problem
 from ..trainer.spec.run import Run
 from . import machine
 from .admission import FileCheck, FileChecks, epoch_warnings
@@ -41,6 +42,8 @@ def run_findings(run: Run, plan: Plan, *, hosted: bool) -> Iterator[Finding]:
         yield from _memory_findings(run, plan.world, plan.memory.peak)
     if not told & {"data", "tokenizer"}:
         yield _data_finding(run, files.data)
+        made = "none is needed: the data are tokens" if run.data.name in ("tokens", "synthetic") else run.data.tokenizer
+        yield Finding("tokenizer", "ok", made)
     if "weights" not in told:
         yield _weights_finding(run)
     if not hosted:
@@ -55,7 +58,14 @@ def _refusals(run: Run, plan: Plan, files: FileCheck) -> Iterator[Finding]:
     for problem in (*refused(run, plan), *files.problems):
         if problem not in plan.problems:
             by_hand = problem.rule == "launch" and run.launch.name in BY_HAND
-            yield Finding(SUBJECTS.get(problem.rule, problem.rule), "warning" if by_hand else "problem", problem.says, problem.mend)
+            yield Finding(_subject(problem), "warning" if by_hand else "problem", problem.says, problem.mend)
+
+
+def _subject(problem: Problem) -> str:
+    """What a problem is about, in the doctor's words."""
+    if problem.rule == "data" and problem.says.startswith("data.tokenizer"):
+        return "tokenizer"
+    return SUBJECTS.get(problem.rule, problem.rule)
 
 
 def _plan_findings(plan: Plan, files: FileCheck, run: Run) -> Iterator[Finding]:
@@ -107,8 +117,7 @@ def _data_finding(run: Run, facts: DataFacts | None) -> Finding:
     parts = [
         f"{about}{count(number)} {noun}" for number, noun in ((facts.train_tokens, "tokens"), (facts.documents, "documents")) if number
     ]
-    by = "" if data.name == "tokens" else f", by {data.tokenizer}"
-    return Finding("data", "ok", f"{', '.join(parts) or 'there'}{by}")
+    return Finding("data", "ok", ", ".join(parts) or "there")
 
 
 def _weights_finding(run: Run) -> Finding:

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("torch")
 
 from distrain.cli import machine
+from distrain.cli.admission import FileChecks
 from distrain.cli.app import command
 from distrain.cli.doctor import Finding
 from distrain.cli.doctor_run import run_findings
@@ -82,6 +83,9 @@ def test_what_is_missing_is_a_problem_of_its_subject(name: str, words: tuple[str
         ("parallel.tp=3",),
         ("train.precision=fp16", "device=cpu"),
         ("model.weights=nowhere",),
+        ("data=text", "data.path=nowhere.txt"),
+        ("checkpoint.resume=must",),
+        ("checkpoint.accept=[optim.lrr]",),
         ("cluster=dgx_h100", "train.precision=bf16"),
         ("launch=deepspeed", "launch.hostfile=nowhere"),
         ("parallel.shard=2", "parallel.zero=1"),
@@ -91,8 +95,9 @@ def test_what_is_missing_is_a_problem_of_its_subject(name: str, words: tuple[str
 def test_what_fit_refuses_is_a_problem_in_the_same_words(words: tuple[str, ...]) -> None:
     run = load("quickstart", words)
     rows = [(each.says, each.mend) for each in run_findings(run, make_plan(run), hosted=False) if each.state == "problem"]
-    assert refused(run, make_plan(run))
-    assert {(each.says, each.mend) for each in refused(run, make_plan(run))} <= set(rows)
+    wrong = (*refused(run, make_plan(run)), *FileChecks().look(run).problems)
+    assert wrong
+    assert {(each.says, each.mend) for each in wrong} <= set(rows)
 
 
 @pytest.mark.parametrize("name", ["torchrun", "slurm"])
@@ -110,7 +115,7 @@ def test_data_are_looked_at() -> None:
     Path("corpus/a.txt").write_text("some text\n" * 1000)
     row = found("data=text", "data.path=corpus")["data"]
     assert row.state == "ok"
-    assert re.fullmatch(r"(about )?[\d,]+ tokens, (about )?\d+ documents, by bytes", row.says)
+    assert re.fullmatch(r"(about )?[\d,]+ tokens, (about )?\d+ documents", row.says)
 
 
 def test_a_run_that_wants_far_more_tokens_than_there_are_is_a_warning() -> None:
@@ -180,22 +185,25 @@ def test_cards_are_held_against_the_recipes_device(monkeypatch: pytest.MonkeyPat
 # The run's folder
 
 
-def test_the_folder_of_a_run_says_what_a_start_in_it_does(tmp_path: Path) -> None:
-    folder = tmp_path / "runs" / "quickstart"
-    (folder / "checkpoints" / "step_7").mkdir(parents=True)
-    (folder / "run.json").write_text('{"name": "quickstart"}')
-    assert found()["run folder"].says == "runs/quickstart is there (new); a start in it begins at step 0"
-    (folder / "checkpoints" / "step_7" / "manifest.json").write_text('{"files": {}}')
-    assert found()["run folder"].says.endswith("; a start in it goes on from step 7")
-    assert found("checkpoint.resume=never")["run folder"].says.endswith("; a start in it begins at step 0")
-    with held(folder):
-        assert found()["run folder"].state == "problem"
+SMALL = ("model=tiny", "model.layers=1", "cluster=1x1", "train.seq=16", "train.batch=4", "train.microbatch=4", "optim.warmup=1")
+
+
+def test_the_folder_of_a_run_says_what_a_start_in_it_does(ranks: Any, tmp_path: Path) -> None:
+    words = (*SMALL, "data=synthetic", f"log.dir={tmp_path}/runs", "train.steps=3")
+    assert found(*words)["run folder"].says == "runs/quickstart is new"
+    ranks.trained(tmp_path / "runs" / "quickstart", "quickstart", *SMALL, "data=synthetic", "train.steps=2")
+    assert found(*words)["run folder"].says == "runs/quickstart is there (finished); a start in it goes on from step 2"
+    assert found(*words, "checkpoint.resume=never")["run folder"].state == "problem"
+    with held(tmp_path / "runs" / "quickstart"):
+        assert found(*words)["run folder"] == Finding(
+            "run folder", "problem", "runs/quickstart is being trained in", "stop that run, or set name= to train another"
+        )
 
 
 def test_a_hostile_name_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     status, rows = said("""doctor conf=quickstart data=text 'data.path="a\nb\x1b[31m"'""", capsys)
     assert status == 1
-    assert [row for row in rows if row[1] == "data"] == [("problem", "data", "data.path=a\\nb\\x1b[31m: no such file or folder")]
+    assert [row for row in rows if row[1] == "data"] == [("problem", "data", "data.path=a\\nb\\x1b[31m matches no file")]
 
 
 def test_wrong_words_leave_status_2(capsys: pytest.CaptureFixture[str]) -> None:
