@@ -43,14 +43,14 @@ def _copy_recipe(source: Path, text: str, wanted: Mapping[str, Any], target: Pat
     name, wrong = target.stem, ""
     said = yaml_text.replaced(text, {"name": name})
     for each in (*((said,) if said != text else ()), f"{text.rstrip()}\nname: {yaml_text.scalar(name)}\n", text):
-        with _Written(target, each) as written:
+        with NewFile(target, each) as made:
             try:
                 same, whole = compose(_conf(target), (SAME,), config_dir), compose(_conf(target), (), config_dir)
             except Unreadable as error:
                 wrong = error.problems[0].says
                 continue
             if same == wanted and (whole["name"] == name or each is text):
-                written.stays = True
+                made.stays = True
                 kept = "" if whole["name"] == name else f", whose runs are still named {whole['name']}"
                 dirs = f" --config-dir {quote(str(config_dir))}" if config_dir else ""
                 return one_line(f"wrote {target}{kept}; next: {typed()} plan conf={quote(_conf(target))}{dirs}")
@@ -61,20 +61,20 @@ def _copy_recipe(source: Path, text: str, wanted: Mapping[str, Any], target: Pat
 def _copy_option(group: str, text: str, target: Path, config_dir: Path | None) -> str:
     """Write an option of a group; where it lies in a folder of the group's name it is composed from there."""
     name, top = target.stem, target.parent.parent
-    with _Written(target, text) as written:
+    with NewFile(target, text) as made:
         if target.absolute().parent.name != group:
-            written.stays = True
+            made.stays = True
             return one_line(f"wrote {target}; {group}={name} chooses it once it is DIR/{group}/{target.name}, with --config-dir DIR")
         try:
             compose(TRIAL, (f"{group}={name}",), top)
         except Unreadable as error:
             says = f"{target} can't be composed as {group}={name} ({error.problems[0].says})"
             raise Unreadable([Problem(rule="copy", says=says, mend="give it a name that its defaults don't have")]) from None
-        written.stays = True
+        made.stays = True
         return one_line(f"wrote {target}; next: {typed()} plan conf={TRIAL} {group}={quote(name)} --config-dir {quote(str(top))}")
 
 
-class _Written:
+class NewFile:
     """A new file, which is removed at the end of the block unless it `stays`. Raises Unreadable where there is one, else OSError."""
 
     def __init__(self, path: Path, text: str) -> None:

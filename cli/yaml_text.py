@@ -35,7 +35,7 @@ def replaced(text: str, values: Mapping[str, str]) -> str:
 def scalar(word: str) -> str:
     """A text as YAML reads it back as that text, wherever it stands: plain where that does, else in double quotes."""
     try:
-        plain = word.isprintable() and "#" not in word and yaml.safe_load(f"{{a: [{word}]}}") == {"a": [word]}
+        plain = word.isprintable() and yaml.safe_load(f"{{a: [{word}]}}") == {"a": [word]}
     except (yaml.YAMLError, RecursionError, ValueError):
         plain = False
     return word if plain else str(yaml.safe_dump(word, default_style='"', width=float("inf"))).rstrip("\n")

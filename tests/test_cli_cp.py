@@ -11,6 +11,8 @@ import pytest
 from distrain.cli import library
 from distrain.cli.app import command
 from distrain.cli.load import load
+from distrain.cli.recipe_copy import NewFile
+from distrain.trainer.spec.problem import Unreadable
 
 RECIPES = list(library.recipes(None))
 
@@ -59,6 +61,13 @@ def test_nothing_is_overwritten(there: str, capsys: pytest.CaptureFixture[str]) 
     assert (status, err) == (2, f"distrain: {there} is there already: name another file, or remove it first\n")
     assert Path("mine.yaml").read_text() == "kept\n"
     assert not Path("nowhere").exists()
+
+
+def test_a_file_that_another_makes_meanwhile_is_not_overwritten_either() -> None:
+    Path("mine.yaml").write_text("kept\n")
+    with pytest.raises(Unreadable, match=r"mine\.yaml is there already"), NewFile(Path("mine.yaml"), "new\n"):
+        pass
+    assert Path("mine.yaml").read_text() == "kept\n"
 
 
 def test_no_folder_is_made(capsys: pytest.CaptureFixture[str]) -> None:
