@@ -146,8 +146,7 @@ def show(
     if launch or engine:
         from .launching import shown
 
-        typed = [*(words or ()), *([f"--config-dir={config_dir}"] if config_dir else [])]
-        return _say("\n".join(shown(load(conf, overrides, config_dir), typed, launch=launch, engine=engine)))
+        return _say("\n".join(shown(load(conf, overrides, config_dir), launch=launch, engine=engine)))
     composed = to_builtins(read_run(compose(conf, overrides, config_dir)))
     text = as_yaml({key: value for key, value in composed.items() if value is not None})
     if comments:

@@ -13,7 +13,7 @@ def export(
     dest: Annotated[Path, typer.Argument(metavar="DEST", show_default=False)],
     dtype: Annotated[Literal["fp32", "bf16", "fp16"], typer.Option("--dtype", help="What the weights are written as.")] = "fp32",
 ) -> int:
-    """Write a run's newest checkpoint as a Hugging Face folder: safetensors and config.json.
+    """Write a run's newest checkpoint as a Hugging Face folder: safetensors, config.json, generation_config.json, its tokenizer.
 
     The folder is loaded again, by transformers where it is installed, and has its name only where its logits equal ours.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from ..trainer.launch import whole
 from ..trainer.plan.result import Plan
 from ..trainer.spec.run import Run
+from .paths import whole_paths
 
 WRITTEN = ("run.json", "plan.json")
 END = "ended.json"
@@ -22,8 +23,8 @@ def put(file: Path, what: object) -> None:
 
 
 def write(run: Run, plan: Plan, folder: Path) -> None:
-    """RUN_DIR/run.json, which ranks read, and plan.json, the plan that they are held against; raises OSError."""
-    for name, what in zip(WRITTEN, (run, plan), strict=True):
+    """RUN_DIR/run.json, which ranks read, its paths whole, and plan.json, the plan that they are held against; raises OSError."""
+    for name, what in zip(WRITTEN, (whole_paths(run), plan), strict=True):
         put(folder / name, what)
 
 

@@ -64,7 +64,8 @@ def _no_room(run: Run, plan: Plan) -> Iterator[Problem]:
     if run.launch.name != "local":
         return
     if run.cluster.device.kind == "cuda":
-        cards = (machine.found() or {}).get("cuda") or []
+        facts = machine.found()
+        cards = facts["cuda"] if facts else []
         if plan.world > len(cards):
             says = f"{plan.world} ranks on {run.cluster.device.name} want as many GPUs, and this machine has {len(cards) or 'none'}"
             mend = f"set cluster=1x{len(cards)} parallel.dp=auto" if cards else "set cluster=local"
@@ -87,7 +88,7 @@ def from_here(folder: Path) -> str:
 def after(run: Run) -> str:
     """What a run that has trained is told at its end: the plan beside what was measured, and what to try next."""
     from .measured import ran
-    from .report_text import beside
+    from .report_text import beside, incidents
     from .text import look
 
     folder = folder_of(run)
@@ -97,7 +98,11 @@ def after(run: Run) -> str:
         *([f"generate {quote(name)} --prompt 'def '"] if run.model.family != "hf" else []),
         "plan conf=megatron_1t_6x8x64",
     )
-    return "\n".join(["", *beside(ran(folder), look()), "", "Next:", *(f"  {typed()} {each}" for each in following)])
+    done = ran(folder)
+    first = incidents(done)
+    return "\n".join(
+        ["", *first, *([""] if first else []), *beside(done, look()), "", "Next:", *(f"  {typed()} {each}" for each in following)]
+    )
 
 
 def typed() -> str:
@@ -129,13 +134,13 @@ def fit_run(read: Callable[[], Run], stops: list[int]) -> int:
     from .printed import live, show, tell, tell_problems
 
     checks = FileChecks()
-    for known in (machine.found() is not None, True):  # what can't run at all is refused before this machine is measured
+    for settled in (machine.known(), True):  # what can't run at all is refused before this machine is measured
         run = read()
         plan = make_plan(run)
         if problems := (*refused(run, plan), *checks.look(run).problems):
             tell_problems(problems)
             return CANNOT
-        if known:
+        if settled:
             break
         if unmeasured := machine.measure(show):
             tell_problems([unmeasured])

@@ -54,7 +54,7 @@ def fit_sweep(
     Raises Unreadable with all that is wrong with the words.
     """
     runs, problems = _checked(conf, overrides, config_dir)
-    if not problems and machine.found() is None:  # what can't run at all is refused before this machine is measured
+    if not problems and not machine.known():  # what can't run at all is refused before this machine is measured
         unmeasured = machine.measure(show)
         if unmeasured:
             tell(f"distrain: {one_line(str(unmeasured))}")

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..trainer.launch.whole import put
 from ..trainer.spec.problem import Problem, Unreadable
-from .machine import cache
+from .machine_cache import folder
 
 PATIENCE = 300.0  # seconds that making a model of no memory may take
 FREE = ("family", "hf", "weights", "dropout")  # keys of `model` that may be said beside; the rest is as the config.json says
@@ -48,7 +48,7 @@ def _found(path: Path) -> dict[str, Any]:
         raise Unreadable([Problem(rule="hf", says=says, mend="pip install 'distrain[hf]'")]) from None
     except OSError as error:
         raise Unreadable([Problem(rule="hf", says=f"model.hf={file}: {error.strerror}")]) from None
-    kept = cache().parent / "models" / f"{sha256(f'{FORM} {release} '.encode() + text).hexdigest()[:32]}.json"
+    kept = folder() / "models" / f"{sha256(f'{FORM} {release} '.encode() + text).hexdigest()[:32]}.json"
     with suppress(OSError, ValueError):
         known = json.loads(kept.read_text(encoding="utf-8"))
         if isinstance(known, dict) and known.keys() >= {"sizes", "parameters"}:

@@ -7,23 +7,23 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from shlex import join, quote
+from shlex import quote
 
 from ..trainer.launch.allocation import allocated, job
-from ..trainer.launch.by_hand import slurm, torchrun
+from ..trainer.launch.by_hand import local, slurm, torchrun
 from ..trainer.launch.hostfile import Host, hosts_of, read_hosts
-from ..trainer.launch.place import Place
-from ..trainer.launch.words import Command, Launching, Start, deepspeed, port_of
+from ..trainer.launch.words import Launching, Start, deepspeed, port_of
+from ..trainer.plan.result import Plan
 from ..trainer.spec.problem import Problem, Unreadable
 from ..trainer.spec.run import Run
-from .fit import folder_of, typed
+from .fit import folder_of
+from .paths import whole_paths
 from .text import many, one_line
 
 RANK = "distrain.trainer.loop.rank"  # what every rank runs, by whomever it was started
 GUEST = "distrain.trainer.launch.guest"  # beside DeepSpeed's launcher: a rank's keeper, which tells the launching process of it
 KEYS = ("hostfile", "include", "exclude", "address")  # that only some ways of launching read
 READ = {"local": (), "slurm": (), "torchrun": KEYS, "deepspeed": KEYS}
-SHOWN = 16  # ranks of launch=local that are spelt out
 
 
 def hosts(run: Run) -> tuple[Host, ...]:
@@ -83,7 +83,7 @@ def launching(run: Run, environment: Mapping[str, str] = os.environ, *, notice: 
     cuda = cluster.device.kind == "cuda"
     match launch.name:
         case "local":
-            return _local(run)
+            return local(start_of(run, RANK, ()), cluster.nodes * cluster.gpus)
         case "deepspeed":
             return deepspeed(start_of(run, GUEST, found), found, environment, launch.environment, launch.runner)
         case "torchrun":
@@ -93,22 +93,7 @@ def launching(run: Run, environment: Mapping[str, str] = os.environ, *, notice: 
             return slurm(start, name=run.name, nodes=cluster.nodes, gpus=cluster.gpus, cuda=cuda, notice=notice)
 
 
-def _local(run: Run) -> Launching:
-    start, ranks = start_of(run, RANK, ()), run.cluster.nodes * run.cluster.gpus
-    places = [
-        Place(rank=rank, ranks=ranks, local_rank=rank, local_ranks=ranks, address="127.0.0.1", port=start.port) for rank in range(ranks)
-    ]
-    more = (f"and so on to rank {ranks - 1}",) if ranks > SHOWN else ()
-    return Launching(
-        commands=tuple(
-            Command(words=(start.python, "-m", start.module, *start.arguments), environment=place.environment({}))
-            for place in places[:SHOWN]
-        ),
-        remarks=("fit starts them together, each beside a process that ends it, at a port that is free", *more),
-    )
-
-
-def shown(run: Run, words: Sequence[str], *, launch: bool, engine: bool) -> Iterator[str]:
+def shown(run: Run, *, launch: bool, engine: bool) -> Iterator[str]:
     """The launch of a run, what its engine is told, or both; raises Unreadable where it can't be laid out."""
     from msgspec import json
 
@@ -121,31 +106,47 @@ def shown(run: Run, words: Sequence[str], *, launch: bool, engine: bool) -> Iter
         raise Unreadable(plan.problems)
     if launch:
         notice = stopping(run, plan.time.step if plan.time else None, plan.saving.seconds if plan.saving else None)
-        yield from script(run, launching(run, notice=notice), words)
+        yield from script(run, plan, launching(run, notice=notice))
     if engine:
         yield json.format(json.encode(config(run, plan.mesh["dp"]))).decode()
 
 
-def script(run: Run, made: Launching, words: Sequence[str]) -> Iterator[str]:
-    """A launch as a shell script: its files, then its commands; `words` are those of the command line that gave the run."""
+def script(run: Run, plan: Plan, made: Launching) -> Iterator[str]:
+    """A launch as a script for bash that does the same in whatever folder it is run: its files, then its commands.
+
+    Where hosts have a command each, the script is run on each of them, with its number.
+    """
     from msgspec import json
 
     folder, cluster = folder_of(run), run.cluster
     yield _remark(f"{run.name}, launch={run.launch.name}: {many(cluster.nodes, 'node')} x {cluster.gpus}")
     for remark in made.remarks:
         yield _remark(remark)
+    yield "set -euo pipefail"
     yield f"mkdir -p {quote(str(folder / 'launch'))}"
-    yield from _file(folder / "run.json", json.encode(run).decode())
-    yield f"{typed()} {join(['plan', *words, '--json'])} > {quote(str(folder / 'plan.json'))}"
+    yield from _file(folder / "run.json", json.encode(whole_paths(run)).decode())
+    yield from _file(folder / "plan.json", json.encode(plan).decode())
     for file in made.files:
         yield from _file(file.path, file.text.rstrip("\n"))
         if file.mode & 0o100:
             yield f"chmod {file.mode:o} {quote(str(file.path))}"
-    for each in made.commands:
-        yield ""
-        if each.where:
-            yield _remark(f"on {each.where}")
-        yield str(each)
+    yield ""
+    yield from made.lines
+    if len(made.commands) > 1:
+        yield from _by_host(made)
+    else:
+        yield from (line for each in made.commands for line in (*([_remark(f"on {each.where}")] if each.where else []), str(each)))
+
+
+def _by_host(made: Launching) -> Iterator[str]:
+    """The command of the host whose number the script is given."""
+    usage = f"give the number of this host: {', '.join(f'{number} on {each.where}' for number, each in enumerate(made.commands))}"
+    yield _remark(usage)
+    yield "case ${1-} in"
+    for number, each in enumerate(made.commands):
+        yield f"{number}) {each} ;;"
+    yield f"*) echo {quote(usage)} >&2; exit 2 ;;"
+    yield "esac"
 
 
 def _file(path: Path, text: str) -> Iterator[str]:

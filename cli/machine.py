@@ -9,13 +9,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ..trainer.launch.whole import put
 from ..trainer.spec.problem import Problem
+from .machine_cache import Cpu, Entry, Facts, Ring, file_of, read_entry, write_entry
 
 # CUDA's names of devices that conf/device describes.
 DEVICES = {
@@ -32,6 +32,8 @@ DEVICES = {
 }
 PROBE = 2  # what is measured and how; raised when that changes
 PATIENCE = 120.0  # seconds that a probe may take
+BUSY = 0.5  # processes of others for each core, from which on a measurement is not to last
+MEASURING = "measuring this machine, once: a few seconds"
 
 Device = Callable[[str], dict[str, Any]]  # what conf/device says of an option
 
@@ -43,9 +45,10 @@ def settle(words: dict[str, Any], device: Device, *, sized: bool = False) -> Non
     """
     cluster = words.get("cluster")
     mine = cluster.get("device") if isinstance(cluster, dict) else None
-    cards: list[dict[str, Any]] = []
+    cards: Sequence[Mapping[str, Any]] = []
     if isinstance(cluster, dict) and isinstance(mine, dict) and mine.get("kind") == "auto":
-        cards = (found() or {}).get("cuda") or []
+        facts = found()
+        cards = facts["cuda"] if facts else []
         mine = cluster["device"] = _card(cards[0], device) if cards else {**mine, "kind": "cpu"}
         if cards and not sized and isinstance(cluster.get("gpus"), int):
             cluster["gpus"] = min(cluster["gpus"], len(cards))
@@ -68,9 +71,10 @@ def put_rates(words: Mapping[str, Any]) -> None:
     gpus = cluster.get("gpus") if isinstance(cluster, dict) else None
     if not isinstance(mine, dict) or mine.get("kind") != "cpu" or not isinstance(gpus, int) or gpus < 1:
         return
-    cpu = (found() or {}).get("cpu")
-    if cpu is None or not isinstance(cluster, dict):
+    facts = found()
+    if facts is None or not isinstance(cluster, dict):
         return
+    cpu = facts["cpu"]
     share = cpu["cores"] / gpus
     if not mine.get("peak"):
         mine["peak"] = {kind: rate * share for kind, rate in cpu["flops"].items()}
@@ -88,17 +92,24 @@ def _precision(device: Mapping[str, Any]) -> str:
     return "bf16" if "bf16" in peak else "fp16"
 
 
-def found() -> dict[str, Any] | None:
+def found() -> Facts | None:
     """What the cache says of this machine; None where there is none, or one of other software or another machine."""
-    try:
-        read = json.loads(cache().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return read["found"] if isinstance(read, dict) and read.get("key") == key() and isinstance(read.get("found"), dict) else None
+    entry = read_entry(key())
+    return entry["found"] if entry else None
+
+
+def known() -> bool:
+    """Whether this machine was measured, and not while other work kept it busy that has ended since."""
+    entry = read_entry(key())
+    return entry is not None and (entry["load"] < BUSY or load() > entry["load"] / 2)
 
 
 def probe() -> Problem | None:
-    """Measure this machine in a child process and keep what it says; the problem where that can't be done."""
+    """Measure this machine in a child process and keep what it says; the problem where that can't be done.
+
+    A machine that was measured before under the same key has the best of both: other work only ever makes it slower.
+    """
+    busy = load()
     try:
         done = subprocess.run([sys.executable, "-m", "distrain.trainer.probe"], capture_output=True, text=True, timeout=PATIENCE)
         said = json.loads(done.stdout) if done.returncode == 0 else None
@@ -106,26 +117,42 @@ def probe() -> Problem | None:
         said = None
     if said is None:
         return Problem(rule="probe", says="this machine could not be measured", mend="python -m distrain.trainer.probe says why")
-    file = cache()
+    before = found()
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        put(file, json.dumps({"key": key(), "found": said}, indent=1).encode())
+        write_entry(Entry(key=key(), load=busy, found=best(before, said) if before else said))
     except OSError as error:
-        return Problem(rule="probe", says=f"{file} can't be written: {error.strerror}", mend="set XDG_CACHE_HOME to a folder that can be")
+        mend = "set XDG_CACHE_HOME to a folder that can be"
+        return Problem(rule="probe", says=f"{file_of(key())} can't be written: {error.strerror}", mend=mend)
     return None
 
 
+def best(one: Facts, other: Facts) -> Facts:
+    """The newer facts, with the better of both rates of the CPU."""
+    cpu, now = one["cpu"], other["cpu"]
+    link: Ring = {
+        "latency": min(cpu["link"]["latency"], now["link"]["latency"]),
+        "bandwidth": max(cpu["link"]["bandwidth"], now["link"]["bandwidth"]),
+    }
+    flops = {kind: max(rate, cpu["flops"].get(kind, rate)) for kind, rate in now["flops"].items()}
+    rates: Cpu = {"cores": now["cores"], "flops": flops, "bandwidth": max(cpu["bandwidth"], now["bandwidth"]), "link": link}
+    return {"cuda": other["cuda"], "cpu": rates}
+
+
 def measure(show: Callable[[str], object]) -> Problem | None:
-    """Measure this machine where that was not done yet; the problem where it can't be."""
-    if found() is not None:
+    """Measure this machine where that was not done yet, or while it was busy; the problem where it can't be."""
+    if known():
         return None
-    show("measuring this machine, once: a few seconds")
+    again = found() is not None
+    show("measuring this machine again, which was busy the last time: a few seconds" if again else MEASURING)
     return probe()
 
 
-def cache() -> Path:
-    """distrain/machine.json below the user's cache folder (XDG base directory specification)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distrain" / "machine.json"
+def load() -> float:
+    """How busy each core of this machine is, by the last minute: processes that run or wait for a core; 0 where nobody says."""
+    try:
+        return os.getloadavg()[0] / (os.cpu_count() or 1)
+    except (OSError, AttributeError):
+        return 0.0
 
 
 def key() -> dict[str, Any]:

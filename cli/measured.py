@@ -38,6 +38,8 @@ class Ran:
     whole: int  # asked for
     starts: int
     restarts: tuple[tuple[int, int], ...]  # after faults: (steps that were done when it went on, steps that were lost)
+    skipped: int  # steps that were left out, because a loss or gradient was not finite
+    spikes: int  # losses that stood out
     goodput: float | None  # the share of its time that the last of its launches spent in steps that count
     again: tuple[tuple[int, int], ...]  # (step that was reached, step that the next start logged first), where steps were done twice
     saved: tuple[int, ...]
@@ -65,6 +67,8 @@ def ran(folder: Path) -> Ran:
         whole=(plan.get("run") or {}).get("steps") or 0,
         starts=_starts(folder / "ranks" / "0.log"),
         restarts=tuple((row["step"], row["lost_steps"]) for row in written if "restart" in row),
+        skipped=sum("skipped" in row for row in rows),
+        spikes=sum("spike" in row for row in rows),
         goodput=next((row["goodput"] for row in reversed(written) if "goodput" in row), None),
         again=tuple((one["step"], two["step"]) for one, two in pairwise(logged) if two["step"] <= one["step"]),
         saved=tuple(sorted(int(each.name[5:]) for each in folder.glob("checkpoints/step_*") if each.name[5:].isdigit())),

@@ -67,7 +67,7 @@ def _read(words: Sequence[str], config_dir: Path | None) -> tuple[Asked, Recipe]
 def _prepared(asked: Asked, recipe: Recipe, screen: Screen) -> Proof:
     """What can't run at all is refused before this machine is measured; raises Refused."""
     proof = prepared(asked, recipe)
-    if machine.found() is not None:
+    if machine.known():
         return proof
     unmeasured = machine.measure(lambda words: print(words, file=sys.stderr, flush=True))
     screen.tell([unmeasured] if unmeasured else [])

@@ -14,6 +14,7 @@ from ..trainer.spec.run import Checkpoint, Evaluate, Log, Run
 from . import machine
 from .fit import PER_CORE, folder_of, refused
 from .load import Loader
+from .paths import whole_paths
 from .prove_layouts import ALONE, SIMPLE, Layout, every, few, laid, own
 from .prove_words import Asked
 from .shape import is_shape
@@ -137,7 +138,8 @@ def _every(whole: Run) -> tuple[Layout, ...]:
 def room(run: Run) -> int:
     """Ranks that this machine holds: one a GPU, or so many CPU processes."""
     if run.cluster.device.kind == "cuda":
-        return len((machine.found() or {}).get("cuda") or [])
+        facts = machine.found()
+        return len(facts["cuda"]) if facts else 0
     return min(PROCESSES, PER_CORE * machine.cores())
 
 
@@ -168,5 +170,5 @@ def written(trial: Trial) -> None:
     if (trial.folder / "run.json").is_file():
         shutil.rmtree(trial.folder)
     trial.folder.mkdir(parents=True, exist_ok=True)
-    for name, what in (("run.json", trial.run), ("plan.json", trial.plan)):
+    for name, what in (("run.json", whole_paths(trial.run)), ("plan.json", trial.plan)):
         (trial.folder / name).write_bytes(encoder.format(encoder.encode(what)))

@@ -45,6 +45,26 @@ def may_go_on(ended: Ended) -> bool:
     return ended.status == FAILED and not ended.asked and (bool(ended.hosts) or (end is not None and end.blameless))
 
 
+def refusal(run: Run, ended: Ended, *, restarts: int, stepped: bool, step: int | None) -> str | None:
+    """Why a run is not started again after a start that has ended, and what would do; "" where that needs no word, None where it is.
+
+    `restarts`: how often it was already; `stepped`: a start has come to a first step; `step`: the newest checkpoint's.
+    """
+    most, onward = run.launch.restarts, "from the beginning" if step is None else f"from step {step}"
+    if ended.status != FAILED or ended.asked:
+        return ""
+    if not (stepped and may_go_on(ended)):
+        if not most:
+            return ""
+        why = "the program failed, not the machine" if stepped else "it came to no first step"
+        return f"{why}, and most likely would again: mend what is said of it, and the same command goes on {onward}"
+    if not most:
+        return f"launch.restarts=0; launch.restarts=3 would have started it again {onward}, and the same command goes on there"
+    if restarts >= most:
+        return f"launch.restarts={most} is used up; the same command goes on {onward}"
+    return None
+
+
 def on_what_is_left(
     run: Run, plan: Plan, shunned: Mapping[str, str], asked: list[tuple[int, float]] | None = None
 ) -> tuple[Run, Plan, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from .measured import Beside, Ran
 from .text import WIDTH, Look, count, many, seconds, share, size, table, wrapped
@@ -39,6 +40,19 @@ def beside(run: Ran, look: Look) -> list[str]:
     resident = f"; the process takes {size(run.resident)}" if run.resident and run.device == "cpu" else ""
     heading = f"Planned and measured{resident}, with all that is no tensor" if resident else "Planned and measured"
     return [look.paint(heading, "bold"), first, *lines, *(line for each in drifts(run) for line in wrapped(each))]
+
+
+def incidents(run: Ran) -> list[str]:
+    """Lines that count skipped steps, spikes of the loss and restarts after faults; none where there were none."""
+    said = []
+    if run.skipped:
+        were = "was" if run.skipped == 1 else "were"
+        said.append(
+            f"{run.skipped:,} of {many(run.steps, 'step')} {were} skipped (a loss or gradient was not finite), and the weights stayed"
+        )
+    said += [f"{many(run.spikes, 'spike')} of the loss"] if run.spikes else []
+    said += [f"{many(len(run.restarts), 'restart')} after faults"] if run.restarts else []
+    return wrapped("; ".join(said)) if said else []
 
 
 def drifts(run: Ran) -> list[str]:
@@ -79,6 +93,7 @@ def _course(run: Ran) -> list[str]:
         after = "".join(f"; from step {step}, {many(lost, 'step')} lost" for step, lost in run.restarts)
         good = f"; goodput {share(run.goodput)}" if run.goodput is not None else ""
         lines += wrapped(f"{many(len(run.restarts), 'restart')} after faults{after}{good}", indent="  ")
+    lines += [f"  {line}" for line in incidents(replace(run, restarts=()))]
     if run.saved:
         lines += wrapped(f"checkpoints of step {', '.join(map(str, run.saved))}", indent="  ")
     if run.validation:

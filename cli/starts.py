@@ -19,7 +19,7 @@ from ..trainer.spec.problem import Unreadable
 from ..trainer.spec.run import Run
 from . import learned
 from .files import write
-from .remaining import Faults, TooFew, may_go_on, on_what_is_left
+from .remaining import Faults, TooFew, on_what_is_left, refusal
 from .tally import Tally
 
 GRACE = 5.0  # seconds that ranks have to end after one has failed: all is to be over within 10
@@ -55,7 +55,10 @@ def started(
                 return ended
             learned.keep(run, folder, watchdog, resumed=resumed)
             faults.count(ended)
-            if tally.restarts == run.launch.restarts or not (tally.stepped and may_go_on(ended)):
+            why = refusal(run, ended, restarts=tally.restarts, stepped=tally.stepped, step=_newest_step(folder))
+            if why is not None:
+                if why:
+                    show(f"no restart: {why}")
                 break
             try:
                 run, plan, how = on_what_is_left(run, plan, faults.shunned(ended), asked)
@@ -75,10 +78,15 @@ def started(
     return ended
 
 
+def _newest_step(folder: Path) -> int | None:
+    """The step of RUN_DIR's newest checkpoint; None where there is none."""
+    saved, _ = newest_saved(folder / "checkpoints")
+    return saved.step if saved else None
+
+
 def _stopped(ended: Ended, folder: Path, asked: list[tuple[int, float]]) -> Ended:
     """The end of a run that was told to stop when a start had failed and the next was to come."""
-    number, (saved, _) = asked[-1][0], newest_saved(folder / "checkpoints")
-    step = saved.step if saved else None
+    number, step = asked[-1][0], _newest_step(folder)
     left = "there is no checkpoint" if step is None else f"the checkpoint of step {step} stands"
     says = f"{ended.says}; {signal.Signals(number).name} came before it was started again: {left}"
     return replace(ended, status=128 + number if step is None else STOPPED, says=says, asked=True)

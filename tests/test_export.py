@@ -82,14 +82,26 @@ def test_the_verb_exports_and_leaves_nothing_else(runs, tmp_path: Path) -> None:
     words = [sys.executable, "-m", "distrain", "export", str(runs["llama"]), "out"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    checked, last = done.stdout.splitlines()
+    checked, wrote, last, following = done.stdout.splitlines()
     facts = make_plan(load_saved(runs["llama"]).run).model
     assert facts
     assert checked.startswith(f"step 4, {facts.parameters:,} parameters in fp32; logits on 3 sequences of 32 tokens are ")
+    assert wrote == "wrote config.json, generation_config.json, model.safetensors"
     assert last == f"done: {tmp_path / 'out'}"
+    assert following.startswith("next: ")
     assert [each.name for each in tmp_path.iterdir()] == ["out"]
-    assert {each.name for each in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
+    assert ", ".join(sorted(each.name for each in (tmp_path / "out").iterdir())) == wrote.removeprefix("wrote ")
     assert {each.stat().st_mode for each in (tmp_path / "out").iterdir()} == {(tmp_path / "out" / "config.json").stat().st_mode}
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+def test_the_next_command_that_is_named_loads_the_folder(runs, tmp_path: Path, capsys) -> None:
+    where = tmp_path / "it's here $HOME"
+    export(runs["llama"], where, "fp32")
+    command = capsys.readouterr().out.splitlines()[-1].removeprefix("next: ")
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("LlamaForCausalLM(")
 
 
 def test_a_broken_checkpoint_is_passed_over(runs, tmp_path: Path, capsys) -> None:
@@ -97,7 +109,7 @@ def test_a_broken_checkpoint_is_passed_over(runs, tmp_path: Path, capsys) -> Non
     shutil.copytree(runs["gpt2"], folder)
     (folder / "checkpoints" / "step_4" / "manifest.json").write_text("")
     export(folder, tmp_path / "out", "fp32")
-    first, second, _ = capsys.readouterr().out.splitlines()
+    first, second, *_ = capsys.readouterr().out.splitlines()
     assert first == "passed over step_4: manifest.json is empty"
     assert second.startswith("step 2, ")
 

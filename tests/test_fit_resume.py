@@ -143,10 +143,26 @@ def test_a_checkpoint_of_another_model_is_refused(ranks: Ranks, tmp_path: Path) 
     )
 
 
-def test_a_run_that_is_done_has_nothing_to_do(ranks: Ranks, tmp_path: Path) -> None:
-    short = (*WORDS, "train.steps=4", *layout(2, 1))
+BEYOND = "the newest checkpoint is of step 4, and the run ends at step 3: nothing to train; train.steps=8 goes on"
+# fmt: off
+DONE = (  # the length that is asked for when step 4 is saved, and what is said of it
+    ("train.steps=4",    "step 4 of 4 is done: nothing to train; train.steps=8 goes on"),
+    ("train.steps=3",    BEYOND),
+    ("train.tokens=512", "step 4 of 4 is done: nothing to train; train.tokens=1024 goes on"),
+)
+# fmt: on
+
+
+@pytest.mark.parametrize(("length", "said"), DONE)
+def test_a_run_that_is_done_has_nothing_to_do_and_says_what_would_go_on(ranks: Ranks, tmp_path: Path, length: str, said: str) -> None:
+    short = (*WORDS, "train.steps=4", "optim.warmup=0", *layout(2, 1))
     rows = ranks.trained(tmp_path / "run", *short).rows
-    assert ranks.trained(tmp_path / "run", *short).rows == rows
+    words = [*short, *(["train.steps=null"] if "tokens" in length else []), length]
+    job = ranks.trained(tmp_path / "run", *words)
+    assert job.rows == rows
+    assert job.said[-1] == said
+    further = said.partition("; ")[2].removesuffix(" goes on")
+    assert ranks.trained(tmp_path / "run", *words[:-1], further).rows[-1]["step"] == 8
 
 
 # The rest through `distrain fit` itself, in a process of its own.

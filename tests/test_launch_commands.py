@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-import re
+import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+import distrain.recipes
 from distrain.cli.app import command
 from distrain.cli.launching import launching
 from distrain.cli.load import load
+from distrain.tests.conftest import Ranks
+from distrain.tests.one_process import some_text
 from distrain.tests.stand_ins import SBATCH, SCONTROL, SRUN, StandIns
 from distrain.trainer.launch.words import PORTS, handed, port_of
 
+RECIPES = Path(distrain.recipes.__path__[0])
 SMALL = (
     "model=tiny",
     "model.layers=2",
@@ -73,12 +80,13 @@ def test_torchrun_has_a_command_for_each_host(here: Path, capsys: pytest.Capture
     tail = "--nproc-per-node=2 --master-addr=h1 --master-port=4242 --module distrain.trainer.loop.rank /runs/quickstart/run.json"
     start = "PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1"
     run = f"{sys.executable} -m torch.distributed.run --nnodes=2"
-    assert lines[-5:] == [
-        "# on h1",
-        f"{start} CUDA_VISIBLE_DEVICES=5,6 {run} --node-rank=0 {tail}",
-        "",
-        "# on h2",
-        f"{start} {run} --node-rank=1 {tail}",
+    assert lines[-6:] == [
+        "# give the number of this host: 0 on h1, 1 on h2",
+        "case ${1-} in",
+        f"0) {start} CUDA_VISIBLE_DEVICES=5,6 {run} --node-rank=0 {tail} ;;",
+        f"1) {start} {run} --node-rank=1 {tail} ;;",
+        "*) echo 'give the number of this host: 0 on h1, 1 on h2' >&2; exit 2 ;;",
+        "esac",
     ]
     assert "# ranks meet at h1 port 4242 (torchrun's static rendezvous)" in lines
 
@@ -161,27 +169,107 @@ def trained(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_what_is_printed_trains(tmp_path: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """torchrun on two hosts that are this machine; Slurm with stand-ins for its own commands; both as plain ranks do."""
+@dataclass(frozen=True)
+class Elsewhere:
+    """A script that is run in a folder of its own, away from where it was made: by bash, with words, once or once a host."""
+
+    text: str
+    folder: Path
+    environment: dict[str, str]
+    started: list[subprocess.Popen[str]]
+
+    def run(self, *words: str) -> subprocess.Popen[str]:
+        (self.folder / "script").write_text(self.text)
+        self.folder.joinpath("away").mkdir(exist_ok=True)
+        pipe = subprocess.PIPE
+        shell = ["bash", "../script", *words]
+        self.started.append(subprocess.Popen(shell, cwd=self.folder / "away", env=self.environment, stdout=pipe, stderr=pipe, text=True))
+        return self.started[-1]
+
+    def left(self) -> list[str]:
+        """What it left in the folder that it was run in."""
+        return [each.name for each in (self.folder / "away").iterdir()]
+
+
+@pytest.fixture
+def made(
+    tmp_path: Path, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Elsewhere]]:
+    """The script of a run whose recipe, text, hostfile and folders are named as they are from here, by relative paths."""
     stand_ins = StandIns(tmp_path / "stand-ins")
     for name, does in {"scontrol": SCONTROL, "srun": SRUN, "sbatch": SBATCH}.items():
         stand_ins.put(name, does)
-    environment = {
-        **os.environ,
-        "PATH": stand_ins.path(),
-        "OMP_NUM_THREADS": "1",
-        "SLURM_JOB_NODELIST": "h[1-2]",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    losses = {}
-    for launch in ("local", "torchrun", "slurm"):
-        file = [f"launch.hostfile={here}"] if launch == "torchrun" else []
-        said = shown(["cluster=2x1", f"launch={launch}", *file, f"log.dir={tmp_path / launch}", "--launch"], capsys)
-        lines = [f"{line} &" if " -m torch.distributed.run " in line or line.startswith("OMP_") else line for line in said.splitlines()]
-        text = "\n".join([*lines, "wait"])
-        text = re.sub(r"^\S.* plan .* --json > .*$", "", text, flags=re.MULTILINE)  # costs a second
-        done = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr[-2000:]
-        losses[launch] = trained(tmp_path / launch / "quickstart")
-    assert len(losses["local"]) == 2
-    assert losses["torchrun"] == losses["slurm"] == losses["local"]
+    known = {**os.environ, "PATH": stand_ins.path(), "OMP_NUM_THREADS": "1", "SLURM_JOB_NODELIST": "h[1-2]", "CUDA_VISIBLE_DEVICES": ""}
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "one.txt").write_text(some_text())
+    shutil.copyfile(RECIPES / "quickstart.yaml", tmp_path / "mine.yaml")
+    monkeypatch.chdir(tmp_path)
+
+    def make(launch: str, *words: str) -> Elsewhere:
+        paths = ["conf=./mine.yaml", "data=text", "data.path=texts/*.txt", "data.cache=kept", f"log.dir={launch}"]
+        file = ["launch.hostfile=hosts"] if launch == "torchrun" else []
+        assert command(["show", *paths, *SMALL, f"launch={launch}", *file, *words, "--launch"]) == 0
+        return Elsewhere(capsys.readouterr().out, tmp_path, known, started)
+
+    started: list[subprocess.Popen[str]] = []
+    yield make
+    for each in started:
+        with each:
+            each.terminate()
+
+
+@pytest.mark.parametrize("launch", ["local", "torchrun", "slurm"])
+def test_a_script_trains_in_any_folder(launch: str, made: Callable[..., Elsewhere], tmp_path: Path, ranks: Ranks) -> None:
+    """torchrun on two hosts that are this machine; Slurm with stand-ins for its own commands; both as plain ranks do."""
+    script = made(launch, "cluster=2x1")
+    started = [script.run(*([str(host)] if launch == "torchrun" else [])) for host in range(2 if launch == "torchrun" else 1)]
+    said = [each.communicate(timeout=120) for each in started]
+    assert [each.returncode for each in started] == [0] * len(started), said[0][1][-2000:]
+    losses = ranks.trained(tmp_path / "plain", "quickstart", "data=text", f"data.path={tmp_path}/texts/*.txt", *SMALL).figures("loss")
+    assert trained(tmp_path / launch / "quickstart") == losses
+    assert json.loads((tmp_path / launch / "quickstart" / "plan.json").read_text())["world"] == 2
+    assert script.left() == []
+
+
+def test_a_script_of_several_hosts_wants_the_number_of_one(made: Callable[..., Elsewhere]) -> None:
+    script = made("torchrun", "cluster=2x1")
+    for words in ([], ["2"], ["h1"]):
+        started = script.run(*words)
+        assert started.communicate(timeout=60)[1] == "give the number of this host: 0 on 127.0.0.1, 1 on localhost\n"
+        assert started.returncode == 2
+
+
+def test_a_script_of_one_host_of_torchrun_s_starts_all_its_ranks(made: Callable[..., Elsewhere], here: Path, tmp_path: Path) -> None:
+    here.write_text("localhost slots=2\n")
+    script = made("torchrun", "cluster=1x2")
+    started = script.run()
+    _, wrong = started.communicate(timeout=120)
+    assert started.returncode == 0, wrong[-2000:]
+    assert len(trained(tmp_path / "torchrun" / "quickstart")) == 2
+
+
+def test_ranks_of_a_script_that_is_told_to_end_save_and_leave_nothing_running(made: Callable[..., Elsewhere], tmp_path: Path) -> None:
+    script = made("local", "cluster=1x2", "train.steps=100000")
+    started = script.run()
+    assert started.stdout is not None
+    assert any("/100000  loss " in line for line in started.stdout)
+    started.terminate()
+    started.communicate(timeout=60)
+    assert started.returncode == -signal.SIGTERM
+    assert list((tmp_path / "local" / "quickstart" / "checkpoints").glob("step_*"))
+    mine = bytes(tmp_path / "local")
+    assert not [each for each in Path("/proc").glob("[0-9]*/cmdline") if mine in _read(each)]
+
+
+def test_a_rank_that_fails_ends_a_script_and_the_others(made: Callable[..., Elsewhere], tmp_path: Path) -> None:
+    script = made("local", "cluster=1x2", "checkpoint.resume=must")
+    started = script.run()
+    _, wrong = started.communicate(timeout=60)
+    assert started.returncode == 1, wrong
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError:
+        return b""

@@ -55,6 +55,8 @@ def test_a_step_with_a_poisoned_gradient_is_left_out_by_all(poisoned: Ranks, tmp
     rows = job.rows
     assert [row.get("skipped", False) for row in rows] == [False, False, True, False, False, False]
     assert rows[2]["samples"] == [16, 23]
+    (line,) = (line for line in job.said if "skipped" in line)
+    assert line.endswith("  skipped, weights stay: a loss or gradient is not finite on samples 16 to 23")
     assert rows[2]["grad_norm"] is None
     assert [row["grad_norm"] for row in rows if "skipped" not in row] == pytest.approx(norms[:2] + norms[3:], rel=1e-4)
 

@@ -12,9 +12,12 @@ pytest.importorskip("torch")
 from msgspec import json as encoder
 
 from distrain.cli.app import command
+from distrain.cli.fit import after
+from distrain.cli.load import load
 from distrain.cli.measured import ran
-from distrain.cli.report_text import TALL, page
+from distrain.cli.report_text import TALL, incidents, page
 from distrain.cli.text import WIDTH, Look
+from distrain.trainer.plan.change import changed
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.run import Run
 
@@ -138,3 +141,24 @@ def test_a_run_that_is_not_far_yet_has_a_page(kept: str, trained: Path, tmp_path
 def test_a_folder_that_is_no_run_is_one_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = said(f"report '{tmp_path / name}'", capsys)
     assert (status, out, len(err.splitlines())) == (2, "", 1)
+
+
+# fmt: off
+INCIDENTS: tuple[tuple[list[dict[str, Any]], str], ...] = (  # rows after a first one, and the line
+    ([], ""),
+    ([{"step": 2, "skipped": True}], "1 of 2 steps was skipped (a loss or gradient was not finite), and the weights stayed"),
+    ([{"step": 2, "skipped": True}, {"step": 3, "skipped": True}, {"step": 4, "spike": 7.5}, {"restart": 1, "step": 3, "lost_steps": 1}],
+     "2 of 4 steps were skipped (a loss or gradient was not finite), and the weights stayed; 1 spike of the loss; 1 restart after faults"),
+    ([{"step": 2, "skipped": True, "spike": 9.0}, {"step": 2}], ""),  # the last pass of a step counts
+)
+# fmt: on
+
+
+@pytest.mark.parametrize(("rows", "line"), INCIDENTS)
+def test_skipped_steps_spikes_and_restarts_are_counted_at_the_end(rows: list[dict[str, Any]], line: str, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ({"step": 1, "loss": 3.0}, *rows)))
+    assert " ".join(each.strip() for each in incidents(ran(tmp_path))) == line
+    run = load("quickstart", ["name=run", f"log.dir={tmp_path.parent}"])
+    told = after(changed(run, [("log.dir", str(tmp_path.parent)), ("name", tmp_path.name)])).splitlines()
+    assert told[0] == ""
+    assert (told[1] == "Nothing was measured yet") == (not line)

@@ -19,7 +19,7 @@ from distrain.cli import learned
 from distrain.cli.fit import folder_of, train
 from distrain.cli.load import load
 from distrain.cli.lock import Taken, held
-from distrain.cli.remaining import Faults, TooFew, may_go_on, on_what_is_left
+from distrain.cli.remaining import Faults, TooFew, may_go_on, on_what_is_left, refusal
 from distrain.cli.starts import started
 from distrain.cli.tally import Tally
 from distrain.tests.stand_ins import SSH, StandIns
@@ -72,8 +72,8 @@ class Starts:
         if self.at_restart is not None and "\nrestart " in line:
             os.kill(os.getpid(), self.at_restart)
 
-    def start(self, program: str) -> Ended:
-        run = loaded("cluster=1x2", "launch.restarts=1")
+    def start(self, program: str, restarts: int = 1) -> Ended:
+        run = loaded("cluster=1x2", f"launch.restarts={restarts}")
         command = [sys.executable, "-c", program, str(self.folder)]
         return started(run, make_plan(run), self.folder, self.show, self.show, command=command)
 
@@ -108,6 +108,44 @@ def test_a_run_that_a_machine_s_fault_ends_is_started_again(starts: Starts, faul
 def test_a_run_that_its_program_ends_is_not_started_again(starts: Starts, fault: str) -> None:
     assert starts.start(FAILS_ONCE.format(fault)).status == 1
     assert "restart 1" not in starts.said
+
+
+FAILS_EACH_TIME = FAILS_ONCE.replace("if first: fails()", "fails()")
+NO_STEP = FAILS_ONCE.replace("talk.beat(6); talk.beat(7)\n", "")
+ALIKE = "and most likely would again: mend what is said of it, and the same command goes on from step 5"
+NO_SUCH = FAILS_ONCE.format("raise ValueError('no such token')")
+WOULD = "launch.restarts=0; launch.restarts=3 would have started it again from step 5, and the same command goes on there"
+# fmt: off
+REFUSED = (
+    (FAILS_ONCE.format(ECC),      0, WOULD),
+    (FAILS_EACH_TIME.format(ECC), 1, "launch.restarts=1 is used up; the same command goes on from step 5"),
+    (NO_SUCH,                     1, f"the program failed, not the machine, {ALIKE}"),
+    (NO_STEP.format(ECC),         1, f"it came to no first step, {ALIKE}"),
+    (NO_SUCH,                     0, None),  # nobody asked for a restart, and none would help
+)
+# fmt: on
+
+
+@pytest.mark.parametrize(("program", "restarts", "why"), REFUSED)
+def test_a_run_that_is_not_started_again_says_why_and_what_would_do(starts: Starts, program: str, restarts: int, why: str | None) -> None:
+    checkpoint(starts.folder, 5)
+    assert starts.start(program, restarts).status == 1
+    assert [line for line in starts.lines if line.startswith("no restart: ")] == ([f"no restart: {why}"] if why else [])
+    assert starts.said.count("\nrestart ") == (restarts if "used up" in (why or "") else 0)
+
+
+def test_a_run_without_a_checkpoint_would_begin_again(starts: Starts) -> None:
+    starts.start(FAILS_ONCE.format(ECC), restarts=0)
+    assert "launch.restarts=3 would have started it again from the beginning, and" in starts.said
+
+
+@pytest.mark.parametrize(
+    "ended", [Ended(status=0, ranks=()), Ended(status=75, ranks=(), asked=True), Ended(status=1, ranks=(), asked=True)]
+)
+@pytest.mark.parametrize("most", [0, 3])
+def test_a_run_that_trained_or_was_stopped_says_nothing_of_restarts(ended: Ended, most: int) -> None:
+    run = loaded("cluster=1x2", f"launch.restarts={most}")
+    assert refusal(run, ended, restarts=most, stepped=True, step=5) == ""
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,34 @@
-"""Ranks that others start: torchrun, a command a host, and Slurm, one file for sbatch."""
+"""Ranks that `fit` does not start: by a shell on this machine, by torchrun, a command a host, and by Slurm, one file for sbatch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from shlex import join, quote
 
 from .hostfile import Host
+from .place import Place
 from .words import RANKS, Command, File, Launching, Start, checked
 
 LEAST_NOTICE = 60  # seconds before its time is up that Slurm tells a job so
 LOGS = "what a rank prints is in ranks/N.log of the run folder"
+
+
+def local(start: Start, ranks: int) -> Launching:
+    """A shell's loop over the ranks of this machine; when one fails, or the shell is told to end, the others are told to stop."""
+    place = Place(rank=0, ranks=ranks, local_rank=0, local_ranks=ranks, address="127.0.0.1", port=start.port)
+    own = ("RANK", "LOCAL_RANK")
+    told = {key: value for key, value in place.environment({}).items() if key not in own}
+    threads = told.pop("OMP_NUM_THREADS")
+    lines = (
+        f"export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-{threads}}} {' '.join(f'{key}={quote(value)}' for key, value in told.items())}",
+        "trap 'kill $(jobs -p) 2> /dev/null || :; wait' EXIT",
+        f"for rank in $(seq 0 {ranks - 1}); do",
+        f"    {' '.join(f'{key}=$rank' for key in own)} {join((start.python, '-m', start.module, *start.arguments))} &",
+        "done",
+        'for rank in $(jobs -p); do wait "$rank"; done',
+    )
+    remarks = ("fit starts them together, each beside a process that ends it, at a port that is free",)
+    return Launching(commands=(), lines=lines, remarks=remarks)
 
 
 def torchrun(start: Start, hosts: Sequence[Host], *, cuda: bool) -> Launching:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 def put(path: Path, content: bytes) -> None:
     """A file in the place of the one before; raises OSError where it stays as it was."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
+    new = path.with_name(f".{path.name}.{os.urandom(6).hex()}")  # a process id may be another's too, on another host or in a container
     try:
         new.write_bytes(content)
         new.replace(path)

@@ -97,9 +97,11 @@ class Command:
 
 @dataclass(frozen=True, kw_only=True)
 class Launching:
-    """How a run is started: the files that are written first, then the commands; `remarks` for a person who types them."""
+    """How a run is started: the files that are written first, then the commands, or the `lines` of a shell that starts all its ranks;
+    `remarks` for a person who types them. Commands of several hosts are each typed there."""
 
     commands: tuple[Command, ...]
+    lines: tuple[str, ...] = ()
     files: tuple[File, ...] = ()
     remarks: tuple[str, ...] = ()
 

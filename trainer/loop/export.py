@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +28,7 @@ from ..spec.problem import Problem, Unreadable
 from ..spec.read import read
 from ..spec.run import Model, Run
 from .answer import answered
+from .export_tokenizer import known, put_tokenizer
 from .saved import FAMILIES, load_saved, model_of
 
 if TYPE_CHECKING:
@@ -52,13 +55,29 @@ def export(folder: Path, destination: Path, dtype: str) -> None:
     _exportable(run)
     module = model_of(run, found.checkpoint, CPU)
     _narrow(module, DTYPES[dtype])
+    by = known(run)
     with _unnamed(destination) as folder_there:
-        to_hf(((name, each.to(DTYPES[dtype])) for name, each in weights(module, run)), run, folder_there)
-        _tokenizer(run, folder_there)
+        to_hf(((name, each.to(DTYPES[dtype])) for name, each in weights(module, run)), run, folder_there, special=by.special)
+        remarks = [*by.remarks, *put_tokenizer(run, by, folder_there)]
         said = _checked(module, run, folder_there)
+        files = sorted(each.name for each in folder_there.iterdir())
     count = sum(each.numel() for _, each in weights(module, run))
-    print(f"step {found.checkpoint.step}, {count:,} parameters in {dtype}; {said}", flush=True)
-    print(f"done: {destination}", flush=True)
+    print(f"step {found.checkpoint.step}, {count:,} parameters in {dtype}; {said}")
+    for remark in remarks:
+        print(remark)
+    print(f"wrote {', '.join(files)}")
+    print(f"done: {destination}")
+    print(f"next: {_next(destination, spells='tokenizer.json' in files)}", flush=True)
+
+
+def _next(destination: Path, *, spells: bool) -> str:
+    """A command that loads the folder: text from it, or, where it has no tokenizer, its model alone."""
+    where = json.dumps(str(destination))
+    if spells:
+        words = f'from transformers import pipeline; print(pipeline("text-generation", {where})("The ")[0]["generated_text"])'
+    else:
+        words = f"from transformers import AutoModelForCausalLM; print(AutoModelForCausalLM.from_pretrained({where}))"
+    return f"{quote(sys.executable)} -c {quote(words)}"
 
 
 def _exportable(run: Run) -> None:
@@ -95,17 +114,6 @@ def _unnamed(destination: Path) -> Iterator[Path]:
         raise _refused(f"{destination} can't be written: {error}", "") from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _tokenizer(run: Run, folder: Path) -> None:
-    """The run's tokenizer beside its weights, where it is one of files that are still there."""
-    if run.data.tokenizer == "bytes":
-        return
-    source = Path(run.data.tokenizer).expanduser()
-    source = source if source.is_dir() else source.parent
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        with suppress(FileNotFoundError):
-            shutil.copyfile(source / name, folder / name)
 
 
 def _checked(module: Transformer, run: Run, folder: Path) -> str:

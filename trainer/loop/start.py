@@ -37,7 +37,7 @@ from .meter import planned
 from .placing import whole_model
 from .position import BEGINNING, Position, resumed_position
 from .saving import begin, restore
-from .sinks import Sinks
+from .sinks import Opening, Sinks
 from .train import Course, train
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -87,8 +87,9 @@ def _train(run: Run, folder: Path, world: World, host: dist.ProcessGroup, talk: 
     engine = _engine(run, place, made.engine)
     batches = Batches(corpus, seed=run.train.seed, seq=run.train.seq)
     found, start = _resumed(run, folder, place, engine, batches, talk, gather)
-    sinks = Sinks(run, folder, talk.say) if world.first else None
-    if sinks:
+    sinks = None
+    if world.first:
+        sinks = Sinks(Opening(run=run, plan=made, folder=folder, first=start.step, say=talk.say))
         last.callback(sinks.close, planned(made))
         talk.say(f"unigram entropy of the training text: {corpus.entropy:.4f} nats a token")
     course = Course(

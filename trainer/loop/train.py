@@ -63,6 +63,8 @@ def train(run: Run, course: Course, found: Found, stop: Stop) -> bool:
     """Train to the end; True. False where the run was asked to stop and a checkpoint stands: one that is asked before its first step
     and goes on from one takes none. Raises Poisoned or Unsaved on all ranks."""
     steps, first = course.start.last_step(run), course.start.step
+    if first >= steps:
+        course.talk.say(_nothing(run, first, steps))
     meter = Meter(run, course.plan, course.world)
     micros = _micros(run, course, first, steps)
     profile, pace, poison = Profile(run, course.world, course.folder), Pace(run, steps, first), Poison(run, course.start)
@@ -109,6 +111,14 @@ def train(run: Run, course: Course, found: Found, stop: Stop) -> bool:
     if saved < steps:  # more of them are there where train.steps has become smaller
         raise Unsaved(f"trained to step {steps}, which could not be saved: {_newest(saved)}")
     return True
+
+
+def _nothing(run: Run, first: int, steps: int) -> str:
+    """That a run has no step left, and what would go on."""
+    more = f"train.steps={2 * first}" if run.train.steps else f"train.tokens={2 * first * run.train.batch * run.train.seq:g}"
+    if first == steps:
+        return f"step {first} of {steps} is done: nothing to train; {more} goes on"
+    return f"the newest checkpoint is of step {first}, and the run ends at step {steps}: nothing to train; {more} goes on"
 
 
 def _look(course: Course, count: Count | None, profile: Profile, pace: Pace, stepped: Stepped, done: int, steps: int) -> None:
@@ -184,6 +194,7 @@ def _line(row: dict[str, Any], steps: int) -> str:
     words += [f"validation {row['validation_loss']:.4f}"] if row.get("validation_loss") is not None else []
     words += [f"norm {row['grad_norm']:.3f}"] if row.get("grad_norm") is not None else []
     words += [f"lr {row['lr']:.2e}", f"{row['tokens_per_second']:,.0f} tokens/s"] if "lr" in row else []
-    words += ["skipped: a loss or gradient is not finite"] if "skipped" in row else []
+    if "skipped" in row:
+        words.append("skipped, weights stay: a loss or gradient is not finite on samples {} to {}".format(*row["samples"]))
     words += [f"a spike, {row['spike']} spreads above the losses before"] if "spike" in row else []
     return "  ".join(words)

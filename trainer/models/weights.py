@@ -20,6 +20,8 @@ from .hf_folder import INDEX, WHOLE, check_folder, weight_files
 from .hf_names import PLACES, Place, expert_places, kind_of, place_of, sizes
 
 MOST = 4_000_000_000  # bytes of a file
+NO_TOKENS: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+TEMPERATURE = 0.8  # as `distrain generate` draws where nothing is said
 
 
 def from_hf(folder: str | Path, run: Run) -> Iterator[tuple[str, Tensor]]:
@@ -46,11 +48,14 @@ def _read(file: Any, place: Place, shape: tuple[int, ...]) -> Tensor:
     return part
 
 
-def to_hf(tensors: Iterable[tuple[str, Tensor]], run: Run, folder: str | Path, *, most: int = MOST) -> None:
-    """Write weights, by logical name and in logical shape, as a folder that transformers loads: safetensors and config.json.
+def to_hf(
+    tensors: Iterable[tuple[str, Tensor]], run: Run, folder: str | Path, *, most: int = MOST, special: Mapping[str, int | None] = NO_TOKENS
+) -> None:
+    """Write weights, by logical name and in logical shape, as a folder that transformers loads: safetensors, config.json and
+    generation_config.json.
 
-    One file (of `most` bytes) is in memory at a time. Raises Unreadable where no class of transformers is this model, or the
-    folder holds weights.
+    One file (of `most` bytes) is in memory at a time; `special` are the ids that both configs name. Raises Unreadable where no class
+    of transformers is this model, or the folder holds weights.
     """
     folder, kind = Path(folder), kind_of(run)
     if any(folder.glob("*.safetensors*")):
@@ -68,7 +73,8 @@ def to_hf(tensors: Iterable[tuple[str, Tensor]], run: Run, folder: str | Path, *
     if len(parts) > 1:
         where = {tensor: name for name, part in zip(names, parts, strict=True) for tensor in part}
         _write(folder / INDEX, {"metadata": {"total_size": sum(sum(part.values()) for part in parts)}, "weight_map": where})
-    _write(folder / "config.json", config(run, kind, dtype))
+    _write(folder / "config.json", {**config(run, kind, dtype), **special})
+    _write(folder / "generation_config.json", generation(run, special))
 
 
 def _write(path: Path, words: Mapping[str, object]) -> None:
@@ -111,14 +117,15 @@ def config(run: Run, kind: str, dtype: str) -> dict[str, object]:
     has = sizes(run.model, run) | {"dropout": run.model.dropout}
     said = {theirs: has[each.ours] for each in row.rows for theirs in each.theirs}
     act = next(theirs for theirs, ours in row.acts.items() if ours == run.model.act)
-    told: dict[str, object] = {
-        "architectures": [row.architecture],
-        "model_type": kind,
-        "torch_dtype": dtype,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
+    told: dict[str, object] = {"architectures": [row.architecture], "model_type": kind, "torch_dtype": dtype, **NO_TOKENS}
     if run.model.positions == "rope":
         rope = {"rope_type": "default", "rope_theta": run.model.rope_base}
-        told |= {"max_position_embeddings": run.train.seq, "rope_parameters": rope, "pad_token_id": None}
+        told |= {"max_position_embeddings": run.train.seq, "rope_parameters": rope}
     return told | {row.act: act} | said
+
+
+def generation(run: Run, special: Mapping[str, int | None]) -> dict[str, object]:
+    """The generation_config.json of a model that was trained on plain text: it samples, up to the end of its context, or to `eos`."""
+    context = run.train.seq if run.model.positions == "rope" else run.model.context or run.train.seq
+    known = {key: value for key, value in special.items() if value is not None}
+    return {**known, "do_sample": True, "temperature": TEMPERATURE, "max_length": context}
