@@ -84,7 +84,8 @@ def _device_findings(run: Run, plan: Plan) -> Iterator[Finding]:
         processes = "1 process" if plan.world == 1 else f"{plan.world} processes"
         yield Finding("devices", "ok", f"{processes} on {many(machine.cores(), 'core')}")
         return
-    cards = (machine.found() or {}).get("cuda") or []
+    facts = machine.found()
+    cards = facts["cuda"] if facts else []
     for card in cards[: plan.world]:
         says = f"{card['name']}, {size(card['memory'])}"
         if isinstance(device.memory, int | float) and card["memory"] < LESS * device.memory:
