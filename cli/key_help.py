@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -13,6 +14,7 @@ from .keys import OURS
 from .text import Look, wrapped
 
 REQUIRED = "required"
+HUGE = 1e15  # a bound from which on nobody is told of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +104,7 @@ def document(rows: list[KeyHelp]) -> list[dict[str, Any]]:
 
 def _help(key: str, hint: Any, row: Field[Any] | None) -> KeyHelp:
     choices, said = named_choices(key, hint), KEYS[key]
-    takes = f"one of {', '.join(choices)}" if choices else _type(hint)
+    takes = f"one of {', '.join(choices)}" if choices else type_words(hint)
     default = by_family(key) or _default(row)
     return KeyHelp(key=key, says=said.says, unit=said.unit, takes=takes, choices=choices, default=default, null=said.null)
 
@@ -116,9 +118,13 @@ def by_family(key: str) -> str:
     return f"by family: {', '.join(f'{family} {value}' for family, value in found.items())}" if found else ""
 
 
-def _type(hint: Any) -> str:
-    """A type as words, a bound and what may stand in its place told apart: a number, at least 0, or auto."""
-    words = wanted(hint)
+def type_words(hint: Any) -> str:
+    """A type as words, a bound and what may stand in its place told apart: a number, at least 0, or auto.
+
+    Bounds that are only there to keep products of numbers finite are left out.
+    """
+    words = re.sub(r", at most (\S+e\+\d+)", lambda bound: bound[0] if float(bound[1]) < HUGE else "", wanted(hint))
+    words = re.sub(r"at least (\S+e-\d+)", lambda bound: bound[0] if float(bound[1]) > 1 / HUGE else "above 0", words)
     return words.replace(" or ", ", or ") if ", " in words else words
 
 

@@ -4,15 +4,16 @@ import json
 import shlex
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Annotated, get_args, get_type_hints
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import Meta
 
 from distrain.cli import library, yaml_text
 from distrain.cli.app import command
-from distrain.cli.key_help import REQUIRED, by_family, comments, key_fields, key_help, sections
+from distrain.cli.key_help import REQUIRED, by_family, comments, key_fields, key_help, sections, type_words
 from distrain.cli.keys import OURS, keys
 from distrain.cli.load import as_yaml, compose, load
 from distrain.cli.text import WIDTH
@@ -88,6 +89,18 @@ def test_a_default_of_each_family_is_shown_for_each() -> None:
 def test_every_choice_that_is_shown_is_taken(key: str) -> None:
     for choice in key_help(key)[0].choices:
         read_run(compose("llama3_8b", [f"{key}={choice}"]))
+
+
+@pytest.mark.parametrize(
+    ("bounds", "words"),
+    [
+        ({"ge": 0, "le": 1}, "a number, at least 0, at most 1"),
+        ({"ge": 1e-30, "le": 1e30}, "a number, above 0"),
+        ({"gt": 0, "le": 1e6}, "a number, above 0, at most 1e+06"),
+    ],
+)
+def test_a_bound_that_only_keeps_numbers_finite_is_not_told(bounds: dict[str, float], words: str) -> None:
+    assert type_words(Annotated[float, Meta(**bounds)]) == words
 
 
 # ls KEY
