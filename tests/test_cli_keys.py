@@ -4,7 +4,7 @@ import json
 import shlex
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Annotated, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import pytest
 from hypothesis import given
@@ -99,7 +99,7 @@ def test_every_choice_that_is_shown_is_taken(key: str) -> None:
         ({"gt": 0, "le": 1e6}, "a number, above 0, at most 1e+06"),
     ],
 )
-def test_a_bound_that_only_keeps_numbers_finite_is_not_told(bounds: dict[str, float], words: str) -> None:
+def test_a_bound_that_only_keeps_numbers_finite_is_not_told(bounds: dict[str, Any], words: str) -> None:
     assert type_words(Annotated[float, Meta(**bounds)]) == words
 
 
