@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from .cp import cp
 from .doctor import doctor
 from .export import export
 from .generate import generate
+from .ls import ls
+from .printed import say as _say
 from .printed import tell_problems
 from .report import report
 
@@ -111,20 +114,8 @@ def _verbs(
         raise typer.Exit(WRONG_WORDS)
 
 
-@app.command("ls", short_help="What there is: recipes and config groups.")
-def list_options(
-    group: Annotated[str | None, typer.Argument(metavar="[GROUP]", show_default=False)] = None,
-    config_dir: ConfigDir = None,
-) -> int:
-    """List the recipes and the config groups, one line each.
-
-    \b
-    distrain ls              all of them
-    distrain ls model        the models: model=NAME chooses one
-    """
-    from .listing import everything, one_group
-
-    return _say(one_group(group, config_dir) if group else everything(config_dir))
+app.command(short_help="What there is: recipes, config groups, keys, runs.")(ls)
+app.command(short_help="A recipe as a file to edit, with its comments.")(cp)
 
 
 @app.command(short_help="The composed config, as YAML.")
@@ -134,12 +125,14 @@ def show(
         bool, typer.Option("--launch", help="The command and the files that `fit` starts it with, as a shell script.")
     ] = False,
     engine: Annotated[bool, typer.Option("--engine", help="What DeepSpeed is told, as JSON.")] = False,
+    comments: Annotated[bool, typer.Option("--comments", help="Beside each key what it is, its choices and its unit.")] = False,
     config_dir: ConfigDir = None,
 ) -> int:
     """Print the composed config, every default filled in, as YAML that conf=FILE reads back. Nothing is run or written.
 
     \b
     distrain show conf=gpt3_175b parallel.tp=4 > mine.yaml
+    distrain show conf=gpt3_175b --comments
     distrain show conf=gpt3_175b launch=slurm --launch
     distrain show conf=quickstart --engine
     """
@@ -155,7 +148,12 @@ def show(
 
         return _say("\n".join(shown(load(conf, overrides, config_dir), launch=launch, engine=engine)))
     composed = to_builtins(read_run(compose(conf, overrides, config_dir)))
-    return _say(as_yaml({key: value for key, value in composed.items() if value is not None}).rstrip())
+    text = as_yaml({key: value for key, value in composed.items() if value is not None})
+    if comments:
+        from . import key_help, yaml_text
+
+        text = yaml_text.commented(text, key_help.comments())
+    return _say(text.rstrip())
 
 
 @app.command(short_help="What a run costs: memory, traffic, time, days.")
@@ -198,16 +196,29 @@ def plan(
 
 
 @app.command(short_help="Plan, launch, train, log, resume.")
-def fit(words: Words = None, config_dir: ConfigDir = None) -> int:
+def fit(
+    words: Words = None,
+    multirun: Annotated[
+        bool, typer.Option("-m", "--multirun", help="Train every combination of values that are listed, one after the other.")
+    ] = False,
+    config_dir: ConfigDir = None,
+) -> int:
     """Plan, launch on this machine, train, log; goes on from the newest checkpoint of the run's folder.
 
-    Exit status: 0 it trained; 1 it can't run or failed; 2 the words are wrong; 75 it was stopped and has saved.
+    With -m each combination has a run folder of its own, named by its words, in which the same words go on.
+
+    Exit status: 0 it trained (with -m, all did); 1 it can't run or failed; 2 the words are wrong; 75 it was stopped and has saved.
 
     \b
     distrain fit conf=quickstart
     distrain fit conf=quickstart train.steps=600 checkpoint.resume=must
+    distrain fit conf=quickstart -m optim.lr=1e-3,3e-3 train.seed=1,2
     """
     conf, overrides = _words(words, "fit", config_dir)
+    if multirun:
+        from .fit_sweep import fit_sweep
+
+        return fit_sweep(conf, overrides, config_dir)
     from .fit import fit as run_fit
 
     return run_fit(conf, overrides, config_dir)
@@ -282,20 +293,6 @@ def _say_sweep(plans: Sequence[Plan], layouts: Sequence[Sequence[str]]) -> None:
     from .text import look
 
     _say(rows(list(zip(layouts, plans, strict=True)), look()))
-
-
-def _say(words: str) -> int:
-    """Print to stdout; a reader that has gone away is no error."""
-    from .printed import give_up, tell
-
-    try:
-        print(words, flush=True)
-    except OSError as error:
-        give_up(sys.stdout)
-        if not isinstance(error, BrokenPipeError):
-            tell(f"distrain: can't write to stdout: {error.strerror}")
-            raise SystemExit(CANNOT) from None
-    return FINE
 
 
 def _one_stream() -> bool:

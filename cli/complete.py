@@ -8,19 +8,20 @@ from pathlib import Path
 from . import library
 
 OPTIONS = {
-    "ls": ("--config-dir", "--help"),
-    "show": ("--config-dir", "--help"),
+    "ls": ("--json", "--config-dir", "--help"),
+    "cp": ("--config-dir", "--help"),
+    "show": ("--launch", "--engine", "--comments", "--config-dir", "--help"),
     "plan": ("--json", "-m", "--config-dir", "--help"),
-    "fit": ("--config-dir", "--help"),
+    "fit": ("-m", "--config-dir", "--help"),
     "prove": ("--json", "--reasons", "--config-dir", "--help"),
     "report": ("--json", "--help"),
     "export": ("--dtype", "--help"),
     "generate": ("--prompt", "--tokens", "--temperature", "--top-k", "--seed", "--tokenizer", "--help"),
-    "doctor": ("--help",),
+    "doctor": ("--config-dir", "--help"),
 }
 
 CHOICES = {"--dtype": ("fp32", "bf16", "fp16")}
-FOLDERS = ("report", "export", "generate", "doctor")  # verbs that take folders, not keys: the shell completes those itself
+FOLDERS = ("report", "export", "generate")  # verbs that take folders, not keys: the shell completes those itself
 
 
 def answer(shell: str, environment: Mapping[str, str]) -> str:
@@ -52,13 +53,33 @@ def candidates(before: Sequence[str], word: str) -> list[str]:
     if verb in FOLDERS:
         return _starting(word, CHOICES.get(before[-1], ()))
     if verb == "ls":
-        return _starting(word, [*library.groups(config_dir), "recipes"]) if before[-1] == "ls" else []
+        return _starting(word, _listed(word, config_dir)) if before[-1] == "ls" else []
+    if verb == "cp":
+        return _starting(word, _copied(word, config_dir)) if before[-1] == "cp" else []
     key, equals, _ = word.partition("=")
     if equals:
         return _starting(word, [f"{key}={value}" for value in _values(key, config_dir)])
     conf = [] if any(each.startswith("conf=") for each in before) else [f"conf={name}" for name in library.recipes(config_dir)]
     found = _starting(word, [*conf, *_keys(config_dir, word)]) if word or not conf else conf
     return _starting(word, [f"{found[0]}{value}" for value in _values(found[0][:-1], config_dir)]) or found if _is_key(found) else found
+
+
+def _listed(word: str, config_dir: Path | None) -> list[str]:
+    """What `ls` takes: groups first, and keys from their first dot on."""
+    groups = [*library.groups(config_dir), "recipes", "runs"]
+    if "." not in word:
+        return groups
+    from .key_help import key_fields, sections
+
+    return [*sorted(sections()), *(key for key, _, _ in key_fields())]
+
+
+def _copied(word: str, config_dir: Path | None) -> list[str]:
+    """What `cp` takes: recipes first, and options of a group from its slash on; the shell completes files itself."""
+    group = word.partition("/")[0]
+    if "/" in word and group in library.groups(config_dir):
+        return [f"{group}/{option}" for option in library.options(group, config_dir)]
+    return [*library.recipes(config_dir), *(f"{group}/" for group in library.groups(config_dir) if word)]
 
 
 def _is_key(found: Sequence[str]) -> bool:

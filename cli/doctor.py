@@ -6,9 +6,8 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Literal
@@ -25,6 +24,7 @@ OPTIONAL = {
 COMPILERS = ("c++", "g++", "clang++")
 DISK = 1 << 30  # bytes: below it, a warning; below a hundredth of it, nothing can be saved
 MEMORY = 2 << 30  # bytes: two ranks that have imported torch and DeepSpeed take half of it
+HOST_PROBLEM = "problem: "  # how a line begins that says why a host can't be used
 SHARED = 1 << 30  # bytes that NCCL asks of /dev/shm on a node of GPUs, generously
 
 
@@ -43,47 +43,62 @@ class Finding:
 
 def doctor(
     words: Annotated[list[str] | None, typer.Argument(metavar="[conf=NAME KEY=VALUE ...]", show_default=False)] = None,
+    config_dir: Annotated[
+        Path | None, typer.Option("--config-dir", metavar="DIR", help="Your own groups and recipes, which win over built-in ones.")
+    ] = None,
 ) -> int:
     """Look at what `distrain fit` needs, down to three steps of two ranks beside one process; a line each.
 
-    With a recipe and a hostfile: look at the hosts instead, as fit does before it starts anything there.
+    With a recipe: look at what its run needs here: data, tokenizer, weights, devices, memory, disk. With hosts too: ask each of
+    them first, as fit does before it starts anything there.
 
     Exit status: 0 a run can start; 1 something would stop it; 2 the words are wrong.
 
     \b
     distrain doctor
+    distrain doctor conf=mine data.path=corpus
     distrain doctor conf=llama3_8b launch=deepspeed launch.hostfile=FILE
     """
-    if words:
-        return of_hosts(words)
+    return _told(of_run(words, config_dir) if words else findings())
+
+
+def _told(found: Iterable[Finding | str]) -> int:
+    """Print findings as they come, and lines about hosts as they are; 1 where one of them is a problem."""
+    from .printed import say
+    from .text import one_line
+
     stops = False
-    for finding in findings():
-        print(finding, flush=True)
-        stops |= finding.state == "problem"
+    for each in found:
+        say(one_line(str(each)))
+        stops |= each.startswith(HOST_PROBLEM) if isinstance(each, str) else each.state == "problem"
     return 1 if stops else 0
 
 
-def of_hosts(words: Sequence[str]) -> int:
-    """The hosts of a run, a line each, and what is wrong with them."""
+def of_run(words: Sequence[str], config_dir: Path | None) -> Iterator[Finding | str]:
+    """What a recipe's run needs: its hosts, asked, then all that is to be there before ranks start. Raises Unreadable."""
     from ..trainer.plan.plan import make_plan
-    from ..trainer.spec.problem import Problem, Unreadable
+    from ..trainer.spec.problem import Unreadable
+    from .doctor_run import run_findings
     from .hosts import looked
     from .launching import hosts
     from .load import load
+    from .machine import measure
+    from .printed import tell
     from .words import read_words
 
-    read = read_words(words, "doctor", None)
+    read = read_words(words, "doctor", config_dir)
     if read.problems:
         raise Unreadable(read.problems)
-    run = load(read.conf, read.overrides)
+    run = load(read.conf, read.overrides, config_dir)
     found = hosts(run)
-    if not found:
-        mend = "set launch=deepspeed launch.hostfile=FILE, or give doctor no words for this machine"
-        raise Unreadable([Problem(rule="launch", says=f"launch={run.launch.name} has no hosts to look at", mend=mend)])
-    problems = looked(found, run, make_plan(run), partial(print, flush=True))
-    for problem in problems:
-        print(f"problem: {problem}", flush=True)
-    return 1 if problems else 0
+    if found:
+        lines: list[str] = []
+        problems = looked(found, run, make_plan(run), lines.append)
+        yield from (*lines, *(f"{HOST_PROBLEM}{problem}" for problem in problems))
+    elif measure(tell) is None:
+        run = load(read.conf, read.overrides, config_dir)
+    yield from versions()
+    yield from run_findings(run, make_plan(run), hosted=bool(found))
 
 
 def findings() -> Iterator[Finding]:

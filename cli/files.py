@@ -12,6 +12,7 @@ from ..trainer.spec.run import Run
 from .paths import whole_paths
 
 WRITTEN = ("run.json", "plan.json")
+END = "ended.json"
 
 
 def put(file: Path, what: object) -> None:
@@ -27,18 +28,30 @@ def write(run: Run, plan: Plan, folder: Path) -> None:
         put(folder / name, what)
 
 
+def write_end(folder: Path, status: int, says: str) -> None:
+    """RUN_DIR/ended.json: how the last `fit` in it ended, its exit status and what it said; left out where the disk is full."""
+    with suppress(OSError):
+        put(folder / END, {"status": status, "says": says})
+
+
+def remove_end(folder: Path) -> None:
+    """Take RUN_DIR/ended.json away: another `fit` begins."""
+    with suppress(OSError):
+        (folder / END).unlink()
+
+
 def read(folder: Path) -> dict[str, bytes]:
-    """The files that `write` writes, as they are now; those that are not there are left out."""
+    """The files that a launch writes, as they are now; those that are not there are left out."""
     found = {}
-    for name in WRITTEN:
+    for name in (*WRITTEN, END):
         with suppress(OSError):
             found[name] = (folder / name).read_bytes()
     return found
 
 
 def put_back(before: Mapping[str, bytes], folder: Path) -> None:
-    """Make the files that `write` wrote what they were before: a run that was refused changes nothing."""
-    for name in WRITTEN:
+    """Make the files that a launch wrote what they were before: a run that was refused changes nothing."""
+    for name in (*WRITTEN, END):
         with suppress(OSError):  # of a disk that is full: a checkpoint names its own run
             if name in before:
                 whole.put(folder / name, before[name])

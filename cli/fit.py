@@ -11,6 +11,7 @@ from pathlib import Path
 from shlex import quote
 
 from ..trainer.launch.allocation import job
+from ..trainer.launch.launch import signals
 from ..trainer.launch.words import RUNNERS
 from ..trainer.plan.engines import engine_for, unbuilt
 from ..trainer.plan.mends import limits
@@ -79,6 +80,11 @@ def folder_of(run: Run) -> Path:
     return Path(run.log.dir).expanduser().absolute() / run.name
 
 
+def from_here(folder: Path) -> str:
+    """A folder as it is typed in this one."""
+    return os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder)
+
+
 def after(run: Run) -> str:
     """What a run that has trained is told at its end: the plan beside what was measured, and what to try next."""
     from .measured import ran
@@ -86,7 +92,7 @@ def after(run: Run) -> str:
     from .text import look
 
     folder = folder_of(run)
-    name = os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder)
+    name = from_here(folder)
     following = (
         f"report {quote(name)}",
         *([f"generate {quote(name)} --prompt 'def '"] if run.model.family != "hf" else []),
@@ -108,19 +114,28 @@ def typed() -> str:
 
 
 def fit(conf: str, overrides: Sequence[str], config_dir: Path | None) -> int:
-    """Train a recipe: refuse what can't run before anything is written or started; the exit status of the command."""
+    """Train a recipe; the exit status of the command."""
+    from .load import load
+
+    return fit_run(lambda: load(conf, overrides, config_dir), [])
+
+
+def fit_run(read: Callable[[], Run], stops: list[int]) -> int:
+    """Train the run that `read` returns: refuse what can't run before anything is written or started; the exit status of the command.
+
+    `stops` grows by the signals that asked the run to stop, also where it came to its end all the same.
+    """
     from ..trainer.launch.descriptors import allowed, held
     from ..trainer.plan.plan import make_plan
     from .admission import FileChecks, epoch_warnings, prepare_files
     from .hosts import looked
     from .launching import hosts
-    from .load import load
     from .plan_text import verdict
     from .printed import live, show, tell, tell_problems
 
     checks = FileChecks()
     for settled in (machine.known(), True):  # what can't run at all is refused before this machine is measured
-        run = load(conf, overrides, config_dir)
+        run = read()
         plan = make_plan(run)
         if problems := (*refused(run, plan), *checks.look(run).problems):
             tell_problems(problems)
@@ -141,7 +156,7 @@ def fit(conf: str, overrides: Sequence[str], config_dir: Path | None) -> int:
     if problems:
         tell_problems(problems)
         return CANNOT
-    status, wrong = train(run, plan, show, live)
+    status, wrong = train(run, plan, show, live, stops)
     for each in wrong:
         tell(f"distrain: {each}")
     if status == FINE:
@@ -149,9 +164,14 @@ def fit(conf: str, overrides: Sequence[str], config_dir: Path | None) -> int:
     return status
 
 
-def train(run: Run, plan: Plan, show: Callable[[str], None], live: Callable[[str], None]) -> tuple[int, Sequence[str]]:
-    """Write the run's folder, start its ranks, and wait: (exit status, what went wrong, a line each)."""
-    from .files import put_back, read, write
+def train(
+    run: Run, plan: Plan, show: Callable[[str], None], live: Callable[[str], None], stops: list[int] | None = None
+) -> tuple[int, Sequence[str]]:
+    """Write the run's folder, start its ranks, and wait: (exit status, what went wrong, a line each).
+
+    `stops` grows by the signals that asked the run to stop, also where it came to its end all the same.
+    """
+    from .files import put_back, read, remove_end, write, write_end
     from .lock import Taken, held
     from .starts import started
 
@@ -169,7 +189,13 @@ def train(run: Run, plan: Plan, show: Callable[[str], None], live: Callable[[str
         if warning:
             show(f"warning: {warning}")
         show(f"run folder {folder}")
-        ended = started(run, plan, folder, show, live)
+        remove_end(folder)
+        with signals() as asked:
+            ended = started(run, plan, folder, show, live, noted=asked)
+        if stops is not None:
+            stops += [number for number, _ in asked]
         if ended.refused:
             put_back(before, folder)
+        else:
+            write_end(folder, ended.status, ended.says)
     return ended.status, [ended.says] if ended.says else []

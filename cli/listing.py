@@ -1,13 +1,18 @@
-"""`distrain ls`: recipes and config groups, one line each."""
+"""`distrain ls`: recipes, config groups and keys, as lines or as plain data."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ..trainer.spec.problem import Problem, Unreadable, nearest
 from . import library
-from .text import WIDTH, one_line
+from .ls import RUNS
+from .text import WIDTH, look, one_line
+
+RECIPES = "recipes"
+SECTIONS = {"device": "cluster.device"}  # where the keys of a group are, if not under its own name
 
 
 def everything(config_dir: Path | None) -> str:
@@ -17,13 +22,71 @@ def everything(config_dir: Path | None) -> str:
     return "\n".join(["Recipes (conf=NAME)", *_lines(recipes), "", "Groups (GROUP=NAME; `distrain ls GROUP` says more)", *_lines(groups)])
 
 
-def one_group(group: str, config_dir: Path | None) -> str:
-    """Every option of a group with what it is; raises Unreadable where there is no such group."""
+def named(word: str, config_dir: Path | None) -> str:
+    """What a word of `ls` names: a group's options, then keys; raises Unreadable where it names nothing."""
+    from . import key_help
+
+    files, keys = _found(word, config_dir)
+    options = [line.strip() for line in _lines(_about(files))]
+    rows = key_help.lines(keys, look())
+    return "\n".join([*options, *(["", f"Keys of {word}"] if files and rows else []), *rows])
+
+
+def document(word: str | None, config_dir: Path | None) -> dict[str, Any]:
+    """The same as plain data."""
+    from . import key_help
+
+    if word is None:
+        groups = {group: list(library.options(group, config_dir)) for group in library.groups(config_dir)}
+        return {"version": 1, "recipes": _about(library.recipes(config_dir)), "groups": groups}
+    files, keys = _found(word, config_dir)
+    return {"version": 1, "options": _about(files), "keys": key_help.document(keys)}
+
+
+def json_text(what: object) -> str:
+    """Plain data as one JSON document."""
+    import json
+
+    return json.dumps(what, indent=2)
+
+
+def _found(word: str, config_dir: Path | None) -> tuple[Mapping[str, Path], list[Any]]:
+    """The options and the keys that a word names, else what has it as its name; raises Unreadable where there is nothing."""
+    from .key_help import key_help
+
+    if word == RECIPES:
+        return library.recipes(config_dir), []
     groups = library.groups(config_dir)
-    if group not in (*groups, "recipes"):
-        raise Unreadable([Problem(rule="group", says=f"no group {group}", mend=nearest(group, (*groups, "recipes")))])
-    files = library.recipes(config_dir) if group == "recipes" else library.options(group, config_dir)
-    return "\n".join(line.strip() for line in _lines(_about(files)))
+    files = library.options(word, config_dir) if word in groups else {}
+    keys = key_help(SECTIONS.get(word, word))
+    found = files or ({} if keys else _by_name(word, groups, config_dir))
+    if not found and not keys:
+        raise Unreadable([_unknown(word, groups)])
+    return found, keys
+
+
+def _by_name(word: str, groups: tuple[str, ...], config_dir: Path | None) -> dict[str, Path]:
+    """A recipe, and every option of a group, of this name: written as they are chosen."""
+    found = {f"conf={name}": file for name, file in library.recipes(config_dir).items() if name == word}
+    for group in groups:
+        found |= {f"{group}={name}": file for name, file in library.options(group, config_dir).items() if name == word}
+    return found
+
+
+def _unknown(word: str, groups: tuple[str, ...]) -> Problem:
+    """That a word names nothing, and what is near: a group, else a key."""
+    from .key_help import sections
+    from .keys import keys, unknown
+
+    words = (*groups, RECIPES, RUNS)
+    near = nearest(word, words)
+    if "." not in word and near.startswith("did"):
+        return Problem(rule="group", says=f"no group {word}", mend=near)
+    wrong = unknown(word, keys())
+    if wrong is not None and wrong.mend.startswith("did"):
+        return wrong
+    known = ", ".join([*words, *sorted(each for each in sections() if "." not in each and each not in words)])
+    return Problem(rule="group", says=f"no group or key {word}", mend=f"known: {known}, and the keys in them")
 
 
 def _about(files: Mapping[str, Path]) -> dict[str, str]:

@@ -42,9 +42,10 @@ WRONG = (HydraException, OmegaConfBaseException, YAMLError, OSError, RecursionEr
 
 @dataclass(frozen=True, kw_only=True)
 class Swept:
-    """One layout of a sweep: the words that make it, and its run."""
+    """One layout of a sweep: the words that make it, all words that give it (its recipe first), and its run."""
 
     words: tuple[str, ...]
+    texts: tuple[str, ...]
     run: Run
 
 
@@ -67,7 +68,7 @@ def sweep(conf: str, overrides: Sequence[str] = (), config_dir: Path | None = No
     parse = partial(_parsed, known=loader.known)
     for (recipe, *words), swept in layouts((f"conf={conf}", *overrides), parse, config_dir):
         try:
-            runs.append(Swept(words=swept, run=loader.run(recipe.removeprefix("conf="), words)))
+            runs.append(Swept(words=swept, texts=(recipe, *words), run=loader.run(recipe.removeprefix("conf="), words)))
         except Unreadable as error:
             problems |= dict.fromkeys(error.problems)
     if problems:

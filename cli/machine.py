@@ -28,6 +28,7 @@ DEVICES = {
     "NVIDIA B300": "b300",
     "NVIDIA GB200": "gb200",
     "NVIDIA GB300": "gb300",
+    "NVIDIA GeForce RTX 4090": "rtx_4090",
 }
 PROBE = 2  # what is measured and how; raised when that changes
 PATIENCE = 120.0  # seconds that a probe may take

@@ -79,7 +79,7 @@ def ran(folder: Path) -> Ran:
         speed=tuple(_speed(plan, steady)),
         resident=max((row["memory_peak"] for row in steady if row.get("memory_peak")), default=None),
         losses=tuple((row["step"], row["loss"]) for row in rows if row.get("loss") is not None),
-        validation=tuple((row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row),
+        validation=tuple((row["step"], row["validation_loss"]) for row in rows if row.get("validation_loss") is not None),
     )
 
 

@@ -124,7 +124,7 @@ def _wrong(word: Override, known: Mapping[str, Any], groups: Sequence[str], conf
     if word.sweeps is not None:
         value = word.text.partition("=")[2]
         listed = f", or write {word.key}=[{value}] for a list" if get_origin(known.get(word.key)) is tuple else ""
-        return Problem(rule="sweep", says=f"{word.text} is a sweep", mend=f"add -m to plan each{listed}")
+        return Problem(rule="sweep", says=f"{word.text} is a sweep", mend=f"add -m to plan or fit each{listed}")
     if _chooses(word, groups):
         sizes = word.key == "cluster" and is_shape(word.value)
         return None if word.deletes or sizes else _no_option(word.key, word.value, config_dir)

@@ -13,6 +13,18 @@ if TYPE_CHECKING:
     from ..trainer.spec.problem import Problem
 
 
+def say(words: str) -> int:
+    """Print a verb's answer to stdout; 0. A reader that has gone away is no error, a full disk ends the command with 1."""
+    try:
+        print(words, flush=True)
+    except OSError as error:
+        give_up(sys.stdout)
+        if not isinstance(error, BrokenPipeError):
+            tell(f"distrain: can't write to stdout: {error.strerror}")
+            raise SystemExit(1) from None
+    return 0
+
+
 def show(words: str) -> None:
     """A line of a run on stdout, in the place of the live one."""
     live("")

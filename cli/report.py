@@ -1,7 +1,8 @@
-"""`distrain report`: a run's folder, planned against measured, and its curve."""
+"""`distrain report`: a run's folder, planned against measured, and its curve; or several runs side by side."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,31 +11,57 @@ import typer
 
 
 def report(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", show_default=False)],
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of the page.")] = False,
+    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR ...", show_default=False)],
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of the page; a list of several runs.")] = False,
 ) -> int:
     """Show a run: memory, time and throughput as planned and as measured, where they drift, and the loss.
 
-    Exit status: 0, or 2 where the folder is no run's.
+    Several runs are shown side by side: what differs in their configs, their losses at the steps that all logged, their speed.
+
+    Exit status: 0, or 2 where a folder is no run's.
 
     \b
     distrain report runs/quickstart
     distrain report runs/quickstart --json
+    distrain report runs/base runs/wide
     """
-    from .child import run_folder
     from .measured import ran
+    from .printed import say
 
-    found = ran(run_folder(run_dir))
+    folders = _run_folders(run_dirs)
     if as_json:
         import json
 
-        print(json.dumps(document(found), indent=2))
-    else:
-        from .report_text import page
-        from .text import look
+        documents = [document(ran(folder)) for folder in folders]
+        return say(json.dumps(documents[0] if len(folders) == 1 else documents, indent=2))
+    from .text import look
 
-        print(page(found, look()))
-    return 0
+    if len(folders) > 1:
+        from .report_runs import compared_runs, page_of_runs
+
+        return say(page_of_runs(compared_runs(run_dirs, folders), look()))
+    from .report_text import page
+
+    return say(page(ran(folders[0]), look()))
+
+
+def _run_folders(run_dirs: Sequence[Path]) -> list[Path]:
+    """Every RUN_DIR as a whole path; raises Unreadable with all that are none, or where they are too many to tell apart."""
+    from ..trainer.spec.problem import Problem, Unreadable
+    from .child import run_folder
+    from .report_runs import MARKS
+
+    folders, problems = list[Path](), list[Problem]()
+    for each in run_dirs:
+        try:
+            folders.append(run_folder(each))
+        except Unreadable as error:
+            problems += error.problems
+    if len(run_dirs) > len(MARKS):
+        problems.append(Problem(rule="folder", says=f"{len(run_dirs)} runs are too many for a page", mend=f"give at most {len(MARKS)}"))
+    if problems:
+        raise Unreadable(problems)
+    return folders
 
 
 def document(found: Any) -> dict[str, Any]:

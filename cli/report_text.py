@@ -35,7 +35,7 @@ def beside(run: Ran, look: Look) -> list[str]:
     if not rows:
         return ["Nothing was measured yet"]
     cells = [["", "planned", "measured", "drift"]]
-    cells += [[each.name, _figure(each, each.planned), _figure(each, each.measured), _drift(each)] for each in rows]
+    cells += [[each.name, figure(each, each.planned), figure(each, each.measured), _drift(each)] for each in rows]
     first, *lines = (f"  {line}" for line in table(cells))
     resident = f"; the process takes {size(run.resident)}" if run.resident and run.device == "cpu" else ""
     heading = f"Planned and measured{resident}, with all that is no tensor" if resident else "Planned and measured"
@@ -97,19 +97,19 @@ def _course(run: Ran) -> list[str]:
     if run.saved:
         lines += wrapped(f"checkpoints of step {', '.join(map(str, run.saved))}", indent="  ")
     if run.validation:
-        points = _some(run.validation, 8)
+        points = evenly(run.validation, 8)
         lines += wrapped("validation " + ", ".join(f"{loss:.3f} at {step}" for step, loss in points), indent="  ")
     return lines
 
 
-def _some(points: Points, most: int) -> Points:
+def evenly(points: Points, most: int) -> Points:
     """At most so many points, evenly, the last one among them."""
     if len(points) <= most:
         return points
     return [points[round(at * (len(points) - 1) / (most - 1))] for at in range(most)]
 
 
-def _figure(each: Beside, value: float | None) -> str:
+def figure(each: Beside, value: float | None) -> str:
     if value is None:
         return "?"
     match each.unit:
@@ -144,12 +144,17 @@ def _curve(run: Ran, look: Look) -> list[str]:
     letters = _braille(dots) if look.blocks else dict.fromkeys(dots, "*")
     letters |= dict.fromkeys((place(step, loss, wide, TALL) for step, loss in run.validation), "o")
     lines = ["".join(letters.get((x, y), " ") for x in range(wide)).rstrip() for y in range(TALL)]
-    scale = {0: f"{high:.3f}", TALL - 1: f"{low:.3f}"}
+    scale = {0: level(high), TALL - 1: level(low)}
     ends = f"{'step':>{EDGE}}  {first:<{wide // 2}}{last:>{wide - wide // 2}}"
     title = "Loss, nats a token" + (", and validation (o)" if run.validation else "")
     bar = "│" if look.blocks else "|"
     drawn = [f"{scale.get(y, ''):>{EDGE}} {bar}{line}" for y, line in enumerate(lines)]
     return [look.paint(title, "bold"), *drawn, ends]
+
+
+def level(loss: float) -> str:
+    """A loss at a curve's scale, which has EDGE columns for it."""
+    return words if len(words := f"{loss:.3f}") <= EDGE else f"{loss:.2g}"
 
 
 BRAILLE = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # the bit of a dot by its column and row in a letter

@@ -27,15 +27,25 @@ GRACE = 5.0  # seconds that ranks have to end after one has failed: all is to be
 Show = Callable[[str], None]
 
 
-def started(run: Run, plan: Plan, folder: Path, show: Show, live: Show, *, command: Sequence[str] = ()) -> Ended:
+def started(
+    run: Run,
+    plan: Plan,
+    folder: Path,
+    show: Show,
+    live: Show,
+    *,
+    command: Sequence[str] = (),
+    noted: list[tuple[int, float]] | None = None,
+) -> Ended:
     """Start the ranks of RUN_DIR's run and wait; after a fault again, launch.restarts times at the most; how it ended at last.
 
     A run that has not come to a first step is not started again: most likely it never would. Told to stop at any time, also
-    between two starts, it stops. `command` is what each rank runs: the trainer, where none is given.
+    between two starts, it stops. `command` is what each rank runs: the trainer, where none is given. `noted` is what a `signals`
+    around this one notes.
     """
     command = command or [sys.executable, "-m", "distrain.trainer.loop.rank", str(folder / "run.json")]
     tally, faults = Tally(folder=folder), Faults()
-    with signals() as asked:
+    with signals(noted) as asked:
         while True:
             resumed = run.checkpoint.resume != "never" and any(folder.glob("checkpoints/step_*"))
             watchdog = learned.watchdog(run, folder)

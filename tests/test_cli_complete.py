@@ -3,11 +3,12 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from distrain.cli import library
-from distrain.cli.complete import answer, candidates
+from distrain.cli.complete import OPTIONS, answer, candidates
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,17 @@ from distrain.cli.complete import answer, candidates
         (["plan", "conf=quickstart"], "train.mic", ["train.microbatch=1"]),
         (["ls"], "mod", ["model"]),
         (["ls", "model"], "", []),
+        (["ls"], "ru", ["runs"]),
+        (["ls"], "train.ev", ["train.evaluate", "train.evaluate.every", "train.evaluate.batches"]),
+        (["ls"], "parallel.z", ["parallel.zero"]),
+        (["cp"], "llama3_7", ["llama3_70b"]),
+        (["cp"], "mod", ["model/"]),
+        (["cp"], "model/tiny_", ["model/tiny_llama", "model/tiny_moe"]),
+        (["cp", "quickstart"], "", []),
+        (["show"], "--com", ["--comments"]),
+        (["fit"], "-m", ["-m"]),
+        (["doctor"], "conf=quick", ["conf=quickstart"]),
+        (["doctor", "conf=quickstart"], "--c", ["--config-dir"]),
         (["nothing"], "", []),
     ],
 )
@@ -81,3 +93,17 @@ main()
 def test_the_script_of_a_shell_is_printed() -> None:
     done = subprocess.run([sys.executable, "-m", "distrain", "--show-completion", "bash"], capture_output=True, text=True)
     assert "_DISTRAIN_COMPLETE=complete_bash" in done.stdout
+
+
+def test_every_verb_and_every_option_that_help_names_is_offered() -> None:
+    from typer.main import get_command
+
+    from distrain.cli.app import app
+
+    verbs: Any = get_command(app)
+    assert set(OPTIONS) == set(verbs.commands)
+    for name, verb in verbs.commands.items():
+        offered = {each for each in OPTIONS[name] if each != "--help"}
+        taken = [set(row.opts) for row in verb.params if row.param_type_name == "option"]
+        assert all(row & offered for row in taken), name
+        assert all(any(each in row for row in taken) for each in offered), name

@@ -18,7 +18,7 @@ AUTO = (
 TABLE: list[tuple[str, list[str]]] = [
     # the verb and its options
     ("plann conf=quickstart", ["no verb plann: did you mean plan?"]),
-    ("train conf=quickstart", ["no verb train: known: doctor, export, fit, generate, ls, plan, prove, report, show"]),
+    ("train conf=quickstart", ["no verb train: known: cp, doctor, export, fit, generate, ls, plan, prove, report, show"]),
     ("conf=quickstart train.seq=8", ["conf=quickstart comes after a verb: distrain plan conf=quickstart train.seq=8"]),
     ("plan conf=quickstart --jsn", ["no option --jsn: did you mean --json?"]),
     ("plan conf=quickstart --parallel.tp=2", ["no option --parallel.tp: keys are written without dashes: parallel.tp=VALUE"]),
@@ -83,10 +83,10 @@ TABLE: list[tuple[str, list[str]]] = [
         [AUTO],
     ),
     # sweeps
-    ("plan conf=quickstart parallel.tp=1,2", ["parallel.tp=1,2 is a sweep: add -m to plan each"]),
+    ("plan conf=quickstart parallel.tp=1,2", ["parallel.tp=1,2 is a sweep: add -m to plan or fit each"]),
     (
         "plan conf=quickstart optim.betas=0.9,0.99",
-        ["optim.betas=0.9,0.99 is a sweep: add -m to plan each, or write optim.betas=[0.9,0.99] for a list"],
+        ["optim.betas=0.9,0.99 is a sweep: add -m to plan or fit each, or write optim.betas=[0.9,0.99] for a list"],
     ),
     (
         "plan conf=quickstart parallel.tp=interval(1,3)",
@@ -101,7 +101,7 @@ TABLE: list[tuple[str, list[str]]] = [
         [
             "no key modle: did you mean model?",
             "no key parallel.tpp: did you mean parallel.tp?",
-            "parallel.tp=1,2 is a sweep: add -m to plan each",
+            "parallel.tp=1,2 is a sweep: add -m to plan or fit each",
             "a==b has two equals signs: write a=b",
             "train.batch=many is not a whole number, at least 1",
         ],

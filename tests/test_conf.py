@@ -11,7 +11,9 @@ import pytest
 from omegaconf import OmegaConf
 
 import distrain
+from distrain.cli.admission import weight_problems
 from distrain.cli.load import load
+from distrain.cli.machine import DEVICES
 from distrain.trainer.models.families import FAMILIES
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.read import read
@@ -182,3 +184,53 @@ def test_a_trillion_parameters_scale_down_to_eight_processes() -> None:
     plan = make_plan(load("megatron_1t_6x8x64", ["cluster=2x2x2", "device=cpu", "model=tiny", "train.seq=64", "train.batch=16"]))
     assert plan.mesh == {"pp": 2, "dp": 2, "cp": 1, "ep": 1, "tp": 2}
     assert plan.problems == ()
+
+
+# What a newcomer starts from: recipes that this version runs, with room to spare.
+STARTERS = ("llama3_8b_1node", "llama3_2_1b_1node", "llama3_8b_finetune", "llama3_8b_ethernet", "gpt2_124m_1gpu", "llama3_8b_128k")
+
+
+@pytest.mark.parametrize("name", STARTERS)
+def test_a_starter_is_run_by_this_version_and_leaves_a_tenth_of_the_memory(name: str) -> None:
+    plan = make_plan(load(name))
+    assert plan.runnable
+    assert plan.memory is not None
+    assert plan.memory.peak <= 0.9 * plan.memory.capacity
+
+
+@pytest.mark.parametrize("name", STARTERS)
+def test_a_starter_states_its_sources_and_no_figure_of_the_plan(name: str) -> None:
+    text = (HOUSE / "recipes" / f"{name}.yaml").read_text()
+    plan = make_plan(load(name))
+    assert re.search(r"arXiv:\d{4}\.\d{5}|github\.com/", text)
+    assert plan.throughput is not None
+    assert not re.search(r"GiB|tokens/s|MFU|\bdays\b", text)
+
+
+def test_gradients_of_the_ethernet_starter_cross_between_nodes_once_a_step_and_nothing_else_does() -> None:
+    plan = make_plan(load("llama3_8b_ethernet"))
+    assert {(each.axis, each.verb) for each in plan.traffic if each.link == "between"} == {("dp", "all_reduce"), ("dp", "all_gather")}
+    more = make_plan(load("llama3_8b_ethernet", ["train.batch=512"]))
+    assert [each.count for each in plan.traffic if each.link == "between"] == [
+        each.count for each in more.traffic if each.link == "between"
+    ]
+
+
+@pytest.mark.parametrize("layout", [["parallel.zero=2"], ["parallel.zero=3"], ["parallel.tp=8"], ["parallel.tp=4"]])
+def test_the_ethernet_starter_is_faster_than_its_neighbours(layout: list[str]) -> None:
+    ours, theirs = (make_plan(load("llama3_8b_ethernet", words)).throughput for words in ([], layout))
+    assert ours is not None
+    assert theirs is not None
+    assert ours.tokens_per_second > theirs.tokens_per_second
+
+
+def test_the_fine_tuning_starter_wants_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = load("llama3_8b_finetune")
+    assert run.model.weights == str(tmp_path / "Meta-Llama-3-8B")
+    assert [each.rule for each in weight_problems(run)] == ["weights"]
+
+
+def test_a_4090_is_found_by_its_name() -> None:
+    assert DEVICES["NVIDIA GeForce RTX 4090"] == "rtx_4090"
+    assert set(DEVICES.values()) == set(options("device")) - {"cpu", "local"}

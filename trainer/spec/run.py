@@ -1,4 +1,4 @@
-"""What the user said, as frozen data: one `Run` and its parts, in SI units."""
+"""What the user said, as frozen data: one `Run` and its parts, in SI units. What each key means stands in keys.py."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Model:
     hidden: Count
     heads: Count
     vocab: Count
-    kv_heads: Count | None = None  # None: as many as heads
-    head_dim: Count | None = None  # None: hidden / heads
-    ffn: Count | None = None  # None: 4 x hidden
-    context: Count | None = None  # rows of a learned position table; None: train.seq
-    vocab_multiple: Count = 1  # each rank's slice of the vocabulary is padded to a multiple of this
-    tied: bool = False  # embedding and head are one weight
+    kv_heads: Count | None = None
+    head_dim: Count | None = None
+    ffn: Count | None = None
+    context: Count | None = None
+    vocab_multiple: Count = 1
+    tied: bool = False
     bias: bool = False
-    qkv_bias: bool | None = None  # None: as bias
+    qkv_bias: bool | None = None
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_eps: Positive = 1e-5
     act: Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu"] = "gelu"
@@ -42,13 +42,13 @@ class Model:
     dropout: Below1 = 0.0
     experts: Natural = 0
     top_k: Natural = 0
-    expert_ffn: Count | None = None  # None: ffn
+    expert_ffn: Count | None = None
     shared_experts: Natural = 0
-    aux_loss: NotNegative = 0.0  # how much uneven routing counts beside the loss, each sequence by itself (arXiv:2101.03961 eq. 4)
-    capacity: Positive | None = None  # of a sequence an expert takes this x top_k x seq / experts tokens, the first; None: all
-    hf: str | None = None  # path of a Hugging Face config.json that the sizes were read from
-    parameters: dict[str, tuple[Natural, ...]] | None = None  # family hf: every parameter's shape, as transformers makes it
-    weights: str | None = None  # folder of Hugging Face weights that a run begins from; None: drawn from train.seed
+    aux_loss: NotNegative = 0.0
+    capacity: Positive | None = None
+    hf: str | None = None
+    parameters: dict[str, tuple[Natural, ...]] | None = None
+    weights: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,17 +56,17 @@ class Device:
     """One accelerator: memory bytes, bandwidth bytes/s, peak dense FLOP/s by precision."""
 
     name: str
-    memory: Positive | Literal["auto"]  # auto: this machine's, shared among its ranks
+    memory: Positive | Literal["auto"]
     bandwidth: Positive | None = None
     peak: dict[Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp4"], Positive] = field(default_factory=dict)
     kind: Literal["cuda", "cpu"] = "cuda"
-    units: Count | None = None  # streaming multiprocessors: output tiles are dealt out to them in waves
-    sustained: Share = 0.75  # of `peak`, what a large matrix product keeps up for hours
-    flash: Share = 0.4  # of `peak`, what a fused attention kernel reaches at head_dim 128
-    streaming: Share = 0.8  # of `bandwidth`, what a kernel bound by memory reaches
-    launch: NotNegative = 4e-6  # seconds that one kernel costs the device beside its work
-    dispatch: NotNegative = 60e-6  # seconds that the host takes for one op of the table or message: Python, autograd, launches
-    context: NotNegative = 0.0  # bytes that the driver keeps for one process
+    units: Count | None = None
+    sustained: Share = 0.75
+    flash: Share = 0.4
+    streaming: Share = 0.8
+    launch: NotNegative = 4e-6
+    dispatch: NotNegative = 60e-6
+    context: NotNegative = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,12 +88,12 @@ class Cluster:
     """Nodes x devices in each, and the two kinds of link: inside a node and between nodes."""
 
     nodes: Count
-    gpus: Count  # devices in one node (processes, on a cpu)
+    gpus: Count
     device: Device
     inside: Link | None = None
     between: Link | None = None
-    storage: Positive | None = None  # bytes/s at which all devices together write a checkpoint
-    # Seconds of one device between faults that end a run: Llama 3's 419 in 54 days of 16,384 H100 (arXiv:2407.21783 table 5).
+    storage: Positive | None = None
+    # Llama 3's 419 faults that ended a run in 54 days of 16,384 H100 (arXiv:2407.21783 table 5).
     mtbf: Positive = 54 * 86400 * 16384 / 419
 
 
@@ -109,10 +109,10 @@ class Offload:
 class Overlap:
     """Which messages travel while the device computes: False exposes all of their time."""
 
-    data: bool = True  # gradients during backward; ZeRO-3 gathers during both passes
-    tensor: bool = False  # tensor-parallel messages under the matrix products beside them
-    pipeline: bool = False  # stage to stage under the next micro-batch
-    context: bool = True  # ring attention's next keys and values under this block's attention
+    data: bool = True
+    tensor: bool = False
+    pipeline: bool = False
+    context: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,7 @@ class Parallel:
     tp: Count = 1
     pp: Count = 1
     cp: Count = 1
-    ep: Count = 1  # expert ranks are taken from the data axis: ep divides dp
+    ep: Count = 1
     zero: Literal[0, 1, 2, 3] = 0
     shard: Count | Literal["all"] = "all"
     schedule: str = "1f1b"
@@ -131,8 +131,8 @@ class Parallel:
     sequence: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
     reduce: Literal["ring", "halving", "server"] = "ring"
-    bucket: Count = 50_000_000  # elements that travel in one message of the data axis
-    scatter: bool = False  # stages hand on 1/tp of the residual stream, gathered inside the node (arXiv:2104.04473 section 4.1)
+    bucket: Count = 50_000_000
+    scatter: bool = False
     offload: Offload = field(default_factory=Offload)
     overlap: Overlap = field(default_factory=Overlap)
 
@@ -149,19 +149,19 @@ class Evaluate:
 class Train:
     """One step (sequences, tokens) and how many of them."""
 
-    batch: Count  # sequences a step
-    seq: Count  # tokens of a sequence
-    microbatch: Count = 1  # sequences of a micro-batch
+    batch: Count
+    seq: Count
+    microbatch: Count = 1
     steps: Count | None = None
     tokens: Positive | None = None
     precision: Precision = "bf16"
-    gradients: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # what gradients add up in; auto: as precision
+    gradients: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     attention: Literal["flash", "math"] = "flash"
-    flops: Literal["attention", "parameters"] = "attention"  # model FLOPs with attention's products, or 6 a parameter and token
+    flops: Literal["attention", "parameters"] = "attention"
     compile: bool = False
     seed: Natural = 1234
-    clip: NotNegative = 1.0  # global gradient norm; 0: off
-    skip: Natural = 3  # steps in a row that may be left out because a loss or a gradient is not finite
+    clip: NotNegative = 1.0
+    skip: Natural = 3
     evaluate: Evaluate = field(default_factory=Evaluate)
 
 
@@ -176,9 +176,9 @@ class Optim:
     weight_decay: NotNegative = 0.1
     momentum: Below1 = 0.0
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
-    warmup: Natural = 0  # steps
+    warmup: Natural = 0
     min_lr: NotNegative = 0.0
-    gradient_copy: bool = False  # a second, fp32 copy of the gradients at the step (Megatron's fp16 optimizer)
+    gradient_copy: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,14 +186,14 @@ class Data:
     """Where tokens come from, what makes them of text, and the share of them that is held out."""
 
     name: Literal["stdlib", "text", "tokens", "synthetic"] = "synthetic"
-    path: str | tuple[str, ...] | None = None  # of text and tokens: files, folders, patterns
-    weights: tuple[Positive, ...] | None = None  # one a path: its share of the samples; None: all paths are one text
-    tokenizer: str = "bytes"  # or the path of a Hugging Face tokenizer.json
-    end: Natural | None = None  # token id that ends a document; None: 0 of bytes, the tokenizer's own, none in files of tokens
-    text_key: str = "text"  # of a .jsonl line
-    documents: bool = False  # attention and loss stay inside documents
-    validation: Below1 = 0.01  # share of the tokens
-    cache: str | None = None  # folder of tokenized text; None: the user's cache folder (XDG)
+    path: str | tuple[str, ...] | None = None
+    weights: tuple[Positive, ...] | None = None
+    tokenizer: str = "bytes"
+    end: Natural | None = None
+    text_key: str = "text"
+    documents: bool = False
+    validation: Below1 = 0.01
+    cache: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +204,7 @@ class Log:
     sinks: tuple[Literal["console", "jsonl", "wandb", "tensorboard"], ...] = ("console", "jsonl")
     dir: str = "runs"
     profile: tuple[Natural, Natural] | None = None
-    ledger: bool = False  # count every message of one step beside the plan's: RUN_DIR/ledger.json
+    ledger: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +214,7 @@ class Checkpoint:
     every: Natural = 0
     keep: Count = 2
     resume: Literal["auto", "must", "never"] = "auto"
-    accept: tuple[str, ...] = ()  # keys of data and optim that may have changed since the checkpoint that a run goes on from
+    accept: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,15 +222,15 @@ class Launch:
     """How ranks are started."""
 
     name: Literal["local", "deepspeed", "torchrun", "slurm"] = "local"
-    hostfile: str | None = None  # None: in a job of Slurm, its nodes
-    include: str | None = None  # host1@host2:0,2: these hosts and slots of the file; exclude: all others
+    hostfile: str | None = None
+    include: str | None = None
     exclude: str | None = None
-    runner: Literal["pdsh", "openmpi", "slurm"] = "pdsh"  # what DeepSpeed's launcher reaches the hosts with
-    address: str | None = None  # of the first host, where ranks meet; None: where ssh reaches it
-    port: Annotated[int, Meta(ge=1, le=65535)] | None = None  # there; None: one that is free, or that the run folder's name gives
-    environment: tuple[str, ...] = ()  # further variables of this shell that ranks on other hosts are told, over a file
+    runner: Literal["pdsh", "openmpi", "slurm"] = "pdsh"
+    address: str | None = None
+    port: Annotated[int, Meta(ge=1, le=65535)] | None = None
+    environment: tuple[str, ...] = ()
     restarts: Natural = 0
-    patience: Positive = 120.0  # seconds that a step may take at least before the run is taken to hang; ten times that what is no step
+    patience: Positive = 120.0
     preflight: bool = True
 
 
@@ -249,4 +249,4 @@ class Run:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     launch: Launch = field(default_factory=Launch)
     engine: str = "auto"
-    reading: str | None = None  # how `cluster=6x8x64` was read, in words
+    reading: str | None = None
