@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil, log
+from math import ceil, floor, log
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -129,6 +129,8 @@ class Source:
     tokens: Tokens
     validation: Runs
     weight: float = 1.0
+    documents: int | None = None  # None: not known
+    set_apart: bool = False  # whether what validates are the files that are named for it
 
     @cached_property
     def train(self) -> Runs:
@@ -167,15 +169,21 @@ def windows(corpus: Corpus, seq: int, split: Split) -> tuple[int, ...]:
     sizes = [source.runs(split).size for source in corpus.sources]
     short = [_short(corpus.name, source, size, seq, split) for source, size in zip(corpus.sources, sizes, strict=True) if size <= seq]
     if short:
-        raise Unreadable(short[:1])
+        raise Unreadable(short)
     return tuple((size - 1) // seq for size in sizes)
 
 
 def _short(name: str, source: Source, size: int, seq: int, split: Split) -> Problem:
     whole = source.tokens.size
     says = f"{split} has {size} tokens of data={name}, less than one sequence and a token after it: train.seq={seq}"
-    if split == "train" or whole < 2 * (seq + 1):
+    if source.set_apart:
+        return wrong(
+            says, "give more text" if split == "train" else "leave out the files named for validation, or set train.evaluate.every=0"
+        )
+    if whole < (seq + 1 if split == "train" else 2 * (seq + 1)):
         return wrong(says, f"set train.seq to at most {size - 1}" if size > 1 else "give more text")
+    if split == "train":  # whole documents are held out, less than twice the share
+        return wrong(says, f"set data.validation to at most {floor((whole - seq - 1) / whole * 5_000) / 10_000:g}")
     share = ceil((seq + 1) / whole * 10_000) / 10_000
     return wrong(says, f"set data.validation={share:g} or train.evaluate.every=0")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from glob import glob, has_magic
 from pathlib import Path
@@ -12,9 +13,6 @@ from typing import NamedTuple
 
 from ...spec.problem import Problem, Unreadable, nearest
 from .refusal import refused, wrong
-
-TEXT = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz")
-TOKENS = (".bin",)
 
 # Folders of the standard library that are left out: tests, tools with windows of their own, tables, and what is installed there.
 _TESTS = {"test", "tests", "__phello__"}
@@ -28,6 +26,9 @@ _OF_A_MACHINE = (
     "usercustomize",
     "python-config",
 )  # modules that differ between machines of one Python version
+
+
+Remark = Callable[[str], object]
 
 
 class File(NamedTuple):
@@ -47,51 +48,115 @@ def library() -> list[File]:
     return files
 
 
-def found(words: Sequence[str], suffixes: tuple[str, ...]) -> list[list[File]]:
-    """The files of each word: a file, a folder (its files with one of the suffixes), or a pattern; raises Unreadable."""
+class Sought(NamedTuple):
+    """What folders are searched for: ends of names, those of files that belong to others, and both in words."""
+
+    suffixes: tuple[str, ...]
+    beside: tuple[str, ...]
+    words: str
+    mend: str
+    takes: Callable[[Path], bool] = lambda path: True  # whether a file with one of the suffixes is one
+
+
+def found(words: Sequence[str], sought: Sought, remark: Remark) -> list[list[File]]:
+    """The files of each word: a file, a folder (its files that are sought), or a pattern; raises Unreadable.
+
+    What is left out of folders and patterns is remarked on.
+    """
     problems: list[Problem] = []
-    groups = [list(_named(word, suffixes, problems)) for word in words]
-    for files in groups:
-        problems += [wrong(f"{file.path} is empty", "leave it out of data.path") for file in files if not file.size]
+    groups = [_named(word, sought, remark, problems) for word in words]
     if problems:
         raise Unreadable(problems)
     return groups
 
 
-def _named(word: str, suffixes: tuple[str, ...], problems: list[Problem]) -> Iterator[File]:
+def _named(word: str, sought: Sought, remark: Remark, problems: list[Problem]) -> list[File]:
+    try:
+        return list(_files(word, sought, remark))
+    except Unreadable as error:
+        problems += error.problems
+    except (OSError, RuntimeError, ValueError) as error:  # a name that is too long, ~NOBODY, a zero byte
+        inside = f"{error.filename}: " if isinstance(error, OSError) and error.filename not in (None, word) else ""
+        problems.append(wrong(f"data.path={word}: {inside}{getattr(error, 'strerror', None) or error}"))
+    return []
+
+
+def _files(word: str, sought: Sought, remark: Remark) -> list[File]:
     path = Path(word).expanduser()
     if path.is_dir():
-        files = _below(path, suffixes)
-        if not files:
-            kinds = f"{', '.join(suffixes[:-1])} or {suffixes[-1]}" if suffixes[1:] else suffixes[0]
-            mend = f"name files of other kinds by a pattern: data.path='{word}/**/*.md'" if suffixes == TEXT else ""
-            problems.append(wrong(f"data.path={word} has no {kinds} in it", mend))
-        yield from files
-    elif path.exists():
-        yield _file(path.name, path)
-    elif has_magic(word):
-        hits = [Path(hit) for hit in sorted(glob(str(path), recursive=True)) if os.path.isfile(hit)]
-        root = os.path.commonpath([hit.parent for hit in hits]) if hits else ""
-        if not hits:
-            problems.append(wrong(f"data.path={word} matches no file", ""))
-        yield from sorted(_file(hit.relative_to(root).as_posix(), hit) for hit in hits)
-    elif ".bin" in suffixes and path.with_name(f"{path.name}.bin").exists():  # Megatron names a pair without its suffixes
-        yield _file(f"{path.name}.bin", path.with_name(f"{path.name}.bin"))
-    else:
-        problems.append(wrong(f"data.path={word}: no such file or folder", _neighbour(path)))
+        return _of_folder(word, path, sought, remark)
+    if path.is_file():
+        return [_given(path)]
+    if path.exists():
+        raise refused(f"data.path={word} is no file but a pipe or a device", "write what it gives to a file, and name that")
+    if has_magic(word):
+        return _of_pattern(word, path, sought, remark)
+    if ".bin" in sought.suffixes and path.with_name(f"{path.name}.bin").exists():  # Megatron names a pair without its suffixes
+        return [_given(path.with_name(f"{path.name}.bin"))]
+    raise refused(f"data.path={word}: no such file or folder", _neighbour(path))
 
 
-def _below(root: Path, suffixes: tuple[str, ...], without: AbstractSet[str] = frozenset()) -> list[File]:
-    """The files below a folder, sorted by name, but for hidden ones and those in folders of the names `without`."""
+def _given(path: Path) -> File:
+    """A file that is named itself; raises Unreadable."""
+    file = _file(path.name, path)
+    if not file.size:
+        raise refused(f"{file.path} is empty", "leave it out of data.path")
+    return file
+
+
+def _of_folder(word: str, path: Path, sought: Sought, remark: Remark) -> list[File]:
+    everything = _below(path)
+    fitting = [file for file in everything if file.size and file.name.lower().endswith(sought.suffixes)]
+    files = [file for file in fitting if sought.takes(file.path)] or fitting
+    left = _counted([file for file in everything if not file.name.lower().endswith(sought.beside)], files)
+    if not files:
+        raise refused(f"data.path={word} has no {sought.words} in it" + (f" but {left}" if left else ""), sought.mend.format(word))
+    if left:
+        remark(f"data.path={word}: {len(files):,} files are read, and left out are {left}")
+    return files
+
+
+def _of_pattern(word: str, path: Path, sought: Sought, remark: Remark) -> list[File]:
+    hits = [Path(hit) for hit in sorted(glob(str(path), recursive=True)) if os.path.isfile(hit)]
+    hits = [hit for hit in hits if hit.suffix == ".idx" or not hit.name.lower().endswith(sought.beside)]
+    if not hits:
+        raise refused(f"data.path={word} matches no file")
+    root = os.path.commonpath([hit.parent for hit in hits])
+    everything = {file.path: file for file in sorted((_file(hit.relative_to(root).as_posix(), hit) for hit in hits), reverse=True)}
+    files = sorted(file for file in everything.values() if file.size)
+    if not files:
+        raise refused(f"data.path={word} matches empty files only")
+    if left := _counted(list(everything.values()), files):
+        remark(f"data.path={word}: {len(files):,} files are read, and left out are {left}")
+    return files
+
+
+def _counted(everything: Sequence[File], files: Sequence[File]) -> str:
+    """How many files of which kind are not among those that are read: 3 .pdf, 2 empty; "" where none is left out."""
+    taken = {file.path for file in files}
+    left = Counter("empty" if not file.size else file.path.suffix or "without a suffix" for file in everything if file.path not in taken)
+    rows = [f"{count:,} {kind}" for kind, count in left.most_common(5)]
+    more = sum(left.values()) - sum(count for _, count in left.most_common(5))
+    return ", ".join([*rows, *([f"{more:,} others"] if more else [])])
+
+
+def _below(root: Path, suffixes: tuple[str, ...] = ("",), without: AbstractSet[str] = frozenset()) -> list[File]:
+    """The files below a folder, sorted by name, but for hidden ones and those in folders of the names `without`; raises OSError."""
     files = []
-    for at, folders, names in os.walk(root):
+    for at, folders, names in os.walk(root, onerror=_fail):
         folders[:] = [name for name in folders if name not in without and not name.startswith(".")]
         paths = (Path(at, name) for name in names if name.endswith(suffixes) and not name.startswith("."))
-        files += [_file(path.relative_to(root).as_posix(), path) for path in paths if path.is_file()]
+        files += [File(path.relative_to(root).as_posix(), path, path.stat().st_size) for path in paths if path.is_file()]
     return sorted(files)
 
 
+def _fail(error: OSError) -> None:
+    """A folder that can't be read is not passed over."""
+    raise error
+
+
 def _file(name: str, path: Path) -> File:
+    """A file, or the .bin beside a .idx; raises Unreadable where that is missing."""
     path = path.with_suffix(".bin") if path.suffix == ".idx" else path
     if not path.exists():
         raise refused(f"{path}: no such file", f"{path.with_suffix('.idx').name} wants it beside itself")

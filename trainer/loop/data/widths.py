@@ -1,0 +1,49 @@
+"""How many bytes an id takes in a file that does not say: decided by where its zeros are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_BLOCK = 1 << 16  # bytes that are looked at in one place
+_PLACES = 16
+_FEW = 16  # pairs that decide nothing
+_MOST = 0.75  # of the pairs
+
+
+def raw_type(path: Path, size: int, vocab: int) -> np.dtype[Any]:
+    """uint16, uint32 or int64: the type of the ids below vocab that fill a file of `size` bytes and nothing else; raises OSError.
+
+    Read as halves of its ids, a file has a small second half in every pair: at most (vocab - 1) >> 16, which is 0 of an
+    ordinary vocabulary. In a file of ids of their own either of two neighbours is as likely to be the small one. So where
+    more than three in four of the pairs that are not both small have a small second one, the pairs are the ids. Where too
+    few pairs tell, the smallest type that holds a vocabulary is taken.
+    """
+    wide = _paired(_sampled(path, size, np.dtype(np.uint16)), (vocab - 1) >> 16)
+    if not (vocab > 1 << 16 if wide is None else wide > _MOST):
+        return np.dtype(np.uint16)
+    wider = _paired(_sampled(path, size, np.dtype(np.uint32)), 0)
+    return np.dtype(np.uint32 if wider is None or wider <= _MOST else np.int64)
+
+
+def _paired(halves: NDArray[Any], high: int) -> float | None:
+    """Of the pairs that are not both at most `high`, the share whose second one is; None of too few."""
+    first, second = halves[::2] <= high, halves[1::2] <= high
+    telling = ~(first & second)
+    return float(second[telling].mean()) if telling.sum() >= _FEW else None
+
+
+def _sampled(path: Path, size: int, kind: np.dtype[Any]) -> NDArray[Any]:
+    """Numbers [even] of a file, from places all over it that begin with a pair of them."""
+    pair = 2 * kind.itemsize
+    if size < pair:
+        return np.empty(0, kind)
+    words = np.memmap(path, kind, "r", shape=(size // pair * 2,))
+    count = _BLOCK // kind.itemsize
+    if len(words) <= _PLACES * count:
+        return np.asarray(words)
+    starts = np.linspace(0, len(words) - count, _PLACES).astype(np.int64) // 2 * 2
+    return np.concatenate([words[start : start + count] for start in starts])
