@@ -50,13 +50,12 @@ class Checked:
 def check(data: Data, vocab: int, remark: Remark) -> Checked:
     """What there is to read; raises Unreadable with all that is wrong with the words, the files and the tokenizer."""
     problems = _word_problems(data)
-    paths_fit = not problems
     by, groups, read = None, list[list[File]](), list[list[TokenFile]]()
     if data.name in ("text", "stdlib"):
         by = _tried(problems, lambda: _tokenizer(data, vocab, remark))
     if data.name == "stdlib":
         groups = _tried(problems, lambda: [library()]) or []
-    elif data.name in ("text", "tokens") and paths_fit:
+    elif data.name in ("text", "tokens") and paths_of(data):
         groups = _tried(problems, lambda: _groups(data, remark)) or []
     files = [file for group in groups for file in group]
     if data.name == "text":

@@ -130,6 +130,7 @@ class Source:
     validation: Runs
     weight: float = 1.0
     documents: int | None = None  # None: not known
+    bytes: int = 0  # of its files
     set_apart: bool = False  # whether what validates are the files that are named for it
 
     @cached_property

@@ -45,7 +45,14 @@ def _corpus(checked: Checked, way: Way) -> Corpus:
     data = way.data
     read = _read(checked, way)
     sources = tuple(
-        Source(tokens=each.tokens, validation=each.validation, weight=weight, documents=each.documents, set_apart=each.set_apart)
+        Source(
+            tokens=each.tokens,
+            validation=each.validation,
+            weight=weight,
+            documents=each.documents,
+            set_apart=each.set_apart,
+            bytes=each.bytes,
+        )
         for each, weight in zip(read, data.weights or [1.0], strict=True)
     )
     key = key_of([[each.key for each in read], data.weights, data.validation])
@@ -57,7 +64,7 @@ def _read(checked: Checked, way: Way) -> list[Read]:
     if way.data.name == "synthetic":
         made = Synthetic(vocab=way.vocab)
         held = held_out(0, np.array([0, made.size]), way.data.validation)
-        return [Read(f"synthetic {way.vocab}", made, held, made.size // DOCUMENT, False)]
+        return [Read(f"synthetic {way.vocab}", made, held, made.size // DOCUMENT, False, 0)]
     if way.data.name == "tokens":
         return [token_ids(way, files) for files in checked.opened]
     assert checked.tokenizer is not None

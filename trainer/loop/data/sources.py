@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +39,7 @@ class Read(NamedTuple):
     validation: Runs
     documents: int | None
     set_apart: bool
+    bytes: int
 
 
 class Way(NamedTuple):
@@ -75,7 +77,7 @@ def text(way: Way, files: list[File], by: Tokenizer) -> Read:
     if len(tokens.counts) > way.vocab:
         raise refused(f"the text holds token {len(tokens.counts) - 1}, and model.vocab={way.vocab}", f"set model.vocab={by.size}")
     held = held_out(number_of(key), tokens.bounds, way.data.validation)
-    return Read(key, tokens, held, len(tokens.bounds) - 1, False)
+    return Read(key, tokens, held, len(tokens.bounds) - 1, False, sum(file.size for file in files))
 
 
 def token_ids(way: Way, read: list[TokenFile]) -> Read:
@@ -93,7 +95,7 @@ def token_ids(way: Way, read: list[TokenFile]) -> Read:
     documents = None if unbounded and end is None else len(tokens.bounds) - 1
     apart = _set_apart(read, tokens)
     held = held_out(number_of(key), tokens.bounds, way.data.validation) if apart is None else apart
-    return Read(key, tokens, held, documents, apart is not None)
+    return Read(key, tokens, held, documents, apart is not None, sum(file.size for file in files))
 
 
 def _never_ends(way: Way, path: Path) -> None:
@@ -110,8 +112,9 @@ def _tokenize(way: Way, files: list[File], by: Tokenizer, into: Path) -> None:
     alone = sum(file.size for file in files) <= _ALONE[not isinstance(by, Bytes)]
     settings = (way.data.tokenizer, way.data.end, way.data.text_key)
     counts, bounds, written = np.zeros(by.size, np.int64), [np.zeros(1, np.int64)], 0
-    with open(into / "tokens", "wb") as out:
-        for spans, part in zip(turns, tokenized(turns, into, settings, 1 if alone else min(len(turns), _cores())), strict=True):
+    processes = 1 if alone else min(len(turns), _cores())
+    with open(into / "tokens", "wb") as out, closing(tokenized(turns, into, settings, processes)) as parts:
+        for spans, part in zip(turns, parts, strict=True):
             words = _taken(f"{part}.tokens")
             out.write(words)
             ids = np.frombuffer(words, by.dtype)
@@ -131,10 +134,16 @@ def _taken(path: str) -> bytes:
     return words
 
 
-def _set_apart(files: list[TokenFile], tokens: Mapped) -> Runs | None:
-    """The files that are named for validation, as nanoGPT's val.bin, where the others are not."""
-    named = np.array([bool(_HELD_OUT & set(re.split(r"[^a-z]+", Path(each.file.name).stem.lower()))) for each in files])
-    return None if named.all() or not named.any() else stretches(tokens.starts[:-1][named], tokens.starts[1:][named])
+def named_for_validation(files: Sequence[TokenFile]) -> list[bool] | None:
+    """Whether each file is named for validation, as nanoGPT's val.bin; None where all are or none is."""
+    named = [bool(_HELD_OUT & set(re.split(r"[^a-z]+", Path(each.file.name).stem.lower()))) for each in files]
+    return None if all(named) or not any(named) else named
+
+
+def _set_apart(files: Sequence[TokenFile], tokens: Mapped) -> Runs | None:
+    """The files that are named for validation, where the others are not."""
+    named = named_for_validation(files)
+    return None if named is None else stretches(tokens.starts[:-1][named], tokens.starts[1:][named])
 
 
 def _opened(folder: Path, files: list[Any]) -> Mapped:

@@ -18,12 +18,10 @@ class Unread(Exception):
 
 
 class Sample(NamedTuple):
-    """Some documents of a file, how many rows they were taken from, and how many there are (None: not known)."""
+    """Some documents of a file, and about which share of it they are."""
 
     texts: list[bytes]
-    rows: int
-    all_rows: int | None
-    share: float  # of the file's bytes that those rows take, about
+    share: float
 
 
 def texts(path: str, kind: Kind, key: str, begin: int, end: int) -> Iterator[bytes]:
@@ -44,21 +42,18 @@ def check(path: str, kind: Kind, key: str) -> None:
         _check_column(_opened(path, kind)[1], key)
 
 
-def sample(path: str, kind: Kind, key: str, most: int) -> Sample:
-    """The documents of the first rows of a file, as many as hold `most` bytes or one batch; raises Unread."""
+def sample(path: str, kind: Kind, key: str, begin: int, most: int) -> Sample:
+    """The documents of the first rows of bytes begin .. of a file, as many as hold `most` bytes or one batch; raises Unread."""
     size, found, rows, used = Path(path).stat().st_size, list[bytes](), 0, 0
     with _readable(path):
-        reader, schema = _opened(path, kind)
-        _check_column(schema, key)
-        all_rows = reader.metadata.num_rows if kind == "parquet" else None
-        for column in _parquet(path, key, 0, size) if kind == "parquet" else _arrow(path, key, 0, size):
+        all_rows = _opened(path, kind)[0].metadata.num_rows if kind == "parquet" else None
+        for column in _parquet(path, key, begin, size) if kind == "parquet" else _arrow(path, key, begin, size):
             rows += len(column)
             used += column.nbytes
             found += [text for text in column.cast(_pyarrow().large_binary()).to_pylist() if text]
             if used >= most:
                 break
-    share = rows / all_rows if all_rows else min(1.0, used / size)
-    return Sample(found, rows, all_rows, share)
+    return Sample(found, rows / all_rows if all_rows else min(1.0, used / size))
 
 
 @contextmanager

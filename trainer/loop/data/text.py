@@ -59,7 +59,7 @@ def tokenize(spans: Sequence[Span], into: Path, tokenizer: Tokenizer, key: str) 
     with open(f"{into}.tokens", "wb") as out:
         for span in spans:
             for text, whole in _texts(span, key):
-                ids = _encoded(text, span.path, tokenizer)
+                ids = encode(text, span.path, tokenizer)
                 written += len(ids)
                 out.write(ids.tobytes())
                 if whole:
@@ -69,7 +69,8 @@ def tokenize(spans: Sequence[Span], into: Path, tokenizer: Tokenizer, key: str) 
     Path(f"{into}.ends").write_bytes(np.array(ends, np.int64).tobytes())
 
 
-def _encoded(text: bytes, path: str, tokenizer: Tokenizer) -> np.ndarray[Any, Any]:
+def encode(text: bytes, path: str, tokenizer: Tokenizer) -> np.ndarray[Any, Any]:
+    """Ids [n] of a text of a file; raises Unfit."""
     try:
         return tokenizer.encode(text)
     except UnicodeDecodeError as error:
@@ -97,7 +98,7 @@ def _texts(span: Span, key: str) -> Iterator[tuple[bytes, bool]]:
 def _plain(span: Span, key: str, *, lined: bool) -> Iterator[tuple[bytes, bool]]:
     """What a span of a file that is not packed holds."""
     with open(span.path, "rb") as file:
-        begin, end = _line_start(file, span.begin), _line_start(file, span.end)
+        begin, end = line_start(file, span.begin), line_start(file, span.end)
         file.seek(begin)
         if lined:
             yield from objects(file, begin, end, span.path, key)
@@ -107,7 +108,7 @@ def _plain(span: Span, key: str, *, lined: bool) -> Iterator[tuple[bytes, bool]]
             yield text if begin else text.removeprefix(BOM_UTF8), span.last
 
 
-def _line_start(file: IO[bytes], at: int) -> int:
+def line_start(file: IO[bytes], at: int) -> int:
     """The first line start at or after a byte; where none is near, the first byte of a character."""
     if not at:
         return 0

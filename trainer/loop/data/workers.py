@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -26,7 +26,7 @@ Settings = tuple[str, int | None, str]  # data.tokenizer, data.end, data.text_ke
 Child = subprocess.Popen[str]
 
 
-def tokenized(turns: Sequence[Sequence[Span]], folder: Path, settings: Settings, processes: int) -> Iterator[Path]:
+def tokenized(turns: Sequence[Sequence[Span]], folder: Path, settings: Settings, processes: int) -> Generator[Path]:
     """Each turn's tokens below the folder, in order, as soon as they are there; raises Unreadable for the first turn that fails.
 
     The processes end with this iterator, and with whoever iterates, however that ends.
