@@ -85,7 +85,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
     "text that is not packed": (lambda at: lines(at, "a.txt.gz", "x"), {"name": "text", "path": "AT/a.txt.gz"},
         "AT/a.txt.gz is no .gz file: end its name in .txt"),
     "packed text cut short": (lambda at: packed(at, "a.txt.gz", "x\n" * 10, 15), {"name": "text", "path": "AT/a.txt.gz"},
-        "AT/a.txt.gz line 1 cannot be unpacked: Compressed file ended before the end-of-stream marker was reached"),
+        "AT/a.txt.gz cannot be unpacked: Compressed file ended before the end-of-stream marker was reached"),
     "packed lines cut short": (lambda at: packed(at, "a.jsonl.gz", '{"text": "x"}\n' * 10, -4), {"name": "text", "path": "AT/a.jsonl.gz"},
         "AT/a.jsonl.gz line 11 cannot be unpacked: Compressed file ended before the end-of-stream marker was reached"),
     "a tokenizer that is missing": (lambda at: lines(at, "a.txt", "x"), {"name": "text", "path": "AT/a.txt", "tokenizer": "AT/t.json"},

@@ -112,7 +112,7 @@ def _of_folder(word: str, path: Path, sought: Sought, remark: Remark) -> list[Fi
     if not files:
         raise refused(f"data.path={word} has no {sought.words} in it" + (f" but {left}" if left else ""), sought.mend.format(word))
     if left:
-        remark(f"data.path={word}: {len(files):,} files are read, and left out are {left}")
+        remark(f"data.path={word}: {_files_read(files)}, and left out are {left}")
     return files
 
 
@@ -127,8 +127,12 @@ def _of_pattern(word: str, path: Path, sought: Sought, remark: Remark) -> list[F
     if not files:
         raise refused(f"data.path={word} matches empty files only")
     if left := _counted(list(everything.values()), files):
-        remark(f"data.path={word}: {len(files):,} files are read, and left out are {left}")
+        remark(f"data.path={word}: {_files_read(files)}, and left out are {left}")
     return files
+
+
+def _files_read(files: Sequence[File]) -> str:
+    return f"{len(files):,} files are read" if files[1:] else "1 file is read"
 
 
 def _counted(everything: Sequence[File], files: Sequence[File]) -> str:

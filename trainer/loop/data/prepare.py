@@ -11,6 +11,7 @@ from ...spec.run import Data
 from .cache import NotCached
 from .check import Checked, check
 from .corpus import Corpus, Source, held_out, windows
+from .refusal import refused
 from .sources import Progress, Read, Way, key_of, text, token_ids
 from .synthetic import DOCUMENT, Synthetic
 
@@ -28,9 +29,13 @@ def prepare(data: Data, *, vocab: int, seq: int, cache: Path, progress: Progress
 
 
 def cache_folder(data: Data) -> Path:
-    """`data.cache`, or distrain/data below the user's cache folder (XDG base directory specification)."""
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distrain" / "data"
-    return Path(data.cache).expanduser() if data.cache else default
+    """`data.cache`, or distrain/data below the user's cache folder (XDG base directory specification); raises Unreadable."""
+    try:
+        if data.cache:
+            return Path(data.cache).expanduser()
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distrain" / "data"
+    except RuntimeError as error:
+        raise refused(f"data.cache={data.cache or 'null'}: {str(error).rstrip('.')}", "set data.cache=FOLDER") from None
 
 
 def cached(checked: Checked, data: Data, *, vocab: int, cache: Path) -> Corpus | None:

@@ -122,18 +122,17 @@ def line_start(file: IO[bytes], at: int) -> int:
 
 def _blocks(file: IO[bytes], path: str) -> Iterator[tuple[bytes, bool]]:
     """One packed document, in blocks that end with a line."""
-    rest, lines, read = b"", 0, 0
+    rest, read = b"", 0
     try:
         while block := file.read(SHARE):
             _check_zeros(block, path, read)
             block = block if read else block.removeprefix(BOM_UTF8)
-            lines += block.count(b"\n")
             read += len(block)
             whole, newline, tail = (rest + block).rpartition(b"\n")
             yield whole + newline, False
             rest = tail
     except Damaged as error:
-        raise Unfit(f"{path} line {lines + 1} cannot be unpacked: {error}") from None
+        raise Unfit(f"{path} cannot be unpacked: {error}") from None
     yield rest, True
 
 

@@ -131,7 +131,10 @@ def _reset(rules: Any) -> None:
 
 def _file(word: str) -> Path:
     """The tokenizer.json that a word names, itself or by its folder; raises Unreadable."""
-    path = Path(word).expanduser()
+    try:
+        path = Path(word).expanduser()
+    except RuntimeError as error:
+        raise refused(f"data.tokenizer={word}: {str(error).rstrip('.')}", "say bytes, or the path of a tokenizer.json") from None
     if path.is_dir():
         if not (path / "tokenizer.json").exists():
             others = [name for name in SLOW if (path / name).exists()]
@@ -146,6 +149,8 @@ def _kind(path: Path, text: bytes) -> str:
     """What a file is that is no tokenizer.json, "" where that is not known."""
     if path.suffix == ".model" or (text[:1] == b"\n" and b"<unk>" in text[:64]):
         return "a SentencePiece model"
+    if text.startswith(b"version https://git-lfs.github"):
+        return "a pointer of Git LFS, which git lfs pull replaces"
     try:
         words = json.loads(text)
     except ValueError:
