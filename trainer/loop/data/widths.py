@@ -10,30 +10,35 @@ from numpy.typing import NDArray
 
 _BLOCK = 1 << 16  # bytes that are looked at in one place
 _PLACES = 16
-_FEW = 16  # pairs that decide nothing
-_MOST = 0.75  # of the pairs
+_SMALL = 15  # in the upper half of ids up to a million
+_TELLING = 12  # pairs that decide
+_MANY, _MOST = 64, 0.75  # so many decide though not all agree
 
 
 def raw_type(path: Path, size: int, vocab: int) -> np.dtype[Any]:
     """uint16, uint32 or int64: the type of the ids below vocab that fill a file of `size` bytes and nothing else; raises OSError.
 
     Read as halves of its ids, a file has a small second half in every pair: at most (vocab - 1) >> 16, which is 0 of an
-    ordinary vocabulary. In a file of ids of their own either of two neighbours is as likely to be the small one. So where
-    more than three in four of the pairs that are not both small have a small second one, the pairs are the ids. Where too
-    few pairs tell, the smallest type that holds a vocabulary is taken.
+    ordinary vocabulary, or, of ids of a larger one, `_SMALL`. In a file of ids of their own either of two neighbours is as
+    likely to be the small one. So where more than three in four of the pairs that are not both small have a small second one,
+    the pairs are the ids. Where too few pairs tell, the smallest type that holds a vocabulary is taken.
     """
-    wide = _paired(_sampled(path, size, np.dtype(np.uint16)), (vocab - 1) >> 16)
-    if not (vocab > 1 << 16 if wide is None else wide > _MOST):
+    halves, high = _sampled(path, size, np.dtype(np.uint16)), (vocab - 1) >> 16
+    wide = [_are_halves(halves, small) for small in (high, max(high, _SMALL))]
+    if not (vocab > 1 << 16 if wide == [None, None] else any(wide)):
         return np.dtype(np.uint16)
-    wider = _paired(_sampled(path, size, np.dtype(np.uint32)), 0)
-    return np.dtype(np.uint32 if wider is None or wider <= _MOST else np.int64)
+    return np.dtype(np.int64 if _are_halves(_sampled(path, size, np.dtype(np.uint32)), 0) else np.uint32)
 
 
-def _paired(halves: NDArray[Any], high: int) -> float | None:
-    """Of the pairs that are not both at most `high`, the share whose second one is; None of too few."""
-    first, second = halves[::2] <= high, halves[1::2] <= high
+def _are_halves(words: NDArray[Any], small: int) -> bool | None:
+    """Whether, of the pairs that are not both at most `small`, nearly all have a second one that is; None of too few."""
+    first, second = words[::2] <= small, words[1::2] <= small
     telling = ~(first & second)
-    return float(second[telling].mean()) if telling.sum() >= _FEW else None
+    count = int(telling.sum())
+    if count < _TELLING:
+        return None
+    share = float(second[telling].mean())
+    return share == 1 or (count >= _MANY and share > _MOST)
 
 
 def _sampled(path: Path, size: int, kind: np.dtype[Any]) -> NDArray[Any]:
