@@ -70,13 +70,13 @@ def table(texts: list[Any] = TEXTS, key: str = "text", kind: Any = None) -> Any:
     return pyarrow.table({"id": list(range(len(texts))), key: column})
 
 
-def write_stream(path: Path, rows: Any, batch: int = 7, **options: Any) -> None:
+def write_stream(path: Path, rows: Any, batch: int = 7, **options: Any) -> Any:
     """As datasets' save_to_disk writes its shards (datasets/arrow_writer.py)."""
     with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_stream(sink, rows.schema, **options) as writer:
         writer.write_table(rows, max_chunksize=batch)
 
 
-def write_file(path: Path, rows: Any, batch: int = 7) -> None:
+def write_file(path: Path, rows: Any, batch: int = 7) -> Any:
     with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_file(sink, rows.schema) as writer:
         writer.write_table(rows, max_chunksize=batch)
 
@@ -357,7 +357,7 @@ def test_where_tokens_are_wanted_a_file_of_another_kind_is_refused(name: str, tm
     assert str(refused.value) == f"{tmp_path / file} is {what}: {mend}"
 
 
-def cut(path: Path, by: int) -> None:
+def cut(path: Path, by: int) -> Any:
     path.write_bytes(path.read_bytes()[:-by])
 
 

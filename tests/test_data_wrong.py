@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +19,11 @@ from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import Data
 
 
-def lines(at: Path, name: str, *rows: str) -> None:
+def lines(at: Path, name: str, *rows: str) -> Any:
     (at / name).write_text("".join(f"{row}\n" for row in rows))
 
 
-def tokens(at: Path, name: str, ids: Any, dtype: Any = np.uint16) -> None:
+def tokens(at: Path, name: str, ids: Any, dtype: Any = np.uint16) -> Any:
     np.array(ids, dtype).tofile(at / name)
 
 
@@ -41,6 +42,17 @@ def two_shares(at: Path) -> None:
 
 def packed(at: Path, name: str, text: str, keep: int | None = None) -> None:
     (at / name).write_bytes(gzip.compress(text.encode(), mtime=0)[:keep])
+
+
+def cut_array(at: Path) -> None:
+    np.save(at / "a.npy", np.arange(99))
+    os.truncate(at / "a.npy", 200)
+
+
+def two_arrays(at: Path) -> None:
+    with (at / "a.npy").open("wb") as file:
+        np.save(file, np.arange(10))
+        np.save(file, np.arange(10))
 
 
 # What to write, the words of data (AT: the folder), and the line.
@@ -119,6 +131,73 @@ WRONG: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
         "AT/a.bin has 40 bytes where a.idx says 40: they are not one pair"),
     "llm.c's cut short": (lambda at: tokens(at, "a.bin", [20240520, 1, 9, *[0] * 253], np.int32), {"name": "tokens", "path": "AT/a.bin"},
         "AT/a.bin has 1024 bytes where its header says 9 tokens of 2: it was cut short"),
+    "a file of llm.c's that is none of tokens": (lambda at: tokens(at, "a.bin", [20240326, 5, *[0] * 254], np.int32),
+        {"name": "tokens", "path": "AT/a.bin"},
+        "AT/a.bin is a file of llm.c's without tokens, or of a kind unknown: 20240326, version 5"),
+    "tokens of four bytes cut short": (lambda at: (at / "a.bin").write_bytes(np.arange(1, 100, dtype=np.uint32).tobytes()[:-2]),
+        {"name": "tokens", "path": "AT/a.bin"},
+        ("AT/a.bin has 394 bytes, and its ids seem to take 4 bytes each: "
+         "it was cut short, or write it with numpy.save, which says how wide they are")),
+    "an array of floats": (lambda at: np.save(at / "a.npy", np.zeros(9)), {"name": "tokens", "path": "AT/a.npy"},
+        "AT/a.npy is an array of float64, and token ids are whole numbers: numpy.save(FILE, ids.astype('uint32'))"),
+    "an array of truths": (lambda at: np.save(at / "a.npy", np.zeros(9, bool)), {"name": "tokens", "path": "AT/a.npy"},
+        "AT/a.npy is an array of bool, and token ids are whole numbers: numpy.save(FILE, ids.astype('uint32'))"),
+    "an array of rows": (lambda at: np.save(at / "a.npy", np.zeros((3, 4), int)), {"name": "tokens", "path": "AT/a.npy"},
+        "AT/a.npy is an array of 3 x 4: token ids lie in a row: numpy.save(FILE, ids.reshape(-1))"),
+    "an array of objects": (lambda at: np.save(at / "a.npy", np.array([[1], [2, 3]], object)), {"name": "tokens", "path": "AT/a.npy"},
+        "AT/a.npy is a NumPy array that can't be read: Array can't be memory-mapped: Python objects in dtype.: write it again"),
+    "an array cut short": (lambda at: cut_array(at),
+        {"name": "tokens", "path": "AT/a.npy"},
+        "AT/a.npy is a NumPy array that can't be read: mmap length is greater than file size: write it again"),
+    "an array without numbers": (lambda at: np.save(at / "a.npy", np.zeros(0, int)), {"name": "tokens", "path": "AT/a.npy"},
+        "AT/a.npy holds no tokens: leave it out of data.path"),
+    "two arrays in a file": (two_arrays, {"name": "tokens", "path": "AT/a.npy"},
+        "AT/a.npy has 208 bytes after its array: write a file for each array"),
+    "several arrays": (lambda at: np.savez(at / "a.npz", a=np.arange(9)), {"name": "tokens", "path": "AT/a.npz"},
+        "AT/a.npz is NumPy's .npz: save each array alone: numpy.save, as .npy"),
+    "negative ids": (lambda at: np.save(at / "a.npy", np.array([1, 2, -100] * 20)), {"name": "tokens", "path": "AT/a.npy"},
+        ("AT/a.npy: token -100 at position 2 is not in the vocabulary, model.vocab=256: "
+         "the largest id near it is 2: train a model with the vocabulary of the tokenizer that wrote the file")),
+    "an index of datatrove's of another file": (lambda at: (tokens(at, "a.ds", range(20)), tokens(at, "a.ds.index", [7], np.uint64)),
+        {"name": "tokens", "path": "AT/a.ds"},
+        "AT/a.ds has 40 bytes, which a.ds.index says of no 7 tokens: write it again: they are not of one writing"),
+    "datatrove's metadata of another file": (lambda at: (tokens(at, "a.ds", range(20)), lines(at, "a.ds.metadata", "gpt2|4", "20")),
+        {"name": "tokens", "path": "AT/a.ds"},
+        "AT/a.ds has 40 bytes, which a.ds.metadata says of no 20 tokens: write it again: they are not of one writing"),
+    "an index of datatrove's alone": (lambda at: (tokens(at, "a.ds", range(20)), tokens(at, "a.ds.index", [20], np.uint64)),
+        {"name": "tokens", "path": "AT/a.ds.index"},
+        "AT/a.ds.index belongs to a.ds: name that"),
+    "an end that is no token": (lambda at: tokens(at, "a.bin", range(99)), {"name": "tokens", "path": "AT/a.bin", "end": 256},
+        "data.end=256 is not in the vocabulary, model.vocab=256: its ids end at 255"),
+    "an end that ends nothing": (lambda at: tokens(at, "a.bin", range(99)),
+        {"name": "tokens", "path": "AT/a.bin", "end": 250, "documents": True},
+        ("data.documents=true, and data.end=250 occurs nowhere in AT/a.bin: "
+         "set data.end to the token id that ends a document (GPT-2: 50256)")),
+    "a share that leaves nothing to train on": (lambda at: tokens(at, "a.bin", range(99)),
+        {"name": "tokens", "path": "AT/a.bin", "validation": 0.9},
+        ("train has 10 tokens of data=tokens, less than one sequence and a token after it: train.seq=16: "
+         "set data.validation to at most 0.4141")),
+    "a file for validation and nothing else": (lambda at: (tokens(at, "train.bin", range(9)), tokens(at, "val.bin", range(99))),
+        {"name": "tokens", "path": "AT"},
+        "train has 9 tokens of data=tokens, less than one sequence and a token after it: train.seq=16: give more text"),
+    "all of a user's mistakes at once": (lambda at: (at / "b.csv").write_text("a,b\n"),
+        {"name": "text", "path": ("AT/a.txt", "AT/b.csv"), "weights": (1.0,), "tokenizer": "AT/t.json"},
+        ("data.weights has 1 for 2 paths: give each path of data.path a weight\n"
+         "data.tokenizer=AT/t.json: No such file or directory: say bytes, or the path of a tokenizer.json\n"
+         "data.path=AT/a.txt: no such file or folder")),
+    "a device": (lambda at: None, {"name": "text", "path": "/dev/null"},
+        "data.path=/dev/null is no file but a pipe or a device: write what it gives to a file, and name that"),
+    "nobody's home": (lambda at: None, {"name": "text", "path": "~nobody-is-called-so/a.txt"},
+        "data.path=~nobody-is-called-so/a.txt: Could not determine home directory"),
+    "a name that is too long": (lambda at: None, {"name": "text", "path": "x" * 300},
+        f"data.path={'x' * 300}: File name too long"),
+    "a zero byte in a name": (lambda at: None, {"name": "text", "path": "a\0b"},
+        "data.path=a\0b: no such file or folder"),
+    "a link to nothing": (lambda at: (at / "a.txt").symlink_to(at / "b"), {"name": "text", "path": "AT/a.txt"},
+        "data.path=AT/a.txt is a link to AT/b, which is not there"),
+    "a folder of empty files": (lambda at: lines(at, "a.txt"), {"name": "text", "path": "AT"},
+        ("data.path=AT has no .txt, .jsonl, .json, .ndjson (or one of them as .gz or .zst), .parquet or .arrow in it but 1 empty: "
+         "name files of other kinds by a pattern: data.path='AT/**/*.md'")),
 }
 # fmt: on
 

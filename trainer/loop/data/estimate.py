@@ -6,6 +6,7 @@ import io
 from codecs import BOM_UTF8
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -61,28 +62,32 @@ def estimate(files: Sequence[File], by: Tokenizer, key: str, remark: Callable[[s
 def _of_form(files: Sequence[File], by: Tokenizer, key: str, remark: Callable[[str], object]) -> Estimate | None:
     """The tokens of files of one form, from a few places in them that lie apart; raises Unfit."""
     rows, packing = form(files[0].path.name)
-    places = _places(files)
+    places = _places(files, 0 if rows in ("parquet", "arrow") else _BYTES[0])
     samples = [_sample(file, key, 0 if packing else at) for file, at in places]
-    encoded = [encode(text, str(file.path), by) for (file, _), sample in zip(places, samples, strict=True) for text in sample.texts]
     texts = [text for sample in samples for text in sample.texts]
     if rows == "text":
         _remark_on_line_ends(texts, files[0], remark)
     if isinstance(by, Vocabulary):
         _remark_on_losses(texts, by, remark)
-    size, seen, ends = sum(file.size for file in files), sum(sample.stands_for for sample in samples), by.end is not None
+    size, ends = sum(file.size for file in files), by.end is not None
     if rows == "text" and not packing and isinstance(by, Bytes):
         return Estimate(tokens=size + ends * len(files), documents=len(files), exact=True)
-    if not texts:
+    telling = [(file, sample) for (file, _), sample in zip(places, samples, strict=True) if sample.texts and sample.stands_for]
+    if not telling:
         return None
-    documents = float(len(files)) if rows == "text" else len(texts) * size / seen
-    return Estimate(tokens=sum(map(len, encoded)) * size / seen + ends * documents, documents=documents, exact=False)
+    tokens = fmean(sum(len(encode(text, str(file.path), by)) for text in sample.texts) / sample.stands_for for file, sample in telling)
+    documents = len(files) if rows == "text" else fmean(len(sample.texts) / sample.stands_for for _, sample in telling) * size
+    return Estimate(tokens=tokens * size + ends * documents, documents=documents, exact=False)
 
 
-def _places(files: Sequence[File]) -> list[tuple[File, int]]:
-    """(file, byte) of the places that are looked into: the first one, and others as far apart as the files allow."""
+def _places(files: Sequence[File], size: int) -> list[tuple[File, int]]:
+    """(file, byte) of the places of `size` bytes that are looked into, each in the middle of an equal part of all bytes."""
     starts = np.cumsum([0, *(file.size for file in files)])
+    part = max(int(starts[-1]) // _PLACES, size, 1)
+    places = [at + (part - size) // 2 for at in range(0, int(starts[-1]), part)]
     found = []
-    for at in range(0, int(starts[-1]), max(int(starts[-1]) // _PLACES, _BYTES[0])):
+    for place in places:
+        at = min(place, int(starts[-1]) - 1)
         file = int(np.searchsorted(starts, at, "right")) - 1
         found.append((files[file], at - int(starts[file])))
     return found

@@ -77,7 +77,7 @@ def _named(word: str, sought: Sought, remark: Remark, problems: list[Problem]) -
         problems += error.problems
     except (OSError, RuntimeError, ValueError) as error:  # a name that is too long, ~NOBODY, a zero byte
         inside = f"{error.filename}: " if isinstance(error, OSError) and error.filename not in (None, word) else ""
-        problems.append(wrong(f"data.path={word}: {inside}{getattr(error, 'strerror', None) or error}"))
+        problems.append(wrong(f"data.path={word}: {inside}{getattr(error, 'strerror', None) or str(error).rstrip('.')}"))
     return []
 
 
@@ -89,6 +89,8 @@ def _files(word: str, sought: Sought, remark: Remark) -> list[File]:
         return [_given(path)]
     if path.exists():
         raise refused(f"data.path={word} is no file but a pipe or a device", "write what it gives to a file, and name that")
+    if path.is_symlink():
+        raise refused(f"data.path={word} is a link to {os.readlink(path)}, which is not there")
     if has_magic(word):
         return _of_pattern(word, path, sought, remark)
     if ".bin" in sought.suffixes and path.with_name(f"{path.name}.bin").exists():  # Megatron names a pair without its suffixes

@@ -79,7 +79,7 @@ def main() -> int:
     os.dup2(2, 1)  # what libraries print is no answer
     answers = Answers(out)
     try:
-        answers.say(_answer(sys.stdin.buffer.read(), answers))
+        answers.say(answer(sys.stdin.buffer.read(), answers))
     except Unheard:
         return 1
     return 0
@@ -92,7 +92,7 @@ def _stop(number: int, frame: object) -> None:
     raise SystemExit(128 + number)
 
 
-def _answer(question: bytes, answers: Answers) -> dict[str, Any]:
+def answer(question: bytes, answers: Answers) -> dict[str, Any]:
     try:
         words = json.loads(question)
         data = read(words["data"], Data, "data.")

@@ -42,12 +42,14 @@ def check(path: str, kind: Kind, key: str) -> None:
         _check_column(_opened(path, kind)[1], key)
 
 
-def sample(path: str, kind: Kind, key: str, begin: int, most: int) -> Sample:
-    """The documents of the first rows of bytes begin .. of a file, as many as hold `most` bytes or one batch; raises Unread."""
-    size, found, rows, used = Path(path).stat().st_size, list[bytes](), 0, 0
+def sample(path: str, kind: Kind, key: str, at: int, most: int) -> Sample:
+    """The documents of the rows at a byte of a file and after it, as many as hold `most` bytes or one batch; raises Unread."""
+    size, found, rows, used, all_rows = Path(path).stat().st_size, list[bytes](), 0, 0, 0
     with _readable(path):
-        all_rows = _opened(path, kind)[0].metadata.num_rows if kind == "parquet" else None
-        for column in _parquet(path, key, begin, size) if kind == "parquet" else _arrow(path, key, begin, size):
+        if kind == "parquet":
+            about = _opened(path, kind)[0].metadata
+            at, all_rows = at * about.num_row_groups // size * size // max(about.num_row_groups, 1), about.num_rows
+        for column in _parquet(path, key, at, size) if kind == "parquet" else _arrow(path, key, at, size):
             rows += len(column)
             used += column.nbytes
             found += [text for text in column.cast(_pyarrow().large_binary()).to_pylist() if text]

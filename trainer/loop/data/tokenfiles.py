@@ -55,6 +55,8 @@ def opened(file: File, vocab: int) -> TokenFile:
     """What a file's header, or the index beside it, says, else what its bytes are most likely to be; raises Unreadable, OSError."""
     if file.path.suffix == ".bin" and (index := file.path.with_suffix(".idx")).exists():
         return _megatron(file, index)
+    if (owner := file.path.with_suffix("")).suffix == DATATROVE and owner.exists():
+        raise refused(f"{file.path} belongs to {owner.name}", "name that")
     head = read_head(file)
     start = head.start
     if start.startswith(NUMPY):
@@ -129,6 +131,8 @@ def _numpy(file: File) -> TokenFile:
     if found.ndim != 1:
         shape = " x ".join(map(str, found.shape))
         raise refused(f"{file.path} is an array of {shape or 'no dimensions'}", "token ids lie in a row: numpy.save(FILE, ids.reshape(-1))")
+    if not len(found):
+        raise refused(f"{file.path} holds no tokens", "leave it out of data.path")
     if after := file.size - found.offset - found.nbytes:
         raise refused(f"{file.path} has {after} bytes after its array", "write a file for each array")
     return TokenFile(file=file, dtype=found.dtype, offset=found.offset, size=len(found), bounds=None)
