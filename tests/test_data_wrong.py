@@ -184,7 +184,9 @@ WRONG: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
         {"name": "text", "path": ("AT/a.txt", "AT/b.csv"), "weights": (1.0,), "tokenizer": "AT/t.json"},
         ("data.weights has 1 for 2 paths: give each path of data.path a weight\n"
          "data.tokenizer=AT/t.json: No such file or directory: say bytes, or the path of a tokenizer.json\n"
-         "data.path=AT/a.txt: no such file or folder")),
+         "data.path=AT/a.txt: no such file or folder\n"
+         "AT/b.csv is a table: "
+         'write its text as .jsonl, {"text": "..."} a line, or rename it .txt to train on it as it is')),
     "a device": (lambda at: None, {"name": "text", "path": "/dev/null"},
         "data.path=/dev/null is no file but a pipe or a device: write what it gives to a file, and name that"),
     "nobody's home": (lambda at: None, {"name": "text", "path": "~nobody-is-called-so/a.txt"},

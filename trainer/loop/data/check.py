@@ -56,7 +56,7 @@ def check(data: Data, vocab: int, remark: Remark) -> Checked:
     if data.name == "stdlib":
         groups = _tried(problems, lambda: [library()]) or []
     elif data.name in ("text", "tokens") and paths_of(data):
-        groups = _tried(problems, lambda: _groups(data, remark)) or []
+        groups = _groups(data, remark, problems)
     files = [file for group in groups for file in group]
     if data.name == "text":
         problems += _text_problems(files, data.text_key)
@@ -96,10 +96,10 @@ def paths_of(data: Data) -> tuple[str, ...]:
     return (data.path,) if isinstance(data.path, str) else data.path or ()
 
 
-def _groups(data: Data, remark: Remark) -> list[list[File]]:
-    """The files of each source: of each path where they have weights, of all paths where they have none."""
+def _groups(data: Data, remark: Remark, problems: list[Problem]) -> list[list[File]]:
+    """The files of each source: of each path where they have weights, of all paths where they have none; adds to problems."""
     sought = TOKENS if data.name == "tokens" else TEXT._replace(takes=lambda path: _is_text_of(path, data.text_key))
-    groups = found(paths_of(data), sought, remark)
+    groups = found(paths_of(data), sought, remark, problems)
     return groups if data.weights else [[file for files in groups for file in files]]
 
 

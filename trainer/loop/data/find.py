@@ -58,16 +58,12 @@ class Sought(NamedTuple):
     takes: Callable[[Path], bool] = lambda path: True  # whether a file with one of the suffixes is one
 
 
-def found(words: Sequence[str], sought: Sought, remark: Remark) -> list[list[File]]:
-    """The files of each word: a file, a folder (its files that are sought), or a pattern; raises Unreadable.
+def found(words: Sequence[str], sought: Sought, remark: Remark, problems: list[Problem]) -> list[list[File]]:
+    """The files of each word: a file, a folder (its files that are sought), or a pattern; adds what is wrong with words to problems.
 
     What is left out of folders and patterns is remarked on.
     """
-    problems: list[Problem] = []
-    groups = [_named(word, sought, remark, problems) for word in words]
-    if problems:
-        raise Unreadable(problems)
-    return groups
+    return [_named(word, sought, remark, problems) for word in words]
 
 
 def _named(word: str, sought: Sought, remark: Remark, problems: list[Problem]) -> list[File]:

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 Kind = Literal["parquet", "arrow"]
 
 BATCH = 256  # rows of a parquet file that are held at once
+_BUFFER = 1 << 20  # bytes of a column that are read at once
 
 
 class Unread(Exception):
@@ -79,7 +80,7 @@ def _pyarrow() -> Any:
 def _opened(path: str, kind: Kind) -> tuple[Any, Any]:
     """(the reader of a file, its schema)."""
     if kind == "parquet":
-        file = import_module("pyarrow.parquet").ParquetFile(path, memory_map=True)
+        file = import_module("pyarrow.parquet").ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False)
         return file, file.schema_arrow
     ipc, source = import_module("pyarrow.ipc"), _pyarrow().memory_map(path)
     with open(path, "rb") as head:
