@@ -122,9 +122,10 @@ def test_processes_that_meet_for_the_doctor_end_though_it_is_interrupted(monkeyp
     assert children() <= before
 
 
-def test_processes_that_measure_end_with_the_one_that_started_them() -> None:
+def test_processes_that_measure_end_with_the_one_that_started_them(tmp_path: Path) -> None:
     """As when it passed its time: whoever asked for it kills it alone."""
-    probe = subprocess.Popen([sys.executable, "-m", "distrain.trainer.probe"], stdout=subprocess.DEVNULL)
+    own = {**os.environ, "TMPDIR": str(tmp_path)}
+    probe = subprocess.Popen([sys.executable, "-m", "distrain.trainer.probe"], stdout=subprocess.DEVNULL, env=own)
     try:
         there = until(lambda: probe.poll() is not None or (len(found := descendants(probe.pid)) >= 4 and found))
         assert probe.poll() is None

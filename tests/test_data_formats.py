@@ -407,6 +407,12 @@ def test_many_files_of_one_kind_are_one_line(tmp_path: Path) -> None:
         (tmp_path / "in" / f"{index:02}.json").write_text("[1]")
     (tmp_path / "in" / "a.jsonl").write_bytes(b"[2]")
     (tmp_path / "in" / "b.parquet").write_text("none")
+    (tmp_path / "other").mkdir()
+    for index in range(3):
+        parquet.write_table(table(key="content"), tmp_path / "other" / f"{index}.parquet")
+    with pytest.raises(Unreadable) as refused:
+        opened(tmp_path, path=f"{tmp_path}/other")
+    assert str(refused.value) == f"{tmp_path}/other/0.parquet has no column text (and 2 more): set data.text_key to one of content"
     with pytest.raises(Unreadable) as refused:
         opened(tmp_path, path=f"{tmp_path}/in/*")
     at = tmp_path / "in"

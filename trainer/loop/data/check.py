@@ -136,7 +136,7 @@ def _text_problems(files: Sequence[File], key: str) -> list[Problem]:
         try:
             tables.check(str(file.path), form(file.path.name)[0], key)  # type: ignore[arg-type]
         except tables.Unread as error:
-            columns.setdefault(Fault(str(error), ""), []).append(file)
+            columns.setdefault(Fault(error.says, error.mend), []).append(file)
     return [problem_of(fault, files, verb="") for fault, files in columns.items()]
 
 

@@ -15,7 +15,11 @@ _BUFFER = 1 << 20  # bytes of a column that are read at once
 
 
 class Unread(Exception):
-    """What is wrong with a file of tables, as the end of a sentence that begins with its name."""
+    """What is wrong with a file of tables, as the end of a sentence that begins with its name, and what would mend it."""
+
+    def __init__(self, says: str, mend: str = "") -> None:
+        super().__init__(f"{says}: {mend}" if mend else says)
+        self.says, self.mend = says, mend
 
 
 class Sample(NamedTuple):
@@ -132,4 +136,4 @@ def _check_column(schema: Any, key: str) -> int:
         return list(schema.names).index(key)
     here = next((f"a column {key} of {field.type}" for field in schema if field.name == key), f"no column {key}")
     mend = f"set data.text_key to one of {', '.join(of_text)}" if of_text else f"none of its columns is text: {', '.join(schema.names)}"
-    raise Unread(f"has {here}: {mend}")
+    raise Unread(f"has {here}", mend)
