@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import stat
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from glob import glob, has_magic
 from pathlib import Path
 from typing import NamedTuple
@@ -147,8 +149,13 @@ def _below(root: Path, suffixes: tuple[str, ...] = ("",), without: AbstractSet[s
     files = []
     for at, folders, names in os.walk(root, onerror=_fail):
         folders[:] = [name for name in folders if name not in without and not name.startswith(".")]
-        paths = (Path(at, name) for name in names if name.endswith(suffixes) and not name.startswith("."))
-        files += [File(path.relative_to(root).as_posix(), path, path.stat().st_size) for path in paths if path.is_file()]
+        below = Path(at).relative_to(root)
+        for name in names:
+            if name.endswith(suffixes) and not name.startswith("."):
+                with suppress(FileNotFoundError):  # a link to nothing
+                    about = os.stat(os.path.join(at, name))
+                    if stat.S_ISREG(about.st_mode):
+                        files.append(File((below / name).as_posix(), Path(at, name), about.st_size))
     return sorted(files)
 
 

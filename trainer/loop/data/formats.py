@@ -75,6 +75,8 @@ MAGIC: tuple[tuple[int, bytes, str, str, str], ...] = (  # at byte, bytes, what 
     (0,   b"version https://git-lfs.github", "a pointer of Git LFS",       "git lfs pull fetches it",    "git lfs pull fetches it"),
 )
 # fmt: on
+_LATER = [row for row in MAGIC if row[0]]
+_BY_FIRST_BYTE = {row[1][:1]: [*(each for each in MAGIC if not each[0] and each[1][:1] == row[1][:1]), *_LATER] for row in MAGIC}
 TEXTUAL = (b"%PDF-", b"{\\rtf", b"version https://git-lfs.github")  # those of files that may be text otherwise
 
 
@@ -161,8 +163,8 @@ def _text_fault(head: Head) -> Fault | None:
                 kind[0] if kind else f"no {packing} file", kind[1] if kind else f"end its name in {PurePath(stem).suffix or '.txt'}"
             )
         inner = head._replace(start=unpacked_start(head.start, packing, LOOKED_AT), end=b"")
-        return _inner_fault(inner, rows) if inner.start else None
-    return _inner_fault(head, rows)
+        return _inner_fault(inner, _kind(inner), rows) if inner.start else None
+    return _inner_fault(head, kind, rows)
 
 
 def _table_fault(head: Head, kind: tuple[str, str, str] | None, right: tuple[str, ...]) -> Fault | None:
@@ -173,14 +175,15 @@ def _table_fault(head: Head, kind: tuple[str, str, str] | None, right: tuple[str
     return None if head.end.endswith(closing) else Fault(f"{kind[0]} that was cut short", "write it, or fetch it, again")
 
 
-def _inner_fault(head: Head, rows: Rows) -> Fault | None:
+def _inner_fault(head: Head, kind: tuple[str, str, str] | None, rows: Rows) -> Fault | None:
     """What text is, packed or not, that can't be read as its rows."""
     start = head.start
-    if kind := _kind(head):
+    if kind:
         return Fault(kind[0], kind[1])
-    if start.startswith((b"\xff\xfe", b"\xfe\xff")) or _is_two_bytes_a_letter(start):
+    zeros = b"\0" in start
+    if start.startswith((b"\xff\xfe", b"\xfe\xff")) or (zeros and _is_two_bytes_a_letter(start)):
         return Fault("UTF-16 text", "iconv -f UTF-16 -t UTF-8 FILE > NEW writes what is read")
-    if b"\0" in start:
+    if zeros:
         return Fault("no text but binary", "data=tokens reads files of token ids")
     return _json_fault(head, start.removeprefix(BOM_UTF8).lstrip()) if rows == "lines" else None
 
@@ -201,9 +204,8 @@ def _json_fault(head: Head, start: bytes) -> Fault | None:
 def _kind(head: Head) -> tuple[str, str, str] | None:
     """(what a file is, what to do where text is wanted, and where tokens are), of those that have a mark of their own."""
     start, suffix = head.start, head.file.path.suffix.lower()
-    plain = _is_text(start[:PLAIN])
-    for at, magic, what, text, tokens in MAGIC:
-        if start.startswith(magic, at) and (not plain or magic in TEXTUAL):
+    for at, magic, what, text, tokens in _BY_FIRST_BYTE.get(start[:1], _LATER):
+        if start.startswith(magic, at) and (magic in TEXTUAL or not _is_text(start[:PLAIN])):
             if what == "a zip file" and suffix in OFFICE:
                 return "an Office file", JSONL, IDS
             return what, text, tokens
