@@ -183,6 +183,20 @@ def test_spans_of_a_table_are_all_of_it_once_wherever_it_is_cut(name: str, cuts:
     assert read == [f"{index} {'x' * (index % 97)}".encode() for index in range(500)]
 
 
+@pytest.mark.parametrize("name", ["groups.parquet", "stream.arrow", "file.arrow"])
+@pytest.mark.parametrize("beside", [-1, 0, 1])
+def test_spans_of_a_table_are_all_of_it_where_they_end_at_its_groups(name: str, beside: int, split_files: dict[str, Path]) -> None:
+    path, size = split_files[name], split_files[name].stat().st_size
+    kind: Any = "parquet" if name.endswith("parquet") else "arrow"
+    places = [group * size // 23 for group in range(1, 23)]
+    if name.startswith("stream"):
+        source = pyarrow.memory_map(str(path))
+        places = [source.tell() for _ in pyarrow.ipc.open_stream(source)]
+    bounds = sorted({0, size, *(place + beside for place in places)})
+    read = [text for begin, end in pairwise(bounds) for text in tables.texts(str(path), kind, "text", begin, end)]
+    assert read == [f"{index} {'x' * (index % 97)}".encode() for index in range(500)]
+
+
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl.zst"])
 def test_large_tables_are_read_in_shares_by_several_processes(name: str, processes: int, tmp_path: Path) -> None:
