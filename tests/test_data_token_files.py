@@ -285,6 +285,15 @@ def test_ids_that_are_not_of_two_bytes_are_remarked_on(vocab: int, dtype: Any, t
     assert remarks == [says] * (dtype is not np.uint16)
 
 
+def test_the_same_bytes_as_ids_of_another_width_are_another_corpus(tmp_path: Path) -> None:
+    """Too few of them tell how wide they are, and the vocabulary does."""
+    np.arange(1, 11, dtype=np.uint32).tofile(tmp_path / "a.bin")
+    narrow, wide = (opened(tmp_path, vocab, name="tokens", path=str(tmp_path / "a.bin"), validation=0.0) for vocab in (300, 70_000))
+    assert narrow.key != wide.key
+    assert [mapped(corpus).size for corpus in (narrow, wide)] == [20, 10]
+    assert documents(wide) == [list(range(1, 11))]
+
+
 def test_a_large_file_is_looked_at_in_many_places(tmp_path: Path) -> None:
     """Its first megabytes are zeros, as of a file that was made before it was filled."""
     ids = np.zeros(3_000_000, np.uint32)

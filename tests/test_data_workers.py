@@ -12,10 +12,13 @@ from threading import Thread
 import pytest
 
 from distrain.trainer.launch.children import end_child
+from distrain.trainer.loop.data import sources
 from distrain.trainer.loop.data.find import File
+from distrain.trainer.loop.data.prepare import prepare
 from distrain.trainer.loop.data.text import Span, shares
 from distrain.trainer.loop.data.workers import Child, tokenized, worker
 from distrain.trainer.spec.problem import Unreadable
+from distrain.trainer.spec.run import Data
 
 SETTINGS = ("bytes", None, "text")
 
@@ -104,6 +107,24 @@ def test_children_end_with_an_error_of_whoever_reads(tmp_path: Path) -> None:
     with pytest.raises(KeyError):
         read()
     assert children() <= before
+
+
+def test_children_end_before_their_half_cache_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the error is held, as it is while folders are cleared away, so are the frames that it passed through."""
+    before = children()
+    large(tmp_path)
+    monkeypatch.setattr(sources, "_ALONE", (0, 0))
+
+    def progress(what: str, done: int, total: int) -> None:
+        if what == "tokenize":
+            raise KeyError(what)
+
+    data = Data(name="text", path=str(tmp_path / "a.txt"))
+    with pytest.raises(KeyError) as held:
+        prepare(data, vocab=256, seq=8, cache=tmp_path / "cache", progress=progress)
+    assert children() <= before
+    assert not list((tmp_path / "cache").glob("*.new"))
+    assert held.traceback
 
 
 def test_a_process_that_dies_is_named(tmp_path: Path) -> None:

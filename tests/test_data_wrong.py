@@ -197,6 +197,8 @@ WRONG: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
         "data.path=a\0b: no such file or folder"),
     "a link to nothing": (lambda at: (at / "a.txt").symlink_to(at / "b"), {"name": "text", "path": "AT/a.txt"},
         "data.path=AT/a.txt is a link to AT/b, which is not there"),
+    "a pattern of empty files": (lambda at: lines(at, "a.txt"), {"name": "text", "path": "AT/*.txt"},
+        "data.path=AT/*.txt matches empty files only"),
     "a folder of empty files": (lambda at: lines(at, "a.txt"), {"name": "text", "path": "AT"},
         ("data.path=AT has no .txt, .jsonl, .json, .ndjson (or one of them as .gz or .zst), .parquet or .arrow in it but 1 empty: "
          "name files of other kinds by a pattern: data.path='AT/**/*.md'")),
