@@ -40,7 +40,7 @@ TEXTS = ["to be,\nor not to be", "Ünïcödé 字 \U0001f600", "a", 'quotes " an
 BOM = b"\xef\xbb\xbf"
 
 
-def opened(folder: Path, remarks: list[str] | None = None, vocab: int = 256, **words: Any) -> Corpus:
+def open_corpus(folder: Path, remarks: list[str] | None = None, vocab: int = 256, **words: Any) -> Corpus:
     def progress(what: str, done: int, total: int) -> None:
         if not total and remarks is not None:
             remarks.append(what)
@@ -121,7 +121,7 @@ READ: dict[str, tuple[str, Callable[[Path], Any]]] = {
 def test_a_row_is_a_document(name: str, tmp_path: Path) -> None:
     file, write = READ[name]
     write(tmp_path / file)
-    corpus = opened(tmp_path, path=str(tmp_path / file))
+    corpus = open_corpus(tmp_path, path=str(tmp_path / file))
     assert documents(corpus) == of_bytes(TEXTS)
     assert corpus.sources[0].documents == len(TEXTS)
 
@@ -132,12 +132,12 @@ def test_a_file_of_text_is_a_document_without_its_byte_order_mark(name: str, hea
     text = "".join(f"line {index}\r\n" for index in range(5000)) + "字"
     pack: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".zst": frames}
     (tmp_path / name).write_bytes(pack.get(Path(name).suffix, bytes)(head + text.encode()))
-    assert documents(opened(tmp_path, path=str(tmp_path / name))) == of_bytes([text])
+    assert documents(open_corpus(tmp_path, path=str(tmp_path / name))) == of_bytes([text])
 
 
 def test_a_column_of_another_name_is_read_where_it_is_named(tmp_path: Path) -> None:
     parquet.write_table(table(key="content"), tmp_path / "a.parquet")
-    assert documents(opened(tmp_path, path=str(tmp_path / "a.parquet"), text_key="content")) == of_bytes(TEXTS)
+    assert documents(open_corpus(tmp_path, path=str(tmp_path / "a.parquet"), text_key="content")) == of_bytes(TEXTS)
 
 
 def test_every_kind_can_be_blended(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_every_kind_can_be_blended(tmp_path: Path) -> None:
     write_stream(tmp_path / "b.arrow", table(TEXTS[20:]))
     (tmp_path / "c.jsonl.zst").write_bytes(frames(lines(TEXTS[:7])))
     paths = tuple(str(tmp_path / name) for name in ("a.parquet", "b.arrow", "c.jsonl.zst"))
-    corpus = opened(tmp_path, path=paths, weights=(1.0, 2.0, 3.0))
+    corpus = open_corpus(tmp_path, path=paths, weights=(1.0, 2.0, 3.0))
     assert [documents(corpus, source) for source in range(3)] == [of_bytes(TEXTS[:20]), of_bytes(TEXTS[20:]), of_bytes(TEXTS[:7])]
 
 
@@ -158,7 +158,7 @@ def test_a_folder_that_datasets_saved_is_its_shards(tmp_path: Path) -> None:
     (folder / "dataset_info.json").write_text('{"citation": ""}')
     (folder / "state.json").write_text('{\n  "_data_files": []\n}')
     remarks: list[str] = []
-    assert documents(opened(tmp_path, remarks, path=str(folder))) == of_bytes(TEXTS)
+    assert documents(open_corpus(tmp_path, remarks, path=str(folder))) == of_bytes(TEXTS)
     assert remarks == []
 
 
@@ -221,7 +221,7 @@ def test_what_a_folder_leaves_out_is_counted(tmp_path: Path) -> None:
         (tmp_path / "in" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "in" / name).write_text("" if name.startswith("empty") else "[1]" if name.endswith("json") else "to be or not")
     remarks: list[str] = []
-    opened(tmp_path, remarks, path=str(tmp_path / "in"))
+    open_corpus(tmp_path, remarks, path=str(tmp_path / "in"))
     says, _, left = remarks[0].partition(", and left out are ")
     assert says == f"data.path={tmp_path}/in: 1 file is read"
     assert left.split(", ")[0] == "2 .pdf"
@@ -234,7 +234,7 @@ def test_files_that_are_named_as_held_out_are_remarked_on(tmp_path: Path) -> Non
     for name in ("train-00000", "validation-00000", "test-00000"):
         parquet.write_table(table(), folder / f"{name}.parquet")
     remarks: list[str] = []
-    opened(tmp_path, remarks, path=str(folder))
+    open_corpus(tmp_path, remarks, path=str(folder))
     says = "2 of 3 files are named as if they were held out, such as test-00000.parquet"
     assert remarks == [f"{says}: they train as the others do; a pattern leaves them out, such as data.path='FOLDER/**/train*'"]
 
@@ -242,14 +242,14 @@ def test_files_that_are_named_as_held_out_are_remarked_on(tmp_path: Path) -> Non
 # What is refused
 
 
-def zipped(name: str) -> bytes:
+def zip_bytes(name: str) -> bytes:
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as archive:
         archive.writestr(name, "to be")
     return out.getvalue()
 
 
-def tarred() -> bytes:
+def tar_bytes() -> bytes:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as archive:
         archive.addfile(tarfile.TarInfo("a.txt"), io.BytesIO())
@@ -308,9 +308,9 @@ KINDS: dict[str, tuple[Write, str, str, str | None, str | None]] = {
     "xz": (lambda at: at.write_bytes(lzma.compress(lines())), "a.jsonl.xz", "an xz file", "unpack it: xz -d FILE", "unpack it: xz -d FILE"),
     "bzip2": (lambda at: at.write_bytes(bz2.compress(lines())), "a.bz2", "a bzip2 file",
          "unpack it: bunzip2 FILE", "unpack it: bunzip2 FILE"),
-    "zip": (lambda at: at.write_bytes(zipped("a.txt")), "a.txt", "a zip file", UNPACK, UNPACK),
-    "Word": (lambda at: at.write_bytes(zipped("word/document.xml")), "a.docx", "an Office file", JSONL, IDS),
-    "tar": (lambda at: at.write_bytes(tarred()), "a.txt", "a tar file", UNPACK, UNPACK),
+    "zip": (lambda at: at.write_bytes(zip_bytes("a.txt")), "a.txt", "a zip file", UNPACK, UNPACK),
+    "Word": (lambda at: at.write_bytes(zip_bytes("word/document.xml")), "a.docx", "an Office file", JSONL, IDS),
+    "tar": (lambda at: at.write_bytes(tar_bytes()), "a.txt", "a tar file", UNPACK, UNPACK),
     "pickle": (lambda at: at.write_bytes(pickle.dumps(TEXTS)), "a.pkl", "a pickle", JSONL, IDS),
     "an old pickle": (lambda at: at.write_bytes(pickle.dumps(TEXTS, 2)), "a.bin", "a pickle", JSONL, IDS),
     "torch's": (torch_file, "pytorch_model.bin", "a zip file", UNPACK, UNPACK),
@@ -342,7 +342,7 @@ KINDS: dict[str, tuple[Write, str, str, str | None, str | None]] = {
     "a JSON array packed by zstd": (lambda at: at.write_bytes(zstandard.compress(b"[1]")), "a.json.zst", "a JSON array", JQ, None),
     "one JSON document": (lambda at: at.write_text(json.dumps({"text": "a"}, indent=1)), "a.json", "one JSON document over many lines",
         "write an object a line: jq -c . FILE > FILE.jsonl", None),
-    "a packed archive": (lambda at: at.write_bytes(gzip.compress(tarred())), "a.tar.gz", "a tar file", UNPACK, "unpack it: gunzip FILE"),
+    "a packed archive": (lambda at: at.write_bytes(gzip.compress(tar_bytes())), "a.tar.gz", "a tar file", UNPACK, "unpack it: gunzip FILE"),
     "gzip that is none": (lambda at: at.write_bytes(lines()), "a.jsonl.gz", "no .gz file", "end its name in .jsonl", None),
     "zstd that is none": (lambda at: at.write_bytes(lines()), "a.jsonl.zst", "no .zst file", "end its name in .jsonl", None),
     "parquet that is none": (lambda at: at.write_text("<!DOCTYPE html><html>not found</html>"), "a.parquet", "no parquet file", "", None),
@@ -356,7 +356,7 @@ def test_where_text_is_wanted_a_file_of_another_kind_is_refused(name: str, tmp_p
     write, file, what, mend, _ = KINDS[name]
     write(tmp_path / file)
     with pytest.raises(Unreadable) as refused:
-        opened(tmp_path, path=str(tmp_path / file))
+        open_corpus(tmp_path, path=str(tmp_path / file))
     assert str(refused.value) == f"{tmp_path / file} is {what}" + (f": {mend}" if mend else "")
     assert not (tmp_path / "cache").exists()
 
@@ -367,7 +367,7 @@ def test_where_tokens_are_wanted_a_file_of_another_kind_is_refused(name: str, tm
     write(tmp_path / file)
     what = "a gzip file" if "packed archive" in name else what
     with pytest.raises(Unreadable) as refused:
-        opened(tmp_path, name="tokens", path=str(tmp_path / file), vocab=1 << 16)
+        open_corpus(tmp_path, name="tokens", path=str(tmp_path / file), vocab=1 << 16)
     assert str(refused.value) == f"{tmp_path / file} is {what}: {mend}"
 
 
@@ -410,7 +410,7 @@ def test_a_damaged_file_is_named(name: str, tmp_path: Path) -> None:
     write, file, line = DAMAGED[name]
     write(tmp_path / file)
     with pytest.raises(Unreadable) as refused:
-        opened(tmp_path, path=str(tmp_path / file))
+        open_corpus(tmp_path, path=str(tmp_path / file))
     said = str(refused.value).replace(str(tmp_path / file), "AT")
     assert said.startswith(line) if "footer" in name else said == line
 
@@ -425,10 +425,10 @@ def test_many_files_of_one_kind_are_one_line(tmp_path: Path) -> None:
     for index in range(3):
         parquet.write_table(table(key="content"), tmp_path / "other" / f"{index}.parquet")
     with pytest.raises(Unreadable) as refused:
-        opened(tmp_path, path=f"{tmp_path}/other")
+        open_corpus(tmp_path, path=f"{tmp_path}/other")
     assert str(refused.value) == f"{tmp_path}/other/0.parquet has no column text (and 2 more): set data.text_key to one of content"
     with pytest.raises(Unreadable) as refused:
-        opened(tmp_path, path=f"{tmp_path}/in/*")
+        open_corpus(tmp_path, path=f"{tmp_path}/in/*")
     at = tmp_path / "in"
     assert str(refused.value) == f"{at}/00.json is a JSON array (and 30 more): {JQ}\n{at}/b.parquet is no parquet file"
 
@@ -443,7 +443,7 @@ def test_a_library_that_is_missing_is_named_with_its_command(
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(Unreadable) as refused:
-        opened(tmp_path, path=str(tmp_path / name))
+        open_corpus(tmp_path, path=str(tmp_path / name))
     assert str(refused.value) == f"{tmp_path / name} wants {library}, which is not installed: pip install 'distrain[data]'"
 
 

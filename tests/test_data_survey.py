@@ -20,14 +20,14 @@ import pytest
 from distrain.trainer.launch.children import end_child
 from distrain.trainer.loop.data.facts import facts
 from distrain.trainer.loop.data.prepare import prepare
-from distrain.trainer.loop.data.survey import Answers, Unheard, answer
+from distrain.trainer.loop.data.survey import Answers, NoReader, answer
 from distrain.trainer.spec.run import Data
 
 COMMAND = [sys.executable, "-m", "distrain.trainer.loop.data.survey"]
 LINE = "to be or not to be, that is the question\n"
 
 
-def asked(mode: str = "look", vocab: int = 256, seq: int = 8, *, evaluate: bool = False, **data: Any) -> list[dict[str, Any]]:
+def ask(mode: str = "look", vocab: int = 256, seq: int = 8, *, evaluate: bool = False, **data: Any) -> list[dict[str, Any]]:
     """Every line of the answer, asked in this process."""
     reader, writer = os.pipe()
     question = {"data": data, "vocab": vocab, "seq": seq, "mode": mode, "evaluate": evaluate}
@@ -69,7 +69,7 @@ def write_lines(path: Path, count: int = 4000) -> Path:
 def test_what_was_prepared_is_known_exactly(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", 500)
     words: dict[str, Any] = {"name": "text", "path": str(path), "cache": str(tmp_path / "cache"), "validation": 0.1}
-    lines = asked("prepare", **words)
+    lines = ask("prepare", **words)
     corpus = prepare(Data(**words), vocab=256, seq=8, cache=tmp_path / "cache", progress=lambda *_: None)
     assert figures(lines) == {
         "key": corpus.key,
@@ -81,7 +81,7 @@ def test_what_was_prepared_is_known_exactly(tmp_path: Path) -> None:
         "sources": [{"weight": 1.0, "train": corpus.size("train"), "validation": corpus.size("validation")}],
     }
     assert {next(iter(line["progress"])) for line in lines if "progress" in line} == {"hash", "tokenize"}
-    assert figures(asked("look", **words)) == {**figures(lines), "entropy": None}
+    assert figures(ask("look", **words)) == {**figures(lines), "entropy": None}
     assert facts(corpus).words() == {**figures(lines), "entropy": None}
 
 
@@ -93,7 +93,7 @@ def test_text_that_was_not_read_yet_is_estimated(by: str, name: str, tmp_path: P
     if by != "bytes":
         by = str(write_tokenizer(tmp_path))
     words: dict[str, Any] = {"name": "text", "path": str(path), "cache": str(tmp_path / "cache"), "tokenizer": by}
-    guess, right = figures(asked("look", 300, **words)), figures(asked("prepare", 300, **words))
+    guess, right = figures(ask("look", 300, **words)), figures(ask("prepare", 300, **words))
     assert (guess["key"], guess["exact"], guess["bytes"]) == (None, False, right["bytes"])
     assert guess["tokens"]["train"] == pytest.approx(right["tokens"]["train"], rel=0.25)
     assert guess["tokens"]["validation"] == pytest.approx(guess["tokens"]["train"] / 99, rel=0.01)
@@ -128,7 +128,7 @@ def test_plain_text_as_bytes_is_known_but_for_what_validates(tmp_path: Path) -> 
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text(LINE * 1000)
     words: dict[str, Any] = {"name": "text", "path": f"{tmp_path}/*.txt", "cache": str(tmp_path / "cache")}
-    guess, right = figures(asked("look", **words)), figures(asked("prepare", **words))
+    guess, right = figures(ask("look", **words)), figures(ask("prepare", **words))
     assert sum(guess["tokens"].values()) == sum(right["tokens"].values()) == 2 * (1000 * len(LINE) + 1)
     assert guess["documents"] == right["documents"] == 2
 
@@ -137,7 +137,7 @@ def test_plain_text_as_bytes_is_known_but_for_what_validates(tmp_path: Path) -> 
 def test_files_of_tokens_are_known_exactly_before_they_are_read(end: int | None, tmp_path: Path) -> None:
     np.random.default_rng(0).integers(0, 256, 5000).astype(np.uint16).tofile(tmp_path / "a.bin")
     words: dict[str, Any] = {"name": "tokens", "path": str(tmp_path / "a.bin"), "cache": str(tmp_path / "cache"), "end": end}
-    look, right = figures(asked("look", **words)), figures(asked("prepare", **words))
+    look, right = figures(ask("look", **words)), figures(ask("prepare", **words))
     assert look["exact"]
     assert (look["key"], look["documents"]) == (None, None)
     assert sum(look["tokens"].values()) == sum(right["tokens"].values()) == 5000
@@ -152,7 +152,7 @@ def test_files_that_are_named_for_validation_are_counted_apart(tmp_path: Path) -
     for name, size in (("train.bin", 900), ("val.bin", 100)):
         np.arange(size, dtype=np.uint16).tofile(tmp_path / name)
     for mode in ("look", "prepare"):
-        lines = asked(mode, 1000, name="tokens", path=str(tmp_path), cache=str(tmp_path / "cache"))
+        lines = ask(mode, 1000, name="tokens", path=str(tmp_path), cache=str(tmp_path / "cache"))
         assert figures(lines)["tokens"] == {"train": 900, "validation": 100}
 
 
@@ -160,7 +160,7 @@ def test_sources_of_a_blend_are_counted_each(tmp_path: Path) -> None:
     for name, lines in (("a.txt", 100), ("b.txt", 300)):
         (tmp_path / name).write_text(LINE * lines)
     paths = [str(tmp_path / name) for name in ("a.txt", "b.txt")]
-    found = figures(asked(name="text", path=paths, weights=[1, 3], validation=0.0, cache=str(tmp_path / "cache")))
+    found = figures(ask(name="text", path=paths, weights=[1, 3], validation=0.0, cache=str(tmp_path / "cache")))
     assert found["sources"] == [
         {"weight": 1.0, "train": 100 * len(LINE) + 1, "validation": 0},
         {"weight": 3.0, "train": 300 * len(LINE) + 1, "validation": 0},
@@ -168,14 +168,14 @@ def test_sources_of_a_blend_are_counted_each(tmp_path: Path) -> None:
 
 
 def test_made_up_text_is_known(tmp_path: Path) -> None:
-    found = figures(asked(name="synthetic"))
+    found = figures(ask(name="synthetic"))
     assert found["exact"]
     assert sum(found["tokens"].values()) == 1 << 34
 
 
 def test_a_look_writes_nothing(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(LINE * 1000)
-    asked(name="text", path=str(tmp_path / "a.txt"), cache=str(tmp_path / "cache"))
+    ask(name="text", path=str(tmp_path / "a.txt"), cache=str(tmp_path / "cache"))
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
@@ -187,7 +187,7 @@ def test_all_problems_come_at_once(mode: str, tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("id,text\n")
     (tmp_path / "b.jsonl").write_text("[1]\n")
     paths = [str(tmp_path / name) for name in ("a.csv", "b.jsonl")]
-    lines = asked(mode, name="text", path=paths, weights=[1], tokenizer=str(tmp_path / "no.json"))
+    lines = ask(mode, name="text", path=paths, weights=[1], tokenizer=str(tmp_path / "no.json"))
     assert problems(lines) == [
         "data.weights has 1 for 2 paths",
         f"data.tokenizer={tmp_path}/no.json: No such file or directory",
@@ -203,7 +203,7 @@ def test_all_problems_come_at_once(mode: str, tmp_path: Path) -> None:
 
 def test_a_key_that_lines_do_not_have_is_found_at_a_look(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"content": "a"}\n')
-    assert problems(asked(name="text", path=str(tmp_path / "a.jsonl"))) == [
+    assert problems(ask(name="text", path=str(tmp_path / "a.jsonl"))) == [
         f"{tmp_path}/a.jsonl line 1 has no key text: set data.text_key to one of content"
     ]
 
@@ -214,23 +214,41 @@ def test_too_little_to_train_on_is_a_problem(mode: str, name: str, tmp_path: Pat
     (tmp_path / "a.txt").write_bytes(b"abcdefgh")
     np.arange(8, dtype=np.uint16).tofile(tmp_path / "a.bin")
     path = tmp_path / ("a.txt" if name == "text" else "a.bin")
-    (says,) = problems(asked(mode, seq=64, name=name, path=str(path), cache=str(tmp_path / "cache")))
+    (says,) = problems(ask(mode, seq=64, name=name, path=str(path), cache=str(tmp_path / "cache")))
     assert says.startswith("train has ")
     assert says.endswith(f" tokens of data={name}, less than one sequence and a token after it: train.seq=64")
+
+
+@pytest.mark.parametrize("mode", ["look", "prepare"])
+def test_a_share_that_leaves_nothing_to_train_on_is_named(mode: str, tmp_path: Path) -> None:
+    np.arange(100, dtype=np.uint16).tofile(tmp_path / "a.bin")
+    lines = ask(mode, name="tokens", path=str(tmp_path / "a.bin"), validation=0.95, cache=str(tmp_path / "cache"))
+    assert lines[-1]["problems"][0]["mend"] == "set data.validation to at most 0.455"
+
+
+@pytest.mark.parametrize("mode", ["look", "prepare"])
+def test_every_source_that_is_too_short_is_named(mode: str, tmp_path: Path) -> None:
+    for index, size in enumerate((5, 100, 6)):
+        np.arange(size, dtype=np.uint16).tofile(tmp_path / f"{index}.bin")
+    paths = [str(tmp_path / f"{index}.bin") for index in range(3)]
+    says = problems(ask(mode, name="tokens", path=paths, weights=[1, 1, 1], validation=0.0, cache=str(tmp_path / "cache")))
+    assert [each.partition(",")[0] for each in says] == [
+        f"train has {size} tokens of path {place} of 3 of data=tokens" for place, size in ((1, 5), (3, 6))
+    ]
 
 
 def test_too_little_to_validate_on_is_a_problem_of_a_run_that_does(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(LINE * 10)
     words: dict[str, Any] = {"name": "text", "path": str(tmp_path / "a.txt"), "cache": str(tmp_path / "cache"), "validation": 0.01}
-    figures(asked("prepare", **words))
+    figures(ask("prepare", **words))
     for mode in ("look", "prepare"):
-        (says,) = problems(asked(mode, evaluate=True, **words))
+        (says,) = problems(ask(mode, evaluate=True, **words))
         assert says == "validation has 4 tokens of data=text, less than one sequence and a token after it: train.seq=8"
 
 
 def test_words_that_are_no_data_are_a_problem() -> None:
-    assert problems(asked(name="txt")) == ["data.name=txt is not one of stdlib, text, tokens, synthetic"]
-    assert problems(asked(nam="text")) == ["no key data.nam"]
+    assert problems(ask(name="txt")) == ["data.name=txt is not one of stdlib, text, tokens, synthetic"]
+    assert problems(ask(nam="text")) == ["no key data.nam"]
 
 
 @pytest.mark.parametrize("question", [b"", b"[]", b'{"data": {}}', b'{"data": {}, "mode": "read", "vocab": 1, "seq": 1}', b"\xff"])
@@ -242,14 +260,14 @@ def test_a_question_that_is_none_is_answered_with_a_problem(question: bytes) -> 
 def test_a_tokenizer_that_was_not_made_for_a_text_is_remarked_on(mode: str, tmp_path: Path) -> None:
     by = write_tokenizer(tmp_path, unk_token=None)
     (tmp_path / "a.txt").write_text("TO BE OR NOT TO BE\n" * 100)
-    said = remarks(asked(mode, 300, name="text", path=str(tmp_path / "a.txt"), tokenizer=str(by), cache=str(tmp_path / "cache")))
+    said = remarks(ask(mode, 300, name="text", path=str(tmp_path / "a.txt"), tokenizer=str(by), cache=str(tmp_path / "cache")))
     assert said == ["the tokenizer drops 100 % of the letters of a sample of the text: it was not made for it"]
 
 
 def test_unknown_tokens_are_remarked_on(tmp_path: Path) -> None:
     by = write_tokenizer(tmp_path, unk_token="<unk>")
     (tmp_path / "a.txt").write_text("to be OR not\n" * 100)
-    (says,) = remarks(asked("look", 300, name="text", path=str(tmp_path / "a.txt"), tokenizer=str(by)))
+    (says,) = remarks(ask("look", 300, name="text", path=str(tmp_path / "a.txt"), tokenizer=str(by)))
     assert says.startswith("the tokenizer does not know ")
 
 
@@ -257,13 +275,13 @@ def test_carriage_returns_are_remarked_on(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"to be\r\n" * 100)
     (tmp_path / "b.txt").write_bytes(b"to be\n" * 100)
     ends = f"lines end with a carriage return too, as in {tmp_path}/a.txt: it becomes tokens unless dos2unix takes it out"
-    assert remarks(asked(name="text", path=str(tmp_path / "a.txt"))) == [ends]
-    assert remarks(asked(name="text", path=str(tmp_path / "b.txt"))) == []
+    assert remarks(ask(name="text", path=str(tmp_path / "a.txt"))) == [ends]
+    assert remarks(ask(name="text", path=str(tmp_path / "b.txt"))) == []
 
 
 def test_a_remark_is_made_once(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(LINE * 100)
-    lines = asked("prepare", 50257, name="text", path=str(tmp_path / "a.txt"), cache=str(tmp_path / "cache"))
+    lines = ask("prepare", 50257, name="text", path=str(tmp_path / "a.txt"), cache=str(tmp_path / "cache"))
     assert remarks(lines) == ["data.tokenizer=bytes has 256 ids, and model.vocab=50257: the others are never seen"]
 
 
@@ -271,7 +289,7 @@ def test_a_remark_is_made_once(tmp_path: Path) -> None:
 
 
 @contextmanager
-def started(**words: Any) -> Iterator[subprocess.Popen[bytes]]:
+def start_survey(**words: Any) -> Iterator[subprocess.Popen[bytes]]:
     """A survey that has been asked, in a process of its own."""
     child = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
@@ -346,7 +364,7 @@ def preparing(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
         pytest.skip("one core tokenizes in one process")
     path = write_endless(tmp_path)
     data = {"name": "text", "path": str(path), "cache": str(tmp_path / "cache"), "tokenizer": str(write_tokenizer(tmp_path))}
-    with started(data=data, vocab=300, seq=8, mode="prepare") as child:
+    with start_survey(data=data, vocab=300, seq=8, mode="prepare") as child:
         until(lambda: len(descendants(child.pid)) >= 2)
         yield child
 
@@ -409,7 +427,7 @@ child.wait()
 def test_it_ends_where_nobody_reads_what_it_says() -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    with pytest.raises(Unheard):
+    with pytest.raises(NoReader):
         Answers(writer).remark("to be")
     os.close(writer)
 
@@ -418,5 +436,5 @@ def test_a_cache_that_can_not_be_written_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(LINE * 100)
     (tmp_path / "cache").write_text("a file")
     words: dict[str, Any] = {"name": "text", "path": str(tmp_path / "a.txt"), "cache": str(tmp_path / "cache")}
-    assert problems(asked("prepare", **words)) == [f"the cache {tmp_path}/cache cannot be written: File exists"]
-    figures(asked("look", **words))
+    assert problems(ask("prepare", **words)) == [f"the cache {tmp_path}/cache cannot be written: File exists"]
+    figures(ask("look", **words))

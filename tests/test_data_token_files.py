@@ -302,6 +302,17 @@ def test_a_large_file_is_looked_at_in_many_places(tmp_path: Path) -> None:
     assert raw_type(tmp_path / "a.bin", 12_000_000, 50_257) == np.uint32
 
 
+def test_files_of_tokens_that_are_named_as_tests_train_and_are_remarked_on(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for name in ("train", "val", "test"):
+        np.arange(100, dtype=np.uint16).tofile(tmp_path / "in" / f"{name}.bin")
+    remarks: list[str] = []
+    corpus = opened(tmp_path, 100, remarks, name="tokens", path=str(tmp_path / "in"))
+    assert (corpus.size("train"), corpus.size("validation")) == (200, 100)
+    says = "1 of 3 files are named as if they were held out, such as test.bin: they train as the others do"
+    assert remarks == [f"{says}; a pattern leaves them out, such as data.path='FOLDER/**/train*'"]
+
+
 def test_an_end_that_occurs_nowhere_is_remarked_on(tmp_path: Path) -> None:
     np.arange(300, dtype=np.uint16).tofile(tmp_path / "a.bin")
     remarks: list[str] = []

@@ -21,7 +21,7 @@ tokenizers = pytest.importorskip("tokenizers")
 TEXTS = [f"to be or not to be, that is question {index} of {index * index}" for index in range(40)]
 
 
-def made(special: tuple[str, ...] = ("<pad>", "</s>"), **model: Any) -> Any:
+def make_rules(special: tuple[str, ...] = ("<pad>", "</s>"), **model: Any) -> Any:
     """A byte-level BPE tokenizer of 300 ids, as GPT-2's."""
     rules = tokenizers.Tokenizer(tokenizers.models.BPE(**model))
     rules.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -31,7 +31,7 @@ def made(special: tuple[str, ...] = ("<pad>", "</s>"), **model: Any) -> Any:
     return rules
 
 
-PLAIN = made()
+PLAIN = make_rules()
 WHOLE = [[*PLAIN.encode(text).ids, 1] for text in TEXTS]
 
 
@@ -41,7 +41,7 @@ def write_texts(folder: Path) -> Path:
     return path
 
 
-def opened(folder: Path, vocab: int = 300, remarks: list[str] | None = None, **words: Any) -> Corpus:
+def open_corpus(folder: Path, vocab: int = 300, remarks: list[str] | None = None, **words: Any) -> Corpus:
     def progress(what: str, done: int, total: int) -> None:
         if not total and remarks is not None:
             remarks.append(what)
@@ -64,12 +64,12 @@ def documents(corpus: Corpus) -> list[list[int]]:
 @pytest.mark.parametrize("use", [{"truncation": True, "max_length": 8}, {"padding": "max_length", "max_length": 64, "truncation": True}])
 def test_what_transformers_saves_after_use_takes_no_token_away_and_adds_none(use: dict[str, Any], tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made(), eos_token="</s>", pad_token="<pad>")
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=make_rules(), eos_token="</s>", pad_token="<pad>")
     fast(TEXTS[0], **use)
     fast.save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "tokenizer.json").read_text())
     assert saved["truncation"] or saved["padding"], "transformers writes what this test is about"
-    assert documents(opened(tmp_path)) == WHOLE
+    assert documents(open_corpus(tmp_path)) == WHOLE
 
 
 STATES: dict[str, Callable[[Any], Any]] = {
@@ -87,31 +87,31 @@ STATES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("state", STATES)
 def test_no_state_of_a_tokenizer_changes_a_document(state: str, tmp_path: Path) -> None:
-    rules = made()
+    rules = make_rules()
     STATES[state](rules)
     rules.save(str(tmp_path / "tokenizer.json"))
-    assert documents(opened(tmp_path)) == WHOLE
+    assert documents(open_corpus(tmp_path)) == WHOLE
 
 
 def test_a_tokenizer_that_drops_merges_at_random_drops_none(tmp_path: Path) -> None:
-    rules = made()
+    rules = make_rules()
     rules.model.dropout = 0.5
     rules.save(str(tmp_path / "tokenizer.json"))
-    assert documents(opened(tmp_path)) == WHOLE
+    assert documents(open_corpus(tmp_path)) == WHOLE
 
 
 # Sizes and ends
 
 
 def test_added_tokens_beyond_the_base_vocabulary_count(tmp_path: Path) -> None:
-    rules = made()
+    rules = make_rules()
     rules.add_special_tokens(["<|im_end|>"])
     rules.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
     size = rules.token_to_id("<|im_end|>") + 1
     with pytest.raises(Unreadable, match=rf"has ids up to {size - 1}, and model.vocab={size - 1}: set model.vocab={size}$"):
-        opened(tmp_path, size - 1)
-    assert {text[-1] for text in documents(opened(tmp_path, size))} == {size - 1}
+        open_corpus(tmp_path, size - 1)
+    assert {text[-1] for text in documents(open_corpus(tmp_path, size))} == {size - 1}
 
 
 BESIDE: dict[str, dict[str, dict[str, Any]]] = {
@@ -145,9 +145,9 @@ def test_an_eos_token_that_the_tokenizer_does_not_have_is_refused_and_not_replac
 
 
 def test_a_tokenizer_that_ends_no_document_is_remarked_on(tmp_path: Path) -> None:
-    made(("<pad>",)).save(str(tmp_path / "tokenizer.json"))
+    make_rules(("<pad>",)).save(str(tmp_path / "tokenizer.json"))
     remarks: list[str] = []
-    opened(tmp_path, remarks=remarks)
+    open_corpus(tmp_path, remarks=remarks)
     says = f"data.tokenizer={tmp_path} names no token that ends a document, and documents run together: data.end=ID sets one"
     assert remarks == [says]
 
@@ -156,7 +156,7 @@ def test_a_tokenizer_that_ends_no_document_is_remarked_on(tmp_path: Path) -> Non
 def test_a_vocabulary_that_is_far_larger_than_the_tokenizer_is_remarked_on(vocab: int, remarked: bool, tmp_path: Path) -> None:
     PLAIN.save(str(tmp_path / "tokenizer.json"))
     remarks: list[str] = []
-    opened(tmp_path, vocab, remarks)
+    open_corpus(tmp_path, vocab, remarks)
     says = f"data.tokenizer={tmp_path} has 300 ids, and model.vocab={vocab}: the others are never seen"
     assert remarks == [says] * remarked
 
@@ -210,7 +210,7 @@ def test_a_text_that_a_tokenizer_can_not_encode_is_one_line(tmp_path: Path) -> N
     rules.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     rules.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(Unreadable, match=r"^the tokenizer can't encode b'to be or .*: WordLevel error: Missing \[UNK\] token"):
-        opened(tmp_path)
+        open_corpus(tmp_path)
 
 
 def test_bytes_are_bytes() -> None:

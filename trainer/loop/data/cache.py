@@ -50,7 +50,7 @@ def kept(cache: Path, key: str, make: Callable[[Path], None], say: Say, *, whole
     return folder
 
 
-def sound(cache: Path, key: str) -> bool:
+def is_sound(cache: Path, key: str) -> bool:
     """Whether the folder of a key is there, with files of the right sizes."""
     return _damage(cache / key, key, whole=False) is None
 
@@ -58,7 +58,7 @@ def sound(cache: Path, key: str) -> bool:
 def content(path: Path, cache: Path) -> str:
     """A file's hash; that of a large file is remembered beside the cache for as long as the file is not written to."""
     try:
-        return known_content(path, cache)
+        return remembered_hash(path, cache)
     except NotCached:
         stat = path.stat()
         found = digest(path)
@@ -70,7 +70,7 @@ def content(path: Path, cache: Path) -> str:
     return found
 
 
-def known_content(path: Path, cache: Path) -> str:
+def remembered_hash(path: Path, cache: Path) -> str:
     """The hash of a small file, or that of a large one that is remembered; raises NotCached of any other."""
     stat = path.stat()
     if stat.st_size < REMEMBERED:

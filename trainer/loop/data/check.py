@@ -12,34 +12,35 @@ from typing import Any, TypeVar
 from ...spec.problem import Problem, Unreadable
 from ...spec.run import Data
 from . import tables
-from .find import File, Remark, Sought, found, library
+from .find import File, Remark, Search, found, library
 from .formats import Fault, faults, form, is_lines, problem_of, text_suffixes
 from .refusal import refused, wrong
+from .sources import HELD_OUT
 from .tokenfiles import DATATROVE, TokenFile, opened
 from .tokenizer import Bytes, Tokenizer, tokenizer
 
 Got = TypeVar("Got")
 
-TEXT = Sought(
+TEXT = Search(
     suffixes=text_suffixes(),
     beside=("dataset_info.json", "dataset_dict.json", "state.json"),
     words=".txt, .jsonl, .json, .ndjson (or one of them as .gz or .zst), .parquet or .arrow",
     mend="name files of other kinds by a pattern: data.path='{}/**/*.md'",
 )
-TOKENS = Sought(
+TOKENS = Search(
     suffixes=(".bin", ".npy", DATATROVE),
     beside=(".idx", *(f"{DATATROVE}.{each}" for each in ("index", "metadata", "loss"))),
     words=".bin, .npy or .ds",
     mend="",
 )
 LIBRARIES = {".zst": "zstandard", "parquet": "pyarrow", "arrow": "pyarrow"}  # what reads a kind of file
-HELD_OUT = {"val", "valid", "validation", "test", "eval", "dev"}  # words of the names of files that their writer held out
+TESTS = {"test", "eval", "dev"}  # words of the names of files that their writer held out, beside those of validation
 _TABLES_LOOKED_INTO = 64
 _PADDED = 1.2  # times a tokenizer's ids, and 1024 more: a model's vocabulary with its padding
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checked:
+class CheckedData:
     """The files of each source, opened where they are of tokens, and the tokenizer of those of text."""
 
     groups: list[list[File]]
@@ -47,31 +48,32 @@ class Checked:
     tokenizer: Tokenizer | None
 
 
-def check(data: Data, vocab: int, remark: Remark) -> Checked:
+def check(data: Data, vocab: int, remark: Remark) -> CheckedData:
     """What there is to read; raises Unreadable with all that is wrong with the words, the files and the tokenizer."""
     problems = _word_problems(data)
     by, groups, read = None, list[list[File]](), list[list[TokenFile]]()
     if data.name in ("text", "stdlib"):
-        by = _tried(problems, lambda: _tokenizer(data, vocab, remark))
+        by = _try(problems, lambda: _tokenizer(data, vocab, remark))
     if data.name == "stdlib":
-        groups = _tried(problems, lambda: [library()]) or []
+        groups = _try(problems, lambda: [library()]) or []
     elif data.name in ("text", "tokens") and paths_of(data):
         groups = _groups(data, remark, problems)
     files = [file for group in groups for file in group]
     if data.name == "text":
         problems += _text_problems(files, data.text_key)
-        _remark_on_names(files, remark)
+        _remark_on_names(files, HELD_OUT | TESTS, remark)
     elif data.name == "tokens":
-        read = _opened(data, vocab, groups, problems, remark)
+        read = _open_token_files(data, vocab, groups, problems, remark)
+        _remark_on_names(files, TESTS, remark)
         if data.end is not None and data.end >= vocab:
             problems.append(wrong(f"data.end={data.end} is not in the vocabulary, model.vocab={vocab}", f"its ids end at {vocab - 1}"))
     if problems:
         raise Unreadable(problems)
-    return Checked(groups=groups, opened=read, tokenizer=by)
+    return CheckedData(groups=groups, opened=read, tokenizer=by)
 
 
-def _tried(problems: list[Problem], act: Callable[[], Got]) -> Got | None:
-    """What an act gives; None where it raises Unreadable, whose problems are added."""
+def _try(problems: list[Problem], act: Callable[[], Got]) -> Got | None:
+    """The value of a call, or None if it raises Unreadable; adds to problems."""
     try:
         return act()
     except Unreadable as error:
@@ -98,8 +100,8 @@ def paths_of(data: Data) -> tuple[str, ...]:
 
 def _groups(data: Data, remark: Remark, problems: list[Problem]) -> list[list[File]]:
     """The files of each source: of each path where they have weights, of all paths where they have none; adds to problems."""
-    sought = TOKENS if data.name == "tokens" else TEXT._replace(takes=lambda path: _is_text_of(path, data.text_key))
-    groups = found(paths_of(data), sought, remark, problems)
+    search = TOKENS if data.name == "tokens" else TEXT._replace(takes=lambda path: _is_text_of(path, data.text_key))
+    groups = found(paths_of(data), search, remark, problems)
     return groups if data.weights else [[file for files in groups for file in files]]
 
 
@@ -135,12 +137,14 @@ def _text_problems(files: Sequence[File], key: str) -> list[Problem]:
     for file in [file for file in files if form(file.path.name)[0] in ("parquet", "arrow")][:_TABLES_LOOKED_INTO]:
         try:
             tables.check(str(file.path), form(file.path.name)[0], key)  # type: ignore[arg-type]
-        except tables.Unread as error:
+        except tables.UnreadableTable as error:
             columns.setdefault(Fault(error.says, error.mend), []).append(file)
     return [problem_of(fault, files, verb="") for fault, files in columns.items()]
 
 
-def _opened(data: Data, vocab: int, groups: Iterable[Sequence[File]], problems: list[Problem], remark: Remark) -> list[list[TokenFile]]:
+def _open_token_files(
+    data: Data, vocab: int, groups: Iterable[Sequence[File]], problems: list[Problem], remark: Remark
+) -> list[list[TokenFile]]:
     """The files of each source; adds what is wrong with them, and what does not say where documents end where that is asked."""
     read: list[list[TokenFile]] = []
     kinds: dict[tuple[str, str], list[Problem]] = {}
@@ -184,9 +188,9 @@ def _remark_on_types(files: Sequence[TokenFile], remark: Remark) -> None:
         remark(f"{masks[0].file.path}.loss is not read: every token counts in the loss")
 
 
-def _remark_on_names(files: Sequence[File], remark: Remark) -> None:
-    """Say where some of several files are named as if they were not to train."""
-    held = [file for file in files if HELD_OUT & set(re.split(r"[^a-z]+", file.name.lower()))]
+def _remark_on_names(files: Sequence[File], names: set[str], remark: Remark) -> None:
+    """Say which of several files train although a word of their names says that their writer held them out."""
+    held = [file for file in files if names & set(re.split(r"[^a-z]+", file.name.lower()))]
     if held and len(held) < len(files):
         says = f"{len(held):,} of {len(files):,} files are named as if they were held out, such as {held[0].name}"
         remark(f"{says}: they train as the others do; a pattern leaves them out, such as data.path='FOLDER/**/train*'")

@@ -168,16 +168,25 @@ class Corpus:
 def windows(corpus: Corpus, seq: int, split: Split) -> tuple[int, ...]:
     """How many windows of seq tokens, and a token after, each source has; raises Unreadable where one has none."""
     sizes = [source.runs(split).size for source in corpus.sources]
-    short = [_short(corpus.name, source, size, seq, split) for source, size in zip(corpus.sources, sizes, strict=True) if size <= seq]
+    short = [
+        shortage(source_name(corpus.name, index, len(sizes)), size, source.tokens.size, seq, split, set_apart=source.set_apart)
+        for index, (source, size) in enumerate(zip(corpus.sources, sizes, strict=True))
+        if size <= seq
+    ]
     if short:
         raise Unreadable(short)
     return tuple((size - 1) // seq for size in sizes)
 
 
-def _short(name: str, source: Source, size: int, seq: int, split: Split) -> Problem:
-    whole = source.tokens.size
-    says = f"{split} has {size} tokens of data={name}, less than one sequence and a token after it: train.seq={seq}"
-    if source.set_apart:
+def source_name(data: str, source: int, sources: int) -> str:
+    """What messages call a source, the only one or one of several."""
+    return f"data={data}" if sources == 1 else f"path {source + 1} of {sources} of data={data}"
+
+
+def shortage(name: str, size: int, whole: int, seq: int, split: Split, *, set_apart: bool) -> Problem:
+    """What to do about a split of `size` tokens, too few for a window, of a source of `whole` tokens."""
+    says = f"{split} has {size} tokens of {name}, less than one sequence and a token after it: train.seq={seq}"
+    if set_apart:
         return wrong(
             says, "give more text" if split == "train" else "leave out the files named for validation, or set train.evaluate.every=0"
         )

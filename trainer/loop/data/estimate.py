@@ -14,7 +14,7 @@ import numpy as np
 from . import tables
 from .find import File
 from .formats import form
-from .packed import unpacked_start
+from .packed import unpack_start
 from .refusal import refused
 from .text import Unfit, encode, line_start, objects
 from .tokenizer import Bytes, Tokenizer, Vocabulary
@@ -99,7 +99,7 @@ def _sample(file: File, key: str, begin: int) -> _Sample:
     if rows == "parquet" or rows == "arrow":
         try:
             found = tables.sample(str(file.path), rows, key, begin, _ENCODED)
-        except tables.Unread as error:
+        except tables.UnreadableTable as error:
             raise Unfit(f"{file.path} {error}") from None
         return _first(found.texts, file.size * found.share)
     for most in _BYTES:
@@ -107,7 +107,7 @@ def _sample(file: File, key: str, begin: int) -> _Sample:
             begin = line_start(opened, begin)
             opened.seek(begin)
             start = opened.read(most)
-        text = unpacked_start(start, packing, _UNPACKED) if packing else start
+        text = unpack_start(start, packing, _UNPACKED) if packing else start
         lines = text if begin + len(start) == file.size else text[: text.rfind(b"\n") + 1]
         if lines or rows == "text":
             break

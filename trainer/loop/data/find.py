@@ -50,27 +50,28 @@ def library() -> list[File]:
     return files
 
 
-class Sought(NamedTuple):
-    """What folders are searched for: ends of names, those of files that belong to others, and both in words."""
+class Search(NamedTuple):
+    """What a folder is searched for."""
 
-    suffixes: tuple[str, ...]
-    beside: tuple[str, ...]
-    words: str
-    mend: str
-    takes: Callable[[Path], bool] = lambda path: True  # whether a file with one of the suffixes is one
+    suffixes: tuple[str, ...]  # ends of the names of the files that are read
+    beside: tuple[str, ...]  # ends of the names of files that belong to others: nobody misses them
+    words: str  # the suffixes, for a message
+    mend: str  # what to do where a folder has no such file
+    takes: Callable[[Path], bool] = lambda path: True  # whether a file with one of the suffixes is read
 
 
-def found(words: Sequence[str], sought: Sought, remark: Remark, problems: list[Problem]) -> list[list[File]]:
-    """The files of each word: a file, a folder (its files that are sought), or a pattern; adds what is wrong with words to problems.
+def found(words: Sequence[str], search: Search, remark: Remark, problems: list[Problem]) -> list[list[File]]:
+    """The files of each word, which names a file, a folder or a pattern; adds to problems.
 
-    What is left out of folders and patterns is remarked on.
+    A remark counts the files that are left out of a folder or a pattern.
     """
-    return [_named(word, sought, remark, problems) for word in words]
+    return [_named(word, search, remark, problems) for word in words]
 
 
-def _named(word: str, sought: Sought, remark: Remark, problems: list[Problem]) -> list[File]:
+def _named(word: str, search: Search, remark: Remark, problems: list[Problem]) -> list[File]:
+    """The files of one word; adds to problems."""
     try:
-        return list(_files(word, sought, remark))
+        return list(_files(word, search, remark))
     except Unreadable as error:
         problems += error.problems
     except (OSError, RuntimeError, ValueError) as error:  # a name that is too long, ~NOBODY, a zero byte
@@ -79,24 +80,25 @@ def _named(word: str, sought: Sought, remark: Remark, problems: list[Problem]) -
     return []
 
 
-def _files(word: str, sought: Sought, remark: Remark) -> list[File]:
+def _files(word: str, search: Search, remark: Remark) -> list[File]:
+    """The files of one word; raises Unreadable, and OSError, RuntimeError or ValueError for a word that is no path."""
     path = Path(word).expanduser()
     if path.is_dir():
-        return _of_folder(word, path, sought, remark)
+        return _of_folder(word, path, search, remark)
     if path.is_file():
-        return [_given(path)]
+        return [_named_file(path)]
     if path.exists():
         raise refused(f"data.path={word} is no file but a pipe or a device", "write what it gives to a file, and name that")
     if path.is_symlink():
         raise refused(f"data.path={word} is a link to {os.readlink(path)}, which is not there")
     if has_magic(word):
-        return _of_pattern(word, path, sought, remark)
-    if ".bin" in sought.suffixes and path.with_name(f"{path.name}.bin").exists():  # Megatron names a pair without its suffixes
-        return [_given(path.with_name(f"{path.name}.bin"))]
+        return _of_pattern(word, path, search, remark)
+    if ".bin" in search.suffixes and path.with_name(f"{path.name}.bin").exists():  # Megatron names a pair without its suffixes
+        return [_named_file(path.with_name(f"{path.name}.bin"))]
     raise refused(f"data.path={word}: no such file or folder", _neighbour(path))
 
 
-def _given(path: Path) -> File:
+def _named_file(path: Path) -> File:
     """A file that is named itself; raises Unreadable."""
     file = _file(path.name, path)
     if not file.size:
@@ -104,21 +106,21 @@ def _given(path: Path) -> File:
     return file
 
 
-def _of_folder(word: str, path: Path, sought: Sought, remark: Remark) -> list[File]:
+def _of_folder(word: str, path: Path, search: Search, remark: Remark) -> list[File]:
     everything = _below(path)
-    fitting = [file for file in everything if file.size and file.name.lower().endswith(sought.suffixes)]
-    files = [file for file in fitting if sought.takes(file.path)] or fitting
-    left = _counted([file for file in everything if not file.name.lower().endswith(sought.beside)], files)
+    fitting = [file for file in everything if file.size and file.name.lower().endswith(search.suffixes)]
+    files = [file for file in fitting if search.takes(file.path)] or fitting
+    left = _count_words([file for file in everything if not file.name.lower().endswith(search.beside)], files)
     if not files:
-        raise refused(f"data.path={word} has no {sought.words} in it" + (f" but {left}" if left else ""), sought.mend.format(word))
+        raise refused(f"data.path={word} has no {search.words} in it" + (f" but {left}" if left else ""), search.mend.format(word))
     if left:
-        remark(f"data.path={word}: {_files_read(files)}, and left out are {left}")
+        remark(f"data.path={word}: {_file_count(files)}, and left out are {left}")
     return files
 
 
-def _of_pattern(word: str, path: Path, sought: Sought, remark: Remark) -> list[File]:
+def _of_pattern(word: str, path: Path, search: Search, remark: Remark) -> list[File]:
     hits = [Path(hit) for hit in sorted(glob(str(path), recursive=True)) if os.path.isfile(hit)]
-    hits = [hit for hit in hits if hit.suffix == ".idx" or not hit.name.lower().endswith(sought.beside)]
+    hits = [hit for hit in hits if hit.suffix == ".idx" or not hit.name.lower().endswith(search.beside)]
     if not hits:
         raise refused(f"data.path={word} matches no file")
     root = os.path.commonpath([hit.parent for hit in hits])
@@ -126,16 +128,16 @@ def _of_pattern(word: str, path: Path, sought: Sought, remark: Remark) -> list[F
     files = sorted(file for file in everything.values() if file.size)
     if not files:
         raise refused(f"data.path={word} matches empty files only")
-    if left := _counted(list(everything.values()), files):
-        remark(f"data.path={word}: {_files_read(files)}, and left out are {left}")
+    if left := _count_words(list(everything.values()), files):
+        remark(f"data.path={word}: {_file_count(files)}, and left out are {left}")
     return files
 
 
-def _files_read(files: Sequence[File]) -> str:
+def _file_count(files: Sequence[File]) -> str:
     return f"{len(files):,} files are read" if files[1:] else "1 file is read"
 
 
-def _counted(everything: Sequence[File], files: Sequence[File]) -> str:
+def _count_words(everything: Sequence[File], files: Sequence[File]) -> str:
     """How many files of which kind are not among those that are read: 3 .pdf, 2 empty; "" where none is left out."""
     taken = {file.path for file in files}
     left = Counter("empty" if not file.size else file.path.suffix or "without a suffix" for file in everything if file.path not in taken)

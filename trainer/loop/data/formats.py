@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from ...spec.problem import Problem
 from .find import File
-from .packed import PACKED, Packing, unpacked_start
+from .packed import PACKED, Packing, unpack_start
 from .refusal import wrong
 
 Rows = Literal["text", "lines", "parquet", "arrow"]  # one document, JSON objects a line, tables
@@ -162,7 +162,7 @@ def _text_fault(head: Head) -> Fault | None:
             return Fault(
                 kind[0] if kind else f"no {packing} file", kind[1] if kind else f"end its name in {PurePath(stem).suffix or '.txt'}"
             )
-        inner = head._replace(start=unpacked_start(head.start, packing, LOOKED_AT), end=b"")
+        inner = head._replace(start=unpack_start(head.start, packing, LOOKED_AT), end=b"")
         return _inner_fault(inner, _kind(inner), rows) if inner.start else None
     return _inner_fault(head, kind, rows)
 
@@ -196,7 +196,7 @@ def _json_fault(head: Head, start: bytes) -> Fault | None:
     if start.startswith(b"{") and newline and ".json" in head.file.path.suffixes:
         try:
             json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             return Fault("one JSON document over many lines", "write an object a line: jq -c . FILE > FILE.jsonl")
     return None
 

@@ -19,17 +19,17 @@ _DAMAGE: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
 _WINDOW = 1 << 31  # bytes that a .zst may refer back to: all that zstd --long=31 writes
 
 
-class Damaged(Exception):
+class DamagedFile(Exception):
     """What is wrong with a packed file."""
 
 
-def unpacked(path: Path | str, packing: Packing) -> IO[bytes]:
-    """What a packed file holds; reading raises Damaged, and OSError where the file itself can't be read."""
+def open_packed(path: Path | str, packing: Packing) -> IO[bytes]:
+    """What a packed file holds; reading raises DamagedFile, and OSError where the file itself can't be read."""
     file = open(path, "rb")  # noqa: SIM115
     return io.BufferedReader(_Stream(_Zstd(file).read if packing == ".zst" else gzip.GzipFile(fileobj=file).read1, file), 1 << 20)
 
 
-def unpacked_start(start: bytes, packing: Packing, most: int) -> bytes:
+def unpack_start(start: bytes, packing: Packing, most: int) -> bytes:
     """At most so many bytes of what the first bytes of a packed file hold, where its library is installed; b"" of no such file."""
     if packing == ".gz":
         with suppress(zlib.error):
@@ -53,7 +53,7 @@ class _Stream(io.RawIOBase):
         try:
             found = self._read(len(into))
         except (*_zstd_errors(), *_DAMAGE) as error:
-            raise Damaged(str(error)) from None
+            raise DamagedFile(str(error)) from None
         into[: len(found)] = found
         return len(found)
 

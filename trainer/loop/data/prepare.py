@@ -9,7 +9,7 @@ import numpy as np
 
 from ...spec.run import Data
 from .cache import NotCached
-from .check import Checked, check
+from .check import CheckedData, check
 from .corpus import Corpus, Source, held_out, windows
 from .refusal import refused
 from .sources import Progress, Read, Way, key_of, text, token_ids
@@ -38,7 +38,7 @@ def cache_folder(data: Data) -> Path:
         raise refused(f"data.cache={data.cache or 'null'}: {str(error).rstrip('.')}", "set data.cache=FOLDER") from None
 
 
-def cached(checked: Checked, data: Data, *, vocab: int, cache: Path) -> Corpus | None:
+def cached_corpus(checked: CheckedData, data: Data, *, vocab: int, cache: Path) -> Corpus | None:
     """The corpus of what was checked where all of it is in the cache and that is seen fast; None otherwise."""
     try:
         return _corpus(checked, Way(data, vocab, cache.expanduser(), lambda what, done, total: None, verify=False, only_cached=True))
@@ -46,7 +46,7 @@ def cached(checked: Checked, data: Data, *, vocab: int, cache: Path) -> Corpus |
         return None
 
 
-def _corpus(checked: Checked, way: Way) -> Corpus:
+def _corpus(checked: CheckedData, way: Way) -> Corpus:
     data = way.data
     read = _read(checked, way)
     sources = tuple(
@@ -64,7 +64,7 @@ def _corpus(checked: Checked, way: Way) -> Corpus:
     return Corpus(name=data.name, key=key, vocab=way.vocab, sources=sources, documents=data.documents)
 
 
-def _read(checked: Checked, way: Way) -> list[Read]:
+def _read(checked: CheckedData, way: Way) -> list[Read]:
     """Each source."""
     if way.data.name == "synthetic":
         made = Synthetic(vocab=way.vocab)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...spec.run import Data
-from .cache import REMEMBERED, NotCached, content, kept, known_content, sound
+from .cache import REMEMBERED, NotCached, content, is_sound, kept, remembered_hash
 from .corpus import Mapped, Runs, Tokens, held_out, stretches
 from .find import File
 from .refusal import refused
@@ -28,7 +28,7 @@ Progress = Callable[[str, int, int], None]  # what is done, how many bytes of ho
 _FORMAT = 2  # of the cache: 1 took over the truncation and padding of a tokenizer.json
 _HASHED = 64 << 20  # bytes of small files that are hashed to see whether they are in the cache
 _ALONE = (64 << 20, 4 << 20)  # bytes of text that one process tokenizes alone: by bytes, by a vocabulary
-_HELD_OUT = {"val", "valid", "validation"}  # a word of the name of a token file that its writer held out
+HELD_OUT = {"val", "valid", "validation"}  # a word of the name of a token file that its writer held out
 
 
 class Read(NamedTuple):
@@ -54,7 +54,7 @@ class Way(NamedTuple):
 
     def keep(self, key: str, make: Callable[[Path], None]) -> Path:
         """The folder of the key; raises NotCached where it would have to be made and nothing is to be."""
-        if self.only_cached and not sound(self.cache, key):
+        if self.only_cached and not is_sound(self.cache, key):
             raise NotCached
         return kept(self.cache, key, make, lambda remark: self.progress(remark, 0, 0), whole=self.verify)
 
@@ -134,15 +134,15 @@ def _taken(path: str) -> bytes:
     return words
 
 
-def named_for_validation(files: Sequence[TokenFile]) -> list[bool] | None:
+def validation_flags(files: Sequence[TokenFile]) -> list[bool] | None:
     """Whether each file is named for validation, as nanoGPT's val.bin; None where all are or none is."""
-    named = [bool(_HELD_OUT & set(re.split(r"[^a-z]+", Path(each.file.name).stem.lower()))) for each in files]
+    named = [bool(HELD_OUT & set(re.split(r"[^a-z]+", Path(each.file.name).stem.lower()))) for each in files]
     return None if all(named) or not any(named) else named
 
 
 def _set_apart(files: Sequence[TokenFile], tokens: Mapped) -> Runs | None:
     """The files that are named for validation, where the others are not."""
-    named = named_for_validation(files)
+    named = validation_flags(files)
     return None if named is None else stretches(tokens.starts[:-1][named], tokens.starts[1:][named])
 
 
@@ -165,7 +165,7 @@ def _contents(files: list[File], way: Way) -> list[tuple[str, int, str]]:
     if way.only_cached:
         if sum(file.size for file in files if file.size < REMEMBERED) > _HASHED:
             raise NotCached
-        return [(file.name, file.size, known_content(file.path, way.cache)) for file in files]
+        return [(file.name, file.size, remembered_hash(file.path, way.cache)) for file in files]
     seen, rows = _meter(way, "hash", files), []
     for file in files:
         rows.append((file.name, file.size, content(file.path, way.cache)))

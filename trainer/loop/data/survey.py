@@ -17,26 +17,27 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from threading import Thread
 from typing import Any
 
 from ...launch.lifeline import die_with
 from ...spec.problem import Problem, Unreadable
 from ...spec.read import read
 from ...spec.run import Data
-from .check import Checked, check
-from .corpus import windows
+from .check import CheckedData, check
+from .corpus import shortage, source_name, windows
 from .estimate import Estimate, estimate
 from .facts import Facts, Part, facts
-from .prepare import cache_folder, cached, prepare
-from .refusal import refused, wrong
-from .sources import named_for_validation
+from .prepare import cache_folder, cached_corpus, prepare
+from .refusal import wrong
+from .sources import validation_flags
 from .tokenfiles import TokenFile
-from .tokenizer import Vocabulary
+from .workers import end_with
 
 _OFTEN = 0.1  # seconds between two lines of progress
 
 
-class Unheard(Exception):
+class NoReader(Exception):
     """Nobody reads what is said."""
 
 
@@ -47,13 +48,13 @@ class Answers:
         self._out, self._remarks, self._last = out, set[str](), 0.0
 
     def say(self, word: Mapping[str, Any]) -> None:
-        """Write one line; raises Unheard."""
+        """Write one line; raises NoReader."""
         line = f"{json.dumps(word)}\n".encode()
         try:
             while line:
                 line = line[os.write(self._out, line) :]
         except BrokenPipeError:
-            raise Unheard from None
+            raise NoReader from None
 
     def remark(self, remark: str) -> None:
         """Say what is worth knowing and no fault."""
@@ -72,7 +73,10 @@ class Answers:
 
 def main() -> int:
     """Answer the question on stdin; the exit status."""
-    die_with(os.getppid())
+    parent = os.getppid()
+    die_with(parent)
+    if sys.platform != "linux":
+        Thread(target=end_with, args=(parent,), daemon=True).start()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
     out = os.dup(1)
@@ -80,7 +84,7 @@ def main() -> int:
     answers = Answers(out)
     try:
         answers.say(answer(sys.stdin.buffer.read(), answers))
-    except Unheard:
+    except NoReader:
         return 1
     return 0
 
@@ -93,16 +97,17 @@ def _stop(number: int, frame: object) -> None:
 
 
 def answer(question: bytes, answers: Answers) -> dict[str, Any]:
+    """The last line for a question, the facts or the problems; remarks and progress go to `answers`. Raises NoReader."""
     try:
         words = json.loads(question)
         data = read(words["data"], Data, "data.")
-        act = {"look": look, "prepare": prepared}[words["mode"]]
+        act = {"look": look_facts, "prepare": prepare_facts}[words["mode"]]
         return {"facts": act(data, words["vocab"], words["seq"], answers, evaluate=words.get("evaluate", False)).words()}
     except Unreadable as error:
         problems = error.problems
     except OSError as error:
         problems = (wrong(f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)),)
-    except Unheard:
+    except NoReader:
         raise
     except Exception as error:
         problems = (wrong(f"the data could not be read: {type(error).__name__}: {' '.join(str(error).split())[:300]}"),)
@@ -113,10 +118,10 @@ def _words(problem: Problem) -> dict[str, str]:
     return {"rule": problem.rule, "says": problem.says, "mend": problem.mend}
 
 
-def prepared(data: Data, vocab: int, seq: int, answers: Answers, *, evaluate: bool) -> Facts:
+def prepare_facts(data: Data, vocab: int, seq: int, answers: Answers, *, evaluate: bool) -> Facts:
     """Exact figures, with the cache filled; raises Unreadable."""
     checked = check(data, vocab, answers.remark)
-    if isinstance(checked.tokenizer, Vocabulary):
+    if checked.tokenizer:
         _estimates(checked, data, answers)  # for its remarks
     corpus = prepare(data, vocab=vocab, seq=seq, cache=cache_folder(data), progress=answers.progress)
     if evaluate:
@@ -124,57 +129,64 @@ def prepared(data: Data, vocab: int, seq: int, answers: Answers, *, evaluate: bo
     return replace(facts(corpus), entropy=corpus.entropy)
 
 
-def look(data: Data, vocab: int, seq: int, answers: Answers, *, evaluate: bool) -> Facts:
-    """Figures as far as they are found fast; raises Unreadable with every problem that is."""
+def look_facts(data: Data, vocab: int, seq: int, answers: Answers, *, evaluate: bool) -> Facts:
+    """What is found in a moment, with nothing written; raises Unreadable with every problem."""
     checked = check(data, vocab, answers.remark)
     estimates = _estimates(checked, data, answers) if checked.tokenizer else []
-    corpus = cached(checked, data, vocab=vocab, cache=cache_folder(data))
+    corpus = cached_corpus(checked, data, vocab=vocab, cache=cache_folder(data))
     if corpus:
         windows(corpus, seq, "train")
         if evaluate:
             windows(corpus, seq, "validation")
         return facts(corpus)
-    weights = data.weights or (1.0,)
     if data.name == "tokens":
-        parts = [_part_of_files(files, weight, data, seq) for files, weight in zip(checked.opened, weights, strict=True)]
-        return Facts(key=None, sources=tuple(parts), documents=_documents(checked.opened), exact=True, bytes=_bytes(checked))
-    parts = [_part_of_text(each, weight, data, seq) for each, weight in zip(estimates, weights, strict=True)]
-    known = [each.documents for each in estimates if each]
-    documents = round(sum(known)) if len(known) == len(estimates) else None
-    return Facts(key=None, sources=tuple(parts), documents=documents, exact=False, bytes=_bytes(checked))
+        parts, documents = _parts_of_files(checked, data, seq), _documents(checked.opened)
+    else:
+        parts, documents = _parts_of_text(estimates, data, seq), _rounded([each.documents if each else None for each in estimates])
+    exact = data.name == "tokens"
+    return Facts(key=None, sources=tuple(parts), documents=documents, exact=exact, bytes=_bytes(checked))
 
 
-def _estimates(checked: Checked, data: Data, answers: Answers) -> list[Estimate | None]:
+def _estimates(checked: CheckedData, data: Data, answers: Answers) -> list[Estimate | None]:
     """Of each source."""
     assert checked.tokenizer is not None
     return [estimate(files, checked.tokenizer, data.text_key, answers.remark) for files in checked.groups]
 
 
-def _part_of_files(files: list[TokenFile], weight: float, data: Data, seq: int) -> Part:
-    """The tokens of files that say how many they hold; raises Unreadable where they are too few."""
-    size, apart = sum(each.size for each in files), named_for_validation(files)
-    held = (
-        round(size * data.validation) if apart is None else sum(each.size for each, is_apart in zip(files, apart, strict=True) if is_apart)
-    )
-    if size - held <= seq and (apart is not None or size <= seq):
-        raise _too_few(size - held if apart is not None else size, data, seq)
-    return Part(weight=weight, train=size - held, validation=held)
+def _parts_of_files(checked: CheckedData, data: Data, seq: int) -> list[Part]:
+    """The tokens of each source of token files; raises Unreadable where one is surely too short to train on."""
+    parts, problems = list[Part](), list[Problem]()
+    for index, (files, weight) in enumerate(zip(checked.opened, data.weights or (1.0,), strict=True)):
+        size, apart = sum(each.size for each in files), validation_flags(files)
+        held = round(size * data.validation) if apart is None else sum(each.size for each, held in zip(files, apart, strict=True) if held)
+        split_is_known = apart is not None or (data.end is None and all(each.bounds is None for each in files))
+        if size - held <= seq and (split_is_known or size <= seq):
+            name = source_name(data.name, index, len(checked.opened))
+            problems.append(shortage(name, size - held, size, seq, "train", set_apart=apart is not None))
+        parts.append(Part(weight=weight, train=size - held, validation=held))
+    if problems:
+        raise Unreadable(problems)
+    return parts
 
 
-def _part_of_text(guess: Estimate | None, weight: float, data: Data, seq: int) -> Part:
-    """The tokens of text; raises Unreadable where they are surely too few."""
-    if guess is None:
-        return Part(weight=weight, train=None, validation=None)
-    size = round(guess.tokens)
-    if guess.exact and size <= seq:
-        raise _too_few(size, data, seq)
-    held = round(size * data.validation)
-    return Part(weight=weight, train=size - held, validation=held)
+def _parts_of_text(estimates: list[Estimate | None], data: Data, seq: int) -> list[Part]:
+    """The tokens of each source of text; raises Unreadable where one is surely too short to train on."""
+    parts, problems = list[Part](), list[Problem]()
+    for index, (each, weight) in enumerate(zip(estimates, data.weights or (1.0,), strict=True)):
+        size = None if each is None else round(each.tokens)
+        held = None if size is None else round(size * data.validation)
+        if each and each.exact and size is not None and size <= seq:
+            problems.append(shortage(source_name(data.name, index, len(estimates)), size, size, seq, "train", set_apart=False))
+        parts.append(Part(weight=weight, train=None if size is None or held is None else size - held, validation=held))
+    if problems:
+        raise Unreadable(problems)
+    return parts
 
 
-def _too_few(size: int, data: Data, seq: int) -> Unreadable:
-    says = f"train has {size} tokens of data={data.name}, less than one sequence and a token after it: train.seq={seq}"
-    return refused(says, f"set train.seq to at most {size - 1}" if size > 1 else "give more text")
+def _rounded(numbers: list[float | None]) -> int | None:
+    """The sum of numbers, None where one is not known."""
+    known = [number for number in numbers if number is not None]
+    return round(sum(known)) if len(known) == len(numbers) else None
 
 
 def _documents(sources: list[list[TokenFile]]) -> int | None:
@@ -183,7 +195,7 @@ def _documents(sources: list[list[TokenFile]]) -> int | None:
     return sum(known) if len(known) == sum(map(len, sources)) else None
 
 
-def _bytes(checked: Checked) -> int:
+def _bytes(checked: CheckedData) -> int:
     return sum(file.size for files in checked.groups for file in files)
 
 

@@ -14,7 +14,7 @@ BATCH = 256  # rows of a parquet file that are held at once
 _BUFFER = 1 << 20  # bytes of a column that are read at once
 
 
-class Unread(Exception):
+class UnreadableTable(Exception):
     """What is wrong with a file of tables, as the end of a sentence that begins with its name, and what would mend it."""
 
     def __init__(self, says: str, mend: str = "") -> None:
@@ -30,7 +30,7 @@ class Sample(NamedTuple):
 
 
 def texts(path: str, kind: Kind, key: str, begin: int, end: int) -> Iterator[bytes]:
-    """The documents of bytes begin .. end of a file, empty ones and nulls left out; raises Unread.
+    """The documents of bytes begin .. end of a file, empty ones and nulls left out; raises UnreadableTable.
 
     Row groups of a parquet file, and record batches of an Arrow file, stand for equal parts of its bytes; record batches of
     an Arrow stream for the bytes at which they end. So what spans of a file give, one after another, is all of it once.
@@ -42,13 +42,13 @@ def texts(path: str, kind: Kind, key: str, begin: int, end: int) -> Iterator[byt
 
 
 def check(path: str, kind: Kind, key: str) -> None:
-    """Raises Unread where a file can't be read or has no column of text of that name."""
+    """Raises UnreadableTable where a file can't be read or has no column of text of that name."""
     with _readable(path):
         _check_column(_opened(path, kind)[1], key)
 
 
 def sample(path: str, kind: Kind, key: str, at: int, most: int) -> Sample:
-    """The documents of the rows at a byte of a file and after it, as many as hold `most` bytes or one batch; raises Unread."""
+    """The documents of the rows at a byte of a file and after it, as many as hold `most` bytes or one batch; raises UnreadableTable."""
     size, found, rows, used, all_rows = Path(path).stat().st_size, list[bytes](), 0, 0, 0
     with _readable(path):
         if kind == "parquet":
@@ -68,9 +68,9 @@ def _readable(path: str) -> Iterator[None]:
     try:
         yield
     except _pyarrow().ArrowException as error:
-        raise Unread(f"can't be read: {_line(error)}") from None
+        raise UnreadableTable(f"can't be read: {_line(error)}") from None
     except OSError as error:  # pyarrow raises it for damaged files too
-        raise Unread(f"can't be read: {error.strerror or _line(error)}") from None
+        raise UnreadableTable(f"can't be read: {error.strerror or _line(error)}") from None
 
 
 def _line(error: Exception) -> str:
@@ -124,7 +124,7 @@ def _arrow(path: str, key: str, begin: int, end: int) -> Iterator[Any]:
 
 
 def _check_column(schema: Any, key: str) -> int:
-    """The place of the column of text of that name; raises Unread."""
+    """The place of the column of text of that name; raises UnreadableTable."""
     types = _pyarrow().types
 
     def is_text(kind: Any) -> bool:
@@ -136,4 +136,4 @@ def _check_column(schema: Any, key: str) -> int:
         return list(schema.names).index(key)
     here = next((f"a column {key} of {field.type}" for field in schema if field.name == key), f"no column {key}")
     mend = f"set data.text_key to one of {', '.join(of_text)}" if of_text else f"none of its columns is text: {', '.join(schema.names)}"
-    raise Unread(f"has {here}", mend)
+    raise UnreadableTable(f"has {here}", mend)

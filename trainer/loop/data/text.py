@@ -14,7 +14,7 @@ import numpy as np
 from . import tables
 from .find import File
 from .formats import form
-from .packed import Damaged, unpacked
+from .packed import DamagedFile, open_packed
 from .tokenizer import Tokenizer
 
 SHARE = 8 << 20  # bytes of text that one process takes at a time
@@ -85,11 +85,11 @@ def _texts(span: Span, key: str) -> Iterator[tuple[bytes, bool]]:
             for text in tables.texts(span.path, rows, key, span.begin, span.end):
                 yield text, True
         elif packing:
-            with unpacked(span.path, packing) as file:
+            with open_packed(span.path, packing) as file:
                 yield from objects(file, 0, None, span.path, key) if rows == "lines" else _blocks(file, span.path)
         else:
             yield from _plain(span, key, lined=rows == "lines")
-    except tables.Unread as error:
+    except tables.UnreadableTable as error:
         raise Unfit(f"{span.path} {error}") from None
     except OSError as error:
         raise Unfit(f"{span.path}: {error.strerror or error}") from None
@@ -131,7 +131,7 @@ def _blocks(file: IO[bytes], path: str) -> Iterator[tuple[bytes, bool]]:
             whole, newline, tail = (rest + block).rpartition(b"\n")
             yield whole + newline, False
             rest = tail
-    except Damaged as error:
+    except DamagedFile as error:
         raise Unfit(f"{path} cannot be unpacked: {error}") from None
     yield rest, True
 
@@ -159,7 +159,7 @@ def objects(file: IO[bytes], begin: int, end: int | None, path: str, key: str) -
                 yield text.encode(), True
     except (msgspec.DecodeError, UnicodeError):
         raise Unfit(f"{path} line {_lines(path, begin) + number} {_reason(words, key)}") from None
-    except Damaged as error:
+    except DamagedFile as error:
         raise Unfit(f"{path} line {number + 1} cannot be unpacked: {error}") from None
 
 

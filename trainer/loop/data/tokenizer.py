@@ -153,7 +153,7 @@ def _kind(path: Path, text: bytes) -> str:
         return "a pointer of Git LFS, which git lfs pull replaces"
     try:
         words = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return "a tiktoken vocabulary" if re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\n", text) else ""
     if not isinstance(words, dict):
         return ""
@@ -176,7 +176,7 @@ def _end(path: Path, ids: dict[str, int], word: str) -> int | None:
     for beside in ("tokenizer_config.json", "special_tokens_map.json"):
         try:
             named = json.loads(path.with_name(beside).read_text(encoding="utf-8")).get("eos_token")
-        except (OSError, ValueError, AttributeError):
+        except (OSError, ValueError, AttributeError, RecursionError):
             continue
         name = named.get("content") if isinstance(named, dict) else named
         if isinstance(name, str) and name:

@@ -18,10 +18,10 @@ _MANY, _MOST = 64, 0.75  # so many decide though not all agree
 def raw_type(path: Path, size: int, vocab: int) -> np.dtype[Any]:
     """uint16, uint32 or int64: the type of the ids below vocab that fill a file of `size` bytes and nothing else; raises OSError.
 
-    Read as halves of its ids, a file has a small second half in every pair: at most (vocab - 1) >> 16, which is 0 of an
-    ordinary vocabulary, or, of ids of a larger one, `_SMALL`. In a file of ids of their own either of two neighbours is as
-    likely to be the small one. So where more than three in four of the pairs that are not both small have a small second one,
-    the pairs are the ids. Where too few pairs tell, the smallest type that holds a vocabulary is taken.
+    The file is read as pairs of numbers. If each pair is the two halves of one id, its second half is small: at most
+    (vocab - 1) >> 16, which is 0 for most vocabularies, or at most `_SMALL` for ids of a larger vocabulary. If each number is an
+    id, the small number of a pair is as often the first as the second. The pairs are ids if the second number is small in more
+    than three quarters of the pairs that are not both small. If too few pairs tell, the vocabulary decides.
     """
     halves, high = _sampled(path, size, np.dtype(np.uint16)), (vocab - 1) >> 16
     wide = [_are_halves(halves, small) for small in (high, max(high, _SMALL))]
@@ -31,7 +31,7 @@ def raw_type(path: Path, size: int, vocab: int) -> np.dtype[Any]:
 
 
 def _are_halves(words: NDArray[Any], small: int) -> bool | None:
-    """Whether, of the pairs that are not both at most `small`, nearly all have a second one that is; None of too few."""
+    """Whether the second number of nearly all pairs that are not both at most `small` is so; None for too few pairs."""
     first, second = words[::2] <= small, words[1::2] <= small
     telling = ~(first & second)
     count = int(telling.sum())

@@ -118,7 +118,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = int(sys.argv[2])
     die_with(parent)
-    Thread(target=_end_with, args=(parent,), daemon=True).start()
+    Thread(target=end_with, args=(parent,), daemon=True).start()
     word, end, key = json.loads(sys.argv[1])
     by, wrong = None, ""
     try:
@@ -129,8 +129,8 @@ def main() -> None:
         print(json.dumps(_turn(line, by, key) if by else wrong), flush=True)
 
 
-def _end_with(parent: int) -> None:
-    """A turn may take seconds: it is not finished for nobody."""
+def end_with(parent: int) -> None:
+    """End this process when its parent has ended."""
     while os.getppid() == parent:
         sleep(0.5)
     os._exit(1)
