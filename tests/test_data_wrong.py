@@ -108,8 +108,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
         "the text holds token 126, and model.vocab=100: set model.vocab=256"),
     "a token out of the vocabulary": (lambda at: tokens(at, "a.bin", [1, 2, 300, 4, 400]), {"name": "tokens", "path": "AT/a.bin"},
         ("AT/a.bin: token 300 at position 2 is not in the vocabulary, model.vocab=100: "
-         "the largest id near it is 400: train a model with the vocabulary of the tokenizer that wrote the file, "
-         "unless its ids do not take 2 bytes as they seem to: numpy.save says it")),
+         "the largest id near it is 400: train a model with the vocabulary of the tokenizer that wrote the file")),
     "too little text": (lambda at: lines(at, "a.txt", "x" * 7), {"name": "text", "path": "AT/a.txt"},
         "train has 9 tokens of data=text, less than one sequence and a token after it: train.seq=16: set train.seq to at most 8"),
     "an odd file of tokens": (lambda at: tokens(at, "a.bin", range(5), np.uint8), {"name": "tokens", "path": "AT/a.bin"},
@@ -134,6 +133,11 @@ WRONG: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
     "a file of llm.c's that is none of tokens": (lambda at: tokens(at, "a.bin", [20240326, 5, *[0] * 254], np.int32),
         {"name": "tokens", "path": "AT/a.bin"},
         "AT/a.bin is a file of llm.c's without tokens, or of a kind unknown: 20240326, version 5"),
+    "ids of four bytes of another tokenizer": (lambda at: tokens(at, "a.bin", [*range(1, 100), 300], np.uint32),
+        {"name": "tokens", "path": "AT/a.bin"},
+        ("AT/a.bin: token 300 at position 99 is not in the vocabulary, model.vocab=256: "
+         "the largest id near it is 300: train a model with the vocabulary of the tokenizer that wrote the file, "
+         "unless its ids do not take 4 bytes as they seem to: numpy.save says it")),
     "tokens of four bytes cut short": (lambda at: (at / "a.bin").write_bytes(np.arange(1, 100, dtype=np.uint32).tobytes()[:-2]),
         {"name": "tokens", "path": "AT/a.bin"},
         ("AT/a.bin has 394 bytes, and its ids seem to take 4 bytes each: "

@@ -114,7 +114,11 @@ def _check(file: TokenFile, at: int, chunk: Ids, vocab: int) -> None:
     first = int(np.flatnonzero((chunk >= vocab) | (chunk < 0))[0])
     says = f"{file.file.path}: token {chunk[first]} at position {at + first} is not in the vocabulary, model.vocab={vocab}"
     mend = f"the largest id near it is {chunk.max()}: train a model with the vocabulary of the tokenizer that wrote the file"
-    doubt = "" if file.says_type else f", unless its ids do not take {file.dtype.itemsize} bytes as they seem to: numpy.save says it"
+    doubt = (
+        ""
+        if file.says_type or file.dtype.itemsize == 2
+        else f", unless its ids do not take {file.dtype.itemsize} bytes as they seem to: numpy.save says it"
+    )
     raise refused(says, mend + doubt)
 
 
