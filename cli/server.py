@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self
+
+from ..trainer.launch.children import end_child
 
 COMMAND = (sys.executable, "-m", "distrain.trainer.loop.pool")
 PATIENCE = 3.0  # seconds that it has to end its ranks and itself
@@ -120,12 +121,11 @@ class Server:
 
     def close(self) -> None:
         """The end of its jobs is the server's end, and its ranks'."""
-        stdin, stdout = self._pipes()
-        with suppress(OSError):
-            stdin.close()
+        stdin, _ = self._pipes()
         try:
-            self._child.wait(PATIENCE)
-        except subprocess.TimeoutExpired:
-            self._child.send_signal(signal.SIGKILL)
-            self._child.wait()
-        stdout.close()
+            with suppress(OSError):
+                stdin.close()
+            with suppress(subprocess.TimeoutExpired):
+                self._child.wait(PATIENCE)
+        finally:
+            end_child(self._child)

@@ -12,6 +12,8 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryFile
 
+from ..trainer.launch.children import end_child
+
 PYTHON = (sys.executable, "-c", "pass")
 # fmt: off
 COMMANDS = (  # the words after `distrain`, the budget in seconds of processor time
@@ -27,8 +29,11 @@ def processor_seconds(command: tuple[str, ...]) -> float:
     """User and system seconds of one run of a command and its children; raises where it fails."""
     with TemporaryFile() as said:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
-        _, status, used = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
+        try:
+            _, status, used = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        finally:
+            end_child(process)
         if process.returncode:
             said.seek(0)
             sys.exit(f"{' '.join(command)} ended with exit status {process.returncode}: {said.read().decode(errors='replace').strip()}")

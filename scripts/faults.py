@@ -30,6 +30,7 @@ from statistics import median
 from tempfile import mkdtemp
 
 from ..tests.vhosts import Hosts, missing
+from ..trainer.launch.children import end_child
 from .faults_drawn import DAMAGES, SIGNALS, Fault, drawn
 from .faults_runs import STEPS, Disk, Fit, Ground, OverHosts, curve, role, rows, saved, send, wait
 
@@ -112,8 +113,9 @@ class Campaign:
     def finish(self) -> None:
         """Let the run train to its end, undisturbed."""
         fit = self.ground.start(self.folder)
-        wait(fit.ended, LATE)
-        if broken := list(self._wrong(None, "", fit, -1 if fit.process.poll() is None else fit.process.returncode, 0)):
+        status = fit.process.returncode if wait(fit.ended, LATE) else -1
+        end_child(fit.process)
+        if broken := list(self._wrong(None, "", fit, status, 0)):
             self.broken += 1
             self.show(f"    BROKEN: undisturbed, at last: {'; '.join(broken)} ({self.folder})")
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Self
 
 from distrain.tests.vhosts import Host
+from distrain.trainer.launch.children import end_child
 
 DEADLINE = 300.0  # seconds, for what takes twenty on an idle machine
 PAUSE = 0.02  # seconds between two looks at all processes
@@ -181,5 +182,5 @@ def fit(folder: Path, *words: str, host: Host | None = None, act: Act = lambda w
             act(watch)
             said, _ = head.communicate(timeout=DEADLINE)
         finally:
-            head.kill()
+            end_child(head)
     return Fitted(status=head.returncode, said=said, folder=folder / "run", watch=watch, handed=handed)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distrain.trainer.launch.lifeline import die_with
 from distrain.trainer.models.build import build, module_of, weights
 from distrain.trainer.models.families import FAMILIES
 from distrain.trainer.models.moe.module import Experts
@@ -151,11 +152,12 @@ def main(layout: str) -> int:
     """Fork the ranks; the number that failed."""
     ep, tp = map(int, layout.split("x"))
     with tempfile.TemporaryDirectory() as folder:
-        children = []
+        children, parent = [], os.getpid()
         for rank in range(ep * tp):
             child = os.fork()
             if child == 0:
                 try:
+                    die_with(parent)  # who waits for too long kills the parent alone
                     be(rank, ep, tp, f"{folder}/meeting")
                 except BaseException:
                     traceback.print_exc()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from distrain.trainer.launch.lifeline import die_with
 from distrain.trainer.parallel.entropy import IGNORED, cross_entropy
 from distrain.trainer.parallel.group import Group
 from distrain.trainer.parallel.tensor import ColumnLinear, Region, RowLinear, VocabEmbedding, columns, f, g, split
@@ -158,11 +159,12 @@ def be(rank: int, ranks: int, meeting: str, look: Look) -> None:
 def main(ranks: int, look: Look = differences) -> int:
     """Fork the ranks, which say what each of them looked at; the number that failed."""
     with tempfile.TemporaryDirectory() as folder:
-        children = []
+        children, parent = [], os.getpid()
         for rank in range(ranks):
             child = os.fork()
             if child == 0:
                 try:
+                    die_with(parent)  # who waits for too long kills the parent alone
                     be(rank, ranks, f"{folder}/meeting", look)
                 except BaseException:
                     traceback.print_exc()

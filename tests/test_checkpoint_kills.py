@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
+from distrain.trainer.launch.children import end_child
 from distrain.trainer.loop.checkpoint import Gather, Shard, Slice, alone, latest, load, newest, resume, save, whole
 from distrain.trainer.rundir.checkpoints import steps
 
@@ -141,9 +142,12 @@ def server() -> Iterator[Callable[..., Any]]:
         print(json.dumps(said), file=words, flush=True)
         return json.loads(answers.readline())
 
-    yield ask
-    words.close()
-    assert process.wait(timeout=60) == 0
+    try:
+        yield ask
+        words.close()
+        assert process.wait(timeout=60) == 0
+    finally:
+        end_child(process)
 
 
 def check(folder: Path, before: int, said: Sequence[str]) -> int:

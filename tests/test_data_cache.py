@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from distrain.trainer.launch.children import end_child
 from distrain.trainer.loop.data.batches import Batches
 from distrain.trainer.loop.data.cache import content, digest
 from distrain.trainer.loop.data.corpus import Corpus
@@ -153,14 +154,18 @@ def test_of_processes_that_ask_at_once_one_works_and_all_have_it(tmp_path: Path)
     text.write_text("to be or not to be\n" * 100_000)
     command = [sys.executable, "-c", ASK, str(text), str(tmp_path / "cache")]
     asking = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    for process in asking:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-    for process in asking:
-        assert process.stdin is not None
-        process.stdin.write("\n")
-        process.stdin.flush()
-    answers = [json.loads(process.communicate()[0]) for process in asking]
+    try:
+        for process in asking:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+        for process in asking:
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+        answers = [json.loads(process.communicate()[0]) for process in asking]
+    finally:
+        for process in asking:
+            end_child(process)
     assert answers[0][:2] == answers[1][:2]
     assert sorted(answer[2] for answer in answers) == [["hash"], ["hash", "tokenize"]]
     assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == ["", ".lock"]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import sys
 import sysconfig
-from contextlib import suppress
 from math import log
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ import pytest
 from distrain.trainer.loop.data.corpus import Corpus, Mapped, Split
 from distrain.trainer.loop.data.find import File, library
 from distrain.trainer.loop.data.prepare import cache_folder, prepare
-from distrain.trainer.loop.data.text import SHARE, Span, shares
+from distrain.trainer.loop.data.text import SHARE, shares
 from distrain.trainer.loop.data.workers import tokenized
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.read import read
@@ -170,35 +168,6 @@ def test_a_large_text_without_lines_is_cut_between_characters(tmp_path: Path) ->
     parts = [Path(f"{part}.tokens").read_bytes() for part in tokenized(turns, tmp_path, ("bytes", None, "text"), 1)]
     assert len(parts) == 2
     assert "".join(part.decode() for part in parts) == text + "\0"
-
-
-def children() -> set[int]:
-    """The processes that this one has started and that are still there, dead or alive."""
-    found = set[int]()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended meanwhile
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == os.getpid():
-                found.add(int(stat.parent.name))
-    return found
-
-
-def test_processes_end_where_their_reader_stops(tmp_path: Path) -> None:
-    before = children()
-    (tmp_path / "a.txt").write_text("\n".join(LINES))
-    turns = shares([File("a.txt", tmp_path / "a.txt", (tmp_path / "a.txt").stat().st_size)])
-    reader = tokenized(turns, tmp_path, ("bytes", None, "text"), 2)
-    next(reader)
-    assert len(children() - before) == 2
-    reader.close()  # type: ignore[attr-defined]
-    assert children() <= before
-
-
-def test_a_process_that_dies_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "a.txt").write_text("to be")
-    turns = [[Span(str(tmp_path / "a.txt"), 0, 5, True)]] * 2
-    with pytest.raises(Unreadable, match=r"^a process that tokenized ended with exit status 1, without an answer$"):
-        list(tokenized(turns, tmp_path, (str(tmp_path / "no.json"), None, "text"), 2))
-    assert "no.json: No such file or directory" in capfd.readouterr().err
 
 
 def test_many_small_files_share_a_turn() -> None:

@@ -97,9 +97,16 @@ def over(process: subprocess.Popen[bytes]) -> bool:
     return process.poll() is not None
 
 
-def test_whatever_watches_over_ranks_survives_what_is_drawn(tmp_path: Path) -> None:
+@pytest.fixture
+def ground(tmp_path: Path) -> Iterator[Ground]:
+    """Where runs run, of which nothing is left afterwards."""
+    made = Ground(tmp_path / "ground")
+    yield made
+    made.close()
+
+
+def test_whatever_watches_over_ranks_survives_what_is_drawn(ground: Ground) -> None:
     """The seconds of a whole run are drawn over: its start, its steps, its end."""
-    ground = Ground(tmp_path / "ground")
     for fault in drawn(SMALL, 7, "hosts", without=("cut",)):
         folder = ground.folder / str(fault.number)
         folder.mkdir()

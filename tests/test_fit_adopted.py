@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from distrain.trainer.launch.children import end_child
 
 DEADLINE = 60.0  # seconds, for what takes one on an idle machine
 RANK = """
@@ -68,8 +69,7 @@ def test_an_adopted_rank_dies_with_its_launcher(tmp_path: Path) -> None:
     try:
         pid = int(until(lambda: (tmp_path / "there").exists() and (tmp_path / "there").read_text()))
     finally:
-        launcher.send_signal(signal.SIGKILL)
-        launcher.wait()
+        end_child(launcher)
     until(lambda: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2])
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from distrain.cli.app import command
+from distrain.trainer.launch.children import end_child
 from distrain.trainer.launch.launch import launch
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ def test_sigterm_to_one_rank_that_imports_torch_stops_the_run_in_order(tmp_path:
         os.kill(imports_torch(process, bytes(tmp_path / "run" / "run.json")), signal.SIGTERM)
         said, wrong = process.communicate(timeout=DEADLINE)
     finally:
-        process.kill()
+        end_child(process)
     assert (process.returncode, wrong) == (STOPPED, "distrain: stopped; a checkpoint is saved\n"), said
 
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from distrain.trainer.launch.children import end_child
+
 if TYPE_CHECKING:
     from distrain.tests.conftest import Job, Ranks
 
@@ -188,8 +190,7 @@ def started(tmp_path: Path):
 
     yield start
     for process in left:
-        process.kill()
-        process.communicate()
+        end_child(process)
 
 
 def until_a_step(process: subprocess.Popen[str]) -> None:

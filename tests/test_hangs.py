@@ -16,6 +16,7 @@ import pytest
 
 from distrain.cli.tally import Tally
 from distrain.tests.one_process import reference
+from distrain.trainer.launch.children import end_child
 from distrain.trainer.launch.ended import Ended, RankEnd
 from distrain.trainer.launch.launch import launch
 from distrain.trainer.launch.log import Log
@@ -234,12 +235,15 @@ def test_a_run_of_which_a_rank_is_killed_goes_on_as_if_it_had_not_been(tmp_path:
     fit = subprocess.Popen([sys.executable, "-m", "distrain", "fit", *words], stdout=pipe, stderr=subprocess.STDOUT, env=quiet, text=True)
     metrics = tmp_path / "run" / "metrics.jsonl"
     until = time.monotonic() + DEADLINE
-    while not (metrics.exists() and len(metrics.read_text().splitlines()) > 12):
-        assert fit.poll() is None
-        assert time.monotonic() < until
-        time.sleep(0.02)
-    os.kill(rank_of(tmp_path, 1), signal.SIGKILL)
-    said, _ = fit.communicate(timeout=DEADLINE)
+    try:
+        while not (metrics.exists() and len(metrics.read_text().splitlines()) > 12):
+            assert fit.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        os.kill(rank_of(tmp_path, 1), signal.SIGKILL)
+        said, _ = fit.communicate(timeout=DEADLINE)
+    finally:
+        end_child(fit)
     assert fit.returncode == 0, said
     assert "rank 1 was killed by SIGKILL" in said
     assert "restart 1 of 1, from the newest checkpoint" in said

@@ -18,6 +18,7 @@ import pytest
 from distrain.tests.stand_ins import SSH, StandIns
 from distrain.trainer.launch import descriptors, landed
 from distrain.trainer.launch import hosts as over_hosts
+from distrain.trainer.launch.children import end_child
 from distrain.trainer.launch.ended import Ended
 from distrain.trainer.launch.hostfile import Host
 from distrain.trainer.launch.hosts import launch_hosts
@@ -266,10 +267,11 @@ def test_a_head_that_dies_before_all_ranks_have_come_leaves_no_ticket(ssh: Stand
     words += "started(pathlib.Path(sys.argv[1]), 'h0', 'h1', launcher=('sleep', '1000'))"
     head = subprocess.Popen([sys.executable, "-c", words, str(tmp_path)])
     ticket, log = tmp_path / "run" / "launch" / "ticket", tmp_path / "run" / "ranks" / "launcher.log"
-    wait_for(log.exists)
-    assert ticket.stat().st_mode & 0o777 == 0o600
-    head.kill()
-    head.wait()
+    try:
+        wait_for(log.exists)
+        assert ticket.stat().st_mode & 0o777 == 0o600
+    finally:
+        end_child(head)
     wait_for(lambda: not ticket.exists())
 
 
@@ -359,9 +361,12 @@ def test_deepspeeds_runner_ends_nothing_by_name_on_the_hosts(tmp_path: Path) -> 
     (command,) = made.commands
     environment = command.surroundings({**os.environ, "PATH": stand_ins.path(), "DS_ACCELERATOR": "cpu"})
     runner = subprocess.Popen(command.words, cwd=command.folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    wait_for(lambda: called(stand_ins, 1))
-    runner.send_signal(signal.SIGTERM)
-    runner.communicate(timeout=DEADLINE)
+    try:
+        wait_for(lambda: called(stand_ins, 1))
+        runner.send_signal(signal.SIGTERM)
+        runner.communicate(timeout=DEADLINE)
+    finally:
+        end_child(runner)
     (call,) = stand_ins.calls
     assert call["argv"][1:6] == ["-S", "-f", "1024", "-w", "h0,pkill"]
     assert call["environment"]["PATH"] == stand_ins.path()

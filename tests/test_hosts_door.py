@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import selectors
+import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from distrain.trainer.launch import door as doors
+from distrain.trainer.launch.children import end_child
 from distrain.trainer.launch.door import LONGEST, Door
 from distrain.trainer.launch.remote import Remote
 from distrain.trainer.launch.ticket import NAME, Ticket
@@ -186,19 +188,18 @@ def test_a_head_that_may_open_no_more_files_lets_a_rank_in(head: Head, monkeypat
     monkeypatch.setattr(doors, "MEET", 1e9)
     stand = f"import socket\nall = [socket.create_connection(('127.0.0.1', {head.port})) for _ in range(40)]\nprint(flush=True)\ninput()"
     others = subprocess.Popen([sys.executable, "-c", stand], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert others.stdout is not None
-    others.stdout.readline()
-    connection = socket.create_connection(("127.0.0.1", head.port))
-    connection.sendall(b'{"rank": 3, "nonce": "n", "port": 7}\n')
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = sorted(set(range(1000)) - set(map(int, os.listdir("/proc/self/fd"))))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free[10], before[1]))
     try:
-        comes_in(head, 3, connection)
+        assert others.stdout is not None
+        others.stdout.readline()
+        with socket.create_connection(("127.0.0.1", head.port)) as connection:
+            connection.sendall(b'{"rank": 3, "nonce": "n", "port": 7}\n')
+            free = sorted(set(range(1000)) - set(map(int, os.listdir("/proc/self/fd"))))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free[10], before[1]))
+            comes_in(head, 3, connection)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-        connection.close()
-        others.communicate(b"\n")
+        end_child(others)
     assert head.came == [3]
 
 
@@ -227,7 +228,8 @@ def guest(folder: Path, door: tuple[str, int], names: Sequence[str] = (HERE,), *
 
 def test_a_guest_obeys_no_head_without_the_ticket(tmp_path: Path) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
-    if os.fork() == 0:
+    stranger = os.fork()
+    if stranger == 0:
         try:
             connection, _ = listener.accept()
             connection.recv(4096)
@@ -235,9 +237,12 @@ def test_a_guest_obeys_no_head_without_the_ticket(tmp_path: Path) -> None:
             connection.recv(4096)
         finally:
             os._exit(0)
-    done = guest(tmp_path, ("127.0.0.1", listener.getsockname()[1]))
-    os.wait()
-    listener.close()
+    try:
+        done = guest(tmp_path, ("127.0.0.1", listener.getsockname()[1]))
+    finally:
+        os.kill(stranger, signal.SIGKILL)
+        os.waitpid(stranger, 0)
+        listener.close()
     assert (done.returncode, list((tmp_path / "ranks").iterdir())) == (1, [])
     assert "is not this run's head" in done.stderr
 

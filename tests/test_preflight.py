@@ -20,6 +20,7 @@ from distrain.tests.stand_ins import SSH, StandIns
 from distrain.tests.vhosts import Hosts
 from distrain.trainer.launch import preflight as rounds
 from distrain.trainer.launch import probe
+from distrain.trainer.launch.children import end_child
 from distrain.trainer.launch.hostfile import Host
 from distrain.trainer.launch.preflight import preflight
 from distrain.trainer.launch.shortcomings import Asked, Seen, notes, problems
@@ -225,10 +226,13 @@ def test_a_signal_ends_the_asking_in_a_line_and_nothing_stays_behind(number: sig
     process = subprocess.Popen(
         [sys.executable, "-c", HEARS, "doctor", *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    wait_for(lambda: list(tmp_path.glob("quickstart/.preflight.*")) and len(children(process.pid)) == 1)
-    (hung,) = children(process.pid)
-    process.send_signal(number)
-    said = process.communicate(timeout=DEADLINE)
+    try:
+        wait_for(lambda: list(tmp_path.glob("quickstart/.preflight.*")) and len(children(process.pid)) == 1)
+        (hung,) = children(process.pid)
+        process.send_signal(number)
+        said = process.communicate(timeout=DEADLINE)
+    finally:
+        end_child(process)
     assert (process.returncode, *said) == (128 + number, "", f"distrain: stopped by {number.name} while the hosts were asked\n")
     assert not Path(f"/proc/{hung}").exists()
     assert list((tmp_path / "quickstart").iterdir()) == []
@@ -239,14 +243,17 @@ def test_a_round_whose_ssh_has_gone_ends_and_removes_its_note(tmp_path: Path) ->
     order = {"folder": str(tmp_path), "note": "note", "word": "w", "port": 0, "others": {"h9": ["192.0.2.1", 9, "none"]}}
     (tmp_path / "note").touch()
     process = subprocess.Popen([sys.executable, "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(rounds._program({"round": "links", "seconds": 1000, **order}).encode())
-    process.stdin.close()
-    time.sleep(0.2)
-    assert process.poll() is None
-    process.stdout.close()
-    assert process.wait(DEADLINE) == 1
+    try:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(rounds._program({"round": "links", "seconds": 1000, **order}).encode())
+        process.stdin.close()
+        time.sleep(0.2)
+        assert process.poll() is None
+        process.stdout.close()
+        assert process.wait(DEADLINE) == 1
+    finally:
+        end_child(process)
     assert list(tmp_path.iterdir()) == []
 
 

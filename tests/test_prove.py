@@ -28,6 +28,7 @@ from distrain.cli.prove_trials import Recipe, prepared, room, written
 from distrain.cli.prove_words import read_asked, read_layouts
 from distrain.cli.server import Crew, Server, ServerGone
 from distrain.cli.text import WIDTH
+from distrain.trainer.launch.children import end_child
 from distrain.trainer.loop.prove import without_gradient
 from distrain.trainer.plan.pairs import covering, pairs
 
@@ -396,8 +397,7 @@ def test_when_the_command_ends_so_does_all_that_it_started(tmp_path: Path, numbe
         assert process.wait(60) == (130 if number == signal.SIGINT else -number)
         waited(lambda: not marked(mark))
     finally:
-        process.kill()
-        process.wait()
+        end_child(process)
 
 
 def waited(met: Callable[[], bool]) -> None:

@@ -23,6 +23,7 @@ from distrain.cli.remaining import Faults, TooFew, may_go_on, on_what_is_left, r
 from distrain.cli.starts import started
 from distrain.cli.tally import Tally
 from distrain.tests.stand_ins import SSH, StandIns
+from distrain.trainer.launch.children import end_child
 from distrain.trainer.launch.ended import Ended, Fate, RankEnd
 from distrain.trainer.launch.log import Tail
 from distrain.trainer.launch.watchdog import Watchdog
@@ -232,6 +233,7 @@ def test_a_folder_is_free_when_its_holder_was_killed_whatever_that_had_started(t
         with held(tmp_path) as warning:
             assert warning == "", "it was of this host, which frees what its processes held"
     finally:
+        end_child(holder)
         os.kill(child, signal.SIGKILL)
 
 

@@ -13,8 +13,11 @@ import socket
 import sys
 from collections.abc import Callable
 from multiprocessing import get_context
+from multiprocessing.managers import SyncManager
 from time import perf_counter
 from typing import Any
+
+from .launch.lifeline import die_with
 
 MOST = 16  # processes that measure at once
 SIDE = 512  # of a square matrix product: a few milliseconds, so that some calls run undisturbed
@@ -48,9 +51,11 @@ def _cpu() -> dict[str, Any]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = get_context("spawn")
-    with context.Manager() as manager:
+    manager, last = SyncManager(ctx=context), (die_with, (os.getpid(),))  # none outlives this process, however it ends
+    manager.start(*last)
+    with manager:
         barrier = manager.Barrier(max(2, ranks))
-        with context.Pool(max(2, ranks)) as pool:
+        with context.Pool(max(2, ranks), *last) as pool:
             rows = pool.starmap(_measured, [(rank, port, barrier, rank < ranks) for rank in range(max(2, ranks))], chunksize=1)
     rates = [row for row in rows if row["flops"]]
     return {

@@ -37,7 +37,7 @@ class Ssh:
     def kill(self) -> None:
         """End it, with what it started, such as a ProxyCommand: who reads of it comes to its end."""
         if self.process.poll() is None:
-            with suppress(ProcessLookupError):
+            with suppress(OSError):  # it has gone
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     def close(self) -> None:

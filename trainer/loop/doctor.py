@@ -9,6 +9,7 @@ import json
 import os
 import select
 import shutil
+import signal
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -66,19 +67,26 @@ def devices() -> None:
 
 def met() -> str:
     """Why two processes that are forked here don't meet over gloo and add up; "" where they do."""
+    left: list[int] = []
     with reserve_port() as port:
-        ends = [_forked(rank, port.getsockname()[1]) for rank in range(2)]
-        said = [_heard(pid, fd) for pid, fd in ends]
+        try:
+            pipes = [_forked(rank, port.getsockname()[1], left) for rank in range(2)]
+            said = [_heard(pipe, left) for pipe in pipes]
+        finally:
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
     return next((each for each in said if each), "")
 
 
-def _forked(rank: int, port: int) -> tuple[int, int]:
-    """(pid, pipe) of a process that meets the other; what it can't is written to the pipe."""
+def _forked(rank: int, port: int, left: list[int]) -> int:
+    """The pipe of a process that meets the other, to which it writes what it can't; its pid is added to those that are left."""
     hear, speak = os.pipe()
     pid = os.fork()
     if pid:
+        left.append(pid)
         os.close(speak)
-        return pid, hear
+        return hear
     try:
         _meet(rank, port)
     except Exception as error:
@@ -97,14 +105,15 @@ def _meet(rank: int, port: int) -> None:
     dist.barrier()
 
 
-def _heard(pid: int, pipe: int) -> str:
-    """What a forked process could not; it is killed where it says nothing in time."""
+def _heard(pipe: int, left: list[int]) -> str:
+    """What the first of the processes that are left could not; it is killed where it says nothing in time, and left no more."""
     ready, _, _ = select.select([pipe], [], [], 2 * WAIT)
     said = os.read(pipe, 400).decode(errors="replace") if ready else f"no answer in {2 * WAIT:.0f} s"
     os.close(pipe)
     if not ready:
-        os.kill(pid, 9)
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        os.kill(left[0], signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(left[0], 0)[1])
+    left.pop(0)
     return said or (f"one of them was ended by signal {-status}" if status < 0 and ready else "")
 
 

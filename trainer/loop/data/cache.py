@@ -19,8 +19,13 @@ from .refusal import refused
 Say = Callable[[str], None]
 
 MANIFEST = "manifest.json"
+REMEMBERED = 16 << 20  # bytes of a file from which on its hash is remembered
 _BLOCK = 16 << 20  # bytes that one thread hashes at a time
 _SETTLED = 2_000_000_000  # nanoseconds after its last change from which on a file's times tell its versions apart
+
+
+class NotCached(Exception):
+    """What was looked for is not in the cache."""
 
 
 def kept(cache: Path, key: str, make: Callable[[Path], None], say: Say, *, whole: bool) -> Path:
@@ -45,25 +50,48 @@ def kept(cache: Path, key: str, make: Callable[[Path], None], say: Say, *, whole
     return folder
 
 
+def is_sound(cache: Path, key: str) -> bool:
+    """Whether the folder of a key is there, with files of the right sizes."""
+    return _damage(cache / key, key, whole=False) is None
+
+
 def content(path: Path, cache: Path) -> str:
     """A file's hash; that of a large file is remembered beside the cache for as long as the file is not written to."""
-    stat = path.stat()
-    if stat.st_size < _BLOCK:
-        return digest(path)
-    version = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
-    memory = cache / "hashes" / f"{blake2b(str(path.resolve()).encode(), digest_size=16).hexdigest()}.json"
     try:
-        known, found = json.loads(memory.read_text())
-    except (OSError, ValueError):
-        known, found = None, ""
-    if known == version:
-        return str(found)
-    found = digest(path)
+        return remembered_hash(path, cache)
+    except NotCached:
+        stat = path.stat()
+        found = digest(path)
     if time.time_ns() - stat.st_ctime_ns > _SETTLED:
+        memory = _memory(path, cache)
         with suppress(OSError):
             memory.parent.mkdir(parents=True, exist_ok=True)
-            _write(memory, json.dumps([version, found]))
+            _write(memory, json.dumps([_version(stat), found]))
     return found
+
+
+def remembered_hash(path: Path, cache: Path) -> str:
+    """The hash of a small file, or that of a large one that is remembered; raises NotCached of any other."""
+    stat = path.stat()
+    if stat.st_size < REMEMBERED:
+        return digest(path)
+    try:
+        known, found = json.loads(_memory(path, cache).read_text())
+    except (OSError, ValueError):
+        raise NotCached from None
+    if known != _version(stat):
+        raise NotCached
+    return str(found)
+
+
+def _version(stat: os.stat_result) -> list[int]:
+    """What differs between two versions of a file that was written to."""
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+
+
+def _memory(path: Path, cache: Path) -> Path:
+    """Where the hash of a file is remembered."""
+    return cache / "hashes" / f"{blake2b(str(path.resolve()).encode(), digest_size=16).hexdigest()}.json"
 
 
 def digest(path: Path) -> str:

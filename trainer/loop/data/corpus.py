@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil, log
+from math import ceil, floor, log
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -129,6 +129,9 @@ class Source:
     tokens: Tokens
     validation: Runs
     weight: float = 1.0
+    documents: int | None = None  # None: not known
+    bytes: int = 0  # of its files
+    set_apart: bool = False  # whether what validates are the files that are named for it
 
     @cached_property
     def train(self) -> Runs:
@@ -165,17 +168,32 @@ class Corpus:
 def windows(corpus: Corpus, seq: int, split: Split) -> tuple[int, ...]:
     """How many windows of seq tokens, and a token after, each source has; raises Unreadable where one has none."""
     sizes = [source.runs(split).size for source in corpus.sources]
-    short = [_short(corpus.name, source, size, seq, split) for source, size in zip(corpus.sources, sizes, strict=True) if size <= seq]
+    short = [
+        shortage(source_name(corpus.name, index, len(sizes)), size, source.tokens.size, seq, split, set_apart=source.set_apart)
+        for index, (source, size) in enumerate(zip(corpus.sources, sizes, strict=True))
+        if size <= seq
+    ]
     if short:
-        raise Unreadable(short[:1])
+        raise Unreadable(short)
     return tuple((size - 1) // seq for size in sizes)
 
 
-def _short(name: str, source: Source, size: int, seq: int, split: Split) -> Problem:
-    whole = source.tokens.size
-    says = f"{split} has {size} tokens of data={name}, less than one sequence and a token after it: train.seq={seq}"
-    if split == "train" or whole < 2 * (seq + 1):
+def source_name(data: str, source: int, sources: int) -> str:
+    """What messages call a source, the only one or one of several."""
+    return f"data={data}" if sources == 1 else f"path {source + 1} of {sources} of data={data}"
+
+
+def shortage(name: str, size: int, whole: int, seq: int, split: Split, *, set_apart: bool) -> Problem:
+    """What to do about a split of `size` tokens, too few for a window, of a source of `whole` tokens."""
+    says = f"{split} has {size} tokens of {name}, less than one sequence and a token after it: train.seq={seq}"
+    if set_apart:
+        return wrong(
+            says, "give more text" if split == "train" else "leave out the files named for validation, or set train.evaluate.every=0"
+        )
+    if whole < (seq + 1 if split == "train" else 2 * (seq + 1)):
         return wrong(says, f"set train.seq to at most {size - 1}" if size > 1 else "give more text")
+    if split == "train":  # whole documents are held out, less than twice the share
+        return wrong(says, f"set data.validation to at most {floor((whole - seq - 1) / whole * 5_000) / 10_000:g}")
     share = ceil((seq + 1) / whole * 10_000) / 10_000
     return wrong(says, f"set data.validation={share:g} or train.evaluate.every=0")
 

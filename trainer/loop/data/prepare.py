@@ -7,14 +7,13 @@ from pathlib import Path
 
 import numpy as np
 
-from ...spec.problem import Unreadable
 from ...spec.run import Data
-from .corpus import Corpus, Runs, Source, Tokens, held_out, windows
-from .find import TEXT, TOKENS, File, found, library
-from .refusal import refused, wrong
-from .sources import Progress, Way, key_of, text, token_ids
-from .synthetic import Synthetic
-from .tokenizer import Bytes, Tokenizer, tokenizer
+from .cache import NotCached
+from .check import CheckedData, check
+from .corpus import Corpus, Source, held_out, windows
+from .refusal import refused
+from .sources import Progress, Read, Way, key_of, text, token_ids
+from .synthetic import DOCUMENT, Synthetic
 
 
 def prepare(data: Data, *, vocab: int, seq: int, cache: Path, progress: Progress, verify: bool = True) -> Corpus:
@@ -23,61 +22,55 @@ def prepare(data: Data, *, vocab: int, seq: int, cache: Path, progress: Progress
     Any number of processes may call it at once: one works, the others wait. A call of progress with a total of 0 is a remark.
     `verify=False` trusts the sizes of files that another process of this node has just verified.
     """
-    _check_words(data)
-    read = _read(Way(data, vocab, cache.expanduser(), progress, verify))
-    sources = tuple(
-        Source(tokens=tokens, validation=validation, weight=weight)
-        for (_, tokens, validation), weight in zip(read, data.weights or [1.0], strict=True)
-    )
-    key = key_of([[key for key, _, _ in read], data.weights, data.validation])
-    corpus = Corpus(name=data.name, key=key, vocab=vocab, sources=sources, documents=data.documents)
+    checked = check(data, vocab, lambda remark: progress(remark, 0, 0))
+    corpus = _corpus(checked, Way(data, vocab, cache.expanduser(), progress, verify))
     windows(corpus, seq, "train")
     return corpus
 
 
 def cache_folder(data: Data) -> Path:
-    """`data.cache`, or distrain/data below the user's cache folder (XDG base directory specification)."""
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distrain" / "data"
-    return Path(data.cache).expanduser() if data.cache else default
+    """`data.cache`, or distrain/data below the user's cache folder (XDG base directory specification); raises Unreadable."""
+    try:
+        if data.cache:
+            return Path(data.cache).expanduser()
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distrain" / "data"
+    except RuntimeError as error:
+        raise refused(f"data.cache={data.cache or 'null'}: {str(error).rstrip('.')}", "set data.cache=FOLDER") from None
 
 
-def _read(way: Way) -> list[tuple[str, Tokens, Runs]]:
-    """(key, tokens, what validates) of each source."""
+def cached_corpus(checked: CheckedData, data: Data, *, vocab: int, cache: Path) -> Corpus | None:
+    """The corpus of what was checked where all of it is in the cache and that is seen fast; None otherwise."""
+    try:
+        return _corpus(checked, Way(data, vocab, cache.expanduser(), lambda what, done, total: None, verify=False, only_cached=True))
+    except NotCached:
+        return None
+
+
+def _corpus(checked: CheckedData, way: Way) -> Corpus:
     data = way.data
-    if data.name == "synthetic":
+    read = _read(checked, way)
+    sources = tuple(
+        Source(
+            tokens=each.tokens,
+            validation=each.validation,
+            weight=weight,
+            documents=each.documents,
+            set_apart=each.set_apart,
+            bytes=each.bytes,
+        )
+        for each, weight in zip(read, data.weights or [1.0], strict=True)
+    )
+    key = key_of([[each.key for each in read], data.weights, data.validation])
+    return Corpus(name=data.name, key=key, vocab=way.vocab, sources=sources, documents=data.documents)
+
+
+def _read(checked: CheckedData, way: Way) -> list[Read]:
+    """Each source."""
+    if way.data.name == "synthetic":
         made = Synthetic(vocab=way.vocab)
-        return [(f"synthetic {way.vocab}", made, held_out(0, np.array([0, made.size]), data.validation))]
-    if data.name == "tokens":
-        return [token_ids(way, files) for files in _groups(data, TOKENS)]
-    by = tokenizer(data.tokenizer, data.end)
-    _check_size(by, data, way.vocab)
-    return [text(way, files, by) for files in ([library()] if data.name == "stdlib" else _groups(data, TEXT))]
-
-
-def _check_words(data: Data) -> None:
-    """Raises Unreadable where a path is missing or idle, or weights are not one a path."""
-    reads, paths, problems = data.name in ("text", "tokens"), _paths(data), []
-    if reads and not paths:
-        problems.append(wrong(f"data={data.name} reads files, and data.path is not set", "set data.path=FILE, a folder or a pattern"))
-    if paths and not reads:
-        problems.append(wrong(f"data.path={paths[0]} is not read by data={data.name}", "set data=text or data=tokens, or data.path=null"))
-    if data.weights and len(data.weights) != len(paths):
-        problems.append(wrong(f"data.weights has {len(data.weights)} for {len(paths)} paths", "give each path of data.path a weight"))
-    if problems:
-        raise Unreadable(problems)
-
-
-def _check_size(by: Tokenizer, data: Data, vocab: int) -> None:
-    if not isinstance(by, Bytes) and by.size > vocab:
-        says = f"data.tokenizer={data.tokenizer} has ids up to {by.size - 1}, and model.vocab={vocab}"
-        raise refused(says, f"set model.vocab={by.size}")
-
-
-def _paths(data: Data) -> tuple[str, ...]:
-    return (data.path,) if isinstance(data.path, str) else data.path or ()
-
-
-def _groups(data: Data, suffixes: tuple[str, ...]) -> list[list[File]]:
-    """The files of each source: of each path where they have weights, of all paths where they have none."""
-    groups = found(_paths(data), suffixes)
-    return groups if data.weights else [[file for files in groups for file in files]]
+        held = held_out(0, np.array([0, made.size]), way.data.validation)
+        return [Read(f"synthetic {way.vocab}", made, held, made.size // DOCUMENT, False, 0)]
+    if way.data.name == "tokens":
+        return [token_ids(way, files) for files in checked.opened]
+    assert checked.tokenizer is not None
+    return [text(way, files, checked.tokenizer) for files in checked.groups]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,34 +14,48 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...spec.run import Data
-from .cache import content, kept
-from .corpus import Mapped, Runs, held_out, stretches
+from .cache import REMEMBERED, NotCached, content, is_sound, kept, remembered_hash
+from .corpus import Mapped, Runs, Tokens, held_out, stretches
 from .find import File
 from .refusal import refused
 from .text import shares
-from .tokenfiles import TokenFile, check_vocabulary, opened, scanned
+from .tokenfiles import TokenFile, beside, check_vocabulary, scanned
 from .tokenizer import Bytes, Tokenizer
 from .workers import tokenized
 
 Progress = Callable[[str, int, int], None]  # what is done, how many bytes of how many
-Read = tuple[str, Mapped, Runs]  # key, tokens, what validates
 
-_FORMAT = 1  # of the cache
+_FORMAT = 2  # of the cache: 1 took over the truncation and padding of a tokenizer.json
+_HASHED = 64 << 20  # bytes of small files that are hashed to see whether they are in the cache
 _ALONE = (64 << 20, 4 << 20)  # bytes of text that one process tokenizes alone: by bytes, by a vocabulary
-_HELD_OUT = {"val", "valid", "validation"}  # a word of the name of a token file that its writer held out
+HELD_OUT = {"val", "valid", "validation"}  # a word of the name of a token file that its writer held out
+
+
+class Read(NamedTuple):
+    """A source: a name for its contents, its tokens, what validates, its documents (None: not known), whether files are set apart."""
+
+    key: str
+    tokens: Tokens
+    validation: Runs
+    documents: int | None
+    set_apart: bool
+    bytes: int
 
 
 class Way(NamedTuple):
-    """How to read: the words, ids below vocab, the cache, whom to tell, and whether to hash what is opened."""
+    """How to read: the words, ids below vocab, the cache, whom to tell, whether to hash what is opened, and whether to make nothing."""
 
     data: Data
     vocab: int
     cache: Path
     progress: Progress
     verify: bool
+    only_cached: bool = False
 
     def keep(self, key: str, make: Callable[[Path], None]) -> Path:
-        """The folder of the key."""
+        """The folder of the key; raises NotCached where it would have to be made and nothing is to be."""
+        if self.only_cached and not is_sound(self.cache, key):
+            raise NotCached
         return kept(self.cache, key, make, lambda remark: self.progress(remark, 0, 0), whole=self.verify)
 
 
@@ -61,23 +76,34 @@ def text(way: Way, files: list[File], by: Tokenizer) -> Read:
     tokens = _opened(folder, [np.memmap(folder / "tokens", by.dtype, "r")])
     if len(tokens.counts) > way.vocab:
         raise refused(f"the text holds token {len(tokens.counts) - 1}, and model.vocab={way.vocab}", f"set model.vocab={by.size}")
-    return key, tokens, held_out(number_of(key), tokens.bounds, way.data.validation)
+    held = held_out(number_of(key), tokens.bounds, way.data.validation)
+    return Read(key, tokens, held, len(tokens.bounds) - 1, False, sum(file.size for file in files))
 
 
-def token_ids(way: Way, files: list[File]) -> Read:
+def token_ids(way: Way, read: list[TokenFile]) -> Read:
     """Files of token ids, as they are; raises Unreadable."""
-    read = [opened(file) for file in files]
-    unbounded = next((each.file.path for each in read if each.bounds is None), None)
-    if way.data.documents and way.data.end is None and unbounded:
-        says = f"data.documents=true, and {unbounded} does not say where documents end"
-        raise refused(says, "set data.end to the token id that ends one (GPT-2: 50256)")
-    pairs = [file for each in files for file in (each, *_index(each))]
-    key = key_of([_FORMAT, "tokens", _contents(pairs, way), way.data.end])
-    folder = way.keep(key, lambda into: _write(into, *scanned(read, way.data.end, way.vocab, _meter(way, "count", files))))
+    files, end = [each.file for each in read], way.data.end
+    pairs = [file for each in files for file in (each, *beside(each))]
+    key = key_of([_FORMAT, "tokens", _contents(pairs, way), end, [each.dtype.str for each in read]])
+    folder = way.keep(key, lambda into: _write(into, *scanned(read, end, way.vocab, _meter(way, "count", files))))
     tokens = _opened(folder, [each.mapped() for each in read])
     if len(tokens.counts) > way.vocab:
         check_vocabulary(read, way.vocab)
-    return key, tokens, _set_apart(read, tokens) or held_out(number_of(key), tokens.bounds, way.data.validation)
+    unbounded = next((each.file.path for each in read if each.bounds is None), None)
+    if unbounded and end is not None and not tokens.counts[end : end + 1].any():
+        _never_ends(way, unbounded)
+    documents = None if unbounded and end is None else len(tokens.bounds) - 1
+    apart = _set_apart(read, tokens)
+    held = held_out(number_of(key), tokens.bounds, way.data.validation) if apart is None else apart
+    return Read(key, tokens, held, documents, apart is not None, sum(file.size for file in files))
+
+
+def _never_ends(way: Way, path: Path) -> None:
+    """Say that no document ends; raises Unreadable where they are to be kept apart."""
+    says = f"data.end={way.data.end} occurs nowhere in {path}" + ("" if isinstance(way.data.path, str) else " and the files beside it")
+    if way.data.documents:
+        raise refused(f"data.documents=true, and {says}", "set data.end to the token id that ends a document (GPT-2: 50256)")
+    way.progress(f"{says}: it ends no document", 0, 0)
 
 
 def _tokenize(way: Way, files: list[File], by: Tokenizer, into: Path) -> None:
@@ -86,8 +112,9 @@ def _tokenize(way: Way, files: list[File], by: Tokenizer, into: Path) -> None:
     alone = sum(file.size for file in files) <= _ALONE[not isinstance(by, Bytes)]
     settings = (way.data.tokenizer, way.data.end, way.data.text_key)
     counts, bounds, written = np.zeros(by.size, np.int64), [np.zeros(1, np.int64)], 0
-    with open(into / "tokens", "wb") as out:
-        for spans, part in zip(turns, tokenized(turns, into, settings, 1 if alone else min(len(turns), _cores())), strict=True):
+    processes = 1 if alone else min(len(turns), _cores())
+    with open(into / "tokens", "wb") as out, closing(tokenized(turns, into, settings, processes)) as parts:
+        for spans, part in zip(turns, parts, strict=True):
             words = _taken(f"{part}.tokens")
             out.write(words)
             ids = np.frombuffer(words, by.dtype)
@@ -107,15 +134,16 @@ def _taken(path: str) -> bytes:
     return words
 
 
-def _index(file: File) -> list[File]:
-    path = file.path.with_suffix(".idx")
-    return [File(f"{file.name}.idx", path, path.stat().st_size)] if path.exists() else []
+def validation_flags(files: Sequence[TokenFile]) -> list[bool] | None:
+    """Whether each file is named for validation, as nanoGPT's val.bin; None where all are or none is."""
+    named = [bool(HELD_OUT & set(re.split(r"[^a-z]+", Path(each.file.name).stem.lower()))) for each in files]
+    return None if all(named) or not any(named) else named
 
 
-def _set_apart(files: list[TokenFile], tokens: Mapped) -> Runs | None:
-    """The files that are named for validation, as nanoGPT's val.bin, where the others are not."""
-    named = np.array([bool(_HELD_OUT & set(re.split(r"[^a-z]+", Path(each.file.name).stem.lower()))) for each in files])
-    return None if named.all() or not named.any() else stretches(tokens.starts[:-1][named], tokens.starts[1:][named])
+def _set_apart(files: Sequence[TokenFile], tokens: Mapped) -> Runs | None:
+    """The files that are named for validation, where the others are not."""
+    named = validation_flags(files)
+    return None if named is None else stretches(tokens.starts[:-1][named], tokens.starts[1:][named])
 
 
 def _opened(folder: Path, files: list[Any]) -> Mapped:
@@ -133,7 +161,11 @@ def _write(into: Path, counts: Any, bounds: Any) -> None:
 
 
 def _contents(files: list[File], way: Way) -> list[tuple[str, int, str]]:
-    """(name, bytes, hash) of each file."""
+    """(name, bytes, hash) of each file; raises NotCached where hashes are only looked up and one is not known."""
+    if way.only_cached:
+        if sum(file.size for file in files if file.size < REMEMBERED) > _HASHED:
+            raise NotCached
+        return [(file.name, file.size, remembered_hash(file.path, way.cache)) for file in files]
     seen, rows = _meter(way, "hash", files), []
     for file in files:
         rows.append((file.name, file.size, content(file.path, way.cache)))

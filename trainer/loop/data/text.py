@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import zlib
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -12,7 +11,10 @@ from typing import IO, Any, NamedTuple
 import msgspec
 import numpy as np
 
+from . import tables
 from .find import File
+from .formats import form
+from .packed import DamagedFile, open_packed
 from .tokenizer import Tokenizer
 
 SHARE = 8 << 20  # bytes of text that one process takes at a time
@@ -37,7 +39,7 @@ def shares(files: Sequence[File]) -> list[list[Span]]:
     turns: list[list[Span]] = [[]]
     room = SHARE
     for file in files:
-        step = file.size if file.name.endswith(".gz") else SHARE
+        step = file.size if form(file.path.name)[1] else SHARE
         for begin in range(0, file.size, step):
             end = min(begin + step, file.size)
             if turns[-1] and end - begin > room:
@@ -57,7 +59,7 @@ def tokenize(spans: Sequence[Span], into: Path, tokenizer: Tokenizer, key: str) 
     with open(f"{into}.tokens", "wb") as out:
         for span in spans:
             for text, whole in _texts(span, key):
-                ids = _encoded(text, span.path, tokenizer)
+                ids = encode(text, span.path, tokenizer)
                 written += len(ids)
                 out.write(ids.tobytes())
                 if whole:
@@ -67,7 +69,8 @@ def tokenize(spans: Sequence[Span], into: Path, tokenizer: Tokenizer, key: str) 
     Path(f"{into}.ends").write_bytes(np.array(ends, np.int64).tobytes())
 
 
-def _encoded(text: bytes, path: str, tokenizer: Tokenizer) -> np.ndarray[Any, Any]:
+def encode(text: bytes, path: str, tokenizer: Tokenizer) -> np.ndarray[Any, Any]:
+    """Ids [n] of a text of a file; raises Unfit."""
     try:
         return tokenizer.encode(text)
     except UnicodeDecodeError as error:
@@ -76,24 +79,36 @@ def _encoded(text: bytes, path: str, tokenizer: Tokenizer) -> np.ndarray[Any, An
 
 def _texts(span: Span, key: str) -> Iterator[tuple[bytes, bool]]:
     """(text, whether a document ends with it) for all of a span."""
-    lined = span.path.removesuffix(".gz").endswith(".jsonl")
+    rows, packing = form(span.path)
     try:
-        if span.path.endswith(".gz"):
-            with gzip.open(span.path, "rb") as packed:
-                yield from _objects(packed, 0, None, span.path, key) if lined else _blocks(packed, span.path)
-            return
-        with open(span.path, "rb") as file:
-            begin, end = _line_start(file, span.begin), _line_start(file, span.end)
-            file.seek(begin)
-            if lined:
-                yield from _objects(file, begin, end, span.path, key)
-            else:
-                yield file.read(end - begin), span.last
+        if rows == "parquet" or rows == "arrow":
+            for text in tables.texts(span.path, rows, key, span.begin, span.end):
+                yield text, True
+        elif packing:
+            with open_packed(span.path, packing) as file:
+                yield from objects(file, 0, None, span.path, key) if rows == "lines" else _blocks(file, span.path)
+        else:
+            yield from _plain(span, key, lined=rows == "lines")
+    except tables.UnreadableTable as error:
+        raise Unfit(f"{span.path} {error}") from None
     except OSError as error:
         raise Unfit(f"{span.path}: {error.strerror or error}") from None
 
 
-def _line_start(file: IO[bytes], at: int) -> int:
+def _plain(span: Span, key: str, *, lined: bool) -> Iterator[tuple[bytes, bool]]:
+    """What a span of a file that is not packed holds."""
+    with open(span.path, "rb") as file:
+        begin, end = line_start(file, span.begin), line_start(file, span.end)
+        file.seek(begin)
+        if lined:
+            yield from objects(file, begin, end, span.path, key)
+        else:
+            text = file.read(end - begin)
+            _check_zeros(text, span.path, begin)
+            yield text if begin else text.removeprefix(BOM_UTF8), span.last
+
+
+def line_start(file: IO[bytes], at: int) -> int:
     """The first line start at or after a byte; where none is near, the first byte of a character."""
     if not at:
         return 0
@@ -105,21 +120,30 @@ def _line_start(file: IO[bytes], at: int) -> int:
     return at + next((step for step in range(4) if near[1 + step] & 0xC0 != 0x80), 0)
 
 
-def _blocks(file: gzip.GzipFile, path: str) -> Iterator[tuple[bytes, bool]]:
+def _blocks(file: IO[bytes], path: str) -> Iterator[tuple[bytes, bool]]:
     """One packed document, in blocks that end with a line."""
-    rest, lines = b"", 0
+    rest, read = b"", 0
     try:
         while block := file.read(SHARE):
-            lines += block.count(b"\n")
+            _check_zeros(block, path, read)
+            block = block if read else block.removeprefix(BOM_UTF8)
+            read += len(block)
             whole, newline, tail = (rest + block).rpartition(b"\n")
             yield whole + newline, False
             rest = tail
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise Unfit(f"{path} line {lines + 1} cannot be unpacked: {error}") from None
+    except DamagedFile as error:
+        raise Unfit(f"{path} cannot be unpacked: {error}") from None
     yield rest, True
 
 
-def _objects(file: IO[bytes] | gzip.GzipFile, begin: int, end: int | None, path: str, key: str) -> Iterator[tuple[bytes, bool]]:
+def _check_zeros(text: bytes, path: str, begin: int) -> None:
+    """Raises Unfit at a byte that no text holds, and that ends documents of bytes."""
+    at = text.find(b"\0")
+    if at >= 0:
+        raise Unfit(f"{path} is no text: byte {begin + at} is zero: tr -d '\\0' < FILE > NEW takes such bytes out")
+
+
+def objects(file: IO[bytes], begin: int, end: int | None, path: str, key: str) -> Iterator[tuple[bytes, bool]]:
     """The texts of the lines of JSON that start in bytes begin .. end, each a document; blank lines and empty texts are none."""
     line = msgspec.defstruct("Line", [("text", str, msgspec.field(name=key))])
     read: Callable[[bytes], Any] = msgspec.json.Decoder(line).decode
@@ -129,12 +153,13 @@ def _objects(file: IO[bytes] | gzip.GzipFile, begin: int, end: int | None, path:
             number += 1
             if end is not None and at >= end:
                 return
+            words = raw if at else raw.removeprefix(BOM_UTF8)
             at += len(raw)
-            if raw.strip() and (text := read(raw).text):
+            if words.strip() and (text := read(words).text):
                 yield text.encode(), True
     except (msgspec.DecodeError, UnicodeError):
-        raise Unfit(f"{path} line {_lines(path, begin) + number} {_reason(raw, key)}") from None
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise Unfit(f"{path} line {_lines(path, begin) + number} {_reason(words, key)}") from None
+    except DamagedFile as error:
         raise Unfit(f"{path} line {number + 1} cannot be unpacked: {error}") from None
 
 

@@ -1,4 +1,4 @@
-"""Files of token ids as others write them: nanoGPT's .bin, llm.c's .bin, Megatron's .bin and .idx."""
+"""Files of token ids as others write them: raw ids, numpy's .npy, llm.c's .bin, Megatron's .bin and .idx, datatrove's .ds."""
 
 from __future__ import annotations
 
@@ -12,15 +12,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .find import File
+from .formats import read_head, tokens_fault
 from .order import Indices
 from .refusal import refused
+from .widths import raw_type
 
 Ids = NDArray[np.integer[Any]]
 
 MEGATRON = b"MMIDIDX\x00\x00"  # megatron/core/datasets/indexed_dataset.py, as the codes of types
 CODES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 LLM_C = {(20240520, 1): np.uint16, (20240801, 7): np.uint32}  # llm.c dev/data/data_common.py: 256 int32 (magic, version, tokens, 0 ...)
+LLM_C_MAGIC = (20240326, 20240327, 20240328, 20240520, 20240522, 20240801)  # models, states, tokenizers, tokens, questions, tokens
 LLM_C_HEADER = 1024  # bytes
+NUMPY = b"\x93NUMPY"
+DATATROVE = ".ds"
 _AT_ONCE = 1 << 22  # tokens
 
 
@@ -33,6 +38,7 @@ class TokenFile:
     offset: int
     size: int
     bounds: Indices | None
+    says_type: bool = True  # False: the type was told by the bytes of the ids
 
     def mapped(self) -> Ids:
         """The tokens [size], memory mapped."""
@@ -45,18 +51,34 @@ class TokenFile:
             yield at, tokens[at : at + _AT_ONCE]
 
 
-def opened(file: File) -> TokenFile:
-    """What a file's header, or the index beside it, says; raises Unreadable."""
-    index = file.path.with_suffix(".idx")
-    if index.exists():
+def opened(file: File, vocab: int) -> TokenFile:
+    """What a file's header, or the index beside it, says, else what its bytes are most likely to be; raises Unreadable, OSError."""
+    if file.path.suffix == ".bin" and (index := file.path.with_suffix(".idx")).exists():
         return _megatron(file, index)
-    with open(file.path, "rb") as head:
-        start = head.read(LLM_C_HEADER)
-    if len(start) == LLM_C_HEADER and (dtype := LLM_C.get(struct.unpack_from("<ii", start))):
-        return _llm_c(file, np.dtype(dtype), struct.unpack_from("<i", start, 8)[0])
-    if file.size % 2:
-        raise refused(f"{file.path} has {file.size} bytes, an odd number", "nanoGPT's .bin is uint16; Megatron's has an .idx beside it")
-    return TokenFile(file=file, dtype=np.dtype(np.uint16), offset=0, size=file.size // 2, bounds=None)
+    if (owner := file.path.with_suffix("")).suffix == DATATROVE and owner.exists():
+        raise refused(f"{file.path} belongs to {owner.name}", "name that")
+    head = read_head(file)
+    start = head.start
+    if start.startswith(NUMPY):
+        return _numpy(file)
+    if len(start) >= LLM_C_HEADER and (kind := struct.unpack_from("<iii", start))[0] in LLM_C_MAGIC:
+        return _llm_c(file, *kind)
+    if file.path.suffix == DATATROVE and (companions := beside(file)):
+        return _datatrove(file, companions)
+    if fault := tokens_fault(head):
+        raise refused(f"{file.path} is {fault.what}", fault.mend)
+    dtype = raw_type(file.path, file.size, vocab)
+    if file.size % dtype.itemsize:
+        says = f"{file.path} has {file.size} bytes, and its ids seem to take {dtype.itemsize} bytes each"
+        raise refused(says, "it was cut short, or write it with numpy.save, which says how wide they are")
+    return TokenFile(file=file, dtype=dtype, offset=0, size=file.size // dtype.itemsize, bounds=None, says_type=False)
+
+
+def beside(file: File) -> list[File]:
+    """The files that say where the documents of another end, or how wide its ids are."""
+    names = [f"{file.path.name}.index", f"{file.path.name}.metadata"] if file.path.suffix == DATATROVE else []
+    paths = [file.path.with_name(name) for name in names] + ([file.path.with_suffix(".idx")] if file.path.suffix == ".bin" else [])
+    return [File(f"{file.name}{path.suffix}", path, path.stat().st_size) for path in paths if path.exists()]
 
 
 def scanned(files: Sequence[TokenFile], end: int | None, vocab: int, seen: Callable[[int], None]) -> tuple[Indices, Indices]:
@@ -68,7 +90,7 @@ def scanned(files: Sequence[TokenFile], end: int | None, vocab: int, seen: Calla
     for file in files:
         for at, chunk in file.chunks():
             _check(file, at, chunk, vocab)
-            counts += np.bincount(chunk, minlength=vocab)
+            counts += np.bincount(chunk.astype(np.int64, copy=False), minlength=vocab)
             if file.bounds is None and end is not None:
                 bounds.append(before + at + 1 + np.flatnonzero(chunk == end))
             seen(chunk.nbytes)
@@ -92,10 +114,63 @@ def _check(file: TokenFile, at: int, chunk: Ids, vocab: int) -> None:
     first = int(np.flatnonzero((chunk >= vocab) | (chunk < 0))[0])
     says = f"{file.file.path}: token {chunk[first]} at position {at + first} is not in the vocabulary, model.vocab={vocab}"
     mend = f"the largest id near it is {chunk.max()}: train a model with the vocabulary of the tokenizer that wrote the file"
-    raise refused(says, mend)
+    doubt = (
+        ""
+        if file.says_type or file.dtype.itemsize == 2
+        else f", unless its ids do not take {file.dtype.itemsize} bytes as they seem to: numpy.save says it"
+    )
+    raise refused(says, mend + doubt)
 
 
-def _llm_c(file: File, dtype: np.dtype[Any], size: int) -> TokenFile:
+def _numpy(file: File) -> TokenFile:
+    """One array of whole numbers, as numpy.save writes it (numpy/lib/format.py)."""
+    try:
+        found = np.load(file.path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, SyntaxError, EOFError) as error:
+        raise refused(f"{file.path} is a NumPy array that can't be read: {' '.join(str(error).split())[:200]}", "write it again") from None
+    if found.dtype.kind not in "iu":
+        raise refused(
+            f"{file.path} is an array of {found.dtype}, and token ids are whole numbers", "numpy.save(FILE, ids.astype('uint32'))"
+        )
+    if found.ndim != 1:
+        shape = " x ".join(map(str, found.shape))
+        raise refused(f"{file.path} is an array of {shape or 'no dimensions'}", "token ids lie in a row: numpy.save(FILE, ids.reshape(-1))")
+    if not len(found):
+        raise refused(f"{file.path} holds no tokens", "leave it out of data.path")
+    if after := file.size - found.offset - found.nbytes:
+        raise refused(f"{file.path} has {after} bytes after its array", "write a file for each array")
+    return TokenFile(file=file, dtype=found.dtype, offset=found.offset, size=len(found), bounds=None)
+
+
+def _datatrove(file: File, companions: Sequence[File]) -> TokenFile:
+    """Ids of 2 or 4 bytes; FILE.index is uint64 [documents], the tokens before each end; FILE.metadata begins with a line
+    TOKENIZER|WIDTH and a line of the tokens (datatrove/pipeline/tokens/tokenizer.py; in old versions no |WIDTH, and it is 2)."""
+    sizes, widths, bounds = set[int](), set[float](), None
+    for each in companions:
+        if each.path.suffix == ".index":
+            ends = np.fromfile(each.path, "<u8").astype(np.int64)
+            bounds = np.concatenate([np.zeros(1, np.int64), ends])
+            sizes.add(int(bounds[-1]))
+            widths.add(file.size / max(int(bounds[-1]), 1))
+        else:
+            first, _, rest = each.path.read_text(errors="replace").partition("\n")
+            count = rest.partition("\n")[0].strip()
+            sizes |= {int(count)} if count.isdecimal() else set()
+            widths.add({"4": 4}.get(first.rpartition("|")[2], 2))
+    (width, *more), size = widths, min(sizes, default=0)
+    if more or len(sizes) != 1 or width not in (2, 4) or size * width != file.size or (bounds is not None and (np.diff(bounds) < 0).any()):
+        names = " and ".join(each.path.name for each in companions)
+        raise refused(
+            f"{file.path} has {file.size} bytes, which {names} says of no {size} tokens", "write it again: they are not of one writing"
+        )
+    known = None if bounds is None else np.unique(bounds)
+    return TokenFile(file=file, dtype=np.dtype(f"<u{int(width)}"), offset=0, size=size, bounds=known)
+
+
+def _llm_c(file: File, magic: int, version: int, size: int) -> TokenFile:
+    if (magic, version) not in LLM_C:
+        raise refused(f"{file.path} is a file of llm.c's without tokens, or of a kind unknown: {magic}, version {version}")
+    dtype = np.dtype(LLM_C[magic, version])
     if file.size != LLM_C_HEADER + size * dtype.itemsize:
         raise refused(f"{file.path} has {file.size} bytes where its header says {size} tokens of {dtype.itemsize}", "it was cut short")
     return TokenFile(file=file, dtype=dtype, offset=LLM_C_HEADER, size=size, bounds=None)

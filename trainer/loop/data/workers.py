@@ -7,13 +7,17 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 from time import sleep
 
+from ...launch.children import end_child
+from ...launch.lifeline import die_with
+from ...spec.problem import Unreadable
 from .refusal import refused
 from .text import Span, Unfit, tokenize
 from .tokenizer import Tokenizer, tokenizer
@@ -22,7 +26,7 @@ Settings = tuple[str, int | None, str]  # data.tokenizer, data.end, data.text_ke
 Child = subprocess.Popen[str]
 
 
-def tokenized(turns: Sequence[Sequence[Span]], folder: Path, settings: Settings, processes: int) -> Iterator[Path]:
+def tokenized(turns: Sequence[Sequence[Span]], folder: Path, settings: Settings, processes: int) -> Generator[Path]:
     """Each turn's tokens below the folder, in order, as soon as they are there; raises Unreadable for the first turn that fails.
 
     The processes end with this iterator, and with whoever iterates, however that ends.
@@ -46,18 +50,15 @@ def _turn(line: str, by: Tokenizer, key: str) -> str:
     spans, into = json.loads(line)
     try:
         tokenize([Span(*span) for span in spans], Path(into), by, key)
-    except Unfit as unfit:
-        return str(unfit)
+    except (Unfit, Unreadable) as error:
+        return str(error)
     except OSError as error:
         return f"{into}: {error.strerror or error}"
     return ""
 
 
 def _answers(lines: Sequence[str], settings: Settings, processes: int) -> Iterator[str]:
-    children = [_child(settings) for _ in range(processes)]
     idle: SimpleQueue[Child] = SimpleQueue()
-    for child in children:
-        idle.put(child)
 
     def ask(line: str) -> str:
         child = idle.get()
@@ -66,28 +67,38 @@ def _answers(lines: Sequence[str], settings: Settings, processes: int) -> Iterat
         finally:
             idle.put(child)
 
-    threads = ThreadPoolExecutor(processes)
-    try:
-        yield from threads.map(ask, lines)
-    finally:
-        threads.shutdown(wait=False, cancel_futures=True)
+    with ExitStack() as held:
+        children = [held.enter_context(worker(settings)) for _ in range(processes)]
         for child in children:
-            child.kill()
-        threads.shutdown()
-        for child in children:
-            with child:
-                pass
+            idle.put(child)
+        threads = ThreadPoolExecutor(processes)
+        try:
+            yield from threads.map(ask, lines)
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+            for child in children:
+                child.kill()
+            threads.shutdown()
 
 
-def _child(settings: Settings) -> Child:
+@contextmanager
+def worker(settings: Settings) -> Iterator[Child]:
+    """A process that tokenizes, which ends with the context; raises Unreadable where it can't be started."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "PYTHONSAFEPATH": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    command = [sys.executable, "-m", __name__, json.dumps(settings)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    command = [sys.executable, "-m", __name__, json.dumps(settings), str(os.getpid())]
+    try:
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    except OSError as error:
+        raise refused(f"a process that tokenizes can't be started: {error.strerror or error}") from None
+    try:
+        yield child
+    finally:
+        end_child(child)
 
 
 def _answer(child: Child, line: str) -> str:
@@ -105,15 +116,21 @@ def _answer(child: Child, line: str) -> str:
 def main() -> None:
     """Do turns until the pipe ends, or whoever asks does; Ctrl-C is for them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    parent = int(sys.argv[2])
+    die_with(parent)
+    Thread(target=end_with, args=(parent,), daemon=True).start()
     word, end, key = json.loads(sys.argv[1])
-    by = tokenizer(word, end)
+    by, wrong = None, ""
+    try:
+        by = tokenizer(word, end)
+    except Unreadable as error:
+        wrong = str(error)
     for line in sys.stdin:
-        print(json.dumps(_turn(line, by, key)), flush=True)
+        print(json.dumps(_turn(line, by, key) if by else wrong), flush=True)
 
 
-def _end_with(parent: int) -> None:
-    """A turn may take seconds: it is not finished for nobody."""
+def end_with(parent: int) -> None:
+    """End this process when its parent has ended."""
     while os.getppid() == parent:
         sleep(0.5)
     os._exit(1)

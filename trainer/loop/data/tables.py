@@ -1,0 +1,139 @@
+"""Columns of text in parquet and Arrow files, a row a document, through pyarrow: read in batches, by several processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+Kind = Literal["parquet", "arrow"]
+
+BATCH = 256  # rows of a parquet file that are held at once
+_BUFFER = 1 << 20  # bytes of a column that are read at once
+
+
+class UnreadableTable(Exception):
+    """What is wrong with a file of tables, as the end of a sentence that begins with its name, and what would mend it."""
+
+    def __init__(self, says: str, mend: str = "") -> None:
+        super().__init__(f"{says}: {mend}" if mend else says)
+        self.says, self.mend = says, mend
+
+
+class Sample(NamedTuple):
+    """Some documents of a file, and about which share of it they are."""
+
+    texts: list[bytes]
+    share: float
+
+
+def texts(path: str, kind: Kind, key: str, begin: int, end: int) -> Iterator[bytes]:
+    """The documents of bytes begin .. end of a file, empty ones and nulls left out; raises UnreadableTable.
+
+    Row groups of a parquet file, and record batches of an Arrow file, stand for equal parts of its bytes; record batches of
+    an Arrow stream for the bytes at which they end. So what spans of a file give, one after another, is all of it once.
+    """
+    with _readable(path):
+        columns = _parquet(path, key, begin, end) if kind == "parquet" else _arrow(path, key, begin, end)
+        for column in columns:
+            yield from (text for text in column.cast(_pyarrow().large_binary()).to_pylist() if text)
+
+
+def check(path: str, kind: Kind, key: str) -> None:
+    """Raises UnreadableTable where a file can't be read or has no column of text of that name."""
+    with _readable(path):
+        _check_column(_opened(path, kind)[1], key)
+
+
+def sample(path: str, kind: Kind, key: str, at: int, most: int) -> Sample:
+    """The documents of the rows at a byte of a file and after it, as many as hold `most` bytes or one batch; raises UnreadableTable."""
+    size, found, rows, used, all_rows = Path(path).stat().st_size, list[bytes](), 0, 0, 0
+    with _readable(path):
+        if kind == "parquet":
+            about = _opened(path, kind)[0].metadata
+            at, all_rows = at * about.num_row_groups // size * size // max(about.num_row_groups, 1), about.num_rows
+        for column in _parquet(path, key, at, size) if kind == "parquet" else _arrow(path, key, at, size):
+            rows += len(column)
+            used += column.nbytes
+            found += [text for text in column.cast(_pyarrow().large_binary()).to_pylist() if text]
+            if used >= most:
+                break
+    return Sample(found, rows / all_rows if all_rows else min(1.0, used / size))
+
+
+@contextmanager
+def _readable(path: str) -> Iterator[None]:
+    try:
+        yield
+    except _pyarrow().ArrowException as error:
+        raise UnreadableTable(f"can't be read: {_line(error)}") from None
+    except OSError as error:  # pyarrow raises it for damaged files too
+        raise UnreadableTable(f"can't be read: {error.strerror or _line(error)}") from None
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def _pyarrow() -> Any:
+    return import_module("pyarrow")
+
+
+def _opened(path: str, kind: Kind) -> tuple[Any, Any]:
+    """(the reader of a file, its schema)."""
+    if kind == "parquet":
+        file = import_module("pyarrow.parquet").ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False)
+        return file, file.schema_arrow
+    ipc, source = import_module("pyarrow.ipc"), _pyarrow().memory_map(path)
+    with open(path, "rb") as head:
+        is_file = head.read(6) == b"ARROW1"
+    reader = ipc.open_file(source) if is_file else ipc.open_stream(source)
+    return reader, reader.schema
+
+
+def _parquet(path: str, key: str, begin: int, end: int) -> Iterator[Any]:
+    file, schema = _opened(path, "parquet")
+    _check_column(schema, key)
+    groups, size = file.metadata.num_row_groups, Path(path).stat().st_size
+    mine = [group for group in range(groups) if begin <= group * size // groups < end]
+    if mine:
+        for batch in file.iter_batches(BATCH, mine, [key], use_threads=False):
+            yield batch.column(0)
+
+
+def _arrow(path: str, key: str, begin: int, end: int) -> Iterator[Any]:
+    reader, schema = _opened(path, "arrow")
+    at, size = _check_column(schema, key), Path(path).stat().st_size
+    if hasattr(reader, "num_record_batches"):
+        batches = reader.num_record_batches
+        for batch in range(batches):
+            if begin <= batch * size // batches < end:
+                yield reader.get_batch(batch).column(at)
+        return
+    source = _pyarrow().memory_map(path)
+    reader = import_module("pyarrow.ipc").open_stream(source)
+    while source.tell() <= end:
+        try:
+            batch = reader.read_next_batch()
+        except StopIteration:
+            return
+        if begin < source.tell() <= end:
+            yield batch.column(at)
+
+
+def _check_column(schema: Any, key: str) -> int:
+    """The place of the column of text of that name; raises UnreadableTable."""
+    types = _pyarrow().types
+
+    def is_text(kind: Any) -> bool:
+        kind = kind.value_type if types.is_dictionary(kind) else kind
+        return any(test(kind) for test in (types.is_string, types.is_large_string, types.is_string_view))
+
+    of_text = [field.name for field in schema if is_text(field.type)]
+    if key in of_text:
+        return list(schema.names).index(key)
+    here = next((f"a column {key} of {field.type}" for field in schema if field.name == key), f"no column {key}")
+    mend = f"set data.text_key to one of {', '.join(of_text)}" if of_text else f"none of its columns is text: {', '.join(schema.names)}"
+    raise UnreadableTable(f"has {here}", mend)
