@@ -52,7 +52,8 @@ def prepare_files(run: Run, progress: Callable[[str], None]) -> FileCheck:
     check = FileCheck()
     if run.data.name != "synthetic" and run.launch.name == "local":
         try:
-            check = FileCheck(data=survey(run, "prepare", progress))
+            data = survey(run, "prepare", progress)
+            check = FileCheck(data=data, remarks=data.remarks)
         except Unreadable as error:
             return FileCheck(problems=error.problems)
     return _with_resume(run, check)
@@ -83,12 +84,14 @@ def weight_problems(run: Run) -> Iterator[Problem]:
 
 def epoch_warnings(run: Run, plan: Plan, data: DataFacts | None) -> Iterator[Problem]:
     """Warn where a run reads its data far more often than helps."""
-    if data is None or not data.train_tokens or plan.run is None:
+    if data is None or plan.run is None:
         return
-    epochs = plan.run.tokens / data.train_tokens
-    if epochs > MANY_EPOCHS:
+    whole = sum(weight for weight, _ in data.sources)
+    epochs = max((plan.run.tokens * weight / whole / tokens for weight, tokens in data.sources if tokens), default=0.0)
+    if epochs > MANY_EPOCHS and data.train_tokens:
         about = "" if data.exact else "about "
-        says = f"the run reads {count(plan.run.tokens)} tokens, and the data hold {about}{count(data.train_tokens)}: {epochs:,.0f} epochs"
+        often = f"{epochs:,.0f} epochs" + (" of one of its sources" if len(data.sources) > 1 else "")
+        says = f"the run reads {count(plan.run.tokens)} tokens, and the data hold {about}{count(data.train_tokens)}: {often}"
         yield Problem(rule="epochs", says=says, mend=f"beyond {MANY_EPOCHS:.0f} they teach less and less (arXiv:2305.16264)")
 
 

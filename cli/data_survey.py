@@ -20,7 +20,8 @@ Mode = Literal["look", "prepare"]
 class DataFacts:
     """What a run's data hold: tokens that train and that validate, documents, None where that is not known yet.
 
-    `key` names the tokens, whatever words name their files. `exact`: nothing of it is an estimate.
+    `key` names the tokens, whatever words name their files. `exact`: nothing of it is an estimate. `sources` are (weight, tokens
+    that train) of each. `remarks` are worth a line.
     """
 
     key: str | None
@@ -28,6 +29,8 @@ class DataFacts:
     validation_tokens: int | None
     documents: int | None
     exact: bool
+    sources: tuple[tuple[float, int | None], ...]
+    remarks: tuple[str, ...]
 
 
 def names_files(run: Run) -> bool:
@@ -51,14 +54,18 @@ def survey(run: Run, mode: Mode, progress: Callable[[str], None] = lambda words:
     from ..trainer.system.json_child import ask, module_words
 
     said: dict[str, Any] = {}
+    remarks: list[str] = []
 
     def hear(line: dict[str, Any]) -> None:
         said.update(line)
         match line:
             case {"progress": [what, done, total]} if total:
                 progress(f"{what}: {100 * done / total:.0f} %")
+            case {"remark": remark}:
+                remarks.append(remark)
 
     document = {"data": to_builtins(run.data), "vocab": run.model.vocab, "seq": run.train.seq, "mode": mode}
+    document["evaluate"] = run.train.evaluate.every > 0
     answer = ask(module_words(MODULE), document, hear, seconds=PATIENCE if mode == "look" else None)
     progress("")
     if problems := said.get("problems"):
@@ -73,4 +80,6 @@ def survey(run: Run, mode: Mode, progress: Callable[[str], None] = lambda words:
         validation_tokens=facts["tokens"]["validation"],
         documents=facts["documents"],
         exact=facts["exact"],
+        sources=tuple((each["weight"], each["train"]) for each in facts["sources"]),
+        remarks=tuple(remarks),
     )

@@ -13,7 +13,8 @@ from msgspec import json as encoder
 from distrain.cli.files import write
 from distrain.cli.load import load
 from distrain.cli.paths import PATHS, whole_paths
-from distrain.trainer.loop.data.find import TEXT, found
+from distrain.trainer.loop.data.check import TEXT
+from distrain.trainer.loop.data.find import found
 from distrain.trainer.plan.change import changed
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.run import Run
@@ -85,12 +86,12 @@ def test_a_pattern_means_the_same_files_wherever_it_is_read(tmp_path: Path, monk
     for name in ("one.txt", "two.txt", "in/three.txt", "is[it].txt"):
         (folder / name).write_text(name)
     monkeypatch.chdir(folder)
-    there = found([word], TEXT)
+    there = found([word], TEXT, print, [])
     whole = whole_paths(changed(load("quickstart"), [("data.path", word)])).data.path
     assert isinstance(whole, str)
     assert os.path.isabs(whole)
     monkeypatch.chdir(tmp_path)
-    away = found([whole], TEXT)
+    away = found([whole], TEXT, print, [])
     assert [(each.name, each.size) for each in away[0]] == [(each.name, each.size) for each in there[0]]
     assert there[0]
 

@@ -30,6 +30,7 @@ from ..spec.run import Run
 from .checkpoint import Checkpoint, Found, Gather, LoadFailed, over, resume
 from .data.batches import Batches
 from .data.corpus import Corpus
+from .data.facts import facts, sentence
 from .data.prepare import cache_folder, prepare
 from .failed import AllFailed, told
 from .firstloss import compared
@@ -91,7 +92,7 @@ def _train(run: Run, folder: Path, world: World, host: dist.ProcessGroup, talk: 
     if world.first:
         sinks = Sinks(Opening(run=run, plan=made, folder=folder, first=start.step, say=talk.say))
         last.callback(sinks.close, planned(made))
-        talk.say(f"unigram entropy of the training text: {corpus.entropy:.4f} nats a token")
+        _describe(run, corpus, start, talk)
     course = Course(
         plan=made,
         train=batches,
@@ -105,6 +106,13 @@ def _train(run: Run, folder: Path, world: World, host: dist.ProcessGroup, talk: 
         host=host,
     )
     return train(run, course, found, stop)
+
+
+def _describe(run: Run, corpus: Corpus, start: Position, talk: Talk) -> None:
+    """Say how much text there is, how often the run reads it, and what a model that knows only how common each token is would lose."""
+    if run.data.name != "synthetic":
+        talk.say(sentence(facts(corpus), start.after(run, max(start.step, start.last_step(run))).tokens))
+    talk.say(f"unigram entropy of the training text: {corpus.entropy:.4f} nats a token")
 
 
 def _each(gather: Gather, work: Callable[[], Got]) -> Got:
@@ -192,15 +200,17 @@ def _evaluates(run: Run) -> bool:
 def _corpus(run: Run, world: World, talk: Talk, gather: Gather) -> Corpus:
     """The corpus, made by rank 0 and opened by all."""
     prepared = partial(prepare, run.data, vocab=run.model.vocab, seq=run.train.seq, cache=cache_folder(run.data))
-    _each(gather, lambda: prepared(progress=_progress(talk)) if world.first else None)
+    _each(gather, lambda: prepared(progress=_progress(talk, remarks=run.launch.name != "local")) if world.first else None)
     return _each(gather, lambda: prepared(progress=lambda what, done, total: None, verify=False))
 
 
-def _progress(talk: Talk) -> Callable[[str, int, int], None]:
+def _progress(talk: Talk, *, remarks: bool) -> Callable[[str, int, int], None]:
+    """Show how far it is; where `fit` has read the data before it started the ranks, it has shown the remarks."""
+
     def show(what: str, done: int, total: int) -> None:
         if total:
             talk.status(f"{what}: {100 * done / total:.0f} %")
-        else:
+        elif remarks:
             talk.say(what)
 
     return show

@@ -68,6 +68,26 @@ def facts(corpus: Corpus) -> Facts:
     )
 
 
+def sentence(facts: Facts, tokens: int) -> str:
+    """Say how many tokens there are, and how many epochs a run of so many tokens makes of them."""
+    documents = f" in {facts.documents:,} document{'s' if facts.documents != 1 else ''}" if facts.documents is not None else ""
+    held_out = f", {facts.validation:,} more for validation" if facts.validation else ""
+    train = "?" if facts.train is None else f"{facts.train:,}"
+    return f"data: {train} tokens{documents}{held_out}; the run reads {tokens:,}, {_epochs(facts, tokens)}"
+
+
+def _epochs(facts: Facts, tokens: int) -> str:
+    whole = sum(part.weight for part in facts.sources)
+    epochs = [tokens * part.weight / whole / part.train for part in facts.sources if part.train]
+    if len(epochs) == 1:
+        return f"{_digits(epochs[0])} epochs"
+    return f"{', '.join(map(_digits, epochs[:-1]))} and {_digits(epochs[-1])} epochs of its {len(epochs)} sources"
+
+
+def _digits(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
 def _total(numbers: list[int | None]) -> int | None:
     known = [number for number in numbers if number is not None]
     return sum(known) if len(known) == len(numbers) else None
