@@ -396,7 +396,7 @@ def test_what_hurts_is_said_once_and_alone(rule: str, keys: Keys, says: str) -> 
     assert str(plan.warnings[0]).startswith(says)
 
 
-PEAK = Estimator(BASE)(BASE.parallel, BASE.train.microbatch).peaks[0]
+PEAK = Estimator(BASE)(BASE.parallel, BASE.train.microbatch).peak
 
 
 @pytest.mark.parametrize(("share", "said"), [(0.94, []), (0.96, ["tight"]), (1.0, ["tight"])])

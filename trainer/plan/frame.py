@@ -9,7 +9,7 @@ from ..spec.run import Parallel, Run
 from .axes import dp
 from .collectives import Wire
 from .engines import engine_for
-from .layout import Kind, Layout, Partition, balanced, mesh_of, partition
+from .layout import Kind, Layout, Partition, mesh_of, split_layers
 from .mesh import Mesh, Wires, inner, together, wired, wires
 from .pieces import Pieces, Split, form, pieces, table_of
 from .precision import states, widths
@@ -95,8 +95,7 @@ class Frame:
         if found is None:
             table, parts = self.table, 2 * stages if folded else stages
             layer, first, last = self._load("layer", table.layer), self._load("embedding", table.embedding), self._load("head", table.head)
-            counts = balanced(self.run.model.layers, parts, layer, first, last)
-            found = self._partitions[stages, folded] = partition(counts, folded=folded)
+            found = self._partitions[stages, folded] = split_layers(self.run.model.layers, parts, layer, first, last, folded=folded)
         return found
 
     def lies(self, kind: Kind, tp: int, ep: int) -> tuple[Lie, ...]:

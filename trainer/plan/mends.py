@@ -59,7 +59,7 @@ def _limit_problem(run: Run, found: Limit, keys: set[str]) -> Problem:
 def _peak(run: Run) -> int | None:
     """Bytes of the fullest rank of a legal run; None where it does not fit."""
     estimate = Estimator(run)(run.parallel, run.train.microbatch)
-    return max(estimate.peaks) if estimate.fits else None
+    return estimate.peak if estimate.fits else None
 
 
 def _subject(found: Broken) -> tuple[str, str]:

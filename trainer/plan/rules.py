@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from heapq import nsmallest
 from math import ceil
 
 from ..models.families import FAMILIES
 from ..spec.problem import nearest
 from ..spec.run import Parallel, Run
 from .change import Change
+from .divisors import divisors
 from .engines import ENGINES
 from .precision import COMPUTES
 from .schedules import SCHEDULES
@@ -29,19 +31,15 @@ class Broken:
     mend: str = ""
 
 
+FEWER = 16  # smaller degrees of an axis that are tried
+
 Rule = Callable[[Run, Parallel, int], Iterator[Broken]]
-
-
-def divisors(number: int, most: int = 1 << 30) -> list[int]:
-    """The divisors of a number, rising."""
-    small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
-    return [each for each in sorted({*small, *(number // each for each in small)}) if each <= most]
 
 
 def _near(key: str, value: int, of: int) -> tuple[Change, ...]:
     """The divisors of `of` nearest to a value, the smaller first."""
-    ranked = sorted(divisors(of), key=lambda each: (abs(each - value), each))
-    return tuple(((key, each),) for each in ranked[:3])
+    ranked = nsmallest(3, divisors(of), key=lambda each: (abs(each - value), each))
+    return tuple(((key, each),) for each in ranked)
 
 
 def names(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
@@ -150,7 +148,9 @@ def world(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
     dp: int | str = parallel.dp
     if dp == "auto":
         if ranks % others:
-            less = tuple(((key, each),) for key, now in _degrees(parallel) for each in reversed(divisors(ranks, now)) if each != now)
+            less = tuple(
+                ((key, each),) for key, now in _degrees(parallel) for each in divisors(ranks, now)[: -FEWER - 1 : -1] if each != now
+            )
             yield Broken("world", f"{product} = {others} does not divide: {has}", (*_nodes(run, others), *less))
             return
         dp = ranks // others

@@ -8,6 +8,7 @@ from math import prod
 
 from ..models.table import Parameter, padded
 from .axes.tp import SPLITS
+from .divisors import least_divisor
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class Heads:
             self.copies, self.kv_size = 1, -(-kv_heads // degree)
             self.size = self.kv_size * self.group
         else:
-            lanes = next(each for each in range(kv_heads, degree + 1) if degree % each == 0)
+            lanes = least_divisor(degree, kv_heads)
             self.copies, self.kv_size = degree // lanes, 1
             self.size = -(-self.group // self.copies)
 

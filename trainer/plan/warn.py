@@ -124,9 +124,8 @@ def _idle(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None
 
 
 def _tight(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
-    peak = max(of.peaks)
-    if 0.95 * frame.capacity < peak <= frame.capacity:
-        says = f"{gib(peak)} GiB of {gib(frame.capacity)} leaves little for fragmentation"
+    if 0.95 * frame.capacity < of.peak <= frame.capacity:
+        says = f"{gib(of.peak)} GiB of {gib(frame.capacity)} leaves little for fragmentation"
         yield Problem(rule="tight", says=says)
 
 
