@@ -12,7 +12,6 @@ from ..spec.run import Parallel
 from .axes.dp import Way
 from .mesh import Mesh, Wires
 
-
 ONE_BY_ONE = 20_000  # layers that are dealt out one at a time
 FEW = 2  # layers of a stage that are, where there are more
 

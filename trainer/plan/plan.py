@@ -11,7 +11,7 @@ from .costs import Costs, Seconds, costs, in_flight, spare, stage_bytes
 from .engines import engine_for, unbuilt
 from .frame import Frame
 from .layout import Layout
-from .mends import memory_problem, problem_of
+from .mends import memory_problem, problems_of
 from .mesh import Mesh
 from .precision import moments
 from .result import Bytes, Memory, ModelFacts, Plan, StageMemory, Throughput, Time, Whole
@@ -29,7 +29,7 @@ def make_plan(run: Run) -> Plan:
     """The plan of a run. Deterministic: each rank makes the same one again."""
     found = broken(run, run.parallel, run.train.microbatch)
     if found:
-        return _unlaid(run, tuple(problem_of(run, each, found) for each in found))
+        return _unlaid(run, problems_of(run, found))
     parallel = run.parallel
     frame = Frame(run)
     layout = frame.layout(parallel, run.train.microbatch)

@@ -17,8 +17,12 @@ from ..spec.run import Parallel, Run
 from .change import Change
 from .divisors import divisors
 from .engines import ENGINES
+from .flat_tensors import MOST_LAYERS, MOST_RANKS
+from .mesh import Mesh, together
+from .pieces import form
 from .precision import COMPUTES
 from .schedules import SCHEDULES
+from .zero import stage_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,8 @@ class Broken:
     mend: str = ""
 
 
+MOST_STAGES = 10_000
+MOST_COUNTED = 100_000  # ranks of a mesh whose groups are looked at one by one
 FEWER = 16  # smaller degrees of an axis that are tried
 
 Rule = Callable[[Run, Parallel, int], Iterator[Broken]]
@@ -203,7 +209,9 @@ def pipeline(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
     """Each stage, and each part of it, has a layer; chunks are for interleaved schedules, which want micro-batches in rounds."""
     schedule = SCHEDULES.get(parallel.schedule)
     layers, stages, chunks = run.model.layers, parallel.pp, parallel.chunks
-    if stages * chunks > layers:
+    if stages > MOST_STAGES:
+        yield Broken("pp", f"parallel.pp={stages} is more than the {MOST_STAGES:,} stages that a plan lists", ((("parallel.pp", 1),),))
+    elif stages * chunks > layers:
         each = f"parallel.pp={stages}" + (f" x parallel.chunks={chunks}" if chunks > 1 else "")
         fewer: tuple[Change, ...] = ((("parallel.chunks", max(1, layers // stages)),),) if chunks > 1 and stages <= layers else ()
         yield Broken("pp", f"{each} is more than model.layers={layers}", fewer + _near("parallel.pp", stages, layers))
@@ -310,6 +318,26 @@ def offload(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
         yield Broken("offload", f"parallel.offload.parameters=true wants parallel.zero=3, not {parallel.zero}", ((("parallel.zero", 3),),))
 
 
+def countable(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
+    """What can only be found by looking at ranks one after the other is looked for among so many."""
+    dp, gpus = _dp(run, parallel), run.cluster.gpus
+    ranks = run.cluster.nodes * gpus
+    if dp is None or dp % parallel.ep:
+        return
+    if parallel.ep > 1 and parallel.cp > 1 and ranks > MOST_COUNTED:
+        mesh = Mesh(pp=parallel.pp, dp=dp, cp=parallel.cp, ep=parallel.ep, tp=parallel.tp)
+        if together(mesh.strides("copies"), gpus) is None:
+            says = f"parallel.ep={parallel.ep} x parallel.cp={parallel.cp} ends on no borders of nodes of {gpus}"
+            yield Broken("size", f"{says}: how {ranks:,} such ranks are wired is not counted", ((("parallel.cp", 1),),))
+    layers, data = -(-run.model.layers // parallel.pp), dp * parallel.cp
+    if layers > MOST_LAYERS and data > MOST_RANKS and (parallel.tp > 1 or form(run) == "torch"):
+        stage = stage_of(parallel.zero, half=run.train.precision != "fp32", ep=parallel.ep)
+        if stage in (1, 2):
+            says = f"of {data:,} ranks that share {layers:,} layers under ZeRO {stage} the fullest is not looked for"
+            mend = f"at most {MOST_LAYERS} layers a stage, or {MOST_RANKS:,} ranks of dp x cp"
+            yield Broken("size", says, ((("parallel.zero", 3),),), mend)
+
+
 def device(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
     """A device's memory is a number by the time a plan is made."""
     if run.cluster.device.memory == "auto":
@@ -318,7 +346,7 @@ def device(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
 
 # Rules of the run alone, whatever its degrees; and those of a layout, which a sweep asks of each.
 OF_RUN: tuple[Rule, ...] = (names, model, hugging_face, length, precision, device)
-OF_LAYOUT: tuple[Rule, ...] = (hugging_face_layout, experts, world, tensor, context, pipeline, batch, offload)
+OF_LAYOUT: tuple[Rule, ...] = (hugging_face_layout, experts, world, tensor, context, pipeline, batch, offload, countable)
 
 
 def broken(run: Run, parallel: Parallel, microbatch: int, rules: tuple[Rule, ...] = OF_RUN + OF_LAYOUT) -> list[Broken]:

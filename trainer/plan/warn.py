@@ -12,7 +12,7 @@ from .frame import Frame
 from .layout import Layout
 from .mends import limits
 from .result import Throughput
-from .slices import Heads, local_sizes, portion
+from .slices import Heads, idle_ranks, local_sizes
 
 BUBBLE = 0.2  # share of a step from which a bubble is worth a word
 
@@ -58,8 +58,9 @@ def _uneven(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | No
         return
     cost = ""
     if of.seconds is not None:
-        times = [of.kinds[at].forward + of.kinds[at].backward for at in layout.partition.which]
-        lost = layout.micros * (max(times) - sum(times) / len(times)) / of.seconds.step
+        times = [kind.forward + kind.backward for kind in of.kinds]
+        mean = sum(each * many for each, many in zip(times, layout.partition.many, strict=True)) / len(counts)
+        lost = layout.micros * (max(times) - mean) / of.seconds.step
         cost = f"; waiting for the busiest stage costs {percent(lost)} of a step"
     says = f"{sum(counts)} layers over {len(counts)} stages: {min(counts)} to {max(counts)} a stage{cost}"
     yield Problem(rule="uneven", says=says)
@@ -100,7 +101,7 @@ def _padded(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | No
             continue
         share = 1 - sizes[dim] / whole
         cost = percent(share) if share >= 0.01 else "less than 1 %"
-        empty = sum(not portion(dim, sizes, degree, rank, vocab_multiple=model.vocab_multiple).length for rank in range(degree))
+        empty = idle_ranks(dim, sizes, degree, vocab_multiple=model.vocab_multiple)
         idle = f", and {empty} of {degree} ranks {'has' if empty == 1 else 'have'} nothing else" if empty else ""
         why = f" so that tp {degree} splits it" if degree > 1 else f", a multiple of model.vocab_multiple={model.vocab_multiple}"
         says = f"model.{dim}={sizes[dim]} is padded to {whole}{why}: {cost} of {whose}'s products are padding{idle}"

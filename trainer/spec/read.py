@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import msgspec
 
 from .problem import Problem, Unreadable, nearest
-from .run import Run
+from .run import LEAST_FLOAT, MOST, MOST_FLOAT, Run
 
 Part = TypeVar("Part")
 
@@ -58,8 +58,23 @@ def _value(value: Any, hint: Any, key: str, problems: list[Problem]) -> Any:
             raise msgspec.ValidationError("not a finite number")
         return msgspec.convert(_exact(value), hint)
     except msgspec.ValidationError:
-        problems.append(Problem(rule="type", says=f"{key}={shown(value)} is not {wanted(hint)}", mend=_near(value, hint)))
+        problems.append(
+            _beyond(value, hint, key) or Problem(rule="type", says=f"{key}={shown(value)} is not {wanted(hint)}", mend=_near(value, hint))
+        )
         return None
+
+
+def _beyond(value: Any, hint: Any, key: str) -> Problem | None:
+    """The problem with a number that is far outside of what is reckoned with; None where it is another."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _finite(value) or value <= 0:
+        return None
+    metas = [meta for kind in _choices(hint) for meta in get_args(kind)[1:] if isinstance(meta, msgspec.Meta)]
+    for meta in metas:
+        if meta.le in FAR and value > meta.le:
+            return Problem(rule="type", says=f"{key}={shown(value)} is too large", mend=f"at most {meta.le:.0e}".replace("e+", "e"))
+        if meta.ge == LEAST_FLOAT and value < meta.ge:
+            return Problem(rule="type", says=f"{key}={shown(value)} is too small", mend=f"at least {meta.ge:g}")
+    return None
 
 
 def _is_list(value: Any) -> bool:
@@ -93,6 +108,7 @@ def _near(value: Any, hint: Any) -> str:
 
 _NOUNS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null", dict: "a mapping"}
 _BOUNDS = (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below"))
+FAR = (MOST, 2**63 - 1, MOST_FLOAT)  # bounds that go without saying
 
 
 def wanted(hint: Any) -> str:
@@ -104,7 +120,7 @@ def _noun(kind: Any) -> str:
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
         metas = [each for each in args[1:] if isinstance(each, msgspec.Meta)]
-        bounds = [f", {word} {getattr(meta, name):g}" for meta in metas for name, word in _BOUNDS if getattr(meta, name) is not None]
+        bounds = [_bound(getattr(meta, name), word) for meta in metas for name, word in _BOUNDS]
         return _noun(args[0]) + "".join(bounds)
     if origin is Literal:
         return f"one of {', '.join(map(str, args))}" if len(args) > 1 else str(args[0])
@@ -114,6 +130,12 @@ def _noun(kind: Any) -> str:
     if is_dataclass(kind):
         return f"a mapping of {', '.join(row.name for row in fields(kind))}"
     return _NOUNS.get(origin or kind, str(kind))
+
+
+def _bound(value: float | None, word: str) -> str:
+    if value is None or value in FAR:
+        return ""
+    return ", above 0" if value == LEAST_FLOAT else f", {word} {value:g}"
 
 
 def shown(value: Any) -> str:
