@@ -145,11 +145,14 @@ def show(
     """
     from msgspec import to_builtins
 
+    from ..trainer.spec.problem import Problem, Unreadable
     from ..trainer.spec.read import read_run
 
     conf, overrides = _words(words, "show", config_dir)
     from .load import as_yaml, compose, load
 
+    if launch and engine:
+        raise Unreadable([Problem(rule="option", says="--launch and --engine print two things", mend="give one of them")])
     if launch or engine:
         from .launching import shown
 
@@ -193,6 +196,8 @@ def plan(
         _say_page(plans[0])
     if swept is None and not _one_stream():
         _tell(plans[0].problems)
+    if swept is not None and not any(each.words for each in swept):
+        _tell([load.nothing_swept()])
     return FINE if all(each.ok and each.fits for each in plans) else CANNOT
 
 
@@ -209,7 +214,7 @@ def fit(words: Words = None, config_dir: ConfigDir = None) -> int:
     conf, overrides = _words(words, "fit", config_dir)
     from ..trainer.launch.descriptors import allowed, held
     from ..trainer.plan.plan import make_plan
-    from .fit import after, refused
+    from .fit import after, refused, remarks
     from .fit import fit as run_it
     from .hosts import looked
     from .launching import hosts
@@ -217,6 +222,7 @@ def fit(words: Words = None, config_dir: ConfigDir = None) -> int:
     from .machine import found, measure
     from .plan_text import verdict
     from .printed import live, show, tell
+    from .text import one_line
 
     for known in (found() is not None, True):  # what can't run at all is refused before this machine is measured
         run = load(conf, overrides, config_dir)
@@ -230,6 +236,8 @@ def fit(words: Words = None, config_dir: ConfigDir = None) -> int:
         unmeasured = measure(show)
         _tell([unmeasured] if unmeasured else [])
     show(verdict(made))
+    for remark in remarks(run, made):
+        show(f"warning: {one_line(str(remark))}")
     found_hosts = hosts(run)
     few = allowed(held(made.world, len(found_hosts)))
     problems = (few,) if few else looked(found_hosts, run, made, show) if run.launch.preflight and found_hosts else ()
@@ -331,11 +339,9 @@ def _say(words: str) -> int:
 
 def _tell(problems: Iterable[Problem]) -> None:
     """Print problems to stderr, one line each."""
-    from .printed import tell
-    from .text import one_line
+    from .printed import tell_all
 
-    for problem in dict.fromkeys(map(str, problems)):
-        tell(f"distrain: {one_line(problem)}")
+    tell_all(problems)
 
 
 def _one_stream() -> bool:

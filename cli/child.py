@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..trainer.launch import lifeline
+from ..trainer.spec.plain_file import expanded
 from ..trainer.spec.problem import Problem, Unreadable
 
 PATIENCE = 5.0  # seconds that a child has to tidy up after Ctrl-C
@@ -43,7 +44,7 @@ def run_child(module: str, words: Sequence[str]) -> int:
 
 def run_folder(folder: Path) -> Path:
     """RUN_DIR as a whole path; raises Unreadable where it is no run's folder."""
-    path = folder.expanduser().absolute()
+    path = expanded(folder).absolute()
     if (path / "run.json").is_file():
         return path
     inside = sorted(each.parent for each in path.glob("*/run.json")) if path.is_dir() else []

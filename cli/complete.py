@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ..trainer.spec.plain_file import expanded
 from . import library
 
 OPTIONS = {
@@ -92,7 +93,7 @@ def _config_dir(before: Sequence[str]) -> Path | None:
     """The folder of the user's own recipes, where one was typed and exists."""
     for flag, value in zip(before, [*before[1:], ""], strict=True):
         found = value if flag == "--config-dir" else flag.partition("=")[2] if flag.startswith("--config-dir=") else ""
-        if found and Path(found).expanduser().is_dir():
+        if found and expanded(found).is_dir():
             return Path(found)
     return None
 

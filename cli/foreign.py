@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from contextlib import suppress
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..trainer.launch.whole import put
+from ..trainer.spec.plain_file import read_plain
 from ..trainer.spec.problem import Problem, Unreadable
 from .machine import cache
 
@@ -40,9 +42,9 @@ def parameters(model: dict[str, Any]) -> list[Problem]:
 
 def _found(path: Path) -> dict[str, Any]:
     """What transformers makes of a config.json or of the folder that holds it; raises Unreadable."""
-    file = path / "config.json" if path.is_dir() else path
+    file = path / "config.json" if os.path.isdir(path) else path
     try:
-        release, text = version("transformers"), file.read_bytes()
+        release, text = version("transformers"), read_plain(file)
     except PackageNotFoundError:
         says = f"model.hf={path}: transformers, which has this model, is not installed"
         raise Unreadable([Problem(rule="hf", says=says, mend="pip install 'distrain[hf]'")]) from None

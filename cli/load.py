@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from ..trainer.spec.plain_file import expanded
 from ..trainer.spec.problem import Problem, Unreadable
 from ..trainer.spec.read import read_run
 from ..trainer.spec.run import Run
@@ -30,6 +32,7 @@ from .overrides import MOST, Override, Said, layouts, said
 from .reasons import agree, chosen, reason
 from .shape import put
 from .words import unread
+from .yaml_file import read_plainly, read_yaml
 
 PRIMARY = "_recipe_"  # the name under which Hydra finds the recipe that was read here
 COMMAS = ("launch.include", "launch.exclude")  # keys whose values have commas of their own: host1:0,2
@@ -72,6 +75,11 @@ def sweep(conf: str, overrides: Sequence[str] = (), config_dir: Path | None = No
     if problems:
         raise Unreadable(problems)
     return runs
+
+
+def nothing_swept() -> Problem:
+    """What is wrong with -m where no word lists values."""
+    return Problem(rule="sweep", says="-m has nothing to sweep", mend="write KEY=A,B to plan each, or leave -m out")
 
 
 def mistakes(overrides: Sequence[str], config_dir: Path | None = None) -> tuple[Problem, ...]:
@@ -187,6 +195,7 @@ class Loader:
         node["hydra"] = {"searchpath": [f"file://{root}" for root in (*self.roots[1:], file.parent.absolute())]}
         if "defaults" in node and "_self_" not in node["defaults"]:
             node["defaults"].append("_self_")
+        read_plainly()
         ConfigStore.instance().store(name=PRIMARY, node=node)
         with initialize_config_dir(str(self.roots[0]), job_name="distrain", version_base="1.3"):
             config = hydra_compose(PRIMARY, overrides=[word.choice for word in choices])
@@ -236,7 +245,7 @@ def _sweeps(word: hydra_types.Override) -> Sequence[str] | Callable[[list[str]],
 def _file(file: Path) -> DictConfig:
     """A recipe's own words, not yet composed."""
     try:
-        recipe = OmegaConf.load(file)
+        recipe = read_yaml(file)
     except WRONG as error:
         raise Unreadable([reason(error, file, None, PRIMARY)]) from None
     if not isinstance(recipe, DictConfig):
@@ -286,8 +295,8 @@ def _place_weights(config: DictConfig, file: Path, *, said_here: bool) -> None:
 
 def _placed(path: str, file: Path, *, said_here: bool) -> Path:
     """A path of a recipe is looked for beside it first; one of the command line is from the folder that it is typed in."""
-    near = file.parent / Path(path).expanduser()
-    return (near if near.exists() and not said_here else Path(path).expanduser()).absolute()
+    near = file.parent / expanded(path)
+    return (near if os.path.exists(near) and not said_here else expanded(path)).absolute()
 
 
 def _set(config: DictConfig, word: Override) -> list[Problem]:

@@ -8,7 +8,7 @@ from itertools import groupby
 from ..trainer.plan.result import Memory, Message, Plan, StageMemory
 from ..trainer.plan.saving import ENOUGH
 from ..trainer.spec.problem import Problem
-from .text import WIDTH, Look, count, in_unit, many, part, rate, seconds, share, size, table, unit_of, wrapped
+from .text import WIDTH, Look, count, in_unit, many, one_line, part, rate, seconds, share, size, table, unit_of, wrapped
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
 HEADS = {"gradients": "grads", "optimizer": "optim", "activations": "activ", "overhead": "other"}
@@ -40,7 +40,7 @@ def verdict(plan: Plan) -> str:
     """One line: whether it fits, how full the fullest device is, and how fast it goes."""
     memory = plan.memory
     if memory is None:
-        return f"{plan.name} can't be laid out: {many(len(plan.problems), 'problem')}"
+        return f"{one_line(plan.name)} can't be laid out: {many(len(plan.problems), 'problem')}"
     of = part(memory.peak, memory.capacity)
     where = f" on stage {memory.stage}" if len(memory.stages) > 1 else ""
     if not plan.fits:
@@ -49,7 +49,15 @@ def verdict(plan: Plan) -> str:
         says = f"can't run: {many(len(plan.problems), 'problem')} ({of} would fit)"
     else:
         says = f"fits: {of}"
-    return f"{plan.name} {says}{_speed(plan)}"
+    return (
+        f"{one_line(plan.name)} {says}{_speed(plan)}{f'; not run: {_not_run(plan)}' if plan.fits and plan.ok and not plan.runnable else ''}"
+    )
+
+
+def _not_run(plan: Plan) -> str:
+    """The first of the words that keep the plan's engine from running it."""
+    limits = [each.says.partition(" does not run ")[2] for each in plan.warnings if each.rule == "engine"]
+    return limits[0] if limits else "no engine here can"
 
 
 def _speed(plan: Plan) -> str:
@@ -268,10 +276,11 @@ def _layout(plan: Plan) -> list[str]:
 def _word(plan: Plan) -> str:
     if plan.memory is not None and not plan.fits:
         return "does not fit"
-    rule = f": {plan.problems[0].rule}" if plan.problems else ""
-    return "fits" if plan.ok and plan.fits else f"can't{rule}"
+    if plan.ok and plan.fits:
+        return "fits" if plan.runnable else f"fits, not run: {_not_run(plan).replace('parallel.', '').replace('train.', '')}"
+    return f"can't: {plan.problems[0].rule}" if plan.problems else "can't"
 
 
 def _short(words: Sequence[str], plan: Plan) -> str:
     """The words that make a layout, by their last names: `tp=8 pp=4`."""
-    return " ".join(word.partition("=")[0].rpartition(".")[2] + "=" + word.partition("=")[2] for word in words) or plan.name
+    return " ".join(word.partition("=")[0].rpartition(".")[2] + "=" + word.partition("=")[2] for word in words) or one_line(plan.name)

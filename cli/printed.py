@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import TextIO
+
+from .text import one_line
 
 
 def show(words: str) -> None:
@@ -25,6 +28,12 @@ def live(words: str) -> None:
 def tell(words: str) -> None:
     """A line on stderr."""
     _write(sys.stderr, f"{words}\n")
+
+
+def tell_all(problems: Iterable[object]) -> None:
+    """A line of ours on stderr for each problem."""
+    for problem in dict.fromkeys(map(str, problems)):
+        tell(f"distrain: {one_line(problem)}")
 
 
 def _write(stream: TextIO | None, text: str) -> OSError | None:

@@ -15,7 +15,7 @@ from .load import mistakes
 from .prove_runs import Outcome, Proved, Serving, proved
 from .prove_text import Table, alone_line, closing, document, near, opening
 from .prove_trials import Proof, Recipe, Refused, prepared
-from .prove_words import Asked, read_asked
+from .prove_words import Asked, read_asked, unread
 from .server import Server, ServerGone
 from .text import look
 from .words import read_words
@@ -34,7 +34,10 @@ class Screen:
 
 def prove(words: Sequence[str], config_dir: Path | None, screen: Screen, *, as_json: bool, reasons: bool, serving: Serving = Server) -> int:
     """Train and compare all that the words ask for; the exit status. Raises Unreadable."""
-    asked, recipe = _read(words, config_dir)
+    asked, recipe, idle = _read(words, config_dir)
+    screen.tell(idle)
+    if as_json and reasons:
+        screen.tell([Problem(rule="idle", says="--reasons does nothing with --json, whose left_out has them all")])
     try:
         proof = _prepared(asked, recipe, screen)
     except Refused as refused:
@@ -56,12 +59,13 @@ def prove(words: Sequence[str], config_dir: Path | None, screen: Screen, *, as_j
     return FINE if done.ok else CANNOT
 
 
-def _read(words: Sequence[str], config_dir: Path | None) -> tuple[Asked, Recipe]:
+def _read(words: Sequence[str], config_dir: Path | None) -> tuple[Asked, Recipe, list[Problem]]:
     asked, rest, problems = read_asked(words)
     read = read_words(rest, "prove", config_dir)
     if problems or read.problems:
         raise Unreadable([*problems, *read.problems, *mistakes(read.overrides, config_dir)])
-    return asked, Recipe(read.conf, read.overrides, config_dir)
+    keys = dict.fromkeys(word.partition("=")[0].lstrip("+") for word in read.overrides if "=" in word)
+    return asked, Recipe(read.conf, read.overrides, config_dir), unread(keys)
 
 
 def _prepared(asked: Asked, recipe: Recipe, screen: Screen) -> Proof:

@@ -9,6 +9,7 @@ import msgspec
 import torch
 
 from ..models.build import build, load
+from ..spec.plain_file import read_plain
 from ..spec.problem import Problem, Unreadable
 from ..spec.run import Run
 from .checkpoint import Checkpoint, Found, Reader, newest, whole
@@ -24,7 +25,7 @@ def run_of(folder: Path) -> Run:
     """RUN_DIR/run.json; raises Unreadable."""
     path = folder / "run.json"
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Run)
+        return msgspec.json.decode(read_plain(path), type=Run)
     except (OSError, msgspec.DecodeError) as error:
         raise _refused(f"{path} is no run: {error}", "name the folder of a run, as `distrain fit` wrote it") from None
 

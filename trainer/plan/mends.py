@@ -8,11 +8,12 @@ from itertools import combinations
 from ..spec.problem import Problem
 from ..spec.run import MOST, Run
 from ..spec.units import gib
+from .broken import Broken
 from .change import Change, changed, words
 from .engines import Limit, engine_for
 from .estimate import Estimator
 from .result import Memory
-from .rules import Broken, broken
+from .rules import broken
 from .schedules import SCHEDULES
 
 SHOWN = 3  # mends told of one problem

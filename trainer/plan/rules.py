@@ -6,40 +6,23 @@ candidates only: trainer/plan/mends.py plans each of them again before it is tol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from heapq import nsmallest
 from math import ceil
 
 from ..models.families import FAMILIES
 from ..spec.problem import nearest
 from ..spec.run import Parallel, Run
+from .broken import Broken, Rule
 from .change import Change
 from .divisors import divisors
 from .engines import ENGINES
-from .flat_tensors import MOST_LAYERS, MOST_RANKS
-from .mesh import Mesh, together
-from .pieces import form
 from .precision import COMPUTES
+from .rules_of_words import countable, folders, rates, window
 from .schedules import SCHEDULES
-from .zero import stage_of
-
-
-@dataclass(frozen=True, slots=True)
-class Broken:
-    """A rule that a run breaks: what is wrong, changes that may mend it (in order), or words where no change is to be found."""
-
-    rule: str
-    says: str
-    tries: tuple[Change, ...] = ()
-    mend: str = ""
-
 
 MOST_STAGES = 10_000
-MOST_COUNTED = 100_000  # ranks of a mesh whose groups are looked at one by one
 FEWER = 16  # smaller degrees of an axis that are tried
-
-Rule = Callable[[Run, Parallel, int], Iterator[Broken]]
 
 
 def _near(key: str, value: int, of: int) -> tuple[Change, ...]:
@@ -318,26 +301,6 @@ def offload(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
         yield Broken("offload", f"parallel.offload.parameters=true wants parallel.zero=3, not {parallel.zero}", ((("parallel.zero", 3),),))
 
 
-def countable(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
-    """What can only be found by looking at ranks one after the other is looked for among so many."""
-    dp, gpus = _dp(run, parallel), run.cluster.gpus
-    ranks = run.cluster.nodes * gpus
-    if dp is None or dp % parallel.ep:
-        return
-    if parallel.ep > 1 and parallel.cp > 1 and ranks > MOST_COUNTED:
-        mesh = Mesh(pp=parallel.pp, dp=dp, cp=parallel.cp, ep=parallel.ep, tp=parallel.tp)
-        if together(mesh.strides("copies"), gpus) is None:
-            says = f"parallel.ep={parallel.ep} x parallel.cp={parallel.cp} ends on no borders of nodes of {gpus}"
-            yield Broken("size", f"{says}: how {ranks:,} such ranks are wired is not counted", ((("parallel.cp", 1),),))
-    layers, data = -(-run.model.layers // parallel.pp), dp * parallel.cp
-    if layers > MOST_LAYERS and data > MOST_RANKS and (parallel.tp > 1 or form(run) == "torch"):
-        stage = stage_of(parallel.zero, half=run.train.precision != "fp32", ep=parallel.ep)
-        if stage in (1, 2):
-            says = f"of {data:,} ranks that share {layers:,} layers under ZeRO {stage} the fullest is not looked for"
-            mend = f"at most {MOST_LAYERS} layers a stage, or {MOST_RANKS:,} ranks of dp x cp"
-            yield Broken("size", says, ((("parallel.zero", 3),),), mend)
-
-
 def device(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
     """A device's memory is a number by the time a plan is made."""
     if run.cluster.device.memory == "auto":
@@ -345,7 +308,7 @@ def device(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
 
 
 # Rules of the run alone, whatever its degrees; and those of a layout, which a sweep asks of each.
-OF_RUN: tuple[Rule, ...] = (names, model, hugging_face, length, precision, device)
+OF_RUN: tuple[Rule, ...] = (names, folders, model, hugging_face, length, rates, window, precision, device)
 OF_LAYOUT: tuple[Rule, ...] = (hugging_face_layout, experts, world, tensor, context, pipeline, batch, offload, countable)
 
 

@@ -9,6 +9,7 @@ from ..spec.problem import Problem
 from ..spec.units import gib, percent
 from .costs import Costs
 from .frame import Frame
+from .idle import idle
 from .layout import Layout
 from .mends import limits
 from .result import Throughput
@@ -117,8 +118,6 @@ def _replicated(frame: Frame, layout: Layout, of: Costs, throughput: Throughput 
 
 def _idle(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
     parallel, train = layout.parallel, frame.run.train
-    if parallel.sequence and parallel.tp == 1:
-        yield Problem(rule="sequence", says="parallel.sequence=true does nothing at tp 1")
     if parallel.recompute == "selective" and train.attention == "flash":
         says = "parallel.recompute=selective with train.attention=flash: flash keeps no scores, so nothing is saved by running it twice"
         yield Problem(rule="recompute", says=says, mend="set parallel.recompute=none")
@@ -170,6 +169,10 @@ def _routed(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | No
         yield Problem(rule="capacity", says=says)
 
 
+def _unread(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
+    yield from idle(frame.run, layout.mesh)
+
+
 def _engine(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
     yield from limits(frame.run)
 
@@ -186,6 +189,7 @@ WARNINGS: tuple[Callable[[Frame, Layout, Costs, Throughput | None], Iterator[Pro
     _idle,
     _unmeasured,
     _routed,
+    _unread,
     _engine,
 )
 

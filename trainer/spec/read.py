@@ -53,6 +53,9 @@ def _value(value: Any, hint: Any, key: str, problems: list[Problem]) -> Any:
     if _is_list(value) and len(value) != len(set(map(repr, value))) and "Literal" in repr(hint):
         problems.append(Problem(rule="twice", says=f"{key}={shown(value)} names something twice"))
         return None
+    if why := _no_text(value):
+        problems.append(Problem(rule="type", says=f"{key}={shown(value)} {why}"))
+        return None
     try:
         if not _finite(value):
             raise msgspec.ValidationError("not a finite number")
@@ -83,6 +86,14 @@ def _is_list(value: Any) -> bool:
 
 def _finite(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
+
+
+def _no_text(value: Any) -> str:
+    """Why a value, or one inside it, can't be handed on as text; "" where it can."""
+    if isinstance(value, str):
+        return "holds a NUL" if "\0" in value else "is not text in UTF-8" if any("\ud800" <= each <= "\udfff" for each in value) else ""
+    inside = [*value, *value.values()] if isinstance(value, Mapping) else value if _is_list(value) else ()
+    return next((why for each in inside if (why := _no_text(each))), "")
 
 
 def _exact(value: Any) -> Any:

@@ -11,11 +11,13 @@ from typing import Any, Literal
 
 import msgspec
 
+from ...spec.plain_file import read_plain
 from .shard_file import File
 from .slices import Sizes, Slice, fault
 
 NAME = "manifest.json"
 VERSION = 1
+MOST_BYTES = 4 << 30
 _OPENS, _CLOSES = b'{"sha256":"', b'",\n'
 _PREFIX = len(_OPENS) + 64 + len(_CLOSES)  # what stands before the bytes that the hash is of
 
@@ -102,7 +104,7 @@ def encode(manifest: Manifest) -> bytes:
 def read(folder: Path) -> Manifest:
     """The manifest of a checkpoint's folder; raises Broken where it is not there or not as it was written."""
     try:
-        raw = (folder / NAME).read_bytes()
+        raw = read_plain(folder / NAME, MOST_BYTES)
     except OSError as error:
         raise Broken(f"{NAME} can't be read ({(error.strerror or '').lower()})") from error
     if not raw:
