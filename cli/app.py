@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from .doctor import doctor
+from .entry import CANNOT, FINE, WRONG_WORDS, exit_with, status_of
 from .export import export
 from .generate import generate
 from .report import report
@@ -21,11 +22,6 @@ if TYPE_CHECKING:
     from ..trainer.plan.result import Plan
     from ..trainer.spec.problem import Problem
 
-FINE, CANNOT, WRONG_WORDS = 0, 1, 2  # exit status: it fits; it can't run; the words are wrong
-
-# Both bases are what every typer since 0.24 raises for a wrong option: click's UsageError, under whichever name it is packed.
-UsageError: type[Exception] = typer.BadParameter.__bases__[0]
-
 
 class Verbs(TyperGroup):
     """The table of verbs, which answers a wrong one in one line."""
@@ -33,6 +29,13 @@ class Verbs(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         """In the order in which a newcomer meets them."""
         return list(self.commands)
+
+    def invoke(self, ctx: Any) -> Any:
+        """What the verb returns; typer would answer a Ctrl-C with an empty line."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The verb that a word names."""
@@ -62,7 +65,7 @@ ConfigDir = Annotated[
 
 def main() -> None:
     """The entry point: run the command line and exit with its status."""
-    raise SystemExit(command(sys.argv[1:]))
+    exit_with(command)
 
 
 def command(argv: Sequence[str]) -> int:
@@ -71,22 +74,10 @@ def command(argv: Sequence[str]) -> int:
     if asked.startswith("complete_"):
         from .complete import answer
 
-        return _say(answer(asked.removeprefix("complete_"), os.environ))
+        return status_of(lambda: _say(answer(asked.removeprefix("complete_"), os.environ)))
     if sys.stdout is not None and hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
-    from ..trainer.spec.problem import Unreadable
-
-    try:
-        return int(app(args=list(argv), prog_name="distrain", standalone_mode=False) or 0)
-    except (KeyboardInterrupt, typer.Abort):
-        return 128 + signal.SIGINT
-    except Unreadable as wrong:
-        _tell(wrong.problems)
-    except UsageError as wrong:
-        from .words import usage
-
-        _tell([usage(wrong)])
-    return WRONG_WORDS
+    return status_of(lambda: app(args=list(argv), prog_name="distrain", standalone_mode=False))
 
 
 @app.callback(invoke_without_command=True)
@@ -324,16 +315,10 @@ def _say_sweep(plans: Sequence[Plan], layouts: Sequence[Sequence[str]]) -> None:
 
 
 def _say(words: str) -> int:
-    """Print to stdout; a reader that has gone away is no error."""
-    from .printed import give_up, tell
+    """Print to stdout."""
+    from .printed import say
 
-    try:
-        print(words, flush=True)
-    except OSError as error:
-        give_up(sys.stdout)
-        if not isinstance(error, BrokenPipeError):
-            tell(f"distrain: can't write to stdout: {error.strerror}")
-            raise SystemExit(CANNOT) from None
+    say(words)
     return FINE
 
 

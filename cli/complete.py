@@ -28,7 +28,8 @@ def answer(shell: str, environment: Mapping[str, str]) -> str:
     """What a shell's completion script is told, in that shell's own form."""
     if shell == "bash":
         words = environment.get("COMP_WORDS", "").split("\n")
-        at = int(environment.get("COMP_CWORD", "0") or 0)
+        said = environment.get("COMP_CWORD", "")
+        at = int(said) if said.isascii() and said.isdecimal() and len(said) < 10 else 0
         before, word = _joined(words[1 : at + 1] if at < len(words) else [*words[1:], ""])
         return "\n".join(each[_cut(word) :] for each in candidates(before, word))
     typed = environment.get("_TYPER_COMPLETE_ARGS", "")

@@ -8,12 +8,14 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+
+from .printed import say
+from .text import one_line
 
 State = Literal["ok", "warning", "problem"]
 
@@ -58,7 +60,7 @@ def doctor(
         return of_hosts(words)
     stops = False
     for finding in findings():
-        print(finding, flush=True)
+        say(one_line(str(finding)))
         stops |= finding.state == "problem"
     return 1 if stops else 0
 
@@ -80,9 +82,9 @@ def of_hosts(words: Sequence[str]) -> int:
     if not found:
         mend = "set launch=deepspeed launch.hostfile=FILE, or give doctor no words for this machine"
         raise Unreadable([Problem(rule="launch", says=f"launch={run.launch.name} has no hosts to look at", mend=mend)])
-    problems = looked(found, run, make_plan(run), partial(print, flush=True))
+    problems = looked(found, run, make_plan(run), say)
     for problem in problems:
-        print(f"problem: {problem}", flush=True)
+        say(f"problem: {one_line(str(problem))}")
     return 1 if problems else 0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from contextlib import suppress
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
@@ -15,6 +14,7 @@ from typing import Any
 from ..trainer.launch.whole import put
 from ..trainer.spec.plain_file import read_plain
 from ..trainer.spec.problem import Problem, Unreadable
+from .child import ask_child
 from .machine import cache
 
 PATIENCE = 300.0  # seconds that making a model of no memory may take
@@ -64,9 +64,8 @@ def _found(path: Path) -> dict[str, Any]:
 
 def _asked(file: Path) -> dict[str, Any]:
     """The child's answer; raises Unreadable."""
-    child = [sys.executable, "-m", "distrain.trainer.models.auto.meta", str(file)]
     try:
-        done = subprocess.run(child, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE)
+        done = ask_child("distrain.trainer.models.auto.meta", [str(file)], seconds=PATIENCE)
         said: dict[str, Any] = json.loads(done.stdout)
     except (OSError, ValueError, subprocess.TimeoutExpired):
         mend = f"python -m distrain.trainer.models.auto.meta {file} says why"

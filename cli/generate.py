@@ -35,4 +35,4 @@ def generate(
         idle = [("--top-k", top_k), ("--seed", seed or None)]
         tell([f"{name} {value} does nothing with --temperature 0" for name, value in idle if value is not None])
     said = {"prompt": prompt, "tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": seed, "tokenizer": tokenizer}
-    return run_child("generate", [str(run_folder(run_dir)), json.dumps(said)])
+    return run_child("generate", [str(run_folder(run_dir)), "-"], json.dumps(said))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 from ..trainer.launch.whole import put
 from ..trainer.spec.problem import Problem
+from .child import ask_child
 
 # CUDA's names of devices that conf/device describes.
 DEVICES = {
@@ -99,7 +99,7 @@ def found() -> dict[str, Any] | None:
 def probe() -> Problem | None:
     """Measure this machine in a child process and keep what it says; the problem where that can't be done."""
     try:
-        done = subprocess.run([sys.executable, "-m", "distrain.trainer.probe"], capture_output=True, text=True, timeout=PATIENCE)
+        done = ask_child("distrain.trainer.probe", seconds=PATIENCE)
         said = json.loads(done.stdout) if done.returncode == 0 else None
     except (OSError, ValueError, subprocess.TimeoutExpired):
         said = None

@@ -19,6 +19,15 @@ def show(words: str) -> None:
         tell(f"distrain: can't write to stdout: {wrong.strerror}; what it would say is dropped")
 
 
+def say(words: str) -> None:
+    """Print words to stdout, all that a command has to say; a reader that has gone is no error. Raises SystemExit with status 1 where
+    stdout takes them not."""
+    wrong = _write(sys.stdout, f"{words}\n")
+    if wrong is not None and not isinstance(wrong, BrokenPipeError):
+        tell(f"distrain: can't write to stdout: {wrong.strerror}")
+        raise SystemExit(1)
+
+
 def live(words: str) -> None:
     """The live line on stderr, over itself: on a terminal only."""
     if sys.stderr is not None and sys.stderr.isatty():
@@ -34,6 +43,30 @@ def tell_all(problems: Iterable[object]) -> None:
     """A line of ours on stderr for each problem."""
     for problem in dict.fromkeys(map(str, problems)):
         tell(f"distrain: {one_line(problem)}")
+
+
+def lost(error: OSError) -> int:
+    """Say an error of a file or a stream that ends a command; its exit status. A reader that has gone is no error."""
+    if isinstance(error, BrokenPipeError):
+        give_up(sys.stdout)
+        return 0
+    where = error.filename if error.filename is not None else "can't write to stdout"
+    if error.filename is None:
+        give_up(sys.stdout)
+    tell_all([f"{where}: {error.strerror or error}"])
+    return 1
+
+
+def fill_streams() -> None:
+    """Open /dev/null where this process was started without stdin, stdout or stderr: else its next file or pipe would stand there."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
 
 
 def _write(stream: TextIO | None, text: str) -> OSError | None:

@@ -23,17 +23,18 @@ def report(
     """
     from .child import run_folder
     from .measured import ran
+    from .printed import say
 
     found = ran(run_folder(run_dir))
     if as_json:
         import json
 
-        print(json.dumps(document(found), indent=2))
+        say(json.dumps(document(found), indent=2))
     else:
         from .report_text import page
         from .text import look
 
-        print(page(found, look()))
+        say(page(found, look()))
     return 0
 
 

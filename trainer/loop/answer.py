@@ -6,17 +6,16 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
-from ..launch.lifeline import hold_from_environment
-from ..spec.problem import Unreadable
+from ..spec.problem import Unreadable, fault
 from .checkpoint import LoadFailed
 
 FINE, CANNOT = 0, 1
 
 
 def answered(work: Callable[[], None]) -> int:
-    """Do the work; the exit status of this process. It ends when the process that started it does."""
-    hold_from_environment()
+    """Do the work; the exit status of this process."""
     try:
         work()
     except KeyboardInterrupt:
@@ -29,10 +28,13 @@ def answered(work: Callable[[], None]) -> int:
         return _told([f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)])
     except LoadFailed as error:
         return _told([str(error)])
+    except Exception as error:
+        return _told([fault(error)])
     return FINE
 
 
 def _told(problems: map[str] | list[str]) -> int:
     for problem in problems:
-        print(f"distrain: {' '.join(problem.split())}", file=sys.stderr, flush=True)
+        with suppress(OSError, AttributeError):  # stderr takes nothing, or there is none
+            print(f"distrain: {' '.join(problem.split())}", file=sys.stderr, flush=True)
     return CANNOT

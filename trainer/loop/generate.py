@@ -1,7 +1,8 @@
-"""Text from a run's newest checkpoint: python -m distrain.trainer.loop.generate RUN_DIR OPTIONS, the options as JSON."""
+"""Text from a run's newest checkpoint: python -m distrain.trainer.loop.generate RUN_DIR OPTIONS, the options as JSON; -: from stdin."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -9,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -39,7 +39,8 @@ class Sampling:
 def main() -> int:
     """Generate as the command line says."""
     folder, options = sys.argv[1:]
-    return answered(lambda: generate(Path(folder), msgspec.json.decode(options, type=Sampling)))
+    said = sys.stdin.read() if options == "-" else options
+    return answered(lambda: generate(Path(folder), Sampling(**json.loads(said))))
 
 
 def generate(folder: Path, wanted: Sampling) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -29,6 +30,14 @@ class Unreadable(Exception):
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
         super().__init__("\n".join(map(str, self.problems)))
+
+
+def fault(error: BaseException) -> str:
+    """What a user is told of an error that nobody foresaw; it is raised again, with its traceback, where DISTRAIN_TRACEBACK is set."""
+    if os.environ.get("DISTRAIN_TRACEBACK"):
+        raise error
+    why = (str(error) or repr(error)).splitlines()[0]
+    return f"{type(error).__name__}: {why}: this is an error of distrain's own: please report it with what DISTRAIN_TRACEBACK=1 shows"
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
