@@ -64,6 +64,7 @@ def fill_streams() -> None:
             os.fstat(number)
         except OSError:
             nowhere = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(nowhere, True)  # as children expect
             if nowhere != number:
                 os.dup2(nowhere, number)
                 os.close(nowhere)

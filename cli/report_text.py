@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .measured import Beside, Ran
-from .text import WIDTH, Look, count, many, seconds, share, size, table, wrapped
+from .text import WIDTH, Look, count, many, one_line, seconds, share, size, table, wrapped
 
 TALL = 12  # lines of a curve
 SMALL = 0.02  # drift below which a figure is as planned
@@ -22,10 +22,14 @@ def page(run: Ran, look: Look) -> str:
 
 def headline(run: Ran) -> str:
     """One line: how far the run is and what it has learned."""
-    learned = f"; loss {run.losses[0][1]:.3f} -> {run.losses[-1][1]:.3f}" if run.losses else ""
-    held = f", validation {run.validation[-1][1]:.3f}" if run.validation else ""
-    unigram = f" (single tokens alone: {run.entropy:.3f})" if run.entropy is not None else ""
-    return f"{run.name}: {run.steps:,} of {many(run.whole, 'step')}{learned}{held}{unigram}"
+    learned = f"; loss {_loss(run.losses[0][1])} -> {_loss(run.losses[-1][1])}" if run.losses else ""
+    held = f", validation {_loss(run.validation[-1][1])}" if run.validation else ""
+    unigram = f" (single tokens alone: {_loss(run.entropy)})" if run.entropy is not None else ""
+    return f"{one_line(run.name)}: {run.steps:,} of {many(run.whole, 'step')}{learned}{held}{unigram}"
+
+
+def _loss(value: float) -> str:
+    return f"{value:.3f}" if abs(value) < 1e4 else f"{value:.2e}"
 
 
 def beside(run: Ran, look: Look) -> list[str]:
@@ -70,8 +74,12 @@ def _sentence(each: Beside) -> str:
 
 
 def _course(run: Ran) -> list[str]:
-    """Starts, steps that were done twice, checkpoints, validation points."""
+    """What is damaged or not finite, starts, steps that were done twice, checkpoints, validation points."""
     lines = []
+    if run.damaged:
+        lines += wrapped(f"not as it was written, and left out: {', '.join(run.damaged)}", indent="  ")
+    if run.lost:
+        lines += wrapped(f"the loss of {many(run.lost, 'logged step')} is not finite", indent="  ")
     if run.starts > 1:
         twice = "".join(f"; went back from step {reached} to before {began}" for reached, began in run.again)
         lines += wrapped(f"{many(run.starts, 'start')}{twice}", indent="  ")
@@ -83,7 +91,7 @@ def _course(run: Ran) -> list[str]:
         lines += wrapped(f"checkpoints of step {', '.join(map(str, run.saved))}", indent="  ")
     if run.validation:
         points = _some(run.validation, 8)
-        lines += wrapped("validation " + ", ".join(f"{loss:.3f} at {step}" for step, loss in points), indent="  ")
+        lines += wrapped("validation " + ", ".join(f"{_loss(loss)} at {step}" for step, loss in points), indent="  ")
     return lines
 
 
@@ -129,7 +137,7 @@ def _curve(run: Ran, look: Look) -> list[str]:
     letters = _braille(dots) if look.blocks else dict.fromkeys(dots, "*")
     letters |= dict.fromkeys((place(step, loss, wide, TALL) for step, loss in run.validation), "o")
     lines = ["".join(letters.get((x, y), " ") for x in range(wide)).rstrip() for y in range(TALL)]
-    scale = {0: f"{high:.3f}", TALL - 1: f"{low:.3f}"}
+    scale = {0: _loss(high), TALL - 1: _loss(low)}
     ends = f"{'step':>{EDGE}}  {first:<{wide // 2}}{last:>{wide - wide // 2}}"
     title = "Loss, nats a token" + (", and validation (o)" if run.validation else "")
     bar = "│" if look.blocks else "|"

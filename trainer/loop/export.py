@@ -24,7 +24,7 @@ from ..models.weights import from_hf, kind_of, to_hf
 from ..spec.problem import Problem, Unreadable
 from ..spec.read import read
 from ..spec.run import Model, Run
-from .answer import answered
+from .answer import answered, say
 from .saved import FAMILIES, checkpoint_of, model_of, run_of
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def export(folder: Path, destination: Path, dtype: str) -> None:
     found = checkpoint_of(folder)
     assert found.checkpoint is not None
     for reason in found.passed:
-        print(f"passed over {reason}", flush=True)
+        say(f"passed over {reason}\n")
     module = model_of(run, found.checkpoint, CPU)
     _narrow(module, DTYPES[dtype])
     with _unnamed(destination) as folder_there:
@@ -57,8 +57,8 @@ def export(folder: Path, destination: Path, dtype: str) -> None:
         _tokenizer(run, folder_there)
         said = _checked(module, run, folder_there)
     count = sum(each.numel() for _, each in weights(module, run))
-    print(f"step {found.checkpoint.step}, {count:,} parameters in {dtype}; {said}", flush=True)
-    print(f"done: {destination}", flush=True)
+    say(f"step {found.checkpoint.step}, {count:,} parameters in {dtype}; {said}\n")
+    say(f"done: {destination}\n")
 
 
 def _exportable(run: Run) -> None:
@@ -72,11 +72,12 @@ def _exportable(run: Run) -> None:
 def _narrow(module: Transformer, dtype: torch.dtype) -> None:
     """Round the weights to what is written of them, so that the check compares like with like."""
     with torch.no_grad():
-        for parameter in module.parameters():
+        for name, parameter in module.named_parameters():
+            if not parameter.isfinite().all():
+                raise _refused(f"{name} is not finite: the run has diverged", "take an earlier checkpoint, or a smaller optim.lr")
             parameter.copy_(parameter.to(dtype))
             if not parameter.isfinite().all():
-                says = f"a weight is not finite as {str(dtype).removeprefix('torch.')}"
-                raise _refused(says, "take --dtype fp32, or an earlier checkpoint")
+                raise _refused(f"{name} is not finite as {str(dtype).removeprefix('torch.')}", "take --dtype fp32")
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..spec.problem import Problem, Unreadable
 from ..spec.run import Run
-from .answer import answered
+from .answer import answered, say, tell
 from .data.spell import speller
 from .data.tokenizer import Tokenizer, tokenizer
 from .saved import checkpoint_of, model_of, run_of
@@ -51,18 +51,18 @@ def generate(folder: Path, wanted: Sampling) -> None:
     found = checkpoint_of(folder)
     assert found.checkpoint is not None
     for reason in found.passed:
-        print(f"passed over {reason}", file=sys.stderr, flush=True)
+        tell(f"passed over {reason}")
     device = torch.device("cuda" if run.cluster.device.kind == "cuda" and torch.cuda.is_available() else "cpu")
     module = model_of(run, found.checkpoint, device)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
-    _show(wanted.prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace"))
+    say(wanted.prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace"))
     spell = speller(by)
     for token in following(module, prompt, _context(run), wanted, size=by.size):
         if token == by.end:
             break
-        _show(spell.spell(token))
-    _show(f"{spell.rest()}\n")
+        say(spell.spell(token))
+    say(f"{spell.rest()}\n")
 
 
 def following(module: Transformer, prompt: Tensor, context: int, wanted: Sampling, *, size: int) -> Iterator[int]:
@@ -80,7 +80,9 @@ def following(module: Transformer, prompt: Tensor, context: int, wanted: Samplin
 
 
 def choice(logits: Tensor, temperature: float, top_k: int | None, drawn: torch.Generator) -> int:
-    """One of the words by its logits [V]."""
+    """One of the words by its logits [V]; raises Unreadable where they are no numbers to choose by."""
+    if not bool(logits.max().isfinite()):
+        raise _refused("the model's logits are not finite: the run has diverged", "take an earlier checkpoint, or a smaller optim.lr")
     if temperature == 0:
         return int(logits.argmax())
     values, words = logits.topk(min(top_k or len(logits), len(logits)))
@@ -111,7 +113,7 @@ def _prompt(run: Run, text: str, by: Tokenizer) -> Tensor:
     context = _context(run)
     if len(ids) > context:
         says = f"the prompt is {len(ids):,} tokens and the model sees {context:,}: its last {context:,} count"
-        print(f"distrain: {says}", file=sys.stderr, flush=True)
+        tell(says)
     if len(ids):
         return ids
     if by.end is None:
@@ -122,11 +124,6 @@ def _prompt(run: Run, text: str, by: Tokenizer) -> Tensor:
 def _context(run: Run) -> int:
     """Tokens that the model sees at once: rows of its position table, or what it was trained on."""
     return (run.model.context if run.model.positions == "learned" else None) or run.train.seq
-
-
-def _show(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 def _refused(says: str, mend: str) -> Unreadable:

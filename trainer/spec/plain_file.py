@@ -6,6 +6,7 @@ import errno
 import os
 import stat
 from pathlib import Path
+from typing import BinaryIO
 
 MOST_BYTES = 64 << 20
 
@@ -18,17 +19,28 @@ _KINDS = (
 )
 
 
-def read_plain(path: Path, most: int = MOST_BYTES) -> bytes:
-    """The bytes of a plain file; raises OSError with the reason as its `strerror` where it is none or longer than `most`."""
+def open_plain(path: Path) -> BinaryIO:
+    """A plain file, open for reading; raises OSError with the reason as its `strerror` where it is none."""
     name = os.fsencode(path)
     if b"\0" in name:
         raise OSError(errno.EINVAL, "a path holds no NUL", str(path))
-    _refuse(os.stat(name), path, most)
+    _refuse(os.stat(name), path)
     file = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    with os.fdopen(file, "rb") as opened:
-        _refuse(os.fstat(file), path, most)  # it may have become another since
-        content = opened.read(most + 1)
-    if len(content) > most:
+    opened = os.fdopen(file, "rb")
+    try:
+        _refuse(os.fstat(file), path)  # it may have become another since
+    except OSError:
+        opened.close()
+        raise
+    return opened
+
+
+def read_plain(path: Path, most: int = MOST_BYTES) -> bytes:
+    """The bytes of a plain file; raises OSError with the reason as its `strerror` where it is none, or longer than `most`."""
+    with open_plain(path) as opened:
+        size = os.fstat(opened.fileno()).st_size
+        content = opened.read(most + 1) if size <= most else b""
+    if max(size, len(content)) > most:
         raise OSError(errno.EFBIG, _too_long(most), str(path))
     return content
 
@@ -47,12 +59,10 @@ def why_unreadable(path: Path, most: int = MOST_BYTES) -> str:
     return ""
 
 
-def _refuse(found: os.stat_result, path: Path, most: int) -> None:
+def _refuse(found: os.stat_result, path: Path) -> None:
     for is_kind, why in _KINDS:
         if is_kind(found.st_mode):
             raise OSError(errno.EISDIR if is_kind is stat.S_ISDIR else errno.EINVAL, why, str(path))
-    if found.st_size > most:
-        raise OSError(errno.EFBIG, _too_long(most), str(path))
 
 
 def _too_long(most: int) -> str:
