@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..trainer.launch import whole
 from ..trainer.spec.problem import Problem, Unreadable
 from . import machine
+from .child import Stopped, stops_raised
 from .load import mistakes
 from .prove_runs import Outcome, Proved, Serving, proved
 from .prove_text import Table, alone_line, closing, document, near, opening
@@ -44,17 +46,18 @@ def prove(words: Sequence[str], config_dir: Path | None, screen: Screen, *, as_j
         screen.tell(refused.problems)
         return CANNOT
     try:
-        done = _shown(proof, screen, serving, as_json=as_json)
+        with stops_raised():
+            done = _shown(proof, screen, serving, as_json=as_json)
     except ServerGone as gone:
         screen.live("")
         screen.tell([Problem(rule="server", says=str(gone))])
         return CANNOT
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Stopped) as stop:
         screen.live("")
         screen.tell([Problem(rule="stopped", says=f"stopped; the runs so far are in {near(proof.folder)}")])
-        return 128 + signal.SIGINT
+        return 128 + (stop.number if isinstance(stop, Stopped) else signal.SIGINT)
     plain = json.dumps(document(proof, done), indent=2)
-    (proof.folder / "prove.json").write_text(f"{plain}\n")
+    whole.put(proof.folder / "prove.json", f"{plain}\n".encode())
     screen.show(plain if as_json else closing(proof, done, reasons=reasons))
     return FINE if done.ok else CANNOT
 
