@@ -32,7 +32,7 @@ from .overrides import MOST, Override, Said, layouts, said
 from .reasons import agree, chosen, reason
 from .shape import put
 from .words import unread
-from .yaml_file import read_plainly, read_yaml
+from .yaml_file import read_config, read_plainly
 
 PRIMARY = "_recipe_"  # the name under which Hydra finds the recipe that was read here
 COMMAS = ("launch.include", "launch.exclude")  # keys whose values have commas of their own: host1:0,2
@@ -132,7 +132,7 @@ class Loader:
         problems = list(told.problems)
         try:
             file = library.recipe(conf, self.config_dir)
-            recipe = _file(file)
+            recipe = read_config(file)
             config = self._base(recipe, told.choices, file).copy()
             _read_hf(config, recipe, file, told)
             for word in told.sets:
@@ -151,7 +151,7 @@ class Loader:
 
     def _device(self, name: str) -> dict[str, Any]:
         """What an option of group device says."""
-        read: dict[str, Any] = _plain(_file(library.options("device", self.config_dir)[name]), "", [])
+        read: dict[str, Any] = _plain(read_config(library.options("device", self.config_dir)[name]), "", [])
         return read
 
     def _base(self, recipe: DictConfig, choices: Sequence[Override], file: Path) -> DictConfig:
@@ -240,24 +240,6 @@ def _sweeps(word: hydra_types.Override) -> Sequence[str] | Callable[[list[str]],
         return None
     value = word.value()
     return value.filter if isinstance(value, hydra_types.Glob) else tuple(islice(word.sweep_string_iterator(), MOST + 1))
-
-
-def _file(file: Path) -> DictConfig:
-    """A recipe's own words, not yet composed."""
-    try:
-        recipe = read_yaml(file)
-    except WRONG as error:
-        raise Unreadable([reason(error, file, None, PRIMARY)]) from None
-    if not isinstance(recipe, DictConfig):
-        raise Unreadable([Problem(rule="yaml", says=f"{file} holds a list", mend="a recipe is a mapping of keys")])
-    if "hydra" in recipe:
-        raise Unreadable([Problem(rule="unknown", says=f"{file}: no key hydra", mend="leave it out")])
-    defaults = recipe.get("defaults", [])
-    if not isinstance(defaults, ListConfig | list) or not all(isinstance(each, str | DictConfig) for each in defaults):
-        raise Unreadable(
-            [Problem(rule="yaml", says=f"{file}: defaults is not a list of `GROUP: NAME`", mend="write each as `- model: NAME`")]
-        )
-    return recipe
 
 
 def _read_hf(config: DictConfig, recipe: DictConfig, file: Path, told: Said) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..trainer.spec.plain_file import why_unreadable
 from ..trainer.spec.problem import Problem, Unreadable, nearest
 from . import library
 
@@ -39,6 +40,8 @@ def _missed(name: str, file: Path, config_dir: Path | None) -> Problem:
     if group and group not in groups:
         return Problem(rule="option", says=f"{file}: its defaults name group {group}, which is not there", mend=nearest(group, groups))
     known = library.options(group, config_dir) if group else library.recipes(config_dir)
+    if option in known:
+        return Problem(rule="file", says=f"{known[option]} can't be read: {why_unreadable(known[option])}")
     says = f"{file}: its defaults name {group or 'recipe'} {option}, which is not there"
     return Problem(rule="option", says=says, mend=nearest(option, known))
 

@@ -153,8 +153,8 @@ def test_every_imported_package_is_a_stated_dependency(name: str) -> None:
     assert {DISTRIBUTIONS.get(package, package) for package in others(imports(name))} <= stated
 
 
-def test_hydra_is_imported_in_one_file() -> None:
-    assert [name for name in MODULES if others(imports(name)) & HYDRA] in ([], ["cli.load"])
+def test_hydra_and_yaml_are_imported_in_two_files() -> None:
+    assert [name for name in MODULES if others(imports(name)) & HYDRA] in ([], ["cli.load", "cli.yaml_file"])
 
 
 def test_the_light_half_imports_without_the_heavy_packages() -> None:
