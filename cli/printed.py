@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import TextIO
 
+from ..trainer.spec.problem import shortened
 from .text import one_line
 
 
@@ -42,7 +43,7 @@ def tell(words: str) -> None:
 def tell_all(problems: Iterable[object]) -> None:
     """A line of ours on stderr for each problem."""
     for problem in dict.fromkeys(map(str, problems)):
-        tell(f"distrain: {one_line(problem)}")
+        tell(f"distrain: {shortened(one_line(problem))}")
 
 
 def lost(error: OSError) -> int:

@@ -13,6 +13,9 @@ from . import library
 from .keys import keys, unknown
 
 
+LONGEST = 10_000  # letters of a word that is read
+
+
 @dataclass(frozen=True, kw_only=True)
 class Words:
     """What `conf=` names, the overrides, and what is wrong already."""
@@ -35,7 +38,9 @@ def read_words(words: Sequence[str], verb: str, config_dir: Path | None) -> Word
     elif not confs and not any(problem.rule == "conf" for problem in problems):
         mend = f"distrain {verb} conf=NAME; `distrain ls` lists the recipes"
         problems.insert(0, Problem(rule="conf", says="conf=NAME is missing", mend=mend))
-    overrides = tuple(word for word in rest if word not in bare)
+    long = [word for word in rest if len(word) > LONGEST and word not in bare]
+    problems += [Problem(rule="syntax", says=f"{word} has {len(word):,} letters", mend="say it in a recipe: conf=FILE") for word in long]
+    overrides = tuple(word for word in rest if word not in bare and word not in long)
     return Words(conf=confs[0] if confs else "", overrides=overrides, problems=tuple(problems))
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
-from ..spec.problem import Unreadable, fault
+from ..spec.problem import Unreadable, fault, shortened
 from .checkpoint import LoadFailed
 
 FINE, CANNOT = 0, 1
@@ -64,4 +64,4 @@ def _told(problems: map[str] | list[str]) -> int:
 def tell(problem: str) -> None:
     """Write a line of ours to stderr."""
     with suppress(OSError, AttributeError):  # stderr takes nothing, or there is none
-        print(f"distrain: {' '.join(problem.split())}", file=sys.stderr, flush=True)
+        print(f"distrain: {shortened(' '.join(problem.split()))}", file=sys.stderr, flush=True)
