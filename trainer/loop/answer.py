@@ -50,6 +50,9 @@ def answered(work: Callable[[], None]) -> int:
         return _told([f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)])
     except (LoadFailed, StdoutFull) as error:
         return _told([str(error)])
+    except (MemoryError, RuntimeError) as error:
+        full = isinstance(error, MemoryError) or "memory" in str(error)
+        return _told(["this machine has not enough memory for it" if full else fault(error)])
     except Exception as error:
         return _told([fault(error)])
     return FINE

@@ -27,7 +27,8 @@ def run_of(folder: Path) -> Run:
     try:
         return msgspec.json.decode(read_plain(path), type=Run)
     except (OSError, msgspec.DecodeError, RecursionError) as error:
-        raise _refused(f"{path} is no run: {error}", "name the folder of a run, as `distrain fit` wrote it") from None
+        why = (error.strerror if isinstance(error, OSError) else str(error)) or type(error).__name__
+        raise _refused(f"{path} is no run: {why}", "name the folder of a run, as `distrain fit` wrote it") from None
 
 
 def checkpoint_of(folder: Path) -> Found:
@@ -44,12 +45,16 @@ def model_of(run: Run, checkpoint: Checkpoint, device: torch.device) -> Transfor
     """The whole model as it was saved, float32; raises Unreadable, and LoadFailed where run.json is another model's."""
     if run.model.family not in FAMILIES:
         raise _refused(f"model.family={run.model.family} has no module here", f"families {', '.join(FAMILIES)} have")
-    stored = [row.name for row in checkpoint.manifest.tensors if row.kind == "weight"]
+    stored = {row.name: row.shape for row in checkpoint.manifest.tensors if row.kind == "weight"}
     if run.model.layers > len(stored):
         raise _refused(f"run.json says {run.model.layers} layers, and {checkpoint.path} has {len(stored)} weights", "restore its run.json")
+    mine = whole_model(run)
+    for name, shape in mine.items():
+        if stored.get(name, shape) != shape:
+            says = f"{name} has shape {list(stored[name])} in {checkpoint.path}, and {list(shape)} in the model of run.json"
+            raise _refused(says, "restore its run.json")
     module = build(run, device=device, dtype=torch.float32)
     reader = Reader(checkpoint)
-    mine = whole_model(run)
     if more := [name for name in stored if name not in mine]:
         raise _refused(f"{checkpoint.path} holds a weight {more[0]}, which the model of run.json has not", "restore its run.json")
     load(module, ((name, reader.read(whole(name, "weight", shape))) for name, shape in mine.items()))
