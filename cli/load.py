@@ -23,6 +23,7 @@ from yaml import YAMLError
 
 from ..trainer.spec.plain_file import expanded
 from ..trainer.spec.problem import Problem, Unreadable
+from ..trainer.spec.quantity import dimension_of
 from ..trainer.spec.read import read_run
 from ..trainer.spec.run import Run
 from . import foreign, library
@@ -216,10 +217,11 @@ def _parsed(text: str, known: Mapping[str, Any]) -> Override | Problem:
     """One override by Hydra's grammar; a key that takes text takes what the grammar can't read (~/config.json)."""
     key, _, value = text.partition("=")
     quoted = hydra_types.QuotedString(text=value, quote=hydra_types.Quote.single).with_quotes()
-    for each in (text, f"{key}={quoted}") if key in texts(known) else (text,):
+    bare = key.lstrip("+")
+    for each in (text, f"{key}={quoted}") if bare in texts(known) or dimension_of(bare) else (text,):
         try:
             word = OverridesParser.create().parse_override(each)
-            if each is text and key in COMMAS and word.is_sweep_override():
+            if each is text and bare in COMMAS and word.is_sweep_override():
                 continue
             return Override(
                 text=text,

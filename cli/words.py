@@ -12,7 +12,6 @@ from ..trainer.spec.problem import Problem, nearest
 from . import library
 from .keys import keys, unknown
 
-
 LONGEST = 10_000  # letters of a word that is read
 
 

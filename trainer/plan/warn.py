@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from ..models.table import weights
 from ..spec.problem import Problem
-from ..spec.units import gib, percent
+from ..spec.units import LINK, gib, percent
 from .costs import Costs
 from .frame import Frame
 from .idle import idle
@@ -150,7 +150,11 @@ def _untimed(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | N
         yield Problem(rule="time", says=says, mend=f"{measures}set {keys}")
     else:
         where = "inside" if cluster.inside is None and cluster.gpus > 1 else "between"
-        yield Problem(rule="time", says=f"no times: cluster.{where} is not stated", mend=f"set cluster.{where}.bandwidth and .latency")
+        yield Problem(
+            rule="time",
+            says=f"no times: cluster.{where} is not stated",
+            mend=f"set cluster.{where}.bandwidth ({LINK}) and .latency (seconds)",
+        )
 
 
 def _uncounted(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import msgspec
 
 from .problem import Problem, Unreadable, nearest
+from .quantity import counted, dimension_of, quantity, right_form
 from .run import LEAST_FLOAT, MOST, MOST_FLOAT, Run
 
 Part = TypeVar("Part")
@@ -50,6 +51,15 @@ def _value(value: Any, hint: Any, key: str, problems: list[Problem]) -> Any:
     nested = next((kind for kind in _choices(hint) if is_dataclass(kind)), None)
     if isinstance(nested, type) and isinstance(value, Mapping):
         return _part(value, nested, f"{key}.", problems)
+    if get_origin(hint) is dict and isinstance(value, Mapping) and (words := _words(hint)):
+        return _mapping(value, hint, words, key, problems)
+    of = dimension_of(key)
+    if of and isinstance(value, str) and value not in _words(hint):
+        said = quantity(value, of)
+        if said is None:
+            problems.append(Problem(rule="unit", says=f"{key}={value} is no {of.noun}", mend=right_form(value, of)))
+            return None
+        value = said
     if _is_list(value) and len(value) != len(set(map(repr, value))) and "Literal" in repr(hint):
         problems.append(Problem(rule="twice", says=f"{key}={shown(value)} names something twice"))
         return None
@@ -61,10 +71,37 @@ def _value(value: Any, hint: Any, key: str, problems: list[Problem]) -> Any:
             raise msgspec.ValidationError("not a finite number")
         return msgspec.convert(_exact(value), hint)
     except msgspec.ValidationError:
-        problems.append(
-            _beyond(value, hint, key) or Problem(rule="type", says=f"{key}={shown(value)} is not {wanted(hint)}", mend=_near(value, hint))
-        )
+        problems.append(_beyond(value, hint, key) or _counted(value, hint, key) or _mistyped(value, hint, key, of.unit if of else ""))
         return None
+
+
+def _mapping(value: Mapping[Any, Any], hint: Any, words: list[str], key: str, problems: list[Problem]) -> dict[str, Any]:
+    """A mapping of fixed words, read word by word."""
+    for name in value:
+        if name not in words:
+            problems.append(Problem(rule="unknown", says=f"no key {key}.{name}", mend=nearest(str(name), words)))
+    kind = get_args(hint)[1]
+    return {name: _value(each, kind, f"{key}.{name}", problems) for name, each in value.items() if name in words}
+
+
+def _words(hint: Any) -> list[str]:
+    """The words that a value, or each key of a mapping, may be."""
+    if get_origin(hint) is dict:
+        return _words(get_args(hint)[0])
+    return [str(word) for kind in _choices(hint) if get_origin(kind) is Literal for word in get_args(kind)]
+
+
+def _mistyped(value: Any, hint: Any, key: str, unit: str) -> Problem:
+    says = f"{key}={shown(value)} is not {wanted(hint)}{f' ({unit})' if unit else ''}"
+    return Problem(rule="type", says=says, mend=_near(value, hint))
+
+
+def _counted(value: Any, hint: Any, key: str) -> Problem | None:
+    """The problem with a count that ends with a letter, such as 4k; None where it is another value."""
+    numbers = any(kind in (int, float) or (get_args(kind) or (None,))[0] in (int, float) for kind in _choices(hint))
+    if not isinstance(value, str) or not numbers or not (readings := counted(value)):
+        return None
+    return Problem(rule="type", says=f"{key}={value} is not a number", mend=f"write {' or '.join(readings)}")
 
 
 def _beyond(value: Any, hint: Any, key: str) -> Problem | None:
@@ -112,7 +149,7 @@ def _choices(hint: Any) -> Iterator[Any]:
 
 
 def _near(value: Any, hint: Any) -> str:
-    words = [str(word) for kind in _choices(hint) if get_origin(kind) is Literal for word in get_args(kind)]
+    words = _words(hint)
     close = nearest(value, words) if isinstance(value, str) and words else ""
     return close if close.startswith("did") else ""
 
