@@ -77,7 +77,7 @@ def command(argv: Sequence[str]) -> int:
         return status_of(lambda: _say(answer(asked.removeprefix("complete_"), os.environ)))
     if sys.stdout is not None and hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
-    return status_of(lambda: app(args=list(argv), prog_name="distrain", standalone_mode=False))
+    return status_of(lambda: app(args=list(argv), prog_name="distrain", standalone_mode=False), argv)
 
 
 @app.callback(invoke_without_command=True)
@@ -137,10 +137,9 @@ def show(
     from msgspec import to_builtins
 
     from ..trainer.spec.problem import Problem, Unreadable
-    from ..trainer.spec.read import read_run
 
     conf, overrides = _words(words, "show", config_dir)
-    from .load import as_yaml, compose, load
+    from .load import as_yaml, compose, load, read
 
     if launch and engine:
         raise Unreadable([Problem(rule="option", says="--launch and --engine print two things", mend="give one of them")])
@@ -149,7 +148,7 @@ def show(
 
         typed = [*(words or ()), *([f"--config-dir={config_dir}"] if config_dir else [])]
         return _say("\n".join(shown(load(conf, overrides, config_dir), typed, launch=launch, engine=engine)))
-    composed = to_builtins(read_run(compose(conf, overrides, config_dir)))
+    composed = to_builtins(read(compose(conf, overrides, config_dir)))
     return _say(as_yaml({key: value for key, value in composed.items() if value is not None}).rstrip())
 
 
@@ -288,6 +287,7 @@ def _words(words: Sequence[str] | None, verb: str, config_dir: Path | None) -> t
         from .load import mistakes
 
         raise Unreadable([*read.problems, *mistakes(read.overrides, config_dir)])
+    _tell(read.notes)
     return read.conf, read.overrides
 
 

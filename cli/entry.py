@@ -32,8 +32,8 @@ def exit_with(command: Callable[[Sequence[str]], int]) -> None:
     raise SystemExit(status)
 
 
-def status_of(run: Callable[[], Any]) -> int:
-    """The exit status of a command line that `run` does; what is wrong with its words is told."""
+def status_of(run: Callable[[], Any], argv: Sequence[str] = ()) -> int:
+    """The exit status of a command line that `run` does; what is wrong with its words, `argv`, is told."""
     try:
         return int(run() or FINE)
     except (KeyboardInterrupt, typer.Abort):
@@ -47,5 +47,5 @@ def status_of(run: Callable[[], Any]) -> int:
     except UsageError as wrong:
         from .words import usage
 
-        tell_all([usage(wrong)])
+        tell_all([usage(wrong, argv)])
     return WRONG_WORDS

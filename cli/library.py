@@ -55,8 +55,13 @@ def about(file: Path) -> str:
 
 def near(word: str, names: Iterable[str]) -> str:
     """The sentence for a name that is not there: what it begins, else its near miss."""
-    begun = [name for name in sorted(names) if word and name.startswith(word)]
-    return f"did you mean {' or '.join(begun)}?" if 0 < len(begun) < 6 else nearest(word, names)
+    known = sorted(names)
+    begun = [name for name in known if word and name.startswith(word)]
+    inside = [name for name in known if len(word) > 1 and word.lower() in name] if not begun else []
+    for found in (begun, inside):
+        if 0 < len(found) < 6:
+            return f"did you mean {' or '.join(found)}?"
+    return nearest(word, known)
 
 
 def recipe(conf: str, config_dir: Path | None) -> Path:

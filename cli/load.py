@@ -30,7 +30,7 @@ from . import foreign, library
 from .keys import keys, texts
 from .machine import own_memory, put_rates, settle
 from .overrides import MOST, Override, Said, layouts, said
-from .reasons import agree, chosen, reason
+from .reasons import agree, in_our_words, reason
 from .shape import put
 from .words import unread
 from .yaml_file import read_config, read_plainly
@@ -62,6 +62,14 @@ def compose(conf: str, overrides: Sequence[str] = (), config_dir: Path | None = 
     if problems:
         raise Unreadable(problems)
     return words
+
+
+def read(words: Mapping[str, Any]) -> Run:
+    """The `Run` that composed words say; raises Unreadable with all that is wrong."""
+    try:
+        return read_run(words)
+    except Unreadable as error:
+        raise Unreadable(in_our_words(each, words) for each in error.problems) from None
 
 
 def sweep(conf: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> list[Swept]:
@@ -118,11 +126,9 @@ class Loader:
         if isinstance(words.get("model"), dict):
             problems += foreign.parameters(words["model"])
         try:
-            run = read_run(words)
+            run = read(words)
         except Unreadable as error:
-            raise Unreadable(
-                [*problems, *map(chosen, (each for each in error.problems if each.rule != "missing" or not problems))]
-            ) from None
+            raise Unreadable([*problems, *(each for each in error.problems if each.rule != "missing" or not problems)]) from None
         if problems:
             raise Unreadable(problems)
         return run
@@ -228,12 +234,17 @@ def _parsed(text: str, known: Mapping[str, Any]) -> Override | Problem:
                 key=word.key_or_group,
                 package=word.package,
                 deletes=word.is_delete(),
-                value=None if word.is_sweep_override() else word.value(),
+                value=None if word.is_sweep_override() else _as_text(word.value(), value) if bare in texts(known) else word.value(),
                 sweeps=_sweeps(word),
             )
         except (HydraException, ValueError):
             continue
     return unread(text, known)
+
+
+def _as_text(value: Any, typed: str) -> Any:
+    """The value of a key that takes text: a number or a truth as it was typed."""
+    return typed if isinstance(value, int | float) else value
 
 
 def _sweeps(word: hydra_types.Override) -> Sequence[str] | Callable[[list[str]], list[str]] | None:

@@ -68,7 +68,7 @@ def _read(words: Sequence[str], config_dir: Path | None) -> tuple[Asked, Recipe,
     if problems or read.problems:
         raise Unreadable([*problems, *read.problems, *mistakes(read.overrides, config_dir)])
     keys = dict.fromkeys(word.partition("=")[0].lstrip("+") for word in read.overrides if "=" in word)
-    return asked, Recipe(read.conf, read.overrides, config_dir), unread(keys)
+    return asked, Recipe(read.conf, read.overrides, config_dir), [*read.notes, *unread(keys)]
 
 
 def _prepared(asked: Asked, recipe: Recipe, screen: Screen) -> Proof:

@@ -93,7 +93,7 @@ def _words(hint: Any) -> list[str]:
 
 def _mistyped(value: Any, hint: Any, key: str, unit: str) -> Problem:
     says = f"{key}={shown(value)} is not {wanted(hint)}{f' ({unit})' if unit else ''}"
-    return Problem(rule="type", says=says, mend=_near(value, hint))
+    return Problem(rule="type", says=says, mend=_near(value, hint, key))
 
 
 def _counted(value: Any, hint: Any, key: str) -> Problem | None:
@@ -148,12 +148,35 @@ def _choices(hint: Any) -> Iterator[Any]:
         yield hint
 
 
-def _near(value: Any, hint: Any) -> str:
+def _near(value: Any, hint: Any, key: str) -> str:
+    """What a value that is not of its kind was most likely meant to be; "" where nobody can say."""
+    if hint is bool and (meant := _TRUTH.get(str(value).lower())):
+        return f"write {meant}"
+    kinds = list(_choices(hint))
+    listed = next((kind for kind in kinds if get_origin(kind) is tuple), None)
+    if listed is not None and isinstance(value, str) and not _is_list(value) and value in _words(get_args(listed)[0]):
+        return f"write {key}=[{value}]"
+    if listed is not None and _is_list(value):
+        unread = [each for each in value if isinstance(each, str) and each not in _words(get_args(listed)[0])]
+        return _near(unread[0], get_args(listed)[0], key) if unread else ""
+    section = next((kind for kind in kinds if is_dataclass(kind)), None)
+    if section is not None and not isinstance(value, Mapping | list | None):
+        takes = [row.name for row in fields(section) if _takes(value, get_type_hints(section, include_extras=True)[row.name])]
+        return f"set one of its keys, as {key}.{takes[0]}={shown(value)}" if takes else ""
     words = _words(hint)
     close = nearest(value, words) if isinstance(value, str) and words else ""
     return close if close.startswith("did") else ""
 
 
+def _takes(value: Any, hint: Any) -> bool:
+    try:
+        msgspec.convert(_exact(value), hint)
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
+_TRUTH = {**dict.fromkeys(("yes", "on", "1", "y", "t"), "true"), **dict.fromkeys(("no", "off", "0", "n", "f"), "false")}
 _NOUNS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null", dict: "a mapping"}
 _BOUNDS = (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below"))
 FAR = (MOST, 2**63 - 1, MOST_FLOAT)  # bounds that go without saying
