@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import typer
 
 from .printed import say
-from .text import one_line
+from .text import one_line, wrapped
 
 State = Literal["ok", "warning", "problem"]
 
@@ -60,7 +60,7 @@ def doctor(
         return of_hosts(words)
     stops = False
     for finding in findings():
-        say(one_line(str(finding)))
+        say("\n".join(wrapped(one_line(str(finding)), hang=" " * 9)))
         stops |= finding.state == "problem"
     return 1 if stops else 0
 
@@ -84,7 +84,7 @@ def of_hosts(words: Sequence[str]) -> int:
         raise Unreadable([Problem(rule="launch", says=f"launch={run.launch.name} has no hosts to look at", mend=mend)])
     problems = looked(found, run, make_plan(run), say)
     for problem in problems:
-        say(f"problem: {one_line(str(problem))}")
+        say("\n".join(wrapped(f"problem: {one_line(str(problem))}", hang="  ")))
     return 1 if problems else 0
 
 

@@ -96,13 +96,13 @@ def launching(run: Run, environment: Mapping[str, str] = os.environ, *, notice: 
 def _local(run: Run) -> Launching:
     start, ranks = start_of(run, RANK, ()), run.cluster.nodes * run.cluster.gpus
     places = [
-        Place(rank=rank, ranks=ranks, local_rank=rank, local_ranks=ranks, address="127.0.0.1", port=start.port) for rank in range(ranks)
+        Place(rank=rank, ranks=ranks, local_rank=rank, local_ranks=ranks, address="127.0.0.1", port=start.port)
+        for rank in range(min(ranks, SHOWN))
     ]
     more = (f"and so on to rank {ranks - 1}",) if ranks > SHOWN else ()
     return Launching(
         commands=tuple(
-            Command(words=(start.python, "-m", start.module, *start.arguments), environment=place.environment({}))
-            for place in places[:SHOWN]
+            Command(words=(start.python, "-m", start.module, *start.arguments), environment=place.environment({})) for place in places
         ),
         remarks=("fit starts them together, each beside a process that ends it, at a port that is free", *more),
     )

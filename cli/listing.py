@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..trainer.spec.problem import Problem, Unreadable, nearest
 from . import library
-from .text import WIDTH, one_line
+from .text import one_line, width
 
 
 def everything(config_dir: Path | None) -> str:
@@ -36,4 +36,4 @@ def _lines(rows: Mapping[str, str]) -> list[str]:
 
 
 def _cut(line: str) -> str:
-    return line if len(line) <= WIDTH else f"{line[: WIDTH - 4].rstrip(' ,')} ..."
+    return line if len(line) <= width() else f"{line[: width() - 4].rstrip(' ,')} ..."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .measured import Beside, Ran
-from .text import WIDTH, Look, count, many, one_line, seconds, share, size, table, wrapped
+from .text import Look, count, many, one_line, seconds, share, size, table, width, wrapped
 
 TALL = 12  # lines of a curve
 SMALL = 0.02  # drift below which a figure is as planned
@@ -16,7 +16,8 @@ Points = Sequence[tuple[int, float]]
 
 def page(run: Ran, look: Look) -> str:
     """The whole page."""
-    sections = ([look.paint(headline(run), "bold"), *_course(run)], beside(run, look), _curve(run, look))
+    head = [look.paint(line, "bold") for line in wrapped(headline(run), hang="  ")]
+    sections = ([*head, *_course(run)], beside(run, look), _curve(run, look))
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
 
@@ -124,7 +125,7 @@ def _curve(run: Ran, look: Look) -> list[str]:
     """The loss over steps: dots of braille, two wide and four high a letter, or stars; validation points as o."""
     if len(run.losses) < 2:
         return []
-    wide, fine = WIDTH - EDGE - 2, (2, 4) if look.blocks else (1, 1)
+    wide, fine = width() - EDGE - 2, (2, 4) if look.blocks else (1, 1)
     every = [*run.losses, *run.validation]
     low, high = min(loss for _, loss in every), max(loss for _, loss in every)
     first, last = min(step for step, _ in every), max(step for step, _ in every)

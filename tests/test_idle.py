@@ -27,6 +27,7 @@ RUN = Run(
 Keys = dict[str, Any]
 MOE: Keys = {"model.family": "moe", "model.experts": 4, "model.top_k": 2, "model.act": "swiglu"}
 ONE: Keys = {"cluster.gpus": 1}
+BOTH: Keys = {"parallel.pp": 2, "parallel.tp": 2}
 HOSTS: Keys = {"launch.name": "deepspeed"}
 
 # The key and its value; what makes it idle, in words; what else is set then; what is set where it does something.
@@ -48,7 +49,7 @@ ROWS: list[tuple[str, Any, str, Keys, Keys]] = [
     ("parallel.reduce", "halving", "one data-parallel rank", ONE, {}),
     ("parallel.bucket", 1000, "one data-parallel rank", ONE, {}),
     ("parallel.scatter", True, "parallel.tp=1", {"parallel.pp": 2}, {"parallel.pp": 2, "parallel.tp": 2}),
-    ("parallel.scatter", True, "parallel.sequence=true", {"parallel.pp": 2, "parallel.tp": 2, "parallel.sequence": True}, {"parallel.pp": 2, "parallel.tp": 2}),
+    ("parallel.scatter", True, "parallel.sequence=true", {**BOTH, "parallel.sequence": True}, BOTH),
     ("parallel.overlap.data", False, "one data-parallel rank", ONE, {}),
     ("parallel.overlap.tensor", True, "parallel.tp=1", {}, {"parallel.tp": 2}),
     ("parallel.overlap.pipeline", True, "parallel.pp=1", {}, {"parallel.pp": 2}),

@@ -14,7 +14,7 @@ from msgspec import json as encoder
 from distrain.cli.app import command
 from distrain.cli.measured import ran
 from distrain.cli.report_text import TALL, page
-from distrain.cli.text import WIDTH, Look
+from distrain.cli.text import USUAL, Look
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.run import Run
 
@@ -86,7 +86,7 @@ def test_the_page_is_plain_and_narrow(trained: Path, capsys: pytest.CaptureFixtu
     status, out, err = said(f"report '{trained}'", capsys)
     assert (status, err) == (0, "")
     assert "\x1b" not in out
-    assert max(map(len, out.splitlines())) <= WIDTH
+    assert max(map(len, out.splitlines())) <= USUAL
     assert out.startswith("run: 12 of 12 steps; loss ")
     for kind in ("weights", "gradients", "optimizer", "activations", "forward and backward", "optimizer step", "tokens/s"):
         assert f"  {kind} " in out

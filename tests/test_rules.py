@@ -168,7 +168,8 @@ BROKEN: list[tuple[Keys, str]] = [
       "parallel.cp": 2, "cluster.gpus": 16},
         ("of 8,000 ranks that share 300 layers under ZeRO 1 the fullest is not looked for: set parallel.zero=3")),
     (MOE | {"cluster.nodes": 100_000, "cluster.gpus": 6, "parallel.ep": 4, "parallel.cp": 4, "train.batch": 2_400_000},
-        "parallel.ep=4 x parallel.cp=4 ends on no borders of nodes of 6: how 600,000 such ranks are wired is not counted: set parallel.cp=1"),
+        ("parallel.ep=4 x parallel.cp=4 ends on no borders of nodes of 6: how 600,000 such ranks are wired is not counted: "
+         "set parallel.cp=1")),
     ({"cluster.device.memory": "auto"},
         "cluster.device.memory=auto: the memory of A100 is not known: set it in bytes"),
 ]
