@@ -23,7 +23,7 @@ def generate(
 
     \b
     distrain generate runs/quickstart --prompt "def main("
-    distrain generate runs/quickstart --prompt "import " --tokens 400 --temperature 0.6 --top-k 20
+    distrain generate runs/quickstart --prompt "import " --tokens 400 --top-k 20
     """
     from ..trainer.spec.problem import Problem, Unreadable
     from .child import run_child, run_folder

@@ -281,12 +281,12 @@ def _saving(plan: Plan) -> list[str]:
 
 def rows(plans: Sequence[tuple[Sequence[str], Plan]], look: Look) -> str:
     """A sweep as a table: one line a layout."""
-    cells = [["", "verdict", "memory", "step", "tokens/s", "MFU"], *(_layout(plan) for _, plan in plans)]
-    words = ["layout", *(_short(words, plan) for words, plan in plans)]
-    numbers = table([row[1:] for row in cells], left=(0,))
-    room = width() - 2
-    if max(map(len, numbers)) > room - 4:
-        numbers = table([row[1:] for row in cells], left=(0,), gap=" ")
+    cells = [["verdict", "memory", "step", "tokens/s", "MFU"], *(_layout(plan) for _, plan in plans)]
+    words, room = ["layout", *(_short(words, plan) for words, plan in plans)], width() - 2
+    numbers = table(cells)
+    if max(map(len, numbers)) > room - len("layout"):  # the verdict stands with the words
+        words = [f"{word}: {row[0]}" for word, row in zip(words, cells, strict=True)]
+        numbers = table([row[1:] for row in cells], left=())
     wide = max(0, min(max(map(len, words)), room - max(map(len, numbers))))
     painted = ["bold", *("green" if plan.ok and plan.fits else "red" for _, plan in plans)]
     lines: list[str] = []
@@ -302,7 +302,6 @@ def rows(plans: Sequence[tuple[Sequence[str], Plan]], look: Look) -> str:
 def _layout(plan: Plan) -> list[str]:
     memory, time, speed = plan.memory, plan.time, plan.throughput
     return [
-        "",
         _word(plan),
         part(memory.peak, memory.capacity) if memory else "-",
         seconds(time.step) if time else "-",

@@ -43,7 +43,12 @@ def beside(run: Ran, look: Look) -> list[str]:
     first, *lines = (f"  {line}" for line in table(cells))
     resident = f"; the process takes {size(run.resident)}" if run.resident and run.device == "cpu" else ""
     heading = f"Planned and measured{resident}, with all that is no tensor" if resident else "Planned and measured"
-    return [look.paint(heading, "bold"), first, *lines, *(line for each in drifts(run) for line in wrapped(each))]
+    return [
+        *(look.paint(line, "bold") for line in wrapped(heading, hang="  ")),
+        first,
+        *lines,
+        *(line for each in drifts(run) for line in wrapped(each)),
+    ]
 
 
 def drifts(run: Ran) -> list[str]:
@@ -118,7 +123,9 @@ def _figure(each: Beside, value: float | None) -> str:
 
 
 def _drift(each: Beside) -> str:
-    return f"{100 * each.drift:+.1f} %" if each.drift is not None else ""
+    if each.drift is None:
+        return ""
+    return f"{100 * each.drift:+.1f} %" if abs(each.drift) < 1e3 else f"{100 * each.drift:+.1e} %"
 
 
 def _curve(run: Ran, look: Look) -> list[str]:

@@ -47,10 +47,10 @@ def shape(word: str, cluster: Any, said: Mapping[str, Any]) -> Shape | Problem:
     def problem(why: str, mend: str) -> Problem:
         return Problem(rule="cluster", says=f"cluster={word}{why}", mend=mend)
 
-    said = re.split("[xX]", word)
-    if max(map(len, said)) > LONGEST:
+    written = re.split("[xX]", word)
+    if max(map(len, written)) > LONGEST:
         return problem(f" has a number of more than {LONGEST} digits", f"write {FORMS}")
-    numbers = tuple(map(int, said))
+    numbers = tuple(map(int, written))
     if len(numbers) > 3:
         return problem(f" has {len(numbers)} numbers", f"write {FORMS}")
     if 0 in numbers:

@@ -25,6 +25,7 @@ class Ours:
     words: tuple[str, ...] = field(default=())
 
 
+ALONE = ("optimizer",)  # words that are keys of ours too, below a section: theirs stand alone
 YES = {"true": "true", "false": "false"}
 SCHEDULES = {each: each for each in ("constant", "linear", "cosine", "wsd")}
 DECAYS = {**SCHEDULES, "WSD": "wsd", "warmup_stable_decay": "wsd", "constant_with_warmup": "constant"}
@@ -179,7 +180,8 @@ def _table() -> dict[str, Ours]:
 def ours(key: str) -> Ours | None:
     """What a key of another trainer is here, with dashes or underscores and under any section; None where nobody says so."""
     parts = [part for part in key.strip("+~- ").lower().replace("-", "_").split(".") if part]
-    return next((row for at in range(len(parts)) if (row := _table().get(".".join(parts[at:])))), None)
+    found = [".".join(parts[at:]) for at in range(len(parts))]
+    return next((row for at, word in enumerate(found) if (row := _table().get(word)) and (at == 0 or word not in ALONE)), None)
 
 
 def answer(key: str, value: Any = None, *, said: str = "key") -> Problem | None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-LEAST, USUAL, MOST = 60, 80, 120  # columns of a page
+LEAST, USUAL, MOST = 72, 80, 120  # columns of a page: its tables want as many
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _COUNTS = ("", " k", " M", " B", " T")
@@ -132,7 +132,14 @@ def narrow_table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,), *, r
         if max(map(len, lines), default=0) <= room:
             return lines
     rest = table([row[1:] for row in rows], [at - 1 for at in left if at], " ")
-    return [line for row, others in zip(rows, rest, strict=True) for line in (*filter(None, [row[0]]), f"  {others}")]
+    if max(map(len, rest), default=0) + 2 <= room:
+        return [line for row, others in zip(rows, rest, strict=True) for line in (*filter(None, [row[0]]), f"  {others}")]
+    heads, *others = rows
+    return [line for row in others for line in wrapped("; ".join(map(_pair, heads, row)), room)]
+
+
+def _pair(head: str, cell: str) -> str:
+    return f"{head} {cell}".strip()
 
 
 def _cell(words: str, width: int, left: bool) -> str:
