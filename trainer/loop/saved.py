@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,9 +11,12 @@ import msgspec
 import torch
 
 from ..models.build import build, load
+from ..models.families import FAMILIES as FAMILIES_OF
+from ..models.table import padded, parameters
 from ..spec.plain_file import read_plain
 from ..spec.problem import Problem, Unreadable
 from ..spec.run import Run
+from ..spec.units import gib
 from .checkpoint import Checkpoint, Found, Reader, newest, whole
 from .placing import whole_model
 
@@ -53,12 +58,23 @@ def model_of(run: Run, checkpoint: Checkpoint, device: torch.device) -> Transfor
         if stored.get(name, shape) != shape:
             says = f"{name} has shape {list(stored[name])} in {checkpoint.path}, and {list(shape)} in the model of run.json"
             raise _refused(says, "restore its run.json")
+    _held(run, device)
     module = build(run, device=device, dtype=torch.float32)
     reader = Reader(checkpoint)
     if more := [name for name in stored if name not in mine]:
         raise _refused(f"{checkpoint.path} holds a weight {more[0]}, which the model of run.json has not", "restore its run.json")
     load(module, ((name, reader.read(whole(name, "weight", shape))) for name, shape in mine.items()))
     return module.eval()
+
+
+def _held(run: Run, device: torch.device) -> None:
+    """Raises Unreadable where a model, with its padding, is more than this machine's memory."""
+    table = FAMILIES_OF[run.model.family](run.model, run.train)
+    sizes = {**table.sizes, "vocab": padded(table.sizes["vocab"], run.model.vocab_multiple)}
+    needs = 4 * parameters(replace(table, sizes=sizes), run.model.layers)
+    has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if device.type == "cpu" and needs > has:
+        raise _refused(f"the model takes {gib(needs)} GiB in float32, and this machine has {gib(has)}", "")
 
 
 def _refused(says: str, mend: str) -> Unreadable:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ...spec.plain_file import expanded, read_plain
 from .refusal import refused
 
 Ids = NDArray[np.unsignedinteger[Any]]
@@ -88,10 +89,10 @@ def tokenizer(word: str, end: int | None) -> Tokenizer:
 
 
 def _vocabulary(word: str) -> Vocabulary:
-    path = Path(word).expanduser()
+    path = expanded(word)
     path = path / "tokenizer.json" if path.is_dir() else path
     try:
-        text = path.read_bytes()
+        text = read_plain(path)
         rules = import_module("tokenizers").Tokenizer.from_str(text.decode())
     except ImportError:
         raise refused(f"data.tokenizer={word} wants the tokenizers package, which is not installed", "pip install tokenizers") from None
@@ -107,7 +108,7 @@ def _vocabulary(word: str) -> Vocabulary:
 
 def _end(path: Path, ids: dict[str, int]) -> int | None:
     try:
-        named = json.loads(path.with_name("tokenizer_config.json").read_text()).get("eos_token")
+        named = json.loads(read_plain(path.with_name("tokenizer_config.json"))).get("eos_token")
     except (OSError, ValueError, AttributeError):
         named = None
     name = named.get("content") if isinstance(named, dict) else named
