@@ -53,8 +53,7 @@ def _value(value: Any, hint: Any, key: str, problems: list[Problem]) -> Any:
         return _part(value, nested, f"{key}.", problems)
     if get_origin(hint) is dict and isinstance(value, Mapping) and (words := _words(hint)):
         return _mapping(value, hint, words, key, problems)
-    of = dimension_of(key)
-    if of and isinstance(value, str) and value not in _words(hint):
+    if isinstance(value, str) and value not in _words(hint) and (of := dimension_of(key)):
         said = quantity(value, of)
         if said is None:
             problems.append(Problem(rule="unit", says=f"{key}={value} is no {of.noun}", mend=right_form(value, of)))
@@ -71,7 +70,7 @@ def _value(value: Any, hint: Any, key: str, problems: list[Problem]) -> Any:
             raise msgspec.ValidationError("not a finite number")
         return msgspec.convert(_exact(value), hint)
     except msgspec.ValidationError:
-        problems.append(_beyond(value, hint, key) or _counted(value, hint, key) or _mistyped(value, hint, key, of.unit if of else ""))
+        problems.append(_beyond(value, hint, key) or _counted(value, hint, key) or _mistyped(value, hint, key))
         return None
 
 
@@ -91,8 +90,9 @@ def _words(hint: Any) -> list[str]:
     return [str(word) for kind in _choices(hint) if get_origin(kind) is Literal for word in get_args(kind)]
 
 
-def _mistyped(value: Any, hint: Any, key: str, unit: str) -> Problem:
-    says = f"{key}={shown(value)} is not {wanted(hint)}{f' ({unit})' if unit else ''}"
+def _mistyped(value: Any, hint: Any, key: str) -> Problem:
+    of = dimension_of(key)
+    says = f"{key}={shown(value)} is not {wanted(hint)}{f' ({of.unit})' if of else ''}"
     return Problem(rule="type", says=says, mend=_near(value, hint, key))
 
 
