@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from .cp import cp
 from .doctor import doctor
+from .entry import CANNOT, FINE, WRONG_WORDS, exit_with, status_of
 from .export import export
 from .generate import generate
 from .ls import ls
@@ -24,11 +25,6 @@ from .report import report
 if TYPE_CHECKING:
     from ..trainer.plan.result import Plan
 
-FINE, CANNOT, WRONG_WORDS = 0, 1, 2  # exit status: it fits; it can't run; the words are wrong
-
-# Both bases are what every typer since 0.24 raises for a wrong option: click's UsageError, under whichever name it is packed.
-UsageError: type[Exception] = typer.BadParameter.__bases__[0]
-
 
 class Verbs(TyperGroup):
     """The table of verbs, which answers a wrong one in one line."""
@@ -36,6 +32,13 @@ class Verbs(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         """In the order in which a newcomer meets them."""
         return list(self.commands)
+
+    def invoke(self, ctx: Any) -> Any:
+        """What the verb returns; typer would answer a Ctrl-C with an empty line."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The verb that a word names."""
@@ -65,7 +68,7 @@ ConfigDir = Annotated[
 
 def main() -> None:
     """The entry point: run the command line and exit with its status."""
-    raise SystemExit(command(sys.argv[1:]))
+    exit_with(command)
 
 
 def command(argv: Sequence[str]) -> int:
@@ -74,22 +77,10 @@ def command(argv: Sequence[str]) -> int:
     if asked.startswith("complete_"):
         from .complete import answer
 
-        return _say(answer(asked.removeprefix("complete_"), os.environ))
+        return status_of(lambda: _say(answer(asked.removeprefix("complete_"), os.environ)))
     if sys.stdout is not None and hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
-    from ..trainer.spec.problem import Unreadable
-
-    try:
-        return int(app(args=list(argv), prog_name="distrain", standalone_mode=False) or 0)
-    except (KeyboardInterrupt, typer.Abort):
-        return 128 + signal.SIGINT
-    except Unreadable as wrong:
-        tell_problems(wrong.problems)
-    except UsageError as wrong:
-        from .words import usage
-
-        tell_problems([usage(wrong)])
-    return WRONG_WORDS
+    return status_of(lambda: app(args=list(argv), prog_name="distrain", standalone_mode=False), argv)
 
 
 @app.callback(invoke_without_command=True)
@@ -138,16 +129,18 @@ def show(
     """
     from msgspec import to_builtins
 
-    from ..trainer.spec.read import read_run
+    from ..trainer.spec.problem import Problem, Unreadable
 
     conf, overrides = _words(words, "show", config_dir)
-    from .load import as_yaml, compose, load
+    from .load import as_yaml, compose, load, read
 
+    if launch and engine:
+        raise Unreadable([Problem(rule="option", says="--launch and --engine print two things", mend="give one of them")])
     if launch or engine:
         from .launching import shown
 
         return _say("\n".join(shown(load(conf, overrides, config_dir), launch=launch, engine=engine)))
-    composed = to_builtins(read_run(compose(conf, overrides, config_dir)))
+    composed = to_builtins(read(compose(conf, overrides, config_dir)))
     text = as_yaml({key: value for key, value in composed.items() if value is not None})
     if comments:
         from . import key_help, yaml_text
@@ -192,6 +185,8 @@ def plan(
         _say_page(plans[0])
     if swept is None and not _one_stream():
         tell_problems(plans[0].problems)
+    if swept is not None and not any(each.words for each in swept):
+        tell_problems([load.nothing_swept()])
     return FINE if all(each.ok and each.fits for each in plans) else CANNOT
 
 
@@ -269,6 +264,7 @@ def _words(words: Sequence[str] | None, verb: str, config_dir: Path | None) -> t
         from .load import mistakes
 
         raise Unreadable([*read.problems, *mistakes(read.overrides, config_dir)])
+    tell_problems(read.notes)
     return read.conf, read.overrides
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ..trainer.spec.plain_file import expanded
 from . import library
 
 OPTIONS = {
@@ -28,7 +29,8 @@ def answer(shell: str, environment: Mapping[str, str]) -> str:
     """What a shell's completion script is told, in that shell's own form."""
     if shell == "bash":
         words = environment.get("COMP_WORDS", "").split("\n")
-        at = int(environment.get("COMP_CWORD", "0") or 0)
+        said = environment.get("COMP_CWORD", "")
+        at = int(said) if said.isascii() and said.isdecimal() and len(said) < 10 else 0
         before, word = _joined(words[1 : at + 1] if at < len(words) else [*words[1:], ""])
         return "\n".join(each[_cut(word) :] for each in candidates(before, word))
     typed = environment.get("_TYPER_COMPLETE_ARGS", "")
@@ -113,7 +115,7 @@ def _config_dir(before: Sequence[str]) -> Path | None:
     """The folder of the user's own recipes, where one was typed and exists."""
     for flag, value in zip(before, [*before[1:], ""], strict=True):
         found = value if flag == "--config-dir" else flag.partition("=")[2] if flag.startswith("--config-dir=") else ""
-        if found and Path(found).expanduser().is_dir():
+        if found and expanded(found).is_dir():
             return Path(found)
     return None
 

@@ -14,6 +14,9 @@ from typing import Annotated, Literal
 
 import typer
 
+from .printed import say
+from .text import one_line, wrapped
+
 State = Literal["ok", "warning", "problem"]
 
 NEEDED = ("torch", "deepspeed")
@@ -64,12 +67,10 @@ def doctor(
 
 def _told(found: Iterable[Finding | str]) -> int:
     """Print findings as they come, and lines about hosts as they are; 1 where one of them is a problem."""
-    from .printed import say
-    from .text import one_line
 
     stops = False
     for each in found:
-        say(one_line(str(each)))
+        say("\n".join(wrapped(one_line(str(each)), hang=" " * 9)))
         stops |= each.startswith(HOST_PROBLEM) if isinstance(each, str) else each.state == "problem"
     return 1 if stops else 0
 

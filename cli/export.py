@@ -21,9 +21,10 @@ def export(
     distrain export runs/quickstart quickstart-hf
     distrain export runs/quickstart quickstart-bf16 --dtype bf16
     """
+    from ..trainer.spec.plain_file import expanded
     from .child import run_child, run_folder
 
-    folder, destination = run_folder(run_dir), dest.expanduser().absolute()
+    folder, destination = run_folder(run_dir), expanded(dest).absolute()
     _is_free(dest, destination)
     return run_child("export", [str(folder), str(destination), dtype])
 

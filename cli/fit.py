@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
 
@@ -14,8 +15,10 @@ from ..trainer.launch.allocation import job
 from ..trainer.launch.launch import signals
 from ..trainer.launch.words import RUNNERS
 from ..trainer.plan.engines import engine_for, unbuilt
+from ..trainer.plan.idle import RULE as IDLE_RULE
 from ..trainer.plan.mends import limits
 from ..trainer.plan.result import Plan
+from ..trainer.spec.plain_file import expanded
 from ..trainer.spec.problem import Problem, Unreadable
 from ..trainer.spec.run import Run
 from . import machine
@@ -36,6 +39,21 @@ def refused(run: Run, plan: Plan) -> tuple[Problem, ...]:
         found.append(Problem(rule="precision", says=says, mend="set train.precision to fp32 or bf16"))
     found += _no_room(run, plan)
     return tuple(found)
+
+
+PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard"}  # what a log sink needs
+
+
+def remarks(run: Run, plan: Plan) -> Iterator[Problem]:
+    """What of the words a run can be started without: keys that do nothing, log sinks that can't be."""
+    yield from (each for each in plan.warnings if each.rule in (IDLE_RULE, "recompute"))
+    if run.optim.gradient_copy:
+        says = "optim.gradient_copy=true is planned for, and DeepSpeed keeps no such copy"
+        yield Problem(rule=IDLE_RULE, says=says, mend="set optim.gradient_copy=false")
+    for sink in run.log.sinks:
+        if sink in PACKAGES and find_spec(PACKAGES[sink]) is None:
+            says = f"log.sinks names {sink}, which is not installed, so that nothing goes there"
+            yield Problem(rule="sinks", says=says, mend=f"pip install {PACKAGES[sink]}")
 
 
 def _launch(run: Run) -> Iterator[Problem]:
@@ -77,7 +95,7 @@ def _no_room(run: Run, plan: Plan) -> Iterator[Problem]:
 
 def folder_of(run: Run) -> Path:
     """RUN_DIR: one folder a run, under log.dir by its name."""
-    return Path(run.log.dir).expanduser().absolute() / run.name
+    return expanded(run.log.dir).absolute() / run.name
 
 
 def from_here(folder: Path) -> str:

@@ -26,7 +26,7 @@ from .keys import keys
 from .load import load, sweep
 from .measured import ran
 from .printed import show, tell
-from .text import WIDTH, count, many, one_line, table
+from .text import count, many, one_line, table, width
 
 PLAIN = re.compile(r"[A-Za-z0-9._-]+")  # a value that stands in a folder's name as it is; what crosses to hosts is of these too
 LONGEST = 150  # characters of a folder's name
@@ -119,7 +119,7 @@ def result_lines(runs: Sequence[SweepRun], statuses: Sequence[int]) -> list[str]
     cells += [["-", "-", "-", "not started"] for _ in runs[len(statuses) :]]
     names = ["run", *(one_line(short_words(each.words) or each.run.name) for each in runs)]
     numbers = table(cells, left=(3,))
-    wide = min(max(map(len, names)), WIDTH - 2 - max(map(len, numbers)))
+    wide = min(max(map(len, names)), width() - 2 - max(map(len, numbers)))
     lines = []
     for name, line in zip(names, numbers, strict=True):
         lines += [name] if len(name) > wide else []

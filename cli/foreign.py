@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
-import sys
 from contextlib import suppress
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ..trainer.launch.whole import put
+from ..trainer.spec.plain_file import read_plain
 from ..trainer.spec.problem import Problem, Unreadable
+from .child import ask_child
 from .machine_cache import folder
 
 PATIENCE = 300.0  # seconds that making a model of no memory may take
@@ -40,9 +42,9 @@ def parameters(model: dict[str, Any]) -> list[Problem]:
 
 def _found(path: Path) -> dict[str, Any]:
     """What transformers makes of a config.json or of the folder that holds it; raises Unreadable."""
-    file = path / "config.json" if path.is_dir() else path
+    file = path / "config.json" if os.path.isdir(path) else path
     try:
-        release, text = version("transformers"), file.read_bytes()
+        release, text = version("transformers"), read_plain(file)
     except PackageNotFoundError:
         says = f"model.hf={path}: transformers, which has this model, is not installed"
         raise Unreadable([Problem(rule="hf", says=says, mend="pip install 'distrain[hf]'")]) from None
@@ -62,9 +64,8 @@ def _found(path: Path) -> dict[str, Any]:
 
 def _asked(file: Path) -> dict[str, Any]:
     """The child's answer; raises Unreadable."""
-    child = [sys.executable, "-m", "distrain.trainer.models.auto.meta", str(file)]
     try:
-        done = subprocess.run(child, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE)
+        done = ask_child("distrain.trainer.models.auto.meta", [str(file)], seconds=PATIENCE)
         said: dict[str, Any] = json.loads(done.stdout)
     except (OSError, ValueError, subprocess.TimeoutExpired):
         mend = f"python -m distrain.trainer.models.auto.meta {file} says why"

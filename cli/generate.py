@@ -23,12 +23,16 @@ def generate(
 
     \b
     distrain generate runs/quickstart --prompt "def main("
-    distrain generate runs/quickstart --prompt "import " --tokens 400 --temperature 0.6 --top-k 20
+    distrain generate runs/quickstart --prompt "import " --tokens 400 --top-k 20
     """
     from ..trainer.spec.problem import Problem, Unreadable
     from .child import run_child, run_folder
+    from .printed import tell_problems as tell
 
     if not isfinite(temperature):
         raise Unreadable([Problem(rule="option", says=f"--temperature {temperature} is no number", mend="1 leaves the shares as learnt")])
+    if not temperature:
+        idle = [("--top-k", top_k), ("--seed", seed or None)]
+        tell([f"{name} {value} does nothing with --temperature 0" for name, value in idle if value is not None])
     said = {"prompt": prompt, "tokens": tokens, "temperature": temperature, "top_k": top_k, "seed": seed, "tokenizer": tokenizer}
-    return run_child("generate", [str(run_folder(run_dir)), json.dumps(said)])
+    return run_child("generate", [str(run_folder(run_dir)), "-"], json.dumps(said))

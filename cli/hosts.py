@@ -17,7 +17,7 @@ from ..trainer.spec.problem import Problem
 from ..trainer.spec.run import Run
 from .fit import folder_of
 from .printed import tell
-from .text import many, rate, seconds, size, table
+from .text import many, narrow_table, rate, seconds, size, width, wrapped
 
 CARRIED = ("NCCL_", "GLOO_")  # variables that say over which links ranks talk
 
@@ -51,9 +51,9 @@ def looked(hosts: Sequence[Host], run: Run, plan: Plan, show: Callable[[str], ob
 def lines(report: Report) -> Iterator[str]:
     """A line a host, then what is worth a word."""
     heads = ["host", "answers in", "python", "torch", "slots", "has", "free disk", "clock", "reaches"]
-    yield from table([heads, *(_row(each, len(report.seen)) for each in report.seen)])
+    yield from narrow_table([heads, *(_row(each, len(report.seen)) for each in report.seen)], room=width())
     for note in report.notes:
-        yield f"note: {note}"
+        yield from wrapped(f"note: {note}", hang="  ")
     if report.rate is not None:
         yield f"an all-reduce between the hosts goes at {rate(report.rate, 'B/s')}"
 

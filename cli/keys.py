@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ..trainer.spec.problem import Problem, nearest
+from ..trainer.spec.read import shown
 from ..trainer.spec.run import Run
+from . import synonyms
 
 OURS = ("reading", "model.parameters")  # said by distrain, not by a user
 
@@ -27,15 +31,31 @@ def texts(known: Mapping[str, Any]) -> set[str]:
     return {key for key, hint in known.items() if hint in (str, str | None, str | tuple[str, ...] | None)}
 
 
-def unknown(key: str, known: Mapping[str, Any]) -> Problem | None:
-    """The problem with a key that doesn't exist; None where it does."""
+def unknown(key: str, known: Mapping[str, Any], value: Any = None) -> Problem | None:
+    """The problem with a key that doesn't exist, with the value that was given to it; None where the key does."""
     sections = _sections(known)
     holder, _, last = key.rpartition(".")
     if key in known or key in sections or (holder in known and last in _words_of(known[holder])):
         return None
     if words := _words_of(known.get(holder)):
         return Problem(rule="unknown", says=f"no key {key}", mend=nearest(last, words))
+    if right := meant(key, known):
+        mend = f"did you mean {right}?" if value in (None, "") else f"write {right}={shown(value)}"
+        return Problem(rule="unknown", says=f"no key {key}", mend=mend)
+    if theirs := synonyms.answer(key, value):
+        return theirs
     return Problem(rule="unknown", says=f"no key {key}", mend=_near(key, known, sections))
+
+
+def meant(key: str, known: Mapping[str, Any]) -> str:
+    """The key that is written with other signs between its words, or in other letters: MODEL/layers, train.micro-batch; "": none."""
+    plain = unicodedata.normalize("NFKD", re.sub(r"\[\d*\]$", "", key)).encode("ascii", "ignore").decode()
+    found = [each for each in known if _letters(each) == _letters(plain)]
+    return found[0] if len(found) == 1 and found[0] != key else ""
+
+
+def _letters(key: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", key.lower())
 
 
 def values(key: str) -> list[str]:

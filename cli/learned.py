@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..trainer.launch.watchdog import Watchdog
 from ..trainer.plan.change import changed
+from ..trainer.spec.plain_file import read_plain
 from ..trainer.spec.run import Checkpoint, Launch, Log, Run
 from .files import put
 
@@ -40,7 +41,7 @@ def watchdog(run: Run, folder: Path) -> Watchdog:
     from msgspec import DecodeError, json
 
     with suppress(OSError, DecodeError):
-        found = json.decode((folder / NAME).read_bytes(), type=Intervals)
+        found = json.decode(read_plain(folder / NAME), type=Intervals)
         if found.of == fingerprint(run):
             return Watchdog(patience=run.launch.patience, seen=found.seen, hung=found.hung)
     return Watchdog(patience=run.launch.patience)

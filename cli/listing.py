@@ -9,7 +9,7 @@ from typing import Any
 from ..trainer.spec.problem import Problem, Unreadable, nearest
 from . import library
 from .ls import RUNS
-from .text import WIDTH, look, one_line
+from .text import look, one_line, width
 
 RECIPES = "recipes"
 SECTIONS = {"device": "cluster.device"}  # where the keys of a group are, if not under its own name
@@ -99,4 +99,4 @@ def _lines(rows: Mapping[str, str]) -> list[str]:
 
 
 def _cut(line: str) -> str:
-    return line if len(line) <= WIDTH else f"{line[: WIDTH - 4].rstrip(' ,')} ..."
+    return line if len(line) <= width() else f"{line[: width() - 4].rstrip(' ,')} ..."

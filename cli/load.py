@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from ..trainer.spec.plain_file import expanded
 from ..trainer.spec.problem import Problem, Unreadable
+from ..trainer.spec.quantity import dimension_of
 from ..trainer.spec.read import read_run
 from ..trainer.spec.run import Run
 from . import foreign, library
@@ -28,9 +31,10 @@ from .family import fill_in_family
 from .keys import keys, texts
 from .machine import own_memory, put_rates, settle
 from .overrides import MOST, Override, Said, layouts, said
-from .reasons import agree, chosen, reason
+from .reasons import agree, in_our_words, reason
 from .shape import put
 from .words import unread
+from .yaml_file import read_config, read_plainly
 
 PRIMARY = "_recipe_"  # the name under which Hydra finds the recipe that was read here
 COMMAS = ("launch.include", "launch.exclude")  # keys whose values have commas of their own: host1:0,2
@@ -62,6 +66,14 @@ def compose(conf: str, overrides: Sequence[str] = (), config_dir: Path | None = 
     return words
 
 
+def read(words: Mapping[str, Any]) -> Run:
+    """The `Run` that composed words say; raises Unreadable with all that is wrong."""
+    try:
+        return read_run(words)
+    except Unreadable as error:
+        raise Unreadable(in_our_words(each, words) for each in error.problems) from None
+
+
 def sweep(conf: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> list[Swept]:
     """A run for every combination of the values that sweep, the last word fastest; raises Unreadable."""
     loader, runs, problems = Loader(config_dir), list[Swept](), dict[Problem, None]()
@@ -74,6 +86,11 @@ def sweep(conf: str, overrides: Sequence[str] = (), config_dir: Path | None = No
     if problems:
         raise Unreadable(problems)
     return runs
+
+
+def nothing_swept() -> Problem:
+    """What is wrong with -m where no word lists values."""
+    return Problem(rule="sweep", says="-m has nothing to sweep", mend="write KEY=A,B to plan each, or leave -m out")
 
 
 def mistakes(overrides: Sequence[str], config_dir: Path | None = None) -> tuple[Problem, ...]:
@@ -111,11 +128,9 @@ class Loader:
         if isinstance(words.get("model"), dict):
             problems += foreign.parameters(words["model"])
         try:
-            run = read_run(words)
+            run = read(words)
         except Unreadable as error:
-            raise Unreadable(
-                [*problems, *map(chosen, (each for each in error.problems if each.rule != "missing" or not problems))]
-            ) from None
+            raise Unreadable([*problems, *(each for each in error.problems if each.rule != "missing" or not problems)]) from None
         if problems:
             raise Unreadable(problems)
         return run
@@ -126,7 +141,7 @@ class Loader:
         problems = list(told.problems)
         try:
             file = library.recipe(conf, self.config_dir)
-            recipe = _file(file)
+            recipe = read_config(file)
             config = self._base(recipe, told.choices, file).copy()
             before = _family(config)
             _read_hf(config, recipe, file, told)
@@ -147,7 +162,7 @@ class Loader:
 
     def _device(self, name: str) -> dict[str, Any]:
         """What an option of group device says."""
-        read: dict[str, Any] = _plain(_file(library.options("device", self.config_dir)[name]), "", [])
+        read: dict[str, Any] = _plain(read_config(library.options("device", self.config_dir)[name]), "", [])
         return read
 
     def _base(self, recipe: DictConfig, choices: Sequence[Override], file: Path) -> DictConfig:
@@ -191,6 +206,7 @@ class Loader:
         node["hydra"] = {"searchpath": [f"file://{root}" for root in (*self.roots[1:], file.parent.absolute())]}
         if "defaults" in node and "_self_" not in node["defaults"]:
             node["defaults"].append("_self_")
+        read_plainly()
         ConfigStore.instance().store(name=PRIMARY, node=node)
         with initialize_config_dir(str(self.roots[0]), job_name="distrain", version_base="1.3"):
             config = hydra_compose(PRIMARY, overrides=[word.choice for word in choices])
@@ -211,22 +227,28 @@ def _parsed(text: str, known: Mapping[str, Any]) -> Override | Problem:
     """One override by Hydra's grammar; a key that takes text takes what the grammar can't read (~/config.json)."""
     key, _, value = text.partition("=")
     quoted = hydra_types.QuotedString(text=value, quote=hydra_types.Quote.single).with_quotes()
-    for each in (text, f"{key}={quoted}") if key in texts(known) else (text,):
+    bare = key.lstrip("+")
+    for each in (text, f"{key}={quoted}") if bare in texts(known) or dimension_of(bare) else (text,):
         try:
             word = OverridesParser.create().parse_override(each)
-            if each is text and key in COMMAS and word.is_sweep_override():
+            if each is text and bare in COMMAS and word.is_sweep_override():
                 continue
             return Override(
                 text=text,
                 key=word.key_or_group,
                 package=word.package,
                 deletes=word.is_delete(),
-                value=None if word.is_sweep_override() else word.value(),
+                value=None if word.is_sweep_override() else _as_text(word.value(), value) if bare in texts(known) else word.value(),
                 sweeps=_sweeps(word),
             )
         except (HydraException, ValueError):
             continue
     return unread(text, known)
+
+
+def _as_text(value: Any, typed: str) -> Any:
+    """The value of a key that takes text: a number or a truth as it was typed."""
+    return typed if isinstance(value, int | float) else value
 
 
 def _sweeps(word: hydra_types.Override) -> Sequence[str] | Callable[[list[str]], list[str]] | None:
@@ -235,24 +257,6 @@ def _sweeps(word: hydra_types.Override) -> Sequence[str] | Callable[[list[str]],
         return None
     value = word.value()
     return value.filter if isinstance(value, hydra_types.Glob) else tuple(islice(word.sweep_string_iterator(), MOST + 1))
-
-
-def _file(file: Path) -> DictConfig:
-    """A recipe's own words, not yet composed."""
-    try:
-        recipe = OmegaConf.load(file)
-    except WRONG as error:
-        raise Unreadable([reason(error, file, None, PRIMARY)]) from None
-    if not isinstance(recipe, DictConfig):
-        raise Unreadable([Problem(rule="yaml", says=f"{file} holds a list", mend="a recipe is a mapping of keys")])
-    if "hydra" in recipe:
-        raise Unreadable([Problem(rule="unknown", says=f"{file}: no key hydra", mend="leave it out")])
-    defaults = recipe.get("defaults", [])
-    if not isinstance(defaults, ListConfig | list) or not all(isinstance(each, str | DictConfig) for each in defaults):
-        raise Unreadable(
-            [Problem(rule="yaml", says=f"{file}: defaults is not a list of `GROUP: NAME`", mend="write each as `- model: NAME`")]
-        )
-    return recipe
 
 
 def _read_hf(config: DictConfig, recipe: DictConfig, file: Path, told: Said) -> None:
@@ -290,8 +294,8 @@ def _place_weights(config: DictConfig, file: Path, *, said_here: bool) -> None:
 
 def _placed(path: str, file: Path, *, said_here: bool) -> Path:
     """A path of a recipe is looked for beside it first; one of the command line is from the folder that it is typed in."""
-    near = file.parent / Path(path).expanduser()
-    return (near if near.exists() and not said_here else Path(path).expanduser()).absolute()
+    near = file.parent / expanded(path)
+    return (near if os.path.exists(near) and not said_here else expanded(path)).absolute()
 
 
 def _family(config: DictConfig) -> object:

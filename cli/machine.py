@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from ..trainer.spec.problem import Problem
+from .child import ask_child
 from .machine_cache import Cpu, Entry, Facts, Ring, file_of, read_entry, write_entry
 
 # CUDA's names of devices that conf/device describes.
@@ -111,7 +111,7 @@ def probe() -> Problem | None:
     """
     busy = load()
     try:
-        done = subprocess.run([sys.executable, "-m", "distrain.trainer.probe"], capture_output=True, text=True, timeout=PATIENCE)
+        done = ask_child("distrain.trainer.probe", seconds=PATIENCE)
         said = json.loads(done.stdout) if done.returncode == 0 else None
     except (OSError, ValueError, subprocess.TimeoutExpired):
         said = None

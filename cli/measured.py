@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
+
+from ..trainer.rundir.checkpoints import steps
+from .run_files import at, natural, number, read_lines, read_mapping, read_rows
 
 Unit = Literal["bytes", "seconds", "rate", "share"]
 Rows = Sequence[Mapping[str, Any]]
@@ -51,57 +54,92 @@ class Ran:
     resident: int | None  # bytes of the process at the most, with all that is no tensor; of a GPU: what its allocator gave out
     losses: tuple[tuple[int, float], ...]
     validation: tuple[tuple[int, float], ...]
+    lost: int = 0  # logged steps whose loss was not finite, beside those that were left out
+    damaged: tuple[str, ...] = ()  # files that are not as they were written
 
 
 def ran(folder: Path) -> Ran:
-    """Read RUN_DIR, made by `distrain fit`; what is not there yet is None or empty."""
-    run, plan, counted = (_read(folder / name) for name in ("run.json", "plan.json", "measured.json"))
-    written = list(_lines(folder / "metrics.jsonl"))
-    logged = [row for row in written if isinstance(row.get("step"), int) and "restart" not in row]
-    rows = list({row["step"]: row for row in logged}.values())  # of a step that was done twice, the last time
+    """Read RUN_DIR, made by `distrain fit`; what is not there yet, or not as it was written, is None or empty."""
+    damaged = list[str]()
+    run, plan, counted = (_read(folder / name, damaged) for name in ("run.json", "plan.json", "measured.json"))
+    written = list(read_rows(folder / "metrics.jsonl"))
+    logged = [row for row in map(_figures, written) if "step" in row and "restart" not in row]
+    rows = list({int(row["step"]): row for row in logged}.values())  # of a step that was done twice, the last time
+    last = list({step: row for row in written if (step := natural(row.get("step"))) is not None and "restart" not in row}.values())
     steady = [row for row in rows if "seconds" in row]
     steady = steady[1:] or steady  # the first has everything warming up in it
+    name, again = run.get("name"), pairwise(int(row["step"]) for row in logged)
     return Ran(
-        name=run.get("name", folder.name),
-        steps=max((row["step"] for row in rows), default=0),
-        whole=(plan.get("run") or {}).get("steps") or 0,
-        starts=_starts(folder / "ranks" / "0.log"),
-        restarts=tuple((row["step"], row["lost_steps"]) for row in written if "restart" in row),
-        skipped=sum("skipped" in row for row in rows),
-        spikes=sum("spike" in row for row in rows),
-        goodput=next((row["goodput"] for row in reversed(written) if "goodput" in row), None),
-        again=tuple((one["step"], two["step"]) for one, two in pairwise(logged) if two["step"] <= one["step"]),
-        saved=tuple(sorted(int(each.name[5:]) for each in folder.glob("checkpoints/step_*") if each.name[5:].isdigit())),
-        device=plan.get("device", ""),
-        entropy=counted.get("unigram_entropy"),
-        memory=tuple(_memory(plan, counted.get("memory") or {})),
+        name=name if isinstance(name, str) else folder.name,
+        steps=max((int(row["step"]) for row in rows), default=0),
+        whole=natural(at(plan, "run", "steps")) or 0,
+        starts=sum(line.startswith(b"== rank 0 of ") for line in read_lines(folder / "ranks" / "0.log")),
+        restarts=tuple(_restarts(written)),
+        skipped=sum("skipped" in row for row in last),
+        spikes=sum("spike" in row for row in last),
+        goodput=next((each for row in reversed(written) if (each := number(row.get("goodput"))) is not None), None),
+        again=tuple((one, two) for one, two in again if two <= one),
+        saved=tuple(_saved(folder / "checkpoints")),
+        device=str(plan.get("device", "")),
+        entropy=number(counted.get("unigram_entropy")),
+        memory=tuple(_memory(plan, counted)),
         time=tuple(_time(plan, run, steady)),
         speed=tuple(_speed(plan, steady)),
-        resident=max((row["memory_peak"] for row in steady if row.get("memory_peak")), default=None),
-        losses=tuple((row["step"], row["loss"]) for row in rows if row.get("loss") is not None),
-        validation=tuple((row["step"], row["validation_loss"]) for row in rows if row.get("validation_loss") is not None),
+        resident=max((int(row["memory_peak"]) for row in steady if row.get("memory_peak")), default=None),
+        losses=tuple((int(row["step"]), row["loss"]) for row in rows if "loss" in row),
+        validation=tuple((int(row["step"]), row["validation_loss"]) for row in rows if "validation_loss" in row),
+        lost=sum(row.get("loss", 0) is None and "skipped" not in row for row in last),
+        damaged=tuple(damaged),
     )
 
 
-def _memory(plan: Mapping[str, Any], counted: Mapping[str, int]) -> Iterator[Beside]:
+def _saved(folder: Path) -> list[int]:
+    """The steps that have a checkpoint's folder, rising; none where the folder can't be read."""
+    with suppress(OSError):
+        return sorted(steps(folder))
+    return []
+
+
+def _figures(row: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of a row, its step a count."""
+    found = {key: each for key, value in row.items() if (each := number(value)) is not None}
+    if natural(row.get("step")) is None:
+        found.pop("step", None)
+    return found
+
+
+def _restarts(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int]]:
+    for row in rows:
+        step, lost = natural(row.get("step")), natural(row.get("lost_steps"))
+        if "restart" in row and step is not None and lost is not None:
+            yield step, lost
+
+
+def _memory(plan: Mapping[str, Any], counted: Mapping[str, Any]) -> Iterator[Beside]:
     """Bytes by kind of the fullest rank. What a pass saves is counted with its logits."""
-    memory = plan.get("memory")
-    held: Mapping[str, int] = memory["stages"][memory["stage"]]["bytes"] if memory else {}
+    held = at(plan, "memory", "stages", at(plan, "memory", "stage"), "bytes")
     for kind in ("weights", "gradients", "optimizer", "activations"):
-        planned = held.get(kind, 0) + (held.get("logits", 0) if kind == "activations" else 0) if held else None
-        yield Beside(name=kind, unit="bytes", planned=planned, measured=counted.get(kind))
+        planned = number(at(held, kind))
+        if planned is not None and kind == "activations":
+            planned += number(at(held, "logits")) or 0
+        yield Beside(name=kind, unit="bytes", planned=planned, measured=number(at(counted, "memory", kind)))
 
 
 def _time(plan: Mapping[str, Any], run: Mapping[str, Any], rows: Rows) -> Iterator[Beside]:
     """Seconds of a step and of its parts. Stages 1 and 2 gather weights in the optimizer's step, all else travels in the passes."""
-    time = plan.get("time")
-    yield Beside(name="step", unit="seconds", planned=time["step"] if time else None, measured=_middle(rows, "seconds"))
-    gathers = (run.get("parallel") or {}).get("zero") in (1, 2)
-    late = sum(each["exposed"] or 0.0 for each in plan.get("traffic", ()) if gathers and each["verb"] == "all_gather")
+    yield Beside(name="step", unit="seconds", planned=number(at(plan, "time", "step")), measured=_middle(rows, "seconds"))
+    gathers, messages = at(run, "parallel", "zero") in (1, 2), plan.get("traffic")
+    late = sum(
+        number(at(each, "exposed")) or 0.0
+        for each in (messages if isinstance(messages, list) else ())
+        if gathers and at(each, "verb") == "all_gather"
+    )
     planned: dict[str, float | None] = {"data": 0.0, "forward and backward": None, "optimizer step": None}
-    if time:
-        planned["forward and backward"] = time["compute"] + time["exposed"] + time["bubble"] - late
-        planned["optimizer step"] = time["optimizer"] + late
+    parts = [number(at(plan, "time", key)) for key in ("compute", "exposed", "bubble", "optimizer")]
+    if None not in parts:
+        compute, exposed, bubble, optimizer = (each or 0.0 for each in parts)
+        planned["forward and backward"] = compute + exposed + bubble - late
+        planned["optimizer step"] = optimizer + late
     forward, backward = _middle(rows, "seconds_forward"), _middle(rows, "seconds_backward")
     passes = forward + backward if forward is not None and backward is not None else None
     found = {"data": _middle(rows, "seconds_data"), "forward and backward": passes, "optimizer step": _middle(rows, "seconds_step")}
@@ -110,9 +148,8 @@ def _time(plan: Mapping[str, Any], run: Mapping[str, Any], rows: Rows) -> Iterat
 
 
 def _speed(plan: Mapping[str, Any], rows: Rows) -> Iterator[Beside]:
-    speed = plan.get("throughput") or {}
     for key, name, unit in (("tokens_per_second", "tokens/s", "rate"), ("mfu", "MFU", "share")):
-        yield Beside(name=name, unit=unit, planned=speed.get(key), measured=_middle(rows, key))  # type: ignore[arg-type]
+        yield Beside(name=name, unit=unit, planned=number(at(plan, "throughput", key)), measured=_middle(rows, key))  # type: ignore[arg-type]
 
 
 def _middle(rows: Rows, key: str) -> float | None:
@@ -120,32 +157,12 @@ def _middle(rows: Rows, key: str) -> float | None:
     return median(found) if found else None
 
 
-def _starts(log: Path) -> int:
+def _read(file: Path, damaged: list[str]) -> dict[str, Any]:
+    """A file's object, {} where there is none; a file that is there and holds none is named in `damaged`."""
     try:
-        with log.open(encoding="utf-8", errors="replace") as lines:
-            return sum(line.startswith("== rank 0 of ") for line in lines)
-    except OSError:
-        return 0
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = read_mapping(file)
+    except FileNotFoundError:
         return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    """The rows of metrics.jsonl; one that a crash cut short is left out."""
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            yield row
+    if found is None:
+        damaged.append(file.name)
+    return found or {}

@@ -11,7 +11,7 @@ from typing import Any, get_origin
 from ..trainer.spec.problem import Problem, Unreadable, nearest
 from ..trainer.spec.read import shown
 from . import library
-from .keys import unknown
+from .keys import meant, unknown
 from .shape import FORMS, is_shape
 from .words import unread
 
@@ -126,23 +126,32 @@ def _wrong(word: Override, known: Mapping[str, Any], groups: Sequence[str], conf
         listed = f", or write {word.key}=[{value}] for a list" if get_origin(known.get(word.key)) is tuple else ""
         return Problem(rule="sweep", says=f"{word.text} is a sweep", mend=f"add -m to plan or fit each{listed}")
     if _chooses(word, groups):
+        if word.package not in (None, word.key, f"cluster.{word.key}"):
+            says = f"{word.text}: {word.package} takes no {word.key}"
+            return Problem(rule="option", says=says, mend=f"write {word.key}={shown(word.value)}")
         sizes = word.key == "cluster" and is_shape(word.value)
         return None if word.deletes or sizes else _no_option(word.key, word.value, config_dir)
     if word.key.partition(".")[0].partition("/")[0] == "hydra":
         return Problem(rule="unknown", says=f"no key {word.key}", mend="distrain has no settings of Hydra's")
+    if "/" in word.key and meant(word.key, known):
+        return unknown(word.key, known, word.value)
     if word.package or "/" in word.key:
         return Problem(rule="unknown", says=f"{word.text}: no group {word.key}", mend=nearest(word.key, groups))
     if word.key == "cluster.device" and isinstance(word.value, str):
         return Problem(rule="type", says=f"{word.text} names a device", mend=f"write device={word.value}")
-    return unknown(word.key, known)
+    return unknown(word.key, known, word.value)
 
 
 def _no_option(group: str, value: Any, config_dir: Path | None) -> Problem | None:
     options = library.options(group, config_dir)
     for name in value if isinstance(value, list) else [value]:
         if not isinstance(name, str) or name not in options:
-            sizes = group == "cluster" and shown(name)[:1].isdigit()
-            mend = f"a size is {FORMS}" if sizes else library.near(shown(name), options)
+            if group == "cluster" and shown(name)[:1].isdigit():
+                mend = f"a size is {FORMS}"
+            elif isinstance(name, str):
+                mend = library.near(name, options)
+            else:
+                mend = f"`distrain ls {group}` lists them; its keys are written {group}.KEY={shown(name)}"
             return Problem(rule="option", says=f"{group}={shown(value)} names no {group}", mend=mend)
     return None
 

@@ -8,7 +8,24 @@ from itertools import groupby
 from ..trainer.plan.result import Memory, Message, Plan, StageMemory
 from ..trainer.plan.saving import ENOUGH
 from ..trainer.spec.problem import Problem
-from .text import WIDTH, Look, count, in_unit, many, part, rate, seconds, share, size, table, unit_of, wrapped
+from .text import (
+    Look,
+    count,
+    digits,
+    in_unit,
+    many,
+    narrow_table,
+    one_line,
+    part,
+    rate,
+    seconds,
+    share,
+    size,
+    table,
+    unit_of,
+    width,
+    wrapped,
+)
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
 HEADS = {"gradients": "grads", "optimizer": "optim", "activations": "activ", "overhead": "other"}
@@ -19,6 +36,8 @@ CAUSES = {
     "optimizer": "optimizer step",
 }
 ROWS = 12  # stages that are shown before the middle is left out
+SHORTEST = 4  # columns of a bar
+FEWEST = 3  # kinds of memory that have a column of their own
 MESSAGES = 14  # kinds of message that are shown, largest first
 
 
@@ -40,7 +59,7 @@ def verdict(plan: Plan) -> str:
     """One line: whether it fits, how full the fullest device is, and how fast it goes."""
     memory = plan.memory
     if memory is None:
-        return f"{plan.name} can't be laid out: {many(len(plan.problems), 'problem')}"
+        return f"{one_line(plan.name)} can't be laid out: {many(len(plan.problems), 'problem')}"
     of = part(memory.peak, memory.capacity)
     where = f" on stage {memory.stage}" if len(memory.stages) > 1 else ""
     if not plan.fits:
@@ -49,7 +68,15 @@ def verdict(plan: Plan) -> str:
         says = f"can't run: {many(len(plan.problems), 'problem')} ({of} would fit)"
     else:
         says = f"fits: {of}"
-    return f"{plan.name} {says}{_speed(plan)}"
+    return (
+        f"{one_line(plan.name)} {says}{_speed(plan)}{f'; not run: {_not_run(plan)}' if plan.fits and plan.ok and not plan.runnable else ''}"
+    )
+
+
+def _not_run(plan: Plan) -> str:
+    """The first of the words that keep the plan's engine from running it."""
+    limits = [each.says.partition(" does not run ")[2] for each in plan.warnings if each.rule == "engine"]
+    return limits[0] if limits else "no engine here can"
 
 
 def _speed(plan: Plan) -> str:
@@ -78,9 +105,9 @@ def _mesh(plan: Plan) -> list[str]:
     experts = f" (ep {mesh['ep']} inside dp)" if mesh.get("ep", 1) > 1 else ""
     equals = f"{shape}{experts} = " if shape else ""
     return [
-        f"Mesh: {equals}{many(plan.world, 'rank')} on {many(plan.nodes, 'node')} x {plan.gpus} {plan.device}",
+        *wrapped(f"Mesh: {equals}{many(plan.world, 'rank')} on {many(plan.nodes, 'node')} x {plan.gpus} {one_line(plan.device)}"),
         *(wrapped(plan.reading, indent="  ") if plan.reading else ()),
-        *(f"  {line}" for line in table(list(plan.groups.items()), left=(0, 1))),
+        *(line for axis, lie in plan.groups.items() for line in wrapped(f"{axis.ljust(4)}{lie}", indent="  ")),
         *(wrapped(", ".join(_schedule(plan)), indent="  ") if plan.memory else ()),
     ]
 
@@ -105,17 +132,41 @@ def _memory(plan: Plan, look: Look) -> list[str]:
         return []
     kinds = [kind for kind in KINDS if any(getattr(stage.bytes, kind) for stage in memory.stages)]
     runs, unit = _runs(memory), unit_of(memory.peak)
-    cells = [["stage", "layers", *(HEADS.get(kind, kind) for kind in kinds), "total"]]
-    cells += [_row(run, kinds, unit) for run in runs]
-    lines = table(cells, left=(0, 1))
-    room = max(6, min(24, WIDTH - len(lines[0]) - len("    100 %") - 2))
-    shares = [_fullest(run).bytes.total / memory.capacity for run in runs]
-    bars = [f"{look.bar(each, room)} {100 * each:4.0f} %" for each in shares]
-    shown = [f"  {line}  {bar}" for line, bar in zip(lines[1:], bars, strict=True)]
+    cells = _cells(runs, kinds, unit)
+    while len(kinds) > FEWEST and len(table(cells, (0, 1), " ")[0]) + len("  100 %") + 2 > width():
+        kinds.remove(min(kinds, key=lambda kind: max(getattr(stage.bytes, kind) for stage in memory.stages)))
+        cells = _cells(runs, kinds, unit)
+    head, *shown = _barred(cells, [_fullest(run).bytes.total / memory.capacity for run in runs], look)
     if len(shown) > ROWS:
         shown = _middle_left_out(shown, next(at for at, run in enumerate(runs) if any(stage.index == memory.stage for stage in run)))
     alike = "; a range shows its fullest stage" if any(len(run) > 1 for run in runs) else ""
-    return [f"Memory of a rank, in {unit} of {in_unit(memory.capacity, unit)}{alike}", f"  {lines[0]}", *shown]
+    return [*wrapped(f"Memory of a rank, in {unit} of {in_unit(memory.capacity, unit)}{alike}"), f"  {head}", *shown]
+
+
+def _barred(cells: Sequence[Sequence[str]], shares: Sequence[float], look: Look) -> list[str]:
+    """A table's head, and its rows with a bar and a percentage of each: as wide as there is room for, else without bar."""
+    percents = [f"{digits(100 * each, 1) if each < 10 else count(100 * each)} %" for each in shares]
+    longest, columns = max(4, *map(len, percents)), width()
+    for gap in ("  ", " "):
+        head, *lines = table(cells, (0, 1), gap)
+        room = min(24, columns - max(map(len, (head, *lines))) - longest - 5)
+        if room >= SHORTEST:
+            break
+    bars = [f"{look.bar(each, room)} " if room >= SHORTEST else "" for each in shares]
+    return [head, *(f"  {line}  {bar}{each.rjust(longest)}" for line, bar, each in zip(lines, bars, percents, strict=True))]
+
+
+def _cells(runs: Sequence[Sequence[StageMemory]], kinds: Sequence[str], unit: str) -> list[list[str]]:
+    """A row for each run of stages, with a column a kind; kinds that have none are in `other`."""
+    named = [kind for kind in kinds if kind != "overhead"]
+    rest = any(held.total > sum(getattr(held, kind) for kind in named) for run in runs for held in [_fullest(run).bytes])
+    cells = [["stage", "layers", *(HEADS.get(kind, kind) for kind in named), *(["other"] if rest else []), "total"]]
+    for run in runs:
+        held = _fullest(run).bytes
+        figures = [getattr(held, kind) for kind in named]
+        others = [held.total - sum(figures)] if rest else []
+        cells.append([_span(run[0].index, run[-1].index), _layers(run), *(in_unit(each, unit) for each in (*figures, *others, held.total))])
+    return cells
 
 
 def _runs(memory: Memory) -> list[list[StageMemory]]:
@@ -125,15 +176,6 @@ def _runs(memory: Memory) -> list[list[StageMemory]]:
 
 def _fullest(run: Sequence[StageMemory]) -> StageMemory:
     return max(run, key=lambda stage: stage.bytes.total)
-
-
-def _row(run: Sequence[StageMemory], kinds: Sequence[str], unit: str) -> list[str]:
-    held = _fullest(run).bytes
-    return [
-        _span(run[0].index, run[-1].index),
-        _layers(run),
-        *(in_unit(getattr(held, kind), unit) for kind in (*kinds, "total")),
-    ]
 
 
 def _layers(run: Sequence[StageMemory]) -> str:
@@ -168,8 +210,8 @@ def _traffic(plan: Plan) -> list[str]:
     rest = messages[MESSAGES:]
     more = [f"  ... and {size(sum(each.sent for each in rest))} in {len(rest)} smaller kinds"] if rest else []
     return [
-        f"Traffic of a rank in a step: {total or 'nothing'}",
-        *(f"  {line}" for line in table(rows, left=(0, 1, 2))),
+        *wrapped(f"Traffic of a rank in a step: {total or 'nothing'}"),
+        *(f"  {line}" for line in narrow_table(rows, (0, 1, 2), room=width() - 2)),
         *more,
     ]
 
@@ -187,12 +229,13 @@ def _time(plan: Plan, look: Look) -> list[str]:
         return ["Time, throughput and days are not known", *wrapped(_how_to_know(plan), indent="  ")]
     parts = [(words, getattr(time, cause)) for cause, words in CAUSES.items() if getattr(time, cause)]
     rows = [[words, seconds(part), share(part / time.step)] for words, part in parts]
-    bars = [look.bar(part / time.step, 30) for _, part in parts]
+    lines = table(rows)
+    bars = [look.bar(part / time.step, min(30, width() - len(lines[0]) - 4)) for _, part in parts]
     flops = (speed.model_flops_per_second_per_gpu, speed.hardware_flops_per_second_per_gpu)
     again = f", {rate(flops[1], 'FLOP/s')} with recomputation (HFU {share(speed.hfu)})" if flops[1] > flops[0] else ""
     return [
         f"Time of a step: {seconds(time.step)}",
-        *(f"  {line}  {bar}" for line, bar in zip(table(rows), bars, strict=True)),
+        *(f"  {line}  {bar}" for line, bar in zip(lines, bars, strict=True)),
         *wrapped(f"on each device {rate(flops[0], 'FLOP/s')} of the model (MFU {share(speed.mfu)}){again}", indent="  "),
         f"  {count(speed.tokens_per_second)} tokens/s, {count(speed.tokens_per_second_per_gpu)} on each device",
     ]
@@ -238,17 +281,20 @@ def _saving(plan: Plan) -> list[str]:
 
 def rows(plans: Sequence[tuple[Sequence[str], Plan]], look: Look) -> str:
     """A sweep as a table: one line a layout."""
-    cells = [["", "verdict", "memory", "step", "tokens/s", "MFU"], *(_layout(plan) for _, plan in plans)]
-    words = ["layout", *(_short(words, plan) for words, plan in plans)]
-    numbers = table([row[1:] for row in cells], left=(0,))
-    wide = min(max(map(len, words)), WIDTH - 2 - max(map(len, numbers)))
+    cells = [["verdict", "memory", "step", "tokens/s", "MFU"], *(_layout(plan) for _, plan in plans)]
+    words, room = ["layout", *(_short(words, plan) for words, plan in plans)], width() - 2
+    numbers = table(cells)
+    if max(map(len, numbers)) > room - len("layout"):  # the verdict stands with the words
+        words = [f"{word}: {row[0]}" for word, row in zip(words, cells, strict=True)]
+        numbers = table([row[1:] for row in cells], left=())
+    wide = max(0, min(max(map(len, words)), room - max(map(len, numbers))))
     painted = ["bold", *("green" if plan.ok and plan.fits else "red" for _, plan in plans)]
     lines: list[str] = []
     for word, line, colour in zip(words, numbers, painted, strict=True):
         if len(word) > wide:
             lines += wrapped(word)
             word = ""
-        lines.append(look.paint(f"{word.ljust(wide)}  {line}", colour))
+        lines.append(look.paint(f"{word.ljust(wide)}  {line}" if wide else f"  {line}", colour))
     readings = dict.fromkeys(plan.reading for _, plan in plans if plan.reading)
     return "\n".join([*lines, *(line for reading in readings for line in wrapped(reading))])
 
@@ -256,7 +302,6 @@ def rows(plans: Sequence[tuple[Sequence[str], Plan]], look: Look) -> str:
 def _layout(plan: Plan) -> list[str]:
     memory, time, speed = plan.memory, plan.time, plan.throughput
     return [
-        "",
         _word(plan),
         part(memory.peak, memory.capacity) if memory else "-",
         seconds(time.step) if time else "-",
@@ -268,10 +313,11 @@ def _layout(plan: Plan) -> list[str]:
 def _word(plan: Plan) -> str:
     if plan.memory is not None and not plan.fits:
         return "does not fit"
-    rule = f": {plan.problems[0].rule}" if plan.problems else ""
-    return "fits" if plan.ok and plan.fits else f"can't{rule}"
+    if plan.ok and plan.fits:
+        return "fits" if plan.runnable else f"fits, not run: {_not_run(plan).replace('parallel.', '').replace('train.', '')}"
+    return f"can't: {plan.problems[0].rule}" if plan.problems else "can't"
 
 
 def _short(words: Sequence[str], plan: Plan) -> str:
     """The words that make a layout, by their last names: `tp=8 pp=4`."""
-    return " ".join(word.partition("=")[0].rpartition(".")[2] + "=" + word.partition("=")[2] for word in words) or plan.name
+    return " ".join(word.partition("=")[0].rpartition(".")[2] + "=" + word.partition("=")[2] for word in words) or one_line(plan.name)

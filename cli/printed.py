@@ -4,25 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from ..trainer.spec.problem import Problem
-
-
-def say(words: str) -> int:
-    """Print a verb's answer to stdout; 0. A reader that has gone away is no error, a full disk ends the command with 1."""
-    try:
-        print(words, flush=True)
-    except OSError as error:
-        give_up(sys.stdout)
-        if not isinstance(error, BrokenPipeError):
-            tell(f"distrain: can't write to stdout: {error.strerror}")
-            raise SystemExit(1) from None
-    return 0
+from ..trainer.spec.problem import shortened
+from .text import one_line
 
 
 def show(words: str) -> None:
@@ -31,6 +18,15 @@ def show(words: str) -> None:
     wrong = _write(sys.stdout, f"{words}\n")
     if wrong is not None and not isinstance(wrong, BrokenPipeError):
         tell(f"distrain: can't write to stdout: {wrong.strerror}; what it would say is dropped")
+
+
+def say(words: str) -> int:
+    """Print an answer to stdout; 0. A reader that has gone is no error; raises SystemExit with status 1 where stdout is full."""
+    wrong = _write(sys.stdout, f"{words}\n")
+    if wrong is not None and not isinstance(wrong, BrokenPipeError):
+        tell(f"distrain: can't write to stdout: {wrong.strerror}")
+        raise SystemExit(1)
+    return 0
 
 
 def live(words: str) -> None:
@@ -44,12 +40,35 @@ def tell(words: str) -> None:
     _write(sys.stderr, f"{words}\n")
 
 
-def tell_problems(problems: Iterable[Problem]) -> None:
-    """Problems on stderr, one line each."""
-    from .text import one_line
-
+def tell_problems(problems: Iterable[object]) -> None:
+    """A line of ours on stderr for each problem."""
     for problem in dict.fromkeys(map(str, problems)):
-        tell(f"distrain: {one_line(problem)}")
+        tell(f"distrain: {shortened(one_line(problem))}")
+
+
+def lost(error: OSError) -> int:
+    """Say an error of a file or a stream that ends a command; its exit status. A reader that has gone is no error."""
+    if isinstance(error, BrokenPipeError):
+        give_up(sys.stdout)
+        return 0
+    where = error.filename if error.filename is not None else "can't write to stdout"
+    if error.filename is None:
+        give_up(sys.stdout)
+    tell_problems([f"{where}: {error.strerror or error}"])
+    return 1
+
+
+def fill_streams() -> None:
+    """Open /dev/null where this process was started without stdin, stdout or stderr: else its next file or pipe would stand there."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(nowhere, True)  # as children expect
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
 
 
 def _write(stream: TextIO | None, text: str) -> OSError | None:

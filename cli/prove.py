@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..trainer.launch import whole
 from ..trainer.spec.problem import Problem, Unreadable
 from . import machine
+from .child import Stopped, stops_raised
 from .load import mistakes
 from .prove_runs import Outcome, Proved, Serving, proved
 from .prove_text import Table, alone_line, closing, document, near, opening
 from .prove_trials import Proof, Recipe, Refused, prepared
-from .prove_words import Asked, read_asked
+from .prove_words import Asked, read_asked, unread
 from .server import Server, ServerGone
 from .text import look
 from .words import read_words
@@ -34,34 +36,39 @@ class Screen:
 
 def prove(words: Sequence[str], config_dir: Path | None, screen: Screen, *, as_json: bool, reasons: bool, serving: Serving = Server) -> int:
     """Train and compare all that the words ask for; the exit status. Raises Unreadable."""
-    asked, recipe = _read(words, config_dir)
+    asked, recipe, idle = _read(words, config_dir)
+    screen.tell(idle)
+    if as_json and reasons:
+        screen.tell([Problem(rule="idle", says="--reasons does nothing with --json, whose left_out has them all")])
     try:
         proof = _prepared(asked, recipe, screen)
     except Refused as refused:
         screen.tell(refused.problems)
         return CANNOT
     try:
-        done = _shown(proof, screen, serving, as_json=as_json)
+        with stops_raised():
+            done = _shown(proof, screen, serving, as_json=as_json)
     except ServerGone as gone:
         screen.live("")
         screen.tell([Problem(rule="server", says=str(gone))])
         return CANNOT
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Stopped) as stop:
         screen.live("")
         screen.tell([Problem(rule="stopped", says=f"stopped; the runs so far are in {near(proof.folder)}")])
-        return 128 + signal.SIGINT
+        return 128 + (stop.number if isinstance(stop, Stopped) else signal.SIGINT)
     plain = json.dumps(document(proof, done), indent=2)
-    (proof.folder / "prove.json").write_text(f"{plain}\n")
+    whole.put(proof.folder / "prove.json", f"{plain}\n".encode())
     screen.show(plain if as_json else closing(proof, done, reasons=reasons))
     return FINE if done.ok else CANNOT
 
 
-def _read(words: Sequence[str], config_dir: Path | None) -> tuple[Asked, Recipe]:
+def _read(words: Sequence[str], config_dir: Path | None) -> tuple[Asked, Recipe, list[Problem]]:
     asked, rest, problems = read_asked(words)
     read = read_words(rest, "prove", config_dir)
     if problems or read.problems:
         raise Unreadable([*problems, *read.problems, *mistakes(read.overrides, config_dir)])
-    return asked, Recipe(read.conf, read.overrides, config_dir)
+    keys = dict.fromkeys(word.partition("=")[0].lstrip("+") for word in read.overrides if "=" in word)
+    return asked, Recipe(read.conf, read.overrides, config_dir), [*read.notes, *unread(keys)]
 
 
 def _prepared(asked: Asked, recipe: Recipe, screen: Screen) -> Proof:

@@ -8,6 +8,7 @@ from itertools import product
 from math import prod
 from typing import Literal, cast
 
+from ..trainer.plan.divisors import divisors
 from ..trainer.plan.engines import ENGINES
 from ..trainer.plan.pairs import covering
 from ..trainer.spec.run import Parallel, Run
@@ -145,5 +146,4 @@ def microbatch(run: Run, layout: Layout) -> int:
     if rest:
         return run.train.microbatch  # refused, whatever it is
     least = layout.pp * (2 if layout.schedule == "dualpipev" else 1) if layout.pp > 1 else 1
-    sizes = [size for size in range(1, run.train.microbatch + 1) if share % size == 0]
-    return max((size for size in sizes if share // size >= least), default=1)
+    return max((size for size in divisors(share, run.train.microbatch) if share // size >= least), default=1)

@@ -14,6 +14,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, Literal
 
+from ..trainer.plan.divisors import divisors
 from ..trainer.plan.plan import make_plan
 from . import machine
 from .prove_departure import cleared, departure
@@ -172,7 +173,7 @@ class Prover:
 def control(alone: Trial) -> Trial | None:
     """One process that adds a batch up in other micro-batches: as far as it comes out, rounding grows in this recipe. None: it can't."""
     run = alone.run
-    sizes = [size for size in range(1, run.train.batch + 1) if run.train.batch % size == 0 and size != run.train.microbatch]
+    sizes = [size for size in divisors(run.train.batch) if size != run.train.microbatch]
     size = max((each for each in sizes if each < run.train.microbatch), default=min(sizes, default=0))
     if not size:
         return None

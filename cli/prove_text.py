@@ -11,7 +11,7 @@ from typing import Any
 from .prove_layouts import Layout
 from .prove_runs import AMONG, Outcome, Proved, furthest, moved
 from .prove_trials import Proof, Trial
-from .text import WIDTH, Look, many, seconds, wrapped
+from .text import Look, many, seconds, width, wrapped
 
 # What a newcomer reads above the table, of what it holds.
 MEANS = {
@@ -37,7 +37,9 @@ class Table:
         known = [COLUMNS[:KNOWN], *(_known(each) for each in proof.trials)]
         self._widths = (*(max(map(len, column)) for column in zip(*known, strict=True)), *REST)
         longest = max(len(each.layout.word) for each in proof.trials)
-        self._wide = max(len("layout"), min(longest, WIDTH - sum(self._widths) - 2 * len(self._widths)))
+        room = width() - sum(self._widths)
+        self._gap = "  " if longest <= room - 2 * len(self._widths) else " "
+        self._wide = max(len("layout"), min(longest, room - len(self._gap) * len(self._widths)))
         self._look = look
 
     def head(self) -> str:
@@ -53,7 +55,7 @@ class Table:
     def _line(self, first: str, cells: Sequence[str]) -> str:
         rows = zip(cells, self._widths, strict=True)
         set_ = [cell.ljust(wide) if at in LEFT else cell.rjust(wide) for at, (cell, wide) in enumerate(rows)]
-        return "  ".join([first.ljust(self._wide), *set_]).rstrip()
+        return self._gap.join([first.ljust(self._wide), *set_]).rstrip()
 
 
 def _cells(outcome: Outcome) -> list[str]:
@@ -102,10 +104,10 @@ def _meanings(proof: Proof) -> list[str]:
     for key, words in MEANS.items():
         if used[key]:
             joined = f"{lines[-1]}; {words}" if lines else words
-            if lines and len(joined) + 2 <= WIDTH:
+            if lines and len(joined) + 2 <= width():
                 lines[-1] = joined
             else:
-                lines.append(words)
+                lines += wrapped(words, width() - 2, hang="  ")
     return lines
 
 
@@ -113,7 +115,8 @@ def alone_line(outcome: Outcome) -> str:
     """What one process did, which every row below is held against."""
     losses = outcome.curve.losses if outcome.curve else ()
     curve = f": loss {losses[0]:.4f} -> {losses[-1]:.4f}" if losses else ""
-    return f"one process{curve}, in {seconds(outcome.seconds)}; of each layout the largest difference from it:"
+    says = f"one process{curve}, in {seconds(outcome.seconds)}; of each layout the largest difference from it:"
+    return "\n".join(wrapped(says, hang="  "))
 
 
 def closing(proof: Proof, done: Proved, *, reasons: bool) -> str:

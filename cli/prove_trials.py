@@ -9,6 +9,8 @@ from pathlib import Path
 
 from ..trainer.plan.plan import make_plan
 from ..trainer.plan.result import Plan
+from ..trainer.plan.rules_of_words import folders
+from ..trainer.spec.plain_file import expanded
 from ..trainer.spec.problem import Problem
 from ..trainer.spec.run import Checkpoint, Evaluate, Log, Run
 from . import machine
@@ -92,6 +94,8 @@ class Recipe:
 def prepared(asked: Asked, recipe: Recipe) -> Proof:
     """Plan one process and the layouts; raises Unreadable, and Refused where nothing can be shown."""
     whole = recipe.whole()
+    if unnamed := list(folders(whole, whole.parallel, whole.train.microbatch)):
+        raise Refused(Problem(rule=each.rule, says=each.says, mend=each.mend) for each in unnamed)
     steps, folder = asked.steps or min(STEPS, _steps(whole)), f"{whole.name}.prove"
 
     def trial(layout: Layout) -> Trial:
@@ -158,7 +162,7 @@ def shortened(run: Run, steps: int, folder: str) -> Run:
         run,
         train=replace(run.train, steps=steps, tokens=None, evaluate=Evaluate()),
         optim=replace(run.optim, warmup=min(run.optim.warmup, steps // 2)),
-        log=Log(every=1, sinks=("jsonl",), ledger=True, dir=str(Path(run.log.dir).expanduser() / folder)),
+        log=Log(every=1, sinks=("jsonl",), ledger=True, dir=str(expanded(run.log.dir) / folder)),
         checkpoint=Checkpoint(every=0, keep=1, resume="never"),
     )
 

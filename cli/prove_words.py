@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -40,6 +40,26 @@ def read_asked(words: Sequence[str]) -> tuple[Asked, list[str], list[Problem]]:
     found = tuple(dict.fromkeys(each for each in named if isinstance(each, Layout)))
     chosen: Chosen = "named" if found else "all" if layouts == "all" else "few"
     return Asked(steps=int(steps) if steps else None, chosen=chosen, layouts=found), rest, []
+
+
+# Keys, by how they begin, that prove sets itself.
+OWN = {
+    "log.every": "prove logs every step",
+    "log.sinks": "prove keeps metrics.jsonl alone",
+    "log.profile": "prove profiles nothing",
+    "log.ledger": "prove counts messages",
+    "checkpoint.": "prove saves each run at its end and resumes none",
+    "train.evaluate": "prove does not validate",
+    "launch": "prove starts its own processes here",
+    "train.tokens": "prove trains steps=N",
+    "engine": "each layout has its own engine",
+}
+
+
+def unread(keys: Iterable[str]) -> list[Problem]:
+    """The keys that prove does not read, each with what it does instead."""
+    rows = [(key, why) for key in keys for start, why in OWN.items() if key.startswith(start)]
+    return [Problem(rule="idle", says=f"{key} does nothing here", mend=why) for key, why in rows]
 
 
 def _twice(key: str, values: Sequence[str]) -> Problem:

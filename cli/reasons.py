@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..trainer.spec.plain_file import why_unreadable
 from ..trainer.spec.problem import Problem, Unreadable, nearest
-from . import library
+from . import library, synonyms
 
 SECTIONS = ("model", "cluster", "parallel", "train")
 SIZES = ("family", "layers", "hidden", "heads", "vocab")
@@ -39,6 +40,8 @@ def _missed(name: str, file: Path, config_dir: Path | None) -> Problem:
     if group and group not in groups:
         return Problem(rule="option", says=f"{file}: its defaults name group {group}, which is not there", mend=nearest(group, groups))
     known = library.options(group, config_dir) if group else library.recipes(config_dir)
+    if option in known:
+        return Problem(rule="file", says=f"{known[option]} can't be read: {why_unreadable(known[option])}")
     says = f"{file}: its defaults name {group or 'recipe'} {option}, which is not there"
     return Problem(rule="option", says=says, mend=nearest(option, known))
 
@@ -57,7 +60,27 @@ def agree(sizes: Mapping[str, object], model: Mapping[Any, Any], file: Path) -> 
             raise Unreadable([Problem(rule="hf", says=says, mend="say model.hf in the recipe itself")])
 
 
-def chosen(problem: Problem) -> Problem:
+def in_our_words(problem: Problem, words: Mapping[str, Any]) -> Problem:
+    """A problem with composed words, where more can be said of it: a word of another trainer, a section that is to be chosen."""
+    if problem.rule == "unknown":
+        key = problem.says.removeprefix("no key ")
+        return synonyms.answer(key, _at(words, key)) or problem
+    section, _, value = problem.says.partition(" is not a mapping of ")[0].partition("=")
+    if problem.rule == "type" and section in SECTIONS and value and " is not a mapping of " in problem.says:
+        says = f"{section}={value} is not a mapping of keys"
+        return Problem(rule="type", says=says, mend=f"an option is chosen in a recipe's defaults, as `- {section}: NAME`")
+    return _chosen(problem)
+
+
+def _at(words: Mapping[str, Any], key: str) -> Any:
+    """The value of a key in composed words."""
+    found: Any = words
+    for name in key.split("."):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
+
+
+def _chosen(problem: Problem) -> Problem:
     """A whole section that is missing is mended by choosing an option of its group."""
     section = problem.says.removesuffix(" is not set")
     if problem.rule != "missing" or section not in SECTIONS:

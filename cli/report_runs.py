@@ -15,7 +15,7 @@ from typing import Any
 from ..trainer.spec.read import shown
 from .measured import Beside, Ran, ran
 from .report_text import EDGE, TALL, Points, evenly, figure, headline, level
-from .text import WIDTH, Look, one_line, table, wrapped
+from .text import Look, one_line, table, width, wrapped
 
 MARKS = string.ascii_uppercase + string.ascii_lowercase  # one a run, in the order given
 SEVERAL = "*"  # where curves share a cell
@@ -83,7 +83,7 @@ def chart(curves: Mapping[str, Points], look: Look) -> list[str]:
     if first == last:
         return []
     low, high = min(loss for _, loss in every), max(loss for _, loss in every)
-    wide = WIDTH - EDGE - 2
+    wide = width() - EDGE - 2
     cells: dict[tuple[int, int], str] = {}
     for mark, curve in points.items():
         for x, loss in _columns(curve, first, last, wide):
@@ -164,7 +164,7 @@ def _side_by_side(runs: Sequence[ComparedRun], rows: Mapping[str, Sequence[str]]
     if not rows:
         return []
     lines = table([["", *(run.mark for run in runs)], *([name, *values] for name, values in rows.items())])
-    if max(map(len, lines)) + 2 <= WIDTH:
+    if max(map(len, lines)) + 2 <= width():
         return [f"  {line}" for line in lines]
     found = []
     for name, values in rows.items():

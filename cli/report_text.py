@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from .measured import Beside, Ran
-from .text import WIDTH, Look, count, many, seconds, share, size, table, wrapped
+from .text import Look, count, many, one_line, seconds, share, size, table, width, wrapped
 
 TALL = 12  # lines of a curve
 SMALL = 0.02  # drift below which a figure is as planned
@@ -17,16 +17,17 @@ Points = Sequence[tuple[int, float]]
 
 def page(run: Ran, look: Look) -> str:
     """The whole page."""
-    sections = ([look.paint(headline(run), "bold"), *_course(run)], beside(run, look), _curve(run, look))
+    head = [look.paint(line, "bold") for line in wrapped(headline(run), hang="  ")]
+    sections = ([*head, *_course(run)], beside(run, look), _curve(run, look))
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
 
 def headline(run: Ran) -> str:
     """One line: how far the run is and what it has learned."""
-    learned = f"; loss {run.losses[0][1]:.3f} -> {run.losses[-1][1]:.3f}" if run.losses else ""
-    held = f", validation {run.validation[-1][1]:.3f}" if run.validation else ""
-    unigram = f" (single tokens alone: {run.entropy:.3f})" if run.entropy is not None else ""
-    return f"{run.name}: {run.steps:,} of {many(run.whole, 'step')}{learned}{held}{unigram}"
+    learned = f"; loss {level(run.losses[0][1])} -> {level(run.losses[-1][1])}" if run.losses else ""
+    held = f", validation {level(run.validation[-1][1])}" if run.validation else ""
+    unigram = f" (single tokens alone: {level(run.entropy)})" if run.entropy is not None else ""
+    return f"{one_line(run.name)}: {run.steps:,} of {many(run.whole, 'step')}{learned}{held}{unigram}"
 
 
 def beside(run: Ran, look: Look) -> list[str]:
@@ -39,7 +40,12 @@ def beside(run: Ran, look: Look) -> list[str]:
     first, *lines = (f"  {line}" for line in table(cells))
     resident = f"; the process takes {size(run.resident)}" if run.resident and run.device == "cpu" else ""
     heading = f"Planned and measured{resident}, with all that is no tensor" if resident else "Planned and measured"
-    return [look.paint(heading, "bold"), first, *lines, *(line for each in drifts(run) for line in wrapped(each))]
+    return [
+        *(look.paint(line, "bold") for line in wrapped(heading, hang="  ")),
+        first,
+        *lines,
+        *(line for each in drifts(run) for line in wrapped(each)),
+    ]
 
 
 def incidents(run: Ran) -> list[str]:
@@ -84,8 +90,12 @@ def _sentence(each: Beside) -> str:
 
 
 def _course(run: Ran) -> list[str]:
-    """Starts, steps that were done twice, checkpoints, validation points."""
+    """What is damaged or not finite, starts, steps that were done twice, checkpoints, validation points."""
     lines = []
+    if run.damaged:
+        lines += wrapped(f"not as it was written, and left out: {', '.join(run.damaged)}", indent="  ")
+    if run.lost:
+        lines += wrapped(f"the loss of {many(run.lost, 'logged step')} is not finite", indent="  ")
     if run.starts > 1:
         twice = "".join(f"; went back from step {reached} to before {began}" for reached, began in run.again)
         lines += wrapped(f"{many(run.starts, 'start')}{twice}", indent="  ")
@@ -124,14 +134,16 @@ def figure(each: Beside, value: float | None) -> str:
 
 
 def _drift(each: Beside) -> str:
-    return f"{100 * each.drift:+.1f} %" if each.drift is not None else ""
+    if each.drift is None:
+        return ""
+    return f"{100 * each.drift:+.1f} %" if abs(each.drift) < 1e3 else f"{100 * each.drift:+.1e} %"
 
 
 def _curve(run: Ran, look: Look) -> list[str]:
     """The loss over steps: dots of braille, two wide and four high a letter, or stars; validation points as o."""
     if len(run.losses) < 2:
         return []
-    wide, fine = WIDTH - EDGE - 2, (2, 4) if look.blocks else (1, 1)
+    wide, fine = width() - EDGE - 2, (2, 4) if look.blocks else (1, 1)
     every = [*run.losses, *run.validation]
     low, high = min(loss for _, loss in every), max(loss for _, loss in every)
     first, last = min(step for step, _ in every), max(step for step, _ in every)

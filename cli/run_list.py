@@ -18,7 +18,7 @@ from .files import END
 from .lock import NAME as LOCK
 from .lock import holder
 from .ls import RUNS
-from .text import WIDTH, many, one_line, table, wrapped
+from .text import many, one_line, table, width, wrapped
 
 State = Literal["running", "finished", "stopped", "failed", "new", "damaged"]
 
@@ -107,7 +107,7 @@ def run_lines(runs: Sequence[ListedRun], top: Path) -> str:
         return f"no runs in {one_line(str(top))}"
     names = ["run", *(one_line(_below(run.folder, top)) for run in runs)]
     numbers = table([["steps", "loss", "validation", "saved", "when", "state"], *map(_cells, runs)], left=(4, 5))
-    wide = min(max(map(len, names)), WIDTH - 2 - max(map(len, numbers)))
+    wide = min(max(map(len, names)), width() - 2 - max(map(len, numbers)))
     lines: list[str] = []
     for name, line, says in zip(names, numbers, ["", *(run.says for run in runs)], strict=True):
         if len(name) > wide:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..trainer.launch.talk import hush
 from ..trainer.spec.run import Run
+from .child import ask_child
 
 if TYPE_CHECKING:
     from .doctor import Finding
@@ -70,12 +71,8 @@ def _asked(path: Path) -> Said:
     """Run the child and read its lines."""
     from .doctor import Finding
 
-    command = [sys.executable, "-m", "distrain.trainer.loop.doctor", str(path)]
-    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
     try:
-        done = subprocess.run(
-            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LATE, errors="replace"
-        )
+        done = ask_child("distrain.trainer.loop.doctor", [str(path)], seconds=LATE)
     except subprocess.TimeoutExpired:
         return Said([Finding("torch", "problem", f"did not answer in {LATE:.0f} s", "see whether `python -c 'import torch'` ends")], None)
     rows: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 from ..trainer.spec.problem import Problem
 
 FORMS = "NODESxGPUS as 384x8, or DATAxTENSORxPIPELINE as 6x8x64"
 DEGREES = ("dp", "tp", "pp")
+LONGEST = 18  # digits of a number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,10 @@ def shape(word: str, cluster: Any, said: Mapping[str, Any]) -> Shape | Problem:
     def problem(why: str, mend: str) -> Problem:
         return Problem(rule="cluster", says=f"cluster={word}{why}", mend=mend)
 
-    numbers = tuple(map(int, re.split("[xX]", word)))
+    written = re.split("[xX]", word)
+    if max(map(len, written)) > LONGEST:
+        return problem(f" has a number of more than {LONGEST} digits", f"write {FORMS}")
+    numbers = tuple(map(int, written))
     if len(numbers) > 3:
         return problem(f" has {len(numbers)} numbers", f"write {FORMS}")
     if 0 in numbers:
@@ -95,9 +99,9 @@ def _mesh(
 
 def _whole(numbers: tuple[int, ...], gpus: int) -> int:
     """The data degree nearest to the one said that fills whole nodes; every multiple of `gpus` does."""
-    data, each = numbers[0], numbers[1] * numbers[2]
-    near = (data + sign * step for step in range(gpus) for sign in (1, -1))
-    return next((degree for degree in near if degree > 0 and degree * each % gpus == 0), gpus)
+    data, whole = numbers[0], gpus // gcd(gpus, numbers[1] * numbers[2])
+    below = data // whole * whole
+    return below if below and data - below < below + whole - data else below + whole
 
 
 def _reading(word: str, numbers: tuple[int, ...], nodes: int, gpus: int, noun: str) -> str:

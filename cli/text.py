@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-WIDTH = 100  # columns
+LEAST, USUAL, MOST = 72, 80, 120  # columns of a page: its tables want as many
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _COUNTS = ("", " k", " M", " B", " T")
@@ -42,8 +43,21 @@ def look() -> Look:
     return Look(colour=colour, blocks="utf" in (getattr(out, "encoding", None) or "").lower())
 
 
+def width() -> int:
+    """Columns of a page: what COLUMNS says, else what the terminal on stdout has, between LEAST and MOST; elsewhere USUAL, which mails,
+    logs and new terminals show whole, so that what is piped is the same everywhere."""
+    said = os.environ.get("COLUMNS", "")
+    columns = int(said) if said.isascii() and said.isdecimal() and len(said) < 9 else 0
+    if not columns and sys.stdout is not None:
+        with suppress(OSError, ValueError, AttributeError):
+            columns = os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else 0
+    return min(MOST, max(LEAST, columns)) if columns else USUAL
+
+
 def digits(value: float, most: int = 3) -> str:
     """A number to so many digits, whole ones in full: 3.14, 31.4, 314, 3,142."""
+    if abs(value) >= 1e9:
+        return f"{value:.{most}g}".replace("e+", "e")
     places = next((most - 1 - power for power in range(most - 1) if round(abs(value), most - 1 - power) < 10 ** (power + 1)), 0)
     return f"{value:,.{places}f}"
 
@@ -111,16 +125,33 @@ def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,), gap: str = 
     return [gap.join(_cell(row[at], widths[at], at in left) for at in range(len(row))).rstrip() for row in rows]
 
 
+def narrow_table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,), *, room: int) -> list[str]:
+    """Rows as aligned lines of at most `room` columns: closer where that is needed, or the first column on lines of its own."""
+    for gap in ("  ", " "):
+        lines = table(rows, left, gap)
+        if max(map(len, lines), default=0) <= room:
+            return lines
+    rest = table([row[1:] for row in rows], [at - 1 for at in left if at], " ")
+    if max(map(len, rest), default=0) + 2 <= room:
+        return [line for row, others in zip(rows, rest, strict=True) for line in (*filter(None, [row[0]]), f"  {others}")]
+    heads, *others = rows
+    return [line for row in others for line in wrapped("; ".join(map(_pair, heads, row)), room)]
+
+
+def _pair(head: str, cell: str) -> str:
+    return f"{head} {cell}".strip()
+
+
 def _cell(words: str, width: int, left: bool) -> str:
     return words.ljust(width) if left else words.rjust(width)
 
 
-def wrapped(words: str, width: int = WIDTH, indent: str = "", hang: str = "    ") -> list[str]:
-    """Words on lines of at most `width` columns, broken at spaces."""
-    lines, line = [], indent
+def wrapped(words: str, room: int | None = None, indent: str = "", hang: str = "    ") -> list[str]:
+    """Words on lines of at most `room` columns, a page's where none are said, broken at spaces."""
+    lines, line, room = list[str](), indent, room or width()
     for word in words.split(" "):
         joined = f"{line} {word}" if line.strip() else line + word
-        if len(joined) > width and line.strip():
+        if len(joined) > room and line.strip():
             lines.append(line)
             joined = hang + word
         line = joined

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..trainer.spec.problem import Problem, nearest
-from . import library
+from . import library, synonyms
 from .keys import keys, unknown
+from .shape import is_shape
+
+LONGEST = 10_000  # letters of a word that is read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +24,7 @@ class Words:
     conf: str
     overrides: tuple[str, ...]
     problems: tuple[Problem, ...]
+    notes: tuple[Problem, ...] = ()  # what of them does nothing
 
 
 def read_words(words: Sequence[str], verb: str, config_dir: Path | None) -> Words:
@@ -35,8 +40,21 @@ def read_words(words: Sequence[str], verb: str, config_dir: Path | None) -> Word
     elif not confs and not any(problem.rule == "conf" for problem in problems):
         mend = f"distrain {verb} conf=NAME; `distrain ls` lists the recipes"
         problems.insert(0, Problem(rule="conf", says="conf=NAME is missing", mend=mend))
-    overrides = tuple(word for word in rest if word not in bare)
-    return Words(conf=confs[0] if confs else "", overrides=overrides, problems=tuple(problems))
+    long = [word for word in rest if len(word) > LONGEST and word not in bare]
+    problems += [Problem(rule="syntax", says=f"{word} has {len(word):,} letters", mend="say it in a recipe: conf=FILE") for word in long]
+    overrides = tuple(word for word in rest if word not in bare and word not in long)
+    return Words(conf=confs[0] if confs else "", overrides=overrides, problems=tuple(problems), notes=tuple(_said_again(overrides)))
+
+
+def _said_again(overrides: Sequence[str]) -> Iterator[Problem]:
+    """The overrides that a later one of the same key takes back; a cluster's size stands beside its option."""
+    last: dict[tuple[str, bool], str] = {}
+    for word in reversed(overrides):
+        key, _, value = word.partition("=")
+        about = (key.lstrip("+~"), is_shape(value))
+        if about in last:
+            yield Problem(rule="idle", says=f"{word} does nothing", mend=f"{last[about]} comes after it")
+        last.setdefault(about, word)
 
 
 def _bare(word: str, config_dir: Path | None) -> Problem:
@@ -48,6 +66,8 @@ def _bare(word: str, config_dir: Path | None) -> Problem:
     known = keys()
     if not unknown(key, known):
         return Problem(rule="syntax", says=f"{word} has no value", mend=f"write {word}=VALUE")
+    if theirs := synonyms.answer(key):
+        return theirs
     near = library.near(word, library.recipes(config_dir))
     if near.startswith("did"):
         return Problem(rule="conf", says=f"{word} stands alone", mend=near.replace("mean ", "mean conf=").replace(" or ", " or conf="))
@@ -66,19 +86,32 @@ def unread(word: str, known: Mapping[str, Any]) -> Problem:
     if value.startswith("="):
         return Problem(rule="syntax", says=f"{word} has two equals signs", mend=f"write {key}={value.lstrip('=')}")
     bare = key.lstrip("+~").split("@")[0]
-    wrong_key = unknown(bare, known)
-    if wrong_key and not all(part.replace("-", "_").isidentifier() for part in bare.replace("/", ".").split(".")):
+    wrong_key = unknown(bare, known, value.strip(" '\""))
+    if wrong_key and not re.fullmatch(r"[\w-]+([./][\w-]+)*", bare, flags=re.ASCII):
         return Problem(rule="syntax", says=f"{word}: {bare} is no key", mend=wrong_key.mend)
     return Problem(rule="syntax", says=f"{word}: the value can't be read", mend="close every bracket and quote")
 
 
-def usage(wrong: Any) -> Problem:
-    """A wrong option in our words."""
+def usage(wrong: Any, argv: Sequence[str] = ()) -> Problem:
+    """A wrong option in our words; `argv` is the command line that has it."""
     name = getattr(wrong, "option_name", None)
     message = str(wrong.format_message()).splitlines()[0].rstrip(".")
     if name is None or not message.startswith("No such option"):
         return Problem(rule="option", says=message[:1].lower() + message[1:])
     known = [each for row in wrong.ctx.command.params for each in row.opts if each.startswith("--")] if wrong.ctx else []
+    key, value = name.lstrip("-"), _value_of(name, argv)
+    if theirs := synonyms.answer(key, value or None):
+        return Problem(rule="option", says=f"no option {name}", mend=theirs.mend)
     if "." in name or "=" in name:
-        return Problem(rule="option", says=f"no option {name}", mend=f"keys are written without dashes: {name.lstrip('-')}=VALUE")
+        return Problem(rule="option", says=f"no option {name}", mend=f"keys are written without dashes: {key}={value or 'VALUE'}")
     return Problem(rule="option", says=f"no option {name}", mend=nearest(name, [*known, "--help"]))
+
+
+def _value_of(option: str, argv: Sequence[str]) -> str:
+    """What stands after an option, behind an equals sign or as the next word; "" where nothing does."""
+    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+        if word.startswith(f"{option}="):
+            return word.partition("=")[2]
+        if word == option:
+            return following if not following.startswith("-") and "=" not in following else ""
+    return ""

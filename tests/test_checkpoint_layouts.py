@@ -143,21 +143,26 @@ def test_a_loss_in_half_precision_is_close_enough(ranks: Ranks, saved: Callable[
     assert set(job.codes) == {0}, job.problems
 
 
-def test_another_text_is_said_and_its_loss_is_not_compared(ranks: Ranks, saved: Callable[..., Path], tmp_path: Path) -> None:
+def test_another_text_is_refused_or_accepted_and_its_loss_is_not_compared(ranks: Ranks, saved: Callable[..., Path], tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("abcdefgh" * 500)
     other = ("data=text", f"data.path={tmp_path / 'a.txt'}", f"data.cache={tmp_path / 'cache'}")
-    job = gone_on(ranks, saved("dp1"), tmp_path / "run", *LAYOUTS["tp2"], *other)
+    refused = gone_on(ranks, saved("dp1"), tmp_path / "refused", *LAYOUTS["tp2"], *other)
+    assert set(refused.codes) == {1}
+    assert refused.problems[0].startswith("data.name was synthetic when step 3 was saved, and is text now: ")
+    accepted = ("checkpoint.accept=[data.name,data.path]",)
+    job = gone_on(ranks, saved("dp1"), tmp_path / "run", *LAYOUTS["tp2"], *other, *accepted)
     assert set(job.codes) == {0}, job.problems
     assert "the data are not those that step 3 was saved with: their order begins anew there" in job.said
     again = ranks.trained(tmp_path / "run", *MODEL, *LAYOUTS["dp1"], *other, f"train.steps={STEPS + 1}")
     assert not [line for line in again.said if line.startswith("the data are not")]
 
 
-@pytest.mark.parametrize("word", ["train.seed=7", "train.seq=12"])
-def test_another_order_of_the_same_text_is_another(ranks: Ranks, saved: Callable[..., Path], tmp_path: Path, word: str) -> None:
+@pytest.mark.parametrize(("word", "change"), [("train.seed=7", "train.seed 1234 -> 7"), ("train.seq=12", "train.seq 16 -> 12")])
+def test_a_change_of_order_is_said(ranks: Ranks, saved: Callable[..., Path], tmp_path: Path, word: str, change: str) -> None:
     job = gone_on(ranks, saved("dp1"), tmp_path / "run", *LAYOUTS["dp2"], "model.context=16", word)
     assert set(job.codes) == {0}, job.problems
-    assert "the data are not those that step 3 was saved with: their order begins anew there" in job.said
+    assert change in job.said[0]
+    assert job.said[0].startswith("changed since step 3: ")
 
 
 def test_a_run_that_has_diverged_is_saved_without_a_loss(ranks: Ranks, tmp_path: Path) -> None:
@@ -181,4 +186,4 @@ def test_what_is_not_the_run_s_model_is_refused_on_every_stage(ranks: Ranks, sav
     job = gone_on(ranks, saved("dp1"), tmp_path / "run", *LAYOUTS["pp2 zero1"], "model.layers=3")
     assert set(job.codes) == {1}
     (problem,) = job.problems
-    assert "holds a weight layers.3." in problem
+    assert problem.startswith("model.layers was 4 when step 3 was saved, and is 3 now: ")

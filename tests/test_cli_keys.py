@@ -16,7 +16,7 @@ from distrain.cli.app import command
 from distrain.cli.key_help import REQUIRED, by_family, comments, key_fields, key_help, sections, type_words
 from distrain.cli.keys import OURS, keys
 from distrain.cli.load import as_yaml, compose, load
-from distrain.cli.text import WIDTH
+from distrain.cli.text import USUAL
 from distrain.trainer.spec.keys import KEYS, Unit
 from distrain.trainer.spec.read import read_run
 from distrain.trainer.spec.run import Run
@@ -113,7 +113,7 @@ def test_ls_of_a_key_says_what_it_is(key: str, capsys: pytest.CaptureFixture[str
     assert out.startswith(f"{key}  ")
     assert " ".join(KEYS[key].says.split()) in " ".join(out.split())
     assert (f"({KEYS[key].unit})" in out) == bool(KEYS[key].unit)
-    assert max(map(len, out.splitlines())) <= WIDTH
+    assert max(map(len, out.splitlines())) <= USUAL
 
 
 @pytest.mark.parametrize("section", sorted(sections()))

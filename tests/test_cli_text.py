@@ -6,7 +6,7 @@ import pytest
 
 from distrain.cli.load import load
 from distrain.cli.plan_text import page, rows, verdict
-from distrain.cli.text import WIDTH, Look, count, digits, in_unit, one_line, part, rate, seconds, share, size, table, wrapped
+from distrain.cli.text import USUAL, Look, count, digits, in_unit, one_line, part, rate, seconds, share, size, table, wrapped
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.result import Bytes, Memory, Plan, StageMemory
 from distrain.trainer.spec.problem import Problem
@@ -64,7 +64,7 @@ def test_columns_line_up() -> None:
 def test_long_words_are_wrapped_and_kept() -> None:
     words = " ".join(f"word{number}" for number in range(60))
     lines = wrapped(words)
-    assert max(map(len, lines)) <= WIDTH
+    assert max(map(len, lines)) <= USUAL
     assert " ".join(line.strip() for line in lines) == words
 
 

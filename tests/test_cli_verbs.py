@@ -13,7 +13,7 @@ import pytest
 
 from distrain.cli import library
 from distrain.cli.app import command
-from distrain.cli.text import WIDTH
+from distrain.cli.text import USUAL
 from distrain.trainer.plan.result import Plan
 
 RECIPES = list(library.recipes(None))
@@ -44,7 +44,7 @@ def test_ls_names_every_recipe_and_every_group(capsys: pytest.CaptureFixture[str
     names = {line.split()[0] for line in out.splitlines() if line.startswith("  ")}
     assert (status, err) == (0, "")
     assert names == {*RECIPES, *library.groups(None)}
-    assert max(map(len, out.splitlines())) <= WIDTH
+    assert max(map(len, out.splitlines())) <= USUAL
 
 
 @pytest.mark.parametrize("group", [*library.groups(None), "recipes"])
@@ -84,7 +84,7 @@ def test_a_plan_fits_the_page_and_starts_with_its_verdict(recipe: str, capsys: p
     status, out, _ = ran(["plan", f"conf={recipe}"], capsys)
     first, *lines = out.splitlines()
     assert first.startswith(f"{recipe} fits: " if status == 0 else f"{recipe} does not fit: ")
-    assert max(map(len, [first, *lines])) <= WIDTH
+    assert max(map(len, [first, *lines])) <= USUAL
     assert "\x1b" not in out
     heads = [line for line in lines if line[:1].isupper()]
     wanted = (
@@ -98,7 +98,8 @@ def test_a_plan_fits_the_page_and_starts_with_its_verdict(recipe: str, capsys: p
 def test_a_plan_that_fits_leaves_status_0(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = ran(["plan", "conf=gpt3_175b", "cluster=6x8x64", "train.batch=1536"], capsys)
     assert (status, err) == (0, "")
-    assert "  cluster=6x8x64: data 6 x tensor 8 x pipeline 64 = 3072 GPUs, 384 nodes x 8, each stage on 6 nodes\n" in out
+    reading = "cluster=6x8x64: data 6 x tensor 8 x pipeline 64 = 3072 GPUs, 384 nodes x 8, each stage on 6 nodes"
+    assert reading in " ".join(out.split())
 
 
 def test_a_plan_that_does_not_fit_leaves_status_1_and_says_so_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,7 +214,7 @@ def test_a_sweep_that_fits_leaves_status_0_and_echoes_its_readings(capsys: pytes
 def test_a_wide_layout_has_its_words_on_a_line_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
     keys = ["parallel.overlap.pipeline", "parallel.overlap.tensor", "parallel.overlap.data", "parallel.offload.parameters"]
     _, out, _ = ran(["plan", "conf=gpt3_175b", "-m", *(f"{key}=true,false" for key in keys)], capsys)
-    assert max(map(len, out.splitlines())) <= WIDTH
+    assert max(map(len, out.splitlines())) <= USUAL
 
 
 # Streams

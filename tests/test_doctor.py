@@ -1,6 +1,7 @@
 """`distrain doctor`: a line for each thing that a run needs, and status 1 where something would stop one."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from distrain.cli.selfcheck import compared
 def test_a_machine_that_trains_gets_a_line_each_and_status_0(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-m", "distrain", "doctor"], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    rows = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
+    rows = [line.split(maxsplit=1) for line in re.sub(r"\n +", " ", done.stdout).splitlines()]
     names = [rest.partition(":")[0] for _, rest in rows]
     order = ["python", "distrain", "torch", "deepspeed", "transformers", "tokenizers", "compiler", "disk", "memory", "shared memory"]
     assert [*dict.fromkeys(name for name in names if name != "device")] == [*order, "gloo", "engine zero"]

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,7 +27,6 @@ from distrain.cli.prove_runs import Close, Curve, Outcome, Proved, at_steps, con
 from distrain.cli.prove_trials import Recipe, prepared, room, written
 from distrain.cli.prove_words import read_asked, read_layouts
 from distrain.cli.server import Crew, Server, ServerGone
-from distrain.cli.text import WIDTH
 from distrain.trainer.launch.children import end_child
 from distrain.trainer.loop.prove import without_gradient
 from distrain.trainer.plan.pairs import covering, pairs
@@ -248,6 +247,16 @@ def proved(words: Sequence[str], folder: Path, serving: Callable[..., Any], **op
     return heard
 
 
+WIDE = 100  # columns, so that a row is a line
+
+
+@pytest.fixture(scope="module", autouse=True)
+def wide() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", str(WIDE))
+        yield
+
+
 @pytest.fixture(scope="module")
 def fine(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Heard, Path]:
     """A proof of four layouts, and its folder."""
@@ -260,7 +269,7 @@ def test_layouts_that_train_the_same_curve_are_shown_and_leave_status_0(fine: tu
     heard, _ = fine
     assert (heard.status, heard.told) == (0, [])
     assert re.fullmatch(r"4 layouts train the same curve: losses (within \S+|equal to the last bit) over 5 steps", heard.lines[-1])
-    assert max(map(len, heard.lines)) <= WIDTH
+    assert max(map(len, heard.lines)) <= WIDE
     assert heard.row("dp4.zero3")[:5] == ["dp4.zero3", "zero", "-", "1", "x"]
     assert heard.row("tp2.sequence")[-1] == "same"
     assert "not compared: layers.0.attention.key.bias and 1 more, whose gradient is zero but for rounding" in heard.lines
@@ -394,7 +403,7 @@ def test_when_the_command_ends_so_does_all_that_it_started(tmp_path: Path, numbe
         waited(lambda: (tmp_path / "quickstart.prove" / "dp1" / "metrics.jsonl").exists())
         assert len(marked(mark)) >= 3  # the command, the server, a rank
         process.send_signal(number)
-        assert process.wait(60) == (130 if number == signal.SIGINT else -number)
+        assert process.wait(60) == (-number if number == signal.SIGKILL else 128 + number)
         waited(lambda: not marked(mark))
     finally:
         end_child(process)

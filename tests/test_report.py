@@ -16,7 +16,7 @@ from distrain.cli.fit import after
 from distrain.cli.load import load
 from distrain.cli.measured import ran
 from distrain.cli.report_text import TALL, incidents, page
-from distrain.cli.text import WIDTH, Look
+from distrain.cli.text import USUAL, Look
 from distrain.trainer.plan.change import changed
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.run import Run
@@ -89,7 +89,7 @@ def test_the_page_is_plain_and_narrow(trained: Path, capsys: pytest.CaptureFixtu
     status, out, err = said(f"report '{trained}'", capsys)
     assert (status, err) == (0, "")
     assert "\x1b" not in out
-    assert max(map(len, out.splitlines())) <= WIDTH
+    assert max(map(len, out.splitlines())) <= USUAL
     assert out.startswith("run: 12 of 12 steps; loss ")
     for kind in ("weights", "gradients", "optimizer", "activations", "forward and backward", "optimizer step", "tokens/s"):
         assert f"  {kind} " in out

@@ -18,7 +18,7 @@ from distrain.cli.app import command
 from distrain.cli.measured import ran
 from distrain.cli.report_runs import MARKS, SEVERAL, chart, common_steps, compared_runs, differences, page_of_runs
 from distrain.cli.report_text import EDGE, TALL
-from distrain.cli.text import WIDTH, Look
+from distrain.cli.text import USUAL, Look
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.run import Run
 
@@ -57,7 +57,7 @@ def test_the_page_names_each_run_and_what_differs(runs: tuple[Path, Path], capsy
     assert f"B  {runs[1]}: 8 of 8 steps; loss " in out
     rows = [line.split() for line in page["What differs"]]
     assert rows == [["A", "B"], ["optim.lr", "0.001", "0.01"], ["optim.betas", "[0.9,0.99]", "[0.8,0.9]"], ["log.every", "1", "2"]]
-    assert max(map(len, (line for line in out.splitlines() if not line.startswith(("A  /", "B  /"))))) <= WIDTH
+    assert max(map(len, (line for line in out.splitlines() if not line.startswith(("A  /", "B  /"))))) <= USUAL
 
 
 def test_losses_stand_beside_each_other_at_the_steps_that_both_logged(runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,7 +141,7 @@ def test_a_chart_is_of_its_size_and_of_its_marks(curves: dict[str, list[tuple[in
     lines = chart(curves, Look(blocks=blocks))
     steps = {step for points in curves.values() for step, _ in points}
     assert len(lines) == (TALL + 1 if len(steps) > 1 else 0)
-    assert max(map(len, lines), default=0) <= WIDTH
+    assert max(map(len, lines), default=0) <= USUAL
     drawn = set("".join(line[EDGE + 2 :] for line in lines[:TALL])) - {" "}
     assert drawn <= {*(mark for mark, points in curves.items() if points), SEVERAL}
 

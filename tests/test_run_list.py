@@ -20,7 +20,7 @@ from distrain.cli.app import command
 from distrain.cli.files import write_end
 from distrain.cli.lock import held, holder
 from distrain.cli.run_list import ListedRun, listed_run, listed_runs
-from distrain.cli.text import WIDTH
+from distrain.cli.text import USUAL
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.run import Run
 
@@ -231,4 +231,4 @@ def test_a_long_name_and_control_characters_keep_a_line_a_line(run: Path, capsys
     out = said(f"ls runs {run.parent}", capsys)[1]
     lines = out.splitlines()
     assert len(lines) == 4
-    assert max(len(line) for line in lines if "long" not in line) <= WIDTH
+    assert max(len(line) for line in lines if "long" not in line) <= USUAL

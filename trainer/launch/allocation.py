@@ -32,7 +32,9 @@ def allocated(environment: Mapping[str, str], slots: int) -> tuple[Host, ...]:
 def _names(listed: str) -> tuple[str, ...]:
     """The nodes of a list in Slurm's form, node[01-04,7]."""
     try:
-        asked = subprocess.run(["scontrol", "show", "hostnames", listed], capture_output=True, text=True, timeout=PATIENCE)
+        asked = subprocess.run(
+            ["scontrol", "show", "hostnames", listed], capture_output=True, text=True, errors="replace", timeout=PATIENCE
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         why = getattr(error, "strerror", None) or "no answer"
     else:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from ..spec.plain_file import expanded, read_plain
 from ..spec.problem import Problem, Unreadable, nearest
 
+MOST_BYTES = 16 << 20  # of a hostfile
 MOST_SLOTS = 1024  # of one host; more is a slip of the finger
 _ODD = re.compile(r"[^A-Za-z0-9._-]")
 _COUNT = re.compile(r"[0-9]{1,6}")
@@ -127,9 +128,8 @@ def read_text(text: str, path: str) -> tuple[Host, ...]:
 
 
 def _text(path: str) -> str:
-    file = Path(path).expanduser()
     try:
-        return file.read_bytes().decode("utf-8-sig")
+        return read_plain(expanded(path), MOST_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         says, mend = f"{path} line {line} is not UTF-8", "a hostfile is plain text, a line a host: host1 slots=8"
@@ -139,7 +139,7 @@ def _text(path: str) -> str:
         says, mend = f"launch.hostfile={path}: no such file", "name one that exists, or set launch=local for this machine alone"
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        says, mend = f"launch.hostfile={path} can't be read: {why}", "name one that can be"
+        says, mend = f"launch.hostfile={path} can't be read: {why}", "name a file, a line a host: host1 slots=8"
     raise Unreadable([Problem(rule="hostfile", says=says, mend=mend)])
 
 
@@ -194,7 +194,7 @@ def _unfitting(
 ) -> Iterator[Problem]:
     """That the hosts are not the cluster: as many of them as nodes, as many slots each as a node has GPUs."""
     counts = [len(host.slots) for host in hosts]
-    if counts == [gpus] * nodes:
+    if len(counts) == nodes and set(counts) == {gpus}:
         return
     left = f"launch.exclude leaves of {path}" if excluded else f"{path} has"
     slots = "slot" if counts[-1] == 1 else "slots"

@@ -27,7 +27,7 @@ from ..models.weights import from_hf, to_hf
 from ..spec.problem import Problem, Unreadable
 from ..spec.read import read
 from ..spec.run import Model, Run
-from .answer import answered
+from .answer import answered, say
 from .export_tokenizer import known, put_tokenizer
 from .saved import FAMILIES, load_saved, model_of
 
@@ -51,7 +51,7 @@ def export(folder: Path, destination: Path, dtype: str) -> None:
     found = load_saved(folder)
     run = found.run
     for remark in found.remarks:
-        print(remark, flush=True)
+        say(f"{remark}\n")
     _exportable(run)
     module = model_of(run, found.checkpoint, CPU)
     _narrow(module, DTYPES[dtype])
@@ -62,12 +62,14 @@ def export(folder: Path, destination: Path, dtype: str) -> None:
         said = _checked(module, run, folder_there)
         files = sorted(each.name for each in folder_there.iterdir())
     count = sum(each.numel() for _, each in weights(module, run))
-    print(f"step {found.checkpoint.step}, {count:,} parameters in {dtype}; {said}")
-    for remark in remarks:
-        print(remark)
-    print(f"wrote {', '.join(files)}")
-    print(f"done: {destination}")
-    print(f"next: {_next(destination, spells='tokenizer.json' in files)}", flush=True)
+    lines = [
+        f"step {found.checkpoint.step}, {count:,} parameters in {dtype}; {said}",
+        *remarks,
+        f"wrote {', '.join(files)}",
+        f"done: {destination}",
+        f"next: {_next(destination, spells='tokenizer.json' in files)}",
+    ]
+    say("".join(f"{line}\n" for line in lines))
 
 
 def _next(destination: Path, *, spells: bool) -> str:
@@ -91,11 +93,12 @@ def _exportable(run: Run) -> None:
 def _narrow(module: Transformer, dtype: torch.dtype) -> None:
     """Round the weights to what is written of them, so that the check compares like with like."""
     with torch.no_grad():
-        for parameter in module.parameters():
+        for name, parameter in module.named_parameters():
+            if not parameter.isfinite().all():
+                raise _refused(f"{name} is not finite: the run has diverged", "take an earlier checkpoint, or a smaller optim.lr")
             parameter.copy_(parameter.to(dtype))
             if not parameter.isfinite().all():
-                says = f"a weight is not finite as {str(dtype).removeprefix('torch.')}"
-                raise _refused(says, "take --dtype fp32, or an earlier checkpoint")
+                raise _refused(f"{name} is not finite as {str(dtype).removeprefix('torch.')}", "take --dtype fp32")
 
 
 @contextmanager

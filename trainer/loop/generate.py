@@ -1,7 +1,8 @@
-"""Text from a run's newest checkpoint: python -m distrain.trainer.loop.generate RUN_DIR OPTIONS, the options as JSON."""
+"""Text from a run's newest checkpoint: python -m distrain.trainer.loop.generate RUN_DIR OPTIONS, the options as JSON; -: from stdin."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -9,13 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 from torch import Tensor
 
 from ..spec.problem import Problem, Unreadable
 from ..spec.run import Run
-from .answer import answered
+from .answer import answered, say, tell
 from .data.spell import speller
 from .data.tokenizer import Tokenizer, tokenizer
 from .saved import load_saved, model_of
@@ -39,7 +39,8 @@ class Sampling:
 def main() -> int:
     """Generate as the command line says."""
     folder, options = sys.argv[1:]
-    return answered(lambda: generate(Path(folder), msgspec.json.decode(options, type=Sampling)))
+    said = sys.stdin.read() if options == "-" else options
+    return answered(lambda: generate(Path(folder), Sampling(**json.loads(said))))
 
 
 def generate(folder: Path, wanted: Sampling) -> None:
@@ -47,20 +48,20 @@ def generate(folder: Path, wanted: Sampling) -> None:
     found = load_saved(folder)
     run = found.run
     for remark in found.remarks:
-        print(remark, file=sys.stderr, flush=True)
+        tell(remark)
     by = _tokenizer(run, wanted)
     prompt = _prompt(run, wanted.prompt, by)
     device = torch.device("cuda" if run.cluster.device.kind == "cuda" and torch.cuda.is_available() else "cpu")
     module = model_of(run, found.checkpoint, device)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
-    _show(wanted.prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace"))
+    say(wanted.prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace"))
     spell = speller(by)
     for token in following(module, prompt, _context(run), wanted, size=by.size):
         if token == by.end:
             break
-        _show(spell.spell(token))
-    _show(f"{spell.rest()}\n")
+        say(spell.spell(token))
+    say(f"{spell.rest()}\n")
 
 
 def following(module: Transformer, prompt: Tensor, context: int, wanted: Sampling, *, size: int) -> Iterator[int]:
@@ -78,7 +79,9 @@ def following(module: Transformer, prompt: Tensor, context: int, wanted: Samplin
 
 
 def choice(logits: Tensor, temperature: float, top_k: int | None, drawn: torch.Generator) -> int:
-    """One of the words by its logits [V]."""
+    """One of the words by its logits [V]; raises Unreadable where they are no numbers to choose by."""
+    if not bool(logits.max().isfinite()):
+        raise _refused("the model's logits are not finite: the run has diverged", "take an earlier checkpoint, or a smaller optim.lr")
     if temperature == 0:
         return int(logits.argmax())
     values, words = logits.topk(min(top_k or len(logits), len(logits)))
@@ -109,7 +112,7 @@ def _prompt(run: Run, text: str, by: Tokenizer) -> Tensor:
     context = _context(run)
     if len(ids) > context:
         says = f"the prompt is {len(ids):,} tokens and the model sees {context:,}: its last {context:,} count"
-        print(f"distrain: {says}", file=sys.stderr, flush=True)
+        tell(says)
     if len(ids):
         return ids
     if by.end is None:
@@ -120,11 +123,6 @@ def _prompt(run: Run, text: str, by: Tokenizer) -> Tensor:
 def _context(run: Run) -> int:
     """Tokens that the model sees at once: rows of its position table, or what it was trained on."""
     return (run.model.context if run.model.positions == "learned" else None) or run.train.seq
-
-
-def _show(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
 
 
 def _refused(says: str, mend: str) -> Unreadable:

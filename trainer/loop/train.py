@@ -99,7 +99,8 @@ def train(run: Run, course: Course, found: Found, stop: Stop) -> bool:
             row = (row or {"step": done}) | {"validation_loss": finite(loss)}
         if row and course.sinks:
             course.sinks.write(row)
-            course.talk.say(_line(row, steps))
+            if "console" in run.log.sinks:
+                course.talk.say(_line(row, steps))
         poison.stop(stepped, done)
         if last or stopping or _every(run.checkpoint.every, done):
             course.talk.phase("save")

@@ -7,11 +7,13 @@ of the rotary frequencies: a model that is made here has plain ones. Whatever el
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from ..spec.plain_file import read_plain
 from ..spec.problem import Problem, Unreadable
 
 NEEDED: Final = "needed"  # a size that the file itself has to state
@@ -166,7 +168,7 @@ KINDS: dict[str, Kind] = {
 
 def read_hf(path: str | Path) -> dict[str, object]:
     """The keys of `Model` that a config.json, or the folder that holds it, states; raises Unreadable with all that is wrong."""
-    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    file = _file(path)
     config = _config(file)
     kind = _kind(config, file)
     flat = _flat(config)
@@ -184,13 +186,18 @@ def read_hf(path: str | Path) -> dict[str, object]:
 
 def foreign(path: str | Path) -> bool:
     """Whether a config.json's model_type is none of ours: family hf; raises Unreadable where it can't be read."""
-    name = _config(Path(path) / "config.json" if Path(path).is_dir() else Path(path)).get("model_type")
+    name = _config(_file(path)).get("model_type")
     return isinstance(name, str) and name not in KINDS
+
+
+def _file(path: str | Path) -> Path:
+    """The config.json that a path names, or that is in the folder that it names."""
+    return Path(path) / "config.json" if os.path.isdir(path) else Path(path)
 
 
 def _config(file: Path) -> dict[str, Any]:
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(read_plain(file).decode("utf-8-sig"))
     except OSError as error:
         raise Unreadable([Problem(rule="hf", says=f"model.hf={file}: {error.strerror}", mend="name a config.json or its folder")]) from None
     except json.JSONDecodeError as error:

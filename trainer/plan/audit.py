@@ -8,11 +8,12 @@ from math import prod
 from typing import Any, Literal, NamedTuple
 
 from ..spec.run import Run
+from .flat_tensors import ALIGNED
 from .precision import widths
 from .result import Message
 from .seat import Seat
 from .slices import Placed
-from .zero import ALIGNED, MASTER, stage_of
+from .zero import MASTER, stage_of
 
 CONTROL = "control"  # the axis of norms, flags, sums of losses, shapes, objects and barriers
 PERSISTENT = 100_000  # elements of a parameter that stage 3 never lets go of (stage3_param_persistence_threshold)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from ..spec.read import shown
 from ..spec.run import Run
 
 Part = TypeVar("Part")
@@ -27,10 +28,4 @@ def _set(part: Part, path: list[str], value: object) -> Part:
 
 def words(change: Iterable[tuple[str, object]]) -> tuple[str, ...]:
     """A change as overrides of the command line."""
-    return tuple(f"{key}={_word(value)}" for key, value in change)
-
-
-def _word(value: object) -> str:
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return tuple(f"{key}={shown(value)}" for key, value in change)

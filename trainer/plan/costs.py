@@ -25,10 +25,11 @@ class Seconds(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """Bytes of a rank of every stage, micro-batches it has in flight, each kind of stage, seconds (None: a rate is unknown)."""
+    """Bytes of the fullest rank and its stage, the first of those that are as full; each kind of stage; seconds (None: a rate is
+    unknown)."""
 
-    peaks: list[int]
-    flights: list[float]
+    peak: int
+    fullest: int
     kinds: list[Stage]
     pieces: Pieces
     seconds: Seconds | None
@@ -38,16 +39,16 @@ def costs(frame: Frame, layout: Layout) -> Costs:
     """Memory by stage and the step's time."""
     pieces = frame.pieces(split_of(layout.parallel, layout.microbatch), layout.wires)
     kinds = _kinds(frame, layout, pieces)
-    which = layout.partition.which
-    flights = in_flight(layout)
-    fixed = [kind.fixed for kind in kinds]
-    kept = [kind.kept + kind.passing for kind in kinds]
-    peaks = [fixed[at] + ceil(kept[at] * held) for at, held in zip(which, flights, strict=True)]
-    copies = spare(layout)
-    if copies:
-        peaks = [peak + many * kinds[at].weights for peak, at, many in zip(peaks, which, copies, strict=True)]
+    # Of stages that are alike the first holds most: what a schedule has in flight, and its copies of weights, grow towards the front.
+    peak, fullest = max([(stage_bytes(layout, kinds[at], index), -index) for index, at in layout.partition.runs])
     seconds = _seconds(frame, layout, pieces, kinds) if timed(frame, layout) else None
-    return Costs(peaks, flights, kinds, pieces, seconds)
+    return Costs(peak, -fullest, kinds, pieces, seconds)
+
+
+def stage_bytes(layout: Layout, kind: Stage, index: int) -> int:
+    """Bytes of a rank of a stage of this kind."""
+    held = kind.fixed + ceil((kind.kept + kind.passing) * in_flight(layout, index))
+    return held + spare(layout, index) * kind.weights
 
 
 def _kinds(frame: Frame, layout: Layout, pieces: Pieces) -> list[Stage]:
@@ -60,21 +61,16 @@ def _kinds(frame: Frame, layout: Layout, pieces: Pieces) -> list[Stage]:
     return found
 
 
-def in_flight(layout: Layout) -> list[float]:
-    """Micro-batches whose activations each stage holds at once; one where there is no pipeline."""
+def in_flight(layout: Layout, index: int) -> float:
+    """Micro-batches whose activations a stage holds at once; one where there is no pipeline."""
     stages, parallel = layout.mesh.pp, layout.parallel
-    if stages == 1:
-        return [1]
-    held = SCHEDULES[parallel.schedule].in_flight
-    return [held(index, stages, layout.micros, parallel.chunks) for index in range(stages)]
+    return 1 if stages == 1 else SCHEDULES[parallel.schedule].in_flight(index, stages, layout.micros, parallel.chunks)
 
 
-def spare(layout: Layout) -> list[int]:
-    """Older copies of its weights that each stage keeps, for schedules that don't flush; empty where none does."""
+def spare(layout: Layout, index: int) -> int:
+    """Older copies of its weights that a stage keeps, for schedules that don't flush."""
     schedule, stages = SCHEDULES[layout.parallel.schedule], layout.mesh.pp
-    if stages == 1 or schedule.flushes:
-        return []
-    return [schedule.versions(index, stages) - 1 for index in range(stages)]
+    return 0 if stages == 1 or schedule.flushes else schedule.versions(index, stages) - 1
 
 
 def timed(frame: Frame, layout: Layout) -> bool:

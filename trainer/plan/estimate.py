@@ -1,4 +1,4 @@
-"""One layout's estimate, quick enough for a sweep: legal, fits, step seconds and each stage's peak, from the plan's own terms."""
+"""One layout's estimate, quick enough for a sweep: legal, fits, step seconds and peak bytes, from the plan's own terms."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Estimate(NamedTuple):
     legal: bool
     fits: bool
     step: float | None
-    peaks: list[int]
+    peak: int | None  # bytes of the fullest rank
 
 
-ILLEGAL = Estimate(False, False, None, [])
+ILLEGAL = Estimate(False, False, None, None)
 
 
 class Estimator:
@@ -37,7 +37,7 @@ class Estimator:
         if broken(self.frame.run, parallel, microbatch, OF_LAYOUT):
             return ILLEGAL
         of = self.costs(parallel, microbatch)
-        return Estimate(True, max(of.peaks) <= self.frame.capacity, of.seconds.step if of.seconds else None, of.peaks)
+        return Estimate(True, of.peak <= self.frame.capacity, of.seconds.step if of.seconds else None, of.peak)
 
     def costs(self, parallel: Parallel, microbatch: int) -> Costs:
         """The costs of degrees that are legal."""

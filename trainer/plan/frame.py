@@ -9,14 +9,15 @@ from ..spec.run import Parallel, Run
 from .axes import dp
 from .collectives import Wire
 from .engines import engine_for
-from .layout import Kind, Layout, Partition, balanced, mesh_of, partition
+from .flat_tensors import Also, Flat, Lies, flat, lies, stepped
+from .layout import Kind, Layout, Partition, mesh_of, split_layers
 from .mesh import Mesh, Wires, inner, together, wired, wires
 from .pieces import Pieces, Split, form, pieces, table_of
 from .precision import states, widths
 from .roofline import rates
 from .schedules import SCHEDULES
 from .slices import Heads
-from .zero import MASTER, Also, Flat, Lie, flat, lies, stage_of, stepped
+from .zero import MASTER, stage_of
 
 
 class Frame:
@@ -42,9 +43,7 @@ class Frame:
         self._pieces: dict[tuple[Split, int, int, int], Pieces] = {}
         self._wires: dict[Mesh, Wires] = {}
         self._partitions: dict[tuple[int, bool], Partition] = {}
-        self._lies: dict[tuple[Kind, int, int], tuple[Lie, ...]] = {}
-        self._flats: dict[tuple[Kind, int, int, int], Flat] = {}
-        self._stepped: dict[tuple[Kind, int, int, Also, int, int], list[int]] = {}
+        self._lies: dict[tuple[Kind, int, int], Lies] = {}
         self.stages: dict[tuple[object, ...], list[Any]] = {}  # the kinds of stages that costs.py has found
 
     @property
@@ -95,11 +94,10 @@ class Frame:
         if found is None:
             table, parts = self.table, 2 * stages if folded else stages
             layer, first, last = self._load("layer", table.layer), self._load("embedding", table.embedding), self._load("head", table.head)
-            counts = balanced(self.run.model.layers, parts, layer, first, last)
-            found = self._partitions[stages, folded] = partition(counts, folded=folded)
+            found = self._partitions[stages, folded] = split_layers(self.run.model.layers, parts, layer, first, last, folded=folded)
         return found
 
-    def lies(self, kind: Kind, tp: int, ep: int) -> tuple[Lie, ...]:
+    def lies(self, kind: Kind, tp: int, ep: int) -> Lies:
         """The parameters that a rank of a kind of stage holds."""
         found = self._lies.get((kind, tp, ep))
         if found is None:
@@ -110,19 +108,11 @@ class Frame:
 
     def flat(self, kind: Kind, mesh: Mesh) -> Flat:
         """How the parameters of a kind of stage lie on its data-parallel ranks, flattened."""
-        key = (kind, mesh.tp, mesh.ep, ranks := mesh.dp * mesh.cp)
-        found = self._flats.get(key)
-        if found is None:
-            found = self._flats[key] = flat(self.lies(kind, mesh.tp, mesh.ep), ranks, mesh.ep)
-        return found
+        return flat(self.lies(kind, mesh.tp, mesh.ep), mesh.dp * mesh.cp, mesh.ep)
 
-    def stepped(self, kind: Kind, also: Also, stage: int, mesh: Mesh) -> list[int]:
-        """Elements of replicated or of shared weights that each data-parallel rank of a kind of stage steps at a ZeRO stage."""
-        key = (kind, mesh.tp, mesh.ep, also, stage, ranks := mesh.dp * mesh.cp)
-        found = self._stepped.get(key)
-        if found is None:
-            found = self._stepped[key] = stepped(self.lies(kind, mesh.tp, mesh.ep), also, stage, ranks)
-        return found
+    def stepped(self, kind: Kind, also: Also, stage: int, mesh: Mesh, data: int | None) -> int:
+        """Elements of replicated or of shared weights that a data-parallel rank of a kind of stage steps at a ZeRO stage; None: most."""
+        return stepped(self.lies(kind, mesh.tp, mesh.ep), also, stage, mesh.dp * mesh.cp, data)
 
     def sharing(self, mesh: Mesh) -> Wire:
         """How the ranks of the tensor axis that hold the same key and value heads are wired."""

@@ -6,29 +6,39 @@ from collections.abc import Iterator
 from itertools import combinations
 
 from ..spec.problem import Problem
-from ..spec.run import Run
+from ..spec.run import MOST, Run
 from ..spec.units import gib
+from .broken import Broken
 from .change import Change, changed, words
 from .engines import Limit, engine_for
 from .estimate import Estimator
 from .result import Memory
-from .rules import Broken, broken
+from .rules import broken
 from .schedules import SCHEDULES
 
 SHOWN = 3  # mends told of one problem
 NEAREST = 2  # layouts told of what an engine does not run
 DEEP = 2  # further changes that one may need
+MOST_TRIES = 400  # changed runs that are looked at for one problem
 
 
-def problem_of(run: Run, found: Broken, all_found: list[Broken]) -> Problem:
+def problems_of(run: Run, found: list[Broken]) -> tuple[Problem, ...]:
+    """Every broken rule of a run as a problem."""
+    return tuple(_problem_of(run, each, found) for each in found)
+
+
+def _problem_of(run: Run, found: Broken, all_found: list[Broken]) -> Problem:
     """A broken rule as a problem, with those of its changes that mend it and break nothing else."""
+    left = iter(range(MOST_TRIES))
     before = {_subject(each) for each in all_found if each is not found}
     held: list[Change] = []
     for change in found.tries:
-        whole = _completed(run, change, before, DEEP)
+        whole = _completed(run, change, before, DEEP, left)
         if whole is not None and not any(set(each) <= set(whole) for each in held):
             held.append(whole)
-    told = tuple(words(change) for change in held[:SHOWN])
+            if len(held) == SHOWN:
+                break
+    told = tuple(words(change) for change in held)
     mend = f"set {' or '.join(' '.join(each) for each in told)}" if told else found.mend
     return Problem(rule=found.rule, says=found.says, mend=mend, changes=told)
 
@@ -44,8 +54,9 @@ def _limit_problem(run: Run, found: Limit, keys: set[str]) -> Problem:
     before = _broken(run)
     fits = not before and _peak(run) is not None
     held: list[Change] = []
+    left = iter(range(MOST_TRIES))
     for change in found.tries:
-        whole = _completed(run, change, {_subject(each) for each in before}, DEEP) if change else None
+        whole = _completed(run, change, {_subject(each) for each in before}, DEEP, left) if change else None
         if whole is None or whole in held:
             continue
         new = changed(run, whole)
@@ -59,7 +70,7 @@ def _limit_problem(run: Run, found: Limit, keys: set[str]) -> Problem:
 def _peak(run: Run) -> int | None:
     """Bytes of the fullest rank of a legal run; None where it does not fit."""
     estimate = Estimator(run)(run.parallel, run.train.microbatch)
-    return max(estimate.peaks) if estimate.fits else None
+    return estimate.peak if estimate.fits else None
 
 
 def _subject(found: Broken) -> tuple[str, str]:
@@ -67,15 +78,17 @@ def _subject(found: Broken) -> tuple[str, str]:
     return found.rule, found.says.partition("=")[0]
 
 
-def _completed(run: Run, change: Change, before: set[tuple[str, str]], deep: int) -> Change | None:
+def _completed(run: Run, change: Change, before: set[tuple[str, str]], deep: int, left: Iterator[int]) -> Change | None:
     """A change, with what mends anything that it newly breaks; None where nothing was found."""
+    if next(left, None) is None or any(isinstance(value, int) and value > MOST for _, value in change):
+        return None
     new = [each for each in _broken(changed(run, change)) if _subject(each) not in before]
     if not new:
         return change
     keys = {key for key, _ in change}
     for further in new[0].tries if deep else ():
         if keys.isdisjoint(key for key, _ in further):
-            whole = _completed(run, (*change, *further), before, deep - 1)
+            whole = _completed(run, (*change, *further), before, deep - 1, left)
             if whole is not None:
                 return whole
     return None

@@ -87,7 +87,10 @@ class Mesh:
 
         1 where its neighbours never share a node; the group's size where it stays inside one.
         """
-        held = together(self.strides(axis), gpus)
+        runs = _joined(self.strides(axis))
+        if len(runs) <= 1:
+            return _fewest(runs, gpus)
+        held = together(runs, gpus)
         return self._counted(axis, gpus) if held is None else held
 
     def _counted(self, axis: str, gpus: int) -> int:
@@ -97,6 +100,28 @@ class Mesh:
             nodes = [rank // gpus for rank in group]
             least = min(least, *(nodes.count(node) for node in set(nodes)))
         return least
+
+
+def _joined(runs: Runs) -> Runs:
+    """The same ranks as the fewest runs: one that goes on where the one inside it ends is part of it."""
+    joined = list[Run]()
+    for size, stride in runs:
+        if joined and joined[-1][0] * joined[-1][1] == stride:
+            joined[-1] = (joined[-1][0] * size, joined[-1][1])
+        elif size > 1:
+            joined.append((size, stride))
+    return tuple(joined)
+
+
+def _fewest(runs: Runs, gpus: int) -> int:
+    """The fewest ranks that a group of one run has in a node that it touches, of all groups of a mesh that fills its nodes.
+
+    Borders of nodes fall on every multiple of gcd(gpus, size x stride) inside some group, the first of them cuts off the fewest.
+    """
+    if not runs:
+        return 1
+    ((size, stride),) = runs
+    return max(1, gcd(gpus, size * stride) // stride)
 
 
 def together(runs: Runs, gpus: int) -> int | None:

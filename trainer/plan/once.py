@@ -10,10 +10,11 @@ from collections.abc import Iterator
 
 from .axes import tp
 from .axes.line import Line
+from .flat_tensors import Also
 from .frame import Frame
 from .layout import Kind, Layout
 from .pieces import Pieces
-from .zero import MASTER, Also, stage_of
+from .zero import MASTER, stage_of
 
 
 def lines(frame: Frame, layout: Layout, pieces: Pieces, kind: Kind, data: int | None = None) -> list[Line]:
@@ -40,8 +41,7 @@ def _elements(frame: Frame, layout: Layout, pieces: Pieces, kind: Kind, also: Al
     width = frame.widths
     stage = stage_of(layout.parallel.zero, half=width.weight < MASTER, ep=layout.mesh.ep)
     if stage and layout.way.deepspeed and layout.mesh.pp == 1 and not (stage == 1 and width.gradient > width.weight):
-        each = frame.stepped(kind, also, stage, layout.mesh)
-        return max(each) if data is None else each[data]
+        return frame.stepped(kind, also, stage, layout.mesh, data)
     ends = (pieces.embedding,) * kind.first + (pieces.head,) * kind.last
     if also == "shared":
         return kind.layers * pieces.layer.shared

@@ -7,11 +7,11 @@ from typing import Any
 
 from ..spec.problem import Problem
 from ..spec.run import Run
-from .costs import Costs, Seconds, costs, spare
+from .costs import Costs, Seconds, costs, in_flight, spare, stage_bytes
 from .engines import engine_for, unbuilt
 from .frame import Frame
 from .layout import Layout
-from .mends import memory_problem, problem_of
+from .mends import memory_problem, problems_of
 from .mesh import Mesh
 from .precision import moments
 from .result import Bytes, Memory, ModelFacts, Plan, StageMemory, Throughput, Time, Whole
@@ -29,7 +29,7 @@ def make_plan(run: Run) -> Plan:
     """The plan of a run. Deterministic: each rank makes the same one again."""
     found = broken(run, run.parallel, run.train.microbatch)
     if found:
-        return _unlaid(run, tuple(problem_of(run, each, found) for each in found))
+        return _unlaid(run, problems_of(run, found))
     parallel = run.parallel
     frame = Frame(run)
     layout = frame.layout(parallel, run.train.microbatch)
@@ -136,21 +136,20 @@ def _facts(frame: Frame) -> ModelFacts:
 
 
 def _memory(frame: Frame, layout: Layout, of: Costs) -> Memory:
-    copies = spare(layout) or [0] * layout.mesh.pp
     rows = []
     for index, at in enumerate(layout.partition.which):
         kind = of.kinds[at]
-        flight = of.flights[index]
+        flight = in_flight(layout, index)
         kept = ceil(kind.kept * flight)
         held = Bytes(
-            weights=kind.weights * (1 + copies[index]),
+            weights=kind.weights * (1 + spare(layout, index)),
             gradients=kind.gradients,
             optimizer=kind.optimizer,
             activations=kept + kind.kept_last,
             logits=kind.logits,
             buffers=kind.buffers + ceil((kind.kept + kind.passing) * flight) - kept,
             overhead=kind.overhead,
-            total=of.peaks[index],
+            total=stage_bytes(layout, kind, index),
         )
         layers, *back = map(layout.layers, layout.parts(index))
         rows.append(
@@ -158,8 +157,7 @@ def _memory(frame: Frame, layout: Layout, of: Costs) -> Memory:
                 index=index, layers=layers, parameters=kind.parameters, in_flight=flight, bytes=held, back=back[0] if back else None
             )
         )
-    peak = max(of.peaks)
-    return Memory(peak=peak, capacity=frame.capacity, stage=of.peaks.index(peak), form=frame.form, stages=tuple(rows))
+    return Memory(peak=of.peak, capacity=frame.capacity, stage=of.fullest, form=frame.form, stages=tuple(rows))
 
 
 def _throughput(frame: Frame, layout: Layout, seconds: Seconds) -> Throughput:

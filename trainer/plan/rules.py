@@ -6,42 +6,29 @@ candidates only: trainer/plan/mends.py plans each of them again before it is tol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from heapq import nsmallest
 from math import ceil
 
 from ..models.families import FAMILIES
 from ..spec.problem import nearest
 from ..spec.run import Parallel, Run
+from .broken import Broken, Rule
 from .change import Change
+from .divisors import divisors
 from .engines import ENGINES
 from .precision import COMPUTES
+from .rules_of_words import countable, folders, rates, window
 from .schedules import SCHEDULES
 
-
-@dataclass(frozen=True, slots=True)
-class Broken:
-    """A rule that a run breaks: what is wrong, changes that may mend it (in order), or words where no change is to be found."""
-
-    rule: str
-    says: str
-    tries: tuple[Change, ...] = ()
-    mend: str = ""
-
-
-Rule = Callable[[Run, Parallel, int], Iterator[Broken]]
-
-
-def divisors(number: int, most: int = 1 << 30) -> list[int]:
-    """The divisors of a number, rising."""
-    small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
-    return [each for each in sorted({*small, *(number // each for each in small)}) if each <= most]
+MOST_STAGES = 10_000
+FEWER = 16  # smaller degrees of an axis that are tried
 
 
 def _near(key: str, value: int, of: int) -> tuple[Change, ...]:
     """The divisors of `of` nearest to a value, the smaller first."""
-    ranked = sorted(divisors(of), key=lambda each: (abs(each - value), each))
-    return tuple(((key, each),) for each in ranked[:3])
+    ranked = nsmallest(3, divisors(of), key=lambda each: (abs(each - value), each))
+    return tuple(((key, each),) for each in ranked)
 
 
 def names(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
@@ -150,7 +137,9 @@ def world(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
     dp: int | str = parallel.dp
     if dp == "auto":
         if ranks % others:
-            less = tuple(((key, each),) for key, now in _degrees(parallel) for each in reversed(divisors(ranks, now)) if each != now)
+            less = tuple(
+                ((key, each),) for key, now in _degrees(parallel) for each in divisors(ranks, now)[: -FEWER - 1 : -1] if each != now
+            )
             yield Broken("world", f"{product} = {others} does not divide: {has}", (*_nodes(run, others), *less))
             return
         dp = ranks // others
@@ -203,7 +192,9 @@ def pipeline(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
     """Each stage, and each part of it, has a layer; chunks are for interleaved schedules, which want micro-batches in rounds."""
     schedule = SCHEDULES.get(parallel.schedule)
     layers, stages, chunks = run.model.layers, parallel.pp, parallel.chunks
-    if stages * chunks > layers:
+    if stages > MOST_STAGES:
+        yield Broken("pp", f"parallel.pp={stages} is more than the {MOST_STAGES:,} stages that a plan lists", ((("parallel.pp", 1),),))
+    elif stages * chunks > layers:
         each = f"parallel.pp={stages}" + (f" x parallel.chunks={chunks}" if chunks > 1 else "")
         fewer: tuple[Change, ...] = ((("parallel.chunks", max(1, layers // stages)),),) if chunks > 1 and stages <= layers else ()
         yield Broken("pp", f"{each} is more than model.layers={layers}", fewer + _near("parallel.pp", stages, layers))
@@ -317,8 +308,8 @@ def device(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
 
 
 # Rules of the run alone, whatever its degrees; and those of a layout, which a sweep asks of each.
-OF_RUN: tuple[Rule, ...] = (names, model, hugging_face, length, precision, device)
-OF_LAYOUT: tuple[Rule, ...] = (hugging_face_layout, experts, world, tensor, context, pipeline, batch, offload)
+OF_RUN: tuple[Rule, ...] = (names, folders, model, hugging_face, length, rates, window, precision, device)
+OF_LAYOUT: tuple[Rule, ...] = (hugging_face_layout, experts, world, tensor, context, pipeline, batch, offload, countable)
 
 
 def broken(run: Run, parallel: Parallel, microbatch: int, rules: tuple[Rule, ...] = OF_RUN + OF_LAYOUT) -> list[Broken]:

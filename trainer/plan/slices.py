@@ -8,6 +8,7 @@ from math import prod
 
 from ..models.table import Parameter, padded
 from .axes.tp import SPLITS
+from .divisors import least_divisor
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +70,19 @@ class Heads:
         self.heads, self.kv_heads = heads, kv_heads
         self.group = heads // kv_heads
         if kv_heads >= degree:
-            self.copies, self.kv_size = 1, -(-kv_heads // degree)
+            self.lanes, self.copies, self.kv_size = degree, 1, -(-kv_heads // degree)
             self.size = self.kv_size * self.group
         else:
-            lanes = next(each for each in range(kv_heads, degree + 1) if degree % each == 0)
-            self.copies, self.kv_size = degree // lanes, 1
+            self.lanes = least_divisor(degree, kv_heads)
+            self.copies, self.kv_size = degree // self.lanes, 1
             self.size = -(-self.group // self.copies)
+
+    @property
+    def idle(self) -> int:
+        """Ranks that have no query heads."""
+        if self.copies == 1:
+            return self.lanes - -(-self.heads // self.size)
+        return self.kv_heads * (self.copies - -(-self.group // self.size)) + (self.lanes - self.kv_heads) * self.copies
 
     def query(self, rank: int) -> Portion:
         """The query heads of a rank."""
@@ -111,6 +119,14 @@ def portion(dim: str, size: Mapping[str, int], degree: int, rank: int, *, vocab_
         case _:
             each = -(-whole // degree)
     return _run(whole, rank * each, each)
+
+
+def idle_ranks(dim: str, size: Mapping[str, int], degree: int, *, vocab_multiple: int = 1) -> int:
+    """Ranks of the tensor axis that have nothing along a dim but padding."""
+    if dim == "heads":
+        return Heads(size["heads"], size["kv_heads"], degree).idle
+    each = portion(dim, size, degree, 0, vocab_multiple=vocab_multiple).size
+    return degree - -(-size[dim] // each)
 
 
 def local_sizes(size: Mapping[str, int], degree: int, *, vocab_multiple: int = 1) -> dict[str, int]:

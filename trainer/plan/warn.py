@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator
 
 from ..models.table import weights
 from ..spec.problem import Problem
-from ..spec.units import gib, percent
+from ..spec.units import LINK, gib, percent
 from .costs import Costs
 from .frame import Frame
+from .idle import idle
 from .layout import Layout
 from .mends import limits
 from .result import Throughput
-from .slices import Heads, local_sizes, portion
+from .slices import Heads, idle_ranks, local_sizes
 
 BUBBLE = 0.2  # share of a step from which a bubble is worth a word
 
@@ -58,8 +59,9 @@ def _uneven(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | No
         return
     cost = ""
     if of.seconds is not None:
-        times = [of.kinds[at].forward + of.kinds[at].backward for at in layout.partition.which]
-        lost = layout.micros * (max(times) - sum(times) / len(times)) / of.seconds.step
+        times = [kind.forward + kind.backward for kind in of.kinds]
+        mean = sum(each * many for each, many in zip(times, layout.partition.many, strict=True)) / len(counts)
+        lost = layout.micros * (max(times) - mean) / of.seconds.step
         cost = f"; waiting for the busiest stage costs {percent(lost)} of a step"
     says = f"{sum(counts)} layers over {len(counts)} stages: {min(counts)} to {max(counts)} a stage{cost}"
     yield Problem(rule="uneven", says=says)
@@ -100,7 +102,7 @@ def _padded(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | No
             continue
         share = 1 - sizes[dim] / whole
         cost = percent(share) if share >= 0.01 else "less than 1 %"
-        empty = sum(not portion(dim, sizes, degree, rank, vocab_multiple=model.vocab_multiple).length for rank in range(degree))
+        empty = idle_ranks(dim, sizes, degree, vocab_multiple=model.vocab_multiple)
         idle = f", and {empty} of {degree} ranks {'has' if empty == 1 else 'have'} nothing else" if empty else ""
         why = f" so that tp {degree} splits it" if degree > 1 else f", a multiple of model.vocab_multiple={model.vocab_multiple}"
         says = f"model.{dim}={sizes[dim]} is padded to {whole}{why}: {cost} of {whose}'s products are padding{idle}"
@@ -116,17 +118,14 @@ def _replicated(frame: Frame, layout: Layout, of: Costs, throughput: Throughput 
 
 def _idle(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
     parallel, train = layout.parallel, frame.run.train
-    if parallel.sequence and parallel.tp == 1:
-        yield Problem(rule="sequence", says="parallel.sequence=true does nothing at tp 1")
     if parallel.recompute == "selective" and train.attention == "flash":
         says = "parallel.recompute=selective with train.attention=flash: flash keeps no scores, so nothing is saved by running it twice"
         yield Problem(rule="recompute", says=says, mend="set parallel.recompute=none")
 
 
 def _tight(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
-    peak = max(of.peaks)
-    if 0.95 * frame.capacity < peak <= frame.capacity:
-        says = f"{gib(peak)} GiB of {gib(frame.capacity)} leaves little for fragmentation"
+    if 0.95 * frame.capacity < of.peak <= frame.capacity:
+        says = f"{gib(of.peak)} GiB of {gib(frame.capacity)} leaves little for fragmentation"
         yield Problem(rule="tight", says=says)
 
 
@@ -151,7 +150,11 @@ def _untimed(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | N
         yield Problem(rule="time", says=says, mend=f"{measures}set {keys}")
     else:
         where = "inside" if cluster.inside is None and cluster.gpus > 1 else "between"
-        yield Problem(rule="time", says=f"no times: cluster.{where} is not stated", mend=f"set cluster.{where}.bandwidth and .latency")
+        yield Problem(
+            rule="time",
+            says=f"no times: cluster.{where} is not stated",
+            mend=f"set cluster.{where}.bandwidth ({LINK}) and .latency (seconds)",
+        )
 
 
 def _uncounted(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
@@ -170,6 +173,10 @@ def _routed(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | No
         yield Problem(rule="capacity", says=says)
 
 
+def _unread(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
+    yield from idle(frame.run, layout.mesh)
+
+
 def _engine(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
     yield from limits(frame.run)
 
@@ -186,6 +193,7 @@ WARNINGS: tuple[Callable[[Frame, Layout, Costs, Throughput | None], Iterator[Pro
     _idle,
     _unmeasured,
     _routed,
+    _unread,
     _engine,
 )
 

@@ -11,7 +11,10 @@ from typing import Any
 
 import msgspec
 
+from ..spec.plain_file import read_plain
+
 MANIFEST = "manifest.json"
+MOST_BYTES = 4 << 30  # of a manifest
 _STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})")
 _OPENING, _CLOSING = b'{"sha256":"', b'",\n'
 _SEAL = len(_OPENING) + 64 + len(_CLOSING)  # bytes of the seal; the hash is of the bytes after it
@@ -46,7 +49,7 @@ def seal(body: bytes) -> bytes:
 def read_sealed(folder: Path) -> bytes:
     """Read a checkpoint's manifest, seal included; raises Broken where it is missing or is not as it was written."""
     try:
-        text = (folder / MANIFEST).read_bytes()
+        text = read_plain(folder / MANIFEST, MOST_BYTES)
     except OSError as error:
         raise Broken(f"{MANIFEST} can't be read ({(error.strerror or '').lower()})") from error
     if not text:
@@ -104,7 +107,7 @@ def _saved_step(path: Path, step: int) -> SavedStep:
     """Read a checkpoint's manifest and look at its files' sizes; raises Broken."""
     try:
         manifest = msgspec.json.decode(read_sealed(path), type=_Manifest)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise Broken(f"{MANIFEST} is of another version of this format: {error}") from error
     if manifest.step != step:
         raise Broken(f"it is of step {manifest.step}")

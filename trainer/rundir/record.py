@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from ..spec.plain_file import read_plain
 from ..spec.run import Run
 
 RUN, CONFIG = "run", "config"  # keys of a manifest's `extra`
@@ -28,22 +30,22 @@ def record(run: Run) -> dict[str, Any]:
 
 def recorded_run(extra: Mapping[str, Any]) -> Run | None:
     """Return the run that saved a checkpoint; None where its manifest does not say, as those of earlier versions."""
-    with suppress(KeyError, msgspec.ValidationError):
+    with suppress(KeyError, msgspec.ValidationError, RecursionError):
         return msgspec.convert(extra[RUN], Run)
     return None
 
 
 def read_run_file(file: Path) -> Run | None:
     """Read RUN_DIR/run.json; None where there is none that can be read."""
-    with suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
-        return msgspec.json.decode(file.read_bytes(), type=Run)
+    with suppress(OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return msgspec.json.decode(read_plain(file), type=Run)
     return None
 
 
 def read_config(run: Run) -> dict[str, Any]:
     """Read the config.json that `model.hf` names; {} where it can't be read."""
     path = Path(run.model.hf or "")
-    with suppress(OSError, ValueError):
-        config = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
+    with suppress(OSError, ValueError, RecursionError):
+        config = json.loads(read_plain(path / "config.json" if os.path.isdir(path) else path))
         return config if isinstance(config, dict) else {}
     return {}

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import msgspec
 
 from .problem import Problem, Unreadable, nearest
-from .run import Run
+from .quantity import counted, dimension_of, quantity, right_form
+from .run import LEAST_FLOAT, MOST, MOST_FLOAT, Run
 
 Part = TypeVar("Part")
 
@@ -50,16 +51,70 @@ def _value(value: Any, hint: Any, key: str, problems: list[Problem]) -> Any:
     nested = next((kind for kind in _choices(hint) if is_dataclass(kind)), None)
     if isinstance(nested, type) and isinstance(value, Mapping):
         return _part(value, nested, f"{key}.", problems)
+    if get_origin(hint) is dict and isinstance(value, Mapping) and (words := _words(hint)):
+        return _mapping(value, hint, words, key, problems)
+    if isinstance(value, str) and value not in _words(hint) and (of := dimension_of(key)):
+        said = quantity(value, of)
+        if said is None:
+            problems.append(Problem(rule="unit", says=f"{key}={value} is no {of.noun}", mend=right_form(value, of)))
+            return None
+        value = said
     if _is_list(value) and len(value) != len(set(map(repr, value))) and "Literal" in repr(hint):
         problems.append(Problem(rule="twice", says=f"{key}={shown(value)} names something twice"))
+        return None
+    if why := _no_text(value):
+        problems.append(Problem(rule="type", says=f"{key}={shown(value)} {why}"))
         return None
     try:
         if not _finite(value):
             raise msgspec.ValidationError("not a finite number")
         return msgspec.convert(_exact(value), hint)
     except msgspec.ValidationError:
-        problems.append(Problem(rule="type", says=f"{key}={shown(value)} is not {wanted(hint)}", mend=_near(value, hint)))
+        problems.append(_beyond(value, hint, key) or _counted(value, hint, key) or _mistyped(value, hint, key))
         return None
+
+
+def _mapping(value: Mapping[Any, Any], hint: Any, words: list[str], key: str, problems: list[Problem]) -> dict[str, Any]:
+    """A mapping of fixed words, read word by word."""
+    for name in value:
+        if name not in words:
+            problems.append(Problem(rule="unknown", says=f"no key {key}.{name}", mend=nearest(str(name), words)))
+    kind = get_args(hint)[1]
+    return {name: _value(each, kind, f"{key}.{name}", problems) for name, each in value.items() if name in words}
+
+
+def _words(hint: Any) -> list[str]:
+    """The words that a value, or each key of a mapping, may be."""
+    if get_origin(hint) is dict:
+        return _words(get_args(hint)[0])
+    return [str(word) for kind in _choices(hint) if get_origin(kind) is Literal for word in get_args(kind)]
+
+
+def _mistyped(value: Any, hint: Any, key: str) -> Problem:
+    of = dimension_of(key)
+    says = f"{key}={shown(value)} is not {wanted(hint)}{f' ({of.unit})' if of else ''}"
+    return Problem(rule="type", says=says, mend=_near(value, hint, key))
+
+
+def _counted(value: Any, hint: Any, key: str) -> Problem | None:
+    """The problem with a count that ends with a letter, such as 4k; None where it is another value."""
+    numbers = any(kind in (int, float) or (get_args(kind) or (None,))[0] in (int, float) for kind in _choices(hint))
+    if not isinstance(value, str) or not numbers or not (readings := counted(value)):
+        return None
+    return Problem(rule="type", says=f"{key}={value} is not a number", mend=f"write {' or '.join(readings)}")
+
+
+def _beyond(value: Any, hint: Any, key: str) -> Problem | None:
+    """The problem with a number that is far outside of what is reckoned with; None where it is another."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _finite(value) or value <= 0:
+        return None
+    metas = [meta for kind in _choices(hint) for meta in get_args(kind)[1:] if isinstance(meta, msgspec.Meta)]
+    for meta in metas:
+        if meta.le in FAR and value > meta.le:
+            return Problem(rule="type", says=f"{key}={shown(value)} is too large", mend=f"at most {meta.le:.0e}".replace("e+", "e"))
+        if meta.ge == LEAST_FLOAT and value < meta.ge:
+            return Problem(rule="type", says=f"{key}={shown(value)} is too small", mend=f"at least {meta.ge:g}")
+    return None
 
 
 def _is_list(value: Any) -> bool:
@@ -68,6 +123,14 @@ def _is_list(value: Any) -> bool:
 
 def _finite(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
+
+
+def _no_text(value: Any) -> str:
+    """Why a value, or one inside it, can't be handed on as text; "" where it can."""
+    if isinstance(value, str):
+        return "holds a NUL" if "\0" in value else "is not text in UTF-8" if any("\ud800" <= each <= "\udfff" for each in value) else ""
+    inside = [*value, *value.values()] if isinstance(value, Mapping) else value if _is_list(value) else ()
+    return next((why for each in inside if (why := _no_text(each))), "")
 
 
 def _exact(value: Any) -> Any:
@@ -85,14 +148,38 @@ def _choices(hint: Any) -> Iterator[Any]:
         yield hint
 
 
-def _near(value: Any, hint: Any) -> str:
-    words = [str(word) for kind in _choices(hint) if get_origin(kind) is Literal for word in get_args(kind)]
+def _near(value: Any, hint: Any, key: str) -> str:
+    """What a value that is not of its kind was most likely meant to be; "" where nobody can say."""
+    if hint is bool and (meant := _TRUTH.get(str(value).lower())):
+        return f"write {meant}"
+    kinds = list(_choices(hint))
+    listed = next((kind for kind in kinds if get_origin(kind) is tuple), None)
+    if listed is not None and isinstance(value, str) and not _is_list(value) and value in _words(get_args(listed)[0]):
+        return f"write {key}=[{value}]"
+    if listed is not None and _is_list(value):
+        unread = [each for each in value if isinstance(each, str) and each not in _words(get_args(listed)[0])]
+        return _near(unread[0], get_args(listed)[0], key) if unread else ""
+    section = next((kind for kind in kinds if is_dataclass(kind)), None)
+    if section is not None and not isinstance(value, Mapping | list | None):
+        takes = [row.name for row in fields(section) if _takes(value, get_type_hints(section, include_extras=True)[row.name])]
+        return f"set one of its keys, as {key}.{takes[0]}={shown(value)}" if takes else ""
+    words = _words(hint)
     close = nearest(value, words) if isinstance(value, str) and words else ""
     return close if close.startswith("did") else ""
 
 
+def _takes(value: Any, hint: Any) -> bool:
+    try:
+        msgspec.convert(_exact(value), hint)
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
+_TRUTH = {**dict.fromkeys(("yes", "on", "1", "y", "t"), "true"), **dict.fromkeys(("no", "off", "0", "n", "f"), "false")}
 _NOUNS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null", dict: "a mapping"}
 _BOUNDS = (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below"))
+FAR = (MOST, 2**63 - 1, MOST_FLOAT)  # bounds that go without saying
 
 
 def wanted(hint: Any) -> str:
@@ -104,7 +191,7 @@ def _noun(kind: Any) -> str:
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
         metas = [each for each in args[1:] if isinstance(each, msgspec.Meta)]
-        bounds = [f", {word} {getattr(meta, name):g}" for meta in metas for name, word in _BOUNDS if getattr(meta, name) is not None]
+        bounds = [_bound(getattr(meta, name), word) for meta in metas for name, word in _BOUNDS]
         return _noun(args[0]) + "".join(bounds)
     if origin is Literal:
         return f"one of {', '.join(map(str, args))}" if len(args) > 1 else str(args[0])
@@ -114,6 +201,12 @@ def _noun(kind: Any) -> str:
     if is_dataclass(kind):
         return f"a mapping of {', '.join(row.name for row in fields(kind))}"
     return _NOUNS.get(origin or kind, str(kind))
+
+
+def _bound(value: float | None, word: str) -> str:
+    if value is None or value in FAR:
+        return ""
+    return ", above 0" if value == LEAST_FLOAT else f", {word} {value:g}"
 
 
 def shown(value: Any) -> str:

@@ -7,10 +7,14 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-Count = Annotated[int, Meta(ge=1)]
-Natural = Annotated[int, Meta(ge=0)]
-Positive = Annotated[float, Meta(gt=0)]
-NotNegative = Annotated[float, Meta(ge=0)]
+MOST = 10**18  # of a count: products of several are still exact, and finite as floats
+LEAST_FLOAT, MOST_FLOAT = 1e-30, 1e30  # of a number that is not 0: so are quotients and products of several
+
+Count = Annotated[int, Meta(ge=1, le=MOST)]
+Natural = Annotated[int, Meta(ge=0, le=MOST)]
+Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Positive = Annotated[float, Meta(ge=LEAST_FLOAT, le=MOST_FLOAT)]
+NotNegative = Annotated[float, Meta(ge=0, le=MOST_FLOAT)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Below1 = Annotated[float, Meta(ge=0, lt=1)]
 
@@ -56,7 +60,7 @@ class Device:
     """One accelerator: memory bytes, bandwidth bytes/s, peak dense FLOP/s by precision."""
 
     name: str
-    memory: Positive | Literal["auto"]
+    memory: Annotated[float, Meta(ge=1, le=MOST_FLOAT)] | Literal["auto"]
     bandwidth: Positive | None = None
     peak: dict[Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp4"], Positive] = field(default_factory=dict)
     kind: Literal["cuda", "cpu"] = "cuda"
@@ -159,7 +163,7 @@ class Train:
     attention: Literal["flash", "math"] = "flash"
     flops: Literal["attention", "parameters"] = "attention"
     compile: bool = False
-    seed: Natural = 1234
+    seed: Seed = 1234
     clip: NotNegative = 1.0
     skip: Natural = 3
     evaluate: Evaluate = field(default_factory=Evaluate)

@@ -1,6 +1,65 @@
-"""The few units that a sentence about a plan needs."""
+"""The unit of each key, and the few units that a sentence about a plan needs."""
 
 from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+BYTES, RATE, LINK, FLOPS, SECONDS = "bytes", "bytes/s", "bytes/s per GPU and direction", "FLOP/s", "seconds"
+
+# What a key counts, by its pattern; the first that fits. A key that is in no row is a word, a share or a number without unit.
+# fmt: off
+UNITS: dict[str, str] = {
+    "cluster.device.memory":    BYTES,
+    "cluster.device.context":   BYTES,
+    "cluster.device.bandwidth": RATE,
+    "cluster.storage":          "bytes/s of all devices together",
+    "cluster.*.bandwidth":      LINK,
+    "cluster.device.peak.*":    FLOPS,
+    "cluster.device.peak":      FLOPS,
+    "cluster.device.launch":    SECONDS,
+    "cluster.device.dispatch":  SECONDS,
+    "cluster.*.latency":        SECONDS,
+    "cluster.mtbf":             "seconds of one device between faults",
+    "launch.patience":          SECONDS,
+    "cluster.nodes":            "nodes",
+    "cluster.gpus":             "GPUs of a node",
+    "cluster.device.units":     "multiprocessors",
+    "cluster.device.sustained": "share of peak",
+    "cluster.device.flash":     "share of peak",
+    "cluster.device.streaming": "share of bandwidth",
+    "cluster.*.efficiency":     "share of bandwidth",
+    "model.layers":             "layers",
+    "model.context":            "tokens",
+    "model.capacity":           "times top_k x seq / experts tokens",
+    "model.dropout":            "probability",
+    "parallel.bucket":          "elements",
+    "parallel.shard":           "ranks",
+    "parallel.chunks":          "groups of layers",
+    "parallel.?p":              "ranks",
+    "train.batch":              "sequences a step, of all GPUs together",
+    "train.microbatch":         "sequences",
+    "train.seq":                "tokens",
+    "train.steps":              "steps",
+    "train.tokens":             "tokens",
+    "train.skip":               "steps in a row",
+    "train.clip":               "norm of all gradients",
+    "train.evaluate.every":     "steps",
+    "train.evaluate.batches":   "batches",
+    "optim.warmup":             "steps",
+    "data.end":                 "token id",
+    "data.validation":          "share of the tokens",
+    "log.every":                "steps",
+    "log.profile":              "steps, first and last",
+    "checkpoint.every":         "steps",
+    "checkpoint.keep":          "checkpoints",
+    "launch.restarts":          "times",
+}
+# fmt: on
+
+
+def unit_of(key: str) -> str:
+    """What a key counts, in words; "" where it has no unit."""
+    return next((unit for pattern, unit in UNITS.items() if fnmatchcase(key, pattern)), "")
 
 
 def gib(size: float) -> str:

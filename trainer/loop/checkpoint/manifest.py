@@ -96,7 +96,7 @@ def read(folder: Path) -> Manifest:
     """The manifest of a checkpoint's folder; raises Broken where it is not there or not as it was written."""
     try:
         manifest = msgspec.json.decode(read_sealed(folder), type=Manifest)
-    except msgspec.ValidationError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise Broken(f"{MANIFEST} is of another version of this format: {error}") from error
     if odd := [name for name in manifest.files if Path(name).name != name]:
         raise Broken(f"{MANIFEST} names a file outside of its folder: {odd[0]}")

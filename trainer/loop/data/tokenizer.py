@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ...spec.plain_file import expanded, read_plain
 from .refusal import refused
 
 Ids = NDArray[np.unsignedinteger[Any]]
@@ -105,7 +106,7 @@ def _vocabulary(word: str, end: int | None) -> Vocabulary:
     """The vocabulary of a tokenizer.json; `end` replaces the end token that the files beside it name."""
     path = _file(word)
     try:
-        text = path.read_bytes()
+        text = read_plain(path)
         rules = import_module("tokenizers").Tokenizer.from_str(text.decode())
     except ImportError:
         raise refused(f"data.tokenizer={word} wants the tokenizers package, which is not installed", "pip install tokenizers") from None
@@ -131,10 +132,7 @@ def _reset(rules: Any) -> None:
 
 def _file(word: str) -> Path:
     """The tokenizer.json that a word names, itself or by its folder; raises Unreadable."""
-    try:
-        path = Path(word).expanduser()
-    except RuntimeError as error:
-        raise refused(f"data.tokenizer={word}: {str(error).rstrip('.')}", "say bytes, or the path of a tokenizer.json") from None
+    path = expanded(word)
     if path.is_dir():
         if not (path / "tokenizer.json").exists():
             others = [name for name in SLOW if (path / name).exists()]
@@ -175,7 +173,7 @@ def _end(path: Path, ids: dict[str, int], word: str) -> int | None:
     """The id of the end token that the files beside a tokenizer.json name, else of one that is usual; raises Unreadable."""
     for beside in ("tokenizer_config.json", "special_tokens_map.json"):
         try:
-            named = json.loads(path.with_name(beside).read_text(encoding="utf-8")).get("eos_token")
+            named = json.loads(read_plain(path.with_name(beside))).get("eos_token")
         except (OSError, ValueError, AttributeError, RecursionError):
             continue
         name = named.get("content") if isinstance(named, dict) else named

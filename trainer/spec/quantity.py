@@ -1,0 +1,124 @@
+"""Quantities as people write them, `80GiB`, `25 GB/s`, `400 Gbps`, `312 TFLOP/s`, `5us`: read as SI numbers, and never guessed."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from .units import unit_of
+
+_QUANTITY = re.compile(r"(?P<number>[+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(?P<unit>[^\d\s.,+-].*)?")
+_DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
+_BINARY = {f"{prefix}i": 1024.0**power for power, prefix in enumerate("KMGTPE", 1)}
+_PREFIXES = {**_DECIMAL, **_BINARY, "m": 1e6, "g": 1e9, "t": 1e12}  # lower case: of gbps alone
+_PER_SECOND = r"(?:/s|/sec|/second|ps)"
+# (times, by): a number of the unit is number x times / by in SI, so that 5us is 5e-6 to the last digit.
+_TIMES = {
+    **dict.fromkeys(("s", "sec", "second", "seconds"), (1.0, 1.0)),
+    **dict.fromkeys(("ms", "msec"), (1.0, 1e3)),
+    **dict.fromkeys(("us", "usec", "\u00b5s", "\u03bcs"), (1.0, 1e6)),
+    **dict.fromkeys(("ns", "nsec"), (1.0, 1e9)),
+    **dict.fromkeys(("min", "minute", "minutes"), (60.0, 1.0)),
+    **dict.fromkeys(("h", "hour", "hours"), (3600.0, 1.0)),
+    **dict.fromkeys(("d", "day", "days"), (86400.0, 1.0)),
+}
+_ANY = "|".join([*_BINARY, *filter(None, _DECIMAL)])
+_SIZE = re.compile(rf"({_ANY})?B|bytes?")
+_BYTE_RATE = re.compile(rf"({_ANY})?(?:B|bytes?){_PER_SECOND}")
+_BIT_RATE = re.compile(rf"(?:({_ANY})?(?:b|bits?){_PER_SECOND}|([kmgt])bps)")
+_FLOP_RATE = re.compile(r"([kKMGTPE])?(?:FLOPs?/s|flops?/s|FLOPS|FLOPs|flops|Flops)")
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """What a unit measures: what a value that is none is told to be, how it is written, and its unit in a few words."""
+
+    noun: str
+    forms: tuple[str, ...]
+    unit: str
+
+
+def dimension_of(key: str) -> Dimension | None:
+    """The dimension of a key whose values may have units; None where they have none."""
+    unit = unit_of(key)
+    if unit.startswith("bytes/s"):
+        per = " per GPU" if "GPU" in unit else ""
+        return Dimension("rate", ("25e9", "25GB/s", "200Gb/s"), f"bytes/s{per}")
+    if unit.startswith("bytes"):
+        return Dimension("size", ("80e9", "80GB", "80GiB"), "bytes")
+    if unit == "FLOP/s":
+        return Dimension("rate", ("312e12", "312TFLOP/s"), "FLOP/s")
+    if unit.startswith("seconds"):
+        return Dimension("time", ("5e-6", "5us"), "seconds")
+    return None
+
+
+def quantity(text: str, of: Dimension) -> float | None:
+    """The SI number that a text says in a dimension; None where it says none, or more than one thing."""
+    found = _QUANTITY.fullmatch(text.strip())
+    if found is None or found["unit"] is None:
+        return None
+    factor = _factor(found["unit"].strip(), of)
+    return None if factor is None else float(found["number"].replace("_", "")) * factor[0] / factor[1]
+
+
+def _factor(unit: str, of: Dimension) -> tuple[float, float] | None:
+    """What one of a unit is in SI: (times, by)."""
+    if of.noun == "time":
+        return _TIMES.get(unit)
+    bits = 1.0
+    if of.noun == "size":
+        found = _SIZE.fullmatch(unit)
+    elif of.unit == "FLOP/s":
+        found = _FLOP_RATE.fullmatch(unit)
+    elif (found := _BYTE_RATE.fullmatch(unit)) is None:
+        found, bits = _BIT_RATE.fullmatch(unit), 8.0
+    return (_PREFIXES[next(filter(None, found.groups()), "")], bits) if found else None
+
+
+def right_form(text: str, of: Dimension) -> str:
+    """How a text should have been written: what it most likely means, in each of its readings."""
+    found = _QUANTITY.fullmatch(text.strip())
+    meant = list(_readings(found["number"].replace("_", ""), (found["unit"] or "").strip(), of)) if found else []
+    return f"write {' or '.join(meant or _listed(of.forms))} ({of.unit})"
+
+
+def _listed(forms: tuple[str, ...]) -> list[str]:
+    return [", ".join(forms[:-1]), forms[-1]]
+
+
+def _readings(number: str, unit: str, of: Dimension) -> list[str]:
+    """A number with each unit that it may have been given, where its prefix is plain."""
+    prefix = re.match(r"([kKmMgGtTpP])(i?)", unit)
+    if of.noun == "time":
+        return [f"{number}ms", f"{number}min"] if unit in ("m", "M") else []
+    if prefix is None:
+        return []
+    letter = prefix[1].upper().replace("K", "k")
+    if of.noun == "size":
+        return [f"{number}{letter}B", f"{number}{letter.upper()}iB"] if not prefix[2] else [f"{number}{letter.upper()}iB"]
+    if of.unit == "FLOP/s":
+        return [f"{number}{letter}FLOP/s"]
+    rest = unit[prefix.end() :]
+    bits, bytes_ = f"{number}{letter}b/s", f"{number}{letter}B/s"
+    if rest.startswith("B"):
+        return [bytes_]
+    return [bits, _short(float(number) * _DECIMAL[letter] / 8)] if rest == "b" and unit[0].isupper() else [bits, bytes_]
+
+
+def counted(text: str) -> tuple[str, ...]:
+    """The readings of a count with a letter, `4k` and `2M`; none where it is another text."""
+    found = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?)\s?([kKmMgGbBtT])", text.strip())
+    if found is None:
+        return ()
+    number, letter = float(found[1].replace("_", "")), found[2].upper()
+    power = {"K": 1, "M": 2, "G": 3, "B": 3, "T": 4}[letter]
+    readings = [number * 1000**power, *([number * 1024**power] if letter in "KMG" else [])]
+    return tuple(f"{each:.0f}" if each < 1e7 else _short(each) for each in readings)
+
+
+def _short(value: float) -> str:
+    """A large number as it is typed: 50e9."""
+    power = 3 * int(math.log10(value) // 3) if value > 0 else 0
+    return f"{value / 10**power:g}e{power}" if power > 3 else f"{value:g}"
