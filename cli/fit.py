@@ -107,7 +107,7 @@ def after(run: Run) -> str:
     """What a run that has trained is told at its end: the plan beside what was measured, and what to try next."""
     from .measured import ran
     from .report_text import beside, incidents
-    from .text import look
+    from .text import look, wrapped
 
     folder = folder_of(run)
     name = from_here(folder)
@@ -117,7 +117,7 @@ def after(run: Run) -> str:
         "plan conf=megatron_1t_6x8x64",
     )
     done = ran(folder)
-    first = incidents(done)
+    first = [line for each in incidents(done) for line in wrapped(each)]
     return "\n".join(
         ["", *first, *([""] if first else []), *beside(done, look()), "", "Next:", *(f"  {typed()} {each}" for each in following)]
     )
@@ -150,6 +150,7 @@ def fit_run(read: Callable[[], Run], stops: list[int]) -> int:
     from .launching import hosts
     from .plan_text import verdict
     from .printed import live, show, tell, tell_problems
+    from .text import one_line
 
     checks = FileChecks()
     for settled in (machine.known(), True):  # what can't run at all is refused before this machine is measured
@@ -164,8 +165,9 @@ def fit_run(read: Callable[[], Run], stops: list[int]) -> int:
             tell_problems([unmeasured])
     show(verdict(plan))
     files = prepare_files(run, live)
-    for line in (*files.remarks, *(f"warning: {each}" for each in epoch_warnings(run, plan, files.data))):
-        show(line)
+    warnings = (*remarks(run, plan), *epoch_warnings(run, plan, files.data))
+    for line in (*files.remarks, *(f"warning: {each}" for each in warnings)):
+        show(one_line(line))
     found_hosts = hosts(run)
     few = allowed(held(plan.world, len(found_hosts)))
     problems = files.problems or ((few,) if few else ())

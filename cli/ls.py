@@ -24,8 +24,8 @@ def ls(
 
     \b
     distrain ls              recipes and groups
-    distrain ls model        the models that model=NAME chooses, and every key model.KEY
-    distrain ls train.clip   what a key takes, its unit, its default, and what it does
+    distrain ls model        the models that model=NAME takes, and keys model.KEY
+    distrain ls train.clip   what a key takes, its unit, its default, what it does
     distrain ls runs         the runs in runs/: steps, losses, checkpoint, state
     distrain ls runs DIR     the runs in DIR, which is their log.dir
     """

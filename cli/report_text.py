@@ -49,7 +49,7 @@ def beside(run: Ran, look: Look) -> list[str]:
 
 
 def incidents(run: Ran) -> list[str]:
-    """Lines that count skipped steps, spikes of the loss and restarts after faults; none where there were none."""
+    """A line that counts skipped steps, spikes of the loss and restarts after faults; none where there were none."""
     said = []
     if run.skipped:
         were = "was" if run.skipped == 1 else "were"
@@ -58,7 +58,7 @@ def incidents(run: Ran) -> list[str]:
         )
     said += [f"{many(run.spikes, 'spike')} of the loss"] if run.spikes else []
     said += [f"{many(len(run.restarts), 'restart')} after faults"] if run.restarts else []
-    return wrapped("; ".join(said)) if said else []
+    return ["; ".join(said)] if said else []
 
 
 def drifts(run: Ran) -> list[str]:
@@ -103,7 +103,7 @@ def _course(run: Ran) -> list[str]:
         after = "".join(f"; from step {step}, {many(lost, 'step')} lost" for step, lost in run.restarts)
         good = f"; goodput {share(run.goodput)}" if run.goodput is not None else ""
         lines += wrapped(f"{many(len(run.restarts), 'restart')} after faults{after}{good}", indent="  ")
-    lines += [f"  {line}" for line in incidents(replace(run, restarts=()))]
+    lines += [line for each in incidents(replace(run, restarts=())) for line in wrapped(each, indent="  ")]
     if run.saved:
         lines += wrapped(f"checkpoints of step {', '.join(map(str, run.saved))}", indent="  ")
     if run.validation:

@@ -122,8 +122,9 @@ def test_fit_says_what_of_its_words_does_nothing_under_its_verdict(
 ) -> None:
     from distrain.cli import fit, machine
 
-    monkeypatch.setattr(machine, "found", lambda: {"cuda": []})
-    monkeypatch.setattr(fit, "fit", lambda *_: (1, ["not started here"]))
+    monkeypatch.setattr(machine, "found", lambda: None)
+    monkeypatch.setattr(machine, "known", lambda: True)
+    monkeypatch.setattr(fit, "train", lambda *_: (1, ["not started here"]))
     words = ["conf=tiny_2x2x2", "optim.schedule=constant", "optim.min_lr=1e-5", "train.evaluate.batches=3", f"log.dir={tmp_path}"]
     assert command(["fit", *words]) == 1
     lines = capsys.readouterr().out.splitlines()

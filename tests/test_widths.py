@@ -33,7 +33,7 @@ PAGES = [
     "plan -m conf=megatron_175b parallel.tp=8,4 parallel.schedule=interleaved,1f1b",
     "ls",
     *(f"ls {group}" for group in library.groups(None)),
-    *(f"{verb} --help" for verb in ("", "ls", "show", "plan", "fit", "prove", "report", "export", "generate", "doctor")),
+    *(f"{verb} --help" for verb in ("", "ls", "cp", "show", "plan", "fit", "prove", "report", "export", "generate", "doctor")),
 ]
 
 
