@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -14,9 +13,9 @@ from tempfile import TemporaryFile
 from types import FrameType
 from typing import Any
 
-from ..trainer.launch import lifeline
 from ..trainer.spec.plain_file import expanded
 from ..trainer.spec.problem import Problem, Unreadable
+from ..trainer.system.child_process import start_child
 
 PATIENCE = 5.0  # seconds that a child has to tidy up after it was told to stop
 RUNNER = "distrain.trainer.launch.run_held"
@@ -39,7 +38,7 @@ def run_child(module: str, words: Sequence[str], told: str = "") -> int:
         stdin = stack.enter_context(TemporaryFile())
         stdin.write(told.encode())
         stdin.seek(0)
-        child = stack.enter_context(_started(f"distrain.trainer.loop.{module}", words, os.environ, stdin=stdin))
+        child = stack.enter_context(start_child(["-m", RUNNER, f"distrain.trainer.loop.{module}", *words], stdin=stdin))
         try:
             status = child.wait()
         except (KeyboardInterrupt, Stopped) as stop:
@@ -55,38 +54,9 @@ def ask_child(
 ) -> subprocess.CompletedProcess[str]:
     """Run the main() of a module with its output caught; raises OSError, and TimeoutExpired after so many seconds."""
     piped: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "replace"}
-    with _started(module, words, environment, stdin=subprocess.DEVNULL, **piped) as child:
+    with start_child(["-m", RUNNER, module, *words], environment, stdin=subprocess.DEVNULL, **piped) as child:
         out, err = child.communicate(timeout=seconds)
     return subprocess.CompletedProcess(child.args, child.returncode, out, err)
-
-
-@contextmanager
-def _started(module: str, words: Sequence[str], environment: Mapping[str, str], **streams: Any) -> Iterator[subprocess.Popen[Any]]:
-    """A child in a session of its own; when the block ends, so do it and its own children."""
-    held, cut = os.pipe()
-    try:
-        child = subprocess.Popen(
-            [sys.executable, "-m", RUNNER, module, *words],
-            env={**environment, "PYTHONSAFEPATH": "1", lifeline.VARIABLE: str(held)},
-            pass_fds=(held,),
-            start_new_session=True,  # its lifeline ends all of its process group
-            **streams,
-        )
-    except BaseException:
-        os.close(cut)
-        raise
-    finally:
-        os.close(held)
-    try:
-        yield child
-    finally:
-        os.close(cut)
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        for pipe in (child.stdout, child.stderr):
-            if pipe is not None:
-                pipe.close()
-        child.wait()
 
 
 @contextmanager

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 LEAST, USUAL, MOST = 72, 80, 120  # columns of a page: its tables want as many
+
+_BREAK = re.compile(r" (?!(?:%|[mun]?s|h|min|days|[KMGTPE]?i?B(?:/s)?|[KMGTPE]?FLOP/s)(?![A-Za-z0-9]))")
 
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _COUNTS = ("", " k", " M", " B", " T")
@@ -147,9 +150,9 @@ def _cell(words: str, width: int, left: bool) -> str:
 
 
 def wrapped(words: str, room: int | None = None, indent: str = "", hang: str = "    ") -> list[str]:
-    """Words on lines of at most `room` columns, a page's where none are said, broken at spaces."""
+    """Words on lines of at most `room` columns, a page's where none are said, broken at spaces, but not between a figure and its unit."""
     lines, line, room = list[str](), indent, room or width()
-    for word in words.split(" "):
+    for word in _BREAK.split(words):
         joined = f"{line} {word}" if line.strip() else line + word
         if len(joined) > room and line.strip():
             lines.append(line)

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -15,7 +14,7 @@ from pathlib import Path
 from threading import Timer
 from typing import Any
 
-from ..launch.lifeline import VARIABLE as LIFELINE
+from .child_process import start_child
 
 PATIENCE = 5.0  # seconds that a child has to tidy up once it is told to stop
 Hear = Callable[[dict[str, Any]], None]
@@ -34,41 +33,25 @@ def ask(
 ) -> Answer:
     """Run `python WORDS` with a document as JSON on its stdin, and hear each JSON object that it writes as a line of stdout.
 
-    It is killed after so many seconds. At Ctrl-C it is told to stop, waited for, and KeyboardInterrupt goes on. It holds a lifeline
-    (trainer/launch/lifeline.py) if it asks for it. Raises OSError where it can't be started.
+    It is killed after so many seconds. At Ctrl-C it is told to stop, waited for, and KeyboardInterrupt goes on. Raises OSError where
+    it can't be started.
     """
-    held, cut = os.pipe()
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as complaints:
         given.write(json.dumps(document).encode())
         given.seek(0)
-        try:
-            child = subprocess.Popen(
-                [sys.executable, *words],
-                stdin=given,
-                stdout=subprocess.PIPE,
-                stderr=complaints,
-                env={**environment, "PYTHONSAFEPATH": "1", LIFELINE: str(held)},
-                pass_fds=(held,),
-                start_new_session=True,  # its lifeline ends all of its process group
-            )
-        except OSError:
-            os.close(cut)
-            raise
-        finally:
-            os.close(held)
-        timer = Timer(seconds, child.kill) if seconds is not None else None
-        try:
-            if timer:
-                timer.start()
-            _listen(child, hear)
-            child.wait()
-        except BaseException:
-            _stop(child)
-            raise
-        finally:
-            if timer:
-                timer.cancel()
-            os.close(cut)
+        with start_child(words, environment, stdin=given, stdout=subprocess.PIPE, stderr=complaints) as child:
+            timer = Timer(seconds, child.kill) if seconds is not None else None
+            try:
+                if timer:
+                    timer.start()
+                _listen(child, hear)
+                child.wait()
+            except BaseException:
+                _stop(child)
+                raise
+            finally:
+                if timer:
+                    timer.cancel()
         return Answer(status=child.returncode, complaint=_last_line(complaints))
 
 

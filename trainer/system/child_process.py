@@ -1,0 +1,45 @@
+"""A child process that ends when the process that started it does, however that is, and its own children with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from ..launch.lifeline import VARIABLE as LIFELINE
+
+
+@contextmanager
+def start_child(words: Sequence[str], environment: Mapping[str, str] = os.environ, **streams: Any) -> Iterator[subprocess.Popen[Any]]:
+    """Run `python WORDS` in a session of its own; when the block ends, so do it and its own children.
+
+    It holds a lifeline (trainer/launch/lifeline.py) if it asks for it. Raises OSError where it can't be started.
+    """
+    held, cut = os.pipe()
+    try:
+        child = subprocess.Popen(
+            [sys.executable, *words],
+            env={**environment, "PYTHONSAFEPATH": "1", LIFELINE: str(held)},
+            pass_fds=(held,),
+            start_new_session=True,  # its lifeline ends all of its process group
+            **streams,
+        )
+    except BaseException:
+        os.close(cut)
+        raise
+    finally:
+        os.close(held)
+    try:
+        yield child
+    finally:
+        os.close(cut)
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        for pipe in (child.stdout, child.stderr):
+            if pipe is not None:
+                pipe.close()
+        child.wait()
