@@ -191,7 +191,7 @@ OTHERS: dict[str, tuple[str, Callable[[Path], Any], str]] = {  # what is named, 
     "a pointer of Git LFS": ("AT/t.json", lambda at: (at / "t.json").write_text("version https://git-lfs.github.com/spec/v1\n"),
         "data.tokenizer=AT/t.json is a pointer of Git LFS, which git lfs pull replaces: give the path of a tokenizer.json, or say bytes"),
     "nobody's home": ("~nobody-is-called-so/t.json", lambda at: None,
-        "data.tokenizer=~nobody-is-called-so/t.json: Could not determine home directory: say bytes, or the path of a tokenizer.json"),
+        "data.tokenizer=~nobody-is-called-so/t.json: No such file or directory: say bytes, or the path of a tokenizer.json"),
 }
 # fmt: on
 

@@ -32,7 +32,8 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def said(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[tuple[str, str, str]]]:
     """The status, and each line as (state, name, the rest)."""
     status = command(shlex.split(words))
-    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    text = capsys.readouterr().out.replace("\n         ", " ")  # where a finding goes on
+    lines = [line.split(maxsplit=1) for line in text.splitlines()]
     return status, [(state, *rest.partition(": ")[::2]) for state, rest in lines]
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from distrain.cli.app import command
+from distrain.tests.unrepeated import unrepeated
 from distrain.trainer.launch.children import end_child
 from distrain.trainer.launch.launch import launch
 
@@ -119,7 +120,7 @@ def pid_of(folder: Path, rank: int) -> int:
 
 
 def test_sigterm_to_one_rank_that_imports_torch_stops_the_run_in_order(tmp_path: Path) -> None:
-    words = [f"conf={WORDS[0]}", *WORDS[1:], "train.steps=2000", f"log.dir={tmp_path}", "name=run"]
+    words = unrepeated(f"conf={WORDS[0]}", *WORDS[1:], "train.steps=2000", f"log.dir={tmp_path}", "name=run")
     quiet = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
     process = subprocess.Popen([sys.executable, "-m", "distrain", "fit", *words], stdout=pipe, stderr=pipe, env=quiet, text=True)
@@ -175,7 +176,7 @@ def test_a_corpus_may_take_longer_than_any_step(spoiled: Ranks, tmp_path: Path) 
 def test_a_run_whose_checkpoints_have_no_folder_is_not_done(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").touch()
-    status = command(["fit", f"conf={WORDS[0]}", *WORDS[1:], "cluster.gpus=1", f"log.dir={tmp_path}", "name=run"])
+    status = command(["fit", *unrepeated(f"conf={WORDS[0]}", *WORDS[1:], "cluster.gpus=1", f"log.dir={tmp_path}", "name=run")])
     said = capfd.readouterr()
     assert status == 1
     (line,) = said.err.splitlines()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from distrain.cli.app import command
+from distrain.tests.unrepeated import unrepeated
 
 WORDS = (
     "fit", "conf=quickstart", "model=tiny", "model.layers=1", "data=synthetic", "cluster=1x1", "parallel.zero=0", "train.batch=4",
@@ -66,7 +67,7 @@ def test_what_ranks_refuse_changes_nothing_and_is_no_fault_of_theirs(used: Path,
     damaged[-1] ^= 1
     file.write_bytes(damaged)
     before = contents(used)
-    assert command([*WORDS, f"log.dir={used}", "train.steps=4", "optim.lr=1e-5"]) == 1
+    assert command(unrepeated(*WORDS, f"log.dir={used}", "train.steps=4", "optim.lr=5e-4")) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line == (
         f"distrain: no checkpoint in {used}/run/checkpoints verifies (step_2: {file.name} is not as it was written (its hash differs)): "

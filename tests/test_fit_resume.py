@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from distrain.tests.unrepeated import unrepeated
 from distrain.trainer.launch.children import end_child
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ def started(tmp_path: Path):
     left = []
 
     def start() -> subprocess.Popen[str]:
-        words = ["conf=quickstart", *LONG, f"log.dir={tmp_path}", "name=run"]
+        words = unrepeated("conf=quickstart", *LONG, f"log.dir={tmp_path}", "name=run")
         process = subprocess.Popen(
             [sys.executable, "-m", "distrain", "fit", *words],
             stdout=subprocess.PIPE,
