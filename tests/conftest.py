@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,28 @@ from hypothesis import settings
 settings.register_profile("steady", derandomize=True, deadline=None, database=None)
 settings.load_profile("steady")
 
-DEADLINE = 60.0  # seconds that a job may take
+DEADLINE = 120.0  # seconds that a job may take
+
+# Files of tests that wait for deaths, silences and signals, mount and unmount, or look at every process of this machine:
+# `bash scripts/test` runs them after all others, with nothing beside them.
+ALONE = (
+    "test_canary", "test_checkpoint_kills", "test_faults", "test_hangs", "test_hosts", "test_hosts_door", "test_mpi", "test_probe",
+    "test_slurm", "test_startup",
+)  # fmt: skip
+
+
+def pytest_configure() -> None:
+    """Undo what nohup and a shell's & do: children of the tests, which inherit ignored signals, are to be stopped by them."""
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that run alone."""
+    for item in items:
+        if item.path.stem in ALONE:
+            item.add_marker(pytest.mark.alone)
 
 
 @dataclass(frozen=True, kw_only=True)
