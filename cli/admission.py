@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from ..trainer.plan.result import Plan
 from ..trainer.spec.problem import Problem, Unreadable
 from ..trainer.spec.run import Run
 from .data_survey import DataFacts, are_here, names_files, survey
-from .text import count
+from .text import WOULD_REFUSE, count
 
 # Epochs from which repeated tokens teach less and less: up to 4 are nearly as good as new ones (arXiv:2305.16264).
 MANY_EPOCHS = 4.0
@@ -64,8 +65,17 @@ def _with_resume(run: Run, check: FileCheck) -> FileCheck:
     from ..trainer.rundir.resume import check_resume
     from .fit import folder_of
 
-    resume = check_resume(run, folder_of(run), data_key=check.data.key if check.data else None)
-    return replace(check, problems=(*check.problems, *resume.problems), remarks=(*check.remarks, *resume.remarks))
+    folder = folder_of(run)
+    resume = check_resume(run, folder, data_key=check.data.key if check.data else None)
+    problems = (*check.problems, *resume.problems, *_metrics_problems(folder))
+    return replace(check, problems=problems, remarks=(*check.remarks, *resume.remarks))
+
+
+def _metrics_problems(folder: Path) -> Iterator[Problem]:
+    """Say that RUN_DIR/metrics.jsonl can't be written to, where it is something else than a file."""
+    file = folder / "metrics.jsonl"
+    if os.path.lexists(file) and not file.is_file():
+        yield Problem(rule="folder", says=f"{file} is no plain file, and a run logs its figures there", mend="move it away")
 
 
 def weight_problems(run: Run) -> Iterator[Problem]:
@@ -97,6 +107,7 @@ def epoch_warnings(run: Run, plan: Plan, data: DataFacts | None) -> Iterator[Pro
 
 def with_files(run: Run, plan: Plan, check: FileCheck) -> Plan:
     """Return the plan with what the files say: what `fit` would refuse is a warning here, for the files of a run may lie elsewhere."""
-    refused = tuple(replace(each, says=f"`fit` would refuse this here: {each.says}") for each in check.problems)
-    warnings = (*plan.warnings, *refused, *epoch_warnings(run, plan, check.data))
+    refused = tuple(replace(each, says=f"{WOULD_REFUSE}: {each.says}") for each in check.problems)
+    said = tuple(Problem(rule="data", says=remark) for remark in check.data.remarks) if check.data else ()
+    warnings = (*plan.warnings, *refused, *said, *epoch_warnings(run, plan, check.data))
     return replace(plan, warnings=warnings, runnable=plan.runnable and not refused)

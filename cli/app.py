@@ -139,7 +139,13 @@ def show(
     if launch or engine:
         from .launching import shown
 
-        return _say("\n".join(shown(load(conf, overrides, config_dir), launch=launch, engine=engine)))
+        run = load(conf, overrides, config_dir)
+        _say("\n".join(shown(run, launch=launch, engine=engine)))
+        if launch:
+            from .launching import would_refuse
+
+            tell_problems(would_refuse(run))
+        return FINE
     composed = to_builtins(read(compose(conf, overrides, config_dir)))
     text = as_yaml({key: value for key, value in composed.items() if value is not None})
     if comments:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -35,5 +36,6 @@ def _is_free(said: Path, destination: Path) -> None:
 
     if destination.is_dir() and any(destination.iterdir()):
         raise Unreadable([Problem(rule="folder", says=f"{said} is there and not empty", mend="name a folder that is not there yet")])
-    if destination.exists() and not destination.is_dir():
-        raise Unreadable([Problem(rule="folder", says=f"{said} is a file", mend="name a folder that is not there yet")])
+    if os.path.lexists(destination) and not destination.is_dir():
+        what = "a file" if destination.exists() else "a link that leads nowhere"
+        raise Unreadable([Problem(rule="folder", says=f"{said} is {what}", mend="name a folder that is not there yet")])

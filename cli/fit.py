@@ -214,8 +214,9 @@ def train(
             ended = started(run, plan, folder, show, live, noted=asked)
         if stops is not None:
             stops += [number for number, _ in asked]
-        if ended.refused:
+        untrained = ended.status == 0 and all(each.step is None for each in ended.ranks)  # its words made nothing of what is there
+        if ended.refused or (untrained and "run.json" in before):
             put_back(before, folder)
-        else:
+        if not ended.refused:
             write_end(folder, ended.status, ended.says)
     return ended.status, [ended.says] if ended.says else []

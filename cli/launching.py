@@ -18,7 +18,7 @@ from ..trainer.spec.problem import Problem, Unreadable
 from ..trainer.spec.run import Run
 from .fit import folder_of
 from .paths import whole_paths
-from .text import many, one_line
+from .text import WOULD_REFUSE, many, one_line
 
 RANK = "distrain.trainer.loop.rank"  # what every rank runs, by whomever it was started
 GUEST = "distrain.trainer.launch.guest"  # beside DeepSpeed's launcher: a rank's keeper, which tells the launching process of it
@@ -109,6 +109,14 @@ def shown(run: Run, *, launch: bool, engine: bool) -> Iterator[str]:
         yield from script(run, plan, launching(run, notice=notice))
     if engine:
         yield json.format(json.encode(config(run, plan.mesh["dp"]))).decode()
+
+
+def would_refuse(run: Run) -> Iterator[str]:
+    """What ranks of a run would refuse of its folder, as it is here: a script overwrites its run.json before it starts them."""
+    from ..trainer.rundir.resume import check_resume
+
+    for problem in check_resume(run, folder_of(run)).problems:
+        yield f"warning: {WOULD_REFUSE}: {problem}"
 
 
 def script(run: Run, plan: Plan, made: Launching) -> Iterator[str]:

@@ -63,6 +63,8 @@ def ran(folder: Path) -> Ran:
     damaged = list[str]()
     run, plan, counted = (_read(folder / name, damaged) for name in ("run.json", "plan.json", "measured.json"))
     written = list(read_rows(folder / "metrics.jsonl"))
+    if not written and any(line.strip() for line in read_lines(folder / "metrics.jsonl")):
+        damaged.append("metrics.jsonl")
     logged = [row for row in map(_figures, written) if "step" in row and "restart" not in row]
     rows = list({int(row["step"]): row for row in logged}.values())  # of a step that was done twice, the last time
     last = list({step: row for row in written if (step := natural(row.get("step"))) is not None and "restart" not in row}.values())

@@ -9,6 +9,7 @@ from ..trainer.plan.result import Memory, Message, Plan, StageMemory
 from ..trainer.plan.saving import ENOUGH
 from ..trainer.spec.problem import Problem
 from .text import (
+    WOULD_REFUSE,
     Look,
     count,
     digits,
@@ -68,15 +69,24 @@ def verdict(plan: Plan) -> str:
         says = f"can't run: {many(len(plan.problems), 'problem')} ({of} would fit)"
     else:
         says = f"fits: {of}"
-    return (
-        f"{one_line(plan.name)} {says}{_speed(plan)}{f'; not run: {_not_run(plan)}' if plan.fits and plan.ok and not plan.runnable else ''}"
-    )
+    return f"{one_line(plan.name)} {says}{_speed(plan)}{_refusal(plan)}"
+
+
+def _refusal(plan: Plan) -> str:
+    if plan.runnable or not (plan.fits and plan.ok):
+        return ""
+    return "; `fit` would refuse it here" if _refused_here(plan) else f"; not run: {_not_run(plan)}"
 
 
 def _not_run(plan: Plan) -> str:
     """The first of the words that keep the plan's engine from running it."""
     limits = [each.says.partition(" does not run ")[2] for each in plan.warnings if each.rule == "engine"]
     return limits[0] if limits else "no engine here can"
+
+
+def _refused_here(plan: Plan) -> str:
+    """The first thing that `fit` would refuse of this machine's files; "" where it would refuse nothing."""
+    return next((str(each).removeprefix(f"{WOULD_REFUSE}: ") for each in plan.warnings if each.says.startswith(WOULD_REFUSE)), "")
 
 
 def _speed(plan: Plan) -> str:
@@ -119,7 +129,7 @@ def _schedule(plan: Plan) -> Iterator[str]:
     if plan.bubble_fraction:
         yield f"the pipeline is empty {share(plan.bubble_fraction)} of the time"
     yield (
-        f"engine {plan.engine}{'' if plan.runnable else ' (this version plans it, but does not run it)'}"
+        f"engine {plan.engine}{'' if plan.runnable or _refused_here(plan) else ' (this version plans it, but does not run it)'}"
         if plan.engine
         else "no engine runs it"
     )
@@ -296,7 +306,8 @@ def rows(plans: Sequence[tuple[Sequence[str], Plan]], look: Look) -> str:
             word = ""
         lines.append(look.paint(f"{word.ljust(wide)}  {line}" if wide else f"  {line}", colour))
     readings = dict.fromkeys(plan.reading for _, plan in plans if plan.reading)
-    return "\n".join([*lines, *(line for reading in readings for line in wrapped(reading))])
+    refused = dict.fromkeys(f"refused: {why}" for _, plan in plans if plan.ok and plan.fits and (why := _refused_here(plan)))
+    return "\n".join([*lines, *(line for each in (*readings, *refused) for line in wrapped(each))])
 
 
 def _layout(plan: Plan) -> list[str]:
@@ -314,7 +325,11 @@ def _word(plan: Plan) -> str:
     if plan.memory is not None and not plan.fits:
         return "does not fit"
     if plan.ok and plan.fits:
-        return "fits" if plan.runnable else f"fits, not run: {_not_run(plan).replace('parallel.', '').replace('train.', '')}"
+        if plan.runnable:
+            return "fits"
+        if _refused_here(plan):
+            return "fits, refused"
+        return f"fits, not run: {_not_run(plan).replace('parallel.', '').replace('train.', '')}"
     return f"can't: {plan.problems[0].rule}" if plan.problems else "can't"
 
 

@@ -12,6 +12,10 @@ from ..trainer.spec.problem import Problem, Unreadable, nearest
 from . import library, synonyms
 
 SECTIONS = ("model", "cluster", "parallel", "train")
+CHOSEN = {  # how an option of a section is chosen in a recipe's defaults
+    **{section: section for section in (*SECTIONS, "optim", "data", "log", "checkpoint", "launch")},
+    "cluster.device": "override /device@cluster.device",
+}
 SIZES = ("family", "layers", "hidden", "heads", "vocab")
 
 
@@ -66,9 +70,10 @@ def in_our_words(problem: Problem, words: Mapping[str, Any]) -> Problem:
         key = problem.says.removeprefix("no key ")
         return synonyms.answer(key, _at(words, key)) or problem
     section, _, value = problem.says.partition(" is not a mapping of ")[0].partition("=")
-    if problem.rule == "type" and section in SECTIONS and value and " is not a mapping of " in problem.says:
+    if problem.rule == "type" and value and " is not a mapping of " in problem.says and isinstance(_at(words, section), str):
         says = f"{section}={value} is not a mapping of keys"
-        return Problem(rule="type", says=says, mend=f"an option is chosen in a recipe's defaults, as `- {section}: NAME`")
+        if section in CHOSEN:
+            return Problem(rule="type", says=says, mend=f"an option is chosen in a recipe's defaults, as `- {CHOSEN[section]}: {value}`")
     return _chosen(problem)
 
 

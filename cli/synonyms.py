@@ -116,7 +116,7 @@ ROWS: tuple[Ours, ...] = (
     # model
     _row("n_layer n_layers num_layers num_hidden_layers", "model.layers"),
     _row("n_embd hidden_size d_model dim hidden_dim embed_dim", "model.hidden"),
-    _row("n_head n_heads num_heads num_attention_heads", "model.heads"),
+    _row("n_head n_heads num_heads num_attention_heads attention_heads", "model.heads"),
     _row("n_kv_heads num_key_value_heads num_query_groups num_kv_heads", "model.kv_heads"),
     _row("kv_channels", "model.head_dim"),
     _row("intermediate_size ffn_hidden_size n_inner d_ff ffn_dim mlp_dim", "model.ffn"),

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+WOULD_REFUSE = "`fit` would refuse this here"  # how a plan's warnings of this machine's files begin
 LEAST, USUAL, MOST = 72, 80, 120  # columns of a page: its tables want as many
 
 _BREAK = re.compile(r" (?!(?:%|[mun]?s|h|min|days|[KMGTPE]?i?B(?:/s)?|[KMGTPE]?FLOP/s)(?![A-Za-z0-9]))")

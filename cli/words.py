@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ..trainer.spec.problem import Problem, nearest
+from ..trainer.spec.read import wanted
 from . import library, synonyms
-from .keys import keys, unknown
+from .keys import keys, texts, unknown
 from .shape import is_shape
 
 LONGEST = 10_000  # letters of a word that is read
@@ -89,6 +90,9 @@ def unread(word: str, known: Mapping[str, Any]) -> Problem:
     wrong_key = unknown(bare, known, value.strip(" '\""))
     if wrong_key and not re.fullmatch(r"[\w-]+([./][\w-]+)*", bare, flags=re.ASCII):
         return Problem(rule="syntax", says=f"{word}: {bare} is no key", mend=wrong_key.mend)
+    if bare in known and bare not in texts(known) and not re.search(r"[\[\](){}'\"]", value):
+        says = f"{key}={value} is not {wanted(known[bare])}"
+        return Problem(rule="type", says=says, mend="give the token's id" if bare == "data.end" else "")
     return Problem(rule="syntax", says=f"{word}: the value can't be read", mend="close every bracket and quote")
 
 

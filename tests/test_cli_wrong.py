@@ -58,9 +58,19 @@ TABLE: list[tuple[str, list[str]]] = [
     ("plan conf=quickstart model=tinny", ["model=tinny names no model: did you mean tiny?"]),
     ("plan conf=quickstart device=h100", ["device=h100 names no device: did you mean h100_80g?"]),
     ("plan conf=quickstart cluster.device=h200", ["cluster.device=h200 names a device: write device=h200"]),
+    (
+        "plan conf=llama3_8b cluster.device.name=h200",
+        ["cluster.device.name=h200 is a name alone: the figures are another device's: write device=h200"],
+    ),
     ("plan conf=quickstart size/model=tiny", ["size/model=tiny: no group size/model: did you mean model?"]),
     # values
     ("plan conf=quickstart parallel.tp=two", ["parallel.tp=two is not a whole number, at least 1"]),
+    ("plan conf=quickstart checkpoint.every=10min", ["checkpoint.every=10min is not a whole number, at least 0 (steps)"]),
+    (
+        "plan conf=quickstart checkpoint.accept=optim.name",
+        ["checkpoint.accept=optim.name is not a list of text: write checkpoint.accept=[optim.name]"],
+    ),
+    ("plan conf=quickstart data.end='<|end|>'", ["data.end=<|end|> is not a whole number, at least 0: give the token's id"]),
     ("plan conf=quickstart train.batch=-8", ["train.batch=-8 is not a whole number, at least 1"]),
     ("plan conf=quickstart parallel.zero=4", ["parallel.zero=4 is not one of 0, 1, 2, 3"]),
     ("plan conf=quickstart parallel.recompute=ful", ["parallel.recompute=ful is not one of none, selective, full: did you mean full?"]),

@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from distrain.trainer.loop.data import tables
 from distrain.trainer.loop.data.corpus import Corpus, Mapped
 from distrain.trainer.loop.data.find import File
+from distrain.trainer.loop.data.formats import JSON_AS_TEXT
 from distrain.trainer.loop.data.prepare import prepare
 from distrain.trainer.loop.data.text import SHARE, shares
 from distrain.trainer.loop.data.workers import tokenized
@@ -239,6 +240,28 @@ def test_files_that_are_named_as_held_out_are_remarked_on(tmp_path: Path) -> Non
     assert remarks == [f"{says}: they train as the others do; a pattern leaves them out, such as data.path='FOLDER/**/train*'"]
 
 
+JSON_OF_TEXT = {
+    "lines": (lines(), "JSON lines"),
+    "an array": (json.dumps([{"text": "to be"}]).encode(), "a JSON array"),
+    "one line": (json.dumps({"text": "to be " * 2000}).encode(), ""),
+    "a list in words": (b"[{or not}]\n", ""),
+    "dialogue": (b'{"aside"}\n{"exit"}\n', ""),
+}
+
+
+@pytest.mark.parametrize("name", JSON_OF_TEXT)
+def test_json_that_is_named_as_text_is_read_as_it_is_and_that_is_said(name: str, tmp_path: Path) -> None:
+    text, what = JSON_OF_TEXT[name]
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.txt").write_bytes(text * (1 if len(text) > 9999 else 400))
+    remarks: list[str] = []
+    open_corpus(tmp_path, remarks, path=str(folder / "a.txt"))
+    assert [each for each in remarks if " by what it holds" in each] == (
+        [f"{folder}/a.txt: {what} by what it holds, and text by its name: it trains as it is; {JSON_AS_TEXT[what]}"] if what else []
+    )
+
+
 # What is refused
 
 
@@ -331,6 +354,8 @@ KINDS: dict[str, tuple[Write, str, str, str | None, str | None]] = {
     "binary": (lambda at: at.write_bytes(NOISE), "a.txt", "no text but binary", "data=tokens reads files of token ids", None),
     "UTF-16": (lambda at: at.write_text("to be or not to be", "utf-16"), "a.txt", "UTF-16 text",
         "iconv -f UTF-16 -t UTF-8 FILE > NEW writes what is read", None),
+    "ids of two bytes": (lambda at: at.write_bytes(np.arange(200, dtype=np.uint16).tobytes()), "a.bin", "no text but binary",
+        "data=tokens reads files of token ids", None),
     "UTF-16 without a mark": (lambda at: at.write_text("to be or not to be", "utf-16-le"), "a.txt", "UTF-16 text",
         "iconv -f UTF-16 -t UTF-8 FILE > NEW writes what is read", None),
     "csv": (lambda at: at.write_text("id,text\n1,to be or not to be"), "a.csv", "a table", CSV, None),

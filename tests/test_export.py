@@ -196,6 +196,7 @@ def test_a_checkpoint_of_an_earlier_version_is_read_with_run_json_and_that_is_sa
     [
         (["run", "full"], "full is there and not empty: name a folder that is not there yet"),
         (["run", "full/file"], "full/file is a file: name a folder that is not there yet"),
+        (["run", "astray"], "astray is a link that leads nowhere: name a folder that is not there yet"),
         (["nowhere", "out"], "nowhere is no folder: give the folder of a run, such as runs/quickstart"),
         (["full", "out"], "full holds no run.json: give the folder of a run, such as runs/quickstart"),
         ([".", "out"], ". holds no run.json: did you mean run?"),
@@ -207,6 +208,7 @@ def test_wrong_words_get_one_line(words: list[str], line: str, tmp_path: Path, m
     for name in ("run/run.json", "full/file"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).touch()
+    (tmp_path / "astray").symlink_to(tmp_path / "nowhere" / "at" / "all")
     monkeypatch.chdir(tmp_path)
     assert command(["export", *words]) == 2
     assert capsys.readouterr().err == f"distrain: {line}\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 
@@ -80,3 +81,38 @@ def test_a_run_that_is_refused_makes_no_folder(tmp_path: Path, capsys: pytest.Ca
     assert command([*WORDS, f"log.dir={tmp_path}/runs", "checkpoint.resume=must"]) == 1
     assert "checkpoint.resume=must and no checkpoint in " in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_with_nothing_to_train_leaves_its_words_as_they_were(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {name: (used / "run" / name).read_bytes() for name in ("run.json", "plan.json")}
+    assert command([*WORDS, f"log.dir={used}", "train.precision=bf16", "optim.lr=5e-4"]) == 0
+    assert "nothing to train" in capsys.readouterr().out
+    assert {name: (used / "run" / name).read_bytes() for name in before} == before
+
+
+@pytest.mark.parametrize("make", [lambda path: path.mkdir(), lambda path: path.symlink_to("/nowhere/at/all")])
+def test_a_log_that_is_no_file_is_found_before_the_start(
+    make: Callable[[Path], object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    make(tmp_path / "run" / "metrics.jsonl")
+    assert command([*WORDS, f"log.dir={tmp_path}"]) == 1
+    says = f"distrain: {tmp_path}/run/metrics.jsonl is no plain file, and a run logs its figures there: move it away\n"
+    assert capsys.readouterr().err == says
+
+
+def test_a_plan_says_what_of_the_files_fit_would_refuse(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*WORDS[1:], f"log.dir={used}", "train.steps=4"]
+    assert command(["plan", *unrepeated(*words, "model.heads=2")]) == 0
+    page = capsys.readouterr().out
+    assert "; `fit` would refuse it here" in " ".join(page.partition("\n\n")[0].split())
+    assert "does not run it" not in page
+    assert command(["plan", "-m", *unrepeated(*words, "model.heads=2,4")]) == 0
+    page = capsys.readouterr().out
+    assert [line.split("  ")[1].strip() for line in page.splitlines()[1:3]] == ["fits, refused", "fits"]
+    assert "refused: model.heads was 4 when step 2 was saved, and is 2 now" in page
+
+
+def test_a_script_that_its_ranks_would_refuse_is_printed_with_a_warning(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["show", "--launch", *unrepeated(*WORDS[1:], f"log.dir={used}", "model.heads=2")]) == 0
+    assert capsys.readouterr().err.startswith("distrain: warning: `fit` would refuse this here: model.heads was 4 ")

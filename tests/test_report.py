@@ -162,3 +162,10 @@ def test_skipped_steps_spikes_and_restarts_are_counted_at_the_end(rows: list[dic
     told = after(changed(run, [("log.dir", str(tmp_path.parent)), ("name", tmp_path.name)])).splitlines()
     assert told[0] == ""
     assert (told[1] == "Nothing was measured yet") == (not line)
+
+
+def test_figures_that_are_none_are_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("hello\n")
+    assert ran(tmp_path).damaged == ("metrics.jsonl",)
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert ran(tmp_path).damaged == ()

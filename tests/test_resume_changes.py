@@ -202,6 +202,23 @@ def test_no_key_is_left_out_of_a_comparison() -> None:
     assert flatten(run()) >= {key for key in keys() if key.partition(".")[0] in DECIDED}
 
 
+def test_one_mend_accepts_all_that_can_be() -> None:
+    found = changes(
+        run("data=synthetic", "data.validation=0.5"),
+        ("data.name", "stdlib"),
+        ("data.validation", 0.1),
+        ("optim.name", "sgd"),
+        same_data=False,
+    )
+    (mend,) = {problem.mend.partition("checkpoint.accept=")[2].partition(" ")[0] for problem in found.problems}
+    assert sorted(mend.strip("[]").split(",")) == ["data.name", "data.validation", "optim.name"]
+
+
+def test_another_family_is_told_without_what_follows_from_it() -> None:
+    found = changes(run(), ("model.family", "llama"), ("model.positions", "rope"), ("model.norm", "rmsnorm"), ("optim.name", "sgd"))
+    assert [problem.says.split()[0] for problem in found.problems] == ["model.family", "optim.name"]
+
+
 # Before any rank is started: RUN_DIR as the manifest of its newest checkpoint describes it.
 def saved_by(folder: Path, before: Run | None, step: int = 7) -> None:
     """A checkpoint without tensors, saved by a run."""
@@ -251,6 +268,8 @@ def test_a_checkpoint_that_names_no_run_is_read_with_run_json_and_that_is_said(t
     found = check_resume(run("model.heads=4"), tmp_path)
     assert [each.says.split()[0] for each in found.problems] == ["model.heads"]
     assert found.remarks == ("step_7 does not name the run that saved it, as earlier versions wrote it: run.json is taken for it",)
+    found = check_resume(run("optim.lr=5e-4"), tmp_path)
+    assert (found.problems, found.remarks[1:]) == ((), ("changed since step 7: optim.lr 0.001 -> 0.0005",))
 
 
 @pytest.mark.parametrize(

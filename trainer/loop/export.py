@@ -105,10 +105,13 @@ def _narrow(module: Transformer, dtype: torch.dtype) -> None:
 def _unnamed(destination: Path) -> Iterator[Path]:
     """A folder beside the destination that becomes it when the block ends well, and else is gone."""
     destination = destination.absolute()
-    destination.parent.mkdir(parents=True, exist_ok=True)
     folder = destination.with_name(f".{destination.name}.tmp-{secrets.token_hex(4)}")
     try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
+    except OSError as error:
+        raise _refused(f"{destination} can't be made: {error.strerror}", "name another folder") from None
+    try:
         yield folder
         for file in folder.iterdir():
             file.chmod(folder.stat().st_mode & 0o666)  # safetensors writes for its owner alone

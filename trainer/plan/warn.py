@@ -181,9 +181,25 @@ def _engine(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | No
     yield from limits(frame.run)
 
 
+SLOW_LINK, LATE_LINK = 1e7, 0.1  # bytes/s and seconds that no link between accelerators is beyond
+
+
+def _links(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
+    cluster = frame.run.cluster
+    for name, link in (("inside", cluster.inside), ("between", cluster.between)):
+        if link is not None and link.bandwidth is not None and link.bandwidth < SLOW_LINK:
+            says = f"cluster.{name}.bandwidth={link.bandwidth:g} is {link.bandwidth:g} bytes/s"
+            yield Problem(rule="link", says=says, mend=f"{LINK}, as 300e9 or 300GB/s, are meant")
+        if link is not None and link.latency is not None and link.latency > LATE_LINK:
+            yield Problem(
+                rule="link", says=f"cluster.{name}.latency={link.latency:g} is {link.latency:g} s", mend="write 5us for microseconds"
+            )
+
+
 WARNINGS: tuple[Callable[[Frame, Layout, Costs, Throughput | None], Iterator[Problem]], ...] = (
     _untimed,
     _uncounted,
+    _links,
     _tight,
     _tensor_across,
     _bubble,

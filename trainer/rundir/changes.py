@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ Policy = Literal["refused", "acceptable", "said", "free"]
 # `acceptable`: refused unless checkpoint.accept names it. `said`: the run goes on and says what changed. `free`: nothing is said.
 # fmt: off
 POLICIES: tuple[tuple[str, Policy], ...] = (
-    ("model.weights",        "free"),        # read at the beginning only
+    ("model.weights",        "said"),        # read at the beginning only
     ("model.hf",             "free"),        # what it says stands in the other keys, and in the config that is kept
     ("model.parameters",     "free"),        # the weights' shapes are compared one by one
     ("model.vocab_multiple", "free"),        # padding of a rank's slice
@@ -49,6 +49,7 @@ HARMLESS = frozenset(("_name_or_path", "transformers_version", "torch_dtype", "d
 # Keys that name where data lie, or what they are made of: other words may name the same tokens.
 PLACES = ("data.path", "data.tokenizer")
 CONTEXT = "model.context"
+FAMILY = "model.family"
 DOCUMENTS = "data.documents"  # says which labels count, not which tokens there are
 
 
@@ -66,14 +67,17 @@ class Difference:
         """The change as a user reads it: optim.lr 0.001 -> 0.0005."""
         return f"other tokens in {self.key}={shown(self.now)}" if self.content else f"{self.key} {shown(self.before)} -> {shown(self.now)}"
 
-    def problem(self, step: int) -> Problem:
-        """Return the change as a problem of a run that goes on from a step, with what would mend it."""
+    def problem(self, step: int, acceptable: Sequence[str]) -> Problem:
+        """Return the change as a problem of a run that goes on from a step, with what would mend it.
+
+        `acceptable` are the keys that checkpoint.accept must name, of all that changed.
+        """
         if self.content:
             says, back = f"{self.key}={shown(self.now)} holds other tokens than when step {step} was saved", "bring those back"
         else:
             says = f"{self.key} was {shown(self.before)} when step {step} was saved, and is {shown(self.now)} now"
             back = f"set {self.key}={shown(self.before)}"
-        allow = f", or checkpoint.accept=[{self.key}] to go on all the same" if policy(self.key) == "acceptable" else ""
+        allow = f", or checkpoint.accept=[{','.join(acceptable)}] to go on all the same" if self.key in acceptable else ""
         return Problem(rule="resume", says=says, mend=f"{back} to go on, or name=NEW to train another run{allow}")
 
 
@@ -154,9 +158,12 @@ def compare(
     others = [each for each in found if not each.key.startswith("data.")]
     accepted = [each for each in (*data, *others) if policy(each.key) == "acceptable" and each.key in now.checkpoint.accept]
     refused = [each for each in (*data, *others) if policy(each.key) in ("refused", "acceptable") and each not in accepted]
+    if any(each.key == FAMILY for each in refused):  # the others follow from it
+        refused = [each for each in refused if each.key == FAMILY or not each.key.startswith("model.")]
+    names = tuple(dict.fromkeys((*now.checkpoint.accept, *(each.key for each in refused if policy(each.key) == "acceptable"))))
     old, new = moment_kinds(before.optim), moment_kinds(now.optim)
     return Changes(
-        problems=(*(each.problem(step) for each in refused), *_config_problems(*configs, step=step)),
+        problems=(*(each.problem(step, names) for each in refused), *_config_problems(*configs, step=step)),
         said=tuple(each for each in others if policy(each.key) == "said"),
         accepted=tuple(accepted),
         other_data=any(each.key.startswith("data.") and each.key != DOCUMENTS for each in accepted),

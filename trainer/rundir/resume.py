@@ -36,9 +36,12 @@ def check_resume(run: Run, folder: Path, *, data_key: str | None = None) -> Resu
     if problems or saved is None:
         return ResumeCheck(saved=saved, problems=problems)
     before, remarks = recorded_run(saved.extra), list[str]()
+    recorded = before is not None
     if before is None and (before := read_run_file(folder / "run.json")) is not None:
         remarks.append(f"{saved.path.name} does not name the run that saved it, as earlier versions wrote it: run.json is taken for it")
     changes = compare_saved(before, run, saved, data_key) if before else Changes()
+    if not recorded:  # ranks say it otherwise; they will find a run.json that is this run's
+        remarks += changes.remarks(saved.step)
     return ResumeCheck(saved=saved, problems=changes.problems, remarks=tuple(remarks))
 
 

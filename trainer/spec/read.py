@@ -13,6 +13,7 @@ import msgspec
 from .problem import Problem, Unreadable, nearest
 from .quantity import counted, dimension_of, quantity, right_form
 from .run import LEAST_FLOAT, MOST, MOST_FLOAT, Run
+from .units import unit_of
 
 Part = TypeVar("Part")
 
@@ -92,7 +93,8 @@ def _words(hint: Any) -> list[str]:
 
 def _mistyped(value: Any, hint: Any, key: str) -> Problem:
     of = dimension_of(key)
-    says = f"{key}={shown(value)} is not {wanted(hint)}{f' ({of.unit})' if of else ''}"
+    unit = of.unit if of else unit_of(key) if isinstance(value, str) and value[:1].isdigit() else ""
+    says = f"{key}={shown(value)} is not {wanted(hint)}{f' ({unit})' if unit else ''}"
     return Problem(rule="type", says=says, mend=_near(value, hint, key))
 
 
@@ -155,6 +157,8 @@ def _near(value: Any, hint: Any, key: str) -> str:
     kinds = list(_choices(hint))
     listed = next((kind for kind in kinds if get_origin(kind) is tuple), None)
     if listed is not None and isinstance(value, str) and not _is_list(value) and value in _words(get_args(listed)[0]):
+        return f"write {key}=[{value}]"
+    if listed is not None and isinstance(value, str) and value and _takes(value, get_args(listed)[0]):
         return f"write {key}=[{value}]"
     if listed is not None and _is_list(value):
         unread = [each for each in value if isinstance(each, str) and each not in _words(get_args(listed)[0])]

@@ -13,7 +13,7 @@ from ...spec.problem import Problem, Unreadable
 from ...spec.run import Data
 from . import tables
 from .find import File, Remark, Search, found, library
-from .formats import Fault, faults, form, is_lines, problem_of, text_suffixes
+from .formats import JSON_AS_TEXT, Fault, faults, form, is_lines, json_in_text, problem_of, text_suffixes
 from .refusal import refused, wrong
 from .sources import HELD_OUT
 from .tokenfiles import DATATROVE, TokenFile, opened
@@ -61,6 +61,7 @@ def check(data: Data, vocab: int, remark: Remark) -> CheckedData:
     files = [file for group in groups for file in group]
     if data.name == "text":
         problems += _text_problems(files, data.text_key)
+        _remark_on_json(files, remark)
         _remark_on_names(files, HELD_OUT | TESTS, remark)
     elif data.name == "tokens":
         read = _open_token_files(data, vocab, groups, problems, remark)
@@ -186,6 +187,15 @@ def _remark_on_types(files: Sequence[TokenFile], remark: Remark) -> None:
     masks = [each for each in files if each.file.path.with_name(f"{each.file.path.name}.loss").exists()]
     if masks:
         remark(f"{masks[0].file.path}.loss is not read: every token counts in the loss")
+
+
+def _remark_on_json(files: Sequence[File], remark: Remark) -> None:
+    """Say which files hold JSON by their first bytes and not by their names: they train as they are, braces and all."""
+    for what, mend in JSON_AS_TEXT.items():
+        held = [file for file in files if json_in_text(file) == what]
+        if held:
+            more = f" and {len(held) - 1:,} others" if held[1:] else ""
+            remark(f"{held[0].path}{more}: {what} by what it holds, and text by its name: it trains as it is; {mend}")
 
 
 def _remark_on_names(files: Sequence[File], names: set[str], remark: Remark) -> None:

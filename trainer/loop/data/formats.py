@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from codecs import BOM_UTF8
 from collections.abc import Iterable, Sequence
@@ -30,6 +31,11 @@ ROWS: dict[str, Rows] = {
     ".arrow": "arrow",
 }
 CSV = (".csv", ".tsv")
+IDS_SUFFIXES = (".bin", ".ds")  # of files that are hardly ever text
+JSON_AS_TEXT = {  # what a file named as text may hold, and how its texts are read
+    "JSON lines": "end its name in .jsonl to read the text of each line",
+    "a JSON array": "jq -c '.[]' FILE > FILE.jsonl makes lines of it, of which the texts are read",
+}
 OFFICE = (".docx", ".xlsx", ".pptx", ".odt", ".ods", ".epub")
 
 JSONL = 'write its text as .jsonl, {"text": "..."} a line'
@@ -182,6 +188,8 @@ def _inner_fault(head: Head, kind: tuple[str, str, str] | None, rows: Rows) -> F
         return Fault(kind[0], kind[1])
     zeros = b"\0" in start
     if start.startswith((b"\xff\xfe", b"\xfe\xff")) or (zeros and _is_two_bytes_a_letter(start)):
+        if head.file.path.suffix.lower() in IDS_SUFFIXES:
+            return Fault("no text but binary", "data=tokens reads files of token ids")
         return Fault("UTF-16 text", "iconv -f UTF-16 -t UTF-8 FILE > NEW writes what is read")
     if zeros:
         return Fault("no text but binary", "data=tokens reads files of token ids")
@@ -288,6 +296,27 @@ def _is_two_bytes_a_letter(start: bytes) -> bool:
     pairs = len(start) // 2
     few, many = sorted((start[::2].count(0), start[1::2].count(0)))
     return pairs >= 8 and many > 0.4 * pairs and few < 0.04 * pairs
+
+
+def json_in_text(file: File) -> str:
+    """Which of JSON_AS_TEXT a file is that is read as text, and not packed; "" where it is neither, or can't be read."""
+    if form(file.path.name) != ("text", ""):
+        return ""
+    try:
+        start = read_head(file).start.removeprefix(BOM_UTF8).lstrip()
+    except OSError:
+        return ""
+    if re.match(rb'\[\s*\{\s*"', start):
+        return "a JSON array"
+    whole = [line for line in start.split(b"\n")[:3] if line.strip()]
+    return "JSON lines" if len(whole) > 1 and all(map(_is_object, whole[:2])) else ""
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def is_lines(path: Path, key: str) -> bool:
