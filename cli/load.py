@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -31,7 +31,7 @@ from .family import fill_in_family
 from .keys import keys, texts
 from .machine import own_memory, put_rates, settle
 from .overrides import MOST, Override, Said, layouts, said
-from .reasons import agree, in_our_words, reason
+from .reasons import agree, in_our_words, misnamed, reason
 from .shape import put
 from .words import unread
 from .yaml_file import read_config, read_plainly
@@ -158,20 +158,8 @@ class Loader:
         settle(words, self._device, sized=bool(told.shape) or "cluster.gpus" in told.keys)
         if told.shape:
             problems += put(words, told.shape, told.keys)
-        problems += self._misnamed(words)
+        problems += misnamed(words, library.options("device", self.config_dir), self._device)
         return words, problems
-
-    def _misnamed(self, words: Mapping[str, Any]) -> Iterator[Problem]:
-        """Say that a device has the name of an option of group device and the figures of another."""
-        cluster = words.get("cluster")
-        mine = cluster.get("device") if isinstance(cluster, dict) else None
-        name = mine.get("name") if isinstance(mine, dict) else None
-        if not isinstance(mine, dict) or not isinstance(name, str) or name not in library.options("device", self.config_dir):
-            return
-        its = self._device(name)
-        if its.get("name") != name and any(mine.get(key) != its.get(key) for key in ("memory", "bandwidth", "peak")):
-            says = f"cluster.device.name={name} is a name alone: the figures are another device's"
-            yield Problem(rule="device", says=says, mend=f"write device={name}")
 
     def _device(self, name: str) -> dict[str, Any]:
         """What an option of group device says."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,17 @@ def in_our_words(problem: Problem, words: Mapping[str, Any]) -> Problem:
         if section in CHOSEN:
             return Problem(rule="type", says=says, mend=f"an option is chosen in a recipe's defaults, as `- {CHOSEN[section]}: {value}`")
     return _chosen(problem)
+
+
+def misnamed(words: Mapping[str, Any], options: Mapping[str, Path], device: Callable[[str], Mapping[str, Any]]) -> Iterator[Problem]:
+    """Say that a device has the name of an option of group device and the figures of another; `device` reads an option."""
+    name, mine = _at(words, "cluster.device.name"), _at(words, "cluster.device")
+    if not isinstance(name, str) or name not in options:
+        return
+    its = device(name)
+    if its.get("name") != name and any(mine.get(key) != its.get(key) for key in ("memory", "bandwidth", "peak")):
+        says = f"cluster.device.name={name} is a name alone: the figures are another device's"
+        yield Problem(rule="device", says=says, mend=f"write device={name}")
 
 
 def _at(words: Mapping[str, Any], key: str) -> Any:
