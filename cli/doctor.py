@@ -70,7 +70,8 @@ def _told(found: Iterable[Finding | str]) -> int:
 
     stops = False
     for each in found:
-        say("\n".join(wrapped(one_line(str(each)), hang=" " * 9)))
+        about_hosts = isinstance(each, str) and not each.startswith(HOST_PROBLEM)  # broken into lines already
+        say(str(each) if about_hosts else "\n".join(wrapped(one_line(str(each)), hang=" " * 9)))
         stops |= each.startswith(HOST_PROBLEM) if isinstance(each, str) else each.state == "problem"
     return 1 if stops else 0
 

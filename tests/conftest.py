@@ -23,8 +23,8 @@ DEADLINE = 120.0  # seconds that a job may take
 # Files of tests that wait for deaths, silences and signals, mount and unmount, or look at every process of this machine:
 # `bash scripts/test` runs them after all others, with nothing beside them.
 ALONE = (
-    "test_canary", "test_checkpoint_kills", "test_faults", "test_hangs", "test_hosts", "test_hosts_door", "test_mpi", "test_probe",
-    "test_slurm", "test_startup",
+    "test_canary", "test_checkpoint_kills", "test_faults", "test_hangs", "test_hosts", "test_hosts_door", "test_mpi", "test_preflight",
+    "test_probe", "test_slurm", "test_startup",
 )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from distrain.cli.app import command
+from distrain.tests.unrepeated import unrepeated
 
 if TYPE_CHECKING:
     from distrain.tests.conftest import Ranks
@@ -67,7 +68,7 @@ def test_a_launcher_that_is_not_here_is_named_before_anything_starts(
 
 
 def test_more_ranks_than_this_machine_can_serve_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status = command(["fit", "conf=quickstart", *SMALL, "cluster=1x8000", "train.batch=16000", f"log.dir={tmp_path}"])
+    status = command(["fit", *unrepeated("conf=quickstart", *SMALL, "cluster=1x8000", "train.batch=16000", f"log.dir={tmp_path}")])
     (line,) = capsys.readouterr().err.splitlines()
     assert status == 1
     assert line.startswith("distrain: 8000 ranks are more than this machine's ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -284,7 +285,7 @@ def doctor(network: Hosts, runs: Path, *words: str) -> tuple[int | None, list[st
     # on a temporary file system of its own, which others may cover
     process = network.hosts[0].start([sys.executable, "-m", "distrain", "doctor", *given], os.environ)
     said, _ = process.communicate()
-    return process.returncode, said.splitlines()
+    return process.returncode, re.sub(r"\n {2,9}", " ", said).splitlines()  # a line that goes on in the next is one
 
 
 def test_hosts_reach_each_other_and_add_up(network: Hosts, tmp_path: Path) -> None:

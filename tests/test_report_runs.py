@@ -120,11 +120,11 @@ def test_a_run_without_a_step_and_a_damaged_one_leave_the_others_a_page(
 def test_what_is_too_wide_for_columns_is_a_line_a_value(runs: tuple[Path, Path], tmp_path: Path) -> None:
     copytree(runs[0], tmp_path / "long")
     config = json.loads((runs[0] / "run.json").read_text())
-    config["data"]["path"] = "x" * 90
+    config["data"]["path"] = "x" * 70
     (tmp_path / "long" / "run.json").write_text(json.dumps(config))
     two = (runs[0], tmp_path / "long")
     rows = sections(page_of_runs(compared_runs(two, two), Look()))["What differs"]
-    assert rows == ["  data.path", "    A  null", f"    B  {'x' * 90}"]
+    assert rows == ["  data.path", "    A  null", f"    B  {'x' * 70}"]
 
 
 def test_names_and_folders_are_no_difference(runs: tuple[Path, Path]) -> None:
