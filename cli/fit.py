@@ -12,7 +12,6 @@ from pathlib import Path
 from shlex import quote
 
 from ..trainer.launch.allocation import job
-from ..trainer.launch.launch import signals
 from ..trainer.launch.words import RUNNERS
 from ..trainer.plan.engines import engine_for, unbuilt
 from ..trainer.plan.idle import RULE as IDLE_RULE
@@ -191,6 +190,7 @@ def train(
 
     `stops` grows by the signals that asked the run to stop, also where it came to its end all the same.
     """
+    from ..trainer.launch.launch import signals
     from .files import put_back, read, remove_end, write, write_end
     from .lock import Taken, held
     from .starts import started
