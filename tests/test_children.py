@@ -16,6 +16,7 @@ import pytest
 
 from distrain.cli.server import Server
 from distrain.trainer.launch.children import end_child
+from distrain.trainer.system.child_process import start_child
 
 DEADLINE = 60.0  # seconds, for what takes five on an idle machine
 
@@ -132,3 +133,32 @@ def test_processes_that_measure_end_with_the_one_that_started_them(tmp_path: Pat
     finally:
         end_child(probe)
     until(lambda: not {pid for pid in there if parents().get(pid, (0, "Z"))[1] not in "ZX"})
+
+
+# `distrain`'s own children
+
+
+def test_a_child_and_what_it_started_end_with_the_block() -> None:
+    program = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '1000']).pid, flush=True); time.sleep(1000)"
+    before = children()
+    with start_child(["-c", program], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        grandchild = int(child.stdout.readline())
+    assert children() <= before
+    assert child.returncode == -signal.SIGKILL
+    until(lambda: not Path(f"/proc/{grandchild}").exists() or parents()[grandchild][1] == "Z")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_verb_that_is_told_to_stop_ends_its_child_first(number: int, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{}")
+    words = ["export", str(tmp_path / "run"), str(tmp_path / "out")]
+    process = subprocess.Popen([sys.executable, "-m", "distrain", *words], stderr=subprocess.PIPE, text=True)
+    try:
+        (child,) = until(lambda: descendants(process.pid))
+        process.send_signal(number)
+        assert process.wait(DEADLINE) == 128 + number
+        assert not Path(f"/proc/{child}").exists()
+    finally:
+        end_child(process)
