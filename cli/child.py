@@ -33,19 +33,24 @@ class Stopped(BaseException):
 def run_child(module: str, words: Sequence[str], told: str = "") -> int:
     """Run the main() of distrain.trainer.loop.MODULE with WORDS, and `told` as its stdin; its exit status. However this process ends,
     so does the child."""
-    with ExitStack() as stack:
-        stack.enter_context(stops_raised())
-        stdin = stack.enter_context(TemporaryFile())
-        stdin.write(told.encode())
-        stdin.seek(0)
-        child = stack.enter_context(start_child(["-m", RUNNER, f"distrain.trainer.loop.{module}", *words], stdin=stdin))
-        try:
-            status = child.wait()
-        except (KeyboardInterrupt, Stopped) as stop:
-            child.send_signal(signal.SIGINT)
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(PATIENCE)
-            return 128 + (stop.number if isinstance(stop, Stopped) else signal.SIGINT)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(stops_raised())
+            stdin = stack.enter_context(TemporaryFile())
+            stdin.write(told.encode())
+            stdin.seek(0)
+            child = stack.enter_context(start_child(["-m", RUNNER, f"distrain.trainer.loop.{module}", *words], stdin=stdin))
+            try:
+                status = child.wait()
+            except (KeyboardInterrupt, Stopped):
+                child.send_signal(signal.SIGINT)
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(PATIENCE)
+                raise
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except Stopped as stop:
+        return 128 + stop.number
     return status if status >= 0 else 128 - status
 
 
