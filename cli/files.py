@@ -14,8 +14,6 @@ from .paths import whole_paths
 WRITTEN = ("run.json", "plan.json")
 END = "ended.json"
 
-MOST_BYTES = 4 << 30  # of a manifest
-
 
 def put(file: Path, what: object) -> None:
     """A file of JSON; raises OSError where it stays as it was."""

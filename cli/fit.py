@@ -191,16 +191,18 @@ def train(
     `stops` grows by the signals that asked the run to stop, also where it came to its end all the same.
     """
     from ..trainer.launch.launch import signals
+    from ..trainer.rundir.checkpoints import newest_saved
     from .files import put_back, read, remove_end, write, write_end
     from .lock import Taken, held
     from .starts import started
 
     folder = folder_of(run)
+    checkpoints = folder / "checkpoints"
     with ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             warning = stack.enter_context(held(folder))
-            before = read(folder)
+            before, (saved, _) = read(folder), newest_saved(checkpoints)
             write(run, plan, folder)
         except Taken as error:
             return 1, [str(error)]
@@ -214,7 +216,8 @@ def train(
             ended = started(run, plan, folder, show, live, noted=asked)
         if stops is not None:
             stops += [number for number, _ in asked]
-        untrained = ended.status == 0 and all(each.step is None for each in ended.ranks)  # its words made nothing of what is there
+        # With nothing to train, the words made nothing of what is there. After a restart, the last start's ranks do not know of all steps.
+        untrained = ended.status == 0 and all(each.step is None for each in ended.ranks) and newest_saved(checkpoints)[0] == saved
         if ended.refused or (untrained and "run.json" in before):
             put_back(before, folder)
         if not ended.refused:

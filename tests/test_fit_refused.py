@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from hashlib import sha256
@@ -88,6 +89,12 @@ def test_a_run_with_nothing_to_train_leaves_its_words_as_they_were(used: Path, c
     assert command([*WORDS, f"log.dir={used}", "train.precision=bf16", "optim.lr=5e-4"]) == 0
     assert "nothing to train" in capsys.readouterr().out
     assert {name: (used / "run" / name).read_bytes() for name in before} == before
+
+
+def test_a_run_that_trains_on_keeps_the_words_it_trained_with(used: Path) -> None:
+    assert command(unrepeated(*WORDS, f"log.dir={used}", "train.steps=3", "optim.lr=5e-4")) == 0
+    written = json.loads((used / "run" / "run.json").read_text())
+    assert (written["train"]["steps"], written["optim"]["lr"]) == (3, 5e-4)
 
 
 @pytest.mark.parametrize("make", [lambda path: path.mkdir(), lambda path: path.symlink_to("/nowhere/at/all")])
