@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from .cp import cp
-from .doctor import doctor
 from .entry import CANNOT, FINE, WRONG_WORDS, exit_with, status_of
-from .export import export
-from .generate import generate
-from .ls import ls
-from .printed import say as _say
-from .printed import tell_problems
-from .report import report
+from .pages.console import say as _say
+from .pages.console import tell_problems
+from .verbs.cp import cp
+from .verbs.doctor import doctor
+from .verbs.export import export
+from .verbs.generate import generate
+from .verbs.ls import ls
+from .verbs.report import report
 
 if TYPE_CHECKING:
     from ..trainer.plan.result import Plan
@@ -75,7 +75,7 @@ def command(argv: Sequence[str]) -> int:
     """Run one command line; its exit status."""
     asked = os.environ.get("_DISTRAIN_COMPLETE", "")
     if asked.startswith("complete_"):
-        from .complete import answer
+        from .completion import answer
 
         return status_of(lambda: _say(answer(asked.removeprefix("complete_"), os.environ)))
     if sys.stdout is not None and hasattr(sys.stdout, "reconfigure"):
@@ -97,7 +97,7 @@ def _verbs(
     distrain plan conf=gpt3_175b cluster=6x8x64 model=megatron_1t
     """
     if version:
-        from .library import own_version
+        from .config.library import own_version
 
         raise typer.Exit(_say(f"distrain {own_version()}"))
     if context.invoked_subcommand is None:
@@ -132,24 +132,24 @@ def show(
     from ..trainer.spec.problem import Problem, Unreadable
 
     conf, overrides = _words(words, "show", config_dir)
-    from .load import as_yaml, compose, load, read
+    from .config.load import as_yaml, compose, load, read
 
     if launch and engine:
         raise Unreadable([Problem(rule="option", says="--launch and --engine print two things", mend="give one of them")])
     if launch or engine:
-        from .launching import shown
+        from ..trainer.launch.resolve import shown
 
         run = load(conf, overrides, config_dir)
         _say("\n".join(shown(run, launch=launch, engine=engine)))
         if launch:
-            from .launching import would_refuse
+            from ..trainer.launch.resolve import would_refuse
 
             tell_problems(would_refuse(run))
         return FINE
     composed = to_builtins(read(compose(conf, overrides, config_dir)))
     text = as_yaml({key: value for key, value in composed.items() if value is not None})
     if comments:
-        from . import key_help, yaml_text
+        from .config import key_help, yaml_text
 
         text = yaml_text.commented(text, key_help.comments())
     return _say(text.rstrip())
@@ -174,12 +174,12 @@ def plan(
     distrain plan conf=gpt3_175b -m parallel.tp=4,8 parallel.pp=8,16
     """
     conf, overrides = _words(words, "plan", config_dir)
-    from . import load
+    from .config import load
 
     swept = load.sweep(conf, overrides, config_dir) if multirun else None
     runs = [each.run for each in swept] if swept is not None else [load.load(conf, overrides, config_dir)]
+    from ..trainer.launch.admission import FileChecks, with_files
     from ..trainer.plan.plan import make_plan
-    from .admission import FileChecks, with_files
 
     checks = FileChecks()
     plans = [with_files(run, make_plan(run), checks.look(run)) for run in runs]
@@ -217,10 +217,10 @@ def fit(
     """
     conf, overrides = _words(words, "fit", config_dir)
     if multirun:
-        from .fit_sweep import fit_sweep
+        from .verbs.fit_sweep import fit_sweep
 
         return fit_sweep(conf, overrides, config_dir)
-    from .fit import fit as run_fit
+    from .verbs.fit import fit as run_fit
 
     return run_fit(conf, overrides, config_dir)
 
@@ -243,8 +243,8 @@ def prove_layouts(
     distrain prove conf=tiny_2x2x2
     distrain prove conf=quickstart layouts=dp2,dp2.zero3 steps=4
     """
-    from .printed import live
-    from .prove import Screen, prove
+    from .pages.console import live
+    from .verbs.prove import Screen, prove
 
     def show(words: str) -> None:
         live("")
@@ -262,12 +262,12 @@ app.command(short_help="What this machine has and lacks for a run.")(doctor)
 
 def _words(words: Sequence[str] | None, verb: str, config_dir: Path | None) -> tuple[str, tuple[str, ...]]:
     """The recipe and the overrides; raises Unreadable with all that is wrong with the words."""
-    from .words import read_words
+    from .config.arguments import read_words
 
     read = read_words(words or (), verb, config_dir)
     if read.problems:
         from ..trainer.spec.problem import Unreadable
-        from .load import mistakes
+        from .config.load import mistakes
 
         raise Unreadable([*read.problems, *mistakes(read.overrides, config_dir)])
     tell_problems(read.notes)
@@ -284,15 +284,15 @@ def _json(plans: Sequence[Plan], layouts: Sequence[Sequence[str]] | None) -> str
 
 
 def _say_page(plan: Plan) -> None:
-    from .plan_text import page
-    from .text import look
+    from .pages.format import look
+    from .pages.plan_page import page
 
     _say(page(plan, look()))
 
 
 def _say_sweep(plans: Sequence[Plan], layouts: Sequence[Sequence[str]]) -> None:
-    from .plan_text import rows
-    from .text import look
+    from .pages.format import look
+    from .pages.plan_page import rows
 
     _say(rows(list(zip(layouts, plans, strict=True)), look()))
 

@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from ..trainer.spec.problem import Unreadable, fault
-from .printed import fill_streams, lost, tell_problems
+from .pages.console import fill_streams, lost, tell_problems
 
 FINE, CANNOT, WRONG_WORDS = 0, 1, 2  # exit status: it fits; it can't run; the words are wrong
 
@@ -45,7 +45,7 @@ def status_of(run: Callable[[], Any], argv: Sequence[str] = ()) -> int:
     except Unreadable as wrong:
         tell_problems(wrong.problems)
     except UsageError as wrong:
-        from .words import usage
+        from .config.arguments import usage
 
         tell_problems([usage(wrong, argv)])
     return WRONG_WORDS

@@ -10,7 +10,7 @@ from itertools import product
 from time import process_time
 from typing import Literal
 
-from ..cli.load import load
+from ..cli.config.load import load
 from ..trainer.plan.estimate import Estimator
 from ..trainer.plan.roofline import filled
 from ..trainer.spec.run import Parallel, Run

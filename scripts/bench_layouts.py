@@ -18,10 +18,10 @@ from typing import Any
 
 import msgspec
 
-from ..cli.load import load
-from ..cli.machine import measure
-from ..cli.server import Server
+from ..cli.config.load import load
+from ..trainer.machine.facts import measure
 from ..trainer.plan.plan import make_plan
+from ..trainer.prove.fork_client import Server
 
 STEPS, WARM, TRACED = 12, 2, 3  # of a run; the first aren't counted, the last are profiled and aren't counted either
 WORDS = (  # four layers of 256, 2048 tokens a step

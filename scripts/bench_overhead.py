@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from ..trainer.launch.talk import Talk
+from ..trainer.launch.rank.channel import Talk
 from ..trainer.spec.run import Run
 
 if TYPE_CHECKING:
@@ -82,8 +82,8 @@ def bare_torch(run: Run) -> Step:
     """The loop that everybody writes first."""
     from torch.nn.utils import clip_grad_norm_
 
-    from ..trainer.engines.settings import optimizer
-    from ..trainer.loop.rate import rate
+    from ..trainer.engines.deepspeed.settings import optimizer
+    from ..trainer.loop.lr_schedule import rate
 
     module, batches = module_and_batches(run)
     stepper, each = optimizer(run, module.parameters()), run.train.microbatch
@@ -106,7 +106,7 @@ def bare_deepspeed(run: Run) -> Step:
     """The loop of DeepSpeed's tutorial."""
     from torch.distributed import get_rank, get_world_size
 
-    from ..trainer.engines.settings import config, deepspeed, optimizer
+    from ..trainer.engines.deepspeed.settings import config, deepspeed, optimizer
 
     module, batches = module_and_batches(run)
     number_of, size, each = get_rank(), get_world_size(), run.train.microbatch
@@ -129,7 +129,7 @@ def module_and_batches(run: Run) -> tuple[Any, Batches]:
 
     from ..trainer.loop.data.batches import Batches
     from ..trainer.loop.data.prepare import cache_folder, prepare
-    from ..trainer.loop.start import DTYPES
+    from ..trainer.loop.setup import DTYPES
     from ..trainer.models.build import build
 
     corpus = prepare(
@@ -146,8 +146,8 @@ def module_and_batches(run: Run) -> tuple[Any, Batches]:
 
 def measured(words: Sequence[str], folder: Path) -> tuple[list[float], list[float], int]:
     """(seconds of our steps, of the bare ones, tokens of a step) of one case."""
-    from ..cli.load import load
-    from ..trainer.launch.launch import launch
+    from ..cli.config.load import load
+    from ..trainer.launch.single_host import launch
     from ..trainer.plan.plan import make_plan
 
     run = load("quickstart", words)

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryFile
 
-from ..trainer.launch.children import end_child
+from ..trainer.system.end_child import end_child
 
 PYTHON = (sys.executable, "-c", "pass")
 # fmt: off

@@ -29,10 +29,10 @@ from signal import SIGCONT
 from statistics import median
 from tempfile import mkdtemp
 
-from ..tests.vhosts import Hosts, missing
-from ..trainer.launch.children import end_child
+from ..trainer.system.end_child import end_child
 from .faults_drawn import DAMAGES, SIGNALS, Fault, drawn
 from .faults_runs import STEPS, Disk, Fit, Ground, OverHosts, curve, role, rows, saved, send, wait
+from .virtual_hosts import Hosts, missing
 
 LEFT = 60.0  # seconds for all processes to be gone
 LATE = 180.0  # seconds in which a run that was broken ends

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..tests.vhosts import Hosts
 from ..trainer.loop.checkpoint import Found, newest
+from .virtual_hosts import Hosts
 
 STEPS = 120
 WORDS = (
@@ -26,7 +26,7 @@ WORDS = (
 MARK = "FAULTS_GROUND"  # a variable by which the processes of a ground are known, whoever their parents are
 # fmt: off
 ROLES = {  # of a process, by what is in its command line
-    "/keeper.py": "keeper", "launch.guest": "keeper", "trainer.loop.rank": "rank", "launcher.runner": "runner",
+    "/local_agent.py": "keeper", "agent.bootstrap": "keeper", "trainer.loop.rank": "rank", "launcher.runner": "runner",
     "launcher.launch": "launcher", "pdsh": "pdsh", "mpirun ": "mpirun", "orted ": "orted", "ssh ": "ssh",
 }
 # fmt: on

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from ..cli.load import load
+from ..cli.config.load import load
 from ..trainer.plan.plan import make_plan
 from ..trainer.plan.result import Plan
 from ..trainer.spec.run import Cluster, Link, Model, Overlap, Parallel, Run, Train

@@ -23,8 +23,8 @@ DEADLINE = 120.0  # seconds that a job may take
 # Files of tests that wait for deaths, silences and signals, mount and unmount, or look at every process of this machine:
 # `bash scripts/test` runs them after all others, with nothing beside them.
 ALONE = (
-    "test_canary", "test_checkpoint_kills", "test_faults", "test_hangs", "test_hosts", "test_hosts_door", "test_mpi", "test_preflight",
-    "test_probe", "test_slurm", "test_startup",
+    "test_checkpoint_kills", "test_faults", "test_hangs", "test_hosts", "test_machine", "test_openmpi", "test_preflight",
+    "test_rendezvous", "test_secrets", "test_slurm", "test_startup",
 )  # fmt: skip
 
 
@@ -65,7 +65,7 @@ class Ranks:
     """The fork server of `distrain prove`; jobs run one after another."""
 
     def __init__(self, log: Path, **more: Any) -> None:
-        from distrain.cli.server import Server
+        from distrain.trainer.prove.fork_client import Server
 
         self.server = Server(log, environment={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, **more)
 
@@ -76,8 +76,8 @@ class Ranks:
         """
         from msgspec import json as encoder
 
-        from distrain.cli.fit import refused
-        from distrain.cli.load import load
+        from distrain.cli.config.load import load
+        from distrain.cli.verbs.fit import refused
         from distrain.trainer.plan.plan import make_plan
 
         run = load(words[0], [*words[1:], f"log.dir={folder.parent}", f"name={folder.name}"])

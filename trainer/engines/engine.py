@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..parallel.grid import Grid
-from ..parallel.stage import Stage
-from ..parallel.tensor import summed
-from ..plan.slices import Placed
+from ..layers.split_linear import summed
+from ..parallel.process_groups import Grid
+from ..parallel.rank_model import Stage
+from ..plan.weight_slices import Placed
 from ..spec.run import Run
-from .held import Count
-from .held import held as held_by
-from .partitions import Holding, Partition, gradients, partitions, share
-from .settings import stage
+from .deepspeed.partitions import Holding, Partition, gradients, partitions, share
+from .deepspeed.settings import stage
+from .held_bytes import Count
+from .held_bytes import held as held_by
 
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # of DeepSpeed's dynamic loss scaler
 

@@ -9,11 +9,11 @@ import signal
 import sys
 from pathlib import Path
 
-from ..launch.adopted import talk_of
-from ..launch.lifeline import hold_from_environment
-from ..launch.stop import Stop
-from ..launch.talk import STOPPED, Talk
-from .failed import told
+from ..launch.rank.channel import STOPPED, Talk
+from ..launch.rank.foreign_launcher import talk_of
+from ..system.parent_watch import hold_from_environment
+from ..system.stop_requests import Stop
+from .failure import told
 
 
 def main() -> int:
@@ -32,7 +32,7 @@ def run_rank(path: Path, talk: Talk) -> int:
     faulthandler.register(signal.SIGUSR2)  # a run that hangs is asked where: all threads' stacks go to the log
     hold_from_environment()
     try:
-        from .start import trained  # torch and DeepSpeed: seconds, in which this process is asked to stop, or where it is
+        from .setup import trained  # torch and DeepSpeed: seconds, in which this process is asked to stop, or where it is
 
         status = trained(path, talk, stop)
     except SystemExit as end:

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ..launch.whole import append, put
 from ..plan.result import Plan
 from ..spec.read import shown
 from ..spec.run import Run
-from .poison import finite
+from ..system.atomic_file import append, put
+from .anomalies import finite
 
 ALWAYS = "jsonl"  # the sink that every run has
 LONGEST = 1 << 16  # bytes of a row

@@ -13,26 +13,26 @@ import torch
 import torch.distributed as dist
 
 from ..engines.engine import Engine, Stepped
-from ..engines.held import Count
-from ..launch.stop import Stop
-from ..launch.talk import Talk
-from ..parallel.grid import Grid
+from ..engines.held_bytes import Count
+from ..launch.rank.channel import Talk
 from ..parallel.ledger import Ledger
+from ..parallel.process_groups import Grid
 from ..parallel.world import World, agreed
 from ..plan.result import Plan
 from ..spec.run import Run
+from ..system.stop_requests import Stop
+from .anomalies import Poison, finite
 from .checkpoint import Found
 from .data.batches import IGNORED, Batch, Batches, ahead, shard
-from .evaluation import evaluated, given
-from .failed import AllFailed
-from .meter import Meter
-from .poison import Poison, finite
+from .engine_state import keep
+from .evaluate import evaluated, given
+from .failure import AllFailed
+from .instrumentation import Pace, Profile, measured, messages
+from .lr_schedule import rate
 from .position import Position
-from .rate import rate
-from .saving import keep
 from .sinks import Sinks
-from .trace import asked
-from .watch import Pace, Profile, measured, messages
+from .throughput import Meter
+from .trace.recorder import asked
 
 
 @dataclass(frozen=True, kw_only=True)

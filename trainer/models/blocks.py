@@ -1,7 +1,7 @@
 """Rows that families share: attention, feed-forward, norms, embedding and head, with what is kept of each.
 
 `kept` follows Korthikanti et al. 2022 (arXiv:2205.05198 section 4.1), whose count for one GPT layer is
-s b h (34 + 5 a s / h) bytes at 2 bytes an element and 1 a mask. `saved` is what trainer/models/layers.py saves: the same count
+s b h (34 + 5 a s / h) bytes at 2 bytes an element and 1 a mask. `saved` is what trainer/layers/transformer.py saves: the same count
 without dropout is s b h (32 + 2 a s / h) + 8 s b there too, 8 s b being the norms' means and deviations.
 """
 

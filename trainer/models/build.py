@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..parallel.keyed import normal_block
+from ..layers.keyed_random import normal_block
 from ..spec.run import Run
 from .families import FAMILIES
 from .table import Parameter, named, padded
 
 if TYPE_CHECKING:
-    from ..parallel.context import Context
-    from ..parallel.group import Group
-    from ..parallel.tensor import Region
+    from ..layers.context import Context
+    from ..layers.group import Group
+    from ..layers.split_linear import Region
     from .gpt.module import Transformer
 
 DEVIATION = 0.02  # of initial weights: GPT-2, Radford et al. 2019 section 2.3

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..plan.audit import CONTROL, Row
-from .grid import Grid
+from ..plan.deepspeed.messages import CONTROL, Row
+from .process_groups import Grid
 
 SMALL = 8  # elements of a message that is control, unless a layer of ours sends it
 LAYERS = ("tp", "cp", "copies")  # groups in which only our layers speak

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..spec.problem import Problem
 from ..spec.run import Parallel, Run
-from .change import Change, words
+from .changed_run import Change, words
 
 
 @dataclass(frozen=True, kw_only=True)

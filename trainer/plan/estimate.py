@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..spec.run import Parallel, Run
-from .costs import Costs, costs
-from .frame import Frame
+from .cost_context import Frame
+from .layout_cost import Costs, costs
 from .rules import OF_LAYOUT, OF_RUN, broken
 
 

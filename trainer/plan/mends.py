@@ -8,8 +8,8 @@ from itertools import combinations
 from ..spec.problem import Problem
 from ..spec.run import MOST, Run
 from ..spec.units import gib
-from .broken import Broken
-from .change import Change, changed, words
+from .broken_rule import Broken
+from .changed_run import Change, changed, words
 from .engines import Limit, engine_for
 from .estimate import Estimator
 from .result import Memory

@@ -7,19 +7,19 @@ from typing import Any
 
 from ..spec.problem import Problem
 from ..spec.run import Run
-from .costs import Costs, Seconds, costs, in_flight, spare, stage_bytes
+from .cost_context import Frame
 from .engines import engine_for, unbuilt
-from .frame import Frame
 from .layout import Layout
+from .layout_cost import Costs, Seconds, costs, in_flight, spare, stage_bytes
 from .mends import memory_problem, problems_of
 from .mesh import Mesh
 from .precision import moments
 from .result import Bytes, Memory, ModelFacts, Plan, StageMemory, Throughput, Time, Whole
 from .rules import broken
-from .saving import ill_saved, saving
+from .save_interval import ill_saved, saving
 from .schedules import SCHEDULES, bubble_share
 from .traffic import busiest
-from .warn import warnings
+from .warnings import warnings
 
 VERSION = 1
 WEIGHT = 4  # bytes a parameter in a checkpoint: float32

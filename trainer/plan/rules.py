@@ -13,13 +13,13 @@ from math import ceil
 from ..models.families import FAMILIES
 from ..spec.problem import nearest
 from ..spec.run import Parallel, Run
-from .broken import Broken, Rule
-from .change import Change
+from .broken_rule import Broken, Rule
+from .changed_run import Change
 from .divisors import divisors
 from .engines import ENGINES
 from .precision import COMPUTES
-from .rules_of_words import countable, folders, rates, window
 from .schedules import SCHEDULES
+from .value_rules import countable, folders, rates, window
 
 MOST_STAGES = 10_000
 FEWER = 16  # smaller degrees of an axis that are tried

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from ..spec.run import Run
-from . import once
+from . import tensor_sums
 from .axes import pp
-from .axes.line import Line
+from .axes.traffic_row import Line
 from .collectives import Wire, cost
-from .costs import Costs, costs, handed, sends
-from .frame import Frame
+from .cost_context import Frame
 from .layout import Layout
+from .layout_cost import Costs, costs, handed, sends
 from .result import Message
 
 
@@ -47,7 +47,7 @@ def _lines(frame: Frame, layout: Layout, of: Costs, index: int, data: int | None
     partition, pieces, stages = layout.partition, of.pieces, layout.mesh.pp
     at = partition.which[index]
     kind, held = of.kinds[at], partition.kinds[at]
-    lines = once.lines(frame, layout, pieces, held, data) + list(kind.data)
+    lines = tensor_sums.lines(frame, layout, pieces, held, data) + list(kind.data)
     if stages > 1:
         pair = layout.wires.pair
         lines += pp.lines(handed(layout, pieces), sends(layout, index), pair, exposed=not layout.parallel.overlap.pipeline)

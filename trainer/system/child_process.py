@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from ..launch.lifeline import VARIABLE as LIFELINE
+from .parent_watch import VARIABLE as LIFELINE
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -20,7 +20,7 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def start_child(words: Sequence[str], environment: Mapping[str, str] = os.environ, **streams: Any) -> Iterator[subprocess.Popen[Any]]:
     """Run `python WORDS` in a session of its own; when the block ends, so do it and its own children.
 
-    It holds a lifeline (trainer/launch/lifeline.py) if it asks for it. Raises OSError where it can't be started.
+    It holds a lifeline (trainer/system/parent_watch.py) if it asks for it. Raises OSError where it can't be started.
     """
     held, cut = os.pipe()
     came = list[int]()

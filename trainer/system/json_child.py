@@ -84,5 +84,5 @@ def _last_line(file: Any) -> str:
 
 
 def module_words(module: str, *words: str | Path) -> list[str]:
-    """Return the words that run a module of this package: module_words("trainer.probe")."""
+    """Return the words that run a module of this package: module_words("trainer.machine.probe")."""
     return ["-m", f"distrain.{module}", *map(str, words)]

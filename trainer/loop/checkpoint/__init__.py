@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from ...rundir.checkpoints import Broken
+from .agreement import Gather, SaveFailed, alone, over
 from .find import Checkpoint, Found, newest, opened
 from .folder import latest, sweep
 from .load import LoadFailed, Reader, load
 from .resume import resume
 from .save import Saved, save
 from .slices import Shard, Slice, block, whole
-from .together import Gather, SaveFailed, alone, over
 
 __all__ = [
     "Broken",

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...launch.talk import Pulse, hush
+from ...launch.rank.channel import Pulse, hush
 from ...rundir.checkpoints import Broken, size_fault, step_path, steps
 from . import manifest as manifests
+from .agreement import Gather, alone
 from .manifest import Manifest
 from .shard_file import File, sha256
-from .together import Gather, alone
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from ...launch.talk import Pulse, hush
+from ...launch.rank.channel import Pulse, hush
 from ...rundir.changes import Changes
 from ...rundir.resume import Mode, mode_problem
 from ...spec.problem import Problem, Unreadable
+from .agreement import Gather, alone
 from .find import Checkpoint, Found, newest
 from .folder import latest, point, sweep
 from .load import times
 from .slices import Sizes
-from .together import Gather, alone
 
 
 def resume(

@@ -14,16 +14,16 @@ from typing import Any
 import msgspec
 import torch
 
-from ...launch.talk import Pulse, hush
+from ...launch.rank.channel import Pulse, hush
 from ...rundir.checkpoints import MANIFEST, step_path, steps
 from . import manifest as manifests
-from .clock import Clock, slowest
+from .agreement import Gather, SaveFailed, alone, together, words
 from .find import fault, newest
 from .folder import beside, clear, latest, make, point, publish, remove, sweep, sync, write_synced
 from .manifest import Manifest
+from .save_times import Clock, slowest
 from .shard_file import File, write
 from .slices import Shard, Slice
-from .together import Gather, SaveFailed, alone, together, words
 
 PART = 4 << 30  # bytes after which a rank begins another file, so that files can be hashed beside one another
 

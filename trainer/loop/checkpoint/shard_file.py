@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ...launch.talk import Pulse, hush
-from .clock import Clock
+from ...launch.rank.channel import Pulse, hush
+from .save_times import Clock
 from .slices import Shard, Slice
 
 # fmt: off

@@ -14,7 +14,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from .refusal import refused
+from .data_error import refused
 
 Say = Callable[[str], None]
 

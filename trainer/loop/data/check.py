@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 from ...spec.problem import Problem, Unreadable
 from ...spec.run import Data
-from . import tables
+from . import columnar
+from .data_error import refused, wrong
 from .find import File, Remark, Search, found, library
 from .formats import JSON_AS_TEXT, Fault, faults, form, is_lines, json_in_text, problem_of, text_suffixes
-from .refusal import refused, wrong
 from .sources import HELD_OUT
-from .tokenfiles import DATATROVE, TokenFile, opened
+from .token_files import DATATROVE, TokenFile, opened
 from .tokenizer import Bytes, Tokenizer, tokenizer
 
 Got = TypeVar("Got")
@@ -137,8 +137,8 @@ def _text_problems(files: Sequence[File], key: str) -> list[Problem]:
     columns: dict[Fault, list[File]] = {}
     for file in [file for file in files if form(file.path.name)[0] in ("parquet", "arrow")][:_TABLES_LOOKED_INTO]:
         try:
-            tables.check(str(file.path), form(file.path.name)[0], key)  # type: ignore[arg-type]
-        except tables.UnreadableTable as error:
+            columnar.check(str(file.path), form(file.path.name)[0], key)  # type: ignore[arg-type]
+        except columnar.UnreadableTable as error:
             columns.setdefault(Fault(error.says, error.mend), []).append(file)
     return [problem_of(fault, files, verb="") for fault, files in columns.items()]
 

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...spec.problem import Problem, Unreadable
+from .data_error import wrong
 from .order import Indices, keyed
-from .refusal import wrong
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, Split] = ("train", "validation")

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from . import tables
+from . import columnar
+from .compressed import unpack_start
+from .data_error import refused
 from .find import File
 from .formats import form
-from .packed import unpack_start
-from .refusal import refused
-from .text import Unfit, encode, line_start, objects
+from .text_files import Unfit, encode, line_start, objects
 from .tokenizer import Bytes, Tokenizer, Vocabulary
 
 _PLACES = 4  # of the files of each form, that are looked into
@@ -98,8 +98,8 @@ def _sample(file: File, key: str, begin: int) -> _Sample:
     rows, packing = form(file.path.name)
     if rows == "parquet" or rows == "arrow":
         try:
-            found = tables.sample(str(file.path), rows, key, begin, _ENCODED)
-        except tables.UnreadableTable as error:
+            found = columnar.sample(str(file.path), rows, key, begin, _ENCODED)
+        except columnar.UnreadableTable as error:
             raise Unfit(f"{file.path} {error}") from None
         return _first(found.texts, file.size * found.share)
     for most in _BYTES:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...spec.problem import Problem, Unreadable, nearest
-from .refusal import refused, wrong
+from .data_error import refused, wrong
 
 # Folders of the standard library that are left out: tests, tools with windows of their own, tables, and what is installed there.
 _TESTS = {"test", "tests", "__phello__"}

@@ -12,9 +12,9 @@ from pathlib import Path, PurePath
 from typing import Literal, NamedTuple
 
 from ...spec.problem import Problem
+from .compressed import PACKED, Packing, unpack_start
+from .data_error import wrong
 from .find import File
-from .packed import PACKED, Packing, unpack_start
-from .refusal import wrong
 
 Rows = Literal["text", "lines", "parquet", "arrow"]  # one document, JSON objects a line, tables
 Wanted = Literal["text", "tokens"]

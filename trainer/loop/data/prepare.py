@@ -11,7 +11,7 @@ from ...spec.run import Data
 from .cache import NotCached
 from .check import CheckedData, check
 from .corpus import Corpus, Source, held_out, windows
-from .refusal import refused
+from .data_error import refused
 from .sources import Progress, Read, Way, key_of, text, token_ids
 from .synthetic import DOCUMENT, Synthetic
 

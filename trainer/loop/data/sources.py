@@ -16,10 +16,10 @@ import numpy as np
 from ...spec.run import Data
 from .cache import REMEMBERED, NotCached, content, is_sound, kept, remembered_hash
 from .corpus import Mapped, Runs, Tokens, held_out, stretches
+from .data_error import refused
 from .find import File
-from .refusal import refused
-from .text import shares
-from .tokenfiles import TokenFile, beside, check_vocabulary, scanned
+from .text_files import shares
+from .token_files import TokenFile, beside, check_vocabulary, scanned
 from .tokenizer import Bytes, Tokenizer
 from .workers import tokenized
 

@@ -20,18 +20,18 @@ from dataclasses import replace
 from threading import Thread
 from typing import Any
 
-from ...launch.lifeline import die_with
 from ...spec.problem import Problem, Unreadable
 from ...spec.read import read
 from ...spec.run import Data
+from ...system.parent_watch import die_with
 from .check import CheckedData, check
 from .corpus import shortage, source_name, windows
+from .corpus_stats import Facts, Part, facts
+from .data_error import wrong
 from .estimate import Estimate, estimate
-from .facts import Facts, Part, facts
 from .prepare import cache_folder, cached_corpus, prepare
-from .refusal import wrong
 from .sources import validation_flags
-from .tokenfiles import TokenFile
+from .token_files import TokenFile
 from .workers import end_with
 
 _OFTEN = 0.1  # seconds between two lines of progress

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...spec.plain_file import expanded, read_plain
-from .refusal import refused
+from .data_error import refused
 
 Ids = NDArray[np.unsignedinteger[Any]]
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # where no tokenizer_config.json names eos_token

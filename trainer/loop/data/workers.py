@@ -15,11 +15,11 @@ from queue import SimpleQueue
 from threading import Thread
 from time import sleep
 
-from ...launch.children import end_child
-from ...launch.lifeline import die_with
 from ...spec.problem import Unreadable
-from .refusal import refused
-from .text import Span, Unfit, tokenize
+from ...system.end_child import end_child
+from ...system.parent_watch import die_with
+from .data_error import refused
+from .text_files import Span, Unfit, tokenize
 from .tokenizer import Tokenizer, tokenizer
 
 Settings = tuple[str, int | None, str]  # data.tokenizer, data.end, data.text_key

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...parallel.entropy import IGNORED, cross_entropy
+from ...layers.cross_entropy import IGNORED, cross_entropy
 from ...spec.problem import Problem, Unreadable
 from ...spec.run import Run
 from .meta import config_of, made

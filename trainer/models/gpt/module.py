@@ -8,12 +8,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ...parallel.context import Context
-from ...parallel.entropy import IGNORED, cross_entropy
-from ...parallel.keyed import Keys
-from ...parallel.tensor import Held, Region, VocabEmbedding
+from ...layers.context import Context
+from ...layers.cross_entropy import IGNORED, cross_entropy
+from ...layers.keyed_random import Keys
+from ...layers.split_linear import Held, Region, VocabEmbedding
+from ...layers.transformer import Attention, Dropout, Embedding, FeedForward, Head, angles, norm, recomputed, within
 from ...spec.run import Model, Run
-from ..layers import Attention, Dropout, Embedding, FeedForward, Head, angles, norm, recomputed, within
 
 # B batch, S sequence, H hidden, V vocabulary
 

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ...parallel.entropy import IGNORED, wide
-from ...parallel.expert import ExpertLinear, back, combined, copied, there, trip
-from ...parallel.group import Group
-from ...parallel.keyed import Keys
-from ...parallel.tensor import Held, Region, f, g
+from ...layers.cross_entropy import IGNORED, wide
+from ...layers.experts import ExpertLinear, back, combined, copied, there, trip
+from ...layers.group import Group
+from ...layers.keyed_random import Keys
+from ...layers.split_linear import Held, Region, f, g
+from ...layers.transformer import ACTS, FeedForward, within
 from ...spec.run import Run
 from ..gpt.module import Attending, Beside
 from ..gpt.module import Transformer as Dense
-from ..layers import ACTS, FeedForward, within
 from .routing import Routing, imbalance, near_ties, routed
 
 # B batch, S sequence, H hidden, E experts, K experts of a token, C copies of tokens that are computed, F expert_ffn

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..collectives import Wire, cost
-from .line import Line
+from .traffic_row import Line
 
 # Share of a hidden message's time that the computing beside it loses: its kernels take multiprocessors and memory.
 CONTENTION = 0.5

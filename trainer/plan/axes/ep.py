@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from ...models.table import Op, Tensor
 from .axis import Axis
-from .talk import Talk
+from .message import Talk
 
 
 def axis() -> Axis:

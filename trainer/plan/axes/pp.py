@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..collectives import Wire, cost
-from .line import Line
+from .traffic_row import Line
 
 
 def lines(payload: int, sends: int, pair: Wire, *, exposed: bool) -> list[Line]:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from ...models.table import Dims, Op, Tensor
 from ..collectives import Wire, cost
 from .axis import Axis
-from .line import Line
-from .talk import Talk
+from .message import Talk
+from .traffic_row import Line
 
 SPLITS: Dims = ("heads", "kv_heads", "ffn", "expert_ffn", "shared_ffn", "vocab")
 

@@ -1,0 +1,139 @@
+"""Shell completion: the verbs, options, recipes, groups and keys that can follow what is typed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ..trainer.spec.plain_file import expanded
+from .config import library
+
+OPTIONS = {
+    "ls": ("--json", "--config-dir", "--help"),
+    "cp": ("--config-dir", "--help"),
+    "show": ("--launch", "--engine", "--comments", "--config-dir", "--help"),
+    "plan": ("--json", "-m", "--config-dir", "--help"),
+    "fit": ("-m", "--config-dir", "--help"),
+    "prove": ("--json", "--reasons", "--config-dir", "--help"),
+    "report": ("--json", "--help"),
+    "export": ("--dtype", "--help"),
+    "generate": ("--prompt", "--tokens", "--temperature", "--top-k", "--seed", "--tokenizer", "--help"),
+    "doctor": ("--config-dir", "--help"),
+}
+
+CHOICES = {"--dtype": ("fp32", "bf16", "fp16")}
+FOLDERS = ("report", "export", "generate")  # verbs that take folders, not keys: the shell completes those itself
+
+
+def answer(shell: str, environment: Mapping[str, str]) -> str:
+    """What a shell's completion script is told, in that shell's own form."""
+    if shell == "bash":
+        words = environment.get("COMP_WORDS", "").split("\n")
+        said = environment.get("COMP_CWORD", "")
+        at = int(said) if said.isascii() and said.isdecimal() and len(said) < 10 else 0
+        before, word = _joined(words[1 : at + 1] if at < len(words) else [*words[1:], ""])
+        return "\n".join(each[_cut(word) :] for each in candidates(before, word))
+    typed = environment.get("_TYPER_COMPLETE_ARGS", "")
+    words = typed.split()[1:]
+    word = words.pop() if words and not typed.endswith(" ") else ""
+    found = candidates(words, word)
+    if shell == "zsh":
+        listed = "\n".join('"' + each.replace(":", "\\:") + '"' for each in found)
+        return f"_arguments '*: :(({listed}))'" if found else "_files"
+    return "\n".join(f"{each}::: " for each in found) if shell in ("powershell", "pwsh") else "\n".join(found)
+
+
+def candidates(before: Sequence[str], word: str) -> list[str]:
+    """Every word that can stand where `word` was begun, after the words before it."""
+    if not before:
+        return _starting(word, [*OPTIONS, "--help", "--version"])
+    verb, config_dir = before[0], _config_dir(before)
+    if verb not in OPTIONS or before[-1] == "--config-dir":
+        return []
+    if word.startswith("-"):
+        return _starting(word, OPTIONS[verb])
+    if verb in FOLDERS:
+        return _starting(word, CHOICES.get(before[-1], ()))
+    if verb == "ls":
+        return _starting(word, _listed(word, config_dir)) if before[-1] == "ls" else []
+    if verb == "cp":
+        return _starting(word, _copied(word, config_dir)) if before[-1] == "cp" else []
+    key, equals, _ = word.partition("=")
+    if equals:
+        return _starting(word, [f"{key}={value}" for value in _values(key, config_dir)])
+    conf = [] if any(each.startswith("conf=") for each in before) else [f"conf={name}" for name in library.recipes(config_dir)]
+    found = _starting(word, [*conf, *_keys(config_dir, word)]) if word or not conf else conf
+    return _starting(word, [f"{found[0]}{value}" for value in _values(found[0][:-1], config_dir)]) or found if _is_key(found) else found
+
+
+def _listed(word: str, config_dir: Path | None) -> list[str]:
+    """What `ls` takes: groups first, and keys from their first dot on."""
+    groups = [*library.groups(config_dir), "recipes", "runs"]
+    if "." not in word:
+        return groups
+    from .config.key_help import key_fields, sections
+
+    return [*sorted(sections()), *(key for key, _, _ in key_fields())]
+
+
+def _copied(word: str, config_dir: Path | None) -> list[str]:
+    """What `cp` takes: recipes first, and options of a group from its slash on; the shell completes files itself."""
+    group = word.partition("/")[0]
+    if "/" in word and group in library.groups(config_dir):
+        return [f"{group}/{option}" for option in library.options(group, config_dir)]
+    return [*library.recipes(config_dir), *(f"{group}/" for group in library.groups(config_dir) if word)]
+
+
+def _is_key(found: Sequence[str]) -> bool:
+    return len(found) == 1 and found[0].endswith("=")
+
+
+def _keys(config_dir: Path | None, word: str) -> list[str]:
+    groups = [f"{group}=" for group in library.groups(config_dir)]
+    if "." not in word:
+        return groups
+    from .config.keys import keys
+
+    return [*groups, *(f"{key}=" for key in keys())]
+
+
+def _values(key: str, config_dir: Path | None) -> list[str]:
+    if key == "conf":
+        return list(library.recipes(config_dir))
+    if key in library.groups(config_dir):
+        return list(library.options(key, config_dir))
+    from .config.keys import values
+
+    return values(key)
+
+
+def _starting(word: str, words: Sequence[str]) -> list[str]:
+    return [each for each in words if each.startswith(word)]
+
+
+def _config_dir(before: Sequence[str]) -> Path | None:
+    """The folder of the user's own recipes, where one was typed and exists."""
+    for flag, value in zip(before, [*before[1:], ""], strict=True):
+        found = value if flag == "--config-dir" else flag.partition("=")[2] if flag.startswith("--config-dir=") else ""
+        if found and expanded(found).is_dir():
+            return Path(found)
+    return None
+
+
+def _joined(words: Sequence[str]) -> tuple[list[str], str]:
+    """Bash breaks words at = and :, so that conf=gpt2 comes as three; the words before, and the one at the cursor."""
+    joined: list[str] = []
+    glue = False
+    for word in words:
+        breaks = word in ("=", ":")
+        if joined and (breaks or glue):
+            joined[-1] += word
+        else:
+            joined.append(word)
+        glue = breaks
+    return joined[:-1], joined[-1] if joined else ""
+
+
+def _cut(word: str) -> int:
+    """How much of a word bash keeps: all to its last break."""
+    return max(word.rfind("="), word.rfind(":")) + 1

@@ -1,0 +1,1 @@
+"""From words and YAML to a `Run`."""

@@ -1,0 +1,148 @@
+"""Where recipes and config groups are found: a user's folder first, then the built-in ones."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from ...trainer.spec.plain_file import expanded, read_plain, why_unreadable
+from ...trainer.spec.problem import Problem, Unreadable, nearest
+
+HOUSE = Path(__file__).resolve().parents[2]
+SUFFIXES = (".yaml", ".yml")
+MOST_BYTES = 256 << 10  # of a recipe or an option
+
+
+def roots(config_dir: Path | None) -> tuple[Path, ...]:
+    """The folders that are searched, in order; raises Unreadable where the user's is none."""
+    own: tuple[Path, ...] = ()
+    if config_dir is not None:
+        own_dir = expanded(config_dir).absolute()
+        if why := _unlisted(own_dir):
+            raise Unreadable([Problem(rule="file", says=f"--config-dir={config_dir} {why}", mend="name one that exists")])
+        own = tuple(folder for folder in (own_dir, own_dir / "recipes") if folder.is_dir())
+    return (*own, HOUSE / "conf", HOUSE / "recipes")
+
+
+def recipes(config_dir: Path | None) -> dict[str, Path]:
+    """Every recipe by name."""
+    return _files(root for root in roots(config_dir) if root != HOUSE / "conf")
+
+
+def groups(config_dir: Path | None) -> tuple[str, ...]:
+    """Every config group: the folders that hold YAML."""
+    names: set[str] = set()
+    for root in roots(config_dir):
+        names |= {name for name in os.listdir(root) if not name.startswith((".", "_")) and _files([root / name])}
+    return tuple(sorted(names - {"recipes"}))
+
+
+def options(group: str, config_dir: Path | None) -> dict[str, Path]:
+    """Every option of a group by name."""
+    return _files((root / group for root in roots(config_dir)), suffixes=SUFFIXES[:1])
+
+
+def about(file: Path) -> str:
+    """The first comment line of a YAML file."""
+    try:
+        lines = read_plain(file, MOST_BYTES).decode("utf-8-sig", errors="replace").splitlines()
+    except OSError as error:
+        return f"can't be read: {error.strerror or error}"
+    first = next((line for line in lines if line.strip() not in ("", "---")), "")
+    return first.lstrip("# ").rstrip() if first.startswith("#") else ""
+
+
+def near(word: str, names: Iterable[str]) -> str:
+    """The sentence for a name that is not there: what it begins, else its near miss."""
+    known = sorted(names)
+    begun = [name for name in known if word and name.startswith(word)]
+    inside = [name for name in known if len(word) > 1 and word.lower() in name] if not begun else []
+    for found in (begun, inside):
+        if 0 < len(found) < 6:
+            return f"did you mean {' or '.join(found)}?"
+    return nearest(word, known)
+
+
+def recipe(conf: str, config_dir: Path | None) -> Path:
+    """The file that `conf=` names: a path, or a recipe's name; raises Unreadable."""
+    known = recipes(config_dir)
+    if conf in known:
+        return known[conf]
+    path = expanded(conf)
+    if _is_path(conf):
+        for each in _spellings(path):
+            if os.path.isfile(each):
+                return each
+        raise Unreadable([_no_file(conf, path)])
+    here = next((each for each in _spellings(path) if os.path.isfile(each)), None)
+    mend = f"for the file in this folder write conf=./{here}" if here else near(conf, known)
+    raise Unreadable([Problem(rule="conf", says=f"no recipe {conf}", mend=mend)])
+
+
+def _no_file(conf: str, path: Path) -> Problem:
+    folder = path.parent
+    if os.path.isdir(path):
+        return Problem(rule="file", says=f"conf={conf} is a folder", mend="name a YAML file in it")
+    if there := next((each for each in _spellings(path) if os.path.lexists(each)), None):
+        return Problem(rule="file", says=f"conf={conf} can't be read: {why_unreadable(there)}", mend="name a plain file of YAML")
+    if not os.path.isdir(folder):
+        return Problem(rule="file", says=f"conf={conf}: no such file", mend=f"there is no folder {folder}")
+    if why := _unlisted(folder):
+        return Problem(rule="file", says=f"conf={conf}: no such file", mend=f"{folder} {why}")
+    beside = [each.name for each in folder.iterdir() if each.suffix in SUFFIXES]
+    mend = nearest(path.name, beside) if beside else f"no YAML file is in {folder}"
+    return Problem(rule="file", says=f"conf={conf}: no such file", mend=mend)
+
+
+def _unlisted(folder: Path) -> str:
+    """Why a folder's files can't be listed; "" where they can."""
+    if not os.path.isdir(folder):
+        return "is not a folder"
+    try:
+        os.listdir(folder)
+    except OSError as error:
+        return f"can't be listed ({(error.strerror or str(error)).lower()})"
+    return ""
+
+
+def _is_path(conf: str) -> bool:
+    return "/" in conf or os.sep in conf or conf.endswith(SUFFIXES)
+
+
+def _spellings(path: Path) -> Iterator[Path]:
+    yield path
+    for suffix in SUFFIXES if path.name else ():
+        yield path.with_name(path.name + suffix)
+
+
+def _files(folders: Iterator[Path] | list[Path], suffixes: tuple[str, ...] = SUFFIXES) -> dict[str, Path]:
+    """YAML files by their names without suffix; the first folder that has a name wins."""
+    found: dict[str, Path] = {}
+    for folder in folders:
+        if os.path.isdir(folder):
+            for name in _listed(folder):
+                stem, suffix = os.path.splitext(name)
+                if suffix in suffixes and not name.startswith("."):
+                    found.setdefault(stem, folder / name)
+    return dict(sorted(found.items()))
+
+
+def _listed(folder: Path) -> list[str]:
+    """The names in a folder; none where it can't be listed."""
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
+
+
+def own_version() -> str:
+    """The version of distrain: that of what is installed, or of the checkout."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("distrain")
+    except PackageNotFoundError:
+        import tomllib
+
+        return str(tomllib.loads((HOUSE / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"])

@@ -1,0 +1,205 @@
+"""Words of other trainers, answered with ours: Hugging Face's Trainer, Megatron-LM, torchtitan, nanotron, GPT-NeoX, DeepSpeed, axolotl,
+Lightning, nanoGPT, torchrun."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from ...trainer.spec.problem import Problem
+from ...trainer.spec.read import shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ours:
+    """What a word of others is here: our key and what it counts, or, where there is none, what it follows from.
+
+    `values` are what values of theirs are of ours, where they are not the same; a value that is not among them carries nothing over.
+    """
+
+    key: str
+    about: str = ""
+    values: Mapping[str, str] | None = None
+    words: tuple[str, ...] = field(default=())
+
+
+ALONE = ("optimizer",)  # words that are keys of ours too, below a section: theirs stand alone
+YES = {"true": "true", "false": "false"}
+SCHEDULES = {each: each for each in ("constant", "linear", "cosine", "wsd")}
+DECAYS = {**SCHEDULES, "WSD": "wsd", "warmup_stable_decay": "wsd", "constant_with_warmup": "constant"}
+PRECISIONS = {**{each: each for each in ("fp32", "bf16", "fp16")}, "no": "fp32", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def _row(words: str, key: str, about: str = "", values: Mapping[str, str] | None = None) -> Ours:
+    return Ours(key=key, about=about, values=values, words=tuple(words.split()))
+
+
+# fmt: off
+ROWS: tuple[Ours, ...] = (
+    # batch and length
+    _row("batch_size global_batch_size train_batch_size total_batch_size", "train.batch", "sequences a step, of all GPUs together"),
+    _row("micro_batch_size train_micro_batch_size_per_gpu per_device_train_batch_size per_device_batch_size local_batch_size "
+         "device_batch_size per_gpu_train_batch_size",
+         "train.microbatch", "sequences that a GPU computes at once; train.batch counts those of a step, of all GPUs together"),
+    _row("gradient_accumulation_steps accumulate_grad_batches grad_accum grad_accum_steps gradient_accumulation "
+         "batch_accumulation_per_replica", "", "it follows from train.batch / (dp x train.microbatch)"),
+    _row("per_device_eval_batch_size eval_batch_size", "", "validation takes train.microbatch too"),
+    _row("seq_len seq_length sequence_length sequence_len max_seq_length max_seq_len max_length block_size context_length ctx_len",
+         "train.seq", "tokens of a sequence"),
+    _row("max_steps train_steps train_iters max_iters num_steps total_steps num_train_steps training_steps", "train.steps"),
+    _row("max_tokens train_tokens total_tokens num_tokens", "train.tokens"),
+    _row("num_train_epochs epochs num_epochs max_epochs", "", "a run is as long as train.steps or train.tokens, and reads its data again"),
+    # optimizer
+    _row("learning_rate base_lr peak_lr max_lr", "optim.lr"),
+    _row("lr_scheduler_type lr_scheduler lr_decay_style lr_schedule scheduler decay_type", "optim.schedule", "", DECAYS),
+    _row("warmup_steps warmup_iters lr_warmup_iters lr_warmup_steps num_warmup_steps", "optim.warmup", "steps"),
+    _row("warmup_ratio lr_warmup_fraction warmup_fraction", "optim.warmup", "steps, so that share of train.steps", {}),
+    _row("final_lr min_learning_rate eta_min lr_min", "optim.min_lr"),
+    _row("lr_decay_iters decay_steps lr_decay_steps", "", "the schedule ends with the run; optim.schedule and optim.min_lr say how"),
+    _row("adam_beta1 beta1 adam_beta2 beta2", "optim.betas", "both, as optim.betas=[0.9,0.95]", {}),
+    _row("adam_epsilon adam_eps epsilon", "optim.eps"),
+    _row("optimizer_type optimizer_name", "optim.name", "", {"adamw": "adamw", "adam": "adamw", "sgd": "sgd", "AdamW": "adamw"}),
+    _row("optimizer", "optim", "an option: `distrain ls optim` lists them",
+         {"adamw": "adamw", "adam": "adamw", "AdamW": "adamw", "sgd": "sgd"}),
+    _row("wd", "optim.weight_decay"),
+    _row("max_grad_norm gradient_clipping clip_grad grad_clip gradient_clip_val clip_grad_norm grad_norm_clip max_norm", "train.clip",
+         "norm of all gradients"),
+    # precision, memory, speed
+    _row("mixed_precision dtype torch_dtype mixed_precision_param compute_dtype", "train.precision", "", PRECISIONS),
+    _row("bf16 bf16.enabled", "train.precision", "", {"true": "bf16", "{enabled:true}": "bf16"}),
+    _row("fp16 fp16.enabled half", "train.precision", "", {"true": "fp16", "{enabled:true}": "fp16"}),
+    _row("gradient_checkpointing activation_checkpointing activation_checkpoint checkpoint_activations recompute_activations",
+         "parallel.recompute", "none, selective or full", {"true": "full", "false": "none", "full": "full", "selective": "selective"}),
+    _row("recompute_granularity activation_checkpoint.mode recompute_method", "parallel.recompute", "none, selective or full",
+         {"full": "full", "selective": "selective", "none": "none"}),
+    _row("flash_attention use_flash_attn use_flash_attention use_flash_attention_2 flash_attn", "train.attention", "flash or math",
+         {"true": "flash", "false": "math"}),
+    _row("attn_implementation", "train.attention", "flash or math", {"flash_attention_2": "flash", "sdpa": "flash", "eager": "math"}),
+    _row("torch_compile use_compile", "train.compile", "", YES),
+    _row("random_seed", "train.seed"),
+    # layout
+    _row("tensor_parallel_size tensor_model_parallel_size tp_size tensor_parallel_degree tensor_parallel "
+         "model_parallel_size", "parallel.tp"),
+    _row("pipeline_parallel_size pipeline_model_parallel_size pp_size pipeline_parallel_degree pipe_parallel_size pipeline_parallel",
+         "parallel.pp"),
+    _row("context_parallel_size context_parallel_degree cp_size context_parallel", "parallel.cp"),
+    _row("expert_parallel_size expert_model_parallel_size expert_parallel_degree ep_size expert_parallel", "parallel.ep"),
+    _row("data_parallel_size dp_size data_parallel_degree data_parallel", "parallel.dp", "auto takes all that the other axes leave"),
+    _row("data_parallel_shard_degree", "parallel.shard", "ranks over which parallel.zero=3 shards"),
+    _row("data_parallel_replicate_degree", "", "it follows from parallel.dp / parallel.shard"),
+    _row("sequence_parallel", "parallel.sequence", "", YES),
+    _row("virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage virtual_pp", "parallel.chunks",
+         "groups of layers of a stage, for parallel.schedule=interleaved", {}),
+    _row("pipeline_parallel_schedule pp_engine", "parallel.schedule", "",
+         {"1F1B": "1f1b", "1f1b": "1f1b", "gpipe": "gpipe", "GPipe": "gpipe", "Interleaved1F1B": "interleaved", "afab": "gpipe"}),
+    _row("fsdp fully_sharded full_shard fsdp_config", "parallel.zero", "3 shards weights, gradients and the optimizer",
+         {"true": "3", "full_shard": "3", "shard_grad_op": "2", "false": "0"}),
+    _row("zero_optimization zero_stage zero_optimization.stage zero_optimization_stage", "parallel.zero", "0 to 3",
+         {**{str(stage): str(stage) for stage in range(4)}, **{f"{{stage:{stage}}}": str(stage) for stage in range(4)}}),
+    _row("use_distributed_optimizer distributed_optimizer", "parallel.zero", "1 shards the optimizer", {"true": "1", "false": "0"}),
+    _row("offload_optimizer cpu_offload optimizer_offload", "parallel.offload.optimizer", "", YES),
+    _row("offload_param offload_params param_offload", "parallel.offload.parameters", "", YES),
+    _row("overlap_comm overlap_grad_reduce", "parallel.overlap.data", "", YES),
+    _row("reduce_bucket_size allgather_bucket_size bucket_size", "parallel.bucket", "elements"),
+    _row("ddp distributed_strategy strategy", "parallel", "an option: `distrain ls parallel` lists them",
+         {"ddp": "default", "fsdp": "zero3", "deepspeed_stage_1": "zero1", "deepspeed_stage_2": "zero2", "deepspeed_stage_3": "zero3"}),
+    # machines
+    _row("nproc_per_node num_gpus gpus_per_node n_gpu num_gpus_per_node devices nproc ngpus", "cluster.gpus", "GPUs of a node"),
+    _row("nnodes num_nodes n_nodes", "cluster.nodes"),
+    _row("world_size", "", "it is cluster.nodes x cluster.gpus, as cluster=NODESxGPUS"),
+    _row("master_addr", "launch.address"),
+    _row("master_port", "launch.port"),
+    _row("max_restarts", "launch.restarts"),
+    _row("deepspeed deepspeed_config", "", "it is written for you: `distrain show --engine` prints it, parallel.zero sets its stage"),
+    # model
+    _row("n_layer n_layers num_layers num_hidden_layers", "model.layers"),
+    _row("n_embd hidden_size d_model dim hidden_dim embed_dim", "model.hidden"),
+    _row("n_head n_heads num_heads num_attention_heads attention_heads", "model.heads"),
+    _row("n_kv_heads num_key_value_heads num_query_groups num_kv_heads", "model.kv_heads"),
+    _row("kv_channels", "model.head_dim"),
+    _row("intermediate_size ffn_hidden_size n_inner d_ff ffn_dim mlp_dim", "model.ffn"),
+    _row("vocab_size padded_vocab_size", "model.vocab"),
+    _row("make_vocab_size_divisible_by", "model.vocab_multiple"),
+    _row("max_position_embeddings n_positions n_ctx", "model.context",
+         "rows of a learned position table; train.seq is a sequence's length"),
+    _row("num_experts num_local_experts n_routed_experts moe_num_experts", "model.experts"),
+    _row("moe_router_topk num_experts_per_tok moe_top_k router_topk", "model.top_k"),
+    _row("moe_intermediate_size moe_ffn_hidden_size", "model.expert_ffn"),
+    _row("moe_aux_loss_coeff router_aux_loss_coef", "model.aux_loss"),
+    _row("rope_theta rotary_base rotary_emb_base", "model.rope_base"),
+    _row("hidden_act activation_function activation hidden_activation", "model.act", "",
+         {each: each for each in ("gelu", "relu", "silu", "swiglu", "geglu")} | {"gelu_new": "gelu_tanh"}),
+    _row("normalization norm_type", "model.norm", "",
+         {"RMSNorm": "rmsnorm", "LayerNorm": "layernorm", "rmsnorm": "rmsnorm", "layernorm": "layernorm"}),
+    _row("rms_norm_eps layernorm_epsilon layer_norm_eps norm_epsilon layer_norm_epsilon", "model.norm_eps"),
+    _row("tie_word_embeddings tie_embeddings weight_tying", "model.tied", "", YES),
+    _row("untie_embeddings_and_output_weights", "model.tied", "", {"true": "false", "false": "true"}),
+    _row("disable_bias_linear add_bias_linear use_bias", "model.bias", "", {}),
+    _row("attention_dropout hidden_dropout resid_pdrop attn_pdrop embd_pdrop dropout_rate", "model.dropout"),
+    _row("model_name_or_path pretrained_model_name_or_path base_model model_name pretrained init_from load_checkpoint_path",
+         "model.weights", "a folder of Hugging Face weights, with model.hf of its config.json; model=NAME alone draws new ones", {}),
+    _row("flavor model_type model_size", "model", "an option: `distrain ls model` lists them", {}),
+    # data
+    _row("dataset dataset_name dataset_path data_path train_file train_data data_dir data_files datasets dataset_folder",
+         "data.path", "with data=text or data=tokens", {}),
+    _row("tokenizer_path tokenizer_model tokenizer_name tokenizer_name_or_path tokenizer_file vocab_file tokenizer_type",
+         "data.tokenizer", "bytes, or the path of a tokenizer.json", {}),
+    _row("val_set_size validation_split valid_split val_split", "data.validation", "share of the tokens"),
+    _row("text_column text_field content_key dataset_text_field", "data.text_key"),
+    _row("num_workers dataloader_num_workers", "", "data is read ahead without a number of workers"),
+    # log, checkpoints, validation
+    _row("output_dir out_dir save_dir dump_folder default_root_dir logging_dir run_dir checkpoints_path", "log.dir",
+         "a run's folder is log.dir/name"),
+    _row("run_name experiment_name exp_name job_name", "name"),
+    _row("logging_steps log_interval log_freq log_every_n_steps steps_per_print", "log.every", "steps"),
+    _row("report_to", "log.sinks", "a list", {"wandb": "[console,jsonl,wandb]", "tensorboard": "[console,jsonl,tensorboard]"}),
+    _row("wandb wandb_project use_wandb enable_wandb wandb_log wandb_entity", "log",
+         "log=wandb turns it on; WANDB_PROJECT names the project",
+         {"true": "wandb"}),
+    _row("tensorboard tensorboard_dir enable_tensorboard", "log.sinks", "a list", {"true": "[console,jsonl,tensorboard]"}),
+    _row("save_steps save_interval save_freq checkpoint_interval ckpt_interval checkpoint_every save_every_n_steps checkpoint_factor",
+         "checkpoint.every", "steps"),
+    _row("save_total_limit keep_latest_k keep_last_n", "checkpoint.keep"),
+    _row("resume_from_checkpoint load_checkpoint auto_resume", "checkpoint.resume", "auto, must or never",
+         {"true": "must", "false": "never"}),
+    _row("eval_steps eval_interval eval_freq val_check_interval evaluation_interval eval_every validation_freq",
+         "train.evaluate.every", "steps"),
+    _row("eval_iters limit_val_batches eval_batches max_eval_batches", "train.evaluate.batches"),
+    _row("conf_name config config_name recipe config_file", "conf", "the recipe", None),
+)
+# fmt: on
+
+
+@cache
+def _table() -> dict[str, Ours]:
+    return {word: row for row in ROWS for word in row.words}
+
+
+def ours(key: str) -> Ours | None:
+    """What a key of another trainer is here, with dashes or underscores and under any section; None where nobody says so."""
+    parts = [part for part in key.strip("+~- ").lower().replace("-", "_").split(".") if part]
+    found = [".".join(parts[at:]) for at in range(len(parts))]
+    return next((row for at, word in enumerate(found) if (row := _table().get(word)) and (at == 0 or word not in ALONE)), None)
+
+
+def answer(key: str, value: Any = None, *, said: str = "key") -> Problem | None:
+    """The problem with a word of another trainer: what it is here, and that with its value where it carries over. None: no such word."""
+    row = ours(key)
+    if row is None:
+        return None
+    what = f"no {said} {key}"
+    if not row.key:
+        return Problem(rule="unknown", says=what, mend=row.about)
+    about = f"that is {row.key}{f' ({row.about})' if row.about else ''}"
+    word = _word(value, row.values)
+    return Problem(rule="unknown", says=what, mend=f"{about}: {row.key}={word}" if word else about)
+
+
+def _word(value: Any, values: Mapping[str, str] | None) -> str:
+    """A value as it is written here; "" where it does not carry over."""
+    if value is None or value == "":
+        return ""
+    word = shown(value)
+    return values.get(word, "") if values is not None else word

@@ -1,0 +1,117 @@
+"""YAML as users write it: read from plain files of a sane size, whose anchors do not multiply it."""
+
+from __future__ import annotations
+
+import os
+from io import StringIO
+from pathlib import Path
+
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import AliasEvent, CollectionEndEvent, CollectionStartEvent, MarkedYAMLError, NodeEvent, YAMLError, parse
+from yaml.reader import ReaderError
+
+from ...trainer.spec.plain_file import read_plain
+from ...trainer.spec.problem import Problem, Unreadable
+from .library import MOST_BYTES
+
+MOST_NODES = 20_000  # mappings, lists and values, those of each alias counted again
+
+
+class Text(StringIO):
+    """YAML in memory that errors name by its file."""
+
+    def __init__(self, text: str, name: str) -> None:
+        super().__init__(text)
+        self.name = name
+
+
+def read_config(file: Path) -> DictConfig:
+    """What a recipe or an option of a group says, not yet composed; raises Unreadable."""
+    config = _read(file)
+    if not isinstance(config, DictConfig):
+        raise _refused(f"{file} holds a list", "a recipe is a mapping of keys")
+    if "hydra" in config:
+        raise _refused(f"{file}: no key hydra", "leave it out")
+    defaults = config.get("defaults", [])
+    if not isinstance(defaults, ListConfig | list) or not all(isinstance(each, str | DictConfig) for each in defaults):
+        raise _refused(f"{file}: defaults is not a list of `GROUP: NAME`", "write each as `- model: NAME`")
+    return config
+
+
+def _read(file: Path) -> DictConfig | ListConfig:
+    """A file's YAML; raises Unreadable."""
+    text = ""
+    try:
+        text = read_plain(file, MOST_BYTES).decode("utf-8-sig")
+        if "&" in text and "*" in text and _nodes(Text(text, str(file))) > MOST_NODES:
+            raise _refused(f"{file}: its anchors and aliases make more than {MOST_NODES:,} values of it", "write it out")
+        return OmegaConf.load(Text(text, str(file)))
+    except OSError as error:
+        raise _refused(f"{file} can't be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise _refused(f"{file} is not text in UTF-8") from None
+    except RecursionError:
+        if "*" in text or "${" in text:
+            raise _refused(f"{file} contains itself", "break the loop of defaults, anchors or ${...}") from None
+        raise _refused(f"{file} is nested too deeply") from None
+    except ReaderError as error:
+        raise _refused(f"{file} holds the character {chr(error.character)!r}", "YAML is plain text") from None
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{file}, line {mark.line + 1}, column {mark.column + 1}" if mark else str(file)
+        raise _refused(f"{where}: {error.problem or 'this is no YAML'}") from None
+    except (YAMLError, OmegaConfBaseException, ValueError, TypeError, AttributeError, AssertionError) as error:
+        lines = str(error).splitlines() or [type(error).__name__]
+        raise _refused(f"{file} can't be read: {lines[0].partition('; use sys.')[0]}") from None
+
+
+def _refused(says: str, mend: str = "") -> Unreadable:
+    return Unreadable([Problem(rule="yaml", says=says, mend=mend)])
+
+
+class PlainSource(FileConfigSource):
+    """Hydra's source of files, which reads them by `read_config`."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """A file below this source's folder."""
+        file = Path(os.path.realpath(os.path.join(self.path, self._normalize_file_name(config_path))))
+        if not file.exists():
+            raise ConfigLoadError(f"Config not found : {file}")
+        config = read_config(file)
+        head = read_plain(file, MOST_BYTES)[:512].decode("utf-8", errors="replace")
+        header = ConfigSource._get_header_dict(head)
+        return ConfigResult(config=config, path=f"{self.scheme()}://{self.path}", provider=self.provider, header=header)
+
+
+def read_plainly() -> None:
+    """Have Hydra read files by `read_config`."""
+    Plugins.instance()
+    SourcesRegistry.instance().types["file"] = PlainSource
+
+
+def _nodes(text: Text) -> int:
+    """The values of a document, each alias counted as all that it stands for; counting ends where they are too many."""
+    total, anchors = 0, dict[str, int]()
+    open_: list[tuple[str | None, int]] = []  # of each collection that is open its anchor and the values before it
+    for event in parse(text):
+        if isinstance(event, AliasEvent):
+            total += anchors.get(event.anchor or "", 1)
+        elif isinstance(event, CollectionStartEvent):
+            open_.append((event.anchor, total))
+            total += 1
+        elif isinstance(event, CollectionEndEvent):
+            anchor, before = open_.pop()
+            if anchor is not None:
+                anchors[anchor] = total - before
+        elif isinstance(event, NodeEvent):
+            total += 1
+            if event.anchor is not None:
+                anchors[event.anchor] = 1
+        if total > MOST_NODES:
+            break
+    return total

@@ -1,0 +1,1 @@
+"""The verbs of `distrain`, one file each."""

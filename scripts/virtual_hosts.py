@@ -1,0 +1,216 @@
+"""Hosts that are namespaces of this machine: each has a network, processes, mounts, a name and shared memory of its own, and an sshd.
+
+By hand, as root, with openssh-server, pdsh, iproute2 and util-linux installed:
+
+    python -m distrain.scripts.virtual_hosts 2 /tmp/hosts                  2 hosts, host0 and host1, until Ctrl-C; it prints how to get into them
+    nsenter ... distrain fit conf=quickstart launch=deepspeed launch.hostfile=/tmp/hosts/hostfile ...
+
+vslurm.py puts a Slurm on them.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self, TypeVar
+
+T = TypeVar("T")
+NET = "10.77.0."  # the hosts are 10.77.0.10 and so on, in a network namespace that nothing else sees
+TOOLS = ("sshd", "ssh", "ssh-keygen", "pdsh", "ip", "unshare", "nsenter")
+NAMESPACES = ("--net", "--pid", "--mount", "--uts", "--ipc")
+PATIENCE = 30.0  # seconds for a host to answer
+SSHD = """\
+ListenAddress {address}
+HostKey {folder}/host_key
+PidFile none
+UsePAM no
+PasswordAuthentication no
+PermitRootLogin prohibit-password
+AuthorizedKeysFile /root/.ssh/authorized_keys
+StrictModes no
+MaxStartups 100
+UseDNS no
+PrintMotd no
+"""
+# A host's first process. What its sshd leaves behind is reaped by it, for it becomes the sshd.
+INIT = """\
+set -e
+mount --make-rprivate /
+mount -t proc proc /proc
+hostname {name}
+mount --bind {hosts} /etc/hosts
+mkdir -p /root/.ssh /run/sshd
+mount --bind {ssh} /root/.ssh
+mount -t tmpfs tmpfs /dev/shm
+ip link set lo up
+read -r go
+exec {sshd} -D -f {folder}/sshd_config -E {folder}/sshd.log
+"""
+
+
+def missing() -> str:
+    """Why this machine can't make hosts; "" where it can."""
+    path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+    absent = [tool for tool in TOOLS if shutil.which(tool, path=path) is None]
+    if os.geteuid() != 0:
+        return "hosts are namespaces, which root alone may make"
+    if absent:
+        return f"no {', '.join(absent)} here: apt-get install openssh-server pdsh iproute2 util-linux"
+    tried = subprocess.run(["unshare", *NAMESPACES, "--fork", "mount", "-t", "proc", "proc", "/proc"], capture_output=True, text=True)
+    return f"no namespaces here: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """A host: `pid` is its first process, as this machine counts."""
+
+    name: str
+    address: str
+    pid: int
+    shell: subprocess.Popen[bytes]
+
+    def words(self, command: Sequence[str]) -> list[str]:
+        """The command, to be run on the host from here."""
+        return ["nsenter", f"--target={self.pid}", *NAMESPACES, f"--wd={os.getcwd()}", *command]
+
+    def run(self, *command: str) -> str:
+        """What a command on the host prints."""
+        return subprocess.run(self.words(command), check=True, capture_output=True, text=True).stdout
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+        """A command on the host; what it prints is read from a pipe."""
+        none, pipe, both = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
+        return subprocess.Popen(self.words(command), env=dict(environment), stdin=none, stdout=pipe, stderr=both, text=True)
+
+    def processes(self) -> dict[int, str]:
+        """The command lines of what runs on it, by process id as this machine counts: all but its sshd's own."""
+        space = os.readlink(f"/proc/{self.pid}/ns/pid")
+        found = {}
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                if int(process.name) != self.pid and os.readlink(process / "ns" / "pid") == space:
+                    found[int(process.name)] = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            except OSError:
+                continue
+        return {pid: words for pid, words in found.items() if words and "sshd" not in words.split()[0]}
+
+
+class Hosts:
+    """So many hosts on one switch, with the same files; `host0` may ssh to all. Leaves nothing behind when closed."""
+
+    def __init__(self, count: int, folder: Path) -> None:
+        self.folder = folder.resolve()
+        self.hosts: list[Host] = []
+        self._begun: list[subprocess.Popen[bytes]] = []
+        (self.folder / "ssh").mkdir(parents=True, mode=0o700)
+        self._keys(count)
+        try:
+            self._switch = self._pid(self._unshare(["sleep", "infinity"], "--net", "--pid"))
+            self._ip(self._switch, "link add switch type bridge", "link set switch up")
+            for number in range(count):
+                self.hosts.append(self._host(number))
+            for host in self.hosts:
+                assert host.shell.stdin is not None
+                host.shell.stdin.write(b"go\n")
+                host.shell.stdin.close()
+            self._wait()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def hostfile(self, slots: int) -> Path:
+        """A hostfile of all hosts."""
+        file = self.folder / "hostfile"
+        file.write_text("".join(f"{host.name} slots={slots}\n" for host in self.hosts))
+        return file
+
+    def link(self, number: int, state: str) -> None:
+        """Plug a host's cable in or out, at the switch: "up" or "down"."""
+        self._ip(self._switch, f"link set port{number} {state}")
+        if state == "up":
+            self._wait()
+
+    def close(self) -> None:
+        """End all: a namespace dies with its first process, and that with its unshare."""
+        for each in self._begun:
+            each.kill()
+        for each in self._begun:
+            each.wait()
+
+    def _keys(self, count: int) -> None:
+        """One key for the user, one a host, and who is who."""
+        ssh = self.folder / "ssh"
+        keys = [ssh / "id_ed25519", *(self.folder / f"host{number}" / "host_key" for number in range(count))]
+        for key in keys:
+            key.parent.mkdir(exist_ok=True)
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
+        shutil.copy(ssh / "id_ed25519.pub", ssh / "authorized_keys")
+        known = [f"host{number},{NET}{10 + number} {key.with_suffix('.pub').read_text()}" for number, key in enumerate(keys[1:])]
+        (ssh / "known_hosts").write_text("".join(known))
+        names = [f"{NET}{10 + number} host{number}" for number in range(count)]
+        (self.folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
+
+    def _host(self, number: int) -> Host:
+        name, address, folder = f"host{number}", f"{NET}{10 + number}", self.folder / f"host{number}"
+        (folder / "sshd_config").write_text(SSHD.format(address=address, folder=folder))
+        sshd = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
+        script = INIT.format(name=name, hosts=self.folder / "hosts", ssh=self.folder / "ssh", folder=folder, sshd=sshd)
+        shell = self._unshare(["bash", "-c", script], *NAMESPACES)
+        pid = self._pid(shell)
+        self._ip(self._switch, f"link add port{number} type veth peer name eth0 netns {pid}")
+        self._ip(pid, f"addr add {address}/24 dev eth0", "link set eth0 up")
+        self._ip(self._switch, f"link set port{number} master switch", f"link set port{number} up")
+        return Host(name=name, address=address, pid=pid, shell=shell)
+
+    def _unshare(self, command: Sequence[str], *namespaces: str) -> subprocess.Popen[bytes]:
+        words = ["unshare", *namespaces, "--fork", "--kill-child", *command]
+        log = (self.folder / "init.log").open("ab")
+        self._begun.append(subprocess.Popen(words, stdin=subprocess.PIPE, stdout=log, stderr=log))
+        log.close()
+        return self._begun[-1]
+
+    def _pid(self, shell: subprocess.Popen[bytes]) -> int:
+        """The first process of new namespaces."""
+        listed = Path(f"/proc/{shell.pid}/task/{shell.pid}/children")
+        return int(_until(lambda: listed.read_text().split())[0])
+
+    def _ip(self, pid: int, *lines: str) -> None:
+        for line in lines:
+            subprocess.run(["nsenter", f"--target={pid}", "--net", "ip", *shlex.split(line)], check=True)
+
+    def _wait(self) -> None:
+        """Until each host takes ssh connections."""
+        for host in self.hosts:
+            program = f"import socket; socket.create_connection(({host.address!r}, 22), 2).close()"
+            words = self.hosts[0].words([sys.executable, "-I", "-S", "-c", program])
+            _until(lambda words=words: subprocess.run(words, capture_output=True).returncode == 0)
+
+
+def _until(met: Callable[[], T]) -> T:
+    until = time.monotonic() + PATIENCE
+    while not (found := met()):
+        assert time.monotonic() < until, "the hosts don't come up"
+        time.sleep(0.02)
+    return found
+
+
+if __name__ == "__main__":
+    with Hosts(int(sys.argv[1]), Path(sys.argv[2])) as made:
+        made.hostfile(2)
+        for each in made.hosts:
+            print(shlex.join(each.words([])))
+        signal.sigwait([signal.SIGINT, signal.SIGTERM])

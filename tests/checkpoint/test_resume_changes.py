@@ -1,0 +1,294 @@
+"""What a run may change before it goes on from a checkpoint: every key has a policy, and a change is refused, said or free by it."""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distrain.cli.config.keys import keys
+from distrain.cli.config.load import load
+from distrain.trainer.plan.changed_run import changed
+from distrain.trainer.rundir.changes import POLICIES, Changes, acceptable_keys, compare, moment_kinds, policy
+from distrain.trainer.rundir.checkpoints import newest_saved, seal
+from distrain.trainer.rundir.record import record, recorded_run
+from distrain.trainer.rundir.resume import check_resume
+from distrain.trainer.spec.run import Run
+
+DECIDED = ("model", "data", "optim", "train")  # sections of which every key has a row of its own in POLICIES
+
+
+def run(*words: str) -> Run:
+    return load("quickstart", words)
+
+
+def changes(before: Run, *change: tuple[str, object], same_data: bool | None = True) -> Changes:
+    return compare(before, changed(before, change), step=7, same_data=same_data)
+
+
+@pytest.mark.parametrize("key", [key for key in keys() if key.partition(".")[0] in DECIDED])
+def test_every_key_of_what_is_trained_is_decided(key: str) -> None:
+    assert any(key == name or (name.endswith(".") and key.startswith(name)) for name, _ in POLICIES)
+
+
+def test_every_row_of_the_policies_is_of_a_key() -> None:
+    known = {*keys(), "model.parameters"}
+    assert not [name for name, _ in POLICIES if name not in known and not any(key.startswith(name) for key in known)]
+
+
+@pytest.mark.parametrize("key", [key for key in keys() if key.partition(".")[0] not in DECIDED])
+def test_layout_engine_launch_log_and_checkpoint_are_free(key: str) -> None:
+    assert policy(key) == "free"
+
+
+# A value for each key that the quickstart recipe does not have.
+# fmt: off
+OTHERS: dict[str, Any] = {
+    "model.family": "llama", "model.layers": 5, "model.hidden": 512, "model.heads": 4, "model.vocab": 300, "model.kv_heads": 2,
+    "model.head_dim": 64, "model.ffn": 512, "model.context": 256, "model.tied": False, "model.bias": False, "model.qkv_bias": False,
+    "model.norm": "rmsnorm", "model.norm_eps": 1e-6, "model.act": "relu", "model.positions": "rope",
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("key", OTHERS)
+def test_another_model_is_refused_by_the_name_of_its_key(key: str) -> None:
+    found = changes(run(), (key, OTHERS[key]))
+    assert [problem.says.split()[0] for problem in found.problems if problem.says.startswith(f"{key} ")] == [key]
+    assert all("checkpoint.accept" not in problem.mend for problem in found.problems)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("model.rope_base", 5e5), ("model.experts", 8), ("model.top_k", 1), ("model.expert_ffn", 64), ("model.capacity", 1.5)],
+)
+def test_another_mixture_is_refused_too(key: str, value: object) -> None:
+    before = load("quickstart", ["model=tiny_moe"])
+    assert [problem.says.split()[0] for problem in changes(before, (key, value)).problems] == [key]
+
+
+@pytest.mark.parametrize("change", [("model.rope_base", 5e5), ("model.kv_heads", 8), ("model.ffn", 1024), ("model.top_k", 3)])
+def test_a_value_that_means_the_same_is_no_change(change: tuple[str, object]) -> None:
+    assert changes(run(), change) == Changes()
+
+
+def test_a_key_that_follows_from_another_is_not_told_beside_it() -> None:
+    (problem,) = changes(run("model.ffn=null"), ("model.hidden", 512)).problems
+    assert problem.says == "model.hidden was 256 when step 7 was saved, and is 512 now"
+
+
+def test_rows_of_a_position_table_that_follow_from_the_sequence_are_refused() -> None:
+    found = changes(run(), ("train.seq", 64))
+    assert [problem.says.split()[0] for problem in found.problems] == ["model.context"]
+    kept = changes(run("model.context=128"), ("train.seq", 64))
+    assert (kept.problems, [each.words for each in kept.said]) == ((), ["train.seq 128 -> 64"])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("optim.lr", 5e-4, "optim.lr 0.001 -> 0.0005"),
+        ("optim.betas", (0.8, 0.9), "optim.betas [0.9,0.99] -> [0.8,0.9]"),
+        ("train.batch", 32, "train.batch 16 -> 32"),
+        ("train.clip", 0.0, "train.clip 1.0 -> 0.0"),
+        ("train.seed", 1, "train.seed 1234 -> 1"),
+        ("train.precision", "bf16", "train.precision fp32 -> bf16"),
+        ("train.gradients", "fp32", "train.gradients auto -> fp32"),
+        ("train.steps", 400, "train.steps 300 -> 400"),
+        ("model.dropout", 0.1, "model.dropout 0.0 -> 0.1"),
+    ],
+)
+def test_what_may_change_is_said(key: str, value: object, words: str) -> None:
+    found = changes(run(), (key, value))
+    assert (found.problems, list(found.remarks(7))) == ((), [f"changed since step 7: {words}"])
+
+
+def test_what_is_said_is_said_in_one_line() -> None:
+    assert list(changes(run(), ("optim.lr", 5e-4), ("train.batch", 32)).remarks(7)) == [
+        "changed since step 7: train.batch 16 -> 32, optim.lr 0.001 -> 0.0005"
+    ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("parallel.tp", 2), ("parallel.zero", 3), ("engine", "zero"), ("launch.restarts", 3), ("log.every", 1), ("checkpoint.every", 5),
+        ("name", "other"), ("cluster.gpus", 4), ("train.microbatch", 4), ("train.attention", "math"), ("train.compile", True),
+        ("model.vocab_multiple", 64), ("data.cache", "elsewhere"),
+    ],
+)  # fmt: skip
+def test_what_is_free_is_not_said(change: tuple[str, object]) -> None:
+    assert changes(run(), change) == Changes()
+
+
+@pytest.mark.parametrize("key", ["data.path", "data.tokenizer"])
+def test_other_words_for_the_same_tokens_are_no_change(key: str) -> None:
+    before = run("data=text", "data.path=a.txt", "data.tokenizer=a")
+    assert changes(before, (key, "b"), same_data=True) == Changes()
+    assert changes(before, (key, "b"), same_data=None) == Changes(), "whether they are the same is not known yet"
+
+
+@pytest.mark.parametrize("key", ["data.path", "data.tokenizer", "data.end", "data.validation", "data.text_key"])
+def test_other_data_are_refused_unless_they_are_accepted(key: str) -> None:
+    before = run("data=text", "data.path=a.txt")
+    change = (key, {"data.end": 1, "data.validation": 0.5}.get(key, "b"))
+    (problem,) = changes(before, change, same_data=False).problems
+    assert problem.says.startswith(f"{key} was ")
+    assert problem.mend.endswith(f"or checkpoint.accept=[{key}] to go on all the same")
+    found = changes(before, change, ("checkpoint.accept", (key,)), same_data=False)
+    assert (found.problems, found.other_data) == ((), True)
+    accepted, others = found.remarks(7)
+    assert accepted.startswith(f"changed since step 7, as checkpoint.accept allows: {key} ")
+    assert others == "the data are others: the run reads them from their first sample on"
+
+
+def test_a_file_that_holds_other_tokens_than_it_did_is_refused() -> None:
+    before = run("data=text", "data.path=a.txt")
+    (problem,) = changes(before, same_data=False).problems
+    assert str(problem) == (
+        "data.path=a.txt holds other tokens than when step 7 was saved: bring those back to go on, or name=NEW to train another run, "
+        "or checkpoint.accept=[data.path] to go on all the same"
+    )
+    assert list(changes(before, ("checkpoint.accept", ("data.path",)), same_data=False).remarks(7)) == [
+        "changed since step 7, as checkpoint.accept allows: other tokens in data.path=a.txt",
+        "the data are others: the run reads them from their first sample on",
+    ]
+
+
+def test_documents_apart_are_another_loss_on_the_same_samples() -> None:
+    assert [each.says.split()[0] for each in changes(run(), ("data.documents", True)).problems] == ["data.documents"]
+    found = changes(run(), ("data.documents", True), ("checkpoint.accept", ("data.documents",)))
+    assert (found.problems, found.other_data) == ((), False)
+
+
+def test_another_optimizer_begins_with_moments_of_its_own_and_says_so() -> None:
+    before = run()
+    assert [each.says.split()[0] for each in changes(before, ("optim.name", "sgd")).problems] == ["optim.name"]
+    found = changes(before, ("optim.name", "sgd"), ("optim.momentum", 0.9), ("checkpoint.accept", ("optim.name",)))
+    assert list(found.remarks(7)) == [
+        "changed since step 7: optim.momentum 0.0 -> 0.9",
+        "changed since step 7, as checkpoint.accept allows: optim.name adamw -> sgd",
+        "moments of the optimizer that begin at zero: momentum_buffer",
+        "moments of the checkpoint that this optimizer has not: exp_avg, exp_avg_sq",
+    ]
+
+
+def test_a_momentum_that_was_none_begins_at_zero_and_says_so() -> None:
+    before = run("optim=sgd", "optim.momentum=0")
+    assert list(changes(before, ("optim.momentum", 0.9)).remarks(7))[1:] == ["moments of the optimizer that begin at zero: momentum_buffer"]
+    assert moment_kinds(before.optim) == ()
+
+
+def test_what_can_be_accepted_is_all_that_is_refused_and_no_model() -> None:
+    assert set(acceptable_keys()) == {key for key in keys() if policy(key) == "acceptable"}
+    assert not [key for key in acceptable_keys() if key.startswith("model.")]
+
+
+def test_a_record_gives_the_run_again() -> None:
+    one = run("model=tiny_moe", "optim=sgd", "log.profile=[1,2]")
+    assert recorded_run(record(one)) == one
+    assert recorded_run({}) is None
+    assert recorded_run({"run": {"name": 3}}) is None
+
+
+def flatten(part: Any, at: str = "") -> set[str]:
+    rows = ((f"{at}{row.name}", getattr(part, row.name)) for row in fields(part))
+    return {name for key, value in rows for name in (flatten(value, f"{key}.") if is_dataclass(value) else {key})}
+
+
+def test_no_key_is_left_out_of_a_comparison() -> None:
+    assert flatten(run()) >= {key for key in keys() if key.partition(".")[0] in DECIDED}
+
+
+def test_one_mend_accepts_all_that_can_be() -> None:
+    found = changes(
+        run("data=synthetic", "data.validation=0.5"),
+        ("data.name", "stdlib"),
+        ("data.validation", 0.1),
+        ("optim.name", "sgd"),
+        same_data=False,
+    )
+    (mend,) = {problem.mend.partition("checkpoint.accept=")[2].partition(" ")[0] for problem in found.problems}
+    assert sorted(mend.strip("[]").split(",")) == ["data.name", "data.validation", "optim.name"]
+
+
+def test_another_family_is_told_without_what_follows_from_it() -> None:
+    found = changes(run(), ("model.family", "llama"), ("model.positions", "rope"), ("model.norm", "rmsnorm"), ("optim.name", "sgd"))
+    assert [problem.says.split()[0] for problem in found.problems] == ["model.family", "optim.name"]
+
+
+# Before any rank is started: RUN_DIR as the manifest of its newest checkpoint describes it.
+def saved_by(folder: Path, before: Run | None, step: int = 7) -> None:
+    """A checkpoint without tensors, saved by a run."""
+    from msgspec import json
+
+    path = folder / "checkpoints" / f"step_{step}"
+    path.mkdir(parents=True)
+    body = {"version": 1, "step": step, "extra": record(before) if before else {}, "files": {}, "tensors": []}
+    (path / "manifest.json").write_bytes(seal(json.encode(body)[1:]))
+
+
+def test_a_change_is_refused_before_any_rank_is_started(tmp_path: Path) -> None:
+    saved_by(tmp_path, run())
+    (problem,) = check_resume(run("model.heads=4"), tmp_path).problems
+    assert (
+        str(problem)
+        == "model.heads was 8 when step 7 was saved, and is 4 now: set model.heads=8 to go on, or name=NEW to train another run"
+    )
+    assert check_resume(run("parallel.zero=3"), tmp_path).problems == ()
+
+
+@pytest.mark.parametrize(("key", "mend"), [("data.paht", "did you mean data.path?"), ("model.heads", "known: data.documents, ")])
+def test_what_can_not_be_accepted_is_said(tmp_path: Path, key: str, mend: str) -> None:
+    (problem,) = check_resume(run(f"checkpoint.accept=[{key}]"), tmp_path).problems
+    assert problem.says == f"checkpoint.accept=[{key}] is no key that can be accepted"
+    assert problem.mend.startswith(mend)
+
+
+@pytest.mark.parametrize(("mode", "says"), [("never", "checkpoint.resume=never and "), ("must", "")])
+def test_the_resume_mode_is_judged_before_any_rank_is_started(tmp_path: Path, mode: str, says: str) -> None:
+    saved_by(tmp_path, run())
+    found = check_resume(run(f"checkpoint.resume={mode}"), tmp_path).problems
+    assert [each.says.startswith(says) for each in found] == ([True] if says else [])
+
+
+def test_a_folder_without_a_checkpoint_must_not_go_on(tmp_path: Path) -> None:
+    assert check_resume(run(), tmp_path).problems == ()
+    (problem,) = check_resume(run("checkpoint.resume=must"), tmp_path).problems
+    assert problem.says == f"checkpoint.resume=must and no checkpoint in {tmp_path}/checkpoints verifies"
+
+
+def test_a_checkpoint_that_names_no_run_is_read_with_run_json_and_that_is_said(tmp_path: Path) -> None:
+    from msgspec import json
+
+    saved_by(tmp_path, None)
+    (tmp_path / "run.json").write_bytes(json.encode(run()))
+    found = check_resume(run("model.heads=4"), tmp_path)
+    assert [each.says.split()[0] for each in found.problems] == ["model.heads"]
+    assert found.remarks == ("step_7 does not name the run that saved it, as earlier versions wrote it: run.json is taken for it",)
+    found = check_resume(run("optim.lr=5e-4"), tmp_path)
+    assert (found.problems, found.remarks[1:]) == ((), ("changed since step 7: optim.lr 0.001 -> 0.0005",))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda text: b"", "manifest.json is empty"),
+        (lambda text: text[:-1], "manifest.json is not as it was written (its hash differs)"),
+        (lambda text: text.replace(b"heads", b"hands"), "manifest.json is not as it was written (its hash differs)"),
+        (lambda text: seal(b'"version":9}'), "manifest.json is of another version of this format: "),
+        (lambda text: seal(b'"version":1,"step":8,"extra":{},"files":{},"tensors":[]}'), "it is of step 8"),
+        (lambda text: seal(b'"version":1,"step":7,"extra":{},"files":{"a":{"bytes":3}},"tensors":[]}'), "a is not there"),
+    ],
+)
+def test_a_damaged_manifest_is_passed_over_with_its_reason(tmp_path: Path, damage: Any, reason: str) -> None:
+    saved_by(tmp_path, run())
+    saved_by(tmp_path, run(), step=3)
+    file = tmp_path / "checkpoints" / "step_7" / "manifest.json"
+    file.write_bytes(damage(file.read_bytes()))
+    saved, (passed,) = newest_saved(tmp_path / "checkpoints")
+    assert saved is not None
+    assert saved.step == 3
+    assert passed.startswith(f"step_7: {reason}")

@@ -1,0 +1,109 @@
+"""Shell completion: what can follow the words typed so far, in the form that each shell wants."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distrain.cli.completion import OPTIONS, answer, candidates
+from distrain.cli.config import library
+
+
+@pytest.mark.parametrize(
+    ("before", "word", "found"),
+    [
+        ([], "pl", ["plan"]),
+        ([], "--v", ["--version"]),
+        (["plan"], "--j", ["--json"]),
+        (["plan"], "conf=tiny", ["conf=tiny_2x2x2"]),
+        (["show"], "conf=quick", ["conf=quickstart"]),
+        (["plan", "conf=quickstart"], "device=h", ["device=h100_80g", "device=h200"]),
+        (["plan", "conf=quickstart"], "lau", [f"launch={name}" for name in library.options("launch", None)]),
+        (["plan", "conf=quickstart"], "parallel.zero=", [f"parallel.zero={stage}" for stage in range(4)]),
+        (["plan", "conf=quickstart"], "parallel.seq", ["parallel.sequence=true", "parallel.sequence=false"]),
+        (["plan", "conf=quickstart"], "parallel.mic", []),
+        (["plan", "conf=quickstart"], "train.mic", ["train.microbatch=1"]),
+        (["ls"], "mod", ["model"]),
+        (["ls", "model"], "", []),
+        (["ls"], "ru", ["runs"]),
+        (["ls"], "train.ev", ["train.evaluate", "train.evaluate.every", "train.evaluate.batches"]),
+        (["ls"], "parallel.z", ["parallel.zero"]),
+        (["cp"], "llama3_7", ["llama3_70b"]),
+        (["cp"], "mod", ["model/"]),
+        (["cp"], "model/tiny_", ["model/tiny_llama", "model/tiny_moe"]),
+        (["cp", "quickstart"], "", []),
+        (["show"], "--com", ["--comments"]),
+        (["fit"], "-m", ["-m"]),
+        (["doctor"], "conf=quick", ["conf=quickstart"]),
+        (["doctor", "conf=quickstart"], "--c", ["--config-dir"]),
+        (["nothing"], "", []),
+    ],
+)
+def test_what_can_follow(before: list[str], word: str, found: list[str]) -> None:
+    assert candidates(before, word) == found
+
+
+def test_a_recipe_comes_first_and_only_once() -> None:
+    assert candidates(["plan"], "") == [f"conf={name}" for name in library.recipes(None)]
+    assert candidates(["plan", "conf=quickstart"], "") == [f"{group}=" for group in library.groups(None)]
+
+
+def test_a_users_own_are_offered(tmp_path: Path) -> None:
+    (tmp_path / "zzz.yaml").touch()
+    assert candidates(["plan", "--config-dir", str(tmp_path)], "conf=z") == ["conf=zzz"]
+    assert candidates(["plan", "--config-dir", "/nowhere"], "conf=z") == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["distrain", "plan", "conf", "=", "quick"], "quickstart"),
+        (["distrain", "plan", "conf", "="], "\n".join(library.recipes(None))),
+        (["distrain", "plan", "conf", "=", "quickstart", "device", "=", "cp"], "cpu"),
+        (["distrain", "pl"], "plan"),
+    ],
+)
+def test_bash_breaks_words_at_the_equals_sign(words: list[str], said: str) -> None:
+    assert answer("bash", {"COMP_WORDS": "\n".join(words), "COMP_CWORD": str(len(words) - 1)}) == said
+
+
+def test_zsh_and_fish_keep_words_whole() -> None:
+    typed = {"_TYPER_COMPLETE_ARGS": "distrain plan conf=quick"}
+    assert answer("zsh", typed) == "_arguments '*: :((\"conf=quickstart\"))'"
+    assert answer("fish", typed) == "conf=quickstart"
+    assert answer("zsh", {"_TYPER_COMPLETE_ARGS": "distrain plan conf=./"}) == "_files"
+
+
+def test_completion_answers_without_hydra() -> None:
+    program = """
+import atexit, sys
+atexit.register(lambda: print("loaded:", *sys.modules))
+sys.argv = ["distrain"]
+from distrain.cli.app import main
+main()
+"""
+    typed = {"_DISTRAIN_COMPLETE": "complete_fish", "_TYPER_COMPLETE_ARGS": "distrain plan conf=quick"}
+    done = subprocess.run([sys.executable, "-c", program], env=typed, capture_output=True, text=True)
+    assert done.stdout.startswith("conf=quickstart\n"), done.stderr
+    assert not {"hydra", "omegaconf", "msgspec", "rich", "torch"} & set(done.stdout.split())
+
+
+def test_the_script_of_a_shell_is_printed() -> None:
+    done = subprocess.run([sys.executable, "-m", "distrain", "--show-completion", "bash"], capture_output=True, text=True)
+    assert "_DISTRAIN_COMPLETE=complete_bash" in done.stdout
+
+
+def test_every_verb_and_every_option_that_help_names_is_offered() -> None:
+    from typer.main import get_command
+
+    from distrain.cli.app import app
+
+    verbs: Any = get_command(app)
+    assert set(OPTIONS) == set(verbs.commands)
+    for name, verb in verbs.commands.items():
+        offered = {each for each in OPTIONS[name] if each != "--help"}
+        taken = [set(row.opts) for row in verb.params if row.param_type_name == "option"]
+        assert all(row & offered for row in taken), name
+        assert all(any(each in row for row in taken) for each in offered), name

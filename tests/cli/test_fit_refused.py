@@ -1,0 +1,125 @@
+"""A `fit` that is refused changes nothing on the disk, whoever refuses it: the command line, or the ranks that it started."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from distrain.cli.app import command
+from distrain.tests.fakes.unrepeated_words import unrepeated
+
+WORDS = (
+    "fit", "conf=quickstart", "model=tiny", "model.layers=1", "data=synthetic", "cluster=1x1", "parallel.zero=0", "train.batch=4",
+    "train.seq=16", "train.microbatch=4", "train.steps=2", "train.evaluate.every=0", "optim.warmup=0", "name=run",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The log folder of a run that has trained two steps."""
+    top = tmp_path_factory.mktemp("trained")
+    assert command([*WORDS, f"log.dir={top}"]) == 0
+    return top
+
+
+@pytest.fixture
+def used(trained: Path, tmp_path: Path) -> Path:
+    shutil.copytree(trained, tmp_path / "runs")
+    return tmp_path / "runs"
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """The hash of every file by its name, but for the logs of ranks that were started, and the lock."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.parent.name != "ranks" and path.name != "lock")
+    return {str(path.relative_to(folder)): sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+# fmt: off
+REFUSED = (
+    ("model.heads=2",                                "model.heads was 4 when step 2 was saved, and is 2 now"),
+    ("model.act=relu",                               "model.act was gelu_tanh when step 2 was saved, and is relu now"),
+    ("model.layers=2",                               "model.layers was 1 when step 2 was saved, and is 2 now"),
+    ("optim=sgd",                                    "optim.name was adamw when step 2 was saved, and is sgd now"),
+    ("data.documents=true",                          "data.documents was false when step 2 was saved, and is true now"),
+    ("checkpoint.resume=never",                      "checkpoint.resume=never and "),
+    ("checkpoint.accept=[model.heads]",              "checkpoint.accept=[model.heads] is no key that can be accepted"),
+    ("parallel.tp=3",                                "tp 3 x pp 1 x cp 1 = 3 does not divide"),
+    ("train.precision=fp8",                          "engine zero does not run train.precision=fp8"),
+    ("data=text data.path=/nothing.txt",             "data.path=/nothing.txt: no such file or folder"),
+)
+# fmt: on
+
+
+@pytest.mark.parametrize(("words", "says"), REFUSED, ids=[words for words, _ in REFUSED])
+def test_what_the_command_line_refuses_changes_nothing(used: Path, capsys: pytest.CaptureFixture[str], words: str, says: str) -> None:
+    before = contents(used)
+    assert command([*WORDS, f"log.dir={used}", "train.steps=4", *words.split()]) == 1
+    assert any(line.startswith(f"distrain: {says}") for line in capsys.readouterr().err.splitlines())
+    assert contents(used) == before
+
+
+def test_what_ranks_refuse_changes_nothing_and_is_no_fault_of_theirs(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (file,) = (used / "run" / "checkpoints" / "step_2").glob("weight.*")
+    damaged = bytearray(file.read_bytes())
+    damaged[-1] ^= 1
+    file.write_bytes(damaged)
+    before = contents(used)
+    assert command(unrepeated(*WORDS, f"log.dir={used}", "train.steps=4", "optim.lr=5e-4")) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        f"distrain: no checkpoint in {used}/run/checkpoints verifies (step_2: {file.name} is not as it was written (its hash differs)): "
+        "restore one of them, or set checkpoint.resume=never to begin anew"
+    )
+    assert contents(used) == before
+
+
+def test_a_run_that_is_refused_makes_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command([*WORDS, f"log.dir={tmp_path}/runs", "checkpoint.resume=must"]) == 1
+    assert "checkpoint.resume=must and no checkpoint in " in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_with_nothing_to_train_leaves_its_words_as_they_were(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = {name: (used / "run" / name).read_bytes() for name in ("run.json", "plan.json")}
+    assert command([*WORDS, f"log.dir={used}", "train.precision=bf16", "optim.lr=5e-4"]) == 0
+    assert "nothing to train" in capsys.readouterr().out
+    assert {name: (used / "run" / name).read_bytes() for name in before} == before
+
+
+def test_a_run_that_trains_on_keeps_the_words_it_trained_with(used: Path) -> None:
+    assert command(unrepeated(*WORDS, f"log.dir={used}", "train.steps=3", "optim.lr=5e-4")) == 0
+    written = json.loads((used / "run" / "run.json").read_text())
+    assert (written["train"]["steps"], written["optim"]["lr"]) == (3, 5e-4)
+
+
+@pytest.mark.parametrize("make", [lambda path: path.mkdir(), lambda path: path.symlink_to("/nowhere/at/all")])
+def test_a_log_that_is_no_file_is_found_before_the_start(
+    make: Callable[[Path], object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    make(tmp_path / "run" / "metrics.jsonl")
+    assert command([*WORDS, f"log.dir={tmp_path}"]) == 1
+    says = f"distrain: {tmp_path}/run/metrics.jsonl is no plain file, and a run logs its figures there: move it away\n"
+    assert capsys.readouterr().err == says
+
+
+def test_a_plan_says_what_of_the_files_fit_would_refuse(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*WORDS[1:], f"log.dir={used}", "train.steps=4"]
+    assert command(["plan", *unrepeated(*words, "model.heads=2")]) == 0
+    page = capsys.readouterr().out
+    assert "; `fit` would refuse it here" in " ".join(page.partition("\n\n")[0].split())
+    assert "does not run it" not in page
+    assert command(["plan", "-m", *unrepeated(*words, "model.heads=2,4")]) == 0
+    page = capsys.readouterr().out
+    assert [line.split("  ")[1].strip() for line in page.splitlines()[1:3]] == ["fits, refused", "fits"]
+    assert "refused: model.heads was 4 when step 2 was saved, and is 2 now" in page
+
+
+def test_a_script_that_its_ranks_would_refuse_is_printed_with_a_warning(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["show", "--launch", *unrepeated(*WORDS[1:], f"log.dir={used}", "model.heads=2")]) == 0
+    assert capsys.readouterr().err.startswith("distrain: warning: `fit` would refuse this here: model.heads was 4 ")

@@ -1,0 +1,133 @@
+"""`distrain fit` refuses what can't run before anything is started, and says what is wrong with data in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from distrain.cli.app import command
+from distrain.tests.fakes.unrepeated_words import unrepeated
+
+if TYPE_CHECKING:
+    from distrain.tests.conftest import Ranks
+
+SMALL = ("model=tiny", "model.layers=2", "train.batch=8", "train.seq=16", "train.microbatch=2", "train.steps=4", "optim.warmup=0")
+# fmt: off
+REFUSED = (
+    ("parallel.pp=2 parallel.zero=2",      "engine pipe does not run parallel.zero=2: set parallel.zero=1 or parallel.pp=1"),
+    ("parallel.pp=2 parallel.dp=1 parallel.zero=3",
+                                           ("engine pipe does not run parallel.zero=3: "
+                                            "set parallel.zero=1 or parallel.pp=1 parallel.dp=auto")),
+    ("launch=slurm",                       ("fit does not start launch=slurm: run what `distrain show --launch` prints for it, "
+                                            "or fit launch=deepspeed launch.runner=slurm in a job")),
+    ("launch=torchrun",                    "fit does not start launch=torchrun: run what `distrain show --launch` prints for it"),
+    ("launch=deepspeed",                   ("launch=deepspeed wants launch.hostfile: name a file, a line a host: host1 slots=8; "
+                                            "or set launch=local for this machine alone")),
+    ("model=bert_large",                   "engine zero does not run model.family=bert: it runs gpt, llama, moe or hf"),
+    ("train.precision=fp8",                ("engine zero does not run train.precision=fp8: "
+                                            "set train.precision=fp32 or train.precision=bf16")),
+    ("train.precision=fp16",               ("train.precision=fp16 is not run on a CPU: DeepSpeed takes it on the few that multiply "
+                                            "in fp16 only: set train.precision to fp32 or bf16")),
+    ("parallel={zero: 1, offload: {parameters: true}}",
+                                           "parallel.offload.parameters=true wants parallel.zero=3, not 1: set parallel.zero=3"),
+    ("parallel.dp=3",                      ("parallel.dp=3 x tp 1 x pp 1 x cp 1 = 3, but the cluster has 1 x 2 = 2 devices: "
+                                            "set parallel.dp=2 or parallel.dp=auto")),
+    ("train.batch=7",                      "train.batch=7 is not a multiple of dp 2 x train.microbatch=2: set train.batch=8"),
+    ("train.gradients=bf16",               ("train.gradients=bf16 does not go with train.precision=fp32: "
+                                            "set train.gradients=auto or train.gradients=fp32")),
+)
+# fmt: on
+
+
+@pytest.mark.parametrize(("words", "line"), REFUSED, ids=[words for words, _ in REFUSED])
+def test_what_cannot_run_is_refused_before_anything_starts(
+    words: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [words] if words.startswith("parallel={") else words.split()
+    status = command(["fit", "conf=quickstart", *SMALL, *given, f"log.dir={tmp_path}"])
+    said = capsys.readouterr()
+    assert (status, said.out) == (1, "")
+    assert f"distrain: {line}" in said.err.splitlines()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_launcher_that_is_not_here_is_named_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hosts").write_text("h1 slots=2\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    words = ("launch=deepspeed", f"launch.hostfile={tmp_path}/hosts", "launch.runner=openmpi", f"log.dir={tmp_path}/runs")
+    assert command(["fit", "conf=quickstart", *SMALL, "cluster=1x2", *words]) == 1
+    says = "launch.runner=openmpi wants mpirun and ompi_info, and there is none on PATH here: install openmpi"
+    assert f"distrain: {says}" in capsys.readouterr().err.splitlines()
+    assert not (tmp_path / "runs").exists()
+
+
+def test_more_ranks_than_this_machine_can_serve_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status = command(["fit", *unrepeated("conf=quickstart", *SMALL, "cluster=1x8000", "train.batch=16000", f"log.dir={tmp_path}")])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert status == 1
+    assert line.startswith("distrain: 8000 ranks are more than this machine's ")
+    assert not list(tmp_path.iterdir())
+
+
+def empty(folder: Path) -> str:
+    (folder / "a.txt").write_text("")
+    return "data=text"
+
+
+def missing(folder: Path) -> str:
+    return "data=text"
+
+
+def short(folder: Path) -> str:
+    (folder / "a.txt").write_text("too short")
+    return "data=text"
+
+
+def outside(folder: Path) -> str:
+    np.arange(1000, dtype=np.uint16).tofile(folder / "a.bin")
+    return "data=tokens"
+
+
+def not_text(folder: Path) -> str:
+    (folder / "a.jsonl").write_text('{"text": "fine"}\n{"text": 3}\n')
+    return "data=text"
+
+
+# fmt: off
+BAD = (
+    (empty,    "a.txt",   "{path} is empty: leave it out of data.path"),
+    (missing,  "a.txt",   "data.path={path}: no such file or folder"),
+    (short,    "a.txt",   ("train has 10 tokens of data=text, less than one sequence and a token after it: train.seq=16: "
+                           "set train.seq to at most 9")),
+    (outside,  "a.bin",   ("{path}: token 256 at position 256 is not in the vocabulary, model.vocab=256: the largest id near it is 999: "
+                           "train a model with the vocabulary of the tokenizer that wrote the file")),
+    (not_text, "a.jsonl", "{path} line 2 has no text under text but 3"),
+)
+# fmt: on
+
+
+@pytest.mark.parametrize(("make", "name", "line"), BAD, ids=[make.__name__ for make, *_ in BAD])
+def test_bad_data_is_one_problem_of_the_run(ranks: Ranks, tmp_path: Path, make: Callable[[Path], str], name: str, line: str) -> None:
+    words = (make(tmp_path), f"data.path={tmp_path / name}", f"data.cache={tmp_path / 'cache'}")
+    job = ranks.fit(tmp_path / "run", "quickstart", *SMALL, *words)
+    assert job.problems == (line.format(path=tmp_path / name),)
+    assert 0 not in job.codes
+
+
+@pytest.mark.parametrize(("make", "name"), [(missing, "a.txt"), (outside, "a.bin")])
+def test_bad_data_is_one_line_on_the_screen(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], make: Callable[[Path], str], name: str
+) -> None:
+    words = (make(tmp_path), f"data.path={tmp_path / name}", f"data.cache={tmp_path / 'cache'}", f"log.dir={tmp_path}")
+    status = command(["fit", "conf=quickstart", *SMALL, *words])
+    said = capfd.readouterr()
+    (line,) = said.err.splitlines()
+    assert status == 1
+    assert str(tmp_path / name) in line
+    assert "Traceback" not in said.out

@@ -1,0 +1,172 @@
+"""Runs that went wrong, and run folders that say what is not so: report, generate and export end in a line, or in a true page."""
+
+import hashlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from distrain.cli.app import command
+from distrain.tests.fakes.manifest_edits import drop_record
+from distrain.trainer.loop.checkpoint import manifest as manifests
+from distrain.trainer.loop.offline import export, generate
+
+SMALL = (
+    "cluster=1x1",
+    "model=tiny",
+    "model.layers=1",
+    "train.batch=4",
+    "train.microbatch=4",
+    "train.seq=16",
+    "train.steps=2",
+    "optim.warmup=1",
+)
+OPTIONS = {"prompt": "a", "tokens": 2, "temperature": 0.8, "top_k": None, "seed": 0, "tokenizer": None}
+
+
+@pytest.fixture(scope="module")
+def trained(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    ranks.trained(folder, "quickstart", *SMALL, "train.evaluate.every=0", "log.every=1", "data=synthetic")
+    return folder
+
+
+@pytest.fixture
+def folder(trained: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+def poison(folder: Path, value: float) -> None:
+    """Put a value into a weight of the checkpoint, as a run that diverged would have saved it, and let no logged loss be finite."""
+    step = folder / "checkpoints" / "step_2"
+    file = step / "weight.0.0.safetensors"
+    tensors = load_file(file)
+    tensors[min(tensors)][...] = value
+    save_file(tensors, file)
+    found, raw = manifests.read(step), file.read_bytes()
+    files = found.files | {file.name: replace(found.files[file.name], bytes=len(raw), sha256=hashlib.sha256(raw).hexdigest())}
+    (step / "manifest.json").write_bytes(manifests.encode(replace(found, files=files)))
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lost = [row | ({"loss": None, "grad_norm": None} if "loss" in row else {}) for row in rows]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in lost))
+
+
+def ends(module: Any, argv: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[int, str, str]:
+    """A child's main() in this process: its status, stdout and stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "argv", ["x", *argv])
+    with redirect_stdout(out), redirect_stderr(err):
+        status = module.main()
+    return status, out.getvalue(), err.getvalue()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_run_that_diverged_has_a_page_and_makes_nothing(
+    value: float, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    poison(folder, value)
+    assert command(["report", str(folder)]) == 0
+    said = capsys.readouterr()
+    assert "  the loss of 2 logged steps is not finite\n" in said.out
+    assert said.err == ""
+    status, _, err = ends(generate, [str(folder), json.dumps(OPTIONS)], monkeypatch)
+    assert (status, err.splitlines()) == (1, [err.rstrip("\n")])
+    assert "the model's logits are not finite: the run has diverged" in err
+    status, out, err = ends(export, [str(folder), str(folder.parent / "out"), "fp32"], monkeypatch)
+    assert (status, out, err.splitlines()) == (1, "", [err.rstrip("\n")])
+    assert " is not finite: the run has diverged: take an earlier checkpoint" in err
+    assert not (folder.parent / "out").exists()
+
+
+def test_the_likeliest_of_logits_that_are_not_finite_is_none() -> None:
+    from distrain.trainer.spec.problem import Unreadable
+
+    for logits in ([float("nan"), 1.0], [float("inf"), 1.0], [float("-inf")] * 2):
+        for temperature in (0.0, 1.0):
+            with pytest.raises(Unreadable, match="not finite"):
+                generate.choice(torch.tensor(logits), temperature, None, torch.Generator())
+
+
+# fmt: off
+CHANGED: list[tuple[str, Any]] = [
+    ("model.layers", 2), ("model.layers", 10**9), ("model.hidden", 63), ("model.hidden", 10**18), ("model.heads", 3), ("model.ffn", 10**15),
+    ("model.vocab", 10**12), ("model.family", "moe"), ("model.family", "hf"), ("model.family", "x"), ("model.positions", "rope"),
+    ("model.norm", "rmsnorm"), ("model.act", "swiglu"), ("model.head_dim", 5), ("model.context", 7), ("model.layers", "many"),
+    ("model.layers", 10**40), ("train.seq", 10**12), ("data.tokenizer", "/nowhere"), ("data.tokenizer", "/dev/zero"),
+    ("model.vocab_multiple", 10**9), ("cluster.gpus", 10**9), ("parallel.tp", 64),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("key", "value"), CHANGED, ids=[f"{key}={value}" for key, value in CHANGED])
+def test_a_run_json_that_says_what_is_not_so_is_a_line(key: str, value: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = json.loads((folder / "run.json").read_text())
+    section, _, name = key.partition(".")
+    said[section][name] = value
+    drop_record(folder / "checkpoints" / "step_2")  # a checkpoint that names its run is not asked of run.json
+    (folder / "run.json").write_text(json.dumps(said))
+    for module, argv in ((generate, [str(folder), json.dumps(OPTIONS)]), (export, [str(folder), str(folder.parent / "out"), "fp32"])):
+        status, _, err = ends(module, argv, monkeypatch)
+        assert status in (0, 1)
+        assert all(line.startswith("distrain: ") for line in err.splitlines())
+        assert bool([line for line in err.splitlines() if "run.json is taken for it" not in line]) == bool(status)
+        assert "distrain's own" not in err
+
+
+def into_a_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("change", [os.remove, into_a_fifo, lambda path: path.write_bytes(b"[" * 10**5)])
+@pytest.mark.parametrize("name", ["run.json", "checkpoints/step_2/manifest.json"])
+def test_a_file_that_is_gone_or_no_file_is_a_line(
+    name: str, change: Callable[[Path], object], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drop_record(folder / "checkpoints" / "step_2")
+    change(folder / name)
+    status, out, err = ends(generate, [str(folder), json.dumps(OPTIONS)], monkeypatch)
+    assert (status, out, len(err.splitlines())) == (1, "", 1)
+    assert err.startswith("distrain: ")
+
+
+STREAMS = (("<&-", "generate"), (">/dev/full", "generate"), ("<&- >&- 2>&-", "export"))
+
+
+@pytest.mark.parametrize(("redirections", "verb"), STREAMS)
+def test_generate_and_export_bear_streams_that_are_closed(redirections: str, verb: str, folder: Path, tmp_path: Path) -> None:
+    more = ["--prompt", "ab", "--tokens", "2"] if verb == "generate" else [str(tmp_path / "out")]
+    script = ["sh", "-c", f'"$@" {redirections}', "sh", sys.executable, "-m", "distrain", verb, str(folder), *more]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=120)
+    full = redirections == ">/dev/full"
+    assert (done.returncode, done.stderr) == ((1, "distrain: can't write to stdout: No space left on device\n") if full else (0, ""))
+    assert bool(done.stdout) == (redirections == "<&-")
+    assert (tmp_path / "out" / "model.safetensors").is_file() == (verb == "export")
+
+
+def test_a_long_prompt_reaches_the_child(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    prompt = '"\n' * 50_000
+    assert command(["generate", str(folder), "--prompt", prompt, "--tokens", "1"]) == 0
+    assert capfd.readouterr().out.startswith(prompt)
+
+
+def test_options_that_do_nothing_are_said(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["generate", str(folder), "--prompt", "a", "--tokens", "1", "--temperature", "0", "--top-k", "3", "--seed", "5"]
+    assert command(words) == 0
+    assert capfd.readouterr().err.splitlines() == [
+        "distrain: --top-k 3 does nothing with --temperature 0",
+        "distrain: --seed 5 does nothing with --temperature 0",
+    ]

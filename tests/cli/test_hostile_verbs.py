@@ -1,0 +1,384 @@
+"""Every verb of the app, with hostile words, files, streams and signals: a line of ours for each problem, the right status, nothing
+left running, nothing changed that was not asked for."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import typer
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as some
+
+from distrain.cli.app import app, command
+from distrain.cli.config.keys import keys
+from distrain.tests.fakes.hostile_files import FILES, RAW, damaged, fifo, run_folder
+
+VERBS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+MOST_SECONDS = 20  # of processor time
+LONGEST = 2200  # letters of a line
+
+# Words after which no verb starts anything: fit does not start torchrun, prove and fit have no such weights.
+STOPPERS = ("launch=torchrun", "model.weights=/nowhere/at/all")
+
+# fmt: off
+KEYS = [*keys(), "model", "cluster", "parallel", "device", "train", "hydra", "defaults", "conf", "", "a", "model.layer", "train.evaluate",
+        "batch_size", "zero_optimization.stage", "parallel.offload", "cluster.device.peak.bf16", "steps", "layouts"]
+VALUES = ["1", "0", "-1", "-0", "1e400", "nan", "inf", "0x10", "1_000", ".5", "'1'", "true", "null", "~", "", "''", "[]", "{}", "[1,2]",
+          "{a:{b:1}}", "1,2", "range(1,3)", "range(1,10,0)", "choice(1,2)", "glob(*)", "interval(1,2)", "sort(2,1)", "tag(a,1)", "int(3)",
+          "${name}", "${", "${oc.env:NOPE}", "${.x}", "$name", "a b", "a=b", "[", "]", "{", "(", ")", "\\", "'", '"', "#", "%", "é", "日本",
+          "\udcff", "\x1b[31m", "\n", "\u202e", "x" * 300, "9" * 5000, "9" * 20, "1" + "0" * 18, "2x4", "2x2x2", "0x0", "9x9x9x9", "8gb",
+          "80GiB", "100Gb/s", "4k", "quickstart", "tiny", "/", "..", "../../zz", "/dev/null", "~nobody/x", "-", "--", "???", "dp2",
+          "[" * 300, "é" * 20_000]
+# fmt: on
+
+
+class TooLong(Exception):
+    """A command took more processor time than any may."""
+
+
+@contextmanager
+def bounded(seconds: float = MOST_SECONDS) -> Iterator[None]:
+    """Stop what takes longer, by the processor's time, whatever else runs on this machine."""
+
+    def stop(*_: object) -> None:
+        raise TooLong
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def children() -> set[str]:
+    """The processes that this one has started and not waited for."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == os.getpid():
+                found.add(stat.parent.name)
+        except OSError:
+            continue
+    return found
+
+
+def seen(folder: Path) -> dict[str, tuple[int, bytes | str]]:
+    """Every file of a folder: its kind and its bytes, or where it leads."""
+    found: dict[str, tuple[int, bytes | str]] = {}
+    for path in sorted(folder.rglob("*")):
+        mode = path.lstat().st_mode
+        holds: bytes | str = os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else b""
+        found[str(path.relative_to(folder))] = (mode, holds)
+    return found
+
+
+def holds(argv: Sequence[str], kept: Path, *, adds: bool = False) -> str:
+    """Run a command line in this process and check all that must hold of any; its stderr. What is in `kept` stays as it was, and
+    nothing comes to it unless the verb `adds` files."""
+    out, err = io.StringIO(), io.StringIO()
+    before, running = seen(kept), children()
+    with redirect_stdout(out), redirect_stderr(err), bounded():
+        status = command(list(argv))
+    said = err.getvalue()
+    assert status in (0, 1, 2), argv
+    assert "Traceback" not in said
+    assert "distrain's own" not in said
+    for line in said.splitlines():
+        assert line.startswith("distrain: "), said
+        assert len(line) <= LONGEST
+    assert said or status == 0 or out.getvalue(), f"{argv} ended with {status} without a word"
+    assert children() <= running
+    after = seen(kept)
+    assert {name: after.get(name) for name in (before if adds else after)} == before
+    return said
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder to stand in: a run's folder, a folder of configs in which some files are bad, and other paths."""
+    folder = tmp_path_factory.mktemp("place")
+    run_folder(folder / "run")
+    (folder / "conf" / "model").mkdir(parents=True)
+    (folder / "conf" / "mine.yaml").write_text("# mine\ndefaults: [quickstart]\n")
+    (folder / "conf" / "model" / "mine.yaml").write_text("defaults: [tiny]\n")
+    for name in ("fifo", "loop of links", "latin-1", "laughs", "folder"):
+        FILES[name](folder / "conf" / f"{name.replace(' ', '_')}.yaml")
+        FILES[name](folder / "conf" / "model" / f"{name.replace(' ', '_')}.yaml")
+    (folder / "full").mkdir()
+    (folder / "full" / "file").write_text("x")
+    fifo(folder / "pipe")
+    (folder / "odd").mkdir()
+    fifo(folder / "odd" / "run.json")
+    with chdir(folder):
+        yield folder
+
+
+words = some.one_of(
+    some.sampled_from(VALUES),
+    some.text(max_size=8).filter(lambda text: "\0" not in text),
+    some.builds(
+        "".join,
+        some.tuples(
+            some.sampled_from(["", "", "", "", "+", "++", "~", "--"]),
+            some.sampled_from(KEYS) | some.text(max_size=6).filter(lambda text: "\0" not in text),
+            some.sampled_from(["=", "=", "=", "=", "", "==", " =", "@x="]),
+            some.sampled_from(VALUES),
+        ),
+    ),
+)
+PATHS = [
+    "run",
+    "full",
+    "full/file",
+    "pipe",
+    "odd",
+    "nowhere",
+    ".",
+    "",
+    "/dev/full",
+    "~nobody",
+    "a\nb",
+    "\udcff",
+    "x" * 300,
+    "run/run.json",
+    "-",
+]
+
+
+@some.composite
+def command_lines(draw: some.DrawFn, verb: str) -> list[str]:
+    """A verb with hostile values for whatever it takes, as its own table says."""
+    argv, line = [verb], VERBS[verb]
+    for row in line.params:
+        if isinstance(row, click.Option) or row.param_type_name == "option":
+            if draw(some.integers(0, 3)) == 0 or row.required:
+                name = draw(some.sampled_from(row.opts))
+                folders = ["conf", *PATHS] if name == "--config-dir" else [*VALUES, *PATHS]
+                argv += [name] if row.is_flag else [name, draw(some.sampled_from(folders))]
+        elif row.nargs == -1 and verb == "report":
+            argv += draw(some.lists(some.sampled_from(PATHS) | words, min_size=1, max_size=3))
+        elif row.nargs == -1:
+            conf = draw(some.sampled_from(["conf=quickstart", "conf=tiny_2x2x2", "conf=mine", "conf=fifo", "conf=./pipe", ""]))
+            argv += [*([conf] if conf else []), *draw(some.lists(words, min_size=1, max_size=3)), *STOPPERS]
+        else:
+            known = [each for each in PATHS if each != "run" or verb == "report"]  # of a run that is one, others ask a child
+            argv.append(draw(some.sampled_from(known) | words))
+    return [word for word in argv if word != "--help"]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(data=some.data())
+def test_a_verb_answers_hostile_words(verb: str, data: some.DataObject, place: Path) -> None:
+    before = set(place.rglob("*"))
+    holds(data.draw(command_lines(verb)), place, adds=verb == "cp")
+    for file in set(place.rglob("*")) - before:
+        file.unlink()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_bad_file_is_named_and_stops_nobody_else(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "conf"
+    (folder / "model").mkdir(parents=True)
+    (folder / "good.yaml").write_text("# a good one\ndefaults: [quickstart]\n")
+    for path in (folder / "bad.yaml", folder / "model" / "bad.yaml"):
+        FILES[name](path)
+    mine = ["--config-dir", str(folder)]
+    assert holds(["ls", *mine], folder) == ""
+    for argv in (["plan", f"conf={folder / 'bad.yaml'}"], ["plan", "conf=quickstart", "model=bad", *mine]):
+        said = holds(argv, folder)
+        if "can't be read" in said or "UTF-8" in said or ", line " in said:
+            assert "bad.yaml" in said
+    assert not (tmp_path / "pwned").exists()
+
+
+NAMES = ("run.json", "plan.json", "measured.json", "metrics.jsonl", "ranks/0.log", "checkpoints/step_6/manifest.json")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_folder(tmp_path_factory.mktemp("whole") / "run")
+
+
+@contextmanager
+def copied(folder: Path) -> Iterator[Path]:
+    """A copy of a run's folder beside it."""
+    copy = folder.with_name("copy")
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(folder, copy)
+    yield copy
+
+
+@settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow])
+@given(data=some.data())
+def test_a_report_of_a_damaged_run_is_a_page(data: some.DataObject, whole: Path) -> None:
+    with copied(whole) as folder:
+        for name in data.draw(some.lists(some.sampled_from(NAMES), min_size=1, max_size=3, unique=True)):
+            raw = (folder / name).read_bytes()
+            if data.draw(some.booleans()) and name.endswith(("json", "jsonl")):
+                rows = [json.loads(line) for line in raw.splitlines()] if name.endswith("jsonl") else [json.loads(raw)]
+                (folder / name).write_text("\n".join(json.dumps(data.draw(damaged(row))) for row in rows))
+            else:
+                (folder / name).write_bytes(RAW[data.draw(some.sampled_from(sorted(RAW)))](raw))
+        for more in ([], ["--json"]):
+            assert holds(["report", str(folder), *more], folder) == ""
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("what", ["folder", "dangling link", "device", "fifo"])
+def test_a_report_waits_for_nothing_that_is_no_plain_file(what: str, name: str, whole: Path) -> None:
+    with copied(whole) as folder:
+        (folder / name).unlink()
+        FILES[what](folder / name)
+        assert holds(["report", str(folder)], folder) == ""
+        shutil.rmtree(folder / "checkpoints")  # without which run.json alone makes a folder a run's
+        assert bool(holds(["report", str(folder)], folder)) == (name == "run.json")
+
+
+def test_every_verb_is_met() -> None:
+    assert {"ls", "cp", "show", "plan", "fit", "prove", "report", "export", "generate", "doctor"} <= set(VERBS)
+
+
+# Streams, in processes of their own.
+
+LIGHT = (["ls"], ["plan", "conf=quickstart"], ["plan", "--help"], ["report", "RUN"], ["plan", "conf=quickstart", "parallel.tpp=2"])
+PYTHON = [sys.executable, "-m", "distrain"]
+
+
+def shell(redirections: str, argv: Sequence[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    """A command line under a shell's redirections."""
+    script = f'exec "$@" {redirections}'
+    return subprocess.run(
+        ["sh", "-c", script, "sh", *PYTHON, *argv], env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.parametrize("redirections", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-", ">/dev/full", "2>/dev/full"])
+def test_a_stream_that_is_closed_or_full_is_a_line_at_most(redirections: str, whole: Path) -> None:
+    for argv in LIGHT:
+        done = shell(redirections, [word.replace("RUN", str(whole)) for word in argv])
+        wrong = argv[-1] == "parallel.tpp=2"
+        full = redirections == ">/dev/full" and not wrong
+        lines = done.stderr.splitlines()
+        assert done.returncode == (2 if wrong else 1 if full else 0), (argv, done.stderr)
+        assert lines == [] or (len(lines) == 1 and lines[0].startswith("distrain: "))
+        assert lines == (["distrain: can't write to stdout: No space left on device"] if full else lines if wrong else [])
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"LC_ALL": "C"},
+        {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0"},
+        {"PYTHONIOENCODING": "ascii"},
+        {"TERM": "dumb", "COLUMNS": "20"},
+        {"COLUMNS": "1000"},
+        {"HOME": "/nowhere", "XDG_CACHE_HOME": "/nowhere/cache"},
+        {"_DISTRAIN_COMPLETE": "complete_bash", "COMP_WORDS": "distrain plan", "COMP_CWORD": "many"},
+    ],
+    ids=lambda variables: " ".join(variables),
+)
+def test_an_odd_environment_changes_no_status(variables: dict[str, str]) -> None:
+    done = shell("", ["plan", "conf=quickstart", "name=modèle"], **variables)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_words_that_are_no_utf8_are_a_line() -> None:
+    done = subprocess.run([*map(os.fsencode, PYTHON), b"plan", b"conf=quickstart", b"name=\xff\xfe"], capture_output=True)
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert done.stderr == b"distrain: name=\\udcff\\udcfe is not text in UTF-8\n"
+
+
+def test_a_terminal_that_hangs_up_ends_a_command_without_a_word() -> None:
+    ours, theirs = os.openpty()
+    many = ["plan", "-m", "conf=gpt3_175b", "train.batch=range(64,4000,64)"]
+    with subprocess.Popen([*PYTHON, *many], stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, start_new_session=True) as process:
+        os.close(theirs)
+        spent(process, 0.3)
+        os.close(ours)
+        process.send_signal(signal.SIGHUP)
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+        assert process.wait(60) == -signal.SIGHUP
+
+
+# Signals.
+
+
+def spent(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Wait until a process has had so much of the processor, or has ended."""
+    ticks = os.sysconf("SC_CLK_TCK")
+    while process.poll() is None:
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+        if (int(fields[11]) + int(fields[12])) / ticks >= seconds:
+            return
+        time.sleep(0.005)
+
+
+def marked(mark: str) -> list[str]:
+    """The processes that have a mark in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark.encode() in path.read_bytes():
+                found.append(path.parent.name)
+        except OSError:
+            continue
+    return found
+
+
+def waited(met: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not met():
+        assert time.monotonic() < until, "the deadline passed"
+        time.sleep(0.02)
+
+
+STOPPED = (
+    (["plan", "-m", "conf=gpt3_175b", "train.batch=range(64,6000,64)"], 0.2),
+    (["plan", "-m", "conf=gpt3_175b", "train.batch=range(64,6000,64)"], 0.5),
+    (["plan", "conf=quickstart", "model.hf=NEOX"], 0.3),  # asks transformers, in a child
+    (["fit", "conf=quickstart", "log.dir=OUT"], 0.4),  # measures this machine, in a child
+    (["doctor"], 0.2),
+    (["generate", "RUN", "--prompt", "a"], 0.1),
+)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are looked at in /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize(("argv", "after"), STOPPED, ids=[f"{' '.join(argv[:2])} after {after}" for argv, after in STOPPED])
+def test_a_signal_ends_a_verb_and_all_that_it_started(
+    argv: list[str], after: float, number: signal.Signals, whole: Path, tmp_path: Path
+) -> None:
+    neox = {"model_type": "gpt_neox", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps({**neox, "vocab_size": 256, "max_position_embeddings": 128}))
+    before, mark = seen(whole), f"HOSTILE_TEST={tmp_path}"
+    places = {"RUN": str(whole), "NEOX": str(tmp_path / "config.json"), "OUT": str(tmp_path / "out")}
+    given = [places.get(word, word.replace("NEOX", places["NEOX"]).replace("OUT", places["OUT"])) for word in argv]
+    environment = {**os.environ, "HOSTILE_TEST": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([*PYTHON, *given], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        spent(process, after)
+        process.send_signal(number)
+        assert process.stderr is not None
+        said = process.stderr.read().decode()
+        status = process.wait(60)
+    assert "Traceback" not in said
+    assert all(line.startswith("distrain: ") for line in said.splitlines())
+    assert status in (128 + number, -number)
+    waited(lambda: not marked(mark))
+    assert seen(whole) == before

@@ -1,0 +1,108 @@
+"""Paths of a run reach its ranks whole: where a rank starts decides nothing."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import json as encoder
+
+from distrain.cli.config.load import load
+from distrain.trainer.loop.data.check import TEXT
+from distrain.trainer.loop.data.find import found
+from distrain.trainer.plan.changed_run import changed
+from distrain.trainer.plan.plan import make_plan
+from distrain.trainer.rundir.files import write
+from distrain.trainer.rundir.paths import PATHS, whole_paths
+from distrain.trainer.spec.run import Run
+
+# Keys of free text that name no file.
+NO_PATHS = {
+    "name", "reading", "engine", "model.family", "cluster.device.name", "parallel.schedule", "data.text_key",
+    "launch.include", "launch.exclude", "launch.address", "launch.environment", "checkpoint.accept",
+}  # fmt: skip
+
+
+def texts_of(part: Any, at: str = "") -> list[str]:
+    """The dotted keys of a data class that may hold any text."""
+    keys: list[str] = []
+    for row in fields(part):
+        value = getattr(part, row.name)
+        if is_dataclass(value):
+            keys += texts_of(value, f"{at}{row.name}.")
+        elif "str" in str(row.type).replace("dict[str", ""):
+            keys.append(f"{at}{row.name}")
+    return keys
+
+
+def test_every_key_of_text_is_a_path_or_is_none() -> None:
+    """A new key is put into one of the two tables."""
+    assert set(texts_of(load("quickstart"))) - NO_PATHS == {*PATHS, "data.path", "data.tokenizer"}
+
+
+@pytest.fixture
+def relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """A run that names all by relative paths."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    told: list[tuple[str, object]] = [(key, f"in/{key}") for key in PATHS]
+    return changed(load("quickstart"), [*told, ("data.path", ("a.txt", "~/b", "/c/*.txt", "d/**/*.txt")), ("data.tokenizer", "tok")])
+
+
+def test_what_is_handed_to_ranks_is_whole_and_what_the_user_said_stays(relative: Run, tmp_path: Path) -> None:
+    write(relative, make_plan(relative), tmp_path)
+    run = encoder.decode((tmp_path / "run.json").read_bytes(), type=Run)
+    for key in PATHS:
+        part, name = key.split(".")
+        assert getattr(getattr(run, part), name) == f"{tmp_path}/in/{key}"
+        assert getattr(getattr(relative, part), name) == f"in/{key}"
+    assert run.data.path == (f"{tmp_path}/a.txt", "/home/me/b", "/c/*.txt", f"{tmp_path}/d/**/*.txt")
+    assert run.data.tokenizer == f"{tmp_path}/tok"
+    assert whole_paths(run) == run
+
+
+@pytest.mark.parametrize("word", ["bytes", "~nobody-of-this-name/x", "a b/$c'\n", ".", ".."])
+def test_a_tokenizer_is_a_word_or_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    told = whole_paths(changed(load("quickstart"), [("data.tokenizer", word)])).data.tokenizer
+    assert told == (word if word == "bytes" else str(tmp_path / word))
+
+
+def test_nothing_is_no_path() -> None:
+    run = changed(load("quickstart"), [("data.path", ""), ("data.cache", ""), ("log.dir", "/runs")])
+    assert whole_paths(run) == run
+
+
+ODD = "a[1]b *{x}"  # a folder whose name is a pattern that does not match itself
+
+
+@pytest.mark.parametrize("word", ["*.txt", "one.txt", "t[ow]o.txt", "**/*.txt", ".", "is[it].txt"])
+def test_a_pattern_means_the_same_files_wherever_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+    folder = tmp_path / ODD
+    (folder / "in").mkdir(parents=True)
+    for name in ("one.txt", "two.txt", "in/three.txt", "is[it].txt"):
+        (folder / name).write_text(name)
+    monkeypatch.chdir(folder)
+    there = found([word], TEXT, print, [])
+    whole = whole_paths(changed(load("quickstart"), [("data.path", word)])).data.path
+    assert isinstance(whole, str)
+    assert os.path.isabs(whole)
+    monkeypatch.chdir(tmp_path)
+    away = found([whole], TEXT, print, [])
+    assert [(each.name, each.size) for each in away[0]] == [(each.name, each.size) for each in there[0]]
+    assert there[0]
+
+
+def test_show_prints_paths_as_they_were_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from distrain.cli.app import command
+
+    monkeypatch.chdir(tmp_path)
+    assert command(["show", "conf=quickstart", "data=text", "data.path=a/*.txt", "log.dir=runs"]) == 0
+    said = capsys.readouterr().out
+    assert "path: a/*.txt\n" in said
+    assert "dir: runs\n" in said

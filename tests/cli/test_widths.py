@@ -1,0 +1,121 @@
+"""Every page at several widths: no line is longer than it may be, but for words that can't be broken."""
+
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from distrain.cli.app import app, command
+from distrain.cli.config import library
+from distrain.cli.pages.format import LEAST, MOST, USUAL, Look, narrow_table, width, wrapped
+from distrain.cli.pages.hosts_page import lines
+from distrain.cli.pages.report_page import page
+from distrain.cli.verbs.doctor import Finding
+from distrain.trainer.launch.hosts.hostfile import Host
+from distrain.trainer.launch.preflight.checks import Seen
+from distrain.trainer.launch.preflight.preflight import Report
+from distrain.trainer.rundir.measured import Beside, Ran
+
+WIDTHS = (LEAST, USUAL, 100, MOST)
+LONG = "a_name_of_a_recipe_that_nobody_would_ever_want_to_read_twice"
+PAGES = [
+    *(f"plan conf={recipe}" for recipe in library.recipes(None)),
+    f"plan conf=megatron_1t_6x8x64 name={LONG} parallel.schedule=pipedream parallel.zero=1",
+    "plan conf=megatron_1t_6x8x64 parallel.pp=1 parallel.dp=auto",
+    "plan conf=llama3_405b model.layers=123456789 train.batch=123456789024 train.seq=1048576 parallel.pp=1 parallel.dp=auto",
+    "plan conf=mixtral_8x7b parallel.pp=4 parallel.dp=auto parallel.schedule=zb_h1 model.shared_experts=2 train.gradients=fp32",
+    "plan conf=gpt3_175b parallel.tp=7",
+    "plan -m conf=gpt3_175b parallel.recompute=full,none parallel.overlap.pipeline=true,false parallel.offload.optimizer=true,false",
+    "plan -m conf=megatron_175b parallel.tp=8,4 parallel.schedule=interleaved,1f1b",
+    "ls",
+    *(f"ls {group}" for group in library.groups(None)),
+    *(f"{verb} --help" for verb in ("", "ls", "cp", "show", "plan", "fit", "prove", "report", "export", "generate", "doctor")),
+]
+
+
+def too_long(page: Sequence[str], columns: int) -> list[str]:
+    """The lines that could be shorter: longer than the page, and with more than one word after their indentation."""
+    return [line for line in page if len(line) > columns and " " in line.strip()]
+
+
+@pytest.mark.parametrize("words", PAGES)
+def test_a_page_fits_its_columns(words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for columns in WIDTHS if "--help" not in words else (USUAL, MOST):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        command(shlex.split(words))
+        assert not too_long(capsys.readouterr().out.splitlines(), columns)
+
+
+def test_the_help_of_every_verb_is_among_the_pages() -> None:
+    assert {command.name or command.callback.__name__ for command in app.registered_commands if command.callback} <= {
+        words.split()[0] for words in PAGES if "--help" in words
+    }
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_a_report_fits_its_columns(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    row = Beside(name="forward and backward", unit="seconds", planned=1e-9, measured=1e9)
+    points = tuple((step * 10**9, 1e6 / (step + 1)) for step in range(200))
+    ran = Ran(
+        name=LONG, steps=10**9, whole=10**12, starts=7, restarts=((1, 2), (3, 4)) * 9, goodput=0.5, again=((5, 1),) * 9,
+        saved=tuple(range(0, 10**6, 25_000)), device="cpu", entropy=1e5, memory=(row,), time=(row, row, row), speed=(row,),
+        skipped=3, spikes=4,
+        resident=2**60, losses=points, validation=points[::20], lost=12345, damaged=("plan.json", "run.json", "measured.json"),
+    )  # fmt: skip
+    for blocks in (True, False):
+        assert not too_long(page(ran, Look(blocks=blocks)).splitlines(), columns)
+
+
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_hosts_and_findings_fit_their_columns(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    host = Host(name="a-host-with-quite-a-long-name.of.some.cluster.example.org", slots=tuple(range(8)))
+    facts = {"versions": {"python": "3.11.7", "torch": "2.13.0+cu130"}, "cards": [{}] * 8, "folder": {"free": 2**45}, "cores": 128}
+    seen = Seen(host=host, seconds=0.4, facts=facts, drift=0.0, links={"reached": ["x"]})
+    report = Report(seen=(seen, seen), problems=(), notes=("clocks differ, and so on, " * 6,), rate=1e9)
+    assert not too_long(list(lines(report)), columns)
+    finding = Finding("disk", "problem", "4.00 KiB free in /a/folder " + "of some depth " * 8, "make room, or set log.dir to another disk")
+    assert not too_long(wrapped(str(finding), hang=" " * 9), columns)
+
+
+@pytest.mark.parametrize(("said", "columns"), [("20", LEAST), ("100", 100), ("1000", MOST), ("", USUAL), ("many", USUAL), ("0", USUAL)])
+def test_columns_say_how_wide_a_page_is_within_bounds(said: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", said)
+    assert width() == columns
+
+
+def test_a_terminal_says_how_wide_a_page_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fcntl
+    import struct
+    import termios
+
+    monkeypatch.delenv("COLUMNS", raising=False)
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 97, 0, 0))
+    with os.fdopen(ours, "rb", buffering=0), os.fdopen(theirs, "w") as terminal:
+        monkeypatch.setattr("sys.stdout", terminal)
+        assert width() == 97
+
+
+def test_what_is_piped_is_as_wide_everywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    with (tmp_path / "page.txt").open("w") as file:
+        monkeypatch.setattr("sys.stdout", file)
+        assert width() == USUAL
+
+
+cell = some.text("abcdefgh 0123", max_size=30)
+
+
+grids = some.integers(1, 5).flatmap(lambda count: some.lists(some.lists(cell, min_size=count, max_size=count), min_size=2, max_size=5))
+
+
+@given(grids)
+def test_a_narrow_table_loses_no_word(rows: list[list[str]]) -> None:
+    said = {word.strip(";") for word in " ".join(narrow_table(rows, room=40)).split()}
+    assert {word for row in rows for each in row for word in each.split()} <= said

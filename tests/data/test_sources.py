@@ -1,0 +1,255 @@
+"""Every kind of source gives the tokens that its files hold, in order, with the documents that they name."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+import sysconfig
+from math import log
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from distrain.trainer.loop.data.corpus import Corpus, Mapped, Split
+from distrain.trainer.loop.data.find import File, library
+from distrain.trainer.loop.data.prepare import cache_folder, prepare
+from distrain.trainer.loop.data.text_files import SHARE, shares
+from distrain.trainer.loop.data.workers import tokenized
+from distrain.trainer.spec.problem import Unreadable
+from distrain.trainer.spec.read import read
+from distrain.trainer.spec.run import Data
+
+TEXTS = ["to be,\nor not to be", "Ünïcödé 字 \U0001f600", "a", 'quotes " and \\ and \t'] * 4
+
+
+def opened(folder: Path, vocab: int = 256, **words: Any) -> Corpus:
+    return prepare(Data(**words), vocab=vocab, seq=4, cache=folder / "cache", progress=lambda *_: None)
+
+
+def mapped(corpus: Corpus, source: int = 0) -> Mapped:
+    tokens = corpus.sources[source].tokens
+    assert isinstance(tokens, Mapped)
+    return tokens
+
+
+def documents(corpus: Corpus, source: int = 0) -> list[list[int]]:
+    tokens = mapped(corpus, source)
+    whole = np.empty(tokens.size, np.int64)
+    tokens.copy(0, whole)
+    return [whole[begin:end].tolist() for begin, end in zip(tokens.bounds[:-1], tokens.bounds[1:], strict=True)]
+
+
+def of_bytes(texts: list[str]) -> list[list[int]]:
+    return [[*text.encode(), 0] for text in texts]
+
+
+def split(corpus: Corpus, which: Split) -> list[int]:
+    runs = corpus.sources[0].runs(which)
+    whole = np.empty(runs.size, np.int64)
+    filled = 0
+    for start, length in runs.pieces(0, runs.size):
+        corpus.sources[0].tokens.copy(start, whole[filled : filled + length])
+        filled += length
+    return whole.tolist()
+
+
+def write_jsonl(path: Path, key: str = "text") -> None:
+    lines = [json.dumps({"id": index, key: text}, ensure_ascii=index % 2 == 0) for index, text in enumerate(TEXTS)]
+    text = "\n".join([*lines[:3], "", *lines[3:], json.dumps({key: ""})]) + "\n"
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+
+
+# Text
+
+
+def test_a_text_file_is_its_bytes_and_an_end(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXTS[1])
+    corpus = opened(tmp_path, name="text", path=str(tmp_path / "a.txt"))
+    assert documents(corpus) == of_bytes(TEXTS[1:2])
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+@pytest.mark.parametrize("key", ["text", "content"])
+def test_a_line_of_json_is_a_document_blank_ones_are_none(name: str, key: str, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / name, key)
+    assert documents(opened(tmp_path, name="text", path=str(tmp_path / name), text_key=key)) == of_bytes(TEXTS)
+
+
+def test_a_packed_text_is_one_document(tmp_path: Path) -> None:
+    text = "".join(f"line {index}\n" for index in range(5000)) + "and no line end"
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text.encode()))
+    assert documents(opened(tmp_path, name="text", path=str(tmp_path / "a.txt.gz"))) == of_bytes([text])
+
+
+def test_a_folder_is_its_text_files_sorted_by_name(tmp_path: Path) -> None:
+    for name in ("b.txt", "a/z.txt", "c.txt", "ignored.pdf", ".hidden/x.txt", "a/.x.txt"):
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_text(name)
+    assert documents(opened(tmp_path, name="text", path=str(tmp_path / "in"))) == of_bytes(["a/z.txt", "b.txt", "c.txt"])
+
+
+def test_a_pattern_takes_files_of_any_suffix(tmp_path: Path) -> None:
+    for name in ("b.md", "a/z.md", "c.txt"):
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_text(name)
+    assert documents(opened(tmp_path, name="text", path=f"{tmp_path}/in/**/*.md")) == of_bytes(["a/z.md", "b.md"])
+
+
+def test_several_paths_are_one_text_in_their_order(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("b.txt", "a.txt")]
+    for path in paths:
+        path.write_text(path.name)
+    corpus = opened(tmp_path, name="text", path=tuple(map(str, paths)))
+    assert documents(corpus) == of_bytes(["b.txt", "a.txt"])
+
+
+def test_several_paths_with_weights_are_a_source_each(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("b.txt", "a.txt")]
+    for path in paths:
+        path.write_text(path.name * 9)
+    corpus = opened(tmp_path, name="text", path=tuple(map(str, paths)), weights=(1.0, 3.0))
+    assert [documents(corpus, source) for source in (0, 1)] == [of_bytes([path.name * 9]) for path in paths]
+    assert [source.weight for source in corpus.sources] == [1, 3]
+
+
+def test_the_standard_library_is_read_in_a_fixed_order(tmp_path: Path) -> None:
+    files = library()
+    names = [file.name for file in files]
+    assert names == sorted(names)
+    assert {"os.py", "json/decoder.py", "asyncio/events.py"} <= set(names)
+    assert not [name for name in names if set(Path(name).parts) & {"test", "tests", "site-packages", "idlelib", "encodings"}]
+    corpus = opened(tmp_path, name="stdlib")
+    first = Path(sysconfig.get_path("stdlib"), names[0]).read_bytes()
+    assert documents(corpus)[0] == [*first, 0]
+    assert mapped(corpus).size == sum(file.size + 1 for file in files)
+
+
+def test_entropy_is_that_of_the_training_tokens(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("ab" * 500 + "c" * 500)
+    corpus = opened(tmp_path, name="text", path=str(tmp_path / "a.txt"), validation=501 / 1501)
+    assert set(split(corpus, "train")) == {97, 98}
+    assert corpus.entropy == pytest.approx(log(2))
+
+
+def test_entropy_of_a_blend_is_by_weight(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(name * 1000)
+    paths = tuple(str(tmp_path / f"{name}.txt") for name in "ab")
+    corpus = opened(tmp_path, name="text", path=paths, weights=(1.0, 3.0), validation=0.1, end=0)
+    assert corpus.entropy == pytest.approx(-(log(0.25) + 3 * log(0.75)) / 4)
+
+
+# Large text, in parallel
+
+LINES = [f"{index} {'x' * (index % 97)}" for index in range(350_000)]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_a_large_file_is_read_in_shares_by_several_processes(name: str, processes: int, tmp_path: Path) -> None:
+    lines = [json.dumps({"text": line}) for line in LINES] if name.endswith("jsonl") else LINES
+    (tmp_path / name).write_text("\n".join(lines))
+    turns = shares([File(name, tmp_path / name, (tmp_path / name).stat().st_size)])
+    assert len(turns) > 2
+    parts = list(tokenized(turns, tmp_path, ("bytes", None, "text"), processes))
+    tokens = b"".join(Path(f"{part}.tokens").read_bytes() for part in parts)
+    ends = [len(np.fromfile(f"{part}.ends", np.int64)) for part in parts]
+    assert tokens == ("\0".join(LINES) + "\0" if name.endswith("jsonl") else "\n".join(LINES) + "\0").encode()
+    assert sum(ends) == (len(LINES) if name.endswith("jsonl") else 1)
+
+
+def test_a_large_text_without_lines_is_cut_between_characters(tmp_path: Path) -> None:
+    text = "字" * (SHARE // 2)
+    (tmp_path / "a.txt").write_text(text)
+    turns = shares([File("a.txt", tmp_path / "a.txt", len(text) * 3)])
+    parts = [Path(f"{part}.tokens").read_bytes() for part in tokenized(turns, tmp_path, ("bytes", None, "text"), 1)]
+    assert len(parts) == 2
+    assert "".join(part.decode() for part in parts) == text + "\0"
+
+
+def test_many_small_files_share_a_turn() -> None:
+    files = [File(str(index), Path(str(index)), SHARE // 10) for index in range(25)]
+    turns = shares(files)
+    assert [len(spans) for spans in turns] == [10, 10, 5]
+    assert [span.path for spans in turns for span in spans] == [file.name for file in files]
+
+
+# A vocabulary
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<pad>", "</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(TEXTS, trainer)
+    path = tmp_path_factory.mktemp("vocabulary") / "tokenizer.json"
+    made.save(str(path))
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_a_tokenizer_json_encodes_documents_and_ends_them(name: str, vocabulary: Path, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    write_jsonl(tmp_path / name)
+    rules = Tokenizer.from_file(str(vocabulary))
+    expected = [[*rules.encode(text).ids, 1] for text in TEXTS]
+    corpus = opened(tmp_path, 300, name="text", path=str(tmp_path / name), tokenizer=str(vocabulary))
+    assert documents(corpus) == expected
+    assert mapped(corpus).files[0].dtype == np.uint16
+
+
+def test_the_end_is_the_eos_token_that_the_tokenizers_folder_names(vocabulary: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(vocabulary.read_text())
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<pad>"}}')
+    write_jsonl(tmp_path / "a.jsonl")
+    words = {"name": "text", "path": str(tmp_path / "a.jsonl"), "tokenizer": str(tmp_path)}
+    assert {text[-1] for text in documents(opened(tmp_path, 300, **words))} == {0}
+    assert {text[-1] for text in documents(opened(tmp_path, 300, **words, end=5))} == {5}
+
+
+def test_a_long_document_is_encoded_in_pieces_that_end_with_a_line(vocabulary: Path, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    text = "".join(f"{index} to be or not\n" for index in range(45_000))
+    (tmp_path / "a.txt").write_text(text)
+    corpus = opened(tmp_path, 300, name="text", path=str(tmp_path / "a.txt"), tokenizer=str(vocabulary))
+    assert documents(corpus) == [[*Tokenizer.from_file(str(vocabulary)).encode(text).ids, 1]]
+
+
+def test_a_machine_without_the_tokenizers_package_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(Unreadable, match="wants the tokenizers package, which is not installed: pip install tokenizers"):
+        opened(tmp_path, name="stdlib", tokenizer=str(tmp_path / "tokenizer.json"))
+
+
+# The words
+
+
+def test_the_same_contents_have_the_same_key_wherever_they_lie(tmp_path: Path) -> None:
+    keys = []
+    for place in ("here", "there"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "a.txt").write_text("to be or not to be")
+        keys.append(opened(tmp_path / place, name="text", path=str(tmp_path / place)).key)
+    assert keys[0] == keys[1]
+
+
+@pytest.mark.parametrize(("path", "kept"), [("a", "a"), (["a", "b"], ("a", "b")), (None, None)])
+def test_a_path_is_one_or_several(path: Any, kept: Any) -> None:
+    assert read({"name": "text", "path": path}, Data).path == kept
+
+
+def test_the_cache_is_the_users_unless_a_folder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert cache_folder(Data()) == Path("/x/distrain/data")
+    assert cache_folder(Data(cache="/y")) == Path("/y")

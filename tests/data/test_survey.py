@@ -1,0 +1,440 @@
+"""What is known of data before a run starts: figures, remarks, and every problem, as lines of JSON from a child process."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from distrain.trainer.loop.data.corpus_stats import facts
+from distrain.trainer.loop.data.prepare import prepare
+from distrain.trainer.loop.data.survey import Answers, NoReader, answer
+from distrain.trainer.spec.run import Data
+from distrain.trainer.system.end_child import end_child
+
+COMMAND = [sys.executable, "-m", "distrain.trainer.loop.data.survey"]
+LINE = "to be or not to be, that is the question\n"
+
+
+def ask(mode: str = "look", vocab: int = 256, seq: int = 8, *, evaluate: bool = False, **data: Any) -> list[dict[str, Any]]:
+    """Every line of the answer, asked in this process."""
+    reader, writer = os.pipe()
+    question = {"data": data, "vocab": vocab, "seq": seq, "mode": mode, "evaluate": evaluate}
+    with os.fdopen(reader) as said:
+        answers = Answers(writer)
+        answers.say(answer(json.dumps(question).encode(), answers))
+        os.close(writer)
+        return [json.loads(line) for line in said]
+
+
+def figures(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """The facts, which come last and once."""
+    assert [list(line) for line in lines if "facts" in line or "problems" in line] == [["facts"]]
+    found: dict[str, Any] = lines[-1]["facts"]
+    return found
+
+
+def problems(lines: list[dict[str, Any]]) -> list[str]:
+    assert "facts" not in str([list(line) for line in lines])
+    return [problem["says"] for problem in lines[-1]["problems"]]
+
+
+def remarks(lines: list[dict[str, Any]]) -> list[str]:
+    return [line["remark"] for line in lines if "remark" in line]
+
+
+def write_lines(path: Path, count: int = 4000) -> Path:
+    """Texts that grow longer; packed ones, which are looked into at their start only, do not."""
+    lengths = [index // 70 if path.suffix != ".gz" else index * 17 % 57 for index in range(count)]
+    rows = [json.dumps({"id": index, "text": f"document {index}\n" + "word " * length}) for index, length in enumerate(lengths)]
+    text = "".join(f"{row}\n" for row in rows).encode()
+    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+    return path
+
+
+# Figures
+
+
+def test_what_was_prepared_is_known_exactly(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", 500)
+    words: dict[str, Any] = {"name": "text", "path": str(path), "cache": str(tmp_path / "cache"), "validation": 0.1}
+    lines = ask("prepare", **words)
+    corpus = prepare(Data(**words), vocab=256, seq=8, cache=tmp_path / "cache", progress=lambda *_: None)
+    assert figures(lines) == {
+        "key": corpus.key,
+        "tokens": {"train": corpus.size("train"), "validation": corpus.size("validation")},
+        "documents": 500,
+        "exact": True,
+        "bytes": path.stat().st_size,
+        "entropy": corpus.entropy,
+        "sources": [{"weight": 1.0, "train": corpus.size("train"), "validation": corpus.size("validation")}],
+    }
+    assert {next(iter(line["progress"])) for line in lines if "progress" in line} == {"hash", "tokenize"}
+    assert figures(ask("look", **words)) == {**figures(lines), "entropy": None}
+    assert facts(corpus).words() == {**figures(lines), "entropy": None}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet", "a.arrow"])
+@pytest.mark.parametrize("by", ["bytes", "tokenizer.json"])
+def test_text_that_was_not_read_yet_is_estimated(by: str, name: str, tmp_path: Path) -> None:
+    """Within a quarter, of texts that grow to twenty times their length."""
+    path = write_lines(tmp_path / name) if "jsonl" in name else write_table(tmp_path / name)
+    if by != "bytes":
+        by = str(write_tokenizer(tmp_path))
+    words: dict[str, Any] = {"name": "text", "path": str(path), "cache": str(tmp_path / "cache"), "tokenizer": by}
+    guess, right = figures(ask("look", 300, **words)), figures(ask("prepare", 300, **words))
+    assert (guess["key"], guess["exact"], guess["bytes"]) == (None, False, right["bytes"])
+    assert guess["tokens"]["train"] == pytest.approx(right["tokens"]["train"], rel=0.25)
+    assert guess["tokens"]["validation"] == pytest.approx(guess["tokens"]["train"] / 99, rel=0.01)
+    assert guess["documents"] == pytest.approx(right["documents"], rel=0.25)
+
+
+def write_table(path: Path) -> Path:
+    pyarrow = pytest.importorskip("pyarrow")
+    rows = pyarrow.table({"text": [f"document {index}\n" + "word " * (index // 70) for index in range(4000)]})
+    if path.suffix == ".parquet":
+        pytest.importorskip("pyarrow.parquet").write_table(rows, path, row_group_size=200)
+    else:
+        with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_stream(sink, rows.schema) as writer:
+            writer.write_table(rows, max_chunksize=200)
+    return path
+
+
+def write_tokenizer(folder: Path, **model: Any) -> Path:
+    tokenizers = pytest.importorskip("tokenizers")
+    rules = tokenizers.Tokenizer(tokenizers.models.BPE(**model))
+    rules.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = [] if model else tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["</s>", "<unk>"], initial_alphabet=alphabet, show_progress=False
+    )
+    rules.train_from_iterator([LINE], trainer)
+    rules.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def test_plain_text_as_bytes_is_known_but_for_what_validates(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(LINE * 1000)
+    words: dict[str, Any] = {"name": "text", "path": f"{tmp_path}/*.txt", "cache": str(tmp_path / "cache")}
+    guess, right = figures(ask("look", **words)), figures(ask("prepare", **words))
+    assert sum(guess["tokens"].values()) == sum(right["tokens"].values()) == 2 * (1000 * len(LINE) + 1)
+    assert guess["documents"] == right["documents"] == 2
+
+
+@pytest.mark.parametrize("end", [None, 7])
+def test_files_of_tokens_are_known_exactly_before_they_are_read(end: int | None, tmp_path: Path) -> None:
+    np.random.default_rng(0).integers(0, 256, 5000).astype(np.uint16).tofile(tmp_path / "a.bin")
+    words: dict[str, Any] = {"name": "tokens", "path": str(tmp_path / "a.bin"), "cache": str(tmp_path / "cache"), "end": end}
+    look, right = figures(ask("look", **words)), figures(ask("prepare", **words))
+    assert look["exact"]
+    assert (look["key"], look["documents"]) == (None, None)
+    assert sum(look["tokens"].values()) == sum(right["tokens"].values()) == 5000
+    if end is None:
+        assert look["tokens"] == right["tokens"]
+        assert right["documents"] is None
+    else:
+        assert right["documents"] > 1
+
+
+def test_files_that_are_named_for_validation_are_counted_apart(tmp_path: Path) -> None:
+    for name, size in (("train.bin", 900), ("val.bin", 100)):
+        np.arange(size, dtype=np.uint16).tofile(tmp_path / name)
+    for mode in ("look", "prepare"):
+        lines = ask(mode, 1000, name="tokens", path=str(tmp_path), cache=str(tmp_path / "cache"))
+        assert figures(lines)["tokens"] == {"train": 900, "validation": 100}
+
+
+def test_sources_of_a_blend_are_counted_each(tmp_path: Path) -> None:
+    for name, lines in (("a.txt", 100), ("b.txt", 300)):
+        (tmp_path / name).write_text(LINE * lines)
+    paths = [str(tmp_path / name) for name in ("a.txt", "b.txt")]
+    found = figures(ask(name="text", path=paths, weights=[1, 3], validation=0.0, cache=str(tmp_path / "cache")))
+    assert found["sources"] == [
+        {"weight": 1.0, "train": 100 * len(LINE) + 1, "validation": 0},
+        {"weight": 3.0, "train": 300 * len(LINE) + 1, "validation": 0},
+    ]
+
+
+def test_made_up_text_is_known(tmp_path: Path) -> None:
+    found = figures(ask(name="synthetic"))
+    assert found["exact"]
+    assert sum(found["tokens"].values()) == 1 << 34
+
+
+def test_a_look_writes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(LINE * 1000)
+    ask(name="text", path=str(tmp_path / "a.txt"), cache=str(tmp_path / "cache"))
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+# Problems and remarks
+
+
+@pytest.mark.parametrize("mode", ["look", "prepare"])
+def test_all_problems_come_at_once(mode: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("id,text\n")
+    (tmp_path / "b.jsonl").write_text("[1]\n")
+    paths = [str(tmp_path / name) for name in ("a.csv", "b.jsonl")]
+    lines = ask(mode, name="text", path=paths, weights=[1], tokenizer=str(tmp_path / "no.json"))
+    assert problems(lines) == [
+        "data.weights has 1 for 2 paths",
+        f"data.tokenizer={tmp_path}/no.json: No such file or directory",
+        f"{tmp_path}/a.csv is a table",
+        f"{tmp_path}/b.jsonl is a JSON array",
+    ]
+    assert lines[-1]["problems"][0] == {
+        "rule": "data",
+        "says": "data.weights has 1 for 2 paths",
+        "mend": "give each path of data.path a weight",
+    }
+
+
+def test_a_key_that_lines_do_not_have_is_found_at_a_look(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"content": "a"}\n')
+    assert problems(ask(name="text", path=str(tmp_path / "a.jsonl"))) == [
+        f"{tmp_path}/a.jsonl line 1 has no key text: set data.text_key to one of content"
+    ]
+
+
+@pytest.mark.parametrize("mode", ["look", "prepare"])
+@pytest.mark.parametrize("name", ["text", "tokens"])
+def test_too_little_to_train_on_is_a_problem(mode: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"abcdefgh")
+    np.arange(8, dtype=np.uint16).tofile(tmp_path / "a.bin")
+    path = tmp_path / ("a.txt" if name == "text" else "a.bin")
+    (says,) = problems(ask(mode, seq=64, name=name, path=str(path), cache=str(tmp_path / "cache")))
+    assert says.startswith("train has ")
+    assert says.endswith(f" tokens of data={name}, less than one sequence and a token after it: train.seq=64")
+
+
+@pytest.mark.parametrize("mode", ["look", "prepare"])
+def test_a_share_that_leaves_nothing_to_train_on_is_named(mode: str, tmp_path: Path) -> None:
+    np.arange(100, dtype=np.uint16).tofile(tmp_path / "a.bin")
+    lines = ask(mode, name="tokens", path=str(tmp_path / "a.bin"), validation=0.95, cache=str(tmp_path / "cache"))
+    assert lines[-1]["problems"][0]["mend"] == "set data.validation to at most 0.455"
+
+
+@pytest.mark.parametrize("mode", ["look", "prepare"])
+def test_every_source_that_is_too_short_is_named(mode: str, tmp_path: Path) -> None:
+    for index, size in enumerate((5, 100, 6)):
+        np.arange(size, dtype=np.uint16).tofile(tmp_path / f"{index}.bin")
+    paths = [str(tmp_path / f"{index}.bin") for index in range(3)]
+    says = problems(ask(mode, name="tokens", path=paths, weights=[1, 1, 1], validation=0.0, cache=str(tmp_path / "cache")))
+    assert [each.partition(",")[0] for each in says] == [
+        f"train has {size} tokens of path {place} of 3 of data=tokens" for place, size in ((1, 5), (3, 6))
+    ]
+
+
+def test_too_little_to_validate_on_is_a_problem_of_a_run_that_does(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(LINE * 10)
+    words: dict[str, Any] = {"name": "text", "path": str(tmp_path / "a.txt"), "cache": str(tmp_path / "cache"), "validation": 0.01}
+    figures(ask("prepare", **words))
+    for mode in ("look", "prepare"):
+        (says,) = problems(ask(mode, evaluate=True, **words))
+        assert says == "validation has 4 tokens of data=text, less than one sequence and a token after it: train.seq=8"
+
+
+def test_words_that_are_no_data_are_a_problem() -> None:
+    assert problems(ask(name="txt")) == ["data.name=txt is not one of stdlib, text, tokens, synthetic"]
+    assert problems(ask(nam="text")) == ["no key data.nam"]
+
+
+@pytest.mark.parametrize("question", [b"", b"[]", b'{"data": {}}', b'{"data": {}, "mode": "read", "vocab": 1, "seq": 1}', b"\xff"])
+def test_a_question_that_is_none_is_answered_with_a_problem(question: bytes) -> None:
+    assert list(answer(question, Answers(1))) == ["problems"]
+
+
+@pytest.mark.parametrize("mode", ["look", "prepare"])
+def test_a_tokenizer_that_was_not_made_for_a_text_is_remarked_on(mode: str, tmp_path: Path) -> None:
+    by = write_tokenizer(tmp_path, unk_token=None)
+    (tmp_path / "a.txt").write_text("TO BE OR NOT TO BE\n" * 100)
+    said = remarks(ask(mode, 300, name="text", path=str(tmp_path / "a.txt"), tokenizer=str(by), cache=str(tmp_path / "cache")))
+    assert said == ["the tokenizer drops 100 % of the letters of a sample of the text: it was not made for it"]
+
+
+def test_unknown_tokens_are_remarked_on(tmp_path: Path) -> None:
+    by = write_tokenizer(tmp_path, unk_token="<unk>")
+    (tmp_path / "a.txt").write_text("to be OR not\n" * 100)
+    (says,) = remarks(ask("look", 300, name="text", path=str(tmp_path / "a.txt"), tokenizer=str(by)))
+    assert says.startswith("the tokenizer does not know ")
+
+
+def test_carriage_returns_are_remarked_on(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"to be\r\n" * 100)
+    (tmp_path / "b.txt").write_bytes(b"to be\n" * 100)
+    ends = f"lines end with a carriage return too, as in {tmp_path}/a.txt: it becomes tokens unless dos2unix takes it out"
+    assert remarks(ask(name="text", path=str(tmp_path / "a.txt"))) == [ends]
+    assert remarks(ask(name="text", path=str(tmp_path / "b.txt"))) == []
+
+
+def test_a_remark_is_made_once(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(LINE * 100)
+    lines = ask("prepare", 50257, name="text", path=str(tmp_path / "a.txt"), cache=str(tmp_path / "cache"))
+    assert remarks(lines) == ["data.tokenizer=bytes has 256 ids, and model.vocab=50257: the others are never seen"]
+
+
+# The process
+
+
+@contextmanager
+def start_survey(**words: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A survey that has been asked, in a process of its own."""
+    child = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        assert child.stdin is not None
+        child.stdin.write(json.dumps(words).encode())
+        child.stdin.close()
+        yield child
+    finally:
+        end_child(child)
+
+
+def test_it_answers_on_stdout_and_exits_0(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(LINE * 100)
+    data = {"name": "text", "path": str(tmp_path / "a.txt")}
+    for path, last in ((data["path"], "facts"), ("no.txt", "problems")):
+        question = json.dumps({"data": {**data, "path": path}, "vocab": 256, "seq": 8, "mode": "look"})
+        done = subprocess.run(COMMAND, input=question, capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert list(json.loads(done.stdout.splitlines()[-1])) == [last]
+
+
+def test_it_never_imports_what_trains() -> None:
+    program = """
+import sys
+from distrain.trainer.loop.data import survey
+print(sorted({"torch", "deepspeed", "transformers", "tokenizers", "pyarrow", "zstandard", "wandb"} & set(sys.modules)))
+sys.modules["torch"] = None
+survey._answer
+"""
+    program = program.replace("survey._answer", "answers = survey.Answers(1)\nanswers.say(survey.answer(sys.stdin.buffer.read(), answers))")
+    question = json.dumps({"data": {"name": "stdlib"}, "vocab": 256, "seq": 8, "mode": "look"})
+    done = subprocess.run([sys.executable, "-c", program], input=question, capture_output=True, text=True)
+    assert done.stdout.splitlines()[0] == "[]", done.stderr
+    assert list(json.loads(done.stdout.splitlines()[-1])) == ["facts"]
+
+
+def descendants(pid: int) -> set[int]:
+    """The processes that a process has started, and theirs."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {pid}
+
+
+def alive(pids: set[int]) -> set[int]:
+    """Those of the processes that run."""
+    running = set()
+    for pid in pids:
+        with suppress(OSError):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
+                running.add(pid)
+    return running
+
+
+def until(met: Any) -> Any:
+    """What is met at last; fails after a minute."""
+    deadline = time.monotonic() + 60
+    while not (found := met()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return found
+
+
+@pytest.fixture
+def preparing(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A survey whose processes tokenize text that does not come to an end: the last turns read a pipe that nobody writes to."""
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("one core tokenizes in one process")
+    path = write_endless(tmp_path)
+    data = {"name": "text", "path": str(path), "cache": str(tmp_path / "cache"), "tokenizer": str(write_tokenizer(tmp_path))}
+    with start_survey(data=data, vocab=300, seq=8, mode="prepare") as child:
+        until(lambda: len(descendants(child.pid)) >= 2)
+        yield child
+
+
+def write_endless(folder: Path) -> Path:
+    """Text that takes this tokenizer minutes."""
+    path = folder / "a.txt"
+    with path.open("w") as file:
+        for _ in range(200):
+            file.write("to be or not to be " * 50_000 + "\n")
+    return path
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_and_its_children_and_leaves_no_half_cache(
+    number: signal.Signals, preparing: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    children = descendants(preparing.pid)
+    preparing.send_signal(number)
+    assert preparing.wait(60) == 128 + number
+    assert not alive(children)
+    assert [path.suffix for path in (tmp_path / "cache").iterdir() if path.name != "hashes"] == [".lock"]
+    assert preparing.stderr is not None
+    assert preparing.stderr.read() == b""
+
+
+def test_its_children_end_where_it_is_killed(preparing: subprocess.Popen[bytes]) -> None:
+    children = descendants(preparing.pid)
+    preparing.kill()
+    until(lambda: not alive(children))
+
+
+def test_it_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
+    data = {
+        "name": "text",
+        "path": str(write_endless(tmp_path)),
+        "cache": str(tmp_path / "cache"),
+        "tokenizer": str(write_tokenizer(tmp_path)),
+    }
+    question = json.dumps({"data": data, "vocab": 300, "seq": 8, "mode": "prepare"})
+    program = f"""
+import subprocess
+child = subprocess.Popen({COMMAND!r}, stdin=subprocess.PIPE)
+child.stdin.write({question.encode()!r})
+child.stdin.close()
+child.wait()
+"""
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    try:
+        assert parent.stdout is not None
+        assert b"progress" in parent.stdout.readline()
+        family = descendants(parent.pid)
+        assert family
+        parent.kill()
+        until(lambda: not alive(family))
+    finally:
+        end_child(parent)
+
+
+def test_it_ends_where_nobody_reads_what_it_says() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with pytest.raises(NoReader):
+        Answers(writer).remark("to be")
+    os.close(writer)
+
+
+def test_a_cache_that_can_not_be_written_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(LINE * 100)
+    (tmp_path / "cache").write_text("a file")
+    words: dict[str, Any] = {"name": "text", "path": str(tmp_path / "a.txt"), "cache": str(tmp_path / "cache")}
+    assert problems(ask("prepare", **words)) == [f"the cache {tmp_path}/cache cannot be written: File exists"]
+    figures(ask("look", **words))

@@ -1,0 +1,275 @@
+"""`show --launch` prints what starts a run, and it does."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import distrain.recipes
+from distrain.cli.app import command
+from distrain.cli.config.load import load
+from distrain.tests.conftest import Ranks
+from distrain.tests.fakes.one_process import some_text
+from distrain.tests.fakes.path_commands import SBATCH, SCONTROL, SRUN, StandIns
+from distrain.trainer.launch.commands.deepspeed import PORTS, handed, port_of
+from distrain.trainer.launch.resolve import launching
+
+RECIPES = Path(distrain.recipes.__path__[0])
+SMALL = (
+    "model=tiny",
+    "model.layers=2",
+    "train.batch=8",
+    "train.seq=16",
+    "train.microbatch=2",
+    "train.steps=2",
+    "optim.warmup=0",
+    "log.every=1",
+)
+
+
+def shown(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What `distrain show` prints of a run."""
+    assert command(["show", "conf=quickstart", *SMALL, *words]) == 0
+    return capsys.readouterr().out
+
+
+def passes_bash(text: str) -> None:
+    done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """A hostfile of two names of this machine."""
+    (tmp_path / "hosts").write_text("127.0.0.1 slots=1\nlocalhost slots=1\n")
+    return tmp_path / "hosts"
+
+
+# What is printed
+
+
+@pytest.mark.parametrize("launch", ["local", "slurm", "torchrun", "deepspeed"])
+def test_a_launch_is_a_shell_script_and_writes_nothing(launch: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = [f"launch.hostfile={here}"] if launch in ("torchrun", "deepspeed") else []
+    said = shown(["cluster=2x1", f"launch={launch}", *file, f"log.dir={here.parent / 'runs'}", "--launch"], capsys)
+    passes_bash(said)
+    assert said.splitlines()[0] == f"# quickstart, launch={launch}: 2 nodes x 1"
+    assert not (here.parent / "runs").exists()
+
+
+def test_torchrun_has_a_command_for_each_host(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    here.write_text("h1 slots=8\nh2 slots=4\n")
+    words = [
+        "cluster=2x2",
+        "launch=torchrun",
+        f"launch.hostfile={here}",
+        "launch.include=h1:5,6@h2:0,1",
+        "log.dir=/runs",
+        "launch.port=4242",
+    ]
+    lines = shown([*words, "device=h100_80g", "cluster.inside=null", "--launch"], capsys).splitlines()
+    tail = "--nproc-per-node=2 --master-addr=h1 --master-port=4242 --module distrain.trainer.loop.rank /runs/quickstart/run.json"
+    start = "PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1"
+    run = f"{sys.executable} -m torch.distributed.run --nnodes=2"
+    assert lines[-6:] == [
+        "# give the number of this host: 0 on h1, 1 on h2",
+        "case ${1-} in",
+        f"0) {start} CUDA_VISIBLE_DEVICES=5,6 {run} --node-rank=0 {tail} ;;",
+        f"1) {start} {run} --node-rank=1 {tail} ;;",
+        "*) echo 'give the number of this host: 0 on h1, 1 on h2' >&2; exit 2 ;;",
+        "esac",
+    ]
+    assert "# ranks meet at h1 port 4242 (torchrun's static rendezvous)" in lines
+
+
+def test_slurm_has_a_file_of_one_task_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["cluster=4x8", "train.batch=64", "device=h100_80g", "launch=slurm", "log.dir=/runs", "cluster.inside=null", "--launch"]
+    said = shown(words, capsys)
+    text = said.partition("quickstart.sbatch <<'END'\n")[2].partition("\nEND\n")[0]
+    passes_bash(text)
+    assert text.splitlines()[0] == "#!/bin/bash"
+    options = dict(line.removeprefix("#SBATCH --").partition("=")[::2] for line in text.splitlines() if line.startswith("#SBATCH"))
+    assert options["nodes"] == "4"
+    assert options["gpus-per-node"] == options["ntasks-per-node"] == "8"
+    assert "srun --nodes=4 --ntasks=32 --ntasks-per-node=8 --distribution=block --kill-on-bad-exit=1" in text
+    assert said.splitlines()[-1] == "sbatch /runs/quickstart/launch/quickstart.sbatch"
+
+
+def test_deepspeeds_launcher_gets_files_of_ours(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in handed(os.environ):
+        monkeypatch.delenv(key)
+    monkeypatch.setenv("WANDB_API_KEY", "canary-7f3a")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "canary-7f3a")
+    here.write_text("h1 slots=1\nh2 slots=8\n")
+    words = ["cluster=2x1", "launch=deepspeed", f"launch.hostfile={here}", "launch.include=h1@h2:3", "log.dir=/runs", "--launch"]
+    said = shown(words, capsys)
+    assert "canary" not in said
+    assert "these variables for the ranks: MLFLOW_TRACKING_PASSWORD" in said
+    assert "cat > /runs/quickstart/launch/hosts <<'END'\nh1 slots=1\nh2 slots=4\nEND\n" in said
+    line = said.splitlines()[-1]
+    assert line.startswith("cd /runs/quickstart/launch && env -u MLFLOW_TRACKING_PASSWORD ")
+    assert " DS_ENV_FILE=/runs/quickstart/launch/exports PDSH_SSH_ARGS_APPEND='-o BatchMode=yes " in line
+    assert " --launcher pdsh --force_multi --no_ssh_check --no_local_rank --include h1:0@h2:3 --master_addr h1 " in line
+    assert line.endswith(" --module distrain.trainer.launch.agent.bootstrap /runs/quickstart/run.json")
+
+
+@pytest.mark.parametrize("runner", ["openmpi", "slurm"])
+def test_what_comes_with_the_ticket_is_not_in_the_environment_that_mpirun_and_srun_hand_on(
+    runner: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "canary-7f3a")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    run = load("quickstart", [*SMALL, "cluster=2x1", "launch=deepspeed", f"launch.hostfile={here}", f"launch.runner={runner}"])
+    (launcher,) = launching(run).commands
+    known = launcher.surroundings(os.environ)
+    assert not {"WANDB_API_KEY", "NCCL_DEBUG"} & set(known)
+    assert {"PATH", "HOME"} & set(os.environ) <= set(known)
+
+
+def test_what_deepspeed_is_told_is_printed_without_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    program = """
+import sys
+from distrain.cli.app import command
+from distrain.trainer.launch.resolve import launching
+from distrain.cli.config.load import load
+assert command(["show", "conf=quickstart", "parallel.zero=2", "train.precision=bf16", "--engine"]) == 0
+assert not {"torch", "deepspeed"} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    told = json.loads(done.stdout)
+    assert (told["zero_optimization"]["stage"], told["bf16"], told["train_batch_size"]) == (2, {"enabled": True}, 16)
+
+
+def test_a_run_that_cannot_be_laid_out_has_no_launch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["show", "conf=quickstart", "parallel.dp=3", "--launch"]) == 2
+    assert capsys.readouterr().err.startswith("distrain: parallel.dp=3 x tp 1 x pp 1 x cp 1 = 3, but ")
+
+
+def test_runs_meet_at_ports_of_their_own_below_those_that_linux_hands_out() -> None:
+    ports = {port_of(Path(f"/runs/{name}")) for name in range(100)}
+    assert len(ports) > 95
+    assert all(port in PORTS for port in ports)
+    assert PORTS.stop <= int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+
+
+# What is printed starts a run
+
+
+def trained(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """A script that is run in a folder of its own, away from where it was made: by bash, with words, once or once a host."""
+
+    text: str
+    folder: Path
+    environment: dict[str, str]
+    started: list[subprocess.Popen[str]]
+
+    def run(self, *words: str) -> subprocess.Popen[str]:
+        (self.folder / "script").write_text(self.text)
+        self.folder.joinpath("away").mkdir(exist_ok=True)
+        pipe = subprocess.PIPE
+        shell = ["bash", "../script", *words]
+        self.started.append(subprocess.Popen(shell, cwd=self.folder / "away", env=self.environment, stdout=pipe, stderr=pipe, text=True))
+        return self.started[-1]
+
+    def left(self) -> list[str]:
+        """What it left in the folder that it was run in."""
+        return [each.name for each in (self.folder / "away").iterdir()]
+
+
+@pytest.fixture
+def made(
+    tmp_path: Path, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Elsewhere]]:
+    """The script of a run whose recipe, text, hostfile and folders are named as they are from here, by relative paths."""
+    stand_ins = StandIns(tmp_path / "stand-ins")
+    for name, does in {"scontrol": SCONTROL, "srun": SRUN, "sbatch": SBATCH}.items():
+        stand_ins.put(name, does)
+    known = {**os.environ, "PATH": stand_ins.path(), "OMP_NUM_THREADS": "1", "SLURM_JOB_NODELIST": "h[1-2]", "CUDA_VISIBLE_DEVICES": ""}
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "one.txt").write_text(some_text())
+    shutil.copyfile(RECIPES / "quickstart.yaml", tmp_path / "mine.yaml")
+    monkeypatch.chdir(tmp_path)
+
+    def make(launch: str, *words: str) -> Elsewhere:
+        paths = ["conf=./mine.yaml", "data=text", "data.path=texts/*.txt", "data.cache=kept", f"log.dir={launch}"]
+        file = ["launch.hostfile=hosts"] if launch == "torchrun" else []
+        assert command(["show", *paths, *SMALL, f"launch={launch}", *file, *words, "--launch"]) == 0
+        return Elsewhere(capsys.readouterr().out, tmp_path, known, started)
+
+    started: list[subprocess.Popen[str]] = []
+    yield make
+    for each in started:
+        with each:
+            each.terminate()
+
+
+@pytest.mark.parametrize("launch", ["local", "torchrun", "slurm"])
+def test_a_script_trains_in_any_folder(launch: str, made: Callable[..., Elsewhere], tmp_path: Path, ranks: Ranks) -> None:
+    """torchrun on two hosts that are this machine; Slurm with stand-ins for its own commands; both as plain ranks do."""
+    script = made(launch, "cluster=2x1")
+    started = [script.run(*([str(host)] if launch == "torchrun" else [])) for host in range(2 if launch == "torchrun" else 1)]
+    said = [each.communicate(timeout=120) for each in started]
+    assert [each.returncode for each in started] == [0] * len(started), said[0][1][-2000:]
+    losses = ranks.trained(tmp_path / "plain", "quickstart", "data=text", f"data.path={tmp_path}/texts/*.txt", *SMALL).figures("loss")
+    assert trained(tmp_path / launch / "quickstart") == losses
+    assert json.loads((tmp_path / launch / "quickstart" / "plan.json").read_text())["world"] == 2
+    assert script.left() == []
+
+
+def test_a_script_of_several_hosts_wants_the_number_of_one(made: Callable[..., Elsewhere]) -> None:
+    script = made("torchrun", "cluster=2x1")
+    for words in ([], ["2"], ["h1"]):
+        started = script.run(*words)
+        assert started.communicate(timeout=60)[1] == "give the number of this host: 0 on 127.0.0.1, 1 on localhost\n"
+        assert started.returncode == 2
+
+
+def test_a_script_of_one_host_of_torchrun_s_starts_all_its_ranks(made: Callable[..., Elsewhere], here: Path, tmp_path: Path) -> None:
+    here.write_text("localhost slots=2\n")
+    script = made("torchrun", "cluster=1x2")
+    started = script.run()
+    _, wrong = started.communicate(timeout=120)
+    assert started.returncode == 0, wrong[-2000:]
+    assert len(trained(tmp_path / "torchrun" / "quickstart")) == 2
+
+
+def test_ranks_of_a_script_that_is_told_to_end_save_and_leave_nothing_running(made: Callable[..., Elsewhere], tmp_path: Path) -> None:
+    script = made("local", "cluster=1x2", "train.steps=100000")
+    started = script.run()
+    assert started.stdout is not None
+    assert any("/100000  loss " in line for line in started.stdout)
+    started.terminate()
+    started.communicate(timeout=60)
+    assert started.returncode == -signal.SIGTERM
+    assert list((tmp_path / "local" / "quickstart" / "checkpoints").glob("step_*"))
+    mine = bytes(tmp_path / "local")
+    assert not [each for each in Path("/proc").glob("[0-9]*/cmdline") if mine in _read(each)]
+
+
+def test_a_rank_that_fails_ends_a_script_and_the_others(made: Callable[..., Elsewhere], tmp_path: Path) -> None:
+    script = made("local", "cluster=1x2", "checkpoint.resume=must")
+    started = script.run()
+    _, wrong = started.communicate(timeout=60)
+    assert started.returncode == 1, wrong
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError:
+        return b""

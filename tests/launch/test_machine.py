@@ -1,0 +1,245 @@
+"""What this machine has: the probe's JSON, and what the light half makes of it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distrain.cli.config.load import load
+from distrain.trainer.machine import facts as machine
+from distrain.trainer.machine.cache import BEFORE, KEPT, Entry, file_of, write_entry
+from distrain.trainer.plan.plan import make_plan
+from distrain.trainer.spec.run import Link, Run
+
+CPU = {"cores": 4, "flops": {"fp32": 1e11, "bf16": 2e11}, "bandwidth": 1e10, "link": {"latency": 1e-4, "bandwidth": 1e9}}
+
+
+def card(name: str, **facts: Any) -> dict[str, Any]:
+    return {"name": name, "memory": 150_000_000_000, "units": 132, "bf16": True, **facts}
+
+
+@pytest.fixture
+def remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Keeps what a probe would have found of this machine."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def keep(load: float = 0.0, **found: Any) -> Path:
+        write_entry(Entry(key=machine.key(), load=load, found={"cuda": [], "cpu": CPU} | found))  # type: ignore[typeddict-item]
+        return file_of(machine.key())
+
+    return keep
+
+
+def quickstart(*words: str) -> Run:
+    return load("quickstart", words)
+
+
+def test_without_a_probe_a_local_plan_has_no_times_and_says_how_to_get_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    plan = make_plan(quickstart())
+    assert plan.time is None
+    assert any("`distrain fit` measures this machine" in str(each) for each in plan.warnings)
+
+
+def test_a_process_has_its_share_of_the_cores(remembered: Any) -> None:
+    remembered()
+    run = quickstart("train.precision=bf16")
+    assert run.cluster.device.peak == {"fp32": 2e11, "bf16": 4e11}
+    assert run.cluster.device.bandwidth == 2e10
+    assert run.cluster.inside == Link(latency=1e-4, bandwidth=1e9, efficiency=1.0)
+    assert make_plan(run).time is not None
+
+
+def test_what_a_recipe_states_of_a_cpu_stays(remembered: Any) -> None:
+    remembered()
+    device = quickstart("cluster.device.bandwidth=1e9", "cluster.device.peak.fp32=5e9").cluster.device
+    assert (device.bandwidth, device.peak) == (1e9, {"fp32": 5e9})
+
+
+def test_a_known_gpu_is_the_one_of_conf_device(remembered: Any) -> None:
+    remembered(cuda=[card("NVIDIA H200")])
+    run = quickstart()
+    known = load("quickstart", ["cluster=dgx_h200"]).cluster.device
+    assert (run.cluster.device.kind, run.cluster.gpus, run.train.precision) == ("cuda", 1, "bf16")
+    assert (run.cluster.device.peak, run.cluster.device.bandwidth) == (known.peak, known.bandwidth)
+    assert run.cluster.device.memory == 150_000_000_000
+
+
+def test_an_unknown_gpu_is_planned_without_times(remembered: Any) -> None:
+    remembered(cuda=[card("Another GPU")] * 2)
+    run = quickstart()
+    assert (run.cluster.device.name, run.cluster.gpus, run.train.precision) == ("Another GPU", 2, "bf16")
+    assert make_plan(run).time is None
+
+
+def test_a_gpu_without_bf16_trains_in_fp16(remembered: Any) -> None:
+    remembered(cuda=[card("Tesla V100-SXM2-32GB", bf16=False)])
+    assert quickstart().train.precision == "fp16"
+    remembered(cuda=[card("An old GPU", bf16=False)])
+    assert quickstart().train.precision == "fp16"
+
+
+def test_a_size_that_was_asked_for_is_kept(remembered: Any) -> None:
+    remembered(cuda=[card("NVIDIA H200")] * 8)
+    assert quickstart().cluster.gpus == 2
+    assert quickstart("cluster=1x8").cluster.gpus == 8
+    assert quickstart("cluster=1x4", "parallel.dp=auto").cluster.gpus == 4
+
+
+def test_a_cpu_that_was_asked_for_is_not_a_gpu(remembered: Any) -> None:
+    remembered(cuda=[card("NVIDIA H200")])
+    run = quickstart("device=cpu")
+    assert (run.cluster.device.kind, run.cluster.gpus, run.train.precision) == ("cpu", 2, "fp32")
+
+
+FACTS: Any = {"cuda": [], "cpu": CPU}
+ENTRY: dict[str, Any] = {"key": {}, "load": 0.0, "found": FACTS}
+NO_FACTS: tuple[dict[str, Any], ...] = (
+    {}, {"cuda": []}, {"cuda": [], "cpu": {}}, {"cuda": [{}], "cpu": CPU}, {"cuda": [], "cpu": CPU | {"cores": 0}},
+    {"cuda": [], "cpu": CPU | {"bandwidth": -1.0}}, {"cuda": [], "cpu": CPU | {"flops": {"fp32": "fast"}}},
+    {"cuda": [], "cpu": CPU | {"flops": {"fp32": float("inf")}}},
+)  # fmt: skip
+DAMAGED = (  # entries of another key, and, where the key is null, of this machine's
+    *(b"", b"[]", b"\xff\xfe", b'{"key": {}', b"null", json.dumps(ENTRY).encode()),
+    *(json.dumps(ENTRY | {"key": None, "found": found}).encode() for found in NO_FACTS),
+)
+
+
+@pytest.mark.parametrize("damaged", DAMAGED)
+def test_an_entry_that_can_not_be_read_is_none(damaged: bytes, remembered: Any) -> None:
+    file = remembered()
+    assert machine.found() is not None
+    file.write_bytes(damaged.replace(b'"key": null', b'"key": ' + json.dumps(machine.key()).encode()))
+    assert machine.found() is None
+    assert not machine.known()
+    file.unlink()
+    file.mkdir()
+    assert machine.found() is None
+
+
+def test_a_whole_entry_is_read(remembered: Any) -> None:
+    """What the damaged ones were made of."""
+    remembered().write_text(json.dumps(ENTRY | {"key": machine.key()}))
+    assert machine.found() == FACTS
+
+
+def test_machines_of_one_home_keep_their_own(remembered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hosts, containers with other cores, other devices that may be seen: neither takes the other's place."""
+    keys = [machine.key() | change for change in ({}, {"cpu": "another"}, {"cores": 77}, {"visible": "2,3"}, {"gpus": 8}, {"torch": "9"})]
+    for number, key in enumerate(keys, 1):
+        monkeypatch.setattr(machine, "key", lambda key=key: key)
+        remembered(cpu=CPU | {"cores": number})
+    for number, key in enumerate(keys, 1):
+        monkeypatch.setattr(machine, "key", lambda key=key: key)
+        facts = machine.found()
+        assert facts is not None
+        assert facts["cpu"]["cores"] == number
+        assert json.loads(file_of(key).read_text())["key"] == key, "it says what it is of"
+
+
+def test_what_earlier_probes_measured_is_removed_and_a_later_one_s_stays(remembered: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "distrain" / "machines"
+    folder.mkdir(parents=True)
+    names = ["1-aa.json", f"{machine.PROBE - 1}-bb.json", f"{machine.PROBE}-cc.json", f"{machine.PROBE + 1}-dd.json"]
+    for path in (tmp_path / "distrain" / BEFORE, *(folder / name for name in names)):
+        path.write_text("{}")
+    own = remembered()
+    assert {each.name for each in folder.iterdir()} == {own.name, *names[2:]}
+    assert not (tmp_path / "distrain" / BEFORE).exists()
+
+
+def test_no_more_machines_are_kept_than_a_number(remembered: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "distrain" / "machines"
+    folder.mkdir(parents=True)
+    for number in range(2 * KEPT):
+        path = folder / f"{machine.PROBE}-{number}.json"
+        path.touch()
+        os.utime(path, (number, number))
+    own = remembered()
+    left = {each.name for each in folder.iterdir()}
+    assert left == {own.name, *(f"{machine.PROBE}-{number}.json" for number in range(KEPT + 1, 2 * KEPT))}
+
+
+WRITER = """
+import sys
+from distrain.cli import machine
+from distrain.trainer.machine.cache import Entry, write_entry
+for turn in range(60):
+    write_entry(Entry(key=machine.key(), load=0.0, found=machine.found()))
+    assert machine.found() is not None
+"""
+
+
+def test_writers_at_once_leave_a_whole_entry(remembered: Any) -> None:
+    remembered()
+    started = [subprocess.Popen([sys.executable, "-c", WRITER]) for _ in range(3)]
+    assert [each.wait(timeout=120) for each in started] == [0, 0, 0]
+    assert machine.found() == FACTS
+    assert len(list(file_of(machine.key()).parent.iterdir())) == 1
+
+
+FAST, SLOW = CPU, CPU | {"flops": {"fp32": 5e10, "bf16": 3e11}, "bandwidth": 5e9, "link": {"latency": 2e-4, "bandwidth": 5e8}}
+
+
+# fmt: off
+LOADS = (  # of a core: when it was measured, and now; whether it is measured again
+    (0.0,  0.0, False),
+    (0.0,  9.0, False),
+    (0.49, 0.0, False),
+    (4.0,  4.0, False),
+    (4.0,  2.1, False),
+    (4.0,  1.9, True),
+    (0.6,  0.0, True),
+)
+# fmt: on
+
+
+@pytest.mark.parametrize(("before", "now", "again"), LOADS)
+def test_a_measurement_of_a_busy_machine_lasts_until_it_is_not(
+    remembered: Any, monkeypatch: pytest.MonkeyPatch, before: float, now: float, again: bool
+) -> None:
+    monkeypatch.setattr(machine, "load", lambda: now)
+    remembered(load=before)
+    assert machine.known() == (not again)
+
+
+def test_of_two_measurements_the_better_rates_count() -> None:
+    faster = {"cuda": [card("NVIDIA H200")], "cpu": FAST | {"flops": {"fp32": 1e11, "bf16": 3e11}}}
+    one: Any = {"cuda": [], "cpu": SLOW}
+    other: Any = {"cuda": [card("NVIDIA H200")], "cpu": FAST}
+    assert machine.best(one, other) == faster
+    assert machine.best(other, one)["cpu"] == faster["cpu"]
+    assert machine.best(one, one) == one
+
+
+def test_this_machine_is_measured_in_a_child_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert machine.probe() is None
+    found = machine.found()
+    assert found is not None
+    assert found["cpu"]["cores"] == machine.cores()
+    assert len(found["cpu"]["flops"]) == 2
+    slow = machine.best(found, found)
+    slow["cpu"]["bandwidth"] /= 1000
+    write_entry(Entry(key=machine.key(), load=99.0, found=slow))
+    said: list[object] = []
+    assert machine.measure(said.append) is None
+    assert machine.measure(said.append) is None
+    assert said == ["measuring this machine again, which was busy the last time: a few seconds"]
+    again = machine.found()
+    assert again is not None
+    assert again["cpu"]["bandwidth"] > slow["cpu"]["bandwidth"]
+
+
+def test_a_cache_that_can_not_be_written_is_one_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "distrain").write_text("a file where a folder should be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    problem = machine.probe()
+    assert problem is not None
+    assert "can't be written" in problem.says

@@ -1,0 +1,173 @@
+"""Runs in jobs of a real Slurm over two hosts that are namespaces: as one job of ranks, and as `distrain fit` through srun."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from distrain.cli.app import command
+from distrain.scripts.virtual_hosts import Hosts
+from distrain.scripts.virtual_hosts import missing as no_hosts
+from distrain.tests.fakes import virtual_slurm
+from distrain.tests.fakes.host_runs import (
+    DEADLINE,
+    PIPELINE,
+    SAVES,
+    STEPS,
+    STOPPED,
+    TENSOR,
+    WORDS,
+    Launched,
+    Trained,
+    given,
+    quiet,
+    wait_for,
+)
+from distrain.tests.fakes.one_process import reference
+from distrain.tests.fakes.virtual_slurm import Slurm
+from distrain.trainer.launch.hosts.hostfile import Host
+from distrain.trainer.launch.hosts.slurm_nodes import allocated, job
+from distrain.trainer.spec.problem import Unreadable
+
+real = pytest.mark.skipif(bool(no_hosts() or virtual_slurm.missing()), reason=no_hosts() or virtual_slurm.missing())
+DAEMONS = ("slurmctld", "slurmd", "slurmscriptd")
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    """Two hosts of two cores each."""
+    folder = tmp_path_factory.mktemp("slurm")
+    with Hosts(2, folder / "hosts") as hosts, closing(Slurm(hosts, folder / "slurm", 2)) as made:
+        hosts.hostfile(2)
+        yield made
+
+
+@pytest.fixture
+def nothing_is_left(slurm: Slurm) -> Iterator[None]:
+    """No process that a test started outlives its job on any host."""
+
+    def left() -> list[str]:
+        words = [each for host in slurm.hosts.hosts for each in host.processes().values()]
+        return [each for each in words if not any(daemon in each for daemon in DAEMONS)]
+
+    yield
+    wait_for(lambda: not left())
+
+
+class Job:
+    """A file that is submitted on the first host, for both, whole."""
+
+    def __init__(self, slurm: Slurm, folder: Path, *words: str) -> None:
+        self.slurm, self.log = slurm, folder / "job.log"
+        (folder / "job").write_text(f"#!/bin/bash\nexec {shlex.join(words)}\n")
+        submit = ["sbatch", "--parsable", "--nodes=2", "--exclusive", f"--output={self.log}", "--open-mode=truncate", str(folder / "job")]
+        head = slurm.hosts.hosts[0].start(submit, slurm.known(quiet()))
+        self.number = head.communicate(timeout=DEADLINE)[0].strip()
+
+    def end(self) -> tuple[int, str]:
+        """Its exit status, and what it printed."""
+        return self.slurm.ended(self.number), self.log.read_text()
+
+
+@real
+@pytest.mark.usefixtures("nothing_is_left")
+def test_the_file_for_sbatch_that_is_printed_trains_the_curve_of_one_process(
+    slurm: Slurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(["show", *given(tmp_path, *TENSOR), "launch=slurm", "--launch"]) == 0
+    script = tmp_path / "launch.sh"
+    script.write_text(f"set -e\n{capsys.readouterr().out}")
+    known = slurm.known(quiet())
+    known["PATH"] = f"{Path(sys.executable).parent}:{known['PATH']}"
+    head = slurm.hosts.hosts[0].start(["bash", str(script)], known)
+    said, _ = head.communicate(timeout=DEADLINE)
+    assert head.returncode == 0, said
+    status = slurm.ended(said.split()[-1])
+    log = "".join(file.read_text() for file in tmp_path.glob("run/launch/slurm-*.log"))
+    assert status == 0, log
+    assert f"step {STEPS}/{STEPS}" in log
+    assert Trained(tmp_path).losses() == pytest.approx(reference(WORDS)[0], abs=2e-6, rel=0)
+
+
+@real
+@pytest.mark.usefixtures("nothing_is_left")
+def test_fit_in_a_job_takes_its_nodes_and_a_job_that_is_told_to_stop_goes_on_in_the_next(slurm: Slurm, tmp_path: Path) -> None:
+    fit = [sys.executable, "-m", "distrain", "fit", *given(tmp_path, *PIPELINE), "launch=deepspeed", "launch.runner=slurm"]
+    first, run = Job(slurm, tmp_path, *fit, "launch.preflight=false"), Trained(tmp_path)
+    wait_for(lambda: run.has(5))
+    slurm.says("scancel", "--batch", "--signal=TERM", first.number)
+    status, said = first.end()
+    assert (status, said.splitlines()[-1]) == (75, f"distrain: {STOPPED}")
+    reached = run.rows()[-1]["step"]
+    assert 5 <= reached < STEPS
+    status, said = Job(slurm, tmp_path, *fit).end()
+    assert status == 0, said
+    assert [line.split()[0] for line in said.splitlines() if line.startswith("host")] == ["host", "host0", "host1"]
+    assert f"goes on from step {reached}" in said
+    assert run.losses() == pytest.approx(reference(WORDS)[0], abs=2e-6, rel=0)
+
+
+@pytest.fixture
+def allocation(slurm: Slurm) -> Iterator[dict[str, str]]:
+    """The environment of a process in a job of both nodes."""
+    before = slurm.says("squeue", "--noheader", "--format=%A").split()
+    slurm.says("salloc", "--no-shell", "--nodes=2", "--exclusive")
+    (number,) = set(slurm.says("squeue", "--noheader", "--format=%A").split()) - {*before}
+    yield {**slurm.environment, "SLURM_JOB_ID": number, "SLURM_JOB_NODELIST": "host[0-1]"}
+    slurm.says("scancel", number)
+
+
+@real
+@pytest.mark.usefixtures("nothing_is_left")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_ranks_of_an_srun_that_dies_save_and_the_run_exits_75(
+    slurm: Slurm, allocation: dict[str, str], tmp_path: Path, number: int
+) -> None:
+    launched = Launched(slurm.hosts, tmp_path, SAVES.replace("0.5", "1.5"), runner="slurm", environment=allocation)
+    launched.send_to(0, "srun -n 4 ", number)
+    status, lines = launched.end()
+    assert (status, lines[-1]) == (75, STOPPED)
+
+
+@real
+@pytest.mark.usefixtures("nothing_is_left")
+def test_a_rank_that_is_killed_on_a_far_node_is_named(slurm: Slurm, allocation: dict[str, str], tmp_path: Path) -> None:
+    launched = Launched(slurm.hosts, tmp_path, SAVES, runner="slurm", environment=allocation)
+    launched.send(signal.SIGKILL, 3)
+    status, (*_, line) = launched.end()
+    assert status == 1
+    assert line.startswith("rank 3 on host1 (device 1) was killed by SIGKILL, perhaps by the kernel for want of memory, at step 7; ")
+
+
+@real
+def test_the_nodes_of_a_job_are_named_by_slurm(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in slurm.environment.items():
+        monkeypatch.setenv(name, value)
+    known = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[08-09,11],login-b"}
+    slots = (0, 1, 2)
+    assert allocated(known, 3) == tuple(Host(name=name, slots=slots) for name in ("gpu08", "gpu09", "gpu11", "login-b"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(Unreadable, match=r"scontrol can't name the nodes of gpu7: No such file"):
+        allocated({**known, "SLURM_JOB_NODELIST": "gpu7"}, 3)
+
+
+def test_outside_of_a_job_srun_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hosts").write_text("h1 slots=2\nh2 slots=2\n")
+    (tmp_path / "bin").mkdir()
+    for name in ("srun", "sinfo"):
+        (tmp_path / "bin" / name).touch(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    words = given(tmp_path / "runs", "launch=deepspeed", f"launch.hostfile={tmp_path}/hosts", "launch.runner=slurm")
+    assert command(["fit", *words]) == 1
+    says = "launch.runner=slurm starts ranks on the nodes of a job of Slurm, and this is run in none"
+    assert f"distrain: {says}: run it under salloc or in a file for sbatch" in capsys.readouterr().err.splitlines()
+    assert not (tmp_path / "runs").exists()
+    assert job({"SLURM_JOB_ID": "7"}) == ""

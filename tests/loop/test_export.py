@@ -1,0 +1,214 @@
+"""`distrain export`: a run's newest checkpoint as a folder that transformers loads, checked before it has its name."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from msgspec import json as encoder
+from msgspec import to_builtins
+from safetensors.torch import load_file
+
+from distrain.cli.app import command
+from distrain.cli.config.load import load
+from distrain.tests.fakes.manifest_edits import drop_record, edit_extra
+from distrain.trainer.loop.offline.export import _unnamed, export
+from distrain.trainer.loop.offline.load_run import load_saved, model_of
+from distrain.trainer.plan.plan import make_plan
+from distrain.trainer.spec.problem import Unreadable
+
+SMALL = ("model.layers=2", "data=synthetic", "train.batch=4", "train.microbatch=2", "train.seq=32", "train.steps=4", "optim.warmup=1")
+FEW = (*SMALL, "train.evaluate.every=0", "checkpoint.every=2", "log.every=4")
+# fmt: off
+KINDS = {
+    "gpt2":            ("model=tiny",),
+    "gpt2 as it fits": ("model=tiny", "model.bias=false", "model.tied=false", "model.vocab_multiple=192", "train.precision=bf16"),
+    "llama":           ("model=tiny_llama", "parallel.zero=3"),
+    "qwen2":           ("model=tiny_llama", "model.qkv_bias=true", "model.tied=true", "model.vocab=250", "model.vocab_multiple=8"),
+}
+# fmt: on
+
+
+@pytest.fixture(scope="module")
+def runs(ranks, tmp_path_factory):
+    """A trained run of each kind."""
+    top = tmp_path_factory.mktemp("runs")
+    return {kind: ranks.trained(top / kind.replace(" ", "_"), "quickstart", *words, *FEW).folder for kind, words in KINDS.items()}
+
+
+def ours(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
+    """The logits of a run's newest checkpoint."""
+    found = load_saved(folder)
+    with torch.no_grad():
+        return model_of(found.run, found.checkpoint, torch.device("cpu")).logits(tokens)
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_logits_of_transformers_are_ours(runs, kind: str, tmp_path: Path, capsys) -> None:
+    import transformers
+
+    export(runs[kind], tmp_path / "out", "fp32")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    assert model.config.model_type == kind.split()[0]
+    tokens = torch.randint(load_saved(runs[kind]).run.model.vocab, (2, 32), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        assert (model(tokens).logits - ours(runs[kind], tokens)).abs().max() <= 1e-5
+    assert f"from those of transformers {transformers.__version__}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_transformers_our_own_reader_checks_and_it_says_so(runs, kind: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    export(runs[kind], tmp_path / "out", "fp32")
+    said = re.search(r"are (\S+) from those of our own reader \(transformers is not installed\)", capsys.readouterr().out)
+    assert said
+    assert float(said[1]) <= 1e-6
+
+
+@pytest.mark.parametrize(("dtype", "stored"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_a_dtype_is_what_is_written(runs, dtype: str, stored: torch.dtype, tmp_path: Path) -> None:
+    export(runs["gpt2"], tmp_path / "out", dtype)
+    assert {each.dtype for each in load_file(tmp_path / "out" / "model.safetensors").values()} == {stored}
+
+
+def test_the_verb_exports_and_leaves_nothing_else(runs, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    words = [sys.executable, "-m", "distrain", "export", str(runs["llama"]), "out"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    checked, wrote, last, following = done.stdout.splitlines()
+    facts = make_plan(load_saved(runs["llama"]).run).model
+    assert facts
+    assert checked.startswith(f"step 4, {facts.parameters:,} parameters in fp32; logits on 3 sequences of 32 tokens are ")
+    assert wrote == "wrote config.json, generation_config.json, model.safetensors"
+    assert last == f"done: {tmp_path / 'out'}"
+    assert following.startswith("next: ")
+    assert [each.name for each in tmp_path.iterdir()] == ["out"]
+    assert ", ".join(sorted(each.name for each in (tmp_path / "out").iterdir())) == wrote.removeprefix("wrote ")
+    assert {each.stat().st_mode for each in (tmp_path / "out").iterdir()} == {(tmp_path / "out" / "config.json").stat().st_mode}
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+def test_the_next_command_that_is_named_loads_the_folder(runs, tmp_path: Path, capsys) -> None:
+    where = tmp_path / "it's here $HOME"
+    export(runs["llama"], where, "fp32")
+    command = capsys.readouterr().out.splitlines()[-1].removeprefix("next: ")
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("LlamaForCausalLM(")
+
+
+def test_a_broken_checkpoint_is_passed_over(runs, tmp_path: Path, capsys) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(runs["gpt2"], folder)
+    (folder / "checkpoints" / "step_4" / "manifest.json").write_text("")
+    export(folder, tmp_path / "out", "fp32")
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first == "passed over step_4: manifest.json is empty"
+    assert second.startswith("step 2, ")
+
+
+def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
+    def fails() -> None:
+        with _unnamed(tmp_path / "out") as folder:
+            (folder / "model.safetensors").touch()
+            raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="full"):
+        fails()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ("model=tiny_moe", "model.shared_experts=1"),
+            "none of Hugging Face's GPT-2, Llama, Qwen2 and Mixtral computes what this model does",
+        ),
+        (
+            ("model.positions=rope",),
+            "none of Hugging Face's GPT-2, Llama, Qwen2 and Mixtral computes what this model does",
+        ),
+    ],
+)
+def test_what_can_not_be_exported_is_said(runs, words: tuple[str, ...], says: str, tmp_path: Path) -> None:
+    shutil.copytree(runs["gpt2"], tmp_path / "run")
+    run = to_builtins(load("quickstart", words))
+    edit_extra(tmp_path / "run" / "checkpoints" / "step_4", lambda extra: extra.update(run=run))
+    with pytest.raises(Unreadable) as wrong:
+        export(tmp_path / "run", tmp_path / "out", "fp32")
+    (problem,) = wrong.value.problems
+    assert problem.says.startswith(says)
+
+
+def test_a_run_without_a_checkpoint_has_nothing_to_export(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_bytes(encoder.encode(load("quickstart")))
+    with pytest.raises(Unreadable, match="has no checkpoint yet: `distrain fit` saves one at its end, "):
+        export(tmp_path, tmp_path / "out", "fp32")
+
+
+@pytest.fixture
+def with_another_run_file(runs, tmp_path: Path) -> Path:
+    """The folder of a run of two layers whose run.json has become that of a run of one layer with more heads."""
+    folder = tmp_path / "run"
+    shutil.copytree(runs["gpt2"], folder)
+    said = json.loads((folder / "run.json").read_text())
+    said["model"] |= {"layers": 1, "heads": 2 * said["model"]["heads"]}
+    (folder / "run.json").write_text(json.dumps(said))
+    return folder
+
+
+def test_the_model_is_that_of_the_checkpoint_whatever_run_json_says(runs, with_another_run_file: Path, tmp_path: Path, capsys) -> None:
+    for folder, out in ((with_another_run_file, tmp_path / "one"), (runs["gpt2"], tmp_path / "other")):
+        export(folder, out, "fp32")
+    one, other = ((tmp_path / name) for name in ("one", "other"))
+    assert (one / "config.json").read_bytes() == (other / "config.json").read_bytes()
+    assert (one / "model.safetensors").read_bytes() == (other / "model.safetensors").read_bytes()
+    shutil.rmtree(with_another_run_file / "ranks")
+    (with_another_run_file / "run.json").unlink()
+    export(with_another_run_file, tmp_path / "third", "fp32")
+
+
+def test_a_checkpoint_of_an_earlier_version_is_read_with_run_json_and_that_is_said(
+    with_another_run_file: Path, tmp_path: Path, capsys
+) -> None:
+    path = with_another_run_file / "checkpoints" / "step_4"
+    drop_record(path)
+    with pytest.raises(
+        Unreadable, match=r"step_4 holds a weight layers\.1\.\S+, which the model of its run has not: bring the run\.json back"
+    ):
+        export(with_another_run_file, tmp_path / "out", "fp32")
+    assert capsys.readouterr().out == "step_4 does not name its model, as earlier versions wrote it: run.json is taken for it\n"
+    (with_another_run_file / "run.json").write_text("{}")
+    with pytest.raises(Unreadable, match=r"step_4 does not name its model, and \S+run\.json can't be read: bring the run\.json back"):
+        export(with_another_run_file, tmp_path / "out", "fp32")
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["run", "full"], "full is there and not empty: name a folder that is not there yet"),
+        (["run", "full/file"], "full/file is a file: name a folder that is not there yet"),
+        (["run", "astray"], "astray is a link that leads nowhere: name a folder that is not there yet"),
+        (["nowhere", "out"], "nowhere is no folder: give the folder of a run, such as runs/quickstart"),
+        (["full", "out"], "full holds no run.json: give the folder of a run, such as runs/quickstart"),
+        ([".", "out"], ". holds no run.json: did you mean run?"),
+        (["run", "out", "--dtype", "fp8"], "invalid value for '--dtype': 'fp8' is not one of 'fp32', 'bf16', 'fp16'"),
+        (["run"], "missing argument 'DEST'"),
+    ],
+)
+def test_wrong_words_get_one_line(words: list[str], line: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    for name in ("run/run.json", "full/file"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    (tmp_path / "astray").symlink_to(tmp_path / "nowhere" / "at" / "all")
+    monkeypatch.chdir(tmp_path)
+    assert command(["export", *words]) == 2
+    assert capsys.readouterr().err == f"distrain: {line}\n"

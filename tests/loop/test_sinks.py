@@ -1,0 +1,344 @@
+"""Where rows go: metrics.jsonl loses none to a full disk or a killed writer, and no sink ends a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distrain.cli.config.load import load
+from distrain.tests.conftest import Ranks
+from distrain.tests.fakes.rank_threads import files_of_at_most
+from distrain.tests.fakes.wandb_file import history, records
+from distrain.trainer.loop import sinks
+from distrain.trainer.loop.sinks import LONGEST, WANDB, Lines, Opening, Row, Sinks, Wandb, flat
+from distrain.trainer.plan.changed_run import changed
+from distrain.trainer.plan.plan import make_plan
+from distrain.trainer.spec.run import Run
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    return load("quickstart")
+
+
+@pytest.fixture(scope="module")
+def opening(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Opening:
+    """What the sinks of a run that begins anew are opened with."""
+    return Opening(run=run, plan=make_plan(run), folder=tmp_path_factory.mktemp("run"), first=0, say=print)
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_bytes().split(b"\n")[:-1]]
+
+
+def steps(folder: Path) -> list[int]:
+    return [row["step"] for row in rows(folder)]
+
+
+def row(step: int) -> Row:
+    return {"step": step, "loss": 0.5, "text": "x" * 60}
+
+
+SIZE = len(json.dumps(row(1))) + 1  # bytes of a row
+
+
+@pytest.mark.parametrize("room", [0, 1, SIZE - 1])
+def test_rows_that_find_no_room_wait_for_it_in_order(opening: Opening, tmp_path: Path, room: int) -> None:
+    said: list[str] = []
+    made = Sinks(replace(opening, folder=tmp_path, say=said.append))
+    made.write(row(1))
+    with files_of_at_most(SIZE + room):
+        for step in (2, 3):
+            made.write(row(step))
+        assert steps(tmp_path) == [1], "nor is a part of one left"
+    made.write(row(4))
+    assert steps(tmp_path) == [1, 2, 3, 4]
+    (line,) = said
+    assert line.startswith("warning: metrics.jsonl: ")
+    assert line.endswith("; its rows wait for room")
+
+
+def test_rows_that_still_wait_are_tried_again_at_the_end(opening: Opening, tmp_path: Path) -> None:
+    said: list[str] = []
+    made = Sinks(replace(opening, folder=tmp_path, say=said.append))
+    with files_of_at_most(SIZE):
+        for step in (1, 2, 3):
+            made.write(row(step))
+    made.close({})
+    assert steps(tmp_path) == [1, 2, 3]
+    assert len(said) == 1
+
+
+def test_rows_that_are_lost_are_said(opening: Opening, tmp_path: Path) -> None:
+    said: list[str] = []
+    made = Sinks(replace(opening, folder=tmp_path, say=said.append))
+    with files_of_at_most(SIZE):
+        for step in (1, 2):
+            made.write(row(step))
+        made.close({})
+    assert steps(tmp_path) == [1]
+    assert [line.partition("; ")[2] for line in said] == ["its rows wait for room", "its last rows are lost"]
+
+
+def test_a_disk_that_fills_up_twice_is_said_twice(opening: Opening, tmp_path: Path) -> None:
+    said: list[str] = []
+    made = Sinks(replace(opening, folder=tmp_path, say=said.append))
+    for step in (1, 3):
+        with files_of_at_most(step * SIZE - 1):
+            made.write(row(step))
+        made.write(row(step + 1))
+    assert steps(tmp_path) == [1, 2, 3, 4]
+    assert len(said) == 2
+
+
+def test_a_file_that_can_not_be_made_is_made_later(opening: Opening, tmp_path: Path) -> None:
+    said: list[str] = []
+    made = Sinks(replace(opening, folder=tmp_path / "gone", say=said.append))
+    made.write(row(1))
+    (tmp_path / "gone").mkdir()
+    made.write(row(2))
+    assert steps(tmp_path / "gone") == [1, 2]
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("torn", ['{"step": 3, "lo', "x", "x" * (LONGEST - 2 * SIZE - 1)])
+def test_the_half_line_of_a_killed_writer_is_taken_off(opening: Opening, tmp_path: Path, torn: str) -> None:
+    whole = "".join(json.dumps(row(step)) + "\n" for step in (1, 2))
+    (tmp_path / "metrics.jsonl").write_text(whole + torn)
+    made = Lines(replace(opening, folder=tmp_path))
+    assert (tmp_path / "metrics.jsonl").read_text() == whole
+    made.write(row(3))
+    made.close({})
+    assert steps(tmp_path) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("there", ["", '{"step": 1'])
+def test_a_file_of_no_line_is_empty_afterwards(opening: Opening, tmp_path: Path, there: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text(there)
+    Lines(replace(opening, folder=tmp_path)).close({})
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+def test_what_is_no_number_is_null(opening: Opening, tmp_path: Path) -> None:
+    made = Lines(replace(opening, folder=tmp_path))
+    made.write({"step": 1, "loss": float("nan"), "norm": float("inf"), "lr": 1e-3, "samples": (0, 7), "skipped": True})
+    made.close({})
+    assert rows(tmp_path) == [{"step": 1, "loss": None, "norm": None, "lr": 1e-3, "samples": [0, 7], "skipped": True}]
+
+
+class Breaks:
+    """A sink of somebody else's."""
+
+    calls = 0
+
+    def __init__(self, opening: Opening) -> None:
+        if opening.run.name == "at once":
+            raise RuntimeError("no server\nand more")
+
+    def write(self, row: Row) -> None:
+        Breaks.calls += 1
+        raise RuntimeError if row["step"] == 1 else AssertionError("it was left")
+
+    def close(self, summary: Row) -> None:
+        raise AssertionError("it was left")
+
+
+@pytest.mark.parametrize(("name", "why"), [("at once", "no server"), ("later", "RuntimeError")])
+def test_a_sink_that_raises_is_said_once_and_left(
+    opening: Opening, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, why: str
+) -> None:
+    monkeypatch.setitem(sinks.SINKS, "tensorboard", Breaks)
+    said: list[str] = []
+    named = load("quickstart", [f"name={name}", "log.sinks=[jsonl,tensorboard]"])
+    made = Sinks(replace(opening, run=named, folder=tmp_path, say=said.append))
+    for step in (1, 2):
+        made.write(row(step))
+    made.close({})
+    assert said == [f"warning: log sink tensorboard stopped: {why}"]
+    assert steps(tmp_path) == [1, 2]
+
+
+# wandb and TensorBoard: what they write is read back with their own readers
+
+FIRST, AGAIN = range(1, 7), range(4, 10)  # steps of a start, and of the next, which goes on from step 3
+OWN = ("WANDB_MODE", "WANDB_SILENT", "WANDB_API_KEY", "WANDB_PROJECT", "WANDB_RUN_ID", "WANDB_NAME", "WANDB_ENTITY", "WANDB_DIR")
+
+
+@pytest.fixture
+def wandb_starts(opening: Opening, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[str]]]:
+    """Logs steps to wandb as one start of the run; what it said."""
+    import wandb
+
+    for name in OWN:
+        monkeypatch.setenv(name, "x")  # so that what the sink sets goes with the test
+        monkeypatch.delenv(name)
+
+    def start(steps: Sequence[int], run: Run = opening.run) -> list[str]:
+        said: list[str] = []
+        sink = Wandb(replace(opening, run=run, folder=tmp_path, first=steps[0] - 1, say=said.append))
+        for step in steps:
+            sink.write({"step": step, "loss": step + 0.5, "grad_norm": None})
+        sink.close({"planned_seconds": 2.0})
+        wandb.teardown()  # it reads the environment once
+        return said
+
+    yield start
+    wandb.teardown()
+
+
+def test_the_starts_of_a_folder_are_one_run_at_wandb_and_no_row_is_lost(
+    wandb_starts: Callable[..., list[str]], tmp_path: Path, opening: Opening
+) -> None:
+    for steps in (FIRST, AGAIN):
+        (said,) = wandb_starts(steps)
+    files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    runs = [record.run for file in files for record in records(file) if record.HasField("run")]
+    assert len(files) == 2
+    assert {each.run_id for each in runs} == {json.loads((tmp_path / WANDB).read_text())["id"]}
+    assert all(each.resume for each in runs)
+    assert [[row["step"] for row in history(file)] for file in files] == [[*FIRST], [*AGAIN]]
+    assert [row["_step"] for file in files for row in history(file)] == [*range(6), *range(6)], "numbered as they come"
+    metrics = [(record.metric.glob_name, record.metric.step_metric) for record in records(files[1]) if record.HasField("metric")]
+    assert ("*", "step") in metrics, "the x axis"
+    assert said == f"wandb run distrain/{runs[0].run_id}: offline; `wandb sync {tmp_path}/wandb/offline-run-*-{runs[0].run_id}` uploads it"
+
+
+def test_wandb_is_told_the_whole_run_and_its_plan_anew_at_each_start(
+    wandb_starts: Callable[..., list[str]], tmp_path: Path, opening: Opening
+) -> None:
+    wandb_starts(FIRST)
+    wandb_starts(AGAIN, changed(opening.run, [("optim.lr", 7e-4)]))
+    configs = []
+    for file in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb")):
+        (told,) = (record.run.config for record in records(file) if record.HasField("run"))
+        configs.append({each.key: json.loads(each.value_json) for each in told.update if each.key != "_wandb"})
+    assert configs[0] == json.loads(json.dumps(opening.config()))
+    assert [each["optim"]["lr"] for each in configs] == [1e-3, 7e-4]
+
+
+def keys_of(part: Any, at: str = "") -> Iterator[str]:
+    """The dotted keys of a data class that hold no other."""
+    for row in fields(part):
+        value = getattr(part, row.name)
+        yield from keys_of(value, f"{at}{row.name}.") if is_dataclass(value) else (f"{at}{row.name}",)
+
+
+def test_no_key_of_a_run_is_missing_in_its_config(opening: Opening) -> None:
+    run = changed(opening.run, [("model.parameters", {"a.weight": (3, 4)}), ("cluster.device.peak", {"fp32": 1e9})])
+    told = dict(flat(replace(opening, run=run).config()))
+    assert {key for key in told if not key.startswith("plan.")} == {*keys_of(run), "cluster.device.peak.fp32"} - {
+        "model.parameters",
+        "cluster.device.peak",
+    }
+    assert told["plan.memory.peak"] == opening.plan.memory.peak  # type: ignore[union-attr]
+    assert told["plan.mesh.dp"] == 2
+
+
+Named = tuple[dict[str, str], tuple[str, str | None, str, str, str]]
+# fmt: off
+NAMED: tuple[Named, ...] = (  # variables, and then the project, id, name, entity of the run and the folder of its files
+    ({},                                               ("distrain", None,  "quickstart", "",     "")),
+    ({"WANDB_PROJECT": "mine", "WANDB_NAME": "first"}, ("mine",     None,  "first",      "",     "")),
+    ({"WANDB_RUN_ID": "abc", "WANDB_ENTITY": "team"},  ("distrain", "abc", "quickstart", "team", "")),
+    ({"WANDB_DIR": "elsewhere"},                       ("distrain", None,  "quickstart", "",     "elsewhere")),
+)
+# fmt: on
+
+
+@pytest.mark.parametrize(("variables", "named"), NAMED)
+def test_what_the_environment_says_to_wandb_goes_before(
+    wandb_starts: Callable[..., list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    named: tuple[str, str | None, str, str, str],
+) -> None:
+    project, number, name, entity, place = named
+    (tmp_path / "elsewhere").mkdir()
+    for key, value in variables.items():
+        monkeypatch.setenv(key, str(tmp_path / value) if key == "WANDB_DIR" else value)
+    wandb_starts([1])
+    for key in variables.keys() - {"WANDB_DIR"}:
+        monkeypatch.delenv(key)
+    wandb_starts([2])  # the next start may have forgotten them
+    found = [
+        record.run
+        for file in sorted((tmp_path / place).glob("wandb/offline-run-*/*.wandb"))
+        for record in records(file)
+        if record.HasField("run")
+    ]
+    assert [(each.project, each.entity) for each in found] == [(project, entity)] * 2
+    assert {each.run_id for each in found} == {number or found[0].run_id}
+    assert found[0].display_name == name
+
+
+def test_a_damaged_note_of_the_wandb_run_is_said(wandb_starts: Callable[..., list[str]], tmp_path: Path) -> None:
+    (tmp_path / WANDB).write_text('{"id": 7')
+    warning, _ = wandb_starts([1])
+    assert warning == f"warning: {tmp_path / WANDB} can't be read: this start is a run of its own at wandb"
+    assert json.loads((tmp_path / WANDB).read_text())["project"] == "distrain"
+
+
+def test_wandb_that_is_switched_off_leaves_nothing(
+    wandb_starts: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert wandb_starts([1]) == []
+    assert not list(tmp_path.iterdir())
+
+
+def board(folder: Path) -> Any:
+    """TensorBoard's own reader of a run's events."""
+    reader: Any = import_module("tensorboard.backend.event_processing.event_accumulator")
+    read = reader.EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
+    read.Reload()
+    return read
+
+
+def test_tensorboard_shows_a_step_s_last_pass_and_the_words_of_each_start(opening: Opening, tmp_path: Path) -> None:
+    for first, steps in ((0, FIRST), (3, AGAIN)):
+        run = changed(opening.run, [("optim.lr", 7e-4 if first else 1e-3), ("log.sinks", ("tensorboard",))])
+        made = Sinks(replace(opening, run=run, folder=tmp_path, first=first))
+        for step in steps:
+            made.write({"step": step, "loss": 10.0 * first + step, "grad_norm": None, "samples": (1, 2)})
+        made.close({})
+    read = board(tmp_path)
+    assert [(each.step, each.value) for each in read.Scalars("loss")] == [(step, step if step < 4 else 30 + step) for step in range(1, 10)]
+    assert read.Tags()["scalars"] == ["loss"]
+    texts = {each.step: each.tensor_proto.string_val[0].decode() for each in read.Tensors("run/text_summary")}
+    assert [f"    optim.lr={lr}\n" in texts[step] for step, lr in ((0, "0.001"), (3, "0.0007"))] == [True, True]
+    assert "    parallel.zero=1\n" in texts[0]
+    form: Any = import_module("tensorboard.plugins.hparams.plugin_data_pb2").HParamsPluginData
+    table = form.FromString(read.PluginTagToContent("hparams")["_hparams_/session_start_info"]).session_start_info.hparams
+    assert table["optim.lr"].number_value == 1e-3
+    assert table["train.compile"].string_value == "false"
+    assert table["plan.mesh.dp"].number_value == 2
+
+
+def test_a_killed_run_that_goes_on_is_one_curve_in_tensorboard_and_one_run_at_wandb(ranks: Ranks, tmp_path: Path) -> None:
+    words = (
+        "quickstart", "model=tiny", "model.layers=1", "data=synthetic", "cluster.gpus=1", "train.batch=4", "train.microbatch=4",
+        "train.seq=16", "train.evaluate.every=0", "log.every=1", "optim.warmup=0", "train.steps=12", "checkpoint.every=4",
+        "log.sinks=[jsonl,tensorboard,wandb]",
+    )  # fmt: skip
+    step = random.Random(5).randrange(6, 8)
+    killed = ranks.fit(tmp_path / "run", *words, signals=[(step, 0, signal.SIGKILL)])
+    assert killed.codes == (-signal.SIGKILL,)
+    noted = (tmp_path / "run" / WANDB).read_text()
+    job = ranks.trained(tmp_path / "run", *words)
+    assert "goes on from step 4" in job.said
+    curve = [(each.step, each.value) for each in board(tmp_path / "run").Scalars("loss")]
+    assert [step for step, _ in curve] == list(range(1, 13))
+    assert [loss for _, loss in curve] == pytest.approx(job.figures("loss"), rel=1e-6)
+    assert (tmp_path / "run" / WANDB).read_text() == noted
+    assert {each.name.rpartition("-")[2] for each in (tmp_path / "run" / "wandb").glob("offline-run-*")} == {json.loads(noted)["id"]}
+    assert not [key for key in os.environ if key.startswith("WANDB_")]

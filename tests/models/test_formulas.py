@@ -1,0 +1,154 @@
+"""The torch modules' logits, losses and gradients against the models written out: sums over named indices, angles by complex numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+F = torch.nn.functional
+
+
+from distrain.trainer.layers.cross_entropy import IGNORED  # noqa: E402
+from distrain.trainer.layers.keyed_random import normal  # noqa: E402
+from distrain.trainer.models.build import build, load, weights  # noqa: E402
+from distrain.trainer.plan.changed_run import changed  # noqa: E402
+from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train  # noqa: E402
+
+CPU = torch.device("cpu")
+LLAMA: dict[str, Any] = {"norm": "rmsnorm", "act": "swiglu", "positions": "rope"}
+MODELS = {
+    "gpt": Model(family="gpt", layers=2, hidden=48, heads=4, vocab=101, context=40, bias=True, tied=True, act="gelu_tanh"),
+    "nano": Model(family="gpt", layers=1, hidden=32, heads=4, vocab=64, ffn=80, act="relu"),
+    "llama": Model(family="llama", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=16, ffn=72, vocab=101, **LLAMA),
+    "qwen": Model(family="llama", layers=3, hidden=32, heads=4, ffn=56, vocab=64, qkv_bias=True, tied=True, vocab_multiple=48, **LLAMA),
+}
+EVERY = pytest.mark.parametrize("name", MODELS)
+ATTENTION = pytest.mark.parametrize("attention", ["flash", "math"])
+B, S = 3, 24
+
+
+def run_of(name: str, **changes: Any) -> Run:
+    """A run of a small model, with keys changed: parallel__recompute="full"."""
+    cluster = Cluster(nodes=1, gpus=1, device=Device(name="cpu", memory=1e12, kind="cpu"))
+    train = Train(batch=B, microbatch=B, seq=S, steps=1, precision="fp32")
+    run = Run(name=name, model=MODELS[name], cluster=cluster, parallel=Parallel(), train=train)
+    return changed(run, [(key.replace("__", "."), value) for key, value in changes.items()])
+
+
+def module_of(run: Run, dtype: Any = torch.float64) -> Any:
+    """A module with random weights far from their initial values, so that every part of it counts: norms and biases too."""
+    module = build(run, device=CPU, dtype=dtype, seed=5)
+    drawn = ((name, tensor.float() + 0.2 * normal(6, name, 0, tensor.numel()).view(tensor.shape)) for name, tensor in weights(module, run))
+    load(module, drawn)
+    return module
+
+
+def batch_of(run: Run) -> tuple[Any, Any]:
+    """Tokens, and labels of which some don't count."""
+    drawn = torch.Generator().manual_seed(7)
+    tokens, labels = torch.randint(run.model.vocab, (2, B, S), generator=drawn)
+    labels[0, 3:7] = labels[2, -1] = IGNORED
+    return tokens, labels
+
+
+def gradients(module: Any, *batch: Any, **further: Any) -> tuple[Any, dict[str, Any]]:
+    """The mean loss, and its gradient to every weight."""
+    loss, labels = module(*batch, **further)
+    found = torch.autograd.grad(loss / labels, list(module.parameters()))
+    return loss.detach() / labels, dict(zip(dict(module.named_parameters()), found, strict=True))
+
+
+ACTS: dict[str, Callable[[Any], Any]] = {
+    "gelu_tanh": lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "relu": lambda x: x * (x > 0),
+    "swiglu": lambda x: x / (1 + torch.exp(-x)),
+}
+
+
+def written_out(model: Model, w: dict[str, Any], tokens: Any) -> Any:
+    """Logits [S, V] of one sequence."""
+    size = len(tokens)
+    x = torch.stack([w["embedding.weight"][token] for token in tokens])
+    if model.positions == "learned":
+        x = x + w["positions.weight"][:size]
+    for index in range(model.layers):
+        layer = {name.removeprefix(f"layers.{index}."): each for name, each in w.items() if name.startswith(f"layers.{index}.")}
+        x = x + attention_written_out(model, layer, norm_written_out(model, layer, "norm1", x))
+        y = norm_written_out(model, layer, "norm2", x)
+        wide = ACTS[model.act](affine(layer, "mlp.gate" if model.act == "swiglu" else "mlp.up", y))
+        x = x + affine(layer, "mlp.down", wide * affine(layer, "mlp.up", y) if model.act == "swiglu" else wide)
+    x = norm_written_out(model, w, "norm", x)
+    table = w["embedding.weight"].T if model.tied else w["head.weight"]
+    return x @ table[:, : model.vocab]
+
+
+def affine(w: dict[str, Any], name: str, x: Any) -> Any:
+    return torch.einsum("si,io->so", x, w[f"{name}.weight"]) + w.get(f"{name}.bias", 0)
+
+
+def norm_written_out(model: Model, w: dict[str, Any], name: str, x: Any) -> Any:
+    if model.norm == "rmsnorm":
+        return x / torch.sqrt((x**2).mean(1, keepdim=True) + model.norm_eps) * w[f"{name}.weight"]
+    centred = x - x.mean(1, keepdim=True)
+    return centred / torch.sqrt((centred**2).mean(1, keepdim=True) + model.norm_eps) * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+
+def attention_written_out(model: Model, w: dict[str, Any], x: Any) -> Any:
+    size, dim = len(x), model.head_dim or model.hidden // model.heads
+    query, key, value = (affine(w, f"attention.{part}", x).view(size, -1, dim) for part in ("query", "key", "value"))
+    group = query.shape[1] // key.shape[1]
+    out = torch.zeros_like(query)
+    for head in range(query.shape[1]):
+        q, k, v = query[:, head], key[:, head // group], value[:, head // group]
+        if model.positions == "rope":
+            q, k = turned_written_out(q, model.rope_base), turned_written_out(k, model.rope_base)
+        for position in range(size):
+            scores = k[: position + 1] @ q[position] / math.sqrt(dim)
+            out[position, head] = torch.softmax(scores, 0) @ v[: position + 1]
+    return affine(w, "attention.out", out.flatten(1))
+
+
+def turned_written_out(x: Any, base: float) -> Any:
+    size, dim = x.shape
+    angle = torch.arange(size, dtype=x.dtype)[:, None] * base ** (-2 * torch.arange(dim // 2, dtype=x.dtype) / dim)
+    turned = torch.complex(x[:, : dim // 2], x[:, dim // 2 :]) * torch.exp(1j * angle)
+    return torch.cat((turned.real, turned.imag), dim=1)
+
+
+@EVERY
+@ATTENTION
+def test_logits_are_those_of_the_formulas_written_out(name: str, attention: str) -> None:
+    run = run_of(name, train__attention=attention)
+    module, (tokens, _) = module_of(run), batch_of(run)
+    expected = torch.stack([written_out(run.model, dict(module.named_parameters()), row) for row in tokens])
+    assert (module.logits(tokens) - expected).abs().max() < 1e-12 * expected.abs().max()
+
+
+@EVERY
+@ATTENTION
+def test_the_loss_is_cross_entropy_of_the_labels_that_count(name: str, attention: str) -> None:
+    run = run_of(name, train__attention=attention)
+    module, (tokens, labels) = module_of(run), batch_of(run)
+    loss, many = module(tokens, labels)
+    assert many == (labels != IGNORED).sum()
+    expected = F.cross_entropy(module.logits(tokens).flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0)
+
+
+@EVERY
+@ATTENTION
+def test_gradients_are_those_of_the_formulas_written_out(name: str, attention: str) -> None:
+    run = run_of(name, train__attention=attention)
+    module, (tokens, labels) = module_of(run), batch_of(run)
+    logits = torch.stack([written_out(run.model, dict(module.named_parameters()), row) for row in tokens])
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+    loss, found = gradients(module, tokens, labels)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    wanted = dict(zip(found, torch.autograd.grad(expected, list(module.parameters())), strict=True))
+    largest = max(grad.abs().max() for grad in wanted.values())  # a key's bias has none but rounding
+    for key, grad in found.items():
+        assert (grad - wanted[key]).abs().max() < 1e-12 * largest, key

@@ -1,0 +1,238 @@
+"""A causal language model that only transformers has: planned from the meta device, trained under data parallel and ZeRO."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from distrain.cli.config import hf_model
+from distrain.cli.config.load import compose, load
+from distrain.trainer.models.auto.meta import found
+from distrain.trainer.plan.plan import make_plan
+from distrain.trainer.spec.problem import Unreadable
+
+if TYPE_CHECKING:
+    from distrain.tests.conftest import Ranks
+
+transformers: Any = pytest.importorskip("transformers", reason="transformers, which has these models, is not installed")
+torch: Any = pytest.importorskip("torch")
+
+STEPS = 6
+SIZES = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
+NEOX = {"model_type": "gpt_neox", "intermediate_size": 64, "dtype": "float16", **SIZES}
+OPT = {"model_type": "opt", "ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.1, **SIZES}  # its head is its embedding
+WORDS = (
+    "data=text",
+    f"data.path={__file__}",
+    "train.batch=8",
+    "train.seq=16",
+    "log.every=1",
+    "train.evaluate.every=0",
+    "optim.warmup=1",
+    "optim.lr=1e-2",
+    f"train.steps={STEPS}",
+)
+
+
+Losses = dict[tuple[str, int, int], list[float]]
+
+
+def written(folder: Path, config: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def words(folder: Path, dp: int, zero: int) -> tuple[str, ...]:
+    return (*WORDS, f"model.hf={folder}", "model.dropout=0", f"cluster.gpus={dp}", f"parallel.zero={zero}", "train.microbatch=2")
+
+
+def problems(*said: str) -> list[str]:
+    """What a plan refuses, a line each."""
+    return [str(each) for each in make_plan(load("quickstart", said)).problems]
+
+
+@pytest.fixture(scope="module")
+def neox(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("neox"), NEOX)
+
+
+@pytest.mark.parametrize("config", [NEOX, OPT], ids=lambda config: str(config["model_type"]))
+def test_the_plan_has_the_parameters_that_transformers_has(config: dict[str, Any], tmp_path: Path) -> None:
+    run = load("quickstart", words(written(tmp_path, config), 2, 1))
+    plan = make_plan(run)
+    theirs = transformers.AutoModelForCausalLM.from_config(transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config))
+    assert plan.model is not None
+    assert plan.memory is not None
+    assert plan.model.parameters == plan.memory.stages[0].parameters == sum(each.numel() for each in theirs.parameters())
+    assert run.model.parameters == {name: tuple(each.shape) for name, each in theirs.named_parameters()}
+    assert (run.model.family, run.model.layers, run.model.hidden, run.model.heads, run.model.vocab, run.model.context) == (
+        "hf",
+        2,
+        32,
+        4,
+        256,
+        64,
+    )
+    assert plan.model.flops_per_token == 6.0 * plan.model.parameters
+
+
+def test_what_is_not_counted_is_null_or_warned_of(neox: Path) -> None:
+    plan = make_plan(load("quickstart", [*words(neox, 2, 1), "cluster.device.peak.fp32=1e11", "cluster.device.bandwidth=1e10"]))
+    assert (plan.ok, plan.runnable, plan.engine, plan.time) == (True, True, "zero", None)
+    said = [str(each) for each in plan.warnings]
+    assert "no times: what a model of family hf computes is in no table: `distrain fit` measures them as it trains" in said
+    assert any(line.startswith("activations of family hf are not counted: ") for line in said)
+
+
+def test_a_config_is_asked_of_transformers_once(neox: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = load("quickstart", words(neox, 1, 0))
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    assert load("quickstart", words(neox, 1, 0)) == first
+
+
+def test_what_is_shown_holds_the_sizes_alone(neox: Path) -> None:
+    assert "parameters" not in compose("quickstart", words(neox, 1, 0))["model"]
+
+
+@pytest.fixture(scope="module")
+def losses(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Losses:
+    """Six losses by model_type, dp and ZeRO stage."""
+    folder = tmp_path_factory.mktemp("runs")
+    figures: Losses = {}
+    for config, layouts in ((NEOX, ((1, 0), (2, 1), (2, 3))), (OPT, ((1, 0), (2, 3)))):
+        name = str(config["model_type"])
+        at = written(folder / name, config)
+        for dp, zero in layouts:
+            job = ranks.trained(folder / f"{name}_{dp}_{zero}", "quickstart", *words(at, dp, zero))
+            figures[name, dp, zero] = job.figures("loss")
+    return figures
+
+
+def test_the_losses_are_the_same_in_every_layout(losses: Losses) -> None:
+    for (name, _, _), figures in losses.items():
+        assert len(figures) == STEPS
+        assert figures == pytest.approx(losses[name, 1, 0], abs=2e-6, rel=0)
+
+
+def test_the_losses_fall(losses: Losses) -> None:
+    assert all(figures[-1] < figures[0] - 0.3 for figures in losses.values()), losses
+
+
+def test_a_stopped_run_goes_on_in_another_layout(ranks: Ranks, neox: Path, tmp_path: Path, losses: Losses) -> None:
+    stopped = ranks.fit(tmp_path / "run", "quickstart", *words(neox, 2, 3), signals=[(2, 1, signal.SIGTERM)])
+    assert set(stopped.codes) == {75}
+    reached = stopped.rows[-1]["step"]
+    assert reached < STEPS
+    job = ranks.trained(tmp_path / "run", "quickstart", *words(neox, 2, 1))
+    assert f"goes on from step {reached}" in job.said
+    assert job.figures("loss") == pytest.approx(losses["gpt_neox", 1, 0], abs=2e-6, rel=0)
+
+
+def test_bytes_are_planned_as_they_are_held(ranks: Ranks, neox: Path, tmp_path: Path) -> None:
+    short = (*words(neox, 1, 2), "train.steps=2", "train.precision=bf16")
+    ranks.trained(tmp_path / "run", "quickstart", *short)
+    counted = json.loads((tmp_path / "run" / "measured.json").read_text())["memory"]
+    plan = make_plan(load("quickstart", short))
+    assert plan.memory is not None
+    held = plan.memory.stages[0].bytes
+    for kind in ("weights", "gradients", "optimizer"):
+        assert getattr(held, kind) == pytest.approx(counted[kind], rel=0.02), kind
+
+
+def test_half_precision_leaves_rotary_frequencies_whole(neox: Path) -> None:
+    from distrain.trainer.models.auto.module import causal as trained
+
+    module = trained(load("quickstart", words(neox, 1, 0)), device=torch.device("cpu"), dtype=torch.bfloat16, seed=1)
+    module.bfloat16()  # as DeepSpeed does
+    assert {each.dtype for each in module.parameters()} == {torch.bfloat16}
+    assert {each.dtype for name, each in module.named_buffers() if name.endswith("inv_freq")} == {torch.float32}
+
+
+def test_a_model_that_looks_ahead_is_refused(neox: Path, tmp_path: Path) -> None:
+    from distrain.trainer.models.auto.module import causal as trained
+
+    folder = written(tmp_path / "bert", {"model_type": "bert", "intermediate_size": 64, **SIZES})
+    shapes = {name: tuple(shape) for name, shape in found(folder / "config.json")["parameters"].items()}
+    run = load("quickstart", words(neox, 1, 0))
+    with pytest.raises(Unreadable, match="bert: its model sees the tokens that it is to foretell"):
+        trained(
+            replace(run, model=replace(run.model, hf=str(folder), parameters=shapes)),
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            seed=1,
+        )
+
+
+def test_a_model_that_was_planned_otherwise_is_refused(neox: Path) -> None:
+    from distrain.trainer.models.auto.module import causal as trained
+
+    run = load("quickstart", words(neox, 1, 0))
+    changed = replace(run, model=replace(run.model, parameters={"weight": (2, 2)}))
+    with pytest.raises(Unreadable, match="is not what the run was planned with"):
+        trained(changed, device=torch.device("cpu"), dtype=torch.float32, seed=1)
+
+
+REFUSED = (
+    ("train.seq=128",                     "train.seq=128 is longer than the 64 tokens of its config.json: set train.seq=64"),
+    ("data.documents=true",               "data.documents=true: attention of family hf does not stay inside documents"),
+    ("parallel.recompute=full",           "parallel.recompute=full: family hf keeps all of its activations: set parallel.recompute=none"),
+    ("parallel.tp=2",                     "parallel.tp=2 splits nothing of family hf: it trains under dp and ZeRO"),
+    ("parallel.pp=2",                     "parallel.pp=2 splits nothing of family hf: it trains under dp and ZeRO"),
+    ("model.dropout=0.1",                 "model.dropout=0.1: dropout of family hf can't be keyed, so that layouts would train apart"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("word", "says"), REFUSED, ids=[word for word, _ in REFUSED])
+def test_what_family_hf_can_not_do_is_refused_by_the_plan(word: str, says: str, neox: Path) -> None:
+    assert any(line.startswith(says) for line in problems(*words(neox, 2, 1), word)), problems(*words(neox, 2, 1), word)
+
+
+def test_dropout_of_a_config_is_told(tmp_path: Path) -> None:
+    (line,) = problems("train.seq=16", f"model.hf={written(tmp_path, OPT)}")
+    assert line.startswith("model.dropout=0.1: dropout of family hf can't be keyed")
+
+
+def test_sizes_beside_a_config_are_refused(neox: Path) -> None:
+    with pytest.raises(Unreadable, match=f"model.layers=3 is not what {neox} says: change it there, and leave it out here"):
+        load("quickstart", [*words(neox, 2, 1), "model.layers=3"])
+
+
+WRONG = (
+    ({"model_type": "vit"},                 "has no causal language model of model_type=vit"),
+    ({"model_type": "t5"},                  "has no causal language model of model_type=t5"),
+    ({**NEOX, "num_attention_heads": "4x"}, "num_attention_heads"),
+    ({**NEOX, "num_attention_heads": 5},    ""),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "says"), WRONG, ids=["vit", "t5", "text", "heads"])
+def test_a_config_that_makes_no_model_says_why(config: dict[str, Any], says: str, tmp_path: Path) -> None:
+    (key, why), *more = found(written(tmp_path, config) / "config.json").items()
+    assert (key, more) == ("problem", [])
+    assert says in why
+
+
+def test_a_model_type_that_nobody_has_gets_one_line(tmp_path: Path) -> None:
+    folder = written(tmp_path, {"model_type": "nonesuch"})
+    with pytest.raises(Unreadable) as caught:
+        load("quickstart", [f"model.hf={folder}"])
+    release = transformers.__version__
+    assert str(caught.value) == f"model.hf={folder}/config.json: model_type=nonesuch is none that transformers {release} has"
+
+
+def test_without_transformers_there_is_one_clear_line(neox: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(hf_model, "version", absent)
+    with pytest.raises(Unreadable) as caught:
+        load("quickstart", words(neox, 1, 0))
+    assert str(caught.value) == f"model.hf={neox}: transformers, which has this model, is not installed: pip install 'distrain[hf]'"

@@ -1,0 +1,231 @@
+"""Hugging Face folders: transformers' logits on its weights are ours, ours are its, and what is no such folder is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("safetensors")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from distrain.trainer.layers.keyed_random import normal  # noqa: E402
+from distrain.trainer.models.build import build, load, weights  # noqa: E402
+from distrain.trainer.models.hf import read_hf  # noqa: E402
+from distrain.trainer.models.weights import from_hf, to_hf  # noqa: E402
+from distrain.trainer.plan.changed_run import changed  # noqa: E402
+from distrain.trainer.spec.problem import Unreadable  # noqa: E402
+from distrain.trainer.spec.read import read  # noqa: E402
+from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train  # noqa: E402
+
+CPU = torch.device("cpu")
+S = 24
+LLAMA: dict[str, Any] = {"norm": "rmsnorm", "act": "swiglu", "positions": "rope"}
+OURS = {
+    "gpt": Model(family="gpt", layers=2, hidden=48, heads=4, vocab=101, bias=True, tied=True, act="gelu_tanh", dropout=0.1),
+    "gpt without biases": Model(family="gpt", layers=1, hidden=32, heads=4, vocab=64, ffn=80, act="relu", vocab_multiple=48),
+    "llama": Model(family="llama", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=16, ffn=72, vocab=101, **LLAMA),
+    "llama with biases": Model(family="llama", layers=1, hidden=32, heads=4, ffn=56, vocab=64, bias=True, tied=True, **LLAMA),
+    "mixtral": Model(family="moe", layers=2, hidden=32, heads=4, kv_heads=2, ffn=56, vocab=64, experts=4, top_k=2, **LLAMA),
+    "qwen": Model(family="llama", layers=3, hidden=32, heads=4, ffn=56, vocab=64, qkv_bias=True, vocab_multiple=48, **LLAMA),
+}
+ROPE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 101}
+GPT2 = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 101, "n_positions": S}
+FAR = {"rope_type": "default", "rope_theta": 5e5}
+# fmt: off
+THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2":             ("GPT2Config",    GPT2 | {"tie_word_embeddings": True}),
+    "gpt2, untied":     ("GPT2Config",    GPT2 | {"tie_word_embeddings": False, "n_inner": 80, "activation_function": "relu"}),
+    "llama, grouped":   ("LlamaConfig",   ROPE | {"num_key_value_heads": 2, "head_dim": 12, "rms_norm_eps": 1e-5}),
+    "llama, tied":      ("LlamaConfig",   ROPE | {"tie_word_embeddings": True, "rope_parameters": FAR}),
+    "llama, biased":    ("LlamaConfig",   ROPE | {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1}),
+    "mistral":          ("MistralConfig", ROPE | {"num_key_value_heads": 2, "sliding_window": None}),
+    "mixtral":          ("MixtralConfig", ROPE | {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 3}),
+    "qwen2":            ("Qwen2Config",   ROPE | {"num_key_value_heads": 2}),
+    "qwen2, tied":      ("Qwen2Config",   ROPE | {"num_key_value_heads": 4, "tie_word_embeddings": True}),
+}
+# fmt: on
+
+
+@pytest.fixture(scope="module")
+def transformers() -> Any:
+    library = pytest.importorskip("transformers", reason="transformers, the yardstick, is not installed")
+    library.logging.set_verbosity_error()
+    library.logging.disable_progress_bar()
+    return library
+
+
+def run_of(model: Model, **changes: Any) -> Run:
+    cluster = Cluster(nodes=1, gpus=1, device=Device(name="cpu", memory=1e12, kind="cpu"))
+    run = Run(name="test", model=model, cluster=cluster, parallel=Parallel(), train=Train(batch=2, microbatch=2, seq=S, steps=1))
+    return changed(run, [(key.replace("__", "."), value) for key, value in changes.items()])
+
+
+def module_of(run: Run) -> Any:
+    """A module in which every weight counts, norms and biases too."""
+    module = build(run, device=CPU, dtype=torch.float32, seed=5)
+    load(module, [(name, tensor + 0.2 * normal(6, name, 0, tensor.numel()).view(tensor.shape)) for name, tensor in weights(module, run)])
+    return module
+
+
+def tokens_of(run: Run) -> Any:
+    return torch.randint(run.model.vocab, (2, S), generator=torch.Generator().manual_seed(7))
+
+
+def saved(folder: Path, name: str, **changes: Any) -> Run:
+    """A run of ours whose weights have been written to a folder."""
+    run = run_of(OURS[name])
+    to_hf(weights(module_of(run), run), run, folder, **changes)
+    return run
+
+
+def problems(folder: Path, run: Run) -> str:
+    with pytest.raises(Unreadable) as error:
+        next(from_hf(folder, run))
+    return "\n".join(map(str, error.value.problems))
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_transformers_weights_give_its_logits_here(name: str, tmp_path: Path, transformers: Any) -> None:
+    kind, keys = THEIRS[name]
+    torch.manual_seed(3)
+    theirs = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(initializer_range=0.2, **keys)).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    theirs.save_pretrained(tmp_path, max_shard_size="20KB")
+    run = run_of(read(read_hf(tmp_path), Model), model__vocab_multiple=16)
+    ours = build(run, device=CPU, dtype=torch.float32)
+    load(ours, from_hf(tmp_path, run))
+    with torch.no_grad():
+        torch.testing.assert_close(ours.logits(tokens_of(run)), theirs(tokens_of(run)).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("most", [20_000, 10**9])
+def test_our_weights_give_our_logits_in_transformers(name: str, most: int, tmp_path: Path, transformers: Any) -> None:
+    run = saved(tmp_path, name, most=most)
+    theirs, said = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(said[each] for each in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with torch.no_grad():
+        torch.testing.assert_close(theirs.eval()(tokens_of(run)).logits, module_of(run).logits(tokens_of(run)), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_come_back_to_the_bit(name: str, dtype: Any, tmp_path: Path) -> None:
+    run = run_of(OURS[name])
+    module = module_of(run).to(dtype)
+    to_hf(weights(module, run), run, tmp_path)
+    # transformers' GPT-2 has biases, which were written as zeros where ours has none.
+    again = run_of(read(read_hf(tmp_path), Model))
+    expected = dict(weights(module, run))
+    for key, tensor in from_hf(tmp_path, again):
+        assert tensor.dtype == dtype
+        assert torch.equal(tensor, expected.pop(key, torch.zeros_like(tensor)))
+    assert not expected
+
+
+def test_a_file_is_as_large_as_it_may_be(tmp_path: Path) -> None:
+    saved(tmp_path, "llama", most=20_000)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert sorted(set(index["weight_map"].values())) == [file.name for file in files]
+    held = [sum(tensor.nbytes for tensor in load_file(file).values()) for file in files]
+    assert sum(held) == index["metadata"]["total_size"]
+    assert max(held) <= 20_000
+    assert [file.name for file in files][-1] == f"model-{len(files):05d}-of-{len(files):05d}.safetensors"
+
+
+def test_the_hubs_gpt_2_leaves_out_the_models_own_name(tmp_path: Path) -> None:
+    run = saved(tmp_path, "gpt")
+    file = tmp_path / "model.safetensors"
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
+    save_file(bare | {"h.0.attn.bias": torch.ones(1, 1, S, S)}, file)  # its causal mask, too
+    expected = dict(weights(module_of(run), run))
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in from_hf(tmp_path, run))
+
+
+def test_another_model_is_refused_with_every_difference(tmp_path: Path) -> None:
+    run = saved(tmp_path, "llama")
+    said = problems(tmp_path, changed(run, [("model.ffn", 96), ("model.rope_base", 5e5), ("model.tied", True)]))
+    assert said.count("\n") == 2
+    assert f"{tmp_path} has model.ffn=72, this run 96: set model.ffn=72" in said
+    assert "model.rope_base=10000.0, this run 500000.0" in said
+    assert "model.tied=false" in said
+
+
+def test_another_family_is_one_problem(tmp_path: Path) -> None:
+    saved(tmp_path, "llama")
+    assert problems(tmp_path, run_of(OURS["gpt"])) == (
+        f"{tmp_path} is a model of family llama, and model.family=gpt: set model.hf={tmp_path} to take its sizes"
+    )
+
+
+def test_a_file_that_was_cut_short_is_refused_before_a_tensor_is_read(tmp_path: Path) -> None:
+    run = saved(tmp_path, "llama")
+    file = tmp_path / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-10])
+    says = f"{file} is {len(whole) - 10:,} bytes where its header says {len(whole):,}: download it again"
+    assert problems(tmp_path, run) == says
+    for damaged in (b"", whole[:4], b"\xff" * 64, b"<!DOCTYPE html>" * 10):
+        file.write_bytes(damaged)
+        assert problems(tmp_path, run) == f"{file} is no safetensors file: download it again"
+
+
+def test_a_file_that_the_index_names_and_is_missing_is_named(tmp_path: Path) -> None:
+    run = saved(tmp_path, "llama")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "model.safetensors"}}))
+    assert problems(tmp_path, run).startswith(f"{tmp_path} lacks one.safetensors, which model.safetensors.index.json names")
+
+
+def test_many_tensors_that_are_missing_are_counted(tmp_path: Path) -> None:
+    run = saved(tmp_path, "llama")
+    save_file({"lm_head.weight": torch.zeros(101, 48)}, tmp_path / "model.safetensors")
+    lines = problems(tmp_path, run).splitlines()
+    assert len(lines) == 7
+    assert lines[-1].endswith(" more tensors are missing or of another shape")
+
+
+def test_stretched_rotary_frequencies_are_refused(tmp_path: Path) -> None:
+    run = saved(tmp_path, "llama")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "llama3" in problems(tmp_path, run)
+
+
+def test_missing_and_misshapen_weights_are_told_before_the_first_is_read(tmp_path: Path) -> None:
+    run = saved(tmp_path, "llama")
+    held = load_file(tmp_path / "model.safetensors")
+    del held["model.norm.weight"]
+    held["lm_head.weight"] = torch.zeros(100, 48)
+    save_file(held, tmp_path / "model.safetensors")
+    said = problems(tmp_path, run)
+    assert f"{tmp_path} has no model.norm.weight, which is norm.weight here" in said
+    assert "lm_head.weight is [100, 48], not [101, 48]" in said
+
+
+def test_a_folder_of_pickles_is_refused(tmp_path: Path) -> None:
+    run = saved(tmp_path, "llama")
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    assert "holds no .safetensors" in problems(tmp_path, run)
+
+
+def test_weights_are_not_written_over_others(tmp_path: Path) -> None:
+    run = saved(tmp_path, "llama")
+    with pytest.raises(Unreadable, match="holds weights: name a folder"):
+        to_hf(weights(module_of(run), run), run, tmp_path)
+
+
+@pytest.mark.parametrize("change", [("model.act", "geglu"), ("model.norm", "layernorm"), ("model.positions", "none")])
+def test_a_model_that_no_class_computes_is_not_written(change: tuple[str, str], tmp_path: Path) -> None:
+    run = changed(run_of(OURS["llama"]), [change])
+    with pytest.raises(Unreadable, match="none of Hugging Face's"):
+        to_hf(weights(module_of(run), run), run, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

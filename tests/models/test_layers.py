@@ -1,0 +1,250 @@
+"""What the torch modules compute: inside documents, beside padding, recomputed, split, in bf16; and their initial values."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+F = torch.nn.functional
+
+from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
+
+from distrain.trainer.layers import cross_entropy as entropy  # noqa: E402
+from distrain.trainer.layers.cross_entropy import IGNORED, cross_entropy  # noqa: E402
+from distrain.trainer.layers.keyed_random import keys, normal  # noqa: E402
+from distrain.trainer.layers.transformer import RMSNorm  # noqa: E402
+from distrain.trainer.models.build import build, load, weights  # noqa: E402
+from distrain.trainer.parallel.saved_bytes import counted  # noqa: E402
+from distrain.trainer.plan.changed_run import changed  # noqa: E402
+from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train  # noqa: E402
+
+CPU = torch.device("cpu")
+LLAMA: dict[str, Any] = {"norm": "rmsnorm", "act": "swiglu", "positions": "rope"}
+MODELS = {
+    "gpt": Model(family="gpt", layers=2, hidden=48, heads=4, vocab=101, context=40, bias=True, tied=True, act="gelu_tanh"),
+    "nano": Model(family="gpt", layers=1, hidden=32, heads=4, vocab=64, ffn=80, act="relu"),
+    "llama": Model(family="llama", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=16, ffn=72, vocab=101, **LLAMA),
+    "qwen": Model(family="llama", layers=3, hidden=32, heads=4, ffn=56, vocab=64, qkv_bias=True, tied=True, vocab_multiple=48, **LLAMA),
+    "moe": Model(family="moe", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=16, ffn=40, vocab=64, experts=4, top_k=2, **LLAMA),
+}
+EVERY = pytest.mark.parametrize("name", MODELS)
+ATTENTION = pytest.mark.parametrize("attention", ["flash", "math"])
+B, S = 3, 24
+
+
+def run_of(name: str, **changes: Any) -> Run:
+    """A run of a small model, with keys changed: parallel__recompute="full"."""
+    cluster = Cluster(nodes=1, gpus=1, device=Device(name="cpu", memory=1e12, kind="cpu"))
+    train = Train(batch=B, microbatch=B, seq=S, steps=1, precision="fp32")
+    run = Run(name=name, model=MODELS[name], cluster=cluster, parallel=Parallel(), train=train)
+    return changed(run, [(key.replace("__", "."), value) for key, value in changes.items()])
+
+
+def module_of(run: Run, dtype: Any = torch.float64) -> Any:
+    """A module with random weights far from their initial values, so that every part of it counts: norms and biases too."""
+    module = build(run, device=CPU, dtype=dtype, seed=5)
+    drawn = ((name, tensor.float() + 0.2 * normal(6, name, 0, tensor.numel()).view(tensor.shape)) for name, tensor in weights(module, run))
+    load(module, drawn)
+    return module
+
+
+def batch_of(run: Run) -> tuple[Any, Any]:
+    """Tokens, and labels of which some don't count."""
+    drawn = torch.Generator().manual_seed(7)
+    tokens, labels = torch.randint(run.model.vocab, (2, B, S), generator=drawn)
+    labels[0, 3:7] = labels[2, -1] = IGNORED
+    return tokens, labels
+
+
+def keys_of(step: int = 0, samples: Any = None) -> Any:
+    return keys(1, step, torch.arange(B) if samples is None else samples, torch.arange(S))
+
+
+def gradients(module: Any, *batch: Any, **further: Any) -> tuple[Any, dict[str, Any]]:
+    """The mean loss, and its gradient to every weight."""
+    loss, labels = module(*batch, **further)
+    found = torch.autograd.grad(loss / labels, list(module.parameters()))
+    return loss.detach() / labels, dict(zip(dict(module.named_parameters()), found, strict=True))
+
+
+@EVERY
+@ATTENTION
+def test_documents_are_computed_as_sequences_of_their_own(name: str, attention: str) -> None:
+    run = run_of(name, train__attention=attention)
+    module, (tokens, labels) = module_of(run), batch_of(run)
+    ends = [(0, 5, 6, 24), (0, 24), (0, 12, 24)]
+    documents = torch.zeros(B, S, dtype=torch.long)
+    for row, cuts in enumerate(ends):
+        for index, (first, last) in enumerate(pairwise(cuts)):
+            documents[row, first:last] = index % 2  # a number comes back: it is its change that counts
+    loss, _ = module(tokens, labels, documents=documents)
+    alone = [
+        module(tokens[row, None, first:last], labels[row, None, first:last])[0]
+        for row, cuts in enumerate(ends)
+        for first, last in pairwise(cuts)
+    ]
+    torch.testing.assert_close(loss, sum(alone), rtol=1e-12, atol=0)
+
+
+def beyond(run: Run, module: Any) -> dict[str, Any]:
+    """Where each weight that is padded is padding."""
+    held, found = dict(module.named_parameters()), {}
+    for name, logical in weights(module, run):
+        if logical.shape != held[name].shape:
+            found[name] = torch.ones_like(held[name], dtype=torch.bool)
+            found[name][tuple(slice(size) for size in logical.shape)] = False
+    return found
+
+
+@EVERY
+def test_padded_words_have_no_effect(name: str) -> None:
+    run = run_of(name, model__vocab_multiple=1)
+    plain, wide = module_of(run), module_of(run_of(name, model__vocab_multiple=256))
+    tokens, labels = batch_of(run)
+    padding = beyond(run, wide)
+    assert len(padding) == (1 if run.model.tied else 2)
+    with torch.no_grad():
+        for key, outside in padding.items():
+            wide.get_parameter(key)[outside] = 9.0
+    torch.testing.assert_close(wide.logits(tokens), plain.logits(tokens), rtol=1e-12, atol=1e-12)
+    (loss, expected), (found, grads) = gradients(plain, tokens, labels), gradients(wide, tokens, labels)
+    torch.testing.assert_close(found, loss, rtol=1e-13, atol=0)
+    for key, grad in expected.items():
+        torch.testing.assert_close(grads[key][tuple(slice(size) for size in grad.shape)], grad, rtol=1e-10, atol=1e-15)
+    assert not any(grads[key][outside].any() for key, outside in padding.items())
+
+
+@EVERY
+@ATTENTION
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recomputation_gives_the_same_gradients_to_the_bit(name: str, attention: str, dropout: float, dtype: Any) -> None:
+    found = []
+    for recompute in ("none", "selective", "full"):
+        run = run_of(name, parallel__recompute=recompute, train__attention=attention, model__dropout=dropout)
+        found.append(gradients(module_of(run, dtype), *batch_of(run), keys=keys_of()))
+    for loss, grads in found[1:]:
+        assert torch.equal(loss, found[0][0])
+        assert all(torch.equal(grads[key], found[0][1][key]) for key in grads)
+
+
+@EVERY
+def test_dropout_is_the_same_however_a_batch_is_split(name: str) -> None:
+    run = run_of(name, model__dropout=0.2)
+    module, (tokens, labels) = module_of(run), batch_of(run)
+    whole, _ = module(tokens, labels, keys=keys_of())
+    parts = [module(tokens[row, None], labels[row, None], keys=keys_of(samples=torch.tensor([row])))[0] for row in range(B)]
+    torch.testing.assert_close(whole, sum(parts), rtol=1e-12, atol=0)
+
+
+@EVERY
+def test_dropout_draws_anew_at_each_step_and_not_at_all_without_keys(name: str) -> None:
+    run = run_of(name, model__dropout=0.2)
+    module, batch = module_of(run), batch_of(run)
+    losses = {module(*batch, keys=keys_of(step))[0].item() for step in range(4)}
+    assert len(losses) == 4
+    assert module(*batch)[0] == module_of(run_of(name))(*batch)[0]
+
+
+@EVERY
+def test_counting_what_is_saved_changes_no_gradient(name: str) -> None:
+    run = run_of(name)
+    module, batch = module_of(run), batch_of(run)
+    loss, plain = gradients(module, *batch)
+    with counted(module.parameters(), batch):
+        other, found = gradients(module, *batch)
+    assert torch.equal(loss, other)
+    assert all(torch.equal(found[key], plain[key]) for key in plain)
+
+
+@EVERY
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_weight_that_is_let_go_after_forward_takes_no_memory(name: str, recompute: str) -> None:
+    """As ZeRO-3 does: a parameter's data is dropped, and put back before backward. A saved view of it would hold it."""
+    run = run_of(name, parallel__recompute=recompute)
+    module, batch = module_of(run), batch_of(run)
+    _, expected = gradients(module, *batch)
+    loss, labels = module(*batch)
+    held = {name: each for name, each in module.named_parameters() if each is not module.head.weight}  # whose backward comes next
+    copies = {name: each.detach().clone() for name, each in held.items()}
+    storages = [StorageWeakRef(each.untyped_storage()) for each in held.values()]
+    for each in held.values():
+        each.data = torch.empty(0, dtype=each.dtype)
+    assert all(storage.expired() for storage in storages)
+    for key, each in held.items():
+        each.data = copies[key]
+    found = torch.autograd.grad(loss / labels, list(module.parameters()))
+    assert all(torch.equal(each, other) for each, other in zip(found, expected.values(), strict=True))
+
+
+def test_cross_entropy_is_torchs_whatever_the_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    labels = torch.randint(7, (2, 5))
+    labels[1] = IGNORED
+    logits = torch.randn(2, 5, 10, dtype=torch.float64, requires_grad=True)
+    expected = F.cross_entropy(logits[..., :7].flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    wanted = torch.autograd.grad(2 * expected, logits)
+    for rows in (1, 3, 100):
+        monkeypatch.setitem(entropy._CHUNK, "cpu", 10 * rows)
+        loss = cross_entropy(logits, labels, 7)
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(torch.autograd.grad(2 * loss, logits), wanted)
+
+
+def test_the_loss_of_bf16_logits_is_float32s() -> None:
+    logits = (4 * torch.randn(2, 64, 512)).bfloat16().requires_grad_()
+    labels = torch.randint(512, (2, 64))
+    loss = cross_entropy(logits, labels, 512)
+    assert loss.dtype == torch.float32
+    wide = logits.detach().double().requires_grad_()
+    expected = F.cross_entropy(wide.flatten(0, 1), labels.flatten(), reduction="sum")
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+    grads = torch.autograd.grad(loss, logits)[0].double(), torch.autograd.grad(expected, wide)[0]
+    torch.testing.assert_close(*grads, rtol=2**-8, atol=1e-12)
+
+
+def test_rms_norms_gradient_is_that_of_its_formula() -> None:
+    x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
+    weight = torch.nn.Parameter(torch.randn(8, dtype=torch.float64))
+    assert torch.autograd.gradcheck(lambda x, _: RMSNorm({"weight": weight}, 1e-3)(x), (x, weight))
+    torch.testing.assert_close(RMSNorm({"weight": weight}, 1e-3)(x), F.rms_norm(x, (8,), weight, 1e-3))
+
+
+@EVERY
+def test_bf16_is_near_float32(name: str) -> None:
+    """A loss a token apart by less than bf16's 2^-8 of itself."""
+    run = run_of(name)
+    losses = [gradients(module_of(run, dtype), *batch_of(run))[0] for dtype in (torch.float32, torch.bfloat16)]
+    assert losses[1].dtype == torch.float32
+    assert abs(losses[0] - losses[1]) < 2**-8 * losses[0]
+
+
+@EVERY
+def test_initial_weights_are_gpt_2s(name: str) -> None:
+    """Normals of 0.02, what adds to the residual stream by sqrt(2 layers) less; norms 1, biases and padding 0."""
+    run = run_of(name)
+    module = build(run, device=CPU, dtype=torch.float32, seed=3)
+    for key, tensor in weights(module, run):
+        if tensor.dim() == 1:
+            assert set(tensor.tolist()) == {0.0 if key.endswith(".bias") else 1.0}
+            continue
+        deviation = 0.02 / math.sqrt(2 * run.model.layers) if key.endswith(("out.weight", "down.weight")) else 0.02
+        assert tensor.std() == pytest.approx(deviation, rel=5 / math.sqrt(2 * tensor.numel()))
+    assert not any(module.get_parameter(key)[outside].any() for key, outside in beyond(run, module).items())
+
+
+def test_initial_weights_hang_on_the_seed_and_the_name_alone() -> None:
+    """A padded vocabulary, fewer layers, another batch: the rest is drawn the same."""
+    first = dict(weights(build(run_of("llama"), device=CPU, dtype=torch.float32, seed=3), run_of("llama")))
+    other = run_of("llama", model__vocab_multiple=64, train__microbatch=1)
+    for key, tensor in weights(build(other, device=CPU, dtype=torch.float32, seed=3), other):
+        assert torch.equal(tensor, first[key])
+    assert not torch.equal(first["layers.0.mlp.up.weight"], first["layers.1.mlp.up.weight"])
+
+
+def test_a_family_without_a_module_says_so() -> None:
+    with pytest.raises(ValueError, match="bert has no module yet"):
+        build(run_of("gpt", model__family="bert"), device=CPU, dtype=torch.float32)

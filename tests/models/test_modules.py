@@ -1,0 +1,194 @@
+"""The torch modules against the op table: names and shapes of weights, their count, FLOPs, and what is saved for backward."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count  # noqa: E402
+
+from distrain.trainer.layers.keyed_random import keys  # noqa: E402
+from distrain.trainer.models.build import build  # noqa: E402
+from distrain.trainer.models.families import FAMILIES  # noqa: E402
+from distrain.trainer.models.table import Op, Table, Tensor, count, forward_flops, named, padded, parameters  # noqa: E402
+from distrain.trainer.parallel.saved_bytes import counted  # noqa: E402
+from distrain.trainer.plan.changed_run import changed  # noqa: E402
+from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train  # noqa: E402
+
+CPU = torch.device("cpu")
+LLAMA: dict[str, Any] = {"norm": "rmsnorm", "act": "swiglu", "positions": "rope"}
+MODELS = {
+    "gpt": Model(family="gpt", layers=2, hidden=48, heads=4, vocab=101, context=40, bias=True, tied=True, act="gelu_tanh"),
+    "nano": Model(family="gpt", layers=1, hidden=32, heads=4, vocab=64, ffn=80, act="relu"),
+    "llama": Model(family="llama", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=16, ffn=72, vocab=101, **LLAMA),
+    "qwen": Model(family="llama", layers=3, hidden=32, heads=4, ffn=56, vocab=64, qkv_bias=True, tied=True, vocab_multiple=48, **LLAMA),
+    "moe": Model(family="moe", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=16, ffn=40, vocab=64, experts=4, top_k=2, **LLAMA),
+}
+EVERY = pytest.mark.parametrize("name", MODELS)
+
+
+def run_of(name: str, **changes: Any) -> Run:
+    """A run of a small model, with keys changed: parallel__recompute="full"."""
+    cluster = Cluster(nodes=1, gpus=1, device=Device(name="cpu", memory=1e12, kind="cpu"))
+    train = Train(batch=3, microbatch=3, seq=24, steps=1, precision="fp32")
+    run = Run(name=name, model=MODELS[name], cluster=cluster, parallel=Parallel(), train=train)
+    return changed(run, [(key.replace("__", "."), value) for key, value in changes.items()])
+
+
+def table_of(run: Run) -> Table:
+    return FAMILIES[run.model.family](run.model, run.train)
+
+
+def batch_of(run: Run) -> tuple[Any, Any]:
+    shape = run.train.microbatch, run.train.seq
+    return torch.randint(run.model.vocab, shape), torch.randint(run.model.vocab, shape)
+
+
+# Written out by hand, so that the table is held by something that it did not make: GPT-2's shapes as Conv1D has them.
+BY_HAND = {
+    "embedding.weight": (101, 48),
+    "positions.weight": (40, 48),
+    **{f"layers.{index}.{name}": shape for index in range(2) for name, shape in {
+        "norm1.weight": (48,), "norm1.bias": (48,),
+        "attention.query.weight": (48, 48), "attention.query.bias": (48,),
+        "attention.key.weight": (48, 48), "attention.key.bias": (48,),
+        "attention.value.weight": (48, 48), "attention.value.bias": (48,),
+        "attention.out.weight": (48, 48), "attention.out.bias": (48,),
+        "norm2.weight": (48,), "norm2.bias": (48,),
+        "mlp.up.weight": (48, 192), "mlp.up.bias": (192,),
+        "mlp.down.weight": (192, 48), "mlp.down.bias": (48,),
+    }.items()},
+    "norm.weight": (48,), "norm.bias": (48,),
+}  # fmt: skip
+
+
+def test_gpts_weights_are_those_written_by_hand() -> None:
+    module = build(run_of("gpt"), device=CPU, dtype=torch.float32)
+    assert {name: tuple(each.shape) for name, each in module.named_parameters()} == BY_HAND
+
+
+@EVERY
+def test_every_weight_has_the_tables_name_and_shape(name: str) -> None:
+    run = run_of(name)
+    table = table_of(run)
+    size = {**table.sizes, "vocab": padded(run.model.vocab, run.model.vocab_multiple)}
+    expected = {each.name: each.shape(size) for each in named(table, range(run.model.layers))}
+    module = build(run, device=torch.device("meta"), dtype=torch.float32)
+    assert {name: tuple(each.shape) for name, each in module.named_parameters()} == expected
+
+
+@EVERY
+def test_the_parameters_are_as_many_as_the_table_counts(name: str) -> None:
+    run = run_of(name, model__vocab_multiple=1)
+    module = build(run, device=torch.device("meta"), dtype=torch.float32)
+    assert sum(each.numel() for each in module.parameters()) == parameters(table_of(run), run.model.layers)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_parameters_that_are_named_are_those_that_are_counted(family: str) -> None:
+    model = Model(family=family, layers=3, hidden=48, heads=4, vocab=101, experts=4, top_k=2, shared_experts=1, tied=True, bias=True)
+    table = FAMILIES[family](model, Train(batch=1, seq=8))
+    assert sum(prod(each.shape(table.sizes)) for each in named(table, range(3))) == parameters(table, 3)
+
+
+def test_the_vocabulary_is_padded_as_the_planner_pads_it() -> None:
+    assert [padded(101, each) for each in (1, 64, 101)] == [101, 128, 101]
+
+
+# torch's counter knows the fused kernels of GPUs, not the CPU's: told here, it counts as they do. Both it and the table count
+# causal attention in full, forward and backward: the half that a causal kernel skips is the table's `computed`, told apart.
+FUSED = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(
+        grad, q, k, v
+    ),
+}
+
+
+@EVERY
+@pytest.mark.parametrize("attention", ["math", "flash"])
+def test_torch_counts_the_tables_flops(name: str, attention: str) -> None:
+    run = run_of(name, train__attention=attention, model__vocab_multiple=1)
+    table = table_of(run)
+    module = build(run, device=CPU, dtype=torch.float32, seed=1)
+    with FlopCounterMode(display=False, custom_mapping=FUSED) as counter:
+        module(*batch_of(run))[0].backward()
+    expected = sum(
+        many * forward_flops(op, table.sizes) * (1 + op.product.backward)
+        for many, ops in table.blocks(run.model.layers)
+        for op in ops
+        if op.product
+    )
+    assert counter.get_total_flops() == expected
+
+
+def saved_by(run: Run) -> int:
+    """Bytes that the table says a forward pass of our modules saves."""
+    table = table_of(run)
+    size = {**table.sizes, "vocab": padded(run.model.vocab, run.model.vocab_multiple)}
+    width = {"fp32": 4, "bf16": 2}[run.train.precision]
+
+    def bytes_of(tensors: tuple[Tensor, ...]) -> int:
+        return sum(count(tensor.dims, size) * (tensor.width or width) for tensor in tensors)
+
+    def layer(ops: tuple[Op, ...]) -> int:
+        match run.parallel.recompute:
+            case "full":
+                return bytes_of((Tensor(("batch", "seq", "hidden")),))
+            case "selective":
+                return sum(bytes_of(op.saved) for op in ops if not op.core)
+            case _:
+                return sum(bytes_of(op.saved) for op in ops)
+
+    return sum(bytes_of(op.saved) for op in table.embedding + table.head) + run.model.layers * layer(table.layer)
+
+
+def saved_by_torch(run: Run) -> int:
+    """Bytes that a forward pass of our modules does save."""
+    module = build(run, device=CPU, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[run.train.precision], seed=1)
+    batch = batch_of(run)
+    keyed = keys(1, 0, torch.arange(run.train.microbatch), torch.arange(run.train.seq))
+    with counted(module.parameters(), batch, [keyed.states]) as saved:
+        loss, _ = module(*batch, keys=keyed)
+    assert loss.requires_grad  # and what it was made of is still held
+    return saved.bytes
+
+
+@EVERY
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("attention", ["flash", "math"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_torch_saves_the_tables_bytes(name: str, recompute: str, attention: str, dropout: float, precision: str) -> None:
+    changes = {"parallel__recompute": recompute, "train__attention": attention, "model__dropout": dropout, "train__precision": precision}
+    run = run_of(name, **changes)
+    assert saved_by_torch(run) == saved_by(run)
+
+
+@EVERY
+@pytest.mark.parametrize("act", ["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu"])
+def test_torch_saves_the_tables_bytes_of_every_activation(name: str, act: str) -> None:
+    run = run_of(name, model__act=act)
+    assert saved_by_torch(run) == saved_by(run)
+
+
+@EVERY
+@pytest.mark.parametrize(("microbatch", "seq"), [(1, 24), (1, 1), (5, 7), (2, 40)])
+def test_torch_saves_the_tables_bytes_of_every_shape(name: str, microbatch: int, seq: int) -> None:
+    for attention in ("flash", "math"):
+        run = run_of(name, train__batch=microbatch, train__microbatch=microbatch, train__seq=seq, train__attention=attention)
+        assert saved_by_torch(run) == saved_by(run)
+
+
+def test_a_storage_counts_once_and_while_it_is_held() -> None:
+    x, w = torch.randn(8, 16, requires_grad=True), torch.randn(16, 4, requires_grad=True)
+    with counted([w]) as saved:
+        y = (x @ w).exp()  # x (w lives anyway), then exp's result
+        z = y.view(4, 8) * y.view(4, 8).cos()  # y again, and its cosine
+    assert saved.bytes == 4 * (8 * 16 + 8 * 4 + 8 * 4)
+    del y, z
+    assert saved.bytes == 4 * 8 * 16  # x, which is still here

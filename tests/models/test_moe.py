@@ -1,0 +1,331 @@
+"""A mixture of experts computes its formulas, however it is split, and trains the curve of one process in every layout."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from distrain.cli.config.load import load  # noqa: E402
+from distrain.tests.fakes.one_process import reference  # noqa: E402
+from distrain.trainer.layers import experts  # noqa: E402
+from distrain.trainer.layers.cross_entropy import IGNORED  # noqa: E402
+from distrain.trainer.layers.keyed_random import normal  # noqa: E402
+from distrain.trainer.models.build import build, weights  # noqa: E402
+from distrain.trainer.models.build import load as fill  # noqa: E402
+from distrain.trainer.models.moe.routing import imbalance, near_ties, places, routed  # noqa: E402
+from distrain.trainer.plan.changed_run import changed  # noqa: E402
+from distrain.trainer.plan.deepspeed.messages import compared, data_terms, read  # noqa: E402
+from distrain.trainer.plan.mesh_position import seat  # noqa: E402
+from distrain.trainer.plan.plan import make_plan  # noqa: E402
+from distrain.trainer.plan.traffic import rank_traffic  # noqa: E402
+from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train  # noqa: E402
+
+if TYPE_CHECKING:
+    from distrain.tests.conftest import Job, Ranks
+
+CPU = torch.device("cpu")
+B, S, E = 3, 24, 4
+SHAPE: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 40, "vocab": 61, "experts": E, "top_k": 2}
+MODEL = Model(family="moe", norm="rmsnorm", act="swiglu", positions="rope", **SHAPE)
+
+
+def run_of(**changes: Any) -> Run:
+    """A run of a small mixture, with keys changed: model__top_k=1."""
+    cluster = Cluster(nodes=1, gpus=1, device=Device(name="cpu", memory=1e12, kind="cpu"))
+    train = Train(batch=B, microbatch=B, seq=S, steps=1, precision="fp32")
+    run = Run(name="moe", model=MODEL, cluster=cluster, parallel=Parallel(), train=train)
+    return changed(run, [(key.replace("__", "."), value) for key, value in changes.items()])
+
+
+def module_of(run: Run) -> Any:
+    """A module in which every weight counts, float64."""
+    module = build(run, device=CPU, dtype=torch.float64, seed=5)
+    drawn = ((name, tensor.float() + 0.3 * normal(6, name, 0, tensor.numel()).view(tensor.shape)) for name, tensor in weights(module, run))
+    fill(module, drawn)
+    return module
+
+
+def batch_of(run: Run) -> tuple[Any, Any]:
+    return tuple(torch.randint(run.model.vocab, (2, B, S), generator=torch.Generator().manual_seed(7)))
+
+
+def written_out(run: Run, w: dict[str, Any], x: Any) -> tuple[Any, Any]:
+    """One sequence x [S, H] through the experts of a layer, token by token; and how uneven its routing is."""
+    model = run.model
+    room = model.capacity and int(model.capacity * model.top_k * S / E)
+    rows, taken, wanted, chances = [], [0] * E, [0] * E, []
+    for token in x:
+        logits = token @ w["router.weight"]
+        chances.append(torch.exp(logits) / torch.exp(logits).sum())
+        first = sorted(range(E), key=lambda one: -logits[one].item())[: model.top_k]
+        shares = torch.exp(logits[first]) / torch.exp(logits[first]).sum()
+        row = torch.zeros_like(token)
+        for share, one in zip(shares, first, strict=True):
+            wanted[one] += 1
+            if room is None or taken[one] < room:
+                taken[one] += 1
+                row = row + share * fed({name: each[one] for name, each in w.items() if "experts" in name}, "experts", token)
+        rows.append(row + fed(w, "shared", token) if model.shared_experts else row)
+    even = E * sum(want / (S * model.top_k) * chance for want, chance in zip(wanted, torch.stack(chances).mean(0), strict=True))
+    return torch.stack(rows), even
+
+
+def fed(w: dict[str, Any], name: str, x: Any) -> Any:
+    gate, up, down = (w[f"{name}.{part}.weight"] for part in ("gate", "up", "down"))
+    return (torch.nn.functional.silu(x @ gate) * (x @ up)) @ down
+
+
+WAYS = pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"model__top_k": 1},
+        {"model__top_k": E},
+        {"model__shared_experts": 2},
+        {"model__capacity": 0.6},
+        {"model__capacity": 1.5, "model__shared_experts": 1},
+    ],
+    ids=lambda changes: " ".join(f"{key.removeprefix('model__')}={value}" for key, value in changes.items()) or "as it is",
+)
+
+
+@WAYS
+def test_a_layer_is_that_of_the_formulas_written_out(changes: dict[str, Any]) -> None:
+    run = run_of(**changes, model__aux_loss=0.1)
+    layer = module_of(run).layers["1"]
+    x = torch.randn(B, S, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    mixed, uneven, _ = layer.mixed(x)
+    made = mixed if layer.shared is None else mixed + layer.shared(x)
+    rows = [written_out(run, dict(layer.named_parameters()), sequence) for sequence in x]
+    wanted, even = (torch.stack(each) for each in zip(*rows, strict=True))
+    torch.testing.assert_close(made, wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(uneven, even, rtol=1e-12, atol=0)
+    held = [x, *(each for name, each in layer.named_parameters() if name.startswith(("router", "experts", "shared")))]
+    mix = torch.randn(made.shape, dtype=torch.float64)
+    ours, theirs = (
+        torch.autograd.grad((one * mix).sum() + other.sum(), held, retain_graph=True) for one, other in ((made, uneven), (wanted, even))
+    )
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("ignored", [False, True])
+def test_the_loss_is_the_tokens_and_its_gradient_that_of_uneven_routing_too(ignored: bool, recompute: str) -> None:
+    """The mean over sequences of their unevenness, each counted by its labels: alike where all labels count."""
+    plain, run = (module_of(run_of(model__aux_loss=aux, parallel__recompute=recompute)) for aux in (0.0, 0.7))
+    tokens, labels = batch_of(run_of())
+    if ignored:
+        labels[0, 3:7] = labels[2, 1:] = IGNORED
+    (loss, counted), (other, _) = plain(tokens, labels), run(tokens, labels)
+    assert torch.equal(loss, other)
+    (other / counted).backward()
+    each = uneven_of(plain, tokens)  # [B]
+    many = (labels != IGNORED).sum(1)
+    (loss / counted + 0.7 * ((each * many).sum() / many.sum() if ignored else each.mean())).backward()
+    for (name, one), two in zip(run.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad, rtol=1e-10, atol=1e-14, msg=name)
+
+
+def uneven_of(module: Any, tokens: Any) -> Any:
+    """The layers' unevenness of each sequence, added up, of what enters each router."""
+    found = []
+
+    def look(_: Any, given: Any, logits: Any) -> None:
+        found.append(imbalance(logits, routed(logits, MODEL.top_k, None).chosen))
+
+    hooks = [layer.router.register_forward_hook(look) for layer in module.layers.values()]
+    recompute, module.recompute = module.recompute, False
+    module.hidden(tokens, None, None)
+    module.recompute = recompute
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(found).sum(0)
+
+
+def test_even_routing_is_one_and_all_to_one_expert_is_as_many() -> None:
+    logits = torch.eye(E, dtype=torch.float64).repeat(2, 6, 1) * 30
+    assert imbalance(logits, routed(logits, 1, None).chosen).tolist() == pytest.approx([1, 1])
+    logits = torch.zeros(1, 9, E, dtype=torch.float64).index_fill_(2, torch.tensor([2]), 30.0)
+    assert imbalance(logits, routed(logits, 1, None).chosen).tolist() == pytest.approx([E])
+
+
+def test_a_near_tie_is_what_rounding_may_decide() -> None:
+    logits = torch.tensor([[[1, 5, 3.000001, 3.0], [4, 4, 1, 0], [2, 2, 2, 9], [0, 1, 2, 3]]])
+    assert [int(near_ties(logits, 2, dtype)) for dtype in (torch.bfloat16, torch.float32, torch.float64)] == [2, 2, 1]
+    assert int(near_ties(logits, E, torch.float32)) == 0
+
+
+def test_an_expert_takes_the_first_tokens_of_each_sequence_that_it_has_room_for() -> None:
+    logits = torch.randn(B, S, E, generator=torch.Generator().manual_seed(1))
+    room = 7
+    routing = routed(logits, 2, room)
+    kept = torch.zeros(B * S * 2, dtype=torch.bool).index_fill_(0, routing.order, True).view(B, S, 2)
+    for sequence, chosen in zip(kept, routing.chosen, strict=True):
+        for one in range(E):
+            asks = [bool(sequence[token, at]) for token, at in (chosen == one).nonzero().tolist()]
+            assert asks == [True] * min(room, len(asks)) + [False] * (len(asks) - room)
+    assert int(routing.ends[-1]) == len(routing.order) == int((places(routing.chosen, E) < room).sum())
+    experts = routing.chosen.flatten()[routing.order]
+    assert torch.equal(experts, experts.sort().values)
+
+
+def test_room_is_by_position_whatever_batch_a_sequence_is_in() -> None:
+    run = run_of(model__capacity=0.5)
+    module, (tokens, labels) = module_of(run), batch_of(run)
+    parts = [module(tokens[row, None], labels[row, None])[0] for row in range(B)]
+    torch.testing.assert_close(module(tokens, labels)[0], sum(parts), rtol=1e-12, atol=0)
+
+
+def test_an_expert_without_tokens_has_a_gradient_of_zeros() -> None:
+    module = module_of(run_of())
+    with torch.no_grad():
+        module.layers["0"].router.weight.zero_()  # all are equal: the first two are taken
+    loss, _ = module(*batch_of(run_of()))
+    loss.backward()
+    for part in ("gate", "up", "down"):
+        grad = module.get_parameter(f"layers.0.experts.{part}.weight").grad
+        assert [bool(each.any()) for each in grad].count(False) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_kernel_for_all_experts_multiplies_as_one_for_each(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU is asked for, by torch's CPU kernel: one expert has no rows."""
+    x, grad = torch.randn(40, 16).to(dtype), torch.randn(40, 24).to(dtype)
+    weight, ends = torch.randn(4, 16, 24).to(dtype), torch.tensor([10, 10, 33, 40])
+
+    def products() -> tuple[Any, ...]:
+        return experts.grouped(x, weight, ends), experts.grouped(grad, weight.mT, ends), experts.grouped_weights(x, grad, ends)
+
+    apart = products()
+    monkeypatch.setattr(experts, "_fused", lambda *_: True)
+    for one, other in zip(apart, products(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+FACTS = {"loss", "flips", "gradients of router", "gradients of experts", "gradients of others"}
+SPLITS = ("2x1", "4x1", "1x2", "1x4", "2x2")
+
+
+@cache
+def differences(layout: str) -> dict[str, float]:
+    script = Path(__file__).parents[1] / "rank_programs" / "moe_ranks.py"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run([sys.executable, str(script), layout], capture_output=True, text=True, timeout=120, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    found: dict[str, float] = json.loads(ended.stdout)
+    return found
+
+
+@pytest.mark.parametrize("way", ["dropless", "balanced", "with little room"])
+@pytest.mark.parametrize("layout", SPLITS)
+def test_expert_and_tensor_ranks_compute_what_one_does(layout: str, way: str) -> None:
+    """In float64; no token goes to another expert."""
+    found = {what.removeprefix(f"{way}: "): most for what, most in differences(layout).items() if what.startswith(f"{way}: ")}
+    assert found.keys() - {"gradients of shared"} == FACTS
+    assert found["flips"] == 0
+    assert max(found.values()) < 1e-13
+
+
+# fmt: off
+BASE = (
+    *("quickstart", "data=synthetic", "train.steps=8", "train.batch=8", "train.seq=32", "train.evaluate.every=0", "log.every=1"),
+    *("optim.lr=1e-3", "optim.warmup=2", "train.clip=0.5", "model=tiny_moe", "model.layers=2", "checkpoint.every=4", "log.ledger=true"),
+)
+CURVES = {
+    "as it is":   (),
+    "balanced":   ("model.aux_loss=0.3", "model.shared_experts=1"),
+    "small room": ("model.aux_loss=0.3", "model.capacity=1.0", "model.dropout=0.1"),
+}
+LAYOUTS = (  # ranks, degrees, the rest
+    ("as it is",   2, "zero: 3",                                            "train.microbatch=1"),
+    ("as it is",   2, "tp: 2, sequence: true",                              "train.microbatch=2"),
+    ("as it is",   4, "ep: 4, zero: 1, recompute: full",                    "train.microbatch=1"),
+    ("as it is",   4, "ep: 2, zero: 2, offload: {optimizer: true}",         "train.microbatch=2"),
+    ("as it is",   4, "ep: 2, pp: 2, zero: 1, schedule: gpipe",             "train.microbatch=1"),
+    ("balanced",   4, "tp: 2, zero: 3, sequence: true, recompute: full",    "train.microbatch=2"),
+    ("balanced",   2, "pp: 2",                                              "train.microbatch=2"),
+    ("balanced",   4, "ep: 2, tp: 2, zero: 1",                              "train.microbatch=2"),
+    ("balanced",   8, "ep: 2, tp: 2, pp: 2, sequence: true, zero: 1",       "train.microbatch=2"),
+    ("small room", 2, "zero: 1",                                            "train.microbatch=2"),
+    ("small room", 4, "ep: 2, zero: 0",                                     "train.microbatch=1"),
+    ("small room", 4, "tp: 2, pp: 2, sequence: true, recompute: selective", "train.microbatch=1"),
+)
+# fmt: on
+ROWS = pytest.mark.parametrize("row", LAYOUTS, ids=lambda row: f"{row[0]} {row[2]}")
+
+
+def words_of(row: tuple[str, int, str, str]) -> tuple[str, ...]:
+    curve, ranks, degrees, micro = row
+    return (*BASE, *CURVES[curve], f"cluster.gpus={ranks}", f"parallel={{{degrees}}}", micro)
+
+
+@pytest.fixture(scope="module")
+def trained(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("moe")
+
+    @cache
+    def of(row: tuple[str, int, str, str]) -> Job:
+        return ranks.trained(folder / f"row{LAYOUTS.index(row)}", *words_of(row))
+
+    return of
+
+
+@ROWS
+def test_every_layout_trains_what_one_process_does(trained: Any, row: tuple[str, int, str, str]) -> None:
+    losses, norms = reference((*BASE, *CURVES[row[0]]))
+    job = trained(row)
+    assert job.figures("loss") == pytest.approx(losses, abs=3e-6, rel=0)
+    assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=2e-5)
+    assert all(0 <= close < 8 for close in job.figures("near_ties"))  # of 512 tokens and layers a step
+
+
+@ROWS
+def test_ranks_send_what_is_planned_and_between_experts_what_even_routing_would(trained: Any, row: tuple[str, int, str, str]) -> None:
+    words = words_of(row)
+    run = load(words[0], words[1:])
+    counted = json.loads((trained(row).folder / "ledger.json").read_text())["ranks"]
+    audits = [compared(read(rows), rank_traffic(run, rank), data_terms(run, seat(run, rank))) for rank, rows in enumerate(counted)]
+    assert [line for audit in audits for line in audit if line.verdict == "differs"] == []
+    exchanged = [line for audit in audits for line in audit if line.axis == "ep"]
+    assert bool(exchanged) == (run.parallel.ep > 1)
+    if run.model.capacity is None:  # what all ranks send is what was planned, whoever the tokens went to
+        assert sum(line.counted_bytes for line in exchanged) == sum(line.planned_bytes for line in exchanged)
+    assert all(line.counted_count == line.planned_count for line in exchanged)
+
+
+@ROWS
+def test_ranks_hold_what_is_planned(trained: Any, row: tuple[str, int, str, str]) -> None:
+    """Activations where no routing decides them."""
+    words = words_of(row)
+    run = load(words[0], words[1:])
+    memory = make_plan(run).memory
+    assert memory is not None
+    for rank, held in enumerate(json.loads((trained(row).folder / "measured.json").read_text())["ranks"]):
+        planned = memory.stages[seat(run, rank).place["pp"]].bytes
+        if run.parallel.zero != 3:
+            assert held["weights"] == planned.weights
+        if run.parallel.ep == run.parallel.pp == 1 and run.model.capacity is None and run.parallel.recompute == "none":
+            assert held["activations"] == planned.activations + planned.logits
+
+
+@pytest.mark.parametrize("there", ["dp: 1", "ep: 4, zero: 1", "tp: 2, zero: 3", "ep: 2, pp: 2"])
+def test_a_checkpoint_of_expert_ranks_goes_on_in_another_layout(ranks: Ranks, tmp_path: Path, there: str) -> None:
+    words = (*BASE, "model.aux_loss=0.3", "model.shared_experts=1", "train.microbatch=2", "checkpoint.resume=auto")
+    losses, norms = reference((*BASE, "model.aux_loss=0.3", "model.shared_experts=1"))
+    stop = ("cluster.gpus=4", "parallel={ep: 2, zero: 1, tp: 2}")
+    ranks.fit(tmp_path / "run", *words, *stop, signals=[(5, 0, 15)])
+    gpus = 1 if there == "dp: 1" else 4
+    job = ranks.trained(tmp_path / "run", *words, f"cluster.gpus={gpus}", f"parallel={{{there}}}")
+    assert any(said.startswith("goes on from step") for said in job.said)
+    assert job.figures("loss") == pytest.approx(losses, abs=3e-6, rel=0)
+    assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=2e-5)

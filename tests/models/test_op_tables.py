@@ -1,0 +1,209 @@
+"""The op tables against published counts: Korthikanti's activation bytes, Narayanan's parameters and FLOPs, models' totals."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from distrain.trainer.models.families import FAMILIES
+from distrain.trainer.models.table import parameters
+from distrain.trainer.plan.changed_run import changed
+from distrain.trainer.plan.plan import make_plan
+from distrain.trainer.plan.result import Plan
+from distrain.trainer.spec.run import Cluster, Device, Link, Model, Parallel, Run, Train
+
+DEVICE = Device(name="A100", memory=1e16, bandwidth=2e12, peak={"fp16": 312e12, "bf16": 312e12, "fp32": 19.5e12}, units=108)
+LINKS: dict[str, Any] = {"inside": Link(bandwidth=300e9, latency=5e-6), "between": Link(bandwidth=25e9, latency=1e-5)}
+
+
+def gpt(layers: int, hidden: int, heads: int, vocab: int = 51200) -> Model:
+    return Model(family="gpt", layers=layers, hidden=hidden, heads=heads, vocab=vocab, bias=True, tied=True, dropout=0.1)
+
+
+def planned(model: Model, *, seq: int, micro: int = 1, batch: int | None = None, **changes: Any) -> Plan:
+    """The plan of a model on as few devices as its degrees take, with keys changed: parallel__tp=8."""
+    train = Train(batch=batch or micro, seq=seq, microbatch=micro, steps=1, precision="fp16", attention="math")
+    run = Run(name="test", model=model, cluster=Cluster(nodes=1, gpus=1, device=DEVICE, **LINKS), parallel=Parallel(dp=1), train=train)
+    keys = {key.replace("__", "."): value for key, value in changes.items()}
+    plan = make_plan(changed(run, (keys | {"cluster.gpus": keys.get("parallel.tp", 1)}).items()))
+    assert plan.problems == ()
+    return plan
+
+
+def kept_by_a_layer(seq: int, micro: int, hidden: int, heads: int, **changes: Any) -> int:
+    """Bytes that one more layer keeps from forward to backward on one rank."""
+    held = []
+    for layers in (1, 2):
+        memory = planned(gpt(layers, hidden, heads), seq=seq, micro=micro, **changes).memory
+        assert memory is not None
+        held.append(memory.stages[0].bytes.activations)
+    return held[1] - held[0]
+
+
+# arXiv:2205.05198 table 2, rows of table 3 first; one GPT layer at 2 bytes an element and 1 a mask.
+# fmt: off
+LAYERS = pytest.mark.parametrize(("s", "b", "h", "a", "t"), [
+    (2048, 4,  6144,  64, 8),
+    (2048, 1, 12288,  96, 8),
+    (2048, 1, 20480, 128, 8),
+    (2048, 1, 25600, 160, 8),
+    (1024, 2,   768,  12, 4),
+    ( 128, 3,    64,   4, 2),
+])
+# fmt: on
+
+
+@LAYERS
+def test_a_layer_keeps_34sbh_and_5as2b(s: int, b: int, h: int, a: int, t: int) -> None:
+    assert kept_by_a_layer(s, b, h, a) == 34 * s * b * h + 5 * a * s * s * b
+
+
+@LAYERS
+def test_tensor_parallel_leaves_10sbh_whole(s: int, b: int, h: int, a: int, t: int) -> None:
+    assert kept_by_a_layer(s, b, h, a, parallel__tp=t) * t == 10 * s * b * h * t + 24 * s * b * h + 5 * a * s * s * b
+
+
+@LAYERS
+def test_sequence_parallel_splits_all_that_a_layer_keeps(s: int, b: int, h: int, a: int, t: int) -> None:
+    kept = kept_by_a_layer(s, b, h, a, parallel__tp=t, parallel__sequence=True)
+    assert kept * t == 34 * s * b * h + 5 * a * s * s * b
+
+
+@LAYERS
+def test_selective_recomputation_drops_attentions_core(s: int, b: int, h: int, a: int, t: int) -> None:
+    selective = {"parallel__tp": t, "parallel__recompute": "selective"}
+    assert kept_by_a_layer(s, b, h, a, **selective) * t == 10 * s * b * h * t + 24 * s * b * h
+    assert kept_by_a_layer(s, b, h, a, **selective, parallel__sequence=True) * t == 34 * s * b * h
+
+
+@LAYERS
+def test_full_recomputation_keeps_a_layers_input(s: int, b: int, h: int, a: int, t: int) -> None:
+    full = {"parallel__tp": t, "parallel__recompute": "full"}
+    assert kept_by_a_layer(s, b, h, a, **full) == 2 * s * b * h
+    assert kept_by_a_layer(s, b, h, a, **full, parallel__sequence=True) * t == 2 * s * b * h
+
+
+@LAYERS
+def test_flash_attention_keeps_four_bytes_a_query_in_place_of_scores(s: int, b: int, h: int, a: int, t: int) -> None:
+    kept = kept_by_a_layer(s, b, h, a, parallel__tp=t, parallel__sequence=True, train__attention="flash")
+    assert kept * t == 34 * s * b * h + 4 * a * s * b
+
+
+@LAYERS
+def test_without_dropout_no_mask_is_kept(s: int, b: int, h: int, a: int, t: int) -> None:
+    assert kept_by_a_layer(s, b, h, a, model__dropout=0.0) == 32 * s * b * h + 2 * a * s * s * b
+
+
+# arXiv:2104.04473 table 1 (a row each scale) and GPT-2: layers, hidden, heads, vocab, seq, batch.
+# fmt: off
+NARAYANAN = pytest.mark.parametrize(("L", "h", "a", "V", "s", "B"), [
+    ( 24,  2304,  24, 51200, 2048,  512),
+    ( 48,  8192,  64, 51200, 2048, 1536),
+    ( 96, 12288,  96, 51200, 2048, 1536),
+    (128, 25600, 160, 51200, 2048, 3072),
+    ( 12,   768,  12, 50257, 1024,    8),
+])
+# fmt: on
+
+
+@NARAYANAN
+def test_gpts_parameters_are_narayanans(L: int, h: int, a: int, V: int, s: int, B: int) -> None:
+    """arXiv:2104.04473 eq. 2, whose last norm's 2h it leaves out."""
+    plan = planned(gpt(L, h, a, vocab=V), seq=s, batch=B)
+    assert plan.model is not None
+    assert plan.model.parameters == L * (12 * h * h + 13 * h) + V * h + s * h + 2 * h
+
+
+@NARAYANAN
+def test_gpts_flops_are_narayanans(L: int, h: int, a: int, V: int, s: int, B: int) -> None:
+    """Model FLOPs: arXiv:2205.05198 appendix A. Hardware FLOPs: arXiv:2104.04473 eq. 3, four passes under full recomputation."""
+    model = 72 * B * s * L * h**2 * (1 + s / (6 * h) + V / (12 * L * h))
+    again = {
+        "none": model,
+        "selective": model + 4 * B * s * s * h * L,  # the two products of attention's core
+        "full": 96 * B * s * L * h**2 * (1 + s / (6 * h) + V / (16 * L * h)),
+    }
+    for recompute, hardware in again.items():
+        plan = planned(gpt(L, h, a, vocab=V), seq=s, batch=B, parallel__recompute=recompute)
+        assert plan.run is not None
+        assert plan.time is not None
+        assert plan.throughput is not None
+        assert plan.run.flops == pytest.approx(model, rel=1e-12)
+        assert plan.throughput.hardware_flops_per_second_per_gpu * plan.time.step == pytest.approx(hardware, rel=1e-12)
+
+
+GPT2: dict[str, Any] = {"family": "gpt", "tied": True, "bias": True, "vocab": 50257, "context": 1024}
+LLAMA: dict[str, Any] = {"family": "llama", "norm": "rmsnorm", "act": "swiglu", "positions": "rope"}
+LLAMA2, LLAMA3 = LLAMA | {"vocab": 32000}, LLAMA | {"vocab": 128256}
+MIXTRAL: dict[str, Any] = LLAMA2 | {"family": "moe", "experts": 8, "top_k": 2}
+BERT: dict[str, Any] = {"family": "bert", "tied": True, "bias": True, "vocab": 30522, "context": 512}
+
+
+# The parameters of the published weights, as transformers counts them: a tied weight once.
+# fmt: off
+PUBLISHED = pytest.mark.parametrize(("base", "layers", "hidden", "heads", "kv_heads", "ffn", "published"), [
+    (GPT2,    12,   768,  12,  12,  3072,     124_439_808),  # openai-community/gpt2
+    (GPT2,    24,  1024,  16,  16,  4096,     354_823_168),  # gpt2-medium
+    (GPT2,    36,  1280,  20,  20,  5120,     774_030_080),  # gpt2-large
+    (GPT2,    48,  1600,  25,  25,  6400,   1_557_611_200),  # gpt2-xl
+    (LLAMA2,  32,  4096,  32,  32, 11008,   6_738_415_616),  # meta-llama/Llama-2-7b-hf
+    (LLAMA2,  80,  8192,  64,   8, 28672,  68_976_648_192),  # Llama-2-70b-hf
+    (LLAMA3,  32,  4096,  32,   8, 14336,   8_030_261_248),  # Meta-Llama-3-8B
+    (LLAMA3,  80,  8192,  64,   8, 28672,  70_553_706_496),  # Meta-Llama-3-70B
+    (LLAMA3, 126, 16384, 128,   8, 53248, 405_853_388_800),  # Llama-3.1-405B
+    (MIXTRAL, 32,  4096,  32,   8, 14336,  46_702_792_704),  # mistralai/Mixtral-8x7B-v0.1
+    (BERT,    24,  1024,  16,  16,  4096,     335_174_458),  # google-bert/bert-large-uncased with its masked-token head, biased
+])
+# fmt: on
+
+
+@PUBLISHED
+def test_a_model_has_its_published_parameters(
+    base: dict[str, Any], layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, published: int
+) -> None:
+    model = Model(**base, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn)
+    plan = planned(model, seq=512)
+    assert plan.model is not None
+    assert plan.model.parameters == published
+
+
+def test_a_token_meets_two_experts_of_mixtrals_eight() -> None:
+    """12.9e9 active parameters: arXiv:2401.04088 section 1 says 13B."""
+    plan = planned(Model(**MIXTRAL, layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336), seq=512)
+    assert plan.model is not None
+    assert plan.model.active_parameters == 46_702_792_704 - 32 * 6 * 3 * 4096 * 14336 == 12_879_925_248
+
+
+SMALL = {
+    "bert": Model(**BERT, layers=2, hidden=64, heads=4),
+    "gpt": Model(**GPT2, layers=2, hidden=64, heads=4),
+    "llama": Model(**LLAMA2, layers=2, hidden=64, heads=4, kv_heads=2, ffn=96),
+    "moe": Model(**MIXTRAL, layers=2, hidden=64, heads=4, kv_heads=2, ffn=96, shared_experts=1),
+}
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"hf"}))  # whose weights a config.json states
+def test_a_tied_model_has_one_embedding_less(family: str) -> None:
+    train = Train(batch=1, seq=8, steps=1)
+    tied, apart = (replace(SMALL[family], tied=tied) for tied in (True, False))
+    counts = [parameters(FAMILIES[family](model, train), model.layers) for model in (tied, apart)]
+    assert counts[1] - counts[0] == SMALL[family].vocab * SMALL[family].hidden
+
+
+# Elements of a small model that tp doesn't split: norms, biases of rows, routers, position and segment tables, BERT's transform.
+# fmt: off
+REPLICATED = {
+    "bert":  64 * (2 * (2 * 2 + 2) + 512 + 2 + 2 + 64 + 1 + 2),
+    "gpt":   64 * (2 * (2 * 2 + 2) + 1024 + 2),
+    "llama": 64 * (2 * 2 + 1),
+    "moe":   64 * (2 * (2 + 8) + 1),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"hf"}))  # whose weights a config.json states
+def test_tensor_parallel_halves_all_but_what_every_rank_holds(family: str) -> None:
+    whole, half = (planned(SMALL[family], seq=8, parallel__tp=tp, model__vocab=50304) for tp in (1, 2))
+    assert whole.memory is not None
+    assert half.memory is not None
+    assert 2 * half.memory.stages[0].parameters - whole.memory.stages[0].parameters == REPLICATED[family]

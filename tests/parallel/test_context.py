@@ -1,0 +1,201 @@
+"""Context parallelism: ranks that share every sequence compute what one rank computes, in every layout with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("torch")
+
+from distrain.cli.config.load import load
+from distrain.tests.fakes.one_process import reference, some_text
+from distrain.trainer.plan.deepspeed.messages import compared, data_terms, read
+from distrain.trainer.plan.engines import engine_for
+from distrain.trainer.plan.mesh_position import seat
+from distrain.trainer.plan.plan import make_plan
+from distrain.trainer.plan.traffic import rank_traffic
+from distrain.trainer.spec.run import Run
+
+if TYPE_CHECKING:
+    from distrain.tests.conftest import Job, Ranks
+
+Words = tuple[str, ...]
+
+STEPS = 6
+# fmt: off
+BASE = (
+    "quickstart", "data=synthetic", f"train.steps={STEPS}", "train.batch=8", "train.seq=32", "train.evaluate.every=0", "log.every=1",
+    "optim.lr=1e-3", "optim.warmup=2", "train.clip=0.5",
+)
+GPT    = ("model=tiny",       "model.layers=2", "model.tied=true")
+LLAMA  = ("model=tiny_llama", "model.layers=2", "model.tied=false")
+DROPS  = ("model.dropout=0.2",)
+MATH   = ("train.attention=math",)
+APART  = ("data=text", "data.end=10", "data.documents=true")
+# What is learnt, and how it is laid out: context ranks alone, beside tensor ranks, beside data ranks, under each stage of ZeRO.
+ROWS: tuple[tuple[Words, str], ...] = (
+    (GPT,                   "cp: 2, zero: 0"),
+    (GPT,                   "cp: 4, zero: 1"),
+    (LLAMA,                 "cp: 2, zero: 2"),
+    (LLAMA,                 "cp: 4, zero: 3, recompute: full"),
+    (GPT + DROPS,           "cp: 2, zero: 1, recompute: full"),
+    (LLAMA + DROPS,         "cp: 2, dp: 2, zero: 3, recompute: selective"),
+    (LLAMA + MATH,          "cp: 2, dp: 2, zero: 1, recompute: selective"),
+    (GPT + MATH + DROPS,    "cp: 4, zero: 0"),
+    (GPT + APART,           "cp: 2, dp: 2, zero: 2"),
+    (LLAMA + APART + DROPS, "cp: 4, zero: 0, recompute: full"),
+    (LLAMA + APART + MATH,  "cp: 2, tp: 2, zero: 1"),
+    (GPT,                   "cp: 2, tp: 2, zero: 0"),
+    (GPT + DROPS,           "cp: 2, tp: 2, zero: 1, sequence: true"),
+    (LLAMA,                 "cp: 2, tp: 2, zero: 3, sequence: true, recompute: full"),
+    (LLAMA + DROPS + APART, "cp: 2, tp: 4, zero: 0, sequence: true, recompute: selective"),
+    (LLAMA,                 "cp: 2, tp: 2, dp: 2, zero: 2, sequence: true"),
+    (GPT,                   "cp: 4, tp: 2, zero: 3"),
+    (GPT,                   "cp: 2, pp: 2, zero: 0"),
+    (LLAMA + DROPS,         "cp: 2, pp: 2, dp: 2, zero: 1, recompute: full"),
+    (GPT + APART + DROPS,   "cp: 2, pp: 2, tp: 2, zero: 1, sequence: true, recompute: selective"),
+    (LLAMA + APART,         "cp: 4, pp: 2, zero: 0, schedule: gpipe"),
+    ((*GPT, "model.layers=4"), "cp: 2, pp: 2, zero: 1, schedule: dualpipev"),
+)
+# fmt: on
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Words:
+    """The words for a small text of short documents, and for its cache."""
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "a.txt").write_text(some_text())
+    return f"data.path={folder / 'a.txt'}", f"data.cache={folder / 'cache'}"
+
+
+def laid_out(degrees: str) -> Words:
+    """The words of a layout on as many ranks as it has."""
+    found = dict(each.split(": ") for each in degrees.split(", "))
+    gpus = 1
+    for axis in ("cp", "tp", "dp", "pp"):
+        gpus *= int(found.get(axis, 1))
+    return (f"cluster.gpus={gpus}", *(f"parallel.{key}={value}" for key, value in found.items()))
+
+
+class Trained(NamedTuple):
+    """A row, trained once: its words, its run as planned, what its ranks left."""
+
+    words: Words
+    run: Run
+    job: Job
+
+
+@pytest.fixture(scope="module")
+def trained(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, text: Words) -> Callable[[Words, str], Trained]:
+    folder = tmp_path_factory.mktemp("context")
+
+    @cache
+    def of(words: Words, layout: str) -> Trained:
+        curve = (*BASE, *words, *(text if "data=text" in words else ()))
+        every = (*curve, *laid_out(layout), "train.microbatch=2", "log.ledger=true")
+        return Trained(curve, load(every[0], every[1:]), ranks.trained(folder / f"row{len(list(folder.iterdir()))}", *every))
+
+    return of
+
+
+def named(row: tuple[Words, str]) -> str:
+    words, layout = row
+    return f"{' '.join(words[:1] + words[3:])} {layout}"
+
+
+def row_test(rows: Sequence[tuple[Words, str]]) -> Any:
+    return pytest.mark.parametrize("row", rows, ids=named)
+
+
+@row_test(ROWS)
+def test_context_ranks_train_what_one_process_does(trained: Callable[[Words, str], Trained], row: tuple[Words, str]) -> None:
+    words, _, job = trained(*row)
+    losses, norms = reference(words)
+    assert job.figures("loss") == pytest.approx(losses, abs=2e-6, rel=0)
+    assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=2e-5)
+
+
+@row_test(ROWS)
+def test_context_ranks_send_what_is_planned(trained: Callable[[Words, str], Trained], row: tuple[Words, str]) -> None:
+    _, run, job = trained(*row)
+    counted = json.loads((job.folder / "ledger.json").read_text())["ranks"]
+    for rank, rows in enumerate(counted):
+        audit = compared(read(rows), rank_traffic(run, rank), data_terms(run, seat(run, rank)))
+        assert {line.verb for line in audit if line.axis == "cp"} == {"all_gather", "reduce_scatter"}
+        assert [line for line in audit if line.verdict == "differs" or (line.axis == "cp" and line.verdict != "equal")] == []
+
+
+# Not to the byte: masks of documents; angles, which recomputed layers hold but autograd does not save; what a folded pipeline keeps.
+@row_test([row for row in ROWS if not set(APART) <= set(row[0]) and "full" not in row[1] and "dualpipev" not in row[1]])
+def test_context_ranks_keep_what_is_planned(trained: Callable[[Words, str], Trained], row: tuple[Words, str]) -> None:
+    _, run, job = trained(*row)
+    counted = json.loads((job.folder / "measured.json").read_text())["ranks"]
+    memory = make_plan(run).memory
+    assert memory is not None
+    for rank, held in enumerate(counted):
+        kept = memory.stages[seat(run, rank).place["pp"]].bytes
+        assert held["activations"] == kept.activations + kept.logits
+
+
+def test_validation_is_the_same_for_context_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    words = (*BASE, *LLAMA, *DROPS, "train.evaluate={every: 3, batches: 2}", "train.microbatch=2")
+    layouts = ("dp: 1", "cp: 4, zero: 1", "cp: 2, tp: 2, sequence: true", "cp: 2, pp: 2")
+    one, *others = (ranks.trained(tmp_path / f"at{at}", *words, *laid_out(layout)) for at, layout in enumerate(layouts))
+    assert len(one.figures("validation_loss")) == 2
+    for other in others:
+        assert other.figures("validation_loss") == pytest.approx(one.figures("validation_loss"), abs=2e-6, rel=0)
+
+
+CHANGES = (
+    ("cp: 2, zero: 1",          "dp: 2, zero: 1"),
+    ("dp: 2, zero: 0",          "cp: 2, zero: 0"),
+    ("cp: 2, dp: 2, zero: 3",   "cp: 4, zero: 2"),
+    ("cp: 2, tp: 2, zero: 0",   "cp: 2, pp: 2, zero: 1"),
+    ("tp: 2, pp: 2, zero: 1",   "cp: 2, tp: 2, zero: 3, sequence: true"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("one", "other"), CHANGES)
+def test_context_ranks_go_on_from_what_others_saved(ranks: Ranks, tmp_path: Path, one: str, other: str) -> None:
+    curve = (*BASE, *GPT, *DROPS, "optim.schedule=constant")
+    losses, norms = reference(curve)
+    ranks.trained(tmp_path / "run", *curve, "train.microbatch=2", *laid_out(one), f"train.steps={STEPS // 2}")
+    job = ranks.trained(tmp_path / "run", *curve, "train.microbatch=1", *laid_out(other))
+    assert f"goes on from step {STEPS // 2}" in job.said
+    assert job.figures("loss") == pytest.approx(losses, abs=2e-6, rel=0)
+    assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=2e-5)
+
+
+def test_bf16_trains_what_float32_does_to_its_own_precision(ranks: Ranks, tmp_path: Path) -> None:
+    """As without context ranks: 8 bits of a weight."""
+    losses, norms = reference((*BASE, *LLAMA))
+    job = ranks.trained(tmp_path / "run", *BASE, *LLAMA, *laid_out("cp: 2, dp: 2, zero: 1"), "train.microbatch=2", "train.precision=bf16")
+    assert job.figures("loss") == pytest.approx(losses, abs=5e-4, rel=0)
+    assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=3e-3)
+
+
+def test_experts_are_not_trained_by_context_ranks() -> None:
+    """Balance and capacity are a whole sequence's."""
+    run = load("quickstart", ["model=tiny_moe", *laid_out("cp: 2")])
+    assert [limit.says for limit in engine_for(run, run.parallel)[1]] == ["engine zero does not run parallel.cp=2"]
+    assert not make_plan(run).runnable
+
+
+@pytest.mark.parametrize("many", [2, 3])
+def test_attention_and_models_are_the_same_in_float64(many: int) -> None:
+    """Every core, with and without documents, grouped heads, dropout, recomputation; and whole models, with all their gradients."""
+    script = Path(__file__).parents[1] / "rank_programs" / "context_ranks.py"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run([sys.executable, str(script), str(many)], capture_output=True, text=True, timeout=120, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert len(found) == 56
+    assert {what: far for what, far in found.items() if not far < 1e-12} == {}

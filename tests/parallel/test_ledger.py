@@ -1,0 +1,187 @@
+"""What ranks send is counted, whoever sends it, and held against the plan: row by row, or to the byte with a reason."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from distrain.cli.config.load import load
+from distrain.trainer.plan.deepspeed.messages import Compared, Row, Term, compared, data_terms, read
+from distrain.trainer.plan.mesh_position import seat
+from distrain.trainer.plan.result import Message
+from distrain.trainer.plan.traffic import rank_traffic
+
+if TYPE_CHECKING:
+    from distrain.tests.conftest import Ranks
+
+Words = tuple[str, ...]
+
+# The ledger: messages of 100 float32 between two ranks that are each other's tensor axis.
+
+# fmt: off
+KINDS = {
+    "all_reduce":                       [("tp", "all_reduce", 400, 1)],
+    "all_reduce under way":             [("tp", "all_reduce", 400, 1)],
+    "all_gather_into_tensor":           [("tp", "all_gather", 800, 1)],
+    "all_gather":                       [("tp", "all_gather", 800, 1)],
+    "reduce_scatter_tensor":            [("tp", "reduce_scatter", 400, 1)],
+    "reduce_scatter":                   [("tp", "reduce_scatter", 400, 1)],
+    "all_to_all_single":                [("tp", "all_to_all", 400, 1)],
+    "broadcast":                        [("tp", "broadcast", 400, 1)],
+    "barrier":                          [("control", "barrier", 0, 1)],
+    "send and receive":                 [("pp", "send", 400, 1)],
+    "isend and irecv":                  [("pp", "send", 400, 1)],
+    "batch_isend_irecv":                [("pp", "send", 400, 1)],
+    "a float":                          [("control", "all_reduce", 4, 1)],
+    "one rank":                         [],
+    "another group of the same ranks":  [("tp", "all_reduce", 400, 1)],
+    "backward":                         [("tp", "all_reduce", 400, 2)],
+    "recomputation":                    [("tp", "all_reduce", 400, 3)],
+}
+# fmt: on
+
+
+@cache
+def seen() -> dict[str, list[tuple[Any, ...]]]:
+    script, environment = Path(__file__).parents[1] / "rank_programs" / "ledger_ranks.py", {**os.environ, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    return {what: [tuple(row) for row in rows] for what, rows in json.loads(ended.stdout).items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_ledger_sees_every_kind_of_message(kind: str) -> None:
+    assert seen()[kind] == KINDS[kind]
+
+
+def test_objects_are_control() -> None:
+    assert {axis for axis, *_ in seen()["objects"]} == {"control"}
+    assert seen().keys() == {*KINDS, "objects"}
+
+
+# The audit.
+
+
+def planned(axis: str, verb: str, payload: int, count: int) -> Message:
+    return Message(axis=axis, verb=verb, payload=payload, count=count, sent=0, link="inside", seconds=None, exposed=None)
+
+
+def row(axis: str, verb: str, payload: int, count: int) -> Row:
+    return Row(axis=axis, verb=verb, payload=payload, count=count)
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp", "copies", "cp"])
+def test_messages_inside_a_replica_are_as_planned_or_differ(axis: str) -> None:
+    """Whatever the bytes: two of 100 are not one of 200."""
+    (same,) = compared([row(axis, "send", 100, 2)], [planned(axis, "send", 100, 2)], [Term(verb="send", bytes=200, says="so")])
+    assert (same.verdict, same.why) == ("equal", "")
+    found = compared([row(axis, "send", 200, 1)], [planned(axis, "send", 100, 2)], [Term(verb="send", bytes=200, says="so")])
+    assert [(each.payload, each.verdict, each.why) for each in found] == [
+        (100, "differs", "planned, and never sent"),
+        (200, "differs", "sent, and not planned"),
+    ]
+
+
+def test_messages_of_the_data_axis_are_equal_in_bytes_however_they_are_cut() -> None:
+    rows = [row("dp", "all_reduce", 100, 2), row("dp", "all_reduce", 50, 1)]
+    (found,) = compared(rows, [planned("dp", "all_reduce", 250, 1)])
+    assert (found.verdict, found.payload, found.counted_count, found.counted_bytes) == ("equal", None, 3, 250)
+
+
+@pytest.mark.parametrize(("bytes_told", "verdict"), [(260, "explained"), (261, "differs")])
+def test_other_bytes_of_the_data_axis_are_explained_to_the_byte_or_differ(bytes_told: int, verdict: str) -> None:
+    terms = [Term(verb="all_gather", bytes=200, says="once"), Term(verb="all_gather", bytes=bytes_told - 200, says="padded")]
+    (found,) = compared([row("dp", "all_gather", 130, 2)], [planned("dp", "all_gather", 250, 1)], terms)
+    assert found.verdict == verdict
+    assert found.why == ("once; padded" if verdict == "explained" else "more or fewer than planned")
+
+
+def test_the_first_and_the_last_stage_are_planned_as_the_pipeline_and_counted_as_ends() -> None:
+    (found,) = compared([row("ends", "all_reduce", 100, 1)], [planned("pp", "all_reduce", 100, 1)])
+    assert (found.axis, found.verdict) == ("ends", "equal")
+
+
+def test_control_is_one_line_and_the_last() -> None:
+    *_, last = compared([row("control", "all_reduce", 4, 3), row("control", "barrier", 0, 1), row("tp", "all_reduce", 8, 1)], [])
+    assert (last.axis, last.verb, last.counted_count, last.counted_bytes, last.verdict) == ("control", "any", 4, 12, "explained")
+
+
+# Layouts that train.
+
+# fmt: off
+BASE = (
+    "quickstart", "data=synthetic", "train.steps=4", "train.seq=32", "train.evaluate.every=0", "log.every=1", "log.ledger=true",
+    "train.microbatch=1", "train.precision=fp32", "optim.warmup=0",
+)
+ODD: Words = (  # sizes that no number of ranks divides
+    "model=tiny", "model.hidden=60", "model.ffn=131", "model.vocab=251", "model.layers=2", "model.tied=false", "train.batch=6",
+    "cluster.gpus=3",
+)
+GPT: Words = ("model=tiny", "model.layers=4", "train.batch=8")
+LLAMA: Words = ("model=tiny_llama", "model.layers=2", "model.kv_heads=2", "train.batch=4")
+HALF: Words = ("train.precision=bf16", "train.gradients=fp32")
+LAYOUTS: tuple[Words, ...] = (
+    *((*ODD, f"parallel.zero={stage}", *precision) for stage in range(4) for precision in ((), ("train.precision=bf16",), HALF)),
+    (*ODD, "parallel.zero=1", "parallel.bucket=20000"),
+    (*ODD, "parallel.zero=3", "parallel.bucket=20000"),
+    ("model=tiny", "model.hidden=512", "model.layers=2", "model.ffn=600", "train.batch=4", "cluster.gpus=2", "parallel.zero=3"),
+    (*GPT, "cluster.gpus=2", "parallel.tp=2", "parallel.recompute=full"),
+    (*GPT, "cluster.gpus=2", "parallel.tp=2", "parallel.sequence=true", "parallel.recompute=full", "model.dropout=0.1"),
+    (*GPT, "cluster.gpus=4", "parallel.tp=2", "parallel.dp=2", "parallel.sequence=true", "parallel.zero=3"),
+    (*LLAMA, "cluster.gpus=4", "parallel.tp=4", "parallel.zero=1"),
+    (*LLAMA, "cluster.gpus=8", "parallel.tp=4", "parallel.dp=2", "parallel.sequence=true", "parallel.zero=2"),
+    (*LLAMA, "cluster.gpus=8", "parallel.tp=4", "parallel.dp=2", "parallel.sequence=true", "parallel.zero=1", *HALF),
+    (*GPT, "cluster.gpus=4", "parallel.pp=4"),
+    (*GPT, "cluster.gpus=4", "parallel.pp=2", "parallel.dp=2", "parallel.zero=1", *HALF),
+    (*GPT, "cluster.gpus=4", "parallel.pp=2", "parallel.dp=2", "parallel.schedule=gpipe", "model.tied=false"),
+    (*GPT, "cluster.gpus=4", "parallel.pp=2", "parallel.dp=2", "parallel.schedule=dualpipev", "parallel.zero=1"),
+    (*GPT, "cluster.gpus=8", "parallel.pp=2", "parallel.dp=2", "parallel.tp=2", "parallel.sequence=true", "parallel.zero=1"),
+)
+# fmt: on
+
+
+def named(words: Words) -> str:
+    return " ".join(word.rpartition(".")[2] for word in words if word.startswith(("parallel.", "train.precision", "train.gradients")))
+
+
+def audited(ranks: Ranks, folder: Path, words: Words) -> list[list[Compared]]:
+    """The audit of each rank of a run."""
+    job = ranks.trained(folder, *BASE, *words)
+    run = load(BASE[0], [*BASE[1:], *words])
+    told = json.loads((job.folder / "ledger.json").read_text())
+    assert told["step"] == 3
+    return [compared(read(rows), rank_traffic(run, rank), data_terms(run, seat(run, rank))) for rank, rows in enumerate(told["ranks"])]
+
+
+@pytest.mark.parametrize("words", LAYOUTS, ids=named)
+def test_every_rank_sends_what_its_plan_says(ranks: Ranks, tmp_path: Path, words: Words) -> None:
+    for audit in audited(ranks, tmp_path / "run", words):
+        assert {line.axis for line in audit} - {"control"}, "it speaks"
+        assert [line for line in audit if line.verdict == "differs" or line.axis == "world"] == []
+        assert {line.verdict for line in audit if line.axis not in ("dp", "control")} <= {"equal"}
+
+
+def test_control_is_small(ranks: Ranks, tmp_path: Path) -> None:
+    words = (*GPT, "cluster.gpus=4", "parallel.pp=2", "parallel.dp=2", "parallel.zero=1")
+    for audit in audited(ranks, tmp_path / "run", words):
+        control = audit[-1]
+        assert control.axis == "control"
+        assert control.counted_bytes <= 100
+
+
+def test_counting_changes_no_number(ranks: Ranks, tmp_path: Path) -> None:
+    """Nor how many bytes are held: of two steps the second is measured and counted at once."""
+    words = (*BASE, *GPT, "model.dropout=0.1", "parallel.recompute=selective", "parallel.zero=2", "cluster.gpus=2", "train.steps=2")
+    counted, plain = (ranks.trained(tmp_path / f"counted_{word}", *words, f"log.ledger={word}") for word in ("true", "false"))
+    assert counted.figures("loss") == plain.figures("loss")
+    assert counted.figures("grad_norm") == plain.figures("grad_norm")
+    measured = [json.loads((job.folder / "measured.json").read_text()) for job in (counted, plain)]
+    assert measured[0] == measured[1]
+    assert [(job.folder / "ledger.json").exists() for job in (counted, plain)] == [True, False]

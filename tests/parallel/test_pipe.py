@@ -1,0 +1,311 @@
+"""Engine `pipe` trains what one process of plain torch does: every schedule, beside the other axes, to rounding."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("deepspeed")
+
+from distrain.cli.config.load import load  # noqa: E402
+from distrain.tests.rank_programs.pipe_ranks import LR, STEPS, batch  # noqa: E402
+from distrain.trainer.engines.deepspeed.settings import deepspeed, optimizer  # noqa: E402
+from distrain.trainer.models.build import build  # noqa: E402
+from distrain.trainer.plan.mesh import Mesh  # noqa: E402
+from distrain.trainer.plan.schedules import SCHEDULES, Action, held_at_once  # noqa: E402
+from distrain.trainer.prove.fork_client import Server  # noqa: E402
+from distrain.trainer.spec.run import Run  # noqa: E402
+
+Words = tuple[str, ...]
+
+RAN = ("1f1b", "gpipe", "dualpipev")
+DEADLINE = 60.0  # seconds
+BASE = (
+    "model=tiny", "model.hidden=32", "model.ffn=64", "model.vocab=96", "data=synthetic", "train.steps=3", "train.batch=16",
+    "train.seq=16", "train.microbatch=2",
+)  # fmt: skip
+TIED, UNTIED = ("model.tied=true",), ("model.tied=false",)
+LLAMA = ("model=tiny_llama", "model.tied=false")
+# Adam divides by what a gradient is: an eps that is larger than rounding, or its noise is a step.
+ADAM, SGD = ("train.clip=0.5", "optim.eps=1e-3"), ("train.clip=0", "optim=sgd", "optim.momentum=0.9")
+FULL, SEQUENCE = "parallel.recompute=full", "parallel.sequence=true"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layout: schedule, ZeRO stage, pp x dp x tp, layers of each part of the model; what the curve is of; words of the layout."""
+
+    schedule: str
+    zero: int
+    axes: tuple[int, int, int]
+    layers: tuple[int, ...]
+    curve: Words
+    words: Words = ()
+
+    @property
+    def ranks(self) -> int:
+        pp, dp, tp = self.axes
+        return pp * dp * tp
+
+    @property
+    def name(self) -> str:
+        pp, dp, tp = self.axes
+        words = " ".join(word.rpartition(".")[2] for word in (*self.curve, *self.words))
+        return f"{self.schedule} zero{self.zero} pp{pp} dp{dp} tp{tp} {words}"
+
+    @cache  # noqa: B019  # a row stays as long as the tests do
+    def run(self, *words: str) -> Run:
+        pp, dp, tp = self.axes
+        layout = (f"parallel.pp={pp}", f"parallel.dp={dp}", f"parallel.tp={tp}", f"cluster.gpus={self.ranks}")
+        how = (f"parallel.schedule={self.schedule}", f"parallel.zero={self.zero}", *self.words)
+        return load("quickstart", [*whole(self.curve, sum(self.layers)), *layout, *how, *words])
+
+
+# fmt: off
+ROWS = (
+    Row("1f1b",      0, (2, 1, 1), (2, 2),          (*TIED, *SGD)),
+    Row("1f1b",      1, (2, 1, 1), (1, 2),          (*TIED, *ADAM),    (FULL,)),
+    Row("1f1b",      0, (4, 1, 1), (1, 2, 1, 1),    (*UNTIED, *ADAM)),
+    Row("1f1b",      1, (4, 1, 1), (2, 1, 1, 1),    (*TIED, *SGD)),
+    Row("1f1b",      0, (2, 2, 1), (1, 2),          (*TIED, *ADAM),    (FULL,)),
+    Row("1f1b",      1, (2, 2, 1), (2, 2),          (*LLAMA, *ADAM)),
+    Row("1f1b",      0, (2, 1, 2), (2, 1),          (*TIED, *ADAM)),
+    Row("1f1b",      1, (2, 2, 2), (1, 1),          (*TIED, *SGD),     (SEQUENCE, FULL)),
+    Row("1f1b",      1, (2, 1, 4), (1, 1),          (*LLAMA, *ADAM),   (SEQUENCE,)),
+    Row("1f1b",      0, (4, 1, 1), (1, 1, 1, 1),    (*TIED, *ADAM),    ("train.microbatch=8",)),
+    Row("gpipe",     0, (2, 1, 1), (3, 1),          (*TIED, *ADAM)),
+    Row("gpipe",     1, (4, 1, 1), (1, 1, 1, 1),    (*UNTIED, *SGD),   (FULL,)),
+    Row("gpipe",     1, (2, 2, 1), (2, 2),          (*LLAMA, *ADAM)),
+    Row("gpipe",     0, (2, 1, 2), (1, 2),          (*TIED, *SGD),     (SEQUENCE,)),
+    Row("dualpipev", 0, (2, 1, 1), (1, 1, 1, 1),    (*TIED, *SGD)),
+    Row("dualpipev", 1, (2, 2, 1), (1, 2, 1, 1),    (*TIED, *ADAM),    (FULL, "train.microbatch=1")),
+    Row("dualpipev", 0, (4, 1, 1), (1,) * 8,        (*UNTIED, *ADAM)),
+    Row("dualpipev", 1, (2, 1, 2), (2, 1, 1, 1),    (*LLAMA, *ADAM),   (SEQUENCE,)),
+)
+HALVES = (
+    Row("1f1b",      1, (4, 1, 1), (1, 1, 1, 1),    (*TIED, *ADAM)),
+    Row("1f1b",      0, (2, 1, 2), (1, 2),          (*TIED, *ADAM),    (SEQUENCE,)),
+    Row("gpipe",     1, (2, 2, 1), (1, 2),          (*UNTIED, *ADAM)),
+    Row("dualpipev", 1, (2, 1, 1), (1, 1, 1, 1),    (*TIED, *ADAM)),
+)
+# fmt: on
+EVERY = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+
+
+def whole(curve: Words, layers: int) -> list[str]:
+    return [*BASE, f"model.layers={layers}", "train.precision=fp32", *curve]
+
+
+class Seen:
+    """What the ranks of a job left."""
+
+    def __init__(self, server: Server, folder: Path, row: Row, run: Run, does: str) -> None:
+        folder.mkdir(parents=True)
+        (folder / "run.json").write_bytes(msgspec.json.encode(run))
+        (folder / "job.json").write_text(json.dumps({"layers": row.layers, "does": does}))
+        crew = server.trained(folder / "run.json", row.ranks, seconds=DEADLINE)
+        if crew.late or set(crew.codes) != {0}:
+            logs = (f"-- {log}\n{log.read_text()[-1500:]}" for log in sorted((folder / "ranks").glob("*.log")))
+            pytest.fail(f"{row.name}: {crew.says}\n" + "\n".join(logs))
+        self.ranks: list[dict[str, Any]] = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(row.ranks)]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("pipe") / "server.log"
+    with Server(log, command=(sys.executable, str(Path(__file__).parents[1] / "rank_programs" / "pipe_ranks.py"))) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def trained(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What ranks saw that trained a row: once each."""
+
+    @cache
+    def seen(row: Row, *words: str) -> list[dict[str, Any]]:
+        return Seen(server, tmp_path_factory.mktemp("pipe") / "run", row, row.run(*words), "trained").ranks
+
+    return seen
+
+
+@dataclass(frozen=True, kw_only=True)
+class One:
+    """What one process of plain torch sees: losses and gradient norms of the steps, the model before and after them."""
+
+    losses: list[float]
+    norms: list[float]
+    before: Any
+    after: Any
+
+
+@cache
+def reference(curve: Words, layers: int) -> One:
+    """The steps of a curve, each batch taken at once."""
+    run = load("quickstart", whole(curve, layers))
+    before, module = (build(run, device=torch.device("cpu"), dtype=torch.float32, seed=run.train.seed) for _ in range(2))
+    stepper = optimizer(run, module.parameters())
+    for group in stepper.param_groups:
+        group["lr"] = LR
+    losses, norms = [], []
+    for step in range(STEPS):
+        tokens, labels, counted = batch(run, step)
+        loss = module(tokens, labels)[0] / counted
+        stepper.zero_grad()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(module.parameters(), run.train.clip or torch.inf)))
+        stepper.step()
+        losses.append(loss.item())
+    return One(losses=losses, norms=norms, before=before, after=module)
+
+
+def weights(module: Any) -> dict[str, Any]:
+    return {name: each.detach() for name, each in module.named_parameters()}
+
+
+def block(tensor: Any, placed: Any) -> Any:
+    """What a rank holds of a whole weight."""
+    return tensor[tuple(slice(first, first + length) for first, length in zip(placed.offset, placed.length, strict=True))]
+
+
+def mine(tensor: Any, placed: Any) -> Any:
+    """The logical part of what a rank holds."""
+    return tensor[tuple(slice(length) for length in placed.length)]
+
+
+@EVERY
+def test_losses_and_norms_are_those_of_one_process(trained: Any, row: Row) -> None:
+    one = reference(row.curve, sum(row.layers))
+    for rank in trained(row):
+        assert rank["losses"] == pytest.approx(one.losses, abs=2e-6, rel=0)  # two roundings of a loss of 4.6
+        assert rank["norms"] == pytest.approx(one.norms, abs=0, rel=1e-6)
+
+
+@EVERY
+def test_every_rank_says_the_same_loss_to_the_bit(trained: Any, row: Row) -> None:
+    assert len({tuple(rank["losses"]) for rank in trained(row)}) == 1
+
+
+@EVERY
+def test_weights_are_those_of_one_process_on_every_stage(trained: Any, row: Row) -> None:
+    """Key biases have no gradient but rounding."""
+    after = weights(reference(row.curve, sum(row.layers)).after)
+    for rank in trained(row):
+        rows = [each for each in rank["weights"] if not each[0].endswith("key.bias")]
+        ours = {name: mine(held, placed) for name, placed, held in rows}
+        torch.testing.assert_close(ours, {name: block(after[name], placed) for name, placed, _ in rows}, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if "optim=sgd" in row.curve], ids=lambda row: row.name)
+def test_every_stage_steps_as_far_as_one_process_does(trained: Any, row: Row) -> None:
+    """DeepSpeed before 0.19.3 divided gradients by the accumulation steps once per stage: with SGD a step shows it."""
+    one = reference(row.curve, sum(row.layers))
+    before, after = weights(one.before), weights(one.after)
+    for rank in trained(row):
+        ours, theirs = [], []
+        for name, placed, held in rank["weights"]:
+            ours.append((mine(held, placed) - block(before[name], placed)).flatten())
+            theirs.append((block(after[name], placed) - block(before[name], placed)).flatten())
+        assert float(torch.cat(ours).norm() / torch.cat(theirs).norm()) == pytest.approx(1.0, abs=1e-5)
+
+
+@EVERY
+def test_a_look_is_the_loss_before_and_after(trained: Any, row: Row) -> None:
+    """Of a micro-batch a replica; only ranks that have the head say what it is."""
+    one, run = reference(row.curve, sum(row.layers)), row.run()
+    tokens, labels, _ = batch(run, STEPS)
+    rows = slice(0, row.axes[1] * run.train.microbatch)
+    for at, module in enumerate((one.before, one.after)):
+        with torch.no_grad():
+            loss, counted = module(tokens[rows], labels[rows])
+        said = [rank["looks"][at] for rank in trained(row) if rank["looks"][at] != (0.0, 0)]
+        assert len(said) == row.ranks // row.axes[0]
+        assert sum(each for each, _ in said) / sum(each for _, each in said) == pytest.approx(float(loss / counted), abs=2e-6, rel=0)
+
+
+@EVERY
+def test_a_stage_holds_as_many_micro_batches_as_planned(trained: Any, row: Row) -> None:
+    planned, (pp, dp, _) = SCHEDULES[row.schedule].in_flight, row.axes
+    run = row.run()
+    micros = run.train.batch // (dp * run.train.microbatch)
+    for rank in trained(row):
+        assert rank["held"] == planned(rank["place"]["pp"], pp, micros, 1)
+
+
+@EVERY
+def test_a_tied_weight_travels_once_a_step_and_the_stream_once_a_micro_batch(trained: Any, row: Row) -> None:
+    run, (pp, dp, _) = row.run(), row.axes
+    micros = run.train.batch // (dp * run.train.microbatch)
+    for rank in trained(row):
+        stage = rank["place"]["pp"]
+        ties = sum(each.count for each in rank["rows"] if each.axis == "ends")
+        assert ties == (run.model.tied and len(row.layers) == pp and stage in (0, pp - 1))
+        links = (2 if len(row.layers) > pp else 1) * ((stage > 0) + (stage < pp - 1))
+        assert sum(each.count for each in rank["rows"] if each.axis == "pp") == micros * links
+
+
+@pytest.mark.parametrize("gradients", ["bf16", "fp32"])
+@pytest.mark.parametrize("row", HALVES, ids=lambda row: row.name)
+def test_bf16_trains_what_float32_does_to_its_own_precision(trained: Any, row: Row, gradients: str) -> None:
+    """Looser than float32 by what 8 bits of a weight are: 1.3e-4 of a loss and 0.13 % of a norm were seen."""
+    one = reference(row.curve, sum(row.layers))
+    for rank in trained(row, "train.precision=bf16", f"train.gradients={gradients}"):
+        assert rank["losses"] == pytest.approx(one.losses, abs=5e-4, rel=0)
+        assert rank["norms"] == pytest.approx(one.norms, abs=0, rel=3e-3)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("row", [ROWS[0], ROWS[5], ROWS[6], ROWS[15]], ids=lambda row: row.name)
+def test_what_is_restored_goes_on_bit_for_bit(server: Server, tmp_path: Path, row: Row, precision: str) -> None:
+    for rank in Seen(server, tmp_path / "run", row, row.run(f"train.precision={precision}"), "resumed").ranks:
+        assert rank["again"] == rank["once"]
+
+
+def instructed(schedule: Any) -> Iterator[Action]:
+    """The forward and backward passes of a stage's instructions: a phase's k-th forward is micro-batch k, and backward takes
+    the one that its buffer holds."""
+    forwards, held = {0: 0, 1: 0}, dict[int, int]()
+    for instruction in (each for step in schedule for each in step):
+        phase = getattr(instruction, "phase", 0)
+        match instruction.name:
+            case "ForwardPass":
+                assert instruction.buffer_id not in held, "it is held still"
+                held[instruction.buffer_id] = forwards[phase]
+                forwards[phase] += 1
+                yield Action("F", held[instruction.buffer_id], phase)
+            case "BackwardPass":
+                yield Action("B", held.pop(instruction.buffer_id), phase)
+
+
+@pytest.mark.parametrize(("stages", "micros"), [(1, 3), (2, 2), (2, 4), (2, 5), (3, 6), (3, 2), (4, 3), (4, 8), (4, 11), (5, 10)])
+@pytest.mark.parametrize("name", RAN)
+def test_instructions_are_the_planned_actions(name: str, stages: int, micros: int) -> None:
+    deepspeed()
+    from distrain.trainer.engines.deepspeed.instructions import training
+
+    row = SCHEDULES[name]
+    if row.folded and micros < 2 * stages:
+        pytest.skip("fewer micro-batches than it needs")
+    for stage in range(stages):
+        actions = list(instructed(training(name, micros, stages, stage)))
+        assert actions == row.actions(stage, stages, micros, 1)
+        assert held_at_once(actions, row.parts(1)) == row.in_flight(stage, stages, micros, 1)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(pp=2, dp=2, tp=2), Mesh(pp=3, dp=1, tp=4), Mesh(pp=4, dp=3), Mesh(pp=2, dp=2, cp=3, tp=2)], ids=str)
+def test_ranks_stand_in_deepspeeds_topology_as_on_the_mesh(mesh: Mesh) -> None:
+    deepspeed()
+    from distrain.trainer.engines.deepspeed.pipeline_module import topology
+
+    made = topology(mesh)
+    for rank in range(mesh.world):
+        place = mesh.coordinates(rank)
+        assert made.get_rank(pipe=place["pp"], data=place["dp"] * mesh.cp + place["cp"], model=place["tp"]) == rank

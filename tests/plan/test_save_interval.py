@@ -1,0 +1,162 @@
+"""How often a run should save, against figures worked out by hand and what was published of runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import exp, sqrt
+from typing import Any
+
+import pytest
+
+from distrain.cli.app import command
+from distrain.cli.config.load import load
+from distrain.cli.pages.format import Look
+from distrain.cli.pages.plan_page import page
+from distrain.trainer.plan.plan import make_plan
+from distrain.trainer.plan.result import Plan, Saving
+from distrain.trainer.plan.save_interval import best_interval, goodput, stopping
+
+HOUR, DAY = 3600.0, 86400.0
+
+
+def llama(*words: str) -> Plan:
+    return make_plan(load("llama3_405b", list(words)))
+
+
+def saved(plan: Plan) -> Saving:
+    assert plan.saving is not None
+    return plan.saving
+
+
+def told(plan: Plan) -> list[str]:
+    return [str(each) for each in plan.warnings if each.rule == "saving"]
+
+
+def test_llama_3_was_interrupted_as_its_devices_are_taken_to_be() -> None:
+    """arXiv:2407.21783 table 5: 419 unexpected interruptions in 54 days on 16,384 GPUs, one in 3.1 hours."""
+    found = saved(llama("cluster.nodes=2048", "parallel.dp=128"))
+    assert found.mtbf == pytest.approx(54 * DAY / 419)
+    assert found.mtbf / HOUR == pytest.approx(3.09, abs=0.005)
+
+
+@pytest.mark.parametrize(
+    ("save", "between", "interval"),
+    [
+        # sqrt(2 x 60 x 10800) = 1138.420; d / 2M = 1 / 360, its root 0.0527046; x (1 + 0.0175682 + 0.0003086) = 1158.771; - 60
+        (60.0, 10800.0, 1098.771),
+        # sqrt(2 x 5 x 1000) = 100; d / 2M = 0.0025, its root 0.05; x (1 + 0.0166667 + 0.0002778) = 101.69444; - 5
+        (5.0, 1000.0, 96.69444),
+        (1000.0, 400.0, 400.0),  # a save that takes longer than twice the time between faults
+    ],
+)
+def test_the_best_interval_is_dalys(save: float, between: float, interval: float) -> None:
+    assert best_interval(save, between) == pytest.approx(interval, abs=5e-4)
+
+
+def test_a_save_that_takes_no_time_is_youngs() -> None:
+    assert best_interval(1e-6, 1e4) == pytest.approx(sqrt(2e-2), rel=1e-4)
+
+
+def test_what_is_kept_is_dalys() -> None:
+    """100 / (1000 e^0.005 (e^0.105 - 1)): e^0.005 = 1.0050125, e^0.105 = 1.1107106; 100 / 111.26553 = 0.898751."""
+    assert goodput(100.0, 5.0, 1000.0) == pytest.approx(0.898751, abs=1e-6)
+
+
+@pytest.mark.parametrize(("save", "between"), [(1.0, 1e3), (30.0, 1e4), (300.0, 1e4), (60.0, 600.0)])
+def test_no_interval_keeps_more_than_the_best(save: float, between: float) -> None:
+    best = goodput(best_interval(save, between), save, between)
+    assert all(goodput(factor * best_interval(save, between), save, between) <= best + 1e-4 for factor in (0.25, 0.5, 0.8, 1.25, 2, 4))
+    assert goodput(1e9, save, between) == 0.0
+
+
+def test_a_plan_says_how_often_to_save() -> None:
+    """4.43 TiB over 2e12 bytes/s; one fault in 54 days x 16384 / (419 x 8192); Daly's interval in steps."""
+    plan = llama()
+    found = saved(plan)
+    assert plan.run is not None
+    assert plan.time is not None
+    assert plan.run.seconds is not None
+    save, between = plan.run.checkpoint_bytes / 2e12, 108 * DAY / 419
+    assert found.seconds == save == pytest.approx(12 * 405.9e9 / 2e12, rel=1e-3)
+    assert found.mtbf == pytest.approx(between)
+    assert found.interruptions == pytest.approx(plan.run.seconds / between)
+    assert found.interval == pytest.approx(sqrt(2 * save * between) - save, rel=0.005)
+    assert found.interval is not None
+    assert found.every == round(found.interval / plan.time.step)
+    step = found.every * plan.time.step
+    assert found.goodput == pytest.approx(step / (between * exp(save / between) * (exp((step + save) / between) - 1)))
+    assert f"checkpoint.every={found.every})" in " ".join(page(plan, Look()).split())
+
+
+def test_without_a_rate_of_storage_nothing_is_guessed() -> None:
+    plan = llama("cluster.storage=null")
+    found = saved(plan)
+    assert (found.seconds, found.interval, found.every, found.goodput) == (None, None, None, None)
+    assert "state cluster.storage (bytes/s) to be told how often to save" in " ".join(page(plan, Look()).split())
+
+
+def test_a_run_that_is_too_short_to_be_interrupted_hears_nothing_of_it() -> None:
+    plan = make_plan(load("gpt2_124m", ["cluster.storage=1e9"]))
+    assert saved(plan).interruptions is not None
+    assert "interrupt" not in page(plan, Look())
+    assert told(plan) == []
+
+
+def test_an_interval_that_is_far_from_the_best_is_told_and_its_mend_holds() -> None:
+    (line,) = told(llama("checkpoint.every=1000"))
+    assert line == (
+        "about 686 interruptions are to be expected: checkpoint.every=1000 keeps 68 % of the time, the best interval 99 %: "
+        "set checkpoint.every=20"
+    )
+    assert told(llama()) == []
+    assert told(llama("checkpoint.every=30")) == []  # flat near the best
+
+
+def test_a_long_run_that_saves_at_its_end_alone_is_told() -> None:
+    (line,) = told(llama("checkpoint.every=0", "cluster.storage=null"))
+    assert line == (
+        "checkpoint.every=0 saves at the end alone, and about 686 interruptions are to be expected: "
+        "set checkpoint.every; cluster.storage (bytes/s) says how often is best"
+    )
+    (line,) = told(llama("checkpoint.every=0"))
+    assert "saving at the end alone keeps 0 % of the time" in line
+
+
+SLURM = "Slurm kills what it has stopped after 30 s: the checkpoint before is what stands: raise KillWait in slurm.conf"
+GRACES = (
+    ("slurm", "pdsh", SLURM),
+    (
+        "torchrun",
+        "pdsh",
+        "torchrun kills what it has stopped after 30 s: the checkpoint before is what stands: give torchrun --shutdown-timeout",
+    ),
+    ("local", "slurm", None),
+    ("deepspeed", "pdsh", None),  # its ranks' keepers are not the launcher's
+    ("deepspeed", "slurm", SLURM),  # all that a job began is its job's
+)
+
+
+@pytest.mark.parametrize(("launch", "runner", "line"), GRACES)
+def test_a_stop_that_takes_longer_than_the_grace_is_told(launch: Any, runner: Any, line: str | None) -> None:
+    """A step of 16.43 s and a save of 48.70 s, each twice: 130 s."""
+    run = load("llama3_405b", ["cluster.storage=1e11", "checkpoint.every=100"])
+    plan = make_plan(replace(run, launch=replace(run.launch, name=launch, runner=runner)))
+    says = f"to stop and save may take 130 s (a step of 16.4 s, a save of 48.7 s), and {line}, or write faster"
+    assert [each for each in told(plan) if each.startswith("to stop")] == ([says] if line else [])
+
+
+def test_a_stop_waits_for_the_step_the_evaluation_and_the_save_that_run() -> None:
+    """Twelve batches go forward in four steps' time: 2 x 10 + 4 x 10 + 2 x 50."""
+    run = load("llama3_405b", ["train.evaluate={every: 100, batches: 12}"])
+    assert stopping(run, 10.0, 50.0) == pytest.approx(160.0)
+    assert stopping(run, 10.0, None) == pytest.approx(60.0)
+    assert stopping(run, None, 50.0) == pytest.approx(100.0)
+    assert stopping(load("llama3_405b"), 10.0, 50.0) == pytest.approx(120.0)
+
+
+def test_slurm_is_asked_to_tell_a_run_of_its_end_as_long_before_as_a_stop_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["cluster.storage=1e11", "launch=slurm", "log.dir=/runs", "train.evaluate={every: 100, batches: 3}"]
+    assert command(["show", "conf=llama3_405b", *words, "--launch"]) == 0
+    assert "#SBATCH --signal=TERM@147\n" in capsys.readouterr().out  # 130 s and a step's time
+    assert command(["show", "conf=quickstart", "launch=slurm", "log.dir=/runs", "--launch"]) == 0
+    assert "#SBATCH --signal=TERM@60\n" in capsys.readouterr().out  # the least

@@ -1,0 +1,415 @@
+"""What travels: collectives' bytes and hops, and the messages of real plans against the papers' volumes."""
+
+from math import inf, log2
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distrain.trainer.plan.changed_run import changed
+from distrain.trainer.plan.collectives import ALGORITHMS, Wire, cost, server_inflow
+from distrain.trainer.plan.plan import make_plan
+from distrain.trainer.plan.result import Message, Plan
+from distrain.trainer.plan.traffic import rank_traffic, stage_traffic
+from distrain.trainer.spec.run import Cluster, Device, Link, Model, Parallel, Run, Train
+
+# Collectives.
+
+
+def sent(verb: str, payload: int, size: int, algorithm: str = "ring") -> int:
+    """Bytes that a rank sends."""
+    return cost(verb, payload, Wire(size, size, 1.0, 0.0), algorithm)[0]
+
+
+def hops(verb: str, size: int, algorithm: str) -> float:
+    """Seconds of a message of no bytes, where a hop takes one."""
+    return cost(verb, 0, Wire(size, size, 1.0, 1.0), algorithm)[1]
+
+
+@given(st.integers(2, 300), st.integers(0, 10**9))
+def test_a_ring_sends_all_but_one_part_twice(size: int, part: int) -> None:
+    """2(n - 1)/n S in 2(n - 1) hops (Patarasuk and Yuan 2009, doi:10.1016/j.jpdc.2008.09.002); half of it for each half."""
+    payload = part * size
+    assert sent("all_reduce", payload, size) == 2 * (size - 1) * part
+    assert (
+        sent("all_gather", payload, size) == sent("reduce_scatter", payload, size) == sent("all_to_all", payload, size) == (size - 1) * part
+    )
+    assert hops("all_reduce", size, "ring") == 2 * hops("all_gather", size, "ring") == 2 * (size - 1)
+
+
+@given(st.integers(1, 9), st.integers(0, 10**9))
+def test_recursive_halving_sends_the_rings_bytes_in_fewer_hops(doublings: int, part: int) -> None:
+    size = 2**doublings
+    for verb in ("all_reduce", "all_gather", "reduce_scatter"):
+        assert sent(verb, part * size, size, "halving") == sent(verb, part * size, size, "ring")
+    assert hops("all_reduce", size, "halving") == 2 * log2(size)
+    assert hops("reduce_scatter", size, "halving") == log2(size)
+
+
+def test_recursive_halving_beyond_a_power_of_two_hands_whole_tensors_in_and_back() -> None:
+    """Thakur et al. 2005, doi:10.1177/1094342005051521: the ranks beyond 4 add theirs to a partner's first."""
+    assert sent("all_reduce", 1200, 6, "halving") == 2 * 1200 * 3 // 4 + 1200
+    assert hops("all_reduce", 6, "halving") == 2 * log2(4) + 2
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("verb", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"])
+def test_a_group_of_one_sends_nothing(algorithm: str, verb: str) -> None:
+    assert cost(verb, 1000, Wire(1, 1, inf, 1.0), algorithm) == (0, 0.0)
+
+
+def test_a_parameter_server_takes_resnet_50s_gradients_at_73_gigabytes_a_second() -> None:
+    """97.5 MB from each of 256 workers 3 times a second, a GB being 1024 MB."""
+    assert server_inflow(97.5, 256, 3) / 1024 == pytest.approx(73.1, abs=0.05)
+
+
+def test_a_parameter_servers_one_link_carries_every_workers_tensor_in_and_out() -> None:
+    payload, seconds = cost("all_reduce", 1000, Wire(16, 16, 50.0, 0.0), "server")
+    assert (payload, seconds) == (1000, 2 * 16 * 1000 / 50)
+
+
+# Messages of plans.
+
+S, B, H, V, D = 256, 2, 512, 4096, 8
+DEVICE = Device(name="A100", memory=1e18, bandwidth=2e12, peak={"bf16": 312e12, "fp16": 312e12, "fp8": 600e12}, units=108)
+NVLINK, NIC = Link(bandwidth=300e9, latency=0.0), Link(bandwidth=25e9, latency=0.0)
+GPT = Model(family="gpt", layers=4, hidden=H, heads=8, vocab=V, bias=True)
+MOE = Model(family="moe", layers=1, hidden=H, heads=8, vocab=V, ffn=1024, experts=16, top_k=2, positions="rope", act="swiglu")
+
+
+def run_of(model: Model = GPT, ranks: int = 8, **changes: Any) -> Run:
+    """A run whose step is one micro-batch of B x S, on nodes of 8, with keys changed: parallel__tp=8."""
+    gpus = min(8, ranks)
+    cluster = Cluster(nodes=ranks // gpus, gpus=gpus, device=DEVICE, inside=NVLINK, between=NIC)
+    run = Run(name="test", model=model, cluster=cluster, parallel=Parallel(), train=Train(batch=B, seq=S, microbatch=B, steps=1))
+    keys = {key.replace("__", "."): value for key, value in changes.items()}
+    others = keys.get("parallel.tp", 1) * keys.get("parallel.pp", 1) * keys.get("parallel.cp", 1)
+    steps = keys.pop("micros", 1)
+    return changed(run, ({"train.batch": ranks // others * B * steps} | keys).items())
+
+
+def planned(model: Model = GPT, ranks: int = 8, **changes: Any) -> Plan:
+    """The plan of such a run."""
+    plan = make_plan(run_of(model, ranks, **changes))
+    assert plan.problems == ()
+    return plan
+
+
+def messages(plan: Plan, axis: str, verb: str | None = None) -> list[Message]:
+    return [each for each in plan.traffic if each.axis == axis and verb in (None, each.verb)]
+
+
+def bytes_of(plan: Plan, axis: str) -> int:
+    """Bytes that the busiest rank sends on an axis in a step."""
+    return sum(each.sent for each in messages(plan, axis))
+
+
+def of_a_layer(axis: str, **changes: Any) -> int:
+    """Bytes that one more layer makes a rank send on an axis for one more micro-batch."""
+    (one, two), (three, four) = (
+        [bytes_of(planned(model__layers=layers, micros=micros, **changes), axis) for layers in (1, 2)] for micros in (1, 2)
+    )
+    return four - three - (two - one)
+
+
+@pytest.mark.parametrize("t", [2, 4, 8])
+def test_a_tensor_parallel_layer_sends_8bsh_values(t: int) -> None:
+    """Four all-reduces: 8bsh(t - 1)/t (arXiv:2104.04473 section 3.2), at 2 bytes; two more of them where forward runs again."""
+    reduced = 2 * (t - 1) * B * S * H * 2 // t
+    assert of_a_layer("tp", parallel__tp=t) == 4 * reduced == 8 * B * S * H * (t - 1) // t * 2
+    assert of_a_layer("tp", parallel__tp=t, parallel__recompute="full") == 6 * reduced
+
+
+@pytest.mark.parametrize("t", [2, 4, 8])
+def test_sequence_parallel_sends_as_much_and_gathers_each_column_layers_input_again(t: int) -> None:
+    """arXiv:2205.05198 section 4.2.2: the volume is the same, but for the two inputs of which only the shard is kept."""
+    half = (t - 1) * B * S * H * 2 // t
+    assert of_a_layer("tp", parallel__tp=t, parallel__sequence=True) == (8 + 2) * half
+    assert of_a_layer("tp", parallel__tp=t, parallel__sequence=True, parallel__recompute="full") == (8 + 2 + 4) * half
+
+
+def test_sequence_parallel_adds_up_the_gradients_of_replicated_weights_once_a_step() -> None:
+    """arXiv:2205.05198 leaves them out; norms and biases of rows of a layer are 6h, the last norm 2h, the positions sh."""
+    plan = planned(parallel__tp=8, parallel__sequence=True, micros=3)
+    (added,) = (each for each in messages(plan, "tp", "all_reduce") if each.count == 1)
+    assert added.payload == (4 * 6 + 2 + S) * H * 2
+
+
+REPLICATED = (4 * 6 + 2 + S) * H  # elements that the tensor axis does not split
+
+
+def replicated(run: Run, rank: int) -> int:
+    """Bytes of a rank's message of once a step over the tensor axis; 0 where it sends none."""
+    return sum(each.payload for each in rank_traffic(run, rank) if (each.axis, each.verb, each.count) == ("tp", "all_reduce", 1))
+
+
+# fmt: off
+ZEROS = pytest.mark.parametrize(("zero", "precision", "gradients", "width"), [
+    (0, "fp32", "auto", 4),
+    (0, "bf16", "auto", 2),
+    (1, "fp32", "auto", 4),
+    (1, "bf16", "fp32", 4),
+    (2, "bf16", "fp32", 4),
+    (3, "bf16", "auto", 2),
+])
+# fmt: on
+
+
+@ZEROS
+def test_a_rank_adds_up_what_it_steps_of_replicated_weights(zero: int, precision: str, gradients: str, width: int) -> None:
+    """Each rank all of them at ZeRO 0 in float32, and where bf16 adds up in float32 at stage 1; else each of 4 ranks its part."""
+    keys: dict[str, Any] = {"parallel__tp": 2, "parallel__sequence": True, "parallel__zero": zero, "train__gradients": gradients}
+    run = run_of(**keys, train__precision=precision, cluster__device__peak={"bf16": 1e14, "fp32": 1e13})
+    sizes = [replicated(run, rank) for rank in range(8)]
+    assert sizes[::2] == sizes[1::2]
+    whole = (zero, precision) == (0, "fp32") or (zero, gradients) == (1, "fp32")
+    assert sum(sizes[::2]) == (4 if whole else 1) * REPLICATED * width
+    assert (len(set(sizes)) == 1) == (whole or zero == 3)
+    assert max(sizes) in [each.payload for each in stage_traffic(run, 0)]
+
+
+def test_a_pipelines_stages_add_up_all_that_they_hold() -> None:
+    run = run_of(parallel__tp=2, parallel__pp=2, parallel__sequence=True, parallel__zero=1, micros=2)
+    first, last = (2 * 6 + S) * H * 2, (2 * 6 + 2) * H * 2
+    assert [replicated(run, rank) for rank in range(8)] == [first] * 4 + [last] * 4
+
+
+@pytest.mark.parametrize("keys", [{}, {"parallel__zero": 3}, {"parallel__pp": 2}])
+@pytest.mark.parametrize(("kv_heads", "tp", "copies"), [(1, 2, 2), (2, 4, 2), (1, 4, 4), (2, 2, 1), (3, 4, 1)])
+def test_ranks_that_share_key_and_value_heads_add_up_their_gradients(kv_heads: int, tp: int, copies: int, keys: dict[str, Any]) -> None:
+    """Once a step, sequence parallel or not: h + 1 elements for each of a head's dims, of keys and of values. ZeRO shares them out."""
+    heads = 6 if kv_heads == 3 else 8
+    run = run_of(parallel__tp=tp, model__heads=heads, model__head_dim=64, model__kv_heads=kv_heads, micros=2, **keys)
+    pp = run.parallel.pp
+    found = [each for rank in range(0, 8 // pp, tp) for each in rank_traffic(run, rank) if each.axis == "copies"]
+    if copies == 1:
+        assert found == []
+        return
+    assert {(each.verb, each.count) for each in found} == {("all_reduce", 1)}
+    assert all(each.sent == 2 * -(-each.payload * (copies - 1) // copies) for each in found)
+    whole = 4 // pp * 2 * (H + 1) * 64 * 2
+    assert sum(each.payload for each in found) == (whole if pp == 1 else whole * (8 // pp // tp))
+
+
+def test_a_stages_messages_are_those_of_its_rank_with_most() -> None:
+    run = run_of(parallel__tp=2, parallel__sequence=True, parallel__zero=1)
+    ranks = [rank_traffic(run, rank) for rank in range(8)]
+    assert stage_traffic(run, 0) == max(ranks, key=lambda rows: sum(each.sent for each in rows)) == make_plan(run).traffic
+
+
+def test_torchs_checkpoint_stops_before_a_layers_last_sum_unless_dropout_follows_it() -> None:
+    """Our own modules, on a CPU: five all-reduces a layer, six with dropout; gathers and scatters alike."""
+    cpu = Device(name="cpu", memory=1e18, bandwidth=2e12, peak={"bf16": 312e12}, kind="cpu")
+    keys: dict[str, Any] = {"cluster__device": cpu, "parallel__tp": 4, "parallel__recompute": "full"}
+    half = 3 * B * S * H * 2 // 4
+    assert of_a_layer("tp", **keys) == 5 * 2 * half
+    assert of_a_layer("tp", **keys, model__dropout=0.1) == 6 * 2 * half
+    assert of_a_layer("tp", **keys, parallel__sequence=True) == (8 + 2 + 3) * half
+    assert of_a_layer("tp", **keys, parallel__sequence=True, model__dropout=0.1) == (8 + 2 + 4) * half
+
+
+def test_embedding_and_head_are_summed_over_the_vocabularys_shards() -> None:
+    """The embedding's sum forward, the head's input gradient backward, and three numbers a token for the loss."""
+    plan = planned(parallel__tp=8)
+    whole = [each for each in messages(plan, "tp", "all_reduce") if each.payload == B * S * H * 2]
+    assert sum(each.count for each in whole) == 4 * 4 + 2
+    assert [each.count for each in messages(plan, "tp") if each.payload == B * S * 4] == [3]
+
+
+def test_selective_recomputation_sends_nothing_again() -> None:
+    assert of_a_layer("tp", parallel__tp=8, parallel__recompute="selective", train__attention="math") == of_a_layer("tp", parallel__tp=8)
+
+
+# Bytes that a rank sends on the data axis, in (d - 1)/d of the parameters' bytes, for m micro-batches a step.
+# Papers: arXiv:1910.02054 section 7. DeepSpeed 0.19: all-reduces where the papers scatter, at every micro-batch from stage 2 on; at
+# stage 3 backward finds what forward gathered.
+# fmt: off
+DEEPSPEED = [(0, 1, 2), (0, 4, 2), (1, 1, 3), (1, 4, 3), (2, 1, 3), (2, 4, 2 * 4 + 1), (3, 1, 2), (3, 4, 2 * 4)]
+PAPERS =    [(0, 1, 2), (0, 4, 2), (1, 1, 2), (1, 4, 2), (2, 1, 2), (2, 4, 1 * 4 + 1), (3, 1, 3), (3, 4, 3 * 4)]
+# fmt: on
+
+
+@pytest.mark.parametrize(("zero", "micros", "times"), DEEPSPEED)
+def test_what_deepspeed_runs_sends_as_deepspeed_does(zero: int, micros: int, times: int) -> None:
+    plan = planned(parallel__zero=zero, micros=micros)
+    assert plan.engine == "zero"
+    assert plan.model is not None
+    assert bytes_of(plan, "dp") == times * plan.model.parameters * 2 * (D - 1) // D
+
+
+@pytest.mark.parametrize(("zero", "micros", "times"), PAPERS)
+def test_what_no_engine_runs_sends_as_the_papers_say(zero: int, micros: int, times: int) -> None:
+    plan = planned(parallel__zero=zero, micros=micros, train__precision="fp8", parallel__bucket=10**9)
+    assert plan.engine is None
+    assert plan.model is not None
+    weights, gradients = (3, 2)  # bytes of a parameter's bf16 and fp8 copies, and of its gradient
+    gathers = {0: 0, 1: 1, 2: 1, 3: 2 * micros}[zero]
+    assert bytes_of(plan, "dp") == (gathers * weights + (times - gathers) * gradients) * plan.model.parameters * (D - 1) // D
+
+
+def test_an_interleaved_pipeline_is_counted_as_the_papers() -> None:
+    plan = planned(ranks=16, parallel__pp=2, parallel__schedule="interleaved", parallel__chunks=2, parallel__zero=1, micros=2)
+    assert plan.memory is not None
+    assert plan.engine is None
+    assert bytes_of(plan, "dp") in [2 * stage.parameters * 2 * (D - 1) // D for stage in plan.memory.stages]
+
+
+def test_gradients_in_float32_are_sent_in_float32_but_by_deepspeed() -> None:
+    """It casts them to the model's own type, as was counted."""
+    ours, papers = planned(train__gradients="fp32"), planned(train__gradients="fp32", parallel__reduce="halving")
+    assert ours.model is not None
+    assert papers.engine is None
+    assert bytes_of(ours, "dp") == 2 * ours.model.parameters * 2 * (D - 1) // D
+    assert bytes_of(papers, "dp") == 2 * ours.model.parameters * 4 * (D - 1) // D
+
+
+def test_gradients_travel_in_buckets() -> None:
+    plan = planned(parallel__bucket=1_000_000)
+    assert plan.model is not None
+    (reduced,) = messages(plan, "dp", "all_reduce")
+    assert reduced.count == -(-plan.model.parameters // 1_000_000)
+    assert reduced.payload * reduced.count == pytest.approx(2 * plan.model.parameters, abs=reduced.count)
+
+
+def test_a_hybrid_shard_gathers_near_and_adds_up_far() -> None:
+    """Shards of 8 ranks in a node, 4 nodes: 3 Psi inside for each micro-batch, and an eighth of the gradients between."""
+    plan = planned(ranks=32, parallel__zero=3, parallel__shard=8, micros=2)
+    assert plan.model is not None
+    (far,) = messages(plan, "dp", "all_reduce")
+    near = [each for each in messages(plan, "dp") if each is not far]
+    assert {each.link for each in near} == {"inside"}
+    assert sum(each.sent for each in near) == 2 * 3 * plan.model.parameters * 2 * 7 // 8
+    assert (far.link, far.sent) == ("between", 2 * plan.model.parameters * 2 // 8 * 3 // 4)
+
+
+@pytest.mark.parametrize("ep", [2, 4, 8])
+def test_tokens_travel_to_their_experts_and_back_twice(ep: int) -> None:
+    """Two all-to-alls forward and two backward, each of top_k copies of a token (arXiv:2006.16668 section 3.2)."""
+    (exchanged,) = messages(planned(MOE, parallel__ep=ep), "ep")
+    assert (exchanged.verb, exchanged.count, exchanged.payload) == ("all_to_all", 4, B * S * H * 2 * 2)
+    assert exchanged.sent == 4 * B * S * H * 2 * 2 * (ep - 1) // ep
+
+
+def test_experts_gradients_add_up_over_their_copies_alone() -> None:
+    experts = 16 * 3 * H * 1024
+    whole, split = (planned(MOE, parallel__ep=ep) for ep in (1, 8))
+    assert whole.model is not None
+    assert bytes_of(whole, "dp") == 2 * whole.model.parameters * 2 * 7 // 8
+    assert bytes_of(split, "dp") == 2 * (whole.model.parameters - experts) * 2 * 7 // 8
+    both = planned(MOE, ranks=16, parallel__ep=8)
+    assert bytes_of(both, "dp") == 2 * (whole.model.parameters - experts) * 2 * 15 // 16 + 2 * experts // 8 * 2 // 2
+
+
+@pytest.mark.parametrize(("kv_heads", "cp"), [(8, 2), (8, 8), (2, 4)])
+def test_context_parallel_gathers_keys_and_values(kv_heads: int, cp: int) -> None:
+    """(cp - 1)/cp 2 s b h_kv forward, again backward, and their gradients scattered (arXiv:2407.21783 section 3.3.2)."""
+    once = 2 * B * S * kv_heads * (H // 8) * 2 * (cp - 1) // cp
+    assert of_a_layer("cp", parallel__cp=cp, model__kv_heads=kv_heads) == 3 * once
+    assert of_a_layer("cp", parallel__cp=cp, model__kv_heads=kv_heads, parallel__recompute="full") == 4 * once
+
+
+# What a stage hands on: arXiv:2104.04473 section 3.2; a t-th with scatter (section 4.1) or sequence parallel.
+@pytest.mark.parametrize(
+    ("keys", "size"),
+    [
+        ({}, 2 * B * S * H),
+        ({"train__precision": "fp32"}, 4 * B * S * H),
+        ({"parallel__tp": 2}, 2 * B * S * H),
+        ({"parallel__tp": 2, "parallel__scatter": True}, B * S * H),
+        ({"parallel__tp": 2, "parallel__sequence": True}, B * S * H),
+        ({"parallel__cp": 2}, B * S * H),
+    ],
+)
+def test_a_stage_hands_on_2bsh_bytes(keys: dict[str, Any], size: int) -> None:
+    (handed,) = messages(planned(parallel__pp=4, cluster__device__peak={"bf16": 1e14, "fp32": 1e13}, **keys), "pp")
+    assert (handed.verb, handed.payload) == ("send", size)
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("gpipe", 1), ("zb_h1", 1), ("interleaved", 2)])
+def test_an_inner_stage_hands_each_micro_batch_on_and_its_gradient_back_for_each_chunk(schedule: str, chunks: int) -> None:
+    keys: dict[str, Any] = {"parallel__schedule": schedule, "parallel__chunks": chunks, "model__layers": 8}
+    (handed,) = messages(planned(ranks=4, parallel__pp=4, micros=4, **keys), "pp")
+    assert handed.count == 4 * 2 * chunks
+    assert handed.sent == handed.count * handed.payload
+
+
+def test_a_folded_pipeline_turns_around_on_its_last_stage_and_ends_on_its_first() -> None:
+    keys: dict[str, Any] = {"parallel__schedule": "dualpipev", "model__layers": 8, "model__tied": True}
+    run = run_of(ranks=4, parallel__pp=4, micros=8, **keys)
+    sends = [[(each.verb, each.count) for each in stage_traffic(run, stage) if each.axis == "pp"] for stage in range(4)]
+    assert sends == [[("send", 8 * 2)], [("send", 8 * 4)], [("send", 8 * 4)], [("send", 8 * 2)]]
+
+
+def test_a_tied_weights_gradient_is_added_up_between_first_and_last_stage() -> None:
+    plan = planned(ranks=2, parallel__pp=2, model__tied=True, micros=2)
+    (tied,) = messages(plan, "pp", "all_reduce")
+    assert (tied.payload, tied.count, tied.sent) == (V * H * 2, 1, V * H * 2)
+    assert messages(plan, "pp", "send")[0].count == 2
+
+
+def rate(plan: Plan, axis: str) -> float:
+    """Bytes/s that a rank of an axis's group sends, where a hop takes no time."""
+    (message,) = messages(plan, axis)
+    assert message.seconds is not None
+    return message.sent / message.seconds
+
+
+# A group with g ranks in each node crosses nodes on g rails: arXiv:2104.04473 section 5.9.
+@pytest.mark.parametrize(("tp", "rails"), [(1, 8), (2, 4), (4, 2), (8, 1)])
+def test_a_ring_over_nodes_has_a_rail_for_each_of_its_ranks_in_a_node(tp: int, rails: int) -> None:
+    assert rate(planned(ranks=32, parallel__tp=tp), "dp") == pytest.approx(rails * NIC.rate, rel=1e-9)
+
+
+def test_rails_carry_no_more_than_the_links_inside() -> None:
+    assert rate(planned(ranks=32, cluster__between=Link(bandwidth=100e9, latency=0.0)), "dp") == pytest.approx(NVLINK.rate, rel=1e-9)
+
+
+def test_a_group_inside_a_node_has_its_links() -> None:
+    (message,) = messages(planned(), "dp")
+    assert message.link == "inside"
+    assert rate(planned(), "dp") == pytest.approx(NVLINK.rate, rel=1e-9)
+
+
+# What hides and what doesn't.
+
+
+def test_gradients_hide_under_backward_unless_told_not_to() -> None:
+    under, after = (planned(ranks=64, parallel__overlap__data=hide, parallel__bucket=10**6).traffic[0] for hide in (True, False))
+    assert under.seconds == after.seconds == after.exposed
+    assert under.exposed is not None
+    assert after.exposed is not None
+    assert under.exposed < after.exposed
+
+
+def test_messages_between_stages_expose_nothing_where_they_overlap() -> None:
+    keys: dict[str, Any] = {"ranks": 4, "parallel__pp": 4, "micros": 4}
+    shown, hidden = (messages(planned(**keys, parallel__overlap__pipeline=hide), "pp")[0] for hide in (False, True))
+    assert shown.exposed == shown.seconds == hidden.seconds
+    assert hidden.exposed == 0
+
+
+@pytest.mark.parametrize("hide", [False, True])
+def test_no_message_is_exposed_longer_than_it_takes(hide: bool) -> None:
+    keys: dict[str, Any] = {f"parallel__overlap__{each}": hide for each in ("data", "tensor", "pipeline", "context")}
+    for message in planned(ranks=64, parallel__tp=4, parallel__cp=2, parallel__pp=2, parallel__zero=1, micros=3, **keys).traffic:
+        assert message.seconds is not None
+        assert message.exposed is not None
+        assert 0 <= message.exposed <= message.seconds
+
+
+def test_a_tensor_group_that_some_ranks_have_across_nodes_waits_for_their_link() -> None:
+    """Three ranks a group on nodes of 8: the ranks 6, 7 and 8 are one."""
+    plan = planned(Model(family="gpt", layers=2, hidden=768, heads=12, vocab=V), ranks=24, parallel__tp=3)
+    for message in messages(plan, "tp"):
+        assert message.link == "between"
+        assert message.exposed == pytest.approx(message.seconds, rel=1e-9)
+
+
+def test_the_shards_of_an_expert_are_where_its_copies_are() -> None:
+    """With 8 expert ranks in a node, the two ranks that share an expert's states are in two nodes."""
+    plan = planned(MOE, ranks=32, parallel__ep=8, parallel__zero=3, parallel__shard=16)
+    experts = 16 * 3 * H * 1024 // 8
+    (gathered,) = {each for each in messages(plan, "dp", "all_gather") if each.payload == experts * 2}
+    assert gathered.link == "between"
+    assert gathered.seconds == pytest.approx(gathered.sent / NIC.rate, rel=1e-9)

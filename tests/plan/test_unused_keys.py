@@ -1,0 +1,152 @@
+"""Keys that do nothing: each row of the table says so where it holds, and nowhere else."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from distrain.cli.app import command
+from distrain.cli.config import library
+from distrain.cli.config.keys import keys
+from distrain.cli.config.load import load
+from distrain.cli.verbs.fit import remarks
+from distrain.trainer.plan.changed_run import changed
+from distrain.trainer.plan.plan import make_plan
+from distrain.trainer.plan.unused_keys import IDLE, READ, RULE, default
+from distrain.trainer.spec.run import Cluster, Device, Link, Model, Parallel, Run, Train
+
+DEVICE = Device(name="A100", memory=80e9, bandwidth=2e12, peak={"bf16": 312e12})
+LINK = Link(bandwidth=300e9, latency=5e-6)
+RUN = Run(
+    name="test",
+    model=Model(family="gpt", layers=4, hidden=64, heads=4, vocab=256),
+    cluster=Cluster(nodes=1, gpus=8, device=DEVICE, inside=LINK, between=LINK),
+    parallel=Parallel(),
+    train=Train(batch=64, seq=32, steps=100),
+)
+Keys = dict[str, Any]
+MOE: Keys = {"model.family": "moe", "model.experts": 4, "model.top_k": 2, "model.act": "swiglu"}
+ONE: Keys = {"cluster.gpus": 1}
+BOTH: Keys = {"parallel.pp": 2, "parallel.tp": 2}
+HOSTS: Keys = {"launch.name": "deepspeed"}
+
+# The key and its value; what makes it idle, in words; what else is set then; what is set where it does something.
+# fmt: off
+ROWS: list[tuple[str, Any, str, Keys, Keys]] = [
+    ("model.context", 64, "model.positions=rope", {"model.positions": "rope"}, {}),
+    ("model.ffn", 128, "model.expert_ffn=64 of every layer", MOE | {"model.expert_ffn": 64}, {}),
+    ("model.rope_base", 5e5, "model.positions=learned", {}, {"model.positions": "rope"}),
+    ("model.top_k", 2, "model.family=gpt", {}, MOE),
+    ("model.expert_ffn", 64, "model.family=gpt", {}, MOE),
+    ("model.shared_experts", 1, "model.family=gpt", {}, MOE),
+    ("model.aux_loss", 0.01, "model.family=gpt", {}, MOE),
+    ("model.capacity", 1.25, "model.family=gpt", {}, MOE),
+    ("model.weights", "x", "checkpoint.resume=must", {"checkpoint.resume": "must"}, {}),
+    ("parallel.shard", 4, "parallel.zero=0", {}, {"parallel.zero": 2}),
+    ("parallel.schedule", "gpipe", "parallel.pp=1", {}, {"parallel.pp": 2}),
+    ("parallel.chunks", 2, "parallel.pp=1", {"parallel.schedule": "interleaved"}, {"parallel.schedule": "interleaved", "parallel.pp": 2}),
+    ("parallel.sequence", True, "parallel.tp=1", {}, {"parallel.tp": 2}),
+    ("parallel.reduce", "halving", "one data-parallel rank", ONE, {}),
+    ("parallel.bucket", 1000, "one data-parallel rank", ONE, {}),
+    ("parallel.scatter", True, "parallel.tp=1", {"parallel.pp": 2}, {"parallel.pp": 2, "parallel.tp": 2}),
+    ("parallel.scatter", True, "parallel.sequence=true", {**BOTH, "parallel.sequence": True}, BOTH),
+    ("parallel.overlap.data", False, "one data-parallel rank", ONE, {}),
+    ("parallel.overlap.tensor", True, "parallel.tp=1", {}, {"parallel.tp": 2}),
+    ("parallel.overlap.pipeline", True, "parallel.pp=1", {}, {"parallel.pp": 2}),
+    ("parallel.overlap.context", False, "parallel.cp=1", {}, {"parallel.cp": 2}),
+    ("train.evaluate.batches", 20, "train.evaluate.every=0", {}, {"train.evaluate.every": 10}),
+    ("optim.betas", (0.9, 0.99), "optim.name=sgd", {"optim.name": "sgd"}, {}),
+    ("optim.eps", 1e-6, "optim.name=sgd", {"optim.name": "sgd"}, {}),
+    ("optim.momentum", 0.9, "optim.name=adamw", {}, {"optim.name": "sgd"}),
+    ("optim.min_lr", 1e-5, "optim.schedule=constant", {"optim.schedule": "constant"}, {}),
+    ("data.path", "x.txt", "data.name=stdlib", {"data.name": "stdlib"}, {"data.name": "text"}),
+    ("data.weights", (1.0, 2.0), "data.name=synthetic", {}, {"data.name": "text", "data.path": ("a", "b")}),
+    ("data.tokenizer", "x.json", "data.name=synthetic", {}, {"data.name": "tokens", "data.path": "a"}),
+    ("data.end", 7, "data.name=synthetic", {}, {"data.name": "text", "data.path": "a"}),
+    ("data.text_key", "content", "data.name=tokens", {"data.name": "tokens"}, {"data.name": "text"}),
+    ("data.cache", "x", "data.name=synthetic", {}, {"data.name": "stdlib"}),
+    ("log.profile", (500, 510), "train.steps=100", {}, {"train.steps": 1000}),
+    ("launch.hostfile", "x", "launch.name=local", {}, HOSTS),
+    ("launch.include", "x", "launch.name=local", {}, HOSTS),
+    ("launch.exclude", "x", "launch.name=local", {}, HOSTS),
+    ("launch.address", "x", "launch.name=slurm", {"launch.name": "slurm"}, HOSTS),
+    ("launch.runner", "openmpi", "launch.name=local", {}, HOSTS),
+    ("launch.port", 29500, "launch.name=local", {}, {"launch.name": "slurm"}),
+    ("launch.environment", ("A",), "launch.name=local", {}, HOSTS),
+    ("launch.restarts", 3, "launch.name=torchrun", {"launch.name": "torchrun"}, {}),
+    ("launch.patience", 60.0, "launch.name=slurm", {"launch.name": "slurm"}, {}),
+    ("launch.preflight", False, "launch.name=local", {}, HOSTS),
+]
+# fmt: on
+
+
+def told(run: Run) -> list[str]:
+    """The warnings of a plan about keys that do nothing."""
+    plan = make_plan(run)
+    assert plan.ok, plan.problems
+    return [each.says for each in plan.warnings if each.rule == RULE]
+
+
+@pytest.mark.parametrize(("key", "value", "other", "idle", "used"), ROWS, ids=[f"{row[0]} {row[2]}" for row in ROWS])
+def test_a_key_that_does_nothing_is_said_and_one_that_does_is_not(key: str, value: Any, other: str, idle: Keys, used: Keys) -> None:
+    (said,) = [each for each in told(changed(RUN, {**idle, key: value}.items())) if each.startswith(f"{key}=")]
+    assert said.endswith(f" does nothing with {other}")
+    assert not [each for each in told(changed(RUN, {**used, key: value}.items())) if each.startswith(f"{key}=")]
+    assert not [each for each in told(changed(RUN, {**idle, key: default(key)}.items())) if each.startswith(f"{key}=")]
+
+
+def test_every_row_of_the_table_is_said_above() -> None:
+    assert {row[0] for row in ROWS} == set(IDLE)
+
+
+def test_every_key_has_a_row_or_is_always_read() -> None:
+    read = {f"{section}.{key}".lstrip(".") for section, names in READ.items() for key in names}
+    assert {*keys(), "reading", "model.parameters"} == read | set(IDLE)
+    assert not read & set(IDLE)
+
+
+@pytest.mark.parametrize("recipe", library.recipes(None))
+def test_no_recipe_sets_what_does_nothing(recipe: str) -> None:
+    run = load(recipe)
+    assert told(run) == []
+    assert [each.says for each in remarks(run, make_plan(run)) if each.rule != RULE] == []
+
+
+def test_metrics_that_are_left_out_are_written_all_the_same() -> None:
+    run = replace(RUN, log=replace(RUN.log, sinks=("console",)))
+    assert told(run) == ["log.sinks=[console] leaves out jsonl, which is written all the same"]
+
+
+def test_fit_says_what_of_its_words_does_nothing_under_its_verdict(
+    tmp_path: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from distrain.cli.verbs import fit
+    from distrain.trainer.machine import facts
+
+    monkeypatch.setattr(facts, "found", lambda: None)
+    monkeypatch.setattr(facts, "known", lambda: True)
+    monkeypatch.setattr(fit, "train", lambda *_: (1, ["not started here"]))
+    words = ["conf=tiny_2x2x2", "optim.schedule=constant", "optim.min_lr=1e-5", "train.evaluate.batches=3", f"log.dir={tmp_path}"]
+    assert command(["fit", *words]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:] == [
+        "warning: train.evaluate.batches=3 does nothing with train.evaluate.every=0",
+        "warning: optim.min_lr=1e-05 does nothing with optim.schedule=constant",
+    ]
+
+
+def test_a_sink_whose_package_is_missing_is_said_before_a_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from distrain.cli.verbs import fit
+
+    monkeypatch.setattr(fit, "find_spec", lambda name: None)
+    run = replace(RUN, log=replace(RUN.log, sinks=("jsonl", "wandb")))
+    assert [str(each) for each in remarks(run, make_plan(run))] == [
+        "log.sinks names wandb, which is not installed, so that nothing goes there: pip install wandb"
+    ]
+
+
+def test_a_copy_of_gradients_that_no_engine_keeps_is_said_by_fit() -> None:
+    run = replace(RUN, optim=replace(RUN.optim, gradient_copy=True))
+    assert [each.says for each in remarks(run, make_plan(run))] == [
+        "optim.gradient_copy=true is planned for, and DeepSpeed keeps no such copy"
+    ]

@@ -1,0 +1,233 @@
+"""Slices of weights on the ranks of the tensor axis: what each holds, padding, and heads that some share, for any sizes and degree."""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+from math import prod
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distrain.trainer.models.families import FAMILIES
+from distrain.trainer.models.table import Table, count, named, padded
+from distrain.trainer.plan.axes.tp import SPLITS
+from distrain.trainer.plan.cost_context import Frame
+from distrain.trainer.plan.layout_cost import costs
+from distrain.trainer.plan.mesh import Mesh
+from distrain.trainer.plan.mesh_position import seat
+from distrain.trainer.plan.weight_slices import Heads, Placed, Portion, local_sizes, placed, portion
+from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train
+
+OWN = sorted(FAMILIES.keys() - {"hf"})  # whose weights a config.json states, and no axis splits
+
+
+@st.composite
+def heads(draw: st.DrawFn) -> tuple[int, int, int]:
+    """Heads, key and value heads that divide them, and a degree: many to one, one to many, and no multiples of each other."""
+    kv_heads = draw(st.integers(1, 24))
+    return kv_heads * draw(st.integers(1, 12)), kv_heads, draw(st.integers(1, 32))
+
+
+def elements(row: Portion) -> range:
+    return range(row.offset, row.offset + row.length)
+
+
+@given(heads())
+def test_every_query_head_is_on_one_rank(shape: tuple[int, int, int]) -> None:
+    every, kv_heads, degree = shape
+    lie = Heads(every, kv_heads, degree)
+    assert [head for rank in range(degree) for head in elements(lie.query(rank))] == list(range(every))
+
+
+@given(heads())
+def test_a_ranks_key_head_serves_the_query_heads_that_it_serves_in_the_whole_model(shape: tuple[int, int, int]) -> None:
+    """A module groups what it is given: its i-th query head goes with the key head i // (query heads / key heads)."""
+    every, kv_heads, degree = shape
+    lie = Heads(every, kv_heads, degree)
+    for rank in range(degree):
+        query, key = lie.query(rank), lie.key(rank)
+        assert query.size % key.size == 0
+        for at, head in enumerate(elements(query)):
+            served = at // (query.size // key.size)
+            assert served < key.length
+            assert key.offset + served == head // (every // kv_heads)
+
+
+@given(heads())
+def test_key_heads_are_held_by_one_rank_or_by_neighbours_that_share_them(shape: tuple[int, int, int]) -> None:
+    every, kv_heads, degree = shape
+    lie = Heads(every, kv_heads, degree)
+    assert degree % lie.copies == 0
+    held = Counter(head for rank in range(degree) for head in elements(lie.key(rank)))
+    assert held == dict.fromkeys(range(kv_heads), lie.copies)
+    for rank in range(degree):
+        key, first = lie.key(rank), lie.key(rank - rank % lie.copies)
+        assert (key.copy, key.copies) == (rank % lie.copies, lie.copies)
+        assert replace(key, copy=0) == first
+
+
+@given(heads())
+def test_no_head_is_padded_where_the_degree_divides(shape: tuple[int, int, int]) -> None:
+    every, kv_heads, degree = shape
+    lie = Heads(every, kv_heads, degree)
+    if kv_heads % degree == 0 or (degree % kv_heads == 0 and every % degree == 0):
+        assert lie.size * degree == every
+        assert lie.kv_size * degree == kv_heads * lie.copies
+
+
+@given(heads())
+def test_no_rank_has_more_heads_than_padding_of_one_group_asks(shape: tuple[int, int, int]) -> None:
+    """Less than a group of query heads each, or, where ranks share a key head, less than one head each."""
+    every, kv_heads, degree = shape
+    lie = Heads(every, kv_heads, degree)
+    assert lie.size < every / degree + every // kv_heads or lie.copies > 1
+    assert lie.size <= -(-(every // kv_heads) // lie.copies) or lie.copies == 1
+
+
+@given(st.integers(1, 500), st.integers(1, 32), st.sampled_from([1, 8, 128]))
+def test_a_vocabulary_and_a_feed_forward_are_runs_that_cover_them_once(size: int, degree: int, multiple: int) -> None:
+    for dim, each in (("ffn", -(-size // degree)), ("vocab", padded(size, multiple * degree) // degree)):
+        rows = [portion(dim, {dim: size}, degree, rank, vocab_multiple=multiple) for rank in range(degree)]
+        assert [at for row in rows for at in elements(row)] == list(range(size))
+        assert {row.size for row in rows} == {each}
+        assert each * degree == size or size % degree or dim == "vocab"
+
+
+@st.composite
+def models(draw: st.DrawFn) -> Model:
+    """A small model of any family, sizes divisible by nothing in particular."""
+    kv_heads = draw(st.integers(1, 4))
+    return Model(
+        family=draw(st.sampled_from(OWN)),
+        layers=draw(st.integers(1, 2)),
+        hidden=draw(st.integers(2, 5)),
+        heads=kv_heads * draw(st.integers(1, 3)),
+        kv_heads=kv_heads,
+        head_dim=draw(st.integers(1, 3)),
+        ffn=draw(st.integers(1, 9)),
+        vocab=draw(st.integers(3, 11)),
+        vocab_multiple=draw(st.sampled_from([1, 4])),
+        tied=draw(st.booleans()),
+        bias=draw(st.booleans()),
+        act=draw(st.sampled_from(["gelu", "swiglu"])),
+        experts=2,
+        top_k=1,
+        shared_experts=draw(st.integers(0, 1)),
+    )
+
+
+def table_of(model: Model) -> Table:
+    return FAMILIES[model.family](model, Train(batch=1, seq=4, steps=1))
+
+
+def rows_of(model: Model, degree: int) -> dict[str, list[Placed]]:
+    """What each rank holds of each weight."""
+    table = table_of(model)
+    return {
+        each.name: [placed(each, table.sizes, degree, rank, vocab_multiple=model.vocab_multiple) for rank in range(degree)]
+        for each in named(table, range(model.layers))
+    }
+
+
+@given(models(), st.integers(1, 6))
+def test_every_element_of_every_weight_is_on_one_rank_or_on_all_that_share_it(model: Model, degree: int) -> None:
+    for name, ranks in rows_of(model, degree).items():
+        held = Counter(
+            place
+            for each in ranks
+            for place in product(*(range(offset, offset + length) for offset, length in zip(each.offset, each.length, strict=True)))
+        )
+        shape, copies = ranks[0].shape, ranks[0].copies
+        assert held == dict.fromkeys(product(*map(range, shape)), copies), name
+        assert sorted(Counter(each.copy for each in ranks).items()) == [(copy, degree // copies) for copy in range(copies)]
+        assert {(each.shape, each.size, each.copies, each.shared) for each in ranks} == {(shape, ranks[0].size, copies, ranks[0].shared)}
+
+
+@given(models(), st.integers(1, 6))
+def test_a_ranks_tensors_are_of_the_local_sizes(model: Model, degree: int) -> None:
+    table = table_of(model)
+    local = local_sizes(table.sizes, degree, vocab_multiple=model.vocab_multiple)
+    for each in named(table, range(model.layers)):
+        split = [dim for dims in each.dims for dim in dims if dim in SPLITS]
+        assert len(split) <= 1
+        for rank in range(degree):
+            held = placed(each, table.sizes, degree, rank, vocab_multiple=model.vocab_multiple)
+            assert held.size == each.shape(local)
+            assert held.sharded == (bool(split) or degree == 1)
+            assert all(length <= size for length, size in zip(held.length, held.size, strict=True))
+
+
+@given(models(), st.integers(2, 6))
+def test_nothing_is_padded_where_the_degree_divides(model: Model, degree: int) -> None:
+    group = model.heads // (model.kv_heads or 1)
+    whole = replace(model, kv_heads=degree, heads=degree * group, ffn=2 * degree, vocab=12 * degree, expert_ffn=None)
+    assert all(each.filled for ranks in rows_of(whole, degree).values() for each in ranks)
+
+
+CPU = Device(name="cpu", memory=1e12, kind="cpu")
+
+
+def run_of(model: Model, parallel: Parallel, ranks: int, micros: int) -> Run:
+    return Run(
+        name="test",
+        model=model,
+        cluster=Cluster(nodes=1, gpus=ranks, device=CPU),
+        parallel=parallel,
+        train=Train(batch=micros, seq=4, steps=1),
+    )
+
+
+@given(models(), st.integers(1, 6))
+def test_the_planner_counts_the_elements_that_a_rank_holds(model: Model, degree: int) -> None:
+    run = run_of(model, Parallel(tp=degree), degree, 1)
+    frame = Frame(run)
+    made = costs(frame, frame.layout(run.parallel, 1)).pieces
+    planned = sum(piece.dense + piece.experts for piece in (made.embedding, made.head)) - made.tied
+    planned += model.layers * (made.layer.dense + made.layer.experts)
+    ranks = rows_of(model, degree).values()
+    assert planned == sum(prod(each[0].size) for each in ranks)
+    if degree > 1:
+        replicated = sum(prod(each[0].size) for each in ranks if not each[0].sharded)
+        assert model.layers * made.layer.replicated + made.embedding.replicated + made.head.replicated == replicated
+        assert model.layers * made.layer.shared == sum(prod(each[0].size) for each in ranks if each[0].shared)
+
+
+@pytest.mark.parametrize(("schedule", "layers"), [("1f1b", 7), ("dualpipev", 7), ("dualpipev", 8), ("gpipe", 4)])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_seats_of_a_mesh_hold_every_weight_once(schedule: str, layers: int, tied: bool) -> None:
+    """But for a tied weight, which a straight pipeline has on both of its ends, and a folded one once on the first stage."""
+    model = Model(family="gpt", layers=layers, hidden=4, heads=2, vocab=10, tied=tied)
+    run = run_of(model, Parallel(pp=3, tp=2, schedule=schedule), 6, 8)
+    held: Counter[str] = Counter()
+    for rank in range(6):
+        own = seat(run, rank)
+        names = [each.name for part in own.parts for each in own.holds(run, part)]
+        folded = schedule == "dualpipev"
+        twice = {"embedding.weight"} if folded and tied and own.place["pp"] == 0 else set()
+        assert {name for name, times in Counter(names).items() if times > 1} == twice
+        held.update(set(names))
+        first, last = own.parts[0].layers, own.parts[-1].layers
+        assert (own.place["pp"] == 0) == own.parts[0].first
+        assert first.start <= last.start
+    whole = {each.name: 2 for each in named(table_of(model), range(layers))}
+    if tied and schedule != "dualpipev":
+        whole["embedding.weight"] = 4
+    assert held == whole
+
+
+def test_a_folded_stage_has_a_part_on_the_way_out_and_one_on_the_way_back() -> None:
+    run = run_of(Model(family="gpt", layers=8, hidden=4, heads=2, vocab=10), Parallel(pp=4, schedule="dualpipev"), 4, 8)
+    parts = [[(part.layers, part.first, part.last) for part in seat(run, rank).parts] for rank in range(4)]
+    assert parts == [
+        [(range(1), True, False), (range(7, 8), False, True)],
+        [(range(1, 2), False, False), (range(6, 7), False, False)],
+        [(range(2, 3), False, False), (range(5, 6), False, False)],
+        [(range(3, 4), False, False), (range(4, 5), False, False)],
+    ]
+
+
+def test_a_seat_is_its_ranks_place() -> None:
+    run = run_of(Model(family="gpt", layers=8, hidden=4, heads=2, vocab=10), Parallel(pp=2, tp=2), 8, 8)
+    assert [seat(run, rank).place for rank in range(8)] == [Mesh(pp=2, dp=2, tp=2).coordinates(rank) for rank in range(8)]
+    assert count(("heads", "head_dim"), table_of(run.model).sizes) == 4

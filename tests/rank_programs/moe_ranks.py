@@ -1,0 +1,171 @@
+"""Ranks that compute a mixture of experts in float64, split over tensor and expert ranks, beside a whole one. Run by path, with
+`expert ranks x tensor ranks`: a line of JSON on stdout, {what: the largest difference on any rank}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distrain.trainer.layers.cross_entropy import IGNORED
+from distrain.trainer.layers.group import Group
+from distrain.trainer.layers.keyed_random import Keys, keys, normal
+from distrain.trainer.layers.split_linear import Region
+from distrain.trainer.models.build import build, module_of, weights
+from distrain.trainer.models.families import FAMILIES
+from distrain.trainer.models.moe.module import Experts
+from distrain.trainer.models.table import named
+from distrain.trainer.plan.weight_slices import Heads, Placed, placed
+from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train
+from distrain.trainer.system.parent_watch import die_with
+
+B, S = 2, 16  # sequences of an expert rank, tokens of each
+CPU = torch.device("cpu")
+SHAPE: dict[str, Any] = {"family": "moe", "layers": 2, "hidden": 12, "heads": 4, "vocab": 24, "ffn": 8, "experts": 4}
+SHAPE |= {"norm": "rmsnorm", "act": "swiglu", "positions": "rope", "top_k": 2}
+WAYS: dict[str, dict[str, Any]] = {
+    "dropless": {},
+    "balanced": {"aux_loss": 0.5, "shared_experts": 1},
+    "with little room": {"aux_loss": 0.5, "capacity": 0.75, "dropout": 0.1},
+}
+
+
+def run_of(way: str, ep: int, *, sequence: bool, recompute: str) -> Run:
+    cluster = Cluster(nodes=1, gpus=1, device=Device(name="cpu", memory=1e12, kind="cpu"))
+    train = Train(batch=B * ep, microbatch=B, seq=S, steps=1, precision="fp32")
+    parallel = Parallel(sequence=sequence, recompute=recompute)  # type: ignore[arg-type]
+    return Run(name="moe", model=Model(**SHAPE | WAYS[way]), cluster=cluster, parallel=parallel, train=train)
+
+
+def whole_of(run: Run) -> nn.Module:
+    """All of the model, with weights in which every one counts."""
+    module = build(run, device=CPU, dtype=torch.float64, seed=5)
+    with torch.no_grad():
+        for name, tensor in weights(module, run):
+            tensor.add_(0.3 * normal(6, name, 0, tensor.numel()).view(tensor.shape))
+    return module
+
+
+def split_of(run: Run, whole: nn.Module, experts: Group | None, tensor: Group | None) -> tuple[nn.Module, dict[str, Placed]]:
+    """This rank's part of it."""
+    table = FAMILIES[run.model.family](run.model, run.train)
+    ep, rank = (experts.size, experts.rank) if experts else (1, 0)
+    tp, place = (tensor.size, tensor.rank) if tensor else (1, 0)
+    held = {each.name: placed(each, table.sizes, tp, place, ep=ep, expert_rank=rank) for each in named(table, range(run.model.layers))}
+    found = dict(whole.named_parameters())
+    made = {name: nn.Parameter(sliced(found[name].detach(), each).clone()) for name, each in held.items()}
+    heads = Heads(table.sizes["heads"], table.sizes["kv_heads"], tp).query(place)
+    region = Region(group=tensor, sequence=run.parallel.sequence, first_head=heads.offset) if tensor else None
+    return module_of(made, run, region, experts=experts), held
+
+
+def sliced(x: Tensor, by: Placed) -> Tensor:
+    return x[tuple(slice(first, first + many) for first, many in zip(by.offset, by.length, strict=True))]
+
+
+def facts(way: str, experts: Group | None, tensor: Group | None, *, sequence: bool, recompute: str) -> Iterator[tuple[str, float]]:
+    """What this rank's part computes of its sequences, against the whole one of all."""
+    ep = experts.size if experts else 1
+    run = run_of(way, ep, sequence=sequence, recompute=recompute)
+    whole = whole_of(run)
+    part, held = split_of(run, whole, experts, tensor)
+    tokens, labels = torch.randint(run.model.vocab, (2, B * ep, S), generator=torch.Generator().manual_seed(7))
+    labels[0, 3:7] = labels[-1, -2:] = IGNORED
+    states = keys(1, 0, torch.arange(B * ep), torch.arange(S)).states
+    mine = slice(B * experts.rank, B * experts.rank + B) if experts else slice(None)
+    expected, chose = computed(whole, tokens, labels, states)
+    found, chosen = computed(part, tokens[mine], labels[mine], states[mine])
+    if experts:
+        dist.all_reduce(found, group=experts.handle)
+    yield "loss", float((found - expected).abs() / expected)
+    yield "flips", float(sum((one != other[mine]).sum() for one, other in zip(chosen, chose, strict=True)))
+    largest = max(float(grad(each).abs().max()) for each in whole.parameters())
+    for name, parameter in part.named_parameters():
+        by, made = held[name], grad(parameter)
+        if experts and not by.expert:
+            dist.all_reduce(made, group=experts.handle)
+        if tensor and sequence and not by.sharded:
+            dist.all_reduce(made, group=tensor.handle)  # each has its tokens' part of it: the engine adds them up
+        kind = next((each for each in ("router", "experts", "shared") if f".{each}." in name), "others")
+        yield f"gradients of {kind}", float((made - sliced(grad(whole.get_parameter(name)), by)).abs().max()) / largest
+
+
+def computed(module: nn.Module, tokens: Tensor, labels: Tensor, states: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """The sum of the losses, its gradients left on the parameters; the experts that tokens chose in each layer."""
+    chosen: list[Tensor] = []
+    stacks = [each for each in module.modules() if isinstance(each, Experts)]
+    hooks = [each.register_forward_pre_hook(lambda _, given: chosen.append(given[1].chosen)) for each in stacks]
+    loss, _ = module(tokens, labels, keys=Keys(states=states))
+    for hook in hooks:
+        hook.remove()
+    loss.backward()
+    return loss.detach(), chosen
+
+
+def grad(x: nn.Parameter) -> Tensor:
+    assert x.grad is not None
+    return x.grad
+
+
+def differences(experts: Group | None, tensor: Group | None) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for way in WAYS:
+        for sequence in (False, True) if tensor else (False,):
+            for recompute in ("none", "full"):
+                for what, most in facts(way, experts, tensor, sequence=sequence, recompute=recompute):
+                    here = torch.tensor(most)
+                    dist.all_reduce(here, dist.ReduceOp.MAX)
+                    key = f"{way}: {what}"
+                    found[key] = max(here.item(), found.get(key, 0.0))
+    return found
+
+
+def be(rank: int, ep: int, tp: int, meeting: str) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ep * tp)
+    groups: dict[str, Group] = {}
+    rows = [("ep", [tuple(range(at, ep * tp, tp)) for at in range(tp)]), ("tp", [tuple(range(at * tp, at * tp + tp)) for at in range(ep)])]
+    for axis, ranks in rows:
+        for members in ranks:
+            handle = dist.new_group(list(members))
+            if rank in members and len(members) > 1:
+                groups[axis] = Group(axis=axis, ranks=members, rank=members.index(rank), handle=handle)
+    found = differences(groups.get("ep"), groups.get("tp"))
+    if rank == 0:
+        print(json.dumps(found), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main(layout: str) -> int:
+    """Fork the ranks; the number that failed."""
+    ep, tp = map(int, layout.split("x"))
+    with tempfile.TemporaryDirectory() as folder:
+        children, parent = [], os.getpid()
+        for rank in range(ep * tp):
+            child = os.fork()
+            if child == 0:
+                try:
+                    die_with(parent)  # who waits for too long kills the parent alone
+                    be(rank, ep, tp, f"{folder}/meeting")
+                except BaseException:
+                    traceback.print_exc()
+                    os._exit(1)
+                os._exit(0)
+            children.append(child)
+        return sum(os.waitpid(child, 0)[1] != 0 for child in children)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1]))

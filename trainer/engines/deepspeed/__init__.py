@@ -1,0 +1,1 @@
+"""Engines `zero` and `pipe`, which run on DeepSpeed."""

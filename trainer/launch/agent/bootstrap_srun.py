@@ -1,0 +1,6 @@
+"""guest.py for a launcher that starts a file and no module, as DeepSpeed's does through srun."""
+
+from distrain.trainer.launch.agent.bootstrap import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

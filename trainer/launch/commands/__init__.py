@@ -1,0 +1,1 @@
+"""Command lines of other launchers: DeepSpeed, Open MPI, torchrun and Slurm."""

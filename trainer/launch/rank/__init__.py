@@ -1,0 +1,1 @@
+"""A rank as its process sees itself: its environment, its log, its channel to whoever started it."""

@@ -1,6 +1,0 @@
-"""guest.py for a launcher that starts a file and no module, as DeepSpeed's does through srun."""
-
-from distrain.trainer.launch.guest import main
-
-if __name__ == "__main__":
-    raise SystemExit(main())

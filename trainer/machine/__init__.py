@@ -1,0 +1,1 @@
+"""What this machine has: devices, memory, measured rates, kept in a cache."""

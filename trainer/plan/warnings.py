@@ -1,0 +1,219 @@
+"""What runs but hurts, and what a reader of a plan should know: one function a warning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from ..models.table import weights
+from ..spec.problem import Problem
+from ..spec.units import LINK, gib, percent
+from .cost_context import Frame
+from .layout import Layout
+from .layout_cost import Costs
+from .mends import limits
+from .result import Throughput
+from .unused_keys import idle
+from .weight_slices import Heads, idle_ranks, local_sizes
+
+BUBBLE = 0.2  # share of a step from which a bubble is worth a word
+
+# The highest model-FLOPs utilisation that was measured and published, by device (without its memory) and precision.
+MEASURED: dict[tuple[str, str], tuple[float, str]] = {
+    ("V100", "fp16"):  (0.39, "Megatron-LM 2020 scaling tables, 2B"),
+    ("A100", "bf16"):  (0.67, "IBM fms-fsdp README, Llama 2 7B"),
+    ("A100", "fp16"):  (0.57, "arXiv:2205.05198 table 5, 1T"),
+    ("H100", "bf16"):  (0.60, "NVIDIA dgxc-benchmarking 24.11, Llama 3.1 8B"),
+    ("H100", "fp8"):   (0.45, "NVIDIA dgxc-benchmarking 24.11, Llama 3.1 405B"),
+    ("GB200", "bf16"): (0.46, "NVIDIA dgxc-benchmarking 25.05, Llama 3.1 405B"),
+    ("GB200", "fp8"):  (0.45, "Megatron-Bridge 26.06, Llama 3.1 405B"),
+    ("GB300", "fp8"):  (0.55, "Megatron-Bridge 26.02.01, Llama 3.1 405B"),
+}  # fmt: skip
+
+
+def _tensor_across(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
+    mesh, gpus = layout.mesh, frame.run.cluster.gpus
+    in_node = mesh.in_node("tp", gpus)
+    if in_node < mesh.tp:
+        says = f"parallel.tp={mesh.tp} crosses nodes of {gpus}: every layer waits for the link between them"
+        yield Problem(rule="tp", says=says, mend=f"set parallel.tp to at most {gpus} and parallel.pp higher")
+
+
+def _bubble(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
+    if of.seconds is not None and of.seconds.fill > BUBBLE:
+        says = f"the pipeline idles {percent(of.seconds.fill)} of its time: {layout.micros} micro-batches through {layout.mesh.pp} stages"
+        yield Problem(
+            rule="bubble", says=says, mend="a larger train.batch, a smaller train.microbatch, fewer stages or schedule=interleaved"
+        )
+
+
+def _uneven(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
+    counts, chunks, parts = layout.partition.counts, layout.parallel.chunks, layout.partition.parts
+    if min(counts) == max(counts):
+        if min(parts) < max(parts):
+            says = f"{sum(parts)} layers over {len(parts)} parts, two a stage: the bubble is planned as if they were even"
+            yield Problem(rule="uneven", says=says)
+        if counts[0] % chunks:
+            yield Problem(
+                rule="uneven", says=f"{counts[0]} layers of a stage over {chunks} chunks: the bubble is planned as if they were even"
+            )
+        return
+    cost = ""
+    if of.seconds is not None:
+        times = [kind.forward + kind.backward for kind in of.kinds]
+        mean = sum(each * many for each, many in zip(times, layout.partition.many, strict=True)) / len(counts)
+        lost = layout.micros * (max(times) - mean) / of.seconds.step
+        cost = f"; waiting for the busiest stage costs {percent(lost)} of a step"
+    says = f"{sum(counts)} layers over {len(counts)} stages: {min(counts)} to {max(counts)} a stage{cost}"
+    yield Problem(rule="uneven", says=says)
+
+
+def _unmeasured(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
+    run = frame.run
+    if throughput is None:
+        return
+    device = run.cluster.device.name
+    known = MEASURED.get((device.split("-")[0], run.train.precision))
+    if known is None:
+        says = f"no measured run of {device} in {run.train.precision} is known to this planner: its MFU is a calculation"
+        yield Problem(rule="mfu", says=says)
+    elif throughput.mfu > known[0]:
+        says = f"an MFU of {percent(throughput.mfu)} is above the highest published for {device}, {percent(known[0])} ({known[1]})"
+        yield Problem(rule="mfu", says=says)
+
+
+# What padding costs: dims that the tensor axis splits, and whose products are then longer.
+PADDED = {
+    "heads": "attention",
+    "ffn": "the feed-forward",
+    "expert_ffn": "the experts",
+    "shared_ffn": "the shared experts",
+    "vocab": "the head",
+}
+
+
+def _padded(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
+    model, sizes, degree = frame.run.model, frame.table.sizes, layout.mesh.tp
+    local = local_sizes(sizes, degree, vocab_multiple=model.vocab_multiple)
+    table = frame.table
+    held = {dim for weight in weights(table.embedding + table.layer + table.head) for dim in weight.dims}
+    for dim, whose in PADDED.items():
+        whole = local[dim] * degree
+        if dim not in held or whole == sizes[dim]:
+            continue
+        share = 1 - sizes[dim] / whole
+        cost = percent(share) if share >= 0.01 else "less than 1 %"
+        empty = idle_ranks(dim, sizes, degree, vocab_multiple=model.vocab_multiple)
+        idle = f", and {empty} of {degree} ranks {'has' if empty == 1 else 'have'} nothing else" if empty else ""
+        why = f" so that tp {degree} splits it" if degree > 1 else f", a multiple of model.vocab_multiple={model.vocab_multiple}"
+        says = f"model.{dim}={sizes[dim]} is padded to {whole}{why}: {cost} of {whose}'s products are padding{idle}"
+        yield Problem(rule=dim, says=says)
+
+
+def _replicated(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
+    sizes, degree = frame.table.sizes, layout.mesh.tp
+    kv_heads, copies = sizes["kv_heads"], Heads(sizes["heads"], sizes["kv_heads"], degree).copies
+    if copies > 1:
+        yield Problem(rule="kv_heads", says=f"parallel.tp={degree} is more than model.kv_heads={kv_heads}: each is held by {copies} ranks")
+
+
+def _idle(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
+    parallel, train = layout.parallel, frame.run.train
+    if parallel.recompute == "selective" and train.attention == "flash":
+        says = "parallel.recompute=selective with train.attention=flash: flash keeps no scores, so nothing is saved by running it twice"
+        yield Problem(rule="recompute", says=says, mend="set parallel.recompute=none")
+
+
+def _tight(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
+    if 0.95 * frame.capacity < of.peak <= frame.capacity:
+        says = f"{gib(of.peak)} GiB of {gib(frame.capacity)} leaves little for fragmentation"
+        yield Problem(rule="tight", says=says)
+
+
+def _untimed(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
+    if of.seconds is not None:
+        return
+    cluster, offload = frame.run.cluster, layout.parallel.offload
+    device = cluster.device
+    if not frame.table.computes:
+        says = f"no times: what a model of family {frame.run.model.family} computes is in no table"
+        yield Problem(rule="time", says=says, mend="`distrain fit` measures them as it trains")
+    elif offload.optimizer or offload.parameters:
+        yield Problem(rule="time", says="no times: how fast the host steps an offloaded optimizer is not known")
+    elif device.peak.get(frame.run.train.precision) is None or device.bandwidth is None:
+        missing = {
+            f"cluster.device.peak.{frame.run.train.precision} (FLOP/s)": device.peak.get(frame.run.train.precision),
+            "cluster.device.bandwidth (bytes/s)": device.bandwidth,
+        }
+        keys = " and ".join(key for key, value in missing.items() if value is None)
+        measures = "`distrain fit` measures this machine, once; or " if device.kind == "cpu" else ""
+        says = f"no times: how fast {device.name} is in {frame.run.train.precision} is not stated"
+        yield Problem(rule="time", says=says, mend=f"{measures}set {keys}")
+    else:
+        where = "inside" if cluster.inside is None and cluster.gpus > 1 else "between"
+        yield Problem(
+            rule="time",
+            says=f"no times: cluster.{where} is not stated",
+            mend=f"set cluster.{where}.bandwidth ({LINK}) and .latency (seconds)",
+        )
+
+
+def _uncounted(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
+    if not frame.table.computes:
+        says = f"activations of family {frame.run.model.family} are not counted: a step needs more memory than what is planned"
+        yield Problem(rule="activations", says=says, mend="begin with a small train.microbatch; `distrain report` shows what a step keeps")
+
+
+def _routed(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
+    model, degree = frame.run.model, layout.mesh.ep
+    if model.family == "moe" and degree > 1:
+        says = f"what expert ranks keep, send and compute is planned for even routing, {model.experts} experts over {degree} ranks"
+        yield Problem(rule="routing", says=says)
+    if model.family == "moe" and model.capacity is not None:
+        says = f"model.capacity={model.capacity:g}: planned as if no token were dropped"
+        yield Problem(rule="capacity", says=says)
+
+
+def _unread(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
+    yield from idle(frame.run, layout.mesh)
+
+
+def _engine(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
+    yield from limits(frame.run)
+
+
+SLOW_LINK, LATE_LINK = 1e7, 0.1  # bytes/s and seconds that no link between accelerators is beyond
+
+
+def _links(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
+    cluster = frame.run.cluster
+    for name, link in (("inside", cluster.inside), ("between", cluster.between)):
+        if link is not None and link.bandwidth is not None and link.bandwidth < SLOW_LINK:
+            says = f"cluster.{name}.bandwidth={link.bandwidth:g} is {link.bandwidth:g} bytes/s"
+            yield Problem(rule="link", says=says, mend=f"{LINK}, as 300e9 or 300GB/s, are meant")
+        if link is not None and link.latency is not None and link.latency > LATE_LINK:
+            yield Problem(
+                rule="link", says=f"cluster.{name}.latency={link.latency:g} is {link.latency:g} s", mend="write 5us for microseconds"
+            )
+
+
+WARNINGS: tuple[Callable[[Frame, Layout, Costs, Throughput | None], Iterator[Problem]], ...] = (
+    _untimed,
+    _uncounted,
+    _links,
+    _tight,
+    _tensor_across,
+    _bubble,
+    _uneven,
+    _padded,
+    _replicated,
+    _idle,
+    _unmeasured,
+    _routed,
+    _unread,
+    _engine,
+)
+
+
+def warnings(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> tuple[Problem, ...]:
+    """Everything that runs but hurts."""
+    return tuple(each for warning in WARNINGS for each in warning(frame, layout, of, throughput))
