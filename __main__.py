@@ -1,8 +1,8 @@
-"""The command `distrain`, which is `python -m distrain` too."""
+"""The command `distrain`, also run as `python -m distrain`."""
 
 
 def main() -> None:
-    """Run the command line and exit with its status: 130 at a Ctrl-C, though it comes while this is imported."""
+    """Run the command line and exit with its status; a Ctrl-C while the command line is being imported exits with 130 too."""
     try:
         from .cli.app import main as run
 

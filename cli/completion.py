@@ -1,11 +1,11 @@
-"""Shell completion: the verbs, options, recipes, groups and keys that can follow what is typed."""
+"""Shell completion: the verbs, options, recipes, groups and keys that can complete a command line."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..trainer.spec.plain_file import expanded
+from ..trainer.spec.plain_file import expand_home
 from .config import library
 
 OPTIONS = {
@@ -22,17 +22,17 @@ OPTIONS = {
 }
 
 CHOICES = {"--dtype": ("fp32", "bf16", "fp16")}
-FOLDERS = ("report", "export", "generate")  # verbs that take folders, not keys: the shell completes those itself
+FOLDER_VERBS = ("report", "export", "generate")  # verbs that take folders, which the shell completes itself
 
 
-def answer(shell: str, environment: Mapping[str, str]) -> str:
-    """What a shell's completion script is told, in that shell's own form."""
+def completions(shell: str, environment: Mapping[str, str]) -> str:
+    """The completions of the command line in the environment, in the form that the shell's completion script reads."""
     if shell == "bash":
         words = environment.get("COMP_WORDS", "").split("\n")
-        said = environment.get("COMP_CWORD", "")
-        at = int(said) if said.isascii() and said.isdecimal() and len(said) < 10 else 0
-        before, word = _joined(words[1 : at + 1] if at < len(words) else [*words[1:], ""])
-        return "\n".join(each[_cut(word) :] for each in candidates(before, word))
+        position = environment.get("COMP_CWORD", "")
+        at = int(position) if position.isascii() and position.isdecimal() and len(position) < 10 else 0
+        before, word = _join_bash_words(words[1 : at + 1] if at < len(words) else [*words[1:], ""])
+        return "\n".join(each[_kept_length(word) :] for each in candidates(before, word))
     typed = environment.get("_TYPER_COMPLETE_ARGS", "")
     words = typed.split()[1:]
     word = words.pop() if words and not typed.endswith(" ") else ""
@@ -44,30 +44,32 @@ def answer(shell: str, environment: Mapping[str, str]) -> str:
 
 
 def candidates(before: Sequence[str], word: str) -> list[str]:
-    """Every word that can stand where `word` was begun, after the words before it."""
+    """The words that complete `word`, after the words before it."""
     if not before:
-        return _starting(word, [*OPTIONS, "--help", "--version"])
-    verb, config_dir = before[0], _config_dir(before)
+        return _with_prefix(word, [*OPTIONS, "--help", "--version"])
+    verb, config_dir = before[0], _typed_config_dir(before)
     if verb not in OPTIONS or before[-1] == "--config-dir":
         return []
     if word.startswith("-"):
-        return _starting(word, OPTIONS[verb])
-    if verb in FOLDERS:
-        return _starting(word, CHOICES.get(before[-1], ()))
+        return _with_prefix(word, OPTIONS[verb])
+    if verb in FOLDER_VERBS:
+        return _with_prefix(word, CHOICES.get(before[-1], ()))
     if verb == "ls":
-        return _starting(word, _listed(word, config_dir)) if before[-1] == "ls" else []
+        return _with_prefix(word, _ls_words(word, config_dir)) if before[-1] == "ls" else []
     if verb == "cp":
-        return _starting(word, _copied(word, config_dir)) if before[-1] == "cp" else []
+        return _with_prefix(word, _cp_words(word, config_dir)) if before[-1] == "cp" else []
     key, equals, _ = word.partition("=")
     if equals:
-        return _starting(word, [f"{key}={value}" for value in _values(key, config_dir)])
+        return _with_prefix(word, [f"{key}={value}" for value in _values(key, config_dir)])
     conf = [] if any(each.startswith("conf=") for each in before) else [f"conf={name}" for name in library.recipes(config_dir)]
-    found = _starting(word, [*conf, *_keys(config_dir, word)]) if word or not conf else conf
-    return _starting(word, [f"{found[0]}{value}" for value in _values(found[0][:-1], config_dir)]) or found if _is_key(found) else found
+    found = _with_prefix(word, [*conf, *_keys(config_dir, word)]) if word or not conf else conf
+    return (
+        _with_prefix(word, [f"{found[0]}{value}" for value in _values(found[0][:-1], config_dir)]) or found if _is_one_key(found) else found
+    )
 
 
-def _listed(word: str, config_dir: Path | None) -> list[str]:
-    """What `ls` takes: groups first, and keys from their first dot on."""
+def _ls_words(word: str, config_dir: Path | None) -> list[str]:
+    """What `ls` takes: groups, or keys once a dot is typed."""
     groups = [*library.groups(config_dir), "recipes", "runs"]
     if "." not in word:
         return groups
@@ -76,15 +78,15 @@ def _listed(word: str, config_dir: Path | None) -> list[str]:
     return [*sorted(sections()), *(key for key, _, _ in key_fields())]
 
 
-def _copied(word: str, config_dir: Path | None) -> list[str]:
-    """What `cp` takes: recipes first, and options of a group from its slash on; the shell completes files itself."""
+def _cp_words(word: str, config_dir: Path | None) -> list[str]:
+    """What `cp` takes: recipes and groups, or a group's options once its slash is typed; the shell completes files itself."""
     group = word.partition("/")[0]
     if "/" in word and group in library.groups(config_dir):
         return [f"{group}/{option}" for option in library.options(group, config_dir)]
     return [*library.recipes(config_dir), *(f"{group}/" for group in library.groups(config_dir) if word)]
 
 
-def _is_key(found: Sequence[str]) -> bool:
+def _is_one_key(found: Sequence[str]) -> bool:
     return len(found) == 1 and found[0].endswith("=")
 
 
@@ -107,21 +109,21 @@ def _values(key: str, config_dir: Path | None) -> list[str]:
     return values(key)
 
 
-def _starting(word: str, words: Sequence[str]) -> list[str]:
+def _with_prefix(word: str, words: Sequence[str]) -> list[str]:
     return [each for each in words if each.startswith(word)]
 
 
-def _config_dir(before: Sequence[str]) -> Path | None:
-    """The folder of the user's own recipes, where one was typed and exists."""
+def _typed_config_dir(before: Sequence[str]) -> Path | None:
+    """The folder after --config-dir, where one was typed and exists."""
     for flag, value in zip(before, [*before[1:], ""], strict=True):
         found = value if flag == "--config-dir" else flag.partition("=")[2] if flag.startswith("--config-dir=") else ""
-        if found and expanded(found).is_dir():
+        if found and expand_home(found).is_dir():
             return Path(found)
     return None
 
 
-def _joined(words: Sequence[str]) -> tuple[list[str], str]:
-    """Bash breaks words at = and :, so that conf=gpt2 comes as three; the words before, and the one at the cursor."""
+def _join_bash_words(words: Sequence[str]) -> tuple[list[str], str]:
+    """Join the words that bash broke at = and :, such as conf=gpt2; return those before the cursor and the one at it."""
     joined: list[str] = []
     glue = False
     for word in words:
@@ -134,6 +136,6 @@ def _joined(words: Sequence[str]) -> tuple[list[str], str]:
     return joined[:-1], joined[-1] if joined else ""
 
 
-def _cut(word: str) -> int:
-    """How much of a word bash keeps: all to its last break."""
+def _kept_length(word: str) -> int:
+    """The characters of a word that bash keeps: up to its last = or :."""
     return max(word.rfind("="), word.rfind(":")) + 1

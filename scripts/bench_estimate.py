@@ -1,6 +1,6 @@
-"""Measures what one estimate of a layout costs: microseconds of processor time, averaged over a sweep, held against its budget.
+"""Benchmark of the estimator: processor microseconds for one layout, averaged over a sweep, against a budget.
 
-Run `python -m distrain.scripts.bench_estimate [RECIPE] [REPEATS]`; it ends with status 1 where the budget is passed.
+Run `python -m distrain.scripts.bench_estimate [RECIPE] [REPEATS]`; it exits with 1 above the budget.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal
 
 from ..cli.config.load import load
 from ..trainer.plan.estimate import Estimator
-from ..trainer.plan.roofline import filled
+from ..trainer.plan.roofline import tile_efficiency
 from ..trainer.spec.run import Parallel, Run
 
 BUDGET = 50e-6  # seconds of processor time an estimate
@@ -24,25 +24,25 @@ Layouts = list[tuple[Parallel, int]]
 
 
 def layouts() -> Layouts:
-    """A search's sweep: degrees and ways of all axes, with micro-batches; a pipeline of one stage has one schedule."""
-    found: Layouts = []
+    """Return (parallel, micro-batch) of a search's sweep over all axes; a pipeline of one stage has one schedule."""
+    swept: Layouts = []
     for tp, pp, zero, recompute, sequence, micro, (schedule, chunks) in product(
         (1, 2, 4, 8), (1, 2, 4, 6, 8, 12, 16, 32), ZEROS, RECOMPUTES, (False, True), (1, 2, 4), PIPELINES
     ):
         if pp > 1 or schedule == "1f1b":
             parallel = Parallel(tp=tp, pp=pp, zero=zero, recompute=recompute, sequence=sequence, schedule=schedule, chunks=chunks)
-            found.append((parallel, micro))
-    return found
+            swept.append((parallel, micro))
+    return swept
 
 
 def seconds(run: Run, swept: Layouts) -> float:
-    """Processor seconds of a sweep by a new estimator that has nothing in store."""
-    filled.cache_clear()
-    begun = process_time()
+    """Return the processor seconds of a sweep by a new estimator with empty caches."""
+    tile_efficiency.cache_clear()
+    start = process_time()
     estimator = Estimator(run)
     for parallel, micro in swept:
         estimator(parallel, micro)
-    return process_time() - begun
+    return process_time() - start
 
 
 def main() -> None:
@@ -52,13 +52,13 @@ def main() -> None:
     every = layouts()
     estimator = Estimator(run)
     legal = [layout for layout in every if estimator(*layout).legal]
-    over = False
+    exceeded = False
     print(f"{recipe}, best of {repeats}{'layouts':>20}{'µs each':>10}{'budget':>8}")
     for name, swept in (("all", every), ("legal", legal)):
         each = min(seconds(run, swept) for _ in range(repeats)) / len(swept)
-        over |= each > BUDGET
+        exceeded |= each > BUDGET
         print(f"{name:<{len(recipe) + 11}}{len(swept):>20}{each * 1e6:>10.1f}{BUDGET * 1e6:>8.0f}{'  over' if each > BUDGET else ''}")
-    sys.exit(over)
+    sys.exit(exceeded)
 
 
 if __name__ == "__main__":

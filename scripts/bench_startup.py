@@ -1,6 +1,6 @@
-"""Measures what starting `distrain` costs: processor time of its commands, held against their budgets.
+"""Benchmark of starting `distrain`: processor time of its commands, against their budgets.
 
-Run `python -m distrain.scripts.bench_startup [REPEATS]`; it ends with status 1 where a budget is passed.
+Run `python -m distrain.scripts.bench_startup [REPEATS]`; it exits with 1 above a budget.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryFile
 
-from ..trainer.system.end_child import end_child
+from ..trainer.system.child_process import end_child
 
 PYTHON = (sys.executable, "-c", "pass")
 # fmt: off
-COMMANDS = (  # the words after `distrain`, the budget in seconds of processor time
+COMMANDS = (  # arguments of `distrain`, budget in seconds of processor time
     ("--help",                             0.150),
     ("ls",                                 0.500),
     ("plan conf=quickstart",               0.500),
@@ -26,44 +26,44 @@ COMMANDS = (  # the words after `distrain`, the budget in seconds of processor t
 
 
 def processor_seconds(command: tuple[str, ...]) -> float:
-    """User and system seconds of one run of a command and its children; raises where it fails."""
-    with TemporaryFile() as said:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+    """Run a command and return its user and system seconds, children included; exits where it fails."""
+    with TemporaryFile() as output:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
         try:
-            _, status, used = os.wait4(process.pid, 0)
+            _, status, usage = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
         finally:
             end_child(process)
         if process.returncode:
-            said.seek(0)
-            sys.exit(f"{' '.join(command)} ended with exit status {process.returncode}: {said.read().decode(errors='replace').strip()}")
-    return used.ru_utime + used.ru_stime
+            output.seek(0)
+            sys.exit(f"{' '.join(command)} exited with {process.returncode}: {output.read().decode(errors='replace').strip()}")
+    return usage.ru_utime + usage.ru_stime
 
 
-def measured(command: tuple[str, ...], repeats: int) -> float:
-    """The median of several runs, after one that fills the caches, in seconds."""
+def median_seconds(command: tuple[str, ...], repeats: int) -> float:
+    """Return the median processor seconds of several runs, after one that fills the caches."""
     processor_seconds(command)
     return median(processor_seconds(command) for _ in range(repeats))
 
 
-def distrain() -> tuple[str, ...]:
-    """The installed command beside this Python, else the module."""
+def distrain_command() -> tuple[str, ...]:
+    """Return the installed command next to this Python, else the module."""
     script = Path(sys.executable).with_name("distrain")
     return (str(script),) if script.exists() else (sys.executable, "-m", "distrain")
 
 
 def main() -> None:
     repeats = int(sys.argv[1]) if len(sys.argv) > 1 else 9
-    bare = measured(PYTHON, repeats)
-    over = False
+    bare = median_seconds(PYTHON, repeats)
+    exceeded = False
     print(f"{'processor time, median of ' + str(repeats):<42}{'ms':>8}{'budget':>8}{'x python -c pass':>18}")
     print(f"{'python -c pass':<42}{bare * 1e3:>8.0f}{'':>8}{1:>18.1f}")
-    for words, budget in COMMANDS:
-        seconds = measured((*distrain(), *words.split()), repeats)
-        over |= seconds > budget
+    for arguments, budget in COMMANDS:
+        seconds = median_seconds((*distrain_command(), *arguments.split()), repeats)
+        exceeded |= seconds > budget
         mark = "  over" if seconds > budget else ""
-        print(f"{'distrain ' + words:<42}{seconds * 1e3:>8.0f}{budget * 1e3:>8.0f}{seconds / bare:>18.1f}{mark}")
-    sys.exit(over)
+        print(f"{'distrain ' + arguments:<42}{seconds * 1e3:>8.0f}{budget * 1e3:>8.0f}{seconds / bare:>18.1f}{mark}")
+    sys.exit(exceeded)
 
 
 if __name__ == "__main__":

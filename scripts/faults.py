@@ -29,7 +29,7 @@ from signal import SIGCONT
 from statistics import median
 from tempfile import mkdtemp
 
-from ..trainer.system.end_child import end_child
+from ..trainer.system.child_process import end_child
 from .faults_drawn import DAMAGES, SIGNALS, Fault, drawn
 from .faults_runs import STEPS, Disk, Fit, Ground, OverHosts, curve, role, rows, saved, send, wait
 from .virtual_hosts import Hosts, missing

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..trainer.loop.checkpoint import Found, newest
+from ..trainer.loop.checkpoint import CheckpointSearch, find_newest
 from .virtual_hosts import Hosts
 
 STEPS = 120
@@ -48,7 +48,7 @@ class Spoils(MetaPathFinder, Loader):
         return self.loader.create_module(spec)
     def exec_module(self, module):
         self.loader.exec_module(module)
-        right, (at, rank) = module._step, map(int, os.environ["FAULTS_POISON"].split())
+        right, (at, rank) = module.train_step, map(int, os.environ["FAULTS_POISON"].split())
         def step(run, course, micros, now, *rest):
             if now != at or os.environ["RANK"] != str(rank):
                 return right(run, course, micros, now, *rest)
@@ -58,7 +58,7 @@ class Spoils(MetaPathFinder, Loader):
                 return right(run, course, micros, now, *rest)
             finally:
                 hook.remove()
-        module._step = step
+        module.train_step = step
 if os.environ.get("FAULTS_POISON") and "RANK" in os.environ:
     sys.meta_path.insert(0, Spoils())
 """
@@ -198,9 +198,9 @@ def curve(run: Path) -> dict[int, tuple[float, float]]:
     return {row["step"]: (row["loss"], row["grad_norm"]) for row in rows(run) if row.get("grad_norm") is not None and "lr" in row}
 
 
-def saved(run: Path) -> Found:
+def saved(run: Path) -> CheckpointSearch:
     """The newest checkpoint of a run that verifies."""
-    return newest(run / "checkpoints")
+    return find_newest(run / "checkpoints")
 
 
 def wait(met: Callable[[], object], seconds: float) -> bool:

@@ -1,9 +1,9 @@
-"""Plans of published runs beside what was measured: step time and memory, a line a source.
+"""Plans of published runs against their measurements: step time and memory, a line for each source.
 
-    python -m distrain.scripts.published CASES.json [--source WORD] [--rows]
+    python -m distrain.scripts.published CASES.json [--source NAME] [--rows]
 
 CASES.json is a list of runs (id, source, model, cluster, parallel, batch, precision, recompute, framework, measured).
-What a source doesn't state is taken as the framework's habit of that time, which `_run` spells out.
+Where a source omits a setting, `_run` assumes the framework's default of that time.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ SIZES = {"GiB": 2**30, "GB": 1e9, "MiB": 2**20}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compared:
-    """One case: planned over measured, for step seconds and for peak bytes (None: not measured, or not planned)."""
+class PublishedRow:
+    """A case, with planned over measured step seconds and peak bytes (None: not measured, or not planned)."""
 
     case: Case
     plan: Plan
@@ -48,16 +48,16 @@ class Compared:
     memory: float | None
 
 
-def compare(case: Case, clusters: dict[str, Cluster]) -> Compared:
-    """Plan a case and divide by what was measured."""
+def compare(case: Case, clusters: dict[str, Cluster]) -> PublishedRow:
+    """Plan a case and compare with its measurements."""
     plan = make_plan(_run(case, clusters))
     seconds = (case.get("derived") or {}).get("iter_time_s") or case["measured"]["iter_time_s"]
     time = plan.time.step / seconds if plan.time and seconds else None
-    return Compared(case=case, plan=plan, time=time, memory=_memory(case, plan))
+    return PublishedRow(case=case, plan=plan, time=time, memory=_memory(case, plan))
 
 
 def _memory(case: Case, plan: Plan) -> float | None:
-    """Planned over measured peak: the allocator's without the context, of the rank that the source looked at."""
+    """Return planned over measured peak memory, of the rank that the source measured; without the CUDA context unless nvidia-smi did."""
     measured = case["measured"]
     if not measured["peak_mem"] or plan.memory is None:
         return None
@@ -108,81 +108,81 @@ def _run(case: Case, clusters: dict[str, Cluster]) -> Run:
     )
 
 
-def _model(words: Case, dropout: float) -> Model:
-    gated, experts = words["gated_mlp"], words["experts"] or 0
+def _model(stated: Case, dropout: float) -> Model:
+    gated, experts = stated["gated_mlp"], stated["experts"] or 0
     recent = gated or bool(experts)
     return Model(
         family="moe" if experts else "llama" if gated else "gpt",
-        layers=words["layers"],
-        hidden=words["hidden"],
-        heads=words["heads"],
-        kv_heads=words["kv_heads"],
-        head_dim=words["head_dim"],
-        ffn=words["ffn"],
-        vocab=words["vocab"] or 51200,
-        tied=not recent if words["tied_embeddings"] is None else words["tied_embeddings"],
-        bias=not recent if words["bias"] is None else words["bias"],
+        layers=stated["layers"],
+        hidden=stated["hidden"],
+        heads=stated["heads"],
+        kv_heads=stated["kv_heads"],
+        head_dim=stated["head_dim"],
+        ffn=stated["ffn"],
+        vocab=stated["vocab"] or 51200,
+        tied=not recent if stated["tied_embeddings"] is None else stated["tied_embeddings"],
+        bias=not recent if stated["bias"] is None else stated["bias"],
         norm="rmsnorm" if recent else "layernorm",
         act="swiglu" if recent else "gelu",
         positions="rope" if recent else "learned",
         dropout=0.0 if recent else dropout,
         experts=experts,
-        top_k=words["topk"] or 0,
-        expert_ffn=words["moe_ffn"],
-        shared_experts=words["shared_experts"] or 0,
+        top_k=stated["topk"] or 0,
+        expert_ffn=stated["moe_ffn"],
+        shared_experts=stated["shared_experts"] or 0,
     )
 
 
-def _cluster(words: Case, clusters: dict[str, Cluster]) -> Cluster:
-    name = words["gpu"]
+def _cluster(stated: Case, clusters: dict[str, Cluster]) -> Cluster:
+    name = stated["gpu"]
     if name not in clusters:
-        device = ["device=a100_40g"] if words["gpu_mem_gb"] == 40 else []
+        device = ["device=a100_40g"] if stated["gpu_mem_gb"] == 40 else []
         clusters[name] = load("gpt2_124m", [f"cluster={CLUSTERS[name]}", *device]).cluster
     cluster = clusters[name]
-    gpus = words["gpus"]
-    in_node = min(gpus, words["gpus_per_node"] or cluster.gpus)
+    gpus = stated["gpus"]
+    in_node = min(gpus, stated["gpus_per_node"] or cluster.gpus)
     if gpus % in_node:
-        in_node = 64  # jobs of powers of two on racks of 72 leave 8 idle
+        in_node = 64  # jobs whose size is a power of two leave 8 of a rack's 72 GPUs idle
     between = cluster.between
-    if words["internode_gbps_per_gpu"] and between:
-        between = Link(bandwidth=words["internode_gbps_per_gpu"] / 8 * 1e9, latency=between.latency)
+    if stated["internode_gbps_per_gpu"] and between:
+        between = Link(bandwidth=stated["internode_gbps_per_gpu"] / 8 * 1e9, latency=between.latency)
     return replace(cluster, nodes=max(1, gpus // in_node), gpus=in_node, between=between)
 
 
-def _line(name: str, found: list[float]) -> str:
-    if not found:
+def _line(name: str, ratios: list[float]) -> str:
+    if not ratios:
         return f"{name:>30}"
-    return f"{name:>8} {median(found):5.2f} {mean(abs(each - 1) for each in found):5.0%} {min(found):5.2f}-{max(found):<5.2f}"
+    return f"{name:>8} {median(ratios):5.2f} {mean(abs(each - 1) for each in ratios):5.0%} {min(ratios):5.2f}-{max(ratios):<5.2f}"
 
 
 def main() -> None:
-    """Compare every case that can be planned."""
-    words = argparse.ArgumentParser(description="plans of published runs beside what was measured")
-    words.add_argument("cases", type=Path)
-    words.add_argument("--source", default="", help="only sources with this word in their name")
-    words.add_argument("--rows", action="store_true", help="a line for each case too")
-    said = words.parse_args()
+    """Compare every case that can be planned, and print the table."""
+    parser = argparse.ArgumentParser(description="plans of published runs against their measurements")
+    parser.add_argument("cases", type=Path)
+    parser.add_argument("--source", default="", help="only sources whose name contains this")
+    parser.add_argument("--rows", action="store_true", help="also a line for each case")
+    arguments = parser.parse_args()
     clusters: dict[str, Cluster] = {}
-    groups: dict[tuple[str, str, str], list[Compared]] = defaultdict(list)
-    left: dict[str, str] = {}
-    for case in json.loads(said.cases.read_text()):
-        if said.source not in case["source"]["name"]:
+    groups: dict[tuple[str, str, str], list[PublishedRow]] = defaultdict(list)
+    skipped: dict[str, str] = {}
+    for case in json.loads(arguments.cases.read_text()):
+        if arguments.source not in case["source"]["name"]:
             continue
         if case["model"]["arch"] == "moe-mla":
-            left[case["id"]] = "no family has its latent attention"
+            skipped[case["id"]] = "no model family here has multi-head latent attention"
             continue
         if not case["batch"]["global"]:
-            left[case["id"]] = "its batch is not stated"
+            skipped[case["id"]] = "its source does not state the batch"
             continue
-        compared = compare(case, clusters)
-        if not compared.plan.ok:
-            left[case["id"]] = str(compared.plan.problems[0])
-        elif compared.time or compared.memory:
-            groups[case["source"]["name"], case["cluster"]["gpu"], case["precision"]].append(compared)
-    _print(groups, left, rows=said.rows)
+        row = compare(case, clusters)
+        if not row.plan.ok:
+            skipped[case["id"]] = str(row.plan.problems[0])
+        elif row.time or row.memory:
+            groups[case["source"]["name"], case["cluster"]["gpu"], case["precision"]].append(row)
+    _print(groups, skipped, rows=arguments.rows)
 
 
-def _print(groups: Mapping[tuple[str, str, str], list[Compared]], left: Mapping[str, str], *, rows: bool) -> None:
+def _print(groups: Mapping[tuple[str, str, str], list[PublishedRow]], skipped: Mapping[str, str], *, rows: bool) -> None:
     print(f"{'planned / measured':54} {'n':>3}  {'step: median, mean error, range':34} memory")
     every = [each for group in groups.values() for each in group]
     for (source, device, precision), group in [*sorted(groups.items()), (("all", "", ""), every)]:
@@ -191,8 +191,8 @@ def _print(groups: Mapping[tuple[str, str, str], list[Compared]], left: Mapping[
         for each in group if rows and source != "all" else ():
             ratios = " ".join("    -" if ratio is None else f"{ratio:5.2f}" for ratio in (each.time, each.memory))
             print(f"    {each.case['id']:60} {ratios}")
-    for name, why in left.items():
-        print(f"left out: {name}: {why}")
+    for name, why in skipped.items():
+        print(f"skipped: {name}: {why}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 By hand, as root, with openssh-server, pdsh, iproute2 and util-linux installed:
 
-    python -m distrain.scripts.virtual_hosts 2 /tmp/hosts                  2 hosts, host0 and host1, until Ctrl-C; it prints how to get into them
+    python -m distrain.scripts.virtual_hosts 2 /tmp/hosts    2 hosts, host0 and host1, until Ctrl-C; it prints how to get into them
     nsenter ... distrain fit conf=quickstart launch=deepspeed launch.hostfile=/tmp/hosts/hostfile ...
 
 vslurm.py puts a Slurm on them.
@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -197,7 +198,11 @@ class Hosts:
         for host in self.hosts:
             program = f"import socket; socket.create_connection(({host.address!r}, 22), 2).close()"
             words = self.hosts[0].words([sys.executable, "-I", "-S", "-c", program])
-            _until(lambda words=words: subprocess.run(words, capture_output=True).returncode == 0)
+            _until(partial(_succeeds, words))
+
+
+def _succeeds(words: Sequence[str]) -> bool:
+    return subprocess.run(words, capture_output=True).returncode == 0
 
 
 def _until(met: Callable[[], T]) -> T:

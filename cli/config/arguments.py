@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...trainer.spec.problem import Problem, nearest
-from ...trainer.spec.read import wanted
+from ...trainer.spec.problem import Problem, suggest_name
+from ...trainer.spec.read import type_text
 from . import library, synonyms
 from .cluster_shape import is_shape
 from .keys import keys, texts, unknown
@@ -91,7 +91,7 @@ def unread(word: str, known: Mapping[str, Any]) -> Problem:
     if wrong_key and not re.fullmatch(r"[\w-]+([./][\w-]+)*", bare, flags=re.ASCII):
         return Problem(rule="syntax", says=f"{word}: {bare} is no key", mend=wrong_key.mend)
     if bare in known and bare not in texts(known) and not re.search(r"[\[\](){}'\"]", value):
-        says = f"{key}={value} is not {wanted(known[bare])}"
+        says = f"{key}={value} is not {type_text(known[bare])}"
         return Problem(rule="type", says=says, mend="give the token's id" if bare == "data.end" else "")
     return Problem(rule="syntax", says=f"{word}: the value can't be read", mend="close every bracket and quote")
 
@@ -108,7 +108,7 @@ def usage(wrong: Any, argv: Sequence[str] = ()) -> Problem:
         return Problem(rule="option", says=f"no option {name}", mend=theirs.mend)
     if "." in name or "=" in name:
         return Problem(rule="option", says=f"no option {name}", mend=f"keys are written without dashes: {key}={value or 'VALUE'}")
-    return Problem(rule="option", says=f"no option {name}", mend=nearest(name, [*known, "--help"]))
+    return Problem(rule="option", says=f"no option {name}", mend=suggest_name(name, [*known, "--help"]))
 
 
 def _value_of(option: str, argv: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...trainer.spec.plain_file import why_unreadable
-from ...trainer.spec.problem import Problem, Unreadable, nearest
+from ...trainer.spec.problem import Problem, Unreadable, suggest_name
 from . import library, synonyms
 
 SECTIONS = ("model", "cluster", "parallel", "train")
@@ -42,12 +42,12 @@ def _missed(name: str, file: Path, config_dir: Path | None) -> Problem:
     group, _, option = name.rpartition("/")
     groups = library.groups(config_dir)
     if group and group not in groups:
-        return Problem(rule="option", says=f"{file}: its defaults name group {group}, which is not there", mend=nearest(group, groups))
+        return Problem(rule="option", says=f"{file}: its defaults name group {group}, which is not there", mend=suggest_name(group, groups))
     known = library.options(group, config_dir) if group else library.recipes(config_dir)
     if option in known:
         return Problem(rule="file", says=f"{known[option]} can't be read: {why_unreadable(known[option])}")
     says = f"{file}: its defaults name {group or 'recipe'} {option}, which is not there"
-    return Problem(rule="option", says=says, mend=nearest(option, known))
+    return Problem(rule="option", says=says, mend=suggest_name(option, known))
 
 
 def _composition(text: str, file: Path, primary: str) -> Problem:

@@ -1,22 +1,27 @@
-"""What a model of a family has where a recipe says nothing of it."""
+"""The defaults of a model's family, where a recipe leaves keys out."""
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 
 
-def fill_in_family(model: object, before: object, said: Container[str]) -> None:
-    """Put the defaults of `model.family` into a composed model where they are missing.
+def fill_in_family(model: object, before: object, overridden: Container[str]) -> None:
+    """Put the defaults of `model.family` into a composed model where keys are missing.
 
-    `before` is the family that the recipe itself names. Where the command line names another, what was the default of the one becomes
-    the default of the other, but for keys that the command line `said`: model.family=llama makes a Llama of a GPT recipe.
+    `before` is the family that the recipe names. Where the command line names another family, keys that have the default of the first
+    get the default of the other, except those that the command line itself overrides: model.family=llama makes a Llama of a GPT recipe.
     """
-    from ...trainer.models.families import DEFAULTS
-
     if not isinstance(model, dict) or not isinstance(family := model.get("family"), str):
         return
-    old = DEFAULTS.get(before, {}) if isinstance(before, str) and before != family else {}
-    for key, value in DEFAULTS.get(family, {}).items():
-        stale = key in old and model.get(key) == old[key] and f"model.{key}" not in said
-        if stale or key not in model:
+    old = _defaults(before) if before != family else {}
+    for key, value in _defaults(family).items():
+        is_stale = key in old and model.get(key) == old[key] and f"model.{key}" not in overridden
+        if is_stale or key not in model:
             model[key] = value
+
+
+def _defaults(family: object) -> Mapping[str, object]:
+    """Return the defaults of a family; {} of an unknown one."""
+    from ...trainer.models.families import FAMILIES
+
+    return FAMILIES[family].defaults if isinstance(family, str) and family in FAMILIES else {}

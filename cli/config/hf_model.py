@@ -1,4 +1,4 @@
-"""Models that only transformers has: what `model.hf` names is asked of it in a child process, once, and kept."""
+"""Models that only transformers implements: a child process has it read the config.json that `model.hf` names, and the answer is cached."""
 
 from __future__ import annotations
 
@@ -14,34 +14,42 @@ from typing import Any
 from ...trainer.machine.cache import folder
 from ...trainer.spec.plain_file import read_plain
 from ...trainer.spec.problem import Problem, Unreadable
-from ...trainer.system.atomic_file import put
-from ...trainer.system.torch_child import ask_child
+from ...trainer.system.atomic_file import write_atomically
+from ...trainer.system.module_child import capture_child
 
-PATIENCE = 300.0  # seconds that making a model of no memory may take
-FREE = ("family", "hf", "weights", "dropout")  # keys of `model` that may be said beside; the rest is as the config.json says
-FORM = 1  # of what is kept
-
-
-def sizes(path: Path) -> dict[str, object]:
-    """The keys of `model` of a config.json whose architecture is none of ours; raises Unreadable."""
-    return {"family": "hf", **_found(path)["sizes"]}
+TIMEOUT = 300.0  # seconds for transformers to make the model without memory
+ALLOWED = ("family", "hf", "weights", "dropout")  # keys of `model` that may stand beside `hf`; config.json decides the others
+VERSION = 1  # of the cached answer's form
 
 
-def parameters(model: dict[str, Any]) -> list[Problem]:
-    """Put every parameter's shape into the words of a model of family hf; what is said of it that its config.json does not say."""
-    if model.get("family") != "hf" or not isinstance(model.get("hf"), str):
+def is_hf_family(family: object) -> bool:
+    """Whether a family's models are made by transformers."""
+    from ...trainer.models.families import FAMILIES
+
+    return isinstance(family, str) and family in FAMILIES and FAMILIES[family].made_by_transformers
+
+
+def model_keys(path: Path) -> dict[str, object]:
+    """Return the keys of `model` that a config.json of family hf states; raises Unreadable."""
+    return {"family": "hf", **_read_by_transformers(path)["sizes"]}
+
+
+def fill_in_parameters(model: dict[str, Any]) -> list[Problem]:
+    """Put the shape of every parameter into a composed model of family hf; return a problem for each key that differs from its
+    config.json."""
+    if not is_hf_family(model.get("family")) or not isinstance(model.get("hf"), str):
         return []
-    found = _found(Path(model["hf"]))
-    model["parameters"] = found["parameters"]
+    answer = _read_by_transformers(Path(model["hf"]))
+    model["parameters"] = answer["parameters"]
     return [
         Problem(rule="hf", says=f"model.{key}={value} is not what {model['hf']} says", mend="change it there, and leave it out here")
         for key, value in model.items()
-        if key not in (*FREE, "parameters") and found["sizes"].get(key) != value
+        if key not in (*ALLOWED, "parameters") and answer["sizes"].get(key) != value
     ]
 
 
-def _found(path: Path) -> dict[str, Any]:
-    """What transformers makes of a config.json or of the folder that holds it; raises Unreadable."""
+def _read_by_transformers(path: Path) -> dict[str, Any]:
+    """Return what transformers makes of a config.json, or of the folder that holds it, from the cache or a child; raises Unreadable."""
     file = path / "config.json" if os.path.isdir(path) else path
     try:
         release, text = version("transformers"), read_plain(file)
@@ -50,26 +58,26 @@ def _found(path: Path) -> dict[str, Any]:
         raise Unreadable([Problem(rule="hf", says=says, mend="pip install 'distrain[hf]'")]) from None
     except OSError as error:
         raise Unreadable([Problem(rule="hf", says=f"model.hf={file}: {error.strerror}")]) from None
-    kept = folder() / "models" / f"{sha256(f'{FORM} {release} '.encode() + text).hexdigest()[:32]}.json"
+    cached = folder() / "models" / f"{sha256(f'{VERSION} {release} '.encode() + text).hexdigest()[:32]}.json"
     with suppress(OSError, ValueError):
-        known = json.loads(kept.read_text(encoding="utf-8"))
+        known = json.loads(cached.read_text(encoding="utf-8"))
         if isinstance(known, dict) and known.keys() >= {"sizes", "parameters"}:
             return known
-    found = _asked(file)
-    with suppress(OSError):  # it is asked again then
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        put(kept, json.dumps(found).encode())
-    return found
+    answer = _ask_child(file)
+    with suppress(OSError):  # without a cache the child is asked again next time
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(cached, json.dumps(answer).encode())
+    return answer
 
 
-def _asked(file: Path) -> dict[str, Any]:
-    """The child's answer; raises Unreadable."""
+def _ask_child(file: Path) -> dict[str, Any]:
+    """Return the child's answer; raises Unreadable."""
     try:
-        done = ask_child("distrain.trainer.models.auto.meta", [str(file)], seconds=PATIENCE)
-        said: dict[str, Any] = json.loads(done.stdout)
+        child = capture_child("distrain.trainer.models.hf.inspect_config", [str(file)], seconds=TIMEOUT)
+        answer: dict[str, Any] = json.loads(child.stdout)
     except (OSError, ValueError, subprocess.TimeoutExpired):
-        mend = f"python -m distrain.trainer.models.auto.meta {file} says why"
+        mend = f"python -m distrain.trainer.models.hf.inspect_config {file} says why"
         raise Unreadable([Problem(rule="hf", says=f"model.hf={file}: transformers makes no model of it", mend=mend)]) from None
-    if "problem" in said:
-        raise Unreadable([Problem(rule="hf", says=f"model.hf={file}: {said['problem']}")])
-    return said
+    if "problem" in answer:
+        raise Unreadable([Problem(rule="hf", says=f"model.hf={file}: {answer['problem']}")])
+    return answer

@@ -8,9 +8,8 @@ from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ...trainer.spec.keys import KEYS
-from ...trainer.spec.read import shown, wanted
+from ...trainer.spec.read import type_text, value_text
 from ...trainer.spec.run import Run
-from ..pages.format import Look, wrapped
 from .keys import OURS
 
 REQUIRED = "required"
@@ -71,20 +70,8 @@ def named_choices(key: str, hint: Any) -> tuple[str, ...]:
     if key == "engine":
         from ...trainer.plan.engines import ENGINES
 
-        return ("auto", *(engine.name for engine in ENGINES))
+        return ("auto", *ENGINES)
     return tuple(map(str, get_args(hint))) if get_origin(hint) is Literal else ()
-
-
-def lines(rows: list[KeyHelp], look: Look) -> list[str]:
-    """Two lines a key: what it takes with its unit and default, and what it is."""
-    found: list[str] = []
-    for row in rows:
-        unit = f" ({row.unit})" if row.unit else ""
-        default = row.default if row.default == REQUIRED else f"default {row.default}"
-        null = f": {row.null}" if row.null else ""
-        first, *more = wrapped(f"{row.key}  {row.takes}{unit}; {default}{null}")
-        found += [first.replace(row.key, look.paint(row.key, "bold"), 1), *more, *wrapped(row.says, indent="    ")]
-    return found
 
 
 def comments() -> dict[str, str]:
@@ -111,10 +98,10 @@ def _help(key: str, hint: Any, row: Field[Any] | None) -> KeyHelp:
 
 def by_family(key: str) -> str:
     """The defaults of a key that each family of models has its own of: "by family: gpt layernorm, ..."; "" of any other key."""
-    from ...trainer.models.families import DEFAULTS
+    from ...trainer.models.families import FAMILIES
 
     name = key.removeprefix("model.")
-    found = {family: shown(row[name]) for family, row in DEFAULTS.items() if name in row and key != name}
+    found = {family: value_text(row.defaults[name]) for family, row in FAMILIES.items() if name in row.defaults and key != name}
     return f"by family: {', '.join(f'{family} {value}' for family, value in found.items())}" if found else ""
 
 
@@ -123,7 +110,7 @@ def type_words(hint: Any) -> str:
 
     Bounds that are only there to keep products of numbers finite are left out.
     """
-    words = re.sub(r", at most (\S+e\+\d+)", lambda bound: bound[0] if float(bound[1]) < HUGE else "", wanted(hint))
+    words = re.sub(r", at most (\S+e\+\d+)", lambda bound: bound[0] if float(bound[1]) < HUGE else "", type_text(hint))
     words = re.sub(r"at least (\S+e-\d+)", lambda bound: bound[0] if float(bound[1]) > 1 / HUGE else "above 0", words)
     return words.replace(" or ", ", or ") if ", " in words else words
 
@@ -135,4 +122,4 @@ def _default(row: Field[Any] | None) -> str:
     if row.default is MISSING and row.default_factory is MISSING:
         return REQUIRED
     value = row.default if row.default_factory is MISSING else row.default_factory()
-    return f"{value:g}" if isinstance(value, float) else shown(value)
+    return f"{value:g}" if isinstance(value, float) else value_text(value)

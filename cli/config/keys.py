@@ -9,8 +9,8 @@ from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from ...trainer.spec.problem import Problem, nearest
-from ...trainer.spec.read import shown
+from ...trainer.spec.problem import Problem, suggest_name
+from ...trainer.spec.read import value_text
 from ...trainer.spec.run import Run
 from . import synonyms
 
@@ -38,9 +38,9 @@ def unknown(key: str, known: Mapping[str, Any], value: Any = None) -> Problem | 
     if key in known or key in sections or (holder in known and last in _words_of(known[holder])):
         return None
     if words := _words_of(known.get(holder)):
-        return Problem(rule="unknown", says=f"no key {key}", mend=nearest(last, words))
+        return Problem(rule="unknown", says=f"no key {key}", mend=suggest_name(last, words))
     if right := meant(key, known):
-        mend = f"did you mean {right}?" if value in (None, "") else f"write {right}={shown(value)}"
+        mend = f"did you mean {right}?" if value in (None, "") else f"write {right}={value_text(value)}"
         return Problem(rule="unknown", says=f"no key {key}", mend=mend)
     if theirs := synonyms.answer(key, value):
         return theirs

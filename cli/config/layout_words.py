@@ -1,49 +1,20 @@
-"""The words of `distrain prove` beside a recipe's: `steps=N`, and `layouts=` with layouts as words, `dp2.tp2.zero1`."""
+"""Reads the arguments of `distrain prove` beside a recipe's: `steps=N`, and `layouts=` with layouts by name, such as dp2.tp2.zero1."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
-from ...trainer.prove.layouts import ALONE, AXES, RECOMPUTES, SCHEDULES, Layout
-from ...trainer.spec.problem import Problem, nearest
+from ...trainer.prove.layouts import AXES, ONE_PROCESS, RECOMPUTES, SCHEDULES, ProveLayout
+from ...trainer.prove.trials import ProveRequest
+from ...trainer.spec.problem import Problem, suggest_name
 
 FORM = "degrees as dp2, tp2, cp2, pp2 or ep2 and flags as zero1, sequence, gpipe or full, joined by dots: dp2.tp2.zero1"
-MINE = ("steps", "layouts")
+KEYS = ("steps", "layouts")
 
-Chosen = Literal["few", "all", "named"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What the words ask for beside the recipe and its overrides."""
-
-    steps: int | None = None
-    chosen: Chosen = "few"
-    layouts: tuple[Layout, ...] = ()  # those named
-
-
-def read_asked(words: Sequence[str]) -> tuple[Asked, list[str], list[Problem]]:
-    """`steps=` and `layouts=`, the words that are the recipe's, and what is wrong with the first."""
-    rest = [word for word in words if not word.startswith(tuple(f"{key}=" for key in MINE))]
-    said = {key: [word.partition("=")[2] for word in words if word.startswith(f"{key}=")] for key in MINE}
-    problems = [_twice(key, values) for key, values in said.items() if len(values) > 1]
-    steps, layouts = (next(iter(said[key]), None) for key in MINE)
-    if steps is not None and not re.fullmatch(r"[1-9]\d{0,8}", steps):
-        problems.append(Problem(rule="steps", says=f"steps={steps} is not a whole number, at least 1"))
-    named = [] if layouts in (None, "all") else read_layouts(layouts or "")
-    problems += [each for each in named if isinstance(each, Problem)]
-    if problems:
-        return Asked(), rest, problems
-    found = tuple(dict.fromkeys(each for each in named if isinstance(each, Layout)))
-    chosen: Chosen = "named" if found else "all" if layouts == "all" else "few"
-    return Asked(steps=int(steps) if steps else None, chosen=chosen, layouts=found), rest, []
-
-
-# Keys, by how they begin, that prove sets itself.
-OWN = {
+# Keys that prove sets itself, by how they begin.
+OWN_KEYS = {
     "log.every": "prove logs every step",
     "log.sinks": "prove keeps metrics.jsonl alone",
     "log.profile": "prove profiles nothing",
@@ -56,43 +27,60 @@ OWN = {
 }
 
 
-def unread(keys: Iterable[str]) -> list[Problem]:
-    """The keys that prove does not read, each with what it does instead."""
-    rows = [(key, why) for key in keys for start, why in OWN.items() if key.startswith(start)]
+def read_prove_request(arguments: Sequence[str]) -> tuple[ProveRequest, list[str], list[Problem]]:
+    """(what `steps=` and `layouts=` request, the other arguments, problems of the former)."""
+    rest = [each for each in arguments if not each.startswith(tuple(f"{key}=" for key in KEYS))]
+    values = {key: [each.partition("=")[2] for each in arguments if each.startswith(f"{key}=")] for key in KEYS}
+    problems = [_repeated(key, each) for key, each in values.items() if len(each) > 1]
+    steps, layouts = (next(iter(values[key]), None) for key in KEYS)
+    if steps is not None and not re.fullmatch(r"[1-9]\d{0,8}", steps):
+        problems.append(Problem(rule="steps", says=f"steps={steps} is not a whole number, at least 1"))
+    parsed = [] if layouts in (None, "all") else read_layouts(layouts or "")
+    problems += [each for each in parsed if isinstance(each, Problem)]
+    if problems:
+        return ProveRequest(), rest, problems
+    named = tuple(dict.fromkeys(each for each in parsed if isinstance(each, ProveLayout)))
+    chosen: Literal["few", "all", "named"] = "named" if named else "all" if layouts == "all" else "few"
+    return ProveRequest(steps=int(steps) if steps else None, chosen=chosen, layouts=named), rest, []
+
+
+def unused_keys(keys: Iterable[str]) -> list[Problem]:
+    """A warning for each of `keys` that prove ignores, with what it does instead."""
+    rows = [(key, why) for key in keys for start, why in OWN_KEYS.items() if key.startswith(start)]
     return [Problem(rule="idle", says=f"{key} does nothing here", mend=why) for key, why in rows]
 
 
-def _twice(key: str, values: Sequence[str]) -> Problem:
+def _repeated(key: str, values: Sequence[str]) -> Problem:
     return Problem(rule="twice", says=f"{key} is given {len(values)} times", mend="give it once")
 
 
-def read_layouts(words: str) -> list[Layout | Problem]:
-    """The layouts that `layouts=` names, or what is wrong with each."""
-    named = [word for word in words.strip("[]").replace(" ", "").split(",") if word]
+def read_layouts(value: str) -> list[ProveLayout | Problem]:
+    """The layouts that `layouts=VALUE` names, with a problem in place of each that is wrong."""
+    names = [name for name in value.strip("[]").replace(" ", "").split(",") if name]
     none = Problem(rule="layouts", says="layouts= names no layout", mend=f"write all, or {FORM}")
-    return [_read(word) for word in named] or [none]
+    return [_read_layout(name) for name in names] or [none]
 
 
-def _read(word: str) -> Layout | Problem:
-    """One layout, or the first thing that is wrong with it."""
-    said: dict[str, Any] = {}
-    for part in word.split("."):
-        read = _part(part)
+def _read_layout(name: str) -> ProveLayout | Problem:
+    """One layout, or the first problem of its name."""
+    values: dict[str, Any] = {}
+    for part in name.split("."):
+        read = _read_part(part)
         if isinstance(read, str):
-            return _wrong(word, "is no layout", read)
+            return _problem(name, "is no layout", read)
         key, value = read
-        if key in said:
-            return _wrong(word, f"says {key} twice", "say it once")
-        said[key] = value
-    return _sensible(word, Layout(**said), said)
+        if key in values:
+            return _problem(name, f"sets {key} twice", "set it once")
+        values[key] = value
+    return _checked_layout(name, ProveLayout(**values), values)
 
 
-def _part(part: str) -> tuple[str, Any] | str:
-    """(key, value) of a degree or a flag, or what would be right."""
-    if found := re.fullmatch(rf"({'|'.join(AXES)})([1-9]\d{{0,5}})", part):
-        return found[1], int(found[2])
-    if found := re.fullmatch(r"zero([0-3])", part):
-        return "zero", int(found[1])
+def _read_part(part: str) -> tuple[str, Any] | str:
+    """(key, value) of a degree or a flag; a fix in words if it is neither."""
+    if degree := re.fullmatch(rf"({'|'.join(AXES)})([1-9]\d{{0,5}})", part):
+        return degree[1], int(degree[2])
+    if stage := re.fullmatch(r"zero([0-3])", part):
+        return "zero", int(stage[1])
     if part == "sequence":
         return "sequence", True
     for key, known in (("schedule", SCHEDULES), ("recompute", RECOMPUTES)):
@@ -100,23 +88,26 @@ def _part(part: str) -> tuple[str, Any] | str:
             return key, part
     name = part.rstrip("0123456789")
     if not part:
-        return "a dot stands between two words"
+        return "write one dot between two parts"
     if name in AXES:
         return f"a degree is at least 1, as {name}2"
     if name == "zero":
         return "the stages are zero0 to zero3"
-    return nearest(part, (*(f"{axis}2" for axis in AXES), "zero1", "sequence", *SCHEDULES, *RECOMPUTES))
+    return suggest_name(part, (*(f"{axis}2" for axis in AXES), "zero1", "sequence", *SCHEDULES, *RECOMPUTES))
 
 
-def _sensible(word: str, layout: Layout, said: dict[str, Any]) -> Layout | Problem:
-    if layout == ALONE:
-        return _wrong(word, "is the one process that all others are held against", "leave it out, or add a degree: dp2")
+def _checked_layout(name: str, layout: ProveLayout, values: dict[str, Any]) -> ProveLayout | Problem:
+    """The layout, or a problem if its parts contradict each other."""
+    if layout == ONE_PROCESS:
+        return _problem(name, "is the one process that all others are compared with", "leave it out, or add a degree: dp2")
     if layout.sequence and layout.tp == 1:
-        return _wrong(word, "splits the sequence over tensor ranks, and has one", f"write {word}.tp2" if "tp" not in said else "say tp2")
-    if "schedule" in said and layout.pp == 1:
-        return _wrong(word, f"has a schedule, {layout.schedule}, and one stage", f"write {word}.pp2" if "pp" not in said else "say pp2")
+        fix = f"write {name}.tp2" if "tp" not in values else "write tp2"
+        return _problem(name, "splits the sequence over tensor-parallel ranks, but has only one", fix)
+    if "schedule" in values and layout.pp == 1:
+        fix = f"write {name}.pp2" if "pp" not in values else "write pp2"
+        return _problem(name, f"has a schedule, {layout.schedule}, but only one stage", fix)
     return layout
 
 
-def _wrong(word: str, says: str, mend: str) -> Problem:
-    return Problem(rule="layouts", says=f"layouts: {word} {says}", mend=mend)
+def _problem(name: str, says: str, mend: str) -> Problem:
+    return Problem(rule="layouts", says=f"layouts: {name} {says}", mend=mend)

@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ...trainer.spec.plain_file import expanded, read_plain, why_unreadable
-from ...trainer.spec.problem import Problem, Unreadable, nearest
+from ...trainer.spec.plain_file import expand_home, read_plain, why_unreadable
+from ...trainer.spec.problem import Problem, Unreadable, suggest_name
 
 HOUSE = Path(__file__).resolve().parents[2]
 SUFFIXES = (".yaml", ".yml")
@@ -18,7 +18,7 @@ def roots(config_dir: Path | None) -> tuple[Path, ...]:
     """The folders that are searched, in order; raises Unreadable where the user's is none."""
     own: tuple[Path, ...] = ()
     if config_dir is not None:
-        own_dir = expanded(config_dir).absolute()
+        own_dir = expand_home(config_dir).absolute()
         if why := _unlisted(own_dir):
             raise Unreadable([Problem(rule="file", says=f"--config-dir={config_dir} {why}", mend="name one that exists")])
         own = tuple(folder for folder in (own_dir, own_dir / "recipes") if folder.is_dir())
@@ -61,7 +61,7 @@ def near(word: str, names: Iterable[str]) -> str:
     for found in (begun, inside):
         if 0 < len(found) < 6:
             return f"did you mean {' or '.join(found)}?"
-    return nearest(word, known)
+    return suggest_name(word, known)
 
 
 def recipe(conf: str, config_dir: Path | None) -> Path:
@@ -69,7 +69,7 @@ def recipe(conf: str, config_dir: Path | None) -> Path:
     known = recipes(config_dir)
     if conf in known:
         return known[conf]
-    path = expanded(conf)
+    path = expand_home(conf)
     if _is_path(conf):
         for each in _spellings(path):
             if os.path.isfile(each):
@@ -91,7 +91,7 @@ def _no_file(conf: str, path: Path) -> Problem:
     if why := _unlisted(folder):
         return Problem(rule="file", says=f"conf={conf}: no such file", mend=f"{folder} {why}")
     beside = [each.name for each in folder.iterdir() if each.suffix in SUFFIXES]
-    mend = nearest(path.name, beside) if beside else f"no YAML file is in {folder}"
+    mend = suggest_name(path.name, beside) if beside else f"no YAML file is in {folder}"
     return Problem(rule="file", says=f"conf={conf}: no such file", mend=mend)
 
 

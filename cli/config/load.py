@@ -21,14 +21,14 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from ...trainer.machine.facts import own_memory, put_rates, settle
-from ...trainer.spec.plain_file import expanded
+from ...trainer.spec.plain_file import expand_home
 from ...trainer.spec.problem import Problem, Unreadable
 from ...trainer.spec.quantity import dimension_of
 from ...trainer.spec.read import read_run
 from ...trainer.spec.run import Run
 from . import hf_model, library
 from .arguments import unread
+from .auto_device import fill_cpu_rates, fill_device, own_memory_share
 from .cluster_shape import put
 from .errors import agree, in_our_words, misnamed, reason
 from .family_defaults import fill_in_family
@@ -119,14 +119,14 @@ class Loader:
     def run(self, conf: str, overrides: Sequence[str]) -> Run:
         """One checked run; raises Unreadable with every problem."""
         words, problems = self.words(conf, overrides)
-        put_rates(words)
-        memory = own_memory(words)
+        fill_cpu_rates(words)
+        memory = own_memory_share(words)
         if isinstance(memory, int):
             words["cluster"]["device"]["memory"] = memory
         elif memory:
             problems.append(memory)
         if isinstance(words.get("model"), dict):
-            problems += hf_model.parameters(words["model"])
+            problems += hf_model.fill_in_parameters(words["model"])
         try:
             run = read(words)
         except Unreadable as error:
@@ -155,7 +155,7 @@ class Loader:
             raise Unreadable([*problems, reason(error, file, self.config_dir, PRIMARY)]) from None
         words.setdefault("name", file.stem)
         fill_in_family(words.get("model"), before, told.keys)
-        settle(words, self._device, sized=bool(told.shape) or "cluster.gpus" in told.keys)
+        fill_device(words, self._device, sized=bool(told.shape) or "cluster.gpus" in told.keys)
         if told.shape:
             problems += put(words, told.shape, told.keys)
         problems += misnamed(words, library.options("device", self.config_dir), self._device)
@@ -270,14 +270,13 @@ def _read_hf(config: DictConfig, recipe: DictConfig, file: Path, told: Said) -> 
         return  # reported with every other value that can't be resolved
     if not isinstance(path, str):
         return
-    from ...trainer.models.hf import foreign as is_foreign
-    from ...trainer.models.hf import read_hf
+    from ...trainer.models.hf_format.config import needs_family_hf, read_hf_config
 
     said_here = "model.hf" in told.keys
     beside = {} if said_here else own if isinstance(own, dict) and "hf" in own else config.model
     at = _placed(path, file, said_here=said_here)
-    theirs = "hf" in (told.keys.get("model.family"), beside.get("family"))
-    sizes = hf_model.sizes(at) if theirs or is_foreign(at) else read_hf(at)
+    is_hf = any(map(hf_model.is_hf_family, (told.keys.get("model.family"), beside.get("family"))))
+    sizes = hf_model.model_keys(at) if is_hf or needs_family_hf(at) else read_hf_config(at)
     if beside is config.model:
         agree(sizes, config.model, file)
     config.model = OmegaConf.merge(sizes, beside, {"hf": str(at)})
@@ -295,8 +294,8 @@ def _place_weights(config: DictConfig, file: Path, *, said_here: bool) -> None:
 
 def _placed(path: str, file: Path, *, said_here: bool) -> Path:
     """A path of a recipe is looked for beside it first; one of the command line is from the folder that it is typed in."""
-    near = file.parent / expanded(path)
-    return (near if os.path.exists(near) and not said_here else expanded(path)).absolute()
+    near = file.parent / expand_home(path)
+    return (near if os.path.exists(near) and not said_here else expand_home(path)).absolute()
 
 
 def _family(config: DictConfig) -> object:

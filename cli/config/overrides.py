@@ -8,8 +8,8 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any, get_origin
 
-from ...trainer.spec.problem import Problem, Unreadable, nearest
-from ...trainer.spec.read import shown
+from ...trainer.spec.problem import Problem, Unreadable, suggest_name
+from ...trainer.spec.read import value_text
 from . import library
 from .arguments import unread
 from .cluster_shape import FORMS, is_shape
@@ -43,7 +43,7 @@ class Override:
     @property
     def choice(self) -> str:
         """The option of a group as Hydra is told it."""
-        return f"~{self.at}" if self.deletes else f"{self.at}={shown(self.value)}"
+        return f"~{self.at}" if self.deletes else f"{self.at}={value_text(self.value)}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ def _wrong(word: Override, known: Mapping[str, Any], groups: Sequence[str], conf
     if _chooses(word, groups):
         if word.package not in (None, word.key, f"cluster.{word.key}"):
             says = f"{word.text}: {word.package} takes no {word.key}"
-            return Problem(rule="option", says=says, mend=f"write {word.key}={shown(word.value)}")
+            return Problem(rule="option", says=says, mend=f"write {word.key}={value_text(word.value)}")
         sizes = word.key == "cluster" and is_shape(word.value)
         return None if word.deletes or sizes else _no_option(word.key, word.value, config_dir)
     if word.key.partition(".")[0].partition("/")[0] == "hydra":
@@ -136,7 +136,7 @@ def _wrong(word: Override, known: Mapping[str, Any], groups: Sequence[str], conf
     if "/" in word.key and meant(word.key, known):
         return unknown(word.key, known, word.value)
     if word.package or "/" in word.key:
-        return Problem(rule="unknown", says=f"{word.text}: no group {word.key}", mend=nearest(word.key, groups))
+        return Problem(rule="unknown", says=f"{word.text}: no group {word.key}", mend=suggest_name(word.key, groups))
     if word.key == "cluster.device" and isinstance(word.value, str):
         return Problem(rule="type", says=f"{word.text} names a device", mend=f"write device={word.value}")
     return unknown(word.key, known, word.value)
@@ -146,13 +146,13 @@ def _no_option(group: str, value: Any, config_dir: Path | None) -> Problem | Non
     options = library.options(group, config_dir)
     for name in value if isinstance(value, list) else [value]:
         if not isinstance(name, str) or name not in options:
-            if group == "cluster" and shown(name)[:1].isdigit():
+            if group == "cluster" and value_text(name)[:1].isdigit():
                 mend = f"a size is {FORMS}"
             elif isinstance(name, str):
                 mend = library.near(name, options)
             else:
-                mend = f"`distrain ls {group}` lists them; its keys are written {group}.KEY={shown(name)}"
-            return Problem(rule="option", says=f"{group}={shown(value)} names no {group}", mend=mend)
+                mend = f"`distrain ls {group}` lists them; its keys are written {group}.KEY={value_text(name)}"
+            return Problem(rule="option", says=f"{group}={value_text(value)} names no {group}", mend=mend)
     return None
 
 

@@ -8,10 +8,9 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, Self
 
-from ...trainer.spec.problem import Problem, Unreadable
-from ..pages.format import one_line
-from ..verbs.fit import typed
+from ...trainer.spec.problem import Problem, Unreadable, one_line
 from . import library, yaml_text
+from .command_name import command_name
 from .load import compose
 
 STDOUT = "-"
@@ -53,7 +52,7 @@ def _copy_recipe(source: Path, text: str, wanted: Mapping[str, Any], target: Pat
                 made.stays = True
                 kept = "" if whole["name"] == name else f", whose runs are still named {whole['name']}"
                 dirs = f" --config-dir {quote(str(config_dir))}" if config_dir else ""
-                return one_line(f"wrote {target}{kept}; next: {typed()} plan conf={quote(_conf(target))}{dirs}")
+                return one_line(f"wrote {target}{kept}; next: {command_name()} plan conf={quote(_conf(target))}{dirs}")
     says = f"{target} would not be what {source} is{f' ({wrong})' if wrong else ''}"
     raise Unreadable([Problem(rule="copy", says=says, mend=f"copy it beside {source}, whose folder has what it names")])
 
@@ -71,7 +70,7 @@ def _copy_option(group: str, text: str, target: Path, config_dir: Path | None) -
             says = f"{target} can't be composed as {group}={name} ({error.problems[0].says})"
             raise Unreadable([Problem(rule="copy", says=says, mend="give it a name that its defaults don't have")]) from None
         made.stays = True
-        return one_line(f"wrote {target}; next: {typed()} plan conf={TRIAL} {group}={quote(name)} --config-dir {quote(str(top))}")
+        return one_line(f"wrote {target}; next: {command_name()} plan conf={TRIAL} {group}={quote(name)} --config-dir {quote(str(top))}")
 
 
 class NewFile:

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from ...trainer.spec.problem import Problem
-from ...trainer.spec.read import shown
+from ...trainer.spec.read import value_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,5 +201,5 @@ def _word(value: Any, values: Mapping[str, str] | None) -> str:
     """A value as it is written here; "" where it does not carry over."""
     if value is None or value == "":
         return ""
-    word = shown(value)
+    word = value_text(value)
     return values.get(word, "") if values is not None else word

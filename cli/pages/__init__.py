@@ -1,1 +1,1 @@
-"""Pages of text for people."""
+"""The pages that verbs print, as text for people."""

@@ -1,4 +1,4 @@
-"""Several runs side by side as a page of text: what differs between them, their losses and speeds, one chart of all curves."""
+"""`distrain report A B ...`: several runs side by side: what differs between them, their losses and speeds, one chart of all curves."""
 
 from __future__ import annotations
 
@@ -7,124 +7,89 @@ import string
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from ...trainer.rundir.measured import Beside, Ran, ran
-from ...trainer.spec.read import shown
-from .format import Look, one_line, table, width, wrapped
-from .report_page import EDGE, TALL, Points, evenly, figure, headline, level
+from ...trainer.spec.problem import one_line
+from ...trainer.spec.read import value_text
+from .format import Style, page_width, table, wrap
+from .loss_chart import SHARED_CELL, Points, comparison_chart, evenly_spaced
+from .report_page import figure_text, headline
 
-MARKS = string.ascii_uppercase + string.ascii_lowercase  # one a run, in the order given
-SEVERAL = "*"  # where curves share a cell
-OWN = ("name", "reading", "log.dir", "model.parameters")  # keys that differ without a difference between runs, and one too long
-STEPS = 8  # common steps that a table of losses shows
+MARKS = string.ascii_uppercase + string.ascii_lowercase  # one for each run, in the order given
+NOT_COMPARED = ("name", "reading", "log.dir", "model.parameters")  # keys that do not change what is trained, and one that is too long
+MAX_STEPS = 8  # rows of a table of losses
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedRun:
-    """One of several runs: its mark, its folder as it was given, its config by dotted keys, its figures."""
+    """One of several runs: its mark, its folder as the user gave it, its config by dotted keys, its figures."""
 
     mark: str
-    said: str
+    given: str
     config: Mapping[str, Any]
     ran: Ran
 
 
-def compared_runs(said: Sequence[Path], folders: Sequence[Path]) -> list[ComparedRun]:
-    """Runs with their marks; `said` are the folders as they were given."""
-    rows = zip(MARKS, said, folders, strict=False)
-    return [ComparedRun(mark=mark, said=one_line(str(word)), config=config_of(folder), ran=ran(folder)) for mark, word, folder in rows]
+def compared_runs(given: Sequence[Path], folders: Sequence[Path]) -> list[ComparedRun]:
+    """Read runs and give them marks; `given` are the folders as the user gave them."""
+    return [
+        ComparedRun(mark=mark, given=one_line(str(path)), config=config_of(folder), ran=ran(folder))
+        for mark, path, folder in zip(MARKS, given, folders, strict=False)
+    ]
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """RUN_DIR/run.json by dotted keys; empty where it can't be read."""
+    """The config in RUN_DIR/run.json by dotted keys; empty where it can't be read."""
     with suppress(OSError, ValueError, RecursionError):
         read = json.loads((folder / "run.json").read_bytes())
         return dict(_flat(read)) if isinstance(read, dict) else {}
     return {}
 
 
-def page_of_runs(runs: Sequence[ComparedRun], look: Look) -> str:
-    """The whole page."""
-    drawn = chart({run.mark: run.ran.losses for run in runs}, look)
+def comparison_text(runs: Sequence[ComparedRun], style: Style) -> str:
+    """The page of several runs."""
+    drawn = comparison_chart({run.mark: run.ran.losses for run in runs}, style)
     sections = {
-        "": _legend(runs),
-        "What differs": _differences(runs),
-        "Loss, nats a token": _losses(runs, [run.ran.losses for run in runs]),
-        "Validation loss": _losses(runs, [run.ran.validation for run in runs]) if any(run.ran.validation for run in runs) else [],
-        "Measured, and (planned)": _side_by_side(runs, _figures(runs)),
-        f"Loss over steps{f'; {SEVERAL}: several' if any(SEVERAL in line for line in drawn) else ''}": drawn,
+        "": _legend_lines(runs),
+        "What differs": _difference_lines(runs),
+        "Loss, nats a token": _loss_lines(runs, [run.ran.losses for run in runs]),
+        "Validation loss": _loss_lines(runs, [run.ran.validation for run in runs]) if any(run.ran.validation for run in runs) else [],
+        "Measured, and (planned)": _side_by_side(runs, _figure_rows(runs)),
+        f"Loss over steps{f'; {SHARED_CELL}: several' if any(SHARED_CELL in line for line in drawn) else ''}": drawn,
     }
-    shown_ = [[*([look.paint(title, "bold")] if title else []), *lines] for title, lines in sections.items() if lines]
-    return "\n\n".join("\n".join(lines) for lines in shown_)
+    parts = [[*([style.paint(title, "bold")] if title else []), *lines] for title, lines in sections.items() if lines]
+    return "\n\n".join("\n".join(lines) for lines in parts)
 
 
-def differences(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
-    """The keys whose values differ, each with its value in every run; "-" where a run does not say it."""
-    keys = dict.fromkeys(key for run in runs for key in run.config if key not in OWN)
-    rows = {key: [one_line(shown(run.config[key])) if key in run.config else "-" for run in runs] for key in keys}
+def config_differences(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
+    """The keys whose values differ, each with its value in every run; "-" where a run has no such key."""
+    keys = dict.fromkeys(key for run in runs for key in run.config if key not in NOT_COMPARED)
+    rows = {key: [one_line(value_text(run.config[key])) if key in run.config else "-" for run in runs] for key in keys}
     return {key: values for key, values in rows.items() if len(set(values)) > 1}
 
 
 def common_steps(curves: Sequence[Points]) -> list[int]:
-    """The steps that every curve has which has any, in order."""
+    """The steps that all curves share, in order; empty curves do not count."""
     steps = [{step for step, _ in curve} for curve in curves if curve]
     return sorted(set.intersection(*steps)) if steps else []
 
 
-def chart(curves: Mapping[str, Points], look: Look) -> list[str]:
-    """Curves over one scale, each drawn with its mark, straight between its points."""
-    points = {mark: [(step, loss) for step, loss in curve if isfinite(loss)] for mark, curve in curves.items()}
-    every = [point for curve in points.values() for point in curve]
-    first, last = min((step for step, _ in every), default=0), max((step for step, _ in every), default=0)
-    if first == last:
-        return []
-    low, high = min(loss for _, loss in every), max(loss for _, loss in every)
-    wide = width() - EDGE - 2
-    cells: dict[tuple[int, int], str] = {}
-    for mark, curve in points.items():
-        for x, loss in _columns(curve, first, last, wide):
-            at = (x, round((high - loss) / ((high - low) or 1.0) * (TALL - 1)))
-            cells[at] = mark if cells.get(at, mark) == mark else SEVERAL
-    scale = {0: level(high), TALL - 1: level(low)}
-    bar = "│" if look.blocks else "|"
-    rows = ["".join(cells.get((x, y), " ") for x in range(wide)).rstrip() for y in range(TALL)]
-    drawn = [f"{scale.get(y, ''):>{EDGE}} {bar}{row}" for y, row in enumerate(rows)]
-    return [*drawn, f"{'step':>{EDGE}}  {first:<{wide // 2}}{last:>{wide - wide // 2}}"]
-
-
-def _columns(curve: Points, first: int, last: int, wide: int) -> Iterator[tuple[int, float]]:
-    """The loss of a curve in each column between its first and last point."""
-
-    def column(step: int) -> int:
-        return round((step - first) / (last - first) * (wide - 1))
-
-    if len(curve) == 1:
-        yield column(curve[0][0]), curve[0][1]
-    for (one, above), (two, below) in pairwise(sorted(curve)):
-        start, end = column(one), column(two)
-        for x in range(start, end + 1):
-            share = (x - start) / (end - start) if end > start else 1.0
-            yield x, above + share * (below - above)
-
-
-def _legend(runs: Sequence[ComparedRun]) -> list[str]:
+def _legend_lines(runs: Sequence[ComparedRun]) -> list[str]:
     rows = ((run, headline(run.ran).removeprefix(f"{run.ran.name}: ")) for run in runs)
-    return [line for run, says in rows for line in wrapped(f"{run.mark}  {run.said}: {says}", hang="   ")]
+    return [line for run, says in rows for line in wrap(f"{run.mark}  {run.given}: {says}", hang="   ")]
 
 
-def _differences(runs: Sequence[ComparedRun]) -> list[str]:
-    return _side_by_side(runs, differences(runs)) or ["  nothing: their configs are the same"]
+def _difference_lines(runs: Sequence[ComparedRun]) -> list[str]:
+    return _side_by_side(runs, config_differences(runs)) or ["  nothing: their configs are the same"]
 
 
-def _losses(runs: Sequence[ComparedRun], curves: Sequence[Points]) -> list[str]:
-    """Losses at the steps that all runs with losses have; of two such runs their difference too."""
-    steps = [step for step, _ in evenly([(step, 0.0) for step in common_steps(curves)], STEPS)]
+def _loss_lines(runs: Sequence[ComparedRun], curves: Sequence[Points]) -> list[str]:
+    """Losses at the steps that all runs with losses logged; for two such runs their difference too."""
+    steps = [step for step, _ in evenly_spaced([(step, 0.0) for step in common_steps(curves)], MAX_STEPS)]
     if not steps:
-        return ["  there is no step that all of them logged"]
+        return ["  no step was logged by all of them"]
     found = [dict(curve) for curve in curves]
     rows = {f"step {step:,}": [f"{curve[step]:.4f}" if curve else "-" for curve in found] for step in steps}
     if len(runs) > 2 or not all(found):
@@ -135,17 +100,17 @@ def _losses(runs: Sequence[ComparedRun], curves: Sequence[Points]) -> list[str]:
     return [f"  {line}" for line in table(cells)]
 
 
-def _figures(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
-    """Memory, time and throughput of every run, as measured and, in brackets, as planned."""
-    rows: dict[str, list[str]] = {"memory": [_beside(_total(run.ran)) for run in runs]}
+def _figure_rows(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
+    """Memory, time and throughput of every run: as measured (as planned)."""
+    rows: dict[str, list[str]] = {"memory": [_measured_and_planned(_total(run.ran)) for run in runs]}
     for name in ("step", "tokens/s", "MFU"):
         found = [next((each for each in (*run.ran.time, *run.ran.speed) if each.name == name), None) for run in runs]
-        rows[name] = [_beside(each) if each else "-" for each in found]
+        rows[name] = [_measured_and_planned(each) if each else "-" for each in found]
     return rows
 
 
 def _total(run: Ran) -> Beside:
-    """The bytes of all kinds of tensors; None where one of them is not known."""
+    """The bytes of all kinds of tensors together; None where one of them is not known."""
     planned, measured = [each.planned for each in run.memory], [each.measured for each in run.memory]
     return Beside(name="memory", unit="bytes", planned=_sum(planned), measured=_sum(measured))
 
@@ -155,27 +120,27 @@ def _sum(values: Sequence[float | None]) -> float | None:
     return sum(known) if values and len(known) == len(values) else None
 
 
-def _beside(each: Beside) -> str:
-    return f"{figure(each, each.measured)} ({figure(each, each.planned)})"
+def _measured_and_planned(each: Beside) -> str:
+    return f"{figure_text(each, each.measured)} ({figure_text(each, each.planned)})"
 
 
 def _side_by_side(runs: Sequence[ComparedRun], rows: Mapping[str, Sequence[str]]) -> list[str]:
-    """A row a name and a column a run; where a page is too narrow for that, a line a value."""
+    """A table with a row a name and a column a run; on a page too narrow for it, a line a value."""
     if not rows:
         return []
     lines = table([["", *(run.mark for run in runs)], *([name, *values] for name, values in rows.items())])
-    if max(map(len, lines)) + 2 <= width():
+    if max(map(len, lines)) + 2 <= page_width():
         return [f"  {line}" for line in lines]
     found = []
     for name, values in rows.items():
         found.append(f"  {name}")
         for run, value in zip(runs, values, strict=True):
-            found += wrapped(f"{run.mark}  {value}", indent="    ", hang="       ")
+            found += wrap(f"{run.mark}  {value}", indent="    ", hang="       ")
     return found
 
 
-def _flat(words: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in words.items():
+def _flat(config: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{at}{key}.")
         else:

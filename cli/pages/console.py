@@ -1,4 +1,4 @@
-"""What a run prints, which can't end it: where a stream takes no more, what is written there goes nowhere from then on."""
+"""Printing to stdout and stderr; a stream that can't be written to never ends a run."""
 
 from __future__ import annotations
 
@@ -8,85 +8,84 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import TextIO
 
-from ...trainer.spec.problem import shortened
-from .format import one_line
+from ...trainer.spec.problem import one_line, shorten
 
 
-def show(words: str) -> None:
-    """A line of a run on stdout, in the place of the live one."""
-    live("")
-    wrong = _write(sys.stdout, f"{words}\n")
-    if wrong is not None and not isinstance(wrong, BrokenPipeError):
-        tell(f"distrain: can't write to stdout: {wrong.strerror}; what it would say is dropped")
+def print_line(text: str) -> None:
+    """Print a line of a run to stdout, in the place of the live line; where stdout is full, say so once and go on without it."""
+    print_live_line("")
+    failure = _write(sys.stdout, f"{text}\n")
+    if failure is not None and not isinstance(failure, BrokenPipeError):
+        print_error(f"distrain: can't write to stdout: {failure.strerror}; the run goes on without this output")
 
 
-def say(words: str) -> int:
-    """Print an answer to stdout; 0. A reader that has gone is no error; raises SystemExit with status 1 where stdout is full."""
-    wrong = _write(sys.stdout, f"{words}\n")
-    if wrong is not None and not isinstance(wrong, BrokenPipeError):
-        tell(f"distrain: can't write to stdout: {wrong.strerror}")
+def print_output(text: str) -> int:
+    """Print a verb's output to stdout and return 0, also where its reader has gone; raises SystemExit(1) where stdout is full."""
+    failure = _write(sys.stdout, f"{text}\n")
+    if failure is not None and not isinstance(failure, BrokenPipeError):
+        print_error(f"distrain: can't write to stdout: {failure.strerror}")
         raise SystemExit(1)
     return 0
 
 
-def live(words: str) -> None:
-    """The live line on stderr, over itself: on a terminal only."""
+def print_live_line(text: str) -> None:
+    """Print the live line to stderr over the one before, where stderr is a terminal."""
     if sys.stderr is not None and sys.stderr.isatty():
-        _write(sys.stderr, f"\r\x1b[K{words}")
+        _write(sys.stderr, f"\r\x1b[K{text}")
 
 
-def tell(words: str) -> None:
-    """A line on stderr."""
-    _write(sys.stderr, f"{words}\n")
+def print_error(text: str) -> None:
+    """Print a line to stderr."""
+    _write(sys.stderr, f"{text}\n")
 
 
-def tell_problems(problems: Iterable[object]) -> None:
-    """A line of ours on stderr for each problem."""
+def print_problems(problems: Iterable[object]) -> None:
+    """Print each different problem to stderr, on one line that begins with `distrain: `."""
     for problem in dict.fromkeys(map(str, problems)):
-        tell(f"distrain: {shortened(one_line(problem))}")
+        print_error(f"distrain: {shorten(one_line(problem))}")
 
 
-def lost(error: OSError) -> int:
-    """Say an error of a file or a stream that ends a command; its exit status. A reader that has gone is no error."""
+def report_os_error(error: OSError) -> int:
+    """Print the error of a file or a stream that ends a command and return its exit status: 0 where stdout's reader has gone."""
     if isinstance(error, BrokenPipeError):
-        give_up(sys.stdout)
+        discard_output(sys.stdout)
         return 0
     where = error.filename if error.filename is not None else "can't write to stdout"
     if error.filename is None:
-        give_up(sys.stdout)
-    tell_problems([f"{where}: {error.strerror or error}"])
+        discard_output(sys.stdout)
+    print_problems([f"{where}: {error.strerror or error}"])
     return 1
 
 
-def fill_streams() -> None:
-    """Open /dev/null where this process was started without stdin, stdout or stderr: else its next file or pipe would stand there."""
+def open_missing_streams() -> None:
+    """Open /dev/null for stdin, stdout or stderr where this process was started without; its next file would get their number."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            nowhere = os.open(os.devnull, os.O_RDWR)
-            os.set_inheritable(nowhere, True)  # as children expect
-            if nowhere != number:
-                os.dup2(nowhere, number)
-                os.close(nowhere)
+            null = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(null, True)  # children expect all three
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+
+
+def discard_output(stream: TextIO | None) -> None:
+    """Send what a stream still buffers, and all that is written to it later, to /dev/null: the interpreter flushes it at its end."""
+    if stream is not None:
+        with suppress(OSError), open(os.devnull, "wb") as null:
+            os.dup2(null.fileno(), stream.fileno())
 
 
 def _write(stream: TextIO | None, text: str) -> OSError | None:
-    """Write and flush; why the stream has been given up."""
+    """Write and flush; return the error after which the stream's output is discarded."""
     try:
         if stream is not None:
             stream.write(text)
             stream.flush()
     except BlockingIOError:
-        return None  # it may take the next one
+        return None  # the next write may succeed
     except OSError as error:
-        give_up(stream)
+        discard_output(stream)
         return error
     return None
-
-
-def give_up(stream: TextIO | None) -> None:
-    """What a stream still holds, and all that is written to it from now on, goes nowhere; at the interpreter's end too."""
-    if stream is not None:
-        with suppress(OSError), open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), stream.fileno())

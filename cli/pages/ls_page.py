@@ -2,101 +2,118 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ...trainer.spec.problem import Problem, Unreadable, nearest
+from ...trainer.rundir.run_summary import RUNS
+from ...trainer.spec.problem import Problem, Unreadable, one_line, suggest_name
 from ..config import library
-from ..verbs.ls import RUNS
-from .format import look, one_line, width
+from .format import Style, page_width, stdout_style, wrap
+
+if TYPE_CHECKING:
+    from ..config.key_help import KeyHelp
 
 RECIPES = "recipes"
-SECTIONS = {"device": "cluster.device"}  # where the keys of a group are, if not under its own name
+SECTIONS = {"device": "cluster.device"}  # the section of a group's keys, where it has another name
 
 
-def everything(config_dir: Path | None) -> str:
-    """Every recipe with what it is, and every group with its options."""
+def overview(config_dir: Path | None) -> str:
+    """Every recipe with its description, and every group with its options."""
     groups = {group: ", ".join(library.options(group, config_dir)) for group in library.groups(config_dir)}
-    recipes = _about(library.recipes(config_dir))
-    return "\n".join(["Recipes (conf=NAME)", *_lines(recipes), "", "Groups (GROUP=NAME; `distrain ls GROUP` says more)", *_lines(groups)])
+    recipes = _descriptions(library.recipes(config_dir))
+    return "\n".join(
+        ["Recipes (conf=NAME)", *_lines(recipes), "", "Groups (GROUP=NAME; `distrain ls GROUP` describes them)", *_lines(groups)]
+    )
 
 
-def named(word: str, config_dir: Path | None) -> str:
-    """What a word of `ls` names: a group's options, then keys; raises Unreadable where it names nothing."""
-    from ..config import key_help
-
-    files, keys = _found(word, config_dir)
-    options = [line.strip() for line in _lines(_about(files))]
-    rows = key_help.lines(keys, look())
-    return "\n".join([*options, *(["", f"Keys of {word}"] if files and rows else []), *rows])
+def description(name: str, config_dir: Path | None) -> str:
+    """The options of the group `name`, then the keys of that name or section; raises Unreadable where there are none."""
+    files, keys = _options_and_keys(name, config_dir)
+    options = [line.strip() for line in _lines(_descriptions(files))]
+    rows = key_lines(keys, stdout_style())
+    return "\n".join([*options, *(["", f"Keys of {name}"] if files and rows else []), *rows])
 
 
-def document(word: str | None, config_dir: Path | None) -> dict[str, Any]:
-    """The same as plain data."""
-    from ..config import key_help
+def key_lines(keys: Sequence[KeyHelp], style: Style) -> list[str]:
+    """Two lines a key: the values it takes with their unit and default, then its description."""
+    from ..config.key_help import REQUIRED
 
-    if word is None:
-        groups = {group: list(library.options(group, config_dir)) for group in library.groups(config_dir)}
-        return {"version": 1, "recipes": _about(library.recipes(config_dir)), "groups": groups}
-    files, keys = _found(word, config_dir)
-    return {"version": 1, "options": _about(files), "keys": key_help.document(keys)}
-
-
-def json_text(what: object) -> str:
-    """Plain data as one JSON document."""
-    import json
-
-    return json.dumps(what, indent=2)
-
-
-def _found(word: str, config_dir: Path | None) -> tuple[Mapping[str, Path], list[Any]]:
-    """The options and the keys that a word names, else what has it as its name; raises Unreadable where there is nothing."""
-    from ..config.key_help import key_help
-
-    if word == RECIPES:
-        return library.recipes(config_dir), []
-    groups = library.groups(config_dir)
-    files = library.options(word, config_dir) if word in groups else {}
-    keys = key_help(SECTIONS.get(word, word))
-    found = files or ({} if keys else _by_name(word, groups, config_dir))
-    if not found and not keys:
-        raise Unreadable([_unknown(word, groups)])
-    return found, keys
-
-
-def _by_name(word: str, groups: tuple[str, ...], config_dir: Path | None) -> dict[str, Path]:
-    """A recipe, and every option of a group, of this name: written as they are chosen."""
-    found = {f"conf={name}": file for name, file in library.recipes(config_dir).items() if name == word}
-    for group in groups:
-        found |= {f"{group}={name}": file for name, file in library.options(group, config_dir).items() if name == word}
+    found: list[str] = []
+    for row in keys:
+        unit = f" ({row.unit})" if row.unit else ""
+        default = row.default if row.default == REQUIRED else f"default {row.default}"
+        null = f": {row.null}" if row.null else ""
+        first, *more = wrap(f"{row.key}  {row.takes}{unit}; {default}{null}")
+        found += [first.replace(row.key, style.paint(row.key, "bold"), 1), *more, *wrap(row.says, indent="    ")]
     return found
 
 
-def _unknown(word: str, groups: tuple[str, ...]) -> Problem:
-    """That a word names nothing, and what is near: a group, else a key."""
+def document(name: str | None, config_dir: Path | None) -> dict[str, Any]:
+    """What `overview` or `description` show, as plain data."""
+    from ..config import key_help
+
+    if name is None:
+        groups = {group: list(library.options(group, config_dir)) for group in library.groups(config_dir)}
+        return {"version": 1, "recipes": _descriptions(library.recipes(config_dir)), "groups": groups}
+    files, keys = _options_and_keys(name, config_dir)
+    return {"version": 1, "options": _descriptions(files), "keys": key_help.document(keys)}
+
+
+def json_text(plain: object) -> str:
+    """Plain data as one JSON document."""
+    import json
+
+    return json.dumps(plain, indent=2)
+
+
+def _options_and_keys(name: str, config_dir: Path | None) -> tuple[Mapping[str, Path], list[KeyHelp]]:
+    """The options and the keys of a name: of the group, key or section, else the options that are called so; raises Unreadable."""
+    from ..config.key_help import key_help
+
+    if name == RECIPES:
+        return library.recipes(config_dir), []
+    groups = library.groups(config_dir)
+    options = library.options(name, config_dir) if name in groups else {}
+    keys = key_help(SECTIONS.get(name, name))
+    files = options or ({} if keys else _options_called(name, groups, config_dir))
+    if not files and not keys:
+        raise Unreadable([_unknown_name(name, groups)])
+    return files, keys
+
+
+def _options_called(name: str, groups: tuple[str, ...], config_dir: Path | None) -> dict[str, Path]:
+    """The recipe, and the option of every group, called `name`: as a command line chooses them."""
+    found = {f"conf={recipe}": file for recipe, file in library.recipes(config_dir).items() if recipe == name}
+    for group in groups:
+        found |= {f"{group}={option}": file for option, file in library.options(group, config_dir).items() if option == name}
+    return found
+
+
+def _unknown_name(name: str, groups: tuple[str, ...]) -> Problem:
+    """The problem that no group and no key is called `name`, with the nearest of either."""
     from ..config.key_help import sections
     from ..config.keys import keys, unknown
 
-    words = (*groups, RECIPES, RUNS)
-    near = nearest(word, words)
-    if "." not in word and near.startswith("did"):
-        return Problem(rule="group", says=f"no group {word}", mend=near)
-    wrong = unknown(word, keys())
+    names = (*groups, RECIPES, RUNS)
+    near = suggest_name(name, names)
+    if "." not in name and near.startswith("did"):
+        return Problem(rule="group", says=f"no group {name}", mend=near)
+    wrong = unknown(name, keys())
     if wrong is not None and wrong.mend.startswith("did"):
         return wrong
-    known = ", ".join([*words, *sorted(each for each in sections() if "." not in each and each not in words)])
-    return Problem(rule="group", says=f"no group or key {word}", mend=f"known: {known}, and the keys in them")
+    known = ", ".join([*names, *sorted(each for each in sections() if "." not in each and each not in names)])
+    return Problem(rule="group", says=f"no group or key {name}", mend=f"known: {known}, and the keys in them")
 
 
-def _about(files: Mapping[str, Path]) -> dict[str, str]:
+def _descriptions(files: Mapping[str, Path]) -> dict[str, str]:
     return {name: library.about(file) for name, file in files.items()}
 
 
 def _lines(rows: Mapping[str, str]) -> list[str]:
     widest = max(map(len, rows), default=0)
-    return [_cut(f"  {name.ljust(widest)}  {one_line(words)}".rstrip()) for name, words in rows.items()]
+    return [_shortened(f"  {name.ljust(widest)}  {one_line(text)}".rstrip()) for name, text in rows.items()]
 
 
-def _cut(line: str) -> str:
-    return line if len(line) <= width() else f"{line[: width() - 4].rstrip(' ,')} ..."
+def _shortened(line: str) -> str:
+    return line if len(line) <= page_width() else f"{line[: page_width() - 4].rstrip(' ,')} ..."

@@ -1,37 +1,37 @@
-"""`distrain cp`: a recipe, or an option of a config group, as a file to edit, with its comments."""
+"""`distrain cp`: copies a recipe, or an option of a config group, to a file to edit, with its comments."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from ..pages.console import print_error, print_output
+from .exit_status import FAILED
+from .parameters import ConfigDir
 
 
 def cp(
     name: Annotated[str, typer.Argument(metavar="NAME", show_default=False)],
     file: Annotated[str, typer.Argument(metavar="FILE", show_default=False)],
-    config_dir: Annotated[
-        Path | None, typer.Option("--config-dir", metavar="DIR", help="Your own groups and recipes, which win over built-in ones.")
-    ] = None,
+    config_dir: ConfigDir = None,
 ) -> int:
-    """Write a recipe to a file to edit, with its comments. The file plans the same, and its runs are named as the file.
+    """Copy a recipe to a file to edit, with its comments. The copy plans the same, and its runs are named after the file.
 
-    NAME is a recipe, the path of one, or GROUP/OPTION. FILE is never overwritten; - is stdout, and a folder takes NAME.yaml.
+    NAME is a recipe, the path of one, or GROUP/OPTION. FILE is never overwritten; - is stdout; a folder gets NAME.yaml.
 
-    Exit status: 0; 1 FILE can't be written; 2 the words are wrong.
+    Exit status: 0; 1 FILE can't be written; 2 the command line is wrong.
 
     \b
     distrain cp llama3_8b mine.yaml
     distrain cp ../theirs.yaml mine.yaml
     distrain cp model/llama3_8b my/model/wide.yaml
     """
+    from ...trainer.spec.problem import one_line
     from ..config.recipe_copy import copy
-    from ..pages.console import say, tell
-    from ..pages.format import one_line
 
     try:
-        return say(copy(name.removeprefix("conf="), file.removeprefix("conf="), config_dir))
+        return print_output(copy(name.removeprefix("conf="), file.removeprefix("conf="), config_dir))
     except OSError as error:
-        tell(one_line(f"distrain: {file} can't be written ({(error.strerror or str(error)).lower()}): name a file elsewhere"))
-        return 1
+        print_error(one_line(f"distrain: {file} can't be written ({(error.strerror or str(error)).lower()}): choose another file"))
+        return FAILED

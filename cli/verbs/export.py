@@ -1,4 +1,4 @@
-"""`distrain export`: a run's newest checkpoint as a Hugging Face folder."""
+"""`distrain export`: writes a run's newest checkpoint as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ import typer
 def export(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", show_default=False)],
     dest: Annotated[Path, typer.Argument(metavar="DEST", show_default=False)],
-    dtype: Annotated[Literal["fp32", "bf16", "fp16"], typer.Option("--dtype", help="What the weights are written as.")] = "fp32",
+    dtype: Annotated[Literal["fp32", "bf16", "fp16"], typer.Option("--dtype", help="The data type of the written weights.")] = "fp32",
 ) -> int:
     """Write a run's newest checkpoint as a Hugging Face folder: safetensors, config.json, generation_config.json, its tokenizer.
 
-    The folder is loaded again, by transformers where it is installed, and has its name only where its logits equal ours.
+    The folder is loaded back, by transformers where it is installed, and kept only if its logits equal ours.
 
     \b
     distrain export runs/quickstart quickstart-hf
     distrain export runs/quickstart quickstart-bf16 --dtype bf16
     """
-    from ...trainer.spec.plain_file import expanded
-    from ...trainer.system.torch_child import run_child, run_folder
+    from ...trainer.rundir.files import find_run_folder
+    from ...trainer.spec.plain_file import expand_home
+    from ...trainer.system.module_child import run_child
 
-    folder, destination = run_folder(run_dir), expanded(dest).absolute()
-    _is_free(dest, destination)
-    return run_child("export", [str(folder), str(destination), dtype])
+    folder, destination = find_run_folder(run_dir), expand_home(dest).absolute()
+    _check_destination(dest, destination)
+    return run_child("distrain.trainer.loop.offline.export", [str(folder), str(destination), dtype])
 
 
-def _is_free(said: Path, destination: Path) -> None:
-    """Raises Unreadable where DEST is a file, or a folder that holds something."""
+def _check_destination(given: Path, destination: Path) -> None:
+    """Raise Unreadable where DEST is a file or a folder that is not empty."""
     from ...trainer.spec.problem import Problem, Unreadable
 
     if destination.is_dir() and any(destination.iterdir()):
-        raise Unreadable([Problem(rule="folder", says=f"{said} is there and not empty", mend="name a folder that is not there yet")])
+        raise Unreadable([Problem(rule="folder", says=f"{given} exists and is not empty", mend="choose a new folder")])
     if os.path.lexists(destination) and not destination.is_dir():
-        what = "a file" if destination.exists() else "a link that leads nowhere"
-        raise Unreadable([Problem(rule="folder", says=f"{said} is {what}", mend="name a folder that is not there yet")])
+        kind = "a file" if destination.exists() else "a dangling link"
+        raise Unreadable([Problem(rule="folder", says=f"{given} is {kind}", mend="choose a new folder")])

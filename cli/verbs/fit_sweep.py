@@ -1,4 +1,4 @@
-"""`distrain fit -m`: the runs of a sweep, all checked before the first starts, trained one after the other, and told in a table."""
+"""`distrain fit -m`: check all runs of a sweep, train them one after the other, and print a table of their results."""
 
 from __future__ import annotations
 
@@ -12,171 +12,176 @@ from hashlib import sha256
 from pathlib import Path
 from shlex import quote
 
-import typer
-
-from ...trainer.launch.admission import FileChecks
+from ...trainer.launch.admission import check_start
+from ...trainer.launch.file_checks import FileChecks
 from ...trainer.launch.rank.channel import STOPPED
+from ...trainer.launch.training import TrainingResult
 from ...trainer.machine import facts as machine
-from ...trainer.plan.changed_run import changed
+from ...trainer.plan.changed_run import with_changes
 from ...trainer.plan.plan import make_plan
+from ...trainer.rundir.files import run_folder
 from ...trainer.rundir.measured import ran
-from ...trainer.spec.problem import Problem, Unreadable
+from ...trainer.rundir.paths import relative_folder
+from ...trainer.spec.number_text import count_text, plural
+from ...trainer.spec.problem import Problem, Unreadable, one_line
 from ...trainer.spec.run import Run
+from ..config.command_name import command_name
 from ..config.keys import keys
 from ..config.load import load, sweep
-from ..pages.console import show, tell
-from ..pages.format import count, many, one_line, table, width
-from .fit import fit_run, folder_of, from_here, refused, typed
+from ..pages.console import print_error, print_line
+from ..pages.format import page_width, table
+from .exit_status import FAILED, OK
+from .fit_run import fit_run
 
-PLAIN = re.compile(r"[A-Za-z0-9._-]+")  # a value that stands in a folder's name as it is; what crosses to hosts is of these too
-LONGEST = 150  # characters of a folder's name
-MARK = 8  # hexadecimal digits that tell values apart which look alike in a folder's name
-UNNAMED = ("conf", "name")  # what sweeps the runs' own names
+PLAIN_VALUE = re.compile(r"[A-Za-z0-9._-]+")  # values that a folder's name shows unchanged; all of these are shell-safe
+LONGEST = 150  # characters of a run's name
+DIGEST_DIGITS = 8  # hexadecimal digits that distinguish values which look alike in a folder's name
+UNNAMED = ("conf", "name")  # keys whose swept values are in the runs' own names already
 
-TRAINED, FAILED = 0, 1
-TOLD = {TRAINED: "trained", FAILED: "failed", STOPPED: "stopped and saved"}  # by exit status; 130 and the like are "stopped"
+RESULTS = {OK: "trained", FAILED: "failed", STOPPED: "stopped and saved"}  # by exit status; 130 and the like are "stopped"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepRun:
-    """One run of a sweep: the words that sweep, all words that give it (its recipe first), and the run under its own name."""
+    """One run of a sweep, under its own name; `swept` are the overrides that vary, `arguments` all of them, the recipe first."""
 
-    words: tuple[str, ...]
-    texts: tuple[str, ...]
+    swept: tuple[str, ...]
+    arguments: tuple[str, ...]
     run: Run
 
 
 def fit_sweep(
-    conf: str, overrides: Sequence[str], config_dir: Path | None, fit: Callable[[Callable[[], Run], list[int]], int] = fit_run
+    conf: str, overrides: Sequence[str], config_dir: Path | None, fit: Callable[[Callable[[], Run]], TrainingResult] = fit_run
 ) -> int:
-    """Train every run of a sweep with `fit`; 0 where all did, 1 where one failed or can't run, else the status of one that was stopped.
+    """Train every run of a sweep with `fit`; return 0 where all trained, 1 where one failed or can't run, else the status of a stopped one.
 
-    Raises Unreadable with all that is wrong with the words.
+    Raises Unreadable with all that is wrong with the command line.
     """
-    runs, problems = _checked(conf, overrides, config_dir)
-    if not problems and not machine.known():  # what can't run at all is refused before this machine is measured
-        unmeasured = machine.measure(show)
+    runs, problems = _checked_runs(conf, overrides, config_dir)
+    if not problems and not machine.is_measured():  # what can't run at all is refused before this machine is measured
+        unmeasured = machine.measure_once(print_line)
         if unmeasured:
-            tell(f"distrain: {one_line(str(unmeasured))}")
-        runs, problems = _checked(conf, overrides, config_dir)
+            print_error(f"distrain: {one_line(str(unmeasured))}")
+        runs, problems = _checked_runs(conf, overrides, config_dir)
     for problem in dict.fromkeys(problems):
-        tell(f"distrain: {one_line(problem)}")
+        print_error(f"distrain: {one_line(problem)}")
     if problems:
         return FAILED
     statuses: list[int] = []
+    stopped = OK
     for number, each in enumerate(runs, 1):
-        show(f"\nrun {number} of {len(runs)}: {short_words(each.words) or each.run.name}")
-        stops: list[int] = []
-        statuses.append(_status(partial(fit, partial(_read, each, config_dir), stops)))
-        if stops and statuses[-1] in (TRAINED, FAILED):
-            stopped = 128 + stops[-1]  # it came to its end all the same; the sweep stops there
+        print_line(f"\nrun {number} of {len(runs)}: {short_overrides(each.swept) or each.run.name}")
+        result = _result(partial(fit, partial(_read_again, each, config_dir)))
+        statuses.append(result.status)
+        if result.status not in (OK, FAILED):
+            stopped = result.status
             break
-        if statuses[-1] not in (TRAINED, FAILED):
-            stopped = statuses[-1]
+        if result.stop_signals:  # it came to its end all the same; the sweep stops here
+            stopped = 128 + result.stop_signals[-1]
             break
-    else:
-        stopped = TRAINED
-    show("\n" + "\n".join(result_lines(runs, statuses)))
-    return stopped or max(statuses, default=TRAINED)
+    print_line("\n" + "\n".join(result_lines(runs, statuses)))
+    return stopped or max(statuses, default=OK)
 
 
 def sweep_runs(conf: str, overrides: Sequence[str], config_dir: Path | None) -> list[SweepRun]:
-    """The runs of a sweep under their own names; raises Unreadable, also where two would share a folder."""
+    """Return the runs of a sweep under their own names; raises Unreadable, also where two would share a folder."""
     runs = [
-        SweepRun(words=each.words, texts=each.texts, run=changed(each.run, [("name", sweep_name(each.run.name, each.words))]))
+        SweepRun(swept=each.words, arguments=each.texts, run=with_changes(each.run, [("name", sweep_name(each.run.name, each.words))]))
         for each in sweep(conf, overrides, config_dir)
     ]
-    folders = Counter(folder_of(each.run) for each in runs)
+    folders = Counter(run_folder(each.run) for each in runs)
     shared = [folder for folder, number in folders.items() if number > 1]
     if shared:
-        says = f"{many(folders[shared[0]], 'run')} of the sweep would share {shared[0]}"
-        raise Unreadable([Problem(rule="sweep", says=says, mend="leave out what is listed twice, or give the recipes other names")])
+        says = f"{plural(folders[shared[0]], 'run')} of the sweep would share {shared[0]}"
+        raise Unreadable([Problem(rule="sweep", says=says, mend="remove what is listed twice, or give the recipes other names")])
     return runs
 
 
-def sweep_name(name: str, words: Sequence[str]) -> str:
-    """The name of a sweep's run: mine.lr=1e-3.tp=2. The same words give the same name, and other words another.
+def sweep_name(name: str, swept: Sequence[str]) -> str:
+    """Return the name of a sweep's run: mine.lr=1e-3.tp=2. Equal overrides give equal names, different ones different names.
 
-    A key is named by its last part where no other key has that. A value of other than plain characters, or a name that is too
-    long, is told apart by the start of its SHA-256.
+    A key is named by its last part where no other key has that. A value with special characters, or a name that is too long,
+    gets the first digits of its SHA-256.
     """
-    parts = [_part(word) for word in words if word.partition("=")[0] not in UNNAMED]
+    parts = [_name_part(override) for override in swept if override.partition("=")[0] not in UNNAMED]
     whole = ".".join((name, *parts))
     if len(".".join(parts)) <= LONGEST:
         return whole
-    return f"{name}.{'.'.join(parts)[: LONGEST - MARK]}-{_mark(whole)}"
+    return f"{name}.{'.'.join(parts)[: LONGEST - DIGEST_DIGITS]}-{_digest(whole)}"
 
 
-def short_words(words: Sequence[str]) -> str:
-    """Words that sweep, by their keys' last parts: lr=1e-3 tp=2."""
-    return " ".join(f"{_short(key)}={value}" for key, _, value in (word.partition("=") for word in words))
+def short_overrides(swept: Sequence[str]) -> str:
+    """Return the overrides with the last parts of their keys: lr=1e-3 tp=2."""
+    return " ".join(f"{_short_key(key)}={value}" for key, _, value in (override.partition("=") for override in swept))
 
 
 def result_lines(runs: Sequence[SweepRun], statuses: Sequence[int]) -> list[str]:
-    """A row a run: its words, its last losses, its speed, how it ended; then what to look at next."""
+    """Return a row per run: its overrides, its last losses, its speed, its result; then the command to try next."""
     cells = [["loss", "validation", "tokens/s", "status"]]
-    cells += [_figures(each.run, status) for each, status in zip(runs, statuses, strict=False)]
+    cells += [_result_cells(each.run, status) for each, status in zip(runs, statuses, strict=False)]
     cells += [["-", "-", "-", "not started"] for _ in runs[len(statuses) :]]
-    names = ["run", *(one_line(short_words(each.words) or each.run.name) for each in runs)]
+    names = ["run", *(one_line(short_overrides(each.swept) or each.run.name) for each in runs)]
     numbers = table(cells, left=(3,))
-    wide = min(max(map(len, names)), width() - 2 - max(map(len, numbers)))
+    wide = min(max(map(len, names)), page_width() - 2 - max(map(len, numbers)))
     lines = []
     for name, line in zip(names, numbers, strict=True):
         lines += [name] if len(name) > wide else []
         lines.append(f"{(name if len(name) <= wide else '').ljust(wide)}  {line}")
-    trained = [from_here(folder_of(each.run)) for each, status in zip(runs, statuses, strict=False) if status == TRAINED]
-    return [*lines, *(["", "Next:", f"  {typed()} report {' '.join(map(quote, trained))}"] if len(trained) > 1 else [])]
+    trained = [relative_folder(run_folder(each.run)) for each, status in zip(runs, statuses, strict=False) if status == OK]
+    return [*lines, *(["", "Next:", f"  {command_name()} report {' '.join(map(quote, trained))}"] if len(trained) > 1 else [])]
 
 
-def _checked(conf: str, overrides: Sequence[str], config_dir: Path | None) -> tuple[list[SweepRun], list[str]]:
-    """The runs of a sweep, and why any of them can't be started, each with the words that make it."""
+def _checked_runs(conf: str, overrides: Sequence[str], config_dir: Path | None) -> tuple[list[SweepRun], list[str]]:
+    """Return the runs of a sweep, and why any of them can't be started, each with its overrides."""
     runs = sweep_runs(conf, overrides, config_dir)
     checks = FileChecks()
-    found = [(each, problem) for each in runs for problem in (*refused(each.run, make_plan(each.run)), *checks.look(each.run).problems)]
-    return runs, [f"{short_words(each.words)}: {problem}" if each.words else str(problem) for each, problem in found]
+    found = [
+        (each, problem)
+        for each in runs
+        for problem in (*check_start(each.run, make_plan(each.run)).problems, *checks.look(each.run).problems)
+    ]
+    return runs, [f"{short_overrides(each.swept)}: {problem}" if each.swept else str(problem) for each, problem in found]
 
 
-def _read(each: SweepRun, config_dir: Path | None) -> Run:
-    """The run as this machine is now known to be."""
-    recipe, *words = each.texts
-    return changed(load(recipe.removeprefix("conf="), words, config_dir), [("name", each.run.name)])
+def _read_again(each: SweepRun, config_dir: Path | None) -> Run:
+    """Read the run again, now that this machine has been measured."""
+    recipe, *overrides = each.arguments
+    return with_changes(load(recipe.removeprefix("conf="), overrides, config_dir), [("name", each.run.name)])
 
 
-def _status(fit: Callable[[], int]) -> int:
-    """The exit status of one run, whatever ended it."""
+def _result(fit: Callable[[], TrainingResult]) -> TrainingResult:
+    """Return the result of one run, also where an exception ended it."""
     try:
         return fit()
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    except typer.Exit as stopped:
-        return stopped.exit_code
+        return TrainingResult(status=128 + signal.SIGINT)
     except Unreadable as wrong:
         for problem in wrong.problems:
-            tell(f"distrain: {one_line(str(problem))}")
-        return FAILED
+            print_error(f"distrain: {one_line(str(problem))}")
+        return TrainingResult(status=FAILED)
 
 
-def _figures(run: Run, status: int) -> list[str]:
-    found = ran(folder_of(run))
+def _result_cells(run: Run, status: int) -> list[str]:
+    found = ran(run_folder(run))
     losses = [f"{curve[-1][1]:.4f}" if curve else "-" for curve in (found.losses, found.validation)]
     speed = next((each.measured for each in found.speed if each.name == "tokens/s"), None)
-    return [*losses, count(speed) if speed is not None else "-", TOLD.get(status, "stopped")]
+    return [*losses, count_text(speed) if speed is not None else "-", RESULTS.get(status, "stopped")]
 
 
-def _part(word: str) -> str:
-    key, _, value = word.partition("=")
-    plain = re.sub(r"[^A-Za-z0-9._-]", "_", f"{_short(key)}")
-    if PLAIN.fullmatch(value):
-        return f"{plain}={value}"
-    return f"{plain}={re.sub(r'[^A-Za-z0-9._-]+', '_', value)[:40].strip('_')}-{_mark(word)}"
+def _name_part(override: str) -> str:
+    key, _, value = override.partition("=")
+    plain_key = re.sub(r"[^A-Za-z0-9._-]", "_", _short_key(key))
+    if PLAIN_VALUE.fullmatch(value):
+        return f"{plain_key}={value}"
+    return f"{plain_key}={re.sub(r'[^A-Za-z0-9._-]+', '_', value)[:40].strip('_')}-{_digest(override)}"
 
 
-def _short(key: str) -> str:
+def _short_key(key: str) -> str:
     """The last part of a key where no other key ends so, else the key."""
     bare = key.lstrip("+")
     last = bare.rpartition(".")[2]
     return last if sum(each.rpartition(".")[2] == last for each in keys()) == 1 else bare
 
 
-def _mark(words: str) -> str:
-    return sha256(words.encode(errors="surrogateescape")).hexdigest()[:MARK]
+def _digest(text: str) -> str:
+    return sha256(text.encode(errors="surrogateescape")).hexdigest()[:DIGEST_DIGITS]

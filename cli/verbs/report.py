@@ -1,4 +1,4 @@
-"""`distrain report`: a run's folder, planned against measured, and its curve; or several runs side by side."""
+"""`distrain report`: a run, planned against measured, with its loss curve; or several runs side by side."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from typing import Annotated, Any
 
 import typer
 
+from ..pages.console import print_output
+
 
 def report(
     run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR ...", show_default=False)],
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of the page; a list of several runs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of the page (of several runs, a list).")] = False,
 ) -> int:
-    """Show a run: memory, time and throughput as planned and as measured, where they drift, and the loss.
+    """Show a run: its memory, time and throughput as planned and as measured, the largest drift, and the loss.
 
-    Several runs are shown side by side: what differs in their configs, their losses at the steps that all logged, their speed.
+    Several runs are shown side by side: the differences of their configs, their losses at the steps that all logged, their speed.
 
-    Exit status: 0, or 2 where a folder is no run's.
+    Exit status: 0; 2 a folder is no run's.
 
     \b
     distrain report runs/quickstart
@@ -26,35 +28,34 @@ def report(
     distrain report runs/base runs/wide
     """
     from ...trainer.rundir.measured import ran
-    from ..pages.console import say
 
     folders = _run_folders(run_dirs)
     if as_json:
         import json
 
-        documents = [document(ran(folder)) for folder in folders]
-        return say(json.dumps(documents[0] if len(folders) == 1 else documents, indent=2))
-    from ..pages.format import look
+        documents = [report_document(ran(folder)) for folder in folders]
+        return print_output(json.dumps(documents[0] if len(folders) == 1 else documents, indent=2))
+    from ..pages.format import stdout_style
 
     if len(folders) > 1:
-        from ..pages.compare_page import compared_runs, page_of_runs
+        from ..pages.compare_page import compared_runs, comparison_text
 
-        return say(page_of_runs(compared_runs(run_dirs, folders), look()))
-    from ..pages.report_page import page
+        return print_output(comparison_text(compared_runs(run_dirs, folders), stdout_style()))
+    from ..pages.report_page import report_text
 
-    return say(page(ran(folders[0]), look()))
+    return print_output(report_text(ran(folders[0]), stdout_style()))
 
 
 def _run_folders(run_dirs: Sequence[Path]) -> list[Path]:
-    """Every RUN_DIR as a whole path; raises Unreadable with all that are none, or where they are too many to tell apart."""
+    """The run folders as absolute paths; raises Unreadable with all that are none, or where there are more than there are marks."""
+    from ...trainer.rundir.files import find_run_folder
     from ...trainer.spec.problem import Problem, Unreadable
-    from ...trainer.system.torch_child import run_folder
     from ..pages.compare_page import MARKS
 
     folders, problems = list[Path](), list[Problem]()
     for each in run_dirs:
         try:
-            folders.append(run_folder(each))
+            folders.append(find_run_folder(each))
         except Unreadable as error:
             problems += error.problems
     if len(run_dirs) > len(MARKS):
@@ -64,9 +65,9 @@ def _run_folders(run_dirs: Sequence[Path]) -> list[Path]:
     return folders
 
 
-def document(found: Any) -> dict[str, Any]:
-    """A run as plain data: every field, and each figure's drift."""
-    plain = asdict(found)
+def report_document(run: Any) -> dict[str, Any]:
+    """A run as plain data: every field, and the drift of each figure."""
+    plain = asdict(run)
     for section in ("memory", "time", "speed"):
-        plain[section] = [{**asdict(each), "drift": each.drift} for each in getattr(found, section)]
+        plain[section] = [{**asdict(each), "drift": each.drift} for each in getattr(run, section)]
     return {"version": 1, **plain}

@@ -15,71 +15,73 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distrain.tests.fakes.rank_threads import ends_on_ranks, files_of_at_most
+from distrain.tests.fakes.rank_threads import file_size_limit, try_on_ranks
 from distrain.trainer.loop.checkpoint import (
-    Checkpoint,
-    Found,
+    CheckpointSearch,
     LoadFailed,
-    Saved,
+    SavedCheckpoint,
     SaveFailed,
+    SaveResult,
     Shard,
-    latest,
-    load,
-    newest,
-    over,
-    resume,
-    save,
-    sweep,
-    whole,
+    choose_checkpoint,
+    find_newest,
+    gather_over,
+    latest_checkpoint,
+    read_slices,
+    remove_leftovers,
+    save_shards,
+    whole_slice,
 )
 from distrain.trainer.rundir.checkpoints import steps
 from distrain.trainer.spec.problem import Unreadable
 
-PART = whole("layers.0.weight", "weight", (50, 20))
-MOMENT = whole("layers.0.weight", "exp_avg", (50, 20))
+PART = whole_slice("layers.0.weight", "weight", (50, 20))
+MOMENT = whole_slice("layers.0.weight", "exp_avg", (50, 20))
 WEIGHTS = {"layers.0.weight": (50, 20)}
 
 
 def shards(step: int, elements: int = 1000) -> list[Shard]:
-    """A model of one weight whose every element says its step."""
+    """A model of one weight, whose elements all equal the step."""
     shape = (elements // 20, 20)
-    return [Shard(slice=whole("layers.0.weight", kind, shape), tensor=torch.full(shape, float(step))) for kind in ("weight", "exp_avg")]
+    return [
+        Shard(slice=whole_slice("layers.0.weight", kind, shape), tensor=torch.full(shape, float(step))) for kind in ("weight", "exp_avg")
+    ]
 
 
-def saved(folder: Path, step: int, *, keep: int = 9, elements: int = 1000, **extra: Any) -> Saved:
-    return save(folder, step, shards(step, elements), extra=extra, keep=keep)
+def save(folder: Path, step: int, *, keep: int = 9, elements: int = 1000, **extra: Any) -> SaveResult:
+    return save_shards(folder, step, shards(step, elements), extra=extra, keep=keep)
 
 
-def checkpoint(found: Found) -> Checkpoint:
+def checkpoint(found: CheckpointSearch) -> SavedCheckpoint:
     assert found.checkpoint, found.passed
     return found.checkpoint
 
 
-def value(found: Checkpoint) -> float:
-    """What every element of its weight is."""
-    (number,) = next(load(found, [PART]))[1].unique()
+def value(found: SavedCheckpoint) -> float:
+    """The value of every element of its weight."""
+    (number,) = next(read_slices(found, [PART]))[1].unique()
     return float(number)
 
 
-def hidden(folder: Path) -> list[str]:
+def hidden_files(folder: Path) -> list[str]:
     return sorted(name for name in os.listdir(folder) if name.startswith("."))
 
 
 # --- what is there
 
 
-def test_a_checkpoint_gives_back_its_step_its_tensors_and_what_the_run_said(tmp_path: Path) -> None:
+def test_a_checkpoint_returns_its_step_tensors_and_extra(tmp_path: Path) -> None:
     said: dict[str, Any] = {"samples": 640, "losses": [4.25, 0.1], "scaler": {"scale": 65536.0}, "name": "x ⇒ y", "none": None}
-    done = saved(tmp_path, 40, **said)
-    found = checkpoint(newest(tmp_path))
+    done = save(tmp_path, 40, **said)
+    found = checkpoint(find_newest(tmp_path))
     assert (found.step, found.extra, found.path, value(found)) == (40, said, tmp_path / "step_40", 40.0)
     assert (done.path, done.bytes > 8000, done.fresh, done.notes) == (found.path, True, True, ())
     assert set(done.seconds) == {"check", "copy", "write", "hash", "sync", "publish", "remove", "total"}
-    assert latest(tmp_path) == found.path
+    assert latest_checkpoint(tmp_path) == found.path
 
 
-def test_nothing_in_a_checkpoint_is_pickled_and_its_manifest_is_json(tmp_path: Path) -> None:
-    saved(tmp_path, 4)
+def test_a_checkpoint_has_no_pickles_and_a_json_manifest(tmp_path: Path) -> None:
+    save(tmp_path, 4)
     assert sorted(os.listdir(tmp_path)) == ["latest", "step_4"]
     assert sorted(os.listdir(tmp_path / "step_4")) == ["exp_avg.0.0.safetensors", "manifest.json", "weight.0.0.safetensors"]
     said = json.loads((tmp_path / "step_4" / "manifest.json").read_text())
@@ -97,16 +99,16 @@ def test_nothing_in_a_checkpoint_is_pickled_and_its_manifest_is_json(tmp_path: P
 
 @pytest.mark.parametrize("folder", ["nowhere", "."])
 def test_a_folder_without_checkpoints_has_none(tmp_path: Path, folder: str) -> None:
-    assert newest(tmp_path / folder) == Found(checkpoint=None, passed=())
+    assert find_newest(tmp_path / folder) == CheckpointSearch(checkpoint=None, passed=())
 
 
-def test_a_step_that_is_there_and_verifies_is_not_saved_again(tmp_path: Path) -> None:
-    saved(tmp_path, 4, first=True)
+def test_an_existing_step_that_verifies_is_not_saved_again(tmp_path: Path) -> None:
+    save(tmp_path, 4, first=True)
     (tmp_path / "latest").unlink()
-    assert not saved(tmp_path, 4, first=False).fresh
-    assert checkpoint(newest(tmp_path)).extra == {"first": True}
-    assert latest(tmp_path) == tmp_path / "step_4"
-    assert hidden(tmp_path) == []
+    assert not save(tmp_path, 4, first=False).fresh
+    assert checkpoint(find_newest(tmp_path)).extra == {"first": True}
+    assert latest_checkpoint(tmp_path) == tmp_path / "step_4"
+    assert hidden_files(tmp_path) == []
 
 
 # --- damage
@@ -145,72 +147,72 @@ DAMAGE: dict[str, tuple[str, Damage, str]] = {
 @pytest.mark.parametrize("case", DAMAGE)
 def test_a_damaged_checkpoint_is_passed_over_with_the_reason(tmp_path: Path, case: str) -> None:
     name, damage, says = DAMAGE[case]
-    saved(tmp_path, 1)
-    saved(tmp_path, 2)
+    save(tmp_path, 1)
+    save(tmp_path, 2)
     damage(tmp_path / "step_2" / name)
-    found = newest(tmp_path)
+    found = find_newest(tmp_path)
     assert (value(checkpoint(found)), found.passed) == (1.0, (f"step_2: {says}",))
 
 
-def test_any_flipped_byte_of_a_manifest_is_seen(tmp_path: Path) -> None:
-    saved(tmp_path, 2)
+def test_any_flipped_byte_of_a_manifest_is_detected(tmp_path: Path) -> None:
+    save(tmp_path, 2)
     path = tmp_path / "step_2" / MANIFEST
     whole_text = path.read_bytes()
     for at in range(0, len(whole_text), 7):
         flip(path, at)
-        assert newest(tmp_path).checkpoint is None, f"byte {at}"
+        assert find_newest(tmp_path).checkpoint is None, f"byte {at}"
         path.write_bytes(whole_text)
 
 
-def test_a_quick_look_sees_sizes_and_a_full_one_hashes(tmp_path: Path) -> None:
-    saved(tmp_path, 2)
+def test_a_quick_search_checks_sizes_and_a_full_one_hashes(tmp_path: Path) -> None:
+    save(tmp_path, 2)
     flip(tmp_path / "step_2" / WEIGHT)
-    assert checkpoint(newest(tmp_path, quick=True)).step == 2
-    assert newest(tmp_path).checkpoint is None
+    assert checkpoint(find_newest(tmp_path, quick=True)).step == 2
+    assert find_newest(tmp_path).checkpoint is None
 
 
 def test_a_checkpoint_under_another_steps_name_is_passed_over(tmp_path: Path) -> None:
-    saved(tmp_path, 2)
+    save(tmp_path, 2)
     (tmp_path / "step_2").rename(tmp_path / "step_30")
-    assert newest(tmp_path).passed == ("step_30: it is of step 2",)
+    assert find_newest(tmp_path).passed == ("step_30: it is of step 2",)
 
 
 @pytest.mark.parametrize("content", ["", "step_99\n", "nonsense", "../step_1"])
-def test_resume_does_not_need_latest_and_mends_it(tmp_path: Path, content: str) -> None:
-    saved(tmp_path, 1)
+def test_resume_does_not_need_latest_and_corrects_it(tmp_path: Path, content: str) -> None:
+    save(tmp_path, 1)
     (tmp_path / "latest").write_text(content)
-    assert latest(tmp_path) in (None, tmp_path / "step_99")
-    assert checkpoint(newest(tmp_path)).step == 1
-    assert checkpoint(resume(tmp_path, "must", WEIGHTS)).step == 1
-    assert latest(tmp_path) == tmp_path / "step_1"
+    assert latest_checkpoint(tmp_path) in (None, tmp_path / "step_99")
+    assert checkpoint(find_newest(tmp_path)).step == 1
+    assert checkpoint(choose_checkpoint(tmp_path, "must", WEIGHTS)).step == 1
+    assert latest_checkpoint(tmp_path) == tmp_path / "step_1"
 
 
-def test_a_broken_checkpoint_gives_way_when_its_step_is_saved_again(tmp_path: Path) -> None:
+def test_a_broken_checkpoint_is_replaced_when_its_step_is_saved_again(tmp_path: Path) -> None:
     for step in (1, 2):
-        saved(tmp_path, step)
+        save(tmp_path, step)
     flip(tmp_path / "step_2" / WEIGHT)
-    assert saved(tmp_path, 2).fresh
-    found = newest(tmp_path)
-    assert (value(checkpoint(found)), found.passed, latest(tmp_path)) == (2.0, (), tmp_path / "step_2")
-    assert hidden(tmp_path) == []
+    assert save(tmp_path, 2).fresh
+    found = find_newest(tmp_path)
+    assert (value(checkpoint(found)), found.passed, latest_checkpoint(tmp_path)) == (2.0, (), tmp_path / "step_2")
+    assert hidden_files(tmp_path) == []
 
 
-def test_loading_names_the_file_that_went(tmp_path: Path) -> None:
-    saved(tmp_path, 1)
-    found = checkpoint(newest(tmp_path))
+def test_loading_names_the_missing_file(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    found = checkpoint(find_newest(tmp_path))
     (found.path / WEIGHT).unlink()
     with pytest.raises(LoadFailed, match=r"step_1/weight.0.0.safetensors can't be read: "):
-        load(found, [PART])
+        read_slices(found, [PART])
 
 
-def test_loading_a_tensor_that_is_stored_in_part_names_it(tmp_path: Path) -> None:
-    saved(tmp_path, 1)
-    found = checkpoint(newest(tmp_path))
+def test_loading_an_incomplete_tensor_names_it(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    found = checkpoint(find_newest(tmp_path))
     row = found.manifest.rows()["layers.0.weight", "weight"]
     for slices, says in (((), "0 of its 0 elements are there"), (row.slices * 2, "two of its slices overlap")):
         manifest = replace(found.manifest, tensors=(replace(row, slices=slices),))
         with pytest.raises(LoadFailed) as failed:
-            load(replace(found, manifest=manifest), [PART])
+            read_slices(replace(found, manifest=manifest), [PART])
         assert str(failed.value) == f"layers.0.weight (weight) in step_1: {says}"
 
 
@@ -218,23 +220,23 @@ def test_loading_a_tensor_that_is_stored_in_part_names_it(tmp_path: Path) -> Non
 
 
 def save_on(folder: Path, step: int, parts: list[list[Shard]]) -> list[Any]:
-    return ends_on_ranks(
+    return try_on_ranks(
         len(parts),
-        lambda rank, gather: save(folder, step, parts[rank], extra={}, keep=2, rank=rank, world=len(parts), gather=gather),
+        lambda rank, gather: save_shards(folder, step, parts[rank], extra={}, keep=2, rank=rank, world=len(parts), gather=gather),
     )
 
 
-def test_ranks_that_ask_together_share_the_hashing_and_hear_the_same(tmp_path: Path) -> None:
+def test_ranks_share_the_hashing_and_get_the_same_result(tmp_path: Path) -> None:
     weight, moment = shards(1)
     save_on(tmp_path, 1, [[weight], [moment]])
     save_on(tmp_path, 2, [[weight], [moment]])
     flip(tmp_path / "step_2" / "exp_avg.1.0.safetensors")
-    one, other = ends_on_ranks(2, lambda rank, gather: newest(tmp_path, rank=rank, world=2, gather=gather))
-    assert one == other == newest(tmp_path)
+    one, other = try_on_ranks(2, lambda rank, gather: find_newest(tmp_path, rank=rank, world=2, gather=gather))
+    assert one == other == find_newest(tmp_path)
     assert one.passed == (f"step_2: exp_avg.1.0.safetensors {ALTERED}",)
 
 
-def test_a_rank_that_fails_fails_the_save_on_all_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_no_files(tmp_path: Path) -> None:
     weight, moment = shards(1)
     save_on(tmp_path, 1, [[weight], [moment]])
     failed = save_on(tmp_path, 2, [[weight], [moment, moment]])
@@ -243,25 +245,25 @@ def test_a_rank_that_fails_fails_the_save_on_all_and_leaves_nothing(tmp_path: Pa
     assert sorted(os.listdir(tmp_path)) == ["latest", "step_1"]
 
 
-def test_shards_that_raise_when_they_are_made_fail_the_save(tmp_path: Path) -> None:
+def test_an_exception_of_the_shard_iterator_fails_the_save(tmp_path: Path) -> None:
     def broken() -> Iterator[Shard]:
         yield shards(1)[0]
         raise RuntimeError("device lost")
 
     with pytest.raises(SaveFailed, match=r"^step 1 was not saved: RuntimeError: device lost$"):
-        save(tmp_path, 1, broken(), extra={}, keep=1)
+        save_shards(tmp_path, 1, broken(), extra={}, keep=1)
 
 
-def test_what_is_no_json_is_refused(tmp_path: Path) -> None:
+def test_extra_that_is_not_json_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SaveFailed, match="JSON"):
-        saved(tmp_path, 1, loss=float("nan"))
+        save(tmp_path, 1, loss=float("nan"))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_ranks_of_a_process_group_hear_each_other(tmp_path: Path) -> None:
+def test_a_process_group_gathers_lines(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
     try:
-        assert list(over()("a line")) == ["a line"]
+        assert list(gather_over()("a line")) == ["a line"]
     finally:
         dist.destroy_process_group()
 
@@ -275,17 +277,17 @@ def fill_up(path: Path) -> None:
             pass
 
 
-def test_a_save_that_has_no_room_is_not_begun(disk: Path) -> None:
-    saved(disk, 1)
+def test_a_save_without_room_is_not_started(disk: Path) -> None:
+    save(disk, 1)
     with pytest.raises(SaveFailed, match=r"^step 2 was not saved: 1.67 MB are needed in .* and 1.0\d MB are free$"):
-        saved(disk, 2, elements=200_000)
+        save(disk, 2, elements=200_000)
     assert sorted(os.listdir(disk)) == ["latest", "step_1"]
-    assert saved(disk, 3).fresh
+    assert save(disk, 3).fresh
 
 
 @pytest.mark.parametrize("moment", [1, 2])
 def test_a_disk_that_fills_up_during_a_save_loses_nothing(disk: Path, moment: int) -> None:
-    saved(disk, 1)
+    save(disk, 1)
     calls = 0
 
     def filling(line: str) -> Sequence[str]:  # the first gather ends the check, the second the writing of shards
@@ -296,58 +298,58 @@ def test_a_disk_that_fills_up_during_a_save_loses_nothing(disk: Path, moment: in
         return [line]
 
     with pytest.raises(SaveFailed, match=r"^step 2 was not saved: the disk is full"):
-        save(disk, 2, shards(2, 40_000), extra={}, keep=1, gather=filling)
+        save_shards(disk, 2, shards(2, 40_000), extra={}, keep=1, gather=filling)
     assert sorted(os.listdir(disk)) == ["latest", "other", "step_1"]
-    assert value(checkpoint(newest(disk))) == 1.0
+    assert value(checkpoint(find_newest(disk))) == 1.0
     (disk / "other").unlink()
-    assert value(checkpoint(newest(saved(disk, 3, keep=1).path.parent))) == 3.0
+    assert value(checkpoint(find_newest(save(disk, 3, keep=1).path.parent))) == 3.0
 
 
 @pytest.mark.parametrize(("elements", "extra"), [(40_000, 0), (1000, 100_000)], ids=["a shard", "the manifest"])
-def test_a_file_that_may_not_grow_fails_the_save_and_loses_nothing(tmp_path: Path, elements: int, extra: int) -> None:
-    saved(tmp_path, 1)
-    with files_of_at_most(60_000), pytest.raises(SaveFailed, match=r"^step 2 was not saved: a file would be larger than .* \(ulimit -f\)"):
-        saved(tmp_path, 2, elements=elements, text="x" * extra)
+def test_a_file_size_limit_fails_the_save_and_loses_nothing(tmp_path: Path, elements: int, extra: int) -> None:
+    save(tmp_path, 1)
+    with file_size_limit(60_000), pytest.raises(SaveFailed, match=r"^step 2 was not saved: a file would be larger than .* \(ulimit -f\)"):
+        save(tmp_path, 2, elements=elements, text="x" * extra)
     assert sorted(os.listdir(tmp_path)) == ["latest", "step_1"]
-    assert saved(tmp_path, 2).fresh
+    assert save(tmp_path, 2).fresh
 
 
-def test_a_folder_that_can_not_be_made_fails_the_save(tmp_path: Path) -> None:
+def test_a_folder_that_can_not_be_created_fails_the_save(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(SaveFailed, match=r"^step 2 was not saved: (file exists|not a directory): .*file"):
-        saved(tmp_path / "file" / "checkpoints", 2)
+        save(tmp_path / "file" / "checkpoints", 2)
 
 
 # --- what is kept
 
 
 @pytest.mark.parametrize("keep", [1, 2, 5])
-def test_the_newest_are_kept(tmp_path: Path, keep: int) -> None:
+def test_the_newest_checkpoints_are_kept(tmp_path: Path, keep: int) -> None:
     for step in range(1, 6):
-        saved(tmp_path, step, keep=keep)
+        save(tmp_path, step, keep=keep)
     assert steps(tmp_path) == [5, 4, 3, 2, 1][:keep]
-    assert hidden(tmp_path) == []
+    assert hidden_files(tmp_path) == []
 
 
-def test_a_broken_checkpoint_is_not_counted_as_kept(tmp_path: Path) -> None:
+def test_a_broken_checkpoint_does_not_count_as_kept(tmp_path: Path) -> None:
     for step in (1, 2):
-        saved(tmp_path, step)
+        save(tmp_path, step)
     cut_short(tmp_path / "step_2" / WEIGHT)
-    saved(tmp_path, 3, keep=2)
+    save(tmp_path, 3, keep=2)
     assert steps(tmp_path) == [3, 1]
 
 
-def test_broken_checkpoints_of_later_steps_are_no_reason_to_remove_what_was_just_saved(tmp_path: Path) -> None:
+def test_a_new_checkpoint_is_kept_next_to_broken_ones_of_later_steps(tmp_path: Path) -> None:
     for step in (1, 8, 9):
-        saved(tmp_path, step)
+        save(tmp_path, step)
     for step in (8, 9):
         flip(tmp_path / f"step_{step}" / WEIGHT)
-    saved(tmp_path, 2, keep=1)
-    found = newest(tmp_path)
-    assert (checkpoint(found).step, len(found.passed), latest(tmp_path)) == (2, 2, tmp_path / "step_2")
+    save(tmp_path, 2, keep=1)
+    found = find_newest(tmp_path)
+    assert (checkpoint(found).step, len(found.passed), latest_checkpoint(tmp_path)) == (2, 2, tmp_path / "step_2")
 
 
-def test_leftovers_of_killed_saves_go_at_the_next_save_or_start(tmp_path: Path) -> None:
+def test_leftovers_of_killed_saves_are_removed_at_the_next_save_or_resume(tmp_path: Path) -> None:
     def leave() -> None:
         for name in (".step_3.tmp-0a1b", ".step_1.old-9"):
             (tmp_path / name).mkdir()
@@ -355,22 +357,22 @@ def test_leftovers_of_killed_saves_go_at_the_next_save_or_start(tmp_path: Path) 
         (tmp_path / ".latest.tmp-7").write_text("step_3\n")
         (tmp_path / ".mine").write_text("not ours")
 
-    saved(tmp_path, 2)
-    for tidy in (lambda: saved(tmp_path, 3), lambda: resume(tmp_path, "auto", WEIGHTS), lambda: sweep(tmp_path)):
+    save(tmp_path, 2)
+    for tidy in (lambda: save(tmp_path, 3), lambda: choose_checkpoint(tmp_path, "auto", WEIGHTS), lambda: remove_leftovers(tmp_path)):
         leave()
-        assert checkpoint(newest(tmp_path)).step in (2, 3)
+        assert checkpoint(find_newest(tmp_path)).step in (2, 3)
         tidy()
-        assert hidden(tmp_path) == [".mine"]
+        assert hidden_files(tmp_path) == [".mine"]
 
 
-def test_readers_beside_a_writer_find_what_verifies(tmp_path: Path) -> None:
-    saved(tmp_path, 0, keep=1)
+def test_concurrent_readers_find_checkpoints_that_verify(tmp_path: Path) -> None:
+    save(tmp_path, 0, keep=1)
     done = threading.Event()
 
     def read() -> int:
         looks = 0
         while not done.is_set() or not looks:
-            found = checkpoint(newest(tmp_path))
+            found = checkpoint(find_newest(tmp_path))
             try:
                 assert value(found) == found.step
                 looks += 1
@@ -383,7 +385,7 @@ def test_readers_beside_a_writer_find_what_verifies(tmp_path: Path) -> None:
         readers = [pool.submit(read) for _ in range(2)]
         try:
             for step in range(1, 60):
-                saved(tmp_path, step, keep=1)
+                save(tmp_path, step, keep=1)
         finally:
             done.set()
         assert all(reader.result() for reader in readers)
@@ -394,39 +396,39 @@ def test_readers_beside_a_writer_find_what_verifies(tmp_path: Path) -> None:
 
 def problem(folder: Path, mode: Any, weights: dict[str, tuple[int, ...]] | None = None) -> tuple[str, str]:
     with pytest.raises(Unreadable) as refused:
-        resume(folder, mode, WEIGHTS if weights is None else weights)
+        choose_checkpoint(folder, mode, WEIGHTS if weights is None else weights)
     (only,) = refused.value.problems
     return only.says, only.mend
 
 
-def test_auto_goes_on_where_it_can_and_else_begins_anew(tmp_path: Path) -> None:
-    assert resume(tmp_path / "checkpoints", "auto", WEIGHTS).checkpoint is None
-    saved(tmp_path, 3)
-    assert checkpoint(resume(tmp_path, "auto", WEIGHTS)).step == 3
+def test_auto_resumes_from_a_checkpoint_or_starts_anew(tmp_path: Path) -> None:
+    assert choose_checkpoint(tmp_path / "checkpoints", "auto", WEIGHTS).checkpoint is None
+    save(tmp_path, 3)
+    assert checkpoint(choose_checkpoint(tmp_path, "auto", WEIGHTS)).step == 3
 
 
-def test_auto_does_not_begin_anew_over_checkpoints_that_do_not_verify(tmp_path: Path) -> None:
-    saved(tmp_path, 3)
+def test_auto_does_not_start_anew_over_checkpoints_that_do_not_verify(tmp_path: Path) -> None:
+    save(tmp_path, 3)
     cut_short(tmp_path / "step_3" / WEIGHT)
     assert problem(tmp_path, "auto") == (
         f"no checkpoint in {tmp_path} verifies (step_3: {WEIGHT} is 4119 bytes, not 4120)",
         "restore one of them, or set checkpoint.resume=never to begin anew",
     )
-    assert resume(tmp_path, "never", WEIGHTS).checkpoint is None
+    assert choose_checkpoint(tmp_path, "never", WEIGHTS).checkpoint is None
 
 
-def test_must_needs_a_checkpoint_that_verifies(tmp_path: Path) -> None:
+def test_must_requires_a_checkpoint_that_verifies(tmp_path: Path) -> None:
     mend = "give the folder of a run that was saved, or set checkpoint.resume=auto"
     assert problem(tmp_path, "must") == (f"checkpoint.resume=must and no checkpoint in {tmp_path} verifies", mend)
-    saved(tmp_path, 3)
-    assert checkpoint(resume(tmp_path, "must", WEIGHTS)).step == 3
+    save(tmp_path, 3)
+    assert checkpoint(choose_checkpoint(tmp_path, "must", WEIGHTS)).step == 3
     (tmp_path / "step_3" / MANIFEST).write_text("")
     assert problem(tmp_path, "must")[0].endswith("verifies (step_3: manifest.json is empty)")
 
 
-def test_never_refuses_where_there_is_one(tmp_path: Path) -> None:
-    assert resume(tmp_path, "never", WEIGHTS).checkpoint is None
-    saved(tmp_path, 3)
+def test_never_refuses_an_existing_checkpoint(tmp_path: Path) -> None:
+    assert choose_checkpoint(tmp_path, "never", WEIGHTS).checkpoint is None
+    save(tmp_path, 3)
     assert problem(tmp_path, "never") == (
         f"checkpoint.resume=never and {tmp_path}/step_3 is there",
         "set checkpoint.resume=auto to go on from it, or log.dir to another folder",
@@ -438,9 +440,9 @@ def test_never_refuses_where_there_is_one(tmp_path: Path) -> None:
     [
         ({"layers.0.weight": (50, 21)}, "layers.0.weight is 50 x 20 in {0}/step_3 and 50 x 21 in this model"),
         ({"a": (1,), "layers.0.weight": (50, 20)}, "{0}/step_3 holds no weight a, which this model has"),
-        ({}, "{0}/step_3 holds a weight layers.0.weight, which this model has not"),
+        ({}, "{0}/step_3 holds a weight layers.0.weight, which this model does not have"),
     ],
 )
-def test_a_checkpoint_of_another_model_is_refused_by_its_first_tensor(tmp_path: Path, weights, says: str) -> None:
-    saved(tmp_path, 3)
+def test_a_checkpoint_of_another_model_is_refused_with_the_first_difference(tmp_path: Path, weights, says: str) -> None:
+    save(tmp_path, 3)
     assert problem(tmp_path, "auto", weights)[0] == says.format(tmp_path)

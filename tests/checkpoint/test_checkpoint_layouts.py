@@ -13,15 +13,23 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from distrain.trainer.loop.checkpoint import Checkpoint, Reader, Shard, newest, opened, save, whole
+from distrain.trainer.loop.checkpoint import (
+    CheckpointReader,
+    SavedCheckpoint,
+    Shard,
+    find_newest,
+    open_checkpoint,
+    save_shards,
+    whole_slice,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from distrain.tests.conftest import Job, Ranks
+    from distrain.tests.fakes.rank_pool import PoolJob, RankPool
 
 SAVED, STEPS = 3, 5
-# Six query heads on two of keys and values, 90 of ffn, 250 words: four tensor ranks hold padding of each, and share the keys.
+# Six query heads on two key-value heads, ffn=90, vocab=250: four tensor-parallel ranks pad each of them and share key-value heads.
 # fmt: off
 MODEL = (
     "quickstart", "model=tiny", "model.layers=4", "model.hidden=48", "model.heads=6", "model.kv_heads=2", "model.head_dim=8",
@@ -49,132 +57,138 @@ ALL = os.environ.get("DISTRAIN_TEST_LAYOUTS") == "all"  # every layout from ever
 # After two more steps: Adam makes steps of the rounding noise that is all there is of a key bias's gradient (1.1e-5 was seen), and
 # moments follow what that moves (1.3e-7 of 1.7e-2, and 2.8e-9 of 2.8e-4).
 APART = {"weight": 3e-5, "exp_avg": 5e-7, "exp_avg_sq": 1e-8}
-FURTHER = (4, 9)  # along the table: each layout saves for two others, and loads from two others
+FURTHER = (4, 9)  # rows further down the table: each layout saves for two others, and loads from two others
 SOME = tuple((one, NAMES[(at + far) % len(NAMES)]) for at, one in enumerate(NAMES) for far in FURTHER)
 PAIRS = tuple(product(NAMES, NAMES)) if ALL else SOME
 
 
 @pytest.fixture(scope="module")
-def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """The folder of a run under a layout that saved after so many steps."""
+def saved_run(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The folder of a run that saved after so many steps, by its layout."""
     folder = tmp_path_factory.mktemp("saved")
 
     @cache
-    def of(name: str, steps: int = SAVED) -> Path:
-        return ranks.trained(folder / f"{name.replace(' ', '-')}-{steps}", *MODEL, *LAYOUTS[name], f"train.steps={steps}").folder
+    def folder_of(name: str, steps: int = SAVED) -> Path:
+        return ranks.train(folder / f"{name.replace(' ', '-')}-{steps}", *MODEL, *LAYOUTS[name], f"train.steps={steps}").folder
 
-    return of
+    return folder_of
 
 
-def gone_on(ranks: Ranks, source: Path, folder: Path, *words: str, steps: int = STEPS) -> Job:
-    """The run whose checkpoints are in `source`, trained further in a folder of its own."""
+def resume_from(ranks: RankPool, source: Path, folder: Path, *overrides: str, steps: int = STEPS) -> PoolJob:
+    """Resume from the checkpoints in `source`, in another folder."""
     shutil.copytree(source / "checkpoints", folder / "checkpoints")
-    return ranks.fit(folder, *MODEL, *words, f"train.steps={steps}")
+    return ranks.fit(folder, *MODEL, *overrides, f"train.steps={steps}")
 
 
-def held(folder: Path) -> tuple[Checkpoint, dict[tuple[str, str], Tensor]]:
-    """A run's newest checkpoint, and all that it holds by name and kind."""
-    found = newest(folder / "checkpoints").checkpoint
+def newest_tensors(folder: Path) -> tuple[SavedCheckpoint, dict[tuple[str, str], Tensor]]:
+    """A run's newest checkpoint, and its tensors by name and kind."""
+    found = find_newest(folder / "checkpoints").checkpoint
     assert found
-    reader = Reader(found)
-    return found, {(row.name, row.kind): reader.read(whole(row.name, row.kind, row.shape)) for row in found.manifest.tensors}
+    reader = CheckpointReader(found)
+    return found, {(row.name, row.kind): reader.read(whole_slice(row.name, row.kind, row.shape)) for row in found.manifest.tensors}
 
 
 @pytest.mark.parametrize(("one", "other"), PAIRS, ids=lambda name: name)
-def test_what_one_layout_saved_another_goes_on_from(ranks: Ranks, saved: Callable[..., Path], tmp_path: Path, one: str, other: str) -> None:
-    job = gone_on(ranks, saved(one), tmp_path / "run", *LAYOUTS[other])
+def test_a_run_resumes_in_any_layout_from_a_checkpoint_of_any_other(
+    ranks: RankPool, saved_run: Callable[..., Path], tmp_path: Path, one: str, other: str
+) -> None:
+    job = resume_from(ranks, saved_run(one), tmp_path / "run", *LAYOUTS[other])
     assert set(job.codes) == {0}, job.problems
-    assert f"goes on from step {SAVED}" in job.said
-    plain = saved("dp1", STEPS)
+    assert f"resumes from step {SAVED}" in job.lines
+    plain = saved_run("dp1", STEPS)
     losses = [row["loss"] for row in rows(plain)][SAVED:]
     assert job.figures("loss") == pytest.approx(losses, abs=2e-6, rel=0)
-    (_, mine), (_, theirs) = held(tmp_path / "run"), held(plain)
+    (_, mine), (_, theirs) = newest_tensors(tmp_path / "run"), newest_tensors(plain)
     assert mine.keys() == theirs.keys()
-    apart = {key: float((tensor - theirs[key]).abs().max()) for key, tensor in mine.items()}
-    assert not {key: most for key, most in apart.items() if most > APART[key[1]]}
+    errors = {key: float((tensor - theirs[key]).abs().max()) for key, tensor in mine.items()}
+    assert not {key: most for key, most in errors.items() if most > APART[key[1]]}
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-# --- the loss that goes with a checkpoint
+# --- the resume check
 
 
-def test_the_loss_that_is_saved_is_the_next_steps(ranks: Ranks, tmp_path: Path) -> None:
-    words = (*MODEL, "model.dropout=0", "cluster.gpus=2", "train.microbatch=4", "checkpoint.every=2", "checkpoint.keep=9")
-    job = ranks.trained(tmp_path / "run", *words, "train.steps=4")
-    said = newest_but(tmp_path / "run", 2).extra["first"]
-    assert said == {"samples": [16, 8], "loss": pytest.approx(job.figures("loss")[2], abs=1e-6), "precision": "fp32"}
+def test_the_recorded_loss_is_that_of_the_next_step(ranks: RankPool, tmp_path: Path) -> None:
+    overrides = (*MODEL, "model.dropout=0", "cluster.gpus=2", "train.microbatch=4", "checkpoint.every=2", "checkpoint.keep=9")
+    job = ranks.train(tmp_path / "run", *overrides, "train.steps=4")
+    recorded = checkpoint_at(tmp_path / "run", 2).extra["first"]
+    assert recorded == {"samples": [16, 8], "loss": pytest.approx(job.figures("loss")[2], abs=1e-6), "precision": "fp32"}
 
 
-def newest_but(folder: Path, step: int) -> Checkpoint:
-    return opened(folder / "checkpoints" / f"step_{step}")
+def checkpoint_at(folder: Path, step: int) -> SavedCheckpoint:
+    return open_checkpoint(folder / "checkpoints" / f"step_{step}")
 
 
-def rewritten(source: Path, folder: Path, change: Callable[[dict[tuple[str, str], Tensor]], None], **extra: Any) -> Path:
-    """A run's folder with another's newest checkpoint after a change: whole, verified, and not what was saved."""
-    found, tensors = held(source)
+def write_changed(source: Path, folder: Path, change: Callable[[dict[tuple[str, str], Tensor]], None], **extra: Any) -> Path:
+    """Write another run's newest checkpoint with a change: it is complete and verifies. Return the folder."""
+    found, tensors = newest_tensors(source)
     change(tensors)
-    shards = [Shard(slice=whole(name, kind, tuple(tensor.shape)), tensor=tensor) for (name, kind), tensor in tensors.items()]
-    save(folder / "checkpoints", found.step, shards, extra=found.extra | extra, keep=1)
+    shards = [Shard(slice=whole_slice(name, kind, tuple(tensor.shape)), tensor=tensor) for (name, kind), tensor in tensors.items()]
+    save_shards(folder / "checkpoints", found.step, shards, extra=found.extra | extra, keep=1)
     return folder
 
 
-def rolled(tensors: dict[tuple[str, str], Tensor]) -> None:
-    """Every row of the embedding where the one before it should be."""
+def shift_rows(tensors: dict[tuple[str, str], Tensor]) -> None:
+    """Shift every row of the embedding by one."""
     tensors["embedding.weight", "weight"] = tensors["embedding.weight", "weight"].roll(1, 0)
 
 
 @pytest.mark.parametrize("name", ["dp1", "tp2", "dp4 zero3", "pp2 zero1"])
-def test_what_loads_as_something_else_ends_the_run(ranks: Ranks, saved: Callable[..., Path], tmp_path: Path, name: str) -> None:
-    """The saver's round was two sequences: of four replicas that load it, three have nothing to say."""
-    source = rewritten(saved("dp1"), tmp_path / "source", rolled)
-    job = gone_on(ranks, source, tmp_path / "run", *LAYOUTS[name])
+def test_a_checkpoint_that_loads_with_another_loss_ends_the_run(
+    ranks: RankPool, saved_run: Callable[..., Path], tmp_path: Path, name: str
+) -> None:
+    """The saver's round had two sequences: of the four replicas that load it, three evaluate none."""
+    source = write_changed(saved_run("dp1"), tmp_path / "source", shift_rows)
+    job = resume_from(ranks, source, tmp_path / "run", *LAYOUTS[name])
     assert set(job.codes) == {1}
     (problem,) = job.problems
-    loss = held(source)[0].extra["first"]["loss"]
+    loss = newest_tensors(source)[0].extra["first"]["loss"]
     assert problem.startswith(f"step 3 was saved with a loss of {loss:.4f} on its next 2 sequences, and loads with 5.")
     assert not (tmp_path / "run" / "metrics.jsonl").exists(), "no step was taken"
 
 
-def test_a_loss_in_half_precision_is_close_enough(ranks: Ranks, saved: Callable[..., Path], tmp_path: Path) -> None:
-    job = gone_on(ranks, saved("tp2"), tmp_path / "run", *LAYOUTS["dp2 zero1"], "train.precision=bf16")
+def test_the_resume_check_tolerates_half_precision(ranks: RankPool, saved_run: Callable[..., Path], tmp_path: Path) -> None:
+    job = resume_from(ranks, saved_run("tp2"), tmp_path / "run", *LAYOUTS["dp2 zero1"], "train.precision=bf16")
     assert set(job.codes) == {0}, job.problems
 
 
-def test_another_text_is_refused_or_accepted_and_its_loss_is_not_compared(ranks: Ranks, saved: Callable[..., Path], tmp_path: Path) -> None:
+def test_another_text_is_refused_or_if_accepted_its_loss_is_not_compared(
+    ranks: RankPool, saved_run: Callable[..., Path], tmp_path: Path
+) -> None:
     (tmp_path / "a.txt").write_text("abcdefgh" * 500)
     other = ("data=text", f"data.path={tmp_path / 'a.txt'}", f"data.cache={tmp_path / 'cache'}")
-    refused = gone_on(ranks, saved("dp1"), tmp_path / "refused", *LAYOUTS["tp2"], *other)
+    refused = resume_from(ranks, saved_run("dp1"), tmp_path / "refused", *LAYOUTS["tp2"], *other)
     assert set(refused.codes) == {1}
     assert refused.problems[0].startswith("data.name was synthetic when step 3 was saved, and is text now: ")
     accepted = ("checkpoint.accept=[data.name,data.path]",)
-    job = gone_on(ranks, saved("dp1"), tmp_path / "run", *LAYOUTS["tp2"], *other, *accepted)
+    job = resume_from(ranks, saved_run("dp1"), tmp_path / "run", *LAYOUTS["tp2"], *other, *accepted)
     assert set(job.codes) == {0}, job.problems
-    assert "the data are others: the run reads them from their first sample on" in job.said
-    again = ranks.trained(tmp_path / "run", *MODEL, *LAYOUTS["dp1"], *other, f"train.steps={STEPS + 1}")
-    assert not [line for line in again.said if line.startswith("the data are")]
+    assert "the data are others: the run reads them from their first sample on" in job.lines
+    again = ranks.train(tmp_path / "run", *MODEL, *LAYOUTS["dp1"], *other, f"train.steps={STEPS + 1}")
+    assert not [line for line in again.lines if line.startswith("the data are")]
 
 
-@pytest.mark.parametrize(("word", "change"), [("train.seed=7", "train.seed 1234 -> 7"), ("train.seq=12", "train.seq 16 -> 12")])
-def test_a_change_of_order_is_said(ranks: Ranks, saved: Callable[..., Path], tmp_path: Path, word: str, change: str) -> None:
-    job = gone_on(ranks, saved("dp1"), tmp_path / "run", *LAYOUTS["dp2"], "model.context=16", word)
+@pytest.mark.parametrize(("override", "change"), [("train.seed=7", "train.seed 1234 -> 7"), ("train.seq=12", "train.seq 16 -> 12")])
+def test_a_changed_data_order_is_reported(ranks: RankPool, saved_run: Callable[..., Path], tmp_path: Path, override: str, change: str) -> None:
+    job = resume_from(ranks, saved_run("dp1"), tmp_path / "run", *LAYOUTS["dp2"], "model.context=16", override)
     assert set(job.codes) == {0}, job.problems
-    assert change in job.said[0]
-    assert job.said[0].startswith("changed since step 3: ")
+    assert change in job.lines[0]
+    assert job.lines[0].startswith("changed since step 3: ")
 
 
-def test_a_run_that_has_diverged_is_saved_without_a_loss(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.trained(tmp_path / "run", *MODEL, *LAYOUTS["dp1"], "optim.lr=1e30", "optim.warmup=0", "train.steps=2")
-    assert "first" not in held(tmp_path / "run")[0].extra
+def test_a_diverged_run_is_saved_without_a_loss(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.train(tmp_path / "run", *MODEL, *LAYOUTS["dp1"], "optim.lr=1e30", "optim.warmup=0", "train.steps=2")
+    assert "first" not in newest_tensors(tmp_path / "run")[0].extra
 
 
-# --- the form of what is stored
+# --- the stored tensors
 
 
-def test_a_checkpoint_is_without_padding(saved: Callable[..., Path]) -> None:
-    (_, plain), (found, padded) = held(saved("dp1")), held(saved("tp4 padded"))
+def test_a_checkpoint_has_no_padding(saved_run: Callable[..., Path]) -> None:
+    (_, plain), (found, padded) = newest_tensors(saved_run("dp1")), newest_tensors(saved_run("tp4 padded"))
     assert padded["embedding.weight", "weight"].shape == (250, 48)
     assert {key: each.shape for key, each in padded.items()} == {key: each.shape for key, each in plain.items()}
     rows = {row.name: row for row in found.manifest.tensors if row.kind == "weight"}
@@ -182,8 +196,10 @@ def test_a_checkpoint_is_without_padding(saved: Callable[..., Path]) -> None:
     assert {row.file for part in rows.values() for row in part.slices} == {f"weight.{rank}.0.safetensors" for rank in range(4)}
 
 
-def test_what_is_not_the_run_s_model_is_refused_on_every_stage(ranks: Ranks, saved: Callable[..., Path], tmp_path: Path) -> None:
-    job = gone_on(ranks, saved("dp1"), tmp_path / "run", *LAYOUTS["pp2 zero1"], "model.layers=3")
+def test_a_checkpoint_of_another_model_is_refused_at_every_zero_stage(
+    ranks: RankPool, saved_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    job = resume_from(ranks, saved_run("dp1"), tmp_path / "run", *LAYOUTS["pp2 zero1"], "model.layers=3")
     assert set(job.codes) == {1}
     (problem,) = job.problems
     assert problem.startswith("model.layers was 4 when step 3 was saved, and is 3 now: ")

@@ -10,7 +10,7 @@ import pytest
 
 from distrain.cli.config.keys import keys
 from distrain.cli.config.load import load
-from distrain.trainer.plan.changed_run import changed
+from distrain.trainer.plan.changed_run import with_changes
 from distrain.trainer.rundir.changes import POLICIES, Changes, acceptable_keys, compare, moment_kinds, policy
 from distrain.trainer.rundir.checkpoints import newest_saved, seal
 from distrain.trainer.rundir.record import record, recorded_run
@@ -25,7 +25,7 @@ def run(*words: str) -> Run:
 
 
 def changes(before: Run, *change: tuple[str, object], same_data: bool | None = True) -> Changes:
-    return compare(before, changed(before, change), step=7, same_data=same_data)
+    return compare(before, with_changes(before, change), step=7, same_data=same_data)
 
 
 @pytest.mark.parametrize("key", [key for key in keys() if key.partition(".")[0] in DECIDED])

@@ -1,4 +1,4 @@
-"""Shell completion: what can follow the words typed so far, in the form that each shell wants."""
+"""Shell completion: the words that complete a command line, in the form that each shell reads."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from distrain.cli.completion import OPTIONS, answer, candidates
+from distrain.cli.completion import OPTIONS, candidates, completions
 from distrain.cli.config import library
 
 
@@ -41,16 +41,16 @@ from distrain.cli.config import library
         (["nothing"], "", []),
     ],
 )
-def test_what_can_follow(before: list[str], word: str, found: list[str]) -> None:
+def test_candidates_complete_the_word(before: list[str], word: str, found: list[str]) -> None:
     assert candidates(before, word) == found
 
 
-def test_a_recipe_comes_first_and_only_once() -> None:
+def test_a_recipe_is_offered_first_and_only_once() -> None:
     assert candidates(["plan"], "") == [f"conf={name}" for name in library.recipes(None)]
     assert candidates(["plan", "conf=quickstart"], "") == [f"{group}=" for group in library.groups(None)]
 
 
-def test_a_users_own_are_offered(tmp_path: Path) -> None:
+def test_the_users_own_recipes_are_offered(tmp_path: Path) -> None:
     (tmp_path / "zzz.yaml").touch()
     assert candidates(["plan", "--config-dir", str(tmp_path)], "conf=z") == ["conf=zzz"]
     assert candidates(["plan", "--config-dir", "/nowhere"], "conf=z") == []
@@ -65,18 +65,18 @@ def test_a_users_own_are_offered(tmp_path: Path) -> None:
         (["distrain", "pl"], "plan"),
     ],
 )
-def test_bash_breaks_words_at_the_equals_sign(words: list[str], said: str) -> None:
-    assert answer("bash", {"COMP_WORDS": "\n".join(words), "COMP_CWORD": str(len(words) - 1)}) == said
+def test_words_that_bash_broke_at_the_equals_sign_are_joined(words: list[str], said: str) -> None:
+    assert completions("bash", {"COMP_WORDS": "\n".join(words), "COMP_CWORD": str(len(words) - 1)}) == said
 
 
-def test_zsh_and_fish_keep_words_whole() -> None:
+def test_zsh_and_fish_get_whole_words() -> None:
     typed = {"_TYPER_COMPLETE_ARGS": "distrain plan conf=quick"}
-    assert answer("zsh", typed) == "_arguments '*: :((\"conf=quickstart\"))'"
-    assert answer("fish", typed) == "conf=quickstart"
-    assert answer("zsh", {"_TYPER_COMPLETE_ARGS": "distrain plan conf=./"}) == "_files"
+    assert completions("zsh", typed) == "_arguments '*: :((\"conf=quickstart\"))'"
+    assert completions("fish", typed) == "conf=quickstart"
+    assert completions("zsh", {"_TYPER_COMPLETE_ARGS": "distrain plan conf=./"}) == "_files"
 
 
-def test_completion_answers_without_hydra() -> None:
+def test_completion_does_not_load_hydra() -> None:
     program = """
 import atexit, sys
 atexit.register(lambda: print("loaded:", *sys.modules))
@@ -90,12 +90,12 @@ main()
     assert not {"hydra", "omegaconf", "msgspec", "rich", "torch"} & set(done.stdout.split())
 
 
-def test_the_script_of_a_shell_is_printed() -> None:
+def test_the_completion_script_of_a_shell_is_printed() -> None:
     done = subprocess.run([sys.executable, "-m", "distrain", "--show-completion", "bash"], capture_output=True, text=True)
     assert "_DISTRAIN_COMPLETE=complete_bash" in done.stdout
 
 
-def test_every_verb_and_every_option_that_help_names_is_offered() -> None:
+def test_every_verb_and_option_in_the_help_is_offered() -> None:
     from typer.main import get_command
 
     from distrain.cli.app import app

@@ -1,4 +1,4 @@
-"""`distrain cp`: a copy of a recipe plans the same under its own name, and nothing is ever overwritten."""
+"""`distrain cp`: a copy of a recipe plans the same under its own name; no file is ever overwritten."""
 
 import json
 import os
@@ -22,18 +22,18 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def said(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+def run_command(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     status = command(shlex.split(words))
     return status, *capsys.readouterr()
 
 
 def plan_of(conf: str, capsys: pytest.CaptureFixture[str], *words: str) -> Any:
-    return json.loads(said(f"plan conf={conf} --json {' '.join(words)}", capsys)[1])
+    return json.loads(run_command(f"plan conf={conf} --json {' '.join(words)}", capsys)[1])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_copy_of_a_recipe_plans_the_same_under_its_own_name(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = said(f"cp {recipe} mine.yaml", capsys)
+    status, out, err = run_command(f"cp {recipe} mine.yaml", capsys)
     assert (status, err) == (0, "")
     assert out.startswith("wrote mine.yaml; next: ")
     assert plan_of("./mine.yaml", capsys) == {**plan_of(recipe, capsys), "name": "mine"}
@@ -41,72 +41,75 @@ def test_a_copy_of_a_recipe_plans_the_same_under_its_own_name(recipe: str, capsy
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_copy_keeps_every_line_but_the_name(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    said(f"cp {recipe} mine.yaml", capsys)
+    run_command(f"cp {recipe} mine.yaml", capsys)
     before, after = (path.read_text().splitlines() for path in (library.recipes(None)[recipe], Path("mine.yaml")))
     assert [pair for pair in zip(before, after, strict=True) if pair[0] != pair[1]] == [(f"name: {recipe}", "name: mine")]
 
 
-def test_the_line_after_a_copy_is_a_command_that_plans_it(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = said("cp quickstart 'my run.yaml'", capsys)
+def test_cp_prints_a_command_that_plans_the_copy(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run_command("cp quickstart 'my run.yaml'", capsys)
     verb, *words = shlex.split(out.partition("; next: ")[2])[-2:]
     assert (verb, words) == ("plan", ["conf=./my run.yaml"])
     assert load("./my run.yaml").name == "my run"
 
 
 @pytest.mark.parametrize("there", ["mine.yaml", "link.yaml"])
-def test_nothing_is_overwritten(there: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_file_is_overwritten(there: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine.yaml").write_text("kept\n")
     Path("link.yaml").symlink_to("nowhere")
-    status, _, err = said(f"cp quickstart {there}", capsys)
+    status, _, err = run_command(f"cp quickstart {there}", capsys)
     assert (status, err) == (2, f"distrain: {there} is there already: name another file, or remove it first\n")
     assert Path("mine.yaml").read_text() == "kept\n"
     assert not Path("nowhere").exists()
 
 
-def test_a_file_that_another_makes_meanwhile_is_not_overwritten_either() -> None:
+def test_a_file_created_meanwhile_is_not_overwritten() -> None:
     Path("mine.yaml").write_text("kept\n")
     with pytest.raises(Unreadable, match=r"mine\.yaml is there already"), NewFile(Path("mine.yaml"), "new\n"):
         pass
     assert Path("mine.yaml").read_text() == "kept\n"
 
 
-def test_no_folder_is_made(capsys: pytest.CaptureFixture[str]) -> None:
-    assert said("cp quickstart a/b/mine.yaml", capsys)[::2] == (2, "distrain: a/b/mine.yaml: there is no folder a/b: make it first\n")
+def test_no_folder_is_created(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command("cp quickstart a/b/mine.yaml", capsys)[::2] == (
+        2,
+        "distrain: a/b/mine.yaml: there is no folder a/b: make it first\n",
+    )
     assert os.listdir() == []
 
 
 @pytest.mark.parametrize(
     ("file", "written"), [("mine", "mine.yaml"), ("there", "there/quickstart.yaml"), ("mine.v2", "mine.v2.yaml"), ("m.yml", "m.yml")]
 )
-def test_a_file_is_named_as_recipes_are(file: str, written: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_copy_gets_a_yaml_suffix_or_the_name_of_its_recipe(file: str, written: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("there").mkdir()
-    assert said(f"cp quickstart {file}", capsys)[0] == 0
+    assert run_command(f"cp quickstart {file}", capsys)[0] == 0
     assert load(written if "/" in written else f"./{written}").name == Path(written).stem
 
 
 def test_a_dash_is_stdout_and_writes_no_file(capsys: pytest.CaptureFixture[str]) -> None:
-    assert said("cp quickstart -", capsys) == (0, library.recipes(None)["quickstart"].read_text(), "")
+    assert run_command("cp quickstart -", capsys) == (0, library.recipes(None)["quickstart"].read_text(), "")
     assert os.listdir() == []
 
 
-# What lies beside a recipe
+# Files beside a recipe
 
 
-def test_a_copy_elsewhere_finds_what_lies_beside_the_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_copy_in_another_folder_refers_to_the_files_beside_the_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for folder in ("theirs/weights", "mine"):
         Path(folder).mkdir(parents=True)
     Path("theirs/r.yaml").write_text("defaults: [quickstart]\nmodel:\n  weights: weights  # of theirs\n")
-    assert said("cp theirs/r.yaml mine/", capsys)[0] == 0
+    assert run_command("cp theirs/r.yaml mine/", capsys)[0] == 0
     assert load("mine/r.yaml").model.weights == load("theirs/r.yaml").model.weights == str(tmp_path / "theirs" / "weights")
     assert "  # of theirs\n" in Path("mine/r.yaml").read_text()
 
 
-def test_a_copy_that_would_say_something_else_is_not_left(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_copy_that_would_not_load_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for folder in ("theirs", "mine"):
         Path(folder).mkdir()
     Path("theirs/quick.yaml").write_text("defaults: [quickstart]\ntrain: {seq: 64}\n")
     Path("theirs/r.yaml").write_text("defaults: [quick]\n")
-    status, out, err = said("cp theirs/r.yaml mine/", capsys)
+    status, out, err = run_command("cp theirs/r.yaml mine/", capsys)
     assert (status, out) == (2, "")
     assert err == (
         "distrain: mine/r.yaml would not be what theirs/r.yaml is (mine/r.yaml: its defaults name recipe quick, which is not there):"
@@ -115,12 +118,12 @@ def test_a_copy_that_would_say_something_else_is_not_left(capsys: pytest.Capture
     assert os.listdir("mine") == []
 
 
-def test_a_copy_that_would_find_other_files_of_the_same_names_is_not_left(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_copy_that_would_load_other_files_of_the_same_names_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for folder, seq in (("theirs", 64), ("mine", 32)):
         Path(folder).mkdir()
         Path(folder, "quick.yaml").write_text(f"defaults: [quickstart]\ntrain: {{seq: {seq}}}\n")
     Path("theirs/r.yaml").write_text("defaults: [quick]\n")
-    status, _, err = said("cp theirs/r.yaml mine/", capsys)
+    status, _, err = run_command("cp theirs/r.yaml mine/", capsys)
     assert (status, err.partition(":")[0]) == (2, "distrain")
     assert "mine/r.yaml would not be what theirs/r.yaml is: copy it beside" in err
     assert os.listdir("mine") == ["quick.yaml"]
@@ -134,13 +137,13 @@ def test_a_copy_that_would_find_other_files_of_the_same_names_is_not_left(capsys
         ("name: | # folded\n  theirs\ndefaults: [quickstart]\n", "mine"),
         ("{defaults: [quickstart], name: theirs}\n", "mine"),
         ("'name':\ndefaults: [quickstart]\n", "mine"),
-        ("name: &it theirs\ndefaults: [quickstart]\nlog: {dir: *it}\n", "theirs"),  # two things hang on it
+        ("name: &it theirs\ndefaults: [quickstart]\nlog: {dir: *it}\n", "theirs"),  # two keys refer to it
     ],
     ids=repr,
 )
-def test_a_copy_is_named_as_its_file_however_the_recipe_says_its_name(text: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_copy_is_named_after_its_file_however_the_recipe_sets_its_name(text: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("theirs.yaml").write_text(text)
-    status, out, _ = said("cp theirs.yaml mine", capsys)
+    status, out, _ = run_command("cp theirs.yaml mine", capsys)
     assert status == 0
     assert load("./mine.yaml").name == name
     assert (", whose runs are still named theirs;" in out) == (name == "theirs")
@@ -150,13 +153,13 @@ def test_a_copy_is_named_as_its_file_however_the_recipe_says_its_name(text: str,
     ("content", "line"),
     [
         (b"a: [", "FILE, line 1, column 5: expected the node content, but found '<stream end>'"),
-        (b"\xff\xfe\x00", "FILE is not text in UTF-8"),
+        (b"\xff\xfe\x00", "FILE is not valid UTF-8"),
         (b"defaults: [quikstart]\n", "FILE: its defaults name recipe quikstart, which is not there: did you mean quickstart?"),
     ],
 )
-def test_what_is_no_recipe_is_not_copied(content: bytes, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_no_recipe_is_not_copied(content: bytes, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("theirs.yaml").write_bytes(content)
-    status, _, err = said("cp theirs.yaml mine", capsys)
+    status, _, err = run_command("cp theirs.yaml mine", capsys)
     assert (status, err.replace(str(tmp_path / "theirs.yaml"), "FILE").replace("theirs.yaml", "FILE")) == (2, f"distrain: {line}\n")
     assert os.listdir() == ["theirs.yaml"]
 
@@ -164,22 +167,22 @@ def test_what_is_no_recipe_is_not_copied(content: bytes, line: str, tmp_path: Pa
 # Options of groups
 
 
-def test_a_copied_option_is_chosen_by_the_line_that_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cp_prints_a_command_that_chooses_the_copied_option(capsys: pytest.CaptureFixture[str]) -> None:
     Path("my/model").mkdir(parents=True)
-    status, out, _ = said("cp model/tiny my/model/wide.yaml", capsys)
+    status, out, _ = run_command("cp model/tiny my/model/wide.yaml", capsys)
     words = shlex.split(out.partition("; next: ")[2])[-4:]
     assert (status, words) == (0, ["conf=quickstart", "model=wide", "--config-dir", "my"])
     assert load("quickstart", ["model=wide"], Path("my")) == load("quickstart", ["model=tiny"])
 
 
-def test_an_option_outside_a_folder_of_its_group_says_where_it_goes(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = said("cp model/tiny wide", capsys)
+def test_an_option_copied_outside_its_group_is_told_where_it_belongs(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run_command("cp model/tiny wide", capsys)
     assert out == "wrote wide.yaml; model=wide chooses it once it is DIR/model/wide.yaml, with --config-dir DIR\n"
 
 
-def test_an_option_that_would_name_itself_is_not_left(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_option_that_would_include_itself_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     Path("my/parallel").mkdir(parents=True)
-    status, _, err = said("cp parallel/zero3 my/parallel/default.yaml", capsys)
+    status, _, err = run_command("cp parallel/zero3 my/parallel/default.yaml", capsys)
     assert (status, len(err.splitlines())) == (2, 1)
     assert os.listdir("my/parallel") == []
 
@@ -193,12 +196,12 @@ def test_an_option_that_would_name_itself_is_not_left(capsys: pytest.CaptureFixt
         ("cp nowhere/mine.yaml x", "conf=nowhere/mine.yaml: no such file: there is no folder nowhere"),
     ],
 )
-def test_wrong_words_are_answered_in_a_line(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert said(words, capsys) == (2, "", f"distrain: {line}\n")
+def test_wrong_arguments_print_one_line(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(words, capsys) == (2, "", f"distrain: {line}\n")
 
 
-def test_a_folder_that_cannot_be_written_to_is_a_line(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_prints_one_line(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (disk / "full").write_bytes(b"0" * (1 << 20))
-    status, _, err = said(f"cp quickstart {disk}/mine.yaml", capsys)
-    assert (status, err) == (1, f"distrain: {disk}/mine.yaml can't be written (no space left on device): name a file elsewhere\n")
+    status, _, err = run_command(f"cp quickstart {disk}/mine.yaml", capsys)
+    assert (status, err) == (1, f"distrain: {disk}/mine.yaml can't be written (no space left on device): choose another file\n")
     assert not (disk / "mine.yaml").exists()

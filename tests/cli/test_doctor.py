@@ -1,4 +1,4 @@
-"""`distrain doctor`: a line for each thing that a run needs, and status 1 where something would stop one."""
+"""`distrain doctor`: a line for each check of this machine, and exit status 1 where something would stop a run."""
 
 import os
 import re
@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from distrain.cli.verbs.doctor import DISK, SHARED, compiler, disk, shared_memory
-from distrain.cli.verbs.engine_check import compared
+from distrain.trainer.launch.engine_check import loss_check
+from distrain.trainer.machine.checks import DISK, SHARED_MEMORY, compiler_check, disk_check, shared_memory_check
 
 
-def test_a_machine_that_trains_gets_a_line_each_and_status_0(tmp_path: Path) -> None:
+def test_a_machine_that_can_train_has_no_problem_and_exits_0(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-m", "distrain", "doctor"], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     rows = [line.split(maxsplit=1) for line in re.sub(r"\n +", " ", done.stdout).splitlines()]
@@ -25,7 +25,7 @@ def test_a_machine_that_trains_gets_a_line_each_and_status_0(tmp_path: Path) -> 
     assert not list(tmp_path.iterdir())
 
 
-def test_without_torch_it_stops_there(tmp_path: Path) -> None:
+def test_without_torch_no_engine_is_checked(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import importlib.metadata as m\n"
         "found = m.version\n"
@@ -42,34 +42,33 @@ def test_without_torch_it_stops_there(tmp_path: Path) -> None:
     assert "engine" not in done.stdout
 
 
-def test_ranks_that_lose_otherwise_are_a_problem() -> None:
-    assert compared([5.0, 4.0], [5.0, 4.000001], 2).state == "ok"
-    found = compared([5.0, float("nan")], [5.0, 4.0], 2)
-    assert (
-        str(found) == "problem  engine zero: 2 ranks lost 5.0000, nan, one process 5.0000, 4.0000: they should be equal: please report it"
-    )
-    assert compared([5.0], [5.0, 4.0], 2).state == "problem"
+def test_ranks_with_other_losses_than_one_process_are_a_problem() -> None:
+    assert loss_check([5.0, 4.0], [5.0, 4.000001], 2).state == "ok"
+    found = loss_check([5.0, float("nan")], [5.0, 4.0], 2)
+    says = "problem  engine zero: the losses of 2 ranks are 5.0000, nan, those of one process 5.0000, 4.0000"
+    assert str(found) == f"{says}: they should be equal: please report it"
+    assert loss_check([5.0], [5.0, 4.0], 2).state == "problem"
 
 
-def test_a_disk_that_is_full_is_a_problem(tmp_path: Path) -> None:
-    assert disk(tmp_path, DISK, writable=True).state == "ok"
-    assert disk(tmp_path, DISK - 1, writable=True).state == "warning"
+def test_a_full_disk_is_a_problem(tmp_path: Path) -> None:
+    assert disk_check(tmp_path, DISK, writable=True).state == "ok"
+    assert disk_check(tmp_path, DISK - 1, writable=True).state == "warning"
     full = f"problem  disk: 0 B free in {tmp_path}: make room, or set log.dir to another disk"
-    assert str(disk(tmp_path, 0, writable=True)) == full
-    assert disk(tmp_path, DISK, writable=False).state == "problem"
+    assert str(disk_check(tmp_path, 0, writable=True)) == full
+    assert disk_check(tmp_path, DISK, writable=False).state == "problem"
 
 
 def test_little_shared_memory_is_a_warning() -> None:
-    assert shared_memory(SHARED).state == "ok"
-    assert shared_memory(64 << 20).state == "warning"
+    assert shared_memory_check(SHARED_MEMORY).state == "ok"
+    assert shared_memory_check(64 << 20).state == "warning"
 
 
 @pytest.mark.parametrize(("name", "state"), [("c++", "ok"), ("clang++", "ok"), ("cc", "warning")])
-def test_a_compiler_is_looked_for_by_its_names(name: str, state: str, tmp_path: Path) -> None:
+def test_a_compiler_is_found_by_its_usual_names(name: str, state: str, tmp_path: Path) -> None:
     (tmp_path / name).touch(0o755)
-    assert compiler({"PATH": str(tmp_path)}).state == state
+    assert compiler_check({"PATH": str(tmp_path)}).state == state
 
 
-def test_a_compiler_that_is_named_is_taken(tmp_path: Path) -> None:
+def test_a_compiler_named_by_CXX_is_used(tmp_path: Path) -> None:
     (tmp_path / "mine").touch(0o755)
-    assert compiler({"PATH": "", "CXX": str(tmp_path / "mine")}).says == str(tmp_path / "mine")
+    assert compiler_check({"PATH": "", "CXX": str(tmp_path / "mine")}).says == str(tmp_path / "mine")

@@ -8,7 +8,7 @@ import pytest
 
 from distrain.cli.app import command
 from distrain.cli.config.load import load
-from distrain.trainer.models.families import DEFAULTS, FAMILIES
+from distrain.trainer.models.families import FAMILIES
 
 SIZES = "  layers: 2\n  hidden: 64\n  heads: 4\n  vocab: 256\n"
 REST = "cluster: {nodes: 1, gpus: 1, device: {name: x, memory: 1e9}}\nparallel: {}\ntrain: {batch: 1, seq: 8, steps: 1}\n"
@@ -20,14 +20,14 @@ def recipe(folder: Path, family: str, more: str = "") -> str:
     return str(file)
 
 
-@pytest.mark.parametrize("family", DEFAULTS)
+@pytest.mark.parametrize("family", [name for name, row in FAMILIES.items() if row.defaults])
 def test_sizes_alone_make_a_model_of_the_family(tmp_path: Path, family: str) -> None:
     model = load(recipe(tmp_path, family)).model
-    assert {key: getattr(model, key) for key in DEFAULTS[family]} == DEFAULTS[family]
+    assert {key: getattr(model, key) for key in FAMILIES[family].defaults} == FAMILIES[family].defaults
 
 
 def test_every_family_with_parts_of_its_own_choice_has_defaults() -> None:
-    assert set(DEFAULTS) == set(FAMILIES) - {"hf"}
+    assert all(bool(row.defaults) != row.made_by_transformers for row in FAMILIES.values())
 
 
 @pytest.mark.parametrize("said", ["norm: layernorm", "act: geglu", "bias: true", "tied: true", "positions: none"])
@@ -39,7 +39,7 @@ def test_what_is_said_stays(tmp_path: Path, said: str) -> None:
 
 def test_another_family_on_the_command_line_brings_its_own_defaults() -> None:
     model = load("quickstart", ["model.family=llama"]).model
-    assert {key: getattr(model, key) for key in DEFAULTS["llama"]} == DEFAULTS["llama"]
+    assert {key: getattr(model, key) for key in FAMILIES["llama"].defaults} == FAMILIES["llama"].defaults
 
 
 def test_what_the_command_line_says_beside_another_family_stays() -> None:

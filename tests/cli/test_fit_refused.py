@@ -48,7 +48,7 @@ REFUSED = (
     ("data.documents=true",                          "data.documents was false when step 2 was saved, and is true now"),
     ("checkpoint.resume=never",                      "checkpoint.resume=never and "),
     ("checkpoint.accept=[model.heads]",              "checkpoint.accept=[model.heads] is no key that can be accepted"),
-    ("parallel.tp=3",                                "tp 3 x pp 1 x cp 1 = 3 does not divide"),
+    ("parallel.tp=3",                                "tp 3 x cp 1 x pp 1 = 3 does not divide"),
     ("train.precision=fp8",                          "engine zero does not run train.precision=fp8"),
     ("data=text data.path=/nothing.txt",             "data.path=/nothing.txt: no such file or folder"),
 )

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 pytest.importorskip("torch")
 
 from distrain.cli.app import command
-from distrain.cli.pages.runs_page import listed_run
 from distrain.cli.verbs.fit_sweep import LONGEST, fit_sweep, sweep_name, sweep_runs
-from distrain.trainer.launch.commands.deepspeed import SAFE
+from distrain.trainer.launch.hosts.shell_safe import SAFE
+from distrain.trainer.launch.training import TrainingResult
+from distrain.trainer.rundir.run_summary import run_summary
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import Run
 
@@ -89,14 +90,14 @@ def test_recipes_that_are_swept_keep_their_own_names() -> None:
 
 
 def test_runs_that_would_share_a_folder_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(Unreadable, match=r"2 runs of the sweep would share .*/quickstart.seed=1: leave out what is listed twice"):
+    with pytest.raises(Unreadable, match=r"2 runs of the sweep would share .*/quickstart.seed=1: remove what is listed twice"):
         sweep_runs("quickstart", ("train.seed=1,1",), None)
 
 
 # What is checked first, and how the whole ends
 
 
-def swept(tmp_path: Path, fit: Callable[[Callable[[], Run], list[int]], int], *words: str) -> int:
+def swept(tmp_path: Path, fit: Callable[[Callable[[], Run]], TrainingResult], *words: str) -> int:
     return fit_sweep("quickstart", (*WORDS, f"log.dir={tmp_path}/runs", *words), None, fit)
 
 
@@ -131,9 +132,9 @@ def test_a_sweep_goes_on_after_a_failure_and_ends_where_it_is_stopped(
 ) -> None:
     coming, names = iter(statuses), []
 
-    def fit(read: Callable[[], Run], stops: list[int]) -> int:
+    def fit(read: Callable[[], Run]) -> TrainingResult:
         names.append(read().name)
-        return next(coming)
+        return TrainingResult(status=next(coming))
 
     assert swept(tmp_path, fit, "train.seed=1,2,3") == status
     assert names == [f"quickstart.seed={seed}" for seed in (1, 2, 3)][: len(statuses)]
@@ -144,17 +145,16 @@ def test_a_sweep_goes_on_after_a_failure_and_ends_where_it_is_stopped(
 def test_a_run_that_ends_well_although_it_was_told_to_stop_is_the_last(tmp_path: Path) -> None:
     started: list[str] = []
 
-    def fit(read: Callable[[], Run], stops: list[int]) -> int:
+    def fit(read: Callable[[], Run]) -> TrainingResult:
         started.append(read().name)
-        stops.append(signal.SIGINT)
-        return 0
+        return TrainingResult(status=0, stop_signals=(signal.SIGINT,))
 
     assert swept(tmp_path, fit, "train.seed=1,2") == 130
     assert started == ["quickstart.seed=1"]
 
 
 def test_ctrl_c_between_runs_is_no_traceback(tmp_path: Path) -> None:
-    def fit(read: Callable[[], Run], stops: list[int]) -> int:
+    def fit(read: Callable[[], Run]) -> TrainingResult:
         raise KeyboardInterrupt
 
     assert swept(tmp_path, fit, "train.seed=1,2") == 130
@@ -168,7 +168,7 @@ def test_a_sweep_trains_each_run_in_its_own_folder_and_goes_on_after_one_fails(t
     assert command(words) == 1
     out, err = capsys.readouterr()
     failed, trained = (tmp_path / "runs" / name for name in sorted(os.listdir(tmp_path / "runs"), reverse=True))
-    assert (listed_run(failed).state, listed_run(trained).state) == ("failed", "finished")
+    assert (run_summary(failed).state, run_summary(trained).state) == ("failed", "finished")
     rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     table = [line.split(maxsplit=4) for line in out.splitlines() if re.match(r"lr=\S+ +\S+ +\S+ +\S+ +\w", line)]
     assert [(row[0], row[4]) for row in table] == [("lr=1e+30", "failed"), ("lr=0.001", "trained")]
@@ -186,6 +186,6 @@ def test_ctrl_c_saves_and_ends_the_sweep_and_the_same_words_go_on(tmp_path: Path
         said += child.stdout.readlines()
     assert child.returncode == 75
     assert [line.split(maxsplit=4)[4] for line in said if line.startswith("seed=")] == ["stopped and saved\n", "not started\n"]
-    first = listed_run(tmp_path / "runs" / "quickstart.seed=1")
+    first = run_summary(tmp_path / "runs" / "quickstart.seed=1")
     assert (first.state, first.checkpoint) == ("stopped", first.steps)
     assert os.listdir(tmp_path / "runs") == ["quickstart.seed=1"]

@@ -13,7 +13,7 @@ from distrain.cli.app import command
 from distrain.tests.fakes.unrepeated_words import unrepeated
 
 if TYPE_CHECKING:
-    from distrain.tests.conftest import Ranks
+    from distrain.tests.fakes.rank_pool import RankPool
 
 SMALL = ("model=tiny", "model.layers=2", "train.batch=8", "train.seq=16", "train.microbatch=2", "train.steps=4", "optim.warmup=0")
 # fmt: off
@@ -25,19 +25,19 @@ REFUSED = (
     ("launch=slurm",                       ("fit does not start launch=slurm: run what `distrain show --launch` prints for it, "
                                             "or fit launch=deepspeed launch.runner=slurm in a job")),
     ("launch=torchrun",                    "fit does not start launch=torchrun: run what `distrain show --launch` prints for it"),
-    ("launch=deepspeed",                   ("launch=deepspeed wants launch.hostfile: name a file, a line a host: host1 slots=8; "
-                                            "or set launch=local for this machine alone")),
+    ("launch=deepspeed",                   ("launch=deepspeed needs launch.hostfile: name a file with a line per host: host1 slots=8; "
+                                            "or set launch=local to use this machine only")),
     ("model=bert_large",                   "engine zero does not run model.family=bert: it runs gpt, llama, moe or hf"),
     ("train.precision=fp8",                ("engine zero does not run train.precision=fp8: "
                                             "set train.precision=fp32 or train.precision=bf16")),
-    ("train.precision=fp16",               ("train.precision=fp16 is not run on a CPU: DeepSpeed takes it on the few that multiply "
-                                            "in fp16 only: set train.precision to fp32 or bf16")),
+    ("train.precision=fp16",               ("train.precision=fp16 does not run on a CPU: DeepSpeed accepts it only on the few that "
+                                            "multiply in fp16: set train.precision to fp32 or bf16")),
     ("parallel={zero: 1, offload: {parameters: true}}",
-                                           "parallel.offload.parameters=true wants parallel.zero=3, not 1: set parallel.zero=3"),
-    ("parallel.dp=3",                      ("parallel.dp=3 x tp 1 x pp 1 x cp 1 = 3, but the cluster has 1 x 2 = 2 devices: "
+                                           "parallel.offload.parameters=true needs parallel.zero=3, not 1: set parallel.zero=3"),
+    ("parallel.dp=3",                      ("parallel.dp=3 x tp 1 x cp 1 x pp 1 = 3, but the cluster has 1 x 2 = 2 devices: "
                                             "set parallel.dp=2 or parallel.dp=auto")),
     ("train.batch=7",                      "train.batch=7 is not a multiple of dp 2 x train.microbatch=2: set train.batch=8"),
-    ("train.gradients=bf16",               ("train.gradients=bf16 does not go with train.precision=fp32: "
+    ("train.gradients=bf16",               ("train.gradients=bf16 is not supported with train.precision=fp32: "
                                             "set train.gradients=auto or train.gradients=fp32")),
 )
 # fmt: on
@@ -62,7 +62,7 @@ def test_a_launcher_that_is_not_here_is_named_before_anything_starts(
     monkeypatch.setenv("PATH", str(tmp_path))
     words = ("launch=deepspeed", f"launch.hostfile={tmp_path}/hosts", "launch.runner=openmpi", f"log.dir={tmp_path}/runs")
     assert command(["fit", "conf=quickstart", *SMALL, "cluster=1x2", *words]) == 1
-    says = "launch.runner=openmpi wants mpirun and ompi_info, and there is none on PATH here: install openmpi"
+    says = "launch.runner=openmpi needs mpirun and ompi_info, not found on PATH: install openmpi"
     assert f"distrain: {says}" in capsys.readouterr().err.splitlines()
     assert not (tmp_path / "runs").exists()
 
@@ -103,7 +103,7 @@ def not_text(folder: Path) -> str:
 BAD = (
     (empty,    "a.txt",   "{path} is empty: leave it out of data.path"),
     (missing,  "a.txt",   "data.path={path}: no such file or folder"),
-    (short,    "a.txt",   ("train has 10 tokens of data=text, less than one sequence and a token after it: train.seq=16: "
+    (short,    "a.txt",   ("train has 10 tokens of data=text, fewer than one sequence and the token after it: train.seq=16: "
                            "set train.seq to at most 9")),
     (outside,  "a.bin",   ("{path}: token 256 at position 256 is not in the vocabulary, model.vocab=256: the largest id near it is 999: "
                            "train a model with the vocabulary of the tokenizer that wrote the file")),
@@ -113,7 +113,7 @@ BAD = (
 
 
 @pytest.mark.parametrize(("make", "name", "line"), BAD, ids=[make.__name__ for make, *_ in BAD])
-def test_bad_data_is_one_problem_of_the_run(ranks: Ranks, tmp_path: Path, make: Callable[[Path], str], name: str, line: str) -> None:
+def test_bad_data_is_one_problem_of_the_run(ranks: RankPool, tmp_path: Path, make: Callable[[Path], str], name: str, line: str) -> None:
     words = (make(tmp_path), f"data.path={tmp_path / name}", f"data.cache={tmp_path / 'cache'}")
     job = ranks.fit(tmp_path / "run", "quickstart", *SMALL, *words)
     assert job.problems == (line.format(path=tmp_path / name),)

@@ -1,4 +1,4 @@
-"""Runs that went wrong, and run folders that say what is not so: report, generate and export end in a line, or in a true page."""
+"""Runs that went wrong and run folders with false contents: report, generate and export print one line, or a correct page."""
 
 import hashlib
 import io
@@ -39,33 +39,33 @@ OPTIONS = {"prompt": "a", "tokens": 2, "temperature": 0.8, "top_k": None, "seed"
 def trained(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps."""
     folder = tmp_path_factory.mktemp("trained") / "run"
-    ranks.trained(folder, "quickstart", *SMALL, "train.evaluate.every=0", "log.every=1", "data=synthetic")
+    ranks.train(folder, "quickstart", *SMALL, "train.evaluate.every=0", "log.every=1", "data=synthetic")
     return folder
 
 
 @pytest.fixture
 def folder(trained: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
+    """A copy of it that a test may change."""
     return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
 def poison(folder: Path, value: float) -> None:
-    """Put a value into a weight of the checkpoint, as a run that diverged would have saved it, and let no logged loss be finite."""
+    """Put a value into a weight of the checkpoint, and make every logged loss null, as after a run that diverged."""
     step = folder / "checkpoints" / "step_2"
     file = step / "weight.0.0.safetensors"
     tensors = load_file(file)
     tensors[min(tensors)][...] = value
     save_file(tensors, file)
-    found, raw = manifests.read(step), file.read_bytes()
+    found, raw = manifests.read_manifest(step), file.read_bytes()
     files = found.files | {file.name: replace(found.files[file.name], bytes=len(raw), sha256=hashlib.sha256(raw).hexdigest())}
-    (step / "manifest.json").write_bytes(manifests.encode(replace(found, files=files)))
+    (step / "manifest.json").write_bytes(manifests.encode_manifest(replace(found, files=files)))
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     lost = [row | ({"loss": None, "grad_norm": None} if "loss" in row else {}) for row in rows]
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in lost))
 
 
-def ends(module: Any, argv: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[int, str, str]:
-    """A child's main() in this process: its status, stdout and stderr."""
+def run_main(module: Any, argv: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[int, str, str]:
+    """Run a child's main() in this process; its exit status, stdout and stderr."""
     out, err = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "argv", ["x", *argv])
     with redirect_stdout(out), redirect_stderr(err):
@@ -74,7 +74,7 @@ def ends(module: Any, argv: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_run_that_diverged_has_a_page_and_makes_nothing(
+def test_a_diverged_run_has_a_report_but_no_text_and_no_export(
     value: float, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     poison(folder, value)
@@ -82,22 +82,22 @@ def test_a_run_that_diverged_has_a_page_and_makes_nothing(
     said = capsys.readouterr()
     assert "  the loss of 2 logged steps is not finite\n" in said.out
     assert said.err == ""
-    status, _, err = ends(generate, [str(folder), json.dumps(OPTIONS)], monkeypatch)
+    status, _, err = run_main(generate, [str(folder), json.dumps(OPTIONS)], monkeypatch)
     assert (status, err.splitlines()) == (1, [err.rstrip("\n")])
     assert "the model's logits are not finite: the run has diverged" in err
-    status, out, err = ends(export, [str(folder), str(folder.parent / "out"), "fp32"], monkeypatch)
+    status, out, err = run_main(export, [str(folder), str(folder.parent / "out"), "fp32"], monkeypatch)
     assert (status, out, err.splitlines()) == (1, "", [err.rstrip("\n")])
-    assert " is not finite: the run has diverged: take an earlier checkpoint" in err
+    assert " is not finite: the run has diverged: use an earlier checkpoint" in err
     assert not (folder.parent / "out").exists()
 
 
-def test_the_likeliest_of_logits_that_are_not_finite_is_none() -> None:
+def test_no_token_is_chosen_from_logits_that_are_not_finite() -> None:
     from distrain.trainer.spec.problem import Unreadable
 
     for logits in ([float("nan"), 1.0], [float("inf"), 1.0], [float("-inf")] * 2):
         for temperature in (0.0, 1.0):
             with pytest.raises(Unreadable, match="not finite"):
-                generate.choice(torch.tensor(logits), temperature, None, torch.Generator())
+                generate.sample_token(torch.tensor(logits), temperature, None, torch.Generator())
 
 
 # fmt: off
@@ -112,18 +112,18 @@ CHANGED: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("key", "value"), CHANGED, ids=[f"{key}={value}" for key, value in CHANGED])
-def test_a_run_json_that_says_what_is_not_so_is_a_line(key: str, value: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_false_run_json_prints_one_line(key: str, value: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = json.loads((folder / "run.json").read_text())
     section, _, name = key.partition(".")
     said[section][name] = value
-    drop_record(folder / "checkpoints" / "step_2")  # a checkpoint that names its run is not asked of run.json
+    drop_record(folder / "checkpoints" / "step_2")  # a checkpoint that records its run is not read with run.json
     (folder / "run.json").write_text(json.dumps(said))
     for module, argv in ((generate, [str(folder), json.dumps(OPTIONS)]), (export, [str(folder), str(folder.parent / "out"), "fp32"])):
-        status, _, err = ends(module, argv, monkeypatch)
+        status, _, err = run_main(module, argv, monkeypatch)
         assert status in (0, 1)
         assert all(line.startswith("distrain: ") for line in err.splitlines())
         assert bool([line for line in err.splitlines() if "run.json is taken for it" not in line]) == bool(status)
-        assert "distrain's own" not in err
+        assert "a bug in distrain" not in err
 
 
 def into_a_fifo(path: Path) -> None:
@@ -133,12 +133,12 @@ def into_a_fifo(path: Path) -> None:
 
 @pytest.mark.parametrize("change", [os.remove, into_a_fifo, lambda path: path.write_bytes(b"[" * 10**5)])
 @pytest.mark.parametrize("name", ["run.json", "checkpoints/step_2/manifest.json"])
-def test_a_file_that_is_gone_or_no_file_is_a_line(
+def test_a_missing_or_special_file_prints_one_line(
     name: str, change: Callable[[Path], object], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drop_record(folder / "checkpoints" / "step_2")
     change(folder / name)
-    status, out, err = ends(generate, [str(folder), json.dumps(OPTIONS)], monkeypatch)
+    status, out, err = run_main(generate, [str(folder), json.dumps(OPTIONS)], monkeypatch)
     assert (status, out, len(err.splitlines())) == (1, "", 1)
     assert err.startswith("distrain: ")
 
@@ -147,7 +147,7 @@ STREAMS = (("<&-", "generate"), (">/dev/full", "generate"), ("<&- >&- 2>&-", "ex
 
 
 @pytest.mark.parametrize(("redirections", "verb"), STREAMS)
-def test_generate_and_export_bear_streams_that_are_closed(redirections: str, verb: str, folder: Path, tmp_path: Path) -> None:
+def test_generate_and_export_work_with_closed_streams(redirections: str, verb: str, folder: Path, tmp_path: Path) -> None:
     more = ["--prompt", "ab", "--tokens", "2"] if verb == "generate" else [str(tmp_path / "out")]
     script = ["sh", "-c", f'"$@" {redirections}', "sh", sys.executable, "-m", "distrain", verb, str(folder), *more]
     done = subprocess.run(script, capture_output=True, text=True, timeout=120)
@@ -163,7 +163,7 @@ def test_a_long_prompt_reaches_the_child(folder: Path, capfd: pytest.CaptureFixt
     assert capfd.readouterr().out.startswith(prompt)
 
 
-def test_options_that_do_nothing_are_said(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_options_without_effect_are_reported(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = ["generate", str(folder), "--prompt", "a", "--tokens", "1", "--temperature", "0", "--top-k", "3", "--seed", "5"]
     assert command(words) == 0
     assert capfd.readouterr().err.splitlines() == [

@@ -1,5 +1,5 @@
-"""Every verb of the app, with hostile words, files, streams and signals: a line of ours for each problem, the right status, nothing
-left running, nothing changed that was not asked for."""
+"""Every verb with hostile arguments, files, streams and signals: a line for each problem, the right exit status, no child left, no file
+changed that should not be."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from distrain.tests.fakes.hostile_files import FILES, RAW, damaged, fifo, run_fo
 
 VERBS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 MOST_SECONDS = 20  # of processor time
-LONGEST = 2200  # letters of a line
+LONGEST = 2200  # characters of a line
 
-# Words after which no verb starts anything: fit does not start torchrun, prove and fit have no such weights.
+# Arguments after which no verb starts a process: fit does not start torchrun, and there are no such weights.
 STOPPERS = ("launch=torchrun", "model.weights=/nowhere/at/all")
 
 # fmt: off
@@ -46,12 +46,12 @@ VALUES = ["1", "0", "-1", "-0", "1e400", "nan", "inf", "0x10", "1_000", ".5", "'
 
 
 class TooLong(Exception):
-    """A command took more processor time than any may."""
+    """A command took more processor time than allowed."""
 
 
 @contextmanager
-def bounded(seconds: float = MOST_SECONDS) -> Iterator[None]:
-    """Stop what takes longer, by the processor's time, whatever else runs on this machine."""
+def limit_processor_time(seconds: float = MOST_SECONDS) -> Iterator[None]:
+    """Raise TooLong after so much processor time, which other processes on this machine do not affect."""
 
     def stop(*_: object) -> None:
         raise TooLong
@@ -66,7 +66,7 @@ def bounded(seconds: float = MOST_SECONDS) -> Iterator[None]:
 
 
 def children() -> set[str]:
-    """The processes that this one has started and not waited for."""
+    """The child processes of this one that have not been waited for."""
     found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -77,8 +77,8 @@ def children() -> set[str]:
     return found
 
 
-def seen(folder: Path) -> dict[str, tuple[int, bytes | str]]:
-    """Every file of a folder: its kind and its bytes, or where it leads."""
+def folder_state(folder: Path) -> dict[str, tuple[int, bytes | str]]:
+    """Every file of a folder: its mode, and its bytes or the target of its link."""
     found: dict[str, tuple[int, bytes | str]] = {}
     for path in sorted(folder.rglob("*")):
         mode = path.lstat().st_mode
@@ -87,30 +87,30 @@ def seen(folder: Path) -> dict[str, tuple[int, bytes | str]]:
     return found
 
 
-def holds(argv: Sequence[str], kept: Path, *, adds: bool = False) -> str:
+def check_command(argv: Sequence[str], kept: Path, *, adds: bool = False) -> str:
     """Run a command line in this process and check all that must hold of any; its stderr. What is in `kept` stays as it was, and
     nothing comes to it unless the verb `adds` files."""
     out, err = io.StringIO(), io.StringIO()
-    before, running = seen(kept), children()
-    with redirect_stdout(out), redirect_stderr(err), bounded():
+    before, running = folder_state(kept), children()
+    with redirect_stdout(out), redirect_stderr(err), limit_processor_time():
         status = command(list(argv))
     said = err.getvalue()
     assert status in (0, 1, 2), argv
     assert "Traceback" not in said
-    assert "distrain's own" not in said
+    assert "a bug in distrain" not in said
     for line in said.splitlines():
         assert line.startswith("distrain: "), said
         assert len(line) <= LONGEST
     assert said or status == 0 or out.getvalue(), f"{argv} ended with {status} without a word"
     assert children() <= running
-    after = seen(kept)
+    after = folder_state(kept)
     assert {name: after.get(name) for name in (before if adds else after)} == before
     return said
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder to stand in: a run's folder, a folder of configs in which some files are bad, and other paths."""
+    """The current folder of the tests: a run folder, a folder of configs of which some are bad, and other paths."""
     folder = tmp_path_factory.mktemp("place")
     run_folder(folder / "run")
     (folder / "conf" / "model").mkdir(parents=True)
@@ -162,7 +162,7 @@ PATHS = [
 
 @some.composite
 def command_lines(draw: some.DrawFn, verb: str) -> list[str]:
-    """A verb with hostile values for whatever it takes, as its own table says."""
+    """A verb with hostile values for the parameters that it declares."""
     argv, line = [verb], VERBS[verb]
     for row in line.params:
         if isinstance(row, click.Option) or row.param_type_name == "option":
@@ -176,7 +176,7 @@ def command_lines(draw: some.DrawFn, verb: str) -> list[str]:
             conf = draw(some.sampled_from(["conf=quickstart", "conf=tiny_2x2x2", "conf=mine", "conf=fifo", "conf=./pipe", ""]))
             argv += [*([conf] if conf else []), *draw(some.lists(words, min_size=1, max_size=3)), *STOPPERS]
         else:
-            known = [each for each in PATHS if each != "run" or verb == "report"]  # of a run that is one, others ask a child
+            known = [each for each in PATHS if each != "run" or verb == "report"]  # other verbs start a child for a real run
             argv.append(draw(some.sampled_from(known) | words))
     return [word for word in argv if word != "--help"]
 
@@ -184,24 +184,24 @@ def command_lines(draw: some.DrawFn, verb: str) -> list[str]:
 @pytest.mark.parametrize("verb", VERBS)
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=some.data())
-def test_a_verb_answers_hostile_words(verb: str, data: some.DataObject, place: Path) -> None:
+def test_a_verb_survives_hostile_arguments(verb: str, data: some.DataObject, place: Path) -> None:
     before = set(place.rglob("*"))
-    holds(data.draw(command_lines(verb)), place, adds=verb == "cp")
+    check_command(data.draw(command_lines(verb)), place, adds=verb == "cp")
     for file in set(place.rglob("*")) - before:
         file.unlink()
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_bad_file_is_named_and_stops_nobody_else(name: str, tmp_path: Path) -> None:
+def test_a_bad_file_is_named_and_leaves_other_files_usable(name: str, tmp_path: Path) -> None:
     folder = tmp_path / "conf"
     (folder / "model").mkdir(parents=True)
     (folder / "good.yaml").write_text("# a good one\ndefaults: [quickstart]\n")
     for path in (folder / "bad.yaml", folder / "model" / "bad.yaml"):
         FILES[name](path)
     mine = ["--config-dir", str(folder)]
-    assert holds(["ls", *mine], folder) == ""
+    assert check_command(["ls", *mine], folder) == ""
     for argv in (["plan", f"conf={folder / 'bad.yaml'}"], ["plan", "conf=quickstart", "model=bad", *mine]):
-        said = holds(argv, folder)
+        said = check_command(argv, folder)
         if "can't be read" in said or "UTF-8" in said or ", line " in said:
             assert "bad.yaml" in said
     assert not (tmp_path / "pwned").exists()
@@ -217,7 +217,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def copied(folder: Path) -> Iterator[Path]:
-    """A copy of a run's folder beside it."""
+    """A copy of a run folder, beside it."""
     copy = folder.with_name("copy")
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(folder, copy)
@@ -226,7 +226,7 @@ def copied(folder: Path) -> Iterator[Path]:
 
 @settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow])
 @given(data=some.data())
-def test_a_report_of_a_damaged_run_is_a_page(data: some.DataObject, whole: Path) -> None:
+def test_a_damaged_run_has_a_report(data: some.DataObject, whole: Path) -> None:
     with copied(whole) as folder:
         for name in data.draw(some.lists(some.sampled_from(NAMES), min_size=1, max_size=3, unique=True)):
             raw = (folder / name).read_bytes()
@@ -236,21 +236,21 @@ def test_a_report_of_a_damaged_run_is_a_page(data: some.DataObject, whole: Path)
             else:
                 (folder / name).write_bytes(RAW[data.draw(some.sampled_from(sorted(RAW)))](raw))
         for more in ([], ["--json"]):
-            assert holds(["report", str(folder), *more], folder) == ""
+            assert check_command(["report", str(folder), *more], folder) == ""
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("what", ["folder", "dangling link", "device", "fifo"])
-def test_a_report_waits_for_nothing_that_is_no_plain_file(what: str, name: str, whole: Path) -> None:
+def test_a_report_does_not_block_on_special_files(what: str, name: str, whole: Path) -> None:
     with copied(whole) as folder:
         (folder / name).unlink()
         FILES[what](folder / name)
-        assert holds(["report", str(folder)], folder) == ""
-        shutil.rmtree(folder / "checkpoints")  # without which run.json alone makes a folder a run's
-        assert bool(holds(["report", str(folder)], folder)) == (name == "run.json")
+        assert check_command(["report", str(folder)], folder) == ""
+        shutil.rmtree(folder / "checkpoints")  # then only run.json makes it a run folder
+        assert bool(check_command(["report", str(folder)], folder)) == (name == "run.json")
 
 
-def test_every_verb_is_met() -> None:
+def test_every_verb_is_tested() -> None:
     assert {"ls", "cp", "show", "plan", "fit", "prove", "report", "export", "generate", "doctor"} <= set(VERBS)
 
 
@@ -261,7 +261,7 @@ PYTHON = [sys.executable, "-m", "distrain"]
 
 
 def shell(redirections: str, argv: Sequence[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    """A command line under a shell's redirections."""
+    """Run a command line with a shell's redirections."""
     script = f'exec "$@" {redirections}'
     return subprocess.run(
         ["sh", "-c", script, "sh", *PYTHON, *argv], env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
@@ -269,7 +269,7 @@ def shell(redirections: str, argv: Sequence[str], **environment: str) -> subproc
 
 
 @pytest.mark.parametrize("redirections", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-", ">/dev/full", "2>/dev/full"])
-def test_a_stream_that_is_closed_or_full_is_a_line_at_most(redirections: str, whole: Path) -> None:
+def test_a_closed_or_full_stream_prints_one_line_at_most(redirections: str, whole: Path) -> None:
     for argv in LIGHT:
         done = shell(redirections, [word.replace("RUN", str(whole)) for word in argv])
         wrong = argv[-1] == "parallel.tpp=2"
@@ -293,23 +293,23 @@ def test_a_stream_that_is_closed_or_full_is_a_line_at_most(redirections: str, wh
     ],
     ids=lambda variables: " ".join(variables),
 )
-def test_an_odd_environment_changes_no_status(variables: dict[str, str]) -> None:
+def test_an_odd_environment_does_not_change_the_exit_status(variables: dict[str, str]) -> None:
     done = shell("", ["plan", "conf=quickstart", "name=modèle"], **variables)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_words_that_are_no_utf8_are_a_line() -> None:
+def test_an_argument_that_is_not_utf8_prints_one_line() -> None:
     done = subprocess.run([*map(os.fsencode, PYTHON), b"plan", b"conf=quickstart", b"name=\xff\xfe"], capture_output=True)
     assert (done.returncode, done.stdout) == (2, b"")
-    assert done.stderr == b"distrain: name=\\udcff\\udcfe is not text in UTF-8\n"
+    assert done.stderr == b"distrain: name=\\udcff\\udcfe is not valid UTF-8\n"
 
 
-def test_a_terminal_that_hangs_up_ends_a_command_without_a_word() -> None:
+def test_a_terminal_that_hangs_up_ends_a_command_silently() -> None:
     ours, theirs = os.openpty()
     many = ["plan", "-m", "conf=gpt3_175b", "train.batch=range(64,4000,64)"]
     with subprocess.Popen([*PYTHON, *many], stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, start_new_session=True) as process:
         os.close(theirs)
-        spent(process, 0.3)
+        wait_for_processor_time(process, 0.3)
         os.close(ours)
         process.send_signal(signal.SIGHUP)
         assert process.stderr is not None
@@ -320,8 +320,8 @@ def test_a_terminal_that_hangs_up_ends_a_command_without_a_word() -> None:
 # Signals.
 
 
-def spent(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """Wait until a process has had so much of the processor, or has ended."""
+def wait_for_processor_time(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Wait until a process has used so many seconds of processor time, or has ended."""
     ticks = os.sysconf("SC_CLK_TCK")
     while process.poll() is None:
         fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
@@ -330,8 +330,8 @@ def spent(process: subprocess.Popen[bytes], seconds: float) -> None:
         time.sleep(0.005)
 
 
-def marked(mark: str) -> list[str]:
-    """The processes that have a mark in their environment."""
+def processes_with_mark(mark: str) -> list[str]:
+    """The processes with a mark in their environment."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -342,7 +342,7 @@ def marked(mark: str) -> list[str]:
     return found
 
 
-def waited(met: Callable[[], bool]) -> None:
+def wait_until(met: Callable[[], bool]) -> None:
     until = time.monotonic() + 60
     while not met():
         assert time.monotonic() < until, "the deadline passed"
@@ -362,17 +362,15 @@ STOPPED = (
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are looked at in /proc")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 @pytest.mark.parametrize(("argv", "after"), STOPPED, ids=[f"{' '.join(argv[:2])} after {after}" for argv, after in STOPPED])
-def test_a_signal_ends_a_verb_and_all_that_it_started(
-    argv: list[str], after: float, number: signal.Signals, whole: Path, tmp_path: Path
-) -> None:
+def test_a_signal_ends_a_verb_and_its_children(argv: list[str], after: float, number: signal.Signals, whole: Path, tmp_path: Path) -> None:
     neox = {"model_type": "gpt_neox", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
     (tmp_path / "config.json").write_text(json.dumps({**neox, "vocab_size": 256, "max_position_embeddings": 128}))
-    before, mark = seen(whole), f"HOSTILE_TEST={tmp_path}"
+    before, mark = folder_state(whole), f"HOSTILE_TEST={tmp_path}"
     places = {"RUN": str(whole), "NEOX": str(tmp_path / "config.json"), "OUT": str(tmp_path / "out")}
     given = [places.get(word, word.replace("NEOX", places["NEOX"]).replace("OUT", places["OUT"])) for word in argv]
     environment = {**os.environ, "HOSTILE_TEST": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen([*PYTHON, *given], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
-        spent(process, after)
+        wait_for_processor_time(process, after)
         process.send_signal(number)
         assert process.stderr is not None
         said = process.stderr.read().decode()
@@ -380,5 +378,5 @@ def test_a_signal_ends_a_verb_and_all_that_it_started(
     assert "Traceback" not in said
     assert all(line.startswith("distrain: ") for line in said.splitlines())
     assert status in (128 + number, -number)
-    waited(lambda: not marked(mark))
-    assert seen(whole) == before
+    wait_until(lambda: not processes_with_mark(mark))
+    assert folder_state(whole) == before

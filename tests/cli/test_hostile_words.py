@@ -28,20 +28,21 @@ from msgspec import json as encoder
 from distrain.cli.app import command
 from distrain.cli.config.keys import keys, texts
 from distrain.cli.config.load import load
-from distrain.cli.pages.hosts_page import looked
-from distrain.cli.verbs.fit import folder_of
+from distrain.cli.pages.hosts_page import run_preflight_and_show
 from distrain.tests.fakes.hostile_words import ONCE, environments, hostile, plain, tame_but_one
 from distrain.tests.fakes.path_commands import PDSH, PYTHON, QUIET, SBATCH, SCONTROL, SRUN, SSH, StandIns
-from distrain.trainer.launch.agent.token import NAME, Ticket
-from distrain.trainer.launch.commands import deepspeed as ours
-from distrain.trainer.launch.commands.deepspeed import LETTERS, RANKS, SAFE, crosses, handed
+from distrain.trainer.launch.agent.token import FILE, JoinToken
+from distrain.trainer.launch.commands.command import RANK_VARIABLES, forwarded_variables
 from distrain.trainer.launch.hosts.hostfile import Host
-from distrain.trainer.launch.hosts.upload import LANDING, land, on_each
+from distrain.trainer.launch.hosts.shell_safe import SAFE, SAFE_CHARACTERS, SSH_OPTIONS, require_shell_safe
+from distrain.trainer.launch.hosts.upload import UPLOAD_REMOTE, connect_hosts, on_every_host
 from distrain.trainer.launch.preflight.preflight import _program
-from distrain.trainer.launch.resolve import GUEST, RANK, hosts, launching, script
-from distrain.trainer.plan.changed_run import changed
+from distrain.trainer.launch.resolve import BOOTSTRAP_MODULE, RANK_MODULE, launch_commands, resolve_hosts
+from distrain.trainer.launch.script import script_lines
+from distrain.trainer.plan.changed_run import with_changes
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.result import Plan
+from distrain.trainer.rundir.files import run_folder
 from distrain.trainer.rundir.paths import whole_paths
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import Run
@@ -62,11 +63,11 @@ def handlers() -> Iterator[None]:
 @given(hostile | plain)
 def test_a_word_crosses_as_it_is_or_not_at_all(word: str) -> None:
     try:
-        assert crosses(word, "the word", "choose another") == word
+        assert require_shell_safe(word, "the word", "choose another") == word
     except Unreadable as error:
         (problem,) = error.problems
         assert not SAFE.fullmatch(word) or word.startswith("-")
-        assert LETTERS in problem.says or "no word to cross" in problem.says
+        assert SAFE_CHARACTERS in problem.says or "sent to other hosts" in problem.says
     else:
         assert SAFE.fullmatch(word)
         assert not word.startswith("-")
@@ -77,13 +78,13 @@ def test_a_word_crosses_as_it_is_or_not_at_all(word: str) -> None:
 def test_what_ranks_are_told_travels_in_a_file_whatever_it_is(
     environment: dict[str, str], further: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    told = handed(environment, further)
+    told = forwarded_variables(environment, further)
     assert told == {key: value for key, value in environment.items() if key in told}
     assert {"WANDB_API_KEY", "NCCL__X"} & set(environment) <= set(told)
     assert set(further) & set(environment) <= set(told)
     file = tmp_path_factory.mktemp("ticket") / "ticket"
-    file.write_text(Ticket(token="5", doors=[], names=[], slots=[], command=[], environment=told).written())
-    assert Ticket.read(file).environment == told
+    file.write_text(JoinToken(secret="5", controllers=[], hostnames=[], slots=[], command=[], environment=told).text())
+    assert JoinToken.read(file).environment == told
 
 
 @settings(max_examples=40)
@@ -125,20 +126,22 @@ def place(stand_ins: StandIns, top: Path, environment: Mapping[str, str], python
 
 def begun(run: Run, plan: Plan, runner: Any) -> Sequence[Host]:
     """As `distrain fit` begins a run over hosts: they are asked, its files are laid there, the launcher is started."""
-    found, folder = hosts(run), folder_of(run)
-    looked(found, run, plan, lambda line: None)
-    made = launching(run)
-    ticket = Ticket(token="5", doors=[], names=[], slots=[], command=[], environment=handed(os.environ, run.launch.environment))
-    with land([host.name for host in found]) as landed:
-        on_each(landed, lambda each: each.lay(folder, {"run.json": encoder.encode(run).decode(), NAME: ticket.written()}))
+    found, folder = resolve_hosts(run), run_folder(run)
+    run_preflight_and_show(found, run, plan, lambda line: None)
+    made = launch_commands(run, found)
+    ticket = JoinToken(
+        secret="5", controllers=[], hostnames=[], slots=[], command=[], environment=forwarded_variables(os.environ, run.launch.environment)
+    )
+    with connect_hosts([host.name for host in found]) as landed:
+        on_every_host(landed, lambda each: each.upload(folder, {"run.json": encoder.encode(run).decode(), FILE: ticket.text()}))
     for file in made.files:
         file.path.write_text(file.text)
     (launcher,) = made.commands
     assert launcher.folder is not None
-    known = launcher.surroundings(os.environ)
+    known = launcher.full_environment(os.environ)
     read = mock.patch.object(runner, "DEEPSPEED_ENVIRONMENT_NAME", known["DS_ENV_FILE"])  # by a launcher of its own, at import
     with chdir(launcher.folder), mock.patch.dict(os.environ, known, clear=True), read:
-        runner.main(list(launcher.words[3:]))
+        runner.main(list(launcher.argv[3:]))
     return found
 
 
@@ -153,9 +156,9 @@ def tame(calls: Sequence[dict[str, Any]], run: Run, python: str) -> Iterator[str
         match Path(name).name:
             case "ssh":
                 *options, dashes, host, said = argv
-                assert (tuple(options), dashes) == (ours.SSH, "--")
+                assert (tuple(options), dashes) == (SSH_OPTIONS, "--")
                 assert SAFE.fullmatch(host)
-                assert said in (f"{python} -", f"{python} -I -S {LANDING}")
+                assert said in (f"{python} -", f"{python} -I -S {UPLOAD_REMOTE}")
                 assert SAFE.fullmatch(python)
                 yield said
             case "pdsh":
@@ -203,7 +206,7 @@ def test_no_hostile_word_reaches_the_shell_of_a_host(
     told |= {"launch.name": "deepspeed", "launch.hostfile": str(top / file), "launch.runner": runner, "launch.environment": tuple(named)}
     if filtered and runner == "pdsh":
         told |= {"cluster.gpus": 1, "launch.include": "@".join(f"{line}:1" for line in lines), "launch.exclude": None}
-    asked = changed(run, told.items())
+    asked = with_changes(run, told.items())
     found: Sequence[Host] = ()
     with place(stand_ins, top, environment, python), suppress(Unreadable):
         found = begun(asked, make_plan(run), theirs)
@@ -212,8 +215,8 @@ def test_no_hostile_word_reaches_the_shell_of_a_host(
     assert not list(top.parent.rglob("pwned*")), crossed
     if not found:
         return
-    assert encoder.decode((folder_of(asked) / "run.json").read_bytes(), type=Run) == asked
-    assert Ticket.read(folder_of(asked) / NAME).environment == handed(environment, named)
+    assert encoder.decode((run_folder(asked) / "run.json").read_bytes(), type=Run) == asked
+    assert JoinToken.read(run_folder(asked) / FILE).environment == forwarded_variables(environment, named)
     started = [call for call in calls if call["argv"][:4] == [python, "-u", "-m", "deepspeed.launcher.launch"]]
     assert len(started) == (len(found) if runner == "pdsh" else 0)
     for number, call in enumerate(started):
@@ -221,9 +224,15 @@ def test_no_hostile_word_reaches_the_shell_of_a_host(
         assert json.loads(urlsafe_b64decode(words["world_info"])) == {host.name: list(host.slots) for host in found}
         assert words["node_rank"] == str(number)
         assert words["master_addr"] == (asked.launch.address or found[0].name)
-        assert call["argv"][8:] == ["--module", "--no_local_rank", "--enable_each_rank_log=None", GUEST, f"{folder_of(asked)}/run.json"]
-        assert call["folder"] == str(folder_of(asked) / "launch")
-        assert RANKS.items() <= call["environment"].items()
+        assert call["argv"][8:] == [
+            "--module",
+            "--no_local_rank",
+            "--enable_each_rank_log=None",
+            BOOTSTRAP_MODULE,
+            f"{run_folder(asked)}/run.json",
+        ]
+        assert call["folder"] == str(run_folder(asked) / "launch")
+        assert RANK_VARIABLES.items() <= call["environment"].items()
 
 
 def test_a_run_folder_that_is_a_link_to_a_hostile_place_is_refused(run: Run, stand_ins: StandIns, tmp_path: Path) -> None:
@@ -233,7 +242,7 @@ def test_a_run_folder_that_is_a_link_to_a_hostile_place_is_refused(run: Run, sta
     (tmp_path / "$(touch pwned)").mkdir()
     (tmp_path / "link").symlink_to("$(touch pwned)")
     (tmp_path / "hosts").write_text("w1 slots=2\n")
-    asked = changed(run, [("log.dir", f"{tmp_path}/link"), ("launch.name", "deepspeed"), ("launch.hostfile", f"{tmp_path}/hosts")])
+    asked = with_changes(run, [("log.dir", f"{tmp_path}/link"), ("launch.name", "deepspeed"), ("launch.hostfile", f"{tmp_path}/hosts")])
     python = str(stand_ins.folder / "python")
     with place(stand_ins, tmp_path, {}, python), pytest.raises(Unreadable, match=r"\$\(touch pwned\)/quickstart/launch holds '\$'"):
         begun(asked, make_plan(asked), theirs)
@@ -286,15 +295,15 @@ def test_a_script_does_nothing_but_what_it_says(
     if launch in ("torchrun", "deepspeed"):
         told |= {"launch.hostfile": str(top / "hosts"), "launch.include": "w1:1@w2", "launch.address": tamed[2]}
         told |= {"cluster.nodes": 2, "cluster.gpus": 1, "launch.environment": ("AWS_SECRET",)}
-    asked = changed(run, told.items())
+    asked = with_changes(run, told.items())
     with place(stand_ins, top, environment, str(stand_ins.folder / "python")):
         try:
-            made = launching(asked)
+            made = launch_commands(asked, resolve_hosts(asked))
         except Unreadable:
             assert launch != "local"
             return
         plan = make_plan(asked)
-        text = "\n".join(script(asked, plan, made))
+        text = "\n".join(script_lines(asked, plan, made))
         assert subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True).stderr == ""
         hosts_of_it = [str(number) for number in range(len(made.commands))] if len(made.commands) > 1 else [""]
         for number in hosts_of_it:
@@ -302,18 +311,18 @@ def test_a_script_does_nothing_but_what_it_says(
             assert (done.returncode, done.stderr) == (0, "")
         handed_over = whole_paths(asked)
     assert not list(top.parent.rglob("pwned*"))
-    assert encoder.decode((folder_of(asked) / "run.json").read_bytes(), type=Run) == handed_over
-    assert json.loads((folder_of(asked) / "plan.json").read_bytes()) == json.loads(encoder.encode(plan))
+    assert encoder.decode((run_folder(asked) / "run.json").read_bytes(), type=Run) == handed_over
+    assert json.loads((run_folder(asked) / "plan.json").read_bytes()) == json.loads(encoder.encode(plan))
     for file in made.files:
         assert file.path.read_text() == file.text
     started = [call for call in stand_ins.calls if Path(call["argv"][0]).name == "python"]
     if launch in ("local", "slurm"):
-        assert [call["argv"][1:] for call in started] == [["-m", RANK, f"{folder_of(asked)}/run.json"]] * 2
+        assert [call["argv"][1:] for call in started] == [["-m", RANK_MODULE, f"{run_folder(asked)}/run.json"]] * 2
         ranks = {tuple(call["environment"][key] for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")) for call in started}
         assert ranks == {(str(rank), str(rank), "2", "127.0.0.1") for rank in range(2)}
         return
-    assert [tuple(call["argv"]) for call in started] == [each.words for each in made.commands]
+    assert [tuple(call["argv"]) for call in started] == [each.argv for each in made.commands]
     for call, each in zip(started, made.commands, strict=True):
         assert each.environment.items() <= call["environment"].items()
-        assert not set(each.without) & set(call["environment"])
+        assert not set(each.unset) & set(call["environment"])
         assert call["folder"] == str(each.folder or top)

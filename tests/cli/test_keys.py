@@ -16,7 +16,7 @@ from distrain.cli.config import library, yaml_text
 from distrain.cli.config.key_help import REQUIRED, by_family, comments, key_fields, key_help, sections, type_words
 from distrain.cli.config.keys import OURS, keys
 from distrain.cli.config.load import as_yaml, compose, load
-from distrain.cli.pages.format import USUAL
+from distrain.cli.pages.format import DEFAULT_WIDTH
 from distrain.trainer.spec.keys import KEYS, Unit
 from distrain.trainer.spec.read import read_run
 from distrain.trainer.spec.run import Run
@@ -113,7 +113,7 @@ def test_ls_of_a_key_says_what_it_is(key: str, capsys: pytest.CaptureFixture[str
     assert out.startswith(f"{key}  ")
     assert " ".join(KEYS[key].says.split()) in " ".join(out.split())
     assert (f"({KEYS[key].unit})" in out) == bool(KEYS[key].unit)
-    assert max(map(len, out.splitlines())) <= USUAL
+    assert max(map(len, out.splitlines())) <= DEFAULT_WIDTH
 
 
 @pytest.mark.parametrize("section", sorted(sections()))
@@ -163,7 +163,11 @@ def test_the_name_of_a_recipe_or_an_option_is_listed_as_it_is_chosen(
 
 
 def test_only_runs_take_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    assert said("ls model x", capsys) == (2, "", "distrain: ls model takes no x: `distrain ls runs DIR` lists the runs of a folder\n")
+    assert said("ls model x", capsys) == (
+        2,
+        "",
+        "distrain: ls model takes no folder, but was given x: `distrain ls runs DIR` lists the runs of a folder\n",
+    )
 
 
 def test_json_of_ls_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,10 +12,10 @@ from msgspec import json as encoder
 
 from distrain.cli.config.load import load
 from distrain.trainer.loop.data.check import TEXT
-from distrain.trainer.loop.data.find import found
-from distrain.trainer.plan.changed_run import changed
+from distrain.trainer.loop.data.find import find_files
+from distrain.trainer.plan.changed_run import with_changes
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.rundir.files import write
+from distrain.trainer.rundir.files import write_launch_files
 from distrain.trainer.rundir.paths import PATHS, whole_paths
 from distrain.trainer.spec.run import Run
 
@@ -49,11 +49,11 @@ def relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/me")
     told: list[tuple[str, object]] = [(key, f"in/{key}") for key in PATHS]
-    return changed(load("quickstart"), [*told, ("data.path", ("a.txt", "~/b", "/c/*.txt", "d/**/*.txt")), ("data.tokenizer", "tok")])
+    return with_changes(load("quickstart"), [*told, ("data.path", ("a.txt", "~/b", "/c/*.txt", "d/**/*.txt")), ("data.tokenizer", "tok")])
 
 
 def test_what_is_handed_to_ranks_is_whole_and_what_the_user_said_stays(relative: Run, tmp_path: Path) -> None:
-    write(relative, make_plan(relative), tmp_path)
+    write_launch_files(relative, make_plan(relative), tmp_path)
     run = encoder.decode((tmp_path / "run.json").read_bytes(), type=Run)
     for key in PATHS:
         part, name = key.split(".")
@@ -67,12 +67,12 @@ def test_what_is_handed_to_ranks_is_whole_and_what_the_user_said_stays(relative:
 @pytest.mark.parametrize("word", ["bytes", "~nobody-of-this-name/x", "a b/$c'\n", ".", ".."])
 def test_a_tokenizer_is_a_word_or_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str) -> None:
     monkeypatch.chdir(tmp_path)
-    told = whole_paths(changed(load("quickstart"), [("data.tokenizer", word)])).data.tokenizer
+    told = whole_paths(with_changes(load("quickstart"), [("data.tokenizer", word)])).data.tokenizer
     assert told == (word if word == "bytes" else str(tmp_path / word))
 
 
 def test_nothing_is_no_path() -> None:
-    run = changed(load("quickstart"), [("data.path", ""), ("data.cache", ""), ("log.dir", "/runs")])
+    run = with_changes(load("quickstart"), [("data.path", ""), ("data.cache", ""), ("log.dir", "/runs")])
     assert whole_paths(run) == run
 
 
@@ -86,12 +86,12 @@ def test_a_pattern_means_the_same_files_wherever_it_is_read(tmp_path: Path, monk
     for name in ("one.txt", "two.txt", "in/three.txt", "is[it].txt"):
         (folder / name).write_text(name)
     monkeypatch.chdir(folder)
-    there = found([word], TEXT, print, [])
-    whole = whole_paths(changed(load("quickstart"), [("data.path", word)])).data.path
+    there = find_files([word], TEXT, print, [])
+    whole = whole_paths(with_changes(load("quickstart"), [("data.path", word)])).data.path
     assert isinstance(whole, str)
     assert os.path.isabs(whole)
     monkeypatch.chdir(tmp_path)
-    away = found([whole], TEXT, print, [])
+    away = find_files([whole], TEXT, print, [])
     assert [(each.name, each.size) for each in away[0]] == [(each.name, each.size) for each in there[0]]
     assert there[0]
 

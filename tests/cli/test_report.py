@@ -1,4 +1,4 @@
-"""`distrain report` on real runs: the plan holds what is counted, and what the page says of it."""
+"""`distrain report` on real runs: the plan agrees with the counted bytes, and the page shows both."""
 
 import json
 import shlex
@@ -13,10 +13,11 @@ from msgspec import json as encoder
 
 from distrain.cli.app import command
 from distrain.cli.config.load import load
-from distrain.cli.pages.format import USUAL, Look
-from distrain.cli.pages.report_page import TALL, incidents, page
-from distrain.cli.verbs.fit import after
-from distrain.trainer.plan.changed_run import changed
+from distrain.cli.pages.format import DEFAULT_WIDTH, Style
+from distrain.cli.pages.loss_chart import HEIGHT
+from distrain.cli.pages.report_page import incident_lines, report_text
+from distrain.cli.verbs.fit_run import closing_text
+from distrain.trainer.plan.changed_run import with_changes
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.rundir.measured import ran
 from distrain.trainer.spec.run import Run
@@ -30,22 +31,22 @@ PRECISIONS = {
 }
 CASES = [
     *((zero, precision, 2, 2) for zero in range(4) for precision in PRECISIONS),
-    *((zero, "fp32", 2, 4) for zero in (1, 2)),  # one micro-batch: stage 1 keeps its part alone
+    *((zero, "fp32", 2, 4) for zero in (1, 2)),  # one micro-batch: ZeRO-1 keeps only its own gradient slice
     *((zero, "bf16", 1, 4) for zero in (0, 3)),
 ]
 
 
-def planned(folder: Path) -> None:
-    """Write plan.json, as the launching process does."""
+def write_plan(folder: Path) -> None:
+    """Write plan.json, as the controller does."""
     (folder / "plan.json").write_bytes(encoder.encode(make_plan(encoder.decode((folder / "run.json").read_bytes(), type=Run))))
 
 
 @pytest.mark.parametrize(("zero", "precision", "dp", "microbatch"), CASES)
-def test_the_plan_is_what_is_counted(zero: int, precision: str, dp: int, microbatch: int, ranks: Any, tmp_path: Path) -> None:
+def test_planned_memory_equals_counted_memory(zero: int, precision: str, dp: int, microbatch: int, ranks: Any, tmp_path: Path) -> None:
     words = (f"parallel.zero={zero}", f"cluster=1x{dp}", f"train.microbatch={microbatch}", "train.steps=2", *PRECISIONS[precision])
     folder = tmp_path / "run"
-    ranks.trained(folder, "quickstart", *WORDS, *words)
-    planned(folder)
+    ranks.train(folder, "quickstart", *WORDS, *words)
+    write_plan(folder)
     for each in ran(folder).memory:
         assert each.drift is not None, each.name
         assert abs(each.drift) <= 0.002, each  # the optimizer's count of steps, a scalar for each weight
@@ -60,68 +61,68 @@ def test_the_plan_is_what_is_counted(zero: int, precision: str, dp: int, microba
     ],
     ids=" ".join,
 )
-def test_what_is_saved_for_backward_is_planned_too(words: tuple[str, ...], ranks: Any, tmp_path: Path) -> None:
+def test_planned_saved_activations_equal_counted_ones(words: tuple[str, ...], ranks: Any, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     given = [each for each in WORDS if not (words[0].startswith("model=") and each.startswith("model."))]
-    ranks.trained(folder, "quickstart", *given, *words, "train.microbatch=2", "train.steps=2")
-    planned(folder)
+    ranks.train(folder, "quickstart", *given, *words, "train.microbatch=2", "train.steps=2")
+    write_plan(folder)
     drifts = {each.name: each.drift for each in ran(folder).memory}
     assert all(drift is not None and abs(drift) <= 0.002 for drift in drifts.values()), drifts
 
 
 @pytest.fixture(scope="module")
 def trained(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was resumed once, with validation and a profiler's window."""
+    """A run that was resumed once, with validation and a profiled window of steps."""
     folder: Path = tmp_path_factory.mktemp("report") / "run"
     words = ("data=synthetic", *SMALL, "train.microbatch=2", "log.every=1", "train.evaluate={every: 4, batches: 1}")
-    ranks.trained(folder, "quickstart", *words, "train.steps=6", "log.profile=[3,4]")
-    ranks.trained(folder, "quickstart", *words, "train.steps=12")
-    planned(folder)
+    ranks.train(folder, "quickstart", *words, "train.steps=6", "log.profile=[3,4]")
+    ranks.train(folder, "quickstart", *words, "train.steps=12")
+    write_plan(folder)
     return folder
 
 
-def said(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+def run_command(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     status = command(shlex.split(words))
     return status, *capsys.readouterr()
 
 
-def test_the_page_is_plain_and_narrow(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = said(f"report '{trained}'", capsys)
+def test_the_page_of_a_run_is_plain_text_of_page_width(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run_command(f"report '{trained}'", capsys)
     assert (status, err) == (0, "")
     assert "\x1b" not in out
-    assert max(map(len, out.splitlines())) <= USUAL
+    assert max(map(len, out.splitlines())) <= DEFAULT_WIDTH
     assert out.startswith("run: 12 of 12 steps; loss ")
     for kind in ("weights", "gradients", "optimizer", "activations", "forward and backward", "optimizer step", "tokens/s"):
         assert f"  {kind} " in out
 
 
-def test_a_resume_validation_and_checkpoints_are_told(trained: Path) -> None:
+def test_the_report_has_checkpoints_validation_and_every_step_of_both_attempts(trained: Path) -> None:
     found = ran(trained)
     assert found.saved == (6, 12)
     assert [step for step, _ in found.validation] == [4, 6, 8, 12]
     assert [step for step, _ in found.losses] == list(range(1, 13))
-    assert "validation " in page(found, Look())
+    assert "validation loss " in report_text(found, Style())
 
 
-def test_the_curve_goes_from_its_highest_to_its_lowest_point(trained: Path) -> None:
+def test_the_chart_is_labelled_with_the_highest_and_lowest_loss(trained: Path) -> None:
     found = ran(trained)
     losses = [loss for _, loss in (*found.losses, *found.validation)]
     for blocks, drawn in ((True, "│"), (False, "|")):
-        lines = [line for line in page(found, Look(blocks=blocks)).splitlines() if drawn in line[:12]]
-        assert len(lines) == TALL
+        lines = [line for line in report_text(found, Style(blocks=blocks)).splitlines() if drawn in line[:12]]
+        assert len(lines) == HEIGHT
         assert lines[0].split()[0] == f"{max(losses):.3f}"
         assert f"{min(losses):.3f}" in lines[-1]
-    assert page(found, Look(blocks=False)).isascii()
+    assert report_text(found, Style(blocks=False)).isascii()
 
 
 def test_json_is_one_document_with_every_drift(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = said(f"report '{trained}' --json", capsys)
+    status, out, _ = run_command(f"report '{trained}' --json", capsys)
     document = json.loads(out)
     assert (status, document["version"], document["steps"], document["whole"]) == (0, 1, 12, 12)
     assert [set(row) for row in document["memory"]] == [{"name", "unit", "planned", "measured", "drift"}] * 4
 
 
-def test_the_profilers_window_is_a_trace(trained: Path) -> None:
+def test_the_profiled_steps_are_a_chrome_trace(trained: Path) -> None:
     (file,) = (trained / "trace").iterdir()
     events = json.loads(file.read_bytes())["traceEvents"]
     assert file.name == "steps_3_4.json"
@@ -129,27 +130,27 @@ def test_the_profilers_window_is_a_trace(trained: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", ["run.json", "run.json metrics.jsonl"])
-def test_a_run_that_is_not_far_yet_has_a_page(kept: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_has_just_begun_has_a_page(kept: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in kept.split():
         (tmp_path / name).write_bytes((trained / name).read_bytes()[: 100000 if name == "run.json" else -7])
-    status, out, err = said(f"report '{tmp_path}'", capsys)
+    status, out, err = run_command(f"report '{tmp_path}'", capsys)
     assert (status, err) == (0, "")
     assert out.startswith("run: ")
 
 
 @pytest.mark.parametrize("name", ["", "nowhere"])
-def test_a_folder_that_is_no_run_is_one_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = said(f"report '{tmp_path / name}'", capsys)
+def test_a_folder_that_is_no_run_prints_one_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run_command(f"report '{tmp_path / name}'", capsys)
     assert (status, out, len(err.splitlines())) == (2, "", 1)
 
 
 # fmt: off
-INCIDENTS: tuple[tuple[list[dict[str, Any]], str], ...] = (  # rows after a first one, and the line
+INCIDENTS: tuple[tuple[list[dict[str, Any]], str], ...] = (  # rows after the first one, and the line
     ([], ""),
-    ([{"step": 2, "skipped": True}], "1 of 2 steps was skipped (a loss or gradient was not finite), and the weights stayed"),
+    ([{"step": 2, "skipped": True}], "1 of 2 steps was skipped, weights unchanged, because a loss or gradient was not finite"),
     ([{"step": 2, "skipped": True}, {"step": 3, "skipped": True}, {"step": 4, "spike": 7.5}, {"restart": 1, "step": 3, "lost_steps": 1}],
-     "2 of 4 steps were skipped (a loss or gradient was not finite), and the weights stayed; 1 spike of the loss; 1 restart after faults"),
-    ([{"step": 2, "skipped": True, "spike": 9.0}, {"step": 2}], ""),  # the last pass of a step counts
+     "2 of 4 steps were skipped, weights unchanged, because a loss or gradient was not finite; 1 loss spike; 1 restart after faults"),
+    ([{"step": 2, "skipped": True, "spike": 9.0}, {"step": 2}], ""),  # the last row of a step counts
 )
 # fmt: on
 
@@ -157,14 +158,14 @@ INCIDENTS: tuple[tuple[list[dict[str, Any]], str], ...] = (  # rows after a firs
 @pytest.mark.parametrize(("rows", "line"), INCIDENTS)
 def test_skipped_steps_spikes_and_restarts_are_counted_at_the_end(rows: list[dict[str, Any]], line: str, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ({"step": 1, "loss": 3.0}, *rows)))
-    assert " ".join(each.strip() for each in incidents(ran(tmp_path))) == line
+    assert " ".join(each.strip() for each in incident_lines(ran(tmp_path))) == line
     run = load("quickstart", ["name=run", f"log.dir={tmp_path.parent}"])
-    told = after(changed(run, [("log.dir", str(tmp_path.parent)), ("name", tmp_path.name)])).splitlines()
+    told = closing_text(with_changes(run, [("log.dir", str(tmp_path.parent)), ("name", tmp_path.name)])).splitlines()
     assert told[0] == ""
     assert (told[1] == "Nothing was measured yet") == (not line)
 
 
-def test_figures_that_are_none_are_named(tmp_path: Path) -> None:
+def test_a_damaged_metrics_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("hello\n")
     assert ran(tmp_path).damaged == ("metrics.jsonl",)
     (tmp_path / "metrics.jsonl").write_text("")

@@ -1,4 +1,4 @@
-"""Starting `distrain` stays cheap: which modules its commands load (scripts/bench_startup.py measures the time)."""
+"""The modules that commands load at start-up (scripts/bench_startup.py measures the time)."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ PARSERS = {"hydra", "omegaconf", "antlr4", "yaml"}
 
 
 def loaded(*words: str) -> set[str]:
-    """The top-level modules, and those of distrain, that a command has loaded when it ends."""
+    """The top-level modules, and the modules of distrain, that a command has loaded when it ends."""
     program = f"""
 import atexit, sys
 atexit.register(lambda: print("loaded:", *sys.modules))
@@ -24,7 +24,7 @@ main()
     return {name for name in names if "." not in name or name.startswith("distrain.")}
 
 
-def test_help_loads_neither_the_parsers_nor_the_planner() -> None:
+def test_help_loads_no_parser_and_no_planner() -> None:
     names = loaded("--help")
     assert not names & (HEAVY | PARSERS)
     assert not [name for name in names if name.startswith("distrain.trainer.plan.")]

@@ -9,7 +9,7 @@ from hypothesis import strategies as some
 from distrain.cli.app import command
 from distrain.cli.config.keys import keys
 from distrain.cli.config.load import load
-from distrain.trainer.spec.quantity import dimension_of, quantity, right_form
+from distrain.trainer.spec.quantity import dimension_of, parse_quantity, suggest_quantity
 from distrain.trainer.spec.run import Run
 from distrain.trainer.spec.units import UNITS, unit_of
 
@@ -29,17 +29,17 @@ READ: list[tuple[str, str, float]] = [
     ("cluster.mtbf", "1000 days", 86.4e6),
 ]
 WRONG: list[tuple[str, str]] = [
-    ("cluster.between.bandwidth=400Gb", "is no rate: write 400Gb/s or 50e9 (bytes/s per GPU)"),
-    ("cluster.between.bandwidth=400G",  "is no rate: write 400Gb/s or 400GB/s (bytes/s per GPU)"),
-    ("cluster.between.bandwidth=100gb/s", "is no rate: write 100Gb/s or 100GB/s (bytes/s per GPU)"),
-    ("cluster.between.bandwidth=25GB",  "is no rate: write 25GB/s (bytes/s per GPU)"),
-    ("cluster.between.bandwidth=fast",  "is no rate: write 25e9, 25GB/s or 200Gb/s (bytes/s per GPU)"),
+    ("cluster.between.bandwidth=400Gb", "is not a rate: write 400Gb/s or 50e9 (bytes/s per GPU)"),
+    ("cluster.between.bandwidth=400G",  "is not a rate: write 400Gb/s or 400GB/s (bytes/s per GPU)"),
+    ("cluster.between.bandwidth=100gb/s", "is not a rate: write 100Gb/s or 100GB/s (bytes/s per GPU)"),
+    ("cluster.between.bandwidth=25GB",  "is not a rate: write 25GB/s (bytes/s per GPU)"),
+    ("cluster.between.bandwidth=fast",  "is not a rate: write 25e9, 25GB/s or 200Gb/s (bytes/s per GPU)"),
     ("cluster.between.bandwidth=-5",    "is not a number, above 0 (bytes/s per GPU)"),
-    ("cluster.device.memory=80G",       "is no size: write 80GB or 80GiB (bytes)"),
-    ("cluster.device.memory=80Gb",      "is no size: write 80GB or 80GiB (bytes)"),
-    ("cluster.device.peak.bf16=312T",   "is no rate: write 312TFLOP/s (FLOP/s)"),
-    ("cluster.inside.latency=5m",       "is no time: write 5ms or 5min (seconds)"),
-    ("cluster.storage=2TB",             "is no rate: write 2TB/s (bytes/s)"),
+    ("cluster.device.memory=80G",       "is not a size: write 80GB or 80GiB (bytes)"),
+    ("cluster.device.memory=80Gb",      "is not a size: write 80GB or 80GiB (bytes)"),
+    ("cluster.device.peak.bf16=312T",   "is not a rate: write 312TFLOP/s (FLOP/s)"),
+    ("cluster.inside.latency=5m",       "is not a time: write 5ms or 5min (seconds)"),
+    ("cluster.storage=2TB",             "is not a rate: write 2TB/s (bytes/s)"),
     ("train.seq=4k",                    "is not a number: write 4000 or 4096"),
     ("train.batch=2M",                  "is not a number: write 2000000 or 2097152"),
     ("train.tokens=15T",                "is not a number: write 15e12"),
@@ -103,4 +103,4 @@ def test_every_message_about_a_link_says_that_it_is_a_gpus() -> None:
 def test_any_text_is_a_quantity_or_told_what_one_is(text: str, key: str) -> None:
     of = dimension_of(key)
     assert of is not None
-    assert quantity(text, of) is not None or right_form(text, of).startswith("write ")
+    assert parse_quantity(text, of) is not None or suggest_quantity(text, of).startswith("write ")

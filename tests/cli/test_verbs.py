@@ -1,4 +1,4 @@
-"""What ls, show and plan print, on a terminal and into a pipe, and the status they leave."""
+"""The output of ls, show and plan, on a terminal and into a pipe, and their exit statuses."""
 
 import json
 import os
@@ -13,43 +13,43 @@ import pytest
 
 from distrain.cli.app import command
 from distrain.cli.config import library
-from distrain.cli.pages.format import USUAL
+from distrain.cli.pages.format import DEFAULT_WIDTH
 from distrain.trainer.plan.result import Plan
 
 RECIPES = list(library.recipes(None))
 
 
-def ran(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    """A command run in this process: its status, stdout and stderr."""
+def run_command(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    """Run a command in this process; its exit status, stdout and stderr."""
     status = command(list(words))
     said = capsys.readouterr()
     return status, said.out, said.err
 
 
-def process(*words: str, **more: Any) -> subprocess.CompletedProcess[str]:
-    """A command run as a user runs it."""
+def run_process(*words: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process of its own, as a user does."""
     return subprocess.run([sys.executable, "-m", "distrain", *words], capture_output=True, text=True, **more)
 
 
 def json_of(recipe: str, capsys: pytest.CaptureFixture[str]) -> Any:
-    """The plan of a recipe as other tools read it."""
-    return json.loads(ran(["plan", f"conf={recipe}", "--json"], capsys)[1])
+    """The plan of a recipe as JSON."""
+    return json.loads(run_command(["plan", f"conf={recipe}", "--json"], capsys)[1])
 
 
 # ls
 
 
-def test_ls_names_every_recipe_and_every_group(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = ran(["ls"], capsys)
+def test_ls_lists_every_recipe_and_every_group(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run_command(["ls"], capsys)
     names = {line.split()[0] for line in out.splitlines() if line.startswith("  ")}
     assert (status, err) == (0, "")
     assert names == {*RECIPES, *library.groups(None)}
-    assert max(map(len, out.splitlines())) <= USUAL
+    assert max(map(len, out.splitlines())) <= DEFAULT_WIDTH
 
 
 @pytest.mark.parametrize("group", [*library.groups(None), "recipes"])
-def test_ls_of_a_group_says_what_each_option_is(group: str, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = ran(["ls", group], capsys)
+def test_ls_of_a_group_describes_each_option(group: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run_command(["ls", group], capsys)
     names = library.recipes(None) if group == "recipes" else library.options(group, None)
     assert status == 0
     options = out.partition("\n\n")[0].splitlines()  # then the keys
@@ -57,34 +57,34 @@ def test_ls_of_a_group_says_what_each_option_is(group: str, capsys: pytest.Captu
     assert all(len(line.split()) > 1 for line in options)
 
 
-def test_ls_lists_a_users_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_lists_the_users_own_configs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("# a model of mine\nfamily: gpt\n")
-    _, out, _ = ran(["ls", "model", "--config-dir", str(tmp_path)], capsys)
+    _, out, _ = run_command(["ls", "model", "--config-dir", str(tmp_path)], capsys)
     assert ["mine", "a", "model", "of", "mine"] in [line.split() for line in out.splitlines()]
 
 
 # show
 
 
-def test_show_fills_every_default_in_and_its_output_is_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = ran(["show", "conf=gpt3_175b", "parallel.tp=4", "cluster=6x4x64"], capsys)
+def test_show_fills_in_every_default_and_prints_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run_command(["show", "conf=gpt3_175b", "parallel.tp=4", "cluster=6x4x64"], capsys)
     assert (status, err) == (0, "")
     assert "  kv_heads: null\n" in out
     assert "reading: 'cluster=6x4x64: data 6 x tensor 4 x pipeline 64 = 1536 GPUs" in out
     (tmp_path / "mine.yaml").write_text(out)
-    assert ran(["show", f"conf={tmp_path}/mine.yaml"], capsys)[1] == out
+    assert run_command(["show", f"conf={tmp_path}/mine.yaml"], capsys)[1] == out
 
 
 # plan
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_plan_fits_the_page_and_starts_with_its_verdict(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = ran(["plan", f"conf={recipe}"], capsys)
+def test_the_page_of_a_plan_begins_with_its_verdict_and_fits_its_width(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run_command(["plan", f"conf={recipe}"], capsys)
     first, *lines = out.splitlines()
     assert first.startswith(f"{recipe} fits: " if status == 0 else f"{recipe} does not fit: ")
-    assert max(map(len, [first, *lines])) <= USUAL
+    assert max(map(len, [first, *lines])) <= DEFAULT_WIDTH
     assert "\x1b" not in out
     heads = [line for line in lines if line[:1].isupper()]
     wanted = (
@@ -95,15 +95,15 @@ def test_a_plan_fits_the_page_and_starts_with_its_verdict(recipe: str, capsys: p
     assert [head.startswith(word) for head, word in zip(heads, wanted, strict=True)] == [True] * len(wanted)
 
 
-def test_a_plan_that_fits_leaves_status_0(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = ran(["plan", "conf=gpt3_175b", "cluster=6x8x64", "train.batch=1536"], capsys)
+def test_a_plan_that_fits_exits_0(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run_command(["plan", "conf=gpt3_175b", "cluster=6x8x64", "train.batch=1536"], capsys)
     assert (status, err) == (0, "")
     reading = "cluster=6x8x64: data 6 x tensor 8 x pipeline 64 = 3072 GPUs, 384 nodes x 8, each stage on 6 nodes"
     assert reading in " ".join(out.split())
 
 
-def test_a_plan_that_does_not_fit_leaves_status_1_and_says_so_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = ran(["plan", "conf=gpt3_175b", "parallel.pp=1", "parallel.dp=auto"], capsys)
+def test_a_plan_that_does_not_fit_exits_1_with_a_line_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run_command(["plan", "conf=gpt3_175b", "parallel.pp=1", "parallel.dp=auto"], capsys)
     (line,) = err.splitlines()
     assert status == 1
     assert out.startswith("gpt3_175b does not fit: needs ")
@@ -111,20 +111,20 @@ def test_a_plan_that_does_not_fit_leaves_status_1_and_says_so_on_stderr(capsys: 
     assert line.startswith("distrain: ")
 
 
-def test_a_plan_that_cannot_be_laid_out_tells_every_problem(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = ran(["plan", "conf=gpt3_175b", "parallel.tp=7", "optim.warmup=1000000"], capsys)
+def test_a_plan_that_cannot_be_laid_out_lists_every_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run_command(["plan", "conf=gpt3_175b", "parallel.tp=7", "optim.warmup=1000000"], capsys)
     count = len(err.splitlines())
     assert status == 1
     assert out.startswith(f"gpt3_175b can't be laid out: {count} problems\n")
     assert out.count("problem: ") == count > 1
 
 
-def test_where_no_peak_is_stated_the_page_says_how_to_get_times(
+def test_without_a_stated_peak_the_page_says_how_to_get_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    _, out, _ = ran(["plan", "conf=quickstart"], capsys)
-    assert out.splitlines()[0].endswith("; how long it takes is not known")
+    _, out, _ = run_command(["plan", "conf=quickstart"], capsys)
+    assert out.splitlines()[0].endswith("; step time not known")
     assert "Time, throughput and days are not known\n  `distrain fit` measures this machine, once; or set cluster.device.peak.fp32" in out
     assert "None" not in out
     assert "nan" not in out
@@ -144,7 +144,7 @@ def keys_of(value: Any, hint: Any) -> None:
             keys_of(each[key], inner)
 
 
-# Design of the JSON: what other tools read; keys may be added, never renamed.
+# The contract of the JSON that other tools read: keys may be added, never renamed or removed.
 CONTRACT: dict[str, set[str]] = {
     "": {
         "version", "name", "ok", "fits", "runnable", "reading", "problems", "warnings", "world", "mesh", "engine", "schedule",
@@ -167,7 +167,7 @@ MESSAGE = {"axis", "verb", "payload", "count", "sent", "link", "seconds", "expos
 
 @pytest.mark.parametrize("recipe", ["gpt3_175b", "quickstart", "mixtral_8x7b"])
 def test_json_is_one_document_with_every_key_of_the_contract(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = ran(["plan", f"conf={recipe}", "--json"], capsys)
+    _, out, _ = run_command(["plan", f"conf={recipe}", "--json"], capsys)
     plan = json.loads(out)
     keys_of(plan, Plan)
     for section, keys in CONTRACT.items():
@@ -177,8 +177,8 @@ def test_json_is_one_document_with_every_key_of_the_contract(recipe: str, capsys
     assert all(set(message) >= MESSAGE for message in plan["traffic"])
 
 
-def test_json_of_what_cannot_be_laid_out_has_its_problems_and_nulls(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = ran(["plan", "conf=gpt3_175b", "parallel.tp=7", "--json"], capsys)
+def test_json_of_a_plan_that_cannot_be_laid_out_has_problems_and_nulls(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run_command(["plan", "conf=gpt3_175b", "parallel.tp=7", "--json"], capsys)
     plan = json.loads(out)
     assert (status, plan["ok"], plan["fits"], plan["memory"]) == (1, False, None, None)
     assert [f"distrain: {each['says']}: {each['mend']}" for each in plan["problems"]] == err.splitlines()
@@ -186,7 +186,7 @@ def test_json_of_what_cannot_be_laid_out_has_its_problems_and_nulls(capsys: pyte
 
 
 def test_json_of_a_sweep_is_a_list(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = ran(["plan", "conf=gpt3_175b", "-m", "parallel.tp=8,7", "--json"], capsys)
+    status, out, _ = run_command(["plan", "conf=gpt3_175b", "-m", "parallel.tp=8,7", "--json"], capsys)
     first, second = json.loads(out)
     assert status == 1
     assert (first["overrides"], first["fits"]) == (["parallel.tp=8"], True)
@@ -196,8 +196,8 @@ def test_json_of_a_sweep_is_a_list(capsys: pytest.CaptureFixture[str]) -> None:
 # -m
 
 
-def test_a_sweep_is_a_table_of_one_line_a_layout(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = ran(["plan", "conf=gpt3_175b", "-m", "parallel.tp=8,7", "parallel.recompute=full,none"], capsys)
+def test_a_sweep_prints_a_line_for_each_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run_command(["plan", "conf=gpt3_175b", "-m", "parallel.tp=8,7", "parallel.recompute=full,none"], capsys)
     head, *lines = out.splitlines()
     assert (status, err) == (1, "")
     assert head.split() == ["layout", "verdict", "memory", "step", "tokens/s", "MFU"]
@@ -205,16 +205,16 @@ def test_a_sweep_is_a_table_of_one_line_a_layout(capsys: pytest.CaptureFixture[s
     assert "can't: " in lines[2]
 
 
-def test_a_sweep_that_fits_leaves_status_0_and_echoes_its_readings(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = ran(["plan", "conf=gpt3_175b", "-m", "cluster=128x8,256x8", "parallel.dp=auto"], capsys)
+def test_a_sweep_that_fits_exits_0_and_prints_its_readings(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run_command(["plan", "conf=gpt3_175b", "-m", "cluster=128x8,256x8", "parallel.dp=auto"], capsys)
     assert status == 0
     assert out.splitlines()[-2:] == ["cluster=128x8: 128 nodes x 8 GPUs = 1024 GPUs", "cluster=256x8: 256 nodes x 8 GPUs = 2048 GPUs"]
 
 
-def test_a_wide_layout_has_its_words_on_a_line_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_overrides_of_a_layout_have_a_line_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
     keys = ["parallel.overlap.pipeline", "parallel.overlap.tensor", "parallel.overlap.data", "parallel.offload.parameters"]
-    _, out, _ = ran(["plan", "conf=gpt3_175b", "-m", *(f"{key}=true,false" for key in keys)], capsys)
-    assert max(map(len, out.splitlines())) <= USUAL
+    _, out, _ = run_command(["plan", "conf=gpt3_175b", "-m", *(f"{key}=true,false" for key in keys)], capsys)
+    assert max(map(len, out.splitlines())) <= DEFAULT_WIDTH
 
 
 # Streams
@@ -222,18 +222,18 @@ def test_a_wide_layout_has_its_words_on_a_line_of_their_own(capsys: pytest.Captu
 
 @pytest.mark.parametrize("words", [["--help"], ["ls", "--help"], ["show", "-h"], ["plan", "--help"]])
 def test_help_has_an_example(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = ran(words, capsys)
+    status, out, err = run_command(words, capsys)
     verb = words[0] if words[0] != "--help" else "plan"
     assert (status, err) == (0, "")
     assert f"  distrain {verb} " in out.split("Options:")[0]
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = ran(["--version"], capsys)
+    status, out, _ = run_command(["--version"], capsys)
     assert (status, out.split()[0]) == (0, "distrain")
 
 
-def test_a_reader_that_goes_away_is_no_error() -> None:
+def test_a_closed_pipe_is_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run([sys.executable, "-m", "distrain", "plan", "conf=quickstart"], stdout=writer, stderr=subprocess.PIPE, text=True)
@@ -249,12 +249,12 @@ def test_a_full_disk_is_one_line() -> None:
 
 
 def test_without_utf8_the_page_is_ascii() -> None:
-    done = process("plan", "conf=gpt2_124m", env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    done = run_process("plan", "conf=gpt2_124m", env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert done.stdout.isascii()
     assert "#" in done.stdout
 
 
-def test_problems_are_not_told_twice_where_both_streams_are_one() -> None:
+def test_problems_are_printed_once_where_stdout_and_stderr_are_one_file() -> None:
     words = [sys.executable, "-m", "distrain", "plan", "conf=gpt3_175b", "parallel.tp=7"]
     done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert "problem: " in done.stdout
@@ -268,7 +268,7 @@ def test_a_terminal_gets_colour_unless_it_asks_for_none() -> None:
 
 
 def in_terminal(variables: dict[str, str]) -> str:
-    """What `distrain plan` writes to a terminal."""
+    """The output of `distrain plan` to a terminal."""
     ours, theirs = os.openpty()
     words = [sys.executable, "-m", "distrain", "plan", "conf=gpt2_124m"]
     with subprocess.Popen(words, stdout=theirs, stderr=subprocess.DEVNULL, env={**os.environ, **variables}):
@@ -286,14 +286,14 @@ def in_terminal(variables: dict[str, str]) -> str:
     return said.decode()
 
 
-def test_a_wrong_word_has_no_traceback_in_a_process_of_its_own() -> None:
-    done = process("plan", "conf=quickstart", "parallel.tpp=2")
+def test_a_wrong_key_prints_one_line_without_a_traceback() -> None:
+    done = run_process("plan", "conf=quickstart", "parallel.tpp=2")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "distrain: no key parallel.tpp: did you mean parallel.tp?\n"
 
 
-def test_a_users_file_named_like_a_module_of_ours_does_no_harm(tmp_path: Path) -> None:
+def test_a_users_file_named_like_our_module_is_not_imported(tmp_path: Path) -> None:
     for name in ("trainer", "cli", "conf"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('imported')\n")
-    done = process("plan", "conf=quickstart", cwd=tmp_path)
+    done = run_process("plan", "conf=quickstart", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")

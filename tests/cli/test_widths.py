@@ -1,4 +1,4 @@
-"""Every page at several widths: no line is longer than it may be, but for words that can't be broken."""
+"""Every page at several widths: no line is longer than the page, except for words that can't be broken."""
 
 import os
 import shlex
@@ -11,16 +11,16 @@ from hypothesis import strategies as some
 
 from distrain.cli.app import app, command
 from distrain.cli.config import library
-from distrain.cli.pages.format import LEAST, MOST, USUAL, Look, narrow_table, width, wrapped
-from distrain.cli.pages.hosts_page import lines
-from distrain.cli.pages.report_page import page
-from distrain.cli.verbs.doctor import Finding
+from distrain.cli.pages.format import DEFAULT_WIDTH, MAX_WIDTH, MIN_WIDTH, Style, narrow_table, page_width, wrap
+from distrain.cli.pages.hosts_page import preflight_lines
+from distrain.cli.pages.report_page import report_text
 from distrain.trainer.launch.hosts.hostfile import Host
-from distrain.trainer.launch.preflight.checks import Seen
-from distrain.trainer.launch.preflight.preflight import Report
+from distrain.trainer.launch.preflight.checks import HostState
+from distrain.trainer.launch.preflight.preflight import PreflightReport
+from distrain.trainer.machine.checks import Check
 from distrain.trainer.rundir.measured import Beside, Ran
 
-WIDTHS = (LEAST, USUAL, 100, MOST)
+WIDTHS = (MIN_WIDTH, DEFAULT_WIDTH, 100, MAX_WIDTH)
 LONG = "a_name_of_a_recipe_that_nobody_would_ever_want_to_read_twice"
 PAGES = [
     *(f"plan conf={recipe}" for recipe in library.recipes(None)),
@@ -38,13 +38,13 @@ PAGES = [
 
 
 def too_long(page: Sequence[str], columns: int) -> list[str]:
-    """The lines that could be shorter: longer than the page, and with more than one word after their indentation."""
+    """The lines that are longer than the page although they could be broken."""
     return [line for line in page if len(line) > columns and " " in line.strip()]
 
 
 @pytest.mark.parametrize("words", PAGES)
-def test_a_page_fits_its_columns(words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for columns in WIDTHS if "--help" not in words else (USUAL, MOST):
+def test_no_line_of_a_page_is_too_long(words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for columns in WIDTHS if "--help" not in words else (DEFAULT_WIDTH, MAX_WIDTH):
         monkeypatch.setenv("COLUMNS", str(columns))
         command(shlex.split(words))
         assert not too_long(capsys.readouterr().out.splitlines(), columns)
@@ -57,7 +57,7 @@ def test_the_help_of_every_verb_is_among_the_pages() -> None:
 
 
 @pytest.mark.parametrize("columns", WIDTHS)
-def test_a_report_fits_its_columns(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_line_of_a_report_is_too_long(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     row = Beside(name="forward and backward", unit="seconds", planned=1e-9, measured=1e9)
     points = tuple((step * 10**9, 1e6 / (step + 1)) for step in range(200))
@@ -68,28 +68,31 @@ def test_a_report_fits_its_columns(columns: int, monkeypatch: pytest.MonkeyPatch
         resident=2**60, losses=points, validation=points[::20], lost=12345, damaged=("plan.json", "run.json", "measured.json"),
     )  # fmt: skip
     for blocks in (True, False):
-        assert not too_long(page(ran, Look(blocks=blocks)).splitlines(), columns)
+        assert not too_long(report_text(ran, Style(blocks=blocks)).splitlines(), columns)
 
 
 @pytest.mark.parametrize("columns", WIDTHS)
-def test_hosts_and_findings_fit_their_columns(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_line_of_hosts_and_checks_is_too_long(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     host = Host(name="a-host-with-quite-a-long-name.of.some.cluster.example.org", slots=tuple(range(8)))
     facts = {"versions": {"python": "3.11.7", "torch": "2.13.0+cu130"}, "cards": [{}] * 8, "folder": {"free": 2**45}, "cores": 128}
-    seen = Seen(host=host, seconds=0.4, facts=facts, drift=0.0, links={"reached": ["x"]})
-    report = Report(seen=(seen, seen), problems=(), notes=("clocks differ, and so on, " * 6,), rate=1e9)
-    assert not too_long(list(lines(report)), columns)
-    finding = Finding("disk", "problem", "4.00 KiB free in /a/folder " + "of some depth " * 8, "make room, or set log.dir to another disk")
-    assert not too_long(wrapped(str(finding), hang=" " * 9), columns)
+    seen = HostState(host=host, seconds=0.4, facts=facts, drift=0.0, links={"reached": ["x"]})
+    report = PreflightReport(seen=(seen, seen), problems=(), notes=("clocks differ, and so on, " * 6,), rate=1e9)
+    assert not too_long(list(preflight_lines(report)), columns)
+    check = Check("disk", "problem", "4.00 KiB free in /a/folder " + "of some depth " * 8, "make room, or set log.dir to another disk")
+    assert not too_long(wrap(str(check), hang=" " * 9), columns)
 
 
-@pytest.mark.parametrize(("said", "columns"), [("20", LEAST), ("100", 100), ("1000", MOST), ("", USUAL), ("many", USUAL), ("0", USUAL)])
-def test_columns_say_how_wide_a_page_is_within_bounds(said: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("said", "columns"),
+    [("20", MIN_WIDTH), ("100", 100), ("1000", MAX_WIDTH), ("", DEFAULT_WIDTH), ("many", DEFAULT_WIDTH), ("0", DEFAULT_WIDTH)],
+)
+def test_COLUMNS_sets_the_page_width_within_bounds(said: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", said)
-    assert width() == columns
+    assert page_width() == columns
 
 
-def test_a_terminal_says_how_wide_a_page_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_is_as_wide_as_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     import fcntl
     import struct
     import termios
@@ -99,14 +102,14 @@ def test_a_terminal_says_how_wide_a_page_is(monkeypatch: pytest.MonkeyPatch) -> 
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 97, 0, 0))
     with os.fdopen(ours, "rb", buffering=0), os.fdopen(theirs, "w") as terminal:
         monkeypatch.setattr("sys.stdout", terminal)
-        assert width() == 97
+        assert page_width() == 97
 
 
-def test_what_is_piped_is_as_wide_everywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_piped_output_has_the_default_width(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     with (tmp_path / "page.txt").open("w") as file:
         monkeypatch.setattr("sys.stdout", file)
-        assert width() == USUAL
+        assert page_width() == DEFAULT_WIDTH
 
 
 cell = some.text("abcdefgh 0123", max_size=30)
@@ -117,5 +120,5 @@ grids = some.integers(1, 5).flatmap(lambda count: some.lists(some.lists(cell, mi
 
 @given(grids)
 def test_a_narrow_table_loses_no_word(rows: list[list[str]]) -> None:
-    said = {word.strip(";") for word in " ".join(narrow_table(rows, room=40)).split()}
+    said = {word.strip(";") for word in " ".join(narrow_table(rows, width=40)).split()}
     assert {word for row in rows for each in row for word in each.split()} <= said

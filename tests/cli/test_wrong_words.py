@@ -178,7 +178,7 @@ def test_a_file_that_is_no_text_is_named(tmp_path: Path, capsys: pytest.CaptureF
     file = tmp_path / "mine.yaml"
     file.write_bytes(b"\xff\xfe\x00")
     assert command(["plan", f"conf={file}"]) == 2
-    assert capsys.readouterr().err == f"distrain: {file} is not text in UTF-8\n"
+    assert capsys.readouterr().err == f"distrain: {file} is not valid UTF-8\n"
 
 
 def test_a_group_file_with_wrong_yaml_is_named_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Batches are a function of the seed and of the samples consumed: in every layout, after every resume, in every epoch."""
+"""Batches depend only on the seed and the samples consumed: in every layout, after every resume, in every epoch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distrain.trainer.loop.data.batches import IGNORED, Batches, ahead, shard
+from distrain.trainer.loop.data.batches import IGNORED, Batches, prefetch, shard
 from distrain.trainer.loop.data.corpus import Corpus
-from distrain.trainer.loop.data.prepare import prepare
+from distrain.trainer.loop.data.prepare import prepare_corpus
 from distrain.trainer.loop.data.synthetic import PHRASE, STRIDES
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import Data
@@ -34,7 +34,7 @@ def counted(folder: Path, name: str, first: int, documents: int, rng: np.random.
 
 
 def opened(data: Data, folder: Path, seq: int = SEQ, vocab: int = 10_000) -> Corpus:
-    return prepare(data, vocab=vocab, seq=seq, cache=folder / "cache", progress=lambda *_: None)
+    return prepare_corpus(data, vocab=vocab, seq=seq, cache=folder / "cache", progress=lambda *_: None)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_a_shard_outside_of_the_batch_is_refused() -> None:
 
 
 @given(first=st.integers(0, 10**7), count=st.integers(1, 20), cut=st.integers(0, 20))
-def test_a_resume_at_any_sample_goes_on_as_if_nothing_had_been(batches: Batches, first: int, count: int, cut: int) -> None:
+def test_a_resume_at_any_sample_continues_with_the_same_batches(batches: Batches, first: int, count: int, cut: int) -> None:
     cut = min(cut, count)
     whole = batches.batch(first, count)
     again = Batches(batches.corpus, seed=7, seq=SEQ)
@@ -114,7 +114,7 @@ def test_an_epoch_has_every_window_once(corpus: Corpus) -> None:
         assert len(labels) == size * SEQ
 
 
-def test_epochs_are_shuffled_each_in_its_own_way(corpus: Corpus) -> None:
+def test_each_epoch_has_its_own_order(corpus: Corpus) -> None:
     batches = Batches(corpus, seed=7, seq=SEQ)
     (size,) = batches.windows
     first, second = batches.batch(0, size).tokens, batches.batch(size, size).tokens
@@ -127,7 +127,7 @@ def test_another_seed_is_another_order(corpus: Corpus) -> None:
 
 
 @pytest.mark.parametrize("which", ["corpus", "blend"])
-def test_what_validates_never_trains(which: str, request: pytest.FixtureRequest) -> None:
+def test_validation_tokens_never_train(which: str, request: pytest.FixtureRequest) -> None:
     corpus = request.getfixturevalue(which)
     seen = []
     for split in ("train", "validation"):
@@ -137,7 +137,7 @@ def test_what_validates_never_trains(which: str, request: pytest.FixtureRequest)
     assert seen[0] & seen[1] == {END}
 
 
-def test_about_the_share_that_was_asked_for_validates_in_whole_documents(corpus: Corpus) -> None:
+def test_whole_documents_of_about_the_requested_share_validate(corpus: Corpus) -> None:
     source = corpus.sources[0]
     size = corpus.size("train") + corpus.size("validation")
     assert 0.1 * size <= corpus.size("validation") <= 0.1 * size + 40
@@ -145,7 +145,7 @@ def test_about_the_share_that_was_asked_for_validates_in_whole_documents(corpus:
     assert {*source.validation.begins.tolist(), *source.validation.ends.tolist()} <= bounds
 
 
-def test_validation_is_the_same_windows_for_every_seed_and_in_every_round(corpus: Corpus) -> None:
+def test_validation_windows_are_the_same_for_every_seed_and_evaluation(corpus: Corpus) -> None:
     one, other = (Batches(corpus, seed=seed, seq=SEQ, split="validation") for seed in (1, 2))
     (size,) = one.windows
     assert torch.equal(one.batch(0, size).tokens, other.batch(0, size).tokens)
@@ -153,7 +153,7 @@ def test_validation_is_the_same_windows_for_every_seed_and_in_every_round(corpus
     assert len(torch.unique(one.batch(0, size).tokens, dim=0)) == size
 
 
-def test_sources_are_drawn_from_by_weight_and_have_epochs_of_their_own(blend: Corpus) -> None:
+def test_sources_are_sampled_by_weight_and_have_their_own_epochs(blend: Corpus) -> None:
     batches = Batches(blend, seed=7, seq=SEQ)
     source, window = batches.located(np.arange(6 * max(batches.windows)))
     assert np.bincount(source).tolist() == pytest.approx([len(source) * part / 6 for part in (3, 2, 1)], abs=2)
@@ -163,7 +163,7 @@ def test_sources_are_drawn_from_by_weight_and_have_epochs_of_their_own(blend: Co
 
 
 @pytest.mark.parametrize("which", ["corpus", "blend"])
-def test_loss_stays_inside_documents_where_that_was_asked_for(which: str, request: pytest.FixtureRequest) -> None:
+def test_loss_stays_inside_documents_if_documents_are_kept_apart(which: str, request: pytest.FixtureRequest) -> None:
     corpus = request.getfixturevalue(which)
     plain, apart = (Batches(replace(corpus, documents=documents), seed=7, seq=SEQ).batch(0, 100) for documents in (False, True))
     assert apart.documents is not None
@@ -175,20 +175,20 @@ def test_loss_stays_inside_documents_where_that_was_asked_for(which: str, reques
     assert torch.equal(changes, boundary[:, :-1])
 
 
-def test_a_thread_that_reads_ahead_changes_nothing(batches: Batches) -> None:
+def test_prefetching_changes_no_batch(batches: Batches) -> None:
     shards = [range(first, first + 4) for first in (0, 4, 8, 100, 3)]
-    for samples, batch in zip(shards, ahead(batches, iter(shards)), strict=True):
+    for samples, batch in zip(shards, prefetch(batches, iter(shards)), strict=True):
         assert torch.equal(batch.tokens, batches.batch(samples.start, 4).tokens)
         assert batch.samples.tolist() == list(samples)
 
 
-def test_reading_ahead_ends_where_its_reader_stops(batches: Batches) -> None:
-    reader = ahead(batches, (range(first, first + 2) for first in range(0, 10**9, 2)))
+def test_prefetching_ends_when_the_reader_stops(batches: Batches) -> None:
+    reader = prefetch(batches, (range(first, first + 2) for first in range(0, 10**9, 2)))
     assert next(reader).samples.tolist() == [0, 1]
     reader.close()  # type: ignore[attr-defined]
 
 
-def test_made_up_text_counts_up_in_phrases(folder: Path) -> None:
+def test_synthetic_text_counts_up_in_phrases(folder: Path) -> None:
     made = opened(Data(), folder, vocab=1000).sources[0].tokens
     tokens = np.empty(50 * PHRASE, np.int64)
     made.copy(0, tokens)
@@ -197,7 +197,7 @@ def test_made_up_text_counts_up_in_phrases(folder: Path) -> None:
     assert set(np.unique(strides)) == set(range(1, STRIDES + 1))
 
 
-def test_made_up_text_is_of_uniform_tokens(folder: Path) -> None:
+def test_synthetic_tokens_are_uniform(folder: Path) -> None:
     corpus = opened(Data(), folder, vocab=50)
     assert corpus.entropy == pytest.approx(log(50))
     tokens = np.empty(200_000, np.int64)
@@ -206,7 +206,7 @@ def test_made_up_text_is_of_uniform_tokens(folder: Path) -> None:
     assert -(shares * np.log(shares)).sum() == pytest.approx(log(50), abs=1e-3)
 
 
-def test_what_one_release_has_drawn_the_next_one_draws(folder: Path) -> None:
+def test_batches_are_the_same_in_the_next_release(folder: Path) -> None:
     """A run may be resumed by another version: these figures change with the format of the cache only, and never by chance."""
     np.arange(2000, dtype=np.uint16).tofile(folder / "golden.bin")
     corpus = opened(Data(name="tokens", path=str(folder / "golden.bin"), end=999, validation=0.1), folder)
@@ -219,13 +219,13 @@ def test_what_one_release_has_drawn_the_next_one_draws(folder: Path) -> None:
     assert made.batch(0, 3).tokens.tolist() == [[205, 207, 209, 211], [37, 45, 53, 61], [41, 47, 53, 59]]
 
 
-def test_a_text_of_less_than_one_window_is_refused_where_it_is_read(corpus: Corpus) -> None:
+def test_a_text_shorter_than_one_window_is_refused(corpus: Corpus) -> None:
     with pytest.raises(Unreadable) as refused:
         Batches(corpus, seed=0, seq=200, split="validation")
     size = corpus.size("train") + corpus.size("validation")
     held = corpus.size("validation")
     share = f"{-(-201 * 10_000 // size) / 10_000:g}"
     assert str(refused.value) == (
-        f"validation has {held} tokens of data=tokens, less than one sequence and a token after it: train.seq=200: "
+        f"validation has {held} tokens of data=tokens, fewer than one sequence and the token after it: train.seq=200: "
         f"set data.validation={share} or train.evaluate.every=0"
     )

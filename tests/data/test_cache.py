@@ -1,4 +1,4 @@
-"""Text is tokenized once: found again, made again where it is damaged, made by one process where several ask."""
+"""Text is tokenized once: reused, rebuilt if damaged, and made by one process when several ask."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from distrain.trainer.loop.data.batches import Batches
-from distrain.trainer.loop.data.cache import content, digest
+from distrain.trainer.loop.data.cache import content_hash, digest
 from distrain.trainer.loop.data.corpus import Corpus
-from distrain.trainer.loop.data.prepare import prepare
+from distrain.trainer.loop.data.prepare import prepare_corpus
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import Data
-from distrain.trainer.system.end_child import end_child
+from distrain.trainer.system.child_process import end_child
 
 Told = list[tuple[str, int, int]]
 
@@ -36,7 +36,7 @@ def opened(text: Path, *, verify: bool = True, **words: Any) -> tuple[Corpus, To
     told: Told = []
     data = Data(name="text", path=str(text), **words)
     cache = text.parent / "cache"
-    corpus = prepare(data, vocab=300, seq=8, cache=cache, progress=lambda *call: told.append(call), verify=verify)
+    corpus = prepare_corpus(data, vocab=300, seq=8, cache=cache, progress=lambda *call: told.append(call), verify=verify)
     return corpus, told
 
 
@@ -53,7 +53,7 @@ def tokens(corpus: Corpus) -> list[list[int]]:
     return Batches(corpus, seed=0, seq=8).batch(0, 20).tokens.tolist()
 
 
-def test_a_second_run_finds_what_the_first_made(text: Path) -> None:
+def test_a_second_run_uses_the_cache_of_the_first(text: Path) -> None:
     assert work(opened(text)[1]) == {"hash", "tokenize"}
     assert work(opened(text)[1]) == {"hash"}
 
@@ -63,17 +63,17 @@ def test_progress_counts_up_to_the_size_of_the_text(text: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [{"end": 1}, {"text_key": "content"}])
-def test_other_words_are_another_cache(text: Path, words: dict[str, Any]) -> None:
+def test_other_data_keys_use_another_cache(text: Path, words: dict[str, Any]) -> None:
     opened(text)
     assert "tokenize" in work(opened(text, **words)[1])
 
 
-def test_the_share_that_validates_needs_no_other_cache(text: Path) -> None:
+def test_another_validation_share_uses_the_same_cache(text: Path) -> None:
     opened(text)
     assert work(opened(text, validation=0.3)[1]) == {"hash"}
 
 
-def test_a_text_that_was_written_to_is_tokenized_again(text: Path) -> None:
+def test_a_changed_text_is_tokenized_again(text: Path) -> None:
     before = opened(text)[0]
     text.write_text("to be or not to bE\n" * 100)
     after, told = opened(text)
@@ -98,25 +98,25 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a manifest of lists": (lambda at: (at / "manifest.json").write_text("[1]"), "manifest.json cannot be read"),
     "another's manifest": (
         lambda at: (at / "manifest.json").write_text('{"key": "x", "files": {}}') and None,
-        "manifest.json is of another key",
+        "manifest.json has another key",
     ),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_cache_is_noticed_said_and_made_again(name: str, text: Path) -> None:
+def test_a_damaged_cache_is_reported_and_rebuilt(name: str, text: Path) -> None:
     damage, reason = DAMAGE[name]
     whole = tokens(opened(text)[0])
     at = folder(text)
     damage(at)
     corpus, told = opened(text)
-    assert (f"the cache {at} is damaged ({reason}): it is made again", 0, 0) in told
+    assert (f"the cache {at} is damaged ({reason}): making it again", 0, 0) in told
     assert "tokenize" in work(told)
     assert tokens(corpus) == whole
     assert work(opened(text)[1]) == {"hash"}
 
 
-def test_sizes_alone_are_looked_at_where_another_process_verified(text: Path) -> None:
+def test_only_sizes_are_checked_if_another_process_verified_the_cache(text: Path) -> None:
     opened(text)
     os.truncate(folder(text) / "tokens", 100)
     assert "tokenize" in work(opened(text, verify=False)[1])
@@ -124,7 +124,7 @@ def test_sizes_alone_are_looked_at_where_another_process_verified(text: Path) ->
     assert work(opened(text, verify=False)[1]) == {"hash"}
 
 
-def test_what_a_killed_process_left_is_cleared_away(text: Path) -> None:
+def test_remains_of_a_killed_process_are_removed(text: Path) -> None:
     opened(text)
     at = folder(text)
     left = at.with_name(f"{at.name}.99999.new")
@@ -138,18 +138,18 @@ ASK = """
 import json, sys
 from pathlib import Path
 from typing import Any
-from distrain.trainer.loop.data.prepare import prepare
+from distrain.trainer.loop.data.prepare import prepare_corpus
 from distrain.trainer.spec.run import Data
 told = []
 print("ready", flush=True)
 sys.stdin.readline()
 data = Data(name="text", path=sys.argv[1])
-corpus = prepare(data, vocab=256, seq=8, cache=Path(sys.argv[2]), progress=lambda *call: told.append(call))
+corpus = prepare_corpus(data, vocab=256, seq=8, cache=Path(sys.argv[2]), progress=lambda *call: told.append(call))
 print(json.dumps([corpus.key, corpus.size("train"), sorted({what for what, _, total in told if total})]))
 """
 
 
-def test_of_processes_that_ask_at_once_one_works_and_all_have_it(tmp_path: Path) -> None:
+def test_one_of_several_processes_fills_the_cache_and_all_use_it(tmp_path: Path) -> None:
     text = tmp_path / "a.txt"
     text.write_text("to be or not to be\n" * 100_000)
     command = [sys.executable, "-c", ASK, str(text), str(tmp_path / "cache")]
@@ -171,23 +171,23 @@ def test_of_processes_that_ask_at_once_one_works_and_all_have_it(tmp_path: Path)
     assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == ["", ".lock"]
 
 
-def test_a_large_files_hash_is_remembered_until_it_is_written_to(tmp_path: Path) -> None:
+def test_the_hash_of_a_large_file_is_remembered_until_it_changes(tmp_path: Path) -> None:
     path = tmp_path / "large"
     path.write_bytes(b"0" * (16 << 20) + b"1")
-    assert content(path, tmp_path / "cache") == digest(path)
+    assert content_hash(path, tmp_path / "cache") == digest(path)
     assert not (tmp_path / "cache").exists(), "a file that was just written may be written again within the same tick of the clock"
     time.sleep(2.1)
-    assert content(path, tmp_path / "cache") == digest(path)
+    assert content_hash(path, tmp_path / "cache") == digest(path)
     (memory,) = (tmp_path / "cache" / "hashes").iterdir()
     memory.write_text(json.dumps([json.loads(memory.read_text())[0], "remembered"]))
-    assert content(path, tmp_path / "cache") == "remembered"
+    assert content_hash(path, tmp_path / "cache") == "remembered"
     with path.open("r+b") as file:
         file.write(b"x")
-    assert content(path, tmp_path / "cache") == digest(path)
+    assert content_hash(path, tmp_path / "cache") == digest(path)
 
 
-def test_a_cache_that_cannot_be_written_is_one_line(text: Path) -> None:
+def test_an_unwritable_cache_is_refused_in_one_line(text: Path) -> None:
     (text.parent / "cache").write_text("a file")
     with pytest.raises(Unreadable) as refused:
         opened(text)
-    assert str(refused.value) == f"the cache {text.parent}/cache cannot be written: File exists: set data.cache=FOLDER to one with room"
+    assert str(refused.value) == f"the cache {text.parent}/cache cannot be written: File exists: set data.cache to a folder with free space"

@@ -1,4 +1,4 @@
-"""A file is read as what it is, or refused with what it is and what to do: never as something else."""
+"""A file is read in its own format, or refused with its format and the fix."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distrain.trainer.loop.data import columnar
-from distrain.trainer.loop.data.corpus import Corpus, Mapped
-from distrain.trainer.loop.data.find import File
+from distrain.trainer.loop.data.corpus import Corpus, MappedTokens
+from distrain.trainer.loop.data.find import DataFile
 from distrain.trainer.loop.data.formats import JSON_AS_TEXT
-from distrain.trainer.loop.data.prepare import prepare
-from distrain.trainer.loop.data.text_files import SHARE, shares
-from distrain.trainer.loop.data.workers import tokenized
+from distrain.trainer.loop.data.prepare import prepare_corpus
+from distrain.trainer.loop.data.text_files import SHARE, split_turns
+from distrain.trainer.loop.data.workers import tokenize_turns
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import Data
 
@@ -46,12 +46,12 @@ def open_corpus(folder: Path, remarks: list[str] | None = None, vocab: int = 256
         if not total and remarks is not None:
             remarks.append(what)
 
-    return prepare(Data(**{"name": "text", **words}), vocab=vocab, seq=4, cache=folder / "cache", progress=progress)
+    return prepare_corpus(Data(**{"name": "text", **words}), vocab=vocab, seq=4, cache=folder / "cache", progress=progress)
 
 
 def documents(corpus: Corpus, source: int = 0) -> list[list[int]]:
     tokens = corpus.sources[source].tokens
-    assert isinstance(tokens, Mapped)
+    assert isinstance(tokens, MappedTokens)
     whole = np.empty(tokens.size, np.int64)
     tokens.copy(0, whole)
     return [whole[begin:end].tolist() for begin, end in zip(tokens.bounds[:-1], tokens.bounds[1:], strict=True)]
@@ -136,12 +136,12 @@ def test_a_file_of_text_is_a_document_without_its_byte_order_mark(name: str, hea
     assert documents(open_corpus(tmp_path, path=str(tmp_path / name))) == of_bytes([text])
 
 
-def test_a_column_of_another_name_is_read_where_it_is_named(tmp_path: Path) -> None:
+def test_the_text_column_can_be_named(tmp_path: Path) -> None:
     parquet.write_table(table(key="content"), tmp_path / "a.parquet")
     assert documents(open_corpus(tmp_path, path=str(tmp_path / "a.parquet"), text_key="content")) == of_bytes(TEXTS)
 
 
-def test_every_kind_can_be_blended(tmp_path: Path) -> None:
+def test_every_text_format_can_be_blended(tmp_path: Path) -> None:
     parquet.write_table(table(TEXTS[:20]), tmp_path / "a.parquet")
     write_stream(tmp_path / "b.arrow", table(TEXTS[20:]))
     (tmp_path / "c.jsonl.zst").write_bytes(frames(lines(TEXTS[:7])))
@@ -150,7 +150,7 @@ def test_every_kind_can_be_blended(tmp_path: Path) -> None:
     assert [documents(corpus, source) for source in range(3)] == [of_bytes(TEXTS[:20]), of_bytes(TEXTS[20:]), of_bytes(TEXTS[:7])]
 
 
-def test_a_folder_that_datasets_saved_is_its_shards(tmp_path: Path) -> None:
+def test_a_folder_saved_by_datasets_is_read_shard_by_shard(tmp_path: Path) -> None:
     """dataset_info.json and state.json lie beside them (datasets/arrow_dataset.py, save_to_disk)."""
     folder = tmp_path / "in"
     folder.mkdir()
@@ -176,17 +176,17 @@ def split_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("name", ["groups.parquet", "stream.arrow", "file.arrow"])
 @given(cuts=st.lists(st.floats(0, 1), max_size=12))
-def test_spans_of_a_table_are_all_of_it_once_wherever_it_is_cut(name: str, cuts: list[float], split_files: dict[str, Path]) -> None:
+def test_spans_of_a_table_yield_each_row_once_for_any_cut(name: str, cuts: list[float], split_files: dict[str, Path]) -> None:
     path, size = split_files[name], split_files[name].stat().st_size
     kind: Any = "parquet" if name.endswith("parquet") else "arrow"
     bounds = sorted({0, size, *(int(cut * size) for cut in cuts)})
-    read = [text for begin, end in pairwise(bounds) for text in columnar.texts(str(path), kind, "text", begin, end)]
+    read = [text for begin, end in pairwise(bounds) for text in columnar.read_texts(str(path), kind, "text", begin, end)]
     assert read == [f"{index} {'x' * (index % 97)}".encode() for index in range(500)]
 
 
 @pytest.mark.parametrize("name", ["groups.parquet", "stream.arrow", "file.arrow"])
 @pytest.mark.parametrize("beside", [-1, 0, 1])
-def test_spans_of_a_table_are_all_of_it_where_they_end_at_its_groups(name: str, beside: int, split_files: dict[str, Path]) -> None:
+def test_spans_that_end_at_row_groups_yield_each_row_once(name: str, beside: int, split_files: dict[str, Path]) -> None:
     path, size = split_files[name], split_files[name].stat().st_size
     kind: Any = "parquet" if name.endswith("parquet") else "arrow"
     places = [group * size // 23 for group in range(1, 23)]
@@ -194,13 +194,13 @@ def test_spans_of_a_table_are_all_of_it_where_they_end_at_its_groups(name: str, 
         source = pyarrow.memory_map(str(path))
         places = [source.tell() for _ in pyarrow.ipc.open_stream(source)]
     bounds = sorted({0, size, *(place + beside for place in places)})
-    read = [text for begin, end in pairwise(bounds) for text in columnar.texts(str(path), kind, "text", begin, end)]
+    read = [text for begin, end in pairwise(bounds) for text in columnar.read_texts(str(path), kind, "text", begin, end)]
     assert read == [f"{index} {'x' * (index % 97)}".encode() for index in range(500)]
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl.zst"])
-def test_large_tables_are_read_in_shares_by_several_processes(name: str, processes: int, tmp_path: Path) -> None:
+def test_large_tables_are_read_by_several_processes(name: str, processes: int, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     texts = [rng.integers(32, 127, 200, np.uint8).tobytes().decode() for _ in range(100_000)]
     path = tmp_path / name
@@ -211,33 +211,33 @@ def test_large_tables_are_read_in_shares_by_several_processes(name: str, process
             write_stream(path, table(texts), 1000)
         case _:
             path.write_bytes(zstandard.compress(lines(texts)))
-    turns = shares([File(name, path, path.stat().st_size)])
+    turns = split_turns([DataFile(name, path, path.stat().st_size)])
     assert (len(turns) > 2) == (path.suffix != ".zst"), f"{path.stat().st_size} bytes, {SHARE} a share"
-    parts = list(tokenized(turns, tmp_path, ("bytes", None, "text"), processes))
+    parts = list(tokenize_turns(turns, tmp_path, ("bytes", None, "text"), processes))
     assert b"".join(Path(f"{part}.tokens").read_bytes() for part in parts) == "".join(f"{text}\0" for text in texts).encode()
 
 
-def test_what_a_folder_leaves_out_is_counted(tmp_path: Path) -> None:
+def test_skipped_files_of_a_folder_are_counted(tmp_path: Path) -> None:
     for name in ("a.txt", "b.pdf", "c.pdf", "d.md", "e.json", "empty.txt", ".hidden", "LICENSE"):
         (tmp_path / "in" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "in" / name).write_text("" if name.startswith("empty") else "[1]" if name.endswith("json") else "to be or not")
     remarks: list[str] = []
     open_corpus(tmp_path, remarks, path=str(tmp_path / "in"))
-    says, _, left = remarks[0].partition(", and left out are ")
+    says, _, left = remarks[0].partition("; skipped: ")
     assert says == f"data.path={tmp_path}/in: 1 file is read"
     assert left.split(", ")[0] == "2 .pdf"
     assert sorted(left.split(", ")[1:]) == ["1 .json", "1 .md", "1 empty", "1 without a suffix"]
 
 
-def test_files_that_are_named_as_held_out_are_remarked_on(tmp_path: Path) -> None:
+def test_text_files_named_like_held_out_data_are_remarked_on(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
     for name in ("train-00000", "validation-00000", "test-00000"):
         parquet.write_table(table(), folder / f"{name}.parquet")
     remarks: list[str] = []
     open_corpus(tmp_path, remarks, path=str(folder))
-    says = "2 of 3 files are named as if they were held out, such as test-00000.parquet"
-    assert remarks == [f"{says}: they train as the others do; a pattern leaves them out, such as data.path='FOLDER/**/train*'"]
+    says = "2 of 3 files are named like held-out data, such as test-00000.parquet"
+    assert remarks == [f"{says}: they train like the others; a pattern can leave them out: data.path='FOLDER/**/train*'"]
 
 
 JSON_OF_TEXT = {
@@ -250,15 +250,15 @@ JSON_OF_TEXT = {
 
 
 @pytest.mark.parametrize("name", JSON_OF_TEXT)
-def test_json_that_is_named_as_text_is_read_as_it_is_and_that_is_said(name: str, tmp_path: Path) -> None:
+def test_json_named_as_text_trains_as_it_is_with_a_remark(name: str, tmp_path: Path) -> None:
     text, what = JSON_OF_TEXT[name]
     folder = tmp_path / "in"
     folder.mkdir()
     (folder / "a.txt").write_bytes(text * (1 if len(text) > 9999 else 400))
     remarks: list[str] = []
     open_corpus(tmp_path, remarks, path=str(folder / "a.txt"))
-    assert [each for each in remarks if " by what it holds" in each] == (
-        [f"{folder}/a.txt: {what} by what it holds, and text by its name: it trains as it is; {JSON_AS_TEXT[what]}"] if what else []
+    assert [each for each in remarks if "but its name says text" in each] == (
+        [f"{folder}/a.txt: it holds {what}, but its name says text, so it trains as it is, braces included; {JSON_AS_TEXT[what]}"] if what else []
     )
 
 
@@ -312,7 +312,7 @@ def torch_file(path: Path, *, old: bool = False) -> None:
 NOISE = bytes(range(256)) * 4
 JSONL = 'write its text as .jsonl, {"text": "..."} a line'
 IDS = "write the ids with numpy.save, as .npy"
-UNPACK = "unpack it, and name what was in it"
+UNPACK = "unpack it and name its contents"
 OUT = "leave it out of data.path"
 CSV = f"{JSONL}, or rename it .txt to train on it as it is"
 AS_TEXT = "data=text reads it"
@@ -343,7 +343,7 @@ KINDS: dict[str, tuple[Write, str, str, str | None, str | None]] = {
     "RTF": (lambda at: at.write_bytes(b"{\\rtf1 to be or not to be}"), "a.rtf", "an RTF file", JSONL, IDS),
     "SQLite": (database, "a.db", "an SQLite database", JSONL, IDS),
     "safetensors": (safetensors, "model.safetensors", "a safetensors file", OUT, IDS),
-    "MosaicML's": (mds, "shard.00000.mds", "a shard of MosaicML's", JSONL, IDS),
+    "MosaicML's": (mds, "shard.00000.mds", "a MosaicML shard", JSONL, IDS),
     "NumPy's": (numpy_file, "a.txt", "a NumPy array", "data=tokens reads it", None),
     "an image": (lambda at: at.write_bytes(b"\x89PNG\r\n\x1a\n" + NOISE), "a.png", "an image", OUT, OUT),
     "Git LFS": (lambda at: at.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 7\n"), "a.parquet",
@@ -351,13 +351,13 @@ KINDS: dict[str, tuple[Write, str, str, str | None, str | None]] = {
     "text": (lambda at: at.write_text("to be or not to be"), "a.bin", "text", None, AS_TEXT),
     "lines of JSON": (lambda at: at.write_bytes(lines()), "a.bin", "text", None, AS_TEXT),
     "text of another alphabet": (lambda at: at.write_text("字" * 400), "a.bin", "text", None, AS_TEXT),
-    "binary": (lambda at: at.write_bytes(NOISE), "a.txt", "no text but binary", "data=tokens reads files of token ids", None),
+    "binary": (lambda at: at.write_bytes(NOISE), "a.txt", "binary, not text", "data=tokens reads files of token ids", None),
     "UTF-16": (lambda at: at.write_text("to be or not to be", "utf-16"), "a.txt", "UTF-16 text",
-        "iconv -f UTF-16 -t UTF-8 FILE > NEW writes what is read", None),
-    "ids of two bytes": (lambda at: at.write_bytes(np.arange(200, dtype=np.uint16).tobytes()), "a.bin", "no text but binary",
+        "convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW", None),
+    "ids of two bytes": (lambda at: at.write_bytes(np.arange(200, dtype=np.uint16).tobytes()), "a.bin", "binary, not text",
         "data=tokens reads files of token ids", None),
     "UTF-16 without a mark": (lambda at: at.write_text("to be or not to be", "utf-16-le"), "a.txt", "UTF-16 text",
-        "iconv -f UTF-16 -t UTF-8 FILE > NEW writes what is read", None),
+        "convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW", None),
     "csv": (lambda at: at.write_text("id,text\n1,to be or not to be"), "a.csv", "a table", CSV, None),
     "packed csv": (lambda at: at.write_bytes(gzip.compress(b"id,text\n1,to be or not to be")), "a.csv.gz", "a table",
         CSV, None),
@@ -365,7 +365,7 @@ KINDS: dict[str, tuple[Write, str, str, str | None, str | None]] = {
     "a JSON array named as lines": (lambda at: at.write_text(json.dumps([{"text": "a"}], indent=1)), "a.jsonl", "a JSON array", JQ, None),
     "a packed JSON array": (lambda at: at.write_bytes(gzip.compress(b"[1]")), "a.json.gz", "a JSON array", JQ, None),
     "a JSON array packed by zstd": (lambda at: at.write_bytes(zstandard.compress(b"[1]")), "a.json.zst", "a JSON array", JQ, None),
-    "one JSON document": (lambda at: at.write_text(json.dumps({"text": "a"}, indent=1)), "a.json", "one JSON document over many lines",
+    "one JSON document": (lambda at: at.write_text(json.dumps({"text": "a"}, indent=1)), "a.json", "one JSON document on many lines",
         "write an object a line: jq -c . FILE > FILE.jsonl", None),
     "a packed archive": (lambda at: at.write_bytes(gzip.compress(tar_bytes())), "a.tar.gz", "a tar file", UNPACK, "unpack it: gunzip FILE"),
     "gzip that is none": (lambda at: at.write_bytes(lines()), "a.jsonl.gz", "no .gz file", "end its name in .jsonl", None),
@@ -377,7 +377,7 @@ KINDS: dict[str, tuple[Write, str, str, str | None, str | None]] = {
 
 
 @pytest.mark.parametrize("name", [name for name, row in KINDS.items() if row[3] is not None])
-def test_where_text_is_wanted_a_file_of_another_kind_is_refused(name: str, tmp_path: Path) -> None:
+def test_data_text_refuses_files_of_other_kinds(name: str, tmp_path: Path) -> None:
     write, file, what, mend, _ = KINDS[name]
     write(tmp_path / file)
     with pytest.raises(Unreadable) as refused:
@@ -387,7 +387,7 @@ def test_where_text_is_wanted_a_file_of_another_kind_is_refused(name: str, tmp_p
 
 
 @pytest.mark.parametrize("name", [name for name, row in KINDS.items() if row[4] is not None])
-def test_where_tokens_are_wanted_a_file_of_another_kind_is_refused(name: str, tmp_path: Path) -> None:
+def test_data_tokens_refuses_files_of_other_kinds(name: str, tmp_path: Path) -> None:
     write, file, what, _, mend = KINDS[name]
     write(tmp_path / file)
     what = "a gzip file" if "packed archive" in name else what
@@ -403,21 +403,21 @@ def cut(path: Path, by: int) -> Any:
 # fmt: off
 DAMAGED: dict[str, tuple[Write, str, str]] = {
     "parquet": (lambda at: (parquet.write_table(table(), at), cut(at, 5)), "a.parquet",
-        "AT is a parquet file that was cut short: write it, or fetch it, again"),
+        "AT is a parquet file that is truncated: write or download it again"),
     "an Arrow file": (lambda at: (write_file(at, table()), cut(at, 5)), "a.arrow",
-        "AT is an Arrow file that was cut short: write it, or fetch it, again"),
+        "AT is an Arrow file that is truncated: write or download it again"),
     "an Arrow stream": (lambda at: (write_stream(at, table()), cut(at, 300)), "a.arrow",
-        "AT is an Arrow stream that was cut short: write it, or fetch it, again"),
+        "AT is an Arrow stream that is truncated: write or download it again"),
     "an Arrow stream between two batches": (lambda at: (write_stream(at, table()), cut(at, 8)), "a.arrow",
-        "AT is an Arrow stream that was cut short: write it, or fetch it, again"),
+        "AT is an Arrow stream that is truncated: write or download it again"),
     "zstd": (lambda at: at.write_bytes(zstandard.compress(lines())[:-20]), "a.jsonl.zst",
-        "AT line 1 cannot be unpacked: it ends inside a frame"),
+        "AT line 1 cannot be decompressed: it ends inside a frame"),
     "a later frame of zstd": (lambda at: at.write_bytes(frames(lines())[:-20]), "a.txt.zst",
-        "AT cannot be unpacked: it ends inside a frame"),
+        "AT cannot be decompressed: it ends inside a frame"),
     "zeros far inside of a text": (lambda at: at.write_bytes(b"to be\n" * 20_000 + b"\0"), "a.txt",
-        r"AT is no text: byte 120000 is zero: tr -d '\0' < FILE > NEW takes such bytes out"),
+        r"AT is not text: byte 120000 is zero: tr -d '\0' < FILE > NEW removes such bytes"),
     "zeros far inside of packed text": (lambda at: at.write_bytes(gzip.compress(b"to be\n" * 20_000 + b"\0")), "a.txt.gz",
-        r"AT is no text: byte 120000 is zero: tr -d '\0' < FILE > NEW takes such bytes out"),
+        r"AT is not text: byte 120000 is zero: tr -d '\0' < FILE > NEW removes such bytes"),
     "another column": (lambda at: parquet.write_table(table(key="content"), at), "a.parquet",
         "AT has no column text: set data.text_key to one of content"),
     "a column of numbers": (lambda at: write_stream(at, pyarrow.table({"text": [1], "body": ["a"]})), "a.arrow",
@@ -440,7 +440,7 @@ def test_a_damaged_file_is_named(name: str, tmp_path: Path) -> None:
     assert said.startswith(line) if "footer" in name else said == line
 
 
-def test_many_files_of_one_kind_are_one_line(tmp_path: Path) -> None:
+def test_many_files_of_one_kind_are_reported_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     for index in range(30):
         (tmp_path / "in" / f"{index:02}.json").write_text("[1]")
@@ -459,7 +459,7 @@ def test_many_files_of_one_kind_are_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "library"), [("a.parquet", "pyarrow"), ("a.arrow", "pyarrow"), ("a.jsonl.zst", "zstandard")])
-def test_a_library_that_is_missing_is_named_with_its_command(
+def test_a_missing_library_is_named_with_its_install_command(
     name: str, library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writes = {"a.parquet": READ["parquet"], "a.arrow": READ["an Arrow file"], "a.jsonl.zst": READ["zstd"]}
@@ -469,7 +469,7 @@ def test_a_library_that_is_missing_is_named_with_its_command(
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(Unreadable) as refused:
         open_corpus(tmp_path, path=str(tmp_path / name))
-    assert str(refused.value) == f"{tmp_path / name} wants {library}, which is not installed: pip install 'distrain[data]'"
+    assert str(refused.value) == f"{tmp_path / name} needs {library}, which is not installed: pip install 'distrain[data]'"
 
 
 @given(
@@ -477,10 +477,10 @@ def test_a_library_that_is_missing_is_named_with_its_command(
         st.sampled_from([0x4150, 0x3152, 0x8B1F, 0x0008, 0x0480, 0x2E95, 0x4B50, 0x0403, 0xB528, 0, 7, 50256]), min_size=40, max_size=80
     )
 )
-def test_ids_are_not_taken_for_the_first_bytes_of_other_files(ids: list[int]) -> None:
+def test_ids_are_not_mistaken_for_other_formats(ids: list[int]) -> None:
     """Only what more than the first four bytes tell is refused: the first id is an ordinary one."""
-    from distrain.trainer.loop.data.formats import Head, tokens_fault
+    from distrain.trainer.loop.data.formats import FirstBytes, check_token_bytes
 
     words = np.array([1000, *ids], np.uint16).tobytes()
-    file = File("a.bin", Path("a.bin"), len(words))
-    assert tokens_fault(Head(file, words, words[-16:])) is None
+    file = DataFile("a.bin", Path("a.bin"), len(words))
+    assert check_token_bytes(FirstBytes(file, words, words[-16:])) is None

@@ -1,4 +1,4 @@
-"""Every kind of source gives the tokens that its files hold, in order, with the documents that they name."""
+"""Every kind of source yields its files' tokens, in order, with their documents."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distrain.trainer.loop.data.corpus import Corpus, Mapped, Split
-from distrain.trainer.loop.data.find import File, library
-from distrain.trainer.loop.data.prepare import cache_folder, prepare
-from distrain.trainer.loop.data.text_files import SHARE, shares
-from distrain.trainer.loop.data.workers import tokenized
+from distrain.trainer.loop.data.corpus import Corpus, MappedTokens, Split
+from distrain.trainer.loop.data.find import DataFile, library_files
+from distrain.trainer.loop.data.prepare import cache_folder, prepare_corpus
+from distrain.trainer.loop.data.text_files import SHARE, split_turns
+from distrain.trainer.loop.data.workers import tokenize_turns
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.read import read
 from distrain.trainer.spec.run import Data
@@ -26,12 +26,12 @@ TEXTS = ["to be,\nor not to be", "Ünïcödé 字 \U0001f600", "a", 'quotes " an
 
 
 def opened(folder: Path, vocab: int = 256, **words: Any) -> Corpus:
-    return prepare(Data(**words), vocab=vocab, seq=4, cache=folder / "cache", progress=lambda *_: None)
+    return prepare_corpus(Data(**words), vocab=vocab, seq=4, cache=folder / "cache", progress=lambda *_: None)
 
 
-def mapped(corpus: Corpus, source: int = 0) -> Mapped:
+def mapped(corpus: Corpus, source: int = 0) -> MappedTokens:
     tokens = corpus.sources[source].tokens
-    assert isinstance(tokens, Mapped)
+    assert isinstance(tokens, MappedTokens)
     return tokens
 
 
@@ -65,7 +65,7 @@ def write_jsonl(path: Path, key: str = "text") -> None:
 # Text
 
 
-def test_a_text_file_is_its_bytes_and_an_end(tmp_path: Path) -> None:
+def test_a_text_file_is_its_bytes_and_an_end_token(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(TEXTS[1])
     corpus = opened(tmp_path, name="text", path=str(tmp_path / "a.txt"))
     assert documents(corpus) == of_bytes(TEXTS[1:2])
@@ -73,12 +73,12 @@ def test_a_text_file_is_its_bytes_and_an_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
 @pytest.mark.parametrize("key", ["text", "content"])
-def test_a_line_of_json_is_a_document_blank_ones_are_none(name: str, key: str, tmp_path: Path) -> None:
+def test_each_json_line_is_a_document_and_blank_lines_are_skipped(name: str, key: str, tmp_path: Path) -> None:
     write_jsonl(tmp_path / name, key)
     assert documents(opened(tmp_path, name="text", path=str(tmp_path / name), text_key=key)) == of_bytes(TEXTS)
 
 
-def test_a_packed_text_is_one_document(tmp_path: Path) -> None:
+def test_a_compressed_text_is_one_document(tmp_path: Path) -> None:
     text = "".join(f"line {index}\n" for index in range(5000)) + "and no line end"
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text.encode()))
     assert documents(opened(tmp_path, name="text", path=str(tmp_path / "a.txt.gz"))) == of_bytes([text])
@@ -106,7 +106,7 @@ def test_several_paths_are_one_text_in_their_order(tmp_path: Path) -> None:
     assert documents(corpus) == of_bytes(["b.txt", "a.txt"])
 
 
-def test_several_paths_with_weights_are_a_source_each(tmp_path: Path) -> None:
+def test_each_of_several_paths_with_weights_is_a_source(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in ("b.txt", "a.txt")]
     for path in paths:
         path.write_text(path.name * 9)
@@ -116,7 +116,7 @@ def test_several_paths_with_weights_are_a_source_each(tmp_path: Path) -> None:
 
 
 def test_the_standard_library_is_read_in_a_fixed_order(tmp_path: Path) -> None:
-    files = library()
+    files = library_files()
     names = [file.name for file in files]
     assert names == sorted(names)
     assert {"os.py", "json/decoder.py", "asyncio/events.py"} <= set(names)
@@ -149,12 +149,12 @@ LINES = [f"{index} {'x' * (index % 97)}" for index in range(350_000)]
 
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
-def test_a_large_file_is_read_in_shares_by_several_processes(name: str, processes: int, tmp_path: Path) -> None:
+def test_a_large_file_is_tokenized_by_several_processes(name: str, processes: int, tmp_path: Path) -> None:
     lines = [json.dumps({"text": line}) for line in LINES] if name.endswith("jsonl") else LINES
     (tmp_path / name).write_text("\n".join(lines))
-    turns = shares([File(name, tmp_path / name, (tmp_path / name).stat().st_size)])
+    turns = split_turns([DataFile(name, tmp_path / name, (tmp_path / name).stat().st_size)])
     assert len(turns) > 2
-    parts = list(tokenized(turns, tmp_path, ("bytes", None, "text"), processes))
+    parts = list(tokenize_turns(turns, tmp_path, ("bytes", None, "text"), processes))
     tokens = b"".join(Path(f"{part}.tokens").read_bytes() for part in parts)
     ends = [len(np.fromfile(f"{part}.ends", np.int64)) for part in parts]
     assert tokens == ("\0".join(LINES) + "\0" if name.endswith("jsonl") else "\n".join(LINES) + "\0").encode()
@@ -164,15 +164,15 @@ def test_a_large_file_is_read_in_shares_by_several_processes(name: str, processe
 def test_a_large_text_without_lines_is_cut_between_characters(tmp_path: Path) -> None:
     text = "字" * (SHARE // 2)
     (tmp_path / "a.txt").write_text(text)
-    turns = shares([File("a.txt", tmp_path / "a.txt", len(text) * 3)])
-    parts = [Path(f"{part}.tokens").read_bytes() for part in tokenized(turns, tmp_path, ("bytes", None, "text"), 1)]
+    turns = split_turns([DataFile("a.txt", tmp_path / "a.txt", len(text) * 3)])
+    parts = [Path(f"{part}.tokens").read_bytes() for part in tokenize_turns(turns, tmp_path, ("bytes", None, "text"), 1)]
     assert len(parts) == 2
     assert "".join(part.decode() for part in parts) == text + "\0"
 
 
 def test_many_small_files_share_a_turn() -> None:
-    files = [File(str(index), Path(str(index)), SHARE // 10) for index in range(25)]
-    turns = shares(files)
+    files = [DataFile(str(index), Path(str(index)), SHARE // 10) for index in range(25)]
+    turns = split_turns(files)
     assert [len(spans) for spans in turns] == [10, 10, 5]
     assert [span.path for spans in turns for span in spans] == [file.name for file in files]
 
@@ -196,7 +196,7 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
-def test_a_tokenizer_json_encodes_documents_and_ends_them(name: str, vocabulary: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_json_encodes_and_ends_documents(name: str, vocabulary: Path, tmp_path: Path) -> None:
     from tokenizers import Tokenizer
 
     write_jsonl(tmp_path / name)
@@ -207,7 +207,7 @@ def test_a_tokenizer_json_encodes_documents_and_ends_them(name: str, vocabulary:
     assert mapped(corpus).files[0].dtype == np.uint16
 
 
-def test_the_end_is_the_eos_token_that_the_tokenizers_folder_names(vocabulary: Path, tmp_path: Path) -> None:
+def test_the_end_token_is_the_eos_token_of_the_tokenizer_folder(vocabulary: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(vocabulary.read_text())
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<pad>"}}')
     write_jsonl(tmp_path / "a.jsonl")
@@ -225,17 +225,17 @@ def test_a_long_document_is_encoded_in_pieces_that_end_with_a_line(vocabulary: P
     assert documents(corpus) == [[*Tokenizer.from_file(str(vocabulary)).encode(text).ids, 1]]
 
 
-def test_a_machine_without_the_tokenizers_package_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_tokenizers_package_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(Unreadable, match="wants the tokenizers package, which is not installed: pip install tokenizers"):
+    with pytest.raises(Unreadable, match="needs the tokenizers package, which is not installed: pip install tokenizers"):
         opened(tmp_path, name="stdlib", tokenizer=str(tmp_path / "tokenizer.json"))
 
 
 # The words
 
 
-def test_the_same_contents_have_the_same_key_wherever_they_lie(tmp_path: Path) -> None:
+def test_the_same_contents_have_the_same_key_in_any_folder(tmp_path: Path) -> None:
     keys = []
     for place in ("here", "there"):
         (tmp_path / place).mkdir()
@@ -249,7 +249,7 @@ def test_a_path_is_one_or_several(path: Any, kept: Any) -> None:
     assert read({"name": "text", "path": path}, Data).path == kept
 
 
-def test_the_cache_is_the_users_unless_a_folder_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_in_the_users_cache_folder_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")
     assert cache_folder(Data()) == Path("/x/distrain/data")
     assert cache_folder(Data(cache="/y")) == Path("/y")

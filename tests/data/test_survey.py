@@ -1,4 +1,4 @@
-"""What is known of data before a run starts: figures, remarks, and every problem, as lines of JSON from a child process."""
+"""The survey of data before a run: figures, remarks and every problem, as JSON lines from a child process."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distrain.trainer.loop.data.corpus_stats import facts
-from distrain.trainer.loop.data.prepare import prepare
-from distrain.trainer.loop.data.survey import Answers, NoReader, answer
+from distrain.trainer.loop.data.corpus_stats import corpus_stats
+from distrain.trainer.loop.data.prepare import prepare_corpus
+from distrain.trainer.loop.data.survey import AnswerStream, ReaderGone, answer
 from distrain.trainer.spec.run import Data
-from distrain.trainer.system.end_child import end_child
+from distrain.trainer.system.child_process import end_child
 
 COMMAND = [sys.executable, "-m", "distrain.trainer.loop.data.survey"]
 LINE = "to be or not to be, that is the question\n"
@@ -32,8 +32,8 @@ def ask(mode: str = "look", vocab: int = 256, seq: int = 8, *, evaluate: bool = 
     reader, writer = os.pipe()
     question = {"data": data, "vocab": vocab, "seq": seq, "mode": mode, "evaluate": evaluate}
     with os.fdopen(reader) as said:
-        answers = Answers(writer)
-        answers.say(answer(json.dumps(question).encode(), answers))
+        answers = AnswerStream(writer)
+        answers.send(answer(json.dumps(question).encode(), answers))
         os.close(writer)
         return [json.loads(line) for line in said]
 
@@ -66,11 +66,11 @@ def write_lines(path: Path, count: int = 4000) -> Path:
 # Figures
 
 
-def test_what_was_prepared_is_known_exactly(tmp_path: Path) -> None:
+def test_figures_of_a_prepared_corpus_are_exact(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", 500)
     words: dict[str, Any] = {"name": "text", "path": str(path), "cache": str(tmp_path / "cache"), "validation": 0.1}
     lines = ask("prepare", **words)
-    corpus = prepare(Data(**words), vocab=256, seq=8, cache=tmp_path / "cache", progress=lambda *_: None)
+    corpus = prepare_corpus(Data(**words), vocab=256, seq=8, cache=tmp_path / "cache", progress=lambda *_: None)
     assert figures(lines) == {
         "key": corpus.key,
         "tokens": {"train": corpus.size("train"), "validation": corpus.size("validation")},
@@ -82,12 +82,12 @@ def test_what_was_prepared_is_known_exactly(tmp_path: Path) -> None:
     }
     assert {next(iter(line["progress"])) for line in lines if "progress" in line} == {"hash", "tokenize"}
     assert figures(ask("look", **words)) == {**figures(lines), "entropy": None}
-    assert facts(corpus).words() == {**figures(lines), "entropy": None}
+    assert corpus_stats(corpus).to_json() == {**figures(lines), "entropy": None}
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet", "a.arrow"])
 @pytest.mark.parametrize("by", ["bytes", "tokenizer.json"])
-def test_text_that_was_not_read_yet_is_estimated(by: str, name: str, tmp_path: Path) -> None:
+def test_unread_text_is_estimated(by: str, name: str, tmp_path: Path) -> None:
     """Within a quarter, of texts that grow to twenty times their length."""
     path = write_lines(tmp_path / name) if "jsonl" in name else write_table(tmp_path / name)
     if by != "bytes":
@@ -124,7 +124,7 @@ def write_tokenizer(folder: Path, **model: Any) -> Path:
     return folder / "tokenizer.json"
 
 
-def test_plain_text_as_bytes_is_known_but_for_what_validates(tmp_path: Path) -> None:
+def test_the_size_of_plain_text_as_bytes_is_exact(tmp_path: Path) -> None:
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text(LINE * 1000)
     words: dict[str, Any] = {"name": "text", "path": f"{tmp_path}/*.txt", "cache": str(tmp_path / "cache")}
@@ -134,7 +134,7 @@ def test_plain_text_as_bytes_is_known_but_for_what_validates(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("end", [None, 7])
-def test_files_of_tokens_are_known_exactly_before_they_are_read(end: int | None, tmp_path: Path) -> None:
+def test_sizes_of_token_files_are_exact_before_they_are_read(end: int | None, tmp_path: Path) -> None:
     np.random.default_rng(0).integers(0, 256, 5000).astype(np.uint16).tofile(tmp_path / "a.bin")
     words: dict[str, Any] = {"name": "tokens", "path": str(tmp_path / "a.bin"), "cache": str(tmp_path / "cache"), "end": end}
     look, right = figures(ask("look", **words)), figures(ask("prepare", **words))
@@ -148,7 +148,7 @@ def test_files_of_tokens_are_known_exactly_before_they_are_read(end: int | None,
         assert right["documents"] > 1
 
 
-def test_files_that_are_named_for_validation_are_counted_apart(tmp_path: Path) -> None:
+def test_files_named_for_validation_are_counted_separately(tmp_path: Path) -> None:
     for name, size in (("train.bin", 900), ("val.bin", 100)):
         np.arange(size, dtype=np.uint16).tofile(tmp_path / name)
     for mode in ("look", "prepare"):
@@ -156,7 +156,7 @@ def test_files_that_are_named_for_validation_are_counted_apart(tmp_path: Path) -
         assert figures(lines)["tokens"] == {"train": 900, "validation": 100}
 
 
-def test_sources_of_a_blend_are_counted_each(tmp_path: Path) -> None:
+def test_each_source_of_a_blend_is_counted(tmp_path: Path) -> None:
     for name, lines in (("a.txt", 100), ("b.txt", 300)):
         (tmp_path / name).write_text(LINE * lines)
     paths = [str(tmp_path / name) for name in ("a.txt", "b.txt")]
@@ -167,13 +167,13 @@ def test_sources_of_a_blend_are_counted_each(tmp_path: Path) -> None:
     ]
 
 
-def test_made_up_text_is_known(tmp_path: Path) -> None:
+def test_synthetic_figures_are_exact(tmp_path: Path) -> None:
     found = figures(ask(name="synthetic"))
     assert found["exact"]
     assert sum(found["tokens"].values()) == 1 << 34
 
 
-def test_a_look_writes_nothing(tmp_path: Path) -> None:
+def test_mode_look_writes_nothing(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(LINE * 1000)
     ask(name="text", path=str(tmp_path / "a.txt"), cache=str(tmp_path / "cache"))
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
@@ -189,19 +189,19 @@ def test_all_problems_come_at_once(mode: str, tmp_path: Path) -> None:
     paths = [str(tmp_path / name) for name in ("a.csv", "b.jsonl")]
     lines = ask(mode, name="text", path=paths, weights=[1], tokenizer=str(tmp_path / "no.json"))
     assert problems(lines) == [
-        "data.weights has 1 for 2 paths",
+        "data.weights has 1 weights for 2 paths",
         f"data.tokenizer={tmp_path}/no.json: No such file or directory",
         f"{tmp_path}/a.csv is a table",
         f"{tmp_path}/b.jsonl is a JSON array",
     ]
     assert lines[-1]["problems"][0] == {
         "rule": "data",
-        "says": "data.weights has 1 for 2 paths",
-        "mend": "give each path of data.path a weight",
+        "says": "data.weights has 1 weights for 2 paths",
+        "mend": "give each path of data.path one weight",
     }
 
 
-def test_a_key_that_lines_do_not_have_is_found_at_a_look(tmp_path: Path) -> None:
+def test_mode_look_finds_a_missing_text_key(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"content": "a"}\n')
     assert problems(ask(name="text", path=str(tmp_path / "a.jsonl"))) == [
         f"{tmp_path}/a.jsonl line 1 has no key text: set data.text_key to one of content"
@@ -216,18 +216,18 @@ def test_too_little_to_train_on_is_a_problem(mode: str, name: str, tmp_path: Pat
     path = tmp_path / ("a.txt" if name == "text" else "a.bin")
     (says,) = problems(ask(mode, seq=64, name=name, path=str(path), cache=str(tmp_path / "cache")))
     assert says.startswith("train has ")
-    assert says.endswith(f" tokens of data={name}, less than one sequence and a token after it: train.seq=64")
+    assert says.endswith(f" tokens of data={name}, fewer than one sequence and the token after it: train.seq=64")
 
 
 @pytest.mark.parametrize("mode", ["look", "prepare"])
-def test_a_share_that_leaves_nothing_to_train_on_is_named(mode: str, tmp_path: Path) -> None:
+def test_a_validation_share_that_leaves_nothing_to_train_on_is_named(mode: str, tmp_path: Path) -> None:
     np.arange(100, dtype=np.uint16).tofile(tmp_path / "a.bin")
     lines = ask(mode, name="tokens", path=str(tmp_path / "a.bin"), validation=0.95, cache=str(tmp_path / "cache"))
     assert lines[-1]["problems"][0]["mend"] == "set data.validation to at most 0.455"
 
 
 @pytest.mark.parametrize("mode", ["look", "prepare"])
-def test_every_source_that_is_too_short_is_named(mode: str, tmp_path: Path) -> None:
+def test_every_short_source_is_named(mode: str, tmp_path: Path) -> None:
     for index, size in enumerate((5, 100, 6)):
         np.arange(size, dtype=np.uint16).tofile(tmp_path / f"{index}.bin")
     paths = [str(tmp_path / f"{index}.bin") for index in range(3)]
@@ -237,31 +237,31 @@ def test_every_source_that_is_too_short_is_named(mode: str, tmp_path: Path) -> N
     ]
 
 
-def test_too_little_to_validate_on_is_a_problem_of_a_run_that_does(tmp_path: Path) -> None:
+def test_too_little_validation_text_is_a_problem_if_the_run_evaluates(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(LINE * 10)
     words: dict[str, Any] = {"name": "text", "path": str(tmp_path / "a.txt"), "cache": str(tmp_path / "cache"), "validation": 0.01}
     figures(ask("prepare", **words))
     for mode in ("look", "prepare"):
         (says,) = problems(ask(mode, evaluate=True, **words))
-        assert says == "validation has 4 tokens of data=text, less than one sequence and a token after it: train.seq=8"
+        assert says == "validation has 4 tokens of data=text, fewer than one sequence and the token after it: train.seq=8"
 
 
-def test_words_that_are_no_data_are_a_problem() -> None:
+def test_malformed_data_keys_are_a_problem() -> None:
     assert problems(ask(name="txt")) == ["data.name=txt is not one of stdlib, text, tokens, synthetic"]
     assert problems(ask(nam="text")) == ["no key data.nam"]
 
 
 @pytest.mark.parametrize("question", [b"", b"[]", b'{"data": {}}', b'{"data": {}, "mode": "read", "vocab": 1, "seq": 1}', b"\xff"])
-def test_a_question_that_is_none_is_answered_with_a_problem(question: bytes) -> None:
-    assert list(answer(question, Answers(1))) == ["problems"]
+def test_a_malformed_request_is_answered_with_a_problem(question: bytes) -> None:
+    assert list(answer(question, AnswerStream(1))) == ["problems"]
 
 
 @pytest.mark.parametrize("mode", ["look", "prepare"])
-def test_a_tokenizer_that_was_not_made_for_a_text_is_remarked_on(mode: str, tmp_path: Path) -> None:
+def test_a_tokenizer_that_drops_characters_is_remarked_on(mode: str, tmp_path: Path) -> None:
     by = write_tokenizer(tmp_path, unk_token=None)
     (tmp_path / "a.txt").write_text("TO BE OR NOT TO BE\n" * 100)
     said = remarks(ask(mode, 300, name="text", path=str(tmp_path / "a.txt"), tokenizer=str(by), cache=str(tmp_path / "cache")))
-    assert said == ["the tokenizer drops 100 % of the letters of a sample of the text: it was not made for it"]
+    assert said == ["the tokenizer drops 100 % of the characters in a sample of the text: it was made for other text"]
 
 
 def test_unknown_tokens_are_remarked_on(tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_unknown_tokens_are_remarked_on(tmp_path: Path) -> None:
 def test_carriage_returns_are_remarked_on(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"to be\r\n" * 100)
     (tmp_path / "b.txt").write_bytes(b"to be\n" * 100)
-    ends = f"lines end with a carriage return too, as in {tmp_path}/a.txt: it becomes tokens unless dos2unix takes it out"
+    ends = f"lines end with CR LF, as in {tmp_path}/a.txt: the CRs become tokens; dos2unix removes them"
     assert remarks(ask(name="text", path=str(tmp_path / "a.txt"))) == [ends]
     assert remarks(ask(name="text", path=str(tmp_path / "b.txt"))) == []
 
@@ -282,7 +282,7 @@ def test_carriage_returns_are_remarked_on(tmp_path: Path) -> None:
 def test_a_remark_is_made_once(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(LINE * 100)
     lines = ask("prepare", 50257, name="text", path=str(tmp_path / "a.txt"), cache=str(tmp_path / "cache"))
-    assert remarks(lines) == ["data.tokenizer=bytes has 256 ids, and model.vocab=50257: the others are never seen"]
+    assert remarks(lines) == ["data.tokenizer=bytes has 256 ids, but model.vocab=50257: the other ids never occur"]
 
 
 # The process
@@ -301,7 +301,7 @@ def start_survey(**words: Any) -> Iterator[subprocess.Popen[bytes]]:
         end_child(child)
 
 
-def test_it_answers_on_stdout_and_exits_0(tmp_path: Path) -> None:
+def test_the_survey_answers_on_stdout_and_exits_0(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(LINE * 100)
     data = {"name": "text", "path": str(tmp_path / "a.txt")}
     for path, last in ((data["path"], "facts"), ("no.txt", "problems")):
@@ -311,15 +311,15 @@ def test_it_answers_on_stdout_and_exits_0(tmp_path: Path) -> None:
         assert list(json.loads(done.stdout.splitlines()[-1])) == [last]
 
 
-def test_it_never_imports_what_trains() -> None:
+def test_the_survey_imports_no_heavy_package() -> None:
     program = """
 import sys
 from distrain.trainer.loop.data import survey
 print(sorted({"torch", "deepspeed", "transformers", "tokenizers", "pyarrow", "zstandard", "wandb"} & set(sys.modules)))
 sys.modules["torch"] = None
-survey._answer
+answers = survey.AnswerStream(1)
+answers.send(survey.answer(sys.stdin.buffer.read(), answers))
 """
-    program = program.replace("survey._answer", "answers = survey.Answers(1)\nanswers.say(survey.answer(sys.stdin.buffer.read(), answers))")
     question = json.dumps({"data": {"name": "stdlib"}, "vocab": 256, "seq": 8, "mode": "look"})
     done = subprocess.run([sys.executable, "-c", program], input=question, capture_output=True, text=True)
     assert done.stdout.splitlines()[0] == "[]", done.stderr
@@ -379,7 +379,7 @@ def write_endless(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_it_and_its_children_and_leaves_no_half_cache(
+def test_a_signal_ends_the_survey_and_its_children_and_leaves_no_partial_cache(
     number: signal.Signals, preparing: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
     children = descendants(preparing.pid)
@@ -391,13 +391,13 @@ def test_a_signal_ends_it_and_its_children_and_leaves_no_half_cache(
     assert preparing.stderr.read() == b""
 
 
-def test_its_children_end_where_it_is_killed(preparing: subprocess.Popen[bytes]) -> None:
+def test_the_children_end_when_the_survey_is_killed(preparing: subprocess.Popen[bytes]) -> None:
     children = descendants(preparing.pid)
     preparing.kill()
     until(lambda: not alive(children))
 
 
-def test_it_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
+def test_the_survey_dies_with_its_parent(tmp_path: Path) -> None:
     data = {
         "name": "text",
         "path": str(write_endless(tmp_path)),
@@ -424,15 +424,15 @@ child.wait()
         end_child(parent)
 
 
-def test_it_ends_where_nobody_reads_what_it_says() -> None:
+def test_the_survey_ends_when_its_reader_is_gone() -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    with pytest.raises(NoReader):
-        Answers(writer).remark("to be")
+    with pytest.raises(ReaderGone):
+        AnswerStream(writer).remark("to be")
     os.close(writer)
 
 
-def test_a_cache_that_can_not_be_written_is_a_problem(tmp_path: Path) -> None:
+def test_an_unwritable_cache_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(LINE * 100)
     (tmp_path / "cache").write_text("a file")
     words: dict[str, Any] = {"name": "text", "path": str(tmp_path / "a.txt"), "cache": str(tmp_path / "cache")}

@@ -1,4 +1,4 @@
-"""Files of token ids are mapped as they are, with the documents that they know of and the share that is held out."""
+"""Token files are memory-mapped as they are, with their documents and the validation split."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distrain.trainer.loop.data.corpus import Corpus, Mapped, Split, held_out
-from distrain.trainer.loop.data.id_width import raw_type
-from distrain.trainer.loop.data.prepare import prepare
+from distrain.trainer.loop.data.corpus import Corpus, MappedTokens, Split, validation_runs
+from distrain.trainer.loop.data.id_width import raw_id_type
+from distrain.trainer.loop.data.prepare import prepare_corpus
 from distrain.trainer.loop.data.token_files import CODES, LLM_C, MEGATRON
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import Data
@@ -24,12 +24,12 @@ def opened(folder: Path, vocab: int = 256, remarks: list[str] | None = None, **w
         if not total and remarks is not None:
             remarks.append(what)
 
-    return prepare(Data(**words), vocab=vocab, seq=4, cache=folder / "cache", progress=progress)
+    return prepare_corpus(Data(**words), vocab=vocab, seq=4, cache=folder / "cache", progress=progress)
 
 
-def mapped(corpus: Corpus, source: int = 0) -> Mapped:
+def mapped(corpus: Corpus, source: int = 0) -> MappedTokens:
     tokens = corpus.sources[source].tokens
-    assert isinstance(tokens, Mapped)
+    assert isinstance(tokens, MappedTokens)
     return tokens
 
 
@@ -86,7 +86,7 @@ def test_a_file_named_for_validation_validates(train: str, held: str, tmp_path: 
 
 
 @pytest.mark.parametrize(("magic", "version"), LLM_C)
-def test_a_header_of_llm_c_is_no_text(magic: int, version: int, tmp_path: Path) -> None:
+def test_an_llm_c_header_is_not_data(magic: int, version: int, tmp_path: Path) -> None:
     header = np.zeros(256, np.int32)
     header[:3] = magic, version, 300
     (tmp_path / "a.bin").write_bytes(header.tobytes() + np.arange(300).astype(LLM_C[magic, version]).tobytes())
@@ -96,7 +96,7 @@ def test_a_header_of_llm_c_is_no_text(magic: int, version: int, tmp_path: Path) 
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("sequences", [1, 3])
 @pytest.mark.parametrize("suffix", ["", ".bin", ".idx"])
-def test_a_pair_of_megatron_knows_its_documents(code: int, sequences: int, suffix: str, tmp_path: Path) -> None:
+def test_a_megatron_pair_knows_its_documents(code: int, sequences: int, suffix: str, tmp_path: Path) -> None:
     texts = [list(range(first, first + 10)) for first in range(0, 100, 10)]
     write_megatron(tmp_path / "pair", texts, code, sequences)
     assert documents(opened(tmp_path, 128, name="tokens", path=f"{tmp_path}/pair{suffix}")) == texts
@@ -110,7 +110,7 @@ def test_kinds_of_token_files_can_be_blended(tmp_path: Path) -> None:
     assert documents(corpus, 1) == [list(range(50))]
 
 
-def test_files_in_a_row_are_read_across_their_ends(tmp_path: Path) -> None:
+def test_windows_cross_file_ends(tmp_path: Path) -> None:
     write_megatron(tmp_path / "a", [[1, 2, 3, 4], [5, 6, 7, 8]], 4)
     np.arange(50, dtype=np.uint16).tofile(tmp_path / "b.bin")
     corpus = opened(tmp_path, 50, name="tokens", path=(f"{tmp_path}/a", f"{tmp_path}/b.bin", f"{tmp_path}/a"))
@@ -125,21 +125,21 @@ def test_files_in_a_row_are_read_across_their_ends(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["u1", "<u2", ">u2", "i4", "u4", "i8", "u8"])
-def test_an_array_of_numpy_is_read_by_its_header(dtype: str, tmp_path: Path) -> None:
+def test_a_numpy_array_is_read_by_its_header(dtype: str, tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.arange(200).astype(dtype))
     corpus = opened(tmp_path, 200, name="tokens", path=str(tmp_path / "a.npy"))
     assert documents(corpus) == [list(range(200))]
     assert corpus.entropy == pytest.approx(np.log(corpus.size("train")))
 
 
-def test_an_array_of_numpy_is_known_by_its_first_bytes(tmp_path: Path) -> None:
+def test_a_numpy_array_is_recognised_by_its_first_bytes(tmp_path: Path) -> None:
     with (tmp_path / "a.bin").open("wb") as file:
         np.save(file, np.arange(200, dtype=np.uint32))
     assert documents(opened(tmp_path, 200, name="tokens", path=str(tmp_path / "a.bin"))) == [list(range(200))]
 
 
 @pytest.mark.parametrize("name", ["a.npy", "part-0-00000.npy", "a.ids"])
-def test_ids_without_a_header_are_read_whatever_their_files_name(name: str, tmp_path: Path) -> None:
+def test_raw_ids_are_read_under_any_file_name(name: str, tmp_path: Path) -> None:
     """OLMo's .npy have none: np.memmap(path, mode="w+") writes them (olmo-core, docs/source/guides/data_loading.rst)."""
     ids = np.random.default_rng(0).integers(0, 100_000, 3000)
     written = np.memmap(tmp_path / name, np.uint32, "w+", shape=(3000,))
@@ -148,7 +148,7 @@ def test_ids_without_a_header_are_read_whatever_their_files_name(name: str, tmp_
     assert documents(opened(tmp_path, 100_000, name="tokens", path=str(tmp_path / name))) == [ids.tolist()]
 
 
-def test_a_folder_of_tokens_is_all_kinds_of_files_of_ids(tmp_path: Path) -> None:
+def test_a_folder_may_hold_all_kinds_of_token_files(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
     np.save(folder / "a.npy", np.arange(50))
@@ -159,11 +159,11 @@ def test_a_folder_of_tokens_is_all_kinds_of_files_of_ids(tmp_path: Path) -> None
     remarks: list[str] = []
     corpus = opened(tmp_path, 100, remarks, name="tokens", path=str(folder))
     assert documents(corpus) == [list(range(50)), list(range(50, 100)), [7, 8], [9], [1, 2, 3, 4], [5, 6, 7, 8]]
-    assert remarks == [f"data.path={folder}: 4 files are read, and left out are 1 .md"]
+    assert remarks == [f"data.path={folder}: 4 files are read; skipped: 1 .md"]
 
 
 @pytest.mark.parametrize("pattern", ["*", "*.idx", "*.bin", "a*"])
-def test_a_pattern_that_matches_an_index_too_reads_each_pair_once(pattern: str, tmp_path: Path) -> None:
+def test_a_pattern_that_also_matches_indices_reads_each_pair_once(pattern: str, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     write_megatron(tmp_path / "in" / "a", [[1, 2, 3, 4], [5, 6, 7, 8]], 4)
     assert documents(opened(tmp_path, 100, name="tokens", path=f"{tmp_path}/in/{pattern}")) == [[1, 2, 3, 4], [5, 6, 7, 8]]
@@ -188,7 +188,7 @@ TEXTS = [list(range(first, first + 10)) for first in range(1, 101, 10)]
 
 @pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize("words", [{}, {"metadata": None}, {"metadata": "Unknown Tokenizer|{0}|{0}"}])
-def test_datatroves_files_know_their_documents_and_the_width_of_ids(words: dict[str, Any], width: int, tmp_path: Path) -> None:
+def test_datatrove_files_know_their_documents_and_id_width(words: dict[str, Any], width: int, tmp_path: Path) -> None:
     write_datatrove(tmp_path / "a.ds", TEXTS, width, **words)
     corpus = opened(tmp_path, 128, name="tokens", path=str(tmp_path / "a.ds"))
     assert documents(corpus) == TEXTS
@@ -197,14 +197,14 @@ def test_datatroves_files_know_their_documents_and_the_width_of_ids(words: dict[
 
 
 @pytest.mark.parametrize("width", [2, 4])
-def test_datatroves_files_without_an_index_have_the_width_that_is_written(width: int, tmp_path: Path) -> None:
+def test_datatrove_files_without_an_index_use_the_recorded_width(width: int, tmp_path: Path) -> None:
     write_datatrove(tmp_path / "a.ds", TEXTS, width, index=False, metadata="tokenizer|{}" if width == 4 else "gpt2")
     corpus = opened(tmp_path, 128, name="tokens", path=str(tmp_path / "a.ds"))
     assert documents(corpus) == [list(range(1, 101))]
     assert corpus.sources[0].documents is None
 
 
-def test_an_index_that_was_written_anew_is_another_corpus(tmp_path: Path) -> None:
+def test_a_changed_index_makes_another_corpus(tmp_path: Path) -> None:
     write_datatrove(tmp_path / "a.ds", TEXTS, 2, metadata=None)
     before = opened(tmp_path, 128, name="tokens", path=str(tmp_path / "a.ds"))
     (tmp_path / "a.ds.index").write_bytes(struct.pack("<2Q", 50, 100))
@@ -213,7 +213,7 @@ def test_an_index_that_was_written_anew_is_another_corpus(tmp_path: Path) -> Non
     assert len(documents(after)) == 2
 
 
-def test_loss_masks_that_are_not_read_are_remarked_on(tmp_path: Path) -> None:
+def test_unread_loss_masks_are_remarked_on(tmp_path: Path) -> None:
     write_datatrove(tmp_path / "a.ds", TEXTS, 2)
     (tmp_path / "a.ds.loss").write_bytes(bytes(100))
     remarks: list[str] = []
@@ -240,7 +240,7 @@ def of_text(seed: int, vocab: int, size: int) -> np.ndarray[Any, Any]:
     dtype=st.sampled_from([np.uint16, np.uint32, np.int64]),
     padded=st.floats(0, 0.95),
 )
-def test_the_width_of_ids_is_told_by_their_zeros(
+def test_the_id_width_is_inferred_from_zero_bytes(
     seed: int, vocab: int, size: int, dtype: Any, padded: float, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     ids = of_text(seed, vocab, size)
@@ -248,27 +248,27 @@ def test_the_width_of_ids_is_told_by_their_zeros(
     ids[-50:] = np.arange(50) % (vocab - 1) + 1
     path = tmp_path_factory.mktemp("ids") / "a.bin"
     ids.astype(dtype).tofile(path)
-    assert raw_type(path, path.stat().st_size, vocab) == dtype
+    assert raw_id_type(path, path.stat().st_size, vocab) == dtype
 
 
 @given(seed=st.integers(0, 1000), vocab=st.sampled_from([65_537, 100_277, 128_256, 262_208, 1_000_000]), size=st.integers(1, 3000))
-def test_a_vocabulary_beyond_two_bytes_has_ids_of_four(seed: int, vocab: int, size: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_vocabulary_beyond_two_bytes_has_four_byte_ids(seed: int, vocab: int, size: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("ids") / "a.bin"
     of_text(seed, vocab, size).astype(np.uint32).tofile(path)
-    assert raw_type(path, path.stat().st_size, vocab) == np.uint32
+    assert raw_id_type(path, path.stat().st_size, vocab) == np.uint32
 
 
 @given(seed=st.integers(0, 1000), vocab=st.sampled_from([65_537, 128_256, 262_208]))
-def test_a_larger_models_vocabulary_does_not_widen_ids_of_two_bytes(
+def test_a_larger_model_vocabulary_does_not_widen_two_byte_ids(
     seed: int, vocab: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("ids") / "a.bin"
     of_text(seed, 50_257, 3000).astype(np.uint16).tofile(path)
-    assert raw_type(path, path.stat().st_size, vocab) == np.uint16
+    assert raw_id_type(path, path.stat().st_size, vocab) == np.uint16
 
 
 @pytest.mark.parametrize("vocab", [50_304, 65_536, 100_000])
-def test_ids_of_another_tokenizer_are_refused_and_not_read_in_halves(vocab: int, tmp_path: Path) -> None:
+def test_ids_of_another_tokenizer_are_refused_instead_of_read_as_halves(vocab: int, tmp_path: Path) -> None:
     ids = of_text(1, 128_256, 20_000)
     ids.astype(np.uint32).tofile(tmp_path / "a.bin")
     with pytest.raises(Unreadable, match=rf"a.bin: token \d+ at position \d+ is not in the vocabulary, model.vocab={vocab}: the largest"):
@@ -276,16 +276,16 @@ def test_ids_of_another_tokenizer_are_refused_and_not_read_in_halves(vocab: int,
 
 
 @pytest.mark.parametrize(("vocab", "dtype"), [(50_257, np.uint16), (50_257, np.uint32), (100_000, np.uint32), (300, np.int64)])
-def test_ids_that_are_not_of_two_bytes_are_remarked_on(vocab: int, dtype: Any, tmp_path: Path) -> None:
+def test_inferred_widths_other_than_two_bytes_are_remarked_on(vocab: int, dtype: Any, tmp_path: Path) -> None:
     ids = of_text(1, vocab, 1000)
     ids.astype(dtype).tofile(tmp_path / "a.bin")
     remarks: list[str] = []
     assert documents(opened(tmp_path, vocab, remarks, name="tokens", path=str(tmp_path / "a.bin"))) == [ids.tolist()]
-    says = f"{tmp_path}/a.bin is read as {np.dtype(dtype).itemsize}-byte ids: no header says it, their zero bytes do"
+    says = f"{tmp_path}/a.bin is read as {np.dtype(dtype).itemsize}-byte ids: there is no header, but the zero bytes show the width"
     assert remarks == [says] * (dtype is not np.uint16)
 
 
-def test_the_same_bytes_as_ids_of_another_width_are_another_corpus(tmp_path: Path) -> None:
+def test_the_same_bytes_with_another_id_width_are_another_corpus(tmp_path: Path) -> None:
     """Too few of them tell how wide they are, and the vocabulary does."""
     np.arange(1, 11, dtype=np.uint32).tofile(tmp_path / "a.bin")
     narrow, wide = (opened(tmp_path, vocab, name="tokens", path=str(tmp_path / "a.bin"), validation=0.0) for vocab in (300, 70_000))
@@ -294,38 +294,38 @@ def test_the_same_bytes_as_ids_of_another_width_are_another_corpus(tmp_path: Pat
     assert documents(wide) == [list(range(1, 11))]
 
 
-def test_a_large_file_is_looked_at_in_many_places(tmp_path: Path) -> None:
+def test_a_large_file_is_sampled_in_many_places(tmp_path: Path) -> None:
     """Its first megabytes are zeros, as of a file that was made before it was filled."""
     ids = np.zeros(3_000_000, np.uint32)
     ids[2_000_000:] = np.random.default_rng(0).integers(0, 50_000, 1_000_000)
     ids.tofile(tmp_path / "a.bin")
-    assert raw_type(tmp_path / "a.bin", 12_000_000, 50_257) == np.uint32
+    assert raw_id_type(tmp_path / "a.bin", 12_000_000, 50_257) == np.uint32
 
 
-def test_files_of_tokens_that_are_named_as_tests_train_and_are_remarked_on(tmp_path: Path) -> None:
+def test_token_files_named_as_tests_train_with_a_remark(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     for name in ("train", "val", "test"):
         np.arange(100, dtype=np.uint16).tofile(tmp_path / "in" / f"{name}.bin")
     remarks: list[str] = []
     corpus = opened(tmp_path, 100, remarks, name="tokens", path=str(tmp_path / "in"))
     assert (corpus.size("train"), corpus.size("validation")) == (200, 100)
-    says = "1 of 3 files are named as if they were held out, such as test.bin: they train as the others do"
-    assert remarks == [f"{says}; a pattern leaves them out, such as data.path='FOLDER/**/train*'"]
+    says = "1 of 3 files are named like held-out data, such as test.bin: they train as the others do"
+    assert remarks == [f"{says}; a pattern can leave them out: data.path='FOLDER/**/train*'"]
 
 
-def test_an_end_that_occurs_nowhere_is_remarked_on(tmp_path: Path) -> None:
+def test_an_end_token_that_never_occurs_is_remarked_on(tmp_path: Path) -> None:
     np.arange(300, dtype=np.uint16).tofile(tmp_path / "a.bin")
     remarks: list[str] = []
     opened(tmp_path, 400, remarks, name="tokens", path=str(tmp_path / "a.bin"), end=350)
-    assert remarks == [f"data.end=350 occurs nowhere in {tmp_path}/a.bin: it ends no document"]
+    assert remarks == [f"data.end=350 occurs nowhere in {tmp_path}/a.bin: all text counts as one document"]
 
 
 # The split
 
 
 @pytest.mark.parametrize(("lengths", "share"), [([10] * 100, 0.07), ([1000, 1, 1], 0.1), ([50], 0.5), ([1, 99], 0.01), ([5] * 9, 0.0)])
-def test_at_least_the_share_is_held_out_and_less_than_twice(lengths: list[int], share: float) -> None:
+def test_the_validation_split_is_between_one_and_two_shares(lengths: list[int], share: float) -> None:
     bounds = np.cumsum([0, *lengths])
-    size = held_out(3, bounds, share).size
+    size = validation_runs(3, bounds, share).size
     assert round(bounds[-1] * share) <= size
     assert size < 2 * bounds[-1] * share or not size

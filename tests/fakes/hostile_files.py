@@ -1,4 +1,4 @@
-"""Files that nobody should hand to a program and somebody does: what is where YAML is wanted, and what is left of a run's folder."""
+"""Bad files for the tests: bad YAML files, and run folders with damaged files."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def fifo(path: Path) -> None:
     os.mkfifo(path)
 
 
-def bound(path: Path) -> None:
+def bind_socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as made:
         here = os.getcwd()
-        os.chdir(path.parent)  # a socket's path is short
+        os.chdir(path.parent)  # the path of a socket has a small limit
         try:
             made.bind(path.name)
         finally:
@@ -46,7 +46,7 @@ LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
 LAUGHING_MAPS = "a: &a {x: 1}\n" + "".join(f"k{at}: &{chr(98 + at)} {{p: *{chr(97 + at)}, q: *{chr(97 + at)}}}\n" for at in range(20))
 RECIPE = "defaults: [quickstart]\n"
 
-# What is where a file of YAML is wanted. `None`: it is read.
+# Bad files in the place of a YAML file, by name.
 # fmt: off
 FILES: dict[str, Make] = {
     "folder":        lambda path: path.mkdir(),
@@ -54,7 +54,7 @@ FILES: dict[str, Make] = {
     "loop of links": lambda path: path.symlink_to(path.name),
     "device":        lambda path: path.symlink_to("/dev/zero"),
     "fifo":          fifo,
-    "socket":        bound,
+    "socket":        bind_socket,
     "nothing":       text(""),
     "null":          text("~\n"),
     "scalar":        text("hello\n"),
@@ -103,7 +103,7 @@ FILES: dict[str, Make] = {
 
 
 def run_folder(folder: Path) -> Path:
-    """A run's folder as `distrain fit` leaves it, but for its tensors."""
+    """Write a run folder as `distrain fit` leaves it, without tensors."""
     run = load("tiny_2x2x2", [f"log.dir={folder.parent}", f"name={folder.name}", "checkpoint=default"])
     rows: list[dict[str, Any]] = [
         {"step": step, "loss": 5.0 - step / 10, "grad_norm": 1.0, "lr": 1e-3, "tokens": step * 1024, "seconds": 0.1,
@@ -130,7 +130,7 @@ values = some.sampled_from(
 
 @some.composite
 def damaged(draw: some.DrawFn, found: object) -> object:
-    """JSON with one value in it, or a part, become another."""
+    """JSON in which one value, or a part, is replaced or missing."""
     if draw(some.booleans()) and isinstance(found, dict) and found:
         key = draw(some.sampled_from(sorted(found)))
         rest = {name: value for name, value in found.items() if name != key}

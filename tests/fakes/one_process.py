@@ -1,4 +1,4 @@
-"""What every layout is held against: one process of plain torch, without DeepSpeed, that takes each step's batch at once."""
+"""The reference of multi-rank tests: one process of plain torch, without DeepSpeed, that takes each global batch whole."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import torch
 from torch import Tensor, nn
 
 from distrain.cli.config.load import load
-from distrain.trainer.layers.keyed_random import keys
+from distrain.trainer.layers.counter_rng import dropout_keys
 from distrain.trainer.loop.data.batches import IGNORED, Batches
-from distrain.trainer.loop.data.prepare import cache_folder, prepare
-from distrain.trainer.loop.lr_schedule import rate
-from distrain.trainer.models.build import build
+from distrain.trainer.loop.data.prepare import cache_folder, prepare_corpus
+from distrain.trainer.loop.lr_schedule import learning_rate
+from distrain.trainer.models.build import build_model
 from distrain.trainer.spec.run import Run
 
 
 @cache
-def reference(words: tuple[str, ...], left_out: frozenset[int] = frozenset()) -> tuple[list[float], list[float]]:
-    """The losses and gradient norms of the run of conf=`words[0]` with the other words; the steps `left_out`, from 0, are not taken."""
+def reference_curve(words: tuple[str, ...], left_out: frozenset[int] = frozenset()) -> tuple[list[float], list[float]]:
+    """(losses, gradient norms) of the run of conf=`words[0]` with the other words as overrides; the optimizer skips `left_out` (from 0)."""
     run = load(words[0], words[1:])
     steps = run.train.steps or 0
-    corpus = prepare(run.data, vocab=run.model.vocab, seq=run.train.seq, cache=cache_folder(run.data), progress=lambda *_: None)
+    corpus = prepare_corpus(run.data, vocab=run.model.vocab, seq=run.train.seq, cache=cache_folder(run.data), progress=lambda *_: None)
     batches = Batches(corpus, seed=run.train.seed, seq=run.train.seq)
-    module = build(run, device=torch.device("cpu"), dtype=torch.float32, seed=run.train.seed)
-    optimizer = stepper(run, module)
+    module = build_model(run, device=torch.device("cpu"), dtype=torch.float32, seed=run.train.seed)
+    optimizer = _optimizer(run, module)
     losses, norms = [], []
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = rate(run.optim, step, steps)
-        loss = mean_loss(run, module, batches, step)
+            group["lr"] = learning_rate(run.optim, step, steps)
+        loss = _mean_loss(run, module, batches, step)
         optimizer.zero_grad()
         loss.backward()
         norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), run.train.clip or torch.inf)))
@@ -40,7 +40,7 @@ def reference(words: tuple[str, ...], left_out: frozenset[int] = frozenset()) ->
     return losses, norms
 
 
-def stepper(run: Run, module: nn.Module) -> torch.optim.Optimizer:
+def _optimizer(run: Run, module: nn.Module) -> torch.optim.Optimizer:
     matrices = {"params": [each for each in module.parameters() if each.dim() > 1], "weight_decay": run.optim.weight_decay}
     vectors = {"params": [each for each in module.parameters() if each.dim() == 1], "weight_decay": 0.0}
     if run.optim.name == "sgd":
@@ -48,17 +48,17 @@ def stepper(run: Run, module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([matrices, vectors], lr=run.optim.lr, betas=run.optim.betas, eps=run.optim.eps)
 
 
-def mean_loss(run: Run, module: nn.Module, batches: Batches, step: int) -> Tensor:
+def _mean_loss(run: Run, module: nn.Module, batches: Batches, step: int) -> Tensor:
     batch = batches.batch(step * run.train.batch, run.train.batch)
-    keyed = keys(run.train.seed, step, batch.samples, torch.arange(run.train.seq)) if run.model.dropout else None
-    total, counted = module(batch.tokens, batch.labels, documents=batch.documents, keys=keyed)
-    assert int(counted) == int((batch.labels != IGNORED).sum())
-    loss: Tensor = total / counted
+    dropout = dropout_keys(run.train.seed, step, batch.samples, torch.arange(run.train.seq)) if run.model.dropout else None
+    total, labels = module(batch.tokens, batch.labels, documents=batch.documents, keys=dropout)
+    assert int(labels) == int((batch.labels != IGNORED).sum())
+    loss: Tensor = total / labels
     return loss
 
 
-def some_text() -> str:
-    """Lines of words that are always the same: short documents where a line ends one."""
+def sample_text() -> str:
+    """The same random lines of words each time; with data.end=10 each line is a short document."""
     draw = Random(7)
     words = ["".join(draw.choices("etaoinshrdlu", k=draw.randint(1, 9))) for _ in range(300)]
     return "".join(" ".join(draw.choices(words, k=draw.randint(1, 12))) + "\n" for _ in range(400))

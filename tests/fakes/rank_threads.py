@@ -1,4 +1,4 @@
-"""What tests of checkpoints and sinks need: ranks that are threads, and files that may not grow."""
+"""Fakes for tests of checkpoints and sinks: threads as ranks, and a limit on the size of files."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 
 from distrain.trainer.loop.checkpoint import Gather
 
-Answer = TypeVar("Answer")
+ThreadResult = TypeVar("ThreadResult")
 
 
 @contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """This process may write no file longer than `size` bytes."""
+def file_size_limit(size: int) -> Iterator[None]:
+    """Limit the files that this process writes to `size` bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -25,26 +25,26 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def on_ranks(world: int, work: Callable[[int, Gather], Answer]) -> list[Answer]:
-    """What each of `world` ranks (threads) gets from its work, given its rank and a gather over all of them."""
-    return [future.result() for future in _done(world, work)]
+def run_on_ranks(world: int, work: Callable[[int, Gather], ThreadResult]) -> list[ThreadResult]:
+    """Call `work` with a rank and a gather over all ranks in each of `world` threads; return the results by rank."""
+    return [future.result() for future in _run_threads(world, work)]
 
 
-def ends_on_ranks(world: int, work: Callable[[int, Gather], Any]) -> list[Any]:
-    """The same, or what it raised."""
-    return [future.exception() or future.result() for future in _done(world, work)]
+def try_on_ranks(world: int, work: Callable[[int, Gather], Any]) -> list[Any]:
+    """Do the same; a rank that raises has its exception in place of its result."""
+    return [future.exception() or future.result() for future in _run_threads(world, work)]
 
 
-def _done(world: int, work: Callable[[int, Gather], Answer]) -> list[Future[Answer]]:
+def _run_threads(world: int, work: Callable[[int, Gather], ThreadResult]) -> list[Future[ThreadResult]]:
     lines, barrier = [""] * world, threading.Barrier(world, timeout=60)
 
     def gather_of(rank: int) -> Gather:
         def gather(line: str) -> Sequence[str]:
             lines[rank] = line
             barrier.wait()
-            every = list(lines)
+            gathered = list(lines)
             barrier.wait()
-            return every
+            return gathered
 
         return gather
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Self
 
 from distrain.scripts.virtual_hosts import Host
-from distrain.trainer.system.end_child import end_child
+from distrain.trainer.system.child_process import end_child
 
 DEADLINE = 300.0  # seconds, for what takes twenty on an idle machine
 PAUSE = 0.02  # seconds between two looks at all processes

@@ -1,8 +1,8 @@
-"""Words of a command line of which the tests replace some."""
+"""Overrides of a command line, of which a test replaces some."""
 
 from __future__ import annotations
 
 
 def unrepeated(*words: str) -> list[str]:
-    """The words without those that a later word of the same key takes back, which the command line would say."""
+    """The overrides without those that a later one of the same key replaces, for which the command line prints a warning."""
     return list({word.partition("=")[0]: word for word in words}.values())

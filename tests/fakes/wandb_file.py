@@ -1,4 +1,4 @@
-"""Reads a .wandb file: LevelDB's log format (blocks of 32 KiB, records in parts) around wandb's own protocol buffers."""
+"""Reads a .wandb file: wandb's protocol buffers in LevelDB's log format (blocks of 32 KiB, records in parts)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-START = 7  # bytes of the file's own header: ":W&B", a magic number, a version
-BLOCK, HEADER = 1 << 15, 7  # bytes; of a part's header: 4 of checksum, 2 of length, 1 of kind
-WHOLE, LAST = 1, 4  # kinds of part that end a record
+START = 7  # bytes of the file's header: ":W&B", a magic number, a version
+BLOCK, HEADER = 1 << 15, 7  # bytes; the header of a part: 4 of checksum, 2 of length, 1 of kind
+WHOLE, LAST = 1, 4  # kinds of a part that ends a record
 
 
 def records(file: Path) -> Iterator[Any]:
-    """The records of a file in their order; a cut one at its end is left out."""
+    """The records of a file in order, without an incomplete one at its end."""
     form: Any = import_module("wandb.proto.wandb_internal_pb2").Record
     raw, at, record = file.read_bytes(), START, b""
     assert raw[:4] == b":W&B"
@@ -31,6 +31,6 @@ def records(file: Path) -> Iterator[Any]:
 
 
 def history(file: Path) -> list[dict[str, Any]]:
-    """The rows that were logged."""
+    """The logged rows."""
     found = (record.history for record in records(file) if record.HasField("history"))
     return [{(item.key or ".".join(item.nested_key)): json.loads(item.value_json) for item in each.item} for each in found]

@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 
 import distrain
 from distrain.cli.config.load import load
-from distrain.trainer.launch.admission import weight_problems
-from distrain.trainer.machine.facts import DEVICES
+from distrain.trainer.launch.file_checks import weight_problems
+from distrain.trainer.machine.facts import DEVICE_OPTIONS
 from distrain.trainer.models.families import FAMILIES
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.read import read
@@ -232,5 +232,5 @@ def test_the_fine_tuning_starter_wants_its_weights(tmp_path: Path, monkeypatch: 
 
 
 def test_a_4090_is_found_by_its_name() -> None:
-    assert DEVICES["NVIDIA GeForce RTX 4090"] == "rtx_4090"
-    assert set(DEVICES.values()) == set(options("device")) - {"cpu", "local"}
+    assert DEVICE_OPTIONS["NVIDIA GeForce RTX 4090"] == "rtx_4090"
+    assert set(DEVICE_OPTIONS.values()) == set(options("device")) - {"cpu", "local"}

@@ -5,7 +5,8 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ LIGHT_FLOORS = (*PLANNED, "trainer.system", "trainer.rundir", "trainer.machine",
 # fmt: off
 FLOORS = {
     "trainer.spec":     ((),                                                        {"msgspec"}),
-    "trainer.system":   ((),                                                        set()),
+    "trainer.system":   (("trainer.spec",),                                         set()),
     "trainer.layers":   (("trainer.spec",),                                         {"torch"}),
     "trainer.models":   (("trainer.spec", "trainer.layers"),                        set()),
     "trainer.plan":     (("trainer.spec", "trainer.models"),                        set()),
@@ -66,7 +67,7 @@ MODULES = sorted(name for name, path in FILES.items() if path.stat().st_size)
 TORCH_MODELS = (
     "trainer.models.build",
     "trainer.models.moe.routing",
-    "trainer.models.weights",
+    "trainer.models.hf_format.weights",
 )
 LIGHT = [
     name
@@ -113,6 +114,55 @@ def own(names: set[str]) -> set[str]:
 def others(names: set[str]) -> set[str]:
     """Of absolute names, the packages that are neither ours nor the standard library."""
     return {top for name in names if (top := name.partition(".")[0]) not in {"distrain", *sys.stdlib_module_names}}
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[str]:
+    """Return one circle of a graph of imports, first and last node the same; [] where there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Imports inside functions count too: none hides a circle."""
+    assert circles({name: own(imports(name)) & set(FILES) - {name} for name in FILES}) == []
+
+
+def rooms_of(parent: str) -> dict[str, set[str]]:
+    """Return the folders of a folder, each with those of its siblings that it imports: {"agent": {"rank"}} for trainer.launch."""
+
+    def room(name: str) -> str | None:
+        below = name.removeprefix(f"{parent}.")
+        return below.partition(".")[0] if is_under(name, parent) and name != parent and "." in below else None
+
+    graph: dict[str, set[str]] = {}
+    for name in FILES:
+        if here := room(name):
+            graph.setdefault(here, set()).update({there for other in own(imports(name)) if (there := room(other))} - {here})
+    return graph
+
+
+PARENTS = sorted({name.rpartition(".")[0] for name, path in FILES.items() if path.name == "__init__.py" and "." in name})
+
+
+@pytest.mark.parametrize("parent", PARENTS)
+def test_no_rooms_import_each_other_in_a_circle(parent: str) -> None:
+    assert circles(rooms_of(parent)) == []
+
+
+def test_a_class_name_is_one_class() -> None:
+    places: dict[str, list[str]] = {}
+    for name, path in FILES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(name)
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
+def test_what_is_installed_imports_no_tests() -> None:
+    assert not [name for name in FILES if any(is_under(other, "tests") for other in own(imports(name)))]
 
 
 def test_the_packages_list_is_the_folders() -> None:

@@ -1,4 +1,4 @@
-"""Every child process that something holds is ended and waited for, however the holding ends."""
+"""Every child process is ended and waited for, however the code that started it ends."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from typing import Any
 
 import pytest
 
-from distrain.trainer.prove.fork_client import Server
-from distrain.trainer.system.child_process import start_child
-from distrain.trainer.system.end_child import end_child
+from distrain.trainer.prove.fork_client import ForkServer
+from distrain.trainer.system.child_process import end_child, start_child
 
 DEADLINE = 60.0  # seconds, for what takes five on an idle machine
 
 
 class Interrupted(Exception):
-    """What a signal's handler raises."""
+    """Raised by a signal handler."""
 
 
 @contextmanager
@@ -42,7 +41,7 @@ def interrupted_after(seconds: float) -> Iterator[None]:
 
 
 def parents() -> dict[int, tuple[int, str]]:
-    """The parent and the state of every process."""
+    """Return the parent and the state of every process."""
     found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
@@ -52,32 +51,33 @@ def parents() -> dict[int, tuple[int, str]]:
 
 
 def children() -> set[int]:
-    """The processes that this one has started and that are still there, dead or alive."""
+    """Return this process's children, including zombies."""
     return {pid for pid, (parent, _) in parents().items() if parent == os.getpid()}
 
 
 def descendants(pid: int) -> set[int]:
-    """The processes that a process has started, and theirs."""
+    """Return the children of a process, and theirs."""
     found, rows = {pid}, parents()
     while more := {child for child, (parent, _) in rows.items() if parent in found} - found:
         found |= more
     return found - {pid}
 
 
-def until(met: Callable[[], Any]) -> Any:
+def until(condition: Callable[[], Any]) -> Any:
+    """Return the condition's value once it is true."""
     deadline = time.monotonic() + DEADLINE
-    while not (found := met()):
+    while not (value := condition()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    return found
+    return value
 
 
 @pytest.mark.parametrize("ended", [True, False])
-def test_a_child_whose_pipes_can_not_be_flushed_is_ended(ended: bool) -> None:
+def test_a_child_whose_stdin_can_not_be_flushed_is_ended(ended: bool) -> None:
     before = children()
     child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert child.stdin is not None
-    child.stdin.write(b"words")
+    child.stdin.write(b"text")
     if ended:
         os.kill(child.pid, signal.SIGKILL)
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
@@ -87,58 +87,55 @@ def test_a_child_whose_pipes_can_not_be_flushed_is_ended(ended: bool) -> None:
     assert all(pipe is not None and pipe.closed for pipe in (child.stdin, child.stdout, child.stderr))
 
 
-def test_a_child_that_has_ended_keeps_its_status() -> None:
+def test_a_child_that_has_already_ended_keeps_its_status() -> None:
     child = subprocess.Popen(["false"])
     child.wait()
     end_child(child)
     assert child.returncode == 1
 
 
-def test_the_server_of_ranks_ends_though_the_wait_for_it_is_interrupted(tmp_path: Path) -> None:
+def test_the_fork_server_ends_if_the_wait_for_it_is_interrupted(tmp_path: Path) -> None:
     before = children()
-    server = Server(tmp_path / "log", command=["sleep", "1000"])
+    server = ForkServer(tmp_path / "log", command=["sleep", "1000"])
     with pytest.raises(Interrupted), interrupted_after(0.2):
         server.close()
     assert children() <= before
 
 
-def test_the_server_of_ranks_ends_though_it_was_killed_with_unsent_words(tmp_path: Path) -> None:
+def test_a_fork_server_that_was_killed_with_unsent_requests_is_reaped(tmp_path: Path) -> None:
     before = children()
-    with Server(tmp_path / "log", command=["sleep", "1000"]) as server:
+    with ForkServer(tmp_path / "log", command=["sleep", "1000"]) as server:
         child = server._child
         assert child.stdin is not None
-        child.stdin.write("words")
+        child.stdin.write("text")
         os.kill(child.pid, signal.SIGKILL)
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert children() <= before
 
 
-def test_processes_that_meet_for_the_doctor_end_though_it_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_processes_of_the_doctor_end_if_it_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     from distrain.trainer.loop.offline import doctor
 
     before = children()
-    monkeypatch.setattr(doctor, "_meet", lambda rank, port: time.sleep(1000))
+    monkeypatch.setattr(doctor, "_join_and_add", lambda rank, port: time.sleep(1000))
     with pytest.raises(Interrupted), interrupted_after(0.5):
-        doctor.met()
+        doctor.gloo_fault()
     assert children() <= before
 
 
-def test_processes_that_measure_end_with_the_one_that_started_them(tmp_path: Path) -> None:
-    """As when it passed its time: whoever asked for it kills it alone."""
+def test_processes_that_measure_the_machine_end_with_their_parent(tmp_path: Path) -> None:
+    """As at its deadline: the parent alone is killed."""
     own = {**os.environ, "TMPDIR": str(tmp_path)}
     probe = subprocess.Popen([sys.executable, "-m", "distrain.trainer.machine.probe"], stdout=subprocess.DEVNULL, env=own)
     try:
-        there = until(lambda: probe.poll() is not None or (len(found := descendants(probe.pid)) >= 4 and found))
+        workers = until(lambda: probe.poll() is not None or (len(found := descendants(probe.pid)) >= 4 and found))
         assert probe.poll() is None
     finally:
         end_child(probe)
-    until(lambda: not {pid for pid in there if parents().get(pid, (0, "Z"))[1] not in "ZX"})
+    until(lambda: not {pid for pid in workers if parents().get(pid, (0, "Z"))[1] not in "ZX"})
 
 
-# `distrain`'s own children
-
-
-def test_a_child_and_what_it_started_end_with_the_block() -> None:
+def test_a_child_and_its_children_end_with_the_block() -> None:
     program = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '1000']).pid, flush=True); time.sleep(1000)"
     before = children()
     with start_child(["-c", program], stdout=subprocess.PIPE, text=True) as child:
@@ -150,11 +147,11 @@ def test_a_child_and_what_it_started_end_with_the_block() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_verb_that_is_told_to_stop_ends_its_child_first(number: int, tmp_path: Path) -> None:
+def test_a_verb_that_is_asked_to_stop_ends_its_child_first(number: int, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text("{}")
-    words = ["export", str(tmp_path / "run"), str(tmp_path / "out")]
-    process = subprocess.Popen([sys.executable, "-m", "distrain", *words], stderr=subprocess.PIPE, text=True)
+    arguments = ["export", str(tmp_path / "run"), str(tmp_path / "out")]
+    process = subprocess.Popen([sys.executable, "-m", "distrain", *arguments], stderr=subprocess.PIPE, text=True)
     try:
         (child,) = until(lambda: descendants(process.pid))
         process.send_signal(number)

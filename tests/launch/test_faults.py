@@ -30,28 +30,28 @@ HEAD = """
 import os, sys
 from pathlib import Path
 from distrain.trainer.launch.agent.local_agent import DEFERRING
-from distrain.trainer.launch.single_host import launch
+from distrain.trainer.launch.single_host import launch_local_ranks
 from distrain.trainer.launch.supervisor.watchdog import Watchdog
 folder = Path(sys.argv[1])
-ended = launch([sys.executable, "-c", sys.argv[2], str(folder), *DEFERRING], ranks=3, folder=folder, environment=os.environ, show=print,
+ended = launch_local_ranks([sys.executable, "-c", sys.argv[2], str(folder), *DEFERRING], ranks=3, folder=folder, environment=os.environ, show=print,
                grace=3.0, watchdog=Watchdog(patience=2.0))
 print(ended.says)
 sys.exit(ended.status)
 """
 RANK = """
 import faulthandler, mmap, os, signal, sys, time
-from distrain.trainer.system.parent_watch import hold_from_environment
-from distrain.trainer.launch.rank.channel import STOPPED, Talk
+from distrain.trainer.system.parent_watch import watch_parent_from_environment
+from distrain.trainer.launch.rank.channel import STOPPED, Channel
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
 signal.pthread_sigmask(signal.SIG_SETMASK, ())
 faulthandler.register(signal.SIGUSR2)
-talk, rank, ranks = Talk.from_environment(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-hold_from_environment()
+talk, rank, ranks = Channel.from_environment(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+watch_parent_from_environment()
 with open(sys.argv[1] + "/met", "r+b") as file:
     shared = mmap.mmap(file.fileno(), 0)
 for step in range(len(shared) // ranks):
-    talk.beat(step)
+    talk.step(step)
     time.sleep(0.02)
     shared[step * ranks + rank] = 2 if asked else 1
     while 0 in (met := shared[step * ranks : (step + 1) * ranks]):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from distrain.cli.app import command
-from distrain.trainer.launch.hosts.hostfile import Host, hosts_of, included, read_hosts, written
+from distrain.trainer.launch.hosts.hostfile import Host, hostfile_text, include_text, read_hostfile, select_hosts
 from distrain.trainer.spec.problem import Unreadable
 
 NAMES = "a name is of letters, digits and . _ -"
@@ -28,30 +28,30 @@ BAD: dict[str, tuple[bytes, str]] = {
     "a list of slots":           (b"h1 slots=0,1\n",           "{} line 1: slots=0,1 is not a whole number: write slots=0"),
     "a finger that slipped":     (b"h1 slots=8888\n",
                                   "{} line 1: slots=8888 is more than 1024: a slot is a GPU, or a process on a CPU"),
-    "no slots":                  (b"h1\n",                     "{} line 1: h1 has no slots: write h1 slots=8, or however many it has"),
+    "no slots":                  (b"h1\n",                     "{} line 1: h1 has no slots: write h1 slots=8, or as many as it has"),
     "no host":                   (b"slots=8\n",                "{} line 1: no host before slots=8: write host1 slots=8"),
     "slots without =":           (b"h1 slots 8\n",
-                                  "{} line 1: no word slots: leave it out\n{} line 1: no word 8: write slots=8"),
-    "another word":              (b"h1 gpus=8\n",              "{} line 1: no word gpus=8: write slots=8"),
-    "a further word":            (b"h1 slots=8 max_slots=8\n", "{} line 1: no word max_slots=8: leave it out"),
+                                  "{} line 1: unknown word slots: remove it\n{} line 1: unknown word 8: write slots=8"),
+    "another word":              (b"h1 gpus=8\n",              "{} line 1: unknown word gpus=8: write slots=8"),
+    "a further word":            (b"h1 slots=8 max_slots=8\n", "{} line 1: unknown word max_slots=8: remove it"),
     "slots twice":               (b"h1 slots=8 slots=4\n",     "{} line 1: h1 has slots=8 and slots=4: give slots once"),
     "a host twice":              (b"h1 slots=8\n\n# h2\nH1 slots=8\n", "{} line 4: H1 is on line 1 already: give each host one line"),
     "an option of ssh":          (b"-oProxyCommand=x slots=1\n",
                                   f"{{}} line 1: -oProxyCommand=x begins with -, which ssh would take for an option: {NAMES}"),
-    "two commands":              (b"h1;reboot slots=1\n",      f"{{}} line 1: h1;reboot holds ';': {NAMES}"),
-    "a command inside":          (b"$(reboot) slots=1\n",      f"{{}} line 1: $(reboot) holds '$': {NAMES}"),
-    "a quote":                   (b"h'1 slots=1\n",            f"{{}} line 1: h'1 holds \"'\": {NAMES}"),
-    "a hidden character":        (b"h\x001 slots=1\n",         f"{{}} line 1: h\\x001 holds '\\x00': {NAMES}"),
-    "a letter of another script": ("h\u0131 slots=1\n".encode(), f"{{}} line 1: h\u0131 holds '\u0131': {NAMES}"),
+    "two commands":              (b"h1;reboot slots=1\n",      f"{{}} line 1: h1;reboot contains ';': {NAMES}"),
+    "a command inside":          (b"$(reboot) slots=1\n",      f"{{}} line 1: $(reboot) contains '$': {NAMES}"),
+    "a quote":                   (b"h'1 slots=1\n",            f"{{}} line 1: h'1 contains \"'\": {NAMES}"),
+    "a hidden character":        (b"h\x001 slots=1\n",         f"{{}} line 1: h\\x001 contains '\\x00': {NAMES}"),
+    "a letter of another script": ("h\u0131 slots=1\n".encode(), f"{{}} line 1: h\u0131 contains '\u0131': {NAMES}"),
     "a dot at the beginning":    (b".h1 slots=1\n",            "{} line 1: .h1 begins with .: a name begins with a letter or digit"),
     "a user":                    (b"me@h1 slots=1\n",          f"{{}} line 1: me@h1 is more than a name: {CONFIG}"),
     "a port":                    (b"h1:22 slots=1\n",          f"{{}} line 1: h1:22 is more than a name: {CONFIG}"),
     "a module of pdsh's":        (b"exec:h1 slots=1\n",        f"{{}} line 1: exec:h1 is more than a name: {CONFIG}"),
-    "a pattern of hosts":        (b"h[1-8] slots=1\n",         "{} line 1: h[1-8] stands for several hosts: write a line a host"),
+    "a pattern of hosts":        (b"h[1-8] slots=1\n",         "{} line 1: h[1-8] stands for several hosts: write a line per host"),
     "not text":                  (b"h1 slots=1\nh\xff slots=1\n",
-                                  "{} line 2 is not UTF-8: a hostfile is plain text, a line a host: host1 slots=8"),
-    "nothing":                   (b"",                         "{} names no host: write a line a host: host1 slots=8"),
-    "nothing but remarks":       (b"# h1 slots=8\n\n   \n",    "{} names no host: write a line a host: host1 slots=8"),
+                                  "{} line 2 is not UTF-8: a hostfile is plain text with a line per host: host1 slots=8"),
+    "nothing":                   (b"",                         "{} names no host: write a line per host: host1 slots=8"),
+    "nothing but remarks":       (b"# h1 slots=8\n\n   \n",    "{} names no host: write a line per host: host1 slots=8"),
     "two mistakes":              (b"h1 slots=x\nh2 slots=2\nh1 slots=3\n",
                                   ("{} line 1: slots=x is not a whole number: write slots=8\n"
                                    "{} line 3: h1 is on line 1 already: give each host one line")),
@@ -83,15 +83,15 @@ def test_a_bad_hostfile_is_told_line_by_line(name: str, tmp_path: Path, capsys: 
 
 # fmt: off
 WORDS = (
-    ("launch.include=h1@h3",                 "launch.include=h1@h3 names h3, which {} has not: known: h1, h2"),
-    ("launch.include=h1@",                   "launch.include=h1@ names no host, which {} has not: write host1@host2:0,2"),
+    ("launch.include=h1@h3",                 "launch.include=h1@h3 names h3, which is not in {}: known: h1, h2"),
+    ("launch.include=h1@",                   "launch.include=h1@ names no host, which is not in {}: write host1@host2:0,2"),
     ("launch.exclude=h1:2",                  "launch.exclude=h1:2: h1 has no slot 2: its slots are 0 to 1"),
     ("launch.exclude=h1:0,x",                "launch.exclude=h1:0,x: h1 has no slot x: its slots are 0 to 1"),
-    ("launch.include=h1:",                   "launch.include=h1:: h1 has no slot without a number: its slots are 0 to 1"),
+    ("launch.include=h1:",                   "launch.include=h1:: h1 has no slot '': its slots are 0 to 1"),
     ("launch.include=h1@h1:0",               "launch.include=h1@h1:0 names h1 twice: write h1:0,1 and so on, once"),
-    ("launch.exclude=h1@h2",                 "launch.exclude=h1@h2 leaves nothing of {}: leave a slot"),
+    ("launch.exclude=h1@h2",                 "launch.exclude=h1@h2 leaves no slot of {}: leave at least one"),
     ("launch.include=h1 launch.exclude=h2",  "launch.include=h1 and launch.exclude=h2 are both given: give one of them"),
-    ("launch.exclude=h1:0",                  ("launch.exclude leaves of {} 2 hosts with 1 and 2 slots, but the cluster is 1 node x 2: "
+    ("launch.exclude=h1:0",                  ("launch.exclude leaves 2 hosts of {} with 1 and 2 slots, but the cluster is 1 node x 2: "
                                               "set launch.exclude=null launch.include=h2 or cluster=2x1 parallel.dp=auto "
                                               "launch.exclude=null launch.include=h1:1@h2:0")),
     ("cluster=2x2x2 launch.include=h1",      ("{} has 1 host with 2 slots, but the cluster is 4 nodes x 2 (cluster=2x2x2: data 2 x "
@@ -114,9 +114,9 @@ def test_hosts_that_are_chosen_are_held_against_the_file(words: str, line: str, 
     [
         (
             "launch.hostfile={}/none",
-            "launch.hostfile={}/none: no such file: name one that exists, or set launch=local for this machine alone",
+            "launch.hostfile={}/none: no such file: name one that exists, or set launch=local to use this machine only",
         ),
-        ("launch.hostfile={}", "launch.hostfile={} is a folder: name a file, a line a host: host1 slots=8"),
+        ("launch.hostfile={}", "launch.hostfile={} is a folder: name a file with a line per host: host1 slots=8"),
         ("launch=local launch.hostfile={}/none", "launch.hostfile={}/none is not read by launch=local: set launch=deepspeed"),
         (
             "launch=slurm launch.include=h1",
@@ -124,7 +124,8 @@ def test_hosts_that_are_chosen_are_held_against_the_file(words: str, line: str, 
         ),
         (
             "launch=deepspeed",
-            "launch=deepspeed wants launch.hostfile: name a file, a line a host: host1 slots=8; or set launch=local for this machine alone",
+            "launch=deepspeed needs launch.hostfile: name a file with a line per host: host1 slots=8; "
+            "or set launch=local to use this machine only",
         ),
     ],
 )
@@ -153,12 +154,12 @@ def test_a_hostfile_that_is_not_there_never_trains_here(
 )
 def test_a_good_hostfile_is_read(text: bytes, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_bytes(text)
-    found = read_hosts(str(tmp_path / "hosts"))
+    found = read_hostfile(str(tmp_path / "hosts"))
     assert found == (Host(name="h1", slots=(0, 1)), Host(name="h2.example.org", slots=(0,)))
 
 
 def chosen_of(file: str, **how: Any) -> tuple[Host, ...]:
-    return hosts_of(read_hosts(file), file, **how)
+    return select_hosts(read_hostfile(file), file, **how)
 
 
 def test_hosts_keep_the_order_of_the_file(tmp_path: Path) -> None:
@@ -209,7 +210,7 @@ def test_every_mend_that_is_told_holds(
 def test_deepspeed_reads_what_is_written_as_it_was_meant(chosen: list[frozenset[int]]) -> None:
     """By the rules of DeepSpeed's own parsers (launcher/runner.py), which are spelt out here."""
     hosts = [Host(name=f"h{at}", slots=tuple(sorted(slots))) for at, slots in enumerate(chosen)]
-    pool = {found[1]: int(found[2]) for line in written(hosts).splitlines() if (found := re.match(r"^(\S+)\s+slots=(\d+)", line))}
-    included_ = {word.split(":")[0]: [int(slot) for slot in word.split(":")[1].split(",")] for word in included(hosts).split("@")}
+    pool = {found[1]: int(found[2]) for line in hostfile_text(hosts).splitlines() if (found := re.match(r"^(\S+)\s+slots=(\d+)", line))}
+    included_ = {word.split(":")[0]: [int(slot) for slot in word.split(":")[1].split(",")] for word in include_text(hosts).split("@")}
     assert {host.name: list(host.slots) for host in hosts} == included_
     assert all(set(slots) <= set(range(pool[name])) for name, slots in included_.items())

@@ -17,11 +17,11 @@ import pytest
 import distrain.recipes
 from distrain.cli.app import command
 from distrain.cli.config.load import load
-from distrain.tests.conftest import Ranks
-from distrain.tests.fakes.one_process import some_text
+from distrain.tests.fakes.one_process import sample_text
 from distrain.tests.fakes.path_commands import SBATCH, SCONTROL, SRUN, StandIns
-from distrain.trainer.launch.commands.deepspeed import PORTS, handed, port_of
-from distrain.trainer.launch.resolve import launching
+from distrain.tests.fakes.rank_pool import RankPool
+from distrain.trainer.launch.commands.command import PORTS, forwarded_variables, run_port
+from distrain.trainer.launch.resolve import launch_commands, resolve_hosts
 
 RECIPES = Path(distrain.recipes.__path__[0])
 SMALL = (
@@ -105,7 +105,7 @@ def test_slurm_has_a_file_of_one_task_a_rank(capsys: pytest.CaptureFixture[str])
 
 
 def test_deepspeeds_launcher_gets_files_of_ours(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for key in handed(os.environ):
+    for key in forwarded_variables(os.environ):
         monkeypatch.delenv(key)
     monkeypatch.setenv("WANDB_API_KEY", "canary-7f3a")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "canary-7f3a")
@@ -129,8 +129,8 @@ def test_what_comes_with_the_ticket_is_not_in_the_environment_that_mpirun_and_sr
     monkeypatch.setenv("WANDB_API_KEY", "canary-7f3a")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     run = load("quickstart", [*SMALL, "cluster=2x1", "launch=deepspeed", f"launch.hostfile={here}", f"launch.runner={runner}"])
-    (launcher,) = launching(run).commands
-    known = launcher.surroundings(os.environ)
+    (launcher,) = launch_commands(run, resolve_hosts(run)).commands
+    known = launcher.full_environment(os.environ)
     assert not {"WANDB_API_KEY", "NCCL_DEBUG"} & set(known)
     assert {"PATH", "HOME"} & set(os.environ) <= set(known)
 
@@ -139,7 +139,7 @@ def test_what_deepspeed_is_told_is_printed_without_torch(capsys: pytest.CaptureF
     program = """
 import sys
 from distrain.cli.app import command
-from distrain.trainer.launch.resolve import launching
+from distrain.trainer.launch.resolve import launch_commands
 from distrain.cli.config.load import load
 assert command(["show", "conf=quickstart", "parallel.zero=2", "train.precision=bf16", "--engine"]) == 0
 assert not {"torch", "deepspeed"} & set(sys.modules)
@@ -152,11 +152,11 @@ assert not {"torch", "deepspeed"} & set(sys.modules)
 
 def test_a_run_that_cannot_be_laid_out_has_no_launch(capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["show", "conf=quickstart", "parallel.dp=3", "--launch"]) == 2
-    assert capsys.readouterr().err.startswith("distrain: parallel.dp=3 x tp 1 x pp 1 x cp 1 = 3, but ")
+    assert capsys.readouterr().err.startswith("distrain: parallel.dp=3 x tp 1 x cp 1 x pp 1 = 3, but ")
 
 
 def test_runs_meet_at_ports_of_their_own_below_those_that_linux_hands_out() -> None:
-    ports = {port_of(Path(f"/runs/{name}")) for name in range(100)}
+    ports = {run_port(Path(f"/runs/{name}")) for name in range(100)}
     assert len(ports) > 95
     assert all(port in PORTS for port in ports)
     assert PORTS.stop <= int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
@@ -201,7 +201,7 @@ def made(
         stand_ins.put(name, does)
     known = {**os.environ, "PATH": stand_ins.path(), "OMP_NUM_THREADS": "1", "SLURM_JOB_NODELIST": "h[1-2]", "CUDA_VISIBLE_DEVICES": ""}
     (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "one.txt").write_text(some_text())
+    (tmp_path / "texts" / "one.txt").write_text(sample_text())
     shutil.copyfile(RECIPES / "quickstart.yaml", tmp_path / "mine.yaml")
     monkeypatch.chdir(tmp_path)
 
@@ -219,13 +219,13 @@ def made(
 
 
 @pytest.mark.parametrize("launch", ["local", "torchrun", "slurm"])
-def test_a_script_trains_in_any_folder(launch: str, made: Callable[..., Elsewhere], tmp_path: Path, ranks: Ranks) -> None:
+def test_a_script_trains_in_any_folder(launch: str, made: Callable[..., Elsewhere], tmp_path: Path, ranks: RankPool) -> None:
     """torchrun on two hosts that are this machine; Slurm with stand-ins for its own commands; both as plain ranks do."""
     script = made(launch, "cluster=2x1")
     started = [script.run(*([str(host)] if launch == "torchrun" else [])) for host in range(2 if launch == "torchrun" else 1)]
     said = [each.communicate(timeout=120) for each in started]
     assert [each.returncode for each in started] == [0] * len(started), said[0][1][-2000:]
-    losses = ranks.trained(tmp_path / "plain", "quickstart", "data=text", f"data.path={tmp_path}/texts/*.txt", *SMALL).figures("loss")
+    losses = ranks.train(tmp_path / "plain", "quickstart", "data=text", f"data.path={tmp_path}/texts/*.txt", *SMALL).figures("loss")
     assert trained(tmp_path / launch / "quickstart") == losses
     assert json.loads((tmp_path / launch / "quickstart" / "plan.json").read_text())["world"] == 2
     assert script.left() == []

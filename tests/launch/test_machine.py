@@ -11,9 +11,10 @@ import pytest
 
 from distrain.cli.config.load import load
 from distrain.trainer.machine import facts as machine
-from distrain.trainer.machine.cache import BEFORE, KEPT, Entry, file_of, write_entry
+from distrain.trainer.machine.cache import KEPT, OLD_FILE, CacheEntry, cache_file, write_entry
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.run import Link, Run
+from distrain.trainer.system.cpu import cpu_count
 
 CPU = {"cores": 4, "flops": {"fp32": 1e11, "bf16": 2e11}, "bandwidth": 1e10, "link": {"latency": 1e-4, "bandwidth": 1e9}}
 
@@ -28,8 +29,8 @@ def remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def keep(load: float = 0.0, **found: Any) -> Path:
-        write_entry(Entry(key=machine.key(), load=load, found={"cuda": [], "cpu": CPU} | found))  # type: ignore[typeddict-item]
-        return file_of(machine.key())
+        write_entry(CacheEntry(key=machine.measurement_key(), load=load, found={"cuda": [], "cpu": CPU} | found))  # type: ignore[typeddict-item]
+        return cache_file(machine.measurement_key())
 
     return keep
 
@@ -112,44 +113,47 @@ DAMAGED = (  # entries of another key, and, where the key is null, of this machi
 @pytest.mark.parametrize("damaged", DAMAGED)
 def test_an_entry_that_can_not_be_read_is_none(damaged: bytes, remembered: Any) -> None:
     file = remembered()
-    assert machine.found() is not None
-    file.write_bytes(damaged.replace(b'"key": null', b'"key": ' + json.dumps(machine.key()).encode()))
-    assert machine.found() is None
-    assert not machine.known()
+    assert machine.cached_facts() is not None
+    file.write_bytes(damaged.replace(b'"key": null', b'"key": ' + json.dumps(machine.measurement_key()).encode()))
+    assert machine.cached_facts() is None
+    assert not machine.is_measured()
     file.unlink()
     file.mkdir()
-    assert machine.found() is None
+    assert machine.cached_facts() is None
 
 
 def test_a_whole_entry_is_read(remembered: Any) -> None:
     """What the damaged ones were made of."""
-    remembered().write_text(json.dumps(ENTRY | {"key": machine.key()}))
-    assert machine.found() == FACTS
+    remembered().write_text(json.dumps(ENTRY | {"key": machine.measurement_key()}))
+    assert machine.cached_facts() == FACTS
 
 
 def test_machines_of_one_home_keep_their_own(remembered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two hosts, containers with other cores, other devices that may be seen: neither takes the other's place."""
-    keys = [machine.key() | change for change in ({}, {"cpu": "another"}, {"cores": 77}, {"visible": "2,3"}, {"gpus": 8}, {"torch": "9"})]
+    keys = [
+        machine.measurement_key() | change
+        for change in ({}, {"cpu": "another"}, {"cores": 77}, {"visible": "2,3"}, {"gpus": 8}, {"torch": "9"})
+    ]
     for number, key in enumerate(keys, 1):
-        monkeypatch.setattr(machine, "key", lambda key=key: key)
+        monkeypatch.setattr(machine, "measurement_key", lambda key=key: key)
         remembered(cpu=CPU | {"cores": number})
     for number, key in enumerate(keys, 1):
-        monkeypatch.setattr(machine, "key", lambda key=key: key)
-        facts = machine.found()
+        monkeypatch.setattr(machine, "measurement_key", lambda key=key: key)
+        facts = machine.cached_facts()
         assert facts is not None
         assert facts["cpu"]["cores"] == number
-        assert json.loads(file_of(key).read_text())["key"] == key, "it says what it is of"
+        assert json.loads(cache_file(key).read_text())["key"] == key, "it says what it is of"
 
 
 def test_what_earlier_probes_measured_is_removed_and_a_later_one_s_stays(remembered: Any, tmp_path: Path) -> None:
     folder = tmp_path / "distrain" / "machines"
     folder.mkdir(parents=True)
     names = ["1-aa.json", f"{machine.PROBE - 1}-bb.json", f"{machine.PROBE}-cc.json", f"{machine.PROBE + 1}-dd.json"]
-    for path in (tmp_path / "distrain" / BEFORE, *(folder / name for name in names)):
+    for path in (tmp_path / "distrain" / OLD_FILE, *(folder / name for name in names)):
         path.write_text("{}")
     own = remembered()
     assert {each.name for each in folder.iterdir()} == {own.name, *names[2:]}
-    assert not (tmp_path / "distrain" / BEFORE).exists()
+    assert not (tmp_path / "distrain" / OLD_FILE).exists()
 
 
 def test_no_more_machines_are_kept_than_a_number(remembered: Any, tmp_path: Path) -> None:
@@ -178,8 +182,8 @@ def test_writers_at_once_leave_a_whole_entry(remembered: Any) -> None:
     remembered()
     started = [subprocess.Popen([sys.executable, "-c", WRITER]) for _ in range(3)]
     assert [each.wait(timeout=120) for each in started] == [0, 0, 0]
-    assert machine.found() == FACTS
-    assert len(list(file_of(machine.key()).parent.iterdir())) == 1
+    assert machine.cached_facts() == FACTS
+    assert len(list(cache_file(machine.measurement_key()).parent.iterdir())) == 1
 
 
 FAST, SLOW = CPU, CPU | {"flops": {"fp32": 5e10, "bf16": 3e11}, "bandwidth": 5e9, "link": {"latency": 2e-4, "bandwidth": 5e8}}
@@ -202,36 +206,36 @@ LOADS = (  # of a core: when it was measured, and now; whether it is measured ag
 def test_a_measurement_of_a_busy_machine_lasts_until_it_is_not(
     remembered: Any, monkeypatch: pytest.MonkeyPatch, before: float, now: float, again: bool
 ) -> None:
-    monkeypatch.setattr(machine, "load", lambda: now)
+    monkeypatch.setattr(machine, "load_per_core", lambda: now)
     remembered(load=before)
-    assert machine.known() == (not again)
+    assert machine.is_measured() == (not again)
 
 
 def test_of_two_measurements_the_better_rates_count() -> None:
     faster = {"cuda": [card("NVIDIA H200")], "cpu": FAST | {"flops": {"fp32": 1e11, "bf16": 3e11}}}
     one: Any = {"cuda": [], "cpu": SLOW}
     other: Any = {"cuda": [card("NVIDIA H200")], "cpu": FAST}
-    assert machine.best(one, other) == faster
-    assert machine.best(other, one)["cpu"] == faster["cpu"]
-    assert machine.best(one, one) == one
+    assert machine.better_of(one, other) == faster
+    assert machine.better_of(other, one)["cpu"] == faster["cpu"]
+    assert machine.better_of(one, one) == one
 
 
 def test_this_machine_is_measured_in_a_child_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert machine.probe() is None
-    found = machine.found()
+    assert machine.measure_now() is None
+    found = machine.cached_facts()
     assert found is not None
-    assert found["cpu"]["cores"] == machine.cores()
+    assert found["cpu"]["cores"] == cpu_count()
     assert len(found["cpu"]["flops"]) == 2
-    slow = machine.best(found, found)
+    slow = machine.better_of(found, found)
     slow["cpu"]["bandwidth"] /= 1000
-    write_entry(Entry(key=machine.key(), load=99.0, found=slow))
+    write_entry(CacheEntry(key=machine.measurement_key(), load=99.0, found=slow))
     said: list[object] = []
-    assert machine.measure(said.append) is None
-    assert machine.measure(said.append) is None
+    assert machine.measure_once(said.append) is None
+    assert machine.measure_once(said.append) is None
     assert said == ["measuring this machine again, which was busy the last time: a few seconds"]
-    again = machine.found()
+    again = machine.cached_facts()
     assert again is not None
     assert again["cpu"]["bandwidth"] > slow["cpu"]["bandwidth"]
 
@@ -240,6 +244,6 @@ def test_a_cache_that_can_not_be_written_is_one_problem(tmp_path: Path, monkeypa
     pytest.importorskip("torch")
     (tmp_path / "distrain").write_text("a file where a folder should be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    problem = machine.probe()
+    problem = machine.measure_now()
     assert problem is not None
     assert "can't be written" in problem.says

@@ -15,8 +15,8 @@ from hypothesis import strategies as some
 
 from distrain.tests.fakes.hostile_words import hostile
 from distrain.tests.fakes.path_commands import QUIET, StandIns
-from distrain.trainer.launch.commands.deepspeed import SSH
-from distrain.trainer.launch.commands.openmpi import READ, SSH_ARGS, left, surroundings
+from distrain.trainer.launch.commands.openmpi import PREFIXES, SSH_ARGS, launcher_variables, mpirun_environment
+from distrain.trainer.launch.hosts.shell_safe import SSH_OPTIONS
 from distrain.trainer.spec.problem import Unreadable
 
 # ssh that has a shell of this machine read what follows the host
@@ -44,30 +44,30 @@ def daemon(folder: Path, environment: Mapping[str, str]) -> list[dict[str, Any]]
 
 @real
 def test_what_is_let_through_reaches_a_host_s_daemon_as_it_is(tmp_path: Path) -> None:
-    (call,) = daemon(tmp_path, {**TAME, **surroundings(TAME, SSH)})
+    (call,) = daemon(tmp_path, {**TAME, **mpirun_environment(TAME, SSH_OPTIONS)})
     words = call["argv"]
     told = {words[at + 1]: words[at + 2] for at, word in enumerate(words) if word == "-mca"}
     assert (told["btl"], told["oob_tcp_if_include"], told["odd"]) == ("^openib", "eth0,eth1", "a%b@c+d")
-    assert told["plm_rsh_args"] == " ".join(["-p", "22", *SSH])
+    assert told["plm_rsh_args"] == " ".join(["-p", "22", *SSH_OPTIONS])
     assert not (tmp_path / "pwned").exists()
 
 
 @real
 def test_mpirun_has_a_shell_read_what_is_refused(tmp_path: Path) -> None:
     evil = {"OMPI_MCA_odd": "$(touch pwned)"}
-    daemon(tmp_path, {**evil, **surroundings({}, SSH)})
+    daemon(tmp_path, {**evil, **mpirun_environment({}, SSH_OPTIONS)})
     assert (tmp_path / "pwned").exists()
-    with pytest.raises(Unreadable, match="mpirun has a shell of each host read"):
-        surroundings(evil, SSH)
+    with pytest.raises(Unreadable, match="to a shell on each host"):
+        mpirun_environment(evil, SSH_OPTIONS)
 
 
-@given(name=some.sampled_from(READ), more=some.just("X") | hostile, value=hostile)
+@given(name=some.sampled_from(PREFIXES), more=some.just("X") | hostile, value=hostile)
 @example(name="OPAL_", more="PREFIX", value="$(touch pwned)")
 @example(name="OMPI_", more="MCA_plm_rsh_args", value="-o ProxyCommand=`touch pwned`")
 def test_no_hostile_word_is_let_through(name: str, more: str, value: str) -> None:
     letters = set("\"$`\\;|&<>()'\n\r*?~#! ")
     try:
-        surroundings({name + more: value}, SSH)
+        mpirun_environment({name + more: value}, SSH_OPTIONS)
     except Unreadable:
         return
     assert not letters & set(name + more)
@@ -75,9 +75,9 @@ def test_no_hostile_word_is_let_through(name: str, more: str, value: str) -> Non
 
 
 def test_a_rank_keeps_nothing_of_mpirun_s() -> None:
-    assert left({"OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0", "UCX_TLS": "tcp", "PATH": "/bin"}) == [
+    assert launcher_variables({"OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0", "UCX_TLS": "tcp", "PATH": "/bin"}) == [
         "OMPI_COMM_WORLD_RANK",
         "PMIX_RANK",
         "UCX_TLS",
     ]
-    assert left({"UCX_TLS": "rc", "PATH": "/bin"}) == []
+    assert launcher_variables({"UCX_TLS": "rc", "PATH": "/bin"}) == []

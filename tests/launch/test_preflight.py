@@ -15,16 +15,16 @@ from typing import Any
 
 import pytest
 
-from distrain.cli.pages.hosts_page import lines
+from distrain.cli.pages.hosts_page import preflight_lines
 from distrain.scripts import virtual_hosts
 from distrain.scripts.virtual_hosts import Hosts
 from distrain.tests.fakes.path_commands import SSH, StandIns
 from distrain.trainer.launch.hosts.hostfile import Host
 from distrain.trainer.launch.preflight import host_probe
 from distrain.trainer.launch.preflight import preflight as rounds
-from distrain.trainer.launch.preflight.checks import Asked, Seen, notes, problems
-from distrain.trainer.launch.preflight.preflight import preflight
-from distrain.trainer.system.end_child import end_child
+from distrain.trainer.launch.preflight.checks import HostRequirements, HostState, host_notes, host_problems
+from distrain.trainer.launch.preflight.preflight import run_preflight
+from distrain.trainer.system.child_process import end_child
 
 NAMES = ("h0", "h1", "h2")
 GIB = 1 << 30
@@ -45,13 +45,13 @@ def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIns:
     made = StandIns(tmp_path / "stand-ins")
     made.put("ssh", SSH)
     monkeypatch.setenv("PATH", made.path())
-    monkeypatch.setattr(rounds, "FACTS", 20.0)
-    monkeypatch.setattr(rounds, "LINKS", 6.0)
+    monkeypatch.setattr(rounds, "FACTS_SECONDS", 20.0)
+    monkeypatch.setattr(rounds, "LINKS_SECONDS", 6.0)
     return made
 
 
-def asked(folder: Path, **more: Any) -> Asked:
-    return Asked(**{"python": sys.executable, "folder": folder / "run", "kind": "cpu", "save": 1000, "keep": 2, **more})
+def asked(folder: Path, **more: Any) -> HostRequirements:
+    return HostRequirements(**{"python": sys.executable, "folder": folder / "run", "kind": "cpu", "save": 1000, "keep": 2, **more})
 
 
 # What hosts say, and what is made of it
@@ -64,7 +64,7 @@ def answer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return said | {"cards": [[index, 0, 80 * GIB] for index in range(8)], "folder": {"free": 100 * GIB}, "cores": 4}
 
 
-def seen(answer: dict[str, Any], *changes: Callable[[dict[str, Any]], object], slots: int = 8) -> list[Seen]:
+def seen(answer: dict[str, Any], *changes: Callable[[dict[str, Any]], object], slots: int = 8) -> list[HostState]:
     """Hosts that answered so, one after another changed."""
     made = []
     for number in range(3):
@@ -72,12 +72,12 @@ def seen(answer: dict[str, Any], *changes: Callable[[dict[str, Any]], object], s
         for change in changes[number : number + 1]:
             change(facts)
         links = {"reached": {name: 0.001 for name in NAMES if name != f"h{number}"}, "failed": {}, "unseen": []}
-        made.append(Seen(host=Host(name=f"h{number}", slots=tuple(range(slots))), facts=facts, links=links))
+        made.append(HostState(host=Host(name=f"h{number}", slots=tuple(range(slots))), facts=facts, links=links))
     return made
 
 
-def told(hosts: list[Seen], **more: Any) -> list[str]:
-    return [str(each) for each in problems(hosts, asked(Path("/runs"), **more))]
+def told(hosts: list[HostState], **more: Any) -> list[str]:
+    return [str(each) for each in host_problems(hosts, asked(Path("/runs"), **more))]
 
 
 def test_hosts_that_lack_nothing_pass(answer: dict[str, Any]) -> None:
@@ -95,17 +95,18 @@ LACKS: dict[str, tuple[Callable[[dict[str, Any]], object], str, dict[str, Any]]]
     "another Python": (lambda facts: facts["versions"].update(python="3.8.1"),
                        f"h0 has python 3.8, this machine {'.'.join(host_probe.versions()['python'].split('.')[:2])}: install the same", {}),
     "other files": (lambda facts: facts["versions"].update(code="00000000"),
-                    "h0 has other files of distrain than this machine: install the same on all hosts", {}),
+                    "h0 and this machine have different files of distrain: install the same on all hosts", {}),
     "a folder": (lambda facts: facts.update(folder={"problem": "Read-only file system"}),
                  "h0 can't write to /runs/run: Read-only file system: set log.dir to a folder that all hosts can write to", {}),
     "room": (lambda facts: facts.update(folder={"free": 5 * GIB}),
-             "h0 has 5 GiB free in /runs/run, and a checkpoint is 6 GiB: make room, or set log.dir to another disk", {"save": 6 * GIB}),
+             "h0 has 5.00 GiB free in /runs/run, and a checkpoint is 6.00 GiB: free some space, or set log.dir to another disk",
+             {"save": 6 * GIB}),
     "cores": (lambda facts: facts.update(cores=0), "h0 has 0 cores, which can't serve 8 ranks: give it at most slots=0", {}),
-    "nvidia-smi": (lambda facts: facts.update(cards=None), "h0 shows no GPU: `nvidia-smi` is to work there", {"kind": "cuda"}),
+    "nvidia-smi": (lambda facts: facts.update(cards=None), "h0 shows no GPU: make `nvidia-smi` work there", {"kind": "cuda"}),
     "GPUs": (lambda facts: facts["cards"].pop(),
-             "h0 has 7 GPUs and no GPU 7: write as many slots as there are into the hostfile", {"kind": "cuda"}),
+             "h0 has 7 GPUs and no GPU 7: write the number of its GPUs as slots in the hostfile", {"kind": "cuda"}),
     "a free GPU": (lambda facts: facts["cards"].__setitem__(3, [3, 40 * GIB, 80 * GIB]),
-                   "GPU 3 of h0 has 40 GiB of 80 GiB taken: end what runs there, or set launch.exclude=h0:3", {"kind": "cuda"}),
+                   "GPU 3 of h0 has 40.0 GiB of 80.0 GiB in use: end what runs there, or set launch.exclude=h0:3", {"kind": "cuda"}),
     "a machine of its own": (lambda facts: facts.update(home=["h1", "boot"]),
                              "h0 and h1 are the same machine: take one of them out of the hostfile", {}),
 }
@@ -138,11 +139,11 @@ def test_a_run_folder_that_is_not_shared_is_told(answer: dict[str, Any]) -> None
 def test_what_does_not_stop_a_run_is_a_note(answer: dict[str, Any]) -> None:
     hosts = seen(answer, lambda facts: facts.update(folder={"free": 2500}))
     hosts[1].drift, hosts[2].drift = 7.0, -90.0
-    assert list(notes(hosts, asked(Path("/runs"), rate=50e9), 20e9)) == [
-        "h0 has room for 2 checkpoints, and 3 are there while one is saved",
+    assert list(host_notes(hosts, asked(Path("/runs"), rate=50e9), 20e9)) == [
+        "h0 has room for 2 checkpoints, and the run needs 3 while it saves one",
         "the clock of h1 is 7 s ahead of this machine's",
         "the clock of h2 is 90 s behind this machine's",
-        "an all-reduce of 16 MiB goes at 20 GB/s between hosts, and cluster.between declares 50 GB/s a device",
+        "an all-reduce of 16.0 MiB between hosts runs at 20 GB/s, and cluster.between declares 50 GB/s a device",
     ]
 
 
@@ -155,22 +156,22 @@ def hosts(count: int) -> list[Host]:
 
 def test_a_host_says_all_in_programs_that_are_sent_to_it(ssh: StandIns, tmp_path: Path) -> None:
     ssh.host("h0", "print('Welcome to h0', flush=True)")
-    found = preflight(hosts(1), asked(tmp_path))
+    found = run_preflight(hosts(1), asked(tmp_path))
     assert (found.problems, found.notes) == ((), ())
     assert list((tmp_path / "run").iterdir()) == []
     (call,) = ssh.calls
     assert call["argv"][-3:] == ["--", "h0", f"{sys.executable} -"]
     assert "BatchMode=yes" in call["argv"]
-    head, row = lines(found)
+    head, row = preflight_lines(found)
     assert head.split()[:2] == ["host", "answers"]
     assert row.split()[0] == "h0"
 
 
-ASK = "`ssh h1 true` is to work without a question"
+ASK = "make `ssh h1 true` work without asking for anything"
 # fmt: off
 SILENT = (
     ("sys.exit('Permission denied (publickey).')",  f"h1 can't be asked: Permission denied (publickey).: {ASK}"),
-    ("sys.exit(7)",                                 f"h1 can't be asked: ended with 7 and without a word: {ASK}"),
+    ("sys.exit(7)",                                 f"h1 can't be asked: ended with 7 and no message: {ASK}"),
     ("command = '/none/python -'",                  f"h1 can't be asked: sh: 1: /none/python: not found: {ASK}"),
     ("import time; time.sleep(60)",                 f"h1 can't be asked: no answer in 3 s: {ASK}"),
 )
@@ -182,24 +183,24 @@ def test_a_host_that_does_not_answer_is_told_while_the_others_are_asked(
     does: str, line: str, ssh: StandIns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "sleep" in does:
-        monkeypatch.setattr(rounds, "FACTS", 2.0)
-        monkeypatch.setattr(rounds, "LONGER", 1.0)
+        monkeypatch.setattr(rounds, "FACTS_SECONDS", 2.0)
+        monkeypatch.setattr(rounds, "SSH_SECONDS", 1.0)
     ssh.host("h1", does)
-    found = preflight(hosts(2), asked(tmp_path))
+    found = run_preflight(hosts(2), asked(tmp_path))
     assert line in [str(each) for each in found.problems]
     assert found.seen[1].facts is None
 
 
 def test_a_python_that_is_not_there_is_told_by_its_path(ssh: StandIns, tmp_path: Path) -> None:
     ssh.host("h0", "os.execvp('bash', ['bash', '-c', '/none/python -'])")
-    (found,) = preflight(hosts(1), asked(tmp_path, python="/none/python")).problems
+    (found,) = run_preflight(hosts(1), asked(tmp_path, python="/none/python")).problems
     assert str(found) == "h0 has no /none/python: install distrain there at the same path"
 
 
 def test_a_host_that_connects_to_nobody_is_told(ssh: StandIns, tmp_path: Path) -> None:
     """Two names of this machine: what each listens at is its own, but the second one's is told wrong."""
     ssh.host("h1", "os.environ['SSH_CONNECTION'] = '127.0.0.1 1 192.0.2.1 22'")  # an address that is nobody's (RFC 5737)
-    found = preflight(hosts(2), asked(tmp_path))
+    found = run_preflight(hosts(2), asked(tmp_path))
     says = [str(each) for each in found.problems]
     assert "h0 and h1 are the same machine: take one of them out of the hostfile" in says
     assert any(each.startswith("h0 does not reach h1: ") for each in says)
@@ -262,7 +263,7 @@ def test_a_python_that_may_not_cross_is_refused_before_any_ssh(ssh: StandIns, tm
     from distrain.trainer.spec.problem import Unreadable
 
     with pytest.raises(Unreadable, match="the Python /opt/my env/python holds ' '"):
-        preflight(hosts(1), asked(tmp_path, python="/opt/my env/python"))
+        run_preflight(hosts(1), asked(tmp_path, python="/opt/my env/python"))
     assert ssh.calls == []
 
 

@@ -1,4 +1,4 @@
-"""Who comes to a run's head must hold its ticket, and who holds it learns whether the head does."""
+"""Agents that register with a controller must hold its join token, and they check that the controller holds it too."""
 
 from __future__ import annotations
 
@@ -18,51 +18,53 @@ from pathlib import Path
 
 import pytest
 
-from distrain.trainer.launch.agent.token import NAME, Ticket
-from distrain.trainer.launch.supervisor import rendezvous as doors
-from distrain.trainer.launch.supervisor.remote_rank import Remote
-from distrain.trainer.launch.supervisor.rendezvous import LONGEST, Door
-from distrain.trainer.system.end_child import end_child
+from distrain.trainer.launch.agent.token import FILE, JoinToken
+from distrain.trainer.launch.supervisor import rendezvous
+from distrain.trainer.launch.supervisor.remote_rank import RemoteRank
+from distrain.trainer.launch.supervisor.rendezvous import MAX_LINE, Rendezvous
+from distrain.trainer.system.child_process import end_child
 
-TICKET = Ticket(token="5" * 64, doors=[("127.0.0.1", 0)], names=["h0", "h1"], slots=[(0, 1), (4, 5, 7)], command=["true"], environment={})
+TOKEN = JoinToken(
+    secret="5" * 64, controllers=[("127.0.0.1", 0)], hostnames=["h0", "h1"], slots=[(0, 1), (4, 5, 7)], command=["true"], environment={}
+)
 DEADLINE = 60.0  # seconds
 
 
-class Head:
-    """A door at which five ranks are expected, and who has come."""
+class Controller:
+    """A rendezvous that expects five ranks, and the ranks that have registered."""
 
     def __init__(self) -> None:
-        self.ears = selectors.DefaultSelector()
-        self.came: list[int] = []
-        self.door = Door(self.ears, lambda remote: self.came.append(remote.rank))
-        self.port = self.door.open(["127.0.0.1"])["127.0.0.1"]
-        self.remotes = [Remote(rank, "a host", Path("log")) for rank in range(TICKET.ranks)]
-        self.door.admit(TICKET, self.remotes)
+        self.selector = selectors.DefaultSelector()
+        self.registered: list[int] = []
+        self.rendezvous = Rendezvous(self.selector, lambda rank: self.registered.append(rank.rank))
+        self.port = self.rendezvous.listen(["127.0.0.1"])["127.0.0.1"]
+        self.ranks = [RemoteRank(rank, "a host", Path("log")) for rank in range(TOKEN.ranks)]
+        self.rendezvous.admit(TOKEN, self.ranks)
 
-    def turn(self) -> None:
-        for key, _ in self.ears.select(0.05):
+    def poll(self) -> None:
+        for key, _ in self.selector.select(0.05):
             key.data()
 
     def close(self) -> None:
-        self.door.close()
-        for remote in self.remotes:
-            remote.close(0.0)
-        self.ears.close()
+        self.rendezvous.close()
+        for rank in self.ranks:
+            rank.close(0.0)
+        self.selector.close()
 
 
 @pytest.fixture
-def head() -> Iterator[Head]:
-    made = Head()
+def controller() -> Iterator[Controller]:
+    made = Controller()
     yield made
     made.close()
 
 
-def answer(head: Head, connection: socket.socket) -> bytes:
-    """What the head says next; empty where it hangs up."""
+def answer(controller: Controller, connection: socket.socket) -> bytes:
+    """Return the controller's next line; empty if it closes the connection."""
     connection.settimeout(0.05)
     until = time.monotonic() + DEADLINE
     while time.monotonic() < until:
-        head.turn()
+        controller.poll()
         try:
             return connection.recv(4096)
         except TimeoutError:
@@ -72,45 +74,45 @@ def answer(head: Head, connection: socket.socket) -> bytes:
     raise AssertionError("no answer")
 
 
-def hello(head: Head, rank: object) -> tuple[socket.socket, dict[str, str]]:
-    """A stranger who names itself a rank: the connection, and what the head answers."""
-    connection = socket.create_connection(("127.0.0.1", head.port))
+def send_hello(controller: Controller, rank: object) -> tuple[socket.socket, dict[str, str]]:
+    """Connect as a rank; return the connection, and the controller's answer."""
+    connection = socket.create_connection(("127.0.0.1", controller.port))
     connection.sendall(json.dumps({"rank": rank, "nonce": "n", "port": 7}).encode() + b"\n")
-    return connection, json.loads(answer(head, connection))
+    return connection, json.loads(answer(controller, connection))
 
 
-def test_a_rank_sits_where_its_slot_is() -> None:
-    assert [TICKET.seat(rank) for rank in range(TICKET.ranks)] == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
+def test_a_rank_has_the_host_and_local_rank_of_its_slot() -> None:
+    assert [TOKEN.host_and_local_rank(rank) for rank in range(TOKEN.ranks)] == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
     with pytest.raises(IndexError):
-        TICKET.seat(5)
+        TOKEN.host_and_local_rank(5)
 
 
-def test_a_ticket_is_what_was_written(tmp_path: Path) -> None:
-    (tmp_path / "ticket").write_text(TICKET.written())
-    assert Ticket.read(tmp_path / "ticket").proof("rank", 1) == TICKET.proof("rank", 1) != TICKET.proof("head", 1)
+def test_a_join_token_is_read_as_it_was_written(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(TOKEN.text())
+    assert JoinToken.read(tmp_path / "token").proof("agent", 1) == TOKEN.proof("agent", 1) != TOKEN.proof("controller", 1)
 
 
-def test_who_holds_the_ticket_comes_in_once_and_knows_the_head(head: Head) -> None:
-    connection, said = hello(head, 3)
-    assert said["proof"] == TICKET.proof("head", 3, "n", said["nonce"])
-    proof = TICKET.proof("rank", 3, "n", said["nonce"], 7)
+def test_an_agent_with_the_token_registers_once_and_can_trust_the_controller(controller: Controller) -> None:
+    connection, reply = send_hello(controller, 3)
+    assert reply["proof"] == TOKEN.proof("controller", 3, "n", reply["nonce"])
+    proof = TOKEN.proof("agent", 3, "n", reply["nonce"], 7)
     connection.sendall(json.dumps({"proof": proof}).encode() + b"\n")
-    while not head.came:
-        head.turn()
-    assert (head.came, head.remotes[3].here, head.remotes[3].port) == ([3], True, 7)
-    again, said = hello(head, 3)
-    again.sendall(json.dumps({"proof": TICKET.proof("rank", 3, "n", said["nonce"], 7)}).encode() + b"\n")
-    assert answer(head, again) == b""
-    assert head.came == [3]
+    while not controller.registered:
+        controller.poll()
+    assert (controller.registered, controller.ranks[3].is_registered, controller.ranks[3].port) == ([3], True, 7)
+    again, reply = send_hello(controller, 3)
+    again.sendall(json.dumps({"proof": TOKEN.proof("agent", 3, "n", reply["nonce"], 7)}).encode() + b"\n")
+    assert answer(controller, again) == b""
+    assert controller.registered == [3]
     connection.close()
     again.close()
 
 
 # fmt: off
 PROOFS: tuple[Callable[[str], object], ...] = (
-    lambda nonce: {"proof": TICKET.proof("rank", 2, "n", nonce, 7)},      # another rank's
-    lambda nonce: {"proof": TICKET.proof("head", 3, "n", nonce)},         # the head's own, sent back
-    lambda nonce: {"proof": TICKET.proof("rank", 3, "n", "before", 7)},   # of another meeting
+    lambda nonce: {"proof": TOKEN.proof("agent", 2, "n", nonce, 7)},      # another rank's
+    lambda nonce: {"proof": TOKEN.proof("controller", 3, "n", nonce)},         # the controller's own, sent back
+    lambda nonce: {"proof": TOKEN.proof("agent", 3, "n", "before", 7)},   # with another nonce
     lambda nonce: {"proof": ""},
     lambda nonce: {"proof": None},
     lambda nonce: {},
@@ -120,20 +122,20 @@ PROOFS: tuple[Callable[[str], object], ...] = (
 
 
 @pytest.mark.parametrize("proof", PROOFS)
-def test_who_proves_nothing_is_sent_away(head: Head, proof) -> None:
-    connection, said = hello(head, 3)
-    connection.sendall(json.dumps(proof(said["nonce"])).encode() + b"\n")
-    assert answer(head, connection) == b""
-    assert (head.came, head.remotes[3].here) == ([], False)
+def test_a_connection_without_proof_is_closed(controller: Controller, proof) -> None:
+    connection, reply = send_hello(controller, 3)
+    connection.sendall(json.dumps(proof(reply["nonce"])).encode() + b"\n")
+    assert answer(controller, connection) == b""
+    assert (controller.registered, controller.ranks[3].is_registered) == ([], False)
     connection.close()
 
 
 # fmt: off
 NOISE = (
     b"GET / HTTP/1.0\r\n\r\n",
-    b"\0" * LONGEST + b"\0",
+    b"\0" * MAX_LINE + b"\0",
     b"[" * 4000 + b"\n",
-    b"[" * (LONGEST - 1) + b"\n",
+    b"[" * (MAX_LINE - 1) + b"\n",
     b'{"rank": "x", "nonce": 1, "port": 2}\n',
     b'{"rank": Infinity, "nonce": "n", "port": 2}\n',
     b'{"rank": 1, "nonce": "n", "port": 1e999}\n',
@@ -145,132 +147,144 @@ NOISE = (
 # fmt: on
 
 
-@pytest.mark.parametrize("words", NOISE)
-def test_noise_at_the_door_is_sent_away(head: Head, words: bytes) -> None:
-    connection = socket.create_connection(("127.0.0.1", head.port))
-    connection.sendall(words)
-    assert answer(head, connection) == b""
+@pytest.mark.parametrize("data", NOISE)
+def test_a_connection_that_sends_anything_else_is_closed(controller: Controller, data: bytes) -> None:
+    connection = socket.create_connection(("127.0.0.1", controller.port))
+    connection.sendall(data)
+    assert answer(controller, connection) == b""
     connection.close()
 
 
-def test_a_stranger_that_goes_as_it_is_sent_away_ends_no_head(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both are seen in one look: the newcomer, for whom the late one is sent away, and the late one's end."""
-    monkeypatch.setattr(doors, "MEET", 0.0)
-    late = socket.create_connection(("127.0.0.1", head.port))
-    head.turn()
-    newcomer = socket.create_connection(("127.0.0.1", head.port))
+def test_a_connection_that_closes_while_it_is_rejected_does_no_harm(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One poll reports both: the newcomer, at whose arrival the late connection is rejected, and the end of the late one."""
+    monkeypatch.setattr(rendezvous, "PROOF_TIMEOUT", 0.0)
+    late = socket.create_connection(("127.0.0.1", controller.port))
+    controller.poll()
+    newcomer = socket.create_connection(("127.0.0.1", controller.port))
     late.close()
     newcomer.sendall(b"[]\n")
-    assert answer(head, newcomer) == b""
+    assert answer(controller, newcomer) == b""
     newcomer.close()
 
 
-def comes_in(head: Head, rank: int, connection: socket.socket) -> None:
-    """What a rank with the ticket says, after its hello."""
-    said = json.loads(answer(head, connection))
-    connection.sendall(json.dumps({"proof": TICKET.proof("rank", rank, "n", said["nonce"], 7)}).encode() + b"\n")
-    while not head.came:
-        head.turn()
+def register(controller: Controller, rank: int, connection: socket.socket) -> None:
+    """Complete the registration of a rank that has sent its hello."""
+    reply = json.loads(answer(controller, connection))
+    connection.sendall(json.dumps({"proof": TOKEN.proof("agent", rank, "n", reply["nonce"], 7)}).encode() + b"\n")
+    while not controller.registered:
+        controller.poll()
 
 
-def test_strangers_who_fill_the_door_keep_no_rank_out(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doors, "STRANGERS", 3)
-    strangers = [socket.create_connection(("127.0.0.1", head.port)) for _ in range(6)]
-    connection = socket.create_connection(("127.0.0.1", head.port))
+def test_connections_that_fill_the_queue_do_not_keep_a_rank_out(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "MAX_PENDING", 3)
+    others = [socket.create_connection(("127.0.0.1", controller.port)) for _ in range(6)]
+    connection = socket.create_connection(("127.0.0.1", controller.port))
     connection.sendall(b'{"rank": 3, "nonce": "n", "port": 7}\n')
-    comes_in(head, 3, connection)
-    for each in (connection, *strangers):
+    register(controller, 3, connection)
+    for each in (connection, *others):
         each.close()
 
 
-def test_a_head_that_may_open_no_more_files_lets_a_rank_in(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process has so many connections stand at the door that no file is left; then comes who holds the ticket."""
-    monkeypatch.setattr(doors, "MEET", 1e9)
-    stand = f"import socket\nall = [socket.create_connection(('127.0.0.1', {head.port})) for _ in range(40)]\nprint(flush=True)\ninput()"
-    others = subprocess.Popen([sys.executable, "-c", stand], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+def test_a_controller_that_can_open_no_more_files_still_registers_a_rank(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process opens so many connections that no file is left; then an agent with the token connects."""
+    monkeypatch.setattr(rendezvous, "PROOF_TIMEOUT", 1e9)
+    program = (
+        f"import socket\nall = [socket.create_connection(('127.0.0.1', {controller.port})) for _ in range(40)]\nprint(flush=True)\ninput()"
+    )
+    others = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         assert others.stdout is not None
         others.stdout.readline()
-        with socket.create_connection(("127.0.0.1", head.port)) as connection:
+        with socket.create_connection(("127.0.0.1", controller.port)) as connection:
             connection.sendall(b'{"rank": 3, "nonce": "n", "port": 7}\n')
             free = sorted(set(range(1000)) - set(map(int, os.listdir("/proc/self/fd"))))
             resource.setrlimit(resource.RLIMIT_NOFILE, (free[10], before[1]))
-            comes_in(head, 3, connection)
+            register(controller, 3, connection)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
         end_child(others)
-    assert head.came == [3]
+    assert controller.registered == [3]
 
 
-def test_a_rank_that_no_slot_has_is_sent_away(head: Head) -> None:
-    connection, said = hello(head, 17)
-    connection.sendall(json.dumps({"proof": TICKET.proof("rank", 17, "n", said["nonce"], 7)}).encode() + b"\n")
-    assert answer(head, connection) == b""
+def test_a_rank_without_a_slot_is_rejected(controller: Controller) -> None:
+    connection, reply = send_hello(controller, 17)
+    connection.sendall(json.dumps({"proof": TOKEN.proof("agent", 17, "n", reply["nonce"], 7)}).encode() + b"\n")
+    assert answer(controller, connection) == b""
     connection.close()
 
 
-HERE = socket.gethostname()
+HOSTNAME = socket.gethostname()
 MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 
 
-def guest(folder: Path, door: tuple[str, int], names: Sequence[str] = (HERE,), **environment: str) -> subprocess.CompletedProcess[str]:
-    """A slot's process with a ticket to this door, for hosts that call themselves so, of two slots each."""
+def bootstrap(
+    folder: Path, controller: tuple[str, int], hostnames: Sequence[str] = (HOSTNAME,), **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a slot's bootstrap with a token for this controller, for hosts of these names with two slots each."""
     (folder / "launch").mkdir()
     (folder / "ranks").mkdir()
-    each = len(names)
-    there = Ticket(token=TICKET.token, doors=[door] * each, names=names, slots=[(0, 1)] * each, command=["true"], environment={})
-    (folder / NAME).write_text(there.written())
-    known = {**os.environ, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", **environment}
-    words = [sys.executable, "-m", "distrain.trainer.launch.agent.bootstrap", str(folder / "run.json")]
-    return subprocess.run(words, env=known, capture_output=True, text=True, timeout=DEADLINE)
+    hosts = len(hostnames)
+    token = JoinToken(
+        secret=TOKEN.secret,
+        controllers=[controller] * hosts,
+        hostnames=hostnames,
+        slots=[(0, 1)] * hosts,
+        command=["true"],
+        environment={},
+    )
+    (folder / FILE).write_text(token.text())
+    environment = {**os.environ, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", **variables}
+    command = [sys.executable, "-m", "distrain.trainer.launch.agent.bootstrap", str(folder / "run.json")]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE)
 
 
-def test_a_guest_obeys_no_head_without_the_ticket(tmp_path: Path) -> None:
+def test_a_bootstrap_obeys_no_controller_without_the_token(tmp_path: Path) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
-    stranger = os.fork()
-    if stranger == 0:
+    impostor = os.fork()
+    if impostor == 0:
         try:
             connection, _ = listener.accept()
             connection.recv(4096)
-            connection.sendall(b'{"nonce": "n", "proof": "' + b"0" * 64 + b'"}\n{"go": ["127.0.0.1", 1]}\n')
+            connection.sendall(b'{"nonce": "n", "proof": "' + b"0" * 64 + b'"}\n{"start": ["127.0.0.1", 1]}\n')
             connection.recv(4096)
         finally:
             os._exit(0)
     try:
-        done = guest(tmp_path, ("127.0.0.1", listener.getsockname()[1]))
+        done = bootstrap(tmp_path, ("127.0.0.1", listener.getsockname()[1]))
     finally:
-        os.kill(stranger, signal.SIGKILL)
-        os.waitpid(stranger, 0)
+        os.kill(impostor, signal.SIGKILL)
+        os.waitpid(impostor, 0)
         listener.close()
     assert (done.returncode, list((tmp_path / "ranks").iterdir())) == (1, [])
-    assert "is not this run's head" in done.stderr
+    assert "is not this run's controller" in done.stderr
 
 
-def test_a_guest_that_can_not_reach_the_head_says_so(tmp_path: Path) -> None:
+def test_a_bootstrap_that_can_not_reach_the_controller_reports_it(tmp_path: Path) -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and nobody listens there
+        taken.bind(("127.0.0.1", 0))  # bound, and nobody listens there
         port = taken.getsockname()[1]
-        done = guest(tmp_path, ("127.0.0.1", port))
+        done = bootstrap(tmp_path, ("127.0.0.1", port))
     assert done.returncode == 1
-    assert done.stderr == f"a slot of {HERE}: can't reach the run's head at 127.0.0.1 port {port}: Connection refused\n"
+    assert done.stderr == f"a slot of {HOSTNAME}: can't reach the run's controller at 127.0.0.1 port {port}: Connection refused\n"
 
 
-@pytest.mark.parametrize("environment", [{"WORLD_SIZE": "4"}, {"LOCAL_RANK": "0"}, {"OMPI_COMM_WORLD_RANK": "0", **MPI}])
-def test_a_guest_that_is_counted_otherwise_takes_no_part(tmp_path: Path, environment: dict[str, str]) -> None:
-    done = guest(tmp_path, ("127.0.0.1", 1), **environment)
-    assert (done.returncode, done.stderr) == (1, f"a slot of {HERE}: DeepSpeed's launcher counts hosts and slots otherwise than the head\n")
+@pytest.mark.parametrize("variables", [{"WORLD_SIZE": "4"}, {"LOCAL_RANK": "0"}, {"OMPI_COMM_WORLD_RANK": "0", **MPI}])
+def test_a_bootstrap_that_is_numbered_differently_refuses(tmp_path: Path, variables: dict[str, str]) -> None:
+    done = bootstrap(tmp_path, ("127.0.0.1", 1), **variables)
+    line = f"a slot of {HOSTNAME}: DeepSpeed's launcher numbers hosts and slots differently from the controller\n"
+    assert (done.returncode, done.stderr) == (1, line)
 
 
-def test_a_guest_of_a_host_that_is_another_takes_no_part(tmp_path: Path) -> None:
-    assert "otherwise than the head" in guest(tmp_path, ("127.0.0.1", 1), names=("another",)).stderr
+def test_a_bootstrap_on_a_host_of_another_name_refuses(tmp_path: Path) -> None:
+    assert "differently from the controller" in bootstrap(tmp_path, ("127.0.0.1", 1), hostnames=("another",)).stderr
 
 
-def test_a_guest_of_mpirun_s_that_counts_from_its_own_host_takes_the_seat_that_its_host_has(tmp_path: Path) -> None:
+def test_a_bootstrap_under_mpirun_takes_the_rank_of_its_host_in_the_hostfile(tmp_path: Path) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
-    there = partial(guest, tmp_path, listener.getsockname(), names=("another", HERE), OMPI_COMM_WORLD_RANK="1", **MPI)
+    run = partial(bootstrap, tmp_path, listener.getsockname(), hostnames=("another", HOSTNAME), OMPI_COMM_WORLD_RANK="1", **MPI)
     with ThreadPoolExecutor() as pool:
-        done = pool.submit(there)
+        done = pool.submit(run)
         connection, _ = listener.accept()
         assert json.loads(connection.recv(4096))["rank"] == 3
         connection.close()

@@ -16,21 +16,22 @@ from pathlib import Path
 import pytest
 
 from distrain.cli.config.load import load
-from distrain.cli.verbs.fit import folder_of, train
 from distrain.tests.fakes.path_commands import SSH, StandIns
 from distrain.trainer.launch import phase_times
-from distrain.trainer.launch.goodput import Tally
-from distrain.trainer.launch.rank.log import Tail
-from distrain.trainer.launch.restart import started
-from distrain.trainer.launch.shrink import Faults, TooFew, may_go_on, on_what_is_left, refusal
-from distrain.trainer.launch.supervisor.outcome import Ended, Fate, RankEnd
+from distrain.trainer.launch.goodput import GoodputMeter
+from distrain.trainer.launch.rank.log import RemoteLog
+from distrain.trainer.launch.restart import is_machine_failure, no_restart_reason, run_attempts
+from distrain.trainer.launch.shrink import HostFaults, TooFewHosts, shrink_run
+from distrain.trainer.launch.supervisor.outcome import Fate, Outcome, RankOutcome
 from distrain.trainer.launch.supervisor.watchdog import Watchdog
-from distrain.trainer.plan.changed_run import changed
+from distrain.trainer.launch.training import train_run
+from distrain.trainer.plan.changed_run import with_changes
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.rundir.checkpoints import seal
-from distrain.trainer.rundir.lock import Taken, held
+from distrain.trainer.rundir.files import run_folder
+from distrain.trainer.rundir.lock import RunFolderInUse, hold_run_folder
 from distrain.trainer.spec.run import Run
-from distrain.trainer.system.end_child import end_child
+from distrain.trainer.system.child_process import end_child
 
 HERE = socket.gethostname()
 WORDS = (
@@ -40,13 +41,13 @@ WORDS = (
 FAILS_ONCE = """
 import os, signal, sys, time
 from pathlib import Path
-from distrain.trainer.launch.rank.channel import Talk
-talk, rank, folder = Talk.from_environment(), int(os.environ["RANK"]), Path(sys.argv[1])
+from distrain.trainer.launch.rank.channel import Channel
+talk, rank, folder = Channel.from_environment(), int(os.environ["RANK"]), Path(sys.argv[1])
 def fails():
     while not (folder / "again0").exists(): time.sleep(0.01)
     if rank == 1: {0}
     time.sleep(1000)
-talk.beat(6); talk.beat(7)
+talk.step(6); talk.step(7)
 first = not (folder / f"again{{rank}}").exists()
 (folder / f"again{{rank}}").touch()
 if first: fails()
@@ -73,13 +74,13 @@ class Starts:
         if self.at_restart is not None and "\nrestart " in line:
             os.kill(os.getpid(), self.at_restart)
 
-    def start(self, program: str, restarts: int = 1) -> Ended:
+    def start(self, program: str, restarts: int = 1) -> Outcome:
         run = loaded("cluster=1x2", f"launch.restarts={restarts}")
         command = [sys.executable, "-c", program, str(self.folder)]
-        return started(run, make_plan(run), self.folder, self.show, self.show, command=command)
+        return run_attempts(run, make_plan(run), (), self.folder, self.show, self.show, command=command)
 
     @property
-    def said(self) -> str:
+    def summary(self) -> str:
         return "\n".join(self.lines)
 
 
@@ -102,26 +103,26 @@ def checkpoint(folder: Path, step: int) -> None:
 @pytest.mark.parametrize("fault", [ECC, "os.kill(os.getpid(), signal.SIGKILL)", "raise OSError(5, os.strerror(5))"])
 def test_a_run_that_a_machine_s_fault_ends_is_started_again(starts: Starts, fault: str) -> None:
     assert starts.start(FAILS_ONCE.format(fault)).status == 0
-    assert "restart 1 of 1, from the newest checkpoint" in starts.said
+    assert "restart 1 of 1, from the newest checkpoint" in starts.summary
 
 
 @pytest.mark.parametrize("fault", ["raise ValueError('no such token')", "raise RuntimeError('CUDA out of memory')", "sys.exit(3)"])
 def test_a_run_that_its_program_ends_is_not_started_again(starts: Starts, fault: str) -> None:
     assert starts.start(FAILS_ONCE.format(fault)).status == 1
-    assert "restart 1" not in starts.said
+    assert "restart 1" not in starts.summary
 
 
 FAILS_EACH_TIME = FAILS_ONCE.replace("if first: fails()", "fails()")
-NO_STEP = FAILS_ONCE.replace("talk.beat(6); talk.beat(7)\n", "")
-ALIKE = "and most likely would again: mend what is said of it, and the same command goes on from step 5"
+NO_STEP = FAILS_ONCE.replace("talk.step(6); talk.step(7)\n", "")
+ALIKE = "and most likely would again: fix the error above, and the same command goes on from step 5"
 NO_SUCH = FAILS_ONCE.format("raise ValueError('no such token')")
-WOULD = "launch.restarts=0; launch.restarts=3 would have started it again from step 5, and the same command goes on there"
+WOULD = "launch.restarts=0; launch.restarts=3 would have restarted it from step 5, where the same command goes on"
 # fmt: off
 REFUSED = (
     (FAILS_ONCE.format(ECC),      0, WOULD),
     (FAILS_EACH_TIME.format(ECC), 1, "launch.restarts=1 is used up; the same command goes on from step 5"),
     (NO_SUCH,                     1, f"the program failed, not the machine, {ALIKE}"),
-    (NO_STEP.format(ECC),         1, f"it came to no first step, {ALIKE}"),
+    (NO_STEP.format(ECC),         1, f"no attempt reached its first step, {ALIKE}"),
     (NO_SUCH,                     0, None),  # nobody asked for a restart, and none would help
 )
 # fmt: on
@@ -132,25 +133,26 @@ def test_a_run_that_is_not_started_again_says_why_and_what_would_do(starts: Star
     checkpoint(starts.folder, 5)
     assert starts.start(program, restarts).status == 1
     assert [line for line in starts.lines if line.startswith("no restart: ")] == ([f"no restart: {why}"] if why else [])
-    assert starts.said.count("\nrestart ") == (restarts if "used up" in (why or "") else 0)
+    assert starts.summary.count("\nrestart ") == (restarts if "used up" in (why or "") else 0)
 
 
 def test_a_run_without_a_checkpoint_would_begin_again(starts: Starts) -> None:
     starts.start(FAILS_ONCE.format(ECC), restarts=0)
-    assert "launch.restarts=3 would have started it again from the beginning, and" in starts.said
+    assert "launch.restarts=3 would have restarted it from the beginning, where" in starts.summary
 
 
 @pytest.mark.parametrize(
-    "ended", [Ended(status=0, ranks=()), Ended(status=75, ranks=(), asked=True), Ended(status=1, ranks=(), asked=True)]
+    "ended",
+    [Outcome(status=0, ranks=()), Outcome(status=75, ranks=(), stop_requested=True), Outcome(status=1, ranks=(), stop_requested=True)],
 )
 @pytest.mark.parametrize("most", [0, 3])
-def test_a_run_that_trained_or_was_stopped_says_nothing_of_restarts(ended: Ended, most: int) -> None:
+def test_a_run_that_trained_or_was_stopped_says_nothing_of_restarts(ended: Outcome, most: int) -> None:
     run = loaded("cluster=1x2", f"launch.restarts={most}")
-    assert refusal(run, ended, restarts=most, stepped=True, step=5) == ""
+    assert no_restart_reason(run, ended, restarts=most, has_stepped=True, saved_step=5) == ""
 
 
 @pytest.mark.parametrize(
-    ("saved", "status", "left"), [((4, 5), 75, "the checkpoint of step 5 stands"), ((), 143, "there is no checkpoint")]
+    ("saved", "status", "left"), [((4, 5), 75, "the checkpoint of step 5 remains"), ((), 143, "there is no checkpoint")]
 )
 def test_sigterm_between_two_starts_stops_the_run(starts: Starts, saved: Sequence[int], status: int, left: str) -> None:
     for step in saved:
@@ -166,9 +168,9 @@ def test_sigterm_between_two_starts_stops_the_run(starts: Starts, saved: Sequenc
         assert signal.getsignal(signal.SIGTERM) is outside
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert (ended.status, ended.asked) == (status, True)
+    assert (ended.status, ended.stop_requested) == (status, True)
     assert ended.says.startswith("rank 1 exited with 1, at step 7: RuntimeError: CUDA error: uncorrectable ECC")
-    assert ended.says.endswith(f"; SIGTERM came before it was started again: {left}")
+    assert ended.says.endswith(f"; SIGTERM came before the restart: {left}")
     assert len((starts.folder / "ranks" / "0.log").read_text().split("== rank 0")) == 2, "one start"
 
 
@@ -176,45 +178,45 @@ def test_a_disk_that_is_full_at_a_restart_does_not_hide_the_fault(starts: Starts
     full = f"(folder / 'run.json').mkdir(); {ECC}"  # a folder in the file's place: nothing can be written there
     ended = starts.start(FAILS_ONCE.format(full))
     assert (ended.status, ended.says.partition(",")[0]) == (1, "rank 1 exited with 1")
-    assert "no restart: [Errno 21]" in starts.said
+    assert "no restart: [Errno 21]" in starts.summary
     assert not list(starts.folder.glob(".*")), "no half file is left"
 
 
 def test_goodput_that_can_not_be_written_ends_no_run(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    assert Tally(folder=tmp_path).said().startswith("goodput 0")
-    assert Tally(folder=tmp_path / "gone").said().startswith("goodput 0")
+    assert GoodputMeter(folder=tmp_path).summary().startswith("goodput 0")
+    assert GoodputMeter(folder=tmp_path / "gone").summary().startswith("goodput 0")
 
 
 def test_a_folder_that_can_not_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in ("/proc/none", str(tmp_path / "file" / "runs")):
-        run = changed(loaded("cluster=1x2"), [("log.dir", folder)])
-        status, (line,) = train(run, make_plan(run), print, print)
-        assert (status, "\n" in line) == (1, False)
-        assert line.startswith(f"{folder_of(run)} can't be written (")
+        run = with_changes(loaded("cluster=1x2"), [("log.dir", folder)])
+        result = train_run(run, make_plan(run), (), print, print)
+        assert (result.status, "\n" in result.says) == (1, False)
+        assert result.says.startswith(f"{run_folder(run)} can't be written (")
 
 
 def test_a_second_fit_in_a_folder_is_refused_and_writes_nothing(tmp_path: Path) -> None:
-    run = changed(loaded("cluster=1x2"), [("log.dir", str(tmp_path))])
-    folder = folder_of(run)
+    run = with_changes(loaded("cluster=1x2"), [("log.dir", str(tmp_path))])
+    folder = run_folder(run)
     folder.mkdir()
-    with held(folder) as warning:
+    with hold_run_folder(folder) as warning:
         assert warning == ""
-        status, (line,) = train(run, make_plan(run), print, print)
+        result = train_run(run, make_plan(run), (), print, print)
         assert os.listdir(folder) == ["lock"]
-    assert (status, line.partition(", since ")[0]) == (1, f"process {os.getpid()} on {HERE}")
-    assert line.endswith(f" trains in {folder}: stop it, or set name= to train another run")
+    assert (result.status, result.says.partition(", since ")[0]) == (1, f"process {os.getpid()} on {HERE}")
+    assert result.says.endswith(f" trains in {folder}: stop it, or set name= to train another run")
     assert (folder / "lock").read_text() == ""
-    with held(folder) as warning:
+    with hold_run_folder(folder) as warning:
         assert warning == ""
 
 
 HOLDER = """
 import subprocess, sys, time
 from pathlib import Path
-from distrain.trainer.rundir.lock import held
-with held(Path(sys.argv[1])):
+from distrain.trainer.rundir.lock import hold_run_folder
+with hold_run_folder(Path(sys.argv[1])):
     child = subprocess.Popen(["sleep", "1000"], close_fds=False)
     print(child.pid, flush=True)
     time.sleep(1000)
@@ -226,11 +228,11 @@ def test_a_folder_is_free_when_its_holder_was_killed_whatever_that_had_started(t
     assert holder.stdout is not None
     child = int(holder.stdout.readline())
     try:
-        with pytest.raises(Taken, match=f"^process {holder.pid} on {HERE}, since "), held(tmp_path):
+        with pytest.raises(RunFolderInUse, match=f"^process {holder.pid} on {HERE}, since "), hold_run_folder(tmp_path):
             pass
         holder.kill()
         holder.wait()
-        with held(tmp_path) as warning:
+        with hold_run_folder(tmp_path) as warning:
             assert warning == "", "it was of this host, which frees what its processes held"
     finally:
         end_child(holder)
@@ -239,7 +241,7 @@ def test_a_folder_is_free_when_its_holder_was_killed_whatever_that_had_started(t
 
 def test_a_holder_on_another_host_that_has_not_let_go_is_named(tmp_path: Path) -> None:
     (tmp_path / "lock").write_text("process 7 on node12, since 2026-01-01 00:00:00 +0000\n")
-    with held(tmp_path) as warning:
+    with hold_run_folder(tmp_path) as warning:
         assert warning.startswith(f"{tmp_path / 'lock'} was left by process 7 on node12, since ")
 
 
@@ -260,54 +262,54 @@ LIKE: tuple[tuple[str, object, bool], ...] = (  # what is changed, whether phase
 @pytest.mark.parametrize(("key", "value", "alike"), LIKE)
 def test_what_a_run_has_taught_is_for_runs_like_it(tmp_path: Path, key: str, value: object, alike: bool) -> None:
     one = loaded("cluster=1x2")
-    other = changed(one, [(key, value)])
-    taught = Watchdog(patience=1.0, seen={"start": 9.0, "first": 2.0}, hung={"step": (7, 30.0)})
-    phase_times.keep(one, tmp_path, taught, resumed=True)
-    found = phase_times.watchdog(other, tmp_path)
+    other = with_changes(one, [(key, value)])
+    taught = Watchdog(patience=1.0, seen={"start": 9.0, "first": 2.0}, timed_out={"step": (7, 30.0)})
+    phase_times.save_phase_times(one, tmp_path, taught, resumed=True)
+    found = phase_times.load_watchdog(other, tmp_path)
     assert found.patience == other.launch.patience
-    assert (found.seen, found.hung) == ((taught.seen, taught.hung) if alike else ({}, {}))
+    assert (found.seen, found.timed_out) == ((taught.seen, taught.timed_out) if alike else ({}, {}))
 
 
 def test_a_start_without_a_checkpoint_does_not_say_how_long_one_with_it_takes(tmp_path: Path) -> None:
     run = loaded("cluster=1x2")
-    phase_times.keep(run, tmp_path, Watchdog(seen={"start": 9.0, "first": 2.0}), resumed=False)
-    assert phase_times.watchdog(run, tmp_path).seen == {"first": 2.0}
+    phase_times.save_phase_times(run, tmp_path, Watchdog(seen={"start": 9.0, "first": 2.0}), resumed=False)
+    assert phase_times.load_watchdog(run, tmp_path).seen == {"first": 2.0}
     for spoilt in ("", "{}", '{"first": 2.0}'):
-        (tmp_path / phase_times.NAME).write_text(spoilt)
-        assert phase_times.watchdog(run, tmp_path).seen == {}
+        (tmp_path / phase_times.FILE).write_text(spoilt)
+        assert phase_times.load_watchdog(run, tmp_path).seen == {}
 
 
-def failed(rank: int, where: str, fate: Fate = "hung", **more: str) -> Ended:
+def failed(rank: int, where: str, fate: Fate = "hung", **more: str) -> Outcome:
     """A run's end by a rank there."""
-    ends = [RankEnd(rank=rank, where=where, code=-9, log=Tail(Path("x")), fate=fate, **more)]  # type: ignore[arg-type]
-    return Ended(status=1, ranks=tuple(ends), rank=rank)
+    ends = [RankOutcome(rank=rank, where=where, code=-9, log=RemoteLog(Path("x")), fate=fate, **more)]  # type: ignore[arg-type]
+    return Outcome(status=1, ranks=tuple(ends), rank=rank)
 
 
 def test_hosts_that_could_not_be_used_are_a_machine_s_fault_and_unknown_ones_are_not() -> None:
-    assert may_go_on(Ended(status=1, ranks=(), hosts=("b",)))
-    assert not may_go_on(Ended(status=1, ranks=()))
-    assert not may_go_on(Ended(status=1, ranks=(), hosts=("b",), asked=True))
+    assert is_machine_failure(Outcome(status=1, ranks=(), hosts=("b",)))
+    assert not is_machine_failure(Outcome(status=1, ranks=()))
+    assert not is_machine_failure(Outcome(status=1, ranks=(), hosts=("b",), stop_requested=True))
 
 
 # fmt: off
-SHUNNED: tuple[tuple[list[Ended], dict[str, str]], ...] = (
+AVOIDED: tuple[tuple[list[Outcome], dict[str, str]], ...] = (
     ([failed(1, "b (device 0)")],                                            {}),
     ([failed(1, "b (device 0)"), failed(2, "b (device 1)")],                 {"b": "at fault 2 times"}),
     ([failed(1, "b (device 0)"), failed(2, "c (device 1)")],                 {}),
     ([failed(1, "b (device 0)", problem="Connection reset by peer")] * 2,    {}),
     ([failed(1, "b (device 0)", "stuck")],                                   {"b": "at fault 2 times"}),
     ([failed(1, "(device 0)")] * 2,                                          {}),
-    ([Ended(status=1, ranks=(), hosts=("c",))],                              {"c": "it could not be used"}),
+    ([Outcome(status=1, ranks=(), hosts=("c",))],                              {"c": "it could not be used"}),
 )
 # fmt: on
 
 
-@pytest.mark.parametrize(("ends", "shunned"), SHUNNED)
-def test_a_host_that_was_at_fault_twice_is_shunned(ends: list[Ended], shunned: dict[str, str]) -> None:
-    faults = Faults()
+@pytest.mark.parametrize(("ends", "avoided"), AVOIDED)
+def test_a_host_that_was_at_fault_twice_is_shunned(ends: list[Outcome], avoided: dict[str, str]) -> None:
+    faults = HostFaults()
     for ended in ends:
         faults.count(ended)
-    assert faults.shunned(ends[-1]) == shunned
+    assert faults.hosts_to_avoid(ends[-1]) == avoided
 
 
 @pytest.fixture
@@ -318,30 +320,30 @@ def over_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     made.put("pdsh", SSH)
     monkeypatch.setenv("PATH", made.path())
     (tmp_path / "hostfile").write_text("a slots=1\nb slots=1\nc slots=1\n")
-    return changed(loaded("cluster=3x1"), [("launch.name", "deepspeed"), ("launch.hostfile", str(tmp_path / "hostfile"))])
+    return with_changes(loaded("cluster=3x1"), [("launch.name", "deepspeed"), ("launch.hostfile", str(tmp_path / "hostfile"))])
 
 
-def left(run: Run, shunned: dict[str, str]) -> tuple[Run, str]:
-    smaller, plan, how = on_what_is_left(run, make_plan(run), shunned)
-    assert plan.world == smaller.cluster.nodes
-    return smaller, how
+def shrunk(run: Run, avoid: dict[str, str]) -> tuple[Run, str]:
+    attempt = shrink_run(run, make_plan(run), avoid)
+    assert attempt.plan.world == attempt.run.cluster.nodes == len(attempt.hosts)
+    return attempt.run, attempt.change
 
 
-def test_a_shunned_host_is_left_out_and_so_is_the_address_where_ranks_met_on_it(over_hosts: Run) -> None:
-    run = changed(over_hosts, [("launch.address", "10.0.0.1")])
-    smaller, how = left(run, {"b": "at fault 2 times"})
+def test_an_avoided_host_is_left_out_and_so_is_the_rendezvous_address_on_it(over_hosts: Run) -> None:
+    run = with_changes(over_hosts, [("launch.address", "10.0.0.1")])
+    smaller, change = shrunk(run, {"b": "at fault 2 times"})
     assert (smaller.launch.include, smaller.launch.address, smaller.checkpoint.resume) == ("a@c", "10.0.0.1", "auto")
-    assert how == ", on a, c: dp 3 -> 2, the same 12 sequences a step; without b (at fault 2 times)"
-    smaller, _ = left(run, {"a": "it could not be used"})
+    assert change == ", on a, c: dp 3 -> 2, the same 12 sequences a step; without b (at fault 2 times)"
+    smaller, _ = shrunk(run, {"a": "it could not be used"})
     assert (smaller.launch.include, smaller.launch.address) == ("b@c", None)
 
 
-def test_a_shunned_host_is_taken_where_the_run_needs_it(over_hosts: Run) -> None:
-    run = changed(over_hosts, [("parallel", replace(over_hosts.parallel, dp=1, pp=3)), ("model.layers", 3)])
-    same, how = left(run, {"b": "at fault 2 times"})
-    assert (same, how) == (changed(run, [("checkpoint.resume", "auto")]), "")
+def test_an_avoided_host_is_used_where_the_run_needs_it(over_hosts: Run) -> None:
+    run = with_changes(over_hosts, [("parallel", replace(over_hosts.parallel, dp=1, pp=3)), ("model.layers", 3)])
+    same, change = shrunk(run, {"b": "at fault 2 times"})
+    assert (same, change) == (with_changes(run, [("checkpoint.resume", "auto")]), "")
 
 
 def test_a_run_that_is_asked_to_stop_looks_for_no_hosts(over_hosts: Run) -> None:
-    with pytest.raises(TooFew):
-        on_what_is_left(over_hosts, make_plan(over_hosts), {}, [(signal.SIGTERM, 0.0)])
+    with pytest.raises(TooFewHosts):
+        shrink_run(over_hosts, make_plan(over_hosts), {}, [(signal.SIGTERM, 0.0)])

@@ -19,7 +19,7 @@ import pytest
 
 from distrain.scripts.virtual_hosts import Hosts, missing
 from distrain.tests.fakes.secrets import DEADLINE, EVIL, KEPT, PAUSE, TAG, Act, Fitted, Watch, elsewhere, environment, fit, holds
-from distrain.trainer.launch.agent.token import NAME, Ticket
+from distrain.trainer.launch.agent.token import FILE, JoinToken
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="command lines are read in /proc")
 over_hosts = pytest.mark.skipif(bool(missing()), reason=missing())
@@ -71,7 +71,7 @@ def test_the_watch_sees_a_command_line_that_lives_for_a_moment(tmp_path: Path) -
 
 
 def test_a_ticket_that_is_printed_shows_no_secret() -> None:
-    ticket = Ticket(token=TAG, doors=[], names=[], slots=[], command=[], environment=environment(Path("/pwned")))
+    ticket = JoinToken(token=TAG, doors=[], names=[], slots=[], command=[], environment=environment(Path("/pwned")))
     assert holds(ticket.written().encode())
     assert not holds(repr(ticket).encode())
 
@@ -83,9 +83,9 @@ def all_is_well(fitted: Fitted, *folders: Path) -> None:
     """No secret is seen anywhere, none was acted on, and the ticket, which alone held them, has gone."""
     assert list(fitted.leaks(*folders)) == []
     assert not (fitted.folder.parent / "pwned").exists()
-    assert not list((fitted.folder / "launch").glob(f"{Path(NAME).name}*"))
+    assert not list((fitted.folder / "launch").glob(f"{Path(FILE).name}*"))
     assert {mode for _, mode in fitted.watch.holding} <= {0o600}
-    assert all(name.startswith(Path(NAME).name) for name, _ in fitted.watch.holding)
+    assert all(name.startswith(Path(FILE).name) for name, _ in fitted.watch.holding)
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +151,7 @@ def test_a_run_over_hosts_shows_no_secret(hosts: Hosts, tmp_path: Path) -> None:
     ):
         assert any(part in line for line in fitted.watch.lines), part
     all_is_well(fitted, *places(hosts))
-    assert (Path(NAME).name, 0o600) in fitted.watch.holding
+    assert (Path(FILE).name, 0o600) in fitted.watch.holding
 
 
 def killed(hosts: Hosts, folder: Path) -> Fitted:
@@ -199,7 +199,7 @@ def test_a_run_over_hosts_whose_rank_is_killed_shows_no_secret(hosts: Hosts, end
     assert fitted.status == 1, fitted.said
     assert "rank 0 on host1 (device 0) was killed by SIGKILL" in fitted.said
     all_is_well(fitted, *places(hosts))
-    assert (Path(NAME).name, 0o600) in fitted.watch.holding
+    assert (Path(FILE).name, 0o600) in fitted.watch.holding
 
 
 @over_hosts

@@ -17,23 +17,23 @@ from distrain.scripts.virtual_hosts import Hosts
 from distrain.scripts.virtual_hosts import missing as no_hosts
 from distrain.tests.fakes import virtual_slurm
 from distrain.tests.fakes.host_runs import (
+    ARGUMENTS,
     DEADLINE,
     PIPELINE,
     SAVES,
     STEPS,
     STOPPED,
     TENSOR,
-    WORDS,
     Launched,
-    Trained,
-    given,
-    quiet,
+    TrainedRun,
+    controller_environment,
+    run_arguments,
     wait_for,
 )
-from distrain.tests.fakes.one_process import reference
+from distrain.tests.fakes.one_process import reference_curve
 from distrain.tests.fakes.virtual_slurm import Slurm
 from distrain.trainer.launch.hosts.hostfile import Host
-from distrain.trainer.launch.hosts.slurm_nodes import allocated, job
+from distrain.trainer.launch.hosts.slurm_nodes import allocated_hosts, slurm_job
 from distrain.trainer.spec.problem import Unreadable
 
 real = pytest.mark.skipif(bool(no_hosts() or virtual_slurm.missing()), reason=no_hosts() or virtual_slurm.missing())
@@ -68,7 +68,7 @@ class Job:
         self.slurm, self.log = slurm, folder / "job.log"
         (folder / "job").write_text(f"#!/bin/bash\nexec {shlex.join(words)}\n")
         submit = ["sbatch", "--parsable", "--nodes=2", "--exclusive", f"--output={self.log}", "--open-mode=truncate", str(folder / "job")]
-        head = slurm.hosts.hosts[0].start(submit, slurm.known(quiet()))
+        head = slurm.hosts.hosts[0].start(submit, slurm.known(controller_environment()))
         self.number = head.communicate(timeout=DEADLINE)[0].strip()
 
     def end(self) -> tuple[int, str]:
@@ -81,10 +81,10 @@ class Job:
 def test_the_file_for_sbatch_that_is_printed_trains_the_curve_of_one_process(
     slurm: Slurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert command(["show", *given(tmp_path, *TENSOR), "launch=slurm", "--launch"]) == 0
+    assert command(["show", *run_arguments(tmp_path, *TENSOR), "launch=slurm", "--launch"]) == 0
     script = tmp_path / "launch.sh"
     script.write_text(f"set -e\n{capsys.readouterr().out}")
-    known = slurm.known(quiet())
+    known = slurm.known(controller_environment())
     known["PATH"] = f"{Path(sys.executable).parent}:{known['PATH']}"
     head = slurm.hosts.hosts[0].start(["bash", str(script)], known)
     said, _ = head.communicate(timeout=DEADLINE)
@@ -93,14 +93,14 @@ def test_the_file_for_sbatch_that_is_printed_trains_the_curve_of_one_process(
     log = "".join(file.read_text() for file in tmp_path.glob("run/launch/slurm-*.log"))
     assert status == 0, log
     assert f"step {STEPS}/{STEPS}" in log
-    assert Trained(tmp_path).losses() == pytest.approx(reference(WORDS)[0], abs=2e-6, rel=0)
+    assert TrainedRun(tmp_path).losses() == pytest.approx(reference_curve(ARGUMENTS)[0], abs=2e-6, rel=0)
 
 
 @real
 @pytest.mark.usefixtures("nothing_is_left")
 def test_fit_in_a_job_takes_its_nodes_and_a_job_that_is_told_to_stop_goes_on_in_the_next(slurm: Slurm, tmp_path: Path) -> None:
-    fit = [sys.executable, "-m", "distrain", "fit", *given(tmp_path, *PIPELINE), "launch=deepspeed", "launch.runner=slurm"]
-    first, run = Job(slurm, tmp_path, *fit, "launch.preflight=false"), Trained(tmp_path)
+    fit = [sys.executable, "-m", "distrain", "fit", *run_arguments(tmp_path, *PIPELINE), "launch=deepspeed", "launch.runner=slurm"]
+    first, run = Job(slurm, tmp_path, *fit, "launch.preflight=false"), TrainedRun(tmp_path)
     wait_for(lambda: run.has(5))
     slurm.says("scancel", "--batch", "--signal=TERM", first.number)
     status, said = first.end()
@@ -110,8 +110,8 @@ def test_fit_in_a_job_takes_its_nodes_and_a_job_that_is_told_to_stop_goes_on_in_
     status, said = Job(slurm, tmp_path, *fit).end()
     assert status == 0, said
     assert [line.split()[0] for line in said.splitlines() if line.startswith("host")] == ["host", "host0", "host1"]
-    assert f"goes on from step {reached}" in said
-    assert run.losses() == pytest.approx(reference(WORDS)[0], abs=2e-6, rel=0)
+    assert f"resumes from step {reached}" in said
+    assert run.losses() == pytest.approx(reference_curve(ARGUMENTS)[0], abs=2e-6, rel=0)
 
 
 @pytest.fixture
@@ -152,10 +152,10 @@ def test_the_nodes_of_a_job_are_named_by_slurm(slurm: Slurm, monkeypatch: pytest
         monkeypatch.setenv(name, value)
     known = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[08-09,11],login-b"}
     slots = (0, 1, 2)
-    assert allocated(known, 3) == tuple(Host(name=name, slots=slots) for name in ("gpu08", "gpu09", "gpu11", "login-b"))
+    assert allocated_hosts(known, 3) == tuple(Host(name=name, slots=slots) for name in ("gpu08", "gpu09", "gpu11", "login-b"))
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(Unreadable, match=r"scontrol can't name the nodes of gpu7: No such file"):
-        allocated({**known, "SLURM_JOB_NODELIST": "gpu7"}, 3)
+    with pytest.raises(Unreadable, match=r"scontrol can't expand the node list gpu7: No such file"):
+        allocated_hosts({**known, "SLURM_JOB_NODELIST": "gpu7"}, 3)
 
 
 def test_outside_of_a_job_srun_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,9 +165,9 @@ def test_outside_of_a_job_srun_starts_nothing(tmp_path: Path, capsys: pytest.Cap
         (tmp_path / "bin" / name).touch(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    words = given(tmp_path / "runs", "launch=deepspeed", f"launch.hostfile={tmp_path}/hosts", "launch.runner=slurm")
+    words = run_arguments(tmp_path / "runs", "launch=deepspeed", f"launch.hostfile={tmp_path}/hosts", "launch.runner=slurm")
     assert command(["fit", *words]) == 1
-    says = "launch.runner=slurm starts ranks on the nodes of a job of Slurm, and this is run in none"
+    says = "launch.runner=slurm starts ranks on the nodes of a Slurm job, and this process runs in none"
     assert f"distrain: {says}: run it under salloc or in a file for sbatch" in capsys.readouterr().err.splitlines()
     assert not (tmp_path / "runs").exists()
-    assert job({"SLURM_JOB_ID": "7"}) == ""
+    assert slurm_job({"SLURM_JOB_ID": "7"}) == ""

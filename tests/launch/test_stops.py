@@ -1,4 +1,4 @@
-"""The launching process is stopped or killed: its ranks save and end, or die with it, and so does what they started."""
+"""The launching process is stopped or killed: its ranks save and end, or die with it, and so do the processes that they started."""
 
 import json
 import os
@@ -16,41 +16,42 @@ MARK = "LAUNCH_TEST"
 LAUNCHER = """
 import os, signal, sys
 from pathlib import Path
-from distrain.trainer.launch.single_host import launch
+from distrain.trainer.launch.single_host import launch_local_ranks
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 signal.signal(signal.SIGHUP, signal.SIG_IGN if "NOHUP" in os.environ else signal.SIG_DFL)
 command = [sys.executable, "-c", sys.argv[2]]
-ended = launch(command, ranks=3, folder=Path(sys.argv[1]), environment=os.environ, show=lambda line: print(line, flush=True), grace=1.0)
-print(ended.says)
-sys.exit(ended.status)
+show = lambda line: print(line, flush=True)
+outcome = launch_local_ranks(command, ranks=3, folder=Path(sys.argv[1]), environment=os.environ, show=show, grace=1.0)
+print(outcome.says)
+sys.exit(outcome.status)
 """
 BEGIN = """
 import os, signal, subprocess, sys, time
-from distrain.trainer.system.parent_watch import hold_from_environment
-from distrain.trainer.launch.rank.channel import Talk
-talk, rank = Talk.from_environment(), int(os.environ["RANK"])
+from distrain.trainer.system.parent_watch import watch_parent_from_environment
+from distrain.trainer.launch.rank.channel import Channel
+channel, rank = Channel.from_environment(), int(os.environ["RANK"])
 def ready():
     open(os.path.join(os.environ["LAUNCH_TEST"], f"ready{rank}"), "w").write(f"{os.getpid()} {os.getppid()}\\n")
     while True: time.sleep(0.1)
 """
 SAVES = "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), sys.exit(75)))\nready()\n"
-DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nready()\n"
+IGNORES = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nready()\n"
 CHILDREN = "for own in (0, 1): subprocess.Popen(['sleep', '1000'], start_new_session=bool(own))\n"
 
 
 class Launched:
-    """A process that launches ranks; they are ready when this returns."""
+    """A process that launches three ranks, which are ready once it is constructed."""
 
-    def __init__(self, folder: Path, program: str, **extra: str) -> None:
+    def __init__(self, folder: Path, program: str, **variables: str) -> None:
         self.folder = folder
-        environment = {**os.environ, MARK: str(folder), **extra}
-        words = [sys.executable, "-c", LAUNCHER, str(folder), BEGIN + program]
-        self.process = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        environment = {**os.environ, MARK: str(folder), **variables}
+        command = [sys.executable, "-c", LAUNCHER, str(folder), BEGIN + program]
+        self.process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         wait_for(lambda: all(len(self.pids(rank)) == 2 for rank in range(3)))
 
     def pids(self, rank: int) -> list[int]:
-        """A rank's process and its keeper's."""
+        """Return the process ids of a rank and its agent; empty until the rank is ready."""
         path = self.folder / f"ready{rank}"
         text = path.read_text() if path.exists() else ""
         return [int(word) for word in text.split()] if text.endswith("\n") else []
@@ -63,20 +64,20 @@ class Launched:
         return self.process.stdout.readline()
 
     def end(self) -> tuple[int, list[str]]:
-        """Its exit status and what it printed since."""
-        said, _ = self.process.communicate(timeout=DEADLINE)
-        return self.process.returncode, said.splitlines()
+        """Wait for its end; return its exit status and the lines that it printed."""
+        output, _ = self.process.communicate(timeout=DEADLINE)
+        return self.process.returncode, output.splitlines()
 
 
-def wait_for(met: Callable[[], bool]) -> None:
+def wait_for(condition: Callable[[], bool]) -> None:
     until = time.monotonic() + DEADLINE
-    while not met():
+    while not condition():
         assert time.monotonic() < until, "the deadline passed"
         time.sleep(0.02)
 
 
-def marked(folder: Path) -> list[str]:
-    """The command lines of processes whose environment has the test's mark."""
+def marked_processes(folder: Path) -> list[str]:
+    """Return the command lines of processes whose environment has the test's mark."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -89,9 +90,9 @@ def marked(folder: Path) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path: Path) -> Iterator[None]:
-    """No process that a test started outlives it."""
+    """Check that no process that a test started outlives it."""
     yield
-    wait_for(lambda: not marked(tmp_path))
+    wait_for(lambda: not marked_processes(tmp_path))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -102,7 +103,7 @@ def test_a_signal_lets_the_ranks_save_and_the_run_exits_75(tmp_path: Path, numbe
     assert launched.end() == (75, [f"{name}: finishing the step and saving; Ctrl-C stops at once", "stopped; a checkpoint is saved"])
 
 
-def test_a_second_sigterm_leaves_the_ranks_to_their_saving(tmp_path: Path) -> None:
+def test_a_second_sigterm_does_not_interrupt_the_save(tmp_path: Path) -> None:
     launched = Launched(tmp_path, SAVES)
     launched.send(signal.SIGTERM)
     time.sleep(0.3)
@@ -111,7 +112,7 @@ def test_a_second_sigterm_leaves_the_ranks_to_their_saving(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ranks_that_can_not_save_make_it_the_signals_status(tmp_path: Path, number: int) -> None:
+def test_a_run_that_is_stopped_without_saving_exits_with_128_and_the_signal(tmp_path: Path, number: int) -> None:
     launched = Launched(tmp_path, "ready()\n")
     launched.send(number)
     assert launched.end() == (
@@ -124,7 +125,7 @@ def test_ranks_that_can_not_save_make_it_the_signals_status(tmp_path: Path, numb
 
 
 def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
-    launched = Launched(tmp_path, CHILDREN + DEAF)
+    launched = Launched(tmp_path, CHILDREN + IGNORES)
     launched.send(signal.SIGINT)
     launched.first_line()
     time.sleep(0.3)
@@ -140,8 +141,8 @@ def test_a_rank_that_fails_to_save_fails_the_run(tmp_path: Path) -> None:
     assert lines[-1].startswith("rank 1 exited with 1: IndexError: list index out of range; its log")
 
 
-@pytest.mark.parametrize("which", [0, 1], ids=["ranks", "keepers"])
-def test_sigterm_to_the_ranks_themselves_or_their_keepers_is_a_stop_too(tmp_path: Path, which: int) -> None:
+@pytest.mark.parametrize("which", [0, 1], ids=["ranks", "agents"])
+def test_sigterm_to_the_ranks_or_their_agents_stops_the_run_too(tmp_path: Path, which: int) -> None:
     launched = Launched(tmp_path, SAVES)
     for rank in range(3):
         os.kill(launched.pids(rank)[which], signal.SIGTERM)
@@ -156,16 +157,16 @@ def test_a_signal_that_the_launching_process_ignores_stays_ignored(tmp_path: Pat
     assert launched.end()[1][0].startswith("SIGTERM")
 
 
-@pytest.mark.parametrize("program", [CHILDREN + "ready()\n", CHILDREN + DEAF, CHILDREN + "hold_from_environment()\n" + DEAF])
+@pytest.mark.parametrize("program", [CHILDREN + "ready()\n", CHILDREN + IGNORES, CHILDREN + "watch_parent_from_environment()\n" + IGNORES])
 def test_nothing_outlives_a_launching_process_that_is_killed(tmp_path: Path, program: str) -> None:
-    """The fixture looks for the ranks and what they started, in sessions of their own too."""
+    """The fixture looks for the ranks and the processes that they started, including those in sessions of their own."""
     launched = Launched(tmp_path, program)
-    assert len(marked(tmp_path)) == 1 + 3 * 4  # the launching process; keeper, rank and two children
+    assert len(marked_processes(tmp_path)) == 1 + 3 * 4  # the launching process; agent, rank and two children
     launched.send(signal.SIGKILL)
     assert launched.end()[0] == -signal.SIGKILL
 
 
-def test_ranks_that_are_stopped_die_with_the_launching_process(tmp_path: Path) -> None:
+def test_stopped_ranks_die_with_the_launching_process(tmp_path: Path) -> None:
     launched = Launched(tmp_path, CHILDREN + "ready()\n")
     for rank in range(3):
         os.kill(launched.pids(rank)[0], signal.SIGSTOP)
@@ -173,21 +174,21 @@ def test_ranks_that_are_stopped_die_with_the_launching_process(tmp_path: Path) -
     launched.end()
 
 
-def test_ranks_hold_their_lifeline_where_their_keepers_can_not(tmp_path: Path) -> None:
-    launched = Launched(tmp_path, "subprocess.Popen(['sleep', '1000'])\nhold_from_environment()\nready()\n")
-    keepers = [launched.pids(rank)[1] for rank in range(3)]
-    for keeper in keepers:
-        os.kill(keeper, signal.SIGSTOP)
+def test_ranks_watch_their_parent_where_their_agents_can_not(tmp_path: Path) -> None:
+    launched = Launched(tmp_path, "subprocess.Popen(['sleep', '1000'])\nwatch_parent_from_environment()\nready()\n")
+    agents = [launched.pids(rank)[1] for rank in range(3)]
+    for agent in agents:
+        os.kill(agent, signal.SIGSTOP)
     try:
         launched.send(signal.SIGKILL)
         launched.end()
-        wait_for(lambda: not [words for words in marked(tmp_path) if "local_agent.py" not in words and words])
+        wait_for(lambda: not [line for line in marked_processes(tmp_path) if line and "local_agent.py" not in line])
     finally:
-        for keeper in keepers:
-            os.kill(keeper, signal.SIGCONT)
+        for agent in agents:
+            os.kill(agent, signal.SIGCONT)
 
 
-def test_a_keeper_and_its_launching_process_may_die_together(tmp_path: Path) -> None:
+def test_nothing_is_left_when_agents_and_launching_process_die_together(tmp_path: Path) -> None:
     launched = Launched(tmp_path, "ready()\n")
     for rank in range(3):
         os.kill(launched.pids(rank)[1], signal.SIGKILL)
@@ -196,14 +197,14 @@ def test_a_keeper_and_its_launching_process_may_die_together(tmp_path: Path) -> 
 
 
 def test_a_launching_process_that_raises_leaves_nothing(tmp_path: Path) -> None:
-    launched = Launched(tmp_path, CHILDREN + "talk.say('x')\n" + DEAF)
+    launched = Launched(tmp_path, CHILDREN + "channel.say('x')\n" + IGNORES)
     assert launched.process.stdout is not None
     launched.process.stdout.close()
-    launched.send(signal.SIGTERM)  # its line about it can't be printed
+    launched.send(signal.SIGTERM)  # the line about it can't be printed
     assert launched.process.wait(DEADLINE) == 1
 
 
-def test_the_last_beat_is_named(tmp_path: Path) -> None:
-    launched = Launched(tmp_path, "talk.beat(41); talk.beat(42)\nready()\n")
+def test_the_last_step_of_a_failed_rank_is_named(tmp_path: Path) -> None:
+    launched = Launched(tmp_path, "channel.step(41); channel.step(42)\nready()\n")
     os.kill(launched.pids(2)[0], signal.SIGKILL)
     assert "rank 2 was killed by SIGKILL, perhaps by the kernel for want of memory, at step 42;" in json.dumps(launched.end())

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from distrain.cli.app import command
 from distrain.cli.config.load import load
 from distrain.tests.fakes.manifest_edits import drop_record, edit_extra
-from distrain.trainer.loop.offline.export import _unnamed, export
-from distrain.trainer.loop.offline.load_run import load_saved, model_of
+from distrain.trainer.loop.offline.export import _new_folder, export
+from distrain.trainer.loop.offline.load_run import load_model, load_run
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.problem import Unreadable
 
@@ -36,34 +36,34 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def runs(ranks, tmp_path_factory):
-    """A trained run of each kind."""
+    """A trained run of each architecture."""
     top = tmp_path_factory.mktemp("runs")
-    return {kind: ranks.trained(top / kind.replace(" ", "_"), "quickstart", *words, *FEW).folder for kind, words in KINDS.items()}
+    return {kind: ranks.train(top / kind.replace(" ", "_"), "quickstart", *overrides, *FEW).folder for kind, overrides in KINDS.items()}
 
 
 def ours(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
     """The logits of a run's newest checkpoint."""
-    found = load_saved(folder)
+    found = load_run(folder)
     with torch.no_grad():
-        return model_of(found.run, found.checkpoint, torch.device("cpu")).logits(tokens)
+        return load_model(found.run, found.checkpoint, torch.device("cpu")).logits(tokens)
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_logits_of_transformers_are_ours(runs, kind: str, tmp_path: Path, capsys) -> None:
+def test_transformers_computes_our_logits(runs, kind: str, tmp_path: Path, capsys) -> None:
     import transformers
 
     export(runs[kind], tmp_path / "out", "fp32")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     assert model.config.model_type == kind.split()[0]
-    tokens = torch.randint(load_saved(runs[kind]).run.model.vocab, (2, 32), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(load_run(runs[kind]).run.model.vocab, (2, 32), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         assert (model(tokens).logits - ours(runs[kind], tokens)).abs().max() <= 1e-5
     assert f"from those of transformers {transformers.__version__}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_transformers_our_own_reader_checks_and_it_says_so(runs, kind: str, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_without_transformers_our_own_reader_checks_the_export(runs, kind: str, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     export(runs[kind], tmp_path / "out", "fp32")
     said = re.search(r"are (\S+) from those of our own reader \(transformers is not installed\)", capsys.readouterr().out)
@@ -72,18 +72,18 @@ def test_without_transformers_our_own_reader_checks_and_it_says_so(runs, kind: s
 
 
 @pytest.mark.parametrize(("dtype", "stored"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_a_dtype_is_what_is_written(runs, dtype: str, stored: torch.dtype, tmp_path: Path) -> None:
+def test_weights_are_written_in_the_requested_dtype(runs, dtype: str, stored: torch.dtype, tmp_path: Path) -> None:
     export(runs["gpt2"], tmp_path / "out", dtype)
     assert {each.dtype for each in load_file(tmp_path / "out" / "model.safetensors").values()} == {stored}
 
 
-def test_the_verb_exports_and_leaves_nothing_else(runs, tmp_path: Path) -> None:
+def test_the_verb_writes_the_export_and_nothing_else(runs, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    words = [sys.executable, "-m", "distrain", "export", str(runs["llama"]), "out"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    arguments = [sys.executable, "-m", "distrain", "export", str(runs["llama"]), "out"]
+    done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     checked, wrote, last, following = done.stdout.splitlines()
-    facts = make_plan(load_saved(runs["llama"]).run).model
+    facts = make_plan(load_run(runs["llama"]).run).model
     assert facts
     assert checked.startswith(f"step 4, {facts.parameters:,} parameters in fp32; logits on 3 sequences of 32 tokens are ")
     assert wrote == "wrote config.json, generation_config.json, model.safetensors"
@@ -95,7 +95,7 @@ def test_the_verb_exports_and_leaves_nothing_else(runs, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
-def test_the_next_command_that_is_named_loads_the_folder(runs, tmp_path: Path, capsys) -> None:
+def test_the_suggested_command_loads_the_folder(runs, tmp_path: Path, capsys) -> None:
     where = tmp_path / "it's here $HOME"
     export(runs["llama"], where, "fp32")
     command = capsys.readouterr().out.splitlines()[-1].removeprefix("next: ")
@@ -114,9 +114,9 @@ def test_a_broken_checkpoint_is_passed_over(runs, tmp_path: Path, capsys) -> Non
     assert second.startswith("step 2, ")
 
 
-def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_export_leaves_no_files(tmp_path: Path) -> None:
     def fails() -> None:
-        with _unnamed(tmp_path / "out") as folder:
+        with _new_folder(tmp_path / "out") as folder:
             (folder / "model.safetensors").touch()
             raise OSError("the disk is full")
 
@@ -126,7 +126,7 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("overrides", "says"),
     [
         (
             ("model=tiny_moe", "model.shared_experts=1"),
@@ -138,9 +138,9 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_can_not_be_exported_is_said(runs, words: tuple[str, ...], says: str, tmp_path: Path) -> None:
+def test_a_model_that_can_not_be_exported_is_refused(runs, overrides: tuple[str, ...], says: str, tmp_path: Path) -> None:
     shutil.copytree(runs["gpt2"], tmp_path / "run")
-    run = to_builtins(load("quickstart", words))
+    run = to_builtins(load("quickstart", overrides))
     edit_extra(tmp_path / "run" / "checkpoints" / "step_4", lambda extra: extra.update(run=run))
     with pytest.raises(Unreadable) as wrong:
         export(tmp_path / "run", tmp_path / "out", "fp32")
@@ -156,7 +156,7 @@ def test_a_run_without_a_checkpoint_has_nothing_to_export(tmp_path: Path) -> Non
 
 @pytest.fixture
 def with_another_run_file(runs, tmp_path: Path) -> Path:
-    """The folder of a run of two layers whose run.json has become that of a run of one layer with more heads."""
+    """The folder of a run of two layers whose run.json was replaced by that of a run of one layer with more heads."""
     folder = tmp_path / "run"
     shutil.copytree(runs["gpt2"], folder)
     said = json.loads((folder / "run.json").read_text())
@@ -165,7 +165,7 @@ def with_another_run_file(runs, tmp_path: Path) -> Path:
     return folder
 
 
-def test_the_model_is_that_of_the_checkpoint_whatever_run_json_says(runs, with_another_run_file: Path, tmp_path: Path, capsys) -> None:
+def test_the_model_is_the_checkpoints_even_if_run_json_differs(runs, with_another_run_file: Path, tmp_path: Path, capsys) -> None:
     for folder, out in ((with_another_run_file, tmp_path / "one"), (runs["gpt2"], tmp_path / "other")):
         export(folder, out, "fp32")
     one, other = ((tmp_path / name) for name in ("one", "other"))
@@ -176,13 +176,11 @@ def test_the_model_is_that_of_the_checkpoint_whatever_run_json_says(runs, with_a
     export(with_another_run_file, tmp_path / "third", "fp32")
 
 
-def test_a_checkpoint_of_an_earlier_version_is_read_with_run_json_and_that_is_said(
-    with_another_run_file: Path, tmp_path: Path, capsys
-) -> None:
+def test_a_checkpoint_of_an_earlier_version_is_read_with_run_json_and_a_remark(with_another_run_file: Path, tmp_path: Path, capsys) -> None:
     path = with_another_run_file / "checkpoints" / "step_4"
     drop_record(path)
     with pytest.raises(
-        Unreadable, match=r"step_4 holds a weight layers\.1\.\S+, which the model of its run has not: bring the run\.json back"
+        Unreadable, match=r"step_4 holds a weight layers\.1\.\S+, which the model of its run does not have: restore the run\.json"
     ):
         export(with_another_run_file, tmp_path / "out", "fp32")
     assert capsys.readouterr().out == "step_4 does not name its model, as earlier versions wrote it: run.json is taken for it\n"
@@ -192,11 +190,11 @@ def test_a_checkpoint_of_an_earlier_version_is_read_with_run_json_and_that_is_sa
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("arguments", "line"),
     [
-        (["run", "full"], "full is there and not empty: name a folder that is not there yet"),
-        (["run", "full/file"], "full/file is a file: name a folder that is not there yet"),
-        (["run", "astray"], "astray is a link that leads nowhere: name a folder that is not there yet"),
+        (["run", "full"], "full exists and is not empty: choose a new folder"),
+        (["run", "full/file"], "full/file is a file: choose a new folder"),
+        (["run", "astray"], "astray is a dangling link: choose a new folder"),
         (["nowhere", "out"], "nowhere is no folder: give the folder of a run, such as runs/quickstart"),
         (["full", "out"], "full holds no run.json: give the folder of a run, such as runs/quickstart"),
         ([".", "out"], ". holds no run.json: did you mean run?"),
@@ -204,11 +202,11 @@ def test_a_checkpoint_of_an_earlier_version_is_read_with_run_json_and_that_is_sa
         (["run"], "missing argument 'DEST'"),
     ],
 )
-def test_wrong_words_get_one_line(words: list[str], line: str, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_wrong_arguments_get_one_line(arguments: list[str], line: str, tmp_path: Path, monkeypatch, capsys) -> None:
     for name in ("run/run.json", "full/file"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).touch()
     (tmp_path / "astray").symlink_to(tmp_path / "nowhere" / "at" / "all")
     monkeypatch.chdir(tmp_path)
-    assert command(["export", *words]) == 2
+    assert command(["export", *arguments]) == 2
     assert capsys.readouterr().err == f"distrain: {line}\n"

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from distrain.tests.fakes.one_process import reference, some_text
-from distrain.trainer.prove.covering import covering
+from distrain.tests.fakes.one_process import reference_curve, sample_text
+from distrain.trainer.prove.covering import covering_rows
 
 if TYPE_CHECKING:
-    from distrain.tests.conftest import Ranks
+    from distrain.tests.fakes.rank_pool import RankPool
 
 Words = tuple[str, ...]
 
@@ -40,7 +40,7 @@ OPTIMIZERS: tuple[Words, ...] = (
     ("optim=sgd",   "optim.lr=0.2",  "optim.warmup=3", "optim.momentum=0.9"),
 )
 CLIPS: tuple[Words, ...] = (("train.clip=0",), ("train.clip=0.5",))
-# What a layout may change, and the curve may not.
+# What a layout changes and the curve must not depend on.
 RANKS:       tuple[Words, ...] = (("cluster.gpus=1",), ("cluster.gpus=2",), ("cluster.gpus=4",))
 ZEROS:       tuple[Words, ...] = tuple((f"parallel.zero={stage}",) for stage in range(4))
 MICROS:      tuple[Words, ...] = (("train.microbatch=2",), ("train.microbatch=1",))  # 1 to 8 micro-batches
@@ -52,41 +52,41 @@ LAYOUT = (RANKS, ZEROS, MICROS, RECOMPUTES)
 Row = tuple[Words, ...]
 
 
-def flat(row: Row) -> Words:
+def joined(row: Row) -> Words:
     return tuple(word for words in row for word in words)
 
 
-def named(row: Row) -> str:
-    return " ".join(word.rpartition(".")[2] for word in flat(row) if not word.startswith(("model.layers", "optim.", "data.end")))
+def row_id(row: Row) -> str:
+    return " ".join(word.rpartition(".")[2] for word in joined(row) if not word.startswith(("model.layers", "optim.", "data.end")))
 
 
-ROWS = tuple(covering(product(*CURVE, *LAYOUT)))  # every choice of a factor meets every choice of every other
+ROWS = tuple(covering_rows(product(*CURVE, *LAYOUT)))  # every pair of choices of two factors occurs
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Words:
-    """The words for a small text of short documents, and for its cache."""
+    """The overrides for a small text of short documents and its cache."""
     folder = tmp_path_factory.mktemp("text")
-    (folder / "a.txt").write_text(some_text())
+    (folder / "a.txt").write_text(sample_text())
     return f"data.path={folder / 'a.txt'}", f"data.cache={folder / 'cache'}"
 
 
-def whole(words: Words, text: Words) -> Words:
-    """All the words of a run, but for its layout."""
+def curve_arguments(words: Words, text: Words) -> Words:
+    """The arguments of a run except its layout."""
     return (*BASE, *words, *(text if "data=text" in words else ()))
 
 
-@pytest.mark.parametrize("row", ROWS, ids=named)
-def test_a_layout_trains_what_one_process_without_deepspeed_does(ranks: Ranks, tmp_path: Path, text: Words, row: Row) -> None:
-    curve, layout = flat(row[: len(CURVE)]), flat(row[len(CURVE) :])
-    job = ranks.trained(tmp_path / "run", *whole(curve, text), *layout)
-    losses, norms = reference(whole(curve, text))
-    assert job.figures("loss") == pytest.approx(losses, abs=5e-6, rel=0)  # 1e-6, two roundings of a loss of 5.5, but for SGD's
+@pytest.mark.parametrize("row", ROWS, ids=row_id)
+def test_a_layout_trains_the_curve_of_one_process_without_deepspeed(ranks: RankPool, tmp_path: Path, text: Words, row: Row) -> None:
+    curve, layout = joined(row[: len(CURVE)]), joined(row[len(CURVE) :])
+    job = ranks.train(tmp_path / "run", *curve_arguments(curve, text), *layout)
+    losses, norms = reference_curve(curve_arguments(curve, text))
+    assert job.figures("loss") == pytest.approx(losses, abs=5e-6, rel=0)  # 1e-6, two roundings of a loss of 5.5, except with SGD
     assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=2e-5)
 
 
 # fmt: off
-HALVES = (
+HALF_LAYOUTS = (
     ("cluster.gpus=1", "parallel.zero=0", "train.microbatch=8", "model=tiny"),
     ("cluster.gpus=2", "parallel.zero=0", "train.microbatch=2", "model=tiny_llama"),
     ("cluster.gpus=2", "parallel.zero=1", "train.microbatch=1", "model=tiny_llama"),
@@ -98,21 +98,21 @@ HALVES = (
 
 
 @pytest.mark.parametrize("gradients", ["bf16", "fp32"])
-@pytest.mark.parametrize("layout", HALVES, ids=lambda words: " ".join(word.rpartition(".")[2] for word in words))
-def test_bf16_trains_what_float32_does_to_its_own_precision(ranks: Ranks, tmp_path: Path, layout: Words, gradients: str) -> None:
-    """Looser than float32 by what 8 bits of a weight are: 2e-4 of a loss and 0.13 % of a norm were seen."""
+@pytest.mark.parametrize("layout", HALF_LAYOUTS, ids=lambda words: " ".join(word.rpartition(".")[2] for word in words))
+def test_bf16_trains_the_curve_of_float32_within_its_precision(ranks: RankPool, tmp_path: Path, layout: Words, gradients: str) -> None:
+    """Looser than float32 because a weight has 8 bits: 2e-4 of a loss and 0.13 % of a norm were seen."""
     curve = (*BASE, layout[-1], "model.layers=2")
-    job = ranks.trained(tmp_path / "run", *curve, *layout[:-1], "train.precision=bf16", f"train.gradients={gradients}")
-    losses, norms = reference(curve)
+    job = ranks.train(tmp_path / "run", *curve, *layout[:-1], "train.precision=bf16", f"train.gradients={gradients}")
+    losses, norms = reference_curve(curve)
     assert job.figures("loss") == pytest.approx(losses, abs=5e-4, rel=0)
     assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=3e-3)
 
 
-def test_validation_is_the_same_in_every_layout(ranks: Ranks, tmp_path: Path) -> None:
+def test_validation_is_the_same_in_every_layout(ranks: RankPool, tmp_path: Path) -> None:
     words = (*BASE, "model=tiny", "model.layers=2", "model.dropout=0.1", "train.evaluate={every: 4, batches: 3}")
     layouts = [(1, 0, 8), (2, 3, 2), (4, 1, 1)]
     one, *others = (
-        ranks.trained(tmp_path / f"dp{dp}", *words, f"cluster.gpus={dp}", f"parallel.zero={zero}", f"train.microbatch={micro}")
+        ranks.train(tmp_path / f"dp{dp}", *words, f"cluster.gpus={dp}", f"parallel.zero={zero}", f"train.microbatch={micro}")
         for dp, zero, micro in layouts
     )
     assert [row["step"] for row in one.rows if "validation_loss" in row] == [4, 8, 10]
@@ -121,15 +121,15 @@ def test_validation_is_the_same_in_every_layout(ranks: Ranks, tmp_path: Path) ->
         assert other.figures("loss") == pytest.approx(one.figures("loss"), abs=2e-6, rel=0)
 
 
-def test_what_is_trained_with_offload_is_what_is_trained_without(ranks: Ranks, tmp_path: Path) -> None:
+def test_offload_changes_no_curve(ranks: RankPool, tmp_path: Path) -> None:
     words = (*BASE, "model=tiny_llama", "model.layers=2", "cluster.gpus=2", "train.microbatch=2")
-    losses, norms = reference(words[:-2])
+    losses, norms = reference_curve(words[:-2])
     for name, *offload in (
         ("optimizer1", "parallel.zero=1", "parallel.offload.optimizer=true"),
         ("optimizer2", "parallel.zero=2", "parallel.offload.optimizer=true"),
         ("optimizer3", "parallel.zero=3", "parallel.offload.optimizer=true"),
         ("both3",      "parallel.zero=3", "parallel.offload={optimizer: true, parameters: true}"),
     ):  # fmt: skip
-        job = ranks.trained(tmp_path / name, *words, *offload)
+        job = ranks.train(tmp_path / name, *words, *offload)
         assert job.figures("loss") == pytest.approx(losses, abs=2e-6, rel=0), offload
         assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=2e-5), offload

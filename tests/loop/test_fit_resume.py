@@ -1,4 +1,4 @@
-"""A run that is stopped, killed or damaged goes on as if nothing had been."""
+"""A run that is stopped, killed or damaged resumes with the losses of an uninterrupted_losses one."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 from distrain.tests.fakes.unrepeated_words import unrepeated
-from distrain.trainer.system.end_child import end_child
+from distrain.trainer.system.child_process import end_child
 
 if TYPE_CHECKING:
-    from distrain.tests.conftest import Job, Ranks
+    from distrain.tests.fakes.rank_pool import PoolJob, RankPool
 
 STEPS = 24
 STOPPED = 75
-WORDS = (
+OVERRIDES = (
     "quickstart", "model=tiny", "model.layers=2", "model.dropout=0.1", "data=synthetic", "train.batch=8", "train.seq=16",
     "train.evaluate.every=0", "log.every=1", "optim.warmup=3", f"train.steps={STEPS}",
 )  # fmt: skip
@@ -34,87 +34,89 @@ def layout(dp: int, zero: int) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory):
-    """The losses of a run that nothing stops, by its words."""
-    folder = tmp_path_factory.mktemp("uninterrupted")
+def uninterrupted_losses(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory):
+    """The losses of a run that is not interrupted, by its overrides."""
+    folder = tmp_path_factory.mktemp("uninterrupted_losses")
 
     @cache
-    def losses(*words: str) -> list[float]:
-        return ranks.trained(folder / f"run{losses.cache_info().misses}", *WORDS, *words).figures("loss")
+    def losses(*overrides: str) -> list[float]:
+        return ranks.train(folder / f"run{losses.cache_info().misses}", *OVERRIDES, *overrides).figures("loss")
 
     return losses
 
 
-def stop(ranks: Ranks, folder: Path, seed: random.Random, ranks_of: int, *words: str, first: int = 1) -> Job:
-    """Run until a random rank is told to stop at a random step from `first` on."""
-    told = (seed.randrange(first, STEPS - 4), seed.randrange(ranks_of), signal.SIGTERM)
-    job = ranks.fit(folder, *WORDS, *words, signals=[told])
-    assert set(job.codes) == {STOPPED}, (told, job)
+def stop_at_random_step(ranks: RankPool, folder: Path, seed: random.Random, world: int, *overrides: str, first: int = 1) -> PoolJob:
+    """Run until a random rank receives SIGTERM at a random step from `first` on."""
+    signal_at = (seed.randrange(first, STEPS - 4), seed.randrange(world), signal.SIGTERM)
+    job = ranks.fit(folder, *OVERRIDES, *overrides, signals=[signal_at])
+    assert set(job.codes) == {STOPPED}, (signal_at, job)
     return job
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("dp", "zero"), LAYOUTS)
-def test_a_stopped_run_goes_on_bit_for_bit(ranks: Ranks, tmp_path: Path, uninterrupted, dp: int, zero: int, precision: str) -> None:
-    words = (*layout(dp, zero), f"train.precision={precision}")
+def test_a_stopped_run_resumes_bit_for_bit(
+    ranks: RankPool, tmp_path: Path, uninterrupted_losses, dp: int, zero: int, precision: str
+) -> None:
+    overrides = (*layout(dp, zero), f"train.precision={precision}")
     seed = random.Random(f"{dp} {zero} {precision}")
-    stopped = stop(ranks, tmp_path / "run", seed, dp, *words)
+    stopped = stop_at_random_step(ranks, tmp_path / "run", seed, dp, *overrides)
     reached = stopped.rows[-1]["step"]
     assert 1 < reached < STEPS
-    job = ranks.trained(tmp_path / "run", *WORDS, *words)
-    assert f"goes on from step {reached}" in job.said
+    job = ranks.train(tmp_path / "run", *OVERRIDES, *overrides)
+    assert f"resumes from step {reached}" in job.lines
     assert [row["step"] for row in job.rows] == list(range(1, STEPS + 1)), "no step is run twice"
-    assert job.figures("loss") == uninterrupted(*words)
+    assert job.figures("loss") == uninterrupted_losses(*overrides)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("chain", range(3))
-def test_a_run_that_changes_its_layout_goes_on_as_it_would_have(
-    ranks: Ranks, tmp_path: Path, uninterrupted, chain: int, precision: str
+def test_a_run_that_changes_its_layout_continues_with_the_same_losses(
+    ranks: RankPool, tmp_path: Path, uninterrupted_losses, chain: int, precision: str
 ) -> None:
     seed = random.Random(chain)
     *before, (dp, zero) = seed.sample(LAYOUTS, 4)
     first = 1
     for each in before:
-        job = stop(ranks, tmp_path / "run", seed, each[0], *layout(*each), f"train.precision={precision}", first=first)
+        job = stop_at_random_step(ranks, tmp_path / "run", seed, each[0], *layout(*each), f"train.precision={precision}", first=first)
         first = job.rows[-1]["step"] + 1
         if first >= STEPS - 5:
             break
-    losses = ranks.trained(tmp_path / "run", *WORDS, *layout(dp, zero), f"train.precision={precision}").figures("loss")
+    losses = ranks.train(tmp_path / "run", *OVERRIDES, *layout(dp, zero), f"train.precision={precision}").figures("loss")
     apart = 2e-6 if precision == "fp32" else 1e-3  # 5e-7, one rounding, and 3e-4 were seen
-    assert losses == pytest.approx(uninterrupted(*layout(1, 0), f"train.precision={precision}"), abs=apart, rel=0)
+    assert losses == pytest.approx(uninterrupted_losses(*layout(1, 0), f"train.precision={precision}"), abs=apart, rel=0)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_killed_run_goes_on_from_what_it_saved(ranks: Ranks, tmp_path: Path, uninterrupted, seed: int) -> None:
+def test_a_killed_run_resumes_from_its_last_checkpoint(ranks: RankPool, tmp_path: Path, uninterrupted_losses, seed: int) -> None:
     dp, zero = random.Random(seed).choice(LAYOUTS)
-    words = (*layout(dp, zero), "checkpoint.every=4")
+    overrides = (*layout(dp, zero), "checkpoint.every=4")
     step = random.Random(seed).randrange(6, STEPS - 2)
-    killed = ranks.fit(tmp_path / "run", *WORDS, *words, signals=[(step, rank, signal.SIGKILL) for rank in range(dp)])
+    killed = ranks.fit(tmp_path / "run", *OVERRIDES, *overrides, signals=[(step, rank, signal.SIGKILL) for rank in range(dp)])
     assert set(killed.codes) == {-signal.SIGKILL}
-    job = ranks.trained(tmp_path / "run", *WORDS, *words)
-    saved = next(int(line.rpartition(" ")[2]) for line in job.said if line.startswith("goes on from step "))
+    job = ranks.train(tmp_path / "run", *OVERRIDES, *overrides)
+    saved = next(int(line.rpartition(" ")[2]) for line in job.lines if line.startswith("resumes from step "))
     assert saved % 4 == 0
     assert saved > step - 4
-    assert job.figures("loss") == uninterrupted(*layout(dp, zero))
+    assert job.figures("loss") == uninterrupted_losses(*layout(dp, zero))
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_said(ranks: Ranks, tmp_path: Path, uninterrupted) -> None:
-    words = (*layout(2, 2), "checkpoint.every=6", "checkpoint.keep=3")
-    whole = ranks.trained(tmp_path / "run", *WORDS, *words).figures("loss")
+def test_a_damaged_checkpoint_is_passed_over_with_a_message(ranks: RankPool, tmp_path: Path, uninterrupted_losses) -> None:
+    overrides = (*layout(2, 2), "checkpoint.every=6", "checkpoint.keep=3")
+    whole = ranks.train(tmp_path / "run", *OVERRIDES, *overrides).figures("loss")
     newest = max((tmp_path / "run" / "checkpoints" / f"step_{STEPS}").glob("*.safetensors"))
     held = bytearray(newest.read_bytes())
     held[-1] ^= 1
     newest.write_bytes(held)
-    job = ranks.trained(tmp_path / "run", *WORDS, *words)
-    assert f"passed over step_{STEPS}: {newest.name} is not as it was written (its hash differs)" in job.said
-    assert f"goes on from step {STEPS - 6}" in job.said
+    job = ranks.train(tmp_path / "run", *OVERRIDES, *overrides)
+    assert f"passed over step_{STEPS}: {newest.name} is not as it was written (its hash differs)" in job.lines
+    assert f"resumes from step {STEPS - 6}" in job.lines
     assert [row["step"] for row in job.rows] == [*range(1, STEPS + 1), *range(STEPS - 5, STEPS + 1)]
-    assert job.figures("loss") == whole == uninterrupted(*layout(2, 2))
+    assert job.figures("loss") == whole == uninterrupted_losses(*layout(2, 2))
 
 
-def test_resume_must_wants_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
-    job = ranks.fit(tmp_path / "run", *WORDS, *layout(2, 1), "checkpoint.resume=must")
+def test_resume_must_requires_a_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
+    job = ranks.fit(tmp_path / "run", *OVERRIDES, *layout(2, 1), "checkpoint.resume=must")
     assert job.codes[0] == 1
     (problem,) = job.problems
     assert problem == (
@@ -123,9 +125,9 @@ def test_resume_must_wants_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
     )
 
 
-def test_resume_never_wants_none(ranks: Ranks, tmp_path: Path) -> None:
-    short = (*WORDS, "train.steps=4", *layout(2, 1))
-    ranks.trained(tmp_path / "run", *short, "checkpoint.resume=never")
+def test_resume_never_refuses_an_existing_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
+    short = (*OVERRIDES, "train.steps=4", *layout(2, 1))
+    ranks.train(tmp_path / "run", *short, "checkpoint.resume=never")
     job = ranks.fit(tmp_path / "run", *short, "checkpoint.resume=never")
     assert job.codes[0] == 1
     (problem,) = job.problems
@@ -135,9 +137,9 @@ def test_resume_never_wants_none(ranks: Ranks, tmp_path: Path) -> None:
     )
 
 
-def test_a_checkpoint_of_another_model_is_refused(ranks: Ranks, tmp_path: Path) -> None:
-    short = (*WORDS, "train.steps=4", *layout(2, 3))
-    ranks.trained(tmp_path / "run", *short)
+def test_a_checkpoint_of_another_model_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    short = (*OVERRIDES, "train.steps=4", *layout(2, 3))
+    ranks.train(tmp_path / "run", *short)
     job = ranks.fit(tmp_path / "run", *short, "model.ffn=128")
     assert job.codes[0] == 1
     (problem,) = job.problems
@@ -146,41 +148,41 @@ def test_a_checkpoint_of_another_model_is_refused(ranks: Ranks, tmp_path: Path) 
     )
 
 
-BEYOND = "the newest checkpoint is of step 4, and the run ends at step 3: nothing to train; train.steps=8 goes on"
+BEYOND = "the newest checkpoint is of step 4, and the run ends at step 3: nothing to train; set train.steps=8 to train longer"
 # fmt: off
-DONE = (  # the length that is asked for when step 4 is saved, and what is said of it
-    ("train.steps=4",    "step 4 of 4 is done: nothing to train; train.steps=8 goes on"),
+DONE = (  # the requested length once step 4 is saved, and the message
+    ("train.steps=4",    "step 4 of 4 is done: nothing to train; set train.steps=8 to train longer"),
     ("train.steps=3",    BEYOND),
-    ("train.tokens=512", "step 4 of 4 is done: nothing to train; train.tokens=1024 goes on"),
+    ("train.tokens=512", "step 4 of 4 is done: nothing to train; set train.tokens=1024 to train longer"),
 )
 # fmt: on
 
 
 @pytest.mark.parametrize(("length", "said"), DONE)
-def test_a_run_that_is_done_has_nothing_to_do_and_says_what_would_go_on(ranks: Ranks, tmp_path: Path, length: str, said: str) -> None:
-    short = (*WORDS, "train.steps=4", "optim.warmup=0", *layout(2, 1))
-    rows = ranks.trained(tmp_path / "run", *short).rows
-    words = [*short, *(["train.steps=null"] if "tokens" in length else []), length]
-    job = ranks.trained(tmp_path / "run", *words)
+def test_a_finished_run_names_the_override_that_trains_longer(ranks: RankPool, tmp_path: Path, length: str, said: str) -> None:
+    short = (*OVERRIDES, "train.steps=4", "optim.warmup=0", *layout(2, 1))
+    rows = ranks.train(tmp_path / "run", *short).rows
+    overrides = [*short, *(["train.steps=null"] if "tokens" in length else []), length]
+    job = ranks.train(tmp_path / "run", *overrides)
     assert job.rows == rows
-    assert job.said[-1] == said
-    further = said.partition("; ")[2].removesuffix(" goes on")
-    assert ranks.trained(tmp_path / "run", *words[:-1], further).rows[-1]["step"] == 8
+    assert job.lines[-1] == said
+    further = said.partition("; set ")[2].removesuffix(" to train longer")
+    assert ranks.train(tmp_path / "run", *overrides[:-1], further).rows[-1]["step"] == 8
 
 
-# The rest through `distrain fit` itself, in a process of its own.
-LONG = (*WORDS[1:], "train.steps=120", *layout(2, 1))
+# Through `distrain fit` itself, in another process
+LONG = (*OVERRIDES[1:], "train.steps=120", *layout(2, 1))
 
 
 @pytest.fixture
-def started(tmp_path: Path):
-    """`distrain fit` of the long run, in its first steps."""
+def start_fit(tmp_path: Path):
+    """Start `distrain fit` of the long run."""
     left = []
 
     def start() -> subprocess.Popen[str]:
-        words = unrepeated("conf=quickstart", *LONG, f"log.dir={tmp_path}", "name=run")
+        arguments = unrepeated("conf=quickstart", *LONG, f"log.dir={tmp_path}", "name=run")
         process = subprocess.Popen(
-            [sys.executable, "-m", "distrain", "fit", *words],
+            [sys.executable, "-m", "distrain", "fit", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -195,7 +197,7 @@ def started(tmp_path: Path):
 
 
 def until_a_step(process: subprocess.Popen[str]) -> None:
-    """Read what the run says up to its first steps."""
+    """Read the run's output up to its first step."""
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("step "):
@@ -204,7 +206,7 @@ def until_a_step(process: subprocess.Popen[str]) -> None:
 
 
 def processes(folder: Path) -> dict[int, str]:
-    """The processes whose command names the folder: RANK of a rank, "" of another."""
+    """The processes whose command line names the folder: RANK of a rank, "" of any other."""
     found = {}
     for each in Path("/proc").glob("[0-9]*"):
         try:
@@ -220,25 +222,25 @@ def processes(folder: Path) -> dict[int, str]:
     return found
 
 
-def test_sigterm_to_the_command_saves_and_the_next_start_goes_on(started, ranks: Ranks, tmp_path: Path) -> None:
-    process = started()
+def test_sigterm_to_fit_saves_and_the_next_attempt_resumes(start_fit, ranks: RankPool, tmp_path: Path) -> None:
+    process = start_fit()
     until_a_step(process)
     process.send_signal(signal.SIGTERM)
     said, wrong = process.communicate(timeout=60)
     assert (process.returncode, wrong) == (STOPPED, "distrain: stopped; a checkpoint is saved\n")
     assert "SIGTERM: finishing the step and saving" in said
     assert not processes(tmp_path)
-    again = started()
+    again = start_fit()
     said, wrong = again.communicate(timeout=60)
     assert (again.returncode, wrong) == (0, "")
-    assert "goes on from step " in said
-    job = ranks.trained(tmp_path / "whole", "quickstart", *LONG)
+    assert "resumes from step " in said
+    job = ranks.train(tmp_path / "whole", "quickstart", *LONG)
     assert replace(job, folder=tmp_path / "run").figures("loss") == job.figures("loss")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_ends_the_run_and_is_named(started, tmp_path: Path, rank: int) -> None:
-    process = started()
+def test_a_killed_rank_ends_the_run_and_is_named(start_fit, tmp_path: Path, rank: int) -> None:
+    process = start_fit()
     until_a_step(process)
     (pid,) = (pid for pid, place in processes(tmp_path).items() if place == str(rank))
     os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Where rows go: metrics.jsonl loses none to a full disk or a killed writer, and no sink ends a run."""
+"""Sinks: metrics.jsonl loses no row to a full disk or a killed writer, and no sink ends a run."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from typing import Any
 import pytest
 
 from distrain.cli.config.load import load
-from distrain.tests.conftest import Ranks
-from distrain.tests.fakes.rank_threads import files_of_at_most
+from distrain.tests.fakes.rank_pool import RankPool
+from distrain.tests.fakes.rank_threads import file_size_limit
 from distrain.tests.fakes.wandb_file import history, records
 from distrain.trainer.loop import sinks
-from distrain.trainer.loop.sinks import LONGEST, WANDB, Lines, Opening, Row, Sinks, Wandb, flat
-from distrain.trainer.plan.changed_run import changed
+from distrain.trainer.loop.metrics import Row
+from distrain.trainer.loop.sinks import MAX_ROW_BYTES, WANDB, JsonLines, SinkContext, Sinks, Wandb, flat_items
+from distrain.trainer.plan.changed_run import with_changes
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.run import Run
 
 
 @pytest.fixture(scope="module")
 def run() -> Run:
-    return load("quickstart")
+    return load("quickstart", ["log.sinks=[jsonl]"])
 
 
 @pytest.fixture(scope="module")
-def opening(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Opening:
-    """What the sinks of a run that begins anew are opened with."""
-    return Opening(run=run, plan=make_plan(run), folder=tmp_path_factory.mktemp("run"), first=0, say=print)
+def context(run: Run, tmp_path_factory: pytest.TempPathFactory) -> SinkContext:
+    """The context of the sinks of a new run."""
+    return SinkContext(run=run, plan=make_plan(run), folder=tmp_path_factory.mktemp("run"), first=0, last=10, say=print)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -52,11 +53,11 @@ SIZE = len(json.dumps(row(1))) + 1  # bytes of a row
 
 
 @pytest.mark.parametrize("room", [0, 1, SIZE - 1])
-def test_rows_that_find_no_room_wait_for_it_in_order(opening: Opening, tmp_path: Path, room: int) -> None:
+def test_rows_wait_in_order_while_the_disk_is_full(context: SinkContext, tmp_path: Path, room: int) -> None:
     said: list[str] = []
-    made = Sinks(replace(opening, folder=tmp_path, say=said.append))
+    made = Sinks(replace(context, folder=tmp_path, say=said.append))
     made.write(row(1))
-    with files_of_at_most(SIZE + room):
+    with file_size_limit(SIZE + room):
         for step in (2, 3):
             made.write(row(step))
         assert steps(tmp_path) == [1], "nor is a part of one left"
@@ -67,10 +68,10 @@ def test_rows_that_find_no_room_wait_for_it_in_order(opening: Opening, tmp_path:
     assert line.endswith("; its rows wait for room")
 
 
-def test_rows_that_still_wait_are_tried_again_at_the_end(opening: Opening, tmp_path: Path) -> None:
+def test_waiting_rows_are_written_at_the_end(context: SinkContext, tmp_path: Path) -> None:
     said: list[str] = []
-    made = Sinks(replace(opening, folder=tmp_path, say=said.append))
-    with files_of_at_most(SIZE):
+    made = Sinks(replace(context, folder=tmp_path, say=said.append))
+    with file_size_limit(SIZE):
         for step in (1, 2, 3):
             made.write(row(step))
     made.close({})
@@ -78,10 +79,10 @@ def test_rows_that_still_wait_are_tried_again_at_the_end(opening: Opening, tmp_p
     assert len(said) == 1
 
 
-def test_rows_that_are_lost_are_said(opening: Opening, tmp_path: Path) -> None:
+def test_lost_rows_are_reported(context: SinkContext, tmp_path: Path) -> None:
     said: list[str] = []
-    made = Sinks(replace(opening, folder=tmp_path, say=said.append))
-    with files_of_at_most(SIZE):
+    made = Sinks(replace(context, folder=tmp_path, say=said.append))
+    with file_size_limit(SIZE):
         for step in (1, 2):
             made.write(row(step))
         made.close({})
@@ -89,20 +90,20 @@ def test_rows_that_are_lost_are_said(opening: Opening, tmp_path: Path) -> None:
     assert [line.partition("; ")[2] for line in said] == ["its rows wait for room", "its last rows are lost"]
 
 
-def test_a_disk_that_fills_up_twice_is_said_twice(opening: Opening, tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_twice_gives_two_warnings(context: SinkContext, tmp_path: Path) -> None:
     said: list[str] = []
-    made = Sinks(replace(opening, folder=tmp_path, say=said.append))
+    made = Sinks(replace(context, folder=tmp_path, say=said.append))
     for step in (1, 3):
-        with files_of_at_most(step * SIZE - 1):
+        with file_size_limit(step * SIZE - 1):
             made.write(row(step))
         made.write(row(step + 1))
     assert steps(tmp_path) == [1, 2, 3, 4]
     assert len(said) == 2
 
 
-def test_a_file_that_can_not_be_made_is_made_later(opening: Opening, tmp_path: Path) -> None:
+def test_a_file_that_can_not_be_created_is_created_later(context: SinkContext, tmp_path: Path) -> None:
     said: list[str] = []
-    made = Sinks(replace(opening, folder=tmp_path / "gone", say=said.append))
+    made = Sinks(replace(context, folder=tmp_path / "gone", say=said.append))
     made.write(row(1))
     (tmp_path / "gone").mkdir()
     made.write(row(2))
@@ -110,11 +111,11 @@ def test_a_file_that_can_not_be_made_is_made_later(opening: Opening, tmp_path: P
     assert len(said) == 1
 
 
-@pytest.mark.parametrize("torn", ['{"step": 3, "lo', "x", "x" * (LONGEST - 2 * SIZE - 1)])
-def test_the_half_line_of_a_killed_writer_is_taken_off(opening: Opening, tmp_path: Path, torn: str) -> None:
+@pytest.mark.parametrize("torn", ['{"step": 3, "lo', "x", "x" * (MAX_ROW_BYTES - 2 * SIZE - 1)])
+def test_the_incomplete_line_of_a_killed_writer_is_removed(context: SinkContext, tmp_path: Path, torn: str) -> None:
     whole = "".join(json.dumps(row(step)) + "\n" for step in (1, 2))
     (tmp_path / "metrics.jsonl").write_text(whole + torn)
-    made = Lines(replace(opening, folder=tmp_path))
+    made = JsonLines(replace(context, folder=tmp_path))
     assert (tmp_path / "metrics.jsonl").read_text() == whole
     made.write(row(3))
     made.close({})
@@ -122,26 +123,26 @@ def test_the_half_line_of_a_killed_writer_is_taken_off(opening: Opening, tmp_pat
 
 
 @pytest.mark.parametrize("there", ["", '{"step": 1'])
-def test_a_file_of_no_line_is_empty_afterwards(opening: Opening, tmp_path: Path, there: str) -> None:
+def test_a_file_without_a_complete_line_is_emptied(context: SinkContext, tmp_path: Path, there: str) -> None:
     (tmp_path / "metrics.jsonl").write_text(there)
-    Lines(replace(opening, folder=tmp_path)).close({})
+    JsonLines(replace(context, folder=tmp_path)).close({})
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
-def test_what_is_no_number_is_null(opening: Opening, tmp_path: Path) -> None:
-    made = Lines(replace(opening, folder=tmp_path))
+def test_nan_and_infinity_become_null(context: SinkContext, tmp_path: Path) -> None:
+    made = JsonLines(replace(context, folder=tmp_path))
     made.write({"step": 1, "loss": float("nan"), "norm": float("inf"), "lr": 1e-3, "samples": (0, 7), "skipped": True})
     made.close({})
     assert rows(tmp_path) == [{"step": 1, "loss": None, "norm": None, "lr": 1e-3, "samples": [0, 7], "skipped": True}]
 
 
 class Breaks:
-    """A sink of somebody else's."""
+    """A sink that raises."""
 
     calls = 0
 
-    def __init__(self, opening: Opening) -> None:
-        if opening.run.name == "at once":
+    def __init__(self, context: SinkContext) -> None:
+        if context.run.name == "at once":
             raise RuntimeError("no server\nand more")
 
     def write(self, row: Row) -> None:
@@ -153,13 +154,13 @@ class Breaks:
 
 
 @pytest.mark.parametrize(("name", "why"), [("at once", "no server"), ("later", "RuntimeError")])
-def test_a_sink_that_raises_is_said_once_and_left(
-    opening: Opening, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, why: str
+def test_a_sink_that_raises_is_reported_once_and_dropped(
+    context: SinkContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, why: str
 ) -> None:
     monkeypatch.setitem(sinks.SINKS, "tensorboard", Breaks)
     said: list[str] = []
     named = load("quickstart", [f"name={name}", "log.sinks=[jsonl,tensorboard]"])
-    made = Sinks(replace(opening, run=named, folder=tmp_path, say=said.append))
+    made = Sinks(replace(context, run=named, folder=tmp_path, say=said.append))
     for step in (1, 2):
         made.write(row(step))
     made.close({})
@@ -169,22 +170,22 @@ def test_a_sink_that_raises_is_said_once_and_left(
 
 # wandb and TensorBoard: what they write is read back with their own readers
 
-FIRST, AGAIN = range(1, 7), range(4, 10)  # steps of a start, and of the next, which goes on from step 3
+FIRST, AGAIN = range(1, 7), range(4, 10)  # steps of a start, and of the next, which resumes from step 3
 OWN = ("WANDB_MODE", "WANDB_SILENT", "WANDB_API_KEY", "WANDB_PROJECT", "WANDB_RUN_ID", "WANDB_NAME", "WANDB_ENTITY", "WANDB_DIR")
 
 
 @pytest.fixture
-def wandb_starts(opening: Opening, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[str]]]:
-    """Logs steps to wandb as one start of the run; what it said."""
+def wandb_starts(context: SinkContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[str]]]:
+    """Log steps to wandb as one attempt of the run; return the messages."""
     import wandb
 
     for name in OWN:
         monkeypatch.setenv(name, "x")  # so that what the sink sets goes with the test
         monkeypatch.delenv(name)
 
-    def start(steps: Sequence[int], run: Run = opening.run) -> list[str]:
+    def start(steps: Sequence[int], run: Run = context.run) -> list[str]:
         said: list[str] = []
-        sink = Wandb(replace(opening, run=run, folder=tmp_path, first=steps[0] - 1, say=said.append))
+        sink = Wandb(replace(context, run=run, folder=tmp_path, first=steps[0] - 1, say=said.append))
         for step in steps:
             sink.write({"step": step, "loss": step + 0.5, "grad_norm": None})
         sink.close({"planned_seconds": 2.0})
@@ -195,8 +196,8 @@ def wandb_starts(opening: Opening, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     wandb.teardown()
 
 
-def test_the_starts_of_a_folder_are_one_run_at_wandb_and_no_row_is_lost(
-    wandb_starts: Callable[..., list[str]], tmp_path: Path, opening: Opening
+def test_all_attempts_of_a_folder_are_one_wandb_run_and_no_row_is_lost(
+    wandb_starts: Callable[..., list[str]], tmp_path: Path, context: SinkContext
 ) -> None:
     for steps in (FIRST, AGAIN):
         (said,) = wandb_starts(steps)
@@ -212,34 +213,34 @@ def test_the_starts_of_a_folder_are_one_run_at_wandb_and_no_row_is_lost(
     assert said == f"wandb run distrain/{runs[0].run_id}: offline; `wandb sync {tmp_path}/wandb/offline-run-*-{runs[0].run_id}` uploads it"
 
 
-def test_wandb_is_told_the_whole_run_and_its_plan_anew_at_each_start(
-    wandb_starts: Callable[..., list[str]], tmp_path: Path, opening: Opening
+def test_each_attempt_sends_wandb_the_whole_config_and_plan(
+    wandb_starts: Callable[..., list[str]], tmp_path: Path, context: SinkContext
 ) -> None:
     wandb_starts(FIRST)
-    wandb_starts(AGAIN, changed(opening.run, [("optim.lr", 7e-4)]))
+    wandb_starts(AGAIN, with_changes(context.run, [("optim.lr", 7e-4)]))
     configs = []
     for file in sorted(tmp_path.glob("wandb/offline-run-*/*.wandb")):
         (told,) = (record.run.config for record in records(file) if record.HasField("run"))
         configs.append({each.key: json.loads(each.value_json) for each in told.update if each.key != "_wandb"})
-    assert configs[0] == json.loads(json.dumps(opening.config()))
+    assert configs[0] == json.loads(json.dumps(context.config()))
     assert [each["optim"]["lr"] for each in configs] == [1e-3, 7e-4]
 
 
 def keys_of(part: Any, at: str = "") -> Iterator[str]:
-    """The dotted keys of a data class that hold no other."""
+    """The dotted keys of a data class that hold no other data class."""
     for row in fields(part):
         value = getattr(part, row.name)
         yield from keys_of(value, f"{at}{row.name}.") if is_dataclass(value) else (f"{at}{row.name}",)
 
 
-def test_no_key_of_a_run_is_missing_in_its_config(opening: Opening) -> None:
-    run = changed(opening.run, [("model.parameters", {"a.weight": (3, 4)}), ("cluster.device.peak", {"fp32": 1e9})])
-    told = dict(flat(replace(opening, run=run).config()))
+def test_the_config_holds_every_key_of_a_run(context: SinkContext) -> None:
+    run = with_changes(context.run, [("model.parameters", {"a.weight": (3, 4)}), ("cluster.device.peak", {"fp32": 1e9})])
+    told = dict(flat_items(replace(context, run=run).config()))
     assert {key for key in told if not key.startswith("plan.")} == {*keys_of(run), "cluster.device.peak.fp32"} - {
         "model.parameters",
         "cluster.device.peak",
     }
-    assert told["plan.memory.peak"] == opening.plan.memory.peak  # type: ignore[union-attr]
+    assert told["plan.memory.peak"] == context.plan.memory.peak  # type: ignore[union-attr]
     assert told["plan.mesh.dp"] == 2
 
 
@@ -255,7 +256,7 @@ NAMED: tuple[Named, ...] = (  # variables, and then the project, id, name, entit
 
 
 @pytest.mark.parametrize(("variables", "named"), NAMED)
-def test_what_the_environment_says_to_wandb_goes_before(
+def test_wandb_variables_of_the_environment_take_precedence(
     wandb_starts: Callable[..., list[str]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -281,16 +282,14 @@ def test_what_the_environment_says_to_wandb_goes_before(
     assert found[0].display_name == name
 
 
-def test_a_damaged_note_of_the_wandb_run_is_said(wandb_starts: Callable[..., list[str]], tmp_path: Path) -> None:
+def test_a_damaged_wandb_json_is_reported(wandb_starts: Callable[..., list[str]], tmp_path: Path) -> None:
     (tmp_path / WANDB).write_text('{"id": 7')
     warning, _ = wandb_starts([1])
-    assert warning == f"warning: {tmp_path / WANDB} can't be read: this start is a run of its own at wandb"
+    assert warning == f"warning: {tmp_path / WANDB} can't be read: this attempt starts a new wandb run"
     assert json.loads((tmp_path / WANDB).read_text())["project"] == "distrain"
 
 
-def test_wandb_that_is_switched_off_leaves_nothing(
-    wandb_starts: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disabled_wandb_writes_no_files(wandb_starts: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert wandb_starts([1]) == []
     assert not list(tmp_path.iterdir())
@@ -304,10 +303,10 @@ def board(folder: Path) -> Any:
     return read
 
 
-def test_tensorboard_shows_a_step_s_last_pass_and_the_words_of_each_start(opening: Opening, tmp_path: Path) -> None:
+def test_tensorboard_shows_a_steps_last_value_and_the_config_of_each_attempt(context: SinkContext, tmp_path: Path) -> None:
     for first, steps in ((0, FIRST), (3, AGAIN)):
-        run = changed(opening.run, [("optim.lr", 7e-4 if first else 1e-3), ("log.sinks", ("tensorboard",))])
-        made = Sinks(replace(opening, run=run, folder=tmp_path, first=first))
+        run = with_changes(context.run, [("optim.lr", 7e-4 if first else 1e-3), ("log.sinks", ("tensorboard",))])
+        made = Sinks(replace(context, run=run, folder=tmp_path, first=first))
         for step in steps:
             made.write({"step": step, "loss": 10.0 * first + step, "grad_norm": None, "samples": (1, 2)})
         made.close({})
@@ -324,18 +323,18 @@ def test_tensorboard_shows_a_step_s_last_pass_and_the_words_of_each_start(openin
     assert table["plan.mesh.dp"].number_value == 2
 
 
-def test_a_killed_run_that_goes_on_is_one_curve_in_tensorboard_and_one_run_at_wandb(ranks: Ranks, tmp_path: Path) -> None:
-    words = (
+def test_a_killed_and_resumed_run_is_one_curve_in_tensorboard_and_one_wandb_run(ranks: RankPool, tmp_path: Path) -> None:
+    overrides = (
         "quickstart", "model=tiny", "model.layers=1", "data=synthetic", "cluster.gpus=1", "train.batch=4", "train.microbatch=4",
         "train.seq=16", "train.evaluate.every=0", "log.every=1", "optim.warmup=0", "train.steps=12", "checkpoint.every=4",
         "log.sinks=[jsonl,tensorboard,wandb]",
     )  # fmt: skip
     step = random.Random(5).randrange(6, 8)
-    killed = ranks.fit(tmp_path / "run", *words, signals=[(step, 0, signal.SIGKILL)])
+    killed = ranks.fit(tmp_path / "run", *overrides, signals=[(step, 0, signal.SIGKILL)])
     assert killed.codes == (-signal.SIGKILL,)
     noted = (tmp_path / "run" / WANDB).read_text()
-    job = ranks.trained(tmp_path / "run", *words)
-    assert "goes on from step 4" in job.said
+    job = ranks.train(tmp_path / "run", *overrides)
+    assert "resumes from step 4" in job.lines
     curve = [(each.step, each.value) for each in board(tmp_path / "run").Scalars("loss")]
     assert [step for step, _ in curve] == list(range(1, 13))
     assert [loss for _, loss in curve] == pytest.approx(job.figures("loss"), rel=1e-6)

@@ -12,10 +12,10 @@ torch = pytest.importorskip("torch")
 F = torch.nn.functional
 
 
+from distrain.trainer.layers.counter_rng import normal  # noqa: E402
 from distrain.trainer.layers.cross_entropy import IGNORED  # noqa: E402
-from distrain.trainer.layers.keyed_random import normal  # noqa: E402
-from distrain.trainer.models.build import build, load, weights  # noqa: E402
-from distrain.trainer.plan.changed_run import changed  # noqa: E402
+from distrain.trainer.models.build import build_model, load_weights, named_weights  # noqa: E402
+from distrain.trainer.plan.changed_run import with_changes  # noqa: E402
 from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -36,14 +36,16 @@ def run_of(name: str, **changes: Any) -> Run:
     cluster = Cluster(nodes=1, gpus=1, device=Device(name="cpu", memory=1e12, kind="cpu"))
     train = Train(batch=B, microbatch=B, seq=S, steps=1, precision="fp32")
     run = Run(name=name, model=MODELS[name], cluster=cluster, parallel=Parallel(), train=train)
-    return changed(run, [(key.replace("__", "."), value) for key, value in changes.items()])
+    return with_changes(run, [(key.replace("__", "."), value) for key, value in changes.items()])
 
 
 def module_of(run: Run, dtype: Any = torch.float64) -> Any:
     """A module with random weights far from their initial values, so that every part of it counts: norms and biases too."""
-    module = build(run, device=CPU, dtype=dtype, seed=5)
-    drawn = ((name, tensor.float() + 0.2 * normal(6, name, 0, tensor.numel()).view(tensor.shape)) for name, tensor in weights(module, run))
-    load(module, drawn)
+    module = build_model(run, device=CPU, dtype=dtype, seed=5)
+    drawn = (
+        (name, tensor.float() + 0.2 * normal(6, name, 0, tensor.numel()).view(tensor.shape)) for name, tensor in named_weights(module, run)
+    )
+    load_weights(module, drawn)
     return module
 
 

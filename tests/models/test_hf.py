@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from distrain.trainer.models.families import FAMILIES
-from distrain.trainer.models.hf import KINDS, read_hf
-from distrain.trainer.models.table import parameters
+from distrain.trainer.models.hf_format.config import CONFIG_KINDS, read_hf_config
+from distrain.trainer.models.ops.op_table import parameter_count
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.read import read
 from distrain.trainer.spec.run import Model, Train
@@ -149,23 +149,23 @@ def written(folder: Path, config: object) -> Path:
 
 def refusal(file: Path) -> str:
     with pytest.raises(Unreadable) as caught:
-        read_hf(file)
+        read_hf_config(file)
     return str(caught.value)
 
 
 @pytest.mark.parametrize(("config", "count"), PUBLIC.values(), ids=PUBLIC)
 def test_a_public_file_has_the_parameters_of_its_model(config: dict[str, Any], count: int, tmp_path: Path) -> None:
-    model = read(read_hf(written(tmp_path, config)), Model)
-    assert parameters(FAMILIES[model.family](model, Train(batch=1, seq=128)), model.layers) == count
+    model = read(read_hf_config(written(tmp_path, config)), Model)
+    assert parameter_count(FAMILIES[model.family].table(model, Train(batch=1, seq=128)), model.layers) == count
 
 
 def test_every_kind_is_read_from_a_public_file() -> None:
-    assert {config["model_type"] for config, _ in PUBLIC.values()} == set(KINDS)
+    assert {config["model_type"] for config, _ in PUBLIC.values()} == set(CONFIG_KINDS)
 
 
 def test_gpt2_is_read_key_by_key(tmp_path: Path) -> None:
     file = written(tmp_path, GPT2)
-    assert read_hf(file) == {
+    assert read_hf_config(file) == {
         "family": "gpt",
         "layers": 12,
         "hidden": 768,
@@ -185,7 +185,7 @@ def test_gpt2_is_read_key_by_key(tmp_path: Path) -> None:
 
 def test_qwen2_is_read_key_by_key(tmp_path: Path) -> None:
     file = written(tmp_path, QWEN25_7B)
-    assert read_hf(file) == {
+    assert read_hf_config(file) == {
         "family": "llama",
         "layers": 28,
         "hidden": 3584,
@@ -207,38 +207,38 @@ def test_qwen2_is_read_key_by_key(tmp_path: Path) -> None:
 
 
 def test_mixtral_names_its_experts(tmp_path: Path) -> None:
-    read_keys = read_hf(written(tmp_path, MIXTRAL_8X7B))
+    read_keys = read_hf_config(written(tmp_path, MIXTRAL_8X7B))
     assert [read_keys[key] for key in ("family", "experts", "top_k", "expert_ffn")] == ["moe", 8, 2, 14336]
 
 
 def test_the_rotary_base_is_read_where_transformers_5_writes_it(tmp_path: Path) -> None:
     rope = {"rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}}
     config = {key: value for key, value in LLAMA2_7B.items() if key != "rope_scaling"} | rope
-    assert read_hf(written(tmp_path, config))["rope_base"] == 500000.0
+    assert read_hf_config(written(tmp_path, config))["rope_base"] == 500000.0
 
 
 def test_a_folder_stands_for_the_config_in_it(tmp_path: Path) -> None:
     written(tmp_path, GPT2)
-    assert read_hf(tmp_path)["hidden"] == 768
+    assert read_hf_config(tmp_path)["hidden"] == 768
 
 
 def test_an_architecture_stands_for_a_missing_model_type(tmp_path: Path) -> None:
     config = {key: value for key, value in MIXTRAL_8X7B.items() if key != "model_type"}
-    assert read_hf(written(tmp_path, config))["family"] == "moe"
+    assert read_hf_config(written(tmp_path, config))["family"] == "moe"
 
 
 def test_head_dim_and_tied_embeddings_are_read(tmp_path: Path) -> None:
-    keys = read_hf(written(tmp_path, LLAMA31_8B | {"head_dim": 64, "tie_word_embeddings": True}))
+    keys = read_hf_config(written(tmp_path, LLAMA31_8B | {"head_dim": 64, "tie_word_embeddings": True}))
     assert (keys["head_dim"], keys["tied"]) == (64, True)
 
 
 def test_biases_of_attention_and_mlp_are_one(tmp_path: Path) -> None:
-    assert read_hf(written(tmp_path, LLAMA31_8B | {"attention_bias": True, "mlp_bias": True}))["bias"] is True
+    assert read_hf_config(written(tmp_path, LLAMA31_8B | {"attention_bias": True, "mlp_bias": True}))["bias"] is True
     assert "attention_bias=true, mlp_bias=false differ" in refusal(written(tmp_path, LLAMA31_8B | {"attention_bias": True}))
 
 
 def test_as_many_key_heads_as_heads_where_the_file_says_null(tmp_path: Path) -> None:
-    assert "kv_heads" not in read_hf(written(tmp_path, LLAMA2_7B | {"num_key_value_heads": None}))
+    assert "kv_heads" not in read_hf_config(written(tmp_path, LLAMA2_7B | {"num_key_value_heads": None}))
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_as_many_key_heads_as_heads_where_the_file_says_null(tmp_path: Path) -> 
     ids=["as wide", "wider", "full layers", "off"],
 )
 def test_a_sliding_window_that_hides_nothing_is_read(words: dict[str, Any], tmp_path: Path) -> None:
-    assert read_hf(written(tmp_path, MISTRAL_7B | words))["family"] == "llama"
+    assert read_hf_config(written(tmp_path, MISTRAL_7B | words))["family"] == "llama"
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_a_sliding_window_that_hides_nothing_is_read(words: dict[str, Any], tmp_
         (LLAMA31_8B | {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_type="),
         (QWEN25_7B | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type=yarn"),
         (LLAMA31_8B | {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-        (LLAMA31_8B | {"hidden_act": "gelu"}, "hidden_act=gelu is nothing that family llama has: it has silu"),
+        (LLAMA31_8B | {"hidden_act": "gelu"}, "family llama does not have hidden_act=gelu: it has silu"),
         (LLAMA31_8B | {"attention_dropout": 0.1}, "attention_dropout=0.1"),
         (GPT2 | {"attn_pdrop": 0.0}, "resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.0 differ"),
         (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=true"),
@@ -288,22 +288,22 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     assert [line.split(": ")[1] for line in lines] == [
         "hidden_size is missing",
         "vocab_size is missing",
-        "hidden_act=relu is nothing that family llama has",
+        "family llama does not have hidden_act=relu",
     ]
 
 
 @pytest.mark.parametrize("name", ["gemma2", "qwen3", "deepseek_v3", 7])
 def test_an_unknown_model_type_is_told_the_known_ones(name: object, tmp_path: Path) -> None:
     says = refusal(written(tmp_path, {"model_type": name}))
-    assert f"model_type={name} is none that is read: known: gpt2, llama, mistral, mixtral, qwen2" in says
-    assert "every other that transformers has is family hf" in says
+    assert f"model_type={name} has no family here: known: gpt2, llama, mistral, mixtral, qwen2" in says
+    assert "any other model type of transformers is family hf" in says
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("{", "line 1, column 2"),
-        ("[]", "holds no mapping of keys"),
+        ("[]", "does not hold a mapping of keys"),
         ("{}", "model_type is missing"),
         ("[" * 100_000, "is not a config.json"),
     ],

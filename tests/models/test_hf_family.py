@@ -14,12 +14,12 @@ import pytest
 
 from distrain.cli.config import hf_model
 from distrain.cli.config.load import compose, load
-from distrain.trainer.models.auto.meta import found
+from distrain.trainer.models.hf.inspect_config import inspect_config
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.problem import Unreadable
 
 if TYPE_CHECKING:
-    from distrain.tests.conftest import Ranks
+    from distrain.tests.fakes.rank_pool import RankPool
 
 transformers: Any = pytest.importorskip("transformers", reason="transformers, which has these models, is not installed")
 torch: Any = pytest.importorskip("torch")
@@ -88,7 +88,7 @@ def test_what_is_not_counted_is_null_or_warned_of(neox: Path) -> None:
     plan = make_plan(load("quickstart", [*words(neox, 2, 1), "cluster.device.peak.fp32=1e11", "cluster.device.bandwidth=1e10"]))
     assert (plan.ok, plan.runnable, plan.engine, plan.time) == (True, True, "zero", None)
     said = [str(each) for each in plan.warnings]
-    assert "no times: what a model of family hf computes is in no table: `distrain fit` measures them as it trains" in said
+    assert "no times: the operations of family hf are not in a table: `distrain fit` measures them as it trains" in said
     assert any(line.startswith("activations of family hf are not counted: ") for line in said)
 
 
@@ -103,7 +103,7 @@ def test_what_is_shown_holds_the_sizes_alone(neox: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def losses(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Losses:
+def losses(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Losses:
     """Six losses by model_type, dp and ZeRO stage."""
     folder = tmp_path_factory.mktemp("runs")
     figures: Losses = {}
@@ -111,7 +111,7 @@ def losses(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Losses:
         name = str(config["model_type"])
         at = written(folder / name, config)
         for dp, zero in layouts:
-            job = ranks.trained(folder / f"{name}_{dp}_{zero}", "quickstart", *words(at, dp, zero))
+            job = ranks.train(folder / f"{name}_{dp}_{zero}", "quickstart", *words(at, dp, zero))
             figures[name, dp, zero] = job.figures("loss")
     return figures
 
@@ -126,19 +126,19 @@ def test_the_losses_fall(losses: Losses) -> None:
     assert all(figures[-1] < figures[0] - 0.3 for figures in losses.values()), losses
 
 
-def test_a_stopped_run_goes_on_in_another_layout(ranks: Ranks, neox: Path, tmp_path: Path, losses: Losses) -> None:
+def test_a_stopped_run_goes_on_in_another_layout(ranks: RankPool, neox: Path, tmp_path: Path, losses: Losses) -> None:
     stopped = ranks.fit(tmp_path / "run", "quickstart", *words(neox, 2, 3), signals=[(2, 1, signal.SIGTERM)])
     assert set(stopped.codes) == {75}
     reached = stopped.rows[-1]["step"]
     assert reached < STEPS
-    job = ranks.trained(tmp_path / "run", "quickstart", *words(neox, 2, 1))
-    assert f"goes on from step {reached}" in job.said
+    job = ranks.train(tmp_path / "run", "quickstart", *words(neox, 2, 1))
+    assert f"resumes from step {reached}" in job.lines
     assert job.figures("loss") == pytest.approx(losses["gpt_neox", 1, 0], abs=2e-6, rel=0)
 
 
-def test_bytes_are_planned_as_they_are_held(ranks: Ranks, neox: Path, tmp_path: Path) -> None:
+def test_bytes_are_planned_as_they_are_held(ranks: RankPool, neox: Path, tmp_path: Path) -> None:
     short = (*words(neox, 1, 2), "train.steps=2", "train.precision=bf16")
-    ranks.trained(tmp_path / "run", "quickstart", *short)
+    ranks.train(tmp_path / "run", "quickstart", *short)
     counted = json.loads((tmp_path / "run" / "measured.json").read_text())["memory"]
     plan = make_plan(load("quickstart", short))
     assert plan.memory is not None
@@ -148,7 +148,7 @@ def test_bytes_are_planned_as_they_are_held(ranks: Ranks, neox: Path, tmp_path: 
 
 
 def test_half_precision_leaves_rotary_frequencies_whole(neox: Path) -> None:
-    from distrain.trainer.models.auto.module import causal as trained
+    from distrain.trainer.models.hf.module import build_causal_lm as trained
 
     module = trained(load("quickstart", words(neox, 1, 0)), device=torch.device("cpu"), dtype=torch.bfloat16, seed=1)
     module.bfloat16()  # as DeepSpeed does
@@ -157,12 +157,12 @@ def test_half_precision_leaves_rotary_frequencies_whole(neox: Path) -> None:
 
 
 def test_a_model_that_looks_ahead_is_refused(neox: Path, tmp_path: Path) -> None:
-    from distrain.trainer.models.auto.module import causal as trained
+    from distrain.trainer.models.hf.module import build_causal_lm as trained
 
     folder = written(tmp_path / "bert", {"model_type": "bert", "intermediate_size": 64, **SIZES})
-    shapes = {name: tuple(shape) for name, shape in found(folder / "config.json")["parameters"].items()}
+    shapes = {name: tuple(shape) for name, shape in inspect_config(folder / "config.json")["parameters"].items()}
     run = load("quickstart", words(neox, 1, 0))
-    with pytest.raises(Unreadable, match="bert: its model sees the tokens that it is to foretell"):
+    with pytest.raises(Unreadable, match="bert: its model sees the tokens that it should predict"):
         trained(
             replace(run, model=replace(run.model, hf=str(folder), parameters=shapes)),
             device=torch.device("cpu"),
@@ -172,21 +172,21 @@ def test_a_model_that_looks_ahead_is_refused(neox: Path, tmp_path: Path) -> None
 
 
 def test_a_model_that_was_planned_otherwise_is_refused(neox: Path) -> None:
-    from distrain.trainer.models.auto.module import causal as trained
+    from distrain.trainer.models.hf.module import build_causal_lm as trained
 
     run = load("quickstart", words(neox, 1, 0))
     changed = replace(run, model=replace(run.model, parameters={"weight": (2, 2)}))
-    with pytest.raises(Unreadable, match="is not what the run was planned with"):
+    with pytest.raises(Unreadable, match="has changed since the run was planned"):
         trained(changed, device=torch.device("cpu"), dtype=torch.float32, seed=1)
 
 
 REFUSED = (
     ("train.seq=128",                     "train.seq=128 is longer than the 64 tokens of its config.json: set train.seq=64"),
-    ("data.documents=true",               "data.documents=true: attention of family hf does not stay inside documents"),
-    ("parallel.recompute=full",           "parallel.recompute=full: family hf keeps all of its activations: set parallel.recompute=none"),
-    ("parallel.tp=2",                     "parallel.tp=2 splits nothing of family hf: it trains under dp and ZeRO"),
-    ("parallel.pp=2",                     "parallel.pp=2 splits nothing of family hf: it trains under dp and ZeRO"),
-    ("model.dropout=0.1",                 "model.dropout=0.1: dropout of family hf can't be keyed, so that layouts would train apart"),
+    ("data.documents=true",               "data.documents=true: attention of family hf crosses document boundaries"),
+    ("parallel.recompute=full",           "parallel.recompute=full: family hf saves all activations: set parallel.recompute=none"),
+    ("parallel.tp=2",                     "parallel.tp=2 does not apply to family hf, which trains with data parallelism and ZeRO only"),
+    ("parallel.pp=2",                     "parallel.pp=2 does not apply to family hf, which trains with data parallelism and ZeRO only"),
+    ("model.dropout=0.1",                 "model.dropout=0.1: dropout of family hf is not keyed by train.seed and differs between layouts"),
 )  # fmt: skip
 
 
@@ -215,7 +215,7 @@ WRONG = (
 
 @pytest.mark.parametrize(("config", "says"), WRONG, ids=["vit", "t5", "text", "heads"])
 def test_a_config_that_makes_no_model_says_why(config: dict[str, Any], says: str, tmp_path: Path) -> None:
-    (key, why), *more = found(written(tmp_path, config) / "config.json").items()
+    (key, why), *more = inspect_config(written(tmp_path, config) / "config.json").items()
     assert (key, more) == ("problem", [])
     assert says in why
 
@@ -225,7 +225,7 @@ def test_a_model_type_that_nobody_has_gets_one_line(tmp_path: Path) -> None:
     with pytest.raises(Unreadable) as caught:
         load("quickstart", [f"model.hf={folder}"])
     release = transformers.__version__
-    assert str(caught.value) == f"model.hf={folder}/config.json: model_type=nonesuch is none that transformers {release} has"
+    assert str(caught.value) == f"model.hf={folder}/config.json: transformers {release} has no model_type=nonesuch"
 
 
 def test_without_transformers_there_is_one_clear_line(neox: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,11 @@ pytest.importorskip("safetensors")
 
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-from distrain.trainer.layers.keyed_random import normal  # noqa: E402
-from distrain.trainer.models.build import build, load, weights  # noqa: E402
-from distrain.trainer.models.hf import read_hf  # noqa: E402
-from distrain.trainer.models.weights import from_hf, to_hf  # noqa: E402
-from distrain.trainer.plan.changed_run import changed  # noqa: E402
+from distrain.trainer.layers.counter_rng import normal  # noqa: E402
+from distrain.trainer.models.build import build_model, load_weights, named_weights  # noqa: E402
+from distrain.trainer.models.hf_format.config import read_hf_config  # noqa: E402
+from distrain.trainer.models.hf_format.weights import read_hf_weights, write_hf_folder  # noqa: E402
+from distrain.trainer.plan.changed_run import with_changes  # noqa: E402
 from distrain.trainer.spec.problem import Unreadable  # noqa: E402
 from distrain.trainer.spec.read import read  # noqa: E402
 from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train  # noqa: E402
@@ -62,13 +62,16 @@ def transformers() -> Any:
 def run_of(model: Model, **changes: Any) -> Run:
     cluster = Cluster(nodes=1, gpus=1, device=Device(name="cpu", memory=1e12, kind="cpu"))
     run = Run(name="test", model=model, cluster=cluster, parallel=Parallel(), train=Train(batch=2, microbatch=2, seq=S, steps=1))
-    return changed(run, [(key.replace("__", "."), value) for key, value in changes.items()])
+    return with_changes(run, [(key.replace("__", "."), value) for key, value in changes.items()])
 
 
 def module_of(run: Run) -> Any:
     """A module in which every weight counts, norms and biases too."""
-    module = build(run, device=CPU, dtype=torch.float32, seed=5)
-    load(module, [(name, tensor + 0.2 * normal(6, name, 0, tensor.numel()).view(tensor.shape)) for name, tensor in weights(module, run)])
+    module = build_model(run, device=CPU, dtype=torch.float32, seed=5)
+    load_weights(
+        module,
+        [(name, tensor + 0.2 * normal(6, name, 0, tensor.numel()).view(tensor.shape)) for name, tensor in named_weights(module, run)],
+    )
     return module
 
 
@@ -79,13 +82,13 @@ def tokens_of(run: Run) -> Any:
 def saved(folder: Path, name: str, **changes: Any) -> Run:
     """A run of ours whose weights have been written to a folder."""
     run = run_of(OURS[name])
-    to_hf(weights(module_of(run), run), run, folder, **changes)
+    write_hf_folder(named_weights(module_of(run), run), run, folder, **changes)
     return run
 
 
 def problems(folder: Path, run: Run) -> str:
     with pytest.raises(Unreadable) as error:
-        next(from_hf(folder, run))
+        next(read_hf_weights(folder, run))
     return "\n".join(map(str, error.value.problems))
 
 
@@ -98,17 +101,17 @@ def test_transformers_weights_give_its_logits_here(name: str, tmp_path: Path, tr
         for parameter in theirs.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     theirs.save_pretrained(tmp_path, max_shard_size="20KB")
-    run = run_of(read(read_hf(tmp_path), Model), model__vocab_multiple=16)
-    ours = build(run, device=CPU, dtype=torch.float32)
-    load(ours, from_hf(tmp_path, run))
+    run = run_of(read(read_hf_config(tmp_path), Model), model__vocab_multiple=16)
+    ours = build_model(run, device=CPU, dtype=torch.float32)
+    load_weights(ours, read_hf_weights(tmp_path, run))
     with torch.no_grad():
         torch.testing.assert_close(ours.logits(tokens_of(run)), theirs(tokens_of(run)).logits, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", OURS)
-@pytest.mark.parametrize("most", [20_000, 10**9])
-def test_our_weights_give_our_logits_in_transformers(name: str, most: int, tmp_path: Path, transformers: Any) -> None:
-    run = saved(tmp_path, name, most=most)
+@pytest.mark.parametrize("max_file_bytes", [20_000, 10**9])
+def test_our_weights_give_our_logits_in_transformers(name: str, max_file_bytes: int, tmp_path: Path, transformers: Any) -> None:
+    run = saved(tmp_path, name, max_file_bytes=max_file_bytes)
     theirs, said = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(said[each] for each in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     with torch.no_grad():
@@ -120,18 +123,18 @@ def test_our_weights_give_our_logits_in_transformers(name: str, most: int, tmp_p
 def test_weights_come_back_to_the_bit(name: str, dtype: Any, tmp_path: Path) -> None:
     run = run_of(OURS[name])
     module = module_of(run).to(dtype)
-    to_hf(weights(module, run), run, tmp_path)
+    write_hf_folder(named_weights(module, run), run, tmp_path)
     # transformers' GPT-2 has biases, which were written as zeros where ours has none.
-    again = run_of(read(read_hf(tmp_path), Model))
-    expected = dict(weights(module, run))
-    for key, tensor in from_hf(tmp_path, again):
+    again = run_of(read(read_hf_config(tmp_path), Model))
+    expected = dict(named_weights(module, run))
+    for key, tensor in read_hf_weights(tmp_path, again):
         assert tensor.dtype == dtype
         assert torch.equal(tensor, expected.pop(key, torch.zeros_like(tensor)))
     assert not expected
 
 
 def test_a_file_is_as_large_as_it_may_be(tmp_path: Path) -> None:
-    saved(tmp_path, "llama", most=20_000)
+    saved(tmp_path, "llama", max_file_bytes=20_000)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     files = sorted(tmp_path.glob("*.safetensors"))
     assert sorted(set(index["weight_map"].values())) == [file.name for file in files]
@@ -146,13 +149,13 @@ def test_the_hubs_gpt_2_leaves_out_the_models_own_name(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     bare = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
     save_file(bare | {"h.0.attn.bias": torch.ones(1, 1, S, S)}, file)  # its causal mask, too
-    expected = dict(weights(module_of(run), run))
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in from_hf(tmp_path, run))
+    expected = dict(named_weights(module_of(run), run))
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in read_hf_weights(tmp_path, run))
 
 
 def test_another_model_is_refused_with_every_difference(tmp_path: Path) -> None:
     run = saved(tmp_path, "llama")
-    said = problems(tmp_path, changed(run, [("model.ffn", 96), ("model.rope_base", 5e5), ("model.tied", True)]))
+    said = problems(tmp_path, with_changes(run, [("model.ffn", 96), ("model.rope_base", 5e5), ("model.tied", True)]))
     assert said.count("\n") == 2
     assert f"{tmp_path} has model.ffn=72, this run 96: set model.ffn=72" in said
     assert "model.rope_base=10000.0, this run 500000.0" in said
@@ -162,7 +165,7 @@ def test_another_model_is_refused_with_every_difference(tmp_path: Path) -> None:
 def test_another_family_is_one_problem(tmp_path: Path) -> None:
     saved(tmp_path, "llama")
     assert problems(tmp_path, run_of(OURS["gpt"])) == (
-        f"{tmp_path} is a model of family llama, and model.family=gpt: set model.hf={tmp_path} to take its sizes"
+        f"{tmp_path} is a model of family llama, but model.family=gpt: set model.hf={tmp_path} to take its sizes"
     )
 
 
@@ -175,7 +178,7 @@ def test_a_file_that_was_cut_short_is_refused_before_a_tensor_is_read(tmp_path: 
     assert problems(tmp_path, run) == says
     for damaged in (b"", whole[:4], b"\xff" * 64, b"<!DOCTYPE html>" * 10):
         file.write_bytes(damaged)
-        assert problems(tmp_path, run) == f"{file} is no safetensors file: download it again"
+        assert problems(tmp_path, run) == f"{file} is not a safetensors file: download it again"
 
 
 def test_a_file_that_the_index_names_and_is_missing_is_named(tmp_path: Path) -> None:
@@ -220,12 +223,12 @@ def test_a_folder_of_pickles_is_refused(tmp_path: Path) -> None:
 def test_weights_are_not_written_over_others(tmp_path: Path) -> None:
     run = saved(tmp_path, "llama")
     with pytest.raises(Unreadable, match="holds weights: name a folder"):
-        to_hf(weights(module_of(run), run), run, tmp_path)
+        write_hf_folder(named_weights(module_of(run), run), run, tmp_path)
 
 
 @pytest.mark.parametrize("change", [("model.act", "geglu"), ("model.norm", "layernorm"), ("model.positions", "none")])
 def test_a_model_that_no_class_computes_is_not_written(change: tuple[str, str], tmp_path: Path) -> None:
-    run = changed(run_of(OURS["llama"]), [change])
+    run = with_changes(run_of(OURS["llama"]), [change])
     with pytest.raises(Unreadable, match="none of Hugging Face's"):
-        to_hf(weights(module_of(run), run), run, tmp_path / "out")
+        write_hf_folder(named_weights(module_of(run), run), run, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -14,12 +14,13 @@ F = torch.nn.functional
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
 from distrain.trainer.layers import cross_entropy as entropy  # noqa: E402
+from distrain.trainer.layers.counter_rng import dropout_keys, normal  # noqa: E402
 from distrain.trainer.layers.cross_entropy import IGNORED, cross_entropy  # noqa: E402
-from distrain.trainer.layers.keyed_random import keys, normal  # noqa: E402
-from distrain.trainer.layers.transformer import RMSNorm  # noqa: E402
-from distrain.trainer.models.build import build, load, weights  # noqa: E402
-from distrain.trainer.parallel.saved_bytes import counted  # noqa: E402
-from distrain.trainer.plan.changed_run import changed  # noqa: E402
+from distrain.trainer.layers.norms import RMSNorm  # noqa: E402
+from distrain.trainer.models.build import build_model, load_weights, named_weights  # noqa: E402
+from distrain.trainer.parallel.saved_bytes import count_saved  # noqa: E402
+from distrain.trainer.plan.changed_run import with_changes  # noqa: E402
+from distrain.trainer.spec.problem import Unreadable  # noqa: E402
 from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -41,14 +42,16 @@ def run_of(name: str, **changes: Any) -> Run:
     cluster = Cluster(nodes=1, gpus=1, device=Device(name="cpu", memory=1e12, kind="cpu"))
     train = Train(batch=B, microbatch=B, seq=S, steps=1, precision="fp32")
     run = Run(name=name, model=MODELS[name], cluster=cluster, parallel=Parallel(), train=train)
-    return changed(run, [(key.replace("__", "."), value) for key, value in changes.items()])
+    return with_changes(run, [(key.replace("__", "."), value) for key, value in changes.items()])
 
 
 def module_of(run: Run, dtype: Any = torch.float64) -> Any:
     """A module with random weights far from their initial values, so that every part of it counts: norms and biases too."""
-    module = build(run, device=CPU, dtype=dtype, seed=5)
-    drawn = ((name, tensor.float() + 0.2 * normal(6, name, 0, tensor.numel()).view(tensor.shape)) for name, tensor in weights(module, run))
-    load(module, drawn)
+    module = build_model(run, device=CPU, dtype=dtype, seed=5)
+    drawn = (
+        (name, tensor.float() + 0.2 * normal(6, name, 0, tensor.numel()).view(tensor.shape)) for name, tensor in named_weights(module, run)
+    )
+    load_weights(module, drawn)
     return module
 
 
@@ -61,7 +64,7 @@ def batch_of(run: Run) -> tuple[Any, Any]:
 
 
 def keys_of(step: int = 0, samples: Any = None) -> Any:
-    return keys(1, step, torch.arange(B) if samples is None else samples, torch.arange(S))
+    return dropout_keys(1, step, torch.arange(B) if samples is None else samples, torch.arange(S))
 
 
 def gradients(module: Any, *batch: Any, **further: Any) -> tuple[Any, dict[str, Any]]:
@@ -93,7 +96,7 @@ def test_documents_are_computed_as_sequences_of_their_own(name: str, attention: 
 def beyond(run: Run, module: Any) -> dict[str, Any]:
     """Where each weight that is padded is padding."""
     held, found = dict(module.named_parameters()), {}
-    for name, logical in weights(module, run):
+    for name, logical in named_weights(module, run):
         if logical.shape != held[name].shape:
             found[name] = torch.ones_like(held[name], dtype=torch.bool)
             found[name][tuple(slice(size) for size in logical.shape)] = False
@@ -155,7 +158,7 @@ def test_counting_what_is_saved_changes_no_gradient(name: str) -> None:
     run = run_of(name)
     module, batch = module_of(run), batch_of(run)
     loss, plain = gradients(module, *batch)
-    with counted(module.parameters(), batch):
+    with count_saved(module.parameters(), batch):
         other, found = gradients(module, *batch)
     assert torch.equal(loss, other)
     assert all(torch.equal(found[key], plain[key]) for key in plain)
@@ -226,8 +229,8 @@ def test_bf16_is_near_float32(name: str) -> None:
 def test_initial_weights_are_gpt_2s(name: str) -> None:
     """Normals of 0.02, what adds to the residual stream by sqrt(2 layers) less; norms 1, biases and padding 0."""
     run = run_of(name)
-    module = build(run, device=CPU, dtype=torch.float32, seed=3)
-    for key, tensor in weights(module, run):
+    module = build_model(run, device=CPU, dtype=torch.float32, seed=3)
+    for key, tensor in named_weights(module, run):
         if tensor.dim() == 1:
             assert set(tensor.tolist()) == {0.0 if key.endswith(".bias") else 1.0}
             continue
@@ -238,13 +241,13 @@ def test_initial_weights_are_gpt_2s(name: str) -> None:
 
 def test_initial_weights_hang_on_the_seed_and_the_name_alone() -> None:
     """A padded vocabulary, fewer layers, another batch: the rest is drawn the same."""
-    first = dict(weights(build(run_of("llama"), device=CPU, dtype=torch.float32, seed=3), run_of("llama")))
+    first = dict(named_weights(build_model(run_of("llama"), device=CPU, dtype=torch.float32, seed=3), run_of("llama")))
     other = run_of("llama", model__vocab_multiple=64, train__microbatch=1)
-    for key, tensor in weights(build(other, device=CPU, dtype=torch.float32, seed=3), other):
+    for key, tensor in named_weights(build_model(other, device=CPU, dtype=torch.float32, seed=3), other):
         assert torch.equal(tensor, first[key])
     assert not torch.equal(first["layers.0.mlp.up.weight"], first["layers.1.mlp.up.weight"])
 
 
 def test_a_family_without_a_module_says_so() -> None:
-    with pytest.raises(ValueError, match="bert has no module yet"):
-        build(run_of("gpt", model__family="bert"), device=CPU, dtype=torch.float32)
+    with pytest.raises(Unreadable, match=r"model\.family=bert can be planned, but not trained: it has no module"):
+        build_model(run_of("gpt", model__family="bert"), device=CPU, dtype=torch.float32)

@@ -11,12 +11,21 @@ torch = pytest.importorskip("torch")
 
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count  # noqa: E402
 
-from distrain.trainer.layers.keyed_random import keys  # noqa: E402
-from distrain.trainer.models.build import build  # noqa: E402
-from distrain.trainer.models.families import FAMILIES  # noqa: E402
-from distrain.trainer.models.table import Op, Table, Tensor, count, forward_flops, named, padded, parameters  # noqa: E402
-from distrain.trainer.parallel.saved_bytes import counted  # noqa: E402
-from distrain.trainer.plan.changed_run import changed  # noqa: E402
+from distrain.trainer.layers.counter_rng import dropout_keys  # noqa: E402
+from distrain.trainer.models.build import build_model  # noqa: E402
+from distrain.trainer.models.families import FAMILIES, op_table  # noqa: E402
+from distrain.trainer.models.ops.op_table import (  # noqa: E402
+    Op,
+    OpTable,
+    Tensor,
+    element_count,
+    forward_flops,
+    model_parameters,
+    parameter_count,
+    round_up,
+)
+from distrain.trainer.parallel.saved_bytes import count_saved  # noqa: E402
+from distrain.trainer.plan.changed_run import with_changes  # noqa: E402
 from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -36,11 +45,11 @@ def run_of(name: str, **changes: Any) -> Run:
     cluster = Cluster(nodes=1, gpus=1, device=Device(name="cpu", memory=1e12, kind="cpu"))
     train = Train(batch=3, microbatch=3, seq=24, steps=1, precision="fp32")
     run = Run(name=name, model=MODELS[name], cluster=cluster, parallel=Parallel(), train=train)
-    return changed(run, [(key.replace("__", "."), value) for key, value in changes.items()])
+    return with_changes(run, [(key.replace("__", "."), value) for key, value in changes.items()])
 
 
-def table_of(run: Run) -> Table:
-    return FAMILIES[run.model.family](run.model, run.train)
+def table_of(run: Run) -> OpTable:
+    return op_table(run)
 
 
 def batch_of(run: Run) -> tuple[Any, Any]:
@@ -67,7 +76,7 @@ BY_HAND = {
 
 
 def test_gpts_weights_are_those_written_by_hand() -> None:
-    module = build(run_of("gpt"), device=CPU, dtype=torch.float32)
+    module = build_model(run_of("gpt"), device=CPU, dtype=torch.float32)
     assert {name: tuple(each.shape) for name, each in module.named_parameters()} == BY_HAND
 
 
@@ -75,28 +84,28 @@ def test_gpts_weights_are_those_written_by_hand() -> None:
 def test_every_weight_has_the_tables_name_and_shape(name: str) -> None:
     run = run_of(name)
     table = table_of(run)
-    size = {**table.sizes, "vocab": padded(run.model.vocab, run.model.vocab_multiple)}
-    expected = {each.name: each.shape(size) for each in named(table, range(run.model.layers))}
-    module = build(run, device=torch.device("meta"), dtype=torch.float32)
+    size = {**table.sizes, "vocab": round_up(run.model.vocab, run.model.vocab_multiple)}
+    expected = {each.name: each.shape(size) for each in model_parameters(table, range(run.model.layers))}
+    module = build_model(run, device=torch.device("meta"), dtype=torch.float32)
     assert {name: tuple(each.shape) for name, each in module.named_parameters()} == expected
 
 
 @EVERY
 def test_the_parameters_are_as_many_as_the_table_counts(name: str) -> None:
     run = run_of(name, model__vocab_multiple=1)
-    module = build(run, device=torch.device("meta"), dtype=torch.float32)
-    assert sum(each.numel() for each in module.parameters()) == parameters(table_of(run), run.model.layers)
+    module = build_model(run, device=torch.device("meta"), dtype=torch.float32)
+    assert sum(each.numel() for each in module.parameters()) == parameter_count(table_of(run), run.model.layers)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_parameters_that_are_named_are_those_that_are_counted(family: str) -> None:
     model = Model(family=family, layers=3, hidden=48, heads=4, vocab=101, experts=4, top_k=2, shared_experts=1, tied=True, bias=True)
-    table = FAMILIES[family](model, Train(batch=1, seq=8))
-    assert sum(prod(each.shape(table.sizes)) for each in named(table, range(3))) == parameters(table, 3)
+    table = FAMILIES[family].table(model, Train(batch=1, seq=8))
+    assert sum(prod(each.shape(table.sizes)) for each in model_parameters(table, range(3))) == parameter_count(table, 3)
 
 
 def test_the_vocabulary_is_padded_as_the_planner_pads_it() -> None:
-    assert [padded(101, each) for each in (1, 64, 101)] == [101, 128, 101]
+    assert [round_up(101, each) for each in (1, 64, 101)] == [101, 128, 101]
 
 
 # torch's counter knows the fused kernels of GPUs, not the CPU's: told here, it counts as they do. Both it and the table count
@@ -114,7 +123,7 @@ FUSED = {
 def test_torch_counts_the_tables_flops(name: str, attention: str) -> None:
     run = run_of(name, train__attention=attention, model__vocab_multiple=1)
     table = table_of(run)
-    module = build(run, device=CPU, dtype=torch.float32, seed=1)
+    module = build_model(run, device=CPU, dtype=torch.float32, seed=1)
     with FlopCounterMode(display=False, custom_mapping=FUSED) as counter:
         module(*batch_of(run))[0].backward()
     expected = sum(
@@ -129,30 +138,30 @@ def test_torch_counts_the_tables_flops(name: str, attention: str) -> None:
 def saved_by(run: Run) -> int:
     """Bytes that the table says a forward pass of our modules saves."""
     table = table_of(run)
-    size = {**table.sizes, "vocab": padded(run.model.vocab, run.model.vocab_multiple)}
+    size = {**table.sizes, "vocab": round_up(run.model.vocab, run.model.vocab_multiple)}
     width = {"fp32": 4, "bf16": 2}[run.train.precision]
 
     def bytes_of(tensors: tuple[Tensor, ...]) -> int:
-        return sum(count(tensor.dims, size) * (tensor.width or width) for tensor in tensors)
+        return sum(element_count(tensor.dims, size) * (tensor.width or width) for tensor in tensors)
 
     def layer(ops: tuple[Op, ...]) -> int:
         match run.parallel.recompute:
             case "full":
                 return bytes_of((Tensor(("batch", "seq", "hidden")),))
             case "selective":
-                return sum(bytes_of(op.saved) for op in ops if not op.core)
+                return sum(bytes_of(op.saves_torch) for op in ops if not op.core)
             case _:
-                return sum(bytes_of(op.saved) for op in ops)
+                return sum(bytes_of(op.saves_torch) for op in ops)
 
-    return sum(bytes_of(op.saved) for op in table.embedding + table.head) + run.model.layers * layer(table.layer)
+    return sum(bytes_of(op.saves_torch) for op in table.embedding + table.head) + run.model.layers * layer(table.layer)
 
 
 def saved_by_torch(run: Run) -> int:
     """Bytes that a forward pass of our modules does save."""
-    module = build(run, device=CPU, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[run.train.precision], seed=1)
+    module = build_model(run, device=CPU, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[run.train.precision], seed=1)
     batch = batch_of(run)
-    keyed = keys(1, 0, torch.arange(run.train.microbatch), torch.arange(run.train.seq))
-    with counted(module.parameters(), batch, [keyed.states]) as saved:
+    keyed = dropout_keys(1, 0, torch.arange(run.train.microbatch), torch.arange(run.train.seq))
+    with count_saved(module.parameters(), batch, [keyed.states]) as saved:
         loss, _ = module(*batch, keys=keyed)
     assert loss.requires_grad  # and what it was made of is still held
     return saved.bytes
@@ -186,7 +195,7 @@ def test_torch_saves_the_tables_bytes_of_every_shape(name: str, microbatch: int,
 
 def test_a_storage_counts_once_and_while_it_is_held() -> None:
     x, w = torch.randn(8, 16, requires_grad=True), torch.randn(16, 4, requires_grad=True)
-    with counted([w]) as saved:
+    with count_saved([w]) as saved:
         y = (x @ w).exp()  # x (w lives anyway), then exp's result
         z = y.view(4, 8) * y.view(4, 8).cos()  # y again, and its cosine
     assert saved.bytes == 4 * (8 * 16 + 8 * 4 + 8 * 4)

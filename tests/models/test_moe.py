@@ -15,22 +15,22 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from distrain.cli.config.load import load  # noqa: E402
-from distrain.tests.fakes.one_process import reference  # noqa: E402
+from distrain.tests.fakes.one_process import reference_curve  # noqa: E402
 from distrain.trainer.layers import experts  # noqa: E402
+from distrain.trainer.layers.counter_rng import normal  # noqa: E402
 from distrain.trainer.layers.cross_entropy import IGNORED  # noqa: E402
-from distrain.trainer.layers.keyed_random import normal  # noqa: E402
-from distrain.trainer.models.build import build, weights  # noqa: E402
-from distrain.trainer.models.build import load as fill  # noqa: E402
-from distrain.trainer.models.moe.routing import imbalance, near_ties, places, routed  # noqa: E402
-from distrain.trainer.plan.changed_run import changed  # noqa: E402
-from distrain.trainer.plan.deepspeed.messages import compared, data_terms, read  # noqa: E402
-from distrain.trainer.plan.mesh_position import seat  # noqa: E402
+from distrain.trainer.models.build import build_model, named_weights  # noqa: E402
+from distrain.trainer.models.build import load_weights as fill  # noqa: E402
+from distrain.trainer.models.moe.routing import earlier_choices, imbalance, near_tie_count, route  # noqa: E402
+from distrain.trainer.plan.changed_run import with_changes  # noqa: E402
+from distrain.trainer.plan.mesh_position import mesh_position  # noqa: E402
+from distrain.trainer.plan.message_comparison import compare_with_plan, data_terms, message_rows  # noqa: E402
 from distrain.trainer.plan.plan import make_plan  # noqa: E402
 from distrain.trainer.plan.traffic import rank_traffic  # noqa: E402
 from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train  # noqa: E402
 
 if TYPE_CHECKING:
-    from distrain.tests.conftest import Job, Ranks
+    from distrain.tests.fakes.rank_pool import PoolJob, RankPool
 
 CPU = torch.device("cpu")
 B, S, E = 3, 24, 4
@@ -43,13 +43,15 @@ def run_of(**changes: Any) -> Run:
     cluster = Cluster(nodes=1, gpus=1, device=Device(name="cpu", memory=1e12, kind="cpu"))
     train = Train(batch=B, microbatch=B, seq=S, steps=1, precision="fp32")
     run = Run(name="moe", model=MODEL, cluster=cluster, parallel=Parallel(), train=train)
-    return changed(run, [(key.replace("__", "."), value) for key, value in changes.items()])
+    return with_changes(run, [(key.replace("__", "."), value) for key, value in changes.items()])
 
 
 def module_of(run: Run) -> Any:
     """A module in which every weight counts, float64."""
-    module = build(run, device=CPU, dtype=torch.float64, seed=5)
-    drawn = ((name, tensor.float() + 0.3 * normal(6, name, 0, tensor.numel()).view(tensor.shape)) for name, tensor in weights(module, run))
+    module = build_model(run, device=CPU, dtype=torch.float64, seed=5)
+    drawn = (
+        (name, tensor.float() + 0.3 * normal(6, name, 0, tensor.numel()).view(tensor.shape)) for name, tensor in named_weights(module, run)
+    )
     fill(module, drawn)
     return module
 
@@ -103,7 +105,7 @@ def test_a_layer_is_that_of_the_formulas_written_out(changes: dict[str, Any]) ->
     run = run_of(**changes, model__aux_loss=0.1)
     layer = module_of(run).layers["1"]
     x = torch.randn(B, S, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).requires_grad_()
-    mixed, uneven, _ = layer.mixed(x)
+    mixed, uneven, _ = layer.mixture(x)
     made = mixed if layer.shared is None else mixed + layer.shared(x)
     rows = [written_out(run, dict(layer.named_parameters()), sequence) for sequence in x]
     wanted, even = (torch.stack(each) for each in zip(*rows, strict=True))
@@ -141,7 +143,7 @@ def uneven_of(module: Any, tokens: Any) -> Any:
     found = []
 
     def look(_: Any, given: Any, logits: Any) -> None:
-        found.append(imbalance(logits, routed(logits, MODEL.top_k, None).chosen))
+        found.append(imbalance(logits, route(logits, MODEL.top_k, None).chosen))
 
     hooks = [layer.router.register_forward_hook(look) for layer in module.layers.values()]
     recompute, module.recompute = module.recompute, False
@@ -154,27 +156,27 @@ def uneven_of(module: Any, tokens: Any) -> Any:
 
 def test_even_routing_is_one_and_all_to_one_expert_is_as_many() -> None:
     logits = torch.eye(E, dtype=torch.float64).repeat(2, 6, 1) * 30
-    assert imbalance(logits, routed(logits, 1, None).chosen).tolist() == pytest.approx([1, 1])
+    assert imbalance(logits, route(logits, 1, None).chosen).tolist() == pytest.approx([1, 1])
     logits = torch.zeros(1, 9, E, dtype=torch.float64).index_fill_(2, torch.tensor([2]), 30.0)
-    assert imbalance(logits, routed(logits, 1, None).chosen).tolist() == pytest.approx([E])
+    assert imbalance(logits, route(logits, 1, None).chosen).tolist() == pytest.approx([E])
 
 
 def test_a_near_tie_is_what_rounding_may_decide() -> None:
     logits = torch.tensor([[[1, 5, 3.000001, 3.0], [4, 4, 1, 0], [2, 2, 2, 9], [0, 1, 2, 3]]])
-    assert [int(near_ties(logits, 2, dtype)) for dtype in (torch.bfloat16, torch.float32, torch.float64)] == [2, 2, 1]
-    assert int(near_ties(logits, E, torch.float32)) == 0
+    assert [int(near_tie_count(logits, 2, dtype)) for dtype in (torch.bfloat16, torch.float32, torch.float64)] == [2, 2, 1]
+    assert int(near_tie_count(logits, E, torch.float32)) == 0
 
 
 def test_an_expert_takes_the_first_tokens_of_each_sequence_that_it_has_room_for() -> None:
     logits = torch.randn(B, S, E, generator=torch.Generator().manual_seed(1))
     room = 7
-    routing = routed(logits, 2, room)
+    routing = route(logits, 2, room)
     kept = torch.zeros(B * S * 2, dtype=torch.bool).index_fill_(0, routing.order, True).view(B, S, 2)
     for sequence, chosen in zip(kept, routing.chosen, strict=True):
         for one in range(E):
             asks = [bool(sequence[token, at]) for token, at in (chosen == one).nonzero().tolist()]
             assert asks == [True] * min(room, len(asks)) + [False] * (len(asks) - room)
-    assert int(routing.ends[-1]) == len(routing.order) == int((places(routing.chosen, E) < room).sum())
+    assert int(routing.ends[-1]) == len(routing.order) == int((earlier_choices(routing.chosen, E) < room).sum())
     experts = routing.chosen.flatten()[routing.order]
     assert torch.equal(experts, experts.sort().values)
 
@@ -204,10 +206,14 @@ def test_one_kernel_for_all_experts_multiplies_as_one_for_each(dtype: Any, monke
     weight, ends = torch.randn(4, 16, 24).to(dtype), torch.tensor([10, 10, 33, 40])
 
     def products() -> tuple[Any, ...]:
-        return experts.grouped(x, weight, ends), experts.grouped(grad, weight.mT, ends), experts.grouped_weights(x, grad, ends)
+        return (
+            experts.grouped_matmul(x, weight, ends),
+            experts.grouped_matmul(grad, weight.mT, ends),
+            experts.grouped_weight_gradient(x, grad, ends),
+        )
 
     apart = products()
-    monkeypatch.setattr(experts, "_fused", lambda *_: True)
+    monkeypatch.setattr(experts, "_has_fused_kernel", lambda *_: True)
     for one, other in zip(apart, products(), strict=True):
         torch.testing.assert_close(one, other)
 
@@ -270,19 +276,19 @@ def words_of(row: tuple[str, int, str, str]) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def trained(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def trained(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("moe")
 
     @cache
-    def of(row: tuple[str, int, str, str]) -> Job:
-        return ranks.trained(folder / f"row{LAYOUTS.index(row)}", *words_of(row))
+    def of(row: tuple[str, int, str, str]) -> PoolJob:
+        return ranks.train(folder / f"row{LAYOUTS.index(row)}", *words_of(row))
 
     return of
 
 
 @ROWS
 def test_every_layout_trains_what_one_process_does(trained: Any, row: tuple[str, int, str, str]) -> None:
-    losses, norms = reference((*BASE, *CURVES[row[0]]))
+    losses, norms = reference_curve((*BASE, *CURVES[row[0]]))
     job = trained(row)
     assert job.figures("loss") == pytest.approx(losses, abs=3e-6, rel=0)
     assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=2e-5)
@@ -294,7 +300,10 @@ def test_ranks_send_what_is_planned_and_between_experts_what_even_routing_would(
     words = words_of(row)
     run = load(words[0], words[1:])
     counted = json.loads((trained(row).folder / "ledger.json").read_text())["ranks"]
-    audits = [compared(read(rows), rank_traffic(run, rank), data_terms(run, seat(run, rank))) for rank, rows in enumerate(counted)]
+    audits = [
+        compare_with_plan(message_rows(rows), rank_traffic(run, rank), data_terms(run, mesh_position(run, rank)))
+        for rank, rows in enumerate(counted)
+    ]
     assert [line for audit in audits for line in audit if line.verdict == "differs"] == []
     exchanged = [line for audit in audits for line in audit if line.axis == "ep"]
     assert bool(exchanged) == (run.parallel.ep > 1)
@@ -311,7 +320,7 @@ def test_ranks_hold_what_is_planned(trained: Any, row: tuple[str, int, str, str]
     memory = make_plan(run).memory
     assert memory is not None
     for rank, held in enumerate(json.loads((trained(row).folder / "measured.json").read_text())["ranks"]):
-        planned = memory.stages[seat(run, rank).place["pp"]].bytes
+        planned = memory.stages[mesh_position(run, rank).coordinates["pp"]].bytes
         if run.parallel.zero != 3:
             assert held["weights"] == planned.weights
         if run.parallel.ep == run.parallel.pp == 1 and run.model.capacity is None and run.parallel.recompute == "none":
@@ -319,13 +328,13 @@ def test_ranks_hold_what_is_planned(trained: Any, row: tuple[str, int, str, str]
 
 
 @pytest.mark.parametrize("there", ["dp: 1", "ep: 4, zero: 1", "tp: 2, zero: 3", "ep: 2, pp: 2"])
-def test_a_checkpoint_of_expert_ranks_goes_on_in_another_layout(ranks: Ranks, tmp_path: Path, there: str) -> None:
+def test_a_checkpoint_of_expert_ranks_goes_on_in_another_layout(ranks: RankPool, tmp_path: Path, there: str) -> None:
     words = (*BASE, "model.aux_loss=0.3", "model.shared_experts=1", "train.microbatch=2", "checkpoint.resume=auto")
-    losses, norms = reference((*BASE, "model.aux_loss=0.3", "model.shared_experts=1"))
+    losses, norms = reference_curve((*BASE, "model.aux_loss=0.3", "model.shared_experts=1"))
     stop = ("cluster.gpus=4", "parallel={ep: 2, zero: 1, tp: 2}")
     ranks.fit(tmp_path / "run", *words, *stop, signals=[(5, 0, 15)])
     gpus = 1 if there == "dp: 1" else 4
-    job = ranks.trained(tmp_path / "run", *words, f"cluster.gpus={gpus}", f"parallel={{{there}}}")
-    assert any(said.startswith("goes on from step") for said in job.said)
+    job = ranks.train(tmp_path / "run", *words, f"cluster.gpus={gpus}", f"parallel={{{there}}}")
+    assert any(said.startswith("resumes from step") for said in job.lines)
     assert job.figures("loss") == pytest.approx(losses, abs=3e-6, rel=0)
     assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=2e-5)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from distrain.trainer.models.families import FAMILIES
-from distrain.trainer.models.table import parameters
-from distrain.trainer.plan.changed_run import changed
+from distrain.trainer.models.ops.op_table import parameter_count
+from distrain.trainer.plan.changed_run import with_changes
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.result import Plan
 from distrain.trainer.spec.run import Cluster, Device, Link, Model, Parallel, Run, Train
@@ -25,7 +25,7 @@ def planned(model: Model, *, seq: int, micro: int = 1, batch: int | None = None,
     train = Train(batch=batch or micro, seq=seq, microbatch=micro, steps=1, precision="fp16", attention="math")
     run = Run(name="test", model=model, cluster=Cluster(nodes=1, gpus=1, device=DEVICE, **LINKS), parallel=Parallel(dp=1), train=train)
     keys = {key.replace("__", "."): value for key, value in changes.items()}
-    plan = make_plan(changed(run, (keys | {"cluster.gpus": keys.get("parallel.tp", 1)}).items()))
+    plan = make_plan(with_changes(run, (keys | {"cluster.gpus": keys.get("parallel.tp", 1)}).items()))
     assert plan.problems == ()
     return plan
 
@@ -181,12 +181,14 @@ SMALL = {
     "moe": Model(**MIXTRAL, layers=2, hidden=64, heads=4, kv_heads=2, ffn=96, shared_experts=1),
 }
 
+OP_TABLE_FAMILIES = [name for name, row in FAMILIES.items() if not row.made_by_transformers]
 
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"hf"}))  # whose weights a config.json states
+
+@pytest.mark.parametrize("family", OP_TABLE_FAMILIES)
 def test_a_tied_model_has_one_embedding_less(family: str) -> None:
     train = Train(batch=1, seq=8, steps=1)
     tied, apart = (replace(SMALL[family], tied=tied) for tied in (True, False))
-    counts = [parameters(FAMILIES[family](model, train), model.layers) for model in (tied, apart)]
+    counts = [parameter_count(FAMILIES[family].table(model, train), model.layers) for model in (tied, apart)]
     assert counts[1] - counts[0] == SMALL[family].vocab * SMALL[family].hidden
 
 
@@ -201,7 +203,7 @@ REPLICATED = {
 # fmt: on
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"hf"}))  # whose weights a config.json states
+@pytest.mark.parametrize("family", OP_TABLE_FAMILIES)
 def test_tensor_parallel_halves_all_but_what_every_rank_holds(family: str) -> None:
     whole, half = (planned(SMALL[family], seq=8, parallel__tp=tp, model__vocab=50304) for tp in (1, 2))
     assert whole.memory is not None

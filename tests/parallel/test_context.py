@@ -16,16 +16,16 @@ import pytest
 pytest.importorskip("torch")
 
 from distrain.cli.config.load import load
-from distrain.tests.fakes.one_process import reference, some_text
-from distrain.trainer.plan.deepspeed.messages import compared, data_terms, read
+from distrain.tests.fakes.one_process import reference_curve, sample_text
 from distrain.trainer.plan.engines import engine_for
-from distrain.trainer.plan.mesh_position import seat
+from distrain.trainer.plan.mesh_position import mesh_position
+from distrain.trainer.plan.message_comparison import compare_with_plan, data_terms, message_rows
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.traffic import rank_traffic
 from distrain.trainer.spec.run import Run
 
 if TYPE_CHECKING:
-    from distrain.tests.conftest import Job, Ranks
+    from distrain.tests.fakes.rank_pool import PoolJob, RankPool
 
 Words = tuple[str, ...]
 
@@ -72,7 +72,7 @@ ROWS: tuple[tuple[Words, str], ...] = (
 def text(tmp_path_factory: pytest.TempPathFactory) -> Words:
     """The words for a small text of short documents, and for its cache."""
     folder = tmp_path_factory.mktemp("text")
-    (folder / "a.txt").write_text(some_text())
+    (folder / "a.txt").write_text(sample_text())
     return f"data.path={folder / 'a.txt'}", f"data.cache={folder / 'cache'}"
 
 
@@ -90,18 +90,18 @@ class Trained(NamedTuple):
 
     words: Words
     run: Run
-    job: Job
+    job: PoolJob
 
 
 @pytest.fixture(scope="module")
-def trained(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, text: Words) -> Callable[[Words, str], Trained]:
+def trained(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, text: Words) -> Callable[[Words, str], Trained]:
     folder = tmp_path_factory.mktemp("context")
 
     @cache
     def of(words: Words, layout: str) -> Trained:
         curve = (*BASE, *words, *(text if "data=text" in words else ()))
         every = (*curve, *laid_out(layout), "train.microbatch=2", "log.ledger=true")
-        return Trained(curve, load(every[0], every[1:]), ranks.trained(folder / f"row{len(list(folder.iterdir()))}", *every))
+        return Trained(curve, load(every[0], every[1:]), ranks.train(folder / f"row{len(list(folder.iterdir()))}", *every))
 
     return of
 
@@ -118,7 +118,7 @@ def row_test(rows: Sequence[tuple[Words, str]]) -> Any:
 @row_test(ROWS)
 def test_context_ranks_train_what_one_process_does(trained: Callable[[Words, str], Trained], row: tuple[Words, str]) -> None:
     words, _, job = trained(*row)
-    losses, norms = reference(words)
+    losses, norms = reference_curve(words)
     assert job.figures("loss") == pytest.approx(losses, abs=2e-6, rel=0)
     assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=2e-5)
 
@@ -128,7 +128,7 @@ def test_context_ranks_send_what_is_planned(trained: Callable[[Words, str], Trai
     _, run, job = trained(*row)
     counted = json.loads((job.folder / "ledger.json").read_text())["ranks"]
     for rank, rows in enumerate(counted):
-        audit = compared(read(rows), rank_traffic(run, rank), data_terms(run, seat(run, rank)))
+        audit = compare_with_plan(message_rows(rows), rank_traffic(run, rank), data_terms(run, mesh_position(run, rank)))
         assert {line.verb for line in audit if line.axis == "cp"} == {"all_gather", "reduce_scatter"}
         assert [line for line in audit if line.verdict == "differs" or (line.axis == "cp" and line.verdict != "equal")] == []
 
@@ -141,14 +141,14 @@ def test_context_ranks_keep_what_is_planned(trained: Callable[[Words, str], Trai
     memory = make_plan(run).memory
     assert memory is not None
     for rank, held in enumerate(counted):
-        kept = memory.stages[seat(run, rank).place["pp"]].bytes
+        kept = memory.stages[mesh_position(run, rank).coordinates["pp"]].bytes
         assert held["activations"] == kept.activations + kept.logits
 
 
-def test_validation_is_the_same_for_context_ranks(ranks: Ranks, tmp_path: Path) -> None:
+def test_validation_is_the_same_for_context_ranks(ranks: RankPool, tmp_path: Path) -> None:
     words = (*BASE, *LLAMA, *DROPS, "train.evaluate={every: 3, batches: 2}", "train.microbatch=2")
     layouts = ("dp: 1", "cp: 4, zero: 1", "cp: 2, tp: 2, sequence: true", "cp: 2, pp: 2")
-    one, *others = (ranks.trained(tmp_path / f"at{at}", *words, *laid_out(layout)) for at, layout in enumerate(layouts))
+    one, *others = (ranks.train(tmp_path / f"at{at}", *words, *laid_out(layout)) for at, layout in enumerate(layouts))
     assert len(one.figures("validation_loss")) == 2
     for other in others:
         assert other.figures("validation_loss") == pytest.approx(one.figures("validation_loss"), abs=2e-6, rel=0)
@@ -164,20 +164,20 @@ CHANGES = (
 
 
 @pytest.mark.parametrize(("one", "other"), CHANGES)
-def test_context_ranks_go_on_from_what_others_saved(ranks: Ranks, tmp_path: Path, one: str, other: str) -> None:
+def test_context_ranks_go_on_from_what_others_saved(ranks: RankPool, tmp_path: Path, one: str, other: str) -> None:
     curve = (*BASE, *GPT, *DROPS, "optim.schedule=constant")
-    losses, norms = reference(curve)
-    ranks.trained(tmp_path / "run", *curve, "train.microbatch=2", *laid_out(one), f"train.steps={STEPS // 2}")
-    job = ranks.trained(tmp_path / "run", *curve, "train.microbatch=1", *laid_out(other))
-    assert f"goes on from step {STEPS // 2}" in job.said
+    losses, norms = reference_curve(curve)
+    ranks.train(tmp_path / "run", *curve, "train.microbatch=2", *laid_out(one), f"train.steps={STEPS // 2}")
+    job = ranks.train(tmp_path / "run", *curve, "train.microbatch=1", *laid_out(other))
+    assert f"resumes from step {STEPS // 2}" in job.lines
     assert job.figures("loss") == pytest.approx(losses, abs=2e-6, rel=0)
     assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=2e-5)
 
 
-def test_bf16_trains_what_float32_does_to_its_own_precision(ranks: Ranks, tmp_path: Path) -> None:
+def test_bf16_trains_what_float32_does_to_its_own_precision(ranks: RankPool, tmp_path: Path) -> None:
     """As without context ranks: 8 bits of a weight."""
-    losses, norms = reference((*BASE, *LLAMA))
-    job = ranks.trained(tmp_path / "run", *BASE, *LLAMA, *laid_out("cp: 2, dp: 2, zero: 1"), "train.microbatch=2", "train.precision=bf16")
+    losses, norms = reference_curve((*BASE, *LLAMA))
+    job = ranks.train(tmp_path / "run", *BASE, *LLAMA, *laid_out("cp: 2, dp: 2, zero: 1"), "train.microbatch=2", "train.precision=bf16")
     assert job.figures("loss") == pytest.approx(losses, abs=5e-4, rel=0)
     assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=3e-3)
 

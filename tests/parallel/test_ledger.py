@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from distrain.cli.config.load import load
-from distrain.trainer.plan.deepspeed.messages import Compared, Row, Term, compared, data_terms, read
-from distrain.trainer.plan.mesh_position import seat
+from distrain.trainer.plan.mesh_position import mesh_position
+from distrain.trainer.plan.message_comparison import ComparedMessages, MessageRow, compare_with_plan, data_terms, message_rows
 from distrain.trainer.plan.result import Message
 from distrain.trainer.plan.traffic import rank_traffic
+from distrain.trainer.plan.traffic_term import TrafficTerm
 
 if TYPE_CHECKING:
-    from distrain.tests.conftest import Ranks
+    from distrain.tests.fakes.rank_pool import RankPool
 
 Words = tuple[str, ...]
 
@@ -73,16 +74,16 @@ def planned(axis: str, verb: str, payload: int, count: int) -> Message:
     return Message(axis=axis, verb=verb, payload=payload, count=count, sent=0, link="inside", seconds=None, exposed=None)
 
 
-def row(axis: str, verb: str, payload: int, count: int) -> Row:
-    return Row(axis=axis, verb=verb, payload=payload, count=count)
+def row(axis: str, verb: str, payload: int, count: int) -> MessageRow:
+    return MessageRow(axis=axis, verb=verb, payload=payload, count=count)
 
 
 @pytest.mark.parametrize("axis", ["tp", "pp", "copies", "cp"])
 def test_messages_inside_a_replica_are_as_planned_or_differ(axis: str) -> None:
     """Whatever the bytes: two of 100 are not one of 200."""
-    (same,) = compared([row(axis, "send", 100, 2)], [planned(axis, "send", 100, 2)], [Term(verb="send", bytes=200, says="so")])
+    (same,) = compare_with_plan([row(axis, "send", 100, 2)], [planned(axis, "send", 100, 2)], [TrafficTerm(verb="send", bytes=200, says="so")])
     assert (same.verdict, same.why) == ("equal", "")
-    found = compared([row(axis, "send", 200, 1)], [planned(axis, "send", 100, 2)], [Term(verb="send", bytes=200, says="so")])
+    found = compare_with_plan([row(axis, "send", 200, 1)], [planned(axis, "send", 100, 2)], [TrafficTerm(verb="send", bytes=200, says="so")])
     assert [(each.payload, each.verdict, each.why) for each in found] == [
         (100, "differs", "planned, and never sent"),
         (200, "differs", "sent, and not planned"),
@@ -91,25 +92,25 @@ def test_messages_inside_a_replica_are_as_planned_or_differ(axis: str) -> None:
 
 def test_messages_of_the_data_axis_are_equal_in_bytes_however_they_are_cut() -> None:
     rows = [row("dp", "all_reduce", 100, 2), row("dp", "all_reduce", 50, 1)]
-    (found,) = compared(rows, [planned("dp", "all_reduce", 250, 1)])
+    (found,) = compare_with_plan(rows, [planned("dp", "all_reduce", 250, 1)])
     assert (found.verdict, found.payload, found.counted_count, found.counted_bytes) == ("equal", None, 3, 250)
 
 
 @pytest.mark.parametrize(("bytes_told", "verdict"), [(260, "explained"), (261, "differs")])
 def test_other_bytes_of_the_data_axis_are_explained_to_the_byte_or_differ(bytes_told: int, verdict: str) -> None:
-    terms = [Term(verb="all_gather", bytes=200, says="once"), Term(verb="all_gather", bytes=bytes_told - 200, says="padded")]
-    (found,) = compared([row("dp", "all_gather", 130, 2)], [planned("dp", "all_gather", 250, 1)], terms)
+    terms = [TrafficTerm(verb="all_gather", bytes=200, says="once"), TrafficTerm(verb="all_gather", bytes=bytes_told - 200, says="padded")]
+    (found,) = compare_with_plan([row("dp", "all_gather", 130, 2)], [planned("dp", "all_gather", 250, 1)], terms)
     assert found.verdict == verdict
     assert found.why == ("once; padded" if verdict == "explained" else "more or fewer than planned")
 
 
 def test_the_first_and_the_last_stage_are_planned_as_the_pipeline_and_counted_as_ends() -> None:
-    (found,) = compared([row("ends", "all_reduce", 100, 1)], [planned("pp", "all_reduce", 100, 1)])
+    (found,) = compare_with_plan([row("ends", "all_reduce", 100, 1)], [planned("pp", "all_reduce", 100, 1)])
     assert (found.axis, found.verdict) == ("ends", "equal")
 
 
 def test_control_is_one_line_and_the_last() -> None:
-    *_, last = compared([row("control", "all_reduce", 4, 3), row("control", "barrier", 0, 1), row("tp", "all_reduce", 8, 1)], [])
+    *_, last = compare_with_plan([row("control", "all_reduce", 4, 3), row("control", "barrier", 0, 1), row("tp", "all_reduce", 8, 1)], [])
     assert (last.axis, last.verb, last.counted_count, last.counted_bytes, last.verdict) == ("control", "any", 4, 12, "explained")
 
 
@@ -151,24 +152,27 @@ def named(words: Words) -> str:
     return " ".join(word.rpartition(".")[2] for word in words if word.startswith(("parallel.", "train.precision", "train.gradients")))
 
 
-def audited(ranks: Ranks, folder: Path, words: Words) -> list[list[Compared]]:
+def audited(ranks: RankPool, folder: Path, words: Words) -> list[list[ComparedMessages]]:
     """The audit of each rank of a run."""
-    job = ranks.trained(folder, *BASE, *words)
+    job = ranks.train(folder, *BASE, *words)
     run = load(BASE[0], [*BASE[1:], *words])
     told = json.loads((job.folder / "ledger.json").read_text())
     assert told["step"] == 3
-    return [compared(read(rows), rank_traffic(run, rank), data_terms(run, seat(run, rank))) for rank, rows in enumerate(told["ranks"])]
+    return [
+        compare_with_plan(message_rows(rows), rank_traffic(run, rank), data_terms(run, mesh_position(run, rank)))
+        for rank, rows in enumerate(told["ranks"])
+    ]
 
 
 @pytest.mark.parametrize("words", LAYOUTS, ids=named)
-def test_every_rank_sends_what_its_plan_says(ranks: Ranks, tmp_path: Path, words: Words) -> None:
+def test_every_rank_sends_what_its_plan_says(ranks: RankPool, tmp_path: Path, words: Words) -> None:
     for audit in audited(ranks, tmp_path / "run", words):
         assert {line.axis for line in audit} - {"control"}, "it speaks"
         assert [line for line in audit if line.verdict == "differs" or line.axis == "world"] == []
         assert {line.verdict for line in audit if line.axis not in ("dp", "control")} <= {"equal"}
 
 
-def test_control_is_small(ranks: Ranks, tmp_path: Path) -> None:
+def test_control_is_small(ranks: RankPool, tmp_path: Path) -> None:
     words = (*GPT, "cluster.gpus=4", "parallel.pp=2", "parallel.dp=2", "parallel.zero=1")
     for audit in audited(ranks, tmp_path / "run", words):
         control = audit[-1]
@@ -176,10 +180,10 @@ def test_control_is_small(ranks: Ranks, tmp_path: Path) -> None:
         assert control.counted_bytes <= 100
 
 
-def test_counting_changes_no_number(ranks: Ranks, tmp_path: Path) -> None:
+def test_counting_changes_no_number(ranks: RankPool, tmp_path: Path) -> None:
     """Nor how many bytes are held: of two steps the second is measured and counted at once."""
     words = (*BASE, *GPT, "model.dropout=0.1", "parallel.recompute=selective", "parallel.zero=2", "cluster.gpus=2", "train.steps=2")
-    counted, plain = (ranks.trained(tmp_path / f"counted_{word}", *words, f"log.ledger={word}") for word in ("true", "false"))
+    counted, plain = (ranks.train(tmp_path / f"counted_{word}", *words, f"log.ledger={word}") for word in ("true", "false"))
     assert counted.figures("loss") == plain.figures("loss")
     assert counted.figures("grad_norm") == plain.figures("grad_norm")
     measured = [json.loads((job.folder / "measured.json").read_text()) for job in (counted, plain)]

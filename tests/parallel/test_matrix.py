@@ -1,6 +1,6 @@
-"""The matrix: hybrids of data, tensor, sequence and pipeline parallel train the curve of one process, and the plan refuses the rest.
+"""The matrix: every combination of parallel axes trains the curve of one process, or the plan refuses it.
 
-Rows are such that every two choices that meet in any legal layout of up to eight ranks meet in one of them.
+The rows that are trained contain every pair of choices that occurs in any legal layout of up to eight ranks.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import pytest
 
 from distrain.cli.config.load import load
-from distrain.cli.verbs.fit import refused
-from distrain.tests.fakes.one_process import reference
-from distrain.trainer.plan.changed_run import changed, words
-from distrain.trainer.plan.engines import ENGINES, engine_for, unbuilt
+from distrain.tests.fakes.one_process import reference_curve
+from distrain.trainer.launch.admission import check_start
+from distrain.trainer.plan.changed_run import overrides, with_changes
+from distrain.trainer.plan.engines import ENGINES, engine_for
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.plan.rules import broken
-from distrain.trainer.prove.covering import covering
+from distrain.trainer.plan.rules import broken_rules
+from distrain.trainer.prove.covering import covering_rows
 from distrain.trainer.spec.run import Run
 
 if TYPE_CHECKING:
-    from distrain.tests.conftest import Ranks
+    from distrain.tests.fakes.rank_pool import RankPool
 
 Choice = tuple[tuple[str, object], ...]  # (key, value) pairs that are set together
 Words = tuple[str, ...]
@@ -68,8 +68,8 @@ PRECISIONS = ((("train.precision", "fp32"),), (("train.precision", "bf16"), ("tr
 FACTORS: tuple[tuple[Choice, ...], ...] = (MESHES, ZEROS, SEQUENCES, SCHEDULES, MICROS, RECOMPUTES, PRECISIONS)
 
 
-class Layout(NamedTuple):
-    """A row: the shape's name, and a choice of each factor."""
+class MatrixLayout(NamedTuple):
+    """A row of the matrix: the name of a shape, and a choice of each factor."""
 
     shape: str
     choices: tuple[Choice, ...]
@@ -79,45 +79,44 @@ class Layout(NamedTuple):
         return " ".join([self.shape, *degrees, *(str(value).lower() for choice in self.choices[1:] for _, value in choice)])
 
     @property
-    def words(self) -> Words:
-        return tuple(word for choice in self.choices for word in words(choice))
+    def overrides(self) -> Words:
+        return tuple(word for choice in self.choices for word in overrides(choice))
 
     def run(self) -> Run:
-        return changed(shaped(self.shape), [pair for choice in self.choices for pair in choice])
+        return with_changes(shape_run(self.shape), [pair for choice in self.choices for pair in choice])
 
 
 @cache
-def shaped(shape: str) -> Run:
-    """A run of that shape, in one process."""
+def shape_run(shape: str) -> Run:
+    """The run of a shape, in one process."""
     run = load(BASE[0], [*BASE[1:], *SHAPES[shape]])
-    return changed(run, [("parallel.dp", "auto")])
+    return with_changes(run, [("parallel.dp", "auto")])
 
 
-def idle(choices: tuple[Choice, ...]) -> bool:
-    """Whether a choice says nothing: of the sequence where no tensor axis splits it, of a schedule where there are no stages."""
-    said = dict(pair for choice in choices for pair in choice)
-    return (said["parallel.tp"] == 1 and said["parallel.sequence"] is True) or (
-        said["parallel.pp"] == 1 and said["parallel.schedule"] != "1f1b"
+def has_idle_choice(choices: tuple[Choice, ...]) -> bool:
+    """Whether a choice has no effect: parallel.sequence without a tensor axis, or a schedule without stages."""
+    values = dict(pair for choice in choices for pair in choice)
+    return (values["parallel.tp"] == 1 and values["parallel.sequence"] is True) or (
+        values["parallel.pp"] == 1 and values["parallel.schedule"] != "1f1b"
     )
 
 
-def reasons(run: Run) -> list[str]:
-    """Why it is not run, in words; without laying it out."""
-    found = [each.says for each in broken(run, run.parallel, run.train.microbatch)]
-    engine, limits = engine_for(run, run.parallel)
-    built = unbuilt(engine, run.parallel) if engine else ()
-    return [*found, *(each.says for each in (*limits, *built))]
+def refusal_reasons(run: Run) -> list[str]:
+    """Why a run is refused, in words, without planning it."""
+    found = [each.says for each in broken_rules(run, run.parallel, run.train.microbatch)]
+    _, limits = engine_for(run, run.parallel)
+    return [*found, *(each.says for each in limits)]
 
 
 @cache
-def layouts() -> tuple[tuple[Layout, ...], dict[Layout, list[str]]]:
-    """Every layout that says something: those that run, and why the others don't."""
-    legal, illegal = list[Layout](), dict[Layout, list[str]]()
+def layouts() -> tuple[tuple[MatrixLayout, ...], dict[MatrixLayout, list[str]]]:
+    """Every layout whose choices all have an effect: (those that run, the others with the refusal_reasons why they don't)."""
+    legal, illegal = list[MatrixLayout](), dict[MatrixLayout, list[str]]()
     for shape in SHAPES:
         for choices in product(*FACTORS):
-            if not idle(choices):
-                layout = Layout(shape, choices)
-                wrong = reasons(layout.run())
+            if not has_idle_choice(choices):
+                layout = MatrixLayout(shape, choices)
+                wrong = refusal_reasons(layout.run())
                 if wrong:
                     illegal[layout] = wrong
                 else:
@@ -126,51 +125,51 @@ def layouts() -> tuple[tuple[Layout, ...], dict[Layout, list[str]]]:
 
 
 @cache
-def rows() -> tuple[Layout, ...]:
-    """Few of them, in which all pairs of choices meet."""
+def trained_layouts() -> tuple[MatrixLayout, ...]:
+    """A few legal layouts, in which every pair of choices occurs."""
     legal, _ = layouts()
-    return tuple(Layout(shape, choices) for shape, *choices in covering((layout.shape, *layout.choices) for layout in legal))  # type: ignore[arg-type]
+    return tuple(MatrixLayout(shape, choices) for shape, *choices in covering_rows((layout.shape, *layout.choices) for layout in legal))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("layout", rows(), ids=str)
-def test_a_layout_trains_the_curve_of_one_process(ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
-    """bf16 is held to what 8 bits of a weight are: 2e-4 of a loss and 0.13 % of a norm were seen."""
-    losses, norms = reference((*BASE, *SHAPES[layout.shape]))
-    job = ranks.trained(tmp_path / "run", *BASE, *SHAPES[layout.shape], *layout.words)
+@pytest.mark.parametrize("layout", trained_layouts(), ids=str)
+def test_a_layout_trains_the_curve_of_one_process(ranks: RankPool, tmp_path: Path, layout: MatrixLayout) -> None:
+    """bf16 is looser because a weight has 8 bits: 2e-4 of a loss and 0.13 % of a norm were seen."""
+    losses, norms = reference_curve((*BASE, *SHAPES[layout.shape]))
+    job = ranks.train(tmp_path / "run", *BASE, *SHAPES[layout.shape], *layout.overrides)
     half = PRECISIONS[0] not in layout.choices
     assert job.figures("loss") == pytest.approx(losses, abs=1e-3 if half else 3e-6, rel=0)
     assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=5e-3 if half else 2e-5)
 
 
-def test_every_choice_of_the_matrix_is_run() -> None:
-    run = {choice for layout in rows() for choice in layout.choices}
+def test_every_choice_of_the_matrix_is_trained() -> None:
+    run = {choice for layout in trained_layouts() for choice in layout.choices}
     assert run == {choice for choices in FACTORS for choice in choices}
-    assert {layout.shape for layout in rows()} == set(SHAPES)
+    assert {layout.shape for layout in trained_layouts()} == set(SHAPES)
 
 
-def test_what_is_not_run_is_refused_by_the_plan_with_its_reason() -> None:
-    """Every rule's first layouts: what the planner says, and that fit refuses the same."""
+def test_the_plan_refuses_every_other_layout_with_its_reason() -> None:
+    """For the first three layouts of each reason: fit refuses them with that reason and a fix."""
     _, illegal = layouts()
-    by_reason: dict[str, list[Layout]] = {}
+    by_reason: dict[str, list[MatrixLayout]] = {}
     for layout, wrong in illegal.items():
         by_reason.setdefault(wrong[0], []).append(layout)
     for says, refusals in by_reason.items():
         for layout in refusals[:3]:
             run = layout.run()
             plan = make_plan(run)
-            problems = refused(run, plan)
+            problems = check_start(run, plan).problems
             assert says in [each.says for each in problems], layout
-            assert all(each.mend for each in problems if each.says == says), f"{says}: no way out is said"
+            assert all(each.mend for each in problems if each.says == says), f"{says}: no fix is given"
             assert not plan.runnable
 
 
-def test_what_is_run_is_planned_as_runnable(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_trained_layout_is_planned_as_runnable(capsys: pytest.CaptureFixture[str]) -> None:
     legal, illegal = layouts()
-    for layout in rows():
+    for layout in trained_layouts():
         plan = make_plan(layout.run())
         assert plan.runnable, layout
-        assert plan.engine in {engine.name for engine in ENGINES}
-    worlds = Counter(make_plan(layout.run()).world for layout in rows())
+        assert plan.engine in ENGINES
+    worlds = Counter(make_plan(layout.run()).world for layout in trained_layouts())
     with capsys.disabled():
-        told = ", ".join(f"{many} on {world} ranks" for world, many in sorted(worlds.items()))
-        print(f"\nmatrix: {len(rows())} of {len(legal)} legal layouts are run ({told}); {len(illegal)} are refused")
+        counts = ", ".join(f"{many} on {world} ranks" for world, many in sorted(worlds.items()))
+        print(f"\nmatrix: {len(trained_layouts())} of {len(legal)} legal layouts are trained ({counts}); {len(illegal)} are refused")

@@ -18,11 +18,11 @@ pytest.importorskip("deepspeed")
 
 from distrain.cli.config.load import load  # noqa: E402
 from distrain.tests.rank_programs.pipe_ranks import LR, STEPS, batch  # noqa: E402
-from distrain.trainer.engines.deepspeed.settings import deepspeed, optimizer  # noqa: E402
-from distrain.trainer.models.build import build  # noqa: E402
+from distrain.trainer.engines.deepspeed.settings import import_deepspeed, torch_optimizer  # noqa: E402
+from distrain.trainer.models.build import build_model  # noqa: E402
 from distrain.trainer.plan.mesh import Mesh  # noqa: E402
-from distrain.trainer.plan.schedules import SCHEDULES, Action, held_at_once  # noqa: E402
-from distrain.trainer.prove.fork_client import Server  # noqa: E402
+from distrain.trainer.plan.schedules import SCHEDULES, Action, peak_in_flight  # noqa: E402
+from distrain.trainer.prove.fork_client import ForkServer  # noqa: E402
 from distrain.trainer.spec.run import Run  # noqa: E402
 
 Words = tuple[str, ...]
@@ -108,26 +108,26 @@ def whole(curve: Words, layers: int) -> list[str]:
 class Seen:
     """What the ranks of a job left."""
 
-    def __init__(self, server: Server, folder: Path, row: Row, run: Run, does: str) -> None:
+    def __init__(self, server: ForkServer, folder: Path, row: Row, run: Run, does: str) -> None:
         folder.mkdir(parents=True)
         (folder / "run.json").write_bytes(msgspec.json.encode(run))
         (folder / "job.json").write_text(json.dumps({"layers": row.layers, "does": does}))
-        crew = server.trained(folder / "run.json", row.ranks, seconds=DEADLINE)
-        if crew.late or set(crew.codes) != {0}:
+        crew = server.run_job(folder / "run.json", row.ranks, seconds=DEADLINE)
+        if crew.timed_out or set(crew.codes) != {0}:
             logs = (f"-- {log}\n{log.read_text()[-1500:]}" for log in sorted((folder / "ranks").glob("*.log")))
             pytest.fail(f"{row.name}: {crew.says}\n" + "\n".join(logs))
         self.ranks: list[dict[str, Any]] = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(row.ranks)]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     log = tmp_path_factory.mktemp("pipe") / "server.log"
-    with Server(log, command=(sys.executable, str(Path(__file__).parents[1] / "rank_programs" / "pipe_ranks.py"))) as made:
+    with ForkServer(log, command=(sys.executable, str(Path(__file__).parents[1] / "rank_programs" / "pipe_ranks.py"))) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def trained(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def trained(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What ranks saw that trained a row: once each."""
 
     @cache
@@ -151,8 +151,8 @@ class One:
 def reference(curve: Words, layers: int) -> One:
     """The steps of a curve, each batch taken at once."""
     run = load("quickstart", whole(curve, layers))
-    before, module = (build(run, device=torch.device("cpu"), dtype=torch.float32, seed=run.train.seed) for _ in range(2))
-    stepper = optimizer(run, module.parameters())
+    before, module = (build_model(run, device=torch.device("cpu"), dtype=torch.float32, seed=run.train.seed) for _ in range(2))
+    stepper = torch_optimizer(run, module.parameters())
     for group in stepper.param_groups:
         group["lr"] = LR
     losses, norms = [], []
@@ -264,7 +264,7 @@ def test_bf16_trains_what_float32_does_to_its_own_precision(trained: Any, row: R
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("row", [ROWS[0], ROWS[5], ROWS[6], ROWS[15]], ids=lambda row: row.name)
-def test_what_is_restored_goes_on_bit_for_bit(server: Server, tmp_path: Path, row: Row, precision: str) -> None:
+def test_what_is_restored_goes_on_bit_for_bit(server: ForkServer, tmp_path: Path, row: Row, precision: str) -> None:
     for rank in Seen(server, tmp_path / "run", row, row.run(f"train.precision={precision}"), "resumed").ranks:
         assert rank["again"] == rank["once"]
 
@@ -288,21 +288,21 @@ def instructed(schedule: Any) -> Iterator[Action]:
 @pytest.mark.parametrize(("stages", "micros"), [(1, 3), (2, 2), (2, 4), (2, 5), (3, 6), (3, 2), (4, 3), (4, 8), (4, 11), (5, 10)])
 @pytest.mark.parametrize("name", RAN)
 def test_instructions_are_the_planned_actions(name: str, stages: int, micros: int) -> None:
-    deepspeed()
-    from distrain.trainer.engines.deepspeed.instructions import training
+    import_deepspeed()
+    from distrain.trainer.engines.deepspeed.instructions import training_instructions
 
     row = SCHEDULES[name]
     if row.folded and micros < 2 * stages:
         pytest.skip("fewer micro-batches than it needs")
     for stage in range(stages):
-        actions = list(instructed(training(name, micros, stages, stage)))
+        actions = list(instructed(training_instructions(name, micros, stages, stage)))
         assert actions == row.actions(stage, stages, micros, 1)
-        assert held_at_once(actions, row.parts(1)) == row.in_flight(stage, stages, micros, 1)
+        assert peak_in_flight(actions, row.parts(1)) == row.in_flight(stage, stages, micros, 1)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(pp=2, dp=2, tp=2), Mesh(pp=3, dp=1, tp=4), Mesh(pp=4, dp=3), Mesh(pp=2, dp=2, cp=3, tp=2)], ids=str)
 def test_ranks_stand_in_deepspeeds_topology_as_on_the_mesh(mesh: Mesh) -> None:
-    deepspeed()
+    import_deepspeed()
     from distrain.trainer.engines.deepspeed.pipeline_module import topology
 
     made = topology(mesh)

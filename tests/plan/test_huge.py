@@ -13,15 +13,16 @@ from hypothesis import strategies as some
 from distrain.cli.app import command
 from distrain.cli.config.keys import keys
 from distrain.cli.config.load import Loader, load
-from distrain.cli.pages.format import Look
-from distrain.cli.pages.plan_page import page
+from distrain.cli.pages.format import Style
+from distrain.cli.pages.plan_page import plan_text
 from distrain.trainer.plan import layout
-from distrain.trainer.plan.deepspeed.flat_tensors import ALIGNED, Flat, Lie, Lies, flat, stepped
+from distrain.trainer.plan.deepspeed.defaults import ALIGNED
+from distrain.trainer.plan.deepspeed.flat_tensors import FlatElements, FlatParameter, StageParameters, flat_elements, stepped_elements
 from distrain.trainer.plan.divisors import divisors, least_divisor
 from distrain.trainer.plan.layout import balanced
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.rules import MOST_STAGES
-from distrain.trainer.plan.weight_slices import Heads, idle_ranks, portion
+from distrain.trainer.plan.weight_slices import HeadShards, dim_shard, idle_ranks
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import MOST
 
@@ -56,7 +57,7 @@ def planned(recipe: str, words: list[str]) -> str:
         plan = make_plan(LOADER.run(recipe, words))
     except Unreadable as error:
         return str(error)
-    return page(plan, Look())
+    return plan_text(plan, Style())
 
 
 @pytest.mark.parametrize("key", COUNTS)
@@ -164,7 +165,7 @@ def test_layers_that_are_dealt_out_at_once_lie_as_those_dealt_one_by_one(stages:
 
 
 lie = some.builds(
-    Lie,
+    FlatParameter,
     some.sampled_from([0, 1, 2, 7]) | some.integers(1, 500),
     some.booleans(),
     some.sampled_from(["", "replicated", "shared"]),
@@ -173,8 +174,8 @@ lie = some.builds(
 rows = some.lists(lie, max_size=4).map(tuple)
 
 
-@given(some.builds(Lies, rows, rows, some.integers(1, 6), rows), some.sampled_from([1, 2, 3, 5, 16, 60]))
-def test_what_lies_where_is_as_when_every_parameter_is_laid_down(held: Lies, ranks: int) -> None:
+@given(some.builds(StageParameters, rows, rows, some.integers(1, 6), rows), some.sampled_from([1, 2, 3, 5, 16, 60]))
+def test_what_lies_where_is_as_when_every_parameter_is_laid_down(held: StageParameters, ranks: int) -> None:
     every = held.before + held.layer * held.layers + held.after
     part = whole = 0
     touched, mine = [0] * ranks, [0] * ranks
@@ -186,21 +187,21 @@ def test_what_lies_where_is_as_when_every_parameter_is_laid_down(held: Lies, ran
             for rank in range(ranks):
                 shared = min(start + one.elements, (rank + 1) * each) - max(start, rank * each)
                 touched[rank] += one.elements if shared > 0 else 0
-                mine[rank] += shared if shared > 0 and one.also == "replicated" else 0
+                mine[rank] += shared if shared > 0 and one.copies == "replicated" else 0
             start += one.elements
-    assert flat(held, ranks) == Flat(part, whole, max(touched), sum(-(-one.elements // ranks) for one in every))
+    assert flat_elements(held, ranks) == FlatElements(part, whole, max(touched), sum(-(-one.elements // ranks) for one in every))
     if ranks > 1:
-        assert [stepped(held, "replicated", 1, ranks, rank) for rank in range(ranks)] == mine
-        assert stepped(held, "replicated", 1, ranks, None) == max(mine)
+        assert [stepped_elements(held, "replicated", 1, ranks, rank) for rank in range(ranks)] == mine
+        assert stepped_elements(held, "replicated", 1, ranks, None) == max(mine)
 
 
 @given(some.integers(1, 40), some.integers(1, 8), some.integers(1, 40))
 def test_ranks_that_have_nothing_are_those_whose_portion_is_empty(kv_heads: int, group: int, degree: int) -> None:
     sizes = {"heads": kv_heads * group, "kv_heads": kv_heads, "ffn": kv_heads * 3, "vocab": kv_heads * 7}
     for dim in ("heads", "ffn", "vocab"):
-        empty = [rank for rank in range(degree) if not portion(dim, sizes, degree, rank, vocab_multiple=4).length]
+        empty = [rank for rank in range(degree) if not dim_shard(dim, sizes, degree, rank, vocab_multiple=4).length]
         assert idle_ranks(dim, sizes, degree, vocab_multiple=4) == len(empty)
-    heads = Heads(sizes["heads"], kv_heads, degree)
+    heads = HeadShards(sizes["heads"], kv_heads, degree)
     assert heads.lanes * heads.copies == degree
 
 

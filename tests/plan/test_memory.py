@@ -7,10 +7,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from distrain.trainer.plan.changed_run import changed
+from distrain.trainer.plan.changed_run import with_changes
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.plan.result import Bytes, Memory
-from distrain.trainer.plan.schedules import SCHEDULES, held_at_once
+from distrain.trainer.plan.result import Memory, MemoryBytes
+from distrain.trainer.plan.schedules import SCHEDULES, peak_in_flight
 from distrain.trainer.spec.run import Cluster, Device, Link, Model, Parallel, Run, Train
 
 # Large enough for every run, so that nothing is mended.
@@ -25,7 +25,7 @@ def run_of(model: Model, ranks: int, **changes: Any) -> Run:
     cluster = Cluster(nodes=ranks // gpus, gpus=gpus, device=DEVICE, inside=LINK, between=LINK)
     train = Train(batch=ranks, seq=2048, steps=1, precision="fp16", attention="math")
     run = Run(name="test", model=model, cluster=cluster, parallel=Parallel(), train=train)
-    return changed(run, [(key.replace("__", "."), value) for key, value in changes.items()])
+    return with_changes(run, [(key.replace("__", "."), value) for key, value in changes.items()])
 
 
 def memory_of(run: Run) -> Memory:
@@ -35,11 +35,11 @@ def memory_of(run: Run) -> Memory:
     return plan.memory
 
 
-def first(run: Run) -> Bytes:
+def first(run: Run) -> MemoryBytes:
     return memory_of(run).stages[0].bytes
 
 
-def states(held: Bytes) -> int:
+def states(held: MemoryBytes) -> int:
     return held.weights + held.gradients + held.optimizer
 
 
@@ -195,8 +195,8 @@ def runs(draw: st.DrawFn) -> Run:
     return run_of(Model(**shape, layers=layers, hidden=64, heads=8, vocab=draw(st.sampled_from([1000, 1001]))), 1, **keys)
 
 
-def also(run: Run, key: str, value: object) -> list[Bytes]:
-    return [stage.bytes for stage in memory_of(changed(run, [(key, value)])).stages]
+def also(run: Run, key: str, value: object) -> list[MemoryBytes]:
+    return [stage.bytes for stage in memory_of(with_changes(run, [(key, value)])).stages]
 
 
 @given(runs())
@@ -239,7 +239,7 @@ def test_micro_batches_in_flight_are_those_of_the_schedules_actions(run: Run) ->
     row, micros = SCHEDULES[parallel.schedule], run.train.batch // (dp * run.train.microbatch)
     for stage in memory_of(run).stages:
         actions = row.actions(stage.index, parallel.pp, micros, parallel.chunks)
-        assert stage.in_flight == (held_at_once(actions, row.parts(parallel.chunks)) if parallel.pp > 1 else 1)
+        assert stage.in_flight == (peak_in_flight(actions, row.parts(parallel.chunks)) if parallel.pp > 1 else 1)
 
 
 @given(runs())

@@ -5,10 +5,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from distrain.trainer.plan.layout import balanced, mesh_of
-from distrain.trainer.plan.mesh import AXES, Mesh, Runs, inner
+from distrain.trainer.plan.mesh import Mesh, RankRuns, mesh_order, split_group
 from distrain.trainer.spec.run import Parallel
 
-EVERY = ("pp", "dp", "cp", "ep", "tp", "data", "copies")
+EVERY = ("pp", "dp", "cp", "ep", "tp", "data", "expert_copies")
 
 
 @st.composite
@@ -26,7 +26,7 @@ def test_ranks_and_places_are_one_to_one(mesh: Mesh, data: st.DataObject) -> Non
     rank = data.draw(st.integers(0, mesh.world - 1))
     place = mesh.coordinates(rank)
     assert mesh.rank(**place) == rank
-    assert all(0 <= place[axis] < getattr(mesh, axis) for axis in AXES)
+    assert all(0 <= place[axis] < getattr(mesh, axis) for axis in mesh_order())
 
 
 @given(meshes())
@@ -42,7 +42,7 @@ def test_the_groups_of_an_axis_hold_every_rank_once(mesh: Mesh, axis: str) -> No
     assert {len(group) for group in groups} == {mesh.size(axis)}
 
 
-@given(meshes(), st.sampled_from(AXES))
+@given(meshes(), st.sampled_from(mesh_order()))
 def test_the_ranks_of_a_group_differ_on_its_axis_only(mesh: Mesh, axis: str) -> None:
     for group in mesh.groups(axis):
         places = [mesh.coordinates(rank) for rank in group]
@@ -62,8 +62,8 @@ def test_data_ranks_are_those_of_dp_and_cp_together(mesh: Mesh) -> None:
 def test_an_expert_is_held_once_in_a_group_of_ep_and_by_all_of_its_copies(mesh: Mesh) -> None:
     held = {rank: mesh.coordinates(rank)["dp"] % mesh.ep for rank in range(mesh.world)}
     assert all([held[rank] for rank in group] == list(range(mesh.ep)) for group in mesh.groups("ep"))
-    assert all(len({held[rank] for rank in group}) == 1 for group in mesh.groups("copies"))
-    assert mesh.size("ep") * mesh.size("copies") == mesh.size("data")
+    assert all(len({held[rank] for rank in group}) == 1 for group in mesh.groups("expert_copies"))
+    assert mesh.size("ep") * mesh.size("expert_copies") == mesh.size("data")
 
 
 @given(meshes(), st.sampled_from(EVERY), st.data())
@@ -73,7 +73,7 @@ def test_in_node_is_the_fewest_ranks_that_a_group_has_in_a_node(mesh: Mesh, axis
     assert mesh.in_node(axis, gpus) == min(each.count(node) for each in nodes for node in each)
 
 
-def members(runs: Runs) -> tuple[int, ...]:
+def members(runs: RankRuns) -> tuple[int, ...]:
     """The ranks of runs that begin at rank 0, innermost first."""
     ranks: tuple[int, ...] = (0,)
     for size, stride in runs:
@@ -81,11 +81,11 @@ def members(runs: Runs) -> tuple[int, ...]:
     return ranks
 
 
-@given(meshes(), st.sampled_from(["data", "copies"]), st.data())
+@given(meshes(), st.sampled_from(["data", "expert_copies"]), st.data())
 def test_shards_and_their_copies_make_up_a_group(mesh: Mesh, axis: str, data: st.DataObject) -> None:
     size = mesh.size(axis)
     ranks = data.draw(st.sampled_from([each for each in range(1, size + 1) if size % each == 0]))
-    near, far = map(members, inner(mesh.strides(axis), ranks))
+    near, far = map(members, split_group(mesh.strides(axis), ranks))
     assert (len(near), len(far)) == (ranks, size // ranks)
     assert sorted(one + other for one in near for other in far) == sorted(mesh.members(axis))
 

@@ -6,16 +6,17 @@ from typing import Any
 
 import pytest
 
-from distrain.trainer.plan.changed_run import changed
-from distrain.trainer.plan.cost_context import Frame
+from distrain.trainer.plan.changed_run import with_changes
+from distrain.trainer.plan.cost_context import CostContext
 from distrain.trainer.plan.estimate import Estimator
-from distrain.trainer.plan.layout_cost import costs
+from distrain.trainer.plan.layout_cost import layout_cost
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.rules import OF_LAYOUT, OF_RUN
+from distrain.trainer.plan.run_layout import run_layout
 from distrain.trainer.plan.warnings import WARNINGS
 from distrain.trainer.spec.problem import Problem
 from distrain.trainer.spec.run import Cluster, Device, Link, Model, Parallel, Run, Train
-from distrain.trainer.spec.units import gib
+from distrain.trainer.spec.units import gib_text
 
 DEVICE = Device(name="A100", memory=80e9, bandwidth=2e12, peak={"bf16": 312e12, "fp32": 19.5e12}, units=108)
 NVLINK, NIC = Link(bandwidth=300e9, latency=5e-6), Link(bandwidth=25e9, latency=1e-5)
@@ -51,7 +52,7 @@ def value(word: str) -> object:
 
 def mended(run: Run, change: tuple[str, ...]) -> Run:
     """The run with the overrides of a printed change."""
-    return changed(run, [(key, value(word)) for key, _, word in (each.partition("=") for each in change)])
+    return with_changes(run, [(key, value(word)) for key, _, word in (each.partition("=") for each in change)])
 
 
 # fmt: off
@@ -67,23 +68,23 @@ BROKEN: list[tuple[Keys, str]] = [
     ({"model.kv_heads": 5},
         "model.kv_heads=5 does not divide model.heads=12: set model.kv_heads=4 or model.kv_heads=6 or model.kv_heads=3"),
     ({"model.context": 512},
-        "train.seq=1024 is longer than model.context=512, the rows of the position table: set train.seq=512 or model.context=1024"),
+        "train.seq=1024 is longer than model.context=512, the length of the position table: set train.seq=512 or model.context=1024"),
     ({"model.family": "hf"},
         "family hf has no sizes of its own: set model.hf to the path of a config.json"),
     (HF | {"train.seq": 2048},
         "train.seq=2048 is longer than the 1024 tokens of its config.json: set train.seq=1024"),
     (HF | {"model.dropout": 0.1},
-        "model.dropout=0.1: dropout of family hf can't be keyed, so that layouts would train apart: set model.dropout=0"),
+        "model.dropout=0.1: dropout of family hf is not keyed by train.seed and differs between layouts: set model.dropout=0"),
     (HF | {"model.weights": "x"},
-        "model.weights: a model of family hf begins from no weights here: set model.weights=null"),
+        "model.weights: a model of family hf can't start from given weights: set model.weights=null"),
     (HF | {"data.documents": True},
-        "data.documents=true: attention of family hf does not stay inside documents: set data.documents=false"),
+        "data.documents=true: attention of family hf crosses document boundaries: set data.documents=false"),
     (HF | {"parallel.tp": 2},
-        "parallel.tp=2 splits nothing of family hf: it trains under dp and ZeRO: set parallel.tp=1"),
+        "parallel.tp=2 does not apply to family hf, which trains with data parallelism and ZeRO only: set parallel.tp=1"),
     (HF | {"parallel.pp": 2, "parallel.dp": 8},
-        "parallel.pp=2 splits nothing of family hf: it trains under dp and ZeRO: set parallel.pp=1 parallel.dp=auto"),
+        "parallel.pp=2 does not apply to family hf, which trains with data parallelism and ZeRO only: set parallel.pp=1 parallel.dp=auto"),
     (HF | {"parallel.recompute": "full"},
-        "parallel.recompute=full: family hf keeps all of its activations: set parallel.recompute=none"),
+        "parallel.recompute=full: family hf saves all activations: set parallel.recompute=none"),
     ({"model.experts": 8},
         "model.experts=8 is for family moe, not gpt: set model.experts=0"),
     ({"parallel.ep": 2},
@@ -95,16 +96,16 @@ BROKEN: list[tuple[Keys, str]] = [
     (MOE | {"model.experts": 9, "parallel.ep": 2},
         "parallel.ep=2 does not divide model.experts=9: set parallel.ep=1"),
     (MOE | {"parallel.ep": 8, "parallel.tp": 4},
-        "parallel.ep=8 does not divide the data axis, dp 4, whose ranks it takes: set parallel.ep=4 or parallel.ep=2 or parallel.ep=1"),
+        "parallel.ep=8 does not divide parallel.dp=4, whose ranks hold the experts: set parallel.ep=4 or parallel.ep=2 or parallel.ep=1"),
     ({"parallel.tp": 3},
-        "tp 3 x pp 1 x cp 1 = 3 does not divide: the cluster has 2 x 8 = 16 devices: set parallel.tp=2 or parallel.tp=1"),
+        "tp 3 x cp 1 x pp 1 = 3 does not divide: the cluster has 2 x 8 = 16 devices: set parallel.tp=2 or parallel.tp=1"),
     ({"parallel.tp": 4, "parallel.pp": 8},
-        ("tp 4 x pp 8 x cp 1 = 32 does not divide: the cluster has 2 x 8 = 16 devices: "
+        ("tp 4 x cp 1 x pp 8 = 32 does not divide: the cluster has 2 x 8 = 16 devices: "
          "set cluster.nodes=4 or parallel.pp=4 or parallel.pp=2")),
     ({"parallel.dp": 4},
-        "parallel.dp=4 x tp 1 x pp 1 x cp 1 = 4, but the cluster has 2 x 8 = 16 devices: set parallel.dp=16 or parallel.dp=auto"),
+        "parallel.dp=4 x tp 1 x cp 1 x pp 1 = 4, but the cluster has 2 x 8 = 16 devices: set parallel.dp=16 or parallel.dp=auto"),
     ({"parallel.dp": 32},
-        ("parallel.dp=32 x tp 1 x pp 1 x cp 1 = 32, but the cluster has 2 x 8 = 16 devices: "
+        ("parallel.dp=32 x tp 1 x cp 1 x pp 1 = 32, but the cluster has 2 x 8 = 16 devices: "
          "set parallel.dp=16 or cluster.nodes=4 or parallel.dp=auto")),
     ({"parallel.shard": 3},
         "parallel.shard=3 does not divide dp 16 x cp 1 = 16: set parallel.shard=2 or parallel.shard=4 or parallel.shard=1"),
@@ -121,16 +122,16 @@ BROKEN: list[tuple[Keys, str]] = [
     ({"parallel.pp": 2, "parallel.chunks": 2},
         "parallel.chunks=2 is for schedule interleaved, not 1f1b: set parallel.schedule=interleaved or parallel.chunks=1"),
     (ROUNDS | {"parallel.pp": 2},
-        ("parallel.schedule=interleaved wants parallel.chunks of 2 or more: "
+        ("parallel.schedule=interleaved needs parallel.chunks of 2 or more: "
          "set parallel.chunks=2 or parallel.schedule=1f1b parallel.chunks=1")),
     (ROUNDS | {"parallel.pp": 4, "parallel.chunks": 3, "train.batch": 40},
-        ("5 micro-batches a step are not a multiple of parallel.pp=4, as schedule interleaved wants: "
+        ("5 micro-batches a step are not a multiple of parallel.pp=4, which schedule interleaved needs: "
          "set train.batch=64 or parallel.schedule=1f1b parallel.chunks=1")),
     (FOLDED | {"parallel.pp": 8},
-        ("parallel.schedule=dualpipev cuts a model into 2 x parallel.pp=8 parts, and model.layers=12: "
+        ("parallel.schedule=dualpipev needs 2 x parallel.pp=8 parts, more than model.layers=12: "
          "set parallel.schedule=1f1b or parallel.pp=4")),
     (FOLDED | {"parallel.pp": 4, "train.batch": 40},
-        ("5 micro-batches a step are fewer than 2 x parallel.pp=4, as schedule dualpipev wants: "
+        ("5 micro-batches a step are fewer than 2 x parallel.pp=4, which schedule dualpipev needs: "
          "set train.batch=64 or parallel.schedule=1f1b")),
     ({"parallel.pp": 2, "parallel.chunks": 2, "parallel.schedule": "dualpipev"},
         "parallel.chunks=2 is for schedule interleaved, not dualpipev: set parallel.schedule=interleaved or parallel.chunks=1"),
@@ -141,34 +142,34 @@ BROKEN: list[tuple[Keys, str]] = [
     ({"train.steps": None},
         "neither train.steps nor train.tokens is set: set one of them"),
     ({"train.tokens": 1e9},
-        "train.steps=100 and train.tokens=1e+09 are both set: one is the length: set train.tokens=null or train.steps=null"),
+        "train.steps=100 and train.tokens=1e+09 are both set: a run has one length: set train.tokens=null or train.steps=null"),
     ({"optim.warmup": 100},
         "optim.warmup=100 is not shorter than train.steps=100: set optim.warmup=10"),
     ({"train.precision": "fp16"},
         "train.precision=fp16: A100 does not compute in fp16: set train.precision=bf16 or train.precision=fp32"),
     ({"train.gradients": "fp16"},
-        "train.gradients=fp16 does not go with train.precision=bf16: set train.gradients=auto or train.gradients=fp32"),
+        "train.gradients=fp16 is not supported with train.precision=bf16: set train.gradients=auto or train.gradients=fp32"),
     ({"parallel.offload.optimizer": True},
-        "parallel.offload.optimizer=true wants parallel.zero of 1 or more: set parallel.zero=1"),
+        "parallel.offload.optimizer=true needs parallel.zero of 1 or more: set parallel.zero=1"),
     ({"parallel.offload.parameters": True, "parallel.zero": 1},
-        "parallel.offload.parameters=true wants parallel.zero=3, not 1: set parallel.zero=3"),
+        "parallel.offload.parameters=true needs parallel.zero=3, not 1: set parallel.zero=3"),
     ({"name": "../../zz"},
-        "name=../../zz holds /, and is the name of one folder: write one word, as name=my_run: it names the run's folder in log.dir"),
+        "name=../../zz contains /, but names one folder: write one word, as name=my_run: it names the run's folder in log.dir"),
     ({"log.dir": ""},
         "log.dir= is empty: name a folder, as log.dir=runs"),
     ({"optim.min_lr": 0.1},
-        "optim.min_lr=0.1 is above optim.lr=0.0003: optim.schedule=cosine would rise: set optim.min_lr=3e-05"),
+        "optim.min_lr=0.1 is above optim.lr=0.0003: optim.schedule=cosine would raise the rate: set optim.min_lr=3e-05"),
     ({"log.profile": (5, 2)},
-        "log.profile=[5,2]: its first step comes after its last: set log.profile=[2,5]"),
+        "log.profile=[5,2]: its first step is after its last: set log.profile=[2,5]"),
     ({"log.profile": (0, 0)},
         "log.profile=[0,0]: steps are counted from 1: set log.profile=[1,1]"),
     ({"parallel.pp": 20_000, "model": Model(family="gpt", layers=20_000, hidden=16, heads=2, vocab=512), "cluster.nodes": 2500},
-        "parallel.pp=20000 is more than the 10,000 stages that a plan lists: set parallel.pp=1 train.batch=40000"),
+        "parallel.pp=20000 is more than the 10,000 stages that a plan has: set parallel.pp=1 train.batch=40000"),
     ({"cluster.nodes": 1000, "parallel.tp": 2, "parallel.dp": 4000, "model.layers": 300, "parallel.zero": 1, "train.batch": 8000,
       "parallel.cp": 2, "cluster.gpus": 16},
-        ("of 8,000 ranks that share 300 layers under ZeRO 1 the fullest is not looked for: set parallel.zero=3")),
+        ("with ZeRO 1 the fullest of 8,000 ranks that shard 300 layers is not planned: set parallel.zero=3")),
     (MOE | {"cluster.nodes": 100_000, "cluster.gpus": 6, "parallel.ep": 4, "parallel.cp": 4, "train.batch": 2_400_000},
-        ("parallel.ep=4 x parallel.cp=4 ends on no borders of nodes of 6: how 600,000 such ranks are wired is not counted: "
+        ("parallel.ep=4 x parallel.cp=4 does not align with nodes of 6: the links of 600,000 such ranks are not planned: "
          "set parallel.cp=1")),
     ({"cluster.device.memory": "auto"},
         "cluster.device.memory=auto: the memory of A100 is not known: set it in bytes"),
@@ -183,20 +184,20 @@ def test_a_run_that_breaks_no_rule_has_no_problem_and_no_warning() -> None:
 
 @pytest.mark.parametrize("rule", OF_RUN + OF_LAYOUT, ids=lambda rule: rule.__name__)
 def test_every_rule_is_broken_below(rule: Any) -> None:
-    runs = [changed(BASE, keys.items()) for keys, _ in BROKEN]
+    runs = [with_changes(BASE, keys.items()) for keys, _ in BROKEN]
     assert any(list(rule(run, run.parallel, run.train.microbatch)) for run in runs)
 
 
 @pytest.mark.parametrize(("keys", "says"), BROKEN, ids=[says for _, says in BROKEN])
 def test_a_broken_rule_is_said_with_its_mend(keys: Keys, says: str) -> None:
-    plan = make_plan(changed(BASE, keys.items()))
+    plan = make_plan(with_changes(BASE, keys.items()))
     assert says in map(str, plan.problems)
     assert (plan.ok, plan.fits, plan.runnable, plan.memory, plan.traffic, plan.time) == (False, None, False, None, (), None)
 
 
 @pytest.mark.parametrize(("keys", "says"), BROKEN, ids=[says for _, says in BROKEN])
 def test_every_mend_that_is_printed_mends_and_breaks_nothing(keys: Keys, says: str) -> None:
-    run = changed(BASE, keys.items())
+    run = with_changes(BASE, keys.items())
     before = make_plan(run).problems
     (problem,) = (each for each in before if str(each) == says)
     for change in problem.changes:
@@ -207,13 +208,13 @@ def test_every_mend_that_is_printed_mends_and_breaks_nothing(keys: Keys, says: s
 
 def test_a_change_is_printed_as_it_is_listed() -> None:
     for keys, _ in BROKEN:
-        for problem in make_plan(changed(BASE, keys.items())).problems:
+        for problem in make_plan(with_changes(BASE, keys.items())).problems:
             if problem.changes:
                 assert problem.mend == "set " + " or ".join(map(" ".join, problem.changes))
 
 
 def test_heads_that_are_shared_and_padded_are_said_both() -> None:
-    plan = make_plan(changed(BASE, [("parallel.tp", 8), ("model.kv_heads", 4)]))
+    plan = make_plan(with_changes(BASE, [("parallel.tp", 8), ("model.kv_heads", 4)]))
     assert [str(each) for each in plan.warnings] == [
         "model.heads=12 is padded to 16 so that tp 8 splits it: 25 % of attention's products are padding",
         "parallel.tp=8 is more than model.kv_heads=4: each is held by 2 ranks",
@@ -222,19 +223,19 @@ def test_heads_that_are_shared_and_padded_are_said_both() -> None:
 
 def test_all_problems_are_said_at_once() -> None:
     keys: Keys = {"model.kv_heads": 5, "train.batch": 250, "parallel.shard": 3, "optim.warmup": 100, "parallel.offload.optimizer": True}
-    rules = [each.rule for each in make_plan(changed(BASE, keys.items())).problems]
+    rules = [each.rule for each in make_plan(with_changes(BASE, keys.items())).problems]
     assert sorted(rules) == ["batch", "kv_heads", "offload", "shard", "warmup"]
 
 
 def test_a_mend_is_told_though_another_problem_stays() -> None:
-    plan = make_plan(changed(BASE, [("train.batch", 240), ("optim.warmup", 100)]))
+    plan = make_plan(with_changes(BASE, [("train.batch", 240), ("optim.warmup", 100)]))
     assert {each.rule: each.changes[0] for each in plan.problems} == {"batch": ("train.microbatch=1",), "warmup": ("optim.warmup=10",)}
 
 
 def test_a_mend_that_would_break_another_rule_is_not_told() -> None:
     """Stages of 12 layers are at most 12, and 6, a divisor that is near, does not divide 16 devices."""
     keys: Keys = {"parallel.pp": 16}
-    assert [each.changes for each in make_plan(changed(BASE, keys.items())).problems] == [(("parallel.pp=4",),)]
+    assert [each.changes for each in make_plan(with_changes(BASE, keys.items())).problems] == [(("parallel.pp=4",),)]
 
 
 # Memory.
@@ -275,7 +276,7 @@ FULL: dict[str, tuple[Keys, int | None]] = {
 }
 # fmt: on
 
-# What is tried, smallest first: the order that trainer/plan/mends.py states.
+# What is tried, smallest first: the order that trainer/plan/fixes.py states.
 ORDER = (
     "parallel.recompute=selective",
     "parallel.schedule=1f1b",
@@ -294,7 +295,7 @@ ORDER = (
 
 
 def full(name: str) -> tuple[Run, Problem]:
-    run = changed(BASE, FULL[name][0].items())
+    run = with_changes(BASE, FULL[name][0].items())
     plan = make_plan(run)
     assert (plan.ok, plan.fits) == (True, False)
     (problem,) = plan.problems
@@ -312,11 +313,11 @@ def test_what_does_not_fit_is_said_with_its_largest_kinds(name: str) -> None:
     memory = make_plan(run).memory
     assert memory is not None
     held = memory.stages[memory.stage].bytes
-    said = re.fullmatch(rf"needs {gib(memory.peak)} GiB of {gib(memory.capacity)} on stage {memory.stage}: (.*)", problem.says)
+    said = re.fullmatch(rf"needs {gib_text(memory.peak)} GiB of {gib_text(memory.capacity)} on stage {memory.stage}: (.*)", problem.says)
     assert said is not None
     told = [each.split() for each in said[1].split(", ")]
     kinds = {row.name: getattr(held, row.name) for row in fields(held) if row.name != "total"}
-    assert [word for _, word in told] == [gib(kinds[kind]) for kind, _ in told]
+    assert [word for _, word in told] == [gib_text(kinds[kind]) for kind, _ in told]
     assert [kinds[kind] for kind, _ in told] == sorted(kinds.values())[:-4:-1]
 
 
@@ -330,7 +331,7 @@ def test_every_change_that_is_said_to_fit_fits_in_what_is_said(name: str) -> Non
         assert (after.problems, after.fits) == ((), True)
         assert after.memory is not None
         assert before.engine is None or after.engine is not None
-        told.append(f"{' '.join(change)} ({gib(after.memory.peak)})")
+        told.append(f"{' '.join(change)} ({gib_text(after.memory.peak)})")
     assert problem.mend == ("fits with " + " or ".join(told) if told else "no change of layout was found that fits on this cluster")
 
 
@@ -348,9 +349,9 @@ def test_no_single_change_of_the_order_fits_where_several_keys_are_told(name: st
     keys, least = FULL[name]
     if least == 1:
         return
-    run = changed(BASE, keys.items())
+    run = with_changes(BASE, keys.items())
     for key, word in (("recompute", "selective"), ("recompute", "full"), ("sequence", True), ("zero", 1), ("zero", 2), ("zero", 3)):
-        assert not make_plan(changed(run, [(f"parallel.{key}", word)])).fits
+        assert not make_plan(with_changes(run, [(f"parallel.{key}", word)])).fits
 
 
 def test_one_of_the_sentences_in_full() -> None:
@@ -373,15 +374,15 @@ HURTS: list[tuple[str, Keys, str]] = [
     ("time", {"cluster.between": None},
         "no times: cluster.between is not stated: set cluster.between.bandwidth (bytes/s per GPU and direction) and .latency (seconds)"),
     ("time", {"parallel.zero": 1, "parallel.offload.optimizer": True},
-        "no times: how fast the host steps an offloaded optimizer is not known"),
+        "no times: the speed of an offloaded optimizer step is not known"),
     ("routing", MOE | {"parallel.ep": 4},
-        "what expert ranks keep, send and compute is planned for even routing, 8 experts over 4 ranks"),
+        "memory, messages and times of expert ranks are planned for even routing, 8 experts over 4 ranks"),
     ("capacity", MOE | {"model.capacity": 1.25},
         "model.capacity=1.25: planned as if no token were dropped"),
     ("tp", {"cluster.gpus": 2, "cluster.nodes": 8, "parallel.tp": 4},
-        "parallel.tp=4 crosses nodes of 2: every layer waits for the link between them: "),
+        "parallel.tp=4 crosses nodes of 2: every layer waits for the link between nodes: "),
     ("link", {"cluster.inside.bandwidth": 9e6},
-        "cluster.inside.bandwidth=9e+06 is 9e+06 bytes/s: bytes/s per GPU and direction, as 300e9 or 300GB/s, are meant"),
+        "cluster.inside.bandwidth=9e+06 is 9e+06 bytes/s: bytes/s per GPU and direction, write it as 300e9 or 300GB/s"),
     ("link", {"cluster.between.latency": 5.0},
         "cluster.between.latency=5 is 5 s: write 5us for microseconds"),
     ("bubble", {"parallel.pp": 4, "train.batch": 32},
@@ -396,7 +397,7 @@ HURTS: list[tuple[str, Keys, str]] = [
         "model.vocab=50257 is padded to 53248, a multiple of model.vocab_multiple=4096: 6 % of the head's products are padding"),
     ("heads", {"model.heads": 6, "parallel.tp": 4},
         ("model.heads=6 is padded to 8 so that tp 4 splits it: 25 % of attention's products are padding, "
-         "and 1 of 4 ranks has nothing else")),
+         "and 1 of 4 ranks holds padding only")),
     ("ffn", {"model.heads": 16, "model.ffn": 3004, "parallel.tp": 8},
         "model.ffn=3004 is padded to 3008 so that tp 8 splits it: less than 1 % of the feed-forward's products are padding"),
     ("kv_heads", {"model.kv_heads": 2, "parallel.tp": 4},
@@ -404,9 +405,9 @@ HURTS: list[tuple[str, Keys, str]] = [
     ("idle", {"parallel.sequence": True},
         "parallel.sequence=true does nothing with parallel.tp=1"),
     ("recompute", {"parallel.recompute": "selective"},
-        "parallel.recompute=selective with train.attention=flash: flash keeps no scores, "),
+        "parallel.recompute=selective with train.attention=flash: flash attention stores no scores: "),
     ("mfu", {"cluster.device.name": "Z9000"},
-        "no measured run of Z9000 in bf16 is known to this planner: its MFU is a calculation"),
+        "no measured run of Z9000 in bf16 is known: its MFU is calculated only"),
     ("mfu", {"cluster.device.bandwidth": 1e15, "cluster.device.sustained": 1.0, "cluster.device.memory": 1e13, "train.compile": True,
              "model": gpt(2, 12288, 96)},
         "an MFU of "),
@@ -416,7 +417,7 @@ HURTS: list[tuple[str, Keys, str]] = [
 
 @pytest.mark.parametrize(("rule", "keys", "says"), HURTS, ids=[f"{rule}: {says}" for rule, _, says in HURTS])
 def test_what_hurts_is_said_once_and_alone(rule: str, keys: Keys, says: str) -> None:
-    plan = make_plan(changed(BASE, keys.items()))
+    plan = make_plan(with_changes(BASE, keys.items()))
     assert plan.ok
     assert [each.rule for each in plan.warnings] == [rule]
     assert str(plan.warnings[0]).startswith(says)
@@ -427,7 +428,7 @@ PEAK = Estimator(BASE)(BASE.parallel, BASE.train.microbatch).peak or 0
 
 @pytest.mark.parametrize(("share", "said"), [(0.94, []), (0.96, ["tight"]), (1.0, ["tight"])])
 def test_a_device_that_is_all_but_full_is_said(share: float, said: list[str]) -> None:
-    plan = make_plan(changed(BASE, [("cluster.device.memory", PEAK / share)]))
+    plan = make_plan(with_changes(BASE, [("cluster.device.memory", PEAK / share)]))
     assert plan.fits
     assert [each.rule for each in plan.warnings] == said
 
@@ -454,27 +455,27 @@ UNRUN: list[tuple[Keys, str]] = [
         ("zero does not run parallel.offload=true with parallel.sequence=true: "
          "set parallel.sequence=false or parallel.offload.optimizer=false")),
     ({"parallel.tp": 8, "model.heads": 16, "model.kv_heads": 4, "parallel.zero": 1, "parallel.offload.optimizer": True},
-        ("zero does not run parallel.offload=true with more tensor ranks than model.kv_heads=4: "
+        ("zero does not run parallel.offload=true with more tensor-parallel ranks than model.kv_heads=4: "
          "set parallel.tp=4 or parallel.offload.optimizer=false")),
     ({"cluster.device.peak": {"fp8": 6e14, "bf16": 3e14}, "train.precision": "fp8"},
         "zero does not run train.precision=fp8: set train.precision=bf16"),
     (MOE | {"parallel.ep": 4, "parallel.zero": 3},
         "zero does not run parallel.zero=3 with parallel.ep=4: set parallel.zero=2 or parallel.ep=1"),
-    ({"model.family": "bert"},                         "zero does not run model.family=bert: it runs gpt, llama, moe or hf"),
+    ({"model.family": "bert"},                         "zero does not run model.family=bert: it runs gpt, hf, llama or moe"),
 ]
 # fmt: on
 
 
 @pytest.mark.parametrize(("keys", "says"), UNRUN, ids=[says for _, says in UNRUN])
 def test_what_no_engine_runs_is_planned_and_said(keys: Keys, says: str) -> None:
-    plan = make_plan(changed(BASE, keys.items()))
+    plan = make_plan(with_changes(BASE, keys.items()))
     assert (plan.ok, plan.fits, plan.runnable) == (True, True, False)
     assert [str(each) for each in plan.warnings if each.rule == "engine"] == [f"engine {says}"]
 
 
 @pytest.mark.parametrize(("keys", "says"), UNRUN, ids=[says for _, says in UNRUN])
 def test_every_layout_that_is_told_for_one_that_no_engine_runs_is_run(keys: Keys, says: str) -> None:
-    run = changed(BASE, keys.items())
+    run = with_changes(BASE, keys.items())
     (problem,) = (each for each in make_plan(run).warnings if each.rule == "engine")
     for change in problem.changes:
         after = make_plan(mended(run, change))
@@ -482,7 +483,7 @@ def test_every_layout_that_is_told_for_one_that_no_engine_runs_is_run(keys: Keys
 
 
 def test_of_two_limits_each_is_told_with_what_mends_it() -> None:
-    plan = make_plan(changed(BASE, [("parallel.pp", 2), ("parallel.zero", 2), ("parallel.reduce", "server")]))
+    plan = make_plan(with_changes(BASE, [("parallel.pp", 2), ("parallel.zero", 2), ("parallel.reduce", "server")]))
     told = {each.says: each.mend for each in plan.warnings if each.rule == "engine"}
     assert told == {
         "engine pipe does not run parallel.zero=2": "set parallel.zero=1 or parallel.pp=1",
@@ -493,7 +494,7 @@ def test_of_two_limits_each_is_told_with_what_mends_it() -> None:
 def test_a_layout_that_would_not_fit_is_not_told_for_one_that_does() -> None:
     """39e9 parameters fit on 8 stages, and not on one, whose ranks hold all weights."""
     keys: Keys = {"model": gpt(48, 8192, 64), "parallel.pp": 8, "parallel.zero": 2, "cluster.nodes": 8, "train.microbatch": 1}
-    plan = make_plan(changed(BASE, keys.items()))
+    plan = make_plan(with_changes(BASE, keys.items()))
     assert plan.fits
     assert [each.changes for each in plan.warnings if each.rule == "engine"] == [(("parallel.zero=1",),)]
 
@@ -501,9 +502,9 @@ def test_a_layout_that_would_not_fit_is_not_told_for_one_that_does() -> None:
 @pytest.mark.parametrize("warning", WARNINGS, ids=lambda warning: warning.__name__)
 def test_every_warning_is_provoked_above(warning: Any) -> None:
     provoked = [keys for _, keys, _ in HURTS] + [keys for keys, _ in UNRUN] + [{"cluster.device.memory": PEAK}, HF]
-    for run in (changed(BASE, keys.items()) for keys in provoked):
-        frame = Frame(run)
-        layout = frame.layout(run.parallel, run.train.microbatch)
-        if list(warning(frame, layout, costs(frame, layout), make_plan(run).throughput)):
+    for run in (with_changes(BASE, keys.items()) for keys in provoked):
+        frame = CostContext(run)
+        layout = run_layout(frame, run.parallel, run.train.microbatch)
+        if list(warning(frame, layout, layout_cost(frame, layout), make_plan(run).throughput)):
             return
     pytest.fail("no run above is told this")

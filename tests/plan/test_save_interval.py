@@ -10,11 +10,11 @@ import pytest
 
 from distrain.cli.app import command
 from distrain.cli.config.load import load
-from distrain.cli.pages.format import Look
-from distrain.cli.pages.plan_page import page
+from distrain.cli.pages.format import Style
+from distrain.cli.pages.plan_page import plan_text
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.result import Plan, Saving
-from distrain.trainer.plan.save_interval import best_interval, goodput, stopping
+from distrain.trainer.plan.save_interval import best_interval, goodput, stop_seconds
 
 HOUR, DAY = 3600.0, 86400.0
 
@@ -85,27 +85,27 @@ def test_a_plan_says_how_often_to_save() -> None:
     assert found.every == round(found.interval / plan.time.step)
     step = found.every * plan.time.step
     assert found.goodput == pytest.approx(step / (between * exp(save / between) * (exp((step + save) / between) - 1)))
-    assert f"checkpoint.every={found.every})" in " ".join(page(plan, Look()).split())
+    assert f"checkpoint.every={found.every})" in " ".join(plan_text(plan, Style()).split())
 
 
 def test_without_a_rate_of_storage_nothing_is_guessed() -> None:
     plan = llama("cluster.storage=null")
     found = saved(plan)
     assert (found.seconds, found.interval, found.every, found.goodput) == (None, None, None, None)
-    assert "state cluster.storage (bytes/s) to be told how often to save" in " ".join(page(plan, Look()).split())
+    assert "set cluster.storage (bytes/s) to see how often to save" in " ".join(plan_text(plan, Style()).split())
 
 
 def test_a_run_that_is_too_short_to_be_interrupted_hears_nothing_of_it() -> None:
     plan = make_plan(load("gpt2_124m", ["cluster.storage=1e9"]))
     assert saved(plan).interruptions is not None
-    assert "interrupt" not in page(plan, Look())
+    assert "interrupt" not in plan_text(plan, Style())
     assert told(plan) == []
 
 
 def test_an_interval_that_is_far_from_the_best_is_told_and_its_mend_holds() -> None:
     (line,) = told(llama("checkpoint.every=1000"))
     assert line == (
-        "about 686 interruptions are to be expected: checkpoint.every=1000 keeps 68 % of the time, the best interval 99 %: "
+        "about 686 interruptions are expected: checkpoint.every=1000 keeps 68 % of the time, the best interval 99 %: "
         "set checkpoint.every=20"
     )
     assert told(llama()) == []
@@ -115,20 +115,20 @@ def test_an_interval_that_is_far_from_the_best_is_told_and_its_mend_holds() -> N
 def test_a_long_run_that_saves_at_its_end_alone_is_told() -> None:
     (line,) = told(llama("checkpoint.every=0", "cluster.storage=null"))
     assert line == (
-        "checkpoint.every=0 saves at the end alone, and about 686 interruptions are to be expected: "
-        "set checkpoint.every; cluster.storage (bytes/s) says how often is best"
+        "checkpoint.every=0 saves only at the end, and about 686 interruptions are expected: "
+        "set checkpoint.every; cluster.storage (bytes/s) tells the best interval"
     )
     (line,) = told(llama("checkpoint.every=0"))
-    assert "saving at the end alone keeps 0 % of the time" in line
+    assert "saving only at the end keeps 0 % of the time" in line
 
 
-SLURM = "Slurm kills what it has stopped after 30 s: the checkpoint before is what stands: raise KillWait in slurm.conf"
+SLURM = "Slurm kills a stopped run after 30 s, which then resumes from an earlier checkpoint: raise KillWait in slurm.conf"
 GRACES = (
     ("slurm", "pdsh", SLURM),
     (
         "torchrun",
         "pdsh",
-        "torchrun kills what it has stopped after 30 s: the checkpoint before is what stands: give torchrun --shutdown-timeout",
+        "torchrun kills a stopped run after 30 s, which then resumes from an earlier checkpoint: give torchrun --shutdown-timeout",
     ),
     ("local", "slurm", None),
     ("deepspeed", "pdsh", None),  # its ranks' keepers are not the launcher's
@@ -141,17 +141,17 @@ def test_a_stop_that_takes_longer_than_the_grace_is_told(launch: Any, runner: An
     """A step of 16.43 s and a save of 48.70 s, each twice: 130 s."""
     run = load("llama3_405b", ["cluster.storage=1e11", "checkpoint.every=100"])
     plan = make_plan(replace(run, launch=replace(run.launch, name=launch, runner=runner)))
-    says = f"to stop and save may take 130 s (a step of 16.4 s, a save of 48.7 s), and {line}, or write faster"
-    assert [each for each in told(plan) if each.startswith("to stop")] == ([says] if line else [])
+    says = f"stopping and saving may take 130 s (a step of 16.4 s, a save of 48.7 s), but {line}, or write faster"
+    assert [each for each in told(plan) if each.startswith("stopping")] == ([says] if line else [])
 
 
 def test_a_stop_waits_for_the_step_the_evaluation_and_the_save_that_run() -> None:
     """Twelve batches go forward in four steps' time: 2 x 10 + 4 x 10 + 2 x 50."""
     run = load("llama3_405b", ["train.evaluate={every: 100, batches: 12}"])
-    assert stopping(run, 10.0, 50.0) == pytest.approx(160.0)
-    assert stopping(run, 10.0, None) == pytest.approx(60.0)
-    assert stopping(run, None, 50.0) == pytest.approx(100.0)
-    assert stopping(load("llama3_405b"), 10.0, 50.0) == pytest.approx(120.0)
+    assert stop_seconds(run, 10.0, 50.0) == pytest.approx(160.0)
+    assert stop_seconds(run, 10.0, None) == pytest.approx(60.0)
+    assert stop_seconds(run, None, 50.0) == pytest.approx(100.0)
+    assert stop_seconds(load("llama3_405b"), 10.0, 50.0) == pytest.approx(120.0)
 
 
 def test_slurm_is_asked_to_tell_a_run_of_its_end_as_long_before_as_a_stop_takes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,7 +85,7 @@ def planned(pipeline: Pipeline, weights: list[int] | None = None) -> float:
     each = weights or [1] * stages
     others = sum(each) - max(each)
     row = SCHEDULES[name]
-    return 3 * micros * max(each) + max(0.0, 3 * row.fill(chunks) * others - row.hidden(stages, micros) * others)
+    return 3 * micros * max(each) + max(0.0, 3 * row.fill(chunks) * others - row.filled_by_weights(stages, micros) * others)
 
 
 @given(pipelines(list(SCHEDULES)))

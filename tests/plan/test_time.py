@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from distrain.trainer.plan.changed_run import changed
+from distrain.trainer.plan.changed_run import with_changes
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.plan.result import Plan, Throughput, Time, Whole
+from distrain.trainer.plan.result import Plan, StepTime, Throughput, WholeRun
 from distrain.trainer.spec.run import Cluster, Device, Link, Model, Parallel, Run, Train
 
 # NVIDIA A100 80GB SXM datasheet: 312e12 dense FLOP/s in half precision, 2.039e12 bytes/s, NVLink 300e9 a direction, 108
@@ -26,10 +26,10 @@ def planned(model: Model, ranks: int, **changes: Any) -> Plan:
     cluster = Cluster(nodes=ranks // gpus, gpus=gpus, device=A100, inside=NVLINK, between=HDR)
     train = Train(batch=ranks, seq=2048, steps=1, precision="fp16", attention="math", compile=True)
     run = Run(name="test", model=model, cluster=cluster, parallel=Parallel(), train=train)
-    return make_plan(changed(run, [(key.replace("__", "."), value) for key, value in changes.items()]))
+    return make_plan(with_changes(run, [(key.replace("__", "."), value) for key, value in changes.items()]))
 
 
-def timed(plan: Plan) -> tuple[Time, Throughput, Whole]:
+def timed(plan: Plan) -> tuple[StepTime, Throughput, WholeRun]:
     assert plan.time is not None
     assert plan.throughput is not None
     assert plan.run is not None

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distrain.trainer.plan.changed_run import changed
-from distrain.trainer.plan.collectives import ALGORITHMS, Wire, cost, server_inflow
+from distrain.trainer.plan.changed_run import with_changes
+from distrain.trainer.plan.collectives import ALGORITHMS, Wire, collective_cost, server_inflow
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.result import Message, Plan
 from distrain.trainer.plan.traffic import rank_traffic, stage_traffic
@@ -19,12 +19,12 @@ from distrain.trainer.spec.run import Cluster, Device, Link, Model, Parallel, Ru
 
 def sent(verb: str, payload: int, size: int, algorithm: str = "ring") -> int:
     """Bytes that a rank sends."""
-    return cost(verb, payload, Wire(size, size, 1.0, 0.0), algorithm)[0]
+    return collective_cost(verb, payload, Wire(size, size, 1.0, 0.0), algorithm)[0]
 
 
 def hops(verb: str, size: int, algorithm: str) -> float:
     """Seconds of a message of no bytes, where a hop takes one."""
-    return cost(verb, 0, Wire(size, size, 1.0, 1.0), algorithm)[1]
+    return collective_cost(verb, 0, Wire(size, size, 1.0, 1.0), algorithm)[1]
 
 
 @given(st.integers(2, 300), st.integers(0, 10**9))
@@ -56,7 +56,7 @@ def test_recursive_halving_beyond_a_power_of_two_hands_whole_tensors_in_and_back
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("verb", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"])
 def test_a_group_of_one_sends_nothing(algorithm: str, verb: str) -> None:
-    assert cost(verb, 1000, Wire(1, 1, inf, 1.0), algorithm) == (0, 0.0)
+    assert collective_cost(verb, 1000, Wire(1, 1, inf, 1.0), algorithm) == (0, 0.0)
 
 
 def test_a_parameter_server_takes_resnet_50s_gradients_at_73_gigabytes_a_second() -> None:
@@ -65,7 +65,7 @@ def test_a_parameter_server_takes_resnet_50s_gradients_at_73_gigabytes_a_second(
 
 
 def test_a_parameter_servers_one_link_carries_every_workers_tensor_in_and_out() -> None:
-    payload, seconds = cost("all_reduce", 1000, Wire(16, 16, 50.0, 0.0), "server")
+    payload, seconds = collective_cost("all_reduce", 1000, Wire(16, 16, 50.0, 0.0), "server")
     assert (payload, seconds) == (1000, 2 * 16 * 1000 / 50)
 
 
@@ -86,7 +86,7 @@ def run_of(model: Model = GPT, ranks: int = 8, **changes: Any) -> Run:
     keys = {key.replace("__", "."): value for key, value in changes.items()}
     others = keys.get("parallel.tp", 1) * keys.get("parallel.pp", 1) * keys.get("parallel.cp", 1)
     steps = keys.pop("micros", 1)
-    return changed(run, ({"train.batch": ranks // others * B * steps} | keys).items())
+    return with_changes(run, ({"train.batch": ranks // others * B * steps} | keys).items())
 
 
 def planned(model: Model = GPT, ranks: int = 8, **changes: Any) -> Plan:

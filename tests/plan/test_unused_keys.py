@@ -9,8 +9,8 @@ from distrain.cli.app import command
 from distrain.cli.config import library
 from distrain.cli.config.keys import keys
 from distrain.cli.config.load import load
-from distrain.cli.verbs.fit import remarks
-from distrain.trainer.plan.changed_run import changed
+from distrain.trainer.launch.admission import start_warnings
+from distrain.trainer.plan.changed_run import with_changes
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.unused_keys import IDLE, READ, RULE, default
 from distrain.trainer.spec.run import Cluster, Device, Link, Model, Parallel, Run, Train
@@ -89,10 +89,10 @@ def told(run: Run) -> list[str]:
 
 @pytest.mark.parametrize(("key", "value", "other", "idle", "used"), ROWS, ids=[f"{row[0]} {row[2]}" for row in ROWS])
 def test_a_key_that_does_nothing_is_said_and_one_that_does_is_not(key: str, value: Any, other: str, idle: Keys, used: Keys) -> None:
-    (said,) = [each for each in told(changed(RUN, {**idle, key: value}.items())) if each.startswith(f"{key}=")]
+    (said,) = [each for each in told(with_changes(RUN, {**idle, key: value}.items())) if each.startswith(f"{key}=")]
     assert said.endswith(f" does nothing with {other}")
-    assert not [each for each in told(changed(RUN, {**used, key: value}.items())) if each.startswith(f"{key}=")]
-    assert not [each for each in told(changed(RUN, {**idle, key: default(key)}.items())) if each.startswith(f"{key}=")]
+    assert not [each for each in told(with_changes(RUN, {**used, key: value}.items())) if each.startswith(f"{key}=")]
+    assert not [each for each in told(with_changes(RUN, {**idle, key: default(key)}.items())) if each.startswith(f"{key}=")]
 
 
 def test_every_row_of_the_table_is_said_above() -> None:
@@ -109,23 +109,23 @@ def test_every_key_has_a_row_or_is_always_read() -> None:
 def test_no_recipe_sets_what_does_nothing(recipe: str) -> None:
     run = load(recipe)
     assert told(run) == []
-    assert [each.says for each in remarks(run, make_plan(run)) if each.rule != RULE] == []
+    assert [each.says for each in start_warnings(run, make_plan(run)) if each.rule != RULE] == []
 
 
 def test_metrics_that_are_left_out_are_written_all_the_same() -> None:
     run = replace(RUN, log=replace(RUN.log, sinks=("console",)))
-    assert told(run) == ["log.sinks=[console] leaves out jsonl, which is written all the same"]
+    assert told(run) == ["log.sinks=[console] leaves out jsonl, which is always written"]
 
 
 def test_fit_says_what_of_its_words_does_nothing_under_its_verdict(
     tmp_path: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from distrain.cli.verbs import fit
+    from distrain.trainer.launch import training
     from distrain.trainer.machine import facts
 
-    monkeypatch.setattr(facts, "found", lambda: None)
-    monkeypatch.setattr(facts, "known", lambda: True)
-    monkeypatch.setattr(fit, "train", lambda *_: (1, ["not started here"]))
+    monkeypatch.setattr(facts, "cached_facts", lambda: None)
+    monkeypatch.setattr(facts, "is_measured", lambda: True)
+    monkeypatch.setattr(training, "train_run", lambda *_: training.TrainingResult(status=1, says="not started here"))
     words = ["conf=tiny_2x2x2", "optim.schedule=constant", "optim.min_lr=1e-5", "train.evaluate.batches=3", f"log.dir={tmp_path}"]
     assert command(["fit", *words]) == 1
     lines = capsys.readouterr().out.splitlines()
@@ -136,17 +136,17 @@ def test_fit_says_what_of_its_words_does_nothing_under_its_verdict(
 
 
 def test_a_sink_whose_package_is_missing_is_said_before_a_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from distrain.cli.verbs import fit
+    from distrain.trainer.launch import admission
 
-    monkeypatch.setattr(fit, "find_spec", lambda name: None)
+    monkeypatch.setattr(admission, "find_spec", lambda name: None)
     run = replace(RUN, log=replace(RUN.log, sinks=("jsonl", "wandb")))
-    assert [str(each) for each in remarks(run, make_plan(run))] == [
-        "log.sinks names wandb, which is not installed, so that nothing goes there: pip install wandb"
+    assert [str(each) for each in start_warnings(run, make_plan(run))] == [
+        "log.sinks names wandb, which is not installed: nothing is logged there: pip install wandb"
     ]
 
 
 def test_a_copy_of_gradients_that_no_engine_keeps_is_said_by_fit() -> None:
     run = replace(RUN, optim=replace(RUN.optim, gradient_copy=True))
-    assert [each.says for each in remarks(run, make_plan(run))] == [
-        "optim.gradient_copy=true is planned for, and DeepSpeed keeps no such copy"
+    assert [each.says for each in start_warnings(run, make_plan(run))] == [
+        "optim.gradient_copy=true is in the plan, but DeepSpeed keeps no such copy"
     ]

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distrain.trainer.models.families import FAMILIES
-from distrain.trainer.models.table import Table, count, named, padded
-from distrain.trainer.plan.axes.tp import SPLITS
-from distrain.trainer.plan.cost_context import Frame
-from distrain.trainer.plan.layout_cost import costs
+from distrain.trainer.models.ops.op_table import OpTable, element_count, model_parameters, round_up
+from distrain.trainer.plan.cost_context import CostContext
+from distrain.trainer.plan.layout_cost import layout_cost
 from distrain.trainer.plan.mesh import Mesh
-from distrain.trainer.plan.mesh_position import seat
-from distrain.trainer.plan.weight_slices import Heads, Placed, Portion, local_sizes, placed, portion
+from distrain.trainer.plan.mesh_position import mesh_position
+from distrain.trainer.plan.run_layout import run_layout
+from distrain.trainer.plan.weight_slices import TENSOR_DIMS, DimShard, HeadShards, WeightShard, dim_shard, local_sizes, weight_shard
 from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train
 
 OWN = sorted(FAMILIES.keys() - {"hf"})  # whose weights a config.json states, and no axis splits
@@ -29,24 +29,24 @@ def heads(draw: st.DrawFn) -> tuple[int, int, int]:
     return kv_heads * draw(st.integers(1, 12)), kv_heads, draw(st.integers(1, 32))
 
 
-def elements(row: Portion) -> range:
+def elements(row: DimShard) -> range:
     return range(row.offset, row.offset + row.length)
 
 
 @given(heads())
 def test_every_query_head_is_on_one_rank(shape: tuple[int, int, int]) -> None:
     every, kv_heads, degree = shape
-    lie = Heads(every, kv_heads, degree)
-    assert [head for rank in range(degree) for head in elements(lie.query(rank))] == list(range(every))
+    lie = HeadShards(every, kv_heads, degree)
+    assert [head for rank in range(degree) for head in elements(lie.query_shard(rank))] == list(range(every))
 
 
 @given(heads())
 def test_a_ranks_key_head_serves_the_query_heads_that_it_serves_in_the_whole_model(shape: tuple[int, int, int]) -> None:
     """A module groups what it is given: its i-th query head goes with the key head i // (query heads / key heads)."""
     every, kv_heads, degree = shape
-    lie = Heads(every, kv_heads, degree)
+    lie = HeadShards(every, kv_heads, degree)
     for rank in range(degree):
-        query, key = lie.query(rank), lie.key(rank)
+        query, key = lie.query_shard(rank), lie.kv_shard(rank)
         assert query.size % key.size == 0
         for at, head in enumerate(elements(query)):
             served = at // (query.size // key.size)
@@ -57,12 +57,12 @@ def test_a_ranks_key_head_serves_the_query_heads_that_it_serves_in_the_whole_mod
 @given(heads())
 def test_key_heads_are_held_by_one_rank_or_by_neighbours_that_share_them(shape: tuple[int, int, int]) -> None:
     every, kv_heads, degree = shape
-    lie = Heads(every, kv_heads, degree)
+    lie = HeadShards(every, kv_heads, degree)
     assert degree % lie.copies == 0
-    held = Counter(head for rank in range(degree) for head in elements(lie.key(rank)))
+    held = Counter(head for rank in range(degree) for head in elements(lie.kv_shard(rank)))
     assert held == dict.fromkeys(range(kv_heads), lie.copies)
     for rank in range(degree):
-        key, first = lie.key(rank), lie.key(rank - rank % lie.copies)
+        key, first = lie.kv_shard(rank), lie.kv_shard(rank - rank % lie.copies)
         assert (key.copy, key.copies) == (rank % lie.copies, lie.copies)
         assert replace(key, copy=0) == first
 
@@ -70,7 +70,7 @@ def test_key_heads_are_held_by_one_rank_or_by_neighbours_that_share_them(shape: 
 @given(heads())
 def test_no_head_is_padded_where_the_degree_divides(shape: tuple[int, int, int]) -> None:
     every, kv_heads, degree = shape
-    lie = Heads(every, kv_heads, degree)
+    lie = HeadShards(every, kv_heads, degree)
     if kv_heads % degree == 0 or (degree % kv_heads == 0 and every % degree == 0):
         assert lie.size * degree == every
         assert lie.kv_size * degree == kv_heads * lie.copies
@@ -80,15 +80,15 @@ def test_no_head_is_padded_where_the_degree_divides(shape: tuple[int, int, int])
 def test_no_rank_has_more_heads_than_padding_of_one_group_asks(shape: tuple[int, int, int]) -> None:
     """Less than a group of query heads each, or, where ranks share a key head, less than one head each."""
     every, kv_heads, degree = shape
-    lie = Heads(every, kv_heads, degree)
+    lie = HeadShards(every, kv_heads, degree)
     assert lie.size < every / degree + every // kv_heads or lie.copies > 1
     assert lie.size <= -(-(every // kv_heads) // lie.copies) or lie.copies == 1
 
 
 @given(st.integers(1, 500), st.integers(1, 32), st.sampled_from([1, 8, 128]))
 def test_a_vocabulary_and_a_feed_forward_are_runs_that_cover_them_once(size: int, degree: int, multiple: int) -> None:
-    for dim, each in (("ffn", -(-size // degree)), ("vocab", padded(size, multiple * degree) // degree)):
-        rows = [portion(dim, {dim: size}, degree, rank, vocab_multiple=multiple) for rank in range(degree)]
+    for dim, each in (("ffn", -(-size // degree)), ("vocab", round_up(size, multiple * degree) // degree)):
+        rows = [dim_shard(dim, {dim: size}, degree, rank, vocab_multiple=multiple) for rank in range(degree)]
         assert [at for row in rows for at in elements(row)] == list(range(size))
         assert {row.size for row in rows} == {each}
         assert each * degree == size or size % degree or dim == "vocab"
@@ -117,16 +117,16 @@ def models(draw: st.DrawFn) -> Model:
     )
 
 
-def table_of(model: Model) -> Table:
-    return FAMILIES[model.family](model, Train(batch=1, seq=4, steps=1))
+def table_of(model: Model) -> OpTable:
+    return FAMILIES[model.family].table(model, Train(batch=1, seq=4, steps=1))
 
 
-def rows_of(model: Model, degree: int) -> dict[str, list[Placed]]:
+def rows_of(model: Model, degree: int) -> dict[str, list[WeightShard]]:
     """What each rank holds of each weight."""
     table = table_of(model)
     return {
-        each.name: [placed(each, table.sizes, degree, rank, vocab_multiple=model.vocab_multiple) for rank in range(degree)]
-        for each in named(table, range(model.layers))
+        each.name: [weight_shard(each, table.sizes, degree, rank, vocab_multiple=model.vocab_multiple) for rank in range(degree)]
+        for each in model_parameters(table, range(model.layers))
     }
 
 
@@ -148,13 +148,13 @@ def test_every_element_of_every_weight_is_on_one_rank_or_on_all_that_share_it(mo
 def test_a_ranks_tensors_are_of_the_local_sizes(model: Model, degree: int) -> None:
     table = table_of(model)
     local = local_sizes(table.sizes, degree, vocab_multiple=model.vocab_multiple)
-    for each in named(table, range(model.layers)):
-        split = [dim for dims in each.dims for dim in dims if dim in SPLITS]
+    for each in model_parameters(table, range(model.layers)):
+        split = [dim for dims in each.dims for dim in dims if dim in TENSOR_DIMS]
         assert len(split) <= 1
         for rank in range(degree):
-            held = placed(each, table.sizes, degree, rank, vocab_multiple=model.vocab_multiple)
+            held = weight_shard(each, table.sizes, degree, rank, vocab_multiple=model.vocab_multiple)
             assert held.size == each.shape(local)
-            assert held.sharded == (bool(split) or degree == 1)
+            assert held.is_split == (bool(split) or degree == 1)
             assert all(length <= size for length, size in zip(held.length, held.size, strict=True))
 
 
@@ -162,7 +162,7 @@ def test_a_ranks_tensors_are_of_the_local_sizes(model: Model, degree: int) -> No
 def test_nothing_is_padded_where_the_degree_divides(model: Model, degree: int) -> None:
     group = model.heads // (model.kv_heads or 1)
     whole = replace(model, kv_heads=degree, heads=degree * group, ffn=2 * degree, vocab=12 * degree, expert_ffn=None)
-    assert all(each.filled for ranks in rows_of(whole, degree).values() for each in ranks)
+    assert all(each.is_unpadded for ranks in rows_of(whole, degree).values() for each in ranks)
 
 
 CPU = Device(name="cpu", memory=1e12, kind="cpu")
@@ -181,14 +181,14 @@ def run_of(model: Model, parallel: Parallel, ranks: int, micros: int) -> Run:
 @given(models(), st.integers(1, 6))
 def test_the_planner_counts_the_elements_that_a_rank_holds(model: Model, degree: int) -> None:
     run = run_of(model, Parallel(tp=degree), degree, 1)
-    frame = Frame(run)
-    made = costs(frame, frame.layout(run.parallel, 1)).pieces
+    frame = CostContext(run)
+    made = layout_cost(frame, run_layout(frame, run.parallel, 1)).blocks
     planned = sum(piece.dense + piece.experts for piece in (made.embedding, made.head)) - made.tied
     planned += model.layers * (made.layer.dense + made.layer.experts)
     ranks = rows_of(model, degree).values()
     assert planned == sum(prod(each[0].size) for each in ranks)
     if degree > 1:
-        replicated = sum(prod(each[0].size) for each in ranks if not each[0].sharded)
+        replicated = sum(prod(each[0].size) for each in ranks if not each[0].is_split)
         assert model.layers * made.layer.replicated + made.embedding.replicated + made.head.replicated == replicated
         assert model.layers * made.layer.shared == sum(prod(each[0].size) for each in ranks if each[0].shared)
 
@@ -201,16 +201,16 @@ def test_the_seats_of_a_mesh_hold_every_weight_once(schedule: str, layers: int, 
     run = run_of(model, Parallel(pp=3, tp=2, schedule=schedule), 6, 8)
     held: Counter[str] = Counter()
     for rank in range(6):
-        own = seat(run, rank)
-        names = [each.name for part in own.parts for each in own.holds(run, part)]
+        own = mesh_position(run, rank)
+        names = [each.name for part in own.parts for each in own.weight_shards(run, part)]
         folded = schedule == "dualpipev"
-        twice = {"embedding.weight"} if folded and tied and own.place["pp"] == 0 else set()
+        twice = {"embedding.weight"} if folded and tied and own.coordinates["pp"] == 0 else set()
         assert {name for name, times in Counter(names).items() if times > 1} == twice
         held.update(set(names))
         first, last = own.parts[0].layers, own.parts[-1].layers
-        assert (own.place["pp"] == 0) == own.parts[0].first
+        assert (own.coordinates["pp"] == 0) == own.parts[0].first
         assert first.start <= last.start
-    whole = {each.name: 2 for each in named(table_of(model), range(layers))}
+    whole = {each.name: 2 for each in model_parameters(table_of(model), range(layers))}
     if tied and schedule != "dualpipev":
         whole["embedding.weight"] = 4
     assert held == whole
@@ -218,7 +218,7 @@ def test_the_seats_of_a_mesh_hold_every_weight_once(schedule: str, layers: int, 
 
 def test_a_folded_stage_has_a_part_on_the_way_out_and_one_on_the_way_back() -> None:
     run = run_of(Model(family="gpt", layers=8, hidden=4, heads=2, vocab=10), Parallel(pp=4, schedule="dualpipev"), 4, 8)
-    parts = [[(part.layers, part.first, part.last) for part in seat(run, rank).parts] for rank in range(4)]
+    parts = [[(part.layers, part.first, part.last) for part in mesh_position(run, rank).parts] for rank in range(4)]
     assert parts == [
         [(range(1), True, False), (range(7, 8), False, True)],
         [(range(1, 2), False, False), (range(6, 7), False, False)],
@@ -229,5 +229,5 @@ def test_a_folded_stage_has_a_part_on_the_way_out_and_one_on_the_way_back() -> N
 
 def test_a_seat_is_its_ranks_place() -> None:
     run = run_of(Model(family="gpt", layers=8, hidden=4, heads=2, vocab=10), Parallel(pp=2, tp=2), 8, 8)
-    assert [seat(run, rank).place for rank in range(8)] == [Mesh(pp=2, dp=2, tp=2).coordinates(rank) for rank in range(8)]
-    assert count(("heads", "head_dim"), table_of(run.model).sizes) == 4
+    assert [mesh_position(run, rank).coordinates for rank in range(8)] == [Mesh(pp=2, dp=2, tp=2).coordinates(rank) for rank in range(8)]
+    assert element_count(("heads", "head_dim"), table_of(run.model).sizes) == 4

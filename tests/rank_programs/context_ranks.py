@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distrain.tests.rank_programs.tensor_ranks import Found, main
-from distrain.trainer.layers.attention_cores import Flash, Fused, Scores, flash, valued, weighed
-from distrain.trainer.layers.context import Context, Core, attended
+from distrain.trainer.layers.attention_cores import FlashCore, FusedCore, ScoresCore, attention_weights, flash_attention, weighted_values
+from distrain.trainer.layers.context_parallel import AttentionCore, ContextParallel, context_attention
+from distrain.trainer.layers.counter_rng import dropout_keys, dropout_mask
 from distrain.trainer.layers.cross_entropy import IGNORED
 from distrain.trainer.layers.group import Group
-from distrain.trainer.layers.keyed_random import dropped, keys
-from distrain.trainer.models.build import build, module_of
-from distrain.trainer.models.gpt.module import Transformer, apart, started
-from distrain.trainer.plan.changed_run import changed
+from distrain.trainer.models.build import build_model, build_module
+from distrain.trainer.models.gpt.module import Transformer, document_mask, document_starts
+from distrain.trainer.plan.changed_run import with_changes
 from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train
 
 B, S, A, D = 2, 48, 6, 8  # batch, sequence, heads, head_dim
@@ -52,36 +52,39 @@ def alone(given: Given, kind: str) -> Tensor:
     """The values [B, S, A, D] by one rank."""
     query, key, value = (each.transpose(1, 2) for each in given[:3])
     if kind in ("flash", "fused"):
-        return flash(query, key, value, given.mask).transpose(1, 2)
-    weights = weighed(query, key, given.mask)
+        return flash_attention(query, key, value, given.mask).transpose(1, 2)
+    weights = attention_weights(query, key, given.mask)
     if kind == "scores with dropout":
-        weights = weights.masked_fill(dropped(given.states, S, P), 0.0) / (1.0 - P)
-    return valued(weights, value).transpose(1, 2)
+        weights = weights.masked_fill(dropout_mask(given.states, S, P), 0.0) / (1.0 - P)
+    return weighted_values(weights, value).transpose(1, 2)
 
 
-def core_of(kind: str, context: Context, states: Tensor) -> Core:
+def core_of(kind: str, context: ContextParallel, states: Tensor) -> AttentionCore:
     match kind:
         case "flash":
-            return Flash(context)
+            return FlashCore(context)
         case "fused":
-            return Fused(context)
+            return FusedCore(context)
         case "scores":
-            return Scores(context, 0.0, None)
-    return Scores(context, P, lambda seq: dropped(states, seq, P))
+            return ScoresCore(context, 0.0, None)
+    return ScoresCore(context, P, lambda seq: dropout_mask(states, seq, P))
 
 
-def attention(context: Context, heads: int, apart_: bool, kind: str, again: bool) -> Found:
+def attention(context: ContextParallel, heads: int, apart_: bool, kind: str, again: bool) -> Found:
     """What ranks make of their queries, and its gradients, against one rank's."""
     query, key, value, grad = (torch.randn(B, S, many, D, dtype=torch.float64, requires_grad=True) for many in (A, heads, heads, A))
     states, documents = torch.randint(-(2**62), 2**62, (B, A, S)), drawn_documents()
     own = context.positions(S, CPU)
-    masks = [apart(started(documents)[:, places], places, S, torch.float64) if apart_ else None for places in (torch.arange(S), own)]
+    masks = [
+        document_mask(document_starts(documents)[:, places], places, S, torch.float64) if apart_ else None
+        for places in (torch.arange(S), own)
+    ]
     values = alone(Given(query, key, value, masks[0], states), kind)
     expected = (values, *torch.autograd.grad(values, (query, key, value), grad))
 
     mine = tuple(each.detach()[:, own].requires_grad_() for each in (query, key, value))
     query, key, value = (each.transpose(1, 2) for each in mine)
-    made = attended(query, key, value, masks[1], core_of(kind, context, states[:, :, own]), context, again=again)
+    made = context_attention(query, key, value, masks[1], core_of(kind, context, states[:, :, own]), context, recompute=again)
     found = (made, *torch.autograd.grad(made, mine, grad[:, own]))
     for what, ours, theirs in zip(("values", "by query", "by key", "by value"), found, expected, strict=True):
         yield what, ours, theirs[:, own]
@@ -92,19 +95,19 @@ def run_of(name: str, **changes: object) -> Run:
     cluster = Cluster(nodes=1, gpus=1, device=Device(name="cpu", memory=1e12, kind="cpu"))
     train = Train(batch=B, microbatch=B, seq=S, steps=1, precision="fp32")
     run = Run(name=name, model=MODELS[name], cluster=cluster, parallel=Parallel(), train=train)
-    return changed(run, [(key.replace("__", "."), value) for key, value in changes.items()])
+    return with_changes(run, [(key.replace("__", "."), value) for key, value in changes.items()])
 
 
-def whole_model(context: Context, name: str, kernel: str, recompute: str, p: float) -> Found:
+def whole_model(context: ContextParallel, name: str, kernel: str, recompute: str, p: float) -> Found:
     """The sum of losses, and every weight's gradient, which the ranks have a part of each."""
     run = run_of(name, train__attention=kernel, parallel__recompute=recompute, model__dropout=p)
-    module = build(run, device=CPU, dtype=torch.float64, seed=5)
+    module = build_model(run, device=CPU, dtype=torch.float64, seed=5)
     tokens, labels, documents = *torch.randint(101, (2, B, S)), drawn_documents()
     labels[:, 3:7] = IGNORED
     theirs = gradients(module, tokens, labels, documents, torch.arange(S), p)
-    other = module_of(dict(module.named_parameters()), run, context=context)
+    other = build_module(dict(module.named_parameters()), run, cp=context)
     own = context.positions(S, CPU)
-    ours = gradients(other, context.own(tokens), context.own(labels), documents, own, p)
+    ours = gradients(other, context.shard(tokens), context.shard(labels), documents, own, p)
     for what, part in ours.items():
         dist.all_reduce(part, group=context.group.handle)
         yield what, part, theirs[what]
@@ -112,7 +115,7 @@ def whole_model(context: Context, name: str, kernel: str, recompute: str, p: flo
 
 def gradients(module: Transformer, tokens: Tensor, labels: Tensor, documents: Tensor, positions: Tensor, p: float) -> dict[str, Tensor]:
     """The sum of losses, how many labels count, and the gradient of that sum by each weight."""
-    keyed = keys(1, 0, torch.arange(B), positions) if p else None
+    keyed = dropout_keys(1, 0, torch.arange(B), positions) if p else None
     loss, counted = module(tokens, labels, documents=documents, keys=keyed)
     held = dict(module.named_parameters())
     found = dict(zip(held, torch.autograd.grad(loss / B / S, list(held.values())), strict=True))
@@ -121,7 +124,7 @@ def gradients(module: Transformer, tokens: Tensor, labels: Tensor, documents: Te
 
 def differences(group: Group) -> dict[str, float]:
     """The largest difference of each fact, on any rank."""
-    context = Context(group=group)
+    context = ContextParallel(group=group)
     checks = {
         f"{kind}, {heads} key heads, {'documents, ' * apart_}{'made again' if again else 'kept'}": partial(
             attention, context, heads, apart_, kind, again

@@ -1,4 +1,4 @@
-"""The fork server of the product, run by path: what RUN_DIR/spoiler says goes wrong on one rank, {"how", "rank"}, does."""
+"""The fork server with a faulty rank, run by path: RUN_DIR/spoiler, {"how": FAULT, "rank": RANK}, names the fault and its rank."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ from math import nan
 from pathlib import Path
 from typing import Any
 
-from distrain.trainer.launch.rank.channel import Talk
+from distrain.trainer.launch.rank.channel import Channel
 from distrain.trainer.loop import setup, train
-from distrain.trainer.loop.checkpoint import LoadFailed, Reader
+from distrain.trainer.loop.checkpoint import CheckpointReader, LoadFailed
 from distrain.trainer.loop.forkserver.server import QUESTIONS, serve
 from distrain.trainer.loop.rank import run_rank
 from distrain.trainer.parallel import world
 
-SMALL = 60_000  # bytes of a file at the most
-SHORT, LONG = 6.0, 8.0  # seconds of a collective at the most, and of what a corpus takes
+FILE_LIMIT = 60_000  # bytes
+COLLECTIVE_TIMEOUT, CORPUS_TIME = 6.0, 8.0  # seconds
 
+# What the faults replace functions and values of.
 loop: Any = train
-begin: Any = setup
-ranks: Any = world
-reader: Any = Reader
+rank_setup: Any = setup
+reader: Any = CheckpointReader
 
 
-def told() -> None:
-    """Asked to stop while it is being loaded, under a keeper that holds that back."""
+def stop_request() -> None:
+    """A stop request arrives while the rank is still loading, and its agent holds it back."""
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def stuck() -> None:
-    """Raises in its second step, while a thread of its own reads what never comes."""
-    right = loop.rate
+def stuck_thread() -> None:
+    """The rank raises in its second step, while a thread of its own waits forever."""
+    original = loop.learning_rate
 
-    def rate(optim: Any, step: int, steps: int) -> float:
+    def learning_rate(optim: Any, step: int, steps: int) -> float:
         if step == 1:
             ThreadPoolExecutor(1).submit(threading.Event().wait)
             raise ArithmeticError("what a rank may raise\nand explain")
-        return float(right(optim, step, steps))
+        return float(original(optim, step, steps))
 
-    loop.rate = rate
+    loop.learning_rate = learning_rate
 
 
-def unread() -> None:
-    """Can't read its part of a checkpoint."""
+def unreadable_shard() -> None:
+    """The rank can't read its part of a checkpoint."""
 
     def read(self: Any, part: Any) -> None:
         raise LoadFailed("a shard is on no disk of this host")
@@ -58,42 +58,42 @@ def unread() -> None:
     reader.read = read
 
 
-def slow() -> None:
-    """Takes longer for the corpus than the others would wait for it in a step."""
-    right = begin.prepare
+def slow_corpus() -> None:
+    """Preparing the corpus takes longer than the other ranks would wait in a collective."""
+    original = rank_setup.prepare_corpus
 
-    def prepare(*of: Any, **further: Any) -> Any:
-        begin.prepare = right
-        time.sleep(LONG)
-        return right(*of, **further)
+    def prepare_corpus(*arguments: Any, **options: Any) -> Any:
+        rank_setup.prepare_corpus = original
+        time.sleep(CORPUS_TIME)
+        return original(*arguments, **options)
 
-    begin.prepare = prepare
-
-
-def limited() -> None:
-    """May write small files only."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL, resource.RLIM_INFINITY))
+    rank_setup.prepare_corpus = prepare_corpus
 
 
-def unsure() -> None:
-    """Its validation loss is no number."""
-    right = loop.evaluated
-    loop.evaluated = lambda *of: nan * right(*of)
+def small_files() -> None:
+    """The rank may only write small files."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT, resource.RLIM_INFINITY))
 
 
-SPOILERS = {each.__name__: each for each in (told, stuck, unread, slow, limited, unsure)}
+def nan_validation() -> None:
+    """The validation loss is nan."""
+    original = loop.evaluate
+    loop.evaluate = lambda *arguments: nan * original(*arguments)
 
 
-def spoiled(path: Path, talk: Talk) -> int:
-    """What a rank does, spoiled first where that is asked for."""
-    asked = path.with_name("spoiler")
-    said = json.loads(asked.read_text()) if asked.is_file() else {}
-    if said.get("how") == "slow":
-        ranks.WAIT = timedelta(seconds=SHORT)
-    if said.get("rank") == int(os.environ["RANK"]):
-        SPOILERS[said["how"]]()
-    return run_rank(path, talk)
+FAULTS = {each.__name__: each for each in (stop_request, stuck_thread, unreadable_shard, slow_corpus, small_files, nan_validation)}
+
+
+def run_faulty_rank(path: Path, channel: Channel) -> int:
+    """Run a rank, with the fault that RUN_DIR/spoiler gives it, if any."""
+    file = path.with_name("spoiler")
+    request = json.loads(file.read_text()) if file.is_file() else {}
+    if request.get("how") == "slow_corpus":
+        world.WAIT = timedelta(seconds=COLLECTIVE_TIMEOUT)
+    if request.get("rank") == int(os.environ["RANK"]):
+        FAULTS[request["how"]]()
+    return run_rank(path, channel)
 
 
 if __name__ == "__main__":
-    serve(spoiled, QUESTIONS)
+    serve(run_faulty_rank, QUESTIONS)

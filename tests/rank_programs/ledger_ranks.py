@@ -20,7 +20,7 @@ from distrain.trainer.parallel.ledger import Ledger
 from distrain.trainer.parallel.process_groups import Grid
 from distrain.trainer.parallel.world import World
 from distrain.trainer.plan.mesh import Mesh
-from distrain.trainer.plan.mesh_position import Seat
+from distrain.trainer.plan.mesh_position import MeshPosition
 
 early = dist.all_reduce  # a function that somebody holds since before a ledger was open
 
@@ -93,9 +93,9 @@ def recomputed(x: Tensor) -> Tensor:
 def alike(group: Group) -> Grid:
     """A grid of two tensor-parallel ranks, of which one axis is known."""
     mesh = Mesh(tp=2)
-    seat = Seat(rank=group.rank, mesh=mesh, place=mesh.coordinates(group.rank), parts=())
+    seat = MeshPosition(rank=group.rank, mesh=mesh, coordinates=mesh.coordinates(group.rank), parts=())
     world = World(rank=group.rank, size=2, device=torch.device("cpu"))
-    return Grid(world=world, seat=seat, groups={"tp": group}, alone=group.handle)
+    return Grid(world=world, position=seat, groups={"tp": group}, alone=group.handle)
 
 
 if __name__ == "__main__":

@@ -17,17 +17,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distrain.trainer.layers.counter_rng import DropoutKeys, dropout_keys, normal
 from distrain.trainer.layers.cross_entropy import IGNORED
 from distrain.trainer.layers.group import Group
-from distrain.trainer.layers.keyed_random import Keys, keys, normal
-from distrain.trainer.layers.split_linear import Region
-from distrain.trainer.models.build import build, module_of, weights
-from distrain.trainer.models.families import FAMILIES
+from distrain.trainer.layers.tensor_parallel import TensorParallel
+from distrain.trainer.models.build import build_model, build_module, named_weights
+from distrain.trainer.models.families import op_table
 from distrain.trainer.models.moe.module import Experts
-from distrain.trainer.models.table import named
-from distrain.trainer.plan.weight_slices import Heads, Placed, placed
+from distrain.trainer.models.ops.op_table import model_parameters
+from distrain.trainer.plan.weight_slices import HeadShards, WeightShard, weight_shard
 from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train
-from distrain.trainer.system.parent_watch import die_with
+from distrain.trainer.system.parent_watch import die_with_parent
 
 B, S = 2, 16  # sequences of an expert rank, tokens of each
 CPU = torch.device("cpu")
@@ -49,27 +49,30 @@ def run_of(way: str, ep: int, *, sequence: bool, recompute: str) -> Run:
 
 def whole_of(run: Run) -> nn.Module:
     """All of the model, with weights in which every one counts."""
-    module = build(run, device=CPU, dtype=torch.float64, seed=5)
+    module = build_model(run, device=CPU, dtype=torch.float64, seed=5)
     with torch.no_grad():
-        for name, tensor in weights(module, run):
+        for name, tensor in named_weights(module, run):
             tensor.add_(0.3 * normal(6, name, 0, tensor.numel()).view(tensor.shape))
     return module
 
 
-def split_of(run: Run, whole: nn.Module, experts: Group | None, tensor: Group | None) -> tuple[nn.Module, dict[str, Placed]]:
+def split_of(run: Run, whole: nn.Module, experts: Group | None, tensor: Group | None) -> tuple[nn.Module, dict[str, WeightShard]]:
     """This rank's part of it."""
-    table = FAMILIES[run.model.family](run.model, run.train)
+    table = op_table(run)
     ep, rank = (experts.size, experts.rank) if experts else (1, 0)
     tp, place = (tensor.size, tensor.rank) if tensor else (1, 0)
-    held = {each.name: placed(each, table.sizes, tp, place, ep=ep, expert_rank=rank) for each in named(table, range(run.model.layers))}
+    held = {
+        each.name: weight_shard(each, table.sizes, tp, place, ep=ep, expert_rank=rank)
+        for each in model_parameters(table, range(run.model.layers))
+    }
     found = dict(whole.named_parameters())
     made = {name: nn.Parameter(sliced(found[name].detach(), each).clone()) for name, each in held.items()}
-    heads = Heads(table.sizes["heads"], table.sizes["kv_heads"], tp).query(place)
-    region = Region(group=tensor, sequence=run.parallel.sequence, first_head=heads.offset) if tensor else None
-    return module_of(made, run, region, experts=experts), held
+    heads = HeadShards(table.sizes["heads"], table.sizes["kv_heads"], tp).query_shard(place)
+    region = TensorParallel(group=tensor, sequence=run.parallel.sequence, first_head=heads.offset) if tensor else None
+    return build_module(made, run, region, ep=experts), held
 
 
-def sliced(x: Tensor, by: Placed) -> Tensor:
+def sliced(x: Tensor, by: WeightShard) -> Tensor:
     return x[tuple(slice(first, first + many) for first, many in zip(by.offset, by.length, strict=True))]
 
 
@@ -81,7 +84,7 @@ def facts(way: str, experts: Group | None, tensor: Group | None, *, sequence: bo
     part, held = split_of(run, whole, experts, tensor)
     tokens, labels = torch.randint(run.model.vocab, (2, B * ep, S), generator=torch.Generator().manual_seed(7))
     labels[0, 3:7] = labels[-1, -2:] = IGNORED
-    states = keys(1, 0, torch.arange(B * ep), torch.arange(S)).states
+    states = dropout_keys(1, 0, torch.arange(B * ep), torch.arange(S)).states
     mine = slice(B * experts.rank, B * experts.rank + B) if experts else slice(None)
     expected, chose = computed(whole, tokens, labels, states)
     found, chosen = computed(part, tokens[mine], labels[mine], states[mine])
@@ -94,7 +97,7 @@ def facts(way: str, experts: Group | None, tensor: Group | None, *, sequence: bo
         by, made = held[name], grad(parameter)
         if experts and not by.expert:
             dist.all_reduce(made, group=experts.handle)
-        if tensor and sequence and not by.sharded:
+        if tensor and sequence and not by.is_split:
             dist.all_reduce(made, group=tensor.handle)  # each has its tokens' part of it: the engine adds them up
         kind = next((each for each in ("router", "experts", "shared") if f".{each}." in name), "others")
         yield f"gradients of {kind}", float((made - sliced(grad(whole.get_parameter(name)), by)).abs().max()) / largest
@@ -105,7 +108,7 @@ def computed(module: nn.Module, tokens: Tensor, labels: Tensor, states: Tensor) 
     chosen: list[Tensor] = []
     stacks = [each for each in module.modules() if isinstance(each, Experts)]
     hooks = [each.register_forward_pre_hook(lambda _, given: chosen.append(given[1].chosen)) for each in stacks]
-    loss, _ = module(tokens, labels, keys=Keys(states=states))
+    loss, _ = module(tokens, labels, keys=DropoutKeys(states=states))
     for hook in hooks:
         hook.remove()
     loss.backward()
@@ -157,7 +160,7 @@ def main(layout: str) -> int:
             child = os.fork()
             if child == 0:
                 try:
-                    die_with(parent)  # who waits for too long kills the parent alone
+                    die_with_parent(parent)  # who waits for too long kills the parent alone
                     be(rank, ep, tp, f"{folder}/meeting")
                 except BaseException:
                     traceback.print_exc()

@@ -7,7 +7,6 @@ leaves what it saw in RUN_DIR/RANK.pt.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
@@ -18,18 +17,18 @@ import torch
 from torch import Tensor
 
 from distrain.trainer.engines.deepspeed.pipe import PipeEngine
-from distrain.trainer.engines.engine import Stepped
-from distrain.trainer.launch.rank.channel import Talk
+from distrain.trainer.engines.engine import StepResult
+from distrain.trainer.launch.rank.channel import Channel
 from distrain.trainer.layers.cross_entropy import IGNORED
+from distrain.trainer.loop.build import build_engine
 from distrain.trainer.loop.forkserver.server import serve
-from distrain.trainer.loop.setup import DTYPES
 from distrain.trainer.parallel.ledger import Ledger
-from distrain.trainer.parallel.process_groups import Grid, grid
-from distrain.trainer.parallel.rank_model import heads_of, stage
-from distrain.trainer.parallel.world import join, leave
+from distrain.trainer.parallel.process_groups import Grid, make_grid
+from distrain.trainer.parallel.rank_model import head_shards
+from distrain.trainer.parallel.world import join_ranks, leave_ranks
 from distrain.trainer.plan.mesh import Mesh
-from distrain.trainer.plan.mesh_position import Part, Seat
-from distrain.trainer.plan.weight_slices import Placed
+from distrain.trainer.plan.mesh_position import MeshPosition, ModelPart
+from distrain.trainer.plan.weight_slices import WeightShard
 from distrain.trainer.spec.run import Run
 
 STEPS = 3
@@ -44,33 +43,32 @@ def batch(run: Run, step: int) -> tuple[Tensor, Tensor, int]:
     return tokens, labels, int((labels != IGNORED).sum())
 
 
-def work(path: Path, talk: Talk) -> int:
+def work(path: Path, talk: Channel) -> int:
     """What a rank does."""
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # as trainer/loop/setup.py
     run, job = msgspec.json.decode(path.read_bytes(), type=Run), json.loads((path.parent / "job.json").read_text())
-    world = join("cpu")
+    world = join_ranks("cpu")
     mesh = Mesh(pp=run.parallel.pp, dp=world.size // (run.parallel.pp * run.parallel.tp), tp=run.parallel.tp)
     place = mesh.coordinates(world.rank)
-    here = grid(
+    here = make_grid(
         world,
-        Seat(rank=world.rank, mesh=mesh, place=place, parts=parts(job["layers"], place["pp"], mesh.pp)),
-        copies=heads_of(run, mesh.tp).copies,
+        MeshPosition(rank=world.rank, mesh=mesh, coordinates=place, parts=parts(job["layers"], place["pp"], mesh.pp)),
+        copies=head_shards(run, mesh.tp).copies,
     )
-    dtype = DTYPES[run.train.precision]
-    stages = [stage(run, here, part, device=world.device, dtype=dtype, seed=run.train.seed) for part in here.seat.parts]
-    torch.save(DOES[job["does"]](run, PipeEngine(run, stages, here), here), path.parent / f"{world.rank}.pt")
-    leave()
+    engine = build_engine(run, here, "pipe")
+    assert isinstance(engine, PipeEngine)
+    torch.save(DOES[job["does"]](run, engine, here), path.parent / f"{world.rank}.pt")
+    leave_ranks()
     return 0
 
 
-def parts(layers: list[int], stage: int, stages: int) -> tuple[Part, ...]:
+def parts(layers: list[int], stage: int, stages: int) -> tuple[ModelPart, ...]:
     """The parts of a stage: one; or where there are twice as many as stages, one on the way out and one on the way back."""
     ends = [0, *accumulate(layers)]
     which = [stage] if len(layers) == stages else [stage, 2 * stages - 1 - stage]
-    return tuple(Part(layers=range(ends[at], ends[at + 1]), first=at == 0, last=at == len(layers) - 1) for at in which)
+    return tuple(ModelPart(layers=range(ends[at], ends[at + 1]), first=at == 0, last=at == len(layers) - 1) for at in which)
 
 
-def stepped(run: Run, engine: PipeEngine, here: Grid, step: int) -> Stepped:
+def stepped(run: Run, engine: PipeEngine, here: Grid, step: int) -> StepResult:
     """One step on this replica's micro-batches."""
     tokens, labels, counted = batch(run, step)
     return engine.step(lambda index: (*micro(run, here, index, tokens, labels), {}), LR, counted)
@@ -79,7 +77,7 @@ def stepped(run: Run, engine: PipeEngine, here: Grid, step: int) -> Stepped:
 def micro(run: Run, here: Grid, index: int, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """This replica's rows of a micro-batch."""
     each = run.train.microbatch
-    first = (index * here.size("dp") + here.place("dp")) * each
+    first = (index * here.size("dp") + here.coordinate("dp")) * each
     return tokens[first : first + each], labels[first : first + each]
 
 
@@ -90,11 +88,11 @@ def trained(run: Run, engine: PipeEngine, here: Grid) -> dict[str, Any]:
     with Ledger(here) as ledger:
         steps.append(stepped(run, engine, here, STEPS - 1))
     return {
-        "place": here.seat.place,
+        "place": here.position.coordinates,
         "losses": [each.loss for each in steps],
         "norms": [each.grad_norm for each in steps],
-        "weights": [(each.name, each.placed, each.parameter.detach().float()) for each in engine.holdings],
-        "held": engine.held_at_once,
+        "weights": [(each.name, each.shard, each.parameter.detach().float()) for each in engine.parameters],
+        "held": engine.peak_in_flight,
         "rows": ledger.rows,
         "looks": [before, looked(run, engine, here)],
     }
@@ -109,19 +107,19 @@ def looked(run: Run, engine: PipeEngine, here: Grid) -> tuple[float, int]:
 def resumed(run: Run, engine: PipeEngine, here: Grid) -> dict[str, Any]:
     """Losses of the steps after the first, and the same again once what was held after the first is restored."""
     stepped(run, engine, here, 0)
-    whole = {each.name: each.parameter.detach().float().flatten() for each in engine.holdings}
+    whole = {each.name: each.parameter.detach().float().flatten() for each in engine.parameters}
     whole = {name: tensor.clone() for name, tensor in whole.items()}
     kept: dict[tuple[str, str], Tensor] = {}
-    for part in engine.partitions():
-        whole[part.placed.name][part.start : part.start + part.length] = part.weight[: part.length]
-        kept |= {(part.placed.name, kind): state.clone() for kind, state in part.states()}
-    position = engine.position()
+    for part in engine.optimizer_shards():
+        whole[part.shard.name][part.start : part.start + part.length] = part.weight[: part.length]
+        kept |= {(part.shard.name, kind): state.clone() for kind, state in part.states()}
+    counters = engine.counters()
 
-    def read(placed: Placed, kind: str, start: int, length: int) -> Tensor:
+    def read(placed: WeightShard, kind: str, start: int, length: int) -> Tensor:
         return whole[placed.name][start : start + length] if kind == "weight" else kept[placed.name, kind]
 
     once = [stepped(run, engine, here, step).loss for step in range(1, STEPS)]
-    engine.restore(read, position)
+    engine.restore(read, counters)
     return {"once": once, "again": [stepped(run, engine, here, step).loss for step in range(1, STEPS)]}
 
 

@@ -1,4 +1,4 @@
-"""The fork server of the product, run by path: `spoiled_ranks.py RUN=SPOILER ...` has the ranks of the runs that it names go wrong."""
+"""The fork server with faulty ranks, run by path: `spoiled_ranks.py RUN=FAULT ...` gives each named run the fault of that name."""
 
 from __future__ import annotations
 
@@ -9,80 +9,80 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from distrain.trainer.launch.rank.channel import Talk
+from distrain.trainer.launch.rank.channel import Channel
 from distrain.trainer.loop import train as loop
 from distrain.trainer.loop.forkserver.server import QUESTIONS, serve
 from distrain.trainer.loop.rank import run_rank
-from distrain.trainer.prove.locate import TRACED
+from distrain.trainer.prove.locate import TRACED_SUFFIX
 
-train: Any = loop  # whose names are spoiled here
+train: Any = loop  # the module whose functions the faults replace
 
 
 def same_samples() -> None:
-    """Every replica reads what the first should."""
-    right = train.shard
-    train.shard = lambda start, **place: right(start, **{**place, "dp_rank": 0})
+    """Every replica reads the samples of replica 0."""
+    original = train.shard
+    train.shard = lambda start, **place: original(start, **{**place, "dp_rank": 0})
 
 
 def faster() -> None:
-    """Learning rates are 1 % too high, so that the first step still has the right loss."""
-    right = train.rate
-    train.rate = lambda *of: 1.01 * right(*of)
+    """Learning rates are 1 % too high; the first step still has the right loss."""
+    original = train.learning_rate
+    train.learning_rate = lambda *arguments: 1.01 * original(*arguments)
 
 
 def dies() -> None:
     """Rank 1 raises in its third step."""
-    right = train.rate
+    original = train.learning_rate
 
-    def rate(optim, step, steps):
+    def learning_rate(optim, step, steps):
         if step == 2 and os.environ["RANK"] == "1":
             raise ArithmeticError("what a rank may raise")
-        return right(optim, step, steps)
+        return original(optim, step, steps)
 
-    train.rate = rate
+    train.learning_rate = learning_rate
 
 
 def poisons(first: int = 2, last: int = 2) -> None:
-    """A gradient of the last rank is no number in the third step."""
-    right = train._step
+    """A gradient of the last rank is nan in steps `first` to `last` (from 0)."""
+    original = train.train_step
 
-    def step(run, course, micros, at, *rest):
-        if not (first <= at <= last and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)):
-            return right(run, course, micros, at, *rest)
-        parameter = next(course.engine.stages[-1].module.parameters())
+    def train_step(run, setup, micro_batches, step, *rest):
+        if not (first <= step <= last and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)):
+            return original(run, setup, micro_batches, step, *rest)
+        parameter = next(setup.engine.stages[-1].module.parameters())
         hook = parameter.register_hook(lambda gradient: gradient * float("nan"))
-        stepped = right(run, course, micros, at, *rest)
+        result = original(run, setup, micro_batches, step, *rest)
         hook.remove()
-        return stepped
+        return result
 
-    train._step = step
+    train.train_step = train_step
 
 
 def poisons_ever() -> None:
-    """So it is in each step from the third on."""
+    """A gradient of the last rank is nan from the third step on."""
     poisons(2, 1 << 30)
 
 
 def spikes() -> None:
-    """The loss of step 21 is told as five nats higher than it is."""
-    right = train._step
+    """The reported loss of step 21 is five nats too high."""
+    original = train.train_step
 
-    def step(run, course, micros, at, *rest):
-        stepped = right(run, course, micros, at, *rest)
-        return replace(stepped, loss=stepped.loss + 5.0) if at == 20 else stepped
+    def train_step(run, setup, micro_batches, step, *rest):
+        result = original(run, setup, micro_batches, step, *rest)
+        return replace(result, loss=result.loss + 5.0) if step == 20 else result
 
-    train._step = step
-
-
-SPOILERS = {each.__name__: each for each in (same_samples, faster, dies, poisons, poisons_ever, spikes)}
+    train.train_step = train_step
 
 
-def spoiled(spoilers: dict[str, str], path: Path, talk: Talk) -> int:
-    """What a rank does; what those of some runs do is spoiled first."""
-    if how := spoilers.get(path.parent.name.removesuffix(TRACED)):
-        SPOILERS[how]()
-    return run_rank(path, talk)
+FAULTS = {each.__name__: each for each in (same_samples, faster, dies, poisons, poisons_ever, spikes)}
+
+
+def run_faulty_rank(faults: dict[str, str], path: Path, channel: Channel) -> int:
+    """Run a rank, with its run's fault if it has one."""
+    if fault := faults.get(path.parent.name.removesuffix(TRACED_SUFFIX)):
+        FAULTS[fault]()
+    return run_rank(path, channel)
 
 
 if __name__ == "__main__":
-    serve(partial(spoiled, dict(word.split("=") for word in sys.argv[1:])), QUESTIONS)
+    serve(partial(run_faulty_rank, dict(argument.split("=") for argument in sys.argv[1:])), QUESTIONS)

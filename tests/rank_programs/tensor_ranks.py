@@ -18,9 +18,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distrain.trainer.layers.cross_entropy import IGNORED, cross_entropy
+from distrain.trainer.layers.embedding import VocabEmbedding
 from distrain.trainer.layers.group import Group
-from distrain.trainer.layers.split_linear import ColumnLinear, Region, RowLinear, VocabEmbedding, columns, f, g, split
-from distrain.trainer.system.parent_watch import die_with
+from distrain.trainer.layers.tensor_parallel import (
+    ColumnLinear,
+    RowLinear,
+    TensorParallel,
+    column_linears,
+    column_products,
+    gather_inputs,
+    reduce_outputs,
+)
+from distrain.trainer.system.parent_watch import die_with_parent
 
 B, S, H, F_, V = 3, 8, 6, 12, 16  # batch, sequence, hidden, feed-forward, vocabulary: padded to that
 WORDS = 9  # of the vocabulary that are no padding: of four ranks the last has none
@@ -38,27 +47,27 @@ def part(whole: Tensor, dim: int, group: Group) -> Tensor:
     return whole.chunk(group.size, dim)[group.rank].contiguous()
 
 
-def entering(region: Region) -> Found:
+def entering(region: TensorParallel) -> Found:
     """f: in forward the whole (gathered where the sequence is split), in backward the sum (scattered)."""
     whole, weight = drawn(B, S, H), drawn(region.group.size, B, S, H)
     x = region.shard(whole).clone().requires_grad_()
-    made = f(x, region)
+    made = gather_inputs(x, region)
     (made * weight[region.group.rank]).sum().backward()
     yield "f forward", made, whole
     yield "f backward", grad(x), region.shard(weight.sum(0))
 
 
-def leaving(region: Region) -> Found:
+def leaving(region: TensorParallel) -> Found:
     """g: in forward the sum (scattered where the sequence is split), in backward the whole (gathered)."""
     parts, weight = drawn(region.group.size, B, S, H), drawn(B, S, H)
     x = parts[region.group.rank].clone().requires_grad_()
-    made = g(x * 1.0, region)
+    made = reduce_outputs(x * 1.0, region)
     (made * region.shard(weight)).sum().backward()
     yield "g forward", made, region.shard(parts.sum(0))
     yield "g backward", grad(x), weight
 
 
-def products(region: Region) -> Found:
+def products(region: TensorParallel) -> Found:
     """Two column layers of one input, an activation and a row layer, against torch's own."""
     group = region.group
     up, gate, down = (
@@ -77,7 +86,7 @@ def products(region: Region) -> Found:
         {"weight": nn.Parameter(part(down.weight.mT, 0, group)), "bias": nn.Parameter(down.bias.detach().clone())}, region
     )
     x = region.shard(whole.detach()).clone().requires_grad_()
-    one, other = columns(x, ours_up, ours_gate)
+    one, other = column_linears(x, ours_up, ours_gate)
     made = ours_down(F.gelu(one) * other)
     (made * region.shard(weight)).sum().backward()
     yield "products forward", made, region.shard(expected)
@@ -94,7 +103,7 @@ def products(region: Region) -> Found:
     yield "one column layer", alone, part(gate(whole), 2, group)
 
 
-def words(region: Region) -> Found:
+def words(region: TensorParallel) -> Found:
     """A tied table: vectors looked up, logits, the loss of the words that are no padding, labels that don't count."""
     group = region.group
     table, mixed = drawn(V, H).requires_grad_(), drawn(B, S, H)
@@ -107,7 +116,7 @@ def words(region: Region) -> Found:
 
     ours = nn.Parameter(part(table.detach(), 0, group))
     found = VocabEmbedding({"weight": ours}, region)(tokens)
-    (made,) = split(found + region.shard(mixed), region, [ours], [None], transposed=True)
+    (made,) = column_products(found + region.shard(mixed), region, [ours], [None], transposed=True)
     loss = cross_entropy(made, labels, WORDS, region)
     (3 * loss).backward()
     yield "embedding", found, region.shard(looked)
@@ -126,14 +135,14 @@ def biased(layer: ColumnLinear | RowLinear) -> Tensor:
     return layer.bias
 
 
-CHECKS: tuple[Callable[[Region], Found], ...] = (entering, leaving, products, words)
+CHECKS: tuple[Callable[[TensorParallel], Found], ...] = (entering, leaving, products, words)
 
 
 def differences(group: Group) -> dict[str, float]:
     """The largest difference of each fact, on any rank."""
     found: dict[str, float] = {}
     for sequence in (False, True):
-        region = Region(group=group, sequence=sequence)
+        region = TensorParallel(group=group, sequence=sequence)
         for check in CHECKS:
             torch.manual_seed(7)
             for what, ours, whole in check(region):
@@ -164,7 +173,7 @@ def main(ranks: int, look: Look = differences) -> int:
             child = os.fork()
             if child == 0:
                 try:
-                    die_with(parent)  # who waits for too long kills the parent alone
+                    die_with_parent(parent)  # who waits for too long kills the parent alone
                     be(rank, ranks, f"{folder}/meeting", look)
                 except BaseException:
                     traceback.print_exc()

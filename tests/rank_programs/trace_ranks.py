@@ -1,6 +1,6 @@
-"""The fork server of the product, run by path: the ranks of a run whose folder has a file `spoiler` go wrong as that says.
+"""The fork server with a fault in one layer of one rank, run by path; RUN_DIR/spoiler names it.
 
-The file holds {"how": name, "layer": 2, "rank": 1}: of that layer of the model, on that rank.
+The file holds {"how": FAULT, "layer": 2, "rank": 1}; the faults of `RUN_FAULTS` are on all ranks.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from distrain.trainer.engines.engine import Engine
-from distrain.trainer.launch.rank.channel import Talk
-from distrain.trainer.layers.split_linear import g
+from distrain.trainer.launch.rank.channel import Channel
+from distrain.trainer.layers.tensor_parallel import reduce_outputs
 from distrain.trainer.loop import train
 from distrain.trainer.loop.forkserver.server import QUESTIONS, serve
 from distrain.trainer.loop.rank import run_rank
-from distrain.trainer.models.gpt.module import Layer
+from distrain.trainer.models.gpt.module import TransformerLayer
 
 
-class Stronger(torch.autograd.Function):
-    """Nothing in forward; in backward a gradient that is 1 % too large."""
+class StrongerGradient(torch.autograd.Function):
+    """The identity in forward; in backward the gradient is 1 % too large."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -35,74 +35,75 @@ class Stronger(torch.autograd.Function):
         return 1.01 * grad
 
 
-def louder(layer: Layer) -> None:
-    """The feed-forward's output is a thousandth too large."""
-    _after(layer.mlp, lambda made: 1.001 * made)
+def louder(layer: TransformerLayer) -> None:
+    """The output of the feed-forward is a thousandth too large."""
+    _change_output(layer.mlp, lambda output: 1.001 * output)
 
 
-def steeper(layer: Layer) -> None:
-    """The attention's gradient is 1 % too large."""
-    _after(layer.attention, Stronger.apply)
+def steeper(layer: TransformerLayer) -> None:
+    """The gradient in the attention is 1 % too large."""
+    _change_output(layer.attention, StrongerGradient.apply)
 
 
 def unsummed(layer: Any) -> None:
-    """Attention's row product hands on its own share, where the sum over the tensor axis belongs."""
+    """Attention's row-parallel product returns this rank's share instead of the sum over the tensor axis."""
     out = layer.attention.out
 
     def forward(x: Tensor) -> Tensor:
-        made = x @ out.weight
-        mine = out.region.shard(made.clone())
-        made = g(made, out.region)  # others wait for it
-        added: Tensor = made + (mine - made).detach() + out.bias
-        return added
+        product = x @ out.weight
+        own_share = out.tp.shard(product.clone())
+        total = reduce_outputs(product, out.tp)  # the other ranks wait for it
+        output: Tensor = total + (own_share - total).detach() + out.bias
+        return output
 
     out.forward = forward
 
 
-def _after(module: Any, change: Callable[[Tensor], Tensor]) -> None:
-    right = module.forward
-    module.forward = lambda *given: change(right(*given))
+def _change_output(module: Any, change: Callable[[Tensor], Tensor]) -> None:
+    original = module.forward
+    module.forward = lambda *inputs: change(original(*inputs))
 
 
-IN_A_LAYER: dict[str, Callable[[Layer], None]] = {each.__name__: each for each in (louder, steeper, unsummed)}
+LAYER_FAULTS: dict[str, Callable[[TransformerLayer], None]] = {each.__name__: each for each in (louder, steeper, unsummed)}
 
 
 def unshared() -> None:
-    """Gradients of which each tensor rank has a part are not added up."""
-    Engine._sum_shared = lambda self: None  # type: ignore[method-assign]
+    """Gradients of which each tensor-parallel rank has a part are not summed."""
+    Engine._sum_over_tensor_axis = lambda self: None  # type: ignore[method-assign]
 
 
 def faster() -> None:
     """Learning rates are 1 % too high."""
     module: Any = train
-    right = module.rate
-    module.rate = lambda *of: 1.01 * right(*of)
+    original = module.learning_rate
+    module.learning_rate = lambda *arguments: 1.01 * original(*arguments)
 
 
-IN_A_RUN: dict[str, Callable[[], None]] = {each.__name__: each for each in (unshared, faster)}
+RUN_FAULTS: dict[str, Callable[[], None]] = {each.__name__: each for each in (unshared, faster)}
 
 
-def spoil(how: str, layer: int, rank: int) -> None:
-    if how in IN_A_RUN:
-        IN_A_RUN[how]()
+def inject_fault(how: str, layer: int, rank: int) -> None:
+    """Inject a fault into this process."""
+    if how in RUN_FAULTS:
+        RUN_FAULTS[how]()
     elif int(os.environ["RANK"]) == rank:
-        right = Layer.__init__
+        original = TransformerLayer.__init__
 
-        def wrong(self: Layer, held: Any, model: Any, number: int, *rest: Any, **further: Any) -> None:
-            right(self, held, model, number, *rest, **further)
+        def faulty_init(self: TransformerLayer, parameters: Any, run: Any, number: int, *rest: Any, **further: Any) -> None:
+            original(self, parameters, run, number, *rest, **further)
             if number == layer:
-                IN_A_LAYER[how](self)
+                LAYER_FAULTS[how](self)
 
-        Layer.__init__ = wrong  # type: ignore[method-assign, assignment]
+        TransformerLayer.__init__ = faulty_init  # type: ignore[method-assign, assignment]
 
 
-def spoiled(path: Path, talk: Talk) -> int:
-    """What a rank does, spoiled first where that is asked for."""
-    asked = path.with_name("spoiler")
-    if asked.is_file():
-        spoil(**json.loads(asked.read_text()))
-    return run_rank(path, talk)
+def run_faulty_rank(path: Path, channel: Channel) -> int:
+    """Run a rank, with the fault that RUN_DIR/spoiler names, if any."""
+    file = path.with_name("spoiler")
+    if file.is_file():
+        inject_fault(**json.loads(file.read_text()))
+    return run_rank(path, channel)
 
 
 if __name__ == "__main__":
-    serve(spoiled, QUESTIONS)
+    serve(run_faulty_rank, QUESTIONS)

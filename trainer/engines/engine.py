@@ -1,9 +1,9 @@
-"""What the engines share: what the loop asks of them, and how they hold a rank's part of the model."""
+"""The interface of an engine: what the loop, checkpoints and traces call, with defaults for a torch optimizer over whole parameters."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
@@ -13,24 +13,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..layers.split_linear import summed
+from ..layers.tensor_parallel import all_reduce
 from ..parallel.process_groups import Grid
-from ..parallel.rank_model import Stage
-from ..plan.weight_slices import Placed
+from ..parallel.rank_model import StageModel
+from ..plan.weight_slices import WeightShard
 from ..spec.run import Run
-from .deepspeed.partitions import Holding, Partition, gradients, partitions, share
-from .deepspeed.settings import stage
-from .held_bytes import Count
-from .held_bytes import held as held_by
-
-SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # of DeepSpeed's dynamic loss scaler
+from .held_bytes import ByteCounter, bytes_by_kind, parameters_of, tensors_in
+from .optimizer_shard import OptimizerShard, RankParameter, whole_parameter
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stepped:
-    """What one optimizer step saw: the mean loss of the global batch (nats a token), the global gradient norm before
-    clipping (None where the engine gives none), whether the step was skipped (something was not finite), and of a mixture of experts how
-    many tokens went where they did by so little that rounding decides (each layer's)."""
+class StepResult:
+    """Figures of one optimizer step: the mean loss of the global batch (nats a token), the global gradient norm before clipping (None: the
+    engine gives none), whether the step was skipped because a number was not finite, and for a mixture of experts how many tokens were
+    routed by a margin so small that rounding decides (over all layers)."""
 
     loss: float
     grad_norm: float | None
@@ -38,174 +34,158 @@ class Stepped:
     near_ties: int | None = None
 
 
-Read = Callable[[Placed, str, int, int], Tensor]  # of a weight and a kind: so many flat elements of what this rank holds, from a start
-Micro = Callable[[int], tuple[Tensor, Tensor, dict[str, Any]]]  # the i-th micro-batch's tokens, labels, further arguments
+ReadShard = Callable[[WeightShard, str, int, int], Tensor]  # (shard, kind, start, length) -> flat elements of what this rank holds
+ReadMicrobatch = Callable[[int], tuple[Tensor, Tensor, dict[str, Any]]]  # index -> tokens, labels, further arguments of the module
 
 
 class Engine(ABC):
-    """A DeepSpeed engine around this rank's stages; all ranks step together."""
+    """Trains this rank's stages; all ranks step together.
 
-    engine: Any  # DeepSpeed's
-    stepper: Any  # what it wraps around torch's optimizer
+    A subclass sets `optimizer` and `skipped_steps`, and implements `step` and `evaluate`. One that shards weights, gradients or optimizer
+    states overrides what it holds otherwise.
+    """
 
-    def __init__(self, run: Run, stages: Sequence[Stage], grid: Grid) -> None:
+    optimizer: torch.optim.Optimizer  # torch's own; checkpoints save its states
+    skipped_steps: int = 0
+    loss_scale_fields: tuple[str, ...] = ()  # numbers of a loss scaler that checkpoints keep
+
+    def __init__(self, run: Run, stages: Sequence[StageModel], grid: Grid) -> None:
         self.run, self.grid, self.stages = run, grid, tuple(stages)
         self.micros = run.train.batch // (grid.size("dp") * run.train.microbatch)
-        self.clock: dict[str, float] = {}
-        self.holdings = tuple(
-            Holding(name, parameter, each.held[name], name in each.tied)
+        self.clock: dict[str, float] = {}  # seconds of the last step by part
+        self.parameters = tuple(
+            RankParameter(name, parameter, each.weight_shards[name], name in each.tied)
             for each in self.stages
             for name, parameter in each.module.named_parameters()
         )
+        self._show_gradients: Callable[[], None] | None = None
+
+    @classmethod
+    def parameter_partitioner(cls, run: Run, grid: Grid) -> Callable[[nn.Parameter], None] | None:
+        """Return what partitions each parameter as soon as the model allocates it; None where parameters stay whole."""
+        return None
 
     @abstractmethod
-    def step(self, micro: Micro, lr: float, labels: int, count: Count | None = None) -> Stepped:
-        """One optimizer step over all micro-batches; `labels` is how many labels of the global batch count.
+    def step(self, micro: ReadMicrobatch, lr: float, labels: int, count: ByteCounter | None = None) -> StepResult:
+        """Take one optimizer step over all micro-batches; `labels` is how many labels of the global batch count.
 
-        `count` is told what the first micro-batch makes this rank hold.
+        `count` counts the bytes that the first micro-batch makes this rank hold.
         """
 
     @abstractmethod
     def evaluate(self, tokens: Tensor, labels: Tensor, **further: Any) -> tuple[Tensor, Tensor]:
-        """(sum of losses, labels counted) of a batch of this replica, without gradients; alike on all of its ranks."""
+        """Return (sum of losses, labels counted) of a batch of this replica, without gradients; alike on all of its ranks."""
 
-    def held(self) -> dict[str, int]:
-        """Bytes by kind that this rank holds now."""
-        return held_by([each.module for each in self.stages], self.stepper)
+    def held_bytes(self) -> dict[str, int]:
+        """Return the bytes that this rank holds now, by kind."""
+        return bytes_by_kind(self._held_tensors())
 
-    def partitions(self) -> Iterator[Partition]:
-        """What this rank steps of the float32 weights and the optimizer's states; at stage 0 everything, as its replicas do."""
-        return partitions(self.holdings, self.stepper, stage(self.run))
+    def optimizer_shards(self) -> Iterator[OptimizerShard]:
+        """Yield this rank's part of the float32 weights and of the optimizer's states."""
+        yield from (whole_parameter(row, self.optimizer) for row in self.parameters if row.parameter.requires_grad)
 
-    def position(self) -> dict[str, Any]:
-        """What the engine must remember beside its shards: steps that were taken, the loss scale of fp16."""
-        taken = [int(state["step"]) for state in self._torch_optimizer().state.values() if "step" in state]
-        scaler = getattr(self.stepper, "loss_scaler", None)
-        scale = {name: getattr(scaler, name) for name in SCALE if isinstance(getattr(scaler, name, None), int | float)}
-        return {"optimizer_steps": max(taken, default=0), "skipped": self.engine.skipped_steps, "scale": scale}
+    def counters(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps beside shards: optimizer steps taken, skipped steps, the state of fp16's loss scale."""
+        scaler = self._loss_scaler
+        scale = {name: getattr(scaler, name) for name in self.loss_scale_fields if isinstance(getattr(scaler, name, None), int | float)}
+        taken = [int(state["step"]) for state in self.optimizer.state.values() if "step" in state]
+        return {"optimizer_steps": max(taken, default=0), "skipped": self.skipped_steps, "scale": scale}
 
-    def restore(self, read: Read, position: Mapping[str, Any]) -> None:
-        """Take weights and optimizer states as `read` gives them, whatever layout they were saved in."""
-        for part in self.partitions():
-            part.weight.copy_(read(part.placed, "weight", part.start, part.length))
+    def restore(self, read: ReadShard, counters: Mapping[str, Any]) -> None:
+        """Load weights and optimizer states from `read`, whatever layout saved them, and the counters."""
+        for part in self.optimizer_shards():
+            part.weight.copy_(read(part.shard, "weight", part.start, part.length))
             for kind, held in part.states():
-                held.copy_(read(part.placed, kind, part.start, part.length))
+                held.copy_(read(part.shard, kind, part.start, part.length))
             if "step" in part.state:
-                part.state["step"] = torch.full_like(torch.as_tensor(part.state["step"], dtype=torch.float32), position["optimizer_steps"])
-        self._spread(read)
-        self.engine.skipped_steps = int(position["skipped"])
-        scaler = getattr(self.stepper, "loss_scaler", None)
-        for name, value in position["scale"].items():
-            if hasattr(scaler, name):
-                setattr(scaler, name, value)
+                part.state["step"] = torch.full_like(torch.as_tensor(part.state["step"], dtype=torch.float32), counters["optimizer_steps"])
+        for row, start, target in self._forward_weights():
+            target.copy_(read(row.shard, "weight", start, target.numel()))
+        self.skipped_steps = int(counters["skipped"])
+        for name, value in counters["scale"].items():
+            if hasattr(self._loss_scaler, name):
+                setattr(self._loss_scaler, name, value)
 
-    def _spread(self, read: Read) -> None:
-        """The weights that forward computes with, cast from float32: all of each, or at stage 3 this rank's."""
-        for _, parameter, placed, _ in self.holdings:
-            if stage(self.run) == 3:
-                start, length = share(parameter)
-                target = parameter.ds_tensor.data.view(-1)[:length]  # type: ignore[attr-defined]
-            else:
-                start, length, target = 0, parameter.numel(), parameter.data.view(-1)
-            if length:
-                target.copy_(read(placed, "weight", start, length))
+    @property
+    def backward_scale(self) -> float:
+        """The factor by which the gradients of activations in backward exceed those of the global batch's mean loss."""
+        return 1.0
 
-    def _torch_optimizer(self) -> torch.optim.Optimizer:
-        found: torch.optim.Optimizer = getattr(self.stepper, "optimizer", self.stepper)
-        return found
-
-    def _sum_shared(self) -> None:
-        """Add up, once a step, the gradients of which each tensor-parallel rank has but a part: of weights that all hold whole,
-        where the sequence is split; of key and value heads that some share. One message each."""
-        sequence = self.run.parallel.sequence
-        for axis in ("tp", "copies"):
-            group = self.grid.group(axis)
-            rows = [each for each in self.holdings if (each.placed.shared if axis == "copies" else sequence and not each.placed.sharded)]
-            if group is None or not rows:
-                continue
-            held = list(self._gradients(rows))
-            if held:
-                flat = summed(torch.cat([each.reshape(-1) for each in held]), group)
-                for each, part in zip(held, torch.split(flat, [each.numel() for each in held]), strict=True):
-                    each.copy_(part.view_as(each))
-
-    def _gradients(self, rows: Sequence[Holding]) -> Iterator[Tensor]:
-        """What this rank holds of these gradients when they are added up; it may be written."""
-        return gradients(rows, self.stepper, stage(self.run))
-
-    def _plain_norm(self) -> Tensor | None:
-        """The global gradient norm at stage 0, of which DeepSpeed gives none: every rank holds whole, averaged gradients.
-
-        In float64: a float32 norm of a large tensor is off by 1e-6, differently in each layout.
-        """
-        if stage(self.run):
-            return None
-        counted = [each.parameter.grad for each in self.holdings if each.counted and each.parameter.grad is not None]
-        norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in counted]
-        squares = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=self.grid.world.device)
-        if group := self.grid.group("model"):
-            dist.all_reduce(squares, group=group.handle)
-        return squares.sqrt()
-
-    def _near_ties(self) -> int | None:
-        """Those of the step just done, of all ranks; None where no module counts them."""
-        modules: list[Any] = [each.module for each in self.stages]
-        held: list[list[Tensor]] = [each.near_ties for each in modules if hasattr(each, "near_ties")]
-        if not held:
-            return None
-        found = sum((each for counts in held for each in counts), torch.zeros((), dtype=torch.int64, device=self.grid.world.device))
-        for counts in held:
-            counts.clear()
-        if self.grid.place("tp"):
-            found.zero_()  # all of a tensor group have seen the same
-        dist.all_reduce(found)
-        return int(found)
-
-    def _is_sane(self, loss: Tensor) -> bool:
-        """Whether the loss and all gradients are finite on every rank: one number, agreed on before the optimizer steps.
-
-        Where they are not, what this rank holds of the gradients is set to one, so that no norm is spoiled. In fp16 gradients are
-        left to DeepSpeed, whose loss scale falls by them; on the host they are where none of ours looks.
-        """
-        offload = self.run.parallel.offload
-        ours = self.run.train.precision != "fp16" and not (offload.optimizer or offload.parameters)
-        held = list(self._gradients(self.holdings)) if ours else []
-        sizes = torch.stack([each.float() for each in torch._foreach_norm(held)]) if held else loss.new_zeros(1)
-        bad = ~(torch.isfinite(loss).all() & torch.isfinite(sizes).all())
-        word = bad.to(torch.float32)
-        dist.all_reduce(word, op=dist.ReduceOp.MAX)
-        if word.item():
-            for each in held:
-                each.fill_(1.0)
-        return not word.item()
+    def averaged_gradients(self) -> Iterator[tuple[RankParameter, int, Tensor]]:
+        """Yield (parameter, first flat element, flat gradient) of what this rank holds of the global batch's gradients before its step."""
+        for row in self.parameters:
+            if row.parameter.grad is not None:
+                yield row, 0, row.parameter.grad.view(-1)
 
     @contextmanager
-    def _stepping(self, *, sane: bool) -> Iterator[None]:
-        """DeepSpeed's step, with torch's optimizer inside it; of a step that isn't sane all but that is done."""
-        optimizer = self._torch_optimizer()
-        if not sane:
-            self.engine.skipped_steps += 1
-            optimizer.step = _nothing  # type: ignore[assignment]
+    def show_gradients(self, show: Callable[[], None]) -> Iterator[None]:
+        """While the block runs, call `show` in each step once gradients are averaged, before they are clipped."""
+        self._show_gradients = show
         try:
             yield
         finally:
-            if not sane:
-                del optimizer.step
+            self._show_gradients = None
+
+    def _gradients_ready(self) -> None:
+        """To be called by `step` once gradients are averaged, before they are clipped."""
+        if self._show_gradients:
+            self._show_gradients()
+
+    def _held_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (kind, tensor) of all that this rank holds; a storage may come several times: its first row names its kind."""
+        for parameter in parameters_of([each.module for each in self.stages]):
+            yield "weights", parameter.data
+            if parameter.grad is not None:
+                yield "gradients", parameter.grad
+        for state in self.optimizer.state.values():
+            yield from (("optimizer", each) for each in tensors_in(state))
+
+    def _forward_weights(self) -> Iterator[tuple[RankParameter, int, Tensor]]:
+        """Yield (parameter, first flat element, flat tensor) of the weights that forward uses, where the optimizer steps others."""
+        return iter(())
+
+    @property
+    def _loss_scaler(self) -> Any:
+        """The object with `loss_scale_fields`; None without a loss scale."""
+        return None
+
+    def _summed_gradients(self, rows: Sequence[RankParameter]) -> Iterator[Tensor]:
+        """Yield this rank's gradients of parameters when the tensor axis sums them; they may be written."""
+        return (row.parameter.grad for row in rows if row.parameter.grad is not None)
+
+    def _sum_over_tensor_axis(self) -> None:
+        """Sum, once a step, gradients of which each tensor-parallel rank has only a part, in one message each: those of weights that all
+        ranks hold whole, where the sequence is split; those of key and value heads that some ranks share."""
+        sequence = self.run.parallel.sequence
+        for axis in ("tp", "copies"):
+            group = self.grid.group(axis)
+            rows = [each for each in self.parameters if (each.shard.shared if axis == "copies" else sequence and not each.shard.is_split)]
+            if group is None or not rows:
+                continue
+            gradients = list(self._summed_gradients(rows))
+            if gradients:
+                flat = all_reduce(torch.cat([each.reshape(-1) for each in gradients]), group)
+                for gradient, part in zip(gradients, torch.split(flat, [each.numel() for each in gradients]), strict=True):
+                    gradient.copy_(part.view_as(gradient))
+
+    def _near_ties(self) -> int | None:
+        """Return the near ties of the step just done on all ranks; None where no module counts them."""
+        modules: list[Any] = [each.module for each in self.stages]
+        counters: list[list[Tensor]] = [each.near_ties for each in modules if hasattr(each, "near_ties")]
+        if not counters:
+            return None
+        total = sum((each for counts in counters for each in counts), torch.zeros((), dtype=torch.int64, device=self.grid.world.device))
+        for counts in counters:
+            counts.clear()
+        if self.grid.coordinate("tp"):
+            total.zero_()  # all ranks of a tensor-parallel group route the same tokens
+        dist.all_reduce(total)
+        return int(total)
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:
-        """Seconds of a part of the step, where kernels are not merely asked for: on a CPU."""
+        """Add the block's seconds to a part of the step, on a CPU only: a GPU's kernels run later."""
         start = perf_counter()
         yield
         if self.grid.world.device.type == "cpu":
             self.clock[part] += perf_counter() - start
-
-
-def clip(parameters: Iterable[nn.Parameter], norm: Tensor, most: float) -> None:
-    """Clip gradients to a norm of `most` by the norm that was taken already, in the place of DeepSpeed, which takes its own."""
-    gradients = [each.grad for each in parameters if each.grad is not None]
-    torch._foreach_mul_(gradients, torch.clamp(most / (norm + 1e-6), max=1.0).to(gradients[0].dtype))
-
-
-def _nothing(*_: Any) -> None:
-    """A step of torch's optimizer that is not taken."""

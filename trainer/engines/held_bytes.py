@@ -1,101 +1,70 @@
-"""What DeepSpeed and torch's optimizer hold on this rank, in bytes by kind: each storage counted once."""
+"""Bytes that a training step holds on this rank, by kind; each storage is counted once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
-from ..parallel.saved_bytes import Saved, counted
+from ..parallel.saved_bytes import SavedTensors, count_saved
 
-# Where the optimizers that DeepSpeed wraps around torch's keep tensors: stage 0 and 1 of bf16 with fp32 gradients, 1 and 2, 3.
-# A storage that stands in two rows belongs to the first.
-PLACES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("weights", ("bf16_groups_flat", "bit16_groups_flat", "lp_param_buffer")),
-    ("optimizer", ("fp32_groups_flat_partition", "single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")),
-    ("gradients", ("fp32_groups_gradients_flat", "averaged_gradients", "all_grad_tensors", "grad_partitions_flat_buffer")),
-    ("buffers", ("ipg_buckets",)),  # and what stage 3 has gathered
-)
-KINDS = tuple(kind for kind, _ in PLACES)
+KINDS = ("weights", "optimizer", "gradients", "buffers")
 
 
-class Count:
-    """The bytes of one step by kind: the most activations after any forward that it is told of, the rest when it is told."""
+class ByteCounter:
+    """Bytes of one step by kind: the most activations after any of its forward passes, the rest after a backward pass."""
 
     def __init__(self) -> None:
         self.bytes: dict[str, int] = {}
-        self._saved: list[Saved] = []
+        self._saved: list[SavedTensors] = []
 
     @contextmanager
-    def forward(self, modules: Sequence[nn.Module], *given: Any) -> Iterator[None]:
-        """Around a forward pass: what it and those before it have saved, and hold still, beside weights and what they were given."""
-        with counted(_parameters(modules), _inside(given)) as saved:
+    def forward(self, modules: Sequence[nn.Module], *inputs: Any) -> Iterator[None]:
+        """Count a forward pass that runs in the block: what it and earlier ones have saved and still hold, without weights and inputs."""
+        with count_saved(parameters_of(modules), tensors_in(inputs)) as saved:
             yield
         self._saved.append(saved)
-        held = sum(each.beside(_parameters(modules)) for each in self._saved)
+        held = sum(each.bytes_except(parameters_of(modules)) for each in self._saved)
         self.bytes["activations"] = max(held, self.bytes.get("activations", 0))
 
-    def backward(self, found: Mapping[str, int]) -> None:
-        """After the backward pass: what is held then."""
-        self.bytes |= found
+    def backward(self, held: Mapping[str, int]) -> None:
+        """Take the bytes that the engine holds after a backward pass."""
+        self.bytes |= held
 
 
-def held(modules: Sequence[nn.Module], stepper: Any) -> dict[str, int]:
-    """Bytes by kind at this moment: weights, their float32 copies and the optimizer's states, gradients, buckets of messages."""
+def bytes_by_kind(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
+    """Return the bytes of (kind, tensor) rows by kind; a storage that is in several rows belongs to the first."""
     seen: set[int] = set()
-    found = dict.fromkeys(KINDS, 0)
-    for kind, tensor in _tensors(modules, stepper):
+    total = dict.fromkeys(KINDS, 0)
+    for kind, tensor in tensors:
         storage = tensor.untyped_storage()
         if storage.data_ptr() and storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
-            found[kind] += storage.nbytes()
-    return found
+            total[kind] += storage.nbytes()
+    return total
 
 
-def _tensors(modules: Sequence[nn.Module], stepper: Any) -> Iterator[tuple[str, Tensor]]:
-    """(kind, tensor), one storage perhaps several times: the first names its kind."""
-    yield from _of_parameters(modules)
-    for kind, names in PLACES:
-        for name in names:
-            for tensor in _inside(getattr(stepper, name, None)):
-                yield kind, tensor
-                if tensor.grad is not None:
-                    yield "gradients", tensor.grad
-    for state in getattr(stepper, "optimizer", stepper).state.values():
-        yield from (("optimizer", each) for each in _inside(state))
-
-
-def _parameters(modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
+def parameters_of(modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
+    """Yield the parameters of modules."""
     for module in modules:
         yield from module.parameters()
 
 
-def _of_parameters(modules: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    for parameter in _parameters(modules):
-        whole: Any = parameter
-        own = getattr(whole, "ds_tensor", None)  # stage 3: this rank's part; the whole is gathered while it is computed with
-        if own is not None:
-            yield "weights", own.data
-        yield "weights" if own is None else "buffers", parameter.data
-        for name in ("grad", "grad_accum"):
-            yield from (("gradients", each) for each in _inside(getattr(whole, name, None)))
-
-
-def _inside(held: Any) -> Iterator[Tensor]:
-    """The tensors in lists, tables, buckets and keys."""
-    match held:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in lists, mappings, message buckets and dropout keys."""
+    match value:
         case None:
             return
         case Tensor():
-            yield held
+            yield value
         case Mapping():
-            for each in held.values():
-                yield from _inside(each)
+            for each in value.values():
+                yield from tensors_in(each)
         case list() | tuple():
-            for each in held:
-                yield from _inside(each)
+            for each in value:
+                yield from tensors_in(each)
         case _:
-            for name in ("buffer", "states"):  # of a bucket of messages; of dropout's keys
-                yield from _inside(getattr(held, name, None))
+            for name in ("buffer", "states"):  # of DeepSpeed's message buckets; of dropout's keys
+                yield from tensors_in(getattr(value, name, None))

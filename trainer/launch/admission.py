@@ -1,113 +1,91 @@
-"""Why a run can't be started here, as far as its files say before any rank is: data, weights, the checkpoints of its folder."""
+"""Whether a run can be started here: its hosts, and the problems that prevent it. file_checks.py checks its files."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
 
-from ...cli.pages.format import WOULD_REFUSE, count
+from ..machine import facts as machine
+from ..machine.facts import CPU_RANKS_PER_CORE
+from ..plan.fixes import engine_problems
 from ..plan.result import Plan
+from ..plan.unused_keys import RULE as UNUSED_KEY_RULE
 from ..spec.problem import Problem, Unreadable
 from ..spec.run import Run
-from .data_survey import DataFacts, are_here, names_files, survey
+from ..system.cpu import cpu_count
+from .commands.deepspeed import RUNNER_PROGRAMS
+from .hosts.hostfile import Host
+from .hosts.slurm_nodes import slurm_job
+from .resolve import resolve_hosts
 
-# Epochs from which repeated tokens teach less and less: up to 4 are nearly as good as new ones (arXiv:2305.16264).
-MANY_EPOCHS = 4.0
+SINK_PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard"}  # log sink -> the package that it needs
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileCheck:
-    """What a run's files say: `problems` stop it; `remarks` are lines for the user; `data` is None where nothing is known of them."""
+class StartCheck:
+    """The problems that prevent a start, and the run's hosts (none for launch=local, or where they are a problem)."""
 
-    problems: tuple[Problem, ...] = ()
-    remarks: tuple[str, ...] = ()
-    data: DataFacts | None = None
-
-
-@dataclass(kw_only=True)
-class FileChecks:
-    """Looks at the files of runs, at the same data once."""
-
-    _looks: dict[str, DataFacts | tuple[Problem, ...]] = field(default_factory=dict)
-
-    def look(self, run: Run) -> FileCheck:
-        """Say what is wrong with a run's files, without reading all of its data."""
-        found = self._data(run) if names_files(run) and are_here(run) else ()
-        data, problems = (found, ()) if isinstance(found, DataFacts) else (None, found)
-        return _with_resume(run, FileCheck(problems=(*problems, *weight_problems(run)), data=data))
-
-    def _data(self, run: Run) -> DataFacts | tuple[Problem, ...]:
-        at = repr((run.data, run.model.vocab, run.train.seq, run.launch.name))
-        if at not in self._looks:
-            try:
-                self._looks[at] = survey(run, "look")
-            except Unreadable as error:
-                self._looks[at] = error.problems
-        return self._looks[at]
+    problems: tuple[Problem, ...]
+    hosts: tuple[Host, ...] = ()
 
 
-def prepare_files(run: Run, progress: Callable[[str], None]) -> FileCheck:
-    """Read all of a run's data into the cache where its ranks are to be on this machine, and say what is wrong with its files."""
-    check = FileCheck()
-    if run.data.name != "synthetic" and run.launch.name == "local":
-        try:
-            data = survey(run, "prepare", progress)
-            check = FileCheck(data=data, remarks=data.remarks)
-        except Unreadable as error:
-            return FileCheck(problems=error.problems)
-    return _with_resume(run, check)
-
-
-def _with_resume(run: Run, check: FileCheck) -> FileCheck:
-    """Add whether the run may go on from its folder's newest checkpoint."""
-    from ...cli.verbs.fit import folder_of
-    from ..rundir.resume import check_resume
-
-    folder = folder_of(run)
-    resume = check_resume(run, folder, data_key=check.data.key if check.data else None)
-    problems = (*check.problems, *resume.problems, *_metrics_problems(folder))
-    return replace(check, problems=problems, remarks=(*check.remarks, *resume.remarks))
-
-
-def _metrics_problems(folder: Path) -> Iterator[Problem]:
-    """Say that RUN_DIR/metrics.jsonl can't be written to, where it is something else than a file."""
-    file = folder / "metrics.jsonl"
-    if os.path.lexists(file) and not file.is_file():
-        yield Problem(rule="folder", says=f"{file} is no plain file, and a run logs its figures there", mend="move it away")
-
-
-def weight_problems(run: Run) -> Iterator[Problem]:
-    """Say why a run can't begin from the weights it names; one that goes on from a checkpoint needs none."""
-    from ...cli.verbs.fit import folder_of
-
-    if run.model.weights is None or run.model.family == "hf" or any(folder_of(run).glob("checkpoints/step_*")):
-        return
-    from ..models.hf_folder import check_folder
-
+def check_start(run: Run, plan: Plan) -> StartCheck:
+    """Resolve the run's hosts, and find what prevents a start: in the plan, the engine, the launcher, this machine."""
+    problems = [*plan.problems, *engine_problems(run)]
+    hosts: tuple[Host, ...] = ()
     try:
-        check_folder(Path(run.model.weights), run)
+        hosts = resolve_hosts(run)
     except Unreadable as error:
-        yield from error.problems
+        problems += error.problems
+    problems += _launcher_problems(run)
+    if run.cluster.device.kind == "cpu" and run.train.precision == "fp16":
+        says = "train.precision=fp16 does not run on a CPU: DeepSpeed accepts it only on the few that multiply in fp16"
+        problems.append(Problem(rule="precision", says=says, mend="set train.precision to fp32 or bf16"))
+    problems += _machine_problems(run, plan)
+    return StartCheck(problems=tuple(problems), hosts=hosts)
 
 
-def epoch_warnings(run: Run, plan: Plan, data: DataFacts | None) -> Iterator[Problem]:
-    """Warn where a run reads its data far more often than helps."""
-    if data is None or plan.run is None:
+def start_warnings(run: Run, plan: Plan) -> Iterator[Problem]:
+    """Warn of keys that do nothing in this run, and of log sinks whose package is missing."""
+    yield from (each for each in plan.warnings if each.rule in (UNUSED_KEY_RULE, "recompute"))
+    if run.optim.gradient_copy:
+        says = "optim.gradient_copy=true is in the plan, but DeepSpeed keeps no such copy"
+        yield Problem(rule=UNUSED_KEY_RULE, says=says, mend="set optim.gradient_copy=false")
+    for sink in run.log.sinks:
+        if sink in SINK_PACKAGES and find_spec(SINK_PACKAGES[sink]) is None:
+            says = f"log.sinks names {sink}, which is not installed: nothing is logged there"
+            yield Problem(rule="sinks", says=says, mend=f"pip install {SINK_PACKAGES[sink]}")
+
+
+def _launcher_problems(run: Run) -> Iterator[Problem]:
+    """Find launchers that `fit` does not run, and programs that they need."""
+    launch = run.launch
+    if launch.name in ("torchrun", "slurm"):
+        within = ", or fit launch=deepspeed launch.runner=slurm in a job" if launch.name == "slurm" else ""
+        mend = f"run what `distrain show --launch` prints for it{within}"
+        yield Problem(rule="launch", says=f"fit does not start launch={launch.name}", mend=mend)
+    elif launch.name == "deepspeed" and (missing := [name for name in RUNNER_PROGRAMS[launch.runner] if shutil.which(name) is None]):
+        says = f"launch.runner={launch.runner} needs {' and '.join(missing)}, not found on PATH"
+        yield Problem(rule="launch", says=says, mend=f"install {launch.runner}")
+    elif launch.name == "deepspeed" and launch.runner == "slurm" and not slurm_job(os.environ):
+        says = "launch.runner=slurm starts ranks on the nodes of a Slurm job, and this process runs in none"
+        yield Problem(rule="launch", says=says, mend="run it under salloc or in a file for sbatch")
+
+
+def _machine_problems(run: Run, plan: Plan) -> Iterator[Problem]:
+    """Find a local run of more ranks than this machine has GPUs, or than its cores can serve."""
+    if run.launch.name != "local":
         return
-    whole = sum(weight for weight, _ in data.sources)
-    epochs = max((plan.run.tokens * weight / whole / tokens for weight, tokens in data.sources if tokens), default=0.0)
-    if epochs > MANY_EPOCHS and data.train_tokens:
-        about = "" if data.exact else "about "
-        often = f"{epochs:,.0f} epochs" + (" of one of its sources" if len(data.sources) > 1 else "")
-        says = f"the run reads {count(plan.run.tokens)} tokens, and the data hold {about}{count(data.train_tokens)}: {often}"
-        yield Problem(rule="epochs", says=says, mend=f"beyond {MANY_EPOCHS:.0f} they teach less and less (arXiv:2305.16264)")
-
-
-def with_files(run: Run, plan: Plan, check: FileCheck) -> Plan:
-    """Return the plan with what the files say: what `fit` would refuse is a warning here, for the files of a run may lie elsewhere."""
-    refused = tuple(replace(each, says=f"{WOULD_REFUSE}: {each.says}") for each in check.problems)
-    said = tuple(Problem(rule="data", says=remark) for remark in check.data.remarks) if check.data else ()
-    warnings = (*plan.warnings, *refused, *said, *epoch_warnings(run, plan, check.data))
-    return replace(plan, warnings=warnings, runnable=plan.runnable and not refused)
+    if run.cluster.device.kind == "cuda":
+        facts = machine.cached_facts()
+        gpus = len(facts["cuda"]) if facts else 0
+        if plan.world > gpus:
+            says = f"{plan.world} ranks on {run.cluster.device.name} need as many GPUs, and this machine has {gpus or 'none'}"
+            mend = f"set cluster=1x{gpus} parallel.dp=auto" if gpus else "set cluster=local"
+            yield Problem(rule="launch", says=says, mend=mend)
+    elif plan.world > CPU_RANKS_PER_CORE * cpu_count():
+        says = f"{plan.world} ranks are more than this machine's {cpu_count()} cores can serve"
+        yield Problem(rule="launch", says=says, mend=f"set cluster=1x{cpu_count()} parallel.dp=auto")

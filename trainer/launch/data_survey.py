@@ -11,7 +11,7 @@ from ..spec.problem import Problem, Unreadable
 from ..spec.run import Run
 
 PATIENCE = 60.0  # seconds that a look may take; preparing shows how far it is, and takes what it takes
-MODULE = "trainer.loop.data.survey"
+MODULE = "distrain.trainer.loop.data.survey"
 
 Mode = Literal["look", "prepare"]
 
@@ -38,20 +38,20 @@ def names_files(run: Run) -> bool:
     return run.data.path is not None or run.data.name in ("text", "tokens") or run.data.tokenizer != "bytes"
 
 
-def are_here(run: Run) -> bool:
+def are_local(run: Run) -> bool:
     """Whether this machine is to have a run's files: those of runs that other hosts train may lie there alone."""
     paths = (run.data.path,) if isinstance(run.data.path, str) else run.data.path or ()
     return run.launch.name == "local" or all(Path(path).expanduser().exists() for path in paths)
 
 
-def survey(run: Run, mode: Mode, progress: Callable[[str], None] = lambda words: None) -> DataFacts:
+def survey_data(run: Run, mode: Mode, progress: Callable[[str], None] = lambda words: None) -> DataFacts:
     """Look at a run's data, or prepare them in the cache; raises Unreadable with all that is wrong with them.
 
     `progress` is told how far it is, in a line that replaces the one before.
     """
     from msgspec import to_builtins
 
-    from ..system.json_child import ask, module_words
+    from ..system.json_child import ask_json_child
 
     said: dict[str, Any] = {}
     remarks: list[str] = []
@@ -66,7 +66,7 @@ def survey(run: Run, mode: Mode, progress: Callable[[str], None] = lambda words:
 
     document = {"data": to_builtins(run.data), "vocab": run.model.vocab, "seq": run.train.seq, "mode": mode}
     document["evaluate"] = run.train.evaluate.every > 0
-    answer = ask(module_words(MODULE), document, hear, seconds=PATIENCE if mode == "look" else None)
+    answer = ask_json_child(MODULE, document, hear, seconds=PATIENCE if mode == "look" else None)
     progress("")
     if problems := said.get("problems"):
         raise Unreadable(Problem(rule=each["rule"], says=each["says"], mend=each["mend"]) for each in problems)

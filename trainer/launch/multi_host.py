@@ -1,17 +1,18 @@
-"""Starting a run's ranks on several hosts through DeepSpeed's launcher, of which nothing is wanted but that it starts them.
+"""Launches a run's ranks on several hosts through DeepSpeed's launcher, which only starts processes.
 
-The head writes the run's files on each host over ssh (upload_remote.py), listens where the hosts reach it (door.py), and starts the
-launcher. Each slot's process (guest.py) comes to the head with the ticket that it finds on its host; when all are there the
-head has the ranks started. From then on it hears and tells them over their keepers' sockets (tether.py), and what they say is
-the run's record: how the launcher ends says nothing of it. The processes are
+The controller (this process) uploads the run's files to each host over ssh (hosts/upload_remote.py), listens where the hosts reach it
+(supervisor/rendezvous.py), and starts the launcher. The bootstrap of each slot registers with the join token that it finds on its host;
+when all have registered, the controller has the ranks started. From then on it supervises them over their agents' sockets
+(agent/protocol.py). Results come from the agents; the launcher's exit status is ignored. The processes are
 
-    head:  distrain fit -> the launcher's keeper -> deepspeed.launcher.runner -> pdsh -> ssh to each host
-    host:  sshd -> deepspeed.launcher.launch -> guest a slot;    a rank's keeper -> the rank
+    controller's host:  distrain fit -> the launcher's agent -> deepspeed.launcher.runner -> pdsh -> ssh to each host
+    each host:          sshd -> deepspeed.launcher.launch -> a bootstrap for each slot;    a rank's agent -> the rank
 
-(with launch.runner=openmpi mpirun in place of pdsh, and on hosts its daemon orted in place of launch, on the head's own mpirun itself;
-with launch.runner=slurm srun in place of pdsh, and slurmstepd in place of launch)
-and what dies is missed by those beside it: the head by the launcher's keeper and the ranks', a keeper by the head, the guest
-and the rank, which dies with it, the launcher by the guest and the head, a guest by its keeper.
+With launch.runner=openmpi mpirun takes pdsh's place, and on the hosts its daemon orted takes launch's (on the controller's own host mpirun
+itself does). With launch.runner=slurm srun takes pdsh's place, and slurmstepd takes launch's.
+
+A process that dies is noticed by others: the controller by the launcher's agent and the ranks' agents; an agent by the controller, the
+bootstrap and the rank, which dies with it; the launcher by the bootstraps and the controller; a bootstrap by its agent.
 """
 
 from __future__ import annotations
@@ -28,70 +29,78 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..system import open_files
-from .agent.remote_agent import PING
-from .agent.token import NAME, Ticket
-from .commands.deepspeed import Command, File
+from ..system.stop_requests import StopRequests, collect_stop_requests
+from .agent.protocol import HEARTBEAT_INTERVAL
+from .agent.token import FILE, JoinToken
+from .commands.command import Command, LaunchFile
 from .hosts.hostfile import Host
-from .hosts.ssh import Stopped
-from .hosts.upload import Unreachable, land, on_each
-from .rank.channel import hush
-from .rank.log import opened, raised
-from .single_host import signals
-from .supervisor.local_rank import Member, under_keeper
-from .supervisor.outcome import FAILED, LOOKED_AT, Ended
-from .supervisor.remote_rank import Remote
-from .supervisor.rendezvous import Door
-from .supervisor.supervisor import Crew, Show
+from .hosts.ssh import SshInterrupted
+from .hosts.upload import UnreachableHosts, connect_hosts, on_every_host
+from .rank.channel import ignore_text
+from .rank.log import SEARCHED_LINES, exception_line, open_log_file
+from .supervisor.local_rank import LocalRank, start_under_agent
+from .supervisor.outcome import FAILED, Outcome
+from .supervisor.remote_rank import RemoteRank
+from .supervisor.rendezvous import Rendezvous
+from .supervisor.supervisor import Show, Supervisor
 from .supervisor.watchdog import Watchdog
 
-COME = 300.0  # seconds for the first slot to come, and for another after the last one
-PART = 8.0  # seconds for the launcher to end by itself after its last rank
-PART_BADLY = 2.0  # after a run that failed
-RULE = re.compile(r"-{9,}")
-TOLD = re.compile(r"\[.*\] \[(INFO|WARNING)\] ")  # what DeepSpeed's launcher says of each start
-LOST = 1.0  # seconds that ranks have after another was lost: none can finish its step
+REGISTER_TIMEOUT = 300.0  # seconds for the first slot to register, and for another after the last one
+LAUNCHER_WAIT = 8.0  # seconds for the launcher to end by itself after its last rank
+LAUNCHER_WAIT_FAILED = 2.0  # after a run that failed
+LOST_GRACE = 1.0  # seconds that ranks have after another was lost: none can finish its step
+MPIRUN_RULE = re.compile(r"-{9,}")
+LAUNCHER_LOG_LINE = re.compile(r"\[.*\] \[(INFO|WARNING)\] ")  # what DeepSpeed's launcher logs at each start
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
-    """What is started, and where: `launcher` starts a guest a slot of the hosts, each of which runs `command` as a rank."""
+class MultiHostLaunch:
+    """What is started, and where: `launcher` starts a bootstrap for each slot of the hosts, and each runs `command` as a rank."""
 
     hosts: Sequence[Host]
     folder: Path  # RUN_DIR
     launcher: Command
-    files: Sequence[File]  # that the launcher reads
-    texts: Mapping[str, str]  # that ranks read, by their names in RUN_DIR
+    files: Sequence[LaunchFile]  # that the launcher reads
+    texts: Mapping[str, str]  # files that ranks read, by name in RUN_DIR
     command: Sequence[str]
     environment: Mapping[str, str]  # of this process
-    handed: Mapping[str, str]  # of it, what ranks have too
-    address: str | None = None  # where ranks meet; None: where rank 0 comes from
-    port: int | None = None  # there; None: one that is free
+    forwarded: Mapping[str, str]  # those of its variables that the ranks get too
+    address: str | None = None  # where the ranks meet; None: the address from which rank 0 registers
+    port: int | None = None  # None: one that rank 0 reserves
 
 
-def launch_hosts(
-    start: Start,
+def launch_remote_ranks(
+    launch: MultiHostLaunch,
     *,
     show: Show,
     grace: float,
     live: Show | None = None,
     watchdog: Watchdog | None = None,
-    began: Callable[[int], None] | None = None,
-    asked: list[tuple[int, float]] | None = None,
-) -> Ended:
-    """Run the ranks until all have ended, and say how: what `launch.launch` is for one machine."""
-    with signals(asked) as told, _not_stopped(), ExitStack() as stack:
-        crew = HostCrew(told, stack, show=show, live=live or hush, grace=grace, watchdog=watchdog or Watchdog(), began=began)
+    on_first_step: Callable[[int], None] | None = None,
+    stop_requests: StopRequests | None = None,
+) -> Outcome:
+    """Run the ranks until all have ended; return the outcome. The parameters are those of `single_host.launch_local_ranks`."""
+    with collect_stop_requests(stop_requests) as requests, _terminal_stop_ignored(), ExitStack() as stack:
+        supervisor = MultiHostSupervisor(
+            requests,
+            stack,
+            show=show,
+            live=live or ignore_text,
+            grace=grace,
+            watchdog=watchdog or Watchdog(),
+            on_first_step=on_first_step,
+        )
         try:
-            return crew.launched(start)
-        except Unreachable as error:
-            return Ended(status=FAILED, ranks=(), says=str(error), hosts=error.hosts)
+            return supervisor.launch(launch)
+        except UnreachableHosts as error:
+            return Outcome(status=FAILED, ranks=(), says=str(error), hosts=error.hosts)
         except OSError as error:
-            return Ended(status=FAILED, ranks=(), says=f"can't be started: {error}")
+            return Outcome(status=FAILED, ranks=(), says=f"can't be started: {error}")
 
 
 @contextmanager
-def _not_stopped() -> Iterator[None]:
-    """Ctrl-Z does nothing: a head that is stopped has gone, for its ranks."""
+def _terminal_stop_ignored() -> Iterator[None]:
+    """Ignore Ctrl-Z: a controller that is stopped looks dead to its ranks."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -102,133 +111,138 @@ def _not_stopped() -> Iterator[None]:
         signal.signal(signal.SIGTSTP, before)
 
 
-class Unstarted(Exception):
-    """A start to which not all ranks came, and how it ended."""
+class StartFailed(Exception):
+    """Not all ranks registered; `outcome` is the attempt's."""
 
-    def __init__(self, ended: Ended) -> None:
-        super().__init__(ended.says)
-        self.ended = ended
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome.says)
+        self.outcome = outcome
 
 
-class HostCrew(Crew):
-    """Ranks that come over the network, and the launcher that has them come."""
+class MultiHostSupervisor(Supervisor):
+    """Supervises ranks that register over the network, and the launcher that starts their bootstraps."""
 
-    _launcher: Member
-    _remotes: Sequence[Remote] = ()
+    _launcher: LocalRank
+    _remote_ranks: Sequence[RemoteRank] = ()
 
-    def launched(self, start: Start) -> Ended:
-        """Write the files, start the launcher, wait for all ranks to come, and stay until all have ended."""
-        if few := open_files.allowed(open_files.held(sum(len(host.slots) for host in start.hosts), len(start.hosts))):
-            return Ended(status=FAILED, ranks=(), says=str(few))
-        with Door(self._ears, self.take) as door, self._pulse():
+    def launch(self, launch: MultiHostLaunch) -> Outcome:
+        """Upload the files, start the launcher, wait until all ranks have registered, and supervise them until all have ended."""
+        if problem := open_files.raise_limit(open_files.needed_files(sum(len(host.slots) for host in launch.hosts), len(launch.hosts))):
+            return Outcome(status=FAILED, ranks=(), says=str(problem))
+        with Rendezvous(self._selector, self.add) as rendezvous, self._heartbeats():
             try:
-                with self._landed(start, door):
-                    self._start_launcher(start)
-                    self._gather()
-            except Stopped as error:
-                return _stopped(error.number)
-            except Unstarted as error:
-                return error.ended
-            door.close()
-            for remote in self._remotes:
-                remote.go(start.address or _meeting(self._remotes), start.port or self._remotes[0].port)
-            ended = self.run()
-        self._part(PART if ended.status != FAILED else PART_BADLY)
-        return ended
+                with self._uploaded(launch, rendezvous):
+                    self._start_launcher(launch)
+                    self._wait_for_registrations()
+            except SshInterrupted as error:
+                return _interrupted(error.number)
+            except StartFailed as error:
+                return error.outcome
+            rendezvous.close()
+            for rank in self._remote_ranks:
+                rank.start(launch.address or _meeting_address(self._remote_ranks), launch.port or self._remote_ranks[0].port)
+            outcome = self.run()
+        self._wait_for_launcher(LAUNCHER_WAIT if outcome.status != FAILED else LAUNCHER_WAIT_FAILED)
+        return outcome
 
     @contextmanager
-    def _landed(self, start: Start, door: Door) -> Iterator[None]:
-        """Write the files on all hosts, and open the door to who reads them. Until all ranks have come each host would remove them again
-        if this process died; from then on the ranks' keepers do."""
-        with land([host.name for host in start.hosts], self._asked) as landed:
-            ports = door.open({each.head for each in landed})
-            doors, names = [(each.head, ports[each.head]) for each in landed], [each.calls for each in landed]
-            slots = [host.slots for host in start.hosts]
-            token = secrets.token_hex(32)
-            ticket = Ticket(token=token, doors=doors, names=names, slots=slots, command=start.command, environment=start.handed)
-            self._remotes = _seats(start, ticket)
-            door.admit(ticket, self._remotes)
-            on_each(landed, lambda each: each.lay(start.folder, {**start.texts, NAME: ticket.written()}), self._asked)
-            self._stack.callback((start.folder / NAME).unlink, missing_ok=True)
+    def _uploaded(self, launch: MultiHostLaunch, rendezvous: Rendezvous) -> Iterator[None]:
+        """Upload the files to all hosts, and listen for registrations. Until all ranks have registered, each host would remove the files
+        again if this process died; from then on the ranks' agents do."""
+        with connect_hosts([host.name for host in launch.hosts], self._stop_requests) as connections:
+            ports = rendezvous.listen({each.controller_address for each in connections})
+            token = JoinToken(
+                secret=secrets.token_hex(32),
+                controllers=[(each.controller_address, ports[each.controller_address]) for each in connections],
+                hostnames=[each.hostname for each in connections],
+                slots=[host.slots for host in launch.hosts],
+                command=launch.command,
+                environment=launch.forwarded,
+            )
+            self._remote_ranks = _remote_ranks(launch, token)
+            rendezvous.admit(token, self._remote_ranks)
+            files = {**launch.texts, FILE: token.text()}
+            on_every_host(connections, lambda each: each.upload(launch.folder, files), self._stop_requests)
+            self._stack.callback((launch.folder / FILE).unlink, missing_ok=True)
             yield
 
-    def _start_launcher(self, start: Start) -> None:
-        """Under a keeper of its own, so that it dies with this process, and all that it started here."""
-        for file in start.files:
+    def _start_launcher(self, launch: MultiHostLaunch) -> None:
+        """Start the launcher under an agent of its own, so that it and its processes here die with this process."""
+        for file in launch.files:
             _write(file)
-        log, output = opened(start.folder / "ranks" / "launcher.log", "DeepSpeed's launcher")
-        surroundings = {**start.launcher.surroundings(start.environment), "PYTHONSAFEPATH": "1"}
-        self._launcher = under_keeper(start.launcher.words, -1, log, output, surroundings, folder=start.launcher.folder)
-        self._stack.callback(self._launcher.close, PART)
-        self._ears.register(self._launcher.control, 1, self._hear_launcher)
+        log, output = open_log_file(launch.folder / "ranks" / "launcher.log", "DeepSpeed's launcher")
+        environment = {**launch.launcher.full_environment(launch.environment), "PYTHONSAFEPATH": "1"}
+        self._launcher = start_under_agent(launch.launcher.argv, -1, log, output, environment, folder=launch.launcher.folder)
+        self._stack.callback(self._launcher.close, LAUNCHER_WAIT)
+        self._selector.register(self._launcher.fd, 1, self._read_launcher)
 
-    def _hear_launcher(self) -> None:
-        for _ in self._launcher.hear():
-            pass
-        if self._launcher.end is not None:
-            self._ears.unregister(self._launcher.control)
+    def _read_launcher(self) -> None:
+        self._launcher.read_messages()
+        if self._launcher.outcome is not None:
+            self._selector.unregister(self._launcher.fd)
 
-    def _gather(self) -> None:
-        """Wait until all ranks are there; raises Unstarted where they don't come, and Stopped."""
+    def _wait_for_registrations(self) -> None:
+        """Wait until all ranks have registered; raises StartFailed if they do not, and SshInterrupted at a stop request."""
         since = time.monotonic()
-        while not all(remote.here for remote in self._remotes):
-            here = len(self._members)
-            self._listen()
-            since = time.monotonic() if len(self._members) > here else since
-            if self._asked:
-                raise Stopped(self._asked[0][0])
-            if lost := next((remote for remote in self._remotes if remote.end is not None), None):
-                says = f"rank {lost.rank} on {lost.where} was lost before all had come: {lost.problem}"
-                raise Unstarted(Ended(status=FAILED, ranks=(), rank=lost.rank, says=says, hosts=(_host(lost),)))
-            missing = [remote for remote in self._remotes if not remote.here]
-            if missing and (self._launcher.end or time.monotonic() > since + COME):
-                raise Unstarted(self._not_brought(missing, "before it ended" if self._launcher.end else f"within {COME:.0f} s"))
+        while not all(rank.is_registered for rank in self._remote_ranks):
+            registered = len(self._ranks)
+            self._poll()
+            since = time.monotonic() if len(self._ranks) > registered else since
+            if self._stop_requests:
+                raise SshInterrupted(self._stop_requests[0][0])
+            if lost := next((rank for rank in self._remote_ranks if rank.outcome is not None), None):
+                says = f"rank {lost.rank} on {lost.where} was lost before all ranks had registered: {lost.problem}"
+                raise StartFailed(Outcome(status=FAILED, ranks=(), rank=lost.rank, says=says, hosts=(_host(lost),)))
+            missing = [rank for rank in self._remote_ranks if not rank.is_registered]
+            if missing and (self._launcher.outcome or time.monotonic() > since + REGISTER_TIMEOUT):
+                raise StartFailed(self._unregistered(missing))
 
-    def _not_brought(self, missing: Sequence[Remote], when: str) -> Ended:
-        """A start to which ranks did not come. At fault are their hosts, unless none has brought all of its ranks."""
-        names = ", ".join(f"{remote.rank} on {remote.where}" for remote in missing[:4]) + (" and more" if len(missing) > 4 else "")
-        says = f"DeepSpeed's launcher did not bring rank {names} {when}{_last_words(self._launcher)}"
-        lacking = dict.fromkeys(map(_host, missing))
-        hosts = tuple(lacking) if set(map(_host, self._remotes)) - set(lacking) else ()
-        return Ended(status=FAILED, ranks=(), rank=missing[0].rank, says=says, log=self._launcher.log.path, hosts=hosts)
+    def _unregistered(self, missing: Sequence[RemoteRank]) -> Outcome:
+        """Return the outcome when ranks have not registered. Their hosts are at fault, unless on every host some rank is missing."""
+        when = "before DeepSpeed's launcher ended" if self._launcher.outcome else f"within {REGISTER_TIMEOUT:.0f} s"
+        names = ", ".join(f"{rank.rank} on {rank.where}" for rank in missing[:4]) + (" and more" if len(missing) > 4 else "")
+        says = f"rank {names} did not register {when}{_last_words(self._launcher)}"
+        incomplete = dict.fromkeys(map(_host, missing))
+        hosts = tuple(incomplete) if set(map(_host, self._remote_ranks)) - set(incomplete) else ()
+        return Outcome(status=FAILED, ranks=(), rank=missing[0].rank, says=says, log=self._launcher.log.path, hosts=hosts)
 
-    def _listen(self) -> None:
-        super()._listen()
-        if self._launcher.end is None and self._launcher.is_orphan():
-            self._hear_launcher()
-            if self._launcher.end is None:
-                self._launcher.lose()
-                self._ears.unregister(self._launcher.control)
+    def _poll(self) -> None:
+        super()._poll()
+        if self._launcher.outcome is None and self._launcher.is_orphan():
+            self._read_launcher()
+            if self._launcher.outcome is None:
+                self._launcher.record_lost_agent()
+                self._selector.unregister(self._launcher.fd)
 
     def _end_together(self) -> None:
-        """As any crew. When the launcher dies before all of its ranks they save and stop, and when a rank is lost none can do that."""
-        if not self._stopping and self._kill_at is None and self._left() and (dead := self._dead_launcher()):
-            self._show(f"DeepSpeed's launcher {dead}: finishing the step and saving")
-            self._stop()
+        """As any supervisor; also, ask the ranks to stop when the launcher dies before them, and shorten the grace when a rank is lost."""
+        if not self._stopping and self._kill_at is None and self._running() and (how := self._launcher_death()):
+            self._show(f"DeepSpeed's launcher {how}: finishing the step and saving")
+            self._request_stop()
         super()._end_together()
-        if self._kill_at is not None and any(end.fate == "lost" for end in self._ends):
-            self._kill_at = min(self._kill_at, time.monotonic() + LOST)
+        if self._kill_at is not None and any(each.fate == "lost" for each in self._outcomes):
+            self._kill_at = min(self._kill_at, time.monotonic() + LOST_GRACE)
 
-    def _dead_launcher(self) -> str:
-        """How it died, while no rank had ended; "" where it lives."""
-        if self._ends:
+    def _launcher_death(self) -> str:
+        """Return how the launcher died while no rank had ended; "" if it lives."""
+        if self._outcomes:
             return ""
-        if (end := self._launcher.end) is not None:
-            return f"was killed by {signal.Signals(-end.code).name}" if end.code < 0 else "was ended"
-        orphan = next((remote for remote in self._remotes if remote.orphan), None)
-        return f"was killed on {orphan.where.partition(' ')[0]}" if orphan else ""
+        if (outcome := self._launcher.outcome) is not None:
+            return f"was killed by {signal.Signals(-outcome.code).name}" if outcome.code < 0 else "was ended"
+        orphan = next((rank for rank in self._remote_ranks if rank.launcher_died), None)
+        return f"was killed on {_host(orphan)}" if orphan else ""
 
     @contextmanager
-    def _pulse(self) -> Iterator[None]:
-        """Ping all ranks from a thread, so that a terminal that is stopped stops no run."""
+    def _heartbeats(self) -> Iterator[None]:
+        """Send heartbeats to all ranks from a thread, so that a blocked terminal does not end a run."""
         over = threading.Event()
 
-        def beat() -> None:
-            while not over.wait(PING):
-                for remote in self._remotes:
-                    remote.ping()
+        def send_heartbeats() -> None:
+            while not over.wait(HEARTBEAT_INTERVAL):
+                for rank in self._remote_ranks:
+                    rank.send_heartbeat()
 
-        thread = threading.Thread(target=beat, name="pulse", daemon=True)
+        thread = threading.Thread(target=send_heartbeats, name="heartbeats", daemon=True)
         thread.start()
         try:
             yield
@@ -236,57 +250,60 @@ class HostCrew(Crew):
             over.set()
             thread.join()
 
-    def _part(self, patience: float) -> None:
-        """Let the launcher end by itself, which it does when its children have; where a host is cut off it can't."""
-        for remote in self._remotes:
-            remote.close(PART)
-        until = time.monotonic() + patience
-        while self._launcher.end is None and time.monotonic() < until:
-            self._listen()
+    def _wait_for_launcher(self, patience: float) -> None:
+        """Let the launcher end by itself, as it does when its children have ended; where a host is cut off it can't."""
+        for rank in self._remote_ranks:
+            rank.close(LAUNCHER_WAIT)
+        deadline = time.monotonic() + patience
+        while self._launcher.outcome is None and time.monotonic() < deadline:
+            self._poll()
 
 
-def _stopped(number: int) -> Ended:
-    return Ended(status=128 + number, ranks=(), says=f"stopped by {signal.Signals(number).name} before the ranks had started", asked=True)
+def _interrupted(number: int) -> Outcome:
+    says = f"stopped by {signal.Signals(number).name} before the ranks had started"
+    return Outcome(status=128 + number, ranks=(), says=says, stop_requested=True)
 
 
-def _host(remote: Remote) -> str:
-    return remote.where.partition(" ")[0]
+def _host(rank: RemoteRank) -> str:
+    return rank.where.partition(" ")[0]
 
 
-def _seats(start: Start, ticket: Ticket) -> list[Remote]:
-    """The ranks that are to come."""
-    seats = []
-    for rank in range(ticket.ranks):
-        at, local = ticket.seat(rank)
-        host = start.hosts[at]
-        log = Path(f"{host.name}:{start.folder / 'ranks' / f'{rank}.log'}")
-        seats.append(Remote(rank, f"{host.name} (device {host.slots[local]})", log))
-    return seats
+def _remote_ranks(launch: MultiHostLaunch, token: JoinToken) -> list[RemoteRank]:
+    """Return the ranks that are to register."""
+    ranks = []
+    for rank in range(token.ranks):
+        at, local_rank = token.host_and_local_rank(rank)
+        host = launch.hosts[at]
+        log = Path(f"{host.name}:{launch.folder / 'ranks' / f'{rank}.log'}")
+        ranks.append(RemoteRank(rank, f"{host.name} (device {host.slots[local_rank]})", log))
+    return ranks
 
 
-def _meeting(remotes: Sequence[Remote]) -> str:
-    """Where all ranks reach rank 0: from where it came; if that is this machine itself, where others come to it."""
-    first = remotes[0].address
+def _meeting_address(ranks: Sequence[RemoteRank]) -> str:
+    """Return where all ranks reach rank 0: the address from which it registered; if that is loopback, this machine's address."""
+    first = ranks[0].address
     if first.startswith("127.") or first == "::1":
-        return next((remote.door for remote in remotes if remote.door != remotes[0].door), first)
+        return next((rank.controller_address for rank in ranks if rank.controller_address != ranks[0].controller_address), first)
     return first
 
 
-def _last_words(launcher: Member) -> str:
-    """Why the launcher did not do it, by its log, in which pdsh puts the host before each line, and mpirun its advice between rules."""
-    lines = [line.partition(": ")[2] if line.partition(": ")[0].isidentifier() else line for line in launcher.log.last_lines(LOOKED_AT)]
+def _last_words(launcher: LocalRank) -> str:
+    """Return the launcher's reason, from its log: there pdsh puts the host before each line, and mpirun its advice between rules."""
+    lines = [
+        line.partition(": ")[2] if line.partition(": ")[0].isidentifier() else line for line in launcher.log.last_lines(SEARCHED_LINES)
+    ]
     plain, advice = list[str](), list[str]()
-    ruled = False
+    in_advice = False
     for line in lines:
-        if RULE.fullmatch(line):
-            ruled = not ruled
-        elif line and not TOLD.match(line):
-            (advice if ruled else plain).append(line)
-    said = raised(lines) or (plain[-1] if plain else " ".join(advice))
-    return f"{': ' if said else ''}{' '.join(said.split())[:400]}; its log is {launcher.log.path}"
+        if MPIRUN_RULE.fullmatch(line):
+            in_advice = not in_advice
+        elif line and not LAUNCHER_LOG_LINE.match(line):
+            (advice if in_advice else plain).append(line)
+    reason = exception_line(lines) or (plain[-1] if plain else " ".join(advice))
+    return f"{': ' if reason else ''}{' '.join(reason.split())[:400]}; the launcher's log is {launcher.log.path}"
 
 
-def _write(file: File) -> None:
+def _write(file: LaunchFile) -> None:
     file.path.parent.mkdir(parents=True, exist_ok=True)
     with os.fdopen(os.open(file.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, file.mode), "w", encoding="utf-8") as text:
         text.write(file.text)

@@ -1,81 +1,137 @@
-"""The starts of a run: its ranks are started, and after a fault of a machine started again from the newest checkpoint."""
+"""The loop over a run's attempts: after a machine fault it starts again from the newest checkpoint."""
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from ..plan.result import Plan
 from ..rundir.checkpoints import newest_saved
-from ..rundir.files import write
+from ..rundir.files import write_launch_files
 from ..spec.problem import Unreadable
 from ..spec.run import Run
-from . import phase_times
-from .goodput import Tally
+from ..system.stop_requests import StopRequests, collect_stop_requests
+from .attempt import Show, run_attempt
+from .goodput import GoodputMeter
+from .hosts.hostfile import Host
+from .phase_times import load_watchdog, save_phase_times
 from .rank.channel import STOPPED
-from .shrink import Faults, TooFew, on_what_is_left, refusal
-from .single_host import signals
-from .supervisor.outcome import Ended
-from .supervisor.watchdog import Watchdog
-
-GRACE = 5.0  # seconds that ranks have to end after one has failed: all is to be over within 10
-
-Show = Callable[[str], None]
+from .shrink import HostFaults, TooFewHosts, shrink_run
+from .supervisor.outcome import FAILED, Outcome
 
 
-def started(
+def run_attempts(
     run: Run,
     plan: Plan,
+    hosts: Sequence[Host],
     folder: Path,
     show: Show,
     live: Show,
     *,
     command: Sequence[str] = (),
-    noted: list[tuple[int, float]] | None = None,
-) -> Ended:
-    """Start the ranks of RUN_DIR's run and wait; after a fault again, launch.restarts times at the most; how it ended at last.
+    stop_requests: StopRequests | None = None,
+) -> Outcome:
+    """Run RUN_DIR's run, and again after each machine fault, at most launch.restarts times; return the last outcome.
 
-    A run that has not come to a first step is not started again: most likely it never would. Told to stop at any time, also
-    between two starts, it stops. `command` is what each rank runs: the trainer, where none is given. `noted` is what a `signals`
-    around this one notes.
+    A run of which no attempt has reached a first step is not restarted: most likely it never would. A stop request ends it at
+    any time, also between two attempts. `command` is what each rank runs, by default the trainer. `stop_requests` is the list
+    of a `collect_stop_requests` around this call.
     """
     command = command or [sys.executable, "-m", "distrain.trainer.loop.rank", str(folder / "run.json")]
-    tally, faults = Tally(folder=folder), Faults()
-    with signals(noted) as asked:
+    goodput, faults = GoodputMeter(folder=folder), HostFaults()
+    with collect_stop_requests(stop_requests) as requests:
         while True:
-            resumed = run.checkpoint.resume != "never" and any(folder.glob("checkpoints/step_*"))
-            watchdog = phase_times.watchdog(run, folder)
-            ended = _once(run, plan, folder, command, show, live, watchdog, tally.begins, asked)
-            tally.ends(ended)
-            if ended.refused:  # nothing was done, so that there is nothing to keep
-                return ended
-            phase_times.keep(run, folder, watchdog, resumed=resumed)
-            faults.count(ended)
-            why = refusal(run, ended, restarts=tally.restarts, stepped=tally.stepped, step=_newest_step(folder))
+            outcome = _watched_attempt(run, plan, hosts, folder, command, show, live, goodput, requests)
+            if outcome.refused:  # no rank did anything, so there is nothing to record
+                return outcome
+            faults.count(outcome)
+            why = no_restart_reason(
+                run, outcome, restarts=goodput.restarts, has_stepped=goodput.has_stepped, saved_step=_newest_step(folder)
+            )
             if why is not None:
                 if why:
                     show(f"no restart: {why}")
                 break
             try:
-                run, plan, how = on_what_is_left(run, plan, faults.shunned(ended), asked)
-                write(run, plan, folder)
-            except (TooFew, OSError, Unreadable) as error:
-                if not asked:
+                attempt = shrink_run(run, plan, faults.hosts_to_avoid(outcome), requests)
+                write_launch_files(attempt.run, attempt.plan, folder)
+            except (TooFewHosts, OSError, Unreadable) as error:
+                if not requests:
                     show(f"no restart: {error}")
                     break
             else:
-                tally.starts_again(ended)
-                show(f"{ended.says}\nrestart {tally.restarts} of {run.launch.restarts}, from the newest checkpoint{how}")
-            if asked:
-                ended = _stopped(ended, folder, asked)
+                run, plan, hosts = attempt.run, attempt.plan, attempt.hosts
+                goodput.note_restart(outcome)
+                show(f"{outcome.says}\nrestart {goodput.restarts} of {run.launch.restarts}, from the newest checkpoint{attempt.change}")
+            if requests:
+                outcome = _stopped_between_attempts(outcome, folder, requests)
                 break
         if run.launch.restarts:
-            show(tally.said())
-    return ended
+            show(goodput.summary())
+    return outcome
+
+
+def _watched_attempt(
+    run: Run,
+    plan: Plan,
+    hosts: Sequence[Host],
+    folder: Path,
+    command: Sequence[str],
+    show: Show,
+    live: Show,
+    goodput: GoodputMeter,
+    requests: StopRequests,
+) -> Outcome:
+    """Run one attempt, measure it, and keep what it taught the watchdog."""
+    resumed = run.checkpoint.resume != "never" and any(folder.glob("checkpoints/step_*"))
+    watchdog = load_watchdog(run, folder)
+    outcome = run_attempt(
+        run,
+        plan,
+        hosts,
+        folder,
+        command,
+        show=show,
+        live=live,
+        watchdog=watchdog,
+        on_first_step=goodput.note_first_step,
+        stop_requests=requests,
+    )
+    goodput.note_end(outcome)
+    if not outcome.refused:
+        save_phase_times(run, folder, watchdog, resumed=resumed)
+    return outcome
+
+
+def is_machine_failure(outcome: Outcome) -> bool:
+    """Whether the attempt failed by a machine fault, with no stop requested."""
+    cause = outcome.root_cause
+    return (
+        outcome.status == FAILED and not outcome.stop_requested and (bool(outcome.hosts) or (cause is not None and cause.is_machine_fault))
+    )
+
+
+def no_restart_reason(run: Run, outcome: Outcome, *, restarts: int, has_stepped: bool, saved_step: int | None) -> str | None:
+    """Return why a run is not restarted after `outcome`, and what to do; "" where nothing need be said, None where it is restarted.
+
+    `restarts` is how many there were; `has_stepped`, whether an attempt has reached a first step; `saved_step`, the newest checkpoint's.
+    """
+    most, onward = run.launch.restarts, "from the beginning" if saved_step is None else f"from step {saved_step}"
+    if outcome.status != FAILED or outcome.stop_requested:
+        return ""
+    if not (has_stepped and is_machine_failure(outcome)):
+        if not most:
+            return ""
+        why = "the program failed, not the machine" if has_stepped else "no attempt reached its first step"
+        return f"{why}, and most likely would again: fix the error above, and the same command goes on {onward}"
+    if not most:
+        return f"launch.restarts=0; launch.restarts=3 would have restarted it {onward}, where the same command goes on"
+    if restarts >= most:
+        return f"launch.restarts={most} is used up; the same command goes on {onward}"
+    return None
 
 
 def _newest_step(folder: Path) -> int | None:
@@ -84,62 +140,9 @@ def _newest_step(folder: Path) -> int | None:
     return saved.step if saved else None
 
 
-def _stopped(ended: Ended, folder: Path, asked: list[tuple[int, float]]) -> Ended:
-    """The end of a run that was told to stop when a start had failed and the next was to come."""
-    number, step = asked[-1][0], _newest_step(folder)
-    left = "there is no checkpoint" if step is None else f"the checkpoint of step {step} stands"
-    says = f"{ended.says}; {signal.Signals(number).name} came before it was started again: {left}"
-    return replace(ended, status=128 + number if step is None else STOPPED, says=says, asked=True)
-
-
-def _once(
-    run: Run,
-    plan: Plan,
-    folder: Path,
-    command: Sequence[str],
-    show: Show,
-    live: Show,
-    watchdog: Watchdog,
-    began: Callable[[int], None],
-    asked: list[tuple[int, float]],
-) -> Ended:
-    if run.launch.name == "local":
-        from .single_host import launch
-
-        return launch(
-            command,
-            ranks=plan.world,
-            folder=folder,
-            environment=os.environ,
-            show=show,
-            grace=GRACE,
-            live=live,
-            watchdog=watchdog,
-            began=began,
-            devices=_devices(plan.world, os.environ) if run.cluster.device.kind == "cuda" else (),
-            asked=asked,
-        )
-    from .commands.deepspeed import handed
-    from .multi_host import Start, launch_hosts
-    from .resolve import hosts, launching
-
-    made = launching(run)
-    start = Start(
-        hosts=hosts(run),
-        folder=folder,
-        launcher=made.commands[0],
-        files=made.files,
-        texts={name: (folder / name).read_text(encoding="utf-8") for name in ("run.json", "plan.json")},
-        command=command,
-        environment=os.environ,
-        handed=handed(os.environ, run.launch.environment),
-        address=run.launch.address,
-        port=run.launch.port,
-    )
-    return launch_hosts(start, show=show, grace=GRACE, live=live, watchdog=watchdog, began=began, asked=asked)
-
-
-def _devices(ranks: int, environment: Mapping[str, str]) -> list[str]:
-    """The GPUs of this machine's ranks, as the driver numbers or names them."""
-    named = [word.strip() for word in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if word.strip()]
-    return [named[rank] if rank < len(named) else str(rank) for rank in range(ranks)]
+def _stopped_between_attempts(outcome: Outcome, folder: Path, requests: StopRequests) -> Outcome:
+    """The outcome of a run that was told to stop after an attempt had failed and before the next one began."""
+    number, step = requests[-1][0], _newest_step(folder)
+    left = "there is no checkpoint" if step is None else f"the checkpoint of step {step} remains"
+    says = f"{outcome.says}; {signal.Signals(number).name} came before the restart: {left}"
+    return replace(outcome, status=128 + number if step is None else STOPPED, says=says, stop_requested=True)

@@ -1,4 +1,4 @@
-"""What a run goes on with after a fault: the hosts that are left and well, with the layout that they can hold."""
+"""A smaller run after a machine fault: on the hosts that are left and well, with fewer replicas."""
 
 from __future__ import annotations
 
@@ -6,119 +6,103 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...cli.pages.format import many
-from ..plan.changed_run import changed
+from ..plan.changed_run import with_changes
 from ..plan.plan import make_plan
 from ..plan.result import Plan
+from ..spec.number_text import plural
 from ..spec.run import Run
-from .hosts.hostfile import Host, included
-from .supervisor.outcome import FAILED, Ended
+from ..system.stop_requests import StopRequests
+from .hosts.hostfile import Host, include_text
+from .supervisor.outcome import Outcome
 
-TWICE = 2  # faults of a host, after which it is left out
+MOST_FAULTS = 2  # of a host; then it is avoided
 
 
 @dataclass(kw_only=True)
-class Faults:
+class HostFaults:
     """How often each host was at fault in this `fit`."""
 
-    of: Counter[str] = field(default_factory=Counter)
+    count_by_host: Counter[str] = field(default_factory=Counter)
 
-    def count(self, ended: Ended) -> None:
-        """A start has failed. A rank that only lost its peer says nothing against its host; one stuck in the kernel holds its device."""
-        end = ended.culprit
-        if end is not None and end.host and not end.bereft:
-            self.of[end.host] += TWICE if end.fate == "stuck" else 1
+    def count(self, outcome: Outcome) -> None:
+        """Count the fault of a failed attempt. A rank that only lost its peer does not count; one stuck in the kernel holds its device."""
+        cause = outcome.root_cause
+        if cause is not None and cause.host and not cause.lost_peer:
+            self.count_by_host[cause.host] += MOST_FAULTS if cause.fate == "stuck" else 1
 
-    def shunned(self, ended: Ended) -> dict[str, str]:
-        """Hosts that are better left out, and why."""
-        often = {host: f"at fault {faults} times" for host, faults in self.of.items() if faults >= TWICE}
-        return often | dict.fromkeys(ended.hosts, "it could not be used")
-
-
-class TooFew(Exception):
-    """No layout of the run can be run on the hosts that are left."""
+    def hosts_to_avoid(self, outcome: Outcome) -> dict[str, str]:
+        """Return the hosts that the attempt after `outcome` should not use, and why."""
+        often = {host: f"at fault {faults} times" for host, faults in self.count_by_host.items() if faults >= MOST_FAULTS}
+        return often | dict.fromkeys(outcome.hosts, "it could not be used")
 
 
-def may_go_on(ended: Ended) -> bool:
-    """Whether it failed by what happens to machines, and nobody had asked it to stop."""
-    end = ended.culprit
-    return ended.status == FAILED and not ended.asked and (bool(ended.hosts) or (end is not None and end.blameless))
+@dataclass(frozen=True, kw_only=True)
+class NextAttempt:
+    """What the next attempt runs; `change` says in words how it differs from the last one."""
+
+    run: Run
+    plan: Plan
+    hosts: tuple[Host, ...]
+    change: str = ""
 
 
-def refusal(run: Run, ended: Ended, *, restarts: int, stepped: bool, step: int | None) -> str | None:
-    """Why a run is not started again after a start that has ended, and what would do; "" where that needs no word, None where it is.
+class TooFewHosts(Exception):
+    """The hosts that are left are too few for any layout of the run."""
 
-    `restarts`: how often it was already; `stepped`: a start has come to a first step; `step`: the newest checkpoint's.
+
+def shrink_run(run: Run, plan: Plan, avoid: Mapping[str, str], stop_requests: StopRequests | None = None) -> NextAttempt:
+    """Return the run for the hosts that can be reached now, whole or smaller; the hostfile is read again.
+
+    Hosts to `avoid` are used all the same where the run does not fit on the others. Raises TooFewHosts, also once a stop was
+    requested, and Unreadable where the hostfile has become wrong.
     """
-    most, onward = run.launch.restarts, "from the beginning" if step is None else f"from step {step}"
-    if ended.status != FAILED or ended.asked:
-        return ""
-    if not (stepped and may_go_on(ended)):
-        if not most:
-            return ""
-        why = "the program failed, not the machine" if stepped else "it came to no first step"
-        return f"{why}, and most likely would again: mend what is said of it, and the same command goes on {onward}"
-    if not most:
-        return f"launch.restarts=0; launch.restarts=3 would have started it again {onward}, and the same command goes on there"
-    if restarts >= most:
-        return f"launch.restarts={most} is used up; the same command goes on {onward}"
-    return None
-
-
-def on_what_is_left(
-    run: Run, plan: Plan, shunned: Mapping[str, str], asked: list[tuple[int, float]] | None = None
-) -> tuple[Run, Plan, str]:
-    """The run for the hosts that can be reached, with their plan, and what became other, in words.
-
-    Those to be `shunned` are taken all the same where it can't be run without them. Raises TooFew, also once it is `asked` to stop
-    (launch.signals), and Unreadable where the hostfile has become wrong.
-    """
-    run = changed(run, [("checkpoint.resume", "auto")])
+    run = with_changes(run, [("checkpoint.resume", "auto")])
     if run.launch.name == "local":
-        return run, plan, ""
-    from .hosts.upload import reachable
-    from .resolve import hosts
+        return NextAttempt(run=run, plan=plan, hosts=())
+    from .hosts.upload import reachable_hosts
+    from .resolve import available_hosts, resolve_hosts
 
-    before = hosts(run)
-    there = reachable([host.name for host in before], asked)
-    left = [host for host in before if host.name in there]
-    well = [host for host in left if host.name not in shunned]
-    for taken in (well, left):
-        if len(taken) == len(before):
-            return run, plan, ""
-        if found := _smaller(run, plan, before[0], taken):
-            out = [f"{host.name} ({shunned[host.name]})" for host in left if host not in taken]
-            smaller, made, how = found
-            return smaller, made, how + (f"; without {', '.join(out)}" if out else "")
-    raise TooFew("too few hosts can be reached for any layout of this run")
+    before = resolve_hosts(run)
+    reached = reachable_hosts([host.name for host in before], stop_requests)
+    left = [host for host in before if host.name in reached]
+    well = [host for host in left if host.name not in avoid]
+    available = available_hosts(run)
+    for usable in (well, left):
+        if len(usable) == len(before):
+            return NextAttempt(run=run, plan=plan, hosts=before)
+        if smaller := _smaller_run(run, plan, before[0], usable, available):
+            out = [f"{host.name} ({avoid[host.name]})" for host in left if host not in usable]
+            without = f"; without {', '.join(out)}" if out else ""
+            return NextAttempt(run=smaller.run, plan=smaller.plan, hosts=smaller.hosts, change=smaller.change + without)
+    raise TooFewHosts("too few hosts can be reached for any layout of this run")
 
 
-def _smaller(run: Run, plan: Plan, first: Host, left: Sequence[Host]) -> tuple[Run, Plan, str] | None:
-    """The run on as many of these hosts as it can use, with fewer replicas and the same global batch; `first` was its first host."""
-    from ...cli.verbs.fit import refused
-    from .resolve import listed
+def _smaller_run(run: Run, plan: Plan, first: Host, usable: Sequence[Host], available: Sequence[Host]) -> NextAttempt | None:
+    """Return the run on as many of the `usable` hosts as possible, with the same global batch; `first` was its first host."""
+    from .admission import check_start
 
-    each = run.parallel
-    model = each.tp * each.pp * each.cp
-    for nodes in range(len(left), 0, -1):
-        replicas, over = divmod(nodes * run.cluster.gpus, model)
-        if over or not replicas:
+    ranks_per_replica = run.parallel.tp * run.parallel.pp * run.parallel.cp
+    for nodes in range(len(usable), 0, -1):
+        replicas, rest = divmod(nodes * run.cluster.gpus, ranks_per_replica)
+        if rest or not replicas:
             continue
-        taken = left[:nodes]
-        fewer = changed(
+        chosen = usable[:nodes]
+        smaller = with_changes(
             run,
             [
                 ("cluster.nodes", nodes),
                 ("parallel.dp", replicas),
-                ("launch.include", included(taken, listed(run))),
+                ("launch.include", include_text(chosen, available)),
                 ("launch.exclude", None),
-                ("launch.address", run.launch.address if taken[0].name == first.name else None),  # it was an address of the first
+                ("launch.address", run.launch.address if chosen[0].name == first.name else None),  # it belonged to the first host
                 ("reading", None),
             ],
         )
-        made = make_plan(fewer)
-        if not refused(fewer, made):
-            names = ", ".join(host.name for host in taken)
-            dp = (plan.mesh or {}).get("dp", each.dp)
-            return fewer, made, f", on {names}: dp {dp} -> {replicas}, the same {many(run.train.batch, 'sequence')} a step"
+        smaller_plan = make_plan(smaller)
+        check = check_start(smaller, smaller_plan)
+        if not check.problems:
+            names = ", ".join(host.name for host in chosen)
+            dp = (plan.mesh or {}).get("dp", run.parallel.dp)
+            change = f", on {names}: dp {dp} -> {replicas}, the same {plural(run.train.batch, 'sequence')} a step"
+            return NextAttempt(run=smaller, plan=smaller_plan, hosts=check.hosts, change=change)
     return None

@@ -1,28 +1,25 @@
-"""Starting the ranks of a run on this machine, listening to them, and ending them together."""
+"""Launches a run's ranks on this machine, and supervises them until all have ended."""
 
 from __future__ import annotations
 
-import signal
 import socket
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-from .rank.channel import hush
-from .rank.environment import Place, reserve_port
-from .supervisor.local_rank import start
-from .supervisor.outcome import FAILED, Ended
-from .supervisor.supervisor import Crew, Show
+from ..system.stop_requests import StopRequests, collect_stop_requests
+from .rank.channel import ignore_text
+from .rank.environment import RankEnvironment, reserve_port
+from .supervisor.local_rank import start_local_rank
+from .supervisor.outcome import FAILED, Outcome
+from .supervisor.supervisor import Show, Supervisor
 from .supervisor.watchdog import Watchdog
 
 ADDRESS = "127.0.0.1"
-TRIES = 3  # starts, where another process takes the port
+ATTEMPTS = 3  # where another process takes the port
 
 
-def launch(
+def launch_local_ranks(
     command: Sequence[str],
     *,
     ranks: int,
@@ -32,75 +29,66 @@ def launch(
     grace: float,
     live: Show | None = None,
     watchdog: Watchdog | None = None,
-    began: Callable[[int], None] | None = None,
+    on_first_step: Callable[[int], None] | None = None,
     devices: Sequence[str] = (),
-    asked: list[tuple[int, float]] | None = None,
-) -> Ended:
-    """Run `command` as so many ranks on this machine until all have ended, and say how.
+    stop_requests: StopRequests | None = None,
+) -> Outcome:
+    """Run `command` as so many ranks on this machine until all have ended; return the outcome.
 
-    `environment` is all that the ranks inherit; what torch asks for is added. Each rank's output goes to
-    `folder`/ranks/N.log; what rank 0 says (`talk.Talk`) goes to `show`, its live line to `live`. When a rank fails the
-    others get SIGTERM, and after `grace` seconds SIGKILL. SIGINT, SIGTERM and SIGHUP to this process are handed on once
-    as SIGTERM, with as much time as it takes; a second Ctrl-C kills. However this process dies, its ranks die too.
-    Signals are heard in the main thread only. A run in which no rank comes further hangs (watchdog.py): its ranks write
-    their stacks and are killed. `began` is told the first step. `devices` name the ranks' devices for the line that says
-    how one ended. `asked` is what a `signals` around this one has noted.
+    `environment` is all that the ranks inherit; the variables that torch needs are added. Each rank's output goes to
+    `folder`/ranks/RANK.log; rank 0's messages (rank/channel.py) go to `show`, and its live line to `live`. When a rank fails, the others
+    get SIGTERM, and SIGKILL after `grace` seconds. SIGINT, SIGTERM and SIGHUP to this process are forwarded once as SIGTERM, and the
+    ranks may take as long as they need; a second Ctrl-C kills them. Signals are only handled in the main thread. However this process
+    dies, its ranks die too. If no rank makes progress (watchdog.py), they write their stacks and are killed.
+
+    `on_first_step` is called with rank 0's first step. `devices` are the names of the ranks' devices, for the line that reports a failed
+    rank. `stop_requests` is the list of an enclosing `collect_stop_requests`.
     """
     logs = folder / "ranks"
     try:
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        return Ended(status=FAILED, ranks=(), says=f"no log can be written: {error}")
-    with signals(asked) as told:
-        for _ in range(TRIES):
+        return Outcome(status=FAILED, ranks=(), says=f"no log can be written: {error}")
+    with collect_stop_requests(stop_requests) as requests:
+        for _ in range(ATTEMPTS):
             with ExitStack() as stack:
                 port = stack.enter_context(reserve_port())
-                crew = Crew(told, stack, show=show, live=live or hush, grace=grace, watchdog=watchdog or Watchdog(), began=began)
-                ended = _run(crew, command, _places(ranks, port), logs, environment, devices)
-            if told or not ended.port_taken:
+                supervisor = Supervisor(
+                    requests,
+                    stack,
+                    show=show,
+                    live=live or ignore_text,
+                    grace=grace,
+                    watchdog=watchdog or Watchdog(),
+                    on_first_step=on_first_step,
+                )
+                outcome = _run(supervisor, command, _rank_environments(ranks, port), logs, environment, devices)
+            if requests or not outcome.port_taken:
                 break
-            show(f"{ended.says}: another process has the port")
-        return ended
+            show(f"{outcome.says}: another process has the port")
+        return outcome
 
 
 def _run(
-    crew: Crew, command: Sequence[str], places: Sequence[Place], logs: Path, environment: Mapping[str, str], devices: Sequence[str]
-) -> Ended:
-    """Start all, stay until all have ended."""
-    for place in places:
+    supervisor: Supervisor,
+    command: Sequence[str],
+    rank_environments: Sequence[RankEnvironment],
+    logs: Path,
+    environment: Mapping[str, str],
+    devices: Sequence[str],
+) -> Outcome:
+    """Start all ranks, and supervise them until all have ended."""
+    for each in rank_environments:
+        where = f"(device {devices[each.rank]})" if devices else ""
         try:
-            crew.take(start(command, place, logs, environment, f"(device {devices[place.rank]})" if devices else ""))
+            supervisor.add(start_local_rank(command, each, logs, environment, where))
         except OSError as error:
-            return Ended(status=FAILED, ranks=(), rank=place.rank, says=f"rank {place.rank} can't be started: {error}")
-    return crew.run()
+            return Outcome(status=FAILED, ranks=(), rank=each.rank, says=f"rank {each.rank} can't be started: {error}")
+    return supervisor.run()
 
 
-def _places(ranks: int, port: socket.socket) -> list[Place]:
-    number = port.getsockname()[1]
-    return [Place(rank=rank, ranks=ranks, local_rank=rank, local_ranks=ranks, address=ADDRESS, port=number) for rank in range(ranks)]
-
-
-@contextmanager
-def signals(noted: list[tuple[int, float]] | None = None) -> Iterator[list[tuple[int, float]]]:
-    """What this process was told while the block runs: (signal, time). One that it ignores (nohup) stays ignored.
-
-    `noted` is what a block around this one notes, which then goes on doing that.
-    """
-    if noted is not None:
-        yield noted
-        return
-    asked: list[tuple[int, float]] = []
-    before: dict[signal.Signals, Any] = {}
-
-    def note(number: int, _: object) -> None:
-        asked.append((number, time.monotonic()))
-
-    if threading.current_thread() is threading.main_thread():
-        for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(each) not in (signal.SIG_IGN, None):
-                before[each] = signal.signal(each, note)
-    try:
-        yield asked
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+def _rank_environments(ranks: int, reserved: socket.socket) -> list[RankEnvironment]:
+    port = reserved.getsockname()[1]
+    return [
+        RankEnvironment(rank=rank, ranks=ranks, local_rank=rank, local_ranks=ranks, address=ADDRESS, port=port) for rank in range(ranks)
+    ]

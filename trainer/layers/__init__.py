@@ -1,1 +1,1 @@
-"""Layers that a group of ranks can share: split linear layers, attention, cross entropy, experts, keyed randomness."""
+"""Layers that a group of ranks can share: linear layers, attention, cross entropy, experts, random numbers."""

@@ -1,4 +1,4 @@
-"""Cross entropy over a vocabulary, whole or split over the ranks of a group: the logits are never gathered."""
+"""Cross entropy over a vocabulary, whole or split over tensor-parallel ranks: the logits are never gathered."""
 
 from __future__ import annotations
 
@@ -9,87 +9,82 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .split_linear import Region, summed
+from .float32 import at_least_float32
+from .tensor_parallel import TensorParallel, all_reduce
 
-# B batch, S sequence, V vocabulary (padded; this rank's part of it)
+# B batch, S sequence, V vocabulary (padded; this rank's part of it), R = B S rows
 
-IGNORED = -100  # a label that does not count
-_CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}  # logits that are float32 at once: what stays in a cache, what fills a GPU
+IGNORED = -100  # a label that the loss does not count, as torch.nn.functional.cross_entropy's ignore_index
+_CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}  # logits that are float32 at a time: what fits a cache, what fills a GPU
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, vocab: int, region: Region | None = None) -> Tensor:
-    """The sum over labels [B, S] that count of -log softmax(logits [B, S, V]), of the first `vocab` words; float32.
+def cross_entropy(logits: Tensor, labels: Tensor, vocab: int, tp: TensorParallel | None = None) -> Tensor:
+    """Return the sum of -log softmax(logits [B, S, V]) at the labels [B, S] that count, over the first `vocab` tokens; float32.
 
-    In a region each rank has the logits of its part of the words; all get the sum.
+    With `tp` each rank has the logits of its part of the vocabulary, and all ranks return the sum.
     """
-    loss: Tensor = _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), vocab, region)  # type: ignore[no-untyped-call]
+    loss: Tensor = _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), vocab, tp)  # type: ignore[no-untyped-call]
     return loss
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Saves the logits as they came and a float32 a token, and widens some rows at a time: never a float32 copy of all of them."""
+    """Saves the logits as they came and one float32 per row. Converts some rows at a time to float32, never all of them."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, vocab: int, region: Region | None) -> Tensor:
-        first = region.group.rank * logits.shape[1] if region else 0
-        ctx.words = max(0, min(vocab - first, logits.shape[1]))  # of this rank's, those that are no padding
-        local = labels - first
-        ctx.first = first
-        total, wanted = _counted(logits, local, ctx.words, region)
-        ctx.save_for_backward(logits, labels, total)
-        return torch.where(labels == IGNORED, 0.0, total - wanted).sum()
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, vocab: int, tp: TensorParallel | None) -> Tensor:
+        ctx.first = tp.group.rank * logits.shape[1] if tp else 0
+        ctx.width = max(0, min(vocab - ctx.first, logits.shape[1]))  # of this rank's logits, those that are not padding
+        log_sum, label_logit = _row_statistics(logits, labels - ctx.first, ctx.width, tp)
+        ctx.save_for_backward(logits, labels, log_sum)
+        return torch.where(labels == IGNORED, 0.0, log_sum - label_logit).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, labels, total = ctx.saved_tensors
-        words = ctx.words
-        by_logits = torch.zeros_like(logits) if words < logits.shape[1] else torch.empty_like(logits)
+        logits, labels, log_sum = ctx.saved_tensors
+        width = ctx.width
+        logits_grad = torch.zeros_like(logits) if width < logits.shape[1] else torch.empty_like(logits)
         for rows in _chunks(logits):
             label = labels[rows, None]  # [rows, 1]
-            each = torch.exp(wide(logits[rows, :words]) - total[rows, None])
-            here = (label >= ctx.first) & (label < ctx.first + words)
-            if words:
-                each.scatter_add_(1, (label - ctx.first).clamp(0, words - 1), -here.to(each.dtype))
-            by_logits[rows, :words] = each.mul_((label != IGNORED) * grad)
-        return by_logits, None, None, None
+            softmax = torch.exp(at_least_float32(logits[rows, :width]) - log_sum[rows, None])
+            here = (label >= ctx.first) & (label < ctx.first + width)
+            if width:
+                softmax.scatter_add_(1, (label - ctx.first).clamp(0, width - 1), -here.to(softmax.dtype))
+            logits_grad[rows, :width] = softmax.mul_((label != IGNORED) * grad)
+        return logits_grad, None, None, None
 
 
-def _counted(logits: Tensor, local: Tensor, words: int, region: Region | None) -> tuple[Tensor, Tensor]:
-    """(log of the sum of exponentials, the label's own logit) of each row, over all ranks' words; `local` are labels as counted here."""
-    here = (local >= 0) & (local < words)
-    most, wanted = (wide(logits.new_zeros(logits.shape[0])) for _ in range(2))
-    if region is None:
+def _row_statistics(logits: Tensor, local: Tensor, width: int, tp: TensorParallel | None) -> tuple[Tensor, Tensor]:
+    """Return (log-sum-exp over the whole vocabulary, the label's logit) of each row [R]; `local` are labels counted from this rank's
+    first token."""
+    here = (local >= 0) & (local < width)
+    log_sum, label_logit = (at_least_float32(logits.new_zeros(logits.shape[0])) for _ in range(2))
+    if tp is None:
         for rows in _chunks(logits):
-            each = wide(logits[rows, :words])
-            most[rows] = torch.logsumexp(each, dim=-1)
-            wanted[rows] = _own(each, local[rows], here[rows])
-        return most, wanted
-    most.fill_(-torch.inf)
-    for rows in _chunks(logits) if words else []:
-        each = wide(logits[rows, :words])
-        most[rows] = each.amax(-1)
-        wanted[rows] = _own(each, local[rows], here[rows])
-    summed(most, region.group, dist.ReduceOp.MAX)
-    total = torch.zeros_like(most)
-    for rows in _chunks(logits) if words else []:
-        total[rows] = torch.exp(wide(logits[rows, :words]) - most[rows, None]).sum(-1)
-    summed(total, region.group)
-    return total.log_().add_(most), summed(wanted, region.group)
+            chunk = at_least_float32(logits[rows, :width])
+            log_sum[rows] = torch.logsumexp(chunk, dim=-1)
+            label_logit[rows] = _label_logits(chunk, local[rows], here[rows])
+        return log_sum, label_logit
+    largest = torch.full_like(log_sum, -torch.inf)
+    for rows in _chunks(logits) if width else []:
+        chunk = at_least_float32(logits[rows, :width])
+        largest[rows] = chunk.amax(-1)
+        label_logit[rows] = _label_logits(chunk, local[rows], here[rows])
+    all_reduce(largest, tp.group, dist.ReduceOp.MAX)
+    total = torch.zeros_like(largest)  # of exponentials
+    for rows in _chunks(logits) if width else []:
+        total[rows] = torch.exp(at_least_float32(logits[rows, :width]) - largest[rows, None]).sum(-1)
+    all_reduce(total, tp.group)
+    return total.log_().add_(largest), all_reduce(label_logit, tp.group)
 
 
-def _own(each: Tensor, local: Tensor, here: Tensor) -> Tensor:
-    """The logit of each row's label [rows], 0 where it is elsewhere."""
-    found = each.gather(1, local.clamp(0, each.shape[1] - 1)[:, None])[:, 0]
-    return torch.where(here, found, 0.0)
+def _label_logits(chunk: Tensor, local: Tensor, here: Tensor) -> Tensor:
+    """Return the logit of each row's label [rows]; 0 where another rank has it."""
+    logits = chunk.gather(1, local.clamp(0, chunk.shape[1] - 1)[:, None])[:, 0]
+    return torch.where(here, logits, 0.0)
 
 
 def _chunks(logits: Tensor) -> list[slice]:
-    """The rows of logits [B S, V], few enough at a time."""
+    """Return slices of the rows of logits [R, V], each of about _CHUNK logits."""
     rows = max(1, _CHUNK.get(logits.device.type, 1 << 26) // logits.shape[1])
     return [slice(first, first + rows) for first in range(0, logits.shape[0], rows)]
-
-
-def wide(x: Tensor) -> Tensor:
-    """In float32, or wider where it was."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""Experts: stacks of matrices, each of which multiplies its own rows, here or on the ranks of a group (arXiv:2006.16668)."""
+"""Expert layers: stacks of matrices, each multiplying the rows routed to it, here or on the ranks of a group (arXiv:2006.16668)."""
 
 from __future__ import annotations
 
@@ -13,73 +13,73 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .group import Group
-from .split_linear import Held
+from .parameters import Parameters
 
-# C rows, E experts, e = E / R of them here, R ranks of the group, I inner, O outer, T tokens, K copies of each
+# T tokens, K copies of each, C copies that are computed, E experts, R ranks of the group, e = E / R, I inner, O outer
 
 
 class ExpertLinear(nn.Module):
-    """x W of each expert's own rows."""
+    """x W, with W the matrix of each row's expert."""
 
-    def __init__(self, held: Held) -> None:
+    def __init__(self, parameters: Parameters) -> None:
         super().__init__()
-        self.weight = held["weight"]
+        self.weight = parameters["weight"]
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        """x [C, I], of which those of expert e end at `ends[e]` -> [C, O]."""
-        made: Tensor = _Grouped.apply(x, self.weight, ends)  # type: ignore[no-untyped-call]
-        return made
+        """x [C, I] -> [C, O]; the rows of expert e end at `ends[e]`."""
+        output: Tensor = _GroupedMatmul.apply(x, self.weight, ends)  # type: ignore[no-untyped-call]
+        return output
 
 
-class _Grouped(torch.autograd.Function):
-    """Saves the rows and the parameter itself. An expert without rows has a gradient of zeros."""
+class _GroupedMatmul(torch.autograd.Function):
+    """Saves the rows and the parameter itself. The gradient of an expert without rows is zeros."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, ends)
-        return grouped(x, weight, ends)
+        return grouped_matmul(x, weight, ends)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, ends = ctx.saved_tensors
         grad = grad.contiguous()
-        return grouped(grad, weight.mT, ends), grouped_weights(x, grad, ends), None
+        return grouped_matmul(grad, weight.mT, ends), grouped_weight_gradient(x, grad, ends), None
 
 
-def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Rows x [C, I] each by the matrix of its expert, of weight [E, I, O]: [C, O]."""
-    if _fused(x, weight):
+def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Multiply each row of x [C, I] by the matrix of its expert, of weight [E, I, O]: [C, O]."""
+    if _has_fused_kernel(x, weight):
         return F.grouped_mm(x, weight, offs=ends.int())
-    made = x.new_empty(x.shape[0], weight.shape[2])
+    output = x.new_empty(x.shape[0], weight.shape[2])
     for expert, (first, last) in enumerate(pairwise([0, *ends.tolist()])):
-        torch.mm(x[first:last], weight[expert], out=made[first:last])
-    return made
+        torch.mm(x[first:last], weight[expert], out=output[first:last])
+    return output
 
 
-def grouped_weights(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
-    """The gradient [E, I, O] of each expert's matrix, by its rows x [C, I] and their gradients [C, O]."""
-    if _fused(x, grad):
+def grouped_weight_gradient(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
+    """Return the gradient [E, I, O] of each expert's matrix, from its rows x [C, I] and their output's gradient [C, O]."""
+    if _has_fused_kernel(x, grad):
         return F.grouped_mm(x.mT, grad, offs=ends.int())
-    made = x.new_empty(ends.shape[0], x.shape[1], grad.shape[1])
+    weight_grad = x.new_empty(ends.shape[0], x.shape[1], grad.shape[1])
     for expert, (first, last) in enumerate(pairwise([0, *ends.tolist()])):
-        torch.mm(x[first:last].mT, grad[first:last], out=made[expert])
-    return made
+        torch.mm(x[first:last].mT, grad[first:last], out=weight_grad[expert])
+    return weight_grad
 
 
-def _fused(x: Tensor, other: Tensor) -> bool:
-    """Whether one kernel does all experts: on a GPU, in bf16, rows of 16 bytes. Then the host need not know how many rows each has,
-    but for that there are some: of a rank to which no token was sent there are none."""
+def _has_fused_kernel(x: Tensor, other: Tensor) -> bool:
+    """Whether one kernel multiplies for all experts: on a GPU, in bf16, with rows of a multiple of 16 bytes, and with any rows at all (a
+    rank may be sent none). The host then need not know how many rows each expert has."""
     return x.is_cuda and len(x) > 0 and x.dtype == torch.bfloat16 and x.shape[-1] % 8 == 0 and other.shape[-1] % 8 == 0
 
 
-def copied(x: Tensor, order: Tensor, copies: int) -> Tensor:
-    """Rows of tokens x [T, H], those of the copies `order` [C], which are numbered token by token: [C, H]."""
-    made: Tensor = _Copied.apply(x, order, copies)  # type: ignore[no-untyped-call]
-    return made
+def copy_rows(x: Tensor, order: Tensor, copies: int) -> Tensor:
+    """Return the rows of tokens x [T, H] of the copies numbered `order` [C]: [C, H]. Copy n is of token n // copies."""
+    rows: Tensor = _CopyRows.apply(x, order, copies)  # type: ignore[no-untyped-call]
+    return rows
 
 
-class _Copied(torch.autograd.Function):
+class _CopyRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, copies: int) -> Tensor:
         ctx.save_for_backward(order)
@@ -90,44 +90,44 @@ class _Copied(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (order,) = ctx.saved_tensors
-        return _placed(grad, order, ctx.tokens * ctx.copies).view(ctx.tokens, ctx.copies, -1).sum(1), None, None
+        return _place_rows(grad, order, ctx.tokens * ctx.copies).view(ctx.tokens, ctx.copies, -1).sum(1), None, None
 
 
-def combined(x: Tensor, weights: Tensor, order: Tensor) -> Tensor:
-    """Each token's sum of its copies' rows, times weights [T, K]: of x [C, H], those of the copies `order` [C], [T, H]."""
-    made: Tensor = _Combined.apply(x, weights, order)  # type: ignore[no-untyped-call]
-    return made
+def combine_rows(x: Tensor, weights: Tensor, order: Tensor) -> Tensor:
+    """Return each token's sum of its copies' rows times weights [T, K]: of x [C, H], of the copies numbered `order` [C], [T, H]."""
+    total: Tensor = _CombineRows.apply(x, weights, order)  # type: ignore[no-untyped-call]
+    return total
 
 
-class _Combined(torch.autograd.Function):
+class _CombineRows(torch.autograd.Function):
     """Saves the rows as they came, in the experts' order."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, order: Tensor) -> Tensor:
         ctx.save_for_backward(x, weights, order)
-        copies = _placed(x, order, weights.numel()).view(*weights.shape, -1)  # [T, K, H]
+        copies = _place_rows(x, order, weights.numel()).view(*weights.shape, -1)  # [T, K, H]
         return copies.mul_(weights.to(x.dtype).unsqueeze(-1)).sum(1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weights, order = ctx.saved_tensors
-        each = grad[order // weights.shape[1]]  # [C, H]
-        by_weights = _placed((each * x).sum(-1, dtype=weights.dtype), order, weights.numel())
-        return each.mul_(weights.flatten()[order].to(x.dtype).unsqueeze(-1)), by_weights.view_as(weights), None
+        copy_grads = grad[order // weights.shape[1]]  # [C, H]
+        weights_grad = _place_rows((copy_grads * x).sum(-1, dtype=weights.dtype), order, weights.numel())
+        return copy_grads.mul_(weights.flatten()[order].to(x.dtype).unsqueeze(-1)), weights_grad.view_as(weights), None
 
 
-def _placed(x: Tensor, order: Tensor, many: int) -> Tensor:
-    """Rows x [C, ...] where their numbers `order` say, of so many; 0 where there is none. Unlike a sum by index, always in one order."""
-    made = x.new_zeros(many, *x.shape[1:]) if len(order) < many else x.new_empty(many, *x.shape[1:])
-    return made.index_copy_(0, order, x)
+def _place_rows(x: Tensor, order: Tensor, size: int) -> Tensor:
+    """Return `size` rows with row i of x [C, ...] at index order[i], and 0 elsewhere. Unlike an indexed sum, it is deterministic."""
+    rows = x.new_zeros(size, *x.shape[1:]) if len(order) < size else x.new_empty(size, *x.shape[1:])
+    return rows.index_copy_(0, order, x)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trip:
-    """Rows on their way to the ranks of their experts and back: how many go to each rank and come from each.
+class TokenExchange:
+    """The all-to-all of rows between the ranks of a group: `sends` and `receives` are rows to and from each rank.
 
-    `order` [C'] sorts what has come, by rank, by expert; of this rank's expert e rows end at `ends[e]` then.
+    `order` [C'] sorts the received rows, which are by rank, by expert; then the rows of this rank's expert e end at `ends[e]`.
     """
 
     group: Group
@@ -137,64 +137,65 @@ class Trip:
     ends: Tensor  # [e]
 
 
-def trip(ends: Tensor, group: Group) -> Trip:
-    """Each rank tells each other how many rows it has for whom; `ends` [E] are those of the rows here, by expert."""
+def plan_exchange(ends: Tensor, group: Group) -> TokenExchange:
+    """Tell each rank how many rows it will receive for each of its experts; the rows here of expert e end at `ends[e]`, [E]."""
     sends = ends.diff(prepend=ends.new_zeros(1)).view(group.size, -1)  # [R, e]
     receives = torch.empty_like(sends)
     dist.all_to_all_single(receives, sends.contiguous(), group=group.handle)
-    whose = torch.arange(receives.shape[1], device=ends.device).repeat(group.size)  # [R e]
-    return Trip(
+    experts = torch.arange(receives.shape[1], device=ends.device).repeat(group.size)  # [R e]
+    return TokenExchange(
         group=group,
         sends=sends.sum(1).tolist(),
         receives=receives.sum(1).tolist(),
-        order=whose.repeat_interleave(receives.flatten()).sort(stable=True).indices,
+        order=experts.repeat_interleave(receives.flatten()).sort(stable=True).indices,
         ends=receives.sum(0).cumsum(0),
     )
 
 
-def there(x: Tensor, by: Trip) -> Tensor:
-    """Rows x [C, H], by expert, to the ranks of their experts: those of this rank's, by expert, [C', H]."""
-    made: Tensor = _There.apply(x, by)  # type: ignore[no-untyped-call]
-    return made
+def dispatch_rows(x: Tensor, exchange: TokenExchange) -> Tensor:
+    """Send rows x [C, H], sorted by expert, to the ranks of their experts; return this rank's, sorted by expert, [C', H]."""
+    received: Tensor = _Dispatch.apply(x, exchange)  # type: ignore[no-untyped-call]
+    return received
 
 
-def back(x: Tensor, by: Trip) -> Tensor:
-    """What this rank's experts have made of such rows, x [C', H], back to where each came from: [C, H]."""
-    made: Tensor = _Back.apply(x, by)  # type: ignore[no-untyped-call]
-    return made
+def return_rows(x: Tensor, exchange: TokenExchange) -> Tensor:
+    """Send the outputs of this rank's experts, x [C', H], back to the ranks that sent the rows: [C, H]."""
+    returned: Tensor = _Return.apply(x, exchange)  # type: ignore[no-untyped-call]
+    return returned
 
 
-class _There(torch.autograd.Function):
+class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, by: Trip) -> Tensor:
-        ctx.by = by
-        return _out(x, by)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _home(grad, ctx.by), None
-
-
-class _Back(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, by: Trip) -> Tensor:
-        ctx.by = by
-        return _home(x, by)
+    def forward(ctx: Any, x: Tensor, exchange: TokenExchange) -> Tensor:
+        ctx.exchange = exchange
+        return _to_experts(x, exchange)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _out(grad, ctx.by), None
+        return _from_experts(grad, ctx.exchange), None
 
 
-def _out(x: Tensor, by: Trip) -> Tensor:
-    made = x.new_empty(sum(by.receives), x.shape[1])
-    dist.all_to_all_single(made, x.contiguous(), by.receives, by.sends, group=by.group.handle)
-    return made[by.order]
+class _Return(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: TokenExchange) -> Tensor:
+        ctx.exchange = exchange
+        return _from_experts(x, exchange)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _to_experts(grad, ctx.exchange), None
 
 
-def _home(x: Tensor, by: Trip) -> Tensor:
-    made = x.new_empty(sum(by.sends), x.shape[1])
-    dist.all_to_all_single(made, torch.empty_like(x).index_copy_(0, by.order, x), by.sends, by.receives, group=by.group.handle)
-    return made
+def _to_experts(x: Tensor, exchange: TokenExchange) -> Tensor:
+    received = x.new_empty(sum(exchange.receives), x.shape[1])
+    dist.all_to_all_single(received, x.contiguous(), exchange.receives, exchange.sends, group=exchange.group.handle)
+    return received[exchange.order]
+
+
+def _from_experts(x: Tensor, exchange: TokenExchange) -> Tensor:
+    returned = x.new_empty(sum(exchange.sends), x.shape[1])
+    by_rank = torch.empty_like(x).index_copy_(0, exchange.order, x)
+    dist.all_to_all_single(returned, by_rank, exchange.sends, exchange.receives, group=exchange.group.handle)
+    return returned

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The ranks that this one meets along an axis, in order, and its place among them."""
+    """The global ranks of a group, in the axis' order; `rank` is the index of this process among them."""
 
     axis: str
     ranks: tuple[int, ...]

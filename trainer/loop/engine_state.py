@@ -1,106 +1,102 @@
-"""What an engine holds becomes a checkpoint, and a checkpoint what an engine holds."""
+"""The state of an engine to and from checkpoints, and from Hugging Face weights."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..engines.engine import Engine
-from ..launch.rank.channel import Pulse, Talk
-from ..models.weights import from_hf
+from ..launch.rank.channel import OnProgress
+from ..models.hf_format.weights import read_hf_weights
 from ..parallel.process_groups import Grid
 from ..rundir.record import record
 from ..spec.run import Run
-from .checkpoint import Checkpoint, Reader, SaveFailed, Shard, Slice, over, save
-from .data.batches import Batches
-from .placement import run_of, saves, shards, taken, whole_model
+from .checkpoint import CheckpointReader, SavedCheckpoint, SaveFailed, Shard, Slice, gather_over, save_shards
+from .placement import checkpoint_shards, is_saved_here, read_range, slice_values, weight_shapes
 from .position import Position
-from .resume_check import noted
+from .resume_check import resume_check_record
+from .training_setup import TrainingSetup
 
-BEGINNING = {"optimizer_steps": 0, "skipped": 0, "scale": {}}  # an engine's position before its first step
+UNTRAINED = {"optimizer_steps": 0, "skipped": 0, "scale": {}}  # an engine's counters before its first step
 
 
-def keep(
-    run: Run, engine: Engine, grid: Grid, batches: Batches, host: dist.ProcessGroup, folder: Path, position: Position, talk: Talk
-) -> int | None:
-    """Save after the steps of a position and say so; None, and why, where that failed: training may go on.
+def save_checkpoint(run: Run, setup: TrainingSetup, position: Position) -> int | None:
+    """Save the engine's state at a position and tell the user. Return the step, or None where that failed: training may go on.
 
-    With it goes the loss of the samples that come next (firstloss.py), which costs one forward of a micro-batch.
+    The checkpoint records the loss of the samples that come next (resume_check.py), at the cost of one forward of a micro-batch.
     """
-    extra = {"name": run.name, **position.extra(), "engine": engine.position(), **record(run)}
-    extra |= noted(run, engine, grid, batches, position.sample)
-    world, step = grid.world, position.step
+    engine, channel, world = setup.engine, setup.channel, setup.world
+    extra = {"name": run.name, **position.extra(), "engine": engine.counters(), **record(run)}
+    extra |= resume_check_record(run, engine, setup.grid, setup.batches, position.sample)
     try:
-        saved = save(
-            folder / "checkpoints",
-            step,
-            owned(run, engine, grid),
+        saved = save_shards(
+            setup.folder / "checkpoints",
+            position.step,
+            owned_shards(run, engine, setup.grid),
             extra=extra,
             keep=run.checkpoint.keep,
             rank=world.rank,
             world=world.size,
-            gather=over(host),
-            pulse=talk.pulse,
+            gather=gather_over(setup.host),
+            on_progress=channel.progress,
         )
     except SaveFailed as error:
-        if world.first:
-            talk.say(f"warning: {error}; training goes on")
+        if world.is_rank0:
+            setup.warn(str(error))
         return None
-    if world.first:
-        talk.say(f"saved step {step} in {saved.seconds['total']:.1f} s ({saved.bytes / 2**20:,.1f} MiB)")
+    if world.is_rank0:
+        channel.say(f"saved step {position.step} in {saved.seconds['total']:.1f} s ({saved.bytes / 2**20:,.1f} MiB)")
         for note in saved.notes:
-            talk.say(f"warning: {note}")
-    return step
+            channel.say(f"warning: {note}")
+    return position.step
 
 
-def owned(run: Run, engine: Engine, grid: Grid) -> Iterator[Shard]:
-    """What this rank saves: views of what the engine holds, without padding and without what another rank saves.
+def owned_shards(run: Run, engine: Engine, grid: Grid) -> Iterator[Shard]:
+    """Yield the shards that this rank saves: views of the engine's float32 weights and optimizer states, without padding.
 
-    Of a tied weight's two copies, that of its own stage is saved.
+    Of several ranks that hold the same elements one saves them; of a tied weight's two copies, the embedding's is saved.
     """
-    turns = {name: turn for turn, name in enumerate(whole_model(run))}
-    replica, replicas = grid.place("data"), grid.size("data")
-    for part in engine.partitions():
-        several = {} if part.alone else {"replica": replica, "replicas": replicas}
-        if part.tied or not saves(part.placed, turns[part.placed.name], **several):
+    turns = {name: turn for turn, name in enumerate(weight_shapes(run))}
+    replica, replicas = grid.coordinate("data"), grid.size("data")
+    for part in engine.optimizer_shards():
+        copies = {} if part.only_copy else {"replica": replica, "replicas": replicas}
+        if part.tied or not is_saved_here(part.shard, turns[part.shard.name], **copies):
             continue
         for kind, held in (("weight", part.weight), *part.states()):
-            yield from shards(part.placed, kind, part.start, held)
+            yield from checkpoint_shards(part.shard, kind, part.start, held)
 
 
-def restore(engine: Engine, checkpoint: Checkpoint, new_moments: Sequence[str], pulse: Pulse) -> None:
-    """Give an engine what a checkpoint of any layout holds: each rank reads its own slices. Raises LoadFailed.
+def restore_engine(engine: Engine, checkpoint: SavedCheckpoint, new_moments: Sequence[str], on_progress: OnProgress) -> None:
+    """Load a checkpoint of any layout into an engine; each rank reads its own slices. Raises LoadFailed.
 
-    Moments of the kinds in `new_moments`, which it does not hold, begin at zero, and so does Adam's count of its steps with them.
+    Optimizer moments of the kinds in `new_moments`, which the checkpoint does not hold, start at zero, and with them Adam's step count.
     """
-    reader = Reader(checkpoint)
+    reader = CheckpointReader(checkpoint)
 
     def read(part: Slice) -> Tensor:
-        pulse("read")
+        on_progress("read")
         return torch.zeros(part.count) if part.kind in new_moments else reader.read(part)
 
-    position = checkpoint.extra["engine"]
+    counters = checkpoint.extra["engine"]
     if new_moments:
-        position = position | {"optimizer_steps": BEGINNING["optimizer_steps"]}
-    engine.restore(partial(run_of, read=read), position)
+        counters = counters | {"optimizer_steps": UNTRAINED["optimizer_steps"]}
+    engine.restore(partial(read_range, read=read), counters)
 
 
-def begin(run: Run, engine: Engine, grid: Grid, pulse: Pulse) -> None:
-    """Give an engine that has not stepped the weights of the run's Hugging Face folder, in float32 where it keeps that.
+def load_hf_weights(run: Run, engine: Engine, grid: Grid, on_progress: OnProgress) -> None:
+    """Load model.weights, a Hugging Face folder, into an engine that has not stepped, in float32 where the engine keeps that.
 
-    The folder's files are mapped: of them a rank reads what it holds. Raises Unreadable where they are another model's.
+    Files are memory-mapped: each rank reads only its own slices. Raises Unreadable where they hold another model.
     """
     assert run.model.weights is not None
-    mine = {placed.name for part in grid.seat.parts for placed in grid.seat.holds(run, part)}
-    there = {name: tensor for name, tensor in from_hf(run.model.weights, run) if name in mine}
+    mine = {placed.name for part in grid.position.parts for placed in grid.position.weight_shards(run, part)}
+    there = {name: tensor for name, tensor in read_hf_weights(run.model.weights, run) if name in mine}
 
     def read(part: Slice) -> Tensor:
-        pulse("read")
-        return taken(there[part.name], part) if part.kind == "weight" else torch.zeros(part.count)
+        on_progress("read")
+        return slice_values(there[part.name], part) if part.kind == "weight" else torch.zeros(part.count)
 
-    engine.restore(partial(run_of, read=read), BEGINNING)
+    engine.restore(partial(read_range, read=read), UNTRAINED)

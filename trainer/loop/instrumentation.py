@@ -1,67 +1,117 @@
-"""What the loop looks at beside the loss: bytes by kind at one step, a profiler's window, the line that tells how far it is."""
+"""Measurements of a rank's steps besides the loss: bytes held, messages, traces, the progress line."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ..engines.held_bytes import Count
+from ..engines.held_bytes import ByteCounter
 from ..parallel.ledger import Ledger
 from ..parallel.world import World
 from ..spec.run import Run
-from ..system.atomic_file import put
+from ..system.atomic_file import write_atomically
+from .throughput import ThroughputMeter
+from .trace.recorder import requested_trace
+from .training_setup import TrainingSetup
 
-NOTICED = 0.2  # seconds between two live lines
+LINE_INTERVAL = 0.2  # seconds between two progress lines
 
 
-def measured(count: Count, world: World, host: dist.ProcessGroup, folder: Path, facts: dict[str, Any]) -> str:
-    """RUN_DIR/measured.json: `facts`, "memory": bytes by kind on the rank that has most of it, "ranks": [bytes by kind].
+class Instruments:
+    """All measurements around steps `first` <= step < `last`, and their files."""
 
-    Why it could not be written, else "".
+    def __init__(self, run: Run, setup: TrainingSetup, first: int, last: int) -> None:
+        self.setup, self.last = setup, last
+        self.meter = ThroughputMeter(run, setup.plan, setup.world)
+        self.profiler = ProfilerWindow(run, setup.world, setup.folder)
+        self.progress = ProgressLine(run, first, last)
+        self.trace = requested_trace(run, setup.engine, setup.grid, setup.folder)
+        # Bytes are counted in the second step: the first has allocated all that stays.
+        self._counted_step = first + 1
+        # Messages are recorded in the third: in the first two, engines still send some of their own set-up.
+        self._recorded_step = min(first + 2, last - 1) if run.log.ledger else None
+        self._count: ByteCounter | None = None
+
+    @contextmanager
+    def measure(self, step: int) -> Iterator[ByteCounter | None]:
+        """Measure step `step` (from 0) while the block runs it. Yield the byte counter that the engine fills, in one step only."""
+        self._count = ByteCounter() if step == self._counted_step else None
+        self.profiler.start_step(step + 1)
+        ledger = Ledger(self.setup.grid) if step == self._recorded_step else None
+        start = perf_counter()
+        with ledger or nullcontext(), self.trace.step(step) if self.trace else nullcontext():
+            yield self._count
+        self.meter.add_step(perf_counter() - start, self.setup.engine.clock)
+        if ledger:
+            self.setup.warn(write_ledger(ledger, self.setup, step + 1))
+
+    def ends_run(self, step: int) -> bool:
+        """Return whether `distrain prove` wants no step after this one."""
+        return self.trace is not None and step == self.trace.last
+
+    def report(self, done: int, loss: float) -> None:
+        """Write what was measured in step `done` (from 1), and show the progress line."""
+        if self._count is not None:
+            self.setup.warn(write_measured(self._count, self.setup, done))
+        if message := self.profiler.end_step(done, last=done == self.last):
+            self.setup.channel.say(message)
+        if line := self.progress.line(done, loss):
+            self.setup.channel.status(line)
+
+
+def write_measured(count: ByteCounter, setup: TrainingSetup, done: int) -> str:
+    """Write RUN_DIR/measured.json: "step", "unigram_entropy" of the training text (nats a token), "memory": bytes by kind on the rank
+    that holds most of that kind, "ranks": [bytes by kind]. Return why it could not be written, else "".
     """
-    ranks: list[Any] = [None] * world.size
-    dist.all_gather_object(ranks, count.bytes, group=host)
-    if not world.first:
-        return ""
+    ranks = _gather(setup, count.bytes)
     most = {kind: max(each[kind] for each in ranks) for kind in ranks[0]}
-    return _written(folder / "measured.json", {**facts, "memory": most, "ranks": ranks})
+    facts = {"step": done, "unigram_entropy": setup.batches.corpus.entropy}
+    return _write(setup, "measured.json", {**facts, "memory": most, "ranks": ranks})
 
 
-def messages(ledger: Ledger, world: World, host: dist.ProcessGroup, folder: Path, step: int) -> str:
-    """RUN_DIR/ledger.json: "step", "ranks": [every message of that step by axis, verb and payload, and how many].
+def write_ledger(ledger: Ledger, setup: TrainingSetup, done: int) -> str:
+    """Write RUN_DIR/ledger.json: "step", "ranks": [messages of that step by axis, verb and payload, with their number].
 
-    Why it could not be written, else "".
+    Return why it could not be written, else "".
     """
-    ranks: list[Any] = [None] * world.size
-    dist.all_gather_object(ranks, [asdict(row) for row in ledger.rows], group=host)
-    return _written(folder / "ledger.json", {"step": step, "ranks": ranks}) if world.first else ""
+    return _write(setup, "ledger.json", {"step": done, "ranks": _gather(setup, [asdict(row) for row in ledger.rows])})
 
 
-def _written(file: Path, told: dict[str, Any]) -> str:
-    """Write a file whole or not at all; why not, else ""."""
+def _gather(setup: TrainingSetup, value: Any) -> list[Any]:
+    """Return every rank's value."""
+    values: list[Any] = [None] * setup.world.size
+    torch.distributed.all_gather_object(values, value, group=setup.host)
+    return values
+
+
+def _write(setup: TrainingSetup, name: str, content: dict[str, Any]) -> str:
+    """On rank 0, write a file of RUN_DIR whole or not at all. Return why that failed, else ""."""
+    file = setup.folder / name
     try:
-        put(file, f"{json.dumps(told, indent=1)}\n".encode())
+        if setup.world.is_rank0:
+            write_atomically(file, f"{json.dumps(content, indent=1)}\n".encode())
     except OSError as error:
         return f"{file} could not be written: {error.strerror or error}"
     return ""
 
 
-class Profile:
-    """The window log.profile=[first, last] of steps, on rank 0: RUN_DIR/trace/steps_F_L.json, which Perfetto opens."""
+class ProfilerWindow:
+    """torch's profiler over the steps log.profile=[first, last], on rank 0: RUN_DIR/trace/steps_F_L.json, for Perfetto."""
 
     def __init__(self, run: Run, world: World, folder: Path) -> None:
-        self.window = run.log.profile if world.first else None
+        self.window = run.log.profile if world.is_rank0 else None
         self.folder = folder / "trace"
         self._open: torch.profiler.profile | None = None
 
-    def before(self, step: int) -> None:
-        """Step `step` (from 1) is about to begin."""
+    def start_step(self, step: int) -> None:
+        """Start the profiler if step `step` (from 1), which is about to begin, is in the window."""
         if self.window and self.window[0] <= step <= self.window[1] and self._open is None:
             activities = [torch.profiler.ProfilerActivity.CPU]
             activities += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
@@ -69,39 +119,39 @@ class Profile:
             self._open = torch.profiler.profile(activities=activities)
             self._open.start()
 
-    def after(self, step: int, *, last: bool) -> str:
-        """Step `step` is done; if this was the window's last, or the run's: a line that says where the trace was written, or why not."""
+    def end_step(self, step: int, *, last: bool) -> str:
+        """After the last step of the window or the run, write the trace. Return a line that says where, or why not; else ""."""
         if self._open is None or self.window is None or not (last or step >= self.window[1]):
             return ""
-        profiled, self._open = self._open, None
-        profiled.stop()
+        profiler, self._open = self._open, None
+        profiler.stop()
         file = self.folder / f"steps_{self._first}_{step}.json"
         try:
             self.folder.mkdir(exist_ok=True)
-            profiled.export_chrome_trace(str(file))
+            profiler.export_chrome_trace(str(file))
         except (OSError, RuntimeError) as error:
             return f"warning: the profiler's trace could not be written: {error}"
-        if not file.is_file():  # where the disk is full it leaves a part under another name, and a line in the log
+        if not file.is_file():  # on a full disk torch leaves a temporary file and logs an error
             file.with_name(f"{file.name}.tmp").unlink(missing_ok=True)
             return f"warning: the profiler's trace could not be written: {file}"
-        return f"trace of the profiler, for ui.perfetto.dev: {file}"
+        return f"profiler trace, for ui.perfetto.dev: {file}"
 
 
-class Pace:
-    """The live line: how far a run is, how fast, and how long it will take."""
+class ProgressLine:
+    """The progress line: steps done, tokens/s, time left."""
 
-    def __init__(self, run: Run, steps: int, first: int) -> None:
-        self.steps, self.first = steps, first
-        self.tokens = run.train.batch * run.train.seq
+    def __init__(self, run: Run, first: int, last: int) -> None:
+        self.first, self.last = first, last
+        self.tokens = run.train.batch * run.train.seq  # a step
         self._began = self._shown = perf_counter()
 
     def line(self, done: int, loss: float) -> str | None:
-        """The line after so many steps, if it is time for another."""
+        """Return the line after `done` steps, or None until LINE_INTERVAL has passed."""
         now = perf_counter()
-        if now - self._shown < NOTICED:
+        if now - self._shown < LINE_INTERVAL:
             return None
         self._shown = now
-        each = (now - self._began) / (done - self.first)
-        left = round(each * (self.steps - done))
+        seconds = (now - self._began) / (done - self.first)  # a step
+        left = round(seconds * (self.last - done))
         clock = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}" if left >= 3600 else f"{left // 60}:{left % 60:02}"
-        return f"step {done}/{self.steps}  loss {loss:.4f}  {self.tokens / each:,.0f} tokens/s  {clock} left"
+        return f"step {done}/{self.last}  loss {loss:.4f}  {self.tokens / seconds:,.0f} tokens/s  {clock} left"

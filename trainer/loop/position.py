@@ -1,4 +1,4 @@
-"""Where a run stands: the step, the next sample and the tokens it has read, from which its batches and its end follow."""
+"""The position of a run: its step, next sample and tokens, which determine its batches and its end."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..spec.run import Run
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """A run after `step` steps: its next sample is number `sample` in the order of its data, `tokens` were trained on before."""
+    """The state of a run after `step` steps: the number of its next sample in the order of its data, and the tokens trained on."""
 
     step: int = 0
     sample: int = 0
     tokens: int = 0
 
     def after(self, run: Run, done: int) -> Position:
-        """Return the position after step `done`, every step since this one having the batch that the run has now."""
+        """Return the position after step `done`, if every step from here on has the run's present batch."""
         samples = (done - self.step) * run.train.batch
         return Position(step=done, sample=self.sample + samples, tokens=self.tokens + samples * run.train.seq)
 
@@ -31,7 +31,7 @@ class Position:
         return self.step + max(0, ceil(left / (run.train.batch * run.train.seq)))
 
     def extra(self) -> dict[str, int]:
-        """Return what a checkpoint keeps of it."""
+        """Return what a checkpoint records of the position."""
         return {"samples": self.sample, "tokens": self.tokens}
 
 
@@ -39,10 +39,10 @@ BEGINNING = Position()
 
 
 def resumed_position(step: int, extra: Mapping[str, Any], before: Run, now: Run, *, other_data: bool) -> Position:
-    """Return where a run goes on that has loaded the checkpoint of a step, saved by the run `before`.
+    """Return the position at which the run `now` resumes from the checkpoint of a step, which the run `before` saved.
 
-    Samples of another length are counted anew, so that as many tokens lie before the next one. Other data begin at their first
-    sample. Checkpoints of earlier versions say nothing of tokens: every step until then had the batch of `before`.
+    If the sequence length has changed, samples are renumbered so that the same number of tokens precedes the next one. Other data
+    start at their first sample. Checkpoints of earlier versions do not record tokens: every step until then had the batch of `before`.
     """
     tokens = int(extra.get("tokens", step * before.train.batch * before.train.seq))
     sample = int(extra.get("samples", step * before.train.batch))

@@ -1,4 +1,4 @@
-"""What one rank of a run does: python -m distrain.trainer.loop.rank RUN_DIR/run.json."""
+"""The process of one rank: python -m distrain.trainer.loop.rank RUN_DIR/run.json."""
 
 from __future__ import annotations
 
@@ -9,36 +9,35 @@ import signal
 import sys
 from pathlib import Path
 
-from ..launch.rank.channel import STOPPED, Talk
-from ..launch.rank.foreign_launcher import talk_of
-from ..system.parent_watch import hold_from_environment
-from ..system.stop_requests import Stop
-from .failure import told
+from ..launch.rank.channel import STOPPED, Channel
+from ..launch.rank.foreign_launcher import open_channel
+from ..system.parent_watch import watch_parent_from_environment
+from ..system.stop_requests import StopFlag
+from .failure import report_failure
 
 
 def main() -> int:
-    """Train the run that the command line names; the exit status of this rank."""
+    """Train the run of the command line's run.json. Return the exit status."""
     path = Path(sys.argv[1])
-    return run_rank(path, talk_of(path.parent))
+    return run_rank(path, open_channel(path.parent))
 
 
-def run_rank(path: Path, talk: Talk) -> int:
-    """Train the run of RUN_DIR/run.json as the rank that the environment names; its exit status.
+def run_rank(path: Path, channel: Channel) -> int:
+    """Train the run of RUN_DIR/run.json as the rank that the environment names. Return the exit status, but exit here after a failure.
 
-    One that fails ends here and now, once it has said why: at its exit Python waits for threads, and one of them may wait for a
-    disk or a device that does not answer.
+    A normal exit waits for Python's threads, and one of them may wait for a disk or a device that does not answer.
     """
-    stop = Stop()
-    faulthandler.register(signal.SIGUSR2)  # a run that hangs is asked where: all threads' stacks go to the log
-    hold_from_environment()
+    stop = StopFlag()
+    faulthandler.register(signal.SIGUSR2)  # requested of a run that hangs: dumps all threads' stacks to the log
+    watch_parent_from_environment()
     try:
-        from .setup import trained  # torch and DeepSpeed: seconds, in which this process is asked to stop, or where it is
+        from .setup import train_rank  # torch and DeepSpeed: seconds, in which a stop or a stack dump may be requested
 
-        status = trained(path, talk, stop)
+        status = train_rank(path, channel, stop)
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 1
     except Exception as error:
-        told(error, talk)
+        report_failure(error, channel)
         status = 1
     if status not in (0, STOPPED):
         with contextlib.suppress(OSError):

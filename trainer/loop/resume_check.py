@@ -1,4 +1,4 @@
-"""The loss that a checkpoint was saved with, on the samples that come next: what is loaded, in whatever layout, must give it again."""
+"""The resume check: a loaded checkpoint, in any layout, must give the loss that was recorded with it on the samples that come next."""
 
 from __future__ import annotations
 
@@ -11,52 +11,53 @@ from ..parallel.process_groups import Grid
 from ..spec.run import Run
 from .checkpoint import LoadFailed
 from .data.batches import Batches
-from .evaluate import evaluated
-from .failure import AllFailed
+from .evaluate import evaluate
+from .failure import AllRanksFailed
 
-EXACT, HALF = 1e-4, 2e-2  # of the loss, between any two layouts: float32 (1e-7 was seen), and half precision (2e-4)
-LEAST = 0.1  # nats: a loss below is what is left when logits that are much larger are taken off each other, with their rounding
+# Relative to the loss, between any two layouts; 1e-7 was measured in float32 and 2e-4 in half precision.
+FP32_TOLERANCE, HALF_TOLERANCE = 1e-4, 2e-2
+MIN_LOSS = 0.1  # nats; a smaller loss is a difference of much larger logits, and mostly their rounding
 
 
-class Departed(LoadFailed, AllFailed):
-    """What was loaded has another loss than it was saved with."""
+class ResumeMismatch(LoadFailed, AllRanksFailed):
+    """The loaded checkpoint has another loss than the one it was saved with."""
 
 
 def tolerance(loss: float, *precisions: str) -> float:
-    """Nats by which the loss that two runs of these precisions have of the same weights may differ."""
-    return (EXACT if set(precisions) == {"fp32"} else HALF) * max(abs(loss), LEAST)
+    """Return by how many nats the losses of the same weights may differ between runs of these precisions."""
+    return (FP32_TOLERANCE if set(precisions) == {"fp32"} else HALF_TOLERANCE) * max(abs(loss), MIN_LOSS)
 
 
-def data_of(run: Run, batches: Batches) -> dict[str, Any]:
-    """What decides which tokens sample n is, and which of its labels count."""
+def data_identity(run: Run, batches: Batches) -> dict[str, Any]:
+    """Return everything that determines the tokens of sample n and which of its labels count."""
     corpus = batches.corpus
     return {"key": corpus.key, "documents": corpus.documents, "seed": run.train.seed, "seq": run.train.seq}
 
 
-def noted(run: Run, engine: Engine, grid: Grid, batches: Batches, first: int) -> dict[str, Any]:
-    """What a checkpoint says of its data, and of the loss of the first round of samples from number `first` on.
+def resume_check_record(run: Run, engine: Engine, grid: Grid, batches: Batches, first: int) -> dict[str, Any]:
+    """Return what a checkpoint records for the check: its data, and the loss of the first round of samples from `first` on.
 
-    That is one forward of a micro-batch, on every rank: of a step with m micro-batches about 1 / 3m.
+    It costs one forward of a micro-batch on every rank: about 1 / 3m of a step with m micro-batches.
     """
     count = grid.size("dp") * run.train.microbatch
-    loss = evaluated(run, engine, grid, batches, range(first, first + count))
-    said: dict[str, Any] = {"data": data_of(run, batches)}
+    loss = evaluate(run, engine, grid, batches, range(first, first + count))
+    recorded: dict[str, Any] = {"data": data_identity(run, batches)}
     if isfinite(loss):
-        said["first"] = {"samples": [first, count], "loss": loss, "precision": run.train.precision}
-    return said
+        recorded["first"] = {"samples": [first, count], "loss": loss, "precision": run.train.precision}
+    return recorded
 
 
-def compared(run: Run, engine: Engine, grid: Grid, batches: Batches, step: int, extra: Mapping[str, Any]) -> None:
-    """Evaluate the samples that a checkpoint has its loss of, on all ranks; raises Departed where it is another now.
+def check_resumed_loss(run: Run, engine: Engine, grid: Grid, batches: Batches, step: int, extra: Mapping[str, Any]) -> None:
+    """Evaluate the samples whose loss a checkpoint records, on all ranks. Raises ResumeMismatch where the loss differs.
 
-    Where its samples are not this run's (other tokens, another seed, another length) there is nothing to compare.
+    Without a recorded loss, or with other data, seed or sequence length, there is nothing to compare.
     """
-    if extra.get("data", data_of(run, batches)) != data_of(run, batches) or "first" not in extra:
+    if extra.get("data", data_identity(run, batches)) != data_identity(run, batches) or "first" not in extra:
         return
     saved, (first, count) = extra["first"], extra["first"]["samples"]
-    loss = evaluated(run, engine, grid, batches, range(first, first + count))
+    loss = evaluate(run, engine, grid, batches, range(first, first + count))
     if not abs(loss - saved["loss"]) <= tolerance(saved["loss"], saved["precision"], run.train.precision):
-        raise Departed(
+        raise ResumeMismatch(
             f"step {step} was saved with a loss of {saved['loss']:.4f} on its next {count} sequences, and loads with {loss:.4f}: "
-            "not what was saved (the model is computed in another way than it was, or this is a fault of distrain's)"
+            "the model is computed in another way now, or this is a bug of distrain: use the version that saved it, and please report it"
         )

@@ -1,4 +1,4 @@
-"""Where a run's figures go: metrics.jsonl, which is the truth, and sinks that may fail without stopping anything."""
+"""Sinks of a run's metrics: metrics.jsonl, which every run has, and others, whose failures do not stop training."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -17,175 +17,178 @@ from typing import Any, Protocol
 import msgspec
 
 from ..plan.result import Plan
-from ..spec.read import shown
+from ..spec.read import value_text
 from ..spec.run import Run
-from ..system.atomic_file import append, put
-from .anomalies import finite
+from ..system.atomic_file import append_line, write_atomically
+from .metrics import Row, console_line, finite_or_none
 
-ALWAYS = "jsonl"  # the sink that every run has
-LONGEST = 1 << 16  # bytes of a row
-WAITING = 100_000  # rows that wait for room, the last ones
-WANDB = "wandb.json"  # of RUN_DIR: {"id", "project", "entity"} of the wandb run that all starts of the folder write to
-PLANNED = ("world", "mesh", "engine", "schedule", "microbatches", "model", "time", "bubble_fraction", "throughput", "run")
-COMPARED = ("model", "parallel", "train", "optim", "data", "plan")  # parts of the config that TensorBoard's table of runs shows
-CURVES = ("loss", "validation_loss", "grad_norm", "tokens_per_second")  # and the figures beside them
-Row = Mapping[str, Any]  # one logged step; `step` is a key of each
+METRICS = "jsonl"  # the sink that every run has
+MAX_ROW_BYTES = 1 << 16
+MAX_WAITING_ROWS = 100_000  # the newest rows, kept in memory until the disk has room
+WANDB = "wandb.json"  # in RUN_DIR: {"id", "project", "entity"} of the wandb run that all attempts of this run write to
+PLAN_KEYS = ("world", "mesh", "engine", "schedule", "microbatches", "model", "time", "bubble_fraction", "throughput", "run")
+TABLE_SECTIONS = ("model", "parallel", "train", "optim", "data", "plan")  # of the config, shown in TensorBoard's table of runs
+TABLE_CURVES = ("loss", "validation_loss", "grad_norm", "tokens_per_second")  # metrics of that table
 
 
 @dataclass(frozen=True, kw_only=True)
-class Opening:
-    """What a sink is opened with: the run, its plan and folder, the step of the checkpoint that it goes on from (0: it begins anew)."""
+class SinkContext:
+    """What a sink is opened with."""
 
     run: Run
     plan: Plan
     folder: Path
-    first: int
-    say: Callable[[str], None]
+    first: int  # the step of the checkpoint that training resumed from, or 0
+    last: int  # the run's last step
+    say: Callable[[str], None]  # shows the user a line
 
     def config(self) -> dict[str, Any]:
-        """The run as nested plain data, but for the table of shapes of a foreign model; the plan's figures are under `plan`."""
-        words: dict[str, Any] = msgspec.to_builtins(self.run)
-        words["model"].pop("parameters", None)
+        """Return the run as nested plain data, with the plan's figures under `plan`, and without the shapes of a Hugging Face model."""
+        config: dict[str, Any] = msgspec.to_builtins(self.run)
+        config["model"].pop("parameters", None)
         planned = msgspec.to_builtins(self.plan)
-        figures = {key: planned[key] for key in PLANNED}
+        figures = {key: planned[key] for key in PLAN_KEYS}
         memory = {key: planned["memory"][key] for key in ("peak", "capacity")} if planned["memory"] else None
-        return {**words, "plan": {**figures, "memory": memory}}
+        return {**config, "plan": {**figures, "memory": memory}}
 
 
 class Sink(Protocol):
-    """Takes the rows of a run, then its summary."""
+    """Receives the metrics of a run."""
 
     def write(self, row: Row) -> None:
-        """One logged step."""
+        """Write a logged step."""
 
     def close(self, summary: Row) -> None:
-        """The run's end."""
+        """Write what is left, and the summary: planned figures next to the last measured ones."""
 
 
-class Lines:
-    """metrics.jsonl: one object a line, each written at once and whole. What a full disk does not take waits for the next row."""
+class JsonLines:
+    """metrics.jsonl: one JSON object a line, each written whole and at once. Rows that a full disk does not take wait for the next."""
 
-    def __init__(self, opening: Opening) -> None:
-        self.path = opening.folder / "metrics.jsonl"
-        self.file: int | None = None
-        self.late: deque[bytes] = deque(maxlen=WAITING)
-        with suppress(OSError):  # a file that can't be made waits too
-            self._opened()
+    def __init__(self, context: SinkContext) -> None:
+        self._path = context.folder / "metrics.jsonl"
+        self._fd: int | None = None
+        self._waiting: deque[bytes] = deque(maxlen=MAX_WAITING_ROWS)
+        with suppress(OSError):  # rows wait for a file that can't be created, too
+            self._open()
 
     def write(self, row: Row) -> None:
-        """One line, after those that could not be written before; what JSON has no word for is null."""
-        figures = {key: finite(value) if isinstance(value, float) else value for key, value in row.items()}
-        self.late.append((json.dumps(figures) + "\n").encode())
+        """Write a row, after those that wait. NaN and infinities become null."""
+        finite = {key: finite_or_none(value) if isinstance(value, float) else value for key, value in row.items()}
+        self._waiting.append((json.dumps(finite) + "\n").encode())
         self._write()
 
     def close(self, summary: Row) -> None:
-        """What still waits, once more, and the file's end: a summary stands in plan.json and the rows."""
+        """Try to write the rows that wait, and close the file. The summary is in plan.json and the rows already."""
         try:
             self._write()
         finally:
-            if self.file is not None:
-                os.close(self.file)
+            if self._fd is not None:
+                os.close(self._fd)
 
     def _write(self) -> None:
-        while self.late:
-            append(self._opened(), self.late[0])
-            self.late.popleft()
+        while self._waiting:
+            append_line(self._open(), self._waiting[0])
+            self._waiting.popleft()
 
-    def _opened(self) -> int:
-        if self.file is None:
-            self.file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            _mend(self.file)
-        return self.file
+    def _open(self) -> int:
+        if self._fd is None:
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            _truncate_half_line(self._fd)
+        return self._fd
 
 
-def _mend(file: int) -> None:
-    """Take off the half line that a writer which was killed left at the end."""
-    end = os.fstat(file).st_size
-    start = max(0, end - LONGEST)
-    whole = os.pread(file, LONGEST, start).rfind(b"\n") + 1
-    if whole or start == 0:
-        os.ftruncate(file, start + whole)
+def _truncate_half_line(fd: int) -> None:
+    """Remove the incomplete last line that a killed process left."""
+    end = os.fstat(fd).st_size
+    start = max(0, end - MAX_ROW_BYTES)
+    complete = os.pread(fd, MAX_ROW_BYTES, start).rfind(b"\n") + 1
+    if complete or start == 0:
+        os.ftruncate(fd, start + complete)
 
 
 class Wandb:
-    """Weights & Biases, offline unless WANDB_MODE says otherwise; all starts of a run folder go to one run there.
+    """Weights & Biases, offline unless WANDB_MODE is set; all attempts of a run folder write to one wandb run.
 
-    wandb drops a row whose step is not above the last one's, and a start goes on from a checkpoint that may lie behind it. So rows
-    are numbered by wandb as they come, and `step` is the x axis: no row is lost, and the summary is that of a step's last pass.
+    wandb drops a row whose step is not above the last one's, and a resumed attempt may start at an earlier step. So wandb numbers
+    rows as they come, and `step` is the x axis: no row is lost, and of a step that is run twice the later row counts.
     """
 
-    def __init__(self, opening: Opening) -> None:
+    def __init__(self, context: SinkContext) -> None:
         os.environ.setdefault("WANDB_MODE", "offline")
         os.environ.setdefault("WANDB_SILENT", "true")
         if os.environ["WANDB_MODE"] == "offline":
-            os.environ.pop("WANDB_API_KEY", None)  # nothing is sent, and under WANDB_DEBUG it would write the key into RUN_DIR
+            os.environ.pop("WANDB_API_KEY", None)  # not needed offline, and WANDB_DEBUG would write it into RUN_DIR
         import wandb
 
-        file = opening.folder / WANDB
-        known = _known(file, opening.say)
-        wanted = {
-            "id": ("WANDB_RUN_ID", known.get("id") or token_hex(5)),
-            "project": ("WANDB_PROJECT", known.get("project") or "distrain"),
-            "entity": ("WANDB_ENTITY", known.get("entity")),
-            "name": ("WANDB_NAME", opening.run.name),
-            "dir": ("WANDB_DIR", str(opening.folder)),
+        file = context.folder / WANDB
+        saved = _saved_wandb_run(file, context.say)
+        settings = {
+            "id": ("WANDB_RUN_ID", saved.get("id") or token_hex(5)),
+            "project": ("WANDB_PROJECT", saved.get("project") or "distrain"),
+            "entity": ("WANDB_ENTITY", saved.get("entity")),
+            "name": ("WANDB_NAME", context.run.name),
+            "dir": ("WANDB_DIR", str(context.folder)),
             "resume": ("WANDB_RESUME", "allow"),
         }
-        ours = {key: value for key, (variable, value) in wanted.items() if not os.environ.get(variable)}
-        self.run = wandb.init(**ours, config=opening.config())  # type: ignore[arg-type]
+        ours = {key: value for key, (variable, value) in settings.items() if not os.environ.get(variable)}
+        self.run = wandb.init(**ours, config=context.config())  # type: ignore[arg-type]
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
         if self.run.disabled:
             return
-        now = {"id": self.run.id, "project": self.run.project, "entity": self.run.entity or None}
-        if now != known:
-            with suppress(OSError):  # where the disk is full metrics.jsonl says so
-                put(file, f"{json.dumps(now)}\n".encode())
-        kept = f"{quote(str(Path(self.run.dir).parents[1]))}/offline-run-*-{self.run.id}"
-        opening.say(f"wandb run {self.run.project}/{self.run.id}: " + (self.run.url or f"offline; `wandb sync {kept}` uploads it"))
+        current = {"id": self.run.id, "project": self.run.project, "entity": self.run.entity or None}
+        if current != saved:
+            with suppress(OSError):  # metrics.jsonl warns of a full disk
+                write_atomically(file, f"{json.dumps(current)}\n".encode())
+        folder = f"{quote(str(Path(self.run.dir).parents[1]))}/offline-run-*-{self.run.id}"
+        context.say(f"wandb run {self.run.project}/{self.run.id}: " + (self.run.url or f"offline; `wandb sync {folder}` uploads it"))
 
     def write(self, row: Row) -> None:
-        """One step."""
+        """Log a row; None values are left out."""
         self.run.log({key: value for key, value in row.items() if value is not None})
 
     def close(self, summary: Row) -> None:
-        """The plan's figures beside the measured ones, in the run's summary."""
+        """Add the planned figures to the wandb run's summary, and finish it."""
         self.run.summary.update(dict(summary))
         self.run.finish()
 
 
-def _known(file: Path, say: Callable[[str], None]) -> dict[str, str | None]:
-    """What RUN_DIR/wandb.json says; nothing, and a warning, where it can't be read."""
+def _saved_wandb_run(file: Path, say: Callable[[str], None]) -> dict[str, str | None]:
+    """Return RUN_DIR/wandb.json, or nothing, with a warning where it can't be read."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, str | None])
     except FileNotFoundError:
         return {}
     except (OSError, msgspec.DecodeError):
-        say(f"warning: {file} can't be read: this start is a run of its own at wandb")
+        say(f"warning: {file} can't be read: this attempt starts a new wandb run")
         return {}
 
 
 class Tensorboard:
-    """TensorBoard event files in RUN_DIR/tensorboard: scalars, the run's words as a text, and a row in the table of runs (HPARAMS).
+    """TensorBoard event files in RUN_DIR/tensorboard: scalars, the run's config as a text, and a row in the table of runs (HPARAMS).
 
-    A start replaces the steps that an earlier one took beyond its checkpoint. The table keeps the words of the folder's first start
-    (TensorBoard reads a run's once); the text has a page for each start.
+    A resumed attempt replaces the steps that an earlier one took beyond the checkpoint. The table shows the config of the folder's
+    first attempt (TensorBoard reads that of a run once); the text has a page for each attempt.
     """
 
-    def __init__(self, opening: Opening) -> None:
-        theirs: Any = import_module("torch.utils.tensorboard")
-        self.writer = theirs.SummaryWriter(str(opening.folder / "tensorboard"), purge_step=opening.first + 1)
-        words = dict(flat(opening.config()))
-        lines = "".join(f"    {key}={shown(value)}\n" for key, value in words.items())
-        self.writer.add_text("run", lines, opening.first)
-        told = {key: value for key, value in words.items() if key.split(".")[0] in COMPARED and isinstance(value, str | int | float)}
-        compared = {key: shown(value) if isinstance(value, bool) else value for key, value in told.items()}
-        experiment, began, _ = theirs.summary.hparams(compared, dict.fromkeys(CURVES))
-        for part in (experiment, began):
-            self.writer.file_writer.add_summary(part)
+    def __init__(self, context: SinkContext) -> None:
+        tensorboard: Any = import_module("torch.utils.tensorboard")
+        self.writer = tensorboard.SummaryWriter(str(context.folder / "tensorboard"), purge_step=context.first + 1)
+        config = dict(flat_items(context.config()))
+        lines = "".join(f"    {key}={value_text(value)}\n" for key, value in config.items())
+        self.writer.add_text("run", lines, context.first)
+        table = {
+            key: value_text(value) if isinstance(value, bool) else value
+            for key, value in config.items()
+            if key.split(".")[0] in TABLE_SECTIONS and isinstance(value, str | int | float)
+        }
+        experiment, session_start, _ = tensorboard.summary.hparams(table, dict.fromkeys(TABLE_CURVES))
+        for summary in (experiment, session_start):
+            self.writer.file_writer.add_summary(summary)
 
     def write(self, row: Row) -> None:
-        """One step: its numbers."""
+        """Write a row's numbers."""
         for key, value in row.items():
             if key != "step" and isinstance(value, int | float):
                 self.writer.add_scalar(key, value, row["step"])
@@ -195,53 +198,74 @@ class Tensorboard:
         self.writer.close()
 
 
-def flat(words: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested plain data as (dotted key, value); a list is one value."""
-    for key, value in words.items():
+class Console:
+    """A line for each row, shown to the user."""
+
+    def __init__(self, context: SinkContext) -> None:
+        self.context = context
+
+    def write(self, row: Row) -> None:
+        """Show a row."""
+        self.context.say(console_line(row, self.context.last))
+
+    def close(self, summary: Row) -> None:
+        """Do nothing: every row has been shown."""
+
+
+def flat_items(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield nested plain data as (dotted key, value); a list is one value."""
+    for key, value in data.items():
         if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{at}{key}.")
+            yield from flat_items(value, f"{prefix}{key}.")
         else:
-            yield f"{at}{key}", value
+            yield f"{prefix}{key}", value
 
 
-SINKS: dict[str, Callable[[Opening], Sink]] = {
-    "jsonl": Lines,
+SINKS: dict[str, Callable[[SinkContext], Sink]] = {
+    "jsonl": JsonLines,
     "wandb": Wandb,
     "tensorboard": Tensorboard,
+    "console": Console,
 }
 
 
 class Sinks:
-    """All of a run's sinks. One that fails is said once and left; metrics.jsonl is tried again with each row, and at the end."""
+    """All sinks of a run. One that fails is dropped with a warning; metrics.jsonl is tried again with each row and at the end."""
 
-    def __init__(self, opening: Opening) -> None:
-        self.say = opening.say
-        self.open: dict[str, Sink] = {}
-        self.failed: set[str] = set()
-        names = [ALWAYS, *(name for name in opening.run.log.sinks if name in SINKS and name != ALWAYS)]
-        for name in names:
-            self._try(name, lambda name=name: self.open.__setitem__(name, SINKS[name](opening)))  # type: ignore[misc]
+    def __init__(self, context: SinkContext) -> None:
+        self._say = context.say
+        self._open: dict[str, Sink] = {}
+        self._failing: set[str] = set()  # warned of, and not working since
+        for name, sink in SINKS.items():
+            if name == METRICS or name in context.run.log.sinks:
+                with self._guard(name):
+                    self._open[name] = sink(context)
 
     def write(self, row: Row) -> None:
-        """A logged step to each."""
-        for name in list(self.open):
-            self._try(name, lambda name=name: self.open[name].write(row))  # type: ignore[misc]
+        """Write a logged step to each sink."""
+        for name, sink in list(self._open.items()):
+            with self._guard(name):
+                sink.write(row)
 
     def close(self, summary: Row) -> None:
-        """The run's end to each."""
-        self.failed.discard(ALWAYS)  # that rows are lost is another matter than that they wait
-        for name in list(self.open):
-            self._try(name, lambda name=name: self.open[name].close(summary), "its last rows are lost")  # type: ignore[misc]
+        """Close each sink."""
+        self._failing.discard(METRICS)  # lost rows are a second warning, after the one of waiting rows
+        for name, sink in list(self._open.items()):
+            with self._guard(name, rows="its last rows are lost"):
+                sink.close(summary)
 
-    def _try(self, name: str, act: Callable[[], None], always: str = "its rows wait for room") -> None:
+    @contextmanager
+    def _guard(self, name: str, rows: str = "its rows wait for room") -> Iterator[None]:
+        """Turn any exception of a sink, which is code of others, into one warning."""
         try:
-            act()
-        except Exception as error:  # a sink is somebody else's service
-            if name != ALWAYS:
-                self.open.pop(name, None)
-            if name not in self.failed:
-                self.failed.add(name)
-                why = str(error).splitlines()[0] if str(error) else type(error).__name__
-                self.say(f"warning: metrics.jsonl: {why}; {always}" if name == ALWAYS else f"warning: log sink {name} stopped: {why}")
+            yield
+        except Exception as error:
+            if name != METRICS:
+                self._open.pop(name, None)
+            if name not in self._failing:
+                self._failing.add(name)
+                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+                what = f"metrics.jsonl: {reason}; {rows}" if name == METRICS else f"log sink {name} stopped: {reason}"
+                self._say(f"warning: {what}")
         else:
-            self.failed.discard(name)
+            self._failing.discard(name)

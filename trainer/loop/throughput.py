@@ -1,4 +1,4 @@
-"""What a step took, beside what it was planned to take."""
+"""The time, throughput and memory of steps, next to the planned values."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from ..parallel.world import World
 from ..plan.result import Plan
 from ..spec.run import Run
 
-BESIDE = ("planned_seconds", "planned_memory_peak")  # of the plan's figures, those in every row
+PLANNED_IN_ROWS = ("planned_seconds", "planned_memory_peak")  # the planned figures that every row holds
 
 
-class Meter:
-    """Seconds since the last row, as the keys of metrics.jsonl; the first step, in which everything warms up, apart."""
+class ThroughputMeter:
+    """Averages over the steps since the last row, under the keys of metrics.jsonl."""
 
     def __init__(self, run: Run, plan: Plan, world: World) -> None:
         self.run, self.plan, self.world = run, plan, world
         self._seconds: list[float] = []
         self._parts: dict[str, float] = {}
 
-    def stepped(self, seconds: float, parts: dict[str, float]) -> None:
-        """Note a step, and the seconds of its parts where they can be had."""
+    def add_step(self, seconds: float, parts: dict[str, float]) -> None:
+        """Add a step, with the seconds of its parts where the engine measures them."""
         self._seconds.append(seconds)
         for part, each in parts.items():
             self._parts[part] = self._parts.get(part, 0.0) + each
 
     def row(self) -> dict[str, Any]:
-        """The figures of the steps since the last row."""
+        """Return the averages since the last row, and start new ones."""
         count = len(self._seconds)
         seconds = sum(self._seconds) / count
         tokens = self.run.train.batch * self.run.train.seq / seconds
@@ -45,12 +45,12 @@ class Meter:
             "mfu": flops / peak if peak else None,
             "memory_peak": memory_peak(self.world.device),
             **parts,
-            **{key: value for key, value in planned(self.plan).items() if key in BESIDE},
+            **{key: value for key, value in planned_figures(self.plan).items() if key in PLANNED_IN_ROWS},
         }
 
 
-def planned(plan: Plan) -> dict[str, Any]:
-    """The plan's figures under the names of those that are measured."""
+def planned_figures(plan: Plan) -> dict[str, Any]:
+    """Return the plan's figures under the names of the measured ones, with the prefix `planned_`."""
     time, memory, speed = plan.time, plan.memory, plan.throughput
     return {
         "planned_seconds": time.step if time else None,
@@ -61,7 +61,7 @@ def planned(plan: Plan) -> dict[str, Any]:
 
 
 def memory_peak(device: torch.device) -> int:
-    """Bytes at the most so far: what the allocator gave out on a GPU, the resident set of the process on a CPU."""
+    """Return the peak so far, in bytes: of what torch's allocator has given out on a GPU, of the process's resident set on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -12,16 +12,16 @@ from typing import Annotated, Any, TypedDict
 
 from msgspec import DecodeError, Meta
 
-from ..system.atomic_file import put
+from ..system.atomic_file import write_atomically
 
 KEPT = 64  # files; the oldest go first
-BEFORE = "machine.json"  # the one file of all machines that earlier versions had
+OLD_FILE = "machine.json"  # the one file of all machines that earlier versions had
 
 Count = Annotated[int, Meta(ge=1)]
 Positive = Annotated[float, Meta(gt=0)]
 
 
-class Card(TypedDict):
+class GpuFacts(TypedDict):
     """A CUDA device: memory in bytes."""
 
     name: str
@@ -30,35 +30,35 @@ class Card(TypedDict):
     bf16: bool
 
 
-class Ring(TypedDict):
+class LinkRates(TypedDict):
     """gloo between two processes: seconds of a hop, bytes/s."""
 
     latency: Positive
     bandwidth: Positive
 
 
-class Cpu(TypedDict):
+class CpuRates(TypedDict):
     """One core with all of them busy: FLOP/s by precision, bytes/s of a copy."""
 
     cores: Count
     flops: dict[str, Positive]
     bandwidth: Positive
-    link: Ring
+    link: LinkRates
 
 
-class Facts(TypedDict):
+class MachineFacts(TypedDict):
     """What a probe says of a machine."""
 
-    cuda: list[Card]
-    cpu: Cpu
+    cuda: list[GpuFacts]
+    cpu: CpuRates
 
 
-class Entry(TypedDict):
+class CacheEntry(TypedDict):
     """Facts, what they hold for, and how busy each core was with other work before they were measured."""
 
     key: dict[str, Any]
     load: float
-    found: Facts
+    found: MachineFacts
 
 
 def folder() -> Path:
@@ -66,35 +66,35 @@ def folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distrain"
 
 
-def file_of(key: Mapping[str, Any]) -> Path:
+def cache_file(key: Mapping[str, Any]) -> Path:
     """The file of a key: its name begins with the version of the probe."""
     name = sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     return folder() / "machines" / f"{key['probe']}-{name}.json"
 
 
-def read_entry(key: Mapping[str, Any]) -> Entry | None:
+def read_entry(key: Mapping[str, Any]) -> CacheEntry | None:
     """What is kept for a key; None where nothing is, or nothing that can be read."""
     from msgspec import json as decoder
 
     try:
-        entry = decoder.decode(file_of(key).read_bytes(), type=Entry)
+        entry = decoder.decode(cache_file(key).read_bytes(), type=CacheEntry)
     except (OSError, DecodeError):
         return None
     return entry if entry["key"] == key else None
 
 
-def write_entry(entry: Entry) -> None:
+def write_entry(entry: CacheEntry) -> None:
     """Keep an entry in the place of the key's last one, and remove what is too old or too many; raises OSError."""
-    file = file_of(entry["key"])
+    file = cache_file(entry["key"])
     file.parent.mkdir(parents=True, exist_ok=True)
-    put(file, f"{json.dumps(entry, indent=1)}\n".encode())
+    write_atomically(file, f"{json.dumps(entry, indent=1)}\n".encode())
     _tidy(file, entry["key"]["probe"])
 
 
 def _tidy(own: Path, probe: int) -> None:
     """Remove what earlier probes measured, and the oldest files beyond KEPT; another process may do the same."""
     with suppress(OSError):
-        (folder() / BEFORE).unlink(missing_ok=True)
+        (folder() / OLD_FILE).unlink(missing_ok=True)
     others = [path for path in own.parent.iterdir() if path != own]
     old = [path for path in others if (version := path.name.partition("-")[0]).isdigit() and int(version) < probe]
     left = sorted((path for path in others if path not in old), key=_written, reverse=True)

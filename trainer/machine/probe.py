@@ -19,7 +19,8 @@ from multiprocessing.managers import SyncManager
 from time import perf_counter
 from typing import Any
 
-from ..system.parent_watch import die_with
+from ..system.cpu import cpu_count
+from ..system.parent_watch import die_with_parent
 
 MOST = 16  # processes that measure at once
 SIDE = 512  # of a square matrix product: a few milliseconds, so that some calls run undisturbed
@@ -47,13 +48,13 @@ def _cuda() -> list[dict[str, Any]]:
 
 
 def _cpu() -> dict[str, Any]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = cpu_count()
     ranks = min(cores, MOST)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = get_context("spawn")
-    manager, last = SyncManager(ctx=context), (die_with, (os.getpid(),))  # none outlives this process, however it ends
+    manager, last = SyncManager(ctx=context), (die_with_parent, (os.getpid(),))  # none outlives this process, however it ends
     manager.start(*last)
     with manager:
         barrier = manager.Barrier(max(2, ranks))

@@ -1,108 +1,117 @@
-"""Builds a run's model: parameters by the names and shapes of its op table, and their initial values."""
+"""Build a run's model: its parameters by the names and shapes of its op table, with their initial values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import import_module
 from math import sqrt
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ..layers.keyed_random import normal_block
-from ..spec.run import Run
-from .families import FAMILIES
-from .table import Parameter, named, padded
+from ..layers.counter_rng import normal_block
+from ..spec.problem import Problem, Unreadable
+from ..spec.run import Model, Run
+from .families import FAMILIES, family_of, op_table
+from .ops.op_table import Parameter, model_parameters, round_up
 
 if TYPE_CHECKING:
-    from ..layers.context import Context
+    from ..layers.context_parallel import ContextParallel
     from ..layers.group import Group
-    from ..layers.split_linear import Region
+    from ..layers.tensor_parallel import TensorParallel
     from .gpt.module import Transformer
 
 DEVIATION = 0.02  # of initial weights: GPT-2, Radford et al. 2019 section 2.3
-# What adds to the residual stream: divided by sqrt(2 layers) there.
-RESIDUAL = ("attention.out.weight", "mlp.down.weight", "experts.down.weight", "shared.down.weight")
-
-
-def build(run: Run, *, device: torch.device, dtype: torch.dtype, seed: int | None = None) -> Transformer:
-    """A run's whole model, with initial values drawn from a seed; without one its weights are there to be filled."""
-    table = FAMILIES[run.model.family](run.model, run.train)
-    logical: Mapping[str, int] = table.sizes
-    local = {**logical, "vocab": padded(run.model.vocab, run.model.vocab_multiple)}
-    held: dict[str, nn.Parameter] = {}
-    for parameter in named(table, range(run.model.layers)):
-        tensor = torch.empty(parameter.shape(local), device=device, dtype=dtype)
-        if seed is not None and device.type != "meta":
-            shape = parameter.shape(logical)
-            fill(tensor, initial(parameter.name, shape, (0,) * len(shape), shape, layers=run.model.layers, seed=seed, device=device))
-        held[parameter.name] = nn.Parameter(tensor)
-    made = module_of(held, run)
-    assert {name for name, _ in made.named_parameters()} == held.keys(), "the module and the op table name different parameters"
-    return made
-
-
-def module_of(
-    held: Mapping[str, nn.Parameter],
-    run: Run,
-    region: Region | None = None,
-    *,
-    context: Context | None = None,
-    experts: Group | None = None,
-    layers: range | None = None,
-    first: bool = True,
-    last: bool = True,
-) -> Transformer:
-    """The module of a run's family around parameters by their logical names: the whole model, or a part of it."""
-    match run.model.family:
-        case "gpt":
-            from .gpt.module import Transformer
-        case "llama":
-            from .llama.module import Transformer
-        case "moe":
-            from .moe.module import Transformer as Mixture
-
-            return Mixture(held, run, region, experts=experts, context=context, layers=layers, first=first, last=last)
-        case family:
-            raise ValueError(f"model.family={family} has no module yet: gpt, llama and moe have")
-    return Transformer(held, run, region, context=context, layers=layers, first=first, last=last)
-
+# Weights whose outputs are added to the residual stream: their deviation is divided by sqrt(2 layers), in the same place.
+RESIDUAL_WEIGHTS = ("attention.out.weight", "mlp.down.weight", "experts.down.weight", "shared.down.weight")
 
 Sizes = tuple[int, ...]
 
 
-def initial(name: str, shape: Sizes, offset: Sizes, size: Sizes, *, layers: int, seed: int, device: torch.device) -> Tensor:
-    """First values, float32, of the block of `size` at `offset` of a weight of logical `shape`: normal, but norms 1 and biases 0."""
+def build_model(run: Run, *, device: torch.device, dtype: torch.dtype, seed: int | None = None) -> Transformer:
+    """Build a run's whole model on one rank, with initial values drawn from a seed; without a seed its values are undefined."""
+    table = op_table(run)
+    logical: Mapping[str, int] = table.sizes
+    padded = {**logical, "vocab": round_up(run.model.vocab, run.model.vocab_multiple)}
+    parameters: dict[str, nn.Parameter] = {}
+    for parameter in model_parameters(table, range(run.model.layers)):
+        tensor = torch.empty(parameter.shape(padded), device=device, dtype=dtype)
+        if seed is not None and device.type != "meta":
+            shape = parameter.shape(logical)
+            values = initial_values(parameter.name, shape, (0,) * len(shape), shape, layers=run.model.layers, seed=seed, device=device)
+            copy_padded(tensor, values)
+        parameters[parameter.name] = nn.Parameter(tensor)
+    module = build_module(parameters, run)
+    assert {name for name, _ in module.named_parameters()} == parameters.keys(), "the module and the op table name different parameters"
+    return module
+
+
+def build_module(
+    parameters: Mapping[str, nn.Parameter],
+    run: Run,
+    tp: TensorParallel | None = None,
+    *,
+    cp: ContextParallel | None = None,
+    ep: Group | None = None,
+    layers: range | None = None,
+    first: bool = True,
+    last: bool = True,
+) -> Transformer:
+    """Build the module of a run's family around parameters by their logical names: the whole model, or a part of its layers.
+
+    Raises Unreadable where the family has no module.
+    """
+    make = module_of_family(run.model)
+    assert not family_of(run.model).made_by_transformers, "transformers makes its own parameters"
+    module: Transformer = make(parameters, run, tp, cp=cp, ep=ep, layers=layers, first=first, last=last)
+    return module
+
+
+def module_of_family(model: Model) -> Callable[..., Any]:
+    """Import the module that a model's family names; raises Unreadable where it names none."""
+    path = family_of(model).module
+    if path is None:
+        known = ", ".join(name for name, row in FAMILIES.items() if row.module)
+        says = f"model.family={model.family} can be planned, but not trained: it has no module"
+        raise Unreadable([Problem(rule="family", says=says, mend=f"families {known} have one")])
+    file, _, name = path.partition(":")
+    factory: Callable[..., Any] = getattr(import_module(file), name)
+    return factory
+
+
+def initial_values(name: str, shape: Sizes, offset: Sizes, size: Sizes, *, layers: int, seed: int, device: torch.device) -> Tensor:
+    """Return the initial values, float32, of the block of `size` at `offset` of a weight of logical `shape`: normal; norms 1, biases 0."""
     if len(shape) == 1:
         return torch.zeros(size, device=device) if name.endswith(".bias") else torch.ones(size, device=device)
-    deviation = DEVIATION / sqrt(2 * layers) if name.endswith(RESIDUAL) else DEVIATION
+    deviation = DEVIATION / sqrt(2 * layers) if name.endswith(RESIDUAL_WEIGHTS) else DEVIATION
     return normal_block(seed, name, shape, offset, size, device).mul_(deviation)
 
 
-def fill(held: Tensor, logical: Tensor) -> None:
-    """Copy a logical tensor into one whose vocabulary is padded: what is beyond it becomes 0."""
+def copy_padded(padded: Tensor, logical: Tensor) -> None:
+    """Copy a logical tensor into one whose vocabulary is padded, and set the padding to 0."""
     with torch.no_grad():
-        held.zero_()
-        held[tuple(slice(size) for size in logical.shape)].copy_(logical)
+        padded.zero_()
+        padded[tuple(slice(size) for size in logical.shape)].copy_(logical)
 
 
-def unpadded(held: Tensor, parameter: Parameter, logical: Mapping[str, int]) -> Tensor:
-    """The logical part of a padded tensor, as a view."""
-    return held.detach()[tuple(slice(size) for size in parameter.shape(logical))]
+def logical_view(padded: Tensor, parameter: Parameter, sizes: Mapping[str, int]) -> Tensor:
+    """Return a view of a padded tensor without its padding."""
+    return padded.detach()[tuple(slice(size) for size in parameter.shape(sizes))]
 
 
-def weights(module: nn.Module, run: Run) -> Iterator[tuple[str, Tensor]]:
-    """Every weight of a whole model by its logical name, in the table's order and its logical shape: views of the parameters."""
-    held = dict(module.named_parameters())
-    table = FAMILIES[run.model.family](run.model, run.train)
-    for parameter in named(table, range(run.model.layers)):
-        yield parameter.name, unpadded(held[parameter.name], parameter, table.sizes)
+def named_weights(module: nn.Module, run: Run) -> Iterator[tuple[str, Tensor]]:
+    """Yield every weight of a whole model by logical name, in the op table's order and its logical shape, as views of the parameters."""
+    parameters = dict(module.named_parameters())
+    table = op_table(run)
+    for parameter in model_parameters(table, range(run.model.layers)):
+        yield parameter.name, logical_view(parameters[parameter.name], parameter, table.sizes)
 
 
-def load(module: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Fill a whole model with weights by their logical names; raises KeyError where one is missing."""
-    held = dict(module.named_parameters())
+def load_weights(module: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy weights by logical name into a whole model; raises KeyError where one is missing."""
+    parameters = dict(module.named_parameters())
     for name, tensor in tensors:
-        fill(held.pop(name), tensor)
-    if held:
-        raise KeyError(f"no weights for {', '.join(held)}")
+        copy_padded(parameters.pop(name), tensor)
+    if parameters:
+        raise KeyError(f"no weights for {', '.join(parameters)}")

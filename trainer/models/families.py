@@ -1,32 +1,118 @@
-"""The model families, one row each: what a family's table is, and what its models have by default."""
+"""The model families: one row each, with every fact that the planner, the trainer and the exporter need to know about a family."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
-from ..spec.run import Model, Train
-from .auto.ops import table as hf
+from ..spec.problem import Problem, Unreadable, suggest_name
+from ..spec.run import Model, Run, Train
 from .bert.ops import table as bert
 from .gpt.ops import table as gpt
+from .hf.ops import table as hf
 from .llama.ops import table as llama
 from .moe.ops import table as moe
-from .table import Table
+from .ops.op_table import OpTable
 
-# What a model of a family has where nothing is said of it; of family hf its config.json says all.
-# fmt: off
-_LLAMA = {"norm": "rmsnorm", "act": "swiglu", "positions": "rope", "bias": False, "tied": False}
-DEFAULTS: dict[str, dict[str, object]] = {
-    "bert":  {"norm": "layernorm", "act": "gelu",      "positions": "learned", "bias": True, "tied": True},  # arXiv:1810.04805
-    "gpt":   {"norm": "layernorm", "act": "gelu_tanh", "positions": "learned", "bias": True, "tied": True},  # GPT-2
-    "llama": _LLAMA,  # arXiv:2302.13971
-    "moe":   _LLAMA,  # Mixtral: arXiv:2401.04088
-}
-# fmt: on
 
-FAMILIES: dict[str, Callable[[Model, Train], Table]] = {
-    "bert": bert,
-    "gpt": gpt,
-    "hf": hf,
-    "llama": llama,
-    "moe": moe,
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """The facts about one family.
+
+    - `table` makes its op table, from which it is planned.
+    - `defaults` are the keys of `model` that a recipe may leave out.
+    - `axes` are the mesh axes, besides dp, that split its op table. `unsupported_axes`: of these, the ones that its module does not run.
+    - `module` is its torch half, "package.module:name", imported when a rank builds the model; None: it can be planned, not trained.
+      It names a class that is called as trainer/models/gpt/module.py's `Transformer`.
+    - `made_by_transformers`: the `module` is instead a function (run, device, dtype, seed) that has transformers make the model of
+      `model.hf`. Such a model has its own initial weights and names, and no keyed dropout, documents or recomputation.
+    - `states_saved`: its ops state what its module saves for backward (`Op.saves_torch`), so that it is counted on a CPU.
+    - `model_types` are Hugging Face's, whose config.json and weights are read as this family and written from it.
+    """
+
+    table: Callable[[Model, Train], OpTable]
+    axes: tuple[str, ...]
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    unsupported_axes: tuple[str, ...] = ()
+    module: str | None = None
+    made_by_transformers: bool = False
+    states_saved: bool = False
+    model_types: tuple[str, ...] = ()
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether its layers have experts, which `ep` splits."""
+        return "ep" in self.axes
+
+    @property
+    def has_own_module(self) -> bool:
+        """Whether its module is built here, from its op table."""
+        return self.module is not None and not self.made_by_transformers
+
+
+DENSE = ("tp", "pp", "cp")
+LLAMA_DEFAULTS = {"norm": "rmsnorm", "act": "swiglu", "positions": "rope", "bias": False, "tied": False}  # arXiv:2302.13971
+
+FAMILIES: dict[str, Family] = {
+    "bert": Family(
+        table=bert,
+        axes=DENSE,
+        defaults={"norm": "layernorm", "act": "gelu", "positions": "learned", "bias": True, "tied": True},  # arXiv:1810.04805
+    ),
+    "gpt": Family(
+        table=gpt,
+        axes=DENSE,
+        defaults={"norm": "layernorm", "act": "gelu_tanh", "positions": "learned", "bias": True, "tied": True},  # GPT-2
+        module="distrain.trainer.models.gpt.module:Transformer",
+        states_saved=True,
+        model_types=("gpt2",),
+    ),
+    "hf": Family(  # every other causal language model of transformers; its config.json states all of its keys
+        table=hf,
+        axes=(),
+        module="distrain.trainer.models.hf.module:build_causal_lm",
+        made_by_transformers=True,
+        states_saved=True,
+    ),
+    "llama": Family(
+        table=llama,
+        axes=DENSE,
+        defaults=LLAMA_DEFAULTS,
+        module="distrain.trainer.models.llama.module:Transformer",
+        states_saved=True,
+        model_types=("llama", "mistral", "qwen2"),
+    ),
+    "moe": Family(  # Mixtral: arXiv:2401.04088
+        table=moe,
+        axes=(*DENSE, "ep"),
+        unsupported_axes=("cp",),  # an expert's capacity and the auxiliary loss are per sequence, and need all of it
+        defaults=LLAMA_DEFAULTS,
+        module="distrain.trainer.models.moe.module:MoETransformer",
+        states_saved=True,
+        model_types=("mixtral",),
+    ),
 }
+
+
+def family_of(model: Model) -> Family:
+    """Return the row of a model's family; raises Unreadable where there is none."""
+    if model.family not in FAMILIES:
+        raise Unreadable(
+            [Problem(rule="name", says=f"model.family={model.family} is not known", mend=suggest_name(model.family, FAMILIES))]
+        )
+    return FAMILIES[model.family]
+
+
+def is_made_by_transformers(model: Model) -> bool:
+    """Whether a model's family is made by transformers; False for an unknown family."""
+    return model.family in FAMILIES and FAMILIES[model.family].made_by_transformers
+
+
+def has_experts(model: Model) -> bool:
+    """Whether a model's family has experts; False for an unknown family."""
+    return model.family in FAMILIES and FAMILIES[model.family].has_experts
+
+
+def op_table(run: Run) -> OpTable:
+    """Return the op table of a run's model."""
+    return family_of(run.model).table(run.model, run.train)

@@ -1,1 +1,1 @@
-"""Groups, collectives and keyed randomness: what the ranks of a mesh share."""
+"""The ranks of a run: their process groups, their parts of the model, and counts of what they send and save."""

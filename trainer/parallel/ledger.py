@@ -1,8 +1,8 @@
-"""A ledger of what this rank sends: each collective and each send that torch is asked for, by axis, verb and payload.
+"""The ledger of this rank's messages: every collective and send that torch runs, by axis, verb and payload.
 
-Whoever asks, our layers, DeepSpeed or torch itself, forward, backward or recomputation: every message of torch.distributed passes
-its dispatcher as an operator of `c10d`, where a dispatch mode sees it. The mode costs some 3 microseconds an operator while it is
-open, changes no number, and makes a compiled module run as it is written; so it is open for a step, not for a run.
+Every message of torch.distributed passes its dispatcher as an operator of `c10d`, whether our layers, DeepSpeed or torch itself
+send it, in forward, backward or recomputation; a dispatch mode counts it there. The mode costs about 3 microseconds an operator while
+it is open, changes no number, and makes a compiled module run uncompiled, so it is open for a step, not for a run.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..plan.deepspeed.messages import CONTROL, Row
+from ..plan.axes import AXES
+from ..plan.message_comparison import CONTROL, MessageRow
 from .process_groups import Grid
 
-SMALL = 8  # elements of a message that is control, unless a layer of ours sends it
-LAYERS = ("tp", "cp", "copies")  # groups in which only our layers speak
-# What the plan calls an axis: the ranks that gradients add up over, however many of them share a sequence or hold the same experts.
-SAID = {"data": "dp", "expert_copies": "dp"}
+SMALL = 8  # elements up to which a message is control, unless one of our layers sends it
+PLANNED_AS = {"data": "dp", "expert_copies": "dp"}  # groups over which gradients are summed: the plan counts them to the data axis
 
-# As trainer/plan/collectives.py counts: what an all-reduce adds up, an all-gather ends with, a reduce-scatter begins with, all that
-# a rank hands to an all-to-all. Each row: operator of c10d, verb, which of its arguments holds the payload.
+# Each row: operator of c10d, verb, which of its arguments holds the payload. The payload is that of trainer/plan/collectives.py: the
+# tensor that an all-reduce sums, an all-gather produces, a reduce-scatter takes, and all that a rank gives to an all-to-all.
 VERBS: dict[str, tuple[str, int]] = {
     "allreduce_":                         ("all_reduce",     0),
     "allreduce_coalesced_":               ("all_reduce",     0),
@@ -48,24 +47,26 @@ VERBS: dict[str, tuple[str, int]] = {
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts while it is open, `with ledger:`, as often as it is opened. A receive is not counted: its send is."""
+    """Counts messages while it is open (`with ledger:`); it may be opened again. A receive is not counted, its send is."""
 
     def __init__(self, grid: Grid) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._axes = Axes(grid)
+        self._axes = GroupAxes(grid)
         self._counts: Counter[tuple[str, str, int]] = Counter()
 
     @property
-    def rows(self) -> list[Row]:
-        """What was counted, by axis, verb and payload."""
-        return sorted(Row(axis=axis, verb=verb, payload=payload, count=count) for (axis, verb, payload), count in self._counts.items())
+    def rows(self) -> list[MessageRow]:
+        """The counts by axis, verb and payload."""
+        return sorted(
+            MessageRow(axis=axis, verb=verb, payload=payload, count=count) for (axis, verb, payload), count in self._counts.items()
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         if getattr(func, "namespace", "") == "c10d":
-            self._note(func, args)
+            self._count(func, args)
         return func(*args, **(kwargs or {}))
 
-    def _note(self, func: Any, args: tuple[Any, ...]) -> None:
+    def _count(self, func: Any, args: tuple[Any, ...]) -> None:
         verb, at = VERBS.get(func._overloadpacket.__name__, (None, 0))
         if verb is None:
             return
@@ -73,22 +74,23 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if group.size() > 1:
             payload = list(_tensors(args[at]))
             size = 0 if verb == "barrier" else sum(each.numel() * each.element_size() for each in payload)
-            self._counts[self._axes.of(group, verb, payload), verb, size] += 1
+            self._counts[self._axes.axis_of(group, verb, payload), verb, size] += 1
 
 
-class Axes:
-    """Names the axis of a process group: one of the grid's own, or one of as many ranks that somebody else has made."""
+class GroupAxes:
+    """Names the axis of a process group: one of the grid's own, or another library's group of the same ranks."""
 
     def __init__(self, grid: Grid) -> None:
-        groups = {axis: group for axis, group in grid.groups.items() if axis != "dp"}  # in `data`; alone it says nothing
-        self._own = {group.handle.group_name: SAID.get(axis, axis) for axis, group in groups.items()}
-        others = ("tp", "data", "ends", "pp", "copies", "model")  # whose groups others make too
-        self._ranks = [(SAID.get(axis, axis), groups[axis].ranks) for axis in others if axis in groups]
+        groups = {axis: group for axis, group in grid.groups.items() if axis != "dp"}  # its messages are those of `data`
+        self._own = {group.handle.group_name: PLANNED_AS.get(axis, axis) for axis, group in groups.items()}
+        others = ("tp", "data", "ends", "pp", "copies", "model")  # DeepSpeed makes groups of the same ranks
+        self._ranks = [(PLANNED_AS.get(axis, axis), groups[axis].ranks) for axis in others if axis in groups]
 
-    def of(self, group: dist.ProcessGroup, verb: str, payload: list[Tensor]) -> str:
-        """The axis of a message. A send lies along the pipeline, whatever its group; what is small is control."""
+    def axis_of(self, group: dist.ProcessGroup, verb: str, payload: list[Tensor]) -> str:
+        """The axis of a message. A send is the pipeline's, whatever its group; small messages are control."""
         own = self._own.get(group.group_name)
-        if own not in LAYERS and (verb == "barrier" or _small(payload)):
+        layers_only = own == "copies" or (own in AXES and AXES[own].layers_only)
+        if not layers_only and (verb == "barrier" or _small(payload)):
             return CONTROL
         if verb == "send":
             return "pp"
@@ -99,12 +101,12 @@ class Axes:
 
 
 def _small(payload: list[Tensor]) -> bool:
-    """Whether a message is a few numbers, or of integers: shapes, objects, traces that ranks compare."""
+    """Whether a message has few elements, or integers: shapes, objects, traces that ranks compare."""
     return sum(map(Tensor.numel, payload)) <= SMALL or not payload[0].is_floating_point()
 
 
 def _tensors(held: Any) -> Iterator[Tensor]:
-    """Every tensor of an argument, however deep its lists."""
+    """Every tensor of an argument, in nested lists too."""
     if isinstance(held, Tensor):
         yield held
     else:

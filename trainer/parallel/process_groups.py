@@ -1,59 +1,67 @@
-"""The process groups of a rank's seat on the mesh; an axis of one rank has none."""
+"""The process groups of a rank; an axis of one rank has none."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from ..layers.group import Group
-from ..plan.mesh import Mesh
-from ..plan.mesh_position import Seat
+from ..plan.axes import AXES
+from ..plan.mesh import Mesh, mesh_order
+from ..plan.mesh_position import MeshPosition
 from .world import WAIT, World
 
-__all__ = ["Grid", "Group", "grid"]
+__all__ = ["Grid", "Group", "make_grid"]
+
+Ranks = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """This rank on the mesh, and its groups by axis.
+    """A rank's position on the mesh and its process groups.
 
-    `tp`, `cp`, `dp`, `pp` are the mesh's own. `data` is dp x cp, the ranks over which gradients add up and ZeRO shards: those of `dp`
-    where cp has one rank. `model` joins the ranks that make up one replica of the model, `copies` the
-    tensor-parallel ranks that hold the same key and value heads, `ends` the first and the last stage, which share a tied weight.
-    `ep` are neighbours along `dp` that share out the experts, `expert_copies` those that hold the same ones.
+    The groups are one for each mesh axis, and these:
+
+    - `data`, the ranks over which gradients are summed and ZeRO shards: dp x cp; the group of `dp` where cp has one rank.
+    - `model`, the ranks that make up one replica of the model.
+    - `copies`, the tensor-parallel ranks that hold the same key and value heads.
+    - `ends`, the first and the last stage, which share a tied weight.
+    - `expert_copies`, the data-parallel ranks that hold the same experts.
     """
 
     world: World
-    seat: Seat
+    position: MeshPosition
     groups: dict[str, Group]
-    alone: dist.ProcessGroup | None  # of this rank only, for those who ask for a group where the axis has none
+    alone: dist.ProcessGroup | None  # of this rank only, for callers that need a group where the axis has none
 
-    def group(self, axis: str) -> Group | None:
-        """The group along an axis; None where it has one rank."""
-        return self.groups.get(axis)
+    def group(self, name: str) -> Group | None:
+        """The group with this name; None where it has one rank."""
+        return self.groups.get(name)
 
-    def size(self, axis: str) -> int:
-        return self.groups[axis].size if axis in self.groups else 1
+    def size(self, name: str) -> int:
+        """Ranks in a group."""
+        return self.groups[name].size if name in self.groups else 1
 
-    def place(self, axis: str) -> int:
-        """This rank's number along an axis."""
-        return self.groups[axis].rank if axis in self.groups else 0
+    def coordinate(self, name: str) -> int:
+        """This rank's number in a group."""
+        return self.groups[name].rank if name in self.groups else 0
 
 
-def grid(world: World, seat: Seat, *, copies: int = 1) -> Grid:
-    """Make the groups, on all ranks at once; `copies` neighbours along the tensor axis share key and value heads."""
-    made: dict[str, Group] = {}
-    for axis, ranks in _rows(seat, copies):
-        if len(ranks[0]) == 1:
+def make_grid(world: World, position: MeshPosition, *, copies: int = 1) -> Grid:
+    """Create the process groups; every rank calls it. `copies` neighbours on the tensor axis hold the same key and value heads."""
+    groups: dict[str, Group] = {}
+    for name, rows in _group_ranks(position.mesh, copies):
+        if len(rows[0]) == 1:
             continue
-        for members in ranks:
-            handle = dist.new_group(list(members), timeout=WAIT)  # even of all ranks: what travels on an axis is told apart by its group
-            if world.rank in members:
-                made[axis] = Group(axis=axis, ranks=members, rank=members.index(world.rank), handle=handle)
-    if seat.mesh.cp == 1 and "dp" in made:
-        made["data"] = made["dp"]
-    return Grid(world=world, seat=seat, groups=made, alone=_alone(world) if {"ep", "tp"} & made.keys() else None)
+        for ranks in rows:
+            handle = dist.new_group(list(ranks), timeout=WAIT)  # even of all ranks: the ledger tells axes apart by their groups
+            if world.rank in ranks:
+                groups[name] = Group(axis=name, ranks=ranks, rank=ranks.index(world.rank), handle=handle)
+    if _data_is_dp(position.mesh) and "dp" in groups:
+        groups["data"] = groups["dp"]
+    return Grid(world=world, position=position, groups=groups, alone=_alone(world) if {"ep", "tp"} & groups.keys() else None)
 
 
 def _alone(world: World) -> dist.ProcessGroup:
@@ -61,20 +69,28 @@ def _alone(world: World) -> dist.ProcessGroup:
     return own[world.rank]
 
 
-def _rows(seat: Seat, copies: int) -> list[tuple[str, list[tuple[int, ...]]]]:
-    """(axis, every group of it)."""
-    mesh = seat.mesh
-    rows = [(axis, list(mesh.groups(axis))) for axis in ("tp", "cp", "dp", "pp")]
-    if mesh.cp > 1:
-        rows.append(("data", list(mesh.groups("data"))))
-    rows.append(("model", [_replica(mesh, dp, cp) for dp in range(mesh.dp) for cp in range(mesh.cp)]))
-    rows.append(("copies", [group[at : at + copies] for group in mesh.groups("tp") for at in range(0, mesh.tp, copies)]))
+def _group_ranks(mesh: Mesh, copies: int) -> Iterator[tuple[str, list[Ranks]]]:
+    """(name, the ranks of every group of that name)."""
+    for axis in AXES:
+        yield axis, list(mesh.groups(axis))
+    if not _data_is_dp(mesh):
+        yield "data", list(mesh.groups("data"))
+    yield "model", _replicas(mesh)
+    yield "copies", [group[at : at + copies] for group in mesh.groups("tp") for at in range(0, mesh.tp, copies)]
     if mesh.ep > 1:
-        rows += [("ep", list(mesh.groups("ep"))), ("expert_copies", list(mesh.groups("copies")))]
-    rows.append(("ends", [(group[0], group[-1]) for group in mesh.groups("pp")] if mesh.pp > 1 else [(0,)]))
-    return rows
+        yield "expert_copies", list(mesh.groups("expert_copies"))
+    yield "ends", [(group[0], group[-1]) for group in mesh.groups("pp")] if mesh.pp > 1 else [(0,)]
 
 
-def _replica(mesh: Mesh, dp: int, cp: int) -> tuple[int, ...]:
-    """The ranks that hold each element of the model once."""
-    return tuple(mesh.rank(dp=dp, cp=cp, pp=pp, tp=tp) for pp in range(mesh.pp) for tp in range(mesh.tp))
+def _data_is_dp(mesh: Mesh) -> bool:
+    """Whether the data axis is dp alone."""
+    return mesh.size("data") == mesh.dp
+
+
+def _replicas(mesh: Mesh) -> list[Ranks]:
+    """The ranks of each replica, which together hold each element of the model once: they differ on the axes that split weights."""
+    replicas: dict[Ranks, list[int]] = {}
+    for rank in range(mesh.world):
+        coordinates = mesh.coordinates(rank)
+        replicas.setdefault(tuple(coordinates[axis] for axis in mesh_order() if AXES[axis].data), []).append(rank)
+    return [tuple(ranks) for ranks in replicas.values()]

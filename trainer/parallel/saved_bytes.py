@@ -1,4 +1,4 @@
-"""Counts what a forward pass saves for backward, in bytes."""
+"""Bytes that a forward pass saves for backward."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
-class Saved:
-    """The storages that autograd has saved: each once, however many tensors share it, and while it is held."""
+class SavedTensors:
+    """The storages that autograd saves. One that several tensors share counts once, and only while it is alive."""
 
     def __init__(self) -> None:
         self._rows: dict[Any, tuple[int, str]] = {}
@@ -24,38 +24,38 @@ class Saved:
 
     @property
     def rows(self) -> list[tuple[int, str]]:
-        """(bytes, type and shape of the first tensor) of each storage that is still held, in the order of saving."""
+        """(bytes, type and shape of the first tensor) of each storage that is still alive, in the order of saving."""
         return [row for reference, row in self._rows.items() if not reference.expired()]
 
     @property
     def bytes(self) -> int:
-        """Bytes that are still held."""
+        """Bytes of the storages that are still alive."""
         return sum(size for size, _ in self.rows)
 
-    def beside(self, tensors: Iterable[Tensor]) -> int:
-        """Bytes that are still held, but for what these tensors hold, such as weights that were gathered on the way."""
+    def bytes_except(self, tensors: Iterable[Tensor]) -> int:
+        """Bytes of the storages that are still alive, except those of these tensors, such as weights that were gathered meanwhile."""
         others = {_reference(tensor) for tensor in tensors}
         return sum(size for reference, (size, _) in self._rows.items() if not reference.expired() and reference not in others)
 
 
 @contextmanager
-def counted(*alive: Iterable[Tensor]) -> Iterator[Saved]:
-    """Counts the tensors saved in its body, but for those that live anyway: parameters, tokens, labels, keys.
+def count_saved(*alive: Iterable[Tensor]) -> Iterator[SavedTensors]:
+    """Count the tensors saved in its body, except `alive`, which live anyway: parameters, tokens, labels, keys.
 
-    A recomputed part counts with what it is computed from. Read it before backward, which lets go of what it has used.
+    A recomputed block counts with its inputs. Read the count before backward, which frees what it has used.
     """
-    saved = Saved()
+    saved = SavedTensors()
     living = {_reference(tensor) for tensors in alive for tensor in tensors}
 
     def pack(tensor: Tensor) -> Tensor:
         if _reference(tensor) not in living:
             saved.add(tensor)
-        return tensor.detach()  # itself would hold the graph that holds it
+        return tensor.detach()  # the tensor itself would hold the graph that holds it
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         yield saved
 
 
 def _reference(tensor: Tensor) -> Any:
-    """The storage by identity, not kept alive: its address is not given to another while this is held."""
+    """A weak reference to the storage; while it exists, no other storage gets the same address."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]

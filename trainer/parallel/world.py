@@ -1,4 +1,4 @@
-"""The ranks of a run, and this one's place among them: the one file that reads the environment of a rank."""
+"""The ranks of a run and this rank among them. RANK, WORLD_SIZE and LOCAL_RANK are read here."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-WAIT = timedelta(minutes=30)  # a collective that waits longer has lost a rank
+WAIT = timedelta(minutes=30)  # a collective that takes longer has lost a rank
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """This rank, how many there are, and the device that it computes on."""
+    """This rank, the number of ranks, and the device that this one computes on."""
 
     rank: int
     size: int
     device: torch.device
 
     @property
-    def first(self) -> bool:
-        """Whether this is the rank that speaks for all."""
+    def is_rank0(self) -> bool:
+        """Whether this is rank 0, which logs for all."""
         return self.rank == 0
 
 
-def join(kind: str) -> World:
-    """Meet the other ranks: over NCCL on GPUs, over gloo on CPUs. RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* say where."""
+def join_ranks(kind: str) -> World:
+    """Join the process group of all ranks, over NCCL on GPUs and gloo on CPUs, as RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* say."""
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29571")
@@ -36,19 +36,19 @@ def join(kind: str) -> World:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     else:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # DeepSpeed takes GPUs where there are some, whatever the run says
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # otherwise DeepSpeed uses the GPUs of the machine
     dist.init_process_group("nccl" if kind == "cuda" else "gloo", rank=rank, world_size=size, timeout=WAIT)
     return World(rank=rank, size=size, device=device)
 
 
-def leave() -> None:
-    """Part from the other ranks together: without the barrier some are cut off while others still read from them."""
+def leave_ranks() -> None:
+    """Leave the process group, all ranks together: without the barrier some would close connections that others still read from."""
     dist.barrier()
     dist.destroy_process_group()
 
 
-def agreed(flag: bool, device: torch.device) -> bool:
-    """Whether any rank says so: each learns it at the same step."""
-    word = torch.tensor(int(flag), device=device)
-    dist.all_reduce(word, op=dist.ReduceOp.MAX)
-    return bool(word.item())
+def any_rank(flag: bool, device: torch.device) -> bool:
+    """Whether the flag is set on any rank; every rank calls it and gets the same answer."""
+    anywhere = torch.tensor(int(flag), device=device)
+    dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
+    return bool(anywhere.item())

@@ -1,4 +1,4 @@
-"""A rule that a run breaks, as the rules find it."""
+"""A rule that a run breaks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .changed_run import Change
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
-    """A rule that a run breaks: what is wrong, changes that may mend it (in order), or words where no change is to be found."""
+class BrokenRule:
+    """A broken rule: what is wrong, candidate changes that may fix it, in order, and a fix in words where none of them does."""
 
     rule: str
     says: str
-    tries: tuple[Change, ...] = ()
-    mend: str = ""
+    candidates: tuple[Change, ...] = ()
+    fix: str = ""
 
 
-Rule = Callable[[Run, Parallel, int], Iterator[Broken]]
+Rule = Callable[[Run, Parallel, int], Iterator[BrokenRule]]

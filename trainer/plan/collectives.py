@@ -1,7 +1,7 @@
-"""What one collective costs: bytes that a rank sends and hops in a row, by algorithm.
+"""Costs of collectives, by algorithm: the bytes that a rank sends, the hops in a row, the seconds.
 
-Payload S is the whole tensor's bytes: what an all-reduce adds up, what an all-gather ends with and a reduce-scatter
-begins with, all that one rank hands to an all-to-all, what a send moves. n is the group's size.
+The payload S is the bytes of the whole tensor: the one that an all-reduce sums, an all-gather produces, a reduce-scatter takes, that
+one rank gives to an all-to-all, that a send moves. n is the group's size.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """How a group is wired: ranks, ranks of it in one node, and the bytes/s and seconds a hop of its links.
+    """The links of a group of ranks.
 
-    `rate` is what one rank of the group sends: a ring over nodes crosses them on every rail that its members own, so
-    g members in a node carry g times one member's link between nodes, up to the link inside.
+    A ring over nodes crosses them on every rail that its members own: g members in a node carry g times one member's link between
+    nodes, up to the link inside a node.
     """
 
-    size: int
-    in_node: int
-    rate: float
-    hop: float  # seconds of one hop, the mean over a ring's
-    known: bool = True  # False: the cluster doesn't state the link, so bytes count and seconds don't
+    size: int  # ranks
+    in_node: int  # ranks in one node
+    rate: float  # bytes/s that one rank sends
+    hop: float  # seconds of one hop, the mean over a ring
+    known: bool = True  # False: the cluster doesn't state the link; bytes are counted, seconds are not
 
     @property
     def link(self) -> str:
@@ -30,18 +30,18 @@ class Wire:
         return "inside" if self.size <= self.in_node else "between"
 
 
-def part(payload: int, size: int) -> int:
-    """Bytes sent when all but one n-th of a payload travels: (n - 1)/n S, rounded up."""
+def all_but_one_share(payload: int, size: int) -> int:
+    """(n - 1)/n of the payload's bytes, rounded up."""
     return -(-payload * (size - 1) // size)
 
 
 def _ring_all_reduce(payload: int, size: int) -> tuple[int, int]:
     """Reduce-scatter, then all-gather: 2(n - 1)/n S in 2(n - 1) hops."""
-    return 2 * part(payload, size), 2 * (size - 1)
+    return 2 * all_but_one_share(payload, size), 2 * (size - 1)
 
 
 def _ring_half(payload: int, size: int) -> tuple[int, int]:
-    return part(payload, size), size - 1
+    return all_but_one_share(payload, size), size - 1
 
 
 def _send(payload: int, size: int) -> tuple[int, int]:
@@ -50,18 +50,18 @@ def _send(payload: int, size: int) -> tuple[int, int]:
 
 def _halving_all_reduce(payload: int, size: int) -> tuple[int, int]:
     """Recursive halving and doubling (Thakur et al. 2005, doi:10.1177/1094342005051521): the ring's bytes in
-    2 log2(n) hops; ranks beyond a power of two hand their data in first and get the sum back: S more, 2 hops more."""
+    2 log2(n) hops; ranks beyond a power of two send their data first and get the sum back: S more, 2 hops more."""
     even = 1 << (size.bit_length() - 1)
     extra = size != even
-    return 2 * part(payload, even) + extra * payload, 2 * (even.bit_length() - 1) + 2 * extra
+    return 2 * all_but_one_share(payload, even) + extra * payload, 2 * (even.bit_length() - 1) + 2 * extra
 
 
 def _halving_half(payload: int, size: int) -> tuple[int, int]:
-    return part(payload, size), (size - 1).bit_length()
+    return all_but_one_share(payload, size), (size - 1).bit_length()
 
 
 def _server_all_reduce(payload: int, size: int) -> tuple[int, int]:
-    """A parameter server: each worker sends S and receives S, in turn on the server's one link."""
+    """A parameter server: each worker sends S and receives S; they take turns on the server's one link."""
     return payload, 2
 
 
@@ -82,7 +82,7 @@ ALGORITHMS: dict[str, dict[str, Cost]] = {
 }  # fmt: skip
 
 
-def cost(verb: str, payload: int, wire: Wire, algorithm: str = "ring") -> tuple[int, float]:
+def collective_cost(verb: str, payload: int, wire: Wire, algorithm: str = "ring") -> tuple[int, float]:
     """(bytes that a rank sends, seconds) of one collective of `payload` bytes."""
     if wire.size <= 1:
         return 0, 0.0
@@ -93,5 +93,5 @@ def cost(verb: str, payload: int, wire: Wire, algorithm: str = "ring") -> tuple[
 
 
 def server_inflow(payload: float, workers: int, rate: float) -> float:
-    """Bytes/s into a parameter server (and as many out): S bytes from each worker, `rate` times a second."""
+    """Bytes/s into a parameter server, and as many out of it: S bytes from each worker, `rate` times a second."""
     return payload * workers * rate

@@ -1,153 +1,182 @@
-"""What each engine can run, as data: one row an engine, read by the planner and by whatever launches."""
+"""The engines that train, one row each: what each runs, what it costs, and its class."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..spec.problem import Problem
+from ..models.families import FAMILIES, family_of
 from ..spec.run import Parallel, Run
-from .changed_run import Change, words
+from .axes import AXES
+from .changed_run import Change, overrides
+from .cost_model import CostModel
+from .deepspeed.cost_model import DeepSpeedCosts
+from .schedules import SCHEDULES
 
 
 @dataclass(frozen=True, kw_only=True)
-class Engine:
-    """An engine's limits; `built` are the largest degrees that this version of distrain runs on it, of axes where that is less."""
+class EngineRow:
+    """An engine. `axes` are those that it splits over more than one rank; of `engine: auto` the first row with or without "pp" is taken."""
 
     name: str
-    pipeline: bool
+    engine_class: str  # MODULE:CLASS, a subclass of trainer/engines/engine.py's Engine; "": it is planned, and can't train
+    costs: CostModel
+    axes: tuple[str, ...]
     zero: tuple[int, ...]
-    schedules: tuple[str, ...]
+    native_schedules: tuple[str, ...]  # those that it has instructions of its own for
+    executes_actions: bool  # it runs every plain schedule from its actions
     precisions: tuple[str, ...]
-    families: tuple[str, ...]
-    most: tuple[tuple[str, int], ...]  # (axis, the largest degree)
     offload: bool
-    built: tuple[tuple[str, int], ...]
     source: str
+
+    @property
+    def pipeline(self) -> bool:
+        """Whether it runs pipeline stages, and nothing else."""
+        return "pp" in self.axes
+
+    @property
+    def schedules(self) -> tuple[str, ...]:
+        """The pipeline schedules that it runs."""
+        return tuple(name for name, row in SCHEDULES.items() if name in self.native_schedules or (self.executes_actions and row.is_plain))
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        """The families of models that it trains: those with a module, which a pipeline must be able to split."""
+        return tuple(name for name, family in FAMILIES.items() if family.module and (not self.pipeline or "pp" in family.axes))
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
-    """What an engine does not run: a key's value. Changes that may mend it, the nearest first, or words where there is none."""
+class EngineLimit:
+    """A value of a key that an engine does not run; changes that may fix it, the nearest first, or a fix in words where there is none."""
 
     engine: str
     key: str
     value: object
-    tries: tuple[Change, ...] = ()
-    mend: str = ""
+    candidates: tuple[Change, ...] = ()
+    fix: str = ""
 
     @property
     def says(self) -> str:
-        (said,) = words(((self.key, self.value),))
-        return f"engine {self.engine} does not run {said}"
+        """The limit as a sentence."""
+        (override,) = overrides(((self.key, self.value),))
+        if self.key == "engine":
+            return f"{override} can be planned, but has no class that trains"
+        return f"engine {self.engine} does not run {override}"
 
 
-ENGINES = (
-    Engine(
-        name="zero",
-        pipeline=False,
-        zero=(0, 1, 2, 3),
-        schedules=(),
-        precisions=("fp32", "bf16", "fp16"),
-        families=("gpt", "llama", "moe", "hf"),
-        most=(),
-        offload=True,
-        built=(),
-        source="deepspeed 0.19 ZeRO",
-    ),
-    Engine(
-        name="pipe",
-        pipeline=True,
-        zero=(0, 1),
-        schedules=("1f1b", "gpipe", "dualpipev"),
-        precisions=("fp32", "bf16", "fp16"),
-        families=("gpt", "llama", "moe"),
-        most=(),
-        offload=False,
-        built=(),
-        source="deepspeed 0.19 PipelineEngine",
-    ),
-)
+PAPERS = CostModel()  # of layouts that no engine runs
+ENGINES = {
+    row.name: row
+    for row in (
+        EngineRow(
+            name="zero",
+            engine_class="distrain.trainer.engines.deepspeed.zero:ZeroEngine",
+            costs=DeepSpeedCosts(),
+            axes=("dp", "cp", "ep", "tp"),
+            zero=(0, 1, 2, 3),
+            native_schedules=(),
+            executes_actions=False,
+            precisions=("fp32", "bf16", "fp16"),
+            offload=True,
+            source="deepspeed 0.19 ZeRO",
+        ),
+        EngineRow(
+            name="pipe",
+            engine_class="distrain.trainer.engines.deepspeed.pipe:PipeEngine",
+            costs=DeepSpeedCosts(),
+            axes=("pp", "dp", "cp", "ep", "tp"),
+            zero=(0, 1),
+            native_schedules=("1f1b", "dualpipev"),
+            executes_actions=True,
+            precisions=("fp32", "bf16", "fp16"),
+            offload=False,
+            source="deepspeed 0.19 PipelineEngine",
+        ),
+    )
+}
 
 
-def engine_for(run: Run, parallel: Parallel) -> tuple[Engine | None, tuple[Limit, ...]]:
-    """The engine that a run names, or that its layout wants, and what of the layout it can't do (empty: it runs)."""
-    for engine in ENGINES:
-        if run.engine == engine.name or (run.engine == "auto" and engine.pipeline == (parallel.pp > 1)):
-            limits = tuple(_limits(engine, run, parallel))
-            return (engine, limits) if run.engine != "auto" or not limits else (None, limits)
+def engine_for(run: Run, parallel: Parallel) -> tuple[EngineRow | None, tuple[EngineLimit, ...]]:
+    """The engine that a run names, or with `engine: auto` the one for its layout, and its limits that the layout exceeds (none: it runs).
+
+    With `auto` an engine that does not run the layout is left out.
+    """
+    for row in ENGINES.values():
+        if run.engine == row.name or (run.engine == "auto" and row.pipeline == (parallel.pp > 1)):
+            limits = tuple(_limits(row, run, parallel))
+            return (row, limits) if run.engine != "auto" or not limits else (None, limits)
     return None, ()
 
 
-def unbuilt(engine: Engine, parallel: Parallel) -> Iterator[Problem]:
-    """What of a layout within an engine's limits this version can't run yet."""
-    for axis, most in engine.built:
-        if getattr(parallel, axis) > most:
-            says = f"parallel.{axis}={getattr(parallel, axis)} is planned, but this version does not run it yet"
-            yield Problem(rule="engine", says=says, mend=f"set parallel.{axis}={most} parallel.dp=auto")
+def cost_model(engine: str | None) -> CostModel:
+    """The cost model of an engine; without one, the papers'."""
+    return ENGINES[engine].costs if engine else PAPERS
 
 
-def _limits(engine: Engine, run: Run, parallel: Parallel) -> Iterator[Limit]:
-    """One a key; the rest of a layout is left to the rules. Asked of every layout of a sweep: changes are made where one is broken."""
-    if engine.pipeline != (parallel.pp > 1):
-        other: Change = (("parallel.pp", 2), *_filled(parallel)) if engine.pipeline else _alone(run, parallel)
-        yield Limit(engine.name, "parallel.pp", parallel.pp, ((("engine", "auto"),), other))
-    if parallel.zero not in engine.zero:
-        yield Limit(engine.name, "parallel.zero", parallel.zero, ((("parallel.zero", max(engine.zero)),), _alone(run, parallel)))
+def _limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[EngineLimit]:
+    """Yield at most one limit a key; rules judge the rest of a layout. A sweep calls this for every layout: changes are made on demand."""
+    if not row.engine_class:
+        yield EngineLimit(row.name, "engine", row.name, ((("engine", "auto"),),), fix="name its class in ENGINES (trainer/plan/engines.py)")
+    if row.pipeline != (parallel.pp > 1):
+        other: Change = (("parallel.pp", 2), *_fill(parallel)) if row.pipeline else _without_pipeline(run, parallel)
+        yield EngineLimit(row.name, "parallel.pp", parallel.pp, ((("engine", "auto"),), other))
+    if parallel.zero not in row.zero:
+        lower: Change = (("parallel.zero", max(row.zero)),)
+        yield EngineLimit(row.name, "parallel.zero", parallel.zero, (lower, _without_pipeline(run, parallel)))
     elif parallel.zero == 3 and parallel.ep > 1:
         less: tuple[Change, ...] = ((("parallel.zero", 2),), (("parallel.ep", 1),))
-        yield Limit(engine.name, "parallel.zero", f"3 with parallel.ep={parallel.ep}", less)
-    if engine.pipeline and parallel.schedule not in engine.schedules:
-        yield _unscheduled(engine, run, parallel)
-    if run.train.precision not in engine.precisions:
-        tries = tuple((("train.precision", name),) for name in engine.precisions)
-        yield Limit(engine.name, "train.precision", run.train.precision, tries)
-    if run.model.family not in engine.families:
-        yield Limit(engine.name, "model.family", run.model.family, mend=f"it runs {_any(engine.families)}")
-    for axis, most in (*engine.most, *((("cp", 1),) if run.model.family == "moe" else ())):  # what is per sequence there wants it whole
-        if (degree := getattr(parallel, axis)) > most:
-            yield Limit(engine.name, f"parallel.{axis}", degree, (((f"parallel.{axis}", most), *_filled(parallel)),))
+        yield EngineLimit(row.name, "parallel.zero", f"3 with parallel.ep={parallel.ep}", less)
+    if row.pipeline and parallel.schedule not in row.schedules:
+        yield _schedule_limit(row, run, parallel)
+    if run.train.precision not in row.precisions:
+        candidates = tuple((("train.precision", name),) for name in row.precisions)
+        yield EngineLimit(row.name, "train.precision", run.train.precision, candidates)
+    if run.model.family not in row.families:
+        yield EngineLimit(row.name, "model.family", run.model.family, fix=f"it runs {_or(row.families)}")
+    for axis in (name for name in AXES if name not in ("pp", "dp")):
+        runs = axis in row.axes and axis not in family_of(run.model).unsupported_axes
+        if not runs and (degree := getattr(parallel, axis)) > 1:
+            yield EngineLimit(row.name, f"parallel.{axis}", degree, (((f"parallel.{axis}", 1), *_fill(parallel)),))
     if parallel.shard != "all" and parallel.zero:
-        yield Limit(engine.name, "parallel.shard", parallel.shard, ((("parallel.shard", "all"),), (("parallel.zero", 0),)))
+        yield EngineLimit(row.name, "parallel.shard", parallel.shard, ((("parallel.shard", "all"),), (("parallel.zero", 0),)))
     if parallel.reduce != "ring":
-        yield Limit(engine.name, "parallel.reduce", parallel.reduce, ((("parallel.reduce", "ring"),),))
+        yield EngineLimit(row.name, "parallel.reduce", parallel.reduce, ((("parallel.reduce", "ring"),),))
     if parallel.scatter and parallel.pp > 1 and parallel.tp > 1:
         plain: Change = (("parallel.scatter", False),)
-        yield Limit(engine.name, "parallel.scatter", True, (plain, (*plain, ("parallel.sequence", True))))
+        yield EngineLimit(row.name, "parallel.scatter", True, (plain, (*plain, ("parallel.sequence", True))))
     if parallel.offload.optimizer or parallel.offload.parameters:
-        yield from _offloaded(engine, run, parallel)
+        yield from _offload_limits(row, run, parallel)
 
 
-def _filled(parallel: Parallel) -> Change:
-    """The data degree that fills the cluster."""
+def _fill(parallel: Parallel) -> Change:
+    """The change of the data degree that fills the cluster."""
     return () if parallel.dp == "auto" else (("parallel.dp", "auto"),)
 
 
-def _alone(run: Run, parallel: Parallel) -> Change:
-    """No pipeline."""
-    return (("parallel.pp", 1), *_filled(parallel), *((("engine", "auto"),) if run.engine != "auto" else ()))
+def _without_pipeline(run: Run, parallel: Parallel) -> Change:
+    return (("parallel.pp", 1), *_fill(parallel), *((("engine", "auto"),) if run.engine != "auto" else ()))
 
 
-def _unscheduled(engine: Engine, run: Run, parallel: Parallel) -> Limit:
+def _schedule_limit(row: EngineRow, run: Run, parallel: Parallel) -> EngineLimit:
     plain: Change = (("parallel.chunks", 1),) if parallel.chunks > 1 else ()
-    first, *others = ((("parallel.schedule", name), *plain) for name in engine.schedules)
-    return Limit(engine.name, "parallel.schedule", parallel.schedule, (first, (*_alone(run, parallel), *first), *others))
+    first, *others = ((("parallel.schedule", name), *plain) for name in row.schedules)
+    return EngineLimit(row.name, "parallel.schedule", parallel.schedule, (first, (*_without_pipeline(run, parallel), *first), *others))
 
 
-def _offloaded(engine: Engine, run: Run, parallel: Parallel) -> Iterator[Limit]:
-    """A pipeline offloads nothing; gradients of which ranks of the tensor axis have a part each are not added up on the host yet."""
-    offload, lanes = parallel.offload, run.model.kv_heads or run.model.heads
+def _offload_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[EngineLimit]:
+    """Pipelines offload nothing. Gradients that tensor-parallel ranks sum are not summed on the host: those of replicated weights where the
+    sequence is split, those of key and value heads that ranks share."""
+    offload, heads = parallel.offload, run.model.kv_heads or run.model.heads
     rows = (("parallel.offload.optimizer", offload.optimizer), ("parallel.offload.parameters", offload.parameters))
-    here: Change = tuple((key, False) for key, moved in rows if moved)
-    if not engine.offload:
-        yield Limit(engine.name, "parallel.offload", True, (here, _alone(run, parallel)))
+    keep: Change = tuple((key, False) for key, moved in rows if moved)
+    if not row.offload:
+        yield EngineLimit(row.name, "parallel.offload", True, (keep, _without_pipeline(run, parallel)))
     elif parallel.tp > 1 and parallel.sequence:
-        yield Limit(engine.name, "parallel.offload", "true with parallel.sequence=true", ((("parallel.sequence", False),), here))
-    elif parallel.tp > lanes:
-        fewer: Change = (("parallel.tp", lanes), *_filled(parallel))
-        yield Limit(engine.name, "parallel.offload", f"true with more tensor ranks than model.kv_heads={lanes}", (fewer, here))
+        yield EngineLimit(row.name, "parallel.offload", "true with parallel.sequence=true", ((("parallel.sequence", False),), keep))
+    elif parallel.tp > heads:
+        fewer: Change = (("parallel.tp", heads), *_fill(parallel))
+        yield EngineLimit(row.name, "parallel.offload", f"true with more tensor-parallel ranks than model.kv_heads={heads}", (fewer, keep))
 
 
-def _any(names: tuple[object, ...]) -> str:
-    words = [str(name) for name in names]
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+def _or(names: tuple[str, ...]) -> str:
+    return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

@@ -1,21 +1,22 @@
-"""One layout's estimate, quick enough for a sweep: legal, fits, step seconds and peak bytes, from the plan's own terms."""
+"""Estimates of layouts, quick enough for a sweep, from the plan's own cost functions."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from ..spec.run import Parallel, Run
-from .cost_context import Frame
-from .layout_cost import Costs, costs
-from .rules import OF_LAYOUT, OF_RUN, broken
+from .cost_context import CostContext
+from .layout_cost import LayoutCost, layout_cost
+from .rules import OF_LAYOUT, OF_RUN, broken_rules
+from .run_layout import run_layout
 
 
 class Estimate(NamedTuple):
-    """What a sweep asks of a layout; where it isn't legal the rest is empty. Seconds are None where a rate is unknown."""
+    """A layout in short. `fits`, `step` and `peak` are empty where it isn't legal."""
 
     legal: bool
     fits: bool
-    step: float | None
+    step: float | None  # seconds; None: a rate is unknown
     peak: int | None  # bytes of the fullest rank
 
 
@@ -23,22 +24,22 @@ ILLEGAL = Estimate(False, False, None, None)
 
 
 class Estimator:
-    """Estimates of layouts of one run; what layouts share is worked out once."""
+    """Estimates layouts of one run, with one cost context for all of them."""
 
     def __init__(self, run: Run) -> None:
         """Raises ValueError for a run that breaks a rule whatever its layout."""
-        found = broken(run, run.parallel, run.train.microbatch, OF_RUN)
+        found = broken_rules(run, run.parallel, run.train.microbatch, OF_RUN)
         if found:
             raise ValueError("; ".join(each.says for each in found))
-        self.frame = Frame(run)
+        self.context = CostContext(run)
 
     def __call__(self, parallel: Parallel, microbatch: int) -> Estimate:
-        """The estimate of the run's model and batch under these degrees."""
-        if broken(self.frame.run, parallel, microbatch, OF_LAYOUT):
+        """Estimate the run's model and batch under these degrees."""
+        if broken_rules(self.context.run, parallel, microbatch, OF_LAYOUT):
             return ILLEGAL
-        of = self.costs(parallel, microbatch)
-        return Estimate(True, of.peak <= self.frame.capacity, of.seconds.step if of.seconds else None, of.peak)
+        cost = self.layout_cost(parallel, microbatch)
+        return Estimate(True, cost.peak <= self.context.capacity, cost.seconds.step if cost.seconds else None, cost.peak)
 
-    def costs(self, parallel: Parallel, microbatch: int) -> Costs:
-        """The costs of degrees that are legal."""
-        return costs(self.frame, self.frame.layout(parallel, microbatch))
+    def layout_cost(self, parallel: Parallel, microbatch: int) -> LayoutCost:
+        """The cost of legal degrees."""
+        return layout_cost(self.context, run_layout(self.context, parallel, microbatch))

@@ -1,4 +1,4 @@
-"""A layout's whole cost: memory of every stage and the step's seconds, the one reckoning that plan and estimate share."""
+"""The cost of a layout: memory of every stage and seconds of a step. Plans and estimates share it."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from math import ceil
 from typing import NamedTuple
 
 from .axes import pp
-from .block_costs import Pieces
-from .cost_context import Frame, split_of
+from .block_costs import BlockCosts
+from .cost_context import CostContext
 from .layout import Layout
+from .local_tensors import block_split
 from .schedules import SCHEDULES
-from .stage_cost import Stage, last_held, stage
+from .stage_cost import StageCost, logits_in_flight, stage_cost
 
 
-class Seconds(NamedTuple):
-    """A step by cause: they add up to `step`. `fill` is the bubble's share of the pipeline's time."""
+class StepSeconds(NamedTuple):
+    """Seconds of a step by cause; they add up to `step`. `fill` is the bubble's share of the pipeline's time."""
 
     step: float
     compute: float
@@ -24,68 +25,75 @@ class Seconds(NamedTuple):
     fill: float
 
 
-class Costs(NamedTuple):
-    """Bytes of the fullest rank and its stage, the first of those that are as full; each kind of stage; seconds (None: a rate is
-    unknown)."""
+class LayoutCost(NamedTuple):
+    """Costs of a layout."""
 
-    peak: int
-    fullest: int
-    kinds: list[Stage]
-    pieces: Pieces
-    seconds: Seconds | None
+    peak: int  # bytes of the fullest rank
+    fullest: int  # its stage, the first of equals
+    kinds: list[StageCost]  # of each kind of stage
+    blocks: BlockCosts
+    seconds: StepSeconds | None  # None: a rate is unknown
 
 
-def costs(frame: Frame, layout: Layout) -> Costs:
-    """Memory by stage and the step's time."""
-    pieces = frame.pieces(split_of(layout.parallel, layout.microbatch), layout.wires)
-    kinds = _kinds(frame, layout, pieces)
-    # Of stages that are alike the first holds most: what a schedule has in flight, and its copies of weights, grow towards the front.
+def layout_cost(context: CostContext, layout: Layout) -> LayoutCost:
+    """The memory and the time of a layout."""
+    blocks = context.block_costs(block_split(layout.parallel, layout.microbatch), layout.wires)
+    kinds = _stage_costs(context, layout, blocks)
+    # Of equal stages the first holds most: micro-batches in flight and copies of weights grow towards the front.
     peak, fullest = max([(stage_bytes(layout, kinds[at], index), -index) for index, at in layout.partition.runs])
-    seconds = _seconds(frame, layout, pieces, kinds) if timed(frame, layout) else None
-    return Costs(peak, -fullest, kinds, pieces, seconds)
+    seconds = _step_seconds(context, layout, blocks, kinds) if has_times(context, layout) else None
+    return LayoutCost(peak, -fullest, kinds, blocks, seconds)
 
 
-def stage_bytes(layout: Layout, kind: Stage, index: int) -> int:
-    """Bytes of a rank of a stage of this kind."""
-    held = kind.fixed + ceil((kind.kept + kind.passing) * in_flight(layout, index))
-    return held + spare(layout, index) * kind.weights
+def stage_bytes(layout: Layout, kind: StageCost, index: int) -> int:
+    """Bytes of a rank of stage `index`, which is of this kind."""
+    fixed = kind.fixed + extra_weight_copies(layout, index) * kind.weights
+    return fixed + ceil((kind.saved + kind.passing) * in_flight(layout, index))
 
 
-def _kinds(frame: Frame, layout: Layout, pieces: Pieces) -> list[Stage]:
-    """The cost of each kind of stage; schedules that hold as many micro-batches on the last stage share them."""
-    parallel = layout.parallel
-    key = (id(pieces), layout.mesh, layout.way, layout.shard, parallel.offload, last_held(layout), layout.folded)
-    found = frame.stages.get(key)
-    if found is None:
-        found = frame.stages[key] = [stage(frame, layout, pieces, kind) for kind in layout.partition.kinds]
-    return found
+def _stage_costs(context: CostContext, layout: Layout, blocks: BlockCosts) -> list[StageCost]:
+    """The cost of each kind of stage, cached by all that decides it."""
+    key = (
+        id(blocks),
+        layout.mesh,
+        layout.engine,
+        layout.gradient_sync,
+        layout.shard,
+        layout.parallel.offload,
+        logits_in_flight(layout),
+        layout.folded,
+    )
+    costs = context.stages.get(key)
+    if costs is None:
+        costs = context.stages[key] = [stage_cost(context, layout, blocks, kind) for kind in layout.partition.kinds]
+    return costs
 
 
 def in_flight(layout: Layout, index: int) -> float:
-    """Micro-batches whose activations a stage holds at once; one where there is no pipeline."""
+    """Micro-batches whose activations stage `index` holds at once; one without a pipeline."""
     stages, parallel = layout.mesh.pp, layout.parallel
     return 1 if stages == 1 else SCHEDULES[parallel.schedule].in_flight(index, stages, layout.micros, parallel.chunks)
 
 
-def spare(layout: Layout, index: int) -> int:
-    """Older copies of its weights that a stage keeps, for schedules that don't flush."""
+def extra_weight_copies(layout: Layout, index: int) -> int:
+    """Older copies of its weights that stage `index` keeps under a schedule that doesn't flush."""
     schedule, stages = SCHEDULES[layout.parallel.schedule], layout.mesh.pp
-    return 0 if stages == 1 or schedule.flushes else schedule.versions(index, stages) - 1
+    return 0 if stages == 1 or schedule.flushes else schedule.weight_versions(index, stages) - 1
 
 
-def timed(frame: Frame, layout: Layout) -> bool:
-    """Whether every rate that the step's time rests on is stated."""
+def has_times(context: CostContext, layout: Layout) -> bool:
+    """Whether every rate is known that the step's time depends on."""
     offload = layout.parallel.offload
-    if frame.rates is None or offload.optimizer or offload.parameters:
+    if context.rates is None or offload.optimizer or offload.parameters:
         return False
     return layout.wires.known
 
 
-def sends(layout: Layout, index: int) -> int:
-    """Tensors that a stage hands to its neighbours in a step: forward to the next, gradients to the one before.
+def sends_per_step(layout: Layout, index: int) -> int:
+    """Tensors that stage `index` sends in a step: activations to the next stage, gradients to the one before.
 
-    With chunks the stages form a ring: last and first are neighbours too, but for the model's two ends. A folded pipeline turns
-    around on the last stage, and ends on the first.
+    With chunks the stages form a ring: the last sends to the first, except at the model's two ends. A folded pipeline turns around on
+    the last stage and ends on the first.
     """
     stages, chunks = layout.mesh.pp, layout.parallel.chunks
     if stages == 1:
@@ -97,52 +105,54 @@ def sends(layout: Layout, index: int) -> int:
     return layout.micros * (forward + backward)
 
 
-def handed(layout: Layout, pieces: Pieces) -> int:
-    """Bytes of one tensor that a stage hands on: with `scatter`, its 1/tp."""
+def send_bytes(layout: Layout, blocks: BlockCosts) -> int:
+    """Bytes of one tensor between stages; with `scatter`, 1/tp of the hidden states."""
     scatter = layout.parallel.scatter and not layout.parallel.sequence
-    return -(-pieces.stream // layout.mesh.tp) if scatter else pieces.stream
+    return -(-blocks.stream // layout.mesh.tp) if scatter else blocks.stream
 
 
-def _seconds(frame: Frame, layout: Layout, pieces: Pieces, kinds: list[Stage]) -> Seconds:
-    """m micro-batches on the busiest stage, the other stages' one while the pipeline fills and drains, what the data axis
-    exposes, and the optimizer (arXiv:2104.04473 section 2.2)."""
-    stages, micros, parallel = layout.mesh.pp, layout.micros, layout.parallel
-    hop = 0.0
-    if stages > 1 and not parallel.overlap.pipeline:
-        hop = _hop(layout, pieces)
+def _step_seconds(context: CostContext, layout: Layout, blocks: BlockCosts, kinds: list[StageCost]) -> StepSeconds:
+    """m micro-batches on the busiest stage, one on each other stage while the pipeline fills and drains, the exposed messages of the
+    data axis, and the optimizer (arXiv:2104.04473 section 2.2)."""
+    hop = 0.0 if layout.mesh.pp == 1 or layout.parallel.overlap.pipeline else _hop_seconds(layout, blocks)
     computes = [kind.forward + kind.backward for kind in kinds]
-    totals = [each + kind.talk_forward + kind.talk_backward + hop for each, kind in zip(computes, kinds, strict=True)]
+    totals = [each + kind.message_forward + kind.message_backward + hop for each, kind in zip(computes, kinds, strict=True)]
     busiest = max(range(len(kinds)), key=totals.__getitem__)
-    bubble = 0.0
-    if stages > 1:
-        schedule = SCHEDULES[parallel.schedule]
-        many = layout.partition.many
-        others = sum([total * times for total, times in zip(totals, many, strict=True)]) - totals[busiest]
-        hidden = sum([kind.weight * times for kind, times in zip(kinds, many, strict=True)]) - kinds[busiest].weight
-        bubble = max(0.0, schedule.fill(parallel.chunks) * others - schedule.hidden(stages, micros) * hidden)
-    compute = micros * computes[busiest]
-    talk = micros * (totals[busiest] - computes[busiest])
+    bubble = _bubble_seconds(layout, kinds, totals, busiest)
+    compute = layout.micros * computes[busiest]
+    messages = layout.micros * (totals[busiest] - computes[busiest])
     slowest = max(kinds, key=lambda kind: kind.exposed + kind.step)
-    tie = _tied_seconds(frame, layout, pieces)
-    pipe = compute + talk + bubble
-    return Seconds(
-        step=pipe + slowest.exposed + slowest.step + tie,
+    tied = _tied_seconds(context, layout, blocks)
+    pipeline = compute + messages + bubble
+    return StepSeconds(
+        step=pipeline + slowest.exposed + slowest.step + tied,
         compute=compute,
-        exposed=talk + slowest.exposed + tie,
+        exposed=messages + slowest.exposed + tied,
         bubble=bubble,
         optimizer=slowest.step,
-        fill=bubble / pipe,
+        fill=bubble / pipeline,
     )
 
 
-def _hop(layout: Layout, pieces: Pieces) -> float:
-    """Exposed seconds of a micro-batch's messages between stages: in and out, for each part of the model that a stage has."""
-    parts = SCHEDULES[layout.parallel.schedule].parts(layout.parallel.chunks)
-    lines = pp.lines(handed(layout, pieces), 2 * parts, layout.wires.pair, exposed=True)
-    return sum(line.exposed for line in lines)
-
-
-def _tied_seconds(frame: Frame, layout: Layout, pieces: Pieces) -> float:
-    if layout.mesh.pp == 1 or layout.folded or pieces.tied == 0:
+def _bubble_seconds(layout: Layout, kinds: list[StageCost], totals: list[float], busiest: int) -> float:
+    """Seconds that the busiest stage waits for the others; `totals` are seconds of a micro-batch on each kind of stage."""
+    stages, parallel = layout.mesh.pp, layout.parallel
+    if stages == 1:
         return 0.0
-    return sum(line.exposed for line in pp.tied(pieces.tied * frame.widths.gradient, layout.wires.pair))
+    schedule, many = SCHEDULES[parallel.schedule], layout.partition.stages_of_kind
+    others = sum([total * times for total, times in zip(totals, many, strict=True)]) - totals[busiest]
+    weights = sum([kind.weight_gradients * times for kind, times in zip(kinds, many, strict=True)]) - kinds[busiest].weight_gradients
+    return max(0.0, schedule.fill(parallel.chunks) * others - schedule.filled_by_weights(stages, layout.micros) * weights)
+
+
+def _hop_seconds(layout: Layout, blocks: BlockCosts) -> float:
+    """Exposed seconds of a micro-batch's messages between stages: in and out of each part of the model that a stage has."""
+    parts = SCHEDULES[layout.parallel.schedule].parts(layout.parallel.chunks)
+    rows = pp.stage_sends(send_bytes(layout, blocks), 2 * parts, layout.wires.pair, exposed=True)
+    return sum(row.exposed for row in rows)
+
+
+def _tied_seconds(context: CostContext, layout: Layout, blocks: BlockCosts) -> float:
+    if layout.mesh.pp == 1 or layout.folded or blocks.tied == 0:
+        return 0.0
+    return sum(row.exposed for row in pp.tied_sum(blocks.tied * context.widths.gradient, layout.wires.pair))

@@ -1,122 +1,176 @@
-"""Ranks laid out on the mesh: pp outermost, then dp (its expert ranks inside), cp, tp innermost."""
+"""The mesh: which rank is where on the axes, which ranks form each group, and how groups lie on the nodes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import gcd, inf, prod
-from typing import NamedTuple
 
-from ..spec.run import Cluster, Link
+from ..spec.run import Cluster, Link, Parallel
+from .axes import AXES
 from .collectives import Wire
 
-Run = tuple[int, int]  # (size, stride): so many ranks, each so many after the last
-Runs = tuple[Run, ...]
-
-AXES = ("pp", "dp", "cp", "tp")  # outermost first; ep is the inner part of dp, `data` is dp x cp
+RankRun = tuple[int, int]  # (size, stride): `size` ranks, each `stride` after the one before
+RankRuns = tuple[RankRun, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def mesh_order() -> tuple[str, ...]:
+    """The axes with a place of their own, outermost first. Their degrees multiply to the world size."""
+    return tuple(name for name, axis in AXES.items() if axis.within is None)
+
+
+def replica_degrees(parallel: Parallel) -> dict[str, int]:
+    """The degrees of all axes of the mesh order but dp, innermost first: their product is the ranks of one replica."""
+    return {name: AXES[name].degree(parallel) for name in reversed(mesh_order()) if name != "dp"}
+
+
 class Mesh:
-    """The degrees of the axes. Expert ranks are taken from the data axis: ep divides dp, and world = pp dp cp tp."""
+    """The degree of every axis of `AXES`; an axis that is not named has degree 1.
 
-    pp: int = 1
-    dp: int = 1
-    cp: int = 1
-    ep: int = 1
-    tp: int = 1
+    An axis within another takes the inner part of its ranks: ep divides dp, and world = pp dp cp tp.
+    """
+
+    __slots__ = ("degrees",)
+    degrees: Mapping[str, int]
+
+    def __init__(self, **degrees: int) -> None:
+        if unknown := degrees.keys() - AXES.keys():
+            raise TypeError(f"no mesh axis is named {', '.join(sorted(unknown))}")
+        self.degrees = {name: degrees.get(name, 1) for name in AXES}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mesh) and self.degrees == other.degrees
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.degrees.values()))
+
+    def __repr__(self) -> str:
+        return f"Mesh({', '.join(f'{name}={degree}' for name, degree in self.degrees.items())})"
+
+    @property
+    def pp(self) -> int:
+        return self.degrees["pp"]
+
+    @property
+    def dp(self) -> int:
+        return self.degrees["dp"]
+
+    @property
+    def cp(self) -> int:
+        return self.degrees["cp"]
+
+    @property
+    def ep(self) -> int:
+        return self.degrees["ep"]
+
+    @property
+    def tp(self) -> int:
+        return self.degrees["tp"]
 
     @property
     def world(self) -> int:
-        return self.pp * self.dp * self.cp * self.tp
+        return prod(self.degrees[axis] for axis in mesh_order())
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """A rank's place on every axis."""
+        """A rank's coordinate on every axis of the mesh order."""
+        order = mesh_order()
         found: dict[str, int] = {}
-        for axis in reversed(AXES):
-            rank, found[axis] = divmod(rank, getattr(self, axis))
-        return {axis: found[axis] for axis in AXES}
+        for axis in reversed(order):
+            rank, found[axis] = divmod(rank, self.degrees[axis])
+        return {axis: found[axis] for axis in order}
 
-    def rank(self, **place: int) -> int:
-        """The rank at a place; axes not named are at 0."""
+    def rank(self, **coordinates: int) -> int:
+        """The rank at these coordinates; an axis that is not named is at 0."""
         rank = 0
-        for axis in AXES:
-            rank = rank * getattr(self, axis) + place.get(axis, 0)
+        for axis in mesh_order():
+            rank = rank * self.degrees[axis] + coordinates.get(axis, 0)
         return rank
 
-    def strides(self, axis: str) -> Runs:
-        """The runs of ranks that an axis's group is made of, innermost first.
+    def data_rank(self, coordinates: Mapping[str, int]) -> int:
+        """A rank's number in its `data` group."""
+        rank = 0
+        for axis in mesh_order():
+            if AXES[axis].data:
+                rank = rank * self.degrees[axis] + coordinates[axis]
+        return rank
 
-        `ep` is the inner part of dp, `copies` the outer: ranks that hold the same experts. `data` is dp x cp: the ranks
-        over which gradients add up and ZeRO shards.
+    def strides(self, group: str) -> RankRuns:
+        """The runs of ranks that a group is made of, innermost first.
+
+        A group is that of an axis, or `data`: the ranks over which gradients are summed and ZeRO shards (dp x cp), or `expert_copies`:
+        those of them that hold the same experts.
         """
-        inner = self.tp * self.cp
-        rows: dict[str, Runs] = {
-            "tp":     ((self.tp, 1),),
-            "cp":     ((self.cp, self.tp),),
-            "dp":     ((self.dp, inner),),
-            "data":   ((self.cp, self.tp), (self.dp, inner)),
-            "ep":     ((self.ep, inner),),
-            "copies": ((self.cp, self.tp), (self.dp // self.ep, inner * self.ep)),
-            "pp":     ((self.pp, inner * self.dp),),
-        }  # fmt: skip
-        return rows[axis]
+        if group in AXES:
+            return ((self.degrees[group], self._stride(AXES[group].within or group)),)
+        if group not in ("data", "expert_copies"):
+            raise KeyError(f"no group of ranks is named {group}")
+        inner = self.degrees["ep"] if group == "expert_copies" else 1
+        data = [axis for axis in reversed(mesh_order()) if AXES[axis].data]
+        return tuple(
+            (self.degrees[axis] // inner, self._stride(axis) * inner) if axis == "dp" else (self.degrees[axis], self._stride(axis))
+            for axis in data
+        )
 
-    def members(self, axis: str, first: int = 0) -> tuple[int, ...]:
-        """The ranks of the axis's group that begins at rank `first`."""
+    def _stride(self, axis: str) -> int:
+        """Ranks from one coordinate of an axis to the next."""
+        order = mesh_order()
+        return prod(self.degrees[inner] for inner in order[order.index(axis) + 1 :])
+
+    def members(self, group: str, first: int = 0) -> tuple[int, ...]:
+        """The ranks of the group that begins at rank `first`."""
         ranks: tuple[int, ...] = (first,)
-        for size, stride in self.strides(axis):
+        for size, stride in self.strides(group):
             ranks = tuple(rank + step * stride for step in range(size) for rank in ranks)
         return ranks
 
-    def groups(self, axis: str) -> Iterator[tuple[int, ...]]:
-        """Every group of an axis; together they hold each rank once."""
+    def groups(self, group: str) -> Iterator[tuple[int, ...]]:
+        """Every group of a kind; together they hold each rank once."""
         seen: set[int] = set()
         for rank in range(self.world):
             if rank not in seen:
-                group = self.members(axis, rank)
-                seen.update(group)
-                yield group
+                members = self.members(group, rank)
+                seen.update(members)
+                yield members
 
-    def size(self, axis: str) -> int:
-        """Ranks in a group of an axis."""
-        return prod(size for size, _ in self.strides(axis))
+    def size(self, group: str) -> int:
+        """Ranks in a group."""
+        return prod(size for size, _ in self.strides(group))
 
-    def in_node(self, axis: str, gpus: int) -> int:
-        """The fewest ranks that a group of an axis has in any node that it touches, nodes being `gpus` ranks each.
+    def in_node(self, group: str, gpus: int) -> int:
+        """The fewest ranks that such a group has in any node that it touches, a node being `gpus` ranks.
 
         1 where its neighbours never share a node; the group's size where it stays inside one.
         """
-        runs = _joined(self.strides(axis))
+        runs = _merged(self.strides(group))
         if len(runs) <= 1:
-            return _fewest(runs, gpus)
-        held = together(runs, gpus)
-        return self._counted(axis, gpus) if held is None else held
+            return _fewest_of_one_run(runs, gpus)
+        together = ranks_in_node(runs, gpus)
+        return self._fewest_of_all_groups(group, gpus) if together is None else together
 
-    def _counted(self, axis: str, gpus: int) -> int:
-        """in_node by looking at every group: for meshes that don't sit on the borders of nodes."""
-        least = self.size(axis)
-        for group in self.groups(axis):
-            nodes = [rank // gpus for rank in group]
-            least = min(least, *(nodes.count(node) for node in set(nodes)))
-        return least
+    def _fewest_of_all_groups(self, group: str, gpus: int) -> int:
+        """`in_node` by enumeration, for meshes whose groups do not end where nodes end."""
+        fewest = self.size(group)
+        for members in self.groups(group):
+            nodes = [rank // gpus for rank in members]
+            fewest = min(fewest, *(nodes.count(node) for node in set(nodes)))
+        return fewest
 
 
-def _joined(runs: Runs) -> Runs:
-    """The same ranks as the fewest runs: one that goes on where the one inside it ends is part of it."""
-    joined = list[Run]()
+def _merged(runs: RankRuns) -> RankRuns:
+    """The same ranks in the fewest runs: a run that continues where the one inside it ends is merged with it."""
+    merged = list[RankRun]()
     for size, stride in runs:
-        if joined and joined[-1][0] * joined[-1][1] == stride:
-            joined[-1] = (joined[-1][0] * size, joined[-1][1])
+        if merged and merged[-1][0] * merged[-1][1] == stride:
+            merged[-1] = (merged[-1][0] * size, merged[-1][1])
         elif size > 1:
-            joined.append((size, stride))
-    return tuple(joined)
+            merged.append((size, stride))
+    return tuple(merged)
 
 
-def _fewest(runs: Runs, gpus: int) -> int:
-    """The fewest ranks that a group of one run has in a node that it touches, of all groups of a mesh that fills its nodes.
+def _fewest_of_one_run(runs: RankRuns, gpus: int) -> int:
+    """The fewest ranks that a group of one run has in a node that it touches, over all groups of a mesh that fills its nodes.
 
-    Borders of nodes fall on every multiple of gcd(gpus, size x stride) inside some group, the first of them cuts off the fewest.
+    Node boundaries fall on every multiple of gcd(gpus, size x stride) inside some group; the first of them cuts off the fewest ranks.
     """
     if not runs:
         return 1
@@ -124,55 +178,65 @@ def _fewest(runs: Runs, gpus: int) -> int:
     return max(1, gcd(gpus, size * stride) // stride)
 
 
-def together(runs: Runs, gpus: int) -> int | None:
-    """Ranks of a group of such runs that share a node; None where the runs don't sit on the borders of nodes."""
-    held = 1
+def ranks_in_node(runs: RankRuns, gpus: int) -> int | None:
+    """Ranks of a group that share a node of `gpus` ranks; None where its runs do not end at node boundaries."""
+    together = 1
     for size, stride in runs:
         reach = size * stride
         if gpus % reach == 0:
-            held *= size
+            together *= size
         elif gpus % stride == 0 and reach % gpus == 0:
-            held *= gpus // stride
+            together *= gpus // stride
         elif stride % gpus and size > 1:
             return None
-    return held
+    return together
 
 
-def inner(runs: Runs, ranks: int) -> tuple[Runs, Runs]:
-    """The innermost so many ranks of a group's runs, and the runs that join its copies; the ranks divide the group's."""
-    near, far = list[Run](), list[Run]()
+def split_group(runs: RankRuns, ranks: int) -> tuple[RankRuns, RankRuns]:
+    """The innermost `ranks` ranks of a group, and the runs that join their counterparts; `ranks` divides the group's size."""
+    near, far = list[RankRun](), list[RankRun]()
     for size, stride in runs:
-        taken = gcd(size, ranks)
-        ranks //= taken
-        near.append((taken, stride))
-        far.append((size // taken, stride * taken))
+        inner = gcd(size, ranks)
+        ranks //= inner
+        near.append((inner, stride))
+        far.append((size // inner, stride * inner))
     return tuple(near), tuple(far)
 
 
-class Wires(NamedTuple):
-    """How the groups of each axis are wired, `pair` being two neighbouring stages."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wires:
+    """How the groups of a mesh are wired: of each axis that splits a block, `data`, `expert_copies`, and two neighbouring stages."""
 
-    tp: Wire
-    cp: Wire
-    ep: Wire
+    axes: Mapping[str, Wire]
     data: Wire
-    copies: Wire
+    expert_copies: Wire
     pair: Wire
-    known: bool  # whether every link that the mesh uses is stated
+
+    @property
+    def known(self) -> bool:
+        """Whether the cluster states every link that the mesh uses."""
+        return all(wire.known for wire in (*self.axes.values(), self.data, self.expert_copies, self.pair))
 
 
-def wires(mesh: Mesh, cluster: Cluster) -> Wires:
+def mesh_wires(mesh: Mesh, cluster: Cluster) -> Wires:
     """The wires of a mesh on a cluster."""
-    inside, between, gpus = cluster.inside, cluster.between, cluster.gpus
-    rows = {axis: wired(mesh.size(axis), mesh.in_node(axis, gpus), inside, between) for axis in ("tp", "cp", "ep", "data", "copies")}
+    links, gpus = (cluster.inside, cluster.between), cluster.gpus
+
+    def wire(group: str) -> Wire:
+        return group_wire(mesh.size(group), mesh.in_node(group, gpus), *links)
+
     stages = min(2, mesh.pp)
-    together = mesh.in_node("pp", gpus) == mesh.pp
-    rows["pair"] = wired(stages, stages if together else 1, inside, between)
-    return Wires(**rows, known=all(wire.known for wire in rows.values()))
+    share_node = mesh.in_node("pp", gpus) == mesh.pp
+    return Wires(
+        axes={name: wire(name) for name, axis in AXES.items() if axis.messages},
+        data=wire("data"),
+        expert_copies=wire("expert_copies"),
+        pair=group_wire(stages, stages if share_node else 1, *links),
+    )
 
 
-def wired(size: int, in_node: int, inside: Link | None, between: Link | None) -> Wire:
-    """A group of `size` ranks, `in_node` of them in each node (arXiv:2104.04473 section 5.9 counts rails the same way)."""
+def group_wire(size: int, in_node: int, inside: Link | None, between: Link | None) -> Wire:
+    """The wire of a group of `size` ranks, `in_node` of them in each node (arXiv:2104.04473 section 5.9 counts rails the same way)."""
     if size == 1:
         return Wire(size, in_node, inf, 0.0)
     if size <= in_node:

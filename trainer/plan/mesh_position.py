@@ -1,22 +1,23 @@
-"""A rank's seat: its place on the mesh, and the parts of the model that it holds."""
+"""A rank's position on the mesh, and the parts of the model that it holds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..models.families import FAMILIES
-from ..models.table import Table, named
+from ..models.families import op_table
+from ..models.ops.op_table import model_parameters
 from ..spec.run import Run
-from .cost_context import Frame
+from .cost_context import CostContext
 from .layout import Layout
 from .mesh import Mesh
-from .weight_slices import Placed, placed
+from .run_layout import run_layout
+from .weight_slices import WeightShard, weight_shard
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """Consecutive layers of a model, with the embedding before them or the head after them where they are its ends."""
+class ModelPart:
+    """Consecutive layers of a model, with the embedding before the first of the model and the head after the last."""
 
     layers: range
     first: bool
@@ -24,37 +25,37 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seat:
-    """A rank, its place on every axis, and its parts of the model in the order of the layers."""
+class MeshPosition:
+    """A rank, its coordinate on every axis, and its parts of the model in the order of the layers."""
 
     rank: int
     mesh: Mesh
-    place: dict[str, int]
-    parts: tuple[Part, ...]
+    coordinates: dict[str, int]
+    parts: tuple[ModelPart, ...]
 
-    def holds(self, run: Run, part: Part) -> Iterator[Placed]:
-        """What it holds of each weight of one of its parts, in the table's order."""
-        table: Table = FAMILIES[run.model.family](run.model, run.train)
-        for parameter in named(table, part.layers, first=part.first, last=part.last):
-            yield placed(
+    def weight_shards(self, run: Run, part: ModelPart) -> Iterator[WeightShard]:
+        """Its shard of each weight of one of its parts, in the table's order."""
+        table = op_table(run)
+        for parameter in model_parameters(table, part.layers, first=part.first, last=part.last):
+            yield weight_shard(
                 parameter,
                 table.sizes,
                 self.mesh.tp,
-                self.place["tp"],
+                self.coordinates["tp"],
                 vocab_multiple=run.model.vocab_multiple,
                 ep=self.mesh.ep,
-                expert_rank=self.place["dp"] % self.mesh.ep,
+                expert_rank=self.coordinates["dp"] % self.mesh.ep,
             )
 
 
-def seat(run: Run, rank: int) -> Seat:
-    """The seat of a rank of a run that can be laid out."""
-    layout = Frame(run).layout(run.parallel, run.train.microbatch)
-    place = layout.mesh.coordinates(rank)
-    return Seat(rank=rank, mesh=layout.mesh, place=place, parts=parts(layout, place["pp"]))
+def mesh_position(run: Run, rank: int) -> MeshPosition:
+    """The position of a rank of a legal run."""
+    layout = run_layout(CostContext(run), run.parallel, run.train.microbatch)
+    coordinates = layout.mesh.coordinates(rank)
+    return MeshPosition(rank=rank, mesh=layout.mesh, coordinates=coordinates, parts=stage_parts(layout, coordinates["pp"]))
 
 
-def parts(layout: Layout, stage: int) -> tuple[Part, ...]:
+def stage_parts(layout: Layout, stage: int) -> tuple[ModelPart, ...]:
     """The parts of the model that a stage holds, in the order of the layers."""
     last = len(layout.partition.parts) - 1
-    return tuple(Part(layers=range(*layout.layers(part)), first=part == 0, last=part == last) for part in layout.parts(stage))
+    return tuple(ModelPart(layers=range(*layout.layers(part)), first=part == 0, last=part == last) for part in layout.parts(stage))

@@ -7,18 +7,19 @@ from typing import Any
 
 from ..spec.problem import Problem
 from ..spec.run import Run
-from .cost_context import Frame
-from .engines import engine_for, unbuilt
+from .cost_context import CostContext
+from .engines import engine_for
+from .fixes import memory_problem, problems_with_fixes
 from .layout import Layout
-from .layout_cost import Costs, Seconds, costs, in_flight, spare, stage_bytes
-from .mends import memory_problem, problems_of
+from .layout_cost import LayoutCost, StepSeconds, extra_weight_copies, in_flight, layout_cost, stage_bytes
 from .mesh import Mesh
-from .precision import moments
-from .result import Bytes, Memory, ModelFacts, Plan, StageMemory, Throughput, Time, Whole
-from .rules import broken
-from .save_interval import ill_saved, saving
+from .precision import moment_bytes
+from .result import Memory, MemoryBytes, ModelFacts, Plan, StageMemory, StepTime, Throughput, WholeRun
+from .rules import broken_rules
+from .run_layout import run_layout
+from .save_interval import plan_saving, save_warnings
 from .schedules import SCHEDULES, bubble_share
-from .traffic import busiest
+from .traffic import busiest_traffic
 from .warnings import warnings
 
 VERSION = 1
@@ -27,32 +28,32 @@ WEIGHT = 4  # bytes a parameter in a checkpoint: float32
 
 def make_plan(run: Run) -> Plan:
     """The plan of a run. Deterministic: each rank makes the same one again."""
-    found = broken(run, run.parallel, run.train.microbatch)
+    found = broken_rules(run, run.parallel, run.train.microbatch)
     if found:
-        return _unlaid(run, problems_of(run, found))
+        return _unlaid(run, problems_with_fixes(run, found))
     parallel = run.parallel
-    frame = Frame(run)
-    layout = frame.layout(parallel, run.train.microbatch)
-    of = costs(frame, layout)
+    frame = CostContext(run)
+    layout = run_layout(frame, parallel, run.train.microbatch)
+    of = layout_cost(frame, layout)
     memory = _memory(frame, layout, of)
     engine, limits = engine_for(run, parallel)
     seconds = of.seconds
     throughput = _throughput(frame, layout, seconds) if seconds else None
     fits = memory.peak <= memory.capacity
     whole, step = _whole(frame, seconds), seconds.step if seconds else None
-    saved = saving(run, whole, step)
+    saved = plan_saving(run, whole, step)
     return Plan(
         **_named(run, layout.mesh),
         ok=True,
         fits=fits,
-        runnable=engine is not None and not limits and not any(unbuilt(engine, parallel)),
+        runnable=engine is not None and not limits,
         problems=() if fits else (memory_problem(run, memory),),
-        warnings=(*warnings(frame, layout, of, throughput), *ill_saved(run, whole, step, saved)),
+        warnings=(*warnings(frame, layout, of, throughput), *save_warnings(run, whole, step, saved)),
         engine=engine.name if engine else None,
         microbatches=layout.micros,
         model=_facts(frame),
         memory=memory,
-        traffic=busiest(frame, layout, of),
+        traffic=busiest_traffic(frame, layout, of),
         time=_time(seconds) if seconds else None,
         bubble_fraction=seconds.fill if seconds else _even_bubble(layout),
         throughput=throughput,
@@ -99,8 +100,8 @@ def _named(run: Run, mesh: Mesh | None) -> dict[str, Any]:
     }
 
 
-def _time(seconds: Seconds) -> Time:
-    return Time(
+def _time(seconds: StepSeconds) -> StepTime:
+    return StepTime(
         step=seconds.step,
         compute=seconds.compute,
         exposed=seconds.exposed,
@@ -114,20 +115,20 @@ def _even_bubble(layout: Layout) -> float:
 
 
 def _mesh(mesh: Mesh) -> dict[str, int]:
-    return {axis: getattr(mesh, axis) for axis in ("pp", "dp", "cp", "ep", "tp")}
+    return dict(mesh.degrees)
 
 
 def _groups(mesh: Mesh, gpus: int) -> dict[str, str]:
     """How each axis's groups lie on the nodes, in words."""
     words: dict[str, str] = {}
-    for axis in ("pp", "dp", "cp", "ep", "tp"):
+    for axis in mesh.degrees:
         size, in_node = mesh.size(axis), mesh.in_node(axis, gpus)
         if size > 1:
             words[axis] = f"{size} ranks inside a node" if size <= in_node else f"{size} ranks, {in_node} in a node"
     return words
 
 
-def _facts(frame: Frame) -> ModelFacts:
+def _facts(frame: CostContext) -> ModelFacts:
     return ModelFacts(
         parameters=frame.parameters,
         active_parameters=frame.active_parameters,
@@ -135,19 +136,19 @@ def _facts(frame: Frame) -> ModelFacts:
     )
 
 
-def _memory(frame: Frame, layout: Layout, of: Costs) -> Memory:
+def _memory(frame: CostContext, layout: Layout, of: LayoutCost) -> Memory:
     rows = []
-    for index, at in enumerate(layout.partition.which):
+    for index, at in enumerate(layout.partition.kind_of_stage):
         kind = of.kinds[at]
         flight = in_flight(layout, index)
-        kept = ceil(kind.kept * flight)
-        held = Bytes(
-            weights=kind.weights * (1 + spare(layout, index)),
+        kept = ceil(kind.saved * flight)
+        held = MemoryBytes(
+            weights=kind.weights * (1 + extra_weight_copies(layout, index)),
             gradients=kind.gradients,
             optimizer=kind.optimizer,
-            activations=kept + kind.kept_last,
+            activations=kept + kind.saved_last,
             logits=kind.logits,
-            buffers=kind.buffers + ceil((kind.kept + kind.passing) * flight) - kept,
+            buffers=kind.buffers + ceil((kind.saved + kind.passing) * flight) - kept,
             overhead=kind.overhead,
             total=stage_bytes(layout, kind, index),
         )
@@ -160,13 +161,13 @@ def _memory(frame: Frame, layout: Layout, of: Costs) -> Memory:
     return Memory(peak=of.peak, capacity=frame.capacity, stage=of.fullest, form=frame.form, stages=tuple(rows))
 
 
-def _throughput(frame: Frame, layout: Layout, seconds: Seconds) -> Throughput:
+def _throughput(frame: CostContext, layout: Layout, seconds: StepSeconds) -> Throughput:
     run = frame.run
     rate = run.train.batch * run.train.seq / seconds.step
     each = rate / frame.world
     peak = run.cluster.device.peak[run.train.precision]
     model = each * frame.flops_per_token
-    hardware = each * (frame.flops_per_token + frame.again_flops_per_token(layout.parallel.recompute))
+    hardware = each * (frame.flops_per_token + frame.recompute_flops_per_token(layout.parallel.recompute))
     return Throughput(
         tokens_per_second=rate,
         tokens_per_second_per_gpu=each,
@@ -177,19 +178,19 @@ def _throughput(frame: Frame, layout: Layout, seconds: Seconds) -> Throughput:
     )
 
 
-def _whole(frame: Frame, seconds: Seconds | None) -> Whole:
+def _whole(frame: CostContext, seconds: StepSeconds | None) -> WholeRun:
     train, device = frame.run.train, frame.run.cluster.device
     step = train.batch * train.seq
     steps = train.steps or ceil((train.tokens or 0) / step)
     flops = frame.flops_per_token * steps * step
     peak = device.peak.get(train.precision)
     whole = steps * seconds.step if seconds else None
-    return Whole(
+    return WholeRun(
         steps=steps,
         tokens=steps * step,
         flops=flops,
         ideal_seconds=flops / (peak * frame.world) if peak else None,
         seconds=whole,
         days=whole / 86400 if whole is not None else None,
-        checkpoint_bytes=frame.parameters * (WEIGHT + moments(frame.run.optim)),
+        checkpoint_bytes=frame.parameters * (WEIGHT + moment_bytes(frame.run.optim)),
     )

@@ -1,4 +1,4 @@
-"""Bytes of an element by what it is for, one row a precision; and of an optimizer's states."""
+"""Bytes an element of weights, gradients, activations and optimizer states, by precision."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from ..spec.run import Optim, Train
 
 @dataclass(frozen=True, slots=True)
 class Widths:
-    """Bytes an element: of a weight as it is computed with, a gradient as it adds up, the float32 copy of a weight that
-    the optimizer steps, and an activation."""
+    """Bytes an element."""
 
-    weight: int
-    gradient: int
-    master: int
+    weight: int  # as forward computes with it
+    gradient: int  # as it is accumulated
+    master: int  # the float32 copy of a weight that the optimizer steps; 0: none
     activation: int
 
 
@@ -33,24 +32,24 @@ COMPUTES: dict[str, tuple[str, ...]] = {
     "fp32": ("fp32",),
     "bf16": ("bf16",),
     "fp16": ("fp16",),
-    "fp8": ("fp8", "bf16"),  # linear layers, and all else
+    "fp8": ("fp8", "bf16"),  # linear layers, all else
     "fp4": ("fp4", "bf16"),
 }
 
 
 def widths(train: Train) -> Widths:
-    """The widths of a run: ZeRO section 3.1 (arXiv:1910.02054) for half precision: 2 + 2 + (4 + 8 of Adam)."""
+    """The widths of a run. In half precision 2 + 2 + (4 + 8 of Adam), as in ZeRO (arXiv:1910.02054 section 3.1)."""
     row = _ROWS[train.precision]
     if train.gradients == "auto":
         return row
     return Widths(row.weight, _GRADIENT[train.gradients], row.master, row.activation)
 
 
-def moments(optim: Optim) -> int:
+def moment_bytes(optim: Optim) -> int:
     """Bytes a parameter of an optimizer's own states."""
     return {"adamw": 8, "sgd": 4 if optim.momentum else 0}[optim.name]
 
 
-def states(optim: Optim) -> int:
-    """Bytes a parameter of an optimizer's own states, and of the second copy of gradients where it keeps one."""
-    return moments(optim) + 4 * optim.gradient_copy
+def state_bytes(optim: Optim) -> int:
+    """Bytes a parameter of an optimizer's own states and of its second copy of gradients, if it keeps one."""
+    return moment_bytes(optim) + 4 * optim.gradient_copy

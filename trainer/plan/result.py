@@ -8,7 +8,7 @@ from ..spec.problem import Problem
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bytes:
+class MemoryBytes:
     """Memory of one rank by kind, in bytes."""
 
     weights: int
@@ -30,7 +30,7 @@ class StageMemory:
     layers: tuple[int, int]
     parameters: int
     in_flight: float
-    bytes: Bytes
+    bytes: MemoryBytes
     back: tuple[int, int] | None = None
 
 
@@ -60,7 +60,7 @@ class Message:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Time:
+class StepTime:
     """Seconds of one step by cause; they add up to `step`."""
 
     step: float
@@ -83,7 +83,7 @@ class Throughput:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whole:
+class WholeRun:
     """The whole run: model FLOPs, seconds at every device's peak, planned seconds, bytes of a checkpoint."""
 
     steps: int
@@ -141,8 +141,8 @@ class Plan:
     model: ModelFacts | None
     memory: Memory | None
     traffic: tuple[Message, ...]
-    time: Time | None
+    time: StepTime | None
     bubble_fraction: float | None
     throughput: Throughput | None
-    run: Whole | None
+    run: WholeRun | None
     saving: Saving | None

@@ -1,242 +1,248 @@
-"""What is wrong with a run before it is laid out: one function a rule, each a sentence with its mend's direction.
+"""The rules that a run must keep to be laid out, one function each.
 
-A rule looks at one relation between keys and says every way in which it is broken. Changes that would mend it are
-candidates only: trainer/plan/mends.py plans each of them again before it is told to anybody.
+A rule looks at one relation between keys and yields every way in which it is broken, as a sentence. Its changes are candidates for a
+fix: trainer/plan/fixes.py plans each of them again before a user sees it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from heapq import nsmallest
-from math import ceil
+from math import ceil, prod
 
-from ..models.families import FAMILIES
-from ..spec.problem import nearest
+from ..models.families import FAMILIES, has_experts, is_made_by_transformers
+from ..spec.problem import suggest_name
 from ..spec.run import Parallel, Run
-from .broken_rule import Broken, Rule
+from .broken_rule import BrokenRule, Rule
 from .changed_run import Change
 from .divisors import divisors
 from .engines import ENGINES
+from .mesh import replica_degrees
 from .precision import COMPUTES
 from .schedules import SCHEDULES
 from .value_rules import countable, folders, rates, window
 
 MOST_STAGES = 10_000
-FEWER = 16  # smaller degrees of an axis that are tried
+MOST_SMALLER = 16  # smaller degrees of an axis that are tried
 
 
-def _near(key: str, value: int, of: int) -> tuple[Change, ...]:
-    """The divisors of `of` nearest to a value, the smaller first."""
+def _nearest_divisors(key: str, value: int, of: int) -> tuple[Change, ...]:
+    """Return the divisors of `of` nearest to a value as changes, the smaller first."""
     ranked = nsmallest(3, divisors(of), key=lambda each: (abs(each - value), each))
     return tuple(((key, each),) for each in ranked)
 
 
-def names(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
-    """Families and engines are names in our own tables."""
+def names(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+    """Families and engines are names in their tables."""
     for key, word, known in (
         ("model.family", run.model.family, tuple(FAMILIES)),
-        ("engine", run.engine, ("auto", *(engine.name for engine in ENGINES))),
+        ("engine", run.engine, ("auto", *ENGINES)),
     ):
         if word not in known:
-            yield Broken("name", f"{key}={word} is not known", mend=nearest(word, known))
+            yield BrokenRule("name", f"{key}={word} is not known", fix=suggest_name(word, known))
 
 
-def model(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
-    """A model's sizes fit each other."""
+def model(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+    """The sizes of a model fit each other."""
     words = run.model
-    if words.family == "hf":
+    if is_made_by_transformers(words):
         return
     if words.head_dim is None and words.hidden % words.heads:
-        yield Broken(
+        yield BrokenRule(
             "heads",
             f"model.heads={words.heads} does not divide model.hidden={words.hidden}",
-            _near("model.heads", words.heads, words.hidden),
+            _nearest_divisors("model.heads", words.heads, words.hidden),
         )
     kv_heads = words.kv_heads or words.heads
     if words.heads % kv_heads:
-        yield Broken(
+        yield BrokenRule(
             "kv_heads",
             f"model.kv_heads={kv_heads} does not divide model.heads={words.heads}",
-            _near("model.kv_heads", kv_heads, words.heads),
+            _nearest_divisors("model.kv_heads", kv_heads, words.heads),
         )
     if words.positions == "learned" and words.context is not None and words.context < run.train.seq:
         tries: tuple[Change, ...] = ((("train.seq", words.context),), (("model.context", run.train.seq),))
-        yield Broken(
-            "context", f"train.seq={run.train.seq} is longer than model.context={words.context}, the rows of the position table", tries
+        yield BrokenRule(
+            "context", f"train.seq={run.train.seq} is longer than model.context={words.context}, the length of the position table", tries
         )
 
 
-def hugging_face(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
-    """A model of family hf is what its config.json says; what our own layers do beside is not there."""
+def hugging_face(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+    """A model made by transformers is as its config.json says, without what only our own layers do."""
     words = run.model
-    if words.family != "hf":
+    if not is_made_by_transformers(words):
         return
     if not words.parameters:
-        yield Broken("hf", "family hf has no sizes of its own", mend="set model.hf to the path of a config.json")
+        yield BrokenRule("hf", f"family {words.family} has no sizes of its own", fix="set model.hf to the path of a config.json")
     if words.context is not None and words.context < run.train.seq:
         says = f"train.seq={run.train.seq} is longer than the {words.context} tokens of its config.json"
-        yield Broken("context", says, ((("train.seq", words.context),),))
+        yield BrokenRule("context", says, ((("train.seq", words.context),),))
     if words.dropout:
-        says = f"model.dropout={words.dropout:g}: dropout of family hf can't be keyed, so that layouts would train apart"
-        yield Broken("dropout", says, ((("model.dropout", 0),),))
+        says = f"model.dropout={words.dropout:g}: dropout of family {words.family} is not keyed by train.seed and differs between layouts"
+        yield BrokenRule("dropout", says, ((("model.dropout", 0),),))
     if words.weights is not None:
-        yield Broken("weights", "model.weights: a model of family hf begins from no weights here", ((("model.weights", None),),))
+        yield BrokenRule(
+            "weights", f"model.weights: a model of family {words.family} can't start from given weights", ((("model.weights", None),),)
+        )
     if run.data.documents:
-        says = "data.documents=true: attention of family hf does not stay inside documents"
-        yield Broken("documents", says, ((("data.documents", False),),))
+        says = f"data.documents=true: attention of family {words.family} crosses document boundaries"
+        yield BrokenRule("documents", says, ((("data.documents", False),),))
 
 
-def hugging_face_layout(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
-    """A model of family hf is whole on every rank, but for what ZeRO shards, and nothing of it is computed again."""
-    if run.model.family != "hf":
+def hugging_face_layout(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+    """A model made by transformers is whole on every rank, except for what ZeRO shards, and recomputes nothing."""
+    if not is_made_by_transformers(run.model):
         return
     again: Change = () if parallel.dp == "auto" else (("parallel.dp", "auto"),)
     for axis in ("tp", "pp", "cp"):
         degree = getattr(parallel, axis)
         if degree > 1:
-            says = f"parallel.{axis}={degree} splits nothing of family hf: it trains under dp and ZeRO"
-            yield Broken("hf", says, (((f"parallel.{axis}", 1), *again),))
+            says = f"parallel.{axis}={degree} does not apply to family {run.model.family}, which trains with data parallelism and ZeRO only"
+            yield BrokenRule("hf", says, (((f"parallel.{axis}", 1), *again),))
     if parallel.recompute != "none":
-        says = f"parallel.recompute={parallel.recompute}: family hf keeps all of its activations"
-        yield Broken("hf", says, ((("parallel.recompute", "none"),),))
+        says = f"parallel.recompute={parallel.recompute}: family {run.model.family} saves all activations"
+        yield BrokenRule("hf", says, ((("parallel.recompute", "none"),),))
 
 
-def experts(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
-    """A mixture has experts, and sends a token to some of them."""
+def experts(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+    """A mixture of experts has experts, and routes a token to some of them; other families have none."""
     words = run.model
-    if words.family != "moe":
+    if not has_experts(words):
         if words.experts:
-            yield Broken("experts", f"model.experts={words.experts} is for family moe, not {words.family}", ((("model.experts", 0),),))
+            mixtures = " or ".join(name for name, row in FAMILIES.items() if row.has_experts)
+            yield BrokenRule(
+                "experts", f"model.experts={words.experts} is for family {mixtures}, not {words.family}", ((("model.experts", 0),),)
+            )
         if parallel.ep > 1:
-            yield Broken(
+            yield BrokenRule(
                 "experts", f"parallel.ep={parallel.ep} splits experts, and family {words.family} has none", ((("parallel.ep", 1),),)
             )
         return
     if not words.experts:
-        yield Broken("experts", "model.experts=0: family moe has at least one expert", mend="set model.experts")
+        yield BrokenRule("experts", f"model.experts=0: family {words.family} has at least one expert", fix="set model.experts")
     elif not 1 <= words.top_k <= words.experts:
-        yield Broken(
+        yield BrokenRule(
             "top_k",
             f"model.top_k={words.top_k} is not from 1 to model.experts={words.experts}",
             ((("model.top_k", min(2, words.experts)),),),
         )
     elif words.experts % parallel.ep:
-        yield Broken(
+        yield BrokenRule(
             "ep",
             f"parallel.ep={parallel.ep} does not divide model.experts={words.experts}",
-            _near("parallel.ep", parallel.ep, words.experts),
+            _nearest_divisors("parallel.ep", parallel.ep, words.experts),
         )
 
 
-def world(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
-    """The degrees multiply to the number of devices, and expert ranks come out of the data axis."""
+def world(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+    """The degrees multiply to the number of devices; the expert axis is a part of the data axis."""
     ranks = run.cluster.nodes * run.cluster.gpus
-    others = parallel.tp * parallel.pp * parallel.cp
-    product = f"tp {parallel.tp} x pp {parallel.pp} x cp {parallel.cp}"
+    others = prod(replica_degrees(parallel).values())
+    product = " x ".join(f"{name} {degree}" for name, degree in replica_degrees(parallel).items())
     has = f"the cluster has {run.cluster.nodes} x {run.cluster.gpus} = {ranks} devices"
     dp: int | str = parallel.dp
     if dp == "auto":
         if ranks % others:
             less = tuple(
-                ((key, each),) for key, now in _degrees(parallel) for each in divisors(ranks, now)[: -FEWER - 1 : -1] if each != now
+                ((key, each),) for key, now in _degrees(parallel) for each in divisors(ranks, now)[: -MOST_SMALLER - 1 : -1] if each != now
             )
-            yield Broken("world", f"{product} = {others} does not divide: {has}", (*_nodes(run, others), *less))
+            yield BrokenRule("world", f"{product} = {others} does not divide: {has}", (*_enough_nodes(run, others), *less))
             return
         dp = ranks // others
     elif parallel.dp * others != ranks:
         fills: tuple[Change, ...] = ((("parallel.dp", ranks // others),),) if ranks % others == 0 else ()
-        tries = (*fills, *_nodes(run, int(dp) * others), (("parallel.dp", "auto"),))
-        yield Broken("world", f"parallel.dp={dp} x {product} = {int(dp) * others}, but {has}", tries)
+        tries = (*fills, *_enough_nodes(run, int(dp) * others), (("parallel.dp", "auto"),))
+        yield BrokenRule("world", f"parallel.dp={dp} x {product} = {int(dp) * others}, but {has}", tries)
         return
     if int(dp) % parallel.ep:
-        yield Broken(
+        yield BrokenRule(
             "ep",
-            f"parallel.ep={parallel.ep} does not divide the data axis, dp {dp}, whose ranks it takes",
-            _near("parallel.ep", parallel.ep, int(dp)),
+            f"parallel.ep={parallel.ep} does not divide parallel.dp={dp}, whose ranks hold the experts",
+            _nearest_divisors("parallel.ep", parallel.ep, int(dp)),
         )
     data = int(dp) * parallel.cp
     if parallel.shard != "all" and data % parallel.shard:
         says = f"parallel.shard={parallel.shard} does not divide dp {dp} x cp {parallel.cp} = {data}"
-        yield Broken("shard", says, _near("parallel.shard", parallel.shard, data))
+        yield BrokenRule("shard", says, _nearest_divisors("parallel.shard", parallel.shard, data))
     elif parallel.shard != "all" and parallel.shard % parallel.ep:
         says = f"parallel.shard={parallel.shard} is not a multiple of parallel.ep={parallel.ep}"
-        yield Broken("shard", says, ((("parallel.shard", "all"),),))
+        yield BrokenRule("shard", says, ((("parallel.shard", "all"),),))
 
 
 def _degrees(parallel: Parallel) -> tuple[tuple[str, int], ...]:
-    return tuple((f"parallel.{axis}", getattr(parallel, axis)) for axis in ("pp", "cp", "tp") if getattr(parallel, axis) > 1)
+    return tuple((f"parallel.{name}", degree) for name, degree in reversed(replica_degrees(parallel).items()) if degree > 1)
 
 
-def _nodes(run: Run, wanted: int) -> tuple[Change, ...]:
-    """Enough whole nodes for a number of ranks."""
+def _enough_nodes(run: Run, wanted: int) -> tuple[Change, ...]:
+    """Return the number of whole nodes for `wanted` ranks as a change, if there is one."""
     gpus = run.cluster.gpus
     return ((("cluster.nodes", -(-wanted // gpus)),),) if wanted % gpus == 0 else ()
 
 
-def tensor(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
-    """Sequence parallel splits the sequence by tp too; heads, feed-forward and vocabulary are padded where tp does not divide them."""
+def tensor(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+    """Sequence parallelism splits the sequence by tp too. Heads, feed-forward and vocabulary are padded where tp does not divide them."""
     degree = parallel.tp
     if degree > 1 and parallel.sequence and run.train.seq % (degree * parallel.cp):
         of = f"train.seq={run.train.seq} over tp {degree} x cp {parallel.cp}"
-        yield Broken("sequence", f"parallel.sequence does not split {of} evenly", ((("parallel.sequence", False),),))
+        yield BrokenRule("sequence", f"parallel.sequence does not split {of} evenly", ((("parallel.sequence", False),),))
 
 
-def context(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
-    """cp gives each rank two pieces of the sequence, one from its front and one from its back, so that causal work is even."""
+def context(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+    """cp gives each rank two pieces of the sequence, one from the front and one from the back, so that causal attention is balanced."""
     if parallel.cp > 1 and run.train.seq % (2 * parallel.cp):
-        fits = tuple(change for change in _near("parallel.cp", parallel.cp, max(1, run.train.seq // 2)))
-        yield Broken("cp", f"parallel.cp={parallel.cp}: train.seq={run.train.seq} is not a multiple of 2 x cp", fits)
+        fits = tuple(change for change in _nearest_divisors("parallel.cp", parallel.cp, max(1, run.train.seq // 2)))
+        yield BrokenRule("cp", f"parallel.cp={parallel.cp}: train.seq={run.train.seq} is not a multiple of 2 x cp", fits)
 
 
-def pipeline(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
-    """Each stage, and each part of it, has a layer; chunks are for interleaved schedules, which want micro-batches in rounds."""
+def pipeline(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+    """Each stage, and each chunk of it, has a layer. Chunks are for interleaved schedules, which need micro-batches in rounds."""
     schedule = SCHEDULES.get(parallel.schedule)
     layers, stages, chunks = run.model.layers, parallel.pp, parallel.chunks
     if stages > MOST_STAGES:
-        yield Broken("pp", f"parallel.pp={stages} is more than the {MOST_STAGES:,} stages that a plan lists", ((("parallel.pp", 1),),))
+        yield BrokenRule("pp", f"parallel.pp={stages} is more than the {MOST_STAGES:,} stages that a plan has", ((("parallel.pp", 1),),))
     elif stages * chunks > layers:
         each = f"parallel.pp={stages}" + (f" x parallel.chunks={chunks}" if chunks > 1 else "")
         fewer: tuple[Change, ...] = ((("parallel.chunks", max(1, layers // stages)),),) if chunks > 1 and stages <= layers else ()
-        yield Broken("pp", f"{each} is more than model.layers={layers}", fewer + _near("parallel.pp", stages, layers))
+        yield BrokenRule("pp", f"{each} is more than model.layers={layers}", fewer + _nearest_divisors("parallel.pp", stages, layers))
     if schedule is None:
-        yield Broken("name", f"parallel.schedule={parallel.schedule} is not known", mend=nearest(parallel.schedule, SCHEDULES))
+        yield BrokenRule("name", f"parallel.schedule={parallel.schedule} is not known", fix=suggest_name(parallel.schedule, SCHEDULES))
         return
     if chunks > 1 and not schedule.chunked:
         either: tuple[Change, ...] = ((("parallel.schedule", "interleaved"),), (("parallel.chunks", 1),))
-        yield Broken("chunks", f"parallel.chunks={chunks} is for schedule interleaved, not {parallel.schedule}", either)
+        yield BrokenRule("chunks", f"parallel.chunks={chunks} is for schedule interleaved, not {parallel.schedule}", either)
     if stages > 1 and schedule.chunked:
-        yield from _rounds(run, parallel, microbatch)
+        yield from _interleaved(run, parallel, microbatch)
     if stages > 1 and schedule.folded:
-        yield from _fold(run, parallel, microbatch)
+        yield from _folded(run, parallel, microbatch)
 
 
-def _rounds(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
-    """A schedule with chunks wants more than one, and micro-batches in rounds of its stages."""
+def _interleaved(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+    """A schedule with chunks needs at least two, and micro-batches in rounds of its stages."""
     plain: Change = (("parallel.schedule", "1f1b"), ("parallel.chunks", 1))
     if parallel.chunks == 1:
-        says = f"parallel.schedule={parallel.schedule} wants parallel.chunks of 2 or more"
-        yield Broken("chunks", says, ((("parallel.chunks", 2),), plain))
-    micros, stages = _micros(run, parallel, microbatch), parallel.pp
+        says = f"parallel.schedule={parallel.schedule} needs parallel.chunks of 2 or more"
+        yield BrokenRule("chunks", says, ((("parallel.chunks", 2),), plain))
+    micros, stages = _microbatches(run, parallel, microbatch), parallel.pp
     if micros is not None and micros % stages:
-        says = f"{micros} micro-batches a step are not a multiple of parallel.pp={stages}, as schedule {parallel.schedule} wants"
+        says = f"{micros} micro-batches a step are not a multiple of parallel.pp={stages}, which schedule {parallel.schedule} needs"
         more = run.train.batch // micros * -(-micros // stages) * stages
-        yield Broken("microbatches", says, ((("train.batch", more),), plain))
+        yield BrokenRule("microbatches", says, ((("train.batch", more),), plain))
 
 
-def _fold(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
-    """A folded schedule gives each stage two parts of the model, and wants a micro-batch for each part that there is."""
+def _folded(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+    """A folded schedule gives each stage two parts of the model, and needs a micro-batch for each part of the model."""
     layers, parts = run.model.layers, 2 * parallel.pp
     plain: Change = (("parallel.schedule", "1f1b"),)
     if parallel.pp <= layers < parts:
-        says = f"parallel.schedule={parallel.schedule} cuts a model into 2 x parallel.pp={parallel.pp} parts, and model.layers={layers}"
-        yield Broken("pp", says, (plain, *_near("parallel.pp", layers // 2, layers)))
-    micros = _micros(run, parallel, microbatch)
+        says = f"parallel.schedule={parallel.schedule} needs 2 x parallel.pp={parallel.pp} parts, more than model.layers={layers}"
+        yield BrokenRule("pp", says, (plain, *_nearest_divisors("parallel.pp", layers // 2, layers)))
+    micros = _microbatches(run, parallel, microbatch)
     if micros is not None and micros < parts:
-        says = f"{micros} micro-batches a step are fewer than 2 x parallel.pp={parallel.pp}, as schedule {parallel.schedule} wants"
-        yield Broken("microbatches", says, ((("train.batch", run.train.batch // micros * parts),), plain))
+        says = f"{micros} micro-batches a step are fewer than 2 x parallel.pp={parallel.pp}, which schedule {parallel.schedule} needs"
+        yield BrokenRule("microbatches", says, ((("train.batch", run.train.batch // micros * parts),), plain))
 
 
-def _micros(run: Run, parallel: Parallel, microbatch: int) -> int | None:
+def _microbatches(run: Run, parallel: Parallel, microbatch: int) -> int | None:
     dp = _dp(run, parallel)
     return run.train.batch // (dp * microbatch) if dp and run.train.batch % (dp * microbatch) == 0 else None
 
@@ -244,12 +250,12 @@ def _micros(run: Run, parallel: Parallel, microbatch: int) -> int | None:
 def _dp(run: Run, parallel: Parallel) -> int | None:
     if parallel.dp != "auto":
         return parallel.dp
-    ranks, others = run.cluster.nodes * run.cluster.gpus, parallel.tp * parallel.pp * parallel.cp
+    ranks, others = run.cluster.nodes * run.cluster.gpus, prod(replica_degrees(parallel).values())
     return ranks // others if ranks % others == 0 else None
 
 
-def batch(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
-    """A step's sequences are so many whole micro-batches on every replica."""
+def batch(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+    """The global batch is a whole number of micro-batches on every replica."""
     dp = _dp(run, parallel)
     if dp is None or run.train.batch % (dp * microbatch) == 0:
         return
@@ -259,59 +265,63 @@ def batch(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
         tries += [(("train.microbatch", each),) for each in reversed(divisors(run.train.batch // dp, microbatch))][:1]
     up = -(-run.train.batch // (dp * microbatch)) * dp * microbatch
     tries.append((("train.batch", up),))
-    yield Broken("batch", says, tuple(tries))
+    yield BrokenRule("batch", says, tuple(tries))
 
 
-def length(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
-    """A run has an end, said once; the warm-up comes before it."""
+def length(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+    """A run has one length, and its warm-up is shorter."""
     train = run.train
     if train.steps is None and train.tokens is None:
-        yield Broken("length", "neither train.steps nor train.tokens is set", mend="set one of them")
+        yield BrokenRule("length", "neither train.steps nor train.tokens is set", fix="set one of them")
     if train.steps is not None and train.tokens is not None:
         tries: tuple[Change, ...] = ((("train.tokens", None),), (("train.steps", None),))
-        yield Broken("length", f"train.steps={train.steps} and train.tokens={train.tokens:g} are both set: one is the length", tries)
+        yield BrokenRule("length", f"train.steps={train.steps} and train.tokens={train.tokens:g} are both set: a run has one length", tries)
         return
     steps = train.steps or (ceil(train.tokens / (train.batch * train.seq)) if train.tokens else 0)
     if steps and run.optim.warmup >= steps and run.optim.warmup:
-        told = f"train.steps={steps}" if train.steps else f"the {steps} steps of train.tokens={train.tokens:g}"
-        yield Broken("warmup", f"optim.warmup={run.optim.warmup} is not shorter than {told}", ((("optim.warmup", steps // 10),),))
+        length = f"train.steps={steps}" if train.steps else f"the {steps} steps of train.tokens={train.tokens:g}"
+        yield BrokenRule("warmup", f"optim.warmup={run.optim.warmup} is not shorter than {length}", ((("optim.warmup", steps // 10),),))
 
 
-def precision(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
-    """A device that states its peaks computes in those precisions only."""
+def precision(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+    """A device whose peaks are stated computes in those precisions only."""
     peaks = run.cluster.device.peak
     for each in COMPUTES[run.train.precision] if peaks else ():
         if each not in peaks:
             fits = tuple((("train.precision", name),) for name in ("bf16", "fp16", "fp32") if name in peaks)
-            yield Broken(
+            yield BrokenRule(
                 "precision", f"train.precision={run.train.precision}: {run.cluster.device.name} does not compute in {each}", fits[:2]
             )
             return
     wide = {"fp32": ("fp32",), "bf16": ("bf16", "fp32"), "fp16": ("fp16", "fp32")}.get(run.train.precision, ("bf16", "fp32"))
     if run.train.gradients not in ("auto", *wide):
-        says = f"train.gradients={run.train.gradients} does not go with train.precision={run.train.precision}"
-        yield Broken("gradients", says, tuple((("train.gradients", name),) for name in ("auto", "fp32")))
+        says = f"train.gradients={run.train.gradients} is not supported with train.precision={run.train.precision}"
+        yield BrokenRule("gradients", says, tuple((("train.gradients", name),) for name in ("auto", "fp32")))
 
 
-def offload(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
-    """ZeRO moves to the host what it shards: the optimizer from stage 1 on, parameters at stage 3."""
+def offload(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+    """ZeRO offloads what it shards: optimizer states from stage 1, parameters at stage 3."""
     if parallel.offload.optimizer and parallel.zero == 0:
-        yield Broken("offload", "parallel.offload.optimizer=true wants parallel.zero of 1 or more", ((("parallel.zero", 1),),))
+        yield BrokenRule("offload", "parallel.offload.optimizer=true needs parallel.zero of 1 or more", ((("parallel.zero", 1),),))
     if parallel.offload.parameters and parallel.zero < 3:
-        yield Broken("offload", f"parallel.offload.parameters=true wants parallel.zero=3, not {parallel.zero}", ((("parallel.zero", 3),),))
+        yield BrokenRule(
+            "offload", f"parallel.offload.parameters=true needs parallel.zero=3, not {parallel.zero}", ((("parallel.zero", 3),),)
+        )
 
 
-def device(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken]:
-    """A device's memory is a number by the time a plan is made."""
+def device(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+    """The memory of the device is a number by the time a plan is made."""
     if run.cluster.device.memory == "auto":
-        yield Broken("device", f"cluster.device.memory=auto: the memory of {run.cluster.device.name} is not known", mend="set it in bytes")
+        yield BrokenRule(
+            "device", f"cluster.device.memory=auto: the memory of {run.cluster.device.name} is not known", fix="set it in bytes"
+        )
 
 
-# Rules of the run alone, whatever its degrees; and those of a layout, which a sweep asks of each.
+# Rules of a run whatever its degrees, and rules of a layout, which a sweep applies to each.
 OF_RUN: tuple[Rule, ...] = (names, folders, model, hugging_face, length, rates, window, precision, device)
 OF_LAYOUT: tuple[Rule, ...] = (hugging_face_layout, experts, world, tensor, context, pipeline, batch, offload, countable)
 
 
-def broken(run: Run, parallel: Parallel, microbatch: int, rules: tuple[Rule, ...] = OF_RUN + OF_LAYOUT) -> list[Broken]:
-    """Every rule that a run breaks with these degrees; none: it can be laid out."""
+def broken_rules(run: Run, parallel: Parallel, microbatch: int, rules: tuple[Rule, ...] = OF_RUN + OF_LAYOUT) -> list[BrokenRule]:
+    """Return every rule that a run breaks with these degrees; a run that breaks none can be laid out."""
     return [each for rule in rules for each in rule(run, parallel, microbatch)]

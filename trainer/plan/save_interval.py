@@ -1,4 +1,4 @@
-"""How often a run should save: interruptions that are to be expected, what a save takes, and what both leave of the time."""
+"""The best interval between checkpoints, from the expected interruptions and the time of a save, and the share of time that it keeps."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from math import exp, expm1, sqrt
 
 from ..spec.problem import Problem
 from ..spec.run import Run
-from ..spec.units import percent
-from .result import Saving, Whole
+from ..spec.units import percent_text
+from .result import Saving, WholeRun
 
-ENOUGH = 1.0  # interruptions from which how often to save is worth a word
-WORTH = 0.01  # share of the time from which another interval is
+ENOUGH = 1.0  # expected interruptions from which the interval is judged
+WORTH = 0.01  # share of the time that another interval must save to be suggested
 GRACE = 30.0  # seconds between SIGTERM and SIGKILL: Slurm's KillWait, torchrun's --shutdown-timeout
 KILLERS = {"torchrun": ("torchrun", "give torchrun --shutdown-timeout"), "slurm": ("Slurm", "raise KillWait in slurm.conf")}
 
 
-def saving(run: Run, whole: Whole, step: float | None) -> Saving:
-    """What a plan says of saving; `step` is a step's seconds."""
+def plan_saving(run: Run, whole: WholeRun, step: float | None) -> Saving:
+    """Return the plan's figures of saving; `step` is the seconds of a step."""
     cluster = run.cluster
     between = cluster.mtbf / (cluster.nodes * cluster.gpus)
     save = whole.checkpoint_bytes / cluster.storage if cluster.storage else None
@@ -34,7 +34,7 @@ def saving(run: Run, whole: Whole, step: float | None) -> Saving:
 
 
 def best_interval(save: float, between: float) -> float:
-    """Seconds of work between two saves of `save` seconds, where faults are `between` seconds apart in the mean.
+    """Return the best seconds of work between two saves of `save` seconds, where faults are `between` seconds apart on average.
 
     sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d, or M where d >= 2 M: Daly 2006, eq. 37 (doi:10.1016/j.future.2004.11.016);
     its first term is Young's.
@@ -46,55 +46,58 @@ def best_interval(save: float, between: float) -> float:
 
 
 def goodput(interval: float, save: float, between: float) -> float:
-    """Share of the time that is kept work, saving every `interval` seconds of work and reading back in as long as a save takes.
+    """Return the share of the time that is kept work, with a save every `interval` seconds of work and a load as long as a save.
 
-    t / (M e^(R/M) (e^((t + d)/M) - 1)): the same paper, eq. 20. Time to notice a fault and to start again is not in it.
+    t / (M e^(R/M) (e^((t + d)/M) - 1)): the same paper, eq. 20. It leaves out the time to notice a fault and to restart.
     """
     if interval + save > 500 * between:
         return 0.0
     return interval / (between * exp(save / between) * expm1((interval + save) / between))
 
 
-def evaluation(run: Run, step: float) -> float:
-    """Seconds of an evaluation where a step takes so many: its batches go forward alone, a third of a step's products."""
+def evaluation_seconds(run: Run, step: float) -> float:
+    """Return the seconds of an evaluation, given those of a step: its batches run forward only, a third of a step's products."""
     return run.train.evaluate.batches * step / 3 if run.train.evaluate.every else 0.0
 
 
-def stopping(run: Run, step: float | None, save: float | None) -> float:
-    """Seconds at the most from the word to stop until all is saved, of what is known: the word is heard at a step's end, and one that
-    comes just after finds the evaluation and the save there, the next step, and the last save before it. A step more is to spare."""
-    return (2 * step + evaluation(run, step) if step else 0.0) + 2 * (save or 0.0)
+def stop_seconds(run: Run, step: float | None, save: float | None) -> float:
+    """Return the most seconds from a stop request until all is saved, of the times that are known.
+
+    A request is read at the end of a step. One that arrives just after waits for that step's evaluation and save, the next step, and the
+    final save; one more step is added as a margin.
+    """
+    return (2 * step + evaluation_seconds(run, step) if step else 0.0) + 2 * (save or 0.0)
 
 
-def ill_saved(run: Run, whole: Whole, step: float | None, found: Saving) -> Iterator[Problem]:
-    """That a run saves much too rarely or too often, or can't in the time that it is given when it is stopped."""
-    often, save, stop = run.checkpoint.every, found.seconds, stopping(run, step, found.seconds)
+def save_warnings(run: Run, whole: WholeRun, step: float | None, found: Saving) -> Iterator[Problem]:
+    """Yield that a run saves much too rarely or too often, or can't save in the time that its launcher gives it to stop."""
+    often, save, stop = run.checkpoint.every, found.seconds, stop_seconds(run, step, found.seconds)
     by = run.launch.runner if run.launch.name == "deepspeed" else run.launch.name
     if stop > GRACE and by in KILLERS:
         whose, mend = KILLERS[by]
-        takes = f"to stop and save may take {stop:.0f} s ({_parts(run, step, save)})"
-        says = f"{takes}, and {whose} kills what it has stopped after {GRACE:.0f} s: the checkpoint before is what stands"
+        takes = f"stopping and saving may take {stop:.0f} s ({_parts(run, step, save)})"
+        says = f"{takes}, but {whose} kills a stopped run after {GRACE:.0f} s, which then resumes from an earlier checkpoint"
         yield Problem(rule="saving", says=says, mend=f"{mend}, or write faster")
     if step is None or found.interruptions is None or found.interruptions < ENOUGH:
         return
     number = round(found.interruptions)
-    expected = f"about {number:,} {'interruption is' if number == 1 else 'interruptions are'} to be expected"
+    expected = f"about {number:,} {'interruption is' if number == 1 else 'interruptions are'} expected"
     if found.every is None:
         if not often:
-            says = f"checkpoint.every=0 saves at the end alone, and {expected}"
-            yield Problem(rule="saving", says=says, mend="set checkpoint.every; cluster.storage (bytes/s) says how often is best")
+            says = f"checkpoint.every=0 saves only at the end, and {expected}"
+            yield Problem(rule="saving", says=says, mend="set checkpoint.every; cluster.storage (bytes/s) tells the best interval")
         return
     assert save is not None
     assert found.goodput is not None
     ours = goodput((often or whole.steps) * step, save, found.mtbf)
     if ours < found.goodput - WORTH:
-        how = f"checkpoint.every={often} keeps" if often else "saving at the end alone keeps"
-        says = f"{expected}: {how} {percent(ours)} of the time, the best interval {percent(found.goodput)}"
+        how = f"checkpoint.every={often} keeps" if often else "saving only at the end keeps"
+        says = f"{expected}: {how} {percent_text(ours)} of the time, the best interval {percent_text(found.goodput)}"
         yield Problem(rule="saving", says=says, mend=f"set checkpoint.every={found.every}")
 
 
 def _parts(run: Run, step: float | None, save: float | None) -> str:
-    """What a stop waits for, in words."""
-    each = evaluation(run, step) if step else 0.0
+    """Return what a stop waits for, in words."""
+    each = evaluation_seconds(run, step) if step else 0.0
     known = ((step, "a step of"), (each, "an evaluation of"), (save, "a save of"))
     return ", ".join(f"{what} {seconds:.1f} s" for seconds, what in known if seconds)

@@ -1,4 +1,4 @@
-"""Pipeline schedules as plain data: what each stage does in order, what it holds meanwhile, what the fill costs."""
+"""Pipeline schedules as data: the actions of each stage in order, the micro-batches that it holds, the bubble."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 
 class Action(NamedTuple):
-    """Forward (F), backward (B; with W apart: of the input alone) or weight gradient (W) of a micro-batch's chunk."""
+    """Forward (F), backward (B) or weight gradient (W) of a micro-batch on a chunk; with W apart, B computes only the input's gradient."""
 
     kind: Literal["F", "B", "W"]
     micro: int
@@ -21,7 +21,7 @@ def gpipe(stage: int, stages: int, micros: int, chunks: int = 1) -> list[Action]
 
 
 def one_f_one_b(stage: int, stages: int, micros: int, chunks: int = 1) -> list[Action]:
-    """One forward, one backward after a warm-up of as many forwards as stages follow (arXiv:2104.04473 section 2.2.1)."""
+    """One forward, one backward, after a warm-up of one forward for each later stage (arXiv:2104.04473 section 2.2.1)."""
     warm = min(stages - stage - 1, micros)
     actions = [Action("F", micro) for micro in range(warm)]
     for micro in range(micros - warm):
@@ -46,7 +46,7 @@ def interleaved(stage: int, stages: int, micros: int, chunks: int) -> list[Actio
 
 
 def zero_bubble_h1(stage: int, stages: int, micros: int, chunks: int = 1) -> list[Action]:
-    """1F1B whose weight gradients wait as many micro-batches as stages come before: memory of 1F1B's first stage
+    """1F1B whose weight gradients wait one micro-batch for each earlier stage; its memory is that of 1F1B's first stage
     (arXiv:2401.10241 section 3.1)."""
     actions: list[Action] = []
     backwards = weights = 0
@@ -61,8 +61,8 @@ def zero_bubble_h1(stage: int, stages: int, micros: int, chunks: int = 1) -> lis
 
 
 def dualpipev(stage: int, stages: int, micros: int, chunks: int = 1) -> list[Action]:
-    """A stage's two parts of the model, chunk 0 on the way out and 1 on the way back, in the order of DeepSpeed's
-    DualPipeVSchedule (arXiv:2412.19437 section 3.2.1, weight gradients not apart); at least 2 x stages micro-batches."""
+    """Two parts of the model a stage, chunk 0 on the way out and chunk 1 on the way back, in the order of DeepSpeed's
+    DualPipeVSchedule (arXiv:2412.19437 section 3.2.1, weight gradients not apart). Needs at least 2 x stages micro-batches."""
     after = stages - stage - 1
     order = (
         "F0 " * 2 * after
@@ -75,29 +75,43 @@ def dualpipev(stage: int, stages: int, micros: int, chunks: int = 1) -> list[Act
     ).split()
     micro = dict.fromkeys(("F0", "F1", "B0", "B1"), -1)
     actions: list[Action] = []
-    for word in order:
-        micro[word] += 1
-        actions.append(Action("F" if word[0] == "F" else "B", micro[word], int(word[1])))
+    for step in order:
+        micro[step] += 1
+        actions.append(Action("F" if step[0] == "F" else "B", micro[step], int(step[1])))
     return actions
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """One row: actions of a stage; micro-batches whose tensors it holds at once at the most (of whole stages: a chunk is
-    a part of one); the part of the other stages' (forward + backward) that a step waits while the pipeline fills and
-    drains, given chunks, and that of their weight gradients which fills the wait, given stages and micro-batches; copies of
-    the weights a stage keeps. `folded`: stage r of p holds the parts r and 2p - 1 - r of the model."""
+    """One row: the actions of a stage, and what a plan needs to know about them. `p` is the number of stages, `m` of micro-batches."""
 
-    actions: Callable[[int, int, int, int], list[Action]]
-    in_flight: Callable[[int, int, int, int], float]
-    fill: Callable[[int], float]
-    hidden: Callable[[int, int], float] = lambda stages, micros: 0.0
-    versions: Callable[[int, int], int] = lambda stage, stages: 1
-    chunked: bool = False
-    folded: bool = False
-    forward_first: bool = False  # no backward before the last forward
-    flushes: bool = True
+    actions: Callable[[int, int, int, int], list[Action]]  # (stage, p, m, chunks)
     source: str
+    held: Callable[[int, int, int, int], float] | None = None
+    """(stage, p, m, chunks) -> the most micro-batches that a stage holds at once, a chunk being a part of one; None: count them."""
+    fill: Callable[[int], float] = lambda chunks: 1.0
+    """chunks -> the share of the other stages' forward and backward that a step waits while the pipeline fills and drains."""
+    filled_by_weights: Callable[[int, int], float] = lambda stages, micros: 0.0
+    """(p, m) -> the share of the other stages' weight gradients that is computed in that wait."""
+    weight_versions: Callable[[int, int], int] = lambda stage, stages: 1
+    """(stage, p) -> copies of the weights that a stage keeps."""
+    chunked: bool = False  # a stage runs `parallel.chunks` parts of the model
+    folded: bool = False  # stage r of p runs the parts r and 2p - 1 - r of the model
+    forward_first: bool = False  # no backward before the last forward
+    flushes: bool = True  # every micro-batch of a step meets the same weights
+
+    def in_flight(self, stage: int, stages: int, micros: int, chunks: int) -> float:
+        """The most micro-batches that a stage holds at once."""
+        if self.held:
+            return self.held(stage, stages, micros, chunks)
+        return peak_in_flight(self.actions(stage, stages, micros, chunks), self.parts(chunks))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether each stage is one part of the model that runs whole forwards and backwards, with a flush: an engine that executes
+        actions runs such a schedule without knowing it."""
+        splits_backward = any(action.kind == "W" for action in self.actions(0, 2, 2, 1))
+        return self.flushes and not (self.chunked or self.folded or splits_backward)
 
     def parts(self, chunks: int) -> int:
         """Parts of the model that a stage runs one after the other."""
@@ -112,66 +126,65 @@ def _interleaved_held(stage: int, stages: int, micros: int, chunks: int) -> floa
     return min(2 * (stages - stage - 1) + (chunks - 1) * stages + 1, micros * chunks) / chunks
 
 
-def _zero_bubble_hidden(stages: int, micros: int) -> float:
-    """Two weight gradients a stage that follows, but for the micro-batches that are missing where they are fewer than stages."""
+def _zero_bubble_filled(stages: int, micros: int) -> float:
+    """Two weight gradients of each later stage, less the missing micro-batches where there are fewer than stages."""
     return 2.0 - max(0, stages - micros) / max(1, stages - 1)
 
 
-def _dualpipev_hidden(stages: int, micros: int) -> float:
-    """Half a forward of each stage, which takes as long as a weight gradient: DeepSpeed sends a forward's result with the backward
-    that it pairs it with, so that a half of what the other way could fill stays open."""
+def _dualpipev_filled(stages: int, micros: int) -> float:
+    """Half a forward of each stage, which takes as long as a weight gradient.
+
+    DeepSpeed sends a forward's result with the backward that it pairs it with, so half of what the other direction could fill stays
+    open.
+    """
     return 0.5 * stages / max(1, stages - 1)
 
 
 SCHEDULES: dict[str, Schedule] = {
     "1f1b": Schedule(
         actions=one_f_one_b,
-        in_flight=_one_f_one_b_held,
-        fill=lambda chunks: 1.0,
+        held=_one_f_one_b_held,
         source="arXiv:2104.04473",
     ),
     "gpipe": Schedule(
         actions=gpipe,
-        in_flight=lambda stage, stages, micros, chunks: micros,
-        fill=lambda chunks: 1.0,
+        held=lambda stage, stages, micros, chunks: micros,
         forward_first=True,
         source="arXiv:1811.06965",
     ),
     "interleaved": Schedule(
         actions=interleaved,
-        in_flight=_interleaved_held,
+        held=_interleaved_held,
         fill=lambda chunks: 1.0 / chunks,
         chunked=True,
         source="arXiv:2104.04473",
     ),
     "zb_h1": Schedule(
         actions=zero_bubble_h1,
-        in_flight=lambda stage, stages, micros, chunks: min(stages, micros),
-        fill=lambda chunks: 1.0,
-        hidden=_zero_bubble_hidden,
+        held=lambda stage, stages, micros, chunks: min(stages, micros),
+        filled_by_weights=_zero_bubble_filled,
         source="arXiv:2401.10241",
     ),
     "pipedream": Schedule(
         actions=one_f_one_b,
-        in_flight=_one_f_one_b_held,
+        held=_one_f_one_b_held,
         fill=lambda chunks: 0.0,
-        versions=lambda stage, stages: stages - stage,
+        weight_versions=lambda stage, stages: stages - stage,
         flushes=False,
         source="arXiv:1806.03377",
     ),
     "pipedream_2bw": Schedule(
         actions=one_f_one_b,
-        in_flight=_one_f_one_b_held,
+        held=_one_f_one_b_held,
         fill=lambda chunks: 0.0,
-        versions=lambda stage, stages: 2 if stages > 1 else 1,
+        weight_versions=lambda stage, stages: 2 if stages > 1 else 1,
         flushes=False,
         source="arXiv:2006.09503",
     ),
     "dualpipev": Schedule(
         actions=dualpipev,
-        in_flight=lambda stage, stages, micros, chunks: stages + 0.5,
-        fill=lambda chunks: 1.0,
-        hidden=_dualpipev_hidden,
+        held=lambda stage, stages, micros, chunks: stages + 0.5,
+        filled_by_weights=_dualpipev_filled,
         folded=True,
         source="deepspeed 0.19 DualPipeVSchedule",
     ),
@@ -179,17 +192,17 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def bubble_share(schedule: Schedule, stages: int, micros: int, chunks: int) -> float:
-    """Share of a step that even stages wait: (p - 1)/(m + p - 1) for 1F1B, backward being two forwards."""
-    idle = (stages - 1) * max(0.0, schedule.fill(chunks) - schedule.hidden(stages, micros) / 3)
+    """The share of a step that even stages idle: (p - 1)/(m + p - 1) for 1F1B, a backward taking as long as two forwards."""
+    idle = (stages - 1) * max(0.0, schedule.fill(chunks) - schedule.filled_by_weights(stages, micros) / 3)
     return idle / (micros + idle)
 
 
-def held_at_once(actions: Iterable[Action], chunks: int = 1) -> float:
-    """The most micro-batches whose tensors a stage holds at once, counted from its actions; a chunk is a part of one."""
-    rows = list(actions)
-    last = "W" if any(action.kind == "W" for action in rows) else "B"
+def peak_in_flight(actions: Iterable[Action], chunks: int = 1) -> float:
+    """The most micro-batches that a stage holds at once, counted from its actions; a chunk is a part of one."""
+    actions = list(actions)
+    release = "W" if any(action.kind == "W" for action in actions) else "B"
     held = most = 0
-    for action in rows:
-        held += (action.kind == "F") - (action.kind == last)
+    for action in actions:
+        held += (action.kind == "F") - (action.kind == release)
         most = max(most, held)
     return most / chunks

@@ -1,4 +1,4 @@
-"""What a pipeline stage costs one rank: memory by kind, seconds of a micro-batch, messages of the data axis."""
+"""Costs of a pipeline stage on one rank: memory by kind, seconds of a micro-batch, messages of the data axis."""
 
 from __future__ import annotations
 
@@ -6,193 +6,123 @@ from typing import NamedTuple
 
 from . import tensor_sums
 from .axes import dp
-from .axes.traffic_row import Line
-from .block_costs import Pieces
-from .cost_context import Frame
-from .deepspeed.memory import MASTER, Holds, Zero, holds, stage_of
-from .layout import Kind, Layout
+from .axes.traffic_row import TrafficRow
+from .block_costs import BlockCosts
+from .cost_context import CostContext
+from .cost_model import sharded_elements
+from .engines import cost_model
+from .layout import Layout, StageKind
 from .schedules import SCHEDULES
 
 
-class Stage(NamedTuple):
-    """One kind of stage: so many layers, with or without embedding and head. Bytes; seconds of one micro-batch.
+class StageCost(NamedTuple):
+    """One kind of stage. Bytes; seconds of one micro-batch.
 
-    `kept` are activations of one micro-batch in flight, `kept_last` those that only the micro-batch in hand keeps, `passing` what a
-    pipeline's engine holds beside them of each in flight.
+    `saved` are the activations of one micro-batch in flight, `saved_last` those that only the current micro-batch keeps, `passing` the
+    bytes that a pipeline's engine holds beside them for each in flight.
     """
 
     parameters: int
     weights: int
     gradients: int
     optimizer: int
-    kept: int
-    kept_last: int
+    saved: int
+    saved_last: int
     passing: int
     logits: int
     buffers: int
     overhead: int
     forward: float
     backward: float
-    weight: float
-    talk_forward: float
-    talk_backward: float
-    data: list[Line]
-    exposed: float  # of the data axis and of what the tensor axis adds up, a step
+    weight_gradients: float
+    message_forward: float
+    message_backward: float
+    data: list[TrafficRow]
+    exposed: float  # seconds a step of the data axis and of the tensor axis's sums
     step: float  # the optimizer's seconds
 
     @property
     def fixed(self) -> int:
         """Bytes that don't depend on how many micro-batches are in flight."""
-        return self.weights + self.gradients + self.optimizer + self.logits + self.buffers + self.overhead + self.kept_last
+        return self.weights + self.gradients + self.optimizer + self.logits + self.buffers + self.overhead + self.saved_last
 
 
-def stage(frame: Frame, layout: Layout, pieces: Pieces, kind: Kind) -> Stage:
+def stage_cost(context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> StageCost:
     """The cost of one kind of stage."""
     layers, first, last = kind
-    layer, head = pieces.layer, pieces.head
+    layer, head = blocks.layer, blocks.head
     dense, experts = layers * layer.dense, layers * layer.experts
-    kept, kept_last, logits = layers * layer.kept, 0, 0
-    forward, backward, weight = layers * (layer.forward or 0.0), layers * (layer.backward or 0.0), layers * layer.weight
-    talk_forward, talk_backward = layers * layer.talk_forward, layers * layer.talk_backward
-    for here, end in ((first, pieces.embedding), (last, head)):
+    forward, backward = layers * (layer.forward or 0.0), layers * (layer.backward or 0.0)
+    weight_gradients = layers * layer.weight_gradients
+    message_forward, message_backward = layers * layer.message_forward, layers * layer.message_backward
+    for here, end in ((first, blocks.embedding), (last, head)):
         if here:
             dense += end.dense
             forward += end.forward or 0.0
             backward += end.backward or 0.0
-            weight += end.weight
-            talk_forward += end.talk_forward
-            talk_backward += end.talk_backward
-    kept += (1 + layout.folded) * pieces.angles
-    if first:
-        kept += pieces.embedding.kept - pieces.angles
-    if last:
-        held = last_held(layout)
-        kept_last, logits = held * head.kept, held * head.logits
+            weight_gradients += end.weight_gradients
+            message_forward += end.message_forward
+            message_backward += end.message_backward
     if first and last:
-        dense -= pieces.tied
-    data = _data(frame, layout, layers, dense, experts, forward, backward)
-    added = tensor_sums.lines(frame, layout, pieces, kind)
-    weights, gradients, optimizer = _states(frame, layout, dense, experts)
-    buffers = _buffers(frame, layout, pieces, dense + experts, first=first, last=last)
-    passing = 0
-    if frame.form == "torch" and layout.way.deepspeed:
-        weights, gradients, optimizer, bucket = _counted(frame, layout, kind, dense + experts)
-        streams = _streams(layout, kind)
-        passing = streams * pieces.stream
-        buffers = layer.working + bucket + _gathered(layout, pieces) + min(streams, 2) * pieces.stream
-    return Stage(
+        dense -= blocks.tied
+    heads = logits_in_flight(layout) if last else 0
+    data = _data_traffic(context, layout, layers, dense, experts, forward, backward)
+    sums = tensor_sums.traffic_rows(context, layout, blocks, kind)
+    states = cost_model(layout.engine).state_bytes(context, layout, blocks, kind, dense, experts)
+    return StageCost(
         parameters=dense + experts,
-        weights=weights,
-        gradients=gradients,
-        optimizer=optimizer,
-        kept=kept,
-        kept_last=kept_last,
-        passing=passing,
-        logits=logits,
-        buffers=buffers,
-        overhead=frame.context,
+        weights=states.weights,
+        gradients=states.gradients,
+        optimizer=states.optimizer,
+        saved=_saved_bytes(layout, blocks, kind),
+        saved_last=heads * head.saved,
+        passing=states.passing,
+        logits=heads * head.logits,
+        buffers=states.buffers,
+        overhead=context.device_context,
         forward=forward,
         backward=backward,
-        weight=weight,
-        talk_forward=talk_forward,
-        talk_backward=talk_backward,
+        weight_gradients=weight_gradients,
+        message_forward=message_forward,
+        message_backward=message_backward,
         data=data,
-        exposed=sum([line.exposed for line in (*added, *data)]),
-        step=_step_seconds(frame, layout, dense, experts),
+        exposed=sum([row.exposed for row in (*sums, *data)]),
+        step=_optimizer_seconds(context, layout, dense, experts),
     )
 
 
-def last_held(layout: Layout) -> int:
+def logits_in_flight(layout: Layout) -> int:
     """Micro-batches whose logits the last stage holds at once."""
     return layout.micros if layout.mesh.pp > 1 and SCHEDULES[layout.parallel.schedule].forward_first else 1
 
 
-def _shared(elements: int, ranks: int) -> int:
-    return -(-elements // ranks)
+def _saved_bytes(layout: Layout, blocks: BlockCosts, kind: StageKind) -> int:
+    """Activations that a stage saves of one micro-batch: its layers', the embedding's, and rotary positions once for each part."""
+    saved = kind.layers * blocks.layer.saved + (1 + layout.folded) * blocks.angles
+    return saved + (blocks.embedding.saved - blocks.angles if kind.first else 0)
 
 
-def _states(frame: Frame, layout: Layout, dense: int, experts: int) -> tuple[int, int, int]:
-    """Bytes of weights, gradients and optimizer: ZeRO's three stages (arXiv:1910.02054 section 5)."""
-    zero, offload = layout.parallel.zero, layout.parallel.offload
-    width = frame.widths
-    sharded = _shared(dense, layout.shard) + _shared(experts, layout.expert_shard)
-    whole = dense + experts
-    weights = width.weight * (sharded if zero >= 3 else whole)
-    gradients = width.gradient * (sharded if layout.way.often else whole)
-    optimizer = (width.master + frame.states) * (sharded if zero >= 1 else whole)
-    return weights * (not offload.parameters), gradients, optimizer * (not offload.optimizer)
-
-
-def _counted(frame: Frame, layout: Layout, kind: Kind, parameters: int) -> Holds:
-    """The same, and what passes through, as DeepSpeed holds them."""
-    width, parallel, mesh = frame.widths, layout.parallel, layout.mesh
-    way = Zero(
-        stage=stage_of(parallel.zero, half=width.weight < MASTER, ep=mesh.ep),
-        ranks=mesh.dp * mesh.cp,
-        micros=layout.micros,
-        weight=width.weight,
-        gradient=width.gradient,
-        states=frame.states,
-        bucket=min(parallel.bucket, parameters if mesh.pp > 1 else frame.parameters),
-        pipeline=mesh.pp > 1,
-    )
-    held = holds(way, parameters, frame.flat(kind, mesh))
-    offload = parallel.offload
-    return held._replace(weights=held.weights * (not offload.parameters), optimizer=held.optimizer * (not offload.optimizer))
-
-
-def _streams(layout: Layout, kind: Kind) -> int:
-    """Residual streams that DeepSpeed's pipeline holds of a micro-batch in flight beside what its layers save: of each part what came
-    in, which they are given a copy of, and what goes out, until its gradient is there. As many are a receive's and a gradient's
-    buffers, at the most one of each."""
-    if layout.mesh.pp == 1:
-        return 0
-    return 2 * (1 + layout.folded) - kind.first - kind.last
-
-
-def _gathered(layout: Layout, pieces: Pieces) -> int:
-    """A column layer's input, gathered along the sequence."""
-    return pieces.stream * layout.parallel.tp if layout.parallel.sequence and layout.parallel.tp > 1 else 0
-
-
-def _buffers(frame: Frame, layout: Layout, pieces: Pieces, parameters: int, *, first: bool, last: bool) -> int:
-    """What passes through: recomputed tensors, ZeRO's buckets or gathered layers, sequence-parallel gathers, messages between stages.
-
-    ZeRO-3 holds two layers' whole weights (the one computed, the one gathered ahead) and one layer's whole gradients.
-    """
-    parallel, width = layout.parallel, frame.widths
-    layer = pieces.layer
-    total = layer.working
-    if parallel.zero == 3 and layout.shard > 1:
-        largest = max(layer.dense + layer.experts, first * pieces.embedding.dense, last * pieces.head.dense)
-        total += largest * (2 * width.weight + width.gradient)
-    elif layout.shard > 1 and parallel.zero > 0:
-        total += min(parallel.bucket, parameters) * width.gradient
-    total += _gathered(layout, pieces)
-    if layout.mesh.pp > 1:
-        total += 2 * pieces.stream  # one tensor coming, one gradient going
-    return total
-
-
-def _data(frame: Frame, layout: Layout, layers: int, dense: int, experts: int, forward: float, backward: float) -> list[Line]:
-    mesh = layout.mesh
-    found: list[Line] = []
-    if mesh.ep == 1:
-        rows = [(dense + experts, "data", layout.wires.data, layout.shard)]
+def _data_traffic(
+    context: CostContext, layout: Layout, layers: int, dense: int, experts: int, forward: float, backward: float
+) -> list[TrafficRow]:
+    """Traffic of the data axis: experts on several ranks are summed only over the ranks that hold the same ones."""
+    wires = layout.wires
+    if layout.mesh.ep == 1:
+        groups = [(dense + experts, "data", wires.data, layout.shard)]
     else:
-        rows = [(dense, "data", layout.wires.data, layout.shard), (experts, "copies", layout.wires.copies, layout.expert_shard)]
-    for elements, axis, whole, shard in rows:
-        near, far = frame.shards(mesh, axis, whole, shard)
-        found += dp.lines(dp.Held(elements, whole, near, far), layout.way, layers, forward, backward)
-    return found
+        groups = [(dense, "data", wires.data, layout.shard), (experts, "expert_copies", wires.expert_copies, layout.expert_shard)]
+    rows: list[TrafficRow] = []
+    for elements, group, whole, ranks in groups:
+        shard, copies = context.shard_wires(layout.mesh, group, whole, ranks)
+        rows += dp.traffic_rows(dp.ZeroShards(elements, whole, shard, copies), layout.gradient_sync, layers, forward, backward)
+    return rows
 
 
-def _step_seconds(frame: Frame, layout: Layout, dense: int, experts: int) -> float:
-    """Adam reads and writes its states and the master weight, reads the gradient, writes the weight: bound by memory."""
-    on = frame.rates
-    if on is None:
+def _optimizer_seconds(context: CostContext, layout: Layout, dense: int, experts: int) -> float:
+    """Adam is bound by memory: it reads and writes its states and the master weight, reads the gradient, writes the weight."""
+    if context.rates is None:
         return 0.0
-    sharded = _shared(dense, layout.shard) + _shared(experts, layout.expert_shard)
-    elements = sharded if layout.parallel.zero else dense + experts
-    width = frame.widths
-    return elements * (2 * ((width.master or width.weight) + frame.states) + width.gradient + width.weight) / on.memory
+    elements = sharded_elements(layout, dense, experts) if layout.parallel.zero else dense + experts
+    width = context.widths
+    moved = 2 * ((width.master or width.weight) + context.states) + width.gradient + width.weight
+    return elements * moved / context.rates.memory

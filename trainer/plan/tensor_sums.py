@@ -1,7 +1,7 @@
-"""What the tensor axis adds up once a step: gradients of weights that several of its ranks hold, each with a part of them.
+"""Gradients that the tensor axis sums once a step, each of its ranks holding a part of them.
 
-Under sequence parallel each rank has its tokens' part of a replicated weight's gradient (arXiv:2205.05198 leaves them out). Key and
-value heads fewer than ranks: each rank of a few that hold the same has its query heads' part.
+Under sequence parallelism each rank has its own tokens' part of a replicated weight's gradient (arXiv:2205.05198 leaves these out).
+With fewer key and value heads than ranks, each rank that holds a head has the part of its own query heads.
 """
 
 from __future__ import annotations
@@ -9,40 +9,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from .axes import tp
-from .axes.traffic_row import Line
-from .block_costs import Pieces
-from .cost_context import Frame
-from .deepspeed.flat_tensors import Also
-from .deepspeed.memory import MASTER, stage_of
-from .layout import Kind, Layout
+from .axes.traffic_row import TrafficRow
+from .block_costs import BlockCosts
+from .cost_context import CostContext
+from .engines import cost_model
+from .layout import Layout, StageKind
+from .weight_slices import TensorCopies
 
 
-def lines(frame: Frame, layout: Layout, pieces: Pieces, kind: Kind, data: int | None = None) -> list[Line]:
-    """One message for each, on the data-parallel rank `data` of a kind of stage; None: on the one with most."""
-    return [
-        tp.once(axis, elements * frame.widths.gradient, layout.wires.tp if also == "replicated" else frame.sharing(layout.mesh))
-        for axis, also in _said(layout, pieces)
-        if (elements := _elements(frame, layout, pieces, kind, also, data))
-    ]
+def traffic_rows(context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, data: int | None = None) -> list[TrafficRow]:
+    """One message a sum, on the data-parallel rank `data` of a kind of stage; None: on the one that sends most."""
+    rows = []
+    for group, copies in _sums(layout, blocks):
+        if elements := cost_model(layout.engine).summed_elements(context, layout, blocks, kind, copies, data):
+            wire = layout.wires.axes["tp"] if copies == "replicated" else context.kv_copies_wire(layout.mesh)
+            rows.append(tp.step_sum(group, elements * context.widths.gradient, wire))
+    return rows
 
 
-def _said(layout: Layout, pieces: Pieces) -> Iterator[tuple[str, Also]]:
-    if layout.parallel.tp == 1:
-        return
-    if layout.parallel.sequence:
+def _sums(layout: Layout, blocks: BlockCosts) -> Iterator[tuple[str, TensorCopies]]:
+    """(group, the weights whose gradients it sums)."""
+    if layout.parallel.sequence and layout.mesh.tp > 1:
         yield "tp", "replicated"
-    if pieces.layer.shared:
+    if blocks.layer.shared:
         yield "copies", "shared"
-
-
-def _elements(frame: Frame, layout: Layout, pieces: Pieces, kind: Kind, also: Also, data: int | None) -> int:
-    """ZeRO 1 to 3 without a pipeline adds up what a rank steps, but for bf16 with float32 gradients at stage 1, which keeps all of
-    them; else it is all that the stage holds."""
-    width = frame.widths
-    stage = stage_of(layout.parallel.zero, half=width.weight < MASTER, ep=layout.mesh.ep)
-    if stage and layout.way.deepspeed and layout.mesh.pp == 1 and not (stage == 1 and width.gradient > width.weight):
-        return frame.stepped(kind, also, stage, layout.mesh, data)
-    ends = (pieces.embedding,) * kind.first + (pieces.head,) * kind.last
-    if also == "shared":
-        return kind.layers * pieces.layer.shared
-    return kind.layers * pieces.layer.replicated + sum(end.replicated for end in ends)

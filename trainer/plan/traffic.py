@@ -1,86 +1,87 @@
-"""Every message of a step on one rank: what its engine, its stage's layers and its place on the data axis make it send."""
+"""The messages of a step on one rank, as its engine, its stage's layers and its data-parallel rank determine them."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 from ..spec.run import Run
 from . import tensor_sums
 from .axes import pp
-from .axes.traffic_row import Line
-from .collectives import Wire, cost
-from .cost_context import Frame
+from .axes.traffic_row import TrafficRow
+from .collectives import collective_cost
+from .cost_context import CostContext
 from .layout import Layout
-from .layout_cost import Costs, costs, handed, sends
+from .layout_cost import LayoutCost, layout_cost, send_bytes, sends_per_step
 from .result import Message
+from .run_layout import run_layout
 
 
 def rank_traffic(run: Run, rank: int) -> tuple[Message, ...]:
-    """The messages of a step on one rank of a run that can be laid out."""
-    frame = Frame(run)
-    layout = frame.layout(run.parallel, run.train.microbatch)
-    place = layout.mesh.coordinates(rank)
-    return _messages(frame, layout, place["pp"], place["dp"] * layout.mesh.cp + place["cp"])
+    """The messages of a step on one rank of a legal run."""
+    context = CostContext(run)
+    layout = run_layout(context, run.parallel, run.train.microbatch)
+    coordinates = layout.mesh.coordinates(rank)
+    cost = layout_cost(context, layout)
+    return _messages(_stage_rows(context, layout, cost, coordinates["pp"], layout.mesh.data_rank(coordinates)), cost)
 
 
 def stage_traffic(run: Run, stage: int) -> tuple[Message, ...]:
-    """The messages of a step on a pipeline stage's rank that sends most: of its ranks they may differ under ZeRO 1 and 2."""
-    frame = Frame(run)
-    return _messages(frame, frame.layout(run.parallel, run.train.microbatch), stage, None)
+    """The messages of a step on the rank of a pipeline stage that sends most: its ranks may differ under ZeRO 1 and 2."""
+    context = CostContext(run)
+    layout = run_layout(context, run.parallel, run.train.microbatch)
+    cost = layout_cost(context, layout)
+    return _messages(_stage_rows(context, layout, cost, stage, None), cost)
 
 
-def busiest(frame: Frame, layout: Layout, of: Costs) -> tuple[Message, ...]:
+def busiest_traffic(context: CostContext, layout: Layout, cost: LayoutCost) -> tuple[Message, ...]:
     """The messages of a step on the rank that sends most."""
-    one_of_each = [layout.partition.which.index(at) for at in range(len(of.kinds))]
-    every = [_lines(frame, layout, of, index, None) for index in one_of_each]
-    return _told(max(every, key=lambda lines: sum(line.sent for line in lines)), of)
+    one_of_each = [layout.partition.kind_of_stage.index(at) for at in range(len(cost.kinds))]
+    every = [_stage_rows(context, layout, cost, stage, None) for stage in one_of_each]
+    return _messages(max(every, key=lambda rows: sum(row.sent for row in rows)), cost)
 
 
-def _messages(frame: Frame, layout: Layout, stage: int, data: int | None) -> tuple[Message, ...]:
-    of = costs(frame, layout)
-    return _told(_lines(frame, layout, of, stage, data), of)
+def _stage_rows(context: CostContext, layout: Layout, cost: LayoutCost, stage: int, data: int | None) -> list[TrafficRow]:
+    """Traffic of the data-parallel rank `data` of a stage; None: of the one that sends most."""
+    partition, blocks, pair = layout.partition, cost.blocks, layout.wires.pair
+    at = partition.kind_of_stage[stage]
+    stage_cost, kind = cost.kinds[at], partition.kinds[at]
+    rows = tensor_sums.traffic_rows(context, layout, blocks, kind, data) + list(stage_cost.data)
+    if layout.mesh.pp > 1:
+        exposed = not layout.parallel.overlap.pipeline
+        rows += pp.stage_sends(send_bytes(layout, blocks), sends_per_step(layout, stage), pair, exposed=exposed)
+        if blocks.tied and kind.first != kind.last:
+            rows += pp.tied_sum(blocks.tied * context.widths.gradient, pair)
+    counts: Counter[tuple[str, str, int]] = Counter()
+    for many, block in ((kind.layers, blocks.layer), (kind.first, blocks.embedding), (kind.last, blocks.head)):
+        for message in block.messages if many else ():
+            counts[message.axis, message.verb, message.payload] += many * (message.forward + message.backward) * layout.micros
+    return rows + _block_rows(layout, counts, layout.micros * (stage_cost.message_forward + stage_cost.message_backward))
 
 
-def _told(lines: list[Line], of: Costs) -> tuple[Message, ...]:
-    return tuple(_message(line, timed=of.seconds is not None) for line in lines)
-
-
-def _lines(frame: Frame, layout: Layout, of: Costs, index: int, data: int | None) -> list[Line]:
-    partition, pieces, stages = layout.partition, of.pieces, layout.mesh.pp
-    at = partition.which[index]
-    kind, held = of.kinds[at], partition.kinds[at]
-    lines = tensor_sums.lines(frame, layout, pieces, held, data) + list(kind.data)
-    if stages > 1:
-        pair = layout.wires.pair
-        lines += pp.lines(handed(layout, pieces), sends(layout, index), pair, exposed=not layout.parallel.overlap.pipeline)
-        if pieces.tied and held.first != held.last:
-            lines += pp.tied(pieces.tied * frame.widths.gradient, pair)
-    blocks = [(held.layers, pieces.layer)] + [(1, pieces.embedding)] * held.first + [(1, pieces.head)] * held.last
-    spoken: dict[tuple[str, str, int], int] = {}
-    for many, piece in blocks:
-        for talk in piece.talks:
-            key = (talk.axis, talk.verb, talk.payload)
-            spoken[key] = spoken.get(key, 0) + many * (talk.forward + talk.backward) * layout.micros
-    return lines + _spoken(layout, spoken, layout.micros * (kind.talk_forward + kind.talk_backward))
-
-
-def _spoken(layout: Layout, spoken: dict[tuple[str, str, int], int], exposed: float) -> list[Line]:
-    """The messages inside blocks; what of their seconds is exposed is shared out among them by their length."""
+def _block_rows(layout: Layout, counts: Counter[tuple[str, str, int]], exposed: float) -> list[TrafficRow]:
+    """Traffic of the messages inside blocks; their `exposed` seconds are divided among them by their length."""
     rows = []
-    for (axis, verb, payload), times in spoken.items():
-        wire: Wire = getattr(layout.wires, axis)
-        sent, seconds = cost(verb, payload, wire)
-        rows.append((axis, verb, payload, times, sent * times, wire.link, seconds * times))
+    for (axis, verb, payload), count in counts.items():
+        wire = layout.wires.axes[axis]
+        sent, seconds = collective_cost(verb, payload, wire)
+        rows.append((axis, verb, payload, count, sent * count, wire.link, seconds * count))
     whole = sum(row[-1] for row in rows)
-    return [Line(*row, exposed * row[-1] / whole if whole else 0.0) for row in rows]
+    return [TrafficRow(*row, exposed * row[-1] / whole if whole else 0.0) for row in rows]
 
 
-def _message(line: Line, *, timed: bool) -> Message:
-    return Message(
-        axis=line.axis,
-        verb=line.verb,
-        payload=line.payload,
-        count=line.times,
-        sent=line.sent,
-        link=line.link,
-        seconds=line.seconds if timed else None,
-        exposed=line.exposed if timed else None,
+def _messages(rows: list[TrafficRow], cost: LayoutCost) -> tuple[Message, ...]:
+    """The rows as a plan gives them: without seconds where a rate is unknown."""
+    timed = cost.seconds is not None
+    return tuple(
+        Message(
+            axis=row.axis,
+            verb=row.verb,
+            payload=row.payload,
+            count=row.count,
+            sent=row.sent,
+            link=row.link,
+            seconds=row.seconds if timed else None,
+            exposed=row.exposed if timed else None,
+        )
+        for row in rows
     )

@@ -1,6 +1,6 @@
-"""Keys that a run sets away from their defaults and that nothing reads under its other values, one row a key.
+"""Keys that a run sets and that have no effect with its other values, one row a key.
 
-A key is in `IDLE` with when it does nothing, or in `READ`: it always does something, or describes hardware that may lie idle.
+A key is in `IDLE`, with the condition under which it has no effect, or in `READ`: it always has one, or describes hardware.
 """
 
 from __future__ import annotations
@@ -10,66 +10,75 @@ from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Any, get_args, get_type_hints
 
+from ..models.families import has_experts, is_made_by_transformers
 from ..spec.problem import Problem
-from ..spec.read import shown
+from ..spec.read import value_text
 from ..spec.run import Run
 from .mesh import Mesh
 
 RULE = "idle"
-Because = Callable[[Run, Mesh], str]  # OTHER=VALUE, under which a key does nothing; "" where it does something
+Condition = Callable[[Run, Mesh], str]  # the condition as OTHER=VALUE under which a key has no effect; "" where it has one
 
 
-def _is(key: str, *values: object) -> Because:
-    """That another key has one of these values."""
+def _is(key: str, *values: object) -> Condition:
+    """Return the condition that another key has one of these values."""
 
-    def because(run: Run, mesh: Mesh) -> str:
+    def condition(run: Run, mesh: Mesh) -> str:
         value = _value(run, key)
-        return f"{key}={shown(value)}" if value in values else ""
+        return f"{key}={value_text(value)}" if value in values else ""
 
-    return because
+    return condition
 
 
-def _is_not(key: str, *values: object) -> Because:
-    """That another key has none of these values."""
+def _is_not(key: str, *values: object) -> Condition:
+    """Return the condition that another key has none of these values."""
 
-    def because(run: Run, mesh: Mesh) -> str:
+    def condition(run: Run, mesh: Mesh) -> str:
         value = _value(run, key)
-        return "" if value in values else f"{key}={shown(value)}"
+        return "" if value in values else f"{key}={value_text(value)}"
 
-    return because
+    return condition
 
 
-def _any(*several: Because) -> Because:
-    """The first of several."""
-    return lambda run, mesh: next((why for because in several if (why := because(run, mesh))), "")
+def _any(*several: Condition) -> Condition:
+    """Return the condition that any of several holds."""
+    return lambda run, mesh: next((why for condition in several if (why := condition(run, mesh))), "")
 
 
 def _one_data_rank(run: Run, mesh: Mesh) -> str:
     return "one data-parallel rank" if mesh.dp * mesh.cp == 1 else ""
 
 
+def _no_position_table(run: Run, mesh: Mesh) -> str:
+    return "" if is_made_by_transformers(run.model) else _is_not("model.positions", "learned")(run, mesh)
+
+
+def _no_experts(run: Run, mesh: Mesh) -> str:
+    return "" if has_experts(run.model) else f"model.family={run.model.family}"
+
+
 def _expert_ffn(run: Run, mesh: Mesh) -> str:
     model = run.model
-    own = model.family == "moe" and model.expert_ffn not in (None, model.ffn)
+    own = has_experts(model) and model.expert_ffn not in (None, model.ffn)
     return f"model.expert_ffn={model.expert_ffn} of every layer" if own else ""
 
 
 def _no_such_step(run: Run, mesh: Mesh) -> str:
-    """That a run ends before its profiler's window."""
+    """The run ends before its profiler's window."""
     steps, window = run.train.steps, run.log.profile
     return f"train.steps={steps}" if steps and window and window[0] > steps else ""
 
 
 # fmt: off
-IDLE: dict[str, Because] = {
-    "model.context":           lambda run, mesh: "" if run.model.family == "hf" else _is_not("model.positions", "learned")(run, mesh),
+IDLE: dict[str, Condition] = {
+    "model.context":           _no_position_table,
     "model.ffn":               _expert_ffn,
     "model.rope_base":         _is_not("model.positions", "rope"),
-    "model.top_k":             _is_not("model.family", "moe"),
-    "model.expert_ffn":        _is_not("model.family", "moe"),
-    "model.shared_experts":    _is_not("model.family", "moe"),
-    "model.aux_loss":          _is_not("model.family", "moe"),
-    "model.capacity":          _is_not("model.family", "moe"),
+    "model.top_k":             _no_experts,
+    "model.expert_ffn":        _no_experts,
+    "model.shared_experts":    _no_experts,
+    "model.aux_loss":          _no_experts,
+    "model.capacity":          _no_experts,
     "model.weights":           _is("checkpoint.resume", "must"),
     "parallel.shard":          _is("parallel.zero", 0),
     "parallel.schedule":       _is("parallel.pp", 1),
@@ -128,24 +137,24 @@ READ: dict[str, tuple[str, ...]] = {  # by section
 # fmt: on
 
 
-def idle(run: Run, mesh: Mesh) -> Iterator[Problem]:
-    """Every key that was set and does nothing."""
-    for key, because in IDLE.items():
+def unused_keys(run: Run, mesh: Mesh) -> Iterator[Problem]:
+    """Yield every key that was set and has no effect."""
+    for key, condition in IDLE.items():
         value = _value(run, key)
-        if value != default(key) and (other := because(run, mesh)):
-            yield Problem(rule=RULE, says=f"{key}={shown(value)} does nothing with {other}")
+        if value != default(key) and (other := condition(run, mesh)):
+            yield Problem(rule=RULE, says=f"{key}={value_text(value)} does nothing with {other}")
     if "jsonl" not in run.log.sinks:
-        yield Problem(rule=RULE, says=f"log.sinks={shown(run.log.sinks)} leaves out jsonl, which is written all the same")
+        yield Problem(rule=RULE, says=f"log.sinks={value_text(run.log.sinks)} leaves out jsonl, which is always written")
 
 
 def default(key: str) -> Any:
-    """The value that a key has where nothing is said; None where something has to be said."""
+    """Return the default of a key; None for a key that must be set."""
     return defaults()[key]
 
 
 @cache
 def defaults(of: Any = Run, at: str = "") -> dict[str, Any]:
-    """The defaults of all keys below a section."""
+    """Return the defaults of all keys of a section."""
     hints, found = get_type_hints(of), dict[str, Any]()
     for row in fields(of):
         section: Any = next((kind for kind in (hints[row.name], *get_args(hints[row.name])) if is_dataclass(kind)), None)

@@ -1,21 +1,22 @@
-"""What runs but hurts, and what a reader of a plan should know: one function a warning."""
+"""Warnings of a plan: what costs time or memory, and what the plan assumes; one function each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from ..models.table import weights
+from ..models.families import has_experts
+from ..models.ops.op_table import block_weights
 from ..spec.problem import Problem
-from ..spec.units import LINK, gib, percent
-from .cost_context import Frame
+from ..spec.units import LINK, gib_text, percent_text
+from .cost_context import CostContext
+from .fixes import engine_problems
 from .layout import Layout
-from .layout_cost import Costs
-from .mends import limits
+from .layout_cost import LayoutCost
 from .result import Throughput
-from .unused_keys import idle
-from .weight_slices import Heads, idle_ranks, local_sizes
+from .unused_keys import unused_keys
+from .weight_slices import HeadShards, idle_ranks, local_sizes
 
-BUBBLE = 0.2  # share of a step from which a bubble is worth a word
+BUBBLE = 0.2  # share of a step from which a bubble is warned of
 
 # The highest model-FLOPs utilisation that was measured and published, by device (without its memory) and precision.
 MEASURED: dict[tuple[str, str], tuple[float, str]] = {
@@ -30,58 +31,62 @@ MEASURED: dict[tuple[str, str], tuple[float, str]] = {
 }  # fmt: skip
 
 
-def _tensor_across(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
+def _tensor_crosses_nodes(frame: CostContext, layout: Layout, of: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
     mesh, gpus = layout.mesh, frame.run.cluster.gpus
     in_node = mesh.in_node("tp", gpus)
     if in_node < mesh.tp:
-        says = f"parallel.tp={mesh.tp} crosses nodes of {gpus}: every layer waits for the link between them"
+        says = f"parallel.tp={mesh.tp} crosses nodes of {gpus}: every layer waits for the link between nodes"
         yield Problem(rule="tp", says=says, mend=f"set parallel.tp to at most {gpus} and parallel.pp higher")
 
 
-def _bubble(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
+def _pipeline_bubble(frame: CostContext, layout: Layout, of: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
     if of.seconds is not None and of.seconds.fill > BUBBLE:
-        says = f"the pipeline idles {percent(of.seconds.fill)} of its time: {layout.micros} micro-batches through {layout.mesh.pp} stages"
+        says = (
+            f"the pipeline idles {percent_text(of.seconds.fill)} of its time: {layout.micros} micro-batches through {layout.mesh.pp} stages"
+        )
         yield Problem(
             rule="bubble", says=says, mend="a larger train.batch, a smaller train.microbatch, fewer stages or schedule=interleaved"
         )
 
 
-def _uneven(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
+def _unbalanced_stages(frame: CostContext, layout: Layout, of: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
     counts, chunks, parts = layout.partition.counts, layout.parallel.chunks, layout.partition.parts
     if min(counts) == max(counts):
         if min(parts) < max(parts):
-            says = f"{sum(parts)} layers over {len(parts)} parts, two a stage: the bubble is planned as if they were even"
+            says = f"{sum(parts)} layers over {len(parts)} parts, two a stage: the bubble is planned as if they were balanced"
             yield Problem(rule="uneven", says=says)
         if counts[0] % chunks:
             yield Problem(
-                rule="uneven", says=f"{counts[0]} layers of a stage over {chunks} chunks: the bubble is planned as if they were even"
+                rule="uneven", says=f"{counts[0]} layers of a stage over {chunks} chunks: the bubble is planned as if they were balanced"
             )
         return
     cost = ""
     if of.seconds is not None:
         times = [kind.forward + kind.backward for kind in of.kinds]
-        mean = sum(each * many for each, many in zip(times, layout.partition.many, strict=True)) / len(counts)
+        mean = sum(each * many for each, many in zip(times, layout.partition.stages_of_kind, strict=True)) / len(counts)
         lost = layout.micros * (max(times) - mean) / of.seconds.step
-        cost = f"; waiting for the busiest stage costs {percent(lost)} of a step"
+        cost = f"; waiting for the busiest stage costs {percent_text(lost)} of a step"
     says = f"{sum(counts)} layers over {len(counts)} stages: {min(counts)} to {max(counts)} a stage{cost}"
     yield Problem(rule="uneven", says=says)
 
 
-def _unmeasured(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
+def _mfu_beyond_measured(frame: CostContext, layout: Layout, of: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
     run = frame.run
     if throughput is None:
         return
     device = run.cluster.device.name
     known = MEASURED.get((device.split("-")[0], run.train.precision))
     if known is None:
-        says = f"no measured run of {device} in {run.train.precision} is known to this planner: its MFU is a calculation"
+        says = f"no measured run of {device} in {run.train.precision} is known: its MFU is calculated only"
         yield Problem(rule="mfu", says=says)
     elif throughput.mfu > known[0]:
-        says = f"an MFU of {percent(throughput.mfu)} is above the highest published for {device}, {percent(known[0])} ({known[1]})"
+        says = (
+            f"an MFU of {percent_text(throughput.mfu)} is above the highest published for {device}, {percent_text(known[0])} ({known[1]})"
+        )
         yield Problem(rule="mfu", says=says)
 
 
-# What padding costs: dims that the tensor axis splits, and whose products are then longer.
+# Dims that the tensor axis splits and padding lengthens, and whose matrix products they lengthen.
 PADDED = {
     "heads": "attention",
     "ffn": "the feed-forward",
@@ -91,54 +96,54 @@ PADDED = {
 }
 
 
-def _padded(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
+def _padding(frame: CostContext, layout: Layout, of: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
     model, sizes, degree = frame.run.model, frame.table.sizes, layout.mesh.tp
     local = local_sizes(sizes, degree, vocab_multiple=model.vocab_multiple)
     table = frame.table
-    held = {dim for weight in weights(table.embedding + table.layer + table.head) for dim in weight.dims}
+    held = {dim for weight in block_weights(table.embedding + table.layer + table.head) for dim in weight.dims}
     for dim, whose in PADDED.items():
         whole = local[dim] * degree
         if dim not in held or whole == sizes[dim]:
             continue
         share = 1 - sizes[dim] / whole
-        cost = percent(share) if share >= 0.01 else "less than 1 %"
+        cost = percent_text(share) if share >= 0.01 else "less than 1 %"
         empty = idle_ranks(dim, sizes, degree, vocab_multiple=model.vocab_multiple)
-        idle = f", and {empty} of {degree} ranks {'has' if empty == 1 else 'have'} nothing else" if empty else ""
+        idle = f", and {empty} of {degree} ranks {'holds' if empty == 1 else 'hold'} padding only" if empty else ""
         why = f" so that tp {degree} splits it" if degree > 1 else f", a multiple of model.vocab_multiple={model.vocab_multiple}"
         says = f"model.{dim}={sizes[dim]} is padded to {whole}{why}: {cost} of {whose}'s products are padding{idle}"
         yield Problem(rule=dim, says=says)
 
 
-def _replicated(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
+def _replicated_kv_heads(frame: CostContext, layout: Layout, of: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
     sizes, degree = frame.table.sizes, layout.mesh.tp
-    kv_heads, copies = sizes["kv_heads"], Heads(sizes["heads"], sizes["kv_heads"], degree).copies
+    kv_heads, copies = sizes["kv_heads"], HeadShards(sizes["heads"], sizes["kv_heads"], degree).copies
     if copies > 1:
         yield Problem(rule="kv_heads", says=f"parallel.tp={degree} is more than model.kv_heads={kv_heads}: each is held by {copies} ranks")
 
 
-def _idle(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
+def _useless_recompute(frame: CostContext, layout: Layout, of: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
     parallel, train = layout.parallel, frame.run.train
     if parallel.recompute == "selective" and train.attention == "flash":
-        says = "parallel.recompute=selective with train.attention=flash: flash keeps no scores, so nothing is saved by running it twice"
+        says = "parallel.recompute=selective with train.attention=flash: flash attention stores no scores: recomputing saves nothing"
         yield Problem(rule="recompute", says=says, mend="set parallel.recompute=none")
 
 
-def _tight(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
+def _tight_memory(frame: CostContext, layout: Layout, of: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
     if 0.95 * frame.capacity < of.peak <= frame.capacity:
-        says = f"{gib(of.peak)} GiB of {gib(frame.capacity)} leaves little for fragmentation"
+        says = f"{gib_text(of.peak)} GiB of {gib_text(frame.capacity)} leaves little room for fragmentation"
         yield Problem(rule="tight", says=says)
 
 
-def _untimed(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
+def _missing_times(frame: CostContext, layout: Layout, of: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
     if of.seconds is not None:
         return
     cluster, offload = frame.run.cluster, layout.parallel.offload
     device = cluster.device
-    if not frame.table.computes:
-        says = f"no times: what a model of family {frame.run.model.family} computes is in no table"
+    if not frame.table.has_costs:
+        says = f"no times: the operations of family {frame.run.model.family} are not in a table"
         yield Problem(rule="time", says=says, mend="`distrain fit` measures them as it trains")
     elif offload.optimizer or offload.parameters:
-        yield Problem(rule="time", says="no times: how fast the host steps an offloaded optimizer is not known")
+        yield Problem(rule="time", says="no times: the speed of an offloaded optimizer step is not known")
     elif device.peak.get(frame.run.train.precision) is None or device.bandwidth is None:
         missing = {
             f"cluster.device.peak.{frame.run.train.precision} (FLOP/s)": device.peak.get(frame.run.train.precision),
@@ -157,63 +162,63 @@ def _untimed(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | N
         )
 
 
-def _uncounted(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
-    if not frame.table.computes:
-        says = f"activations of family {frame.run.model.family} are not counted: a step needs more memory than what is planned"
-        yield Problem(rule="activations", says=says, mend="begin with a small train.microbatch; `distrain report` shows what a step keeps")
+def _missing_activations(frame: CostContext, layout: Layout, of: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
+    if not frame.table.has_costs:
+        says = f"activations of family {frame.run.model.family} are not planned: a step needs more memory than the plan says"
+        yield Problem(rule="activations", says=says, mend="start with a small train.microbatch; `distrain report` shows what a step holds")
 
 
-def _routed(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
+def _even_routing(frame: CostContext, layout: Layout, of: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
     model, degree = frame.run.model, layout.mesh.ep
-    if model.family == "moe" and degree > 1:
-        says = f"what expert ranks keep, send and compute is planned for even routing, {model.experts} experts over {degree} ranks"
+    if has_experts(model) and degree > 1:
+        says = f"memory, messages and times of expert ranks are planned for even routing, {model.experts} experts over {degree} ranks"
         yield Problem(rule="routing", says=says)
-    if model.family == "moe" and model.capacity is not None:
+    if has_experts(model) and model.capacity is not None:
         says = f"model.capacity={model.capacity:g}: planned as if no token were dropped"
         yield Problem(rule="capacity", says=says)
 
 
-def _unread(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
-    yield from idle(frame.run, layout.mesh)
+def _unused_keys(frame: CostContext, layout: Layout, of: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
+    yield from unused_keys(frame.run, layout.mesh)
 
 
-def _engine(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
-    yield from limits(frame.run)
+def _engine_limits(frame: CostContext, layout: Layout, of: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
+    yield from engine_problems(frame.run)
 
 
-SLOW_LINK, LATE_LINK = 1e7, 0.1  # bytes/s and seconds that no link between accelerators is beyond
+SLOW_LINK, LATE_LINK = 1e7, 0.1  # bytes/s and seconds: every link between accelerators is faster
 
 
-def _links(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> Iterator[Problem]:
+def _implausible_links(frame: CostContext, layout: Layout, of: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
     cluster = frame.run.cluster
     for name, link in (("inside", cluster.inside), ("between", cluster.between)):
         if link is not None and link.bandwidth is not None and link.bandwidth < SLOW_LINK:
             says = f"cluster.{name}.bandwidth={link.bandwidth:g} is {link.bandwidth:g} bytes/s"
-            yield Problem(rule="link", says=says, mend=f"{LINK}, as 300e9 or 300GB/s, are meant")
+            yield Problem(rule="link", says=says, mend=f"{LINK}, write it as 300e9 or 300GB/s")
         if link is not None and link.latency is not None and link.latency > LATE_LINK:
             yield Problem(
                 rule="link", says=f"cluster.{name}.latency={link.latency:g} is {link.latency:g} s", mend="write 5us for microseconds"
             )
 
 
-WARNINGS: tuple[Callable[[Frame, Layout, Costs, Throughput | None], Iterator[Problem]], ...] = (
-    _untimed,
-    _uncounted,
-    _links,
-    _tight,
-    _tensor_across,
-    _bubble,
-    _uneven,
-    _padded,
-    _replicated,
-    _idle,
-    _unmeasured,
-    _routed,
-    _unread,
-    _engine,
+WARNINGS: tuple[Callable[[CostContext, Layout, LayoutCost, Throughput | None], Iterator[Problem]], ...] = (
+    _missing_times,
+    _missing_activations,
+    _implausible_links,
+    _tight_memory,
+    _tensor_crosses_nodes,
+    _pipeline_bubble,
+    _unbalanced_stages,
+    _padding,
+    _replicated_kv_heads,
+    _useless_recompute,
+    _mfu_beyond_measured,
+    _even_routing,
+    _unused_keys,
+    _engine_limits,
 )
 
 
-def warnings(frame: Frame, layout: Layout, of: Costs, throughput: Throughput | None) -> tuple[Problem, ...]:
-    """Everything that runs but hurts."""
+def warnings(frame: CostContext, layout: Layout, of: LayoutCost, throughput: Throughput | None) -> tuple[Problem, ...]:
+    """Return the warnings of a plan."""
     return tuple(each for warning in WARNINGS for each in warning(frame, layout, of, throughput))

@@ -1,21 +1,25 @@
-"""Which part of each logical weight a rank holds: read off the op table's dims and the tensor axis."""
+"""Shards of the logical weights: which part of each a rank holds, from the op table's dims and the tensor and expert axes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import Literal
 
-from ..models.table import Parameter, padded
-from .axes.tp import SPLITS
+from ..models.ops.op_table import Dims, Parameter, round_up
 from .divisors import least_divisor
+
+TENSOR_DIMS: Dims = ("heads", "kv_heads", "ffn", "expert_ffn", "shared_ffn", "vocab")  # that the tensor axis splits
+
+TensorCopies = Literal["", "replicated", "shared"]  # other ranks of the tensor axis that hold a weight too: none, all, some
 
 
 @dataclass(frozen=True, slots=True)
-class Portion:
-    """Along one dim a rank holds logical elements offset <= i < offset + length, in a tensor of `size`: the rest is 0.
+class DimShard:
+    """A rank's elements along one dim: logical elements offset <= i < offset + length, padded with zeros to `size`.
 
-    `copy` of `copies`: so many tensor-parallel ranks hold the same elements, and this is one of them.
+    `copies` tensor-parallel ranks hold the same elements; this is number `copy` of them.
     """
 
     offset: int
@@ -24,18 +28,18 @@ class Portion:
     copy: int = 0
     copies: int = 1
 
-    def times(self, inner: int) -> Portion:
-        """The same of a dim in which each element is `inner` elements."""
-        return Portion(self.offset * inner, self.length * inner, self.size * inner, self.copy, self.copies)
+    def times(self, inner: int) -> DimShard:
+        """The shard of a flattened dim, in which each element of this one stands for `inner` elements."""
+        return DimShard(self.offset * inner, self.length * inner, self.size * inner, self.copy, self.copies)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
-    """One weight on one rank: of the logical tensor `shape` the block of `length` at `offset`, held in the first corner of a
-    tensor of `size`, in which all else is 0.
+class WeightShard:
+    """One weight on one rank: the block of `length` at `offset` of the logical tensor `shape`, padded with zeros at its end to `size`.
 
-    `copy` of `copies`: so many ranks of the tensor axis hold the same block. `shared`: it is split, and yet several ranks hold
-    the same (key and value heads fewer than ranks), each with a part of its gradient. `expert`: expert ranks have other parts of it.
+    `copies` ranks of the tensor axis hold the same block; this is number `copy` of them. `shared`: the weight is split, but several
+    ranks hold the same block (fewer key and value heads than ranks), each with a part of its gradient. `expert`: expert ranks hold
+    other blocks of it.
     """
 
     name: str
@@ -49,21 +53,21 @@ class Placed:
     expert: bool = False
 
     @property
-    def sharded(self) -> bool:
-        """Whether the tensor axis splits it."""
+    def is_split(self) -> bool:
+        """Whether the tensor axis splits the weight."""
         return self.copies == 1 or self.shared
 
     @property
-    def filled(self) -> bool:
-        """Whether all of the tensor is logical, none of it padding."""
+    def is_unpadded(self) -> bool:
+        """Whether the tensor has no padding."""
         return self.length == self.size
 
 
-class Heads:
-    """How heads lie on the ranks of the tensor axis.
+class HeadShards:
+    """Attention heads on the ranks of the tensor axis.
 
-    Key and value heads as many as ranks or more: each rank has an equal run of them and the query heads that they serve. Fewer:
-    `copies` ranks share one, and its query heads. What does not divide is padded at the end of a rank's run.
+    With at least as many key and value heads as ranks, each rank has an equal run of them and the query heads that they serve. With
+    fewer, `copies` ranks hold the same one and share out its query heads. A run that does not divide is padded at its end.
     """
 
     def __init__(self, heads: int, kv_heads: int, degree: int) -> None:
@@ -78,88 +82,92 @@ class Heads:
             self.size = -(-self.group // self.copies)
 
     @property
-    def idle(self) -> int:
-        """Ranks that have no query heads."""
+    def idle_ranks(self) -> int:
+        """Ranks without query heads."""
         if self.copies == 1:
             return self.lanes - -(-self.heads // self.size)
         return self.kv_heads * (self.copies - -(-self.group // self.size)) + (self.lanes - self.kv_heads) * self.copies
 
-    def query(self, rank: int) -> Portion:
+    def query_shard(self, rank: int) -> DimShard:
         """The query heads of a rank."""
         if self.copies == 1:
-            return _run(self.heads, rank * self.size, self.size)
+            return _clipped(self.heads, rank * self.size, self.size)
         lane, part = divmod(rank, self.copies)
         first = lane * self.group
         last = min(first + self.group, self.heads)
-        return _run(last, min(last, first + part * self.size), self.size)
+        return _clipped(last, min(last, first + part * self.size), self.size)
 
-    def key(self, rank: int) -> Portion:
+    def kv_shard(self, rank: int) -> DimShard:
         """The key and value heads of a rank."""
         lane, copy = divmod(rank, self.copies)
-        run = _run(self.kv_heads, lane * self.kv_size, self.kv_size)
-        return Portion(run.offset, run.length, run.size, copy, self.copies)
+        run = _clipped(self.kv_heads, lane * self.kv_size, self.kv_size)
+        return DimShard(run.offset, run.length, run.size, copy, self.copies)
 
 
-def _run(whole: int, first: int, size: int) -> Portion:
-    """Of `whole` elements the `size` from `first`, as far as there are so many."""
+def _clipped(whole: int, first: int, size: int) -> DimShard:
+    """The `size` elements from `first`, as far as they are below `whole`."""
     offset = min(first, whole)
-    return Portion(offset, max(0, min(whole, first + size) - offset), size)
+    return DimShard(offset, max(0, min(whole, first + size) - offset), size)
 
 
-def portion(dim: str, size: Mapping[str, int], degree: int, rank: int, *, vocab_multiple: int = 1) -> Portion:
-    """What a rank of the tensor axis holds along a logical dim that the axis splits."""
+def dim_shard(dim: str, size: Mapping[str, int], degree: int, rank: int, *, vocab_multiple: int = 1) -> DimShard:
+    """A tensor-parallel rank's elements along a logical dim that the tensor axis splits."""
     whole = size[dim]
     match dim:
         case "heads":
-            return Heads(whole, size["kv_heads"], degree).query(rank)
+            return HeadShards(whole, size["kv_heads"], degree).query_shard(rank)
         case "kv_heads":
-            return Heads(size["heads"], whole, degree).key(rank)
+            return HeadShards(size["heads"], whole, degree).kv_shard(rank)
         case "vocab":
-            each = padded(whole, vocab_multiple * degree) // degree
+            each = round_up(whole, vocab_multiple * degree) // degree
         case _:
             each = -(-whole // degree)
-    return _run(whole, rank * each, each)
+    return _clipped(whole, rank * each, each)
 
 
 def idle_ranks(dim: str, size: Mapping[str, int], degree: int, *, vocab_multiple: int = 1) -> int:
-    """Ranks of the tensor axis that have nothing along a dim but padding."""
+    """Ranks of the tensor axis that hold only padding along a dim."""
     if dim == "heads":
-        return Heads(size["heads"], size["kv_heads"], degree).idle
-    each = portion(dim, size, degree, 0, vocab_multiple=vocab_multiple).size
+        return HeadShards(size["heads"], size["kv_heads"], degree).idle_ranks
+    each = dim_shard(dim, size, degree, 0, vocab_multiple=vocab_multiple).size
     return degree - -(-size[dim] // each)
 
 
+def local_tensor_dims(size: Mapping[str, int], degree: int, vocab_multiple: int) -> dict[str, int]:
+    """Elements, with padding, on one rank of the tensor axis along each dim that it splits."""
+    return {dim: dim_shard(dim, size, degree, 0, vocab_multiple=vocab_multiple).size for dim in TENSOR_DIMS if dim in size}
+
+
 def local_sizes(size: Mapping[str, int], degree: int, *, vocab_multiple: int = 1) -> dict[str, int]:
-    """Elements along each logical dim on one rank of the tensor axis: of those that it splits, its part with padding."""
-    split = {dim: portion(dim, size, degree, 0, vocab_multiple=vocab_multiple).size for dim in SPLITS if dim in size}
-    return {**size, **split}
+    """Elements, with padding, on one rank of the tensor axis along every logical dim."""
+    return {**size, **local_tensor_dims(size, degree, vocab_multiple)}
 
 
-def placed(
+def weight_shard(
     parameter: Parameter, size: Mapping[str, int], degree: int, rank: int, *, vocab_multiple: int = 1, ep: int = 1, expert_rank: int = 0
-) -> Placed:
-    """What a rank of the tensor axis holds of a weight: the axis splits the first of its dims that it can, the `ep` expert ranks
-    share out stacks of experts."""
-    rows: list[Portion] = []
+) -> WeightShard:
+    """A rank's shard of a weight: the tensor axis splits the first dim that is in `TENSOR_DIMS`, the `ep` expert ranks share out the
+    experts."""
+    shards: list[DimShard] = []
     split = False
     for dims in parameter.dims:
         inner = prod(size[dim] for dim in dims[1:])
-        if dims and dims[0] in SPLITS and not split:
+        if dims and dims[0] in TENSOR_DIMS and not split:
             split = True
-            rows.append(portion(dims[0], size, degree, rank, vocab_multiple=vocab_multiple).times(inner))
+            shards.append(dim_shard(dims[0], size, degree, rank, vocab_multiple=vocab_multiple).times(inner))
         elif dims == ("experts",):
             each = size["experts"] // ep
-            rows.append(Portion(expert_rank * each, each, each))
+            shards.append(DimShard(expert_rank * each, each, each))
         else:
             whole = prod(size[dim] for dim in dims)
-            rows.append(Portion(0, whole, whole))
-    copy, copies = next(((row.copy, row.copies) for row in rows if row.copies > 1), (0, 1) if split else (rank, degree))
-    return Placed(
+            shards.append(DimShard(0, whole, whole))
+    copy, copies = next(((shard.copy, shard.copies) for shard in shards if shard.copies > 1), (0, 1) if split else (rank, degree))
+    return WeightShard(
         name=parameter.name,
         shape=parameter.shape(size),
-        offset=tuple(row.offset for row in rows),
-        length=tuple(row.length for row in rows),
-        size=tuple(row.size for row in rows),
+        offset=tuple(shard.offset for shard in shards),
+        length=tuple(shard.length for shard in shards),
+        size=tuple(shard.size for shard in shards),
         copy=copy,
         copies=copies,
         shared=split and copies > 1,

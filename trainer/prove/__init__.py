@@ -1,1 +1,1 @@
-"""The proof that every layout trains the same curve: which layouts, their runs, and the verdict on each."""
+"""The proof that every layout trains the same curve: it chooses layouts, trains each, and judges it against one process."""

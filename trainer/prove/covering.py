@@ -1,4 +1,4 @@
-"""Few rows out of many in which every two choices still meet: what one factor does to another shows, at a fraction of the runs."""
+"""Pairwise covering: few rows out of many in which every pair of choices still occurs, so that factors are seen to interact in few runs."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from itertools import combinations
 from typing import TypeVar
 
 Row = TypeVar("Row", bound=tuple[Hashable, ...])
-Pair = tuple[int, Hashable, int, Hashable]  # a factor and its choice, another and its choice
+Pair = tuple[int, Hashable, int, Hashable]  # a factor and its choice, another factor and its choice
 
 
-def pairs(row: tuple[Hashable, ...]) -> set[Pair]:
-    """Every two choices of a row, by their factors."""
+def choice_pairs(row: tuple[Hashable, ...]) -> set[Pair]:
+    """Every pair of choices in a row, each with its factor."""
     return {(a, row[a], b, row[b]) for a, b in combinations(range(len(row)), 2)}
 
 
-def covering(rows: Iterable[Row], taken: Iterable[Row] = ()) -> Iterator[Row]:
-    """Rows in which all pairs meet that meet in any row and in none that is taken already: each time the one with most new pairs.
+def covering_rows(rows: Iterable[Row], taken: Iterable[Row] = ()) -> Iterator[Row]:
+    """Yield rows until every pair that occurs in `rows` occurs in a yielded or a taken row, each time the row with most new pairs.
 
-    Of rows with as many the first comes first, so that the order of `rows` says which are liked best.
+    Among equals the earliest of `rows` comes first, so the order of `rows` states the preference.
     """
-    of = {row: pairs(row) for row in rows}
-    left = set().union(*of.values()) - set().union(*map(pairs, taken))
-    while left:
-        row = max(of, key=lambda row: len(of[row] & left))
-        left -= of[row]
+    pairs = {row: choice_pairs(row) for row in rows}
+    missing = set().union(*pairs.values()) - set().union(*map(choice_pairs, taken))
+    while missing:
+        row = max(pairs, key=lambda row: len(pairs[row] & missing))
+        missing -= pairs[row]
         yield row

@@ -1,4 +1,4 @@
-"""The fork server of ranks as the command line sees it: a child that is asked, and that ends when its asker does."""
+"""Client of the fork server of ranks: starts it as a child process, sends it jobs and questions, and ends it."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self
 
-from ..system.end_child import end_child
+from ..system.child_process import end_child
 
 COMMAND = (sys.executable, "-m", "distrain.trainer.loop.forkserver.server")
-PATIENCE = 3.0  # seconds that it has to end its ranks and itself
+PATIENCE = 3.0  # seconds that the server has to end its ranks and itself
 
-# A process with threads can't be forked; its ranks are told how many to start. NVML counts GPUs without a CUDA context.
-ALONE = {
+# A process with threads can't be forked; each job says how many threads its ranks get. NVML counts GPUs without a CUDA context.
+SERVER_ENVIRONMENT = {
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     "PYTHONSAFEPATH": "1",
 }
 
-Hear = Callable[[Mapping[str, Any]], None]
+OnMessage = Callable[[Mapping[str, Any]], None]
 
 
 class ServerGone(Exception):
-    """The server ended without an answer, for the reason that its log says."""
+    """The server ended without a reply; its log says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Crew:
-    """A job's ranks, ended: exit statuses, what rank 0 said, what went wrong in a rank's own words, and in one line."""
+class JobResult:
+    """A finished job: what its ranks exited with and reported."""
 
-    codes: tuple[int, ...]
-    said: tuple[str, ...]
-    problems: tuple[str, ...]
-    steps: tuple[int | None, ...]  # at which each rank was last, from 0
-    late: bool  # the deadline came first
-    says: str
+    codes: tuple[int, ...]  # exit statuses
+    lines: tuple[str, ...]  # rank 0's lines for the user
+    problems: tuple[str, ...]  # that ranks reported
+    steps: tuple[int | None, ...]  # each rank's last step, from 0
+    timed_out: bool  # the job was killed at its deadline
+    says: str  # why it failed, in one line
 
 
-class Server:
-    """A fork server of ranks; jobs run one after another. Its noise goes to `log`."""
+class ForkServer:
+    """A fork server of ranks; it runs one job at a time. What it prints goes to `log`."""
 
     def __init__(self, log: Path, environment: Mapping[str, str] = os.environ, *, command: Sequence[str] = COMMAND) -> None:
         self.log = log
@@ -55,8 +55,8 @@ class Server:
                 stdout=subprocess.PIPE,
                 stderr=file,
                 text=True,
-                env={**environment, **ALONE},
-                start_new_session=True,  # Ctrl-C is for whoever asks
+                env={**environment, **SERVER_ENVIRONMENT},
+                start_new_session=True,  # Ctrl-C is for this process only
             )
 
     def __enter__(self) -> Self:
@@ -65,7 +65,7 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def trained(
+    def run_job(
         self,
         run: Path,
         ranks: int,
@@ -73,39 +73,40 @@ class Server:
         threads: int = 1,
         seconds: float | None = None,
         signals: Sequence[tuple[int, int, int]] = (),
-        hear: Hear = lambda word: None,
-    ) -> Crew:
-        """Run RUN_DIR/run.json on so many ranks, killed after so many seconds; raises ServerGone.
+        on_message: OnMessage = lambda _: None,
+    ) -> JobResult:
+        """Run RUN_DIR/run.json on `ranks` ranks, killed after `seconds`; raises ServerGone.
 
-        `signals` are (step, rank, signal): sent to the rank when it is at the step. `hear` is told how far rank 0 is.
+        `signals` are (step, rank, signal): each is sent to its rank at that step. `on_message` is called with rank 0's messages
+        {"step": step} and {"status": text}.
         """
         job = {"run": str(run), "ranks": ranks, "threads": threads, "seconds": seconds, "signals": list(signals)}
-        said = self._ask(job, hear)
-        return Crew(
-            codes=tuple(said["codes"]),
-            said=tuple(said["said"]),
-            problems=tuple(said["problems"]),
-            steps=tuple(said["steps"]),
-            late=said["late"],
-            says=said["says"],
+        reply = self._request(job, on_message)
+        return JobResult(
+            codes=tuple(reply["codes"]),
+            lines=tuple(reply["lines"]),
+            problems=tuple(reply["problems"]),
+            steps=tuple(reply["steps"]),
+            timed_out=reply["timed_out"],
+            says=reply["says"],
         )
 
-    def asked(self, question: str, **words: Any) -> dict[str, Any]:
-        """The answer to a question, {"answer": ...} or {"failed": why}; raises ServerGone."""
-        return self._ask({"ask": question, "words": words, "log": str(self.log)}, lambda word: None)
+    def ask(self, question: str, **arguments: Any) -> dict[str, Any]:
+        """Return the reply to a question, {"answer": ...} or {"failed": why}; raises ServerGone."""
+        return self._request({"ask": question, "arguments": arguments, "log": str(self.log)}, lambda _: None)
 
-    def _ask(self, job: Mapping[str, Any], hear: Hear) -> dict[str, Any]:
+    def _request(self, request: Mapping[str, Any], on_message: OnMessage) -> dict[str, Any]:
         stdin, stdout = self._pipes()
         try:
-            stdin.write(f"{json.dumps(job)}\n")
+            stdin.write(f"{json.dumps(request)}\n")
             stdin.flush()
         except OSError:
             raise ServerGone(self._end()) from None
         for line in stdout:
-            word: dict[str, Any] = json.loads(line)
-            if not word.keys() & {"beat", "status"}:
-                return word
-            hear(word)
+            message: dict[str, Any] = json.loads(line)
+            if not message.keys() & {"step", "status"}:
+                return message
+            on_message(message)
         raise ServerGone(self._end())
 
     def _pipes(self) -> tuple[IO[str], IO[str]]:
@@ -114,13 +115,13 @@ class Server:
         return self._child.stdin, self._child.stdout
 
     def _end(self) -> str:
-        """How it ended, in a line."""
+        """Wait for the server's exit and describe it in one line."""
         code = self._child.wait()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
         return f"the process that starts the ranks {how}; its log is {self.log}"
 
     def close(self) -> None:
-        """The end of its jobs is the server's end, and its ranks'."""
+        """Close the server's stdin, which ends it and its ranks; kill it if it does not end."""
         stdin, _ = self._pipes()
         try:
             with suppress(OSError):

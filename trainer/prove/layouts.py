@@ -1,4 +1,4 @@
-"""Layouts that may be proved: what each says of `parallel`, the run that it makes of a recipe, and which few show most."""
+"""The layouts that `distrain prove` can train: their names, the runs that they make of a recipe, and the few that show most."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Literal, cast
 from ..plan.divisors import divisors
 from ..plan.engines import ENGINES
 from ..spec.run import Parallel, Run
-from .covering import covering
+from .covering import covering_rows
 
 AXES = ("dp", "ep", "tp", "cp", "pp")
-ZEROS = (0, 1, 2, 3)
+ZERO_STAGES = (0, 1, 2, 3)
 RECOMPUTES = ("selective", "full")
-SCHEDULES = tuple(dict.fromkeys(name for engine in ENGINES for name in engine.schedules))
-FEW = 12  # layouts that are proved where none are named
+SCHEDULES = tuple(dict.fromkeys(name for engine in ENGINES.values() for name in engine.schedules))
+DEFAULT_COUNT = 12  # layouts that are proved where none are named
 
 Recompute = Literal["selective", "full"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """What a layout says of `parallel`; None leaves it to the recipe."""
+class ProveLayout:
+    """What a layout sets of `parallel`; None keeps the recipe's value."""
 
     dp: int = 1
-    ep: int = 1  # of the data ranks
+    ep: int = 1  # divides dp
     tp: int = 1
     cp: int = 1
     pp: int = 1
@@ -38,20 +38,21 @@ class Layout:
 
     @property
     def ranks(self) -> int:
+        """The ranks of its mesh; ep counts within dp."""
         return self.dp * self.tp * self.cp * self.pp
 
     @property
-    def word(self) -> str:
-        """The word that reads as it; what is as always is not said."""
-        said = [f"{axis}{getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1] or ["dp1"]
-        said += [f"zero{self.zero}"] if self.zero else []
-        said += ["sequence"] if self.sequence else []
-        said += [self.schedule] if self.schedule != SCHEDULES[0] else []
-        return ".".join([*said, *([self.recompute] if self.recompute else [])])
+    def name(self) -> str:
+        """The name that `layouts=` reads back, without defaults: dp2.tp2.zero1."""
+        parts = [f"{axis}{getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1] or ["dp1"]
+        parts += [f"zero{self.zero}"] if self.zero else []
+        parts += ["sequence"] if self.sequence else []
+        parts += [self.schedule] if self.schedule != SCHEDULES[0] else []
+        return ".".join([*parts, *([self.recompute] if self.recompute else [])])
 
     @property
     def choices(self) -> tuple[int | str | None, ...]:
-        """Its choice of each factor; None where a factor has no say."""
+        """Its choice of each factor; None for a factor that has no effect in it."""
         return (
             self.dp,
             self.ep,
@@ -64,40 +65,40 @@ class Layout:
         )
 
 
-ALONE = Layout()  # one process: what every other is held against
-SIMPLE = (Layout(dp=2), Layout(dp=2, ep=2), Layout(tp=2), Layout(cp=2), Layout(pp=2))  # what each axis does alone
+ONE_PROCESS = ProveLayout()  # the reference of all others
+EACH_AXIS = (ProveLayout(dp=2), ProveLayout(dp=2, ep=2), ProveLayout(tp=2), ProveLayout(cp=2), ProveLayout(pp=2))  # each axis alone
 
 
-def every(ranks: int, *, experts: bool = False) -> Iterator[Layout]:
-    """Every layout of at most so many ranks, in powers of two, smallest first; with experts, those that split them too."""
+def all_layouts(ranks: int, *, experts: bool = False) -> Iterator[ProveLayout]:
+    """Yield every layout of at most `ranks` ranks, its degrees powers of two, smallest first; with `experts`, also with ep > 1."""
     degrees = [2**power for power in range(ranks.bit_length()) if 2**power <= ranks]
     meshes = sorted((mesh for mesh in product(degrees, repeat=4) if 1 < prod(mesh) <= ranks), key=lambda mesh: (prod(mesh), mesh))
     for dp, tp, cp, pp in meshes:
-        shards = [each for each in degrees if each <= dp] if experts else [1]
-        zeros = ZEROS if dp * cp > 1 else ZEROS[:1]
+        expert_degrees = [each for each in degrees if each <= dp] if experts else [1]
+        stages = ZERO_STAGES if dp * cp > 1 else ZERO_STAGES[:1]
         schedules = SCHEDULES if pp > 1 else SCHEDULES[:1]
-        for ep, zero, sequence, schedule in product(shards, zeros, (False, True) if tp > 1 else (False,), schedules):
-            yield Layout(dp=dp, ep=ep, tp=tp, cp=cp, pp=pp, zero=zero, sequence=sequence, schedule=schedule)
+        for ep, zero, sequence, schedule in product(expert_degrees, stages, (False, True) if tp > 1 else (False,), schedules):
+            yield ProveLayout(dp=dp, ep=ep, tp=tp, cp=cp, pp=pp, zero=zero, sequence=sequence, schedule=schedule)
 
 
-def few(layouts: Sequence[Layout], first: Sequence[Layout]) -> list[Layout]:
-    """`first`, and of the others as few as may be in which every two choices meet that meet in any: at most FEW in all."""
-    of = {each.choices: each for each in layouts}
-    chosen = list(covering(of, taken=[each.choices for each in first]))
-    return sorted([*first, *(of[each] for each in chosen[: FEW - len(first)])], key=_order)
+def default_layouts(layouts: Sequence[ProveLayout], first: Sequence[ProveLayout]) -> list[ProveLayout]:
+    """`first`, and few of the others so that every pair of choices occurs: at most DEFAULT_COUNT in all, in the order of the table."""
+    by_choices = {each.choices: each for each in layouts}
+    chosen = list(covering_rows(by_choices, taken=[each.choices for each in first]))
+    return sorted([*first, *(by_choices[each] for each in chosen[: DEFAULT_COUNT - len(first)])], key=_table_order)
 
 
-def _order(layout: Layout) -> tuple[object, ...]:
-    """Few ranks first; of as many, those of the data axis, then tensor, context, pipeline."""
-    return layout.ranks, -layout.dp, layout.ep, -layout.tp, -layout.cp, layout.word
+def _table_order(layout: ProveLayout) -> tuple[object, ...]:
+    """Sort key: few ranks first; at equal ranks the data axis, then tensor, context, pipeline."""
+    return layout.ranks, -layout.dp, layout.ep, -layout.tp, -layout.cp, layout.name
 
 
-def own(run: Run) -> Layout | None:
-    """A recipe's own layout, its data degree filled in; None where words can't say it, or it is one process."""
+def recipe_layout(run: Run) -> ProveLayout | None:
+    """A recipe's own layout, with dp=auto resolved; None where a name can't express it, or it is one process."""
     parallel = run.parallel
     others, world = parallel.tp * parallel.cp * parallel.pp, run.cluster.nodes * run.cluster.gpus
     dp = world // others if parallel.dp == "auto" else parallel.dp
-    layout = Layout(
+    layout = ProveLayout(
         dp=max(1, dp),
         ep=parallel.ep,
         tp=parallel.tp,
@@ -107,12 +108,12 @@ def own(run: Run) -> Layout | None:
         sequence=parallel.sequence and parallel.tp > 1,
         schedule=parallel.schedule if parallel.pp > 1 else SCHEDULES[0],
     )
-    said = parallel.chunks == 1 and layout.schedule in SCHEDULES
-    return layout if said and layout.ranks == world and layout != ALONE else None
+    has_name = parallel.chunks == 1 and layout.schedule in SCHEDULES
+    return layout if has_name and layout.ranks == world and layout != ONE_PROCESS else None
 
 
-def laid(run: Run, layout: Layout) -> Run:
-    """The run in that layout on one node of as many devices; of `parallel` only what can't change a curve stays the recipe's."""
+def run_in_layout(run: Run, layout: ProveLayout) -> Run:
+    """The run in that layout, on one node with as many devices; of `parallel` it keeps only what can't change a curve."""
     kept = run.parallel
     parallel = Parallel(
         dp=layout.dp,
@@ -129,21 +130,21 @@ def laid(run: Run, layout: Layout) -> Run:
     )
     return replace(
         run,
-        name=layout.word,
+        name=layout.name,
         reading=None,
         parallel=parallel,
         cluster=replace(run.cluster, nodes=1, gpus=layout.ranks),
-        train=replace(run.train, microbatch=microbatch(run, layout)),
+        train=replace(run.train, microbatch=layout_microbatch(run, layout)),
     )
 
 
-def microbatch(run: Run, layout: Layout) -> int:
-    """Sequences of a micro-batch: the recipe's, or the most below that divide a replica's share of the batch.
+def layout_microbatch(run: Run, layout: ProveLayout) -> int:
+    """Sequences in a micro-batch: the recipe's number, or the largest below it that divides a replica's share of the batch.
 
-    A pipeline has at least as many micro-batches as stages, twice as many under a schedule that runs through it both ways.
+    A pipeline gets at least as many micro-batches as stages, or twice as many where the schedule runs in both directions.
     """
     share, rest = divmod(run.train.batch, layout.dp)
     if rest:
-        return run.train.microbatch  # refused, whatever it is
+        return run.train.microbatch  # the plan refuses this batch anyway
     least = layout.pp * (2 if layout.schedule == "dualpipev" else 1) if layout.pp > 1 else 1
     return max((size for size in divisors(share, run.train.microbatch) if share // size >= least), default=1)

@@ -1,4 +1,4 @@
-"""Where a layout departs first: it is trained again beside one process, module by module, in the steps that may show it."""
+"""Locates where a layout first departs: trains it and one process again, with the steps in question traced module by module."""
 
 from __future__ import annotations
 
@@ -8,51 +8,52 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from .finding import Finding, first, read, told
-from .fork_client import Crew
-from .trials import Trial, written
+from .fork_client import JobResult
+from .tensor_difference import TensorDifference, departure_sentence, first_departure, read_differences
+from .trials import Trial, write_run_folder
 
-TRACED = ".traced"  # at the end of the names of such runs
-REFERENCE = "reference"  # the folder in which one process writes all that it computes
+TRACED_SUFFIX = ".traced"  # of the names of traced runs
+REFERENCE = "reference"  # the folder to which one process writes all that it computes
 
-Train = Callable[[Trial], Crew]
+RunTrial = Callable[[Trial], JobResult]
 
 
-def departure(alone: Trial, trial: Trial, step: int, trained: Train) -> str:
-    """The first step, micro-batch, module and rank of a layout that rounding does not explain, in words; raises ServerGone.
+def locate_departure(reference: Trial, trial: Trial, step: int, run_trial: RunTrial) -> str:
+    """Trace a layout; the step, micro-batch, module and rank of the first difference beyond rounding, in words. Raises ServerGone.
 
     `step` (from 1) is where its curve departs: that one is traced, the one before, which may have moved weights wrongly, and the first.
     """
     steps = sorted({0, max(0, step - 2), step - 1})
-    one, again = traced(alone), traced(trial)
-    reference = one.folder / REFERENCE
-    if not all((reference / f"step_{each}").is_dir() for each in steps) and not _well(one, steps, reference, trained):
-        return f"no trace: one process did not train again; its logs are in {one.folder}"
-    if not _well(again, steps, reference, trained):
-        return f"no trace: it did not train again; its logs are in {again.folder}"
-    found = first(_findings(again.folder), trial.run.train.precision)
+    one_process, layout = traced_trial(reference), traced_trial(trial)
+    folder = one_process.folder / REFERENCE
+    is_written = all((folder / f"step_{each}").is_dir() for each in steps)
+    if not is_written and not _trace(one_process, steps, folder, run_trial):
+        return f"not traced: one process failed when it was trained again; its logs are in {one_process.folder}"
+    if not _trace(layout, steps, folder, run_trial):
+        return f"not traced: it failed when it was trained again; its logs are in {layout.folder}"
+    departure = first_departure(_all_differences(layout.folder), trial.run.train.precision)
     numbers = ", ".join(str(each + 1) for each in steps)
-    return f"first: {told(found)}" if found else f"traced in step {numbers}: no module departs there by more than rounding"
+    return f"first: {departure_sentence(departure)}" if departure else f"no module departs by more than rounding in step {numbers}"
 
 
-def cleared(alone: Trial) -> None:
-    """Take away what one process wrote for the traces, which is large."""
-    shutil.rmtree(traced(alone).folder, ignore_errors=True)
+def remove_reference_trace(reference: Trial) -> None:
+    """Remove what one process wrote for the traces, which is large."""
+    shutil.rmtree(traced_trial(reference).folder, ignore_errors=True)
 
 
-def traced(trial: Trial) -> Trial:
-    """The run that is traced, in a folder of its own."""
-    return replace(trial, run=replace(trial.run, name=f"{trial.run.name}{TRACED}"))
+def traced_trial(trial: Trial) -> Trial:
+    """The same run under another name, so that its trace has a folder of its own."""
+    return replace(trial, run=replace(trial.run, name=f"{trial.run.name}{TRACED_SUFFIX}"))
 
 
-def _well(trial: Trial, steps: Iterable[int], reference: Path, trained: Train) -> bool:
-    """Whether a run went well up to the last of the steps."""
-    written(trial)
+def _trace(trial: Trial, steps: Iterable[int], reference: Path, run_trial: RunTrial) -> bool:
+    """Train a run under a trace up to the last of the steps; whether all its ranks succeeded."""
+    write_run_folder(trial)
     (trial.folder / "trace.json").write_text(json.dumps({"steps": list(steps), "reference": str(reference)}), encoding="utf-8")
-    return not any(trained(trial).codes)
+    return not any(run_trial(trial).codes)
 
 
-def _findings(folder: Path) -> list[Finding]:
-    """What all ranks found."""
+def _all_differences(folder: Path) -> list[TensorDifference]:
+    """The differences that all ranks of a traced run recorded."""
     files = sorted((folder / "departure").glob("*.json"))
-    return [finding for file in files for finding in read(json.loads(file.read_text(encoding="utf-8")))]
+    return [each for file in files for each in read_differences(json.loads(file.read_text(encoding="utf-8")))]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
 from ..spec.problem import Problem
-from ..spec.read import shown
+from ..spec.read import value_text
 from ..spec.run import Model, Optim, Run
 
 Policy = Literal["refused", "acceptable", "said", "free"]
@@ -65,7 +65,11 @@ class Difference:
     @property
     def words(self) -> str:
         """The change as a user reads it: optim.lr 0.001 -> 0.0005."""
-        return f"other tokens in {self.key}={shown(self.now)}" if self.content else f"{self.key} {shown(self.before)} -> {shown(self.now)}"
+        return (
+            f"other tokens in {self.key}={value_text(self.now)}"
+            if self.content
+            else f"{self.key} {value_text(self.before)} -> {value_text(self.now)}"
+        )
 
     def problem(self, step: int, acceptable: Sequence[str]) -> Problem:
         """Return the change as a problem of a run that goes on from a step, with what would mend it.
@@ -73,10 +77,10 @@ class Difference:
         `acceptable` are the keys that checkpoint.accept must name, of all that changed.
         """
         if self.content:
-            says, back = f"{self.key}={shown(self.now)} holds other tokens than when step {step} was saved", "bring those back"
+            says, back = f"{self.key}={value_text(self.now)} holds other tokens than when step {step} was saved", "bring those back"
         else:
-            says = f"{self.key} was {shown(self.before)} when step {step} was saved, and is {shown(self.now)} now"
-            back = f"set {self.key}={shown(self.before)}"
+            says = f"{self.key} was {value_text(self.before)} when step {step} was saved, and is {value_text(self.now)} now"
+            back = f"set {self.key}={value_text(self.before)}"
         allow = f", or checkpoint.accept=[{','.join(acceptable)}] to go on all the same" if self.key in acceptable else ""
         return Problem(rule="resume", says=says, mend=f"{back} to go on, or name=NEW to train another run{allow}")
 

@@ -12,30 +12,32 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-NAME = "lock"
-UNHEARD_OF = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)  # of file systems that lock no files
+FILE = "lock"
+NO_LOCKS_ERRNOS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)  # of file systems that lock no files
 
 
-class Taken(Exception):
+class RunFolderInUse(Exception):
     """Another `fit` is at work in this folder; the words say which, in a line."""
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[str]:
+def hold_run_folder(folder: Path) -> Iterator[str]:
     """Hold RUN_DIR as long as the block runs; raises Taken, and OSError where the file can't be written.
 
     Yields a warning, or "". The file says who holds it, for where a file system keeps locks to each host: it is empty when no
     `fit` is at work or killed. The ranks don't inherit it; those of a holder that was killed die by their lifelines.
     """
-    path = folder / NAME
+    path = folder / FILE
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Taken(f"{_holder(file) or 'another process'} trains in {folder}: stop it, or set name= to train another run") from None
+            raise RunFolderInUse(
+                f"{_holder(file) or 'another process'} trains in {folder}: stop it, or set name= to train another run"
+            ) from None
         except OSError as error:
-            if error.errno not in UNHEARD_OF:
+            if error.errno not in NO_LOCKS_ERRNOS:
                 raise
         before, here = _holder(file), socket.gethostname()
         os.ftruncate(file, 0)
@@ -51,13 +53,13 @@ def _holder(file: int) -> str:
     return os.pread(file, 1000, 0).decode(errors="replace").strip()
 
 
-def holder(folder: Path) -> str:
+def lock_holder(folder: Path) -> str:
     """Who trains in RUN_DIR now, as its lock says; "" where nobody does, or where that can't be told here.
 
     A process of this host is looked for by its number first, so that looking disturbs no `fit` that is about to start.
     """
     try:
-        file = os.open(folder / NAME, os.O_RDONLY | os.O_NONBLOCK)
+        file = os.open(folder / FILE, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return ""
     try:
@@ -68,7 +70,7 @@ def holder(folder: Path) -> str:
     except BlockingIOError:
         return said
     except OSError as error:
-        return said if error.errno in UNHEARD_OF else ""
+        return said if error.errno in NO_LOCKS_ERRNOS else ""
     else:
         return ""  # freed: its holder was killed
     finally:

@@ -6,10 +6,15 @@ import os
 from glob import escape, has_magic
 from pathlib import Path
 
-from ..plan.changed_run import changed
+from ..plan.changed_run import with_changes
 from ..spec.run import Run
 
 PATHS = ("model.hf", "model.weights", "data.cache", "log.dir", "launch.hostfile")  # and data.path, data.tokenizer
+
+
+def relative_folder(folder: Path) -> str:
+    """A folder as a user types it here: relative where it is below the current folder."""
+    return os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder)
 
 
 def whole_paths(run: Run) -> Run:
@@ -20,7 +25,7 @@ def whole_paths(run: Run) -> Run:
         found["data.path"] = _pattern(run.data.path) if isinstance(run.data.path, str) else tuple(map(_pattern, run.data.path))
     if run.data.tokenizer != "bytes":
         found["data.tokenizer"] = _whole(run.data.tokenizer)
-    return changed(run, found.items())
+    return with_changes(run, found.items())
 
 
 def _whole(path: str) -> str:

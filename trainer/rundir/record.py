@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from ..models.families import is_made_by_transformers
 from ..spec.plain_file import read_plain
 from ..spec.run import Run
 
@@ -20,10 +21,10 @@ RUN, CONFIG = "run", "config"  # keys of a manifest's `extra`
 def record(run: Run) -> dict[str, Any]:
     """Return what a checkpoint keeps of the run that saves it, as JSON values.
 
-    `run` is all of it. Of a model of family hf, `config` is the text of its config.json, which says what no key of ours does.
+    `run` is all of it. Of a model that transformers makes, `config` is the text of its config.json, which says what no key of ours does.
     """
     kept = {RUN: msgspec.to_builtins(run)}
-    if run.model.family == "hf":
+    if is_made_by_transformers(run.model):
         kept[CONFIG] = read_config(run)
     return kept
 

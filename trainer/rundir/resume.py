@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ..spec.problem import Problem, nearest
+from ..spec.problem import Problem, suggest_name
 from ..spec.run import Run
 from .changes import Changes, acceptable_keys, compare
 from .checkpoints import SavedStep, newest_saved
@@ -50,7 +50,7 @@ def accept_problems(run: Run) -> Iterator[Problem]:
     known = acceptable_keys()
     for key in run.checkpoint.accept:
         if key not in known:
-            yield Problem(rule="accept", says=f"checkpoint.accept=[{key}] is no key that can be accepted", mend=nearest(key, known))
+            yield Problem(rule="accept", says=f"checkpoint.accept=[{key}] is no key that can be accepted", mend=suggest_name(key, known))
 
 
 def compare_saved(before: Run, run: Run, saved: SavedStep, data_key: str | None) -> Changes:

@@ -1,4 +1,4 @@
-"""What every key of a run means, for people: one sentence, its unit, and what null stands for."""
+"""The meaning of every config key for people: one sentence, its unit, and the meaning of null."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Unit = Literal["", "bytes", "bytes/s", "bytes/s per GPU", "FLOP/s", "seconds", "
 
 @dataclass(frozen=True)
 class Key:
-    """What a key sets, in a short sentence; the unit of its value; what the value null means, where it may be null."""
+    """What a key sets, in a short sentence; the unit of its value; the meaning of null, if null is allowed."""
 
     says: str
     unit: Unit = ""

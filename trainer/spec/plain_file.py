@@ -1,4 +1,4 @@
-"""Files that a user names, read whole: only plain files, of a size that can be, so that no fifo or device is waited for."""
+"""Reads files that a user names: only plain files of a sane size, so that a fifo or device never blocks."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _KINDS = (
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """A plain file, open for reading; raises OSError with the reason as its `strerror` where it is none."""
+    """Open a plain file for reading; raises OSError with the reason as its `strerror` if it is not one."""
     name = os.fsencode(path)
     if b"\0" in name:
-        raise OSError(errno.EINVAL, "a path holds no NUL", str(path))
-    _refuse(os.stat(name), path)
+        raise OSError(errno.EINVAL, "a path cannot contain NUL", str(path))
+    _check_kind(os.stat(name), path)
     file = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     opened = os.fdopen(file, "rb")
     try:
-        _refuse(os.fstat(file), path)  # it may have become another since
+        _check_kind(os.fstat(file), path)  # it may have been replaced since
     except OSError:
         opened.close()
         raise
@@ -36,7 +36,7 @@ def open_plain(path: Path) -> BinaryIO:
 
 
 def read_plain(path: Path, most: int = MOST_BYTES) -> bytes:
-    """The bytes of a plain file; raises OSError with the reason as its `strerror` where it is none, or longer than `most`."""
+    """Return the bytes of a plain file; raises OSError with the reason as its `strerror` if it is not one or longer than `most`."""
     with open_plain(path) as opened:
         size = os.fstat(opened.fileno()).st_size
         content = opened.read(most + 1) if size <= most else b""
@@ -45,13 +45,13 @@ def read_plain(path: Path, most: int = MOST_BYTES) -> bytes:
     return content
 
 
-def expanded(path: str | Path) -> Path:
-    """A path with ~ as the home folder; as it is where nobody knows the home of its user."""
+def expand_home(path: str | Path) -> Path:
+    """Return a path with ~ expanded; unchanged if the user's home is unknown."""
     return Path(os.path.expanduser(path))
 
 
 def why_unreadable(path: Path, most: int = MOST_BYTES) -> str:
-    """Why a file can't be read, in words; "" where it can."""
+    """Return why a file can't be read; "" if it can."""
     try:
         read_plain(path, most)
     except OSError as error:
@@ -59,7 +59,7 @@ def why_unreadable(path: Path, most: int = MOST_BYTES) -> str:
     return ""
 
 
-def _refuse(found: os.stat_result, path: Path) -> None:
+def _check_kind(found: os.stat_result, path: Path) -> None:
     for is_kind, why in _KINDS:
         if is_kind(found.st_mode):
             raise OSError(errno.EISDIR if is_kind is stat.S_ISDIR else errno.EINVAL, why, str(path))
@@ -67,4 +67,4 @@ def _refuse(found: os.stat_result, path: Path) -> None:
 
 def _too_long(most: int) -> str:
     size = f"{most >> 20} MiB" if most >= 1 << 20 else f"{most >> 10} KiB"
-    return f"it is longer than the {size} that are read"
+    return f"it is longer than {size}, the most that is read"

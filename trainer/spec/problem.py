@@ -1,4 +1,4 @@
-"""What is wrong with what a user wrote: a rule's name, a sentence, and a mend."""
+"""A problem with what the user wrote: the rule, a sentence, and the fix."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-LONGEST, MOST_LETTERS = 400, 2000  # letters of a word and of a message that are told whole
+LONGEST_WORD, LONGEST_MESSAGE = 400, 2000  # characters of a word and of a message that are printed in full
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One thing that is wrong, and what would be right ("" where nothing was found).
+    """One problem and its fix (`mend`; "" if none was found).
 
-    `changes` are the mends as overrides, each a set that is applied together and was planned again.
+    `changes` are fixes as overrides; each is a set that is applied together and that was planned again.
     """
 
     rule: str
@@ -28,31 +28,36 @@ class Problem:
 
 
 class Unreadable(Exception):
-    """What a user wrote can't be understood; carries every problem found (exit status 2)."""
+    """The user's input can't be used; carries every problem found (exit status 2)."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
         super().__init__("\n".join(map(str, self.problems)))
 
 
-def fault(error: BaseException) -> str:
-    """What a user is told of an error that nobody foresaw; it is raised again, with its traceback, where DISTRAIN_TRACEBACK is set."""
+def unexpected_error_text(error: BaseException) -> str:
+    """Return the message for an unexpected error; re-raise it, with its traceback, if DISTRAIN_TRACEBACK is set."""
     if os.environ.get("DISTRAIN_TRACEBACK"):
         raise error
     why = (str(error) or repr(error)).splitlines()[0]
-    return f"{type(error).__name__}: {why}: this is an error of distrain's own: please report it with what DISTRAIN_TRACEBACK=1 shows"
+    return f"{type(error).__name__}: {why}: this is a bug in distrain: please report it with the output of DISTRAIN_TRACEBACK=1"
 
 
-def shortened(text: str) -> str:
-    """A message that is too long, or has such words, cut in their middle: what a user pasted by mistake fills no screen."""
-    text = re.sub(rf"\S{{{LONGEST},}}", lambda found: f"{found[0][:200]}...{found[0][-40:]}", text)
-    return text if len(text) <= MOST_LETTERS else f"{text[: MOST_LETTERS // 2]} ... {text[-MOST_LETTERS // 4 :]}"
+def shorten(text: str) -> str:
+    """Return a message with long words, or the message itself, cut in the middle, so that pasted text does not fill the screen."""
+    text = re.sub(rf"\S{{{LONGEST_WORD},}}", lambda found: f"{found[0][:200]}...{found[0][-40:]}", text)
+    return text if len(text) <= LONGEST_MESSAGE else f"{text[: LONGEST_MESSAGE // 2]} ... {text[-LONGEST_MESSAGE // 4 :]}"
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """The sentence that a misspelt word deserves: its near miss, else all that is known."""
+def suggest_name(word: str, known: Iterable[str]) -> str:
+    """Return a hint for a misspelt name: the closest known name, else all known names."""
     names = sorted(known)
     close = get_close_matches(word, names, n=1, cutoff=0.6)
     if close:
         return f"did you mean {close[0]}?"
     return f"known: {', '.join(names)}" if names else "nothing is known here"
+
+
+def one_line(text: str) -> str:
+    """Return text with control characters escaped, so that a message is one line."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)

@@ -1,4 +1,4 @@
-"""Quantities as people write them, `80GiB`, `25 GB/s`, `400 Gbps`, `312 TFLOP/s`, `5us`: read as SI numbers, and never guessed."""
+"""Parses quantities with units (`80GiB`, `25 GB/s`, `400 Gbps`, `312 TFLOP/s`, `5us`) to SI numbers, without guessing."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .units import unit_of
 _QUANTITY = re.compile(r"(?P<number>[+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(?P<unit>[^\d\s.,+-].*)?")
 _DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
 _BINARY = {f"{prefix}i": 1024.0**power for power, prefix in enumerate("KMGTPE", 1)}
-_PREFIXES = {**_DECIMAL, **_BINARY, "m": 1e6, "g": 1e9, "t": 1e12}  # lower case: of gbps alone
+_PREFIXES = {**_DECIMAL, **_BINARY, "m": 1e6, "g": 1e9, "t": 1e12}  # lower case: only in gbps
 _PER_SECOND = r"(?:/s|/sec|/second|ps)"
-# (times, by): a number of the unit is number x times / by in SI, so that 5us is 5e-6 to the last digit.
+# (multiplier, divisor) to SI: with a divisor, 5us is exactly 5e-6.
 _TIMES = {
     **dict.fromkeys(("s", "sec", "second", "seconds"), (1.0, 1.0)),
     **dict.fromkeys(("ms", "msec"), (1.0, 1e3)),
@@ -32,7 +32,7 @@ _FLOP_RATE = re.compile(r"([kKMGTPE])?(?:FLOPs?/s|flops?/s|FLOPS|FLOPs|flops|Flo
 
 @dataclass(frozen=True)
 class Dimension:
-    """What a unit measures: what a value that is none is told to be, how it is written, and its unit in a few words."""
+    """What a unit measures: its noun in messages, example values, and its SI unit."""
 
     noun: str
     forms: tuple[str, ...]
@@ -40,7 +40,7 @@ class Dimension:
 
 
 def dimension_of(key: str) -> Dimension | None:
-    """The dimension of a key whose values may have units; None where they have none."""
+    """Return the dimension of a key's values; None if they have no units."""
     unit = unit_of(key)
     if unit.startswith("bytes/s"):
         per = " per GPU" if "GPU" in unit else ""
@@ -54,8 +54,8 @@ def dimension_of(key: str) -> Dimension | None:
     return None
 
 
-def quantity(text: str, of: Dimension) -> float | None:
-    """The SI number that a text says in a dimension; None where it says none, or more than one thing."""
+def parse_quantity(text: str, of: Dimension) -> float | None:
+    """Return the SI value of a text in a dimension; None if it has none or is ambiguous."""
     found = _QUANTITY.fullmatch(text.strip())
     if found is None or found["unit"] is None:
         return None
@@ -64,7 +64,7 @@ def quantity(text: str, of: Dimension) -> float | None:
 
 
 def _factor(unit: str, of: Dimension) -> tuple[float, float] | None:
-    """What one of a unit is in SI: (times, by)."""
+    """Return (multiplier, divisor) from a unit to SI."""
     if of.noun == "time":
         return _TIMES.get(unit)
     bits = 1.0
@@ -77,19 +77,19 @@ def _factor(unit: str, of: Dimension) -> tuple[float, float] | None:
     return (_PREFIXES[next(filter(None, found.groups()), "")], bits) if found else None
 
 
-def right_form(text: str, of: Dimension) -> str:
-    """How a text should have been written: what it most likely means, in each of its readings."""
+def suggest_quantity(text: str, of: Dimension) -> str:
+    """Return a hint how to write a text that could not be parsed: each of its likely meanings."""
     found = _QUANTITY.fullmatch(text.strip())
     meant = list(_readings(found["number"].replace("_", ""), (found["unit"] or "").strip(), of)) if found else []
-    return f"write {' or '.join(meant or _listed(of.forms))} ({of.unit})"
+    return f"write {' or '.join(meant or _join_forms(of.forms))} ({of.unit})"
 
 
-def _listed(forms: tuple[str, ...]) -> list[str]:
+def _join_forms(forms: tuple[str, ...]) -> list[str]:
     return [", ".join(forms[:-1]), forms[-1]]
 
 
 def _readings(number: str, unit: str, of: Dimension) -> list[str]:
-    """A number with each unit that it may have been given, where its prefix is plain."""
+    """Return a number with each unit that may have been meant, if its prefix is clear."""
     prefix = re.match(r"([kKmMgGtTpP])(i?)", unit)
     if of.noun == "time":
         return [f"{number}ms", f"{number}min"] if unit in ("m", "M") else []
@@ -104,21 +104,21 @@ def _readings(number: str, unit: str, of: Dimension) -> list[str]:
     bits, bytes_ = f"{number}{letter}b/s", f"{number}{letter}B/s"
     if rest.startswith("B"):
         return [bytes_]
-    return [bits, _short(float(number) * _DECIMAL[letter] / 8)] if rest == "b" and unit[0].isupper() else [bits, bytes_]
+    return [bits, _short_number(float(number) * _DECIMAL[letter] / 8)] if rest == "b" and unit[0].isupper() else [bits, bytes_]
 
 
-def counted(text: str) -> tuple[str, ...]:
-    """The readings of a count with a letter, `4k` and `2M`; none where it is another text."""
+def count_readings(text: str) -> tuple[str, ...]:
+    """Return the possible values of a count with a suffix, such as `4k`; () for any other text."""
     found = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?)\s?([kKmMgGbBtT])", text.strip())
     if found is None:
         return ()
     number, letter = float(found[1].replace("_", "")), found[2].upper()
     power = {"K": 1, "M": 2, "G": 3, "B": 3, "T": 4}[letter]
     readings = [number * 1000**power, *([number * 1024**power] if letter in "KMG" else [])]
-    return tuple(f"{each:.0f}" if each < 1e7 else _short(each) for each in readings)
+    return tuple(f"{each:.0f}" if each < 1e7 else _short_number(each) for each in readings)
 
 
-def _short(value: float) -> str:
-    """A large number as it is typed: 50e9."""
+def _short_number(value: float) -> str:
+    """Return a large number as one types it: 50e9."""
     power = 3 * int(math.log10(value) // 3) if value > 0 else 0
     return f"{value / 10**power:g}e{power}" if power > 3 else f"{value:g}"

@@ -1,4 +1,4 @@
-"""A plain mapping becomes a `Run`, strictly, with every problem found at once."""
+"""From a plain mapping to a `Run`, strictly, with every problem at once."""
 
 from __future__ import annotations
 
@@ -10,112 +10,112 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
-from .problem import Problem, Unreadable, nearest
-from .quantity import counted, dimension_of, quantity, right_form
+from .problem import Problem, Unreadable, suggest_name
+from .quantity import count_readings, dimension_of, parse_quantity, suggest_quantity
 from .run import LEAST_FLOAT, MOST, MOST_FLOAT, Run
 from .units import unit_of
 
 Part = TypeVar("Part")
 
 
-def read_run(words: Mapping[str, Any]) -> Run:
-    """The `Run` that a composed config says; raises Unreadable with all that is wrong."""
-    return read(words, Run)
+def read_run(config: Mapping[str, Any]) -> Run:
+    """Return the `Run` of a composed config; raises Unreadable with every problem."""
+    return read(config, Run)
 
 
-def read(words: Mapping[str, Any], into: type[Part], at: str = "") -> Part:
-    """Convert a mapping to a frozen data class of this package; raises Unreadable with all that is wrong."""
+def read(config: Mapping[str, Any], into: type[Part], at: str = "") -> Part:
+    """Convert a mapping to a frozen data class; `at` prefixes its keys in messages. Raises Unreadable with every problem."""
     problems: list[Problem] = []
-    part = _part(words, into, at, problems)
+    part = _section(config, into, at, problems)
     if problems:
         raise Unreadable(problems)
     assert part is not None
     return part
 
 
-def _part(words: Mapping[str, Any], into: type[Part], at: str, problems: list[Problem]) -> Part | None:
+def _section(config: Mapping[str, Any], into: type[Part], at: str, problems: list[Problem]) -> Part | None:
     before = len(problems)
     hints = get_type_hints(into, include_extras=True)
-    for key in words:
+    for key in config:
         if key not in hints:
-            problems.append(Problem(rule="unknown", says=f"no key {at}{key}", mend=nearest(str(key), hints)))
+            problems.append(Problem(rule="unknown", says=f"no key {at}{key}", mend=suggest_name(str(key), hints)))
     read: dict[str, Any] = {}
     for row in fields(into):  # type: ignore[arg-type]
-        if row.name in words:
-            read[row.name] = _value(words[row.name], hints[row.name], f"{at}{row.name}", problems)
+        if row.name in config:
+            read[row.name] = _value(config[row.name], hints[row.name], f"{at}{row.name}", problems)
         elif row.default is MISSING and row.default_factory is MISSING:
-            problems.append(Problem(rule="missing", says=f"{at}{row.name} is not set", mend=wanted(hints[row.name])))
+            problems.append(Problem(rule="missing", says=f"{at}{row.name} is not set", mend=type_text(hints[row.name])))
     return into(**read) if len(problems) == before else None
 
 
 def _value(value: Any, hint: Any, key: str, problems: list[Problem]) -> Any:
     nested = next((kind for kind in _choices(hint) if is_dataclass(kind)), None)
     if isinstance(nested, type) and isinstance(value, Mapping):
-        return _part(value, nested, f"{key}.", problems)
-    if get_origin(hint) is dict and isinstance(value, Mapping) and (words := _words(hint)):
-        return _mapping(value, hint, words, key, problems)
-    if isinstance(value, str) and value not in _words(hint) and (of := dimension_of(key)):
-        said = quantity(value, of)
-        if said is None:
-            problems.append(Problem(rule="unit", says=f"{key}={value} is no {of.noun}", mend=right_form(value, of)))
+        return _section(value, nested, f"{key}.", problems)
+    if get_origin(hint) is dict and isinstance(value, Mapping) and (names := _allowed_names(hint)):
+        return _mapping(value, hint, names, key, problems)
+    if isinstance(value, str) and value not in _allowed_names(hint) and (of := dimension_of(key)):
+        parsed = parse_quantity(value, of)
+        if parsed is None:
+            problems.append(Problem(rule="unit", says=f"{key}={value} is not a {of.noun}", mend=suggest_quantity(value, of)))
             return None
-        value = said
+        value = parsed
     if _is_list(value) and len(value) != len(set(map(repr, value))) and "Literal" in repr(hint):
-        problems.append(Problem(rule="twice", says=f"{key}={shown(value)} names something twice"))
+        problems.append(Problem(rule="twice", says=f"{key}={value_text(value)} names something twice"))
         return None
-    if why := _no_text(value):
-        problems.append(Problem(rule="type", says=f"{key}={shown(value)} {why}"))
+    if why := _why_not_text(value):
+        problems.append(Problem(rule="type", says=f"{key}={value_text(value)} {why}"))
         return None
     try:
-        if not _finite(value):
+        if not _is_finite(value):
             raise msgspec.ValidationError("not a finite number")
-        return msgspec.convert(_exact(value), hint)
+        return msgspec.convert(_integral(value), hint)
     except msgspec.ValidationError:
-        problems.append(_beyond(value, hint, key) or _counted(value, hint, key) or _mistyped(value, hint, key))
+        problems.append(_range_problem(value, hint, key) or _suffix_problem(value, hint, key) or _type_problem(value, hint, key))
         return None
 
 
-def _mapping(value: Mapping[Any, Any], hint: Any, words: list[str], key: str, problems: list[Problem]) -> dict[str, Any]:
-    """A mapping of fixed words, read word by word."""
+def _mapping(value: Mapping[Any, Any], hint: Any, names: list[str], key: str, problems: list[Problem]) -> dict[str, Any]:
+    """Read a mapping with fixed keys."""
     for name in value:
-        if name not in words:
-            problems.append(Problem(rule="unknown", says=f"no key {key}.{name}", mend=nearest(str(name), words)))
+        if name not in names:
+            problems.append(Problem(rule="unknown", says=f"no key {key}.{name}", mend=suggest_name(str(name), names)))
     kind = get_args(hint)[1]
-    return {name: _value(each, kind, f"{key}.{name}", problems) for name, each in value.items() if name in words}
+    return {name: _value(each, kind, f"{key}.{name}", problems) for name, each in value.items() if name in names}
 
 
-def _words(hint: Any) -> list[str]:
-    """The words that a value, or each key of a mapping, may be."""
+def _allowed_names(hint: Any) -> list[str]:
+    """Return the literal values that a value, or each key of a mapping, may have."""
     if get_origin(hint) is dict:
-        return _words(get_args(hint)[0])
-    return [str(word) for kind in _choices(hint) if get_origin(kind) is Literal for word in get_args(kind)]
+        return _allowed_names(get_args(hint)[0])
+    return [str(name) for kind in _choices(hint) if get_origin(kind) is Literal for name in get_args(kind)]
 
 
-def _mistyped(value: Any, hint: Any, key: str) -> Problem:
+def _type_problem(value: Any, hint: Any, key: str) -> Problem:
     of = dimension_of(key)
     unit = of.unit if of else unit_of(key) if isinstance(value, str) and value[:1].isdigit() else ""
-    says = f"{key}={shown(value)} is not {wanted(hint)}{f' ({unit})' if unit else ''}"
-    return Problem(rule="type", says=says, mend=_near(value, hint, key))
+    says = f"{key}={value_text(value)} is not {type_text(hint)}{f' ({unit})' if unit else ''}"
+    return Problem(rule="type", says=says, mend=_hint(value, hint, key))
 
 
-def _counted(value: Any, hint: Any, key: str) -> Problem | None:
-    """The problem with a count that ends with a letter, such as 4k; None where it is another value."""
+def _suffix_problem(value: Any, hint: Any, key: str) -> Problem | None:
+    """Return the problem of a count with a suffix, such as 4k; None for any other value."""
     numbers = any(kind in (int, float) or (get_args(kind) or (None,))[0] in (int, float) for kind in _choices(hint))
-    if not isinstance(value, str) or not numbers or not (readings := counted(value)):
+    if not isinstance(value, str) or not numbers or not (readings := count_readings(value)):
         return None
     return Problem(rule="type", says=f"{key}={value} is not a number", mend=f"write {' or '.join(readings)}")
 
 
-def _beyond(value: Any, hint: Any, key: str) -> Problem | None:
-    """The problem with a number that is far outside of what is reckoned with; None where it is another."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not _finite(value) or value <= 0:
+def _range_problem(value: Any, hint: Any, key: str) -> Problem | None:
+    """Return the problem of a number that is too large or too small to compute with; None for any other value."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value) or value <= 0:
         return None
     metas = [meta for kind in _choices(hint) for meta in get_args(kind)[1:] if isinstance(meta, msgspec.Meta)]
     for meta in metas:
         if meta.le in FAR and value > meta.le:
-            return Problem(rule="type", says=f"{key}={shown(value)} is too large", mend=f"at most {meta.le:.0e}".replace("e+", "e"))
+            return Problem(rule="type", says=f"{key}={value_text(value)} is too large", mend=f"at most {meta.le:.0e}".replace("e+", "e"))
         if meta.ge == LEAST_FLOAT and value < meta.ge:
-            return Problem(rule="type", says=f"{key}={shown(value)} is too small", mend=f"at least {meta.ge:g}")
+            return Problem(rule="type", says=f"{key}={value_text(value)} is too small", mend=f"at least {meta.ge:g}")
     return None
 
 
@@ -123,23 +123,23 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, list | tuple)
 
 
-def _finite(value: Any) -> bool:
+def _is_finite(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def _no_text(value: Any) -> str:
-    """Why a value, or one inside it, can't be handed on as text; "" where it can."""
+def _why_not_text(value: Any) -> str:
+    """Return why a value, or one inside it, is not valid text; "" if it is."""
     if isinstance(value, str):
-        return "holds a NUL" if "\0" in value else "is not text in UTF-8" if any("\ud800" <= each <= "\udfff" for each in value) else ""
+        return "contains NUL" if "\0" in value else "is not UTF-8 text" if any("\ud800" <= each <= "\udfff" for each in value) else ""
     inside = [*value, *value.values()] if isinstance(value, Mapping) else value if _is_list(value) else ()
-    return next((why for each in inside if (why := _no_text(each))), "")
+    return next((why for each in inside if (why := _why_not_text(each))), "")
 
 
-def _exact(value: Any) -> Any:
-    """YAML reads 1e6 as a float; a whole one may stand where a count is wanted."""
+def _integral(value: Any) -> Any:
+    """Return integral floats as integers: YAML reads 1e6 as a float."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
-    return [_exact(each) for each in value] if _is_list(value) else value
+    return [_integral(each) for each in value] if _is_list(value) else value
 
 
 def _choices(hint: Any) -> Iterator[Any]:
@@ -150,31 +150,31 @@ def _choices(hint: Any) -> Iterator[Any]:
         yield hint
 
 
-def _near(value: Any, hint: Any, key: str) -> str:
-    """What a value that is not of its kind was most likely meant to be; "" where nobody can say."""
+def _hint(value: Any, hint: Any, key: str) -> str:
+    """Return a hint for a value of the wrong type; "" if there is none."""
     if hint is bool and (meant := _TRUTH.get(str(value).lower())):
         return f"write {meant}"
     kinds = list(_choices(hint))
     listed = next((kind for kind in kinds if get_origin(kind) is tuple), None)
-    if listed is not None and isinstance(value, str) and not _is_list(value) and value in _words(get_args(listed)[0]):
+    if listed is not None and isinstance(value, str) and not _is_list(value) and value in _allowed_names(get_args(listed)[0]):
         return f"write {key}=[{value}]"
-    if listed is not None and isinstance(value, str) and value and _takes(value, get_args(listed)[0]):
+    if listed is not None and isinstance(value, str) and value and _accepts(value, get_args(listed)[0]):
         return f"write {key}=[{value}]"
     if listed is not None and _is_list(value):
-        unread = [each for each in value if isinstance(each, str) and each not in _words(get_args(listed)[0])]
-        return _near(unread[0], get_args(listed)[0], key) if unread else ""
+        unread = [each for each in value if isinstance(each, str) and each not in _allowed_names(get_args(listed)[0])]
+        return _hint(unread[0], get_args(listed)[0], key) if unread else ""
     section = next((kind for kind in kinds if is_dataclass(kind)), None)
     if section is not None and not isinstance(value, Mapping | list | None):
-        takes = [row.name for row in fields(section) if _takes(value, get_type_hints(section, include_extras=True)[row.name])]
-        return f"set one of its keys, as {key}.{takes[0]}={shown(value)}" if takes else ""
-    words = _words(hint)
-    close = nearest(value, words) if isinstance(value, str) and words else ""
+        takes = [row.name for row in fields(section) if _accepts(value, get_type_hints(section, include_extras=True)[row.name])]
+        return f"set one of its keys, as {key}.{takes[0]}={value_text(value)}" if takes else ""
+    names = _allowed_names(hint)
+    close = suggest_name(value, names) if isinstance(value, str) and names else ""
     return close if close.startswith("did") else ""
 
 
-def _takes(value: Any, hint: Any) -> bool:
+def _accepts(value: Any, hint: Any) -> bool:
     try:
-        msgspec.convert(_exact(value), hint)
+        msgspec.convert(_integral(value), hint)
     except msgspec.ValidationError:
         return False
     return True
@@ -183,11 +183,11 @@ def _takes(value: Any, hint: Any) -> bool:
 _TRUTH = {**dict.fromkeys(("yes", "on", "1", "y", "t"), "true"), **dict.fromkeys(("no", "off", "0", "n", "f"), "false")}
 _NOUNS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null", dict: "a mapping"}
 _BOUNDS = (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below"))
-FAR = (MOST, 2**63 - 1, MOST_FLOAT)  # bounds that go without saying
+FAR = (MOST, 2**63 - 1, MOST_FLOAT)  # bounds that messages leave out
 
 
-def wanted(hint: Any) -> str:
-    """A type as words: `a whole number, at least 1`."""
+def type_text(hint: Any) -> str:
+    """Return a type as text: `a whole number, at least 1`."""
     return " or ".join(_noun(kind) for kind in _choices(hint) if kind is not type(None))
 
 
@@ -195,7 +195,7 @@ def _noun(kind: Any) -> str:
     origin, args = get_origin(kind), get_args(kind)
     if origin is Annotated:
         metas = [each for each in args[1:] if isinstance(each, msgspec.Meta)]
-        bounds = [_bound(getattr(meta, name), word) for meta in metas for name, word in _BOUNDS]
+        bounds = [_bound(getattr(meta, name), text) for meta in metas for name, text in _BOUNDS]
         return _noun(args[0]) + "".join(bounds)
     if origin is Literal:
         return f"one of {', '.join(map(str, args))}" if len(args) > 1 else str(args[0])
@@ -207,20 +207,20 @@ def _noun(kind: Any) -> str:
     return _NOUNS.get(origin or kind, str(kind))
 
 
-def _bound(value: float | None, word: str) -> str:
+def _bound(value: float | None, text: str) -> str:
     if value is None or value in FAR:
         return ""
-    return ", above 0" if value == LEAST_FLOAT else f", {word} {value:g}"
+    return ", above 0" if value == LEAST_FLOAT else f", {text} {value:g}"
 
 
-def shown(value: Any) -> str:
-    """A value as the user would write it on the command line."""
+def value_text(value: Any) -> str:
+    """Return a value as the user would write it on the command line."""
     if isinstance(value, bool):
         return str(value).lower()
     if value is None:
         return "null"
     if _is_list(value):
-        return f"[{','.join(map(shown, value))}]"
+        return f"[{','.join(map(value_text, value))}]"
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{shown(each)}" for key, each in value.items()) + "}"
+        return "{" + ",".join(f"{key}:{value_text(each)}" for key, each in value.items()) + "}"
     return str(value)

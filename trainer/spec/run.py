@@ -1,4 +1,4 @@
-"""What the user said, as frozen data: one `Run` and its parts, in SI units. What each key means stands in keys.py."""
+"""The configuration of a run as frozen data in SI units: `Run` and its sections. keys.py says what each key means."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-MOST = 10**18  # of a count: products of several are still exact, and finite as floats
-LEAST_FLOAT, MOST_FLOAT = 1e-30, 1e30  # of a number that is not 0: so are quotients and products of several
+MOST = 10**18  # the largest count: products of several are still exact, and finite as floats
+LEAST_FLOAT, MOST_FLOAT = 1e-30, 1e30  # bounds of a nonzero number: quotients and products of several stay finite
 
 Count = Annotated[int, Meta(ge=1, le=MOST)]
 Natural = Annotated[int, Meta(ge=0, le=MOST)]
@@ -75,7 +75,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A link as one device sees it: bytes/s in one direction, seconds a hop; `efficiency` is the share that data gets."""
+    """A link per device: bytes/s in one direction, seconds a hop; `efficiency` is the share of the bandwidth that data gets."""
 
     bandwidth: Positive
     latency: NotNegative
@@ -83,7 +83,7 @@ class Link:
 
     @property
     def rate(self) -> float:
-        """Bytes/s that a long message reaches."""
+        """Bytes/s of a long message."""
         return self.bandwidth * self.efficiency
 
 
@@ -97,13 +97,13 @@ class Cluster:
     inside: Link | None = None
     between: Link | None = None
     storage: Positive | None = None
-    # Llama 3's 419 faults that ended a run in 54 days of 16,384 H100 (arXiv:2407.21783 table 5).
+    # Llama 3: 419 faults ended a run in 54 days on 16,384 H100s (arXiv:2407.21783 table 5).
     mtbf: Positive = 54 * 86400 * 16384 / 419
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offload:
-    """What is kept in the host's memory."""
+    """What is offloaded to the host's memory."""
 
     optimizer: bool = False
     parameters: bool = False
@@ -111,7 +111,7 @@ class Offload:
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """Which messages travel while the device computes: False exposes all of their time."""
+    """Which messages overlap with computation; False exposes all of their time."""
 
     data: bool = True
     tensor: bool = False
@@ -187,7 +187,7 @@ class Optim:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Where tokens come from, what makes them of text, and the share of them that is held out."""
+    """The data, its tokenizer, and the share that validates."""
 
     name: Literal["stdlib", "text", "tokens", "synthetic"] = "synthetic"
     path: str | tuple[str, ...] | None = None
@@ -240,7 +240,7 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One recipe, resolved and checked: all that the planner and the ranks are told."""
+    """One recipe, resolved and checked: the whole input of the planner and the ranks."""
 
     name: str
     model: Model

@@ -1,4 +1,4 @@
-"""The unit of each key, and the few units that a sentence about a plan needs."""
+"""The unit of each key, and text for GiB and percent in sentences."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 
 BYTES, RATE, LINK, FLOPS, SECONDS = "bytes", "bytes/s", "bytes/s per GPU and direction", "FLOP/s", "seconds"
 
-# What a key counts, by its pattern; the first that fits. A key that is in no row is a word, a share or a number without unit.
+# The unit of a key, by the first pattern that matches. A key that matches none is text, a share or a number without unit.
 # fmt: off
 UNITS: dict[str, str] = {
     "cluster.device.memory":    BYTES,
@@ -58,16 +58,16 @@ UNITS: dict[str, str] = {
 
 
 def unit_of(key: str) -> str:
-    """What a key counts, in words; "" where it has no unit."""
+    """Return the unit of a key; "" if it has none."""
     return next((unit for pattern, unit in UNITS.items() if fnmatchcase(key, pattern)), "")
 
 
-def gib(size: float) -> str:
-    """Bytes as GiB, one digit after the point; small ones with more, so that nothing reads as 0.0."""
+def gib_text(size: float) -> str:
+    """Return bytes in GiB with one decimal; more for small ones, so that nothing reads as 0.0."""
     amount = size / 2**30
     return f"{amount:,.1f}" if amount >= 1 or amount == 0 else f"{amount:.3g}"
 
 
-def percent(share: float) -> str:
-    """A share as a whole percentage."""
+def percent_text(share: float) -> str:
+    """Return a share as a whole percentage."""
     return f"{100 * share:.0f} %"

@@ -1,1 +1,1 @@
-"""What is asked of the operating system."""
+"""Calls to the operating system: files, signals, CPUs, child processes."""

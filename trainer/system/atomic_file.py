@@ -1,4 +1,4 @@
-"""What is written whole or not at all, whoever reads it meanwhile and however full the disk is: a file, a line of one that grows."""
+"""Atomic writes: a whole file, or a line appended to one, is written completely or not at all, also where the disk is full."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def put(path: Path, content: bytes) -> None:
-    """A file in the place of the one before; raises OSError where it stays as it was."""
-    new = path.with_name(f".{path.name}.{os.urandom(6).hex()}")  # a process id may be another's too, on another host or in a container
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace a file's content; raises OSError, and then the file is unchanged."""
+    new = path.with_name(f".{path.name}.{os.urandom(6).hex()}")  # a process id may be in use on another host or in a container too
     try:
         new.write_bytes(content)
         new.replace(path)
@@ -20,9 +20,9 @@ def put(path: Path, content: bytes) -> None:
         raise
 
 
-def append(file: int, line: bytes) -> None:
-    """A line at the end of a file that is open for appending; raises OSError where nothing was added."""
-    end = os.fstat(file).st_size
-    if os.write(file, line) < len(line):
-        os.ftruncate(file, end)
+def append_line(fd: int, line: bytes) -> None:
+    """Append a line to a file that is open for appending; raises OSError, and then nothing was appended."""
+    end = os.fstat(fd).st_size
+    if os.write(fd, line) < len(line):
+        os.ftruncate(fd, end)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

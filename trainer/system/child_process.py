@@ -1,4 +1,4 @@
-"""A child process that ends when the process that started it does, however that is, and its own children with it."""
+"""Child processes of Python that end, with their own children, when the process that started them ends, however it ends."""
 
 from __future__ import annotations
 
@@ -6,44 +6,48 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from .parent_watch import VARIABLE as LIFELINE
+from . import parent_watch
+from .stop_requests import collect_stop_requests
 
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PATIENCE = 5.0  # seconds that an interrupted child has to clean up
+
+
+def module_arguments(module: str, *arguments: str) -> list[str]:
+    """Return Python's arguments that run the main() of a module with a parent-death watch: module_arguments("distrain.a.b", "x")."""
+    return ["-m", "distrain.trainer.system.run_module", module, *arguments]
 
 
 @contextmanager
-def start_child(words: Sequence[str], environment: Mapping[str, str] = os.environ, **streams: Any) -> Iterator[subprocess.Popen[Any]]:
-    """Run `python WORDS` in a session of its own; when the block ends, so do it and its own children.
+def start_child(arguments: Sequence[str], environment: Mapping[str, str] = os.environ, **streams: Any) -> Iterator[subprocess.Popen[Any]]:
+    """Run `python ARGUMENTS` in a session of its own; when the block ends, kill it and its children.
 
-    It holds a lifeline (trainer/system/parent_watch.py) if it asks for it. Raises OSError where it can't be started.
+    It ends with this process if it holds the parent-death watch (`module_arguments`). Raises OSError where it can't be started.
     """
-    held, cut = os.pipe()
-    came = list[int]()
+    watched, held = os.pipe()
     try:
-        with _stops_noted(came):  # one that is raised inside Popen would leave a child that nobody knows
+        with collect_stop_requests() as pending:  # an exception inside Popen would leave a child that nobody ends
             child = subprocess.Popen(
-                [sys.executable, *words],
-                env={**environment, "PYTHONSAFEPATH": "1", LIFELINE: str(held)},
-                pass_fds=(held,),
-                start_new_session=True,  # its lifeline ends all of its process group
+                [sys.executable, *arguments],
+                env={**environment, "PYTHONSAFEPATH": "1", parent_watch.VARIABLE: str(watched)},
+                pass_fds=(watched,),
+                start_new_session=True,  # its parent-death watch kills its whole process group
                 **streams,
             )
     except BaseException:
-        os.close(cut)
+        os.close(held)
         raise
     finally:
-        os.close(held)
+        os.close(watched)
     try:
-        for number in came:
+        for number, _ in pending:
             signal.raise_signal(number)
         yield child
     finally:
-        os.close(cut)
+        os.close(held)
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         for pipe in (child.stdout, child.stderr):
@@ -52,19 +56,24 @@ def start_child(words: Sequence[str], environment: Mapping[str, str] = os.enviro
         child.wait()
 
 
-@contextmanager
-def _stops_noted(came: list[int]) -> Iterator[None]:
-    """Note the signals that ask this process to stop, in the place of their handlers; those that are ignored stay so."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in STOPS}
-    for number, handler in before.items():
-        if handler not in (signal.SIG_IGN, None):
-            signal.signal(number, lambda number, frame: came.append(number))
+def interrupt_child(child: subprocess.Popen[Any]) -> None:
+    """Send a child SIGINT, and kill it if it has not ended after PATIENCE or at a second Ctrl-C."""
+    child.send_signal(signal.SIGINT)
     try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if handler not in (signal.SIG_IGN, None):
-                signal.signal(number, handler)
+        child.wait(PATIENCE)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+        child.kill()
+        child.wait()
+
+
+def end_child(child: subprocess.Popen[Any]) -> None:
+    """Kill a child that may have ended already, wait for it, and close its pipes.
+
+    Closing the stdin of a dead child flushes it and so raises BrokenPipeError, which is ignored: nothing reads it any more.
+    """
+    child.kill()
+    child.wait()
+    for pipe in (child.stdin, child.stdout, child.stderr):
+        if pipe is not None:
+            with suppress(OSError, ValueError):
+                pipe.close()

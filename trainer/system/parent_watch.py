@@ -1,7 +1,8 @@
-"""A rank's own hold on its lifeline: when the launching process is gone, the rank ends its whole process group.
+"""Parent-death watch: a process that ends with the process that launched it.
 
-The keeper does the same from outside; this is for when the keeper is stopped or dead as well. A process without a lifeline can
-at least die with its parent.
+The launching process holds the write end of a pipe; when it dies, however it dies, the pipe ends, and the watching process kills its
+whole process group. A rank's agent does the same from outside; the rank's own watch is for an agent that is stopped or dead as well.
+A process without such a pipe can at least die with its parent (`die_with_parent`).
 """
 
 from __future__ import annotations
@@ -18,32 +19,32 @@ VARIABLE = "DISTRAIN_LIFELINE_FD"
 PDEATHSIG = 1  # prctl(2)
 
 
-def hold_from_environment(environment: Mapping[str, str] = os.environ) -> threading.Thread | None:
-    """Hold the lifeline that the launching process handed over; None where there is none (a rank run by hand)."""
-    return hold(int(environment[VARIABLE])) if environment.get(VARIABLE) else None
+def watch_parent_from_environment(environment: Mapping[str, str] = os.environ) -> threading.Thread | None:
+    """Watch the pipe that the launching process passed on; return None where there is none (a rank started by hand)."""
+    return watch_parent(int(environment[VARIABLE])) if environment.get(VARIABLE) else None
 
 
-def hold(fd: int) -> threading.Thread:
-    """Watch `fd` in a daemon thread; at its end SIGKILL goes to this process group, children of this process included."""
+def watch_parent(fd: int) -> threading.Thread:
+    """Watch `fd` in a daemon thread; when it ends, send SIGKILL to this process group, which includes this process's children."""
     os.set_inheritable(fd, False)
-    thread = threading.Thread(target=_outlive, args=(fd,), name="lifeline", daemon=True)
+    thread = threading.Thread(target=_kill_group_at_end_of, args=(fd,), name="parent watch", daemon=True)
     thread.start()
     return thread
 
 
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies, whose id this was; at once where it has died already. Linux only."""
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies (Linux only). `parent` was its id: exit now if it has died already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
     if os.getppid() != parent:
         os._exit(1)
 
 
-def _outlive(fd: int) -> None:
+def _kill_group_at_end_of(fd: int) -> None:
     try:
         while os.read(fd, 512):
             pass
     except OSError as error:
-        if error.errno == errno.EBADF:  # closed in this process: says nothing of the launching one
+        if error.errno == errno.EBADF:  # closed in this process, which says nothing about the launching one
             return
     os.killpg(os.getpgrp(), signal.SIGKILL)

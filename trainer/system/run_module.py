@@ -1,4 +1,4 @@
-"""Runs a module's main() in a process that ends with the one that started it: python -m distrain.trainer.system.run_module MODULE WORDS."""
+"""Runs a module's main() in a process that ends with its parent: python -m distrain.trainer.system.run_module MODULE ARGUMENTS."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import signal
 import sys
 from importlib import import_module
 
-from .parent_watch import hold_from_environment
+from .parent_watch import watch_parent_from_environment
 
 
 def main() -> int:
-    """The status of the module's own main(); 130 at a Ctrl-C while it is imported."""
-    hold_from_environment()
+    """Return the status of the module's own main(); exit with 130 at a Ctrl-C while it is imported."""
+    watch_parent_from_environment()
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
     name, *sys.argv[1:] = sys.argv[1:]
-    run = import_module(name).main
+    module_main = import_module(name).main
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    return int(run() or 0)
+    return int(module_main() or 0)
 
 
 if __name__ == "__main__":

@@ -1,25 +1,89 @@
-"""A process that can be asked to stop: a signal is noted, and what it is at is finished first."""
+"""Signals that ask a process to stop: noted to act on later, or raised as an exception where they arrive.
+
+Only the main thread can set signal handlers: in another thread the context managers here do nothing. A signal that the process
+ignores (nohup) stays ignored.
+"""
 
 from __future__ import annotations
 
 import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 
-ASKS = (signal.SIGTERM, signal.SIGINT)
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+DEFERRED = (signal.SIGTERM, signal.SIGINT)  # as STOPS of agent/local_agent.py, which blocks them while a rank loads
+
+StopRequests = list[tuple[int, float]]  # (signal, time.monotonic() of its arrival)
 
 
-class Stop:
-    """Whether this process was asked to stop: SIGTERM or SIGINT, those included that were held back until now (local_agent.py)."""
+class StopFlag:
+    """`requested`: whether this process received SIGTERM or SIGINT, including any that its agent blocked until now."""
 
     def __init__(self) -> None:
-        self.asked = False
-        for number in ASKS:
+        self.requested = False
+        for number in DEFERRED:
             signal.signal(number, self._note)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, DEFERRED)
 
-    def over(self) -> None:
-        """Nothing is left to be stopped: at its exit Python takes its handlers away, and a late SIGTERM would be this process's end."""
-        for number in ASKS:
+    def ignore_further(self) -> None:
+        """Ignore later signals: at exit Python removes its handlers, and a late SIGTERM would kill a process that has finished."""
+        for number in DEFERRED:
             signal.signal(number, signal.SIG_IGN)
 
     def _note(self, number: int, frame: object) -> None:
-        self.asked = True
+        self.requested = True
+
+
+class StopSignal(BaseException):
+    """This process was asked to stop by the signal `number`."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextmanager
+def collect_stop_requests(outer: StopRequests | None = None) -> Iterator[StopRequests]:
+    """Collect the stop signals that arrive while the block runs.
+
+    `outer` is the list of an enclosing block, which keeps collecting; it is yielded as it is.
+    """
+    if outer is not None:
+        yield outer
+        return
+    requests: StopRequests = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        requests.append((number, time.monotonic()))
+
+    with _handlers(STOPS, note):
+        yield requests
+
+
+@contextmanager
+def raise_on_stop_signals() -> Iterator[None]:
+    """Raise StopSignal in the block when SIGTERM or SIGHUP arrives; SIGINT raises KeyboardInterrupt, as ever."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise StopSignal(number)
+
+    with _handlers((signal.SIGTERM, signal.SIGHUP), stop):
+        yield
+
+
+@contextmanager
+def _handlers(signals: Sequence[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Install a handler for those of the signals that are not ignored; restore the previous ones after the block."""
+    previous = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in signals:
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                previous[number] = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)

@@ -1,8 +1,8 @@
-"""Expert parallelism as DeepSpeed knows it: whose gradients add up over which ranks.
+"""Expert parallelism for DeepSpeed: which ranks sum the gradients of expert weights.
 
-DeepSpeed is imported with this module: import it after `deepspeed()` of settings.py. Its ZeRO 1 and 2 give expert weights an
-optimizer group of their own, which lies on the ranks that hold the same experts, and divide their gradients by the whole data axis,
-since each expert has seen the tokens of all of its ranks.
+This module imports DeepSpeed: import it after `import_deepspeed()` of settings.py. ZeRO 1 and 2 shard expert weights, a parameter group
+of their own, over the ranks that hold the same experts, and divide their gradients by the size of the whole data axis: each expert sees
+the tokens of all of its ranks.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from deepspeed.utils import groups
 from torch import nn
 
 from ...parallel.process_groups import Grid
-from .partitions import Holding
+from ..optimizer_shard import RankParameter
 
 
-class Mark(MoE):  # type: ignore[misc]
-    """By a module of this kind DeepSpeed sees that there are experts, and asks it to make their groups: it is given ours."""
+class ExpertGroups(MoE):  # type: ignore[misc]
+    """A module by which DeepSpeed recognises a mixture of experts and asks for its process groups: this one gives it ours."""
 
     def __init__(self, name: str, grid: Grid) -> None:
         nn.Module.__init__(self)
@@ -32,13 +32,13 @@ class Mark(MoE):  # type: ignore[misc]
             group = self.grid.group(axis)
             handles[self.name] = group.handle if group else self.grid.alone
             ranks[self.name] = list(group.ranks if group else (self.grid.world.rank,))
-        groups.expert_tensor_parallel_world_size = self.grid.size("tp")  # a norm is then summed over the tensor axis
+        groups.expert_tensor_parallel_world_size = self.grid.size("tp")  # then DeepSpeed sums norms over the tensor axis
 
 
-def tell(module: nn.Module, holdings: Sequence[Holding], grid: Grid) -> None:
-    """Mark expert weights, and the model as one that has them, before there are an optimizer and an engine."""
-    name = f"ep_size_{grid.size('ep')}"  # of this form: DeepSpeed reads the number off it
-    for each in holdings:
-        if each.placed.expert:
+def mark_experts(module: nn.Module, parameters: Sequence[RankParameter], grid: Grid) -> None:
+    """Mark expert weights, and the model as a mixture of experts; call it before the optimizer and the engine exist."""
+    name = f"ep_size_{grid.size('ep')}"  # in this form: DeepSpeed parses the number
+    for each in parameters:
+        if each.shard.expert:
             each.parameter.allreduce, each.parameter.group_name = False, name  # type: ignore[attr-defined]
-    module.add_module("deepspeed_experts", Mark(name, grid))
+    module.add_module("deepspeed_experts", ExpertGroups(name, grid))

@@ -1,4 +1,4 @@
-"""Pipeline schedules as DeepSpeed's instructions: its own, and those that it does not have.
+"""DeepSpeed's instructions for pipeline schedules: its own where it has some, and others derived from a schedule's actions.
 
 DeepSpeed is imported with this module: import it after `deepspeed()` of settings.py.
 """
@@ -10,45 +10,45 @@ from typing import Any
 
 from deepspeed.runtime.pipe import schedule as ds
 
-from ...plan.schedules import SCHEDULES, Action
+from ...plan.engines import ENGINES
+from ...plan.pipeline_events import StageEvent, stage_events
+from ...plan.schedules import SCHEDULES
 
 Instructions = list[Any]
 SENDS = (ds.SendActivation, ds.RecvActivation, ds.SendGrad, ds.RecvGrad, ds.CommitP2P)
 SUMS = (ds.ReduceTiedGrads, ds.ReduceGrads)
+NATIVE = {"1f1b": ds.TrainSchedule, "dualpipev": ds.DualPipeVSchedule}  # schedules that DeepSpeed has
+
+INSTRUCTIONS = {
+    ("compute", "F"): ds.ForwardPass,
+    ("compute", "B"): ds.BackwardPass,
+    ("send", "F"): ds.SendActivation,
+    ("receive", "F"): ds.RecvActivation,
+    ("send", "B"): ds.SendGrad,
+    ("receive", "B"): ds.RecvGrad,
+}
 
 
-class ForwardFirst(ds.PipeSchedule):  # type: ignore[misc]
-    """A schedule with no backward before the last forward, from its actions (gpipe: arXiv:1811.06965).
-
-    A send waits until it is received. No two stages wait for each other, since activations travel one way until all have
-    arrived, and then gradients the other way, in one order for both ends of a link.
-    """
+class ActionInstructions(ds.PipeSchedule):  # type: ignore[misc]
+    """A stage's instructions for one optimizer step of a plain schedule, derived from its actions."""
 
     def __init__(self, name: str, micros: int, stages: int, stage: int) -> None:
         super().__init__(micros, stages, stage)
-        self.actions = SCHEDULES[name].actions(stage, stages, micros, 1)
+        self.events = stage_events(SCHEDULES[name].actions, stages, micros)[stage]
+        self.buffers = _buffers(self.events)
 
     def steps(self) -> Iterator[Instructions]:
-        for action in self.actions:
-            yield self._exchanged(action)
+        for event in self.events:
+            yield [INSTRUCTIONS[event.verb, event.kind](self.buffers[event.micro])]
         yield [ds.ReduceTiedGrads(), ds.ReduceGrads(), ds.OptimizerStep()]
 
     def num_pipe_buffers(self) -> int:
-        """One for each micro-batch: all are held before the first backward."""
-        return int(self.micro_batches)
-
-    def _exchanged(self, action: Action) -> Instructions:
-        """An action between what it waits for and what it hands on."""
-        micro, first, last = action.micro, self.is_first_stage, self.is_last_stage
-        if action.kind == "F":
-            before, compute, after = ds.RecvActivation(micro), ds.ForwardPass(micro), ds.SendActivation(micro)
-        else:
-            before, compute, after, first, last = ds.RecvGrad(micro), ds.BackwardPass(micro), ds.SendGrad(micro), last, first
-        return [*([] if first else [before]), compute, *([] if last else [after])]
+        """The most micro-batches that the stage holds at once."""
+        return 1 + max(self.buffers.values())
 
 
-class Look(ds.PipeSchedule):  # type: ignore[misc]
-    """One micro-batch forward through the stages. A stage may have its next one before the last stage has seen this."""
+class ForwardOnly(ds.PipeSchedule):  # type: ignore[misc]
+    """One micro-batch forward through the stages. A stage may start the next one before the last stage has computed this one."""
 
     def __init__(self, stages: int, stage: int) -> None:
         super().__init__(1, stages, stage)
@@ -59,33 +59,52 @@ class Look(ds.PipeSchedule):  # type: ignore[misc]
         yield [] if self.is_last_stage else [ds.SendActivation(0)]
 
 
-class FoldedLook(ds.PipeSchedule):  # type: ignore[misc]
-    """One micro-batch forward, out through the stages and back through their second parts; `there` is its buffer on the way back."""
+class FoldedForwardOnly(ds.PipeSchedule):  # type: ignore[misc]
+    """One micro-batch forward, out through the stages and back through their second parts, where its buffer is `back`."""
 
-    def __init__(self, stages: int, stage: int, there: int) -> None:
+    def __init__(self, stages: int, stage: int, back: int) -> None:
         super().__init__(1, stages, stage)
-        self.there = there
+        self.back = back
 
     def steps(self) -> Iterator[Instructions]:
         for phase, buffer, first, last in (
             (0, 0, self.is_first_stage, self.is_last_stage),
-            (1, self.there, self.is_last_stage, self.is_first_stage),
+            (1, self.back, self.is_last_stage, self.is_first_stage),
         ):
             yield [] if first else [ds.RecvActivation(buffer, phase=phase), ds.CommitP2P()]
             yield [ds.ForwardPass(buffer, phase=phase)]
             yield [] if last else [ds.SendActivation(buffer, phase=phase), ds.CommitP2P()]
 
     def num_pipe_buffers(self) -> int:
-        return self.there + 1
+        return self.back + 1
 
 
-def training(name: str, micros: int, stages: int, stage: int) -> Any:
-    """The instructions of a stage for one optimizer step."""
-    match name:
-        case "1f1b":
-            return ds.TrainSchedule(micros, stages, stage)
-        case "dualpipev":
-            return ds.DualPipeVSchedule(micros, stages, stage)
-        case _ if SCHEDULES[name].forward_first:
-            return ForwardFirst(name, micros, stages, stage)
-    raise ValueError(f"engine pipe has no instructions for parallel.schedule={name}")
+def training_instructions(name: str, micros: int, stages: int, stage: int) -> Any:
+    """The instructions of a stage for one optimizer step. Raises ValueError for a schedule that they cannot express."""
+    if native := NATIVE.get(name):
+        return native(micros, stages, stage)
+    if not SCHEDULES[name].is_plain:
+        runs = ", ".join(ENGINES["pipe"].schedules)
+        why = "it needs chunks, separate weight gradients or several versions of the weights"
+        raise ValueError(f"engine pipe cannot run parallel.schedule={name}, because {why}: set it to one of {runs}")
+    if any(micro != at for at, micro in enumerate(action.micro for action in _forwards(name, micros, stages, stage))):
+        raise ValueError(f"engine pipe runs forwards in the order of micro-batches, and parallel.schedule={name} does not")
+    return ActionInstructions(name, micros, stages, stage)
+
+
+def _forwards(name: str, micros: int, stages: int, stage: int) -> Iterator[Any]:
+    return (action for action in SCHEDULES[name].actions(stage, stages, micros, 1) if action.kind == "F")
+
+
+def _buffers(events: tuple[StageEvent, ...]) -> dict[int, int]:
+    """The buffer of each micro-batch: the lowest that is free from its first event to its last."""
+    last = {event.micro: at for at, event in enumerate(events)}
+    buffers: dict[int, int] = {}
+    used: set[int] = set()
+    for at, event in enumerate(events):
+        if event.micro not in buffers:
+            buffers[event.micro] = next(each for each in range(len(used) + 1) if each not in used)
+            used.add(buffers[event.micro])
+        if last[event.micro] == at:
+            used.remove(buffers[event.micro])
+    return buffers

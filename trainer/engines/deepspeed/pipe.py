@@ -1,4 +1,4 @@
-"""Engine `pipe`: DeepSpeed's PipelineEngine, ZeRO 0 and 1, around parts of the model that are ours."""
+"""Engine `pipe`: DeepSpeed's PipelineEngine at ZeRO stages 0 and 1, around this rank's parts of the model."""
 
 from __future__ import annotations
 
@@ -8,110 +8,113 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...layers.split_linear import summed
+from ...layers.tensor_parallel import all_reduce
 from ...parallel.process_groups import Grid
-from ...parallel.rank_model import Stage
+from ...parallel.rank_model import StageModel
+from ...plan.deepspeed.config import deepspeed_config
 from ...spec.run import Run
-from ..engine import Engine, Micro, Stepped
-from ..held_bytes import Count
-from .partitions import Holding
-from .settings import config, deepspeed, optimizer
+from ..engine import ReadMicrobatch, StepResult
+from ..held_bytes import ByteCounter
+from ..optimizer_shard import RankParameter
+from .adapter import DeepSpeedAdapter
+from .settings import import_deepspeed, torch_optimizer
 
 TIMED = ("data", "forward", "backward", "messages", "sums", "step")  # sums: of gradients, over every axis
 
 
-class PipeEngine(Engine):
-    """A part of the model on each stage of a pipeline (dualpipev: two), in tensor-parallel slices; all ranks step together."""
+class PipeEngine(DeepSpeedAdapter):
+    """A pipeline: each rank trains one part of the model (dualpipev: two), in tensor-parallel shards."""
 
-    def __init__(self, run: Run, stages: Sequence[Stage], grid: Grid) -> None:
+    def __init__(self, run: Run, stages: Sequence[StageModel], grid: Grid) -> None:
         if len(stages) > 1 and run.model.tied:
-            share_ends(stages[0].module, stages[-1].module)
+            tie_ends(stages[0].module, stages[-1].module)
         super().__init__(run, stages, grid)
         self.clock = dict.fromkeys(TIMED, 0.0)
-        self._sane = True  # the step that is computed now
-        self.held_at_once = 0.0  # the most micro-batches whose activations this rank held at once in the last step
-        ds = deepspeed()
+        self._finite = True  # whether the loss and gradients of the current step are finite
+        self.peak_in_flight = 0.0  # the most micro-batches whose activations this rank held at once in the last step
+        ds = import_deepspeed()
         ds.init_distributed(dist.get_backend(), dist_init_required=False, verbose=False)
-        from .pipeline_module import module_around, pipeline
+        from .pipeline_module import initialize_pipeline, pipeline_module
 
-        module = module_around([each.module for each in self.stages], grid.seat.mesh, grid.seat.place["pp"])
+        module = pipeline_module([each.module for each in self.stages], grid.position.mesh, grid.position.coordinates["pp"])
         if grid.group("ep"):
-            from .expert_groups import tell
+            from .expert_groups import mark_experts
 
-            tell(module, self.holdings, grid)
-        self.engine = pipeline(
+            mark_experts(module, self.parameters, grid)
+        self.engine = initialize_pipeline(
             module,
-            optimizer(run, module.parameters()),
+            torch_optimizer(run, module.parameters()),
             self._config(sum(each.numel() for each in module.parameters())),
             schedule=run.parallel.schedule,
             timed=self._timed,
-            before=self._gathered,
-            norm=self._plain_norm,
-            stepping=lambda: self._stepping(sane=self._sane),
+            before_data_axis=self._sum_gradients,
+            stage0_norm=self._stage0_norm,
+            optimizer_step=lambda: self._optimizer_step(skip=not self._finite),
         )
         self.stepper = self.engine.optimizer
 
-    def step(self, micro: Micro, lr: float, labels: int, count: Count | None = None) -> Stepped:
-        from .pipeline_module import Turn
+    def step(self, micro: ReadMicrobatch, lr: float, labels: int, count: ByteCounter | None = None) -> StepResult:
+        from .pipeline_module import PipelineStep
 
         for group in self.stepper.param_groups:
             group["lr"] = lr
-        before = self.engine.skipped_steps
+        skipped = self.skipped_steps
         self.clock = dict.fromkeys(TIMED, 0.0)
-        # DeepSpeed takes the mean over micro-batches and replicas; the loss is the mean over the global batch's labels.
+        # DeepSpeed averages over micro-batches and replicas; the loss is the mean over the global batch's labels.
         scale = self.micros * self.grid.size("data") / labels
         modules: list[Any] = [each.module for each in self.stages]
-        for each in modules:  # a mixture's parts add to the gradient what has no way to the loss
+        for each in modules:  # parts of a mixture add the gradient of its auxiliary loss, which does not reach the loss
             each.loss_gradient = scale / self.micros * getattr(self.stepper, "loss_scale", 1.0)
-        total = self.engine.train_turn(Turn(micro=micro, scale=scale, count=count))
-        self.held_at_once = self.engine.held_at_once
-        if self.grid.place("tp"):  # ranks of one tensor-parallel group have computed the same
+        total = self.engine.train_step(PipelineStep(micro=micro, scale=scale, count=count))
+        self.peak_in_flight = self.engine.peak_in_flight
+        if self.grid.coordinate("tp"):  # all ranks of a tensor-parallel group compute the same loss
             total.zero_()
         dist.all_reduce(total)
         norm = self.engine.get_global_grad_norm() if self.engine.norm is None else self.engine.norm
-        return Stepped(
+        return StepResult(
             loss=total.item() / labels,
             grad_norm=float(norm),
-            skipped=self.engine.skipped_steps > before,
+            skipped=self.skipped_steps > skipped,
             near_ties=self._near_ties(),
         )
 
     def evaluate(self, tokens: Tensor, labels: Tensor, **further: Any) -> tuple[Tensor, Tensor]:
-        """(sum of losses, labels counted) of a micro-batch of this replica, without gradients, where its head is; 0 and 0 on all
-        other ranks, so that the sums over all ranks are right, and one micro-batch follows another through the stages."""
-        from .pipeline_module import Turn
+        """Return (sum of losses, labels counted) of a micro-batch of this replica, without gradients, on the rank with the head; 0 and 0 on
+        the others, so that sums over all ranks are right and one micro-batch can follow another through the stages."""
+        from .pipeline_module import PipelineStep
 
-        found: tuple[Tensor, Tensor] = self.engine.look(Turn(micro=lambda index: (tokens, labels, further)))
-        return found
+        sums: tuple[Tensor, Tensor] = self.engine.evaluate_microbatch(PipelineStep(micro=lambda index: (tokens, labels, further)))
+        return sums
 
     def _config(self, elements: int) -> dict[str, Any]:
-        said = config(self.run, self.grid.size("dp"))
-        said["zero_optimization"]["reduce_bucket_size"] = min(self.run.parallel.bucket, elements)
-        return said
+        """Return the DeepSpeed config; it allocates the reduce bucket in full, so that it is made no larger than this rank's parameters."""
+        config = deepspeed_config(self.run, self.grid.size("dp"))
+        config["zero_optimization"]["reduce_bucket_size"] = min(self.run.parallel.bucket, elements)
+        return config
 
-    def _gathered(self) -> None:
-        """Once a step, when all backwards are done and before the data axis: the sums of gradients over the other axes."""
-        if count := self.engine.turn.count:
-            count.backward(self.held())
-        self._sum_shared()
+    def _sum_gradients(self) -> None:
+        """Sum gradients over all axes but the data axis, once a step, after the last backward pass."""
+        if count := self.engine.current.count:
+            count.backward(self.held_bytes())
+        self._sum_over_tensor_axis()
         self._sum_tied()
-        self._sane = self._is_sane(self.engine.total)
+        self._finite = self._is_finite(self.engine.total)
 
     def _sum_tied(self) -> None:
-        """A tied weight's gradient on the first stage is the embedding's, on the last the head's: both step with the sum."""
+        """Sum a tied weight's gradients of the first stage (the embedding's) and of the last (the head's): both step with the sum."""
         group = self.grid.group("ends")
         if group is None or not self.run.model.tied or len(self.stages) > 1:
             return
-        for each in self._gradients([row for row in self.holdings if row.name == "embedding.weight"]):
-            summed(each, group)
+        for each in self._summed_gradients([row for row in self.parameters if row.name == "embedding.weight"]):
+            all_reduce(each, group)
 
-    def _gradients(self, rows: Sequence[Holding]) -> Iterator[Tensor]:
-        """Whole gradients, as they are before the data axis has averaged them."""
-        found = (self.engine.gradient(each.parameter) for each in rows)
-        return (each for each in found if each is not None)
+    def _summed_gradients(self, rows: Sequence[RankParameter]) -> Iterator[Tensor]:
+        """Yield whole gradients, before DeepSpeed averages them over the data axis."""
+        gradients = (self.engine.gradient(each.parameter) for each in rows)
+        return (each for each in gradients if each is not None)
 
 
-def share_ends(first: nn.Module, last: nn.Module) -> None:
-    """Where one rank holds both ends of a tied model, the head is the embedding's own parameter."""
+def tie_ends(first: nn.Module, last: nn.Module) -> None:
+    """Where one rank holds both ends of a tied model, make the head use the embedding's own parameter."""
     if getattr(first, "first", False) and getattr(last, "last", False):
         last.head.weight = last.embedding.weight = first.embedding.weight  # type: ignore[union-attr]

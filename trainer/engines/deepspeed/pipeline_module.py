@@ -1,6 +1,6 @@
-"""DeepSpeed's pipeline around this rank's parts of the model: they compute, it says when and carries what travels between stages.
+"""DeepSpeed's pipeline engine around this rank's parts of the model: the parts compute; DeepSpeed schedules and sends activations.
 
-DeepSpeed is imported with this module: import it after `deepspeed()` of settings.py.
+This module imports DeepSpeed: import it after `import_deepspeed()` of settings.py.
 """
 
 from __future__ import annotations
@@ -20,50 +20,50 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
 from ...plan.mesh import Mesh
-from ..engine import Micro, clip
-from ..held_bytes import Count
-from .instructions import SENDS, SUMS, FoldedLook, Look, training
+from ..engine import ReadMicrobatch
+from ..held_bytes import ByteCounter
+from .adapter import clip
+from .instructions import SENDS, SUMS, FoldedForwardOnly, ForwardOnly, training_instructions
 
-Timed = Callable[[str], AbstractContextManager[None]]  # of a part of the step
+Timed = Callable[[str], AbstractContextManager[None]]  # times a part of the step
 
 
 @dataclass(frozen=True, kw_only=True)
-class Turn:
-    """One step, or one look: where micro-batches come from, what each sum of losses is multiplied by before backward, who counts
-    the bytes that are held."""
+class PipelineStep:
+    """One training step or evaluation: the micro-batches, the factor of each sum of losses before backward, the counter of held bytes."""
 
-    micro: Micro
+    micro: ReadMicrobatch
     scale: float = 1.0
-    count: Count | None = None
+    count: ByteCounter | None = None
 
 
-class Parts:
-    """What DeepSpeed's modules are given beside their layers: a forward of ours, and no tied layers of theirs."""
+class OwnForward:
+    """Replaces what DeepSpeed's pipeline modules do: the forward of their layers, and their handling of tied layers."""
 
     forward_funcs: list[nn.Module]
-    counted: Tensor  # labels of the micro-batch that was computed last
+    counted: Tensor  # labels of the last micro-batch
 
     def forward(self, tokens: Tensor, labels: Tensor, *, stream: Tensor | None, further: Mapping[str, Any]) -> Tensor:
-        """The residual stream that the part hands on; of the model's last part the sum of losses."""
+        """Return the hidden state that the part sends on; from the model's last part the sum of losses."""
         (part,) = self.forward_funcs
-        out, self.counted = part(tokens, labels, stream=stream, **further)
-        made: Tensor = out
-        return made
+        result, self.counted = part(tokens, labels, stream=stream, **further)
+        out: Tensor = result
+        return out
 
     def _index_tied_modules(self) -> dict[str, Any]:
-        return {}  # a tied weight is in two of our parts, and its gradients are summed by the engine
+        return {}  # a tied weight is in two parts, and PipeEngine sums its gradients
 
 
-class Straight(Parts, PipelineModule):  # type: ignore[misc]
-    """A part a rank."""
+class OnePart(OwnForward, PipelineModule):  # type: ignore[misc]
+    """One part a rank."""
 
 
-class Folded(Parts, DualPipeVModule):  # type: ignore[misc]
-    """Two parts a rank, r and 2 pp - 1 - r."""
+class TwoParts(OwnForward, DualPipeVModule):  # type: ignore[misc]
+    """Parts r and 2 pp - 1 - r on rank r."""
 
 
-class Pipeline(PipelineEngine):  # type: ignore[misc]
-    """A part a rank. Every rank reads all micro-batches; only the residual stream and its gradient travel."""
+class OnePartPipeline(PipelineEngine):  # type: ignore[misc]
+    """One part a rank. Every rank reads all micro-batches; only the hidden state and its gradient travel."""
 
     chunks = 1
 
@@ -71,71 +71,72 @@ class Pipeline(PipelineEngine):  # type: ignore[misc]
         self,
         schedule: str,
         timed: Timed,
-        before: Callable[[], None],
-        norm: Callable[[], Tensor | None],
-        stepping: Callable[[], AbstractContextManager[None]],
+        before_data_axis: Callable[[], None],
+        stage0_norm: Callable[[], Tensor | None],
+        optimizer_step: Callable[[], AbstractContextManager[None]],
         **given: Any,
     ) -> None:
+        """`before_data_axis` is called when this rank has all its gradients, `stage0_norm` when they are averaged; `optimizer_step` runs
+        around the optimizer's step. The rest is passed to DeepSpeed."""
         super().__init__(args=None, dist_init_required=False, **given)
         self.schedule, self.timed = schedule, timed
-        # called when all gradients of this rank are there; when all are averaged; around the optimizer's step
-        self._before, self._norm, self._stepping = before, norm, stepping
+        self._before_data_axis, self._stage0_norm, self._around_step = before_data_axis, stage0_norm, optimizer_step
 
-    def train_turn(self, turn: Turn) -> Tensor:
-        """One optimizer step; the sum of the losses that this rank has computed (0 where it has no head)."""
-        self._begin(turn)
-        self._exec_schedule(training(self.schedule, self.micro_batches, self.num_stages, self.stage_id))
+    def train_step(self, step: PipelineStep) -> Tensor:
+        """Take one optimizer step. Return the sum of the losses that this rank computed (0 where it has no head)."""
+        self._begin(step)
+        self._exec_schedule(training_instructions(self.schedule, self.micro_batches, self.num_stages, self.stage_id))
         return self.total
 
-    def look(self, turn: Turn) -> tuple[Tensor, Tensor]:
-        """(sum of losses, labels counted) of one micro-batch, without gradients; 0 and 0 where this rank has no head."""
-        self._begin(turn)
+    def evaluate_microbatch(self, step: PipelineStep) -> tuple[Tensor, Tensor]:
+        """Return (sum of losses, labels counted) of one micro-batch, without gradients; 0 and 0 where this rank has no head."""
+        self._begin(step)
         self.module.eval()
         with torch.no_grad():
-            self._exec_schedule(self._look())
+            self._exec_schedule(self._forward_only())
         self.module.train()
         self.pipe_buffers["inputs"][0] = self.pipe_buffers["outputs"][0] = None
         return self.total, self.labels
 
     @property
     def chunk(self) -> int:
-        """Which of this rank's parts computes now."""
+        """Which of this rank's parts computes now, from 0."""
         return 0
 
     @property
-    def held_at_once(self) -> float:
-        """The most micro-batches whose activations this rank held at once in the last step; a part counts as its share of one."""
-        return self._most / self.chunks
+    def peak_in_flight(self) -> float:
+        """The most micro-batches whose activations this rank held at once in the last step; one in one of two parts counts as half."""
+        return self._peak / self.chunks
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """What a parameter's gradients of a step have added up to on this rank."""
+        """Return the sum of a parameter's gradients over the micro-batches of a step on this rank."""
         held: Any = parameter
         if self.using_bf16_optimizer:
-            found: Tensor | None = held._hp_grad
+            gradient: Tensor | None = held._hp_grad
         elif self.zero_optimization():
-            found = self.optimizer.get_gradient_for_reduction(parameter)
+            gradient = self.optimizer.get_gradient_for_reduction(parameter)
         else:
-            found = parameter.grad
-        return found
+            gradient = parameter.grad
+        return gradient
 
     def clip_fp32_gradients(self) -> None:
-        """At stage 0, by the norm that was taken already: DeepSpeed's own takes it once more."""
+        """Clip at stage 0 by the norm of `stage0_norm`: DeepSpeed's own method takes the norm again."""
         assert self.norm is not None
         clip(self.module.parameters(), self.norm, self.gradient_clipping())
 
-    def _begin(self, turn: Turn) -> None:
-        self.turn = turn
+    def _begin(self, step: PipelineStep) -> None:
+        self.current = step
         self.norm: Tensor | None = None
         self.total, self.labels = torch.zeros((), device=self.device), torch.zeros((), device=self.device, dtype=torch.int64)
         self._forwards = [0] * self.chunks
-        self._kept: dict[int, Any] = {}
-        self._held = self._most = 0
+        self._microbatches: dict[int, Any] = {}
+        self._in_flight = self._peak = 0
 
-    def _look(self) -> Any:
-        return Look(self.num_stages, self.stage_id)
+    def _forward_only(self) -> Any:
+        return ForwardOnly(self.num_stages, self.stage_id)
 
     def _exec_schedule(self, schedule: Any) -> None:
-        """DeepSpeed's table of instructions holds its own functions: they are called by name, so that what is overridden holds."""
+        """Run a schedule. DeepSpeed maps instructions to its own functions: call them by name, so that overrides take effect."""
         self._reserve_pipe_buffers(schedule.num_pipe_buffers())
         for instruction in (each for step in schedule for each in step):
             kind = type(instruction)
@@ -143,49 +144,49 @@ class Pipeline(PipelineEngine):  # type: ignore[misc]
                 getattr(self, self._INSTRUCTION_MAP[kind].__name__)(**instruction.kwargs)
 
     def _exec_load_micro_batch(self, buffer_id: int) -> None:
-        """Nothing: forward reads its own."""
+        """Do nothing: the forward pass reads its micro-batch."""
 
     def _exec_forward_pass(self, buffer_id: int) -> None:
         with self.timed("data"):
             tokens, labels, further = self._read(self._forwards[self.chunk])
         self._forwards[self.chunk] += 1
-        stream, count = self.pipe_buffers["inputs"][buffer_id], self.turn.count
+        stream, count = self.pipe_buffers["inputs"][buffer_id], self.current.count
         counting = count.forward([self.module], tokens, labels, further) if count else nullcontext()
         with self.timed("forward"), counting:
             out = DeepSpeedEngine.forward(self, tokens, labels, stream=stream, further=further)
         self.pipe_buffers["outputs"][buffer_id] = out
-        self._held += 1
-        self._most = max(self._most, self._held)
+        self._in_flight += 1
+        self._peak = max(self._peak, self._in_flight)
         if self.is_last_stage():
             self.loss = out
             self.total += out.detach().float()
             self.labels += self.module.counted
 
     def _read(self, index: int) -> Any:
-        """A micro-batch, which each of this rank's parts takes once: kept until the last has."""
-        if index not in self._kept:
-            self._kept[index] = self.turn.micro(index)
-        return self._kept.pop(index) if self.chunk == self.chunks - 1 else self._kept[index]
+        """Return a micro-batch; it is kept until the last of this rank's parts has read it."""
+        if index not in self._microbatches:
+            self._microbatches[index] = self.current.micro(index)
+        return self._microbatches.pop(index) if self.chunk == self.chunks - 1 else self._microbatches[index]
 
     def _exec_backward_pass(self, buffer_id: int) -> None:
         if self.is_last_stage():
-            self.loss = self.pipe_buffers["outputs"][buffer_id] * self.turn.scale
+            self.loss = self.pipe_buffers["outputs"][buffer_id] * self.current.scale
         with self.timed("backward"):
             super()._exec_backward_pass(buffer_id)
         self.pipe_buffers["outputs"][buffer_id] = self.loss = None
-        self._held -= 1
+        self._in_flight -= 1
 
     def _exec_reduce_tied_grads(self) -> None:
-        self._before()
+        self._before_data_axis()
 
     def _exec_optimizer_step(self, lr_kwargs: Any = None) -> None:
-        self.norm = self._norm()
-        with self.timed("step"), self._stepping():
+        self.norm = self._stage0_norm()
+        with self.timed("step"), self._around_step():
             super()._exec_optimizer_step(lr_kwargs)
 
 
-class FoldedPipeline(DualPipeVEngine, Pipeline):  # type: ignore[misc]
-    """Two parts a rank, each micro-batch out through the first ones and back through the second."""
+class TwoPartPipeline(DualPipeVEngine, OnePartPipeline):  # type: ignore[misc]
+    """Two parts a rank: each micro-batch goes through the first parts in rank order and back through the second."""
 
     chunks = 2
 
@@ -193,33 +194,33 @@ class FoldedPipeline(DualPipeVEngine, Pipeline):  # type: ignore[misc]
     def chunk(self) -> int:
         return int(self._active_phase)
 
-    def _look(self) -> Any:
-        return FoldedLook(self.num_stages, self.stage_id, self._phase1_buffer(0))
+    def _forward_only(self) -> Any:
+        return FoldedForwardOnly(self.num_stages, self.stage_id, self._phase1_buffer(0))
 
 
 def topology(mesh: Mesh) -> PipeModelDataParallelTopology:
-    """The mesh as DeepSpeed's: ranks in the same order, those of the context axis being data ranks to it."""
+    """Return the mesh as DeepSpeed's topology, ranks in the same order; ranks of the context axis are data-parallel ranks to DeepSpeed."""
     return PipeModelDataParallelTopology(num_pp=mesh.pp, num_mp=mesh.tp, num_dp=mesh.size("data"))
 
 
-def module_around(parts: Sequence[nn.Module], mesh: Mesh, stage: int) -> PipelineModule:
-    """DeepSpeed's module around this rank's parts; what the other ranks hold are names."""
+def pipeline_module(parts: Sequence[nn.Module], mesh: Mesh, stage: int) -> PipelineModule:
+    """Return DeepSpeed's module around this rank's parts, with placeholders for those of other ranks."""
     places = (stage, 2 * mesh.pp - 1 - stage)[: len(parts)]
     layers: list[Any] = [LayerSpec(nn.Identity)] * (mesh.pp * len(parts))
     for place, part in zip(places, parts, strict=True):
         layers[place] = part
     tied: list[Any] = [each for part in parts for each in part.parameters() if getattr(each, "ds_pipe_replicated", False)]
-    made = (Straight if len(parts) == 1 else Folded)(layers, topology=topology(mesh), partition_method="uniform")
-    for each in tied:  # DeepSpeed has unmarked it
+    module = (OnePart if len(parts) == 1 else TwoParts)(layers, topology=topology(mesh), partition_method="uniform")
+    for each in tied:  # DeepSpeed's constructor resets this mark
         each.ds_pipe_replicated = True
-    return made
+    return module
 
 
-def pipeline(module: PipelineModule, optimizer: torch.optim.Optimizer, config: dict[str, Any], **ours: Any) -> Pipeline:
-    """What `deepspeed.initialize` does for a pipeline, with the engine that runs our parts."""
+def initialize_pipeline(module: PipelineModule, optimizer: torch.optim.Optimizer, config: dict[str, Any], **hooks: Any) -> OnePartPipeline:
+    """Do what `deepspeed.initialize` does for a pipeline, with an engine that runs our parts."""
     unit = module.mpu()
-    made = (FoldedPipeline if isinstance(module, Folded) else Pipeline)(
-        model=module, optimizer=optimizer, mpu=unit, config=config, config_class=DeepSpeedConfig(config, unit), **ours
+    engine = (TwoPartPipeline if isinstance(module, TwoParts) else OnePartPipeline)(
+        model=module, optimizer=optimizer, mpu=unit, config=config, config_class=DeepSpeedConfig(config, unit), **hooks
     )
-    made._configure_python_gc()
-    return made
+    engine._configure_python_gc()
+    return engine

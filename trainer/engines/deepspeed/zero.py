@@ -1,4 +1,4 @@
-"""Engine `zero`: DeepSpeed ZeRO 0 to 3 over the data axis, around tensor- and context-parallel layers."""
+"""Engine `zero`: DeepSpeed ZeRO stages 0 to 3 over the data axis, around tensor- and context-parallel layers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...layers.transformer import Attention, FeedForward
+from ...layers.attention import Attention
+from ...layers.feed_forward import FeedForward
 from ...parallel.process_groups import Grid
-from ...parallel.rank_model import Stage
+from ...parallel.rank_model import StageModel
+from ...plan.deepspeed.config import deepspeed_config
 from ...spec.run import Run
-from ..engine import Engine, Micro, Stepped, clip
-from ..held_bytes import Count
-from .settings import config, deepspeed, optimizer
+from ..engine import ReadMicrobatch, StepResult
+from ..held_bytes import ByteCounter
+from .adapter import DeepSpeedAdapter, clip
+from .settings import import_deepspeed, torch_optimizer
 
 
-class Unit:
-    """What DeepSpeed asks of whoever else splits the model: the tensor axis, and the data axis beside it."""
+class ModelParallelUnit:
+    """The `mpu` that DeepSpeed asks for process groups: the model axis (tensor parallel) and the data axis."""
 
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
@@ -30,7 +33,7 @@ class Unit:
         return self._handle("model")
 
     def get_model_parallel_rank(self) -> int:
-        return self.grid.place("model")
+        return self.grid.coordinate("model")
 
     def get_model_parallel_world_size(self) -> int:
         return self.grid.size("model")
@@ -39,7 +42,7 @@ class Unit:
         return self._handle("data")
 
     def get_data_parallel_rank(self) -> int:
-        return self.grid.place("data")
+        return self.grid.coordinate("data")
 
     def get_data_parallel_world_size(self) -> int:
         return self.grid.size("data")
@@ -49,91 +52,90 @@ class Unit:
         return group.handle if group else self.grid.alone
 
 
-def shared_out(run: Run, grid: Grid) -> Callable[[nn.Parameter], None]:
-    """What leaves of a parameter this rank's share alone: at stage 3 the whole model need not fit on any device, not even at the start."""
-    ds, unit = started(), unit_of(grid)
-    group = unit.get_data_parallel_group() if unit else None
-    sharing = ds.zero.Init(module=nn.Module(), data_parallel_group=group, config_dict_or_path=config(run, grid.size("dp")), mpu=unit)
-
-    def share_out(parameter: nn.Parameter) -> None:
-        sharing._convert_to_zero_parameters([parameter])
-
-    return share_out
-
-
-def started() -> Any:
-    """DeepSpeed, over the ranks that have met already."""
-    ds = deepspeed()
+def connect_deepspeed() -> Any:
+    """Import DeepSpeed and give it the process group that the ranks have joined."""
+    ds = import_deepspeed()
     ds.init_distributed(dist.get_backend(), dist_init_required=False, verbose=False)
     return ds
 
 
-def unit_of(grid: Grid) -> Unit | None:
-    """Who else splits the model, if anybody does."""
-    return Unit(grid) if grid.group("tp") else None
+def model_parallel_unit(grid: Grid) -> ModelParallelUnit | None:
+    """Return the `mpu` of a run with tensor parallelism; None without."""
+    return ModelParallelUnit(grid) if grid.group("tp") else None
 
 
-class ZeroEngine(Engine):
-    """A whole model, or its slices along the tensor axis, trained by DeepSpeed ZeRO; every replica steps together."""
+class ZeroEngine(DeepSpeedAdapter):
+    """DeepSpeed ZeRO around a whole model or its tensor-parallel shards."""
 
-    def __init__(self, run: Run, stages: Sequence[Stage], grid: Grid) -> None:
+    def __init__(self, run: Run, stages: Sequence[StageModel], grid: Grid) -> None:
         super().__init__(run, stages, grid)
         (self.module,) = (each.module for each in self.stages)
-        ds = started()
+        ds = connect_deepspeed()
         if run.parallel.zero == 3 and grid.group("tp"):
-            # Their column layers take one input together, past the forward of each, where ZeRO-3 would gather its weights.
+            # The column layers of these share one gathered input and bypass the forward where ZeRO-3 would gather their weights.
             ds.utils.set_z3_leaf_modules(self.module, [Attention, FeedForward])
         if grid.group("ep"):
-            from .expert_groups import tell
+            from .expert_groups import mark_experts
 
-            tell(self.module, self.holdings, grid)
+            mark_experts(self.module, self.parameters, grid)
         self.engine, self.stepper, _, _ = ds.initialize(
             model=self.module,
-            optimizer=optimizer(run, self.module.parameters()),
-            config=config(run, grid.size("dp")),
-            mpu=unit_of(grid),
+            optimizer=torch_optimizer(run, self.module.parameters()),
+            config=deepspeed_config(run, grid.size("dp")),
+            mpu=model_parallel_unit(grid),
         )
 
-    def step(self, micro: Micro, lr: float, labels: int, count: Count | None = None) -> Stepped:
+    @classmethod
+    def parameter_partitioner(cls, run: Run, grid: Grid) -> Callable[[nn.Parameter], None] | None:
+        """At stage 3, return what leaves this rank its range of a parameter only: the whole model need not fit on any device."""
+        if run.parallel.zero != 3:
+            return None
+        ds, unit = connect_deepspeed(), model_parallel_unit(grid)
+        group = unit.get_data_parallel_group() if unit else None
+        config = deepspeed_config(run, grid.size("dp"))
+        context = ds.zero.Init(module=nn.Module(), data_parallel_group=group, config_dict_or_path=config, mpu=unit)
+        return lambda parameter: context._convert_to_zero_parameters([parameter])
+
+    def step(self, micro: ReadMicrobatch, lr: float, labels: int, count: ByteCounter | None = None) -> StepResult:
         for group in self.stepper.param_groups:
             group["lr"] = lr
-        before = self.engine.skipped_steps
+        skipped = self.skipped_steps
         total = torch.zeros((), device=self.grid.world.device)
         self.clock = dict.fromkeys(("data", "forward", "backward", "step"), 0.0)
         for index in range(self.micros):
             with self._timed("data"):
-                tokens, wanted, further = micro(index)
+                tokens, targets, further = micro(index)
             counting = count if index == 0 else None
-            with self._timed("forward"), counting.forward([self.module], tokens, wanted, further) if counting else nullcontext():
-                loss, _ = self.engine(tokens, wanted, **further)
+            with self._timed("forward"), counting.forward([self.module], tokens, targets, further) if counting else nullcontext():
+                loss, _ = self.engine(tokens, targets, **further)
                 total += loss.detach().float()
-            # DeepSpeed takes the mean over micro-batches and replicas; the loss is the mean over the global batch's labels.
+            # DeepSpeed averages over micro-batches and replicas; the loss is the mean over the global batch's labels.
             with self._timed("backward"):
                 self.engine.backward(loss * (self.micros * self.grid.size("data") / labels))
             if counting:
-                counting.backward(self.held())
+                counting.backward(self.held_bytes())
             last = index == self.micros - 1
             if last:
-                self._sum_shared()
-            sane = self._is_sane(total) if last else True
-            plain = self._plain_norm() if last else None
-            if plain is not None:
-                self.engine.clip_fp32_gradients = partial(clip, self.module.parameters(), plain, self.run.train.clip)
-            with self._timed("step"), self._stepping(sane=sane):
+                self._sum_over_tensor_axis()
+            finite = self._is_finite(total) if last else True
+            norm = self._stage0_norm() if last else None
+            if norm is not None:
+                self.engine.clip_fp32_gradients = partial(clip, self.module.parameters(), norm, self.run.train.clip)
+            with self._timed("step"), self._optimizer_step(skip=not finite):
                 self.engine.step()
         if group := self.grid.group("data"):
             dist.all_reduce(total, group=group.handle)
-        norm = self.engine.get_global_grad_norm() if plain is None else plain
-        return Stepped(
+        grad_norm = self.engine.get_global_grad_norm() if norm is None else norm
+        return StepResult(
             loss=total.item() / labels,
-            grad_norm=None if norm is None else float(norm),
-            skipped=self.engine.skipped_steps > before,
+            grad_norm=None if grad_norm is None else float(grad_norm),
+            skipped=self.skipped_steps > skipped,
             near_ties=self._near_ties(),
         )
 
     def evaluate(self, tokens: Tensor, labels: Tensor, **further: Any) -> tuple[Tensor, Tensor]:
         self.engine.eval()
         with torch.no_grad():
-            found: tuple[Tensor, Tensor] = self.engine(tokens, labels, **further)
+            sums: tuple[Tensor, Tensor] = self.engine(tokens, labels, **further)
         self.engine.train()
-        return found
+        return sums

@@ -1,1 +1,1 @@
-"""The agent of a rank: a small process beside it that starts it, passes signals on, and ends all of it."""
+"""The agent: a small process beside a rank that starts it, forwards signals to it, and ends all of its processes."""

@@ -1,9 +1,9 @@
-"""A slot's process on a host, as DeepSpeed's launcher starts it: python -m distrain.trainer.launch.agent.bootstrap RUN_DIR/run.json.
+"""The bootstrap of a slot, which DeepSpeed's launcher starts on a host: python -m distrain.trainer.launch.agent.bootstrap RUN_DIR/run.json.
 
-It goes to the head with its ticket, and forks the rank's keeper (tether.py) as a process that DeepSpeed's launcher does not
-know: that kills what it knows 30 seconds after a SIGTERM, however long a checkpoint takes. What stays behind here is the
-launcher's child as long as the rank runs. It hands signals on to the keeper, tells it when the launcher has died, and ends
-what is left of the rank when the keeper dies or is stopped; the keeper ends this process and its launcher at the end.
+It registers with the controller by the join token, and forks the rank's agent (remote_agent.py) as a process that DeepSpeed's launcher
+does not know: the launcher kills the processes that it knows 30 seconds after a SIGTERM, however long a checkpoint takes. The bootstrap
+itself stays the launcher's child as long as the rank runs. It forwards signals to the agent, reports to it when the launcher has died,
+and ends what is left of the rank when the agent dies or is stopped; the agent ends this process and its launcher at the end.
 """
 
 from __future__ import annotations
@@ -22,154 +22,159 @@ from hmac import compare_digest
 from pathlib import Path
 
 from ..rank.environment import reserve_port
-from . import orphans
-from .remote_agent import ENDED, ORPHAN, SILENCE, STOP, Seat, tethered
-from .token import NAME, Ticket
+from . import orphans, protocol
+from .remote_agent import AgentConfig, run_agent
+from .token import FILE, JoinToken
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-MEET = 30.0  # seconds for the head to answer
-LONGEST = 1 << 16  # bytes of a line of its
-# Variables by which a launcher counts: the rank, of how many, and its place among those of its host.
-COUNTS = {
+REGISTER_TIMEOUT = 30.0  # seconds for the controller to answer
+MAX_LINE = 1 << 16  # bytes of the controller's answer
+# By launcher, the variables in which it numbers a process: the rank, the number of ranks, and the rank on its host.
+RANK_VARIABLES = {
     "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     "srun": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
     "launch": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
 }
-LAUNCHERS = (b"deepspeed.launcher.launch", b"orted", b"mpirun")  # by their command lines, those that start this process
+LAUNCHERS = (b"deepspeed.launcher.launch", b"orted", b"mpirun")  # in the command lines of processes that start this one
 
 
-class Refused(Exception):
-    """Why this slot takes no part, in a line."""
+class RegistrationRefused(Exception):
+    """Why this slot can't take part, in a line."""
 
 
 def main() -> int:
-    """Be a slot of the run; 0 once its rank has ended and the head knows how."""
+    """Bootstrap a slot; return 0 once its rank has ended and its agent has reported that."""
     folder = Path(sys.argv[1]).parent
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # a run that is told to stop while it starts stops in order
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # so that a run that is asked to stop while it starts stops in order
     try:
-        ticket = Ticket.read(folder / NAME)
-        seat = _seat(ticket, folder, os.environ)
-        met = _meet(ticket, seat)
-    except (OSError, ValueError, KeyError, TypeError, Refused) as error:
+        token = JoinToken.read(folder / FILE)
+        config = _agent_config(token, folder, os.environ)
+        registration = _register(token, config)
+    except (OSError, ValueError, KeyError, TypeError, RegistrationRefused) as error:
         print(f"a slot of {socket.gethostname()}: {error}", file=sys.stderr)
         return 1
-    return _stay(seat, *_forked(ticket, seat, met))
+    return _wait_for_agent(config, *_fork_agent(token, config, registration))
 
 
-def _seat(ticket: Ticket, folder: Path, environment: Mapping[str, str]) -> Seat:
-    """Who this is; raises Refused where the launcher counts otherwise than the ticket."""
+def _agent_config(token: JoinToken, folder: Path, environment: Mapping[str, str]) -> AgentConfig:
+    """Return this slot's rank; raises RegistrationRefused where the launcher's numbers differ from the token's."""
     name = socket.gethostname()
-    launcher = next((each for each, (rank, *_) in COUNTS.items() if rank in environment), "launch")
-    rank, ranks, here = (int(environment[each]) for each in COUNTS[launcher])
-    if launcher != "launch" and ticket.names.count(name) == 1:  # mpirun begins with the head's host, and srun sorts them
-        rank = ticket.first(ticket.names.index(name)) + here
-    host, local = ticket.seat(rank)
-    if (ranks, here, name) != (ticket.ranks, local, ticket.names[host]):
-        raise Refused("DeepSpeed's launcher counts hosts and slots otherwise than the head")
-    return Seat(rank=rank, ranks=ticket.ranks, local=local, locals=len(ticket.slots[host]), host=host, folder=folder)
+    launcher = next((each for each, (rank, *_) in RANK_VARIABLES.items() if rank in environment), "launch")
+    rank, ranks, local_rank = (int(environment[each]) for each in RANK_VARIABLES[launcher])
+    if launcher != "launch" and token.hostnames.count(name) == 1:  # mpirun begins with the controller's host, and srun sorts hosts
+        rank = token.first_rank(token.hostnames.index(name)) + local_rank
+    host, expected = token.host_and_local_rank(rank)
+    if (ranks, local_rank, name) != (token.ranks, expected, token.hostnames[host]):
+        raise RegistrationRefused("DeepSpeed's launcher numbers hosts and slots differently from the controller")
+    slots = len(token.slots[host])
+    return AgentConfig(rank=rank, ranks=token.ranks, local_rank=local_rank, local_ranks=slots, host=host, folder=folder)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Met:
-    """The head, which has proved that it is; and the port that rank 0 keeps for the ranks' meeting."""
+class Registration:
+    """The connection to the controller, which has proved that it holds the token; and the port that rank 0 reserves for the ranks."""
 
-    head: socket.socket
+    controller: socket.socket
     port: socket.socket | None
 
 
-def _meet(ticket: Ticket, seat: Seat) -> Met:
-    """Come to the head; both prove that they hold the ticket."""
-    address, port = ticket.doors[seat.host]
+def _register(token: JoinToken, config: AgentConfig) -> Registration:
+    """Register with the controller; both ends prove that they hold the join token (protocol.py lists the messages)."""
+    address, port = token.controllers[config.host]
     try:
-        head = socket.create_connection((address, port), timeout=MEET)
+        controller = socket.create_connection((address, port), timeout=REGISTER_TIMEOUT)
     except OSError as error:
-        raise Refused(f"can't reach the run's head at {address} port {port}: {error.strerror or error}") from None
-    head.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    kept = reserve_port() if seat.rank == 0 else None
-    mine = os.urandom(16).hex()
-    hello = {"rank": seat.rank, "nonce": mine, "port": kept.getsockname()[1] if kept else 0}
-    head.sendall(f"{json.dumps(hello)}\n".encode())
-    answer = json.loads(_line(head))
-    if not compare_digest(answer["proof"], ticket.proof("head", seat.rank, mine, answer["nonce"])):
-        raise Refused(f"whoever listens at {address} port {port} is not this run's head")
-    head.sendall(f"{json.dumps({'proof': ticket.proof('rank', seat.rank, mine, answer['nonce'], hello['port'])})}\n".encode())
-    return Met(head=head, port=kept)
+        raise RegistrationRefused(f"can't reach the run's controller at {address} port {port}: {error.strerror or error}") from None
+    controller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    reserved = reserve_port() if config.rank == 0 else None
+    nonce = os.urandom(16).hex()
+    reserved_port = reserved.getsockname()[1] if reserved else 0
+    _send_line(controller, {"rank": config.rank, "nonce": nonce, "port": reserved_port})
+    answer = json.loads(_read_line(controller))
+    if not compare_digest(answer["proof"], token.proof("controller", config.rank, nonce, answer["nonce"])):
+        raise RegistrationRefused(f"the process that listens at {address} port {port} is not this run's controller")
+    _send_line(controller, {"proof": token.proof("agent", config.rank, nonce, answer["nonce"], reserved_port)})
+    return Registration(controller=controller, port=reserved)
 
 
-def _line(head: socket.socket) -> bytes:
-    """One line, and nothing of what follows it."""
-    read = b""
-    while not read.endswith(b"\n"):
-        if len(read) > LONGEST or not (byte := head.recv(1)):
-            raise Refused("the run's head has gone")
-        read += byte
-    return read
+def _send_line(controller: socket.socket, message: Mapping[str, object]) -> None:
+    controller.sendall(f"{json.dumps(message)}\n".encode())
 
 
-def _forked(ticket: Ticket, seat: Seat, met: Met) -> tuple[int, socket.socket, str]:
-    """Fork the keeper out of the launcher's family: a pidfd of it, the line to it, the mark of what its rank starts."""
+def _read_line(controller: socket.socket) -> bytes:
+    """Read one line, and nothing of what follows it."""
+    line = b""
+    while not line.endswith(b"\n"):
+        if len(line) > MAX_LINE or not (byte := controller.recv(1)):
+            raise RegistrationRefused("the run's controller has closed the connection")
+        line += byte
+    return line
+
+
+def _fork_agent(token: JoinToken, config: AgentConfig, registration: Registration) -> tuple[int, socket.socket, str]:
+    """Fork the agent, detached from the launcher; return its pidfd, the socket to it, and the mark of its rank's processes."""
     mark = orphans.new_mark()
-    stub, launchers = os.getpid(), _launcher()
+    bootstrap, launcher = os.getpid(), _launcher()
     ours, theirs = socket.socketpair()
     between = os.fork()
     if between == 0:
         try:
             os.setsid()
             ours.close()
-            watched = [os.pidfd_open(each) for each in (stub, *launchers)]
+            watched = [os.pidfd_open(each) for each in (bootstrap, *launcher)]
             if os.fork() != 0:
                 os._exit(0)
             theirs.sendall(os.getpid().to_bytes(4, "big"))
-            tethered(ticket, seat, met.head, theirs, watched, mark)
+            run_agent(token, config, registration.controller, theirs, watched, mark)
         finally:
             os._exit(1)
     theirs.close()
-    met.head.close()
-    if met.port:
-        met.port.close()
-    keeper = os.pidfd_open(int.from_bytes(ours.recv(4, socket.MSG_WAITALL), "big"))
+    registration.controller.close()
+    if registration.port:
+        registration.port.close()
+    agent = os.pidfd_open(int.from_bytes(ours.recv(4, socket.MSG_WAITALL), "big"))
     os.waitpid(between, 0)
-    return keeper, ours, mark
+    return agent, ours, mark
 
 
 def _launcher() -> list[int]:
-    """The launcher, unless it has died and left this process to another."""
+    """Return the launcher's process id; empty if it has died and this process has another parent."""
     parent = os.getppid()
     with contextlib.suppress(OSError):
-        words = Path(f"/proc/{parent}/cmdline").read_bytes()
-        if any(launcher in words for launcher in LAUNCHERS):
+        command_line = Path(f"/proc/{parent}/cmdline").read_bytes()
+        if any(launcher in command_line for launcher in LAUNCHERS):
             return [parent]
     return []
 
 
-def _stay(seat: Seat, keeper: int, line: socket.socket, mark: str) -> int:
-    """Stay until the keeper says that its rank has ended, or until there is no keeper."""
-    launcher, told = os.getppid(), False
+def _wait_for_agent(config: AgentConfig, agent: int, connection: socket.socket, mark: str) -> int:
+    """Wait until the agent reports that its rank has ended, or is gone; return the exit status."""
+    launcher, reported = os.getppid(), False
     for each in STOPS:
-        signal.signal(each, lambda *_: _tell(line, STOP))
+        signal.signal(each, lambda *_: _send(connection, protocol.BOOTSTRAP_STOP))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
-    heard, alive = time.monotonic(), True
+    heard_at, alive = time.monotonic(), True
     while alive:
-        if select.select([line], [], [], 1.0)[0]:
-            said = line.recv(64)
-            if ENDED in said:
+        if select.select([connection], [], [], 1.0)[0]:
+            data = connection.recv(64)
+            if protocol.RANK_ENDED in data:
                 return 0
-            heard, alive = time.monotonic(), bool(said)
+            heard_at, alive = time.monotonic(), bool(data)
         else:
-            alive = time.monotonic() - heard < SILENCE
-        if os.getppid() != launcher and not told:
-            told = True
-            _tell(line, ORPHAN)
+            alive = time.monotonic() - heard_at < protocol.HEARTBEAT_TIMEOUT
+        if os.getppid() != launcher and not reported:
+            reported = True
+            _send(connection, protocol.BOOTSTRAP_ORPHANED)
     with contextlib.suppress(ProcessLookupError):
-        signal.pidfd_send_signal(keeper, signal.SIGKILL)
-    orphans.kill(mark)
-    print(f"rank {seat.rank}: its keeper died", file=sys.stderr)
+        signal.pidfd_send_signal(agent, signal.SIGKILL)
+    orphans.kill_marked(mark)
+    print(f"rank {config.rank}: its agent died", file=sys.stderr)
     return 1
 
 
-def _tell(line: socket.socket, word: bytes) -> None:
+def _send(connection: socket.socket, data: bytes) -> None:
     with contextlib.suppress(OSError):
-        line.send(word, socket.MSG_DONTWAIT)
+        connection.send(data, socket.MSG_DONTWAIT)
 
 
 if __name__ == "__main__":

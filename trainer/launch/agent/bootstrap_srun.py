@@ -1,4 +1,4 @@
-"""guest.py for a launcher that starts a file and no module, as DeepSpeed's does through srun."""
+"""bootstrap.py for a launcher that starts a file instead of a module, as DeepSpeed's does through srun."""
 
 from distrain.trainer.launch.agent.bootstrap import main
 

@@ -1,23 +1,24 @@
-"""One rank's keeper: a small process that starts the rank, passes signals on to it, and leaves nothing of it behind.
+"""The agent of one rank: a small process that starts the rank, forwards signals to it, and leaves no process of it behind.
 
-It is run by path, as `python -I -S local_agent.py LIFELINE CONTROL COMMAND ...`, and so imports nothing of this package. The
-tree is launching process -> keeper -> rank, each in a session of its own, because no other shape ends everything:
+It runs by path, as `python -I -S local_agent.py PARENT_PIPE CONTROL_PIPE COMMAND ...`, and so imports nothing of this package. The tree
+is launching process -> agent -> rank, each in a session of its own, because only this shape ends everything:
 
-- the launching process dies, however: the lifeline (a pipe whose write end it alone holds) ends, and the keeper kills the
-  rank's group. The rank might be stopped or deaf at that time; the keeper never is.
-- the rank dies: what it started goes with it. The keeper is the reaper of orphans (PR_SET_CHILD_SUBREAPER), so that this
-  holds for processes that left the rank's group too.
-- the keeper dies: the kernel kills the rank (PR_SET_PDEATHSIG), and the launching process what the rank started (strays.py).
+- The launching process dies, however: the parent-death pipe, whose write end it alone holds, ends, and the agent kills the rank's
+  group. The rank may be stopped, or ignore signals, at that time; the agent never is and never does.
+- The rank dies: the processes that it started are killed. The agent adopts orphans (PR_SET_CHILD_SUBREAPER), so this includes
+  processes that left the rank's group.
+- The agent dies: the kernel kills the rank (PR_SET_PDEATHSIG), and the launching process kills what the rank started (orphans.py).
 
 A rank with PR_SET_PDEATHSIG alone would die before it could end its own children.
 
-A program that finishes what it is at when it is asked to stop is not there to hear it while it is being loaded, which takes
-torch seconds. Those of DEFERRING are started with STOPS held back: what comes meanwhile they get when they let it come (stop.py).
+A program that finishes its step when it is asked to stop can't do so while it is being loaded, and loading torch takes seconds. The
+modules in DEFERRING are started with STOPS blocked: signals that arrive meanwhile are delivered when the module unblocks them
+(system/stop_requests.py).
 
-SPARED are processes that a launcher starts on this very machine, as mpirun does: they hang on a socket to the head (tether.py), and
-have a rank that is to save when its launcher dies.
+Processes whose command lines contain one of SPARED are not killed: a launcher such as mpirun starts bootstraps on this very machine. They
+depend on a socket to the controller (remote_agent.py), and their rank is to save when the launcher dies.
 
-The last line of the control pipe is the keeper's: {"ended": exit status, or minus a signal}.
+The last line in the control pipe is the agent's: {"ended": exit status, or minus a signal}.
 """
 
 from __future__ import annotations
@@ -34,34 +35,34 @@ from collections.abc import Iterator
 PDEATHSIG, CHILD_SUBREAPER = 1, 36  # prctl(2)
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
 STOPS = (signal.SIGTERM, signal.SIGINT)
-DEFERRING = frozenset({"distrain.trainer.loop.rank"})  # words of a command
-SPARED = (b"distrain.trainer.launch.agent.bootstrap", b"/trainer/launch/agent/bootstrap_srun.py")  # in a command line
+DEFERRING = frozenset({"distrain.trainer.loop.rank"})  # arguments of a command
+SPARED = (b"distrain.trainer.launch.agent.bootstrap", b"/trainer/launch/agent/bootstrap_srun.py")
 PATIENCE = 5.0  # seconds for orphans to die of SIGKILL
-CANNOT_START = 127  # the exit status that shells give a command that isn't there
+CANNOT_START = 127  # the exit status that shells give a command that does not exist
 
 
-def main(words: list[str]) -> None:
-    """Start the command and stay until it has ended, or until the lifeline does."""
-    lifeline, control, command = int(words[0]), int(words[1]), words[2:]
-    woken = ready()
-    rank = start(command)
-    ended = _wait(rank, lifeline, woken)
-    _tell(control, clear(rank, ended))
+def main(arguments: list[str]) -> None:
+    """Start the command and stay until it or the launching process has ended."""
+    parent_pipe, control_pipe, command = int(arguments[0]), int(arguments[1]), arguments[2:]
+    wakeup = become_reaper()
+    rank = start_rank(command)
+    status = _wait(rank, parent_pipe, wakeup)
+    _report_end(control_pipe, end_rank(rank, status))
 
 
-def ready() -> int:
-    """Make this process the reaper of orphans; what can be read when a signal has come, a child's end among them."""
+def become_reaper() -> int:
+    """Make this process adopt orphans; return a pipe that becomes readable at every signal, including a child's end."""
     _prctl(CHILD_SUBREAPER, 1)
-    woken, wake = os.pipe()
-    os.set_blocking(woken, False)
-    os.set_blocking(wake, False)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    return woken
+    read_end, write_end = os.pipe()
+    os.set_blocking(read_end, False)
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    return read_end
 
 
 @contextlib.contextmanager
-def held_back() -> Iterator[None]:
-    """Signals to this process wait; those to what is started meanwhile, until that process lets them come."""
+def signals_blocked() -> Iterator[None]:
+    """Block FORWARDED in this process, and in processes that it starts in the block until they unblock them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     try:
         yield
@@ -69,21 +70,21 @@ def held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def start(command: list[str]) -> int:
-    """Fork and exec; its process id. No signal is lost: one that came before stays pending until someone can take it."""
-    keeper = os.getpid()
+def start_rank(command: list[str]) -> int:
+    """Fork and execute the command; return its process id. No signal is lost: one that came before stays pending until it is handled."""
+    agent = os.getpid()
     signal.pthread_sigmask(signal.SIG_SETMASK, {*FORWARDED, signal.SIGCHLD})
     rank = os.fork()
     if rank == 0:
-        _become(command, keeper)
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # for set_wakeup_fd alone
+        _execute(command, agent)
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # only for set_wakeup_fd
     for each in FORWARDED:
-        signal.signal(each, lambda number, _: forward(rank, number))
+        signal.signal(each, lambda number, _: send_signal(rank, number))
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     return rank
 
 
-def _become(command: list[str], keeper: int) -> None:
+def _execute(command: list[str], agent: int) -> None:
     """Turn this forked process into the rank."""
     try:
         os.setsid()
@@ -92,7 +93,7 @@ def _become(command: list[str], keeper: int) -> None:
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until it can write its stacks
         signal.set_wakeup_fd(-1)
         _prctl(PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == keeper:  # else it died before the kernel was told
+        if os.getppid() == agent:  # otherwise the agent died before prctl was called
             signal.pthread_sigmask(signal.SIG_SETMASK, () if DEFERRING.isdisjoint(command) else STOPS)
             os.execvp(command[0], command)
     except OSError as error:
@@ -101,45 +102,48 @@ def _become(command: list[str], keeper: int) -> None:
         os._exit(CANNOT_START)
 
 
-def forward(rank: int, number: int) -> None:
-    """Send a signal to the rank, if it is there."""
+def send_signal(rank: int, number: int) -> None:
+    """Send a signal to the rank if it exists."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(rank, number)
 
 
-def _wait(rank: int, lifeline: int, woken: int) -> int | None:
-    """The rank's status when it has ended, or None when the lifeline has."""
-    watched = select.poll()
-    watched.register(lifeline, select.POLLIN)
-    watched.register(woken, select.POLLIN)
-    while (ended := reap(rank)) is None:
-        ready = {fd for fd, _ in watched.poll()}
-        if lifeline in ready and not os.read(lifeline, 512):
+def _wait(rank: int, parent_pipe: int, wakeup: int) -> int | None:
+    """Return the rank's wait status when it has ended, or None when the launching process has."""
+    poll = select.poll()
+    poll.register(parent_pipe, select.POLLIN)
+    poll.register(wakeup, select.POLLIN)
+    while (status := reap(rank)) is None:
+        readable = {fd for fd, _ in poll.poll()}
+        if parent_pipe in readable and not os.read(parent_pipe, 512):
             return None
-        if woken in ready:
-            os.read(woken, 512)
-    return ended
+        if wakeup in readable:
+            os.read(wakeup, 512)
+    return status
 
 
 def reap(rank: int) -> int | None:
-    """The rank's status once it has ended; orphans of the rank's are reaped on the way."""
+    """Reap the children that have ended, including adopted orphans; return the rank's wait status if it is among them."""
     while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
         if ended[0] == rank:
             return ended[1]
     return None
 
 
-def clear(rank: int, ended: int | None) -> int:
-    """Kill what is left of the rank and its descendants; the rank's exit status, or minus the signal that killed it."""
+def end_rank(rank: int, status: int | None) -> int:
+    """Kill the rank and its descendants; return the rank's exit status, or minus the signal that killed it.
+
+    `status` is its wait status if it has ended already.
+    """
     for each in FORWARDED:
-        signal.signal(each, signal.SIG_IGN)  # its id may soon be another's
-    if ended is None:
-        forward(rank, signal.SIGKILL)  # by itself, for it may not have got as far as a group of its own
+        signal.signal(each, signal.SIG_IGN)  # the rank's process id may soon be another process's
+    if status is None:
+        send_signal(rank, signal.SIGKILL)  # directly, because it may not have made a group of its own yet
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(rank, signal.SIGKILL)
-    status = os.waitpid(rank, 0)[1] if ended is None else ended
-    until = time.monotonic() + PATIENCE
-    while (orphans := [child for child in _children() if not spared(child)]) and time.monotonic() < until:
+    status = os.waitpid(rank, 0)[1] if status is None else status
+    deadline = time.monotonic() + PATIENCE
+    while (orphans := [child for child in _children() if not is_spared(child)]) and time.monotonic() < deadline:
         for orphan in orphans:
             os.kill(orphan, signal.SIGKILL)
         time.sleep(0.005)
@@ -150,26 +154,26 @@ def clear(rank: int, ended: int | None) -> int:
 
 def _children() -> list[int]:
     try:
-        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as listed:
-            return [int(pid) for pid in listed.read().split()]
+        with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
+            return [int(pid) for pid in file.read().split()]
     except OSError:
-        return []  # not Linux, or a kernel without this file: the group was all that could be named
+        return []  # not Linux, or a kernel without this file: only the group can be killed
 
 
-def spared(process: int) -> bool:
-    """Whether a process ends by itself when it should, and not before."""
+def is_spared(process: int) -> bool:
+    """Return whether a process is in SPARED, and so ends by itself when it should and not before."""
     try:
-        with open(f"/proc/{process}/cmdline", "rb") as words:
-            said = words.read()
-            return any(word in said for word in SPARED)
+        with open(f"/proc/{process}/cmdline", "rb") as file:
+            command_line = file.read()
+            return any(part in command_line for part in SPARED)
     except OSError:
         return False
 
 
-def _tell(control: int, code: int) -> None:
-    """One line, apart from any half line that the rank left."""
+def _report_end(control_pipe: int, code: int) -> None:
+    """Write one line, separate from any unfinished line of the rank."""
     with contextlib.suppress(OSError):  # the launching process is gone
-        os.write(control, f'\n{{"ended": {code}}}\n'.encode())
+        os.write(control_pipe, f'\n{{"ended": {code}}}\n'.encode())
 
 
 def _prctl(option: int, value: int) -> None:

@@ -1,4 +1,4 @@
-"""Processes of a rank whose keeper is dead, found by a mark in their environment: no parent or group names them any more."""
+"""Processes of a rank whose agent is dead, found by a mark in their environment: no parent or process group leads to them any more."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import time
 from pathlib import Path
 from uuid import uuid4
 
-from .local_agent import spared
+from .local_agent import is_spared
 
 VARIABLE = "DISTRAIN_MARK"
 PATIENCE = 2.0  # seconds for them to be gone
 
 
 def new_mark() -> str:
-    """A value of the variable that no other rank has, of this run or any."""
+    """Return a value of VARIABLE that no other rank of any run has."""
     return uuid4().hex
 
 
-def kill(mark: str) -> bool:
-    """SIGKILL to all processes whose environment was given this mark, until none is left; whether that is known."""
-    until = time.monotonic() + PATIENCE
-    while (found := _marked(mark)) and time.monotonic() < until:
+def kill_marked(mark: str) -> bool:
+    """Kill the processes that started with this mark in their environment; return whether none is known to be left."""
+    deadline = time.monotonic() + PATIENCE
+    while (found := _marked_processes(mark)) and time.monotonic() < deadline:
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -31,10 +31,10 @@ def kill(mark: str) -> bool:
     return not found and Path("/proc/self").exists()
 
 
-def _marked(mark: str) -> list[int]:
-    wanted, found = f"{VARIABLE}={mark}".encode(), []
+def _marked_processes(mark: str) -> list[int]:
+    variable, found = f"{VARIABLE}={mark}".encode(), []
     for process in Path("/proc").glob("[0-9]*"):  # empty where there is no /proc
         with contextlib.suppress(OSError):  # it has ended, or is another user's
-            if wanted in (process / "environ").read_bytes().split(b"\0") and not spared(int(process.name)):
+            if variable in (process / "environ").read_bytes().split(b"\0") and not is_spared(int(process.name)):
                 found.append(int(process.name))
     return found

@@ -1,4 +1,4 @@
-"""ssh to many hosts at once, none of which outlives the wait for it: its time, or the signal that tells this process to stop."""
+"""Concurrent ssh calls to many hosts, killed at a time limit or when a stop is requested."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import TypeVar
 
-from ..commands.deepspeed import SSH
+from .shell_safe import SSH_OPTIONS
 
-TURN = 0.1  # seconds between two looks at what this process was told
+POLL_SECONDS = 0.1  # between two looks at the time and the stop requests
 
 Answer = TypeVar("Answer")
-Told = Sequence[tuple[int, float]]  # signals that came, and when: it grows while signals() of launch.py notes them
 
 
-class Stopped(Exception):
-    """This process was told to stop while it waited for hosts; `number` is the signal."""
+class SshInterrupted(Exception):
+    """A stop was requested by the signal `number` while this process waited for hosts."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -28,20 +27,22 @@ class Stopped(Exception):
 
 
 class Ssh:
-    """One ssh that runs words on a host; raises OSError where it can't be started."""
+    """An ssh process that runs `command` on the host `name`; raises OSError where it can't be started."""
 
-    def __init__(self, name: str, words: str) -> None:
+    def __init__(self, name: str, command: str) -> None:
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen(["ssh", *SSH, "--", name, words], stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+        self.process = subprocess.Popen(
+            ["ssh", *SSH_OPTIONS, "--", name, command], stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
+        )
 
     def kill(self) -> None:
-        """End it, with what it started, such as a ProxyCommand: who reads of it comes to its end."""
+        """Kill it and what it started, such as a ProxyCommand; whoever reads from it gets the end of file."""
         if self.process.poll() is None:
-            with suppress(OSError):  # it has gone
+            with suppress(OSError):  # it has just ended
                 os.killpg(self.process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Nothing of it is left when this returns."""
+        """Kill it, wait for its end and close its pipes."""
         self.kill()
         self.process.wait()
         for end in (self.process.stdin, self.process.stdout, self.process.stderr):
@@ -49,21 +50,21 @@ class Ssh:
                 end.close()  # type: ignore[union-attr]
 
 
-def at_once(
+def run_concurrently(
     acts: Sequence[tuple[Ssh, Callable[[], Answer]]], seconds: float, stop: Callable[[], bool] = lambda: False
 ) -> list[Answer | None]:
-    """What each of these returns, a thread each; None of those whose ssh had to be killed: after `seconds`, or when `stop` says so."""
+    """Run each act in a thread and return the results; None for an act whose ssh was killed, after `seconds` or once `stop` is true."""
     if not acts:
         return []
     until = time.monotonic() + seconds
     with ThreadPoolExecutor(max_workers=len(acts)) as pool:
-        waits = [pool.submit(act) for _, act in acts]
+        futures = [pool.submit(act) for _, act in acts]
         try:
-            while wait(waits, TURN).not_done and not stop() and time.monotonic() < until:
+            while wait(futures, POLL_SECONDS).not_done and not stop() and time.monotonic() < until:
                 pass
         finally:
-            killed = [not each.done() for each in waits]
+            killed = [not each.done() for each in futures]
             for (ssh, _), late in zip(acts, killed, strict=True):
                 if late:
                     ssh.kill()
-    return [None if late else each.result() for each, late in zip(waits, killed, strict=True)]
+    return [None if late else each.result() for each, late in zip(futures, killed, strict=True)]

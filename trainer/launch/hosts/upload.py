@@ -1,4 +1,4 @@
-"""The head's side of landing on hosts: an ssh to each, over which a run's files are written there (upload_remote.py)."""
+"""Writing a run's files on its hosts over ssh, all of them or none: `upload_remote.py` runs on each host and writes there."""
 
 from __future__ import annotations
 
@@ -12,140 +12,153 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..commands.deepspeed import crosses
-from ..single_host import signals
-from .ssh import Ssh, Stopped, Told, at_once
+from ...system.stop_requests import StopRequests, collect_stop_requests
+from .shell_safe import require_shell_safe
+from .ssh import Ssh, SshInterrupted, run_concurrently
 
-LANDING = Path(__file__).with_name("upload_remote.py")
-PATIENCE = 60.0  # seconds for a host to answer, and to write a few files
-BACK = 5.0  # seconds to remove them
+UPLOAD_REMOTE = Path(__file__).with_name("upload_remote.py")
+HOST_SECONDS = 60.0  # for a host to answer, and to write a few files
+ROLL_BACK_SECONDS = 5.0  # to remove them
 
 
-class Unreachable(Exception):
-    """Hosts on which nothing can be written, and why, in a line."""
+class UnreachableHosts(Exception):
+    """Hosts that can't be written to, and why, in a line."""
 
     def __init__(self, hosts: Sequence[str], why: str) -> None:
         super().__init__(why)
         self.hosts = tuple(hosts)
 
 
-class Landed:
-    """A host with upload_remote.py running on it."""
+class Connection:
+    """An ssh to a host, on which `upload_remote.py` runs."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._laid = False
+        self._uploaded = False
         words = (
-            crosses(sys.executable, "the Python", "install distrain at a path of these"),
+            require_shell_safe(sys.executable, "the Python", "install distrain at a path of only these characters"),
             "-I",
             "-S",
-            crosses(str(LANDING), "the path", ""),
+            require_shell_safe(str(UPLOAD_REMOTE), "the path", ""),
         )
         self.ssh = Ssh(name, " ".join(words))
         self._process = self.ssh.process
 
-    def meet(self) -> None:
-        """Learn what it calls itself, where it sees this machine (`head`) and where it is seen (`address`). Raises OSError."""
-        said = self._answer("connection")
-        words, self.calls = str(said["connection"]).split(), str(said.get("name", ""))
+    def identify(self) -> None:
+        """Learn the host's own name, the address at which it sees this machine, and its address as seen from here. Raises OSError."""
+        answer = self._answer("connection")
+        words, self.hostname = str(answer["connection"]).split(), str(answer.get("name", ""))
         if len(words) != 4:
             raise OSError("its ssh server sets no SSH_CONNECTION")
-        self.head, self.address = words[0], words[2]
+        self.controller_address, self.address = words[0], words[2]
 
-    def lay(self, folder: Path, files: Mapping[str, str]) -> None:
-        """Have these files written into a folder. Raises OSError."""
-        self._laid = True
-        self._say({"folder": str(folder), "files": dict(files)})
+    def upload(self, folder: Path, files: Mapping[str, str]) -> None:
+        """Write these files into a folder of the host, until they are rolled back. Raises OSError."""
+        self._uploaded = True
+        self._send({"folder": str(folder), "files": dict(files)})
         self._answer("written")
 
-    def keep(self) -> None:
-        """Have those stay that were written: all hosts have theirs. Raises OSError."""
-        if self._laid:
-            self._say("keep")
+    def commit(self) -> None:
+        """Keep the uploaded files: every host has its own. Raises OSError."""
+        if self._uploaded:
+            self._send("keep")
             self._answer("kept")
 
-    def take_back(self) -> None:
-        """Have those removed that were written. Raises OSError."""
-        if self._laid:
-            self._say("back")
+    def roll_back(self) -> None:
+        """Remove the uploaded files. Raises OSError."""
+        if self._uploaded:
+            self._send("back")
             self._answer("removed")
 
-    def _say(self, words: object) -> None:
+    def _send(self, message: object) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{json.dumps(words)}\n".encode())
+        self._process.stdin.write(f"{json.dumps(message)}\n".encode())
         self._process.stdin.flush()
 
-    def _answer(self, word: str) -> dict[str, Any]:
-        """The line with this word in it; what a login prints before it is passed over."""
+    def _answer(self, key: str) -> dict[str, Any]:
+        """Read the JSON line that has `key`, past whatever a login shell prints before it. Raises OSError."""
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         for line in self._process.stdout:
             try:
-                said = json.loads(line)
+                answer = json.loads(line)
             except ValueError:
                 continue
-            if isinstance(said, dict) and "problem" in said:
-                raise OSError(said["problem"])
-            if isinstance(said, dict) and word in said:
-                return said
+            if isinstance(answer, dict) and "problem" in answer:
+                raise OSError(answer["problem"])
+            if isinstance(answer, dict) and key in answer:
+                return answer
         lines = self._process.stderr.read().decode(errors="replace").splitlines()
         status = self._process.wait()
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else "ended without a word"
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else "ended with no message"
         raise OSError(next((line.strip() for line in reversed(lines) if line.strip()), f"ssh {how}"))
 
 
 @contextmanager
-def land(names: Sequence[str], told: Told = ()) -> Iterator[list[Landed]]:
-    """An ssh to each host at once, for as long as the block runs; where it fails, what was written is removed again.
+def connect_hosts(names: Sequence[str], stop_requests: StopRequests | None = None) -> Iterator[list[Connection]]:
+    """Connect to all hosts while the block runs, and commit what it uploaded; where it fails, roll all of it back.
 
-    Raises Unreachable with all that can't be reached, Stopped once something is `told`, and OSError where ssh can't be started.
+    Raises UnreachableHosts with all that can't be reached, SshInterrupted once a stop is requested, and OSError where ssh can't
+    be started.
     """
-    landed: list[Landed] = []
+    connections: list[Connection] = []
     try:
         for name in names:
-            landed.append(Landed(name))
-        on_each(landed, Landed.meet, told)
-        yield landed
-        on_each(landed, Landed.keep, told)
+            connections.append(Connection(name))
+        on_every_host(connections, Connection.identify, stop_requests)
+        yield connections
+        on_every_host(connections, Connection.commit, stop_requests)
     except BaseException:
-        with suppress(Unreachable):
-            on_each(landed, Landed.take_back, seconds=BACK)
+        with suppress(UnreachableHosts):
+            on_every_host(connections, Connection.roll_back, seconds=ROLL_BACK_SECONDS)
         raise
     finally:
-        for each in landed:
+        for each in connections:
             each.ssh.close()
 
 
-def reachable(names: Sequence[str], told: list[tuple[int, float]] | None = None) -> tuple[str, ...]:
-    """Those of these hosts that take an ssh and answer; none once something is `told`. Without `told` a signal does its work afterwards."""
-    with signals(told) as heard:
+def reachable_hosts(names: Sequence[str], stop_requests: StopRequests | None = None) -> tuple[str, ...]:
+    """Return the hosts that answer over ssh; none once a stop is requested.
+
+    Without `stop_requests`, a stop signal that arrives meanwhile is sent to this process again afterwards.
+    """
+    with collect_stop_requests(stop_requests) as requests:
         try:
-            with land(names, heard):
-                found = tuple(names)
-        except Unreachable as error:
-            found = tuple(name for name in names if name not in error.hosts)
-        except (OSError, Stopped):
-            found = ()
-    if heard and told is None:
-        os.kill(os.getpid(), heard[0][0])
-    return found
+            with connect_hosts(names, requests):
+                reachable = tuple(names)
+        except UnreachableHosts as error:
+            reachable = tuple(name for name in names if name not in error.hosts)
+        except (OSError, SshInterrupted):
+            reachable = ()
+    if requests and stop_requests is None:
+        os.kill(os.getpid(), requests[0][0])
+    return reachable
 
 
-def on_each(landed: Sequence[Landed], act: Callable[[Landed], object], told: Told = (), seconds: float | None = None) -> None:
-    """Do it on all hosts at once, within PATIENCE. Raises Unreachable with all on which it failed, Stopped once something is told."""
-    most = PATIENCE if seconds is None else seconds
+def on_every_host(
+    connections: Sequence[Connection],
+    act: Callable[[Connection], object],
+    stop_requests: StopRequests | None = None,
+    seconds: float | None = None,
+) -> None:
+    """Do `act` on all hosts at once. Raises UnreachableHosts with all on which it failed, SshInterrupted once a stop is requested.
 
-    def tried(each: Landed) -> str:
+    `seconds` is the time limit, by default HOST_SECONDS.
+    """
+    limit = HOST_SECONDS if seconds is None else seconds
+
+    def failure(each: Connection) -> str:
         try:
             act(each)
         except (OSError, ValueError) as error:
             return str(error) or repr(error)
         return ""
 
-    answers = at_once([(each.ssh, partial(tried, each)) for each in landed], most, lambda: bool(told))
-    if told:
-        raise Stopped(told[0][0])
-    said = [(each.name, why) for each, why in zip(landed, answers, strict=True) if why != ""]
-    if said:
-        tell = "; ".join(f"{name} can't be used: {f'no answer in {most:.0f} s' if why is None else why}" for name, why in said[:4])
-        raise Unreachable([name for name, _ in said], tell + (f"; and so for {len(said) - 4} more" if len(said) > 4 else ""))
+    acts = [(each.ssh, partial(failure, each)) for each in connections]
+    failures = run_concurrently(acts, limit, lambda: bool(stop_requests))
+    if stop_requests:
+        raise SshInterrupted(stop_requests[0][0])
+    failed = [(each.name, why) for each, why in zip(connections, failures, strict=True) if why != ""]
+    if failed:
+        says = "; ".join(f"{name} can't be used: {f'no answer in {limit:.0f} s' if why is None else why}" for name, why in failed[:4])
+        raise UnreachableHosts([name for name, _ in failed], says + (f"; nor can {len(failed) - 4} more" if len(failed) > 4 else ""))

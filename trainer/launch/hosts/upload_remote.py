@@ -1,10 +1,10 @@
-"""Writes a run's files on a host: ssh runs it there by path, as `python -I -S upload_remote.py`, and it imports nothing of this package.
+"""Writes a run's files on a host: ssh runs it there by path, as `python -I -S upload_remote.py`, so it imports nothing of this package.
 
-What it is to write comes on stdin, so that nothing of it is seen on a command line: {"folder": RUN_DIR, "files": {name: text}}.
-It answers a JSON object a line: {"connection": what SSH_CONNECTION says, "name": what the host calls itself}, then {"written": true}
+The files come on stdin, so that no command line shows them: {"folder": RUN_DIR, "files": {name: text}}.
+It answers one JSON object a line: {"connection": SSH_CONNECTION, "name": the host's own name}, then {"written": true}
 or {"problem": why not}.
-Files are its user's alone. What it wrote stays if a second line on stdin is "keep", answered with {"kept": true}; anything else, or
-the end of stdin because the head has gone, has it removed: {"removed": true}.
+Only the user can read the files. They stay if a second line on stdin is "keep", answered with {"kept": true}; at any other line, or
+at the end of stdin because the controller has gone, they are removed: {"removed": true}.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import sys
 
 
 def main() -> None:
-    """Say by which addresses the head and this host see each other, then write what it sends."""
-    _tell({"connection": os.environ.get("SSH_CONNECTION", ""), "name": socket.gethostname()})
+    """Tell the addresses at which the controller and this host see each other, then write the files it sends."""
+    _send({"connection": os.environ.get("SSH_CONNECTION", ""), "name": socket.gethostname()})
     text = sys.stdin.readline()
     if not text:
-        return  # the head has no use for this host
+        return  # the controller only looked whether this host answers
     order = json.loads(text)
     written: dict[str, str] = {}
     os.umask(0o077)
@@ -30,25 +30,25 @@ def main() -> None:
             os.makedirs(os.path.join(order["folder"], each), exist_ok=True)
         for name, content in order["files"].items():
             path = os.path.join(order["folder"], name)
-            if not _has(path, content):
+            if not _holds(path, content):
                 _write(path, content)
                 written[path] = content
     except OSError as error:
-        _tell({"problem": f"{order['folder']}: {error.strerror}"})
+        _send({"problem": f"{order['folder']}: {error.strerror}"})
     else:
-        _tell({"written": True})
+        _send({"written": True})
     if sys.stdin.readline() == '"keep"\n':
-        _tell({"kept": True})
+        _send({"kept": True})
         return
-    for path, content in written.items():  # another host could not write, or the head is no more
-        if _has(path, content):
+    for path, content in written.items():  # another host could not write, or the controller has gone
+        if _holds(path, content):
             os.remove(path)
     with contextlib.suppress(OSError):
-        _tell({"removed": True})
+        _send({"removed": True})
 
 
-def _has(path: str, content: str) -> bool:
-    """Whether it is there already, as in a folder that this host shares with the head."""
+def _holds(path: str, content: str) -> bool:
+    """Whether the file already has this content, as in a folder that this host shares with the controller."""
     try:
         with open(path, encoding="utf-8") as file:
             return file.read() == content
@@ -57,7 +57,7 @@ def _has(path: str, content: str) -> bool:
 
 
 def _write(path: str, content: str) -> None:
-    """Whole or not at all: another host may write the same file of a shared folder."""
+    """Write the file whole or not at all: another host may write the same file of a shared folder."""
     new = f"{path}.{socket.gethostname()}.{os.getpid()}"
     try:
         with open(new, "w", encoding="utf-8") as file:
@@ -69,8 +69,8 @@ def _write(path: str, content: str) -> None:
         raise
 
 
-def _tell(words: dict[str, object]) -> None:
-    sys.stdout.write(json.dumps(words) + "\n")
+def _send(message: dict[str, object]) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
 
 

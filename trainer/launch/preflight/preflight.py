@@ -1,68 +1,88 @@
-"""Asking every host of a run, at once and before anything starts, whether the run can start there."""
+"""Asking every host of a run, all at once and before anything starts, whether the run can start there."""
 
 from __future__ import annotations
 
 import json
+import os
 import secrets
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ...plan.result import Plan
+from ...rundir.files import run_folder
 from ...spec.problem import Problem
+from ...spec.run import Run
 from ...system import open_files
-from ..commands.deepspeed import LETTERS, crosses
+from ...system.stop_requests import StopRequests, collect_stop_requests
 from ..hosts.hostfile import Host
-from ..hosts.ssh import Ssh, Stopped, Told, at_once
-from ..single_host import signals
+from ..hosts.shell_safe import SAFE_CHARACTERS, require_shell_safe
+from ..hosts.ssh import Ssh, SshInterrupted, run_concurrently
 from . import host_probe
-from .checks import ELEMENTS, Asked, Seen, missing_sum, notes, problems, unreached
+from .checks import ELEMENTS, HostRequirements, HostState, all_reduce_problems, host_notes, host_problems, unreachable_problem
 
-FACTS, LINKS, REDUCED = 30.0, 20.0, 120.0  # seconds that a round may take; the last imports torch
-CLEARED = 3.0  # seconds to remove what a round left that was broken off
-LONGER = 5.0  # seconds beyond them, for ssh
+LINK_VARIABLES = ("NCCL_", "GLOO_")  # prefixes of the variables that choose the links between hosts
+FACTS_SECONDS, LINKS_SECONDS, ALL_REDUCE_SECONDS = 30.0, 20.0, 120.0  # time limits of the rounds; the last imports torch
+CLEAR_SECONDS = 3.0  # to remove what an interrupted round left
+SSH_SECONDS = 5.0  # beyond these limits, for ssh itself
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
-    """What was found: problems, which stop a run; notes, which don't; `rate`, bytes/s of the all-reduce on each host's link."""
+class PreflightReport:
+    """The hosts' answers; the problems, which prevent the run; notes, which do not; `rate`, bytes/s of the all-reduce on a host's link."""
 
-    seen: tuple[Seen, ...]
+    seen: tuple[HostState, ...]
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
     rate: float | None = None
 
 
-def preflight(hosts: Sequence[Host], asked: Asked) -> Report:
-    """Ask all hosts. Nothing is left on them but the run's folder; raises Stopped once this process is told to stop."""
-    crosses(asked.python, "the Python", f"install distrain at a path of {LETTERS}")
-    seen = [Seen(host=host) for host in hosts]
-    if few := open_files.allowed(open_files.held(0, len(hosts))):
-        return Report(seen=tuple(seen), problems=(few,), notes=())
-    with signals() as told:
-        calls = Calls(asked.python, told)
-        marks = {each.name: f".preflight.{secrets.token_hex(8)}" for each in seen}
-        _facts(seen, asked, marks, calls)
-        there = [each for each in seen if each.facts is not None]
+def host_requirements(run: Run, plan: Plan) -> HostRequirements:
+    """Return what a run needs of its hosts."""
+    between = run.cluster.between
+    return HostRequirements(
+        python=sys.executable,
+        folder=run_folder(run),
+        kind=run.cluster.device.kind,
+        save=plan.run.checkpoint_bytes if plan.run else 0,
+        keep=run.checkpoint.keep,
+        rate=between.rate if between else None,
+        environment={key: value for key, value in os.environ.items() if key.startswith(LINK_VARIABLES)},
+    )
+
+
+def run_preflight(hosts: Sequence[Host], needs: HostRequirements) -> PreflightReport:
+    """Ask all hosts, and leave nothing on them but the run's folder. Raises SshInterrupted once a stop is requested."""
+    require_shell_safe(needs.python, "the Python", f"install distrain at a path of only {SAFE_CHARACTERS}")
+    seen = [HostState(host=host) for host in hosts]
+    if problem := open_files.raise_limit(open_files.needed_files(0, len(hosts))):
+        return PreflightReport(seen=tuple(seen), problems=(problem,), notes=())
+    with collect_stop_requests() as requests:
+        calls = HostCalls(needs.python, requests)
+        notes = {each.name: f".preflight.{secrets.token_hex(8)}" for each in seen}
+        _ask_facts(seen, needs, notes, calls)
+        answering = [each for each in seen if each.facts is not None]
         if len(seen) > 1:
-            _links(there, asked, marks, calls)
-            _clear(there, asked, marks)
-        found = [*problems(seen, asked)]
+            _ask_links(answering, needs, notes, calls)
+            _clear_notes(answering, needs, notes)
+        found = [*host_problems(seen, needs)]
         rate = None
         if len(seen) > 1 and not found:
-            rate = _reduced(seen, asked, calls)
-            found += missing_sum(seen, asked)
-        if told:
-            raise Stopped(told[0][0])
-    return Report(seen=tuple(seen), problems=tuple(found), notes=tuple(notes(seen, asked, rate)), rate=rate)
+            rate = _time_all_reduce(seen, needs, calls)
+            found += all_reduce_problems(seen, needs)
+        if requests:
+            raise SshInterrupted(requests[0][0])
+    return PreflightReport(seen=tuple(seen), problems=tuple(found), notes=tuple(host_notes(seen, needs, rate)), rate=rate)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
-    """What a host said, or why it said nothing; on this machine's clock it was asked at `began`, `seconds` before its answer."""
+class HostAnswer:
+    """A host's answer, or why it gave none; it was asked at `began` on this machine's clock and answered `seconds` later."""
 
     said: dict[str, Any] | str
     began: float = 0.0
@@ -70,17 +90,17 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Calls:
-    """ssh to several hosts at once, each running a program of `probe.py`, until something is `told`."""
+class HostCalls:
+    """Concurrent calls of ssh, each running `host_probe.py` on a host, until a stop is requested."""
 
     python: str
-    told: Told = ()
+    stop_requests: StopRequests = field(default_factory=list)
 
-    def all(self, rows: Sequence[tuple[str, dict[str, Any]]], seconds: float) -> list[Answer]:
-        """The answer to each (host, order). None of them is left when this returns; nobody is asked any more once something is told."""
-        if self.told:
-            return [Answer(said="not asked") for _ in rows]
-        answers: list[Answer | None] = []
+    def call_all(self, rows: Sequence[tuple[str, dict[str, Any]]], seconds: float) -> list[HostAnswer]:
+        """Return the answer to each (host, order), within `seconds`. No ssh is left running when this returns."""
+        if self.stop_requests:
+            return [HostAnswer(said="not asked") for _ in rows]
+        answers: list[HostAnswer | None] = []
         begun: list[Ssh] = []
         acts = []
         try:
@@ -89,26 +109,26 @@ class Calls:
                 try:
                     begun.append(Ssh(name, f"{self.python} -"))
                 except OSError as error:
-                    answers.append(Answer(said=f"ssh can't be started: {error.strerror}"))
+                    answers.append(HostAnswer(said=f"ssh can't be started: {error.strerror}"))
                     continue
                 answers.append(None)
-                acts.append((begun[-1], partial(_heard, begun[-1], _program(order | {"seconds": seconds}), began, clock)))
-            heard = iter(at_once(acts, seconds + LONGER, lambda: bool(self.told)))
+                acts.append((begun[-1], partial(_answer_of, begun[-1], _program(order | {"seconds": seconds}), began, clock)))
+            received = iter(run_concurrently(acts, seconds + SSH_SECONDS, lambda: bool(self.stop_requests)))
         finally:
             for each in begun:
                 each.close()
-        late = Answer(said=f"no answer in {seconds + LONGER:.0f} s")
-        return [each or next(heard) or late for each in answers]
+        late = HostAnswer(said=f"no answer in {seconds + SSH_SECONDS:.0f} s")
+        return [each or next(received) or late for each in answers]
 
 
-def _heard(ssh: Ssh, program: str, began: float, clock: float) -> Answer:
-    said, wrong = ssh.process.communicate(program.encode())
-    answer = _answer(said.decode(errors="replace"), wrong.decode(errors="replace"), ssh.process.returncode)
-    return Answer(said=answer, began=clock, seconds=time.monotonic() - began)
+def _answer_of(ssh: Ssh, program: str, began: float, clock: float) -> HostAnswer:
+    out, err = ssh.process.communicate(program.encode())
+    said = _parse_answer(out.decode(errors="replace"), err.decode(errors="replace"), ssh.process.returncode)
+    return HostAnswer(said=said, began=clock, seconds=time.monotonic() - began)
 
 
 def _program(order: dict[str, Any]) -> str:
-    """What `python -` reads: the probe, without the folder that it is started in on its path, and what it is asked."""
+    """The text for `python -`: the probe, without the folder it starts in on its path, and the order for it."""
     source = Path(host_probe.__file__).read_text(encoding="utf-8")
     return (
         "import sys\n"
@@ -119,73 +139,75 @@ def _program(order: dict[str, Any]) -> str:
     )
 
 
-def _answer(said: str, wrong: str, status: int) -> dict[str, Any] | str:
-    for line in said.splitlines():
+def _parse_answer(out: str, err: str, status: int) -> dict[str, Any] | str:
+    for line in out.splitlines():
         with suppress(ValueError):  # a line that was cut off
             if line.startswith(host_probe.MARK):
                 answer: dict[str, Any] = json.loads(line.removeprefix(host_probe.MARK))
                 return answer
-    words = [line.strip() for line in wrong.splitlines() if line.strip()]
-    return words[-1] if words else f"ended with {status} and without a word"
+    lines = [line.strip() for line in err.splitlines() if line.strip()]
+    return lines[-1] if lines else f"ended with {status} and no message"
 
 
-def _facts(seen: Sequence[Seen], asked: Asked, marks: Mapping[str, str], calls: Calls) -> None:
-    order = {"round": "facts", "kind": asked.kind, "folder": str(asked.folder), "leave": len(seen) > 1}
-    for each, answer in zip(seen, calls.all([(each.name, order | {"note": marks[each.name]}) for each in seen], FACTS), strict=True):
+def _ask_facts(seen: Sequence[HostState], needs: HostRequirements, notes: Mapping[str, str], calls: HostCalls) -> None:
+    order = {"round": "facts", "kind": needs.kind, "folder": str(needs.folder), "leave": len(seen) > 1}
+    answers = calls.call_all([(each.name, order | {"note": notes[each.name]}) for each in seen], FACTS_SECONDS)
+    for each, answer in zip(seen, answers, strict=True):
         each.seconds = answer.seconds
         if isinstance(answer.said, str):
-            each.problems.append(unreached(each.name, answer.said, asked.python))
+            each.problems.append(unreachable_problem(each.name, answer.said, needs.python))
             continue
         each.facts = answer.said
         ahead, behind = each.facts["clock"] - (answer.began + each.seconds), each.facts["clock"] - answer.began
         each.drift = max(0.0, ahead) or min(0.0, behind)
 
 
-def _clear(seen: Sequence[Seen], asked: Asked, marks: Mapping[str, str]) -> None:
-    """Have the notes removed of those who did not say whom they reach, after which they do it themselves: the round was broken off."""
-    order = {"round": "clear", "folder": str(asked.folder)}
-    Calls(asked.python).all([(each.name, order | {"note": marks[each.name]}) for each in seen if each.links is None], CLEARED)
+def _clear_notes(seen: Sequence[HostState], needs: HostRequirements, notes: Mapping[str, str]) -> None:
+    """Remove the notes of hosts whose links round was interrupted; the others remove theirs at its end."""
+    order = {"round": "clear", "folder": str(needs.folder)}
+    left = [(each.name, order | {"note": notes[each.name]}) for each in seen if each.links is None]
+    HostCalls(needs.python).call_all(left, CLEAR_SECONDS)
 
 
-def _links(there: Sequence[Seen], asked: Asked, marks: Mapping[str, str], calls: Calls) -> None:
+def _ask_links(answering: Sequence[HostState], needs: HostRequirements, notes: Mapping[str, str], calls: HostCalls) -> None:
     word = secrets.token_hex(16)
-    rows = {each.name: [each.address, each.facts["port"], marks[each.name]] for each in there if each.facts}
+    rows = {each.name: [each.address, each.facts["port"], notes[each.name]] for each in answering if each.facts}
     orders = [
         (
             name,
             {
                 "round": "links",
-                "folder": str(asked.folder),
-                "note": mark,
+                "folder": str(needs.folder),
+                "note": note,
                 "word": word,
                 "port": port,
                 "others": {other: row for other, row in rows.items() if other != name},
             },
         )
-        for name, (_, port, mark) in rows.items()
+        for name, (_, port, note) in rows.items()
     ]
-    for each, answer in zip(there, calls.all(orders, LINKS), strict=True):
+    for each, answer in zip(answering, calls.call_all(orders, LINKS_SECONDS), strict=True):
         if isinstance(answer.said, str):
-            each.problems.append(unreached(each.name, answer.said, asked.python))
+            each.problems.append(unreachable_problem(each.name, answer.said, needs.python))
         else:
             each.links = answer.said
 
 
-def _reduced(seen: Sequence[Seen], asked: Asked, calls: Calls) -> float | None:
-    """Have one process a host add up together; the rate on each one's link, bytes/s, by the ring's 2 (n - 1) / n of the bytes."""
+def _time_all_reduce(seen: Sequence[HostState], needs: HostRequirements, calls: HostCalls) -> float | None:
+    """All-reduce with one process per host; return bytes/s on each host's link, which carries the ring's 2 (n - 1) / n of the bytes."""
     first = seen[0]
     assert first.facts is not None
     order = {
         "round": "reduced",
-        "kind": asked.kind,
+        "kind": needs.kind,
         "address": first.address,
         "port": first.facts["port"],
         "ranks": len(seen),
         "elements": ELEMENTS,
-        "environment": dict(asked.environment),
+        "environment": dict(needs.environment),
     }
     rows = [(each.name, order | {"rank": rank, "device": each.host.slots[0]}) for rank, each in enumerate(seen)]
-    for each, answer in zip(seen, calls.all(rows, REDUCED), strict=True):
+    for each, answer in zip(seen, calls.call_all(rows, ALL_REDUCE_SECONDS), strict=True):
         each.reduced = {"problem": answer.said} if isinstance(answer.said, str) else answer.said
     found = [each.reduced["seconds"] for each in seen if each.reduced and "seconds" in each.reduced]
     return 2 * (len(seen) - 1) / len(seen) * 4 * ELEMENTS / max(found) if len(found) == len(seen) else None

@@ -1,1 +1,1 @@
-"""A rank as its process sees itself: its environment, its log, its channel to whoever started it."""
+"""The side of the rank itself: its environment, its log, and its channel to the process that launched it."""

@@ -1,15 +1,15 @@
-"""What a rank says to the process that launched it: one JSON object a line over a control pipe.
+"""Messages from a rank to the process that launched it: one JSON object a line over a pipe.
 
-    {"say": text}        a line for the user (rank 0's are shown)
-    {"status": text}     the live line, which replaces the one before (rank 0's is shown)
-    {"beat": step}       the rank is at this step
-    {"phase": name}      the rank is at something else than a step, which may take longer: evaluate, save, write, publish, end, at its
-                         start hash, read, compare; said again, it gets on
+    {"say": text}        a line for the user (shown for rank 0)
+    {"status": text}     the live line, which replaces the previous one (shown for rank 0)
+    {"step": step}       the rank begins this step
+    {"phase": name}      the rank does something other than a step, which may take longer: evaluate, save, write, publish, end; at its
+                         start hash, read, compare. Sent again, it reports progress.
     {"problem": text}    why the rank is about to end, in one line
-    {"refused": true}    the problem that follows is with what the user asked for: no fault of the rank
-    {"done": true}       the rank has done all that it was asked to do
+    {"refused": true}    the problem that follows is an error of the user's, not a fault of the rank
+    {"done": true}       the rank has finished its work
 
-A run succeeded if every rank said done and exited with 0. What DeepSpeed and torch print goes to the rank's log.
+A run succeeded if every rank sent `done` and exited with 0. What DeepSpeed and torch print goes to the rank's log.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from collections.abc import Callable, Mapping
 from typing import TextIO
 
 VARIABLE = "DISTRAIN_CONTROL_FD"
-BY_HAND = ("say", "problem")  # words that a person reads as they come
-PULSE = 1.0  # seconds between two words that a rank gets on
-STOPPED = 75  # exit status of a rank that was asked to stop and has saved a checkpoint (sysexits.h: try again later)
+PRINTED = ("say", "problem")  # messages that are printed where there is no pipe
+PROGRESS_INTERVAL = 1.0  # least seconds between two progress messages of one phase
+STOPPED = 75  # exit status of a rank that was asked to stop and has saved a checkpoint (sysexits.h: EX_TEMPFAIL, try again later)
 
-Pulse = Callable[[str], None]  # is told what goes on, as often as it does
+OnProgress = Callable[[str], None]  # called with the phase, as often as there is progress
 
 
-class Talk:
-    """A rank's end of the control pipe; without one (a rank run by hand) its lines and its problem go to `out`, else to stdout."""
+class Channel:
+    """A rank's end of the pipe. Without a pipe (a rank started by hand) `say` and `problem` are printed to `out`, or else to stdout."""
 
     def __init__(self, fd: int | None, out: TextIO | None = None) -> None:
         self._fd = fd
         self._out = out
-        self._turn = threading.RLock()  # a signal's handler may speak while its thread does
-        self._pulsed = ("", 0.0)  # what it got on with, and when that was said
+        self._lock = threading.RLock()  # reentrant: a signal handler may send while its own thread does
+        self._last_progress = ("", 0.0)  # (phase, time)
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Talk:
-        """The pipe that the launching process handed over; children of this rank don't inherit it."""
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Channel:
+        """Return the channel that the launching process passed on; this rank's children do not inherit it."""
         fd = int(environment.get(VARIABLE) or -1)
         if not _is_pipe(fd):
             return cls(None)
@@ -52,72 +52,72 @@ class Talk:
         return cls(fd)
 
     def say(self, text: str) -> None:
-        """A line, or several, for the user."""
+        """Send one or more lines for the user."""
         self._send("say", text)
 
     def status(self, text: str) -> None:
-        """The live line; dropped when nobody reads, so that a stopped terminal never stops a step."""
+        """Send the live line. It is dropped while the pipe is full, so that a stopped terminal never blocks a step."""
         self._send("status", text, droppable=True)
 
-    def beat(self, step: int) -> None:
-        """This rank is at `step`; dropped when nobody reads."""
-        self._send("beat", step, droppable=True)
+    def step(self, step: int) -> None:
+        """Report that this rank begins `step`; dropped while the pipe is full."""
+        self._send("step", step, droppable=True)
 
     def phase(self, name: str) -> None:
-        """This rank begins what is no step, and may take longer."""
+        """Report that this rank begins something other than a step, which may take longer."""
         self._send("phase", name, droppable=True)
 
-    def pulse(self, name: str) -> None:
-        """This rank gets on with what is no step; said once a second at the most, from any thread."""
-        now, (before, at) = time.monotonic(), self._pulsed
-        if name != before or now >= at + PULSE:
-            self._pulsed = (name, now)
+    def progress(self, name: str) -> None:
+        """Report progress in a phase, at most every PROGRESS_INTERVAL seconds; may be called from any thread."""
+        now, (phase, at) = time.monotonic(), self._last_progress
+        if name != phase or now >= at + PROGRESS_INTERVAL:
+            self._last_progress = (name, now)
             self.phase(name)
 
     def problem(self, text: str, *, refused: bool = False) -> None:
-        """Why this rank is about to end. The run ends with it: the other ranks are told to stop.
+        """Report why this rank is about to end. This ends the run: the other ranks are asked to stop.
 
-        `refused`: what the user asked for can't be done, and the rank is not at fault.
+        `refused`: the user asked for something that can't be done, and the rank is not at fault.
         """
         if refused:
             self._send("refused", True)
         self._send("problem", text)
 
     def done(self) -> None:
-        """All that was asked of this rank is done; exit status 0 has to follow."""
+        """Report that this rank has finished its work; exit status 0 must follow."""
         self._send("done", True)
 
-    def _send(self, word: str, what: str | int, *, droppable: bool = False) -> None:
+    def _send(self, kind: str, content: str | int, *, droppable: bool = False) -> None:
         if self._fd is None:
-            if word in BY_HAND:
-                with contextlib.suppress(OSError):  # nobody reads any more
-                    print(what, file=self._out or sys.stdout, flush=True)
+            if kind in PRINTED:
+                with contextlib.suppress(OSError):  # the reader is gone
+                    print(content, file=self._out or sys.stdout, flush=True)
             return
-        line = f"{json.dumps({word: what})}\n".encode()
-        with self._turn:
+        line = f"{json.dumps({kind: content})}\n".encode()
+        with self._lock:
             if not (droppable and _is_full(self._fd)):
                 _write(self._fd, line)
 
 
-def hush(_: str) -> None:
-    """Words, and the pulse of work, where nobody is to hear them."""
+def ignore_text(_: str) -> None:
+    """Ignore lines or progress that nobody is to see."""
 
 
 def _write(fd: int, line: bytes) -> None:
-    """One os.write, but for a long line that a signal's handler cut short."""
-    with contextlib.suppress(OSError):  # nobody is there any more: the lifeline ends this rank
+    """Write a line: one os.write, except for a long line that a signal handler interrupts."""
+    with contextlib.suppress(OSError):  # the launching process is gone: the parent-death watch ends this rank
         while line:
             line = line[os.write(fd, line) :]
 
 
 def _is_full(fd: int) -> bool:
-    watched = select.poll()
-    watched.register(fd, select.POLLOUT)
-    return not watched.poll(0)
+    poll = select.poll()
+    poll.register(fd, select.POLLOUT)
+    return not poll.poll(0)
 
 
 def _is_pipe(fd: int) -> bool:
-    """Whether `fd` is open and what a launching process hands over: a pipe or a socket."""
+    """Return whether `fd` is open and a pipe or a socket, as a launching process passes on."""
     try:
         mode = os.fstat(fd).st_mode
     except (OSError, OverflowError):

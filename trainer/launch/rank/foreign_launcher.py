@@ -9,31 +9,31 @@ from pathlib import Path
 from typing import TextIO
 
 from ...system import parent_watch
-from .channel import Talk
-from .log import open_log
+from .channel import Channel
+from .log import open_rank_log
 
-LAUNCHERS = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID")  # variables by which ranks of torchrun and of srun are known
+LAUNCHERS = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID")  # variables that torchrun and srun set
 
 
-def talk_of(folder: Path, environment: Mapping[str, str] = os.environ) -> Talk:
-    """This rank's talk. Where another launcher started it, its parent's death is its own from now on, and what it prints goes to
-    RUN_DIR/ranks/N.log but for its words, which stay where they would have been."""
+def open_channel(folder: Path, environment: Mapping[str, str] = os.environ) -> Channel:
+    """Return this rank's channel. If another launcher started it, it dies with that launcher from now on, its output goes to
+    RUN_DIR/ranks/RANK.log, and its messages for the user stay on stdout."""
     if environment.get(parent_watch.VARIABLE) or not any(environment.get(name) for name in LAUNCHERS):
-        return Talk.from_environment(environment)
-    parent_watch.die_with(os.getppid())
+        return Channel.from_environment(environment)
+    parent_watch.die_with_parent(os.getppid())
     try:
-        return Talk(None, _apart(folder / "ranks", environment))
+        return Channel(None, _redirect_output(folder / "ranks", environment))
     except OSError as error:
-        print(f"what rank {environment.get('RANK', '0')} prints goes to no log: {error}", file=sys.stderr)
-        return Talk(None)
+        print(f"the output of rank {environment.get('RANK', '0')} goes to no log: {error}", file=sys.stderr)
+        return Channel(None)
 
 
-def _apart(logs: Path, environment: Mapping[str, str]) -> TextIO:
-    """Turn both streams to this rank's log; where stdout went before."""
+def _redirect_output(logs: Path, environment: Mapping[str, str]) -> TextIO:
+    """Redirect stdout and stderr to this rank's log; return the previous stdout."""
     logs.mkdir(parents=True, exist_ok=True)
-    _, file = open_log(logs, int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1")))
-    words = os.fdopen(os.dup(1), "w")
+    _, file = open_rank_log(logs, int(environment.get("RANK", "0")), int(environment.get("WORLD_SIZE", "1")))
+    stdout = os.fdopen(os.dup(1), "w")
     with file:
         for each in (1, 2):
             os.dup2(file.fileno(), each)
-    return words
+    return stdout

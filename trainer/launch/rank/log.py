@@ -1,4 +1,4 @@
-"""A rank's log: one file for all its starts, with a header for each, and what its last lines say about its end."""
+"""A rank's log: one file for all attempts, with a header for each, and the exception that its last lines hold."""
 
 from __future__ import annotations
 
@@ -8,62 +8,63 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
-TAIL = 1 << 16  # bytes that are read of a log's end
+SEARCHED_BYTES = 1 << 16  # at the end of a log, that are read
+SEARCHED_LINES = 2000  # at the end of a log, in which the exception is looked for
 _PREFIX = re.compile(r"^\[rank\d+\]:\s?")  # torch's own, before each line of a traceback
-_RAISED = re.compile(
+_EXCEPTION = re.compile(
     r"^(?:[\w.]*(?:Error|Exception|Interrupt|Exit)(?::|$)|Fatal Python error: |\s*what\(\): |can't start |.*Assertion .* failed)"
 )
 
 
-class Log(NamedTuple):
-    """A log's path, and the byte at which this start of the rank begins."""
+class RankLog(NamedTuple):
+    """A log's path, and the byte at which this attempt begins."""
 
     path: Path
     start: int
 
     def last_lines(self, most: int) -> tuple[str, ...]:
-        """The last lines that this start wrote, without empty ones."""
+        """Return the last lines that this attempt wrote, without empty ones; none if the file is gone."""
         try:
             with self.path.open("rb") as file:
-                file.seek(max(self.start, file.seek(0, 2) - TAIL))
+                file.seek(max(self.start, file.seek(0, 2) - SEARCHED_BYTES))
                 lines = file.read().decode(errors="replace").splitlines()
         except OSError:
-            return ()  # someone took it away
+            return ()
         return tuple(line.rstrip() for line in lines if line.strip())[-most:]
 
-    def from_here(self) -> Log:
-        """The same log, from its present end on."""
+    def from_here(self) -> RankLog:
+        """Return the same log, beginning at its present end."""
         try:
-            return Log(self.path, self.path.stat().st_size)
+            return RankLog(self.path, self.path.stat().st_size)
         except OSError:
             return self
 
 
-class Tail(NamedTuple):
+class RemoteLog(NamedTuple):
     """The last lines of a log on another host, as they were when its rank had ended."""
 
     path: Path  # with the host's name before it
     lines: tuple[str, ...] = ()
 
     def last_lines(self, most: int) -> tuple[str, ...]:
-        """The last of them."""
+        """Return the last of them."""
         return self.lines[-most:]
 
 
-def open_log(folder: Path, rank: int, ranks: int) -> tuple[Log, IO[bytes]]:
-    """`folder`/N.log, open for appending, its header written."""
-    return opened(folder / f"{rank}.log", f"rank {rank} of {ranks}")
+def open_rank_log(folder: Path, rank: int, ranks: int) -> tuple[RankLog, IO[bytes]]:
+    """Open `folder`/RANK.log for appending, and write the header of this attempt."""
+    return open_log_file(folder / f"{rank}.log", f"rank {rank} of {ranks}")
 
 
-def opened(path: Path, who: str) -> tuple[Log, IO[bytes]]:
-    """A log, open for appending, a header written that `who` starts."""
+def open_log_file(path: Path, who: str) -> tuple[RankLog, IO[bytes]]:
+    """Open a log for appending, and write the header that `who` starts."""
     file = path.open("ab", buffering=0)
-    before = "\n" if _ends_midway(path) else ""
+    before = "\n" if _has_partial_line(path) else ""
     file.write(f"{before}== {who} starts, {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n".encode())
-    return Log(path, path.stat().st_size), file
+    return RankLog(path, path.stat().st_size), file
 
 
-def _ends_midway(path: Path) -> bool:
+def _has_partial_line(path: Path) -> bool:
     with path.open("rb") as file:
         if not file.seek(0, 2):
             return False
@@ -71,13 +72,13 @@ def _ends_midway(path: Path) -> bool:
         return file.read() != b"\n"
 
 
-def raised(lines: Sequence[str]) -> str:
-    """The exception that ended a process, from the last lines of its log; "" where none is found."""
+def exception_line(lines: Sequence[str]) -> str:
+    """Return the exception that ended a process, from the last lines of its log; "" if there is none."""
     plain = [_PREFIX.sub("", line) for line in lines]
     found = -1
     for at, line in enumerate(plain):
         if line.startswith("Traceback (most recent call last)"):
             found = next((later for later in range(at + 1, len(plain)) if not plain[later].startswith((" ", "\t"))), found)
-        elif _RAISED.match(line):
+        elif _EXCEPTION.match(line):
             found = at
     return plain[found].strip() if found >= 0 else ""

@@ -1,4 +1,4 @@
-"""A rank on this machine: its keeper, and the pipes to it."""
+"""A rank on this machine: its agent process, and the pipes to it."""
 
 from __future__ import annotations
 
@@ -14,159 +14,164 @@ from typing import IO
 
 from ...system import parent_watch
 from ..agent import orphans
-from ..agent.local_agent import held_back
+from ..agent.local_agent import signals_blocked
 from ..rank import channel
-from ..rank.environment import Place
-from ..rank.log import Log, open_log
-from .rank_handle import CHUNK, Heard
+from ..rank.environment import RankEnvironment
+from ..rank.log import RankLog, open_rank_log
+from .rank_handle import RankHandle
+from .rank_record import READ_SIZE
 
-KEEPER = Path(__file__).parents[1] / "agent" / "local_agent.py"
-LOOK = 0.5  # seconds between two looks at a keeper
-STILL = 2.0  # seconds that a keeper may be stopped
+AGENT = Path(__file__).parents[1] / "agent" / "local_agent.py"
+CHECK_INTERVAL = 0.5  # seconds between two checks whether an agent is stopped
+STOPPED_FOR = 2.0  # seconds after which a stopped agent is continued
 
 
-class Member(Heard):
-    """A rank that was started here, or another process under a keeper."""
+class LocalRank(RankHandle):
+    """A rank that was started here, or another process under an agent."""
 
-    log: Log
+    log: RankLog
 
-    def __init__(self, rank: int, keeper: subprocess.Popen[bytes], control: int, cut: int, log: Log, mark: str, where: str = "") -> None:
+    def __init__(
+        self, rank: int, agent: subprocess.Popen[bytes], control: int, held: int, log: RankLog, mark: str, where: str = ""
+    ) -> None:
         super().__init__(rank, log, where)
-        self._control = control
-        self._keeper = keeper
-        self._lifeline: int | None = cut  # closed: the keeper ends the rank
+        self._agent = agent
+        self._control = control  # the pipe from which its messages are read
+        self._held: int | None = held  # the write end of the parent-death pipe; once it is closed, the agent kills the rank
         self._mark = mark
-        self._dumped: Log | None = None  # the log from where the stacks begin
-        self._looked = 0.0  # when its keeper was looked at
-        self._still: float | None = None  # since when its keeper is stopped
+        self._stacks: RankLog | None = None  # the log from where the stacks begin
+        self._checked_at = 0.0
+        self._stopped_since: float | None = None  # since when the agent is stopped
 
     @property
-    def control(self) -> int:
-        """The pipe of which its words are read."""
+    def fd(self) -> int:
+        """The pipe from which its messages are read."""
         return self._control
 
     def _read(self) -> bytes:
         try:
-            return os.read(self._control, CHUNK)
+            return os.read(self._control, READ_SIZE)
         except BlockingIOError:
             return b""
 
-    def look(self) -> str:
-        """Let its keeper go on where someone has stopped it: it can't tell that the rank has ended, nor end it."""
+    def wake_agent(self) -> str:
+        """Continue an agent that somebody has stopped: until then it can neither report the rank's end nor end it."""
         now = time.monotonic()
-        if now < self._looked + LOOK:
+        if now < self._checked_at + CHECK_INTERVAL:
             return ""
-        self._looked = now
-        if not _is_stopped(self._keeper.pid):
-            self._still = None
-        elif self._still is None:
-            self._still = now
-        elif now >= self._still + STILL:
-            self._keeper.send_signal(signal.SIGCONT)
-            return f"the process that keeps rank {self.rank} was stopped for {now - self._still:.0f} s: it goes on"
+        self._checked_at = now
+        if not _is_stopped(self._agent.pid):
+            self._stopped_since = None
+        elif self._stopped_since is None:
+            self._stopped_since = now
+        elif now >= self._stopped_since + STOPPED_FOR:
+            self._agent.send_signal(signal.SIGCONT)
+            return f"the agent of rank {self.rank} was stopped for {now - self._stopped_since:.0f} s; it continues"
         return ""
 
     def is_orphan(self) -> bool:
-        """Whether its keeper has exited; what was said before may be unread."""
-        return self._keeper.poll() is not None
+        """Return whether its agent has exited; earlier messages may be unread."""
+        return self._agent.poll() is not None
 
-    def lose(self) -> None:
-        """Its keeper died before it could say how the rank ended: the rank dies with it, and what it started dies here."""
-        orphans.kill(self._mark)
-        self._ends(self._keeper.returncode, "keeper died")
+    def record_lost_agent(self) -> None:
+        """Record that its agent died before it could report the rank's end. The rank dies with it; its processes are killed here."""
+        orphans.kill_marked(self._mark)
+        self.fate = "agent died"
+        self.record_end(self._agent.returncode)
 
-    def tell(self) -> None:
-        """Ask it to stop, once: its keeper hands the SIGTERM on."""
-        if self.end is None and not self._told:
-            self._told = True
-            self._keeper.send_signal(signal.SIGTERM)
+    def request_stop(self) -> None:
+        """Ask it to stop, once: its agent forwards the SIGTERM."""
+        if self.outcome is None and not self.stop_requested:
+            self.stop_requested = True
+            self._agent.send_signal(signal.SIGTERM)
 
-    def dump(self) -> None:
-        """Have it write its stacks: its keeper hands SIGUSR2 on."""
-        if self.end is None:
-            self._dumped = self.log.from_here()
-            self._keeper.send_signal(signal.SIGUSR2)
+    def dump_stacks(self) -> None:
+        """Have it write its stacks: its agent forwards SIGUSR2."""
+        if self.outcome is None:
+            self._stacks = self.log.from_here()
+            self._agent.send_signal(signal.SIGUSR2)
 
-    def stack(self) -> tuple[str, ...]:
-        """What its log got since."""
-        return self._dumped.last_lines(1000) if self._dumped else ()
+    def stack_lines(self) -> tuple[str, ...]:
+        """Return what its log has received since."""
+        return self._stacks.last_lines(1000) if self._stacks else ()
 
-    def cut(self) -> None:
-        """Have it killed, with all that it started."""
-        self._cut = True
-        if self._lifeline is not None:
-            os.close(self._lifeline)
-            self._lifeline = None
-            self._keeper.send_signal(signal.SIGCONT)  # one that is stopped would not see it
+    def kill(self) -> None:
+        """Have its agent kill it, with all processes that it started."""
+        self.killed = True
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
+            self._agent.send_signal(signal.SIGCONT)  # a stopped agent would not notice
 
-    def abandon(self) -> None:
-        """Wait no longer for one that was cut and is still there; where nothing of it is left, its own words say how it ended."""
-        self._keeper.kill()
-        if orphans.kill(self._mark):
-            self._ends(0 if self._done else -signal.SIGKILL, self._fate)
-        else:
-            self._ends(-signal.SIGKILL, "stuck")
+    def give_up(self) -> None:
+        """Record the end of a rank that was killed and whose agent is still there; if no process is left, its messages tell its end."""
+        self._agent.kill()
+        if not orphans.kill_marked(self._mark):
+            self.fate = "stuck"
+        self.record_end(0 if self.done and self.fate != "stuck" else -signal.SIGKILL)
 
     def close(self, patience: float) -> None:
-        """Nothing of it is left when this returns, but for what SIGKILL does not end in `patience` seconds."""
-        self.cut()
+        """End it: no process of it is left afterwards, except those that SIGKILL does not end in `patience` seconds."""
+        self.kill()
         try:
-            self._keeper.wait(patience)
+            self._agent.wait(patience)
         except subprocess.TimeoutExpired:
-            self._keeper.kill()
-            orphans.kill(self._mark)
+            self._agent.kill()
+            orphans.kill_marked(self._mark)
             with suppress(subprocess.TimeoutExpired):
-                self._keeper.wait(orphans.PATIENCE)
+                self._agent.wait(orphans.PATIENCE)
         os.close(self._control)
 
 
-def start(command: Sequence[str], place: Place, logs: Path, environment: Mapping[str, str], where: str = "") -> Member:
-    """Start one rank under its keeper; raises OSError where this machine can't."""
-    log, file = open_log(logs, place.rank, place.ranks)
-    return under_keeper(command, place.rank, log, file, place.environment(environment), where=where)
+def start_local_rank(
+    command: Sequence[str], rank_environment: RankEnvironment, logs: Path, environment: Mapping[str, str], where: str = ""
+) -> LocalRank:
+    """Start one rank under its agent; raises OSError where this machine can't."""
+    log, file = open_rank_log(logs, rank_environment.rank, rank_environment.ranks)
+    return start_under_agent(command, rank_environment.rank, log, file, rank_environment.variables(environment), where=where)
 
 
-def under_keeper(
+def start_under_agent(
     command: Sequence[str],
     rank: int,
-    log: Log,
+    log: RankLog,
     file: IO[bytes],
     environment: Mapping[str, str],
     *,
     folder: Path | None = None,
     where: str = "",
-) -> Member:
-    """Start any command under a keeper, its output going to `file`, which is closed here; raises OSError."""
-    held, cut = os.pipe()
-    control, speak = os.pipe()
+) -> LocalRank:
+    """Start any command under an agent, with its output in `file`, which is closed here; raises OSError."""
+    watched, held = os.pipe()
+    control, write_end = os.pipe()
     os.set_blocking(control, False)
     mark = orphans.new_mark()
-    handed = {parent_watch.VARIABLE: str(held), channel.VARIABLE: str(speak), orphans.VARIABLE: mark}
+    pipes = {parent_watch.VARIABLE: str(watched), channel.VARIABLE: str(write_end), orphans.VARIABLE: mark}
     try:
-        with held_back():
-            keeper = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(KEEPER), str(held), str(speak), *command],
+        with signals_blocked():
+            agent = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(AGENT), str(watched), str(write_end), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
-                env={**environment, **handed},
+                env={**environment, **pipes},
                 cwd=folder,
-                pass_fds=(held, speak),
+                pass_fds=(watched, write_end),
                 start_new_session=True,
             )
     except OSError:
         os.close(control)
-        os.close(cut)
+        os.close(held)
         raise
     finally:
-        os.close(held)
-        os.close(speak)
+        os.close(watched)
+        os.close(write_end)
         file.close()
-    return Member(rank, keeper, control, cut, log, mark, where)
+    return LocalRank(rank, agent, control, held, log, mark, where)
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a process is stopped by a signal; False where there is no /proc (proc(5): the state follows the name in brackets)."""
+    """Return whether a signal has stopped a process; False where there is no /proc (proc(5): the state follows the name in brackets)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] == "T"
     except (OSError, IndexError):

@@ -1,4 +1,4 @@
-"""Where ranks of other hosts come to the head: it listens at the addresses by which they reach it, and lets in who holds the ticket."""
+"""Where agents on other hosts register with the controller: it listens where the hosts reach it, and admits holders of the join token."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from functools import partial
 from hmac import compare_digest
 from typing import Self
 
-from ..agent.token import Ticket
-from .remote_rank import Remote
+from ..agent.token import JoinToken
+from .remote_rank import RemoteRank
 
-LONGEST = 512  # bytes of a line of a stranger's
-MEET = 20.0  # seconds that it may take to prove itself
-STRANGERS = 4096  # that may stand at the door at once, and then the one that came first is sent away
-PAUSE = 0.1  # seconds, where this process may open no more files and no stranger has one of them
+MAX_LINE = 512  # bytes of a line from a pending connection
+PROOF_TIMEOUT = 20.0  # seconds that a connection may take to prove that it holds the token
+MAX_PENDING = 4096  # pending connections; one more replaces the oldest
+PAUSE = 0.1  # seconds to wait where this process can open no more files and no pending connection can be closed
 
 
-class Door:
-    """Listens, and has each rank `join` its Remote once both ends have proved that they hold the ticket."""
+class Rendezvous:
+    """Listens, and registers each rank with its RemoteRank once both ends have proved that they hold the join token."""
 
-    def __init__(self, ears: selectors.BaseSelector, came: Callable[[Remote], None]) -> None:
-        self._ears, self._came = ears, came
-        self._strangers: dict[Stranger, float] = {}
-        self._ticket: Ticket | None = None
-        self._remotes: dict[int, Remote] = {}
+    def __init__(self, selector: selectors.BaseSelector, on_registered: Callable[[RemoteRank], None]) -> None:
+        self._selector, self._on_registered = selector, on_registered
+        self._pending: dict[PendingConnection, float] = {}  # and when they were accepted
+        self._token: JoinToken | None = None
+        self._ranks: dict[int, RemoteRank] = {}
         self._listeners: dict[str, socket.socket] = {}
 
     def __enter__(self) -> Self:
@@ -39,119 +39,121 @@ class Door:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def open(self, addresses: Iterable[str]) -> dict[str, int]:
-        """Listen at these addresses of this machine: the port at each. Raises OSError."""
+    def listen(self, addresses: Iterable[str]) -> dict[str, int]:
+        """Listen at these addresses of this machine; return the port at each. Raises OSError."""
         for address in addresses:
             if address not in self._listeners:
                 family = socket.AF_INET6 if ":" in address else socket.AF_INET
-                listener = socket.create_server((address, 0), family=family, backlog=STRANGERS)
+                listener = socket.create_server((address, 0), family=family, backlog=MAX_PENDING)
                 listener.setblocking(False)
                 self._listeners[address] = listener
-                self._ears.register(listener, selectors.EVENT_READ, partial(self._accept, listener))
+                self._selector.register(listener, selectors.EVENT_READ, partial(self._accept, listener))
         return {address: listener.getsockname()[1] for address, listener in self._listeners.items()}
 
-    def admit(self, ticket: Ticket, remotes: Iterable[Remote]) -> None:
-        """Who may come in, and with what ticket."""
-        self._ticket = ticket
-        self._remotes = {remote.rank: remote for remote in remotes}
+    def admit(self, token: JoinToken, ranks: Iterable[RemoteRank]) -> None:
+        """Set the ranks that may register, and the token that they must hold."""
+        self._token = token
+        self._ranks = {rank.rank: rank for rank in ranks}
 
     def close(self) -> None:
-        """Listen no more; who stands there is sent away."""
-        for stranger in list(self._strangers):
-            self._send_away(stranger)
+        """Stop listening and close the pending connections."""
+        for connection in list(self._pending):
+            self._reject(connection)
         for listener in self._listeners.values():
             with contextlib.suppress(KeyError):
-                self._ears.unregister(listener)
+                self._selector.unregister(listener)
             listener.close()
         self._listeners.clear()
 
     def _accept(self, listener: socket.socket) -> None:
         now = time.monotonic()
-        for late in [stranger for stranger, since in self._strangers.items() if now - since > MEET]:
-            self._send_away(late)
-        if len(self._strangers) >= STRANGERS:
-            self._send_away(next(iter(self._strangers)))
+        for late in [connection for connection, since in self._pending.items() if now - since > PROOF_TIMEOUT]:
+            self._reject(late)
+        if len(self._pending) >= MAX_PENDING:
+            self._reject(next(iter(self._pending)))
         try:
-            connection, _ = listener.accept()
+            accepted, _ = listener.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
-                self._make_room()
+                self._close_oldest()
             return
-        connection.setblocking(False)
+        accepted.setblocking(False)
         with contextlib.suppress(OSError):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        stranger = Stranger(connection)
-        self._strangers[stranger] = now
-        self._ears.register(connection, selectors.EVENT_READ, partial(self._hear, stranger))
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection = PendingConnection(accepted)
+        self._pending[connection] = now
+        self._selector.register(accepted, selectors.EVENT_READ, partial(self._read, connection))
 
-    def _make_room(self) -> None:
-        """One file less is open when this returns; where none is a stranger's, the next try comes a moment later."""
-        if self._strangers:
-            self._send_away(next(iter(self._strangers)))
+    def _close_oldest(self) -> None:
+        """Close the oldest pending connection to free a file; if there is none, wait a moment before the next attempt to accept."""
+        if self._pending:
+            self._reject(next(iter(self._pending)))
         else:
             time.sleep(PAUSE)
 
-    def _hear(self, stranger: Stranger) -> None:
-        if stranger not in self._strangers or self._ticket is None:
-            return  # sent away while it spoke
+    def _read(self, connection: PendingConnection) -> None:
+        if connection not in self._pending or self._token is None:
+            return  # rejected after the selector reported it
         try:
-            rank = stranger.hear(self._ticket)
+            number = connection.read(self._token)
         except (OSError, ValueError):
-            rank = -1
-        if rank is None:
+            self._reject(connection)
             return
-        remote = self._remotes.get(rank)
-        if remote is None or remote.here:
-            self._send_away(stranger)
+        if number is None:
             return
-        self._ears.unregister(stranger.connection)
-        del self._strangers[stranger]
-        remote.join(stranger.connection, stranger.port)
-        self._came(remote)
+        rank = self._ranks.get(number)
+        if rank is None or rank.is_registered:
+            self._reject(connection)
+            return
+        self._selector.unregister(connection.socket)
+        del self._pending[connection]
+        rank.register(connection.socket, connection.port)
+        self._on_registered(rank)
 
-    def _send_away(self, stranger: Stranger) -> None:
-        if self._strangers.pop(stranger, None) is not None:
-            self._ears.unregister(stranger.connection)
-            stranger.connection.close()
+    def _reject(self, connection: PendingConnection) -> None:
+        if self._pending.pop(connection, None) is not None:
+            self._selector.unregister(connection.socket)
+            connection.socket.close()
 
 
-class Stranger:
-    """A connection until it has proved whose it is."""
+class PendingConnection:
+    """A connection that has not yet proved which rank's agent it is (agent/protocol.py lists the messages)."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
+        self.socket = connection
         self.port = 0
-        self._heard = b""
+        self._received = b""
         self._rank: int | None = None
-        self._words: tuple[object, ...] = ()
+        self._proven: tuple[object, ...] = ()  # what the agent's proof has to cover
 
-    def hear(self, ticket: Ticket) -> int | None:
-        """Take in some of a line of its; its rank once it has proved it. Raises OSError, and ValueError on any other word."""
-        said = self.connection.recv(LONGEST)
-        self._heard += said
-        if not said or len(self._heard) > LONGEST:
-            raise ValueError("no ticket")
-        if not self._heard.endswith(b"\n"):
+    def read(self, token: JoinToken) -> int | None:
+        """Read part of a line; return the rank once it is proved. Raises OSError, and ValueError at anything else than a registration."""
+        data = self.socket.recv(MAX_LINE)
+        self._received += data
+        if not data or len(self._received) > MAX_LINE:
+            raise ValueError("no registration")
+        if not self._received.endswith(b"\n"):
             return None
-        line, self._heard = _read(self._heard), b""
+        message, self._received = _json(self._received), b""
         if self._rank is not None:
-            match line:
-                case {"proof": str(proof)} if compare_digest(proof.encode(), ticket.proof("rank", *self._words).encode()):
+            match message:
+                case {"proof": str(proof)} if compare_digest(proof.encode(), token.proof("agent", *self._proven).encode()):
                     return self._rank
-            raise ValueError("another ticket")
-        match line:
-            case {"rank": int(rank), "nonce": str(word), "port": int(port)}:
+            raise ValueError("a wrong proof")
+        match message:
+            case {"rank": int(rank), "nonce": str(agent_nonce), "port": int(port)}:
                 self._rank, self.port, nonce = rank, port, os.urandom(16).hex()
             case _:
                 raise ValueError("no rank")
-        self._words = (rank, word, nonce, port)
-        self.connection.send(f"{json.dumps({'nonce': nonce, 'proof': ticket.proof('head', rank, word, nonce)})}\n".encode())
+        self._proven = (rank, agent_nonce, nonce, port)
+        answer = {"nonce": nonce, "proof": token.proof("controller", rank, agent_nonce, nonce)}
+        self.socket.send(f"{json.dumps(answer)}\n".encode())
         return None
 
 
-def _read(line: bytes) -> object:
-    """What a line says; raises ValueError where it is no JSON, or nested too deep to be looked at."""
+def _json(line: bytes) -> object:
+    """Return a line's content; raises ValueError where it is no JSON, or nested too deeply to be read."""
     try:
         return json.loads(line)
     except RecursionError:
-        raise ValueError("no line") from None
+        raise ValueError("no message") from None

@@ -1,4 +1,4 @@
-"""The ranks of one start: listening to them, finding the one that fails or hangs, and ending them together."""
+"""Supervises the ranks of one attempt: reads their messages, finds the one that fails or hangs, and ends them together."""
 
 from __future__ import annotations
 
@@ -8,147 +8,149 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from .outcome import Ended, RankEnd, verdict
-from .rank_handle import Heard
-from .watchdog import ANSWER, Watchdog, blamed
+from ...system.stop_requests import StopRequests
+from .outcome import Outcome, RankOutcome, run_outcome
+from .rank_handle import RankHandle
+from .watchdog import STACKS_WAIT, Watchdog, hung_rank
 
-TICK = 0.2  # seconds between two looks at what no pipe tells
+TICK = 0.2  # seconds between two checks of what no pipe reports
 PATIENCE = 15.0  # seconds for a killed process to be gone
-ALONE = 5.0  # seconds between the ends of ranks that have agreed to stop
-TWICE = 0.15  # seconds in which a second Ctrl-C is the first one's echo: wrappers such as `uv run` send it on
+STOP_TOGETHER = 5.0  # seconds between the ends of ranks that have agreed to stop
+ECHO = 0.15  # seconds in which a second Ctrl-C is the first one's echo: wrappers such as `uv run` send it on
 
 Show = Callable[[str], None]
 
 
-class Crew:
-    """`asked` grows by (signal, time) when this process is told to stop; `began` is told rank 0's first step."""
+class Supervisor:
+    """The ranks of one attempt. `stop_requests` collects signals to this process; `on_first_step` is called with rank 0's first step."""
 
     def __init__(
         self,
-        asked: list[tuple[int, float]],
+        stop_requests: StopRequests,
         stack: ExitStack,
         *,
         show: Show,
         live: Show,
         grace: float,
         watchdog: Watchdog,
-        began: Callable[[int], None] | None = None,
+        on_first_step: Callable[[int], None] | None = None,
     ) -> None:
-        self._asked = asked
+        self._stop_requests = stop_requests
         self._stack = stack
         self._show = show
         self._live = live
         self._grace = grace
         self._watchdog = watchdog
-        self._began = began
-        self._members: list[Heard] = []
-        self._ends: list[RankEnd] = []  # in the order in which they ended
-        self._kill_at: float | None = None  # when those that are left are killed
+        self._on_first_step = on_first_step
+        self._ranks: list[RankHandle] = []
+        self._outcomes: list[RankOutcome] = []  # in the order in which the ranks ended
         self._stopping = False
-        self._alone_at: float | None = None  # when the others of one that has stopped should have stopped too
-        self._stacks_at: float | None = None  # when the stacks of a run that hangs are written
-        self._ears = stack.enter_context(selectors.DefaultSelector())
+        self._kill_at: float | None = None  # when the remaining ranks are killed
+        self._stop_others_at: float | None = None  # when the others of a rank that has stopped should have stopped too
+        self._read_stacks_at: float | None = None  # when the stacks of a run that hangs are written
+        self._selector = stack.enter_context(selectors.DefaultSelector())
         stack.callback(self._close)
 
-    def take(self, member: Heard) -> None:
-        """One more rank, which was started."""
-        self._members.append(member)
-        self._ears.register(member.control, selectors.EVENT_READ, member)
+    def add(self, rank: RankHandle) -> None:
+        """Add a rank that was started."""
+        self._ranks.append(rank)
+        self._selector.register(rank.fd, selectors.EVENT_READ, rank)
 
-    def run(self) -> Ended:
-        """Stay until all have ended."""
-        while self._left():
-            self._listen()
-            if self._asked and not self._stopping:
-                self._show(f"{signal.Signals(self._asked[0][0]).name}: finishing the step and saving; Ctrl-C stops at once")
-                self._stop()
-            self._watch()
+    def run(self) -> Outcome:
+        """Supervise until all ranks have ended."""
+        while self._running():
+            self._poll()
+            if self._stop_requests and not self._stopping:
+                self._show(f"{signal.Signals(self._stop_requests[0][0]).name}: finishing the step and saving; Ctrl-C stops at once")
+                self._request_stop()
+            self._watch_for_hang()
             self._end_together()
-        return verdict(self._ends, self._asked[-1][0] if self._asked else None)
+        return run_outcome(self._outcomes, self._stop_requests[-1][0] if self._stop_requests else None)
 
-    def _left(self) -> list[Heard]:
-        return [member for member in self._members if member.end is None]
+    def _running(self) -> list[RankHandle]:
+        return [rank for rank in self._ranks if rank.outcome is None]
 
-    def _listen(self) -> None:
-        """Hear what is said for a moment, and note who has ended."""
-        for key, _ in self._ears.select(TICK):
-            if isinstance(key.data, Heard):
-                self._hear(key.data)
+    def _poll(self) -> None:
+        """Read messages for up to a TICK, and record the ranks that have ended."""
+        for key, _ in self._selector.select(TICK):
+            if isinstance(key.data, RankHandle):
+                self._read_messages(key.data)
             else:
                 key.data()
-        for member in self._left():
-            if said := member.look():
-                self._show(said)
-            if member.is_orphan():
-                self._hear(member)
-                if member.end is None:
-                    member.lose()
-                    self._note_end(member)
+        for rank in self._running():
+            if line := rank.wake_agent():
+                self._show(line)
+            if rank.is_orphan():
+                self._read_messages(rank)
+                if rank.outcome is None:
+                    rank.record_lost_agent()
+                    self._note_end(rank)
 
-    def _hear(self, member: Heard) -> None:
-        for word, text in member.hear():
-            if member.rank == 0:
-                (self._show if word == "say" else self._live)(text)
-        if self._began and member.rank == 0 and member.first is not None:
-            self._began(member.first)
-            self._began = None
-        if member.end is not None:
-            self._note_end(member)
+    def _read_messages(self, rank: RankHandle) -> None:
+        for kind, content in rank.read_messages():
+            if rank.rank == 0 and kind in ("say", "status"):
+                (self._show if kind == "say" else self._live)(str(content))
+        if self._on_first_step and rank.rank == 0 and rank.first_step is not None:
+            self._on_first_step(rank.first_step)
+            self._on_first_step = None
+        if rank.outcome is not None:
+            self._note_end(rank)
 
-    def _note_end(self, member: Heard) -> None:
-        assert member.end is not None
-        self._ends.append(member.end)
-        self._watchdog.learn(member)
-        if member.end.stopped and self._alone_at is None:
-            self._alone_at = time.monotonic() + ALONE
-        self._ears.unregister(member.control)
+    def _note_end(self, rank: RankHandle) -> None:
+        assert rank.outcome is not None
+        self._outcomes.append(rank.outcome)
+        self._watchdog.learn(rank)
+        if rank.outcome.stopped and self._stop_others_at is None:
+            self._stop_others_at = time.monotonic() + STOP_TOGETHER
+        self._selector.unregister(rank.fd)
 
-    def _stop(self) -> None:
+    def _request_stop(self) -> None:
         self._stopping = True
-        for member in self._members:
-            member.tell()
+        for rank in self._ranks:
+            rank.request_stop()
 
-    def _watch(self) -> None:
-        """When no rank comes any further all write their stacks, and then the run ends by the one that holds the others up."""
-        quiet = self._watchdog.overdue(self._left(), self._members) if self._kill_at is None else None
-        if quiet is None:
-            self._stacks_at = None
-        elif self._stacks_at is None:
-            self._stacks_at = time.monotonic() + ANSWER
-            for member in self._left():
-                member.dump()
-        elif time.monotonic() >= self._stacks_at:
-            self._watchdog.hangs(self._left(), self._members, quiet)
-            member, why = blamed(self._left(), quiet)
-            member.hang(why)
+    def _watch_for_hang(self) -> None:
+        """When no rank makes progress, have all write their stacks; then end the run, and blame the rank that holds the others up."""
+        idle = self._watchdog.overdue(self._running(), self._ranks) if self._kill_at is None else None
+        if idle is None:
+            self._read_stacks_at = None
+        elif self._read_stacks_at is None:
+            self._read_stacks_at = time.monotonic() + STACKS_WAIT
+            for rank in self._running():
+                rank.dump_stacks()
+        elif time.monotonic() >= self._read_stacks_at:
+            self._watchdog.note_timeout(self._running(), self._ranks, idle)
+            rank, why = hung_rank(self._running(), idle)
+            rank.record_hang(why)
             self._kill_at = time.monotonic()
 
     def _end_together(self) -> None:
-        """When one fails the others are told to stop, and killed after the grace."""
+        """When a rank fails, ask the others to stop, and kill them after the grace."""
         now = time.monotonic()
-        if self._kill_at is None and any(member.failed for member in self._members):
+        if self._kill_at is None and any(rank.failed for rank in self._ranks):
             self._kill_at = now + self._grace
-            for member in self._members:
-                if not member.problem:  # one that has said what is wrong is at its end already
-                    member.tell()
-        if not self._stopping and self._alone_at is not None and now >= self._alone_at:
-            self._stop()  # ranks agree to stop together; one that has stopped alone holds the others up
-        if self._insisted():
+            for rank in self._ranks:
+                if not rank.problem:  # a rank that has reported a problem is ending already
+                    rank.request_stop()
+        if not self._stopping and self._stop_others_at is not None and now >= self._stop_others_at:
+            self._request_stop()  # ranks agree to stop together; one that has stopped alone holds the others up
+        if self._is_stop_urgent():
             self._kill_at = min(self._kill_at or now, now)
         if self._kill_at is not None and now >= self._kill_at:
-            for member in self._left():
-                member.cut()
+            for rank in self._running():
+                rank.kill()
         if self._kill_at is not None and now >= self._kill_at + PATIENCE:
-            for member in self._left():
-                member.abandon()
-                self._note_end(member)
+            for rank in self._running():
+                rank.give_up()
+                self._note_end(rank)
 
-    def _insisted(self) -> bool:
-        """Whether Ctrl-C came after a first signal."""
-        return any(number == signal.SIGINT and at > self._asked[0][1] + TWICE for number, at in self._asked[1:])
+    def _is_stop_urgent(self) -> bool:
+        """Return whether Ctrl-C came after a first signal."""
+        first_at = self._stop_requests[0][1] if self._stop_requests else 0.0
+        return any(number == signal.SIGINT and at > first_at + ECHO for number, at in self._stop_requests[1:])
 
     def _close(self) -> None:
-        for member in self._members:
-            member.cut()
-        for member in self._members:
-            member.close(PATIENCE)
+        for rank in self._ranks:
+            rank.kill()
+        for rank in self._ranks:
+            rank.close(PATIENCE)

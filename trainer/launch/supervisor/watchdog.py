@@ -1,4 +1,4 @@
-"""Finding a run that hangs: no rank has come any further for longer than steps, saves and starts of this run take."""
+"""Finds a run that hangs: no rank has made progress for longer than this run's steps, saves and starts take."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-PATIENCE = 120.0  # seconds that anything may take, however short it was before
-LONGER = 10  # times as long may take what was not seen before: a start, the first step, a save; and all else as the longest one so far
-DOUBT = 2  # times as long is waited for what was taken to hang before, at the same step
-ANSWER = 3.0  # seconds for stacks to be written
+PATIENCE = 120.0  # least seconds that any phase may take
+FACTOR = 10  # times PATIENCE for a phase not seen before (a start, the first step, a save), and times the longest so far for any other
+TIMED_OUT_FACTOR = 2  # times the seconds at which a phase was killed as hung, until the run passes that step
+STACKS_WAIT = 3.0  # seconds for stacks to be written
 _FRAME = re.compile(r'^\s+File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>\S+)')
 _THREAD = re.compile(r"^(Current thread|Thread) 0x\w+")
 
 
-class Watched(Protocol):
-    """A rank, as far as its progress goes (heard.py)."""
+class WatchedRank(Protocol):
+    """The progress of a rank (rank_record.py)."""
 
     rank: int
     step: int | None
@@ -26,85 +26,84 @@ class Watched(Protocol):
     since: float
     longest: dict[str, float]
 
-    def stack(self) -> tuple[str, ...]:
-        """The Python stacks of its threads, once it has written them."""
+    def stack_lines(self) -> tuple[str, ...]:
+        """Return the Python stacks of its threads, once it has written them."""
         ...
 
 
-Rank = TypeVar("Rank", bound=Watched)
+Rank = TypeVar("Rank", bound=WatchedRank)
 
 
 @dataclass(kw_only=True)
 class Watchdog:
-    """How long it waits is learned from the ranks; `patience` is the least, in seconds.
+    """Its limits are learned from the ranks; `patience` is the least, in seconds.
 
-    `seen` is the longest that each phase took in earlier starts of the run, in seconds, and `hung` what was not waited for any
-    longer: by phase, the step that the run had come to and the seconds. That may have been no hang, so that more is waited until
-    the run is past that step; not so much more that one which does hang there costs hours.
+    `seen` holds the longest seconds that each phase took in earlier attempts of the run. `timed_out` maps a phase to the (step, seconds)
+    at which it was killed as hung. It may only have been slow, so until the run passes that step the limit is at least twice those
+    seconds; no more than that, so that a run which does hang there does not cost hours.
     """
 
     patience: float = PATIENCE
     seen: dict[str, float] = field(default_factory=dict)
-    hung: dict[str, tuple[int, float]] = field(default_factory=dict)
+    timed_out: dict[str, tuple[int, float]] = field(default_factory=dict)
 
-    def learn(self, member: Watched) -> None:
-        """Keep how long a rank that has ended took for each phase that it has been through."""
-        for phase, seconds in member.longest.items():
+    def learn(self, rank: WatchedRank) -> None:
+        """Keep how long a rank that has ended took for each phase that it completed."""
+        for phase, seconds in rank.longest.items():
             self.seen[phase] = max(self.seen.get(phase, 0.0), seconds)
-        self.hung = {phase: (step, seconds) for phase, (step, seconds) in self.hung.items() if _reached(member) <= step}
+        self.timed_out = {phase: (step, seconds) for phase, (step, seconds) in self.timed_out.items() if _step(rank) <= step}
 
-    def hangs(self, left: Sequence[Watched], members: Sequence[Watched], quiet: float) -> None:
-        """The ranks that are `left` are ended after so many seconds in what they are at."""
-        reached = max(map(_reached, members))
-        self.hung |= dict.fromkeys({member.phase for member in left}, (reached, quiet))
+    def note_timeout(self, running: Sequence[WatchedRank], ranks: Sequence[WatchedRank], idle: float) -> None:
+        """Note that the `running` ranks are killed after `idle` seconds in their phases."""
+        step = max(map(_step, ranks))
+        self.timed_out |= dict.fromkeys({rank.phase for rank in running}, (step, idle))
 
-    def overdue(self, left: Sequence[Watched], members: Sequence[Watched]) -> float | None:
-        """Seconds since any of the ranks that are `left` came further, if that is too long; those that have ended teach too."""
-        if not left:
+    def overdue(self, running: Sequence[WatchedRank], ranks: Sequence[WatchedRank]) -> float | None:
+        """Return the seconds since any rank made progress if they exceed the limit; `ranks` includes those that have ended."""
+        if not running:
             return None
-        quiet = time.monotonic() - max(member.since for member in members)
-        return quiet if quiet > self.patience and quiet > self.limit(left, members) else None
+        idle = time.monotonic() - max(rank.since for rank in ranks)
+        return idle if idle > self.patience and idle > self.limit(running, ranks) else None
 
-    def limit(self, left: Sequence[Watched], members: Sequence[Watched]) -> float:
-        """Seconds that what the ranks are at may take."""
-        reached = max(map(_reached, members))
-        return max(self._limit(phase, members, reached) for phase in {member.phase for member in left})
+    def limit(self, running: Sequence[WatchedRank], ranks: Sequence[WatchedRank]) -> float:
+        """Return the seconds that the phases of the `running` ranks may take."""
+        step = max(map(_step, ranks))
+        return max(self._phase_limit(phase, ranks, step) for phase in {rank.phase for rank in running})
 
-    def _limit(self, phase: str, members: Sequence[Watched], reached: int) -> float:
-        longest = self._longest(phase, members)
+    def _phase_limit(self, phase: str, ranks: Sequence[WatchedRank], step: int) -> float:
+        longest = self._longest(phase, ranks)
         if phase == "step" and longest == 0.0:
-            longest = self._longest("first", members)  # which is a step too
-        step, seconds = self.hung.get(phase, (-1, 0.0))
-        learned = max(self.patience, LONGER * longest) if longest else LONGER * self.patience
-        return max(learned, DOUBT * seconds) if reached <= step else learned
+            longest = self._longest("first", ranks)  # which is a step too
+        timeout_step, seconds = self.timed_out.get(phase, (-1, 0.0))
+        learned = max(self.patience, FACTOR * longest) if longest else FACTOR * self.patience
+        return max(learned, TIMED_OUT_FACTOR * seconds) if step <= timeout_step else learned
 
-    def _longest(self, phase: str, members: Sequence[Watched]) -> float:
-        """Seconds that a phase took; 0 where no rank has been through it yet."""
-        return max(self.seen.get(phase, 0.0), *(member.longest.get(phase, 0.0) for member in members))
+    def _longest(self, phase: str, ranks: Sequence[WatchedRank]) -> float:
+        """Return the longest seconds that a phase took; 0 if no rank has completed it yet."""
+        return max(self.seen.get(phase, 0.0), *(rank.longest.get(phase, 0.0) for rank in ranks))
 
 
-def blamed(left: Sequence[Rank], quiet: float) -> tuple[Rank, str]:
-    """Which of the ranks holds the others up after `quiet` seconds, and why that is thought of it."""
-    behind = min(left, key=_reached)
-    ahead = max(left, key=_reached)
-    for_ = f"nothing for {quiet:.0f} s"
-    if _reached(behind) < _reached(ahead):
-        return behind, f"{for_}, while others are {_at(ahead)}"
-    mute = [member for member in left if not member.stack()]
-    if mute and len(mute) < len(left):
+def hung_rank(running: Sequence[Rank], idle: float) -> tuple[Rank, str]:
+    """Return the rank that holds the others up after `idle` seconds without progress, and why it is thought to."""
+    for_ = f"no progress for {idle:.0f} s"
+    behind, ahead = min(running, key=_step), max(running, key=_step)
+    if _step(behind) < _step(ahead):
+        return behind, f"{for_}, while others are {_at_step(ahead)}"
+    mute = [rank for rank in running if not rank.stack_lines()]
+    if mute and len(mute) < len(running):
         return mute[0], f"{for_}, and it does not answer" + _others(mute)
-    places = {member.rank: where for member in left if (where := place(member.stack()))}  # some stacks say nothing
-    usual = next((where for where, _ in Counter(places.values()).most_common(1)), "")
-    odd = [member for member in left if places.get(member.rank, usual) != usual]
+    locations = {rank.rank: where for rank in running if (where := stack_location(rank.stack_lines()))}  # some stacks have no location
+    usual = next((where for where, _ in Counter(locations.values()).most_common(1)), "")
+    odd = [rank for rank in running if locations.get(rank.rank, usual) != usual]
     if odd:
-        return odd[0], f"{for_}; it is in {places[odd[0].rank]}, others are in {usual}" + _others(odd)
-    which = "all" if len(places) == len(left) else f"{len(places)} of {len(left)}"
+        return odd[0], f"{for_}; it is in {locations[odd[0].rank]}, others are in {usual}" + _others(odd)
+    which = "all" if len(locations) == len(running) else f"{len(locations)} of {len(running)}"
     all_ = f"; {which} are in {usual}" if usual else "; none answers" if mute else ""
-    return left[0], f"{for_}, and no other rank is further{all_}"
+    return running[0], f"{for_}, and no other rank is further{all_}"
 
 
-def place(stack: Sequence[str]) -> str:
-    """Where the main thread is: its innermost frame of this package, from what faulthandler wrote; "" where none is found."""
+def stack_location(stack: Sequence[str]) -> str:
+    """Return where the main thread is: its innermost frame of this package in what faulthandler wrote; "" if there is none."""
     threads: list[list[re.Match[str]]] = []
     for line in stack:
         if _THREAD.match(line):
@@ -116,14 +115,14 @@ def place(stack: Sequence[str]) -> str:
     return f"{frame['name']} ({frame['file'].rpartition('/')[2]} line {frame['line']})" if frame else ""
 
 
-def _reached(member: Watched) -> int:
-    return -1 if member.step is None else member.step
+def _step(rank: WatchedRank) -> int:
+    return -1 if rank.step is None else rank.step
 
 
-def _at(member: Watched) -> str:
-    return "at their start" if member.step is None else f"at step {member.step}"
+def _at_step(rank: WatchedRank) -> str:
+    return "still starting" if rank.step is None else f"at step {rank.step}"
 
 
-def _others(members: Sequence[Watched]) -> str:
-    more = [str(member.rank) for member in members[1:]]
+def _others(ranks: Sequence[WatchedRank]) -> str:
+    more = [str(rank.rank) for rank in ranks[1:]]
     return f"; so is rank {', '.join(more)}" if more else ""

@@ -1,36 +1,36 @@
-"""Checkpoints: safetensors shards keyed by logical name and offset, and a manifest; there or not there, whole or passed over."""
+"""Checkpoints: safetensors shards keyed by logical name and offset, and a manifest; each is complete or passed over."""
 
 from __future__ import annotations
 
 from ...rundir.checkpoints import Broken
-from .agreement import Gather, SaveFailed, alone, over
-from .find import Checkpoint, Found, newest, opened
-from .folder import latest, sweep
-from .load import LoadFailed, Reader, load
-from .resume import resume
-from .save import Saved, save
-from .slices import Shard, Slice, block, whole
+from .agreement import Gather, SaveFailed, gather_alone, gather_over
+from .find import CheckpointSearch, SavedCheckpoint, find_newest, open_checkpoint
+from .folder import latest_checkpoint, remove_leftovers
+from .load import CheckpointReader, LoadFailed, read_slices
+from .resume import choose_checkpoint
+from .save import SaveResult, save_shards
+from .slices import Shard, Slice, block_slice, whole_slice
 
 __all__ = [
     "Broken",
-    "Checkpoint",
-    "Found",
+    "CheckpointReader",
+    "CheckpointSearch",
     "Gather",
     "LoadFailed",
-    "Reader",
     "SaveFailed",
-    "Saved",
+    "SaveResult",
+    "SavedCheckpoint",
     "Shard",
     "Slice",
-    "alone",
-    "block",
-    "latest",
-    "load",
-    "newest",
-    "opened",
-    "over",
-    "resume",
-    "save",
-    "sweep",
-    "whole",
+    "block_slice",
+    "choose_checkpoint",
+    "find_newest",
+    "gather_alone",
+    "gather_over",
+    "latest_checkpoint",
+    "open_checkpoint",
+    "read_slices",
+    "remove_leftovers",
+    "save_shards",
+    "whole_slice",
 ]

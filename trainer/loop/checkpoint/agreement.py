@@ -1,4 +1,4 @@
-"""How the ranks of a run do a piece of a save together: each hears how it went on all the others, so that none waits in vain."""
+"""Work that all ranks do together in a save: each learns whether it failed on any other, so that none waits for ever."""
 
 from __future__ import annotations
 
@@ -9,24 +9,22 @@ from typing import Any
 
 import torch.distributed as dist
 
-Gather = Callable[[str], Sequence[str]]  # every rank hands in a line and gets every rank's, in rank order
+Gather = Callable[[str], Sequence[str]]  # takes this rank's line and returns the lines of all ranks, in rank order
 
-_PLAIN = {
+_ERRNO_TEXT = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
     errno.EFBIG: "a file would be larger than this process may write (ulimit -f)",
     errno.EROFS: "the disk can only be read",
     errno.EACCES: "writing there is not allowed",
 }
-
-
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class SaveFailed(Exception):
-    """A checkpoint was not saved, for the reason that its one sentence says; what was saved before still stands.
+    """A checkpoint was not saved, for the reason given in one sentence; earlier checkpoints are intact.
 
-    `room`: for want of room on the disk alone.
+    `room`: the disk has no room, and nothing else failed.
     """
 
     def __init__(self, says: str, *, room: bool = False) -> None:
@@ -34,13 +32,13 @@ class SaveFailed(Exception):
         self.room = room
 
 
-def alone(line: str) -> Sequence[str]:
-    """The gather of a run of one rank."""
+def gather_alone(line: str) -> Sequence[str]:
+    """The gather of a single rank."""
     return [line]
 
 
-def over(group: dist.ProcessGroup | None = None) -> Gather:
-    """The gather of the ranks of a process group (None: all)."""
+def gather_over(group: dist.ProcessGroup | None = None) -> Gather:
+    """Return the gather of the ranks of a process group (None: all)."""
 
     def gather(line: str) -> Sequence[str]:
         lines = [""] * dist.get_world_size(group)
@@ -50,30 +48,30 @@ def over(group: dist.ProcessGroup | None = None) -> Gather:
     return gather
 
 
-def together(gather: Gather, work: Callable[[], Any]) -> list[Any]:
-    """What `work` returned (JSON) on every rank; raises SaveFailed on all of them where it raised on any."""
-    said, error = None, None
+def run_on_all_ranks(gather: Gather, work: Callable[[], Any]) -> list[Any]:
+    """Do the work on every rank. Return its results (JSON) in rank order; raise SaveFailed on all ranks where it raised on any."""
+    result, error = None, None
     try:
-        said = work()
+        result = work()
     except Exception as caught:
         error = caught
     room = isinstance(error, OSError) and error.errno in _NO_ROOM
-    lines = [json.loads(line) for line in gather(json.dumps({"fault": words(error), "room": room, "said": said}))]
+    lines = [json.loads(line) for line in gather(json.dumps({"fault": fault_text(error), "room": room, "result": result}))]
     faults = [(rank, line) for rank, line in enumerate(lines) if line["fault"]]
     for rank, line in faults:
-        says = line["fault"] if len(lines) == 1 else f"{line['fault']} (rank {rank})"
-        raise SaveFailed(says, room=all(each["room"] for _, each in faults)) from error
-    return [line["said"] for line in lines]
+        reason = line["fault"] if len(lines) == 1 else f"{line['fault']} (rank {rank})"
+        raise SaveFailed(reason, room=all(each["room"] for _, each in faults)) from error
+    return [line["result"] for line in lines]
 
 
-def words(error: Exception | None) -> str:
-    """What went wrong, as the rest of a sentence; "" for None."""
+def fault_text(error: Exception | None) -> str:
+    """Return the reason of an error, as the end of a sentence; "" for None."""
     match error:
         case None:
             return ""
         case OSError(errno=int(number)):
-            plain = _PLAIN.get(number) or (error.strerror or "").lower() or repr(error)
-            return f"{plain}: {error.filename}" if error.filename else plain
+            reason = _ERRNO_TEXT.get(number) or (error.strerror or "").lower() or repr(error)
+            return f"{reason}: {error.filename}" if error.filename else reason
         case SaveFailed() | ValueError():
             return str(error) or repr(error)
         case _:

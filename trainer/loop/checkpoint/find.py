@@ -1,25 +1,24 @@
-"""The newest checkpoint that verifies, and why newer ones were passed over."""
+"""Search for the newest checkpoint that verifies, with the reasons why newer ones are passed over."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...launch.rank.channel import Pulse, hush
+from ...launch.rank.channel import OnProgress, ignore_text
 from ...rundir.checkpoints import Broken, size_fault, step_path, steps
-from . import manifest as manifests
-from .agreement import Gather, alone
-from .manifest import Manifest
-from .shard_file import File, sha256
+from ...system.cpu import cpu_count
+from .agreement import Gather, gather_alone
+from .manifest import Manifest, read_manifest
+from .shard_file import ShardFile, file_sha256
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint:
+class SavedCheckpoint:
     """A checkpoint whose manifest was read."""
 
     path: Path
@@ -27,76 +26,84 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """The step after which it was saved."""
+        """The steps that were done when it was saved."""
         return self.manifest.step
 
     @property
     def extra(self) -> dict[str, Any]:
-        """What the run asked to be kept: data position, schedules, first losses, fingerprint."""
+        """What the run recorded besides tensors: its config, data position, engine counters, resume check."""
         return self.manifest.extra
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """The newest checkpoint that verifies (None: there is none), and a sentence for each newer one that does not."""
+class CheckpointSearch:
+    """The newest checkpoint that verifies, or None, and a sentence for each newer one that was passed over."""
 
-    checkpoint: Checkpoint | None
+    checkpoint: SavedCheckpoint | None
     passed: tuple[str, ...]
 
 
-def newest(folder: Path, *, quick: bool = False, rank: int = 0, world: int = 1, gather: Gather = alone, pulse: Pulse = hush) -> Found:
-    """Find the newest checkpoint whose files all have their size and hash (quick: their size).
+def find_newest(
+    folder: Path,
+    *,
+    quick: bool = False,
+    rank: int = 0,
+    world: int = 1,
+    gather: Gather = gather_alone,
+    on_progress: OnProgress = ignore_text,
+) -> CheckpointSearch:
+    """Find the newest checkpoint whose files all have the recorded sizes and hashes (quick: sizes only).
 
-    Where several ranks ask together, each hashes its share of the files and all get the same answer. A checkpoint that is
-    removed while it is looked at is no fault: the folder is listed again. `pulse` is told "hash" as often as that gets on.
+    Ranks that call this together hash a share of the files each and get the same result. If a checkpoint is removed meanwhile, the
+    folder is listed again. `on_progress` is called with "hash" as hashing advances.
     """
     while True:
         listed = json.loads(gather(json.dumps(steps(folder)))[0])
         passed: list[str] = []
         for step in listed:
             path = step_path(folder, step)
-            checkpoint, wrong = _examined(path, quick=quick, rank=rank, world=world, pulse=pulse)
-            wrong = _first(gather(wrong))
-            if not wrong:
-                return Found(checkpoint=checkpoint, passed=tuple(passed))
-            passed.append(f"{path.name}: {wrong}")
-        gone = not set(listed) <= set(steps(folder))
-        if not _first(gather("gone" if gone else "")):
-            return Found(checkpoint=None, passed=tuple(passed))
+            checkpoint, fault = _examine(path, quick=quick, rank=rank, world=world, on_progress=on_progress)
+            fault = _first_nonempty(gather(fault))
+            if not fault:
+                return CheckpointSearch(checkpoint=checkpoint, passed=tuple(passed))
+            passed.append(f"{path.name}: {fault}")
+        removed = not set(listed) <= set(steps(folder))
+        if not _first_nonempty(gather("removed" if removed else "")):
+            return CheckpointSearch(checkpoint=None, passed=tuple(passed))
 
 
-def _first(lines: Iterable[str]) -> str:
+def _first_nonempty(lines: Iterable[str]) -> str:
     return next((line for line in lines if line), "")
 
 
-def opened(path: Path) -> Checkpoint:
-    """A checkpoint by its folder, its files not looked at; raises Broken where its manifest is not as it was written."""
-    return Checkpoint(path=path, manifest=manifests.read(path))
+def open_checkpoint(path: Path) -> SavedCheckpoint:
+    """Open a checkpoint by its folder without verifying its files; raises BrokenCheckpoint where its manifest was damaged."""
+    return SavedCheckpoint(path=path, manifest=read_manifest(path))
 
 
-def fault(path: Path, *, quick: bool = False, pulse: Pulse = hush) -> str:
-    """Why a checkpoint does not verify, in words; "" where its files have their sizes and (unless quick) hashes."""
-    return _examined(path, quick=quick, rank=0, world=1, pulse=pulse)[1]
+def verification_fault(path: Path, *, quick: bool = False, on_progress: OnProgress = ignore_text) -> str:
+    """Return why a checkpoint does not verify; "" where its files have the recorded sizes and (unless quick) hashes."""
+    return _examine(path, quick=quick, rank=0, world=1, on_progress=on_progress)[1]
 
 
-def _examined(path: Path, *, quick: bool, rank: int, world: int, pulse: Pulse) -> tuple[Checkpoint | None, str]:
-    """A checkpoint and what is wrong with it, judged by every `world`-th of its files."""
+def _examine(path: Path, *, quick: bool, rank: int, world: int, on_progress: OnProgress) -> tuple[SavedCheckpoint | None, str]:
+    """Return a checkpoint and its fault or "", judged by every `world`-th of its files from number `rank` on."""
     try:
-        found = opened(path)
+        found = open_checkpoint(path)
     except Broken as error:
         return None, str(error)
     if path != step_path(path.parent, found.step):
         return None, f"it is of step {found.step}"
     files = sorted(found.manifest.files.items(), key=lambda item: -item[1].bytes)[rank::world]
-    wrong = _first(size_fault(path / name, file.bytes) for name, file in files)
-    if wrong or quick or not files:
-        return found, wrong
-    with ThreadPoolExecutor(min(len(files), os.cpu_count() or 1, 8)) as pool:
-        return found, _first(pool.map(lambda item: _hash_fault(path / item[0], item[1], pulse), files))
+    fault = _first_nonempty(size_fault(path / name, file.bytes) for name, file in files)
+    if fault or quick or not files:
+        return found, fault
+    with ThreadPoolExecutor(min(len(files), cpu_count(), 8)) as pool:
+        return found, _first_nonempty(pool.map(lambda item: _hash_fault(path / item[0], item[1], on_progress), files))
 
 
-def _hash_fault(path: Path, file: File, pulse: Pulse) -> str:
+def _hash_fault(path: Path, file: ShardFile, on_progress: OnProgress) -> str:
     try:
-        return "" if sha256(path, pulse) == file.sha256 else f"{path.name} is not as it was written (its hash differs)"
+        return "" if file_sha256(path, on_progress) == file.sha256 else f"{path.name} is not as it was written (its hash differs)"
     except OSError as error:
         return f"{path.name} can't be read ({(error.strerror or '').lower()})"

@@ -1,4 +1,4 @@
-"""The names in a folder of checkpoints, and the moves in it that a crash can't tear: rename, `latest`, removal."""
+"""The folder of checkpoints: publishing, `latest` and removal, so that a crash leaves every checkpoint complete or absent."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ LATEST = "latest"
 _LEFTOVER = re.compile(r"\.(step_[0-9]+|latest)\.(tmp|old)-[0-9a-f]+")
 
 
-def beside(path: Path, why: str) -> Path:
-    """A hidden name of its own for what is to become (`tmp`) or what was (`old`) a path."""
+def hidden_name(path: Path, why: str) -> Path:
+    """Return a unique hidden path next to `path`, for what will become it (`why`="tmp") or was it ("old")."""
     return path.with_name(f".{path.name}.{why}-{secrets.token_hex(4)}")
 
 
-def make(folder: Path) -> None:
-    """Make the folder where it is not there, so that its name lasts."""
+def make_folder(folder: Path) -> None:
+    """Create the folder if it does not exist, durably."""
     if not folder.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
-        sync(folder.parent)
+        sync_folder(folder.parent)
 
 
-def sweep(folder: Path) -> list[str]:
-    """Remove what killed saves left behind, and say what that was. For the one run that writes to this folder."""
+def remove_leftovers(folder: Path) -> list[str]:
+    """Remove what killed saves have left, and return the names. Only the run that writes to this folder may call this."""
     left = [name for name in sorted(os.listdir(folder)) if _LEFTOVER.fullmatch(name)] if folder.is_dir() else []
     for name in left:
-        clear(folder / name)
+        remove_files(folder / name)
     return left
 
 
-def clear(path: Path) -> None:
-    """Remove a file or folder as far as that goes; what stays is a leftover for the next sweep."""
+def remove_files(path: Path) -> None:
+    """Remove a file or folder; what can't be removed is left for the next `remove_leftovers`."""
     shutil.rmtree(path, ignore_errors=True)
     if path.is_file():
         path.unlink(missing_ok=True)
 
 
-def remove(path: Path) -> None:
-    """Remove a checkpoint: first its name in one move, then its files. Raises OSError where the name stays."""
-    old = beside(path, "old")
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint: first its name, in one rename, then its files. Raises OSError where the name can't be removed."""
+    old = hidden_name(path, "old")
     path.rename(old)
-    clear(old)
+    remove_files(old)
 
 
-def sync(folder: Path) -> None:
-    """Make the names in a folder last through a loss of power."""
+def sync_folder(folder: Path) -> None:
+    """Write a folder's entries through to the disk, so that they survive a loss of power."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -60,15 +60,15 @@ def sync(folder: Path) -> None:
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """Write a new small file through to the disk."""
+    """Create a small file and write it through to the disk."""
     with path.open("xb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
 
 
-def latest(folder: Path) -> Path | None:
-    """The checkpoint that `latest` names; None where there is none. For people and tools: `newest` looks for itself."""
+def latest_checkpoint(folder: Path) -> Path | None:
+    """Return the checkpoint that `latest` names, or None. It is for people and tools: `find_newest` does not read it."""
     try:
         name = (folder / LATEST).read_text().strip()
     except OSError:
@@ -76,40 +76,40 @@ def latest(folder: Path) -> Path | None:
     return folder / name if step_of(name) is not None else None
 
 
-def point(path: Path) -> None:
-    """Have `latest` name a checkpoint; raises OSError where it stays as it was."""
-    with _pointer(path) as pointer:
-        _turn(pointer, path.parent)
+def point_latest(path: Path) -> None:
+    """Make `latest` name a checkpoint; raises OSError where it is unchanged."""
+    with _new_latest(path) as pointer:
+        _replace_latest(pointer, path.parent)
 
 
-def publish(temporary: Path, path: Path) -> None:
-    """Give a complete checkpoint its name, then have `latest` name it; raises OSError with neither or only the first done.
+def publish_checkpoint(temporary: Path, path: Path) -> None:
+    """Rename a complete checkpoint to its final name, then make `latest` name it; raises OSError with neither or only the first done.
 
-    What `latest` is to be is on the disk before the first move, so that a full disk stops both or none. A broken
-    checkpoint of that name gives way, and where `latest` names it, that goes first.
+    The new `latest` is on the disk before the rename, so that a full disk stops both or neither. A broken checkpoint of that name is
+    removed first, and before it a `latest` that names it.
     """
-    with _pointer(path) as pointer:
+    with _new_latest(path) as pointer:
         if path.exists():
-            if latest(path.parent) == path:
+            if latest_checkpoint(path.parent) == path:
                 (path.parent / LATEST).unlink()
-            remove(path)
+            remove_checkpoint(path)
         temporary.rename(path)
-        sync(path.parent)
-        _turn(pointer, path.parent)
+        sync_folder(path.parent)
+        _replace_latest(pointer, path.parent)
 
 
 @contextmanager
-def _pointer(path: Path) -> Iterator[Path]:
-    """What `latest` is to be, written under a hidden name, which does not outlast a failure."""
-    pointer = beside(path.parent / LATEST, "tmp")
+def _new_latest(path: Path) -> Iterator[Path]:
+    """Write the new `latest` under a hidden name, and remove that on failure."""
+    pointer = hidden_name(path.parent / LATEST, "tmp")
     try:
         write_synced(pointer, f"{path.name}\n".encode())
         yield pointer
     except OSError:
-        clear(pointer)
+        remove_files(pointer)
         raise
 
 
-def _turn(pointer: Path, folder: Path) -> None:
+def _replace_latest(pointer: Path, folder: Path) -> None:
     pointer.replace(folder / LATEST)
-    sync(folder)
+    sync_folder(folder)

@@ -1,4 +1,4 @@
-"""Where a run goes on from: the policy `checkpoint.resume` over what is in its folder."""
+"""The choice of the checkpoint that a run resumes from, under the policy `checkpoint.resume`."""
 
 from __future__ import annotations
 
@@ -6,71 +6,71 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from ...launch.rank.channel import Pulse, hush
+from ...launch.rank.channel import OnProgress, ignore_text
 from ...rundir.changes import Changes
 from ...rundir.resume import Mode, mode_problem
 from ...spec.problem import Problem, Unreadable
-from .agreement import Gather, alone
-from .find import Checkpoint, Found, newest
-from .folder import latest, point, sweep
-from .load import times
+from .agreement import Gather, gather_alone
+from .find import CheckpointSearch, SavedCheckpoint, find_newest
+from .folder import latest_checkpoint, point_latest, remove_leftovers
+from .load import shape_text
 from .slices import Sizes
 
 
-def resume(
+def choose_checkpoint(
     folder: Path,
     mode: Mode,
     weights: Mapping[str, Sizes],
-    judge: Callable[[Checkpoint], Changes] = lambda checkpoint: Changes(),
+    changes_since: Callable[[SavedCheckpoint], Changes] = lambda checkpoint: Changes(),
     *,
     quick: bool = False,
     rank: int = 0,
     world: int = 1,
-    gather: Gather = alone,
-    pulse: Pulse = hush,
-) -> Found:
-    """The checkpoint that a run of these weights (name: whole shape) goes on from; None in it: the run begins anew.
+    gather: Gather = gather_alone,
+    on_progress: OnProgress = ignore_text,
+) -> CheckpointSearch:
+    """Choose the checkpoint that a run of these weights (name: logical shape) resumes from; None in the result: the run starts anew.
 
-    For the run that writes to the folder, on all of its ranks: what killed saves left is removed, `latest` is mended. `judge` says what
-    of the run has changed since a checkpoint was saved. Raises Unreadable where the mode and the folder don't agree, or the checkpoint
-    is of another model, other data or another optimizer.
+    All ranks of the run that writes to the folder call this: it removes what killed saves have left and corrects `latest`.
+    `changes_since` compares the run with the one that saved a checkpoint. Raises Unreadable where the mode and the folder contradict
+    each other, or the checkpoint is of another model, other data or another optimizer.
     """
     if rank == 0:
-        sweep(folder)
-    found = newest(folder, quick=quick or mode == "never", rank=rank, world=world, gather=gather, pulse=pulse)
-    if problems := _problems(folder, mode, weights, judge, found):
+        remove_leftovers(folder)
+    found = find_newest(folder, quick=quick or mode == "never", rank=rank, world=world, gather=gather, on_progress=on_progress)
+    if problems := _resume_problems(folder, mode, weights, changes_since, found):
         raise Unreadable(problems)
-    if rank == 0 and found.checkpoint and latest(folder) != found.checkpoint.path:
-        with suppress(OSError):  # it is for people: a full disk is no reason not to go on
-            point(found.checkpoint.path)
+    if rank == 0 and found.checkpoint and latest_checkpoint(folder) != found.checkpoint.path:
+        with suppress(OSError):  # `latest` is for people: the run resumes even on a full disk
+            point_latest(found.checkpoint.path)
     return found
 
 
-def _problems(
-    folder: Path, mode: Mode, weights: Mapping[str, Sizes], judge: Callable[[Checkpoint], Changes], found: Found
+def _resume_problems(
+    folder: Path, mode: Mode, weights: Mapping[str, Sizes], changes_since: Callable[[SavedCheckpoint], Changes], found: CheckpointSearch
 ) -> tuple[Problem, ...]:
-    """Why a run can't go on; a key that was changed says more than the shape that follows from it."""
+    """Return why a run can't resume. Changed keys come before shapes, which follow from them."""
     if refusal := mode_problem(folder, mode, found.checkpoint.path if found.checkpoint else None, found.passed):
         return (refusal,)
     if found.checkpoint is None:
         return ()
-    if problems := judge(found.checkpoint).problems:
+    if problems := changes_since(found.checkpoint).problems:
         return problems
-    other = _other_model(found.checkpoint, weights)
-    return (other,) if other else ()
+    problem = _model_problem(found.checkpoint, weights)
+    return (problem,) if problem else ()
 
 
-def _other_model(checkpoint: Checkpoint, weights: Mapping[str, Sizes]) -> Problem | None:
-    """The first weight in which a checkpoint and the model differ."""
+def _model_problem(checkpoint: SavedCheckpoint, weights: Mapping[str, Sizes]) -> Problem | None:
+    """Return the first difference between the weights of a checkpoint and those of the model."""
     stored = {name: row.shape for (name, kind), row in checkpoint.manifest.rows().items() if kind == "weight"}
-    mend = "take the recipe that it was saved under, or set log.dir to another folder"
+    mend = "use the recipe that saved it, or set log.dir to another folder"
     for name, shape in weights.items():
         if name not in stored:
             return Problem(rule="resume", says=f"{checkpoint.path} holds no weight {name}, which this model has", mend=mend)
         if stored[name] != tuple(shape):
-            says = f"{name} is {times(stored[name])} in {checkpoint.path} and {times(tuple(shape))} in this model"
+            says = f"{name} is {shape_text(stored[name])} in {checkpoint.path} and {shape_text(tuple(shape))} in this model"
             return Problem(rule="resume", says=says, mend=mend)
     for name in stored:
         if name not in weights:
-            return Problem(rule="resume", says=f"{checkpoint.path} holds a weight {name}, which this model has not", mend=mend)
+            return Problem(rule="resume", says=f"{checkpoint.path} holds a weight {name}, which this model does not have", mend=mend)
     return None

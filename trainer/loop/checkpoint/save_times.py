@@ -1,4 +1,4 @@
-"""Seconds of a save by its parts."""
+"""The durations of the parts of a save."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from time import perf_counter
 
 
-class Clock:
-    """Adds up the seconds of each part of a piece of work; parts that overlap are each counted in full."""
+class SaveClock:
+    """Sums the seconds of each part of a save; parts that overlap are each counted in full."""
 
     def __init__(self) -> None:
         self._began = perf_counter()
@@ -17,7 +17,7 @@ class Clock:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """The time inside counts for this part."""
+        """Add the duration of the block to this part."""
         began = perf_counter()
         try:
             yield
@@ -25,12 +25,12 @@ class Clock:
             self._seconds[name] += perf_counter() - began
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of each part so far, and of all (`total`, by the wall)."""
+        """Return the seconds of each part so far, and `total`, wall-clock time."""
         return {**self._seconds, "total": perf_counter() - self._began}
 
 
-def slowest(clocks: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Seconds of each part on the rank that took longest for it."""
+def slowest_parts(clocks: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the seconds of each part on the rank that took longest for it."""
     longest: dict[str, float] = defaultdict(float)
     for clock in clocks:
         for name, seconds in clock.items():

@@ -1,4 +1,4 @@
-"""One file of shards in the safetensors format: written in one pass that hashes what it writes, read through a memory map."""
+"""A file of shards in the safetensors format: written and hashed in one pass, read through a memory map."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ...launch.rank.channel import Pulse, hush
-from .save_times import Clock
+from ...launch.rank.channel import OnProgress, ignore_text
+from .save_times import SaveClock
 from .slices import Shard, Slice
 
 # fmt: off
@@ -33,41 +33,41 @@ DTYPES = {
     torch.bool:     "BOOL",
 }
 # fmt: on
-CHUNK = 16 << 20  # bytes that are hashed and written at a time
-HASHED = 1 << 20  # bytes that are read and hashed at a time
-SYNCED = 256 << 20  # bytes after which what was written is put on the disk: so it is known to get on
+WRITE_BYTES = 16 << 20  # hashed and written at a time
+HASH_BYTES = 1 << 20  # read and hashed at a time
+SYNC_BYTES = 256 << 20  # written between two fsyncs, so that progress can be reported
 
 
 @dataclass(frozen=True, kw_only=True)
-class File:
-    """A file as it was written: its size in bytes and its SHA-256 in hexadecimal."""
+class ShardFile:
+    """A file as it was written: size in bytes, SHA-256 in hexadecimal."""
 
     bytes: int
     sha256: str
 
 
-def write(path: Path, shards: Iterable[Shard], clock: Clock, pulse: Pulse = hush) -> File:
-    """Write shards to a new file, synced to the disk; raises OSError, and ValueError for a dtype or a doubled slice."""
+def write_shards(path: Path, shards: Iterable[Shard], clock: SaveClock, on_progress: OnProgress = ignore_text) -> ShardFile:
+    """Write shards to a new file and fsync it. Raises OSError, and ValueError for an unknown dtype or a slice given twice."""
     ordered = sorted(shards, key=lambda shard: -shard.tensor.element_size())  # keeps every tensor aligned
     digest, size, waiting = hashlib.sha256(), 0, 0
     with path.open("xb") as file, ThreadPoolExecutor(1) as hasher:
-        for piece in _bytes(ordered, clock):
+        for piece in _chunks(ordered, clock):
             hashed = hasher.submit(_hash, digest, piece, clock)
             with clock.part("write"):
                 file.write(piece)
             hashed.result()
             size, waiting = size + len(piece), waiting + len(piece)
-            if waiting >= SYNCED:
+            if waiting >= SYNC_BYTES:
                 with clock.part("sync"):
                     _sync(file)
                 waiting = 0
-            pulse("write")
+            on_progress("write")
         with clock.part("sync"):
             _sync(file)
-    return File(bytes=size, sha256=digest.hexdigest())
+    return ShardFile(bytes=size, sha256=digest.hexdigest())
 
 
-def _hash(digest: hashlib._Hash, piece: bytes | memoryview, clock: Clock) -> None:
+def _hash(digest: hashlib._Hash, piece: bytes | memoryview, clock: SaveClock) -> None:
     with clock.part("hash"):
         digest.update(piece)
 
@@ -77,19 +77,19 @@ def _sync(file: IO[bytes]) -> None:
     os.fsync(file.fileno())
 
 
-def _bytes(shards: list[Shard], clock: Clock) -> Iterator[bytes | memoryview]:
+def _chunks(shards: list[Shard], clock: SaveClock) -> Iterator[bytes | memoryview]:
     yield _header(shards)
     for shard in shards:
         flat = shard.tensor.detach().reshape(-1)
-        for start in range(0, len(flat), CHUNK // flat.element_size()):
+        for start in range(0, len(flat), WRITE_BYTES // flat.element_size()):
             with clock.part("copy"):
-                piece = flat[start : start + CHUNK // flat.element_size()].to("cpu").contiguous()
-            # one element may be called contiguous under any stride, and its bytes then can't be viewed
+                piece = flat[start : start + WRITE_BYTES // flat.element_size()].to("cpu").contiguous()
+            # torch calls a tensor of one element contiguous whatever its stride, and then can't view its bytes
             yield piece.as_strided(piece.shape, (1,)).view(torch.uint8).numpy().data
 
 
 def _header(shards: list[Shard]) -> bytes:
-    """Eight bytes of length, then JSON padded to a multiple of eight (https://github.com/huggingface/safetensors#format)."""
+    """Return 8 bytes of length, then JSON padded to a multiple of 8 (https://github.com/huggingface/safetensors#format)."""
     rows: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for shard in shards:
@@ -105,31 +105,31 @@ def _header(shards: list[Shard]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-class Mapped:
-    """A file of shards open for reading; bytes are read from the disk when a tensor's are used. Raises OSError, ValueError."""
+class MappedShards:
+    """A file of shards mapped into memory; bytes are read from the disk when they are used. Raises OSError, ValueError."""
 
     def __init__(self, path: Path) -> None:
         try:
             self._file = safe_open(path, framework="pt")
         except SafetensorError as error:
-            raise ValueError(f"{path.name} is no safetensors file: {error}") from error
+            raise ValueError(f"{path.name} is not a safetensors file: {error}") from error
 
     def tensor(self, part: Slice) -> Tensor:
-        """A slice's elements in order (one dim), not to be written to; raises ValueError where the file has no such slice."""
+        """Return a slice's elements in order (one dim), read-only; raises ValueError where the file does not hold the slice."""
         try:
             flat: Tensor = self._file.get_tensor(part.key).reshape(-1)  # type: ignore[no-untyped-call]
         except SafetensorError as error:
-            raise ValueError(f"no slice {part.key} is in its file") from error
+            raise ValueError(f"its file has no slice {part.key}") from error
         if len(flat) != part.count:
             raise ValueError(f"{part.key} has {len(flat)} elements in its file, not {part.count}")
         return flat
 
 
-def sha256(path: Path, pulse: Pulse = hush) -> str:
-    """A file's SHA-256, read as a stream."""
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(HASHED))
+def file_sha256(path: Path, on_progress: OnProgress = ignore_text) -> str:
+    """Return the SHA-256 of a file, in hexadecimal."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(HASH_BYTES))
     with path.open("rb", buffering=0) as file:
         while read := file.readinto(buffer):
             digest.update(buffer[:read])
-            pulse("hash")
+            on_progress("hash")
     return digest.hexdigest()

@@ -1,1 +1,1 @@
-"""Text and token files become batches that depend on the seed and the samples consumed, and on nothing else."""
+"""From text and token files to batches, which depend only on the seed and the number of samples consumed."""

@@ -1,4 +1,4 @@
-"""Batches: a function of the seed and of the samples consumed, whatever the layout, before and after a resume."""
+"""Batches as a function of the seed and the samples consumed: the same in every layout and after a resume."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import torch
 from torch import Tensor
 
 from .corpus import Corpus, Split, windows
-from .order import Indices, blended, keyed, permuted
+from .order import Indices, blend, permuted_index, random_key
 
-IGNORED = -100  # a label that no loss counts, as torch.nn.functional.cross_entropy's ignore_index
+IGNORED = -100  # a label that the loss ignores, the default of torch.nn.functional.cross_entropy's ignore_index
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """int64: tokens, labels (the next tokens) and, where kept apart, documents, each [samples, seq]; samples [samples]."""
+    """int64 tensors: tokens, labels (the next tokens), documents (if kept apart), each [samples, seq]; samples [samples]."""
 
     tokens: Tensor
     labels: Tensor
-    samples: Tensor  # their numbers in the run
-    documents: Tensor | None  # equal inside a document, different in two documents of one row
+    samples: Tensor  # sample numbers, counted over the run
+    documents: Tensor | None  # equal inside a document; different for two documents of one row
 
 
 def shard(first_sample: int, *, micro: int, dp_rank: int, dp: int, microbatch: int, batch: int) -> range:
-    """The samples of one rank's micro-batch, of the global batch that starts at first_sample (step x batch).
+    """Return the samples of one rank's micro-batch of the global batch that starts at first_sample (step x batch).
 
-    A global batch is samples first_sample .. + batch. Micro-batch m is the m-th run of dp x microbatch of them, and rank r has
-    the r-th microbatch of that run; so the micro-batches of all ranks, in that order, are the batch.
+    A global batch is the samples first_sample .. + batch. Micro-batch m is the m-th run of dp x microbatch of them, and rank r
+    takes the r-th piece of that run. The micro-batches of all ranks, in that order, are the batch.
     """
     if not (0 <= dp_rank < dp and micro >= 0 and (micro + 1) * dp * microbatch <= batch):
         raise ValueError(f"no micro-batch {micro} of rank {dp_rank}: a batch of {batch} is {dp} ranks of {microbatch} at a time")
@@ -41,19 +41,19 @@ def shard(first_sample: int, *, micro: int, dp_rank: int, dp: int, microbatch: i
 class Batches:
     """The samples of a split, each a window of `seq` tokens and the next token of each.
 
-    The windows of a source lie end to end. Training takes all of them in an order of their own for every (seed, source,
-    epoch), so none twice in an epoch. Validation takes them in one order that depends on the corpus alone, so that a few are a
-    fair choice, and starts again at the end. Of several sources each has its epochs, and its share by weight.
+    The windows of a source lie end to end. Training takes each once an epoch, in an order that depends on (seed, source,
+    epoch). Validation takes them in an order that depends only on the corpus, so that the first few are a fair sample, and
+    starts again at the end. Each of several sources has its own epochs, and a share by weight.
     """
 
     def __init__(self, corpus: Corpus, *, seed: int, seq: int, split: Split = "train") -> None:
-        """Raises Unreadable where a source has less than one window."""
+        """Raises Unreadable if a source has less than one window."""
         self.corpus, self.seq, self.split = corpus, seq, split
-        self.windows = windows(corpus, seq, split)  # of each source: the samples of its epoch
+        self.windows = windows(corpus, seq, split)  # of each source: samples in an epoch
         self._seed = seed if split == "train" else int(corpus.key[:15], 16)
 
     def batch(self, first_sample: int, count: int) -> Batch:
-        """Samples first_sample .. + count of the run, counted from 0 across epochs."""
+        """Return samples first_sample .. + count of the run, counted from 0 across epochs."""
         samples = np.arange(first_sample, first_sample + count)
         source, window = self.located(samples)
         tokens = np.empty((count, self.seq + 1), np.int64)
@@ -71,14 +71,14 @@ class Batches:
         )
 
     def located(self, samples: Indices) -> tuple[Indices, Indices]:
-        """(source [n], its window [n]) of each sample [n]."""
-        source, nth = blended(samples, [each.weight for each in self.corpus.sources])
+        """Return (source [n], window [n]) of each sample [n]."""
+        source, nth = blend(samples, [each.weight for each in self.corpus.sources])
         window = np.empty_like(nth)
         for index, size in enumerate(self.windows):
             mine = source == index
             epoch, place = np.divmod(nth[mine], size)
-            key = keyed(self._seed, index, epoch if self.split == "train" else 0 * epoch)
-            window[mine] = permuted(place, size, key)
+            key = random_key(self._seed, index, epoch if self.split == "train" else 0 * epoch)
+            window[mine] = permuted_index(place, size, key)
         return source, window
 
     def _fill(self, source: int, window: int, tokens: Indices, documents: Indices | None) -> None:
@@ -90,8 +90,8 @@ class Batches:
             filled += length
 
 
-def ahead(batches: Batches, shards: Iterable[range]) -> Iterator[Batch]:
-    """The batch of each shard in order, the next one made by a thread while this one is used."""
+def prefetch(batches: Batches, shards: Iterable[range]) -> Iterator[Batch]:
+    """Yield the batch of each shard in order; a thread makes the next one while this one is used."""
     with ThreadPoolExecutor(1, thread_name_prefix="data") as thread:
         waiting: Future[Batch] | None = None
         for samples in shards:

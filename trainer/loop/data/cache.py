@@ -1,4 +1,4 @@
-"""A folder of arrays that is there or is not: made once by whoever comes first, named by its key, verified when it is opened."""
+"""A cache of folders of arrays, named by key: written atomically by one process, verified when opened."""
 
 from __future__ import annotations
 
@@ -14,88 +14,91 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from .data_error import refused
+from ...system.cpu import cpu_count
+from .data_error import data_error
 
 Say = Callable[[str], None]
 
 MANIFEST = "manifest.json"
-REMEMBERED = 16 << 20  # bytes of a file from which on its hash is remembered
+REMEMBER_FROM = 16 << 20  # bytes: the hashes of files at least this large are remembered
 _BLOCK = 16 << 20  # bytes that one thread hashes at a time
-_SETTLED = 2_000_000_000  # nanoseconds after its last change from which on a file's times tell its versions apart
+_SETTLED = 2_000_000_000  # nanoseconds: times of a file that was changed more recently do not tell its versions apart
 
 
 class NotCached(Exception):
-    """What was looked for is not in the cache."""
+    """A key or a hash is not in the cache."""
 
 
-def kept(cache: Path, key: str, make: Callable[[Path], None], say: Say, *, whole: bool) -> Path:
-    """The folder of a key, made by `make` where it is missing or damaged; `whole`: hash its files, not only size them.
+def cached_folder(cache: Path, key: str, make: Callable[[Path], None], say: Say, *, whole: bool) -> Path:
+    """Return the folder of a key; call `make` to fill it if it is missing or damaged. `whole`: verify hashes, not only sizes.
 
-    One process makes it while the others wait; it appears under its name only when it is complete. Raises Unreadable where
-    it cannot be written.
+    One process fills it while the others wait; it gets its name only when it is complete. Raises Unreadable if it cannot be
+    written.
     """
     folder = cache / key
     if _damage(folder, key, whole=whole) is None:
         return folder
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with _alone(cache / f"{key}.lock", say):
+        with _exclusive(cache / f"{key}.lock", say):
             damage = _damage(folder, key, whole=whole)
             if damage is not None:
                 if folder.exists():
-                    say(f"the cache {folder} is damaged ({damage}): it is made again")
-                _replace(folder, key, make)
+                    say(f"the cache {folder} is damaged ({damage}): making it again")
+                _make_folder(folder, key, make)
     except OSError as error:
-        raise refused(f"the cache {cache} cannot be written: {error.strerror or error}", "set data.cache=FOLDER to one with room") from None
+        raise data_error(
+            f"the cache {cache} cannot be written: {error.strerror or error}", "set data.cache to a folder with free space"
+        ) from None
     return folder
 
 
 def is_sound(cache: Path, key: str) -> bool:
-    """Whether the folder of a key is there, with files of the right sizes."""
+    """Return whether the folder of a key exists, with files of the right sizes."""
     return _damage(cache / key, key, whole=False) is None
 
 
-def content(path: Path, cache: Path) -> str:
-    """A file's hash; that of a large file is remembered beside the cache for as long as the file is not written to."""
+def content_hash(path: Path, cache: Path) -> str:
+    """Return a file's hash; the hash of a large file is remembered in the cache until the file changes."""
     try:
         return remembered_hash(path, cache)
     except NotCached:
         stat = path.stat()
         found = digest(path)
     if time.time_ns() - stat.st_ctime_ns > _SETTLED:
-        memory = _memory(path, cache)
+        memory = _hash_file(path, cache)
         with suppress(OSError):
             memory.parent.mkdir(parents=True, exist_ok=True)
-            _write(memory, json.dumps([_version(stat), found]))
+            _write_atomically(memory, json.dumps([_file_version(stat), found]))
     return found
 
 
 def remembered_hash(path: Path, cache: Path) -> str:
-    """The hash of a small file, or that of a large one that is remembered; raises NotCached of any other."""
+    """Return the hash of a small file, or the remembered hash of a large one; raises NotCached otherwise."""
     stat = path.stat()
-    if stat.st_size < REMEMBERED:
+    if stat.st_size < REMEMBER_FROM:
         return digest(path)
     try:
-        known, found = json.loads(_memory(path, cache).read_text())
+        known, found = json.loads(_hash_file(path, cache).read_text())
     except (OSError, ValueError):
         raise NotCached from None
-    if known != _version(stat):
+    if known != _file_version(stat):
         raise NotCached
     return str(found)
 
 
-def _version(stat: os.stat_result) -> list[int]:
-    """What differs between two versions of a file that was written to."""
+def _file_version(stat: os.stat_result) -> list[int]:
+    """Return what differs between two versions of a file: size, times, inode."""
     return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
 
-def _memory(path: Path, cache: Path) -> Path:
-    """Where the hash of a file is remembered."""
+def _hash_file(path: Path, cache: Path) -> Path:
+    """Return the path at which a file's hash is remembered."""
     return cache / "hashes" / f"{blake2b(str(path.resolve()).encode(), digest_size=16).hexdigest()}.json"
 
 
 def digest(path: Path) -> str:
-    """blake2b of the blake2b of each block of 16 MiB, which several threads take."""
+    """Return the blake2b of the blake2b of each 16 MiB block; several threads hash blocks."""
 
     def block(at: int) -> bytes:
         with open(path, "rb") as file:
@@ -106,17 +109,17 @@ def digest(path: Path) -> str:
     starts = range(0, size, _BLOCK)
     if len(starts) < 2:
         return blake2b(block(0), digest_size=32).hexdigest()
-    with ThreadPoolExecutor(min(len(starts), os.cpu_count() or 1, 16)) as threads:
+    with ThreadPoolExecutor(min(len(starts), cpu_count(), 16)) as threads:
         return blake2b(b"".join(threads.map(block, starts)), digest_size=32).hexdigest()
 
 
 def _damage(folder: Path, key: str, *, whole: bool) -> str | None:
-    """What is wrong with a folder, None where nothing is."""
+    """Return what is wrong with a folder; None if nothing is."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         files: dict[str, dict[str, Any]] = manifest["files"]
         if manifest["key"] != key:
-            return f"{MANIFEST} is of another key"
+            return f"{MANIFEST} has another key"
         for name, row in files.items():
             if (folder / name).stat().st_size != row["size"]:
                 return f"{name} has another size"
@@ -129,7 +132,7 @@ def _damage(folder: Path, key: str, *, whole: bool) -> str | None:
     return None
 
 
-def _replace(folder: Path, key: str, make: Callable[[Path], None]) -> None:
+def _make_folder(folder: Path, key: str, make: Callable[[Path], None]) -> None:
     for left in folder.parent.glob(f"{key}.*.new"):
         shutil.rmtree(left, ignore_errors=True)
     new, old = (folder.with_name(f"{key}.{os.getpid()}.{state}") for state in ("new", "old"))
@@ -137,7 +140,7 @@ def _replace(folder: Path, key: str, make: Callable[[Path], None]) -> None:
     try:
         make(new)
         rows = {path.name: {"size": path.stat().st_size, "hash": digest(path)} for path in sorted(new.iterdir())}
-        _write(new / MANIFEST, json.dumps({"key": key, "files": rows}, indent=1))
+        _write_atomically(new / MANIFEST, json.dumps({"key": key, "files": rows}, indent=1))
         if folder.exists():
             folder.rename(old)
         new.rename(folder)
@@ -146,8 +149,8 @@ def _replace(folder: Path, key: str, make: Callable[[Path], None]) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _write(path: Path, text: str) -> None:
-    """A file is there whole or not at all."""
+def _write_atomically(path: Path, text: str) -> None:
+    """Write a file atomically."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     with open(part, "w") as file:
         file.write(text)
@@ -157,12 +160,12 @@ def _write(path: Path, text: str) -> None:
 
 
 @contextmanager
-def _alone(path: Path, say: Say) -> Iterator[None]:
-    """Only one process is inside at a time; a process that dies leaves."""
+def _exclusive(path: Path, say: Say) -> Iterator[None]:
+    """Let one process in at a time; the kernel releases the lock of a process that dies."""
     with open(path, "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say("another process prepares the same data: waiting for it")
+            say("waiting for another process that is preparing the same data")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

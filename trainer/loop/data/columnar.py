@@ -1,4 +1,4 @@
-"""Columns of text in parquet and Arrow files, a row a document, through pyarrow: read in batches, by several processes."""
+"""Text columns of parquet and Arrow files, one document a row, read in batches with pyarrow."""
 
 from __future__ import annotations
 
@@ -10,57 +10,57 @@ from typing import Any, Literal, NamedTuple
 
 Kind = Literal["parquet", "arrow"]
 
-BATCH = 256  # rows of a parquet file that are held at once
-_BUFFER = 1 << 20  # bytes of a column that are read at once
+BATCH = 256  # rows of a parquet file in memory at once
+_BUFFER = 1 << 20  # bytes of a column per read
 
 
 class UnreadableTable(Exception):
-    """What is wrong with a file of tables, as the end of a sentence that begins with its name, and what would mend it."""
+    """A table can't be read; `says` ends a sentence that begins with the file's name, `mend` is the fix."""
 
     def __init__(self, says: str, mend: str = "") -> None:
         super().__init__(f"{says}: {mend}" if mend else says)
         self.says, self.mend = says, mend
 
 
-class Sample(NamedTuple):
-    """Some documents of a file, and about which share of it they are."""
+class RowSample(NamedTuple):
+    """Some documents of a file, and roughly their share of it."""
 
     texts: list[bytes]
     share: float
 
 
-def texts(path: str, kind: Kind, key: str, begin: int, end: int) -> Iterator[bytes]:
-    """The documents of bytes begin .. end of a file, empty ones and nulls left out; raises UnreadableTable.
+def read_texts(path: str, kind: Kind, key: str, begin: int, end: int) -> Iterator[bytes]:
+    """Yield the non-empty documents of bytes begin .. end of a file; raises UnreadableTable.
 
-    Row groups of a parquet file, and record batches of an Arrow file, stand for equal parts of its bytes; record batches of
-    an Arrow stream for the bytes at which they end. So what spans of a file give, one after another, is all of it once.
+    Row groups of a parquet file and record batches of an Arrow file count as equal parts of its bytes; a record batch of an
+    Arrow stream belongs to the byte at which it ends. So consecutive spans of a file yield each document once.
     """
     with _readable(path):
-        columns = _parquet(path, key, begin, end) if kind == "parquet" else _arrow(path, key, begin, end)
+        columns = _parquet_columns(path, key, begin, end) if kind == "parquet" else _arrow_columns(path, key, begin, end)
         for column in columns:
             yield from (text for text in column.cast(_pyarrow().large_binary()).to_pylist() if text)
 
 
-def check(path: str, kind: Kind, key: str) -> None:
-    """Raises UnreadableTable where a file can't be read or has no column of text of that name."""
+def check_column(path: str, kind: Kind, key: str) -> None:
+    """Raises UnreadableTable if a file can't be read or has no text column of that name."""
     with _readable(path):
-        _check_column(_opened(path, kind)[1], key)
+        _check_column(_open(path, kind)[1], key)
 
 
-def sample(path: str, kind: Kind, key: str, at: int, most: int) -> Sample:
-    """The documents of the rows at a byte of a file and after it, as many as hold `most` bytes or one batch; raises UnreadableTable."""
+def sample_rows(path: str, kind: Kind, key: str, at: int, most: int) -> RowSample:
+    """Return documents from a byte of a file on, at least `most` bytes or all; raises UnreadableTable."""
     size, found, rows, used, all_rows = Path(path).stat().st_size, list[bytes](), 0, 0, 0
     with _readable(path):
         if kind == "parquet":
-            about = _opened(path, kind)[0].metadata
+            about = _open(path, kind)[0].metadata
             at, all_rows = at * about.num_row_groups // size * size // max(about.num_row_groups, 1), about.num_rows
-        for column in _parquet(path, key, at, size) if kind == "parquet" else _arrow(path, key, at, size):
+        for column in _parquet_columns(path, key, at, size) if kind == "parquet" else _arrow_columns(path, key, at, size):
             rows += len(column)
             used += column.nbytes
             found += [text for text in column.cast(_pyarrow().large_binary()).to_pylist() if text]
             if used >= most:
                 break
-    return Sample(found, rows / all_rows if all_rows else min(1.0, used / size))
+    return RowSample(found, rows / all_rows if all_rows else min(1.0, used / size))
 
 
 @contextmanager
@@ -68,12 +68,12 @@ def _readable(path: str) -> Iterator[None]:
     try:
         yield
     except _pyarrow().ArrowException as error:
-        raise UnreadableTable(f"can't be read: {_line(error)}") from None
-    except OSError as error:  # pyarrow raises it for damaged files too
-        raise UnreadableTable(f"can't be read: {error.strerror or _line(error)}") from None
+        raise UnreadableTable(f"can't be read: {_one_line(error)}") from None
+    except OSError as error:  # pyarrow also raises it for damaged files
+        raise UnreadableTable(f"can't be read: {error.strerror or _one_line(error)}") from None
 
 
-def _line(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
@@ -81,8 +81,8 @@ def _pyarrow() -> Any:
     return import_module("pyarrow")
 
 
-def _opened(path: str, kind: Kind) -> tuple[Any, Any]:
-    """(the reader of a file, its schema)."""
+def _open(path: str, kind: Kind) -> tuple[Any, Any]:
+    """Return (reader, schema) of a file."""
     if kind == "parquet":
         file = import_module("pyarrow.parquet").ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False)
         return file, file.schema_arrow
@@ -93,8 +93,8 @@ def _opened(path: str, kind: Kind) -> tuple[Any, Any]:
     return reader, reader.schema
 
 
-def _parquet(path: str, key: str, begin: int, end: int) -> Iterator[Any]:
-    file, schema = _opened(path, "parquet")
+def _parquet_columns(path: str, key: str, begin: int, end: int) -> Iterator[Any]:
+    file, schema = _open(path, "parquet")
     _check_column(schema, key)
     groups, size = file.metadata.num_row_groups, Path(path).stat().st_size
     mine = [group for group in range(groups) if begin <= group * size // groups < end]
@@ -103,8 +103,8 @@ def _parquet(path: str, key: str, begin: int, end: int) -> Iterator[Any]:
             yield batch.column(0)
 
 
-def _arrow(path: str, key: str, begin: int, end: int) -> Iterator[Any]:
-    reader, schema = _opened(path, "arrow")
+def _arrow_columns(path: str, key: str, begin: int, end: int) -> Iterator[Any]:
+    reader, schema = _open(path, "arrow")
     at, size = _check_column(schema, key), Path(path).stat().st_size
     if hasattr(reader, "num_record_batches"):
         batches = reader.num_record_batches
@@ -124,7 +124,7 @@ def _arrow(path: str, key: str, begin: int, end: int) -> Iterator[Any]:
 
 
 def _check_column(schema: Any, key: str) -> int:
-    """The place of the column of text of that name; raises UnreadableTable."""
+    """Return the index of the text column of that name; raises UnreadableTable."""
     types = _pyarrow().types
 
     def is_text(kind: Any) -> bool:

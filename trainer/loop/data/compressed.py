@@ -1,4 +1,4 @@
-"""Packed files (.gz, .zst) are read as streams of bytes, and one that is damaged or cut short is never read as a shorter one."""
+"""Streams of bytes from compressed files (.gz, .zst); a damaged or truncated file raises and never reads as a shorter one."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, Literal
 
-Packing = Literal["", ".gz", ".zst"]
-PACKED: tuple[Packing, ...] = (".gz", ".zst")
+Compression = Literal["", ".gz", ".zst"]
+COMPRESSIONS: tuple[Compression, ...] = (".gz", ".zst")
 
-_READ = 1 << 16  # packed bytes at a time
+_READ = 1 << 16  # compressed bytes per read
 _DAMAGE: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
-_WINDOW = 1 << 31  # bytes that a .zst may refer back to: all that zstd --long=31 writes
+_WINDOW = 1 << 31  # bytes: the largest window of a .zst, that of zstd --long=31
 
 
-class DamagedFile(Exception):
-    """What is wrong with a packed file."""
+class DamagedArchive(Exception):
+    """A compressed file is damaged or truncated."""
 
 
-def open_packed(path: Path | str, packing: Packing) -> IO[bytes]:
-    """What a packed file holds; reading raises DamagedFile, and OSError where the file itself can't be read."""
+def open_compressed(path: Path | str, compression: Compression) -> IO[bytes]:
+    """Open a compressed file for reading; reads raise DamagedArchive, and OSError if the file itself can't be read."""
     file = open(path, "rb")  # noqa: SIM115
-    return io.BufferedReader(_Stream(_Zstd(file).read if packing == ".zst" else gzip.GzipFile(fileobj=file).read1, file), 1 << 20)
+    return io.BufferedReader(_Stream(_Zstd(file).read if compression == ".zst" else gzip.GzipFile(fileobj=file).read1, file), 1 << 20)
 
 
-def unpack_start(start: bytes, packing: Packing, most: int) -> bytes:
-    """At most so many bytes of what the first bytes of a packed file hold, where its library is installed; b"" of no such file."""
-    if packing == ".gz":
+def decompress_start(start: bytes, compression: Compression, most: int) -> bytes:
+    """Decompress the first bytes of a file to at most `most` bytes; b"" if it is not such a file or its library is not installed."""
+    if compression == ".gz":
         with suppress(zlib.error):
             return zlib.decompressobj(31).decompress(start, most)
-    elif packing == ".zst":
+    elif compression == ".zst":
         with suppress(ImportError, *_zstd_errors()):
             return bytes(_decompressor().decompress(start))[:most]
     return b""
 
 
 class _Stream(io.RawIOBase):
-    """A function that gives the next so many bytes, as a raw stream."""
+    """A raw stream over a function that returns the next bytes."""
 
     def __init__(self, read: Callable[[int], bytes], file: IO[bytes]) -> None:
         self._read, self._file = read, file
@@ -53,7 +53,7 @@ class _Stream(io.RawIOBase):
         try:
             found = self._read(len(into))
         except (*_zstd_errors(), *_DAMAGE) as error:
-            raise DamagedFile(str(error)) from None
+            raise DamagedArchive(str(error)) from None
         into[: len(found)] = found
         return len(found)
 
@@ -63,14 +63,14 @@ class _Stream(io.RawIOBase):
 
 
 class _Zstd:
-    """Frames of zstd one after another; the library's own reader takes a frame that was cut short for a whole one."""
+    """A reader of consecutive zstd frames; the library's own reader accepts a truncated frame as complete."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self._frame, self._rest = file, None, b""
         self._ready = io.BytesIO()
 
     def read(self, size: int) -> bytes:
-        """At most so many bytes, b"" at the end; raises EOFError where a frame is cut short."""
+        """Return at most `size` bytes, b"" at the end; raises EOFError if a frame is truncated."""
         while not (found := self._ready.read(size)):
             packed = self._rest or self._file.read(_READ)
             if not packed:

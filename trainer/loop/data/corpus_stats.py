@@ -1,4 +1,4 @@
-"""What is known of a run's data in figures: tokens that train and validate, documents, bytes."""
+"""Statistics of a run's data: training and validation tokens, documents, bytes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from .corpus import Corpus
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """One source: its share by weight, and its tokens; None where not known."""
+class SourceShare:
+    """One source: its weight, and its tokens (None: unknown)."""
 
     weight: float
     train: int | None
@@ -18,16 +18,16 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
-    """Figures of a corpus, or, where not `exact`, an estimate of them from a sample. None: not known.
+class CorpusStats:
+    """Statistics of a corpus; if not `exact`, estimates from a sample. None: unknown.
 
-    `key` names the contents, `bytes` are those of the files, `entropy` is nats a token of the training text's unigrams. Of token
-    files the sum of train and validation is always exact; where whole documents are held out of files that were never read,
-    the two are apart from the truth by a document at most.
+    `key` identifies the contents, `bytes` is the size of the files, `entropy` the unigram entropy of the training text in nats a
+    token. For token files the sum of train and validation is always exact; if whole documents validate and the files have not
+    been read yet, each of the two is off by at most one document.
     """
 
     key: str | None
-    sources: tuple[Part, ...]
+    sources: tuple[SourceShare, ...]
     documents: int | None
     exact: bool
     bytes: int
@@ -35,16 +35,16 @@ class Facts:
 
     @property
     def train(self) -> int | None:
-        """Tokens that train."""
+        """Training tokens."""
         return _total([part.train for part in self.sources])
 
     @property
     def validation(self) -> int | None:
-        """Tokens that validate."""
+        """Validation tokens."""
         return _total([part.validation for part in self.sources])
 
-    def words(self) -> dict[str, Any]:
-        """The same as JSON."""
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON form."""
         return {
             "key": self.key,
             "tokens": {"train": self.train, "validation": self.validation},
@@ -56,10 +56,10 @@ class Facts:
         }
 
 
-def facts(corpus: Corpus) -> Facts:
-    """The figures of a corpus that was prepared, but for its entropy, which takes time: `corpus.entropy`."""
-    parts = [Part(weight=each.weight, train=each.train.size, validation=each.validation.size) for each in corpus.sources]
-    return Facts(
+def corpus_stats(corpus: Corpus) -> CorpusStats:
+    """Return the statistics of a prepared corpus, without `entropy`, which takes time (`corpus.entropy`)."""
+    parts = [SourceShare(weight=each.weight, train=each.train.size, validation=each.validation.size) for each in corpus.sources]
+    return CorpusStats(
         key=corpus.key,
         sources=tuple(parts),
         documents=_total([each.documents for each in corpus.sources]),
@@ -68,23 +68,23 @@ def facts(corpus: Corpus) -> Facts:
     )
 
 
-def sentence(facts: Facts, tokens: int) -> str:
-    """Say how many tokens there are, and how many epochs a run of so many tokens makes of them."""
-    documents = f" in {facts.documents:,} document{'s' if facts.documents != 1 else ''}" if facts.documents is not None else ""
-    held_out = f", {facts.validation:,} more for validation" if facts.validation else ""
-    train = "?" if facts.train is None else f"{facts.train:,}"
-    return f"data: {train} tokens{documents}{held_out}; the run reads {tokens:,}, {_epochs(facts, tokens)}"
+def stats_line(stats: CorpusStats, tokens: int) -> str:
+    """Return a line for people: the tokens there are, and the epochs of a run that reads `tokens`."""
+    documents = f" in {stats.documents:,} document{'s' if stats.documents != 1 else ''}" if stats.documents is not None else ""
+    held_out = f", {stats.validation:,} more for validation" if stats.validation else ""
+    train = "?" if stats.train is None else f"{stats.train:,}"
+    return f"data: {train} tokens{documents}{held_out}; the run reads {tokens:,}, {_epochs(stats, tokens)}"
 
 
-def _epochs(facts: Facts, tokens: int) -> str:
-    whole = sum(part.weight for part in facts.sources)
-    epochs = [tokens * part.weight / whole / part.train for part in facts.sources if part.train]
+def _epochs(stats: CorpusStats, tokens: int) -> str:
+    whole = sum(part.weight for part in stats.sources)
+    epochs = [tokens * part.weight / whole / part.train for part in stats.sources if part.train]
     if len(epochs) == 1:
-        return f"{_digits(epochs[0])} epochs"
-    return f"{', '.join(map(_digits, epochs[:-1]))} and {_digits(epochs[-1])} epochs of its {len(epochs)} sources"
+        return f"{_round_text(epochs[0])} epochs"
+    return f"{', '.join(map(_round_text, epochs[:-1]))} and {_round_text(epochs[-1])} epochs of its {len(epochs)} sources"
 
 
-def _digits(number: float) -> str:
+def _round_text(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 

@@ -1,15 +1,15 @@
-"""What is wrong with the data that a user named."""
+"""Problems with a run's data, and the error that reports them."""
 
 from __future__ import annotations
 
 from ...spec.problem import Problem, Unreadable
 
 
-def wrong(says: str, mend: str = "") -> Problem:
-    """A problem of the rule `data`."""
+def data_problem(says: str, mend: str = "") -> Problem:
+    """Return a problem of the rule `data`."""
     return Problem(rule="data", says=says, mend=mend)
 
 
-def refused(says: str, mend: str = "") -> Unreadable:
-    """That problem, to be raised."""
-    return Unreadable([wrong(says, mend)])
+def data_error(says: str, mend: str = "") -> Unreadable:
+    """Return an Unreadable with one such problem, for the caller to raise."""
+    return Unreadable([data_problem(says, mend)])

@@ -1,65 +1,65 @@
-"""Token ids become text, piece by piece, as they are made."""
+"""From token ids to text, piece by piece as they are generated."""
 
 from __future__ import annotations
 
 import codecs
 from typing import Protocol
 
-from .tokenizer import Tokenizer, Vocabulary
+from .tokenizer import Tokenizer, VocabularyTokenizer
 
-BROKEN = "�"  # what stands for bytes that are no whole letter
-
-
-class Speller(Protocol):
-    """What gives the text of one token after the other; a letter comes when its last byte has."""
-
-    def spell(self, token: int) -> str:
-        """The text that this token completes."""
-
-    def rest(self) -> str:
-        """What is left when no token follows."""
+REPLACEMENT = "�"  # what decoders return for bytes that are not a whole character
 
 
-def speller(tokenizer: Tokenizer) -> Speller:
-    """The speller of a tokenizer's ids."""
-    return VocabularySpeller(tokenizer) if isinstance(tokenizer, Vocabulary) else BytesSpeller()
+class Detokenizer(Protocol):
+    """An incremental decoder of tokens; a character is returned with its last byte."""
+
+    def decode(self, token: int) -> str:
+        """Return the text that this token completes."""
+
+    def flush(self) -> str:
+        """Return the remaining text after the last token."""
 
 
-class BytesSpeller:
-    """Bytes of UTF-8; what is none is shown as the replacement letter."""
+def detokenizer(tokenizer: Tokenizer) -> Detokenizer:
+    """Return the detokenizer of a tokenizer's ids."""
+    return VocabularyDetokenizer(tokenizer) if isinstance(tokenizer, VocabularyTokenizer) else ByteDetokenizer()
+
+
+class ByteDetokenizer:
+    """Decodes UTF-8 bytes; invalid bytes become the replacement character."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def spell(self, token: int) -> str:
+    def decode(self, token: int) -> str:
         return self._decoder.decode(bytes([token]))
 
-    def rest(self) -> str:
+    def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
 
 
-class VocabularySpeller:
-    """Ids of a tokenizer.json, whose text depends on the ids before: as many are decoded again as may change it."""
+class VocabularyDetokenizer:
+    """Decodes ids of a tokenizer.json; their text depends on earlier ids, so these are decoded again."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: VocabularyTokenizer) -> None:
         self._rules = vocabulary.rules
         self._ids: list[int] = []
-        self._shown = 0  # ids whose text is out
-        self._before = 0  # ids from here on are decoded, so that a space between two words is seen
+        self._shown = 0  # ids whose text was returned
+        self._before = 0  # ids from here on are decoded, to see a space between two words
 
-    def spell(self, token: int) -> str:
+    def decode(self, token: int) -> str:
         self._ids.append(token)
-        text = self._new()
-        if not text or text.endswith(BROKEN):
+        text = self._pending_text()
+        if not text or text.endswith(REPLACEMENT):
             return ""
         self._before, self._shown = self._shown, len(self._ids)
         return text
 
-    def rest(self) -> str:
-        return self._new()
+    def flush(self) -> str:
+        return self._pending_text()
 
-    def _new(self) -> str:
-        """The text of the ids that are not out yet."""
+    def _pending_text(self) -> str:
+        """Return the text of the ids that were not returned yet."""
         shown: str = self._rules.decode(self._ids[self._before : self._shown], skip_special_tokens=False)
         every: str = self._rules.decode(self._ids[self._before :], skip_special_tokens=False)
         return every[len(shown) :]

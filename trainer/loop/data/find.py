@@ -13,169 +13,170 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import NamedTuple
 
-from ...spec.problem import Problem, Unreadable, nearest
-from .data_error import refused, wrong
+from ...spec.problem import Problem, Unreadable, suggest_name
+from .data_error import data_error, data_problem
 
-# Folders of the standard library that are left out: tests, tools with windows of their own, tables, and what is installed there.
+# Folders of the standard library that are skipped: tests, tools with a user interface, tables, installed packages.
 _TESTS = {"test", "tests", "__phello__"}
 _TOOLS = {"idlelib", "turtledemo", "lib2to3", "ensurepip"}
 _TABLES = {"encodings", "pydoc_data"}
 _INSTALLED = {"site-packages", "dist-packages", "lib-dynload"}
-_NOT_LIBRARY = _TESTS | _TOOLS | _TABLES | _INSTALLED
-_OF_A_MACHINE = (
+_SKIPPED_FOLDERS = _TESTS | _TOOLS | _TABLES | _INSTALLED
+_MACHINE_FILES = (
     "_sysconfigdata",
     "sitecustomize",
     "usercustomize",
     "python-config",
-)  # modules that differ between machines of one Python version
+)  # modules that differ between machines with the same Python version
 
 
 Remark = Callable[[str], object]
 
 
-class File(NamedTuple):
-    """A file, its size in bytes, and its name below what the user named: the same wherever the data lies."""
+class DataFile(NamedTuple):
+    """A data file: its path, its size in bytes, and its name relative to the folder that the user named."""
 
     name: str
     path: Path
     size: int
 
 
-def library() -> list[File]:
-    """The .py files of this Python's standard library, sorted by name, empty ones left out; raises Unreadable."""
+def library_files() -> list[DataFile]:
+    """Return the non-empty .py files of this Python's standard library, sorted by name; raises Unreadable."""
     root = Path(sysconfig.get_path("stdlib"))
-    files = [file for file in _below(root, (".py",), _NOT_LIBRARY) if file.size and not file.path.name.startswith(_OF_A_MACHINE)]
+    files = [file for file in _files_below(root, (".py",), _SKIPPED_FOLDERS) if file.size and not file.path.name.startswith(_MACHINE_FILES)]
     if not files:
-        raise refused(f"data=stdlib: no .py files in {root}", "set data=text data.path=FOLDER")
+        raise data_error(f"data=stdlib: no .py files in {root}", "set data=text data.path=FOLDER")
     return files
 
 
 class Search(NamedTuple):
-    """What a folder is searched for."""
+    """Which files of a folder are read."""
 
-    suffixes: tuple[str, ...]  # ends of the names of the files that are read
-    beside: tuple[str, ...]  # ends of the names of files that belong to others: nobody misses them
-    words: str  # the suffixes, for a message
-    mend: str  # what to do where a folder has no such file
-    takes: Callable[[Path], bool] = lambda path: True  # whether a file with one of the suffixes is read
+    suffixes: tuple[str, ...]  # name suffixes of the files that are read
+    companions: tuple[str, ...]  # name suffixes of files that belong to data files: they are not reported as skipped
+    described: str  # the suffixes, for a message
+    mend: str  # what to do if a folder has no such file
+    accepts: Callable[[Path], bool] = lambda path: True  # whether a file with one of the suffixes is read
 
 
-def found(words: Sequence[str], search: Search, remark: Remark, problems: list[Problem]) -> list[list[File]]:
-    """The files of each word, which names a file, a folder or a pattern; adds to problems.
+def find_files(words: Sequence[str], search: Search, remark: Remark, problems: list[Problem]) -> list[list[DataFile]]:
+    """Return the files of each path, which names a file, a folder or a pattern; append to `problems`.
 
-    A remark counts the files that are left out of a folder or a pattern.
+    A remark counts the files of a folder or a pattern that are skipped.
     """
-    return [_named(word, search, remark, problems) for word in words]
+    return [_files_of_word(word, search, remark, problems) for word in words]
 
 
-def _named(word: str, search: Search, remark: Remark, problems: list[Problem]) -> list[File]:
-    """The files of one word; adds to problems."""
+def _files_of_word(word: str, search: Search, remark: Remark, problems: list[Problem]) -> list[DataFile]:
+    """Return the files of one path; append to `problems`."""
     try:
-        return list(_files(word, search, remark))
+        return list(_find(word, search, remark))
     except Unreadable as error:
         problems += error.problems
-    except (OSError, RuntimeError, ValueError) as error:  # a name that is too long, ~NOBODY, a zero byte
+    except (OSError, RuntimeError, ValueError) as error:  # too long a name, an unknown ~USER, a zero byte
         inside = f"{error.filename}: " if isinstance(error, OSError) and error.filename not in (None, word) else ""
-        problems.append(wrong(f"data.path={word}: {inside}{getattr(error, 'strerror', None) or str(error).rstrip('.')}"))
+        problems.append(data_problem(f"data.path={word}: {inside}{getattr(error, 'strerror', None) or str(error).rstrip('.')}"))
     return []
 
 
-def _files(word: str, search: Search, remark: Remark) -> list[File]:
-    """The files of one word; raises Unreadable, and OSError, RuntimeError or ValueError for a word that is no path."""
+def _find(word: str, search: Search, remark: Remark) -> list[DataFile]:
+    """Return the files of one path; raises Unreadable, and OSError, RuntimeError or ValueError if it is not a valid path."""
     path = Path(word).expanduser()
     if path.is_dir():
-        return _of_folder(word, path, search, remark)
+        return _folder_files(word, path, search, remark)
     if path.is_file():
-        return [_named_file(path)]
+        return [_single_file(path)]
     if path.exists():
-        raise refused(f"data.path={word} is no file but a pipe or a device", "write what it gives to a file, and name that")
+        raise data_error(f"data.path={word} is a pipe or a device, not a file", "write its contents to a file and name that")
     if path.is_symlink():
-        raise refused(f"data.path={word} is a link to {os.readlink(path)}, which is not there")
+        raise data_error(f"data.path={word} is a link to {os.readlink(path)}, which does not exist")
     if has_magic(word):
-        return _of_pattern(word, path, search, remark)
-    if ".bin" in search.suffixes and path.with_name(f"{path.name}.bin").exists():  # Megatron names a pair without its suffixes
-        return [_named_file(path.with_name(f"{path.name}.bin"))]
-    raise refused(f"data.path={word}: no such file or folder", _neighbour(path))
+        return _pattern_files(word, path, search, remark)
+    if ".bin" in search.suffixes and path.with_name(f"{path.name}.bin").exists():  # Megatron names a .bin and .idx pair without suffixes
+        return [_single_file(path.with_name(f"{path.name}.bin"))]
+    raise data_error(f"data.path={word}: no such file or folder", _similar_name(path))
 
 
-def _named_file(path: Path) -> File:
-    """A file that is named itself; raises Unreadable."""
+def _single_file(path: Path) -> DataFile:
+    """Return a file that the user named directly; raises Unreadable if it is empty."""
     file = _file(path.name, path)
     if not file.size:
-        raise refused(f"{file.path} is empty", "leave it out of data.path")
+        raise data_error(f"{file.path} is empty", "leave it out of data.path")
     return file
 
 
-def _of_folder(word: str, path: Path, search: Search, remark: Remark) -> list[File]:
-    everything = _below(path)
+def _folder_files(word: str, path: Path, search: Search, remark: Remark) -> list[DataFile]:
+    everything = _files_below(path)
     fitting = [file for file in everything if file.size and file.name.lower().endswith(search.suffixes)]
-    files = [file for file in fitting if search.takes(file.path)] or fitting
-    left = _count_words([file for file in everything if not file.name.lower().endswith(search.beside)], files)
+    files = [file for file in fitting if search.accepts(file.path)] or fitting
+    skipped = _skipped_text([file for file in everything if not file.name.lower().endswith(search.companions)], files)
     if not files:
-        raise refused(f"data.path={word} has no {search.words} in it" + (f" but {left}" if left else ""), search.mend.format(word))
-    if left:
-        remark(f"data.path={word}: {_file_count(files)}, and left out are {left}")
+        says = f"data.path={word} has no {search.described} in it" + (f", only {skipped}" if skipped else "")
+        raise data_error(says, search.mend.format(word))
+    if skipped:
+        remark(f"data.path={word}: {_file_count(files)}; skipped: {skipped}")
     return files
 
 
-def _of_pattern(word: str, path: Path, search: Search, remark: Remark) -> list[File]:
+def _pattern_files(word: str, path: Path, search: Search, remark: Remark) -> list[DataFile]:
     hits = [Path(hit) for hit in sorted(glob(str(path), recursive=True)) if os.path.isfile(hit)]
-    hits = [hit for hit in hits if hit.suffix == ".idx" or not hit.name.lower().endswith(search.beside)]
+    hits = [hit for hit in hits if hit.suffix == ".idx" or not hit.name.lower().endswith(search.companions)]
     if not hits:
-        raise refused(f"data.path={word} matches no file")
+        raise data_error(f"data.path={word} matches no file")
     root = os.path.commonpath([hit.parent for hit in hits])
     everything = {file.path: file for file in sorted((_file(hit.relative_to(root).as_posix(), hit) for hit in hits), reverse=True)}
     files = sorted(file for file in everything.values() if file.size)
     if not files:
-        raise refused(f"data.path={word} matches empty files only")
-    if left := _count_words(list(everything.values()), files):
-        remark(f"data.path={word}: {_file_count(files)}, and left out are {left}")
+        raise data_error(f"data.path={word} matches only empty files")
+    if skipped := _skipped_text(list(everything.values()), files):
+        remark(f"data.path={word}: {_file_count(files)}; skipped: {skipped}")
     return files
 
 
-def _file_count(files: Sequence[File]) -> str:
+def _file_count(files: Sequence[DataFile]) -> str:
     return f"{len(files):,} files are read" if files[1:] else "1 file is read"
 
 
-def _count_words(everything: Sequence[File], files: Sequence[File]) -> str:
-    """How many files of which kind are not among those that are read: 3 .pdf, 2 empty; "" where none is left out."""
-    taken = {file.path for file in files}
-    left = Counter("empty" if not file.size else file.path.suffix or "without a suffix" for file in everything if file.path not in taken)
-    rows = [f"{count:,} {kind}" for kind, count in left.most_common(5)]
-    more = sum(left.values()) - sum(count for _, count in left.most_common(5))
+def _skipped_text(everything: Sequence[DataFile], files: Sequence[DataFile]) -> str:
+    """Return how many files of each kind are skipped: "3 .pdf, 2 empty"; "" if none is."""
+    read = {file.path for file in files}
+    kinds = Counter("empty" if not file.size else file.path.suffix or "without a suffix" for file in everything if file.path not in read)
+    rows = [f"{count:,} {kind}" for kind, count in kinds.most_common(5)]
+    more = sum(kinds.values()) - sum(count for _, count in kinds.most_common(5))
     return ", ".join([*rows, *([f"{more:,} others"] if more else [])])
 
 
-def _below(root: Path, suffixes: tuple[str, ...] = ("",), without: AbstractSet[str] = frozenset()) -> list[File]:
-    """The files below a folder, sorted by name, but for hidden ones and those in folders of the names `without`; raises OSError."""
+def _files_below(root: Path, suffixes: tuple[str, ...] = ("",), without: AbstractSet[str] = frozenset()) -> list[DataFile]:
+    """Return the files below a folder, sorted by name, without hidden files and folders named in `without`; raises OSError."""
     files = []
-    for at, folders, names in os.walk(root, onerror=_fail):
+    for at, folders, names in os.walk(root, onerror=_raise_error):
         folders[:] = [name for name in folders if name not in without and not name.startswith(".")]
         below = Path(at).relative_to(root)
         for name in names:
             if name.endswith(suffixes) and not name.startswith("."):
-                with suppress(FileNotFoundError):  # a link to nothing
+                with suppress(FileNotFoundError):  # a broken link
                     about = os.stat(os.path.join(at, name))
                     if stat.S_ISREG(about.st_mode):
-                        files.append(File((below / name).as_posix(), Path(at, name), about.st_size))
+                        files.append(DataFile((below / name).as_posix(), Path(at, name), about.st_size))
     return sorted(files)
 
 
-def _fail(error: OSError) -> None:
-    """A folder that can't be read is not passed over."""
+def _raise_error(error: OSError) -> None:
+    """Raise instead of skipping a folder that can't be read."""
     raise error
 
 
-def _file(name: str, path: Path) -> File:
-    """A file, or the .bin beside a .idx; raises Unreadable where that is missing."""
+def _file(name: str, path: Path) -> DataFile:
+    """Return a file, or the .bin of a .idx; raises Unreadable if that is missing."""
     path = path.with_suffix(".bin") if path.suffix == ".idx" else path
     if not path.exists():
-        raise refused(f"{path}: no such file", f"{path.with_suffix('.idx').name} wants it beside itself")
-    return File(name, path, path.stat().st_size)
+        raise data_error(f"{path}: no such file", f"{path.with_suffix('.idx').name} needs it in the same folder")
+    return DataFile(name, path, path.stat().st_size)
 
 
-def _neighbour(path: Path) -> str:
+def _similar_name(path: Path) -> str:
     if not path.parent.is_dir():
         return f"there is no folder {path.parent}"
-    close = nearest(path.name, [each.name for each in path.parent.iterdir()])
+    close = suggest_name(path.name, [each.name for each in path.parent.iterdir()])
     return close if close.startswith("did") else ""

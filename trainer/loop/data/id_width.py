@@ -1,4 +1,4 @@
-"""How many bytes an id takes in a file that does not say: decided by where its zeros are."""
+"""The width of token ids in a file without a header, inferred from where its zero bytes are."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_BLOCK = 1 << 16  # bytes that are looked at in one place
+_BLOCK = 1 << 16  # bytes that are read in one place
 _PLACES = 16
-_SMALL = 15  # in the upper half of ids up to a million
-_TELLING = 12  # pairs that decide
-_MANY, _MOST = 64, 0.75  # so many decide though not all agree
+_SMALL = 15  # the largest upper half of ids up to a million
+_TELLING = 12  # pairs: with fewer, the file does not decide
+_MANY, _MOST = 64, 0.75  # with this many pairs, this share of them decides
 
 
-def raw_type(path: Path, size: int, vocab: int) -> np.dtype[Any]:
-    """uint16, uint32 or int64: the type of the ids below vocab that fill a file of `size` bytes and nothing else; raises OSError.
+def raw_id_type(path: Path, size: int, vocab: int) -> np.dtype[Any]:
+    """Return the type (uint16, uint32 or int64) of the ids below vocab in a file of `size` bytes without a header; raises OSError.
 
     The file is read as pairs of numbers. If each pair is the two halves of one id, its second half is small: at most
     (vocab - 1) >> 16, which is 0 for most vocabularies, or at most `_SMALL` for ids of a larger vocabulary. If each number is an
-    id, the small number of a pair is as often the first as the second. The pairs are ids if the second number is small in more
-    than three quarters of the pairs that are not both small. If too few pairs tell, the vocabulary decides.
+    id, the small number of a pair is the first as often as the second. The pairs are ids if the second number is small in more
+    than three quarters of the pairs in which exactly one is. If there are too few such pairs, the vocabulary decides.
     """
-    halves, high = _sampled(path, size, np.dtype(np.uint16)), (vocab - 1) >> 16
+    halves, high = _sample_numbers(path, size, np.dtype(np.uint16)), (vocab - 1) >> 16
     wide = [_are_halves(halves, small) for small in (high, max(high, _SMALL))]
     if not (vocab > 1 << 16 if wide == [None, None] else any(wide)):
         return np.dtype(np.uint16)
-    return np.dtype(np.int64 if _are_halves(_sampled(path, size, np.dtype(np.uint32)), 0) else np.uint32)
+    return np.dtype(np.int64 if _are_halves(_sample_numbers(path, size, np.dtype(np.uint32)), 0) else np.uint32)
 
 
 def _are_halves(words: NDArray[Any], small: int) -> bool | None:
-    """Whether the second number of nearly all pairs that are not both at most `small` is so; None for too few pairs."""
+    """Return whether the second number is at most `small` in nearly all pairs in which one is; None for too few pairs."""
     first, second = words[::2] <= small, words[1::2] <= small
     telling = ~(first & second)
     count = int(telling.sum())
@@ -41,8 +41,8 @@ def _are_halves(words: NDArray[Any], small: int) -> bool | None:
     return share == 1 or (count >= _MANY and share > _MOST)
 
 
-def _sampled(path: Path, size: int, kind: np.dtype[Any]) -> NDArray[Any]:
-    """Numbers [even] of a file, from places all over it that begin with a pair of them."""
+def _sample_numbers(path: Path, size: int, kind: np.dtype[Any]) -> NDArray[Any]:
+    """Return numbers [even] from places spread over a file, each place a whole number of pairs."""
     pair = 2 * kind.itemsize
     if size < pair:
         return np.empty(0, kind)

@@ -1,4 +1,4 @@
-"""Which window is sample n: keyed permutations that are computed, never stored, and a blend of sources by weight."""
+"""The order of samples: keyed permutations that are computed instead of stored, and a blend of sources by weight."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ Indices = NDArray[np.int64]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _ROUNDS = 4
-_ONE = 1 << 24  # shares are counted in this many parts, exact for 2**39 samples
+_ONE = 1 << 24  # a share of 1, in integer parts: exact for 2**39 samples
 
 
-def keyed(*words: int | Indices | Words) -> Words:
-    """A key [n] that depends on every word and on their order; a whole number stands for n equal ones."""
+def random_key(*words: int | Indices | Words) -> Words:
+    """Return a key [n] that depends on every word and their order; a single number counts as n equal ones."""
     state = np.zeros(1, np.uint64)
     for word in words:
         state = _mix(state + _GOLDEN ^ np.atleast_1d(np.asarray(word)).astype(np.uint64))
     return state
 
 
-def permuted(index: Indices, size: int, key: Words) -> Indices:
-    """Where each index [n] < size goes in the permutation of 0 .. size-1 that its key [n] names.
+def permuted_index(index: Indices, size: int, key: Words) -> Indices:
+    """Return the image of each index [n] < size under the permutation of 0 .. size-1 that its key [n] selects.
 
-    A Feistel network permutes the next power of two, and is walked until it comes back below size: less than twice on
+    A Feistel network permutes the next power of two; it is applied until the result is below size, fewer than two times on
     average (Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
     """
     place = index.astype(np.uint64)
@@ -38,10 +38,10 @@ def permuted(index: Indices, size: int, key: Words) -> Indices:
     return place.astype(np.int64)
 
 
-def blended(samples: Indices, weights: Sequence[float]) -> tuple[Indices, Indices]:
-    """(source [n], how many earlier samples came from that source [n]), each source within a few samples of its share.
+def blend(samples: Indices, weights: Sequence[float]) -> tuple[Indices, Indices]:
+    """Return (source [n], number of earlier samples of that source [n]); each source stays within a few samples of its share.
 
-    Halves of the weights share the samples as evenly as whole numbers can (Bresenham's line), then halves of the halves.
+    The samples are divided between two halves of the weights as evenly as integers allow (Bresenham's line), then recursively.
     """
     if len(weights) == 1:
         return np.zeros_like(samples), samples
@@ -50,8 +50,8 @@ def blended(samples: Indices, weights: Sequence[float]) -> tuple[Indices, Indice
     before = samples * share // _ONE
     first = (samples + 1) * share // _ONE > before
     source, nth = np.empty_like(samples), np.empty_like(samples)
-    source[first], nth[first] = blended(before[first], weights[:half])
-    source[~first], nth[~first] = blended((samples - before)[~first], weights[half:])
+    source[first], nth[first] = blend(before[first], weights[:half])
+    source[~first], nth[~first] = blend((samples - before)[~first], weights[half:])
     source[~first] += half
     return source, nth
 
@@ -70,7 +70,7 @@ def _feistel(place: Words, size: int, key: Words) -> Words:
 
 
 def _mix(words: Words) -> Words:
-    """splitmix64's finalizer: each bit of the answer depends on each bit of the word."""
+    """Apply splitmix64's finalizer: each output bit depends on each input bit."""
     words = (words ^ words >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ words >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return words ^ words >> np.uint64(31)

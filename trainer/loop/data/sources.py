@@ -1,4 +1,4 @@
-"""Text files and token files become tokens in memory maps: tokenized, counted and checked once, then found in the cache."""
+"""From text files and token files to memory-mapped tokens: tokenized, counted and checked once, then opened from the cache."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...spec.run import Data
-from .cache import REMEMBERED, NotCached, content, is_sound, kept, remembered_hash
-from .corpus import Mapped, Runs, Tokens, held_out, stretches
-from .data_error import refused
-from .find import File
-from .text_files import shares
-from .token_files import TokenFile, beside, check_vocabulary, scanned
-from .tokenizer import Bytes, Tokenizer
-from .workers import tokenized
+from ...system.cpu import cpu_count
+from .cache import REMEMBER_FROM, NotCached, cached_folder, content_hash, is_sound, remembered_hash
+from .corpus import MappedTokens, Runs, Tokens, merge_runs, validation_runs
+from .data_error import data_error
+from .find import DataFile
+from .text_files import split_turns
+from .token_files import TokenFile, check_vocabulary, companion_files, scan_token_files
+from .tokenizer import ByteTokenizer, Tokenizer
+from .workers import tokenize_turns
 
-Progress = Callable[[str, int, int], None]  # what is done, how many bytes of how many
+Progress = Callable[[str, int, int], None]  # activity, bytes done, bytes in all
 
-_FORMAT = 2  # of the cache: 1 took over the truncation and padding of a tokenizer.json
-_HASHED = 64 << 20  # bytes of small files that are hashed to see whether they are in the cache
-_ALONE = (64 << 20, 4 << 20)  # bytes of text that one process tokenizes alone: by bytes, by a vocabulary
-HELD_OUT = {"val", "valid", "validation"}  # a word of the name of a token file that its writer held out
+_FORMAT = 2  # version of the cache; version 1 kept the truncation and padding of a tokenizer.json
+_HASHED = 64 << 20  # bytes: more than this in small files is not hashed to look the cache up
+_ONE_PROCESS = (64 << 20, 4 << 20)  # bytes of text up to which one process tokenizes: into bytes, with a vocabulary
+HELD_OUT = {"val", "valid", "validation"}  # words in the names of token files that hold validation data
 
 
-class Read(NamedTuple):
-    """A source: a name for its contents, its tokens, what validates, its documents (None: not known), whether files are set apart."""
+class SourceTokens(NamedTuple):
+    """A source: a key for its contents, its tokens, the runs that validate, its documents (None: unknown), whether files are set apart."""
 
     key: str
     tokens: Tokens
@@ -42,8 +43,8 @@ class Read(NamedTuple):
     bytes: int
 
 
-class Way(NamedTuple):
-    """How to read: the words, ids below vocab, the cache, whom to tell, whether to hash what is opened, and whether to make nothing."""
+class SourceReader(NamedTuple):
+    """How to read sources: the `data` keys, the vocabulary, the cache, the progress callback; `only_cached` makes nothing new."""
 
     data: Data
     vocab: int
@@ -53,101 +54,102 @@ class Way(NamedTuple):
     only_cached: bool = False
 
     def keep(self, key: str, make: Callable[[Path], None]) -> Path:
-        """The folder of the key; raises NotCached where it would have to be made and nothing is to be."""
+        """Return the folder of the key; raises NotCached if it is missing and `only_cached` is set."""
         if self.only_cached and not is_sound(self.cache, key):
             raise NotCached
-        return kept(self.cache, key, make, lambda remark: self.progress(remark, 0, 0), whole=self.verify)
+        return cached_folder(self.cache, key, make, lambda remark: self.progress(remark, 0, 0), whole=self.verify)
 
 
-def key_of(words: Any) -> str:
-    """A name for what the words say."""
+def hash_key(words: Any) -> str:
+    """Return a hash of JSON values."""
     return blake2b(json.dumps(words).encode(), digest_size=16).hexdigest()
 
 
-def number_of(key: str) -> int:
-    """A key as a whole number below 2**60."""
+def key_number(key: str) -> int:
+    """Return a key as an integer below 2**60."""
     return int(key[:15], 16)
 
 
-def text(way: Way, files: list[File], by: Tokenizer) -> Read:
-    """Text files, tokenized; raises Unreadable."""
-    key = key_of([_FORMAT, "text", _contents(files, way), by.identity, by.end, way.data.text_key])
-    folder = way.keep(key, lambda into: _tokenize(way, files, by, into))
-    tokens = _opened(folder, [np.memmap(folder / "tokens", by.dtype, "r")])
-    if len(tokens.counts) > way.vocab:
-        raise refused(f"the text holds token {len(tokens.counts) - 1}, and model.vocab={way.vocab}", f"set model.vocab={by.size}")
-    held = held_out(number_of(key), tokens.bounds, way.data.validation)
-    return Read(key, tokens, held, len(tokens.bounds) - 1, False, sum(file.size for file in files))
+def read_text(reader: SourceReader, files: list[DataFile], by: Tokenizer) -> SourceTokens:
+    """Return text files, tokenized; raises Unreadable."""
+    key = hash_key([_FORMAT, "text", _content_hashes(files, reader), by.identity, by.end, reader.data.text_key])
+    folder = reader.keep(key, lambda into: _tokenize(reader, files, by, into))
+    tokens = _map_tokens(folder, [np.memmap(folder / "tokens", by.dtype, "r")])
+    if len(tokens.counts) > reader.vocab:
+        raise data_error(f"the text has token {len(tokens.counts) - 1}, and model.vocab={reader.vocab}", f"set model.vocab={by.size}")
+    held = validation_runs(key_number(key), tokens.bounds, reader.data.validation)
+    return SourceTokens(key, tokens, held, len(tokens.bounds) - 1, False, sum(file.size for file in files))
 
 
-def token_ids(way: Way, read: list[TokenFile]) -> Read:
-    """Files of token ids, as they are; raises Unreadable."""
-    files, end = [each.file for each in read], way.data.end
-    pairs = [file for each in files for file in (each, *beside(each))]
-    key = key_of([_FORMAT, "tokens", _contents(pairs, way), end, [each.dtype.str for each in read]])
-    folder = way.keep(key, lambda into: _write(into, *scanned(read, end, way.vocab, _meter(way, "count", files))))
-    tokens = _opened(folder, [each.mapped() for each in read])
-    if len(tokens.counts) > way.vocab:
-        check_vocabulary(read, way.vocab)
+def read_token_ids(reader: SourceReader, read: list[TokenFile]) -> SourceTokens:
+    """Return files of token ids as they are; raises Unreadable."""
+    files, end = [each.file for each in read], reader.data.end
+    pairs = [file for each in files for file in (each, *companion_files(each))]
+    key = hash_key([_FORMAT, "tokens", _content_hashes(pairs, reader), end, [each.dtype.str for each in read]])
+    counter = _progress_counter(reader, "count", files)
+    folder = reader.keep(key, lambda into: _write_index(into, *scan_token_files(read, end, reader.vocab, counter)))
+    tokens = _map_tokens(folder, [each.memory_map() for each in read])
+    if len(tokens.counts) > reader.vocab:
+        check_vocabulary(read, reader.vocab)
     unbounded = next((each.file.path for each in read if each.bounds is None), None)
     if unbounded and end is not None and not tokens.counts[end : end + 1].any():
-        _never_ends(way, unbounded)
+        _report_missing_end(reader, unbounded)
     documents = None if unbounded and end is None else len(tokens.bounds) - 1
-    apart = _set_apart(read, tokens)
-    held = held_out(number_of(key), tokens.bounds, way.data.validation) if apart is None else apart
-    return Read(key, tokens, held, documents, apart is not None, sum(file.size for file in files))
+    apart = _named_validation_runs(read, tokens)
+    held = validation_runs(key_number(key), tokens.bounds, reader.data.validation) if apart is None else apart
+    return SourceTokens(key, tokens, held, documents, apart is not None, sum(file.size for file in files))
 
 
-def _never_ends(way: Way, path: Path) -> None:
-    """Say that no document ends; raises Unreadable where they are to be kept apart."""
-    says = f"data.end={way.data.end} occurs nowhere in {path}" + ("" if isinstance(way.data.path, str) else " and the files beside it")
-    if way.data.documents:
-        raise refused(f"data.documents=true, and {says}", "set data.end to the token id that ends a document (GPT-2: 50256)")
-    way.progress(f"{says}: it ends no document", 0, 0)
+def _report_missing_end(reader: SourceReader, path: Path) -> None:
+    """Remark that no document ends; raises Unreadable if documents are to be kept apart."""
+    says = f"data.end={reader.data.end} occurs nowhere in {path}" + ("" if isinstance(reader.data.path, str) else " or its other files")
+    if reader.data.documents:
+        raise data_error(f"data.documents=true, but {says}", "set data.end to the token id that ends a document (GPT-2: 50256)")
+    reader.progress(f"{says}: all text counts as one document", 0, 0)
 
 
-def _tokenize(way: Way, files: list[File], by: Tokenizer, into: Path) -> None:
-    """Write tokens, counts and bounds; raises Unreadable."""
-    turns, seen = shares(files), _meter(way, "tokenize", files)
-    alone = sum(file.size for file in files) <= _ALONE[not isinstance(by, Bytes)]
-    settings = (way.data.tokenizer, way.data.end, way.data.text_key)
+def _tokenize(reader: SourceReader, files: list[DataFile], by: Tokenizer, into: Path) -> None:
+    """Write tokens, counts and bounds into a folder; raises Unreadable."""
+    turns, report = split_turns(files), _progress_counter(reader, "tokenize", files)
+    alone = sum(file.size for file in files) <= _ONE_PROCESS[not isinstance(by, ByteTokenizer)]
+    settings = (reader.data.tokenizer, reader.data.end, reader.data.text_key)
     counts, bounds, written = np.zeros(by.size, np.int64), [np.zeros(1, np.int64)], 0
-    processes = 1 if alone else min(len(turns), _cores())
-    with open(into / "tokens", "wb") as out, closing(tokenized(turns, into, settings, processes)) as parts:
+    processes = 1 if alone else min(len(turns), cpu_count())
+    with open(into / "tokens", "wb") as out, closing(tokenize_turns(turns, into, settings, processes)) as parts:
         for spans, part in zip(turns, parts, strict=True):
-            words = _taken(f"{part}.tokens")
-            out.write(words)
-            ids = np.frombuffer(words, by.dtype)
+            raw = _read_and_remove(f"{part}.tokens")
+            out.write(raw)
+            ids = np.frombuffer(raw, by.dtype)
             counts += np.bincount(ids, minlength=by.size)
-            bounds.append(written + np.frombuffer(_taken(f"{part}.ends"), np.int64))
+            bounds.append(written + np.frombuffer(_read_and_remove(f"{part}.ends"), np.int64))
             written += len(ids)
-            seen(sum(span.end - span.begin for span in spans))
+            report(sum(span.end - span.begin for span in spans))
     if not written:
-        raise refused(f"{files[0].path} holds no text" + (f", and neither do the {len(files) - 1} files after it" if files[1:] else ""))
-    _write(into, counts, np.concatenate(bounds))
+        raise data_error(f"{files[0].path} has no text" + (f", nor do the {len(files) - 1} files after it" if files[1:] else ""))
+    _write_index(into, counts, np.concatenate(bounds))
 
 
-def _taken(path: str) -> bytes:
-    """What a file holds; it is removed."""
-    words = Path(path).read_bytes()
+def _read_and_remove(path: str) -> bytes:
+    """Return the contents of a file and remove it."""
+    contents = Path(path).read_bytes()
     os.unlink(path)
-    return words
+    return contents
 
 
 def validation_flags(files: Sequence[TokenFile]) -> list[bool] | None:
-    """Whether each file is named for validation, as nanoGPT's val.bin; None where all are or none is."""
+    """Return whether each file is named for validation, like nanoGPT's val.bin; None if all are or none is."""
     named = [bool(HELD_OUT & set(re.split(r"[^a-z]+", Path(each.file.name).stem.lower()))) for each in files]
     return None if all(named) or not any(named) else named
 
 
-def _set_apart(files: Sequence[TokenFile], tokens: Mapped) -> Runs | None:
-    """The files that are named for validation, where the others are not."""
+def _named_validation_runs(files: Sequence[TokenFile], tokens: MappedTokens) -> Runs | None:
+    """Return the files that are named for validation; None if all are or none is."""
     named = validation_flags(files)
-    return None if named is None else stretches(tokens.starts[:-1][named], tokens.starts[1:][named])
+    return None if named is None else merge_runs(tokens.starts[:-1][named], tokens.starts[1:][named])
 
 
-def _opened(folder: Path, files: list[Any]) -> Mapped:
-    return Mapped(
+def _map_tokens(folder: Path, files: list[Any]) -> MappedTokens:
+    return MappedTokens(
         files=tuple(files),
         starts=np.cumsum([0, *map(len, files)]),
         bounds=np.memmap(folder / "bounds", np.int64, "r"),
@@ -155,35 +157,31 @@ def _opened(folder: Path, files: list[Any]) -> Mapped:
     )
 
 
-def _write(into: Path, counts: Any, bounds: Any) -> None:
+def _write_index(into: Path, counts: Any, bounds: Any) -> None:
     np.trim_zeros(counts, "b").tofile(into / "counts")
     bounds.tofile(into / "bounds")
 
 
-def _contents(files: list[File], way: Way) -> list[tuple[str, int, str]]:
-    """(name, bytes, hash) of each file; raises NotCached where hashes are only looked up and one is not known."""
-    if way.only_cached:
-        if sum(file.size for file in files if file.size < REMEMBERED) > _HASHED:
+def _content_hashes(files: list[DataFile], reader: SourceReader) -> list[tuple[str, int, str]]:
+    """Return (name, bytes, hash) of each file; raises NotCached if `only_cached` is set and a hash is unknown."""
+    if reader.only_cached:
+        if sum(file.size for file in files if file.size < REMEMBER_FROM) > _HASHED:
             raise NotCached
-        return [(file.name, file.size, remembered_hash(file.path, way.cache)) for file in files]
-    seen, rows = _meter(way, "hash", files), []
+        return [(file.name, file.size, remembered_hash(file.path, reader.cache)) for file in files]
+    report, rows = _progress_counter(reader, "hash", files), []
     for file in files:
-        rows.append((file.name, file.size, content(file.path, way.cache)))
-        seen(file.size)
+        rows.append((file.name, file.size, content_hash(file.path, reader.cache)))
+        report(file.size)
     return rows
 
 
-def _meter(way: Way, what: str, files: list[File]) -> Callable[[int], None]:
-    """Tells of so many bytes more."""
+def _progress_counter(reader: SourceReader, what: str, files: list[DataFile]) -> Callable[[int], None]:
+    """Return a function that reports so many bytes more as progress."""
     done, size = 0, sum(file.size for file in files)
 
-    def seen(more: int) -> None:
+    def report(more: int) -> None:
         nonlocal done
         done = min(done + more, size)
-        way.progress(what, done, size)
+        reader.progress(what, done, size)
 
-    return seen
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return report

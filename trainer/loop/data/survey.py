@@ -1,11 +1,14 @@
-"""What is known of a run's data before it starts, by a child process: python -m distrain.trainer.loop.data.survey.
+"""Statistics and problems of a run's data before it starts, in a child process.
+
+Run it as `python -m distrain.trainer.loop.data.survey`.
+
 
 stdin: one JSON document, {"data": the keys of `data`, "vocab": model.vocab, "seq": train.seq, "mode": "look" or "prepare",
-"evaluate": whether the run validates (false where it is left out)}. stdout: a line of JSON for each {"progress": [what, bytes done,
-bytes of all]} and {"remark": "..."}, and at last one {"facts": {...}} or {"problems": [{"rule", "says", "mend"}, ...]}.
+"evaluate": whether the run validates (default false)}. stdout: JSON lines {"progress": [activity, bytes done, bytes in all]} and
+{"remark": "..."}, and a last one {"facts": {...}} or {"problems": [{"rule", "says", "mend"}, ...]}.
 
-"look" is fast: it tokenizes a sample. "prepare" fills the cache and gives exact figures. The exit status is 0 where an answer was
-given, else 128 and the signal that ended it. It dies with the process that started it.
+"look" is fast: it tokenizes a sample. "prepare" fills the cache and gives exact figures. The exit status is 0 if an answer was
+given, else 128 plus the signal that ended it. It dies with its parent.
 """
 
 from __future__ import annotations
@@ -23,179 +26,179 @@ from typing import Any
 from ...spec.problem import Problem, Unreadable
 from ...spec.read import read
 from ...spec.run import Data
-from ...system.parent_watch import die_with
-from .check import CheckedData, check
+from ...system.parent_watch import die_with_parent
+from .check import CheckedData, check_data
 from .corpus import shortage, source_name, windows
-from .corpus_stats import Facts, Part, facts
-from .data_error import wrong
-from .estimate import Estimate, estimate
-from .prepare import cache_folder, cached_corpus, prepare
+from .corpus_stats import CorpusStats, SourceShare, corpus_stats
+from .data_error import data_problem
+from .estimate import TokenEstimate, estimate_tokens
+from .prepare import cache_folder, cached_corpus, prepare_corpus
 from .sources import validation_flags
 from .token_files import TokenFile
-from .workers import end_with
+from .workers import exit_with_parent
 
-_OFTEN = 0.1  # seconds between two lines of progress
-
-
-class NoReader(Exception):
-    """Nobody reads what is said."""
+_INTERVAL = 0.1  # seconds between progress lines
 
 
-class Answers:
-    """Lines of JSON for who asked, each remark once."""
+class ReaderGone(Exception):
+    """The reader of the answers has gone."""
+
+
+class AnswerStream:
+    """Writes JSON lines to the parent, each remark once."""
 
     def __init__(self, out: int) -> None:
         self._out, self._remarks, self._last = out, set[str](), 0.0
 
-    def say(self, word: Mapping[str, Any]) -> None:
+    def send(self, message: Mapping[str, Any]) -> None:
         """Write one line; raises NoReader."""
-        line = f"{json.dumps(word)}\n".encode()
+        line = f"{json.dumps(message)}\n".encode()
         try:
             while line:
                 line = line[os.write(self._out, line) :]
         except BrokenPipeError:
-            raise NoReader from None
+            raise ReaderGone from None
 
     def remark(self, remark: str) -> None:
-        """Say what is worth knowing and no fault."""
+        """Send a remark, which is not a problem."""
         if remark not in self._remarks:
             self._remarks.add(remark)
-            self.say({"remark": remark})
+            self.send({"remark": remark})
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """Say how far it is; a total of 0 makes it a remark."""
+        """Send progress; a total of 0 makes it a remark."""
         if not total:
             self.remark(what)
-        elif done >= total or time.monotonic() > self._last + _OFTEN:
+        elif done >= total or time.monotonic() > self._last + _INTERVAL:
             self._last = time.monotonic()
-            self.say({"progress": [what, done, total]})
+            self.send({"progress": [what, done, total]})
 
 
 def main() -> int:
-    """Answer the question on stdin; the exit status."""
+    """Answer the request on stdin; return the exit status."""
     parent = os.getppid()
-    die_with(parent)
+    die_with_parent(parent)
     if sys.platform != "linux":
-        Thread(target=end_with, args=(parent,), daemon=True).start()
+        Thread(target=exit_with_parent, args=(parent,), daemon=True).start()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
     out = os.dup(1)
-    os.dup2(2, 1)  # what libraries print is no answer
-    answers = Answers(out)
+    os.dup2(2, 1)  # keep what libraries print out of the answers
+    answers = AnswerStream(out)
     try:
-        answers.say(answer(sys.stdin.buffer.read(), answers))
-    except NoReader:
+        answers.send(answer(sys.stdin.buffer.read(), answers))
+    except ReaderGone:
         return 1
     return 0
 
 
 def _stop(number: int, frame: object) -> None:
-    """End once: what runs is undone and its children are ended, which no second signal cuts short."""
+    """Exit once: clean-up ends the children, and no second signal interrupts it."""
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
     raise SystemExit(128 + number)
 
 
-def answer(question: bytes, answers: Answers) -> dict[str, Any]:
-    """The last line for a question, the facts or the problems; remarks and progress go to `answers`. Raises NoReader."""
+def answer(request: bytes, answers: AnswerStream) -> dict[str, Any]:
+    """Return the last line for a request, facts or problems; send remarks and progress to `answers`. Raises ReaderGone."""
     try:
-        words = json.loads(question)
+        words = json.loads(request)
         data = read(words["data"], Data, "data.")
-        act = {"look": look_facts, "prepare": prepare_facts}[words["mode"]]
-        return {"facts": act(data, words["vocab"], words["seq"], answers, evaluate=words.get("evaluate", False)).words()}
+        act = {"look": quick_stats, "prepare": prepare_stats}[words["mode"]]
+        return {"facts": act(data, words["vocab"], words["seq"], answers, evaluate=words.get("evaluate", False)).to_json()}
     except Unreadable as error:
         problems = error.problems
     except OSError as error:
-        problems = (wrong(f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)),)
-    except NoReader:
+        problems = (data_problem(f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)),)
+    except ReaderGone:
         raise
     except Exception as error:
-        problems = (wrong(f"the data could not be read: {type(error).__name__}: {' '.join(str(error).split())[:300]}"),)
-    return {"problems": [_words(problem) for problem in problems]}
+        problems = (data_problem(f"the data could not be read: {type(error).__name__}: {' '.join(str(error).split())[:300]}"),)
+    return {"problems": [_problem_json(problem) for problem in problems]}
 
 
-def _words(problem: Problem) -> dict[str, str]:
+def _problem_json(problem: Problem) -> dict[str, str]:
     return {"rule": problem.rule, "says": problem.says, "mend": problem.mend}
 
 
-def prepare_facts(data: Data, vocab: int, seq: int, answers: Answers, *, evaluate: bool) -> Facts:
-    """Exact figures, with the cache filled; raises Unreadable."""
-    checked = check(data, vocab, answers.remark)
+def prepare_stats(data: Data, vocab: int, seq: int, answers: AnswerStream, *, evaluate: bool) -> CorpusStats:
+    """Fill the cache and return exact figures; raises Unreadable."""
+    checked = check_data(data, vocab, answers.remark)
     if checked.tokenizer:
-        _estimates(checked, data, answers)  # for its remarks
-    corpus = prepare(data, vocab=vocab, seq=seq, cache=cache_folder(data), progress=answers.progress)
+        _estimate_sources(checked, data, answers)  # for its remarks
+    corpus = prepare_corpus(data, vocab=vocab, seq=seq, cache=cache_folder(data), progress=answers.progress)
     if evaluate:
         windows(corpus, seq, "validation")
-    return replace(facts(corpus), entropy=corpus.entropy)
+    return replace(corpus_stats(corpus), entropy=corpus.entropy)
 
 
-def look_facts(data: Data, vocab: int, seq: int, answers: Answers, *, evaluate: bool) -> Facts:
-    """What is found in a moment, with nothing written; raises Unreadable with every problem."""
-    checked = check(data, vocab, answers.remark)
-    estimates = _estimates(checked, data, answers) if checked.tokenizer else []
+def quick_stats(data: Data, vocab: int, seq: int, answers: AnswerStream, *, evaluate: bool) -> CorpusStats:
+    """Return quick figures and write nothing; raises Unreadable with every problem."""
+    checked = check_data(data, vocab, answers.remark)
+    estimates = _estimate_sources(checked, data, answers) if checked.tokenizer else []
     corpus = cached_corpus(checked, data, vocab=vocab, cache=cache_folder(data))
     if corpus:
         windows(corpus, seq, "train")
         if evaluate:
             windows(corpus, seq, "validation")
-        return facts(corpus)
+        return corpus_stats(corpus)
     if data.name == "tokens":
-        parts, documents = _parts_of_files(checked, data, seq), _documents(checked.opened)
+        parts, documents = _token_file_shares(checked, data, seq), _document_count(checked.token_files)
     else:
-        parts, documents = _parts_of_text(estimates, data, seq), _rounded([each.documents if each else None for each in estimates])
+        parts, documents = _text_shares(estimates, data, seq), _rounded_sum([each.documents if each else None for each in estimates])
     exact = data.name == "tokens"
-    return Facts(key=None, sources=tuple(parts), documents=documents, exact=exact, bytes=_bytes(checked))
+    return CorpusStats(key=None, sources=tuple(parts), documents=documents, exact=exact, bytes=_total_bytes(checked))
 
 
-def _estimates(checked: CheckedData, data: Data, answers: Answers) -> list[Estimate | None]:
-    """Of each source."""
+def _estimate_sources(checked: CheckedData, data: Data, answers: AnswerStream) -> list[TokenEstimate | None]:
+    """Estimate the tokens of each source."""
     assert checked.tokenizer is not None
-    return [estimate(files, checked.tokenizer, data.text_key, answers.remark) for files in checked.groups]
+    return [estimate_tokens(files, checked.tokenizer, data.text_key, answers.remark) for files in checked.groups]
 
 
-def _parts_of_files(checked: CheckedData, data: Data, seq: int) -> list[Part]:
-    """The tokens of each source of token files; raises Unreadable where one is surely too short to train on."""
-    parts, problems = list[Part](), list[Problem]()
-    for index, (files, weight) in enumerate(zip(checked.opened, data.weights or (1.0,), strict=True)):
+def _token_file_shares(checked: CheckedData, data: Data, seq: int) -> list[SourceShare]:
+    """Return the tokens of each source of token files; raises Unreadable if one is certainly too short to train on."""
+    parts, problems = list[SourceShare](), list[Problem]()
+    for index, (files, weight) in enumerate(zip(checked.token_files, data.weights or (1.0,), strict=True)):
         size, apart = sum(each.size for each in files), validation_flags(files)
         held = round(size * data.validation) if apart is None else sum(each.size for each, held in zip(files, apart, strict=True) if held)
         split_is_known = apart is not None or (data.end is None and all(each.bounds is None for each in files))
         if size - held <= seq and (split_is_known or size <= seq):
-            name = source_name(data.name, index, len(checked.opened))
+            name = source_name(data.name, index, len(checked.token_files))
             problems.append(shortage(name, size - held, size, seq, "train", set_apart=apart is not None))
-        parts.append(Part(weight=weight, train=size - held, validation=held))
+        parts.append(SourceShare(weight=weight, train=size - held, validation=held))
     if problems:
         raise Unreadable(problems)
     return parts
 
 
-def _parts_of_text(estimates: list[Estimate | None], data: Data, seq: int) -> list[Part]:
-    """The tokens of each source of text; raises Unreadable where one is surely too short to train on."""
-    parts, problems = list[Part](), list[Problem]()
+def _text_shares(estimates: list[TokenEstimate | None], data: Data, seq: int) -> list[SourceShare]:
+    """Return the tokens of each source of text; raises Unreadable if one is certainly too short to train on."""
+    parts, problems = list[SourceShare](), list[Problem]()
     for index, (each, weight) in enumerate(zip(estimates, data.weights or (1.0,), strict=True)):
         size = None if each is None else round(each.tokens)
         held = None if size is None else round(size * data.validation)
         if each and each.exact and size is not None and size <= seq:
             problems.append(shortage(source_name(data.name, index, len(estimates)), size, size, seq, "train", set_apart=False))
-        parts.append(Part(weight=weight, train=None if size is None or held is None else size - held, validation=held))
+        parts.append(SourceShare(weight=weight, train=None if size is None or held is None else size - held, validation=held))
     if problems:
         raise Unreadable(problems)
     return parts
 
 
-def _rounded(numbers: list[float | None]) -> int | None:
-    """The sum of numbers, None where one is not known."""
+def _rounded_sum(numbers: list[float | None]) -> int | None:
+    """Return the rounded sum of numbers; None if one is unknown."""
     known = [number for number in numbers if number is not None]
     return round(sum(known)) if len(known) == len(numbers) else None
 
 
-def _documents(sources: list[list[TokenFile]]) -> int | None:
-    """How many documents the headers and indices of all files tell of; None where one tells nothing."""
+def _document_count(sources: list[list[TokenFile]]) -> int | None:
+    """Return the number of documents by the headers and indices of all files; None if one has none."""
     known = [len(each.bounds) - 1 for files in sources for each in files if each.bounds is not None]
     return sum(known) if len(known) == sum(map(len, sources)) else None
 
 
-def _bytes(checked: CheckedData) -> int:
+def _total_bytes(checked: CheckedData) -> int:
     return sum(file.size for files in checked.groups for file in files)
 
 

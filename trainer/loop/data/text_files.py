@@ -1,4 +1,4 @@
-"""A share of some text files becomes token ids on disk: what one process does at a time."""
+"""Tokenizes one turn of text, a part of some text files, onto disk: the unit of work of one process."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import msgspec
 import numpy as np
 
 from . import columnar
-from .compressed import DamagedFile, open_packed
-from .find import File
-from .formats import form
+from .compressed import DamagedArchive, open_compressed
+from .find import DataFile
+from .formats import text_form
 from .tokenizer import Tokenizer
 
-SHARE = 8 << 20  # bytes of text that one process takes at a time
-_NEAR = 1 << 20  # bytes in which a line end is looked for
+SHARE = 8 << 20  # bytes of text in a turn
+_NEAR = 1 << 20  # bytes in which to look for a line end
 
 
 class Span(NamedTuple):
-    """Bytes begin .. end of a file, shifted to line starts; `last`: its documents end with it."""
+    """Bytes begin .. end of a file, moved to line starts; `last`: the file ends here."""
 
     path: str
     begin: int
@@ -30,16 +30,16 @@ class Span(NamedTuple):
     last: bool
 
 
-class Unfit(Exception):
-    """A place in a file that cannot be read, and why, as a sentence."""
+class BadText(Exception):
+    """Text that cannot be read: the place and the reason, as a sentence."""
 
 
-def shares(files: Sequence[File]) -> list[list[Span]]:
-    """The files in order, small ones together and large ones cut: a list of spans for each turn of a process."""
+def split_turns(files: Sequence[DataFile]) -> list[list[Span]]:
+    """Return a list of spans for each turn: the files in order, small ones together, large ones cut."""
     turns: list[list[Span]] = [[]]
     room = SHARE
     for file in files:
-        step = file.size if form(file.path.name)[1] else SHARE
+        step = file.size if text_form(file.path.name)[1] else SHARE
         for begin in range(0, file.size, step):
             end = min(begin + step, file.size)
             if turns[-1] and end - begin > room:
@@ -51,15 +51,17 @@ def shares(files: Sequence[File]) -> list[list[Span]]:
 
 
 def tokenize(spans: Sequence[Span], into: Path, tokenizer: Tokenizer, key: str) -> None:
-    """Write `into`.tokens, ids in the tokenizer's type, and `into`.ends, int64: how many of them stand before each end of a
-    document; raises Unfit."""
+    """Write `into`.tokens, ids in the tokenizer's type, and `into`.ends, the number of ids before each document end (int64).
+
+    Raises BadText.
+    """
     ends: list[int] = []
     written = 0
     closing = np.array([] if tokenizer.end is None else [tokenizer.end], tokenizer.dtype)
     with open(f"{into}.tokens", "wb") as out:
         for span in spans:
             for text, whole in _texts(span, key):
-                ids = encode(text, span.path, tokenizer)
+                ids = encode_text(text, span.path, tokenizer)
                 written += len(ids)
                 out.write(ids.tobytes())
                 if whole:
@@ -69,39 +71,39 @@ def tokenize(spans: Sequence[Span], into: Path, tokenizer: Tokenizer, key: str) 
     Path(f"{into}.ends").write_bytes(np.array(ends, np.int64).tobytes())
 
 
-def encode(text: bytes, path: str, tokenizer: Tokenizer) -> np.ndarray[Any, Any]:
-    """Ids [n] of a text of a file; raises Unfit."""
+def encode_text(text: bytes, path: str, tokenizer: Tokenizer) -> np.ndarray[Any, Any]:
+    """Return the ids [n] of a text; raises BadText."""
     try:
         return tokenizer.encode(text)
     except UnicodeDecodeError as error:
-        raise Unfit(f"{path} is not UTF-8 text: {error.reason} in {text[error.start : error.start + 8]!r}") from None
+        raise BadText(f"{path} is not UTF-8 text: {error.reason} in {text[error.start : error.start + 8]!r}") from None
 
 
 def _texts(span: Span, key: str) -> Iterator[tuple[bytes, bool]]:
-    """(text, whether a document ends with it) for all of a span."""
-    rows, packing = form(span.path)
+    """Yield (text, whether a document ends with it) for a span."""
+    rows, compression = text_form(span.path)
     try:
         if rows == "parquet" or rows == "arrow":
-            for text in columnar.texts(span.path, rows, key, span.begin, span.end):
+            for text in columnar.read_texts(span.path, rows, key, span.begin, span.end):
                 yield text, True
-        elif packing:
-            with open_packed(span.path, packing) as file:
-                yield from objects(file, 0, None, span.path, key) if rows == "lines" else _blocks(file, span.path)
+        elif compression:
+            with open_compressed(span.path, compression) as file:
+                yield from json_texts(file, 0, None, span.path, key) if rows == "lines" else _compressed_texts(file, span.path)
         else:
-            yield from _plain(span, key, lined=rows == "lines")
+            yield from _plain_texts(span, key, lined=rows == "lines")
     except columnar.UnreadableTable as error:
-        raise Unfit(f"{span.path} {error}") from None
+        raise BadText(f"{span.path} {error}") from None
     except OSError as error:
-        raise Unfit(f"{span.path}: {error.strerror or error}") from None
+        raise BadText(f"{span.path}: {error.strerror or error}") from None
 
 
-def _plain(span: Span, key: str, *, lined: bool) -> Iterator[tuple[bytes, bool]]:
-    """What a span of a file that is not packed holds."""
+def _plain_texts(span: Span, key: str, *, lined: bool) -> Iterator[tuple[bytes, bool]]:
+    """Yield (text, whether a document ends with it) for a span of an uncompressed file."""
     with open(span.path, "rb") as file:
         begin, end = line_start(file, span.begin), line_start(file, span.end)
         file.seek(begin)
         if lined:
-            yield from objects(file, begin, end, span.path, key)
+            yield from json_texts(file, begin, end, span.path, key)
         else:
             text = file.read(end - begin)
             _check_zeros(text, span.path, begin)
@@ -109,7 +111,7 @@ def _plain(span: Span, key: str, *, lined: bool) -> Iterator[tuple[bytes, bool]]
 
 
 def line_start(file: IO[bytes], at: int) -> int:
-    """The first line start at or after a byte; where none is near, the first byte of a character."""
+    """Return the first line start at or after a byte; if none is near, the first byte of a character."""
     if not at:
         return 0
     file.seek(at - 1)
@@ -120,8 +122,8 @@ def line_start(file: IO[bytes], at: int) -> int:
     return at + next((step for step in range(4) if near[1 + step] & 0xC0 != 0x80), 0)
 
 
-def _blocks(file: IO[bytes], path: str) -> Iterator[tuple[bytes, bool]]:
-    """One packed document, in blocks that end with a line."""
+def _compressed_texts(file: IO[bytes], path: str) -> Iterator[tuple[bytes, bool]]:
+    """Yield a compressed document in blocks that end with a line."""
     rest, read = b"", 0
     try:
         while block := file.read(SHARE):
@@ -131,20 +133,20 @@ def _blocks(file: IO[bytes], path: str) -> Iterator[tuple[bytes, bool]]:
             whole, newline, tail = (rest + block).rpartition(b"\n")
             yield whole + newline, False
             rest = tail
-    except DamagedFile as error:
-        raise Unfit(f"{path} cannot be unpacked: {error}") from None
+    except DamagedArchive as error:
+        raise BadText(f"{path} cannot be decompressed: {error}") from None
     yield rest, True
 
 
 def _check_zeros(text: bytes, path: str, begin: int) -> None:
-    """Raises Unfit at a byte that no text holds, and that ends documents of bytes."""
+    """Raises BadText at a zero byte, which text does not contain and which ends documents of bytes."""
     at = text.find(b"\0")
     if at >= 0:
-        raise Unfit(f"{path} is no text: byte {begin + at} is zero: tr -d '\\0' < FILE > NEW takes such bytes out")
+        raise BadText(f"{path} is not text: byte {begin + at} is zero: tr -d '\\0' < FILE > NEW removes such bytes")
 
 
-def objects(file: IO[bytes], begin: int, end: int | None, path: str, key: str) -> Iterator[tuple[bytes, bool]]:
-    """The texts of the lines of JSON that start in bytes begin .. end, each a document; blank lines and empty texts are none."""
+def json_texts(file: IO[bytes], begin: int, end: int | None, path: str, key: str) -> Iterator[tuple[bytes, bool]]:
+    """Yield the text of each JSON line that starts in bytes begin .. end, each a document; skip blank lines and empty texts."""
     line = msgspec.defstruct("Line", [("text", str, msgspec.field(name=key))])
     read: Callable[[bytes], Any] = msgspec.json.Decoder(line).decode
     number, at = 0, begin
@@ -153,23 +155,23 @@ def objects(file: IO[bytes], begin: int, end: int | None, path: str, key: str) -
             number += 1
             if end is not None and at >= end:
                 return
-            words = raw if at else raw.removeprefix(BOM_UTF8)
+            line_bytes = raw if at else raw.removeprefix(BOM_UTF8)
             at += len(raw)
-            if words.strip() and (text := read(words).text):
+            if line_bytes.strip() and (text := read(line_bytes).text):
                 yield text.encode(), True
     except (msgspec.DecodeError, UnicodeError):
-        raise Unfit(f"{path} line {_lines(path, begin) + number} {_reason(words, key)}") from None
-    except DamagedFile as error:
-        raise Unfit(f"{path} line {number + 1} cannot be unpacked: {error}") from None
+        raise BadText(f"{path} line {_count_lines(path, begin) + number} {_json_reason(line_bytes, key)}") from None
+    except DamagedArchive as error:
+        raise BadText(f"{path} line {number + 1} cannot be decompressed: {error}") from None
 
 
-def _lines(path: str, before: int) -> int:
-    """How many lines end before a byte of a plain file."""
+def _count_lines(path: str, before: int) -> int:
+    """Return the number of line ends before a byte of an uncompressed file."""
     with open(path, "rb") as file:
         return sum(file.read(min(SHARE, before - at)).count(b"\n") for at in range(0, before, SHARE))
 
 
-def _reason(raw: bytes, key: str) -> str:
+def _json_reason(raw: bytes, key: str) -> str:
     try:
         found = json.loads(raw.strip())
     except json.JSONDecodeError as error:

@@ -1,4 +1,4 @@
-"""Files of token ids as others write them: raw ids, numpy's .npy, llm.c's .bin, Megatron's .bin and .idx, datatrove's .ds."""
+"""Files of token ids: raw ids, NumPy's .npy, llm.c's .bin, Megatron's .bin and .idx, datatrove's .ds."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .data_error import refused
-from .find import File
-from .formats import read_head, tokens_fault
-from .id_width import raw_type
+from .data_error import data_error
+from .find import DataFile
+from .formats import check_token_bytes, read_first_bytes
+from .id_width import raw_id_type
 from .order import Indices
 
 Ids = NDArray[np.integer[Any]]
 
-MEGATRON = b"MMIDIDX\x00\x00"  # megatron/core/datasets/indexed_dataset.py, as the codes of types
+MEGATRON = b"MMIDIDX\x00\x00"  # megatron/core/datasets/indexed_dataset.py, also for CODES
 CODES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 LLM_C = {(20240520, 1): np.uint16, (20240801, 7): np.uint32}  # llm.c dev/data/data_common.py: 256 int32 (magic, version, tokens, 0 ...)
 LLM_C_MAGIC = (20240326, 20240327, 20240328, 20240520, 20240522, 20240801)  # models, states, tokenizers, tokens, questions, tokens
@@ -31,69 +31,69 @@ _AT_ONCE = 1 << 22  # tokens
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFile:
-    """Where a file's tokens lie: their type, the byte of the first, how many; `bounds` [documents + 1], None where unknown."""
+    """A file of tokens: their type, the offset of the first, their number; `bounds` [documents + 1], None if unknown."""
 
-    file: File
+    file: DataFile
     dtype: np.dtype[Any]
     offset: int
     size: int
     bounds: Indices | None
-    says_type: bool = True  # False: the type was told by the bytes of the ids
+    says_type: bool = True  # False: inferred from the bytes of the ids
 
-    def mapped(self) -> Ids:
-        """The tokens [size], memory mapped."""
+    def memory_map(self) -> Ids:
+        """Return the tokens [size], memory-mapped."""
         return np.memmap(self.file.path, self.dtype, "r", self.offset, (self.size,))
 
     def chunks(self) -> Iterator[tuple[int, Ids]]:
-        """(position, tokens) from the first on."""
-        tokens = self.mapped()
+        """Yield (position, tokens) from the first on."""
+        tokens = self.memory_map()
         for at in range(0, self.size, _AT_ONCE):
             yield at, tokens[at : at + _AT_ONCE]
 
 
-def opened(file: File, vocab: int) -> TokenFile:
-    """What a file's header, or the index beside it, says, else what its bytes are most likely to be; raises Unreadable, OSError."""
+def open_token_file(file: DataFile, vocab: int) -> TokenFile:
+    """Read a file's header or its index; without one, infer the type from its bytes. Raises Unreadable, OSError."""
     if file.path.suffix == ".bin" and (index := file.path.with_suffix(".idx")).exists():
-        return _megatron(file, index)
+        return _open_megatron(file, index)
     if (owner := file.path.with_suffix("")).suffix == DATATROVE and owner.exists():
-        raise refused(f"{file.path} belongs to {owner.name}", "name that")
-    head = read_head(file)
+        raise data_error(f"{file.path} belongs to {owner.name}", "name that file")
+    head = read_first_bytes(file)
     start = head.start
     if start.startswith(NUMPY):
-        return _numpy(file)
+        return _open_numpy(file)
     if len(start) >= LLM_C_HEADER and (kind := struct.unpack_from("<iii", start))[0] in LLM_C_MAGIC:
-        return _llm_c(file, *kind)
-    if file.path.suffix == DATATROVE and (companions := beside(file)):
-        return _datatrove(file, companions)
-    if fault := tokens_fault(head):
-        raise refused(f"{file.path} is {fault.what}", fault.mend)
-    dtype = raw_type(file.path, file.size, vocab)
+        return _open_llm_c(file, *kind)
+    if file.path.suffix == DATATROVE and (companions := companion_files(file)):
+        return _open_datatrove(file, companions)
+    if fault := check_token_bytes(head):
+        raise data_error(f"{file.path} is {fault.what}", fault.mend)
+    dtype = raw_id_type(file.path, file.size, vocab)
     if file.size % dtype.itemsize:
-        says = f"{file.path} has {file.size} bytes, and its ids seem to take {dtype.itemsize} bytes each"
-        raise refused(says, "it was cut short, or write it with numpy.save, which says how wide they are")
+        says = f"{file.path} has {file.size} bytes, but its ids seem to take {dtype.itemsize} bytes each"
+        raise data_error(says, "it may be truncated; or write it with numpy.save, which records the width")
     return TokenFile(file=file, dtype=dtype, offset=0, size=file.size // dtype.itemsize, bounds=None, says_type=False)
 
 
-def beside(file: File) -> list[File]:
-    """The files that say where the documents of another end, or how wide its ids are."""
+def companion_files(file: DataFile) -> list[DataFile]:
+    """Return the files that hold a token file's document ends or the width of its ids."""
     names = [f"{file.path.name}.index", f"{file.path.name}.metadata"] if file.path.suffix == DATATROVE else []
     paths = [file.path.with_name(name) for name in names] + ([file.path.with_suffix(".idx")] if file.path.suffix == ".bin" else [])
-    return [File(f"{file.name}{path.suffix}", path, path.stat().st_size) for path in paths if path.exists()]
+    return [DataFile(f"{file.name}{path.suffix}", path, path.stat().st_size) for path in paths if path.exists()]
 
 
-def scanned(files: Sequence[TokenFile], end: int | None, vocab: int, seen: Callable[[int], None]) -> tuple[Indices, Indices]:
-    """(how often each id comes [largest + 1], bounds of the documents of all files in a row [documents + 1]).
+def scan_token_files(files: Sequence[TokenFile], end: int | None, vocab: int, report: Callable[[int], None]) -> tuple[Indices, Indices]:
+    """Return (count of each id [largest + 1], document bounds over all files [documents + 1]).
 
-    Where a file knows none of its documents, they end after each `end`; raises Unreadable for the first id not below vocab.
+    In a file without document bounds, documents end after each `end`. Raises Unreadable at the first id not below vocab.
     """
     counts, bounds, before = np.zeros(vocab, np.int64), [np.zeros(1, np.int64)], 0
     for file in files:
         for at, chunk in file.chunks():
-            _check(file, at, chunk, vocab)
+            _check_ids(file, at, chunk, vocab)
             counts += np.bincount(chunk.astype(np.int64, copy=False), minlength=vocab)
             if file.bounds is None and end is not None:
                 bounds.append(before + at + 1 + np.flatnonzero(chunk == end))
-            seen(chunk.nbytes)
+            report(chunk.nbytes)
         if file.bounds is not None:
             bounds.append(before + file.bounds)
         before += file.size
@@ -102,13 +102,13 @@ def scanned(files: Sequence[TokenFile], end: int | None, vocab: int, seen: Calla
 
 
 def check_vocabulary(files: Sequence[TokenFile], vocab: int) -> None:
-    """Raises Unreadable for the first id that is not below vocab."""
+    """Raises Unreadable at the first id that is not below vocab."""
     for file in files:
         for at, chunk in file.chunks():
-            _check(file, at, chunk, vocab)
+            _check_ids(file, at, chunk, vocab)
 
 
-def _check(file: TokenFile, at: int, chunk: Ids, vocab: int) -> None:
+def _check_ids(file: TokenFile, at: int, chunk: Ids, vocab: int) -> None:
     if chunk.max() < vocab and chunk.min() >= 0:
         return
     first = int(np.flatnonzero((chunk >= vocab) | (chunk < 0))[0])
@@ -117,32 +117,34 @@ def _check(file: TokenFile, at: int, chunk: Ids, vocab: int) -> None:
     doubt = (
         ""
         if file.says_type or file.dtype.itemsize == 2
-        else f", unless its ids do not take {file.dtype.itemsize} bytes as they seem to: numpy.save says it"
+        else f", or its ids may not take {file.dtype.itemsize} bytes, as they seem to: numpy.save records the width"
     )
-    raise refused(says, mend + doubt)
+    raise data_error(says, mend + doubt)
 
 
-def _numpy(file: File) -> TokenFile:
-    """One array of whole numbers, as numpy.save writes it (numpy/lib/format.py)."""
+def _open_numpy(file: DataFile) -> TokenFile:
+    """Open an array of integers as numpy.save writes it (numpy/lib/format.py)."""
     try:
         found = np.load(file.path, mmap_mode="r", allow_pickle=False)
     except (ValueError, SyntaxError, EOFError) as error:
-        raise refused(f"{file.path} is a NumPy array that can't be read: {' '.join(str(error).split())[:200]}", "write it again") from None
+        raise data_error(
+            f"{file.path} is a NumPy array that can't be read: {' '.join(str(error).split())[:200]}", "write it again"
+        ) from None
     if found.dtype.kind not in "iu":
-        raise refused(
-            f"{file.path} is an array of {found.dtype}, and token ids are whole numbers", "numpy.save(FILE, ids.astype('uint32'))"
-        )
+        raise data_error(f"{file.path} is an array of {found.dtype}, but token ids are integers", "numpy.save(FILE, ids.astype('uint32'))")
     if found.ndim != 1:
         shape = " x ".join(map(str, found.shape))
-        raise refused(f"{file.path} is an array of {shape or 'no dimensions'}", "token ids lie in a row: numpy.save(FILE, ids.reshape(-1))")
+        raise data_error(
+            f"{file.path} is an array of {shape or 'no dimensions'}", "token ids need one dimension: numpy.save(FILE, ids.reshape(-1))"
+        )
     if not len(found):
-        raise refused(f"{file.path} holds no tokens", "leave it out of data.path")
+        raise data_error(f"{file.path} has no tokens", "leave it out of data.path")
     if after := file.size - found.offset - found.nbytes:
-        raise refused(f"{file.path} has {after} bytes after its array", "write a file for each array")
+        raise data_error(f"{file.path} has {after} bytes after its array", "write a file for each array")
     return TokenFile(file=file, dtype=found.dtype, offset=found.offset, size=len(found), bounds=None)
 
 
-def _datatrove(file: File, companions: Sequence[File]) -> TokenFile:
+def _open_datatrove(file: DataFile, companions: Sequence[DataFile]) -> TokenFile:
     """Ids of 2 or 4 bytes; FILE.index is uint64 [documents], the tokens before each end; FILE.metadata begins with a line
     TOKENIZER|WIDTH and a line of the tokens (datatrove/pipeline/tokens/tokenizer.py; in old versions no |WIDTH, and it is 2)."""
     sizes, widths, bounds = set[int](), set[float](), None
@@ -160,34 +162,36 @@ def _datatrove(file: File, companions: Sequence[File]) -> TokenFile:
     (width, *more), size = widths, min(sizes, default=0)
     if more or len(sizes) != 1 or width not in (2, 4) or size * width != file.size or (bounds is not None and (np.diff(bounds) < 0).any()):
         names = " and ".join(each.path.name for each in companions)
-        raise refused(
-            f"{file.path} has {file.size} bytes, which {names} says of no {size} tokens", "write it again: they are not of one writing"
+        raise data_error(
+            f"{file.path} has {file.size} bytes, which does not match {names}: {size} tokens", "write the files again together"
         )
     known = None if bounds is None else np.unique(bounds)
     return TokenFile(file=file, dtype=np.dtype(f"<u{int(width)}"), offset=0, size=size, bounds=known)
 
 
-def _llm_c(file: File, magic: int, version: int, size: int) -> TokenFile:
+def _open_llm_c(file: DataFile, magic: int, version: int, size: int) -> TokenFile:
     if (magic, version) not in LLM_C:
-        raise refused(f"{file.path} is a file of llm.c's without tokens, or of a kind unknown: {magic}, version {version}")
+        raise data_error(f"{file.path} is an llm.c file without tokens or of an unknown kind: {magic}, version {version}")
     dtype = np.dtype(LLM_C[magic, version])
     if file.size != LLM_C_HEADER + size * dtype.itemsize:
-        raise refused(f"{file.path} has {file.size} bytes where its header says {size} tokens of {dtype.itemsize}", "it was cut short")
+        raise data_error(
+            f"{file.path} has {file.size} bytes, but its header says {size} tokens of {dtype.itemsize}", "it is truncated: write it again"
+        )
     return TokenFile(file=file, dtype=dtype, offset=LLM_C_HEADER, size=size, bounds=None)
 
 
-def _megatron(file: File, index: Path) -> TokenFile:
+def _open_megatron(file: DataFile, index: Path) -> TokenFile:
     """9 bytes of magic, uint64 version, uint8 type, uint64 sequences S, uint64 documents D; int32 lengths [S], int64 byte
     offsets [S], int64 index [D] of the sequence at which each document starts, and at last S."""
     head = struct.Struct("<QBQQ")
     with open(index, "rb") as opening:
         start = opening.read(len(MEGATRON) + head.size)
     if not start.startswith(MEGATRON) or len(start) < len(MEGATRON) + head.size:
-        raise refused(f"{index} is no Megatron index: it does not begin with MMIDIDX", "move it away if the .bin is nanoGPT's")
+        raise data_error(f"{index} is not a Megatron index: it does not begin with MMIDIDX", "move it away if the .bin is nanoGPT's")
     version, code, sequences, documents = head.unpack_from(start, len(MEGATRON))
     words, at = np.memmap(index, np.uint8, "r"), len(start)
     if version != 1 or code not in CODES or len(words) < at + 12 * sequences + 8 * documents:
-        raise refused(f"{index} is damaged, or of a kind unknown: version {version}, type {code}, {len(words)} bytes", "write it again")
+        raise data_error(f"{index} is damaged or of an unknown kind: version {version}, type {code}, {len(words)} bytes", "write it again")
     lengths = np.frombuffer(words, "<i4", sequences, at)
     offsets = np.frombuffer(words, "<i8", sequences, at + 4 * sequences)
     starts = np.frombuffer(words, "<i8", documents, at + 12 * sequences)
@@ -195,6 +199,8 @@ def _megatron(file: File, index: Path) -> TokenFile:
     ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
     in_order = np.array_equal(offsets, ends[:-1] * dtype.itemsize) and (not documents or 0 <= starts.min() <= starts.max() <= sequences)
     if not in_order or file.size != ends[-1] * dtype.itemsize:
-        raise refused(f"{file.path} has {file.size} bytes where {index.name} says {ends[-1] * dtype.itemsize}", "they are not one pair")
+        raise data_error(
+            f"{file.path} has {file.size} bytes, but {index.name} says {ends[-1] * dtype.itemsize}", "they do not belong together"
+        )
     bounds = np.unique(np.concatenate([ends[starts], ends[[0, -1]]]))
     return TokenFile(file=file, dtype=dtype, offset=0, size=int(ends[-1]), bounds=bounds)

@@ -1,4 +1,4 @@
-"""Bytes of text become token ids: as they are, or by a Hugging Face tokenizer.json."""
+"""From bytes of text to token ids: the bytes themselves, or by a Hugging Face tokenizer.json."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ...spec.plain_file import expanded, read_plain
-from .data_error import refused
+from ...spec.plain_file import expand_home, read_plain
+from .data_error import data_error
 
 Ids = NDArray[np.unsignedinteger[Any]]
-ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # where no tokenizer_config.json names eos_token
-SLOW = (
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # used if no tokenizer_config.json names eos_token
+SENTENCEPIECE_FILES = (
     "tokenizer.model",
     "spiece.model",
     "sentencepiece.bpe.model",
@@ -27,11 +27,11 @@ SLOW = (
     "merges.txt",
     "vocab.txt",
 )  # of transformers' slow tokenizers
-_PIECE = 1 << 20  # bytes of a document that are encoded at once; a longer one is cut at line ends
+_PIECE = 1 << 20  # bytes of a document that are encoded at once; longer documents are cut at line ends
 
 
 class Tokenizer(Protocol):
-    """What turns text into ids below `size`; `end` closes a document (None: nothing does); `identity` names its content."""
+    """Encodes text as ids below `size`; `end` ends a document (None: nothing does); `identity` identifies the tokenizer."""
 
     @property
     def size(self) -> int: ...
@@ -42,12 +42,12 @@ class Tokenizer(Protocol):
     @property
     def dtype(self) -> np.dtype[Any]: ...
     def encode(self, text: bytes) -> Ids:
-        """Ids [n]; raises UnicodeDecodeError where the text is not what the tokenizer reads."""
+        """Return ids [n]; raises UnicodeDecodeError if the text is not UTF-8 and the tokenizer needs it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bytes:
-    """Each byte is a token; byte 0, which text does not hold, ends a document."""
+class ByteTokenizer:
+    """Each byte is a token; byte 0, which does not occur in text, ends a document."""
 
     end: int | None = 0
     size: int = 256
@@ -65,8 +65,8 @@ class Bytes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vocabulary:
-    """A Hugging Face tokenizer, without the special tokens that it would put around a text."""
+class VocabularyTokenizer:
+    """A Hugging Face tokenizer; it adds no special tokens around a text."""
 
     size: int
     end: int | None
@@ -75,80 +75,82 @@ class Vocabulary:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        return narrowest(self.size)
+        return smallest_id_type(self.size)
 
     def encode(self, text: bytes) -> Ids:
         try:
-            pieces = [self.rules.encode(piece.decode(), add_special_tokens=False).ids for piece in _pieces(text)]
+            pieces = [self.rules.encode(piece.decode(), add_special_tokens=False).ids for piece in _split_lines(text)]
         except UnicodeDecodeError:
             raise
         except Exception as error:  # the package raises bare Exceptions
-            raise refused(f"the tokenizer can't encode {text[:40]!r} ...: {error}") from None
+            raise data_error(f"the tokenizer can't encode {text[:40]!r} ...: {error}") from None
         return np.concatenate([np.asarray(ids, self.dtype) for ids in pieces]) if pieces else np.empty(0, self.dtype)
 
 
-def narrowest(size: int) -> np.dtype[Any]:
-    """The smallest unsigned type that holds ids below size."""
+def smallest_id_type(size: int) -> np.dtype[Any]:
+    """Return the smallest unsigned type that holds ids below size."""
     return np.dtype(np.uint8 if size <= 1 << 8 else np.uint16 if size <= 1 << 16 else np.uint32)
 
 
-def tokenizer(word: str, end: int | None) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` and `data.end` name; raises Unreadable."""
-    found = Bytes() if word == "bytes" else _vocabulary(word, end)
+def load_tokenizer(name: str, end: int | None) -> Tokenizer:
+    """Return the tokenizer that `data.tokenizer` and `data.end` name; raises Unreadable."""
+    found = ByteTokenizer() if name == "bytes" else _load_vocabulary(name, end)
     if end is None:
         return found
     if end >= found.size:
-        raise refused(f"data.end={end} is no token of data.tokenizer={word}", f"its ids end at {found.size - 1}")
+        raise data_error(f"data.end={end} is not a token of data.tokenizer={name}", f"its ids end at {found.size - 1}")
     return replace(found, end=end)
 
 
-def _vocabulary(word: str, end: int | None) -> Vocabulary:
-    """The vocabulary of a tokenizer.json; `end` replaces the end token that the files beside it name."""
-    path = _file(word)
+def _load_vocabulary(name: str, end: int | None) -> VocabularyTokenizer:
+    """Load a tokenizer.json; `end` overrides the end token of its tokenizer_config.json."""
+    path = _tokenizer_path(name)
     try:
         text = read_plain(path)
         rules = import_module("tokenizers").Tokenizer.from_str(text.decode())
     except ImportError:
-        raise refused(f"data.tokenizer={word} wants the tokenizers package, which is not installed", "pip install tokenizers") from None
+        raise data_error(f"data.tokenizer={name} needs the tokenizers package, which is not installed", "pip install tokenizers") from None
     except OSError as error:
-        raise refused(f"data.tokenizer={word}: {error.strerror}", "say bytes, or the path of a tokenizer.json") from None
+        raise data_error(f"data.tokenizer={name}: {error.strerror}", "set it to bytes or to the path of a tokenizer.json") from None
     except Exception as error:  # the package raises bare Exceptions
-        raise refused(f"data.tokenizer={word} is {_kind(path, text) or f'no tokenizer.json: {error}'}", _mend(path)) from None
+        raise data_error(f"data.tokenizer={name} is {_wrong_kind(path, text) or f'not a tokenizer.json: {error}'}", _fix(path)) from None
     ids: dict[str, int] = rules.get_vocab(with_added_tokens=True)
     if not ids:
-        raise refused(f"data.tokenizer={word} has no tokens")
+        raise data_error(f"data.tokenizer={name} has no tokens")
     _reset(rules)
-    named = _end(path, ids, word) if end is None else None
-    return Vocabulary(size=max(ids.values()) + 1, end=named, identity=blake2b(text).hexdigest(), rules=rules)
+    named = _end_token(path, ids, name) if end is None else None
+    return VocabularyTokenizer(size=max(ids.values()) + 1, end=named, identity=blake2b(text).hexdigest(), rules=rules)
 
 
 def _reset(rules: Any) -> None:
-    """Switch off what transformers saved of its last use, and what training left on: each changes or drops a document's tokens."""
+    """Switch off saved truncation and padding, and dropout of merges: each changes or drops a document's tokens."""
     rules.no_truncation()
     rules.no_padding()
-    if getattr(rules.model, "dropout", None):  # of merges: another result at every call
+    if getattr(rules.model, "dropout", None):  # of BPE merges: it makes encoding random
         rules.model.dropout = None
 
 
-def _file(word: str) -> Path:
-    """The tokenizer.json that a word names, itself or by its folder; raises Unreadable."""
-    path = expanded(word)
+def _tokenizer_path(name: str) -> Path:
+    """Return the path of a tokenizer.json, given as a file or a folder; raises Unreadable."""
+    path = expand_home(name)
     if path.is_dir():
         if not (path / "tokenizer.json").exists():
-            others = [name for name in SLOW if (path / name).exists()]
-            raise refused(f"data.tokenizer={word} has no tokenizer.json" + (f" but {' and '.join(others)}" if others else ""), _mend(path))
+            others = [name for name in SENTENCEPIECE_FILES if (path / name).exists()]
+            raise data_error(
+                f"data.tokenizer={name} has no tokenizer.json" + (f", only {' and '.join(others)}" if others else ""), _fix(path)
+            )
         path = path / "tokenizer.json"
     if path.exists() and not path.is_file():
-        raise refused(f"data.tokenizer={word} is no file", "say bytes, or the path of a tokenizer.json")
+        raise data_error(f"data.tokenizer={name} is not a file", "set it to bytes or to the path of a tokenizer.json")
     return path
 
 
-def _kind(path: Path, text: bytes) -> str:
-    """What a file is that is no tokenizer.json, "" where that is not known."""
+def _wrong_kind(path: Path, text: bytes) -> str:
+    """Return what a file is that is not a tokenizer.json; "" if unknown."""
     if path.suffix == ".model" or (text[:1] == b"\n" and b"<unk>" in text[:64]):
         return "a SentencePiece model"
     if text.startswith(b"version https://git-lfs.github"):
-        return "a pointer of Git LFS, which git lfs pull replaces"
+        return "a Git LFS pointer: git lfs pull fetches the file"
     try:
         words = json.loads(text)
     except (ValueError, RecursionError):
@@ -156,37 +158,37 @@ def _kind(path: Path, text: bytes) -> str:
     if not isinstance(words, dict):
         return ""
     if words and all(isinstance(value, int) for value in words.values()):
-        return "a vocabulary without the rules that go with it"
-    return "a configuration, no tokenizer.json" if words.keys() & {"tokenizer_class", "model_type", "eos_token"} else ""
+        return "a vocabulary without its rules"
+    return "a configuration, not a tokenizer.json" if words.keys() & {"tokenizer_class", "model_type", "eos_token"} else ""
 
 
-def _mend(path: Path) -> str:
+def _fix(path: Path) -> str:
     folder = path if path.is_dir() else path.parent
     if path != folder / "tokenizer.json" and (folder / "tokenizer.json").exists():
         return f"did you mean {folder / 'tokenizer.json'}?"
-    if any((folder / name).exists() for name in SLOW):
+    if any((folder / name).exists() for name in SENTENCEPIECE_FILES):
         return f"transformers writes one: AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')"
-    return "give the path of a tokenizer.json, or say bytes"
+    return "set it to bytes or to the path of a tokenizer.json"
 
 
-def _end(path: Path, ids: dict[str, int], word: str) -> int | None:
-    """The id of the end token that the files beside a tokenizer.json name, else of one that is usual; raises Unreadable."""
-    for beside in ("tokenizer_config.json", "special_tokens_map.json"):
+def _end_token(path: Path, ids: dict[str, int], name: str) -> int | None:
+    """Return the id of the end token: that of tokenizer_config.json, or a usual one; None if there is none. Raises Unreadable."""
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
         try:
-            named = json.loads(read_plain(path.with_name(beside))).get("eos_token")
+            named = json.loads(read_plain(path.with_name(file))).get("eos_token")
         except (OSError, ValueError, AttributeError, RecursionError):
             continue
-        name = named.get("content") if isinstance(named, dict) else named
-        if isinstance(name, str) and name:
-            if name not in ids:
-                says = f"{path.with_name(beside)} names eos_token={name}, which data.tokenizer={word} does not have"
-                raise refused(says, "set data.end to the id of the token that ends a document")
-            return ids[name]
-    return next((ids[name] for name in ENDS if name in ids), None)
+        token = named.get("content") if isinstance(named, dict) else named
+        if isinstance(token, str) and token:
+            if token not in ids:
+                says = f"{path.with_name(file)} names eos_token={token}, which data.tokenizer={name} does not have"
+                raise data_error(says, "set data.end to the id of the token that ends a document")
+            return ids[token]
+    return next((ids[token] for token in ENDS if token in ids), None)
 
 
-def _pieces(text: bytes) -> Iterator[bytes]:
-    """A text whole, or cut after line ends into pieces of a bounded size (a line that is longer stays whole)."""
+def _split_lines(text: bytes) -> Iterator[bytes]:
+    """Yield a text in pieces of bounded size, cut after line ends (a longer line stays whole)."""
     at = 0
     while len(text) - at > _PIECE:
         cut = text.rfind(b"\n", at, at + _PIECE) + 1 or text.find(b"\n", at + _PIECE) + 1 or len(text)

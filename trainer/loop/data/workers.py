@@ -1,4 +1,4 @@
-"""Tokenizing in several processes: each reads its turns of text as lines of JSON and answers each with a line."""
+"""Tokenizes in several processes: each reads turns of text as JSON lines and answers each with a line."""
 
 from __future__ import annotations
 
@@ -16,59 +16,59 @@ from threading import Thread
 from time import sleep
 
 from ...spec.problem import Unreadable
-from ...system.end_child import end_child
-from ...system.parent_watch import die_with
-from .data_error import refused
-from .text_files import Span, Unfit, tokenize
-from .tokenizer import Tokenizer, tokenizer
+from ...system.child_process import end_child
+from ...system.parent_watch import die_with_parent
+from .data_error import data_error
+from .text_files import BadText, Span, tokenize
+from .tokenizer import Tokenizer, load_tokenizer
 
 Settings = tuple[str, int | None, str]  # data.tokenizer, data.end, data.text_key
 Child = subprocess.Popen[str]
 
 
-def tokenized(turns: Sequence[Sequence[Span]], folder: Path, settings: Settings, processes: int) -> Generator[Path]:
-    """Each turn's tokens below the folder, in order, as soon as they are there; raises Unreadable for the first turn that fails.
+def tokenize_turns(turns: Sequence[Sequence[Span]], folder: Path, settings: Settings, processes: int) -> Generator[Path]:
+    """Yield each turn's path in the folder, in order, as soon as it is tokenized; raises Unreadable at the first turn that fails.
 
-    The processes end with this iterator, and with whoever iterates, however that ends.
+    The processes end with this iterator and with the process that iterates.
     """
     word, end, key = settings
     parts = [folder / f"part_{index}" for index in range(len(turns))]
     lines = [json.dumps([spans, str(part)]) for spans, part in zip(turns, parts, strict=True)]
     if processes == 1:
-        here = tokenizer(word, end)
-        answers: Iterator[str] = (_turn(line, here, key) for line in lines)
+        here = load_tokenizer(word, end)
+        answers: Iterator[str] = (_do_turn(line, here, key) for line in lines)
     else:
-        answers = _answers(lines, settings, processes)
+        answers = _worker_answers(lines, settings, processes)
     for part, answer in zip(parts, answers, strict=True):
         if answer:
-            raise refused(answer)
+            raise data_error(answer)
         yield part
 
 
-def _turn(line: str, by: Tokenizer, key: str) -> str:
-    """Do one turn; what was wrong, or nothing."""
+def _do_turn(line: str, by: Tokenizer, key: str) -> str:
+    """Tokenize one turn; return the error, or "" if there is none."""
     spans, into = json.loads(line)
     try:
         tokenize([Span(*span) for span in spans], Path(into), by, key)
-    except (Unfit, Unreadable) as error:
+    except (BadText, Unreadable) as error:
         return str(error)
     except OSError as error:
         return f"{into}: {error.strerror or error}"
     return ""
 
 
-def _answers(lines: Sequence[str], settings: Settings, processes: int) -> Iterator[str]:
+def _worker_answers(lines: Sequence[str], settings: Settings, processes: int) -> Iterator[str]:
     idle: SimpleQueue[Child] = SimpleQueue()
 
     def ask(line: str) -> str:
         child = idle.get()
         try:
-            return _answer(child, line)
+            return _ask_worker(child, line)
         finally:
             idle.put(child)
 
     with ExitStack() as held:
-        children = [held.enter_context(worker(settings)) for _ in range(processes)]
+        children = [held.enter_context(start_worker(settings)) for _ in range(processes)]
         for child in children:
             idle.put(child)
         threads = ThreadPoolExecutor(processes)
@@ -82,8 +82,8 @@ def _answers(lines: Sequence[str], settings: Settings, processes: int) -> Iterat
 
 
 @contextmanager
-def worker(settings: Settings) -> Iterator[Child]:
-    """A process that tokenizes, which ends with the context; raises Unreadable where it can't be started."""
+def start_worker(settings: Settings) -> Iterator[Child]:
+    """Start a process that tokenizes and that ends with the context; raises Unreadable if it can't be started."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
@@ -94,43 +94,43 @@ def worker(settings: Settings) -> Iterator[Child]:
     try:
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     except OSError as error:
-        raise refused(f"a process that tokenizes can't be started: {error.strerror or error}") from None
+        raise data_error(f"a tokenizer process can't be started: {error.strerror or error}") from None
     try:
         yield child
     finally:
         end_child(child)
 
 
-def _answer(child: Child, line: str) -> str:
+def _ask_worker(child: Child, line: str) -> str:
     assert child.stdin is not None
     assert child.stdout is not None
     try:
         child.stdin.write(line + "\n")
         child.stdin.flush()
     except OSError:
-        pass  # it is gone: its answer is missing below
+        pass  # it has ended: its answer is missing below
     answer = child.stdout.readline()
-    return str(json.loads(answer)) if answer else f"a process that tokenized ended with exit status {child.wait()}, without an answer"
+    return str(json.loads(answer)) if answer else f"a tokenizer process ended with exit status {child.wait()} without an answer"
 
 
 def main() -> None:
-    """Do turns until the pipe ends, or whoever asks does; Ctrl-C is for them."""
+    """Tokenize turns until the pipe or the parent ends; the parent handles Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = int(sys.argv[2])
-    die_with(parent)
-    Thread(target=end_with, args=(parent,), daemon=True).start()
+    die_with_parent(parent)
+    Thread(target=exit_with_parent, args=(parent,), daemon=True).start()
     word, end, key = json.loads(sys.argv[1])
     by, wrong = None, ""
     try:
-        by = tokenizer(word, end)
+        by = load_tokenizer(word, end)
     except Unreadable as error:
         wrong = str(error)
     for line in sys.stdin:
-        print(json.dumps(_turn(line, by, key) if by else wrong), flush=True)
+        print(json.dumps(_do_turn(line, by, key) if by else wrong), flush=True)
 
 
-def end_with(parent: int) -> None:
-    """End this process when its parent has ended."""
+def exit_with_parent(parent: int) -> None:
+    """Exit when the parent has ended."""
     while os.getppid() == parent:
         sleep(0.5)
     os._exit(1)

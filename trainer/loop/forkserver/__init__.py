@@ -1,1 +1,1 @@
-"""A server that imports torch and DeepSpeed once and forks the ranks of many short runs."""
+"""A fork server for short runs: it imports torch and DeepSpeed once and forks the ranks of each run."""

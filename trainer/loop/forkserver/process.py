@@ -1,131 +1,94 @@
-"""A process that the fork server forked: what it does, what it says over its pipe, and how it ended."""
+"""Forks a process of the fork server, reads its messages, and records how it ended."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from ...launch.rank.log import Log
-from ...launch.supervisor.outcome import RankEnd, verdict
+from ...launch.rank.log import RankLog
+from ...launch.supervisor.rank_record import READ_SIZE, Message, RankRecord
 from ...system import parent_watch
 
-CHUNK = 1 << 16  # bytes that are read of a pipe at once
 
+class ForkedProcess(RankRecord):
+    """A forked process: the record of its messages and its end, and the pipe that it writes the messages to."""
 
-@dataclass(kw_only=True)
-class Forked:
-    """A forked process: its pipe, what came out of it, and its status once it has ended (minus a signal, where one killed it)."""
+    def __init__(self, pid: int, pipe: int, log: RankLog, rank: int = 0) -> None:
+        super().__init__(rank, log)
+        self.pid = pid
+        self.pipe = pipe  # closed once the process has ended
 
-    pid: int
-    pipe: int
-    log: Log
-    rank: int = 0
-    code: int | None = None
-    cut: bool = False  # killed from here
-    done: bool = False  # it said so
-    step: int | None = None  # its last beat
-    said: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    answers: list[Any] = field(default_factory=list)  # whole words that it answered a question with
-    half: bytes = b""  # a line that hasn't ended yet
-
-    def hear(self) -> list[dict[str, Any]]:
-        """What it has said since, a word a line. When its pipe has ended, so has it: its status is noted."""
-        heard = os.read(self.pipe, CHUNK)
-        if not heard:
+    def read_messages(self) -> list[Message]:
+        """Read and record its new messages. At the end of the pipe, wait for it and record its end."""
+        data = os.read(self.pipe, READ_SIZE)
+        if not data:
             self._reap()
-        *lines, self.half = (self.half + heard).split(b"\n")
-        words: list[dict[str, Any]] = [json.loads(line) for line in lines]
-        for word in words:
-            self._note(word)
-        return words
+        return self.receive(data)
 
-    def _note(self, word: dict[str, Any]) -> None:
-        match word:
-            case {"say": text}:
-                self.said.append(text)
-            case {"problem": text}:
-                self.problems.append(text)
-            case {"beat": step}:
-                self.step = step
-            case {"done": _}:
-                self.done = True
-            case {"answer": _} | {"failed": _}:
-                self.answers.append(word)
+    @property
+    def code(self) -> int | None:
+        """Its exit status once it has ended, or minus the signal that killed it."""
+        return self.outcome.code if self.outcome else None
 
-    def send(self, number: int) -> None:
-        """Send it a signal, if it is still there."""
-        if self.code is None:
+    def send_signal(self, number: int) -> None:
+        """Send it a signal unless it has ended."""
+        if self.outcome is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL to it and what it started."""
-        if self.code is None:
-            self.cut = True
-            os.kill(self.pid, signal.SIGKILL)  # by itself, for it may not have got as far as a group of its own
+        """Send SIGKILL to it and to the processes that it started, unless it has ended."""
+        if self.outcome is None:
+            self.killed = True
+            os.kill(self.pid, signal.SIGKILL)  # directly, because it may not have made a group of its own yet
             self._kill_group()
 
-    def end(self) -> None:
-        """Nothing of it is left when this returns."""
-        if self.code is None:
+    def kill_and_wait(self) -> None:
+        """Kill it and wait until it is gone, unless it has ended."""
+        if self.outcome is None:
             self.kill()
             self._reap()
 
     def _reap(self) -> None:
-        self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         self._kill_group()
         os.close(self.pipe)
+        self.record_end(code)
 
     def _kill_group(self) -> None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
-    @property
-    def record(self) -> RankEnd:
-        """Its end, once it has ended."""
-        assert self.code is not None
-        problem = self.problems[0] if self.problems else ""
-        return RankEnd(rank=self.rank, code=self.code, log=self.log, done=self.done, step=self.step, problem=problem, cut=self.cut)
 
+def fork(act: Callable[[int], int], log: Path, *, rank: int = 0, close: Sequence[int] = ()) -> ForkedProcess:
+    """Fork a process that calls `act` with the file descriptor of its pipe and exits with the status that `act` returns.
 
-def how(ended: Sequence[Forked]) -> str:
-    """What ended a job's ranks, in one line, given in the order in which they ended; "" where all is well."""
-    return verdict([each.record for each in ended], None).says
-
-
-def fork(act: Callable[[int], int], log: Path, *, rank: int = 0, closed: Sequence[int] = ()) -> Forked:
-    """Fork a process that does `act`, told the pipe that it speaks into, and exits with the status that this returns.
-
-    What it prints goes to `log`. It closes the descriptors `closed`, which are the server's own.
+    Its stdout and stderr go to `log`. It closes the file descriptors `close`, which are the server's own.
     """
     server, start = os.getpid(), log.stat().st_size if log.exists() else 0
-    pipe, speak = os.pipe()
+    read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
-        for fd in (pipe, *closed):
+        for fd in (read_end, *close):
             os.close(fd)
-        _become(lambda: act(speak), log, server)
-    os.close(speak)
-    return Forked(pid=pid, pipe=pipe, log=Log(log, start), rank=rank)
+        _run_child(lambda: act(write_end), log, server)
+    os.close(write_end)
+    return ForkedProcess(pid, read_end, RankLog(log, start), rank)
 
 
-def _become(act: Callable[[], int], log: Path, server: int) -> None:
-    """Be that process, in a session of its own, and end with its status."""
+def _run_child(act: Callable[[], int], log: Path, server: int) -> None:
+    """Run `act` in this forked process, in a session of its own, and exit with its status."""
     status = 1
     try:
         os.setsid()
-        parent_watch.die_with(server)  # where the kernel can't, the lifeline does it
-        written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        parent_watch.die_with_parent(server)  # on other systems than Linux, the parent-death watch does it
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         for fd in (1, 2):
-            os.dup2(written, fd)
+            os.dup2(file, fd)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         status = act()
     except SystemExit as end:

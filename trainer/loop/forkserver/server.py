@@ -2,18 +2,20 @@
 
 Run it as `python -m distrain.trainer.loop.forkserver.server`.
 
-A job is a line of JSON on stdin. How far it is, and at last how it ended, are lines on stdout:
+A request is a line of JSON on stdin; messages and at last the reply are lines of JSON on stdout. A job:
 
     {"run": RUN_DIR/run.json, "ranks": 2, "threads": 1, "seconds": 60, "signals": [[step, rank, signal], ...]}
-    {"beat": 3}  {"status": text}                         of rank 0, on the way
-    {"codes": [0, 0], "steps": [7, 7], "said": [rank 0's lines], "problems": [...], "late": false, "says": what ended it, in a line}
+    {"step": 3}  {"status": text}                                     messages of rank 0
+    {"codes": [0, 0], "steps": [7, 7], "lines": [rank 0's lines for the user], "problems": [...], "timed_out": false, "says": why it failed}
 
-    {"ask": name, "words": {...}, "log": path}            a function of `QUESTIONS`, in one forked process
-    {"answer": what it returned}  or  {"failed": why}
+A question, which one forked process answers by a function of `QUESTIONS`:
 
-A rank is a real one: it meets the others over gloo or NCCL, has a control pipe and a lifeline, and logs to RUN_DIR/ranks/N.log.
-A signal is sent to its rank when that rank says that it is at that step. The end of stdin, also in the middle of a job, ends
-everything. The server itself never starts a thread or a CUDA context, neither of which lives through a fork.
+    {"ask": name, "arguments": {...}, "log": path}
+    {"answer": what the function returned}  or  {"failed": why}
+
+A rank is a real one: it joins the others over gloo or NCCL, has a control pipe and a parent-death watch, and logs to
+RUN_DIR/ranks/N.log. A signal is sent to its rank when that rank reports the step. The end of stdin ends everything, even in the
+middle of a job. The server itself never starts a thread or a CUDA context, because neither survives a fork.
 """
 
 from __future__ import annotations
@@ -32,27 +34,28 @@ from typing import Any
 import torch
 import torch._dynamo  # the first optimizer of a process imports it
 
-from ...engines.deepspeed.settings import deepspeed
+from ...engines.deepspeed.settings import import_deepspeed
 from ...launch.rank import channel
-from ...launch.rank.environment import Place, reserve_port
+from ...launch.rank.environment import RankEnvironment, reserve_port
+from ...launch.supervisor.outcome import run_outcome
 from ...system import parent_watch
 from ..checkpoint import LoadFailed
 from ..rank import run_rank
-from .process import Forked, fork, how
-from .weight_diff import compared
+from .process import ForkedProcess, fork
+from .weight_diff import weight_difference
 
 ADDRESS = "127.0.0.1"
 GRACE = 5.0  # seconds that ranks have after one has failed
-TICK = 0.5  # seconds between two looks at the clock
+TICK = 0.5  # seconds between two checks of the deadline
 
-Work = Callable[[Path, channel.Talk], int]  # what a rank does with RUN_DIR/run.json: its exit status
-Question = Callable[..., Any]  # of words, and answered in JSON
+RankProgram = Callable[[Path, channel.Channel], int]  # what a rank does with RUN_DIR/run.json; returns its exit status
+Question = Callable[..., Any]  # takes and returns JSON values
 
-QUESTIONS: dict[str, Question] = {"compared": compared}
+QUESTIONS: dict[str, Question] = {"weight_difference": weight_difference}
 
 
-class AskerGone(Exception):
-    """Whoever writes the jobs has closed the pipe, or died."""
+class ClientGone(Exception):
+    """The client has closed its pipe, or died."""
 
 
 def main() -> int:
@@ -61,144 +64,164 @@ def main() -> int:
     return 0
 
 
-def serve(work: Work, questions: Mapping[str, Question]) -> None:
-    """Serve jobs, whose ranks do `work`, until stdin ends."""
-    answers = os.dup(1)
-    os.dup2(2, 1)  # what libraries print is no answer
-    deepspeed()
+def serve(program: RankProgram, questions: Mapping[str, Question]) -> None:
+    """Serve jobs, whose ranks run `program`, and questions until stdin ends."""
+    client = os.dup(1)
+    os.dup2(2, 1)  # what libraries print is not for the client
+    import_deepspeed()
     _assert_forkable()
-    with suppress(AskerGone):
+    with suppress(ClientGone):
         for line in sys.stdin:
-            job = json.loads(line)
-            _tell(answers, _asked(job, questions, answers) if "ask" in job else _trained(job, work, answers))
+            request = json.loads(line)
+            reply = _answer_question(request, questions, client) if "ask" in request else _run_job(request, program, client)
+            _send(client, reply)
 
 
 def _assert_forkable() -> None:
     if os.path.isdir("/proc/self/task"):
         threads = len(os.listdir("/proc/self/task"))
-        assert threads == 1, f"{threads} threads: a fork has one of them, and waits for the others' locks"
-    assert not torch.cuda.is_initialized(), "a CUDA context does not live through a fork"  # type: ignore[no-untyped-call]
+        assert threads == 1, f"{threads} threads: a forked process has only one of them, and would wait for the others' locks"
+    assert not torch.cuda.is_initialized(), "a CUDA context does not survive a fork"  # type: ignore[no-untyped-call]
 
 
-def _trained(job: Mapping[str, Any], work: Work, answers: int) -> dict[str, Any]:
-    """Run a job's ranks to their end, or to its deadline."""
+def _run_job(job: Mapping[str, Any], program: RankProgram, client: int) -> dict[str, Any]:
+    """Run a job's ranks to their end, or to its deadline; return the reply."""
     run, ranks = Path(job["run"]), job["ranks"]
     (run.parent / "ranks").mkdir(exist_ok=True)
-    crew, ended, late = list[Forked](), list[Forked](), False
-    with _lifeline() as (held, cut), reserve_port() as port, _ended(crew):
+    processes, ended, lines = list[ForkedProcess](), list[ForkedProcess](), list[str]()
+    with _parent_death_pipe() as (read_end, write_end), reserve_port() as socket, _killed_at_exit(processes):
+        port = socket.getsockname()[1]
         for rank in range(ranks):
-            place = Place(rank=rank, ranks=ranks, local_rank=rank, local_ranks=ranks, address=ADDRESS, port=port.getsockname()[1])
-            act = partial(_rank, partial(work, run), place, held, job["threads"])
+            environment = RankEnvironment(rank=rank, ranks=ranks, local_rank=rank, local_ranks=ranks, address=ADDRESS, port=port)
+            act = partial(_run_rank, partial(program, run), environment, read_end, job["threads"])
             log = run.parent / "ranks" / f"{rank}.log"
-            crew.append(fork(act, log, rank=rank, closed=(cut, answers, *(each.pipe for each in crew))))
-        until = time.monotonic() + job["seconds"] if job["seconds"] else float("inf")
-        late = _watched(crew, ended, until, partial(_heard, crew, job["signals"], answers))
+            processes.append(fork(act, log, rank=rank, close=(write_end, client, *(each.pipe for each in processes))))
+        deadline = time.monotonic() + job["seconds"] if job["seconds"] else float("inf")
+        timed_out = _wait_for_all(processes, ended, deadline, partial(_on_message, processes, job["signals"], client, lines))
     return {
-        "codes": [each.code for each in crew],
-        "steps": [each.step for each in crew],
-        "said": crew[0].said,
-        "problems": [problem for each in crew for problem in each.problems],
-        "late": late,
-        "says": how(ended),
+        "codes": [each.code for each in processes],
+        "steps": [each.step for each in processes],
+        "lines": lines,
+        "problems": [each.problem for each in processes if each.problem],
+        "timed_out": timed_out,
+        "says": run_outcome([each.outcome for each in ended if each.outcome], None).says,
     }
 
 
-def _rank(work: Callable[[channel.Talk], int], place: Place, held: int, threads: int, speak: int) -> int:
-    """Be a rank: the environment says which, as it does to one that was started on its own."""
-    handed = {channel.VARIABLE: str(speak), parent_watch.VARIABLE: str(held), "OMP_NUM_THREADS": str(threads)}
-    os.environ.update({**place.environment(os.environ), **handed})
+def _run_rank(
+    program: Callable[[channel.Channel], int], environment: RankEnvironment, parent_pipe: int, threads: int, control_pipe: int
+) -> int:
+    """Run a rank in this forked process, with the environment of one that was started on its own."""
+    pipes = {channel.VARIABLE: str(control_pipe), parent_watch.VARIABLE: str(parent_pipe), "OMP_NUM_THREADS": str(threads)}
+    os.environ.update({**environment.variables(os.environ), **pipes})
     torch.set_num_threads(threads)
-    return work(channel.Talk.from_environment())
+    return program(channel.Channel.from_environment())
 
 
-def _heard(crew: Sequence[Forked], signals: Sequence[Sequence[int]], answers: int, rank: Forked, word: dict[str, Any]) -> None:
-    """Send the signals that are due, and hand on how far rank 0 is."""
-    for step, whom, number in signals:
-        if crew[whom] is rank and word.get("beat") == step:
-            rank.send(number)
-    if rank.rank == 0 and word.keys() & {"beat", "status"}:
-        _tell(answers, word)
+def _on_message(
+    processes: Sequence[ForkedProcess],
+    signals: Sequence[Sequence[int]],
+    client: int,
+    lines: list[str],
+    process: ForkedProcess,
+    kind: str,
+    content: Any,
+) -> None:
+    """Send the signals that are due; keep rank 0's lines for the user, and pass its progress on to the client."""
+    for step, rank, number in signals:
+        if processes[rank] is process and (kind, content) == ("step", step):
+            process.send_signal(number)
+    if process.rank == 0 and kind == "say":
+        lines.append(content)
+    if process.rank == 0 and kind in ("step", "status"):
+        _send(client, {kind: content})
 
 
-def _asked(job: Mapping[str, Any], questions: Mapping[str, Question], answers: int) -> dict[str, Any]:
-    """The answer to a question."""
-    log = Path(job["log"])
-    crew = [fork(partial(_answer, questions[job["ask"]], job["words"]), log, closed=(answers,))]
-    with _ended(crew):
-        _watched(crew, [], float("inf"), lambda *_: None)
-    answer: dict[str, Any] = {"failed": f"the process that was asked ended with {crew[0].code}; its log is {log}"}
-    return crew[0].answers[-1] if crew[0].answers else answer
+def _answer_question(request: Mapping[str, Any], questions: Mapping[str, Question], client: int) -> dict[str, Any]:
+    """Answer a question in a forked process; return its reply."""
+    log = Path(request["log"])
+    process = fork(partial(_reply, questions[request["ask"]], request["arguments"]), log, close=(client,))
+    replies = list[dict[str, Any]]()
+    with _killed_at_exit([process]):
+        _wait_for_all([process], [], float("inf"), lambda _, kind, content: replies.append({kind: content}))
+    failed: dict[str, Any] = {"failed": f"the process that was asked ended with {process.code}; its log is {log}"}
+    return replies[-1] if replies else failed
 
 
-def _answer(question: Question, words: Mapping[str, Any], speak: int) -> int:
+def _reply(question: Question, arguments: Mapping[str, Any], control_pipe: int) -> int:
     try:
-        _tell(speak, {"answer": question(**words)})
+        _send(control_pipe, {"answer": question(**arguments)})
     except (LoadFailed, OSError) as error:
-        _tell(speak, {"failed": str(error).splitlines()[0]})
+        _send(control_pipe, {"failed": str(error).splitlines()[0]})
     return 0
 
 
-def _watched(crew: Sequence[Forked], ended: list[Forked], until: float, heard: Callable[[Forked, dict[str, Any]], None]) -> bool:
-    """Stay until all have ended, in the order `ended`; whether the deadline came first. Raises AskerGone.
+def _wait_for_all(
+    processes: Sequence[ForkedProcess],
+    ended: list[ForkedProcess],
+    deadline: float,
+    on_message: Callable[[ForkedProcess, str, Any], None],
+) -> bool:
+    """Wait until all have ended, and add them to `ended` in that order; return whether the deadline came first. Raises ClientGone.
 
-    Those that outlive a failed one by GRACE are killed, and so are all at the deadline.
+    Ranks that outlive a failed one by GRACE are killed, and so are all at the deadline.
     """
-    late = failed = False
-    while left := {each.pipe: each for each in crew if each.code is None}:
-        for pipe in _ready(left):
-            for word in left[pipe].hear():
-                heard(left[pipe], word)
-            if left[pipe].code is not None:
-                ended.append(left[pipe])
-        if not failed and any(each.code not in (None, 0, channel.STOPPED) for each in crew):
-            failed, until = True, min(until, time.monotonic() + GRACE)
-        if time.monotonic() > until:
-            late |= not failed
-            for each in crew:
+    timed_out = failed = False
+    while running := {each.pipe: each for each in processes if each.code is None}:
+        for pipe in _readable_pipes(running):
+            for kind, content in running[pipe].read_messages():
+                on_message(running[pipe], kind, content)
+            if running[pipe].code is not None:
+                ended.append(running[pipe])
+        if not failed and any(each.code not in (None, 0, channel.STOPPED) for each in processes):
+            failed, deadline = True, min(deadline, time.monotonic() + GRACE)
+        if time.monotonic() > deadline:
+            timed_out |= not failed
+            for each in processes:
                 each.kill()
-    return late
+    return timed_out
 
 
-def _ready(pipes: Mapping[int, Forked]) -> list[int]:
-    """The pipes that have something to be read, after a moment at the most; raises AskerGone where stdin has no writer any more."""
+def _readable_pipes(pipes: Mapping[int, ForkedProcess]) -> list[int]:
+    """Wait up to TICK for pipes with something to read; raises ClientGone if stdin has no writer any more."""
     poll = select.poll()
-    poll.register(0, 0)  # of it only that it has ended: the next job may wait there already
+    poll.register(0, 0)  # only for its end: the next request may wait there already
     for pipe in pipes:
         poll.register(pipe, select.POLLIN)
     ready = [fd for fd, _ in poll.poll(TICK * 1000)]
     if 0 in ready:
-        raise AskerGone
+        raise ClientGone
     return ready
 
 
 @contextmanager
-def _ended(crew: Sequence[Forked]) -> Iterator[None]:
-    """Nothing of these processes is left after the block, however it ends."""
+def _killed_at_exit(processes: Sequence[ForkedProcess]) -> Iterator[None]:
+    """Kill the processes that still run when the block ends."""
     try:
         yield
     finally:
-        for each in crew:
-            each.end()
+        for each in processes:
+            each.kill_and_wait()
 
 
 @contextmanager
-def _lifeline() -> Iterator[tuple[int, int]]:
-    """A pipe for as long as the block runs, and this process: (what ranks hold, what ends when this process does)."""
-    held, cut = os.pipe()
+def _parent_death_pipe() -> Iterator[tuple[int, int]]:
+    """(read end, write end) of a pipe whose read end ranks watch; only this process holds the write end, until the block ends."""
+    read_end, write_end = os.pipe()
     try:
-        yield held, cut
+        yield read_end, write_end
     finally:
-        os.close(cut)
-        os.close(held)
+        os.close(write_end)
+        os.close(read_end)
 
 
-def _tell(fd: int, words: Mapping[str, Any]) -> None:
-    line = f"{json.dumps(words)}\n".encode()
+def _send(fd: int, message: Mapping[str, Any]) -> None:
+    data = f"{json.dumps(message)}\n".encode()
     try:
-        while line:
-            line = line[os.write(fd, line) :]
+        while data:
+            data = data[os.write(fd, data) :]
     except BrokenPipeError:
-        raise AskerGone from None
+        raise ClientGone from None
 
 
 if __name__ == "__main__":

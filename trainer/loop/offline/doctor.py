@@ -1,7 +1,7 @@
-"""What `distrain doctor` needs torch for: devices, a meeting over gloo, a run in one process.
+"""The torch half of `distrain doctor`: devices, a gloo rendezvous, a training run in one process.
 
 Run it as `python -m distrain.trainer.loop.offline.doctor`.
-Each finding is a line of JSON on stdout, {"name", "state", "says", "mend"}; the last line is {"losses": [...]}.
+Each check is a line of JSON on stdout, {"name", "state", "says", "mend"}; the last line is {"losses": [...]}.
 """
 
 from __future__ import annotations
@@ -19,84 +19,85 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from ...engines.deepspeed.settings import optimizer
+from ...engines.deepspeed.settings import torch_optimizer
 from ...launch.rank.environment import reserve_port
-from ...models.build import build
+from ...models.build import build_model
 from ...plan.plan import make_plan
 from ...spec.run import Run
+from ...system.cpu import cpu_count
 from ..data.batches import Batches
-from ..data.prepare import cache_folder, prepare
-from ..lr_schedule import rate
-from .exit_status import answered
+from ..data.prepare import cache_folder, prepare_corpus
+from ..lr_schedule import learning_rate
+from .exit_status import run_verb
 
-WAIT = 15.0  # seconds in which two processes have to meet
+WAIT = 15.0  # seconds in which two processes must rendezvous
 
 
 def main() -> int:
-    """Say what is found; the one argument is the run.json of the self-check."""
-    return answered(lambda: look(Path(sys.argv[1])))
+    """Run the checks; the one argument is the run.json of the self-check."""
+    return run_verb(lambda: run_checks(Path(sys.argv[1])))
 
 
-def look(path: Path) -> None:
-    """Every finding, then the losses of the run in this process alone."""
-    meeting = met()  # forks, so before anything starts threads or a driver
-    devices()
-    if meeting:
-        mend = "set GLOO_SOCKET_IFNAME=lo, and look at the firewall and at this machine's own name in /etc/hosts"
-        _say("gloo", "problem", f"two processes did not meet: {meeting}", mend)
+def run_checks(path: Path) -> None:
+    """Report every check, then the losses of the run in this process alone."""
+    fault = gloo_fault()  # forks, so it comes before anything that starts threads or a driver
+    report_devices()
+    if fault:
+        mend = "set GLOO_SOCKET_IFNAME=lo, and check the firewall and this machine's own name in /etc/hosts"
+        _report("gloo", "problem", f"two processes did not connect: {fault}", mend)
     else:
-        _say("gloo", "ok", "two processes of this machine meet and add up")
-    print(json.dumps({"losses": losses(msgspec.json.decode(path.read_bytes(), type=Run))}), flush=True)
+        _report("gloo", "ok", "two processes of this machine connect and all-reduce")
+    print(json.dumps({"losses": undistributed_losses(msgspec.json.decode(path.read_bytes(), type=Run))}), flush=True)
 
 
-def devices() -> None:
-    """What torch computes on."""
+def report_devices() -> None:
+    """Report the devices that torch computes on."""
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             about = torch.cuda.get_device_properties(index)
-            _say("device", "ok", f"GPU {index}: {about.name}, {about.total_memory / 2**30:.0f} GiB")
+            _report("device", "ok", f"GPU {index}: {about.name}, {about.total_memory / 2**30:.0f} GiB")
         if not dist.is_nccl_available():
-            _say("device", "problem", "this torch has no NCCL, over which GPUs talk", "install torch's own build for CUDA")
+            _report("device", "problem", "this torch has no NCCL, which GPUs communicate over", "install PyTorch's own CUDA build")
         return
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = cpu_count()
     if shutil.which("nvidia-smi"):
-        why = "is built without CUDA" if torch.version.cuda is None else f"for CUDA {torch.version.cuda} reaches none"
-        mend = "install the torch that fits the driver, which nvidia-smi shows"
-        _say("device", "warning", f"a GPU seems to be here, and torch {why}", mend)
-    _say("device", "ok", f"{cores} CPU cores, no GPU")
+        why = "is built without CUDA" if torch.version.cuda is None else f"for CUDA {torch.version.cuda} finds none"
+        mend = "install the torch for this driver's CUDA version, which nvidia-smi shows"
+        _report("device", "warning", f"this machine seems to have a GPU, and torch {why}", mend)
+    _report("device", "ok", f"{cores} CPU cores, no GPU")
 
 
-def met() -> str:
-    """Why two processes that are forked here don't meet over gloo and add up; "" where they do."""
-    left: list[int] = []
+def gloo_fault() -> str:
+    """Fork two processes that rendezvous over gloo and all-reduce. Return why they failed, else ""."""
+    alive: list[int] = []
     with reserve_port() as port:
         try:
-            pipes = [_forked(rank, port.getsockname()[1], left) for rank in range(2)]
-            said = [_heard(pipe, left) for pipe in pipes]
+            pipes = [_fork_peer(rank, port.getsockname()[1], alive) for rank in range(2)]
+            faults = [_peer_fault(pipe, alive) for pipe in pipes]
         finally:
-            for pid in left:
+            for pid in alive:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-    return next((each for each in said if each), "")
+    return next((fault for fault in faults if fault), "")
 
 
-def _forked(rank: int, port: int, left: list[int]) -> int:
-    """The pipe of a process that meets the other, to which it writes what it can't; its pid is added to those that are left."""
-    hear, speak = os.pipe()
+def _fork_peer(rank: int, port: int, alive: list[int]) -> int:
+    """Fork one of the two processes and add it to those alive. Return the pipe that it writes its error to."""
+    reader, writer = os.pipe()
     pid = os.fork()
     if pid:
-        left.append(pid)
-        os.close(speak)
-        return hear
+        alive.append(pid)
+        os.close(writer)
+        return reader
     try:
-        _meet(rank, port)
+        _join_and_add(rank, port)
     except Exception as error:
-        os.write(speak, (str(error).splitlines() or [repr(error)])[0].encode())
+        os.write(writer, (str(error).splitlines() or [repr(error)])[0].encode())
     finally:
         os._exit(0)
 
 
-def _meet(rank: int, port: int) -> None:
+def _join_and_add(rank: int, port: int) -> None:
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2, timeout=timedelta(seconds=WAIT))
     total = torch.full((), rank + 1.0)
@@ -106,26 +107,26 @@ def _meet(rank: int, port: int) -> None:
     dist.barrier()
 
 
-def _heard(pipe: int, left: list[int]) -> str:
-    """What the first of the processes that are left could not; it is killed where it says nothing in time, and left no more."""
+def _peer_fault(pipe: int, alive: list[int]) -> str:
+    """Wait for the first process alive, and kill it after a timeout. Return its error, else ""."""
     ready, _, _ = select.select([pipe], [], [], 2 * WAIT)
-    said = os.read(pipe, 400).decode(errors="replace") if ready else f"no answer in {2 * WAIT:.0f} s"
+    error = os.read(pipe, 400).decode(errors="replace") if ready else f"no answer in {2 * WAIT:.0f} s"
     os.close(pipe)
     if not ready:
-        os.kill(left[0], signal.SIGKILL)
-    status = os.waitstatus_to_exitcode(os.waitpid(left[0], 0)[1])
-    left.pop(0)
-    return said or (f"one of them was ended by signal {-status}" if status < 0 and ready else "")
+        os.kill(alive[0], signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(alive[0], 0)[1])
+    alive.pop(0)
+    return error or (f"one of them was killed by signal {-status}" if status < 0 and ready else "")
 
 
-def losses(run: Run) -> list[float]:
-    """The loss of each step of a run in this process, without DeepSpeed: torch's optimizer over whole batches."""
+def undistributed_losses(run: Run) -> list[float]:
+    """Return the loss of each step of a run in this process, without DeepSpeed: torch's optimizer over whole batches."""
     train, plan = run.train, make_plan(run)
     assert plan.run is not None
-    corpus = prepare(run.data, vocab=run.model.vocab, seq=train.seq, cache=cache_folder(run.data), progress=lambda *_: None)
+    corpus = prepare_corpus(run.data, vocab=run.model.vocab, seq=train.seq, cache=cache_folder(run.data), progress=lambda *_: None)
     batches = Batches(corpus, seed=train.seed, seq=train.seq)
-    module = build(run, device=torch.device("cpu"), dtype=torch.float32, seed=train.seed)
-    stepper, found = optimizer(run, module.parameters()), list[float]()
+    module = build_model(run, device=torch.device("cpu"), dtype=torch.float32, seed=train.seed)
+    stepper, found = torch_optimizer(run, module.parameters()), list[float]()
     for step in range(plan.run.steps):
         batch = batches.batch(step * train.batch, train.batch)
         total, counted = module(batch.tokens, batch.labels)
@@ -135,13 +136,13 @@ def losses(run: Run) -> list[float]:
         if train.clip:
             torch.nn.utils.clip_grad_norm_(module.parameters(), train.clip)
         for group in stepper.param_groups:
-            group["lr"] = rate(run.optim, step, plan.run.steps)
+            group["lr"] = learning_rate(run.optim, step, plan.run.steps)
         stepper.step()
         found.append(float(loss))
     return found
 
 
-def _say(name: str, state: str, says: str, mend: str = "") -> None:
+def _report(name: str, state: str, says: str, mend: str = "") -> None:
     print(json.dumps({"name": name, "state": state, "says": says, "mend": mend}), flush=True)
 
 

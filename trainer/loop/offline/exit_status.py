@@ -1,4 +1,4 @@
-"""How a child that does the torch half of a verb ends: what is wrong, a line each on stderr, and an exit status."""
+"""The end of a child process that runs the torch half of a verb: problems on stderr, a line each, and an exit status."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
-from ...spec.problem import Unreadable, fault, shortened
+from ...spec.problem import Unreadable, shorten, unexpected_error_text
 from ..checkpoint import LoadFailed
 
-FINE, CANNOT = 0, 1
+SUCCESS, FAILURE = 0, 1
 
 
 class StdoutFull(Exception):
-    """Stdout takes no more, for the reason that the words say."""
+    """Stdout can't be written, for the reason given."""
 
 
-def say(text: str) -> None:
-    """Write to stdout at once; raises BrokenPipeError where its reader has gone, and StdoutFull."""
+def write_stdout(text: str) -> None:
+    """Write to stdout and flush; raises BrokenPipeError where its reader has closed it, and StdoutFull."""
     try:
         if sys.stdout is not None:
             sys.stdout.write(text)
@@ -27,44 +27,44 @@ def say(text: str) -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        _give_up_stdout()
+        _discard_stdout()
         raise StdoutFull(f"can't write to stdout: {error.strerror}") from None
 
 
-def _give_up_stdout() -> None:
-    """What stdout still holds goes nowhere."""
+def _discard_stdout() -> None:
+    """Send what stdout still buffers to /dev/null."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def answered(work: Callable[[], None]) -> int:
-    """Do the work; the exit status of this process."""
+def run_verb(work: Callable[[], None]) -> int:
+    """Do the work, report its problems on stderr, and return the exit status of this process."""
     try:
         work()
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Unreadable as wrong:
-        return _told(map(str, wrong.problems))
+        return _report_problems(map(str, wrong.problems))
     except BrokenPipeError:
-        _give_up_stdout()  # whoever read has gone: no error
+        _discard_stdout()  # the reader needs no more: no error
     except OSError as error:
-        return _told([f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)])
+        return _report_problems([f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)])
     except (LoadFailed, StdoutFull) as error:
-        return _told([str(error)])
+        return _report_problems([str(error)])
     except (MemoryError, RuntimeError) as error:
         full = isinstance(error, MemoryError) or "memory" in str(error)
-        return _told(["this machine has not enough memory for it" if full else fault(error)])
+        return _report_problems(["this machine does not have enough memory for it" if full else unexpected_error_text(error)])
     except Exception as error:
-        return _told([fault(error)])
-    return FINE
+        return _report_problems([unexpected_error_text(error)])
+    return SUCCESS
 
 
-def _told(problems: map[str] | list[str]) -> int:
+def _report_problems(problems: map[str] | list[str]) -> int:
     for problem in problems:
-        tell(problem)
-    return CANNOT
+        write_problem(problem)
+    return FAILURE
 
 
-def tell(problem: str) -> None:
-    """Write a line of ours to stderr."""
-    with suppress(OSError, AttributeError):  # stderr takes nothing, or there is none
-        print(f"distrain: {shortened(' '.join(problem.split()))}", file=sys.stderr, flush=True)
+def write_problem(problem: str) -> None:
+    """Write a problem to stderr, in one line."""
+    with suppress(OSError, AttributeError):  # stderr can't be written, or there is none
+        print(f"distrain: {shorten(' '.join(problem.split()))}", file=sys.stderr, flush=True)

@@ -1,4 +1,7 @@
-"""A run's newest checkpoint as a Hugging Face folder, checked before it has its name: python -m distrain.trainer.loop.offline.export."""
+"""Export of a run's newest checkpoint to a Hugging Face folder, checked before it gets its name.
+
+Run it as `python -m distrain.trainer.loop.offline.export RUN_DIR DEST DTYPE`.
+"""
 
 from __future__ import annotations
 
@@ -20,129 +23,135 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ...models.build import build, load, weights
-from ...models.hf import read_hf
-from ...models.hf_names import kind_of
-from ...models.weights import from_hf, to_hf
+from ...models.build import build_model, load_weights, named_weights
+from ...models.families import FAMILIES, family_of
+from ...models.hf_format.config import read_hf_config
+from ...models.hf_format.names import hf_model_type
+from ...models.hf_format.weights import read_hf_weights, write_hf_folder
 from ...spec.problem import Problem, Unreadable
 from ...spec.read import read
 from ...spec.run import Model, Run
-from .exit_status import answered, say
-from .export_tokenizer import known, put_tokenizer
-from .load_run import FAMILIES, load_saved, model_of
+from ..build import DTYPES
+from .exit_status import run_verb, write_stdout
+from .export_tokenizer import run_tokenizer, write_tokenizer
+from .load_run import load_model, load_run
 
 if TYPE_CHECKING:
     from ...models.gpt.module import Transformer
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-SEQUENCES, LONGEST = 3, 128  # of the check: sequences, tokens in each
-CLOSE = 1e-5  # float32 logits may differ by so much, or by this share of the largest
+SEQUENCES, MAX_TOKENS = 3, 128  # of the logit check: sequences, and tokens in each
+LOGIT_TOLERANCE = 1e-5  # of float32 logits: absolute, or relative to the largest
 CPU = torch.device("cpu")
 
 
 def main() -> int:
-    """Export RUN_DIR to DEST as a dtype: the three words of the command line."""
+    """Export RUN_DIR to DEST in a dtype: the three arguments of the command line."""
     source, destination, dtype = sys.argv[1:]
-    return answered(lambda: export(Path(source), Path(destination), dtype))
+    return run_verb(lambda: export(Path(source), Path(destination), dtype))
 
 
 def export(folder: Path, destination: Path, dtype: str) -> None:
-    """Write, check, and only then give the folder its name; raises Unreadable, LoadFailed, OSError."""
-    found = load_saved(folder)
+    """Write the folder under a temporary name, check it, then rename it; raises Unreadable, LoadFailed, OSError."""
+    found = load_run(folder)
     run = found.run
     for remark in found.remarks:
-        say(f"{remark}\n")
-    _exportable(run)
-    module = model_of(run, found.checkpoint, CPU)
-    _narrow(module, DTYPES[dtype])
-    by = known(run)
-    with _unnamed(destination) as folder_there:
-        to_hf(((name, each.to(DTYPES[dtype])) for name, each in weights(module, run)), run, folder_there, special=by.special)
-        remarks = [*by.remarks, *put_tokenizer(run, by, folder_there)]
-        said = _checked(module, run, folder_there)
-        files = sorted(each.name for each in folder_there.iterdir())
-    count = sum(each.numel() for _, each in weights(module, run))
+        write_stdout(f"{remark}\n")
+    _check_exportable(run)
+    module = load_model(run, found.checkpoint, CPU)
+    _round_weights(module, DTYPES[dtype])
+    tokenizer = run_tokenizer(run)
+    with _new_folder(destination) as new_folder:
+        write_hf_folder(
+            ((name, each.to(DTYPES[dtype])) for name, each in named_weights(module, run)), run, new_folder, special=tokenizer.special
+        )
+        remarks = [*tokenizer.remarks, *write_tokenizer(run, tokenizer, new_folder)]
+        check = _check_logits(module, run, new_folder)
+        files = sorted(each.name for each in new_folder.iterdir())
+    count = sum(each.numel() for _, each in named_weights(module, run))
     lines = [
-        f"step {found.checkpoint.step}, {count:,} parameters in {dtype}; {said}",
+        f"step {found.checkpoint.step}, {count:,} parameters in {dtype}; {check}",
         *remarks,
         f"wrote {', '.join(files)}",
         f"done: {destination}",
-        f"next: {_next(destination, spells='tokenizer.json' in files)}",
+        f"next: {_next_command(destination, has_tokenizer='tokenizer.json' in files)}",
     ]
-    say("".join(f"{line}\n" for line in lines))
+    write_stdout("".join(f"{line}\n" for line in lines))
 
 
-def _next(destination: Path, *, spells: bool) -> str:
-    """A command that loads the folder: text from it, or, where it has no tokenizer, its model alone."""
+def _next_command(destination: Path, *, has_tokenizer: bool) -> str:
+    """Return a command that generates text from the folder, or without a tokenizer loads its model."""
     where = json.dumps(str(destination))
-    if spells:
-        words = f'from transformers import pipeline; print(pipeline("text-generation", {where})("The ")[0]["generated_text"])'
+    if has_tokenizer:
+        program = f'from transformers import pipeline; print(pipeline("text-generation", {where})("The ")[0]["generated_text"])'
     else:
-        words = f"from transformers import AutoModelForCausalLM; print(AutoModelForCausalLM.from_pretrained({where}))"
-    return f"{quote(sys.executable)} -c {quote(words)}"
+        program = f"from transformers import AutoModelForCausalLM; print(AutoModelForCausalLM.from_pretrained({where}))"
+    return f"{quote(sys.executable)} -c {quote(program)}"
 
 
-def _exportable(run: Run) -> None:
-    """Raises Unreadable where no class of transformers computes what the run's model does."""
-    if run.model.family not in FAMILIES:
-        says = f"model.family={run.model.family} has no Hugging Face form here"
-        raise _refused(says, f"families {', '.join(FAMILIES)} have")
-    kind_of(run)
+def _check_exportable(run: Run) -> None:
+    """Raise Unreadable where no class of transformers computes the run's model."""
+    if not family_of(run.model).model_types:
+        says = f"model.family={run.model.family} can't be exported to Hugging Face"
+        known = ", ".join(name for name, family in FAMILIES.items() if family.model_types)
+        raise _refusal(says, f"families {known} can")
+    hf_model_type(run)
 
 
-def _narrow(module: Transformer, dtype: torch.dtype) -> None:
-    """Round the weights to what is written of them, so that the check compares like with like."""
+def _round_weights(module: Transformer, dtype: torch.dtype) -> None:
+    """Round the weights to the exported dtype, so that the check compares the same values."""
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if not parameter.isfinite().all():
-                raise _refused(f"{name} is not finite: the run has diverged", "take an earlier checkpoint, or a smaller optim.lr")
+                raise _refusal(f"{name} is not finite: the run has diverged", "use an earlier checkpoint, or train with a smaller optim.lr")
             parameter.copy_(parameter.to(dtype))
             if not parameter.isfinite().all():
-                raise _refused(f"{name} is not finite as {str(dtype).removeprefix('torch.')}", "take --dtype fp32")
+                raise _refusal(f"{name} is not finite as {str(dtype).removeprefix('torch.')}", "use --dtype fp32")
 
 
 @contextmanager
-def _unnamed(destination: Path) -> Iterator[Path]:
-    """A folder beside the destination that becomes it when the block ends well, and else is gone."""
+def _new_folder(destination: Path) -> Iterator[Path]:
+    """Yield a temporary folder next to the destination; it becomes the destination when the block ends, and is removed if it raises."""
     destination = destination.absolute()
     folder = destination.with_name(f".{destination.name}.tmp-{secrets.token_hex(4)}")
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
     except OSError as error:
-        raise _refused(f"{destination} can't be made: {error.strerror}", "name another folder") from None
+        raise _refusal(f"{destination} can't be created: {error.strerror}", "name another folder") from None
     try:
         yield folder
         for file in folder.iterdir():
-            file.chmod(folder.stat().st_mode & 0o666)  # safetensors writes for its owner alone
+            file.chmod(folder.stat().st_mode & 0o666)  # safetensors creates files that only their owner may read
         folder.rename(destination)
     except SafetensorError as error:
-        raise _refused(f"{destination} can't be written: {error}", "") from None
+        raise _refusal(f"{destination} can't be written: {error}", "") from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _checked(module: Transformer, run: Run, folder: Path) -> str:
-    """How the folder's logits were compared with ours, in words; raises Unreadable where they differ."""
-    tokens = _sequences(run)
+def _check_logits(module: Transformer, run: Run, folder: Path) -> str:
+    """Compare the folder's logits with those of our module. Return the result as text; raises Unreadable where they differ."""
+    tokens = _random_sequences(run)
     with torch.no_grad():
         ours = module.logits(tokens)
     if find_spec("transformers") is not None:
-        theirs, who = _by_transformers(folder, tokens), f"transformers {import_module('transformers').__version__}"
+        theirs, reader = _transformers_logits(folder, tokens), f"transformers {import_module('transformers').__version__}"
     else:
-        theirs, who = _by_ours(run, folder, tokens), "our own reader (transformers is not installed)"
-    apart, largest = float((theirs - ours).abs().max()), float(ours.abs().max())
-    if not apart <= CLOSE * max(1.0, largest):
-        raise _refused(f"the logits of {who} on the exported folder are {apart:.1e} from ours", "nothing was kept; please report it")
-    return f"logits on {SEQUENCES} sequences of {tokens.shape[1]} tokens are {apart:.1e} from those of {who}"
+        theirs, reader = _own_logits(run, folder, tokens), "our own reader (transformers is not installed)"
+    difference, largest = float((theirs - ours).abs().max()), float(ours.abs().max())
+    if not difference <= LOGIT_TOLERANCE * max(1.0, largest):
+        raise _refusal(
+            f"the logits of {reader} on the exported folder are {difference:.1e} from ours", "nothing was written; please report it"
+        )
+    return f"logits on {SEQUENCES} sequences of {tokens.shape[1]} tokens are {difference:.1e} from those of {reader}"
 
 
-def _sequences(run: Run) -> Tensor:
+def _random_sequences(run: Run) -> Tensor:
     drawn = torch.Generator().manual_seed(0)
-    return torch.randint(run.model.vocab, (SEQUENCES, min(run.train.seq, LONGEST)), generator=drawn)
+    return torch.randint(run.model.vocab, (SEQUENCES, min(run.train.seq, MAX_TOKENS)), generator=drawn)
 
 
-def _by_transformers(folder: Path, tokens: Tensor) -> Tensor:
+def _transformers_logits(folder: Path, tokens: Tensor) -> Tensor:
     os.environ["HF_HUB_OFFLINE"] = "1"
     transformers: Any = import_module("transformers")
     transformers.utils.logging.set_verbosity_error()
@@ -151,20 +160,21 @@ def _by_transformers(folder: Path, tokens: Tensor) -> Tensor:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         with torch.no_grad():
             theirs: Tensor = model(tokens).logits
-    except Exception as error:  # whatever a version of it may raise: the export isn't what it reads
-        raise _refused(f"transformers does not load what was written: {error}", "nothing was kept; please report it") from error
+    except Exception as error:  # any exception of any version: it can't read the export
+        raise _refusal(f"transformers can't load the exported folder: {error}", "nothing was written; please report it") from error
     return theirs.float()
 
 
-def _by_ours(run: Run, folder: Path, tokens: Tensor) -> Tensor:
-    there = replace(run, model=read(read_hf(folder), Model))  # as its config.json has it: GPT-2's kind always has biases
-    module = build(there, device=CPU, dtype=torch.float32)
-    load(module, from_hf(folder, there))
+def _own_logits(run: Run, folder: Path, tokens: Tensor) -> Tensor:
+    # The model as config.json describes it: GPT-2's architecture always has biases.
+    exported = replace(run, model=read(read_hf_config(folder), Model))
+    module = build_model(exported, device=CPU, dtype=torch.float32)
+    load_weights(module, read_hf_weights(folder, exported))
     with torch.no_grad():
         return module.logits(tokens)
 
 
-def _refused(says: str, mend: str) -> Unreadable:
+def _refusal(says: str, mend: str) -> Unreadable:
     return Unreadable([Problem(rule="export", says=says, mend=mend)])
 
 

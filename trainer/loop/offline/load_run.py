@@ -1,4 +1,4 @@
-"""What a run's folder holds, for those who train no further: its run, its newest checkpoint, the whole model of it."""
+"""Loading a run outside training: the newest checkpoint of its folder, the run that saved it, the whole model."""
 
 from __future__ import annotations
 
@@ -9,86 +9,86 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...models.build import build, load
-from ...models.families import FAMILIES as FAMILIES_OF
-from ...models.table import padded, parameters
+from ...models.build import build_model, load_weights
+from ...models.families import FAMILIES, family_of, op_table
+from ...models.ops.op_table import parameter_count, round_up
 from ...rundir.record import read_run_file, recorded_run
 from ...spec.problem import Problem, Unreadable
 from ...spec.run import Run
-from ...spec.units import gib
-from ..checkpoint import Checkpoint, Reader, newest, whole
-from ..placement import whole_model
+from ...spec.units import gib_text
+from ..checkpoint import CheckpointReader, SavedCheckpoint, find_newest, whole_slice
+from ..placement import weight_shapes
 
 if TYPE_CHECKING:
     from ...models.gpt.module import Transformer
 
-MEND = "bring the run.json back that was there when it was saved"
-FAMILIES = ("gpt", "llama", "moe")  # that have a module of their own
+RESTORE_RUN_JSON = "restore the run.json that was there when it was saved"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedRun:
-    """A run's newest checkpoint that verifies, the run that saved it, and what a user should know of the two, a line each."""
+    """The newest checkpoint that verifies, the run that saved it, and remarks for the user, a line each."""
 
     run: Run
-    checkpoint: Checkpoint
+    checkpoint: SavedCheckpoint
     remarks: tuple[str, ...]
 
 
-def load_saved(folder: Path) -> SavedRun:
-    """Find RUN_DIR's newest checkpoint that verifies and the run that saved it; raises Unreadable where there is none.
+def load_run(folder: Path) -> SavedRun:
+    """Find RUN_DIR's newest checkpoint that verifies, and the run that saved it; raises Unreadable where there is none.
 
-    RUN_DIR/run.json may be of a later start: it says what the run was for checkpoints of earlier versions alone.
+    RUN_DIR/run.json may be of a later attempt: it is used only for checkpoints of earlier versions, which do not record the run.
     """
-    found = newest(folder / "checkpoints")
+    found = find_newest(folder / "checkpoints")
     if found.checkpoint is not None:
         remarks = [f"passed over {reason}" for reason in found.passed]
         run = recorded_run(found.checkpoint.extra)
         if run is None:
             run = read_run_file(folder / "run.json")
-            remarks.append(f"{found.checkpoint.path.name} does not name its model, as earlier versions wrote it: run.json is taken for it")
+            remarks.append(f"{found.checkpoint.path.name} was saved by an earlier version and does not name its model: taking run.json's")
         if run is None:
             says = f"{found.checkpoint.path} does not name its model, and {folder / 'run.json'} can't be read"
-            raise _refused(says, MEND)
+            raise _refusal(says, RESTORE_RUN_JSON)
         return SavedRun(run=run, checkpoint=found.checkpoint, remarks=tuple(remarks))
     if found.passed:
-        raise _refused(f"no checkpoint in {folder} verifies ({'; '.join(found.passed)})", "restore one of them")
-    raise _refused(f"{folder} has no checkpoint yet", "`distrain fit` saves one at its end, and every checkpoint.every steps")
+        raise _refusal(f"no checkpoint in {folder} verifies ({'; '.join(found.passed)})", "restore one of them")
+    raise _refusal(f"{folder} has no checkpoint yet", "`distrain fit` saves one at its end, and every checkpoint.every steps")
 
 
-def model_of(run: Run, checkpoint: Checkpoint, device: torch.device) -> Transformer:
-    """The whole model as it was saved, float32; raises Unreadable, and LoadFailed where the run is another model's."""
-    if run.model.family not in FAMILIES:
-        raise _refused(f"model.family={run.model.family} has no module here", f"families {', '.join(FAMILIES)} have")
+def load_model(run: Run, checkpoint: SavedCheckpoint, device: torch.device) -> Transformer:
+    """Return the whole model of a checkpoint in float32; raises Unreadable, and LoadFailed where the run has another model."""
+    if not family_of(run.model).has_own_module:
+        known = ", ".join(name for name, family in FAMILIES.items() if family.has_own_module)
+        raise _refusal(f"model.family={run.model.family} can't be loaded here", f"families {known} can")
     stored = {row.name: row.shape for row in checkpoint.manifest.tensors if row.kind == "weight"}
     if run.model.layers > len(stored):
-        raise _refused(f"the run has {run.model.layers} layers, and {checkpoint.path} has {len(stored)} weights", MEND)
-    mine = whole_model(run)
-    for name, shape in mine.items():
+        raise _refusal(f"the run has {run.model.layers} layers, and {checkpoint.path} has {len(stored)} weights", RESTORE_RUN_JSON)
+    shapes = weight_shapes(run)
+    for name, shape in shapes.items():
         if stored.get(name, shape) != shape:
             says = f"{name} has shape {list(stored[name])} in {checkpoint.path}, and {list(shape)} in the model of its run"
-            raise _refused(says, MEND)
-    _held(run, device)
-    module = build(run, device=device, dtype=torch.float32)
-    reader = Reader(checkpoint)
-    if more := [name for name in stored if name not in mine]:
-        raise _refused(
-            f"{checkpoint.path} holds a weight {more[0]}, which the model of its run has not",
-            MEND,
+            raise _refusal(says, RESTORE_RUN_JSON)
+    _check_memory(run, device)
+    module = build_model(run, device=device, dtype=torch.float32)
+    reader = CheckpointReader(checkpoint)
+    if extra := [name for name in stored if name not in shapes]:
+        raise _refusal(
+            f"{checkpoint.path} holds a weight {extra[0]}, which the model of its run does not have",
+            RESTORE_RUN_JSON,
         )
-    load(module, ((name, reader.read(whole(name, "weight", shape))) for name, shape in mine.items()))
+    load_weights(module, ((name, reader.read(whole_slice(name, "weight", shape))) for name, shape in shapes.items()))
     return module.eval()
 
 
-def _held(run: Run, device: torch.device) -> None:
-    """Raises Unreadable where a model, with its padding, is more than this machine's memory."""
-    table = FAMILIES_OF[run.model.family](run.model, run.train)
-    sizes = {**table.sizes, "vocab": padded(table.sizes["vocab"], run.model.vocab_multiple)}
-    needs = 4 * parameters(replace(table, sizes=sizes), run.model.layers)
+def _check_memory(run: Run, device: torch.device) -> None:
+    """Raise Unreadable where a model, with its padding, does not fit into this machine's memory."""
+    table = op_table(run)
+    sizes = {**table.sizes, "vocab": round_up(table.sizes["vocab"], run.model.vocab_multiple)}
+    needs = 4 * parameter_count(replace(table, sizes=sizes), run.model.layers)
     has = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if device.type == "cpu" and needs > has:
-        raise _refused(f"the model takes {gib(needs)} GiB in float32, and this machine has {gib(has)}", "")
+        raise _refusal(f"the model takes {gib_text(needs)} GiB in float32, and this machine has {gib_text(has)}", "")
 
 
-def _refused(says: str, mend: str) -> Unreadable:
+def _refusal(says: str, mend: str) -> Unreadable:
     return Unreadable([Problem(rule="saved", says=says, mend=mend)])

@@ -1,1 +1,1 @@
-"""Traces of single steps, module by module, written by one process and compared by the ranks of a layout."""
+"""Traces of single steps, module by module: one process writes a reference, and the ranks of a layout compare themselves with it."""

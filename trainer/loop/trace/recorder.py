@@ -1,8 +1,8 @@
-"""A trace of some steps, module by module: written whole by one process, held against that by the ranks of a layout.
+"""Records the tensors of traced steps: module outputs, their gradients, weights and the weights' gradients.
 
-RUN_DIR/trace.json asks for it: {"steps": [0, 1], "reference": FOLDER}. One process writes the folder; the ranks of a layout write
-RUN_DIR/departure/N.json, in which trainer/prove/finding.py finds where the layout departs first. The run ends after the last of
-the steps.
+RUN_DIR/trace.json requests a trace: {"steps": [0, 1], "reference": FOLDER}. One process writes all its tensors to FOLDER; each rank
+of a layout compares its own with them in RUN_DIR/departure/N.json, in which trainer/prove/tensor_difference.py finds where the
+layout first departs. The run ends after the last traced step.
 """
 
 from __future__ import annotations
@@ -11,261 +11,124 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
-from math import nan
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from ...engines.deepspeed.partitions import gradients, share
-from ...engines.deepspeed.settings import stage
 from ...engines.engine import Engine
-from ...layers.context import Context
 from ...parallel.process_groups import Grid
-from ...plan.weight_slices import Placed
-from ...prove.finding import PARTS, Finding, Kind
+from ...plan.weight_slices import WeightShard
+from ...prove.tensor_difference import LAYER_PARTS, TensorKind
+from ...prove.zero_gradients import zero_gradient_pattern
 from ...spec.run import Run
-from ..data.batches import shard
-from ..forkserver.weight_diff import without_gradient
-from ..lr_schedule import rate
-from ..placement import run_of, taken
-from .reference import Reader, Writer
+from .comparison import ReferenceComparison
+from .reference import ReferenceWriter
 
-# B batch, S sequence, H hidden, V vocabulary
+TRACED_MODULES = re.compile(rf"embedding|norm|head|layers\.\d+(\.({'|'.join(filter(None, LAYER_PARTS))}))?")
 
-TRACED = re.compile(rf"embedding|norm|head|layers\.\d+(\.({'|'.join(filter(None, PARTS))}))?")  # modules
-
-Take = Callable[[int, str, Kind, Tensor], None]  # micro-batch, module, kind, what it made
+OnTensor = Callable[[int, str, TensorKind, Tensor], None]  # micro-batch, module, kind, tensor
 
 
 class Recorder:
-    """Hooks on this rank's modules: each output, and each output's gradient, once a micro-batch, however often it is computed."""
+    """Hooks on a rank's modules that pass on each output and each output's gradient once a micro-batch, even if it is recomputed."""
 
-    def __init__(self, modules: Sequence[nn.Module], take: Take) -> None:
-        self._modules, self._take = tuple(modules), take
+    def __init__(self, modules: Sequence[nn.Module], on_tensor: OnTensor) -> None:
+        self._modules, self._on_tensor = tuple(modules), on_tensor
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """While the block runs, which is one step."""
+        """Record while the block runs, which is one step."""
         hooks: list[Any] = []
         for module in self._modules:
-            turn = _Turn()
-            hooks += [module.register_forward_pre_hook(turn.begin), module.register_forward_hook(turn.end)]
+            current = _CurrentMicrobatch()
+            hooks += [module.register_forward_pre_hook(current.begin), module.register_forward_hook(current.end)]
             for name, part in module.named_modules():
-                if TRACED.fullmatch(name):
-                    hooks.append(part.register_forward_hook(partial(self._made, turn, name)))
+                if TRACED_MODULES.fullmatch(name):
+                    hooks.append(part.register_forward_hook(partial(self._on_output, current, name)))
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
 
-    def _made(self, turn: _Turn, name: str, module: nn.Module, given: Any, made: Any) -> None:
-        if not turn.on:  # recomputed, on the way back
+    def _on_output(self, current: _CurrentMicrobatch, name: str, module: nn.Module, given: Any, output: Any) -> None:
+        if not current.in_forward:  # a recomputation in backward
             return
-        tensor = made[0] if isinstance(made, tuple) else made
-        self._take(turn.micro, name, "output", tensor.detach())
+        tensor = output[0] if isinstance(output, tuple) else output
+        self._on_tensor(current.micro, name, "output", tensor.detach())
         if tensor.requires_grad:
-            tensor.register_hook(partial(self._returned, turn.micro, name))
+            tensor.register_hook(partial(self._on_gradient, current.micro, name))
 
-    def _returned(self, micro: int, name: str, gradient: Tensor) -> None:
-        self._take(micro, name, "output_gradient", gradient.detach())
+    def _on_gradient(self, micro: int, name: str, gradient: Tensor) -> None:
+        self._on_tensor(micro, name, "output_gradient", gradient.detach())
 
 
-class _Turn:
-    """Which micro-batch a module computes: they come in order."""
+class _CurrentMicrobatch:
+    """Counts the micro-batches that a module computes, which come in order."""
 
     def __init__(self) -> None:
-        self.micro, self.on = -1, False
+        self.micro, self.in_forward = -1, False
 
     def begin(self, *_: Any) -> None:
-        self.micro, self.on = self.micro + 1, True
+        self.micro, self.in_forward = self.micro + 1, True
 
     def end(self, *_: Any) -> None:
-        self.on = False
+        self.in_forward = False
 
 
 class Trace:
-    """The trace that RUN_DIR/trace.json asks of this rank."""
+    """The trace that RUN_DIR/trace.json requests of this rank."""
 
     def __init__(self, run: Run, engine: Engine, grid: Grid, folder: Path, steps: Sequence[int], reference: Path) -> None:
         self.run, self.engine, self.grid = run, engine, grid
         self.steps = frozenset(steps)
         self.last = max(self.steps)
-        alone = grid.world.size == 1
-        self._side: _Written | _Compared = _Written(run, reference) if alone else _Compared(run, grid, folder, reference)
-        self._left_out = without_gradient(run)
-        self._recorder = Recorder([each.module for each in engine.stages], self._noted)
+        one_process = grid.world.size == 1
+        self._sink: ReferenceWriter | ReferenceComparison
+        self._sink = ReferenceWriter(run, reference) if one_process else ReferenceComparison(run, grid, folder, reference)
+        self._left_out = zero_gradient_pattern(run)
+        self._recorder = Recorder([each.module for each in engine.stages], self._add_module)
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Around step `step` (from 0)."""
+        """Trace the block, which is step `step` (from 0), if that step is requested."""
         if step not in self.steps:
             yield
             return
-        self._side.begin(step)
-        self._weights()
-        with self._recorder.open(), self._before_the_optimizer():
+        self._sink.begin(step)
+        self._add_weights()
+        with self._recorder.open(), self.engine.show_gradients(self._add_gradients):
             yield
-        self._side.end()
+        self._sink.end()
         if step == self.last:
-            self._side.begin(step + 1)
-            self._weights()
-            self._side.end()
+            self._sink.begin(step + 1)
+            self._add_weights()
+            self._sink.end()
 
-    def _noted(self, micro: int, name: str, kind: Kind, tensor: Tensor) -> None:
-        if kind == "output_gradient":  # as engines scale the loss, and DeepSpeed then takes the mean over the data axis
-            tensor = tensor.float() / (self.grid.size("data") * float(getattr(self.engine.stepper, "loss_scale", 1.0) or 1.0))
-        self._side.module(micro, name, kind, tensor)
+    def _add_module(self, micro: int, name: str, kind: TensorKind, tensor: Tensor) -> None:
+        if kind == "output_gradient":
+            tensor = tensor.float() / self.engine.backward_scale
+        self._sink.add_module(micro, name, kind, tensor)
 
-    @contextmanager
-    def _before_the_optimizer(self) -> Iterator[None]:
-        """Has DeepSpeed show the averaged gradients before they are clipped and stepped with."""
-        engine = self.engine.engine
-        right = engine._take_model_step
+    def _add_weights(self) -> None:
+        for part in self.engine.optimizer_shards():
+            self._add_parameter(part.shard, "weight", part.start, part.weight.detach().view(-1)[: part.length])
 
-        def shown(*given: Any, **further: Any) -> Any:
-            self._gradients()
-            return right(*given, **further)
+    def _add_gradients(self) -> None:
+        for row, start, gradient in self.engine.averaged_gradients():
+            self._add_parameter(row.shard, "gradient", start, gradient.detach())
 
-        engine._take_model_step = shown
-        try:
-            yield
-        finally:
-            del engine._take_model_step
-
-    def _weights(self) -> None:
-        for part in self.engine.partitions():
-            self._parameter(part.placed, "weight", part.start, part.weight.detach().view(-1)[: part.length])
-
-    def _gradients(self) -> None:
-        at = stage(self.run)
-        for each in self.engine.holdings:
-            for gradient in gradients([each], self.engine.stepper, at):
-                start, length = _run(each.parameter, gradient, at)
-                self._parameter(each.placed, "gradient", start, gradient.detach().reshape(-1)[:length])
-
-    def _parameter(self, placed: Placed, kind: Kind, start: int, run: Tensor) -> None:
-        if run.numel() and not (self._left_out and re.search(self._left_out, placed.name)):
-            self._side.parameter(placed, kind, start, run.float().cpu())
+    def _add_parameter(self, shard: WeightShard, kind: TensorKind, start: int, values: Tensor) -> None:
+        if values.numel() and not (self._left_out and re.search(self._left_out, shard.name)):
+            self._sink.add_parameter(shard, kind, start, values.float().cpu())
 
 
-def asked(run: Run, engine: Engine, grid: Grid, folder: Path) -> Trace | None:
-    """The trace that is asked for; None where none is."""
+def requested_trace(run: Run, engine: Engine, grid: Grid, folder: Path) -> Trace | None:
+    """The trace that RUN_DIR/trace.json requests; None without that file."""
     file = folder / "trace.json"
     if not file.is_file():
         return None
-    said = json.loads(file.read_text(encoding="utf-8"))
-    return Trace(run, engine, grid, folder, said["steps"], Path(said["reference"]))
-
-
-def _run(parameter: nn.Parameter, gradient: Tensor, at: int) -> tuple[int, int]:
-    """(first flat element, elements) of a parameter whose gradient this is, or a part of it."""
-    held: Any = parameter
-    if at == 3:
-        return share(parameter)
-    if gradient.numel() == parameter.numel():
-        return 0, parameter.numel()
-    here = held._hp_mapping.lp_fragment_address
-    return here.start, here.numel
-
-
-class _Written:
-    """One process: everything is written, a micro-batch when the next begins."""
-
-    def __init__(self, run: Run, folder: Path) -> None:
-        self._writer = Writer(folder, run)
-
-    def begin(self, step: int) -> None:
-        self._step, self._micro = step, 0
-        self._parameters: list[tuple[Placed, Kind, Tensor]] = []
-
-    def end(self) -> None:
-        self._writer.put(self._step, f"micro_{self._micro}")
-        for placed, kind, run in self._parameters:
-            logical = run.view(placed.size)[tuple(map(slice, placed.length))]
-            self._writer.take(kind, placed.name, logical)
-        self._writer.put(self._step, "weights")
-
-    def module(self, micro: int, name: str, kind: Kind, tensor: Tensor) -> None:
-        if micro != self._micro:
-            self._writer.put(self._step, f"micro_{self._micro}")
-            self._micro = micro
-        self._writer.take(kind, name, tensor)
-
-    def parameter(self, placed: Placed, kind: Kind, start: int, run: Tensor) -> None:
-        self._parameters.append((placed, kind, run.clone()))
-
-
-class _Compared:
-    """A rank of a layout: everything is held against the slice of the reference that it should be."""
-
-    def __init__(self, run: Run, grid: Grid, folder: Path, reference: Path) -> None:
-        self.run, self.grid = run, grid
-        self._reader = Reader(reference)
-        self._file = folder / "departure" / f"{grid.world.rank}.json"
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        self._found: list[Finding] = []
-        mesh, place = grid.seat.mesh, grid.seat.place
-        self._place = " ".join(f"{axis} {place[axis]}" for axis in ("pp", "dp", "cp", "tp") if getattr(mesh, axis) > 1)
-
-    def begin(self, step: int) -> None:
-        self._step = step
-        steps = self.run.train.steps or 0
-        self._moved = sum(rate(self.run.optim, each, steps) for each in range(step))
-
-    def end(self) -> None:
-        self._file.write_text(json.dumps([asdict(each) for each in self._found]) + "\n", encoding="utf-8")
-
-    def module(self, micro: int, name: str, kind: Kind, tensor: Tensor) -> None:
-        train = self.run.train
-        place = {"dp_rank": self.grid.place("dp"), "dp": self.grid.size("dp")}
-        samples = shard(self._step * train.batch, micro=micro, microbatch=train.microbatch, batch=train.batch, **place)
-        whole = self._reader.samples(self._step, kind, name, samples)
-        ours, theirs = sliced(tensor.cpu(), whole, name, self.grid, self.run)
-        self._note(micro, name, kind, _apart(ours, theirs), _largest(whole))
-
-    def parameter(self, placed: Placed, kind: Kind, start: int, run: Tensor) -> None:
-        whole = self._reader.weight(self._step, kind, placed.name)
-        theirs = run_of(placed, "weight", start, len(run), read=lambda part: taken(whole, part))
-        if kind == "weight":  # on average: an element whose gradient is all but 0 goes anywhere
-            apart = float((run - theirs).abs().mean())
-            self._note(-1, placed.name, kind, apart, max(self._moved, 1e-6 * _largest(whole)))
-        else:
-            self._note(-1, placed.name, kind, _apart(run, theirs), _largest(whole))
-
-    def _note(self, micro: int, name: str, kind: Kind, apart: float, scale: float) -> None:
-        rank = self.grid.world.rank
-        self._found.append(
-            Finding(step=self._step, micro=micro, name=name, kind=kind, apart=apart, scale=scale, rank=rank, place=self._place)
-        )
-
-
-def sliced(ours: Tensor, whole: Tensor, name: str, grid: Grid, run: Run) -> tuple[Tensor, Tensor]:
-    """What this rank has of a module's output or gradient, and what it should have of the whole [B, S, H or V].
-
-    Of the sequence its pieces along the context axis, of those its run where the tensor axis splits it; of logits its words, all of
-    the sequence, without padding.
-    """
-    if group := grid.group("cp"):
-        whole = whole.index_select(1, Context(group=group).positions(whole.shape[1], whole.device))
-    if name == "head":
-        each = ours.shape[-1]
-        begin = grid.place("tp") * each
-        words = max(0, min(run.model.vocab, begin + each) - begin)
-        return ours[..., :words], whole[..., begin : begin + words]
-    if run.parallel.sequence and grid.group("tp"):
-        whole = whole.chunk(grid.size("tp"), dim=1)[grid.place("tp")]
-    return ours, whole
-
-
-def _apart(ours: Tensor, theirs: Tensor) -> float:
-    """The largest difference; nan where they are not even alike in shape."""
-    return _largest(ours.float() - theirs.float()) if ours.shape == theirs.shape else nan
-
-
-def _largest(x: Tensor) -> float:
-    """The largest absolute value; of nothing 0, and nan where there is one."""
-    return float(x.abs().max()) if x.numel() else 0.0
+    request = json.loads(file.read_text(encoding="utf-8"))
+    return Trace(run, engine, grid, folder, request["steps"], Path(request["reference"]))

@@ -1,8 +1,8 @@
-"""What one process computed in traced steps, written whole, and read again in the slices that a rank of a layout should hold.
+"""The reference of a trace: all that one process computes in the traced steps, written whole and read back in slices.
 
-FOLDER/reference.json says how it is cut; FOLDER/step_N/micro_M.safetensors holds a micro-batch's outputs and their gradients by
-module, FOLDER/step_N/weights.safetensors the weights before the step and their gradients in it by name: all in the units of the
-mean loss of the global batch.
+FOLDER/reference.json holds the batch and the micro-batch; FOLDER/step_N/micro_M.safetensors holds the outputs of a micro-batch and
+their gradients by module; FOLDER/step_N/weights.safetensors holds the weights before the step and their gradients in it by name.
+Gradients are those of the mean loss of the global batch.
 """
 
 from __future__ import annotations
@@ -18,56 +18,78 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ...prove.finding import Kind
+from ...plan.weight_slices import WeightShard
+from ...prove.tensor_difference import TensorKind
 from ...spec.run import Run
 
 # B batch, S sequence
 
 
-class Writer:
-    """Takes what one process computes; a micro-batch is written when the next begins."""
+class ReferenceWriter:
+    """Writes all tensors that one process computes; a micro-batch is written when the next one begins."""
 
-    def __init__(self, folder: Path, run: Run) -> None:
-        self.folder = folder
+    def __init__(self, run: Run, folder: Path) -> None:
+        self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        cut = {"batch": run.train.batch, "microbatch": run.train.microbatch}
-        (folder / "reference.json").write_text(json.dumps(cut) + "\n", encoding="utf-8")
-        self._held: dict[str, Tensor] = {}
+        sizes = {"batch": run.train.batch, "microbatch": run.train.microbatch}
+        (folder / "reference.json").write_text(json.dumps(sizes) + "\n", encoding="utf-8")
+        self._tensors: dict[str, Tensor] = {}
 
-    def take(self, kind: Kind, name: str, tensor: Tensor) -> None:
-        """A tensor, whole."""
-        self._held[f"{kind} {name}"] = tensor.detach().cpu().contiguous().clone()
+    def begin(self, step: int) -> None:
+        """Begin a traced step (from 0)."""
+        self._step, self._micro = step, 0
+        self._parameters: list[tuple[WeightShard, TensorKind, Tensor]] = []
 
-    def put(self, step: int, file: str) -> None:
-        """Write what was taken since."""
-        where = self.folder / f"step_{step}" / f"{file}.safetensors"
-        where.parent.mkdir(exist_ok=True)
-        save_file(self._held, where)
-        self._held = {}
+    def add_module(self, micro: int, name: str, kind: TensorKind, tensor: Tensor) -> None:
+        """Add a module's output, or its gradient, in a micro-batch."""
+        if micro != self._micro:
+            self._write(f"micro_{self._micro}")
+            self._micro = micro
+        self._add(kind, name, tensor)
+
+    def add_parameter(self, shard: WeightShard, kind: TensorKind, start: int, values: Tensor) -> None:
+        """Add all elements of a weight, or of its gradient; `start` is 0."""
+        self._parameters.append((shard, kind, values.clone()))
+
+    def end(self) -> None:
+        """Write what is left of the step."""
+        self._write(f"micro_{self._micro}")
+        for shard, kind, values in self._parameters:
+            self._add(kind, shard.name, values.view(shard.size)[tuple(map(slice, shard.length))])
+        self._write("weights")
+
+    def _add(self, kind: TensorKind, name: str, tensor: Tensor) -> None:
+        self._tensors[f"{kind} {name}"] = tensor.detach().cpu().contiguous().clone()
+
+    def _write(self, file: str) -> None:
+        path = self._folder / f"step_{self._step}" / f"{file}.safetensors"
+        path.parent.mkdir(exist_ok=True)
+        save_file(self._tensors, path)
+        self._tensors = {}
 
 
-class Reader:
-    """Reads what one process computed; raises KeyError for what it did not, FileNotFoundError for a step that it did not trace."""
+class ReferenceReader:
+    """Reads a reference; raises KeyError for a tensor that it lacks, FileNotFoundError for a step that was not traced."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        cut: dict[str, int] = json.loads((folder / "reference.json").read_text(encoding="utf-8"))
-        self.batch, self.microbatch = cut["batch"], cut["microbatch"]
+        sizes: dict[str, int] = json.loads((folder / "reference.json").read_text(encoding="utf-8"))
+        self.batch, self.microbatch = sizes["batch"], sizes["microbatch"]
 
-    def samples(self, step: int, kind: Kind, name: str, samples: Sequence[int]) -> Tensor:
-        """A module's output, or its gradient, of so many samples: [B, S, ...]."""
+    def samples(self, step: int, kind: TensorKind, name: str, samples: Sequence[int]) -> Tensor:
+        """A module's output, or its gradient, of these samples of the run: [B, S, ...]."""
         rows = []
         for sample in samples:
             micro, row = divmod(sample - step * self.batch, self.microbatch)
             rows.append(self._slice(step, f"micro_{micro}", kind, name)[row : row + 1])
         return torch.cat(rows)
 
-    def weight(self, step: int, kind: Kind, name: str) -> Tensor:
-        """A weight before a step, or its gradient in it, float32."""
+    def weight(self, step: int, kind: TensorKind, name: str) -> Tensor:
+        """A whole weight before a step, or its gradient in it, in float32."""
         whole: Tensor = self._open(step, "weights").get_tensor(f"{kind} {name}")
         return whole
 
-    def _slice(self, step: int, file: str, kind: Kind, name: str) -> Any:
+    def _slice(self, step: int, file: str, kind: TensorKind, name: str) -> Any:
         try:
             return self._open(step, file).get_slice(f"{kind} {name}")
         except Exception as error:

@@ -1,13 +1,13 @@
-"""BERT: a bidirectional encoder with segments, norms after each half of a layer, and a masked-token head (arXiv:1810.04805)."""
+"""BERT: a bidirectional encoder with segments, a norm after each half of a layer, and a masked-token head (arXiv:1810.04805)."""
 
 from __future__ import annotations
 
 from ...spec.run import Model, Train
-from ..blocks import STREAM, attention, embedding, feed_forward, head, linear, norm, residual
-from ..table import Op, Table, sizes
+from ..ops.op_table import Op, OpTable, logical_sizes
+from ..ops.shared_ops import STREAM, attention, embedding, feed_forward, head, linear, norm, residual
 
 
-def table(model: Model, train: Train) -> Table:
+def table(model: Model, train: Train) -> OpTable:
     """The op table of a BERT with the masked-language-model head."""
     layer = (
         *attention(model, train, causal=False),
@@ -18,12 +18,12 @@ def table(model: Model, train: Train) -> Table:
         norm("norm2", model),
     )
     transform = (
-        linear("transform", ("hidden",), (("", ("hidden",)),), bias=True, kept=(STREAM,)),
-        Op(name="transform.act", moves=(STREAM, STREAM), kept=(STREAM,)),
+        linear("transform", ("hidden",), (("", ("hidden",)),), bias=True, saves=(STREAM,)),
+        Op(name="transform.act", moves=(STREAM, STREAM), saves_megatron=(STREAM,)),
         norm("transform.norm", model),
     )
-    return Table(
-        sizes=sizes(model, train),
+    return OpTable(
+        sizes=logical_sizes(model, train),
         embedding=(*embedding(model, types=True), norm("embedding.norm", model)),
         layer=layer,
         head=(*transform, *head(model, bias=True)),

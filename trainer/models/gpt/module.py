@@ -1,208 +1,225 @@
-"""A causal transformer as torch modules: norms before each half of a layer, put together from what the op table holds."""
+"""A causal transformer in torch, with a norm before each half of a layer. Its parts follow from `model.*` and the op table's parameters."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...layers.context import Context
+from ...layers.attention import Attention
+from ...layers.context_parallel import ContextParallel
+from ...layers.counter_rng import DropoutKeys
 from ...layers.cross_entropy import IGNORED, cross_entropy
-from ...layers.keyed_random import Keys
-from ...layers.split_linear import Held, Region, VocabEmbedding
-from ...layers.transformer import Attention, Dropout, Embedding, FeedForward, Head, angles, norm, recomputed, within
-from ...spec.run import Model, Run
+from ...layers.dropout import Dropout
+from ...layers.embedding import Embedding, LMHead, VocabEmbedding
+from ...layers.feed_forward import FeedForward
+from ...layers.group import Group
+from ...layers.norms import make_norm
+from ...layers.parameters import Parameters, sub_parameters
+from ...layers.recompute import recompute
+from ...layers.rotary import rotary_angles
+from ...layers.tensor_parallel import TensorParallel
+from ...spec.run import Run
 
-# B batch, S sequence, H hidden, V vocabulary
+# B batch, S sequence, H hidden, D head_dim, V vocabulary; under context parallelism S are this rank's tokens
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beside:
-    """What the layers of one micro-batch are told beside the residual stream: rotary angles, attention's mask, where each
-    token's document starts [B, S], the states that dropout is keyed by [B, S] (of the stream, this rank's run of the sequence),
-    who has the rest of the sequence.
+class LayerInputs:
+    """The inputs of every layer in one micro-batch, besides the hidden states.
+
+    `dropout_states` key the dropout of attention, `sharded_dropout_states` that of the hidden states: under sequence parallelism
+    those of this rank's part of the sequence.
     """
 
-    rope: Tensor | None
-    mask: Tensor | None
-    starts: Tensor | None
-    states: Tensor | None
-    run_states: Tensor | None
-    context: Context | None
+    angles: Tensor | None  # [2, S, D/2] rotary angles
+    mask: Tensor | None  # [B, 1, S, all keys] of attention
+    starts: Tensor | None  # [B, S] where each token's document starts
+    dropout_states: Tensor | None  # [B, S]
+    sharded_dropout_states: Tensor | None  # [B, S or this rank's part of it]
+    cp: ContextParallel | None
 
 
-class Attending(nn.Module):
-    """The first half of a layer, x + attention(norm(x)), with the norm and the dropout of what feeds forward in the second."""
+class AttentionHalf(nn.Module):
+    """The first half of a layer, x + attention(norm1(x)); with the second half's norm and dropout, which all families share."""
 
-    def __init__(
-        self, held: Held, model: Model, layer: int, kernel: Literal["flash", "math"], region: Region | None, *, selective: bool
-    ) -> None:
+    def __init__(self, parameters: Parameters, run: Run, layer: int, tp: TensorParallel | None) -> None:
         super().__init__()
-        self.norm1 = norm(model, within(held, "norm1"))
-        self.attention = Attention(within(held, "attention"), model, layer, kernel, region, recompute=selective)
+        model, train = run.model, run.train
+        selective = run.parallel.recompute == "selective"
+        attention = sub_parameters(parameters, "attention")
+        self.norm1 = make_norm(model, sub_parameters(parameters, "norm1"))
+        self.attention = Attention(attention, model, layer, train.attention, tp, recompute_core=selective)
         self.dropout1 = Dropout(model.dropout, layer, "attention.residual")
-        self.norm2 = norm(model, within(held, "norm2"))
+        self.norm2 = make_norm(model, sub_parameters(parameters, "norm2"))
         self.dropout2 = Dropout(model.dropout, layer, "mlp.residual")
 
-    def attended(self, x: Tensor, beside: Beside) -> Tensor:
-        made = self.attention(self.norm1(x), beside.rope, beside.mask, beside.states, beside.context)
-        stream: Tensor = x + self.dropout1(made, beside.run_states)  # [B, S, H]
-        return stream
+    def attend(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """x [B, S, H] -> x + attention(norm1(x))."""
+        output = self.attention(self.norm1(x), inputs.angles, inputs.mask, inputs.dropout_states, inputs.cp)
+        hidden: Tensor = x + self.dropout1(output, inputs.sharded_dropout_states)  # [B, S, H]
+        return hidden
 
 
-class Layer(Attending):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+class TransformerLayer(AttentionHalf):
+    """x + attention(norm1(x)), then x + mlp(norm2(x))."""
 
-    def __init__(
-        self, held: Held, model: Model, layer: int, kernel: Literal["flash", "math"], region: Region | None, *, selective: bool
-    ) -> None:
-        super().__init__(held, model, layer, kernel, region, selective=selective)
-        self.mlp = FeedForward(within(held, "mlp"), model, region)
+    def __init__(self, parameters: Parameters, run: Run, layer: int, tp: TensorParallel | None) -> None:
+        super().__init__(parameters, run, layer, tp)
+        self.mlp = FeedForward(sub_parameters(parameters, "mlp"), run.model, tp)
 
-    def forward(self, x: Tensor, beside: Beside) -> Tensor:
-        x = self.attended(x, beside)
-        stream: Tensor = x + self.dropout2(self.mlp(self.norm2(x)), beside.run_states)  # [B, S, H]
-        return stream
+    def forward(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        x = self.attend(x, inputs)
+        hidden: Tensor = x + self.dropout2(self.mlp(self.norm2(x)), inputs.sharded_dropout_states)  # [B, S, H]
+        return hidden
 
 
 class Transformer(nn.Module):
-    """Tokens to the loss, or a part of the way: some of the layers, the embedding before them if `first`, the head after if `last`.
+    """A whole model from tokens to loss, or a pipeline part of it: some of the layers, with the embedding if `first`, the head if `last`.
 
-    Its parameters' names are the op table's; a tied head is the embedding's own parameter. In a `region` the tensor axis splits it;
-    in a `context` the context axis splits what it computes, and S is what this rank has of the sequence.
+    Its parameters have the op table's names; a tied head is the embedding's own parameter. `tp`, `cp` and `ep` are the groups that
+    split it: tensor parallelism its parameters, context parallelism the sequence, expert parallelism its experts.
     """
 
     def __init__(
         self,
-        held: Held,
+        parameters: Parameters,
         run: Run,
-        region: Region | None = None,
+        tp: TensorParallel | None = None,
         *,
-        context: Context | None = None,
+        cp: ContextParallel | None = None,
+        ep: Group | None = None,
         layers: range | None = None,
         first: bool = True,
         last: bool = True,
     ) -> None:
         super().__init__()
         model = run.model
-        self.model, self.region, self.context = model, region, context
+        self.model, self.tp, self.cp, self.ep = model, tp, cp, ep
         self.recompute = run.parallel.recompute == "full"
         self.first, self.last = first, last
         if first:
-            self.embedding = VocabEmbedding(within(held, "embedding"), region)
-            self.positions = Embedding(within(held, "positions")) if model.positions == "learned" else None
+            self.embedding = VocabEmbedding(sub_parameters(parameters, "embedding"), tp)
+            self.positions = Embedding(sub_parameters(parameters, "positions")) if model.positions == "learned" else None
             self.dropout = Dropout(model.dropout, -1, "embedding")
-        self.layers = nn.ModuleDict(  # by the layer's own number, which a stage of a pipeline does not start at 0
+        self.layers = nn.ModuleDict(  # keyed by the layer's number in the whole model: a pipeline stage does not begin at 0
             {
-                str(index): self.layer(within(held, f"layers.{index}"), run, index)
+                str(index): self.make_layer(sub_parameters(parameters, f"layers.{index}"), run, index)
                 for index in (range(model.layers) if layers is None else layers)
             }
         )
         if last:
-            if model.tied and not first:
-                self.embedding = VocabEmbedding(within(held, "embedding"), region)  # for its name: the head's parameter is its own
-            self.norm = norm(model, within(held, "norm"))
-            self.head = Head(within(held, "embedding" if model.tied else "head"), region, tied=model.tied)
+            if model.tied and not first:  # the head's own copy of the embedding, by the embedding's name
+                self.embedding = VocabEmbedding(sub_parameters(parameters, "embedding"), tp)
+            self.norm = make_norm(model, sub_parameters(parameters, "norm"))
+            self.head = LMHead(sub_parameters(parameters, "embedding" if model.tied else "head"), tp, tied=model.tied)
 
-    def layer(self, held: Held, run: Run, index: int) -> nn.Module:
-        """One of the layers."""
-        selective = run.parallel.recompute == "selective"
-        return Layer(held, run.model, index, run.train.attention, self.region, selective=selective)
+    def make_layer(self, parameters: Parameters, run: Run, index: int) -> nn.Module:
+        """Make layer number `index`; a family overrides this to have layers of its own."""
+        return TransformerLayer(parameters, run, index, self.tp)
 
     def forward(
-        self, tokens: Tensor, labels: Tensor, *, stream: Tensor | None = None, documents: Tensor | None = None, keys: Keys | None = None
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        *,
+        stream: Tensor | None = None,
+        documents: Tensor | None = None,
+        keys: DropoutKeys | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(sum of the losses, how many labels count) of tokens [B, S] and labels [B, S], -100 where one doesn't.
+        """Return (sum of the losses, number of labels that count) of tokens [B, S] and labels [B, S]; -100 labels do not count.
 
-        A part that is not the first goes on from the residual `stream` [B, S, H]; one that is not the last returns its own in the
-        place of the loss. `documents` [B, S] tells each token's document by any number that changes where one ends: attention and
-        learned positions stay inside it; they are the whole sequence's, whoever has it. Without `keys` there is no dropout.
+        A part that is not the first starts from the hidden states `stream` [B, S, H]; one that is not the last returns its hidden
+        states in place of the loss. `documents` [B, whole sequence] marks each token's document by any number that changes from one
+        document to the next: attention and learned positions stay inside a document. Without `keys` there is no dropout.
         """
         x = self.hidden(tokens, documents, keys, stream)
-        counted = (labels != IGNORED).sum()
+        count = (labels != IGNORED).sum()
         if not self.last:
-            return x, counted
-        return cross_entropy(self.head(x), labels, self.model.vocab, self.region), counted  # of logits [B, S, V]
+            return x, count
+        return cross_entropy(self.head(x), labels, self.model.vocab, self.tp), count  # of logits [B, S, V]
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Logits [B, S, V] of what follows each token, without the padded words; of a whole model."""
+        """Return the logits [B, S, V] of the token after each of `tokens`, without vocabulary padding; for a whole model."""
         logits: Tensor = self.head(self.hidden(tokens, None, None))
         return logits[..., : self.model.vocab]
 
-    def hidden(self, tokens: Tensor, documents: Tensor | None, keys: Keys | None, stream: Tensor | None = None) -> Tensor:
-        """The residual stream [B, S, H] after the layers and, of the last part, the last norm."""
-        beside = self._beside(tokens, documents, keys)
-        x = self._embedded(tokens, beside) if stream is None else stream
-        x = self.through(x, beside)
+    def hidden(self, tokens: Tensor, documents: Tensor | None, keys: DropoutKeys | None, stream: Tensor | None = None) -> Tensor:
+        """Return the hidden states [B, S, H] after the layers and, in the last part, the final norm."""
+        inputs = self._layer_inputs(tokens, documents, keys)
+        x = self._embed(tokens, inputs) if stream is None else stream
+        x = self.run_layers(x, inputs)
         return self.norm(x) if self.last else x
 
-    def through(self, x: Tensor, beside: Beside) -> Tensor:
-        """The residual stream [B, S, H] after the layers."""
+    def run_layers(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        """x [B, S, H] -> the hidden states after the layers."""
         for layer in self.layers.values():
-            x = self.passed(layer, x, beside)
+            x = self.run_layer(layer, x, inputs)
         return x
 
-    def passed(self, layer: nn.Module, x: Tensor, beside: Beside) -> Any:
-        """What a layer makes of the residual stream."""
-        return recomputed(told, layer, x, beside, beside.rope, beside.mask, beside.states) if self.recompute else layer(x, beside)
+    def run_layer(self, layer: nn.Module, x: Tensor, inputs: LayerInputs) -> Any:
+        """Return a layer's output; under full recomputation backward runs the layer again."""
+        if self.recompute:
+            return recompute(_call_layer, layer, x, inputs, inputs.angles, inputs.mask, inputs.dropout_states)
+        return layer(x, inputs)
 
-    def _beside(self, tokens: Tensor, documents: Tensor | None, keys: Keys | None) -> Beside:
+    def _layer_inputs(self, tokens: Tensor, documents: Tensor | None, keys: DropoutKeys | None) -> LayerInputs:
         model, dtype = self.model, next(self.parameters()).dtype
-        rope, positions = None, self._positions(tokens)
+        angles, positions = None, self._positions(tokens)
         if model.positions == "rope":
-            rope = angles(positions, model.head_dim or model.hidden // model.heads, model.rope_base, dtype)
+            angles = rotary_angles(positions, model.head_dim or model.hidden // model.heads, model.rope_base, dtype)
         mask = starts = None
         if documents is not None:
-            starts = started(documents)[:, positions]
-            mask = apart(starts, positions, documents.shape[1], dtype)
+            starts = document_starts(documents)[:, positions]
+            mask = document_mask(starts, positions, documents.shape[1], dtype)
         states = None if keys is None else keys.states
-        return Beside(
-            rope=rope,
+        return LayerInputs(
+            angles=angles,
             mask=mask,
             starts=starts,
-            states=states,
-            run_states=self.region.shard(states) if states is not None and self.region else states,
-            context=self.context,
+            dropout_states=states,
+            sharded_dropout_states=self.tp.shard(states) if states is not None and self.tp else states,
+            cp=self.cp,
         )
 
     def _positions(self, tokens: Tensor) -> Tensor:
-        """The positions [S] of tokens [B, S] in their sequences."""
-        here = tokens.shape[1]
-        if self.context is None:
-            return torch.arange(here, device=tokens.device)
-        return self.context.positions(here * self.context.group.size, tokens.device)
+        """Return the positions [S] of tokens [B, S] in the whole sequence."""
+        length = tokens.shape[1]
+        if self.cp is None:
+            return torch.arange(length, device=tokens.device)
+        return self.cp.positions(length * self.cp.group.size, tokens.device)
 
-    def _embedded(self, tokens: Tensor, beside: Beside) -> Tensor:
-        x = self.embedding(tokens)  # [B, S, H]; in a region this rank's run of the sequence where that is split
+    def _embed(self, tokens: Tensor, inputs: LayerInputs) -> Tensor:
+        x = self.embedding(tokens)  # [B, S, H]; under sequence parallelism this rank's part of S
         if self.positions is not None:
             positions = self._positions(tokens).unsqueeze(0)  # [1, S]
-            places = positions if beside.starts is None else positions - beside.starts
-            x = x + self.positions(self.region.shard(places) if self.region else places)
-        embedded: Tensor = self.dropout(x, beside.run_states)
+            rows = positions if inputs.starts is None else positions - inputs.starts
+            x = x + self.positions(self.tp.shard(rows) if self.tp else rows)
+        embedded: Tensor = self.dropout(x, inputs.sharded_dropout_states)
         return embedded
 
 
-def told(layer: nn.Module, x: Tensor, beside: Beside, *held: Tensor | None) -> Tensor:
-    """A layer's forward. What it holds on to by name stands among what is kept for running it again, and is counted there."""
-    made: Tensor = layer(x, beside)
-    return made
+def _call_layer(layer: nn.Module, x: Tensor, inputs: LayerInputs, *tensors: Tensor | None) -> Tensor:
+    """Call a layer. `tensors` are those of `inputs`, named again so that recomputation saves them and they are counted as saved."""
+    output: Tensor = layer(x, inputs)
+    return output
 
 
-def started(documents: Tensor) -> Tensor:
-    """Where each token's document starts in its sequence [B, S]."""
+def document_starts(documents: Tensor) -> Tensor:
+    """Return the position at which each token's document starts in its sequence, [B, S]."""
     positions = torch.arange(documents.shape[1], device=documents.device)  # [S]
-    fresh = torch.ones_like(documents, dtype=torch.bool)
-    fresh[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return torch.cummax(torch.where(fresh, positions, 0), dim=1).values
+    is_first = torch.ones_like(documents, dtype=torch.bool)
+    is_first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return torch.cummax(torch.where(is_first, positions, 0), dim=1).values
 
 
-def apart(starts: Tensor, positions: Tensor, keys: int, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores so that a token sees itself and what precedes it in its document: [B, 1, S, keys] of 0 and -inf.
+def document_mask(starts: Tensor, positions: Tensor, keys: int, dtype: torch.dtype) -> Tensor:
+    """Return the mask of 0 and -inf, [B, 1, S, keys], under which a token sees itself and the earlier tokens of its document.
 
-    Of tokens at `positions` [S], whose documents start at [B, S].
+    The tokens are at `positions` [S]; their documents start at `starts` [B, S].
     """
-    each = torch.arange(keys, device=starts.device)
-    seen = (positions[:, None] >= each) & (starts[:, :, None] <= each)  # query row, key column
-    return torch.zeros(seen.shape, dtype=dtype, device=starts.device).masked_fill_(~seen, -torch.inf).unsqueeze(1)
+    key_positions = torch.arange(keys, device=starts.device)
+    is_seen = (positions[:, None] >= key_positions) & (starts[:, :, None] <= key_positions)  # [B, S, keys]
+    return torch.zeros(is_seen.shape, dtype=dtype, device=starts.device).masked_fill_(~is_seen, -torch.inf).unsqueeze(1)

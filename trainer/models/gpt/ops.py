@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ...spec.run import Model, Train
-from ..blocks import attention, embedding, feed_forward, head, norm, residual
-from ..table import Table, sizes
+from ..ops.op_table import OpTable, logical_sizes
+from ..ops.shared_ops import attention, embedding, feed_forward, head, norm, residual
 
 
-def table(model: Model, train: Train) -> Table:
+def table(model: Model, train: Train) -> OpTable:
     """The op table of a GPT."""
     layer = (
         norm("norm1", model),
@@ -17,8 +17,8 @@ def table(model: Model, train: Train) -> Table:
         *feed_forward(model),
         residual("mlp.residual", model),
     )
-    return Table(
-        sizes=sizes(model, train),
+    return OpTable(
+        sizes=logical_sizes(model, train),
         embedding=embedding(model),
         layer=layer,
         head=(norm("norm", model), *head(model)),

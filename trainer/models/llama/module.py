@@ -1,4 +1,4 @@
-"""Llama, Mistral and Qwen2 as torch modules: the same transformer, whose parts its model names."""
+"""Llama, Mistral and Qwen2 in torch: the same transformer as GPT, with the parts that `model.*` names."""
 
 from __future__ import annotations
 

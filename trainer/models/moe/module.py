@@ -1,4 +1,4 @@
-"""Mixtral's kind as torch modules: a transformer whose layers send each token to some of many feed-forwards (arXiv:2401.04088)."""
+"""A mixture of experts in torch: a transformer whose layers send each token to some of many feed-forwards (arXiv:2401.04088)."""
 
 from __future__ import annotations
 
@@ -8,161 +8,171 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ...layers.cross_entropy import IGNORED, wide
-from ...layers.experts import ExpertLinear, back, combined, copied, there, trip
+from ...layers.counter_rng import DropoutKeys
+from ...layers.cross_entropy import IGNORED
+from ...layers.experts import ExpertLinear, combine_rows, copy_rows, dispatch_rows, plan_exchange, return_rows
+from ...layers.feed_forward import ACTIVATIONS, FeedForward
+from ...layers.float32 import at_least_float32
 from ...layers.group import Group
-from ...layers.keyed_random import Keys
-from ...layers.split_linear import Held, Region, f, g
-from ...layers.transformer import ACTS, FeedForward, within
+from ...layers.parameters import Parameters, sub_parameters
+from ...layers.tensor_parallel import TensorParallel, gather_inputs, reduce_outputs
 from ...spec.run import Run
-from ..gpt.module import Attending, Beside
-from ..gpt.module import Transformer as Dense
-from .routing import Routing, imbalance, near_ties, routed
+from ..gpt.module import AttentionHalf, LayerInputs, Transformer
+from .routing import Routing, imbalance, near_tie_count, route
 
-# B batch, S sequence, H hidden, E experts, K experts of a token, C copies of tokens that are computed, F expert_ffn
+# B batch, S sequence, H hidden, E experts, K experts per token, C copies of tokens that are computed, F expert_ffn
 
 
 class Router(nn.Module):
-    """Each expert's logit of each token, in float32."""
+    """Each token's logit for each expert, in float32."""
 
-    def __init__(self, held: Held) -> None:
+    def __init__(self, parameters: Parameters) -> None:
         super().__init__()
-        self.weight = held["weight"]
+        self.weight = parameters["weight"]
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, S, H] -> [B, S, E]."""
-        logits: Tensor = _Product.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        logits: Tensor = _Float32Product.apply(x, self.weight)  # type: ignore[no-untyped-call]
         return logits
 
 
-class _Product(torch.autograd.Function):
-    """x W in float32; saves x as it came, where autograd would save it in float32."""
+class _Float32Product(torch.autograd.Function):
+    """x W in float32. Saves x in its own dtype, where autograd would save it in float32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return wide(x) @ wide(weight)
+        return at_least_float32(x) @ at_least_float32(weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        by_weight = wide(x).flatten(0, -2).mT @ grad.flatten(0, -2)
-        return (grad @ wide(weight).mT).to(x.dtype), by_weight.to(weight.dtype)
+        weight_grad = at_least_float32(x).flatten(0, -2).mT @ grad.flatten(0, -2)
+        return (grad @ at_least_float32(weight).mT).to(x.dtype), weight_grad.to(weight.dtype)
 
 
 class Experts(nn.Module):
-    """Gated feed-forwards side by side, each of which takes the tokens that chose it; all of a token's are added up.
+    """Gated feed-forwards; each takes the tokens routed to it, and a token's outputs are summed by its routing weights.
 
-    The ranks of a `group` have as many of them each, and rows travel.
+    The ranks of `ep` have equally many of them each and exchange rows.
     """
 
-    def __init__(self, held: Held, act: str, group: Group | None) -> None:
+    def __init__(self, parameters: Parameters, act: str, ep: Group | None) -> None:
         super().__init__()
-        self.gate, self.up, self.down = (ExpertLinear(within(held, part)) for part in ("gate", "up", "down"))
-        self.act, self.group = ACTS[act], group
+        self.gate, self.up, self.down = (ExpertLinear(sub_parameters(parameters, part)) for part in ("gate", "up", "down"))
+        self.activation, self.ep = ACTIVATIONS[act], ep
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
-        """x [B, S, H] -> [B, S, H]; in a region this rank's part of the sum."""
-        rows = copied(x.flatten(0, 1), routing.order, routing.weights.shape[-1])  # [C, H]
-        if self.group is None:
-            made = self.fed(rows, routing.ends)
+        """x [B, S, H] -> [B, S, H]; under tensor parallelism this rank's terms of the sum."""
+        rows = copy_rows(x.flatten(0, 1), routing.order, routing.weights.shape[-1])  # [C, H]
+        if self.ep is None:
+            outputs = self.feed_forward(rows, routing.ends)
         else:
-            by = trip(routing.ends, self.group)
-            made = back(self.fed(there(rows, by), by.ends), by)
-        return combined(made, routing.weights.flatten(0, 1), routing.order).view_as(x)
+            exchange = plan_exchange(routing.ends, self.ep)
+            outputs = return_rows(self.feed_forward(dispatch_rows(rows, exchange), exchange.ends), exchange)
+        return combine_rows(outputs, routing.weights.flatten(0, 1), routing.order).view_as(x)
 
-    def fed(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """Rows [C, H] each through its expert, of which those of e end at `ends[e]`."""
-        broad = self.act(self.gate(rows, ends)) * self.up(rows, ends)  # [C, F]
-        made: Tensor = self.down(broad, ends)
-        return made
+    def feed_forward(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """Apply to rows [C, H] their experts; the rows of expert e end at `ends[e]`."""
+        activated = self.activation(self.gate(rows, ends)) * self.up(rows, ends)  # [C, F]
+        outputs: Tensor = self.down(activated, ends)
+        return outputs
 
 
-class Layer(Attending):
-    """x + attention(norm(x)), then x + the experts that norm(x) chose of it, and those that every token has."""
+class MoELayer(AttentionHalf):
+    """x + attention(norm1(x)), then x + the routed experts of norm2(x) + the shared experts of norm2(x)."""
 
-    def __init__(self, held: Held, run: Run, layer: int, region: Region | None, experts: Group | None) -> None:
-        model, train = run.model, run.train
-        super().__init__(held, model, layer, train.attention, region, selective=run.parallel.recompute == "selective")
-        self.router = Router(within(held, "router"))
-        self.experts = Experts(within(held, "experts"), model.act, experts)
-        self.shared = FeedForward(within(held, "shared"), model, region) if model.shared_experts else None
-        self.region, self.top_k, self.balances = region, model.top_k, model.aux_loss > 0
-        self.room = None if model.capacity is None else int(model.capacity * model.top_k * train.seq / model.experts)
+    def __init__(self, parameters: Parameters, run: Run, layer: int, tp: TensorParallel | None, ep: Group | None) -> None:
+        super().__init__(parameters, run, layer, tp)
+        model = run.model
+        self.router = Router(sub_parameters(parameters, "router"))
+        self.experts = Experts(sub_parameters(parameters, "experts"), model.act, ep)
+        self.shared = FeedForward(sub_parameters(parameters, "shared"), model, tp) if model.shared_experts else None
+        self.tp, self.top_k, self.has_aux_loss = tp, model.top_k, model.aux_loss > 0
+        # tokens of each sequence that an expert takes
+        self.capacity = None if model.capacity is None else int(model.capacity * model.top_k * run.train.seq / model.experts)
 
-    def forward(self, x: Tensor, beside: Beside) -> tuple[Tensor, Tensor | None, Tensor]:
-        """(the residual stream [B, S, H], how uneven routing was in each sequence [B] where that is asked, near ties)."""
-        x = self.attended(x, beside)
+    def forward(self, x: Tensor, inputs: LayerInputs) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return (hidden states [B, S, H], each sequence's routing imbalance [B] where the auxiliary loss uses it, near ties)."""
+        x = self.attend(x, inputs)
         normed = self.norm2(x)
-        mixed, uneven, close = self.mixed(normed)
+        mixture, imbalances, near_ties = self.mixture(normed)
         if self.shared is not None:
-            mixed = mixed + self.shared(normed)
-        return x + self.dropout2(mixed, beside.run_states), uneven, close
+            mixture = mixture + self.shared(normed)
+        return x + self.dropout2(mixture, inputs.sharded_dropout_states), imbalances, near_ties
 
-    def mixed(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        """What a token's experts make of it, [B, S, H] (of the stream), how uneven routing was, near ties.
+    def mixture(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return (the routed experts' output [B, S, H], routing imbalances, near ties).
 
-        In a region all ranks route all tokens alike: logits and tokens enter it whole.
+        All ranks of a tensor-parallel group route all tokens alike: each gathers the logits and the tokens whole.
         """
         logits = self.router(x)
-        if self.region is not None:
-            logits, x = f(logits, self.region), f(x, self.region)
-        routing = routed(logits, self.top_k, self.room)
-        made = self.experts(x, routing)
-        uneven = imbalance(logits, routing.chosen) if self.balances else None
-        return (made if self.region is None else g(made, self.region)), uneven, near_ties(logits, self.top_k, x.dtype)
+        if self.tp is not None:
+            logits, x = gather_inputs(logits, self.tp), gather_inputs(x, self.tp)
+        routing = route(logits, self.top_k, self.capacity)
+        output = self.experts(x, routing)
+        imbalances = imbalance(logits, routing.chosen) if self.has_aux_loss else None
+        near_ties = near_tie_count(logits, self.top_k, x.dtype)
+        return (output if self.tp is None else reduce_outputs(output, self.tp)), imbalances, near_ties
 
 
-class Transformer(Dense):
-    """A transformer of such layers. What `model.aux_loss` adds is in the gradients, not in the loss that is returned.
+class MoETransformer(Transformer):
+    """A transformer of such layers. `model.aux_loss` adds to the gradients, not to the loss that is returned.
 
-    A part that is not the last has no loss whose gradient it could see: it is told that, `loss_gradient`, before its backward.
+    A part that is not the last does not see the loss's gradient: the engine sets `loss_gradient` before its backward.
     """
 
-    def __init__(self, held: Held, run: Run, region: Region | None = None, *, experts: Group | None = None, **part: Any) -> None:
-        self.experts = experts  # who has the others
-        super().__init__(held, run, region, **part)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self.loss_gradient = 1.0
-        self.uneven: list[Tensor] = []  # of the layers of a forward under way, [B] each
-        self.near_ties: list[Tensor] = []  # of the layers of all training forwards since somebody took them
+        self.imbalances: list[Tensor] = []  # [B] of each layer, of the forward under way
+        self.near_ties: list[Tensor] = []  # of each layer, of all training forwards since the engine last took them
 
-    def layer(self, held: Held, run: Run, index: int) -> nn.Module:
-        return Layer(held, run, index, self.region, self.experts)
+    def make_layer(self, parameters: Parameters, run: Run, index: int) -> nn.Module:
+        return MoELayer(parameters, run, index, self.tp, self.ep)
 
     def forward(
-        self, tokens: Tensor, labels: Tensor, *, stream: Tensor | None = None, documents: Tensor | None = None, keys: Keys | None = None
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        *,
+        stream: Tensor | None = None,
+        documents: Tensor | None = None,
+        keys: DropoutKeys | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As a dense one's. Each sequence's unevenness, summed over layers, is weighted by how many of its labels count: what the
-        gradient sees is the sum of losses plus aux_loss times their sum, so that the mean over labels is one of each."""
-        out, counted = super().forward(tokens, labels, stream=stream, documents=documents, keys=keys)
-        uneven, self.uneven = self.uneven, []
-        if uneven:
-            ranks = self.region.group.size if self.region else 1  # each computes all of it, and their gradients add up
-            weighed = (torch.stack(uneven).sum(0) * (labels != IGNORED).sum(1)).sum() * (self.model.aux_loss / ranks)
-            out = _Beside.apply(out, weighed, None if self.last else self.loss_gradient)  # type: ignore[no-untyped-call]
-        return out, counted
+        """As `Transformer.forward`. The gradient is of the sum of losses plus aux_loss times the sum, over sequences, of the routing
+        imbalance summed over layers times the sequence's labels that count: over labels, the mean of each."""
+        out, count = super().forward(tokens, labels, stream=stream, documents=documents, keys=keys)
+        imbalances, self.imbalances = self.imbalances, []
+        if imbalances:
+            ranks = self.tp.group.size if self.tp else 1  # each computes all of it, and their gradients add up
+            aux_loss = (torch.stack(imbalances).sum(0) * (labels != IGNORED).sum(1)).sum() * (self.model.aux_loss / ranks)
+            out = _AddGradient.apply(out, aux_loss, None if self.last else self.loss_gradient)  # type: ignore[no-untyped-call]
+        return out, count
 
-    def through(self, x: Tensor, beside: Beside) -> Tensor:
-        self.uneven = []
+    def run_layers(self, x: Tensor, inputs: LayerInputs) -> Tensor:
+        self.imbalances = []
         for layer in self.layers.values():
-            x, uneven, close = self.passed(layer, x, beside)
+            x, imbalances, near_ties = self.run_layer(layer, x, inputs)
             if self.training:
-                self.near_ties.append(close)
-            if uneven is not None:
-                self.uneven.append(uneven)
+                self.near_ties.append(near_ties)
+            if imbalances is not None:
+                self.imbalances.append(imbalances)
         return x
 
 
-class _Beside(torch.autograd.Function):
-    """The loss, or a residual stream, as it is; what is beside it gets the loss's gradient, or the one that is told."""
+class _AddGradient(torch.autograd.Function):
+    """Return the loss, or a part's hidden states, unchanged; backward also gives the auxiliary loss the gradient of the loss, or
+    `loss_gradient` where that is not None."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, beside: Tensor, told: float | None) -> Tensor:
-        ctx.told, ctx.dtype = told, beside.dtype
+    def forward(ctx: Any, out: Tensor, aux_loss: Tensor, loss_gradient: float | None) -> Tensor:
+        ctx.loss_gradient, ctx.dtype = loss_gradient, aux_loss.dtype
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        beside = grad.to(ctx.dtype) if ctx.told is None else grad.new_full((), ctx.told, dtype=ctx.dtype)
-        return grad, beside, None
+        given = ctx.loss_gradient
+        aux_grad = grad.to(ctx.dtype) if given is None else grad.new_full((), given, dtype=ctx.dtype)
+        return grad, aux_grad, None

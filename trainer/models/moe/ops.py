@@ -1,13 +1,13 @@
-"""Mixtral's kind: a Llama whose feed-forward is a mixture of experts (arXiv:2401.04088)."""
+"""Mixtral: a Llama whose feed-forward is a mixture of experts (arXiv:2401.04088)."""
 
 from __future__ import annotations
 
 from ...spec.run import Model, Train
-from ..blocks import attention, embedding, head, mixture, norm, residual
-from ..table import Table, sizes
+from ..ops.op_table import OpTable, logical_sizes
+from ..ops.shared_ops import attention, embedding, head, mixture, norm, residual
 
 
-def table(model: Model, train: Train) -> Table:
+def table(model: Model, train: Train) -> OpTable:
     """The op table of a mixture of experts."""
     layer = (
         norm("norm1", model),
@@ -17,8 +17,8 @@ def table(model: Model, train: Train) -> Table:
         *mixture(model),
         residual("mlp.residual", model),
     )
-    return Table(
-        sizes=sizes(model, train),
+    return OpTable(
+        sizes=logical_sizes(model, train),
         embedding=embedding(model),
         layer=layer,
         head=(norm("norm", model), *head(model)),

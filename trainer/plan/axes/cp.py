@@ -1,26 +1,30 @@
-"""Context parallel: the sequence split throughout; keys and values gathered for attention (arXiv:2407.21783 section 3.3.2)."""
+"""Context parallelism: every rank holds a part of each sequence; keys and values are gathered (arXiv:2407.21783 section 3.3.2)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from ...models.table import Op, Tensor
-from .axis import Axis
-from .message import Talk
-
-
-def axis() -> Axis:
-    """The axis; of the scores it splits the queries, not the keys."""
-    return Axis(name="cp", splits=("seq", "tokens"))
+from ...models.ops.op_table import Op, Tensor
+from .axis import Axis, RankTensors
+from .message import AxisMessage
 
 
-def talks(op: Op, gathered: Callable[[Tensor], int]) -> Iterator[Talk]:
-    """Keys and values of the whole sequence are gathered for forward, again for backward, and their gradients scattered.
-
-    `gathered` gives the bytes of a tensor on one rank, were this axis not to split it.
-    """
+def messages(op: Op, on_rank: RankTensors) -> Iterator[AxisMessage]:
+    """All-gather the keys and values of the whole sequence for forward and again for backward; reduce-scatter their gradients."""
     product = op.product
     if op.name == "attention" and product is not None:
-        taken = sum(gathered(Tensor(product.rows + outer)) for outer in product.outers if "kv_heads" in outer)
-        yield Talk("cp", "all_gather", taken, 1, 1)
-        yield Talk("cp", "reduce_scatter", taken, 0, 1)
+        keys = (Tensor(product.rows + outer) for outer in product.outers if "kv_heads" in outer)
+        payload = sum(on_rank.bytes(tensor, without="cp") for tensor in keys)
+        yield AxisMessage("cp", "all_gather", payload, 1, 1)
+        yield AxisMessage("cp", "reduce_scatter", payload, 0, 1)
+
+
+AXIS = Axis(
+    name="cp",
+    splits=("seq", "tokens"),  # of attention scores the queries; the keys, dim `keys`, are whole
+    messages=messages,
+    data=True,
+    overlap="context",
+    layers_only=True,
+    source="arXiv:2407.21783",
+)

@@ -1,20 +1,25 @@
-"""Expert parallel: experts split over part of the data axis; tokens travel to them and back (arXiv:2006.16668)."""
+"""Expert parallelism: experts split over part of the data axis; tokens travel to them and back (arXiv:2006.16668)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from ...models.table import Op, Tensor
-from .axis import Axis
-from .message import Talk
-
-
-def axis() -> Axis:
-    """The axis; it splits stacks of experts, whose tokens stay as many a rank while routing is balanced."""
-    return Axis(name="ep", splits=("experts",))
+from ...models.ops.op_table import Op
+from .axis import Axis, RankTensors
+from .message import AxisMessage
 
 
-def talks(op: Op, local: Callable[[Tensor], int]) -> Iterator[Talk]:
-    """Each exchange is an all-to-all in forward and one in backward; `local` gives the bytes of a tensor on one rank."""
+def messages(op: Op, on_rank: RankTensors) -> Iterator[AxisMessage]:
+    """One all-to-all in forward and one in backward for each exchanged tensor. Our modules route whole sequences on every tensor rank."""
     for tensor in op.exchanges:
-        yield Talk("ep", "all_to_all", local(tensor), 1, 1)
+        payload = on_rank.bytes(tensor, without="tp") if on_rank.form == "torch" else on_rank.bytes(tensor)
+        yield AxisMessage("ep", "all_to_all", payload, 1, 1)
+
+
+AXIS = Axis(
+    name="ep",
+    splits=("experts",),  # their tokens stay as many on each rank while routing is balanced
+    messages=messages,
+    within="dp",
+    source="arXiv:2006.16668",
+)

@@ -1,20 +1,23 @@
-"""Pipeline parallel: the residual stream handed from stage to stage, its gradient back, and the tied weight's sum."""
+"""Pipeline parallelism: hidden states travel from stage to stage, gradients back, and a tied weight's gradient is summed."""
 
 from __future__ import annotations
 
-from ..collectives import Wire, cost
-from .traffic_row import Line
+from ..collectives import Wire, collective_cost
+from .axis import Axis
+from .traffic_row import TrafficRow
+
+AXIS = Axis(name="pp", splits=("layers",), overlap="pipeline", source="arXiv:1811.06965")
 
 
-def lines(payload: int, sends: int, pair: Wire, *, exposed: bool) -> list[Line]:
-    """What a stage sends in a step: `sends` tensors of `payload` bytes to its neighbours; hidden messages expose nothing."""
+def stage_sends(payload: int, sends: int, pair: Wire, *, exposed: bool) -> list[TrafficRow]:
+    """Traffic of a stage in one step: `sends` tensors of `payload` bytes to its neighbours; overlapped messages expose no time."""
     if sends == 0:
         return []
-    sent, seconds = cost("send", payload, pair)
-    return [Line("pp", "send", payload, sends, sent * sends, pair.link, seconds * sends, seconds * sends if exposed else 0.0)]
+    sent, seconds = collective_cost("send", payload, pair)
+    return [TrafficRow("pp", "send", payload, sends, sent * sends, pair.link, seconds * sends, seconds * sends if exposed else 0.0)]
 
 
-def tied(payload: int, pair: Wire) -> list[Line]:
-    """First and last stage add up the gradient of the weight that embedding and head share, once a step."""
-    sent, seconds = cost("all_reduce", payload, pair)
-    return [Line("pp", "all_reduce", payload, 1, sent, pair.link, seconds, seconds)]
+def tied_sum(payload: int, pair: Wire) -> list[TrafficRow]:
+    """The first and the last stage all-reduce the gradient of the weight that embedding and head share, once a step."""
+    sent, seconds = collective_cost("all_reduce", payload, pair)
+    return [TrafficRow("pp", "all_reduce", payload, 1, sent, pair.link, seconds, seconds)]

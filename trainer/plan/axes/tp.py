@@ -1,82 +1,88 @@
-"""Tensor parallel: heads, feed-forward and vocabulary split, and the sequence elsewhere (arXiv:1909.08053, 2205.05198)."""
+"""Tensor parallelism: heads, feed-forward and vocabulary are split, the sequence elsewhere (arXiv:1909.08053, 2205.05198)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from ...models.table import Dims, Op, Tensor
-from ..collectives import Wire, cost
-from .axis import Axis
-from .message import Talk
-from .traffic_row import Line
-
-SPLITS: Dims = ("heads", "kv_heads", "ffn", "expert_ffn", "shared_ffn", "vocab")
-
-Bytes = Callable[[Tensor], int]  # bytes of a tensor on one rank, were this axis not to split its sequence
-
-
-def axis(*, sequence: bool) -> Axis:
-    """The axis, splitting the sequence of what nothing else splits where sequence parallel is on."""
-    return Axis(name="tp", splits=SPLITS, otherwise=("seq",) if sequence else ())
+from ...models.ops.op_table import Op, Tensor
+from ..collectives import Wire, collective_cost
+from ..weight_slices import TENSOR_DIMS, local_tensor_dims
+from .axis import Axis, RankTensors
+from .message import AxisMessage
+from .traffic_row import TrafficRow
 
 
 def style(op: Op) -> str | None:
-    """How an op's weights are sharded: by `column`, by `row`, by `vocab` (rows of a table); None where each rank has all."""
-    shards = Axis(name="tp", splits=SPLITS)
+    """How an op's weights are sharded: by `column`, by `row`, by `vocab` (rows of an embedding); None: every rank holds them whole."""
     if op.product is None:
-        return "vocab" if any(shards.split(weight.dims) for weight in op.weights) else None
+        return "vocab" if any(AXIS.split_dim(weight.dims) for weight in op.weights) else None
     if not op.weights:
         return None
-    if shards.split(op.product.inner):
+    if AXIS.split_dim(op.product.inner):
         return "row"
-    return "column" if any(shards.split(outer) for outer in op.product.outers) else None
+    return "column" if any(AXIS.split_dim(outer) for outer in op.product.outers) else None
 
 
-def talks(op: Op, whole: Bytes, *, sequence: bool) -> Iterator[Talk]:
-    """Megatron's f and g around an op: f costs backward an all-reduce, g forward one; with sequence parallel each is a
-    gather and a reduce-scatter, and a column layer, which keeps but its shard of the input, gathers it again in backward. Around
-    experts they stand before tokens are copied and after the copies are added up."""
+def messages(op: Op, on_rank: RankTensors) -> Iterator[AxisMessage]:
+    """Megatron's f and g around an op (arXiv:1909.08053 section 3): f is an all-reduce in backward, g one in forward.
+
+    With sequence parallelism each is an all-gather and a reduce-scatter, and a column layer, which keeps only its shard of the input,
+    gathers it again in backward (arXiv:2205.05198 section 4.2.2). Around experts f stands before tokens are copied, g after the copies
+    are added up.
+    """
     product = op.product
     for tensor in op.enters:
-        yield from _given(whole(tensor), sequence=sequence)
+        yield from _enter(on_rank, tensor)
     match None if product and "experts" in product.groups else style(op):
         case "column":
             assert product is not None
-            taken = whole(Tensor(product.rows + product.inner))
-            if sequence:
-                yield Talk("tp", "all_gather", taken, 1, 1)
-                yield Talk("tp", "reduce_scatter", taken, 0, 1)
-            else:
-                yield Talk("tp", "all_reduce", taken, 0, 1)
+            yield from _enter(on_rank, Tensor(product.rows + product.inner), again=1)
         case "row":
             assert product is not None
-            yield from _summed(whole(Tensor(product.rows + product.outers[0])), sequence=sequence)
+            yield from _leave(on_rank, Tensor(product.rows + product.outers[0]))
     for dim, result in op.reduces:
-        if dim not in SPLITS:
+        if dim not in TENSOR_DIMS:
             continue
         if result.width is None:
-            yield from _summed(whole(result), sequence=sequence)
+            yield from _leave(on_rank, result)
         else:
-            yield Talk("tp", "all_reduce", whole(result), 1, 0)
+            yield AxisMessage("tp", "all_reduce", on_rank.bytes(result, without="tp"), 1, 0)
 
 
-def once(axis: str, payload: int, wire: Wire) -> Line:
-    """Gradients that several ranks of the tensor axis have a part of: added up once a step, in one message."""
-    sent, seconds = cost("all_reduce", payload, wire)
-    return Line(axis, "all_reduce", payload, 1, sent, wire.link, seconds, seconds)
+def step_sum(group: str, payload: int, wire: Wire) -> TrafficRow:
+    """The all-reduce, once a step, of gradients of which several tensor-parallel ranks hold a part each."""
+    sent, seconds = collective_cost("all_reduce", payload, wire)
+    return TrafficRow(group, "all_reduce", payload, 1, sent, wire.link, seconds, seconds)
 
 
-def _given(taken: int, *, sequence: bool) -> Iterator[Talk]:
-    if sequence:
-        yield Talk("tp", "all_gather", taken, 1, 0)
-        yield Talk("tp", "reduce_scatter", taken, 0, 1)
+def _enter(on_rank: RankTensors, tensor: Tensor, *, again: int = 0) -> Iterator[AxisMessage]:
+    """Megatron's f: the input of a split region. `again`: how often backward gathers it again."""
+    payload = on_rank.bytes(tensor, without="tp")
+    if on_rank.sequence:
+        yield AxisMessage("tp", "all_gather", payload, 1, again)
+        yield AxisMessage("tp", "reduce_scatter", payload, 0, 1)
     else:
-        yield Talk("tp", "all_reduce", taken, 0, 1)
+        yield AxisMessage("tp", "all_reduce", payload, 0, 1)
 
 
-def _summed(given: int, *, sequence: bool) -> Iterator[Talk]:
-    if sequence:
-        yield Talk("tp", "reduce_scatter", given, 1, 0)
-        yield Talk("tp", "all_gather", given, 0, 1)
+def _leave(on_rank: RankTensors, tensor: Tensor) -> Iterator[AxisMessage]:
+    """Megatron's g: the sum of a split region's result."""
+    payload = on_rank.bytes(tensor, without="tp")
+    if on_rank.sequence:
+        yield AxisMessage("tp", "reduce_scatter", payload, 1, 0)
+        yield AxisMessage("tp", "all_gather", payload, 0, 1)
     else:
-        yield Talk("tp", "all_reduce", given, 1, 0)
+        yield AxisMessage("tp", "all_reduce", payload, 1, 0)
+
+
+AXIS = Axis(
+    name="tp",
+    splits=TENSOR_DIMS,
+    sequence_splits=("seq",),
+    messages=messages,
+    rank_sizes=local_tensor_dims,
+    overlap="tensor",
+    sums_results=True,
+    layers_only=True,
+    source="arXiv:1909.08053, 2205.05198",
+)

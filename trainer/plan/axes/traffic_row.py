@@ -1,17 +1,17 @@
-"""One line of a step's traffic on one rank."""
+"""One row of a step's traffic on one rank."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 
-class Line(NamedTuple):
-    """A verb on an axis, `times` times a step with `payload` bytes: bytes sent a step, the link, seconds and those exposed."""
+class TrafficRow(NamedTuple):
+    """`count` messages a step of `payload` bytes each on an axis: bytes sent a step, the link, seconds a step and those exposed."""
 
     axis: str
     verb: str
     payload: int
-    times: int
+    count: int
     sent: int
     link: str
     seconds: float

@@ -1,23 +1,23 @@
-"""What DeepSpeed is told: its JSON."""
+"""The DeepSpeed config of a run."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ...models.families import FAMILIES
-from ...models.table import parameters
+from ...models.families import op_table
+from ...models.ops.op_table import parameter_count
 from ...spec.run import Run
-from .memory import stage_of
+from .memory import effective_stage
 
 
-def config(run: Run, dp: int) -> dict[str, Any]:
-    """The DeepSpeed JSON of a run."""
+def deepspeed_config(run: Run, dp: int) -> dict[str, Any]:
+    """Return the DeepSpeed config of a run with `dp` replicas."""
     parallel, train = run.parallel, run.train
     offload = parallel.offload
-    elements = parameters(FAMILIES[run.model.family](run.model, run.train), run.model.layers)
+    elements = parameter_count(op_table(run), run.model.layers)
     zero: dict[str, Any] = {
-        "stage": stage(run),
-        "reduce_bucket_size": min(parallel.bucket, elements),  # made in full, however few gradients there are
+        "stage": zero_stage(run),
+        "reduce_bucket_size": min(parallel.bucket, elements),  # DeepSpeed allocates it in full, however few gradients there are
         "allgather_bucket_size": parallel.bucket,
         "overlap_comm": parallel.overlap.data and run.cluster.device.kind == "cuda",
     }
@@ -25,9 +25,9 @@ def config(run: Run, dp: int) -> dict[str, Any]:
         zero["offload_optimizer"] = {"device": "cpu"}
     if offload.parameters:
         zero["offload_param"] = {"device": "cpu"}
-    said: dict[str, Any] = {
-        "timers": {"throughput": {"enabled": False}},  # it waits for the device twice a micro-batch
-        "train_batch_size": train.batch * parallel.cp,  # ranks that share a micro-batch's sequences count each as one
+    config: dict[str, Any] = {
+        "timers": {"throughput": {"enabled": False}},  # it synchronizes the device twice a micro-batch
+        "train_batch_size": train.batch * parallel.cp,  # DeepSpeed counts context-parallel ranks as replicas
         "train_micro_batch_size_per_gpu": train.microbatch,
         "gradient_accumulation_steps": train.batch // (dp * train.microbatch),
         "gradient_clipping": train.clip,
@@ -37,18 +37,21 @@ def config(run: Run, dp: int) -> dict[str, Any]:
         "steps_per_print": 1 << 30,
     }
     if train.precision in ("bf16", "fp16"):
-        said[train.precision] = {"enabled": True}
+        config[train.precision] = {"enabled": True}
     if train.gradients == "fp32" and train.precision != "fp32":
-        said["data_types"] = {"grad_accum_dtype": "fp32"}
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
         if train.precision == "bf16":
-            said["bf16"]["immediate_grad_update"] = True  # else a bf16 copy of all gradients stands beside
+            config["bf16"]["immediate_grad_update"] = True  # else it holds a bf16 copy of all gradients too
     if parallel.pp > 1:
-        # By default DeepSpeed hands on 1/tp of what travels between stages, and gathers it there.
-        said["pipeline"] = {"use_reentrant": False, "pipe_partitioned": False, "grad_partitioned": False}
-    return said
+        # By default DeepSpeed sends 1/tp of each activation between stages, and gathers it after.
+        config["pipeline"] = {"use_reentrant": False, "pipe_partitioned": False, "grad_partitioned": False}
+    return config
 
 
-def stage(run: Run) -> int:
-    """The ZeRO stage that DeepSpeed is told. In half precision stage 0 takes a first step of nothing, which shifts Adam's
-    bias correction, and of experts on several ranks it clips by a norm that is not theirs: stage 1 computes the same and does not."""
-    return stage_of(run.parallel.zero, half=run.train.precision != "fp32", ep=run.parallel.ep)
+def zero_stage(run: Run) -> int:
+    """Return the ZeRO stage that DeepSpeed runs.
+
+    Stage 1 instead of 0 computes the same without two faults: in half precision stage 0 takes an empty first step, which shifts Adam's
+    bias correction, and with expert parallelism it clips experts by a norm that is not theirs.
+    """
+    return effective_stage(run.parallel.zero, half=run.train.precision != "fp32", ep=run.parallel.ep)

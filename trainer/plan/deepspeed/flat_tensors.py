@@ -1,6 +1,6 @@
-"""How DeepSpeed's ZeRO lays a rank's parameters end to end in flat tensors and deals these out to the data-parallel ranks.
+"""The flat tensors of DeepSpeed's ZeRO: a rank's parameters end to end, partitioned over the data-parallel ranks.
 
-The layers of a model are alike, so that what lies where is reckoned from one of them, however many there are.
+All layers of a model are alike, so that positions follow from one layer, in a time that does not grow with their number.
 """
 
 from __future__ import annotations
@@ -10,191 +10,190 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from ...models.table import Parameter, Table, named
-from ..weight_slices import placed
+from ...models.ops.op_table import OpTable, Parameter, model_parameters
+from ..weight_slices import TensorCopies, weight_shard
+from .defaults import ALIGNED
 
-ALIGNED = 2  # a flat tensor is padded to a multiple of this and of the ranks (nccl_start_alignment_factor)
-MOST_RANKS, MOST_LAYERS = 4096, 256  # of a stage; where both are more, the fullest of so many ranks is not looked for
-
-Also = Literal["", "replicated", "shared"]
+MOST_RANKS, MOST_LAYERS = 4096, 256  # of a stage; beyond both, the rank with most is not computed
 
 
-class Lie(NamedTuple):
-    """One parameter as a rank has it: elements with padding; a matrix, or a vector, which doesn't decay; whether all ranks of the
-    tensor axis have it too (`replicated`) or some (`shared`); whether expert ranks have other parts of it."""
+class FlatParameter(NamedTuple):
+    """One parameter on a rank: elements with padding; whether it is a matrix (a vector does not decay, and lies apart); which other ranks
+    of the tensor axis hold it too; whether expert ranks hold other parts of it."""
 
     elements: int
     matrix: bool
-    also: Also
+    copies: TensorCopies
     expert: bool = False
 
 
-class Lies(NamedTuple):
-    """The parameters that a rank holds, in the table's order: those before the layers, of each layer, and after them."""
+class StageParameters(NamedTuple):
+    """The parameters that a rank holds, in the table's order: those before the layers, those of each layer, those after."""
 
-    before: tuple[Lie, ...]
-    layer: tuple[Lie, ...]
+    before: tuple[FlatParameter, ...]
+    layer: tuple[FlatParameter, ...]
     layers: int
-    after: tuple[Lie, ...]
+    after: tuple[FlatParameter, ...]
 
 
-class Flat(NamedTuple):
-    """Elements of a rank's part of the flat tensors of stages 1 and 2, of these whole, and of all the parameters that lie in the
-    fullest part, wholly or partly; of its part at stage 3, where each parameter is shared out alone."""
+class FlatElements(NamedTuple):
+    """Elements on a rank. At stages 1 and 2: its part of the flat tensors, the whole flat tensors, and all parameters that overlap the part
+    of the rank with most. At stage 3, where each parameter is partitioned alone: its part."""
 
     part: int
     whole: int
-    touched: int
-    apart: int
+    overlapping: int
+    stage3: int
 
 
-def lies(table: Table, layers: int, *, first: bool, last: bool, tp: int, vocab_multiple: int, ep: int = 1) -> Lies:
-    """The parameters that a rank holds of so many layers and of the ends beside them."""
+def stage_parameters(table: OpTable, layers: int, *, first: bool, last: bool, tp: int, vocab_multiple: int, ep: int = 1) -> StageParameters:
+    """Return the parameters that a rank holds of so many layers, of the embedding (`first`) and of the head (`last`)."""
 
-    def rows(parameters: Iterable[Parameter]) -> Iterator[Lie]:
+    def rows(parameters: Iterable[Parameter]) -> Iterator[FlatParameter]:
         for parameter in parameters:
-            held = placed(parameter, table.sizes, tp, 0, vocab_multiple=vocab_multiple, ep=ep)
-            also: Also = "" if tp == 1 else "shared" if held.shared else "" if held.sharded else "replicated"
-            yield Lie(prod(held.size), len(held.size) > 1, also, held.expert)
+            shard = weight_shard(parameter, table.sizes, tp, 0, vocab_multiple=vocab_multiple, ep=ep)
+            copies: TensorCopies = "" if tp == 1 else "shared" if shard.shared else "" if shard.is_split else "replicated"
+            yield FlatParameter(prod(shard.size), len(shard.size) > 1, copies, shard.expert)
 
-    before = tuple(rows(named(table, range(0), first=first, last=False)))
-    ends = tuple(rows(named(table, range(0), first=first, last=last)))
-    return Lies(before, tuple(rows(named(table, range(1), first=False, last=False))), layers, ends[len(before) :])
+    before = tuple(rows(model_parameters(table, range(0), first=first, last=False)))
+    ends = tuple(rows(model_parameters(table, range(0), first=first, last=last)))
+    return StageParameters(before, tuple(rows(model_parameters(table, range(1), first=False, last=False))), layers, ends[len(before) :])
 
 
 @lru_cache(maxsize=256)
-def flat(held: Lies, ranks: int, ep: int = 1) -> Flat:
-    """How parameters lie on so many ranks; experts on those of them that hold the same ones, each `ep`-th."""
-    tensors = [(group, ep if group.expert else 1) for group in _groups(held)]
-    each = [group.part(ranks // apart) for group, apart in tensors]
-    return Flat(
-        part=sum(each),
-        whole=sum(part * (ranks // apart) for part, (_, apart) in zip(each, tensors, strict=True)),
-        touched=_fullest([group.touched(part, apart) for part, (group, apart) in zip(each, tensors, strict=True)], ranks),
-        apart=_apart(held, ranks),
+def flat_elements(held: StageParameters, ranks: int, ep: int = 1) -> FlatElements:
+    """Return how parameters lie on so many data-parallel ranks; experts lie on every `ep`-th of them, those that hold the same ones."""
+    groups = [(group, ep if group.expert else 1) for group in _flat_groups(held)]
+    parts = [group.part(ranks // stride) for group, stride in groups]
+    return FlatElements(
+        part=sum(parts),
+        whole=sum(part * (ranks // stride) for part, (_, stride) in zip(parts, groups, strict=True)),
+        overlapping=_most_of_a_rank([group.overlapping(part, stride) for part, (group, stride) in zip(parts, groups, strict=True)], ranks),
+        stage3=_stage3_elements(held, ranks),
     )
 
 
 @lru_cache(maxsize=256)
-def stepped(held: Lies, also: Also, stage: int, ranks: int, data: int | None) -> int:
-    """Of the parameters that ranks of the tensor axis have too, the elements that the data-parallel rank `data` steps; None: the one
+def stepped_elements(held: StageParameters, copies: TensorCopies, stage: int, ranks: int, data: int | None) -> int:
+    """Return how many elements of the parameters with such copies on the tensor axis the data-parallel rank `data` steps; None: the rank
     that steps most."""
     if stage in (0, 3) or ranks == 1:
-        return _apart(held, 1 if stage == 0 else ranks, also)
-    found = [group.stepped(group.part(ranks), also) for group in _groups(held)]
-    return _fullest(found, ranks) if data is None else sum(stretch(data)[0] for stretch in found)
+        return _stage3_elements(held, 1 if stage == 0 else ranks, copies)
+    stepped = [group.stepped(group.part(ranks), copies) for group in _flat_groups(held)]
+    return _most_of_a_rank(stepped, ranks) if data is None else sum(of_rank(data)[0] for of_rank in stepped)
 
 
-def _apart(held: Lies, ranks: int, also: Also | None = None) -> int:
-    """Elements of a rank's part where each parameter is shared out alone: of all, or of those that others have `also`."""
+def _stage3_elements(held: StageParameters, ranks: int, copies: TensorCopies | None = None) -> int:
+    """Return the elements of a rank's part where each parameter is partitioned alone; with `copies`, of the parameters with such copies."""
 
-    def shares(rows: Iterable[Lie]) -> int:
-        return sum(-(-lie.elements // ranks) for lie in rows if also in (None, lie.also))
+    def parts(rows: Iterable[FlatParameter]) -> int:
+        return sum(-(-row.elements // ranks) for row in rows if copies in (None, row.copies))
 
-    return shares(held.before) + held.layers * shares(held.layer) + shares(held.after)
-
-
-Stretch = Callable[[int], tuple[int, int]]  # of a rank: (its elements, the last of the ranks after it that have as many)
+    return parts(held.before) + held.layers * parts(held.layer) + parts(held.after)
 
 
-def _fullest(found: Sequence[Stretch], ranks: int) -> int:
-    """The most that a rank has of all flat tensors together."""
+RankElements = Callable[[int], tuple[int, int]]  # rank -> (its elements, the last of the following ranks with as many)
+
+
+def _most_of_a_rank(groups: Sequence[RankElements], ranks: int) -> int:
+    """Return the most elements that a rank has of all flat tensors together."""
     rank = most = 0
     while rank < ranks:
-        rows = [stretch(rank) for stretch in found]
+        rows = [of_rank(rank) for of_rank in groups]
         most = max(most, sum([elements for elements, _ in rows]))
         rank = min([last for _, last in rows], default=ranks) + 1
     return most
 
 
-class Group:
-    """One flat tensor: its parameters that have elements, in order."""
+class FlatGroup:
+    """One flat tensor: the parameters of a parameter group that have elements, in order."""
 
-    def __init__(self, held: Lies, *, matrix: bool, expert: bool) -> None:
+    def __init__(self, held: StageParameters, *, matrix: bool, expert: bool) -> None:
         self.expert = expert
-        self._parts = [
-            _Block([lie for lie in rows if lie.elements and (lie.matrix, lie.expert) == (matrix, expert)], times)
+        self._blocks = [
+            _Block([row for row in rows if row.elements and (row.matrix, row.expert) == (matrix, expert)], times)
             for rows, times in ((held.before, 1), (held.layer, held.layers), (held.after, 1))
         ]
-        self._starts = (0, *accumulate(block.size * block.times for block in self._parts))
+        self._starts = (0, *accumulate(block.size * block.times for block in self._blocks))
         self.size = self._starts[-1]
 
     def part(self, ranks: int) -> int:
-        """Elements of a rank's part."""
+        """Return the elements of a rank's part."""
         return -(-self.size // (ALIGNED * ranks)) * ALIGNED
 
-    def touched(self, each: int, apart: int) -> Stretch:
-        """Elements of the parameters that lie in a rank's part; `apart` ranks in a row have the same part."""
+    def overlapping(self, part: int, stride: int) -> RankElements:
+        """Return the elements, by rank, of the parameters that overlap its part; `stride` neighbouring ranks have the same part."""
 
-        def stretch(rank: int) -> tuple[int, int]:
-            start = rank // apart * each
+        def of_rank(rank: int) -> tuple[int, int]:
+            start = rank // stride * part
             if start >= self.size:
-                return 0, _NEVER
+                return 0, _NO_RANK
             first, end, _ = self._at(start)
-            if end >= start + each:  # all of the part is in one parameter, as of the ranks after it
-                return end - first, end // each * apart - 1
-            return self._at(min(start + each, self.size) - 1)[1] - first, (rank // apart + 1) * apart - 1
+            if end >= start + part:  # the part, as those of the following ranks, lies inside one parameter
+                return end - first, end // part * stride - 1
+            return self._at(min(start + part, self.size) - 1)[1] - first, (rank // stride + 1) * stride - 1
 
-        return stretch
+        return of_rank
 
-    def stepped(self, each: int, also: Also) -> Stretch:
-        """Elements of a rank's part that others of the tensor axis have too."""
+    def stepped(self, part: int, copies: TensorCopies) -> RankElements:
+        """Return the elements, by rank, of its part that belong to parameters with such copies on the tensor axis."""
 
-        def stretch(rank: int) -> tuple[int, int]:
-            start = rank * each
+        def of_rank(rank: int) -> tuple[int, int]:
+            start = rank * part
             if start >= self.size:
-                return 0, _NEVER
-            _, end, lie = self._at(start)
-            if end >= start + each:
-                return each * (lie.also == also), end // each - 1
-            return self._held(min(start + each, self.size), also) - self._held(start, also), rank
+                return 0, _NO_RANK
+            _, end, row = self._at(start)
+            if end >= start + part:
+                return part * (row.copies == copies), end // part - 1
+            return self._before(min(start + part, self.size), copies) - self._before(start, copies), rank
 
-        return stretch
+        return of_rank
 
-    def _at(self, element: int) -> tuple[int, int, Lie]:
-        """The parameter that holds an element: its first element, its end, itself."""
+    def _at(self, element: int) -> tuple[int, int, FlatParameter]:
+        """Return the parameter that holds an element: its first element, its end, itself."""
         at = bisect_right(self._starts, element) - 1
-        first, end, lie = self._parts[at].find(element - self._starts[at])
-        return self._starts[at] + first, self._starts[at] + end, lie
+        first, end, row = self._blocks[at].at(element - self._starts[at])
+        return self._starts[at] + first, self._starts[at] + end, row
 
-    def _held(self, end: int, also: Also) -> int:
-        """Elements before an end that others have too."""
+    def _before(self, end: int, copies: TensorCopies) -> int:
+        """Return the elements before `end` of parameters with such copies."""
         return sum(
-            block.held(min(end - start, block.size * block.times), also) for start, block in zip(self._starts, self._parts, strict=False)
+            block.before(min(end - start, block.size * block.times), copies)
+            for start, block in zip(self._starts, self._blocks, strict=False)
         )
 
 
 class _Block:
-    """Parameters that stand one after the other, so many times."""
+    """Neighbouring parameters, repeated `times` times."""
 
-    def __init__(self, rows: list[Lie], times: int) -> None:
+    def __init__(self, rows: list[FlatParameter], times: int) -> None:
         self._rows, self.times = rows, times
-        self._starts = (0, *accumulate(lie.elements for lie in rows))
+        self._starts = (0, *accumulate(row.elements for row in rows))
         self.size = self._starts[-1]
 
-    def find(self, element: int) -> tuple[int, int, Lie]:
-        """(first element, end, parameter) of that which holds an element."""
+    def at(self, element: int) -> tuple[int, int, FlatParameter]:
+        """Return (first element, end, parameter) of the parameter that holds an element."""
         time, inside = divmod(element, self.size)
         at = bisect_right(self._starts, inside) - 1
         return time * self.size + self._starts[at], time * self.size + self._starts[at + 1], self._rows[at]
 
-    def held(self, end: int, also: Also) -> int:
-        """Elements before an end of parameters that others have too."""
+    def before(self, end: int, copies: TensorCopies) -> int:
+        """Return the elements before `end` of parameters with such copies."""
         if end <= 0:
             return 0
         times, inside = divmod(end, self.size)
-        rows = [(start, lie.elements) for start, lie in zip(self._starts, self._rows, strict=False) if lie.also == also]
+        rows = [(start, row.elements) for start, row in zip(self._starts, self._rows, strict=False) if row.copies == copies]
         return times * sum(elements for _, elements in rows) + sum(max(0, min(inside - start, elements)) for start, elements in rows)
 
 
-_NEVER = 1 << 200  # a rank that there is not
+_NO_RANK = 1 << 200  # beyond any rank
 
 
-def _groups(held: Lies) -> Iterator[Group]:
-    """What decays and what doesn't, and experts that are on several ranks: each is one flat tensor."""
+def _flat_groups(held: StageParameters) -> Iterator[FlatGroup]:
+    """Yield the flat tensors: of what decays, of what does not, and of experts that are split over ranks."""
     for matrix, expert in ((True, False), (False, False), (True, True)):
-        group = Group(held, matrix=matrix, expert=expert)
+        group = FlatGroup(held, matrix=matrix, expert=expert)
         if group.size:
             yield group

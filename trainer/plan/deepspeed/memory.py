@@ -1,22 +1,20 @@
-"""What DeepSpeed ZeRO 0.19 holds on a rank: more than the papers' stages, as counted on live tensors.
+"""Bytes of weights, gradients, optimizer states and buffers that DeepSpeed ZeRO 0.19 holds on a rank, as counted on live tensors.
 
-A rank's gradients are those that stand between two micro-batches, beside activations; the optimizer's step holds besides, one group
-of weights after another and with activations gone, a float32 copy of its part of them.
+They are more than the papers' stages hold. Gradients are those that exist between two micro-batches, together with activations. The
+optimizer's step also holds a float32 copy of its range of them, one parameter group at a time; activations are freed by then.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from .flat_tensors import Flat
-
-LIVE = 1_000_000_000  # parameters that stage 3 keeps gathered (stage3_max_live_parameters)
-MASTER = 4  # bytes an element of the weights that are stepped
+from .defaults import LIVE, MASTER
+from .flat_tensors import FlatElements
 
 
-class Zero(NamedTuple):
-    """What decides what DeepSpeed holds: its ZeRO stage, ranks, micro-batches, bytes an element of weights, gradients, states,
-    elements of a bucket, and whether a pipeline's engine runs it."""
+class ZeroSetting(NamedTuple):
+    """The settings that decide what DeepSpeed holds: ZeRO stage, data-parallel ranks, micro-batches a step, bytes an element of weights,
+    gradients and optimizer states, elements of a bucket, whether its pipeline engine runs."""
 
     stage: int
     ranks: int
@@ -28,7 +26,7 @@ class Zero(NamedTuple):
     pipeline: bool
 
 
-class Holds(NamedTuple):
+class ZeroBytes(NamedTuple):
     """Bytes on a rank."""
 
     weights: int
@@ -37,40 +35,42 @@ class Holds(NamedTuple):
     buffers: int
 
 
-def stage_of(zero: int, *, half: bool, ep: int = 1) -> int:
-    """The stage that DeepSpeed is told: in half precision and with expert ranks at least 1 (trainer/engines/deepspeed/settings.py)."""
+def effective_stage(zero: int, *, half: bool, ep: int = 1) -> int:
+    """Return the ZeRO stage that DeepSpeed runs: at least 1 in half precision and with expert parallelism (config.py says why)."""
     return max(1, zero) if half or ep > 1 else zero
 
 
-def holds(way: Zero, whole: int, lain: Flat) -> Holds:
-    """Bytes of `whole` parameters."""
-    match way.stage:
+def zero_bytes(setting: ZeroSetting, whole: int, flat: FlatElements) -> ZeroBytes:
+    """Return the bytes of `whole` parameters, which lie in flat tensors as `flat` says."""
+    match setting.stage:
         case 0:
-            passing = whole * way.gradient if way.ranks > 1 else 0  # what is reduced is a flat copy
-            return Holds(whole * way.weight, whole * way.gradient, whole * way.states, passing)
+            reduced = whole * setting.gradient if setting.ranks > 1 else 0  # all-reduced in a flat copy
+            return ZeroBytes(whole * setting.weight, whole * setting.gradient, whole * setting.states, reduced)
         case 3:
-            gathered = min(whole, LIVE) * way.weight if way.ranks > 1 else 0
-            part = lain.apart
-            return Holds(part * way.weight, part * way.gradient, part * (MASTER + way.states), gathered + way.bucket * way.weight)
-        case stage:
-            optimizer = lain.part * (MASTER + way.states)
-            return Holds(lain.whole * way.weight, _gradients(way, stage, whole, lain), optimizer, _passing(way, whole))
+            gathered = min(whole, LIVE) * setting.weight if setting.ranks > 1 else 0
+            part = flat.stage3
+            buffers = gathered + setting.bucket * setting.weight
+            return ZeroBytes(part * setting.weight, part * setting.gradient, part * (MASTER + setting.states), buffers)
+        case _:
+            optimizer = flat.part * (MASTER + setting.states)
+            return ZeroBytes(flat.whole * setting.weight, _gradients(setting, whole, flat), optimizer, _bucket(setting, whole))
 
 
-def _gradients(way: Zero, stage: int, whole: int, lain: Flat) -> int:
-    """Stage 1 reduces once a step, stage 2 at every micro-batch: from then on a rank keeps what its part touches.
+def _gradients(setting: ZeroSetting, whole: int, flat: FlatElements) -> int:
+    """Return the bytes of gradients at stages 1 and 2.
 
-    Where bf16 adds up in float32 stage 1 is another optimizer, which keeps all, and stage 2 keeps its part alone. A pipeline
-    reduces when the last micro-batch has gone back.
+    Stage 1 reduces once a step, stage 2 at every micro-batch; after that a rank keeps the gradients of the parameters that overlap its
+    part. Where bf16 accumulates in float32, stage 1 is another optimizer, which keeps all of them, and stage 2 keeps its part only. A
+    pipeline reduces after the last backward pass.
     """
-    wide = way.gradient > way.weight
-    if stage == 1:
-        return (whole if wide or way.pipeline or way.micros > 1 else lain.touched) * way.gradient
-    return (lain.part if wide else lain.touched) * way.gradient
+    wide = setting.gradient > setting.weight
+    if setting.stage == 1:
+        return (whole if wide or setting.pipeline or setting.micros > 1 else flat.overlapping) * setting.gradient
+    return (flat.part if wide else flat.overlapping) * setting.gradient
 
 
-def _passing(way: Zero, whole: int) -> int:
-    """The bucket in which gradients are reduced, made in full; a pipeline's bf16 optimizer makes a flat copy of them all."""
-    if way.pipeline and way.gradient > way.weight:
-        return whole * way.gradient if way.ranks > 1 else 0
-    return way.bucket * way.weight
+def _bucket(setting: ZeroSetting, whole: int) -> int:
+    """Return the bytes of the bucket that reduces gradients, allocated in full; a pipeline's bf16 optimizer copies them all, flat."""
+    if setting.pipeline and setting.gradient > setting.weight:
+        return whole * setting.gradient if setting.ranks > 1 else 0
+    return setting.bucket * setting.weight

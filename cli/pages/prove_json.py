@@ -1,0 +1,73 @@
+"""A proof as one JSON document, in SI units: `distrain prove --json` and prove.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isfinite
+from typing import Any
+
+from ...trainer.prove.judge import LayoutResult, ProofResult
+from ...trainer.prove.trials import Proof, Trial
+from .prove_page import verdict_sentence
+
+
+def proof_document(proof: Proof, result: ProofResult) -> dict[str, Any]:
+    """All figures of a proof as plain data; null for what is not known."""
+    plain: dict[str, Any] = {
+        "version": 1,
+        "name": proof.recipe.name,
+        "ok": result.ok,
+        "steps": proof.steps,
+        "precision": proof.reference.run.train.precision,
+        "folder": str(proof.folder),
+        "says": verdict_sentence(proof, result),
+        "tolerance": {"loss": result.tolerance.loss, "grad_norm": result.tolerance.norm, "weights": result.tolerance.weights},
+        "alone": _result_row(result.reference),
+        "control": _result_row(result.control) if result.control else None,
+        "layouts": [_result_row(each) for each in result.layouts],
+        "not_compared": result.not_compared,
+        "more": proof.unchosen,
+        "left_out": [{"layout": each.layout.name, "says": each.problem.says} for each in proof.skipped],
+    }
+    finite: dict[str, Any] = _finite(plain)
+    return finite
+
+
+def _result_row(result: LayoutResult) -> dict[str, Any]:
+    return {
+        **_trial_row(result.trial),
+        "verdict": result.verdict,
+        "says": result.reason,
+        "departure": result.departure,
+        "seconds": result.seconds,
+        "losses": list(result.curve.losses) if result.curve else [],
+        "grad_norms": list(result.curve.norms) if result.curve else [],
+        "apart": {"loss": result.loss, "grad_norm": result.norm, "weights": result.weights, "weight": result.furthest_weight or None},
+        "messages": result.messages,
+    }
+
+
+def _trial_row(trial: Trial) -> dict[str, Any]:
+    parallel = trial.run.parallel
+    return {
+        "layout": trial.layout.name,
+        "ranks": trial.plan.world,
+        "mesh": trial.plan.mesh,
+        "engine": trial.plan.engine,
+        "schedule": parallel.schedule if parallel.pp > 1 else None,
+        "zero": parallel.zero,
+        "sequence": parallel.sequence,
+        "recompute": parallel.recompute,
+        "microbatch": trial.run.train.microbatch,
+        "microbatches": trial.plan.microbatches,
+        "folder": str(trial.folder),
+    }
+
+
+def _finite(value: Any) -> Any:
+    """Plain data with null for every number that JSON can't hold."""
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not isfinite(value) else value

@@ -1,0 +1,60 @@
+"""`distrain plan -m`: the plans of a sweep as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...trainer.plan.result import Plan
+from ...trainer.spec.number_text import count_text, part_of_size, seconds_text, share_text
+from ...trainer.spec.problem import one_line
+from .format import Style, page_width, table, wrap
+from .plan_page import engine_limit, refusal_here
+
+
+def sweep_text(plans: Sequence[tuple[Sequence[str], Plan]], style: Style) -> str:
+    """A table with one line a layout: its overrides, verdict, memory and speed."""
+    cells = [["verdict", "memory", "step", "tokens/s", "MFU"], *(_plan_cells(plan) for _, plan in plans)]
+    words, room = ["layout", *(_layout_name(words, plan) for words, plan in plans)], page_width() - 2
+    numbers = table(cells)
+    if max(map(len, numbers)) > room - len("layout"):  # the verdict stands with the words
+        words = [f"{word}: {row[0]}" for word, row in zip(words, cells, strict=True)]
+        numbers = table([row[1:] for row in cells], left=())
+    wide = max(0, min(max(map(len, words)), room - max(map(len, numbers))))
+    painted = ["bold", *("green" if plan.ok and plan.fits else "red" for _, plan in plans)]
+    lines: list[str] = []
+    for word, line, colour in zip(words, numbers, painted, strict=True):
+        if len(word) > wide:
+            lines += wrap(word)
+            word = ""
+        lines.append(style.paint(f"{word.ljust(wide)}  {line}" if wide else f"  {line}", colour))
+    readings = dict.fromkeys(plan.reading for _, plan in plans if plan.reading)
+    refused = dict.fromkeys(f"refused: {why}" for _, plan in plans if plan.ok and plan.fits and (why := refusal_here(plan)))
+    return "\n".join([*lines, *(line for each in (*readings, *refused) for line in wrap(each))])
+
+
+def _plan_cells(plan: Plan) -> list[str]:
+    memory, time, speed = plan.memory, plan.time, plan.throughput
+    return [
+        _verdict_cell(plan),
+        part_of_size(memory.peak, memory.capacity) if memory else "-",
+        seconds_text(time.step) if time else "-",
+        count_text(speed.tokens_per_second) if speed else "-",
+        share_text(speed.mfu) if speed else "-",
+    ]
+
+
+def _verdict_cell(plan: Plan) -> str:
+    if plan.memory is not None and not plan.fits:
+        return "does not fit"
+    if plan.ok and plan.fits:
+        if plan.runnable:
+            return "fits"
+        if refusal_here(plan):
+            return "fits, refused"
+        return f"fits, not run: {engine_limit(plan).replace('parallel.', '').replace('train.', '')}"
+    return f"can't: {plan.problems[0].rule}" if plan.problems else "can't"
+
+
+def _layout_name(words: Sequence[str], plan: Plan) -> str:
+    """The overrides of a layout, each by the last part of its key: `tp=8 pp=4`; the name of the run where there are none."""
+    return " ".join(word.partition("=")[0].rpartition(".")[2] + "=" + word.partition("=")[2] for word in words) or one_line(plan.name)

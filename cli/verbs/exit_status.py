@@ -1,0 +1,51 @@
+"""Exit statuses of commands, and the line on stderr for each error that ends one."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import typer
+
+from ...trainer.spec.problem import Unreadable, unexpected_error_text
+from ..pages.console import open_missing_streams, print_problems, report_os_error
+
+OK, FAILED, WRONG_ARGUMENTS = 0, 1, 2  # it fits, or trained; it does not fit, can't run, or failed; the command line is wrong
+
+# typer raises click's UsageError for a wrong option, from click itself or from a copy inside typer, as its version has it.
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+
+def exit_with(command: Callable[[Sequence[str]], int]) -> None:
+    """Run a command with this process's arguments and exit with its status; an unforeseen error is one line on stderr too."""
+    open_missing_streams()
+    try:
+        status = command(sys.argv[1:])
+    except KeyboardInterrupt:
+        status = 128 + signal.SIGINT
+    except Exception as error:
+        print_problems([unexpected_error_text(error)])
+        status = FAILED
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt
+    raise SystemExit(status)
+
+
+def status_of(run: Callable[[], Any], argv: Sequence[str] = ()) -> int:
+    """Call `run` and return its exit status; print the problems of its command line `argv`, and errors of files and streams."""
+    try:
+        return int(run() or OK)
+    except (KeyboardInterrupt, typer.Abort):
+        return 128 + signal.SIGINT
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else FAILED
+    except OSError as error:
+        return report_os_error(error)
+    except Unreadable as wrong:
+        print_problems(wrong.problems)
+    except UsageError as wrong:
+        from ..config.arguments import usage
+
+        print_problems([usage(wrong, argv)])
+    return WRONG_ARGUMENTS

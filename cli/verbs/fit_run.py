@@ -1,0 +1,107 @@
+"""One run of `distrain fit`: check that it can start, prepare its files, train it, and print its figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from shlex import quote
+
+from ...trainer.launch import training
+from ...trainer.launch.admission import check_start, start_warnings
+from ...trainer.launch.file_checks import FileChecks, epoch_warnings, prepare_files
+from ...trainer.launch.hosts.hostfile import Host
+from ...trainer.launch.hosts.ssh import SshInterrupted
+from ...trainer.launch.training import TrainingResult
+from ...trainer.machine import facts as machine
+from ...trainer.plan.plan import make_plan
+from ...trainer.plan.result import Plan
+from ...trainer.rundir.files import run_folder
+from ...trainer.rundir.paths import relative_folder
+from ...trainer.spec.problem import one_line
+from ...trainer.spec.run import Run
+from ...trainer.system.open_files import needed_files, raise_limit
+from ..config.command_name import command_name
+from ..pages.console import print_error, print_line, print_live_line, print_problems
+from ..pages.hosts_page import run_preflight_and_show
+from ..pages.plan_page import verdict
+from .exit_status import FAILED, OK
+
+CANNOT_START = TrainingResult(status=FAILED)
+
+
+def fit_run(read: Callable[[], Run]) -> TrainingResult:
+    """Train the run that `read` returns. What can't run is refused before anything is written or started."""
+    ready = _check(read)
+    if ready is None:
+        return CANNOT_START
+    run, plan, hosts = ready
+    print_line(verdict(plan))
+    files = prepare_files(run, print_live_line)
+    warnings = (*start_warnings(run, plan), *epoch_warnings(run, plan, files.data))
+    for line in (*files.remarks, *(f"warning: {each}" for each in warnings)):
+        print_line(one_line(line))
+    too_few_files = raise_limit(needed_files(plan.world, len(hosts)))
+    problems = files.problems or ((too_few_files,) if too_few_files else ())
+    if not problems and run.launch.preflight and hosts:
+        try:
+            problems = run_preflight_and_show(hosts, run, plan, print_line)
+        except SshInterrupted as stop:
+            print_error(f"distrain: {stop} while the hosts were asked")
+            return TrainingResult(status=128 + stop.number)
+    if problems:
+        print_problems(problems)
+        return CANNOT_START
+    result = training.train_run(run, plan, hosts, print_line, print_live_line)
+    if result.says:
+        print_error(f"distrain: {result.says}")
+    if result.status == OK:
+        print_line(closing_text(run))
+    return result
+
+
+def _check(read: Callable[[], Run]) -> tuple[Run, Plan, tuple[Host, ...]] | None:
+    """Return the run, its plan and its hosts; None where problems prevent it, which are printed.
+
+    What can't run at all is refused before this machine is measured; then the run is read again, with the measured rates.
+    """
+    checks = FileChecks()
+    for measured in (machine.is_measured(), True):
+        run = read()
+        plan = make_plan(run)
+        start = check_start(run, plan)
+        if problems := (*start.problems, *checks.look(run).problems):
+            print_problems(problems)
+            return None
+        if measured:
+            break
+        if unmeasured := machine.measure_once(print_line):
+            print_problems([unmeasured])
+    return run, plan, start.hosts
+
+
+def closing_text(run: Run) -> str:
+    """The text at the end of a run that has trained: incidents, planned against measured figures, and what to try next."""
+    from ...trainer.models.families import family_of
+    from ...trainer.rundir.measured import ran
+    from ..pages.format import stdout_style, wrap
+    from ..pages.report_page import incident_lines, planned_measured_table
+
+    folder = run_folder(run)
+    name = relative_folder(folder)
+    commands = (
+        f"report {quote(name)}",
+        *([f"generate {quote(name)} --prompt 'def '"] if family_of(run.model).has_own_module else []),
+        "plan conf=megatron_1t_6x8x64",
+    )
+    trained = ran(folder)
+    incidents = [line for each in incident_lines(trained) for line in wrap(each)]
+    return "\n".join(
+        [
+            "",
+            *incidents,
+            *([""] if incidents else []),
+            *planned_measured_table(trained, stdout_style()),
+            "",
+            "Next:",
+            *(f"  {command_name()} {each}" for each in commands),
+        ]
+    )

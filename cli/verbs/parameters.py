@@ -1,0 +1,33 @@
+"""Parameters that several verbs share: the recipe with its overrides, and the folder of the user's own configs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+RecipeAndOverrides = Annotated[list[str] | None, typer.Argument(metavar="conf=NAME [KEY=VALUE ...]", show_default=False)]
+ConfigDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--config-dir",
+        metavar="DIR",
+        help="Your own groups (DIR/model/mine.yaml) and recipes (DIR/mine.yaml); they win over built-in ones.",
+    ),
+]
+
+
+def recipe_and_overrides(arguments: Sequence[str] | None, verb: str, config_dir: Path | None) -> tuple[str, tuple[str, ...]]:
+    """Return the recipe and the overrides that a verb was given; raises Unreadable with all that is wrong with them."""
+    from ...trainer.spec.problem import Unreadable
+    from ..config.arguments import read_words
+    from ..config.load import mistakes
+    from ..pages.console import print_problems
+
+    read = read_words(arguments or (), verb, config_dir)
+    if read.problems:
+        raise Unreadable([*read.problems, *mistakes(read.overrides, config_dir)])
+    print_problems(read.notes)
+    return read.conf, read.overrides

@@ -1,0 +1,97 @@
+"""`distrain plan`: what a run costs, as a page, as JSON, or as a table of a sweep."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..pages.console import print_output, print_problems
+from .exit_status import FAILED, OK
+from .parameters import ConfigDir, RecipeAndOverrides, recipe_and_overrides
+
+if TYPE_CHECKING:
+    from ...trainer.plan.result import Plan
+    from ...trainer.spec.run import Run
+
+
+def plan(
+    arguments: RecipeAndOverrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of the page (with -m, a list).")] = False,
+    multirun: Annotated[
+        bool, typer.Option("-m", "--multirun", help="Plan every combination of the listed values: parallel.tp=1,2,4.")
+    ] = False,
+    config_dir: ConfigDir = None,
+) -> int:
+    """Plan a run: the memory of each GPU, the traffic on each link, the time of a step, the days.
+
+    Exit status: 0 it fits (with -m, all do); 1 it doesn't fit or can't run; 2 the command line is wrong.
+
+    \b
+    distrain plan conf=gpt3_175b
+    distrain plan conf=gpt3_175b cluster=384x8 parallel.zero=1 device=h100_80g
+    distrain plan conf=gpt3_175b -m parallel.tp=4,8 parallel.pp=8,16
+    """
+    conf, overrides = recipe_and_overrides(arguments, "plan", config_dir)
+    plans = _print_sweep if multirun else _print_plan
+    return OK if all(each.ok and each.fits for each in plans(conf, overrides, config_dir, as_json)) else FAILED
+
+
+def _print_plan(conf: str, overrides: Sequence[str], config_dir: Path | None, as_json: bool) -> list[Plan]:
+    """Plan one run and print its page or JSON; its problems go to stderr too, unless that is where the page went."""
+    from ..config.load import load
+    from ..pages.format import stdout_style
+    from ..pages.plan_page import plan_text
+
+    (only,) = _plans([load(conf, overrides, config_dir)])
+    print_output(_json(only) if as_json else plan_text(only, stdout_style()))
+    if not _one_stream():
+        print_problems(only.problems)
+    return [only]
+
+
+def _print_sweep(conf: str, overrides: Sequence[str], config_dir: Path | None, as_json: bool) -> list[Plan]:
+    """Plan every combination of the listed values and print a row, or an object of a JSON list, for each."""
+    from msgspec import to_builtins
+
+    from ..config.load import nothing_swept, sweep
+    from ..pages.format import stdout_style
+    from ..pages.sweep_page import sweep_text
+
+    swept = sweep(conf, overrides, config_dir)
+    plans = _plans([each.run for each in swept])
+    layouts = [(each.words, plan) for each, plan in zip(swept, plans, strict=True)]
+    if as_json:
+        print_output(_json([{"overrides": words, **to_builtins(plan)} for words, plan in layouts]))
+    else:
+        print_output(sweep_text(layouts, stdout_style()))
+    if not any(each.words for each in swept):
+        print_problems([nothing_swept()])
+    return plans
+
+
+def _plans(runs: Sequence[Run]) -> list[Plan]:
+    """The plan of each run, with what `fit` would refuse of its files on this machine."""
+    from ...trainer.launch.file_checks import FileChecks, with_files
+    from ...trainer.plan.plan import make_plan
+
+    checks = FileChecks()
+    return [with_files(run, make_plan(run), checks.look(run)) for run in runs]
+
+
+def _json(document: object) -> str:
+    from msgspec import json
+
+    return json.format(json.encode(document)).decode()
+
+
+def _one_stream() -> bool:
+    """Whether stdout and stderr are the same file, where a page has shown the problems already."""
+    try:
+        return os.path.samestat(os.fstat(sys.stdout.fileno()), os.fstat(sys.stderr.fileno()))
+    except (OSError, ValueError, AttributeError):
+        return False

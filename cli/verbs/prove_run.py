@@ -1,0 +1,135 @@
+"""`distrain prove`: trains a recipe in one process and in every layout that this machine can run, and compares their curves."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...trainer.machine import facts as machine
+from ...trainer.prove.fork_client import ForkServer, ServerGone
+from ...trainer.prove.judge import LayoutResult, ProofResult
+from ...trainer.prove.runs import StartServer, run_proof
+from ...trainer.prove.trials import NothingToProve, Proof, ProveRequest, plan_proof
+from ...trainer.rundir.paths import relative_folder
+from ...trainer.spec.problem import Problem, Unreadable
+from ...trainer.spec.run import Run
+from ...trainer.system import atomic_file
+from ...trainer.system.stop_requests import StopSignal, raise_on_stop_signals
+from ..config.arguments import read_words
+from ..config.cluster_shape import is_shape
+from ..config.layout_words import read_prove_request, unused_keys
+from ..config.load import Loader, mistakes
+from ..pages.format import stdout_style
+from ..pages.prove_json import proof_document
+from ..pages.prove_page import ProofTable, closing, opening, reference_line
+from .exit_status import FAILED, OK
+
+
+@dataclass(frozen=True, kw_only=True)
+class Screen:
+    """Functions that print: a text for the user, problems, and the live line, which replaces the one before."""
+
+    show: Callable[[str], None]
+    tell: Callable[[Iterable[Problem]], None]
+    live: Callable[[str], None]
+
+
+class Recipe:
+    """A recipe with its overrides, read again for each number of ranks, because a CPU rank gets a share of this machine."""
+
+    def __init__(self, conf: str, overrides: Sequence[str], config_dir: Path | None) -> None:
+        self._loader, self._config_dir = Loader(config_dir), config_dir
+        self._conf, self._overrides = conf, list(overrides)
+        self._runs: dict[int, Run] = {}
+
+    def reread(self) -> Recipe:
+        """The same recipe without what was read, for use once this machine has been measured."""
+        return Recipe(self._conf, self._overrides, self._config_dir)
+
+    def run(self) -> Run:
+        """The run as the user wrote it; raises Unreadable."""
+        return self._loader.run(self._conf, self._overrides)
+
+    def run_on(self, ranks: int) -> Run:
+        """The run on one node of `ranks` ranks; raises Unreadable."""
+        if ranks not in self._runs:
+            kept = [each for each in self._overrides if not (each.startswith("cluster=") and is_shape(each.removeprefix("cluster=")))]
+            self._runs[ranks] = self._loader.run(self._conf, [*kept, "cluster.nodes=1", f"cluster.gpus={ranks}"])
+        return self._runs[ranks]
+
+
+def prove_recipe(
+    arguments: Sequence[str],
+    config_dir: Path | None,
+    screen: Screen,
+    *,
+    as_json: bool,
+    reasons: bool,
+    start_server: StartServer = ForkServer,
+) -> int:
+    """Train and compare the layouts that the arguments ask for; return the exit status. Raises Unreadable."""
+    request, recipe, unused = _read_arguments(arguments, config_dir)
+    screen.tell(unused)
+    if as_json and reasons:
+        screen.tell([Problem(rule="idle", says="--reasons does nothing with --json: left_out always holds the reasons")])
+    try:
+        proof = _plan_and_measure(request, recipe, screen)
+    except NothingToProve as error:
+        screen.tell(error.problems)
+        return FAILED
+    try:
+        with raise_on_stop_signals():
+            result = _run_and_show(proof, screen, start_server, as_json=as_json)
+    except ServerGone as error:
+        screen.live("")
+        screen.tell([Problem(rule="server", says=str(error))])
+        return FAILED
+    except (KeyboardInterrupt, StopSignal) as stop:
+        screen.live("")
+        screen.tell([Problem(rule="stopped", says=f"stopped; the runs so far are in {relative_folder(proof.folder)}")])
+        return 128 + (stop.number if isinstance(stop, StopSignal) else signal.SIGINT)
+    document = json.dumps(proof_document(proof, result), indent=2)
+    atomic_file.write_atomically(proof.folder / "prove.json", f"{document}\n".encode())
+    screen.show(document if as_json else closing(proof, result, reasons=reasons))
+    return OK if result.ok else FAILED
+
+
+def _read_arguments(arguments: Sequence[str], config_dir: Path | None) -> tuple[ProveRequest, Recipe, list[Problem]]:
+    """(request, recipe, warnings of arguments that have no effect); raises Unreadable with every mistake."""
+    request, rest, problems = read_prove_request(arguments)
+    words = read_words(rest, "prove", config_dir)
+    if problems or words.problems:
+        raise Unreadable([*problems, *words.problems, *mistakes(words.overrides, config_dir)])
+    keys = dict.fromkeys(each.partition("=")[0].lstrip("+") for each in words.overrides if "=" in each)
+    return request, Recipe(words.conf, words.overrides, config_dir), [*words.notes, *unused_keys(keys)]
+
+
+def _plan_and_measure(request: ProveRequest, recipe: Recipe, screen: Screen) -> Proof:
+    """Plan the proof, and plan it again if this machine had to be measured: what can't run is refused before. Raises NothingToProve."""
+    proof = plan_proof(request, recipe.run(), recipe.run_on)
+    if machine.is_measured():
+        return proof
+    problem = machine.measure_once(lambda text: print(text, file=sys.stderr, flush=True))
+    screen.tell([problem] if problem else [])
+    measured = recipe.reread()
+    return plan_proof(request, measured.run(), measured.run_on)
+
+
+def _run_and_show(proof: Proof, screen: Screen, start_server: StartServer, *, as_json: bool) -> ProofResult:
+    """Train and judge all layouts, and show each result as it is known, unless the output is JSON."""
+    if as_json:
+        return run_proof(proof, lambda result: None, screen.live, start_server)
+    table = ProofTable(proof, stdout_style())
+
+    def on_result(result: LayoutResult) -> None:
+        if result.trial is proof.reference:
+            screen.show(f"{reference_line(result)}\n\n{table.head()}")
+        else:
+            screen.show(table.row(result))
+
+    screen.show(opening(proof))
+    return run_proof(proof, on_result, screen.live, start_server)

@@ -1,0 +1,74 @@
+"""A pool of rank processes on a fork server, which multi-rank tests share: importing torch and DeepSpeed takes seconds a process."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import json as encoder
+
+from distrain.cli.config.load import load
+from distrain.trainer.launch.admission import check_start
+from distrain.trainer.plan.plan import make_plan
+from distrain.trainer.prove.fork_client import ForkServer
+
+DEADLINE = 120.0  # seconds that a job may take
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolJob:
+    """A finished run on the pool: each rank's exit status, rank 0's lines for the user, and the problems that ranks reported."""
+
+    folder: Path
+    codes: tuple[int, ...]
+    lines: tuple[str, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl, of all attempts of the folder's run."""
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    def figures(self, key: str) -> list[float]:
+        """One figure of every logged step; of a step that was run twice, the last value."""
+        return list({row["step"]: row[key] for row in self.rows if key in row}.values())
+
+
+class RankPool:
+    """The fork server of `distrain prove`; it runs one job at a time."""
+
+    def __init__(self, log: Path, **options: Any) -> None:
+        self.server = ForkServer(log, environment={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, **options)
+
+    def fit(self, folder: Path, *words: str, signals: Sequence[tuple[int, int, int]] = ()) -> PoolJob:
+        """Train conf=`words[0]` with the other words as `distrain fit` would, with `folder` as RUN_DIR; ranks may exit with any status.
+
+        `signals` are (step, rank, signal): each is sent to its rank at that step. The test fails if the job passes its deadline.
+        """
+        run = load(words[0], [*words[1:], f"log.dir={folder.parent}", f"name={folder.name}"])
+        plan = make_plan(run)
+        assert not check_start(run, plan).problems
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "run.json").write_bytes(encoder.encode(run))
+        result = self.server.run_job(folder / "run.json", plan.world, seconds=DEADLINE, signals=signals)
+        if result.timed_out:
+            pytest.fail(f"{' '.join(words)} passed its {DEADLINE:.0f} s:\n{log_tails(folder)}")
+        return PoolJob(folder=folder, codes=result.codes, lines=result.lines, problems=result.problems)
+
+    def train(self, folder: Path, *words: str) -> PoolJob:
+        """Train as `fit` does; the test fails unless every rank exits with 0."""
+        job = self.fit(folder, *words)
+        if set(job.codes) != {0}:
+            pytest.fail(f"{' '.join(words)} ended with {job.codes}: {job.problems}\n{log_tails(folder)}")
+        return job
+
+
+def log_tails(folder: Path) -> str:
+    """The last lines of each rank's log."""
+    logs = sorted((folder / "ranks").glob("*.log"))
+    return "\n".join(f"-- {log}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-15:]) for log in logs)

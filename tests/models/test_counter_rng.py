@@ -1,0 +1,137 @@
+"""Keyed randomness: what is drawn depends on its address alone, however the layout cuts it, and is as random as it says."""
+
+import math
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from distrain.trainer.layers.counter_rng import dropout, dropout_keys, dropout_mask, hash64, normal, normal_at, splitmix64  # noqa: E402
+
+WHOLE = 300_000
+# Chosen against every way in which a slice can begin and end: inside a chunk, across chunks, odd, of one element, of none.
+SLICES = [(0, WHOLE), (0, 1), (1, 1), (7, 64), (65_530, 13), (65_536, 65_536), (131_071, 100_003), (WHOLE - 1, 1), (5, 0)]
+
+
+def states(samples: int = 4, seq: int = 16, *, seed: int = 1, step: int = 3) -> Any:
+    return dropout_keys(seed, step, torch.arange(samples), torch.arange(seq)).states
+
+
+@pytest.fixture(scope="module")
+def whole() -> Any:
+    return normal(1234, "layers.3.mlp.up.weight", 0, WHOLE)
+
+
+@pytest.mark.parametrize(("start", "count"), SLICES)
+def test_a_slice_of_normals_is_the_slice_of_the_whole(whole: Any, start: int, count: int) -> None:
+    assert torch.equal(normal(1234, "layers.3.mlp.up.weight", start, count), whole[start : start + count])
+
+
+def test_a_block_of_a_matrix_is_drawn_alone(whole: Any) -> None:
+    rows, columns = torch.arange(17, 40)[:, None], torch.arange(33, 50)
+    block = normal_at(1234, "layers.3.mlp.up.weight", rows * 1001 + columns)
+    assert torch.equal(block, whole[: 299 * 1001].view(299, 1001)[17:40, 33:50])
+
+
+def test_normals_don_t_hang_on_the_threads(whole: Any) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2 if before == 1 else 1)
+    try:
+        assert torch.equal(normal(1234, "layers.3.mlp.up.weight", 0, WHOLE), whole)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_normals_have_the_moments_of_a_normal(whole: Any) -> None:
+    """Each within five of its standard errors: sqrt(1, 2, 15, 96 / n)."""
+    z = whole.double()
+    for power, (expected, variance) in enumerate([(0, 1), (1, 2), (0, 15), (3, 96)], start=1):
+        assert abs(z.pow(power).mean() - expected) < 5 * math.sqrt(variance / WHOLE), power
+    assert 4 < z.abs().max() < 6.5
+
+
+def test_normals_are_distributed_normally(whole: Any) -> None:
+    """Kolmogorov-Smirnov: the largest distance of the distributions is under 1.95 / sqrt(n), its 99.9th percentile."""
+    ideal = torch.special.ndtr(whole.double().sort().values)
+    steps = torch.arange(1, WHOLE + 1, dtype=torch.float64) / WHOLE
+    assert (ideal - steps).abs().max() < 1.95 / math.sqrt(WHOLE)
+
+
+@pytest.mark.parametrize("lag", [1, 2, 3, 64, 768, 65_536])
+def test_normals_at_a_distance_are_independent(whole: Any, lag: int) -> None:
+    z = whole.double()
+    for one, other in ((z[:-lag], z[lag:]), (z[:-lag].square() - 1, z[lag:].square() - 1)):
+        assert abs((one * other).mean()) < 5 * 2 / math.sqrt(WHOLE)
+
+
+@pytest.mark.parametrize("other", [(1235, "layers.3.mlp.up.weight"), (1234, "layers.4.mlp.up.weight"), (1234, "layers.3.mlp.up.weighs")])
+def test_another_seed_or_name_draws_independent_normals(whole: Any, other: tuple[int, str]) -> None:
+    drawn = normal(*other, 0, WHOLE)
+    assert abs((drawn.double() * whole.double()).mean()) < 5 / math.sqrt(WHOLE)
+
+
+def test_the_hash_is_splitmix64() -> None:
+    """The first output of the generator seeded with 0 (https://prng.di.unimi.it/splitmix64.c)."""
+    golden = torch.tensor([0x9E3779B97F4A7C15 - 2**64])
+    assert splitmix64(golden).item() % 2**64 == 0xE220A8397B1DCDAF
+
+
+def test_the_numbers_drawn_are_always_the_same() -> None:
+    """Ours, as first drawn: other ones would break the resumption of every run."""
+    assert hash64(1, "embedding.weight") == 8355011001159534486
+    drawn = [each.hex() for each in normal(1, "embedding.weight", 0, 4).tolist()]
+    assert drawn == ["0x1.e97f320000000p-8", "-0x1.5c19c60000000p+0", "0x1.08fb020000000p+0", "-0x1.f3c57e0000000p-1"]
+    mask = dropout_mask(states(1, 2), 32, 0.5).int()[0]
+    assert ["".join(map(str, row)) for row in mask.tolist()] == ["10011110100001011001001010000111", "00011101001111100100111111100001"]
+
+
+def test_a_mask_is_the_same_however_a_batch_is_split() -> None:
+    x = torch.ones(4, 16, 24)
+    whole = dropout(x, 0.3, states())
+    for index in range(4):
+        alone = dropout_keys(1, 3, torch.tensor([index]), torch.arange(16)).states
+        assert torch.equal(dropout(x[:1], 0.3, alone)[0], whole[index])
+
+
+def test_a_mask_is_the_same_however_a_sequence_is_split() -> None:
+    x = torch.ones(4, 16, 24)
+    part = dropout_keys(1, 3, torch.arange(4), torch.arange(8, 16)).states
+    assert torch.equal(dropout(x[:, 8:], 0.3, part), dropout(x, 0.3, states())[:, 8:])
+
+
+@pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
+def test_dropout_drops_its_share(p: float) -> None:
+    """Over all, and in the worst of 1024 rows and of 512 columns: within five and six standard errors."""
+    mask = dropout_mask(states(16, 64).flatten(), 512, p).double()
+    deviation = math.sqrt(p * (1 - p))
+    assert abs(mask.mean() - p) < 5 * deviation / math.sqrt(mask.numel())
+    assert (mask.mean(1) - p).abs().max() < 6 * deviation / math.sqrt(512)
+    assert (mask.mean(0) - p).abs().max() < 6 * deviation / math.sqrt(1024)
+
+
+def test_dropouts_rows_are_independent() -> None:
+    """Of 1024 rows each two are as alike as chance has it: the mean square of their correlations is 1 / elements to 1 %, which
+    a mask of a row's and a column's bits put together by + or ^ would miss; nor is any pair far off."""
+    mask = dropout_mask(states(16, 64).flatten(), 2048, 0.5).double() * 2 - 1
+    alike = mask @ mask.T / math.sqrt(2048)
+    off = alike[~torch.eye(len(alike), dtype=torch.bool)]
+    assert abs(off.square().mean() - 1) < 0.01
+    assert off.abs().max() < 6
+
+
+def test_masks_of_other_seeds_steps_layers_and_sites_are_independent() -> None:
+    drawn = [dropout_mask(splitmix64(states(8, 64, seed=seed, step=step) + hash64(layer, site)), 256, 0.5)
+             for seed, step, layer, site in [(1, 3, 0, "a"), (2, 3, 0, "a"), (1, 4, 0, "a"), (1, 3, 1, "a"), (1, 3, 0, "b")]]  # fmt: skip
+    for index, one in enumerate(drawn):
+        for other in drawn[:index]:
+            assert abs((one == other).double().mean() - 0.5) < 5 * 0.5 / math.sqrt(one.numel())
+
+
+def test_dropout_keeps_the_mean_and_passes_the_gradient_of_what_it_kept() -> None:
+    x = torch.full((4, 16, 256), 3.0, requires_grad=True)
+    y = dropout(x, 0.25, states())
+    assert set(y.unique().tolist()) == {0.0, 4.0}
+    assert abs(y.mean() - 3) < 0.1
+    y.sum().backward()
+    assert torch.equal(x.grad, y.detach() / 3)

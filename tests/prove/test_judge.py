@@ -1,0 +1,100 @@
+"""The verdict on a layout: from how its ranks ended, from its differences, and from a control run where rounding grows."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from distrain.cli.config.load import load
+from distrain.cli.verbs.prove_run import Recipe
+from distrain.trainer.prove.fork_client import JobResult
+from distrain.trainer.prove.judge import (
+    Curve,
+    LayoutResult,
+    ProofResult,
+    Tolerance,
+    departure_reason,
+    departure_step,
+    exit_verdict,
+    is_slight,
+    rank_positions,
+    widened_tolerance,
+)
+from distrain.trainer.prove.runs import control_trial
+from distrain.trainer.prove.trials import ProveRequest, Trial, plan_proof
+from distrain.trainer.prove.zero_gradients import zero_gradient_pattern
+
+TINY = ("model=tiny", "model.layers=2", "data=synthetic", "train.batch=8", "train.seq=16", "train.microbatch=4")
+
+
+def reference_trial() -> Trial:
+    recipe = Recipe("quickstart", TINY, None)
+    return plan_proof(ProveRequest(), recipe.run(), recipe.run_on).reference
+
+
+def result_with(trial: Trial, loss: float = 0.0, norm: float = 0.0, weights: float = 0.0) -> LayoutResult:
+    """A result that differs from one process by so much in its second step, and in its weights."""
+    curve = Curve(losses=(5.0, 4.0 + loss), norms=(1.0, 1.0 + norm), rates=(1e-3, 1e-3))
+    return LayoutResult(trial=trial, verdict="same", curve=curve, loss=loss, weights=weights, furthest_weight="head.weight")
+
+
+TOLERANCE = Tolerance(loss=1e-5, norm=1e-3, weights=1e-5)
+
+
+def job(**given: Any) -> JobResult:
+    return JobResult(**{"codes": (0, 0), "steps": (7, 7), "lines": (), "problems": (), "timed_out": False, "says": "", **given})
+
+
+def test_how_ranks_end_decides_the_verdict() -> None:
+    assert exit_verdict(job(), None) == ("same", "")
+    assert exit_verdict(job(codes=(1, 0), says="rank 0 exited with 1"), None) == ("failed", "rank 0 exited with 1")
+    verdict, reason = exit_verdict(job(codes=(-9, -9, -9), steps=(3, 3, None), timed_out=True), 90.0)
+    assert verdict == "hangs"
+    assert reason == "it was killed as hung after 90 s: ranks 0, 1 in step 4; rank 2 before the first step"
+    assert rank_positions((0,)) == "rank 0 in step 1"
+
+
+def test_the_first_figure_out_of_tolerance_is_the_reason() -> None:
+    trial = reference_trial()
+    reference = result_with(trial)
+    rows = (
+        (result_with(trial, loss=9e-6), ""),
+        (result_with(trial, loss=2e-5, norm=1.0), "loss departs at step 2 by 2.0e-05; rounding explains 1.0e-05"),
+        (result_with(trial, norm=2e-3), "gradient norm departs at step 2 by 2.0e-03; rounding explains 1.0e-03"),
+        (result_with(trial, weights=2e-5), "head.weight departs by 2.0e-05; rounding explains 1.0e-05"),
+        (result_with(trial, loss=float("nan")), "loss departs at step 2 by inf; rounding explains 1.0e-05"),
+    )
+    for result, reason in rows:
+        assert departure_reason(reference, result, TOLERANCE) == reason
+        assert departure_step(reference, result, TOLERANCE) == 2
+    shorter = replace(reference, curve=Curve(losses=(5.0,), norms=(1.0,), rates=(1e-3,)))
+    assert departure_reason(reference, shorter, TOLERANCE).startswith("loss departs at step 2 by inf")
+
+
+def test_a_slight_departure_is_judged_against_a_control_run() -> None:
+    """Rounding grows where SGD's steps are large: one process departs from itself when its micro-batches are others."""
+    trial = reference_trial()
+    slight = result_with(trial, loss=3e-5)
+    proof = ProofResult(reference=result_with(trial), layouts=(), tolerance=TOLERANCE)
+    assert is_slight(slight, proof)
+    assert not is_slight(result_with(trial, loss=3e-6), proof)
+    assert not is_slight(result_with(trial, loss=3e-3), proof)
+    assert not is_slight(slight, replace(proof, control=slight))
+    assert widened_tolerance(TOLERANCE, result_with(trial, loss=2e-5)) == Tolerance(loss=2e-4, norm=1e-3, weights=1e-5)
+
+
+def test_the_control_run_is_one_process_with_other_micro_batches() -> None:
+    trial = reference_trial()
+    control = control_trial(trial)
+    assert control is not None
+    assert (control.run.train.microbatch, control.plan.microbatches, control.run.parallel) == (2, 4, trial.run.parallel)
+    assert control.folder != trial.folder
+
+
+def test_key_biases_are_not_compared_unless_positions_rotate_the_keys() -> None:
+    pattern = zero_gradient_pattern(load("quickstart"))
+    assert re.search(pattern, "layers.11.attention.key.bias")
+    assert not re.search(pattern, "layers.11.attention.query.bias")
+    assert not re.search(pattern, "layers.11.attention.key.weight")
+    assert zero_gradient_pattern(load("quickstart", ["model=tiny_llama"])) == ""

@@ -1,0 +1,23 @@
+"""A pipeline schedule, added by its generator and its row alone; run by path, the fork server of ranks that train with it."""
+
+from __future__ import annotations
+
+from distrain.trainer.loop.forkserver.server import QUESTIONS, serve
+from distrain.trainer.loop.rank import run_rank
+from distrain.trainer.plan.schedules import SCHEDULES, Action, Schedule
+
+
+def eager_1f1b(stage: int, stages: int, micros: int, chunks: int = 1) -> list[Action]:
+    """1F1B with a warm-up of two forwards for each later stage."""
+    warm = min(2 * (stages - stage - 1), micros)
+    actions = [Action("F", micro) for micro in range(warm)]
+    for micro in range(micros - warm):
+        actions += [Action("F", warm + micro), Action("B", micro)]
+    return actions + [Action("B", micro) for micro in range(micros - warm, micros)]
+
+
+ROW = Schedule(actions=eager_1f1b, source="tests")
+
+if __name__ == "__main__":
+    SCHEDULES["eager_1f1b"] = ROW
+    serve(run_rank, QUESTIONS)

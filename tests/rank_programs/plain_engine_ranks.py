@@ -1,0 +1,93 @@
+"""An engine of plain torch, added by its row and its class alone; run by path, the fork server of ranks that train with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distrain.trainer.engines.engine import Engine, ReadMicrobatch, StepResult
+from distrain.trainer.engines.held_bytes import ByteCounter
+from distrain.trainer.loop.forkserver.server import QUESTIONS, serve
+from distrain.trainer.loop.rank import run_rank
+from distrain.trainer.parallel.process_groups import Grid
+from distrain.trainer.parallel.rank_model import StageModel
+from distrain.trainer.plan.block_costs import BlockCosts
+from distrain.trainer.plan.cost_context import CostContext
+from distrain.trainer.plan.cost_model import CostModel, StateBytes
+from distrain.trainer.plan.engines import ENGINES, EngineRow
+from distrain.trainer.plan.layout import Layout, StageKind
+from distrain.trainer.spec.run import Run
+
+BUFFERS = 123_456_789  # bytes
+
+
+class PlainCosts(CostModel):
+    """The papers' costs, with buffers of a size of its own."""
+
+    def state_bytes(
+        self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, dense: int, experts: int
+    ) -> StateBytes:
+        return super().state_bytes(context, layout, blocks, kind, dense, experts)._replace(buffers=BUFFERS)
+
+
+ROW = EngineRow(
+    name="plain",
+    engine_class="distrain.tests.rank_programs.plain_engine_ranks:PlainEngine",
+    costs=PlainCosts(),
+    axes=("dp",),
+    zero=(0,),
+    native_schedules=(),
+    executes_actions=False,
+    precisions=("fp32",),
+    offload=False,
+    source="torch",
+)
+
+
+class PlainEngine(Engine):
+    """All-reduces whole gradients and steps torch's AdamW."""
+
+    def __init__(self, run: Run, stages: Sequence[StageModel], grid: Grid) -> None:
+        super().__init__(run, stages, grid)
+        (self.module,) = (each.module for each in self.stages)
+        optim, parameters = run.optim, list(self.module.parameters())
+        groups = [
+            {"params": [each for each in parameters if each.dim() > 1], "weight_decay": optim.weight_decay},
+            {"params": [each for each in parameters if each.dim() == 1], "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
+
+    def step(self, micro: ReadMicrobatch, lr: float, labels: int, count: ByteCounter | None = None) -> StepResult:
+        total = torch.zeros(())
+        for index in range(self.micros):
+            tokens, targets, further = micro(index)
+            loss, _ = self.module(tokens, targets, **further)
+            (loss / labels).backward()
+            total += loss.detach()
+        if count:
+            count.bytes["activations"] = 0
+            count.backward(self.held_bytes())
+        gradients = [each.grad for each in self.module.parameters() if each.grad is not None]
+        for tensor in (total, *gradients):
+            dist.all_reduce(tensor)
+        self._gradients_ready()
+        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.run.train.clip or torch.inf)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return StepResult(loss=total.item() / labels, grad_norm=float(norm), skipped=False)
+
+    def evaluate(self, tokens: Tensor, labels: Tensor, **further: Any) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            sums: tuple[Tensor, Tensor] = self.module(tokens, labels, **further)
+        return sums
+
+
+if __name__ == "__main__":
+    ENGINES[ROW.name] = ROW
+    serve(run_rank, QUESTIONS)

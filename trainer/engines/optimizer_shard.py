@@ -1,0 +1,71 @@
+"""What a rank holds of the model's parameters and of the optimizer's states, by logical name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..plan.weight_slices import WeightShard
+
+STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # tensors that torch's optimizers keep for each element
+
+
+class RankParameter(NamedTuple):
+    """A parameter of this rank, its logical name and its shard of that weight; `tied`: a copy of a weight of another stage."""
+
+    name: str
+    parameter: nn.Parameter
+    shard: WeightShard
+    tied: bool
+
+    @property
+    def counted(self) -> bool:
+        """Whether this rank counts the parameter in norms: of the ranks of a replica that hold the same shard, one does."""
+        return self.shard.copy == 0 and not self.tied
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerShard:
+    """Flat elements [start, start + length) of a parameter, which the optimizer of this rank steps.
+
+    `weight` is the float32 tensor that is stepped. `state` is the optimizer's state of a tensor in which these elements begin at `offset`.
+    `only_copy`: no other data-parallel rank steps them.
+    """
+
+    shard: WeightShard
+    tied: bool
+    start: int
+    length: int
+    weight: Tensor
+    state: dict[str, Any]
+    offset: int
+    only_copy: bool
+
+    def states(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (kind, flat view) of each state."""
+        for kind in STATES:
+            held = self.state.get(kind)
+            if isinstance(held, Tensor):
+                yield kind, held.view(-1).narrow(0, self.offset, self.length)
+
+
+def whole_parameter(row: RankParameter, optimizer: torch.optim.Optimizer) -> OptimizerShard:
+    """Return all of a parameter that torch's optimizer steps directly."""
+    flat = row.parameter.data.view(-1)
+    state = optimizer_state(optimizer, row.parameter)
+    return OptimizerShard(shard=row.shard, tied=row.tied, start=0, length=flat.numel(), weight=flat, state=state, offset=0, only_copy=False)
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, stepped: Tensor) -> dict[str, Any]:
+    """Return the optimizer's state of a tensor; before its first step, create it as the optimizer would."""
+    state: dict[str, Any] = optimizer.state[stepped]
+    if not state and isinstance(optimizer, torch.optim.AdamW):
+        state["step"] = torch.zeros((), device=stepped.device if stepped.is_cuda else "cpu")
+        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(stepped), torch.zeros_like(stepped)
+    if isinstance(optimizer, torch.optim.SGD) and optimizer.defaults["momentum"] and state.get("momentum_buffer") is None:
+        state["momentum_buffer"] = torch.zeros_like(stepped)
+    return state

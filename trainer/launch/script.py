@@ -1,0 +1,88 @@
+"""The launch of a run as a bash script, for people who start its ranks by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from shlex import quote
+
+from ..plan.result import Plan
+from ..rundir.files import run_folder
+from ..rundir.paths import whole_paths
+from ..spec.number_text import plural
+from ..spec.problem import Unreadable, one_line
+from ..spec.run import Run
+from .commands.command import LaunchCommands
+from .file_checks import WOULD_REFUSE
+from .resolve import launch_commands, resolve_hosts
+
+
+def launch_script(run: Run) -> str:
+    """Return the script that launches a run; raises Unreadable where it has no layout or its launch section is wrong."""
+    from ..plan.plan import make_plan
+    from ..plan.save_interval import stop_seconds
+
+    plan = make_plan(run)
+    if plan.mesh is None:
+        raise Unreadable(plan.problems)
+    notice = stop_seconds(run, plan.time.step if plan.time else None, plan.saving.seconds if plan.saving else None)
+    return "\n".join(script_lines(run, plan, launch_commands(run, resolve_hosts(run), notice=notice)))
+
+
+def resume_warnings(run: Run) -> Iterator[str]:
+    """Warn of what the ranks would refuse in the run's folder: the script overwrites run.json before it starts them."""
+    from ..rundir.resume import check_resume
+
+    for problem in check_resume(run, run_folder(run)).problems:
+        yield f"warning: {WOULD_REFUSE}: {problem}"
+
+
+def script_lines(run: Run, plan: Plan, launch: LaunchCommands) -> Iterator[str]:
+    """Yield the script's lines: it writes the run's files and runs the launch's commands, whatever folder it is started in.
+
+    With a command per host, the script is run on each host, with the host's number as its argument.
+    """
+    from msgspec import json
+
+    folder, cluster = run_folder(run), run.cluster
+    yield _comment(f"{run.name}, launch={run.launch.name}: {plural(cluster.nodes, 'node')} x {cluster.gpus}")
+    for remark in launch.remarks:
+        yield _comment(remark)
+    yield "set -euo pipefail"
+    yield f"mkdir -p {quote(str(folder / 'launch'))}"
+    yield from _write_file(folder / "run.json", json.encode(whole_paths(run)).decode())
+    yield from _write_file(folder / "plan.json", json.encode(plan).decode())
+    for file in launch.files:
+        yield from _write_file(file.path, file.text.rstrip("\n"))
+        if file.mode & 0o100:
+            yield f"chmod {file.mode:o} {quote(str(file.path))}"
+    yield ""
+    yield from launch.lines
+    if len(launch.commands) > 1:
+        yield from _command_of_host(launch)
+        return
+    for command in launch.commands:
+        if command.host:
+            yield _comment(f"on {command.host}")
+        yield str(command)
+
+
+def _command_of_host(launch: LaunchCommands) -> Iterator[str]:
+    """Yield a case statement that runs the command of the host whose number is the script's argument."""
+    usage = f"give the number of this host: {', '.join(f'{number} on {each.host}' for number, each in enumerate(launch.commands))}"
+    yield _comment(usage)
+    yield "case ${1-} in"
+    for number, each in enumerate(launch.commands):
+        yield f"{number}) {each} ;;"
+    yield f"*) echo {quote(usage)} >&2; exit 2 ;;"
+    yield "esac"
+
+
+def _write_file(path: Path, text: str) -> Iterator[str]:
+    yield f"cat > {quote(str(path))} <<'END'"
+    yield text
+    yield "END"
+
+
+def _comment(text: str) -> str:
+    return f"# {one_line(text)}"

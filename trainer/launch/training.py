@@ -1,0 +1,61 @@
+"""Training a run from its folder: lock it, write its files, run its attempts, record the outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from ..plan.result import Plan
+from ..rundir.checkpoints import newest_saved
+from ..rundir.files import read_launch_files, remove_outcome, restore_launch_files, run_folder, write_launch_files, write_outcome
+from ..rundir.lock import RunFolderInUse, hold_run_folder
+from ..spec.run import Run
+from ..system.stop_requests import collect_stop_requests
+from .hosts.hostfile import Host
+from .restart import run_attempts
+
+FAILED = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingResult:
+    """The exit status of `fit`, why the run failed or stopped ("" where it trained), and the stop signals that arrived meanwhile.
+
+    A run that was asked to stop may still have come to its end: then `status` is 0 and `stop_signals` is not empty.
+    """
+
+    status: int
+    says: str = ""
+    stop_signals: tuple[int, ...] = field(default=())
+
+
+def train_run(run: Run, plan: Plan, hosts: Sequence[Host], show: Callable[[str], None], live: Callable[[str], None]) -> TrainingResult:
+    """Write the run's folder, start its ranks, on `hosts` or on this machine, and wait for the last attempt to end."""
+    folder = run_folder(run)
+    checkpoints = folder / "checkpoints"
+    with ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            warning = stack.enter_context(hold_run_folder(folder))
+            before, (saved, _) = read_launch_files(folder), newest_saved(checkpoints)
+            write_launch_files(run, plan, folder)
+        except RunFolderInUse as error:
+            return TrainingResult(status=FAILED, says=str(error))
+        except OSError as error:
+            why = (error.strerror or str(error)).lower()
+            return TrainingResult(status=FAILED, says=f"{folder} can't be written ({why}): free some space, or set log.dir to another disk")
+        if warning:
+            show(f"warning: {warning}")
+        show(f"run folder {folder}")
+        remove_outcome(folder)
+        with collect_stop_requests() as requests:
+            outcome = run_attempts(run, plan, hosts, folder, show, live, stop_requests=requests)
+        # Where nothing was left to train, run.json should stay that of the run which trained. The ranks of the last of several
+        # attempts know only their own steps, so the checkpoint is compared too.
+        untrained = outcome.status == 0 and all(rank.step is None for rank in outcome.ranks) and newest_saved(checkpoints)[0] == saved
+        if outcome.refused or (untrained and "run.json" in before):
+            restore_launch_files(before, folder)
+        if not outcome.refused:
+            write_outcome(folder, outcome.status, outcome.says)
+    return TrainingResult(status=outcome.status, says=outcome.says, stop_signals=tuple(number for number, _ in requests))

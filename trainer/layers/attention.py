@@ -1,0 +1,91 @@
+"""Causal self-attention."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..spec.run import Model
+from .attention_cores import FlashCore, FusedCore, ScoresCore, attention_weights, flash_attention, weighted_values
+from .context_parallel import AttentionCore, ContextParallel, context_attention
+from .dropout import Dropout
+from .parameters import Parameters, sub_parameters
+from .recompute import recompute
+from .rotary import rotate
+from .tensor_parallel import ColumnLinear, RowLinear, TensorParallel, column_linears
+
+# B batch, S sequence, H hidden, A heads, N key and value heads, D head_dim; A and N as this rank has them
+
+
+class Attention(nn.Module):
+    """Causal attention; each key and value head serves a group of query heads (arXiv:2305.13245).
+
+    A rank's number of heads is read from the width of its own matrices. Attention dropout takes the path without a fused kernel,
+    because a fused kernel's dropout can't be keyed. `recompute_core`: backward computes the scores again (selective recomputation).
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        model: Model,
+        layer: int,
+        kernel: Literal["flash", "math"],
+        tp: TensorParallel | None,
+        *,
+        recompute_core: bool,
+    ) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (ColumnLinear(sub_parameters(parameters, part), tp) for part in ("query", "key", "value"))
+        self.out = RowLinear(sub_parameters(parameters, "out"), tp)
+        self.first_head, self.padded_heads = (tp.first_head, tp.padded_heads) if tp else (0, 0)
+        self.dropout = Dropout(model.dropout, layer, "attention")
+        self.head_dim = model.head_dim or model.hidden // model.heads
+        self.kernel, self.recompute_core = kernel, recompute_core
+
+    def forward(
+        self, x: Tensor, angles: Tensor | None, mask: Tensor | None, states: Tensor | None, cp: ContextParallel | None = None
+    ) -> Tensor:
+        """x [B, S, H] -> [B, S, H]; under context parallelism S are this rank's tokens."""
+        projections = column_linears(x, self.query, self.key, self.value)
+        query, key, value = (torch.unflatten(each, -1, (-1, self.head_dim)) for each in projections)  # [B, S, A or N, D]
+        if angles is not None:
+            query, key = rotate(query, angles), rotate(key, angles)
+        if cp is not None:
+            values = self.core_across_ranks(query, key, value, mask, states, cp)  # [B, S, A, D]
+        elif self.recompute_core:
+            values = recompute(self.core, query, key, value, mask, states)
+        else:
+            values = self.core(query, key, value, mask, states)
+        if self.padded_heads:  # a padded head sees the key heads that it shares with its neighbours, and nothing may be learnt from it
+            values = F.pad(values[:, :, : -self.padded_heads], (0, 0, 0, self.padded_heads))
+        output: Tensor = self.out(values.flatten(2))  # [B, S, H]
+        return output
+
+    def core(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, states: Tensor | None) -> Tensor:
+        """Return the values weighted by the softmax of the scores, [B, S, A, D]."""
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [B, A or N, S, D]
+        if self.kernel == "flash" and not self.dropout.is_active(states):
+            return flash_attention(query, key, value, mask).transpose(1, 2)
+        weights = attention_weights(query, key, mask)  # [B, A, S, S]
+        return weighted_values(self.dropout(weights, states, self._heads(query)), value).transpose(1, 2)
+
+    def core_across_ranks(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, states: Tensor | None, cp: ContextParallel
+    ) -> Tensor:
+        """As `core`, where ranks share the sequence; the core's own backward does the selective recomputation."""
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        core: AttentionCore
+        if self.kernel == "flash" and not self.dropout.is_active(states):
+            core = FusedCore(cp) if query.is_cuda else FlashCore(cp)
+        else:
+            draw_mask = None if states is None or not self.dropout.p else partial(self.dropout.mask, states, self._heads(query))
+            core = ScoresCore(cp, self.dropout.p, draw_mask)
+        return context_attention(query, key, value, mask, core, cp, recompute=self.recompute_core)
+
+    def _heads(self, query: Tensor) -> range:
+        """Return the numbers, in the whole layer, of this rank's query heads: query [B, A, S, D]."""
+        return range(self.first_head, self.first_head + query.shape[1])

@@ -1,0 +1,235 @@
+"""Tensor-parallel linear layers: the f and g of Megatron-LM (arXiv:1909.08053 section 3), and their sequence-parallel forms
+(arXiv:2205.05198 section 4.2.2).
+
+Heads, feed-forward and vocabulary are split over the ranks of a group. f (`gather_inputs`) stands before a split layer: it copies in
+forward and all-reduces in backward. g (`reduce_outputs`) stands after it: it all-reduces in forward and copies in backward. Under
+sequence parallelism f all-gathers and its backward reduce-scatters; g is the reverse.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from .group import Group
+from .parameters import Parameters
+
+# B batch, S sequence, T ranks of the group, s = S / T, H hidden, I inner, O outer: this rank's columns
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorParallel:
+    """The tensor-parallel group as layers see it. `sequence`: what is outside of split layers is split along the sequence.
+
+    This rank's query heads begin at number `first_head`; the last `padded_heads` of them are padding.
+    """
+
+    group: Group
+    sequence: bool
+    first_head: int = 0
+    padded_heads: int = 0
+
+    def shard(self, x: Tensor) -> Tensor:
+        """Return what this rank has of x [B, S, ...] outside of split layers: all of it, or its part of the sequence."""
+        if not self.sequence:
+            return x
+        return x.chunk(self.group.size, dim=1)[self.group.rank]
+
+
+def gather_inputs(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Megatron's f: the whole input of a split layer, x [B, S or s, H] -> [B, S, H]."""
+    whole: Tensor = _Gather.apply(x, tp.group) if tp.sequence else _Copy.apply(x, tp.group)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def reduce_outputs(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Megatron's g: the sum over ranks of a split layer's output, x [B, S, H] -> [B, S or s, H]. Overwrites x."""
+    total: Tensor = _Scatter.apply(x, tp.group) if tp.sequence else _Sum.apply(x, tp.group)  # type: ignore[no-untyped-call]
+    return total
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grad.contiguous().clone(), ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.mark_dirty(x)
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return AsyncAllGather(x, group).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return AsyncReduceScatter(grad, ctx.group).wait(), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return AsyncReduceScatter(x, group).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return AsyncAllGather(grad, ctx.group).wait(), None
+
+
+def all_reduce(x: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
+    """All-reduce x, contiguous, in place."""
+    dist.all_reduce(x, op=op, group=group.handle)
+    return x
+
+
+class AsyncAllGather:
+    """An all-gather, under way, of each rank's part of the sequence [B, s, ...]; wait() returns [B, S, ...]."""
+
+    def __init__(self, x: Tensor, group: Group) -> None:
+        self.ranks, self.own = group.size, x.contiguous()
+        self.received = x.new_empty((group.size * x.shape[0], *x.shape[1:]))  # [T B, s, ...]
+        self.work = dist.all_gather_into_tensor(self.received, self.own, group=group.handle, async_op=True)
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return torch.unflatten(self.received, 0, (self.ranks, -1)).transpose(0, 1).flatten(1, 2)
+
+
+class AsyncReduceScatter:
+    """A reduce-scatter of [B, S, ...] under way; wait() returns this rank's part of the sum, [B, s, ...]."""
+
+    def __init__(self, x: Tensor, group: Group) -> None:
+        self.sent = torch.unflatten(x, 1, (group.size, -1)).transpose(0, 1).contiguous()  # [T, B, s, ...]
+        self.received = torch.empty_like(self.sent[0])
+        self.work = dist.reduce_scatter_tensor(self.received, self.sent.flatten(0, 1), group=group.handle, async_op=True)
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.received
+
+
+class _AsyncAllReduce:
+    """An all-reduce of a contiguous tensor, in place, under way."""
+
+    def __init__(self, x: Tensor, group: Group) -> None:
+        self.x = x
+        self.work = dist.all_reduce(x, group=group.handle, async_op=True)
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.x
+
+
+class Linear(nn.Module):
+    """x W + b. Autograd saves the parameter, never a view of it: ZeRO-3 frees the parameter's memory before backward."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        super().__init__()
+        self.weight = parameters["weight"]
+        self.bias = parameters.get("bias")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return affine(x, self.weight, self.bias)
+
+
+def affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x W + b, for x [..., I] and weight [I, O]."""
+    if bias is None:
+        return x @ weight
+    return torch.addmm(bias, x.flatten(0, -2), weight).view(*x.shape[:-1], -1)
+
+
+class ColumnLinear(Linear):
+    """x W + b with W's columns split: f, then each rank computes its own outputs. `tp` None: this rank has all columns."""
+
+    def __init__(self, parameters: Parameters, tp: TensorParallel | None) -> None:
+        super().__init__(parameters)
+        self.tp = tp
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, S or s, I] -> [B, S, O]."""
+        (output,) = column_linears(x, self)
+        return output
+
+
+class RowLinear(Linear):
+    """x W + b with W's rows split: each rank computes its terms of the sum, then g. The bias is added once, to the sum."""
+
+    def __init__(self, parameters: Parameters, tp: TensorParallel | None) -> None:
+        super().__init__(parameters)
+        self.tp = tp
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [B, S, I] -> [B, S or s, H]."""
+        if self.tp is None:
+            return affine(x, self.weight, self.bias)
+        total = reduce_outputs(x @ self.weight, self.tp)
+        return total if self.bias is None else total + self.bias
+
+
+def column_linears(x: Tensor, *layers: ColumnLinear) -> tuple[Tensor, ...]:
+    """Apply several column layers to one input, which is sent once: x [B, S or s, I] -> [B, S, O] for each layer."""
+    tp = layers[0].tp
+    if tp is None:
+        return tuple(layer(x) for layer in layers) if len(layers) > 1 else (affine(x, layers[0].weight, layers[0].bias),)
+    return column_products(x, tp, [layer.weight for layer in layers], [layer.bias for layer in layers], transposed=False)
+
+
+def column_products(
+    x: Tensor, tp: TensorParallel, weights: list[nn.Parameter], biases: list[nn.Parameter | None], *, transposed: bool
+) -> tuple[Tensor, ...]:
+    """Return f(x) W + b for each weight [I, O] (transposed: [O, I]). Backward sends the input's gradient while it computes the
+    weights' gradients."""
+    outputs: tuple[Tensor, ...] = _ColumnProducts.apply(x, tp, transposed, *weights, *biases)  # type: ignore[no-untyped-call]
+    return outputs
+
+
+class _ColumnProducts(torch.autograd.Function):
+    """Saves the input as it came: under sequence parallelism this rank's part, which backward all-gathers again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel, transposed: bool, *parameters: Any) -> tuple[Tensor, ...]:
+        weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
+        ctx.save_for_backward(x, *weights)
+        ctx.tp, ctx.transposed, ctx.has_bias = tp, transposed, [bias is not None for bias in biases]
+        whole = AsyncAllGather(x, tp.group).wait() if tp.sequence else x
+        return tuple(affine(whole, weight.mT if transposed else weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        tp, output_grads = ctx.tp, [grad.flatten(0, -2) for grad in grads]  # [B S, O]
+        gather = AsyncAllGather(x, tp.group) if tp.sequence else None
+        x_grad = sum(grad @ (weight if ctx.transposed else weight.mT) for grad, weight in zip(output_grads, weights, strict=True))
+        x_grad = x_grad.view(*grads[0].shape[:-1], -1)  # [B, S, I]: this rank's terms
+        whole = x if gather is None else gather.wait()
+        reduction = AsyncReduceScatter(x_grad, tp.group) if tp.sequence else _AsyncAllReduce(x_grad, tp.group)
+        inputs = whole.flatten(0, -2)  # [B S, I]
+        weight_grads = [grad.mT @ inputs if ctx.transposed else inputs.mT @ grad for grad in output_grads]
+        bias_grads = [grad.sum(0) if has_bias else None for grad, has_bias in zip(output_grads, ctx.has_bias, strict=True)]
+        return reduction.wait(), None, None, *weight_grads, *bias_grads

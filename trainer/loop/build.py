@@ -1,0 +1,98 @@
+"""From a run to this rank's engine: the order in which the model is sliced, built, compiled and wrapped."""
+
+from __future__ import annotations
+
+import os
+from pkgutil import resolve_name
+
+import torch
+from torch import nn
+
+from ..engines.engine import Engine
+from ..models.build import build_module, copy_padded, initial_values, module_of_family
+from ..models.families import is_made_by_transformers
+from ..parallel.process_groups import Grid
+from ..parallel.rank_model import StageModel, context_parallel_of, tensor_parallel_of
+from ..plan.engines import ENGINES
+from ..plan.weight_slices import WeightShard
+from ..spec.run import Run
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def build_engine(run: Run, grid: Grid, name: str | None) -> Engine:
+    """Build this rank's parts of the model, and around them the engine that the plan names.
+
+    Without model.weights the initial values are drawn from train.seed; with them they are filled in later. Raises ValueError for an
+    engine that has no class, and Unreadable where transformers has no such model.
+    """
+    if not run.train.compile:
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else DeepSpeed compiles parts of itself: seconds a rank
+    engine = engine_class(name)
+    partition = engine.parameter_partitioner(run, grid)
+    stages = []
+    for part in grid.position.parts:  # pp: the layers of this rank, in two parts under dualpipev
+        if is_made_by_transformers(run.model):
+            stages.append(_hf_stage(run, grid))
+            continue
+        shards = {shard.name: shard for shard in grid.position.weight_shards(run, part)}  # tp and ep: this rank's block of each weight
+        tied = ("embedding.weight",) if run.model.tied and part.last and not part.first else ()
+        parameters: dict[str, nn.Parameter] = {}
+        for shard in shards.values():
+            parameters[shard.name] = _parameter(run, shard, grid, tied=shard.name in tied)
+            if partition:  # ZeRO-3: frees what other data-parallel ranks keep, before the next parameter is allocated
+                partition(parameters[shard.name])
+        module = build_module(
+            parameters,
+            run,
+            tensor_parallel_of(run, grid),  # tp
+            cp=context_parallel_of(grid),
+            ep=grid.group("ep"),
+            layers=part.layers,
+            first=part.first,
+            last=part.last,
+        )
+        stages.append(StageModel(module=module, weight_shards=shards, tied=tied))
+    if run.train.compile:
+        for stage in stages:
+            stage.module.compile()
+    return engine(run, stages, grid)  # dp (ZeRO) and the pipeline schedule
+
+
+def engine_class(name: str | None) -> type[Engine]:
+    """Return the class that ENGINES (trainer/plan/engines.py) names for an engine. Raises ValueError where it names none."""
+    row = ENGINES.get(name or "")
+    if row is None or not row.engine_class:
+        raise ValueError(f"engine {name} has no class that trains: name one in ENGINES of trainer/plan/engines.py")
+    named: type[Engine] = resolve_name(row.engine_class)
+    return named
+
+
+def _parameter(run: Run, shard: WeightShard, grid: Grid, *, tied: bool) -> nn.Parameter:
+    """Allocate a weight shard on this rank's device and draw its initial values, the same in every layout."""
+    device = grid.world.device
+    tensor = torch.empty(shard.size, device=device, dtype=DTYPES[run.train.precision])
+    if not run.model.weights and device.type != "meta":
+        values = initial_values(
+            shard.name, shard.shape, shard.offset, shard.length, layers=run.model.layers, seed=run.train.seed, device=device
+        )
+        copy_padded(tensor, values)
+    parameter = nn.Parameter(tensor)
+    # DeepSpeed counts a parameter in the gradient norm by these marks: each element of the model is counted by one rank of a replica.
+    parameter.tensor_model_parallel = shard.copy == 0 and not tied  # type: ignore[attr-defined]
+    parameter.ds_pipe_replicated = tied  # type: ignore[attr-defined]
+    return parameter
+
+
+def _hf_stage(run: Run, grid: Grid) -> StageModel:
+    """Build transformers' own model, whole on every rank. Raises Unreadable."""
+    seed = None if run.model.weights else run.train.seed
+    module = module_of_family(run.model)(run, device=grid.world.device, dtype=DTYPES[run.train.precision], seed=seed)
+    return StageModel(
+        module=module, weight_shards={name: _whole_shard(name, tuple(each.shape)) for name, each in module.named_parameters()}
+    )
+
+
+def _whole_shard(name: str, shape: tuple[int, ...]) -> WeightShard:
+    zeros = (0,) * len(shape)
+    return WeightShard(name=name, shape=shape, offset=zeros, length=shape, size=shape, copy=0, copies=1, shared=False)

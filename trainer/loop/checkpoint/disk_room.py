@@ -1,0 +1,73 @@
+"""Room for checkpoints on the disk: what one needs, what is free, and the removal of old ones."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from ...rundir.checkpoints import step_path, steps
+from .agreement import fault_text
+from .find import verification_fault
+from .folder import remove_checkpoint
+from .slices import Shard
+
+
+def needed_bytes(shards: Iterable[Shard]) -> int:
+    """Return the bytes that shards take on the disk, with a generous allowance for headers and the manifest."""
+    return sum(shard.tensor.nbytes + 1024 + 4 * len(shard.slice.key) for shard in shards) + (64 << 10)
+
+
+def free_bytes(folder: Path) -> int:
+    """Return the bytes that this process may still write there."""
+    disk = os.statvfs(folder)
+    return disk.f_bavail * disk.f_frsize
+
+
+def frees_enough(folder: Path, older: list[int], needed: int) -> bool:
+    """Return whether removing the checkpoints of these steps frees so many bytes; False where there are none."""
+    held = sum(file.stat().st_size for step in older for file in step_path(folder, step).rglob("*") if file.is_file())
+    return bool(older) and free_bytes(folder) + held >= needed
+
+
+def remove_oldest(folder: Path, older: list[int], needed: int) -> list[int]:
+    """Remove checkpoints, oldest first, until so many bytes are free; none where all of them would not free enough.
+
+    Return the steps removed.
+    """
+    removed: list[int] = []
+    if not frees_enough(folder, older, needed):
+        return removed
+    for step in older:  # at least one: free_bytes does not know of quotas
+        remove_checkpoint(step_path(folder, step))
+        removed.append(step)
+        if free_bytes(folder) >= needed:
+            break
+    return removed
+
+
+def prune_checkpoints(folder: Path, newest: int, keep: int) -> list[str]:
+    """Remove all but the newest `keep` checkpoints (at least one) up to step `newest`, which was just saved. Return what failed.
+
+    A checkpoint whose files do not have the recorded sizes does not count as kept. Any newer than `newest` are broken, or the run
+    would have resumed from them: each is replaced when its step is saved again.
+    """
+    notes = []
+    kept = 1
+    for step in steps(folder):
+        path = step_path(folder, step)
+        if step >= newest:
+            continue
+        if kept < keep and not verification_fault(path, quick=True):
+            kept += 1
+            continue
+        try:
+            remove_checkpoint(path)
+        except OSError as error:
+            notes.append(f"{path.name} could not be removed: {fault_text(error)}")
+    return notes
+
+
+def size_text(size: int) -> str:
+    """Return a number of bytes for a message."""
+    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"

@@ -1,0 +1,75 @@
+"""The state that training starts from: the newest checkpoint, Hugging Face weights, or the initial values of the model."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from ..engines.engine import Engine
+from ..launch.rank.channel import Channel, ignore_text
+from ..parallel.process_groups import Grid
+from ..rundir.changes import Changes, compare
+from ..rundir.record import CONFIG, read_config, recorded_run
+from ..spec.run import Run
+from .checkpoint import Gather, SavedCheckpoint, choose_checkpoint
+from .data.batches import Batches
+from .engine_state import load_hf_weights, restore_engine
+from .fail_together import fail_together
+from .placement import weight_shapes
+from .position import BEGINNING, Position, resumed_position
+from .resume_check import check_resumed_loss
+
+
+def load_initial_state(run: Run, folder: Path, grid: Grid, engine: Engine, batches: Batches, channel: Channel, gather: Gather) -> Position:
+    """Load the newest checkpoint that verifies into the engine, else model.weights if set; say which. Return the run's position.
+
+    Raises AllRanksFailed where the checkpoint can't be loaded, or has another loss than it was saved with.
+    """
+    say = channel.say if grid.world.is_rank0 else ignore_text
+    changes_since = partial(_changes_since, run, batches)
+    choose = partial(choose_checkpoint, folder / "checkpoints", run.checkpoint.resume, weight_shapes(run), changes_since)
+    on_ranks = partial(choose, rank=grid.world.rank, world=grid.world.size, gather=gather, on_progress=channel.progress)
+    search = fail_together(gather, on_ranks)
+    for reason in search.passed:
+        say(f"passed over {reason}")
+    if search.checkpoint:
+        return _load_checkpoint(run, search.checkpoint, changes_since(search.checkpoint), grid, engine, batches, channel, gather)
+    if run.model.weights:
+        fail_together(gather, partial(load_hf_weights, run, engine, grid, channel.progress))
+        say(f"starts from the weights in {run.model.weights}")
+    return BEGINNING
+
+
+def _load_checkpoint(
+    run: Run,
+    checkpoint: SavedCheckpoint,
+    changes: Changes,
+    grid: Grid,
+    engine: Engine,
+    batches: Batches,
+    channel: Channel,
+    gather: Gather,
+) -> Position:
+    """Load a checkpoint into the engine, check its loss, and say what has changed since it was saved."""
+    fail_together(gather, partial(restore_engine, engine, checkpoint, changes.new_moments, channel.progress))
+    channel.phase("compare")
+    check_resumed_loss(run, engine, grid, batches, checkpoint.step, checkpoint.extra)
+    if grid.world.is_rank0:
+        for remark in changes.remarks(checkpoint.step):
+            channel.say(remark)
+        channel.say(f"resumes from step {checkpoint.step}")
+    before = recorded_run(checkpoint.extra) or run
+    return resumed_position(checkpoint.step, checkpoint.extra, before, run, other_data=changes.other_data)
+
+
+def _changes_since(run: Run, batches: Batches, checkpoint: SavedCheckpoint) -> Changes:
+    """Return what the run has changed since a checkpoint was saved. Checkpoints of earlier versions record the data's key alone."""
+    extra = checkpoint.extra
+    key = extra.get("data", {}).get("key")
+    return compare(
+        recorded_run(extra) or run,
+        run,
+        step=checkpoint.step,
+        same_data=None if key is None else key == batches.corpus.key,
+        configs=(extra.get(CONFIG, {}), read_config(run)),
+    )

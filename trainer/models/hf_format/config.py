@@ -1,0 +1,291 @@
+"""Reading a Hugging Face config.json into the keys of our `model`.
+
+Keys that name no size and no part of a layer are ignored: token ids, initial scales, data types. So is Llama 3.1's stretching of
+rotary frequencies: a model made here has plain ones. Everything else that our families do not have is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from ...spec.plain_file import read_plain
+from ...spec.problem import Problem, Unreadable
+from ..families import FAMILIES
+
+REQUIRED: Final = "required"  # a size that the file itself has to state
+
+
+@dataclass(frozen=True)
+class ConfigRow:
+    """A key of our `model` and the file's keys for it, which have to agree.
+
+    `default` is transformers' where a file lacks the key. A null is allowed where the default is None or with `nullable`, and means our
+    own default.
+    """
+
+    ours: str
+    theirs: tuple[str, ...]
+    kind: type
+    default: object = REQUIRED
+    nullable: bool = False
+
+
+@dataclass(frozen=True)
+class AllowedValues:
+    """A key of the file that must have one of these values; a missing or null key means the first."""
+
+    theirs: str
+    values: tuple[object, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigKind:
+    """A model_type: its class in transformers, the keys that all its models have here, its rows and activations, its restrictions."""
+
+    architecture: str
+    fixed: Mapping[str, object]
+    rows: tuple[ConfigRow, ...]
+    acts: Mapping[str, str]
+    act: str  # the file's key of the activation
+    allowed: tuple[AllowedValues, ...] = ()
+    window: int | None = None  # transformers' sliding_window where a file lacks it
+    uses_window: bool = True  # transformers' use_sliding_window where a file lacks it
+
+
+ROPE = {"norm": "rmsnorm", "positions": "rope", "dropout": 0.0}
+GATED = {"silu": "swiglu"}
+
+SIZES = (
+    ConfigRow("layers",   ("num_hidden_layers",),   int),
+    ConfigRow("hidden",   ("hidden_size",),         int),
+    ConfigRow("heads",    ("num_attention_heads",), int),
+    ConfigRow("head_dim", ("head_dim",),            int, None),
+    ConfigRow("ffn",      ("intermediate_size",),   int),
+    ConfigRow("vocab",    ("vocab_size",),          int),
+    ConfigRow("tied",     ("tie_word_embeddings",), bool, False),
+)  # fmt: skip
+LLAMA = (
+    ConfigRow("kv_heads",  ("num_key_value_heads",),       int,   None),
+    ConfigRow("bias",      ("attention_bias", "mlp_bias"), bool,  False),
+    ConfigRow("norm_eps",  ("rms_norm_eps",),              float, 1e-6),
+    ConfigRow("rope_base", ("rope_theta",),                float, 10000.0),
+)  # fmt: skip
+MISTRAL = (
+    ConfigRow("kv_heads",  ("num_key_value_heads",), int,   8, nullable=True),
+    ConfigRow("norm_eps",  ("rms_norm_eps",),        float, 1e-6),
+    ConfigRow("rope_base", ("rope_theta",),          float, 10000.0),
+)  # fmt: skip
+QWEN2 = (
+    ConfigRow("kv_heads",  ("num_key_value_heads",), int,   32, nullable=True),
+    ConfigRow("norm_eps",  ("rms_norm_eps",),        float, 1e-6),
+    ConfigRow("rope_base", ("rope_theta",),          float, 10000.0),
+)  # fmt: skip
+MIXTRAL = (
+    ConfigRow("kv_heads",   ("num_key_value_heads",), int,   8, nullable=True),
+    ConfigRow("norm_eps",   ("rms_norm_eps",),        float, 1e-5),
+    ConfigRow("rope_base",  ("rope_theta",),          float, 1000000.0),
+    ConfigRow("experts",    ("num_local_experts",),   int,   8),
+    ConfigRow("top_k",      ("num_experts_per_tok",), int,   2),
+    ConfigRow("expert_ffn", ("intermediate_size",),   int),
+)  # fmt: skip
+GPT2 = (
+    ConfigRow("layers",   ("n_layer",),                                int),
+    ConfigRow("hidden",   ("n_embd",),                                 int),
+    ConfigRow("heads",    ("n_head",),                                 int),
+    ConfigRow("ffn",      ("n_inner",),                                int,   None),
+    ConfigRow("vocab",    ("vocab_size",),                             int),
+    ConfigRow("context",  ("n_positions",),                            int),
+    ConfigRow("tied",     ("tie_word_embeddings",),                    bool,  True),
+    ConfigRow("norm_eps", ("layer_norm_epsilon",),                     float, 1e-5),
+    ConfigRow("dropout",  ("resid_pdrop", "embd_pdrop", "attn_pdrop"), float, 0.1),
+)  # fmt: skip
+
+PLAIN_ROPE = (
+    AllowedValues("rope_type", ("default", "llama3")),
+    AllowedValues("partial_rotary_factor", (1,)),
+    AllowedValues("attention_dropout", (0,)),  # our dropout is of the residual stream too
+)
+
+CONFIG_KINDS: dict[str, ConfigKind] = {
+    "gpt2": ConfigKind(
+        architecture="GPT2LMHeadModel",
+        fixed={"norm": "layernorm", "positions": "learned", "bias": True},
+        rows=GPT2,
+        act="activation_function",
+        acts={"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu", "silu": "silu"},
+        allowed=(
+            AllowedValues("scale_attn_weights", (True,)),
+            AllowedValues("scale_attn_by_inverse_layer_idx", (False,)),
+            AllowedValues("add_cross_attention", (False,)),
+        ),
+    ),
+    "llama": ConfigKind(
+        architecture="LlamaForCausalLM",
+        fixed=ROPE,
+        rows=SIZES + LLAMA,
+        act="hidden_act",
+        acts=GATED,
+        allowed=PLAIN_ROPE,
+    ),
+    "mistral": ConfigKind(
+        architecture="MistralForCausalLM",
+        fixed=ROPE | {"bias": False},
+        rows=SIZES + MISTRAL,
+        act="hidden_act",
+        acts=GATED,
+        allowed=PLAIN_ROPE,
+        window=4096,
+    ),
+    "mixtral": ConfigKind(
+        architecture="MixtralForCausalLM",
+        fixed=ROPE | {"bias": False},
+        rows=SIZES + MIXTRAL,
+        act="hidden_act",
+        acts=GATED,
+        allowed=(*PLAIN_ROPE, AllowedValues("router_jitter_noise", (0,))),
+    ),
+    "qwen2": ConfigKind(
+        architecture="Qwen2ForCausalLM",
+        fixed=ROPE | {"bias": False, "qkv_bias": True},
+        rows=SIZES + QWEN2,
+        act="hidden_act",
+        acts=GATED,
+        allowed=PLAIN_ROPE,
+        window=4096,
+        uses_window=False,
+    ),
+}  # keyed by model_type
+
+
+def read_hf_config(path: str | Path) -> dict[str, object]:
+    """Return the keys of `model` that a config.json, or the folder that holds it, states; raises Unreadable with every problem."""
+    file = _config_file(path)
+    config = _read_json(file)
+    model_type = _known_model_type(config, file)
+    kind, family = CONFIG_KINDS[model_type], family_of_type(model_type)
+    flat = _flatten_rope(config)
+    found = (
+        *_type_problems(flat, kind),
+        *_disagreements(flat, kind),
+        *_unsupported(flat, kind, family),
+        *_window_problems(flat, kind, family),
+    )
+    if found:
+        raise Unreadable([Problem(rule="hf", says=f"{file}: {says}", mend=fix) for says, fix in found])
+    values = {row.ours: flat.get(row.theirs[0], row.default) for row in kind.rows}
+    act = kind.acts[str(flat.get(kind.act) or next(iter(kind.acts)))]
+    keys: dict[str, object] = {"family": family, **values, **kind.fixed, "act": act, "hf": str(path)}
+    return {key: value for key, value in keys.items() if value is not None}
+
+
+def needs_family_hf(path: str | Path) -> bool:
+    """Whether only transformers has the model_type of a config.json, so that it is of family hf; raises Unreadable for a bad file."""
+    model_type = _read_json(_config_file(path)).get("model_type")
+    return isinstance(model_type, str) and model_type not in CONFIG_KINDS
+
+
+def family_of_type(model_type: str) -> str:
+    """Return the name of the family that a model_type of CONFIG_KINDS is read as."""
+    return next(name for name, family in FAMILIES.items() if model_type in family.model_types)
+
+
+def _config_file(path: str | Path) -> Path:
+    """Return the config.json that a path names, or that lies in the folder that it names."""
+    return Path(path) / "config.json" if os.path.isdir(path) else Path(path)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(read_plain(file).decode("utf-8-sig"))
+    except OSError as error:
+        raise Unreadable([Problem(rule="hf", says=f"model.hf={file}: {error.strerror}", mend="name a config.json or its folder")]) from None
+    except json.JSONDecodeError as error:
+        at = f"{file}, line {error.lineno}, column {error.colno}"
+        raise Unreadable([Problem(rule="hf", says=f"{at}: {error.msg}", mend="it has to be JSON")]) from None
+    except (UnicodeDecodeError, RecursionError, ValueError):
+        raise Unreadable([Problem(rule="hf", says=f"{file} is not a config.json", mend="it has to be JSON")]) from None
+    if not isinstance(config, dict):
+        raise Unreadable([Problem(rule="hf", says=f"{file} does not hold a mapping of keys", mend="it has to be a model's config.json")])
+    return config
+
+
+def _known_model_type(config: Mapping[str, Any], file: Path) -> str:
+    """Return a file's model_type or, where it has none, that of its architecture; raises Unreadable for one that is not known."""
+    stated = config.get("model_type")
+    listed = config.get("architectures")
+    architectures = listed if isinstance(listed, list) else []
+    for model_type, kind in CONFIG_KINDS.items():
+        if stated == model_type or (stated is None and kind.architecture in architectures):
+            return model_type
+    says = f"{file}: model_type={_text(stated)} has no family here" if stated is not None else f"{file}: model_type is missing"
+    fix = f"known: {', '.join(CONFIG_KINDS)}; any other model type of transformers is family hf, which can't begin from weights"
+    raise Unreadable([Problem(rule="hf", says=says, mend=fix)])
+
+
+def _flatten_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the file's keys with those of its rotary embedding among them: rope_parameters (transformers 5) or rope_scaling."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        return {**config, "rope_type": rope}  # one for each kind of layer, which no family has
+    unnamed = "unnamed" if "factor" in rope else None
+    return {**config, **rope, "rope_type": rope.get("rope_type") or rope.get("type") or unnamed}
+
+
+_TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false"}
+
+
+def _type_problems(config: Mapping[str, Any], kind: ConfigKind) -> Iterator[tuple[str, str]]:
+    """Yield (problem, fix) for keys that are missing or of the wrong type."""
+    for key, row in ((name, each) for each in kind.rows for name in each.theirs):
+        value = config.get(key)
+        if key not in config:
+            if row.default == REQUIRED:
+                yield f"{key} is missing", f"set it to {_TYPE_NAMES[row.kind]}"
+        elif not _has_type(value, row.kind) and not (value is None and (row.nullable or row.default is None)):
+            yield f"{key}={json.dumps(value)} is not {_TYPE_NAMES[row.kind]}", ""
+
+
+def _has_type(value: object, kind: type) -> bool:
+    if kind is bool or isinstance(value, bool):
+        return isinstance(value, bool) and kind is bool
+    return isinstance(value, int) or (kind is float and isinstance(value, float))
+
+
+def _disagreements(config: Mapping[str, Any], kind: ConfigKind) -> Iterator[tuple[str, str]]:
+    """Yield (problem, fix) for keys of the file that are one key here and differ."""
+    for row in kind.rows:
+        values = [config.get(key, row.default) for key in row.theirs]
+        if any(value != values[0] for value in values):
+            pairs = ", ".join(f"{key}={_text(value)}" for key, value in zip(row.theirs, values, strict=True))
+            yield f"{pairs} differ, but model.{row.ours} is a single value", "set them to the same value"
+
+
+def _unsupported(config: Mapping[str, Any], kind: ConfigKind, family: str) -> Iterator[tuple[str, str]]:
+    """Yield (problem, fix) for values that our family does not have."""
+    for row in (*kind.allowed, AllowedValues(kind.act, tuple(kind.acts))):
+        value = config.get(row.theirs)
+        if value is not None and value not in row.values:
+            yield f"family {family} does not have {row.theirs}={_text(value)}", f"it has {' or '.join(map(_text, row.values))}"
+
+
+def _window_problems(config: Mapping[str, Any], kind: ConfigKind, family: str) -> Iterator[tuple[str, str]]:
+    """Yield (problem, fix) for a sliding window that is shorter than the context, in layers that exist."""
+    window = config.get("sliding_window", kind.window)
+    layers, context = config.get("num_hidden_layers"), config.get("max_position_embeddings")
+    first, types = config.get("max_window_layers"), config.get("layer_types")  # Qwen2's layers before `first` have no window
+    is_off = config.get("use_sliding_window", kind.uses_window) is False
+    all_full = isinstance(types, list) and all(each == "full_attention" for each in types)
+    begins_after_last = types is None and isinstance(first, int) and isinstance(layers, int) and first >= layers
+    covers_context = isinstance(window, int) and isinstance(context, int) and window >= context
+    if window is not None and not (is_off or all_full or begins_after_last or covers_context):
+        says = f"family {family} does not have sliding_window={_text(window)} with max_position_embeddings={_text(context)}"
+        yield says, "null is full attention"
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,140 @@
+"""The tensor of a Hugging Face folder that holds each of our weights, and the model_type whose class computes a model."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from ...spec.problem import Problem, Unreadable
+from ...spec.run import Model, Run
+from .config import CONFIG_KINDS
+
+
+@dataclass(frozen=True)
+class HfTensor:
+    """A tensor of a Hugging Face file: # in its name is the layer's number, @ the expert's where each expert has a tensor of its own.
+
+    `transposed`: it is [outer, inner]. `third`: which of three weights side by side in the tensor is ours.
+    """
+
+    name: str
+    transposed: bool = False
+    third: int | None = None
+
+
+# fmt: off
+GPT2 = {
+    "embedding":       HfTensor("transformer.wte"),
+    "positions":       HfTensor("transformer.wpe"),
+    "norm1":           HfTensor("transformer.h.#.ln_1"),
+    "attention.query": HfTensor("transformer.h.#.attn.c_attn", third=0),
+    "attention.key":   HfTensor("transformer.h.#.attn.c_attn", third=1),
+    "attention.value": HfTensor("transformer.h.#.attn.c_attn", third=2),
+    "attention.out":   HfTensor("transformer.h.#.attn.c_proj"),
+    "norm2":           HfTensor("transformer.h.#.ln_2"),
+    "mlp.up":          HfTensor("transformer.h.#.mlp.c_fc"),
+    "mlp.down":        HfTensor("transformer.h.#.mlp.c_proj"),
+    "norm":            HfTensor("transformer.ln_f"),
+    "head":            HfTensor("lm_head", transposed=True),
+}
+LLAMA = {
+    "embedding":       HfTensor("model.embed_tokens"),
+    "norm1":           HfTensor("model.layers.#.input_layernorm"),
+    "attention.query": HfTensor("model.layers.#.self_attn.q_proj", transposed=True),
+    "attention.key":   HfTensor("model.layers.#.self_attn.k_proj", transposed=True),
+    "attention.value": HfTensor("model.layers.#.self_attn.v_proj", transposed=True),
+    "attention.out":   HfTensor("model.layers.#.self_attn.o_proj", transposed=True),
+    "norm2":           HfTensor("model.layers.#.post_attention_layernorm"),
+    "mlp.gate":        HfTensor("model.layers.#.mlp.gate_proj",    transposed=True),
+    "mlp.up":          HfTensor("model.layers.#.mlp.up_proj",      transposed=True),
+    "mlp.down":        HfTensor("model.layers.#.mlp.down_proj",    transposed=True),
+    "norm":            HfTensor("model.norm"),
+    "head":            HfTensor("lm_head",                         transposed=True),
+}
+MIXTRAL = {name: tensor for name, tensor in LLAMA.items() if not name.startswith("mlp.")} | {
+    "router":          HfTensor("model.layers.#.block_sparse_moe.gate",         transposed=True),
+    "experts.gate":    HfTensor("model.layers.#.block_sparse_moe.experts.@.w1", transposed=True),
+    "experts.up":      HfTensor("model.layers.#.block_sparse_moe.experts.@.w3", transposed=True),
+    "experts.down":    HfTensor("model.layers.#.block_sparse_moe.experts.@.w2", transposed=True),
+}
+# fmt: on
+HF_TENSORS = {
+    "gpt2": GPT2,
+    "llama": LLAMA,
+    "mixtral": MIXTRAL,
+    "qwen2": LLAMA,
+}  # keyed by the model_type that is written; Mistral is written as Llama
+
+
+def hf_tensor(weight: str, tensors: Mapping[str, HfTensor]) -> HfTensor:
+    """Return the tensor of one of our weights: layers.3.mlp.up.bias is transformer.h.3.mlp.c_fc.bias."""
+    layer, _, kind = weight.rpartition(".")
+    index = ""
+    if layer.startswith("layers."):
+        _, index, layer = layer.split(".", 2)
+    tensor = tensors[layer]
+    name = f"{tensor.name.replace('#', index)}.{kind}"
+    return HfTensor(name, transposed=tensor.transposed and kind == "weight", third=tensor.third)
+
+
+def find_hf_tensor(weight: str, tensors: Mapping[str, HfTensor], names: Container[str]) -> HfTensor:
+    """Return the tensor of a weight in files that hold these names: GPT-2 on the hub leaves out the "transformer." prefix."""
+    tensor = hf_tensor(weight, tensors)
+    bare = tensor.name.partition(".")[2]
+    return replace(tensor, name=bare) if tensor.name not in names and bare in names else tensor
+
+
+def expert_tensors(tensor: HfTensor, shape: tuple[int, ...]) -> Iterator[tuple[HfTensor, tuple[int, ...]]]:
+    """Yield the tensors, with their shapes, that make up one of our weights of this shape: one, or one per expert."""
+    if "@" not in tensor.name:
+        yield tensor, shape
+        return
+    for expert in range(shape[0]):
+        yield replace(tensor, name=tensor.name.replace("@", str(expert))), shape[1:]
+
+
+def architecture_keys(model: Model, run: Run) -> dict[str, object]:
+    """Return the keys that decide a model's logits, with every default filled in."""
+    rope = {"rope_base": model.rope_base} if model.positions == "rope" else {"context": model.context or run.train.seq}
+    ffn = model.ffn or 4 * model.hidden
+    mixture = {
+        "experts": model.experts,
+        "top_k": model.top_k,
+        "expert_ffn": model.expert_ffn or ffn,
+        "shared_experts": model.shared_experts,
+        "capacity": model.capacity,
+    }
+    return (rope | mixture if model.experts else rope) | {
+        "layers": model.layers,
+        "hidden": model.hidden,
+        "heads": model.heads,
+        "kv_heads": model.kv_heads or model.heads,
+        "head_dim": model.head_dim or model.hidden // model.heads,
+        "ffn": mixture["expert_ffn"] if model.experts else ffn,
+        "vocab": model.vocab,
+        "tied": model.tied,
+        "bias": model.bias,
+        "qkv_bias": model.bias if model.qkv_bias is None else model.qkv_bias,
+        "norm": model.norm,
+        "norm_eps": model.norm_eps,
+        "act": model.act,
+        "positions": model.positions,
+    }
+
+
+def hf_model_type(run: Run) -> str:
+    """Return the model_type, of those with known tensors, whose class computes the run's model; raises Unreadable where there is none."""
+    keys = architecture_keys(run.model, run)
+    plain_heads = keys["kv_heads"] == keys["heads"] and run.model.heads * int(str(keys["head_dim"])) == run.model.hidden
+    same_bias = keys["bias"] == keys["qkv_bias"]
+    form = (keys["norm"], keys["positions"])
+    if form == ("layernorm", "learned") and plain_heads and same_bias and keys["act"] in CONFIG_KINDS["gpt2"].acts.values():
+        return "gpt2"
+    if form == ("rmsnorm", "rope") and keys["act"] == "swiglu" and (same_bias or keys["qkv_bias"]):
+        if not run.model.experts:
+            return "llama" if same_bias else "qwen2"
+        if not (keys["bias"] or keys["qkv_bias"] or run.model.shared_experts or run.model.capacity):
+            return "mixtral"
+    says = "none of Hugging Face's GPT-2, Llama, Qwen2 and Mixtral computes what this model does"
+    fix = "GPT-2 has layernorm, learned positions and plain heads; the others rmsnorm, rope and swiglu, Mixtral no shared experts"
+    raise Unreadable([Problem(rule="weights", says=says, mend=fix)])

@@ -1,0 +1,136 @@
+"""Weights between our names and a Hugging Face folder of safetensors, in both directions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ...spec.problem import Problem, Unreadable
+from ...spec.run import Run
+from .config import CONFIG_KINDS
+from .folder import INDEX, WHOLE, check_folder, weight_files
+from .names import HF_TENSORS, HfTensor, architecture_keys, expert_tensors, hf_model_type, hf_tensor
+
+MAX_FILE_BYTES = 4_000_000_000
+NO_TOKENS: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+TEMPERATURE = 0.8  # the default of `distrain generate`
+
+
+def read_hf_weights(folder: str | Path, run: Run) -> Iterator[tuple[str, Tensor]]:
+    """Yield each weight of a run's model by logical name, in its logical shape, reading one at a time.
+
+    Raises Unreadable, before the first, with every difference between the folder and the model.
+    """
+    folder = Path(folder)
+    weights = check_folder(folder, run)
+    with ExitStack() as stack:
+        files = [stack.enter_context(safe_open(path, framework="pt")) for path in weight_files(folder)]
+        file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+        for weight in weights:
+            parts = [_read_tensor(file_of[tensor.name], tensor, shape) for tensor, shape in expert_tensors(weight.tensor, weight.shape)]
+            yield weight.name, torch.stack(parts) if "@" in weight.tensor.name else parts[0]
+
+
+def _read_tensor(file: Any, tensor: HfTensor, shape: tuple[int, ...]) -> Tensor:
+    if tensor.third is None:
+        whole: Tensor = file.get_tensor(tensor.name)
+        return whole.t() if tensor.transposed else whole
+    third = slice(tensor.third * shape[-1], (tensor.third + 1) * shape[-1])
+    part: Tensor = file.get_slice(tensor.name)[(..., third) if len(shape) > 1 else third]
+    return part
+
+
+def write_hf_folder(
+    weights: Iterable[tuple[str, Tensor]],
+    run: Run,
+    folder: str | Path,
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    special: Mapping[str, int | None] = NO_TOKENS,
+) -> None:
+    """Write weights, by logical name and in logical shape, as a folder that transformers loads: safetensors, config.json and
+    generation_config.json.
+
+    One file of at most `max_file_bytes` is in memory at a time; `special` are the token ids that both configs name. Raises Unreadable
+    where no class of transformers computes this model, or where the folder already holds weights.
+    """
+    folder, model_type = Path(folder), hf_model_type(run)
+    if any(folder.glob("*.safetensors*")):
+        raise Unreadable([Problem(rule="weights", says=f"{folder} holds weights", mend="name a folder that does not exist yet")])
+    folder.mkdir(parents=True, exist_ok=True)
+    files: list[dict[str, int]] = []  # bytes of each tensor in each file
+    dtype = ""
+    for tensors in _split_by_bytes(_hf_tensors(weights, model_type, run), max_file_bytes):
+        dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+        save_file(tensors, folder / f"{len(files)}.part", metadata={"format": "pt"})
+        files.append({name: tensor.nbytes for name, tensor in tensors.items()})
+    names = [WHOLE] if len(files) == 1 else [f"model-{at + 1:05d}-of-{len(files):05d}.safetensors" for at in range(len(files))]
+    for at, name in enumerate(names):
+        (folder / f"{at}.part").rename(folder / name)
+    if len(files) > 1:
+        weight_map = {tensor: name for name, sizes in zip(names, files, strict=True) for tensor in sizes}
+        _write_json(folder / INDEX, {"metadata": {"total_size": sum(sum(sizes.values()) for sizes in files)}, "weight_map": weight_map})
+    _write_json(folder / "config.json", {**hf_config(run, model_type, dtype), **special})
+    _write_json(folder / "generation_config.json", generation_config(run, special))
+
+
+def _write_json(path: Path, content: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _hf_tensors(weights: Iterable[tuple[str, Tensor]], model_type: str, run: Run) -> Iterator[tuple[str, Tensor]]:
+    """Yield Hugging Face's names and tensors. In GPT-2 three of our weights are one tensor, and a bias that our model lacks is 0."""
+    thirds: dict[str, dict[int, Tensor]] = {}
+    for name, weight in weights:
+        tensor = hf_tensor(name, HF_TENSORS[model_type])
+        whole = weight.detach().cpu()
+        if tensor.third is not None:
+            parts = thirds.setdefault(tensor.name, {})
+            parts[tensor.third] = whole
+            if len(parts) < 3:
+                continue
+            whole = torch.cat([thirds[tensor.name].pop(third) for third in range(3)], dim=-1)
+        for expert, (each, _) in enumerate(expert_tensors(tensor, tuple(whole.shape))):
+            part = whole[expert] if "@" in tensor.name else whole
+            yield each.name, (part.t() if each.transposed else part).contiguous()
+        if model_type == "gpt2" and not run.model.bias and (".attention." in name or ".mlp." in name):
+            yield tensor.name.removesuffix("weight") + "bias", torch.zeros(whole.shape[-1], dtype=whole.dtype)
+
+
+def _split_by_bytes(tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors in groups of at most `max_bytes`; a larger tensor is a group of its own."""
+    group: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if group and sum(each.nbytes for each in group.values()) + tensor.nbytes > max_bytes:
+            yield group
+            group = {}
+        group[name] = tensor
+    yield group
+
+
+def hf_config(run: Run, model_type: str, dtype: str) -> dict[str, object]:
+    """Return the config.json of a run's model: the keys that `read_hf_config` reads, and those that transformers would guess wrongly."""
+    kind = CONFIG_KINDS[model_type]
+    ours = architecture_keys(run.model, run) | {"dropout": run.model.dropout}
+    sizes = {theirs: ours[row.ours] for row in kind.rows for theirs in row.theirs}
+    act = next(theirs for theirs, act in kind.acts.items() if act == run.model.act)
+    config: dict[str, object] = {"architectures": [kind.architecture], "model_type": model_type, "torch_dtype": dtype, **NO_TOKENS}
+    if run.model.positions == "rope":
+        rope = {"rope_type": "default", "rope_theta": run.model.rope_base}
+        config |= {"max_position_embeddings": run.train.seq, "rope_parameters": rope}
+    return config | {kind.act: act} | sizes
+
+
+def generation_config(run: Run, special: Mapping[str, int | None]) -> dict[str, object]:
+    """Return the generation_config.json of a model trained on plain text: it samples up to the end of its context, or to `eos`."""
+    context = run.train.seq if run.model.positions == "rope" else run.model.context or run.train.seq
+    known = {key: value for key, value in special.items() if value is not None}
+    return {**known, "do_sample": True, "temperature": TEMPERATURE, "max_length": context}

@@ -1,0 +1,196 @@
+"""Op tables: a model as a table of ops over logical dims, from which it is planned and its parameters are named and shaped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from ...spec.run import Model, Train
+
+Dims = tuple[str, ...]  # names of logical dims: hidden ffn heads vocab seq experts batch ...
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor by its logical dims; `width` is bytes per element, None: an activation's."""
+
+    dims: Dims
+    width: int | None = None
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter by its name inside its block, and its logical dims."""
+
+    name: str
+    dims: Dims
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of the whole model: its logical name (`layers.3.attention.query.weight`) and, for each dim of its tensor, the
+    logical dims that are flattened into it. A matrix has its inner dims as rows and its outer dims as columns."""
+
+    name: str
+    dims: tuple[Dims, ...]
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the tensor's shape."""
+        return tuple(element_count(dims, sizes) for dims in self.dims)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """A matrix product y[rows, outer] = x[rows, inner] w[inner, outer], once for each of `groups`.
+
+    `outers` are products of one input that are computed as one. `computed` is the share that a kernel computes (a causal flash
+    kernel: half). `backward` is the cost of backward in forwards (two products; flash attention computes the scores again).
+    """
+
+    rows: Dims
+    inner: Dims
+    outers: tuple[Dims, ...]
+    groups: Dims = ()
+    computed: float = 1.0
+    backward: float = 2.0
+    fused: bool = False  # one kernel that does not write its intermediate results to memory: flash attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """One row of an op table: the op's weights, computation, memory traffic, saved activations and messages.
+
+    - `moves`: the tensors that one fused, memory-bound kernel reads and writes in forward. `eager_passes`: how many times as much is
+      moved where each torch operator is a kernel of its own. `kernels`: how many kernels there are.
+    - `saves_megatron`: the activations that Megatron saves for backward. `saves_torch`: those that our torch modules save (on a CPU, not
+      compiled), where the family states them; a storage that two ops save is listed once. `logits`: of the size of the logits.
+    - `core`: selective recomputation runs it again (arXiv:2205.05198 section 5).
+    - `reduces`: (dim, result): the ranks that split the dim add up the result. `enters`: the tensors that tensor-parallel ranks need
+      whole, besides the inputs of column layers. `exchanges`: the tensors that travel between the ranks of the experts.
+    """
+
+    name: str
+    weights: tuple[Weight, ...] = ()
+    product: Product | None = None
+    moves: tuple[Tensor, ...] = ()
+    saves_megatron: tuple[Tensor, ...] = ()
+    saves_torch: tuple[Tensor, ...] = ()
+    logits: tuple[Tensor, ...] = ()
+    reduces: tuple[tuple[str, Tensor], ...] = ()
+    enters: tuple[Tensor, ...] = ()
+    exchanges: tuple[Tensor, ...] = ()
+    core: bool = False
+    kernels: int = 1
+    eager_passes: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpTable:
+    """A model as blocks of ops: those before the layers, those of one layer, and those after the layers."""
+
+    sizes: Mapping[str, int]
+    embedding: tuple[Op, ...]
+    layer: tuple[Op, ...]
+    head: tuple[Op, ...]
+    tied: bool  # `head.weight` is the embedding's `embedding.weight`
+    has_costs: bool = True  # False: only the weights are stated; computation and activations are unknown
+
+    def blocks(self, layers: int) -> Iterator[tuple[int, tuple[Op, ...]]]:
+        """Yield (number of such blocks, ops) for each kind of block in a model of so many layers."""
+        yield 1, self.embedding
+        yield layers, self.layer
+        yield 1, self.head
+
+
+def logical_sizes(model: Model, train: Train) -> dict[str, int]:
+    """Return the elements along each logical dim, for one micro-batch of one data-parallel replica."""
+    head_dim = model.head_dim or model.hidden // model.heads
+    ffn = model.ffn or 4 * model.hidden
+    expert_ffn = model.expert_ffn or ffn
+    return {
+        "hidden": model.hidden,
+        "heads": model.heads,
+        "kv_heads": model.kv_heads or model.heads,
+        "head_dim": head_dim,
+        "ffn": ffn,
+        "vocab": model.vocab,
+        "context": model.context or train.seq,
+        "seq": train.seq,
+        "tokens": train.seq,  # the sequence of a tensor that sequence parallelism never splits
+        "keys": train.seq,  # the sequence of a tensor that no axis splits
+        "batch": train.microbatch,
+        "experts": model.experts,
+        "choices": model.experts,  # the experts of a tensor that expert parallelism does not split
+        "top_k": model.top_k,
+        "expert_ffn": expert_ffn,
+        "shared_ffn": expert_ffn * model.shared_experts,
+        "types": 2,
+    }
+
+
+def element_count(dims: Dims, sizes: Mapping[str, int]) -> int:
+    """Return the number of elements of a tensor with these logical dims."""
+    return prod(sizes[dim] for dim in dims)
+
+
+def parameter_count(table: OpTable, layers: int, *, active: bool = False) -> int:
+    """Return the number of parameters of the whole model; active: of those that one token uses (top_k of the experts)."""
+    sizes = table.sizes
+    total = 0
+    for blocks, ops in table.blocks(layers):
+        for weight in block_weights(ops):
+            if table.tied and weight.name == "head.weight":
+                continue
+            elements = element_count(weight.dims, sizes)
+            if active and "experts" in weight.dims:
+                elements = elements * sizes["top_k"] // sizes["experts"]
+            total += blocks * elements
+    return total
+
+
+def block_weights(ops: tuple[Op, ...]) -> Iterator[Weight]:
+    """Yield every weight of a block."""
+    for op in ops:
+        yield from op.weights
+
+
+def model_parameters(table: OpTable, layers: range, *, first: bool = True, last: bool = True) -> Iterator[Parameter]:
+    """Yield every parameter of a model, or of a part with these layers; `first`: with the embedding, `last`: with the head.
+
+    A tied head has no parameter of its own; in a part without the embedding it is a parameter with the embedding's name.
+    """
+    blocks = [(f"layers.{index}.", table.layer) for index in layers]
+    for prefix, ops in (("", table.embedding),) * first + (*blocks,) + (("", table.head),) * last:
+        for op in ops:
+            for weight in op.weights:
+                if not (table.tied and weight.name == "head.weight"):
+                    yield Parameter(prefix + weight.name, _flattened_dims(op, weight))
+                elif not first:
+                    yield Parameter("embedding.weight", (("vocab",), ("hidden",)))
+
+
+def _flattened_dims(op: Op, weight: Weight) -> tuple[Dims, ...]:
+    """Return the logical dims of each dim of a weight's tensor: a product's weight is one matrix for each of its groups, its bias one
+    vector; the dims of any other weight are not flattened."""
+    if op.product is None:
+        return tuple((dim,) for dim in weight.dims)
+    groups, inner = op.product.groups, op.product.inner
+    outer = weight.dims[len(groups) :]
+    matrix = () if weight.name.endswith(".bias") else (inner,)
+    return (*((dim,) for dim in groups), *matrix, outer[len(inner) if matrix else 0 :])
+
+
+def round_up(size: int, multiple: int) -> int:
+    """Return the smallest multiple that is at least `size`."""
+    return -(-size // multiple) * multiple
+
+
+def forward_flops(op: Op, sizes: Mapping[str, int]) -> int:
+    """Return the FLOPs of an op's forward pass: 2 x rows x inner x outer; attention is counted in full, not halved by its mask."""
+    product = op.product
+    if product is None:
+        return 0
+    outer = sum(element_count(dims, sizes) for dims in product.outers)
+    groups = element_count(tuple(dim for dim in product.groups if dim != "experts"), sizes)  # experts share the rows
+    return 2 * element_count(product.rows + product.inner, sizes) * outer * groups

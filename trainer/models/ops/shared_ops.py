@@ -1,0 +1,225 @@
+"""Ops that families share: attention, feed-forward, mixture of experts, norms, embedding and head, with the activations that each saves.
+
+`saves_megatron` follows Korthikanti et al. 2022 (arXiv:2205.05198 section 4.1): one GPT layer saves s b h (34 + 5 a s / h) bytes, at 2
+bytes per element and 1 per element of a mask. `saves_torch` is what trainer/layers/ saves. Without dropout the first is
+s b h (32 + 2 a s / h); the second is 8 s b more, for the norms' means and deviations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...spec.run import Model, Train
+from .op_table import Dims, Op, Product, Tensor, Weight
+
+TOKENS: Dims = ("seq", "batch")
+STREAM = Tensor((*TOKENS, "hidden"))  # the residual stream
+MASK = Tensor((*TOKENS, "hidden"), 1)
+QUERY: Dims = ("heads", "head_dim")
+KEY: Dims = ("kv_heads", "head_dim")
+SCORES: Dims = ("batch", "heads", "seq", "keys")
+
+
+def norm(name: str, model: Model) -> Op:
+    """LayerNorm or RMSNorm of the residual stream; saves its input, 2sbh. Our modules also save a mean and a deviation per token."""
+    scale = (Weight(f"{name}.weight", ("hidden",)),)
+    shift = (Weight(f"{name}.bias", ("hidden",)),) if model.norm == "layernorm" else ()
+    # torch's LayerNorm is one kernel, in float32 under autocast; its RMSNorm is a cast, a square, a mean and two products.
+    passes = 2.0 if model.norm == "layernorm" else 4.0
+    per_token = (Tensor(TOKENS), Tensor(TOKENS)) if model.norm == "layernorm" else (Tensor(TOKENS, 4),)
+    return Op(
+        name=name,
+        weights=scale + shift,
+        moves=(STREAM, STREAM),
+        saves_megatron=(STREAM,),
+        saves_torch=(STREAM, *per_token),
+        eager_passes=passes,
+    )
+
+
+def linear(
+    name: str,
+    inner: Dims,
+    outers: tuple[tuple[str, Dims], ...],
+    *,
+    bias: bool,
+    saves: tuple[Tensor, ...] = (),
+    rows: Dims = TOKENS,
+    groups: Dims = (),
+) -> Op:
+    """A matrix product with weights; `outers` are (suffix of the weight's name, dims of its output), all of one input."""
+    weights = tuple(Weight(f"{name}{part}.weight", (*groups, *inner, *outer)) for part, outer in outers)
+    biases = tuple(Weight(f"{name}{part}.bias", (*groups, *outer)) for part, outer in outers) if bias else ()
+    product = Product(rows=rows, inner=inner, outers=tuple(outer for _, outer in outers), groups=groups)
+    return Op(name=name, weights=weights + biases, product=product, saves_megatron=saves, saves_torch=saves)
+
+
+def attention(model: Model, train: Train, *, causal: bool = True) -> tuple[Op, ...]:
+    """The query, key and value products, the core of attention, and the output product: saves 11sbh + 5as2b."""
+    query, key, value = Tensor(TOKENS + QUERY), Tensor(TOKENS + KEY), Tensor(TOKENS + KEY)
+    bias = model.bias if model.qkv_bias is None else model.qkv_bias
+    parts = ((".query", QUERY), (".key", KEY), (".value", KEY))
+    rope = (Op(name="attention.rope", moves=(query, query, key, key), eager_passes=4.0),) if model.positions == "rope" else ()
+    return (
+        linear("attention", ("hidden",), parts, bias=bias, saves=(STREAM, query, key, value)),
+        *rope,
+        *(_flash_core(model, causal) if train.attention == "flash" else _math_core(model)),
+        linear("attention.out", QUERY, (("", ("hidden",)),), bias=model.bias, saves=(query,)),
+    )
+
+
+def _flash_core(model: Model, causal: bool) -> tuple[Op, ...]:
+    """FlashAttention-2 (arXiv:2307.08691): saves a float32 log-sum-exp; backward costs 2.5 forwards.
+
+    Its dropout can't be keyed: with dropout our modules take the path of separate kernels, and save what that saves.
+    """
+    product = Product(
+        rows=("seq",),
+        inner=("head_dim",),
+        outers=(("keys",), ("keys",)),
+        groups=("batch", "heads"),
+        computed=0.5 if causal else 1.0,
+        backward=2.5,
+        fused=True,
+    )
+    log_sums = (Tensor(("batch", "heads", "seq"), 4),)
+    torch_saves = _softmax_saves(model) if model.dropout else log_sums
+    return (Op(name="attention.core", product=product, saves_megatron=log_sums, saves_torch=torch_saves, core=True),)
+
+
+def _softmax_saves(model: Model) -> tuple[Tensor, ...]:
+    """The saved activations of attention with its scores in memory: softmax's result; with dropout also the mask and dropout's result."""
+    scores, mask = Tensor(SCORES), Tensor(SCORES, 1)
+    return (scores, mask, scores) if model.dropout else (scores,)
+
+
+def _math_core(model: Model) -> tuple[Op, ...]:
+    """Scores, softmax, dropout and values as separate kernels: saves 2as2b, and 3as2b more with dropout."""
+    scores, *dropped = saves = _softmax_saves(model)
+    heads: Dims = ("batch", "heads")
+    return (
+        Op(name="attention.scores", product=Product(rows=("seq",), inner=("head_dim",), outers=(("keys",),), groups=heads), core=True),
+        Op(
+            name="attention.softmax",
+            moves=(scores, scores, *((scores, *dropped) if dropped else ())),
+            saves_megatron=saves,
+            saves_torch=saves,
+            core=True,
+            kernels=2 if dropped else 1,
+            eager_passes=2.0,  # scaling and masking are kernels of their own
+        ),
+        Op(name="attention.values", product=Product(rows=("seq",), inner=("keys",), outers=(("head_dim",),), groups=heads), core=True),
+    )
+
+
+def residual(name: str, model: Model) -> Op:
+    """Dropout, and the sum with the residual stream; saves a mask, sbh, with dropout."""
+    masks = (MASK,) if model.dropout else ()
+    passes = 1.5 if masks else 1.0
+    return Op(name=name, moves=(STREAM, STREAM, STREAM, *masks), saves_megatron=masks, saves_torch=masks, eager_passes=passes)
+
+
+def feed_forward(model: Model, *, name: str = "mlp", dim: str = "ffn") -> tuple[Op, ...]:
+    """The two (gated: three) products around an activation: saves 18sbh of the paper's 19 at ffn = 4h."""
+    wide = Tensor((*TOKENS, dim))
+    gated = model.act in ("swiglu", "geglu")
+    parts: tuple[tuple[str, Dims], ...] = ((".gate", (dim,)), (".up", (dim,))) if gated else ((".up", (dim,)),)
+    inputs = (wide,) * len(parts)
+    # Autograd also saves the activated gate. Of a ReLU it saves only the result, which the next product saves.
+    torch_saves = () if model.act == "relu" else (*inputs, wide) if gated else inputs
+    passes = 1.7 if gated else 1.0
+    return (
+        linear(name, ("hidden",), parts, bias=model.bias, saves=(STREAM,)),
+        Op(name=f"{name}.act", moves=(*inputs, wide), saves_megatron=inputs, saves_torch=torch_saves, eager_passes=passes),
+        linear(f"{name}.down", (dim,), (("", ("hidden",)),), bias=model.bias, saves=(wide,)),
+    )
+
+
+def mixture(model: Model) -> tuple[Op, ...]:
+    """Top-k routed experts, no token dropped: each token travels to top_k experts and back (arXiv:2401.04088).
+
+    Tensor-parallel ranks need the tokens and logits whole, and add up the output; of the routed copies nothing travels between them.
+    Every tensor rank of our modules saves the full routed copies, so their sequence dim is named `tokens`, which tensor parallelism
+    does not split.
+    """
+    rows: Dims = (*TOKENS, "top_k")
+    sent, wide = Tensor((*rows, "hidden")), Tensor((*rows, "expert_ffn"))
+    logits = Tensor((*TOKENS, "choices"), 4)
+    copies: Dims = ("tokens", "batch", "top_k")
+    copy_rows = Tensor((*copies, "hidden"))
+    choice = (Tensor(copies, 8), Tensor(copies, 4))  # each copy's expert and weight
+    balance = (Tensor(("tokens", "batch", "choices"), 4), Tensor(("batch", "choices"), 4)) if model.aux_loss else ()
+    ends = (Tensor(("experts",), 8),)  # the end of each expert's copies
+    parts: tuple[tuple[str, Dims], ...] = ((".gate", ("expert_ffn",)), (".up", ("expert_ffn",)))
+    activated = (wide, wide) if model.act == "relu" else (wide, wide, wide)  # of a ReLU autograd saves only the result
+    router = Op(
+        name="router",
+        weights=(Weight("router.weight", ("hidden", "choices")),),
+        product=Product(rows=TOKENS, inner=("hidden",), outers=(("choices",),)),
+        saves_megatron=(STREAM, logits),
+        saves_torch=(STREAM, *choice, *balance),
+        enters=(logits,),
+    )
+    shared = feed_forward(model, name="shared", dim="shared_ffn") if model.shared_experts else ()
+    return (
+        router,
+        Op(
+            name="dispatch",
+            moves=(STREAM, sent),
+            saves_torch=(copy_rows, Tensor(copies, 8), *ends),
+            exchanges=(sent,),
+            enters=(STREAM,),
+        ),
+        replace(linear("experts", ("hidden",), parts, bias=False, saves=(sent,), rows=rows, groups=("experts",)), saves_torch=()),
+        Op(name="experts.act", moves=(wide, wide, wide), saves_megatron=(wide, wide), saves_torch=activated, eager_passes=1.7),
+        linear("experts.down", ("expert_ffn",), (("", ("hidden",)),), bias=False, saves=(wide,), rows=rows, groups=("experts",)),
+        Op(
+            name="combine",
+            moves=(sent, STREAM),
+            saves_megatron=(sent,),
+            saves_torch=(copy_rows,),
+            exchanges=(sent,),
+            reduces=(("expert_ffn", STREAM),),
+        ),
+        *shared,
+    )
+
+
+def embedding(model: Model, *, types: bool = False) -> tuple[Op, ...]:
+    """The token, position and segment tables; saves the dropout mask, sbh. Our modules also save the position indices or rotary angles."""
+    tables = [Weight("embedding.weight", ("vocab", "hidden"))]
+    if model.positions == "learned":
+        tables.append(Weight("positions.weight", ("context", "hidden")))
+    if types:
+        tables.append(Weight("types.weight", ("types", "hidden")))
+    masks = (MASK,) if model.dropout else ()
+    positions = {"learned": (Tensor(("tokens",), 8),), "rope": (Tensor(("tokens", "head_dim"), 4),), "none": ()}[model.positions]
+    return (
+        Op(
+            name="embedding",
+            weights=tuple(tables),
+            moves=(STREAM,) * (len(tables) + 1) + masks,
+            saves_megatron=masks,
+            saves_torch=masks + positions,
+            reduces=(("vocab", STREAM),),
+        ),
+    )
+
+
+def head(model: Model, *, bias: bool = False) -> tuple[Op, ...]:
+    """Logits and cross entropy: 2sbv for the logits and 4sbv for the float32 softmax (fp32: 4 and 4). Our modules save the logits and one
+    float32 per token."""
+    logits, softmax = Tensor((*TOKENS, "vocab")), Tensor((*TOKENS, "vocab"), 4)
+    per_token = Tensor(TOKENS, 4)
+    return (
+        linear("head", ("hidden",), (("", ("vocab",)),), bias=bias, saves=(STREAM,)),
+        Op(
+            name="loss",
+            moves=(logits, softmax, softmax),
+            saves_torch=(logits, Tensor(("tokens", "batch"), 4)),  # on every tensor rank, also where the sequence is split elsewhere
+            logits=(logits, softmax),
+            reduces=(("vocab", per_token), ("vocab", per_token), ("vocab", per_token)),
+            kernels=3,
+            eager_passes=1.5,
+        ),
+    )

@@ -1,0 +1,105 @@
+"""Memory and messages of a rank's weights, gradients and optimizer states: the part of a plan that depends on the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ..spec.run import Parallel, Run
+from .axes import dp
+from .block_costs import BlockCosts
+from .cost_context import CostContext
+from .layout import Layout, StageKind
+from .mesh import Mesh
+from .traffic_term import TrafficTerm
+from .weight_slices import TensorCopies, WeightShard
+
+
+class StateBytes(NamedTuple):
+    """Bytes on a rank of one kind of stage; `passing` is what each micro-batch in flight holds in addition to its activations."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    passing: int = 0
+
+
+class CostModel:
+    """Costs as the papers describe them: ZeRO (arXiv:1910.02054) and pipelines (arXiv:2104.04473).
+
+    A plan uses them for a layout that no engine runs. An engine that differs has a subclass in its row of `ENGINES`.
+    """
+
+    def gradient_path(self, frame: CostContext, parallel: Parallel, micros: int) -> dp.GradientSync:
+        """Return how gradients and weights travel on the data axis, for `micros` micro-batches a step.
+
+        In a pipeline, stage 2 too accumulates whole gradients and scatters them once a step, as Llama 3 and MegaScale do
+        (arXiv:2407.21783 section 3.3.2, 2402.15627).
+        """
+        return dp.GradientSync(
+            zero=parallel.zero,
+            micros=micros,
+            weight=frame.widths.weight,
+            gradient=frame.widths.gradient,
+            bucket=parallel.bucket,
+            algorithm=parallel.reduce,
+            scatters=True,
+            reused=0,
+            gather_hides=True,
+            overlap=parallel.overlap.data,
+            often=parallel.zero == 3 or (parallel.zero == 2 and parallel.pp == 1),
+        )
+
+    def state_bytes(self, frame: CostContext, layout: Layout, pieces: BlockCosts, kind: StageKind, dense: int, experts: int) -> StateBytes:
+        """Return the bytes of `dense` parameters and of `experts` that a rank of a kind of stage holds (arXiv:1910.02054 section 5)."""
+        parallel, width = layout.parallel, frame.widths
+        whole, sharded = dense + experts, sharded_elements(layout, dense, experts)
+        weights = width.weight * (sharded if parallel.zero >= 3 else whole)
+        optimizer = (width.master + frame.states) * (sharded if parallel.zero >= 1 else whole)
+        return StateBytes(
+            weights=0 if parallel.offload.parameters else weights,
+            gradients=width.gradient * (sharded if layout.gradient_sync.often else whole),
+            optimizer=0 if parallel.offload.optimizer else optimizer,
+            buffers=self._buffers(frame, layout, pieces, kind, whole),
+        )
+
+    def summed_elements(
+        self, frame: CostContext, layout: Layout, pieces: BlockCosts, kind: StageKind, copies: TensorCopies, data: int | None
+    ) -> int:
+        """Return the gradient elements that the tensor axis sums on the data-parallel rank `data` of a kind of stage (None: on the one with
+        most), of weights that all of its ranks hold (`replicated`) or some of them (`shared`)."""
+        ends = (pieces.embedding,) * kind.first + (pieces.head,) * kind.last
+        if copies == "shared":
+            return kind.layers * pieces.layer.shared
+        return kind.layers * pieces.layer.replicated + sum(end.replicated for end in ends)
+
+    def traffic_terms(self, run: Run, mesh: Mesh, shards: Sequence[WeightShard]) -> Iterator[TrafficTerm]:
+        """Yield how the engine's messages on the data axis differ from the planned ones for a rank's weight shards: here they don't."""
+        return iter(())
+
+    def _buffers(self, frame: CostContext, layout: Layout, pieces: BlockCosts, kind: StageKind, parameters: int) -> int:
+        """Return the bytes of recomputed tensors, ZeRO's bucket or gathered layers, sequence-parallel gathers, messages between stages.
+
+        ZeRO-3 holds the whole weights of two layers (the one that computes, the one gathered ahead) and one layer's whole gradients.
+        """
+        parallel, width, layer = layout.parallel, frame.widths, pieces.layer
+        total = layer.recomputed + gathered_input(layout, pieces)
+        if parallel.zero == 3 and layout.shard > 1:
+            largest = max(layer.dense + layer.experts, kind.first * pieces.embedding.dense, kind.last * pieces.head.dense)
+            total += largest * (2 * width.weight + width.gradient)
+        elif layout.shard > 1 and parallel.zero > 0:
+            total += min(parallel.bucket, parameters) * width.gradient
+        if layout.mesh.pp > 1:
+            total += 2 * pieces.stream  # one activation received, one gradient sent
+        return total
+
+
+def sharded_elements(layout: Layout, dense: int, experts: int) -> int:
+    """Return the elements of a rank's ZeRO shard of `dense` parameters and of `experts`."""
+    return -(-dense // layout.shard) - (-experts // layout.expert_shard)
+
+
+def gathered_input(layout: Layout, pieces: BlockCosts) -> int:
+    """Return the bytes of a column layer's input, gathered along the sequence."""
+    return pieces.stream * layout.parallel.tp if layout.parallel.sequence and layout.parallel.tp > 1 else 0

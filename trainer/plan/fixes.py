@@ -1,0 +1,199 @@
+"""Fixes of problems: each change shown to a user has been planned again and fixes what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+from math import prod
+
+from ..spec.problem import Problem
+from ..spec.run import MOST, Run
+from ..spec.units import gib_text
+from .broken_rule import BrokenRule
+from .changed_run import Change, overrides, with_changes
+from .engines import EngineLimit, engine_for
+from .estimate import Estimator
+from .mesh import replica_degrees
+from .result import Memory
+from .rules import broken_rules
+from .schedules import SCHEDULES
+
+SHOWN = 3  # fixes shown for one problem
+NEAREST = 2  # layouts shown for a limit of an engine
+DEPTH = 2  # further changes that one change may need
+MOST_TRIES = 400  # changed runs that are planned for one problem
+
+
+def problems_with_fixes(run: Run, broken: list[BrokenRule]) -> tuple[Problem, ...]:
+    """Return every broken rule of a run as a problem."""
+    return tuple(_rule_problem(run, each, broken) for each in broken)
+
+
+def _rule_problem(run: Run, rule: BrokenRule, broken: list[BrokenRule]) -> Problem:
+    """Return a broken rule as a problem, with those of its candidate changes that fix it and break no other rule."""
+    left = iter(range(MOST_TRIES))
+    others = {_subject(each) for each in broken if each is not rule}
+    fixes: list[Change] = []
+    for candidate in rule.candidates:
+        change = _completed_change(run, candidate, others, DEPTH, left)
+        if change is not None and not any(set(each) <= set(change) for each in fixes):
+            fixes.append(change)
+            if len(fixes) == SHOWN:
+                break
+    return _problem(rule.rule, rule.says, fixes, rule.fix)
+
+
+def engine_problems(run: Run) -> tuple[Problem, ...]:
+    """Return the limits of its engine that a run exceeds, each with the nearest layouts that the engine runs."""
+    _, limits = engine_for(run, run.parallel)
+    return tuple(_limit_problem(run, each, {limit.key for limit in limits}) for each in limits)
+
+
+def _limit_problem(run: Run, limit: EngineLimit, keys: set[str]) -> Problem:
+    """Return a limit as a problem. Its fixes are legal layouts that fit if the run does, and exceed no limit but the run's others."""
+    broken = {_subject(each) for each in _broken_rules(run)}
+    fits = not broken and _peak(run) is not None
+    fixes: list[Change] = []
+    left = iter(range(MOST_TRIES))
+    for candidate in limit.candidates:
+        change = _completed_change(run, candidate, broken, DEPTH, left) if candidate else None
+        if change is None or change in fixes:
+            continue
+        changed = with_changes(run, change)
+        if {each.key for each in engine_for(changed, changed.parallel)[1]} <= keys - {limit.key} and not (fits and _peak(changed) is None):
+            fixes.append(change)
+    return _problem("engine", limit.says, fixes[:NEAREST], limit.fix)
+
+
+def _problem(rule: str, says: str, fixes: list[Change], otherwise: str) -> Problem:
+    """Return a problem that tells its fixes as overrides, or a fix in words where there are none."""
+    changes = tuple(map(overrides, fixes))
+    mend = f"set {' or '.join(' '.join(each) for each in changes)}" if changes else otherwise
+    return Problem(rule=rule, says=says, mend=mend, changes=changes)
+
+
+def _peak(run: Run) -> int | None:
+    """Return the bytes of the fullest rank of a legal run; None where it does not fit."""
+    estimate = Estimator(run)(run.parallel, run.train.microbatch)
+    return estimate.peak if estimate.fits else None
+
+
+def _subject(rule: BrokenRule) -> tuple[str, str]:
+    """Return the subject of a broken rule, without the figures of its sentence: they may change while the rule stays broken."""
+    return rule.rule, rule.says.partition("=")[0]
+
+
+def _completed_change(run: Run, change: Change, before: set[tuple[str, str]], depth: int, left: Iterator[int]) -> Change | None:
+    """Return a change together with changes that fix any rule that it newly breaks; None where there are none."""
+    if next(left, None) is None or any(isinstance(value, int) and value > MOST for _, value in change):
+        return None
+    new = [each for each in _broken_rules(with_changes(run, change)) if _subject(each) not in before]
+    if not new:
+        return change
+    keys = {key for key, _ in change}
+    for further in new[0].candidates if depth else ():
+        if keys.isdisjoint(key for key, _ in further):
+            completed = _completed_change(run, (*change, *further), before, depth - 1, left)
+            if completed is not None:
+                return completed
+    return None
+
+
+def _broken_rules(run: Run) -> list[BrokenRule]:
+    return broken_rules(run, run.parallel, run.train.microbatch)
+
+
+def memory_problem(run: Run, memory: Memory) -> Problem:
+    """Return the problem of a run that does not fit: bytes of the fullest stage by kind, and the smallest changes with which it fits."""
+    held = memory.stages[memory.stage].bytes
+    kinds = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
+    rows = sorted(((getattr(held, kind), kind) for kind in kinds), reverse=True)
+    largest = ", ".join(f"{kind} {gib_text(size)}" for size, kind in rows[:3])
+    says = f"needs {gib_text(memory.peak)} GiB of {gib_text(memory.capacity)} on stage {memory.stage}: {largest}"
+    fits = list(fitting_changes(run))[:SHOWN]
+    changes = tuple(overrides(change) for change, _ in fits)
+    if not fits:
+        return Problem(rule="memory", says=says, mend="no change of layout was found that fits on this cluster")
+    names = [f"{' '.join(each)} ({gib_text(peak)})" for each, (_, peak) in zip(changes, fits, strict=True)]
+    return Problem(rule="memory", says=says, mend=f"fits with {' or '.join(names)}", changes=changes)
+
+
+def fitting_changes(run: Run) -> Iterator[tuple[Change, int]]:
+    """Yield changes with which a run fits, and the peak bytes then: of one key; if there are none, of two, then of three, then more nodes.
+
+    The order is by cost, from the least: recomputing attention's core, a schedule that holds less, sharding over all replicas,
+    splitting what tensor parallelism left whole, sharding more, a smaller micro-batch, recomputing all, more ranks for the model,
+    the host's memory, more nodes.
+    """
+    single = list(_single_changes(run))
+    for size in (1, 2, 3):
+        found = [each for change in _combined(single, size) if (each := _fitting(run, change)) is not None]
+        if found:
+            yield from found
+            return
+    changes = [(), *single, *_combined(single, 2)]
+    for times in (2, 4, 8, 16, 32, 64, 128):
+        for change in changes:
+            each = _fitting(run, (("cluster.nodes", run.cluster.nodes * times), *change))
+            if each is not None:
+                yield each
+                return
+
+
+def _combined(changes: list[Change], size: int) -> Iterator[Change]:
+    """Yield every `size` changes of different keys as one."""
+    for several in combinations(changes, size):
+        keys = [key for change in several for key, _ in change]
+        if len(keys) == len(set(keys)):
+            yield tuple(pair for change in several for pair in change)
+
+
+def _fitting(run: Run, change: Change) -> tuple[Change, int] | None:
+    """Return the change and the peak bytes with it, if the run is then legal, fits, and still has an engine if it had one."""
+    change = _filling(run, change)
+    changed = with_changes(run, change)
+    if _broken_rules(changed):
+        return None
+    if engine_for(run, run.parallel)[0] is not None and engine_for(changed, changed.parallel)[0] is None:
+        return None
+    peak = _peak(changed)
+    return None if peak is None else (change, peak)
+
+
+def _filling(run: Run, change: Change) -> Change:
+    """Return a change of degrees or nodes, with a data degree that fills the cluster again where the user set one."""
+    new = with_changes(run, change)
+    ranks, others = new.cluster.nodes * new.cluster.gpus, prod(replica_degrees(new.parallel).values())
+    if run.parallel.dp in ("auto", ranks // others) or ranks % others:
+        return change
+    return (*change, ("parallel.dp", ranks // others))
+
+
+def _single_changes(run: Run) -> Iterator[Change]:
+    """Yield changes that save memory, the cheapest first."""
+    parallel, train = run.parallel, run.train
+    if parallel.recompute == "none" and train.attention == "math":
+        yield (("parallel.recompute", "selective"),)
+    if parallel.pp > 1 and SCHEDULES[parallel.schedule].forward_first:
+        yield (("parallel.schedule", "1f1b"),)
+    if parallel.zero and parallel.shard != "all":
+        yield (("parallel.shard", "all"),)
+    if parallel.tp > 1 and not parallel.sequence:
+        yield (("parallel.sequence", True),)
+    for zero in range(parallel.zero + 1, 4):
+        yield (("parallel.zero", zero),)
+    if train.microbatch > 1:
+        for micro in (train.microbatch // 2, train.microbatch // 4, 1):
+            if 0 < micro < train.microbatch and train.microbatch % micro == 0:
+                yield (("train.microbatch", micro),)
+    if parallel.recompute != "full":
+        yield (("parallel.recompute", "full"),)
+    if train.attention == "math":
+        yield (("train.attention", "flash"),)
+    for axis, most in (("tp", run.cluster.gpus), ("pp", run.model.layers), ("cp", run.cluster.gpus)):
+        now = getattr(parallel, axis)
+        for times in (2, 4, 8):
+            if now * times <= most and (axis != "tp" or run.model.heads % (now * times) == 0):  # rather than pad
+                yield ((f"parallel.{axis}", now * times),)
+    if not parallel.offload.optimizer:
+        yield (("parallel.offload.optimizer", True),)

@@ -1,0 +1,74 @@
+"""Sizes of a block's tensors on one rank: the op table's sizes, split by the axes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from ..models.ops.op_table import Dims, OpTable, Tensor, round_up
+from ..spec.run import Parallel
+from .axes import AXES
+from .axes.axis import ActivationForm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSplit:
+    """The part of a layout that decides what a block costs one rank: the key by which the costs of blocks are cached."""
+
+    degrees: tuple[tuple[str, int], ...]  # of the axes that split a block on several ranks, innermost first
+    overlapped: tuple[str, ...]  # those of them whose messages hide under computation
+    sequence: bool
+    recompute: str
+    microbatch: int
+
+    def degree(self, axis: str) -> int:
+        """The degree of an axis; 1 for one that does not split blocks."""
+        return dict(self.degrees).get(axis, 1)
+
+
+def block_split(parallel: Parallel, microbatch: int) -> BlockSplit:
+    """The split of a layout's blocks. Axes within another come last."""
+    rows = [axis for axis in reversed(AXES.values()) if axis.messages and axis.degree(parallel) > 1]
+    rows.sort(key=lambda axis: axis.within is not None)
+    return BlockSplit(
+        degrees=tuple([(axis.name, axis.degree(parallel)) for axis in rows]),
+        overlapped=tuple([axis.name for axis in rows if axis.hides_messages(parallel)]),
+        sequence=parallel.sequence and parallel.tp > 1,
+        recompute=parallel.recompute,
+        microbatch=microbatch,
+    )
+
+
+class LocalTensors:
+    """Tensors of a model's blocks on one rank, for one micro-batch: whole sizes split by the axes, padded where they don't divide."""
+
+    def __init__(self, table: OpTable, split: BlockSplit, *, vocab_multiple: int, activation: int, form: ActivationForm) -> None:
+        """`activation` is the bytes of an element of an activation."""
+        self.activation, self.form, self.sequence = activation, form, split.sequence
+        self.axes = [AXES[name] for name, _ in split.degrees]
+        vocab = round_up(table.sizes["vocab"], vocab_multiple * split.degree("tp"))
+        self.sizes = {**table.sizes, "batch": split.microbatch, "vocab": vocab}
+        self._shares: dict[str, tuple[int, dict[str, int]]] = {  # of each axis: its degree, and a rank's elements where shares are uneven
+            axis.name: (degree, dict(axis.rank_sizes(table.sizes, degree, vocab_multiple)) if axis.rank_sizes else {})
+            for axis, (_, degree) in zip(self.axes, split.degrees, strict=True)
+        }
+
+    def shape(self, dims: Dims, *, without: str = "") -> list[int]:
+        """Sizes of a tensor on one rank, if the axis `without` did not split it; an axis splits one dim of it."""
+        local = [self.sizes[dim] for dim in dims]
+        for axis in self.axes:
+            dim = axis.split_dim(dims, sequence=self.sequence)
+            if dim is not None and axis.name != without:
+                degree, uneven = self._shares[axis.name]
+                share, whole = (uneven[dim], self.sizes[dim]) if dim in uneven else (1, degree)
+                at = dims.index(dim)
+                local[at] = -(-local[at] * share // whole)
+        return local
+
+    def count(self, dims: Dims, *, without: str = "") -> int:
+        """Elements of a tensor on one rank."""
+        return prod(self.shape(dims, without=without))
+
+    def bytes(self, tensor: Tensor, *, without: str = "") -> int:
+        """Bytes of a tensor on one rank."""
+        return self.count(tensor.dims, without=without) * (tensor.width or self.activation)

@@ -1,0 +1,142 @@
+"""Compares the messages that a rank counted in a step with those that its plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from ..spec.run import Run
+from .engines import cost_model, engine_for
+from .mesh_position import MeshPosition
+from .result import Message
+from .traffic_term import TrafficTerm
+
+CONTROL = "control"  # the axis of norms, flags, sums of losses, shapes, objects and barriers
+
+TOGETHER = ("dp", "ep")  # axes whose messages of a verb are compared with the plan together, in bytes
+
+Verdict = Literal["equal", "explained", "differs"]
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class MessageRow:
+    """Equal messages of one rank and step: the axis, the verb, bytes of one, how many."""
+
+    axis: str
+    verb: str
+    payload: int
+    count: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all."""
+        return self.payload * self.count
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedMessages:
+    """One line of the comparison. `payload` None: all messages of a verb together, as on the data axis, where engines cut them."""
+
+    axis: str
+    verb: str
+    payload: int | None
+    planned_count: int
+    planned_bytes: int
+    counted_count: int
+    counted_bytes: int
+    verdict: Verdict
+    why: str = ""
+
+
+class MessageKind(NamedTuple):
+    """The messages of one line: those of an axis, a verb and one payload, or (None) of any payload."""
+
+    axis: str
+    verb: str
+    payload: int | None
+
+    def includes(self, row: MessageRow) -> bool:
+        """Whether a row is of this kind."""
+        return (self.axis, self.verb) == (row.axis, row.verb) and self.payload in (None, row.payload)
+
+
+def message_rows(rows: Iterable[Mapping[str, Any]]) -> list[MessageRow]:
+    """Return one rank's rows of RUN_DIR/ledger.json."""
+    return [MessageRow(axis=row["axis"], verb=row["verb"], payload=row["payload"], count=row["count"]) for row in rows]
+
+
+def data_terms(run: Run, position: MeshPosition) -> Iterator[TrafficTerm]:
+    """Yield what the run's engine sends on the data axis for a rank's weights, by its cost model."""
+    engine, _ = engine_for(run, run.parallel)
+    shards = {shard.name: shard for part in position.parts for shard in position.weight_shards(run, part)}
+    return cost_model(engine.name if engine else None).traffic_terms(run, position.mesh, list(shards.values()))
+
+
+def compare_with_plan(
+    counted: Iterable[MessageRow], planned: Iterable[Message], terms: Iterable[TrafficTerm] = ()
+) -> list[ComparedMessages]:
+    """Compare one rank's counted messages with those planned for it: row by row, on the data axis verb by verb, in bytes.
+
+    There `terms` say what the engine makes of the plan: where they sum to what was counted, to the byte, the difference is explained.
+    """
+    counted_rows, planned_rows, reasons = list(counted), [_planned_row(each) for each in planned], tuple(terms)
+    every = (*planned_rows, *counted_rows)
+    kinds = {MessageKind(row.axis, row.verb, None if row.axis in TOGETHER else row.payload) for row in every if row.axis != CONTROL}
+    lines: list[ComparedMessages] = []
+    for kind in sorted(kinds, key=lambda kind: (kind.axis == "dp", kind.axis, kind.verb, kind.payload or 0)):
+        wanted, found = ([row for row in rows if kind.includes(row)] for rows in (planned_rows, counted_rows))
+        lines.append(_data_line(kind, wanted, found, reasons) if kind.axis in TOGETHER else _exact_line(kind, wanted, found))
+    if control := [row for row in counted_rows if row.axis == CONTROL]:
+        says = "norms, flags, sums of losses and handshakes: small, and not planned"
+        lines.append(_line(MessageKind(CONTROL, "any", None), [], control, "explained", says))
+    return lines
+
+
+def _planned_row(message: Message) -> MessageRow:
+    """Return a planned message as a row; the group of first and last stage, which the plan counts to the pipeline, is an axis here."""
+    axis = "ends" if (message.axis, message.verb) == ("pp", "all_reduce") else message.axis
+    return MessageRow(axis=axis, verb=message.verb, payload=message.payload, count=message.count)
+
+
+def _exact_line(kind: MessageKind, wanted: Sequence[MessageRow], found: Sequence[MessageRow]) -> ComparedMessages:
+    same = sum(row.count for row in wanted) == sum(row.count for row in found)
+    return _line(kind, wanted, found, "equal" if same else "differs", "" if same else _difference(wanted, found))
+
+
+def _data_line(
+    kind: MessageKind, wanted: Sequence[MessageRow], found: Sequence[MessageRow], terms: Iterable[TrafficTerm]
+) -> ComparedMessages:
+    reasons = [term for term in terms if term.verb == kind.verb]
+    says = "; ".join(term.says for term in reasons)
+    sent = sum(row.bytes for row in found)
+    as_many = sum(row.count for row in found) == sum(row.count for row in wanted)
+    if sent == sum(row.bytes for row in wanted):
+        return _line(kind, wanted, found, "equal", "" if as_many else says or "the same bytes in other messages")
+    if reasons and sent == sum(term.bytes for term in reasons):
+        return _line(kind, wanted, found, "explained", says)
+    if kind.axis == "ep" and wanted and as_many:
+        return _line(
+            kind, wanted, found, "explained", "planned for even routing: half of these bytes are for tokens that other ranks route here"
+        )
+    return _line(kind, wanted, found, "differs", _difference(wanted, found))
+
+
+def _difference(wanted: Sequence[MessageRow], found: Sequence[MessageRow]) -> str:
+    if not found:
+        return "planned, and never sent"
+    return "more or fewer than planned" if wanted else "sent, and not planned"
+
+
+def _line(kind: MessageKind, wanted: Sequence[MessageRow], found: Sequence[MessageRow], verdict: Verdict, why: str) -> ComparedMessages:
+    return ComparedMessages(
+        axis=kind.axis,
+        verb=kind.verb,
+        payload=kind.payload,
+        planned_count=sum(row.count for row in wanted),
+        planned_bytes=sum(row.bytes for row in wanted),
+        counted_count=sum(row.count for row in found),
+        counted_bytes=sum(row.bytes for row in found),
+        verdict=verdict,
+        why=why,
+    )

@@ -1,0 +1,59 @@
+"""Seconds of one op on one rank, for one micro-batch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..models.ops.op_table import Op, Product
+from .axes import tp
+from .local_tensors import LocalTensors
+from .roofline import POINTWISE_BACKWARD, DeviceRates, memory_seconds, product_seconds
+
+
+class OpSeconds(NamedTuple):
+    """Seconds of an op: forward, backward to its inputs, backward to its weights."""
+
+    forward: float
+    input_gradients: float
+    weight_gradients: float
+
+
+def op_seconds(op: Op, local: LocalTensors, device: DeviceRates) -> OpSeconds:
+    """The seconds of an op: a product with weights, one without (attention), or kernels bound by memory."""
+    product = op.product
+    if product is None:
+        passes = 1.0 if device.fused else op.eager_passes
+        moved = passes * sum(local.bytes(tensor) for tensor in op.moves)
+        kernels = passes * op.kernels
+        return OpSeconds(memory_seconds(moved, kernels, device), memory_seconds(POINTWISE_BACKWARD * moved, kernels, device), 0.0)
+    return _linear(op, product, local, device) if op.weights else _attention(product, local, device)
+
+
+def _linear(op: Op, product: Product, local: LocalTensors, device: DeviceRates) -> OpSeconds:
+    without = "tp" if tp.style(op) in ("column", "row") else ""  # a sharded layer multiplies the whole sequence
+    rows = local.count(product.rows, without=without)
+    outer = sum(local.count(dims) for dims in product.outers)
+    inner = local.count(product.inner)
+    groups = max(1, local.count(product.groups))
+    rows = -(-rows // groups)
+    rate = device.other if any("vocab" in dims for dims in product.outers) else device.linear
+    width = local.activation
+    return OpSeconds(
+        product_seconds(rows, outer, inner, groups, width, rate, device),
+        product_seconds(rows, inner, outer, groups, width, rate, device),
+        product_seconds(inner, outer, rows, groups, width, rate, device),
+    )
+
+
+def _attention(product: Product, local: LocalTensors, device: DeviceRates) -> OpSeconds:
+    """Products of activations: rows are queries, split by cp; the keys are whole; heads are split by tp."""
+    rows = local.count(product.rows, without="tp")
+    inner = local.count(product.inner)
+    groups = local.count(product.groups)
+    if product.fused:
+        flops = 2.0 * rows * inner * sum(local.count(dims) for dims in product.outers) * groups * product.computed
+        forward = flops / (device.flash * min(1.0, (inner / 128) ** 0.5)) + device.launch
+        return OpSeconds(forward, product.backward * forward, 0.0)
+    outer = local.count(product.outers[0])
+    forward = product_seconds(rows, outer, inner, groups, local.activation, device.other, device)
+    return OpSeconds(forward, product.backward * forward, 0.0)
