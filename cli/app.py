@@ -69,9 +69,9 @@ def _no_verb(
     distrain plan conf=gpt3_175b cluster=6x8x64 model=megatron_1t
     """
     if version:
-        from .config.library import own_version
+        from .config.library import distrain_version
 
-        raise typer.Exit(print_output(f"distrain {own_version()}"))
+        raise typer.Exit(print_output(f"distrain {distrain_version()}"))
     if context.invoked_subcommand is None:
         print_output(context.get_help())
         raise typer.Exit(WRONG_ARGUMENTS)

@@ -94,9 +94,9 @@ def _keys(config_dir: Path | None, word: str) -> list[str]:
     groups = [f"{group}=" for group in library.groups(config_dir)]
     if "." not in word:
         return groups
-    from .config.keys import keys
+    from .config.keys import config_keys
 
-    return [*groups, *(f"{key}=" for key in keys())]
+    return [*groups, *(f"{key}=" for key in config_keys())]
 
 
 def _values(key: str, config_dir: Path | None) -> list[str]:
@@ -104,9 +104,9 @@ def _values(key: str, config_dir: Path | None) -> list[str]:
         return list(library.recipes(config_dir))
     if key in library.groups(config_dir):
         return list(library.options(key, config_dir))
-    from .config.keys import values
+    from .config.keys import completion_values
 
-    return values(key)
+    return completion_values(key)
 
 
 def _with_prefix(word: str, words: Sequence[str]) -> list[str]:

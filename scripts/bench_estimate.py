@@ -10,7 +10,7 @@ from itertools import product
 from time import process_time
 from typing import Literal
 
-from ..cli.config.load import load
+from ..cli.config.load import load_recipe
 from ..trainer.plan.estimate import Estimator
 from ..trainer.plan.roofline import tile_efficiency
 from ..trainer.spec.run import Parallel, Run
@@ -48,7 +48,7 @@ def seconds(run: Run, swept: Layouts) -> float:
 def main() -> None:
     recipe = sys.argv[1] if len(sys.argv) > 1 else "gpt3_175b"
     repeats = int(sys.argv[2]) if len(sys.argv) > 2 else 5
-    run = load(recipe)
+    run = load_recipe(recipe)
     every = layouts()
     estimator = Estimator(run)
     legal = [layout for layout in every if estimator(*layout).legal]

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from ..cli.config.load import load
+from ..cli.config.load import load_recipe
 from ..trainer.machine.facts import measure_once
 from ..trainer.plan.plan import make_plan
 from ..trainer.prove.fork_client import ForkServer
@@ -76,7 +76,7 @@ def main() -> None:
 
 def time_layout(server: ForkServer, folder: Path, ranks: int, overrides: Sequence[str]) -> LayoutTiming:
     """Train a layout and time it; exits if it fails."""
-    run = load("quickstart", [*overrides, f"cluster.gpus={ranks}", f"log.dir={folder.parent}", f"name={folder.name}"])
+    run = load_recipe("quickstart", [*overrides, f"cluster.gpus={ranks}", f"log.dir={folder.parent}", f"name={folder.name}"])
     plan = make_plan(run)
     folder.mkdir()
     (folder / "run.json").write_bytes(msgspec.json.encode(run))
@@ -111,7 +111,7 @@ def message_seconds(trace: dict[str, Any]) -> float:
 def _print_table(timings: dict[str, list[LayoutTiming]]) -> None:
     columns = ("processes", "tokens/s", "speed-up", "picotron", "step", "planned", "messages", "planned")
     print(f"{'layout':<14}" + "".join(f"{column:>10}" for column in columns))
-    run = load("quickstart", OVERRIDES)
+    run = load_recipe("quickstart", OVERRIDES)
     tokens, one_process = run.train.batch * run.train.seq, timings[LAYOUTS[0][0]]
     for name, ranks, _ in LAYOUTS:
         rounds = timings[name]

@@ -150,11 +150,11 @@ def module_and_batches(run: Run) -> tuple[Any, Batches]:
 
 def measure_case(overrides: Sequence[str], folder: Path) -> tuple[list[float], list[float], int]:
     """Run one case; (seconds of each step of `fit`, of each bare step, tokens of a step). Exits if it fails."""
-    from ..cli.config.load import load
+    from ..cli.config.load import load_recipe
     from ..trainer.launch.single_host import launch_local_ranks
     from ..trainer.plan.plan import make_plan
 
-    run = load("quickstart", overrides)
+    run = load_recipe("quickstart", overrides)
     folder.mkdir()
     (folder / "run.json").write_bytes(msgspec.json.encode(run))
     outcome = launch_local_ranks(

@@ -106,9 +106,8 @@ def _box(left: float, top: float, wide: float, tall: float, colour: str) -> str:
 
 
 def _text(left: float, top: float, text: str, *, size: int = 12, weight: str = "normal", anchor: str = "start") -> str:
-    return (
-        f'<text x="{left:.1f}" y="{top:.1f}" font-size="{size}" font-weight="{weight}" text-anchor="{anchor}" fill="#222">{escape(text)}</text>'
-    )
+    place = f'x="{left:.1f}" y="{top:.1f}" font-size="{size}" font-weight="{weight}" text-anchor="{anchor}"'
+    return f'<text {place} fill="#222">{escape(text)}</text>'
 
 
 if __name__ == "__main__":

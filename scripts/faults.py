@@ -30,93 +30,111 @@ from statistics import median
 from tempfile import mkdtemp
 
 from ..trainer.system.child_process import end_child
-from .faults_drawn import DAMAGES, SIGNALS, Fault, drawn
-from .faults_runs import STEPS, Disk, Fit, Ground, OverHosts, curve, role, rows, saved, send, wait
-from .virtual_hosts import Hosts, missing
+from .faults_drawn import FILE_DAMAGES, SIGNALS, Fault, draw_faults
+from .faults_runs import (
+    STEPS,
+    Disk,
+    FitProcess,
+    HostRuns,
+    LocalRuns,
+    loss_curve,
+    metric_rows,
+    newest_checkpoint,
+    process_role,
+    send_signal,
+    wait_until,
+)
+from .virtual_hosts import VirtualHosts, missing_tools
 
-LEFT = 60.0  # seconds for all processes to be gone
-LATE = 180.0  # seconds in which a run that was broken ends
-PAUSE = 3.0  # seconds for which the command itself is stopped
-SEVERAL = 6  # faults that come to one run, then it is left to finish
+EXIT_SECONDS = 60.0  # seconds for all processes to be gone
+RUN_SECONDS = 180.0  # seconds in which a run that was broken ends
+STOPPED_SECONDS = 3.0  # seconds for which the command itself is stopped
+FAULTS_PER_RUN = 6  # faults that come to one run, then it is left to finish
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class FaultResult:
     """What came of a fault; `broken` is what should have been true."""
 
     fault: Fault
-    whom: str  # what it hit
+    target: str  # what it hit
     status: int
     seconds: float | None  # from the fault to the last process's end, where the run ended by it
     went_on: bool  # it trained to its end all the same
-    broken: tuple[str, ...]
+    violations: tuple[str, ...]
     says: str  # its last line
 
 
 class Campaign:
     """Runs of one ground, one after another, each with its faults."""
 
-    def __init__(self, ground: Ground, disk: Disk | None, show: Callable[[str], None]) -> None:
+    def __init__(self, ground: LocalRuns, disk: Disk | None, show: Callable[[str], None]) -> None:
         self.ground, self.disk, self.show = ground, disk, show
         self.runs = 0
-        self.broken = 0  # runs that, left alone, did not come to their end
+        self.violations = 0  # runs that, left alone, did not come to their end
         self.folder = Path()
         self.came = 0  # faults that came to this run
         self._next()
         fit = ground.start(self.folder)
-        wait(lambda: self._done() > 0 or fit.ended(), LATE)
+        wait_until(lambda: self._done() > 0 or fit.has_ended(), RUN_SECONDS)
         self.start = time.monotonic() - fit.began  # seconds to the first step
-        wait(fit.ended, LATE)
-        self.whole = curve(self.folder / "run")
+        wait_until(fit.has_ended, RUN_SECONDS)
+        self.whole = loss_curve(self.folder / "run")
         if fit.process.returncode or len(self.whole) != STEPS:
             sys.exit(f"the run does not even train undisturbed: {fit.lines[-1] if fit.lines else ''} ({fit.log})")
         self._next()
 
-    def suffer(self, fault: Fault) -> Outcome:
+    def apply(self, fault: Fault) -> FaultResult:
         """Let a fault come to a start of the run, and look at what it leaves."""
-        if self._done() >= STEPS or self.came >= SEVERAL:
+        if self._done() >= STEPS or self.came >= FAULTS_PER_RUN:
             self.finish()
             self._next()
         self.came += 1
-        if fault.kind in DAMAGES and saved(self.run).checkpoint is None:
+        if fault.kind in FILE_DAMAGES and newest_checkpoint(self.run).checkpoint is None:
             self._to(fault)
         before, poison = self._newest(), ""
         whom: str = fault.kind
-        if fault.kind in DAMAGES:
+        if fault.kind in FILE_DAMAGES:
             whom = self._damage(fault)
             before = self._newest()
         target = self._done() + 1 + int(fault.moment * (STEPS - self._done() - 1))
         if fault.kind == "poison":
-            whom, poison = f"rank {int(fault.whom * 2)}", f"{target} {int(fault.whom * 2)}"
+            whom, poison = f"rank {int(fault.target * 2)}", f"{target} {int(fault.target * 2)}"
         fit = self.ground.start(self.folder, f"launch.restarts={fault.restarts}", poison=poison)
         at = fit.began
         if fault.kind in SIGNALS or fault.kind in ("full", "cut"):
             self._wait_for(fault, fit, target)
             before, at = max(before, self._newest()), time.monotonic()
             whom = self._strike(fault, fit) or whom
-        broken = [] if wait(fit.ended, LATE) else [f"it did not end within {LATE:.0f} s"]
-        if not wait(lambda: not self.ground.processes(), LEFT):
-            left = "; ".join(sorted({role(words) for words in self.ground.processes().values()}))
-            broken.append(f"processes are left after {LEFT:.0f} s: {left}")
+        broken = [] if wait_until(fit.has_ended, RUN_SECONDS) else [f"it did not end within {RUN_SECONDS:.0f} s"]
+        if not wait_until(lambda: not self.ground.processes(), EXIT_SECONDS):
+            left = "; ".join(sorted({process_role(words) for words in self.ground.processes().values()}))
+            broken.append(f"processes are left after {EXIT_SECONDS:.0f} s: {left}")
         seconds = time.monotonic() - at
         self._tidy()
-        if not fit.ended():
+        if not fit.has_ended():
             fit.process.kill()
         status = fit.process.wait()
         broken.extend(self._wrong(fault, whom, fit, status, before))
         says = fit.lines[-1] if fit.lines else ""
         trained = status == 0
-        return Outcome(
-            fault=fault, whom=whom, status=status, seconds=None if trained else seconds, went_on=trained, broken=tuple(broken), says=says
+        return FaultResult(
+            fault=fault,
+            target=whom,
+            status=status,
+            seconds=None if trained else seconds,
+            went_on=trained,
+            violations=tuple(broken),
+            says=says,
         )
 
     def finish(self) -> None:
         """Let the run train to its end, undisturbed."""
         fit = self.ground.start(self.folder)
-        status = fit.process.returncode if wait(fit.ended, LATE) else -1
+        status = fit.process.returncode if wait_until(fit.has_ended, RUN_SECONDS) else -1
         end_child(fit.process)
         if broken := list(self._wrong(None, "", fit, status, 0)):
-            self.broken += 1
+            self.violations += 1
             self.show(f"    BROKEN: undisturbed, at last: {'; '.join(broken)} ({self.folder})")
 
     @property
@@ -130,24 +148,24 @@ class Campaign:
         self.folder.mkdir()
 
     def _done(self) -> int:
-        return max(curve(self.run), default=0)
+        return max(loss_curve(self.run), default=0)
 
     def _newest(self) -> int:
-        checkpoint = saved(self.run).checkpoint
+        checkpoint = newest_checkpoint(self.run).checkpoint
         return checkpoint.step if checkpoint else 0
 
     def _to(self, fault: Fault) -> None:
         """Train to a few checkpoints, so that there is one to be damaged."""
         fit = self.ground.start(self.folder)
-        wait(lambda: self._done() > 20 + 40 * fault.moment or fit.ended(), LATE)
-        send(fit.process.pid, SIGNALS["term"])
-        wait(fit.ended, LATE)
+        wait_until(lambda: self._done() > 20 + 40 * fault.moment or fit.has_ended(), RUN_SECONDS)
+        send_signal(fit.process.pid, SIGNALS["term"])
+        wait_until(fit.has_ended, RUN_SECONDS)
 
     def _damage(self, fault: Fault) -> str:
         """Cut a file of the newest checkpoint off, or turn one of its bits."""
-        checkpoint = saved(self.run).checkpoint
+        checkpoint = newest_checkpoint(self.run).checkpoint
         assert checkpoint is not None
-        file = Path(fault.of(sorted(str(path) for path in checkpoint.path.rglob("*") if path.is_file())))
+        file = Path(fault.pick(sorted(str(path) for path in checkpoint.path.rglob("*") if path.is_file())))
         at = int(fault.where * file.stat().st_size)
         with file.open("r+b") as open_:
             if fault.kind == "truncated":
@@ -159,15 +177,15 @@ class Campaign:
                 open_.write(bytes([byte ^ (1 << int(fault.jitter * 8))]))
         return f"{file.name} at byte {at:,}"
 
-    def _wait_for(self, fault: Fault, fit: Fit, target: int) -> None:
+    def _wait_for(self, fault: Fault, fit: FitProcess, target: int) -> None:
         """Until its moment has come, or the run's end."""
         if fault.at_start:
-            wait(fit.ended, fault.moment * self.start)
+            wait_until(fit.has_ended, fault.moment * self.start)
         else:
-            wait(lambda: self._done() >= target or fit.ended(), LATE)
-            wait(fit.ended, fault.jitter * 0.3)
+            wait_until(lambda: self._done() >= target or fit.has_ended(), RUN_SECONDS)
+            wait_until(fit.has_ended, fault.jitter * 0.3)
 
-    def _strike(self, fault: Fault, fit: Fit) -> str:
+    def _strike(self, fault: Fault, fit: FitProcess) -> str:
         """Whom it hit."""
         if fault.kind == "cut":
             self.ground.cut()
@@ -176,18 +194,18 @@ class Campaign:
             assert self.disk is not None
             self.disk.fill(int(fault.where * 3e6))
             return "disk"
-        wait(lambda: self.ground.processes() or fit.ended(), LATE)  # there is none before its exec
+        wait_until(lambda: self.ground.processes() or fit.has_ended(), RUN_SECONDS)  # there is none before its exec
         there = self.ground.processes()
         if not there:
             return "nobody"
-        whom = fault.of(sorted({role(words) for words in there.values()}))
-        them = sorted(pid for pid, words in there.items() if role(words) == whom)
+        whom = fault.pick(sorted({process_role(words) for words in there.values()}))
+        them = sorted(pid for pid, words in there.items() if process_role(words) == whom)
         hit = them[int(fault.where * len(them))]
-        send(hit, SIGNALS[fault.kind])
+        send_signal(hit, SIGNALS[fault.kind])
         if fault.kind == "stop" and whom == "fit":  # nobody is there to miss the command itself
-            wait(fit.ended, PAUSE)
-            send(hit, SIGCONT)
-            send(fit.process.pid, SIGCONT)  # nsenter, which stops with what it runs
+            wait_until(fit.has_ended, STOPPED_SECONDS)
+            send_signal(hit, SIGCONT)
+            send_signal(fit.process.pid, SIGCONT)  # nsenter, which stops with what it runs
         return whom
 
     def _tidy(self) -> None:
@@ -197,18 +215,18 @@ class Campaign:
         self.ground.heal()
         self.ground.close()
 
-    def _wrong(self, fault: Fault | None, whom: str, fit: Fit, status: int, before: int) -> Iterator[str]:
+    def _wrong(self, fault: Fault | None, whom: str, fit: FitProcess, status: int, before: int) -> Iterator[str]:
         """What should be true and is not."""
-        found = saved(self.run)
+        found = newest_checkpoint(self.run)
         newest = found.checkpoint.step if found.checkpoint else 0
-        if status not in allowed(fault, whom, self.ground.name):
+        if status not in allowed_statuses(fault, whom, self.ground.name):
             yield f"exit status {status}"
         if status == 0 and not newest == self._done() == STEPS:
             yield f"exit status 0, and it trained to step {self._done()} of {STEPS} and saved step {newest}"
         if newest < before:
             yield f"step {before} was saved, and step {newest} is the newest checkpoint that verifies"
         try:
-            apart = {step: abs(loss - self.whole[step][0]) for step, (loss, _) in curve(self.run).items()}
+            apart = {step: abs(loss - self.whole[step][0]) for step, (loss, _) in loss_curve(self.run).items()}
         except ValueError:
             yield "a line of metrics.jsonl is torn"
         else:
@@ -219,11 +237,11 @@ class Campaign:
                 yield "steps are missing in metrics.jsonl"
         if any(line.startswith("Traceback") for line in fit.lines):
             yield "it printed a traceback"
-        if fault and fault.kind == "poison" and status == 1 and not any("samples" in row for row in rows(self.run)):
+        if fault and fault.kind == "poison" and status == 1 and not any("samples" in row for row in metric_rows(self.run)):
             yield "the samples of the poisoned step are not written down"
 
 
-def allowed(fault: Fault | None, whom: str, ground: str) -> set[int]:
+def allowed_statuses(fault: Fault | None, whom: str, ground: str) -> set[int]:
     """Exit statuses that a fault may lead to; 0, which says that it trained, is held against what it left.
 
     Over hosts the ranks of a launcher that dies save and stop: 75. The command itself can be ended before it has begun, and an ssh
@@ -243,13 +261,13 @@ def allowed(fault: Fault | None, whom: str, ground: str) -> set[int]:
     # fmt: on
 
 
-def table(outcomes: Sequence[Outcome]) -> Iterator[str]:
+def result_table(outcomes: Sequence[FaultResult]) -> Iterator[str]:
     """A line a kind and whom it hit."""
     heads = f"{'number':>7}{'trained':>9}{'stopped':>9}{'failed':>8}{'median':>8}{'most':>7}  seconds to the last process"
     yield f"{'fault':<11}{'of':<10}{heads}"
-    groups: dict[tuple[str, str], list[Outcome]] = {}
+    groups: dict[tuple[str, str], list[FaultResult]] = {}
     for each in outcomes:
-        whom = each.whom if each.fault.kind in SIGNALS else ""
+        whom = each.target if each.fault.kind in SIGNALS else ""
         groups.setdefault((each.fault.kind, whom), []).append(each)
     for (kind, whom), them in sorted(groups.items()):
         counts = [sum(each.went_on for each in them), sum(each.status in (75, 143) for each in them)]
@@ -263,43 +281,43 @@ def main() -> None:
     given = dict(word.partition("=")[::2] for word in sys.argv[1:])
     number, over, seed = int(given.get("faults", 200)), int(given.get("hosts", 40)), int(given.get("seed", 1))
     folder = Path(given["folder"]).resolve() if "folder" in given else Path(mkdtemp(prefix="faults-"))
-    root, none, began = os.geteuid() == 0, missing(), time.monotonic()
+    root, none, began = os.geteuid() == 0, missing_tools(), time.monotonic()
     if none and over:
         print(f"no faults over hosts: {none}")
         over = 0
-    outcomes: list[Outcome] = []
+    outcomes: list[FaultResult] = []
     wrong = 0
     with ExitStack() as stack:
-        grounds = list[tuple[Ground, Disk | None, list[Fault]]]()
+        grounds = list[tuple[LocalRuns, Disk | None, list[Fault]]]()
         if number > over:
             disk = Disk(folder / "local") if root else None
             stack.callback(disk.close if disk else bool)
-            faults = drawn(number - over, seed, "local", without=() if root else ("full",))
-            grounds.append((Ground(folder / "local" / "runs"), disk, faults))
+            faults = draw_faults(number - over, seed, "local", without=() if root else ("full",))
+            grounds.append((LocalRuns(folder / "local" / "runs"), disk, faults))
         if over:
-            hosts = stack.enter_context(Hosts(2, folder / "hosts"))
-            grounds.append((OverHosts(folder / "over", hosts, given.get("runner", "pdsh")), None, drawn(over, seed, "hosts")))
+            hosts = stack.enter_context(VirtualHosts(2, folder / "hosts"))
+            grounds.append((HostRuns(folder / "over", hosts, given.get("runner", "pdsh")), None, draw_faults(over, seed, "hosts")))
         with suppress(KeyboardInterrupt):  # Ctrl-C: what came of those so far
             for ground, disk, faults in grounds:
                 stack.callback(ground.close)
                 campaign = Campaign(ground, disk, print)
-                outcomes.extend(_suffered(campaign, faults))
-                wrong += campaign.broken
-    print("\n".join(table(outcomes)))
-    wrong += sum(bool(each.broken) for each in outcomes)
+                outcomes.extend(_apply_all(campaign, faults))
+                wrong += campaign.violations
+    print("\n".join(result_table(outcomes)))
+    wrong += sum(bool(each.violations) for each in outcomes)
     said = f"after {wrong or 'none'} of them something was not as it must be"
     print(f"{len(outcomes)} faults (seed {seed}) in {time.monotonic() - began:,.0f} s: {said}; folder {folder}")
     sys.exit(bool(wrong))
 
 
-def _suffered(campaign: Campaign, faults: Sequence[Fault]) -> Iterator[Outcome]:
+def _apply_all(campaign: Campaign, faults: Sequence[Fault]) -> Iterator[FaultResult]:
     for fault in faults:
-        outcome = campaign.suffer(fault)
+        outcome = campaign.apply(fault)
         when = "start" if fault.at_start else "step"
         took = "" if outcome.seconds is None else f" in {outcome.seconds:.1f} s"
-        what = f"{campaign.ground.name} {fault.number:>3} {fault.kind} {outcome.whom} ({when})"
+        what = f"{campaign.ground.name} {fault.number:>3} {fault.kind} {outcome.target} ({when})"
         print(f"{what}: {outcome.status}{took}: {outcome.says[:150]}", flush=True)
-        for line in outcome.broken:
+        for line in outcome.violations:
             print(f"    BROKEN: {line} ({campaign.folder})", flush=True)
         yield outcome
     campaign.finish()

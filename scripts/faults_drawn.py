@@ -11,7 +11,7 @@ from typing import Literal
 Kind = Literal["kill", "term", "stop", "truncated", "flipped", "full", "poison", "cut"]
 
 SIGNALS: Mapping[str, signal.Signals] = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
-DAMAGES = ("truncated", "flipped")
+FILE_DAMAGES = ("truncated", "flipped")
 # fmt: off
 SHARES: Mapping[str, Mapping[Kind, int]] = {  # of a hundred faults on each ground
     "local": {"kill": 32, "term": 20, "stop": 14, "truncated": 8, "flipped": 8, "full": 8, "poison": 10},
@@ -34,12 +34,12 @@ class Fault:
     where: float
     restarts: int  # launch.restarts
 
-    def of(self, many: Sequence[str]) -> str:
+    def pick(self, many: Sequence[str]) -> str:
         """The one of these that it hits."""
         return many[int(self.whom * len(many))]
 
 
-def drawn(number: int, seed: int, ground: str, *, without: Sequence[Kind] = ()) -> list[Fault]:
+def draw_faults(number: int, seed: int, ground: str, *, without: Sequence[Kind] = ()) -> list[Fault]:
     """So many faults of a ground, each kind as often as its share; the same for the same seed."""
     random = Random(f"{seed} {ground}")
     shares = {kind: share for kind, share in SHARES[ground].items() if kind not in without}
@@ -47,10 +47,10 @@ def drawn(number: int, seed: int, ground: str, *, without: Sequence[Kind] = ()) 
     due = [(turn * whole / share, kind) for kind, share in shares.items() for turn in range(1, number + 1)]
     kinds = [kind for _, kind in sorted(due)[:number]]
     random.shuffle(kinds)
-    return [_fault(random, each, kind) for each, kind in enumerate(kinds)]
+    return [_draw_fault(random, each, kind) for each, kind in enumerate(kinds)]
 
 
-def _fault(random: Random, number: int, kind: Kind) -> Fault:
+def _draw_fault(random: Random, number: int, kind: Kind) -> Fault:
     return Fault(
         number=number,
         kind=kind,

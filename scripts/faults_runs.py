@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from ..trainer.loop.checkpoint import CheckpointSearch, find_newest
-from .virtual_hosts import Hosts
+from .virtual_hosts import VirtualHosts
 
 STEPS = 120
-WORDS = (
+RECIPE = (
     *("conf=quickstart", "model=tiny", "model.layers=2", "model.dropout=0.1", "data=synthetic", f"train.steps={STEPS}", "train.batch=8"),
     *("train.seq=16", "train.microbatch=2", "train.evaluate={every: 20, batches: 2}", "train.skip=0", "log.every=1", "optim.warmup=3"),
     *("checkpoint={every: 5, keep: 3}", "launch.patience=5", "name=run"),
 )
-MARK = "FAULTS_GROUND"  # a variable by which the processes of a ground are known, whoever their parents are
+RUNS_VARIABLE = "FAULTS_GROUND"  # a variable by which the processes of a ground are known, whoever their parents are
 # fmt: off
 ROLES = {  # of a process, by what is in its command line
-    "/local_agent.py": "keeper", "agent.bootstrap": "keeper", "trainer.loop.rank": "rank", "launcher.runner": "runner",
+    "/local_agent.py": "agent", "agent.bootstrap": "agent", "trainer.loop.rank": "rank", "launcher.runner": "runner",
     "launcher.launch": "launcher", "pdsh": "pdsh", "mpirun ": "mpirun", "orted ": "orted", "ssh ": "ssh",
 }
 # fmt: on
@@ -87,14 +87,14 @@ class Disk:
 
 
 @dataclass(kw_only=True)
-class Fit:
+class FitProcess:
     """One `distrain fit`, under way or ended. `log` is what it printed."""
 
     process: subprocess.Popen[bytes]
     log: Path
     began: float = field(default_factory=time.monotonic)
 
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether the command has ended."""
         return self.process.poll() is not None
 
@@ -104,7 +104,7 @@ class Fit:
         return self.log.read_text(errors="replace").splitlines()
 
 
-class Ground:
+class LocalRuns:
     """Where runs run: on this machine, two ranks."""
 
     name = "local"
@@ -116,24 +116,24 @@ class Ground:
         self.site.mkdir(parents=True)
         (self.site / "sitecustomize.py").write_text(POISON)
 
-    words: Sequence[str] = ("cluster=1x2",)
+    command_line: Sequence[str] = ("cluster=1x2",)
 
-    def start(self, folder: Path, *words: str, poison: str = "") -> Fit:
+    def start(self, folder: Path, *words: str, poison: str = "") -> FitProcess:
         """`distrain fit` with RUN_DIR `folder`/run."""
         log = folder / "fit.log"
-        command = [sys.executable, "-m", "distrain", "fit", *WORDS, *self.words, f"log.dir={folder}", *words]
-        quiet = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", MARK: str(self.folder)}
+        command = [sys.executable, "-m", "distrain", "fit", *RECIPE, *self.command_line, f"log.dir={folder}", *words]
+        quiet = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", RUNS_VARIABLE: str(self.folder)}
         if poison:
             quiet |= {"PYTHONPATH": str(self.site), "FAULTS_POISON": poison}
         with log.open("wb") as out:
-            return Fit(process=self._popen(command, quiet, out), log=log)
+            return FitProcess(process=self._popen(command, quiet, out), log=log)
 
     def _popen(self, command: Sequence[str], environment: Mapping[str, str], out: Any) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
 
     def processes(self) -> dict[int, str]:
         """The command lines of all processes of its runs, by process id as this machine counts."""
-        mark, found = f"{MARK}={self.folder}".encode(), dict[int, str]()
+        mark, found = f"{RUNS_VARIABLE}={self.folder}".encode(), dict[int, str]()
         for entry in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 if mark in (entry / "environ").read_bytes().split(b"\0"):
@@ -143,7 +143,7 @@ class Ground:
     def close(self) -> None:
         """Kill what is left of its runs."""
         for pid in self.processes():
-            send(pid, signal.SIGKILL)
+            send_signal(pid, signal.SIGKILL)
 
     def cut(self) -> None:
         """Pull a cable."""
@@ -153,20 +153,20 @@ class Ground:
         """Put it back."""
 
 
-class OverHosts(Ground):
+class HostRuns(LocalRuns):
     """Two hosts of one rank each, through DeepSpeed's launcher; `distrain fit` runs on the first."""
 
     name = "hosts"
     apart = 1e-6  # a run that has lost a host goes on in another layout
 
-    def __init__(self, folder: Path, hosts: Hosts, runner: str = "pdsh") -> None:
+    def __init__(self, folder: Path, hosts: VirtualHosts, runner: str = "pdsh") -> None:
         super().__init__(folder)
         self.hosts, self._down = hosts, False
         way = ("launch=deepspeed", f"launch.runner={runner}", f"launch.hostfile={hosts.hostfile(1)}", "launch.preflight=false")
-        self.words = ("cluster=2x1", *way)
+        self.command_line = ("cluster=2x1", *way)
 
     def _popen(self, command: Sequence[str], environment: Mapping[str, str], out: Any) -> subprocess.Popen[bytes]:
-        return super()._popen(self.hosts.hosts[0].words(command), environment, out)
+        return super()._popen(self.hosts.hosts[0].command_line(command), environment, out)
 
     def processes(self) -> dict[int, str]:
         return {pid: words for host in self.hosts.hosts for pid, words in host.processes().items()}
@@ -181,29 +181,29 @@ class OverHosts(Ground):
             self.hosts.link(1, "up")
 
 
-def role(words: str, whole: str = "distrain fit") -> str:
+def process_role(words: str, whole: str = "distrain fit") -> str:
     """What a process is to a run, by its command line; `whole` is in that of the command itself."""
     return next((name for part, name in {**ROLES, whole: "fit"}.items() if part in words), "other")
 
 
-def rows(run: Path) -> list[dict[str, Any]]:
+def metric_rows(run: Path) -> list[dict[str, Any]]:
     """metrics.jsonl of a run; a half line at its end, where a writer was killed, is no row. Raises ValueError at another."""
     file = run / "metrics.jsonl"
     lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
     return [json.loads(line) for line in lines]
 
 
-def curve(run: Path) -> dict[int, tuple[float, float]]:
+def loss_curve(run: Path) -> dict[int, tuple[float, float]]:
     """(loss, gradient norm) of each step; where one was done twice, of the last time."""
-    return {row["step"]: (row["loss"], row["grad_norm"]) for row in rows(run) if row.get("grad_norm") is not None and "lr" in row}
+    return {row["step"]: (row["loss"], row["grad_norm"]) for row in metric_rows(run) if row.get("grad_norm") is not None and "lr" in row}
 
 
-def saved(run: Path) -> CheckpointSearch:
+def newest_checkpoint(run: Path) -> CheckpointSearch:
     """The newest checkpoint of a run that verifies."""
     return find_newest(run / "checkpoints")
 
 
-def wait(met: Callable[[], object], seconds: float) -> bool:
+def wait_until(met: Callable[[], object], seconds: float) -> bool:
     """Whether it came to be so in so many seconds."""
     until = time.monotonic() + seconds
     while not met():
@@ -213,7 +213,7 @@ def wait(met: Callable[[], object], seconds: float) -> bool:
     return True
 
 
-def send(pid: int, number: signal.Signals) -> None:
+def send_signal(pid: int, number: signal.Signals) -> None:
     """A signal, to a process that may have gone."""
     with suppress(ProcessLookupError):
         os.kill(pid, number)

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from ..cli.config.load import load
+from ..cli.config.load import load_recipe
 from ..trainer.plan.plan import make_plan
 from ..trainer.plan.result import Plan
 from ..trainer.spec.run import Cluster, Link, Model, Overlap, Parallel, Run, Train
@@ -137,7 +137,7 @@ def _cluster(stated: Case, clusters: dict[str, Cluster]) -> Cluster:
     name = stated["gpu"]
     if name not in clusters:
         device = ["device=a100_40g"] if stated["gpu_mem_gb"] == 40 else []
-        clusters[name] = load("gpt2_124m", [f"cluster={CLUSTERS[name]}", *device]).cluster
+        clusters[name] = load_recipe("gpt2_124m", [f"cluster={CLUSTERS[name]}", *device]).cluster
     cluster = clusters[name]
     gpus = stated["gpus"]
     in_node = min(gpus, stated["gpus_per_node"] or cluster.gpus)

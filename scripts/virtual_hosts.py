@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 T = TypeVar("T")
-NET = "10.77.0."  # the hosts are 10.77.0.10 and so on, in a network namespace that nothing else sees
-TOOLS = ("sshd", "ssh", "ssh-keygen", "pdsh", "ip", "unshare", "nsenter")
+NETWORK = "10.77.0."  # the hosts are 10.77.0.10 and so on, in a network namespace that nothing else sees
+PROGRAMS = ("sshd", "ssh", "ssh-keygen", "pdsh", "ip", "unshare", "nsenter")
 NAMESPACES = ("--net", "--pid", "--mount", "--uts", "--ipc")
 PATIENCE = 30.0  # seconds for a host to answer
 SSHD = """\
@@ -57,10 +57,10 @@ exec {sshd} -D -f {folder}/sshd_config -E {folder}/sshd.log
 """
 
 
-def missing() -> str:
+def missing_tools() -> str:
     """Why this machine can't make hosts; "" where it can."""
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
-    absent = [tool for tool in TOOLS if shutil.which(tool, path=path) is None]
+    absent = [tool for tool in PROGRAMS if shutil.which(tool, path=path) is None]
     if os.geteuid() != 0:
         return "hosts are namespaces, which root alone may make"
     if absent:
@@ -70,7 +70,7 @@ def missing() -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Host:
+class VirtualHost:
     """A host: `pid` is its first process, as this machine counts."""
 
     name: str
@@ -78,18 +78,18 @@ class Host:
     pid: int
     shell: subprocess.Popen[bytes]
 
-    def words(self, command: Sequence[str]) -> list[str]:
+    def command_line(self, command: Sequence[str]) -> list[str]:
         """The command, to be run on the host from here."""
         return ["nsenter", f"--target={self.pid}", *NAMESPACES, f"--wd={os.getcwd()}", *command]
 
     def run(self, *command: str) -> str:
         """What a command on the host prints."""
-        return subprocess.run(self.words(command), check=True, capture_output=True, text=True).stdout
+        return subprocess.run(self.command_line(command), check=True, capture_output=True, text=True).stdout
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
         """A command on the host; what it prints is read from a pipe."""
         none, pipe, both = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
-        return subprocess.Popen(self.words(command), env=dict(environment), stdin=none, stdout=pipe, stderr=both, text=True)
+        return subprocess.Popen(self.command_line(command), env=dict(environment), stdin=none, stdout=pipe, stderr=both, text=True)
 
     def processes(self) -> dict[int, str]:
         """The command lines of what runs on it, by process id as this machine counts: all but its sshd's own."""
@@ -104,12 +104,12 @@ class Host:
         return {pid: words for pid, words in found.items() if words and "sshd" not in words.split()[0]}
 
 
-class Hosts:
+class VirtualHosts:
     """So many hosts on one switch, with the same files; `host0` may ssh to all. Leaves nothing behind when closed."""
 
     def __init__(self, count: int, folder: Path) -> None:
         self.folder = folder.resolve()
-        self.hosts: list[Host] = []
+        self.hosts: list[VirtualHost] = []
         self._begun: list[subprocess.Popen[bytes]] = []
         (self.folder / "ssh").mkdir(parents=True, mode=0o700)
         self._keys(count)
@@ -160,13 +160,13 @@ class Hosts:
             key.parent.mkdir(exist_ok=True)
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
         shutil.copy(ssh / "id_ed25519.pub", ssh / "authorized_keys")
-        known = [f"host{number},{NET}{10 + number} {key.with_suffix('.pub').read_text()}" for number, key in enumerate(keys[1:])]
+        known = [f"host{number},{NETWORK}{10 + number} {key.with_suffix('.pub').read_text()}" for number, key in enumerate(keys[1:])]
         (ssh / "known_hosts").write_text("".join(known))
-        names = [f"{NET}{10 + number} host{number}" for number in range(count)]
+        names = [f"{NETWORK}{10 + number} host{number}" for number in range(count)]
         (self.folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
 
-    def _host(self, number: int) -> Host:
-        name, address, folder = f"host{number}", f"{NET}{10 + number}", self.folder / f"host{number}"
+    def _host(self, number: int) -> VirtualHost:
+        name, address, folder = f"host{number}", f"{NETWORK}{10 + number}", self.folder / f"host{number}"
         (folder / "sshd_config").write_text(SSHD.format(address=address, folder=folder))
         sshd = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
         script = INIT.format(name=name, hosts=self.folder / "hosts", ssh=self.folder / "ssh", folder=folder, sshd=sshd)
@@ -175,7 +175,7 @@ class Hosts:
         self._ip(self._switch, f"link add port{number} type veth peer name eth0 netns {pid}")
         self._ip(pid, f"addr add {address}/24 dev eth0", "link set eth0 up")
         self._ip(self._switch, f"link set port{number} master switch", f"link set port{number} up")
-        return Host(name=name, address=address, pid=pid, shell=shell)
+        return VirtualHost(name=name, address=address, pid=pid, shell=shell)
 
     def _unshare(self, command: Sequence[str], *namespaces: str) -> subprocess.Popen[bytes]:
         words = ["unshare", *namespaces, "--fork", "--kill-child", *command]
@@ -187,7 +187,7 @@ class Hosts:
     def _pid(self, shell: subprocess.Popen[bytes]) -> int:
         """The first process of new namespaces."""
         listed = Path(f"/proc/{shell.pid}/task/{shell.pid}/children")
-        return int(_until(lambda: listed.read_text().split())[0])
+        return int(_wait_for(lambda: listed.read_text().split())[0])
 
     def _ip(self, pid: int, *lines: str) -> None:
         for line in lines:
@@ -197,15 +197,15 @@ class Hosts:
         """Until each host takes ssh connections."""
         for host in self.hosts:
             program = f"import socket; socket.create_connection(({host.address!r}, 22), 2).close()"
-            words = self.hosts[0].words([sys.executable, "-I", "-S", "-c", program])
-            _until(partial(_succeeds, words))
+            words = self.hosts[0].command_line([sys.executable, "-I", "-S", "-c", program])
+            _wait_for(partial(_succeeds, words))
 
 
 def _succeeds(words: Sequence[str]) -> bool:
     return subprocess.run(words, capture_output=True).returncode == 0
 
 
-def _until(met: Callable[[], T]) -> T:
+def _wait_for(met: Callable[[], T]) -> T:
     until = time.monotonic() + PATIENCE
     while not (found := met()):
         assert time.monotonic() < until, "the hosts don't come up"
@@ -214,8 +214,8 @@ def _until(met: Callable[[], T]) -> T:
 
 
 if __name__ == "__main__":
-    with Hosts(int(sys.argv[1]), Path(sys.argv[2])) as made:
+    with VirtualHosts(int(sys.argv[1]), Path(sys.argv[2])) as made:
         made.hostfile(2)
         for each in made.hosts:
-            print(shlex.join(each.words([])))
+            print(shlex.join(each.command_line([])))
         signal.sigwait([signal.SIGINT, signal.SIGTERM])

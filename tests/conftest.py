@@ -20,10 +20,14 @@ settings.register_profile("steady", derandomize=True, deadline=None, database=No
 settings.load_profile("steady")
 
 # Test files that wait for deaths, heartbeat timeouts and signals, mount file systems, or look at every process of this machine:
-# `bash scripts/test` runs them after all others, one at a time.
+# `bash scripts/test` runs them after all others.
 ALONE = (
-    "test_checkpoint_kills", "test_faults", "test_hangs", "test_hosts", "test_machine", "test_openmpi", "test_preflight",
-    "test_rendezvous", "test_secrets", "test_slurm", "test_startup",
+    "test_hosts", "test_faults", "test_slurm", "test_secrets", "test_hangs", "test_checkpoint_kills", "test_rendezvous", "test_preflight",
+    "test_openmpi", "test_machine", "test_startup",
+)  # fmt: skip
+# Test files that take more than ten seconds, the longest first: workers begin with these, and `bash scripts/test --quick` leaves them out.
+SLOW = (
+    "test_pipe", "test_matrix",
 )  # fmt: skip
 
 
@@ -35,10 +39,14 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that must run alone."""
+    """Mark the tests that are slow or run alone, and put the slowest files first."""
+    first = {stem: place for place, stem in enumerate((*ALONE, *SLOW))}
+    items.sort(key=lambda item: first.get(item.path.stem, len(first)))
     for item in items:
         if item.path.stem in ALONE:
             item.add_marker(pytest.mark.alone)
+        if item.path.stem in SLOW:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session", autouse=True)

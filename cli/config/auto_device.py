@@ -1,4 +1,4 @@
-"""TODO."""
+"""Values that depend on this machine: device kind and precision `auto`, memory `auto`, and the measured rates of a CPU."""
 
 from __future__ import annotations
 
@@ -10,79 +10,78 @@ from ...trainer.machine import facts
 from ...trainer.machine.facts import DEVICE_OPTIONS
 from ...trainer.spec.problem import Problem
 
-DeviceOption = Callable[[str], dict[str, Any]]  # what conf/device says of an option
+ReadDevice = Callable[[str], dict[str, Any]]  # returns the keys of an option in conf/device
 
 
-def fill_device(words: dict[str, Any], device: DeviceOption, *, sized: bool = False) -> None:
-    """Put this machine's devices for `kind: auto`, GPUs where it has some, and a precision for `auto` that they compute in.
+def fill_auto_device(config: dict[str, Any], read_device: ReadDevice, *, is_sized: bool = False) -> None:
+    """Replace `kind: auto` by this machine's device, a GPU if it has one, and `precision: auto` by one that the device computes in.
 
-    There are no more ranks than GPUs, unless the user said how many (`sized`).
+    `is_sized`: the user set the number of ranks. Otherwise it is at most the number of GPUs.
     """
-    cluster = words.get("cluster")
-    mine = cluster.get("device") if isinstance(cluster, dict) else None
-    cards: Sequence[Mapping[str, Any]] = []
-    if isinstance(cluster, dict) and isinstance(mine, dict) and mine.get("kind") == "auto":
-        known = facts.cached_facts()
-        cards = known["cuda"] if known else []
-        mine = cluster["device"] = _card(cards[0], device) if cards else {**mine, "kind": "cpu"}
-        if cards and not sized and isinstance(cluster.get("gpus"), int):
-            cluster["gpus"] = min(cluster["gpus"], len(cards))
-    train = words.get("train")
+    cluster = config.get("cluster")
+    device = cluster.get("device") if isinstance(cluster, dict) else None
+    gpus: Sequence[Mapping[str, Any]] = []
+    if isinstance(cluster, dict) and isinstance(device, dict) and device.get("kind") == "auto":
+        machine = facts.cached_facts()
+        gpus = machine["cuda"] if machine else []
+        device = cluster["device"] = _gpu_device(gpus[0], read_device) if gpus else {**device, "kind": "cpu"}
+        if gpus and not is_sized and isinstance(cluster.get("gpus"), int):
+            cluster["gpus"] = min(cluster["gpus"], len(gpus))
+    train = config.get("train")
     if isinstance(train, dict) and train.get("precision") == "auto":
-        train["precision"] = "fp16" if cards and not cards[0]["bf16"] else _precision(mine if isinstance(mine, dict) else {})
+        train["precision"] = "fp16" if gpus and not gpus[0]["bf16"] else _auto_precision(device if isinstance(device, dict) else {})
 
 
-def _card(card: Mapping[str, Any], device: DeviceOption) -> dict[str, Any]:
-    """A GPU as conf/device describes it, else what it says of itself."""
-    known = DEVICE_OPTIONS.get(card["name"])
-    said = device(known) if known else {"name": card["name"]}
-    return {**said, "kind": "cuda", "memory": card["memory"], "units": card["units"]}
+def _gpu_device(gpu: Mapping[str, Any], read_device: ReadDevice) -> dict[str, Any]:
+    """Return `cluster.device` of a GPU: its option in conf/device, or only what the driver reports of an unknown one."""
+    option = DEVICE_OPTIONS.get(gpu["name"])
+    device = read_device(option) if option else {"name": gpu["name"]}
+    return {**device, "kind": "cuda", "memory": gpu["memory"], "units": gpu["units"]}
 
 
-def fill_cpu_rates(words: Mapping[str, Any]) -> None:
-    """Put what one process of this CPU was measured to reach, its share of the cores; what the recipe states stays."""
-    cluster = words.get("cluster")
-    mine = cluster.get("device") if isinstance(cluster, dict) else None
-    gpus = cluster.get("gpus") if isinstance(cluster, dict) else None
-    if not isinstance(mine, dict) or mine.get("kind") != "cpu" or not isinstance(gpus, int) or gpus < 1:
+def fill_cpu_rates(config: Mapping[str, Any]) -> None:
+    """Fill in the measured rates of this machine's CPU, divided among its processes; values in the recipe stay."""
+    cluster = config.get("cluster")
+    device = cluster.get("device") if isinstance(cluster, dict) else None
+    processes = cluster.get("gpus") if isinstance(cluster, dict) else None
+    if not isinstance(device, dict) or device.get("kind") != "cpu" or not isinstance(processes, int) or processes < 1:
         return
-    known = facts.cached_facts()
-    if known is None or not isinstance(cluster, dict):
+    machine = facts.cached_facts()
+    if machine is None or not isinstance(cluster, dict):
         return
-    cpu = known["cpu"]
-    share = cpu["cores"] / gpus
-    if not mine.get("peak"):
-        mine["peak"] = {kind: rate * share for kind, rate in cpu["flops"].items()}
-    if mine.get("bandwidth") is None:
-        mine["bandwidth"] = cpu["bandwidth"] * share
+    cpu = machine["cpu"]
+    cores = cpu["cores"] / processes
+    if not device.get("peak"):
+        device["peak"] = {precision: rate * cores for precision, rate in cpu["flops"].items()}
+    if device.get("bandwidth") is None:
+        device["bandwidth"] = cpu["bandwidth"] * cores
     if cluster.get("inside") is None:
         cluster["inside"] = {**cpu["link"], "efficiency": 1.0}
 
 
-def _precision(device: Mapping[str, Any]) -> str:
-    """bf16 on a GPU that computes it, fp16 on an older one, fp32 on a CPU."""
+def _auto_precision(device: Mapping[str, Any]) -> str:
+    """Return fp32 for a CPU, bf16 for a GPU that computes in it, fp16 for an older GPU."""
     if device.get("kind", "cuda") == "cpu":
         return "fp32"
     peak = device.get("peak") or {"bf16": None}
     return "bf16" if "bf16" in peak else "fp16"
 
 
-def own_memory_share(words: Mapping[str, Any]) -> int | Problem | None:
-    """Bytes for `cluster.device.memory: auto`, this machine's shared among its ranks; None where the recipe states them."""
-    cluster = words.get("cluster")
+def auto_memory(config: Mapping[str, Any]) -> int | Problem | None:
+    """Return the bytes of one process for `cluster.device.memory: auto`: this machine's, divided; None if memory is not auto."""
+    cluster = config.get("cluster")
     device = cluster.get("device") if isinstance(cluster, Mapping) else None
     if not isinstance(device, Mapping) or device.get("memory") != "auto":
         return None
-    gpus = cluster.get("gpus") if isinstance(cluster, Mapping) else None
+    processes = cluster.get("gpus") if isinstance(cluster, Mapping) else None
     if device.get("kind", "cuda") != "cpu":
-        name = device.get("name", "the device")
         return Problem(
             rule="memory",
-            says=f"cluster.device.memory=auto is read from this machine for kind cpu only, not for {name}",
-            mend="set its bytes, as cluster.device.memory=80e9",
+            says=f"cluster.device.memory=auto works for a CPU only, not for {device.get('name', 'the device')}",
+            mend="set it in bytes, as cluster.device.memory=80e9",
         )
-    return _physical() // gpus if isinstance(gpus, int) and gpus > 0 else None
+    return _physical_memory() // processes if isinstance(processes, int) and processes > 0 else None
 
 
-def _physical() -> int:
+def _physical_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

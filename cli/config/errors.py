@@ -12,14 +12,14 @@ from ...trainer.spec.problem import Problem, Unreadable, suggest_name
 from . import library, synonyms
 
 SECTIONS = ("model", "cluster", "parallel", "train")
-CHOSEN = {  # how an option of a section is chosen in a recipe's defaults
+DEFAULTS_ENTRY = {  # how an option of a section is chosen in a recipe's defaults
     **{section: section for section in (*SECTIONS, "optim", "data", "log", "checkpoint", "launch")},
     "cluster.device": "override /device@cluster.device",
 }
-SIZES = ("family", "layers", "hidden", "heads", "vocab")
+COMPARED_SIZES = ("family", "layers", "hidden", "heads", "vocab")
 
 
-def reason(error: Exception, file: Path, config_dir: Path | None, primary: str) -> Problem:
+def composition_problem(error: Exception, file: Path, config_dir: Path | None, primary: str) -> Problem:
     """What is wrong with a recipe or with what it names; Hydra knows the recipe as `primary`."""
     if isinstance(error, Unreadable):
         return error.problems[0]
@@ -35,10 +35,10 @@ def reason(error: Exception, file: Path, config_dir: Path | None, primary: str) 
         return Problem(rule="yaml", says=f"{file} is not text in UTF-8")
     text = str(error) or str(error.__cause__ or type(error).__name__)
     missed = re.search(r"Could not (?:find|load) '([^']+)'", text)
-    return _missed(missed[1], file, config_dir) if missed else _composition(text, file, primary)
+    return _missing_default(missed[1], file, config_dir) if missed else _hydra_problem(text, file, primary)
 
 
-def _missed(name: str, file: Path, config_dir: Path | None) -> Problem:
+def _missing_default(name: str, file: Path, config_dir: Path | None) -> Problem:
     group, _, option = name.rpartition("/")
     groups = library.groups(config_dir)
     if group and group not in groups:
@@ -50,36 +50,40 @@ def _missed(name: str, file: Path, config_dir: Path | None) -> Problem:
     return Problem(rule="option", says=says, mend=suggest_name(option, known))
 
 
-def _composition(text: str, file: Path, primary: str) -> Problem:
+def _hydra_problem(text: str, file: Path, primary: str) -> Problem:
     lines = text.replace(f"In '{primary}': ", "").replace(primary, file.stem).splitlines()
     first = next((line.strip() for line in lines if line.strip() and not line.rstrip().endswith(":")), lines[0])
     return Problem(rule="compose", says=f"{file} can't be composed", mend=first.rstrip("."))
 
 
-def agree(sizes: Mapping[str, object], model: Mapping[Any, Any], file: Path) -> None:
+def check_sizes_agree(sizes: Mapping[str, object], model: Mapping[Any, Any], file: Path) -> None:
     """Raise Unreadable where a config.json and a model that was composed from several files are not the same one."""
-    for key in SIZES:
+    for key in COMPARED_SIZES:
         if key in sizes and model.get(key, sizes[key]) != sizes[key]:
             says = f"{file}: model.hf says {key}={sizes[key]}, and another file says {key}={model[key]}"
             raise Unreadable([Problem(rule="hf", says=says, mend="say model.hf in the recipe itself")])
 
 
-def in_our_words(problem: Problem, words: Mapping[str, Any]) -> Problem:
+def improve_problem(problem: Problem, words: Mapping[str, Any]) -> Problem:
     """A problem with composed words, where more can be said of it: a word of another trainer, a section that is to be chosen."""
     if problem.rule == "unknown":
         key = problem.says.removeprefix("no key ")
-        return synonyms.answer(key, _at(words, key)) or problem
+        return synonyms.synonym_problem(key, _value_at(words, key)) or problem
     section, _, value = problem.says.partition(" is not a mapping of ")[0].partition("=")
-    if problem.rule == "type" and value and " is not a mapping of " in problem.says and isinstance(_at(words, section), str):
+    if problem.rule == "type" and value and " is not a mapping of " in problem.says and isinstance(_value_at(words, section), str):
         says = f"{section}={value} is not a mapping of keys"
-        if section in CHOSEN:
-            return Problem(rule="type", says=says, mend=f"an option is chosen in a recipe's defaults, as `- {CHOSEN[section]}: {value}`")
-    return _chosen(problem)
+        if section in DEFAULTS_ENTRY:
+            return Problem(
+                rule="type", says=says, mend=f"an option is chosen in a recipe's defaults, as `- {DEFAULTS_ENTRY[section]}: {value}`"
+            )
+    return _missing_section(problem)
 
 
-def misnamed(words: Mapping[str, Any], options: Mapping[str, Path], device: Callable[[str], Mapping[str, Any]]) -> Iterator[Problem]:
+def device_name_problems(
+    words: Mapping[str, Any], options: Mapping[str, Path], device: Callable[[str], Mapping[str, Any]]
+) -> Iterator[Problem]:
     """Say that a device has the name of an option of group device and the figures of another; `device` reads an option."""
-    name, mine = _at(words, "cluster.device.name"), _at(words, "cluster.device")
+    name, mine = _value_at(words, "cluster.device.name"), _value_at(words, "cluster.device")
     if not isinstance(name, str) or name not in options:
         return
     its = device(name)
@@ -88,7 +92,7 @@ def misnamed(words: Mapping[str, Any], options: Mapping[str, Path], device: Call
         yield Problem(rule="device", says=says, mend=f"write device={name}")
 
 
-def _at(words: Mapping[str, Any], key: str) -> Any:
+def _value_at(words: Mapping[str, Any], key: str) -> Any:
     """The value of a key in composed words."""
     found: Any = words
     for name in key.split("."):
@@ -96,7 +100,7 @@ def _at(words: Mapping[str, Any], key: str) -> Any:
     return found
 
 
-def _chosen(problem: Problem) -> Problem:
+def _missing_section(problem: Problem) -> Problem:
     """A whole section that is missing is mended by choosing an option of its group."""
     section = problem.says.removesuffix(" is not set")
     if problem.rule != "missing" or section not in SECTIONS:

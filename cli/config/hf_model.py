@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ...trainer.machine.cache import folder
+from ...trainer.machine.cache import cache_folder
 from ...trainer.spec.plain_file import read_plain
 from ...trainer.spec.problem import Problem, Unreadable
 from ...trainer.system.atomic_file import write_atomically
@@ -58,7 +58,7 @@ def _read_by_transformers(path: Path) -> dict[str, Any]:
         raise Unreadable([Problem(rule="hf", says=says, mend="pip install 'distrain[hf]'")]) from None
     except OSError as error:
         raise Unreadable([Problem(rule="hf", says=f"model.hf={file}: {error.strerror}")]) from None
-    cached = folder() / "models" / f"{sha256(f'{VERSION} {release} '.encode() + text).hexdigest()[:32]}.json"
+    cached = cache_folder() / "models" / f"{sha256(f'{VERSION} {release} '.encode() + text).hexdigest()[:32]}.json"
     with suppress(OSError, ValueError):
         known = json.loads(cached.read_text(encoding="utf-8"))
         if isinstance(known, dict) and known.keys() >= {"sizes", "parameters"}:

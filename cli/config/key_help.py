@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from ...trainer.spec.keys import KEYS
 from ...trainer.spec.read import type_text, value_text
 from ...trainer.spec.run import Run
-from .keys import OURS
+from .keys import WRITTEN_KEYS
 
 REQUIRED = "required"
 HUGE = 1e15  # a bound from which on nobody is told of it
@@ -32,7 +32,7 @@ class KeyHelp:
 def key_help(word: str) -> list[KeyHelp]:
     """The key that a word names, or every key of a section; none where it names neither."""
     below = f"{word}."
-    return [_help(key, hint, row) for key, hint, row in key_fields() if (key == word or key.startswith(below)) and key not in OURS]
+    return [_help(key, hint, row) for key, hint, row in key_fields() if (key == word or key.startswith(below)) and key not in WRITTEN_KEYS]
 
 
 def key_fields(of: type = Run, at: str = "") -> Iterator[tuple[str, Any, Field[Any] | None]]:
@@ -57,7 +57,7 @@ def sections() -> set[str]:
     return {key[:at] for key, _, _ in key_fields() for at, letter in enumerate(key) if letter == "."}
 
 
-def named_choices(key: str, hint: Any) -> tuple[str, ...]:
+def key_choices(key: str, hint: Any) -> tuple[str, ...]:
     """The words that a key takes, of its type or of the table in which it is looked up; none where it takes others too."""
     if key == "model.family":
         from ...trainer.models.families import FAMILIES
@@ -74,29 +74,29 @@ def named_choices(key: str, hint: Any) -> tuple[str, ...]:
     return tuple(map(str, get_args(hint))) if get_origin(hint) is Literal else ()
 
 
-def comments() -> dict[str, str]:
+def key_comments() -> dict[str, str]:
     """A comment for every key: what it is, its choices and its unit."""
     found = {}
     for key, hint, _ in key_fields():
-        choices, row = named_choices(key, hint), KEYS[key]
+        choices, row = key_choices(key, hint), KEYS[key]
         unit, null = f" ({row.unit})" if row.unit else "", f"; null: {row.null}" if row.null else ""
         found[key] = row.says + unit + (f"; {', '.join(choices)}" if choices else "") + null
     return found
 
 
-def document(rows: list[KeyHelp]) -> list[dict[str, Any]]:
+def help_json(rows: list[KeyHelp]) -> list[dict[str, Any]]:
     """Keys as plain data."""
     return [asdict(row) for row in rows]
 
 
 def _help(key: str, hint: Any, row: Field[Any] | None) -> KeyHelp:
-    choices, said = named_choices(key, hint), KEYS[key]
-    takes = f"one of {', '.join(choices)}" if choices else type_words(hint)
-    default = by_family(key) or _default(row)
+    choices, said = key_choices(key, hint), KEYS[key]
+    takes = f"one of {', '.join(choices)}" if choices else type_summary(hint)
+    default = family_defaults(key) or _default(row)
     return KeyHelp(key=key, says=said.says, unit=said.unit, takes=takes, choices=choices, default=default, null=said.null)
 
 
-def by_family(key: str) -> str:
+def family_defaults(key: str) -> str:
     """The defaults of a key that each family of models has its own of: "by family: gpt layernorm, ..."; "" of any other key."""
     from ...trainer.models.families import FAMILIES
 
@@ -105,7 +105,7 @@ def by_family(key: str) -> str:
     return f"by family: {', '.join(f'{family} {value}' for family, value in found.items())}" if found else ""
 
 
-def type_words(hint: Any) -> str:
+def type_summary(hint: Any) -> str:
     """A type as words, a bound and what may stand in its place told apart: a number, at least 0, or auto.
 
     Bounds that are only there to keep products of numbers finite are left out.

@@ -14,56 +14,56 @@ from ...trainer.spec.read import value_text
 from ...trainer.spec.run import Run
 from . import synonyms
 
-OURS = ("reading", "model.parameters")  # said by distrain, not by a user
+WRITTEN_KEYS = ("reading", "model.parameters")  # said by distrain, not by a user
 
 
-def keys(of: type = Run, at: str = "") -> dict[str, Any]:
+def config_keys(of: type = Run, at: str = "") -> dict[str, Any]:
     """Every key that takes a value (`parallel.tp`), and its type."""
     found: dict[str, Any] = {}
     for name, hint in get_type_hints(of, include_extras=True).items():
-        section = _section(hint)
-        found |= keys(section, f"{at}{name}.") if section else {f"{at}{name}": hint}
-    return {key: hint for key, hint in found.items() if key not in OURS}
+        section = _section_type(hint)
+        found |= config_keys(section, f"{at}{name}.") if section else {f"{at}{name}": hint}
+    return {key: hint for key, hint in found.items() if key not in WRITTEN_KEYS}
 
 
-def texts(known: Mapping[str, Any]) -> set[str]:
+def text_keys(known: Mapping[str, Any]) -> set[str]:
     """The keys that take any text."""
     return {key for key, hint in known.items() if hint in (str, str | None, str | tuple[str, ...] | None)}
 
 
-def unknown(key: str, known: Mapping[str, Any], value: Any = None) -> Problem | None:
+def unknown_key_problem(key: str, known: Mapping[str, Any], value: Any = None) -> Problem | None:
     """The problem with a key that doesn't exist, with the value that was given to it; None where the key does."""
     sections = _sections(known)
     holder, _, last = key.rpartition(".")
-    if key in known or key in sections or (holder in known and last in _words_of(known[holder])):
+    if key in known or key in sections or (holder in known and last in _mapping_keys(known[holder])):
         return None
-    if words := _words_of(known.get(holder)):
+    if words := _mapping_keys(known.get(holder)):
         return Problem(rule="unknown", says=f"no key {key}", mend=suggest_name(last, words))
-    if right := meant(key, known):
+    if right := respelled_key(key, known):
         mend = f"did you mean {right}?" if value in (None, "") else f"write {right}={value_text(value)}"
         return Problem(rule="unknown", says=f"no key {key}", mend=mend)
-    if theirs := synonyms.answer(key, value):
+    if theirs := synonyms.synonym_problem(key, value):
         return theirs
-    return Problem(rule="unknown", says=f"no key {key}", mend=_near(key, known, sections))
+    return Problem(rule="unknown", says=f"no key {key}", mend=_suggest_key(key, known, sections))
 
 
-def meant(key: str, known: Mapping[str, Any]) -> str:
+def respelled_key(key: str, known: Mapping[str, Any]) -> str:
     """The key that is written with other signs between its words, or in other letters: MODEL/layers, train.micro-batch; "": none."""
     plain = unicodedata.normalize("NFKD", re.sub(r"\[\d*\]$", "", key)).encode("ascii", "ignore").decode()
-    found = [each for each in known if _letters(each) == _letters(plain)]
+    found = [each for each in known if _letters_and_digits(each) == _letters_and_digits(plain)]
     return found[0] if len(found) == 1 and found[0] != key else ""
 
 
-def _letters(key: str) -> str:
+def _letters_and_digits(key: str) -> str:
     return re.sub(r"[^a-z0-9]", "", key.lower())
 
 
-def values(key: str) -> list[str]:
+def completion_values(key: str) -> list[str]:
     """What is worth offering for a key: its choices, else its default."""
     kind: Any = Run
     *above, last = key.split(".")
     for name in above:
-        kind = _section(get_type_hints(kind).get(name)) if kind else None
+        kind = _section_type(get_type_hints(kind).get(name)) if kind else None
     row = next((row for row in fields(kind) if row.name == last), None) if kind else None
     if row is None or kind is None:
         return []
@@ -75,12 +75,12 @@ def values(key: str) -> list[str]:
     return [str(row.default)] if row.default not in (MISSING, None) and not isinstance(row.default, tuple) else []
 
 
-def _near(key: str, known: Mapping[str, Any], sections: set[str]) -> str:
+def _suggest_key(key: str, known: Mapping[str, Any], sections: set[str]) -> str:
     last = key.rpartition(".")[2]
     same = [each for each in known if each.rpartition(".")[2] == last]
     if same:
         return f"did you mean {' or '.join(same)}?"
-    close = get_close_matches(key, [*known, *sections], n=1, cutoff=0.7) or _near_last(last, known)
+    close = get_close_matches(key, [*known, *sections], n=1, cutoff=0.7) or _suggest_last_part(last, known)
     if close:
         return f"did you mean {close[0]}?"
     section = key.rpartition(".")[0]
@@ -88,7 +88,7 @@ def _near(key: str, known: Mapping[str, Any], sections: set[str]) -> str:
     return f"known: {', '.join(inside or sorted(each for each in sections if '.' not in each))}"
 
 
-def _near_last(last: str, known: Mapping[str, Any]) -> list[str]:
+def _suggest_last_part(last: str, known: Mapping[str, Any]) -> list[str]:
     by_last = {key.rpartition(".")[2]: key for key in reversed(list(known))}
     return [by_last[each] for each in get_close_matches(last, by_last, n=1, cutoff=0.75)]
 
@@ -97,14 +97,14 @@ def _sections(known: Mapping[str, Any]) -> set[str]:
     return {key[:at] for key in known for at, letter in enumerate(key) if letter == "."}
 
 
-def _section(hint: Any) -> Any:
+def _section_type(hint: Any) -> Any:
     return next((kind for kind in (hint, *get_args(hint)) if is_dataclass(kind)), None)
 
 
-def _words_of(hint: Any) -> tuple[Any, ...]:
+def _mapping_keys(hint: Any) -> tuple[Any, ...]:
     """The keys that a mapping of fixed words takes (`peak.bf16`)."""
-    return tuple(_literals(get_args(hint)[0])) if get_origin(hint) is dict else ()
+    return tuple(_literal_values(get_args(hint)[0])) if get_origin(hint) is dict else ()
 
 
-def _literals(hint: Any) -> Iterator[Any]:
+def _literal_values(hint: Any) -> Iterator[Any]:
     yield from get_args(hint) if get_origin(hint) is Literal else ()

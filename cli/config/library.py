@@ -9,7 +9,7 @@ from pathlib import Path
 from ...trainer.spec.plain_file import expand_home, read_plain, why_unreadable
 from ...trainer.spec.problem import Problem, Unreadable, suggest_name
 
-HOUSE = Path(__file__).resolve().parents[2]
+PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 SUFFIXES = (".yaml", ".yml")
 MOST_BYTES = 256 << 10  # of a recipe or an option
 
@@ -19,31 +19,31 @@ def roots(config_dir: Path | None) -> tuple[Path, ...]:
     own: tuple[Path, ...] = ()
     if config_dir is not None:
         own_dir = expand_home(config_dir).absolute()
-        if why := _unlisted(own_dir):
+        if why := _why_not_listable(own_dir):
             raise Unreadable([Problem(rule="file", says=f"--config-dir={config_dir} {why}", mend="name one that exists")])
         own = tuple(folder for folder in (own_dir, own_dir / "recipes") if folder.is_dir())
-    return (*own, HOUSE / "conf", HOUSE / "recipes")
+    return (*own, PACKAGE_ROOT / "conf", PACKAGE_ROOT / "recipes")
 
 
 def recipes(config_dir: Path | None) -> dict[str, Path]:
     """Every recipe by name."""
-    return _files(root for root in roots(config_dir) if root != HOUSE / "conf")
+    return _yaml_files(root for root in roots(config_dir) if root != PACKAGE_ROOT / "conf")
 
 
 def groups(config_dir: Path | None) -> tuple[str, ...]:
     """Every config group: the folders that hold YAML."""
     names: set[str] = set()
     for root in roots(config_dir):
-        names |= {name for name in os.listdir(root) if not name.startswith((".", "_")) and _files([root / name])}
+        names |= {name for name in os.listdir(root) if not name.startswith((".", "_")) and _yaml_files([root / name])}
     return tuple(sorted(names - {"recipes"}))
 
 
 def options(group: str, config_dir: Path | None) -> dict[str, Path]:
     """Every option of a group by name."""
-    return _files((root / group for root in roots(config_dir)), suffixes=SUFFIXES[:1])
+    return _yaml_files((root / group for root in roots(config_dir)), suffixes=SUFFIXES[:1])
 
 
-def about(file: Path) -> str:
+def first_comment(file: Path) -> str:
     """The first comment line of a YAML file."""
     try:
         lines = read_plain(file, MOST_BYTES).decode("utf-8-sig", errors="replace").splitlines()
@@ -53,7 +53,7 @@ def about(file: Path) -> str:
     return first.lstrip("# ").rstrip() if first.startswith("#") else ""
 
 
-def near(word: str, names: Iterable[str]) -> str:
+def suggest_option(word: str, names: Iterable[str]) -> str:
     """The sentence for a name that is not there: what it begins, else its near miss."""
     known = sorted(names)
     begun = [name for name in known if word and name.startswith(word)]
@@ -64,38 +64,38 @@ def near(word: str, names: Iterable[str]) -> str:
     return suggest_name(word, known)
 
 
-def recipe(conf: str, config_dir: Path | None) -> Path:
+def recipe_path(conf: str, config_dir: Path | None) -> Path:
     """The file that `conf=` names: a path, or a recipe's name; raises Unreadable."""
     known = recipes(config_dir)
     if conf in known:
         return known[conf]
     path = expand_home(conf)
     if _is_path(conf):
-        for each in _spellings(path):
+        for each in _with_suffixes(path):
             if os.path.isfile(each):
                 return each
-        raise Unreadable([_no_file(conf, path)])
-    here = next((each for each in _spellings(path) if os.path.isfile(each)), None)
-    mend = f"for the file in this folder write conf=./{here}" if here else near(conf, known)
+        raise Unreadable([_missing_file_problem(conf, path)])
+    here = next((each for each in _with_suffixes(path) if os.path.isfile(each)), None)
+    mend = f"for the file in this folder write conf=./{here}" if here else suggest_option(conf, known)
     raise Unreadable([Problem(rule="conf", says=f"no recipe {conf}", mend=mend)])
 
 
-def _no_file(conf: str, path: Path) -> Problem:
+def _missing_file_problem(conf: str, path: Path) -> Problem:
     folder = path.parent
     if os.path.isdir(path):
         return Problem(rule="file", says=f"conf={conf} is a folder", mend="name a YAML file in it")
-    if there := next((each for each in _spellings(path) if os.path.lexists(each)), None):
+    if there := next((each for each in _with_suffixes(path) if os.path.lexists(each)), None):
         return Problem(rule="file", says=f"conf={conf} can't be read: {why_unreadable(there)}", mend="name a plain file of YAML")
     if not os.path.isdir(folder):
         return Problem(rule="file", says=f"conf={conf}: no such file", mend=f"there is no folder {folder}")
-    if why := _unlisted(folder):
+    if why := _why_not_listable(folder):
         return Problem(rule="file", says=f"conf={conf}: no such file", mend=f"{folder} {why}")
     beside = [each.name for each in folder.iterdir() if each.suffix in SUFFIXES]
     mend = suggest_name(path.name, beside) if beside else f"no YAML file is in {folder}"
     return Problem(rule="file", says=f"conf={conf}: no such file", mend=mend)
 
 
-def _unlisted(folder: Path) -> str:
+def _why_not_listable(folder: Path) -> str:
     """Why a folder's files can't be listed; "" where they can."""
     if not os.path.isdir(folder):
         return "is not a folder"
@@ -110,25 +110,25 @@ def _is_path(conf: str) -> bool:
     return "/" in conf or os.sep in conf or conf.endswith(SUFFIXES)
 
 
-def _spellings(path: Path) -> Iterator[Path]:
+def _with_suffixes(path: Path) -> Iterator[Path]:
     yield path
     for suffix in SUFFIXES if path.name else ():
         yield path.with_name(path.name + suffix)
 
 
-def _files(folders: Iterator[Path] | list[Path], suffixes: tuple[str, ...] = SUFFIXES) -> dict[str, Path]:
+def _yaml_files(folders: Iterator[Path] | list[Path], suffixes: tuple[str, ...] = SUFFIXES) -> dict[str, Path]:
     """YAML files by their names without suffix; the first folder that has a name wins."""
     found: dict[str, Path] = {}
     for folder in folders:
         if os.path.isdir(folder):
-            for name in _listed(folder):
+            for name in _list_folder(folder):
                 stem, suffix = os.path.splitext(name)
                 if suffix in suffixes and not name.startswith("."):
                     found.setdefault(stem, folder / name)
     return dict(sorted(found.items()))
 
 
-def _listed(folder: Path) -> list[str]:
+def _list_folder(folder: Path) -> list[str]:
     """The names in a folder; none where it can't be listed."""
     try:
         return sorted(os.listdir(folder))
@@ -136,7 +136,7 @@ def _listed(folder: Path) -> list[str]:
         return []
 
 
-def own_version() -> str:
+def distrain_version() -> str:
     """The version of distrain: that of what is installed, or of the checkout."""
     from importlib.metadata import PackageNotFoundError, version
 
@@ -145,4 +145,4 @@ def own_version() -> str:
     except PackageNotFoundError:
         import tomllib
 
-        return str(tomllib.loads((HOUSE / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"])
+        return str(tomllib.loads((PACKAGE_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"])

@@ -11,15 +11,15 @@ from typing import Any, Self
 from ...trainer.spec.problem import Problem, Unreadable, one_line
 from . import library, yaml_text
 from .command_name import command_name
-from .load import compose
+from .load import compose_config
 
 STDOUT = "-"
-BESIDE = ("model.hf", "model.weights")  # paths that the loader looks for beside the recipe first
-SAME = "name=same"  # the override under which a recipe and its copy have one name
-TRIAL = "quickstart"  # the recipe with which every option of a group composes
+PATH_KEYS = ("model.hf", "model.weights")  # paths that the loader looks for beside the recipe first
+SAME_NAME = "name=same"  # the override under which a recipe and its copy have one name
+TRIAL_RECIPE = "quickstart"  # the recipe with which every option of a group composes
 
 
-def copy(name: str, file: str, config_dir: Path | None) -> str:
+def copy_config(name: str, file: str, config_dir: Path | None) -> str:
     """Write the copy that `distrain cp NAME FILE` makes; the line that says what is next, or of FILE - the copy itself.
 
     Raises Unreadable, and OSError where the file can't be written.
@@ -30,21 +30,24 @@ def copy(name: str, file: str, config_dir: Path | None) -> str:
         text = _read(options[option])
         return text.rstrip("\n") if file == STDOUT else _copy_option(group, text, _target(file, option), config_dir)
     if option and options and not os.path.exists(name):
-        raise Unreadable([Problem(rule="option", says=f"no {group} {option}", mend=library.near(option, options))])
-    source = library.recipe(name, config_dir)
-    wanted = compose(_conf(source), (SAME,), config_dir)
-    text = _with_whole_paths(_read(source), source)
+        raise Unreadable([Problem(rule="option", says=f"no {group} {option}", mend=library.suggest_option(option, options))])
+    source = library.recipe_path(name, config_dir)
+    wanted = compose_config(_conf_argument(source), (SAME_NAME,), config_dir)
+    text = _with_absolute_paths(_read(source), source)
     return text.rstrip("\n") if file == STDOUT else _copy_recipe(source, text, wanted, _target(file, source.stem), config_dir)
 
 
 def _copy_recipe(source: Path, text: str, wanted: Mapping[str, Any], target: Path, config_dir: Path | None) -> str:
     """Write a recipe under its new name: in the place of the one that it says, else after all that it says, else unchanged."""
     name, wrong = target.stem, ""
-    said = yaml_text.replaced(text, {"name": name})
+    said = yaml_text.replace_values(text, {"name": name})
     for each in (*((said,) if said != text else ()), f"{text.rstrip()}\nname: {yaml_text.scalar(name)}\n", text):
         with NewFile(target, each) as made:
             try:
-                same, whole = compose(_conf(target), (SAME,), config_dir), compose(_conf(target), (), config_dir)
+                same, whole = (
+                    compose_config(_conf_argument(target), (SAME_NAME,), config_dir),
+                    compose_config(_conf_argument(target), (), config_dir),
+                )
             except Unreadable as error:
                 wrong = error.problems[0].says
                 continue
@@ -52,7 +55,7 @@ def _copy_recipe(source: Path, text: str, wanted: Mapping[str, Any], target: Pat
                 made.stays = True
                 kept = "" if whole["name"] == name else f", whose runs are still named {whole['name']}"
                 dirs = f" --config-dir {quote(str(config_dir))}" if config_dir else ""
-                return one_line(f"wrote {target}{kept}; next: {command_name()} plan conf={quote(_conf(target))}{dirs}")
+                return one_line(f"wrote {target}{kept}; next: {command_name()} plan conf={quote(_conf_argument(target))}{dirs}")
     says = f"{target} would not be what {source} is{f' ({wrong})' if wrong else ''}"
     raise Unreadable([Problem(rule="copy", says=says, mend=f"copy it beside {source}, whose folder has what it names")])
 
@@ -65,12 +68,14 @@ def _copy_option(group: str, text: str, target: Path, config_dir: Path | None) -
             made.stays = True
             return one_line(f"wrote {target}; {group}={name} chooses it once it is DIR/{group}/{target.name}, with --config-dir DIR")
         try:
-            compose(TRIAL, (f"{group}={name}",), top)
+            compose_config(TRIAL_RECIPE, (f"{group}={name}",), top)
         except Unreadable as error:
             says = f"{target} can't be composed as {group}={name} ({error.problems[0].says})"
             raise Unreadable([Problem(rule="copy", says=says, mend="give it a name that its defaults don't have")]) from None
         made.stays = True
-        return one_line(f"wrote {target}; next: {command_name()} plan conf={TRIAL} {group}={quote(name)} --config-dir {quote(str(top))}")
+        return one_line(
+            f"wrote {target}; next: {command_name()} plan conf={TRIAL_RECIPE} {group}={quote(name)} --config-dir {quote(str(top))}"
+        )
 
 
 class NewFile:
@@ -83,7 +88,7 @@ class NewFile:
         try:
             file = self.path.open("xb")
         except FileExistsError:
-            raise _there(self.path) from None
+            raise _file_exists(self.path) from None
         try:
             with file:
                 file.write(self.text.encode())
@@ -105,13 +110,13 @@ def _target(file: str, stem: str) -> Path:
     elif path.suffix not in library.SUFFIXES:
         path = path.with_name(f"{path.name}.yaml")
     if os.path.lexists(path):
-        raise _there(path)
+        raise _file_exists(path)
     if not path.parent.is_dir():
         raise Unreadable([Problem(rule="file", says=f"{path}: there is no folder {path.parent}", mend="make it first")])
     return path
 
 
-def _there(path: Path) -> Unreadable:
+def _file_exists(path: Path) -> Unreadable:
     return Unreadable([Problem(rule="file", says=f"{path} is there already", mend="name another file, or remove it first")])
 
 
@@ -124,13 +129,13 @@ def _read(source: Path) -> str:
         raise Unreadable([Problem(rule="file", says=f"{source}: {why}")]) from None
 
 
-def _with_whole_paths(text: str, source: Path) -> str:
+def _with_absolute_paths(text: str, source: Path) -> str:
     """The text with whole paths for what the loader finds beside its file, so that a copy elsewhere finds it too."""
-    said = yaml_text.texts(text)
-    near = {key: source.parent / said[key] for key in BESIDE if said.get(key) and not Path(said[key]).expanduser().is_absolute()}
-    return yaml_text.replaced(text, {key: str(path.absolute()) for key, path in near.items() if path.exists()})
+    said = yaml_text.text_values(text)
+    near = {key: source.parent / said[key] for key in PATH_KEYS if said.get(key) and not Path(said[key]).expanduser().is_absolute()}
+    return yaml_text.replace_values(text, {key: str(path.absolute()) for key, path in near.items() if path.exists()})
 
 
-def _conf(path: Path) -> str:
+def _conf_argument(path: Path) -> str:
     """A file as `conf=` takes it: with a folder before its name."""
     return str(path) if path.parent != Path() else f"./{path}"

@@ -13,7 +13,7 @@ from ...trainer.spec.read import value_text
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ours:
+class Synonym:
     """What a word of others is here: our key and what it counts, or, where there is none, what it follows from.
 
     `values` are what values of theirs are of ours, where they are not the same; a value that is not among them carries nothing over.
@@ -25,19 +25,19 @@ class Ours:
     words: tuple[str, ...] = field(default=())
 
 
-ALONE = ("optimizer",)  # words that are keys of ours too, below a section: theirs stand alone
+TOP_LEVEL_ONLY = ("optimizer",)  # words that are keys of ours too, below a section: theirs stand alone
 YES = {"true": "true", "false": "false"}
 SCHEDULES = {each: each for each in ("constant", "linear", "cosine", "wsd")}
 DECAYS = {**SCHEDULES, "WSD": "wsd", "warmup_stable_decay": "wsd", "constant_with_warmup": "constant"}
 PRECISIONS = {**{each: each for each in ("fp32", "bf16", "fp16")}, "no": "fp32", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
-def _row(words: str, key: str, about: str = "", values: Mapping[str, str] | None = None) -> Ours:
-    return Ours(key=key, about=about, values=values, words=tuple(words.split()))
+def _row(words: str, key: str, about: str = "", values: Mapping[str, str] | None = None) -> Synonym:
+    return Synonym(key=key, about=about, values=values, words=tuple(words.split()))
 
 
 # fmt: off
-ROWS: tuple[Ours, ...] = (
+ROWS: tuple[Synonym, ...] = (
     # batch and length
     _row("batch_size global_batch_size train_batch_size total_batch_size", "train.batch", "sequences a step, of all GPUs together"),
     _row("micro_batch_size train_micro_batch_size_per_gpu per_device_train_batch_size per_device_batch_size local_batch_size "
@@ -173,31 +173,31 @@ ROWS: tuple[Ours, ...] = (
 
 
 @cache
-def _table() -> dict[str, Ours]:
+def _table() -> dict[str, Synonym]:
     return {word: row for row in ROWS for word in row.words}
 
 
-def ours(key: str) -> Ours | None:
+def find_synonym(key: str) -> Synonym | None:
     """What a key of another trainer is here, with dashes or underscores and under any section; None where nobody says so."""
     parts = [part for part in key.strip("+~- ").lower().replace("-", "_").split(".") if part]
     found = [".".join(parts[at:]) for at in range(len(parts))]
-    return next((row for at, word in enumerate(found) if (row := _table().get(word)) and (at == 0 or word not in ALONE)), None)
+    return next((row for at, word in enumerate(found) if (row := _table().get(word)) and (at == 0 or word not in TOP_LEVEL_ONLY)), None)
 
 
-def answer(key: str, value: Any = None, *, said: str = "key") -> Problem | None:
+def synonym_problem(key: str, value: Any = None, *, said: str = "key") -> Problem | None:
     """The problem with a word of another trainer: what it is here, and that with its value where it carries over. None: no such word."""
-    row = ours(key)
+    row = find_synonym(key)
     if row is None:
         return None
     what = f"no {said} {key}"
     if not row.key:
         return Problem(rule="unknown", says=what, mend=row.about)
     about = f"that is {row.key}{f' ({row.about})' if row.about else ''}"
-    word = _word(value, row.values)
+    word = _our_value(value, row.values)
     return Problem(rule="unknown", says=what, mend=f"{about}: {row.key}={word}" if word else about)
 
 
-def _word(value: Any, values: Mapping[str, str] | None) -> str:
+def _our_value(value: Any, values: Mapping[str, str] | None) -> str:
     """A value as it is written here; "" where it does not carry over."""
     if value is None or value == "":
         return ""

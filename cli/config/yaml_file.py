@@ -22,7 +22,7 @@ from .library import MOST_BYTES
 MOST_NODES = 20_000  # mappings, lists and values, those of each alias counted again
 
 
-class Text(StringIO):
+class NamedText(StringIO):
     """YAML in memory that errors name by its file."""
 
     def __init__(self, text: str, name: str) -> None:
@@ -34,12 +34,12 @@ def read_config(file: Path) -> DictConfig:
     """What a recipe or an option of a group says, not yet composed; raises Unreadable."""
     config = _read(file)
     if not isinstance(config, DictConfig):
-        raise _refused(f"{file} holds a list", "a recipe is a mapping of keys")
+        raise _unreadable(f"{file} holds a list", "a recipe is a mapping of keys")
     if "hydra" in config:
-        raise _refused(f"{file}: no key hydra", "leave it out")
+        raise _unreadable(f"{file}: no key hydra", "leave it out")
     defaults = config.get("defaults", [])
     if not isinstance(defaults, ListConfig | list) or not all(isinstance(each, str | DictConfig) for each in defaults):
-        raise _refused(f"{file}: defaults is not a list of `GROUP: NAME`", "write each as `- model: NAME`")
+        raise _unreadable(f"{file}: defaults is not a list of `GROUP: NAME`", "write each as `- model: NAME`")
     return config
 
 
@@ -48,29 +48,29 @@ def _read(file: Path) -> DictConfig | ListConfig:
     text = ""
     try:
         text = read_plain(file, MOST_BYTES).decode("utf-8-sig")
-        if "&" in text and "*" in text and _nodes(Text(text, str(file))) > MOST_NODES:
-            raise _refused(f"{file}: its anchors and aliases make more than {MOST_NODES:,} values of it", "write it out")
-        return OmegaConf.load(Text(text, str(file)))
+        if "&" in text and "*" in text and _count_nodes(NamedText(text, str(file))) > MOST_NODES:
+            raise _unreadable(f"{file}: its anchors and aliases make more than {MOST_NODES:,} values of it", "write it out")
+        return OmegaConf.load(NamedText(text, str(file)))
     except OSError as error:
-        raise _refused(f"{file} can't be read: {error.strerror or error}") from None
+        raise _unreadable(f"{file} can't be read: {error.strerror or error}") from None
     except UnicodeDecodeError:
-        raise _refused(f"{file} is not text in UTF-8") from None
+        raise _unreadable(f"{file} is not text in UTF-8") from None
     except RecursionError:
         if "*" in text or "${" in text:
-            raise _refused(f"{file} contains itself", "break the loop of defaults, anchors or ${...}") from None
-        raise _refused(f"{file} is nested too deeply") from None
+            raise _unreadable(f"{file} contains itself", "break the loop of defaults, anchors or ${...}") from None
+        raise _unreadable(f"{file} is nested too deeply") from None
     except ReaderError as error:
-        raise _refused(f"{file} holds the character {chr(error.character)!r}", "YAML is plain text") from None
+        raise _unreadable(f"{file} holds the character {chr(error.character)!r}", "YAML is plain text") from None
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{file}, line {mark.line + 1}, column {mark.column + 1}" if mark else str(file)
-        raise _refused(f"{where}: {error.problem or 'this is no YAML'}") from None
+        raise _unreadable(f"{where}: {error.problem or 'this is no YAML'}") from None
     except (YAMLError, OmegaConfBaseException, ValueError, TypeError, AttributeError, AssertionError) as error:
         lines = str(error).splitlines() or [type(error).__name__]
-        raise _refused(f"{file} can't be read: {lines[0].partition('; use sys.')[0]}") from None
+        raise _unreadable(f"{file} can't be read: {lines[0].partition('; use sys.')[0]}") from None
 
 
-def _refused(says: str, mend: str = "") -> Unreadable:
+def _unreadable(says: str, mend: str = "") -> Unreadable:
     return Unreadable([Problem(rule="yaml", says=says, mend=mend)])
 
 
@@ -88,13 +88,13 @@ class PlainSource(FileConfigSource):
         return ConfigResult(config=config, path=f"{self.scheme()}://{self.path}", provider=self.provider, header=header)
 
 
-def read_plainly() -> None:
+def install_plain_source() -> None:
     """Have Hydra read files by `read_config`."""
     Plugins.instance()
     SourcesRegistry.instance().types["file"] = PlainSource
 
 
-def _nodes(text: Text) -> int:
+def _count_nodes(text: NamedText) -> int:
     """The values of a document, each alias counted as all that it stands for; counting ends where they are too many."""
     total, anchors = 0, dict[str, int]()
     open_: list[tuple[str | None, int]] = []  # of each collection that is open its anchor and the values before it

@@ -10,7 +10,7 @@ import yaml
 Pairs = Iterator[tuple[str, Any, Any]]
 
 
-def commented(text: str, comments: Mapping[str, str]) -> str:
+def add_comments(text: str, comments: Mapping[str, str]) -> str:
     """A text of mappings in block style with a comment for each key, by its dotted name, at the end of the line where its value ends,
     or where a mapping or list below it begins."""
     lines = text.split("\n")
@@ -21,7 +21,7 @@ def commented(text: str, comments: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
-def replaced(text: str, values: Mapping[str, str]) -> str:
+def replace_values(text: str, values: Mapping[str, str]) -> str:
     """The text with other values for keys, by their dotted names, where it says them; one that has an anchor or is an alias stays."""
     found = [(value, values[key]) for key, _, value in _pairs(_node(text)) if key in values and isinstance(value, yaml.ScalarNode)]
     for node, word in sorted(found, key=lambda pair: -pair[0].start_mark.index):
@@ -41,7 +41,7 @@ def scalar(word: str) -> str:
     return word if plain else str(yaml.safe_dump(word, default_style='"', width=float("inf"))).rstrip("\n")
 
 
-def texts(text: str) -> dict[str, str]:
+def text_values(text: str) -> dict[str, str]:
     """Every text that a YAML file says itself, by its dotted key."""
     return {key: value.value for key, _, value in _pairs(_node(text)) if isinstance(value, yaml.ScalarNode)}
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...trainer.rundir.measured import Beside, Ran, ran
+from ...trainer.rundir.measured import MeasuredRun, PlannedMeasured, read_measured_run
 from ...trainer.spec.problem import one_line
 from ...trainer.spec.read import value_text
 from .format import Style, page_width, table, wrap
@@ -29,13 +29,13 @@ class ComparedRun:
     mark: str
     given: str
     config: Mapping[str, Any]
-    ran: Ran
+    measured: MeasuredRun
 
 
 def compared_runs(given: Sequence[Path], folders: Sequence[Path]) -> list[ComparedRun]:
     """Read runs and give them marks; `given` are the folders as the user gave them."""
     return [
-        ComparedRun(mark=mark, given=one_line(str(path)), config=config_of(folder), ran=ran(folder))
+        ComparedRun(mark=mark, given=one_line(str(path)), config=config_of(folder), measured=read_measured_run(folder))
         for mark, path, folder in zip(MARKS, given, folders, strict=False)
     ]
 
@@ -50,12 +50,13 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 def comparison_text(runs: Sequence[ComparedRun], style: Style) -> str:
     """The page of several runs."""
-    drawn = comparison_chart({run.mark: run.ran.losses for run in runs}, style)
+    losses, validation = [run.measured.losses for run in runs], [run.measured.validation for run in runs]
+    drawn = comparison_chart({run.mark: run.measured.losses for run in runs}, style)
     sections = {
         "": _legend_lines(runs),
         "What differs": _difference_lines(runs),
-        "Loss, nats a token": _loss_lines(runs, [run.ran.losses for run in runs]),
-        "Validation loss": _loss_lines(runs, [run.ran.validation for run in runs]) if any(run.ran.validation for run in runs) else [],
+        "Loss, nats a token": _loss_lines(runs, losses),
+        "Validation loss": _loss_lines(runs, validation) if any(validation) else [],
         "Measured, and (planned)": _side_by_side(runs, _figure_rows(runs)),
         f"Loss over steps{f'; {SHARED_CELL}: several' if any(SHARED_CELL in line for line in drawn) else ''}": drawn,
     }
@@ -77,7 +78,7 @@ def common_steps(curves: Sequence[Points]) -> list[int]:
 
 
 def _legend_lines(runs: Sequence[ComparedRun]) -> list[str]:
-    rows = ((run, headline(run.ran).removeprefix(f"{run.ran.name}: ")) for run in runs)
+    rows = ((run, headline(run.measured).removeprefix(f"{run.measured.name}: ")) for run in runs)
     return [line for run, says in rows for line in wrap(f"{run.mark}  {run.given}: {says}", hang="   ")]
 
 
@@ -90,29 +91,29 @@ def _loss_lines(runs: Sequence[ComparedRun], curves: Sequence[Points]) -> list[s
     steps = [step for step, _ in evenly_spaced([(step, 0.0) for step in common_steps(curves)], MAX_STEPS)]
     if not steps:
         return ["  no step was logged by all of them"]
-    found = [dict(curve) for curve in curves]
-    rows = {f"step {step:,}": [f"{curve[step]:.4f}" if curve else "-" for curve in found] for step in steps}
-    if len(runs) > 2 or not all(found):
+    losses = [dict(curve) for curve in curves]
+    rows = {f"step {step:,}": [f"{each[step]:.4f}" if each else "-" for each in losses] for step in steps}
+    if len(runs) > 2 or not all(losses):
         return _side_by_side(runs, rows)
-    more = [f"{found[1][step] - found[0][step]:+.4f}" for step in steps]
+    differences = [f"{losses[1][step] - losses[0][step]:+.4f}" for step in steps]
     cells = [["", *(run.mark for run in runs), f"{runs[1].mark} - {runs[0].mark}"]]
-    cells += [[name, *values, last] for (name, values), last in zip(rows.items(), more, strict=True)]
+    cells += [[name, *values, difference] for (name, values), difference in zip(rows.items(), differences, strict=True)]
     return [f"  {line}" for line in table(cells)]
 
 
 def _figure_rows(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
     """Memory, time and throughput of every run: as measured (as planned)."""
-    rows: dict[str, list[str]] = {"memory": [_measured_and_planned(_total(run.ran)) for run in runs]}
+    rows: dict[str, list[str]] = {"memory": [_measured_and_planned(_total(run.measured)) for run in runs]}
     for name in ("step", "tokens/s", "MFU"):
-        found = [next((each for each in (*run.ran.time, *run.ran.speed) if each.name == name), None) for run in runs]
+        found = [next((each for each in (*run.measured.time, *run.measured.speed) if each.name == name), None) for run in runs]
         rows[name] = [_measured_and_planned(each) if each else "-" for each in found]
     return rows
 
 
-def _total(run: Ran) -> Beside:
+def _total(run: MeasuredRun) -> PlannedMeasured:
     """The bytes of all kinds of tensors together; None where one of them is not known."""
     planned, measured = [each.planned for each in run.memory], [each.measured for each in run.memory]
-    return Beside(name="memory", unit="bytes", planned=_sum(planned), measured=_sum(measured))
+    return PlannedMeasured(name="memory", unit="bytes", planned=_sum(planned), measured=_sum(measured))
 
 
 def _sum(values: Sequence[float | None]) -> float | None:
@@ -120,7 +121,7 @@ def _sum(values: Sequence[float | None]) -> float | None:
     return sum(known) if values and len(known) == len(values) else None
 
 
-def _measured_and_planned(each: Beside) -> str:
+def _measured_and_planned(each: PlannedMeasured) -> str:
     return f"{figure_text(each, each.measured)} ({figure_text(each, each.planned)})"
 
 
@@ -131,12 +132,12 @@ def _side_by_side(runs: Sequence[ComparedRun], rows: Mapping[str, Sequence[str]]
     lines = table([["", *(run.mark for run in runs)], *([name, *values] for name, values in rows.items())])
     if max(map(len, lines)) + 2 <= page_width():
         return [f"  {line}" for line in lines]
-    found = []
+    lines = []
     for name, values in rows.items():
-        found.append(f"  {name}")
+        lines.append(f"  {name}")
         for run, value in zip(runs, values, strict=True):
-            found += wrap(f"{run.mark}  {value}", indent="    ", hang="       ")
-    return found
+            lines += wrap(f"{run.mark}  {value}", indent="    ", hang="       ")
+    return lines
 
 
 def _flat(config: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:

@@ -57,7 +57,7 @@ def document(name: str | None, config_dir: Path | None) -> dict[str, Any]:
         groups = {group: list(library.options(group, config_dir)) for group in library.groups(config_dir)}
         return {"version": 1, "recipes": _descriptions(library.recipes(config_dir)), "groups": groups}
     files, keys = _options_and_keys(name, config_dir)
-    return {"version": 1, "options": _descriptions(files), "keys": key_help.document(keys)}
+    return {"version": 1, "options": _descriptions(files), "keys": key_help.help_json(keys)}
 
 
 def json_text(plain: object) -> str:
@@ -93,13 +93,13 @@ def _options_called(name: str, groups: tuple[str, ...], config_dir: Path | None)
 def _unknown_name(name: str, groups: tuple[str, ...]) -> Problem:
     """The problem that no group and no key is called `name`, with the nearest of either."""
     from ..config.key_help import sections
-    from ..config.keys import keys, unknown
+    from ..config.keys import config_keys, unknown_key_problem
 
     names = (*groups, RECIPES, RUNS)
     near = suggest_name(name, names)
     if "." not in name and near.startswith("did"):
         return Problem(rule="group", says=f"no group {name}", mend=near)
-    wrong = unknown(name, keys())
+    wrong = unknown_key_problem(name, config_keys())
     if wrong is not None and wrong.mend.startswith("did"):
         return wrong
     known = ", ".join([*names, *sorted(each for each in sections() if "." not in each and each not in names)])
@@ -107,7 +107,7 @@ def _unknown_name(name: str, groups: tuple[str, ...]) -> Problem:
 
 
 def _descriptions(files: Mapping[str, Path]) -> dict[str, str]:
-    return {name: library.about(file) for name, file in files.items()}
+    return {name: library.first_comment(file) for name, file in files.items()}
 
 
 def _lines(rows: Mapping[str, str]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ...trainer.rundir.measured import Beside, Ran
+from ...trainer.rundir.measured import MeasuredRun, PlannedMeasured
 from ...trainer.spec.number_text import count_text, plural, seconds_text, share_text, size_text
 from ...trainer.spec.problem import one_line
 from .format import Style, table, wrap
@@ -14,14 +14,14 @@ from .loss_chart import evenly_spaced, loss_label, run_chart
 SMALL_DRIFT = 0.02  # below it a figure is as planned
 
 
-def report_text(run: Ran, style: Style) -> str:
+def report_text(run: MeasuredRun, style: Style) -> str:
     """The page of a run."""
     head = [style.paint(line, "bold") for line in wrap(headline(run), hang="  ")]
     sections = ([*head, *_history(run)], planned_measured_table(run, style), run_chart(run.losses, run.validation, style))
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
 
-def headline(run: Ran) -> str:
+def headline(run: MeasuredRun) -> str:
     """One line: the steps of a run and its first and last losses."""
     learned = f"; loss {loss_label(run.losses[0][1])} -> {loss_label(run.losses[-1][1])}" if run.losses else ""
     held = f", validation {loss_label(run.validation[-1][1])}" if run.validation else ""
@@ -29,7 +29,7 @@ def headline(run: Ran) -> str:
     return f"{one_line(run.name)}: {run.steps:,} of {plural(run.whole, 'step')}{learned}{held}{unigram}"
 
 
-def planned_measured_table(run: Ran, style: Style) -> list[str]:
+def planned_measured_table(run: MeasuredRun, style: Style) -> list[str]:
     """The table of planned and measured figures, and a sentence on what drifted most."""
     rows = [each for each in (*run.memory, *run.time, *run.speed) if each.planned is not None or each.measured is not None]
     if not rows:
@@ -46,7 +46,7 @@ def planned_measured_table(run: Ran, style: Style) -> list[str]:
     ]
 
 
-def incident_lines(run: Ran) -> list[str]:
+def incident_lines(run: MeasuredRun) -> list[str]:
     """A line that counts skipped steps, loss spikes and restarts after faults; none where there were none."""
     counts = []
     if run.skipped:
@@ -57,18 +57,18 @@ def incident_lines(run: Ran) -> list[str]:
     return ["; ".join(counts)] if counts else []
 
 
-def drift_sentences(run: Ran) -> list[str]:
+def drift_sentences(run: MeasuredRun) -> list[str]:
     """A sentence for memory and one for time: what lies furthest from the plan."""
     return [*_memory_drift(run), *_time_drift(run)]
 
 
-def _memory_drift(run: Ran) -> Iterator[str]:
+def _memory_drift(run: MeasuredRun) -> Iterator[str]:
     known = [each for each in run.memory if each.drift is not None]
     if known:
         yield f"Memory: {_sentence(max(known, key=lambda each: abs(each.drift or 0.0)))}."
 
 
-def _time_drift(run: Ran) -> Iterator[str]:
+def _time_drift(run: MeasuredRun) -> Iterator[str]:
     step, *parts = run.time or (None,)
     if step is None or step.measured is None:
         return
@@ -83,14 +83,14 @@ def _time_drift(run: Ran) -> Iterator[str]:
     yield f"Time: {_sentence(step)}{where}."
 
 
-def _sentence(each: Beside) -> str:
+def _sentence(each: PlannedMeasured) -> str:
     assert each.drift is not None
     if abs(each.drift) < SMALL_DRIFT:
         return f"{each.name} is as planned ({_drift(each)})"
     return f"{each.name} is {share_text(abs(each.drift))} {'above' if each.drift > 0 else 'below'} the plan"
 
 
-def _history(run: Ran) -> list[str]:
+def _history(run: MeasuredRun) -> list[str]:
     """Damaged files, attempts, repeated steps, restarts, incidents, checkpoints, validation losses."""
     lines = []
     if run.damaged:
@@ -113,7 +113,7 @@ def _history(run: Ran) -> list[str]:
     return lines
 
 
-def figure_text(each: Beside, value: float | None) -> str:
+def figure_text(each: PlannedMeasured, value: float | None) -> str:
     """A planned or measured value in the unit of its row; "?" where it is not known."""
     if value is None:
         return "?"
@@ -128,7 +128,7 @@ def figure_text(each: Beside, value: float | None) -> str:
             return share_text(value)
 
 
-def _drift(each: Beside) -> str:
+def _drift(each: PlannedMeasured) -> str:
     if each.drift is None:
         return ""
     return f"{100 * each.drift:+.1f} %" if abs(each.drift) < 1e3 else f"{100 * each.drift:+.1e} %"

@@ -28,10 +28,10 @@ def cp(
     distrain cp model/llama3_8b my/model/wide.yaml
     """
     from ...trainer.spec.problem import one_line
-    from ..config.recipe_copy import copy
+    from ..config.recipe_copy import copy_config
 
     try:
-        return print_output(copy(name.removeprefix("conf="), file.removeprefix("conf="), config_dir))
+        return print_output(copy_config(name.removeprefix("conf="), file.removeprefix("conf="), config_dir))
     except OSError as error:
         print_error(one_line(f"distrain: {file} can't be written ({(error.strerror or str(error)).lower()}): choose another file"))
         return FAILED

@@ -15,7 +15,9 @@ from .exit_status import FAILED, OK
 from .parameters import ConfigDir, recipe_and_overrides
 
 if TYPE_CHECKING:
+    from ...trainer.launch.hosts.hostfile import Host
     from ...trainer.machine.checks import Check
+    from ...trainer.spec.run import Run
 
 # The run that is trained on two ranks and in one process, as overrides of the quickstart.
 TWO_RANKS = (
@@ -70,16 +72,16 @@ def _machine_checks() -> Iterator[Check]:
     """Check this machine for any run, the quick checks first; engines only where the packages are installed."""
     from ...trainer.launch.engine_check import engine_checks
     from ...trainer.machine.checks import compiler_check, space_checks, version_checks
-    from ..config.library import own_version
-    from ..config.load import load
+    from ..config.library import distrain_version
+    from ..config.load import load_recipe
 
-    versions = [*version_checks(own_version())]
+    versions = [*version_checks(distrain_version())]
     yield from versions
     yield compiler_check(os.environ)
     yield from space_checks(Path.cwd())
     if not any(each.state == "problem" for each in versions):
         with TemporaryDirectory(prefix="distrain-doctor-") as folder:
-            yield from engine_checks(load("quickstart", (*TWO_RANKS, f"log.dir={folder}")))
+            yield from engine_checks(load_recipe("quickstart", (*TWO_RANKS, f"log.dir={folder}")))
 
 
 def _check_run(arguments: Sequence[str], config_dir: Path | None) -> bool:
@@ -89,23 +91,36 @@ def _check_run(arguments: Sequence[str], config_dir: Path | None) -> bool:
     from ...trainer.machine.checks import version_checks
     from ...trainer.machine.facts import measure_once
     from ...trainer.plan.plan import make_plan
-    from ..config.library import own_version
-    from ..config.load import load
-    from ..pages.hosts_page import run_preflight_and_show
+    from ..config.library import distrain_version
+    from ..config.load import load_recipe
     from ..pages.plan_page import verdict
 
     conf, overrides = recipe_and_overrides(arguments, "doctor", config_dir)
-    run = load(conf, overrides, config_dir)
-    found = resolve_hosts(run)
-    problems = run_preflight_and_show(found, run, make_plan(run), print_output) if found else ()
-    for each in problems:
-        _print_wrapped(f"problem: {each}")
-    if not found and measure_once(print_error) is None:
-        run = load(conf, overrides, config_dir)  # with the rates that were measured
+    run = load_recipe(conf, overrides, config_dir)
+    hosts = resolve_hosts(run)
+    problem = bool(hosts) and _print_preflight(hosts, run)
+    if not hosts and measure_once(print_error) is None:
+        run = load_recipe(conf, overrides, config_dir)  # with the rates that were measured
     plan = make_plan(run)
-    stopped = _print_checks(version_checks(own_version()))
-    stopped |= _print_checks(run_checks(run, plan, verdict(plan).removeprefix(f"{plan.name} "), hosted=bool(found)))
-    return stopped or bool(problems)
+    problem |= _print_checks(version_checks(distrain_version()))
+    problem |= _print_checks(run_checks(run, plan, verdict(plan).removeprefix(f"{plan.name} "), hosted=bool(hosts)))
+    return problem
+
+
+def _print_preflight(hosts: Sequence[Host], run: Run) -> bool:
+    """Ask the run's hosts and print their answers; return whether a problem would stop it. A signal ends the command."""
+    from ...trainer.launch.hosts.ssh import SshInterrupted
+    from ...trainer.plan.plan import make_plan
+    from ..pages.hosts_page import run_preflight_and_show
+
+    try:
+        problems = run_preflight_and_show(hosts, run, make_plan(run), print_output)
+    except SshInterrupted as stop:
+        print_error(f"distrain: {stop} while the hosts were asked")
+        raise typer.Exit(128 + stop.number) from None
+    for problem in problems:
+        _print_wrapped(f"problem: {problem}")
+    return bool(problems)
 
 
 def _print_checks(checks: Iterable[Check]) -> bool:

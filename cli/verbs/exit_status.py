@@ -45,7 +45,7 @@ def status_of(run: Callable[[], Any], argv: Sequence[str] = ()) -> int:
     except Unreadable as wrong:
         print_problems(wrong.problems)
     except UsageError as wrong:
-        from ..config.arguments import usage
+        from ..config.arguments import option_problem
 
-        print_problems([usage(wrong, argv)])
+        print_problems([option_problem(wrong, argv)])
     return WRONG_ARGUMENTS

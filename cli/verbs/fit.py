@@ -33,7 +33,7 @@ def fit(
         from .fit_sweep import fit_sweep
 
         return fit_sweep(conf, overrides, config_dir)
-    from ..config.load import load
+    from ..config.load import load_recipe
     from .fit_run import fit_run
 
-    return fit_run(lambda: load(conf, overrides, config_dir)).status
+    return fit_run(lambda: load_recipe(conf, overrides, config_dir)).status

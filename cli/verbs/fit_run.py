@@ -81,7 +81,7 @@ def _check(read: Callable[[], Run]) -> tuple[Run, Plan, tuple[Host, ...]] | None
 def closing_text(run: Run) -> str:
     """The text at the end of a run that has trained: incidents, planned against measured figures, and what to try next."""
     from ...trainer.models.families import family_of
-    from ...trainer.rundir.measured import ran
+    from ...trainer.rundir.measured import read_measured_run
     from ..pages.format import stdout_style, wrap
     from ..pages.report_page import incident_lines, planned_measured_table
 
@@ -92,7 +92,7 @@ def closing_text(run: Run) -> str:
         *([f"generate {quote(name)} --prompt 'def '"] if family_of(run.model).has_own_module else []),
         "plan conf=megatron_1t_6x8x64",
     )
-    trained = ran(folder)
+    trained = read_measured_run(folder)
     incidents = [line for each in incident_lines(trained) for line in wrap(each)]
     return "\n".join(
         [

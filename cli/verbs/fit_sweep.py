@@ -20,14 +20,14 @@ from ...trainer.machine import facts as machine
 from ...trainer.plan.changed_run import with_changes
 from ...trainer.plan.plan import make_plan
 from ...trainer.rundir.files import run_folder
-from ...trainer.rundir.measured import ran
+from ...trainer.rundir.measured import read_measured_run
 from ...trainer.rundir.paths import relative_folder
 from ...trainer.spec.number_text import count_text, plural
 from ...trainer.spec.problem import Problem, Unreadable, one_line
 from ...trainer.spec.run import Run
 from ..config.command_name import command_name
-from ..config.keys import keys
-from ..config.load import load, sweep
+from ..config.keys import config_keys
+from ..config.load import load_recipe, load_sweep
 from ..pages.console import print_error, print_line
 from ..pages.format import page_width, table
 from .exit_status import FAILED, OK
@@ -86,8 +86,8 @@ def fit_sweep(
 def sweep_runs(conf: str, overrides: Sequence[str], config_dir: Path | None) -> list[SweepRun]:
     """Return the runs of a sweep under their own names; raises Unreadable, also where two would share a folder."""
     runs = [
-        SweepRun(swept=each.words, arguments=each.texts, run=with_changes(each.run, [("name", sweep_name(each.run.name, each.words))]))
-        for each in sweep(conf, overrides, config_dir)
+        SweepRun(swept=each.words, arguments=each.arguments, run=with_changes(each.run, [("name", sweep_name(each.run.name, each.words))]))
+        for each in load_sweep(conf, overrides, config_dir)
     ]
     folders = Counter(run_folder(each.run) for each in runs)
     shared = [folder for folder, number in folders.items() if number > 1]
@@ -146,7 +146,7 @@ def _checked_runs(conf: str, overrides: Sequence[str], config_dir: Path | None) 
 def _read_again(each: SweepRun, config_dir: Path | None) -> Run:
     """Read the run again, now that this machine has been measured."""
     recipe, *overrides = each.arguments
-    return with_changes(load(recipe.removeprefix("conf="), overrides, config_dir), [("name", each.run.name)])
+    return with_changes(load_recipe(recipe.removeprefix("conf="), overrides, config_dir), [("name", each.run.name)])
 
 
 def _result(fit: Callable[[], TrainingResult]) -> TrainingResult:
@@ -162,7 +162,7 @@ def _result(fit: Callable[[], TrainingResult]) -> TrainingResult:
 
 
 def _result_cells(run: Run, status: int) -> list[str]:
-    found = ran(run_folder(run))
+    found = read_measured_run(run_folder(run))
     losses = [f"{curve[-1][1]:.4f}" if curve else "-" for curve in (found.losses, found.validation)]
     speed = next((each.measured for each in found.speed if each.name == "tokens/s"), None)
     return [*losses, count_text(speed) if speed is not None else "-", RESULTS.get(status, "stopped")]
@@ -180,7 +180,7 @@ def _short_key(key: str) -> str:
     """The last part of a key where no other key ends so, else the key."""
     bare = key.lstrip("+")
     last = bare.rpartition(".")[2]
-    return last if sum(each.rpartition(".")[2] == last for each in keys()) == 1 else bare
+    return last if sum(each.rpartition(".")[2] == last for each in config_keys()) == 1 else bare
 
 
 def _digest(text: str) -> str:

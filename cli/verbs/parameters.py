@@ -22,12 +22,12 @@ ConfigDir = Annotated[
 def recipe_and_overrides(arguments: Sequence[str] | None, verb: str, config_dir: Path | None) -> tuple[str, tuple[str, ...]]:
     """Return the recipe and the overrides that a verb was given; raises Unreadable with all that is wrong with them."""
     from ...trainer.spec.problem import Unreadable
-    from ..config.arguments import read_words
-    from ..config.load import mistakes
+    from ..config.arguments import read_arguments
+    from ..config.load import override_problems
     from ..pages.console import print_problems
 
-    read = read_words(arguments or (), verb, config_dir)
+    read = read_arguments(arguments or (), verb, config_dir)
     if read.problems:
-        raise Unreadable([*read.problems, *mistakes(read.overrides, config_dir)])
-    print_problems(read.notes)
+        raise Unreadable([*read.problems, *override_problems(read.overrides, config_dir)])
+    print_problems(read.warnings)
     return read.conf, read.overrides

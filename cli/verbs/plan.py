@@ -43,11 +43,11 @@ def plan(
 
 def _print_plan(conf: str, overrides: Sequence[str], config_dir: Path | None, as_json: bool) -> list[Plan]:
     """Plan one run and print its page or JSON; its problems go to stderr too, unless that is where the page went."""
-    from ..config.load import load
+    from ..config.load import load_recipe
     from ..pages.format import stdout_style
     from ..pages.plan_page import plan_text
 
-    (only,) = _plans([load(conf, overrides, config_dir)])
+    (only,) = _plans([load_recipe(conf, overrides, config_dir)])
     print_output(_json(only) if as_json else plan_text(only, stdout_style()))
     if not _one_stream():
         print_problems(only.problems)
@@ -58,11 +58,11 @@ def _print_sweep(conf: str, overrides: Sequence[str], config_dir: Path | None, a
     """Plan every combination of the listed values and print a row, or an object of a JSON list, for each."""
     from msgspec import to_builtins
 
-    from ..config.load import nothing_swept, sweep
+    from ..config.load import empty_sweep_problem, load_sweep
     from ..pages.format import stdout_style
     from ..pages.sweep_page import sweep_text
 
-    swept = sweep(conf, overrides, config_dir)
+    swept = load_sweep(conf, overrides, config_dir)
     plans = _plans([each.run for each in swept])
     layouts = [(each.words, plan) for each, plan in zip(swept, plans, strict=True)]
     if as_json:
@@ -70,7 +70,7 @@ def _print_sweep(conf: str, overrides: Sequence[str], config_dir: Path | None, a
     else:
         print_output(sweep_text(layouts, stdout_style()))
     if not any(each.words for each in swept):
-        print_problems([nothing_swept()])
+        print_problems([empty_sweep_problem()])
     return plans
 
 

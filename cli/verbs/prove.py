@@ -13,7 +13,7 @@ from .parameters import ConfigDir, RecipeAndOverrides
 def prove(
     arguments: RecipeAndOverrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of the table.")] = False,
-    reasons: Annotated[bool, typer.Option("--reasons", help="Say why each layout that is left out can't run.")] = False,
+    reasons: Annotated[bool, typer.Option("--reasons", help="Say why each skipped layout can't run.")] = False,
     config_dir: ConfigDir = None,
 ) -> int:
     """Train a recipe in one process and in the layouts that this machine can run, and compare their training curves.

@@ -19,10 +19,10 @@ from ...trainer.spec.problem import Problem, Unreadable
 from ...trainer.spec.run import Run
 from ...trainer.system import atomic_file
 from ...trainer.system.stop_requests import StopSignal, raise_on_stop_signals
-from ..config.arguments import read_words
+from ..config.arguments import read_arguments
 from ..config.cluster_shape import is_shape
-from ..config.layout_words import read_prove_request, unused_keys
-from ..config.load import Loader, mistakes
+from ..config.load import Loader, override_problems
+from ..config.prove_arguments import read_prove_request, unused_keys
 from ..pages.format import stdout_style
 from ..pages.prove_json import proof_document
 from ..pages.prove_page import ProofTable, closing, opening, reference_line
@@ -101,11 +101,11 @@ def prove_recipe(
 def _read_arguments(arguments: Sequence[str], config_dir: Path | None) -> tuple[ProveRequest, Recipe, list[Problem]]:
     """(request, recipe, warnings of arguments that have no effect); raises Unreadable with every mistake."""
     request, rest, problems = read_prove_request(arguments)
-    words = read_words(rest, "prove", config_dir)
+    words = read_arguments(rest, "prove", config_dir)
     if problems or words.problems:
-        raise Unreadable([*problems, *words.problems, *mistakes(words.overrides, config_dir)])
+        raise Unreadable([*problems, *words.problems, *override_problems(words.overrides, config_dir)])
     keys = dict.fromkeys(each.partition("=")[0].lstrip("+") for each in words.overrides if "=" in each)
-    return request, Recipe(words.conf, words.overrides, config_dir), [*words.notes, *unused_keys(keys)]
+    return request, Recipe(words.conf, words.overrides, config_dir), [*words.warnings, *unused_keys(keys)]
 
 
 def _plan_and_measure(request: ProveRequest, recipe: Recipe, screen: Screen) -> Proof:

@@ -27,13 +27,13 @@ def report(
     distrain report runs/quickstart --json
     distrain report runs/base runs/wide
     """
-    from ...trainer.rundir.measured import ran
+    from ...trainer.rundir.measured import read_measured_run
 
     folders = _run_folders(run_dirs)
     if as_json:
         import json
 
-        documents = [report_document(ran(folder)) for folder in folders]
+        documents = [report_document(read_measured_run(folder)) for folder in folders]
         return print_output(json.dumps(documents[0] if len(folders) == 1 else documents, indent=2))
     from ..pages.format import stdout_style
 
@@ -43,7 +43,7 @@ def report(
         return print_output(comparison_text(compared_runs(run_dirs, folders), stdout_style()))
     from ..pages.report_page import report_text
 
-    return print_output(report_text(ran(folders[0]), stdout_style()))
+    return print_output(report_text(read_measured_run(folders[0]), stdout_style()))
 
 
 def _run_folders(run_dirs: Sequence[Path]) -> list[Path]:

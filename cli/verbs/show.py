@@ -44,9 +44,9 @@ def show(
 
 def _print_launch(conf: str, overrides: Sequence[str], config_dir: Path | None) -> int:
     from ...trainer.launch.script import launch_script, resume_warnings
-    from ..config.load import load
+    from ..config.load import load_recipe
 
-    run = load(conf, overrides, config_dir)
+    run = load_recipe(conf, overrides, config_dir)
     print_output(launch_script(run))
     print_problems(resume_warnings(run))
     return OK
@@ -59,9 +59,9 @@ def _print_engine(conf: str, overrides: Sequence[str], config_dir: Path | None) 
     from ...trainer.plan.deepspeed.config import deepspeed_config
     from ...trainer.plan.plan import make_plan
     from ...trainer.spec.problem import Unreadable
-    from ..config.load import load
+    from ..config.load import load_recipe
 
-    run = load(conf, overrides, config_dir)
+    run = load_recipe(conf, overrides, config_dir)
     plan = make_plan(run)
     if plan.mesh is None:
         raise Unreadable(plan.problems)
@@ -72,12 +72,12 @@ def _config_text(conf: str, overrides: Sequence[str], config_dir: Path | None, *
     """The composed config as YAML, without the keys that are not set."""
     from msgspec import to_builtins
 
-    from ..config.load import as_yaml, compose, read
+    from ..config.load import checked_run, compose_config, config_yaml
 
-    composed = to_builtins(read(compose(conf, overrides, config_dir)))
-    text = as_yaml({key: value for key, value in composed.items() if value is not None})
+    composed = to_builtins(checked_run(compose_config(conf, overrides, config_dir)))
+    text = config_yaml({key: value for key, value in composed.items() if value is not None})
     if comments:
         from ..config import key_help, yaml_text
 
-        text = yaml_text.commented(text, key_help.comments())
+        text = yaml_text.add_comments(text, key_help.key_comments())
     return text.rstrip()

@@ -32,7 +32,7 @@ from distrain.trainer.loop.checkpoint import (
     save_shards,
     whole_slice,
 )
-from distrain.trainer.rundir.checkpoints import steps
+from distrain.trainer.rundir.checkpoints import checkpoint_steps
 from distrain.trainer.spec.problem import Unreadable
 
 PART = whole_slice("layers.0.weight", "weight", (50, 20))
@@ -327,7 +327,7 @@ def test_a_folder_that_can_not_be_created_fails_the_save(tmp_path: Path) -> None
 def test_the_newest_checkpoints_are_kept(tmp_path: Path, keep: int) -> None:
     for step in range(1, 6):
         save(tmp_path, step, keep=keep)
-    assert steps(tmp_path) == [5, 4, 3, 2, 1][:keep]
+    assert checkpoint_steps(tmp_path) == [5, 4, 3, 2, 1][:keep]
     assert hidden_files(tmp_path) == []
 
 
@@ -336,7 +336,7 @@ def test_a_broken_checkpoint_does_not_count_as_kept(tmp_path: Path) -> None:
         save(tmp_path, step)
     cut_short(tmp_path / "step_2" / WEIGHT)
     save(tmp_path, 3, keep=2)
-    assert steps(tmp_path) == [3, 1]
+    assert checkpoint_steps(tmp_path) == [3, 1]
 
 
 def test_a_new_checkpoint_is_kept_next_to_broken_ones_of_later_steps(tmp_path: Path) -> None:
@@ -418,8 +418,8 @@ def test_auto_does_not_start_anew_over_checkpoints_that_do_not_verify(tmp_path: 
 
 
 def test_must_requires_a_checkpoint_that_verifies(tmp_path: Path) -> None:
-    mend = "give the folder of a run that was saved, or set checkpoint.resume=auto"
-    assert problem(tmp_path, "must") == (f"checkpoint.resume=must and no checkpoint in {tmp_path} verifies", mend)
+    mend = "name a run that has saved one, or set checkpoint.resume=auto"
+    assert problem(tmp_path, "must") == (f"checkpoint.resume=must, but no checkpoint in {tmp_path} verifies", mend)
     save(tmp_path, 3)
     assert checkpoint(choose_checkpoint(tmp_path, "must", WEIGHTS)).step == 3
     (tmp_path / "step_3" / MANIFEST).write_text("")
@@ -430,7 +430,7 @@ def test_never_refuses_an_existing_checkpoint(tmp_path: Path) -> None:
     assert choose_checkpoint(tmp_path, "never", WEIGHTS).checkpoint is None
     save(tmp_path, 3)
     assert problem(tmp_path, "never") == (
-        f"checkpoint.resume=never and {tmp_path}/step_3 is there",
+        f"checkpoint.resume=never, but {tmp_path}/step_3 exists",
         "set checkpoint.resume=auto to go on from it, or log.dir to another folder",
     )
 

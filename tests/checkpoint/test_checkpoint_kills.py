@@ -33,7 +33,7 @@ from distrain.trainer.loop.checkpoint import (
     save_shards,
     whole_slice,
 )
-from distrain.trainer.rundir.checkpoints import steps
+from distrain.trainer.rundir.checkpoints import checkpoint_steps
 from distrain.trainer.system.child_process import end_child
 
 SHAPE = (64, 100)
@@ -209,7 +209,7 @@ def test_a_run_killed_at_each_file_operation_leaves_the_old_checkpoint_or_the_ne
         if len(answer["reports"]) == 7:  # three saves were done: the removal of an old checkpoint was met too
             break
     assert reached == {0, 1, 3, 5, 7}, "killed before the first save, in the first, the second and the third"
-    assert len(steps(tmp_path)) <= 4
+    assert len(checkpoint_steps(tmp_path)) <= 4
 
 
 if __name__ == "__main__":

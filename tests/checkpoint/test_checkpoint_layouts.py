@@ -166,13 +166,15 @@ def test_another_text_is_refused_or_if_accepted_its_loss_is_not_compared(
     accepted = ("checkpoint.accept=[data.name,data.path]",)
     job = resume_from(ranks, saved_run("dp1"), tmp_path / "run", *LAYOUTS["tp2"], *other, *accepted)
     assert set(job.codes) == {0}, job.problems
-    assert "the data are others: the run reads them from their first sample on" in job.lines
+    assert "the data are different: the run reads them from their first sample on" in job.lines
     again = ranks.train(tmp_path / "run", *MODEL, *LAYOUTS["dp1"], *other, f"train.steps={STEPS + 1}")
     assert not [line for line in again.lines if line.startswith("the data are")]
 
 
 @pytest.mark.parametrize(("override", "change"), [("train.seed=7", "train.seed 1234 -> 7"), ("train.seq=12", "train.seq 16 -> 12")])
-def test_a_changed_data_order_is_reported(ranks: RankPool, saved_run: Callable[..., Path], tmp_path: Path, override: str, change: str) -> None:
+def test_a_changed_data_order_is_reported(
+    ranks: RankPool, saved_run: Callable[..., Path], tmp_path: Path, override: str, change: str
+) -> None:
     job = resume_from(ranks, saved_run("dp1"), tmp_path / "run", *LAYOUTS["dp2"], "model.context=16", override)
     assert set(job.codes) == {0}, job.problems
     assert change in job.lines[0]

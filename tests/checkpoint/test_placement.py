@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from distrain.cli.config.load import load
+from distrain.cli.config.load import load_recipe
 from distrain.trainer.loop.checkpoint import Shard, Slice, whole_slice
 from distrain.trainer.loop.checkpoint.manifest import tensor_records
 from distrain.trainer.loop.checkpoint.slices import copy_overlap
@@ -159,7 +159,7 @@ LAYOUTS = (  # dp, tp, pp, zero
 def run_in(model: tuple[str, ...], dp: int, tp: int, pp: int, zero: int) -> Run:
     parallel = f"parallel={{dp: {dp}, tp: {tp}, pp: {pp}, zero: {zero}}}"
     ranks = f"cluster.gpus={dp * tp * pp}"
-    return load("quickstart", [*model, "model.layers=4", ranks, parallel, f"train.batch={dp * 4}", "train.microbatch=1"])
+    return load_recipe("quickstart", [*model, "model.layers=4", ranks, parallel, f"train.batch={dp * 4}", "train.microbatch=1"])
 
 
 def held_by(run: Run, rank: int) -> list[tuple[WeightShard, bool]]:

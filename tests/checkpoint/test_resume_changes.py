@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from distrain.cli.config.keys import keys
-from distrain.cli.config.load import load
+from distrain.cli.config.keys import config_keys
+from distrain.cli.config.load import load_recipe
 from distrain.trainer.plan.changed_run import with_changes
-from distrain.trainer.rundir.changes import POLICIES, Changes, acceptable_keys, compare, moment_kinds, policy
+from distrain.trainer.rundir.changes import POLICIES, Changes, acceptable_keys, compare_runs, key_policy, moment_kinds
 from distrain.trainer.rundir.checkpoints import newest_saved, seal
-from distrain.trainer.rundir.record import record, recorded_run
+from distrain.trainer.rundir.record import run_from_record, run_record
 from distrain.trainer.rundir.resume import check_resume
 from distrain.trainer.spec.run import Run
 
@@ -21,26 +21,26 @@ DECIDED = ("model", "data", "optim", "train")  # sections of which every key has
 
 
 def run(*words: str) -> Run:
-    return load("quickstart", words)
+    return load_recipe("quickstart", words)
 
 
 def changes(before: Run, *change: tuple[str, object], same_data: bool | None = True) -> Changes:
-    return compare(before, with_changes(before, change), step=7, same_data=same_data)
+    return compare_runs(before, with_changes(before, change), step=7, same_data=same_data)
 
 
-@pytest.mark.parametrize("key", [key for key in keys() if key.partition(".")[0] in DECIDED])
+@pytest.mark.parametrize("key", [key for key in config_keys() if key.partition(".")[0] in DECIDED])
 def test_every_key_of_what_is_trained_is_decided(key: str) -> None:
     assert any(key == name or (name.endswith(".") and key.startswith(name)) for name, _ in POLICIES)
 
 
 def test_every_row_of_the_policies_is_of_a_key() -> None:
-    known = {*keys(), "model.parameters"}
+    known = {*config_keys(), "model.parameters"}
     assert not [name for name, _ in POLICIES if name not in known and not any(key.startswith(name) for key in known)]
 
 
-@pytest.mark.parametrize("key", [key for key in keys() if key.partition(".")[0] not in DECIDED])
+@pytest.mark.parametrize("key", [key for key in config_keys() if key.partition(".")[0] not in DECIDED])
 def test_layout_engine_launch_log_and_checkpoint_are_free(key: str) -> None:
-    assert policy(key) == "free"
+    assert key_policy(key) == "free"
 
 
 # A value for each key that the quickstart recipe does not have.
@@ -65,7 +65,7 @@ def test_another_model_is_refused_by_the_name_of_its_key(key: str) -> None:
     [("model.rope_base", 5e5), ("model.experts", 8), ("model.top_k", 1), ("model.expert_ffn", 64), ("model.capacity", 1.5)],
 )
 def test_another_mixture_is_refused_too(key: str, value: object) -> None:
-    before = load("quickstart", ["model=tiny_moe"])
+    before = load_recipe("quickstart", ["model=tiny_moe"])
     assert [problem.says.split()[0] for problem in changes(before, (key, value)).problems] == [key]
 
 
@@ -83,7 +83,7 @@ def test_rows_of_a_position_table_that_follow_from_the_sequence_are_refused() ->
     found = changes(run(), ("train.seq", 64))
     assert [problem.says.split()[0] for problem in found.problems] == ["model.context"]
     kept = changes(run("model.context=128"), ("train.seq", 64))
-    assert (kept.problems, [each.words for each in kept.said]) == ((), ["train.seq 128 -> 64"])
+    assert (kept.problems, [each.text for each in kept.reported]) == ((), ["train.seq 128 -> 64"])
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_other_data_are_refused_unless_they_are_accepted(key: str) -> None:
     assert (found.problems, found.other_data) == ((), True)
     accepted, others = found.remarks(7)
     assert accepted.startswith(f"changed since step 7, as checkpoint.accept allows: {key} ")
-    assert others == "the data are others: the run reads them from their first sample on"
+    assert others == "the data are different: the run reads them from their first sample on"
 
 
 def test_a_file_that_holds_other_tokens_than_it_did_is_refused() -> None:
@@ -153,7 +153,7 @@ def test_a_file_that_holds_other_tokens_than_it_did_is_refused() -> None:
     )
     assert list(changes(before, ("checkpoint.accept", ("data.path",)), same_data=False).remarks(7)) == [
         "changed since step 7, as checkpoint.accept allows: other tokens in data.path=a.txt",
-        "the data are others: the run reads them from their first sample on",
+        "the data are different: the run reads them from their first sample on",
     ]
 
 
@@ -170,27 +170,27 @@ def test_another_optimizer_begins_with_moments_of_its_own_and_says_so() -> None:
     assert list(found.remarks(7)) == [
         "changed since step 7: optim.momentum 0.0 -> 0.9",
         "changed since step 7, as checkpoint.accept allows: optim.name adamw -> sgd",
-        "moments of the optimizer that begin at zero: momentum_buffer",
-        "moments of the checkpoint that this optimizer has not: exp_avg, exp_avg_sq",
+        "optimizer moments that start at zero: momentum_buffer",
+        "moments in the checkpoint that this optimizer does not use: exp_avg, exp_avg_sq",
     ]
 
 
 def test_a_momentum_that_was_none_begins_at_zero_and_says_so() -> None:
     before = run("optim=sgd", "optim.momentum=0")
-    assert list(changes(before, ("optim.momentum", 0.9)).remarks(7))[1:] == ["moments of the optimizer that begin at zero: momentum_buffer"]
+    assert list(changes(before, ("optim.momentum", 0.9)).remarks(7))[1:] == ["optimizer moments that start at zero: momentum_buffer"]
     assert moment_kinds(before.optim) == ()
 
 
 def test_what_can_be_accepted_is_all_that_is_refused_and_no_model() -> None:
-    assert set(acceptable_keys()) == {key for key in keys() if policy(key) == "acceptable"}
+    assert set(acceptable_keys()) == {key for key in config_keys() if key_policy(key) == "acceptable"}
     assert not [key for key in acceptable_keys() if key.startswith("model.")]
 
 
 def test_a_record_gives_the_run_again() -> None:
     one = run("model=tiny_moe", "optim=sgd", "log.profile=[1,2]")
-    assert recorded_run(record(one)) == one
-    assert recorded_run({}) is None
-    assert recorded_run({"run": {"name": 3}}) is None
+    assert run_from_record(run_record(one)) == one
+    assert run_from_record({}) is None
+    assert run_from_record({"run": {"name": 3}}) is None
 
 
 def flatten(part: Any, at: str = "") -> set[str]:
@@ -199,7 +199,7 @@ def flatten(part: Any, at: str = "") -> set[str]:
 
 
 def test_no_key_is_left_out_of_a_comparison() -> None:
-    assert flatten(run()) >= {key for key in keys() if key.partition(".")[0] in DECIDED}
+    assert flatten(run()) >= {key for key in config_keys() if key.partition(".")[0] in DECIDED}
 
 
 def test_one_mend_accepts_all_that_can_be() -> None:
@@ -226,7 +226,7 @@ def saved_by(folder: Path, before: Run | None, step: int = 7) -> None:
 
     path = folder / "checkpoints" / f"step_{step}"
     path.mkdir(parents=True)
-    body = {"version": 1, "step": step, "extra": record(before) if before else {}, "files": {}, "tensors": []}
+    body = {"version": 1, "step": step, "extra": run_record(before) if before else {}, "files": {}, "tensors": []}
     (path / "manifest.json").write_bytes(seal(json.encode(body)[1:]))
 
 
@@ -243,11 +243,11 @@ def test_a_change_is_refused_before_any_rank_is_started(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("key", "mend"), [("data.paht", "did you mean data.path?"), ("model.heads", "known: data.documents, ")])
 def test_what_can_not_be_accepted_is_said(tmp_path: Path, key: str, mend: str) -> None:
     (problem,) = check_resume(run(f"checkpoint.accept=[{key}]"), tmp_path).problems
-    assert problem.says == f"checkpoint.accept=[{key}] is no key that can be accepted"
+    assert problem.says == f"checkpoint.accept=[{key}] is not a key that can be accepted"
     assert problem.mend.startswith(mend)
 
 
-@pytest.mark.parametrize(("mode", "says"), [("never", "checkpoint.resume=never and "), ("must", "")])
+@pytest.mark.parametrize(("mode", "says"), [("never", "checkpoint.resume=never, but "), ("must", "")])
 def test_the_resume_mode_is_judged_before_any_rank_is_started(tmp_path: Path, mode: str, says: str) -> None:
     saved_by(tmp_path, run())
     found = check_resume(run(f"checkpoint.resume={mode}"), tmp_path).problems
@@ -257,7 +257,7 @@ def test_the_resume_mode_is_judged_before_any_rank_is_started(tmp_path: Path, mo
 def test_a_folder_without_a_checkpoint_must_not_go_on(tmp_path: Path) -> None:
     assert check_resume(run(), tmp_path).problems == ()
     (problem,) = check_resume(run("checkpoint.resume=must"), tmp_path).problems
-    assert problem.says == f"checkpoint.resume=must and no checkpoint in {tmp_path}/checkpoints verifies"
+    assert problem.says == f"checkpoint.resume=must, but no checkpoint in {tmp_path}/checkpoints verifies"
 
 
 def test_a_checkpoint_that_names_no_run_is_read_with_run_json_and_that_is_said(tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_a_checkpoint_that_names_no_run_is_read_with_run_json_and_that_is_said(t
     (tmp_path / "run.json").write_bytes(json.encode(run()))
     found = check_resume(run("model.heads=4"), tmp_path)
     assert [each.says.split()[0] for each in found.problems] == ["model.heads"]
-    assert found.remarks == ("step_7 does not name the run that saved it, as earlier versions wrote it: run.json is taken for it",)
+    assert found.remarks == ("step_7 was written by an earlier version and does not name its run: run.json is used instead",)
     found = check_resume(run("optim.lr=5e-4"), tmp_path)
     assert (found.problems, found.remarks[1:]) == ((), ("changed since step 7: optim.lr 0.001 -> 0.0005",))
 

@@ -10,7 +10,7 @@ import pytest
 
 from distrain.cli.app import command
 from distrain.cli.config import library
-from distrain.cli.config.load import load
+from distrain.cli.config.load import load_recipe
 from distrain.cli.config.recipe_copy import NewFile
 from distrain.trainer.spec.problem import Unreadable
 
@@ -50,7 +50,7 @@ def test_cp_prints_a_command_that_plans_the_copy(capsys: pytest.CaptureFixture[s
     _, out, _ = run_command("cp quickstart 'my run.yaml'", capsys)
     verb, *words = shlex.split(out.partition("; next: ")[2])[-2:]
     assert (verb, words) == ("plan", ["conf=./my run.yaml"])
-    assert load("./my run.yaml").name == "my run"
+    assert load_recipe("./my run.yaml").name == "my run"
 
 
 @pytest.mark.parametrize("there", ["mine.yaml", "link.yaml"])
@@ -84,7 +84,7 @@ def test_no_folder_is_created(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_copy_gets_a_yaml_suffix_or_the_name_of_its_recipe(file: str, written: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("there").mkdir()
     assert run_command(f"cp quickstart {file}", capsys)[0] == 0
-    assert load(written if "/" in written else f"./{written}").name == Path(written).stem
+    assert load_recipe(written if "/" in written else f"./{written}").name == Path(written).stem
 
 
 def test_a_dash_is_stdout_and_writes_no_file(capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,7 +100,7 @@ def test_a_copy_in_another_folder_refers_to_the_files_beside_the_recipe(tmp_path
         Path(folder).mkdir(parents=True)
     Path("theirs/r.yaml").write_text("defaults: [quickstart]\nmodel:\n  weights: weights  # of theirs\n")
     assert run_command("cp theirs/r.yaml mine/", capsys)[0] == 0
-    assert load("mine/r.yaml").model.weights == load("theirs/r.yaml").model.weights == str(tmp_path / "theirs" / "weights")
+    assert load_recipe("mine/r.yaml").model.weights == load_recipe("theirs/r.yaml").model.weights == str(tmp_path / "theirs" / "weights")
     assert "  # of theirs\n" in Path("mine/r.yaml").read_text()
 
 
@@ -145,7 +145,7 @@ def test_a_copy_is_named_after_its_file_however_the_recipe_sets_its_name(text: s
     Path("theirs.yaml").write_text(text)
     status, out, _ = run_command("cp theirs.yaml mine", capsys)
     assert status == 0
-    assert load("./mine.yaml").name == name
+    assert load_recipe("./mine.yaml").name == name
     assert (", whose runs are still named theirs;" in out) == (name == "theirs")
 
 
@@ -172,7 +172,7 @@ def test_cp_prints_a_command_that_chooses_the_copied_option(capsys: pytest.Captu
     status, out, _ = run_command("cp model/tiny my/model/wide.yaml", capsys)
     words = shlex.split(out.partition("; next: ")[2])[-4:]
     assert (status, words) == (0, ["conf=quickstart", "model=wide", "--config-dir", "my"])
-    assert load("quickstart", ["model=wide"], Path("my")) == load("quickstart", ["model=tiny"])
+    assert load_recipe("quickstart", ["model=wide"], Path("my")) == load_recipe("quickstart", ["model=tiny"])
 
 
 def test_an_option_copied_outside_its_group_is_told_where_it_belongs(capsys: pytest.CaptureFixture[str]) -> None:

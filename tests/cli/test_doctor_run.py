@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("torch")
 
 from distrain.cli.app import command
-from distrain.cli.config.load import load
+from distrain.cli.config.load import load_recipe
 from distrain.trainer.launch.admission import check_start
 from distrain.trainer.launch.file_checks import FileChecks
 from distrain.trainer.launch.run_checks import run_checks
@@ -39,7 +39,7 @@ def run_command(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, lis
 
 def all_checks(*overrides: str) -> list[Check]:
     """The checks of the quickstart with overrides."""
-    run = load("quickstart", overrides)
+    run = load_recipe("quickstart", overrides)
     return [*run_checks(run, make_plan(run), "fits", hosted=False)]
 
 
@@ -98,7 +98,7 @@ def test_a_missing_thing_is_a_problem_of_its_subject(name: str, words: tuple[str
     ids=" ".join,
 )
 def test_doctor_reports_what_fit_refuses_with_the_same_message(words: tuple[str, ...]) -> None:
-    run = load("quickstart", words)
+    run = load_recipe("quickstart", words)
     rows = [(each.says, each.mend) for each in all_checks(*words) if each.state == "problem"]
     wrong = (*check_start(run, make_plan(run)).problems, *FileChecks().look(run).problems)
     assert wrong
@@ -139,7 +139,7 @@ def test_weight_files_are_counted() -> None:
 
 
 def test_disk_space_is_needed_for_the_checkpoints_that_exist_at_once() -> None:
-    one = make_plan(load("quickstart")).run
+    one = make_plan(load_recipe("quickstart")).run
     assert one is not None
     for words, number in (
         ((), 1),

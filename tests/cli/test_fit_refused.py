@@ -46,8 +46,8 @@ REFUSED = (
     ("model.layers=2",                               "model.layers was 1 when step 2 was saved, and is 2 now"),
     ("optim=sgd",                                    "optim.name was adamw when step 2 was saved, and is sgd now"),
     ("data.documents=true",                          "data.documents was false when step 2 was saved, and is true now"),
-    ("checkpoint.resume=never",                      "checkpoint.resume=never and "),
-    ("checkpoint.accept=[model.heads]",              "checkpoint.accept=[model.heads] is no key that can be accepted"),
+    ("checkpoint.resume=never",                      "checkpoint.resume=never, but "),
+    ("checkpoint.accept=[model.heads]",              "checkpoint.accept=[model.heads] is not a key that can be accepted"),
     ("parallel.tp=3",                                "tp 3 x cp 1 x pp 1 = 3 does not divide"),
     ("train.precision=fp8",                          "engine zero does not run train.precision=fp8"),
     ("data=text data.path=/nothing.txt",             "data.path=/nothing.txt: no such file or folder"),
@@ -80,7 +80,7 @@ def test_what_ranks_refuse_changes_nothing_and_is_no_fault_of_theirs(used: Path,
 
 def test_a_run_that_is_refused_makes_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command([*WORDS, f"log.dir={tmp_path}/runs", "checkpoint.resume=must"]) == 1
-    assert "checkpoint.resume=must and no checkpoint in " in capsys.readouterr().err
+    assert "checkpoint.resume=must, but no checkpoint in " in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
 
@@ -104,7 +104,7 @@ def test_a_log_that_is_no_file_is_found_before_the_start(
     (tmp_path / "run").mkdir()
     make(tmp_path / "run" / "metrics.jsonl")
     assert command([*WORDS, f"log.dir={tmp_path}"]) == 1
-    says = f"distrain: {tmp_path}/run/metrics.jsonl is no plain file, and a run logs its figures there: move it away\n"
+    says = f"distrain: {tmp_path}/run/metrics.jsonl is not a plain file, and the run logs its metrics there: move it away\n"
     assert capsys.readouterr().err == says
 
 
@@ -112,7 +112,7 @@ def test_a_plan_says_what_of_the_files_fit_would_refuse(used: Path, capsys: pyte
     words = [*WORDS[1:], f"log.dir={used}", "train.steps=4"]
     assert command(["plan", *unrepeated(*words, "model.heads=2")]) == 0
     page = capsys.readouterr().out
-    assert "; `fit` would refuse it here" in " ".join(page.partition("\n\n")[0].split())
+    assert "; `fit` would refuse it on this machine" in " ".join(page.partition("\n\n")[0].split())
     assert "does not run it" not in page
     assert command(["plan", "-m", *unrepeated(*words, "model.heads=2,4")]) == 0
     page = capsys.readouterr().out

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from distrain.cli.config.load import load
+from distrain.cli.config.load import load_recipe
 from distrain.cli.pages.format import DEFAULT_WIDTH, Style, table, wrap
 from distrain.cli.pages.plan_page import plan_text, verdict
 from distrain.cli.pages.sweep_page import sweep_text
@@ -19,7 +19,7 @@ PLAIN = Style(colour=False, blocks=False)
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     """A plan that the tests change."""
-    return make_plan(load("gpt3_175b"))
+    return make_plan(load_recipe("gpt3_175b"))
 
 
 def stages(*totals: tuple[int, int]) -> Memory:

@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
 from distrain.cli.app import app, command
-from distrain.cli.config.keys import keys
+from distrain.cli.config.keys import config_keys
 from distrain.tests.fakes.hostile_files import FILES, RAW, damaged, fifo, run_folder
 
 VERBS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
@@ -34,7 +34,7 @@ LONGEST = 2200  # characters of a line
 STOPPERS = ("launch=torchrun", "model.weights=/nowhere/at/all")
 
 # fmt: off
-KEYS = [*keys(), "model", "cluster", "parallel", "device", "train", "hydra", "defaults", "conf", "", "a", "model.layer", "train.evaluate",
+KEYS = [*config_keys(), "model", "cluster", "parallel", "device", "train", "hydra", "defaults", "conf", "", "a", "model.layer", "train.evaluate",
         "batch_size", "zero_optimization.stage", "parallel.offload", "cluster.device.peak.bf16", "steps", "layouts"]
 VALUES = ["1", "0", "-1", "-0", "1e400", "nan", "inf", "0x10", "1_000", ".5", "'1'", "true", "null", "~", "", "''", "[]", "{}", "[1,2]",
           "{a:{b:1}}", "1,2", "range(1,3)", "range(1,10,0)", "choice(1,2)", "glob(*)", "interval(1,2)", "sort(2,1)", "tag(a,1)", "int(3)",

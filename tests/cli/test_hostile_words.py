@@ -26,11 +26,11 @@ from hypothesis import strategies as some
 from msgspec import json as encoder
 
 from distrain.cli.app import command
-from distrain.cli.config.keys import keys, texts
-from distrain.cli.config.load import load
+from distrain.cli.config.keys import config_keys, text_keys
+from distrain.cli.config.load import load_recipe
 from distrain.cli.pages.hosts_page import run_preflight_and_show
 from distrain.tests.fakes.hostile_words import ONCE, environments, hostile, plain, tame_but_one
-from distrain.tests.fakes.path_commands import PDSH, PYTHON, QUIET, SBATCH, SCONTROL, SRUN, SSH, StandIns
+from distrain.tests.fakes.path_commands import PDSH, PYTHON, QUIET, SBATCH, SCONTROL, SRUN, SSH, FakeCommands
 from distrain.trainer.launch.agent.token import FILE, JoinToken
 from distrain.trainer.launch.commands.command import RANK_VARIABLES, forwarded_variables
 from distrain.trainer.launch.hosts.hostfile import Host
@@ -43,7 +43,7 @@ from distrain.trainer.plan.changed_run import with_changes
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.result import Plan
 from distrain.trainer.rundir.files import run_folder
-from distrain.trainer.rundir.paths import whole_paths
+from distrain.trainer.rundir.paths import with_absolute_paths
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import Run
 
@@ -101,9 +101,9 @@ def test_what_a_host_is_asked_is_data_of_the_program_that_asks_it(order: dict[st
 
 
 @pytest.fixture(scope="module")
-def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> StandIns:
+def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> FakeCommands:
     """All that a launch calls."""
-    made = StandIns(tmp_path_factory.mktemp("stand-ins"))
+    made = FakeCommands(tmp_path_factory.mktemp("stand-ins"))
     does = {"ssh": SSH, "pdsh": PDSH, "python": PYTHON, "scontrol": SCONTROL, "srun": SRUN, "sbatch": SBATCH}
     for name in (*does, "mpirun", "ompi_info", "sinfo", "distrain"):
         made.put(name, does.get(name, QUIET))
@@ -112,11 +112,13 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> StandIns:
 
 @pytest.fixture(scope="module")
 def run() -> Run:
-    return load("quickstart", ("model=tiny", "model.layers=2", "train.batch=8", "train.seq=16", "train.microbatch=2", "train.steps=2"))
+    return load_recipe(
+        "quickstart", ("model=tiny", "model.layers=2", "train.batch=8", "train.seq=16", "train.microbatch=2", "train.steps=2")
+    )
 
 
 @contextmanager
-def place(stand_ins: StandIns, top: Path, environment: Mapping[str, str], python: str) -> Iterator[None]:
+def place(stand_ins: FakeCommands, top: Path, environment: Mapping[str, str], python: str) -> Iterator[None]:
     """In a folder, with the stand-ins and an environment, under another Python."""
     stand_ins.forget()
     known = {"PATH": stand_ins.path(), "HOME": str(stand_ins.home), "DS_ACCELERATOR": "cpu", "SLURM_JOB_NODELIST": "w[1-2]", **environment}
@@ -173,7 +175,9 @@ def tame(calls: Sequence[dict[str, Any]], run: Run, python: str) -> Iterator[str
 
 @settings(max_examples=40, phases=ONCE)
 @given(
-    said=some.dictionaries(some.sampled_from(sorted(texts(keys()) - {"launch.hostfile", "log.dir", "name"})), hostile, max_size=3),
+    said=some.dictionaries(
+        some.sampled_from(sorted(text_keys(config_keys()) - {"launch.hostfile", "log.dir", "name"})), hostile, max_size=3
+    ),
     named=some.lists(some.sampled_from(["AWS_SECRET", "PYTHONSTARTUP"]) | hostile, max_size=2),
     tamed=tame_but_one(5),
     file=hostile.filter(lambda name: name not in ("", ".", "..")),
@@ -190,7 +194,7 @@ def test_no_hostile_word_reaches_the_shell_of_a_host(
     runner: str,
     environment: dict[str, str],
     run: Run,
-    stand_ins: StandIns,
+    stand_ins: FakeCommands,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """Every key that takes a text, the hostfile and its path, the environment, the paths of Python and of the run folder."""
@@ -235,7 +239,7 @@ def test_no_hostile_word_reaches_the_shell_of_a_host(
         assert RANK_VARIABLES.items() <= call["environment"].items()
 
 
-def test_a_run_folder_that_is_a_link_to_a_hostile_place_is_refused(run: Run, stand_ins: StandIns, tmp_path: Path) -> None:
+def test_a_run_folder_that_is_a_link_to_a_hostile_place_is_refused(run: Run, stand_ins: FakeCommands, tmp_path: Path) -> None:
     """DeepSpeed's launcher pastes the path that the system tells it of the folder that it is started in."""
     from deepspeed.launcher import runner as theirs
 
@@ -251,7 +255,7 @@ def test_a_run_folder_that_is_a_link_to_a_hostile_place_is_refused(run: Run, sta
 
 
 def test_preflight_asks_about_a_hostile_folder_itself(
-    run: Run, stand_ins: StandIns, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Run, stand_ins: FakeCommands, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`distrain doctor`, with the real program on the other side."""
     folder, file = tmp_path / "a b;$(touch pwned)", tmp_path / "`touch pwned` '\"#"
@@ -283,7 +287,7 @@ def test_a_script_does_nothing_but_what_it_says(
     tamed: list[str],
     environment: dict[str, str],
     run: Run,
-    stand_ins: StandIns,
+    stand_ins: FakeCommands,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """On one machine the name and the run folder may be anything; what others start is of harmless words, or there is no script."""
@@ -309,7 +313,7 @@ def test_a_script_does_nothing_but_what_it_says(
         for number in hosts_of_it:
             done = subprocess.run(["bash", "-c", text, "bash", number], capture_output=True, text=True)
             assert (done.returncode, done.stderr) == (0, "")
-        handed_over = whole_paths(asked)
+        handed_over = with_absolute_paths(asked)
     assert not list(top.parent.rglob("pwned*"))
     assert encoder.decode((run_folder(asked) / "run.json").read_bytes(), type=Run) == handed_over
     assert json.loads((run_folder(asked) / "plan.json").read_bytes()) == json.loads(encoder.encode(plan))

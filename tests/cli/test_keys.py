@@ -13,16 +13,16 @@ from msgspec import Meta
 
 from distrain.cli.app import command
 from distrain.cli.config import library, yaml_text
-from distrain.cli.config.key_help import REQUIRED, by_family, comments, key_fields, key_help, sections, type_words
-from distrain.cli.config.keys import OURS, keys
-from distrain.cli.config.load import as_yaml, compose, load
+from distrain.cli.config.key_help import REQUIRED, family_defaults, key_comments, key_fields, key_help, sections, type_summary
+from distrain.cli.config.keys import WRITTEN_KEYS, config_keys
+from distrain.cli.config.load import compose_config, config_yaml, load_recipe
 from distrain.cli.pages.format import DEFAULT_WIDTH
 from distrain.trainer.spec.keys import KEYS, Unit
 from distrain.trainer.spec.read import read_run
 from distrain.trainer.spec.run import Run
 
 RECIPES = list(library.recipes(None))
-LEAVES = [key for key in keys() if key not in OURS]
+LEAVES = [key for key in config_keys() if key not in WRITTEN_KEYS]
 
 
 def said(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -76,19 +76,19 @@ def test_a_quantity_has_a_unit(key: str) -> None:
 def test_a_default_that_is_shown_is_one_that_the_key_takes(key: str) -> None:
     """Read back: as the value of that key in a run that says all else."""
     (row, *_) = key_help(key)
-    if row.default not in (REQUIRED, "null", "none") and not by_family(key):
-        read_run(compose("llama3_8b", [f"{key}={row.default}"]))
+    if row.default not in (REQUIRED, "null", "none") and not family_defaults(key):
+        read_run(compose_config("llama3_8b", [f"{key}={row.default}"]))
 
 
 def test_a_default_of_each_family_is_shown_for_each() -> None:
-    assert by_family("model.norm") == "by family: bert layernorm, gpt layernorm, llama rmsnorm, moe rmsnorm"
-    assert by_family("model.layers") == by_family("optim.name") == by_family("norm") == ""
+    assert family_defaults("model.norm") == "by family: bert layernorm, gpt layernorm, llama rmsnorm, moe rmsnorm"
+    assert family_defaults("model.layers") == family_defaults("optim.name") == family_defaults("norm") == ""
 
 
 @pytest.mark.parametrize("key", [key for key in LEAVES if key_help(key)[0].choices])
 def test_every_choice_that_is_shown_is_taken(key: str) -> None:
     for choice in key_help(key)[0].choices:
-        read_run(compose("llama3_8b", [f"{key}={choice}"]))
+        read_run(compose_config("llama3_8b", [f"{key}={choice}"]))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_every_choice_that_is_shown_is_taken(key: str) -> None:
     ],
 )
 def test_a_bound_that_only_keeps_numbers_finite_is_not_told(bounds: dict[str, Any], words: str) -> None:
-    assert type_words(Annotated[float, Meta(**bounds)]) == words
+    assert type_summary(Annotated[float, Meta(**bounds)]) == words
 
 
 # ls KEY
@@ -120,7 +120,7 @@ def test_ls_of_a_key_says_what_it_is(key: str, capsys: pytest.CaptureFixture[str
 def test_ls_of_a_section_lists_every_key_in_it(section: str, capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = said(f"ls {section}", capsys)
     listed = [line.split()[0] for line in out.splitlines() if line.startswith(f"{section}.")]
-    assert listed == [key for key in KEYS if key.startswith(f"{section}.") and key not in OURS]
+    assert listed == [key for key in KEYS if key.startswith(f"{section}.") and key not in WRITTEN_KEYS]
 
 
 def test_ls_of_a_group_lists_its_options_and_then_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,7 +186,7 @@ def test_commented_output_reads_back_as_the_same_run(recipe: str, tmp_path: Path
     status, out, _ = said(f"show conf={recipe} --comments", capsys)
     (tmp_path / "mine.yaml").write_text(out)
     assert status == 0
-    assert load(str(tmp_path / "mine.yaml")) == load(recipe)
+    assert load_recipe(str(tmp_path / "mine.yaml")) == load_recipe(recipe)
     assert max(map(len, out.splitlines())) <= 140
 
 
@@ -197,7 +197,7 @@ def test_every_key_that_is_shown_has_its_comment(recipe: str, capsys: pytest.Cap
     bare = [line for line in out if "  # " not in line and not line.lstrip().startswith("- ")]
     above = {part for key in KEYS for part in (key.split(".")[:-1])}
     assert all(line.strip().removesuffix(":") in above for line in bare), bare
-    assert f"  seq: {load(recipe).train.seq}  # length of a sequence (tokens)" in out
+    assert f"  seq: {load_recipe(recipe).train.seq}  # length of a sequence (tokens)" in out
 
 
 words = st.text(st.characters(codec="utf-8"), max_size=60)
@@ -206,12 +206,12 @@ words = st.text(st.characters(codec="utf-8"), max_size=60)
 @given(name=words, path=st.lists(words, max_size=3))
 def test_a_comment_changes_no_value_whatever_the_text(name: str, path: list[str]) -> None:
     plain = {"name": name, "data": {"path": path, "tokenizer": name}, "log": {}, "train": {"seq": 8, "steps": None}}
-    text = as_yaml(plain)
-    known = comments()
-    assert yaml_text.texts(yaml_text.commented(text, known)) == yaml_text.texts(text)
+    text = config_yaml(plain)
+    known = key_comments()
+    assert yaml_text.text_values(yaml_text.add_comments(text, known)) == yaml_text.text_values(text)
     import yaml
 
-    assert yaml.safe_load(yaml_text.commented(text, known)) == yaml.safe_load(text)
+    assert yaml.safe_load(yaml_text.add_comments(text, known)) == yaml.safe_load(text)
 
 
 @given(word=words, other=words)
@@ -219,5 +219,5 @@ def test_a_replaced_value_reads_back_as_it_was_given(word: str, other: str) -> N
     import yaml
 
     text = f"a: {yaml_text.scalar(word)}  # first\nb: [x, {{c: {yaml_text.scalar(other)}}}]\n"
-    found = yaml.safe_load(yaml_text.replaced(text, {"a": other, "nowhere": "x"}))
+    found = yaml.safe_load(yaml_text.replace_values(text, {"a": other, "nowhere": "x"}))
     assert found == {"a": other, "b": ["x", {"c": other}]}

@@ -112,8 +112,8 @@ def test_a_run_is_running_while_its_lock_is_held(run: Path) -> None:
 HOLDER = """
 import sys, time
 from pathlib import Path
-from distrain.trainer.rundir.lock import held
-with held(Path(sys.argv[1])):
+from distrain.trainer.rundir.lock import hold_run_folder
+with hold_run_folder(Path(sys.argv[1])):
     print(flush=True)
     time.sleep(60)
 """
@@ -223,7 +223,7 @@ def test_a_folder_without_runs_says_so(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     assert run_command("ls runs", capsys) == (0, "no runs in runs\n", "")
     assert run_command("ls runs --json", capsys)[1] == "[]\n"
-    assert run_command("ls runs nowhere", capsys) == (2, "", "distrain: nowhere is no folder: name the log.dir of runs, such as runs\n")
+    assert run_command("ls runs nowhere", capsys) == (2, "", "distrain: nowhere is not a folder: give the log.dir of runs, such as runs\n")
 
 
 def test_a_long_name_with_control_characters_stays_on_one_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from msgspec import json as encoder
 
-from distrain.cli.config.load import load
+from distrain.cli.config.load import load_recipe
 from distrain.trainer.loop.data.check import TEXT
 from distrain.trainer.loop.data.find import find_files
 from distrain.trainer.plan.changed_run import with_changes
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.rundir.files import write_launch_files
-from distrain.trainer.rundir.paths import PATHS, whole_paths
+from distrain.trainer.rundir.paths import PATH_KEYS, with_absolute_paths
 from distrain.trainer.spec.run import Run
 
 # Keys of free text that name no file.
@@ -40,7 +40,7 @@ def texts_of(part: Any, at: str = "") -> list[str]:
 
 def test_every_key_of_text_is_a_path_or_is_none() -> None:
     """A new key is put into one of the two tables."""
-    assert set(texts_of(load("quickstart"))) - NO_PATHS == {*PATHS, "data.path", "data.tokenizer"}
+    assert set(texts_of(load_recipe("quickstart"))) - NO_PATHS == {*PATH_KEYS, "data.path", "data.tokenizer"}
 
 
 @pytest.fixture
@@ -48,32 +48,34 @@ def relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A run that names all by relative paths."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/me")
-    told: list[tuple[str, object]] = [(key, f"in/{key}") for key in PATHS]
-    return with_changes(load("quickstart"), [*told, ("data.path", ("a.txt", "~/b", "/c/*.txt", "d/**/*.txt")), ("data.tokenizer", "tok")])
+    told: list[tuple[str, object]] = [(key, f"in/{key}") for key in PATH_KEYS]
+    return with_changes(
+        load_recipe("quickstart"), [*told, ("data.path", ("a.txt", "~/b", "/c/*.txt", "d/**/*.txt")), ("data.tokenizer", "tok")]
+    )
 
 
 def test_what_is_handed_to_ranks_is_whole_and_what_the_user_said_stays(relative: Run, tmp_path: Path) -> None:
     write_launch_files(relative, make_plan(relative), tmp_path)
     run = encoder.decode((tmp_path / "run.json").read_bytes(), type=Run)
-    for key in PATHS:
+    for key in PATH_KEYS:
         part, name = key.split(".")
         assert getattr(getattr(run, part), name) == f"{tmp_path}/in/{key}"
         assert getattr(getattr(relative, part), name) == f"in/{key}"
     assert run.data.path == (f"{tmp_path}/a.txt", "/home/me/b", "/c/*.txt", f"{tmp_path}/d/**/*.txt")
     assert run.data.tokenizer == f"{tmp_path}/tok"
-    assert whole_paths(run) == run
+    assert with_absolute_paths(run) == run
 
 
 @pytest.mark.parametrize("word", ["bytes", "~nobody-of-this-name/x", "a b/$c'\n", ".", ".."])
 def test_a_tokenizer_is_a_word_or_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str) -> None:
     monkeypatch.chdir(tmp_path)
-    told = whole_paths(with_changes(load("quickstart"), [("data.tokenizer", word)])).data.tokenizer
+    told = with_absolute_paths(with_changes(load_recipe("quickstart"), [("data.tokenizer", word)])).data.tokenizer
     assert told == (word if word == "bytes" else str(tmp_path / word))
 
 
 def test_nothing_is_no_path() -> None:
-    run = with_changes(load("quickstart"), [("data.path", ""), ("data.cache", ""), ("log.dir", "/runs")])
-    assert whole_paths(run) == run
+    run = with_changes(load_recipe("quickstart"), [("data.path", ""), ("data.cache", ""), ("log.dir", "/runs")])
+    assert with_absolute_paths(run) == run
 
 
 ODD = "a[1]b *{x}"  # a folder whose name is a pattern that does not match itself
@@ -87,7 +89,7 @@ def test_a_pattern_means_the_same_files_wherever_it_is_read(tmp_path: Path, monk
         (folder / name).write_text(name)
     monkeypatch.chdir(folder)
     there = find_files([word], TEXT, print, [])
-    whole = whole_paths(with_changes(load("quickstart"), [("data.path", word)])).data.path
+    whole = with_absolute_paths(with_changes(load_recipe("quickstart"), [("data.path", word)])).data.path
     assert isinstance(whole, str)
     assert os.path.isabs(whole)
     monkeypatch.chdir(tmp_path)

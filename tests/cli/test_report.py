@@ -12,14 +12,14 @@ pytest.importorskip("torch")
 from msgspec import json as encoder
 
 from distrain.cli.app import command
-from distrain.cli.config.load import load
+from distrain.cli.config.load import load_recipe
 from distrain.cli.pages.format import DEFAULT_WIDTH, Style
 from distrain.cli.pages.loss_chart import HEIGHT
 from distrain.cli.pages.report_page import incident_lines, report_text
 from distrain.cli.verbs.fit_run import closing_text
 from distrain.trainer.plan.changed_run import with_changes
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.rundir.measured import ran
+from distrain.trainer.rundir.measured import read_measured_run
 from distrain.trainer.spec.run import Run
 
 SMALL = ("model.hidden=64", "model.heads=4", "model.ffn=160", "model.layers=2", "train.seq=32", "train.batch=8", "optim.warmup=1")
@@ -47,7 +47,7 @@ def test_planned_memory_equals_counted_memory(zero: int, precision: str, dp: int
     folder = tmp_path / "run"
     ranks.train(folder, "quickstart", *WORDS, *words)
     write_plan(folder)
-    for each in ran(folder).memory:
+    for each in read_measured_run(folder).memory:
         assert each.drift is not None, each.name
         assert abs(each.drift) <= 0.002, each  # the optimizer's count of steps, a scalar for each weight
 
@@ -66,7 +66,7 @@ def test_planned_saved_activations_equal_counted_ones(words: tuple[str, ...], ra
     given = [each for each in WORDS if not (words[0].startswith("model=") and each.startswith("model."))]
     ranks.train(folder, "quickstart", *given, *words, "train.microbatch=2", "train.steps=2")
     write_plan(folder)
-    drifts = {each.name: each.drift for each in ran(folder).memory}
+    drifts = {each.name: each.drift for each in read_measured_run(folder).memory}
     assert all(drift is not None and abs(drift) <= 0.002 for drift in drifts.values()), drifts
 
 
@@ -97,7 +97,7 @@ def test_the_page_of_a_run_is_plain_text_of_page_width(trained: Path, capsys: py
 
 
 def test_the_report_has_checkpoints_validation_and_every_step_of_both_attempts(trained: Path) -> None:
-    found = ran(trained)
+    found = read_measured_run(trained)
     assert found.saved == (6, 12)
     assert [step for step, _ in found.validation] == [4, 6, 8, 12]
     assert [step for step, _ in found.losses] == list(range(1, 13))
@@ -105,7 +105,7 @@ def test_the_report_has_checkpoints_validation_and_every_step_of_both_attempts(t
 
 
 def test_the_chart_is_labelled_with_the_highest_and_lowest_loss(trained: Path) -> None:
-    found = ran(trained)
+    found = read_measured_run(trained)
     losses = [loss for _, loss in (*found.losses, *found.validation)]
     for blocks, drawn in ((True, "│"), (False, "|")):
         lines = [line for line in report_text(found, Style(blocks=blocks)).splitlines() if drawn in line[:12]]
@@ -158,8 +158,8 @@ INCIDENTS: tuple[tuple[list[dict[str, Any]], str], ...] = (  # rows after the fi
 @pytest.mark.parametrize(("rows", "line"), INCIDENTS)
 def test_skipped_steps_spikes_and_restarts_are_counted_at_the_end(rows: list[dict[str, Any]], line: str, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ({"step": 1, "loss": 3.0}, *rows)))
-    assert " ".join(each.strip() for each in incident_lines(ran(tmp_path))) == line
-    run = load("quickstart", ["name=run", f"log.dir={tmp_path.parent}"])
+    assert " ".join(each.strip() for each in incident_lines(read_measured_run(tmp_path))) == line
+    run = load_recipe("quickstart", ["name=run", f"log.dir={tmp_path.parent}"])
     told = closing_text(with_changes(run, [("log.dir", str(tmp_path.parent)), ("name", tmp_path.name)])).splitlines()
     assert told[0] == ""
     assert (told[1] == "Nothing was measured yet") == (not line)
@@ -167,6 +167,6 @@ def test_skipped_steps_spikes_and_restarts_are_counted_at_the_end(rows: list[dic
 
 def test_a_damaged_metrics_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("hello\n")
-    assert ran(tmp_path).damaged == ("metrics.jsonl",)
+    assert read_measured_run(tmp_path).damaged == ("metrics.jsonl",)
     (tmp_path / "metrics.jsonl").write_text("")
-    assert ran(tmp_path).damaged == ()
+    assert read_measured_run(tmp_path).damaged == ()

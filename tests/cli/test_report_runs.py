@@ -19,7 +19,7 @@ from distrain.cli.pages.compare_page import MARKS, common_steps, compared_runs, 
 from distrain.cli.pages.format import DEFAULT_WIDTH, Style
 from distrain.cli.pages.loss_chart import HEIGHT, LABEL_WIDTH, SHARED_CELL, comparison_chart
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.rundir.measured import ran
+from distrain.trainer.rundir.measured import read_measured_run
 from distrain.trainer.spec.run import Run
 
 SMALL = ("model.hidden=32", "model.heads=2", "model.ffn=64", "model.layers=1", "train.seq=16", "train.batch=4", "train.microbatch=2")
@@ -62,7 +62,7 @@ def test_the_page_names_each_run_and_the_keys_that_differ(runs: tuple[Path, Path
 
 def test_losses_are_side_by_side_at_the_steps_that_both_logged(runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     page = sections(run_command(f"report {runs[0]} {runs[1]}", capsys)[1])
-    slow, fast = (dict(ran(folder).losses) for folder in runs)
+    slow, fast = (dict(read_measured_run(folder).losses) for folder in runs)
     head, *rows = [line.split() for line in page["Loss, nats a token"]]
     assert head == ["A", "B", "B", "-", "A"]
     assert rows == [["step", str(at), f"{slow[at]:.4f}", f"{fast[at]:.4f}", f"{fast[at] - slow[at]:+.4f}"] for at in (2, 4, 6, 8)]
@@ -73,9 +73,9 @@ def test_speed_and_memory_are_shown_as_measured_and_as_planned(runs: tuple[Path,
     page = sections(run_command(f"report {runs[0]} {runs[1]}", capsys)[1])
     rows = {line.split("  ")[1].strip(): line for line in page["Measured, and (planned)"][1:]}
     assert list(rows) == ["memory", "step", "tokens/s", "MFU"]
-    held = [sum(each.measured or 0 for each in ran(folder).memory) for folder in runs]
+    held = [sum(each.measured or 0 for each in read_measured_run(folder).memory) for folder in runs]
     assert rows["memory"].count(f"{held[0] / 1024:.0f} KiB (") == 2
-    assert f"{ran(runs[0]).speed[0].measured:,.0f} (" in rows["tokens/s"]
+    assert f"{read_measured_run(runs[0]).speed[0].measured:,.0f} (" in rows["tokens/s"]
 
 
 def test_json_of_several_runs_is_a_list_and_of_one_a_document(runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,7 +87,7 @@ def test_json_of_several_runs_is_a_list_and_of_one_a_document(runs: tuple[Path, 
 def test_every_wrong_folder_is_named_at_once(runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = run_command(f"report {tmp_path}/nowhere {runs[0]} {tmp_path}", capsys)
     assert (status, out) == (2, "")
-    assert [line.split(": ")[1] for line in err.splitlines()] == [f"{tmp_path}/nowhere is no folder", f"{tmp_path} holds no run.json"]
+    assert [line.split(": ")[1] for line in err.splitlines()] == [f"{tmp_path}/nowhere is not a folder", f"{tmp_path} holds no run.json"]
 
 
 def test_more_runs_than_there_are_marks_are_refused(runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:

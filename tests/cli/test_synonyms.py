@@ -6,11 +6,11 @@ import pytest
 
 from distrain.cli.app import command
 from distrain.cli.config import library
-from distrain.cli.config.keys import keys
-from distrain.cli.config.load import load
-from distrain.cli.config.synonyms import ALONE, ROWS, Ours, answer
+from distrain.cli.config.keys import config_keys
+from distrain.cli.config.load import load_recipe
+from distrain.cli.config.synonyms import ROWS, TOP_LEVEL_ONLY, Synonym, synonym_problem
 
-KNOWN = keys()
+KNOWN = config_keys()
 WORDS = [word for row in ROWS for word in row.words]
 
 # fmt: off
@@ -75,21 +75,21 @@ def test_a_word_of_another_trainer_is_answered_in_a_file(tmp_path: Path, capsys:
 
 def test_no_word_has_two_rows_and_none_is_ours() -> None:
     assert len(WORDS) == len(set(WORDS)) >= 200
-    assert set(ALONE) == set(WORDS) & {name for key in KNOWN for name in (key, key.rpartition(".")[2], key.partition(".")[0])}
+    assert set(TOP_LEVEL_ONLY) == set(WORDS) & {name for key in KNOWN for name in (key, key.rpartition(".")[2], key.partition(".")[0])}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.words[0])
-def test_a_row_names_a_key_of_ours_and_values_that_it_takes(row: Ours) -> None:
+def test_a_row_names_a_key_of_ours_and_values_that_it_takes(row: Synonym) -> None:
     assert not row.key or row.key in (*KNOWN, *library.groups(None), "conf")
     for value in (row.values or {}).values() if row.key else ():
-        assert load("quickstart", [f"{row.key}={value}"]), (row.key, value)
+        assert load_recipe("quickstart", [f"{row.key}={value}"]), (row.key, value)
 
 
-@pytest.mark.parametrize("word", [word for word in WORDS if word not in ALONE])
+@pytest.mark.parametrize("word", [word for word in WORDS if word not in TOP_LEVEL_ONLY])
 def test_a_word_is_known_with_dashes_in_capitals_and_under_any_section(word: str) -> None:
-    told = answer(word)
+    told = synonym_problem(word)
     assert told is not None
     for written in (word.replace("_", "-"), word.upper(), f"trainer.{word}", f"a.b.{word}", f"--{word}"):
-        again = answer(written)
+        again = synonym_problem(written)
         assert again is not None
         assert again.mend == told.mend

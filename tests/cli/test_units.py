@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from distrain.cli.app import command
-from distrain.cli.config.keys import keys
-from distrain.cli.config.load import load
+from distrain.cli.config.keys import config_keys
+from distrain.cli.config.load import load_recipe
 from distrain.trainer.spec.quantity import dimension_of, parse_quantity, suggest_quantity
 from distrain.trainer.spec.run import Run
 from distrain.trainer.spec.units import UNITS, unit_of
@@ -58,11 +58,11 @@ def value_of(run: Run, key: str) -> float:
 
 @pytest.mark.parametrize(("key", "text", "value"), READ, ids=[f"{key}={text}" for key, text, _ in READ])
 def test_a_quantity_is_read_from_the_command_line_and_from_yaml(key: str, text: str, value: float, tmp_path: Path) -> None:
-    assert value_of(load("gpt2_124m", [f"{key}={text}"]), key) == value
+    assert value_of(load_recipe("gpt2_124m", [f"{key}={text}"]), key) == value
     file = tmp_path / "mine.yaml"
     lines = [f"{'  ' * at}{name}:" for at, name in enumerate(key.split("."))]
     file.write_text("\n".join(["defaults: [gpt2_124m]", *lines]) + f" {text}\n", encoding="utf-8")
-    assert value_of(load(str(file)), key) == value
+    assert value_of(load_recipe(str(file)), key) == value
 
 
 @pytest.mark.parametrize(("word", "line"), WRONG)
@@ -76,11 +76,11 @@ def test_what_a_refused_quantity_is_told_to_be_is_read(word: str, line: str) -> 
     if not line.startswith("is not a number, above"):
         told = line.partition("write ")[2].partition(" (")[0]
         for each in told.replace(", ", " or ").split(" or "):
-            assert value_of(load("gpt2_124m", [f"{word.partition('=')[0]}={each}", "train.steps=null"]), word.partition("=")[0]) > 0
+            assert value_of(load_recipe("gpt2_124m", [f"{word.partition('=')[0]}={each}", "train.steps=null"]), word.partition("=")[0]) > 0
 
 
 def test_a_mapping_of_quantities_is_read() -> None:
-    run = load("gpt2_124m", ["cluster.inside={bandwidth: 300GB/s, latency: 2us}", "cluster.device.peak={bf16: 312 TFLOP/s}"])
+    run = load_recipe("gpt2_124m", ["cluster.inside={bandwidth: 300GB/s, latency: 2us}", "cluster.device.peak={bf16: 312 TFLOP/s}"])
     assert run.cluster.inside is not None
     assert (run.cluster.inside.bandwidth, run.cluster.inside.latency) == (300e9, 2e-6)
     assert run.cluster.device.peak["bf16"] == 312e12
@@ -88,7 +88,7 @@ def test_a_mapping_of_quantities_is_read() -> None:
 
 def test_every_unit_is_some_keys() -> None:
     for pattern in UNITS:
-        assert [key for key in (*keys(), "cluster.device.peak.bf16") if unit_of(key) and unit_of(key) == UNITS[pattern]], pattern
+        assert [key for key in (*config_keys(), "cluster.device.peak.bf16") if unit_of(key) and unit_of(key) == UNITS[pattern]], pattern
 
 
 def test_every_message_about_a_link_says_that_it_is_a_gpus() -> None:

@@ -18,7 +18,7 @@ from distrain.trainer.launch.hosts.hostfile import Host
 from distrain.trainer.launch.preflight.checks import HostState
 from distrain.trainer.launch.preflight.preflight import PreflightReport
 from distrain.trainer.machine.checks import Check
-from distrain.trainer.rundir.measured import Beside, Ran
+from distrain.trainer.rundir.measured import MeasuredRun, PlannedMeasured
 
 WIDTHS = (MIN_WIDTH, DEFAULT_WIDTH, 100, MAX_WIDTH)
 LONG = "a_name_of_a_recipe_that_nobody_would_ever_want_to_read_twice"
@@ -59,9 +59,9 @@ def test_the_help_of_every_verb_is_among_the_pages() -> None:
 @pytest.mark.parametrize("columns", WIDTHS)
 def test_no_line_of_a_report_is_too_long(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    row = Beside(name="forward and backward", unit="seconds", planned=1e-9, measured=1e9)
+    row = PlannedMeasured(name="forward and backward", unit="seconds", planned=1e-9, measured=1e9)
     points = tuple((step * 10**9, 1e6 / (step + 1)) for step in range(200))
-    ran = Ran(
+    ran = MeasuredRun(
         name=LONG, steps=10**9, whole=10**12, starts=7, restarts=((1, 2), (3, 4)) * 9, goodput=0.5, again=((5, 1),) * 9,
         saved=tuple(range(0, 10**6, 25_000)), device="cpu", entropy=1e5, memory=(row,), time=(row, row, row), speed=(row,),
         skipped=3, spikes=4,

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distrain.cli.app import command
-from distrain.cli.config.load import load
+from distrain.cli.config.load import load_recipe
 from distrain.trainer.spec.problem import Unreadable
 
 SIZES = "NODESxGPUS as 384x8, or DATAxTENSORxPIPELINE as 6x8x64"
@@ -229,7 +229,7 @@ VALUES = ["1", "null", "[]", "{}", "tiny", "${name}", "${", "x=y", "2x2x2", "???
 )
 def test_whatever_is_written_is_read_or_answered(overrides: list[str]) -> None:
     try:
-        said = load("quickstart", overrides).name
+        said = load_recipe("quickstart", overrides).name
     except Unreadable as error:
         said = str(error)
     assert said

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distrain.trainer.loop.data.batches import IGNORED, Batches, prefetch, shard
+from distrain.trainer.layers.cross_entropy import IGNORED
+from distrain.trainer.loop.data.batches import Batches, prefetch, shard
 from distrain.trainer.loop.data.corpus import Corpus
 from distrain.trainer.loop.data.prepare import prepare_corpus
 from distrain.trainer.loop.data.synthetic import PHRASE, STRIDES

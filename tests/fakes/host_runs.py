@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from distrain.scripts.virtual_hosts import Host, Hosts
+from distrain.scripts.virtual_hosts import VirtualHost, VirtualHosts
 
 DEADLINE = 120.0  # seconds, for what takes ten on an idle machine
 
@@ -65,12 +65,12 @@ def controller_environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "SECRET_CANARY": "a canary; $(never) seen"}
 
 
-class Launched:
+class RanksOnHosts:
     """A controller on host0 with four ranks on two hosts, which are ready once it is constructed."""
 
     def __init__(
         self,
-        hosts: Hosts,
+        hosts: VirtualHosts,
         folder: Path,
         program: str,
         *,
@@ -86,7 +86,7 @@ class Launched:
         wait_for(lambda: all(self.pids(rank) for rank in range(4)) or self.controller.poll() is not None)
         assert self.controller.poll() is None, self.controller.communicate()[0]
 
-    def host(self, rank: int) -> Host:
+    def host(self, rank: int) -> VirtualHost:
         return self.hosts.hosts[rank // 2]
 
     def pids(self, rank: int) -> list[int]:
@@ -152,10 +152,10 @@ class TrainedRun:
         return any(row.get("step", 0) >= step for row in self.rows())
 
 
-class Fit(TrainedRun):
+class FitOnHosts(TrainedRun):
     """`distrain fit` on host0, over both hosts."""
 
-    def __init__(self, hosts: Hosts, folder: Path, *overrides: str, hostfile: Path | None = None) -> None:
+    def __init__(self, hosts: VirtualHosts, folder: Path, *overrides: str, hostfile: Path | None = None) -> None:
         super().__init__(folder)
         over = ["launch=deepspeed", f"launch.hostfile={hostfile or hosts.folder / 'hostfile'}", "launch.preflight=false"]
         self.controller = hosts.hosts[0].start(

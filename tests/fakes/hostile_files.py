@@ -12,7 +12,7 @@ from typing import Any
 from hypothesis import strategies as some
 from msgspec import json as encoder
 
-from distrain.cli.config.load import load
+from distrain.cli.config.load import load_recipe
 from distrain.trainer.plan.plan import make_plan
 
 Make = Callable[[Path], object]
@@ -104,7 +104,7 @@ FILES: dict[str, Make] = {
 
 def run_folder(folder: Path) -> Path:
     """Write a run folder as `distrain fit` leaves it, without tensors."""
-    run = load("tiny_2x2x2", [f"log.dir={folder.parent}", f"name={folder.name}", "checkpoint=default"])
+    run = load_recipe("tiny_2x2x2", [f"log.dir={folder.parent}", f"name={folder.name}", "checkpoint=default"])
     rows: list[dict[str, Any]] = [
         {"step": step, "loss": 5.0 - step / 10, "grad_norm": 1.0, "lr": 1e-3, "tokens": step * 1024, "seconds": 0.1,
          "tokens_per_second": 1e4, "mfu": 0.1, "memory_peak": 1 << 20, "seconds_data": 0.0, "seconds_forward": 0.03,

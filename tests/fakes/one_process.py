@@ -8,9 +8,10 @@ from random import Random
 import torch
 from torch import Tensor, nn
 
-from distrain.cli.config.load import load
+from distrain.cli.config.load import load_recipe
 from distrain.trainer.layers.counter_rng import dropout_keys
-from distrain.trainer.loop.data.batches import IGNORED, Batches
+from distrain.trainer.layers.cross_entropy import IGNORED
+from distrain.trainer.loop.data.batches import Batches
 from distrain.trainer.loop.data.prepare import cache_folder, prepare_corpus
 from distrain.trainer.loop.lr_schedule import learning_rate
 from distrain.trainer.models.build import build_model
@@ -20,7 +21,7 @@ from distrain.trainer.spec.run import Run
 @cache
 def reference_curve(words: tuple[str, ...], left_out: frozenset[int] = frozenset()) -> tuple[list[float], list[float]]:
     """(losses, gradient norms) of the run of conf=`words[0]` with the other words as overrides; the optimizer skips `left_out` (from 0)."""
-    run = load(words[0], words[1:])
+    run = load_recipe(words[0], words[1:])
     steps = run.train.steps or 0
     corpus = prepare_corpus(run.data, vocab=run.model.vocab, seq=run.train.seq, cache=cache_folder(run.data), progress=lambda *_: None)
     batches = Batches(corpus, seed=run.train.seed, seq=run.train.seq)

@@ -58,7 +58,7 @@ os.execvp("bash", ["bash", sys.argv[1]])
 QUIET = ""
 
 
-class StandIns:
+class FakeCommands:
     """A folder that goes first on PATH; `calls` are its commands' own, in order."""
 
     def __init__(self, folder: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from msgspec import json as encoder
 
-from distrain.cli.config.load import load
+from distrain.cli.config.load import load_recipe
 from distrain.trainer.launch.admission import check_start
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.prove.fork_client import ForkServer
@@ -50,7 +50,7 @@ class RankPool:
 
         `signals` are (step, rank, signal): each is sent to its rank at that step. The test fails if the job passes its deadline.
         """
-        run = load(words[0], [*words[1:], f"log.dir={folder.parent}", f"name={folder.name}"])
+        run = load_recipe(words[0], [*words[1:], f"log.dir={folder.parent}", f"name={folder.name}"])
         plan = make_plan(run)
         assert not check_start(run, plan).problems
         folder.mkdir(parents=True, exist_ok=True)

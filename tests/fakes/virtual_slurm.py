@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from distrain.scripts.virtual_hosts import Hosts
+from distrain.scripts.virtual_hosts import VirtualHosts
 
 TOOLS = ("slurmctld", "slurmd", "srun", "sbatch", "scancel", "scontrol", "sinfo")
 PATIENCE = 60.0  # seconds for its nodes to be there
@@ -41,17 +41,17 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 
-def missing() -> str:
+def missing_slurm_tools() -> str:
     """Why this machine can't run Slurm over hosts of its own, beside what vhosts.py wants; "" where it can."""
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
     absent = [tool for tool in TOOLS if shutil.which(tool, path=path) is None]
     return f"no {', '.join(absent)} here: apt-get install slurmctld slurmd slurm-client" if absent else ""
 
 
-class Slurm:
+class VirtualSlurm:
     """Slurm over these hosts, of so many cores each; leaves nothing behind when it is closed (contextlib.closing)."""
 
-    def __init__(self, hosts: Hosts, folder: Path, cores: int) -> None:
+    def __init__(self, hosts: VirtualHosts, folder: Path, cores: int) -> None:
         self.hosts, self.folder = hosts, folder
         folder.mkdir()
         names = [host.name for host in hosts.hosts]
@@ -77,7 +77,7 @@ class Slurm:
 
     def says(self, *command: str) -> str:
         """What a command of its prints, run on the first host; "" where it fails."""
-        words = self.hosts.hosts[0].words(command)
+        words = self.hosts.hosts[0].command_line(command)
         return subprocess.run(words, env=self.known(), capture_output=True, text=True, timeout=PATIENCE, check=False).stdout
 
     def ended(self, job: str) -> int:
@@ -97,4 +97,6 @@ class Slurm:
 
     def _begin(self, host: int, *command: str) -> None:
         none = subprocess.DEVNULL
-        self._begun.append(subprocess.Popen(self.hosts.hosts[host].words(command), env=self.known(), stdin=none, stdout=none, stderr=none))
+        self._begun.append(
+            subprocess.Popen(self.hosts.hosts[host].command_line(command), env=self.known(), stdin=none, stdout=none, stderr=none)
+        )

@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import distrain
-from distrain.cli.config.load import load
+from distrain.cli.config.load import load_recipe
 from distrain.trainer.launch.file_checks import weight_problems
 from distrain.trainer.machine.facts import DEVICE_OPTIONS
 from distrain.trainer.models.families import FAMILIES
@@ -137,25 +137,25 @@ def test_a_default_says_what_is_so_without_it(name: str, part: type) -> None:
 
 @pytest.mark.parametrize("choice", [f"{group}={name}" for group in GROUPS for name in options(group)])
 def test_every_option_of_a_group_composes_into_a_run(choice: str) -> None:
-    assert isinstance(load("quickstart", [choice]), Run)
+    assert isinstance(load_recipe("quickstart", [choice]), Run)
 
 
 @pytest.mark.parametrize("name", options("cluster"))
 def test_a_cluster_brings_its_device_and_takes_another(name: str) -> None:
     words = OmegaConf.load(HOUSE / "conf" / "cluster" / f"{name}.yaml")
     own = plain(f"device/{words.defaults[0]['/device@device']}")
-    assert load("quickstart", [f"cluster={name}"]).cluster.device.name == own["name"]
-    assert load("quickstart", [f"cluster={name}", "device=h200"]).cluster.device.name == "H200"
+    assert load_recipe("quickstart", [f"cluster={name}"]).cluster.device.name == own["name"]
+    assert load_recipe("quickstart", [f"cluster={name}", "device=h200"]).cluster.device.name == "H200"
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_named_as_its_file(name: str) -> None:
-    assert load(name).name == name
+    assert load_recipe(name).name == name
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_can_be_laid_out_and_fits(name: str) -> None:
-    plan = make_plan(load(name))
+    plan = make_plan(load_recipe(name))
     assert [str(problem) for problem in plan.problems] == []
     assert plan.fits
 
@@ -176,12 +176,12 @@ def test_a_recipe_can_be_laid_out_and_fits(name: str) -> None:
     ],
 )
 def test_a_recipe_has_the_devices_of_its_source(name: str, world: int) -> None:
-    cluster = load(name).cluster
+    cluster = load_recipe(name).cluster
     assert cluster.nodes * cluster.gpus == world
 
 
 def test_a_trillion_parameters_scale_down_to_eight_processes() -> None:
-    plan = make_plan(load("megatron_1t_6x8x64", ["cluster=2x2x2", "device=cpu", "model=tiny", "train.seq=64", "train.batch=16"]))
+    plan = make_plan(load_recipe("megatron_1t_6x8x64", ["cluster=2x2x2", "device=cpu", "model=tiny", "train.seq=64", "train.batch=16"]))
     assert plan.mesh == {"pp": 2, "dp": 2, "cp": 1, "ep": 1, "tp": 2}
     assert plan.problems == ()
 
@@ -192,7 +192,7 @@ STARTERS = ("llama3_8b_1node", "llama3_2_1b_1node", "llama3_8b_finetune", "llama
 
 @pytest.mark.parametrize("name", STARTERS)
 def test_a_starter_is_run_by_this_version_and_leaves_a_tenth_of_the_memory(name: str) -> None:
-    plan = make_plan(load(name))
+    plan = make_plan(load_recipe(name))
     assert plan.runnable
     assert plan.memory is not None
     assert plan.memory.peak <= 0.9 * plan.memory.capacity
@@ -201,16 +201,16 @@ def test_a_starter_is_run_by_this_version_and_leaves_a_tenth_of_the_memory(name:
 @pytest.mark.parametrize("name", STARTERS)
 def test_a_starter_states_its_sources_and_no_figure_of_the_plan(name: str) -> None:
     text = (HOUSE / "recipes" / f"{name}.yaml").read_text()
-    plan = make_plan(load(name))
+    plan = make_plan(load_recipe(name))
     assert re.search(r"arXiv:\d{4}\.\d{5}|github\.com/", text)
     assert plan.throughput is not None
     assert not re.search(r"GiB|tokens/s|MFU|\bdays\b", text)
 
 
 def test_gradients_of_the_ethernet_starter_cross_between_nodes_once_a_step_and_nothing_else_does() -> None:
-    plan = make_plan(load("llama3_8b_ethernet"))
+    plan = make_plan(load_recipe("llama3_8b_ethernet"))
     assert {(each.axis, each.verb) for each in plan.traffic if each.link == "between"} == {("dp", "all_reduce"), ("dp", "all_gather")}
-    more = make_plan(load("llama3_8b_ethernet", ["train.batch=512"]))
+    more = make_plan(load_recipe("llama3_8b_ethernet", ["train.batch=512"]))
     assert [each.count for each in plan.traffic if each.link == "between"] == [
         each.count for each in more.traffic if each.link == "between"
     ]
@@ -218,7 +218,7 @@ def test_gradients_of_the_ethernet_starter_cross_between_nodes_once_a_step_and_n
 
 @pytest.mark.parametrize("layout", [["parallel.zero=2"], ["parallel.zero=3"], ["parallel.tp=8"], ["parallel.tp=4"]])
 def test_the_ethernet_starter_is_faster_than_its_neighbours(layout: list[str]) -> None:
-    ours, theirs = (make_plan(load("llama3_8b_ethernet", words)).throughput for words in ([], layout))
+    ours, theirs = (make_plan(load_recipe("llama3_8b_ethernet", words)).throughput for words in ([], layout))
     assert ours is not None
     assert theirs is not None
     assert ours.tokens_per_second > theirs.tokens_per_second
@@ -226,7 +226,7 @@ def test_the_ethernet_starter_is_faster_than_its_neighbours(layout: list[str]) -
 
 def test_the_fine_tuning_starter_wants_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run = load("llama3_8b_finetune")
+    run = load_recipe("llama3_8b_finetune")
     assert run.model.weights == str(tmp_path / "Meta-Llama-3-8B")
     assert [each.rule for each in weight_problems(run)] == ["weights"]
 

@@ -12,14 +12,20 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
 
-from distrain.cli.config.load import load
+import torch
+
+from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.one_process import reference_curve
 from distrain.tests.fakes.rank_pool import RankPool
-from distrain.tests.rank_programs import added_schedule_ranks
+from distrain.tests.rank_programs import added_family_ranks, added_schedule_ranks
 from distrain.tests.rank_programs.plain_engine_ranks import BUFFERS, ROW
 from distrain.trainer.engines.engine import Engine
 from distrain.trainer.launch.admission import check_start
 from distrain.trainer.loop.build import engine_class
+from distrain.trainer.models.build import build_model, module_of_family
+from distrain.trainer.models.families import FAMILIES, family_of
+from distrain.trainer.models.hf_format.config import CONFIG_KINDS
+from distrain.trainer.models.hf_format.names import HF_TENSORS
 from distrain.trainer.models.ops.op_table import Op, Tensor
 from distrain.trainer.plan.axes import AXES, Axis
 from distrain.trainer.plan.axes.axis import RankTensors
@@ -28,6 +34,7 @@ from distrain.trainer.plan.engines import ENGINES
 from distrain.trainer.plan.mesh import Mesh
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.schedules import SCHEDULES, bubble_share
+from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import Parallel, Run
 
 # Engine: a row of ENGINES and its class.
@@ -46,7 +53,7 @@ def plain_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("plain_engine")
 def test_an_added_engine_is_planned_by_its_own_cost_model() -> None:
-    plan = make_plan(load(CURVE[0], (*CURVE[1:], *LAYOUT)))
+    plan = make_plan(load_recipe(CURVE[0], (*CURVE[1:], *LAYOUT)))
     assert plan.runnable
     assert plan.engine == "plain"
     assert plan.memory is not None
@@ -68,7 +75,7 @@ def test_an_added_engine_trains_as_one_process_does_and_resumes(tmp_path: Path) 
 
 @pytest.mark.usefixtures("plain_engine")
 def test_an_engine_refuses_what_its_row_does_not_name() -> None:
-    run = load(CURVE[0], (*CURVE[1:], *LAYOUT, "cluster.gpus=4", "parallel.tp=2"))
+    run = load_recipe(CURVE[0], (*CURVE[1:], *LAYOUT, "cluster.gpus=4", "parallel.tp=2"))
     plan = make_plan(run)
     assert not plan.runnable
     assert "engine plain does not run parallel.tp=2" in [each.says for each in check_start(run, plan).problems]
@@ -76,7 +83,7 @@ def test_an_engine_refuses_what_its_row_does_not_name() -> None:
 
 def test_an_engine_without_a_class_is_planned_and_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ENGINES, "plain", replace(ROW, engine_class=""))
-    run = load(CURVE[0], (*CURVE[1:], *LAYOUT))
+    run = load_recipe(CURVE[0], (*CURVE[1:], *LAYOUT))
     plan = make_plan(run)
     assert plan.memory is not None
     assert not plan.runnable
@@ -107,7 +114,7 @@ def eager_1f1b(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("eager_1f1b")
 def test_an_added_schedule_is_planned_from_its_actions() -> None:
-    plan = make_plan(load(PIPELINE[0], PIPELINE[1:]))
+    plan = make_plan(load_recipe(PIPELINE[0], PIPELINE[1:]))
     assert plan.runnable
     assert plan.engine == "pipe"
     assert plan.memory is not None
@@ -155,7 +162,7 @@ def ffn_messages(op: Op, on_rank: RankTensors) -> Iterator[AxisMessage]:
 
 
 def on_axis(degree: int) -> Run:
-    run = load("llama3_8b_1node", ["parallel.tp=1", "parallel.pp=2", "parallel.dp=auto", "parallel.zero=0"])
+    run = load_recipe("llama3_8b_1node", ["parallel.tp=1", "parallel.pp=2", "parallel.dp=auto", "parallel.zero=0"])
     keys = {each.name: getattr(run.parallel, each.name) for each in fields(Parallel)}
     return replace(run, parallel=WiderParallel(**keys, xp=degree))
 
@@ -205,3 +212,67 @@ def test_an_added_axis_is_refused_until_an_engine_runs_it() -> None:
     plan = make_plan(on_axis(2))
     assert not plan.runnable
     assert any("parallel.xp=2" in each.says for each in plan.warnings)
+
+
+# Family: a folder with its op table and its module, and a row of FAMILIES.
+
+FAMILY = "model.family=side_by_side"
+
+
+@pytest.fixture
+def side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, "side_by_side", added_family_ranks.ROW)
+
+
+@pytest.mark.usefixtures("side_by_side")
+def test_an_added_family_is_planned_from_its_op_table() -> None:
+    run, dense = (load_recipe(CURVE[0], (*CURVE[1:], *overrides)) for overrides in ((FAMILY,), ()))
+    plan, other = make_plan(run), make_plan(dense)
+    assert (run.model.norm, run.model.bias) == ("rmsnorm", False)  # the row's defaults
+    assert (plan.runnable, plan.engine) == (True, "zero")
+    assert plan.memory is not None
+    assert plan.memory.form == "megatron"  # the row does not state what its module saves
+    assert plan.model is not None
+    assert other.model is not None
+    hidden, layers, ffn = dense.model.hidden, dense.model.layers, dense.model.ffn or 4 * dense.model.hidden
+    assert other.model.parameters - plan.model.parameters == layers * (2 * hidden + hidden + 5 * hidden + ffn) + hidden  # norms and biases
+
+
+@pytest.mark.usefixtures("side_by_side")
+@pytest.mark.parametrize("layout", [("cluster.gpus=1",), ("cluster.gpus=2", "parallel.tp=2"), ("cluster.gpus=2", "parallel.pp=2")])
+def test_an_added_family_trains_as_one_process_does(layout: tuple[str, ...], tmp_path: Path) -> None:
+    pool = RankPool(tmp_path / "server.log", command=[sys.executable, added_family_ranks.__file__])
+    with pool.server:
+        job = pool.train(tmp_path / "run", *CURVE, FAMILY, *layout, "train.microbatch=2")
+    losses, norms = reference_curve((*CURVE, FAMILY))
+    assert job.figures("loss") == pytest.approx(losses, rel=1e-5)
+    assert job.figures("grad_norm") == pytest.approx(norms, rel=1e-5)
+
+
+def test_a_family_without_a_module_is_planned_and_refused() -> None:
+    run = load_recipe(CURVE[0], (*CURVE[1:], "model.family=bert"))
+    plan = make_plan(run)
+    assert plan.memory is not None
+    assert not plan.runnable
+    assert [each.says for each in check_start(run, plan).problems] == ["engine zero does not run model.family=bert"]
+    with pytest.raises(
+        Unreadable, match=r"model\.family=bert can be planned, but not trained: it has no module: families gpt, .* have one"
+    ):
+        build_model(run, device=torch.device("meta"), dtype=torch.float32)
+
+
+def test_an_unknown_family_raises() -> None:
+    model = load_recipe(CURVE[0], CURVE[1:]).model
+    with pytest.raises(Unreadable, match=r"model\.family=gtp is not known: did you mean gpt\?"):
+        family_of(replace(model, family="gtp"))
+
+
+@pytest.mark.parametrize("family", [name for name, row in FAMILIES.items() if row.module])
+def test_a_family_row_names_a_module(family: str) -> None:
+    assert callable(module_of_family(replace(load_recipe(CURVE[0], CURVE[1:]).model, family=family)))
+
+
+def test_families_rows_and_hugging_faces_model_types_agree() -> None:
+    model_types = [model_type for row in FAMILIES.values() for model_type in row.model_types]
+    assert sorted(model_types) == sorted(CONFIG_KINDS)
+    assert set(HF_TENSORS) <= set(model_types)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from distrain.tests.fakes.path_commands import SSH, StandIns
+from distrain.tests.fakes.path_commands import SSH, FakeCommands
 from distrain.trainer.launch import multi_host
 from distrain.trainer.launch.commands.command import Command, LaunchRequest
 from distrain.trainer.launch.commands.deepspeed import deepspeed_commands
@@ -134,9 +134,9 @@ runpy.run_module("distrain", run_name="__main__")
 
 
 @pytest.fixture
-def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIns:
+def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCommands:
     """An ssh that runs its command on this machine, whatever the host's name."""
-    made = StandIns(tmp_path / "stand-ins")
+    made = FakeCommands(tmp_path / "stand-ins")
     made.put("ssh", SSH)
     monkeypatch.setenv("PATH", made.path())
     return made
@@ -154,7 +154,7 @@ def children() -> list[int]:
     return [int(child) for file in Path("/proc/self/task").glob("*/children") for child in file.read_text().split()]
 
 
-def called(commands: StandIns, times: int) -> bool:
+def called(commands: FakeCommands, times: int) -> bool:
     """Return whether they were called so often; a call may be half written."""
     try:
         return len(commands.calls) == times
@@ -180,14 +180,14 @@ def run_outcome(folder: Path, *names: str, launcher: tuple[str, ...] = ("true",)
 HANGS = "import time; time.sleep(1000)"
 
 
-def test_a_host_that_accepts_ssh_and_hangs_is_not_reachable(ssh: StandIns, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_accepts_ssh_and_hangs_is_not_reachable(ssh: FakeCommands, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upload, "HOST_SECONDS", 2.0)
     ssh.host("h1", HANGS)
     assert reachable_hosts(("h0", "h1", "h2")) == ("h0", "h2")
 
 
 def test_a_host_that_hangs_during_the_upload_is_named_and_the_others_roll_back(
-    ssh: StandIns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ssh: FakeCommands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(upload, "HOST_SECONDS", 2.0)
     ssh.host("h1", """command = 'echo \\\'{"connection": "127.0.0.1 1 127.0.0.1 22"}\\\'; exec sleep 1000'""")
@@ -197,14 +197,14 @@ def test_a_host_that_hangs_during_the_upload_is_named_and_the_others_roll_back(
     assert not (tmp_path / "run" / "launch" / "ticket").exists()
 
 
-def test_an_ssh_that_is_killed_is_reported(ssh: StandIns, tmp_path: Path) -> None:
+def test_an_ssh_that_is_killed_is_reported(ssh: FakeCommands, tmp_path: Path) -> None:
     ssh.host("h1", "os.kill(os.getpid(), 15)")
     outcome = run_outcome(tmp_path, "h0", "h1")
     assert (outcome.status, outcome.says, outcome.hosts) == (1, "h1 can't be used: ssh was killed by SIGTERM", ("h1",))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_an_attempt_whose_host_hangs(number: signal.Signals, ssh: StandIns, tmp_path: Path) -> None:
+def test_a_signal_ends_an_attempt_whose_host_hangs(number: signal.Signals, ssh: FakeCommands, tmp_path: Path) -> None:
     ssh.host("h1", HANGS)
 
     def send() -> None:
@@ -223,7 +223,7 @@ def test_a_signal_ends_an_attempt_whose_host_hangs(number: signal.Signals, ssh: 
     assert outcome.stop_requested
 
 
-def test_ctrl_c_while_hosts_are_checked_is_not_lost(ssh: StandIns) -> None:
+def test_ctrl_c_while_hosts_are_checked_is_not_lost(ssh: FakeCommands) -> None:
     ssh.host("h0", HANGS)
 
     def send() -> None:
@@ -241,7 +241,7 @@ def test_ctrl_c_while_hosts_are_checked_is_not_lost(ssh: StandIns) -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_an_ssh_that_can_not_be_started_ends_the_others(ssh: StandIns) -> None:
+def test_an_ssh_that_can_not_be_started_ends_the_others(ssh: FakeCommands) -> None:
     """No file is left for the second one's pipes."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = sorted(set(range(1000)) - set(map(int, os.listdir("/proc/self/fd"))))
@@ -254,7 +254,7 @@ def test_an_ssh_that_can_not_be_started_ends_the_others(ssh: StandIns) -> None:
     assert reachable_hosts(()) == ()
 
 
-def test_the_upload_of_a_controller_that_dies_is_rolled_back(ssh: StandIns, tmp_path: Path) -> None:
+def test_the_upload_of_a_controller_that_dies_is_rolled_back(ssh: FakeCommands, tmp_path: Path) -> None:
     token, host = tmp_path / "run" / "launch" / "ticket", upload.Connection("h0")
     host.identify()
     host.upload(tmp_path / "run", {"launch/ticket": "secret"})
@@ -265,7 +265,7 @@ def test_the_upload_of_a_controller_that_dies_is_rolled_back(ssh: StandIns, tmp_
     host.ssh.close()
 
 
-def test_a_controller_that_dies_before_all_ranks_have_registered_leaves_no_join_token(ssh: StandIns, tmp_path: Path) -> None:
+def test_a_controller_that_dies_before_all_ranks_have_registered_leaves_no_join_token(ssh: FakeCommands, tmp_path: Path) -> None:
     program = "import sys, pathlib; from distrain.tests.launch.test_controller import run_outcome\n"
     program += "run_outcome(pathlib.Path(sys.argv[1]), 'h0', 'h1', launcher=('sleep', '1000'))"
     controller = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)])
@@ -278,7 +278,7 @@ def test_a_controller_that_dies_before_all_ranks_have_registered_leaves_no_join_
     wait_for(lambda: not token.exists())
 
 
-def test_an_attempt_without_registrations_leaves_no_join_token(ssh: StandIns, tmp_path: Path) -> None:
+def test_an_attempt_without_registrations_leaves_no_join_token(ssh: FakeCommands, tmp_path: Path) -> None:
     assert run_outcome(tmp_path, "h0", "h1").status == 1
     assert not list(tmp_path.rglob("ticket"))
     assert not list(tmp_path.rglob("run.json"))
@@ -291,7 +291,7 @@ subprocess.run(bootstrap, env={**os.environ, "RANK": "0", "LOCAL_RANK": "0"})
 """
 
 
-def test_the_host_whose_rank_does_not_register_is_named(ssh: StandIns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_whose_rank_does_not_register_is_named(ssh: FakeCommands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def expire() -> None:
         wait_for((tmp_path / "run" / "ranks" / "0.log").exists)  # the agent opens it, after the controller has accepted its registration
         monkeypatch.setattr(multi_host, "REGISTER_TIMEOUT", 0.0)
@@ -304,7 +304,7 @@ def test_the_host_whose_rank_does_not_register_is_named(ssh: StandIns, tmp_path:
     assert (outcome.status, outcome.rank, outcome.hosts) == (1, 1, ("h1",))
 
 
-def test_a_launcher_that_starts_no_bootstrap_is_no_fault_of_a_host(ssh: StandIns, tmp_path: Path) -> None:
+def test_a_launcher_that_starts_no_bootstrap_is_no_fault_of_a_host(ssh: FakeCommands, tmp_path: Path) -> None:
     outcome = run_outcome(tmp_path, "h0", "h1")
     assert outcome.says.startswith("rank 0 on h0 (device 0), 1 on h1 (device 0) did not register before DeepSpeed's launcher ended")
     assert (outcome.status, outcome.hosts) == (1, ())
@@ -344,7 +344,7 @@ def test_a_run_that_needs_more_open_files_than_allowed_is_refused_in_a_line(tmp_
     assert (status, [path.name for path in tmp_path.iterdir()]) == ("1", ["hosts"])
 
 
-def test_hosts_that_need_too_many_ssh_connections_are_not_asked(ssh: StandIns) -> None:
+def test_hosts_that_need_too_many_ssh_connections_are_not_asked(ssh: FakeCommands) -> None:
     program = """
 from pathlib import Path
 from distrain.trainer.launch.hosts.hostfile import Host
@@ -364,7 +364,7 @@ print(*run_preflight(hosts, HostRequirements(python="python", folder=Path("run")
 
 def test_deepspeeds_runner_kills_no_process_by_name_on_the_hosts(tmp_path: Path) -> None:
     """Unchanged, it would run `pkill -f` on every host when it is stopped, which ends the launchers of all runs."""
-    stand_ins = StandIns(tmp_path / "stand-ins")
+    stand_ins = FakeCommands(tmp_path / "stand-ins")
     stand_ins.put("pdsh", "import time; 'deepspeed.launcher.launch' in sys.argv and time.sleep(1000)\n")
     folder = tmp_path / "a:run"
     request = LaunchRequest(

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import pytest
 
-from distrain.scripts.faults import Campaign, allowed, table
-from distrain.scripts.faults_drawn import SHARES, SIGNALS, drawn
-from distrain.scripts.faults_runs import MARK, Disk, Ground, curve, role, rows, send, wait
+from distrain.scripts.faults import Campaign, allowed_statuses, result_table
+from distrain.scripts.faults_drawn import SHARES, SIGNALS, draw_faults
+from distrain.scripts.faults_runs import RUNS_VARIABLE, Disk, LocalRuns, loss_curve, metric_rows, process_role, send_signal, wait_until
 
 DRAWN, SMALL = 60, 24  # faults of which one of each kind comes to a run that trains, and faults that come to ranks without torch
 DEADLINE = 120.0  # seconds, for what takes two on an idle machine
@@ -75,20 +75,20 @@ def disk(tmp_path: Path) -> Iterator[Disk | None]:
 
 
 def test_real_runs_survive_what_is_drawn(tmp_path: Path, disk: Disk | None, capsys: pytest.CaptureFixture[str]) -> None:
-    campaign = Campaign(Ground(tmp_path / "disk" / "runs"), disk, print)
+    campaign = Campaign(LocalRuns(tmp_path / "disk" / "runs"), disk, print)
     without = ("flipped", *(() if disk else ("full",)))
-    faults = {fault.kind: fault for fault in drawn(DRAWN, 5, "local", without=without) if not fault.at_start}
-    outcomes = [campaign.suffer(fault) for fault in faults.values()]
+    faults = {fault.kind: fault for fault in draw_faults(DRAWN, 5, "local", without=without) if not fault.at_start}
+    outcomes = [campaign.apply(fault) for fault in faults.values()]
     campaign.finish()
-    shown = "\n".join(table(outcomes))
-    assert [each for each in outcomes if each.broken] == [], shown
-    assert campaign.broken == 0, capsys.readouterr().out
+    shown = "\n".join(result_table(outcomes))
+    assert [each for each in outcomes if each.violations] == [], shown
+    assert campaign.violations == 0, capsys.readouterr().out
 
 
 def start(folder: Path) -> subprocess.Popen[bytes]:
     """A run of ranks without torch."""
     (folder / "met").write_bytes(bytes(RANKS * LENGTH))
-    marked = {**os.environ, MARK: str(folder.parent)}
+    marked = {**os.environ, RUNS_VARIABLE: str(folder.parent)}
     with (folder / "log").open("wb") as log:
         return subprocess.Popen([sys.executable, "-c", HEAD, str(folder), RANK], env=marked, stdout=log, stderr=log, start_new_session=True)
 
@@ -98,32 +98,32 @@ def over(process: subprocess.Popen[bytes]) -> bool:
 
 
 @pytest.fixture
-def ground(tmp_path: Path) -> Iterator[Ground]:
+def ground(tmp_path: Path) -> Iterator[LocalRuns]:
     """Where runs run, of which nothing is left afterwards."""
-    made = Ground(tmp_path / "ground")
+    made = LocalRuns(tmp_path / "ground")
     yield made
     made.close()
 
 
-def test_whatever_watches_over_ranks_survives_what_is_drawn(ground: Ground) -> None:
+def test_whatever_watches_over_ranks_survives_what_is_drawn(ground: LocalRuns) -> None:
     """The seconds of a whole run are drawn over: its start, its steps, its end."""
-    for fault in drawn(SMALL, 7, "hosts", without=("cut",)):
+    for fault in draw_faults(SMALL, 7, "hosts", without=("cut",)):
         folder = ground.folder / str(fault.number)
         folder.mkdir()
         began, head = time.monotonic(), start(folder)
-        wait(partial(over, head), 2.0 * fault.moment)
+        wait_until(partial(over, head), 2.0 * fault.moment)
         there = ground.processes()
-        whom = fault.of(sorted({role(words, whole="launch(") for words in there.values()})) if there else "nobody"
-        for pid in sorted(pid for pid, words in there.items() if role(words, whole="launch(") == whom)[:1]:
-            send(pid, SIGNALS[fault.kind])
+        whom = fault.pick(sorted({process_role(words, whole="launch_local_ranks(") for words in there.values()})) if there else "nobody"
+        for pid in sorted(pid for pid, words in there.items() if process_role(words, whole="launch_local_ranks(") == whom)[:1]:
+            send_signal(pid, SIGNALS[fault.kind])
             if (fault.kind, whom) == ("stop", "fit"):
                 time.sleep(0.5)
-                send(pid, signal.SIGCONT)
+                send_signal(pid, signal.SIGCONT)
         said = f"{fault} of {whom} after {time.monotonic() - began:.1f} s"
-        assert wait(partial(over, head), DEADLINE), said
-        assert wait(lambda: not ground.processes(), DEADLINE), f"{said}: {ground.processes()}"
+        assert wait_until(partial(over, head), DEADLINE), said
+        assert wait_until(lambda: not ground.processes(), DEADLINE), f"{said}: {ground.processes()}"
         log = (folder / "log").read_text()
-        assert head.returncode in allowed(fault, whom, "local"), f"{said}: {head.returncode}\n{log}"
+        assert head.returncode in allowed_statuses(fault, whom, "local"), f"{said}: {head.returncode}\n{log}"
         assert "Traceback" not in log, said
         met = (folder / "met").read_bytes()
         assert head.returncode != 0 or 0 not in met, f"{said}: it trained, and did not\n{log}"
@@ -131,16 +131,16 @@ def test_whatever_watches_over_ranks_survives_what_is_drawn(ground: Ground) -> N
 
 def test_as_many_faults_of_a_kind_are_drawn_as_its_share_says() -> None:
     for ground, shares in SHARES.items():
-        faults = drawn(200, 1, ground)
+        faults = draw_faults(200, 1, ground)
         assert Counter(each.kind for each in faults) == {kind: 2 * share for kind, share in shares.items()}
-        assert faults == drawn(200, 1, ground) != drawn(200, 2, ground)
+        assert faults == draw_faults(200, 1, ground) != draw_faults(200, 2, ground)
 
 
 def test_a_half_line_that_a_killed_writer_left_is_no_row(tmp_path: Path) -> None:
     row = {"step": 1, "loss": 5.0, "grad_norm": 1.0, "lr": 1e-3}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + '\n{"step": 2, "lo')
-    assert rows(tmp_path) == [row]
-    assert curve(tmp_path) == {1: (5.0, 1.0)}
+    assert metric_rows(tmp_path) == [row]
+    assert loss_curve(tmp_path) == {1: (5.0, 1.0)}
     (tmp_path / "metrics.jsonl").write_text('{"step": 2, "lo{"step": 3}\n')
     with pytest.raises(ValueError, match="delimiter"):
-        rows(tmp_path)
+        metric_rows(tmp_path)

@@ -14,14 +14,14 @@ from distrain.cli.app import command
 from distrain.trainer.launch.hosts.hostfile import Host, hostfile_text, include_text, read_hostfile, select_hosts
 from distrain.trainer.spec.problem import Unreadable
 
-NAMES = "a name is of letters, digits and . _ -"
-CONFIG = "give the host a name in ~/.ssh/config, and its user, port or address there"
+NAMES = "a name has only letters, digits and . _ -"
+CONFIG = "name the host in ~/.ssh/config, with its user, port or address, and use that name"
 
 # What a file holds, and the lines that it earns; {} is its path.
 # fmt: off
 BAD: dict[str, tuple[bytes, str]] = {
     "a count with a letter":     (b"h1 slots=8x\n",            "{} line 1: slots=8x is not a whole number: write slots=8"),
-    "no slots to run on":        (b"h1 slots=0\n",             "{} line 1: slots=0 is a host without a rank: leave the line out"),
+    "no slots to run on":        (b"h1 slots=0\n",             "{} line 1: slots=0 is a host without a rank: remove the line"),
     "a negative count":          (b"h1 slots=-1\n",            "{} line 1: slots=-1 is not a whole number: write slots=8"),
     "a count that is no digit":  ("h1 slots=\uff18\n".encode(), "{} line 1: slots=\uff18 is not a whole number: write slots=8"),
     "an empty count":            (b"h1 slots=\n",              "{} line 1: slots= is not a whole number: write slots=8"),
@@ -37,7 +37,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "slots twice":               (b"h1 slots=8 slots=4\n",     "{} line 1: h1 has slots=8 and slots=4: give slots once"),
     "a host twice":              (b"h1 slots=8\n\n# h2\nH1 slots=8\n", "{} line 4: H1 is on line 1 already: give each host one line"),
     "an option of ssh":          (b"-oProxyCommand=x slots=1\n",
-                                  f"{{}} line 1: -oProxyCommand=x begins with -, which ssh would take for an option: {NAMES}"),
+                                  f"{{}} line 1: -oProxyCommand=x begins with -, which ssh would read as an option: {NAMES}"),
     "two commands":              (b"h1;reboot slots=1\n",      f"{{}} line 1: h1;reboot contains ';': {NAMES}"),
     "a command inside":          (b"$(reboot) slots=1\n",      f"{{}} line 1: $(reboot) contains '$': {NAMES}"),
     "a quote":                   (b"h'1 slots=1\n",            f"{{}} line 1: h'1 contains \"'\": {NAMES}"),

@@ -15,47 +15,47 @@ from shutil import which
 
 import pytest
 
-from distrain.scripts.virtual_hosts import Hosts, missing
+from distrain.scripts.virtual_hosts import VirtualHosts, missing_tools
 from distrain.tests.fakes.host_runs import (
     ARGUMENTS,
-    DEADLINE,
     CONTROLLER,
+    DEADLINE,
     PIPELINE,
     SAVES,
     STEPS,
     STOPPED,
     TENSOR,
-    Fit,
-    Launched,
+    FitOnHosts,
+    RanksOnHosts,
     controller_environment,
     wait_for,
 )
 from distrain.tests.fakes.one_process import reference_curve
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+pytestmark = pytest.mark.skipif(bool(missing_tools()), reason=missing_tools())
 
 MPI = pytest.param("openmpi", marks=pytest.mark.skipif(which("mpirun") is None, reason="no mpirun here: apt-get install openmpi-bin"))
 each_runner = pytest.mark.parametrize("runner", ["pdsh", MPI])
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VirtualHosts]:
     """Two hosts, with two slots each."""
-    with Hosts(2, tmp_path_factory.mktemp("hosts")) as made:
+    with VirtualHosts(2, tmp_path_factory.mktemp("hosts")) as made:
         made.hostfile(2)
         yield made
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(hosts: Hosts) -> Iterator[None]:
+def nothing_is_left(hosts: VirtualHosts) -> Iterator[None]:
     """Check that no process that a test started outlives it on any host."""
     yield
     wait_for(lambda: not any(host.processes() for host in hosts.hosts))
 
 
 @each_runner
-def test_a_rank_that_is_killed_on_the_other_host_is_named(hosts: Hosts, tmp_path: Path, runner: str) -> None:
-    launched = Launched(hosts, tmp_path, SAVES, runner=runner)
+def test_a_rank_that_is_killed_on_the_other_host_is_named(hosts: VirtualHosts, tmp_path: Path, runner: str) -> None:
+    launched = RanksOnHosts(hosts, tmp_path, SAVES, runner=runner)
     launched.send(signal.SIGKILL, 3)
     status, (*_, line) = launched.end()
     assert status == 1
@@ -65,10 +65,10 @@ def test_a_rank_that_is_killed_on_the_other_host_is_named(hosts: Hosts, tmp_path
     )
 
 
-def test_the_exception_of_a_rank_on_the_other_host_is_reported_and_no_secret_is_sent_there(hosts: Hosts, tmp_path: Path) -> None:
+def test_the_exception_of_a_rank_on_the_other_host_is_reported_and_no_secret_is_sent_there(hosts: VirtualHosts, tmp_path: Path) -> None:
     program = "if rank == 2: signal.signal(signal.SIGTERM, lambda *_: [][0])\n"
     program += "print(os.environ['NCCL_TOLD'], 'SECRET_CANARY' in os.environ, os.environ['LOCAL_RANK'], os.environ['LOCAL_WORLD_SIZE'])\n"
-    launched = Launched(hosts, tmp_path, program + SAVES.replace("signal.signal", "rank == 2 or signal.signal"))
+    launched = RanksOnHosts(hosts, tmp_path, program + SAVES.replace("signal.signal", "rank == 2 or signal.signal"))
     assert [launched.log(str(rank)).splitlines()[1] for rank in range(4)] == [f"a b False {rank % 2} 2" for rank in range(4)]
     assert (tmp_path / "launch" / "ticket").stat().st_mode & 0o777 == 0o600
     launched.send(signal.SIGTERM, 2)
@@ -81,9 +81,9 @@ def test_the_exception_of_a_rank_on_the_other_host_is_reported_and_no_secret_is_
 
 
 @each_runner
-def test_nothing_outlives_a_controller_that_is_killed(hosts: Hosts, tmp_path: Path, runner: str) -> None:
+def test_nothing_outlives_a_controller_that_is_killed(hosts: VirtualHosts, tmp_path: Path, runner: str) -> None:
     """The fixture looks for processes that are left; one rank ignores SIGTERM, and one is stopped."""
-    launched = Launched(hosts, tmp_path, "rank == 1 and signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SAVES, runner=runner)
+    launched = RanksOnHosts(hosts, tmp_path, "rank == 1 and signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SAVES, runner=runner)
     launched.send(signal.SIGSTOP, 2)
     launched.signal(signal.SIGKILL)
     launched.end()
@@ -103,24 +103,24 @@ def test_nothing_outlives_a_controller_that_is_killed(hosts: Hosts, tmp_path: Pa
     ],
 )
 def test_the_ranks_of_a_launcher_that_dies_save_and_the_run_exits_75(
-    hosts: Hosts, tmp_path: Path, runner: str, host: int, part: str, number: int
+    hosts: VirtualHosts, tmp_path: Path, runner: str, host: int, part: str, number: int
 ) -> None:
-    launched = Launched(hosts, tmp_path, SAVES.replace("0.5", "1.5"), runner=runner)
+    launched = RanksOnHosts(hosts, tmp_path, SAVES.replace("0.5", "1.5"), runner=runner)
     launched.send_to_processes(host, part, number)
     status, lines = launched.end()
     assert (status, lines[-1]) == (75, STOPPED)
 
 
-def test_sigterm_to_the_controller_lets_all_ranks_save_and_ends_a_stopped_launcher(hosts: Hosts, tmp_path: Path) -> None:
-    launched = Launched(hosts, tmp_path, SAVES)
+def test_sigterm_to_the_controller_lets_all_ranks_save_and_ends_a_stopped_launcher(hosts: VirtualHosts, tmp_path: Path) -> None:
+    launched = RanksOnHosts(hosts, tmp_path, SAVES)
     launched.send_to_processes(1, "deepspeed.launcher.launch ", signal.SIGSTOP)
     launched.signal(signal.SIGTERM)
     assert launched.end() == (75, ["SIGTERM: finishing the step and saving; Ctrl-C stops at once", STOPPED])
 
 
 @each_runner
-def test_a_host_whose_link_is_cut_is_lost_and_ends_its_own_ranks(hosts: Hosts, tmp_path: Path, runner: str) -> None:
-    launched = Launched(hosts, tmp_path, SAVES, runner=runner)
+def test_a_host_whose_link_is_cut_is_lost_and_ends_its_own_ranks(hosts: VirtualHosts, tmp_path: Path, runner: str) -> None:
+    launched = RanksOnHosts(hosts, tmp_path, SAVES, runner=runner)
     hosts.link(1, "down")
     try:
         status, (*_, line) = launched.end()
@@ -131,16 +131,16 @@ def test_a_host_whose_link_is_cut_is_lost_and_ends_its_own_ranks(hosts: Hosts, t
     assert line.startswith("rank 2 on host1 (device 0) was lost, at step 7: nothing was heard from its host for ")
 
 
-def test_a_rank_whose_agent_is_stopped_is_lost_and_ended_on_its_host(hosts: Hosts, tmp_path: Path) -> None:
-    launched = Launched(hosts, tmp_path, SAVES)
+def test_a_rank_whose_agent_is_stopped_is_lost_and_ended_on_its_host(hosts: VirtualHosts, tmp_path: Path) -> None:
+    launched = RanksOnHosts(hosts, tmp_path, SAVES)
     launched.send(signal.SIGSTOP, 3, agent=True)
     status, (*_, line) = launched.end()
     assert status == 1
     assert line.startswith("rank 3 on host1 (device 1) was lost, at step 7: ")
 
 
-def test_a_stopped_rank_that_hangs_the_run_is_named(hosts: Hosts, tmp_path: Path) -> None:
-    launched = Launched(hosts, tmp_path, SAVES, patience=2.0)
+def test_a_stopped_rank_that_hangs_the_run_is_named(hosts: VirtualHosts, tmp_path: Path) -> None:
+    launched = RanksOnHosts(hosts, tmp_path, SAVES, patience=2.0)
     launched.send(signal.SIGSTOP, 2)
     status, (*_, line) = launched.end()
     assert status == 1
@@ -149,7 +149,7 @@ def test_a_stopped_rank_that_hangs_the_run_is_named(hosts: Hosts, tmp_path: Path
     assert "in ready" in launched.log("3"), "the others have written their stacks"
 
 
-def test_a_host_that_can_not_be_used_is_named_before_anything_starts(hosts: Hosts, tmp_path: Path) -> None:
+def test_a_host_that_can_not_be_used_is_named_before_anything_starts(hosts: VirtualHosts, tmp_path: Path) -> None:
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("host0 slots=2\nhost7 slots=2\n")
     controller = hosts.hosts[0].start(
@@ -161,25 +161,25 @@ def test_a_host_that_can_not_be_used_is_named_before_anything_starts(hosts: Host
 
 
 @pytest.mark.parametrize("layout", [TENSOR, PIPELINE], ids=["dp2_tp2", "dp2_pp2"])
-def test_the_losses_over_two_hosts_equal_one_process_s(hosts: Hosts, tmp_path: Path, layout: tuple[str, ...]) -> None:
-    fit = Fit(hosts, tmp_path, *layout)
+def test_the_losses_over_two_hosts_equal_one_process_s(hosts: VirtualHosts, tmp_path: Path, layout: tuple[str, ...]) -> None:
+    fit = FitOnHosts(hosts, tmp_path, *layout)
     status, output = fit.end()
     assert status == 0, output
     assert fit.losses() == pytest.approx(reference_curve(ARGUMENTS)[0], abs=2e-6, rel=0)
 
 
 @pytest.mark.parametrize("runner", [MPI])
-def test_ranks_under_mpirun_follow_the_order_of_the_hostfile(hosts: Hosts, tmp_path: Path, runner: str) -> None:
+def test_ranks_under_mpirun_follow_the_order_of_the_hostfile(hosts: VirtualHosts, tmp_path: Path, runner: str) -> None:
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("host1 slots=2\nhost0 slots=2\n")
-    fit = Fit(hosts, tmp_path, *PIPELINE, f"launch.runner={runner}", hostfile=hostfile)
+    fit = FitOnHosts(hosts, tmp_path, *PIPELINE, f"launch.runner={runner}", hostfile=hostfile)
     status, output = fit.end()
     assert status == 0, output
     assert fit.losses() == pytest.approx(reference_curve(ARGUMENTS)[0], abs=2e-6, rel=0)
 
 
-def test_a_run_that_one_remote_rank_stops_resumes_with_the_same_losses(hosts: Hosts, tmp_path: Path) -> None:
-    fit = Fit(hosts, tmp_path, *TENSOR)
+def test_a_run_that_one_remote_rank_stops_resumes_with_the_same_losses(hosts: VirtualHosts, tmp_path: Path) -> None:
+    fit = FitOnHosts(hosts, tmp_path, *TENSOR)
     fit.wait_for_step(5)
     rank = next(pid for pid, line in hosts.hosts[1].processes().items() if "trainer.loop.rank" in line)
     os.kill(rank, signal.SIGTERM)
@@ -187,15 +187,15 @@ def test_a_run_that_one_remote_rank_stops_resumes_with_the_same_losses(hosts: Ho
     assert status == 75, output
     reached = fit.rows()[-1]["step"]
     assert 5 <= reached < STEPS
-    again = Fit(hosts, tmp_path, *TENSOR, "checkpoint.resume=must")
+    again = FitOnHosts(hosts, tmp_path, *TENSOR, "checkpoint.resume=must")
     status, output = again.end()
     assert status == 0, output
     assert f"resumes from step {reached}" in output
     assert again.losses() == pytest.approx(reference_curve(ARGUMENTS)[0], abs=2e-6, rel=0)
 
 
-def test_a_run_that_loses_a_host_continues_on_the_others_with_the_same_losses(hosts: Hosts, tmp_path: Path) -> None:
-    fit = Fit(hosts, tmp_path, *PIPELINE, "checkpoint.every=5", "launch.restarts=1")
+def test_a_run_that_loses_a_host_continues_on_the_others_with_the_same_losses(hosts: VirtualHosts, tmp_path: Path) -> None:
+    fit = FitOnHosts(hosts, tmp_path, *PIPELINE, "checkpoint.every=5", "launch.restarts=1")
     try:
         fit.wait_for_step(12)
         hosts.link(1, "down")

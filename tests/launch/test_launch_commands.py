@@ -16,9 +16,9 @@ import pytest
 
 import distrain.recipes
 from distrain.cli.app import command
-from distrain.cli.config.load import load
+from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.one_process import sample_text
-from distrain.tests.fakes.path_commands import SBATCH, SCONTROL, SRUN, StandIns
+from distrain.tests.fakes.path_commands import SBATCH, SCONTROL, SRUN, FakeCommands
 from distrain.tests.fakes.rank_pool import RankPool
 from distrain.trainer.launch.commands.command import PORTS, forwarded_variables, run_port
 from distrain.trainer.launch.resolve import launch_commands, resolve_hosts
@@ -128,7 +128,7 @@ def test_what_comes_with_the_ticket_is_not_in_the_environment_that_mpirun_and_sr
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "canary-7f3a")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    run = load("quickstart", [*SMALL, "cluster=2x1", "launch=deepspeed", f"launch.hostfile={here}", f"launch.runner={runner}"])
+    run = load_recipe("quickstart", [*SMALL, "cluster=2x1", "launch=deepspeed", f"launch.hostfile={here}", f"launch.runner={runner}"])
     (launcher,) = launch_commands(run, resolve_hosts(run)).commands
     known = launcher.full_environment(os.environ)
     assert not {"WANDB_API_KEY", "NCCL_DEBUG"} & set(known)
@@ -196,7 +196,7 @@ def made(
     tmp_path: Path, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Elsewhere]]:
     """The script of a run whose recipe, text, hostfile and folders are named as they are from here, by relative paths."""
-    stand_ins = StandIns(tmp_path / "stand-ins")
+    stand_ins = FakeCommands(tmp_path / "stand-ins")
     for name, does in {"scontrol": SCONTROL, "srun": SRUN, "sbatch": SBATCH}.items():
         stand_ins.put(name, does)
     known = {**os.environ, "PATH": stand_ins.path(), "OMP_NUM_THREADS": "1", "SLURM_JOB_NODELIST": "h[1-2]", "CUDA_VISIBLE_DEVICES": ""}

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from distrain.cli.config.load import load
+from distrain.cli.config.load import load_recipe
 from distrain.trainer.machine import facts as machine
-from distrain.trainer.machine.cache import KEPT, OLD_FILE, CacheEntry, cache_file, write_entry
+from distrain.trainer.machine.cache import MOST_FILES, OLD_FILE, CacheEntry, cache_file, write_entry
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.run import Link, Run
 from distrain.trainer.system.cpu import cpu_count
@@ -36,7 +36,7 @@ def remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def quickstart(*words: str) -> Run:
-    return load("quickstart", words)
+    return load_recipe("quickstart", words)
 
 
 def test_without_a_probe_a_local_plan_has_no_times_and_says_how_to_get_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +64,7 @@ def test_what_a_recipe_states_of_a_cpu_stays(remembered: Any) -> None:
 def test_a_known_gpu_is_the_one_of_conf_device(remembered: Any) -> None:
     remembered(cuda=[card("NVIDIA H200")])
     run = quickstart()
-    known = load("quickstart", ["cluster=dgx_h200"]).cluster.device
+    known = load_recipe("quickstart", ["cluster=dgx_h200"]).cluster.device
     assert (run.cluster.device.kind, run.cluster.gpus, run.train.precision) == ("cuda", 1, "bf16")
     assert (run.cluster.device.peak, run.cluster.device.bandwidth) == (known.peak, known.bandwidth)
     assert run.cluster.device.memory == 150_000_000_000
@@ -159,22 +159,22 @@ def test_what_earlier_probes_measured_is_removed_and_a_later_one_s_stays(remembe
 def test_no_more_machines_are_kept_than_a_number(remembered: Any, tmp_path: Path) -> None:
     folder = tmp_path / "distrain" / "machines"
     folder.mkdir(parents=True)
-    for number in range(2 * KEPT):
+    for number in range(2 * MOST_FILES):
         path = folder / f"{machine.PROBE}-{number}.json"
         path.touch()
         os.utime(path, (number, number))
     own = remembered()
     left = {each.name for each in folder.iterdir()}
-    assert left == {own.name, *(f"{machine.PROBE}-{number}.json" for number in range(KEPT + 1, 2 * KEPT))}
+    assert left == {own.name, *(f"{machine.PROBE}-{number}.json" for number in range(MOST_FILES + 1, 2 * MOST_FILES))}
 
 
 WRITER = """
 import sys
-from distrain.cli import machine
-from distrain.trainer.machine.cache import Entry, write_entry
+from distrain.trainer.machine import facts as machine
+from distrain.trainer.machine.cache import CacheEntry, write_entry
 for turn in range(60):
-    write_entry(Entry(key=machine.key(), load=0.0, found=machine.found()))
-    assert machine.found() is not None
+    write_entry(CacheEntry(key=machine.measurement_key(), load=0.0, found=machine.cached_facts()))
+    assert machine.cached_facts() is not None
 """
 
 
@@ -234,7 +234,7 @@ def test_this_machine_is_measured_in_a_child_and_remembered(tmp_path: Path, monk
     said: list[object] = []
     assert machine.measure_once(said.append) is None
     assert machine.measure_once(said.append) is None
-    assert said == ["measuring this machine again, which was busy the last time: a few seconds"]
+    assert said == ["measuring this machine again for a few seconds: it was busy the last time"]
     again = machine.cached_facts()
     assert again is not None
     assert again["cpu"]["bandwidth"] > slow["cpu"]["bandwidth"]

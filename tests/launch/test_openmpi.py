@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as some
 
 from distrain.tests.fakes.hostile_words import hostile
-from distrain.tests.fakes.path_commands import QUIET, StandIns
+from distrain.tests.fakes.path_commands import QUIET, FakeCommands
 from distrain.trainer.launch.commands.openmpi import PREFIXES, SSH_ARGS, launcher_variables, mpirun_environment
 from distrain.trainer.launch.hosts.shell_safe import SSH_OPTIONS
 from distrain.trainer.spec.problem import Unreadable
@@ -32,7 +32,7 @@ real = pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun here
 
 def daemon(folder: Path, environment: Mapping[str, str]) -> list[dict[str, Any]]:
     """How real mpirun, in this environment, has a host start its daemon."""
-    stand_ins = StandIns(folder)
+    stand_ins = FakeCommands(folder)
     for name, does in (("ssh", JOINED), ("orted", FAILED), ("true", QUIET)):
         stand_ins.put(name, does)
     (folder / "hostfile").write_text("h1 slots=1\n")

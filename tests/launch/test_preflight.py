@@ -17,8 +17,8 @@ import pytest
 
 from distrain.cli.pages.hosts_page import preflight_lines
 from distrain.scripts import virtual_hosts
-from distrain.scripts.virtual_hosts import Hosts
-from distrain.tests.fakes.path_commands import SSH, StandIns
+from distrain.scripts.virtual_hosts import VirtualHosts
+from distrain.tests.fakes.path_commands import SSH, FakeCommands
 from distrain.trainer.launch.hosts.hostfile import Host
 from distrain.trainer.launch.preflight import host_probe
 from distrain.trainer.launch.preflight import preflight as rounds
@@ -40,9 +40,9 @@ main()
 
 
 @pytest.fixture
-def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIns:
+def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCommands:
     """An ssh that runs its command here, whatever the host's name."""
-    made = StandIns(tmp_path / "stand-ins")
+    made = FakeCommands(tmp_path / "stand-ins")
     made.put("ssh", SSH)
     monkeypatch.setenv("PATH", made.path())
     monkeypatch.setattr(rounds, "FACTS_SECONDS", 20.0)
@@ -60,7 +60,7 @@ def asked(folder: Path, **more: Any) -> HostRequirements:
 @pytest.fixture(scope="module")
 def answer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a host says that lacks nothing: this machine, with 8 GPUs."""
-    said = host_probe.facts({"kind": "cpu", "folder": str(tmp_path_factory.mktemp("run")), "note": "note"})
+    said = host_probe.host_facts({"kind": "cpu", "folder": str(tmp_path_factory.mktemp("run")), "note": "note"})
     return said | {"cards": [[index, 0, 80 * GIB] for index in range(8)], "folder": {"free": 100 * GIB}, "cores": 4}
 
 
@@ -88,12 +88,12 @@ def test_hosts_that_lack_nothing_pass(answer: dict[str, Any]) -> None:
 # fmt: off
 LACKS: dict[str, tuple[Callable[[dict[str, Any]], object], str, dict[str, Any]]] = {
     "a package": (lambda facts: facts["versions"].update(deepspeed=""),
-                  f"h0 has no deepspeed: install deepspeed {host_probe.versions()['deepspeed']} there", {}),
+                  f"h0 has no deepspeed: install deepspeed {host_probe.package_versions()['deepspeed']} there", {}),
     "distrain": (lambda facts: facts["versions"].update(distrain="", code=""), "h0 has no distrain: install ", {}),
     "another torch": (lambda facts: facts["versions"].update(torch="2.0.0"),
-                      f"h0 has torch 2.0.0, this machine {host_probe.versions()['torch']}: install the same on all hosts", {}),
+                      f"h0 has torch 2.0.0, this machine {host_probe.package_versions()['torch']}: install the same on all hosts", {}),
     "another Python": (lambda facts: facts["versions"].update(python="3.8.1"),
-                       f"h0 has python 3.8, this machine {'.'.join(host_probe.versions()['python'].split('.')[:2])}: install the same", {}),
+                       f"h0 has python 3.8, this machine {'.'.join(host_probe.package_versions()['python'].split('.')[:2])}: install the same", {}),
     "other files": (lambda facts: facts["versions"].update(code="00000000"),
                     "h0 and this machine have different files of distrain: install the same on all hosts", {}),
     "a folder": (lambda facts: facts.update(folder={"problem": "Read-only file system"}),
@@ -154,7 +154,7 @@ def hosts(count: int) -> list[Host]:
     return [Host(name=name, slots=(0, 1)) for name in NAMES[:count]]
 
 
-def test_a_host_says_all_in_programs_that_are_sent_to_it(ssh: StandIns, tmp_path: Path) -> None:
+def test_a_host_says_all_in_programs_that_are_sent_to_it(ssh: FakeCommands, tmp_path: Path) -> None:
     ssh.host("h0", "print('Welcome to h0', flush=True)")
     found = run_preflight(hosts(1), asked(tmp_path))
     assert (found.problems, found.notes) == ((), ())
@@ -180,7 +180,7 @@ SILENT = (
 
 @pytest.mark.parametrize(("does", "line"), SILENT, ids=["refused", "silent", "no Python", "hangs"])
 def test_a_host_that_does_not_answer_is_told_while_the_others_are_asked(
-    does: str, line: str, ssh: StandIns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    does: str, line: str, ssh: FakeCommands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "sleep" in does:
         monkeypatch.setattr(rounds, "FACTS_SECONDS", 2.0)
@@ -191,13 +191,13 @@ def test_a_host_that_does_not_answer_is_told_while_the_others_are_asked(
     assert found.seen[1].facts is None
 
 
-def test_a_python_that_is_not_there_is_told_by_its_path(ssh: StandIns, tmp_path: Path) -> None:
+def test_a_python_that_is_not_there_is_told_by_its_path(ssh: FakeCommands, tmp_path: Path) -> None:
     ssh.host("h0", "os.execvp('bash', ['bash', '-c', '/none/python -'])")
     (found,) = run_preflight(hosts(1), asked(tmp_path, python="/none/python")).problems
     assert str(found) == "h0 has no /none/python: install distrain there at the same path"
 
 
-def test_a_host_that_connects_to_nobody_is_told(ssh: StandIns, tmp_path: Path) -> None:
+def test_a_host_that_connects_to_nobody_is_told(ssh: FakeCommands, tmp_path: Path) -> None:
     """Two names of this machine: what each listens at is its own, but the second one's is told wrong."""
     ssh.host("h1", "os.environ['SSH_CONNECTION'] = '127.0.0.1 1 192.0.2.1 22'")  # an address that is nobody's (RFC 5737)
     found = run_preflight(hosts(2), asked(tmp_path))
@@ -220,7 +220,7 @@ def wait_for(met: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_asking_in_a_line_and_nothing_stays_behind(number: signal.Signals, ssh: StandIns, tmp_path: Path) -> None:
+def test_a_signal_ends_the_asking_in_a_line_and_nothing_stays_behind(number: signal.Signals, ssh: FakeCommands, tmp_path: Path) -> None:
     """h0 has answered, and left its note for h1, which hangs."""
     ssh.host("h1", "import time; time.sleep(1000)")
     (tmp_path / "hosts").write_text("h0 slots=1\nh1 slots=1\n")
@@ -259,7 +259,7 @@ def test_a_round_whose_ssh_has_gone_ends_and_removes_its_note(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_python_that_may_not_cross_is_refused_before_any_ssh(ssh: StandIns, tmp_path: Path) -> None:
+def test_a_python_that_may_not_cross_is_refused_before_any_ssh(ssh: FakeCommands, tmp_path: Path) -> None:
     from distrain.trainer.spec.problem import Unreadable
 
     with pytest.raises(Unreadable, match="the Python /opt/my env/python holds ' '"):
@@ -271,15 +271,15 @@ def test_a_python_that_may_not_cross_is_refused_before_any_ssh(ssh: StandIns, tm
 
 
 @pytest.fixture(scope="module")
-def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VirtualHosts]:
     """Three hosts on one switch."""
-    if why := virtual_hosts.missing():
+    if why := virtual_hosts.missing_tools():
         pytest.skip(why)
-    with Hosts(3, tmp_path_factory.mktemp("hosts")) as made:
+    with VirtualHosts(3, tmp_path_factory.mktemp("hosts")) as made:
         yield made
 
 
-def doctor(network: Hosts, runs: Path, *words: str) -> tuple[int | None, list[str]]:
+def doctor(network: VirtualHosts, runs: Path, *words: str) -> tuple[int | None, list[str]]:
     """What `distrain doctor` says on host0 of a run on all three: its status and lines."""
     file = network.hostfile(2)
     given = ["conf=quickstart", "cluster=3x2", "train.batch=48", "launch=deepspeed", f"launch.hostfile={file}", f"log.dir={runs}", *words]
@@ -289,7 +289,7 @@ def doctor(network: Hosts, runs: Path, *words: str) -> tuple[int | None, list[st
     return process.returncode, re.sub(r"\n {2,9}", " ", said).splitlines()  # a line that goes on in the next is one
 
 
-def test_hosts_reach_each_other_and_add_up(network: Hosts, tmp_path: Path) -> None:
+def test_hosts_reach_each_other_and_add_up(network: VirtualHosts, tmp_path: Path) -> None:
     status, said = doctor(network, tmp_path, "cluster.between={bandwidth: 1e15, latency: 1e-6}")
     assert status == 0, said
     assert [line.split()[0] for line in said[1:4]] == ["host0", "host1", "host2"]
@@ -300,7 +300,7 @@ def test_hosts_reach_each_other_and_add_up(network: Hosts, tmp_path: Path) -> No
     assert [host.processes() for host in network.hosts] == [{}, {}, {}]
 
 
-def test_a_cable_that_is_out_is_told(network: Hosts, tmp_path: Path) -> None:
+def test_a_cable_that_is_out_is_told(network: VirtualHosts, tmp_path: Path) -> None:
     network.link(2, "down")
     try:
         status, said = doctor(network, tmp_path)
@@ -341,7 +341,7 @@ def test_a_cable_that_is_out_is_told(network: Hosts, tmp_path: Path) -> None:
     ],
     ids=["no way", "another disk", "a full disk", "a disk that can't be written"],
 )
-def test_a_host_that_differs_is_told(network: Hosts, tmp_path: Path, number: int, before: str, after: str, line: str) -> None:
+def test_a_host_that_differs_is_told(network: VirtualHosts, tmp_path: Path, number: int, before: str, after: str, line: str) -> None:
     network.hosts[number].run(*before.format(runs=tmp_path).split())
     try:
         status, said = doctor(network, tmp_path)
@@ -351,7 +351,7 @@ def test_a_host_that_differs_is_told(network: Hosts, tmp_path: Path, number: int
     assert any(line.format(runs=tmp_path) in each for each in said), said
 
 
-def test_a_run_that_does_not_want_to_ask_does_not(ssh: StandIns, tmp_path: Path) -> None:
+def test_a_run_that_does_not_want_to_ask_does_not(ssh: FakeCommands, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("h0 slots=2\n")
     words = ["conf=quickstart", "launch=torchrun", f"launch.hostfile={tmp_path / 'hosts'}", "launch.preflight=false", "--launch"]
     done = subprocess.run([sys.executable, "-m", "distrain", "show", *words], capture_output=True, text=True)

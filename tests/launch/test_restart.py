@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from distrain.cli.config.load import load
-from distrain.tests.fakes.path_commands import SSH, StandIns
+from distrain.cli.config.load import load_recipe
+from distrain.tests.fakes.path_commands import SSH, FakeCommands
 from distrain.trainer.launch import phase_times
 from distrain.trainer.launch.goodput import GoodputMeter
 from distrain.trainer.launch.rank.log import RemoteLog
@@ -58,7 +58,7 @@ ECC = 'raise RuntimeError("CUDA error: uncorrectable ECC error encountered")'
 
 @cache
 def loaded(*words: str) -> Run:
-    return load("quickstart", [*WORDS, *words])
+    return load_recipe("quickstart", [*WORDS, *words])
 
 
 @dataclass
@@ -315,7 +315,7 @@ def test_a_host_that_was_at_fault_twice_is_shunned(ends: list[Outcome], avoided:
 @pytest.fixture
 def over_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A run over hosts a, b and c, one rank each; an ssh to `gone` fails."""
-    made = StandIns(tmp_path / "stand_ins")
+    made = FakeCommands(tmp_path / "stand_ins")
     made.put("ssh", SSH)
     made.put("pdsh", SSH)
     monkeypatch.setenv("PATH", made.path())

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from distrain.cli.app import command
-from distrain.scripts.virtual_hosts import Hosts
-from distrain.scripts.virtual_hosts import missing as no_hosts
+from distrain.scripts.virtual_hosts import VirtualHosts
+from distrain.scripts.virtual_hosts import missing_tools as no_hosts
 from distrain.tests.fakes import virtual_slurm
 from distrain.tests.fakes.host_runs import (
     ARGUMENTS,
@@ -24,33 +24,33 @@ from distrain.tests.fakes.host_runs import (
     STEPS,
     STOPPED,
     TENSOR,
-    Launched,
+    RanksOnHosts,
     TrainedRun,
     controller_environment,
     run_arguments,
     wait_for,
 )
 from distrain.tests.fakes.one_process import reference_curve
-from distrain.tests.fakes.virtual_slurm import Slurm
+from distrain.tests.fakes.virtual_slurm import VirtualSlurm
 from distrain.trainer.launch.hosts.hostfile import Host
 from distrain.trainer.launch.hosts.slurm_nodes import allocated_hosts, slurm_job
 from distrain.trainer.spec.problem import Unreadable
 
-real = pytest.mark.skipif(bool(no_hosts() or virtual_slurm.missing()), reason=no_hosts() or virtual_slurm.missing())
+real = pytest.mark.skipif(bool(no_hosts() or virtual_slurm.missing_slurm_tools()), reason=no_hosts() or virtual_slurm.missing_slurm_tools())
 DAEMONS = ("slurmctld", "slurmd", "slurmscriptd")
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VirtualSlurm]:
     """Two hosts of two cores each."""
     folder = tmp_path_factory.mktemp("slurm")
-    with Hosts(2, folder / "hosts") as hosts, closing(Slurm(hosts, folder / "slurm", 2)) as made:
+    with VirtualHosts(2, folder / "hosts") as hosts, closing(VirtualSlurm(hosts, folder / "slurm", 2)) as made:
         hosts.hostfile(2)
         yield made
 
 
 @pytest.fixture
-def nothing_is_left(slurm: Slurm) -> Iterator[None]:
+def nothing_is_left(slurm: VirtualSlurm) -> Iterator[None]:
     """No process that a test started outlives its job on any host."""
 
     def left() -> list[str]:
@@ -64,7 +64,7 @@ def nothing_is_left(slurm: Slurm) -> Iterator[None]:
 class Job:
     """A file that is submitted on the first host, for both, whole."""
 
-    def __init__(self, slurm: Slurm, folder: Path, *words: str) -> None:
+    def __init__(self, slurm: VirtualSlurm, folder: Path, *words: str) -> None:
         self.slurm, self.log = slurm, folder / "job.log"
         (folder / "job").write_text(f"#!/bin/bash\nexec {shlex.join(words)}\n")
         submit = ["sbatch", "--parsable", "--nodes=2", "--exclusive", f"--output={self.log}", "--open-mode=truncate", str(folder / "job")]
@@ -79,7 +79,7 @@ class Job:
 @real
 @pytest.mark.usefixtures("nothing_is_left")
 def test_the_file_for_sbatch_that_is_printed_trains_the_curve_of_one_process(
-    slurm: Slurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    slurm: VirtualSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command(["show", *run_arguments(tmp_path, *TENSOR), "launch=slurm", "--launch"]) == 0
     script = tmp_path / "launch.sh"
@@ -98,10 +98,10 @@ def test_the_file_for_sbatch_that_is_printed_trains_the_curve_of_one_process(
 
 @real
 @pytest.mark.usefixtures("nothing_is_left")
-def test_fit_in_a_job_takes_its_nodes_and_a_job_that_is_told_to_stop_goes_on_in_the_next(slurm: Slurm, tmp_path: Path) -> None:
+def test_fit_in_a_job_takes_its_nodes_and_a_job_that_is_told_to_stop_goes_on_in_the_next(slurm: VirtualSlurm, tmp_path: Path) -> None:
     fit = [sys.executable, "-m", "distrain", "fit", *run_arguments(tmp_path, *PIPELINE), "launch=deepspeed", "launch.runner=slurm"]
     first, run = Job(slurm, tmp_path, *fit, "launch.preflight=false"), TrainedRun(tmp_path)
-    wait_for(lambda: run.has(5))
+    wait_for(lambda: run.has_reached(5))
     slurm.says("scancel", "--batch", "--signal=TERM", first.number)
     status, said = first.end()
     assert (status, said.splitlines()[-1]) == (75, f"distrain: {STOPPED}")
@@ -115,7 +115,7 @@ def test_fit_in_a_job_takes_its_nodes_and_a_job_that_is_told_to_stop_goes_on_in_
 
 
 @pytest.fixture
-def allocation(slurm: Slurm) -> Iterator[dict[str, str]]:
+def allocation(slurm: VirtualSlurm) -> Iterator[dict[str, str]]:
     """The environment of a process in a job of both nodes."""
     before = slurm.says("squeue", "--noheader", "--format=%A").split()
     slurm.says("salloc", "--no-shell", "--nodes=2", "--exclusive")
@@ -128,18 +128,18 @@ def allocation(slurm: Slurm) -> Iterator[dict[str, str]]:
 @pytest.mark.usefixtures("nothing_is_left")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_the_ranks_of_an_srun_that_dies_save_and_the_run_exits_75(
-    slurm: Slurm, allocation: dict[str, str], tmp_path: Path, number: int
+    slurm: VirtualSlurm, allocation: dict[str, str], tmp_path: Path, number: int
 ) -> None:
-    launched = Launched(slurm.hosts, tmp_path, SAVES.replace("0.5", "1.5"), runner="slurm", environment=allocation)
-    launched.send_to(0, "srun -n 4 ", number)
+    launched = RanksOnHosts(slurm.hosts, tmp_path, SAVES.replace("0.5", "1.5"), runner="slurm", environment=allocation)
+    launched.send_to_processes(0, "srun -n 4 ", number)
     status, lines = launched.end()
     assert (status, lines[-1]) == (75, STOPPED)
 
 
 @real
 @pytest.mark.usefixtures("nothing_is_left")
-def test_a_rank_that_is_killed_on_a_far_node_is_named(slurm: Slurm, allocation: dict[str, str], tmp_path: Path) -> None:
-    launched = Launched(slurm.hosts, tmp_path, SAVES, runner="slurm", environment=allocation)
+def test_a_rank_that_is_killed_on_a_far_node_is_named(slurm: VirtualSlurm, allocation: dict[str, str], tmp_path: Path) -> None:
+    launched = RanksOnHosts(slurm.hosts, tmp_path, SAVES, runner="slurm", environment=allocation)
     launched.send(signal.SIGKILL, 3)
     status, (*_, line) = launched.end()
     assert status == 1
@@ -147,7 +147,7 @@ def test_a_rank_that_is_killed_on_a_far_node_is_named(slurm: Slurm, allocation: 
 
 
 @real
-def test_the_nodes_of_a_job_are_named_by_slurm(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_nodes_of_a_job_are_named_by_slurm(slurm: VirtualSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in slurm.environment.items():
         monkeypatch.setenv(name, value)
     known = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[08-09,11],login-b"}

@@ -40,7 +40,7 @@ IGNORES = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nready()\n"
 CHILDREN = "for own in (0, 1): subprocess.Popen(['sleep', '1000'], start_new_session=bool(own))\n"
 
 
-class Launched:
+class LaunchedRanks:
     """A process that launches three ranks, which are ready once it is constructed."""
 
     def __init__(self, folder: Path, program: str, **variables: str) -> None:
@@ -97,14 +97,14 @@ def nothing_is_left(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_lets_the_ranks_save_and_the_run_exits_75(tmp_path: Path, number: int) -> None:
-    launched = Launched(tmp_path, SAVES)
+    launched = LaunchedRanks(tmp_path, SAVES)
     launched.send(number)
     name = signal.Signals(number).name
     assert launched.end() == (75, [f"{name}: finishing the step and saving; Ctrl-C stops at once", "stopped; a checkpoint is saved"])
 
 
 def test_a_second_sigterm_does_not_interrupt_the_save(tmp_path: Path) -> None:
-    launched = Launched(tmp_path, SAVES)
+    launched = LaunchedRanks(tmp_path, SAVES)
     launched.send(signal.SIGTERM)
     time.sleep(0.3)
     launched.send(signal.SIGTERM)
@@ -113,7 +113,7 @@ def test_a_second_sigterm_does_not_interrupt_the_save(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_that_is_stopped_without_saving_exits_with_128_and_the_signal(tmp_path: Path, number: int) -> None:
-    launched = Launched(tmp_path, "ready()\n")
+    launched = LaunchedRanks(tmp_path, "ready()\n")
     launched.send(number)
     assert launched.end() == (
         128 + number,
@@ -125,7 +125,7 @@ def test_a_run_that_is_stopped_without_saving_exits_with_128_and_the_signal(tmp_
 
 
 def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
-    launched = Launched(tmp_path, CHILDREN + IGNORES)
+    launched = LaunchedRanks(tmp_path, CHILDREN + IGNORES)
     launched.send(signal.SIGINT)
     launched.first_line()
     time.sleep(0.3)
@@ -134,7 +134,7 @@ def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_fails_to_save_fails_the_run(tmp_path: Path) -> None:
-    launched = Launched(tmp_path, "signal.signal(signal.SIGTERM, lambda *_: [][0] if rank == 1 else sys.exit(75))\nready()\n")
+    launched = LaunchedRanks(tmp_path, "signal.signal(signal.SIGTERM, lambda *_: [][0] if rank == 1 else sys.exit(75))\nready()\n")
     launched.send(signal.SIGTERM)
     status, lines = launched.end()
     assert status == 1
@@ -143,14 +143,14 @@ def test_a_rank_that_fails_to_save_fails_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("which", [0, 1], ids=["ranks", "agents"])
 def test_sigterm_to_the_ranks_or_their_agents_stops_the_run_too(tmp_path: Path, which: int) -> None:
-    launched = Launched(tmp_path, SAVES)
+    launched = LaunchedRanks(tmp_path, SAVES)
     for rank in range(3):
         os.kill(launched.pids(rank)[which], signal.SIGTERM)
     assert launched.end() == (75, ["stopped; a checkpoint is saved"])
 
 
 def test_a_signal_that_the_launching_process_ignores_stays_ignored(tmp_path: Path) -> None:
-    launched = Launched(tmp_path, SAVES, NOHUP="1")
+    launched = LaunchedRanks(tmp_path, SAVES, NOHUP="1")
     launched.send(signal.SIGHUP)
     time.sleep(0.5)
     launched.send(signal.SIGTERM)
@@ -160,14 +160,14 @@ def test_a_signal_that_the_launching_process_ignores_stays_ignored(tmp_path: Pat
 @pytest.mark.parametrize("program", [CHILDREN + "ready()\n", CHILDREN + IGNORES, CHILDREN + "watch_parent_from_environment()\n" + IGNORES])
 def test_nothing_outlives_a_launching_process_that_is_killed(tmp_path: Path, program: str) -> None:
     """The fixture looks for the ranks and the processes that they started, including those in sessions of their own."""
-    launched = Launched(tmp_path, program)
+    launched = LaunchedRanks(tmp_path, program)
     assert len(marked_processes(tmp_path)) == 1 + 3 * 4  # the launching process; agent, rank and two children
     launched.send(signal.SIGKILL)
     assert launched.end()[0] == -signal.SIGKILL
 
 
 def test_stopped_ranks_die_with_the_launching_process(tmp_path: Path) -> None:
-    launched = Launched(tmp_path, CHILDREN + "ready()\n")
+    launched = LaunchedRanks(tmp_path, CHILDREN + "ready()\n")
     for rank in range(3):
         os.kill(launched.pids(rank)[0], signal.SIGSTOP)
     launched.send(signal.SIGKILL)
@@ -175,7 +175,7 @@ def test_stopped_ranks_die_with_the_launching_process(tmp_path: Path) -> None:
 
 
 def test_ranks_watch_their_parent_where_their_agents_can_not(tmp_path: Path) -> None:
-    launched = Launched(tmp_path, "subprocess.Popen(['sleep', '1000'])\nwatch_parent_from_environment()\nready()\n")
+    launched = LaunchedRanks(tmp_path, "subprocess.Popen(['sleep', '1000'])\nwatch_parent_from_environment()\nready()\n")
     agents = [launched.pids(rank)[1] for rank in range(3)]
     for agent in agents:
         os.kill(agent, signal.SIGSTOP)
@@ -189,7 +189,7 @@ def test_ranks_watch_their_parent_where_their_agents_can_not(tmp_path: Path) -> 
 
 
 def test_nothing_is_left_when_agents_and_launching_process_die_together(tmp_path: Path) -> None:
-    launched = Launched(tmp_path, "ready()\n")
+    launched = LaunchedRanks(tmp_path, "ready()\n")
     for rank in range(3):
         os.kill(launched.pids(rank)[1], signal.SIGKILL)
     launched.send(signal.SIGKILL)
@@ -197,7 +197,7 @@ def test_nothing_is_left_when_agents_and_launching_process_die_together(tmp_path
 
 
 def test_a_launching_process_that_raises_leaves_nothing(tmp_path: Path) -> None:
-    launched = Launched(tmp_path, CHILDREN + "channel.say('x')\n" + IGNORES)
+    launched = LaunchedRanks(tmp_path, CHILDREN + "channel.say('x')\n" + IGNORES)
     assert launched.process.stdout is not None
     launched.process.stdout.close()
     launched.send(signal.SIGTERM)  # the line about it can't be printed
@@ -205,6 +205,6 @@ def test_a_launching_process_that_raises_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_the_last_step_of_a_failed_rank_is_named(tmp_path: Path) -> None:
-    launched = Launched(tmp_path, "channel.step(41); channel.step(42)\nready()\n")
+    launched = LaunchedRanks(tmp_path, "channel.step(41); channel.step(42)\nready()\n")
     os.kill(launched.pids(2)[0], signal.SIGKILL)
     assert "rank 2 was killed by SIGKILL, perhaps by the kernel for want of memory, at step 42;" in json.dumps(launched.end())

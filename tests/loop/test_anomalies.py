@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distrain.cli.config.load import load
+from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.one_process import reference_curve
 from distrain.tests.fakes.rank_pool import RankPool
 from distrain.trainer.engines.engine import StepResult
@@ -117,7 +117,7 @@ def test_a_loss_spike_is_marked_at_its_step(faulty: RankPool, tmp_path: Path) ->
 
 
 def after(*losses: float) -> Anomalies:
-    anomalies = Anomalies(load("quickstart"))
+    anomalies = Anomalies(load_recipe("quickstart"))
     for done, loss in enumerate(losses, 1):
         anomalies.marks(StepResult(loss=loss, grad_norm=1.0, skipped=False), done)
     return anomalies
@@ -141,7 +141,7 @@ def test_few_losses_score_0_and_equal_losses_have_a_smallest_spread() -> None:
 
 
 def test_only_consecutive_skipped_steps_count() -> None:
-    run = load("quickstart", ["train.skip=1"])
+    run = load_recipe("quickstart", ["train.skip=1"])
     anomalies, bad, good = (
         Anomalies(run),
         StepResult(loss=float("nan"), grad_norm=None, skipped=True),
@@ -156,7 +156,7 @@ def test_only_consecutive_skipped_steps_count() -> None:
 
 
 def test_fp16_overflows_never_end_a_run() -> None:
-    run = load("quickstart")
+    run = load_recipe("quickstart")
     anomalies = Anomalies(replace(run, train=replace(run.train, precision="fp16", skip=0)))
     overflow = StepResult(loss=3.0, grad_norm=None, skipped=True)
     for done in range(1, 20):

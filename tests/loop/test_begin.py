@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from distrain.cli.config.load import load
+from distrain.cli.config.load import load_recipe
 from distrain.trainer.launch.file_checks import weight_problems
 from distrain.trainer.loop.checkpoint import CheckpointReader, whole_slice
 from distrain.trainer.loop.offline.export import export
-from distrain.trainer.loop.offline.load_run import load_run
+from distrain.trainer.loop.offline.load_run import load_saved_run
 
 SMALL = ("data=synthetic", "train.batch=4", "train.microbatch=2", "train.seq=32", "train.steps=1", "optim.warmup=0", "optim.min_lr=0")
 STILL = (*SMALL, "train.evaluate.every=0", "log.every=1", "optim.lr=1e-30")  # a step that moves no weight but one that is 0, by 1e-30
@@ -26,7 +26,7 @@ def source(ranks, tmp_path_factory):
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """The float32 weights of a run's newest checkpoint."""
-    found = load_run(folder).checkpoint
+    found = load_saved_run(folder).checkpoint
     reader = CheckpointReader(found)
     rows = {row.name: row.shape for row in found.manifest.tensors if row.kind == "weight"}
     return {name: reader.read(whole_slice(name, "weight", shape)) for name, shape in rows.items()}
@@ -83,9 +83,9 @@ def test_the_first_mismatched_tensor_is_named(ranks, source: Path, tmp_path: Pat
 
 
 def test_a_folder_without_weights_is_refused_before_ranks_start(tmp_path: Path) -> None:
-    run = load("quickstart", ["model.weights=/nothing", f"log.dir={tmp_path}"])
+    run = load_recipe("quickstart", ["model.weights=/nothing", f"log.dir={tmp_path}"])
     (problem,) = weight_problems(run)
-    assert problem.says == "model.weights=/nothing is no folder"
+    assert problem.says == "model.weights=/nothing is not a folder"
     (tmp_path / run.name / "checkpoints" / "step_1").mkdir(parents=True)
     assert not [*weight_problems(run)], "a run that goes on from a checkpoint needs none"
 
@@ -94,6 +94,6 @@ def test_a_path_in_a_recipe_is_relative_to_the_recipe_and_an_override_to_the_wor
     (tmp_path / "recipes" / "hf").mkdir(parents=True)
     (tmp_path / "recipes" / "mine.yaml").write_text("defaults: [quickstart, _self_]\nmodel: {weights: hf}\n")
     monkeypatch.chdir(tmp_path)
-    assert load("recipes/mine.yaml").model.weights == str(tmp_path / "recipes" / "hf")
-    assert load("recipes/mine.yaml", ["model.weights=hf"]).model.weights == str(tmp_path / "hf")
-    assert load("quickstart").model.weights is None
+    assert load_recipe("recipes/mine.yaml").model.weights == str(tmp_path / "recipes" / "hf")
+    assert load_recipe("recipes/mine.yaml", ["model.weights=hf"]).model.weights == str(tmp_path / "hf")
+    assert load_recipe("quickstart").model.weights is None

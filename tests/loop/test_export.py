@@ -15,10 +15,10 @@ from msgspec import to_builtins
 from safetensors.torch import load_file
 
 from distrain.cli.app import command
-from distrain.cli.config.load import load
+from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.manifest_edits import drop_record, edit_extra
 from distrain.trainer.loop.offline.export import _new_folder, export
-from distrain.trainer.loop.offline.load_run import load_model, load_run
+from distrain.trainer.loop.offline.load_run import load_model, load_saved_run
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.problem import Unreadable
 
@@ -43,7 +43,7 @@ def runs(ranks, tmp_path_factory):
 
 def ours(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
     """The logits of a run's newest checkpoint."""
-    found = load_run(folder)
+    found = load_saved_run(folder)
     with torch.no_grad():
         return load_model(found.run, found.checkpoint, torch.device("cpu")).logits(tokens)
 
@@ -56,7 +56,7 @@ def test_transformers_computes_our_logits(runs, kind: str, tmp_path: Path, capsy
     export(runs[kind], tmp_path / "out", "fp32")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     assert model.config.model_type == kind.split()[0]
-    tokens = torch.randint(load_run(runs[kind]).run.model.vocab, (2, 32), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(load_saved_run(runs[kind]).run.model.vocab, (2, 32), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         assert (model(tokens).logits - ours(runs[kind], tokens)).abs().max() <= 1e-5
     assert f"from those of transformers {transformers.__version__}" in capsys.readouterr().out
@@ -83,7 +83,7 @@ def test_the_verb_writes_the_export_and_nothing_else(runs, tmp_path: Path) -> No
     done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     checked, wrote, last, following = done.stdout.splitlines()
-    facts = make_plan(load_run(runs["llama"]).run).model
+    facts = make_plan(load_saved_run(runs["llama"]).run).model
     assert facts
     assert checked.startswith(f"step 4, {facts.parameters:,} parameters in fp32; logits on 3 sequences of 32 tokens are ")
     assert wrote == "wrote config.json, generation_config.json, model.safetensors"
@@ -140,7 +140,7 @@ def test_a_failed_export_leaves_no_files(tmp_path: Path) -> None:
 )
 def test_a_model_that_can_not_be_exported_is_refused(runs, overrides: tuple[str, ...], says: str, tmp_path: Path) -> None:
     shutil.copytree(runs["gpt2"], tmp_path / "run")
-    run = to_builtins(load("quickstart", overrides))
+    run = to_builtins(load_recipe("quickstart", overrides))
     edit_extra(tmp_path / "run" / "checkpoints" / "step_4", lambda extra: extra.update(run=run))
     with pytest.raises(Unreadable) as wrong:
         export(tmp_path / "run", tmp_path / "out", "fp32")
@@ -149,7 +149,7 @@ def test_a_model_that_can_not_be_exported_is_refused(runs, overrides: tuple[str,
 
 
 def test_a_run_without_a_checkpoint_has_nothing_to_export(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_bytes(encoder.encode(load("quickstart")))
+    (tmp_path / "run.json").write_bytes(encoder.encode(load_recipe("quickstart")))
     with pytest.raises(Unreadable, match="has no checkpoint yet: `distrain fit` saves one at its end, "):
         export(tmp_path, tmp_path / "out", "fp32")
 
@@ -183,9 +183,9 @@ def test_a_checkpoint_of_an_earlier_version_is_read_with_run_json_and_a_remark(w
         Unreadable, match=r"step_4 holds a weight layers\.1\.\S+, which the model of its run does not have: restore the run\.json"
     ):
         export(with_another_run_file, tmp_path / "out", "fp32")
-    assert capsys.readouterr().out == "step_4 does not name its model, as earlier versions wrote it: run.json is taken for it\n"
+    assert capsys.readouterr().out == "step_4 was saved by an earlier version and does not name its model: taking run.json's\n"
     (with_another_run_file / "run.json").write_text("{}")
-    with pytest.raises(Unreadable, match=r"step_4 does not name its model, and \S+run\.json can't be read: bring the run\.json back"):
+    with pytest.raises(Unreadable, match=r"step_4 does not name its model, and \S+run\.json can't be read: restore the run\.json that"):
         export(with_another_run_file, tmp_path / "out", "fp32")
 
 
@@ -195,7 +195,7 @@ def test_a_checkpoint_of_an_earlier_version_is_read_with_run_json_and_a_remark(w
         (["run", "full"], "full exists and is not empty: choose a new folder"),
         (["run", "full/file"], "full/file is a file: choose a new folder"),
         (["run", "astray"], "astray is a dangling link: choose a new folder"),
-        (["nowhere", "out"], "nowhere is no folder: give the folder of a run, such as runs/quickstart"),
+        (["nowhere", "out"], "nowhere is not a folder: give the folder of a run, such as runs/quickstart"),
         (["full", "out"], "full holds no run.json: give the folder of a run, such as runs/quickstart"),
         ([".", "out"], ". holds no run.json: did you mean run?"),
         (["run", "out", "--dtype", "fp8"], "invalid value for '--dtype': 'fp8' is not one of 'fp32', 'bf16', 'fp16'"),

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distrain.cli.config.load import load
+from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.manifest_edits import edit_extra
 from distrain.tests.fakes.one_process import sample_text
 from distrain.tests.fakes.rank_pool import RankPool
@@ -62,7 +62,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_of_text(text: Path, *overrides: str) -> Run:
-    return load("quickstart", [*SMALL, "data=text", f"data.path={text}/text.txt", *overrides])
+    return load_recipe("quickstart", [*SMALL, "data=text", f"data.path={text}/text.txt", *overrides])
 
 
 def export_tokenizer(run: Run, folder: Path) -> list[str]:
@@ -120,7 +120,9 @@ def test_no_tokenizer_is_written_for_a_smaller_vocabulary(text: Path, tmp_path: 
 
 @pytest.mark.parametrize("name", ["synthetic", "tokens"])
 def test_data_without_text_has_no_tokenizer(name: str, tmp_path: Path) -> None:
-    run = load("quickstart", [*SMALL, "model=tiny", f"data={name}", *(["data.path=x.bin", "data.end=7"] if name == "tokens" else [])])
+    run = load_recipe(
+        "quickstart", [*SMALL, "model=tiny", f"data={name}", *(["data.path=x.bin", "data.end=7"] if name == "tokens" else [])]
+    )
     assert export_tokenizer(run, tmp_path / "out") == []
     assert not (tmp_path / "out" / "tokenizer.json").exists()
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == (7 if name == "tokens" else None)

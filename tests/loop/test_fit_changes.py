@@ -103,8 +103,8 @@ def test_another_optimizer_is_refused_unless_accepted(ranks: RankPool, saved_run
     assert refused.problems[0].startswith("optim.name was adamw when step 3 was saved, and is sgd now: ")
     job = resume_from(ranks, saved_run(), tmp_path / "run", *sgd, "checkpoint.accept=[optim.name]")
     assert set(job.codes) == {0}, job.problems
-    assert "moments of the optimizer that begin at zero: momentum_buffer" in job.lines
-    assert "moments of the checkpoint that this optimizer has not: exp_avg, exp_avg_sq" in job.lines
+    assert "optimizer moments that start at zero: momentum_buffer" in job.lines
+    assert "moments in the checkpoint that this optimizer does not use: exp_avg, exp_avg_sq" in job.lines
     assert {row.kind for row in newest_checkpoint(tmp_path / "run").manifest.tensors} == {"weight", "momentum_buffer"}
 
 
@@ -148,7 +148,7 @@ def test_other_data_are_refused_or_if_accepted_read_from_their_first_sample(
     assert refused.problems[0].startswith(f"data.path was {texts['one']} when step 3 was saved, and is {texts['other']} now: ")
     job = resume_from(ranks, source, tmp_path / "run", *overrides, "checkpoint.accept=[data.path]")
     assert set(job.codes) == {0}, job.problems
-    assert "the data are others: the run reads them from their first sample on" in job.lines
+    assert "the data are different: the run reads them from their first sample on" in job.lines
     extra: dict[str, Any] = newest_checkpoint(tmp_path / "run").extra
     assert (extra["samples"], extra["tokens"]) == (8, (SAVED + 1) * 8 * 16)
 

@@ -120,8 +120,8 @@ def test_resume_must_requires_a_checkpoint(ranks: RankPool, tmp_path: Path) -> N
     assert job.codes[0] == 1
     (problem,) = job.problems
     assert problem == (
-        f"checkpoint.resume=must and no checkpoint in {tmp_path}/run/checkpoints verifies: "
-        "give the folder of a run that was saved, or set checkpoint.resume=auto"
+        f"checkpoint.resume=must, but no checkpoint in {tmp_path}/run/checkpoints verifies: "
+        "name a run that has saved one, or set checkpoint.resume=auto"
     )
 
 
@@ -132,7 +132,7 @@ def test_resume_never_refuses_an_existing_checkpoint(ranks: RankPool, tmp_path: 
     assert job.codes[0] == 1
     (problem,) = job.problems
     assert problem == (
-        f"checkpoint.resume=never and {tmp_path}/run/checkpoints/step_4 is there: "
+        f"checkpoint.resume=never, but {tmp_path}/run/checkpoints/step_4 exists: "
         "set checkpoint.resume=auto to go on from it, or log.dir to another folder"
     )
 

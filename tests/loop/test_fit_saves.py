@@ -27,7 +27,7 @@ from distrain.trainer.loop.checkpoint import (
     shard_file,
     whole_slice,
 )
-from distrain.trainer.rundir.checkpoints import steps
+from distrain.trainer.rundir.checkpoints import checkpoint_steps
 
 if TYPE_CHECKING:
     from distrain.tests.fakes.rank_pool import RankPool
@@ -100,7 +100,7 @@ LARGE = 30_000  # elements; a checkpoint of them takes a quarter of the disk
 def test_the_oldest_checkpoints_are_removed_to_make_room(disk: Path) -> None:
     """Three checkpoints fit; a fourth does not."""
     notes = [save(disk, step, elements=LARGE).notes for step in range(1, 6)]
-    assert steps(disk) == [5, 4, 3]
+    assert checkpoint_steps(disk) == [5, 4, 3]
     assert notes[2:] == [(), ("step_1 was removed to make room",), ("step_2 was removed to make room",)]
     found = find_newest(disk)
     assert found.checkpoint
@@ -120,7 +120,7 @@ def test_the_newest_checkpoint_that_verifies_is_never_removed_to_make_room(disk:
         flip(disk / f"step_{step}" / "weight.0.0.safetensors")
     with pytest.raises(SaveFailed, match="are needed in"):
         save(disk, 4, elements=LARGE)
-    assert steps(disk) == [3, 2, 1]
+    assert checkpoint_steps(disk) == [3, 2, 1]
 
 
 def test_nothing_is_removed_if_that_would_not_free_enough(disk: Path) -> None:
@@ -128,7 +128,7 @@ def test_nothing_is_removed_if_that_would_not_free_enough(disk: Path) -> None:
         save(disk, step, elements=LARGE)
     with pytest.raises(SaveFailed, match="are needed in"):
         save(disk, 4, elements=5 * LARGE)
-    assert steps(disk) == [3, 2, 1]
+    assert checkpoint_steps(disk) == [3, 2, 1]
 
 
 def test_room_is_made_on_a_disk_that_fills_up_during_a_save(disk: Path) -> None:
@@ -147,7 +147,7 @@ def test_room_is_made_on_a_disk_that_fills_up_during_a_save(disk: Path) -> None:
 
     made = save(disk, 4, elements=20_000, gather=filling)
     assert made.notes == ("step_1 was removed to make room", "step_2 was removed to make room")
-    assert steps(disk) == [4, 3]
+    assert checkpoint_steps(disk) == [4, 3]
     assert not [name for name in os.listdir(disk) if name.startswith(".")]
 
 
@@ -160,7 +160,7 @@ def test_ranks_make_room_together(disk: Path) -> None:
 
     first, second = run_on_ranks(2, work)
     assert first == second == [(), (), (), ("step_1 was removed to make room",)]
-    assert steps(disk) == [4, 3, 2]
+    assert checkpoint_steps(disk) == [4, 3, 2]
 
 
 def test_the_folder_of_checkpoints_survives_a_loss_of_power(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from distrain.tests.fakes.manifest_edits import edit_extra
 from distrain.trainer.loop.data.detokenize import detokenizer
 from distrain.trainer.loop.data.tokenizer import ByteTokenizer, VocabularyTokenizer
 from distrain.trainer.loop.offline.generate import Sampling, generate, sample_token
-from distrain.trainer.loop.offline.load_run import load_model, load_run
+from distrain.trainer.loop.offline.load_run import load_model, load_saved_run
 from distrain.trainer.spec.problem import Unreadable
 
 PHRASE = "abcdefg" * 400  # 7 letters and windows of 16 tokens: no letter has a place of its own in them
@@ -46,7 +46,7 @@ def test_the_verb_prints_the_prompt_and_its_memorized_continuation(trained_run: 
 
 
 def test_temperature_0_takes_the_models_likeliest_token(trained_run: Path, capsys) -> None:
-    found = load_run(trained_run)
+    found = load_saved_run(trained_run)
     module = load_model(found.run, found.checkpoint, torch.device("cpu"))
     with torch.no_grad():
         after = int(module.logits(torch.tensor([list(b"xyz")]))[0, -1].argmax())

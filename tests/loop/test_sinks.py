@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from distrain.cli.config.load import load
+from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.rank_pool import RankPool
 from distrain.tests.fakes.rank_threads import file_size_limit
 from distrain.tests.fakes.wandb_file import history, records
@@ -28,7 +28,7 @@ from distrain.trainer.spec.run import Run
 
 @pytest.fixture(scope="module")
 def run() -> Run:
-    return load("quickstart", ["log.sinks=[jsonl]"])
+    return load_recipe("quickstart", ["log.sinks=[jsonl]"])
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +159,7 @@ def test_a_sink_that_raises_is_reported_once_and_dropped(
 ) -> None:
     monkeypatch.setitem(sinks.SINKS, "tensorboard", Breaks)
     said: list[str] = []
-    named = load("quickstart", [f"name={name}", "log.sinks=[jsonl,tensorboard]"])
+    named = load_recipe("quickstart", [f"name={name}", "log.sinks=[jsonl,tensorboard]"])
     made = Sinks(replace(context, run=named, folder=tmp_path, say=said.append))
     for step in (1, 2):
         made.write(row(step))

@@ -1,4 +1,4 @@
-"""Keyed randomness: what is drawn depends on its address alone, however the layout cuts it, and is as random as it says."""
+"""Counter-based random numbers depend only on seed, name and position, not on the layout, and have the stated distributions."""
 
 import math
 from typing import Any
@@ -24,17 +24,17 @@ def whole() -> Any:
 
 
 @pytest.mark.parametrize(("start", "count"), SLICES)
-def test_a_slice_of_normals_is_the_slice_of_the_whole(whole: Any, start: int, count: int) -> None:
+def test_a_slice_of_normals_equals_that_slice_of_the_whole(whole: Any, start: int, count: int) -> None:
     assert torch.equal(normal(1234, "layers.3.mlp.up.weight", start, count), whole[start : start + count])
 
 
-def test_a_block_of_a_matrix_is_drawn_alone(whole: Any) -> None:
+def test_a_block_of_a_matrix_can_be_drawn_without_the_rest(whole: Any) -> None:
     rows, columns = torch.arange(17, 40)[:, None], torch.arange(33, 50)
     block = normal_at(1234, "layers.3.mlp.up.weight", rows * 1001 + columns)
     assert torch.equal(block, whole[: 299 * 1001].view(299, 1001)[17:40, 33:50])
 
 
-def test_normals_don_t_hang_on_the_threads(whole: Any) -> None:
+def test_normals_do_not_depend_on_the_number_of_threads(whole: Any) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2 if before == 1 else 1)
     try:
@@ -59,7 +59,7 @@ def test_normals_are_distributed_normally(whole: Any) -> None:
 
 
 @pytest.mark.parametrize("lag", [1, 2, 3, 64, 768, 65_536])
-def test_normals_at_a_distance_are_independent(whole: Any, lag: int) -> None:
+def test_normals_at_different_positions_are_independent(whole: Any, lag: int) -> None:
     z = whole.double()
     for one, other in ((z[:-lag], z[lag:]), (z[:-lag].square() - 1, z[lag:].square() - 1)):
         assert abs((one * other).mean()) < 5 * 2 / math.sqrt(WHOLE)
@@ -78,7 +78,7 @@ def test_the_hash_is_splitmix64() -> None:
 
 
 def test_the_numbers_drawn_are_always_the_same() -> None:
-    """Ours, as first drawn: other ones would break the resumption of every run."""
+    """The numbers of the first version: with others no run could be resumed."""
     assert hash64(1, "embedding.weight") == 8355011001159534486
     drawn = [each.hex() for each in normal(1, "embedding.weight", 0, 4).tolist()]
     assert drawn == ["0x1.e97f320000000p-8", "-0x1.5c19c60000000p+0", "0x1.08fb020000000p+0", "-0x1.f3c57e0000000p-1"]
@@ -86,7 +86,7 @@ def test_the_numbers_drawn_are_always_the_same() -> None:
     assert ["".join(map(str, row)) for row in mask.tolist()] == ["10011110100001011001001010000111", "00011101001111100100111111100001"]
 
 
-def test_a_mask_is_the_same_however_a_batch_is_split() -> None:
+def test_splitting_a_batch_does_not_change_the_dropout_mask() -> None:
     x = torch.ones(4, 16, 24)
     whole = dropout(x, 0.3, states())
     for index in range(4):
@@ -94,15 +94,15 @@ def test_a_mask_is_the_same_however_a_batch_is_split() -> None:
         assert torch.equal(dropout(x[:1], 0.3, alone)[0], whole[index])
 
 
-def test_a_mask_is_the_same_however_a_sequence_is_split() -> None:
+def test_splitting_a_sequence_does_not_change_the_dropout_mask() -> None:
     x = torch.ones(4, 16, 24)
     part = dropout_keys(1, 3, torch.arange(4), torch.arange(8, 16)).states
     assert torch.equal(dropout(x[:, 8:], 0.3, part), dropout(x, 0.3, states())[:, 8:])
 
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
-def test_dropout_drops_its_share(p: float) -> None:
-    """Over all, and in the worst of 1024 rows and of 512 columns: within five and six standard errors."""
+def test_dropout_drops_elements_with_its_probability(p: float) -> None:
+    """Over all elements within five standard errors; in the worst of 1024 rows and of 512 columns within six."""
     mask = dropout_mask(states(16, 64).flatten(), 512, p).double()
     deviation = math.sqrt(p * (1 - p))
     assert abs(mask.mean() - p) < 5 * deviation / math.sqrt(mask.numel())
@@ -110,7 +110,7 @@ def test_dropout_drops_its_share(p: float) -> None:
     assert (mask.mean(0) - p).abs().max() < 6 * deviation / math.sqrt(1024)
 
 
-def test_dropouts_rows_are_independent() -> None:
+def test_the_masks_of_different_rows_are_independent() -> None:
     """Of 1024 rows each two are as alike as chance has it: the mean square of their correlations is 1 / elements to 1 %, which
     a mask of a row's and a column's bits put together by + or ^ would miss; nor is any pair far off."""
     mask = dropout_mask(states(16, 64).flatten(), 2048, 0.5).double() * 2 - 1
@@ -120,7 +120,7 @@ def test_dropouts_rows_are_independent() -> None:
     assert off.abs().max() < 6
 
 
-def test_masks_of_other_seeds_steps_layers_and_sites_are_independent() -> None:
+def test_masks_of_different_seeds_steps_layers_and_sites_are_independent() -> None:
     drawn = [dropout_mask(splitmix64(states(8, 64, seed=seed, step=step) + hash64(layer, site)), 256, 0.5)
              for seed, step, layer, site in [(1, 3, 0, "a"), (2, 3, 0, "a"), (1, 4, 0, "a"), (1, 3, 1, "a"), (1, 3, 0, "b")]]  # fmt: skip
     for index, one in enumerate(drawn):
@@ -128,7 +128,7 @@ def test_masks_of_other_seeds_steps_layers_and_sites_are_independent() -> None:
             assert abs((one == other).double().mean() - 0.5) < 5 * 0.5 / math.sqrt(one.numel())
 
 
-def test_dropout_keeps_the_mean_and_passes_the_gradient_of_what_it_kept() -> None:
+def test_dropout_preserves_the_mean_and_scales_the_gradient_by_its_mask() -> None:
     x = torch.full((4, 16, 256), 3.0, requires_grad=True)
     y = dropout(x, 0.25, states())
     assert set(y.unique().tolist()) == {0.0, 4.0}

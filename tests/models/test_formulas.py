@@ -1,4 +1,4 @@
-"""The torch modules' logits, losses and gradients against the models written out: sums over named indices, angles by complex numbers."""
+"""The torch modules' logits, losses and gradients match formulas written out plainly: sums over named indices, complex rotations."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ MODELS = {
     "llama": Model(family="llama", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=16, ffn=72, vocab=101, **LLAMA),
     "qwen": Model(family="llama", layers=3, hidden=32, heads=4, ffn=56, vocab=64, qkv_bias=True, tied=True, vocab_multiple=48, **LLAMA),
 }
-EVERY = pytest.mark.parametrize("name", MODELS)
+EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
 ATTENTION = pytest.mark.parametrize("attention", ["flash", "math"])
 B, S = 3, 24
 
 
 def run_of(name: str, **changes: Any) -> Run:
-    """A run of a small model, with keys changed: parallel__recompute="full"."""
+    """Return a run of a small model, with keys changed: parallel__recompute="full"."""
     cluster = Cluster(nodes=1, gpus=1, device=Device(name="cpu", memory=1e12, kind="cpu"))
     train = Train(batch=B, microbatch=B, seq=S, steps=1, precision="fp32")
     run = Run(name=name, model=MODELS[name], cluster=cluster, parallel=Parallel(), train=train)
@@ -40,7 +40,7 @@ def run_of(name: str, **changes: Any) -> Run:
 
 
 def module_of(run: Run, dtype: Any = torch.float64) -> Any:
-    """A module with random weights far from their initial values, so that every part of it counts: norms and biases too."""
+    """Return a module whose weights are far from their initial values, so that every part has an effect, norms and biases too."""
     module = build_model(run, device=CPU, dtype=dtype, seed=5)
     drawn = (
         (name, tensor.float() + 0.2 * normal(6, name, 0, tensor.numel()).view(tensor.shape)) for name, tensor in named_weights(module, run)
@@ -50,7 +50,7 @@ def module_of(run: Run, dtype: Any = torch.float64) -> Any:
 
 
 def batch_of(run: Run) -> tuple[Any, Any]:
-    """Tokens, and labels of which some don't count."""
+    """Return tokens, and labels of which some do not count."""
     drawn = torch.Generator().manual_seed(7)
     tokens, labels = torch.randint(run.model.vocab, (2, B, S), generator=drawn)
     labels[0, 3:7] = labels[2, -1] = IGNORED
@@ -58,7 +58,7 @@ def batch_of(run: Run) -> tuple[Any, Any]:
 
 
 def gradients(module: Any, *batch: Any, **further: Any) -> tuple[Any, dict[str, Any]]:
-    """The mean loss, and its gradient to every weight."""
+    """Return the mean loss, and its gradient by every weight."""
     loss, labels = module(*batch, **further)
     found = torch.autograd.grad(loss / labels, list(module.parameters()))
     return loss.detach() / labels, dict(zip(dict(module.named_parameters()), found, strict=True))
@@ -72,7 +72,7 @@ ACTS: dict[str, Callable[[Any], Any]] = {
 
 
 def written_out(model: Model, w: dict[str, Any], tokens: Any) -> Any:
-    """Logits [S, V] of one sequence."""
+    """Return the logits [S, V] of one sequence."""
     size = len(tokens)
     x = torch.stack([w["embedding.weight"][token] for token in tokens])
     if model.positions == "learned":
@@ -107,32 +107,32 @@ def attention_written_out(model: Model, w: dict[str, Any], x: Any) -> Any:
     for head in range(query.shape[1]):
         q, k, v = query[:, head], key[:, head // group], value[:, head // group]
         if model.positions == "rope":
-            q, k = turned_written_out(q, model.rope_base), turned_written_out(k, model.rope_base)
+            q, k = rotate_written_out(q, model.rope_base), rotate_written_out(k, model.rope_base)
         for position in range(size):
             scores = k[: position + 1] @ q[position] / math.sqrt(dim)
             out[position, head] = torch.softmax(scores, 0) @ v[: position + 1]
     return affine(w, "attention.out", out.flatten(1))
 
 
-def turned_written_out(x: Any, base: float) -> Any:
+def rotate_written_out(x: Any, base: float) -> Any:
     size, dim = x.shape
     angle = torch.arange(size, dtype=x.dtype)[:, None] * base ** (-2 * torch.arange(dim // 2, dtype=x.dtype) / dim)
     turned = torch.complex(x[:, : dim // 2], x[:, dim // 2 :]) * torch.exp(1j * angle)
     return torch.cat((turned.real, turned.imag), dim=1)
 
 
-@EVERY
+@EVERY_MODEL
 @ATTENTION
-def test_logits_are_those_of_the_formulas_written_out(name: str, attention: str) -> None:
+def test_logits_match_the_written_out_formulas(name: str, attention: str) -> None:
     run = run_of(name, train__attention=attention)
     module, (tokens, _) = module_of(run), batch_of(run)
     expected = torch.stack([written_out(run.model, dict(module.named_parameters()), row) for row in tokens])
     assert (module.logits(tokens) - expected).abs().max() < 1e-12 * expected.abs().max()
 
 
-@EVERY
+@EVERY_MODEL
 @ATTENTION
-def test_the_loss_is_cross_entropy_of_the_labels_that_count(name: str, attention: str) -> None:
+def test_the_loss_is_the_cross_entropy_of_the_labels_that_count(name: str, attention: str) -> None:
     run = run_of(name, train__attention=attention)
     module, (tokens, labels) = module_of(run), batch_of(run)
     loss, many = module(tokens, labels)
@@ -141,9 +141,9 @@ def test_the_loss_is_cross_entropy_of_the_labels_that_count(name: str, attention
     torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0)
 
 
-@EVERY
+@EVERY_MODEL
 @ATTENTION
-def test_gradients_are_those_of_the_formulas_written_out(name: str, attention: str) -> None:
+def test_gradients_match_the_written_out_formulas(name: str, attention: str) -> None:
     run = run_of(name, train__attention=attention)
     module, (tokens, labels) = module_of(run), batch_of(run)
     logits = torch.stack([written_out(run.model, dict(module.named_parameters()), row) for row in tokens])

@@ -1,4 +1,4 @@
-"""A causal language model that only transformers has: planned from the meta device, trained under data parallel and ZeRO."""
+"""Family hf, causal language models that only transformers has: planned on the meta device, trained with data parallelism and ZeRO."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from distrain.cli.config import hf_model
-from distrain.cli.config.load import compose, load
+from distrain.cli.config.load import compose_config, load_recipe
 from distrain.trainer.models.hf.inspect_config import inspect_config
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.problem import Unreadable
@@ -55,8 +55,8 @@ def words(folder: Path, dp: int, zero: int) -> tuple[str, ...]:
 
 
 def problems(*said: str) -> list[str]:
-    """What a plan refuses, a line each."""
-    return [str(each) for each in make_plan(load("quickstart", said)).problems]
+    """Return the problems of a plan, one line each."""
+    return [str(each) for each in make_plan(load_recipe("quickstart", said)).problems]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def neox(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("config", [NEOX, OPT], ids=lambda config: str(config["model_type"]))
 def test_the_plan_has_the_parameters_that_transformers_has(config: dict[str, Any], tmp_path: Path) -> None:
-    run = load("quickstart", words(written(tmp_path, config), 2, 1))
+    run = load_recipe("quickstart", words(written(tmp_path, config), 2, 1))
     plan = make_plan(run)
     theirs = transformers.AutoModelForCausalLM.from_config(transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config))
     assert plan.model is not None
@@ -84,27 +84,27 @@ def test_the_plan_has_the_parameters_that_transformers_has(config: dict[str, Any
     assert plan.model.flops_per_token == 6.0 * plan.model.parameters
 
 
-def test_what_is_not_counted_is_null_or_warned_of(neox: Path) -> None:
-    plan = make_plan(load("quickstart", [*words(neox, 2, 1), "cluster.device.peak.fp32=1e11", "cluster.device.bandwidth=1e10"]))
+def test_times_are_null_and_activations_are_warned_about(neox: Path) -> None:
+    plan = make_plan(load_recipe("quickstart", [*words(neox, 2, 1), "cluster.device.peak.fp32=1e11", "cluster.device.bandwidth=1e10"]))
     assert (plan.ok, plan.runnable, plan.engine, plan.time) == (True, True, "zero", None)
     said = [str(each) for each in plan.warnings]
     assert "no times: the operations of family hf are not in a table: `distrain fit` measures them as it trains" in said
     assert any(line.startswith("activations of family hf are not counted: ") for line in said)
 
 
-def test_a_config_is_asked_of_transformers_once(neox: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = load("quickstart", words(neox, 1, 0))
+def test_the_answer_of_transformers_is_cached(neox: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = load_recipe("quickstart", words(neox, 1, 0))
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    assert load("quickstart", words(neox, 1, 0)) == first
+    assert load_recipe("quickstart", words(neox, 1, 0)) == first
 
 
-def test_what_is_shown_holds_the_sizes_alone(neox: Path) -> None:
-    assert "parameters" not in compose("quickstart", words(neox, 1, 0))["model"]
+def test_the_composed_config_has_no_parameter_shapes(neox: Path) -> None:
+    assert "parameters" not in compose_config("quickstart", words(neox, 1, 0))["model"]
 
 
 @pytest.fixture(scope="module")
 def losses(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Losses:
-    """Six losses by model_type, dp and ZeRO stage."""
+    """Return six losses for each (model_type, dp, ZeRO stage)."""
     folder = tmp_path_factory.mktemp("runs")
     figures: Losses = {}
     for config, layouts in ((NEOX, ((1, 0), (2, 1), (2, 3))), (OPT, ((1, 0), (2, 3)))):
@@ -126,7 +126,7 @@ def test_the_losses_fall(losses: Losses) -> None:
     assert all(figures[-1] < figures[0] - 0.3 for figures in losses.values()), losses
 
 
-def test_a_stopped_run_goes_on_in_another_layout(ranks: RankPool, neox: Path, tmp_path: Path, losses: Losses) -> None:
+def test_a_stopped_run_resumes_in_another_layout(ranks: RankPool, neox: Path, tmp_path: Path, losses: Losses) -> None:
     stopped = ranks.fit(tmp_path / "run", "quickstart", *words(neox, 2, 3), signals=[(2, 1, signal.SIGTERM)])
     assert set(stopped.codes) == {75}
     reached = stopped.rows[-1]["step"]
@@ -136,21 +136,21 @@ def test_a_stopped_run_goes_on_in_another_layout(ranks: RankPool, neox: Path, tm
     assert job.figures("loss") == pytest.approx(losses["gpt_neox", 1, 0], abs=2e-6, rel=0)
 
 
-def test_bytes_are_planned_as_they_are_held(ranks: RankPool, neox: Path, tmp_path: Path) -> None:
+def test_planned_bytes_match_the_measured_bytes(ranks: RankPool, neox: Path, tmp_path: Path) -> None:
     short = (*words(neox, 1, 2), "train.steps=2", "train.precision=bf16")
     ranks.train(tmp_path / "run", "quickstart", *short)
     counted = json.loads((tmp_path / "run" / "measured.json").read_text())["memory"]
-    plan = make_plan(load("quickstart", short))
+    plan = make_plan(load_recipe("quickstart", short))
     assert plan.memory is not None
     held = plan.memory.stages[0].bytes
     for kind in ("weights", "gradients", "optimizer"):
         assert getattr(held, kind) == pytest.approx(counted[kind], rel=0.02), kind
 
 
-def test_half_precision_leaves_rotary_frequencies_whole(neox: Path) -> None:
+def test_half_precision_keeps_rotary_frequencies_in_float32(neox: Path) -> None:
     from distrain.trainer.models.hf.module import build_causal_lm as trained
 
-    module = trained(load("quickstart", words(neox, 1, 0)), device=torch.device("cpu"), dtype=torch.bfloat16, seed=1)
+    module = trained(load_recipe("quickstart", words(neox, 1, 0)), device=torch.device("cpu"), dtype=torch.bfloat16, seed=1)
     module.bfloat16()  # as DeepSpeed does
     assert {each.dtype for each in module.parameters()} == {torch.bfloat16}
     assert {each.dtype for name, each in module.named_buffers() if name.endswith("inv_freq")} == {torch.float32}
@@ -161,7 +161,7 @@ def test_a_model_that_looks_ahead_is_refused(neox: Path, tmp_path: Path) -> None
 
     folder = written(tmp_path / "bert", {"model_type": "bert", "intermediate_size": 64, **SIZES})
     shapes = {name: tuple(shape) for name, shape in inspect_config(folder / "config.json")["parameters"].items()}
-    run = load("quickstart", words(neox, 1, 0))
+    run = load_recipe("quickstart", words(neox, 1, 0))
     with pytest.raises(Unreadable, match="bert: its model sees the tokens that it should predict"):
         trained(
             replace(run, model=replace(run.model, hf=str(folder), parameters=shapes)),
@@ -171,10 +171,10 @@ def test_a_model_that_looks_ahead_is_refused(neox: Path, tmp_path: Path) -> None
         )
 
 
-def test_a_model_that_was_planned_otherwise_is_refused(neox: Path) -> None:
+def test_a_model_with_other_parameters_than_planned_is_refused(neox: Path) -> None:
     from distrain.trainer.models.hf.module import build_causal_lm as trained
 
-    run = load("quickstart", words(neox, 1, 0))
+    run = load_recipe("quickstart", words(neox, 1, 0))
     changed = replace(run, model=replace(run.model, parameters={"weight": (2, 2)}))
     with pytest.raises(Unreadable, match="has changed since the run was planned"):
         trained(changed, device=torch.device("cpu"), dtype=torch.float32, seed=1)
@@ -191,18 +191,18 @@ REFUSED = (
 
 
 @pytest.mark.parametrize(("word", "says"), REFUSED, ids=[word for word, _ in REFUSED])
-def test_what_family_hf_can_not_do_is_refused_by_the_plan(word: str, says: str, neox: Path) -> None:
+def test_the_plan_refuses_what_family_hf_does_not_support(word: str, says: str, neox: Path) -> None:
     assert any(line.startswith(says) for line in problems(*words(neox, 2, 1), word)), problems(*words(neox, 2, 1), word)
 
 
-def test_dropout_of_a_config_is_told(tmp_path: Path) -> None:
+def test_dropout_in_a_config_is_refused(tmp_path: Path) -> None:
     (line,) = problems("train.seq=16", f"model.hf={written(tmp_path, OPT)}")
     assert line.startswith("model.dropout=0.1: dropout of family hf can't be keyed")
 
 
 def test_sizes_beside_a_config_are_refused(neox: Path) -> None:
     with pytest.raises(Unreadable, match=f"model.layers=3 is not what {neox} says: change it there, and leave it out here"):
-        load("quickstart", [*words(neox, 2, 1), "model.layers=3"])
+        load_recipe("quickstart", [*words(neox, 2, 1), "model.layers=3"])
 
 
 WRONG = (
@@ -214,25 +214,25 @@ WRONG = (
 
 
 @pytest.mark.parametrize(("config", "says"), WRONG, ids=["vit", "t5", "text", "heads"])
-def test_a_config_that_makes_no_model_says_why(config: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_a_config_without_a_model_gives_the_reason(config: dict[str, Any], says: str, tmp_path: Path) -> None:
     (key, why), *more = inspect_config(written(tmp_path, config) / "config.json").items()
     assert (key, more) == ("problem", [])
     assert says in why
 
 
-def test_a_model_type_that_nobody_has_gets_one_line(tmp_path: Path) -> None:
+def test_an_unknown_model_type_is_reported_in_one_line(tmp_path: Path) -> None:
     folder = written(tmp_path, {"model_type": "nonesuch"})
     with pytest.raises(Unreadable) as caught:
-        load("quickstart", [f"model.hf={folder}"])
+        load_recipe("quickstart", [f"model.hf={folder}"])
     release = transformers.__version__
     assert str(caught.value) == f"model.hf={folder}/config.json: transformers {release} has no model_type=nonesuch"
 
 
-def test_without_transformers_there_is_one_clear_line(neox: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_transformers_is_reported_in_one_line(neox: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> str:
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr(hf_model, "version", absent)
     with pytest.raises(Unreadable) as caught:
-        load("quickstart", words(neox, 1, 0))
+        load_recipe("quickstart", words(neox, 1, 0))
     assert str(caught.value) == f"model.hf={neox}: transformers, which has this model, is not installed: pip install 'distrain[hf]'"

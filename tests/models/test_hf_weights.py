@@ -1,4 +1,4 @@
-"""Hugging Face folders: transformers' logits on its weights are ours, ours are its, and what is no such folder is refused."""
+"""Hugging Face folders: weights read from transformers and written for it give the same logits in both; bad folders are refused."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def run_of(model: Model, **changes: Any) -> Run:
 
 
 def module_of(run: Run) -> Any:
-    """A module in which every weight counts, norms and biases too."""
+    """Return a module in which every weight has an effect, norms and biases too."""
     module = build_model(run, device=CPU, dtype=torch.float32, seed=5)
     load_weights(
         module,
@@ -80,7 +80,7 @@ def tokens_of(run: Run) -> Any:
 
 
 def saved(folder: Path, name: str, **changes: Any) -> Run:
-    """A run of ours whose weights have been written to a folder."""
+    """Write a model of ours to a folder, and return its run."""
     run = run_of(OURS[name])
     write_hf_folder(named_weights(module_of(run), run), run, folder, **changes)
     return run
@@ -93,7 +93,7 @@ def problems(folder: Path, run: Run) -> str:
 
 
 @pytest.mark.parametrize("name", THEIRS)
-def test_transformers_weights_give_its_logits_here(name: str, tmp_path: Path, transformers: Any) -> None:
+def test_weights_of_transformers_give_the_same_logits_here(name: str, tmp_path: Path, transformers: Any) -> None:
     kind, keys = THEIRS[name]
     torch.manual_seed(3)
     theirs = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(initializer_range=0.2, **keys)).eval()
@@ -110,7 +110,7 @@ def test_transformers_weights_give_its_logits_here(name: str, tmp_path: Path, tr
 
 @pytest.mark.parametrize("name", OURS)
 @pytest.mark.parametrize("max_file_bytes", [20_000, 10**9])
-def test_our_weights_give_our_logits_in_transformers(name: str, max_file_bytes: int, tmp_path: Path, transformers: Any) -> None:
+def test_our_weights_give_the_same_logits_in_transformers(name: str, max_file_bytes: int, tmp_path: Path, transformers: Any) -> None:
     run = saved(tmp_path, name, max_file_bytes=max_file_bytes)
     theirs, said = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(said[each] for each in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -120,7 +120,7 @@ def test_our_weights_give_our_logits_in_transformers(name: str, max_file_bytes: 
 
 @pytest.mark.parametrize("name", OURS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_come_back_to_the_bit(name: str, dtype: Any, tmp_path: Path) -> None:
+def test_weights_survive_a_round_trip_bit_for_bit(name: str, dtype: Any, tmp_path: Path) -> None:
     run = run_of(OURS[name])
     module = module_of(run).to(dtype)
     write_hf_folder(named_weights(module, run), run, tmp_path)
@@ -133,7 +133,7 @@ def test_weights_come_back_to_the_bit(name: str, dtype: Any, tmp_path: Path) -> 
     assert not expected
 
 
-def test_a_file_is_as_large_as_it_may_be(tmp_path: Path) -> None:
+def test_files_stay_within_their_maximum_size(tmp_path: Path) -> None:
     saved(tmp_path, "llama", max_file_bytes=20_000)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     files = sorted(tmp_path.glob("*.safetensors"))
@@ -144,7 +144,7 @@ def test_a_file_is_as_large_as_it_may_be(tmp_path: Path) -> None:
     assert [file.name for file in files][-1] == f"model-{len(files):05d}-of-{len(files):05d}.safetensors"
 
 
-def test_the_hubs_gpt_2_leaves_out_the_models_own_name(tmp_path: Path) -> None:
+def test_gpt_2_of_the_hub_is_read_without_the_transformer_prefix(tmp_path: Path) -> None:
     run = saved(tmp_path, "gpt")
     file = tmp_path / "model.safetensors"
     bare = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
@@ -162,7 +162,7 @@ def test_another_model_is_refused_with_every_difference(tmp_path: Path) -> None:
     assert "model.tied=false" in said
 
 
-def test_another_family_is_one_problem(tmp_path: Path) -> None:
+def test_another_family_is_reported_as_a_single_problem(tmp_path: Path) -> None:
     saved(tmp_path, "llama")
     assert problems(tmp_path, run_of(OURS["gpt"])) == (
         f"{tmp_path} is a model of family llama, but model.family=gpt: set model.hf={tmp_path} to take its sizes"
@@ -181,13 +181,13 @@ def test_a_file_that_was_cut_short_is_refused_before_a_tensor_is_read(tmp_path: 
         assert problems(tmp_path, run) == f"{file} is not a safetensors file: download it again"
 
 
-def test_a_file_that_the_index_names_and_is_missing_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_of_the_index_is_named(tmp_path: Path) -> None:
     run = saved(tmp_path, "llama")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "model.safetensors"}}))
     assert problems(tmp_path, run).startswith(f"{tmp_path} lacks one.safetensors, which model.safetensors.index.json names")
 
 
-def test_many_tensors_that_are_missing_are_counted(tmp_path: Path) -> None:
+def test_many_missing_tensors_are_counted(tmp_path: Path) -> None:
     run = saved(tmp_path, "llama")
     save_file({"lm_head.weight": torch.zeros(101, 48)}, tmp_path / "model.safetensors")
     lines = problems(tmp_path, run).splitlines()
@@ -203,7 +203,7 @@ def test_stretched_rotary_frequencies_are_refused(tmp_path: Path) -> None:
     assert "llama3" in problems(tmp_path, run)
 
 
-def test_missing_and_misshapen_weights_are_told_before_the_first_is_read(tmp_path: Path) -> None:
+def test_missing_and_misshapen_weights_are_reported_before_any_is_read(tmp_path: Path) -> None:
     run = saved(tmp_path, "llama")
     held = load_file(tmp_path / "model.safetensors")
     del held["model.norm.weight"]
@@ -220,14 +220,14 @@ def test_a_folder_of_pickles_is_refused(tmp_path: Path) -> None:
     assert "holds no .safetensors" in problems(tmp_path, run)
 
 
-def test_weights_are_not_written_over_others(tmp_path: Path) -> None:
+def test_existing_weights_are_not_overwritten(tmp_path: Path) -> None:
     run = saved(tmp_path, "llama")
     with pytest.raises(Unreadable, match="holds weights: name a folder"):
         write_hf_folder(named_weights(module_of(run), run), run, tmp_path)
 
 
 @pytest.mark.parametrize("change", [("model.act", "geglu"), ("model.norm", "layernorm"), ("model.positions", "none")])
-def test_a_model_that_no_class_computes_is_not_written(change: tuple[str, str], tmp_path: Path) -> None:
+def test_a_model_without_a_class_in_transformers_is_not_written(change: tuple[str, str], tmp_path: Path) -> None:
     run = with_changes(run_of(OURS["llama"]), [change])
     with pytest.raises(Unreadable, match="none of Hugging Face's"):
         write_hf_folder(named_weights(module_of(run), run), run, tmp_path / "out")

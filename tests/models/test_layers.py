@@ -1,4 +1,4 @@
-"""What the torch modules compute: inside documents, beside padding, recomputed, split, in bf16; and their initial values."""
+"""The torch modules: documents, vocabulary padding, recomputation, split batches, bf16, and initial values."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ MODELS = {
     "qwen": Model(family="llama", layers=3, hidden=32, heads=4, ffn=56, vocab=64, qkv_bias=True, tied=True, vocab_multiple=48, **LLAMA),
     "moe": Model(family="moe", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=16, ffn=40, vocab=64, experts=4, top_k=2, **LLAMA),
 }
-EVERY = pytest.mark.parametrize("name", MODELS)
+EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
 ATTENTION = pytest.mark.parametrize("attention", ["flash", "math"])
 B, S = 3, 24
 
 
 def run_of(name: str, **changes: Any) -> Run:
-    """A run of a small model, with keys changed: parallel__recompute="full"."""
+    """Return a run of a small model, with keys changed: parallel__recompute="full"."""
     cluster = Cluster(nodes=1, gpus=1, device=Device(name="cpu", memory=1e12, kind="cpu"))
     train = Train(batch=B, microbatch=B, seq=S, steps=1, precision="fp32")
     run = Run(name=name, model=MODELS[name], cluster=cluster, parallel=Parallel(), train=train)
@@ -46,7 +46,7 @@ def run_of(name: str, **changes: Any) -> Run:
 
 
 def module_of(run: Run, dtype: Any = torch.float64) -> Any:
-    """A module with random weights far from their initial values, so that every part of it counts: norms and biases too."""
+    """Return a module whose weights are far from their initial values, so that every part has an effect, norms and biases too."""
     module = build_model(run, device=CPU, dtype=dtype, seed=5)
     drawn = (
         (name, tensor.float() + 0.2 * normal(6, name, 0, tensor.numel()).view(tensor.shape)) for name, tensor in named_weights(module, run)
@@ -56,7 +56,7 @@ def module_of(run: Run, dtype: Any = torch.float64) -> Any:
 
 
 def batch_of(run: Run) -> tuple[Any, Any]:
-    """Tokens, and labels of which some don't count."""
+    """Return tokens, and labels of which some do not count."""
     drawn = torch.Generator().manual_seed(7)
     tokens, labels = torch.randint(run.model.vocab, (2, B, S), generator=drawn)
     labels[0, 3:7] = labels[2, -1] = IGNORED
@@ -68,15 +68,15 @@ def keys_of(step: int = 0, samples: Any = None) -> Any:
 
 
 def gradients(module: Any, *batch: Any, **further: Any) -> tuple[Any, dict[str, Any]]:
-    """The mean loss, and its gradient to every weight."""
+    """Return the mean loss, and its gradient by every weight."""
     loss, labels = module(*batch, **further)
     found = torch.autograd.grad(loss / labels, list(module.parameters()))
     return loss.detach() / labels, dict(zip(dict(module.named_parameters()), found, strict=True))
 
 
-@EVERY
+@EVERY_MODEL
 @ATTENTION
-def test_documents_are_computed_as_sequences_of_their_own(name: str, attention: str) -> None:
+def test_documents_are_computed_like_separate_sequences(name: str, attention: str) -> None:
     run = run_of(name, train__attention=attention)
     module, (tokens, labels) = module_of(run), batch_of(run)
     ends = [(0, 5, 6, 24), (0, 24), (0, 12, 24)]
@@ -93,8 +93,8 @@ def test_documents_are_computed_as_sequences_of_their_own(name: str, attention: 
     torch.testing.assert_close(loss, sum(alone), rtol=1e-12, atol=0)
 
 
-def beyond(run: Run, module: Any) -> dict[str, Any]:
-    """Where each weight that is padded is padding."""
+def padding_masks(run: Run, module: Any) -> dict[str, Any]:
+    """Return the mask of the padding of each padded weight."""
     held, found = dict(module.named_parameters()), {}
     for name, logical in named_weights(module, run):
         if logical.shape != held[name].shape:
@@ -103,12 +103,12 @@ def beyond(run: Run, module: Any) -> dict[str, Any]:
     return found
 
 
-@EVERY
-def test_padded_words_have_no_effect(name: str) -> None:
+@EVERY_MODEL
+def test_vocabulary_padding_has_no_effect(name: str) -> None:
     run = run_of(name, model__vocab_multiple=1)
     plain, wide = module_of(run), module_of(run_of(name, model__vocab_multiple=256))
     tokens, labels = batch_of(run)
-    padding = beyond(run, wide)
+    padding = padding_masks(run, wide)
     assert len(padding) == (1 if run.model.tied else 2)
     with torch.no_grad():
         for key, outside in padding.items():
@@ -121,11 +121,11 @@ def test_padded_words_have_no_effect(name: str) -> None:
     assert not any(grads[key][outside].any() for key, outside in padding.items())
 
 
-@EVERY
+@EVERY_MODEL
 @ATTENTION
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_recomputation_gives_the_same_gradients_to_the_bit(name: str, attention: str, dropout: float, dtype: Any) -> None:
+def test_recomputation_gives_bitwise_equal_gradients(name: str, attention: str, dropout: float, dtype: Any) -> None:
     found = []
     for recompute in ("none", "selective", "full"):
         run = run_of(name, parallel__recompute=recompute, train__attention=attention, model__dropout=dropout)
@@ -135,8 +135,8 @@ def test_recomputation_gives_the_same_gradients_to_the_bit(name: str, attention:
         assert all(torch.equal(grads[key], found[0][1][key]) for key in grads)
 
 
-@EVERY
-def test_dropout_is_the_same_however_a_batch_is_split(name: str) -> None:
+@EVERY_MODEL
+def test_splitting_a_batch_does_not_change_the_loss_with_dropout(name: str) -> None:
     run = run_of(name, model__dropout=0.2)
     module, (tokens, labels) = module_of(run), batch_of(run)
     whole, _ = module(tokens, labels, keys=keys_of())
@@ -144,8 +144,8 @@ def test_dropout_is_the_same_however_a_batch_is_split(name: str) -> None:
     torch.testing.assert_close(whole, sum(parts), rtol=1e-12, atol=0)
 
 
-@EVERY
-def test_dropout_draws_anew_at_each_step_and_not_at_all_without_keys(name: str) -> None:
+@EVERY_MODEL
+def test_dropout_differs_between_steps_and_is_off_without_keys(name: str) -> None:
     run = run_of(name, model__dropout=0.2)
     module, batch = module_of(run), batch_of(run)
     losses = {module(*batch, keys=keys_of(step))[0].item() for step in range(4)}
@@ -153,8 +153,8 @@ def test_dropout_draws_anew_at_each_step_and_not_at_all_without_keys(name: str) 
     assert module(*batch)[0] == module_of(run_of(name))(*batch)[0]
 
 
-@EVERY
-def test_counting_what_is_saved_changes_no_gradient(name: str) -> None:
+@EVERY_MODEL
+def test_counting_saved_activations_changes_no_gradient(name: str) -> None:
     run = run_of(name)
     module, batch = module_of(run), batch_of(run)
     loss, plain = gradients(module, *batch)
@@ -164,10 +164,10 @@ def test_counting_what_is_saved_changes_no_gradient(name: str) -> None:
     assert all(torch.equal(found[key], plain[key]) for key in plain)
 
 
-@EVERY
+@EVERY_MODEL
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_a_weight_that_is_let_go_after_forward_takes_no_memory(name: str, recompute: str) -> None:
-    """As ZeRO-3 does: a parameter's data is dropped, and put back before backward. A saved view of it would hold it."""
+def test_a_weight_freed_after_forward_takes_no_memory(name: str, recompute: str) -> None:
+    """ZeRO-3 frees a parameter's data and puts it back before backward. A saved view of the parameter would keep its memory."""
     run = run_of(name, parallel__recompute=recompute)
     module, batch = module_of(run), batch_of(run)
     _, expected = gradients(module, *batch)
@@ -184,7 +184,7 @@ def test_a_weight_that_is_let_go_after_forward_takes_no_memory(name: str, recomp
     assert all(torch.equal(each, other) for each, other in zip(found, expected.values(), strict=True))
 
 
-def test_cross_entropy_is_torchs_whatever_the_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cross_entropy_matches_torch_for_any_chunk_size(monkeypatch: pytest.MonkeyPatch) -> None:
     labels = torch.randint(7, (2, 5))
     labels[1] = IGNORED
     logits = torch.randn(2, 5, 10, dtype=torch.float64, requires_grad=True)
@@ -197,7 +197,7 @@ def test_cross_entropy_is_torchs_whatever_the_rows_at_a_time(monkeypatch: pytest
         torch.testing.assert_close(torch.autograd.grad(2 * loss, logits), wanted)
 
 
-def test_the_loss_of_bf16_logits_is_float32s() -> None:
+def test_the_loss_of_bf16_logits_is_computed_in_float32() -> None:
     logits = (4 * torch.randn(2, 64, 512)).bfloat16().requires_grad_()
     labels = torch.randint(512, (2, 64))
     loss = cross_entropy(logits, labels, 512)
@@ -209,25 +209,25 @@ def test_the_loss_of_bf16_logits_is_float32s() -> None:
     torch.testing.assert_close(*grads, rtol=2**-8, atol=1e-12)
 
 
-def test_rms_norms_gradient_is_that_of_its_formula() -> None:
+def test_the_gradient_of_rms_norm_matches_its_formula() -> None:
     x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
     weight = torch.nn.Parameter(torch.randn(8, dtype=torch.float64))
     assert torch.autograd.gradcheck(lambda x, _: RMSNorm({"weight": weight}, 1e-3)(x), (x, weight))
     torch.testing.assert_close(RMSNorm({"weight": weight}, 1e-3)(x), F.rms_norm(x, (8,), weight, 1e-3))
 
 
-@EVERY
-def test_bf16_is_near_float32(name: str) -> None:
-    """A loss a token apart by less than bf16's 2^-8 of itself."""
+@EVERY_MODEL
+def test_the_loss_in_bf16_is_close_to_float32(name: str) -> None:
+    """The losses differ by less than bf16's precision, 2^-8 of themselves."""
     run = run_of(name)
     losses = [gradients(module_of(run, dtype), *batch_of(run))[0] for dtype in (torch.float32, torch.bfloat16)]
     assert losses[1].dtype == torch.float32
     assert abs(losses[0] - losses[1]) < 2**-8 * losses[0]
 
 
-@EVERY
-def test_initial_weights_are_gpt_2s(name: str) -> None:
-    """Normals of 0.02, what adds to the residual stream by sqrt(2 layers) less; norms 1, biases and padding 0."""
+@EVERY_MODEL
+def test_initial_weights_follow_gpt_2(name: str) -> None:
+    """Normals of deviation 0.02, divided by sqrt(2 layers) where they add to the residual stream; norms 1, biases and padding 0."""
     run = run_of(name)
     module = build_model(run, device=CPU, dtype=torch.float32, seed=3)
     for key, tensor in named_weights(module, run):
@@ -236,11 +236,11 @@ def test_initial_weights_are_gpt_2s(name: str) -> None:
             continue
         deviation = 0.02 / math.sqrt(2 * run.model.layers) if key.endswith(("out.weight", "down.weight")) else 0.02
         assert tensor.std() == pytest.approx(deviation, rel=5 / math.sqrt(2 * tensor.numel()))
-    assert not any(module.get_parameter(key)[outside].any() for key, outside in beyond(run, module).items())
+    assert not any(module.get_parameter(key)[outside].any() for key, outside in padding_masks(run, module).items())
 
 
-def test_initial_weights_hang_on_the_seed_and_the_name_alone() -> None:
-    """A padded vocabulary, fewer layers, another batch: the rest is drawn the same."""
+def test_initial_weights_depend_only_on_the_seed_and_the_name() -> None:
+    """With a padded vocabulary and another batch the weights are the same."""
     first = dict(named_weights(build_model(run_of("llama"), device=CPU, dtype=torch.float32, seed=3), run_of("llama")))
     other = run_of("llama", model__vocab_multiple=64, train__microbatch=1)
     for key, tensor in named_weights(build_model(other, device=CPU, dtype=torch.float32, seed=3), other):
@@ -248,6 +248,6 @@ def test_initial_weights_hang_on_the_seed_and_the_name_alone() -> None:
     assert not torch.equal(first["layers.0.mlp.up.weight"], first["layers.1.mlp.up.weight"])
 
 
-def test_a_family_without_a_module_says_so() -> None:
+def test_a_family_without_a_module_is_refused() -> None:
     with pytest.raises(Unreadable, match=r"model\.family=bert can be planned, but not trained: it has no module"):
         build_model(run_of("gpt", model__family="bert"), device=CPU, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""The torch modules against the op table: names and shapes of weights, their count, FLOPs, and what is saved for backward."""
+"""The torch modules match the op table: names, shapes and count of weights, FLOPs, saved activations, and split linear layers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ torch = pytest.importorskip("torch")
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count  # noqa: E402
 
 from distrain.trainer.layers.counter_rng import dropout_keys  # noqa: E402
+from distrain.trainer.layers.embedding import LMHead, VocabEmbedding  # noqa: E402
+from distrain.trainer.layers.tensor_parallel import ColumnLinear, RowLinear  # noqa: E402
 from distrain.trainer.models.build import build_model  # noqa: E402
 from distrain.trainer.models.families import FAMILIES, op_table  # noqa: E402
 from distrain.trainer.models.ops.op_table import (  # noqa: E402
@@ -25,6 +27,7 @@ from distrain.trainer.models.ops.op_table import (  # noqa: E402
     round_up,
 )
 from distrain.trainer.parallel.saved_bytes import count_saved  # noqa: E402
+from distrain.trainer.plan.axes import tp  # noqa: E402
 from distrain.trainer.plan.changed_run import with_changes  # noqa: E402
 from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train  # noqa: E402
 
@@ -37,11 +40,11 @@ MODELS = {
     "qwen": Model(family="llama", layers=3, hidden=32, heads=4, ffn=56, vocab=64, qkv_bias=True, tied=True, vocab_multiple=48, **LLAMA),
     "moe": Model(family="moe", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=16, ffn=40, vocab=64, experts=4, top_k=2, **LLAMA),
 }
-EVERY = pytest.mark.parametrize("name", MODELS)
+EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
 
 
 def run_of(name: str, **changes: Any) -> Run:
-    """A run of a small model, with keys changed: parallel__recompute="full"."""
+    """Return a run of a small model, with keys changed: parallel__recompute="full"."""
     cluster = Cluster(nodes=1, gpus=1, device=Device(name="cpu", memory=1e12, kind="cpu"))
     train = Train(batch=3, microbatch=3, seq=24, steps=1, precision="fp32")
     run = Run(name=name, model=MODELS[name], cluster=cluster, parallel=Parallel(), train=train)
@@ -57,7 +60,7 @@ def batch_of(run: Run) -> tuple[Any, Any]:
     return torch.randint(run.model.vocab, shape), torch.randint(run.model.vocab, shape)
 
 
-# Written out by hand, so that the table is held by something that it did not make: GPT-2's shapes as Conv1D has them.
+# Written by hand, independently of the op table: GPT-2's shapes as Conv1D has them.
 BY_HAND = {
     "embedding.weight": (101, 48),
     "positions.weight": (40, 48),
@@ -75,13 +78,13 @@ BY_HAND = {
 }  # fmt: skip
 
 
-def test_gpts_weights_are_those_written_by_hand() -> None:
+def test_the_weights_of_gpt_match_a_list_written_by_hand() -> None:
     module = build_model(run_of("gpt"), device=CPU, dtype=torch.float32)
     assert {name: tuple(each.shape) for name, each in module.named_parameters()} == BY_HAND
 
 
-@EVERY
-def test_every_weight_has_the_tables_name_and_shape(name: str) -> None:
+@EVERY_MODEL
+def test_every_weight_has_the_name_and_shape_of_the_op_table(name: str) -> None:
     run = run_of(name)
     table = table_of(run)
     size = {**table.sizes, "vocab": round_up(run.model.vocab, run.model.vocab_multiple)}
@@ -90,26 +93,43 @@ def test_every_weight_has_the_tables_name_and_shape(name: str) -> None:
     assert {name: tuple(each.shape) for name, each in module.named_parameters()} == expected
 
 
-@EVERY
-def test_the_parameters_are_as_many_as_the_table_counts(name: str) -> None:
+@EVERY_MODEL
+def test_a_module_has_as_many_parameters_as_the_op_table_counts(name: str) -> None:
     run = run_of(name, model__vocab_multiple=1)
     module = build_model(run, device=torch.device("meta"), dtype=torch.float32)
     assert sum(each.numel() for each in module.parameters()) == parameter_count(table_of(run), run.model.layers)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_parameters_that_are_named_are_those_that_are_counted(family: str) -> None:
+def test_the_named_parameters_add_up_to_the_parameter_count(family: str) -> None:
     model = Model(family=family, layers=3, hidden=48, heads=4, vocab=101, experts=4, top_k=2, shared_experts=1, tied=True, bias=True)
     table = FAMILIES[family].table(model, Train(batch=1, seq=8))
     assert sum(prod(each.shape(table.sizes)) for each in model_parameters(table, range(3))) == parameter_count(table, 3)
 
 
-def test_the_vocabulary_is_padded_as_the_planner_pads_it() -> None:
+STYLES = {ColumnLinear: "column", LMHead: "column", RowLinear: "row", VocabEmbedding: "vocab"}
+
+
+@EVERY_MODEL
+def test_layers_split_the_weights_that_the_planner_splits(name: str) -> None:
+    """Each weight's class splits it as trainer/plan/axes/tp.py plans; experts are split inside, between gathered tokens and a sum."""
+    run = run_of(name)
+    module, table = build_model(run, device=torch.device("meta"), dtype=torch.float32), op_table(run)
+    for prefix, ops in (("", table.embedding), ("layers.0.", table.layer), ("", table.head)):
+        for op in ops:
+            for weight in op.weights:
+                if weight.name.endswith(".weight") and "experts" not in weight.dims:
+                    layer = module.get_submodule(prefix + weight.name.removesuffix(".weight"))
+                    planned = tp.style(op) if tp.AXIS.split_dim(weight.dims) else None
+                    assert STYLES.get(type(layer)) == planned, weight.name
+
+
+def test_the_vocabulary_is_padded_to_a_multiple() -> None:
     assert [round_up(101, each) for each in (1, 64, 101)] == [101, 128, 101]
 
 
-# torch's counter knows the fused kernels of GPUs, not the CPU's: told here, it counts as they do. Both it and the table count
-# causal attention in full, forward and backward: the half that a causal kernel skips is the table's `computed`, told apart.
+# torch's counter knows the fused kernels of GPUs, but not the CPU's, which are added here. The counter and the op table both count
+# causal attention in full: the half that a causal kernel skips is the table's `computed`.
 FUSED = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(
@@ -118,9 +138,9 @@ FUSED = {
 }
 
 
-@EVERY
+@EVERY_MODEL
 @pytest.mark.parametrize("attention", ["math", "flash"])
-def test_torch_counts_the_tables_flops(name: str, attention: str) -> None:
+def test_torch_counts_the_flops_of_the_op_table(name: str, attention: str) -> None:
     run = run_of(name, train__attention=attention, model__vocab_multiple=1)
     table = table_of(run)
     module = build_model(run, device=CPU, dtype=torch.float32, seed=1)
@@ -135,8 +155,8 @@ def test_torch_counts_the_tables_flops(name: str, attention: str) -> None:
     assert counter.get_total_flops() == expected
 
 
-def saved_by(run: Run) -> int:
-    """Bytes that the table says a forward pass of our modules saves."""
+def planned_saved_bytes(run: Run) -> int:
+    """Return the bytes that a forward pass of our modules saves, by the op table."""
     table = table_of(run)
     size = {**table.sizes, "vocab": round_up(run.model.vocab, run.model.vocab_multiple)}
     width = {"fp32": 4, "bf16": 2}[run.train.precision]
@@ -156,44 +176,44 @@ def saved_by(run: Run) -> int:
     return sum(bytes_of(op.saves_torch) for op in table.embedding + table.head) + run.model.layers * layer(table.layer)
 
 
-def saved_by_torch(run: Run) -> int:
-    """Bytes that a forward pass of our modules does save."""
+def measured_saved_bytes(run: Run) -> int:
+    """Return the bytes that a forward pass of our modules saves, measured."""
     module = build_model(run, device=CPU, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[run.train.precision], seed=1)
     batch = batch_of(run)
     keyed = dropout_keys(1, 0, torch.arange(run.train.microbatch), torch.arange(run.train.seq))
     with count_saved(module.parameters(), batch, [keyed.states]) as saved:
         loss, _ = module(*batch, keys=keyed)
-    assert loss.requires_grad  # and what it was made of is still held
+    assert loss.requires_grad  # and its graph is alive
     return saved.bytes
 
 
-@EVERY
+@EVERY_MODEL
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("attention", ["flash", "math"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_torch_saves_the_tables_bytes(name: str, recompute: str, attention: str, dropout: float, precision: str) -> None:
+def test_torch_saves_the_bytes_of_the_op_table(name: str, recompute: str, attention: str, dropout: float, precision: str) -> None:
     changes = {"parallel__recompute": recompute, "train__attention": attention, "model__dropout": dropout, "train__precision": precision}
     run = run_of(name, **changes)
-    assert saved_by_torch(run) == saved_by(run)
+    assert measured_saved_bytes(run) == planned_saved_bytes(run)
 
 
-@EVERY
+@EVERY_MODEL
 @pytest.mark.parametrize("act", ["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu"])
-def test_torch_saves_the_tables_bytes_of_every_activation(name: str, act: str) -> None:
+def test_torch_saves_the_bytes_of_the_op_table_for_every_activation(name: str, act: str) -> None:
     run = run_of(name, model__act=act)
-    assert saved_by_torch(run) == saved_by(run)
+    assert measured_saved_bytes(run) == planned_saved_bytes(run)
 
 
-@EVERY
+@EVERY_MODEL
 @pytest.mark.parametrize(("microbatch", "seq"), [(1, 24), (1, 1), (5, 7), (2, 40)])
-def test_torch_saves_the_tables_bytes_of_every_shape(name: str, microbatch: int, seq: int) -> None:
+def test_torch_saves_the_bytes_of_the_op_table_for_every_shape(name: str, microbatch: int, seq: int) -> None:
     for attention in ("flash", "math"):
         run = run_of(name, train__batch=microbatch, train__microbatch=microbatch, train__seq=seq, train__attention=attention)
-        assert saved_by_torch(run) == saved_by(run)
+        assert measured_saved_bytes(run) == planned_saved_bytes(run)
 
 
-def test_a_storage_counts_once_and_while_it_is_held() -> None:
+def test_a_storage_is_counted_once_while_it_is_alive() -> None:
     x, w = torch.randn(8, 16, requires_grad=True), torch.randn(16, 4, requires_grad=True)
     with count_saved([w]) as saved:
         y = (x @ w).exp()  # x (w lives anyway), then exp's result

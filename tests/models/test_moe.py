@@ -1,4 +1,4 @@
-"""A mixture of experts computes its formulas, however it is split, and trains the curve of one process in every layout."""
+"""A mixture of experts matches its formulas however it is split, and trains in every layout as in one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from distrain.cli.config.load import load  # noqa: E402
+from distrain.cli.config.load import load_recipe  # noqa: E402
 from distrain.tests.fakes.one_process import reference_curve  # noqa: E402
 from distrain.trainer.layers import experts  # noqa: E402
 from distrain.trainer.layers.counter_rng import normal  # noqa: E402
@@ -39,7 +39,7 @@ MODEL = Model(family="moe", norm="rmsnorm", act="swiglu", positions="rope", **SH
 
 
 def run_of(**changes: Any) -> Run:
-    """A run of a small mixture, with keys changed: model__top_k=1."""
+    """Return a run of a small mixture, with keys changed: model__top_k=1."""
     cluster = Cluster(nodes=1, gpus=1, device=Device(name="cpu", memory=1e12, kind="cpu"))
     train = Train(batch=B, microbatch=B, seq=S, steps=1, precision="fp32")
     run = Run(name="moe", model=MODEL, cluster=cluster, parallel=Parallel(), train=train)
@@ -47,7 +47,7 @@ def run_of(**changes: Any) -> Run:
 
 
 def module_of(run: Run) -> Any:
-    """A module in which every weight counts, float64."""
+    """Return a module in which every weight has an effect, float64."""
     module = build_model(run, device=CPU, dtype=torch.float64, seed=5)
     drawn = (
         (name, tensor.float() + 0.3 * normal(6, name, 0, tensor.numel()).view(tensor.shape)) for name, tensor in named_weights(module, run)
@@ -61,7 +61,7 @@ def batch_of(run: Run) -> tuple[Any, Any]:
 
 
 def written_out(run: Run, w: dict[str, Any], x: Any) -> tuple[Any, Any]:
-    """One sequence x [S, H] through the experts of a layer, token by token; and how uneven its routing is."""
+    """Return (output of a layer's experts for one sequence x [S, H], computed token by token; its routing imbalance)."""
     model = run.model
     room = model.capacity and int(model.capacity * model.top_k * S / E)
     rows, taken, wanted, chances = [], [0] * E, [0] * E, []
@@ -75,13 +75,15 @@ def written_out(run: Run, w: dict[str, Any], x: Any) -> tuple[Any, Any]:
             wanted[one] += 1
             if room is None or taken[one] < room:
                 taken[one] += 1
-                row = row + share * fed({name: each[one] for name, each in w.items() if "experts" in name}, "experts", token)
-        rows.append(row + fed(w, "shared", token) if model.shared_experts else row)
+                row = row + share * feed_forward_written_out(
+                    {name: each[one] for name, each in w.items() if "experts" in name}, "experts", token
+                )
+        rows.append(row + feed_forward_written_out(w, "shared", token) if model.shared_experts else row)
     even = E * sum(want / (S * model.top_k) * chance for want, chance in zip(wanted, torch.stack(chances).mean(0), strict=True))
     return torch.stack(rows), even
 
 
-def fed(w: dict[str, Any], name: str, x: Any) -> Any:
+def feed_forward_written_out(w: dict[str, Any], name: str, x: Any) -> Any:
     gate, up, down = (w[f"{name}.{part}.weight"] for part in ("gate", "up", "down"))
     return (torch.nn.functional.silu(x @ gate) * (x @ up)) @ down
 
@@ -101,20 +103,21 @@ WAYS = pytest.mark.parametrize(
 
 
 @WAYS
-def test_a_layer_is_that_of_the_formulas_written_out(changes: dict[str, Any]) -> None:
+def test_a_layer_matches_the_written_out_formulas(changes: dict[str, Any]) -> None:
     run = run_of(**changes, model__aux_loss=0.1)
     layer = module_of(run).layers["1"]
     x = torch.randn(B, S, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).requires_grad_()
-    mixed, uneven, _ = layer.mixture(x)
-    made = mixed if layer.shared is None else mixed + layer.shared(x)
+    routed, imbalances, _ = layer.mixture(x)
+    output = routed if layer.shared is None else routed + layer.shared(x)
     rows = [written_out(run, dict(layer.named_parameters()), sequence) for sequence in x]
-    wanted, even = (torch.stack(each) for each in zip(*rows, strict=True))
-    torch.testing.assert_close(made, wanted, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(uneven, even, rtol=1e-12, atol=0)
-    held = [x, *(each for name, each in layer.named_parameters() if name.startswith(("router", "experts", "shared")))]
-    mix = torch.randn(made.shape, dtype=torch.float64)
+    expected, expected_imbalances = (torch.stack(each) for each in zip(*rows, strict=True))
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(imbalances, expected_imbalances, rtol=1e-12, atol=0)
+    inputs = [x, *(each for name, each in layer.named_parameters() if name.startswith(("router", "experts", "shared")))]
+    weights = torch.randn(output.shape, dtype=torch.float64)
     ours, theirs = (
-        torch.autograd.grad((one * mix).sum() + other.sum(), held, retain_graph=True) for one, other in ((made, uneven), (wanted, even))
+        torch.autograd.grad((values * weights).sum() + each.sum(), inputs, retain_graph=True)
+        for values, each in ((output, imbalances), (expected, expected_imbalances))
     )
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-11)
@@ -122,8 +125,8 @@ def test_a_layer_is_that_of_the_formulas_written_out(changes: dict[str, Any]) ->
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("ignored", [False, True])
-def test_the_loss_is_the_tokens_and_its_gradient_that_of_uneven_routing_too(ignored: bool, recompute: str) -> None:
-    """The mean over sequences of their unevenness, each counted by its labels: alike where all labels count."""
+def test_the_auxiliary_loss_is_in_the_gradient_but_not_in_the_loss(ignored: bool, recompute: str) -> None:
+    """It is the mean over sequences of their routing imbalance, weighted by their labels that count."""
     plain, run = (module_of(run_of(model__aux_loss=aux, parallel__recompute=recompute)) for aux in (0.0, 0.7))
     tokens, labels = batch_of(run_of())
     if ignored:
@@ -131,15 +134,15 @@ def test_the_loss_is_the_tokens_and_its_gradient_that_of_uneven_routing_too(igno
     (loss, counted), (other, _) = plain(tokens, labels), run(tokens, labels)
     assert torch.equal(loss, other)
     (other / counted).backward()
-    each = uneven_of(plain, tokens)  # [B]
+    each = summed_imbalance(plain, tokens)  # [B]
     many = (labels != IGNORED).sum(1)
     (loss / counted + 0.7 * ((each * many).sum() / many.sum() if ignored else each.mean())).backward()
     for (name, one), two in zip(run.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, two.grad, rtol=1e-10, atol=1e-14, msg=name)
 
 
-def uneven_of(module: Any, tokens: Any) -> Any:
-    """The layers' unevenness of each sequence, added up, of what enters each router."""
+def summed_imbalance(module: Any, tokens: Any) -> Any:
+    """Return each sequence's routing imbalance, summed over layers, from the routers' logits."""
     found = []
 
     def look(_: Any, given: Any, logits: Any) -> None:
@@ -154,20 +157,20 @@ def uneven_of(module: Any, tokens: Any) -> Any:
     return torch.stack(found).sum(0)
 
 
-def test_even_routing_is_one_and_all_to_one_expert_is_as_many() -> None:
+def test_the_imbalance_is_1_for_even_routing_and_the_number_of_experts_for_one_expert() -> None:
     logits = torch.eye(E, dtype=torch.float64).repeat(2, 6, 1) * 30
     assert imbalance(logits, route(logits, 1, None).chosen).tolist() == pytest.approx([1, 1])
     logits = torch.zeros(1, 9, E, dtype=torch.float64).index_fill_(2, torch.tensor([2]), 30.0)
     assert imbalance(logits, route(logits, 1, None).chosen).tolist() == pytest.approx([E])
 
 
-def test_a_near_tie_is_what_rounding_may_decide() -> None:
+def test_a_near_tie_is_a_difference_within_rounding() -> None:
     logits = torch.tensor([[[1, 5, 3.000001, 3.0], [4, 4, 1, 0], [2, 2, 2, 9], [0, 1, 2, 3]]])
     assert [int(near_tie_count(logits, 2, dtype)) for dtype in (torch.bfloat16, torch.float32, torch.float64)] == [2, 2, 1]
     assert int(near_tie_count(logits, E, torch.float32)) == 0
 
 
-def test_an_expert_takes_the_first_tokens_of_each_sequence_that_it_has_room_for() -> None:
+def test_an_expert_takes_the_first_tokens_of_each_sequence_up_to_its_capacity() -> None:
     logits = torch.randn(B, S, E, generator=torch.Generator().manual_seed(1))
     room = 7
     routing = route(logits, 2, room)
@@ -181,14 +184,14 @@ def test_an_expert_takes_the_first_tokens_of_each_sequence_that_it_has_room_for(
     assert torch.equal(experts, experts.sort().values)
 
 
-def test_room_is_by_position_whatever_batch_a_sequence_is_in() -> None:
+def test_capacity_is_per_sequence_and_does_not_depend_on_the_batch() -> None:
     run = run_of(model__capacity=0.5)
     module, (tokens, labels) = module_of(run), batch_of(run)
     parts = [module(tokens[row, None], labels[row, None])[0] for row in range(B)]
     torch.testing.assert_close(module(tokens, labels)[0], sum(parts), rtol=1e-12, atol=0)
 
 
-def test_an_expert_without_tokens_has_a_gradient_of_zeros() -> None:
+def test_an_expert_without_tokens_has_a_zero_gradient() -> None:
     module = module_of(run_of())
     with torch.no_grad():
         module.layers["0"].router.weight.zero_()  # all are equal: the first two are taken
@@ -200,8 +203,8 @@ def test_an_expert_without_tokens_has_a_gradient_of_zeros() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_kernel_for_all_experts_multiplies_as_one_for_each(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU is asked for, by torch's CPU kernel: one expert has no rows."""
+def test_the_fused_kernel_matches_one_product_per_expert(dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU's path, run by torch's CPU kernel; one expert has no rows."""
     x, grad = torch.randn(40, 16).to(dtype), torch.randn(40, 24).to(dtype)
     weight, ends = torch.randn(4, 16, 24).to(dtype), torch.tensor([10, 10, 33, 40])
 
@@ -234,8 +237,8 @@ def differences(layout: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("way", ["dropless", "balanced", "with little room"])
 @pytest.mark.parametrize("layout", SPLITS)
-def test_expert_and_tensor_ranks_compute_what_one_does(layout: str, way: str) -> None:
-    """In float64; no token goes to another expert."""
+def test_expert_and_tensor_ranks_compute_what_one_rank_computes(layout: str, way: str) -> None:
+    """In float64, and no token is routed to another expert."""
     found = {what.removeprefix(f"{way}: "): most for what, most in differences(layout).items() if what.startswith(f"{way}: ")}
     assert found.keys() - {"gradients of shared"} == FACTS
     assert found["flips"] == 0
@@ -287,7 +290,7 @@ def trained(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @ROWS
-def test_every_layout_trains_what_one_process_does(trained: Any, row: tuple[str, int, str, str]) -> None:
+def test_every_layout_trains_as_one_process_does(trained: Any, row: tuple[str, int, str, str]) -> None:
     losses, norms = reference_curve((*BASE, *CURVES[row[0]]))
     job = trained(row)
     assert job.figures("loss") == pytest.approx(losses, abs=3e-6, rel=0)
@@ -296,9 +299,11 @@ def test_every_layout_trains_what_one_process_does(trained: Any, row: tuple[str,
 
 
 @ROWS
-def test_ranks_send_what_is_planned_and_between_experts_what_even_routing_would(trained: Any, row: tuple[str, int, str, str]) -> None:
+def test_ranks_send_the_planned_bytes_and_between_experts_those_of_even_routing_in_sum(
+    trained: Any, row: tuple[str, int, str, str]
+) -> None:
     words = words_of(row)
-    run = load(words[0], words[1:])
+    run = load_recipe(words[0], words[1:])
     counted = json.loads((trained(row).folder / "ledger.json").read_text())["ranks"]
     audits = [
         compare_with_plan(message_rows(rows), rank_traffic(run, rank), data_terms(run, mesh_position(run, rank)))
@@ -313,10 +318,10 @@ def test_ranks_send_what_is_planned_and_between_experts_what_even_routing_would(
 
 
 @ROWS
-def test_ranks_hold_what_is_planned(trained: Any, row: tuple[str, int, str, str]) -> None:
-    """Activations where no routing decides them."""
+def test_ranks_hold_the_planned_bytes(trained: Any, row: tuple[str, int, str, str]) -> None:
+    """Activations are compared only where they do not depend on routing."""
     words = words_of(row)
-    run = load(words[0], words[1:])
+    run = load_recipe(words[0], words[1:])
     memory = make_plan(run).memory
     assert memory is not None
     for rank, held in enumerate(json.loads((trained(row).folder / "measured.json").read_text())["ranks"]):
@@ -328,7 +333,7 @@ def test_ranks_hold_what_is_planned(trained: Any, row: tuple[str, int, str, str]
 
 
 @pytest.mark.parametrize("there", ["dp: 1", "ep: 4, zero: 1", "tp: 2, zero: 3", "ep: 2, pp: 2"])
-def test_a_checkpoint_of_expert_ranks_goes_on_in_another_layout(ranks: RankPool, tmp_path: Path, there: str) -> None:
+def test_a_checkpoint_of_expert_ranks_resumes_in_another_layout(ranks: RankPool, tmp_path: Path, there: str) -> None:
     words = (*BASE, "model.aux_loss=0.3", "model.shared_experts=1", "train.microbatch=2", "checkpoint.resume=auto")
     losses, norms = reference_curve((*BASE, "model.aux_loss=0.3", "model.shared_experts=1"))
     stop = ("cluster.gpus=4", "parallel={ep: 2, zero: 1, tp: 2}")

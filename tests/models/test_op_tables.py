@@ -1,4 +1,4 @@
-"""The op tables against published counts: Korthikanti's activation bytes, Narayanan's parameters and FLOPs, models' totals."""
+"""The op tables match published counts: Korthikanti's activation bytes, Narayanan's parameters and FLOPs, the parameters of models."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,8 +20,8 @@ def gpt(layers: int, hidden: int, heads: int, vocab: int = 51200) -> Model:
     return Model(family="gpt", layers=layers, hidden=hidden, heads=heads, vocab=vocab, bias=True, tied=True, dropout=0.1)
 
 
-def planned(model: Model, *, seq: int, micro: int = 1, batch: int | None = None, **changes: Any) -> Plan:
-    """The plan of a model on as few devices as its degrees take, with keys changed: parallel__tp=8."""
+def plan_of(model: Model, *, seq: int, micro: int = 1, batch: int | None = None, **changes: Any) -> Plan:
+    """Return the plan of a model on as few devices as its degrees need, with keys changed: parallel__tp=8."""
     train = Train(batch=batch or micro, seq=seq, microbatch=micro, steps=1, precision="fp16", attention="math")
     run = Run(name="test", model=model, cluster=Cluster(nodes=1, gpus=1, device=DEVICE, **LINKS), parallel=Parallel(dp=1), train=train)
     keys = {key.replace("__", "."): value for key, value in changes.items()}
@@ -30,11 +30,11 @@ def planned(model: Model, *, seq: int, micro: int = 1, batch: int | None = None,
     return plan
 
 
-def kept_by_a_layer(seq: int, micro: int, hidden: int, heads: int, **changes: Any) -> int:
-    """Bytes that one more layer keeps from forward to backward on one rank."""
+def layer_saved_bytes(seq: int, micro: int, hidden: int, heads: int, **changes: Any) -> int:
+    """Return the bytes that one more layer saves for backward on one rank."""
     held = []
     for layers in (1, 2):
-        memory = planned(gpt(layers, hidden, heads), seq=seq, micro=micro, **changes).memory
+        memory = plan_of(gpt(layers, hidden, heads), seq=seq, micro=micro, **changes).memory
         assert memory is not None
         held.append(memory.stages[0].bytes.activations)
     return held[1] - held[0]
@@ -54,44 +54,44 @@ LAYERS = pytest.mark.parametrize(("s", "b", "h", "a", "t"), [
 
 
 @LAYERS
-def test_a_layer_keeps_34sbh_and_5as2b(s: int, b: int, h: int, a: int, t: int) -> None:
-    assert kept_by_a_layer(s, b, h, a) == 34 * s * b * h + 5 * a * s * s * b
+def test_a_layer_saves_34sbh_and_5as2b(s: int, b: int, h: int, a: int, t: int) -> None:
+    assert layer_saved_bytes(s, b, h, a) == 34 * s * b * h + 5 * a * s * s * b
 
 
 @LAYERS
-def test_tensor_parallel_leaves_10sbh_whole(s: int, b: int, h: int, a: int, t: int) -> None:
-    assert kept_by_a_layer(s, b, h, a, parallel__tp=t) * t == 10 * s * b * h * t + 24 * s * b * h + 5 * a * s * s * b
+def test_tensor_parallelism_leaves_10sbh_on_every_rank(s: int, b: int, h: int, a: int, t: int) -> None:
+    assert layer_saved_bytes(s, b, h, a, parallel__tp=t) * t == 10 * s * b * h * t + 24 * s * b * h + 5 * a * s * s * b
 
 
 @LAYERS
-def test_sequence_parallel_splits_all_that_a_layer_keeps(s: int, b: int, h: int, a: int, t: int) -> None:
-    kept = kept_by_a_layer(s, b, h, a, parallel__tp=t, parallel__sequence=True)
+def test_sequence_parallelism_splits_all_saved_activations_of_a_layer(s: int, b: int, h: int, a: int, t: int) -> None:
+    kept = layer_saved_bytes(s, b, h, a, parallel__tp=t, parallel__sequence=True)
     assert kept * t == 34 * s * b * h + 5 * a * s * s * b
 
 
 @LAYERS
-def test_selective_recomputation_drops_attentions_core(s: int, b: int, h: int, a: int, t: int) -> None:
+def test_selective_recomputation_does_not_save_the_core_of_attention(s: int, b: int, h: int, a: int, t: int) -> None:
     selective = {"parallel__tp": t, "parallel__recompute": "selective"}
-    assert kept_by_a_layer(s, b, h, a, **selective) * t == 10 * s * b * h * t + 24 * s * b * h
-    assert kept_by_a_layer(s, b, h, a, **selective, parallel__sequence=True) * t == 34 * s * b * h
+    assert layer_saved_bytes(s, b, h, a, **selective) * t == 10 * s * b * h * t + 24 * s * b * h
+    assert layer_saved_bytes(s, b, h, a, **selective, parallel__sequence=True) * t == 34 * s * b * h
 
 
 @LAYERS
-def test_full_recomputation_keeps_a_layers_input(s: int, b: int, h: int, a: int, t: int) -> None:
+def test_full_recomputation_saves_only_the_input_of_a_layer(s: int, b: int, h: int, a: int, t: int) -> None:
     full = {"parallel__tp": t, "parallel__recompute": "full"}
-    assert kept_by_a_layer(s, b, h, a, **full) == 2 * s * b * h
-    assert kept_by_a_layer(s, b, h, a, **full, parallel__sequence=True) * t == 2 * s * b * h
+    assert layer_saved_bytes(s, b, h, a, **full) == 2 * s * b * h
+    assert layer_saved_bytes(s, b, h, a, **full, parallel__sequence=True) * t == 2 * s * b * h
 
 
 @LAYERS
-def test_flash_attention_keeps_four_bytes_a_query_in_place_of_scores(s: int, b: int, h: int, a: int, t: int) -> None:
-    kept = kept_by_a_layer(s, b, h, a, parallel__tp=t, parallel__sequence=True, train__attention="flash")
+def test_flash_attention_saves_four_bytes_per_query_in_place_of_scores(s: int, b: int, h: int, a: int, t: int) -> None:
+    kept = layer_saved_bytes(s, b, h, a, parallel__tp=t, parallel__sequence=True, train__attention="flash")
     assert kept * t == 34 * s * b * h + 4 * a * s * b
 
 
 @LAYERS
-def test_without_dropout_no_mask_is_kept(s: int, b: int, h: int, a: int, t: int) -> None:
-    assert kept_by_a_layer(s, b, h, a, model__dropout=0.0) == 32 * s * b * h + 2 * a * s * s * b
+def test_without_dropout_no_mask_is_saved(s: int, b: int, h: int, a: int, t: int) -> None:
+    assert layer_saved_bytes(s, b, h, a, model__dropout=0.0) == 32 * s * b * h + 2 * a * s * s * b
 
 
 # arXiv:2104.04473 table 1 (a row each scale) and GPT-2: layers, hidden, heads, vocab, seq, batch.
@@ -107,15 +107,15 @@ NARAYANAN = pytest.mark.parametrize(("L", "h", "a", "V", "s", "B"), [
 
 
 @NARAYANAN
-def test_gpts_parameters_are_narayanans(L: int, h: int, a: int, V: int, s: int, B: int) -> None:
-    """arXiv:2104.04473 eq. 2, whose last norm's 2h it leaves out."""
-    plan = planned(gpt(L, h, a, vocab=V), seq=s, batch=B)
+def test_the_parameters_of_gpt_match_narayanan(L: int, h: int, a: int, V: int, s: int, B: int) -> None:
+    """arXiv:2104.04473 eq. 2, which leaves out the 2h of the last norm."""
+    plan = plan_of(gpt(L, h, a, vocab=V), seq=s, batch=B)
     assert plan.model is not None
     assert plan.model.parameters == L * (12 * h * h + 13 * h) + V * h + s * h + 2 * h
 
 
 @NARAYANAN
-def test_gpts_flops_are_narayanans(L: int, h: int, a: int, V: int, s: int, B: int) -> None:
+def test_the_flops_of_gpt_match_narayanan(L: int, h: int, a: int, V: int, s: int, B: int) -> None:
     """Model FLOPs: arXiv:2205.05198 appendix A. Hardware FLOPs: arXiv:2104.04473 eq. 3, four passes under full recomputation."""
     model = 72 * B * s * L * h**2 * (1 + s / (6 * h) + V / (12 * L * h))
     again = {
@@ -124,7 +124,7 @@ def test_gpts_flops_are_narayanans(L: int, h: int, a: int, V: int, s: int, B: in
         "full": 96 * B * s * L * h**2 * (1 + s / (6 * h) + V / (16 * L * h)),
     }
     for recompute, hardware in again.items():
-        plan = planned(gpt(L, h, a, vocab=V), seq=s, batch=B, parallel__recompute=recompute)
+        plan = plan_of(gpt(L, h, a, vocab=V), seq=s, batch=B, parallel__recompute=recompute)
         assert plan.run is not None
         assert plan.time is not None
         assert plan.throughput is not None
@@ -162,14 +162,14 @@ def test_a_model_has_its_published_parameters(
     base: dict[str, Any], layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, published: int
 ) -> None:
     model = Model(**base, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn)
-    plan = planned(model, seq=512)
+    plan = plan_of(model, seq=512)
     assert plan.model is not None
     assert plan.model.parameters == published
 
 
-def test_a_token_meets_two_experts_of_mixtrals_eight() -> None:
+def test_a_token_uses_two_of_the_eight_experts_of_mixtral() -> None:
     """12.9e9 active parameters: arXiv:2401.04088 section 1 says 13B."""
-    plan = planned(Model(**MIXTRAL, layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336), seq=512)
+    plan = plan_of(Model(**MIXTRAL, layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336), seq=512)
     assert plan.model is not None
     assert plan.model.active_parameters == 46_702_792_704 - 32 * 6 * 3 * 4096 * 14336 == 12_879_925_248
 
@@ -185,7 +185,7 @@ OP_TABLE_FAMILIES = [name for name, row in FAMILIES.items() if not row.made_by_t
 
 
 @pytest.mark.parametrize("family", OP_TABLE_FAMILIES)
-def test_a_tied_model_has_one_embedding_less(family: str) -> None:
+def test_a_tied_model_has_one_embedding_table_less(family: str) -> None:
     train = Train(batch=1, seq=8, steps=1)
     tied, apart = (replace(SMALL[family], tied=tied) for tied in (True, False))
     counts = [parameter_count(FAMILIES[family].table(model, train), model.layers) for model in (tied, apart)]
@@ -204,8 +204,8 @@ REPLICATED = {
 
 
 @pytest.mark.parametrize("family", OP_TABLE_FAMILIES)
-def test_tensor_parallel_halves_all_but_what_every_rank_holds(family: str) -> None:
-    whole, half = (planned(SMALL[family], seq=8, parallel__tp=tp, model__vocab=50304) for tp in (1, 2))
+def test_tensor_parallelism_halves_all_but_the_replicated_parameters(family: str) -> None:
+    whole, half = (plan_of(SMALL[family], seq=8, parallel__tp=tp, model__vocab=50304) for tp in (1, 2))
     assert whole.memory is not None
     assert half.memory is not None
     assert 2 * half.memory.stages[0].parameters - whole.memory.stages[0].parameters == REPLICATED[family]

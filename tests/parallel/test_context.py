@@ -1,4 +1,4 @@
-"""Context parallelism: ranks that share every sequence compute what one rank computes, in every layout with them."""
+"""Context parallelism: ranks that split every sequence compute what one rank computes, in every layout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from distrain.cli.config.load import load
+from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.one_process import reference_curve, sample_text
 from distrain.trainer.plan.engines import engine_for
 from distrain.trainer.plan.mesh_position import mesh_position
@@ -101,7 +101,7 @@ def trained(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, text: Wor
     def of(words: Words, layout: str) -> Trained:
         curve = (*BASE, *words, *(text if "data=text" in words else ()))
         every = (*curve, *laid_out(layout), "train.microbatch=2", "log.ledger=true")
-        return Trained(curve, load(every[0], every[1:]), ranks.train(folder / f"row{len(list(folder.iterdir()))}", *every))
+        return Trained(curve, load_recipe(every[0], every[1:]), ranks.train(folder / f"row{len(list(folder.iterdir()))}", *every))
 
     return of
 
@@ -184,7 +184,7 @@ def test_bf16_trains_what_float32_does_to_its_own_precision(ranks: RankPool, tmp
 
 def test_experts_are_not_trained_by_context_ranks() -> None:
     """Balance and capacity are a whole sequence's."""
-    run = load("quickstart", ["model=tiny_moe", *laid_out("cp: 2")])
+    run = load_recipe("quickstart", ["model=tiny_moe", *laid_out("cp: 2")])
     assert [limit.says for limit in engine_for(run, run.parallel)[1]] == ["engine zero does not run parallel.cp=2"]
     assert not make_plan(run).runnable
 

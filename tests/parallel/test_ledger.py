@@ -1,4 +1,4 @@
-"""What ranks send is counted, whoever sends it, and held against the plan: row by row, or to the byte with a reason."""
+"""The ledger counts every message of a rank, and the counts match the plan: row by row, or to the byte with a reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from distrain.cli.config.load import load
+from distrain.cli.config.load import load_recipe
 from distrain.trainer.plan.mesh_position import mesh_position
 from distrain.trainer.plan.message_comparison import ComparedMessages, MessageRow, compare_with_plan, data_terms, message_rows
 from distrain.trainer.plan.result import Message
@@ -81,9 +81,13 @@ def row(axis: str, verb: str, payload: int, count: int) -> MessageRow:
 @pytest.mark.parametrize("axis", ["tp", "pp", "copies", "cp"])
 def test_messages_inside_a_replica_are_as_planned_or_differ(axis: str) -> None:
     """Whatever the bytes: two of 100 are not one of 200."""
-    (same,) = compare_with_plan([row(axis, "send", 100, 2)], [planned(axis, "send", 100, 2)], [TrafficTerm(verb="send", bytes=200, says="so")])
+    (same,) = compare_with_plan(
+        [row(axis, "send", 100, 2)], [planned(axis, "send", 100, 2)], [TrafficTerm(verb="send", bytes=200, says="so")]
+    )
     assert (same.verdict, same.why) == ("equal", "")
-    found = compare_with_plan([row(axis, "send", 200, 1)], [planned(axis, "send", 100, 2)], [TrafficTerm(verb="send", bytes=200, says="so")])
+    found = compare_with_plan(
+        [row(axis, "send", 200, 1)], [planned(axis, "send", 100, 2)], [TrafficTerm(verb="send", bytes=200, says="so")]
+    )
     assert [(each.payload, each.verdict, each.why) for each in found] == [
         (100, "differs", "planned, and never sent"),
         (200, "differs", "sent, and not planned"),
@@ -155,7 +159,7 @@ def named(words: Words) -> str:
 def audited(ranks: RankPool, folder: Path, words: Words) -> list[list[ComparedMessages]]:
     """The audit of each rank of a run."""
     job = ranks.train(folder, *BASE, *words)
-    run = load(BASE[0], [*BASE[1:], *words])
+    run = load_recipe(BASE[0], [*BASE[1:], *words])
     told = json.loads((job.folder / "ledger.json").read_text())
     assert told["step"] == 3
     return [

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
-from distrain.cli.config.load import load
+from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.one_process import reference_curve
 from distrain.trainer.launch.admission import check_start
 from distrain.trainer.plan.changed_run import overrides, with_changes
@@ -89,7 +89,7 @@ class MatrixLayout(NamedTuple):
 @cache
 def shape_run(shape: str) -> Run:
     """The run of a shape, in one process."""
-    run = load(BASE[0], [*BASE[1:], *SHAPES[shape]])
+    run = load_recipe(BASE[0], [*BASE[1:], *SHAPES[shape]])
     return with_changes(run, [("parallel.dp", "auto")])
 
 

@@ -1,4 +1,4 @@
-"""Engine `pipe` trains what one process of plain torch does: every schedule, beside the other axes, to rounding."""
+"""Engine `pipe` computes what one process of plain torch computes, up to rounding, under every schedule and with the other axes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
 
-from distrain.cli.config.load import load  # noqa: E402
+from distrain.cli.config.load import load_recipe  # noqa: E402
 from distrain.tests.rank_programs.pipe_ranks import LR, STEPS, batch  # noqa: E402
 from distrain.trainer.engines.deepspeed.settings import import_deepspeed, torch_optimizer  # noqa: E402
 from distrain.trainer.models.build import build_model  # noqa: E402
@@ -42,7 +42,7 @@ FULL, SEQUENCE = "parallel.recompute=full", "parallel.sequence=true"
 
 @dataclass(frozen=True)
 class Row:
-    """A layout: schedule, ZeRO stage, pp x dp x tp, layers of each part of the model; what the curve is of; words of the layout."""
+    """A layout: schedule, ZeRO stage, pp x dp x tp, layers of each part of the model; overrides of the curve and of the layout."""
 
     schedule: str
     zero: int
@@ -67,7 +67,7 @@ class Row:
         pp, dp, tp = self.axes
         layout = (f"parallel.pp={pp}", f"parallel.dp={dp}", f"parallel.tp={tp}", f"cluster.gpus={self.ranks}")
         how = (f"parallel.schedule={self.schedule}", f"parallel.zero={self.zero}", *self.words)
-        return load("quickstart", [*whole(self.curve, sum(self.layers)), *layout, *how, *words])
+        return load_recipe("quickstart", [*whole(self.curve, sum(self.layers)), *layout, *how, *words])
 
 
 # fmt: off
@@ -105,8 +105,8 @@ def whole(curve: Words, layers: int) -> list[str]:
     return [*BASE, f"model.layers={layers}", "train.precision=fp32", *curve]
 
 
-class Seen:
-    """What the ranks of a job left."""
+class PipeJob:
+    """The results of a job's ranks."""
 
     def __init__(self, server: ForkServer, folder: Path, row: Row, run: Run, does: str) -> None:
         folder.mkdir(parents=True)
@@ -128,18 +128,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
 
 @pytest.fixture(scope="module")
 def trained(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What ranks saw that trained a row: once each."""
+    """The results of the ranks that train a row; each row trains once."""
 
     @cache
-    def seen(row: Row, *words: str) -> list[dict[str, Any]]:
-        return Seen(server, tmp_path_factory.mktemp("pipe") / "run", row, row.run(*words), "trained").ranks
+    def results(row: Row, *words: str) -> list[dict[str, Any]]:
+        return PipeJob(server, tmp_path_factory.mktemp("pipe") / "run", row, row.run(*words), "train").ranks
 
-    return seen
+    return results
 
 
 @dataclass(frozen=True, kw_only=True)
-class One:
-    """What one process of plain torch sees: losses and gradient norms of the steps, the model before and after them."""
+class ReferenceCurve:
+    """The curve of one process of plain torch: losses and gradient norms of the steps, the model before and after them."""
 
     losses: list[float]
     norms: list[float]
@@ -148,9 +148,9 @@ class One:
 
 
 @cache
-def reference(curve: Words, layers: int) -> One:
-    """The steps of a curve, each batch taken at once."""
-    run = load("quickstart", whole(curve, layers))
+def reference(curve: Words, layers: int) -> ReferenceCurve:
+    """Train a curve in one process, each global batch at once."""
+    run = load_recipe("quickstart", whole(curve, layers))
     before, module = (build_model(run, device=torch.device("cpu"), dtype=torch.float32, seed=run.train.seed) for _ in range(2))
     stepper = torch_optimizer(run, module.parameters())
     for group in stepper.param_groups:
@@ -164,25 +164,25 @@ def reference(curve: Words, layers: int) -> One:
         norms.append(float(torch.nn.utils.clip_grad_norm_(module.parameters(), run.train.clip or torch.inf)))
         stepper.step()
         losses.append(loss.item())
-    return One(losses=losses, norms=norms, before=before, after=module)
+    return ReferenceCurve(losses=losses, norms=norms, before=before, after=module)
 
 
 def weights(module: Any) -> dict[str, Any]:
     return {name: each.detach() for name, each in module.named_parameters()}
 
 
-def block(tensor: Any, placed: Any) -> Any:
-    """What a rank holds of a whole weight."""
-    return tensor[tuple(slice(first, first + length) for first, length in zip(placed.offset, placed.length, strict=True))]
+def block(tensor: Any, shard: Any) -> Any:
+    """Return a rank's block of a whole weight."""
+    return tensor[tuple(slice(first, first + length) for first, length in zip(shard.offset, shard.length, strict=True))]
 
 
-def mine(tensor: Any, placed: Any) -> Any:
-    """The logical part of what a rank holds."""
-    return tensor[tuple(slice(length) for length in placed.length)]
+def without_padding(tensor: Any, shard: Any) -> Any:
+    """Return a rank's tensor without padding."""
+    return tensor[tuple(slice(length) for length in shard.length)]
 
 
 @EVERY
-def test_losses_and_norms_are_those_of_one_process(trained: Any, row: Row) -> None:
+def test_losses_and_norms_equal_those_of_one_process(trained: Any, row: Row) -> None:
     one = reference(row.curve, sum(row.layers))
     for rank in trained(row):
         assert rank["losses"] == pytest.approx(one.losses, abs=2e-6, rel=0)  # two roundings of a loss of 4.6
@@ -190,45 +190,47 @@ def test_losses_and_norms_are_those_of_one_process(trained: Any, row: Row) -> No
 
 
 @EVERY
-def test_every_rank_says_the_same_loss_to_the_bit(trained: Any, row: Row) -> None:
+def test_all_ranks_report_the_same_loss_to_the_bit(trained: Any, row: Row) -> None:
     assert len({tuple(rank["losses"]) for rank in trained(row)}) == 1
 
 
 @EVERY
-def test_weights_are_those_of_one_process_on_every_stage(trained: Any, row: Row) -> None:
-    """Key biases have no gradient but rounding."""
+def test_weights_of_every_stage_equal_those_of_one_process(trained: Any, row: Row) -> None:
+    """The gradient of key biases is rounding only."""
     after = weights(reference(row.curve, sum(row.layers)).after)
     for rank in trained(row):
         rows = [each for each in rank["weights"] if not each[0].endswith("key.bias")]
-        ours = {name: mine(held, placed) for name, placed, held in rows}
+        ours = {name: without_padding(held, placed) for name, placed, held in rows}
         torch.testing.assert_close(ours, {name: block(after[name], placed) for name, placed, _ in rows}, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if "optim=sgd" in row.curve], ids=lambda row: row.name)
-def test_every_stage_steps_as_far_as_one_process_does(trained: Any, row: Row) -> None:
+def test_every_stage_steps_as_far_as_one_process(trained: Any, row: Row) -> None:
     """DeepSpeed before 0.19.3 divided gradients by the accumulation steps once per stage: with SGD a step shows it."""
     one = reference(row.curve, sum(row.layers))
     before, after = weights(one.before), weights(one.after)
     for rank in trained(row):
         ours, theirs = [], []
         for name, placed, held in rank["weights"]:
-            ours.append((mine(held, placed) - block(before[name], placed)).flatten())
+            ours.append((without_padding(held, placed) - block(before[name], placed)).flatten())
             theirs.append((block(after[name], placed) - block(before[name], placed)).flatten())
         assert float(torch.cat(ours).norm() / torch.cat(theirs).norm()) == pytest.approx(1.0, abs=1e-5)
 
 
 @EVERY
-def test_a_look_is_the_loss_before_and_after(trained: Any, row: Row) -> None:
-    """Of a micro-batch a replica; only ranks that have the head say what it is."""
+def test_evaluation_returns_the_loss_before_and_after_training(trained: Any, row: Row) -> None:
+    """ReferenceCurve micro-batch a replica; only ranks with the head return it."""
     one, run = reference(row.curve, sum(row.layers)), row.run()
     tokens, labels, _ = batch(run, STEPS)
     rows = slice(0, row.axes[1] * run.train.microbatch)
     for at, module in enumerate((one.before, one.after)):
         with torch.no_grad():
             loss, counted = module(tokens[rows], labels[rows])
-        said = [rank["looks"][at] for rank in trained(row) if rank["looks"][at] != (0.0, 0)]
-        assert len(said) == row.ranks // row.axes[0]
-        assert sum(each for each, _ in said) / sum(each for _, each in said) == pytest.approx(float(loss / counted), abs=2e-6, rel=0)
+        evaluations = [rank["evaluations"][at] for rank in trained(row) if rank["evaluations"][at] != (0.0, 0)]
+        assert len(evaluations) == row.ranks // row.axes[0]
+        assert sum(each for each, _ in evaluations) / sum(each for _, each in evaluations) == pytest.approx(
+            float(loss / counted), abs=2e-6, rel=0
+        )
 
 
 @EVERY
@@ -237,15 +239,15 @@ def test_a_stage_holds_as_many_micro_batches_as_planned(trained: Any, row: Row) 
     run = row.run()
     micros = run.train.batch // (dp * run.train.microbatch)
     for rank in trained(row):
-        assert rank["held"] == planned(rank["place"]["pp"], pp, micros, 1)
+        assert rank["held"] == planned(rank["coordinates"]["pp"], pp, micros, 1)
 
 
 @EVERY
-def test_a_tied_weight_travels_once_a_step_and_the_stream_once_a_micro_batch(trained: Any, row: Row) -> None:
+def test_a_tied_gradient_is_summed_once_a_step_and_hidden_states_are_sent_once_a_micro_batch(trained: Any, row: Row) -> None:
     run, (pp, dp, _) = row.run(), row.axes
     micros = run.train.batch // (dp * run.train.microbatch)
     for rank in trained(row):
-        stage = rank["place"]["pp"]
+        stage = rank["coordinates"]["pp"]
         ties = sum(each.count for each in rank["rows"] if each.axis == "ends")
         assert ties == (run.model.tied and len(row.layers) == pp and stage in (0, pp - 1))
         links = (2 if len(row.layers) > pp else 1) * ((stage > 0) + (stage < pp - 1))
@@ -254,8 +256,8 @@ def test_a_tied_weight_travels_once_a_step_and_the_stream_once_a_micro_batch(tra
 
 @pytest.mark.parametrize("gradients", ["bf16", "fp32"])
 @pytest.mark.parametrize("row", HALVES, ids=lambda row: row.name)
-def test_bf16_trains_what_float32_does_to_its_own_precision(trained: Any, row: Row, gradients: str) -> None:
-    """Looser than float32 by what 8 bits of a weight are: 1.3e-4 of a loss and 0.13 % of a norm were seen."""
+def test_bf16_trains_as_float32_does_within_its_precision(trained: Any, row: Row, gradients: str) -> None:
+    """The tolerance is that of 8-bit mantissas: 1.3e-4 of a loss and 0.13 % of a norm were measured."""
     one = reference(row.curve, sum(row.layers))
     for rank in trained(row, "train.precision=bf16", f"train.gradients={gradients}"):
         assert rank["losses"] == pytest.approx(one.losses, abs=5e-4, rel=0)
@@ -264,12 +266,12 @@ def test_bf16_trains_what_float32_does_to_its_own_precision(trained: Any, row: R
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("row", [ROWS[0], ROWS[5], ROWS[6], ROWS[15]], ids=lambda row: row.name)
-def test_what_is_restored_goes_on_bit_for_bit(server: ForkServer, tmp_path: Path, row: Row, precision: str) -> None:
-    for rank in Seen(server, tmp_path / "run", row, row.run(f"train.precision={precision}"), "resumed").ranks:
+def test_training_after_a_restore_repeats_to_the_bit(server: ForkServer, tmp_path: Path, row: Row, precision: str) -> None:
+    for rank in PipeJob(server, tmp_path / "run", row, row.run(f"train.precision={precision}"), "restore").ranks:
         assert rank["again"] == rank["once"]
 
 
-def instructed(schedule: Any) -> Iterator[Action]:
+def executed_actions(schedule: Any) -> Iterator[Action]:
     """The forward and backward passes of a stage's instructions: a phase's k-th forward is micro-batch k, and backward takes
     the one that its buffer holds."""
     forwards, held = {0: 0, 1: 0}, dict[int, int]()
@@ -277,7 +279,7 @@ def instructed(schedule: Any) -> Iterator[Action]:
         phase = getattr(instruction, "phase", 0)
         match instruction.name:
             case "ForwardPass":
-                assert instruction.buffer_id not in held, "it is held still"
+                assert instruction.buffer_id not in held, "it is still held"
                 held[instruction.buffer_id] = forwards[phase]
                 forwards[phase] += 1
                 yield Action("F", held[instruction.buffer_id], phase)
@@ -295,13 +297,13 @@ def test_instructions_are_the_planned_actions(name: str, stages: int, micros: in
     if row.folded and micros < 2 * stages:
         pytest.skip("fewer micro-batches than it needs")
     for stage in range(stages):
-        actions = list(instructed(training_instructions(name, micros, stages, stage)))
+        actions = list(executed_actions(training_instructions(name, micros, stages, stage)))
         assert actions == row.actions(stage, stages, micros, 1)
         assert peak_in_flight(actions, row.parts(1)) == row.in_flight(stage, stages, micros, 1)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(pp=2, dp=2, tp=2), Mesh(pp=3, dp=1, tp=4), Mesh(pp=4, dp=3), Mesh(pp=2, dp=2, cp=3, tp=2)], ids=str)
-def test_ranks_stand_in_deepspeeds_topology_as_on_the_mesh(mesh: Mesh) -> None:
+def test_deepspeeds_topology_orders_ranks_as_the_mesh_does(mesh: Mesh) -> None:
     import_deepspeed()
     from distrain.trainer.engines.deepspeed.pipeline_module import topology
 

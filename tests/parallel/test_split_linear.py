@@ -36,5 +36,5 @@ def test_split_layers_compute_what_whole_ones_do(fact: str, ranks: int, sequence
     assert differences(ranks)[f"{fact}, the sequence split" if sequence else fact] < 1e-12
 
 
-def test_every_fact_is_looked_at() -> None:
+def test_every_fact_is_measured() -> None:
     assert {what.removesuffix(", the sequence split") for what in differences(2)} == set(FACTS)

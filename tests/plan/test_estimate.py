@@ -1,4 +1,4 @@
-"""An estimate is the plan's own reckoning: the same verdict, seconds and peaks on random layouts, legal and not."""
+"""Estimates equal plans: the same verdict, seconds and peaks on random layouts, legal and not."""
 
 from dataclasses import replace
 from random import Random
@@ -68,7 +68,7 @@ def layout(draw: Random) -> tuple[Parallel, int]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_an_estimate_is_what_the_plan_says(name: str) -> None:
+def test_an_estimate_equals_the_plan(name: str) -> None:
     """400 layouts a model from one estimator, to 1e-12, each verdict met often."""
     run, draw = run_of(name), Random(name)
     estimator = Estimator(run)
@@ -90,13 +90,13 @@ def test_an_estimate_is_what_the_plan_says(name: str) -> None:
     assert min(met.values()) >= 40, met
 
 
-def test_an_estimator_refuses_a_run_that_no_layout_mends() -> None:
+def test_an_estimator_refuses_a_run_that_no_layout_fixes() -> None:
     run = run_of("gpt")
     with pytest.raises(ValueError, match=r"neither train\.steps nor train\.tokens is set"):
         Estimator(replace(run, train=replace(run.train, steps=None)))
 
 
-def test_an_estimate_without_a_peak_has_no_seconds_and_its_bytes() -> None:
+def test_an_estimate_without_a_peak_has_bytes_and_no_seconds() -> None:
     run = run_of("gpt")
     bare = replace(run, cluster=replace(run.cluster, device=replace(run.cluster.device, peak={})))
     known, unknown = (Estimator(each)(run.parallel, 1) for each in (run, bare))

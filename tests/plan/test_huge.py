@@ -1,4 +1,4 @@
-"""Huge layer counts, degrees and batches: planned at the cost of small ones, to the same figures, or refused in a line."""
+"""Huge layer counts, degrees and batches are planned as quickly as small ones, with the same figures, or refused in one line."""
 
 import random
 import resource
@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from distrain.cli.app import command
-from distrain.cli.config.keys import keys
-from distrain.cli.config.load import Loader, load
+from distrain.cli.config.keys import config_keys
+from distrain.cli.config.load import Loader, load_recipe
 from distrain.cli.pages.format import Style
 from distrain.cli.pages.plan_page import plan_text
 from distrain.trainer.plan import layout
@@ -26,7 +26,7 @@ from distrain.trainer.plan.weight_slices import HeadShards, dim_shard, idle_rank
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import MOST
 
-COUNTS = sorted(key for key, hint in keys().items() if "int" in str(hint) and key not in ("launch.port", "log.profile"))
+COUNTS = sorted(key for key, hint in config_keys().items() if "int" in str(hint) and key not in ("launch.port", "log.profile"))
 HUGE = (10**6, 10**12 + 39, 10**18)  # the second is a prime
 LOADER = Loader(None)
 MOST_SECONDS = 5  # of processor time: what grows with such counts takes hours
@@ -61,14 +61,14 @@ def planned(recipe: str, words: list[str]) -> str:
 
 
 @pytest.mark.parametrize("key", COUNTS)
-def test_a_huge_count_is_planned_or_refused_at_once(key: str) -> None:
+def test_a_huge_count_is_planned_or_refused_quickly(key: str) -> None:
     recipe = "mixtral_8x7b" if "expert" in key or key in ("model.top_k", "parallel.ep", "parallel.cp") else "llama3_8b"
     for value in HUGE:
         assert planned(recipe, [f"{key}={value}", "parallel.dp=auto"])
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_several_huge_counts_are_planned_or_refused_at_once(seed: int) -> None:
+def test_several_huge_counts_are_planned_or_refused_quickly(seed: int) -> None:
     drawn = random.Random(seed)
     several = drawn.sample(COUNTS, drawn.choice([2, 3, 5, 10]))
     words = [f"{key}={drawn.choice([1, 2, 7, 64, 10**4, 2**20, 10**5, 2**40, 10**18, *HUGE])}" for key in several]
@@ -93,7 +93,7 @@ def test_a_billion_layers_take_no_more_memory_than_a_few() -> None:
 
 def test_as_many_stages_as_a_plan_lists_are_listed() -> None:
     words = [f"model.layers={MOST_STAGES + 1}", f"parallel.pp={MOST_STAGES}", f"cluster.nodes={MOST_STAGES // 8}", "train.batch=512"]
-    plan = make_plan(load("megatron_1t", [*words, "parallel.tp=1", "parallel.sequence=false"]))
+    plan = make_plan(load_recipe("megatron_1t", [*words, "parallel.tp=1", "parallel.sequence=false"]))
     assert plan.memory is not None
     assert [stage.layers for stage in plan.memory.stages][-1][1] == MOST_STAGES + 1
     assert len(plan.memory.stages) == MOST_STAGES
@@ -116,7 +116,7 @@ def test_as_many_stages_as_a_plan_lists_are_listed() -> None:
         ("cluster=99999999999999999999x8", "cluster=99999999999999999999x8 has a number of more than 18 digits"),
     ],
 )
-def test_a_number_beyond_all_sense_is_a_line(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_absurd_number_is_refused_in_one_line(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["plan", "conf=llama3_8b", words]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"distrain: {line}")
@@ -124,8 +124,8 @@ def test_a_number_beyond_all_sense_is_a_line(words: str, line: str, capsys: pyte
 
 
 @pytest.mark.parametrize("words", ["model.layers=1_0", "model.layers=1e1", "optim.lr=.5", "train.seed=0", f"train.seed={2**63 - 1}"])
-def test_numbers_are_read_as_they_are_written(words: str) -> None:
-    assert make_plan(load("llama3_8b", [words])).ok
+def test_numbers_keep_the_value_that_was_written(words: str) -> None:
+    assert make_plan(load_recipe("llama3_8b", [words])).ok
 
 
 # What is reckoned where it was counted: the same numbers.
@@ -157,7 +157,7 @@ def test_the_least_divisor_is_the_first_that_divides(pair: tuple[int, int]) -> N
 
 
 @given(some.integers(2, 9), some.integers(0, 150), some.floats(0, 60), some.floats(0, 60))
-def test_layers_that_are_dealt_out_at_once_lie_as_those_dealt_one_by_one(stages: int, more: int, first: float, last: float) -> None:
+def test_layers_assigned_in_bulk_equal_those_assigned_one_by_one(stages: int, more: int, first: float, last: float) -> None:
     one_by_one = balanced(stages + more, stages, 1.0, first, last)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "ONE_BY_ONE", 0)
@@ -175,7 +175,7 @@ rows = some.lists(lie, max_size=4).map(tuple)
 
 
 @given(some.builds(StageParameters, rows, rows, some.integers(1, 6), rows), some.sampled_from([1, 2, 3, 5, 16, 60]))
-def test_what_lies_where_is_as_when_every_parameter_is_laid_down(held: StageParameters, ranks: int) -> None:
+def test_flat_tensors_equal_those_laid_out_parameter_by_parameter(held: StageParameters, ranks: int) -> None:
     every = held.before + held.layer * held.layers + held.after
     part = whole = 0
     touched, mine = [0] * ranks, [0] * ranks
@@ -196,7 +196,7 @@ def test_what_lies_where_is_as_when_every_parameter_is_laid_down(held: StagePara
 
 
 @given(some.integers(1, 40), some.integers(1, 8), some.integers(1, 40))
-def test_ranks_that_have_nothing_are_those_whose_portion_is_empty(kv_heads: int, group: int, degree: int) -> None:
+def test_idle_ranks_are_those_with_an_empty_shard(kv_heads: int, group: int, degree: int) -> None:
     sizes = {"heads": kv_heads * group, "kv_heads": kv_heads, "ffn": kv_heads * 3, "vocab": kv_heads * 7}
     for dim in ("heads", "ffn", "vocab"):
         empty = [rank for rank in range(degree) if not dim_shard(dim, sizes, degree, rank, vocab_multiple=4).length]

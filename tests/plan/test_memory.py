@@ -1,4 +1,4 @@
-"""Memory of every stage: ZeRO's and Megatron's bytes a parameter, Korthikanti's worked figures, and what holds for every layout."""
+"""Memory of every stage: ZeRO's and Megatron's bytes a parameter, Korthikanti's worked figures, and properties of every layout."""
 
 from dataclasses import fields
 from typing import Any
@@ -55,7 +55,7 @@ ZERO_1T = gpt(127, 25600, 160, vocab=44399)
 
 # arXiv:1910.02054 figure 1: 120, 31.4, 16.6 and 1.9 GB for 7.5B parameters on 64 ranks, K = 12.
 @pytest.mark.parametrize(("zero", "each", "gigabytes"), [(0, 16, 120), (1, 4 + 12 / 64, 31.4), (2, 2 + 14 / 64, 16.6), (3, 16 / 64, 1.9)])
-def test_zeros_stages_take_the_papers_gigabytes_of_7_5b_on_64(zero: int, each: float, gigabytes: float) -> None:
+def test_zero_stages_take_the_papers_gigabytes_of_7_5b_on_64_ranks(zero: int, each: float, gigabytes: float) -> None:
     held = states(first(run_of(ZERO_7B, 64, parallel__zero=zero)))
     assert held == each * 7.5e9
     assert round(held / 1e9, 1) == gigabytes
@@ -81,7 +81,7 @@ VARIANTS = pytest.mark.parametrize(("precision", "gradients", "copy", "name", "w
 
 @VARIANTS
 @pytest.mark.parametrize("d", [2, 8, 64])
-def test_the_distributed_optimizer_shares_its_part_of_a_parameters_bytes(
+def test_the_distributed_optimizer_shards_its_bytes_of_a_parameter(
     precision: str, gradients: str, copy: bool, name: str, whole: int, shared: int, d: int
 ) -> None:
     keys = {"train__precision": precision, "train__gradients": gradients, "optim__gradient_copy": copy, "optim__name": name}
@@ -137,7 +137,7 @@ def test_a_first_stage_holds_korthikantis_gibibytes(name: str, parameters: float
 
 
 @pytest.mark.parametrize(("name", "sequence", "selective", "both", "full"), FIGURE_7)
-def test_what_activations_are_left_is_korthikantis_share(name: str, sequence: float, selective: float, both: float, full: float) -> None:
+def test_the_remaining_share_of_activations_is_korthikantis(name: str, sequence: float, selective: float, both: float, full: float) -> None:
     """Within 0.15 of a percentage point: the shares were read off a drawing."""
     ways = ({"sequence": True}, {"recompute": "selective"}, {"sequence": True, "recompute": "selective"}, {"recompute": "full"})
     whole = of_layers(name)[1]
@@ -222,13 +222,13 @@ def test_weights_gradients_and_optimizer_never_rise_with_zero(run: Run) -> None:
 
 
 @given(runs())
-def test_what_is_kept_for_backward_never_rises_with_recomputation(run: Run) -> None:
+def test_saved_activations_never_rise_with_recomputation(run: Run) -> None:
     sizes = [[held.activations for held in also(run, "parallel.recompute", way)] for way in ("none", "selective", "full")]
     assert all(less <= more for after, before in zip(sizes[1:], sizes, strict=False) for less, more in zip(after, before, strict=True))
 
 
 @given(runs())
-def test_sequence_parallel_never_keeps_more(run: Run) -> None:
+def test_sequence_parallelism_never_saves_more_activations(run: Run) -> None:
     split, whole = (also(run, "parallel.sequence", sequence) for sequence in (True, False))
     assert all(less.activations <= more.activations for less, more in zip(split, whole, strict=True))
 
@@ -243,7 +243,7 @@ def test_micro_batches_in_flight_are_those_of_the_schedules_actions(run: Run) ->
 
 
 @given(runs())
-def test_a_stage_keeps_each_micro_batch_in_flight(run: Run) -> None:
+def test_a_stage_saves_activations_of_each_micro_batch_in_flight(run: Run) -> None:
     """An inner stage holds layers alone, so its activations are in proportion to those of a step of one micro-batch."""
     schedule = SCHEDULES[run.parallel.schedule]
     assume(run.parallel.pp > 2 and not (schedule.chunked or schedule.folded))
@@ -268,7 +268,7 @@ def test_tied_weights_are_held_once_on_one_stage_and_twice_on_two() -> None:
     assert parameters(run_of(SMALL, 2, parallel__pp=2)) == [2 * LAYER + V * H + 2048 * H, 2 * LAYER + V * H + 2 * H]
 
 
-def test_apart_embedding_and_head_are_two_weights_everywhere() -> None:
+def test_untied_embedding_and_head_are_two_weights_everywhere() -> None:
     apart = gpt(4, H, 16, vocab=V, tied=False)
     assert sum(parameters(run_of(apart, 1))) == sum(parameters(run_of(apart, 2, parallel__pp=2))) == 4 * LAYER + 2 * V * H + 2050 * H
 
@@ -307,7 +307,7 @@ def test_zero_1_and_2_hold_a_bucket_of_gradients() -> None:
         assert held.buffers - first(run_of(SMALL, 8)).buffers == 2 * 1_000_000
 
 
-def test_zero_over_one_rank_is_no_zero() -> None:
+def test_zero_over_one_rank_changes_nothing() -> None:
     assert [first(run_of(SMALL, 1, parallel__zero=zero)) for zero in range(4)] == [first(run_of(SMALL, 1))] * 4
 
 
@@ -364,12 +364,12 @@ def test_schedules_that_do_not_flush_keep_older_weights() -> None:
     assert [held.weights for held in twice] == [2 * held.weights for held in once]
 
 
-def test_context_parallel_splits_what_is_kept() -> None:
+def test_context_parallelism_splits_saved_activations() -> None:
     whole, split = (first(run_of(SMALL, 8, parallel__cp=cp, train__attention="flash")) for cp in (1, 8))
     assert split.activations * 8 == whole.activations
 
 
-def test_what_the_driver_keeps_is_overhead() -> None:
+def test_the_drivers_memory_is_overhead() -> None:
     assert first(run_of(SMALL, 1)).overhead == 700_000_000
 
 
@@ -397,7 +397,7 @@ def test_deepspeed_holds_a_stages_own_parameters(keys: dict[str, Any], zero: int
         assert held.optimizer == pytest.approx(12 * each / dp if zero else 8 * each, abs=48 * zero)
 
 
-def test_a_pipelines_gradients_are_whole_until_the_last_micro_batch_has_gone_back() -> None:
+def test_a_pipelines_gradients_are_whole_until_the_last_backward() -> None:
     alone, first, _ = (
         stage.bytes.gradients / stage.parameters
         for keys in ({"train__batch": 4}, {"parallel__pp": 2, "train__batch": 2})
@@ -406,7 +406,7 @@ def test_a_pipelines_gradients_are_whole_until_the_last_micro_batch_has_gone_bac
     assert alone < 4 == first
 
 
-def test_rotary_angles_are_kept_once_a_stage_of_the_whole_sequence() -> None:
+def test_rotary_angles_of_the_whole_sequence_are_saved_once_a_stage() -> None:
     """head_dim float32 a token and micro-batch in flight, and once for each of two parts where the pipeline is folded."""
     each = 32 * 16 * 4
     keys: dict[str, Any] = {"parallel__tp": 2, "parallel__sequence": True, "parallel__pp": 2}
@@ -418,7 +418,7 @@ def test_rotary_angles_are_kept_once_a_stage_of_the_whole_sequence() -> None:
         assert [one - other for one, other in zip(with_angles, without, strict=True)] == [parts * each * held for held in flights]
 
 
-def test_a_head_keeps_a_float32_a_token_of_the_whole_sequence_beside_its_logits() -> None:
+def test_a_head_saves_one_float32_a_token_of_the_whole_sequence_and_its_logits() -> None:
     """Beside the input of the last norm and the head, a mean and a deviation: all but the logits are kept of the one in hand."""
     for tp, sequence in ((1, False), (2, False), (2, True)):
         stages = memory_of(cpu(4, parallel__tp=tp, parallel__pp=2, parallel__sequence=sequence)).stages
@@ -428,7 +428,7 @@ def test_a_head_keeps_a_float32_a_token_of_the_whole_sequence_beside_its_logits(
         assert stages[1].bytes.logits == 32 * 250 // tp * 4
 
 
-def test_a_pipelines_engine_holds_what_comes_in_and_goes_out_of_each_micro_batch_in_flight() -> None:
+def test_a_pipeline_engine_holds_input_and_output_of_each_micro_batch_in_flight() -> None:
     """A stream of 32 x 64 float32; of each in flight one received and one sent on, and a buffer for each way; a bucket is whole."""
     stream = 32 * 64 * 4
     stages = memory_of(cpu(4, parallel__pp=4, parallel__zero=1)).stages

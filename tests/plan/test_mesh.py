@@ -1,4 +1,4 @@
-"""Ranks on the mesh and layers on the stages: what holds for every mesh, and the cluster of 6 x 8 x 64."""
+"""Ranks on the mesh and layers on the stages: properties of every mesh, and the cluster of 6 x 8 x 64."""
 
 import pytest
 from hypothesis import assume, given
@@ -22,7 +22,7 @@ def meshes(draw: st.DrawFn) -> Mesh:
 
 
 @given(meshes(), st.data())
-def test_ranks_and_places_are_one_to_one(mesh: Mesh, data: st.DataObject) -> None:
+def test_ranks_and_coordinates_are_one_to_one(mesh: Mesh, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, mesh.world - 1))
     place = mesh.coordinates(rank)
     assert mesh.rank(**place) == rank
@@ -30,20 +30,20 @@ def test_ranks_and_places_are_one_to_one(mesh: Mesh, data: st.DataObject) -> Non
 
 
 @given(meshes())
-def test_every_place_is_some_rank(mesh: Mesh) -> None:
+def test_every_coordinate_is_some_rank(mesh: Mesh) -> None:
     places = {tuple(mesh.coordinates(rank).values()) for rank in range(mesh.world)}
     assert len(places) == mesh.world == mesh.pp * mesh.dp * mesh.cp * mesh.tp
 
 
 @given(meshes(), st.sampled_from(EVERY))
-def test_the_groups_of_an_axis_hold_every_rank_once(mesh: Mesh, axis: str) -> None:
+def test_groups_of_an_axis_hold_every_rank_once(mesh: Mesh, axis: str) -> None:
     groups = list(mesh.groups(axis))
     assert sorted(rank for group in groups for rank in group) == list(range(mesh.world))
     assert {len(group) for group in groups} == {mesh.size(axis)}
 
 
 @given(meshes(), st.sampled_from(mesh_order()))
-def test_the_ranks_of_a_group_differ_on_its_axis_only(mesh: Mesh, axis: str) -> None:
+def test_ranks_of_a_group_differ_only_on_its_axis(mesh: Mesh, axis: str) -> None:
     for group in mesh.groups(axis):
         places = [mesh.coordinates(rank) for rank in group]
         assert [place.pop(axis) for place in places] == list(range(getattr(mesh, axis)))
@@ -51,7 +51,7 @@ def test_the_ranks_of_a_group_differ_on_its_axis_only(mesh: Mesh, axis: str) -> 
 
 
 @given(meshes())
-def test_data_ranks_are_those_of_dp_and_cp_together(mesh: Mesh) -> None:
+def test_a_data_group_is_dp_and_cp_together(mesh: Mesh) -> None:
     for group in mesh.groups("data"):
         places = [mesh.coordinates(rank) for rank in group]
         assert len({(place["pp"], place["tp"]) for place in places}) == 1
@@ -59,7 +59,7 @@ def test_data_ranks_are_those_of_dp_and_cp_together(mesh: Mesh) -> None:
 
 
 @given(meshes())
-def test_an_expert_is_held_once_in_a_group_of_ep_and_by_all_of_its_copies(mesh: Mesh) -> None:
+def test_an_ep_group_holds_each_expert_once_and_expert_copies_hold_the_same(mesh: Mesh) -> None:
     held = {rank: mesh.coordinates(rank)["dp"] % mesh.ep for rank in range(mesh.world)}
     assert all([held[rank] for rank in group] == list(range(mesh.ep)) for group in mesh.groups("ep"))
     assert all(len({held[rank] for rank in group}) == 1 for group in mesh.groups("expert_copies"))
@@ -82,7 +82,7 @@ def members(runs: RankRuns) -> tuple[int, ...]:
 
 
 @given(meshes(), st.sampled_from(["data", "expert_copies"]), st.data())
-def test_shards_and_their_copies_make_up_a_group(mesh: Mesh, axis: str, data: st.DataObject) -> None:
+def test_shards_and_their_copies_form_a_group(mesh: Mesh, axis: str, data: st.DataObject) -> None:
     size = mesh.size(axis)
     ranks = data.draw(st.sampled_from([each for each in range(1, size + 1) if size % each == 0]))
     near, far = map(members, split_group(mesh.strides(axis), ranks))
@@ -90,7 +90,7 @@ def test_shards_and_their_copies_make_up_a_group(mesh: Mesh, axis: str, data: st
     assert sorted(one + other for one in near for other in far) == sorted(mesh.members(axis))
 
 
-def test_a_free_data_degree_takes_what_the_others_leave() -> None:
+def test_dp_auto_takes_the_remaining_ranks() -> None:
     assert mesh_of(Parallel(tp=4, pp=2, cp=2), 64) == Mesh(pp=2, dp=4, cp=2, tp=4)
 
 
@@ -102,12 +102,12 @@ def node(rank: int) -> int:
     return rank // 8
 
 
-def test_tensor_ranks_of_6x8x64_share_a_node() -> None:
+def test_tensor_parallel_ranks_of_6x8x64_share_a_node() -> None:
     assert all(len(set(map(node, group))) == 1 for group in CANONICAL.groups("tp"))
     assert CANONICAL.in_node("tp", 8) == 8
 
 
-def test_data_ranks_of_6x8x64_never_share_a_node() -> None:
+def test_data_parallel_ranks_of_6x8x64_never_share_a_node() -> None:
     assert all(len(set(map(node, group))) == 6 for group in CANONICAL.groups("dp"))
     assert CANONICAL.in_node("dp", 8) == 1
 
@@ -129,9 +129,7 @@ def splits(layers: int, stages: int) -> list[tuple[int, ...]]:
 
 
 @given(st.integers(1, 9), st.integers(1, 4), st.floats(0, 3), st.floats(0, 3))
-def test_layers_that_do_not_divide_are_split_so_that_the_fullest_stage_is_lightest(
-    layers: int, stages: int, first: float, last: float
-) -> None:
+def test_an_uneven_split_of_layers_minimizes_the_fullest_stage(layers: int, stages: int, first: float, last: float) -> None:
     assume(layers >= stages and layers % stages)
     counts = balanced(layers, stages, 1.0, first, last)
     assert sum(counts) == layers

@@ -1,4 +1,4 @@
-"""What a run is told: every rule broken, every mend that is printed applied, every warning provoked."""
+"""Problems and warnings of a plan: every rule is broken, every printed fix applied, every warning provoked."""
 
 import re
 from dataclasses import fields
@@ -39,7 +39,7 @@ FOLDED: Keys = {"parallel.schedule": "dualpipev"}
 
 
 def value(word: str) -> object:
-    """A value as it stands on the command line."""
+    """Return the value of a command-line override."""
     known: dict[str, object] = {"true": True, "false": False, "null": None}
     if word in known:
         return known[word]
@@ -50,8 +50,8 @@ def value(word: str) -> object:
     return int(word) if re.fullmatch(r"-?\d+", word) else word
 
 
-def mended(run: Run, change: tuple[str, ...]) -> Run:
-    """The run with the overrides of a printed change."""
+def fixed_run(run: Run, change: tuple[str, ...]) -> Run:
+    """Return the run with the overrides of a printed change."""
     return with_changes(run, [(key, value(word)) for key, _, word in (each.partition("=") for each in change)])
 
 
@@ -189,19 +189,19 @@ def test_every_rule_is_broken_below(rule: Any) -> None:
 
 
 @pytest.mark.parametrize(("keys", "says"), BROKEN, ids=[says for _, says in BROKEN])
-def test_a_broken_rule_is_said_with_its_mend(keys: Keys, says: str) -> None:
+def test_a_broken_rule_is_reported_with_its_fix(keys: Keys, says: str) -> None:
     plan = make_plan(with_changes(BASE, keys.items()))
     assert says in map(str, plan.problems)
     assert (plan.ok, plan.fits, plan.runnable, plan.memory, plan.traffic, plan.time) == (False, None, False, None, (), None)
 
 
 @pytest.mark.parametrize(("keys", "says"), BROKEN, ids=[says for _, says in BROKEN])
-def test_every_mend_that_is_printed_mends_and_breaks_nothing(keys: Keys, says: str) -> None:
+def test_every_printed_fix_works_and_breaks_nothing(keys: Keys, says: str) -> None:
     run = with_changes(BASE, keys.items())
     before = make_plan(run).problems
     (problem,) = (each for each in before if str(each) == says)
     for change in problem.changes:
-        after = {each.says for each in make_plan(mended(run, change)).problems}
+        after = {each.says for each in make_plan(fixed_run(run, change)).problems}
         assert problem.says not in after
         assert after <= {each.says for each in before}
 
@@ -213,7 +213,7 @@ def test_a_change_is_printed_as_it_is_listed() -> None:
                 assert problem.mend == "set " + " or ".join(map(" ".join, problem.changes))
 
 
-def test_heads_that_are_shared_and_padded_are_said_both() -> None:
+def test_shared_and_padded_heads_are_both_reported() -> None:
     plan = make_plan(with_changes(BASE, [("parallel.tp", 8), ("model.kv_heads", 4)]))
     assert [str(each) for each in plan.warnings] == [
         "model.heads=12 is padded to 16 so that tp 8 splits it: 25 % of attention's products are padding",
@@ -221,18 +221,18 @@ def test_heads_that_are_shared_and_padded_are_said_both() -> None:
     ]
 
 
-def test_all_problems_are_said_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     keys: Keys = {"model.kv_heads": 5, "train.batch": 250, "parallel.shard": 3, "optim.warmup": 100, "parallel.offload.optimizer": True}
     rules = [each.rule for each in make_plan(with_changes(BASE, keys.items())).problems]
     assert sorted(rules) == ["batch", "kv_heads", "offload", "shard", "warmup"]
 
 
-def test_a_mend_is_told_though_another_problem_stays() -> None:
+def test_a_fix_is_shown_though_another_problem_stays() -> None:
     plan = make_plan(with_changes(BASE, [("train.batch", 240), ("optim.warmup", 100)]))
     assert {each.rule: each.changes[0] for each in plan.problems} == {"batch": ("train.microbatch=1",), "warmup": ("optim.warmup=10",)}
 
 
-def test_a_mend_that_would_break_another_rule_is_not_told() -> None:
+def test_a_change_that_would_break_another_rule_is_not_shown() -> None:
     """Stages of 12 layers are at most 12, and 6, a divisor that is near, does not divide 16 devices."""
     keys: Keys = {"parallel.pp": 16}
     assert [each.changes for each in make_plan(with_changes(BASE, keys.items())).problems] == [(("parallel.pp=4",),)]
@@ -308,7 +308,7 @@ def steps(change: tuple[str, ...]) -> list[int]:
 
 
 @pytest.mark.parametrize("name", FULL)
-def test_what_does_not_fit_is_said_with_its_largest_kinds(name: str) -> None:
+def test_a_run_that_does_not_fit_is_reported_with_its_largest_kinds_of_memory(name: str) -> None:
     run, problem = full(name)
     memory = make_plan(run).memory
     assert memory is not None
@@ -322,12 +322,12 @@ def test_what_does_not_fit_is_said_with_its_largest_kinds(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FULL)
-def test_every_change_that_is_said_to_fit_fits_in_what_is_said(name: str) -> None:
+def test_every_fitting_change_fits_in_the_bytes_shown(name: str) -> None:
     run, problem = full(name)
     before = make_plan(run)
     told = []
     for change in problem.changes:
-        after = make_plan(mended(run, change))
+        after = make_plan(fixed_run(run, change))
         assert (after.problems, after.fits) == ((), True)
         assert after.memory is not None
         assert before.engine is None or after.engine is not None
@@ -345,7 +345,7 @@ def test_the_smallest_changes_come_first(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FULL)
-def test_no_single_change_of_the_order_fits_where_several_keys_are_told(name: str) -> None:
+def test_no_single_change_fits_where_several_keys_are_shown(name: str) -> None:
     keys, least = FULL[name]
     if least == 1:
         return
@@ -416,7 +416,7 @@ HURTS: list[tuple[str, Keys, str]] = [
 
 
 @pytest.mark.parametrize(("rule", "keys", "says"), HURTS, ids=[f"{rule}: {says}" for rule, _, says in HURTS])
-def test_what_hurts_is_said_once_and_alone(rule: str, keys: Keys, says: str) -> None:
+def test_a_warning_appears_once_and_alone(rule: str, keys: Keys, says: str) -> None:
     plan = make_plan(with_changes(BASE, keys.items()))
     assert plan.ok
     assert [each.rule for each in plan.warnings] == [rule]
@@ -427,7 +427,7 @@ PEAK = Estimator(BASE)(BASE.parallel, BASE.train.microbatch).peak or 0
 
 
 @pytest.mark.parametrize(("share", "said"), [(0.94, []), (0.96, ["tight"]), (1.0, ["tight"])])
-def test_a_device_that_is_all_but_full_is_said(share: float, said: list[str]) -> None:
+def test_a_nearly_full_device_is_warned_of(share: float, said: list[str]) -> None:
     plan = make_plan(with_changes(BASE, [("cluster.device.memory", PEAK / share)]))
     assert plan.fits
     assert [each.rule for each in plan.warnings] == said
@@ -467,22 +467,22 @@ UNRUN: list[tuple[Keys, str]] = [
 
 
 @pytest.mark.parametrize(("keys", "says"), UNRUN, ids=[says for _, says in UNRUN])
-def test_what_no_engine_runs_is_planned_and_said(keys: Keys, says: str) -> None:
+def test_a_layout_that_no_engine_runs_is_planned_with_a_warning(keys: Keys, says: str) -> None:
     plan = make_plan(with_changes(BASE, keys.items()))
     assert (plan.ok, plan.fits, plan.runnable) == (True, True, False)
     assert [str(each) for each in plan.warnings if each.rule == "engine"] == [f"engine {says}"]
 
 
 @pytest.mark.parametrize(("keys", "says"), UNRUN, ids=[says for _, says in UNRUN])
-def test_every_layout_that_is_told_for_one_that_no_engine_runs_is_run(keys: Keys, says: str) -> None:
+def test_every_layout_shown_instead_of_one_that_no_engine_runs_is_run(keys: Keys, says: str) -> None:
     run = with_changes(BASE, keys.items())
     (problem,) = (each for each in make_plan(run).warnings if each.rule == "engine")
     for change in problem.changes:
-        after = make_plan(mended(run, change))
+        after = make_plan(fixed_run(run, change))
         assert (after.problems, after.fits, after.runnable) == ((), True, True)
 
 
-def test_of_two_limits_each_is_told_with_what_mends_it() -> None:
+def test_of_two_limits_each_is_reported_with_its_fix() -> None:
     plan = make_plan(with_changes(BASE, [("parallel.pp", 2), ("parallel.zero", 2), ("parallel.reduce", "server")]))
     told = {each.says: each.mend for each in plan.warnings if each.rule == "engine"}
     assert told == {
@@ -491,7 +491,7 @@ def test_of_two_limits_each_is_told_with_what_mends_it() -> None:
     }
 
 
-def test_a_layout_that_would_not_fit_is_not_told_for_one_that_does() -> None:
+def test_a_layout_that_does_not_fit_is_not_shown_for_one_that_does() -> None:
     """39e9 parameters fit on 8 stages, and not on one, whose ranks hold all weights."""
     keys: Keys = {"model": gpt(48, 8192, 64), "parallel.pp": 8, "parallel.zero": 2, "cluster.nodes": 8, "train.microbatch": 1}
     plan = make_plan(with_changes(BASE, keys.items()))
@@ -507,4 +507,4 @@ def test_every_warning_is_provoked_above(warning: Any) -> None:
         layout = run_layout(frame, run.parallel, run.train.microbatch)
         if list(warning(frame, layout, layout_cost(frame, layout), make_plan(run).throughput)):
             return
-    pytest.fail("no run above is told this")
+    pytest.fail("no run above provokes this")

@@ -1,4 +1,4 @@
-"""How often a run should save, against figures worked out by hand and what was published of runs."""
+"""The best interval between checkpoints, against figures computed by hand and published for real runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from distrain.cli.app import command
-from distrain.cli.config.load import load
+from distrain.cli.config.load import load_recipe
 from distrain.cli.pages.format import Style
 from distrain.cli.pages.plan_page import plan_text
 from distrain.trainer.plan.plan import make_plan
@@ -20,7 +20,7 @@ HOUR, DAY = 3600.0, 86400.0
 
 
 def llama(*words: str) -> Plan:
-    return make_plan(load("llama3_405b", list(words)))
+    return make_plan(load_recipe("llama3_405b", list(words)))
 
 
 def saved(plan: Plan) -> Saving:
@@ -28,11 +28,11 @@ def saved(plan: Plan) -> Saving:
     return plan.saving
 
 
-def told(plan: Plan) -> list[str]:
+def saving_warnings(plan: Plan) -> list[str]:
     return [str(each) for each in plan.warnings if each.rule == "saving"]
 
 
-def test_llama_3_was_interrupted_as_its_devices_are_taken_to_be() -> None:
+def test_llama_3_was_interrupted_as_often_as_the_default_mtbf_says() -> None:
     """arXiv:2407.21783 table 5: 419 unexpected interruptions in 54 days on 16,384 GPUs, one in 3.1 hours."""
     found = saved(llama("cluster.nodes=2048", "parallel.dp=128"))
     assert found.mtbf == pytest.approx(54 * DAY / 419)
@@ -53,11 +53,11 @@ def test_the_best_interval_is_dalys(save: float, between: float, interval: float
     assert best_interval(save, between) == pytest.approx(interval, abs=5e-4)
 
 
-def test_a_save_that_takes_no_time_is_youngs() -> None:
+def test_the_interval_of_a_short_save_is_youngs() -> None:
     assert best_interval(1e-6, 1e4) == pytest.approx(sqrt(2e-2), rel=1e-4)
 
 
-def test_what_is_kept_is_dalys() -> None:
+def test_goodput_is_dalys() -> None:
     """100 / (1000 e^0.005 (e^0.105 - 1)): e^0.005 = 1.0050125, e^0.105 = 1.1107106; 100 / 111.26553 = 0.898751."""
     assert goodput(100.0, 5.0, 1000.0) == pytest.approx(0.898751, abs=1e-6)
 
@@ -69,7 +69,7 @@ def test_no_interval_keeps_more_than_the_best(save: float, between: float) -> No
     assert goodput(1e9, save, between) == 0.0
 
 
-def test_a_plan_says_how_often_to_save() -> None:
+def test_a_plan_tells_the_best_interval() -> None:
     """4.43 TiB over 2e12 bytes/s; one fault in 54 days x 16384 / (419 x 8192); Daly's interval in steps."""
     plan = llama()
     found = saved(plan)
@@ -88,37 +88,37 @@ def test_a_plan_says_how_often_to_save() -> None:
     assert f"checkpoint.every={found.every})" in " ".join(plan_text(plan, Style()).split())
 
 
-def test_without_a_rate_of_storage_nothing_is_guessed() -> None:
+def test_without_cluster_storage_no_interval_is_planned() -> None:
     plan = llama("cluster.storage=null")
     found = saved(plan)
     assert (found.seconds, found.interval, found.every, found.goodput) == (None, None, None, None)
     assert "set cluster.storage (bytes/s) to see how often to save" in " ".join(plan_text(plan, Style()).split())
 
 
-def test_a_run_that_is_too_short_to_be_interrupted_hears_nothing_of_it() -> None:
-    plan = make_plan(load("gpt2_124m", ["cluster.storage=1e9"]))
+def test_a_run_too_short_to_be_interrupted_is_not_warned() -> None:
+    plan = make_plan(load_recipe("gpt2_124m", ["cluster.storage=1e9"]))
     assert saved(plan).interruptions is not None
     assert "interrupt" not in plan_text(plan, Style())
-    assert told(plan) == []
+    assert saving_warnings(plan) == []
 
 
-def test_an_interval_that_is_far_from_the_best_is_told_and_its_mend_holds() -> None:
-    (line,) = told(llama("checkpoint.every=1000"))
+def test_an_interval_far_from_the_best_is_warned_of_and_its_fix_works() -> None:
+    (line,) = saving_warnings(llama("checkpoint.every=1000"))
     assert line == (
         "about 686 interruptions are expected: checkpoint.every=1000 keeps 68 % of the time, the best interval 99 %: "
         "set checkpoint.every=20"
     )
-    assert told(llama()) == []
-    assert told(llama("checkpoint.every=30")) == []  # flat near the best
+    assert saving_warnings(llama()) == []
+    assert saving_warnings(llama("checkpoint.every=30")) == []  # flat near the best
 
 
-def test_a_long_run_that_saves_at_its_end_alone_is_told() -> None:
-    (line,) = told(llama("checkpoint.every=0", "cluster.storage=null"))
+def test_a_long_run_that_saves_only_at_its_end_is_warned() -> None:
+    (line,) = saving_warnings(llama("checkpoint.every=0", "cluster.storage=null"))
     assert line == (
         "checkpoint.every=0 saves only at the end, and about 686 interruptions are expected: "
         "set checkpoint.every; cluster.storage (bytes/s) tells the best interval"
     )
-    (line,) = told(llama("checkpoint.every=0"))
+    (line,) = saving_warnings(llama("checkpoint.every=0"))
     assert "saving only at the end keeps 0 % of the time" in line
 
 
@@ -137,24 +137,24 @@ GRACES = (
 
 
 @pytest.mark.parametrize(("launch", "runner", "line"), GRACES)
-def test_a_stop_that_takes_longer_than_the_grace_is_told(launch: Any, runner: Any, line: str | None) -> None:
+def test_a_stop_longer_than_the_grace_period_is_warned_of(launch: Any, runner: Any, line: str | None) -> None:
     """A step of 16.43 s and a save of 48.70 s, each twice: 130 s."""
-    run = load("llama3_405b", ["cluster.storage=1e11", "checkpoint.every=100"])
+    run = load_recipe("llama3_405b", ["cluster.storage=1e11", "checkpoint.every=100"])
     plan = make_plan(replace(run, launch=replace(run.launch, name=launch, runner=runner)))
     says = f"stopping and saving may take 130 s (a step of 16.4 s, a save of 48.7 s), but {line}, or write faster"
-    assert [each for each in told(plan) if each.startswith("stopping")] == ([says] if line else [])
+    assert [each for each in saving_warnings(plan) if each.startswith("stopping")] == ([says] if line else [])
 
 
-def test_a_stop_waits_for_the_step_the_evaluation_and_the_save_that_run() -> None:
-    """Twelve batches go forward in four steps' time: 2 x 10 + 4 x 10 + 2 x 50."""
-    run = load("llama3_405b", ["train.evaluate={every: 100, batches: 12}"])
+def test_a_stop_waits_for_the_running_step_evaluation_and_save() -> None:
+    """The forward passes of twelve batches take four steps: 2 x 10 + 4 x 10 + 2 x 50."""
+    run = load_recipe("llama3_405b", ["train.evaluate={every: 100, batches: 12}"])
     assert stop_seconds(run, 10.0, 50.0) == pytest.approx(160.0)
     assert stop_seconds(run, 10.0, None) == pytest.approx(60.0)
     assert stop_seconds(run, None, 50.0) == pytest.approx(100.0)
-    assert stop_seconds(load("llama3_405b"), 10.0, 50.0) == pytest.approx(120.0)
+    assert stop_seconds(load_recipe("llama3_405b"), 10.0, 50.0) == pytest.approx(120.0)
 
 
-def test_slurm_is_asked_to_tell_a_run_of_its_end_as_long_before_as_a_stop_takes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_slurm_is_asked_to_signal_a_run_as_long_before_its_end_as_a_stop_takes(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["cluster.storage=1e11", "launch=slurm", "log.dir=/runs", "train.evaluate={every: 100, batches: 3}"]
     assert command(["show", "conf=llama3_405b", *words, "--launch"]) == 0
     assert "#SBATCH --signal=TERM@147\n" in capsys.readouterr().out  # 130 s and a step's time

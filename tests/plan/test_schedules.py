@@ -1,6 +1,6 @@
-"""Pipeline schedules, run: every action once, in an order in which no stage waits for ever, in the time that the planner counts."""
+"""Simulated pipeline schedules: every action runs once, no stage waits for ever, and a step takes the planned time."""
 
-from collections import Counter
+from collections import Counter, deque
 from fractions import Fraction
 from typing import Any
 
@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distrain.trainer.plan.pipeline_events import stage_events
 from distrain.trainer.plan.schedules import SCHEDULES, Action, bubble_share
 
 Pipeline = tuple[str, int, int, int]  # schedule, stages, micro-batches, chunks
@@ -89,7 +90,7 @@ def planned(pipeline: Pipeline, weights: list[int] | None = None) -> float:
 
 
 @given(pipelines(list(SCHEDULES)))
-def test_each_chunk_of_each_micro_batch_goes_forward_and_back_once(pipeline: Pipeline) -> None:
+def test_each_chunk_of_each_micro_batch_runs_forward_and_backward_once(pipeline: Pipeline) -> None:
     _, _, micros, chunks = pipeline
     kinds = "FBW" if splits_backward(pipeline) else "FB"
     every = Counter((kind, micro, chunk) for kind in kinds for micro in range(micros) for chunk in range(chunks))
@@ -106,23 +107,58 @@ def test_forward_comes_before_backward_and_backward_before_weight_gradients(pipe
 
 
 @given(pipelines(FLUSHING))
-def test_a_step_takes_the_time_that_the_planner_counts(pipeline: Pipeline) -> None:
+def test_a_simulated_step_takes_the_planned_time(pipeline: Pipeline) -> None:
     assert float(makespan(pipeline)) == pytest.approx(planned(pipeline), rel=1e-12)
 
 
 @given(pipelines(FLUSHING))
-def test_the_bubbles_share_is_what_a_stage_waits(pipeline: Pipeline) -> None:
+def test_the_bubble_share_is_the_idle_share_of_a_simulated_step(pipeline: Pipeline) -> None:
     name, stages, micros, chunks = pipeline
     waits = 1 - 3 * micros / makespan(pipeline)
     assert bubble_share(SCHEDULES[name], stages, micros, chunks) == pytest.approx(float(waits), rel=1e-9, abs=1e-12)
 
 
 @given(pipelines(STREAMING))
-def test_a_schedule_without_a_flush_waits_for_its_first_micro_batches_only(pipeline: Pipeline) -> None:
+def test_a_schedule_without_a_flush_idles_only_at_its_start(pipeline: Pipeline) -> None:
     name, stages, micros, chunks = pipeline
     longer = (name, stages, micros + stages, chunks)
     assert makespan((name, stages, 2 * micros + stages, chunks)) - makespan(longer) == 3 * micros
     assert bubble_share(SCHEDULES[name], stages, micros, chunks) == 0
+
+
+PLAIN = [name for name, row in SCHEDULES.items() if row.is_plain]
+
+
+@given(pipelines(PLAIN))
+def test_events_of_stages_never_wait_for_each_other_where_sends_block(pipeline: Pipeline) -> None:
+    name, stages, micros, _ = pipeline
+    todo = [deque(events) for events in stage_events(SCHEDULES[name].actions, stages, micros)]
+    while any(todo):
+        left = sum(map(len, todo))
+        for stage, events in enumerate(todo):
+            while events and events[0].verb == "compute":
+                events.popleft()
+            if events and events[0].verb == "send":
+                receiver = todo[stage + 1 if events[0].kind == "F" else stage - 1]
+                if receiver and receiver[0] == events[0]._replace(verb="receive"):
+                    receiver.popleft()
+                    events.popleft()
+        assert sum(map(len, todo)) < left, f"{pipeline} waits for ever"
+
+
+@given(pipelines(PLAIN))
+def test_events_compute_the_actions_in_order(pipeline: Pipeline) -> None:
+    name, stages, micros, _ = pipeline
+    for events, actions in zip(stage_events(SCHEDULES[name].actions, stages, micros), actions_of(pipeline), strict=True):
+        assert [Action(event.kind, event.micro) for event in events if event.verb == "compute"] == actions
+
+
+def test_a_schedule_whose_stages_wait_for_ever_is_refused() -> None:
+    def backward_first(stage: int, stages: int, micros: int, chunks: int) -> list[Action]:
+        return [Action("B", 0), Action("F", 0)] if stage == 0 else [Action("F", 0), Action("B", 0)]
+
+    with pytest.raises(ValueError, match="waits for ever"):
+        stage_events(backward_first, 2, 1)
 
 
 # DeepSpeed's own schedule, whose sends leave with the next commit: what a forward that is paired with a backward makes, after both.
@@ -164,7 +200,7 @@ def committed(stages: int, micros: int) -> Fraction:
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("more", [0, 1, 4])
-def test_dualpipev_is_deepspeeds_in_order_and_in_time(stages: int, more: int) -> None:
+def test_dualpipev_has_deepspeeds_order_and_time(stages: int, more: int) -> None:
     micros = 2 * stages + more
     pipeline = ("dualpipev", stages, micros, 2)
     kinds = {"ForwardPass": "F", "BackwardPass": "B"}
@@ -180,7 +216,7 @@ def test_dualpipev_is_deepspeeds_in_order_and_in_time(stages: int, more: int) ->
 
 
 @pytest.mark.parametrize("stages", [2, 3, 5])
-def test_a_folded_stage_sends_what_deepspeeds_does(stages: int) -> None:
+def test_a_folded_stage_sends_as_often_as_deepspeeds(stages: int) -> None:
     micros = 2 * stages + 1
     sends = [sum(each.name in ("SendActivation", "SendGrad") for each in row) for row in instructions(stages, micros)]
     assert sends == [micros * 2 * (2 - (stage == 0) - (stage == stages - 1)) for stage in range(stages)]
@@ -201,7 +237,7 @@ BUBBLES = pytest.mark.parametrize(("name", "p", "m", "v", "over"), [
 
 
 @BUBBLES
-def test_the_bubble_over_the_ideal_is_the_papers(name: str, p: int, m: int, v: int, over: float) -> None:
+def test_the_bubble_over_ideal_time_is_the_papers(name: str, p: int, m: int, v: int, over: float) -> None:
     assert float(makespan((name, p, m, v))) / (3 * m) - 1 == pytest.approx(over, rel=1e-12)
     assert bubble_share(SCHEDULES[name], p, m, v) == pytest.approx(over / (1 + over), rel=1e-12)
 
@@ -213,7 +249,7 @@ def test_uneven_stages_of_gpipe_wait_for_the_busiest_one(pipeline: Pipeline, dat
 
 
 @given(pipelines(["1f1b", "interleaved"]), st.data())
-def test_uneven_stages_of_1f1b_take_no_longer_than_the_planner_counts(pipeline: Pipeline, data: st.DataObject) -> None:
+def test_uneven_stages_of_1f1b_take_at_most_the_planned_time(pipeline: Pipeline, data: st.DataObject) -> None:
     """A bound only: actions of light stages fit into the waits of others."""
     weights = [data.draw(st.integers(1, 9)) for _ in range(pipeline[1])]
     assert 3 * pipeline[2] * max(weights) <= float(makespan(pipeline, weights)) <= planned(pipeline, weights) * (1 + 1e-12)

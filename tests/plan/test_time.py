@@ -1,4 +1,4 @@
-"""Seconds, days and rates of a step against measured runs, and what their parts mean."""
+"""Seconds, days and rates of a step against measured runs, and the parts of a step."""
 
 from typing import Any
 
@@ -159,7 +159,7 @@ def test_the_parts_of_a_step_add_up_to_it(keys: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("keys", [keys for keys in LAYOUTS if "parallel__pp" not in keys])
-def test_a_step_exposes_what_its_messages_do(keys: dict[str, Any]) -> None:
+def test_exposed_seconds_of_a_step_are_those_of_its_messages(keys: dict[str, Any]) -> None:
     plan = planned(SMALL, 32, **keys)
     assert timed(plan)[0].exposed == pytest.approx(sum(each.exposed or 0.0 for each in plan.traffic), rel=1e-9)
 
@@ -177,14 +177,14 @@ def test_rates_are_tokens_and_flops_over_the_step(keys: dict[str, Any]) -> None:
     assert rates.hfu == pytest.approx(rates.hardware_flops_per_second_per_gpu / 312e12, rel=1e-12)
 
 
-def test_hardware_flops_are_the_models_where_nothing_is_computed_twice() -> None:
+def test_hardware_flops_are_the_models_without_recomputation() -> None:
     _, rates, _ = timed(planned(SMALL, 8))
     assert rates.hfu == rates.mfu
     _, again, _ = timed(planned(SMALL, 8, parallel__recompute="full"))
     assert again.mfu < again.hfu < again.mfu * 4 / 3
 
 
-def test_flops_of_parameters_are_six_a_parameter_and_token() -> None:
+def test_flops_by_parameters_are_six_a_parameter_and_token() -> None:
     plan = planned(SMALL, 8, train__flops="parameters")
     assert plan.model is not None
     assert plan.model.flops_per_token == 6 * plan.model.parameters
@@ -221,7 +221,7 @@ UNTIMED = pytest.mark.parametrize("missing", [
 
 
 @UNTIMED
-def test_times_are_null_where_a_rate_is_not_stated_and_memory_stays(missing: dict[str, Any]) -> None:
+def test_times_are_null_and_memory_is_planned_where_a_rate_is_missing(missing: dict[str, Any]) -> None:
     keys: dict[str, Any] = {"parallel__tp": 2, "parallel__pp": 2, "train__microbatch": 2} | missing
     known, unknown = (
         planned(SMALL, 16, **keys | {"cluster__device": A100, "cluster__inside": NVLINK, "cluster__between": HDR}),
@@ -244,6 +244,6 @@ def test_a_run_without_a_peak_has_no_ideal_seconds() -> None:
     assert plan.run.flops > 0
 
 
-def test_a_link_that_no_group_uses_need_not_be_stated() -> None:
+def test_an_unused_link_need_not_be_stated() -> None:
     assert planned(SMALL, 8, cluster__between=None).time is not None
     assert planned(SMALL, 1, cluster__inside=None, cluster__between=None).time is not None

@@ -1,4 +1,4 @@
-"""What travels: collectives' bytes and hops, and the messages of real plans against the papers' volumes."""
+"""Traffic: bytes and hops of collectives, and messages of plans against the papers' volumes."""
 
 from math import inf, log2
 from typing import Any
@@ -47,7 +47,7 @@ def test_recursive_halving_sends_the_rings_bytes_in_fewer_hops(doublings: int, p
     assert hops("reduce_scatter", size, "halving") == log2(size)
 
 
-def test_recursive_halving_beyond_a_power_of_two_hands_whole_tensors_in_and_back() -> None:
+def test_recursive_halving_beyond_a_power_of_two_sends_whole_tensors_first_and_last() -> None:
     """Thakur et al. 2005, doi:10.1177/1094342005051521: the ranks beyond 4 add theirs to a partner's first."""
     assert sent("all_reduce", 1200, 6, "halving") == 2 * 1200 * 3 // 4 + 1200
     assert hops("all_reduce", 6, "halving") == 2 * log2(4) + 2
@@ -59,7 +59,7 @@ def test_a_group_of_one_sends_nothing(algorithm: str, verb: str) -> None:
     assert collective_cost(verb, 1000, Wire(1, 1, inf, 1.0), algorithm) == (0, 0.0)
 
 
-def test_a_parameter_server_takes_resnet_50s_gradients_at_73_gigabytes_a_second() -> None:
+def test_a_parameter_server_receives_resnet_50s_gradients_at_73_gigabytes_a_second() -> None:
     """97.5 MB from each of 256 workers 3 times a second, a GB being 1024 MB."""
     assert server_inflow(97.5, 256, 3) / 1024 == pytest.approx(73.1, abs=0.05)
 
@@ -122,14 +122,14 @@ def test_a_tensor_parallel_layer_sends_8bsh_values(t: int) -> None:
 
 
 @pytest.mark.parametrize("t", [2, 4, 8])
-def test_sequence_parallel_sends_as_much_and_gathers_each_column_layers_input_again(t: int) -> None:
+def test_sequence_parallelism_sends_as_much_and_gathers_each_column_layers_input_again(t: int) -> None:
     """arXiv:2205.05198 section 4.2.2: the volume is the same, but for the two inputs of which only the shard is kept."""
     half = (t - 1) * B * S * H * 2 // t
     assert of_a_layer("tp", parallel__tp=t, parallel__sequence=True) == (8 + 2) * half
     assert of_a_layer("tp", parallel__tp=t, parallel__sequence=True, parallel__recompute="full") == (8 + 2 + 4) * half
 
 
-def test_sequence_parallel_adds_up_the_gradients_of_replicated_weights_once_a_step() -> None:
+def test_sequence_parallelism_sums_gradients_of_replicated_weights_once_a_step() -> None:
     """arXiv:2205.05198 leaves them out; norms and biases of rows of a layer are 6h, the last norm 2h, the positions sh."""
     plan = planned(parallel__tp=8, parallel__sequence=True, micros=3)
     (added,) = (each for each in messages(plan, "tp", "all_reduce") if each.count == 1)
@@ -157,7 +157,7 @@ ZEROS = pytest.mark.parametrize(("zero", "precision", "gradients", "width"), [
 
 
 @ZEROS
-def test_a_rank_adds_up_what_it_steps_of_replicated_weights(zero: int, precision: str, gradients: str, width: int) -> None:
+def test_a_rank_sums_the_replicated_weights_gradients_that_it_steps(zero: int, precision: str, gradients: str, width: int) -> None:
     """Each rank all of them at ZeRO 0 in float32, and where bf16 adds up in float32 at stage 1; else each of 4 ranks its part."""
     keys: dict[str, Any] = {"parallel__tp": 2, "parallel__sequence": True, "parallel__zero": zero, "train__gradients": gradients}
     run = run_of(**keys, train__precision=precision, cluster__device__peak={"bf16": 1e14, "fp32": 1e13})
@@ -169,7 +169,7 @@ def test_a_rank_adds_up_what_it_steps_of_replicated_weights(zero: int, precision
     assert max(sizes) in [each.payload for each in stage_traffic(run, 0)]
 
 
-def test_a_pipelines_stages_add_up_all_that_they_hold() -> None:
+def test_pipeline_stages_sum_the_gradients_of_all_replicated_weights() -> None:
     run = run_of(parallel__tp=2, parallel__pp=2, parallel__sequence=True, parallel__zero=1, micros=2)
     first, last = (2 * 6 + S) * H * 2, (2 * 6 + 2) * H * 2
     assert [replicated(run, rank) for rank in range(8)] == [first] * 4 + [last] * 4
@@ -177,7 +177,7 @@ def test_a_pipelines_stages_add_up_all_that_they_hold() -> None:
 
 @pytest.mark.parametrize("keys", [{}, {"parallel__zero": 3}, {"parallel__pp": 2}])
 @pytest.mark.parametrize(("kv_heads", "tp", "copies"), [(1, 2, 2), (2, 4, 2), (1, 4, 4), (2, 2, 1), (3, 4, 1)])
-def test_ranks_that_share_key_and_value_heads_add_up_their_gradients(kv_heads: int, tp: int, copies: int, keys: dict[str, Any]) -> None:
+def test_ranks_that_share_key_and_value_heads_sum_their_gradients(kv_heads: int, tp: int, copies: int, keys: dict[str, Any]) -> None:
     """Once a step, sequence parallel or not: h + 1 elements for each of a head's dims, of keys and of values. ZeRO shares them out."""
     heads = 6 if kv_heads == 3 else 8
     run = run_of(parallel__tp=tp, model__heads=heads, model__head_dim=64, model__kv_heads=kv_heads, micros=2, **keys)
@@ -192,7 +192,7 @@ def test_ranks_that_share_key_and_value_heads_add_up_their_gradients(kv_heads: i
     assert sum(each.payload for each in found) == (whole if pp == 1 else whole * (8 // pp // tp))
 
 
-def test_a_stages_messages_are_those_of_its_rank_with_most() -> None:
+def test_stage_traffic_is_that_of_the_rank_that_sends_most() -> None:
     run = run_of(parallel__tp=2, parallel__sequence=True, parallel__zero=1)
     ranks = [rank_traffic(run, rank) for rank in range(8)]
     assert stage_traffic(run, 0) == max(ranks, key=lambda rows: sum(each.sent for each in rows)) == make_plan(run).traffic
@@ -231,7 +231,7 @@ PAPERS =    [(0, 1, 2), (0, 4, 2), (1, 1, 2), (1, 4, 2), (2, 1, 2), (2, 4, 1 * 4
 
 
 @pytest.mark.parametrize(("zero", "micros", "times"), DEEPSPEED)
-def test_what_deepspeed_runs_sends_as_deepspeed_does(zero: int, micros: int, times: int) -> None:
+def test_traffic_of_a_deepspeed_engine_is_deepspeeds(zero: int, micros: int, times: int) -> None:
     plan = planned(parallel__zero=zero, micros=micros)
     assert plan.engine == "zero"
     assert plan.model is not None
@@ -239,7 +239,7 @@ def test_what_deepspeed_runs_sends_as_deepspeed_does(zero: int, micros: int, tim
 
 
 @pytest.mark.parametrize(("zero", "micros", "times"), PAPERS)
-def test_what_no_engine_runs_sends_as_the_papers_say(zero: int, micros: int, times: int) -> None:
+def test_traffic_without_an_engine_is_the_papers(zero: int, micros: int, times: int) -> None:
     plan = planned(parallel__zero=zero, micros=micros, train__precision="fp8", parallel__bucket=10**9)
     assert plan.engine is None
     assert plan.model is not None
@@ -248,14 +248,14 @@ def test_what_no_engine_runs_sends_as_the_papers_say(zero: int, micros: int, tim
     assert bytes_of(plan, "dp") == (gathers * weights + (times - gathers) * gradients) * plan.model.parameters * (D - 1) // D
 
 
-def test_an_interleaved_pipeline_is_counted_as_the_papers() -> None:
+def test_traffic_of_an_interleaved_pipeline_is_the_papers() -> None:
     plan = planned(ranks=16, parallel__pp=2, parallel__schedule="interleaved", parallel__chunks=2, parallel__zero=1, micros=2)
     assert plan.memory is not None
     assert plan.engine is None
     assert bytes_of(plan, "dp") in [2 * stage.parameters * 2 * (D - 1) // D for stage in plan.memory.stages]
 
 
-def test_gradients_in_float32_are_sent_in_float32_but_by_deepspeed() -> None:
+def test_float32_gradients_are_sent_in_float32_except_by_deepspeed() -> None:
     """It casts them to the model's own type, as was counted."""
     ours, papers = planned(train__gradients="fp32"), planned(train__gradients="fp32", parallel__reduce="halving")
     assert ours.model is not None
@@ -272,7 +272,7 @@ def test_gradients_travel_in_buckets() -> None:
     assert reduced.payload * reduced.count == pytest.approx(2 * plan.model.parameters, abs=reduced.count)
 
 
-def test_a_hybrid_shard_gathers_near_and_adds_up_far() -> None:
+def test_a_hybrid_shard_gathers_inside_nodes_and_sums_across_them() -> None:
     """Shards of 8 ranks in a node, 4 nodes: 3 Psi inside for each micro-batch, and an eighth of the gradients between."""
     plan = planned(ranks=32, parallel__zero=3, parallel__shard=8, micros=2)
     assert plan.model is not None
@@ -291,7 +291,7 @@ def test_tokens_travel_to_their_experts_and_back_twice(ep: int) -> None:
     assert exchanged.sent == 4 * B * S * H * 2 * 2 * (ep - 1) // ep
 
 
-def test_experts_gradients_add_up_over_their_copies_alone() -> None:
+def test_expert_gradients_are_summed_only_over_their_copies() -> None:
     experts = 16 * 3 * H * 1024
     whole, split = (planned(MOE, parallel__ep=ep) for ep in (1, 8))
     assert whole.model is not None
@@ -302,7 +302,7 @@ def test_experts_gradients_add_up_over_their_copies_alone() -> None:
 
 
 @pytest.mark.parametrize(("kv_heads", "cp"), [(8, 2), (8, 8), (2, 4)])
-def test_context_parallel_gathers_keys_and_values(kv_heads: int, cp: int) -> None:
+def test_context_parallelism_gathers_keys_and_values(kv_heads: int, cp: int) -> None:
     """(cp - 1)/cp 2 s b h_kv forward, again backward, and their gradients scattered (arXiv:2407.21783 section 3.3.2)."""
     once = 2 * B * S * kv_heads * (H // 8) * 2 * (cp - 1) // cp
     assert of_a_layer("cp", parallel__cp=cp, model__kv_heads=kv_heads) == 3 * once
@@ -321,13 +321,13 @@ def test_context_parallel_gathers_keys_and_values(kv_heads: int, cp: int) -> Non
         ({"parallel__cp": 2}, B * S * H),
     ],
 )
-def test_a_stage_hands_on_2bsh_bytes(keys: dict[str, Any], size: int) -> None:
+def test_a_stage_sends_2bsh_bytes(keys: dict[str, Any], size: int) -> None:
     (handed,) = messages(planned(parallel__pp=4, cluster__device__peak={"bf16": 1e14, "fp32": 1e13}, **keys), "pp")
     assert (handed.verb, handed.payload) == ("send", size)
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("gpipe", 1), ("zb_h1", 1), ("interleaved", 2)])
-def test_an_inner_stage_hands_each_micro_batch_on_and_its_gradient_back_for_each_chunk(schedule: str, chunks: int) -> None:
+def test_an_inner_stage_sends_activations_and_gradients_of_each_micro_batch_and_chunk(schedule: str, chunks: int) -> None:
     keys: dict[str, Any] = {"parallel__schedule": schedule, "parallel__chunks": chunks, "model__layers": 8}
     (handed,) = messages(planned(ranks=4, parallel__pp=4, micros=4, **keys), "pp")
     assert handed.count == 4 * 2 * chunks
@@ -341,7 +341,7 @@ def test_a_folded_pipeline_turns_around_on_its_last_stage_and_ends_on_its_first(
     assert sends == [[("send", 8 * 2)], [("send", 8 * 4)], [("send", 8 * 4)], [("send", 8 * 2)]]
 
 
-def test_a_tied_weights_gradient_is_added_up_between_first_and_last_stage() -> None:
+def test_the_first_and_the_last_stage_sum_a_tied_weights_gradient() -> None:
     plan = planned(ranks=2, parallel__pp=2, model__tied=True, micros=2)
     (tied,) = messages(plan, "pp", "all_reduce")
     assert (tied.payload, tied.count, tied.sent) == (V * H * 2, 1, V * H * 2)
@@ -374,7 +374,7 @@ def test_a_group_inside_a_node_has_its_links() -> None:
 # What hides and what doesn't.
 
 
-def test_gradients_hide_under_backward_unless_told_not_to() -> None:
+def test_gradients_overlap_with_backward_unless_overlap_is_off() -> None:
     under, after = (planned(ranks=64, parallel__overlap__data=hide, parallel__bucket=10**6).traffic[0] for hide in (True, False))
     assert under.seconds == after.seconds == after.exposed
     assert under.exposed is not None
@@ -382,7 +382,7 @@ def test_gradients_hide_under_backward_unless_told_not_to() -> None:
     assert under.exposed < after.exposed
 
 
-def test_messages_between_stages_expose_nothing_where_they_overlap() -> None:
+def test_overlapped_messages_between_stages_expose_no_time() -> None:
     keys: dict[str, Any] = {"ranks": 4, "parallel__pp": 4, "micros": 4}
     shown, hidden = (messages(planned(**keys, parallel__overlap__pipeline=hide), "pp")[0] for hide in (False, True))
     assert shown.exposed == shown.seconds == hidden.seconds
@@ -398,7 +398,7 @@ def test_no_message_is_exposed_longer_than_it_takes(hide: bool) -> None:
         assert 0 <= message.exposed <= message.seconds
 
 
-def test_a_tensor_group_that_some_ranks_have_across_nodes_waits_for_their_link() -> None:
+def test_a_tensor_group_across_nodes_is_as_slow_as_the_link_between_them() -> None:
     """Three ranks a group on nodes of 8: the ranks 6, 7 and 8 are one."""
     plan = planned(Model(family="gpt", layers=2, hidden=768, heads=12, vocab=V), ranks=24, parallel__tp=3)
     for message in messages(plan, "tp"):
@@ -406,7 +406,7 @@ def test_a_tensor_group_that_some_ranks_have_across_nodes_waits_for_their_link()
         assert message.exposed == pytest.approx(message.seconds, rel=1e-9)
 
 
-def test_the_shards_of_an_expert_are_where_its_copies_are() -> None:
+def test_expert_shards_are_on_the_ranks_of_the_experts_copies() -> None:
     """With 8 expert ranks in a node, the two ranks that share an expert's states are in two nodes."""
     plan = planned(MOE, ranks=32, parallel__ep=8, parallel__zero=3, parallel__shard=16)
     experts = 16 * 3 * H * 1024 // 8

@@ -1,4 +1,4 @@
-"""Keys that do nothing: each row of the table says so where it holds, and nowhere else."""
+"""Keys without effect: each row of the table warns where its condition holds, and nowhere else."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,8 +7,8 @@ import pytest
 
 from distrain.cli.app import command
 from distrain.cli.config import library
-from distrain.cli.config.keys import keys
-from distrain.cli.config.load import load
+from distrain.cli.config.keys import config_keys
+from distrain.cli.config.load import load_recipe
 from distrain.trainer.launch.admission import start_warnings
 from distrain.trainer.plan.changed_run import with_changes
 from distrain.trainer.plan.plan import make_plan
@@ -81,43 +81,43 @@ ROWS: list[tuple[str, Any, str, Keys, Keys]] = [
 
 
 def told(run: Run) -> list[str]:
-    """The warnings of a plan about keys that do nothing."""
+    """Return the warnings of a plan about keys without effect."""
     plan = make_plan(run)
     assert plan.ok, plan.problems
     return [each.says for each in plan.warnings if each.rule == RULE]
 
 
 @pytest.mark.parametrize(("key", "value", "other", "idle", "used"), ROWS, ids=[f"{row[0]} {row[2]}" for row in ROWS])
-def test_a_key_that_does_nothing_is_said_and_one_that_does_is_not(key: str, value: Any, other: str, idle: Keys, used: Keys) -> None:
+def test_a_key_without_effect_is_warned_of_and_one_with_effect_is_not(key: str, value: Any, other: str, idle: Keys, used: Keys) -> None:
     (said,) = [each for each in told(with_changes(RUN, {**idle, key: value}.items())) if each.startswith(f"{key}=")]
     assert said.endswith(f" does nothing with {other}")
     assert not [each for each in told(with_changes(RUN, {**used, key: value}.items())) if each.startswith(f"{key}=")]
     assert not [each for each in told(with_changes(RUN, {**idle, key: default(key)}.items())) if each.startswith(f"{key}=")]
 
 
-def test_every_row_of_the_table_is_said_above() -> None:
+def test_every_row_of_the_table_is_tested_above() -> None:
     assert {row[0] for row in ROWS} == set(IDLE)
 
 
 def test_every_key_has_a_row_or_is_always_read() -> None:
     read = {f"{section}.{key}".lstrip(".") for section, names in READ.items() for key in names}
-    assert {*keys(), "reading", "model.parameters"} == read | set(IDLE)
+    assert {*config_keys(), "reading", "model.parameters"} == read | set(IDLE)
     assert not read & set(IDLE)
 
 
 @pytest.mark.parametrize("recipe", library.recipes(None))
-def test_no_recipe_sets_what_does_nothing(recipe: str) -> None:
-    run = load(recipe)
+def test_no_recipe_sets_a_key_without_effect(recipe: str) -> None:
+    run = load_recipe(recipe)
     assert told(run) == []
     assert [each.says for each in start_warnings(run, make_plan(run)) if each.rule != RULE] == []
 
 
-def test_metrics_that_are_left_out_are_written_all_the_same() -> None:
+def test_jsonl_is_written_even_where_log_sinks_leaves_it_out() -> None:
     run = replace(RUN, log=replace(RUN.log, sinks=("console",)))
     assert told(run) == ["log.sinks=[console] leaves out jsonl, which is always written"]
 
 
-def test_fit_says_what_of_its_words_does_nothing_under_its_verdict(
+def test_fit_warns_of_keys_without_effect_below_its_verdict(
     tmp_path: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from distrain.trainer.launch import training
@@ -135,7 +135,7 @@ def test_fit_says_what_of_its_words_does_nothing_under_its_verdict(
     ]
 
 
-def test_a_sink_whose_package_is_missing_is_said_before_a_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fit_warns_of_a_sink_whose_package_is_missing_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     from distrain.trainer.launch import admission
 
     monkeypatch.setattr(admission, "find_spec", lambda name: None)
@@ -145,7 +145,7 @@ def test_a_sink_whose_package_is_missing_is_said_before_a_run_starts(monkeypatch
     ]
 
 
-def test_a_copy_of_gradients_that_no_engine_keeps_is_said_by_fit() -> None:
+def test_fit_warns_of_a_gradient_copy_that_no_engine_keeps() -> None:
     run = replace(RUN, optim=replace(RUN.optim, gradient_copy=True))
     assert [each.says for each in start_warnings(run, make_plan(run))] == [
         "optim.gradient_copy=true is in the plan, but DeepSpeed keeps no such copy"

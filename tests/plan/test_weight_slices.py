@@ -1,4 +1,4 @@
-"""Slices of weights on the ranks of the tensor axis: what each holds, padding, and heads that some share, for any sizes and degree."""
+"""Weight shards on the ranks of the tensor axis: their extent, padding, and shared heads, for any sizes and degree."""
 
 from collections import Counter
 from dataclasses import replace
@@ -41,7 +41,7 @@ def test_every_query_head_is_on_one_rank(shape: tuple[int, int, int]) -> None:
 
 
 @given(heads())
-def test_a_ranks_key_head_serves_the_query_heads_that_it_serves_in_the_whole_model(shape: tuple[int, int, int]) -> None:
+def test_each_key_head_serves_the_same_query_heads_as_in_the_whole_model(shape: tuple[int, int, int]) -> None:
     """A module groups what it is given: its i-th query head goes with the key head i // (query heads / key heads)."""
     every, kv_heads, degree = shape
     lie = HeadShards(every, kv_heads, degree)
@@ -55,7 +55,7 @@ def test_a_ranks_key_head_serves_the_query_heads_that_it_serves_in_the_whole_mod
 
 
 @given(heads())
-def test_key_heads_are_held_by_one_rank_or_by_neighbours_that_share_them(shape: tuple[int, int, int]) -> None:
+def test_a_key_head_is_held_by_one_rank_or_by_neighbours(shape: tuple[int, int, int]) -> None:
     every, kv_heads, degree = shape
     lie = HeadShards(every, kv_heads, degree)
     assert degree % lie.copies == 0
@@ -77,7 +77,7 @@ def test_no_head_is_padded_where_the_degree_divides(shape: tuple[int, int, int])
 
 
 @given(heads())
-def test_no_rank_has_more_heads_than_padding_of_one_group_asks(shape: tuple[int, int, int]) -> None:
+def test_padding_adds_less_than_one_group_of_heads_to_a_rank(shape: tuple[int, int, int]) -> None:
     """Less than a group of query heads each, or, where ranks share a key head, less than one head each."""
     every, kv_heads, degree = shape
     lie = HeadShards(every, kv_heads, degree)
@@ -86,7 +86,7 @@ def test_no_rank_has_more_heads_than_padding_of_one_group_asks(shape: tuple[int,
 
 
 @given(st.integers(1, 500), st.integers(1, 32), st.sampled_from([1, 8, 128]))
-def test_a_vocabulary_and_a_feed_forward_are_runs_that_cover_them_once(size: int, degree: int, multiple: int) -> None:
+def test_shards_of_a_vocabulary_and_a_feed_forward_cover_them_once(size: int, degree: int, multiple: int) -> None:
     for dim, each in (("ffn", -(-size // degree)), ("vocab", round_up(size, multiple * degree) // degree)):
         rows = [dim_shard(dim, {dim: size}, degree, rank, vocab_multiple=multiple) for rank in range(degree)]
         assert [at for row in rows for at in elements(row)] == list(range(size))
@@ -131,7 +131,7 @@ def rows_of(model: Model, degree: int) -> dict[str, list[WeightShard]]:
 
 
 @given(models(), st.integers(1, 6))
-def test_every_element_of_every_weight_is_on_one_rank_or_on_all_that_share_it(model: Model, degree: int) -> None:
+def test_every_element_of_a_weight_is_on_one_rank_or_on_all_that_share_it(model: Model, degree: int) -> None:
     for name, ranks in rows_of(model, degree).items():
         held = Counter(
             place
@@ -145,7 +145,7 @@ def test_every_element_of_every_weight_is_on_one_rank_or_on_all_that_share_it(mo
 
 
 @given(models(), st.integers(1, 6))
-def test_a_ranks_tensors_are_of_the_local_sizes(model: Model, degree: int) -> None:
+def test_shards_have_the_local_sizes(model: Model, degree: int) -> None:
     table = table_of(model)
     local = local_sizes(table.sizes, degree, vocab_multiple=model.vocab_multiple)
     for each in model_parameters(table, range(model.layers)):
@@ -179,7 +179,7 @@ def run_of(model: Model, parallel: Parallel, ranks: int, micros: int) -> Run:
 
 
 @given(models(), st.integers(1, 6))
-def test_the_planner_counts_the_elements_that_a_rank_holds(model: Model, degree: int) -> None:
+def test_the_plan_counts_the_elements_of_a_ranks_shards(model: Model, degree: int) -> None:
     run = run_of(model, Parallel(tp=degree), degree, 1)
     frame = CostContext(run)
     made = layout_cost(frame, run_layout(frame, run.parallel, 1)).blocks
@@ -195,7 +195,7 @@ def test_the_planner_counts_the_elements_that_a_rank_holds(model: Model, degree:
 
 @pytest.mark.parametrize(("schedule", "layers"), [("1f1b", 7), ("dualpipev", 7), ("dualpipev", 8), ("gpipe", 4)])
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_seats_of_a_mesh_hold_every_weight_once(schedule: str, layers: int, tied: bool) -> None:
+def test_the_positions_of_a_mesh_hold_every_weight_once(schedule: str, layers: int, tied: bool) -> None:
     """But for a tied weight, which a straight pipeline has on both of its ends, and a folded one once on the first stage."""
     model = Model(family="gpt", layers=layers, hidden=4, heads=2, vocab=10, tied=tied)
     run = run_of(model, Parallel(pp=3, tp=2, schedule=schedule), 6, 8)
@@ -227,7 +227,7 @@ def test_a_folded_stage_has_a_part_on_the_way_out_and_one_on_the_way_back() -> N
     ]
 
 
-def test_a_seat_is_its_ranks_place() -> None:
+def test_a_mesh_position_has_the_coordinates_of_its_rank() -> None:
     run = run_of(Model(family="gpt", layers=8, hidden=4, heads=2, vocab=10), Parallel(pp=2, tp=2), 8, 8)
     assert [mesh_position(run, rank).coordinates for rank in range(8)] == [Mesh(pp=2, dp=2, tp=2).coordinates(rank) for rank in range(8)]
     assert element_count(("heads", "head_dim"), table_of(run.model).sizes) == 4

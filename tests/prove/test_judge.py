@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from distrain.cli.config.load import load
+from distrain.cli.config.load import load_recipe
 from distrain.cli.verbs.prove_run import Recipe
 from distrain.trainer.prove.fork_client import JobResult
 from distrain.trainer.prove.judge import (
@@ -93,8 +93,8 @@ def test_the_control_run_is_one_process_with_other_micro_batches() -> None:
 
 
 def test_key_biases_are_not_compared_unless_positions_rotate_the_keys() -> None:
-    pattern = zero_gradient_pattern(load("quickstart"))
+    pattern = zero_gradient_pattern(load_recipe("quickstart"))
     assert re.search(pattern, "layers.11.attention.key.bias")
     assert not re.search(pattern, "layers.11.attention.query.bias")
     assert not re.search(pattern, "layers.11.attention.key.weight")
-    assert zero_gradient_pattern(load("quickstart", ["model=tiny_llama"])) == ""
+    assert zero_gradient_pattern(load_recipe("quickstart", ["model=tiny_llama"])) == ""

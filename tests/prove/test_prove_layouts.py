@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from distrain.cli.app import command
-from distrain.cli.config.layout_words import read_layouts, read_prove_request
-from distrain.cli.config.load import load
+from distrain.cli.config.load import load_recipe
+from distrain.cli.config.prove_arguments import read_layouts, read_prove_request
 from distrain.cli.verbs.prove_run import Recipe
 from distrain.trainer.prove.covering import choice_pairs, covering_rows
 from distrain.trainer.prove.layouts import (
@@ -121,10 +121,13 @@ def test_default_layouts_include_each_axis_alone_and_never_repeat() -> None:
 
 
 def test_a_recipes_own_layout_is_among_the_defaults() -> None:
-    assert recipe_layout(load("tiny_2x2x2")) == ProveLayout(dp=2, tp=2, pp=2, zero=1)
-    assert recipe_layout(load("quickstart")) == ProveLayout(dp=2, zero=1)
-    assert recipe_layout(load("quickstart", ["cluster.gpus=1"])) == ProveLayout(zero=1)
-    assert recipe_layout(load("quickstart", ["parallel.pp=2", "cluster=1x4", "parallel.schedule=interleaved", "parallel.chunks=2"])) is None
+    assert recipe_layout(load_recipe("tiny_2x2x2")) == ProveLayout(dp=2, tp=2, pp=2, zero=1)
+    assert recipe_layout(load_recipe("quickstart")) == ProveLayout(dp=2, zero=1)
+    assert recipe_layout(load_recipe("quickstart", ["cluster.gpus=1"])) == ProveLayout(zero=1)
+    assert (
+        recipe_layout(load_recipe("quickstart", ["parallel.pp=2", "cluster=1x4", "parallel.schedule=interleaved", "parallel.chunks=2"]))
+        is None
+    )
     proof = planned([], "parallel.zero=2")
     assert ProveLayout(dp=2, zero=2) in [each.layout for each in proof.trials]
     assert proof.trials[0].layout == ProveLayout(dp=2)
@@ -132,9 +135,9 @@ def test_a_recipes_own_layout_is_among_the_defaults() -> None:
 
 
 def test_the_rank_limit_is_that_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert rank_limit(load("quickstart")) == 8
+    assert rank_limit(load_recipe("quickstart")) == 8
     monkeypatch.setattr("distrain.trainer.machine.facts.cached_facts", lambda: {"cuda": [{}] * 3})
-    assert rank_limit(load("llama3_8b")) == 3
+    assert rank_limit(load_recipe("llama3_8b")) == 3
 
 
 # Their runs
@@ -157,7 +160,7 @@ MICROBATCHES = (  # batch, the recipe's micro-batch, layout -> micro-batch
 
 @pytest.mark.parametrize(("batch", "most", "name", "size"), MICROBATCHES)
 def test_a_micro_batch_is_lowered_where_the_layout_requires_it(batch: int, most: int, name: str, size: int) -> None:
-    run = load("quickstart", [f"train.batch={batch}", f"train.microbatch={most}"])
+    run = load_recipe("quickstart", [f"train.batch={batch}", f"train.microbatch={most}"])
     (layout,) = read_layouts(name)
     assert isinstance(layout, ProveLayout)
     assert layout_microbatch(run, layout) == size

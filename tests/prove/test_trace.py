@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distrain.cli.config.load import load
+from distrain.cli.config.load import load_recipe
 from distrain.cli.verbs.prove_run import Screen, prove_recipe
 from distrain.trainer.layers.recompute import recompute
 from distrain.trainer.loop.trace.recorder import TRACED_MODULES, Recorder
@@ -231,7 +231,7 @@ def _run(
 
     folder = top / "run"
     folder.mkdir()
-    run = load(BASE[0], [*BASE[1:], *words, f"log.dir={top}", "name=run"])
+    run = load_recipe(BASE[0], [*BASE[1:], *words, f"log.dir={top}", "name=run"])
     (folder / "run.json").write_bytes(encoder.encode(run))
     (folder / "trace.json").write_text(json.dumps({"steps": [0, 1], "reference": str(reference)}))
     if fault:

@@ -1,7 +1,7 @@
-"""A fork server of ranks that train in engine `pipe` on test_pipe.py's own batches; run by path.
+"""A fork server of ranks that train with engine `pipe` on test_pipe.py's own batches; run by path.
 
-RUN_DIR/job.json says what run.json does not: {"layers": layers of each part of the model, "does": a key of DOES}. Each rank
-leaves what it saw in RUN_DIR/RANK.pt.
+RUN_DIR/job.json adds to run.json: {"layers": layers of each part of the model, "does": a key of JOBS}. Each rank writes its results to
+RUN_DIR/RANK.pt.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def batch(run: Run, step: int) -> tuple[Tensor, Tensor, int]:
 
 
 def work(path: Path, talk: Channel) -> int:
-    """What a rank does."""
+    """Run the job on one rank."""
     run, job = msgspec.json.decode(path.read_bytes(), type=Run), json.loads((path.parent / "job.json").read_text())
     world = join_ranks("cpu")
     mesh = Mesh(pp=run.parallel.pp, dp=world.size // (run.parallel.pp * run.parallel.tp), tp=run.parallel.tp)
@@ -56,57 +56,57 @@ def work(path: Path, talk: Channel) -> int:
     )
     engine = build_engine(run, here, "pipe")
     assert isinstance(engine, PipeEngine)
-    torch.save(DOES[job["does"]](run, engine, here), path.parent / f"{world.rank}.pt")
+    torch.save(JOBS[job["does"]](run, engine, here), path.parent / f"{world.rank}.pt")
     leave_ranks()
     return 0
 
 
 def parts(layers: list[int], stage: int, stages: int) -> tuple[ModelPart, ...]:
-    """The parts of a stage: one; or where there are twice as many as stages, one on the way out and one on the way back."""
+    """Return the parts of a stage: one, or two where there are twice as many parts as stages."""
     ends = [0, *accumulate(layers)]
     which = [stage] if len(layers) == stages else [stage, 2 * stages - 1 - stage]
     return tuple(ModelPart(layers=range(ends[at], ends[at + 1]), first=at == 0, last=at == len(layers) - 1) for at in which)
 
 
-def stepped(run: Run, engine: PipeEngine, here: Grid, step: int) -> StepResult:
-    """One step on this replica's micro-batches."""
+def take_step(run: Run, engine: PipeEngine, here: Grid, step: int) -> StepResult:
+    """Take one step on this replica's micro-batches."""
     tokens, labels, counted = batch(run, step)
     return engine.step(lambda index: (*micro(run, here, index, tokens, labels), {}), LR, counted)
 
 
 def micro(run: Run, here: Grid, index: int, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """This replica's rows of a micro-batch."""
+    """Return this replica's rows of a micro-batch."""
     each = run.train.microbatch
     first = (index * here.size("dp") + here.coordinate("dp")) * each
     return tokens[first : first + each], labels[first : first + each]
 
 
-def trained(run: Run, engine: PipeEngine, here: Grid) -> dict[str, Any]:
-    """What a few steps give, and messages of the last; the loss of the first micro-batch before and after."""
-    before = looked(run, engine, here)
-    steps = [stepped(run, engine, here, step) for step in range(STEPS - 1)]
+def train(run: Run, engine: PipeEngine, here: Grid) -> dict[str, Any]:
+    """Take a few steps; return their figures, the messages of the last, and the loss of one micro-batch before and after."""
+    before = evaluate(run, engine, here)
+    steps = [take_step(run, engine, here, step) for step in range(STEPS - 1)]
     with Ledger(here) as ledger:
-        steps.append(stepped(run, engine, here, STEPS - 1))
+        steps.append(take_step(run, engine, here, STEPS - 1))
     return {
-        "place": here.position.coordinates,
+        "coordinates": here.position.coordinates,
         "losses": [each.loss for each in steps],
         "norms": [each.grad_norm for each in steps],
         "weights": [(each.name, each.shard, each.parameter.detach().float()) for each in engine.parameters],
         "held": engine.peak_in_flight,
         "rows": ledger.rows,
-        "looks": [before, looked(run, engine, here)],
+        "evaluations": [before, evaluate(run, engine, here)],
     }
 
 
-def looked(run: Run, engine: PipeEngine, here: Grid) -> tuple[float, int]:
+def evaluate(run: Run, engine: PipeEngine, here: Grid) -> tuple[float, int]:
     tokens, labels, _ = batch(run, STEPS)
     loss, counted = engine.evaluate(*micro(run, here, 0, tokens, labels))
     return float(loss), int(counted)
 
 
-def resumed(run: Run, engine: PipeEngine, here: Grid) -> dict[str, Any]:
-    """Losses of the steps after the first, and the same again once what was held after the first is restored."""
-    stepped(run, engine, here, 0)
+def restore(run: Run, engine: PipeEngine, here: Grid) -> dict[str, Any]:
+    """Return the losses of the steps after the first, and again after restoring the state that followed the first."""
+    take_step(run, engine, here, 0)
     whole = {each.name: each.parameter.detach().float().flatten() for each in engine.parameters}
     whole = {name: tensor.clone() for name, tensor in whole.items()}
     kept: dict[tuple[str, str], Tensor] = {}
@@ -115,15 +115,15 @@ def resumed(run: Run, engine: PipeEngine, here: Grid) -> dict[str, Any]:
         kept |= {(part.shard.name, kind): state.clone() for kind, state in part.states()}
     counters = engine.counters()
 
-    def read(placed: WeightShard, kind: str, start: int, length: int) -> Tensor:
-        return whole[placed.name][start : start + length] if kind == "weight" else kept[placed.name, kind]
+    def read(shard: WeightShard, kind: str, start: int, length: int) -> Tensor:
+        return whole[shard.name][start : start + length] if kind == "weight" else kept[shard.name, kind]
 
-    once = [stepped(run, engine, here, step).loss for step in range(1, STEPS)]
+    once = [take_step(run, engine, here, step).loss for step in range(1, STEPS)]
     engine.restore(read, counters)
-    return {"once": once, "again": [stepped(run, engine, here, step).loss for step in range(1, STEPS)]}
+    return {"once": once, "again": [take_step(run, engine, here, step).loss for step in range(1, STEPS)]}
 
 
-DOES: dict[str, Callable[[Run, PipeEngine, Grid], dict[str, Any]]] = {"trained": trained, "resumed": resumed}
+JOBS: dict[str, Callable[[Run, PipeEngine, Grid], dict[str, Any]]] = {"train": train, "restore": restore}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is known of a run's data before any rank is started: asked of a child process that reads them."""
+"""Facts about a run's data before any rank starts, from a child process that reads the data."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any, Literal
 from ..spec.problem import Problem, Unreadable
 from ..spec.run import Run
 
-PATIENCE = 60.0  # seconds that a look may take; preparing shows how far it is, and takes what it takes
-MODULE = "distrain.trainer.loop.data.survey"
+PATIENCE = 60.0  # seconds that a look may take; preparing has no limit, and shows its progress
+MODULE = "trainer.loop.data.survey"
 
 Mode = Literal["look", "prepare"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataFacts:
-    """What a run's data hold: tokens that train and that validate, documents, None where that is not known yet.
+    """Numbers of tokens for training and validation and of documents in a run's data; None where that is not known yet.
 
-    `key` names the tokens, whatever words name their files. `exact`: nothing of it is an estimate. `sources` are (weight, tokens
-    that train) of each. `remarks` are worth a line.
+    `key` identifies the tokens, whatever their files are called. `exact`: none of the numbers is an estimate. `sources` are
+    (weight, training tokens) of each source. `remarks` are lines for the user.
     """
 
     key: str | None
@@ -39,41 +39,41 @@ def names_files(run: Run) -> bool:
 
 
 def are_local(run: Run) -> bool:
-    """Whether this machine is to have a run's files: those of runs that other hosts train may lie there alone."""
+    """Whether a run's files should be on this machine: those of a run on other hosts may be only there."""
     paths = (run.data.path,) if isinstance(run.data.path, str) else run.data.path or ()
     return run.launch.name == "local" or all(Path(path).expanduser().exists() for path in paths)
 
 
-def survey_data(run: Run, mode: Mode, progress: Callable[[str], None] = lambda words: None) -> DataFacts:
+def survey_data(run: Run, mode: Mode, progress: Callable[[str], None] = lambda line: None) -> DataFacts:
     """Look at a run's data, or prepare them in the cache; raises Unreadable with all that is wrong with them.
 
-    `progress` is told how far it is, in a line that replaces the one before.
+    `progress` is called with a line that replaces the one before.
     """
     from msgspec import to_builtins
 
     from ..system.json_child import ask_json_child
 
-    said: dict[str, Any] = {}
+    answers: dict[str, Any] = {}
     remarks: list[str] = []
 
-    def hear(line: dict[str, Any]) -> None:
-        said.update(line)
-        match line:
+    def on_message(message: dict[str, Any]) -> None:
+        answers.update(message)
+        match message:
             case {"progress": [what, done, total]} if total:
                 progress(f"{what}: {100 * done / total:.0f} %")
             case {"remark": remark}:
                 remarks.append(remark)
 
-    document = {"data": to_builtins(run.data), "vocab": run.model.vocab, "seq": run.train.seq, "mode": mode}
-    document["evaluate"] = run.train.evaluate.every > 0
-    answer = ask_json_child(MODULE, document, hear, seconds=PATIENCE if mode == "look" else None)
+    request = {"data": to_builtins(run.data), "vocab": run.model.vocab, "seq": run.train.seq, "mode": mode}
+    request["evaluate"] = run.train.evaluate.every > 0
+    child = ask_json_child(MODULE, request, on_message, seconds=PATIENCE if mode == "look" else None)
     progress("")
-    if problems := said.get("problems"):
+    if problems := answers.get("problems"):
         raise Unreadable(Problem(rule=each["rule"], says=each["says"], mend=each["mend"]) for each in problems)
-    if "facts" not in said:
-        why = answer.complaint or f"the process that read them ended with {answer.status}"
-        raise Unreadable([Problem(rule="data", says=f"data={run.data.name} can't be looked at: {why}")])
-    facts = said["facts"]
+    if "facts" not in answers:
+        why = child.complaint or f"the process that read them ended with {child.status}"
+        raise Unreadable([Problem(rule="data", says=f"data={run.data.name} can't be read: {why}")])
+    facts = answers["facts"]
     return DataFacts(
         key=facts["key"],
         train_tokens=facts["tokens"]["train"],

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Problems and remarks about the files of a run before any rank starts: its data, weights and checkpoints."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ from ..spec.run import Run
 from .data_survey import DataFacts, are_local, names_files, survey_data
 
 WOULD_REFUSE = "`fit` would refuse this here"  # prefix of a plan's warnings about this machine
-
-
 # Epochs from which repeated tokens teach less and less: up to 4 are nearly as good as new ones (arXiv:2305.16264).
 MANY_EPOCHS = 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileCheck:
-    """What a run's files say: `problems` stop it; `remarks` are lines for the user; `data` is None where nothing is known of them."""
+    """`problems` prevent the run; `remarks` are lines for the user; `data` is None where nothing is known about the data."""
 
     problems: tuple[Problem, ...] = ()
     remarks: tuple[str, ...] = ()
@@ -32,28 +30,28 @@ class FileCheck:
 
 @dataclass(kw_only=True)
 class FileChecks:
-    """Looks at the files of runs, at the same data once."""
+    """Checks the files of several runs, and looks at the same data only once."""
 
-    _looks: dict[str, DataFacts | tuple[Problem, ...]] = field(default_factory=dict)
+    _surveys: dict[str, DataFacts | tuple[Problem, ...]] = field(default_factory=dict)
 
     def look(self, run: Run) -> FileCheck:
-        """Say what is wrong with a run's files, without reading all of its data."""
+        """Check a run's files without reading all of its data."""
         found = self._data(run) if names_files(run) and are_local(run) else ()
         data, problems = (found, ()) if isinstance(found, DataFacts) else (None, found)
         return _with_resume(run, FileCheck(problems=(*problems, *weight_problems(run)), data=data))
 
     def _data(self, run: Run) -> DataFacts | tuple[Problem, ...]:
-        at = repr((run.data, run.model.vocab, run.train.seq, run.launch.name))
-        if at not in self._looks:
+        key = repr((run.data, run.model.vocab, run.train.seq, run.launch.name))
+        if key not in self._surveys:
             try:
-                self._looks[at] = survey_data(run, "look")
+                self._surveys[key] = survey_data(run, "look")
             except Unreadable as error:
-                self._looks[at] = error.problems
-        return self._looks[at]
+                self._surveys[key] = error.problems
+        return self._surveys[key]
 
 
 def prepare_files(run: Run, progress: Callable[[str], None]) -> FileCheck:
-    """Read all of a run's data into the cache where its ranks are to be on this machine, and say what is wrong with its files."""
+    """Prepare the data of a local run in the cache, reading all of them, and check the run's files."""
     check = FileCheck()
     if run.data.name != "synthetic" and run.launch.name == "local":
         try:
@@ -65,7 +63,7 @@ def prepare_files(run: Run, progress: Callable[[str], None]) -> FileCheck:
 
 
 def _with_resume(run: Run, check: FileCheck) -> FileCheck:
-    """Add whether the run may go on from its folder's newest checkpoint."""
+    """Add whether the run can resume from its folder's newest checkpoint."""
     from ..rundir.files import run_folder
     from ..rundir.resume import check_resume
 
@@ -76,14 +74,14 @@ def _with_resume(run: Run, check: FileCheck) -> FileCheck:
 
 
 def _metrics_problems(folder: Path) -> Iterator[Problem]:
-    """Say that RUN_DIR/metrics.jsonl can't be written to, where it is something else than a file."""
+    """Yield a problem if RUN_DIR/metrics.jsonl is not a plain file: the run appends to it."""
     file = folder / "metrics.jsonl"
     if os.path.lexists(file) and not file.is_file():
-        yield Problem(rule="folder", says=f"{file} is no plain file, and a run logs its figures there", mend="move it away")
+        yield Problem(rule="folder", says=f"{file} is not a plain file, and the run logs its metrics there", mend="move it away")
 
 
 def weight_problems(run: Run) -> Iterator[Problem]:
-    """Say why a run can't begin from the weights it names; one that goes on from a checkpoint needs none."""
+    """Yield why a run can't start from the weights it names; a run that resumes from a checkpoint needs none."""
     from ..rundir.files import run_folder
 
     if run.model.weights is None or is_made_by_transformers(run.model) or any(run_folder(run).glob("checkpoints/step_*")):
@@ -97,7 +95,7 @@ def weight_problems(run: Run) -> Iterator[Problem]:
 
 
 def epoch_warnings(run: Run, plan: Plan, data: DataFacts | None) -> Iterator[Problem]:
-    """Warn where a run reads its data far more often than helps."""
+    """Warn if a run repeats its data far more often than helps."""
     if data is None or plan.run is None:
         return
     whole = sum(weight for weight, _ in data.sources)
@@ -110,7 +108,7 @@ def epoch_warnings(run: Run, plan: Plan, data: DataFacts | None) -> Iterator[Pro
 
 
 def with_files(run: Run, plan: Plan, check: FileCheck) -> Plan:
-    """Return the plan with what the files say: what `fit` would refuse is a warning here, for the files of a run may lie elsewhere."""
+    """Return the plan with warnings from its files. A problem for `fit` is a warning here: the run may be for another machine."""
     refused = tuple(replace(each, says=f"{WOULD_REFUSE}: {each.says}") for each in check.problems)
     said = tuple(Problem(rule="data", says=remark) for remark in check.data.remarks) if check.data else ()
     warnings = (*plan.warnings, *refused, *said, *epoch_warnings(run, plan, check.data))

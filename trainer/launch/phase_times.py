@@ -1,4 +1,4 @@
-"""RUN_DIR/intervals.json: how long what a run does took in its starts, from which the next start knows how long to wait."""
+"""RUN_DIR/intervals.json: how long each phase of a run took in earlier attempts, from which the watchdog learns how long to wait."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FILE = "intervals.json"
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseTimes:
-    """Seconds by phase, as the watchdog learned them of the run that `of` is the fingerprint of."""
+    """The longest seconds of each phase, and those after which one was killed as hung, of the run with the fingerprint `of`."""
 
     of: str
     seen: dict[str, float]
@@ -26,18 +26,18 @@ class PhaseTimes:
 
 
 def fingerprint(run: Run) -> str:
-    """The same for runs whose phases take equally long: model, batch, layout and cluster are, not how far they train."""
+    """Hash what decides how long a run's phases take: model, batch, layout and cluster, but not for how many steps it trains."""
     from msgspec import json
 
     # fmt: off
-    like = with_changes(run, [("name", ""), ("train.steps", None), ("train.tokens", None), ("reading", None),
+    alike = with_changes(run, [("name", ""), ("train.steps", None), ("train.tokens", None), ("reading", None),
                          ("log", Log()), ("checkpoint", Checkpoint()), ("launch", Launch())])
     # fmt: on
-    return sha256(json.encode(like)).hexdigest()
+    return sha256(json.encode(alike)).hexdigest()
 
 
 def load_watchdog(run: Run, folder: Path) -> Watchdog:
-    """One that knows what starts of the same run took; it learns anew where another run's were the last, or can't be read."""
+    """Return a watchdog with the times of earlier attempts of the same run; without any where the file is of another run or unreadable."""
     from msgspec import DecodeError, json
 
     with suppress(OSError, DecodeError):
@@ -48,7 +48,7 @@ def load_watchdog(run: Run, folder: Path) -> Watchdog:
 
 
 def save_phase_times(run: Run, folder: Path, learned: Watchdog, *, resumed: bool) -> None:
-    """Write what a start has taught. One that has read no checkpoint does not say how long it takes to start with one."""
+    """Save the times of an attempt; without that of its start unless it `resumed`: loading a checkpoint takes longer."""
     seen = {phase: seconds for phase, seconds in learned.seen.items() if resumed or phase != "start"}
-    with suppress(OSError):  # where the disk is full it is learned again
+    with suppress(OSError):  # the disk is full; the times are learned again
         write_json(folder / FILE, PhaseTimes(of=fingerprint(run), seen=seen, hung=learned.timed_out))

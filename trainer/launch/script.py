@@ -8,7 +8,7 @@ from shlex import quote
 
 from ..plan.result import Plan
 from ..rundir.files import run_folder
-from ..rundir.paths import whole_paths
+from ..rundir.paths import with_absolute_paths
 from ..spec.number_text import plural
 from ..spec.problem import Unreadable, one_line
 from ..spec.run import Run
@@ -50,7 +50,7 @@ def script_lines(run: Run, plan: Plan, launch: LaunchCommands) -> Iterator[str]:
         yield _comment(remark)
     yield "set -euo pipefail"
     yield f"mkdir -p {quote(str(folder / 'launch'))}"
-    yield from _write_file(folder / "run.json", json.encode(whole_paths(run)).decode())
+    yield from _write_file(folder / "run.json", json.encode(with_absolute_paths(run)).decode())
     yield from _write_file(folder / "plan.json", json.encode(plan).decode())
     for file in launch.files:
         yield from _write_file(file.path, file.text.rstrip("\n"))

@@ -12,7 +12,7 @@ from ..engines.engine import Engine
 from ..launch.rank.channel import OnProgress
 from ..models.hf_format.weights import read_hf_weights
 from ..parallel.process_groups import Grid
-from ..rundir.record import record
+from ..rundir.record import run_record
 from ..spec.run import Run
 from .checkpoint import CheckpointReader, SavedCheckpoint, SaveFailed, Shard, Slice, gather_over, save_shards
 from .placement import checkpoint_shards, is_saved_here, read_range, slice_values, weight_shapes
@@ -29,7 +29,7 @@ def save_checkpoint(run: Run, setup: TrainingSetup, position: Position) -> int |
     The checkpoint records the loss of the samples that come next (resume_check.py), at the cost of one forward of a micro-batch.
     """
     engine, channel, world = setup.engine, setup.channel, setup.world
-    extra = {"name": run.name, **position.extra(), "engine": engine.counters(), **record(run)}
+    extra = {"name": run.name, **position.extra(), "engine": engine.counters(), **run_record(run)}
     extra |= resume_check_record(run, engine, setup.grid, setup.batches, position.sample)
     try:
         saved = save_shards(

@@ -7,9 +7,10 @@ import torch.distributed as dist
 
 from ..engines.engine import Engine
 from ..launch.rank.channel import OnProgress, ignore_text
+from ..layers.cross_entropy import IGNORED
 from ..parallel.process_groups import Grid
 from ..spec.run import Run
-from .data.batches import IGNORED, Batches
+from .data.batches import Batches
 from .model_inputs import model_inputs
 
 

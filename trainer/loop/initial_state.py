@@ -8,8 +8,8 @@ from pathlib import Path
 from ..engines.engine import Engine
 from ..launch.rank.channel import Channel, ignore_text
 from ..parallel.process_groups import Grid
-from ..rundir.changes import Changes, compare
-from ..rundir.record import CONFIG, read_config, recorded_run
+from ..rundir.changes import Changes, compare_runs
+from ..rundir.record import CONFIG_KEY, read_hf_config, run_from_record
 from ..spec.run import Run
 from .checkpoint import Gather, SavedCheckpoint, choose_checkpoint
 from .data.batches import Batches
@@ -58,7 +58,7 @@ def _load_checkpoint(
         for remark in changes.remarks(checkpoint.step):
             channel.say(remark)
         channel.say(f"resumes from step {checkpoint.step}")
-    before = recorded_run(checkpoint.extra) or run
+    before = run_from_record(checkpoint.extra) or run
     return resumed_position(checkpoint.step, checkpoint.extra, before, run, other_data=changes.other_data)
 
 
@@ -66,10 +66,10 @@ def _changes_since(run: Run, batches: Batches, checkpoint: SavedCheckpoint) -> C
     """Return what the run has changed since a checkpoint was saved. Checkpoints of earlier versions record the data's key alone."""
     extra = checkpoint.extra
     key = extra.get("data", {}).get("key")
-    return compare(
-        recorded_run(extra) or run,
+    return compare_runs(
+        run_from_record(extra) or run,
         run,
         step=checkpoint.step,
         same_data=None if key is None else key == batches.corpus.key,
-        configs=(extra.get(CONFIG, {}), read_config(run)),
+        configs=(extra.get(CONFIG_KEY, {}), read_hf_config(run)),
     )

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..layers.counter_rng import dropout_keys
+from ..layers.cross_entropy import IGNORED
 from ..parallel.process_groups import Grid
 from ..parallel.rank_model import context_parallel_of
 from ..spec.run import Run
-from .data.batches import IGNORED, Batch
+from .data.batches import Batch
 
 
 def model_inputs(run: Run, batch: Batch, grid: Grid, step: int | None) -> tuple[Tensor, Tensor, dict[str, Any]]:

@@ -1,10 +1,10 @@
-"""Measures what this machine has, for about two seconds on every core at once, and prints it as JSON.
+"""Measures this machine, on all cores at once and for about two seconds, and prints the result as JSON.
 
 Run it as `python -m distrain.trainer.machine.probe`.
 
-`cpu.flops` and `cpu.bandwidth` are those of one core with all of them busy, as the ranks of a local run are: FLOP/s of a large
-matrix product by precision, bytes/s of a copy, reading and writing. `cpu.link` is gloo's all-reduce between two processes.
-Each is the fastest of many calls: what else runs on the machine slows some of them, and the next run is not to suffer for it.
+`cpu.flops` and `cpu.bandwidth` are of one core while all are busy, as with the ranks of a local run: FLOP/s of a large matrix
+product by precision, and bytes/s of a copy, read and written. `cpu.link` is gloo's all-reduce between two processes.
+Each is the fastest of many calls, because other work on the machine slows some of them.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from typing import Any
 from ..system.cpu import cpu_count
 from ..system.parent_watch import die_with_parent
 
-MOST = 16  # processes that measure at once
-SIDE = 512  # of a square matrix product: a few milliseconds, so that some calls run undisturbed
-COPIED = 64 << 20  # bytes: larger than a core's share of the caches
-REDUCED = 8 << 20  # bytes of a long all-reduce
-LONG = 0.35  # seconds that one rate is measured for
+MOST_PROCESSES = 16  # that measure at once
+MATRIX_SIDE = 512  # of a square matrix; its product takes milliseconds, so that some calls run undisturbed
+COPY_BYTES = 64 << 20  # larger than a core's share of the caches
+ALL_REDUCE_BYTES = 8 << 20  # of the long all-reduce
+RATE_SECONDS = 0.35  # for which one rate is measured
 
 
-def machine() -> dict[str, Any]:
-    """CUDA devices and the CPU's measured rates."""
-    return {"cuda": _cuda(), "cpu": _cpu()}
+def measure_machine() -> dict[str, Any]:
+    """Return the CUDA devices and the CPU's measured rates."""
+    return {"cuda": _gpus(), "cpu": _measure_cpu()}
 
 
-def _cuda() -> list[dict[str, Any]]:
+def _gpus() -> list[dict[str, Any]]:
     import torch
 
     if not torch.cuda.is_available():
@@ -47,19 +47,19 @@ def _cuda() -> list[dict[str, Any]]:
     return found
 
 
-def _cpu() -> dict[str, Any]:
+def _measure_cpu() -> dict[str, Any]:
     cores = cpu_count()
-    ranks = min(cores, MOST)
+    ranks = min(cores, MOST_PROCESSES)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = get_context("spawn")
-    manager, last = SyncManager(ctx=context), (die_with_parent, (os.getpid(),))  # none outlives this process, however it ends
+    manager, last = SyncManager(ctx=context), (die_with_parent, (os.getpid(),))  # so that none outlives this process
     manager.start(*last)
     with manager:
         barrier = manager.Barrier(max(2, ranks))
         with context.Pool(max(2, ranks), *last) as pool:
-            rows = pool.starmap(_measured, [(rank, port, barrier, rank < ranks) for rank in range(max(2, ranks))], chunksize=1)
+            rows = pool.starmap(_measure_process, [(rank, port, barrier, rank < ranks) for rank in range(max(2, ranks))], chunksize=1)
     rates = [row for row in rows if row["flops"]]
     return {
         "cores": cores,
@@ -69,42 +69,42 @@ def _cpu() -> dict[str, Any]:
     }
 
 
-def _measured(rank: int, port: int, barrier: Any, busy: bool) -> dict[str, Any]:
-    """One process's rates, all measuring the same at the same time."""
+def _measure_process(rank: int, port: int, barrier: Any, busy: bool) -> dict[str, Any]:
+    """Measure one process's rates, while all processes measure the same."""
     import torch
 
     torch.set_num_threads(1)
-    found: dict[str, Any] = {"flops": {}, "link": _link(rank, port) if rank < 2 else None}
+    found: dict[str, Any] = {"flops": {}, "link": _measure_link(rank, port) if rank < 2 else None}
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        one, other = (torch.ones(SIDE, SIDE, dtype=dtype) for _ in range(2))
+        one, other = (torch.ones(MATRIX_SIDE, MATRIX_SIDE, dtype=dtype) for _ in range(2))
         barrier.wait()
         if busy:
-            found["flops"][name] = 2.0 * SIDE**3 / _fastest(lambda one=one, other=other: torch.mm(one, other))  # type: ignore[misc]
-    source, target = torch.ones(COPIED, dtype=torch.uint8), torch.empty(COPIED, dtype=torch.uint8)
+            found["flops"][name] = 2.0 * MATRIX_SIDE**3 / _fastest_call(lambda one=one, other=other: torch.mm(one, other))  # type: ignore[misc]
+    source, target = torch.ones(COPY_BYTES, dtype=torch.uint8), torch.empty(COPY_BYTES, dtype=torch.uint8)
     barrier.wait()
-    found["bandwidth"] = 2.0 * COPIED / _fastest(lambda: target.copy_(source)) if busy else None
+    found["bandwidth"] = 2.0 * COPY_BYTES / _fastest_call(lambda: target.copy_(source)) if busy else None
     return found
 
 
-def _link(rank: int, port: int) -> dict[str, float] | None:
-    """Seconds of a hop and bytes/s of a ring of two, whose all-reduce is two hops and sends as much as it reduces."""
+def _measure_link(rank: int, port: int) -> dict[str, float] | None:
+    """Measure seconds per hop and bytes/s of a ring of two, whose all-reduce takes two hops and sends as many bytes as it reduces."""
     import torch
     import torch.distributed as dist
 
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    short, long = torch.zeros(1), torch.zeros(REDUCED // 4)
-    # A number of times that both know, not a time that each of them reads.
-    quick = _fastest(lambda: dist.all_reduce(short), times=200)
-    slow = _fastest(lambda: dist.all_reduce(long), times=12)
+    short, long = torch.zeros(1), torch.zeros(ALL_REDUCE_BYTES // 4)
+    # A fixed number of calls, since both processes must make the same number.
+    quick = _fastest_call(lambda: dist.all_reduce(short), times=200)
+    slow = _fastest_call(lambda: dist.all_reduce(long), times=12)
     dist.destroy_process_group()
-    return {"latency": quick / 2, "bandwidth": REDUCED / max(slow - quick, 1e-9)}
+    return {"latency": quick / 2, "bandwidth": ALL_REDUCE_BYTES / max(slow - quick, 1e-9)}
 
 
-def _fastest(act: Callable[[], object], *, times: int | None = None) -> float:
-    """Seconds of the fastest call, of so many or of as many as fit into a moment."""
+def _fastest_call(act: Callable[[], object], *, times: int | None = None) -> float:
+    """Return the seconds of the fastest call, of `times` calls or of all that fit into RATE_SECONDS."""
     act()
     best, start, count = float("inf"), perf_counter(), 0
-    while count < times if times else perf_counter() - start < LONG:
+    while count < times if times else perf_counter() - start < RATE_SECONDS:
         began = perf_counter()
         act()
         best, count = min(best, perf_counter() - began), count + 1
@@ -112,10 +112,10 @@ def _fastest(act: Callable[[], object], *, times: int | None = None) -> float:
 
 
 def main() -> int:
-    """Print what was found; everything else that is written goes to stderr."""
+    """Print the result; all other output goes to stderr."""
     out = os.dup(1)
     os.dup2(2, 1)
-    found = json.dumps(machine())
+    found = json.dumps(measure_machine())
     os.write(out, f"{found}\n".encode())
     return 0
 

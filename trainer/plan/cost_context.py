@@ -101,5 +101,5 @@ class CostContext:
         return group_wire(copies, ranks_in_node(((copies, 1),), cluster.gpus) or 1, cluster.inside, cluster.between)
 
     def _load(self, name: str, ops: tuple[Op, ...]) -> float:
-        held = sum(element_count(weight.dims, self.table.sizes) for weight in block_weights(ops))
-        return held / self.parameters + (self._flops[name] / self.forward_flops if self.table.has_costs else 0.0)
+        elements = sum(element_count(weight.dims, self.table.sizes) for weight in block_weights(ops))
+        return elements / self.parameters + (self._flops[name] / self.forward_flops if self.table.has_costs else 0.0)

@@ -27,7 +27,7 @@ class Estimator:
     """Estimates layouts of one run, with one cost context for all of them."""
 
     def __init__(self, run: Run) -> None:
-        """Raises ValueError for a run that breaks a rule whatever its layout."""
+        """Raises ValueError for a run that breaks a rule in every layout."""
         found = broken_rules(run, run.parallel, run.train.microbatch, OF_RUN)
         if found:
             raise ValueError("; ".join(each.says for each in found))

@@ -15,7 +15,7 @@ RankRuns = tuple[RankRun, ...]
 
 
 def mesh_order() -> tuple[str, ...]:
-    """The axes with a place of their own, outermost first. Their degrees multiply to the world size."""
+    """The axes that are not within another, outermost first. Their degrees multiply to the world size."""
     return tuple(name for name, axis in AXES.items() if axis.within is None)
 
 

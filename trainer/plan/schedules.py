@@ -87,7 +87,7 @@ class Schedule:
 
     actions: Callable[[int, int, int, int], list[Action]]  # (stage, p, m, chunks)
     source: str
-    held: Callable[[int, int, int, int], float] | None = None
+    in_flight_formula: Callable[[int, int, int, int], float] | None = None
     """(stage, p, m, chunks) -> the most micro-batches that a stage holds at once, a chunk being a part of one; None: count them."""
     fill: Callable[[int], float] = lambda chunks: 1.0
     """chunks -> the share of the other stages' forward and backward that a step waits while the pipeline fills and drains."""
@@ -102,8 +102,8 @@ class Schedule:
 
     def in_flight(self, stage: int, stages: int, micros: int, chunks: int) -> float:
         """The most micro-batches that a stage holds at once."""
-        if self.held:
-            return self.held(stage, stages, micros, chunks)
+        if self.in_flight_formula:
+            return self.in_flight_formula(stage, stages, micros, chunks)
         return peak_in_flight(self.actions(stage, stages, micros, chunks), self.parts(chunks))
 
     @property
@@ -118,11 +118,11 @@ class Schedule:
         return 2 if self.folded else chunks
 
 
-def _one_f_one_b_held(stage: int, stages: int, micros: int, chunks: int) -> float:
+def _one_f_one_b_in_flight(stage: int, stages: int, micros: int, chunks: int) -> float:
     return min(stages - stage, micros)
 
 
-def _interleaved_held(stage: int, stages: int, micros: int, chunks: int) -> float:
+def _interleaved_in_flight(stage: int, stages: int, micros: int, chunks: int) -> float:
     return min(2 * (stages - stage - 1) + (chunks - 1) * stages + 1, micros * chunks) / chunks
 
 
@@ -143,31 +143,31 @@ def _dualpipev_filled(stages: int, micros: int) -> float:
 SCHEDULES: dict[str, Schedule] = {
     "1f1b": Schedule(
         actions=one_f_one_b,
-        held=_one_f_one_b_held,
+        in_flight_formula=_one_f_one_b_in_flight,
         source="arXiv:2104.04473",
     ),
     "gpipe": Schedule(
         actions=gpipe,
-        held=lambda stage, stages, micros, chunks: micros,
+        in_flight_formula=lambda stage, stages, micros, chunks: micros,
         forward_first=True,
         source="arXiv:1811.06965",
     ),
     "interleaved": Schedule(
         actions=interleaved,
-        held=_interleaved_held,
+        in_flight_formula=_interleaved_in_flight,
         fill=lambda chunks: 1.0 / chunks,
         chunked=True,
         source="arXiv:2104.04473",
     ),
     "zb_h1": Schedule(
         actions=zero_bubble_h1,
-        held=lambda stage, stages, micros, chunks: min(stages, micros),
+        in_flight_formula=lambda stage, stages, micros, chunks: min(stages, micros),
         filled_by_weights=_zero_bubble_filled,
         source="arXiv:2401.10241",
     ),
     "pipedream": Schedule(
         actions=one_f_one_b,
-        held=_one_f_one_b_held,
+        in_flight_formula=_one_f_one_b_in_flight,
         fill=lambda chunks: 0.0,
         weight_versions=lambda stage, stages: stages - stage,
         flushes=False,
@@ -175,7 +175,7 @@ SCHEDULES: dict[str, Schedule] = {
     ),
     "pipedream_2bw": Schedule(
         actions=one_f_one_b,
-        held=_one_f_one_b_held,
+        in_flight_formula=_one_f_one_b_in_flight,
         fill=lambda chunks: 0.0,
         weight_versions=lambda stage, stages: 2 if stages > 1 else 1,
         flushes=False,
@@ -183,7 +183,7 @@ SCHEDULES: dict[str, Schedule] = {
     ),
     "dualpipev": Schedule(
         actions=dualpipev,
-        held=lambda stage, stages, micros, chunks: stages + 0.5,
+        in_flight_formula=lambda stage, stages, micros, chunks: stages + 0.5,
         filled_by_weights=_dualpipev_filled,
         folded=True,
         source="deepspeed 0.19 DualPipeVSchedule",

@@ -77,7 +77,7 @@ def _messages(rows: list[TrafficRow], cost: LayoutCost) -> tuple[Message, ...]:
             axis=row.axis,
             verb=row.verb,
             payload=row.payload,
-            count=row.count,
+            count=row.times,
             sent=row.sent,
             link=row.link,
             seconds=row.seconds if timed else None,

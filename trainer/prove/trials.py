@@ -14,8 +14,7 @@ from ..machine.facts import CPU_RANKS_PER_CORE
 from ..plan.plan import make_plan
 from ..plan.result import Plan
 from ..plan.value_rules import folders
-from ..rundir.files import run_folder
-from ..rundir.paths import whole_paths
+from ..rundir.files import run_folder, write_launch_files
 from ..spec.plain_file import expand_home
 from ..spec.problem import Problem
 from ..spec.run import Checkpoint, Evaluate, Log, Run
@@ -176,10 +175,7 @@ def shortened_run(run: Run, steps: int, folder: str) -> Run:
 
 def write_run_folder(trial: Trial) -> None:
     """Write RUN_DIR/run.json and plan.json, in an empty folder: an earlier run there is removed."""
-    from msgspec import json as encoder
-
     if (trial.folder / "run.json").is_file():
         shutil.rmtree(trial.folder)
     trial.folder.mkdir(parents=True, exist_ok=True)
-    for name, content in (("run.json", whole_paths(trial.run)), ("plan.json", trial.plan)):
-        (trial.folder / name).write_bytes(encoder.format(encoder.encode(content)))
+    write_launch_files(trial.run, trial.plan, trial.folder)

@@ -1,1 +1,1 @@
-"""A run's folder as it lies on the disk, read and judged without torch."""
+"""The folder of a run: its files, lock, checkpoints and measurements, read without torch."""

@@ -1,4 +1,4 @@
-"""The checkpoints of a run as their names and manifests describe them: steps, seals, file sizes, weights, and the run that saved them."""
+"""A run's checkpoints, read without torch: their steps, sealed manifests, file sizes, weights and the runs that saved them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ MANIFEST = "manifest.json"
 MOST_BYTES = 4 << 30  # of a manifest
 _STEP = re.compile(r"step_(0|[1-9][0-9]{0,17})")
 _OPENING, _CLOSING = b'{"sha256":"', b'",\n'
-_SEAL = len(_OPENING) + 64 + len(_CLOSING)  # bytes of the seal; the hash is of the bytes after it
+_SEAL = len(_OPENING) + 64 + len(_CLOSING)  # bytes of the seal, whose hash covers the bytes after it
 
 
-class Broken(Exception):
-    """A checkpoint can't be trusted, for the reason that it says."""
+class BrokenCheckpoint(Exception):
+    """A checkpoint that can't be trusted; the message says why."""
 
 
 def step_path(folder: Path, step: int) -> Path:
@@ -29,20 +29,20 @@ def step_path(folder: Path, step: int) -> Path:
     return folder / f"step_{step}"
 
 
-def steps(folder: Path) -> list[int]:
-    """List the steps that have a checkpoint's folder, whether it verifies or not, newest first."""
+def checkpoint_steps(folder: Path) -> list[int]:
+    """Return the steps that have a checkpoint folder, verified or not, newest first."""
     names = os.listdir(folder) if folder.is_dir() else []
-    return sorted((step for name in names if (step := step_of(name)) is not None), reverse=True)
+    return sorted((step for name in names if (step := step_number(name)) is not None), reverse=True)
 
 
-def step_of(name: str) -> int | None:
-    """Return the step that a folder's name states; None where it is no checkpoint's name."""
+def step_number(name: str) -> int | None:
+    """Return the step that a folder's name states; None where it is not a checkpoint's."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def seal(body: bytes) -> bytes:
-    """Put the hash of a manifest's text in front of it: the text is a JSON object without its opening brace."""
+    """Return a manifest's text with its hash in front; `body` is a JSON object without its opening brace."""
     return _OPENING + hashlib.sha256(body).hexdigest().encode() + _CLOSING + body
 
 
@@ -51,19 +51,19 @@ def read_sealed(folder: Path) -> bytes:
     try:
         text = read_plain(folder / MANIFEST, MOST_BYTES)
     except OSError as error:
-        raise Broken(f"{MANIFEST} can't be read ({(error.strerror or '').lower()})") from error
+        raise BrokenCheckpoint(f"{MANIFEST} can't be read ({(error.strerror or '').lower()})") from error
     if not text:
-        raise Broken(f"{MANIFEST} is empty")
+        raise BrokenCheckpoint(f"{MANIFEST} is empty")
     if text != seal(text[_SEAL:]):
-        raise Broken(f"{MANIFEST} is not as it was written (its hash differs)")
+        raise BrokenCheckpoint(f"{MANIFEST} is not as it was written (its hash differs)")
     return text
 
 
-class _File(msgspec.Struct):
+class _ManifestFile(msgspec.Struct):
     bytes: int
 
 
-class _Tensor(msgspec.Struct):
+class _ManifestTensor(msgspec.Struct):
     name: str
     kind: str
     shape: tuple[int, ...]
@@ -72,15 +72,15 @@ class _Tensor(msgspec.Struct):
 class _Manifest(msgspec.Struct):
     step: int
     extra: dict[str, Any]
-    files: dict[str, _File]
-    tensors: list[_Tensor]
+    files: dict[str, _ManifestFile]
+    tensors: list[_ManifestTensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedStep:
-    """A checkpoint whose manifest and file sizes are as they were written; its files were not hashed.
+    """A checkpoint whose manifest and file sizes are intact; its files were not hashed.
 
-    `extra` is what the run kept beside its tensors, `shapes` the logical shape of each weight, `kinds` what is stored of them:
+    `extra` is what the run saved besides its tensors, `shapes` the logical shape of each weight, `kinds` the kinds of its tensors:
     weight, exp_avg, ...
     """
 
@@ -92,28 +92,28 @@ class SavedStep:
 
 
 def newest_saved(folder: Path) -> tuple[SavedStep | None, tuple[str, ...]]:
-    """Return the newest checkpoint whose manifest is sealed and whose files have their sizes, and why newer ones have not."""
+    """Return the newest checkpoint whose manifest and file sizes are intact, and why each newer one was passed over."""
     passed: list[str] = []
-    for step in steps(folder):
+    for step in checkpoint_steps(folder):
         path = step_path(folder, step)
         try:
-            return _saved_step(path, step), tuple(passed)
-        except Broken as error:
+            return _read_saved_step(path, step), tuple(passed)
+        except BrokenCheckpoint as error:
             passed.append(f"{path.name}: {error}")
     return None, tuple(passed)
 
 
-def _saved_step(path: Path, step: int) -> SavedStep:
+def _read_saved_step(path: Path, step: int) -> SavedStep:
     """Read a checkpoint's manifest and look at its files' sizes; raises Broken."""
     try:
         manifest = msgspec.json.decode(read_sealed(path), type=_Manifest)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise Broken(f"{MANIFEST} is of another version of this format: {error}") from error
+        raise BrokenCheckpoint(f"{MANIFEST} is of another version of this format: {error}") from error
     if manifest.step != step:
-        raise Broken(f"it is of step {manifest.step}")
+        raise BrokenCheckpoint(f"it is of step {manifest.step}")
     for name, file in manifest.files.items():
-        if wrong := size_fault(path / name, file.bytes):
-            raise Broken(wrong)
+        if wrong := size_problem(path / name, file.bytes):
+            raise BrokenCheckpoint(wrong)
     return SavedStep(
         path=path,
         step=step,
@@ -123,8 +123,8 @@ def _saved_step(path: Path, step: int) -> SavedStep:
     )
 
 
-def size_fault(path: Path, size: int) -> str:
-    """Say why a file has not the size in bytes that it was written with; "" where it has."""
+def size_problem(path: Path, size: int) -> str:
+    """Return why a file does not have the `size` in bytes that was written; "" where it has."""
     try:
         found = path.stat().st_size
     except OSError:

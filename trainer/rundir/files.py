@@ -1,4 +1,4 @@
-"""The files of RUN_DIR that the command line writes: there whole or not at all."""
+"""RUN_DIR, and the files that `fit` writes there atomically: run.json, plan.json, ended.json."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from ..spec.plain_file import expand_home
 from ..spec.problem import Problem, Unreadable
 from ..spec.run import Run
 from ..system import atomic_file
-from .paths import whole_paths
+from .paths import with_absolute_paths
 
 LAUNCH_FILES = ("run.json", "plan.json")
 OUTCOME_FILE = "ended.json"
 
 
 def write_json(file: Path, what: object) -> None:
-    """A file of JSON; raises OSError where it stays as it was."""
+    """Write JSON atomically; raises OSError, and then the file is as it was."""
     from msgspec import json
 
     atomic_file.write_atomically(file, json.format(json.encode(what)))
 
 
 def write_launch_files(run: Run, plan: Plan, folder: Path) -> None:
-    """RUN_DIR/run.json, which ranks read, its paths whole, and plan.json, the plan that they are held against; raises OSError."""
-    for name, what in zip(LAUNCH_FILES, (whole_paths(run), plan), strict=True):
+    """Write RUN_DIR/run.json, which the ranks read, with absolute paths, and plan.json, their plan; raises OSError."""
+    for name, what in zip(LAUNCH_FILES, (with_absolute_paths(run), plan), strict=True):
         write_json(folder / name, what)
 
 
 def write_outcome(folder: Path, status: int, says: str) -> None:
-    """RUN_DIR/ended.json: how the last `fit` in it ended, its exit status and what it said; left out where the disk is full."""
+    """Write RUN_DIR/ended.json: exit status and message of the last `fit`; nothing is written where the disk is full."""
     with suppress(OSError):
         write_json(folder / OUTCOME_FILE, {"status": status, "says": says})
 
 
 def remove_outcome(folder: Path) -> None:
-    """Take RUN_DIR/ended.json away: another `fit` begins."""
+    """Remove RUN_DIR/ended.json: another `fit` begins."""
     with suppress(OSError):
         (folder / OUTCOME_FILE).unlink()
 
 
 def read_launch_files(folder: Path) -> dict[str, bytes]:
-    """The files that a launch writes, as they are now; those that are not there are left out."""
+    """Return the present content of the files that `fit` writes, without those that do not exist."""
     found = {}
     for name in (*LAUNCH_FILES, OUTCOME_FILE):
         with suppress(OSError):
@@ -53,9 +53,9 @@ def read_launch_files(folder: Path) -> dict[str, bytes]:
 
 
 def restore_launch_files(before: Mapping[str, bytes], folder: Path) -> None:
-    """Make the files that a launch wrote what they were before: a run that was refused changes nothing."""
+    """Restore the files that `fit` writes to their content `before`: a refused run changes nothing."""
     for name in (*LAUNCH_FILES, OUTCOME_FILE):
-        with suppress(OSError):  # of a disk that is full: a checkpoint names its own run
+        with suppress(OSError):  # the disk is full; each checkpoint holds its own run.json too
             if name in before:
                 atomic_file.write_atomically(folder / name, before[name])
             else:
@@ -63,20 +63,20 @@ def restore_launch_files(before: Mapping[str, bytes], folder: Path) -> None:
 
 
 def find_run_folder(folder: Path) -> Path:
-    """RUN_DIR as a whole path; raises Unreadable where it is no run's folder."""
+    """Return RUN_DIR as an absolute path; raises Unreadable where it is not the folder of a run."""
     path = expand_home(folder).absolute()
-    if os.path.isfile(path / "run.json") or any(name.startswith("step_") for name in _names(path / "checkpoints")):
+    if os.path.isfile(path / "run.json") or any(name.startswith("step_") for name in _entries(path / "checkpoints")):
         return path
-    there = os.path.isdir(path)
-    inside = [name for name in _names(path) if os.path.isfile(path / name / "run.json")] if there else []
-    says = f"{folder} holds no run.json" if there else f"{folder} is no folder"
+    exists = os.path.isdir(path)
+    inside = [name for name in _entries(path) if os.path.isfile(path / name / "run.json")] if exists else []
+    says = f"{folder} holds no run.json" if exists else f"{folder} is not a folder"
     if os.path.lexists(path / "run.json"):
-        says = f"{folder / 'run.json'} is no plain file"
+        says = f"{folder / 'run.json'} is not a plain file"
     mend = f"did you mean {folder / inside[-1]}?" if inside else "give the folder of a run, such as runs/quickstart"
     raise Unreadable([Problem(rule="folder", says=says, mend=mend)])
 
 
-def _names(folder: Path) -> list[str]:
+def _entries(folder: Path) -> list[str]:
     try:
         return sorted(os.listdir(folder))
     except OSError:
@@ -84,5 +84,5 @@ def _names(folder: Path) -> list[str]:
 
 
 def run_folder(run: Run) -> Path:
-    """RUN_DIR: one folder a run, under log.dir by its name."""
+    """Return RUN_DIR, the folder of the run's name in log.dir."""
     return expand_home(run.log.dir).absolute() / run.name

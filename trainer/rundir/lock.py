@@ -1,4 +1,4 @@
-"""One `fit` a run folder: RUN_DIR/lock, which the kernel frees when its holder has ended, however that was."""
+"""RUN_DIR/lock: at most one `fit` per run folder. The kernel releases the lock when its holder ends, however it ends."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 FILE = "lock"
-NO_LOCKS_ERRNOS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)  # of file systems that lock no files
+NO_LOCKS_ERRNOS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)  # of file systems without locks
 
 
 class RunFolderInUse(Exception):
-    """Another `fit` is at work in this folder; the words say which, in a line."""
+    """Another `fit` trains in this folder; the message names it, in a line."""
 
 
 @contextmanager
 def hold_run_folder(folder: Path) -> Iterator[str]:
-    """Hold RUN_DIR as long as the block runs; raises Taken, and OSError where the file can't be written.
+    """Hold RUN_DIR's lock while the block runs; raises RunFolderInUse, and OSError where the file can't be written.
 
-    Yields a warning, or "". The file says who holds it, for where a file system keeps locks to each host: it is empty when no
-    `fit` is at work or killed. The ranks don't inherit it; those of a holder that was killed die by their lifelines.
+    Yields a warning, or "". The file names its holder, since some file systems do not share locks between hosts; it is empty
+    unless a `fit` trains or was killed. The ranks don't inherit the lock: when the holder is killed, their parent-death watch
+    ends them.
     """
     path = folder / FILE
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -54,9 +55,9 @@ def _holder(file: int) -> str:
 
 
 def lock_holder(folder: Path) -> str:
-    """Who trains in RUN_DIR now, as its lock says; "" where nobody does, or where that can't be told here.
+    """Return who trains in RUN_DIR now, as its lock says; "" if nobody does, or if that can't be told here.
 
-    A process of this host is looked for by its number first, so that looking disturbs no `fit` that is about to start.
+    A process of this host is looked up by its id first: taking the lock to test it could disturb a `fit` that is just starting.
     """
     try:
         file = os.open(folder / FILE, os.O_RDONLY | os.O_NONBLOCK)
@@ -72,13 +73,13 @@ def lock_holder(folder: Path) -> str:
     except OSError as error:
         return said if error.errno in NO_LOCKS_ERRNOS else ""
     else:
-        return ""  # freed: its holder was killed
+        return ""  # the lock is free: its holder was killed
     finally:
         os.close(file)
 
 
 def _is_alive(said: str) -> bool:
-    """Whether the process that a lock of this host names is there."""
+    """Whether the process that a lock of this host names exists."""
     number = re.match(r"process (\d+) ", said)
     try:
         os.kill(int(number[1]) if number else 0, 0)

@@ -9,7 +9,7 @@ from pathlib import Path
 from ..plan.changed_run import with_changes
 from ..spec.run import Run
 
-PATHS = ("model.hf", "model.weights", "data.cache", "log.dir", "launch.hostfile")  # and data.path, data.tokenizer
+PATH_KEYS = ("model.hf", "model.weights", "data.cache", "log.dir", "launch.hostfile")  # and data.path, data.tokenizer
 
 
 def relative_folder(folder: Path) -> str:
@@ -17,25 +17,27 @@ def relative_folder(folder: Path) -> str:
     return os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder)
 
 
-def whole_paths(run: Run) -> Run:
-    """The run with every relative path made absolute from this process's folder; `show` prints them as they were written."""
-    held = {key: getattr(getattr(run, part), name) for key in PATHS for part, name in [key.split(".")]}
-    found: dict[str, object] = {key: _whole(value) for key, value in held.items() if value}
+def with_absolute_paths(run: Run) -> Run:
+    """Return the run with every path absolute, so that it means the same in any working folder. `show` prints them as they were written."""
+    paths = {key: getattr(getattr(run, part), name) for key in PATH_KEYS for part, name in [key.split(".")]}
+    found: dict[str, object] = {key: _absolute(value) for key, value in paths.items() if value}
     if run.data.path:
-        found["data.path"] = _pattern(run.data.path) if isinstance(run.data.path, str) else tuple(map(_pattern, run.data.path))
+        found["data.path"] = (
+            _absolute_pattern(run.data.path) if isinstance(run.data.path, str) else tuple(map(_absolute_pattern, run.data.path))
+        )
     if run.data.tokenizer != "bytes":
-        found["data.tokenizer"] = _whole(run.data.tokenizer)
+        found["data.tokenizer"] = _absolute(run.data.tokenizer)
     return with_changes(run, found.items())
 
 
-def _whole(path: str) -> str:
-    """A path from the root on; an empty one stays."""
+def _absolute(path: str) -> str:
+    """Return the absolute path; an empty one stays empty."""
     return str(Path(os.path.expanduser(path)).absolute()) if path else path
 
 
-def _pattern(word: str) -> str:
-    """A path or a pattern from the root on: of a pattern, this process's own folder is no part of it."""
-    open_ = os.path.expanduser(word)
-    if not has_magic(open_) or os.path.isabs(open_) or os.path.lexists(open_):
-        return _whole(word)
-    return str(Path(escape(os.getcwd())) / open_)
+def _absolute_pattern(word: str) -> str:
+    """Return the absolute path or pattern; special characters in the working folder's own name are escaped."""
+    expanded = os.path.expanduser(word)
+    if not has_magic(expanded) or os.path.isabs(expanded) or os.path.lexists(expanded):
+        return _absolute(word)
+    return str(Path(escape(os.getcwd())) / expanded)

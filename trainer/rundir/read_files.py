@@ -1,4 +1,4 @@
-"""JSON of a run's folder, whatever has become of it: what is not as `distrain fit` writes it is left out."""
+"""Reading the JSON files of a run's folder, also damaged ones: what is not as `distrain fit` writes it is left out."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..spec.plain_file import open_plain, read_plain
 
 MOST_BYTES = 1 << 30  # of run.json and its like: a plan lists every stage
 LONGEST = 1 << 16  # bytes of a line of metrics.jsonl
-LARGEST = 1e30  # a figure beyond is no measurement
+LARGEST = 1e30  # a larger number is no measurement
 
 
 def read_mapping(file: Path) -> dict[str, Any] | None:
-    """A file that holds one object of JSON; None where it holds none. Raises FileNotFoundError."""
+    """Return the JSON object in a file; None where it holds none. Raises FileNotFoundError."""
     try:
         found = json.loads(read_plain(file, MOST_BYTES))
     except FileNotFoundError:
@@ -27,7 +27,7 @@ def read_mapping(file: Path) -> dict[str, Any] | None:
 
 
 def read_rows(file: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file that holds one a line; a line that is none, or too long, is left out, such as one that a crash cut short."""
+    """Yield the JSON objects of a file, one a line; other lines are left out, such as one that a crash cut short."""
     for line in read_lines(file):
         try:
             row = json.loads(line)
@@ -38,20 +38,20 @@ def read_rows(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_lines(file: Path) -> Iterator[bytes]:
-    """The lines of a plain file, the beginnings of those that are too long; none where it can't be read."""
+    """Yield the lines of a plain file, cut at LONGEST; none where it can't be read."""
     try:
         with open_plain(file) as lines:
-            begins = True
+            at_start = True
             while line := lines.readline(LONGEST):
-                if begins:
+                if at_start:
                     yield line
-                begins = line.endswith(b"\n")
+                at_start = line.endswith(b"\n")
     except OSError:
         return
 
 
-def at(found: Any, *keys: str | int) -> Any:
-    """What is inside nested mappings and lists; None where there is no such thing."""
+def nested_value(found: Any, *keys: str | int) -> Any:
+    """Return the value at `keys` in nested mappings and lists; None where there is none."""
     for key in keys:
         if isinstance(found, Mapping):
             found = found.get(key)
@@ -62,12 +62,12 @@ def at(found: Any, *keys: str | int) -> Any:
     return found
 
 
-def number(value: Any) -> float | None:
-    """A figure as it is, if it is one."""
+def finite_number(value: Any) -> float | None:
+    """Return the value if it is a plausible finite number."""
     figure = isinstance(value, int | float) and not isinstance(value, bool)
     return value if figure and isfinite(value) and abs(value) <= LARGEST else None
 
 
-def natural(value: Any) -> int | None:
-    """A count as it is, if it is one."""
+def whole_number(value: Any) -> int | None:
+    """Return the value if it is a count."""
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53 else None

@@ -1,4 +1,4 @@
-"""The run that a checkpoint's manifest names: how it is written there and read back."""
+"""The run in a checkpoint's manifest: how it is written there and read back."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from ..models.families import is_made_by_transformers
 from ..spec.plain_file import read_plain
 from ..spec.run import Run
 
-RUN, CONFIG = "run", "config"  # keys of a manifest's `extra`
+RUN_KEY, CONFIG_KEY = "run", "config"  # keys of a manifest's `extra`
 
 
-def record(run: Run) -> dict[str, Any]:
-    """Return what a checkpoint keeps of the run that saves it, as JSON values.
+def run_record(run: Run) -> dict[str, Any]:
+    """Return the run as JSON values for a checkpoint's manifest.
 
-    `run` is all of it. Of a model that transformers makes, `config` is the text of its config.json, which says what no key of ours does.
+    `run` is the whole run. For a model that transformers makes, `config` is its config.json, which holds more than our keys do.
     """
-    kept = {RUN: msgspec.to_builtins(run)}
+    kept = {RUN_KEY: msgspec.to_builtins(run)}
     if is_made_by_transformers(run.model):
-        kept[CONFIG] = read_config(run)
+        kept[CONFIG_KEY] = read_hf_config(run)
     return kept
 
 
-def recorded_run(extra: Mapping[str, Any]) -> Run | None:
-    """Return the run that saved a checkpoint; None where its manifest does not say, as those of earlier versions."""
+def run_from_record(extra: Mapping[str, Any]) -> Run | None:
+    """Return the run that saved a checkpoint; None where its manifest, of an earlier version, does not say."""
     with suppress(KeyError, msgspec.ValidationError, RecursionError):
-        return msgspec.convert(extra[RUN], Run)
+        return msgspec.convert(extra[RUN_KEY], Run)
     return None
 
 
 def read_run_file(file: Path) -> Run | None:
-    """Read RUN_DIR/run.json; None where there is none that can be read."""
+    """Read RUN_DIR/run.json; None where it can't be read."""
     with suppress(OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return msgspec.json.decode(read_plain(file), type=Run)
     return None
 
 
-def read_config(run: Run) -> dict[str, Any]:
+def read_hf_config(run: Run) -> dict[str, Any]:
     """Read the config.json that `model.hf` names; {} where it can't be read."""
     path = Path(run.model.hf or "")
     with suppress(OSError, ValueError, RecursionError):

@@ -50,7 +50,7 @@ def run_summaries(folder: Path | None) -> list[RunSummary]:
     if not top.is_dir():
         if folder is None and not os.path.lexists(top):
             return []
-        raise Unreadable([Problem(rule="folder", says=f"{top} is no folder", mend="name the log.dir of runs, such as runs")])
+        raise Unreadable([Problem(rule="folder", says=f"{top} is not a folder", mend="give the log.dir of runs, such as runs")])
     found = [run_summary(each) for each in run_folders(top)]
     return sorted(found, key=lambda run: (-run.when, str(run.folder)))
 

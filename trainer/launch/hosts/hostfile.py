@@ -199,7 +199,7 @@ def _cluster_problems(
     counts = [len(host.slots) for host in hosts]
     if len(counts) == nodes and set(counts) == {gpus}:
         return
-        slots = "slot" if counts[-1] == 1 else "slots"
+    slots = "slot" if counts[-1] == 1 else "slots"
     each = f"{counts[0]} {slots}{' each' if len(counts) > 1 else ''}" if len(set(counts)) == 1 else f"{_count_list(counts)} {slots}"
     number = plural(len(hosts), "host")
     left = f"launch.exclude leaves {number} of {path}" if excluded else f"{path} has {number}"

@@ -67,7 +67,7 @@ def unreachable_problem(name: str, why: str, python: str) -> Problem:
 
 def host_problems(seen: Sequence[HostState], needs: HostRequirements) -> Iterator[Problem]:
     """Yield all that prevents the run, from the first two rounds."""
-    own = host_probe.versions()
+    own = host_probe.package_versions()
     for each in seen:
         yield from each.problems
         if each.facts is not None:

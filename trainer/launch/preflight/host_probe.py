@@ -1,8 +1,9 @@
-"""What a host says of itself before a run. The text of this file is sent over ssh to `python -`: it asks nothing but Python 3.8.
+"""The preflight's program on a host. The text of this file is sent over ssh to `python -`, so it needs nothing but Python 3.8.
 
-Three rounds, each a program of its own on every host at once: `facts`; `links`, in which each host connects to all others; `reduced`,
-in which one process a host adds up over gloo or NCCL. An answer is a line of JSON behind a mark, whatever a login prints before it.
-A program whose ssh has gone, or whose time is up, ends and leaves nothing; `clear` removes what a `facts` left when no `links` followed.
+There are three rounds, each run on every host at once: `facts`; `links`, in which each host connects to all others; `reduced`, an
+all-reduce of one process per host over gloo or NCCL. An answer is a line of JSON behind MARK, since a login shell may print before it.
+A program whose ssh has ended, or whose time is up, exits and leaves nothing; `clear` removes the note of a `facts` that no `links`
+followed. The note is a file in the run folder, by which hosts see whether they share it.
 """
 
 from __future__ import annotations
@@ -25,57 +26,57 @@ from typing import Any
 
 MARK = "distrain-preflight "
 PACKAGES = ("distrain", "torch", "deepspeed")
-CODE = ("cli", "conf", "recipes", "trainer")  # folders of distrain whose files are to be the same everywhere
-TRIES = 3  # all-reduces that are timed, the first apart
+CODE = ("cli", "conf", "recipes", "trainer")  # folders of distrain whose files must be the same on all hosts
+TRIES = 3  # timed all-reduces, after one that is not timed
 
 
 def main(order: str) -> None:
-    """Answer one round; the process ends by itself at its deadline, or when nobody reads its answer any more."""
+    """Answer one round; the process exits at its deadline, or when nobody reads its answer any more."""
     asked = json.loads(order)
-    signal.alarm(int(asked["seconds"]) + 2)  # for where no thread of Python's gets on
-    threading.Thread(target=_leave, args=(asked,), daemon=True).start()
-    answer = {"facts": facts, "links": links, "reduced": reduced, "clear": clear}[asked["round"]](asked)
+    signal.alarm(int(asked["seconds"]) + 2)  # also where no Python thread can run
+    threading.Thread(target=_exit_at_deadline, args=(asked,), daemon=True).start()
+    answer = {"facts": host_facts, "links": check_links, "reduced": time_all_reduce, "clear": remove_note}[asked["round"]](asked)
     sys.stdout.write(f"\n{MARK}{json.dumps(answer)}\n")
     sys.stdout.flush()
 
 
-def _leave(asked: dict[str, Any]) -> None:
+def _exit_at_deadline(asked: dict[str, Any]) -> None:
     """End this process at its deadline or when stdout has no reader, as when its ssh has ended."""
     watched = select.poll()
-    watched.register(sys.stdout.fileno(), 0)  # POLLERR and POLLHUP are always told
+    watched.register(sys.stdout.fileno(), 0)  # POLLERR and POLLHUP are always reported
     watched.poll(1000 * asked["seconds"] + 1000)
     if "note" in asked:
-        clear(asked)
+        remove_note(asked)
     os._exit(1)
 
 
-def clear(asked: dict[str, Any]) -> dict[str, Any]:
+def remove_note(asked: dict[str, Any]) -> dict[str, Any]:
     """Remove the note of this host."""
     with contextlib.suppress(OSError):
         os.remove(os.path.join(asked["folder"], asked["note"]))
     return {}
 
 
-def facts(asked: dict[str, Any]) -> dict[str, Any]:
-    """Versions, devices, the clock, an address, the run folder, a port that is free."""
+def host_facts(asked: dict[str, Any]) -> dict[str, Any]:
+    """Return versions, devices, the clock, an address, the run folder's state and a free port."""
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
     said = {
         "clock": time.time(),
-        "versions": versions(),
+        "versions": package_versions(),
         "home": [socket.gethostname(), _read("/proc/sys/kernel/random/boot_id")],
         "address": (os.environ.get("SSH_CONNECTION", "").split() + [""] * 3)[2],
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        "cards": cards() if asked["kind"] == "cuda" else [],
-        "folder": folder(asked["folder"], asked["note"]),
+        "cards": gpu_memory() if asked["kind"] == "cuda" else [],
+        "folder": probe_folder(asked["folder"], asked["note"]),
         "port": port,
     }
-    return said if asked.get("leave") else {**said, **clear(asked)}
+    return said if asked.get("leave") else {**said, **remove_note(asked)}
 
 
-def versions() -> dict[str, str]:
-    """Of Python and what a rank imports; "" where it isn't there. `code` is a checksum of distrain's own files."""
+def package_versions() -> dict[str, str]:
+    """Return the versions of Python and the packages of a rank, "" for a missing one; `code` is a checksum of distrain's own files."""
     from importlib.metadata import PackageNotFoundError, version
     from importlib.util import find_spec
 
@@ -86,12 +87,12 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[name] = ""
     spec = find_spec("distrain")
-    found["code"] = code(spec.origin) if spec and spec.origin else ""
+    found["code"] = code_checksum(spec.origin) if spec and spec.origin else ""
     return found
 
 
-def code(origin: str) -> str:
-    """A checksum of the files of a package by the path of its __init__.py."""
+def code_checksum(origin: str) -> str:
+    """Return a checksum of distrain's files; `origin` is its __init__.py."""
     total, root = 0, os.path.dirname(os.path.realpath(origin))
     for top in CODE:
         for path in sorted(glob.glob(os.path.join(root, top, "**", "*.*"), recursive=True)):
@@ -101,8 +102,8 @@ def code(origin: str) -> str:
     return f"{total:08x}"
 
 
-def cards() -> list[tuple[int, int, int]] | None:
-    """(index, bytes taken, bytes) of each GPU, as nvidia-smi says; None where it says nothing."""
+def gpu_memory() -> list[tuple[int, int, int]] | None:
+    """Return (index, bytes used, bytes) of each GPU from nvidia-smi; None where that fails."""
     query = ["nvidia-smi", "--query-gpu=index,memory.used,memory.total", "--format=csv,noheader,nounits"]
     try:
         said = subprocess.run(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=10, check=True).stdout.decode()
@@ -112,8 +113,8 @@ def cards() -> list[tuple[int, int, int]] | None:
         return None
 
 
-def folder(path: str, note: str) -> dict[str, Any]:
-    """Whether the run folder can be written: `note`, a file's name, is written there for the other hosts to see."""
+def probe_folder(path: str, note: str) -> dict[str, Any]:
+    """Write `note` into the run folder for the other hosts to see; return its free bytes, or why it can't be written to."""
     try:
         os.makedirs(path, exist_ok=True)
         with open(os.path.join(path, note), "w"):
@@ -123,35 +124,35 @@ def folder(path: str, note: str) -> dict[str, Any]:
         return {"problem": error.strerror}
 
 
-def links(asked: dict[str, Any]) -> dict[str, Any]:
-    """Connect to all others, and be connected to: {"reached": {host: seconds}, "failed": {host: why}, "unseen": hosts}.
+def check_links(asked: dict[str, Any]) -> dict[str, Any]:
+    """Connect to all other hosts, and accept their connections: {"reached": {host: seconds}, "failed": {host: why}, "unseen": hosts}.
 
-    `others` is {host: [address, port, note]}; a host is unseen whose note is not in this host's run folder.
+    `others` is {host: [address, port, note]}; a host is unseen if its note is not in this host's run folder.
     """
     until = time.monotonic() + asked["seconds"] - 2
     word, others = asked["word"].encode(), asked["others"]
     reached: dict[str, float] = {}
     failed: dict[str, str] = {}
-    unseen = _unseen(asked["folder"], others)
-    heard: list[int] = []
+    unseen = _unseen_notes(asked["folder"], others)
+    accepted: list[int] = []
     with _listener(asked["port"]) as listener:
-        threading.Thread(target=_answer, args=(listener, word, heard), daemon=True).start()
+        threading.Thread(target=_accept_connections, args=(listener, word, accepted), daemon=True).start()
         threads = [
-            threading.Thread(target=_reach, args=(name, address, port, word, until, reached, failed), daemon=True)
+            threading.Thread(target=_connect, args=(name, address, port, word, until, reached, failed), daemon=True)
             for name, (address, port, _) in others.items()
         ]
         for each in threads:
             each.start()
         for each in threads:
             each.join(max(0.0, until + 1 - time.monotonic()))
-        while len(heard) < len(others) and time.monotonic() < until:
+        while len(accepted) < len(others) and time.monotonic() < until:
             time.sleep(0.01)
-    clear(asked)
+    remove_note(asked)
     return {"reached": reached, "failed": failed, "unseen": unseen}
 
 
-def _unseen(path: str, others: dict[str, Any]) -> list[str]:
-    """Hosts whose note isn't here; a shared file system may take its time."""
+def _unseen_notes(path: str, others: dict[str, Any]) -> list[str]:
+    """Return the hosts whose notes are not here; a shared file system may take a moment to show them."""
     left = dict(others)
     for _ in range(20):
         left = {name: row for name, row in left.items() if not os.path.exists(os.path.join(path, row[2]))}
@@ -171,7 +172,7 @@ def _listener(port: int) -> socket.socket:
     return listener
 
 
-def _answer(listener: socket.socket, word: bytes, heard: list[int]) -> None:
+def _accept_connections(listener: socket.socket, word: bytes, accepted: list[int]) -> None:
     while True:
         try:
             connection = listener.accept()[0]
@@ -179,13 +180,13 @@ def _answer(listener: socket.socket, word: bytes, heard: list[int]) -> None:
                 connection.settimeout(5.0)
                 if connection.recv(len(word)) == word:
                     connection.sendall(word[::-1])
-                    heard.append(1)
+                    accepted.append(1)
         except OSError:
             if listener.fileno() < 0:
                 return
 
 
-def _reach(
+def _connect(
     name: str,
     address: str,
     port: int,
@@ -194,7 +195,7 @@ def _reach(
     reached: dict[str, float],
     failed: dict[str, str],
 ) -> None:
-    """Connect to a host and hear its answer, as often as it takes."""
+    """Connect to a host and read its answer; try again until the deadline."""
     why = "no answer"
     while time.monotonic() < until:
         began = time.monotonic()
@@ -211,8 +212,8 @@ def _reach(
     failed[name] = why
 
 
-def reduced(asked: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of the fastest all-reduce of so many float32 over one process a host, or {"problem": why there is none}."""
+def time_all_reduce(asked: dict[str, Any]) -> dict[str, Any]:
+    """Return the seconds of the fastest all-reduce over one process per host, or {"problem": why there is none}."""
     os.environ.update(asked["environment"])
     from datetime import timedelta
 
@@ -237,7 +238,7 @@ def reduced(asked: dict[str, Any]) -> dict[str, Any]:
             flat[0].item()
             found.append(time.perf_counter() - began)
         dist.barrier()
-        if backend == "nccl":  # ranks exchange words over gloo, which finds its own way between the hosts
+        if backend == "nccl":  # ranks also use gloo, which chooses its own interface
             dist.all_reduce(torch.ones(1), group=dist.new_group(backend="gloo", timeout=wait))
     except (RuntimeError, ValueError) as error:
         return {"problem": (str(error).splitlines() or [repr(error)])[0]}

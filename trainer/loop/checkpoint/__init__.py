@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...rundir.checkpoints import Broken
+from ...rundir.checkpoints import BrokenCheckpoint
 from .agreement import Gather, SaveFailed, gather_alone, gather_over
 from .find import CheckpointSearch, SavedCheckpoint, find_newest, open_checkpoint
 from .folder import latest_checkpoint, remove_leftovers
@@ -12,7 +12,7 @@ from .save import SaveResult, save_shards
 from .slices import Shard, Slice, block_slice, whole_slice
 
 __all__ = [
-    "Broken",
+    "BrokenCheckpoint",
     "CheckpointReader",
     "CheckpointSearch",
     "Gather",

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from ...rundir.checkpoints import step_path, steps
+from ...rundir.checkpoints import checkpoint_steps, step_path
 from .agreement import fault_text
 from .find import verification_fault
 from .folder import remove_checkpoint
@@ -54,7 +54,7 @@ def prune_checkpoints(folder: Path, newest: int, keep: int) -> list[str]:
     """
     notes = []
     kept = 1
-    for step in steps(folder):
+    for step in checkpoint_steps(folder):
         path = step_path(folder, step)
         if step >= newest:
             continue

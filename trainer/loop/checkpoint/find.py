@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...launch.rank.channel import OnProgress, ignore_text
-from ...rundir.checkpoints import Broken, size_fault, step_path, steps
+from ...rundir.checkpoints import BrokenCheckpoint, checkpoint_steps, size_problem, step_path
 from ...system.cpu import cpu_count
 from .agreement import Gather, gather_alone
 from .manifest import Manifest, read_manifest
@@ -58,7 +58,7 @@ def find_newest(
     folder is listed again. `on_progress` is called with "hash" as hashing advances.
     """
     while True:
-        listed = json.loads(gather(json.dumps(steps(folder)))[0])
+        listed = json.loads(gather(json.dumps(checkpoint_steps(folder)))[0])
         passed: list[str] = []
         for step in listed:
             path = step_path(folder, step)
@@ -67,7 +67,7 @@ def find_newest(
             if not fault:
                 return CheckpointSearch(checkpoint=checkpoint, passed=tuple(passed))
             passed.append(f"{path.name}: {fault}")
-        removed = not set(listed) <= set(steps(folder))
+        removed = not set(listed) <= set(checkpoint_steps(folder))
         if not _first_nonempty(gather("removed" if removed else "")):
             return CheckpointSearch(checkpoint=None, passed=tuple(passed))
 
@@ -90,12 +90,12 @@ def _examine(path: Path, *, quick: bool, rank: int, world: int, on_progress: OnP
     """Return a checkpoint and its fault or "", judged by every `world`-th of its files from number `rank` on."""
     try:
         found = open_checkpoint(path)
-    except Broken as error:
+    except BrokenCheckpoint as error:
         return None, str(error)
     if path != step_path(path.parent, found.step):
         return None, f"it is of step {found.step}"
     files = sorted(found.manifest.files.items(), key=lambda item: -item[1].bytes)[rank::world]
-    fault = _first_nonempty(size_fault(path / name, file.bytes) for name, file in files)
+    fault = _first_nonempty(size_problem(path / name, file.bytes) for name, file in files)
     if fault or quick or not files:
         return found, fault
     with ThreadPoolExecutor(min(len(files), cpu_count(), 8)) as pool:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ...rundir.checkpoints import step_of
+from ...rundir.checkpoints import step_number
 
 LATEST = "latest"
 _LEFTOVER = re.compile(r"\.(step_[0-9]+|latest)\.(tmp|old)-[0-9a-f]+")
@@ -73,7 +73,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
         name = (folder / LATEST).read_text().strip()
     except OSError:
         return None
-    return folder / name if step_of(name) is not None else None
+    return folder / name if step_number(name) is not None else None
 
 
 def point_latest(path: Path) -> None:

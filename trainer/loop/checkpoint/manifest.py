@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ...rundir.checkpoints import MANIFEST, Broken, read_sealed, seal
+from ...rundir.checkpoints import MANIFEST, BrokenCheckpoint, read_sealed, seal
 from .shard_file import ShardFile
 from .slices import Sizes, Slice, coverage_fault
 
@@ -98,7 +98,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         manifest = msgspec.json.decode(read_sealed(folder), type=Manifest)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise Broken(f"{MANIFEST} is of another version of this format: {error}") from error
+        raise BrokenCheckpoint(f"{MANIFEST} is of another version of this format: {error}") from error
     if outside := [name for name in manifest.files if Path(name).name != name]:
-        raise Broken(f"{MANIFEST} names a file outside of its folder: {outside[0]}")
+        raise BrokenCheckpoint(f"{MANIFEST} names a file outside of its folder: {outside[0]}")
     return manifest

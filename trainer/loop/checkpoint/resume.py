@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ...launch.rank.channel import OnProgress, ignore_text
 from ...rundir.changes import Changes
-from ...rundir.resume import Mode, mode_problem
+from ...rundir.resume import Mode, resume_mode_problem
 from ...spec.problem import Problem, Unreadable
 from .agreement import Gather, gather_alone
 from .find import CheckpointSearch, SavedCheckpoint, find_newest
@@ -50,7 +50,7 @@ def _resume_problems(
     folder: Path, mode: Mode, weights: Mapping[str, Sizes], changes_since: Callable[[SavedCheckpoint], Changes], found: CheckpointSearch
 ) -> tuple[Problem, ...]:
     """Return why a run can't resume. Changed keys come before shapes, which follow from them."""
-    if refusal := mode_problem(folder, mode, found.checkpoint.path if found.checkpoint else None, found.passed):
+    if refusal := resume_mode_problem(folder, mode, found.checkpoint.path if found.checkpoint else None, found.passed):
         return (refusal,)
     if found.checkpoint is None:
         return ()

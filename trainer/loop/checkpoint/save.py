@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from ...launch.rank.channel import OnProgress, ignore_text
-from ...rundir.checkpoints import MANIFEST, step_path, steps
+from ...rundir.checkpoints import MANIFEST, checkpoint_steps, step_path
 from .agreement import Gather, SaveFailed, fault_text, gather_alone, run_on_all_ranks
 from .disk_room import free_bytes, frees_enough, needed_bytes, prune_checkpoints, remove_oldest, size_text
 from .find import find_newest, verification_fault
@@ -124,10 +124,10 @@ class _Save:
     def make_room(self) -> tuple[str, ...]:
         """Remove as many of the oldest checkpoints as this one needs room, if that is enough. Return a note for each."""
         needed = sum(self._on_all_ranks(lambda: needed_bytes(self.owned)))
-        if not self._on_all_ranks(lambda: frees_enough(self.folder, steps(self.folder)[1:], needed))[0]:
+        if not self._on_all_ranks(lambda: frees_enough(self.folder, checkpoint_steps(self.folder)[1:], needed))[0]:
             return ()
         kept = find_newest(self.folder, rank=self.rank, world=self.world, gather=self.gather, on_progress=self.on_progress).checkpoint
-        older = [step for step in reversed(steps(self.folder)) if kept and step < kept.step]
+        older = [step for step in reversed(checkpoint_steps(self.folder)) if kept and step < kept.step]
         removed = self._on_all_ranks(lambda: remove_oldest(self.folder, older, needed) if self.rank == 0 else [])[0]
         return tuple(f"step_{step} was removed to make room" for step in removed)
 

@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...layers.cross_entropy import IGNORED
 from .corpus import Corpus, Split, windows
 from .order import Indices, blend, permuted_index, random_key
-
-IGNORED = -100  # a label that the loss ignores, the default of torch.nn.functional.cross_entropy's ignore_index
 
 
 @dataclass(frozen=True, kw_only=True)

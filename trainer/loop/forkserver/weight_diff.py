@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...prove.zero_gradients import zero_gradient_pattern
-from ...rundir.record import recorded_run
+from ...rundir.record import run_from_record
 from ..checkpoint import CheckpointReader, LoadFailed, SavedCheckpoint, find_newest, whole_slice
 
 
@@ -21,7 +21,7 @@ def weight_difference(reference: str, layout: str) -> dict[str, Any]:
     """
     reference_checkpoint, layout_checkpoint = _last_checkpoint(Path(reference)), _last_checkpoint(Path(layout))
     one, other = CheckpointReader(reference_checkpoint), CheckpointReader(layout_checkpoint)
-    run = recorded_run(reference_checkpoint.extra)
+    run = run_from_record(reference_checkpoint.extra)
     pattern = zero_gradient_pattern(run) if run else ""
     weights = {row.name: row for row in reference_checkpoint.manifest.tensors if row.kind == "weight"}
     left_out = [name for name in weights if pattern and re.search(pattern, name)]

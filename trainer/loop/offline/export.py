@@ -34,7 +34,7 @@ from ...spec.run import Model, Run
 from ..build import DTYPES
 from .exit_status import run_verb, write_stdout
 from .export_tokenizer import run_tokenizer, write_tokenizer
-from .load_run import load_model, load_run
+from .load_run import load_model, load_saved_run
 
 if TYPE_CHECKING:
     from ...models.gpt.module import Transformer
@@ -52,7 +52,7 @@ def main() -> int:
 
 def export(folder: Path, destination: Path, dtype: str) -> None:
     """Write the folder under a temporary name, check it, then rename it; raises Unreadable, LoadFailed, OSError."""
-    found = load_run(folder)
+    found = load_saved_run(folder)
     run = found.run
     for remark in found.remarks:
         write_stdout(f"{remark}\n")

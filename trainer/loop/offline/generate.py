@@ -21,7 +21,7 @@ from ...spec.run import Run
 from ..data.detokenize import detokenizer
 from ..data.tokenizer import Tokenizer, load_tokenizer
 from .exit_status import run_verb, write_problem, write_stdout
-from .load_run import load_model, load_run
+from .load_run import load_model, load_saved_run
 
 if TYPE_CHECKING:
     from ...models.gpt.module import Transformer
@@ -48,7 +48,7 @@ def main() -> int:
 
 def generate(folder: Path, wanted: Sampling) -> None:
     """Print the prompt and the generated text, token by token; raises Unreadable, LoadFailed."""
-    found = load_run(folder)
+    found = load_saved_run(folder)
     run = found.run
     for remark in found.remarks:
         write_problem(remark)

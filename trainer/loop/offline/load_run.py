@@ -12,7 +12,7 @@ import torch
 from ...models.build import build_model, load_weights
 from ...models.families import FAMILIES, family_of, op_table
 from ...models.ops.op_table import parameter_count, round_up
-from ...rundir.record import read_run_file, recorded_run
+from ...rundir.record import read_run_file, run_from_record
 from ...spec.problem import Problem, Unreadable
 from ...spec.run import Run
 from ...spec.units import gib_text
@@ -34,7 +34,7 @@ class SavedRun:
     remarks: tuple[str, ...]
 
 
-def load_run(folder: Path) -> SavedRun:
+def load_saved_run(folder: Path) -> SavedRun:
     """Find RUN_DIR's newest checkpoint that verifies, and the run that saved it; raises Unreadable where there is none.
 
     RUN_DIR/run.json may be of a later attempt: it is used only for checkpoints of earlier versions, which do not record the run.
@@ -42,7 +42,7 @@ def load_run(folder: Path) -> SavedRun:
     found = find_newest(folder / "checkpoints")
     if found.checkpoint is not None:
         remarks = [f"passed over {reason}" for reason in found.passed]
-        run = recorded_run(found.checkpoint.extra)
+        run = run_from_record(found.checkpoint.extra)
         if run is None:
             run = read_run_file(folder / "run.json")
             remarks.append(f"{found.checkpoint.path.name} was saved by an earlier version and does not name its model: taking run.json's")

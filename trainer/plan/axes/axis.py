@@ -44,7 +44,7 @@ class Axis:
     messages: Callable[[Op, RankTensors], Iterator[AxisMessage]] | None = None  # of an op; None: the axis splits no block
     rank_sizes: Callable[[Mapping[str, int], int, int], Mapping[str, int]] | None = None
     """(sizes, degree, vocab_multiple) -> elements on one rank along the dims that it splits; None: equal shares, rounded up."""
-    within: str | None = None  # the axis whose inner ranks form this one's groups; None: the axis has its own place in the mesh
+    within: str | None = None  # the axis whose inner ranks form this one's groups; None: the axis has its own position in the mesh order
     data: bool = False  # its ranks hold the same weights: gradients are summed and ZeRO shards over it
     overlap: str | None = None  # the field of parallel.overlap that hides its messages under computation
     sums_results: bool = False  # it sums an op's result after forward, which recomputation may leave out

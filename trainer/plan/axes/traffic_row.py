@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 
 class TrafficRow(NamedTuple):
-    """`count` messages a step of `payload` bytes each on an axis: bytes sent a step, the link, seconds a step and those exposed."""
+    """Messages of `payload` bytes on an axis, sent `times` times a step: bytes sent, the link, seconds and exposed seconds, all a step."""
 
     axis: str
     verb: str
     payload: int
-    count: int
+    times: int
     sent: int
     link: str
     seconds: float

@@ -1,4 +1,4 @@
-"""A Hugging Face config.json is read to the model that transformers would build of it, or refused with a reason."""
+"""Reading a Hugging Face config.json gives the model that transformers would build, or a refusal with a reason."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_a_public_file_has_the_parameters_of_its_model(config: dict[str, Any], c
     assert parameter_count(FAMILIES[model.family].table(model, Train(batch=1, seq=128)), model.layers) == count
 
 
-def test_every_kind_is_read_from_a_public_file() -> None:
+def test_every_model_type_is_tested_with_a_public_file() -> None:
     assert {config["model_type"] for config, _ in PUBLIC.values()} == set(CONFIG_KINDS)
 
 
@@ -206,23 +206,23 @@ def test_qwen2_is_read_key_by_key(tmp_path: Path) -> None:
     }
 
 
-def test_mixtral_names_its_experts(tmp_path: Path) -> None:
+def test_the_experts_of_mixtral_are_read(tmp_path: Path) -> None:
     read_keys = read_hf_config(written(tmp_path, MIXTRAL_8X7B))
     assert [read_keys[key] for key in ("family", "experts", "top_k", "expert_ffn")] == ["moe", 8, 2, 14336]
 
 
-def test_the_rotary_base_is_read_where_transformers_5_writes_it(tmp_path: Path) -> None:
+def test_the_rotary_base_is_read_from_the_keys_of_transformers_5(tmp_path: Path) -> None:
     rope = {"rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}}
     config = {key: value for key, value in LLAMA2_7B.items() if key != "rope_scaling"} | rope
     assert read_hf_config(written(tmp_path, config))["rope_base"] == 500000.0
 
 
-def test_a_folder_stands_for_the_config_in_it(tmp_path: Path) -> None:
+def test_a_folder_can_be_named_in_place_of_its_config_json(tmp_path: Path) -> None:
     written(tmp_path, GPT2)
     assert read_hf_config(tmp_path)["hidden"] == 768
 
 
-def test_an_architecture_stands_for_a_missing_model_type(tmp_path: Path) -> None:
+def test_the_architecture_is_read_where_model_type_is_missing(tmp_path: Path) -> None:
     config = {key: value for key, value in MIXTRAL_8X7B.items() if key != "model_type"}
     assert read_hf_config(written(tmp_path, config))["family"] == "moe"
 
@@ -232,12 +232,12 @@ def test_head_dim_and_tied_embeddings_are_read(tmp_path: Path) -> None:
     assert (keys["head_dim"], keys["tied"]) == (64, True)
 
 
-def test_biases_of_attention_and_mlp_are_one(tmp_path: Path) -> None:
+def test_attention_and_mlp_bias_must_agree(tmp_path: Path) -> None:
     assert read_hf_config(written(tmp_path, LLAMA31_8B | {"attention_bias": True, "mlp_bias": True}))["bias"] is True
     assert "attention_bias=true, mlp_bias=false differ" in refusal(written(tmp_path, LLAMA31_8B | {"attention_bias": True}))
 
 
-def test_as_many_key_heads_as_heads_where_the_file_says_null(tmp_path: Path) -> None:
+def test_a_null_number_of_key_heads_means_as_many_as_heads(tmp_path: Path) -> None:
     assert "kv_heads" not in read_hf_config(written(tmp_path, LLAMA2_7B | {"num_key_value_heads": None}))
 
 
@@ -251,7 +251,7 @@ def test_as_many_key_heads_as_heads_where_the_file_says_null(tmp_path: Path) -> 
     ],
     ids=["as wide", "wider", "full layers", "off"],
 )
-def test_a_sliding_window_that_hides_nothing_is_read(words: dict[str, Any], tmp_path: Path) -> None:
+def test_a_sliding_window_without_effect_is_accepted(words: dict[str, Any], tmp_path: Path) -> None:
     assert read_hf_config(written(tmp_path, MISTRAL_7B | words))["family"] == "llama"
 
 
@@ -278,11 +278,11 @@ def test_a_sliding_window_that_hides_nothing_is_read(words: dict[str, Any], tmp_
         (LLAMA31_8B | {"tie_word_embeddings": 0}, "tie_word_embeddings=0 is not true or false"),
     ],
 )
-def test_what_no_family_has_is_refused_by_its_key_and_value(config: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_an_unsupported_value_is_refused_by_its_key_and_value(config: dict[str, Any], says: str, tmp_path: Path) -> None:
     assert says in refusal(written(tmp_path, config))
 
 
-def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     config = {key: value for key, value in LLAMA31_8B.items() if key not in ("hidden_size", "vocab_size")}
     lines = refusal(written(tmp_path, config | {"hidden_act": "relu"})).splitlines()
     assert [line.split(": ")[1] for line in lines] == [
@@ -293,7 +293,7 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma2", "qwen3", "deepseek_v3", 7])
-def test_an_unknown_model_type_is_told_the_known_ones(name: object, tmp_path: Path) -> None:
+def test_the_refusal_of_an_unknown_model_type_lists_the_known_ones(name: object, tmp_path: Path) -> None:
     says = refusal(written(tmp_path, {"model_type": name}))
     assert f"model_type={name} has no family here: known: gpt2, llama, mistral, mixtral, qwen2" in says
     assert "any other model type of transformers is family hf" in says
@@ -309,11 +309,11 @@ def test_an_unknown_model_type_is_told_the_known_ones(name: object, tmp_path: Pa
     ],
     ids=["cut off", "a list", "empty", "deep"],
 )
-def test_a_file_that_is_no_config_is_refused(text: str, says: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_config_is_refused(text: str, says: str, tmp_path: Path) -> None:
     assert says in refusal(written(tmp_path, text))
 
 
-def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+def test_a_binary_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"\xff\xfe\x00{")
     assert "is not a config.json" in refusal(file)

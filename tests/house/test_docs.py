@@ -1,0 +1,73 @@
+"""README and docs: short, linked, in the source distribution, and in step with the program."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from distrain.scripts.draw_plan import KINDS, MEMORY, draw
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PICTURE = ROOT / "docs" / "plan.svg"
+PICTURED = "megatron_1t_6x8x64"
+LEFT_OUT = (".*", "__pycache__", "*.egg-info", "build", "dist", "runs", "outputs")
+SDIST = "import sys; from setuptools.build_meta import build_sdist; print(build_sdist(sys.argv[1]))"
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+
+
+def test_readme_links_every_page_of_the_docs() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert [page.name for page in PAGES if page.parent.name == "docs" and f"(docs/{page.name})" not in text] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_paths_exist(page: Path) -> None:
+    text = page.read_text()
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    assert [link for link in links if link and not (page.parent / link).exists()] == []
+    paths = {path for path in re.findall(r"`((?:trainer|cli|conf|recipes|scripts|tests|docs)/[\w./]+)`", text) if "NAME" not in path}
+    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
+
+
+@pytest.fixture(scope="module")
+def plan() -> dict[str, object]:
+    words = [sys.executable, "-m", "distrain", "plan", f"conf={PICTURED}", "--json"]
+    return dict(json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout))
+
+
+def test_the_picture_is_of_todays_plan(plan: dict[str, object]) -> None:
+    """Fix: distrain plan conf=megatron_1t_6x8x64 --json | python -m distrain.scripts.draw_plan > docs/plan.svg."""
+    assert PICTURE.read_text() == draw(plan)
+
+
+def test_a_stages_column_is_as_tall_as_its_memory(plan: dict[str, object]) -> None:
+    colours = {colour for _, _, colour in KINDS}
+    boxes = [box for box in ElementTree.fromstring(draw(plan)).iter("{http://www.w3.org/2000/svg}rect") if box.get("fill") in colours]
+    first = min(float(box.attrib["x"]) for box in boxes)
+    column = [float(box.attrib["height"]) for box in boxes if float(box.attrib["x"]) == first and float(box.attrib["y"]) < sum(MEMORY)]
+    memory = dict(plan)["memory"]
+    assert isinstance(memory, dict)
+    assert sum(column) == pytest.approx(MEMORY[1] * memory["peak"] / memory["capacity"], abs=0.05)
+
+
+def test_the_source_distribution_has_docs_and_tests(tmp_path: Path) -> None:
+    shutil.copytree(ROOT, tmp_path / "tree", ignore=shutil.ignore_patterns(*LEFT_OUT))
+    done = subprocess.run([sys.executable, "-c", SDIST, str(tmp_path)], cwd=tmp_path / "tree", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        names = {name.partition("/")[2] for name in opened.getnames()}
+    wanted = {path.relative_to(ROOT).as_posix() for path in (*PAGES, PICTURE, Path(__file__), ROOT / "scripts" / "test")}
+    assert wanted - names == set()
