@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from xml.sax.saxutils import escape
 
-from ..trainer.spec.number_text import seconds_text
+from ..trainer.spec.format_numbers import seconds_text
 
 WIDTH, MARGIN = 760, 24  # pixels, as all lengths here
 MEMORY = (76, 176)  # top and height of the memory chart

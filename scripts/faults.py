@@ -1,19 +1,18 @@
-"""Breaks real runs, as a seed says, and holds what is left of them against what must be true whatever broke.
+"""Injects faults into real runs, drawn from a seed, and checks invariants that must hold after every fault.
 
-Run `python -m distrain.scripts.faults [faults=200] [hosts=40] [seed=1] [runner=pdsh] [folder=DIR]`: of so many faults, so many come to
-runs over two hosts, which are namespaces of this machine (root, with openssh-server, pdsh or openmpi-bin, iproute2 and util-linux); a
-full disk is a small tmpfs (root). Each comes to a `distrain fit` of a small GPT with two ranks, which is started again until it has
-trained, faults and all:
+Run `python -m distrain.scripts.faults [faults=200] [hosts=40] [seed=1] [runner=pdsh] [folder=DIR]`. `hosts` of the `faults` go to runs
+over two hosts, which are namespaces of this machine (that needs root, openssh-server, pdsh or openmpi-bin, iproute2 and util-linux); a
+full disk is a small tmpfs (root). The runs are `distrain fit` of a small GPT on two ranks, started again until it has trained:
 
-    kill, term, stop      SIGKILL, SIGTERM or SIGSTOP to any process of the run, at any moment from its start to its end
-    truncated, flipped    a file of the newest checkpoint cut off at any byte, or one bit of it turned
-    full                  no room left on the disk, or almost none
-    poison                a gradient of one rank is no number
-    cut                   the link of a host
+    kill, term, stop      SIGKILL, SIGTERM or SIGSTOP to any process of the run, at any moment
+    truncated, flipped    a file of the newest checkpoint is cut off at any byte, or one of its bits flipped
+    full                  no or almost no space is left on the disk
+    poison                a gradient of one rank becomes NaN
+    cut                   the link of a host goes down
 
-What must be true after each: no process of the run is left (within a minute; the seconds are reported), it exits 0 only where it has
-trained and its last checkpoint verifies, else as the fault allows; the newest checkpoint that verifies is no older than before; each
-step that it did has the loss of the uninterrupted run; and it said what was wrong in its own words, without a traceback.
+The invariants: no process of the run is left (within a minute; the seconds are reported); it exits 0 only if it has trained and its last
+checkpoint verifies, else with a status that the fault allows; the newest checkpoint that verifies is no older than before; each
+step has the loss of the uninterrupted run; and the run said what was wrong without a traceback.
 """
 
 from __future__ import annotations
@@ -46,96 +45,97 @@ from .faults_runs import (
 )
 from .virtual_hosts import VirtualHosts, missing_tools
 
-EXIT_SECONDS = 60.0  # seconds for all processes to be gone
-RUN_SECONDS = 180.0  # seconds in which a run that was broken ends
-STOPPED_SECONDS = 3.0  # seconds for which the command itself is stopped
-FAULTS_PER_RUN = 6  # faults that come to one run, then it is left to finish
+EXIT_SECONDS = 60.0  # for all processes to end
+RUN_SECONDS = 180.0  # for a run with a fault to end
+STOPPED_SECONDS = 3.0  # for which the command itself stays stopped
+FAULTS_PER_RUN = 6  # then the run is left to finish
 
 
 @dataclass(frozen=True, kw_only=True)
 class FaultResult:
-    """What came of a fault; `broken` is what should have been true."""
+    """The result of a fault; `violations` are the invariants that did not hold."""
 
     fault: Fault
-    target: str  # what it hit
+    target: str  # the process, file or device that it hit
     status: int
-    seconds: float | None  # from the fault to the last process's end, where the run ended by it
-    went_on: bool  # it trained to its end all the same
+    seconds: float | None  # from the fault to the end of the last process; None where the run trained on
+    trained: bool  # to its end, in spite of the fault
     violations: tuple[str, ...]
-    says: str  # its last line
+    says: str  # the last line that it printed
 
 
 class Campaign:
-    """Runs of one ground, one after another, each with its faults."""
+    """Applies faults to runs of one kind (`runs`: local, or over hosts), one after another."""
 
-    def __init__(self, ground: LocalRuns, disk: Disk | None, show: Callable[[str], None]) -> None:
-        self.ground, self.disk, self.show = ground, disk, show
-        self.runs = 0
-        self.violations = 0  # runs that, left alone, did not come to their end
+    def __init__(self, runs: LocalRuns, disk: Disk | None, show: Callable[[str], None]) -> None:
+        self.runs, self.disk, self.show = runs, disk, show
+        self.number = 0  # of the present run
+        self.violations = 0  # runs that violated an invariant when left to finish
         self.folder = Path()
-        self.came = 0  # faults that came to this run
+        self.applied = 0  # faults in this run
         self._next()
-        fit = ground.start(self.folder)
+        fit = runs.start(self.folder)
         wait_until(lambda: self._done() > 0 or fit.has_ended(), RUN_SECONDS)
-        self.start = time.monotonic() - fit.began  # seconds to the first step
+        self.start_seconds = time.monotonic() - fit.began  # to the first step
         wait_until(fit.has_ended, RUN_SECONDS)
-        self.whole = loss_curve(self.folder / "run")
-        if fit.process.returncode or len(self.whole) != STEPS:
-            sys.exit(f"the run does not even train undisturbed: {fit.lines[-1] if fit.lines else ''} ({fit.log})")
+        self.undisturbed = loss_curve(self.folder / "run")
+        if fit.process.returncode or len(self.undisturbed) != STEPS:
+            sys.exit(f"the run does not train even without a fault: {fit.lines[-1] if fit.lines else ''} ({fit.log})")
         self._next()
 
     def apply(self, fault: Fault) -> FaultResult:
-        """Let a fault come to a start of the run, and look at what it leaves."""
-        if self._done() >= STEPS or self.came >= FAULTS_PER_RUN:
+        """Start the run, apply the fault, wait for its end and check the invariants."""
+        if self._done() >= STEPS or self.applied >= FAULTS_PER_RUN:
             self.finish()
             self._next()
-        self.came += 1
+        self.applied += 1
         if fault.kind in FILE_DAMAGES and newest_checkpoint(self.run).checkpoint is None:
-            self._to(fault)
+            self._train_to_checkpoint(fault)
         before, poison = self._newest(), ""
-        whom: str = fault.kind
+        target: str = fault.kind
         if fault.kind in FILE_DAMAGES:
-            whom = self._damage(fault)
+            target = self._damage(fault)
             before = self._newest()
-        target = self._done() + 1 + int(fault.moment * (STEPS - self._done() - 1))
+        at_step = self._done() + 1 + int(fault.moment * (STEPS - self._done() - 1))
         if fault.kind == "poison":
-            whom, poison = f"rank {int(fault.target * 2)}", f"{target} {int(fault.target * 2)}"
-        fit = self.ground.start(self.folder, f"launch.restarts={fault.restarts}", poison=poison)
+            rank = int(fault.whom * 2)
+            target, poison = f"rank {rank}", f"{at_step} {rank}"
+        fit = self.runs.start(self.folder, f"launch.restarts={fault.restarts}", poison=poison)
         at = fit.began
         if fault.kind in SIGNALS or fault.kind in ("full", "cut"):
-            self._wait_for(fault, fit, target)
+            self._wait_for_moment(fault, fit, at_step)
             before, at = max(before, self._newest()), time.monotonic()
-            whom = self._strike(fault, fit) or whom
-        broken = [] if wait_until(fit.has_ended, RUN_SECONDS) else [f"it did not end within {RUN_SECONDS:.0f} s"]
-        if not wait_until(lambda: not self.ground.processes(), EXIT_SECONDS):
-            left = "; ".join(sorted({process_role(words) for words in self.ground.processes().values()}))
-            broken.append(f"processes are left after {EXIT_SECONDS:.0f} s: {left}")
+            target = self._inject(fault, fit) or target
+        violations = [] if wait_until(fit.has_ended, RUN_SECONDS) else [f"it did not end within {RUN_SECONDS:.0f} s"]
+        if not wait_until(lambda: not self.runs.processes(), EXIT_SECONDS):
+            left = "; ".join(sorted({process_role(words) for words in self.runs.processes().values()}))
+            violations.append(f"processes are left after {EXIT_SECONDS:.0f} s: {left}")
         seconds = time.monotonic() - at
         self._tidy()
         if not fit.has_ended():
             fit.process.kill()
         status = fit.process.wait()
-        broken.extend(self._wrong(fault, whom, fit, status, before))
+        violations.extend(self._violations(fault, target, fit, status, before))
         says = fit.lines[-1] if fit.lines else ""
         trained = status == 0
         return FaultResult(
             fault=fault,
-            target=whom,
+            target=target,
             status=status,
             seconds=None if trained else seconds,
-            went_on=trained,
-            violations=tuple(broken),
+            trained=trained,
+            violations=tuple(violations),
             says=says,
         )
 
     def finish(self) -> None:
-        """Let the run train to its end, undisturbed."""
-        fit = self.ground.start(self.folder)
+        """Let the run train to its end without further faults."""
+        fit = self.runs.start(self.folder)
         status = fit.process.returncode if wait_until(fit.has_ended, RUN_SECONDS) else -1
         end_child(fit.process)
-        if broken := list(self._wrong(None, "", fit, status, 0)):
+        if violations := list(self._violations(None, "", fit, status, 0)):
             self.violations += 1
-            self.show(f"    BROKEN: undisturbed, at last: {'; '.join(broken)} ({self.folder})")
+            self.show(f"    VIOLATED when left to finish: {'; '.join(violations)} ({self.folder})")
 
     @property
     def run(self) -> Path:
@@ -143,8 +143,8 @@ class Campaign:
         return self.folder / "run"
 
     def _next(self) -> None:
-        self.runs, self.came = self.runs + 1, 0
-        self.folder = self.ground.folder / f"{self.runs}"
+        self.number, self.applied = self.number + 1, 0
+        self.folder = self.runs.folder / f"{self.number}"
         self.folder.mkdir()
 
     def _done(self) -> int:
@@ -154,15 +154,15 @@ class Campaign:
         checkpoint = newest_checkpoint(self.run).checkpoint
         return checkpoint.step if checkpoint else 0
 
-    def _to(self, fault: Fault) -> None:
-        """Train to a few checkpoints, so that there is one to be damaged."""
-        fit = self.ground.start(self.folder)
+    def _train_to_checkpoint(self, fault: Fault) -> None:
+        """Train until there is a checkpoint to damage."""
+        fit = self.runs.start(self.folder)
         wait_until(lambda: self._done() > 20 + 40 * fault.moment or fit.has_ended(), RUN_SECONDS)
         send_signal(fit.process.pid, SIGNALS["term"])
         wait_until(fit.has_ended, RUN_SECONDS)
 
     def _damage(self, fault: Fault) -> str:
-        """Cut a file of the newest checkpoint off, or turn one of its bits."""
+        """Cut off a file of the newest checkpoint, or flip one of its bits; return the file and the place."""
         checkpoint = newest_checkpoint(self.run).checkpoint
         assert checkpoint is not None
         file = Path(fault.pick(sorted(str(path) for path in checkpoint.path.rglob("*") if path.is_file())))
@@ -177,82 +177,82 @@ class Campaign:
                 open_.write(bytes([byte ^ (1 << int(fault.jitter * 8))]))
         return f"{file.name} at byte {at:,}"
 
-    def _wait_for(self, fault: Fault, fit: FitProcess, target: int) -> None:
-        """Until its moment has come, or the run's end."""
+    def _wait_for_moment(self, fault: Fault, fit: FitProcess, at_step: int) -> None:
+        """Wait until the fault's moment, or the run's end."""
         if fault.at_start:
-            wait_until(fit.has_ended, fault.moment * self.start)
+            wait_until(fit.has_ended, fault.moment * self.start_seconds)
         else:
-            wait_until(lambda: self._done() >= target or fit.has_ended(), RUN_SECONDS)
+            wait_until(lambda: self._done() >= at_step or fit.has_ended(), RUN_SECONDS)
             wait_until(fit.has_ended, fault.jitter * 0.3)
 
-    def _strike(self, fault: Fault, fit: FitProcess) -> str:
-        """Whom it hit."""
+    def _inject(self, fault: Fault, fit: FitProcess) -> str:
+        """Apply a fault from outside; return what it hit."""
         if fault.kind == "cut":
-            self.ground.cut()
+            self.runs.cut()
             return "host1"
         if fault.kind == "full":
             assert self.disk is not None
             self.disk.fill(int(fault.where * 3e6))
             return "disk"
-        wait_until(lambda: self.ground.processes() or fit.has_ended(), RUN_SECONDS)  # there is none before its exec
-        there = self.ground.processes()
-        if not there:
+        wait_until(lambda: self.runs.processes() or fit.has_ended(), RUN_SECONDS)  # none before its exec
+        processes = self.runs.processes()
+        if not processes:
             return "nobody"
-        whom = fault.pick(sorted({process_role(words) for words in there.values()}))
-        them = sorted(pid for pid, words in there.items() if process_role(words) == whom)
-        hit = them[int(fault.where * len(them))]
+        target = fault.pick(sorted({process_role(command) for command in processes.values()}))
+        pids = sorted(pid for pid, command in processes.items() if process_role(command) == target)
+        hit = pids[int(fault.where * len(pids))]
         send_signal(hit, SIGNALS[fault.kind])
-        if fault.kind == "stop" and whom == "fit":  # nobody is there to miss the command itself
+        if fault.kind == "stop" and target == "fit":  # nothing watches the command itself
             wait_until(fit.has_ended, STOPPED_SECONDS)
             send_signal(hit, SIGCONT)
             send_signal(fit.process.pid, SIGCONT)  # nsenter, which stops with what it runs
-        return whom
+        return target
 
     def _tidy(self) -> None:
-        """What the next start needs: room, links, and nobody in its way."""
+        """Restore the disk and the links, and kill what is left, for the next start."""
         if self.disk:
             self.disk.empty()
-        self.ground.heal()
-        self.ground.close()
+        self.runs.heal()
+        self.runs.close()
 
-    def _wrong(self, fault: Fault | None, whom: str, fit: FitProcess, status: int, before: int) -> Iterator[str]:
-        """What should be true and is not."""
+    def _violations(self, fault: Fault | None, target: str, fit: FitProcess, status: int, before: int) -> Iterator[str]:
+        """Yield the invariants that do not hold."""
         found = newest_checkpoint(self.run)
         newest = found.checkpoint.step if found.checkpoint else 0
-        if status not in allowed_statuses(fault, whom, self.ground.name):
+        if status not in allowed_statuses(fault, target, self.runs.name):
             yield f"exit status {status}"
         if status == 0 and not newest == self._done() == STEPS:
             yield f"exit status 0, and it trained to step {self._done()} of {STEPS} and saved step {newest}"
         if newest < before:
             yield f"step {before} was saved, and step {newest} is the newest checkpoint that verifies"
         try:
-            apart = {step: abs(loss - self.whole[step][0]) for step, (loss, _) in loss_curve(self.run).items()}
+            deviations = {step: abs(loss - self.undisturbed[step][0]) for step, (loss, _) in loss_curve(self.run).items()}
         except ValueError:
-            yield "a line of metrics.jsonl is torn"
+            yield "a line of metrics.jsonl is incomplete"
         else:
-            off = [step for step, each in apart.items() if each > self.ground.apart]
+            off = [step for step, each in deviations.items() if each > self.runs.tolerance]
             if off:
-                yield f"step {off[0]} has another loss than undisturbed: by {apart[off[0]]:.1e}"
-            if status == 0 and sorted(apart) != list(range(1, STEPS + 1)):
+                yield f"step {off[0]} has a different loss than the undisturbed run, by {deviations[off[0]]:.1e}"
+            if status == 0 and sorted(deviations) != list(range(1, STEPS + 1)):
                 yield "steps are missing in metrics.jsonl"
         if any(line.startswith("Traceback") for line in fit.lines):
             yield "it printed a traceback"
         if fault and fault.kind == "poison" and status == 1 and not any("samples" in row for row in metric_rows(self.run)):
-            yield "the samples of the poisoned step are not written down"
+            yield "the samples of the poisoned step are not recorded"
 
 
-def allowed_statuses(fault: Fault | None, whom: str, ground: str) -> set[int]:
-    """Exit statuses that a fault may lead to; 0, which says that it trained, is held against what it left.
+def allowed_statuses(fault: Fault | None, target: str, runs: str) -> set[int]:
+    """Return the exit statuses that a fault may lead to; with 0 the run must have trained, which is checked apart.
 
-    Over hosts the ranks of a launcher that dies save and stop: 75. The command itself can be ended before it has begun, and an ssh
-    before the files that it brings are there.
+    Over hosts, the ranks save and stop when their launcher dies: 75. The command itself can be ended before it handles signals, and an
+    ssh before it has uploaded its files.
     """
     kind = fault.kind if fault else "none"
-    if whom == "fit" and kind in ("kill", "term"):
+    if target == "fit" and kind in ("kill", "term"):
         return {-9, 0} if kind == "kill" else {0, 75, 143, -15}
-    if whom == "ssh" and kind == "term":
+    if target == "ssh" and kind == "term":
         return {0, 1, 75, 143}
-    saves = {75} if ground == "hosts" and whom != "rank" else set[int]()
+    saves = {75} if runs == "hosts" and target != "rank" else set[int]()
     # fmt: off
     return {
         "kill": {0, 1} | saves, "term": {0, 75, 143}, "stop": {0, 1} | saves, "truncated": {0}, "flipped": {0}, "full": {0, 1},
@@ -261,65 +261,65 @@ def allowed_statuses(fault: Fault | None, whom: str, ground: str) -> set[int]:
     # fmt: on
 
 
-def result_table(outcomes: Sequence[FaultResult]) -> Iterator[str]:
-    """A line a kind and whom it hit."""
-    heads = f"{'number':>7}{'trained':>9}{'stopped':>9}{'failed':>8}{'median':>8}{'most':>7}  seconds to the last process"
+def result_table(results: Sequence[FaultResult]) -> Iterator[str]:
+    """Yield a line for each kind of fault and process that it hit."""
+    heads = f"{'number':>7}{'trained':>9}{'stopped':>9}{'failed':>8}{'median':>8}{'max':>7}  seconds until the last process ended"
     yield f"{'fault':<11}{'of':<10}{heads}"
     groups: dict[tuple[str, str], list[FaultResult]] = {}
-    for each in outcomes:
-        whom = each.target if each.fault.kind in SIGNALS else ""
-        groups.setdefault((each.fault.kind, whom), []).append(each)
-    for (kind, whom), them in sorted(groups.items()):
-        counts = [sum(each.went_on for each in them), sum(each.status in (75, 143) for each in them)]
-        counts.append(len(them) - sum(counts))
-        times = [each.seconds for each in them if each.seconds is not None and each.fault.kind in ("kill", "term", "stop", "cut")]
+    for each in results:
+        target = each.target if each.fault.kind in SIGNALS else ""
+        groups.setdefault((each.fault.kind, target), []).append(each)
+    for (kind, target), group in sorted(groups.items()):
+        counts = [sum(each.trained for each in group), sum(each.status in (75, 143) for each in group)]
+        counts.append(len(group) - sum(counts))
+        times = [each.seconds for each in group if each.seconds is not None and each.fault.kind in ("kill", "term", "stop", "cut")]
         cells = (f"{median(times):.1f}", f"{max(times):.1f}") if times else ("", "")
-        yield f"{kind:<11}{whom:<10}{len(them):>7}{counts[0]:>9}{counts[1]:>9}{counts[2]:>8}{cells[0]:>8}{cells[1]:>7}"
+        yield f"{kind:<11}{target:<10}{len(group):>7}{counts[0]:>9}{counts[1]:>9}{counts[2]:>8}{cells[0]:>8}{cells[1]:>7}"
 
 
 def main() -> None:
-    given = dict(word.partition("=")[::2] for word in sys.argv[1:])
+    given = dict(argument.partition("=")[::2] for argument in sys.argv[1:])
     number, over, seed = int(given.get("faults", 200)), int(given.get("hosts", 40)), int(given.get("seed", 1))
     folder = Path(given["folder"]).resolve() if "folder" in given else Path(mkdtemp(prefix="faults-"))
-    root, none, began = os.geteuid() == 0, missing_tools(), time.monotonic()
-    if none and over:
-        print(f"no faults over hosts: {none}")
+    root, missing, began = os.geteuid() == 0, missing_tools(), time.monotonic()
+    if missing and over:
+        print(f"no faults over hosts: {missing}")
         over = 0
-    outcomes: list[FaultResult] = []
-    wrong = 0
+    results: list[FaultResult] = []
+    violations = 0
     with ExitStack() as stack:
-        grounds = list[tuple[LocalRuns, Disk | None, list[Fault]]]()
+        plans = list[tuple[LocalRuns, Disk | None, list[Fault]]]()
         if number > over:
             disk = Disk(folder / "local") if root else None
             stack.callback(disk.close if disk else bool)
             faults = draw_faults(number - over, seed, "local", without=() if root else ("full",))
-            grounds.append((LocalRuns(folder / "local" / "runs"), disk, faults))
+            plans.append((LocalRuns(folder / "local" / "runs"), disk, faults))
         if over:
             hosts = stack.enter_context(VirtualHosts(2, folder / "hosts"))
-            grounds.append((HostRuns(folder / "over", hosts, given.get("runner", "pdsh")), None, draw_faults(over, seed, "hosts")))
-        with suppress(KeyboardInterrupt):  # Ctrl-C: what came of those so far
-            for ground, disk, faults in grounds:
-                stack.callback(ground.close)
-                campaign = Campaign(ground, disk, print)
-                outcomes.extend(_apply_all(campaign, faults))
-                wrong += campaign.violations
-    print("\n".join(result_table(outcomes)))
-    wrong += sum(bool(each.violations) for each in outcomes)
-    said = f"after {wrong or 'none'} of them something was not as it must be"
-    print(f"{len(outcomes)} faults (seed {seed}) in {time.monotonic() - began:,.0f} s: {said}; folder {folder}")
-    sys.exit(bool(wrong))
+            plans.append((HostRuns(folder / "over", hosts, given.get("runner", "pdsh")), None, draw_faults(over, seed, "hosts")))
+        with suppress(KeyboardInterrupt):  # at Ctrl-C, report the faults so far
+            for runs, disk, faults in plans:
+                stack.callback(runs.close)
+                campaign = Campaign(runs, disk, print)
+                results.extend(_apply_all(campaign, faults))
+                violations += campaign.violations
+    print("\n".join(result_table(results)))
+    violations += sum(bool(each.violations) for each in results)
+    says = f"{violations} of them violated an invariant" if violations else "no invariant was violated"
+    print(f"{len(results)} faults (seed {seed}) in {time.monotonic() - began:,.0f} s: {says}; folder {folder}")
+    sys.exit(bool(violations))
 
 
 def _apply_all(campaign: Campaign, faults: Sequence[Fault]) -> Iterator[FaultResult]:
     for fault in faults:
-        outcome = campaign.apply(fault)
+        result = campaign.apply(fault)
         when = "start" if fault.at_start else "step"
-        took = "" if outcome.seconds is None else f" in {outcome.seconds:.1f} s"
-        what = f"{campaign.ground.name} {fault.number:>3} {fault.kind} {outcome.target} ({when})"
-        print(f"{what}: {outcome.status}{took}: {outcome.says[:150]}", flush=True)
-        for line in outcome.violations:
-            print(f"    BROKEN: {line} ({campaign.folder})", flush=True)
-        yield outcome
+        took = "" if result.seconds is None else f" in {result.seconds:.1f} s"
+        what = f"{campaign.runs.name} {fault.number:>3} {fault.kind} {result.target} ({when})"
+        print(f"{what}: {result.status}{took}: {result.says[:150]}", flush=True)
+        for line in result.violations:
+            print(f"    VIOLATED: {line} ({campaign.folder})", flush=True)
+        yield result
     campaign.finish()
 
 

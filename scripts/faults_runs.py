@@ -1,4 +1,4 @@
-"""Runs that faults come to: `distrain fit` on this machine or over hosts that are namespaces, its processes, and what it leaves."""
+"""The runs for fault injection: `distrain fit` on this machine or over virtual hosts, its processes, metrics and checkpoints."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ RECIPE = (
     *("train.seq=16", "train.microbatch=2", "train.evaluate={every: 20, batches: 2}", "train.skip=0", "log.every=1", "optim.warmup=3"),
     *("checkpoint={every: 5, keep: 3}", "launch.patience=5", "name=run"),
 )
-RUNS_VARIABLE = "FAULTS_GROUND"  # a variable by which the processes of a ground are known, whoever their parents are
+RUNS_VARIABLE = "FAULTS_RUNS"  # an environment variable that identifies a campaign's processes, whatever their parents
 # fmt: off
-ROLES = {  # of a process, by what is in its command line
+ROLES = {  # role of a process, by a part of its command line
     "/local_agent.py": "agent", "agent.bootstrap": "agent", "trainer.loop.rank": "rank", "launcher.runner": "runner",
     "launcher.launch": "launcher", "pdsh": "pdsh", "mpirun ": "mpirun", "orted ": "orted", "ssh ": "ssh",
 }
 # fmt: on
-# In a rank whose turn it is, a gradient of one step is no number.
+# A sitecustomize.py: in the rank and step that FAULTS_POISON names, it turns a gradient into NaN.
 POISON = """
 import os, sys
 from importlib.abc import Loader, MetaPathFinder
@@ -65,7 +65,7 @@ if os.environ.get("FAULTS_POISON") and "RANK" in os.environ:
 
 
 class Disk:
-    """A tmpfs at a folder, which can be filled; root alone may mount one."""
+    """A tmpfs at a folder, which can be filled; mounting it needs root."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -73,12 +73,12 @@ class Disk:
         _run("mount", "-t", "tmpfs", "tmpfs", str(folder))
 
     def fill(self, spare: int) -> None:
-        """Leave so many bytes free."""
-        held = os.statvfs(self.folder)
-        _run("mount", "-o", f"remount,size={(held.f_blocks - held.f_bfree) * held.f_frsize + spare}", str(self.folder))
+        """Leave `spare` bytes free."""
+        stats = os.statvfs(self.folder)
+        _run("mount", "-o", f"remount,size={(stats.f_blocks - stats.f_bfree) * stats.f_frsize + spare}", str(self.folder))
 
     def empty(self) -> None:
-        """As much room as it has without a limit."""
+        """Remove the limit."""
         _run("mount", "-o", "remount,size=50%", str(self.folder))
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class Disk:
 
 @dataclass(kw_only=True)
 class FitProcess:
-    """One `distrain fit`, under way or ended. `log` is what it printed."""
+    """One `distrain fit`, running or ended; `log` has its output."""
 
     process: subprocess.Popen[bytes]
     log: Path
@@ -100,15 +100,15 @@ class FitProcess:
 
     @property
     def lines(self) -> list[str]:
-        """What it printed."""
+        """The lines that it printed."""
         return self.log.read_text(errors="replace").splitlines()
 
 
 class LocalRuns:
-    """Where runs run: on this machine, two ranks."""
+    """Runs on this machine, of two ranks."""
 
     name = "local"
-    apart = 0.0  # in loss, between a step that was done twice and once
+    tolerance = 0.0  # of a step's loss, against the undisturbed run
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -116,23 +116,23 @@ class LocalRuns:
         self.site.mkdir(parents=True)
         (self.site / "sitecustomize.py").write_text(POISON)
 
-    command_line: Sequence[str] = ("cluster=1x2",)
+    overrides: Sequence[str] = ("cluster=1x2",)
 
-    def start(self, folder: Path, *words: str, poison: str = "") -> FitProcess:
-        """`distrain fit` with RUN_DIR `folder`/run."""
+    def start(self, folder: Path, *overrides: str, poison: str = "") -> FitProcess:
+        """Start `distrain fit` with RUN_DIR `folder`/run."""
         log = folder / "fit.log"
-        command = [sys.executable, "-m", "distrain", "fit", *RECIPE, *self.command_line, f"log.dir={folder}", *words]
-        quiet = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", RUNS_VARIABLE: str(self.folder)}
+        command = [sys.executable, "-m", "distrain", "fit", *RECIPE, *self.overrides, f"log.dir={folder}", *overrides]
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", RUNS_VARIABLE: str(self.folder)}
         if poison:
-            quiet |= {"PYTHONPATH": str(self.site), "FAULTS_POISON": poison}
+            environment |= {"PYTHONPATH": str(self.site), "FAULTS_POISON": poison}
         with log.open("wb") as out:
-            return FitProcess(process=self._popen(command, quiet, out), log=log)
+            return FitProcess(process=self._popen(command, environment, out), log=log)
 
     def _popen(self, command: Sequence[str], environment: Mapping[str, str], out: Any) -> subprocess.Popen[bytes]:
         return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
 
     def processes(self) -> dict[int, str]:
-        """The command lines of all processes of its runs, by process id as this machine counts."""
+        """Return the command line of every process of these runs, by its process id on this machine."""
         mark, found = f"{RUNS_VARIABLE}={self.folder}".encode(), dict[int, str]()
         for entry in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
@@ -141,29 +141,29 @@ class LocalRuns:
         return {pid: words for pid, words in found.items() if words}
 
     def close(self) -> None:
-        """Kill what is left of its runs."""
+        """Kill what is left of these runs."""
         for pid in self.processes():
             send_signal(pid, signal.SIGKILL)
 
     def cut(self) -> None:
-        """Pull a cable."""
-        raise ValueError("one machine has no cable between its ranks")
+        """Take the link of a host down."""
+        raise ValueError("a local run has no link to cut")
 
     def heal(self) -> None:
-        """Put it back."""
+        """Bring the link up again."""
 
 
 class HostRuns(LocalRuns):
     """Two hosts of one rank each, through DeepSpeed's launcher; `distrain fit` runs on the first."""
 
     name = "hosts"
-    apart = 1e-6  # a run that has lost a host goes on in another layout
+    tolerance = 1e-6  # a run that has lost a host goes on in another layout
 
     def __init__(self, folder: Path, hosts: VirtualHosts, runner: str = "pdsh") -> None:
         super().__init__(folder)
         self.hosts, self._down = hosts, False
-        way = ("launch=deepspeed", f"launch.runner={runner}", f"launch.hostfile={hosts.hostfile(1)}", "launch.preflight=false")
-        self.command_line = ("cluster=2x1", *way)
+        launch = ("launch=deepspeed", f"launch.runner={runner}", f"launch.hostfile={hosts.hostfile(1)}", "launch.preflight=false")
+        self.overrides = ("cluster=2x1", *launch)
 
     def _popen(self, command: Sequence[str], environment: Mapping[str, str], out: Any) -> subprocess.Popen[bytes]:
         return super()._popen(self.hosts.hosts[0].command_line(command), environment, out)
@@ -181,32 +181,32 @@ class HostRuns(LocalRuns):
             self.hosts.link(1, "up")
 
 
-def process_role(words: str, whole: str = "distrain fit") -> str:
-    """What a process is to a run, by its command line; `whole` is in that of the command itself."""
-    return next((name for part, name in {**ROLES, whole: "fit"}.items() if part in words), "other")
+def process_role(command: str, controller: str = "distrain fit") -> str:
+    """Return a process's role in a run by its command line; that of the controller itself contains `controller`."""
+    return next((name for part, name in {**ROLES, controller: "fit"}.items() if part in command), "other")
 
 
 def metric_rows(run: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl of a run; a half line at its end, where a writer was killed, is no row. Raises ValueError at another."""
+    """Return the rows of a run's metrics.jsonl, without an incomplete last line of a killed writer. Raises ValueError for any other."""
     file = run / "metrics.jsonl"
     lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
     return [json.loads(line) for line in lines]
 
 
 def loss_curve(run: Path) -> dict[int, tuple[float, float]]:
-    """(loss, gradient norm) of each step; where one was done twice, of the last time."""
+    """Return (loss, gradient norm) of each step; of a step done twice, the last."""
     return {row["step"]: (row["loss"], row["grad_norm"]) for row in metric_rows(run) if row.get("grad_norm") is not None and "lr" in row}
 
 
 def newest_checkpoint(run: Path) -> CheckpointSearch:
-    """The newest checkpoint of a run that verifies."""
+    """Return the newest checkpoint of a run that verifies."""
     return find_newest(run / "checkpoints")
 
 
-def wait_until(met: Callable[[], object], seconds: float) -> bool:
-    """Whether it came to be so in so many seconds."""
+def wait_until(condition: Callable[[], object], seconds: float) -> bool:
+    """Wait until `condition` is true, for at most `seconds`; return whether it became true."""
     until = time.monotonic() + seconds
-    while not met():
+    while not condition():
         if time.monotonic() > until:
             return False
         time.sleep(0.01)
@@ -214,7 +214,7 @@ def wait_until(met: Callable[[], object], seconds: float) -> bool:
 
 
 def send_signal(pid: int, number: signal.Signals) -> None:
-    """A signal, to a process that may have gone."""
+    """Send a signal to a process that may have ended."""
     with suppress(ProcessLookupError):
         os.kill(pid, number)
 

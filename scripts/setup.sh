@@ -1,12 +1,12 @@
 # shellcheck shell=bash
 # Sourced by scripts/quickstart and scripts/test: makes .venv in the checkout with the exact versions of requirements.lock.
-# A part is done when its stamp says so, so what was interrupted is done again and what is done costs nothing.
+# A finished part writes a stamp, so an interrupted part is done again and a finished one costs nothing.
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 command=scripts/$(basename -- "$0")
 venv=$root/.venv
 log=$venv/setup.log
-# Another environment's packages stay out of this one, and nothing is installed anywhere else.
+# Keep the packages of other environments out of this one, and install nothing elsewhere.
 unset PYTHONHOME PYTHONPATH PIP_PREFIX PIP_TARGET
 export PIP_USER=0
 
@@ -17,7 +17,7 @@ fail() {
     exit 1
 }
 
-# The first Python on PATH that is 3.11 or later and can make an environment; PYTHON=... names one.
+# Print the first Python on PATH that is 3.11 or later and can make an environment; PYTHON=... sets it.
 find_python() {
     local candidate new=""
     for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11; do
@@ -33,18 +33,18 @@ find_python() {
     if [ -n "$new" ]; then
         fail "$new has no venv module: install it (on Debian and Ubuntu: apt install python3-venv), or set PYTHON to another Python"
     elif [ -n "${PYTHON:-}" ]; then
-        fail "PYTHON=$PYTHON is not Python 3.11 or later: set it to one that is, or unset it"
+        fail "PYTHON=$PYTHON is not Python 3.11 or later: set it to one, or unset it"
     else
-        fail "Python 3.11 or later is missing: install it, or set PYTHON to where it is"
+        fail "Python 3.11 or later is missing: install it, or set PYTHON to its path"
     fi
 }
 
-# phase WORDS COMMAND...: runs the command into the log and says how long it took, or why it failed.
+# phase TITLE COMMAND...: run a command with its output in the log, and print how long it took or why it failed.
 phase() {
-    local words=$1 start=$SECONDS before reason
+    local title=$1 start=$SECONDS before reason
     shift
     before=$(wc -l <"$log")
-    printf '%s ... ' "$words"
+    printf '%s ... ' "$title"
     if "$@" >>"$log" 2>&1 </dev/null; then
         printf '%d s\n' $((SECONDS - start))
         return
@@ -52,16 +52,16 @@ phase() {
     printf 'failed\n'
     reason=$(tail -n "+$((before + 1))" "$log" | grep -iE '^error' | tail -n 1 || true)
     if tail -n "+$((before + 1))" "$log" | grep -cE "$unreachable" >/dev/null; then
-        reason="the package index can't be reached, and a network is needed once"
+        reason="the package index can't be reached: connect to a network and run this again"
     fi
-    fail "$words failed: ${reason:-see the log} (all of it: $log)"
+    fail "$title failed: ${reason:-see the log} (log: $log)"
 }
 
 install() {
     "$venv/bin/python" -m pip --disable-pip-version-check install --no-input "$@"
 }
 
-# What a part was made from, in words that change when it has to be made again.
+# The inputs of a part, as text: when it changes, the part is made again.
 locked() {
     printf '%s\n' "$root" && cat "$root/requirements.lock"
 }
@@ -82,15 +82,15 @@ make_environment() {
     local python
     python=$(find_python)
     if [ -e "$venv" ] && [ ! -e "$log" ]; then
-        fail "$venv was not made by this command: move it away"
+        fail "$venv was not made by this script: move it away"
     fi
     rm -rf "$venv"
     mkdir "$venv" && : >"$log"
     phase "making .venv with $("$python" -V)" "$python" -m venv "$venv"
-    mkdir -p "$venv/src" && ln -s ../.. "$venv/src/distrain" # where mypy finds the package under its name
-    # The same pins hold for what pip needs to build a source package.
+    mkdir -p "$venv/src" && ln -s ../.. "$venv/src/distrain" # mypy finds the package here under its name
+    # The same pins apply to the packages that pip needs to build a source package.
     PIP_CONSTRAINT=requirements.lock PIP_BUILD_CONSTRAINT=requirements.lock \
-        phase "installing $(grep -c == requirements.lock) packages of requirements.lock (the first time takes minutes)" \
+        phase "installing $(grep -c == requirements.lock) packages of requirements.lock (this takes minutes the first time)" \
         install -r requirements.lock
     stamp locked
 }
@@ -102,10 +102,10 @@ make_package() {
 }
 
 cd -- "$root" || exit
-# One set-up at a time; the lock goes with the process, whatever ends it. Where flock is missing, nothing waits.
+# One setup at a time; the lock is released when the process ends. Without flock there is no lock.
 exec 9<scripts/setup.sh
 if command -v flock >/dev/null && ! flock -n 9; then
-    echo "waiting for another set-up of this checkout"
+    echo "waiting for another setup of this checkout"
     flock 9 || true
 fi
 if ! made locked || ! "$venv/bin/python" -c pass; then make_environment; fi
@@ -116,4 +116,4 @@ compiler=""
 for candidate in ${CXX:+"$CXX"} g++ clang++; do
     compiler=${compiler:-$(command -v "$candidate" || true)}
 done
-if [ -z "$compiler" ]; then echo "warning: no C++ compiler (g++, clang++): everything works but train.compile=true" >&2; fi
+if [ -z "$compiler" ]; then echo "warning: no C++ compiler (g++, clang++), so train.compile=true does not work" >&2; fi

@@ -1,11 +1,11 @@
-"""Hosts that are namespaces of this machine: each has a network, processes, mounts, a name and shared memory of its own, and an sshd.
+"""Virtual hosts: namespaces of this machine, each with its own network, processes, mounts, name, shared memory and sshd.
 
 By hand, as root, with openssh-server, pdsh, iproute2 and util-linux installed:
 
-    python -m distrain.scripts.virtual_hosts 2 /tmp/hosts    2 hosts, host0 and host1, until Ctrl-C; it prints how to get into them
+    python -m distrain.scripts.virtual_hosts 2 /tmp/hosts    2 hosts, host0 and host1, until Ctrl-C; it prints how to enter them
     nsenter ... distrain fit conf=quickstart launch=deepspeed launch.hostfile=/tmp/hosts/hostfile ...
 
-vslurm.py puts a Slurm on them.
+tests/fakes/virtual_slurm.py runs a Slurm on them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 T = TypeVar("T")
-NETWORK = "10.77.0."  # the hosts are 10.77.0.10 and so on, in a network namespace that nothing else sees
+NETWORK = "10.77.0."  # the hosts are 10.77.0.10 and so on, in a network namespace of their own
 PROGRAMS = ("sshd", "ssh", "ssh-keygen", "pdsh", "ip", "unshare", "nsenter")
 NAMESPACES = ("--net", "--pid", "--mount", "--uts", "--ipc")
 PATIENCE = 30.0  # seconds for a host to answer
@@ -41,7 +41,7 @@ MaxStartups 100
 UseDNS no
 PrintMotd no
 """
-# A host's first process. What its sshd leaves behind is reaped by it, for it becomes the sshd.
+# A host's first process. It becomes the sshd, which reaps orphans.
 INIT = """\
 set -e
 mount --make-rprivate /
@@ -58,20 +58,20 @@ exec {sshd} -D -f {folder}/sshd_config -E {folder}/sshd.log
 
 
 def missing_tools() -> str:
-    """Why this machine can't make hosts; "" where it can."""
+    """Return why this machine can't make virtual hosts; "" where it can."""
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
     absent = [tool for tool in PROGRAMS if shutil.which(tool, path=path) is None]
     if os.geteuid() != 0:
-        return "hosts are namespaces, which root alone may make"
+        return "virtual hosts are namespaces, which need root"
     if absent:
-        return f"no {', '.join(absent)} here: apt-get install openssh-server pdsh iproute2 util-linux"
+        return f"{', '.join(absent)} not found: apt-get install openssh-server pdsh iproute2 util-linux"
     tried = subprocess.run(["unshare", *NAMESPACES, "--fork", "mount", "-t", "proc", "proc", "/proc"], capture_output=True, text=True)
-    return f"no namespaces here: {tried.stderr.strip()}" if tried.returncode else ""
+    return f"namespaces can't be made: {tried.stderr.strip()}" if tried.returncode else ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VirtualHost:
-    """A host: `pid` is its first process, as this machine counts."""
+    """A virtual host; `pid` is its first process, as seen from this machine."""
 
     name: str
     address: str
@@ -79,20 +79,20 @@ class VirtualHost:
     shell: subprocess.Popen[bytes]
 
     def command_line(self, command: Sequence[str]) -> list[str]:
-        """The command, to be run on the host from here."""
+        """Return the command line that runs `command` on the host from here."""
         return ["nsenter", f"--target={self.pid}", *NAMESPACES, f"--wd={os.getcwd()}", *command]
 
     def run(self, *command: str) -> str:
-        """What a command on the host prints."""
+        """Run a command on the host; return its output."""
         return subprocess.run(self.command_line(command), check=True, capture_output=True, text=True).stdout
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
-        """A command on the host; what it prints is read from a pipe."""
+        """Start a command on the host, with its output in a pipe."""
         none, pipe, both = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
         return subprocess.Popen(self.command_line(command), env=dict(environment), stdin=none, stdout=pipe, stderr=both, text=True)
 
     def processes(self) -> dict[int, str]:
-        """The command lines of what runs on it, by process id as this machine counts: all but its sshd's own."""
+        """Return the command lines of its processes, except its sshd's, by process id on this machine."""
         space = os.readlink(f"/proc/{self.pid}/ns/pid")
         found = {}
         for process in Path("/proc").glob("[0-9]*"):
@@ -105,12 +105,12 @@ class VirtualHost:
 
 
 class VirtualHosts:
-    """So many hosts on one switch, with the same files; `host0` may ssh to all. Leaves nothing behind when closed."""
+    """`count` hosts on one switch, with the same files; `host0` can ssh to all. Nothing is left when it is closed."""
 
     def __init__(self, count: int, folder: Path) -> None:
         self.folder = folder.resolve()
         self.hosts: list[VirtualHost] = []
-        self._begun: list[subprocess.Popen[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
         (self.folder / "ssh").mkdir(parents=True, mode=0o700)
         self._keys(count)
         try:
@@ -134,26 +134,26 @@ class VirtualHosts:
         self.close()
 
     def hostfile(self, slots: int) -> Path:
-        """A hostfile of all hosts."""
+        """Write a hostfile of all hosts; return its path."""
         file = self.folder / "hostfile"
         file.write_text("".join(f"{host.name} slots={slots}\n" for host in self.hosts))
         return file
 
     def link(self, number: int, state: str) -> None:
-        """Plug a host's cable in or out, at the switch: "up" or "down"."""
+        """Take a host's link at the switch "up" or "down"."""
         self._ip(self._switch, f"link set port{number} {state}")
         if state == "up":
             self._wait()
 
     def close(self) -> None:
-        """End all: a namespace dies with its first process, and that with its unshare."""
-        for each in self._begun:
+        """End all hosts: a namespace ends with its first process, and that with its unshare."""
+        for each in self._processes:
             each.kill()
-        for each in self._begun:
+        for each in self._processes:
             each.wait()
 
     def _keys(self, count: int) -> None:
-        """One key for the user, one a host, and who is who."""
+        """Write a key for the user and one per host, known_hosts and /etc/hosts."""
         ssh = self.folder / "ssh"
         keys = [ssh / "id_ed25519", *(self.folder / f"host{number}" / "host_key" for number in range(count))]
         for key in keys:
@@ -180,12 +180,12 @@ class VirtualHosts:
     def _unshare(self, command: Sequence[str], *namespaces: str) -> subprocess.Popen[bytes]:
         words = ["unshare", *namespaces, "--fork", "--kill-child", *command]
         log = (self.folder / "init.log").open("ab")
-        self._begun.append(subprocess.Popen(words, stdin=subprocess.PIPE, stdout=log, stderr=log))
+        self._processes.append(subprocess.Popen(words, stdin=subprocess.PIPE, stdout=log, stderr=log))
         log.close()
-        return self._begun[-1]
+        return self._processes[-1]
 
     def _pid(self, shell: subprocess.Popen[bytes]) -> int:
-        """The first process of new namespaces."""
+        """Return the first process of new namespaces."""
         listed = Path(f"/proc/{shell.pid}/task/{shell.pid}/children")
         return int(_wait_for(lambda: listed.read_text().split())[0])
 
@@ -194,28 +194,28 @@ class VirtualHosts:
             subprocess.run(["nsenter", f"--target={pid}", "--net", "ip", *shlex.split(line)], check=True)
 
     def _wait(self) -> None:
-        """Until each host takes ssh connections."""
+        """Wait until each host accepts ssh connections."""
         for host in self.hosts:
             program = f"import socket; socket.create_connection(({host.address!r}, 22), 2).close()"
             words = self.hosts[0].command_line([sys.executable, "-I", "-S", "-c", program])
             _wait_for(partial(_succeeds, words))
 
 
-def _succeeds(words: Sequence[str]) -> bool:
-    return subprocess.run(words, capture_output=True).returncode == 0
+def _succeeds(command: Sequence[str]) -> bool:
+    return subprocess.run(command, capture_output=True).returncode == 0
 
 
-def _wait_for(met: Callable[[], T]) -> T:
+def _wait_for(condition: Callable[[], T]) -> T:
     until = time.monotonic() + PATIENCE
-    while not (found := met()):
-        assert time.monotonic() < until, "the hosts don't come up"
+    while not (found := condition()):
+        assert time.monotonic() < until, "the hosts do not start"
         time.sleep(0.02)
     return found
 
 
 if __name__ == "__main__":
-    with VirtualHosts(int(sys.argv[1]), Path(sys.argv[2])) as made:
-        made.hostfile(2)
-        for each in made.hosts:
+    with VirtualHosts(int(sys.argv[1]), Path(sys.argv[2])) as hosts:
+        hosts.hostfile(2)
+        for each in hosts.hosts:
             print(shlex.join(each.command_line([])))
         signal.sigwait([signal.SIGINT, signal.SIGTERM])

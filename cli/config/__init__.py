@@ -1,1 +1,1 @@
-"""From words and YAML to a `Run`."""
+"""Loads a `Run` from a recipe and overrides."""

@@ -52,9 +52,7 @@ def _conf_problem(confs: Sequence[str], verb: str) -> Problem | None:
     if len(confs) > 1:
         return Problem(rule="conf", says=f"conf is given {len(confs)} times ({', '.join(confs)})", mend="give it once")
     if not confs:
-        return Problem(
-            rule="conf", says="conf=NAME is missing", mend=f"write `distrain {verb} conf=NAME`; `distrain ls` lists the recipes"
-        )
+        return Problem(rule="conf", says="conf=NAME is missing", mend=f"write `distrain {verb} conf=NAME`; `distrain ls` lists the recipes")
     return None if confs[0] else Problem(rule="conf", says="conf= names no recipe", mend="`distrain ls` lists them")
 
 

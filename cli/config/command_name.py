@@ -1,4 +1,4 @@
-"""The command with which a user started distrain."""
+"""The command that started distrain, for messages."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from shlex import quote
 
 
 def command_name() -> str:
-    """The command to type again: `distrain`, the path of its script, or `python -m distrain`."""
+    """Return the command to type again: `distrain`, the path of its script, or `python -m distrain`."""
     if shutil.which("distrain"):
         return "distrain"
-    called = Path(sys.argv[0])
-    return quote(os.path.relpath(called)) if called.name == "distrain" else "python -m distrain"
+    script = Path(sys.argv[0])
+    return quote(os.path.relpath(script)) if script.name == "distrain" else "python -m distrain"

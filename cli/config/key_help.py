@@ -1,4 +1,4 @@
-"""What a config key is, for people: what it takes, its unit, its default and a sentence, from the data classes and `spec/keys.py`."""
+"""Descriptions of config keys for people: values, unit, default and meaning, from the data classes and `spec/keys.py`."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from ...trainer.spec.keys import KEYS
+from ...trainer.spec.key_meanings import KEYS
 from ...trainer.spec.read import type_text, value_text
 from ...trainer.spec.run import Run
 from .keys import WRITTEN_KEYS
 
 REQUIRED = "required"
-HUGE = 1e15  # a bound from which on nobody is told of it
+HUGE = 1e15  # bounds from here on are not shown
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeyHelp:
-    """One key: `takes` says its type or choices, `default` is its value as a recipe writes it, or "required"."""
+    """One key: `says` is its meaning, `takes` its type or choices, `default` its value in YAML or "required", `null` what null means."""
 
     key: str
     says: str
@@ -29,16 +29,16 @@ class KeyHelp:
     null: str
 
 
-def key_help(word: str) -> list[KeyHelp]:
-    """The key that a word names, or every key of a section; none where it names neither."""
-    below = f"{word}."
-    return [_help(key, hint, row) for key, hint, row in key_fields() if (key == word or key.startswith(below)) and key not in WRITTEN_KEYS]
+def key_help(name: str) -> list[KeyHelp]:
+    """Return the help of a key, or of every key in a section; none for any other name."""
+    prefix = f"{name}."
+    return [_help(key, hint, row) for key, hint, row in key_fields() if (key == name or key.startswith(prefix)) and key not in WRITTEN_KEYS]
 
 
 def key_fields(of: type = Run, at: str = "") -> Iterator[tuple[str, Any, Field[Any] | None]]:
-    """Every key in the order of the data classes with its type and its field, also what distrain writes.
+    """Yield (key, type, field) of every key in the order of the data classes, including keys that distrain sets.
 
-    A section that may be null and a mapping of fixed words stand before their own keys; a mapping's words have no field.
+    A section that may be null, and a mapping with fixed keys, come before their own keys; keys of a mapping have no field.
     """
     hints = get_type_hints(of, include_extras=True)
     for row in fields(of):
@@ -49,16 +49,16 @@ def key_fields(of: type = Run, at: str = "") -> Iterator[tuple[str, Any, Field[A
         if isinstance(section, type):
             yield from key_fields(section, f"{key}.")
         elif get_origin(hint) is dict and get_origin(get_args(hint)[0]) is Literal:
-            yield from ((f"{key}.{word}", get_args(hint)[1], None) for word in get_args(get_args(hint)[0]))
+            yield from ((f"{key}.{name}", get_args(hint)[1], None) for name in get_args(get_args(hint)[0]))
 
 
 def sections() -> set[str]:
-    """Every section: what stands before a dot of some key."""
+    """Return every section: the parts of keys before a dot."""
     return {key[:at] for key, _, _ in key_fields() for at, letter in enumerate(key) if letter == "."}
 
 
 def key_choices(key: str, hint: Any) -> tuple[str, ...]:
-    """The words that a key takes, of its type or of the table in which it is looked up; none where it takes others too."""
+    """Return the choices of a key, from its type or from the table that it is looked up in; none if it takes other values."""
     if key == "model.family":
         from ...trainer.models.families import FAMILIES
 
@@ -75,48 +75,47 @@ def key_choices(key: str, hint: Any) -> tuple[str, ...]:
 
 
 def key_comments() -> dict[str, str]:
-    """A comment for every key: what it is, its choices and its unit."""
-    found = {}
+    """Return a comment for every key: its meaning, unit and choices."""
+    comments = {}
     for key, hint, _ in key_fields():
         choices, row = key_choices(key, hint), KEYS[key]
         unit, null = f" ({row.unit})" if row.unit else "", f"; null: {row.null}" if row.null else ""
-        found[key] = row.says + unit + (f"; {', '.join(choices)}" if choices else "") + null
-    return found
+        comments[key] = row.says + unit + (f"; {', '.join(choices)}" if choices else "") + null
+    return comments
 
 
 def help_json(rows: list[KeyHelp]) -> list[dict[str, Any]]:
-    """Keys as plain data."""
+    """Return keys as plain data."""
     return [asdict(row) for row in rows]
 
 
 def _help(key: str, hint: Any, row: Field[Any] | None) -> KeyHelp:
-    choices, said = key_choices(key, hint), KEYS[key]
+    choices, description = key_choices(key, hint), KEYS[key]
     takes = f"one of {', '.join(choices)}" if choices else type_summary(hint)
     default = family_defaults(key) or _default(row)
-    return KeyHelp(key=key, says=said.says, unit=said.unit, takes=takes, choices=choices, default=default, null=said.null)
+    return KeyHelp(
+        key=key, says=description.says, unit=description.unit, takes=takes, choices=choices, default=default, null=description.null
+    )
 
 
 def family_defaults(key: str) -> str:
-    """The defaults of a key that each family of models has its own of: "by family: gpt layernorm, ..."; "" of any other key."""
+    """Return the defaults of a key that depends on the family, as "by family: gpt layernorm, ..."; "" for any other key."""
     from ...trainer.models.families import FAMILIES
 
     name = key.removeprefix("model.")
-    found = {family: value_text(row.defaults[name]) for family, row in FAMILIES.items() if name in row.defaults and key != name}
-    return f"by family: {', '.join(f'{family} {value}' for family, value in found.items())}" if found else ""
+    defaults = {family: value_text(row.defaults[name]) for family, row in FAMILIES.items() if name in row.defaults and key != name}
+    return f"by family: {', '.join(f'{family} {value}' for family, value in defaults.items())}" if defaults else ""
 
 
 def type_summary(hint: Any) -> str:
-    """A type as words, a bound and what may stand in its place told apart: a number, at least 0, or auto.
-
-    Bounds that are only there to keep products of numbers finite are left out.
-    """
-    words = re.sub(r", at most (\S+e\+\d+)", lambda bound: bound[0] if float(bound[1]) < HUGE else "", type_text(hint))
-    words = re.sub(r"at least (\S+e-\d+)", lambda bound: bound[0] if float(bound[1]) > 1 / HUGE else "above 0", words)
-    return words.replace(" or ", ", or ") if ", " in words else words
+    """Return a type in words: "a number, at least 0, or auto". Bounds that only keep products of numbers finite are left out."""
+    text = re.sub(r", at most (\S+e\+\d+)", lambda bound: bound[0] if float(bound[1]) < HUGE else "", type_text(hint))
+    text = re.sub(r"at least (\S+e-\d+)", lambda bound: bound[0] if float(bound[1]) > 1 / HUGE else "above 0", text)
+    return text.replace(" or ", ", or ") if ", " in text else text
 
 
 def _default(row: Field[Any] | None) -> str:
-    """A key's value where nothing sets it, as text; "required" where it must be set."""
+    """Return the default of a key as text; "required" if it must be set."""
     if row is None:
         return "none"
     if row.default is MISSING and row.default_factory is MISSING:

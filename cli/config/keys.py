@@ -1,4 +1,4 @@
-"""The config keys that exist, from the data classes, and the near miss of one that doesn't."""
+"""The config keys, from the data classes, and hints for a key that does not exist."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ from ...trainer.spec.read import value_text
 from ...trainer.spec.run import Run
 from . import synonyms
 
-WRITTEN_KEYS = ("reading", "model.parameters")  # said by distrain, not by a user
+WRITTEN_KEYS = ("reading", "model.parameters")  # set by distrain, not by users
 
 
 def config_keys(of: type = Run, at: str = "") -> dict[str, Any]:
-    """Every key that takes a value (`parallel.tp`), and its type."""
-    found: dict[str, Any] = {}
+    """Return every key that takes a value (`parallel.tp`), and its type."""
+    types: dict[str, Any] = {}
     for name, hint in get_type_hints(of, include_extras=True).items():
         section = _section_type(hint)
-        found |= config_keys(section, f"{at}{name}.") if section else {f"{at}{name}": hint}
-    return {key: hint for key, hint in found.items() if key not in WRITTEN_KEYS}
+        types |= config_keys(section, f"{at}{name}.") if section else {f"{at}{name}": hint}
+    return {key: hint for key, hint in types.items() if key not in WRITTEN_KEYS}
 
 
 def text_keys(known: Mapping[str, Any]) -> set[str]:
-    """The keys that take any text."""
+    """Return the keys that take any text."""
     return {key for key, hint in known.items() if hint in (str, str | None, str | tuple[str, ...] | None)}
 
 
 def unknown_key_problem(key: str, known: Mapping[str, Any], value: Any = None) -> Problem | None:
-    """The problem with a key that doesn't exist, with the value that was given to it; None where the key does."""
+    """Return the problem of a key that does not exist, with the user's value in its fix; None if it exists."""
     sections = _sections(known)
-    holder, _, last = key.rpartition(".")
-    if key in known or key in sections or (holder in known and last in _mapping_keys(known[holder])):
+    section, _, name = key.rpartition(".")
+    if key in known or key in sections or (section in known and name in _mapping_keys(known[section])):
         return None
-    if words := _mapping_keys(known.get(holder)):
-        return Problem(rule="unknown", says=f"no key {key}", mend=suggest_name(last, words))
+    if names := _mapping_keys(known.get(section)):
+        return Problem(rule="unknown", says=f"no key {key}", mend=suggest_name(name, names))
     if right := respelled_key(key, known):
         mend = f"did you mean {right}?" if value in (None, "") else f"write {right}={value_text(value)}"
         return Problem(rule="unknown", says=f"no key {key}", mend=mend)
-    if theirs := synonyms.synonym_problem(key, value):
-        return theirs
+    if synonym := synonyms.synonym_problem(key, value):
+        return synonym
     return Problem(rule="unknown", says=f"no key {key}", mend=_suggest_key(key, known, sections))
 
 
 def respelled_key(key: str, known: Mapping[str, Any]) -> str:
-    """The key that is written with other signs between its words, or in other letters: MODEL/layers, train.micro-batch; "": none."""
+    """Return the key that differs in case, accents or separators only (MODEL/layers, train.micro-batch); "" if there is none."""
     plain = unicodedata.normalize("NFKD", re.sub(r"\[\d*\]$", "", key)).encode("ascii", "ignore").decode()
-    found = [each for each in known if _letters_and_digits(each) == _letters_and_digits(plain)]
-    return found[0] if len(found) == 1 and found[0] != key else ""
+    same = [each for each in known if _letters_and_digits(each) == _letters_and_digits(plain)]
+    return same[0] if len(same) == 1 and same[0] != key else ""
 
 
 def _letters_and_digits(key: str) -> str:
@@ -59,7 +59,7 @@ def _letters_and_digits(key: str) -> str:
 
 
 def completion_values(key: str) -> list[str]:
-    """What is worth offering for a key: its choices, else its default."""
+    """Return the values that shell completion offers for a key: its choices, else its default."""
     kind: Any = Run
     *above, last = key.split(".")
     for name in above:
@@ -102,7 +102,7 @@ def _section_type(hint: Any) -> Any:
 
 
 def _mapping_keys(hint: Any) -> tuple[Any, ...]:
-    """The keys that a mapping of fixed words takes (`peak.bf16`)."""
+    """Return the keys of a mapping whose keys are fixed (`peak.bf16`)."""
     return tuple(_literal_values(get_args(hint)[0])) if get_origin(hint) is dict else ()
 
 

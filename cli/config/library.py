@@ -1,4 +1,4 @@
-"""Where recipes and config groups are found: a user's folder first, then the built-in ones."""
+"""Finds recipes and config groups: in the user's folder first, then in the built-in ones."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ...trainer.spec.plain_file import expand_home, read_plain, why_unreadable
 from ...trainer.spec.problem import Problem, Unreadable, suggest_name
+from ...trainer.spec.regular_file import expand_home, read_plain, why_unreadable
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 SUFFIXES = (".yaml", ".yml")
-MOST_BYTES = 256 << 10  # of a recipe or an option
+MOST_BYTES = 256 << 10  # the largest file of a recipe or an option
 
 
 def roots(config_dir: Path | None) -> tuple[Path, ...]:
-    """The folders that are searched, in order; raises Unreadable where the user's is none."""
+    """Return the folders to search, in order; raises Unreadable if the user's can't be listed."""
     own: tuple[Path, ...] = ()
     if config_dir is not None:
         own_dir = expand_home(config_dir).absolute()
@@ -26,12 +26,12 @@ def roots(config_dir: Path | None) -> tuple[Path, ...]:
 
 
 def recipes(config_dir: Path | None) -> dict[str, Path]:
-    """Every recipe by name."""
+    """Return every recipe by name."""
     return _yaml_files(root for root in roots(config_dir) if root != PACKAGE_ROOT / "conf")
 
 
 def groups(config_dir: Path | None) -> tuple[str, ...]:
-    """Every config group: the folders that hold YAML."""
+    """Return every config group: the folders that contain YAML files."""
     names: set[str] = set()
     for root in roots(config_dir):
         names |= {name for name in os.listdir(root) if not name.startswith((".", "_")) and _yaml_files([root / name])}
@@ -39,12 +39,12 @@ def groups(config_dir: Path | None) -> tuple[str, ...]:
 
 
 def options(group: str, config_dir: Path | None) -> dict[str, Path]:
-    """Every option of a group by name."""
+    """Return every option of a group by name."""
     return _yaml_files((root / group for root in roots(config_dir)), suffixes=SUFFIXES[:1])
 
 
 def first_comment(file: Path) -> str:
-    """The first comment line of a YAML file."""
+    """Return the text of a YAML file's first line if that is a comment, else ""."""
     try:
         lines = read_plain(file, MOST_BYTES).decode("utf-8-sig", errors="replace").splitlines()
     except OSError as error:
@@ -53,19 +53,19 @@ def first_comment(file: Path) -> str:
     return first.lstrip("# ").rstrip() if first.startswith("#") else ""
 
 
-def suggest_option(word: str, names: Iterable[str]) -> str:
-    """The sentence for a name that is not there: what it begins, else its near miss."""
+def suggest_option(name: str, names: Iterable[str]) -> str:
+    """Return a hint for an unknown name: names that begin with it, else names that contain it, else the closest one."""
     known = sorted(names)
-    begun = [name for name in known if word and name.startswith(word)]
-    inside = [name for name in known if len(word) > 1 and word.lower() in name] if not begun else []
-    for found in (begun, inside):
-        if 0 < len(found) < 6:
-            return f"did you mean {' or '.join(found)}?"
-    return suggest_name(word, known)
+    longer = [each for each in known if name and each.startswith(name)]
+    containing = [each for each in known if len(name) > 1 and name.lower() in each] if not longer else []
+    for candidates in (longer, containing):
+        if 0 < len(candidates) < 6:
+            return f"did you mean {' or '.join(candidates)}?"
+    return suggest_name(name, known)
 
 
 def recipe_path(conf: str, config_dir: Path | None) -> Path:
-    """The file that `conf=` names: a path, or a recipe's name; raises Unreadable."""
+    """Return the file of `conf=`, which is a path or a recipe's name; raises Unreadable."""
     known = recipes(config_dir)
     if conf in known:
         return known[conf]
@@ -76,7 +76,7 @@ def recipe_path(conf: str, config_dir: Path | None) -> Path:
                 return each
         raise Unreadable([_missing_file_problem(conf, path)])
     here = next((each for each in _with_suffixes(path) if os.path.isfile(each)), None)
-    mend = f"for the file in this folder write conf=./{here}" if here else suggest_option(conf, known)
+    mend = f"write conf=./{here} for the file in this folder" if here else suggest_option(conf, known)
     raise Unreadable([Problem(rule="conf", says=f"no recipe {conf}", mend=mend)])
 
 
@@ -84,19 +84,19 @@ def _missing_file_problem(conf: str, path: Path) -> Problem:
     folder = path.parent
     if os.path.isdir(path):
         return Problem(rule="file", says=f"conf={conf} is a folder", mend="name a YAML file in it")
-    if there := next((each for each in _with_suffixes(path) if os.path.lexists(each)), None):
-        return Problem(rule="file", says=f"conf={conf} can't be read: {why_unreadable(there)}", mend="name a plain file of YAML")
+    if entry := next((each for each in _with_suffixes(path) if os.path.lexists(each)), None):
+        return Problem(rule="file", says=f"conf={conf} can't be read: {why_unreadable(entry)}", mend="name a plain YAML file")
     if not os.path.isdir(folder):
         return Problem(rule="file", says=f"conf={conf}: no such file", mend=f"there is no folder {folder}")
     if why := _why_not_listable(folder):
         return Problem(rule="file", says=f"conf={conf}: no such file", mend=f"{folder} {why}")
-    beside = [each.name for each in folder.iterdir() if each.suffix in SUFFIXES]
-    mend = suggest_name(path.name, beside) if beside else f"no YAML file is in {folder}"
+    names = [each.name for each in folder.iterdir() if each.suffix in SUFFIXES]
+    mend = suggest_name(path.name, names) if names else f"{folder} contains no YAML file"
     return Problem(rule="file", says=f"conf={conf}: no such file", mend=mend)
 
 
 def _why_not_listable(folder: Path) -> str:
-    """Why a folder's files can't be listed; "" where they can."""
+    """Return why a folder can't be listed; "" if it can."""
     if not os.path.isdir(folder):
         return "is not a folder"
     try:
@@ -117,19 +117,19 @@ def _with_suffixes(path: Path) -> Iterator[Path]:
 
 
 def _yaml_files(folders: Iterator[Path] | list[Path], suffixes: tuple[str, ...] = SUFFIXES) -> dict[str, Path]:
-    """YAML files by their names without suffix; the first folder that has a name wins."""
-    found: dict[str, Path] = {}
+    """Return YAML files by their names without suffix; of two with one name the first folder's wins."""
+    files: dict[str, Path] = {}
     for folder in folders:
         if os.path.isdir(folder):
             for name in _list_folder(folder):
                 stem, suffix = os.path.splitext(name)
                 if suffix in suffixes and not name.startswith("."):
-                    found.setdefault(stem, folder / name)
-    return dict(sorted(found.items()))
+                    files.setdefault(stem, folder / name)
+    return dict(sorted(files.items()))
 
 
 def _list_folder(folder: Path) -> list[str]:
-    """The names in a folder; none where it can't be listed."""
+    """Return the names in a folder; none if it can't be listed."""
     try:
         return sorted(os.listdir(folder))
     except OSError:
@@ -137,7 +137,7 @@ def _list_folder(folder: Path) -> list[str]:
 
 
 def distrain_version() -> str:
-    """The version of distrain: that of what is installed, or of the checkout."""
+    """Return the version of the installed distrain, or of the checkout."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

@@ -1,4 +1,4 @@
-"""Overrides of a run: what each of them does, what is wrong with it, and the layouts that a sweep of them spans."""
+"""Overrides of a run sorted by their effect, their problems, and the layouts of a sweep."""
 
 from __future__ import annotations
 
@@ -20,126 +20,135 @@ MOST_LAYOUTS = 10_000  # layouts of one sweep
 
 @dataclass(frozen=True, kw_only=True)
 class Override:
-    """One override, parsed: `parallel.tp=8`, `model=gpt2_124m`, `~log`."""
+    """One parsed override: `parallel.tp=8`, `model=gpt2_124m`, `~log`."""
 
     text: str
     key: str
-    package: str | None = None  # where an option of a group goes: `device@cluster.device`
+    package: str | None = None  # the key that an option of a group goes to: `device@cluster.device`
     deletes: bool = False
     value: Any = None
-    sweeps: Sequence[str] | Callable[[list[str]], list[str]] | None = None  # values, or a choice among the options there are
+    sweeps: Sequence[str] | Callable[[list[str]], list[str]] | None = None  # values, or a filter of option names
 
     @property
-    def at(self) -> str:
-        """The group and the place that Hydra is told: `device` is the cluster's."""
+    def hydra_group(self) -> str:
+        """The group with its package in Hydra's notation; `device` goes to the cluster."""
         package = self.package or ("cluster.device" if self.key == "device" else None)
         return f"{self.key}@{package}" if package else self.key
 
     @property
-    def place(self) -> str:
-        """The key under which the option of a group lands."""
-        return self.at.partition("@")[2] or self.key.replace("/", ".")
+    def target_key(self) -> str:
+        """The key that an option of a group goes to."""
+        return self.hydra_group.partition("@")[2] or self.key.replace("/", ".")
 
     @property
-    def choice(self) -> str:
-        """The option of a group as Hydra is told it."""
-        return f"~{self.at}" if self.deletes else f"{self.at}={value_text(self.value)}"
+    def hydra_override(self) -> str:
+        """The choice of an option, or of none, in Hydra's notation."""
+        return f"~{self.hydra_group}" if self.deletes else f"{self.hydra_group}={value_text(self.value)}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Overrides:
-    """The overrides of one run by what they do: choose an option, set a key, give the cluster's size."""
+    """The overrides of one run: `choices` choose options of groups, `settings` set or delete keys, `shape` is the cluster's size."""
 
     choices: tuple[Override, ...]
-    sets: tuple[Override, ...]
+    settings: tuple[Override, ...]
     shape: str | None
     problems: tuple[Problem, ...]
 
     @property
-    def keys(self) -> dict[str, Any]:
-        """Every key that is set, with its value, also those inside `parallel={tp:8}`."""
-        return dict(pair for each in self.sets if not each.deletes for pair in _flatten(each.key, each.value))
+    def values(self) -> dict[str, Any]:
+        """Every key that the user sets, with its value; nested keys (`parallel={tp:8}`) by their dotted names."""
+        return dict(pair for each in self.settings if not each.deletes for pair in _flatten(each.key, each.value))
 
 
-Parse = Callable[[str], Override | Problem]
+ParseOverride = Callable[[str], Override | Problem]
 
 
-def sort_overrides(texts: Sequence[str], parse: Parse, known: Mapping[str, Any], config_dir: Path | None) -> Overrides:
-    """Sort overrides by what they do, with all that is wrong with them."""
+def sort_overrides(texts: Sequence[str], parse: ParseOverride, known: Mapping[str, Any], config_dir: Path | None) -> Overrides:
+    """Sort overrides by their effect and collect every problem; `known` are the config keys and their types."""
     groups = library.groups(config_dir)
     choices: list[Override] = []
-    sets: list[Override] = []
-    sizes: list[str] = []
+    settings: list[Override] = []
+    shapes: list[str] = []
     problems: list[Problem] = []
     for text in texts:
-        word = parse(text)
-        if isinstance(word, Problem):
-            problems.append(word)
-        elif wrong := _override_problem(word, known, groups, config_dir):
-            problems.append(wrong)
-        elif word.key == "cluster" and is_shape(word.value):
-            sizes.append(word.value)
+        override = parse(text)
+        if isinstance(override, Problem):
+            problems.append(override)
+        elif problem := _override_problem(override, known, groups, config_dir):
+            problems.append(problem)
+        elif override.key == "cluster" and is_shape(override.value):
+            shapes.append(override.value)
         else:
-            (choices if _is_choice(word, groups) else sets).append(word)
-    return Overrides(choices=tuple(choices), sets=tuple(sets), shape=sizes[-1] if sizes else None, problems=tuple(problems))
+            (choices if _is_choice(override, groups) else settings).append(override)
+    shape = shapes[-1] if shapes else None
+    return Overrides(choices=tuple(choices), settings=tuple(settings), shape=shape, problems=tuple(problems))
 
 
-def sweep_layouts(columns: Sequence[str], parse: Parse, config_dir: Path | None) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Every combination of what sweeps, the last word fastest: all its words, and those that sweep; raises Unreadable."""
+def sweep_layouts(
+    arguments: Sequence[str], parse: ParseOverride, config_dir: Path | None
+) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Yield (all arguments, those that sweep) of every combination, the last argument varying fastest; raises Unreadable."""
     problems: list[Problem] = []
-    spread: list[list[tuple[str, bool]]] = []
-    for text in columns:
-        word = parse(text)
-        if isinstance(word, Problem) or word.sweeps is None:
-            spread.append([(text, False)])
+    columns: list[list[tuple[str, bool]]] = []  # for each argument its values, and whether it sweeps
+    for text in arguments:
+        override = parse(text)
+        if isinstance(override, Problem) or override.sweeps is None:
+            columns.append([(text, False)])
             continue
-        values = _sweep_values(word, config_dir)
+        values = _sweep_values(override, config_dir)
         if not values:
-            problems.append(Problem(rule="sweep", says=f"{text} matches nothing", mend=f"`distrain ls {word.key}` lists what there is"))
+            group = "recipes" if override.key == "conf" else override.key
+            problems.append(Problem(rule="sweep", says=f"{text} matches nothing", mend=f"`distrain ls {group}` lists the names"))
         prefix = text.partition("=")[0]
-        spread.append([(f"{prefix}={value}", True) for value in values])
-    found = list(islice(product(*spread), MOST_LAYOUTS + 1))
-    if len(found) > MOST_LAYOUTS:
-        problems.append(Problem(rule="sweep", says=f"the sweep has more than {MOST_LAYOUTS} layouts", mend="sweep fewer values"))
+        columns.append([(f"{prefix}={value}", True) for value in values])
+    layouts = list(islice(product(*columns), MOST_LAYOUTS + 1))
+    if len(layouts) > MOST_LAYOUTS:
+        problems.append(Problem(rule="sweep", says=f"the sweep has more than {MOST_LAYOUTS:,} layouts", mend="sweep fewer values"))
     if problems:
         raise Unreadable(problems)
-    for row in found:
-        yield tuple(text for text, _ in row), tuple(text for text, sweeps in row if sweeps)
+    for layout in layouts:
+        yield tuple(text for text, _ in layout), tuple(text for text, sweeps in layout if sweeps)
 
 
-def _sweep_values(word: Override, config_dir: Path | None) -> Sequence[str]:
-    if callable(word.sweeps):
-        names = library.recipes(config_dir) if word.key == "conf" else library.options(word.key, config_dir)
-        return word.sweeps(list(names))
-    return word.sweeps or ()
+def _sweep_values(override: Override, config_dir: Path | None) -> Sequence[str]:
+    if callable(override.sweeps):
+        names = library.recipes(config_dir) if override.key == "conf" else library.options(override.key, config_dir)
+        return override.sweeps(list(names))
+    return override.sweeps or ()
 
 
-def _is_choice(word: Override, groups: Sequence[str]) -> bool:
-    return word.key in groups and not isinstance(word.value, dict)
+def _is_choice(override: Override, groups: Sequence[str]) -> bool:
+    return override.key in groups and not isinstance(override.value, dict)
 
 
-def _override_problem(word: Override, known: Mapping[str, Any], groups: Sequence[str], config_dir: Path | None) -> Problem | None:
-    if not word.key or word.text.endswith("="):
-        return syntax_problem(word.text, known)
-    if word.sweeps is not None:
-        value = word.text.partition("=")[2]
-        listed = f", or write {word.key}=[{value}] for a list" if get_origin(known.get(word.key)) is tuple else ""
-        return Problem(rule="sweep", says=f"{word.text} is a sweep", mend=f"add -m to plan or fit each{listed}")
-    if _is_choice(word, groups):
-        if word.package not in (None, word.key, f"cluster.{word.key}"):
-            says = f"{word.text}: {word.package} takes no {word.key}"
-            return Problem(rule="option", says=says, mend=f"write {word.key}={value_text(word.value)}")
-        sizes = word.key == "cluster" and is_shape(word.value)
-        return None if word.deletes or sizes else _option_problem(word.key, word.value, config_dir)
-    if word.key.partition(".")[0].partition("/")[0] == "hydra":
-        return Problem(rule="unknown", says=f"no key {word.key}", mend="distrain has no settings of Hydra's")
-    if "/" in word.key and respelled_key(word.key, known):
-        return unknown_key_problem(word.key, known, word.value)
-    if word.package or "/" in word.key:
-        return Problem(rule="unknown", says=f"{word.text}: no group {word.key}", mend=suggest_name(word.key, groups))
-    if word.key == "cluster.device" and isinstance(word.value, str):
-        return Problem(rule="type", says=f"{word.text} names a device", mend=f"write device={word.value}")
-    return unknown_key_problem(word.key, known, word.value)
+def _override_problem(override: Override, known: Mapping[str, Any], groups: Sequence[str], config_dir: Path | None) -> Problem | None:
+    key, text = override.key, override.text
+    if not key or text.endswith("="):
+        return syntax_problem(text, known)
+    if override.sweeps is not None:
+        value = text.partition("=")[2]
+        list_hint = f", or write {key}=[{value}] for a list" if get_origin(known.get(key)) is tuple else ""
+        return Problem(rule="sweep", says=f"{text} is a sweep", mend=f"add -m to plan or fit each{list_hint}")
+    if _is_choice(override, groups):
+        return _choice_problem(override, config_dir)
+    if key.partition(".")[0].partition("/")[0] == "hydra":
+        return Problem(rule="unknown", says=f"no key {key}", mend="distrain does not use Hydra's settings")
+    if "/" in key and respelled_key(key, known):
+        return unknown_key_problem(key, known, override.value)
+    if override.package or "/" in key:
+        return Problem(rule="unknown", says=f"{text}: no group {key}", mend=suggest_name(key, groups))
+    if key == "cluster.device" and isinstance(override.value, str):
+        return Problem(rule="type", says=f"{text} names a device", mend=f"write device={override.value}")
+    return unknown_key_problem(key, known, override.value)
+
+
+def _choice_problem(choice: Override, config_dir: Path | None) -> Problem | None:
+    if choice.package not in (None, choice.key, f"cluster.{choice.key}"):
+        says = f"{choice.text}: {choice.package} takes no {choice.key}"
+        return Problem(rule="option", says=says, mend=f"write {choice.key}={value_text(choice.value)}")
+    is_size = choice.key == "cluster" and is_shape(choice.value)
+    return None if choice.deletes or is_size else _option_problem(choice.key, choice.value, config_dir)
 
 
 def _option_problem(group: str, value: Any, config_dir: Path | None) -> Problem | None:
@@ -151,7 +160,7 @@ def _option_problem(group: str, value: Any, config_dir: Path | None) -> Problem 
             elif isinstance(name, str):
                 mend = library.suggest_option(name, options)
             else:
-                mend = f"`distrain ls {group}` lists them; its keys are written {group}.KEY={value_text(name)}"
+                mend = f"`distrain ls {group}` lists the names; write keys as {group}.KEY={value_text(name)}"
             return Problem(rule="option", says=f"{group}={value_text(value)} names no {group}", mend=mend)
     return None
 

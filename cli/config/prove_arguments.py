@@ -1,4 +1,4 @@
-"""Reads the arguments of `distrain prove` beside a recipe's: `steps=N`, and `layouts=` with layouts by name, such as dp2.tp2.zero1."""
+"""Reads the arguments of `distrain prove` other than overrides: `steps=N`, and `layouts=` with names such as dp2.tp2.zero1."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ...trainer.spec.problem import Problem, suggest_name
 FORM = "degrees as dp2, tp2, cp2, pp2 or ep2 and flags as zero1, sequence, gpipe or full, joined by dots: dp2.tp2.zero1"
 KEYS = ("steps", "layouts")
 
-# Keys that prove sets itself, by how they begin.
+# Prefixes of keys that prove sets itself, and what it does instead.
 OWN_KEYS = {
     "log.every": "prove logs every step",
-    "log.sinks": "prove keeps metrics.jsonl alone",
+    "log.sinks": "prove writes metrics.jsonl only",
     "log.profile": "prove profiles nothing",
     "log.ledger": "prove counts messages",
     "checkpoint.": "prove saves each run at its end and resumes none",
@@ -28,7 +28,7 @@ OWN_KEYS = {
 
 
 def read_prove_request(arguments: Sequence[str]) -> tuple[ProveRequest, list[str], list[Problem]]:
-    """(what `steps=` and `layouts=` request, the other arguments, problems of the former)."""
+    """Return (what `steps=` and `layouts=` request, the other arguments, problems of the former)."""
     rest = [each for each in arguments if not each.startswith(tuple(f"{key}=" for key in KEYS))]
     values = {key: [each.partition("=")[2] for each in arguments if each.startswith(f"{key}=")] for key in KEYS}
     problems = [_repeated(key, each) for key, each in values.items() if len(each) > 1]
@@ -45,7 +45,7 @@ def read_prove_request(arguments: Sequence[str]) -> tuple[ProveRequest, list[str
 
 
 def unused_keys(keys: Iterable[str]) -> list[Problem]:
-    """A warning for each of `keys` that prove ignores, with what it does instead."""
+    """Return a warning for each of `keys` that prove ignores, with what it does instead."""
     rows = [(key, why) for key in keys for start, why in OWN_KEYS.items() if key.startswith(start)]
     return [Problem(rule="idle", says=f"{key} does nothing here", mend=why) for key, why in rows]
 
@@ -55,14 +55,14 @@ def _repeated(key: str, values: Sequence[str]) -> Problem:
 
 
 def read_layouts(value: str) -> list[ProveLayout | Problem]:
-    """The layouts that `layouts=VALUE` names, with a problem in place of each that is wrong."""
+    """Return the layouts of `layouts=VALUE`, with a problem in place of each that is wrong."""
     names = [name for name in value.strip("[]").replace(" ", "").split(",") if name]
     none = Problem(rule="layouts", says="layouts= names no layout", mend=f"write all, or {FORM}")
     return [_read_layout(name) for name in names] or [none]
 
 
 def _read_layout(name: str) -> ProveLayout | Problem:
-    """One layout, or the first problem of its name."""
+    """Return one layout, or the first problem of its name."""
     values: dict[str, Any] = {}
     for part in name.split("."):
         read = _read_part(part)
@@ -76,7 +76,7 @@ def _read_layout(name: str) -> ProveLayout | Problem:
 
 
 def _read_part(part: str) -> tuple[str, Any] | str:
-    """(key, value) of a degree or a flag; a fix in words if it is neither."""
+    """Return (key, value) of a degree or a flag; the text of a fix if it is neither."""
     if degree := re.fullmatch(rf"({'|'.join(AXES)})([1-9]\d{{0,5}})", part):
         return degree[1], int(degree[2])
     if stage := re.fullmatch(r"zero([0-3])", part):
@@ -97,7 +97,7 @@ def _read_part(part: str) -> tuple[str, Any] | str:
 
 
 def _checked_layout(name: str, layout: ProveLayout, values: dict[str, Any]) -> ProveLayout | Problem:
-    """The layout, or a problem if its parts contradict each other."""
+    """Return the layout, or a problem if its parts contradict each other."""
     if layout == ONE_PROCESS:
         return _problem(name, "is the one process that all others are compared with", "leave it out, or add a degree: dp2")
     if layout.sequence and layout.tp == 1:

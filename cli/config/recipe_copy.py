@@ -1,4 +1,4 @@
-"""Copies of recipes and of config options, each held against what it was copied from before it stays."""
+"""Copies recipes and options of config groups. A copy is kept only if it composes to the same config as its source."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from .command_name import command_name
 from .load import compose_config
 
 STDOUT = "-"
-PATH_KEYS = ("model.hf", "model.weights")  # paths that the loader looks for beside the recipe first
-SAME_NAME = "name=same"  # the override under which a recipe and its copy have one name
-TRIAL_RECIPE = "quickstart"  # the recipe with which every option of a group composes
+PATH_KEYS = ("model.hf", "model.weights")  # paths that may be relative to the recipe
+SAME_NAME = "name=same"  # the override that gives a recipe and its copy the same name
+TRIAL_RECIPE = "quickstart"  # a recipe that composes with every option of every group
 
 
 def copy_config(name: str, file: str, config_dir: Path | None) -> str:
-    """Write the copy that `distrain cp NAME FILE` makes; the line that says what is next, or of FILE - the copy itself.
+    """Write the copy of `distrain cp NAME FILE` and return a line for the user; with FILE - return the text of the copy.
 
-    Raises Unreadable, and OSError where the file can't be written.
+    Raises Unreadable, and OSError if the file can't be written.
     """
     group, _, option = name.partition("/")
     options = library.options(group, config_dir) if group in library.groups(config_dir) else {}
@@ -32,57 +32,55 @@ def copy_config(name: str, file: str, config_dir: Path | None) -> str:
     if option and options and not os.path.exists(name):
         raise Unreadable([Problem(rule="option", says=f"no {group} {option}", mend=library.suggest_option(option, options))])
     source = library.recipe_path(name, config_dir)
-    wanted = compose_config(_conf_argument(source), (SAME_NAME,), config_dir)
+    expected = compose_config(_conf_argument(source), (SAME_NAME,), config_dir)
     text = _with_absolute_paths(_read(source), source)
-    return text.rstrip("\n") if file == STDOUT else _copy_recipe(source, text, wanted, _target(file, source.stem), config_dir)
+    return text.rstrip("\n") if file == STDOUT else _copy_recipe(source, text, expected, _target(file, source.stem), config_dir)
 
 
-def _copy_recipe(source: Path, text: str, wanted: Mapping[str, Any], target: Path, config_dir: Path | None) -> str:
-    """Write a recipe under its new name: in the place of the one that it says, else after all that it says, else unchanged."""
-    name, wrong = target.stem, ""
-    said = yaml_text.replace_values(text, {"name": name})
-    for each in (*((said,) if said != text else ()), f"{text.rstrip()}\nname: {yaml_text.scalar(name)}\n", text):
-        with NewFile(target, each) as made:
+def _copy_recipe(source: Path, text: str, expected: Mapping[str, Any], target: Path, config_dir: Path | None) -> str:
+    """Write a recipe under its new name: with its `name` replaced, else with one added at the end, else unchanged."""
+    name, why = target.stem, ""
+    renamed = yaml_text.replace_values(text, {"name": name})
+    for each in (*((renamed,) if renamed != text else ()), f"{text.rstrip()}\nname: {yaml_text.scalar(name)}\n", text):
+        with NewFile(target, each) as new_file:
             try:
-                same, whole = (
-                    compose_config(_conf_argument(target), (SAME_NAME,), config_dir),
-                    compose_config(_conf_argument(target), (), config_dir),
-                )
+                with_same_name = compose_config(_conf_argument(target), (SAME_NAME,), config_dir)
+                copy = compose_config(_conf_argument(target), (), config_dir)
             except Unreadable as error:
-                wrong = error.problems[0].says
+                why = f" ({error.problems[0].says})"
                 continue
-            if same == wanted and (whole["name"] == name or each is text):
-                made.stays = True
-                kept = "" if whole["name"] == name else f", whose runs are still named {whole['name']}"
+            if with_same_name == expected and (copy["name"] == name or each is text):
+                new_file.keep = True
+                old_name = "" if copy["name"] == name else f", whose runs are still named {copy['name']}"
                 dirs = f" --config-dir {quote(str(config_dir))}" if config_dir else ""
-                return one_line(f"wrote {target}{kept}; next: {command_name()} plan conf={quote(_conf_argument(target))}{dirs}")
-    says = f"{target} would not be what {source} is{f' ({wrong})' if wrong else ''}"
-    raise Unreadable([Problem(rule="copy", says=says, mend=f"copy it beside {source}, whose folder has what it names")])
+                return one_line(f"wrote {target}{old_name}; next: {command_name()} plan conf={quote(_conf_argument(target))}{dirs}")
+    says = f"{target} would differ from {source}{why}"
+    raise Unreadable([Problem(rule="copy", says=says, mend=f"copy it into the folder of {source}, which has the files that it names")])
 
 
 def _copy_option(group: str, text: str, target: Path, config_dir: Path | None) -> str:
-    """Write an option of a group; where it lies in a folder of the group's name it is composed from there."""
-    name, top = target.stem, target.parent.parent
-    with NewFile(target, text) as made:
+    """Write an option of a group. In a folder of the group's name, check that it composes from there."""
+    name, parent = target.stem, target.parent.parent
+    with NewFile(target, text) as new_file:
         if target.absolute().parent.name != group:
-            made.stays = True
-            return one_line(f"wrote {target}; {group}={name} chooses it once it is DIR/{group}/{target.name}, with --config-dir DIR")
+            new_file.keep = True
+            return one_line(f"wrote {target}; to use it, move it to DIR/{group}/ and add {group}={name} --config-dir DIR")
         try:
-            compose_config(TRIAL_RECIPE, (f"{group}={name}",), top)
+            compose_config(TRIAL_RECIPE, (f"{group}={name}",), parent)
         except Unreadable as error:
             says = f"{target} can't be composed as {group}={name} ({error.problems[0].says})"
-            raise Unreadable([Problem(rule="copy", says=says, mend="give it a name that its defaults don't have")]) from None
-        made.stays = True
+            raise Unreadable([Problem(rule="copy", says=says, mend="choose a name that its defaults do not use")]) from None
+        new_file.keep = True
         return one_line(
-            f"wrote {target}; next: {command_name()} plan conf={TRIAL_RECIPE} {group}={quote(name)} --config-dir {quote(str(top))}"
+            f"wrote {target}; next: {command_name()} plan conf={TRIAL_RECIPE} {group}={quote(name)} --config-dir {quote(str(parent))}"
         )
 
 
 class NewFile:
-    """A new file, which is removed at the end of the block unless it `stays`. Raises Unreadable where there is one, else OSError."""
+    """A new file, removed at the end of the block unless `keep` is set. Raises Unreadable if the file exists, else OSError."""
 
     def __init__(self, path: Path, text: str) -> None:
-        self.path, self.text, self.stays = path, text, False
+        self.path, self.text, self.keep = path, text, False
 
     def __enter__(self) -> Self:
         try:
@@ -98,12 +96,12 @@ class NewFile:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if not self.stays:
+        if not self.keep:
             self.path.unlink(missing_ok=True)
 
 
 def _target(file: str, stem: str) -> Path:
-    """The file to write; raises Unreadable where it is there already or has no folder."""
+    """Return the file to write; raises Unreadable if it exists or its folder does not."""
     path = Path(file).expanduser()
     if path.is_dir():
         path = path / f"{stem}.yaml"
@@ -112,30 +110,30 @@ def _target(file: str, stem: str) -> Path:
     if os.path.lexists(path):
         raise _file_exists(path)
     if not path.parent.is_dir():
-        raise Unreadable([Problem(rule="file", says=f"{path}: there is no folder {path.parent}", mend="make it first")])
+        raise Unreadable([Problem(rule="file", says=f"{path}: there is no folder {path.parent}", mend="create it first")])
     return path
 
 
 def _file_exists(path: Path) -> Unreadable:
-    return Unreadable([Problem(rule="file", says=f"{path} is there already", mend="name another file, or remove it first")])
+    return Unreadable([Problem(rule="file", says=f"{path} already exists", mend="name another file, or remove it first")])
 
 
 def _read(source: Path) -> str:
-    """A YAML file as it is, to its line ends; raises Unreadable."""
+    """Return the text of a YAML file with its line ends; raises Unreadable."""
     try:
         return source.read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not text in UTF-8"
+        why = error.strerror if isinstance(error, OSError) else "not valid UTF-8"
         raise Unreadable([Problem(rule="file", says=f"{source}: {why}")]) from None
 
 
 def _with_absolute_paths(text: str, source: Path) -> str:
-    """The text with whole paths for what the loader finds beside its file, so that a copy elsewhere finds it too."""
-    said = yaml_text.text_values(text)
-    near = {key: source.parent / said[key] for key in PATH_KEYS if said.get(key) and not Path(said[key]).expanduser().is_absolute()}
+    """Return the text with absolute paths for files beside the source, so that a copy in another folder finds them."""
+    values = yaml_text.text_values(text)
+    near = {key: source.parent / values[key] for key in PATH_KEYS if values.get(key) and not Path(values[key]).expanduser().is_absolute()}
     return yaml_text.replace_values(text, {key: str(path.absolute()) for key, path in near.items() if path.exists()})
 
 
 def _conf_argument(path: Path) -> str:
-    """A file as `conf=` takes it: with a folder before its name."""
+    """Return a file as a value of `conf=`, which needs a folder before its name."""
     return str(path) if path.parent != Path() else f"./{path}"

@@ -1,10 +1,10 @@
-"""Words of other trainers, answered with ours: Hugging Face's Trainer, Megatron-LM, torchtitan, nanotron, GPT-NeoX, DeepSpeed, axolotl,
+"""Keys of other trainers and their synonyms here: Hugging Face's Trainer, Megatron-LM, torchtitan, nanotron, GPT-NeoX, DeepSpeed, axolotl,
 Lightning, nanoGPT, torchrun."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -14,50 +14,50 @@ from ...trainer.spec.read import value_text
 
 @dataclass(frozen=True, kw_only=True)
 class Synonym:
-    """What a word of others is here: our key and what it counts, or, where there is none, what it follows from.
+    """Our key for keys of other trainers, with a note on its meaning; if `key` is "", the note says where the value comes from.
 
-    `values` are what values of theirs are of ours, where they are not the same; a value that is not among them carries nothing over.
+    `values` maps their values to ours; a value that is not in it has no equivalent. None: values are the same.
     """
 
+    names: tuple[str, ...]
     key: str
-    about: str = ""
+    note: str = ""
     values: Mapping[str, str] | None = None
-    words: tuple[str, ...] = field(default=())
 
 
-TOP_LEVEL_ONLY = ("optimizer",)  # words that are keys of ours too, below a section: theirs stand alone
+TOP_LEVEL_ONLY = ("optimizer",)  # names that are also the last part of a key of ours, so they match only without a section
 YES = {"true": "true", "false": "false"}
 SCHEDULES = {each: each for each in ("constant", "linear", "cosine", "wsd")}
 DECAYS = {**SCHEDULES, "WSD": "wsd", "warmup_stable_decay": "wsd", "constant_with_warmup": "constant"}
 PRECISIONS = {**{each: each for each in ("fp32", "bf16", "fp16")}, "no": "fp32", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
-def _row(words: str, key: str, about: str = "", values: Mapping[str, str] | None = None) -> Synonym:
-    return Synonym(key=key, about=about, values=values, words=tuple(words.split()))
+def _row(names: str, key: str, note: str = "", values: Mapping[str, str] | None = None) -> Synonym:
+    return Synonym(names=tuple(names.split()), key=key, note=note, values=values)
 
 
 # fmt: off
 ROWS: tuple[Synonym, ...] = (
     # batch and length
-    _row("batch_size global_batch_size train_batch_size total_batch_size", "train.batch", "sequences a step, of all GPUs together"),
+    _row("batch_size global_batch_size train_batch_size total_batch_size", "train.batch", "sequences in a step, over all GPUs"),
     _row("micro_batch_size train_micro_batch_size_per_gpu per_device_train_batch_size per_device_batch_size local_batch_size "
          "device_batch_size per_gpu_train_batch_size",
-         "train.microbatch", "sequences that a GPU computes at once; train.batch counts those of a step, of all GPUs together"),
+         "train.microbatch", "sequences that a GPU computes at once; train.batch counts those of a whole step, over all GPUs"),
     _row("gradient_accumulation_steps accumulate_grad_batches grad_accum grad_accum_steps gradient_accumulation "
          "batch_accumulation_per_replica", "", "it follows from train.batch / (dp x train.microbatch)"),
-    _row("per_device_eval_batch_size eval_batch_size", "", "validation takes train.microbatch too"),
+    _row("per_device_eval_batch_size eval_batch_size", "", "validation uses train.microbatch too"),
     _row("seq_len seq_length sequence_length sequence_len max_seq_length max_seq_len max_length block_size context_length ctx_len",
-         "train.seq", "tokens of a sequence"),
+         "train.seq", "tokens in a sequence"),
     _row("max_steps train_steps train_iters max_iters num_steps total_steps num_train_steps training_steps", "train.steps"),
     _row("max_tokens train_tokens total_tokens num_tokens", "train.tokens"),
-    _row("num_train_epochs epochs num_epochs max_epochs", "", "a run is as long as train.steps or train.tokens, and reads its data again"),
+    _row("num_train_epochs epochs num_epochs max_epochs", "", "train.steps or train.tokens sets the length of a run"),
     # optimizer
     _row("learning_rate base_lr peak_lr max_lr", "optim.lr"),
     _row("lr_scheduler_type lr_scheduler lr_decay_style lr_schedule scheduler decay_type", "optim.schedule", "", DECAYS),
     _row("warmup_steps warmup_iters lr_warmup_iters lr_warmup_steps num_warmup_steps", "optim.warmup", "steps"),
-    _row("warmup_ratio lr_warmup_fraction warmup_fraction", "optim.warmup", "steps, so that share of train.steps", {}),
+    _row("warmup_ratio lr_warmup_fraction warmup_fraction", "optim.warmup", "in steps, not a share of train.steps", {}),
     _row("final_lr min_learning_rate eta_min lr_min", "optim.min_lr"),
-    _row("lr_decay_iters decay_steps lr_decay_steps", "", "the schedule ends with the run; optim.schedule and optim.min_lr say how"),
+    _row("lr_decay_iters decay_steps lr_decay_steps", "", "the schedule ends with the run; optim.schedule and optim.min_lr set its form"),
     _row("adam_beta1 beta1 adam_beta2 beta2", "optim.betas", "both, as optim.betas=[0.9,0.95]", {}),
     _row("adam_epsilon adam_eps epsilon", "optim.eps"),
     _row("optimizer_type optimizer_name", "optim.name", "", {"adamw": "adamw", "adam": "adamw", "sgd": "sgd", "AdamW": "adamw"}),
@@ -65,7 +65,7 @@ ROWS: tuple[Synonym, ...] = (
          {"adamw": "adamw", "adam": "adamw", "AdamW": "adamw", "sgd": "sgd"}),
     _row("wd", "optim.weight_decay"),
     _row("max_grad_norm gradient_clipping clip_grad grad_clip gradient_clip_val clip_grad_norm grad_norm_clip max_norm", "train.clip",
-         "norm of all gradients"),
+         "global norm of the gradients"),
     # precision, memory, speed
     _row("mixed_precision dtype torch_dtype mixed_precision_param compute_dtype", "train.precision", "", PRECISIONS),
     _row("bf16 bf16.enabled", "train.precision", "", {"true": "bf16", "{enabled:true}": "bf16"}),
@@ -86,12 +86,12 @@ ROWS: tuple[Synonym, ...] = (
          "parallel.pp"),
     _row("context_parallel_size context_parallel_degree cp_size context_parallel", "parallel.cp"),
     _row("expert_parallel_size expert_model_parallel_size expert_parallel_degree ep_size expert_parallel", "parallel.ep"),
-    _row("data_parallel_size dp_size data_parallel_degree data_parallel", "parallel.dp", "auto takes all that the other axes leave"),
+    _row("data_parallel_size dp_size data_parallel_degree data_parallel", "parallel.dp", "auto: all ranks that the other axes leave"),
     _row("data_parallel_shard_degree", "parallel.shard", "ranks over which parallel.zero=3 shards"),
     _row("data_parallel_replicate_degree", "", "it follows from parallel.dp / parallel.shard"),
     _row("sequence_parallel", "parallel.sequence", "", YES),
     _row("virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage virtual_pp", "parallel.chunks",
-         "groups of layers of a stage, for parallel.schedule=interleaved", {}),
+         "groups of layers on a stage, for parallel.schedule=interleaved", {}),
     _row("pipeline_parallel_schedule pp_engine", "parallel.schedule", "",
          {"1F1B": "1f1b", "1f1b": "1f1b", "gpipe": "gpipe", "GPipe": "gpipe", "Interleaved1F1B": "interleaved", "afab": "gpipe"}),
     _row("fsdp fully_sharded full_shard fsdp_config", "parallel.zero", "3 shards weights, gradients and the optimizer",
@@ -106,13 +106,13 @@ ROWS: tuple[Synonym, ...] = (
     _row("ddp distributed_strategy strategy", "parallel", "an option: `distrain ls parallel` lists them",
          {"ddp": "default", "fsdp": "zero3", "deepspeed_stage_1": "zero1", "deepspeed_stage_2": "zero2", "deepspeed_stage_3": "zero3"}),
     # machines
-    _row("nproc_per_node num_gpus gpus_per_node n_gpu num_gpus_per_node devices nproc ngpus", "cluster.gpus", "GPUs of a node"),
+    _row("nproc_per_node num_gpus gpus_per_node n_gpu num_gpus_per_node devices nproc ngpus", "cluster.gpus", "GPUs in a node"),
     _row("nnodes num_nodes n_nodes", "cluster.nodes"),
     _row("world_size", "", "it is cluster.nodes x cluster.gpus, as cluster=NODESxGPUS"),
     _row("master_addr", "launch.address"),
     _row("master_port", "launch.port"),
     _row("max_restarts", "launch.restarts"),
-    _row("deepspeed deepspeed_config", "", "it is written for you: `distrain show --engine` prints it, parallel.zero sets its stage"),
+    _row("deepspeed deepspeed_config", "", "distrain writes it: `distrain show --engine` prints it, and parallel.zero sets its stage"),
     # model
     _row("n_layer n_layers num_layers num_hidden_layers", "model.layers"),
     _row("n_embd hidden_size d_model dim hidden_dim embed_dim", "model.hidden"),
@@ -139,7 +139,7 @@ ROWS: tuple[Synonym, ...] = (
     _row("disable_bias_linear add_bias_linear use_bias", "model.bias", "", {}),
     _row("attention_dropout hidden_dropout resid_pdrop attn_pdrop embd_pdrop dropout_rate", "model.dropout"),
     _row("model_name_or_path pretrained_model_name_or_path base_model model_name pretrained init_from load_checkpoint_path",
-         "model.weights", "a folder of Hugging Face weights, with model.hf of its config.json; model=NAME alone draws new ones", {}),
+         "model.weights", "a folder of Hugging Face weights, with model.hf for its config.json; without it weights are random", {}),
     _row("flavor model_type model_size", "model", "an option: `distrain ls model` lists them", {}),
     # data
     _row("dataset dataset_name dataset_path data_path train_file train_data data_dir data_files datasets dataset_folder",
@@ -148,10 +148,10 @@ ROWS: tuple[Synonym, ...] = (
          "data.tokenizer", "bytes, or the path of a tokenizer.json", {}),
     _row("val_set_size validation_split valid_split val_split", "data.validation", "share of the tokens"),
     _row("text_column text_field content_key dataset_text_field", "data.text_key"),
-    _row("num_workers dataloader_num_workers", "", "data is read ahead without a number of workers"),
+    _row("num_workers dataloader_num_workers", "", "data is read ahead; there is no number of workers"),
     # log, checkpoints, validation
     _row("output_dir out_dir save_dir dump_folder default_root_dir logging_dir run_dir checkpoints_path", "log.dir",
-         "a run's folder is log.dir/name"),
+         "the run folder is log.dir/name"),
     _row("run_name experiment_name exp_name job_name", "name"),
     _row("logging_steps log_interval log_freq log_every_n_steps steps_per_print", "log.every", "steps"),
     _row("report_to", "log.sinks", "a list", {"wandb": "[console,jsonl,wandb]", "tensorboard": "[console,jsonl,tensorboard]"}),
@@ -174,32 +174,32 @@ ROWS: tuple[Synonym, ...] = (
 
 @cache
 def _table() -> dict[str, Synonym]:
-    return {word: row for row in ROWS for word in row.words}
+    return {name: row for row in ROWS for name in row.names}
 
 
 def find_synonym(key: str) -> Synonym | None:
-    """What a key of another trainer is here, with dashes or underscores and under any section; None where nobody says so."""
+    """Return the row for a key of another trainer, written with dashes or underscores and in any section; None for an unknown key."""
     parts = [part for part in key.strip("+~- ").lower().replace("-", "_").split(".") if part]
-    found = [".".join(parts[at:]) for at in range(len(parts))]
-    return next((row for at, word in enumerate(found) if (row := _table().get(word)) and (at == 0 or word not in TOP_LEVEL_ONLY)), None)
+    names = [".".join(parts[at:]) for at in range(len(parts))]
+    rows = (_table().get(name) for at, name in enumerate(names) if at == 0 or name not in TOP_LEVEL_ONLY)
+    return next((row for row in rows if row), None)
 
 
-def synonym_problem(key: str, value: Any = None, *, said: str = "key") -> Problem | None:
-    """The problem with a word of another trainer: what it is here, and that with its value where it carries over. None: no such word."""
+def synonym_problem(key: str, value: Any = None) -> Problem | None:
+    """Return the problem of a key of another trainer, with our key, and its value if there is an equivalent; None for an unknown key."""
     row = find_synonym(key)
     if row is None:
         return None
-    what = f"no {said} {key}"
     if not row.key:
-        return Problem(rule="unknown", says=what, mend=row.about)
-    about = f"that is {row.key}{f' ({row.about})' if row.about else ''}"
-    word = _our_value(value, row.values)
-    return Problem(rule="unknown", says=what, mend=f"{about}: {row.key}={word}" if word else about)
+        return Problem(rule="unknown", says=f"no key {key}", mend=row.note)
+    note = f" ({row.note})" if row.note else ""
+    our_value = _our_value(value, row.values)
+    return Problem(rule="unknown", says=f"no key {key}", mend=f"write {row.key}={our_value or 'VALUE'}{note}")
 
 
 def _our_value(value: Any, values: Mapping[str, str] | None) -> str:
-    """A value as it is written here; "" where it does not carry over."""
+    """Return the equivalent of another trainer's value; "" if there is none."""
     if value is None or value == "":
         return ""
-    word = value_text(value)
-    return values.get(word, "") if values is not None else word
+    text = value_text(value)
+    return values.get(text, "") if values is not None else text

@@ -1,4 +1,4 @@
-"""YAML as users write it: read from plain files of a sane size, whose anchors do not multiply it."""
+"""Reads users' YAML files safely: plain files of limited size, with a limit on the values that anchors and aliases make."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import AliasEvent, CollectionEndEvent, CollectionStartEvent, MarkedYAMLError, NodeEvent, YAMLError, parse
 from yaml.reader import ReaderError
 
-from ...trainer.spec.plain_file import read_plain
 from ...trainer.spec.problem import Problem, Unreadable
+from ...trainer.spec.regular_file import read_plain
 from .library import MOST_BYTES
 
-MOST_NODES = 20_000  # mappings, lists and values, those of each alias counted again
+MOST_NODES = 20_000  # mappings, lists and values, counted again for each alias
 
 
 class NamedText(StringIO):
-    """YAML in memory that errors name by its file."""
+    """YAML in memory with the name of its file, for error messages."""
 
     def __init__(self, text: str, name: str) -> None:
         super().__init__(text)
@@ -31,10 +31,10 @@ class NamedText(StringIO):
 
 
 def read_config(file: Path) -> DictConfig:
-    """What a recipe or an option of a group says, not yet composed; raises Unreadable."""
+    """Return the keys of a recipe or an option, not yet composed; raises Unreadable."""
     config = _read(file)
     if not isinstance(config, DictConfig):
-        raise _unreadable(f"{file} holds a list", "a recipe is a mapping of keys")
+        raise _unreadable(f"{file} holds a list", "a recipe must be a mapping of keys")
     if "hydra" in config:
         raise _unreadable(f"{file}: no key hydra", "leave it out")
     defaults = config.get("defaults", [])
@@ -44,27 +44,27 @@ def read_config(file: Path) -> DictConfig:
 
 
 def _read(file: Path) -> DictConfig | ListConfig:
-    """A file's YAML; raises Unreadable."""
+    """Return a file's YAML; raises Unreadable."""
     text = ""
     try:
         text = read_plain(file, MOST_BYTES).decode("utf-8-sig")
         if "&" in text and "*" in text and _count_nodes(NamedText(text, str(file))) > MOST_NODES:
-            raise _unreadable(f"{file}: its anchors and aliases make more than {MOST_NODES:,} values of it", "write it out")
+            raise _unreadable(f"{file}: its anchors and aliases make more than {MOST_NODES:,} values", "write the values out")
         return OmegaConf.load(NamedText(text, str(file)))
     except OSError as error:
         raise _unreadable(f"{file} can't be read: {error.strerror or error}") from None
     except UnicodeDecodeError:
-        raise _unreadable(f"{file} is not text in UTF-8") from None
+        raise _unreadable(f"{file} is not valid UTF-8") from None
     except RecursionError:
         if "*" in text or "${" in text:
             raise _unreadable(f"{file} contains itself", "break the loop of defaults, anchors or ${...}") from None
         raise _unreadable(f"{file} is nested too deeply") from None
     except ReaderError as error:
-        raise _unreadable(f"{file} holds the character {chr(error.character)!r}", "YAML is plain text") from None
+        raise _unreadable(f"{file} contains the character {chr(error.character)!r}", "remove it: YAML is plain text") from None
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{file}, line {mark.line + 1}, column {mark.column + 1}" if mark else str(file)
-        raise _unreadable(f"{where}: {error.problem or 'this is no YAML'}") from None
+        raise _unreadable(f"{where}: {error.problem or 'this is not YAML'}") from None
     except (YAMLError, OmegaConfBaseException, ValueError, TypeError, AttributeError, AssertionError) as error:
         lines = str(error).splitlines() or [type(error).__name__]
         raise _unreadable(f"{file} can't be read: {lines[0].partition('; use sys.')[0]}") from None
@@ -75,10 +75,10 @@ def _unreadable(says: str, mend: str = "") -> Unreadable:
 
 
 class PlainSource(FileConfigSource):
-    """Hydra's source of files, which reads them by `read_config`."""
+    """Hydra's source of files, but reading them with `read_config`."""
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """A file below this source's folder."""
+        """Return a file below this source's folder."""
         file = Path(os.path.realpath(os.path.join(self.path, self._normalize_file_name(config_path))))
         if not file.exists():
             raise ConfigLoadError(f"Config not found : {file}")
@@ -89,23 +89,23 @@ class PlainSource(FileConfigSource):
 
 
 def install_plain_source() -> None:
-    """Have Hydra read files by `read_config`."""
+    """Make Hydra read files with `read_config`."""
     Plugins.instance()
     SourcesRegistry.instance().types["file"] = PlainSource
 
 
 def _count_nodes(text: NamedText) -> int:
-    """The values of a document, each alias counted as all that it stands for; counting ends where they are too many."""
+    """Return the number of values in a document, each alias counted as all its values; counting stops above MOST_NODES."""
     total, anchors = 0, dict[str, int]()
-    open_: list[tuple[str | None, int]] = []  # of each collection that is open its anchor and the values before it
+    collections: list[tuple[str | None, int]] = []  # for each open collection its anchor and the number of values before it
     for event in parse(text):
         if isinstance(event, AliasEvent):
             total += anchors.get(event.anchor or "", 1)
         elif isinstance(event, CollectionStartEvent):
-            open_.append((event.anchor, total))
+            collections.append((event.anchor, total))
             total += 1
         elif isinstance(event, CollectionEndEvent):
-            anchor, before = open_.pop()
+            anchor, before = collections.pop()
             if anchor is not None:
                 anchors[anchor] = total - before
         elif isinstance(event, NodeEvent):

@@ -1,4 +1,4 @@
-"""YAML edited as text, so that all else of it stays as it was written: comments added to keys, values replaced."""
+"""Edits YAML as text, which keeps the rest of it unchanged: adds comments to keys, replaces values."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ Pairs = Iterator[tuple[str, Any, Any]]
 
 
 def add_comments(text: str, comments: Mapping[str, str]) -> str:
-    """A text of mappings in block style with a comment for each key, by its dotted name, at the end of the line where its value ends,
-    or where a mapping or list below it begins."""
+    """Return YAML in block style with comments, which are given by dotted key. A comment goes to the end of the line where the value
+    ends, or where a mapping or list begins."""
     lines = text.split("\n")
     for key, name, value in _pairs(_node(text)):
-        ends = value if isinstance(value, yaml.ScalarNode) or value.flow_style else name
+        commented = value if isinstance(value, yaml.ScalarNode) or value.flow_style else name
         if key in comments and getattr(value, "style", None) not in ("|", ">"):
-            lines[ends.end_mark.line] += f"  # {comments[key]}"
+            lines[commented.end_mark.line] += f"  # {comments[key]}"
     return "\n".join(lines)
 
 
 def replace_values(text: str, values: Mapping[str, str]) -> str:
-    """The text with other values for keys, by their dotted names, where it says them; one that has an anchor or is an alias stays."""
-    found = [(value, values[key]) for key, _, value in _pairs(_node(text)) if key in values and isinstance(value, yaml.ScalarNode)]
-    for node, word in sorted(found, key=lambda pair: -pair[0].start_mark.index):
+    """Return the text with new values for keys that it has, given by dotted key; a value with an anchor, or an alias, stays."""
+    nodes = [(value, values[key]) for key, _, value in _pairs(_node(text)) if key in values and isinstance(value, yaml.ScalarNode)]
+    for node, value in sorted(nodes, key=lambda pair: -pair[0].start_mark.index):
         start, end = node.start_mark.index, node.end_mark.index
         if text[start : start + 1] != "&":
             before, after = " " if text[start - 1] == ":" else "", "\n" if node.style in ("|", ">") else ""
-            text = f"{text[:start]}{before}{scalar(word)}{after}{text[end:]}"
+            text = f"{text[:start]}{before}{scalar(value)}{after}{text[end:]}"
     return text
 
 
-def scalar(word: str) -> str:
-    """A text as YAML reads it back as that text, wherever it stands: plain where that does, else in double quotes."""
+def scalar(value: str) -> str:
+    """Return a string as YAML that reads back as that string in any position: plain if possible, else in double quotes."""
     try:
-        plain = word.isprintable() and yaml.safe_load(f"{{a: [{word}]}}") == {"a": [word]}
+        is_plain = value.isprintable() and yaml.safe_load(f"{{a: [{value}]}}") == {"a": [value]}
     except (yaml.YAMLError, RecursionError, ValueError):
-        plain = False
-    return word if plain else str(yaml.safe_dump(word, default_style='"', width=float("inf"))).rstrip("\n")
+        is_plain = False
+    return value if is_plain else str(yaml.safe_dump(value, default_style='"', width=float("inf"))).rstrip("\n")
 
 
 def text_values(text: str) -> dict[str, str]:
-    """Every text that a YAML file says itself, by its dotted key."""
+    """Return every scalar of a YAML text, as it is written, by its dotted key."""
     return {key: value.value for key, _, value in _pairs(_node(text)) if isinstance(value, yaml.ScalarNode)}
 
 
@@ -51,9 +51,9 @@ def _node(text: str) -> Any:
 
 
 def _pairs(node: Any, at: str = "") -> Pairs:
-    """Every key of a mapping and of the mappings in it: its dotted name, its node and its value's node."""
+    """Yield (dotted key, node of the key, node of the value) for a mapping and the mappings in it."""
     for name, value in node.value if isinstance(node, yaml.MappingNode) else ():
-        if value.start_mark.index >= name.end_mark.index:  # else it is an alias of what stands before
+        if value.start_mark.index >= name.end_mark.index:  # else the value is an alias
             key = f"{at}{name.value}"
             yield key, name, value
             yield from _pairs(value, f"{key}.")

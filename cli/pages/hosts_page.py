@@ -8,7 +8,7 @@ from ...trainer.launch.hosts.hostfile import Host
 from ...trainer.launch.preflight.checks import HostState
 from ...trainer.launch.preflight.preflight import PreflightReport, host_requirements, run_preflight
 from ...trainer.plan.result import Plan
-from ...trainer.spec.number_text import plural, rate_text, seconds_text, size_text
+from ...trainer.spec.format_numbers import plural, rate_text, seconds_text, size_text
 from ...trainer.spec.problem import Problem
 from ...trainer.spec.run import Run
 from .format import narrow_table, page_width, wrap

@@ -33,7 +33,7 @@ def run_chart(losses: Points, validation: Points, style: Style) -> list[str]:
     characters = _braille(dots) if style.blocks else dict.fromkeys(dots, "*")
     characters |= dict.fromkeys((position(step, loss, width, HEIGHT) for step, loss in validation), "o")
     title = "Loss, nats a token" + (", and validation (o)" if validation else "")
-    return [style.paint(title, "bold"), *_framed(characters, width, (low, high), (first, last), style)]
+    return [style.paint(title, "bold"), *_with_axes(characters, width, (low, high), (first, last), style)]
 
 
 def comparison_chart(curves: Mapping[str, Points], style: Style) -> list[str]:
@@ -50,10 +50,10 @@ def comparison_chart(curves: Mapping[str, Points], style: Style) -> list[str]:
         for x, loss in _losses_by_column(curve, first, last, width):
             at = (x, round((high - loss) / ((high - low) or 1.0) * (HEIGHT - 1)))
             cells[at] = mark if cells.get(at, mark) == mark else SHARED_CELL
-    return _framed(cells, width, (low, high), (first, last), style)
+    return _with_axes(cells, width, (low, high), (first, last), style)
 
 
-def _framed(
+def _with_axes(
     characters: Mapping[tuple[int, int], str], width: int, losses: tuple[float, float], steps: tuple[int, int], style: Style
 ) -> list[str]:
     """The characters of a chart by (column, row), `width` columns wide, with the lowest and highest loss and the first and last step."""

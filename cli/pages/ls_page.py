@@ -112,8 +112,8 @@ def _descriptions(files: Mapping[str, Path]) -> dict[str, str]:
 
 def _lines(rows: Mapping[str, str]) -> list[str]:
     widest = max(map(len, rows), default=0)
-    return [_shortened(f"  {name.ljust(widest)}  {one_line(text)}".rstrip()) for name, text in rows.items()]
+    return [_shorten(f"  {name.ljust(widest)}  {one_line(text)}".rstrip()) for name, text in rows.items()]
 
 
-def _shortened(line: str) -> str:
+def _shorten(line: str) -> str:
     return line if len(line) <= page_width() else f"{line[: page_width() - 4].rstrip(' ,')} ..."

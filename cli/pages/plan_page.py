@@ -8,7 +8,7 @@ from itertools import groupby
 from ...trainer.launch.file_checks import WOULD_REFUSE
 from ...trainer.plan.result import Memory, Message, Plan, StageMemory
 from ...trainer.plan.save_interval import ENOUGH
-from ...trainer.spec.number_text import (
+from ...trainer.spec.format_numbers import (
     binary_unit,
     count_text,
     digits,

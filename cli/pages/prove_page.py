@@ -8,7 +8,7 @@ from ...trainer.prove.judge import CONTROL_FACTOR, LayoutResult, ProofResult
 from ...trainer.prove.layouts import ProveLayout
 from ...trainer.prove.trials import Proof, Trial
 from ...trainer.rundir.paths import relative_folder
-from ...trainer.spec.number_text import plural, seconds_text
+from ...trainer.spec.format_numbers import plural, seconds_text
 from .format import Style, page_width, wrap
 
 # What the parts of a layout's name mean, for a newcomer.

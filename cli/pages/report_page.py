@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ...trainer.rundir.measured import MeasuredRun, PlannedMeasured
-from ...trainer.spec.number_text import count_text, plural, seconds_text, share_text, size_text
+from ...trainer.spec.format_numbers import count_text, plural, seconds_text, share_text, size_text
 from ...trainer.spec.problem import one_line
 from .format import Style, table, wrap
 from .loss_chart import evenly_spaced, loss_label, run_chart

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...trainer.plan.result import Plan
-from ...trainer.spec.number_text import count_text, part_of_size, seconds_text, share_text
+from ...trainer.spec.format_numbers import count_text, part_of_size, seconds_text, share_text
 from ...trainer.spec.problem import one_line
 from .format import Style, page_width, table, wrap
 from .plan_page import engine_limit, refusal_here

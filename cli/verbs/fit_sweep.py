@@ -22,7 +22,7 @@ from ...trainer.plan.plan import make_plan
 from ...trainer.rundir.files import run_folder
 from ...trainer.rundir.measured import read_measured_run
 from ...trainer.rundir.paths import relative_folder
-from ...trainer.spec.number_text import count_text, plural
+from ...trainer.spec.format_numbers import count_text, plural
 from ...trainer.spec.problem import Problem, Unreadable, one_line
 from ...trainer.spec.run import Run
 from ..config.command_name import command_name
@@ -86,7 +86,7 @@ def fit_sweep(
 def sweep_runs(conf: str, overrides: Sequence[str], config_dir: Path | None) -> list[SweepRun]:
     """Return the runs of a sweep under their own names; raises Unreadable, also where two would share a folder."""
     runs = [
-        SweepRun(swept=each.words, arguments=each.arguments, run=with_changes(each.run, [("name", sweep_name(each.run.name, each.words))]))
+        SweepRun(swept=each.swept, arguments=each.arguments, run=with_changes(each.run, [("name", sweep_name(each.run.name, each.swept))]))
         for each in load_sweep(conf, overrides, config_dir)
     ]
     folders = Counter(run_folder(each.run) for each in runs)

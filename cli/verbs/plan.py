@@ -64,12 +64,12 @@ def _print_sweep(conf: str, overrides: Sequence[str], config_dir: Path | None, a
 
     swept = load_sweep(conf, overrides, config_dir)
     plans = _plans([each.run for each in swept])
-    layouts = [(each.words, plan) for each, plan in zip(swept, plans, strict=True)]
+    layouts = [(each.swept, plan) for each, plan in zip(swept, plans, strict=True)]
     if as_json:
         print_output(_json([{"overrides": words, **to_builtins(plan)} for words, plan in layouts]))
     else:
         print_output(sweep_text(layouts, stdout_style()))
-    if not any(each.words for each in swept):
+    if not any(each.swept for each in swept):
         print_problems([empty_sweep_problem()])
     return plans
 

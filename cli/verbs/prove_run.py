@@ -52,13 +52,13 @@ class Recipe:
 
     def run(self) -> Run:
         """The run as the user wrote it; raises Unreadable."""
-        return self._loader.run(self._conf, self._overrides)
+        return self._loader.load(self._conf, self._overrides)
 
     def run_on(self, ranks: int) -> Run:
         """The run on one node of `ranks` ranks; raises Unreadable."""
         if ranks not in self._runs:
             kept = [each for each in self._overrides if not (each.startswith("cluster=") and is_shape(each.removeprefix("cluster=")))]
-            self._runs[ranks] = self._loader.run(self._conf, [*kept, "cluster.nodes=1", f"cluster.gpus={ranks}"])
+            self._runs[ranks] = self._loader.load(self._conf, [*kept, "cluster.nodes=1", f"cluster.gpus={ranks}"])
         return self._runs[ranks]
 
 

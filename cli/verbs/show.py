@@ -56,7 +56,7 @@ def _print_engine(conf: str, overrides: Sequence[str], config_dir: Path | None) 
     """Print the run's DeepSpeed config; raises Unreadable where it has no layout."""
     from msgspec import json
 
-    from ...trainer.plan.deepspeed.config import deepspeed_config
+    from ...trainer.plan.deepspeed.ds_config import deepspeed_config
     from ...trainer.plan.plan import make_plan
     from ...trainer.spec.problem import Unreadable
     from ..config.load import load_recipe
@@ -72,7 +72,8 @@ def _config_text(conf: str, overrides: Sequence[str], config_dir: Path | None, *
     """The composed config as YAML, without the keys that are not set."""
     from msgspec import to_builtins
 
-    from ..config.load import checked_run, compose_config, config_yaml
+    from ..config.composition import config_yaml
+    from ..config.load import checked_run, compose_config
 
     composed = to_builtins(checked_run(compose_config(conf, overrides, config_dir)))
     text = config_yaml({key: value for key, value in composed.items() if value is not None})

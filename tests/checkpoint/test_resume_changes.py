@@ -29,11 +29,11 @@ def changes(before: Run, *change: tuple[str, object], same_data: bool | None = T
 
 
 @pytest.mark.parametrize("key", [key for key in config_keys() if key.partition(".")[0] in DECIDED])
-def test_every_key_of_what_is_trained_is_decided(key: str) -> None:
+def test_every_key_of_model_data_optim_and_train_has_a_policy(key: str) -> None:
     assert any(key == name or (name.endswith(".") and key.startswith(name)) for name, _ in POLICIES)
 
 
-def test_every_row_of_the_policies_is_of_a_key() -> None:
+def test_every_row_of_policies_names_a_key() -> None:
     known = {*config_keys(), "model.parameters"}
     assert not [name for name, _ in POLICIES if name not in known and not any(key.startswith(name) for key in known)]
 
@@ -54,7 +54,7 @@ OTHERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("key", OTHERS)
-def test_another_model_is_refused_by_the_name_of_its_key(key: str) -> None:
+def test_a_different_model_is_refused_with_the_name_of_its_key(key: str) -> None:
     found = changes(run(), (key, OTHERS[key]))
     assert [problem.says.split()[0] for problem in found.problems if problem.says.startswith(f"{key} ")] == [key]
     assert all("checkpoint.accept" not in problem.mend for problem in found.problems)
@@ -64,17 +64,17 @@ def test_another_model_is_refused_by_the_name_of_its_key(key: str) -> None:
     ("key", "value"),
     [("model.rope_base", 5e5), ("model.experts", 8), ("model.top_k", 1), ("model.expert_ffn", 64), ("model.capacity", 1.5)],
 )
-def test_another_mixture_is_refused_too(key: str, value: object) -> None:
+def test_a_different_mixture_is_refused(key: str, value: object) -> None:
     before = load_recipe("quickstart", ["model=tiny_moe"])
     assert [problem.says.split()[0] for problem in changes(before, (key, value)).problems] == [key]
 
 
 @pytest.mark.parametrize("change", [("model.rope_base", 5e5), ("model.kv_heads", 8), ("model.ffn", 1024), ("model.top_k", 3)])
-def test_a_value_that_means_the_same_is_no_change(change: tuple[str, object]) -> None:
+def test_a_value_with_the_same_meaning_is_no_change(change: tuple[str, object]) -> None:
     assert changes(run(), change) == Changes()
 
 
-def test_a_key_that_follows_from_another_is_not_told_beside_it() -> None:
+def test_a_key_that_follows_from_a_changed_key_is_not_reported() -> None:
     (problem,) = changes(run("model.ffn=null"), ("model.hidden", 512)).problems
     assert problem.says == "model.hidden was 256 when step 7 was saved, and is 512 now"
 
@@ -100,12 +100,12 @@ def test_rows_of_a_position_table_that_follow_from_the_sequence_are_refused() ->
         ("model.dropout", 0.1, "model.dropout 0.0 -> 0.1"),
     ],
 )
-def test_what_may_change_is_said(key: str, value: object, words: str) -> None:
+def test_a_permitted_change_is_reported(key: str, value: object, words: str) -> None:
     found = changes(run(), (key, value))
     assert (found.problems, list(found.remarks(7))) == ((), [f"changed since step 7: {words}"])
 
 
-def test_what_is_said_is_said_in_one_line() -> None:
+def test_permitted_changes_are_one_line() -> None:
     assert list(changes(run(), ("optim.lr", 5e-4), ("train.batch", 32)).remarks(7)) == [
         "changed since step 7: train.batch 16 -> 32, optim.lr 0.001 -> 0.0005"
     ]
@@ -119,19 +119,19 @@ def test_what_is_said_is_said_in_one_line() -> None:
         ("model.vocab_multiple", 64), ("data.cache", "elsewhere"),
     ],
 )  # fmt: skip
-def test_what_is_free_is_not_said(change: tuple[str, object]) -> None:
+def test_a_free_change_is_not_reported(change: tuple[str, object]) -> None:
     assert changes(run(), change) == Changes()
 
 
 @pytest.mark.parametrize("key", ["data.path", "data.tokenizer"])
-def test_other_words_for_the_same_tokens_are_no_change(key: str) -> None:
+def test_another_path_to_the_same_tokens_is_no_change(key: str) -> None:
     before = run("data=text", "data.path=a.txt", "data.tokenizer=a")
     assert changes(before, (key, "b"), same_data=True) == Changes()
     assert changes(before, (key, "b"), same_data=None) == Changes(), "whether they are the same is not known yet"
 
 
 @pytest.mark.parametrize("key", ["data.path", "data.tokenizer", "data.end", "data.validation", "data.text_key"])
-def test_other_data_are_refused_unless_they_are_accepted(key: str) -> None:
+def test_different_data_are_refused_unless_accepted(key: str) -> None:
     before = run("data=text", "data.path=a.txt")
     change = (key, {"data.end": 1, "data.validation": 0.5}.get(key, "b"))
     (problem,) = changes(before, change, same_data=False).problems
@@ -144,7 +144,7 @@ def test_other_data_are_refused_unless_they_are_accepted(key: str) -> None:
     assert others == "the data are different: the run reads them from their first sample on"
 
 
-def test_a_file_that_holds_other_tokens_than_it_did_is_refused() -> None:
+def test_a_file_whose_tokens_have_changed_is_refused() -> None:
     before = run("data=text", "data.path=a.txt")
     (problem,) = changes(before, same_data=False).problems
     assert str(problem) == (
@@ -157,13 +157,13 @@ def test_a_file_that_holds_other_tokens_than_it_did_is_refused() -> None:
     ]
 
 
-def test_documents_apart_are_another_loss_on_the_same_samples() -> None:
+def test_a_change_of_documents_keeps_the_samples() -> None:
     assert [each.says.split()[0] for each in changes(run(), ("data.documents", True)).problems] == ["data.documents"]
     found = changes(run(), ("data.documents", True), ("checkpoint.accept", ("data.documents",)))
     assert (found.problems, found.other_data) == ((), False)
 
 
-def test_another_optimizer_begins_with_moments_of_its_own_and_says_so() -> None:
+def test_a_different_optimizer_starts_with_new_moments_and_says_so() -> None:
     before = run()
     assert [each.says.split()[0] for each in changes(before, ("optim.name", "sgd")).problems] == ["optim.name"]
     found = changes(before, ("optim.name", "sgd"), ("optim.momentum", 0.9), ("checkpoint.accept", ("optim.name",)))
@@ -175,18 +175,18 @@ def test_another_optimizer_begins_with_moments_of_its_own_and_says_so() -> None:
     ]
 
 
-def test_a_momentum_that_was_none_begins_at_zero_and_says_so() -> None:
+def test_new_momentum_starts_at_zero_and_says_so() -> None:
     before = run("optim=sgd", "optim.momentum=0")
     assert list(changes(before, ("optim.momentum", 0.9)).remarks(7))[1:] == ["optimizer moments that start at zero: momentum_buffer"]
     assert moment_kinds(before.optim) == ()
 
 
-def test_what_can_be_accepted_is_all_that_is_refused_and_no_model() -> None:
+def test_acceptable_keys_are_those_of_data_and_optimizer() -> None:
     assert set(acceptable_keys()) == {key for key in config_keys() if key_policy(key) == "acceptable"}
     assert not [key for key in acceptable_keys() if key.startswith("model.")]
 
 
-def test_a_record_gives_the_run_again() -> None:
+def test_a_record_gives_the_same_run() -> None:
     one = run("model=tiny_moe", "optim=sgd", "log.profile=[1,2]")
     assert run_from_record(run_record(one)) == one
     assert run_from_record({}) is None
@@ -202,7 +202,7 @@ def test_no_key_is_left_out_of_a_comparison() -> None:
     assert flatten(run()) >= {key for key in config_keys() if key.partition(".")[0] in DECIDED}
 
 
-def test_one_mend_accepts_all_that_can_be() -> None:
+def test_one_fix_accepts_all_acceptable_keys() -> None:
     found = changes(
         run("data=synthetic", "data.validation=0.5"),
         ("data.name", "stdlib"),
@@ -214,7 +214,7 @@ def test_one_mend_accepts_all_that_can_be() -> None:
     assert sorted(mend.strip("[]").split(",")) == ["data.name", "data.validation", "optim.name"]
 
 
-def test_another_family_is_told_without_what_follows_from_it() -> None:
+def test_a_different_family_is_reported_without_the_keys_that_follow_from_it() -> None:
     found = changes(run(), ("model.family", "llama"), ("model.positions", "rope"), ("model.norm", "rmsnorm"), ("optim.name", "sgd"))
     assert [problem.says.split()[0] for problem in found.problems] == ["model.family", "optim.name"]
 
@@ -241,7 +241,7 @@ def test_a_change_is_refused_before_any_rank_is_started(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("key", "mend"), [("data.paht", "did you mean data.path?"), ("model.heads", "known: data.documents, ")])
-def test_what_can_not_be_accepted_is_said(tmp_path: Path, key: str, mend: str) -> None:
+def test_a_key_that_can_not_be_accepted_is_named(tmp_path: Path, key: str, mend: str) -> None:
     (problem,) = check_resume(run(f"checkpoint.accept=[{key}]"), tmp_path).problems
     assert problem.says == f"checkpoint.accept=[{key}] is not a key that can be accepted"
     assert problem.mend.startswith(mend)
@@ -254,13 +254,13 @@ def test_the_resume_mode_is_judged_before_any_rank_is_started(tmp_path: Path, mo
     assert [each.says.startswith(says) for each in found] == ([True] if says else [])
 
 
-def test_a_folder_without_a_checkpoint_must_not_go_on(tmp_path: Path) -> None:
+def test_resume_must_needs_a_checkpoint(tmp_path: Path) -> None:
     assert check_resume(run(), tmp_path).problems == ()
     (problem,) = check_resume(run("checkpoint.resume=must"), tmp_path).problems
     assert problem.says == f"checkpoint.resume=must, but no checkpoint in {tmp_path}/checkpoints verifies"
 
 
-def test_a_checkpoint_that_names_no_run_is_read_with_run_json_and_that_is_said(tmp_path: Path) -> None:
+def test_a_checkpoint_that_names_no_run_is_read_with_run_json_and_says_so(tmp_path: Path) -> None:
     from msgspec import json
 
     saved_by(tmp_path, None)

@@ -58,14 +58,14 @@ def test_no_file_is_overwritten(there: str, capsys: pytest.CaptureFixture[str]) 
     Path("mine.yaml").write_text("kept\n")
     Path("link.yaml").symlink_to("nowhere")
     status, _, err = run_command(f"cp quickstart {there}", capsys)
-    assert (status, err) == (2, f"distrain: {there} is there already: name another file, or remove it first\n")
+    assert (status, err) == (2, f"distrain: {there} already exists: name another file, or remove it first\n")
     assert Path("mine.yaml").read_text() == "kept\n"
     assert not Path("nowhere").exists()
 
 
 def test_a_file_created_meanwhile_is_not_overwritten() -> None:
     Path("mine.yaml").write_text("kept\n")
-    with pytest.raises(Unreadable, match=r"mine\.yaml is there already"), NewFile(Path("mine.yaml"), "new\n"):
+    with pytest.raises(Unreadable, match=r"mine\.yaml already exists"), NewFile(Path("mine.yaml"), "new\n"):
         pass
     assert Path("mine.yaml").read_text() == "kept\n"
 
@@ -73,7 +73,7 @@ def test_a_file_created_meanwhile_is_not_overwritten() -> None:
 def test_no_folder_is_created(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command("cp quickstart a/b/mine.yaml", capsys)[::2] == (
         2,
-        "distrain: a/b/mine.yaml: there is no folder a/b: make it first\n",
+        "distrain: a/b/mine.yaml: there is no folder a/b: create it first\n",
     )
     assert os.listdir() == []
 
@@ -112,7 +112,7 @@ def test_a_copy_that_would_not_load_is_refused(capsys: pytest.CaptureFixture[str
     status, out, err = run_command("cp theirs/r.yaml mine/", capsys)
     assert (status, out) == (2, "")
     assert err == (
-        "distrain: mine/r.yaml would not be what theirs/r.yaml is (mine/r.yaml: its defaults name recipe quick, which is not there):"
+        "distrain: mine/r.yaml would differ from theirs/r.yaml (mine/r.yaml: its defaults name recipe quick, which does not exist):"
         " copy it beside theirs/r.yaml, whose folder has what it names\n"
     )
     assert os.listdir("mine") == []
@@ -125,7 +125,7 @@ def test_a_copy_that_would_load_other_files_of_the_same_names_is_refused(capsys:
     Path("theirs/r.yaml").write_text("defaults: [quick]\n")
     status, _, err = run_command("cp theirs/r.yaml mine/", capsys)
     assert (status, err.partition(":")[0]) == (2, "distrain")
-    assert "mine/r.yaml would not be what theirs/r.yaml is: copy it beside" in err
+    assert "mine/r.yaml would differ from theirs/r.yaml: copy it into the folder of" in err
     assert os.listdir("mine") == ["quick.yaml"]
 
 
@@ -177,7 +177,7 @@ def test_cp_prints_a_command_that_chooses_the_copied_option(capsys: pytest.Captu
 
 def test_an_option_copied_outside_its_group_is_told_where_it_belongs(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run_command("cp model/tiny wide", capsys)
-    assert out == "wrote wide.yaml; model=wide chooses it once it is DIR/model/wide.yaml, with --config-dir DIR\n"
+    assert out == "wrote wide.yaml; to use it, move it to DIR/model/ and add model=wide --config-dir DIR\n"
 
 
 def test_an_option_that_would_include_itself_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -213,5 +213,5 @@ def test_control_characters_in_a_path_are_escaped(capsys: pytest.CaptureFixture[
 
 def test_a_wrong_command_line_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["doctor", "quickstart"]) == 2
-    assert capsys.readouterr().err == "distrain: quickstart stands alone: write conf=quickstart\n"
+    assert capsys.readouterr().err == "distrain: quickstart is neither conf=NAME nor KEY=VALUE: write conf=quickstart\n"
     assert command(["doctor", "conf=quickstart", "launch=deepspeed", "launch.hostfile=nowhere"]) == 2

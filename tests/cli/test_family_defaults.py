@@ -30,11 +30,11 @@ def test_every_family_has_defaults_except_those_made_by_transformers() -> None:
     assert all(bool(row.defaults) != row.made_by_transformers for row in FAMILIES.values())
 
 
-@pytest.mark.parametrize("said", ["norm: layernorm", "act: geglu", "bias: true", "tied: true", "positions: none"])
-def test_a_key_in_the_recipe_wins_over_the_default(tmp_path: Path, said: str) -> None:
-    key, _, value = said.partition(": ")
-    shown = getattr(load_recipe(recipe(tmp_path, "llama", f"  {said}\n")).model, key)
-    assert (str(shown).lower() if isinstance(shown, bool) else shown) == value
+@pytest.mark.parametrize("line", ["norm: layernorm", "act: geglu", "bias: true", "tied: true", "positions: none"])
+def test_a_key_in_the_recipe_wins_over_the_default(tmp_path: Path, line: str) -> None:
+    key, _, value = line.partition(": ")
+    actual = getattr(load_recipe(recipe(tmp_path, "llama", f"  {line}\n")).model, key)
+    assert (str(actual).lower() if isinstance(actual, bool) else actual) == value
 
 
 def test_another_family_on_the_command_line_brings_its_defaults() -> None:
@@ -54,6 +54,6 @@ def test_a_key_that_differs_from_its_familys_default_stays_under_another_family(
 
 def test_show_prints_the_defaults_of_the_family(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["show", f"conf={recipe(tmp_path, 'llama')}"]) == 0
-    shown = capsys.readouterr().out
-    assert "  norm: rmsnorm\n" in shown
-    assert "  positions: rope\n" in shown
+    out = capsys.readouterr().out
+    assert "  norm: rmsnorm\n" in out
+    assert "  positions: rope\n" in out

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from distrain.cli.app import command
-from distrain.tests.fakes.unrepeated_words import unrepeated
+from distrain.tests.fakes.overrides import without_repeats
 
 WORDS = (
     "fit", "conf=quickstart", "model=tiny", "model.layers=1", "data=synthetic", "cluster=1x1", "parallel.zero=0", "train.batch=4",
@@ -56,20 +56,20 @@ REFUSED = (
 
 
 @pytest.mark.parametrize(("words", "says"), REFUSED, ids=[words for words, _ in REFUSED])
-def test_what_the_command_line_refuses_changes_nothing(used: Path, capsys: pytest.CaptureFixture[str], words: str, says: str) -> None:
+def test_a_run_refused_by_the_command_line_changes_nothing(used: Path, capsys: pytest.CaptureFixture[str], words: str, says: str) -> None:
     before = contents(used)
     assert command([*WORDS, f"log.dir={used}", "train.steps=4", *words.split()]) == 1
     assert any(line.startswith(f"distrain: {says}") for line in capsys.readouterr().err.splitlines())
     assert contents(used) == before
 
 
-def test_what_ranks_refuse_changes_nothing_and_is_no_fault_of_theirs(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_refused_by_its_ranks_changes_nothing_and_is_no_rank_failure(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (file,) = (used / "run" / "checkpoints" / "step_2").glob("weight.*")
     damaged = bytearray(file.read_bytes())
     damaged[-1] ^= 1
     file.write_bytes(damaged)
     before = contents(used)
-    assert command(unrepeated(*WORDS, f"log.dir={used}", "train.steps=4", "optim.lr=5e-4")) == 1
+    assert command(without_repeats(*WORDS, f"log.dir={used}", "train.steps=4", "optim.lr=5e-4")) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert line == (
         f"distrain: no checkpoint in {used}/run/checkpoints verifies (step_2: {file.name} is not as it was written (its hash differs)): "
@@ -84,21 +84,21 @@ def test_a_run_that_is_refused_makes_no_folder(tmp_path: Path, capsys: pytest.Ca
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_run_with_nothing_to_train_leaves_its_words_as_they_were(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_with_nothing_to_train_keeps_its_run_json(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = {name: (used / "run" / name).read_bytes() for name in ("run.json", "plan.json")}
     assert command([*WORDS, f"log.dir={used}", "train.precision=bf16", "optim.lr=5e-4"]) == 0
     assert "nothing to train" in capsys.readouterr().out
     assert {name: (used / "run" / name).read_bytes() for name in before} == before
 
 
-def test_a_run_that_trains_on_keeps_the_words_it_trained_with(used: Path) -> None:
-    assert command(unrepeated(*WORDS, f"log.dir={used}", "train.steps=3", "optim.lr=5e-4")) == 0
+def test_a_run_that_trains_on_writes_its_new_run_json(used: Path) -> None:
+    assert command(without_repeats(*WORDS, f"log.dir={used}", "train.steps=3", "optim.lr=5e-4")) == 0
     written = json.loads((used / "run" / "run.json").read_text())
     assert (written["train"]["steps"], written["optim"]["lr"]) == (3, 5e-4)
 
 
 @pytest.mark.parametrize("make", [lambda path: path.mkdir(), lambda path: path.symlink_to("/nowhere/at/all")])
-def test_a_log_that_is_no_file_is_found_before_the_start(
+def test_a_metrics_file_that_is_not_a_file_is_found_before_the_start(
     make: Callable[[Path], object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run").mkdir()
@@ -108,18 +108,18 @@ def test_a_log_that_is_no_file_is_found_before_the_start(
     assert capsys.readouterr().err == says
 
 
-def test_a_plan_says_what_of_the_files_fit_would_refuse(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_warns_of_files_that_fit_would_refuse(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*WORDS[1:], f"log.dir={used}", "train.steps=4"]
-    assert command(["plan", *unrepeated(*words, "model.heads=2")]) == 0
+    assert command(["plan", *without_repeats(*words, "model.heads=2")]) == 0
     page = capsys.readouterr().out
     assert "; `fit` would refuse it on this machine" in " ".join(page.partition("\n\n")[0].split())
     assert "does not run it" not in page
-    assert command(["plan", "-m", *unrepeated(*words, "model.heads=2,4")]) == 0
+    assert command(["plan", "-m", *without_repeats(*words, "model.heads=2,4")]) == 0
     page = capsys.readouterr().out
     assert [line.split("  ")[1].strip() for line in page.splitlines()[1:3]] == ["fits, refused", "fits"]
     assert "refused: model.heads was 4 when step 2 was saved, and is 2 now" in page
 
 
-def test_a_script_that_its_ranks_would_refuse_is_printed_with_a_warning(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(["show", "--launch", *unrepeated(*WORDS[1:], f"log.dir={used}", "model.heads=2")]) == 0
+def test_a_launch_script_whose_ranks_would_refuse_it_has_a_warning(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["show", "--launch", *without_repeats(*WORDS[1:], f"log.dir={used}", "model.heads=2")]) == 0
     assert capsys.readouterr().err.startswith("distrain: warning: `fit` would refuse this here: model.heads was 4 ")

@@ -53,7 +53,7 @@ WORDS = (*SMALL, "data=synthetic", "train.precision=fp32", "train.evaluate={ever
         (("optim.betas=[0.9,0.99]",), "mine.betas=0.9_0.99-fe0d5a2a"),
     ],
 )
-def test_a_run_of_a_sweep_is_named_by_its_words(words: tuple[str, ...], name: str) -> None:
+def test_a_run_of_a_sweep_is_named_by_its_overrides(words: tuple[str, ...], name: str) -> None:
     found = sweep_name("mine", words)
     if "-" in name:  # the digest: of the word
         assert re.fullmatch(re.escape(name[:-8]) + "[0-9a-f]{8}", found)
@@ -66,7 +66,7 @@ rows = st.tuples(values, values)
 
 
 @given(one=rows, two=rows)
-def test_different_values_have_different_folders_whose_names_cross_to_hosts(one: tuple[str, str], two: tuple[str, str]) -> None:
+def test_different_values_have_different_folders_with_shell_safe_names(one: tuple[str, str], two: tuple[str, str]) -> None:
     names = [sweep_name("mine", (f"data.text_key={row[0]}", f"optim.lr={row[1]}")) for row in (one, two)]
     assert (names[0] == names[1]) == (one == two)
     assert all(SAFE.fullmatch(name) and "/" not in name and len(name) <= LONGEST + 20 for name in names)
@@ -77,7 +77,7 @@ def test_the_same_value_of_another_key_has_another_folder(key: str, other: str, 
     assert sweep_name("mine", (f"{key}={value}",)) != sweep_name("mine", (f"{other}={value}",))
 
 
-def test_a_value_is_named_as_hydra_reads_it_so_that_1e_3_goes_on_in_the_folder_of_0_001(tmp_path: Path) -> None:
+def test_1e_3_and_0_001_have_the_same_folder(tmp_path: Path) -> None:
     names = [[each.run.name for each in sweep_runs("quickstart", (f"optim.lr={lr}",), None)] for lr in ("1e-3,2e-3", "0.001,0.002")]
     assert names[0] == names[1] == ["quickstart.lr=0.001", "quickstart.lr=0.002"]
 
@@ -109,7 +109,7 @@ def test_all_runs_are_checked_before_the_first_starts(tmp_path: Path, capsys: py
     assert not (tmp_path / "runs").exists()
 
 
-def test_wrong_words_of_a_sweep_are_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_wrong_overrides_of_a_sweep_are_reported_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["fit", "-m", "conf=quickstart", "train.batch=4,x", "optim.lrr=1,2"]) == 2
     out, err = capsys.readouterr()
     assert (out, sorted(err.splitlines())) == (
@@ -127,7 +127,7 @@ def test_wrong_words_of_a_sweep_are_told_at_once(tmp_path: Path, capsys: pytest.
         ([1, 130], 130, ["failed", "stopped", "not started"]),
     ],
 )
-def test_a_sweep_goes_on_after_a_failure_and_ends_where_it_is_stopped(
+def test_a_sweep_goes_on_after_a_failure_and_ends_when_it_is_stopped(
     statuses: list[int], status: int, told: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     coming, names = iter(statuses), []
@@ -142,7 +142,7 @@ def test_a_sweep_goes_on_after_a_failure_and_ends_where_it_is_stopped(
     assert [row.split(maxsplit=4)[4] for row in rows] == told
 
 
-def test_a_run_that_ends_well_although_it_was_told_to_stop_is_the_last(tmp_path: Path) -> None:
+def test_a_run_that_finishes_after_a_stop_request_is_the_last(tmp_path: Path) -> None:
     started: list[str] = []
 
     def fit(read: Callable[[], Run]) -> TrainingResult:
@@ -177,7 +177,7 @@ def test_a_sweep_trains_each_run_in_its_own_folder_and_goes_on_after_one_fails(t
     assert "not finite" in err
 
 
-def test_ctrl_c_saves_and_ends_the_sweep_and_the_same_words_go_on(tmp_path: Path) -> None:
+def test_ctrl_c_saves_and_ends_the_sweep(tmp_path: Path) -> None:
     words = ["-m", "conf=quickstart", *WORDS, f"log.dir={tmp_path}/runs", "train.seed=1,2", "train.steps=100000"]
     with subprocess.Popen([sys.executable, "-m", "distrain", "fit", *words], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from distrain.cli.app import command
-from distrain.tests.fakes.unrepeated_words import unrepeated
+from distrain.tests.fakes.overrides import without_repeats
 
 if TYPE_CHECKING:
     from distrain.tests.fakes.rank_pool import RankPool
@@ -55,7 +55,7 @@ def test_what_cannot_run_is_refused_before_anything_starts(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_launcher_that_is_not_here_is_named_before_anything_starts(
+def test_a_missing_launcher_is_named_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "hosts").write_text("h1 slots=2\n")
@@ -68,7 +68,7 @@ def test_a_launcher_that_is_not_here_is_named_before_anything_starts(
 
 
 def test_more_ranks_than_this_machine_can_serve_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status = command(["fit", *unrepeated("conf=quickstart", *SMALL, "cluster=1x8000", "train.batch=16000", f"log.dir={tmp_path}")])
+    status = command(["fit", *without_repeats("conf=quickstart", *SMALL, "cluster=1x8000", "train.batch=16000", f"log.dir={tmp_path}")])
     (line,) = capsys.readouterr().err.splitlines()
     assert status == 1
     assert line.startswith("distrain: 8000 ranks are more than this machine's ")

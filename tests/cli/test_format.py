@@ -10,7 +10,7 @@ from distrain.cli.pages.plan_page import plan_text, verdict
 from distrain.cli.pages.sweep_page import sweep_text
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.result import Memory, MemoryBytes, Plan, StageMemory
-from distrain.trainer.spec.number_text import count_text, digits, in_unit, part_of_size, rate_text, seconds_text, share_text, size_text
+from distrain.trainer.spec.format_numbers import count_text, digits, in_unit, part_of_size, rate_text, seconds_text, share_text, size_text
 from distrain.trainer.spec.problem import Problem, one_line
 
 PLAIN = Style(colour=False, blocks=False)

@@ -36,7 +36,7 @@ OPTIONS = {"prompt": "a", "tokens": 2, "temperature": 0.8, "top_k": None, "seed"
 
 
 @pytest.fixture(scope="module")
-def trained(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained_run(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     ranks.train(folder, "quickstart", *SMALL, "train.evaluate.every=0", "log.every=1", "data=synthetic")
@@ -44,9 +44,9 @@ def trained(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(trained: Path, tmp_path: Path) -> Path:
+def folder(trained_run: Path, tmp_path: Path) -> Path:
     """A copy of it that a test may change."""
-    return Path(shutil.copytree(trained, tmp_path / "run"))
+    return Path(shutil.copytree(trained_run, tmp_path / "run"))
 
 
 def poison(folder: Path, value: float) -> None:

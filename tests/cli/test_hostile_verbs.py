@@ -24,7 +24,7 @@ from hypothesis import strategies as some
 
 from distrain.cli.app import app, command
 from distrain.cli.config.keys import config_keys
-from distrain.tests.fakes.hostile_files import FILES, RAW, damaged, fifo, run_folder
+from distrain.tests.fakes.hostile_files import FILES, RAW, damaged_json, fifo, run_folder
 
 VERBS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 MOST_SECONDS = 20  # of processor time
@@ -34,8 +34,8 @@ LONGEST = 2200  # characters of a line
 STOPPERS = ("launch=torchrun", "model.weights=/nowhere/at/all")
 
 # fmt: off
-KEYS = [*config_keys(), "model", "cluster", "parallel", "device", "train", "hydra", "defaults", "conf", "", "a", "model.layer", "train.evaluate",
-        "batch_size", "zero_optimization.stage", "parallel.offload", "cluster.device.peak.bf16", "steps", "layouts"]
+KEYS = [*config_keys(), "model", "cluster", "parallel", "device", "train", "hydra", "defaults", "conf", "", "a", "model.layer",
+        "train.evaluate", "batch_size", "zero_optimization.stage", "parallel.offload", "cluster.device.peak.bf16", "steps", "layouts"]
 VALUES = ["1", "0", "-1", "-0", "1e400", "nan", "inf", "0x10", "1_000", ".5", "'1'", "true", "null", "~", "", "''", "[]", "{}", "[1,2]",
           "{a:{b:1}}", "1,2", "range(1,3)", "range(1,10,0)", "choice(1,2)", "glob(*)", "interval(1,2)", "sort(2,1)", "tag(a,1)", "int(3)",
           "${name}", "${", "${oc.env:NOPE}", "${.x}", "$name", "a b", "a=b", "[", "]", "{", "(", ")", "\\", "'", '"', "#", "%", "é", "日本",
@@ -88,8 +88,10 @@ def folder_state(folder: Path) -> dict[str, tuple[int, bytes | str]]:
 
 
 def check_command(argv: Sequence[str], kept: Path, *, adds: bool = False) -> str:
-    """Run a command line in this process and check all that must hold of any; its stderr. What is in `kept` stays as it was, and
-    nothing comes to it unless the verb `adds` files."""
+    """Run a command line in this process, check what must hold for any, and return its stderr.
+
+    The files in `kept` must not change, and only a verb that `adds` files may create new ones there.
+    """
     out, err = io.StringIO(), io.StringIO()
     before, running = folder_state(kept), children()
     with redirect_stdout(out), redirect_stderr(err), limit_processor_time():
@@ -101,7 +103,7 @@ def check_command(argv: Sequence[str], kept: Path, *, adds: bool = False) -> str
     for line in said.splitlines():
         assert line.startswith("distrain: "), said
         assert len(line) <= LONGEST
-    assert said or status == 0 or out.getvalue(), f"{argv} ended with {status} without a word"
+    assert said or status == 0 or out.getvalue(), f"{argv} exited with {status} without a message"
     assert children() <= running
     after = folder_state(kept)
     assert {name: after.get(name) for name in (before if adds else after)} == before
@@ -216,7 +218,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def copied(folder: Path) -> Iterator[Path]:
+def copy_of(folder: Path) -> Iterator[Path]:
     """A copy of a run folder, beside it."""
     copy = folder.with_name("copy")
     shutil.rmtree(copy, ignore_errors=True)
@@ -227,12 +229,12 @@ def copied(folder: Path) -> Iterator[Path]:
 @settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow])
 @given(data=some.data())
 def test_a_damaged_run_has_a_report(data: some.DataObject, whole: Path) -> None:
-    with copied(whole) as folder:
+    with copy_of(whole) as folder:
         for name in data.draw(some.lists(some.sampled_from(NAMES), min_size=1, max_size=3, unique=True)):
             raw = (folder / name).read_bytes()
             if data.draw(some.booleans()) and name.endswith(("json", "jsonl")):
                 rows = [json.loads(line) for line in raw.splitlines()] if name.endswith("jsonl") else [json.loads(raw)]
-                (folder / name).write_text("\n".join(json.dumps(data.draw(damaged(row))) for row in rows))
+                (folder / name).write_text("\n".join(json.dumps(data.draw(damaged_json(row))) for row in rows))
             else:
                 (folder / name).write_bytes(RAW[data.draw(some.sampled_from(sorted(RAW)))](raw))
         for more in ([], ["--json"]):
@@ -242,7 +244,7 @@ def test_a_damaged_run_has_a_report(data: some.DataObject, whole: Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("what", ["folder", "dangling link", "device", "fifo"])
 def test_a_report_does_not_block_on_special_files(what: str, name: str, whole: Path) -> None:
-    with copied(whole) as folder:
+    with copy_of(whole) as folder:
         (folder / name).unlink()
         FILES[what](folder / name)
         assert check_command(["report", str(folder)], folder) == ""

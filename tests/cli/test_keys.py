@@ -1,4 +1,4 @@
-"""What every key is: one row a key in spec/keys.py, shown by `ls KEY` and beside each key by `show --comments`."""
+"""Descriptions of config keys: one row per key in spec/keys.py, shown by `ls KEY` and by `show --comments`."""
 
 import json
 import shlex
@@ -13,11 +13,12 @@ from msgspec import Meta
 
 from distrain.cli.app import command
 from distrain.cli.config import library, yaml_text
+from distrain.cli.config.composition import config_yaml
 from distrain.cli.config.key_help import REQUIRED, family_defaults, key_comments, key_fields, key_help, sections, type_summary
 from distrain.cli.config.keys import WRITTEN_KEYS, config_keys
-from distrain.cli.config.load import compose_config, config_yaml, load_recipe
+from distrain.cli.config.load import compose_config, load_recipe
 from distrain.cli.pages.format import DEFAULT_WIDTH
-from distrain.trainer.spec.keys import KEYS, Unit
+from distrain.trainer.spec.key_meanings import KEYS, Unit
 from distrain.trainer.spec.read import read_run
 from distrain.trainer.spec.run import Run
 
@@ -25,20 +26,21 @@ RECIPES = list(library.recipes(None))
 LEAVES = [key for key in config_keys() if key not in WRITTEN_KEYS]
 
 
-def said(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    status = command(shlex.split(words))
+def call(arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    """Run a command line; return (exit status, stdout, stderr)."""
+    status = command(shlex.split(arguments))
     return status, *capsys.readouterr()
 
 
 def nullable(of: type = Run, at: str = "") -> dict[str, bool]:
-    """Every key, sections among them, and whether it may be null."""
-    found = {}
+    """Return every key and section, and whether it may be null."""
+    rows = {}
     for name, hint in get_type_hints(of, include_extras=True).items():
-        found[f"{at}{name}"] = type(None) in get_args(hint)
+        rows[f"{at}{name}"] = type(None) in get_args(hint)
         for kind in (hint, *get_args(hint)):
             if is_dataclass(kind) and isinstance(kind, type):
-                found |= nullable(kind, f"{at}{name}.")
-    return found
+                rows |= nullable(kind, f"{at}{name}.")
+    return rows
 
 
 # The table
@@ -48,17 +50,17 @@ def test_every_key_has_a_row_and_every_row_a_key_in_the_same_order() -> None:
     assert list(KEYS) == [key for key, _, _ in key_fields()]
 
 
-def test_a_mapping_of_fixed_words_has_a_row_a_word() -> None:
+def test_a_mapping_with_fixed_keys_has_a_row_for_each() -> None:
     assert {f"cluster.device.peak.{name}" for name in ("fp32", "tf32", "bf16", "fp16", "fp8", "fp4")} <= KEYS.keys()
 
 
-def test_what_null_means_is_said_of_every_key_that_may_be_null_and_of_no_other() -> None:
+def test_the_keys_that_may_be_null_have_a_meaning_of_null() -> None:
     rows = {key: may for key, may in nullable().items() if key in KEYS}
     assert {key for key, row in KEYS.items() if row.null} == {key for key, may in rows.items() if may}
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_a_row_is_a_short_sentence_and_a_known_unit(key: str) -> None:
+def test_a_row_has_a_short_sentence_and_a_known_unit(key: str) -> None:
     row = KEYS[key]
     assert 5 < len(row.says) <= 90
     assert row.says == row.says.strip().rstrip(".")
@@ -73,42 +75,41 @@ def test_a_quantity_has_a_unit(key: str) -> None:
 
 
 @pytest.mark.parametrize("key", LEAVES)
-def test_a_default_that_is_shown_is_one_that_the_key_takes(key: str) -> None:
-    """Read back: as the value of that key in a run that says all else."""
+def test_the_shown_default_is_a_value_that_the_key_takes(key: str) -> None:
     (row, *_) = key_help(key)
     if row.default not in (REQUIRED, "null", "none") and not family_defaults(key):
         read_run(compose_config("llama3_8b", [f"{key}={row.default}"]))
 
 
-def test_a_default_of_each_family_is_shown_for_each() -> None:
+def test_defaults_that_depend_on_the_family_are_shown_by_family() -> None:
     assert family_defaults("model.norm") == "by family: bert layernorm, gpt layernorm, llama rmsnorm, moe rmsnorm"
     assert family_defaults("model.layers") == family_defaults("optim.name") == family_defaults("norm") == ""
 
 
 @pytest.mark.parametrize("key", [key for key in LEAVES if key_help(key)[0].choices])
-def test_every_choice_that_is_shown_is_taken(key: str) -> None:
+def test_the_key_takes_every_choice_that_is_shown(key: str) -> None:
     for choice in key_help(key)[0].choices:
         read_run(compose_config("llama3_8b", [f"{key}={choice}"]))
 
 
 @pytest.mark.parametrize(
-    ("bounds", "words"),
+    ("bounds", "text"),
     [
         ({"ge": 0, "le": 1}, "a number, at least 0, at most 1"),
         ({"ge": 1e-30, "le": 1e30}, "a number, above 0"),
         ({"gt": 0, "le": 1e6}, "a number, above 0, at most 1e+06"),
     ],
 )
-def test_a_bound_that_only_keeps_numbers_finite_is_not_told(bounds: dict[str, Any], words: str) -> None:
-    assert type_summary(Annotated[float, Meta(**bounds)]) == words
+def test_a_bound_that_only_keeps_numbers_finite_is_not_shown(bounds: dict[str, Any], text: str) -> None:
+    assert type_summary(Annotated[float, Meta(**bounds)]) == text
 
 
 # ls KEY
 
 
 @pytest.mark.parametrize("key", LEAVES)
-def test_ls_of_a_key_says_what_it_is(key: str, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = said(f"ls {key}", capsys)
+def test_ls_of_a_key_describes_it(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = call(f"ls {key}", capsys)
     assert (status, err) == (0, "")
     assert out.startswith(f"{key}  ")
     assert " ".join(KEYS[key].says.split()) in " ".join(out.split())
@@ -118,19 +119,19 @@ def test_ls_of_a_key_says_what_it_is(key: str, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("section", sorted(sections()))
 def test_ls_of_a_section_lists_every_key_in_it(section: str, capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = said(f"ls {section}", capsys)
+    _, out, _ = call(f"ls {section}", capsys)
     listed = [line.split()[0] for line in out.splitlines() if line.startswith(f"{section}.")]
     assert listed == [key for key in KEYS if key.startswith(f"{section}.") and key not in WRITTEN_KEYS]
 
 
 def test_ls_of_a_group_lists_its_options_and_then_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    options, keys = said("ls device", capsys)[1].split("\n\nKeys of device\n")
+    options, keys = call("ls device", capsys)[1].split("\n\nKeys of device\n")
     assert [line.split()[0] for line in options.splitlines()] == list(library.options("device", None))
     assert keys.startswith("cluster.device.name  text; required\n")
 
 
 @pytest.mark.parametrize(
-    ("word", "line"),
+    ("name", "line"),
     [
         ("modle", "no group modle: did you mean model?"),
         ("run", "no group run: did you mean runs?"),
@@ -140,30 +141,30 @@ def test_ls_of_a_group_lists_its_options_and_then_its_keys(capsys: pytest.Captur
         ("cluster.device.peak.bf61", "no key cluster.device.peak.bf61: did you mean bf16?"),
     ],
 )
-def test_a_misspelt_word_is_answered_with_what_is_near(word: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = said(f"ls {word}", capsys)
+def test_a_misspelt_name_gets_the_closest_one(name: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = call(f"ls {name}", capsys)
     assert (status, out, err) == (2, "", f"distrain: {line}\n")
 
 
-def test_a_word_that_is_near_nothing_is_answered_with_all_that_is_there(capsys: pytest.CaptureFixture[str]) -> None:
-    _, _, err = said("ls zzz", capsys)
+def test_an_unknown_name_gets_the_list_of_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, err = call("ls zzz", capsys)
     assert err.startswith("distrain: no group or key zzz: known: checkpoint, ")
     assert err.endswith(", recipes, runs, and the keys in them\n")
 
 
 @pytest.mark.parametrize(
-    ("word", "names"),
+    ("name", "lines"),
     [("quickstart", ["conf=quickstart", "model=quickstart"]), ("tiny_moe", ["model=tiny_moe"]), ("zero3", ["parallel=zero3"])],
 )
-def test_the_name_of_a_recipe_or_an_option_is_listed_as_it_is_chosen(
-    word: str, names: list[str], capsys: pytest.CaptureFixture[str]
+def test_the_name_of_a_recipe_or_an_option_is_listed_with_its_override(
+    name: str, lines: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status, out, _ = said(f"ls {word}", capsys)
-    assert (status, [line.split()[0] for line in out.splitlines()]) == (0, names)
+    status, out, _ = call(f"ls {name}", capsys)
+    assert (status, [line.split()[0] for line in out.splitlines()]) == (0, lines)
 
 
 def test_only_runs_take_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    assert said("ls model x", capsys) == (
+    assert call("ls model x", capsys) == (
         2,
         "",
         "distrain: ls model takes no folder, but was given x: `distrain ls runs DIR` lists the runs of a folder\n",
@@ -171,7 +172,7 @@ def test_only_runs_take_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_json_of_ls_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
-    whole, part, key = (json.loads(said(f"ls {words} --json", capsys)[1]) for words in ("", "parallel", "parallel.zero"))
+    whole, part, key = (json.loads(call(f"ls {name} --json", capsys)[1]) for name in ("", "parallel", "parallel.zero"))
     assert whole["recipes"].keys() == library.recipes(None).keys()
     assert whole["groups"]["device"] == list(library.options("device", None))
     assert part["options"].keys() == library.options("parallel", None).keys()
@@ -183,7 +184,7 @@ def test_json_of_ls_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_commented_output_reads_back_as_the_same_run(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = said(f"show conf={recipe} --comments", capsys)
+    status, out, _ = call(f"show conf={recipe} --comments", capsys)
     (tmp_path / "mine.yaml").write_text(out)
     assert status == 0
     assert load_recipe(str(tmp_path / "mine.yaml")) == load_recipe(recipe)
@@ -192,7 +193,7 @@ def test_commented_output_reads_back_as_the_same_run(recipe: str, tmp_path: Path
 
 @pytest.mark.parametrize("recipe", ["quickstart", "llama3_70b"])
 def test_every_key_that_is_shown_has_its_comment(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    plain, out = (said(f"show conf={recipe}{more}", capsys)[1].splitlines() for more in ("", " --comments"))
+    plain, out = (call(f"show conf={recipe}{more}", capsys)[1].splitlines() for more in ("", " --comments"))
     assert [line.partition("  # ")[0] for line in out] == plain
     bare = [line for line in out if "  # " not in line and not line.lstrip().startswith("- ")]
     above = {part for key in KEYS for part in (key.split(".")[:-1])}
@@ -200,24 +201,24 @@ def test_every_key_that_is_shown_has_its_comment(recipe: str, capsys: pytest.Cap
     assert f"  seq: {load_recipe(recipe).train.seq}  # length of a sequence (tokens)" in out
 
 
-words = st.text(st.characters(codec="utf-8"), max_size=60)
+texts = st.text(st.characters(codec="utf-8"), max_size=60)
 
 
-@given(name=words, path=st.lists(words, max_size=3))
-def test_a_comment_changes_no_value_whatever_the_text(name: str, path: list[str]) -> None:
+@given(name=texts, path=st.lists(texts, max_size=3))
+def test_comments_change_no_value_for_any_text(name: str, path: list[str]) -> None:
     plain = {"name": name, "data": {"path": path, "tokenizer": name}, "log": {}, "train": {"seq": 8, "steps": None}}
     text = config_yaml(plain)
-    known = key_comments()
-    assert yaml_text.text_values(yaml_text.add_comments(text, known)) == yaml_text.text_values(text)
+    comments = key_comments()
+    assert yaml_text.text_values(yaml_text.add_comments(text, comments)) == yaml_text.text_values(text)
     import yaml
 
-    assert yaml.safe_load(yaml_text.add_comments(text, known)) == yaml.safe_load(text)
+    assert yaml.safe_load(yaml_text.add_comments(text, comments)) == yaml.safe_load(text)
 
 
-@given(word=words, other=words)
-def test_a_replaced_value_reads_back_as_it_was_given(word: str, other: str) -> None:
+@given(old=texts, new=texts)
+def test_a_replaced_value_reads_back_unchanged(old: str, new: str) -> None:
     import yaml
 
-    text = f"a: {yaml_text.scalar(word)}  # first\nb: [x, {{c: {yaml_text.scalar(other)}}}]\n"
-    found = yaml.safe_load(yaml_text.replace_values(text, {"a": other, "nowhere": "x"}))
-    assert found == {"a": other, "b": ["x", {"c": other}]}
+    text = f"a: {yaml_text.scalar(old)}  # first\nb: [x, {{c: {yaml_text.scalar(new)}}}]\n"
+    read = yaml.safe_load(yaml_text.replace_values(text, {"a": new, "nowhere": "x"}))
+    assert read == {"a": new, "b": ["x", {"c": new}]}

@@ -1,4 +1,4 @@
-"""From words to a run: composition, precedence, the cluster's size, model.hf, this machine's memory, sweeps."""
+"""Loading a run: composition, precedence, the cluster's size, model.hf, this machine's memory, sweeps."""
 
 import json
 import os
@@ -8,7 +8,8 @@ import pytest
 from msgspec import to_builtins
 
 from distrain.cli.config import library
-from distrain.cli.config.load import compose_config, config_yaml, load_recipe, load_sweep
+from distrain.cli.config.composition import config_yaml
+from distrain.cli.config.load import compose_config, load_recipe, load_sweep
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.read import read_run
 from distrain.trainer.spec.run import Run
@@ -19,7 +20,7 @@ GROUPS = [(group, name) for group in library.groups(None) for name in library.op
 
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
-    """A user's folder: a model of a built-in name, a group option and a recipe of their own."""
+    """Return a user's config folder with an option and a recipe that have built-in names, and a new recipe."""
     (tmp_path / "own" / "model").mkdir(parents=True)
     (tmp_path / "own" / "model" / "tiny.yaml").write_text("family: gpt\nlayers: 3\nhidden: 48\nheads: 3\nvocab: 99\n")
     (tmp_path / "own" / "mine.yaml").write_text("# my own run\ndefaults:\n  - quickstart\n  - _self_\ntrain: {batch: 4}\n")
@@ -30,32 +31,32 @@ def own(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_composes_and_its_yaml_reads_back_as_the_same_run(recipe: str, tmp_path: Path) -> None:
     run = load_recipe(recipe)
-    words = to_builtins(read_run(compose_config(recipe)))
+    config = to_builtins(read_run(compose_config(recipe)))
     file = tmp_path / "saved, (again)=1.yml"
-    file.write_text(config_yaml({key: value for key, value in words.items() if value is not None}))
+    file.write_text(config_yaml({key: value for key, value in config.items() if value is not None}))
     assert load_recipe(str(file)) == run
 
 
 @pytest.mark.parametrize(("group", "name"), GROUPS)
-def test_every_option_of_every_group_goes_into_a_run(group: str, name: str) -> None:
+def test_every_option_of_every_group_composes_into_a_run(group: str, name: str) -> None:
     assert isinstance(load_recipe("quickstart", [f"{group}={name}"]), Run)
 
 
-def test_a_later_word_wins() -> None:
+def test_the_last_override_of_a_key_wins() -> None:
     assert load_recipe("quickstart", ["parallel.tp=2", "parallel.tp=4"]).parallel.tp == 4
 
 
-def test_keys_that_no_file_spells_can_be_set() -> None:
+def test_keys_that_are_in_no_file_can_be_set() -> None:
     run = load_recipe("quickstart", ["log.profile=[2,5]", "model.rope_base=5e5", "parallel={offload:{optimizer:true}}", "data.path='a, b'"])
     assert (run.log.profile, run.model.rope_base, run.parallel.offload.optimizer, run.data.path) == ((2, 5), 5e5, True, "a, b")
 
 
-def test_a_plus_adds_or_sets_and_a_tilde_takes_out() -> None:
+def test_a_plus_sets_a_key_and_a_tilde_deletes_one() -> None:
     run = load_recipe("gpt2_124m", ["+model.dropout=0.25", "++train.seed=7", "~optim.warmup"])
     assert (run.model.dropout, run.train.seed, run.optim.warmup) == (0.25, 7, 0)
 
 
-def test_a_key_that_takes_text_takes_what_the_grammar_has_no_room_for() -> None:
+def test_a_text_key_takes_text_that_hydras_grammar_can_not_read() -> None:
     assert load_recipe("quickstart", ["data.path=~/my (data)/é"]).data.path == "~/my (data)/é"
 
 
@@ -63,22 +64,22 @@ def test_interpolation_reads_other_keys() -> None:
     assert load_recipe("quickstart", ["train.batch=8", "train.microbatch=${train.batch}"]).train.microbatch == 8
 
 
-def test_a_device_goes_into_the_recipes_cluster_and_keeps_its_links() -> None:
+def test_a_chosen_device_replaces_the_clusters_device_and_keeps_its_links() -> None:
     before, after = load_recipe("gpt3_175b").cluster, load_recipe("gpt3_175b", ["device=h100_80g"]).cluster
     assert (before.device.name, after.device.name) == ("A100-80G", "H100-80G")
     assert (before.nodes, before.gpus, before.inside, before.between) == (after.nodes, after.gpus, after.inside, after.between)
 
 
-def test_another_cluster_comes_with_its_own_device() -> None:
+def test_a_chosen_cluster_brings_its_own_device() -> None:
     assert load_recipe("gpt2_124m").cluster.device.name == "A100-40G"
     assert load_recipe("gpt2_124m", ["cluster=dgx_h100"]).cluster.device.name == "H100-80G"
     assert load_recipe("gpt2_124m", ["cluster=dgx_h100", "device=h200"]).cluster.device.name == "H200"
 
 
-def test_an_option_replaces_what_a_recipe_spells_itself(tmp_path: Path) -> None:
-    words = compose_config("quickstart")
-    words["model"] |= {"layers": 5, "dropout": 0.5}
-    (tmp_path / "flat.yaml").write_text(config_yaml(words))
+def test_a_chosen_option_replaces_keys_that_the_recipe_sets_itself(tmp_path: Path) -> None:
+    config = compose_config("quickstart")
+    config["model"] |= {"layers": 5, "dropout": 0.5}
+    (tmp_path / "flat.yaml").write_text(config_yaml(config))
     file = str(tmp_path / "flat.yaml")
     assert load_recipe(file).model.layers == 5
     assert load_recipe(file, ["model=tiny_llama"]).model == load_recipe("quickstart", ["model=tiny_llama"]).model
@@ -100,14 +101,14 @@ def test_a_recipe_by_path_uses_builtin_groups_from_any_folder(tmp_path: Path, mo
     assert load_recipe(f"{tmp_path}/a b/my run (2).yaml") == run
 
 
-def test_a_recipe_builds_on_one_beside_it(tmp_path: Path) -> None:
+def test_a_recipe_can_extend_another_in_its_folder(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text("defaults: [quickstart, _self_]\nname: base\ntrain: {batch: 2}\n")
     (tmp_path / "mine.yaml").write_text("defaults: [base, _self_]\nname: mine\n")
     run = load_recipe(str(tmp_path / "mine.yaml"))
     assert (run.name, run.train.batch) == ("mine", 2)
 
 
-def test_a_users_folder_wins_over_builtin_files_of_the_same_name(own: Path) -> None:
+def test_the_users_folder_wins_over_built_in_files_of_the_same_name(own: Path) -> None:
     assert load_recipe("quickstart", ["model=tiny"], own).model.layers == 3
     assert load_recipe("tiny_2x2x2", (), own).model.layers == 3
     assert load_recipe("gpt2_124m", (), own).name == "not gpt2"
@@ -115,13 +116,13 @@ def test_a_users_folder_wins_over_builtin_files_of_the_same_name(own: Path) -> N
     assert load_recipe("mine", (), own).train.batch == 4
 
 
-def test_a_users_recipes_may_lie_in_a_folder_of_that_name(own: Path) -> None:
+def test_the_users_recipes_may_be_in_a_folder_called_recipes(own: Path) -> None:
     (own / "recipes").mkdir()
     (own / "recipes" / "other.yml").write_text("defaults: [mine]\nname: other\n")
     assert load_recipe("other", (), own).train.batch == 4
 
 
-def test_a_relative_config_dir_is_read_from_this_folder(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_config_dir_is_relative_to_the_current_folder(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(own.parent)
     assert load_recipe("mine", (), Path("own")).train.batch == 4
 
@@ -129,7 +130,7 @@ def test_a_relative_config_dir_is_read_from_this_folder(own: Path, monkeypatch: 
 # cluster=384x8 and cluster=6x8x64
 
 
-def test_nodes_by_gpus_keeps_the_mesh() -> None:
+def test_nodes_by_gpus_does_not_change_the_mesh() -> None:
     before, after = load_recipe("gpt3_175b"), load_recipe("gpt3_175b", ["cluster=384x8"])
     assert (after.cluster.nodes, after.cluster.gpus, after.cluster.device) == (384, 8, before.cluster.device)
     assert after.parallel == before.parallel
@@ -140,40 +141,39 @@ def test_data_by_tensor_by_pipeline_sets_nodes_and_mesh() -> None:
     run = load_recipe("gpt3_175b", ["cluster=6x8x64"])
     assert (run.cluster.nodes, run.cluster.gpus) == (384, 8)
     assert (run.parallel.dp, run.parallel.tp, run.parallel.pp) == (6, 8, 64)
-    says = "cluster=6x8x64: data 6 x tensor 8 x pipeline 64 = 3072 GPUs, 384 nodes x 8, each stage on 6 nodes"
-    assert run.reading == says
+    assert run.reading == "cluster=6x8x64: data 6 x tensor 8 x pipeline 64 = 3072 GPUs, 384 nodes x 8, each stage on 6 nodes"
 
 
-@pytest.mark.parametrize("word", ["parallel.tp=4", "parallel={tp:4}"])
-def test_a_degree_that_the_user_set_stays(word: str) -> None:
-    run = load_recipe("gpt3_175b", ["cluster=6x8x64", word])
+@pytest.mark.parametrize("override", ["parallel.tp=4", "parallel={tp:4}"])
+def test_a_size_does_not_change_a_degree_that_the_user_sets(override: str) -> None:
+    run = load_recipe("gpt3_175b", ["cluster=6x8x64", override])
     assert (run.parallel.dp, run.parallel.tp, run.parallel.pp) == (6, 4, 64)
     assert run.reading is not None
     assert run.reading.endswith("; parallel.tp=4 as you set it")
 
 
-def test_a_size_goes_with_the_cluster_that_is_chosen_beside_it() -> None:
+def test_a_size_applies_to_a_cluster_chosen_on_the_same_command_line() -> None:
     run = load_recipe("gpt3_175b", ["cluster=dgx_h100", "cluster=2x8x2"])
     assert (run.cluster.device.name, run.cluster.nodes) == ("H100-80G", 4)
 
 
-def test_fewer_ranks_than_a_node_has_take_a_part_of_it() -> None:
+def test_fewer_ranks_than_a_node_has_use_part_of_one_node() -> None:
     run = load_recipe("tiny_2x2x2", ["cluster=2x2x1"])
     assert (run.cluster.nodes, run.cluster.gpus) == (1, 4)
     assert run.reading == "cluster=2x2x1: data 2 x tensor 2 x pipeline 1 = 4 processes, 1 node x 4"
 
 
-def test_a_size_wants_a_cluster(tmp_path: Path) -> None:
+def test_a_size_needs_a_cluster(tmp_path: Path) -> None:
     (tmp_path / "none.yaml").write_text("defaults:\n  - model: tiny\n  - train: default\n  - parallel: default\n")
-    with pytest.raises(Unreadable, match=r"the recipe has none: choose one beside it"):
+    with pytest.raises(Unreadable, match=r"the recipe has none: add one"):
         load_recipe(str(tmp_path / "none.yaml"), ["cluster=2x8"])
 
 
-@pytest.mark.parametrize(("said", "near"), [("7x3x5", "8x3x5"), ("1x1x9", "8x1x9"), ("3x4x5", "4x4x5"), ("9x1x1", "8x1x1")])
-def test_the_size_that_is_offered_is_whole_nodes(said: str, near: str) -> None:
-    with pytest.raises(Unreadable, match=f"cluster={near} is"):
-        load_recipe("gpt3_175b", [f"cluster={said}"])
-    assert load_recipe("gpt3_175b", [f"cluster={near}"]).cluster.gpus == 8
+@pytest.mark.parametrize(("size", "hint"), [("7x3x5", "8x3x5"), ("1x1x9", "8x1x9"), ("3x4x5", "4x4x5"), ("9x1x1", "8x1x1")])
+def test_the_suggested_size_fills_whole_nodes(size: str, hint: str) -> None:
+    with pytest.raises(Unreadable, match=f"cluster={hint} is"):
+        load_recipe("gpt3_175b", [f"cluster={size}"])
+    assert load_recipe("gpt3_175b", [f"cluster={hint}"]).cluster.gpus == 8
 
 
 # model.hf
@@ -181,7 +181,7 @@ def test_the_size_that_is_offered_is_whole_nodes(said: str, near: str) -> None:
 
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
-    """A Hugging Face folder."""
+    """Return a Hugging Face folder with a config.json of a small Llama."""
     config = {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "num_hidden_layers": 6,
         "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 688, "vocab_size": 1000,
@@ -197,7 +197,7 @@ def test_hugging_face_sizes_replace_the_recipes_model(llama: Path) -> None:
     assert (model.family, model.layers, model.kv_heads, model.hf) == ("llama", 6, 2, str(llama))
 
 
-def test_words_beside_hf_win_over_it(llama: Path) -> None:
+def test_overrides_win_over_the_sizes_of_hf(llama: Path) -> None:
     model = load_recipe("quickstart", ["model.layers=4", f"model.hf={llama}/config.json"]).model
     assert (model.layers, model.hidden) == (4, 256)
 
@@ -208,17 +208,17 @@ def test_hf_in_a_recipe_is_read_from_the_recipes_folder(llama: Path) -> None:
     assert (model.family, model.layers, model.hf) == ("llama", 2, str(llama / "config.json"))
 
 
-def test_hf_that_contradicts_another_file_is_told(llama: Path) -> None:
+def test_hf_sizes_that_contradict_another_file_are_a_problem(llama: Path) -> None:
     (llama / "base.yaml").write_text("defaults: [quickstart, _self_]\nmodel: {hf: config.json}\n")
     (llama / "mine.yaml").write_text("defaults: [base]\n")
-    with pytest.raises(Unreadable, match=r"says family=llama, and another file says family=gpt: say model.hf in the recipe itself"):
+    with pytest.raises(Unreadable, match=r"has family=llama, but another file sets family=gpt: set model.hf in the recipe itself"):
         load_recipe(str(llama / "mine.yaml"))
 
 
 # This machine
 
 
-def test_automatic_memory_is_this_machines_shared_among_its_processes() -> None:
+def test_automatic_memory_is_this_machines_divided_by_its_processes() -> None:
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert load_recipe("quickstart", ["cluster.gpus=4"]).cluster.device.memory == machine // 4
     assert compose_config("quickstart")["cluster"]["device"]["memory"] == "auto"
@@ -227,24 +227,24 @@ def test_automatic_memory_is_this_machines_shared_among_its_processes() -> None:
 # Sweeps
 
 
-def test_a_sweep_spans_every_combination_the_last_word_fastest() -> None:
-    swept = load_sweep("gpt3_175b", ["parallel.tp=4,8", "train.seed=5", "parallel.zero=range(0,2)"])
-    assert [each.words for each in swept] == [
+def test_a_sweep_has_every_combination_with_the_last_argument_varying_fastest() -> None:
+    layouts = load_sweep("gpt3_175b", ["parallel.tp=4,8", "train.seed=5", "parallel.zero=range(0,2)"])
+    assert [each.swept for each in layouts] == [
         ("parallel.tp=4", "parallel.zero=0"),
         ("parallel.tp=4", "parallel.zero=1"),
         ("parallel.tp=8", "parallel.zero=0"),
         ("parallel.tp=8", "parallel.zero=1"),
     ]
-    assert [(each.run.parallel.tp, each.run.parallel.zero) for each in swept] == [(4, 0), (4, 1), (8, 0), (8, 1)]
-    assert all(each.run == load_recipe("gpt3_175b", [*each.words, "train.seed=5"]) for each in swept)
+    assert [(each.run.parallel.tp, each.run.parallel.zero) for each in layouts] == [(4, 0), (4, 1), (8, 0), (8, 1)]
+    assert all(each.run == load_recipe("gpt3_175b", [*each.swept, "train.seed=5"]) for each in layouts)
 
 
-def test_a_sweep_spans_recipes_options_and_sizes() -> None:
-    words = [each.words for each in load_sweep("gpt2_124m,gpt3_175b", ["cluster=2x8,4x8", "model=glob(gpt2_7*)"])]
-    assert words[0] == ("conf=gpt2_124m", "cluster=2x8", "model=gpt2_774m")
-    assert len(words) == 4
+def test_recipes_options_and_sizes_can_be_swept() -> None:
+    swept = [each.swept for each in load_sweep("gpt2_124m,gpt3_175b", ["cluster=2x8,4x8", "model=glob(gpt2_7*)"])]
+    assert swept[0] == ("conf=gpt2_124m", "cluster=2x8", "model=gpt2_774m")
+    assert len(swept) == 4
 
 
-def test_a_sweep_of_nothing_is_one_layout() -> None:
+def test_a_sweep_without_swept_values_is_one_layout() -> None:
     (only,) = load_sweep("quickstart")
-    assert (only.words, only.run) == ((), load_recipe("quickstart"))
+    assert (only.swept, only.run) == ((), load_recipe("quickstart"))

@@ -29,7 +29,7 @@ WORDS = ("data=synthetic", *SMALL, "optim.warmup=1", "log.every=1", "train.evalu
 
 
 @pytest.fixture(scope="module")
-def trained(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained_run(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 6 steps with checkpoints at 4 and 6, started without `fit`, so that it has no ended.json."""
     folder: Path = tmp_path_factory.mktemp("listed") / "run"
     ranks.train(folder, "quickstart", *WORDS, "train.steps=6")
@@ -38,9 +38,9 @@ def trained(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(trained: Path, tmp_path: Path) -> Path:
+def run(trained_run: Path, tmp_path: Path) -> Path:
     """A copy of it that a test may change."""
-    return Path(copytree(trained, tmp_path / "runs" / "mine"))
+    return Path(copytree(trained_run, tmp_path / "runs" / "mine"))
 
 
 def run_command(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -120,7 +120,7 @@ with hold_run_folder(Path(sys.argv[1])):
 
 
 @pytest.fixture
-def killed(run: Path) -> str:
+def killed_holder(run: Path) -> str:
     """The text of a lock whose holder was killed."""
     with subprocess.Popen([sys.executable, "-c", HOLDER, run], stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
@@ -130,15 +130,15 @@ def killed(run: Path) -> str:
     return (run / "lock").read_text().strip()
 
 
-def test_a_run_whose_fit_was_killed_has_failed(run: Path, killed: str) -> None:
+def test_a_run_whose_fit_was_killed_has_failed(run: Path, killed_holder: str) -> None:
     keep_steps(run, 4)
-    assert killed
-    assert state_of(run) == ("failed", f"{killed}, was killed")
+    assert killed_holder
+    assert state_of(run) == ("failed", f"{killed_holder}, was killed")
 
 
-def test_a_lock_left_by_a_killed_process_can_be_taken(run: Path, killed: str) -> None:
+def test_a_lock_left_by_a_killed_process_can_be_taken(run: Path, killed_holder: str) -> None:
     """Also where another process has the same pid by now."""
-    (run / "lock").write_text(killed.replace(killed.split()[1], str(os.getpid()), 1))
+    (run / "lock").write_text(killed_holder.replace(killed_holder.split()[1], str(os.getpid()), 1))
     assert lock_holder(run) == ""
     with hold_run_folder(run) as warning:
         assert warning == ""

@@ -38,7 +38,7 @@ def texts_of(part: Any, at: str = "") -> list[str]:
     return keys
 
 
-def test_every_key_of_text_is_a_path_or_is_none() -> None:
+def test_every_text_key_is_known_to_be_a_path_or_not() -> None:
     """A new key is put into one of the two tables."""
     assert set(texts_of(load_recipe("quickstart"))) - NO_PATHS == {*PATH_KEYS, "data.path", "data.tokenizer"}
 
@@ -54,7 +54,7 @@ def relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     )
 
 
-def test_what_is_handed_to_ranks_is_whole_and_what_the_user_said_stays(relative: Run, tmp_path: Path) -> None:
+def test_ranks_get_absolute_paths_and_the_run_keeps_its_own(relative: Run, tmp_path: Path) -> None:
     write_launch_files(relative, make_plan(relative), tmp_path)
     run = encoder.decode((tmp_path / "run.json").read_bytes(), type=Run)
     for key in PATH_KEYS:
@@ -67,13 +67,13 @@ def test_what_is_handed_to_ranks_is_whole_and_what_the_user_said_stays(relative:
 
 
 @pytest.mark.parametrize("word", ["bytes", "~nobody-of-this-name/x", "a b/$c'\n", ".", ".."])
-def test_a_tokenizer_is_a_word_or_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+def test_a_tokenizer_is_a_name_or_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str) -> None:
     monkeypatch.chdir(tmp_path)
     told = with_absolute_paths(with_changes(load_recipe("quickstart"), [("data.tokenizer", word)])).data.tokenizer
     assert told == (word if word == "bytes" else str(tmp_path / word))
 
 
-def test_nothing_is_no_path() -> None:
+def test_an_empty_path_stays_empty() -> None:
     run = with_changes(load_recipe("quickstart"), [("data.path", ""), ("data.cache", ""), ("log.dir", "/runs")])
     assert with_absolute_paths(run) == run
 
@@ -82,7 +82,7 @@ ODD = "a[1]b *{x}"  # a folder whose name is a pattern that does not match itsel
 
 
 @pytest.mark.parametrize("word", ["*.txt", "one.txt", "t[ow]o.txt", "**/*.txt", ".", "is[it].txt"])
-def test_a_pattern_means_the_same_files_wherever_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str) -> None:
+def test_a_pattern_matches_the_same_files_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str) -> None:
     folder = tmp_path / ODD
     (folder / "in").mkdir(parents=True)
     for name in ("one.txt", "two.txt", "in/three.txt", "is[it].txt"):

@@ -9,7 +9,7 @@ HEAVY = {"torch", "deepspeed", "numpy", "transformers", "wandb"}
 PARSERS = {"hydra", "omegaconf", "antlr4", "yaml"}
 
 
-def loaded(*words: str) -> set[str]:
+def loaded_modules(*words: str) -> set[str]:
     """The top-level modules, and the modules of distrain, that a command has loaded when it ends."""
     program = f"""
 import atexit, sys
@@ -25,15 +25,15 @@ main()
 
 
 def test_help_loads_no_parser_and_no_planner() -> None:
-    names = loaded("--help")
+    names = loaded_modules("--help")
     assert not names & (HEAVY | PARSERS)
     assert not [name for name in names if name.startswith("distrain.trainer.plan.")]
 
 
 def test_ls_loads_no_heavy_package_and_no_hydra() -> None:
-    assert not loaded("ls") & (HEAVY | {"hydra", "omegaconf", "antlr4"})
+    assert not loaded_modules("ls") & (HEAVY | {"hydra", "omegaconf", "antlr4"})
 
 
 @pytest.mark.parametrize("recipe", ["quickstart", "megatron_1t_6x8x64"])
 def test_plan_loads_no_heavy_package(recipe: str) -> None:
-    assert not loaded("plan", f"conf={recipe}") & HEAVY
+    assert not loaded_modules("plan", f"conf={recipe}") & HEAVY

@@ -1,4 +1,4 @@
-"""Quantities with their units: read as SI from the command line and from YAML, refused in a line where they may mean two things."""
+"""Quantities with units: read from the command line and from YAML; an ambiguous one is refused with its possible meanings."""
 
 from pathlib import Path
 
@@ -9,9 +9,9 @@ from hypothesis import strategies as some
 from distrain.cli.app import command
 from distrain.cli.config.keys import config_keys
 from distrain.cli.config.load import load_recipe
+from distrain.trainer.spec.key_units import UNITS, unit_of
 from distrain.trainer.spec.quantity import dimension_of, parse_quantity, suggest_quantity
 from distrain.trainer.spec.run import Run
-from distrain.trainer.spec.units import UNITS, unit_of
 
 # fmt: off
 READ: list[tuple[str, str, float]] = [
@@ -65,18 +65,18 @@ def test_a_quantity_is_read_from_the_command_line_and_from_yaml(key: str, text: 
     assert value_of(load_recipe(str(file)), key) == value
 
 
-@pytest.mark.parametrize(("word", "line"), WRONG)
-def test_a_quantity_that_may_mean_two_things_is_refused_with_both(word: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(["plan", "conf=gpt2_124m", word]) == 2
-    assert capsys.readouterr().err == f"distrain: {word} {line}\n"
+@pytest.mark.parametrize(("override", "line"), WRONG)
+def test_an_ambiguous_quantity_is_refused_with_its_possible_meanings(override: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["plan", "conf=gpt2_124m", override]) == 2
+    assert capsys.readouterr().err == f"distrain: {override} {line}\n"
 
 
-@pytest.mark.parametrize(("word", "line"), WRONG)
-def test_what_a_refused_quantity_is_told_to_be_is_read(word: str, line: str) -> None:
-    if not line.startswith("is not a number, above"):
-        told = line.partition("write ")[2].partition(" (")[0]
-        for each in told.replace(", ", " or ").split(" or "):
-            assert value_of(load_recipe("gpt2_124m", [f"{word.partition('=')[0]}={each}", "train.steps=null"]), word.partition("=")[0]) > 0
+@pytest.mark.parametrize(("override", "line"), [row for row in WRONG if not row[1].startswith("is not a number, above")])
+def test_every_suggested_quantity_can_be_read(override: str, line: str) -> None:
+    key = override.partition("=")[0]
+    suggestions = line.partition("write ")[2].partition(" (")[0]
+    for each in suggestions.replace(", ", " or ").split(" or "):
+        assert value_of(load_recipe("gpt2_124m", [f"{key}={each}", "train.steps=null"]), key) > 0
 
 
 def test_a_mapping_of_quantities_is_read() -> None:
@@ -86,21 +86,21 @@ def test_a_mapping_of_quantities_is_read() -> None:
     assert run.cluster.device.peak["bf16"] == 312e12
 
 
-def test_every_unit_is_some_keys() -> None:
+def test_every_unit_is_used_by_a_key() -> None:
     for pattern in UNITS:
         assert [key for key in (*config_keys(), "cluster.device.peak.bf16") if unit_of(key) and unit_of(key) == UNITS[pattern]], pattern
 
 
-def test_every_message_about_a_link_says_that_it_is_a_gpus() -> None:
-    for where in ("inside", "between"):
-        of = dimension_of(f"cluster.{where}.bandwidth")
-        assert of is not None
-        assert "per GPU" in of.unit
-        assert "per GPU" in unit_of(f"cluster.{where}.bandwidth")
+def test_every_message_about_a_link_says_per_gpu() -> None:
+    for link in ("inside", "between"):
+        dimension = dimension_of(f"cluster.{link}.bandwidth")
+        assert dimension is not None
+        assert "per GPU" in dimension.unit
+        assert "per GPU" in unit_of(f"cluster.{link}.bandwidth")
 
 
 @given(some.text(max_size=12), some.sampled_from([key for key, _, _ in READ]))
-def test_any_text_is_a_quantity_or_told_what_one_is(text: str, key: str) -> None:
-    of = dimension_of(key)
-    assert of is not None
-    assert parse_quantity(text, of) is not None or suggest_quantity(text, of).startswith("write ")
+def test_any_text_is_a_quantity_or_gets_a_suggestion(text: str, key: str) -> None:
+    dimension = dimension_of(key)
+    assert dimension is not None
+    assert parse_quantity(text, dimension) is not None or suggest_quantity(text, dimension).startswith("write ")

@@ -1,4 +1,4 @@
-"""Wrong words: each kind of them, the exact lines that answer it on stderr, and exit status 2."""
+"""Wrong arguments and recipes: the exact lines on stderr for each kind, and exit status 2."""
 
 import shlex
 from pathlib import Path
@@ -12,39 +12,37 @@ from distrain.cli.config.load import load_recipe
 from distrain.trainer.spec.problem import Unreadable
 
 SIZES = "NODESxGPUS as 384x8, or DATAxTENSORxPIPELINE as 6x8x64"
-AUTO = (
-    "cluster.device.memory=auto is read from this machine for kind cpu only, not for A100-80G: set its bytes, as cluster.device.memory=80e9"
-)
+AUTO = "cluster.device.memory=auto works for a CPU only, not for A100-80G: set it in bytes, as cluster.device.memory=80e9"
 TABLE: list[tuple[str, list[str]]] = [
-    # the verb and its options
+    # verbs and options
     ("plann conf=quickstart", ["no verb plann: did you mean plan?"]),
     ("train conf=quickstart", ["no verb train: known: cp, doctor, export, fit, generate, ls, plan, prove, report, show"]),
     ("conf=quickstart train.seq=8", ["conf=quickstart comes after a verb: distrain plan conf=quickstart train.seq=8"]),
     ("plan conf=quickstart --jsn", ["no option --jsn: did you mean --json?"]),
-    ("plan conf=quickstart --parallel.tp=2", ["no option --parallel.tp: keys are written without dashes: parallel.tp=2"]),
+    ("plan conf=quickstart --parallel.tp=2", ["no option --parallel.tp: write parallel.tp=2, without dashes"]),
     ("plan conf=quickstart --config-dir", ["option '--config-dir' requires an argument"]),
     ("plan conf=quickstart --config-dir=/nowhere", ["--config-dir=/nowhere is not a folder: name one that exists"]),
     ("ls modle", ["no group modle: did you mean model?"]),
     # conf=
-    ("plan", ["conf=NAME is missing: distrain plan conf=NAME; `distrain ls` lists the recipes"]),
-    ("show train.seq=8", ["conf=NAME is missing: distrain show conf=NAME; `distrain ls` lists the recipes"]),
-    ("plan quickstart", ["quickstart stands alone: write conf=quickstart"]),
-    ("plan quikstart", ["quikstart stands alone: did you mean conf=quickstart?"]),
+    ("plan", ["conf=NAME is missing: write `distrain plan conf=NAME`; `distrain ls` lists the recipes"]),
+    ("show train.seq=8", ["conf=NAME is missing: write `distrain show conf=NAME`; `distrain ls` lists the recipes"]),
+    ("plan quickstart", ["quickstart is neither conf=NAME nor KEY=VALUE: write conf=quickstart"]),
+    ("plan quikstart", ["quikstart is neither conf=NAME nor KEY=VALUE: did you mean conf=quickstart?"]),
     ("plan conf=", ["conf= names no recipe: `distrain ls` lists them"]),
     ("plan conf=quickstart conf=gpt2_124m", ["conf is given 2 times (quickstart, gpt2_124m): give it once"]),
     ("plan conf=quikstart", ["no recipe quikstart: did you mean quickstart?"]),
     ("plan conf=gpt3", ["no recipe gpt3: did you mean gpt3_175b?"]),
     ("plan conf=./nowhere/mine.yaml", ["conf=./nowhere/mine.yaml: no such file: there is no folder nowhere"]),
     ("plan conf=/", ["conf=/ is a folder: name a YAML file in it"]),
-    # how an override is written
+    # syntax of overrides
     ("plan conf=quickstart parallel.tp", ["parallel.tp has no value: write parallel.tp=VALUE"]),
     ("plan conf=quickstart parallel.tp=", ["parallel.tp= has no value: write parallel.tp=VALUE"]),
-    ("plan conf=quickstart model", ["model names no option: write model=NAME; `distrain ls model` lists them"]),
+    ("plan conf=quickstart model", ["model has no value: write model=NAME; `distrain ls model` lists the names"]),
     ("plan conf=quickstart nonsense", ["'nonsense' is neither conf=NAME nor KEY=VALUE"]),
     ("plan conf=quickstart parallel.tp==2", ["parallel.tp==2 has two equals signs: write parallel.tp=2"]),
     ("plan conf=quickstart =2", ["=2 has no key: write KEY=VALUE"]),
     ("plan conf=quickstart optim.betas=[0.9,0.99", ["optim.betas=[0.9,0.99: the value can't be read: close every bracket and quote"]),
-    # keys that are not there
+    # unknown keys
     ("plan conf=quickstart model.layer=12", ["no key model.layer: did you mean model.layers?"]),
     ("plan conf=quickstart +model.layer=12", ["no key model.layer: did you mean model.layers?"]),
     ("plan conf=quickstart paralel.tp=2", ["no key paralel.tp: did you mean parallel.tp?"]),
@@ -52,15 +50,18 @@ TABLE: list[tuple[str, list[str]]] = [
     ("plan conf=quickstart schedule=1f1b", ["no key schedule: did you mean parallel.schedule or optim.schedule?"]),
     ("plan conf=quickstart modle=tiny", ["no key modle: did you mean model?"]),
     ("plan conf=quickstart cluster.device.peak.bf61=1e12", ["no key cluster.device.peak.bf61: did you mean bf16?"]),
-    ("plan conf=quickstart hydra.run.dir=x", ["no key hydra.run.dir: distrain has no settings of Hydra's"]),
-    ("plan conf=quickstart ~cluster.device.peak.fp8", ["~cluster.device.peak.fp8 takes out what the recipe doesn't say: leave it out"]),
+    ("plan conf=quickstart hydra.run.dir=x", ["no key hydra.run.dir: distrain does not use Hydra's settings"]),
+    (
+        "plan conf=quickstart ~cluster.device.peak.fp8",
+        ["~cluster.device.peak.fp8 removes a key that the recipe does not set: leave it out"],
+    ),
     # options of groups
     ("plan conf=quickstart model=tinny", ["model=tinny names no model: did you mean tiny?"]),
     ("plan conf=quickstart device=h100", ["device=h100 names no device: did you mean h100_80g?"]),
     ("plan conf=quickstart cluster.device=h200", ["cluster.device=h200 names a device: write device=h200"]),
     (
         "plan conf=llama3_8b cluster.device.name=h200",
-        ["cluster.device.name=h200 is a name alone: the figures are another device's: write device=h200"],
+        ["cluster.device.name=h200 changes only the name of the device, not its figures: write device=h200"],
     ),
     ("plan conf=quickstart size/model=tiny", ["size/model=tiny: no group size/model: did you mean model?"]),
     # values
@@ -83,10 +84,10 @@ TABLE: list[tuple[str, list[str]]] = [
     ("plan conf=gpt3_175b cluster=7x8x3x2", [f"cluster=7x8x3x2 has 4 numbers: write {SIZES}"]),
     ("plan conf=gpt3_175b cluster=128", [f"cluster=128 names no cluster: a size is {SIZES}"]),
     ("plan conf=gpt3_175b cluster=0x8", ["cluster=0x8 has a 0: every number is at least 1"]),
-    ("plan conf=gpt3_175b cluster=7x3x5", ["cluster=7x3x5 is 105 GPUs, not whole nodes of 8: cluster=8x3x5 is 120"]),
+    ("plan conf=gpt3_175b cluster=7x3x5", ["cluster=7x3x5 is 105 GPUs, not a multiple of the 8 in a node: cluster=8x3x5 is 120"]),
     (
         "plan conf=gpt3_175b cluster=64x8 cluster.nodes=4",
-        ["cluster=64x8 means cluster.nodes=64, and cluster.nodes=4 is said too: leave one of them out"],
+        ["cluster=64x8 means cluster.nodes=64, but cluster.nodes=4 is set too: remove one of them"],
     ),
     (
         "plan conf=gpt3_175b cluster.device.memory=auto",
@@ -100,12 +101,12 @@ TABLE: list[tuple[str, list[str]]] = [
     ),
     (
         "plan conf=quickstart parallel.tp=interval(1,3)",
-        ["parallel.tp=interval(1,3) has no end of values: write parallel.tp=range(START,STOP,STEP)"],
+        ["parallel.tp=interval(1,3) is not a finite list of values: write parallel.tp=range(START,STOP,STEP)"],
     ),
     ("plan conf=quickstart -m parallel.zero=0,5", ["parallel.zero=5 is not one of 0, 1, 2, 3"]),
-    ("plan conf=quickstart -m train.batch=range(1,100000)", ["the sweep has more than 10000 layouts: sweep fewer values"]),
-    ("plan conf=quickstart -m model=glob(no*)", ["model=glob(no*) matches nothing: `distrain ls model` lists what there is"]),
-    # several at once
+    ("plan conf=quickstart -m train.batch=range(1,100000)", ["the sweep has more than 10,000 layouts: sweep fewer values"]),
+    ("plan conf=quickstart -m model=glob(no*)", ["model=glob(no*) matches nothing: `distrain ls model` lists the names"]),
+    # several problems at once
     (
         "plan conf=quickstart modle=tiny parallel.tpp=2 parallel.tp=1,2 a==b train.batch=many",
         [
@@ -119,7 +120,7 @@ TABLE: list[tuple[str, list[str]]] = [
     (
         "plan quickstart parallel.zero model=tinny",
         [
-            "quickstart stands alone: write conf=quickstart",
+            "quickstart is neither conf=NAME nor KEY=VALUE: write conf=quickstart",
             "parallel.zero has no value: write parallel.zero=VALUE",
             "model=tinny names no model: did you mean tiny?",
         ],
@@ -130,43 +131,46 @@ FILES: list[tuple[str, list[str]]] = [
     ("name: x\nmodel: [1\n", ["FILE, line 3, column 1: expected ',' or ']', but got '<stream end>'"]),
     ("name: x\n\tmodel: y\n", ["FILE, line 2, column 1: found character '\\t' that cannot start any token"]),
     ("name: x\nname: y\n", ["FILE, line 2, column 1: found duplicate key name"]),
-    ("- name\n", ["FILE holds a list: a recipe is a mapping of keys"]),
+    ("- name\n", ["FILE holds a list: a recipe must be a mapping of keys"]),
     ("name: x\n---\nname: y\n", ["FILE, line 2, column 1: but found another document"]),
     ("a: &a [*a]\n", ["FILE contains itself: break the loop of defaults, anchors or ${...}"]),
     ("defaults: [mine]\n", ["FILE contains itself: break the loop of defaults, anchors or ${...}"]),
     ("defaults: quickstart\n", ["FILE: defaults is not a list of `GROUP: NAME`: write each as `- model: NAME`"]),
-    ("defaults: [quikstart]\n", ["FILE: its defaults name recipe quikstart, which is not there: did you mean quickstart?"]),
-    ("defaults: [model: tinny]\n", ["FILE: its defaults name model tinny, which is not there: did you mean tiny?"]),
-    ("defaults: [modle: tiny]\n", ["FILE: its defaults name group modle, which is not there: did you mean model?"]),
+    ("defaults: [quikstart]\n", ["FILE: its defaults name recipe quikstart, which does not exist: did you mean quickstart?"]),
+    ("defaults: [model: tinny]\n", ["FILE: its defaults name model tinny, which does not exist: did you mean tiny?"]),
+    ("defaults: [modle: tiny]\n", ["FILE: its defaults name group modle, which does not exist: did you mean model?"]),
     ("defaults: [quickstart]\nhydra: {}\n", ["FILE: no key hydra: leave it out"]),
     ("defaults: [quickstart]\nmodle: tiny\n", ["no key modle: did you mean model?"]),
     ("defaults: [quickstart]\ntrain: {batch: ${train.batch}}\n", ["FILE, line 2, column 17: expected ',' or '}', but got '{'"]),
     (
         "name: x\n",
-        [f"{each} is not set: choose {each}=NAME; `distrain ls {each}` lists them" for each in ("model", "cluster", "parallel", "train")],
+        [
+            f"{each} is not set: choose {each}=NAME; `distrain ls {each}` lists the names"
+            for each in ("model", "cluster", "parallel", "train")
+        ],
     ),
 ]
 
 
-@pytest.mark.parametrize(("words", "lines"), TABLE, ids=[row[0] for row in TABLE])
-def test_wrong_words_are_answered_in_one_line_each(words: str, lines: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    status = command(shlex.split(words))
-    said = capsys.readouterr()
-    assert said.err.splitlines() == [f"distrain: {line}" for line in lines]
-    assert (status, said.out) == (2, "")
+@pytest.mark.parametrize(("arguments", "lines"), TABLE, ids=[row[0] for row in TABLE])
+def test_each_wrong_argument_prints_one_line(arguments: str, lines: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    status = command(shlex.split(arguments))
+    out, err = capsys.readouterr()
+    assert err.splitlines() == [f"distrain: {line}" for line in lines]
+    assert (status, out) == (2, "")
 
 
 @pytest.mark.parametrize(("text", "lines"), FILES, ids=repr)
-def test_a_wrong_file_is_answered_in_one_line_each(text: str, lines: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_problem_of_a_file_prints_one_line(text: str, lines: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(text)
     status = command(["plan", f"conf={file}"])
-    said = capsys.readouterr()
-    assert said.err.splitlines() == [f"distrain: {line.replace('FILE', str(file))}" for line in lines]
-    assert (status, said.out) == (2, "")
+    out, err = capsys.readouterr()
+    assert err.splitlines() == [f"distrain: {line.replace('FILE', str(file))}" for line in lines]
+    assert (status, out) == (2, "")
 
 
-def test_a_file_that_asks_for_code_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_calls_code_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("name: !!python/object/apply:os.mkdir ['made']\n")
     assert command(["plan", f"conf={file}"]) == 2
@@ -174,39 +178,41 @@ def test_a_file_that_asks_for_code_is_refused(tmp_path: Path, capsys: pytest.Cap
     assert not (tmp_path / "made").exists()
 
 
-def test_a_file_that_is_no_text_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_message_names_a_file_that_is_not_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.yaml"
     file.write_bytes(b"\xff\xfe\x00")
     assert command(["plan", f"conf={file}"]) == 2
     assert capsys.readouterr().err == f"distrain: {file} is not valid UTF-8\n"
 
 
-def test_a_group_file_with_wrong_yaml_is_named_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_message_names_an_option_with_wrong_yaml_and_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("family: gpt\nlayers: ]\n")
     assert command(["plan", "conf=quickstart", "model=mine", "--config-dir", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith(f"distrain: {tmp_path}/model/mine.yaml, line 2, column 9: ")
 
 
-def test_a_file_beside_a_misspelt_one_is_its_near_miss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelt_path_gets_the_closest_file_in_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.yaml").touch()
     assert command(["plan", f"conf={tmp_path}/mien.yaml"]) == 2
     assert capsys.readouterr().err == f"distrain: conf={tmp_path}/mien.yaml: no such file: did you mean mine.yaml?\n"
 
 
-def test_a_file_of_this_folder_wants_its_path(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_in_the_current_folder_needs_a_path(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "mine.yaml").touch()
     monkeypatch.chdir(tmp_path)
     assert command(["plan", "conf=mine"]) == 2
-    assert capsys.readouterr().err == "distrain: no recipe mine: for the file in this folder write conf=./mine.yaml\n"
+    assert capsys.readouterr().err == "distrain: no recipe mine: write conf=./mine.yaml for the file in this folder\n"
 
 
-def test_a_control_character_cannot_break_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_are_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["plan", "conf=quick\nstart\x1b[31m"]) == 2
     assert capsys.readouterr().err.startswith("distrain: no recipe quick\\nstart\\x1b[31m: ")
 
 
-def test_no_words_at_all_print_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_arguments_print_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert command([]) == 2
     assert capsys.readouterr().out.startswith("Usage: distrain ")
 
@@ -227,9 +233,9 @@ VALUES = ["1", "null", "[]", "{}", "tiny", "${name}", "${", "x=y", "2x2x2", "???
         max_size=3,
     )
 )
-def test_whatever_is_written_is_read_or_answered(overrides: list[str]) -> None:
+def test_any_override_is_read_or_is_a_problem(overrides: list[str]) -> None:
     try:
-        said = load_recipe("quickstart", overrides).name
+        result = load_recipe("quickstart", overrides).name
     except Unreadable as error:
-        said = str(error)
-    assert said
+        result = str(error)
+    assert result

@@ -129,15 +129,15 @@ values = some.sampled_from(
 
 
 @some.composite
-def damaged(draw: some.DrawFn, found: object) -> object:
+def damaged_json(draw: some.DrawFn, found: object) -> object:
     """JSON in which one value, or a part, is replaced or missing."""
     if draw(some.booleans()) and isinstance(found, dict) and found:
         key = draw(some.sampled_from(sorted(found)))
         rest = {name: value for name, value in found.items() if name != key}
-        return rest if draw(some.integers(0, 5)) == 0 else {**rest, key: draw(damaged(found[key]))}
+        return rest if draw(some.integers(0, 5)) == 0 else {**rest, key: draw(damaged_json(found[key]))}
     if isinstance(found, list) and found:
         at = draw(some.integers(0, len(found) - 1))
-        return [*found[:at], draw(damaged(found[at])), *found[at + 1 :]]
+        return [*found[:at], draw(damaged_json(found[at])), *found[at + 1 :]]
     return draw(values)
 
 

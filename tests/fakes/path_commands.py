@@ -1,4 +1,4 @@
-"""Commands that are found on PATH in place of ssh and its like: they note how they were called, and do what a test wants."""
+"""Fake commands that PATH finds instead of ssh and others: they record how they were called, and do what a test sets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import json, os, sys
 with open({log!r}, "a") as log:
     log.write(json.dumps({{"argv": sys.argv, "environment": dict(os.environ), "folder": os.getcwd()}}) + "\\n")
 """
-# ssh that runs the command on this machine, as a shell that only knows the host's name.
+# ssh that runs the command in a shell on this machine
 SSH = """\
 host, command = [word for word in sys.argv[1:] if word != "--"][-2:]
 here = {home!r} + "/" + host
@@ -24,19 +24,19 @@ if os.path.exists(here):
     exec(open(here).read())
 os.execvp("sh", ["sh", "-c", command])
 """
-# pdsh that has a shell of this machine read the command for each host
+# pdsh that runs each host's command in a shell on this machine
 PDSH = """\
 import subprocess
 at = sys.argv.index("-w") + 1
 for number, host in enumerate(sys.argv[at].split(",")):
     subprocess.run(["sh", "-c", " ".join(sys.argv[at + 1 :]).replace("%n", str(number)).replace("%h", host)])
 """
-# a Python that does nothing but land
+# a Python that only runs upload_remote.py
 PYTHON = """\
 if sys.argv[1:3] == ["-I", "-S"]:
     os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
-# what stands for sbatch's own: the job's nodes, and a process a task
+# scontrol and srun inside a batch job: its nodes, and a process per task
 SCONTROL = """\
 print("127.0.0.1\\n127.0.0.2")
 """
@@ -59,7 +59,7 @@ QUIET = ""
 
 
 class FakeCommands:
-    """A folder that goes first on PATH; `calls` are its commands' own, in order."""
+    """A folder of fake commands that goes first on PATH; `calls` are their calls, in order."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.home = folder / "bin", folder / "hosts"
@@ -68,25 +68,25 @@ class FakeCommands:
         self._log = folder / "calls"
 
     def put(self, name: str, does: str) -> None:
-        """A command of this name."""
+        """Put a command into the folder; `does` is its Python code."""
         text = HEAD.format(python=sys.executable, log=str(self._log)) + does.replace("{home!r}", repr(str(self.home)))
         file = self.folder / name
         file.write_text(text)
         file.chmod(0o755)
 
     def host(self, name: str, does: str) -> None:
-        """What the ssh of `SSH` does in place of a host of this name: Python, before the command is run."""
+        """Set what the fake ssh does for a host before it runs the command: Python code."""
         (self.home / name).write_text(does)
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        """How the commands were called: {"argv", "environment", "folder"}."""
+        """Return the calls: {"argv", "environment", "folder"} each."""
         return [json.loads(line) for line in self._log.read_text().splitlines()] if self._log.exists() else []
 
     def forget(self) -> None:
-        """Begin a new list of calls."""
+        """Clear the list of calls."""
         self._log.unlink(missing_ok=True)
 
     def path(self, environment: Mapping[str, str] = os.environ) -> str:
-        """PATH with these commands first."""
+        """Return PATH with these commands first."""
         return f"{self.folder}:{environment['PATH']}"

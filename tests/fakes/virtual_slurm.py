@@ -1,4 +1,4 @@
-"""A real Slurm over hosts that are namespaces (vhosts.py): its controller on the first of them, its daemon on each."""
+"""A real Slurm on virtual hosts (scripts/virtual_hosts.py): slurmctld on the first host, slurmd on each."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 from distrain.scripts.virtual_hosts import VirtualHosts
 
 TOOLS = ("slurmctld", "slurmd", "srun", "sbatch", "scancel", "scontrol", "sinfo")
-PATIENCE = 60.0  # seconds for its nodes to be there
-# No munge, whose daemon wants a user and folders of its own: nobody else sees the hosts' network.
+PATIENCE = 60.0  # seconds for its nodes to be up
+# Without munge, whose daemon needs a user and folders of its own: the hosts' network is private.
 CONFIG = """\
 ClusterName=namespaces
 SlurmctldHost={first}
@@ -42,14 +42,14 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def missing_slurm_tools() -> str:
-    """Why this machine can't run Slurm over hosts of its own, beside what vhosts.py wants; "" where it can."""
+    """Return which programs of Slurm are missing, besides those of virtual_hosts.py; "" where none is."""
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
     absent = [tool for tool in TOOLS if shutil.which(tool, path=path) is None]
-    return f"no {', '.join(absent)} here: apt-get install slurmctld slurmd slurm-client" if absent else ""
+    return f"{', '.join(absent)} not found: apt-get install slurmctld slurmd slurm-client" if absent else ""
 
 
 class VirtualSlurm:
-    """Slurm over these hosts, of so many cores each; leaves nothing behind when it is closed (contextlib.closing)."""
+    """Slurm on these hosts, of `cores` cores each; nothing is left when it is closed (contextlib.closing)."""
 
     def __init__(self, hosts: VirtualHosts, folder: Path, cores: int) -> None:
         self.hosts, self.folder = hosts, folder
@@ -58,13 +58,13 @@ class VirtualSlurm:
         config = folder / "slurm.conf"
         config.write_text(CONFIG.format(first=names[0], folder=folder, nodes=",".join(names), cores=cores))
         self.environment = {"SLURM_CONF": str(config), "PATH": f"{os.environ['PATH']}:/usr/sbin"}
-        self._begun: list[subprocess.Popen[bytes]] = []
+        self._daemons: list[subprocess.Popen[bytes]] = []
         try:
-            self._begin(0, "slurmctld", "-D")
+            self._start(0, "slurmctld", "-D")
             for number, name in enumerate(names):
-                self._begin(number, "slurmd", "-D", "-N", name)
+                self._start(number, "slurmd", "-D", "-N", name)
             until = time.monotonic() + PATIENCE
-            while self.says("sinfo", "--noheader", "--format=%T %D").split() != ["idle", str(len(names))]:
+            while self.output("sinfo", "--noheader", "--format=%T %D").split() != ["idle", str(len(names))]:
                 assert time.monotonic() < until, (folder / "slurmctld.log").read_text()
                 time.sleep(0.1)
         except BaseException:
@@ -72,31 +72,31 @@ class VirtualSlurm:
             raise
 
     def known(self, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-        """An environment in which its commands find it."""
+        """Return an environment in which Slurm's commands find it."""
         return {**environment, **self.environment}
 
-    def says(self, *command: str) -> str:
-        """What a command of its prints, run on the first host; "" where it fails."""
+    def output(self, *command: str) -> str:
+        """Run a command of Slurm on the first host; return its output, "" where it fails."""
         words = self.hosts.hosts[0].command_line(command)
         return subprocess.run(words, env=self.known(), capture_output=True, text=True, timeout=PATIENCE, check=False).stdout
 
-    def ended(self, job: str) -> int:
-        """A job's exit status, once it has ended."""
+    def exit_status(self, job: str) -> int:
+        """Wait for a job to end; return its exit status."""
         state: dict[str, str] = {}
         while state.get("JobState", "PENDING") in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"):
             time.sleep(0.2)
-            state = dict(word.partition("=")[::2] for word in self.says("scontrol", "--oneliner", "show", "job", job).split())
+            state = dict(word.partition("=")[::2] for word in self.output("scontrol", "--oneliner", "show", "job", job).split())
         return int(state["ExitCode"].partition(":")[0])
 
     def close(self) -> None:
-        """End its daemons; the hosts end what they started."""
-        for each in self._begun:
+        """End the daemons; the hosts end what these started."""
+        for each in self._daemons:
             each.terminate()
-        for each in self._begun:
+        for each in self._daemons:
             each.wait()
 
-    def _begin(self, host: int, *command: str) -> None:
+    def _start(self, host: int, *command: str) -> None:
         none = subprocess.DEVNULL
-        self._begun.append(
+        self._daemons.append(
             subprocess.Popen(self.hosts.hosts[host].command_line(command), env=self.known(), stdin=none, stdout=none, stderr=none)
         )

@@ -135,7 +135,7 @@ def test_an_added_schedule_trains_as_one_process_does(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name, row in SCHEDULES.items() if not row.is_plain and name not in ENGINES["pipe"].schedules])
 def test_a_schedule_that_instructions_cannot_express_is_refused(name: str) -> None:
-    from distrain.trainer.engines.deepspeed.settings import import_deepspeed
+    from distrain.trainer.engines.deepspeed.import_deepspeed import import_deepspeed
 
     import_deepspeed()
     from distrain.trainer.engines.deepspeed.instructions import training_instructions

@@ -1,4 +1,4 @@
-"""The wheel holds `distrain` and nothing else, and what is installed from it works in any folder."""
+"""The wheel contains `distrain` and nothing else, and the installed package works in any folder."""
 
 import os
 import shutil
@@ -15,17 +15,17 @@ SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setup
 LEFT_BEHIND = (".*", "__pycache__", "*.egg-info", "build", "dist", "runs", "outputs")
 
 
-def pip(*words: str | Path, cwd: Path) -> None:
-    done = subprocess.run([sys.executable, "-m", "pip", *map(str, words)], cwd=cwd, capture_output=True, text=True)
+def run_pip(*arguments: str | Path, cwd: Path) -> None:
+    done = subprocess.run([sys.executable, "-m", "pip", *map(str, arguments)], cwd=cwd, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel of a copy of this tree: a build leaves folders behind, and takes old ones in."""
+    """Build a wheel from a copy of this tree, because a build leaves folders behind and packs old ones."""
     folder = tmp_path_factory.mktemp("wheel")
     shutil.copytree(ROOT, folder / "tree", ignore=shutil.ignore_patterns(*LEFT_BEHIND))
-    pip("wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", folder, folder / "tree", cwd=folder)
+    run_pip("wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", folder, folder / "tree", cwd=folder)
     (made,) = folder.glob("*.whl")
     return made
 
@@ -37,25 +37,25 @@ def names(wheel: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that holds what the wheel installs, away from the checkout."""
+    """Install the wheel into a folder outside the checkout and return the folder."""
     target = tmp_path_factory.mktemp("installed")
-    pip("install", "--no-deps", "--no-index", "--target", target, wheel, cwd=target)
+    run_pip("install", "--no-deps", "--no-index", "--target", target, wheel, cwd=target)
     return target
 
 
-def run(installed: Path, cwd: Path, *words: str) -> str:
-    """What a program says in another folder with the installed package first; it must end well."""
+def run(installed: Path, cwd: Path, *arguments: str) -> str:
+    """Run Python in a folder with the installed package first on its path; return its stdout. It must succeed."""
     environment = {**os.environ, "PYTHONPATH": str(installed)}
-    done = subprocess.run([sys.executable, "-P", *words], cwd=cwd, env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-P", *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_the_wheel_holds_distrain_only(names: set[str]) -> None:
+def test_the_wheel_contains_distrain_only(names: set[str]) -> None:
     assert {name.split("/")[0] for name in names} == {"distrain", "distrain-0.1.0.dist-info"}
 
 
-def test_the_wheel_holds_every_module_and_recipe(names: set[str]) -> None:
+def test_the_wheel_contains_every_module_and_yaml_file(names: set[str]) -> None:
     folders = [ROOT / Path(*package.split(".")[1:]) for package in SETUPTOOLS["packages"]]
     wanted = {path for folder in folders for path in folder.glob("*.py")}
     wanted |= {path for top in ("conf", "recipes") for path in (ROOT / top).rglob("*.yaml")}
@@ -64,11 +64,11 @@ def test_the_wheel_holds_every_module_and_recipe(names: set[str]) -> None:
     }
 
 
-def test_the_wheel_holds_no_tests(names: set[str]) -> None:
+def test_the_wheel_contains_no_tests(names: set[str]) -> None:
     assert not [name for name in names if any(part.startswith("test") for part in Path(name).parts)]
 
 
-def test_the_wheel_holds_the_licence_and_the_command(wheel: Path) -> None:
+def test_the_wheel_contains_the_licence_and_the_command(wheel: Path) -> None:
     archive = zipfile.ZipFile(wheel)
     assert "Apache License" in archive.read("distrain-0.1.0.dist-info/licenses/LICENSE").decode()
     assert "distrain = distrain.__main__:main" in archive.read("distrain-0.1.0.dist-info/entry_points.txt").decode()

@@ -1,7 +1,7 @@
-"""Faults that a seed draws come to real runs, and what must be true whatever broke is true.
+"""Faults drawn from a seed are injected into real runs, and no invariant is violated.
 
-A few of them, for the time it takes; `python -m distrain.scripts.faults` has hundreds, on this machine and over hosts. What watches over
-ranks is held against more of them with ranks that are small programs without torch, in lockstep as ranks are.
+Only a few faults, for the time they take; `python -m distrain.scripts.faults` injects hundreds, also over hosts. Supervision is tested
+with more of them, on ranks that are small programs without torch, in lockstep as real ranks are.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from distrain.scripts.faults import Campaign, allowed_statuses, result_table
 from distrain.scripts.faults_drawn import SHARES, SIGNALS, draw_faults
 from distrain.scripts.faults_runs import RUNS_VARIABLE, Disk, LocalRuns, loss_curve, metric_rows, process_role, send_signal, wait_until
 
-DRAWN, SMALL = 60, 24  # faults of which one of each kind comes to a run that trains, and faults that come to ranks without torch
-DEADLINE = 120.0  # seconds, for what takes two on an idle machine
+DRAWN, SMALL = 60, 24  # faults from which real runs get one of each kind; faults for ranks without torch
+DEADLINE = 120.0  # seconds; an idle machine needs two
 RANKS, LENGTH = 3, 40  # of a run without torch: ranks, and steps of 20 ms
-HEAD = """
+CONTROLLER = """
 import os, sys
 from pathlib import Path
 from distrain.trainer.launch.agent.local_agent import DEFERRING
 from distrain.trainer.launch.single_host import launch_local_ranks
 from distrain.trainer.launch.supervisor.watchdog import Watchdog
 folder = Path(sys.argv[1])
-ended = launch_local_ranks([sys.executable, "-c", sys.argv[2], str(folder), *DEFERRING], ranks=3, folder=folder, environment=os.environ, show=print,
-               grace=3.0, watchdog=Watchdog(patience=2.0))
-print(ended.says)
-sys.exit(ended.status)
+command = [sys.executable, "-c", sys.argv[2], str(folder), *DEFERRING]
+watchdog = Watchdog(patience=2.0)
+outcome = launch_local_ranks(command, ranks=3, folder=folder, environment=os.environ, show=print, grace=3.0, watchdog=watchdog)
+print(outcome.says)
+sys.exit(outcome.status)
 """
 RANK = """
 import faulthandler, mmap, os, signal, sys, time
@@ -67,76 +68,84 @@ talk.done()
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Disk | None]:
-    """A small disk, which root may make."""
+    """A small disk; mounting it needs root."""
     made = Disk(tmp_path / "disk") if os.geteuid() == 0 else None
     yield made
     if made:
         made.close()
 
 
-def test_real_runs_survive_what_is_drawn(tmp_path: Path, disk: Disk | None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_real_runs_survive_faults(tmp_path: Path, disk: Disk | None, capsys: pytest.CaptureFixture[str]) -> None:
     campaign = Campaign(LocalRuns(tmp_path / "disk" / "runs"), disk, print)
     without = ("flipped", *(() if disk else ("full",)))
     faults = {fault.kind: fault for fault in draw_faults(DRAWN, 5, "local", without=without) if not fault.at_start}
-    outcomes = [campaign.apply(fault) for fault in faults.values()]
+    results = [campaign.apply(fault) for fault in faults.values()]
     campaign.finish()
-    shown = "\n".join(result_table(outcomes))
-    assert [each for each in outcomes if each.violations] == [], shown
+    shown = "\n".join(result_table(results))
+    assert [each for each in results if each.violations] == [], shown
     assert campaign.violations == 0, capsys.readouterr().out
 
 
 def start(folder: Path) -> subprocess.Popen[bytes]:
-    """A run of ranks without torch."""
+    """Start a run of ranks without torch."""
     (folder / "met").write_bytes(bytes(RANKS * LENGTH))
     marked = {**os.environ, RUNS_VARIABLE: str(folder.parent)}
     with (folder / "log").open("wb") as log:
-        return subprocess.Popen([sys.executable, "-c", HEAD, str(folder), RANK], env=marked, stdout=log, stderr=log, start_new_session=True)
+        return subprocess.Popen(
+            [sys.executable, "-c", CONTROLLER, str(folder), RANK], env=marked, stdout=log, stderr=log, start_new_session=True
+        )
 
 
-def over(process: subprocess.Popen[bytes]) -> bool:
+def has_ended(process: subprocess.Popen[bytes]) -> bool:
     return process.poll() is not None
 
 
 @pytest.fixture
-def ground(tmp_path: Path) -> Iterator[LocalRuns]:
-    """Where runs run, of which nothing is left afterwards."""
-    made = LocalRuns(tmp_path / "ground")
+def runs(tmp_path: Path) -> Iterator[LocalRuns]:
+    """Local runs, of which nothing is left afterwards."""
+    made = LocalRuns(tmp_path / "runs")
     yield made
     made.close()
 
 
-def test_whatever_watches_over_ranks_survives_what_is_drawn(ground: LocalRuns) -> None:
-    """The seconds of a whole run are drawn over: its start, its steps, its end."""
+def test_supervision_survives_faults(runs: LocalRuns) -> None:
+    """The faults come at any moment of a run: its start, its steps, its end."""
     for fault in draw_faults(SMALL, 7, "hosts", without=("cut",)):
-        folder = ground.folder / str(fault.number)
+        folder = runs.folder / str(fault.number)
         folder.mkdir()
-        began, head = time.monotonic(), start(folder)
-        wait_until(partial(over, head), 2.0 * fault.moment)
-        there = ground.processes()
-        whom = fault.pick(sorted({process_role(words, whole="launch_local_ranks(") for words in there.values()})) if there else "nobody"
-        for pid in sorted(pid for pid, words in there.items() if process_role(words, whole="launch_local_ranks(") == whom)[:1]:
+        began, controller = time.monotonic(), start(folder)
+        wait_until(partial(has_ended, controller), 2.0 * fault.moment)
+        processes = runs.processes()
+        target = (
+            fault.pick(sorted({process_role(command, controller="launch_local_ranks(") for command in processes.values()}))
+            if processes
+            else "nothing"
+        )
+        for pid in sorted(pid for pid, command in processes.items() if process_role(command, controller="launch_local_ranks(") == target)[
+            :1
+        ]:
             send_signal(pid, SIGNALS[fault.kind])
-            if (fault.kind, whom) == ("stop", "fit"):
+            if (fault.kind, target) == ("stop", "fit"):
                 time.sleep(0.5)
                 send_signal(pid, signal.SIGCONT)
-        said = f"{fault} of {whom} after {time.monotonic() - began:.1f} s"
-        assert wait_until(partial(over, head), DEADLINE), said
-        assert wait_until(lambda: not ground.processes(), DEADLINE), f"{said}: {ground.processes()}"
+        said = f"{fault} of {target} after {time.monotonic() - began:.1f} s"
+        assert wait_until(partial(has_ended, controller), DEADLINE), said
+        assert wait_until(lambda: not runs.processes(), DEADLINE), f"{said}: {runs.processes()}"
         log = (folder / "log").read_text()
-        assert head.returncode in allowed_statuses(fault, whom, "local"), f"{said}: {head.returncode}\n{log}"
+        assert controller.returncode in allowed_statuses(fault, target, "local"), f"{said}: {controller.returncode}\n{log}"
         assert "Traceback" not in log, said
         met = (folder / "met").read_bytes()
-        assert head.returncode != 0 or 0 not in met, f"{said}: it trained, and did not\n{log}"
+        assert controller.returncode != 0 or 0 not in met, f"{said}: it exited 0 without having trained\n{log}"
 
 
-def test_as_many_faults_of_a_kind_are_drawn_as_its_share_says() -> None:
-    for ground, shares in SHARES.items():
-        faults = draw_faults(200, 1, ground)
+def test_each_kind_of_fault_is_drawn_as_often_as_its_share() -> None:
+    for kind_of_run, shares in SHARES.items():
+        faults = draw_faults(200, 1, kind_of_run)
         assert Counter(each.kind for each in faults) == {kind: 2 * share for kind, share in shares.items()}
-        assert faults == draw_faults(200, 1, ground) != draw_faults(200, 2, ground)
+        assert faults == draw_faults(200, 1, kind_of_run) != draw_faults(200, 2, kind_of_run)
 
 
-def test_a_half_line_that_a_killed_writer_left_is_no_row(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_ignored(tmp_path: Path) -> None:
     row = {"step": 1, "loss": 5.0, "grad_norm": 1.0, "lr": 1e-3}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + '\n{"step": 2, "lo')
     assert metric_rows(tmp_path) == [row]

@@ -1,4 +1,4 @@
-"""A hostfile is read strictly: what is wrong is told with its line, all at once, and the mends that are told hold."""
+"""A hostfile is read strictly: all problems are reported at once, each with its line, and the suggested fixes work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distrain.trainer.spec.problem import Unreadable
 NAMES = "a name has only letters, digits and . _ -"
 CONFIG = "name the host in ~/.ssh/config, with its user, port or address, and use that name"
 
-# What a file holds, and the lines that it earns; {} is its path.
+# The content of a hostfile, and the messages for it; {} is its path.
 # fmt: off
 BAD: dict[str, tuple[bytes, str]] = {
     "a count with a letter":     (b"h1 slots=8x\n",            "{} line 1: slots=8x is not a whole number: write slots=8"),
@@ -71,7 +71,7 @@ BAD: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_hostfile_is_told_line_by_line(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_wrong_line_of_a_hostfile_is_reported(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, says = BAD[name]
     file = tmp_path / "hosts"
     file.write_bytes(text)
@@ -102,7 +102,7 @@ WORDS = (
 
 
 @pytest.mark.parametrize(("words", "line"), WORDS, ids=[words for words, _ in WORDS])
-def test_hosts_that_are_chosen_are_held_against_the_file(words: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_selected_hosts_are_checked_against_the_hostfile(words: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "hosts"
     file.write_text("h1 slots=2\nh2 slots=2\n")
     status = command(["show", "conf=quickstart", "launch=deepspeed", f"launch.hostfile={file}", *words.split(), "--launch"])
@@ -124,13 +124,15 @@ def test_hosts_that_are_chosen_are_held_against_the_file(words: str, line: str, 
         ),
         (
             "launch=deepspeed",
-            "launch=deepspeed needs launch.hostfile: name a file with a line per host: host1 slots=8; "
-            "or set launch=local to use this machine only",
+            (
+                "launch=deepspeed needs launch.hostfile: name a file with a line per host: host1 slots=8; "
+                "or set launch=local to use this machine only"
+            ),
         ),
     ],
 )
 @pytest.mark.parametrize("verb", ["fit", "show"])
-def test_a_hostfile_that_is_not_there_never_trains_here(
+def test_a_missing_hostfile_never_falls_back_to_this_machine(
     verb: str, words: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = words.replace("{}", str(tmp_path)).split()
@@ -158,15 +160,15 @@ def test_a_good_hostfile_is_read(text: bytes, tmp_path: Path) -> None:
     assert found == (Host(name="h1", slots=(0, 1)), Host(name="h2.example.org", slots=(0,)))
 
 
-def chosen_of(file: str, **how: Any) -> tuple[Host, ...]:
+def selected(file: str, **how: Any) -> tuple[Host, ...]:
     return select_hosts(read_hostfile(file), file, **how)
 
 
 def test_hosts_keep_the_order_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("b slots=2\na slots=3\nc slots=2\n")
-    chosen = chosen_of(str(tmp_path / "hosts"), nodes=2, gpus=2, include="a:0,2@b")
+    chosen = selected(str(tmp_path / "hosts"), nodes=2, gpus=2, include="a:0,2@b")
     assert chosen == (Host(name="b", slots=(0, 1)), Host(name="a", slots=(0, 2)))
-    assert chosen_of(str(tmp_path / "hosts"), nodes=2, gpus=2, exclude="a") == (
+    assert selected(str(tmp_path / "hosts"), nodes=2, gpus=2, exclude="a") == (
         Host(name="b", slots=(0, 1)),
         Host(name="c", slots=(0, 1)),
     )
@@ -178,7 +180,7 @@ def test_hosts_keep_the_order_of_the_file(tmp_path: Path) -> None:
     gpus=some.integers(1, 4),
     out=some.lists(some.tuples(some.integers(0, 4), some.integers(0, 3)), max_size=3, unique=True),
 )
-def test_every_mend_that_is_told_holds(
+def test_every_suggested_fix_works(
     counts: list[int], nodes: int, gpus: int, out: list[tuple[int, int]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     file = tmp_path_factory.mktemp("hosts") / "hosts"
@@ -189,7 +191,7 @@ def test_every_mend_that_is_told_holds(
             drop.setdefault(host, []).append(slot)
     exclude = "@".join(f"h{host}:{','.join(map(str, slots))}" for host, slots in drop.items()) or None
     try:
-        found = chosen_of(str(file), nodes=nodes, gpus=gpus, exclude=exclude)
+        found = selected(str(file), nodes=nodes, gpus=gpus, exclude=exclude)
     except Unreadable as error:
         (problem,) = error.problems
     else:
@@ -202,13 +204,13 @@ def test_every_mend_that_is_told_holds(
         size = re.fullmatch(r"(\d+)x(\d+)", words.get("cluster", f"{nodes}x{gpus}"))
         assert size
         kept = None if words.get("launch.exclude") == "null" else exclude
-        left = chosen_of(str(file), nodes=int(size[1]), gpus=int(size[2]), include=words.get("launch.include"), exclude=kept)
+        left = selected(str(file), nodes=int(size[1]), gpus=int(size[2]), include=words.get("launch.include"), exclude=kept)
         assert {host.name: len(host.slots) for host in left} == {host.name: int(size[2]) for host in left}
 
 
 @given(some.lists(some.frozensets(some.integers(0, 7), min_size=1), min_size=1, max_size=4))
-def test_deepspeed_reads_what_is_written_as_it_was_meant(chosen: list[frozenset[int]]) -> None:
-    """By the rules of DeepSpeed's own parsers (launcher/runner.py), which are spelt out here."""
+def test_deepspeed_parses_our_hostfile_and_include_as_meant(chosen: list[frozenset[int]]) -> None:
+    """By the rules of DeepSpeed's own parsers (launcher/runner.py), written out here."""
     hosts = [Host(name=f"h{at}", slots=tuple(sorted(slots))) for at, slots in enumerate(chosen)]
     pool = {found[1]: int(found[2]) for line in hostfile_text(hosts).splitlines() if (found := re.match(r"^(\S+)\s+slots=(\d+)", line))}
     included_ = {word.split(":")[0]: [int(slot) for slot in word.split(":")[1].split(",")] for word in include_text(hosts).split("@")}

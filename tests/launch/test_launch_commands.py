@@ -1,4 +1,4 @@
-"""`show --launch` prints what starts a run, and it does."""
+"""`show --launch` prints a script, and the script starts the run."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ SMALL = (
 )
 
 
-def shown(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What `distrain show` prints of a run."""
+def show(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what `distrain show` prints for a run."""
     assert command(["show", "conf=quickstart", *SMALL, *words]) == 0
     return capsys.readouterr().out
 
@@ -54,13 +54,13 @@ def here(tmp_path: Path) -> Path:
     return tmp_path / "hosts"
 
 
-# What is printed
+# The printed script
 
 
 @pytest.mark.parametrize("launch", ["local", "slurm", "torchrun", "deepspeed"])
 def test_a_launch_is_a_shell_script_and_writes_nothing(launch: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = [f"launch.hostfile={here}"] if launch in ("torchrun", "deepspeed") else []
-    said = shown(["cluster=2x1", f"launch={launch}", *file, f"log.dir={here.parent / 'runs'}", "--launch"], capsys)
+    said = show(["cluster=2x1", f"launch={launch}", *file, f"log.dir={here.parent / 'runs'}", "--launch"], capsys)
     passes_bash(said)
     assert said.splitlines()[0] == f"# quickstart, launch={launch}: 2 nodes x 1"
     assert not (here.parent / "runs").exists()
@@ -76,7 +76,7 @@ def test_torchrun_has_a_command_for_each_host(here: Path, capsys: pytest.Capture
         "log.dir=/runs",
         "launch.port=4242",
     ]
-    lines = shown([*words, "device=h100_80g", "cluster.inside=null", "--launch"], capsys).splitlines()
+    lines = show([*words, "device=h100_80g", "cluster.inside=null", "--launch"], capsys).splitlines()
     tail = "--nproc-per-node=2 --master-addr=h1 --master-port=4242 --module distrain.trainer.loop.rank /runs/quickstart/run.json"
     start = "PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1"
     run = f"{sys.executable} -m torch.distributed.run --nnodes=2"
@@ -91,9 +91,9 @@ def test_torchrun_has_a_command_for_each_host(here: Path, capsys: pytest.Capture
     assert "# ranks meet at h1 port 4242 (torchrun's static rendezvous)" in lines
 
 
-def test_slurm_has_a_file_of_one_task_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_slurm_has_a_batch_file_with_one_task_per_rank(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["cluster=4x8", "train.batch=64", "device=h100_80g", "launch=slurm", "log.dir=/runs", "cluster.inside=null", "--launch"]
-    said = shown(words, capsys)
+    said = show(words, capsys)
     text = said.partition("quickstart.sbatch <<'END'\n")[2].partition("\nEND\n")[0]
     passes_bash(text)
     assert text.splitlines()[0] == "#!/bin/bash"
@@ -104,14 +104,14 @@ def test_slurm_has_a_file_of_one_task_a_rank(capsys: pytest.CaptureFixture[str])
     assert said.splitlines()[-1] == "sbatch /runs/quickstart/launch/quickstart.sbatch"
 
 
-def test_deepspeeds_launcher_gets_files_of_ours(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deepspeeds_launcher_gets_its_files(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for key in forwarded_variables(os.environ):
         monkeypatch.delenv(key)
     monkeypatch.setenv("WANDB_API_KEY", "canary-7f3a")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "canary-7f3a")
     here.write_text("h1 slots=1\nh2 slots=8\n")
     words = ["cluster=2x1", "launch=deepspeed", f"launch.hostfile={here}", "launch.include=h1@h2:3", "log.dir=/runs", "--launch"]
-    said = shown(words, capsys)
+    said = show(words, capsys)
     assert "canary" not in said
     assert "these variables for the ranks: MLFLOW_TRACKING_PASSWORD" in said
     assert "cat > /runs/quickstart/launch/hosts <<'END'\nh1 slots=1\nh2 slots=4\nEND\n" in said
@@ -123,7 +123,7 @@ def test_deepspeeds_launcher_gets_files_of_ours(here: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("runner", ["openmpi", "slurm"])
-def test_what_comes_with_the_ticket_is_not_in_the_environment_that_mpirun_and_srun_hand_on(
+def test_variables_of_the_join_token_are_not_in_the_environment_of_mpirun_and_srun(
     runner: str, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "canary-7f3a")
@@ -135,12 +135,12 @@ def test_what_comes_with_the_ticket_is_not_in_the_environment_that_mpirun_and_sr
     assert {"PATH", "HOME"} & set(os.environ) <= set(known)
 
 
-def test_what_deepspeed_is_told_is_printed_without_torch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_deepspeed_config_is_printed_without_torch(capsys: pytest.CaptureFixture[str]) -> None:
     program = """
 import sys
 from distrain.cli.app import command
 from distrain.trainer.launch.resolve import launch_commands
-from distrain.cli.config.load import load
+from distrain.cli.config.load import load_recipe
 assert command(["show", "conf=quickstart", "parallel.zero=2", "train.precision=bf16", "--engine"]) == 0
 assert not {"torch", "deepspeed"} & set(sys.modules)
 """
@@ -150,19 +150,19 @@ assert not {"torch", "deepspeed"} & set(sys.modules)
     assert (told["zero_optimization"]["stage"], told["bf16"], told["train_batch_size"]) == (2, {"enabled": True}, 16)
 
 
-def test_a_run_that_cannot_be_laid_out_has_no_launch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_a_layout_has_no_launch_script(capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["show", "conf=quickstart", "parallel.dp=3", "--launch"]) == 2
     assert capsys.readouterr().err.startswith("distrain: parallel.dp=3 x tp 1 x cp 1 x pp 1 = 3, but ")
 
 
-def test_runs_meet_at_ports_of_their_own_below_those_that_linux_hands_out() -> None:
+def test_runs_have_different_ports_below_the_ephemeral_ones() -> None:
     ports = {run_port(Path(f"/runs/{name}")) for name in range(100)}
     assert len(ports) > 95
     assert all(port in PORTS for port in ports)
     assert PORTS.stop <= int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
 
 
-# What is printed starts a run
+# The script starts a run
 
 
 def trained(folder: Path) -> list[float]:
@@ -170,8 +170,8 @@ def trained(folder: Path) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Elsewhere:
-    """A script that is run in a folder of its own, away from where it was made: by bash, with words, once or once a host."""
+class ScriptRun:
+    """A script to run in another folder than the one where it was printed, once or once per host."""
 
     text: str
     folder: Path
@@ -186,30 +186,30 @@ class Elsewhere:
         self.started.append(subprocess.Popen(shell, cwd=self.folder / "away", env=self.environment, stdout=pipe, stderr=pipe, text=True))
         return self.started[-1]
 
-    def left(self) -> list[str]:
-        """What it left in the folder that it was run in."""
+    def files_left(self) -> list[str]:
+        """The files that it left in its working folder."""
         return [each.name for each in (self.folder / "away").iterdir()]
 
 
 @pytest.fixture
 def made(
     tmp_path: Path, here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Elsewhere]]:
-    """The script of a run whose recipe, text, hostfile and folders are named as they are from here, by relative paths."""
-    stand_ins = FakeCommands(tmp_path / "stand-ins")
+) -> Iterator[Callable[..., ScriptRun]]:
+    """Make the script of a run whose recipe, text, hostfile and folders are relative paths."""
+    commands = FakeCommands(tmp_path / "stand-ins")
     for name, does in {"scontrol": SCONTROL, "srun": SRUN, "sbatch": SBATCH}.items():
-        stand_ins.put(name, does)
-    known = {**os.environ, "PATH": stand_ins.path(), "OMP_NUM_THREADS": "1", "SLURM_JOB_NODELIST": "h[1-2]", "CUDA_VISIBLE_DEVICES": ""}
+        commands.put(name, does)
+    known = {**os.environ, "PATH": commands.path(), "OMP_NUM_THREADS": "1", "SLURM_JOB_NODELIST": "h[1-2]", "CUDA_VISIBLE_DEVICES": ""}
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "one.txt").write_text(sample_text())
     shutil.copyfile(RECIPES / "quickstart.yaml", tmp_path / "mine.yaml")
     monkeypatch.chdir(tmp_path)
 
-    def make(launch: str, *words: str) -> Elsewhere:
+    def make(launch: str, *words: str) -> ScriptRun:
         paths = ["conf=./mine.yaml", "data=text", "data.path=texts/*.txt", "data.cache=kept", f"log.dir={launch}"]
         file = ["launch.hostfile=hosts"] if launch == "torchrun" else []
         assert command(["show", *paths, *SMALL, f"launch={launch}", *file, *words, "--launch"]) == 0
-        return Elsewhere(capsys.readouterr().out, tmp_path, known, started)
+        return ScriptRun(capsys.readouterr().out, tmp_path, known, started)
 
     started: list[subprocess.Popen[str]] = []
     yield make
@@ -219,8 +219,8 @@ def made(
 
 
 @pytest.mark.parametrize("launch", ["local", "torchrun", "slurm"])
-def test_a_script_trains_in_any_folder(launch: str, made: Callable[..., Elsewhere], tmp_path: Path, ranks: RankPool) -> None:
-    """torchrun on two hosts that are this machine; Slurm with stand-ins for its own commands; both as plain ranks do."""
+def test_a_script_trains_in_any_folder(launch: str, made: Callable[..., ScriptRun], tmp_path: Path, ranks: RankPool) -> None:
+    """torchrun on two names of this machine; Slurm with fake commands; both train the same losses as plain ranks."""
     script = made(launch, "cluster=2x1")
     started = [script.run(*([str(host)] if launch == "torchrun" else [])) for host in range(2 if launch == "torchrun" else 1)]
     said = [each.communicate(timeout=120) for each in started]
@@ -228,10 +228,10 @@ def test_a_script_trains_in_any_folder(launch: str, made: Callable[..., Elsewher
     losses = ranks.train(tmp_path / "plain", "quickstart", "data=text", f"data.path={tmp_path}/texts/*.txt", *SMALL).figures("loss")
     assert trained(tmp_path / launch / "quickstart") == losses
     assert json.loads((tmp_path / launch / "quickstart" / "plan.json").read_text())["world"] == 2
-    assert script.left() == []
+    assert script.files_left() == []
 
 
-def test_a_script_of_several_hosts_wants_the_number_of_one(made: Callable[..., Elsewhere]) -> None:
+def test_a_script_for_several_hosts_needs_the_number_of_its_host(made: Callable[..., ScriptRun]) -> None:
     script = made("torchrun", "cluster=2x1")
     for words in ([], ["2"], ["h1"]):
         started = script.run(*words)
@@ -239,7 +239,7 @@ def test_a_script_of_several_hosts_wants_the_number_of_one(made: Callable[..., E
         assert started.returncode == 2
 
 
-def test_a_script_of_one_host_of_torchrun_s_starts_all_its_ranks(made: Callable[..., Elsewhere], here: Path, tmp_path: Path) -> None:
+def test_a_torchrun_script_for_one_host_starts_all_its_ranks(made: Callable[..., ScriptRun], here: Path, tmp_path: Path) -> None:
     here.write_text("localhost slots=2\n")
     script = made("torchrun", "cluster=1x2")
     started = script.run()
@@ -248,7 +248,7 @@ def test_a_script_of_one_host_of_torchrun_s_starts_all_its_ranks(made: Callable[
     assert len(trained(tmp_path / "torchrun" / "quickstart")) == 2
 
 
-def test_ranks_of_a_script_that_is_told_to_end_save_and_leave_nothing_running(made: Callable[..., Elsewhere], tmp_path: Path) -> None:
+def test_ranks_of_a_terminated_script_save_and_exit(made: Callable[..., ScriptRun], tmp_path: Path) -> None:
     script = made("local", "cluster=1x2", "train.steps=100000")
     started = script.run()
     assert started.stdout is not None
@@ -261,7 +261,7 @@ def test_ranks_of_a_script_that_is_told_to_end_save_and_leave_nothing_running(ma
     assert not [each for each in Path("/proc").glob("[0-9]*/cmdline") if mine in _read(each)]
 
 
-def test_a_rank_that_fails_ends_a_script_and_the_others(made: Callable[..., Elsewhere], tmp_path: Path) -> None:
+def test_a_rank_that_fails_ends_the_script_and_the_other_ranks(made: Callable[..., ScriptRun], tmp_path: Path) -> None:
     script = made("local", "cluster=1x2", "checkpoint.resume=must")
     started = script.run()
     _, wrong = started.communicate(timeout=60)

@@ -39,7 +39,9 @@ def quickstart(*words: str) -> Run:
     return load_recipe("quickstart", words)
 
 
-def test_without_a_probe_a_local_plan_has_no_times_and_says_how_to_get_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_plan_on_an_unmeasured_machine_has_no_times_and_says_how_to_get_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     plan = make_plan(quickstart())
     assert plan.time is None
@@ -55,13 +57,13 @@ def test_a_process_has_its_share_of_the_cores(remembered: Any) -> None:
     assert make_plan(run).time is not None
 
 
-def test_what_a_recipe_states_of_a_cpu_stays(remembered: Any) -> None:
+def test_rates_stated_in_a_recipe_are_kept(remembered: Any) -> None:
     remembered()
     device = quickstart("cluster.device.bandwidth=1e9", "cluster.device.peak.fp32=5e9").cluster.device
     assert (device.bandwidth, device.peak) == (1e9, {"fp32": 5e9})
 
 
-def test_a_known_gpu_is_the_one_of_conf_device(remembered: Any) -> None:
+def test_a_known_gpu_gets_its_option_of_conf_device(remembered: Any) -> None:
     remembered(cuda=[card("NVIDIA H200")])
     run = quickstart()
     known = load_recipe("quickstart", ["cluster=dgx_h200"]).cluster.device
@@ -70,7 +72,7 @@ def test_a_known_gpu_is_the_one_of_conf_device(remembered: Any) -> None:
     assert run.cluster.device.memory == 150_000_000_000
 
 
-def test_an_unknown_gpu_is_planned_without_times(remembered: Any) -> None:
+def test_an_unknown_gpu_has_no_times_in_the_plan(remembered: Any) -> None:
     remembered(cuda=[card("Another GPU")] * 2)
     run = quickstart()
     assert (run.cluster.device.name, run.cluster.gpus, run.train.precision) == ("Another GPU", 2, "bf16")
@@ -84,14 +86,14 @@ def test_a_gpu_without_bf16_trains_in_fp16(remembered: Any) -> None:
     assert quickstart().train.precision == "fp16"
 
 
-def test_a_size_that_was_asked_for_is_kept(remembered: Any) -> None:
+def test_a_given_cluster_size_is_kept(remembered: Any) -> None:
     remembered(cuda=[card("NVIDIA H200")] * 8)
     assert quickstart().cluster.gpus == 2
     assert quickstart("cluster=1x8").cluster.gpus == 8
     assert quickstart("cluster=1x4", "parallel.dp=auto").cluster.gpus == 4
 
 
-def test_a_cpu_that_was_asked_for_is_not_a_gpu(remembered: Any) -> None:
+def test_a_given_cpu_is_not_replaced_by_a_gpu(remembered: Any) -> None:
     remembered(cuda=[card("NVIDIA H200")])
     run = quickstart("device=cpu")
     assert (run.cluster.device.kind, run.cluster.gpus, run.train.precision) == ("cpu", 2, "fp32")
@@ -111,7 +113,7 @@ DAMAGED = (  # entries of another key, and, where the key is null, of this machi
 
 
 @pytest.mark.parametrize("damaged", DAMAGED)
-def test_an_entry_that_can_not_be_read_is_none(damaged: bytes, remembered: Any) -> None:
+def test_a_damaged_cache_entry_is_ignored(damaged: bytes, remembered: Any) -> None:
     file = remembered()
     assert machine.cached_facts() is not None
     file.write_bytes(damaged.replace(b'"key": null', b'"key": ' + json.dumps(machine.measurement_key()).encode()))
@@ -122,13 +124,13 @@ def test_an_entry_that_can_not_be_read_is_none(damaged: bytes, remembered: Any) 
     assert machine.cached_facts() is None
 
 
-def test_a_whole_entry_is_read(remembered: Any) -> None:
+def test_an_intact_cache_entry_is_read(remembered: Any) -> None:
     """What the damaged ones were made of."""
     remembered().write_text(json.dumps(ENTRY | {"key": machine.measurement_key()}))
     assert machine.cached_facts() == FACTS
 
 
-def test_machines_of_one_home_keep_their_own(remembered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_with_a_shared_home_have_their_own_entries(remembered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two hosts, containers with other cores, other devices that may be seen: neither takes the other's place."""
     keys = [
         machine.measurement_key() | change
@@ -145,7 +147,7 @@ def test_machines_of_one_home_keep_their_own(remembered: Any, monkeypatch: pytes
         assert json.loads(cache_file(key).read_text())["key"] == key, "it says what it is of"
 
 
-def test_what_earlier_probes_measured_is_removed_and_a_later_one_s_stays(remembered: Any, tmp_path: Path) -> None:
+def test_entries_of_earlier_probes_are_removed_and_of_later_ones_kept(remembered: Any, tmp_path: Path) -> None:
     folder = tmp_path / "distrain" / "machines"
     folder.mkdir(parents=True)
     names = ["1-aa.json", f"{machine.PROBE - 1}-bb.json", f"{machine.PROBE}-cc.json", f"{machine.PROBE + 1}-dd.json"]
@@ -156,7 +158,7 @@ def test_what_earlier_probes_measured_is_removed_and_a_later_one_s_stays(remembe
     assert not (tmp_path / "distrain" / OLD_FILE).exists()
 
 
-def test_no_more_machines_are_kept_than_a_number(remembered: Any, tmp_path: Path) -> None:
+def test_the_oldest_entries_are_removed(remembered: Any, tmp_path: Path) -> None:
     folder = tmp_path / "distrain" / "machines"
     folder.mkdir(parents=True)
     for number in range(2 * MOST_FILES):
@@ -178,7 +180,7 @@ for turn in range(60):
 """
 
 
-def test_writers_at_once_leave_a_whole_entry(remembered: Any) -> None:
+def test_concurrent_writers_leave_an_intact_entry(remembered: Any) -> None:
     remembered()
     started = [subprocess.Popen([sys.executable, "-c", WRITER]) for _ in range(3)]
     assert [each.wait(timeout=120) for each in started] == [0, 0, 0]
@@ -203,7 +205,7 @@ LOADS = (  # of a core: when it was measured, and now; whether it is measured ag
 
 
 @pytest.mark.parametrize(("before", "now", "again"), LOADS)
-def test_a_measurement_of_a_busy_machine_lasts_until_it_is_not(
+def test_a_busy_machine_is_measured_again_once_it_is_idle(
     remembered: Any, monkeypatch: pytest.MonkeyPatch, before: float, now: float, again: bool
 ) -> None:
     monkeypatch.setattr(machine, "load_per_core", lambda: now)
@@ -211,7 +213,7 @@ def test_a_measurement_of_a_busy_machine_lasts_until_it_is_not(
     assert machine.is_measured() == (not again)
 
 
-def test_of_two_measurements_the_better_rates_count() -> None:
+def test_the_better_rates_of_two_measurements_are_kept() -> None:
     faster = {"cuda": [card("NVIDIA H200")], "cpu": FAST | {"flops": {"fp32": 1e11, "bf16": 3e11}}}
     one: Any = {"cuda": [], "cpu": SLOW}
     other: Any = {"cuda": [card("NVIDIA H200")], "cpu": FAST}
@@ -220,7 +222,7 @@ def test_of_two_measurements_the_better_rates_count() -> None:
     assert machine.better_of(one, one) == one
 
 
-def test_this_machine_is_measured_in_a_child_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_machine_is_measured_in_a_child_and_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert machine.measure_now() is None

@@ -1,4 +1,4 @@
-"""What mpirun has shells of other hosts read, through an ssh that has a shell of this machine read it."""
+"""What mpirun passes to shells on other hosts, with a fake ssh that passes it to a shell on this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from distrain.trainer.launch.commands.openmpi import PREFIXES, SSH_ARGS, launche
 from distrain.trainer.launch.hosts.shell_safe import SSH_OPTIONS
 from distrain.trainer.spec.problem import Unreadable
 
-# ssh that has a shell of this machine read what follows the host
+# ssh that runs what follows the host's name in a shell on this machine
 JOINED = """\
 os.execvp("sh", ["sh", "-c", " ".join(sys.argv[sys.argv.index("h1") + 1 :])])
 """
@@ -27,23 +27,23 @@ FAILED = """\
 sys.exit(1)
 """
 TAME = {"OMPI_MCA_btl": "^openib", "OMPI_MCA_oob_tcp_if_include": "eth0,eth1", "OMPI_MCA_odd": "a%b@c+d", SSH_ARGS: "-p 22"}
-real = pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun here: apt-get install openmpi-bin")
+real = pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun not found: apt-get install openmpi-bin")
 
 
 def daemon(folder: Path, environment: Mapping[str, str]) -> list[dict[str, Any]]:
-    """How real mpirun, in this environment, has a host start its daemon."""
-    stand_ins = FakeCommands(folder)
+    """Return the calls with which real mpirun starts its daemon on a host, in this environment."""
+    commands = FakeCommands(folder)
     for name, does in (("ssh", JOINED), ("orted", FAILED), ("true", QUIET)):
-        stand_ins.put(name, does)
+        commands.put(name, does)
     (folder / "hostfile").write_text("h1 slots=1\n")
-    known = {**os.environ, "PATH": stand_ins.path(), **environment}
+    known = {**os.environ, "PATH": commands.path(), **environment}
     words = ["mpirun", "-n", "1", "-hostfile", str(folder / "hostfile"), "true"]
     subprocess.run(words, env=known, cwd=folder, capture_output=True, timeout=120, check=False)
-    return [call for call in stand_ins.calls if call["argv"][0].endswith("orted")]
+    return [call for call in commands.calls if call["argv"][0].endswith("orted")]
 
 
 @real
-def test_what_is_let_through_reaches_a_host_s_daemon_as_it_is(tmp_path: Path) -> None:
+def test_accepted_variables_reach_the_daemon_unchanged(tmp_path: Path) -> None:
     (call,) = daemon(tmp_path, {**TAME, **mpirun_environment(TAME, SSH_OPTIONS)})
     words = call["argv"]
     told = {words[at + 1]: words[at + 2] for at, word in enumerate(words) if word == "-mca"}
@@ -53,7 +53,7 @@ def test_what_is_let_through_reaches_a_host_s_daemon_as_it_is(tmp_path: Path) ->
 
 
 @real
-def test_mpirun_has_a_shell_read_what_is_refused(tmp_path: Path) -> None:
+def test_a_refused_variable_would_be_run_by_a_remote_shell(tmp_path: Path) -> None:
     evil = {"OMPI_MCA_odd": "$(touch pwned)"}
     daemon(tmp_path, {**evil, **mpirun_environment({}, SSH_OPTIONS)})
     assert (tmp_path / "pwned").exists()
@@ -64,7 +64,7 @@ def test_mpirun_has_a_shell_read_what_is_refused(tmp_path: Path) -> None:
 @given(name=some.sampled_from(PREFIXES), more=some.just("X") | hostile, value=hostile)
 @example(name="OPAL_", more="PREFIX", value="$(touch pwned)")
 @example(name="OMPI_", more="MCA_plm_rsh_args", value="-o ProxyCommand=`touch pwned`")
-def test_no_hostile_word_is_let_through(name: str, more: str, value: str) -> None:
+def test_no_unsafe_variable_is_accepted(name: str, more: str, value: str) -> None:
     letters = set("\"$`\\;|&<>()'\n\r*?~#! ")
     try:
         mpirun_environment({name + more: value}, SSH_OPTIONS)
@@ -74,7 +74,7 @@ def test_no_hostile_word_is_let_through(name: str, more: str, value: str) -> Non
     assert not letters & set(value) - ({" ", "\n", "\r"} if name + more == SSH_ARGS else set())
 
 
-def test_a_rank_keeps_nothing_of_mpirun_s() -> None:
+def test_the_variables_of_mpirun_are_found() -> None:
     assert launcher_variables({"OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0", "UCX_TLS": "tcp", "PATH": "/bin"}) == [
         "OMPI_COMM_WORLD_RANK",
         "PMIX_RANK",

@@ -1,4 +1,4 @@
-"""Hosts are asked before anything starts: what one lacks is named with its mend, and hosts that lack nothing pass."""
+"""The preflight asks all hosts before anything starts: each problem of a host is named with its fix, and sound hosts pass."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from distrain.trainer.system.child_process import end_child
 NAMES = ("h0", "h1", "h2")
 GIB = 1 << 30
 DEADLINE = 60.0  # seconds
-# The command, with Ctrl-C as at a terminal, whatever the tests were started with.
-HEARS = """
+# The command with the signal handlers of a terminal, whatever those of the tests are.
+COMMAND = """
 import signal
 for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(each, signal.default_int_handler if each == signal.SIGINT else signal.SIG_DFL)
@@ -41,7 +41,7 @@ main()
 
 @pytest.fixture
 def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCommands:
-    """An ssh that runs its command here, whatever the host's name."""
+    """A fake ssh that runs its command on this machine."""
     made = FakeCommands(tmp_path / "stand-ins")
     made.put("ssh", SSH)
     monkeypatch.setenv("PATH", made.path())
@@ -50,22 +50,22 @@ def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCommands:
     return made
 
 
-def asked(folder: Path, **more: Any) -> HostRequirements:
+def requirements(folder: Path, **more: Any) -> HostRequirements:
     return HostRequirements(**{"python": sys.executable, "folder": folder / "run", "kind": "cpu", "save": 1000, "keep": 2, **more})
 
 
-# What hosts say, and what is made of it
+# Answers of hosts, and the problems in them
 
 
 @pytest.fixture(scope="module")
 def answer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a host says that lacks nothing: this machine, with 8 GPUs."""
+    """The answer of a host without problems: this machine, with 8 GPUs."""
     said = host_probe.host_facts({"kind": "cpu", "folder": str(tmp_path_factory.mktemp("run")), "note": "note"})
     return said | {"cards": [[index, 0, 80 * GIB] for index in range(8)], "folder": {"free": 100 * GIB}, "cores": 4}
 
 
-def seen(answer: dict[str, Any], *changes: Callable[[dict[str, Any]], object], slots: int = 8) -> list[HostState]:
-    """Hosts that answered so, one after another changed."""
+def host_states(answer: dict[str, Any], *changes: Callable[[dict[str, Any]], object], slots: int = 8) -> list[HostState]:
+    """Three hosts with this answer; `changes` are applied to the first of them, one each."""
     made = []
     for number in range(3):
         facts = copy.deepcopy(answer) | {"home": [f"h{number}", "boot"]}
@@ -76,13 +76,13 @@ def seen(answer: dict[str, Any], *changes: Callable[[dict[str, Any]], object], s
     return made
 
 
-def told(hosts: list[HostState], **more: Any) -> list[str]:
-    return [str(each) for each in host_problems(hosts, asked(Path("/runs"), **more))]
+def problem_texts(hosts: list[HostState], **more: Any) -> list[str]:
+    return [str(each) for each in host_problems(hosts, requirements(Path("/runs"), **more))]
 
 
-def test_hosts_that_lack_nothing_pass(answer: dict[str, Any]) -> None:
-    assert told(seen(answer)) == []
-    assert told(seen(answer), kind="cuda") == []
+def test_hosts_without_problems_pass(answer: dict[str, Any]) -> None:
+    assert problem_texts(host_states(answer)) == []
+    assert problem_texts(host_states(answer), kind="cuda") == []
 
 
 # fmt: off
@@ -114,32 +114,32 @@ LACKS: dict[str, tuple[Callable[[dict[str, Any]], object], str, dict[str, Any]]]
 
 
 @pytest.mark.parametrize("name", LACKS)
-def test_what_a_host_lacks_is_told_with_its_mend(name: str, answer: dict[str, Any]) -> None:
+def test_a_problem_of_a_host_is_named_with_its_fix(name: str, answer: dict[str, Any]) -> None:
     change, line, more = LACKS[name]
-    (found,) = told(seen(answer, change), **more)
+    (found,) = problem_texts(host_states(answer, change), **more)
     assert found.startswith(line)
 
 
 def test_hosts_that_do_not_reach_each_other_are_named_once(answer: dict[str, Any]) -> None:
-    one = seen(answer)
+    one = host_states(answer)
     one[0].links = {"reached": {"h1": 0.1}, "failed": {"h2": "timed out"}, "unseen": []}
-    assert told(one) == ["h0 does not reach h2: timed out: open the firewall between the hosts, all ports"]
-    none = seen(answer)
+    assert problem_texts(one) == ["h0 does not reach h2: timed out: open the firewall between the hosts, all ports"]
+    none = host_states(answer)
     for each in none[:2]:
         each.links = {"reached": {}, "failed": {"h2": "timed out"}, "unseen": []}
-    assert told(none) == ["h2 is reached by no other host: open its firewall to the other hosts, all ports"]
+    assert problem_texts(none) == ["h2 is reached by no other host: open its firewall to the other hosts, all ports"]
 
 
-def test_a_run_folder_that_is_not_shared_is_told(answer: dict[str, Any]) -> None:
-    hosts = seen(answer)
+def test_a_run_folder_that_is_not_shared_is_reported(answer: dict[str, Any]) -> None:
+    hosts = host_states(answer)
     hosts[1].links = {"reached": {"h0": 0.1, "h2": 0.1}, "failed": {}, "unseen": ["h0"]}
-    assert told(hosts) == ["h1 does not see what h0 writes to /runs/run: set log.dir to a folder that all hosts share"]
+    assert problem_texts(hosts) == ["h1 does not see what h0 writes to /runs/run: set log.dir to a folder that all hosts share"]
 
 
-def test_what_does_not_stop_a_run_is_a_note(answer: dict[str, Any]) -> None:
-    hosts = seen(answer, lambda facts: facts.update(folder={"free": 2500}))
+def test_minor_findings_are_notes(answer: dict[str, Any]) -> None:
+    hosts = host_states(answer, lambda facts: facts.update(folder={"free": 2500}))
     hosts[1].drift, hosts[2].drift = 7.0, -90.0
-    assert list(host_notes(hosts, asked(Path("/runs"), rate=50e9), 20e9)) == [
+    assert list(host_notes(hosts, requirements(Path("/runs"), rate=50e9), 20e9)) == [
         "h0 has room for 2 checkpoints, and the run needs 3 while it saves one",
         "the clock of h1 is 7 s ahead of this machine's",
         "the clock of h2 is 90 s behind this machine's",
@@ -147,16 +147,16 @@ def test_what_does_not_stop_a_run_is_a_note(answer: dict[str, Any]) -> None:
     ]
 
 
-# The rounds, over an ssh that stays here
+# The rounds, over the fake ssh
 
 
 def hosts(count: int) -> list[Host]:
     return [Host(name=name, slots=(0, 1)) for name in NAMES[:count]]
 
 
-def test_a_host_says_all_in_programs_that_are_sent_to_it(ssh: FakeCommands, tmp_path: Path) -> None:
+def test_the_probe_is_sent_to_the_host_and_leaves_nothing_there(ssh: FakeCommands, tmp_path: Path) -> None:
     ssh.host("h0", "print('Welcome to h0', flush=True)")
-    found = run_preflight(hosts(1), asked(tmp_path))
+    found = run_preflight(hosts(1), requirements(tmp_path))
     assert (found.problems, found.notes) == ((), ())
     assert list((tmp_path / "run").iterdir()) == []
     (call,) = ssh.calls
@@ -179,28 +179,28 @@ SILENT = (
 
 
 @pytest.mark.parametrize(("does", "line"), SILENT, ids=["refused", "silent", "no Python", "hangs"])
-def test_a_host_that_does_not_answer_is_told_while_the_others_are_asked(
+def test_a_host_that_does_not_answer_is_reported_and_the_others_are_asked(
     does: str, line: str, ssh: FakeCommands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "sleep" in does:
         monkeypatch.setattr(rounds, "FACTS_SECONDS", 2.0)
         monkeypatch.setattr(rounds, "SSH_SECONDS", 1.0)
     ssh.host("h1", does)
-    found = run_preflight(hosts(2), asked(tmp_path))
+    found = run_preflight(hosts(2), requirements(tmp_path))
     assert line in [str(each) for each in found.problems]
     assert found.seen[1].facts is None
 
 
-def test_a_python_that_is_not_there_is_told_by_its_path(ssh: FakeCommands, tmp_path: Path) -> None:
+def test_a_missing_python_is_named_by_its_path(ssh: FakeCommands, tmp_path: Path) -> None:
     ssh.host("h0", "os.execvp('bash', ['bash', '-c', '/none/python -'])")
-    (found,) = run_preflight(hosts(1), asked(tmp_path, python="/none/python")).problems
+    (found,) = run_preflight(hosts(1), requirements(tmp_path, python="/none/python")).problems
     assert str(found) == "h0 has no /none/python: install distrain there at the same path"
 
 
-def test_a_host_that_connects_to_nobody_is_told(ssh: FakeCommands, tmp_path: Path) -> None:
-    """Two names of this machine: what each listens at is its own, but the second one's is told wrong."""
-    ssh.host("h1", "os.environ['SSH_CONNECTION'] = '127.0.0.1 1 192.0.2.1 22'")  # an address that is nobody's (RFC 5737)
-    found = run_preflight(hosts(2), asked(tmp_path))
+def test_a_host_that_is_not_reached_is_named(ssh: FakeCommands, tmp_path: Path) -> None:
+    """Two names of this machine; the address that the second one reports is wrong."""
+    ssh.host("h1", "os.environ['SSH_CONNECTION'] = '127.0.0.1 1 192.0.2.1 22'")  # an address of no host (RFC 5737)
+    found = run_preflight(hosts(2), requirements(tmp_path))
     says = [str(each) for each in found.problems]
     assert "h0 and h1 are the same machine: take one of them out of the hostfile" in says
     assert any(each.startswith("h0 does not reach h1: ") for each in says)
@@ -208,25 +208,29 @@ def test_a_host_that_connects_to_nobody_is_told(ssh: FakeCommands, tmp_path: Pat
 
 
 def children(pid: int) -> list[int]:
-    """Processes that a process has started, in any of its threads."""
+    """The child processes of a process, of all its threads."""
     return [int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
 
 
-def wait_for(met: Callable[[], object]) -> None:
+def wait_for(condition: Callable[[], object]) -> None:
     until = time.monotonic() + DEADLINE
-    while not met():
+    while not condition():
         assert time.monotonic() < until, "the deadline passed"
         time.sleep(0.02)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_asking_in_a_line_and_nothing_stays_behind(number: signal.Signals, ssh: FakeCommands, tmp_path: Path) -> None:
-    """h0 has answered, and left its note for h1, which hangs."""
+def test_a_signal_ends_the_preflight_with_one_line_and_leaves_nothing(number: signal.Signals, ssh: FakeCommands, tmp_path: Path) -> None:
+    """h0 has answered and left its note for h1, which hangs."""
     ssh.host("h1", "import time; time.sleep(1000)")
     (tmp_path / "hosts").write_text("h0 slots=1\nh1 slots=1\n")
     words = ["conf=quickstart", "cluster=2x1", "launch=deepspeed", f"launch.hostfile={tmp_path / 'hosts'}", f"log.dir={tmp_path}"]
     process = subprocess.Popen(
-        [sys.executable, "-c", HEARS, "doctor", *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", COMMAND, "doctor", *words],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         wait_for(lambda: list(tmp_path.glob("quickstart/.preflight.*")) and len(children(process.pid)) == 1)
@@ -240,8 +244,8 @@ def test_a_signal_ends_the_asking_in_a_line_and_nothing_stays_behind(number: sig
     assert list((tmp_path / "quickstart").iterdir()) == []
 
 
-def test_a_round_whose_ssh_has_gone_ends_and_removes_its_note(tmp_path: Path) -> None:
-    """It would wait for a host that nobody has (RFC 5737)."""
+def test_a_round_whose_ssh_has_ended_exits_and_removes_its_note(tmp_path: Path) -> None:
+    """It waits for the address of no host (RFC 5737)."""
     order = {"folder": str(tmp_path), "note": "note", "word": "w", "port": 0, "others": {"h9": ["192.0.2.1", 9, "none"]}}
     (tmp_path / "note").touch()
     process = subprocess.Popen([sys.executable, "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -259,15 +263,15 @@ def test_a_round_whose_ssh_has_gone_ends_and_removes_its_note(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_python_that_may_not_cross_is_refused_before_any_ssh(ssh: FakeCommands, tmp_path: Path) -> None:
+def test_a_python_path_that_is_not_shell_safe_is_refused_before_any_ssh(ssh: FakeCommands, tmp_path: Path) -> None:
     from distrain.trainer.spec.problem import Unreadable
 
-    with pytest.raises(Unreadable, match="the Python /opt/my env/python holds ' '"):
-        run_preflight(hosts(1), asked(tmp_path, python="/opt/my env/python"))
+    with pytest.raises(Unreadable, match="the Python /opt/my env/python contains ' '"):
+        run_preflight(hosts(1), requirements(tmp_path, python="/opt/my env/python"))
     assert ssh.calls == []
 
 
-# On hosts that are namespaces
+# On virtual hosts
 
 
 @pytest.fixture(scope="module")
@@ -280,27 +284,27 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VirtualHosts]:
 
 
 def doctor(network: VirtualHosts, runs: Path, *words: str) -> tuple[int | None, list[str]]:
-    """What `distrain doctor` says on host0 of a run on all three: its status and lines."""
+    """The status and the lines of `distrain doctor` on host0, for a run on all three hosts."""
     file = network.hostfile(2)
     given = ["conf=quickstart", "cluster=3x2", "train.batch=48", "launch=deepspeed", f"launch.hostfile={file}", f"log.dir={runs}", *words]
     # on a temporary file system of its own, which others may cover
     process = network.hosts[0].start([sys.executable, "-m", "distrain", "doctor", *given], os.environ)
     said, _ = process.communicate()
-    return process.returncode, re.sub(r"\n {2,9}", " ", said).splitlines()  # a line that goes on in the next is one
+    return process.returncode, re.sub(r"\n {2,9}", " ", said).splitlines()  # without line breaks
 
 
-def test_hosts_reach_each_other_and_add_up(network: VirtualHosts, tmp_path: Path) -> None:
+def test_hosts_reach_each_other_and_all_reduce(network: VirtualHosts, tmp_path: Path) -> None:
     status, said = doctor(network, tmp_path, "cluster.between={bandwidth: 1e15, latency: 1e-6}")
     assert status == 0, said
     assert [line.split()[0] for line in said[1:4]] == ["host0", "host1", "host2"]
     assert all(line.endswith("2 of 2") for line in said[1:4])
-    assert said[4].startswith("note: an all-reduce of 16 MiB goes at ")
-    assert said[5].startswith("an all-reduce between the hosts goes at ")
+    assert said[4].startswith("note: an all-reduce of 16.0 MiB between hosts runs at ")
+    assert said[5].startswith("an all-reduce between the hosts runs at ")
     assert list((tmp_path / "quickstart").iterdir()) == []
     assert [host.processes() for host in network.hosts] == [{}, {}, {}]
 
 
-def test_a_cable_that_is_out_is_told(network: VirtualHosts, tmp_path: Path) -> None:
+def test_a_host_whose_link_is_down_is_reported(network: VirtualHosts, tmp_path: Path) -> None:
     network.link(2, "down")
     try:
         status, said = doctor(network, tmp_path)
@@ -330,7 +334,10 @@ def test_a_cable_that_is_out_is_told(network: VirtualHosts, tmp_path: Path) -> N
             2,
             "mount -t tmpfs -o size=1m tmpfs {runs}",
             "umount {runs}",
-            "problem: host2 has 1 MiB free in {runs}/quickstart, and a checkpoint is 37.3 MiB: make room, or set log.dir to another disk",
+            (
+                "problem: host2 has 1.00 MiB free in {runs}/quickstart, and a checkpoint is 37.3 MiB: "
+                "free some space, or set log.dir to another disk"
+            ),
         ),
         (
             2,
@@ -341,7 +348,9 @@ def test_a_cable_that_is_out_is_told(network: VirtualHosts, tmp_path: Path) -> N
     ],
     ids=["no way", "another disk", "a full disk", "a disk that can't be written"],
 )
-def test_a_host_that_differs_is_told(network: VirtualHosts, tmp_path: Path, number: int, before: str, after: str, line: str) -> None:
+def test_a_host_that_differs_from_the_others_is_reported(
+    network: VirtualHosts, tmp_path: Path, number: int, before: str, after: str, line: str
+) -> None:
     network.hosts[number].run(*before.format(runs=tmp_path).split())
     try:
         status, said = doctor(network, tmp_path)
@@ -351,7 +360,7 @@ def test_a_host_that_differs_is_told(network: VirtualHosts, tmp_path: Path, numb
     assert any(line.format(runs=tmp_path) in each for each in said), said
 
 
-def test_a_run_that_does_not_want_to_ask_does_not(ssh: FakeCommands, tmp_path: Path) -> None:
+def test_no_host_is_asked_with_preflight_false(ssh: FakeCommands, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("h0 slots=2\n")
     words = ["conf=quickstart", "launch=torchrun", f"launch.hostfile={tmp_path / 'hosts'}", "launch.preflight=false", "--launch"]
     done = subprocess.run([sys.executable, "-m", "distrain", "show", *words], capture_output=True, text=True)

@@ -62,19 +62,19 @@ def loaded(*words: str) -> Run:
 
 
 @dataclass
-class Starts:
-    """A run of two ranks in a folder of its own, and what the user sees of it."""
+class Attempts:
+    """A run of two ranks in a folder of its own, and the lines that it prints."""
 
     folder: Path
     lines: list[str] = field(default_factory=list)
-    at_restart: int | None = None  # a signal that comes to this process when a restart is said
+    at_restart: int | None = None  # a signal sent to this process when a restart is printed
 
     def show(self, line: str) -> None:
         self.lines.append(line)
         if self.at_restart is not None and "\nrestart " in line:
             os.kill(os.getpid(), self.at_restart)
 
-    def start(self, program: str, restarts: int = 1) -> Outcome:
+    def run(self, program: str, restarts: int = 1) -> Outcome:
         run = loaded("cluster=1x2", f"launch.restarts={restarts}")
         command = [sys.executable, "-c", program, str(self.folder)]
         return run_attempts(run, make_plan(run), (), self.folder, self.show, self.show, command=command)
@@ -85,14 +85,14 @@ class Starts:
 
 
 @pytest.fixture
-def starts(tmp_path: Path) -> Starts:
+def attempts(tmp_path: Path) -> Attempts:
     folder = tmp_path / "run"
     folder.mkdir()
-    return Starts(folder)
+    return Attempts(folder)
 
 
-def checkpoint(folder: Path, step: int) -> None:
-    """A checkpoint of one file."""
+def write_checkpoint(folder: Path, step: int) -> None:
+    """Write a checkpoint of one file."""
     path = folder / "checkpoints" / f"step_{step}"
     path.mkdir(parents=True)
     (path / "weight").write_bytes(b"xyz")
@@ -101,15 +101,15 @@ def checkpoint(folder: Path, step: int) -> None:
 
 
 @pytest.mark.parametrize("fault", [ECC, "os.kill(os.getpid(), signal.SIGKILL)", "raise OSError(5, os.strerror(5))"])
-def test_a_run_that_a_machine_s_fault_ends_is_started_again(starts: Starts, fault: str) -> None:
-    assert starts.start(FAILS_ONCE.format(fault)).status == 0
-    assert "restart 1 of 1, from the newest checkpoint" in starts.summary
+def test_a_run_is_restarted_after_a_machine_fault(attempts: Attempts, fault: str) -> None:
+    assert attempts.run(FAILS_ONCE.format(fault)).status == 0
+    assert "restart 1 of 1, from the newest checkpoint" in attempts.summary
 
 
 @pytest.mark.parametrize("fault", ["raise ValueError('no such token')", "raise RuntimeError('CUDA out of memory')", "sys.exit(3)"])
-def test_a_run_that_its_program_ends_is_not_started_again(starts: Starts, fault: str) -> None:
-    assert starts.start(FAILS_ONCE.format(fault)).status == 1
-    assert "restart 1" not in starts.summary
+def test_a_run_is_not_restarted_after_an_error_of_the_program(attempts: Attempts, fault: str) -> None:
+    assert attempts.run(FAILS_ONCE.format(fault)).status == 1
+    assert "restart 1" not in attempts.summary
 
 
 FAILS_EACH_TIME = FAILS_ONCE.replace("if first: fails()", "fails()")
@@ -123,22 +123,22 @@ REFUSED = (
     (FAILS_EACH_TIME.format(ECC), 1, "launch.restarts=1 is used up; the same command goes on from step 5"),
     (NO_SUCH,                     1, f"the program failed, not the machine, {ALIKE}"),
     (NO_STEP.format(ECC),         1, f"no attempt reached its first step, {ALIKE}"),
-    (NO_SUCH,                     0, None),  # nobody asked for a restart, and none would help
+    (NO_SUCH,                     0, None),  # no restart was configured, and none would help
 )
 # fmt: on
 
 
 @pytest.mark.parametrize(("program", "restarts", "why"), REFUSED)
-def test_a_run_that_is_not_started_again_says_why_and_what_would_do(starts: Starts, program: str, restarts: int, why: str | None) -> None:
-    checkpoint(starts.folder, 5)
-    assert starts.start(program, restarts).status == 1
-    assert [line for line in starts.lines if line.startswith("no restart: ")] == ([f"no restart: {why}"] if why else [])
-    assert starts.summary.count("\nrestart ") == (restarts if "used up" in (why or "") else 0)
+def test_a_run_that_is_not_restarted_says_why_and_what_to_do(attempts: Attempts, program: str, restarts: int, why: str | None) -> None:
+    write_checkpoint(attempts.folder, 5)
+    assert attempts.run(program, restarts).status == 1
+    assert [line for line in attempts.lines if line.startswith("no restart: ")] == ([f"no restart: {why}"] if why else [])
+    assert attempts.summary.count("\nrestart ") == (restarts if "used up" in (why or "") else 0)
 
 
-def test_a_run_without_a_checkpoint_would_begin_again(starts: Starts) -> None:
-    starts.start(FAILS_ONCE.format(ECC), restarts=0)
-    assert "launch.restarts=3 would have restarted it from the beginning, where" in starts.summary
+def test_a_run_without_a_checkpoint_would_restart_from_the_beginning(attempts: Attempts) -> None:
+    attempts.run(FAILS_ONCE.format(ECC), restarts=0)
+    assert "launch.restarts=3 would have restarted it from the beginning, where" in attempts.summary
 
 
 @pytest.mark.parametrize(
@@ -154,41 +154,41 @@ def test_a_run_that_trained_or_was_stopped_says_nothing_of_restarts(ended: Outco
 @pytest.mark.parametrize(
     ("saved", "status", "left"), [((4, 5), 75, "the checkpoint of step 5 remains"), ((), 143, "there is no checkpoint")]
 )
-def test_sigterm_between_two_starts_stops_the_run(starts: Starts, saved: Sequence[int], status: int, left: str) -> None:
+def test_sigterm_between_two_attempts_stops_the_run(attempts: Attempts, saved: Sequence[int], status: int, left: str) -> None:
     for step in saved:
-        checkpoint(starts.folder, step)
-    starts.at_restart = signal.SIGTERM
+        write_checkpoint(attempts.folder, step)
+    attempts.at_restart = signal.SIGTERM
 
     def outside(number: int, frame: object) -> None:
-        raise AssertionError("nobody noted the signal")
+        raise AssertionError("the signal was not collected")
 
     before = signal.signal(signal.SIGTERM, outside)
     try:
-        ended = starts.start(FAILS_ONCE.format(ECC))
+        ended = attempts.run(FAILS_ONCE.format(ECC))
         assert signal.getsignal(signal.SIGTERM) is outside
     finally:
         signal.signal(signal.SIGTERM, before)
     assert (ended.status, ended.stop_requested) == (status, True)
     assert ended.says.startswith("rank 1 exited with 1, at step 7: RuntimeError: CUDA error: uncorrectable ECC")
     assert ended.says.endswith(f"; SIGTERM came before the restart: {left}")
-    assert len((starts.folder / "ranks" / "0.log").read_text().split("== rank 0")) == 2, "one start"
+    assert len((attempts.folder / "ranks" / "0.log").read_text().split("== rank 0")) == 2, "one attempt"
 
 
-def test_a_disk_that_is_full_at_a_restart_does_not_hide_the_fault(starts: Starts) -> None:
-    full = f"(folder / 'run.json').mkdir(); {ECC}"  # a folder in the file's place: nothing can be written there
-    ended = starts.start(FAILS_ONCE.format(full))
+def test_a_disk_that_is_full_at_a_restart_does_not_hide_the_fault(attempts: Attempts) -> None:
+    full = f"(folder / 'run.json').mkdir(); {ECC}"  # a folder in place of the file
+    ended = attempts.run(FAILS_ONCE.format(full))
     assert (ended.status, ended.says.partition(",")[0]) == (1, "rank 1 exited with 1")
-    assert "no restart: [Errno 21]" in starts.summary
-    assert not list(starts.folder.glob(".*")), "no half file is left"
+    assert "no restart: [Errno 21]" in attempts.summary
+    assert not list(attempts.folder.glob(".*")), "no temporary file is left"
 
 
-def test_goodput_that_can_not_be_written_ends_no_run(tmp_path: Path) -> None:
+def test_a_run_goes_on_where_goodput_can_not_be_written(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     assert GoodputMeter(folder=tmp_path).summary().startswith("goodput 0")
     assert GoodputMeter(folder=tmp_path / "gone").summary().startswith("goodput 0")
 
 
-def test_a_folder_that_can_not_be_written_is_one_line(tmp_path: Path) -> None:
+def test_a_run_folder_that_can_not_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in ("/proc/none", str(tmp_path / "file" / "runs")):
         run = with_changes(loaded("cluster=1x2"), [("log.dir", folder)])
@@ -223,7 +223,7 @@ with hold_run_folder(Path(sys.argv[1])):
 """
 
 
-def test_a_folder_is_free_when_its_holder_was_killed_whatever_that_had_started(tmp_path: Path) -> None:
+def test_the_lock_is_released_when_its_holder_is_killed_even_if_its_children_live(tmp_path: Path) -> None:
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     child = int(holder.stdout.readline())
@@ -233,20 +233,20 @@ def test_a_folder_is_free_when_its_holder_was_killed_whatever_that_had_started(t
         holder.kill()
         holder.wait()
         with hold_run_folder(tmp_path) as warning:
-            assert warning == "", "it was of this host, which frees what its processes held"
+            assert warning == "", "a lock of this host is released with its processes"
     finally:
         end_child(holder)
         os.kill(child, signal.SIGKILL)
 
 
-def test_a_holder_on_another_host_that_has_not_let_go_is_named(tmp_path: Path) -> None:
+def test_a_lock_left_by_another_host_names_its_holder(tmp_path: Path) -> None:
     (tmp_path / "lock").write_text("process 7 on node12, since 2026-01-01 00:00:00 +0000\n")
     with hold_run_folder(tmp_path) as warning:
         assert warning.startswith(f"{tmp_path / 'lock'} was left by process 7 on node12, since ")
 
 
 # fmt: off
-LIKE: tuple[tuple[str, object, bool], ...] = (  # what is changed, whether phases take as long as before
+LIKE: tuple[tuple[str, object, bool], ...] = (  # a change, and whether phases take as long as before
     ("train.steps",       90,      True),
     ("launch.patience",   7.0,     True),
     ("log.every",         3,       True),
@@ -260,7 +260,7 @@ LIKE: tuple[tuple[str, object, bool], ...] = (  # what is changed, whether phase
 
 
 @pytest.mark.parametrize(("key", "value", "alike"), LIKE)
-def test_what_a_run_has_taught_is_for_runs_like_it(tmp_path: Path, key: str, value: object, alike: bool) -> None:
+def test_phase_times_are_used_by_runs_of_the_same_fingerprint(tmp_path: Path, key: str, value: object, alike: bool) -> None:
     one = loaded("cluster=1x2")
     other = with_changes(one, [(key, value)])
     taught = Watchdog(patience=1.0, seen={"start": 9.0, "first": 2.0}, timed_out={"step": (7, 30.0)})
@@ -270,7 +270,7 @@ def test_what_a_run_has_taught_is_for_runs_like_it(tmp_path: Path, key: str, val
     assert (found.seen, found.timed_out) == ((taught.seen, taught.timed_out) if alike else ({}, {}))
 
 
-def test_a_start_without_a_checkpoint_does_not_say_how_long_one_with_it_takes(tmp_path: Path) -> None:
+def test_the_time_of_a_start_without_a_checkpoint_is_not_kept(tmp_path: Path) -> None:
     run = loaded("cluster=1x2")
     phase_times.save_phase_times(run, tmp_path, Watchdog(seen={"start": 9.0, "first": 2.0}), resumed=False)
     assert phase_times.load_watchdog(run, tmp_path).seen == {"first": 2.0}
@@ -280,12 +280,12 @@ def test_a_start_without_a_checkpoint_does_not_say_how_long_one_with_it_takes(tm
 
 
 def failed(rank: int, where: str, fate: Fate = "hung", **more: str) -> Outcome:
-    """A run's end by a rank there."""
+    """The outcome of a run that failed by this rank."""
     ends = [RankOutcome(rank=rank, where=where, code=-9, log=RemoteLog(Path("x")), fate=fate, **more)]  # type: ignore[arg-type]
     return Outcome(status=1, ranks=tuple(ends), rank=rank)
 
 
-def test_hosts_that_could_not_be_used_are_a_machine_s_fault_and_unknown_ones_are_not() -> None:
+def test_hosts_that_could_not_be_used_are_a_machine_fault() -> None:
     assert is_machine_failure(Outcome(status=1, ranks=(), hosts=("b",)))
     assert not is_machine_failure(Outcome(status=1, ranks=()))
     assert not is_machine_failure(Outcome(status=1, ranks=(), hosts=("b",), stop_requested=True))
@@ -305,7 +305,7 @@ AVOIDED: tuple[tuple[list[Outcome], dict[str, str]], ...] = (
 
 
 @pytest.mark.parametrize(("ends", "avoided"), AVOIDED)
-def test_a_host_that_was_at_fault_twice_is_shunned(ends: list[Outcome], avoided: dict[str, str]) -> None:
+def test_a_host_at_fault_twice_is_avoided(ends: list[Outcome], avoided: dict[str, str]) -> None:
     faults = HostFaults()
     for ended in ends:
         faults.count(ended)
@@ -344,6 +344,6 @@ def test_an_avoided_host_is_used_where_the_run_needs_it(over_hosts: Run) -> None
     assert (same, change) == (with_changes(run, [("checkpoint.resume", "auto")]), "")
 
 
-def test_a_run_that_is_asked_to_stop_looks_for_no_hosts(over_hosts: Run) -> None:
+def test_no_host_is_called_once_a_stop_was_requested(over_hosts: Run) -> None:
     with pytest.raises(TooFewHosts):
         shrink_run(over_hosts, make_plan(over_hosts), {}, [(signal.SIGTERM, 0.0)])

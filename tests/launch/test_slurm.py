@@ -1,4 +1,4 @@
-"""Runs in jobs of a real Slurm over two hosts that are namespaces: as one job of ranks, and as `distrain fit` through srun."""
+"""Runs in jobs of a real Slurm on two virtual hosts: as a batch job of ranks, and as `distrain fit` through srun."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VirtualSlurm]:
 
 
 @pytest.fixture
-def nothing_is_left(slurm: VirtualSlurm) -> Iterator[None]:
-    """No process that a test started outlives its job on any host."""
+def no_process_is_left(slurm: VirtualSlurm) -> Iterator[None]:
+    """Check after a test that none of its processes is left on any host."""
 
     def left() -> list[str]:
         words = [each for host in slurm.hosts.hosts for each in host.processes().values()]
@@ -62,23 +62,23 @@ def nothing_is_left(slurm: VirtualSlurm) -> Iterator[None]:
 
 
 class Job:
-    """A file that is submitted on the first host, for both, whole."""
+    """A batch job, submitted on the first host, that has both hosts for itself."""
 
     def __init__(self, slurm: VirtualSlurm, folder: Path, *words: str) -> None:
         self.slurm, self.log = slurm, folder / "job.log"
         (folder / "job").write_text(f"#!/bin/bash\nexec {shlex.join(words)}\n")
         submit = ["sbatch", "--parsable", "--nodes=2", "--exclusive", f"--output={self.log}", "--open-mode=truncate", str(folder / "job")]
-        head = slurm.hosts.hosts[0].start(submit, slurm.known(controller_environment()))
-        self.number = head.communicate(timeout=DEADLINE)[0].strip()
+        sbatch = slurm.hosts.hosts[0].start(submit, slurm.known(controller_environment()))
+        self.number = sbatch.communicate(timeout=DEADLINE)[0].strip()
 
     def end(self) -> tuple[int, str]:
-        """Its exit status, and what it printed."""
-        return self.slurm.ended(self.number), self.log.read_text()
+        """Wait for its end; return its exit status and its output."""
+        return self.slurm.exit_status(self.number), self.log.read_text()
 
 
 @real
-@pytest.mark.usefixtures("nothing_is_left")
-def test_the_file_for_sbatch_that_is_printed_trains_the_curve_of_one_process(
+@pytest.mark.usefixtures("no_process_is_left")
+def test_the_printed_batch_file_trains_the_curve_of_one_process(
     slurm: VirtualSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command(["show", *run_arguments(tmp_path, *TENSOR), "launch=slurm", "--launch"]) == 0
@@ -86,10 +86,10 @@ def test_the_file_for_sbatch_that_is_printed_trains_the_curve_of_one_process(
     script.write_text(f"set -e\n{capsys.readouterr().out}")
     known = slurm.known(controller_environment())
     known["PATH"] = f"{Path(sys.executable).parent}:{known['PATH']}"
-    head = slurm.hosts.hosts[0].start(["bash", str(script)], known)
-    said, _ = head.communicate(timeout=DEADLINE)
-    assert head.returncode == 0, said
-    status = slurm.ended(said.split()[-1])
+    shell = slurm.hosts.hosts[0].start(["bash", str(script)], known)
+    said, _ = shell.communicate(timeout=DEADLINE)
+    assert shell.returncode == 0, said
+    status = slurm.exit_status(said.split()[-1])
     log = "".join(file.read_text() for file in tmp_path.glob("run/launch/slurm-*.log"))
     assert status == 0, log
     assert f"step {STEPS}/{STEPS}" in log
@@ -97,12 +97,12 @@ def test_the_file_for_sbatch_that_is_printed_trains_the_curve_of_one_process(
 
 
 @real
-@pytest.mark.usefixtures("nothing_is_left")
-def test_fit_in_a_job_takes_its_nodes_and_a_job_that_is_told_to_stop_goes_on_in_the_next(slurm: VirtualSlurm, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("no_process_is_left")
+def test_fit_uses_the_nodes_of_its_job_and_a_stopped_run_resumes_in_the_next_job(slurm: VirtualSlurm, tmp_path: Path) -> None:
     fit = [sys.executable, "-m", "distrain", "fit", *run_arguments(tmp_path, *PIPELINE), "launch=deepspeed", "launch.runner=slurm"]
     first, run = Job(slurm, tmp_path, *fit, "launch.preflight=false"), TrainedRun(tmp_path)
     wait_for(lambda: run.has_reached(5))
-    slurm.says("scancel", "--batch", "--signal=TERM", first.number)
+    slurm.output("scancel", "--batch", "--signal=TERM", first.number)
     status, said = first.end()
     assert (status, said.splitlines()[-1]) == (75, f"distrain: {STOPPED}")
     reached = run.rows()[-1]["step"]
@@ -117,15 +117,15 @@ def test_fit_in_a_job_takes_its_nodes_and_a_job_that_is_told_to_stop_goes_on_in_
 @pytest.fixture
 def allocation(slurm: VirtualSlurm) -> Iterator[dict[str, str]]:
     """The environment of a process in a job of both nodes."""
-    before = slurm.says("squeue", "--noheader", "--format=%A").split()
-    slurm.says("salloc", "--no-shell", "--nodes=2", "--exclusive")
-    (number,) = set(slurm.says("squeue", "--noheader", "--format=%A").split()) - {*before}
+    before = slurm.output("squeue", "--noheader", "--format=%A").split()
+    slurm.output("salloc", "--no-shell", "--nodes=2", "--exclusive")
+    (number,) = set(slurm.output("squeue", "--noheader", "--format=%A").split()) - {*before}
     yield {**slurm.environment, "SLURM_JOB_ID": number, "SLURM_JOB_NODELIST": "host[0-1]"}
-    slurm.says("scancel", number)
+    slurm.output("scancel", number)
 
 
 @real
-@pytest.mark.usefixtures("nothing_is_left")
+@pytest.mark.usefixtures("no_process_is_left")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_the_ranks_of_an_srun_that_dies_save_and_the_run_exits_75(
     slurm: VirtualSlurm, allocation: dict[str, str], tmp_path: Path, number: int
@@ -137,7 +137,7 @@ def test_the_ranks_of_an_srun_that_dies_save_and_the_run_exits_75(
 
 
 @real
-@pytest.mark.usefixtures("nothing_is_left")
+@pytest.mark.usefixtures("no_process_is_left")
 def test_a_rank_that_is_killed_on_a_far_node_is_named(slurm: VirtualSlurm, allocation: dict[str, str], tmp_path: Path) -> None:
     launched = RanksOnHosts(slurm.hosts, tmp_path, SAVES, runner="slurm", environment=allocation)
     launched.send(signal.SIGKILL, 3)
@@ -147,7 +147,7 @@ def test_a_rank_that_is_killed_on_a_far_node_is_named(slurm: VirtualSlurm, alloc
 
 
 @real
-def test_the_nodes_of_a_job_are_named_by_slurm(slurm: VirtualSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scontrol_names_the_nodes_of_a_job(slurm: VirtualSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in slurm.environment.items():
         monkeypatch.setenv(name, value)
     known = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[08-09,11],login-b"}
@@ -158,7 +158,9 @@ def test_the_nodes_of_a_job_are_named_by_slurm(slurm: VirtualSlurm, monkeypatch:
         allocated_hosts({**known, "SLURM_JOB_NODELIST": "gpu7"}, 3)
 
 
-def test_outside_of_a_job_srun_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fit_through_srun_is_refused_outside_a_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "hosts").write_text("h1 slots=2\nh2 slots=2\n")
     (tmp_path / "bin").mkdir()
     for name in ("srun", "sinfo"):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from distrain.cli.app import command
-from distrain.tests.fakes.unrepeated_words import unrepeated
+from distrain.tests.fakes.overrides import without_repeats
 from distrain.trainer.launch.single_host import launch_local_ranks
 from distrain.trainer.system.child_process import end_child
 
@@ -123,7 +123,7 @@ def rank_pid(folder: Path, rank: int) -> int:
 
 
 def test_sigterm_to_a_rank_that_is_importing_torch_stops_the_run_with_a_checkpoint(tmp_path: Path) -> None:
-    words = unrepeated(f"conf={ARGUMENTS[0]}", *ARGUMENTS[1:], "train.steps=2000", f"log.dir={tmp_path}", "name=run")
+    words = without_repeats(f"conf={ARGUMENTS[0]}", *ARGUMENTS[1:], "train.steps=2000", f"log.dir={tmp_path}", "name=run")
     quiet = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
     process = subprocess.Popen([sys.executable, "-m", "distrain", "fit", *words], stdout=pipe, stderr=pipe, env=quiet, text=True)
@@ -179,7 +179,7 @@ def test_preparing_a_corpus_may_take_longer_than_a_collective(faulty: RankPool, 
 def test_a_run_whose_checkpoint_folder_cannot_be_made_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").touch()
-    status = command(["fit", *unrepeated(f"conf={ARGUMENTS[0]}", *ARGUMENTS[1:], "cluster.gpus=1", f"log.dir={tmp_path}", "name=run")])
+    status = command(["fit", *without_repeats(f"conf={ARGUMENTS[0]}", *ARGUMENTS[1:], "cluster.gpus=1", f"log.dir={tmp_path}", "name=run")])
     said = capfd.readouterr()
     assert status == 1
     (line,) = said.err.splitlines()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from distrain.tests.fakes.unrepeated_words import unrepeated
+from distrain.tests.fakes.overrides import without_repeats
 from distrain.trainer.system.child_process import end_child
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def start_fit(tmp_path: Path):
     left = []
 
     def start() -> subprocess.Popen[str]:
-        arguments = unrepeated("conf=quickstart", *LONG, f"log.dir={tmp_path}", "name=run")
+        arguments = without_repeats("conf=quickstart", *LONG, f"log.dir={tmp_path}", "name=run")
         process = subprocess.Popen(
             [sys.executable, "-m", "distrain", "fit", *arguments],
             stdout=subprocess.PIPE,

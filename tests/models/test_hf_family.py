@@ -89,7 +89,7 @@ def test_times_are_null_and_activations_are_warned_about(neox: Path) -> None:
     assert (plan.ok, plan.runnable, plan.engine, plan.time) == (True, True, "zero", None)
     said = [str(each) for each in plan.warnings]
     assert "no times: the operations of family hf are not in a table: `distrain fit` measures them as it trains" in said
-    assert any(line.startswith("activations of family hf are not counted: ") for line in said)
+    assert any(line.startswith("activations of family hf are not planned: ") for line in said)
 
 
 def test_the_answer_of_transformers_is_cached(neox: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,11 +197,11 @@ def test_the_plan_refuses_what_family_hf_does_not_support(word: str, says: str, 
 
 def test_dropout_in_a_config_is_refused(tmp_path: Path) -> None:
     (line,) = problems("train.seq=16", f"model.hf={written(tmp_path, OPT)}")
-    assert line.startswith("model.dropout=0.1: dropout of family hf can't be keyed")
+    assert line.startswith("model.dropout=0.1: dropout of family hf is not keyed by train.seed")
 
 
 def test_sizes_beside_a_config_are_refused(neox: Path) -> None:
-    with pytest.raises(Unreadable, match=f"model.layers=3 is not what {neox} says: change it there, and leave it out here"):
+    with pytest.raises(Unreadable, match=f"model.layers=3 differs from {neox}: change it there, and leave it out here"):
         load_recipe("quickstart", [*words(neox, 2, 1), "model.layers=3"])
 
 
@@ -235,4 +235,4 @@ def test_missing_transformers_is_reported_in_one_line(neox: Path, monkeypatch: p
     monkeypatch.setattr(hf_model, "version", absent)
     with pytest.raises(Unreadable) as caught:
         load_recipe("quickstart", words(neox, 1, 0))
-    assert str(caught.value) == f"model.hf={neox}: transformers, which has this model, is not installed: pip install 'distrain[hf]'"
+    assert str(caught.value) == f"model.hf={neox} needs transformers, which is not installed: pip install 'distrain[hf]'"

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count  # noqa: E402
 
 from distrain.trainer.layers.counter_rng import dropout_keys  # noqa: E402
-from distrain.trainer.layers.embedding import LMHead, VocabEmbedding  # noqa: E402
+from distrain.trainer.layers.embedding_and_head import LMHead, VocabEmbedding  # noqa: E402
 from distrain.trainer.layers.tensor_parallel import ColumnLinear, RowLinear  # noqa: E402
 from distrain.trainer.models.build import build_model  # noqa: E402
 from distrain.trainer.models.families import FAMILIES, op_table  # noqa: E402

@@ -54,7 +54,7 @@ def bounded() -> Iterator[None]:
 def planned(recipe: str, words: list[str]) -> str:
     """The verdict of a plan, or what is wrong with its words."""
     try:
-        plan = make_plan(LOADER.run(recipe, words))
+        plan = make_plan(LOADER.load(recipe, words))
     except Unreadable as error:
         return str(error)
     return plan_text(plan, Style())

@@ -14,9 +14,9 @@ from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.rules import OF_LAYOUT, OF_RUN
 from distrain.trainer.plan.run_layout import run_layout
 from distrain.trainer.plan.warnings import WARNINGS
+from distrain.trainer.spec.key_units import gib_text
 from distrain.trainer.spec.problem import Problem
 from distrain.trainer.spec.run import Cluster, Device, Link, Model, Parallel, Run, Train
-from distrain.trainer.spec.units import gib_text
 
 DEVICE = Device(name="A100", memory=80e9, bandwidth=2e12, peak={"bf16": 312e12, "fp32": 19.5e12}, units=108)
 NVLINK, NIC = Link(bandwidth=300e9, latency=5e-6), Link(bandwidth=25e9, latency=1e-5)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from distrain.trainer.layers.attention import Attention
 from distrain.trainer.layers.feed_forward import FeedForward
 from distrain.trainer.layers.norms import make_norm
-from distrain.trainer.layers.parameters import Parameters, sub_parameters
+from distrain.trainer.layers.sub_parameters import Parameters, sub_parameters
 from distrain.trainer.layers.tensor_parallel import TensorParallel
 from distrain.trainer.loop.forkserver.server import QUESTIONS, serve
 from distrain.trainer.loop.rank import run_rank

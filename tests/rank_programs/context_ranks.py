@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distrain.tests.rank_programs.tensor_ranks import Found, main
-from distrain.trainer.layers.attention_cores import FlashCore, FusedCore, ScoresCore, attention_weights, flash_attention, weighted_values
 from distrain.trainer.layers.context_parallel import AttentionCore, ContextParallel, context_attention
+from distrain.trainer.layers.core_attention import FlashCore, FusedCore, ScoresCore, attention_weights, flash_attention, weighted_values
 from distrain.trainer.layers.counter_rng import dropout_keys, dropout_mask
 from distrain.trainer.layers.cross_entropy import IGNORED
 from distrain.trainer.layers.group import Group

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distrain.trainer.layers.cross_entropy import IGNORED, cross_entropy
-from distrain.trainer.layers.embedding import VocabEmbedding
+from distrain.trainer.layers.embedding_and_head import VocabEmbedding
 from distrain.trainer.layers.group import Group
 from distrain.trainer.layers.tensor_parallel import (
     ColumnLinear,

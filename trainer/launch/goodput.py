@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..spec.number_text import plural, share_text
+from ..spec.format_numbers import plural, share_text
 from ..system.atomic_file import append_line
 from .supervisor.outcome import FAILED, Outcome
 

@@ -1,7 +1,7 @@
 """Launches a run's ranks on several hosts through DeepSpeed's launcher, which only starts processes.
 
 The controller (this process) uploads the run's files to each host over ssh (hosts/upload_remote.py), listens where the hosts reach it
-(supervisor/rendezvous.py), and starts the launcher. The bootstrap of each slot registers with the join token that it finds on its host;
+(supervisor/registration.py), and starts the launcher. The bootstrap of each slot registers with the join token that it finds on its host;
 when all have registered, the controller has the ranks started. From then on it supervises them over their agents' sockets
 (agent/protocol.py). Results come from the agents; the launcher's exit status is ignored. The processes are
 
@@ -40,8 +40,8 @@ from .rank.channel import ignore_text
 from .rank.log import SEARCHED_LINES, exception_line, open_log_file
 from .supervisor.local_rank import LocalRank, start_under_agent
 from .supervisor.outcome import FAILED, Outcome
+from .supervisor.registration import Rendezvous
 from .supervisor.remote_rank import RemoteRank
-from .supervisor.rendezvous import Rendezvous
 from .supervisor.supervisor import Show, Supervisor
 from .supervisor.watchdog import Watchdog
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..plan.changed_run import with_changes
 from ..rundir.files import write_json
-from ..spec.plain_file import read_plain
+from ..spec.regular_file import read_plain
 from ..spec.run import Checkpoint, Launch, Log, Run
 from .supervisor.watchdog import Watchdog
 

@@ -9,7 +9,7 @@ from shlex import quote
 from ..plan.result import Plan
 from ..rundir.files import run_folder
 from ..rundir.paths import with_absolute_paths
-from ..spec.number_text import plural
+from ..spec.format_numbers import plural
 from ..spec.problem import Unreadable, one_line
 from ..spec.run import Run
 from .commands.command import LaunchCommands

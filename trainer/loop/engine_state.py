@@ -15,9 +15,9 @@ from ..parallel.process_groups import Grid
 from ..rundir.record import run_record
 from ..spec.run import Run
 from .checkpoint import CheckpointReader, SavedCheckpoint, SaveFailed, Shard, Slice, gather_over, save_shards
-from .placement import checkpoint_shards, is_saved_here, read_range, slice_values, weight_shapes
 from .position import Position
-from .resume_check import resume_check_record
+from .resume_loss_check import resume_check_record
+from .shard_offsets import checkpoint_shards, is_saved_here, read_range, slice_values, weight_shapes
 from .training_setup import TrainingSetup
 
 UNTRAINED = {"optimizer_steps": 0, "skipped": 0, "scale": {}}  # an engine's counters before its first step
@@ -26,7 +26,7 @@ UNTRAINED = {"optimizer_steps": 0, "skipped": 0, "scale": {}}  # an engine's cou
 def save_checkpoint(run: Run, setup: TrainingSetup, position: Position) -> int | None:
     """Save the engine's state at a position and tell the user. Return the step, or None where that failed: training may go on.
 
-    The checkpoint records the loss of the samples that come next (resume_check.py), at the cost of one forward of a micro-batch.
+    The checkpoint records the loss of the samples that come next (resume_loss_check.py), at the cost of one forward of a micro-batch.
     """
     engine, channel, world = setup.engine, setup.channel, setup.world
     extra = {"name": run.name, **position.extra(), "engine": engine.counters(), **run_record(run)}

@@ -1,4 +1,4 @@
-"""Measurements of a rank's steps besides the loss: bytes held, messages, traces, the progress line."""
+"""Measurements around steps: bytes held, messages, traces, profiler, throughput, progress line."""
 
 from __future__ import annotations
 

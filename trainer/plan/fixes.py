@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from itertools import combinations
 from math import prod
 
+from ..spec.key_units import gib_text
 from ..spec.problem import Problem
 from ..spec.run import MOST, Run
-from ..spec.units import gib_text
 from .broken_rule import BrokenRule
 from .changed_run import Change, overrides, with_changes
 from .engines import EngineLimit, engine_for

@@ -1,13 +1,13 @@
-"""The best interval between checkpoints, from the expected interruptions and the time of a save, and the share of time that it keeps."""
+"""The best checkpoint interval (Daly 2006) from the time between faults and the time of a save, and the goodput at it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from math import exp, expm1, sqrt
 
+from ..spec.key_units import percent_text
 from ..spec.problem import Problem
 from ..spec.run import Run
-from ..spec.units import percent_text
 from .result import Saving, WholeRun
 
 ENOUGH = 1.0  # expected interruptions from which the interval is judged

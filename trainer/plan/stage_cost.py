@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from . import tensor_sums
+from . import tp_gradient_sums
 from .axes import dp
 from .axes.traffic_row import TrafficRow
 from .block_costs import BlockCosts
@@ -67,7 +67,7 @@ def stage_cost(context: CostContext, layout: Layout, blocks: BlockCosts, kind: S
         dense -= blocks.tied
     heads = logits_in_flight(layout) if last else 0
     data = _data_traffic(context, layout, layers, dense, experts, forward, backward)
-    sums = tensor_sums.traffic_rows(context, layout, blocks, kind)
+    sums = tp_gradient_sums.traffic_rows(context, layout, blocks, kind)
     states = cost_model(layout.engine).state_bytes(context, layout, blocks, kind, dense, experts)
     return StageCost(
         parameters=dense + experts,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from ..spec.run import Run
-from . import tensor_sums
+from . import tp_gradient_sums
 from .axes import pp
 from .axes.traffic_row import TrafficRow
 from .collectives import collective_cost
@@ -45,7 +45,7 @@ def _stage_rows(context: CostContext, layout: Layout, cost: LayoutCost, stage: i
     partition, blocks, pair = layout.partition, cost.blocks, layout.wires.pair
     at = partition.kind_of_stage[stage]
     stage_cost, kind = cost.kinds[at], partition.kinds[at]
-    rows = tensor_sums.traffic_rows(context, layout, blocks, kind, data) + list(stage_cost.data)
+    rows = tp_gradient_sums.traffic_rows(context, layout, blocks, kind, data) + list(stage_cost.data)
     if layout.mesh.pp > 1:
         exposed = not layout.parallel.overlap.pipeline
         rows += pp.stage_sends(send_bytes(layout, blocks), sends_per_step(layout, stage), pair, exposed=exposed)

@@ -1,4 +1,4 @@
-"""A reason for which an engine sends other messages than planned."""
+"""Bytes that an engine sends on the data axis with one verb for one reason: explains counts that differ from the plan."""
 
 from __future__ import annotations
 

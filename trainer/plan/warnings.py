@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 from ..models.families import has_experts
 from ..models.ops.op_table import block_weights
+from ..spec.key_units import LINK, gib_text, percent_text
 from ..spec.problem import Problem
-from ..spec.units import LINK, gib_text, percent_text
 from .cost_context import CostContext
 from .fixes import engine_problems
 from .layout import Layout

@@ -11,7 +11,7 @@ from typing import Any
 from ..plan.mesh_position import mesh_position
 from ..plan.message_comparison import CONTROL, ComparedMessages, compare_with_plan, data_terms, message_rows
 from ..plan.traffic import rank_traffic
-from ..spec.number_text import size_text
+from ..spec.format_numbers import size_text
 from .trials import Trial
 
 VERDICTS = ("equal", "explained", "differs")  # from good to bad: a layout's verdict is the worst of its lines'

@@ -15,8 +15,8 @@ from ..plan.plan import make_plan
 from ..plan.result import Plan
 from ..plan.value_rules import folders
 from ..rundir.files import run_folder, write_launch_files
-from ..spec.plain_file import expand_home
 from ..spec.problem import Problem
+from ..spec.regular_file import expand_home
 from ..spec.run import Checkpoint, Evaluate, Log, Run
 from ..system.cpu import cpu_count
 from .layouts import EACH_AXIS, ONE_PROCESS, ProveLayout, all_layouts, default_layouts, recipe_layout, run_in_layout

@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..plan.result import Plan
-from ..spec.plain_file import expand_home
 from ..spec.problem import Problem, Unreadable
+from ..spec.regular_file import expand_home
 from ..spec.run import Run
 from ..system import atomic_file
 from .paths import with_absolute_paths

@@ -152,10 +152,10 @@ def _time(plan: Mapping[str, Any], run: Mapping[str, Any], rows: Rows) -> Iterat
 
 
 def _speed(plan: Mapping[str, Any], rows: Rows) -> Iterator[PlannedMeasured]:
-    for key, name, unit in (("tokens_per_second", "tokens/s", "rate"), ("mfu", "MFU", "share")):
-        yield PlannedMeasured(
-            name=name, unit=unit, planned=finite_number(nested_value(plan, "throughput", key)), measured=_median(rows, key)
-        )  # type: ignore[arg-type]
+    figures: tuple[tuple[str, str, Unit], ...] = (("tokens_per_second", "tokens/s", "rate"), ("mfu", "MFU", "share"))
+    for key, name, unit in figures:
+        planned = finite_number(nested_value(plan, "throughput", key))
+        yield PlannedMeasured(name=name, unit=unit, planned=planned, measured=_median(rows, key))
 
 
 def _median(rows: Rows, key: str) -> float | None:

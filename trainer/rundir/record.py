@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from ..models.families import is_made_by_transformers
-from ..spec.plain_file import read_plain
+from ..spec.regular_file import read_plain
 from ..spec.run import Run
 
 RUN_KEY, CONFIG_KEY = "run", "config"  # keys of a manifest's `extra`

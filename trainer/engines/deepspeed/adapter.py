@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...plan.deepspeed.config import zero_stage
+from ...plan.deepspeed.ds_config import zero_stage
 from ..engine import Engine
 from ..held_bytes import parameters_of, tensors_in
 from ..optimizer_shard import OptimizerShard, RankParameter

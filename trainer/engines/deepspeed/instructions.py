@@ -1,6 +1,6 @@
 """DeepSpeed's instructions for pipeline schedules: its own where it has some, and others derived from a schedule's actions.
 
-DeepSpeed is imported with this module: import it after `deepspeed()` of settings.py.
+DeepSpeed is imported with this module: import it after `import_deepspeed()` of import_deepspeed.py.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 from deepspeed.runtime.pipe import schedule as ds
 
 from ...plan.engines import ENGINES
-from ...plan.pipeline_events import StageEvent, stage_events
 from ...plan.schedules import SCHEDULES
+from ...plan.send_recv_order import StageEvent, stage_events
 
 Instructions = list[Any]
 SENDS = (ds.SendActivation, ds.RecvActivation, ds.SendGrad, ds.RecvGrad, ds.CommitP2P)

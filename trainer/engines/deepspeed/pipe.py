@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from ...layers.tensor_parallel import all_reduce
 from ...parallel.process_groups import Grid
 from ...parallel.rank_model import StageModel
-from ...plan.deepspeed.config import deepspeed_config
+from ...plan.deepspeed.ds_config import deepspeed_config
 from ...spec.run import Run
 from ..engine import ReadMicrobatch, StepResult
 from ..held_bytes import ByteCounter
 from ..optimizer_shard import RankParameter
 from .adapter import DeepSpeedAdapter
-from .settings import import_deepspeed, torch_optimizer
+from .import_deepspeed import import_deepspeed, torch_optimizer
 
 TIMED = ("data", "forward", "backward", "messages", "sums", "step")  # sums: of gradients, over every axis
 

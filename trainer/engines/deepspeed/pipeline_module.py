@@ -1,6 +1,6 @@
 """DeepSpeed's pipeline engine around this rank's parts of the model: the parts compute; DeepSpeed schedules and sends activations.
 
-This module imports DeepSpeed: import it after `import_deepspeed()` of settings.py.
+This module imports DeepSpeed: import it after `import_deepspeed()` of import_deepspeed.py.
 """
 
 from __future__ import annotations

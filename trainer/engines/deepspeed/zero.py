@@ -15,12 +15,12 @@ from ...layers.attention import Attention
 from ...layers.feed_forward import FeedForward
 from ...parallel.process_groups import Grid
 from ...parallel.rank_model import StageModel
-from ...plan.deepspeed.config import deepspeed_config
+from ...plan.deepspeed.ds_config import deepspeed_config
 from ...spec.run import Run
 from ..engine import ReadMicrobatch, StepResult
 from ..held_bytes import ByteCounter
 from .adapter import DeepSpeedAdapter, clip
-from .settings import import_deepspeed, torch_optimizer
+from .import_deepspeed import import_deepspeed, torch_optimizer
 
 
 class ModelParallelUnit:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ...rundir.checkpoints import BrokenCheckpoint
-from .agreement import Gather, SaveFailed, gather_alone, gather_over
+from .choose_checkpoint import choose_checkpoint
 from .find import CheckpointSearch, SavedCheckpoint, find_newest, open_checkpoint
-from .folder import latest_checkpoint, remove_leftovers
 from .load import CheckpointReader, LoadFailed, read_slices
-from .resume import choose_checkpoint
+from .publish import latest_checkpoint, remove_leftovers
 from .save import SaveResult, save_shards
+from .save_together import Gather, SaveFailed, gather_alone, gather_over
 from .slices import Shard, Slice, block_slice, whole_slice
 
 __all__ = [

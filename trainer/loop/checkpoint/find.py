@@ -12,8 +12,8 @@ from typing import Any
 from ...launch.rank.channel import OnProgress, ignore_text
 from ...rundir.checkpoints import BrokenCheckpoint, checkpoint_steps, size_problem, step_path
 from ...system.cpu import cpu_count
-from .agreement import Gather, gather_alone
 from .manifest import Manifest, read_manifest
+from .save_together import Gather, gather_alone
 from .shard_file import ShardFile, file_sha256
 
 

@@ -15,10 +15,9 @@ import torch
 
 from ...launch.rank.channel import OnProgress, ignore_text
 from ...rundir.checkpoints import MANIFEST, checkpoint_steps, step_path
-from .agreement import Gather, SaveFailed, fault_text, gather_alone, run_on_all_ranks
-from .disk_room import free_bytes, frees_enough, needed_bytes, prune_checkpoints, remove_oldest, size_text
 from .find import find_newest, verification_fault
-from .folder import (
+from .manifest import Manifest, encode_manifest, tensor_records
+from .publish import (
     hidden_name,
     latest_checkpoint,
     make_folder,
@@ -29,8 +28,9 @@ from .folder import (
     sync_folder,
     write_synced,
 )
-from .manifest import Manifest, encode_manifest, tensor_records
-from .save_times import SaveClock, slowest_parts
+from .retention import free_bytes, frees_enough, needed_bytes, prune_checkpoints, remove_oldest, size_text
+from .save_durations import SaveClock, slowest_parts
+from .save_together import Gather, SaveFailed, fault_text, gather_alone, run_on_all_ranks
 from .shard_file import ShardFile, write_shards
 from .slices import Shard, Slice
 

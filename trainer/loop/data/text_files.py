@@ -1,4 +1,4 @@
-"""Tokenizes one turn of text, a part of some text files, onto disk: the unit of work of one process."""
+"""Tokenizes text files onto disk in turns of about 8 MiB: small files together, large ones cut."""
 
 from __future__ import annotations
 

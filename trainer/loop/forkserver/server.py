@@ -34,7 +34,7 @@ from typing import Any
 import torch
 import torch._dynamo  # the first optimizer of a process imports it
 
-from ...engines.deepspeed.settings import import_deepspeed
+from ...engines.deepspeed.import_deepspeed import import_deepspeed
 from ...launch.rank import channel
 from ...launch.rank.environment import RankEnvironment, reserve_port
 from ...launch.supervisor.outcome import run_outcome

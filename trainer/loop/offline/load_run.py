@@ -13,11 +13,11 @@ from ...models.build import build_model, load_weights
 from ...models.families import FAMILIES, family_of, op_table
 from ...models.ops.op_table import parameter_count, round_up
 from ...rundir.record import read_run_file, run_from_record
+from ...spec.key_units import gib_text
 from ...spec.problem import Problem, Unreadable
 from ...spec.run import Run
-from ...spec.units import gib_text
 from ..checkpoint import CheckpointReader, SavedCheckpoint, find_newest, whole_slice
-from ..placement import weight_shapes
+from ..shard_offsets import weight_shapes
 
 if TYPE_CHECKING:
     from ...models.gpt.module import Transformer

@@ -16,7 +16,7 @@ from ...prove.tensor_difference import TensorDifference, TensorKind
 from ...spec.run import Run
 from ..data.batches import shard as sample_shard
 from ..lr_schedule import learning_rate
-from ..placement import read_range, slice_values
+from ..shard_offsets import read_range, slice_values
 from .reference import ReferenceReader
 
 # B batch, S sequence, H hidden, V vocabulary

@@ -13,13 +13,13 @@ from ...layers.context_parallel import ContextParallel
 from ...layers.counter_rng import DropoutKeys
 from ...layers.cross_entropy import IGNORED, cross_entropy
 from ...layers.dropout import Dropout
-from ...layers.embedding import Embedding, LMHead, VocabEmbedding
+from ...layers.embedding_and_head import Embedding, LMHead, VocabEmbedding
 from ...layers.feed_forward import FeedForward
 from ...layers.group import Group
 from ...layers.norms import make_norm
-from ...layers.parameters import Parameters, sub_parameters
 from ...layers.recompute import recompute
 from ...layers.rotary import rotary_angles
+from ...layers.sub_parameters import Parameters, sub_parameters
 from ...layers.tensor_parallel import TensorParallel
 from ...spec.run import Run
 

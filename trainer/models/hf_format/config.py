@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from ...spec.plain_file import read_plain
 from ...spec.problem import Problem, Unreadable
+from ...spec.regular_file import read_plain
 from ..families import FAMILIES
 
 REQUIRED: Final = "required"  # a size that the file itself has to state

@@ -14,7 +14,7 @@ from ...layers.experts import ExpertLinear, combine_rows, copy_rows, dispatch_ro
 from ...layers.feed_forward import ACTIVATIONS, FeedForward
 from ...layers.float32 import at_least_float32
 from ...layers.group import Group
-from ...layers.parameters import Parameters, sub_parameters
+from ...layers.sub_parameters import Parameters, sub_parameters
 from ...layers.tensor_parallel import TensorParallel, gather_inputs, reduce_outputs
 from ...spec.run import Run
 from ..gpt.module import AttentionHalf, LayerInputs, Transformer

@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 
 from distrain.trainer.launch.agent.token import FILE, JoinToken
-from distrain.trainer.launch.supervisor import rendezvous
+from distrain.trainer.launch.supervisor import registration as rendezvous
+from distrain.trainer.launch.supervisor.registration import MAX_LINE, Rendezvous
 from distrain.trainer.launch.supervisor.remote_rank import RemoteRank
-from distrain.trainer.launch.supervisor.rendezvous import MAX_LINE, Rendezvous
 from distrain.trainer.system.child_process import end_child
 
 TOKEN = JoinToken(

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ...rundir.checkpoints import checkpoint_steps, step_path
-from .agreement import fault_text
 from .find import verification_fault
-from .folder import remove_checkpoint
+from .publish import remove_checkpoint
+from .save_together import fault_text
 from .slices import Shard
 
 

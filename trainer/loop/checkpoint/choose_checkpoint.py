@@ -10,10 +10,10 @@ from ...launch.rank.channel import OnProgress, ignore_text
 from ...rundir.changes import Changes
 from ...rundir.resume import Mode, resume_mode_problem
 from ...spec.problem import Problem, Unreadable
-from .agreement import Gather, gather_alone
 from .find import CheckpointSearch, SavedCheckpoint, find_newest
-from .folder import latest_checkpoint, point_latest, remove_leftovers
 from .load import shape_text
+from .publish import latest_checkpoint, point_latest, remove_leftovers
+from .save_together import Gather, gather_alone
 from .slices import Sizes
 
 

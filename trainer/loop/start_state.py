@@ -15,9 +15,9 @@ from .checkpoint import Gather, SavedCheckpoint, choose_checkpoint
 from .data.batches import Batches
 from .engine_state import load_hf_weights, restore_engine
 from .fail_together import fail_together
-from .placement import weight_shapes
 from .position import BEGINNING, Position, resumed_position
-from .resume_check import check_resumed_loss
+from .resume_loss_check import check_resumed_loss
+from .shard_offsets import weight_shapes
 
 
 def load_initial_state(run: Run, folder: Path, grid: Grid, engine: Engine, batches: Batches, channel: Channel, gather: Gather) -> Position:

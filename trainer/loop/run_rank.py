@@ -29,9 +29,9 @@ from .data.corpus_stats import corpus_stats, stats_line
 from .data.prepare import cache_folder, prepare_corpus
 from .fail_together import fail_together
 from .failure import AllRanksFailed, report_failure
-from .initial_state import load_initial_state
 from .position import Position
 from .sinks import SinkContext, Sinks
+from .start_state import load_initial_state
 from .throughput import planned_figures
 from .train import train
 from .training_setup import TrainingSetup

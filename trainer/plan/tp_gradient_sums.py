@@ -1,4 +1,4 @@
-"""Gradients that the tensor axis sums once a step, each of its ranks holding a part of them.
+"""Sums over the tensor axis, once a step, of gradients of which each rank has only a part.
 
 Under sequence parallelism each rank has its own tokens' part of a replicated weight's gradient (arXiv:2205.05198 leaves these out).
 With fewer key and value heads than ranks, each rank that holds a head has the part of its own query heads.

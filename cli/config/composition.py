@@ -1,0 +1,198 @@
+"""Composes a recipe with Hydra and OmegaConf: groups, overrides, the sizes of `model.hf`, and the result as plain data."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from ...trainer.spec.problem import Problem, Unreadable
+from ...trainer.spec.regular_file import expand_home
+from . import hf_model, library
+from .errors import check_sizes_agree, composition_problem
+from .overrides import Override
+from .yaml_file import install_plain_source
+
+RECIPE_NAME = "_recipe_"  # the name under which Hydra finds the recipe, which is read here
+MOST_DOTS = 12  # dots in a key; more mean a loop of ${...}
+
+# Errors of Hydra and OmegaConf for a user's file; the last four for a file whose form they do not check.
+CONFIG_ERRORS = (
+    HydraException,
+    OmegaConfBaseException,
+    YAMLError,
+    OSError,
+    RecursionError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+)
+
+
+class Composer:
+    """Composes recipes with options of groups; a recipe with the same options is composed once, as for the layouts of a sweep."""
+
+    def __init__(self, config_dir: Path | None) -> None:
+        self._config_dir = config_dir
+        self._roots = library.roots(config_dir)
+        self._configs: dict[tuple[str, ...], DictConfig] = {}
+
+    def compose(self, recipe: DictConfig, choices: Sequence[Override], file: Path) -> DictConfig:
+        """Return a copy of the recipe in `file` composed with chosen options; raises Unreadable."""
+        cache_key = (str(file), *(each.text for each in choices))
+        if cache_key not in self._configs:
+            self._configs[cache_key] = self._compose(recipe, choices, file)
+        return self._configs[cache_key].copy()
+
+    def _compose(self, recipe: DictConfig, choices: Sequence[Override], file: Path) -> DictConfig:
+        """Compose; an option of a group that is not in the recipe's defaults replaces the keys that the recipe sets itself."""
+        in_defaults, others = {each.hydra_group: each for each in choices}, list[Override]()
+        if "cluster" in in_defaults:
+            recipe = _without_default(recipe, "device@cluster.device")
+        try:
+            while True:
+                try:
+                    config = self._call_hydra(recipe, in_defaults.values(), file)
+                    break
+                except HydraException as error:
+                    missed = re.match(r"Could not (?:override|delete) '([^'=]+)(?:=[^']*)?'\. No match", str(error))
+                    if not missed or missed[1] not in in_defaults:
+                        raise
+                    others.append(in_defaults.pop(missed[1]))
+            for each in sorted(others, key=lambda choice: choice.key == "device"):
+                self._replace_group(config, each, file)
+        except CONFIG_ERRORS as error:
+            raise Unreadable([composition_problem(error, file, self._config_dir, RECIPE_NAME)]) from None
+        return config
+
+    def _replace_group(self, config: DictConfig, choice: Override, file: Path) -> None:
+        if choice.deletes:
+            if problems := apply_override(config, choice):
+                raise Unreadable(problems)
+            return
+        source = self._call_hydra(OmegaConf.create({"defaults": [{choice.hydra_group: choice.value}]}), (), file)
+        OmegaConf.update(config, choice.target_key, OmegaConf.select(source, choice.target_key), merge=False, force_add=True)
+
+    def _call_hydra(self, recipe: DictConfig, choices: Iterable[Override], file: Path) -> DictConfig:
+        """Compose with Hydra: the user's folder is its main one, then the built-in ones, then the recipe's own."""
+        node = recipe.copy()
+        node["hydra"] = {"searchpath": [f"file://{root}" for root in (*self._roots[1:], file.parent.absolute())]}
+        if "defaults" in node and "_self_" not in node["defaults"]:
+            node["defaults"].append("_self_")
+        install_plain_source()
+        ConfigStore.instance().store(name=RECIPE_NAME, node=node)
+        with initialize_config_dir(str(self._roots[0]), job_name="distrain", version_base="1.3"):
+            config = hydra_compose(RECIPE_NAME, overrides=[each.hydra_override for each in choices])
+        OmegaConf.set_struct(config, False)
+        return config
+
+
+def _without_default(recipe: DictConfig, override: str) -> DictConfig:
+    """Return a recipe without one `override` entry of its defaults: another cluster brings its own device."""
+    copy = recipe.copy()
+    if isinstance(recipe.get("defaults"), ListConfig):
+        drop = (f"override /{override}", f"override {override}")
+        copy["defaults"] = [each for each in recipe["defaults"] if not (isinstance(each, DictConfig) and set(each) & set(drop))]
+    return copy
+
+
+def apply_override(config: DictConfig, override: Override) -> list[Problem]:
+    """Set or delete one key; return the problem if that is impossible."""
+    try:
+        if not override.deletes:
+            OmegaConf.update(config, override.key, override.value, merge=True, force_add=True)
+            return []
+        section, _, name = override.key.rpartition(".")
+        node = OmegaConf.select(config, section) if section else config
+        if isinstance(node, DictConfig) and name in node and override.value in (None, node[name]):
+            del node[name]
+            return []
+        return [Problem(rule="unknown", says=f"{override.text} removes a key that the recipe does not set", mend="leave it out")]
+    except (OmegaConfBaseException, ValueError, TypeError, AttributeError) as error:
+        return [Problem(rule="type", says=f"{override.text} can't be set", mend=str(error).splitlines()[0])]
+
+
+def select_value(config: DictConfig, key: str) -> object:
+    """Return the value of a key; None if it is missing, or if it can't be resolved, which `to_plain` reports."""
+    try:
+        return OmegaConf.select(config, key)
+    except OmegaConfBaseException:
+        return None
+
+
+def merge_hf_sizes(config: DictConfig, recipe: DictConfig, file: Path, user_values: Mapping[str, Any]) -> None:
+    """Merge the sizes that `model.hf` names into a config.
+
+    Keys that stand beside `model.hf` win: on the command line (which is applied later), in the recipe, or in the group's file.
+    Raises Unreadable.
+    """
+    path = user_values.get("model.hf") or select_value(config, "model.hf")
+    if not isinstance(path, str):
+        return
+    from ...trainer.models.hf_format.config import needs_family_hf, read_hf_config
+
+    from_command_line = "model.hf" in user_values
+    plain_recipe = OmegaConf.to_container(recipe, resolve=False)
+    recipe_model = plain_recipe.get("model") if isinstance(plain_recipe, dict) else None
+    beside = {} if from_command_line else recipe_model if isinstance(recipe_model, dict) and "hf" in recipe_model else config.model
+    source = _resolve_path(path, file, from_command_line=from_command_line)
+    is_hf = any(map(hf_model.is_hf_family, (user_values.get("model.family"), beside.get("family"))))
+    sizes = hf_model.model_keys(source) if is_hf or needs_family_hf(source) else read_hf_config(source)
+    if beside is config.model:
+        check_sizes_agree(sizes, config.model, file)
+    config.model = OmegaConf.merge(sizes, beside, {"hf": str(source)})
+
+
+def resolve_weights_path(config: DictConfig, file: Path, *, from_command_line: bool) -> None:
+    """Make `model.weights` absolute, because ranks may run in other folders."""
+    path = select_value(config, "model.weights")
+    if isinstance(path, str):
+        OmegaConf.update(config, "model.weights", str(_resolve_path(path, file, from_command_line=from_command_line)))
+
+
+def _resolve_path(path: str, file: Path, *, from_command_line: bool) -> Path:
+    """Return an absolute path: relative to the recipe if it exists there, else, and on the command line, to the current folder."""
+    near = file.parent / expand_home(path)
+    return (near if os.path.exists(near) and not from_command_line else expand_home(path)).absolute()
+
+
+def to_plain(config: DictConfig, problems: list[Problem]) -> dict[str, Any]:
+    """Return plain data with every ${...} resolved and without missing values (???); add what can't be resolved to `problems`."""
+    plain: dict[str, Any] = _plain_node(config, "", problems)
+    return plain
+
+
+def _plain_node(node: DictConfig | ListConfig, at: str, problems: list[Problem]) -> Any:
+    plain: dict[Any, Any] = {}
+    names: Iterable[Any] = node if isinstance(node, DictConfig) else range(len(node))
+    for name in names:
+        key = f"{at}{name}"
+        try:
+            if OmegaConf.is_missing(node, name):
+                continue
+            value = node[name]
+        except OmegaConfBaseException as error:
+            raw = OmegaConf.to_container(node, resolve=False)[name]  # type: ignore[index,unused-ignore]
+            problems.append(Problem(rule="interpolation", says=f"{key}={raw} can't be resolved", mend=str(error).splitlines()[0]))
+            continue
+        if key.count(".") >= MOST_DOTS:
+            problems.append(Problem(rule="interpolation", says=f"{at.split('.')[0]} contains itself", mend="break the loop of ${...}"))
+        else:
+            plain[name] = _plain_node(value, f"{key}.", problems) if isinstance(value, DictConfig | ListConfig) else value
+    return plain if isinstance(node, DictConfig) else list(plain.values())
+
+
+def config_yaml(plain: Mapping[str, Any]) -> str:
+    """Return plain data as YAML that `conf=` reads back."""
+    return OmegaConf.to_yaml(OmegaConf.create(dict(plain)))
