@@ -73,7 +73,7 @@ def _time_drift(run: MeasuredRun) -> Iterator[str]:
     if step is None or step.measured is None:
         return
     if step.drift is None:
-        yield "Time: not planned, because this machine had not been measured; `distrain fit` measures it once, for all later plans."
+        yield "Time: the plan has none; `distrain plan` with the same recipe says which rates it lacks."
         return
     where = ""
     known = [(each.name, each.measured - each.planned) for each in parts if each.planned is not None and each.measured is not None]

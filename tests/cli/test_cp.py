@@ -113,7 +113,7 @@ def test_a_copy_that_would_not_load_is_refused(capsys: pytest.CaptureFixture[str
     assert (status, out) == (2, "")
     assert err == (
         "distrain: mine/r.yaml would differ from theirs/r.yaml (mine/r.yaml: its defaults name recipe quick, which does not exist):"
-        " copy it beside theirs/r.yaml, whose folder has what it names\n"
+        " copy it into the folder of theirs/r.yaml, which has the files that it names\n"
     )
     assert os.listdir("mine") == []
 
@@ -154,7 +154,7 @@ def test_a_copy_is_named_after_its_file_however_the_recipe_sets_its_name(text: s
     [
         (b"a: [", "FILE, line 1, column 5: expected the node content, but found '<stream end>'"),
         (b"\xff\xfe\x00", "FILE is not valid UTF-8"),
-        (b"defaults: [quikstart]\n", "FILE: its defaults name recipe quikstart, which is not there: did you mean quickstart?"),
+        (b"defaults: [quikstart]\n", "FILE: its defaults name recipe quikstart, which does not exist: did you mean quickstart?"),
     ],
 )
 def test_a_file_that_is_no_recipe_is_not_copied(content: bytes, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -122,7 +122,7 @@ def test_a_false_run_json_prints_one_line(key: str, value: Any, folder: Path, mo
         status, _, err = run_main(module, argv, monkeypatch)
         assert status in (0, 1)
         assert all(line.startswith("distrain: ") for line in err.splitlines())
-        assert bool([line for line in err.splitlines() if "run.json is taken for it" not in line]) == bool(status)
+        assert bool([line for line in err.splitlines() if "taking run.json's" not in line]) == bool(status)
         assert "a bug in distrain" not in err
 
 

@@ -252,16 +252,14 @@ def test_the_id_width_is_inferred_from_zero_bytes(
 
 
 @given(seed=st.integers(0, 1000), vocab=st.sampled_from([65_537, 100_277, 128_256, 262_208, 1_000_000]), size=st.integers(1, 3000))
-def test_a_vocabulary_beyond_two_bytes_has_four_byte_ids(seed: int, vocab: int, size: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_larger_vocabulary_has_four_byte_ids(seed: int, vocab: int, size: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("ids") / "a.bin"
     of_text(seed, vocab, size).astype(np.uint32).tofile(path)
     assert raw_id_type(path, path.stat().st_size, vocab) == np.uint32
 
 
 @given(seed=st.integers(0, 1000), vocab=st.sampled_from([65_537, 128_256, 262_208]))
-def test_a_larger_model_vocabulary_does_not_widen_two_byte_ids(
-    seed: int, vocab: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_larger_model_vocabulary_does_not_widen_two_byte_ids(seed: int, vocab: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("ids") / "a.bin"
     of_text(seed, 50_257, 3000).astype(np.uint16).tofile(path)
     assert raw_id_type(path, path.stat().st_size, vocab) == np.uint16

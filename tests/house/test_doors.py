@@ -226,7 +226,7 @@ def side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("side_by_side")
 def test_an_added_family_is_planned_from_its_op_table() -> None:
-    run, dense = (load_recipe(CURVE[0], (*CURVE[1:], *overrides)) for overrides in ((FAMILY,), ()))
+    run, dense = (load_recipe(CURVE[0], (*CURVE[1:], *overrides)) for overrides in ((FAMILY, "cluster.gpus=1"), ("cluster.gpus=1",)))
     plan, other = make_plan(run), make_plan(dense)
     assert (run.model.norm, run.model.bias) == ("rmsnorm", False)  # the row's defaults
     assert (plan.runnable, plan.engine) == (True, "zero")
@@ -250,7 +250,7 @@ def test_an_added_family_trains_as_one_process_does(layout: tuple[str, ...], tmp
 
 
 def test_a_family_without_a_module_is_planned_and_refused() -> None:
-    run = load_recipe(CURVE[0], (*CURVE[1:], "model.family=bert"))
+    run = load_recipe(CURVE[0], (*CURVE[1:], "model.family=bert", "cluster.gpus=1"))
     plan = make_plan(run)
     assert plan.memory is not None
     assert not plan.runnable

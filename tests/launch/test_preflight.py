@@ -93,7 +93,7 @@ LACKS: dict[str, tuple[Callable[[dict[str, Any]], object], str, dict[str, Any]]]
     "another torch": (lambda facts: facts["versions"].update(torch="2.0.0"),
                       f"h0 has torch 2.0.0, this machine {host_probe.package_versions()['torch']}: install the same on all hosts", {}),
     "another Python": (lambda facts: facts["versions"].update(python="3.8.1"),
-                       f"h0 has python 3.8, this machine {'.'.join(host_probe.package_versions()['python'].split('.')[:2])}: install the same", {}),
+                       f"h0 has python 3.8, this machine {sys.version_info[0]}.{sys.version_info[1]}: install the same", {}),
     "other files": (lambda facts: facts["versions"].update(code="00000000"),
                     "h0 and this machine have different files of distrain: install the same on all hosts", {}),
     "a folder": (lambda facts: facts.update(folder={"problem": "Read-only file system"}),

@@ -1,4 +1,4 @@
-"""The torch modules match the op table: names, shapes and count of weights, FLOPs, saved activations, and split linear layers."""
+"""The torch modules match the op table: names, shapes and count of weights, FLOPs, and saved activations."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ torch = pytest.importorskip("torch")
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count  # noqa: E402
 
 from distrain.trainer.layers.counter_rng import dropout_keys  # noqa: E402
-from distrain.trainer.layers.embedding_and_head import LMHead, VocabEmbedding  # noqa: E402
-from distrain.trainer.layers.tensor_parallel import ColumnLinear, RowLinear  # noqa: E402
 from distrain.trainer.models.build import build_model  # noqa: E402
 from distrain.trainer.models.families import FAMILIES, op_table  # noqa: E402
 from distrain.trainer.models.ops.op_table import (  # noqa: E402
@@ -27,7 +25,6 @@ from distrain.trainer.models.ops.op_table import (  # noqa: E402
     round_up,
 )
 from distrain.trainer.parallel.saved_bytes import count_saved  # noqa: E402
-from distrain.trainer.plan.axes import tp  # noqa: E402
 from distrain.trainer.plan.changed_run import with_changes  # noqa: E402
 from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train  # noqa: E402
 
@@ -105,23 +102,6 @@ def test_the_named_parameters_add_up_to_the_parameter_count(family: str) -> None
     model = Model(family=family, layers=3, hidden=48, heads=4, vocab=101, experts=4, top_k=2, shared_experts=1, tied=True, bias=True)
     table = FAMILIES[family].table(model, Train(batch=1, seq=8))
     assert sum(prod(each.shape(table.sizes)) for each in model_parameters(table, range(3))) == parameter_count(table, 3)
-
-
-STYLES = {ColumnLinear: "column", LMHead: "column", RowLinear: "row", VocabEmbedding: "vocab"}
-
-
-@EVERY_MODEL
-def test_layers_split_the_weights_that_the_planner_splits(name: str) -> None:
-    """Each weight's class splits it as trainer/plan/axes/tp.py plans; experts are split inside, between gathered tokens and a sum."""
-    run = run_of(name)
-    module, table = build_model(run, device=torch.device("meta"), dtype=torch.float32), op_table(run)
-    for prefix, ops in (("", table.embedding), ("layers.0.", table.layer), ("", table.head)):
-        for op in ops:
-            for weight in op.weights:
-                if weight.name.endswith(".weight") and "experts" not in weight.dims:
-                    layer = module.get_submodule(prefix + weight.name.removesuffix(".weight"))
-                    planned = tp.style(op) if tp.AXIS.split_dim(weight.dims) else None
-                    assert STYLES.get(type(layer)) == planned, weight.name
 
 
 def test_the_vocabulary_is_padded_to_a_multiple() -> None:

@@ -11,7 +11,7 @@ from ..spec.problem import Problem, Unreadable
 from ..spec.run import Run
 
 PATIENCE = 60.0  # seconds that a look may take; preparing has no limit, and shows its progress
-MODULE = "trainer.loop.data.survey"
+MODULE = "distrain.trainer.loop.data.survey"
 
 Mode = Literal["look", "prepare"]
 

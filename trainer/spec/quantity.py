@@ -32,7 +32,7 @@ _FLOP_RATE = re.compile(r"([kKMGTPE])?(?:FLOPs?/s|flops?/s|FLOPS|FLOPs|flops|Flo
 
 @dataclass(frozen=True)
 class Dimension:
-    """What a unit measures: its noun in messages, example values, and its SI unit."""
+    """The dimension of a unit: its noun in messages, example values, and its SI unit."""
 
     noun: str
     forms: tuple[str, ...]
@@ -56,11 +56,11 @@ def dimension_of(key: str) -> Dimension | None:
 
 def parse_quantity(text: str, of: Dimension) -> float | None:
     """Return the SI value of a text in a dimension; None if it has none or is ambiguous."""
-    found = _QUANTITY.fullmatch(text.strip())
-    if found is None or found["unit"] is None:
+    match = _QUANTITY.fullmatch(text.strip())
+    if match is None or match["unit"] is None:
         return None
-    factor = _factor(found["unit"].strip(), of)
-    return None if factor is None else float(found["number"].replace("_", "")) * factor[0] / factor[1]
+    factor = _factor(match["unit"].strip(), of)
+    return None if factor is None else float(match["number"].replace("_", "")) * factor[0] / factor[1]
 
 
 def _factor(unit: str, of: Dimension) -> tuple[float, float] | None:
@@ -69,19 +69,19 @@ def _factor(unit: str, of: Dimension) -> tuple[float, float] | None:
         return _TIMES.get(unit)
     bits = 1.0
     if of.noun == "size":
-        found = _SIZE.fullmatch(unit)
+        match = _SIZE.fullmatch(unit)
     elif of.unit == "FLOP/s":
-        found = _FLOP_RATE.fullmatch(unit)
-    elif (found := _BYTE_RATE.fullmatch(unit)) is None:
-        found, bits = _BIT_RATE.fullmatch(unit), 8.0
-    return (_PREFIXES[next(filter(None, found.groups()), "")], bits) if found else None
+        match = _FLOP_RATE.fullmatch(unit)
+    elif (match := _BYTE_RATE.fullmatch(unit)) is None:
+        match, bits = _BIT_RATE.fullmatch(unit), 8.0
+    return (_PREFIXES[next(filter(None, match.groups()), "")], bits) if match else None
 
 
 def suggest_quantity(text: str, of: Dimension) -> str:
     """Return a hint how to write a text that could not be parsed: each of its likely meanings."""
-    found = _QUANTITY.fullmatch(text.strip())
-    meant = list(_readings(found["number"].replace("_", ""), (found["unit"] or "").strip(), of)) if found else []
-    return f"write {' or '.join(meant or _join_forms(of.forms))} ({of.unit})"
+    match = _QUANTITY.fullmatch(text.strip())
+    readings = list(_readings(match["number"].replace("_", ""), (match["unit"] or "").strip(), of)) if match else []
+    return f"write {' or '.join(readings or _join_forms(of.forms))} ({of.unit})"
 
 
 def _join_forms(forms: tuple[str, ...]) -> list[str]:
@@ -89,7 +89,7 @@ def _join_forms(forms: tuple[str, ...]) -> list[str]:
 
 
 def _readings(number: str, unit: str, of: Dimension) -> list[str]:
-    """Return a number with each unit that may have been meant, if its prefix is clear."""
+    """Return a number with each unit that it may mean, if its prefix is clear."""
     prefix = re.match(r"([kKmMgGtTpP])(i?)", unit)
     if of.noun == "time":
         return [f"{number}ms", f"{number}min"] if unit in ("m", "M") else []
@@ -109,16 +109,16 @@ def _readings(number: str, unit: str, of: Dimension) -> list[str]:
 
 def count_readings(text: str) -> tuple[str, ...]:
     """Return the possible values of a count with a suffix, such as `4k`; () for any other text."""
-    found = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?)\s?([kKmMgGbBtT])", text.strip())
-    if found is None:
+    match = re.fullmatch(r"(\d[\d_]*(?:\.\d+)?)\s?([kKmMgGbBtT])", text.strip())
+    if match is None:
         return ()
-    number, letter = float(found[1].replace("_", "")), found[2].upper()
+    number, letter = float(match[1].replace("_", "")), match[2].upper()
     power = {"K": 1, "M": 2, "G": 3, "B": 3, "T": 4}[letter]
     readings = [number * 1000**power, *([number * 1024**power] if letter in "KMG" else [])]
     return tuple(f"{each:.0f}" if each < 1e7 else _short_number(each) for each in readings)
 
 
 def _short_number(value: float) -> str:
-    """Return a large number as one types it: 50e9."""
+    """Return a large number in short form: 50e9."""
     power = 3 * int(math.log10(value) // 3) if value > 0 else 0
     return f"{value / 10**power:g}e{power}" if power > 3 else f"{value:g}"

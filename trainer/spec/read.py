@@ -1,4 +1,4 @@
-"""From a plain mapping to a `Run`, strictly, with every problem at once."""
+"""Reads a `Run` from a plain mapping strictly, and reports every problem at once."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _is_finite(value: Any) -> bool:
 def _why_not_text(value: Any) -> str:
     """Return why a value, or one inside it, is not valid text; "" if it is."""
     if isinstance(value, str):
-        return "contains NUL" if "\0" in value else "is not UTF-8 text" if any("\ud800" <= each <= "\udfff" for each in value) else ""
+        return "contains NUL" if "\0" in value else "is not valid UTF-8" if any("\ud800" <= each <= "\udfff" for each in value) else ""
     inside = [*value, *value.values()] if isinstance(value, Mapping) else value if _is_list(value) else ()
     return next((why for each in inside if (why := _why_not_text(each))), "")
 
@@ -152,21 +152,21 @@ def _choices(hint: Any) -> Iterator[Any]:
 
 def _hint(value: Any, hint: Any, key: str) -> str:
     """Return a hint for a value of the wrong type; "" if there is none."""
-    if hint is bool and (meant := _TRUTH.get(str(value).lower())):
-        return f"write {meant}"
+    if hint is bool and (truth := _TRUTH.get(str(value).lower())):
+        return f"write {truth}"
     kinds = list(_choices(hint))
-    listed = next((kind for kind in kinds if get_origin(kind) is tuple), None)
-    if listed is not None and isinstance(value, str) and not _is_list(value) and value in _allowed_names(get_args(listed)[0]):
+    list_kind = next((kind for kind in kinds if get_origin(kind) is tuple), None)
+    if list_kind is not None and isinstance(value, str) and not _is_list(value) and value in _allowed_names(get_args(list_kind)[0]):
         return f"write {key}=[{value}]"
-    if listed is not None and isinstance(value, str) and value and _accepts(value, get_args(listed)[0]):
+    if list_kind is not None and isinstance(value, str) and value and _accepts(value, get_args(list_kind)[0]):
         return f"write {key}=[{value}]"
-    if listed is not None and _is_list(value):
-        unread = [each for each in value if isinstance(each, str) and each not in _allowed_names(get_args(listed)[0])]
-        return _hint(unread[0], get_args(listed)[0], key) if unread else ""
+    if list_kind is not None and _is_list(value):
+        unknown = [each for each in value if isinstance(each, str) and each not in _allowed_names(get_args(list_kind)[0])]
+        return _hint(unknown[0], get_args(list_kind)[0], key) if unknown else ""
     section = next((kind for kind in kinds if is_dataclass(kind)), None)
     if section is not None and not isinstance(value, Mapping | list | None):
-        takes = [row.name for row in fields(section) if _accepts(value, get_type_hints(section, include_extras=True)[row.name])]
-        return f"set one of its keys, as {key}.{takes[0]}={value_text(value)}" if takes else ""
+        accepting = [row.name for row in fields(section) if _accepts(value, get_type_hints(section, include_extras=True)[row.name])]
+        return f"set one of its keys, as {key}.{accepting[0]}={value_text(value)}" if accepting else ""
     names = _allowed_names(hint)
     close = suggest_name(value, names) if isinstance(value, str) and names else ""
     return close if close.startswith("did") else ""

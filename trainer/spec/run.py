@@ -1,4 +1,4 @@
-"""The configuration of a run as frozen data in SI units: `Run` and its sections. keys.py says what each key means."""
+"""The configuration of a run as frozen data in SI units: `Run` and its sections. keys.py describes every key."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A link per device: bytes/s in one direction, seconds a hop; `efficiency` is the share of the bandwidth that data gets."""
+    """A link per device: bytes/s in one direction, seconds per hop; `efficiency` is the share of the bandwidth that data gets."""
 
     bandwidth: Positive
     latency: NotNegative
@@ -103,7 +103,7 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Offload:
-    """What is offloaded to the host's memory."""
+    """Offloading to host memory."""
 
     optimizer: bool = False
     parameters: bool = False
@@ -143,7 +143,7 @@ class Parallel:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate:
-    """Validation: every n steps (0: never), over so many batches."""
+    """Validation: the interval in steps (0: never), and the number of global batches."""
 
     every: Natural = 0
     batches: Count = 8
@@ -151,7 +151,7 @@ class Evaluate:
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """One step (sequences, tokens) and how many of them."""
+    """The size of one step, the number of steps, and numerics."""
 
     batch: Count
     seq: Count
@@ -187,7 +187,7 @@ class Optim:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """The data, its tokenizer, and the share that validates."""
+    """The data, its tokenizer, and the share held out for validation."""
 
     name: Literal["stdlib", "text", "tokens", "synthetic"] = "synthetic"
     path: str | tuple[str, ...] | None = None
@@ -202,7 +202,7 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Log:
-    """What is written, how often (steps) and where."""
+    """Logging: the interval in steps, and where logs go."""
 
     every: Count = 10
     sinks: tuple[Literal["console", "jsonl", "wandb", "tensorboard"], ...] = ("console", "jsonl")
@@ -213,7 +213,7 @@ class Log:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """When a run is saved (steps; 0: only at the end), how many are kept, and how it resumes."""
+    """Checkpoints: the interval in steps (0: only at the end), the number to keep, and how a run resumes."""
 
     every: Natural = 0
     keep: Count = 2
@@ -223,7 +223,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How ranks are started."""
+    """The way to start ranks."""
 
     name: Literal["local", "deepspeed", "torchrun", "slurm"] = "local"
     hostfile: str | None = None

@@ -1,6 +1,6 @@
 """Expert parallelism for DeepSpeed: which ranks sum the gradients of expert weights.
 
-This module imports DeepSpeed: import it after `import_deepspeed()` of import_deepspeed.py. ZeRO 1 and 2 shard expert weights, a parameter group
+This module imports DeepSpeed: import it after `import_deepspeed()`. ZeRO 1 and 2 shard expert weights, a parameter group
 of their own, over the ranks that hold the same experts, and divide their gradients by the size of the whole data axis: each expert sees
 the tokens of all of its ranks.
 """
