@@ -307,7 +307,7 @@ def test_token_files_named_as_tests_train_with_a_remark(tmp_path: Path) -> None:
     remarks: list[str] = []
     corpus = opened(tmp_path, 100, remarks, name="tokens", path=str(tmp_path / "in"))
     assert (corpus.size("train"), corpus.size("validation")) == (200, 100)
-    says = "1 of 3 files are named like held-out data, such as test.bin: they train as the others do"
+    says = "1 of 3 files are named like held-out data, such as test.bin: they train like the others"
     assert remarks == [f"{says}; a pattern can leave them out: data.path='FOLDER/**/train*'"]
 
 

@@ -113,7 +113,7 @@ def test_deepspeeds_launcher_gets_its_files(here: Path, capsys: pytest.CaptureFi
     words = ["cluster=2x1", "launch=deepspeed", f"launch.hostfile={here}", "launch.include=h1@h2:3", "log.dir=/runs", "--launch"]
     said = show(words, capsys)
     assert "canary" not in said
-    assert "these variables for the ranks: MLFLOW_TRACKING_PASSWORD" in said
+    assert "carries these variables to the ranks: MLFLOW_TRACKING_PASSWORD" in said
     assert "cat > /runs/quickstart/launch/hosts <<'END'\nh1 slots=1\nh2 slots=4\nEND\n" in said
     line = said.splitlines()[-1]
     assert line.startswith("cd /runs/quickstart/launch && env -u MLFLOW_TRACKING_PASSWORD ")
