@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache, cached_property
 
 from ..models.families import FAMILIES, family_of
 from ..spec.run import Parallel, Run
@@ -11,10 +12,10 @@ from .axes import AXES
 from .changed_run import Change, overrides
 from .cost_model import CostModel
 from .deepspeed.cost_model import DeepSpeedCosts
-from .schedules import SCHEDULES
+from .schedules import SCHEDULES, Schedule
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)  # rows are compared by identity: they are keys of caches
 class EngineRow:
     """An engine. `axes` are those that it splits over more than one rank; of `engine: auto` the first row with or without "pp" is taken."""
 
@@ -29,7 +30,7 @@ class EngineRow:
     offload: bool
     source: str
 
-    @property
+    @cached_property
     def pipeline(self) -> bool:
         """Whether it runs pipeline stages, and nothing else."""
         return "pp" in self.axes
@@ -37,12 +38,26 @@ class EngineRow:
     @property
     def schedules(self) -> tuple[str, ...]:
         """The pipeline schedules that it runs."""
-        return tuple(name for name, row in SCHEDULES.items() if name in self.native_schedules or (self.executes_actions and row.is_plain))
+        return _schedules(self, tuple(SCHEDULES.items()))
+
+    def runs_schedule(self, name: str) -> bool:
+        """Whether it runs a schedule of SCHEDULES."""
+        return name in self.native_schedules or (self.executes_actions and SCHEDULES[name].is_plain)
 
     @property
     def families(self) -> tuple[str, ...]:
-        """The families of models that it trains: those with a module, which a pipeline must be able to split."""
-        return tuple(name for name, family in FAMILIES.items() if family.module and (not self.pipeline or "pp" in family.axes))
+        """The model families that it trains."""
+        return tuple(filter(self.trains_family, FAMILIES))
+
+    def trains_family(self, name: str) -> bool:
+        """Whether it trains a family of FAMILIES: one with a module, which a pipeline must be able to split."""
+        family = FAMILIES[name]
+        return bool(family.module) and (not self.pipeline or "pp" in family.axes)
+
+
+@cache
+def _schedules(row: EngineRow, schedules: tuple[tuple[str, Schedule], ...]) -> tuple[str, ...]:
+    return tuple(name for name, _ in schedules if row.runs_schedule(name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,16 +141,17 @@ def _limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[EngineLimi
     elif parallel.zero == 3 and parallel.ep > 1:
         less: tuple[Change, ...] = ((("parallel.zero", 2),), (("parallel.ep", 1),))
         yield EngineLimit(row.name, "parallel.zero", f"3 with parallel.ep={parallel.ep}", less)
-    if row.pipeline and parallel.schedule not in row.schedules:
+    if row.pipeline and not row.runs_schedule(parallel.schedule):
         yield _schedule_limit(row, run, parallel)
     if run.train.precision not in row.precisions:
         candidates = tuple((("train.precision", name),) for name in row.precisions)
         yield EngineLimit(row.name, "train.precision", run.train.precision, candidates)
-    if run.model.family not in row.families:
+    if not row.trains_family(run.model.family):
         yield EngineLimit(row.name, "model.family", run.model.family, fix=f"it runs {_or(row.families)}")
-    for axis in (name for name in AXES if name not in ("pp", "dp")):
-        runs = axis in row.axes and axis not in family_of(run.model).unsupported_axes
-        if not runs and (degree := getattr(parallel, axis)) > 1:
+    for axis in AXES:
+        if axis in ("pp", "dp") or (degree := getattr(parallel, axis)) == 1:
+            continue
+        if axis not in row.axes or axis in family_of(run.model).unsupported_axes:
             yield EngineLimit(row.name, f"parallel.{axis}", degree, (((f"parallel.{axis}", 1), *_fill(parallel)),))
     if parallel.shard != "all" and parallel.zero:
         yield EngineLimit(row.name, "parallel.shard", parallel.shard, ((("parallel.shard", "all"),), (("parallel.zero", 0),)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import combinations
-from math import prod
 
 from ..spec.key_units import gib_text
 from ..spec.problem import Problem
@@ -13,7 +12,7 @@ from .broken_rule import BrokenRule
 from .changed_run import Change, overrides, with_changes
 from .engines import EngineLimit, engine_for
 from .estimate import Estimator
-from .mesh import replica_degrees
+from .mesh import replica_size
 from .result import Memory
 from .rules import broken_rules
 from .schedules import SCHEDULES
@@ -163,7 +162,7 @@ def _fitting(run: Run, change: Change) -> tuple[Change, int] | None:
 def _filling(run: Run, change: Change) -> Change:
     """Return a change of degrees or nodes, with a data degree that fills the cluster again where the user set one."""
     new = with_changes(run, change)
-    ranks, others = new.cluster.nodes * new.cluster.gpus, prod(replica_degrees(new.parallel).values())
+    ranks, others = new.cluster.nodes * new.cluster.gpus, replica_size(new.parallel)
     if run.parallel.dp in ("auto", ranks // others) or ranks % others:
         return change
     return (*change, ("parallel.dp", ranks // others))

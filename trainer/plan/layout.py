@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heapify, heapreplace
 from itertools import accumulate, groupby
-from math import prod
 from typing import NamedTuple
 
 from ..spec.run import Parallel
 from .axes import AXES
 from .axes.dp import GradientSync
-from .mesh import Mesh, Wires, replica_degrees
+from .mesh import Mesh, Wires, replica_size
 
 ONE_BY_ONE = 20_000  # layers up to which all are assigned one at a time
 LAST_LAYERS = 2  # of a stage, which are assigned one at a time in larger models
@@ -71,10 +70,13 @@ class Layout:
 
 def mesh_of(parallel: Parallel, world: int) -> Mesh:
     """The mesh of a cluster of `world` ranks; `dp: auto` takes all ranks that the other axes leave."""
-    degrees = {name: axis.degree(parallel) for name, axis in AXES.items()}
-    if degrees["dp"] == "auto":
-        degrees["dp"] = world // prod(replica_degrees(parallel).values())
-    return Mesh(**degrees)
+    dp = world // replica_size(parallel) if parallel.dp == "auto" else parallel.dp
+    return _mesh(tuple([(name, dp if name == "dp" else getattr(parallel, name)) for name in AXES]))
+
+
+@lru_cache(maxsize=4096)
+def _mesh(degrees: tuple[tuple[str, int], ...]) -> Mesh:
+    return Mesh(**dict(degrees))
 
 
 def layer_partition(parts: tuple[int, ...], *, folded: bool = False) -> LayerPartition:

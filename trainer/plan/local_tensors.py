@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 
 from ..models.ops.op_table import Dims, OpTable, Tensor, round_up
 from ..spec.run import Parallel
 from .axes import AXES
-from .axes.axis import ActivationForm
+from .axes.axis import ActivationForm, Axis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,13 +27,17 @@ class BlockSplit:
         return dict(self.degrees).get(axis, 1)
 
 
+@cache
+def _block_axes(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+    return tuple(sorted([axis for axis in reversed(axes) if axis.messages], key=lambda axis: axis.within is not None))
+
+
 def block_split(parallel: Parallel, microbatch: int) -> BlockSplit:
     """The split of a layout's blocks. Axes within another come last."""
-    rows = [axis for axis in reversed(AXES.values()) if axis.messages and axis.degree(parallel) > 1]
-    rows.sort(key=lambda axis: axis.within is not None)
+    degrees = [(axis, axis.degree(parallel)) for axis in _block_axes(tuple(AXES.values()))]
     return BlockSplit(
-        degrees=tuple([(axis.name, axis.degree(parallel)) for axis in rows]),
-        overlapped=tuple([axis.name for axis in rows if axis.hides_messages(parallel)]),
+        degrees=tuple([(axis.name, degree) for axis, degree in degrees if degree > 1]),
+        overlapped=tuple([axis.name for axis, degree in degrees if degree > 1 and axis.hides_messages(parallel)]),
         sequence=parallel.sequence and parallel.tp > 1,
         recompute=parallel.recompute,
         microbatch=microbatch,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache, cached_property
 from math import gcd, inf, prod
 
 from ..spec.run import Cluster, Link, Parallel
-from .axes import AXES
+from .axes import AXES, Axis
 from .collectives import Wire
 
 RankRun = tuple[int, int]  # (size, stride): `size` ranks, each `stride` after the one before
@@ -16,12 +17,30 @@ RankRuns = tuple[RankRun, ...]
 
 def mesh_order() -> tuple[str, ...]:
     """The axes that are not within another, outermost first. Their degrees multiply to the world size."""
-    return tuple(name for name, axis in AXES.items() if axis.within is None)
+    return _mesh_order(tuple(AXES.values()))
+
+
+@cache
+def _mesh_order(axes: tuple[Axis, ...]) -> tuple[str, ...]:
+    return tuple(axis.name for axis in axes if axis.within is None)
+
+
+@cache
+def _replica_axes(axes: tuple[Axis, ...]) -> tuple[str, ...]:
+    return tuple(name for name in reversed(_mesh_order(axes)) if name != "dp")
 
 
 def replica_degrees(parallel: Parallel) -> dict[str, int]:
-    """The degrees of all axes of the mesh order but dp, innermost first: their product is the ranks of one replica."""
-    return {name: AXES[name].degree(parallel) for name in reversed(mesh_order()) if name != "dp"}
+    """The degrees of all axes of the mesh order but dp, innermost first."""
+    return {name: getattr(parallel, name) for name in _replica_axes(tuple(AXES.values()))}
+
+
+def replica_size(parallel: Parallel) -> int:
+    """The ranks of one replica: the product of its degrees."""
+    size = 1
+    for name in _replica_axes(tuple(AXES.values())):
+        size *= getattr(parallel, name)
+    return size
 
 
 class Mesh:
@@ -30,42 +49,24 @@ class Mesh:
     An axis within another takes the inner part of its ranks: ep divides dp, and world = pp dp cp tp.
     """
 
-    __slots__ = ("degrees",)
-    degrees: Mapping[str, int]
+    __slots__ = ("_hash", "_strides", "cp", "degrees", "dp", "ep", "pp", "tp")
 
     def __init__(self, **degrees: int) -> None:
         if unknown := degrees.keys() - AXES.keys():
             raise TypeError(f"no mesh axis is named {', '.join(sorted(unknown))}")
-        self.degrees = {name: degrees.get(name, 1) for name in AXES}
+        self.degrees: Mapping[str, int] = {name: degrees.get(name, 1) for name in AXES}
+        self.pp, self.dp, self.cp, self.ep, self.tp = (self.degrees[name] for name in ("pp", "dp", "cp", "ep", "tp"))
+        self._hash = hash(tuple(self.degrees.values()))
+        self._strides: dict[str, RankRuns] = {}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Mesh) and self.degrees == other.degrees
 
     def __hash__(self) -> int:
-        return hash(tuple(self.degrees.values()))
+        return self._hash
 
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{name}={degree}' for name, degree in self.degrees.items())})"
-
-    @property
-    def pp(self) -> int:
-        return self.degrees["pp"]
-
-    @property
-    def dp(self) -> int:
-        return self.degrees["dp"]
-
-    @property
-    def cp(self) -> int:
-        return self.degrees["cp"]
-
-    @property
-    def ep(self) -> int:
-        return self.degrees["ep"]
-
-    @property
-    def tp(self) -> int:
-        return self.degrees["tp"]
 
     @property
     def world(self) -> int:
@@ -100,6 +101,12 @@ class Mesh:
         A group is that of an axis, or `data`: the ranks over which gradients are summed and ZeRO shards (dp x cp), or `expert_copies`:
         those of them that hold the same experts.
         """
+        found = self._strides.get(group)
+        if found is None:
+            found = self._strides[group] = self._group_strides(group)
+        return found
+
+    def _group_strides(self, group: str) -> RankRuns:
         if group in AXES:
             return ((self.degrees[group], self._stride(AXES[group].within or group)),)
         if group not in ("data", "expert_copies"):
@@ -134,7 +141,7 @@ class Mesh:
 
     def size(self, group: str) -> int:
         """Ranks in a group."""
-        return prod(size for size, _ in self.strides(group))
+        return prod([size for size, _ in self.strides(group)])
 
     def in_node(self, group: str, gpus: int) -> int:
         """The fewest ranks that such a group has in any node that it touches, a node being `gpus` ranks.
@@ -203,7 +210,7 @@ def split_group(runs: RankRuns, ranks: int) -> tuple[RankRuns, RankRuns]:
     return tuple(near), tuple(far)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Wires:
     """How the groups of a mesh are wired: of each axis that splits a block, `data`, `expert_copies`, and two neighbouring stages."""
 
@@ -212,7 +219,7 @@ class Wires:
     expert_copies: Wire
     pair: Wire
 
-    @property
+    @cached_property
     def known(self) -> bool:
         """Whether the cluster states every link that the mesh uses."""
         return all(wire.known for wire in (*self.axes.values(), self.data, self.expert_copies, self.pair))

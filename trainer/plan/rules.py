@@ -6,7 +6,7 @@ fix: trainer/plan/fixes.py plans each of them again before a user sees it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from heapq import nsmallest
 from math import ceil, prod
 
@@ -17,7 +17,7 @@ from .broken_rule import BrokenRule, Rule
 from .changed_run import Change
 from .divisors import divisors
 from .engines import ENGINES
-from .mesh import replica_degrees
+from .mesh import replica_degrees, replica_size
 from .precision import COMPUTES
 from .schedules import SCHEDULES
 from .value_rules import countable, folders, rates, window
@@ -134,25 +134,34 @@ def experts(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRul
         )
 
 
+def _product(degrees: Mapping[str, int]) -> str:
+    return " x ".join(f"{name} {degree}" for name, degree in degrees.items())
+
+
+def _devices(run: Run) -> str:
+    return f"the cluster has {run.cluster.nodes} x {run.cluster.gpus} = {run.cluster.nodes * run.cluster.gpus} devices"
+
+
 def world(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
     """The degrees multiply to the number of devices; the expert axis is a part of the data axis."""
     ranks = run.cluster.nodes * run.cluster.gpus
-    others = prod(replica_degrees(parallel).values())
-    product = " x ".join(f"{name} {degree}" for name, degree in replica_degrees(parallel).items())
-    has = f"the cluster has {run.cluster.nodes} x {run.cluster.gpus} = {ranks} devices"
+    degrees = replica_degrees(parallel)
+    others = prod(degrees.values())
     dp: int | str = parallel.dp
     if dp == "auto":
         if ranks % others:
             less = tuple(
                 ((key, each),) for key, now in _degrees(parallel) for each in divisors(ranks, now)[: -MOST_SMALLER - 1 : -1] if each != now
             )
-            yield BrokenRule("world", f"{product} = {others} does not divide: {has}", (*_enough_nodes(run, others), *less))
+            yield BrokenRule(
+                "world", f"{_product(degrees)} = {others} does not divide: {_devices(run)}", (*_enough_nodes(run, others), *less)
+            )
             return
         dp = ranks // others
     elif parallel.dp * others != ranks:
         fills: tuple[Change, ...] = ((("parallel.dp", ranks // others),),) if ranks % others == 0 else ()
         tries = (*fills, *_enough_nodes(run, int(dp) * others), (("parallel.dp", "auto"),))
-        yield BrokenRule("world", f"parallel.dp={dp} x {product} = {int(dp) * others}, but {has}", tries)
+        yield BrokenRule("world", f"parallel.dp={dp} x {_product(degrees)} = {int(dp) * others}, but {_devices(run)}", tries)
         return
     if int(dp) % parallel.ep:
         yield BrokenRule(
@@ -250,7 +259,7 @@ def _microbatches(run: Run, parallel: Parallel, microbatch: int) -> int | None:
 def _dp(run: Run, parallel: Parallel) -> int | None:
     if parallel.dp != "auto":
         return parallel.dp
-    ranks, others = run.cluster.nodes * run.cluster.gpus, prod(replica_degrees(parallel).values())
+    ranks, others = run.cluster.nodes * run.cluster.gpus, replica_size(parallel)
     return ranks // others if ranks % others == 0 else None
 
 

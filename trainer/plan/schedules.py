@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 
@@ -81,7 +82,7 @@ def dualpipev(stage: int, stages: int, micros: int, chunks: int = 1) -> list[Act
     return actions
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)  # rows are compared by identity: they are keys of caches
 class Schedule:
     """One row: the actions of a stage, and what a plan needs to know about them. `p` is the number of stages, `m` of micro-batches."""
 
@@ -106,7 +107,7 @@ class Schedule:
             return self.in_flight_formula(stage, stages, micros, chunks)
         return peak_in_flight(self.actions(stage, stages, micros, chunks), self.parts(chunks))
 
-    @property
+    @cached_property
     def is_plain(self) -> bool:
         """Whether each stage is one part of the model that runs whole forwards and backwards, with a flush: an engine that executes
         actions runs such a schedule without knowing it."""

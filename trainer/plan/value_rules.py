@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from math import prod
 
 from ..spec.read import value_text
 from ..spec.run import Parallel, Run
@@ -12,7 +11,7 @@ from .block_costs import activation_form
 from .broken_rule import BrokenRule
 from .deepspeed.flat_tensors import MOST_LAYERS, MOST_RANKS
 from .deepspeed.memory import effective_stage
-from .mesh import Mesh, ranks_in_node, replica_degrees
+from .mesh import Mesh, ranks_in_node, replica_degrees, replica_size
 
 MOST_NAME = 200  # bytes of a run's name: file systems allow 255, and folders named after it are longer
 MOST_DIR = 2000  # bytes of log.dir
@@ -85,7 +84,7 @@ def window(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule
 
 def countable(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
     """What can only be found by examining ranks one by one is planned for so many ranks at most."""
-    gpus, others = run.cluster.gpus, prod(replica_degrees(parallel).values())
+    gpus, others = run.cluster.gpus, replica_size(parallel)
     ranks = run.cluster.nodes * gpus
     dp = ranks // others if parallel.dp == "auto" else parallel.dp
     if dp * others != ranks or dp % parallel.ep:

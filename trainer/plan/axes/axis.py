@@ -28,7 +28,7 @@ class RankTensors(Protocol):
         """Bytes of a tensor on one rank, if the axis `without` did not split it."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)  # rows are compared by identity: they are keys of caches
 class Axis:
     """One axis of the mesh. `name` is also its name in plans and traffic rows, and its degree is the config key `parallel.NAME`.
 
