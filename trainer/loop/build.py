@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..engines.engine import Engine
+from ..engines.lazy_dynamo import disable_compile
 from ..models.build import build_module, copy_padded, initial_values, module_of_family
 from ..models.families import is_made_by_transformers
 from ..parallel.process_groups import Grid
@@ -28,6 +29,7 @@ def build_engine(run: Run, grid: Grid, name: str | None) -> Engine:
     """
     if not run.train.compile:
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else DeepSpeed compiles parts of itself: seconds a rank
+        disable_compile()
     engine = engine_class(name)
     partition = engine.parameter_partitioner(run, grid)
     stages = []

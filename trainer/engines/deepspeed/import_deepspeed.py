@@ -24,7 +24,7 @@ def import_deepspeed() -> Any:
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     if not torch.cuda.is_available():
-        deepspeed.ops.__compatible_ops__.update(dict.fromkeys(deepspeed.ops.__compatible_ops__, False))
+        vars(deepspeed.ops)["__compatible_ops__"] = {}  # none is compatible; to look would start a C compiler in every rank
     elif not all(device.strip().isdigit() for device in os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")):
         from deepspeed.accelerator import cuda_accelerator
 
