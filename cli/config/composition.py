@@ -19,7 +19,7 @@ from yaml import YAMLError
 from ...trainer.spec.problem import Problem, Unreadable
 from ...trainer.spec.regular_file import expand_home
 from . import hf_model, library
-from .errors import check_sizes_agree, composition_problem
+from .hydra_errors import check_sizes_agree, composition_problem
 from .overrides import Override
 from .yaml_file import install_plain_source
 

@@ -15,8 +15,8 @@ from . import hf_model, library
 from .auto_device import auto_memory, fill_auto_device, fill_cpu_rates
 from .cluster_shape import apply_shape
 from .composition import RECIPE_NAME, Composer, apply_override, merge_hf_sizes, resolve_weights_path, select_value, to_plain
-from .errors import composition_problem, device_name_problems, improve_problem
 from .family_defaults import fill_in_family
+from .hydra_errors import composition_problem, device_name_problems, improve_problem
 from .keys import config_keys
 from .override_grammar import parse_override
 from .overrides import Overrides, sort_overrides, sweep_layouts

@@ -9,7 +9,7 @@ from shlex import quote
 from typing import Any, Self
 
 from ...trainer.spec.problem import Problem, Unreadable, one_line
-from . import library, yaml_text
+from . import library, yaml_edit
 from .command_name import command_name
 from .load import compose_config
 
@@ -40,8 +40,8 @@ def copy_config(name: str, file: str, config_dir: Path | None) -> str:
 def _copy_recipe(source: Path, text: str, expected: Mapping[str, Any], target: Path, config_dir: Path | None) -> str:
     """Write a recipe under its new name: with its `name` replaced, else with one added at the end, else unchanged."""
     name, why = target.stem, ""
-    renamed = yaml_text.replace_values(text, {"name": name})
-    for each in (*((renamed,) if renamed != text else ()), f"{text.rstrip()}\nname: {yaml_text.scalar(name)}\n", text):
+    renamed = yaml_edit.replace_values(text, {"name": name})
+    for each in (*((renamed,) if renamed != text else ()), f"{text.rstrip()}\nname: {yaml_edit.scalar(name)}\n", text):
         with NewFile(target, each) as new_file:
             try:
                 with_same_name = compose_config(_conf_argument(target), (SAME_NAME,), config_dir)
@@ -129,9 +129,9 @@ def _read(source: Path) -> str:
 
 def _with_absolute_paths(text: str, source: Path) -> str:
     """Return the text with absolute paths for files beside the source, so that a copy in another folder finds them."""
-    values = yaml_text.text_values(text)
+    values = yaml_edit.text_values(text)
     near = {key: source.parent / values[key] for key in PATH_KEYS if values.get(key) and not Path(values[key]).expanduser().is_absolute()}
-    return yaml_text.replace_values(text, {key: str(path.absolute()) for key, path in near.items() if path.exists()})
+    return yaml_edit.replace_values(text, {key: str(path.absolute()) for key, path in near.items() if path.exists()})
 
 
 def _conf_argument(path: Path) -> str:

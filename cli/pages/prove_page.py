@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from ...trainer.prove.judge import CONTROL_FACTOR, LayoutResult, ProofResult
 from ...trainer.prove.layouts import ProveLayout
 from ...trainer.prove.trials import Proof, Trial
-from ...trainer.rundir.paths import relative_folder
+from ...trainer.rundir.absolute_paths import relative_folder
 from ...trainer.spec.format_numbers import plural, seconds_text
-from .format import Style, page_width, wrap
+from .terminal_text import Style, page_width, wrap
 
 # What the parts of a layout's name mean, for a newcomer.
 MEANINGS = {

@@ -8,8 +8,8 @@ from dataclasses import replace
 from ...trainer.rundir.measured import MeasuredRun, PlannedMeasured
 from ...trainer.spec.format_numbers import count_text, plural, seconds_text, share_text, size_text
 from ...trainer.spec.problem import one_line
-from .format import Style, table, wrap
 from .loss_chart import evenly_spaced, loss_label, run_chart
+from .terminal_text import Style, table, wrap
 
 SMALL_DRIFT = 0.02  # below it a figure is as planned
 

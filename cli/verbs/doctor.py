@@ -70,7 +70,7 @@ def doctor(
 
 def _machine_checks() -> Iterator[Check]:
     """Check this machine for any run, the quick checks first; engines only where the packages are installed."""
-    from ...trainer.launch.engine_check import engine_checks
+    from ...trainer.launch.doctor_smoke_test import engine_checks
     from ...trainer.machine.checks import compiler_check, space_checks, version_checks
     from ..config.library import distrain_version
     from ..config.load import load_recipe
@@ -86,8 +86,8 @@ def _machine_checks() -> Iterator[Check]:
 
 def _check_run(arguments: Sequence[str], config_dir: Path | None) -> bool:
     """Print the checks of a recipe's run, of its hosts first; return whether a problem would stop it. Raises Unreadable."""
-    from ...trainer.launch.resolve import resolve_hosts
-    from ...trainer.launch.run_checks import run_checks
+    from ...trainer.launch.doctor_run_checks import checks_of_run
+    from ...trainer.launch.hosts_and_commands import resolve_hosts
     from ...trainer.machine.checks import version_checks
     from ...trainer.machine.facts import measure_once
     from ...trainer.plan.plan import make_plan
@@ -103,7 +103,7 @@ def _check_run(arguments: Sequence[str], config_dir: Path | None) -> bool:
         run = load_recipe(conf, overrides, config_dir)  # with the rates that were measured
     plan = make_plan(run)
     problem |= _print_checks(version_checks(distrain_version()))
-    problem |= _print_checks(run_checks(run, plan, verdict(plan).removeprefix(f"{plan.name} "), hosted=bool(hosts)))
+    problem |= _print_checks(checks_of_run(run, plan, verdict(plan).removeprefix(f"{plan.name} "), hosted=bool(hosts)))
     return problem
 
 
@@ -134,6 +134,6 @@ def _print_checks(checks: Iterable[Check]) -> bool:
 
 def _print_wrapped(text: str) -> None:
     from ...trainer.spec.problem import one_line
-    from ..pages.format import wrap
+    from ..pages.terminal_text import wrap
 
     print_output("\n".join(wrap(one_line(text), hang=" " * 9)))

@@ -14,8 +14,8 @@ from ...trainer.launch.training import TrainingResult
 from ...trainer.machine import facts as machine
 from ...trainer.plan.plan import make_plan
 from ...trainer.plan.result import Plan
+from ...trainer.rundir.absolute_paths import relative_folder
 from ...trainer.rundir.files import run_folder
-from ...trainer.rundir.paths import relative_folder
 from ...trainer.spec.problem import one_line
 from ...trainer.spec.run import Run
 from ...trainer.system.open_files import needed_files, raise_limit
@@ -82,8 +82,8 @@ def closing_text(run: Run) -> str:
     """The text at the end of a run that has trained: incidents, planned against measured figures, and what to try next."""
     from ...trainer.models.families import family_of
     from ...trainer.rundir.measured import read_measured_run
-    from ..pages.format import stdout_style, wrap
     from ..pages.report_page import incident_lines, planned_measured_table
+    from ..pages.terminal_text import stdout_style, wrap
 
     folder = run_folder(run)
     name = relative_folder(folder)

@@ -19,9 +19,9 @@ from ...trainer.launch.training import TrainingResult
 from ...trainer.machine import facts as machine
 from ...trainer.plan.changed_run import with_changes
 from ...trainer.plan.plan import make_plan
+from ...trainer.rundir.absolute_paths import relative_folder
 from ...trainer.rundir.files import run_folder
 from ...trainer.rundir.measured import read_measured_run
-from ...trainer.rundir.paths import relative_folder
 from ...trainer.spec.format_numbers import count_text, plural
 from ...trainer.spec.problem import Problem, Unreadable, one_line
 from ...trainer.spec.run import Run
@@ -29,7 +29,7 @@ from ..config.command_name import command_name
 from ..config.keys import config_keys
 from ..config.load import load_recipe, load_sweep
 from ..pages.console import print_error, print_line
-from ..pages.format import page_width, table
+from ..pages.terminal_text import page_width, table
 from .exit_status import FAILED, OK
 from .fit_run import fit_run
 

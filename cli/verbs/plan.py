@@ -44,8 +44,8 @@ def plan(
 def _print_plan(conf: str, overrides: Sequence[str], config_dir: Path | None, as_json: bool) -> list[Plan]:
     """Plan one run and print its page or JSON; its problems go to stderr too, unless that is where the page went."""
     from ..config.load import load_recipe
-    from ..pages.format import stdout_style
     from ..pages.plan_page import plan_text
+    from ..pages.terminal_text import stdout_style
 
     (only,) = _plans([load_recipe(conf, overrides, config_dir)])
     print_output(_json(only) if as_json else plan_text(only, stdout_style()))
@@ -59,8 +59,8 @@ def _print_sweep(conf: str, overrides: Sequence[str], config_dir: Path | None, a
     from msgspec import to_builtins
 
     from ..config.load import empty_sweep_problem, load_sweep
-    from ..pages.format import stdout_style
     from ..pages.sweep_page import sweep_text
+    from ..pages.terminal_text import stdout_style
 
     swept = load_sweep(conf, overrides, config_dir)
     plans = _plans([each.run for each in swept])

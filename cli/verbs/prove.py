@@ -27,7 +27,7 @@ def prove(
     distrain prove conf=tiny_2x2x2
     distrain prove conf=quickstart layouts=dp2,dp2.zero3 steps=4
     """
-    from .prove_run import Screen, prove_recipe
+    from .prove_recipe import Screen, prove_recipe
 
     def print_over_live_line(text: str) -> None:
         print_live_line("")

@@ -35,7 +35,7 @@ def report(
 
         documents = [report_document(read_measured_run(folder)) for folder in folders]
         return print_output(json.dumps(documents[0] if len(folders) == 1 else documents, indent=2))
-    from ..pages.format import stdout_style
+    from ..pages.terminal_text import stdout_style
 
     if len(folders) > 1:
         from ..pages.compare_page import compared_runs, comparison_text

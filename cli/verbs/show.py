@@ -43,7 +43,7 @@ def show(
 
 
 def _print_launch(conf: str, overrides: Sequence[str], config_dir: Path | None) -> int:
-    from ...trainer.launch.script import launch_script, resume_warnings
+    from ...trainer.launch.launch_script import launch_script, resume_warnings
     from ..config.load import load_recipe
 
     run = load_recipe(conf, overrides, config_dir)
@@ -78,7 +78,7 @@ def _config_text(conf: str, overrides: Sequence[str], config_dir: Path | None, *
     composed = to_builtins(checked_run(compose_config(conf, overrides, config_dir)))
     text = config_yaml({key: value for key, value in composed.items() if value is not None})
     if comments:
-        from ..config import key_help, yaml_text
+        from ..config import key_help, yaml_edit
 
-        text = yaml_text.add_comments(text, key_help.key_comments())
+        text = yaml_edit.add_comments(text, key_help.key_comments())
     return text.rstrip()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from distrain.trainer.launch.engine_check import loss_check
+from distrain.trainer.launch.doctor_smoke_test import loss_check
 from distrain.trainer.machine.checks import DISK, SHARED_MEMORY, compiler_check, disk_check, shared_memory_check
 
 

@@ -13,8 +13,8 @@ pytest.importorskip("torch")
 from distrain.cli.app import command
 from distrain.cli.config.load import load_recipe
 from distrain.trainer.launch.admission import check_start
+from distrain.trainer.launch.doctor_run_checks import checks_of_run
 from distrain.trainer.launch.file_checks import FileChecks
-from distrain.trainer.launch.run_checks import run_checks
 from distrain.trainer.machine import facts as machine
 from distrain.trainer.machine.checks import Check
 from distrain.trainer.plan.plan import make_plan
@@ -40,7 +40,7 @@ def run_command(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, lis
 def all_checks(*overrides: str) -> list[Check]:
     """The checks of the quickstart with overrides."""
     run = load_recipe("quickstart", overrides)
-    return [*run_checks(run, make_plan(run), "fits", hosted=False)]
+    return [*checks_of_run(run, make_plan(run), "fits", hosted=False)]
 
 
 def checks(*overrides: str) -> dict[str, Check]:
@@ -167,7 +167,7 @@ def test_saved_checkpoints_count_as_free_space(disk: Path) -> None:
 
 
 def test_ranks_that_need_more_memory_than_is_free_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distrain.trainer.launch.run_checks.free_memory", lambda: 600_000_000)
+    monkeypatch.setattr("distrain.trainer.launch.doctor_run_checks.free_memory", lambda: 600_000_000)
     assert checks()["memory"].state == "warning"
     assert checks("cluster=1x1")["memory"].state == "ok"
 

@@ -36,14 +36,14 @@ from distrain.trainer.launch.commands.command import RANK_VARIABLES, forwarded_v
 from distrain.trainer.launch.hosts.hostfile import Host
 from distrain.trainer.launch.hosts.shell_safe import SAFE, SAFE_CHARACTERS, SSH_OPTIONS, require_shell_safe
 from distrain.trainer.launch.hosts.upload import UPLOAD_REMOTE, connect_hosts, on_every_host
+from distrain.trainer.launch.hosts_and_commands import BOOTSTRAP_MODULE, RANK_MODULE, launch_commands, resolve_hosts
+from distrain.trainer.launch.launch_script import script_lines
 from distrain.trainer.launch.preflight.preflight import _program
-from distrain.trainer.launch.resolve import BOOTSTRAP_MODULE, RANK_MODULE, launch_commands, resolve_hosts
-from distrain.trainer.launch.script import script_lines
 from distrain.trainer.plan.changed_run import with_changes
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.result import Plan
+from distrain.trainer.rundir.absolute_paths import with_absolute_paths
 from distrain.trainer.rundir.files import run_folder
-from distrain.trainer.rundir.paths import with_absolute_paths
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import Run
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from msgspec import Meta
 
 from distrain.cli.app import command
-from distrain.cli.config import library, yaml_text
+from distrain.cli.config import library, yaml_edit
 from distrain.cli.config.composition import config_yaml
 from distrain.cli.config.key_help import REQUIRED, family_defaults, key_comments, key_fields, key_help, sections, type_summary
 from distrain.cli.config.keys import WRITTEN_KEYS, config_keys
 from distrain.cli.config.load import compose_config, load_recipe
-from distrain.cli.pages.format import DEFAULT_WIDTH
+from distrain.cli.pages.terminal_text import DEFAULT_WIDTH
 from distrain.trainer.spec.key_meanings import KEYS, Unit
 from distrain.trainer.spec.read import read_run
 from distrain.trainer.spec.run import Run
@@ -209,16 +209,16 @@ def test_comments_change_no_value_for_any_text(name: str, path: list[str]) -> No
     plain = {"name": name, "data": {"path": path, "tokenizer": name}, "log": {}, "train": {"seq": 8, "steps": None}}
     text = config_yaml(plain)
     comments = key_comments()
-    assert yaml_text.text_values(yaml_text.add_comments(text, comments)) == yaml_text.text_values(text)
+    assert yaml_edit.text_values(yaml_edit.add_comments(text, comments)) == yaml_edit.text_values(text)
     import yaml
 
-    assert yaml.safe_load(yaml_text.add_comments(text, comments)) == yaml.safe_load(text)
+    assert yaml.safe_load(yaml_edit.add_comments(text, comments)) == yaml.safe_load(text)
 
 
 @given(old=texts, new=texts)
 def test_a_replaced_value_reads_back_unchanged(old: str, new: str) -> None:
     import yaml
 
-    text = f"a: {yaml_text.scalar(old)}  # first\nb: [x, {{c: {yaml_text.scalar(new)}}}]\n"
-    read = yaml.safe_load(yaml_text.replace_values(text, {"a": new, "nowhere": "x"}))
+    text = f"a: {yaml_edit.scalar(old)}  # first\nb: [x, {{c: {yaml_edit.scalar(new)}}}]\n"
+    read = yaml.safe_load(yaml_edit.replace_values(text, {"a": new, "nowhere": "x"}))
     assert read == {"a": new, "b": ["x", {"c": new}]}

@@ -211,7 +211,7 @@ def test_hydra_is_imported_in_three_files_and_yaml_in_three() -> None:
     )
     assert [name for name in MODULES if "yaml" in others(imports(name))] in (
         [],
-        ["cli.config.composition", "cli.config.yaml_file", "cli.config.yaml_text"],
+        ["cli.config.composition", "cli.config.yaml_edit", "cli.config.yaml_file"],
     )
 
 

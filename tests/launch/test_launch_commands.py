@@ -21,7 +21,7 @@ from distrain.tests.fakes.one_process import sample_text
 from distrain.tests.fakes.path_commands import SBATCH, SCONTROL, SRUN, FakeCommands
 from distrain.tests.fakes.rank_pool import RankPool
 from distrain.trainer.launch.commands.command import PORTS, forwarded_variables, run_port
-from distrain.trainer.launch.resolve import launch_commands, resolve_hosts
+from distrain.trainer.launch.hosts_and_commands import launch_commands, resolve_hosts
 
 RECIPES = Path(distrain.recipes.__path__[0])
 SMALL = (
@@ -139,7 +139,7 @@ def test_the_deepspeed_config_is_printed_without_torch(capsys: pytest.CaptureFix
     program = """
 import sys
 from distrain.cli.app import command
-from distrain.trainer.launch.resolve import launch_commands
+from distrain.trainer.launch.hosts_and_commands import launch_commands
 from distrain.cli.config.load import load_recipe
 assert command(["show", "conf=quickstart", "parallel.zero=2", "train.precision=bf16", "--engine"]) == 0
 assert not {"torch", "deepspeed"} & set(sys.modules)

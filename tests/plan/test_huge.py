@@ -13,8 +13,8 @@ from hypothesis import strategies as some
 from distrain.cli.app import command
 from distrain.cli.config.keys import config_keys
 from distrain.cli.config.load import Loader, load_recipe
-from distrain.cli.pages.format import Style
 from distrain.cli.pages.plan_page import plan_text
+from distrain.cli.pages.terminal_text import Style
 from distrain.trainer.plan import layout
 from distrain.trainer.plan.deepspeed.defaults import ALIGNED
 from distrain.trainer.plan.deepspeed.flat_tensors import FlatElements, FlatParameter, StageParameters, flat_elements, stepped_elements

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from distrain.cli.config.load import load_recipe
-from distrain.cli.verbs.prove_run import Recipe
+from distrain.cli.verbs.prove_recipe import Recipe
+from distrain.trainer.prove.excluded_weights import zero_gradient_pattern
 from distrain.trainer.prove.fork_client import JobResult
 from distrain.trainer.prove.judge import (
     Curve,
@@ -23,7 +24,6 @@ from distrain.trainer.prove.judge import (
 )
 from distrain.trainer.prove.runs import control_trial
 from distrain.trainer.prove.trials import ProveRequest, Trial, plan_proof
-from distrain.trainer.prove.zero_gradients import zero_gradient_pattern
 
 TINY = ("model=tiny", "model.layers=2", "data=synthetic", "train.batch=8", "train.seq=16", "train.microbatch=4")
 

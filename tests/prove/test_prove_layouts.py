@@ -11,7 +11,7 @@ import pytest
 from distrain.cli.app import command
 from distrain.cli.config.load import load_recipe
 from distrain.cli.config.prove_arguments import read_layouts, read_prove_request
-from distrain.cli.verbs.prove_run import Recipe
+from distrain.cli.verbs.prove_recipe import Recipe
 from distrain.trainer.prove.covering import choice_pairs, covering_rows
 from distrain.trainer.prove.layouts import (
     DEFAULT_COUNT,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from distrain.cli.config.load import load_recipe
-from distrain.cli.verbs.prove_run import Screen, prove_recipe
+from distrain.cli.verbs.prove_recipe import Screen, prove_recipe
 from distrain.trainer.layers.recompute import recompute
 from distrain.trainer.loop.trace.recorder import TRACED_MODULES, Recorder
 from distrain.trainer.loop.trace.reference import ReferenceReader

@@ -19,7 +19,7 @@ from ..system.cpu import cpu_count
 from .commands.deepspeed import RUNNER_PROGRAMS
 from .hosts.hostfile import Host
 from .hosts.slurm_nodes import slurm_job
-from .resolve import resolve_hosts
+from .hosts_and_commands import resolve_hosts
 
 SINK_PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard"}  # log sink -> the package that it needs
 

@@ -49,8 +49,8 @@ def run_attempt(
             stop_requests=stop_requests,
         )
     from .commands.command import forwarded_variables
+    from .hosts_and_commands import launch_commands
     from .multi_host import MultiHostLaunch, launch_remote_ranks
-    from .resolve import launch_commands
 
     launcher = launch_commands(run, hosts)
     launch = MultiHostLaunch(

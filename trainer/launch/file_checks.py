@@ -86,7 +86,7 @@ def weight_problems(run: Run) -> Iterator[Problem]:
 
     if run.model.weights is None or is_made_by_transformers(run.model) or any(run_folder(run).glob("checkpoints/step_*")):
         return
-    from ..models.hf_format.folder import check_folder
+    from ..models.hf_format.check_folder import check_folder
 
     try:
         check_folder(Path(run.model.weights), run)

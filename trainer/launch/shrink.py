@@ -60,7 +60,7 @@ def shrink_run(run: Run, plan: Plan, avoid: Mapping[str, str], stop_requests: St
     if run.launch.name == "local":
         return NextAttempt(run=run, plan=plan, hosts=())
     from .hosts.upload import reachable_hosts
-    from .resolve import available_hosts, resolve_hosts
+    from .hosts_and_commands import available_hosts, resolve_hosts
 
     before = resolve_hosts(run)
     reached = reachable_hosts([host.name for host in before], stop_requests)

@@ -12,7 +12,7 @@ from ..engines.engine import Engine
 from ..launch.rank.channel import OnProgress
 from ..models.hf_format.weights import read_hf_weights
 from ..parallel.process_groups import Grid
-from ..rundir.record import run_record
+from ..rundir.run_in_manifest import run_record
 from ..spec.run import Run
 from .checkpoint import CheckpointReader, SavedCheckpoint, SaveFailed, Shard, Slice, gather_over, save_shards
 from .position import Position

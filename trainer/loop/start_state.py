@@ -9,7 +9,7 @@ from ..engines.engine import Engine
 from ..launch.rank.channel import Channel, ignore_text
 from ..parallel.process_groups import Grid
 from ..rundir.changes import Changes, compare_runs
-from ..rundir.record import CONFIG_KEY, read_hf_config, run_from_record
+from ..rundir.run_in_manifest import CONFIG_KEY, read_hf_config, run_from_record
 from ..spec.run import Run
 from .checkpoint import Gather, SavedCheckpoint, choose_checkpoint
 from .data.batches import Batches

@@ -12,7 +12,7 @@ from ..spec.problem import Problem, Unreadable
 from ..spec.regular_file import expand_home
 from ..spec.run import Run
 from ..system import atomic_file
-from .paths import with_absolute_paths
+from .absolute_paths import with_absolute_paths
 
 LAUNCH_FILES = ("run.json", "plan.json")
 OUTCOME_FILE = "ended.json"

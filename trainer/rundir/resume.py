@@ -11,7 +11,7 @@ from ..spec.problem import Problem, suggest_name
 from ..spec.run import Run
 from .changes import Changes, acceptable_keys, compare_runs
 from .checkpoints import SavedStep, newest_saved
-from .record import CONFIG_KEY, read_hf_config, read_run_file, run_from_record
+from .run_in_manifest import CONFIG_KEY, read_hf_config, read_run_file, run_from_record
 
 Mode = Literal["auto", "must", "never"]
 

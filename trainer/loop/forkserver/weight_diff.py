@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ...prove.zero_gradients import zero_gradient_pattern
-from ...rundir.record import run_from_record
+from ...prove.excluded_weights import zero_gradient_pattern
+from ...rundir.run_in_manifest import run_from_record
 from ..checkpoint import CheckpointReader, LoadFailed, SavedCheckpoint, find_newest, whole_slice
 
 

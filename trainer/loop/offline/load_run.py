@@ -12,7 +12,7 @@ import torch
 from ...models.build import build_model, load_weights
 from ...models.families import FAMILIES, family_of, op_table
 from ...models.ops.op_table import parameter_count, round_up
-from ...rundir.record import read_run_file, run_from_record
+from ...rundir.run_in_manifest import read_run_file, run_from_record
 from ...spec.key_units import gib_text
 from ...spec.problem import Problem, Unreadable
 from ...spec.run import Run

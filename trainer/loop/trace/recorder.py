@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from ...engines.engine import Engine
 from ...parallel.process_groups import Grid
 from ...plan.weight_slices import WeightShard
+from ...prove.excluded_weights import zero_gradient_pattern
 from ...prove.tensor_difference import LAYER_PARTS, TensorKind
-from ...prove.zero_gradients import zero_gradient_pattern
 from ...spec.run import Run
 from .comparison import ReferenceComparison
 from .reference import ReferenceWriter

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ...spec.problem import Problem, Unreadable
 from ...spec.run import Run
+from .check_folder import INDEX, WHOLE, check_folder, weight_files
 from .config import CONFIG_KINDS
-from .folder import INDEX, WHOLE, check_folder, weight_files
 from .names import HF_TENSORS, HfTensor, architecture_keys, expert_tensors, hf_model_type, hf_tensor
 
 MAX_FILE_BYTES = 4_000_000_000

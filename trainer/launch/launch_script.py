@@ -7,14 +7,14 @@ from pathlib import Path
 from shlex import quote
 
 from ..plan.result import Plan
+from ..rundir.absolute_paths import with_absolute_paths
 from ..rundir.files import run_folder
-from ..rundir.paths import with_absolute_paths
 from ..spec.format_numbers import plural
 from ..spec.problem import Unreadable, one_line
 from ..spec.run import Run
 from .commands.command import LaunchCommands
 from .file_checks import WOULD_REFUSE
-from .resolve import launch_commands, resolve_hosts
+from .hosts_and_commands import launch_commands, resolve_hosts
 
 
 def launch_script(run: Run) -> str:

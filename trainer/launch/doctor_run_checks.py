@@ -10,8 +10,8 @@ from pathlib import Path
 from ..machine import facts as machine
 from ..machine.checks import Check, compiler_check, free_memory
 from ..plan.result import Plan
+from ..rundir.absolute_paths import relative_folder
 from ..rundir.files import run_folder
-from ..rundir.paths import relative_folder
 from ..rundir.run_summary import is_run_folder, run_summary
 from ..spec.format_numbers import count_text, plural, size_text
 from ..spec.problem import Problem
@@ -28,7 +28,7 @@ SUBJECTS = {"launch": "devices", "hostfile": "hosts", "slots": "hosts", "resume"
 BY_HAND = ("torchrun", "slurm")  # launches that `fit` refuses but a user can start, for which that is a warning
 
 
-def run_checks(run: Run, plan: Plan, verdict: str, *, hosted: bool) -> Iterator[Check]:
+def checks_of_run(run: Run, plan: Plan, verdict: str, *, hosted: bool) -> Iterator[Check]:
     """Check everything that a run needs; `verdict` is its plan's, `hosted` leaves out what hosts were asked already."""
     files = FileChecks().look(run)
     refusals = [*_refusals(run, plan, files)]

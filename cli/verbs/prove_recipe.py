@@ -14,7 +14,7 @@ from ...trainer.prove.fork_client import ForkServer, ServerGone
 from ...trainer.prove.judge import LayoutResult, ProofResult
 from ...trainer.prove.runs import StartServer, run_proof
 from ...trainer.prove.trials import NothingToProve, Proof, ProveRequest, plan_proof
-from ...trainer.rundir.paths import relative_folder
+from ...trainer.rundir.absolute_paths import relative_folder
 from ...trainer.spec.problem import Problem, Unreadable
 from ...trainer.spec.run import Run
 from ...trainer.system import atomic_file
@@ -23,9 +23,9 @@ from ..config.arguments import read_arguments
 from ..config.cluster_shape import is_shape
 from ..config.load import Loader, override_problems
 from ..config.prove_arguments import read_prove_request, unused_keys
-from ..pages.format import stdout_style
 from ..pages.prove_json import proof_document
 from ..pages.prove_page import ProofTable, closing, opening, reference_line
+from ..pages.terminal_text import stdout_style
 from .exit_status import FAILED, OK
 
 
