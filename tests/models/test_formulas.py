@@ -12,56 +12,13 @@ torch = pytest.importorskip("torch")
 F = torch.nn.functional
 
 
-from distrain.trainer.layers.counter_rng import normal  # noqa: E402
+from distrain.tests.fakes.small_models import MODELS, batch_of, gradients, module_of, run_of  # noqa: E402
 from distrain.trainer.layers.cross_entropy import IGNORED  # noqa: E402
-from distrain.trainer.models.build import build_model, load_weights, named_weights  # noqa: E402
-from distrain.trainer.plan.changed_run import with_changes  # noqa: E402
-from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train  # noqa: E402
+from distrain.trainer.spec.run import Model  # noqa: E402
 
-CPU = torch.device("cpu")
-LLAMA: dict[str, Any] = {"norm": "rmsnorm", "act": "swiglu", "positions": "rope"}
-MODELS = {
-    "gpt": Model(family="gpt", layers=2, hidden=48, heads=4, vocab=101, context=40, bias=True, tied=True, act="gelu_tanh"),
-    "nano": Model(family="gpt", layers=1, hidden=32, heads=4, vocab=64, ffn=80, act="relu"),
-    "llama": Model(family="llama", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=16, ffn=72, vocab=101, **LLAMA),
-    "qwen": Model(family="llama", layers=3, hidden=32, heads=4, ffn=56, vocab=64, qkv_bias=True, tied=True, vocab_multiple=48, **LLAMA),
-}
-EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
+DENSE = [name for name, model in MODELS.items() if not model.experts]
+EVERY_DENSE_MODEL = pytest.mark.parametrize("name", DENSE)
 ATTENTION = pytest.mark.parametrize("attention", ["flash", "math"])
-B, S = 3, 24
-
-
-def run_of(name: str, **changes: Any) -> Run:
-    """Return a run of a small model, with keys changed: parallel__recompute="full"."""
-    cluster = Cluster(nodes=1, gpus=1, device=Device(name="cpu", memory=1e12, kind="cpu"))
-    train = Train(batch=B, microbatch=B, seq=S, steps=1, precision="fp32")
-    run = Run(name=name, model=MODELS[name], cluster=cluster, parallel=Parallel(), train=train)
-    return with_changes(run, [(key.replace("__", "."), value) for key, value in changes.items()])
-
-
-def module_of(run: Run, dtype: Any = torch.float64) -> Any:
-    """Return a module whose weights are far from their initial values, so that every part has an effect, norms and biases too."""
-    module = build_model(run, device=CPU, dtype=dtype, seed=5)
-    drawn = (
-        (name, tensor.float() + 0.2 * normal(6, name, 0, tensor.numel()).view(tensor.shape)) for name, tensor in named_weights(module, run)
-    )
-    load_weights(module, drawn)
-    return module
-
-
-def batch_of(run: Run) -> tuple[Any, Any]:
-    """Return tokens, and labels of which some do not count."""
-    drawn = torch.Generator().manual_seed(7)
-    tokens, labels = torch.randint(run.model.vocab, (2, B, S), generator=drawn)
-    labels[0, 3:7] = labels[2, -1] = IGNORED
-    return tokens, labels
-
-
-def gradients(module: Any, *batch: Any, **further: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the mean loss, and its gradient by every weight."""
-    loss, labels = module(*batch, **further)
-    found = torch.autograd.grad(loss / labels, list(module.parameters()))
-    return loss.detach() / labels, dict(zip(dict(module.named_parameters()), found, strict=True))
 
 
 ACTS: dict[str, Callable[[Any], Any]] = {
@@ -121,7 +78,7 @@ def rotate_written_out(x: Any, base: float) -> Any:
     return torch.cat((turned.real, turned.imag), dim=1)
 
 
-@EVERY_MODEL
+@EVERY_DENSE_MODEL
 @ATTENTION
 def test_logits_match_the_written_out_formulas(name: str, attention: str) -> None:
     run = run_of(name, train__attention=attention)
@@ -130,7 +87,7 @@ def test_logits_match_the_written_out_formulas(name: str, attention: str) -> Non
     assert (module.logits(tokens) - expected).abs().max() < 1e-12 * expected.abs().max()
 
 
-@EVERY_MODEL
+@EVERY_DENSE_MODEL
 @ATTENTION
 def test_the_loss_is_the_cross_entropy_of_the_labels_that_count(name: str, attention: str) -> None:
     run = run_of(name, train__attention=attention)
@@ -141,7 +98,7 @@ def test_the_loss_is_the_cross_entropy_of_the_labels_that_count(name: str, atten
     torch.testing.assert_close(loss, expected, rtol=1e-13, atol=0)
 
 
-@EVERY_MODEL
+@EVERY_DENSE_MODEL
 @ATTENTION
 def test_gradients_match_the_written_out_formulas(name: str, attention: str) -> None:
     run = run_of(name, train__attention=attention)

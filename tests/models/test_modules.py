@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count  # noqa: E402
 
+from distrain.tests.fakes.small_models import CPU, MODELS, run_of  # noqa: E402
 from distrain.trainer.layers.counter_rng import dropout_keys  # noqa: E402
 from distrain.trainer.models.build import build_model  # noqa: E402
 from distrain.trainer.models.families import FAMILIES, op_table  # noqa: E402
@@ -25,27 +26,9 @@ from distrain.trainer.models.ops.op_table import (  # noqa: E402
     round_up,
 )
 from distrain.trainer.parallel.saved_bytes import count_saved  # noqa: E402
-from distrain.trainer.plan.changed_run import with_changes  # noqa: E402
-from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train  # noqa: E402
+from distrain.trainer.spec.run import Model, Run, Train  # noqa: E402
 
-CPU = torch.device("cpu")
-LLAMA: dict[str, Any] = {"norm": "rmsnorm", "act": "swiglu", "positions": "rope"}
-MODELS = {
-    "gpt": Model(family="gpt", layers=2, hidden=48, heads=4, vocab=101, context=40, bias=True, tied=True, act="gelu_tanh"),
-    "nano": Model(family="gpt", layers=1, hidden=32, heads=4, vocab=64, ffn=80, act="relu"),
-    "llama": Model(family="llama", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=16, ffn=72, vocab=101, **LLAMA),
-    "qwen": Model(family="llama", layers=3, hidden=32, heads=4, ffn=56, vocab=64, qkv_bias=True, tied=True, vocab_multiple=48, **LLAMA),
-    "moe": Model(family="moe", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=16, ffn=40, vocab=64, experts=4, top_k=2, **LLAMA),
-}
 EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
-
-
-def run_of(name: str, **changes: Any) -> Run:
-    """Return a run of a small model, with keys changed: parallel__recompute="full"."""
-    cluster = Cluster(nodes=1, gpus=1, device=Device(name="cpu", memory=1e12, kind="cpu"))
-    train = Train(batch=3, microbatch=3, seq=24, steps=1, precision="fp32")
-    run = Run(name=name, model=MODELS[name], cluster=cluster, parallel=Parallel(), train=train)
-    return with_changes(run, [(key.replace("__", "."), value) for key, value in changes.items()])
 
 
 def table_of(run: Run) -> OpTable:

@@ -1,0 +1,62 @@
+"""Small models of every family in one process: runs of them, modules whose every weight has an effect, a batch, gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from distrain.trainer.layers.counter_rng import dropout_keys, normal
+from distrain.trainer.layers.cross_entropy import IGNORED
+from distrain.trainer.models.build import build_model, load_weights, named_weights
+from distrain.trainer.plan.changed_run import with_changes
+from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train
+
+CPU = torch.device("cpu")
+LLAMA: dict[str, Any] = {"norm": "rmsnorm", "act": "swiglu", "positions": "rope"}
+MODELS = {
+    "gpt": Model(family="gpt", layers=2, hidden=48, heads=4, vocab=101, context=40, bias=True, tied=True, act="gelu_tanh"),
+    "nano": Model(family="gpt", layers=1, hidden=32, heads=4, vocab=64, ffn=80, act="relu"),
+    "llama": Model(family="llama", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=16, ffn=72, vocab=101, **LLAMA),
+    "qwen": Model(family="llama", layers=3, hidden=32, heads=4, ffn=56, vocab=64, qkv_bias=True, tied=True, vocab_multiple=48, **LLAMA),
+    "moe": Model(family="moe", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=16, ffn=40, vocab=64, experts=4, top_k=2, **LLAMA),
+}
+B, S = 3, 24  # sequences, tokens of each
+
+
+def run_of(name: str, **changes: Any) -> Run:
+    """Return a run of one of MODELS with keys changed, as parallel__recompute="full"."""
+    cluster = Cluster(nodes=1, gpus=1, device=Device(name="cpu", memory=1e12, kind="cpu"))
+    train = Train(batch=B, microbatch=B, seq=S, steps=1, precision="fp32")
+    run = Run(name=name, model=MODELS[name], cluster=cluster, parallel=Parallel(), train=train)
+    return with_changes(run, [(key.replace("__", "."), value) for key, value in changes.items()])
+
+
+def module_of(run: Run, dtype: Any = torch.float64) -> Any:
+    """Return a module whose weights are far from their initial values, so that every part has an effect, norms and biases too."""
+    module = build_model(run, device=CPU, dtype=dtype, seed=5)
+    drawn = (
+        (name, tensor.float() + 0.2 * normal(6, name, 0, tensor.numel()).view(tensor.shape)) for name, tensor in named_weights(module, run)
+    )
+    load_weights(module, drawn)
+    return module
+
+
+def batch_of(run: Run) -> tuple[Any, Any]:
+    """Return tokens [B, S], and labels of which some are ignored."""
+    drawn = torch.Generator().manual_seed(7)
+    tokens, labels = torch.randint(run.model.vocab, (2, B, S), generator=drawn)
+    labels[0, 3:7] = labels[2, -1] = IGNORED
+    return tokens, labels
+
+
+def keys_of(step: int = 0, samples: Any = None) -> Any:
+    """Return the dropout keys of a step and of its samples, all B by default."""
+    return dropout_keys(1, step, torch.arange(B) if samples is None else samples, torch.arange(S))
+
+
+def gradients(module: Any, *batch: Any, **further: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the mean loss, and its gradient by every weight."""
+    loss, labels = module(*batch, **further)
+    found = torch.autograd.grad(loss / labels, list(module.parameters()))
+    return loss.detach() / labels, dict(zip(dict(module.named_parameters()), found, strict=True))
