@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distrain.trainer.loop.data.corpus import Corpus, MappedTokens, Split
+from distrain.tests.fakes.small_corpus import documents, mapped_tokens, small_corpus, split_tokens
 from distrain.trainer.loop.data.find import DataFile, library_files
-from distrain.trainer.loop.data.prepare import cache_folder, prepare_corpus
+from distrain.trainer.loop.data.prepare import cache_folder
 from distrain.trainer.loop.data.text_files import SHARE, split_turns
 from distrain.trainer.loop.data.workers import tokenize_turns
 from distrain.trainer.spec.problem import Unreadable
@@ -25,35 +25,8 @@ from distrain.trainer.spec.run import Data
 TEXTS = ["to be,\nor not to be", "Ünïcödé 字 \U0001f600", "a", 'quotes " and \\ and \t'] * 4
 
 
-def opened(folder: Path, vocab: int = 256, **words: Any) -> Corpus:
-    return prepare_corpus(Data(**words), vocab=vocab, seq=4, cache=folder / "cache", progress=lambda *_: None)
-
-
-def mapped(corpus: Corpus, source: int = 0) -> MappedTokens:
-    tokens = corpus.sources[source].tokens
-    assert isinstance(tokens, MappedTokens)
-    return tokens
-
-
-def documents(corpus: Corpus, source: int = 0) -> list[list[int]]:
-    tokens = mapped(corpus, source)
-    whole = np.empty(tokens.size, np.int64)
-    tokens.copy(0, whole)
-    return [whole[begin:end].tolist() for begin, end in zip(tokens.bounds[:-1], tokens.bounds[1:], strict=True)]
-
-
 def of_bytes(texts: list[str]) -> list[list[int]]:
     return [[*text.encode(), 0] for text in texts]
-
-
-def split(corpus: Corpus, which: Split) -> list[int]:
-    runs = corpus.sources[0].runs(which)
-    whole = np.empty(runs.size, np.int64)
-    filled = 0
-    for start, length in runs.pieces(0, runs.size):
-        corpus.sources[0].tokens.copy(start, whole[filled : filled + length])
-        filled += length
-    return whole.tolist()
 
 
 def write_jsonl(path: Path, key: str = "text") -> None:
@@ -67,7 +40,7 @@ def write_jsonl(path: Path, key: str = "text") -> None:
 
 def test_a_text_file_is_its_bytes_and_an_end_token(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(TEXTS[1])
-    corpus = opened(tmp_path, name="text", path=str(tmp_path / "a.txt"))
+    corpus = small_corpus(tmp_path, name="text", path=str(tmp_path / "a.txt"))
     assert documents(corpus) == of_bytes(TEXTS[1:2])
 
 
@@ -75,34 +48,34 @@ def test_a_text_file_is_its_bytes_and_an_end_token(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["text", "content"])
 def test_each_json_line_is_a_document_and_blank_lines_are_skipped(name: str, key: str, tmp_path: Path) -> None:
     write_jsonl(tmp_path / name, key)
-    assert documents(opened(tmp_path, name="text", path=str(tmp_path / name), text_key=key)) == of_bytes(TEXTS)
+    assert documents(small_corpus(tmp_path, name="text", path=str(tmp_path / name), text_key=key)) == of_bytes(TEXTS)
 
 
 def test_a_compressed_text_is_one_document(tmp_path: Path) -> None:
     text = "".join(f"line {index}\n" for index in range(5000)) + "and no line end"
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text.encode()))
-    assert documents(opened(tmp_path, name="text", path=str(tmp_path / "a.txt.gz"))) == of_bytes([text])
+    assert documents(small_corpus(tmp_path, name="text", path=str(tmp_path / "a.txt.gz"))) == of_bytes([text])
 
 
 def test_a_folder_is_its_text_files_sorted_by_name(tmp_path: Path) -> None:
     for name in ("b.txt", "a/z.txt", "c.txt", "ignored.pdf", ".hidden/x.txt", "a/.x.txt"):
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "in" / name).write_text(name)
-    assert documents(opened(tmp_path, name="text", path=str(tmp_path / "in"))) == of_bytes(["a/z.txt", "b.txt", "c.txt"])
+    assert documents(small_corpus(tmp_path, name="text", path=str(tmp_path / "in"))) == of_bytes(["a/z.txt", "b.txt", "c.txt"])
 
 
 def test_a_pattern_takes_files_of_any_suffix(tmp_path: Path) -> None:
     for name in ("b.md", "a/z.md", "c.txt"):
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "in" / name).write_text(name)
-    assert documents(opened(tmp_path, name="text", path=f"{tmp_path}/in/**/*.md")) == of_bytes(["a/z.md", "b.md"])
+    assert documents(small_corpus(tmp_path, name="text", path=f"{tmp_path}/in/**/*.md")) == of_bytes(["a/z.md", "b.md"])
 
 
 def test_several_paths_are_one_text_in_their_order(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in ("b.txt", "a.txt")]
     for path in paths:
         path.write_text(path.name)
-    corpus = opened(tmp_path, name="text", path=tuple(map(str, paths)))
+    corpus = small_corpus(tmp_path, name="text", path=tuple(map(str, paths)))
     assert documents(corpus) == of_bytes(["b.txt", "a.txt"])
 
 
@@ -110,7 +83,7 @@ def test_each_of_several_paths_with_weights_is_a_source(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in ("b.txt", "a.txt")]
     for path in paths:
         path.write_text(path.name * 9)
-    corpus = opened(tmp_path, name="text", path=tuple(map(str, paths)), weights=(1.0, 3.0))
+    corpus = small_corpus(tmp_path, name="text", path=tuple(map(str, paths)), weights=(1.0, 3.0))
     assert [documents(corpus, source) for source in (0, 1)] == [of_bytes([path.name * 9]) for path in paths]
     assert [source.weight for source in corpus.sources] == [1, 3]
 
@@ -121,16 +94,16 @@ def test_the_standard_library_is_read_in_a_fixed_order(tmp_path: Path) -> None:
     assert names == sorted(names)
     assert {"os.py", "json/decoder.py", "asyncio/events.py"} <= set(names)
     assert not [name for name in names if set(Path(name).parts) & {"test", "tests", "site-packages", "idlelib", "encodings"}]
-    corpus = opened(tmp_path, name="stdlib")
+    corpus = small_corpus(tmp_path, name="stdlib")
     first = Path(sysconfig.get_path("stdlib"), names[0]).read_bytes()
     assert documents(corpus)[0] == [*first, 0]
-    assert mapped(corpus).size == sum(file.size + 1 for file in files)
+    assert mapped_tokens(corpus).size == sum(file.size + 1 for file in files)
 
 
 def test_entropy_is_that_of_the_training_tokens(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("ab" * 500 + "c" * 500)
-    corpus = opened(tmp_path, name="text", path=str(tmp_path / "a.txt"), validation=501 / 1501)
-    assert set(split(corpus, "train")) == {97, 98}
+    corpus = small_corpus(tmp_path, name="text", path=str(tmp_path / "a.txt"), validation=501 / 1501)
+    assert set(split_tokens(corpus, "train")) == {97, 98}
     assert corpus.entropy == pytest.approx(log(2))
 
 
@@ -138,7 +111,7 @@ def test_entropy_of_a_blend_is_by_weight(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(name * 1000)
     paths = tuple(str(tmp_path / f"{name}.txt") for name in "ab")
-    corpus = opened(tmp_path, name="text", path=paths, weights=(1.0, 3.0), validation=0.1, end=0)
+    corpus = small_corpus(tmp_path, name="text", path=paths, weights=(1.0, 3.0), validation=0.1, end=0)
     assert corpus.entropy == pytest.approx(-(log(0.25) + 3 * log(0.75)) / 4)
 
 
@@ -202,9 +175,9 @@ def test_a_tokenizer_json_encodes_and_ends_documents(name: str, vocabulary: Path
     write_jsonl(tmp_path / name)
     rules = Tokenizer.from_file(str(vocabulary))
     expected = [[*rules.encode(text).ids, 1] for text in TEXTS]
-    corpus = opened(tmp_path, 300, name="text", path=str(tmp_path / name), tokenizer=str(vocabulary))
+    corpus = small_corpus(tmp_path, 300, name="text", path=str(tmp_path / name), tokenizer=str(vocabulary))
     assert documents(corpus) == expected
-    assert mapped(corpus).files[0].dtype == np.uint16
+    assert mapped_tokens(corpus).files[0].dtype == np.uint16
 
 
 def test_the_end_token_is_the_eos_token_of_the_tokenizer_folder(vocabulary: Path, tmp_path: Path) -> None:
@@ -212,8 +185,8 @@ def test_the_end_token_is_the_eos_token_of_the_tokenizer_folder(vocabulary: Path
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<pad>"}}')
     write_jsonl(tmp_path / "a.jsonl")
     words = {"name": "text", "path": str(tmp_path / "a.jsonl"), "tokenizer": str(tmp_path)}
-    assert {text[-1] for text in documents(opened(tmp_path, 300, **words))} == {0}
-    assert {text[-1] for text in documents(opened(tmp_path, 300, **words, end=5))} == {5}
+    assert {text[-1] for text in documents(small_corpus(tmp_path, 300, **words))} == {0}
+    assert {text[-1] for text in documents(small_corpus(tmp_path, 300, **words, end=5))} == {5}
 
 
 def test_a_long_document_is_encoded_in_pieces_that_end_with_a_line(vocabulary: Path, tmp_path: Path) -> None:
@@ -221,7 +194,7 @@ def test_a_long_document_is_encoded_in_pieces_that_end_with_a_line(vocabulary: P
 
     text = "".join(f"{index} to be or not\n" for index in range(45_000))
     (tmp_path / "a.txt").write_text(text)
-    corpus = opened(tmp_path, 300, name="text", path=str(tmp_path / "a.txt"), tokenizer=str(vocabulary))
+    corpus = small_corpus(tmp_path, 300, name="text", path=str(tmp_path / "a.txt"), tokenizer=str(vocabulary))
     assert documents(corpus) == [[*Tokenizer.from_file(str(vocabulary)).encode(text).ids, 1]]
 
 
@@ -229,7 +202,7 @@ def test_a_missing_tokenizers_package_is_reported(tmp_path: Path, monkeypatch: p
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(Unreadable, match="needs the tokenizers package, which is not installed: pip install tokenizers"):
-        opened(tmp_path, name="stdlib", tokenizer=str(tmp_path / "tokenizer.json"))
+        small_corpus(tmp_path, name="stdlib", tokenizer=str(tmp_path / "tokenizer.json"))
 
 
 # The words
@@ -240,7 +213,7 @@ def test_the_same_contents_have_the_same_key_in_any_folder(tmp_path: Path) -> No
     for place in ("here", "there"):
         (tmp_path / place).mkdir()
         (tmp_path / place / "a.txt").write_text("to be or not to be")
-        keys.append(opened(tmp_path / place, name="text", path=str(tmp_path / place)).key)
+        keys.append(small_corpus(tmp_path / place, name="text", path=str(tmp_path / place)).key)
     assert keys[0] == keys[1]
 
 

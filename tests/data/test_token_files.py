@@ -11,43 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distrain.trainer.loop.data.corpus import Corpus, MappedTokens, Split, validation_runs
+from distrain.tests.fakes.small_corpus import documents, mapped_tokens, small_corpus, split_tokens
+from distrain.trainer.loop.data.corpus import validation_runs
 from distrain.trainer.loop.data.id_width import raw_id_type
-from distrain.trainer.loop.data.prepare import prepare_corpus
 from distrain.trainer.loop.data.token_files import CODES, LLM_C, MEGATRON
 from distrain.trainer.spec.problem import Unreadable
-from distrain.trainer.spec.run import Data
-
-
-def opened(folder: Path, vocab: int = 256, remarks: list[str] | None = None, **words: Any) -> Corpus:
-    def progress(what: str, done: int, total: int) -> None:
-        if not total and remarks is not None:
-            remarks.append(what)
-
-    return prepare_corpus(Data(**words), vocab=vocab, seq=4, cache=folder / "cache", progress=progress)
-
-
-def mapped(corpus: Corpus, source: int = 0) -> MappedTokens:
-    tokens = corpus.sources[source].tokens
-    assert isinstance(tokens, MappedTokens)
-    return tokens
-
-
-def documents(corpus: Corpus, source: int = 0) -> list[list[int]]:
-    tokens = mapped(corpus, source)
-    whole = np.empty(tokens.size, np.int64)
-    tokens.copy(0, whole)
-    return [whole[begin:end].tolist() for begin, end in zip(tokens.bounds[:-1], tokens.bounds[1:], strict=True)]
-
-
-def split(corpus: Corpus, which: Split) -> list[int]:
-    runs = corpus.sources[0].runs(which)
-    whole = np.empty(runs.size, np.int64)
-    filled = 0
-    for start, length in runs.pieces(0, runs.size):
-        corpus.sources[0].tokens.copy(start, whole[filled : filled + length])
-        filled += length
-    return whole.tolist()
 
 
 def write_megatron(prefix: Path, texts: list[list[int]], code: int, sequences: int = 1) -> None:
@@ -64,15 +32,15 @@ def write_megatron(prefix: Path, texts: list[list[int]], code: int, sequences: i
 
 def test_a_nanogpt_file_is_mapped_as_it_is(tmp_path: Path) -> None:
     np.arange(300, dtype=np.uint16).tofile(tmp_path / "a.bin")
-    corpus = opened(tmp_path, 300, name="tokens", path=str(tmp_path / "a.bin"), validation=0.1)
+    corpus = small_corpus(tmp_path, 300, name="tokens", path=str(tmp_path / "a.bin"), validation=0.1)
     assert documents(corpus) == [list(range(300))]
-    assert split(corpus, "train") == list(range(270))
-    assert split(corpus, "validation") == list(range(270, 300))
+    assert split_tokens(corpus, "train") == list(range(270))
+    assert split_tokens(corpus, "validation") == list(range(270, 300))
 
 
 def test_an_end_token_bounds_the_documents_of_a_nanogpt_file(tmp_path: Path) -> None:
     np.array([1, 2, 9, 3, 9, 9, 4], np.uint16).tofile(tmp_path / "a.bin")
-    assert documents(opened(tmp_path, 10, name="tokens", path=str(tmp_path / "a.bin"), end=9)) == [[1, 2, 9], [3, 9], [9], [4]]
+    assert documents(small_corpus(tmp_path, 10, name="tokens", path=str(tmp_path / "a.bin"), end=9)) == [[1, 2, 9], [3, 9], [9], [4]]
 
 
 @pytest.mark.parametrize(("train", "held"), [("train.bin", "val.bin"), ("fineweb_train_000001.bin", "fineweb_val_000000.bin")])
@@ -80,9 +48,9 @@ def test_a_file_named_for_validation_validates(train: str, held: str, tmp_path: 
     (tmp_path / "in").mkdir()
     np.arange(300, dtype=np.uint16).tofile(tmp_path / "in" / train)
     np.arange(300, 400, dtype=np.uint16).tofile(tmp_path / "in" / held)
-    corpus = opened(tmp_path, 400, name="tokens", path=str(tmp_path / "in"))
-    assert split(corpus, "train") == list(range(300))
-    assert split(corpus, "validation") == list(range(300, 400))
+    corpus = small_corpus(tmp_path, 400, name="tokens", path=str(tmp_path / "in"))
+    assert split_tokens(corpus, "train") == list(range(300))
+    assert split_tokens(corpus, "validation") == list(range(300, 400))
 
 
 @pytest.mark.parametrize(("magic", "version"), LLM_C)
@@ -90,7 +58,7 @@ def test_an_llm_c_header_is_not_data(magic: int, version: int, tmp_path: Path) -
     header = np.zeros(256, np.int32)
     header[:3] = magic, version, 300
     (tmp_path / "a.bin").write_bytes(header.tobytes() + np.arange(300).astype(LLM_C[magic, version]).tobytes())
-    assert documents(opened(tmp_path, 300, name="tokens", path=str(tmp_path / "a.bin"))) == [list(range(300))]
+    assert documents(small_corpus(tmp_path, 300, name="tokens", path=str(tmp_path / "a.bin"))) == [list(range(300))]
 
 
 @pytest.mark.parametrize("code", CODES)
@@ -99,13 +67,13 @@ def test_an_llm_c_header_is_not_data(magic: int, version: int, tmp_path: Path) -
 def test_a_megatron_pair_knows_its_documents(code: int, sequences: int, suffix: str, tmp_path: Path) -> None:
     texts = [list(range(first, first + 10)) for first in range(0, 100, 10)]
     write_megatron(tmp_path / "pair", texts, code, sequences)
-    assert documents(opened(tmp_path, 128, name="tokens", path=f"{tmp_path}/pair{suffix}")) == texts
+    assert documents(small_corpus(tmp_path, 128, name="tokens", path=f"{tmp_path}/pair{suffix}")) == texts
 
 
 def test_kinds_of_token_files_can_be_blended(tmp_path: Path) -> None:
     write_megatron(tmp_path / "pair", [[1, 2, 3, 4], [5, 6, 7, 8]], 4)
     np.arange(50, dtype=np.uint16).tofile(tmp_path / "a.bin")
-    corpus = opened(tmp_path, 50, name="tokens", path=(f"{tmp_path}/pair", f"{tmp_path}/a.bin"), weights=(0.3, 0.7), validation=0.0)
+    corpus = small_corpus(tmp_path, 50, name="tokens", path=(f"{tmp_path}/pair", f"{tmp_path}/a.bin"), weights=(0.3, 0.7), validation=0.0)
     assert documents(corpus, 0) == [[1, 2, 3, 4], [5, 6, 7, 8]]
     assert documents(corpus, 1) == [list(range(50))]
 
@@ -113,8 +81,8 @@ def test_kinds_of_token_files_can_be_blended(tmp_path: Path) -> None:
 def test_windows_cross_file_ends(tmp_path: Path) -> None:
     write_megatron(tmp_path / "a", [[1, 2, 3, 4], [5, 6, 7, 8]], 4)
     np.arange(50, dtype=np.uint16).tofile(tmp_path / "b.bin")
-    corpus = opened(tmp_path, 50, name="tokens", path=(f"{tmp_path}/a", f"{tmp_path}/b.bin", f"{tmp_path}/a"))
-    tokens = mapped(corpus)
+    corpus = small_corpus(tmp_path, 50, name="tokens", path=(f"{tmp_path}/a", f"{tmp_path}/b.bin", f"{tmp_path}/a"))
+    tokens = mapped_tokens(corpus)
     out = np.empty(60, np.int64)
     tokens.copy(3, out)
     assert out.tolist() == [4, 5, 6, 7, 8, *range(50), 1, 2, 3, 4, 5]
@@ -127,7 +95,7 @@ def test_windows_cross_file_ends(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["u1", "<u2", ">u2", "i4", "u4", "i8", "u8"])
 def test_a_numpy_array_is_read_by_its_header(dtype: str, tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.arange(200).astype(dtype))
-    corpus = opened(tmp_path, 200, name="tokens", path=str(tmp_path / "a.npy"))
+    corpus = small_corpus(tmp_path, 200, name="tokens", path=str(tmp_path / "a.npy"))
     assert documents(corpus) == [list(range(200))]
     assert corpus.entropy == pytest.approx(np.log(corpus.size("train")))
 
@@ -135,7 +103,7 @@ def test_a_numpy_array_is_read_by_its_header(dtype: str, tmp_path: Path) -> None
 def test_a_numpy_array_is_recognised_by_its_first_bytes(tmp_path: Path) -> None:
     with (tmp_path / "a.bin").open("wb") as file:
         np.save(file, np.arange(200, dtype=np.uint32))
-    assert documents(opened(tmp_path, 200, name="tokens", path=str(tmp_path / "a.bin"))) == [list(range(200))]
+    assert documents(small_corpus(tmp_path, 200, name="tokens", path=str(tmp_path / "a.bin"))) == [list(range(200))]
 
 
 @pytest.mark.parametrize("name", ["a.npy", "part-0-00000.npy", "a.ids"])
@@ -145,7 +113,7 @@ def test_raw_ids_are_read_under_any_file_name(name: str, tmp_path: Path) -> None
     written = np.memmap(tmp_path / name, np.uint32, "w+", shape=(3000,))
     written[:] = ids
     written.flush()
-    assert documents(opened(tmp_path, 100_000, name="tokens", path=str(tmp_path / name))) == [ids.tolist()]
+    assert documents(small_corpus(tmp_path, 100_000, name="tokens", path=str(tmp_path / name))) == [ids.tolist()]
 
 
 def test_a_folder_may_hold_all_kinds_of_token_files(tmp_path: Path) -> None:
@@ -157,7 +125,7 @@ def test_a_folder_may_hold_all_kinds_of_token_files(tmp_path: Path) -> None:
     write_megatron(folder / "d", [[1, 2, 3, 4], [5, 6, 7, 8]], 4)
     (folder / "README.md").write_text("to be")
     remarks: list[str] = []
-    corpus = opened(tmp_path, 100, remarks, name="tokens", path=str(folder))
+    corpus = small_corpus(tmp_path, 100, remarks, name="tokens", path=str(folder))
     assert documents(corpus) == [list(range(50)), list(range(50, 100)), [7, 8], [9], [1, 2, 3, 4], [5, 6, 7, 8]]
     assert remarks == [f"data.path={folder}: 4 files are read; skipped: 1 .md"]
 
@@ -166,7 +134,7 @@ def test_a_folder_may_hold_all_kinds_of_token_files(tmp_path: Path) -> None:
 def test_a_pattern_that_also_matches_indices_reads_each_pair_once(pattern: str, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     write_megatron(tmp_path / "in" / "a", [[1, 2, 3, 4], [5, 6, 7, 8]], 4)
-    assert documents(opened(tmp_path, 100, name="tokens", path=f"{tmp_path}/in/{pattern}")) == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert documents(small_corpus(tmp_path, 100, name="tokens", path=f"{tmp_path}/in/{pattern}")) == [[1, 2, 3, 4], [5, 6, 7, 8]]
 
 
 # datatrove's files
@@ -190,25 +158,25 @@ TEXTS = [list(range(first, first + 10)) for first in range(1, 101, 10)]
 @pytest.mark.parametrize("words", [{}, {"metadata": None}, {"metadata": "Unknown Tokenizer|{0}|{0}"}])
 def test_datatrove_files_know_their_documents_and_id_width(words: dict[str, Any], width: int, tmp_path: Path) -> None:
     write_datatrove(tmp_path / "a.ds", TEXTS, width, **words)
-    corpus = opened(tmp_path, 128, name="tokens", path=str(tmp_path / "a.ds"))
+    corpus = small_corpus(tmp_path, 128, name="tokens", path=str(tmp_path / "a.ds"))
     assert documents(corpus) == TEXTS
     assert corpus.sources[0].documents == len(TEXTS)
-    assert mapped(corpus).files[0].dtype.itemsize == width
+    assert mapped_tokens(corpus).files[0].dtype.itemsize == width
 
 
 @pytest.mark.parametrize("width", [2, 4])
 def test_datatrove_files_without_an_index_use_the_recorded_width(width: int, tmp_path: Path) -> None:
     write_datatrove(tmp_path / "a.ds", TEXTS, width, index=False, metadata="tokenizer|{}" if width == 4 else "gpt2")
-    corpus = opened(tmp_path, 128, name="tokens", path=str(tmp_path / "a.ds"))
+    corpus = small_corpus(tmp_path, 128, name="tokens", path=str(tmp_path / "a.ds"))
     assert documents(corpus) == [list(range(1, 101))]
     assert corpus.sources[0].documents is None
 
 
 def test_a_changed_index_makes_another_corpus(tmp_path: Path) -> None:
     write_datatrove(tmp_path / "a.ds", TEXTS, 2, metadata=None)
-    before = opened(tmp_path, 128, name="tokens", path=str(tmp_path / "a.ds"))
+    before = small_corpus(tmp_path, 128, name="tokens", path=str(tmp_path / "a.ds"))
     (tmp_path / "a.ds.index").write_bytes(struct.pack("<2Q", 50, 100))
-    after = opened(tmp_path, 128, name="tokens", path=str(tmp_path / "a.ds"))
+    after = small_corpus(tmp_path, 128, name="tokens", path=str(tmp_path / "a.ds"))
     assert after.key != before.key
     assert len(documents(after)) == 2
 
@@ -217,7 +185,7 @@ def test_unread_loss_masks_are_remarked_on(tmp_path: Path) -> None:
     write_datatrove(tmp_path / "a.ds", TEXTS, 2)
     (tmp_path / "a.ds.loss").write_bytes(bytes(100))
     remarks: list[str] = []
-    opened(tmp_path, 128, remarks, name="tokens", path=str(tmp_path / "a.ds"))
+    small_corpus(tmp_path, 128, remarks, name="tokens", path=str(tmp_path / "a.ds"))
     assert remarks == [f"{tmp_path}/a.ds.loss is not read: every token counts in the loss"]
 
 
@@ -270,7 +238,7 @@ def test_ids_of_another_tokenizer_are_refused_instead_of_read_as_halves(vocab: i
     ids = of_text(1, 128_256, 20_000)
     ids.astype(np.uint32).tofile(tmp_path / "a.bin")
     with pytest.raises(Unreadable, match=rf"a.bin: token \d+ at position \d+ is not in the vocabulary, model.vocab={vocab}: the largest"):
-        opened(tmp_path, vocab, name="tokens", path=str(tmp_path / "a.bin"))
+        small_corpus(tmp_path, vocab, name="tokens", path=str(tmp_path / "a.bin"))
 
 
 @pytest.mark.parametrize(("vocab", "dtype"), [(50_257, np.uint16), (50_257, np.uint32), (100_000, np.uint32), (300, np.int64)])
@@ -278,7 +246,7 @@ def test_inferred_widths_other_than_two_bytes_are_remarked_on(vocab: int, dtype:
     ids = of_text(1, vocab, 1000)
     ids.astype(dtype).tofile(tmp_path / "a.bin")
     remarks: list[str] = []
-    assert documents(opened(tmp_path, vocab, remarks, name="tokens", path=str(tmp_path / "a.bin"))) == [ids.tolist()]
+    assert documents(small_corpus(tmp_path, vocab, remarks, name="tokens", path=str(tmp_path / "a.bin"))) == [ids.tolist()]
     says = f"{tmp_path}/a.bin is read as {np.dtype(dtype).itemsize}-byte ids: there is no header, but the zero bytes show the width"
     assert remarks == [says] * (dtype is not np.uint16)
 
@@ -286,9 +254,9 @@ def test_inferred_widths_other_than_two_bytes_are_remarked_on(vocab: int, dtype:
 def test_the_same_bytes_with_another_id_width_are_another_corpus(tmp_path: Path) -> None:
     """Too few of them tell how wide they are, and the vocabulary does."""
     np.arange(1, 11, dtype=np.uint32).tofile(tmp_path / "a.bin")
-    narrow, wide = (opened(tmp_path, vocab, name="tokens", path=str(tmp_path / "a.bin"), validation=0.0) for vocab in (300, 70_000))
+    narrow, wide = (small_corpus(tmp_path, vocab, name="tokens", path=str(tmp_path / "a.bin"), validation=0.0) for vocab in (300, 70_000))
     assert narrow.key != wide.key
-    assert [mapped(corpus).size for corpus in (narrow, wide)] == [20, 10]
+    assert [mapped_tokens(corpus).size for corpus in (narrow, wide)] == [20, 10]
     assert documents(wide) == [list(range(1, 11))]
 
 
@@ -305,7 +273,7 @@ def test_token_files_named_as_tests_train_with_a_remark(tmp_path: Path) -> None:
     for name in ("train", "val", "test"):
         np.arange(100, dtype=np.uint16).tofile(tmp_path / "in" / f"{name}.bin")
     remarks: list[str] = []
-    corpus = opened(tmp_path, 100, remarks, name="tokens", path=str(tmp_path / "in"))
+    corpus = small_corpus(tmp_path, 100, remarks, name="tokens", path=str(tmp_path / "in"))
     assert (corpus.size("train"), corpus.size("validation")) == (200, 100)
     says = "1 of 3 files are named like held-out data, such as test.bin: they train like the others"
     assert remarks == [f"{says}; a pattern can leave them out: data.path='FOLDER/**/train*'"]
@@ -314,7 +282,7 @@ def test_token_files_named_as_tests_train_with_a_remark(tmp_path: Path) -> None:
 def test_an_end_token_that_never_occurs_is_remarked_on(tmp_path: Path) -> None:
     np.arange(300, dtype=np.uint16).tofile(tmp_path / "a.bin")
     remarks: list[str] = []
-    opened(tmp_path, 400, remarks, name="tokens", path=str(tmp_path / "a.bin"), end=350)
+    small_corpus(tmp_path, 400, remarks, name="tokens", path=str(tmp_path / "a.bin"), end=350)
     assert remarks == [f"data.end=350 occurs nowhere in {tmp_path}/a.bin: all text counts as one document"]
 
 
