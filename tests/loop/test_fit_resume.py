@@ -20,7 +20,7 @@ from distrain.trainer.system.child_process import end_child
 if TYPE_CHECKING:
     from distrain.tests.fakes.rank_pool import PoolJob, RankPool
 
-STEPS = 24
+STEPS = 12
 STOPPED = 75
 OVERRIDES = (
     "quickstart", "model=tiny", "model.layers=2", "model.dropout=0.1", "data=synthetic", "train.batch=8", "train.seq=16",
@@ -171,7 +171,7 @@ def test_a_finished_run_names_the_override_that_trains_longer(ranks: RankPool, t
 
 
 # Through `distrain fit` itself, in another process
-LONG = (*OVERRIDES[1:], "train.steps=120", *layout(2, 1))
+LONG = (*OVERRIDES[1:], "train.steps=60", *layout(2, 1))
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ middle of a job. The server itself never starts a thread or a CUDA context, beca
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import select
@@ -38,6 +39,8 @@ from ...engines.deepspeed.import_deepspeed import import_deepspeed
 from ...launch.rank import channel
 from ...launch.rank.environment import RankEnvironment, reserve_port
 from ...launch.supervisor.outcome import run_outcome
+from ...models.families import FAMILIES
+from ...plan.engines import ENGINES
 from ...system import parent_watch
 from ..checkpoint import LoadFailed
 from ..rank import run_rank
@@ -68,13 +71,24 @@ def serve(program: RankProgram, questions: Mapping[str, Question]) -> None:
     """Serve jobs, whose ranks run `program`, and questions until stdin ends."""
     client = os.dup(1)
     os.dup2(2, 1)  # what libraries print is not for the client
-    import_deepspeed()
+    _import_rank_modules()
     _assert_forkable()
     with suppress(ClientGone):
         for line in sys.stdin:
             request = json.loads(line)
             reply = _answer_question(request, questions, client) if "ask" in request else _run_job(request, program, client)
             _send(client, reply)
+
+
+def _import_rank_modules() -> None:
+    """Import what every rank imports: its own modules, the engines and the models of our families."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # for DeepSpeed, which compiles functions of its own where it is imported
+    import_deepspeed()
+    engines = [row.engine_class for row in ENGINES.values()]
+    models = [family.module for family in FAMILIES.values() if not family.made_by_transformers]
+    for name in ("distrain.trainer.loop.run_rank", *filter(None, (*engines, *models))):
+        importlib.import_module(name.partition(":")[0])
+    del os.environ["TORCHDYNAMO_DISABLE"]
 
 
 def _assert_forkable() -> None:
@@ -89,7 +103,7 @@ def _run_job(job: Mapping[str, Any], program: RankProgram, client: int) -> dict[
     run, ranks = Path(job["run"]), job["ranks"]
     (run.parent / "ranks").mkdir(exist_ok=True)
     processes, ended, lines = list[ForkedProcess](), list[ForkedProcess](), list[str]()
-    with _parent_death_pipe() as (read_end, write_end), reserve_port() as socket, _killed_at_exit(processes):
+    with _parent_death_pipe() as (read_end, write_end), reserve_port() as socket, _kill_at_exit(processes):
         port = socket.getsockname()[1]
         for rank in range(ranks):
             environment = RankEnvironment(rank=rank, ranks=ranks, local_rank=rank, local_ranks=ranks, address=ADDRESS, port=port)
@@ -142,7 +156,7 @@ def _answer_question(request: Mapping[str, Any], questions: Mapping[str, Questio
     log = Path(request["log"])
     process = fork(partial(_reply, questions[request["ask"]], request["arguments"]), log, close=(client,))
     replies = list[dict[str, Any]]()
-    with _killed_at_exit([process]):
+    with _kill_at_exit([process]):
         _wait_for_all([process], [], float("inf"), lambda _, kind, content: replies.append({kind: content}))
     failed: dict[str, Any] = {"failed": f"the process that was asked ended with {process.code}; its log is {log}"}
     return replies[-1] if replies else failed
@@ -195,7 +209,7 @@ def _readable_pipes(pipes: Mapping[int, ForkedProcess]) -> list[int]:
 
 
 @contextmanager
-def _killed_at_exit(processes: Sequence[ForkedProcess]) -> Iterator[None]:
+def _kill_at_exit(processes: Sequence[ForkedProcess]) -> Iterator[None]:
     """Kill the processes that still run when the block ends."""
     try:
         yield
