@@ -52,7 +52,7 @@ class OverheadChannel(Channel):
         self.bare_seconds: list[float] = []
         self.fit_step_began = 0.0
 
-    def step(self, step: int) -> None:
+    def report_step(self, step: int) -> None:
         """End a step of `fit`, take a bare step, and begin the next step of `fit`."""
         now = perf_counter()
         if self.bare_step is None:

@@ -73,30 +73,30 @@ class Campaign:
         self.violations = 0  # runs that violated an invariant when left to finish
         self.folder = Path()
         self.applied = 0  # faults in this run
-        self._next()
+        self._begin_run()
         fit = runs.start(self.folder)
-        wait_until(lambda: self._done() > 0 or fit.has_ended(), RUN_SECONDS)
+        wait_until(lambda: self._last_step() > 0 or fit.has_ended(), RUN_SECONDS)
         self.start_seconds = time.monotonic() - fit.began  # to the first step
         wait_until(fit.has_ended, RUN_SECONDS)
         self.undisturbed = loss_curve(self.folder / "run")
         if fit.process.returncode or len(self.undisturbed) != STEPS:
             sys.exit(f"the run does not train even without a fault: {fit.lines[-1] if fit.lines else ''} ({fit.log})")
-        self._next()
+        self._begin_run()
 
     def apply(self, fault: Fault) -> FaultResult:
         """Start the run, apply the fault, wait for its end and check the invariants."""
-        if self._done() >= STEPS or self.applied >= FAULTS_PER_RUN:
+        if self._last_step() >= STEPS or self.applied >= FAULTS_PER_RUN:
             self.finish()
-            self._next()
+            self._begin_run()
         self.applied += 1
         if fault.kind in FILE_DAMAGES and newest_checkpoint(self.run).checkpoint is None:
             self._train_to_checkpoint(fault)
-        before, poison = self._newest(), ""
+        before, poison = self._newest_step(), ""
         target: str = fault.kind
         if fault.kind in FILE_DAMAGES:
             target = self._damage(fault)
-            before = self._newest()
-        at_step = self._done() + 1 + int(fault.moment * (STEPS - self._done() - 1))
+            before = self._newest_step()
+        at_step = self._last_step() + 1 + int(fault.moment * (STEPS - self._last_step() - 1))
         if fault.kind == "poison":
             rank = int(fault.whom * 2)
             target, poison = f"rank {rank}", f"{at_step} {rank}"
@@ -104,7 +104,7 @@ class Campaign:
         at = fit.began
         if fault.kind in SIGNALS or fault.kind in ("full", "cut"):
             self._wait_for_moment(fault, fit, at_step)
-            before, at = max(before, self._newest()), time.monotonic()
+            before, at = max(before, self._newest_step()), time.monotonic()
             target = self._inject(fault, fit) or target
         violations = [] if wait_until(fit.has_ended, RUN_SECONDS) else [f"it did not end within {RUN_SECONDS:.0f} s"]
         if not wait_until(lambda: not self.runs.processes(), EXIT_SECONDS):
@@ -142,22 +142,22 @@ class Campaign:
         """RUN_DIR."""
         return self.folder / "run"
 
-    def _next(self) -> None:
+    def _begin_run(self) -> None:
         self.number, self.applied = self.number + 1, 0
         self.folder = self.runs.folder / f"{self.number}"
         self.folder.mkdir()
 
-    def _done(self) -> int:
+    def _last_step(self) -> int:
         return max(loss_curve(self.run), default=0)
 
-    def _newest(self) -> int:
+    def _newest_step(self) -> int:
         checkpoint = newest_checkpoint(self.run).checkpoint
         return checkpoint.step if checkpoint else 0
 
     def _train_to_checkpoint(self, fault: Fault) -> None:
         """Train until there is a checkpoint to damage."""
         fit = self.runs.start(self.folder)
-        wait_until(lambda: self._done() > 20 + 40 * fault.moment or fit.has_ended(), RUN_SECONDS)
+        wait_until(lambda: self._last_step() > 20 + 40 * fault.moment or fit.has_ended(), RUN_SECONDS)
         send_signal(fit.process.pid, SIGNALS["term"])
         wait_until(fit.has_ended, RUN_SECONDS)
 
@@ -182,13 +182,13 @@ class Campaign:
         if fault.at_start:
             wait_until(fit.has_ended, fault.moment * self.start_seconds)
         else:
-            wait_until(lambda: self._done() >= at_step or fit.has_ended(), RUN_SECONDS)
+            wait_until(lambda: self._last_step() >= at_step or fit.has_ended(), RUN_SECONDS)
             wait_until(fit.has_ended, fault.jitter * 0.3)
 
     def _inject(self, fault: Fault, fit: FitProcess) -> str:
         """Apply a fault from outside; return what it hit."""
         if fault.kind == "cut":
-            self.runs.cut()
+            self.runs.cut_link()
             return "host1"
         if fault.kind == "full":
             assert self.disk is not None
@@ -212,7 +212,7 @@ class Campaign:
         """Restore the disk and the links, and kill what is left, for the next start."""
         if self.disk:
             self.disk.empty()
-        self.runs.heal()
+        self.runs.restore_link()
         self.runs.close()
 
     def _violations(self, fault: Fault | None, target: str, fit: FitProcess, status: int, before: int) -> Iterator[str]:
@@ -221,8 +221,8 @@ class Campaign:
         newest = found.checkpoint.step if found.checkpoint else 0
         if status not in allowed_statuses(fault, target, self.runs.name):
             yield f"exit status {status}"
-        if status == 0 and not newest == self._done() == STEPS:
-            yield f"exit status 0, and it trained to step {self._done()} of {STEPS} and saved step {newest}"
+        if status == 0 and not newest == self._last_step() == STEPS:
+            yield f"exit status 0, and it trained to step {self._last_step()} of {STEPS} and saved step {newest}"
         if newest < before:
             yield f"step {before} was saved, and step {newest} is the newest checkpoint that verifies"
         try:

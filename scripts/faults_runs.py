@@ -145,11 +145,11 @@ class LocalRuns:
         for pid in self.processes():
             send_signal(pid, signal.SIGKILL)
 
-    def cut(self) -> None:
+    def cut_link(self) -> None:
         """Take the link of a host down."""
         raise ValueError("a local run has no link to cut")
 
-    def heal(self) -> None:
+    def restore_link(self) -> None:
         """Bring the link up again."""
 
 
@@ -171,14 +171,14 @@ class HostRuns(LocalRuns):
     def processes(self) -> dict[int, str]:
         return {pid: words for host in self.hosts.hosts for pid, words in host.processes().items()}
 
-    def cut(self) -> None:
+    def cut_link(self) -> None:
         self._down = True
-        self.hosts.link(1, "down")
+        self.hosts.set_link(1, "down")
 
-    def heal(self) -> None:
+    def restore_link(self) -> None:
         if self._down:
             self._down = False
-            self.hosts.link(1, "up")
+            self.hosts.set_link(1, "up")
 
 
 def process_role(command: str, controller: str = "distrain fit") -> str:

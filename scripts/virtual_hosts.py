@@ -112,12 +112,12 @@ class VirtualHosts:
         self.hosts: list[VirtualHost] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         (self.folder / "ssh").mkdir(parents=True, mode=0o700)
-        self._keys(count)
+        self._write_keys(count)
         try:
             self._switch = self._pid(self._unshare(["sleep", "infinity"], "--net", "--pid"))
-            self._ip(self._switch, "link add switch type bridge", "link set switch up")
+            self._run_ip(self._switch, "link add switch type bridge", "link set switch up")
             for number in range(count):
-                self.hosts.append(self._host(number))
+                self.hosts.append(self._start_host(number))
             for host in self.hosts:
                 assert host.shell.stdin is not None
                 host.shell.stdin.write(b"go\n")
@@ -139,9 +139,9 @@ class VirtualHosts:
         file.write_text("".join(f"{host.name} slots={slots}\n" for host in self.hosts))
         return file
 
-    def link(self, number: int, state: str) -> None:
+    def set_link(self, number: int, state: str) -> None:
         """Take a host's link at the switch "up" or "down"."""
-        self._ip(self._switch, f"link set port{number} {state}")
+        self._run_ip(self._switch, f"link set port{number} {state}")
         if state == "up":
             self._wait()
 
@@ -152,7 +152,7 @@ class VirtualHosts:
         for each in self._processes:
             each.wait()
 
-    def _keys(self, count: int) -> None:
+    def _write_keys(self, count: int) -> None:
         """Write a key for the user and one per host, known_hosts and /etc/hosts."""
         ssh = self.folder / "ssh"
         keys = [ssh / "id_ed25519", *(self.folder / f"host{number}" / "host_key" for number in range(count))]
@@ -165,16 +165,16 @@ class VirtualHosts:
         names = [f"{NETWORK}{10 + number} host{number}" for number in range(count)]
         (self.folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
 
-    def _host(self, number: int) -> VirtualHost:
+    def _start_host(self, number: int) -> VirtualHost:
         name, address, folder = f"host{number}", f"{NETWORK}{10 + number}", self.folder / f"host{number}"
         (folder / "sshd_config").write_text(SSHD.format(address=address, folder=folder))
         sshd = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
         script = INIT.format(name=name, hosts=self.folder / "hosts", ssh=self.folder / "ssh", folder=folder, sshd=sshd)
         shell = self._unshare(["bash", "-c", script], *NAMESPACES)
         pid = self._pid(shell)
-        self._ip(self._switch, f"link add port{number} type veth peer name eth0 netns {pid}")
-        self._ip(pid, f"addr add {address}/24 dev eth0", "link set eth0 up")
-        self._ip(self._switch, f"link set port{number} master switch", f"link set port{number} up")
+        self._run_ip(self._switch, f"link add port{number} type veth peer name eth0 netns {pid}")
+        self._run_ip(pid, f"addr add {address}/24 dev eth0", "link set eth0 up")
+        self._run_ip(self._switch, f"link set port{number} master switch", f"link set port{number} up")
         return VirtualHost(name=name, address=address, pid=pid, shell=shell)
 
     def _unshare(self, command: Sequence[str], *namespaces: str) -> subprocess.Popen[bytes]:
@@ -189,7 +189,7 @@ class VirtualHosts:
         listed = Path(f"/proc/{shell.pid}/task/{shell.pid}/children")
         return int(_wait_for(lambda: listed.read_text().split())[0])
 
-    def _ip(self, pid: int, *lines: str) -> None:
+    def _run_ip(self, pid: int, *lines: str) -> None:
         for line in lines:
             subprocess.run(["nsenter", f"--target={pid}", "--net", "ip", *shlex.split(line)], check=True)
 

@@ -31,7 +31,7 @@ def is_hf_family(family: object) -> bool:
 
 def model_keys(path: Path) -> dict[str, object]:
     """Return the keys of `model` from a config.json of family hf; raises Unreadable."""
-    return {"family": "hf", **_read_by_transformers(path)["sizes"]}
+    return {"family": "hf", **_read_with_transformers(path)["sizes"]}
 
 
 def fill_in_parameters(model: dict[str, Any]) -> list[Problem]:
@@ -39,7 +39,7 @@ def fill_in_parameters(model: dict[str, Any]) -> list[Problem]:
     config.json."""
     if not is_hf_family(model.get("family")) or not isinstance(model.get("hf"), str):
         return []
-    answer = _read_by_transformers(Path(model["hf"]))
+    answer = _read_with_transformers(Path(model["hf"]))
     model["parameters"] = answer["parameters"]
     return [
         Problem(rule="hf", says=f"model.{key}={value} differs from {model['hf']}", mend="change it there, and leave it out here")
@@ -48,7 +48,7 @@ def fill_in_parameters(model: dict[str, Any]) -> list[Problem]:
     ]
 
 
-def _read_by_transformers(path: Path) -> dict[str, Any]:
+def _read_with_transformers(path: Path) -> dict[str, Any]:
     """Return sizes and parameter shapes of the model of a config.json or its folder, from the cache or a child; raises Unreadable."""
     file = path / "config.json" if os.path.isdir(path) else path
     try:

@@ -31,7 +31,7 @@ def read_prove_request(arguments: Sequence[str]) -> tuple[ProveRequest, list[str
     """Return (what `steps=` and `layouts=` request, the other arguments, problems of the former)."""
     rest = [each for each in arguments if not each.startswith(tuple(f"{key}=" for key in KEYS))]
     values = {key: [each.partition("=")[2] for each in arguments if each.startswith(f"{key}=")] for key in KEYS}
-    problems = [_repeated(key, each) for key, each in values.items() if len(each) > 1]
+    problems = [_repetition_problem(key, each) for key, each in values.items() if len(each) > 1]
     steps, layouts = (next(iter(values[key]), None) for key in KEYS)
     if steps is not None and not re.fullmatch(r"[1-9]\d{0,8}", steps):
         problems.append(Problem(rule="steps", says=f"steps={steps} is not a whole number, at least 1"))
@@ -50,7 +50,7 @@ def unused_keys(keys: Iterable[str]) -> list[Problem]:
     return [Problem(rule="idle", says=f"{key} does nothing here", mend=why) for key, why in rows]
 
 
-def _repeated(key: str, values: Sequence[str]) -> Problem:
+def _repetition_problem(key: str, values: Sequence[str]) -> Problem:
     return Problem(rule="twice", says=f"{key} is given {len(values)} times", mend="give it once")
 
 

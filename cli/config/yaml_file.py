@@ -34,12 +34,12 @@ def read_config(file: Path) -> DictConfig:
     """Return the keys of a recipe or an option, not yet composed; raises Unreadable."""
     config = _read(file)
     if not isinstance(config, DictConfig):
-        raise _unreadable(f"{file} holds a list", "a recipe must be a mapping of keys")
+        raise _unreadable_error(f"{file} holds a list", "a recipe must be a mapping of keys")
     if "hydra" in config:
-        raise _unreadable(f"{file}: no key hydra", "leave it out")
+        raise _unreadable_error(f"{file}: no key hydra", "leave it out")
     defaults = config.get("defaults", [])
     if not isinstance(defaults, ListConfig | list) or not all(isinstance(each, str | DictConfig) for each in defaults):
-        raise _unreadable(f"{file}: defaults is not a list of `GROUP: NAME`", "write each as `- model: NAME`")
+        raise _unreadable_error(f"{file}: defaults is not a list of `GROUP: NAME`", "write each as `- model: NAME`")
     return config
 
 
@@ -49,28 +49,28 @@ def _read(file: Path) -> DictConfig | ListConfig:
     try:
         text = read_plain(file, MOST_BYTES).decode("utf-8-sig")
         if "&" in text and "*" in text and _count_nodes(NamedText(text, str(file))) > MOST_NODES:
-            raise _unreadable(f"{file}: its anchors and aliases make more than {MOST_NODES:,} values", "write the values out")
+            raise _unreadable_error(f"{file}: its anchors and aliases make more than {MOST_NODES:,} values", "write the values out")
         return OmegaConf.load(NamedText(text, str(file)))
     except OSError as error:
-        raise _unreadable(f"{file} can't be read: {error.strerror or error}") from None
+        raise _unreadable_error(f"{file} can't be read: {error.strerror or error}") from None
     except UnicodeDecodeError:
-        raise _unreadable(f"{file} is not valid UTF-8") from None
+        raise _unreadable_error(f"{file} is not valid UTF-8") from None
     except RecursionError:
         if "*" in text or "${" in text:
-            raise _unreadable(f"{file} contains itself", "break the loop of defaults, anchors or ${...}") from None
-        raise _unreadable(f"{file} is nested too deeply") from None
+            raise _unreadable_error(f"{file} contains itself", "break the loop of defaults, anchors or ${...}") from None
+        raise _unreadable_error(f"{file} is nested too deeply") from None
     except ReaderError as error:
-        raise _unreadable(f"{file} contains the character {chr(error.character)!r}", "remove it: YAML is plain text") from None
+        raise _unreadable_error(f"{file} contains the character {chr(error.character)!r}", "remove it: YAML is plain text") from None
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{file}, line {mark.line + 1}, column {mark.column + 1}" if mark else str(file)
-        raise _unreadable(f"{where}: {error.problem or 'this is not YAML'}") from None
+        raise _unreadable_error(f"{where}: {error.problem or 'this is not YAML'}") from None
     except (YAMLError, OmegaConfBaseException, ValueError, TypeError, AttributeError, AssertionError) as error:
         lines = str(error).splitlines() or [type(error).__name__]
-        raise _unreadable(f"{file} can't be read: {lines[0].partition('; use sys.')[0]}") from None
+        raise _unreadable_error(f"{file} can't be read: {lines[0].partition('; use sys.')[0]}") from None
 
 
-def _unreadable(says: str, mend: str = "") -> Unreadable:
+def _unreadable_error(says: str, mend: str = "") -> Unreadable:
     return Unreadable([Problem(rule="yaml", says=says, mend=mend)])
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from ...trainer.rundir.measured import MeasuredRun, PlannedMeasured, read_measured_run
 from ...trainer.spec.problem import one_line
 from ...trainer.spec.read import value_text
-from .loss_chart import SHARED_CELL, Points, comparison_chart, evenly_spaced
+from .loss_chart import SHARED_CELL, Points, comparison_chart, evenly_spaced_points
 from .report_page import figure_text, headline
 from .terminal_text import Style, page_width, table, wrap
 
@@ -44,7 +44,7 @@ def config_of(folder: Path) -> dict[str, Any]:
     """The config in RUN_DIR/run.json by dotted keys; empty where it can't be read."""
     with suppress(OSError, ValueError, RecursionError):
         read = json.loads((folder / "run.json").read_bytes())
-        return dict(_flat(read)) if isinstance(read, dict) else {}
+        return dict(_flat_items(read)) if isinstance(read, dict) else {}
     return {}
 
 
@@ -88,7 +88,7 @@ def _difference_lines(runs: Sequence[ComparedRun]) -> list[str]:
 
 def _loss_lines(runs: Sequence[ComparedRun], curves: Sequence[Points]) -> list[str]:
     """Losses at the steps that all runs with losses logged; for two such runs their difference too."""
-    steps = [step for step, _ in evenly_spaced([(step, 0.0) for step in common_steps(curves)], MAX_STEPS)]
+    steps = [step for step, _ in evenly_spaced_points([(step, 0.0) for step in common_steps(curves)], MAX_STEPS)]
     if not steps:
         return ["  no step was logged by all of them"]
     losses = [dict(curve) for curve in curves]
@@ -140,9 +140,9 @@ def _side_by_side(runs: Sequence[ComparedRun], rows: Mapping[str, Sequence[str]]
     return lines
 
 
-def _flat(config: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
+def _flat_items(config: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in config.items():
         if isinstance(value, dict) and value:
-            yield from _flat(value, f"{at}{key}.")
+            yield from _flat_items(value, f"{at}{key}.")
         else:
             yield f"{at}{key}", value

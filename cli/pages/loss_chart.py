@@ -93,7 +93,7 @@ def _braille(dots: set[tuple[int, int]]) -> dict[tuple[int, int], str]:
     return {at: chr(0x2800 + each) for at, each in bits.items()}
 
 
-def evenly_spaced(points: Points, most: int) -> Points:
+def evenly_spaced_points(points: Points, most: int) -> Points:
     """At most `most` points at even distances, with the first and the last."""
     if len(points) <= most:
         return points

@@ -141,7 +141,7 @@ def _memory_lines(plan: Plan, style: Style) -> list[str]:
     while len(kinds) > MIN_KINDS and len(table(cells, (0, 1), " ")[0]) + len("  100 %") + 2 > page_width():
         kinds.remove(min(kinds, key=lambda kind: max(getattr(stage.bytes, kind) for stage in memory.stages)))
         cells = _memory_cells(ranges, kinds, unit)
-    heading, *lines = _with_bars(cells, [_fullest(stages).bytes.total / memory.capacity for stages in ranges], style)
+    heading, *lines = _with_bars(cells, [_fullest_stage(stages).bytes.total / memory.capacity for stages in ranges], style)
     if len(lines) > MAX_STAGES:
         lines = _without_middle(lines, next(at for at, stages in enumerate(ranges) if any(each.index == memory.stage for each in stages)))
     note = "; a range of stages shows its fullest" if any(len(stages) > 1 for stages in ranges) else ""
@@ -164,7 +164,7 @@ def _with_bars(cells: Sequence[Sequence[str]], shares: Sequence[float], style: S
 def _memory_cells(ranges: Sequence[Sequence[StageMemory]], kinds: Sequence[str], unit: str) -> list[list[str]]:
     """A row for each range of stages, with a column a kind; `other` is the sum of the kinds without a column."""
     columns = [kind for kind in kinds if kind != "overhead"]
-    fullest = [_fullest(stages).bytes for stages in ranges]
+    fullest = [_fullest_stage(stages).bytes for stages in ranges]
     others = [each.total - sum(getattr(each, kind) for kind in columns) for each in fullest]
     heading = ["stage", "layers", *(HEADINGS.get(kind, kind) for kind in columns), *(["other"] if any(others) else []), "total"]
     cells = [heading]
@@ -179,7 +179,7 @@ def _similar_stages(memory: Memory) -> list[list[StageMemory]]:
     return [list(stages) for _, stages in groupby(memory.stages, key=lambda each: (each.layers[1] - each.layers[0], each.parameters))]
 
 
-def _fullest(stages: Sequence[StageMemory]) -> StageMemory:
+def _fullest_stage(stages: Sequence[StageMemory]) -> StageMemory:
     return max(stages, key=lambda stage: stage.bytes.total)
 
 

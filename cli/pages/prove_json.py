@@ -29,7 +29,7 @@ def proof_document(proof: Proof, result: ProofResult) -> dict[str, Any]:
         "more": proof.unchosen,
         "left_out": [{"layout": each.layout.name, "says": each.problem.says} for each in proof.skipped],
     }
-    finite: dict[str, Any] = _finite(plain)
+    finite: dict[str, Any] = _replace_non_finite(plain)
     return finite
 
 
@@ -64,10 +64,10 @@ def _trial_row(trial: Trial) -> dict[str, Any]:
     }
 
 
-def _finite(value: Any) -> Any:
+def _replace_non_finite(value: Any) -> Any:
     """Plain data with null for every number that JSON can't hold."""
     if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: _replace_non_finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
+        return [_replace_non_finite(each) for each in value]
     return None if isinstance(value, float) and not isfinite(value) else value

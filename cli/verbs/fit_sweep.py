@@ -71,7 +71,7 @@ def fit_sweep(
     stopped = OK
     for number, each in enumerate(runs, 1):
         print_line(f"\nrun {number} of {len(runs)}: {short_overrides(each.swept) or each.run.name}")
-        result = _result(partial(fit, partial(_read_again, each, config_dir)))
+        result = _result(partial(fit, partial(_reread_run, each, config_dir)))
         statuses.append(result.status)
         if result.status not in (OK, FAILED):
             stopped = result.status
@@ -143,7 +143,7 @@ def _checked_runs(conf: str, overrides: Sequence[str], config_dir: Path | None) 
     return runs, [f"{short_overrides(each.swept)}: {problem}" if each.swept else str(problem) for each, problem in found]
 
 
-def _read_again(each: SweepRun, config_dir: Path | None) -> Run:
+def _reread_run(each: SweepRun, config_dir: Path | None) -> Run:
     """Read the run again, now that this machine has been measured."""
     recipe, *overrides = each.arguments
     return with_changes(load_recipe(recipe.removeprefix("conf="), overrides, config_dir), [("name", each.run.name)])

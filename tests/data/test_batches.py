@@ -156,7 +156,7 @@ def test_validation_windows_are_the_same_for_every_seed_and_evaluation(corpus: C
 
 def test_sources_are_sampled_by_weight_and_have_their_own_epochs(blend: Corpus) -> None:
     batches = Batches(blend, seed=7, seq=SEQ)
-    source, window = batches.located(np.arange(6 * max(batches.windows)))
+    source, window = batches.locate(np.arange(6 * max(batches.windows)))
     assert np.bincount(source).tolist() == pytest.approx([len(source) * part / 6 for part in (3, 2, 1)], abs=2)
     for index, size in enumerate(batches.windows):
         mine = window[source == index]

@@ -45,7 +45,7 @@ watch_parent_from_environment()
 import faulthandler; faulthandler.register(signal.SIGUSR2)
 subprocess.Popen(["sleep", "1000"], start_new_session=True)
 def ready(folder=os.getcwd()):
-    channel.step(6); channel.step(7)
+    channel.report_step(6); channel.report_step(7)
     open(os.path.join(folder, f"ready{rank}"), "w").write(f"{os.getpid()} {os.getppid()}\\n")
     while True: time.sleep(0.1)
 """

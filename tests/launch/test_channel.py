@@ -24,10 +24,10 @@ def test_a_rank_sends_one_json_object_a_line() -> None:
     read, write = os.pipe()
     channel = Channel.from_environment({"DISTRAIN_CONTROL_FD": str(write)})
     channel.say("two\nlines é\udce9")
-    channel.status("50 %")
-    channel.step(3)
-    channel.problem("why")
-    channel.done()
+    channel.report_status("50 %")
+    channel.report_step(3)
+    channel.report_problem("why")
+    channel.report_done()
     assert messages(read) == [{"say": "two\nlines é\udce9"}, {"status": "50 %"}, {"step": 3}, {"problem": "why"}, {"done": True}]
     assert not os.get_inheritable(write)
     os.close(read)
@@ -39,8 +39,8 @@ def test_progress_that_nobody_reads_is_dropped() -> None:
     read, write = os.pipe()
     channel = Channel(write)
     for step in range(20_000):
-        channel.step(step)
-        channel.status("x" * 80)
+        channel.report_step(step)
+        channel.report_status("x" * 80)
     assert 0 < len(messages(read)) < 20_000
     os.close(read)
     os.close(write)
@@ -50,16 +50,16 @@ def test_progress_that_nobody_reads_is_dropped() -> None:
 def test_a_rank_started_by_hand_prints_to_stdout(capfd: pytest.CaptureFixture[str], value: str | None) -> None:
     channel = Channel.from_environment({} if value is None else {"DISTRAIN_CONTROL_FD": value})
     channel.say("hello")
-    channel.status("50 %")
-    channel.problem("why")
-    channel.step(3)
-    channel.done()
+    channel.report_status("50 %")
+    channel.report_problem("why")
+    channel.report_step(3)
+    channel.report_done()
     assert capfd.readouterr().out == "hello\nwhy\n"
 
 
 def test_a_file_with_the_number_of_the_pipe_is_not_written_to(tmp_path: Path) -> None:
     with (tmp_path / "other").open("wb") as other:
-        Channel.from_environment({"DISTRAIN_CONTROL_FD": str(other.fileno())}).done()
+        Channel.from_environment({"DISTRAIN_CONTROL_FD": str(other.fileno())}).report_done()
     assert (tmp_path / "other").read_bytes() == b""
 
 

@@ -53,11 +53,11 @@ signal.signal(signal.SIGTERM, lambda *_: (open(f"saved{rank}", "w"), os._exit(75
 open(f"ready{rank}", "w")
 while not os.path.exists("ready0") or not os.path.exists("ready1"): time.sleep(0.02)
 for step in range(10):
-    channel.step(step)
-    channel.status(f"step {step}")
+    channel.report_step(step)
+    channel.report_status(f"step {step}")
     channel.say(f"step {step}")
     while step == 5 and os.path.exists("wait"): time.sleep(0.02)
-channel.done()
+channel.report_done()
 '''
 printing = {"show": print_line, "live": print_live_line}
 outcome = launch_local_ranks([sys.executable, "-c", rank], ranks=2, folder=Path(), environment=os.environ, grace=2.0, **printing)

@@ -20,7 +20,8 @@ from distrain.trainer.launch.rank.foreign_launcher import open_channel
 channel = open_channel(Path(sys.argv[1]))
 print("noise")
 os.system("echo more of it >&2")
-channel.say("step 1"); channel.status("50 %"); channel.step(1); channel.phase("save"); channel.problem("no room")
+channel.say("step 1"); channel.report_status("50 %"); channel.report_step(1)
+channel.report_phase("save"); channel.report_problem("no room")
 """
 MESSAGES = ["step 1", "no room"]
 

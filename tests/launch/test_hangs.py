@@ -33,7 +33,7 @@ def wait():
     time.sleep(1000)
 def evaluate():
     time.sleep(1000)
-channel.step(6); channel.step(7)
+channel.report_step(6); channel.report_step(7)
 """
 
 
@@ -120,7 +120,8 @@ def test_the_limit_is_learned_from_completed_phases(phase: str, longest: dict[st
 
 def test_learned_durations_are_kept_for_the_next_attempt(tmp_path: Path) -> None:
     watchdog = Watchdog(patience=100.0)
-    program = "channel.phase('save'); time.sleep(0.3); channel.step(8); channel.phase('end'); time.sleep(0.2); channel.done()"
+    program = "channel.report_phase('save'); time.sleep(0.3); channel.report_step(8); "
+    program += "channel.report_phase('end'); time.sleep(0.2); channel.report_done()"
     for _ in range(2):
         assert run(tmp_path, program, watchdog).status == 0
     assert set(watchdog.seen) == {"start", "first", "step", "save", "end"}
@@ -164,16 +165,16 @@ class CountedDict(dict[str, float]):
 
 def test_a_check_of_many_ranks_reads_each_rank_once_for_each_phase() -> None:
     ranks = [IdleRank(rank, phase="save" if rank % 2 else "step", step=3, longest=CountedDict(step=1.0)) for rank in range(500)]
-    assert Watchdog(patience=20.0).overdue(ranks, ranks) is None
+    assert Watchdog(patience=20.0).overdue_seconds(ranks, ranks) is None
     assert 0 < CountedDict.lookups <= 2 * len(ranks)
 
 
 def test_a_run_is_overdue_when_no_rank_makes_progress() -> None:
     at: dict[str, Any] = {"phase": "step", "step": 3, "longest": {"first": 1.0}}
     slow, quick = IdleRank(0, **at), IdleRank(1, **at, since=time.monotonic())
-    assert Watchdog(patience=20.0).overdue([slow, quick], [slow, quick]) is None
-    assert Watchdog(patience=20.0).overdue([slow], [slow]) == pytest.approx(100.0, abs=5.0)
-    assert Watchdog(patience=20.0).overdue([], [slow]) is None
+    assert Watchdog(patience=20.0).overdue_seconds([slow, quick], [slow, quick]) is None
+    assert Watchdog(patience=20.0).overdue_seconds([slow], [slow]) == pytest.approx(100.0, abs=5.0)
+    assert Watchdog(patience=20.0).overdue_seconds([], [slow]) is None
 
 
 def run(folder: Path, program: str, watchdog: Watchdog | None = None) -> Outcome:
@@ -198,7 +199,7 @@ def test_a_rank_that_waits_for_something_else_than_the_others_is_named(tmp_path:
 
 
 def test_a_rank_in_a_long_phase_is_not_killed_yet(tmp_path: Path) -> None:
-    outcome = run(tmp_path, "channel.phase('save'); time.sleep(4); channel.step(8); channel.done()")
+    outcome = run(tmp_path, "channel.report_phase('save'); time.sleep(4); channel.report_step(8); channel.report_done()")
     assert outcome.status == 0
 
 

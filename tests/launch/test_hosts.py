@@ -121,12 +121,12 @@ def test_sigterm_to_the_controller_lets_all_ranks_save_and_ends_a_stopped_launch
 @each_runner
 def test_a_host_whose_link_is_cut_is_lost_and_ends_its_own_ranks(hosts: VirtualHosts, tmp_path: Path, runner: str) -> None:
     launched = RanksOnHosts(hosts, tmp_path, SAVES, runner=runner)
-    hosts.link(1, "down")
+    hosts.set_link(1, "down")
     try:
         status, (*_, line) = launched.end()
         wait_for(lambda: not any("ready" in line for line in hosts.hosts[1].processes().values()))
     finally:
-        hosts.link(1, "up")
+        hosts.set_link(1, "up")
     assert status == 1
     assert line.startswith("rank 2 on host1 (device 0) was lost, at step 7: nothing was heard from its host for ")
 
@@ -198,10 +198,10 @@ def test_a_run_that_loses_a_host_continues_on_the_others_with_the_same_losses(ho
     fit = FitOnHosts(hosts, tmp_path, *PIPELINE, "checkpoint.every=5", "launch.restarts=1")
     try:
         fit.wait_for_step(12)
-        hosts.link(1, "down")
+        hosts.set_link(1, "down")
         status, output = fit.end()
     finally:
-        hosts.link(1, "up")
+        hosts.set_link(1, "up")
     assert status == 0, output
     assert "restart 1 of 1, from the newest checkpoint, on host0: dp 2 -> 1, the same 8 sequences a step" in output
     assert "goodput " in output

@@ -28,7 +28,7 @@ def wait_for_all():
     while sum(name.startswith("ready") for name in os.listdir(folder)) < int(os.environ["WORLD_SIZE"]): time.sleep(0.02)
 """
 SLEEP = "time.sleep(1000)\n"
-DONE = "channel.done()\n"
+DONE = "channel.report_done()\n"
 CHILDREN = "for own in (0, 1): subprocess.Popen(['sleep', '1000'], start_new_session=bool(own))\n"
 
 
@@ -84,20 +84,22 @@ def log(folder: Path, rank: int) -> list[str]:
 
 
 def test_a_run_whose_ranks_are_all_done_succeeds(tmp_path: Path) -> None:
-    outcome = run(tmp_path, "channel.step(rank); channel.step(7)\n" + DONE)
+    outcome = run(tmp_path, "channel.report_step(rank); channel.report_step(7)\n" + DONE)
     assert (outcome.status, outcome.says) == (0, "")
     assert [(each.rank, each.code, each.done, each.step) for each in outcome.ranks] == [(0, 0, True, 7), (1, 0, True, 7)]
 
 
 def test_the_user_sees_the_lines_of_rank_0_and_no_others(tmp_path: Path) -> None:
     shown = Shown()
-    run(tmp_path, "print('noise'); channel.say(f'rank {rank}\\nin two lines'); channel.status(f'{rank}: 50 %')\n" + DONE, shown=shown)
+    run(
+        tmp_path, "print('noise'); channel.say(f'rank {rank}\\nin two lines'); channel.report_status(f'{rank}: 50 %')\n" + DONE, shown=shown
+    )
     assert (shown.lines, shown.live) == (["rank 0\nin two lines"], ["0: 50 %"])
     assert log(tmp_path, 0)[1:] == ["noise"]
 
 
 def test_a_rank_that_raises_ends_the_run_and_is_named(tmp_path: Path) -> None:
-    outcome = run(tmp_path, "channel.step(40)\nif rank == 1: raise ValueError('no such token')\n" + SLEEP, ranks=3)
+    outcome = run(tmp_path, "channel.report_step(40)\nif rank == 1: raise ValueError('no such token')\n" + SLEEP, ranks=3)
     path = tmp_path / "ranks" / "1.log"
     assert outcome.says == f"rank 1 exited with 1, at step 40: ValueError: no such token; its log is {path}"
     assert (outcome.status, outcome.rank, outcome.log, outcome.tail[-1]) == (1, 1, path, "ValueError: no such token")
@@ -165,12 +167,12 @@ raise ValueError("the first cause")
 
 def test_a_rank_with_a_reason_is_named_before_one_without(tmp_path: Path) -> None:
     program = "signal.signal(signal.SIGTERM, lambda *_: None); wait_for_all()\nif rank: sys.exit(1)\n"
-    first = "time.sleep(0.5); channel.problem('data.path is empty'); sys.exit(1)"
+    first = "time.sleep(0.5); channel.report_problem('data.path is empty'); sys.exit(1)"
     assert run(tmp_path, program + first, ranks=3).says.startswith("rank 0 exited with 1: data.path is empty; its log")
 
 
 def test_a_rank_that_hangs_after_its_problem_is_killed(tmp_path: Path) -> None:
-    outcome = run(tmp_path, "if rank == 1: channel.problem('two\\nlines')\n" + SLEEP, grace=0.3)
+    outcome = run(tmp_path, "if rank == 1: channel.report_problem('two\\nlines')\n" + SLEEP, grace=0.3)
     assert outcome.says.startswith("rank 1 failed and had to be killed: two lines; its log")
 
 
@@ -272,7 +274,7 @@ def test_an_outcome_quotes_this_attempt_only(tmp_path: Path) -> None:
 
 def test_megabytes_of_output_and_messages_block_no_rank(tmp_path: Path) -> None:
     shown = Shown()
-    program = "for _ in range(64): os.write(1, b'x' * 65535 + b'\\n'); channel.step(1)\nchannel.say('y' * 3_000_000)\n"
+    program = "for _ in range(64): os.write(1, b'x' * 65535 + b'\\n'); channel.report_step(1)\nchannel.say('y' * 3_000_000)\n"
     assert run(tmp_path, program + DONE, shown=shown).status == 0
     assert (tmp_path / "ranks" / "1.log").stat().st_size > 64 * 65536
     assert [len(line) for line in shown.lines] == [3_000_000]

@@ -305,11 +305,11 @@ def test_hosts_reach_each_other_and_all_reduce(network: VirtualHosts, tmp_path: 
 
 
 def test_a_host_whose_link_is_down_is_reported(network: VirtualHosts, tmp_path: Path) -> None:
-    network.link(2, "down")
+    network.set_link(2, "down")
     try:
         status, said = doctor(network, tmp_path)
     finally:
-        network.link(2, "up")
+        network.set_link(2, "up")
     assert status == 1
     (line,) = [line for line in said if line.startswith("problem: ")]
     assert line.startswith("problem: host2 can't be asked: ssh: connect to host host2 port 22: ")

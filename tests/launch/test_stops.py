@@ -205,6 +205,6 @@ def test_a_launching_process_that_raises_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_the_last_step_of_a_failed_rank_is_named(tmp_path: Path) -> None:
-    launched = LaunchedRanks(tmp_path, "channel.step(41); channel.step(42)\nready()\n")
+    launched = LaunchedRanks(tmp_path, "channel.report_step(41); channel.report_step(42)\nready()\n")
     os.kill(launched.pids(2)[0], signal.SIGKILL)
     assert "rank 2 was killed by SIGKILL, perhaps by the kernel for want of memory, at step 42;" in json.dumps(launched.end())

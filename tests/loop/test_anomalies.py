@@ -119,7 +119,7 @@ def test_a_loss_spike_is_marked_at_its_step(faulty: RankPool, tmp_path: Path) ->
 def after(*losses: float) -> Anomalies:
     anomalies = Anomalies(load_recipe("quickstart"))
     for done, loss in enumerate(losses, 1):
-        anomalies.marks(StepResult(loss=loss, grad_norm=1.0, skipped=False), done)
+        anomalies.add_step(StepResult(loss=loss, grad_norm=1.0, skipped=False), done)
     return anomalies
 
 
@@ -148,9 +148,9 @@ def test_only_consecutive_skipped_steps_count() -> None:
         StepResult(loss=3.0, grad_norm=1.0, skipped=False),
     )
     for done, each in enumerate((bad, good, bad, good, bad), 1):
-        anomalies.marks(each, done)
+        anomalies.add_step(each, done)
         anomalies.raise_if_too_many(each, done)
-    anomalies.marks(bad, 6)
+    anomalies.add_step(bad, 6)
     with pytest.raises(TooManySkippedSteps, match="step 6: "):
         anomalies.raise_if_too_many(bad, 6)
 
@@ -160,5 +160,5 @@ def test_fp16_overflows_never_end_a_run() -> None:
     anomalies = Anomalies(replace(run, train=replace(run.train, precision="fp16", skip=0)))
     overflow = StepResult(loss=3.0, grad_norm=None, skipped=True)
     for done in range(1, 20):
-        anomalies.marks(overflow, done)
+        anomalies.add_step(overflow, done)
         anomalies.raise_if_too_many(overflow, done)

@@ -82,7 +82,7 @@ def test_progress_is_sent_once_a_second_and_a_new_phase_at_once() -> None:
     channel = Channel(writer)
     with ThreadPoolExecutor(4) as threads:
         for name in ("hash", "read"):
-            list(threads.map(channel.progress, [name] * 1000))
+            list(threads.map(channel.report_progress, [name] * 1000))
     os.close(writer)
     with open(reader) as lines:
         phases = [json.loads(line)["phase"] for line in lines]

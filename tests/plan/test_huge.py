@@ -19,7 +19,7 @@ from distrain.trainer.plan import layout
 from distrain.trainer.plan.deepspeed.defaults import ALIGNED
 from distrain.trainer.plan.deepspeed.flat_tensors import FlatElements, FlatParameter, StageParameters, flat_elements, stepped_elements
 from distrain.trainer.plan.divisors import divisors, least_divisor
-from distrain.trainer.plan.layout import balanced
+from distrain.trainer.plan.layout import balanced_layers
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.rules import MOST_STAGES
 from distrain.trainer.plan.weight_slices import HeadShards, dim_shard, idle_ranks
@@ -158,10 +158,10 @@ def test_the_least_divisor_is_the_first_that_divides(pair: tuple[int, int]) -> N
 
 @given(some.integers(2, 9), some.integers(0, 150), some.floats(0, 60), some.floats(0, 60))
 def test_layers_assigned_in_bulk_equal_those_assigned_one_by_one(stages: int, more: int, first: float, last: float) -> None:
-    one_by_one = balanced(stages + more, stages, 1.0, first, last)
+    one_by_one = balanced_layers(stages + more, stages, 1.0, first, last)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "ONE_BY_ONE", 0)
-        assert balanced(stages + more, stages, 1.0, first, last) == one_by_one
+        assert balanced_layers(stages + more, stages, 1.0, first, last) == one_by_one
 
 
 lie = some.builds(

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from distrain.trainer.plan.layout import balanced, mesh_of
+from distrain.trainer.plan.layout import balanced_layers, mesh_of
 from distrain.trainer.plan.mesh import Mesh, RankRuns, mesh_order, split_group
 from distrain.trainer.spec.run import Parallel
 
@@ -131,7 +131,7 @@ def splits(layers: int, stages: int) -> list[tuple[int, ...]]:
 @given(st.integers(1, 9), st.integers(1, 4), st.floats(0, 3), st.floats(0, 3))
 def test_an_uneven_split_of_layers_minimizes_the_fullest_stage(layers: int, stages: int, first: float, last: float) -> None:
     assume(layers >= stages and layers % stages)
-    counts = balanced(layers, stages, 1.0, first, last)
+    counts = balanced_layers(layers, stages, 1.0, first, last)
     assert sum(counts) == layers
     best = min(max(loads(each, 1.0, first, last)) for each in splits(layers, stages))
     assert max(loads(counts, 1.0, first, last)) == pytest.approx(best, rel=1e-12)
@@ -139,4 +139,4 @@ def test_an_uneven_split_of_layers_minimizes_the_fullest_stage(layers: int, stag
 
 @given(st.integers(1, 8), st.integers(1, 8), st.floats(0, 9), st.floats(0, 9))
 def test_layers_that_divide_are_split_evenly(each: int, stages: int, first: float, last: float) -> None:
-    assert balanced(each * stages, stages, 1.0, first, last) == (each,) * stages
+    assert balanced_layers(each * stages, stages, 1.0, first, last) == (each,) * stages

@@ -74,7 +74,7 @@ class PlainEngine(Engine):
         gradients = [each.grad for each in self.module.parameters() if each.grad is not None]
         for tensor in (total, *gradients):
             dist.all_reduce(tensor)
-        self._gradients_ready()
+        self._call_show_gradients()
         norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.run.train.clip or torch.inf)
         for group in self.optimizer.param_groups:
             group["lr"] = lr

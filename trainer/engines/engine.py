@@ -126,7 +126,7 @@ class Engine(ABC):
         finally:
             self._show_gradients = None
 
-    def _gradients_ready(self) -> None:
+    def _call_show_gradients(self) -> None:
         """To be called by `step` once gradients are averaged, before they are clipped."""
         if self._show_gradients:
             self._show_gradients()
@@ -183,7 +183,7 @@ class Engine(ABC):
         return int(total)
 
     @contextmanager
-    def _timed(self, part: str) -> Iterator[None]:
+    def _measure_time(self, part: str) -> Iterator[None]:
         """Add the block's seconds to a part of the step, on a CPU only: a GPU's kernels run later."""
         start = perf_counter()
         yield

@@ -23,7 +23,7 @@ class RankParameter(NamedTuple):
     tied: bool
 
     @property
-    def counted(self) -> bool:
+    def is_counted(self) -> bool:
         """Whether this rank counts the parameter in norms: of the ranks of a replica that hold the same shard, one does."""
         return self.shard.copy == 0 and not self.tied
 

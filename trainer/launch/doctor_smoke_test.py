@@ -76,11 +76,11 @@ def loss_check(two_ranks: Sequence[float], one_process: Sequence[float], stage: 
     """Compare the losses of two ranks under a ZeRO stage with those of one process, step by step."""
     near = len(two_ranks) == len(one_process) and all(abs(a - b) <= TOLERANCE for a, b in zip(two_ranks, one_process, strict=True))
     if not near:
-        says = f"the losses of 2 ranks are {_shown(two_ranks)}, those of one process {_shown(one_process)}"
+        says = f"the losses of 2 ranks are {_losses_text(two_ranks)}, those of one process {_losses_text(one_process)}"
         return Check("engine zero", "problem", says, "they should be equal: please report it")
-    says = f"2 ranks, ZeRO {stage}, {len(two_ranks)} steps: losses {_shown(two_ranks)}, as in one process without DeepSpeed"
+    says = f"2 ranks, ZeRO {stage}, {len(two_ranks)} steps: losses {_losses_text(two_ranks)}, as in one process without DeepSpeed"
     return Check("engine zero", "ok", says)
 
 
-def _shown(losses: Sequence[float]) -> str:
+def _losses_text(losses: Sequence[float]) -> str:
     return ", ".join(f"{loss:.4f}" for loss in losses)

@@ -80,7 +80,7 @@ def launch_remote_ranks(
     stop_requests: StopRequests | None = None,
 ) -> Outcome:
     """Run the ranks until all have ended; return the outcome. The parameters are those of `single_host.launch_local_ranks`."""
-    with collect_stop_requests(stop_requests) as requests, _terminal_stop_ignored(), ExitStack() as stack:
+    with collect_stop_requests(stop_requests) as requests, _ignore_terminal_stop(), ExitStack() as stack:
         supervisor = MultiHostSupervisor(
             requests,
             stack,
@@ -99,7 +99,7 @@ def launch_remote_ranks(
 
 
 @contextmanager
-def _terminal_stop_ignored() -> Iterator[None]:
+def _ignore_terminal_stop() -> Iterator[None]:
     """Ignore Ctrl-Z: a controller that is stopped looks dead to its ranks."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -129,13 +129,13 @@ class MultiHostSupervisor(Supervisor):
         """Upload the files, start the launcher, wait until all ranks have registered, and supervise them until all have ended."""
         if problem := open_files.raise_limit(open_files.needed_files(sum(len(host.slots) for host in launch.hosts), len(launch.hosts))):
             return Outcome(status=FAILED, ranks=(), says=str(problem))
-        with Rendezvous(self._selector, self.add) as rendezvous, self._heartbeats():
+        with Rendezvous(self._selector, self.add) as rendezvous, self._send_heartbeats():
             try:
-                with self._uploaded(launch, rendezvous):
+                with self._upload_files(launch, rendezvous):
                     self._start_launcher(launch)
                     self._wait_for_registrations()
             except SshInterrupted as error:
-                return _interrupted(error.number)
+                return _interrupted_outcome(error.number)
             except StartFailed as error:
                 return error.outcome
             rendezvous.close()
@@ -146,7 +146,7 @@ class MultiHostSupervisor(Supervisor):
         return outcome
 
     @contextmanager
-    def _uploaded(self, launch: MultiHostLaunch, rendezvous: Rendezvous) -> Iterator[None]:
+    def _upload_files(self, launch: MultiHostLaunch, rendezvous: Rendezvous) -> Iterator[None]:
         """Upload the files to all hosts, and listen for registrations. Until all ranks have registered, each host would remove the files
         again if this process died; from then on the ranks' agents do."""
         with connect_hosts([host.name for host in launch.hosts], self._stop_requests) as connections:
@@ -195,13 +195,13 @@ class MultiHostSupervisor(Supervisor):
                 raise StartFailed(Outcome(status=FAILED, ranks=(), rank=lost.rank, says=says, hosts=(_host(lost),)))
             missing = [rank for rank in self._remote_ranks if not rank.is_registered]
             if missing and (self._launcher.outcome or time.monotonic() > since + REGISTER_TIMEOUT):
-                raise StartFailed(self._unregistered(missing))
+                raise StartFailed(self._registration_failure(missing))
 
-    def _unregistered(self, missing: Sequence[RemoteRank]) -> Outcome:
+    def _registration_failure(self, missing: Sequence[RemoteRank]) -> Outcome:
         """Return the outcome when ranks have not registered. Their hosts are at fault, unless on every host some rank is missing."""
         when = "before DeepSpeed's launcher ended" if self._launcher.outcome else f"within {REGISTER_TIMEOUT:.0f} s"
         names = ", ".join(f"{rank.rank} on {rank.where}" for rank in missing[:4]) + (" and more" if len(missing) > 4 else "")
-        says = f"rank {names} did not register {when}{_last_words(self._launcher)}"
+        says = f"rank {names} did not register {when}{_launcher_reason(self._launcher)}"
         incomplete = dict.fromkeys(map(_host, missing))
         hosts = tuple(incomplete) if set(map(_host, self._remote_ranks)) - set(incomplete) else ()
         return Outcome(status=FAILED, ranks=(), rank=missing[0].rank, says=says, log=self._launcher.log.path, hosts=hosts)
@@ -233,7 +233,7 @@ class MultiHostSupervisor(Supervisor):
         return f"was killed on {_host(orphan)}" if orphan else ""
 
     @contextmanager
-    def _heartbeats(self) -> Iterator[None]:
+    def _send_heartbeats(self) -> Iterator[None]:
         """Send heartbeats to all ranks from a thread, so that a blocked terminal does not end a run."""
         over = threading.Event()
 
@@ -259,7 +259,7 @@ class MultiHostSupervisor(Supervisor):
             self._poll()
 
 
-def _interrupted(number: int) -> Outcome:
+def _interrupted_outcome(number: int) -> Outcome:
     says = f"stopped by {signal.Signals(number).name} before the ranks had started"
     return Outcome(status=128 + number, ranks=(), says=says, stop_requested=True)
 
@@ -287,7 +287,7 @@ def _meeting_address(ranks: Sequence[RemoteRank]) -> str:
     return first
 
 
-def _last_words(launcher: LocalRank) -> str:
+def _launcher_reason(launcher: LocalRank) -> str:
     """Return the launcher's reason, from its log: there pdsh puts the host before each line, and mpirun its advice between rules."""
     lines = [
         line.partition(": ")[2] if line.partition(": ")[0].isidentifier() else line for line in launcher.log.last_lines(SEARCHED_LINES)

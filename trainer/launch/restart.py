@@ -44,8 +44,8 @@ def run_attempts(
     goodput, faults = GoodputMeter(folder=folder), HostFaults()
     with collect_stop_requests(stop_requests) as requests:
         while True:
-            outcome = _watched_attempt(run, plan, hosts, folder, command, show, live, goodput, requests)
-            if outcome.refused:  # no rank did anything, so there is nothing to record
+            outcome = _run_watched_attempt(run, plan, hosts, folder, command, show, live, goodput, requests)
+            if outcome.is_refused:  # no rank did anything, so there is nothing to record
                 return outcome
             faults.count(outcome)
             why = no_restart_reason(
@@ -67,14 +67,14 @@ def run_attempts(
                 goodput.note_restart(outcome)
                 show(f"{outcome.says}\nrestart {goodput.restarts} of {run.launch.restarts}, from the newest checkpoint{attempt.change}")
             if requests:
-                outcome = _stopped_between_attempts(outcome, folder, requests)
+                outcome = _outcome_between_attempts(outcome, folder, requests)
                 break
         if run.launch.restarts:
             show(goodput.summary())
     return outcome
 
 
-def _watched_attempt(
+def _run_watched_attempt(
     run: Run,
     plan: Plan,
     hosts: Sequence[Host],
@@ -101,7 +101,7 @@ def _watched_attempt(
         stop_requests=requests,
     )
     goodput.note_end(outcome)
-    if not outcome.refused:
+    if not outcome.is_refused:
         save_phase_times(run, folder, watchdog, resumed=resumed)
     return outcome
 
@@ -140,7 +140,7 @@ def _newest_step(folder: Path) -> int | None:
     return saved.step if saved else None
 
 
-def _stopped_between_attempts(outcome: Outcome, folder: Path, requests: StopRequests) -> Outcome:
+def _outcome_between_attempts(outcome: Outcome, folder: Path, requests: StopRequests) -> Outcome:
     """The outcome of a run that was told to stop after an attempt had failed and before the next one began."""
     number, step = requests[-1][0], _newest_step(folder)
     left = "there is no checkpoint" if step is None else f"the checkpoint of step {step} remains"

@@ -27,7 +27,7 @@ class HostFaults:
     def count(self, outcome: Outcome) -> None:
         """Count the fault of a failed attempt. A rank that only lost its peer does not count; one stuck in the kernel holds its device."""
         cause = outcome.root_cause
-        if cause is not None and cause.host and not cause.lost_peer:
+        if cause is not None and cause.host and not cause.has_lost_peer:
             self.count_by_host[cause.host] += MOST_FAULTS if cause.fate == "stuck" else 1
 
     def hosts_to_avoid(self, outcome: Outcome) -> dict[str, str]:

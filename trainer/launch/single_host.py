@@ -63,7 +63,7 @@ def launch_local_ranks(
                     on_first_step=on_first_step,
                 )
                 outcome = _run(supervisor, command, _rank_environments(ranks, port), logs, environment, devices)
-            if requests or not outcome.port_taken:
+            if requests or not outcome.is_port_taken:
                 break
             show(f"{outcome.says}: another process has the port")
         return outcome

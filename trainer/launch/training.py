@@ -54,8 +54,8 @@ def train_run(run: Run, plan: Plan, hosts: Sequence[Host], show: Callable[[str],
         # Where nothing was left to train, run.json should stay that of the run which trained. The ranks of the last of several
         # attempts know only their own steps, so the checkpoint is compared too.
         untrained = outcome.status == 0 and all(rank.step is None for rank in outcome.ranks) and newest_saved(checkpoints)[0] == saved
-        if outcome.refused or (untrained and "run.json" in before):
+        if outcome.is_refused or (untrained and "run.json" in before):
             restore_launch_files(before, folder)
-        if not outcome.refused:
+        if not outcome.is_refused:
             write_outcome(folder, outcome.status, outcome.says)
     return TrainingResult(status=outcome.status, says=outcome.says, stop_signals=tuple(number for number, _ in requests))

@@ -32,7 +32,7 @@ class Anomalies:
         self._skipped = 0
         self._losses: deque[float] = deque(maxlen=RECENT_LOSSES)
 
-    def marks(self, result: StepResult, done: int) -> dict[str, Any]:
+    def add_step(self, result: StepResult, done: int) -> dict[str, Any]:
         """Add step `done` (from 1). Return what its metrics row says of an anomaly: `skipped` and its `samples`, or the score of a
         `spike`; empty for a normal step."""
         self._skipped = self._skipped + 1 if result.skipped else 0

@@ -41,7 +41,7 @@ def save_checkpoint(run: Run, setup: TrainingSetup, position: Position) -> int |
             rank=world.rank,
             world=world.size,
             gather=gather_over(setup.host),
-            on_progress=channel.progress,
+            on_progress=channel.report_progress,
         )
     except SaveFailed as error:
         if world.is_rank0:

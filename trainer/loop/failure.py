@@ -26,7 +26,7 @@ def report_failure(error: BaseException, channel: Channel, rank: int = 0) -> Non
         else:
             traceback.print_exception(error)
     if not isinstance(error, AllRanksFailed) or error.rank == rank:
-        channel.problem(first_line(error), refused=isinstance(error, Unreadable) or isinstance(error.__cause__, Unreadable))
+        channel.report_problem(first_line(error), refused=isinstance(error, Unreadable) or isinstance(error.__cause__, Unreadable))
 
 
 def first_line(error: BaseException) -> str:

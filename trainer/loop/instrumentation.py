@@ -63,7 +63,7 @@ class Instruments:
         if message := self.profiler.end_step(done, last=done == self.last):
             self.setup.channel.say(message)
         if line := self.progress.line(done, loss):
-            self.setup.channel.status(line)
+            self.setup.channel.report_status(line)
 
 
 def write_measured(count: ByteCounter, setup: TrainingSetup, done: int) -> str:

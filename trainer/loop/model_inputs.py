@@ -34,7 +34,7 @@ def model_inputs(run: Run, batch: Batch, grid: Grid, step: int | None) -> tuple[
     return tokens.to(device, non_blocking=True), labels.to(device, non_blocking=True), further
 
 
-def counted_labels(batches: Sequence[Batch], grid: Grid, host: dist.ProcessGroup) -> int:
+def label_count(batches: Sequence[Batch], grid: Grid, host: dist.ProcessGroup) -> int:
     """Return how many labels of the global batch count, from each rank's micro-batches; those that cross documents do not count."""
     count = torch.tensor(sum(int((each.labels != IGNORED).sum()) for each in batches))
     dist.all_reduce(count, group=host)

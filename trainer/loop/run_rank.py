@@ -63,7 +63,7 @@ def train_rank(path: Path, channel: Channel, stop: StopFlag) -> int:
     stop.ignore_further()
     if not is_finished:
         return STOPPED
-    channel.done()
+    channel.report_done()
     return 0
 
 
@@ -119,7 +119,7 @@ def _data_progress(channel: Channel, *, remarks: bool) -> Callable[[str, int, in
 
     def show(what: str, done: int, total: int) -> None:
         if total:
-            channel.status(f"{what}: {100 * done / total:.0f} %")
+            channel.report_status(f"{what}: {100 * done / total:.0f} %")
         elif remarks:
             channel.say(what)
 

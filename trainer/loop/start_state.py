@@ -28,14 +28,14 @@ def load_initial_state(run: Run, folder: Path, grid: Grid, engine: Engine, batch
     say = channel.say if grid.world.is_rank0 else ignore_text
     changes_since = partial(_changes_since, run, batches)
     choose = partial(choose_checkpoint, folder / "checkpoints", run.checkpoint.resume, weight_shapes(run), changes_since)
-    on_ranks = partial(choose, rank=grid.world.rank, world=grid.world.size, gather=gather, on_progress=channel.progress)
+    on_ranks = partial(choose, rank=grid.world.rank, world=grid.world.size, gather=gather, on_progress=channel.report_progress)
     search = fail_together(gather, on_ranks)
     for reason in search.passed:
         say(f"passed over {reason}")
     if search.checkpoint:
         return _load_checkpoint(run, search.checkpoint, changes_since(search.checkpoint), grid, engine, batches, channel, gather)
     if run.model.weights:
-        fail_together(gather, partial(load_hf_weights, run, engine, grid, channel.progress))
+        fail_together(gather, partial(load_hf_weights, run, engine, grid, channel.report_progress))
         say(f"starts from the weights in {run.model.weights}")
     return BEGINNING
 
@@ -51,8 +51,8 @@ def _load_checkpoint(
     gather: Gather,
 ) -> Position:
     """Load a checkpoint into the engine, check its loss, and say what has changed since it was saved."""
-    fail_together(gather, partial(restore_engine, engine, checkpoint, changes.new_moments, channel.progress))
-    channel.phase("compare")
+    fail_together(gather, partial(restore_engine, engine, checkpoint, changes.new_moments, channel.report_progress))
+    channel.report_phase("compare")
     check_resumed_loss(run, engine, grid, batches, checkpoint.step, checkpoint.extra)
     if grid.world.is_rank0:
         for remark in changes.remarks(checkpoint.step):

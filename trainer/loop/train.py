@@ -17,7 +17,7 @@ from .failure import AllRanksFailed
 from .instrumentation import Instruments
 from .lr_schedule import learning_rate
 from .metrics import finite_or_none, step_row
-from .model_inputs import counted_labels, model_inputs
+from .model_inputs import label_count, model_inputs
 from .training_setup import TrainingSetup
 
 STOPPED_UNSAVED = 143  # exit status after a stop request whose checkpoint could not be saved: 128 + SIGTERM
@@ -34,14 +34,14 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
     """
     first, last = setup.start.step, setup.start.last_step(run)
     if first >= last:
-        setup.channel.say(nothing_to_train(run, first, last))
+        setup.channel.say(no_steps_message(run, first, last))
     elif first > 0 and any_rank(stop.requested, setup.world.device):
         return False  # stopped before its first step, and the checkpoint it resumed from stands
     micro_batches = read_micro_batches(run, setup, first, last)
     instruments, anomalies = Instruments(run, setup, first, last), Anomalies(run, setup.start)
     saved = first
     for step in range(first, last):
-        setup.channel.step(step)
+        setup.channel.report_step(step)
         lr = learning_rate(run.optim, step, last)
         with instruments.measure(step) as count:
             result = train_step(run, setup, micro_batches, step, lr, count)
@@ -53,26 +53,26 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
         instruments.report(done, result.loss)
         stopping = any_rank(stop.requested, setup.world.device)
 
-        row = anomalies.marks(result, done)
+        row = anomalies.add_step(result, done)
         if row or is_last or stopping or is_due(run.log.every, done):
             row = step_row(position, result, lr, instruments.meter) | row
         if setup.validation and not stopping and (is_last or is_due(run.train.evaluate.every, done)):
-            setup.channel.phase("evaluate")
+            setup.channel.report_phase("evaluate")
             samples = range(run.train.evaluate.batches * run.train.batch)
-            loss = evaluate(run, setup.engine, setup.grid, setup.validation, samples, setup.channel.progress)
+            loss = evaluate(run, setup.engine, setup.grid, setup.validation, samples, setup.channel.report_progress)
             row = {"step": done} | row | {"validation_loss": finite_or_none(loss)}
         if row and setup.sinks:
             setup.sinks.write(row)
         anomalies.raise_if_too_many(result, done)
 
         if is_last or stopping or is_due(run.checkpoint.every, done):
-            setup.channel.phase("save")
+            setup.channel.report_phase("save")
             saved = save_checkpoint(run, setup, position) or saved
         if stopping and not is_last:
             if saved < done:
                 raise SystemExit(STOPPED_UNSAVED)
             return False
-    setup.channel.phase("end")
+    setup.channel.report_phase("end")
     if saved < last:
         resume = f"make room and start it again, and it resumes from step {saved}" if saved else "it has no checkpoint"
         raise LastStepNotSaved(f"trained to step {last}, which could not be saved: {resume}")
@@ -97,7 +97,7 @@ def train_step(
     labels = run.train.batch * run.train.seq
     if setup.batches.corpus.documents:  # labels that cross documents do not count: read the whole step to know how many do
         batches = [next(micro_batches) for _ in range(setup.engine.micros)]
-        labels = counted_labels(batches, setup.grid, setup.host)
+        labels = label_count(batches, setup.grid, setup.host)
         micro_batches = iter(batches)
     return setup.engine.step(lambda _: model_inputs(run, next(micro_batches), setup.grid, step), lr, labels, count)
 
@@ -107,7 +107,7 @@ def is_due(every: int, done: int) -> bool:
     return every > 0 and done % every == 0
 
 
-def nothing_to_train(run: Run, first: int, last: int) -> str:
+def no_steps_message(run: Run, first: int, last: int) -> str:
     """Return the message that a run has no step left, with the override that continues it."""
     longer = f"train.steps={2 * first}" if run.train.steps else f"train.tokens={2 * first * run.train.batch * run.train.seq:g}"
     if first == last:

@@ -97,13 +97,13 @@ def _remove_old_files(own: Path, probe: int) -> None:
         (cache_folder() / OLD_FILE).unlink(missing_ok=True)
     others = [path for path in own.parent.iterdir() if path != own]
     old = [path for path in others if (version := path.name.partition("-")[0]).isdigit() and int(version) < probe]
-    left = sorted((path for path in others if path not in old), key=_written_at, reverse=True)
+    left = sorted((path for path in others if path not in old), key=_write_time, reverse=True)
     for path in (*old, *left[MOST_FILES - 1 :]):
         with suppress(OSError):
             path.unlink()
 
 
-def _written_at(path: Path) -> float:
+def _write_time(path: Path) -> float:
     try:
         return path.stat().st_mtime
     except OSError:

@@ -90,7 +90,7 @@ class GroupAxes:
         """The axis of a message. A send is the pipeline's, whatever its group; small messages are control."""
         own = self._own.get(group.group_name)
         layers_only = own == "copies" or (own in AXES and AXES[own].layers_only)
-        if not layers_only and (verb == "barrier" or _small(payload)):
+        if not layers_only and (verb == "barrier" or _is_small(payload)):
             return CONTROL
         if verb == "send":
             return "pp"
@@ -100,7 +100,7 @@ class GroupAxes:
         return next((axis for axis, members in self._ranks if members == ranks), "world")
 
 
-def _small(payload: list[Tensor]) -> bool:
+def _is_small(payload: list[Tensor]) -> bool:
     """Whether a message has few elements, or integers: shapes, objects, traces that ranks compare."""
     return sum(map(Tensor.numel, payload)) <= SMALL or not payload[0].is_floating_point()
 

@@ -61,10 +61,10 @@ def make_grid(world: World, position: MeshPosition, *, copies: int = 1) -> Grid:
                 groups[name] = Group(axis=name, ranks=ranks, rank=ranks.index(world.rank), handle=handle)
     if _data_is_dp(position.mesh) and "dp" in groups:
         groups["data"] = groups["dp"]
-    return Grid(world=world, position=position, groups=groups, alone=_alone(world) if {"ep", "tp"} & groups.keys() else None)
+    return Grid(world=world, position=position, groups=groups, alone=_single_rank_group(world) if {"ep", "tp"} & groups.keys() else None)
 
 
-def _alone(world: World) -> dist.ProcessGroup:
+def _single_rank_group(world: World) -> dist.ProcessGroup:
     own: list[dist.ProcessGroup] = [dist.new_group([rank], timeout=WAIT) for rank in range(world.size)]
     return own[world.rank]
 

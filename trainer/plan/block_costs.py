@@ -129,7 +129,7 @@ def _recomputed_ops(ops: tuple[Op, ...], recompute: str) -> tuple[Op, ...]:
             return ()
 
 
-def _summed_again(again: tuple[Op, ...], form: ActivationForm) -> tuple[Op, ...]:
+def _ops_summed_again(again: tuple[Op, ...], form: ActivationForm) -> tuple[Op, ...]:
     """The recomputed ops whose forward sums are sent again.
 
     These are all of them, except that torch's checkpoint stops at the last tensor that backward needs, before that op's own result is
@@ -166,7 +166,7 @@ def _logits(op: Op, form: ActivationForm) -> Iterator[Tensor]:
 def _messages(ops: tuple[Op, ...], again: tuple[Op, ...], local: LocalTensors) -> Iterator[AxisMessage]:
     """The messages of a block's ops on every axis that splits it; equal messages are counted together."""
     counts: dict[tuple[str, str, int], list[int]] = {}
-    summed_again = _summed_again(again, local.form)
+    summed_again = _ops_summed_again(again, local.form)
     for op in ops:
         for axis in local.axes:
             repeated = op in (summed_again if axis.sums_results else again)

@@ -126,20 +126,20 @@ def fitting_changes(run: Run) -> Iterator[tuple[Change, int]]:
     """
     single = list(_single_changes(run))
     for size in (1, 2, 3):
-        found = [each for change in _combined(single, size) if (each := _fitting(run, change)) is not None]
+        found = [each for change in _combined_changes(single, size) if (each := _fitting_change(run, change)) is not None]
         if found:
             yield from found
             return
-    changes = [(), *single, *_combined(single, 2)]
+    changes = [(), *single, *_combined_changes(single, 2)]
     for times in (2, 4, 8, 16, 32, 64, 128):
         for change in changes:
-            each = _fitting(run, (("cluster.nodes", run.cluster.nodes * times), *change))
+            each = _fitting_change(run, (("cluster.nodes", run.cluster.nodes * times), *change))
             if each is not None:
                 yield each
                 return
 
 
-def _combined(changes: list[Change], size: int) -> Iterator[Change]:
+def _combined_changes(changes: list[Change], size: int) -> Iterator[Change]:
     """Yield every `size` changes of different keys as one."""
     for several in combinations(changes, size):
         keys = [key for change in several for key, _ in change]
@@ -147,9 +147,9 @@ def _combined(changes: list[Change], size: int) -> Iterator[Change]:
             yield tuple(pair for change in several for pair in change)
 
 
-def _fitting(run: Run, change: Change) -> tuple[Change, int] | None:
+def _fitting_change(run: Run, change: Change) -> tuple[Change, int] | None:
     """Return the change and the peak bytes with it, if the run is then legal, fits, and still has an engine if it had one."""
-    change = _filling(run, change)
+    change = _filling_change(run, change)
     changed = with_changes(run, change)
     if _broken_rules(changed):
         return None
@@ -159,7 +159,7 @@ def _fitting(run: Run, change: Change) -> tuple[Change, int] | None:
     return None if peak is None else (change, peak)
 
 
-def _filling(run: Run, change: Change) -> Change:
+def _filling_change(run: Run, change: Change) -> Change:
     """Return a change of degrees or nodes, with a data degree that fills the cluster again where the user set one."""
     new = with_changes(run, change)
     ranks, others = new.cluster.nodes * new.cluster.gpus, replica_size(new.parallel)

@@ -56,14 +56,14 @@ class Layout:
     def parts(self, stage: int) -> tuple[int, ...]:
         """The parts of the model that a stage holds, by their number."""
         last = len(self.partition.parts) - 1
-        return (stage, last - stage) if self.folded else (stage,)
+        return (stage, last - stage) if self.is_folded else (stage,)
 
     def layers(self, part: int) -> tuple[int, int]:
         """(first, last + 1) of a part's layers."""
         return self.partition.starts[part], self.partition.starts[part + 1]
 
     @property
-    def folded(self) -> bool:
+    def is_folded(self) -> bool:
         """Whether each stage holds two parts, the first stage both ends of the model."""
         return len(self.partition.parts) > self.mesh.pp
 
@@ -95,10 +95,10 @@ def layer_partition(parts: tuple[int, ...], *, folded: bool = False) -> LayerPar
 @lru_cache(maxsize=64)
 def split_layers(layers: int, parts: int, layer: float, first: float, last: float, *, folded: bool) -> LayerPartition:
     """The stages of a model whose layers are balanced over `parts` parts."""
-    return layer_partition(balanced(layers, parts, layer, first, last), folded=folded)
+    return layer_partition(balanced_layers(layers, parts, layer, first, last), folded=folded)
 
 
-def balanced(layers: int, stages: int, layer: float, first: float, last: float) -> tuple[int, ...]:
+def balanced_layers(layers: int, stages: int, layer: float, first: float, last: float) -> tuple[int, ...]:
     """Layers of each stage: even where they divide; else each layer goes to the stage that is lightest with it.
 
     `layer` is a layer's load, `first` and `last` are those of the embedding and the head, in the same unit. With equal layers this is the
@@ -106,7 +106,7 @@ def balanced(layers: int, stages: int, layer: float, first: float, last: float) 
     """
     if layers % stages == 0:
         return (layers // stages,) * stages
-    counts = [1] * stages if layers - stages <= ONE_BY_ONE else _almost_balanced(layers, stages, layer, first, last)
+    counts = [1] * stages if layers - stages <= ONE_BY_ONE else _almost_balanced_layers(layers, stages, layer, first, last)
     ends = {0: first, stages - 1: last} if stages > 1 else {0: first + last}
     heap = [((each + 1) * layer + ends.get(stage, 0.0), stage) for stage, each in enumerate(counts)]
     heapify(heap)
@@ -117,7 +117,7 @@ def balanced(layers: int, stages: int, layer: float, first: float, last: float) 
     return tuple(counts)
 
 
-def _almost_balanced(layers: int, stages: int, layer: float, first: float, last: float) -> list[int]:
+def _almost_balanced_layers(layers: int, stages: int, layer: float, first: float, last: float) -> list[int]:
     """Layers of each stage, a few fewer than it ends with: equal loads, embedding and head counted as the layers that they weigh."""
     middle = max(0, stages - 2)
     ends = sorted((int(first / layer), int(last / layer)))

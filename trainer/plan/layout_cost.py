@@ -61,7 +61,7 @@ def _stage_costs(context: CostContext, layout: Layout, blocks: BlockCosts) -> li
         layout.shard,
         layout.parallel.offload,
         logits_in_flight(layout),
-        layout.folded,
+        layout.is_folded,
     )
     costs = context.stages.get(key)
     if costs is None:
@@ -98,7 +98,7 @@ def sends_per_step(layout: Layout, index: int) -> int:
     stages, chunks = layout.mesh.pp, layout.parallel.chunks
     if stages == 1:
         return 0
-    if layout.folded:
+    if layout.is_folded:
         return layout.micros * 2 * (2 - (index == stages - 1) - (index == 0))
     forward = chunks - (index == stages - 1)
     backward = chunks - (index == 0)
@@ -153,6 +153,6 @@ def _hop_seconds(layout: Layout, blocks: BlockCosts) -> float:
 
 
 def _tied_seconds(context: CostContext, layout: Layout, blocks: BlockCosts) -> float:
-    if layout.mesh.pp == 1 or layout.folded or blocks.tied == 0:
+    if layout.mesh.pp == 1 or layout.is_folded or blocks.tied == 0:
         return 0.0
     return sum(row.exposed for row in pp.tied_sum(blocks.tied * context.widths.gradient, layout.wires.pair))

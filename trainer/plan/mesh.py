@@ -148,7 +148,7 @@ class Mesh:
 
         1 where its neighbours never share a node; the group's size where it stays inside one.
         """
-        runs = _merged(self.strides(group))
+        runs = _merge_runs(self.strides(group))
         if len(runs) <= 1:
             return _fewest_of_one_run(runs, gpus)
         together = ranks_in_node(runs, gpus)
@@ -163,7 +163,7 @@ class Mesh:
         return fewest
 
 
-def _merged(runs: RankRuns) -> RankRuns:
+def _merge_runs(runs: RankRuns) -> RankRuns:
     """The same ranks in the fewest runs: a run that continues where the one inside it ends is merged with it."""
     merged = list[RankRun]()
     for size, stride in runs:

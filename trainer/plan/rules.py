@@ -20,7 +20,7 @@ from .engines import ENGINES
 from .mesh import replica_degrees, replica_size
 from .precision import COMPUTES
 from .schedules import SCHEDULES
-from .value_rules import countable, folders, rates, window
+from .value_rules import folders, plannable_ranks, rates, window
 
 MOST_STAGES = 10_000
 MOST_SMALLER = 16  # smaller degrees of an axis that are tried
@@ -220,12 +220,12 @@ def pipeline(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRu
         either: tuple[Change, ...] = ((("parallel.schedule", "interleaved"),), (("parallel.chunks", 1),))
         yield BrokenRule("chunks", f"parallel.chunks={chunks} is for schedule interleaved, not {parallel.schedule}", either)
     if stages > 1 and schedule.chunked:
-        yield from _interleaved(run, parallel, microbatch)
+        yield from _interleaved_rules(run, parallel, microbatch)
     if stages > 1 and schedule.folded:
-        yield from _folded(run, parallel, microbatch)
+        yield from _folded_rules(run, parallel, microbatch)
 
 
-def _interleaved(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+def _interleaved_rules(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
     """A schedule with chunks needs at least two, and micro-batches in rounds of its stages."""
     plain: Change = (("parallel.schedule", "1f1b"), ("parallel.chunks", 1))
     if parallel.chunks == 1:
@@ -238,7 +238,7 @@ def _interleaved(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Brok
         yield BrokenRule("microbatches", says, ((("train.batch", more),), plain))
 
 
-def _folded(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+def _folded_rules(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
     """A folded schedule gives each stage two parts of the model, and needs a micro-batch for each part of the model."""
     layers, parts = run.model.layers, 2 * parallel.pp
     plain: Change = (("parallel.schedule", "1f1b"),)
@@ -328,7 +328,7 @@ def device(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule
 
 # Rules of a run whatever its degrees, and rules of a layout, which a sweep applies to each.
 OF_RUN: tuple[Rule, ...] = (names, folders, model, hugging_face, length, rates, window, precision, device)
-OF_LAYOUT: tuple[Rule, ...] = (hugging_face_layout, experts, world, tensor, context, pipeline, batch, offload, countable)
+OF_LAYOUT: tuple[Rule, ...] = (hugging_face_layout, experts, world, tensor, context, pipeline, batch, offload, plannable_ranks)
 
 
 def broken_rules(run: Run, parallel: Parallel, microbatch: int, rules: tuple[Rule, ...] = OF_RUN + OF_LAYOUT) -> list[BrokenRule]:

@@ -98,7 +98,7 @@ def logits_in_flight(layout: Layout) -> int:
 
 def _saved_bytes(layout: Layout, blocks: BlockCosts, kind: StageKind) -> int:
     """Activations that a stage saves of one micro-batch: its layers', the embedding's, and rotary positions once for each part."""
-    saved = kind.layers * blocks.layer.saved + (1 + layout.folded) * blocks.angles
+    saved = kind.layers * blocks.layer.saved + (1 + layout.is_folded) * blocks.angles
     return saved + (blocks.embedding.saved - blocks.angles if kind.first else 0)
 
 

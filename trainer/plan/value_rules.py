@@ -82,7 +82,7 @@ def window(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule
         yield BrokenRule("profile", f"log.profile=[{first},{last}]: steps are counted from 1", ((("log.profile", (1, 1)),),))
 
 
-def countable(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+def plannable_ranks(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
     """What can only be found by examining ranks one by one is planned for so many ranks at most."""
     gpus, others = run.cluster.gpus, replica_size(parallel)
     ranks = run.cluster.nodes * gpus

@@ -91,20 +91,20 @@ class HeadShards:
     def query_shard(self, rank: int) -> DimShard:
         """The query heads of a rank."""
         if self.copies == 1:
-            return _clipped(self.heads, rank * self.size, self.size)
+            return _clipped_shard(self.heads, rank * self.size, self.size)
         lane, part = divmod(rank, self.copies)
         first = lane * self.group
         last = min(first + self.group, self.heads)
-        return _clipped(last, min(last, first + part * self.size), self.size)
+        return _clipped_shard(last, min(last, first + part * self.size), self.size)
 
     def kv_shard(self, rank: int) -> DimShard:
         """The key and value heads of a rank."""
         lane, copy = divmod(rank, self.copies)
-        run = _clipped(self.kv_heads, lane * self.kv_size, self.kv_size)
+        run = _clipped_shard(self.kv_heads, lane * self.kv_size, self.kv_size)
         return DimShard(run.offset, run.length, run.size, copy, self.copies)
 
 
-def _clipped(whole: int, first: int, size: int) -> DimShard:
+def _clipped_shard(whole: int, first: int, size: int) -> DimShard:
     """The `size` elements from `first`, as far as they are below `whole`."""
     offset = min(first, whole)
     return DimShard(offset, max(0, min(whole, first + size) - offset), size)
@@ -122,7 +122,7 @@ def dim_shard(dim: str, size: Mapping[str, int], degree: int, rank: int, *, voca
             each = round_up(whole, vocab_multiple * degree) // degree
         case _:
             each = -(-whole // degree)
-    return _clipped(whole, rank * each, each)
+    return _clipped_shard(whole, rank * each, each)
 
 
 def idle_ranks(dim: str, size: Mapping[str, int], degree: int, *, vocab_multiple: int = 1) -> int:

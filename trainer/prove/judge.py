@@ -29,7 +29,7 @@ class Tolerance:
     norm: float
     weights: float
 
-    def scaled(self, factor: float) -> Tolerance:
+    def multiply(self, factor: float) -> Tolerance:
         """This tolerance times `factor`."""
         return Tolerance(loss=factor * self.loss, norm=factor * self.norm, weights=factor * self.weights)
 
@@ -149,7 +149,7 @@ def is_slight(result: LayoutResult, proof: ProofResult) -> bool:
     """Whether a layout departs by so little that a control run is worth its time; a proof has one control run at most."""
     if proof.control or not departure_reason(proof.reference, result, proof.tolerance):
         return False
-    return not departure_reason(proof.reference, result, proof.tolerance.scaled(SLIGHT))
+    return not departure_reason(proof.reference, result, proof.tolerance.multiply(SLIGHT))
 
 
 def exit_verdict(job: JobResult, limit: float | None) -> tuple[LayoutVerdict, str]:

@@ -109,7 +109,7 @@ def plan_proof(request: ProveRequest, recipe: Run, run_on: RunOn) -> Proof:
     runnable = {each.layout: each for each in trials if each.layout not in cannot}
     if not runnable:
         raise NothingToProve([_no_layout(recipe, skipped)])
-    chosen = _chosen(request, recipe, tuple(runnable))
+    chosen = _chosen_layouts(request, recipe, tuple(runnable))
     return Proof(
         recipe=recipe,
         reference=reference,
@@ -119,7 +119,7 @@ def plan_proof(request: ProveRequest, recipe: Run, run_on: RunOn) -> Proof:
     )
 
 
-def _chosen(request: ProveRequest, recipe: Run, runnable: Sequence[ProveLayout]) -> Sequence[ProveLayout]:
+def _chosen_layouts(request: ProveRequest, recipe: Run, runnable: Sequence[ProveLayout]) -> Sequence[ProveLayout]:
     """All runnable layouts, or by default the recipe's own, each axis alone, and few of the others."""
     if request.chosen != "few":
         return runnable

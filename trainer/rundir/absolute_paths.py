@@ -20,17 +20,17 @@ def relative_folder(folder: Path) -> str:
 def with_absolute_paths(run: Run) -> Run:
     """Return the run with every path absolute, so that it means the same in any working folder. `show` prints them as they were written."""
     paths = {key: getattr(getattr(run, part), name) for key in PATH_KEYS for part, name in [key.split(".")]}
-    found: dict[str, object] = {key: _absolute(value) for key, value in paths.items() if value}
+    found: dict[str, object] = {key: _absolute_path(value) for key, value in paths.items() if value}
     if run.data.path:
         found["data.path"] = (
             _absolute_pattern(run.data.path) if isinstance(run.data.path, str) else tuple(map(_absolute_pattern, run.data.path))
         )
     if run.data.tokenizer != "bytes":
-        found["data.tokenizer"] = _absolute(run.data.tokenizer)
+        found["data.tokenizer"] = _absolute_path(run.data.tokenizer)
     return with_changes(run, found.items())
 
 
-def _absolute(path: str) -> str:
+def _absolute_path(path: str) -> str:
     """Return the absolute path; an empty one stays empty."""
     return str(Path(os.path.expanduser(path)).absolute()) if path else path
 
@@ -39,5 +39,5 @@ def _absolute_pattern(word: str) -> str:
     """Return the absolute path or pattern; special characters in the working folder's own name are escaped."""
     expanded = os.path.expanduser(word)
     if not has_magic(expanded) or os.path.isabs(expanded) or os.path.lexists(expanded):
-        return _absolute(word)
+        return _absolute_path(word)
     return str(Path(escape(os.getcwd())) / expanded)

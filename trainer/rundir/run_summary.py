@@ -106,7 +106,7 @@ def _state(
     """A run's state and why it failed: by its lock, else by the exit status of its last `fit`, else by its steps and checkpoints."""
     if held:
         return "running", ""
-    if end is not None and isinstance(status := end.get("status"), int) and _ended_last(folder):
+    if end is not None and isinstance(status := end.get("status"), int) and _is_outcome_newest(folder):
         says = str(end.get("says") or "")
         return ("finished", "") if status == 0 else ("stopped", "") if status > 1 else ("failed", says)
     if planned is not None and checkpoint is not None and checkpoint >= planned:
@@ -119,10 +119,10 @@ def _state(
     return ("stopped", "") if checkpoint == steps else ("failed", "")
 
 
-def _ended_last(folder: Path) -> bool:
+def _is_outcome_newest(folder: Path) -> bool:
     """Whether no step was logged after ended.json was written: ranks that torchrun or sbatch started log steps and write no end."""
-    logged = _modified(folder / "metrics.jsonl")
-    return logged is None or logged <= (_modified(folder / OUTCOME_FILE) or 0.0) + CLOCK_SLACK
+    logged = _write_time(folder / "metrics.jsonl")
+    return logged is None or logged <= (_write_time(folder / OUTCOME_FILE) or 0.0) + CLOCK_SLACK
 
 
 def _newest_checkpoint(folder: Path) -> tuple[int | None, tuple[str, ...]]:
@@ -203,7 +203,7 @@ def _text(file: Path) -> str:
     return ""
 
 
-def _modified(file: Path) -> float | None:
+def _write_time(file: Path) -> float | None:
     with suppress(OSError):
         return file.stat().st_mtime
     return None
@@ -211,5 +211,5 @@ def _modified(file: Path) -> float | None:
 
 def _last_write(folder: Path) -> float:
     """Seconds since 1970 at which metrics.jsonl was last written, else run.json, else the folder."""
-    times = (_modified(folder / name) for name in ("metrics.jsonl", "run.json", "."))
+    times = (_write_time(folder / name) for name in ("metrics.jsonl", "run.json", "."))
     return next((each for each in times if each is not None), 0.0)

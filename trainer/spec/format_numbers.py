@@ -20,7 +20,7 @@ def digits(value: float, most: int = 3) -> str:
 
 def size_text(count: float) -> str:
     """Bytes in the unit that suits them: 61.2 GiB."""
-    return _scaled(count, _BINARY, 1024)
+    return _scaled_text(count, _BINARY, 1024)
 
 
 def binary_unit(count: float) -> str:
@@ -46,12 +46,12 @@ def part_of_size(count: float, whole: float) -> str:
 
 def count_text(value: float) -> str:
     """A count of parameters, tokens or steps: 175 B, 1.01 T; below 100,000 in full."""
-    return f"{value:,.0f}" if abs(value) < 1e5 else _scaled(value, _COUNTS, 1000)
+    return f"{value:,.0f}" if abs(value) < 1e5 else _scaled_text(value, _COUNTS, 1000)
 
 
 def rate_text(value: float, unit: str) -> str:
     """A rate with an SI prefix: 163 TFLOP/s."""
-    return _scaled(value, tuple(f" {prefix}{unit}" for prefix in _SI), 1000)
+    return _scaled_text(value, tuple(f" {prefix}{unit}" for prefix in _SI), 1000)
 
 
 def seconds_text(value: float) -> str:
@@ -74,7 +74,7 @@ def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def _scaled(value: float, units: Sequence[str], step: int) -> str:
+def _scaled_text(value: float, units: Sequence[str], step: int) -> str:
     power = 0
     while power < len(units) - 1 and abs(round(value, 0 if abs(value) >= 100 else 1)) >= step:
         value, power = value / step, power + 1

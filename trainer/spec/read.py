@@ -69,7 +69,7 @@ def _value(value: Any, hint: Any, key: str, problems: list[Problem]) -> Any:
     try:
         if not _is_finite(value):
             raise msgspec.ValidationError("not a finite number")
-        return msgspec.convert(_integral(value), hint)
+        return msgspec.convert(_as_integers(value), hint)
     except msgspec.ValidationError:
         problems.append(_range_problem(value, hint, key) or _suffix_problem(value, hint, key) or _type_problem(value, hint, key))
         return None
@@ -135,11 +135,11 @@ def _why_not_text(value: Any) -> str:
     return next((why for each in inside if (why := _why_not_text(each))), "")
 
 
-def _integral(value: Any) -> Any:
+def _as_integers(value: Any) -> Any:
     """Return integral floats as integers: YAML reads 1e6 as a float."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
-    return [_integral(each) for each in value] if _is_list(value) else value
+    return [_as_integers(each) for each in value] if _is_list(value) else value
 
 
 def _choices(hint: Any) -> Iterator[Any]:
@@ -174,7 +174,7 @@ def _hint(value: Any, hint: Any, key: str) -> str:
 
 def _accepts(value: Any, hint: Any) -> bool:
     try:
-        msgspec.convert(_integral(value), hint)
+        msgspec.convert(_as_integers(value), hint)
     except msgspec.ValidationError:
         return False
     return True

@@ -120,7 +120,7 @@ class DeepSpeedAdapter(Engine):
         """
         if self.stage:
             return None
-        gradients = [each.parameter.grad for each in self.parameters if each.counted and each.parameter.grad is not None]
+        gradients = [each.parameter.grad for each in self.parameters if each.is_counted and each.parameter.grad is not None]
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
         squares = torch.stack(norms).square().sum() if norms else torch.zeros((), dtype=torch.float64, device=self.grid.world.device)
         if group := self.grid.group("model"):

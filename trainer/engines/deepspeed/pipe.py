@@ -46,7 +46,7 @@ class PipeEngine(DeepSpeedAdapter):
             torch_optimizer(run, module.parameters()),
             self._config(sum(each.numel() for each in module.parameters())),
             schedule=run.parallel.schedule,
-            timed=self._timed,
+            timed=self._measure_time,
             before_data_axis=self._sum_gradients,
             stage0_norm=self._stage0_norm,
             optimizer_step=lambda: self._optimizer_step(skip=not self._finite),
@@ -97,10 +97,10 @@ class PipeEngine(DeepSpeedAdapter):
         if count := self.engine.current.count:
             count.backward(self.held_bytes())
         self._sum_over_tensor_axis()
-        self._sum_tied()
+        self._sum_tied_gradients()
         self._finite = self._is_finite(self.engine.total)
 
-    def _sum_tied(self) -> None:
+    def _sum_tied_gradients(self) -> None:
         """Sum a tied weight's gradients of the first stage (the embedding's) and of the last (the head's): both step with the sum."""
         group = self.grid.group("ends")
         if group is None or not self.run.model.tied or len(self.stages) > 1:

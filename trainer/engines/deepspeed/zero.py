@@ -103,14 +103,14 @@ class ZeroEngine(DeepSpeedAdapter):
         total = torch.zeros((), device=self.grid.world.device)
         self.clock = dict.fromkeys(("data", "forward", "backward", "step"), 0.0)
         for index in range(self.micros):
-            with self._timed("data"):
+            with self._measure_time("data"):
                 tokens, targets, further = micro(index)
             counting = count if index == 0 else None
-            with self._timed("forward"), counting.forward([self.module], tokens, targets, further) if counting else nullcontext():
+            with self._measure_time("forward"), counting.forward([self.module], tokens, targets, further) if counting else nullcontext():
                 loss, _ = self.engine(tokens, targets, **further)
                 total += loss.detach().float()
             # DeepSpeed averages over micro-batches and replicas; the loss is the mean over the global batch's labels.
-            with self._timed("backward"):
+            with self._measure_time("backward"):
                 self.engine.backward(loss * (self.micros * self.grid.size("data") / labels))
             if counting:
                 counting.backward(self.held_bytes())
@@ -121,7 +121,7 @@ class ZeroEngine(DeepSpeedAdapter):
             norm = self._stage0_norm() if last else None
             if norm is not None:
                 self.engine.clip_fp32_gradients = partial(clip, self.module.parameters(), norm, self.run.train.clip)
-            with self._timed("step"), self._optimizer_step(skip=not finite):
+            with self._measure_time("step"), self._optimizer_step(skip=not finite):
                 self.engine.step()
         if group := self.grid.group("data"):
             dist.all_reduce(total, group=group.handle)

@@ -61,7 +61,7 @@ def become_reaper() -> int:
 
 
 @contextlib.contextmanager
-def signals_blocked() -> Iterator[None]:
+def block_signals() -> Iterator[None]:
     """Block FORWARDED in this process, and in processes that it starts in the block until they unblock them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     try:

@@ -34,7 +34,7 @@ OnProgress = Callable[[str], None]  # called with the phase, as often as there i
 
 
 class Channel:
-    """A rank's end of the pipe. Without a pipe (a rank started by hand) `say` and `problem` are printed to `out`, or else to stdout."""
+    """A rank's end of the pipe. Without a pipe (a rank started by hand) PRINTED messages go to `out`, or else to stdout."""
 
     def __init__(self, fd: int | None, out: TextIO | None = None) -> None:
         self._fd = fd
@@ -55,26 +55,26 @@ class Channel:
         """Send one or more lines for the user."""
         self._send("say", text)
 
-    def status(self, text: str) -> None:
+    def report_status(self, text: str) -> None:
         """Send the live line. It is dropped while the pipe is full, so that a stopped terminal never blocks a step."""
         self._send("status", text, droppable=True)
 
-    def step(self, step: int) -> None:
+    def report_step(self, step: int) -> None:
         """Report that this rank begins `step`; dropped while the pipe is full."""
         self._send("step", step, droppable=True)
 
-    def phase(self, name: str) -> None:
+    def report_phase(self, name: str) -> None:
         """Report that this rank begins something other than a step, which may take longer."""
         self._send("phase", name, droppable=True)
 
-    def progress(self, name: str) -> None:
+    def report_progress(self, name: str) -> None:
         """Report progress in a phase, at most every PROGRESS_INTERVAL seconds; may be called from any thread."""
         now, (phase, at) = time.monotonic(), self._last_progress
         if name != phase or now >= at + PROGRESS_INTERVAL:
             self._last_progress = (name, now)
-            self.phase(name)
+            self.report_phase(name)
 
-    def problem(self, text: str, *, refused: bool = False) -> None:
+    def report_problem(self, text: str, *, refused: bool = False) -> None:
         """Report why this rank is about to end. This ends the run: the other ranks are asked to stop.
 
         `refused`: the user asked for something that can't be done, and the rank is not at fault.
@@ -83,7 +83,7 @@ class Channel:
             self._send("refused", True)
         self._send("problem", text)
 
-    def done(self) -> None:
+    def report_done(self) -> None:
         """Report that this rank has finished its work; exit status 0 must follow."""
         self._send("done", True)
 

@@ -14,7 +14,7 @@ from typing import IO
 
 from ...system import parent_watch
 from ..agent import orphans
-from ..agent.local_agent import signals_blocked
+from ..agent.local_agent import block_signals
 from ..rank import channel
 from ..rank.environment import RankEnvironment
 from ..rank.log import RankLog, open_rank_log
@@ -148,7 +148,7 @@ def start_under_agent(
     mark = orphans.new_mark()
     pipes = {parent_watch.VARIABLE: str(watched), channel.VARIABLE: str(write_end), orphans.VARIABLE: mark}
     try:
-        with signals_blocked():
+        with block_signals():
             agent = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(AGENT), str(watched), str(write_end), *command],
                 stdin=subprocess.DEVNULL,

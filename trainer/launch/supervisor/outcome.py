@@ -69,17 +69,17 @@ class RankOutcome:
         return self.where.partition("(")[0].rstrip()
 
     @property
-    def stopped(self) -> bool:
+    def has_stopped(self) -> bool:
         """Whether it was asked to stop, saved, and exited."""
         return self.code == STOPPED
 
     @property
-    def succeeded(self) -> bool:
+    def has_succeeded(self) -> bool:
         """Whether it finished its work, or stopped with a checkpoint saved."""
-        return not self.problem and (self.stopped or (self.done and self.code == 0))
+        return not self.problem and (self.has_stopped or (self.done and self.code == 0))
 
     @property
-    def ended_on_request(self) -> bool:
+    def has_ended_on_request(self) -> bool:
         """Whether it ended because it was asked to stop or killed, without saving."""
         stopped = self.stop_requested and self.code in {each for stop in _STOPS for each in (-stop, 128 + stop)}
         return not self.problem and (stopped or (self.killed and self.code == -signal.SIGKILL))
@@ -89,15 +89,15 @@ class RankOutcome:
         """Whether a machine failed rather than the program, so that a restart from the last checkpoint may succeed."""
         if self.fate != "ended" or (self.code < 0 and not self.problem):
             return True
-        return bool(_MACHINE_FAULT.search(self.cause)) or self.lost_peer
+        return bool(_MACHINE_FAULT.search(self.cause)) or self.has_lost_peer
 
     @property
-    def lost_peer(self) -> bool:
+    def has_lost_peer(self) -> bool:
         """Whether it ended because a peer, or the link to it, had gone: its own host need not be at fault."""
         return bool(_LOST_PEER.search(self.cause))
 
     @property
-    def gave_no_reason(self) -> bool:
+    def has_no_reason(self) -> bool:
         """Whether it failed without a word, like a rank that leaves the report to rank 0."""
         return self.code > 0 and not self.problem and not exception_line(self.log.last_lines(SEARCHED_LINES))
 
@@ -131,12 +131,12 @@ class Outcome:
         return next((each for each in self.ranks if each.rank == self.rank), None)
 
     @property
-    def refused(self) -> bool:
+    def is_refused(self) -> bool:
         """Whether the ranks refused what the user asked for, before their first step."""
         return self.root_cause is not None and self.root_cause.refused and all(each.step is None for each in self.ranks)
 
     @property
-    def port_taken(self) -> bool:
+    def is_port_taken(self) -> bool:
         """Whether it failed before its first step because another process listens at MASTER_PORT."""
         return self.status == FAILED and bool(_PORT_TAKEN.search(self.says)) and all(each.step is None for each in self.ranks)
 
@@ -144,10 +144,10 @@ class Outcome:
 def run_outcome(ended: Sequence[RankOutcome], stop_signal: int | None) -> Outcome:
     """Return a run's outcome from its ranks', in the order in which they ended; `stop_signal` asked the run to stop, if any did."""
     ranks = tuple(sorted(ended, key=lambda each: each.rank))
-    if all(each.succeeded for each in ended):
-        stopped = any(each.stopped for each in ended)
+    if all(each.has_succeeded for each in ended):
+        stopped = any(each.has_stopped for each in ended)
         return Outcome(status=STOPPED if stopped else TRAINED, ranks=ranks, says="stopped; a checkpoint is saved" if stopped else "")
-    if stop_signal is not None and all(each.succeeded or each.ended_on_request for each in ended):
+    if stop_signal is not None and all(each.has_succeeded or each.has_ended_on_request for each in ended):
         says = f"stopped by {signal.Signals(stop_signal).name} before all ranks had saved"
         return Outcome(status=128 + stop_signal, ranks=ranks, says=says)
     cause = root_cause(ended)
@@ -167,9 +167,9 @@ def root_cause(ended: Sequence[RankOutcome]) -> RankOutcome:
 
     Ranks of one host are lost together, in any order: the lowest is returned.
     """
-    failed = [each for each in ended if not each.succeeded]
-    own = [each for each in failed if not each.ended_on_request and not each.lost_peer]
-    first = min(own or failed, key=lambda each: (each.gave_no_reason, each.stop_requested))
+    failed = [each for each in ended if not each.has_succeeded]
+    own = [each for each in failed if not each.has_ended_on_request and not each.has_lost_peer]
+    first = min(own or failed, key=lambda each: (each.has_no_reason, each.stop_requested))
     together = [each for each in failed if each.fate == first.fate == "lost" and each.host == first.host]
     return min(together, key=lambda each: each.rank, default=first)
 

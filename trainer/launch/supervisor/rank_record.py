@@ -39,9 +39,9 @@ class RankRecord:
         self._partial_line = b""
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         """Whether it failed, or reported a problem and so is about to."""
-        return bool(self.problem) or (self.outcome is not None and not self.outcome.succeeded)
+        return bool(self.problem) or (self.outcome is not None and not self.outcome.has_succeeded)
 
     def receive(self, data: bytes) -> list[Message]:
         """Record the messages in some bytes from the rank, and return them."""
@@ -68,7 +68,7 @@ class RankRecord:
             killed=self.killed,
             fate=self.fate,
         )
-        if self.outcome.succeeded:  # its last phase was the exit, or the save of a rank that was asked to stop
+        if self.outcome.has_succeeded:  # its last phase was the exit, or the save of a rank that was asked to stop
             self._note_progress("ended")
 
     def record_hang(self, problem: str) -> None:

@@ -100,7 +100,7 @@ class Supervisor:
         assert rank.outcome is not None
         self._outcomes.append(rank.outcome)
         self._watchdog.learn(rank)
-        if rank.outcome.stopped and self._stop_others_at is None:
+        if rank.outcome.has_stopped and self._stop_others_at is None:
             self._stop_others_at = time.monotonic() + STOP_TOGETHER
         self._selector.unregister(rank.fd)
 
@@ -111,7 +111,7 @@ class Supervisor:
 
     def _watch_for_hang(self) -> None:
         """When no rank makes progress, have all write their stacks; then end the run, and blame the rank that holds the others up."""
-        idle = self._watchdog.overdue(self._running(), self._ranks) if self._kill_at is None else None
+        idle = self._watchdog.overdue_seconds(self._running(), self._ranks) if self._kill_at is None else None
         if idle is None:
             self._read_stacks_at = None
         elif self._read_stacks_at is None:
@@ -127,7 +127,7 @@ class Supervisor:
     def _end_together(self) -> None:
         """When a rank fails, ask the others to stop, and kill them after the grace."""
         now = time.monotonic()
-        if self._kill_at is None and any(rank.failed for rank in self._ranks):
+        if self._kill_at is None and any(rank.has_failed for rank in self._ranks):
             self._kill_at = now + self._grace
             for rank in self._ranks:
                 if not rank.problem:  # a rank that has reported a problem is ending already

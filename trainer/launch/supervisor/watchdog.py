@@ -58,7 +58,7 @@ class Watchdog:
         step = max(map(_step, ranks))
         self.timed_out |= dict.fromkeys({rank.phase for rank in running}, (step, idle))
 
-    def overdue(self, running: Sequence[WatchedRank], ranks: Sequence[WatchedRank]) -> float | None:
+    def overdue_seconds(self, running: Sequence[WatchedRank], ranks: Sequence[WatchedRank]) -> float | None:
         """Return the seconds since any rank made progress if they exceed the limit; `ranks` includes those that have ended."""
         if not running:
             return None

@@ -78,7 +78,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 def point_latest(path: Path) -> None:
     """Make `latest` name a checkpoint; raises OSError where it is unchanged."""
-    with _new_latest(path) as pointer:
+    with _write_new_latest(path) as pointer:
         _replace_latest(pointer, path.parent)
 
 
@@ -88,7 +88,7 @@ def publish_checkpoint(temporary: Path, path: Path) -> None:
     The new `latest` is on the disk before the rename, so that a full disk stops both or neither. A broken checkpoint of that name is
     removed first, and before it a `latest` that names it.
     """
-    with _new_latest(path) as pointer:
+    with _write_new_latest(path) as pointer:
         if path.exists():
             if latest_checkpoint(path.parent) == path:
                 (path.parent / LATEST).unlink()
@@ -99,7 +99,7 @@ def publish_checkpoint(temporary: Path, path: Path) -> None:
 
 
 @contextmanager
-def _new_latest(path: Path) -> Iterator[Path]:
+def _write_new_latest(path: Path) -> Iterator[Path]:
     """Write the new `latest` under a hidden name, and remove that on failure."""
     pointer = hidden_name(path.parent / LATEST, "tmp")
     try:

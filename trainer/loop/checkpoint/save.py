@@ -105,33 +105,33 @@ class _Save:
         """Check, write and publish, then remove old checkpoints."""
         path = step_path(self.folder, self.step)
         temporary = hidden_name(path, "tmp")
-        with _removed_on_failure(temporary if self.rank == 0 else None):
+        with _remove_on_failure(temporary if self.rank == 0 else None):
             with self.clock.part("check"):
-                checks = self._on_all_ranks(lambda: self._prepare(path, temporary, shards, extra))
+                checks = self._run_on_all_ranks(lambda: self._prepare(path, temporary, shards, extra))
             if len(checks) != self.world:
                 raise ValueError(f"{len(checks)} ranks of {self.world} are saving: gather must reach all of them")
             if checks[0]["exists"]:
                 return self._result(path, fresh=False)
             self._check_room(checks)
             temporary = self.folder / checks[0]["temporary"]
-            written = self._on_all_ranks(lambda: self._write(temporary))
+            written = self._run_on_all_ranks(lambda: self._write(temporary))
             with self.clock.part("publish"):
-                self._on_all_ranks(lambda: self._publish(temporary, path, written, extra))
+                self._run_on_all_ranks(lambda: self._publish(temporary, path, written, extra))
         with self.clock.part("remove"):
             notes = [*notes, *(self._prune(keep) if self.rank == 0 else [])]
         return self._result(path, size=sum(file["bytes"] for each in written for file in each["files"].values()), notes=notes)
 
     def make_room(self) -> tuple[str, ...]:
         """Remove as many of the oldest checkpoints as this one needs room, if that is enough. Return a note for each."""
-        needed = sum(self._on_all_ranks(lambda: needed_bytes(self.owned)))
-        if not self._on_all_ranks(lambda: frees_enough(self.folder, checkpoint_steps(self.folder)[1:], needed))[0]:
+        needed = sum(self._run_on_all_ranks(lambda: needed_bytes(self.owned)))
+        if not self._run_on_all_ranks(lambda: frees_enough(self.folder, checkpoint_steps(self.folder)[1:], needed))[0]:
             return ()
         kept = find_newest(self.folder, rank=self.rank, world=self.world, gather=self.gather, on_progress=self.on_progress).checkpoint
         older = [step for step in reversed(checkpoint_steps(self.folder)) if kept and step < kept.step]
-        removed = self._on_all_ranks(lambda: remove_oldest(self.folder, older, needed) if self.rank == 0 else [])[0]
+        removed = self._run_on_all_ranks(lambda: remove_oldest(self.folder, older, needed) if self.rank == 0 else [])[0]
         return tuple(f"step_{step} was removed to make room" for step in removed)
 
-    def _on_all_ranks(self, work: Callable[[], Any]) -> list[Any]:
+    def _run_on_all_ranks(self, work: Callable[[], Any]) -> list[Any]:
         return run_on_all_ranks(self.gather, work)
 
     def _prepare(self, path: Path, temporary: Path, shards: Iterable[Shard], extra: dict[str, Any]) -> dict[str, Any]:
@@ -191,7 +191,7 @@ class _Save:
 
 
 @contextmanager
-def _removed_on_failure(temporary: Path | None) -> Iterator[None]:
+def _remove_on_failure(temporary: Path | None) -> Iterator[None]:
     """Remove the temporary folder if the block raises."""
     try:
         yield

@@ -54,7 +54,7 @@ class Batches:
     def batch(self, first_sample: int, count: int) -> Batch:
         """Return samples first_sample .. + count of the run, counted from 0 across epochs."""
         samples = np.arange(first_sample, first_sample + count)
-        source, window = self.located(samples)
+        source, window = self.locate(samples)
         tokens = np.empty((count, self.seq + 1), np.int64)
         documents = np.empty_like(tokens) if self.corpus.documents else None
         for row in range(count):
@@ -69,7 +69,7 @@ class Batches:
             documents=None if documents is None else torch.from_numpy(documents[:, :-1].copy()),
         )
 
-    def located(self, samples: Indices) -> tuple[Indices, Indices]:
+    def locate(self, samples: Indices) -> tuple[Indices, Indices]:
         """Return (source [n], window [n]) of each sample [n]."""
         source, nth = blend(samples, [each.weight for each in self.corpus.sources])
         window = np.empty_like(nth)

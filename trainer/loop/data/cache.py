@@ -40,7 +40,7 @@ def cached_folder(cache: Path, key: str, make: Callable[[Path], None], say: Say,
         return folder
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with _exclusive(cache / f"{key}.lock", say):
+        with _hold_lock(cache / f"{key}.lock", say):
             damage = _damage(folder, key, whole=whole)
             if damage is not None:
                 if folder.exists():
@@ -160,7 +160,7 @@ def _write_atomically(path: Path, text: str) -> None:
 
 
 @contextmanager
-def _exclusive(path: Path, say: Say) -> Iterator[None]:
+def _hold_lock(path: Path, say: Say) -> Iterator[None]:
     """Let one process in at a time; the kernel releases the lock of a process that dies."""
     with open(path, "a") as file:
         try:

@@ -65,7 +65,7 @@ class AnswerStream:
             self._remarks.add(remark)
             self.send({"remark": remark})
 
-    def progress(self, what: str, done: int, total: int) -> None:
+    def report_progress(self, what: str, done: int, total: int) -> None:
         """Send progress; a total of 0 makes it a remark."""
         if not total:
             self.remark(what)
@@ -126,7 +126,7 @@ def prepare_stats(data: Data, vocab: int, seq: int, answers: AnswerStream, *, ev
     checked = check_data(data, vocab, answers.remark)
     if checked.tokenizer:
         _estimate_sources(checked, data, answers)  # for its remarks
-    corpus = prepare_corpus(data, vocab=vocab, seq=seq, cache=cache_folder(data), progress=answers.progress)
+    corpus = prepare_corpus(data, vocab=vocab, seq=seq, cache=cache_folder(data), progress=answers.report_progress)
     if evaluate:
         windows(corpus, seq, "validation")
     return replace(corpus_stats(corpus), entropy=corpus.entropy)

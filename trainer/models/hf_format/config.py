@@ -172,7 +172,7 @@ def read_hf_config(path: str | Path) -> dict[str, object]:
     found = (
         *_type_problems(flat, kind),
         *_disagreements(flat, kind),
-        *_unsupported(flat, kind, family),
+        *_unsupported_keys(flat, kind, family),
         *_window_problems(flat, kind, family),
     )
     if found:
@@ -265,7 +265,7 @@ def _disagreements(config: Mapping[str, Any], kind: ConfigKind) -> Iterator[tupl
             yield f"{pairs} differ, but model.{row.ours} is a single value", "set them to the same value"
 
 
-def _unsupported(config: Mapping[str, Any], kind: ConfigKind, family: str) -> Iterator[tuple[str, str]]:
+def _unsupported_keys(config: Mapping[str, Any], kind: ConfigKind, family: str) -> Iterator[tuple[str, str]]:
     """Yield (problem, fix) for values that our family does not have."""
     for row in (*kind.allowed, AllowedValues(kind.act, tuple(kind.acts))):
         value = config.get(row.theirs)

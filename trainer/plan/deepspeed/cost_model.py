@@ -95,4 +95,4 @@ def _hidden_states(layout: Layout, kind: StageKind) -> int:
     most one of each."""
     if layout.mesh.pp == 1:
         return 0
-    return 2 * (1 + layout.folded) - kind.first - kind.last
+    return 2 * (1 + layout.is_folded) - kind.first - kind.last

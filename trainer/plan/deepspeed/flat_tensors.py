@@ -70,7 +70,9 @@ def flat_elements(held: StageParameters, ranks: int, ep: int = 1) -> FlatElement
     return FlatElements(
         part=sum(parts),
         whole=sum(part * (ranks // stride) for part, (_, stride) in zip(parts, groups, strict=True)),
-        overlapping=_most_of_a_rank([group.overlapping(part, stride) for part, (group, stride) in zip(parts, groups, strict=True)], ranks),
+        overlapping=_most_on_one_rank(
+            [group.overlapping_elements(part, stride) for part, (group, stride) in zip(parts, groups, strict=True)], ranks
+        ),
         stage3=_stage3_elements(held, ranks),
     )
 
@@ -81,8 +83,8 @@ def stepped_elements(held: StageParameters, copies: TensorCopies, stage: int, ra
     that steps most."""
     if stage in (0, 3) or ranks == 1:
         return _stage3_elements(held, 1 if stage == 0 else ranks, copies)
-    stepped = [group.stepped(group.part(ranks), copies) for group in _flat_groups(held)]
-    return _most_of_a_rank(stepped, ranks) if data is None else sum(of_rank(data)[0] for of_rank in stepped)
+    stepped = [group.stepped_elements(group.part(ranks), copies) for group in _flat_groups(held)]
+    return _most_on_one_rank(stepped, ranks) if data is None else sum(of_rank(data)[0] for of_rank in stepped)
 
 
 def _stage3_elements(held: StageParameters, ranks: int, copies: TensorCopies | None = None) -> int:
@@ -97,7 +99,7 @@ def _stage3_elements(held: StageParameters, ranks: int, copies: TensorCopies | N
 RankElements = Callable[[int], tuple[int, int]]  # rank -> (its elements, the last of the following ranks with as many)
 
 
-def _most_of_a_rank(groups: Sequence[RankElements], ranks: int) -> int:
+def _most_on_one_rank(groups: Sequence[RankElements], ranks: int) -> int:
     """Return the most elements that a rank has of all flat tensors together."""
     rank = most = 0
     while rank < ranks:
@@ -123,7 +125,7 @@ class FlatGroup:
         """Return the elements of a rank's part."""
         return -(-self.size // (ALIGNED * ranks)) * ALIGNED
 
-    def overlapping(self, part: int, stride: int) -> RankElements:
+    def overlapping_elements(self, part: int, stride: int) -> RankElements:
         """Return the elements, by rank, of the parameters that overlap its part; `stride` neighbouring ranks have the same part."""
 
         def of_rank(rank: int) -> tuple[int, int]:
@@ -137,7 +139,7 @@ class FlatGroup:
 
         return of_rank
 
-    def stepped(self, part: int, copies: TensorCopies) -> RankElements:
+    def stepped_elements(self, part: int, copies: TensorCopies) -> RankElements:
         """Return the elements, by rank, of its part that belong to parameters with such copies on the tensor axis."""
 
         def of_rank(rank: int) -> tuple[int, int]:

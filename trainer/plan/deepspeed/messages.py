@@ -27,7 +27,7 @@ def traffic_terms(run: Run, mesh: Mesh, shards: Sequence[WeightShard]) -> Iterat
         return
     rows = [(sum(prod(each.size) for each in group), copies) for group, copies in _flat_groups(shards, ranks, mesh.ep) if copies > 1]
     flat = [elements for elements, _ in rows]
-    padded = [_aligned(elements, ALIGNED * copies) for elements, copies in rows]
+    padded = [_round_up(elements, ALIGNED * copies) for elements, copies in rows]
     # At stage 1 the optimizer of bf16 with float32 gradients reduces its flat tensors with their padding.
     reduced = sum(padded if stage == 1 and width.gradient > width.weight else flat)
     rounds = micros if stage == 2 else 1
@@ -51,7 +51,7 @@ def _flat_groups(shards: Sequence[WeightShard], ranks: int, ep: int) -> Iterator
 def _stage3_terms(sizes: Sequence[int], ranks: int, micros: int, width: int) -> Iterator[TrafficTerm]:
     """Each parameter is padded to a multiple of the ranks. Backward finds what forward gathered if it is reused within `REUSED` elements;
     how much is gathered twice beyond that is known only roughly, and left out."""
-    every, persistent = (sum(_aligned(size, ranks) * width for size in sizes if size <= most) for most in (max(sizes), PERSISTENT))
+    every, persistent = (sum(_round_up(size, ranks) * width for size in sizes if size <= most) for most in (max(sizes), PERSISTENT))
     if persistent:
         says = f"parameters of at most {PERSISTENT} elements gathered once, after the optimizer's step"
         yield TrafficTerm(verb="all_gather", bytes=persistent, says=says)
@@ -62,5 +62,5 @@ def _stage3_terms(sizes: Sequence[int], ranks: int, micros: int, width: int) -> 
     yield TrafficTerm(verb="reduce_scatter", bytes=micros * every, says=says)
 
 
-def _aligned(elements: int, multiple: int) -> int:
+def _round_up(elements: int, multiple: int) -> int:
     return -(-elements // multiple) * multiple
