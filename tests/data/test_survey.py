@@ -1,34 +1,25 @@
-"""The survey of data before a run: figures, remarks and every problem, as JSON lines from a child process."""
+"""The survey of data before a run: figures, remarks and every problem, as JSON lines."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from distrain.tests.fakes.small_tokenizer import LINE, write_tokenizer
 from distrain.trainer.loop.data.corpus_stats import corpus_stats
 from distrain.trainer.loop.data.prepare import prepare_corpus
 from distrain.trainer.loop.data.survey import AnswerStream, ReaderGone, answer
 from distrain.trainer.spec.run import Data
-from distrain.trainer.system.child_process import end_child
-
-COMMAND = [sys.executable, "-m", "distrain.trainer.loop.data.survey"]
-LINE = "to be or not to be, that is the question\n"
 
 
 def ask(mode: str = "look", vocab: int = 256, seq: int = 8, *, evaluate: bool = False, **data: Any) -> list[dict[str, Any]]:
-    """Every line of the answer, asked in this process."""
+    """Run the survey in this process and return every line of its answer."""
     reader, writer = os.pipe()
     question = {"data": data, "vocab": vocab, "seq": seq, "mode": mode, "evaluate": evaluate}
     with os.fdopen(reader) as said:
@@ -39,7 +30,7 @@ def ask(mode: str = "look", vocab: int = 256, seq: int = 8, *, evaluate: bool = 
 
 
 def figures(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """The facts, which come last and once."""
+    """Return the facts, which are the last line and come once."""
     assert [list(line) for line in lines if "facts" in line or "problems" in line] == [["facts"]]
     found: dict[str, Any] = lines[-1]["facts"]
     return found
@@ -109,19 +100,6 @@ def write_table(path: Path) -> Path:
         with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_stream(sink, rows.schema) as writer:
             writer.write_table(rows, max_chunksize=200)
     return path
-
-
-def write_tokenizer(folder: Path, **model: Any) -> Path:
-    tokenizers = pytest.importorskip("tokenizers")
-    rules = tokenizers.Tokenizer(tokenizers.models.BPE(**model))
-    rules.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = [] if model else tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["</s>", "<unk>"], initial_alphabet=alphabet, show_progress=False
-    )
-    rules.train_from_iterator([LINE], trainer)
-    rules.save(str(folder / "tokenizer.json"))
-    return folder / "tokenizer.json"
 
 
 def test_the_size_of_plain_text_as_bytes_is_exact(tmp_path: Path) -> None:
@@ -283,145 +261,6 @@ def test_a_remark_is_made_once(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(LINE * 100)
     lines = ask("prepare", 50257, name="text", path=str(tmp_path / "a.txt"), cache=str(tmp_path / "cache"))
     assert remarks(lines) == ["data.tokenizer=bytes has 256 ids, but model.vocab=50257: the other ids never occur"]
-
-
-# The process
-
-
-@contextmanager
-def start_survey(**words: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A survey that has been asked, in a process of its own."""
-    child = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    try:
-        assert child.stdin is not None
-        child.stdin.write(json.dumps(words).encode())
-        child.stdin.close()
-        yield child
-    finally:
-        end_child(child)
-
-
-def test_the_survey_answers_on_stdout_and_exits_0(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text(LINE * 100)
-    data = {"name": "text", "path": str(tmp_path / "a.txt")}
-    for path, last in ((data["path"], "facts"), ("no.txt", "problems")):
-        question = json.dumps({"data": {**data, "path": path}, "vocab": 256, "seq": 8, "mode": "look"})
-        done = subprocess.run(COMMAND, input=question, capture_output=True, text=True)
-        assert (done.returncode, done.stderr) == (0, "")
-        assert list(json.loads(done.stdout.splitlines()[-1])) == [last]
-
-
-def test_the_survey_imports_no_heavy_package() -> None:
-    program = """
-import sys
-from distrain.trainer.loop.data import survey
-print(sorted({"torch", "deepspeed", "transformers", "tokenizers", "pyarrow", "zstandard", "wandb"} & set(sys.modules)))
-sys.modules["torch"] = None
-answers = survey.AnswerStream(1)
-answers.send(survey.answer(sys.stdin.buffer.read(), answers))
-"""
-    question = json.dumps({"data": {"name": "stdlib"}, "vocab": 256, "seq": 8, "mode": "look"})
-    done = subprocess.run([sys.executable, "-c", program], input=question, capture_output=True, text=True)
-    assert done.stdout.splitlines()[0] == "[]", done.stderr
-    assert list(json.loads(done.stdout.splitlines()[-1])) == ["facts"]
-
-
-def descendants(pid: int) -> set[int]:
-    """The processes that a process has started, and theirs."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-    found = {pid}
-    while more := {child for child, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {pid}
-
-
-def alive(pids: set[int]) -> set[int]:
-    """Those of the processes that run."""
-    running = set()
-    for pid in pids:
-        with suppress(OSError):
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
-                running.add(pid)
-    return running
-
-
-def until(met: Any) -> Any:
-    """What is met at last; fails after a minute."""
-    deadline = time.monotonic() + 60
-    while not (found := met()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return found
-
-
-@pytest.fixture
-def preparing(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A survey whose processes tokenize text that does not come to an end: the last turns read a pipe that nobody writes to."""
-    if len(os.sched_getaffinity(0)) < 2:
-        pytest.skip("one core tokenizes in one process")
-    path = write_endless(tmp_path)
-    data = {"name": "text", "path": str(path), "cache": str(tmp_path / "cache"), "tokenizer": str(write_tokenizer(tmp_path))}
-    with start_survey(data=data, vocab=300, seq=8, mode="prepare") as child:
-        until(lambda: len(descendants(child.pid)) >= 2)
-        yield child
-
-
-def write_endless(folder: Path) -> Path:
-    """Text that takes this tokenizer minutes."""
-    path = folder / "a.txt"
-    with path.open("w") as file:
-        for _ in range(200):
-            file.write("to be or not to be " * 50_000 + "\n")
-    return path
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_survey_and_its_children_and_leaves_no_partial_cache(
-    number: signal.Signals, preparing: subprocess.Popen[bytes], tmp_path: Path
-) -> None:
-    children = descendants(preparing.pid)
-    preparing.send_signal(number)
-    assert preparing.wait(60) == 128 + number
-    assert not alive(children)
-    assert [path.suffix for path in (tmp_path / "cache").iterdir() if path.name != "hashes"] == [".lock"]
-    assert preparing.stderr is not None
-    assert preparing.stderr.read() == b""
-
-
-def test_the_children_end_when_the_survey_is_killed(preparing: subprocess.Popen[bytes]) -> None:
-    children = descendants(preparing.pid)
-    preparing.kill()
-    until(lambda: not alive(children))
-
-
-def test_the_survey_dies_with_its_parent(tmp_path: Path) -> None:
-    data = {
-        "name": "text",
-        "path": str(write_endless(tmp_path)),
-        "cache": str(tmp_path / "cache"),
-        "tokenizer": str(write_tokenizer(tmp_path)),
-    }
-    question = json.dumps({"data": data, "vocab": 300, "seq": 8, "mode": "prepare"})
-    program = f"""
-import subprocess
-child = subprocess.Popen({COMMAND!r}, stdin=subprocess.PIPE)
-child.stdin.write({question.encode()!r})
-child.stdin.close()
-child.wait()
-"""
-    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
-    try:
-        assert parent.stdout is not None
-        assert b"progress" in parent.stdout.readline()
-        family = descendants(parent.pid)
-        assert family
-        parent.kill()
-        until(lambda: not alive(family))
-    finally:
-        end_child(parent)
 
 
 def test_the_survey_ends_when_its_reader_is_gone() -> None:

@@ -1,256 +1,11 @@
-"""Memory of every stage: ZeRO's and Megatron's bytes a parameter, Korthikanti's worked figures, and properties of every layout."""
+"""Planned memory of a stage, one mechanism a test, and what DeepSpeed and our modules were measured to hold."""
 
-from dataclasses import fields
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
 
-from distrain.trainer.plan.changed_run import with_changes
-from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.plan.result import Memory, MemoryBytes
-from distrain.trainer.plan.schedules import SCHEDULES, peak_in_flight
-from distrain.trainer.spec.run import Cluster, Device, Link, Model, Parallel, Run, Train
-
-# Large enough for every run, so that nothing is mended.
-DEVICE = Device(name="A100", memory=1e18, bandwidth=2e12, peak={"fp16": 312e12, "bf16": 312e12, "fp32": 19.5e12}, units=108, context=7e8)
-LINK = Link(bandwidth=25e9, latency=1e-5)
-GIB = 2**30
-
-
-def run_of(model: Model, ranks: int, **changes: Any) -> Run:
-    """A run on nodes of 8 (fewer where there are fewer ranks), with keys changed: parallel__tp=8."""
-    gpus = min(8, ranks)
-    cluster = Cluster(nodes=ranks // gpus, gpus=gpus, device=DEVICE, inside=LINK, between=LINK)
-    train = Train(batch=ranks, seq=2048, steps=1, precision="fp16", attention="math")
-    run = Run(name="test", model=model, cluster=cluster, parallel=Parallel(), train=train)
-    return with_changes(run, [(key.replace("__", "."), value) for key, value in changes.items()])
-
-
-def memory_of(run: Run) -> Memory:
-    plan = make_plan(run)
-    assert plan.problems == ()
-    assert plan.memory is not None
-    return plan.memory
-
-
-def first(run: Run) -> MemoryBytes:
-    return memory_of(run).stages[0].bytes
-
-
-def states(held: MemoryBytes) -> int:
-    return held.weights + held.gradients + held.optimizer
-
-
-def gpt(layers: int, hidden: int, heads: int, vocab: int = 51200, **sizes: Any) -> Model:
-    sizes = {"tied": True, "dropout": 0.1} | sizes
-    return Model(family="gpt", layers=layers, hidden=hidden, heads=heads, vocab=vocab, bias=True, **sizes)
-
-
-# 32 (12 h^2 + 13 h) + (336534 + 2048 + 2) h = 7.5e9 parameters, and 127 layers of 25600 with 44399 words 1e12.
-ZERO_7B = gpt(32, 4000, 32, vocab=336534)
-ZERO_1T = gpt(127, 25600, 160, vocab=44399)
-
-
-# arXiv:1910.02054 figure 1: 120, 31.4, 16.6 and 1.9 GB for 7.5B parameters on 64 ranks, K = 12.
-@pytest.mark.parametrize(("zero", "each", "gigabytes"), [(0, 16, 120), (1, 4 + 12 / 64, 31.4), (2, 2 + 14 / 64, 16.6), (3, 16 / 64, 1.9)])
-def test_zero_stages_take_the_papers_gigabytes_of_7_5b_on_64_ranks(zero: int, each: float, gigabytes: float) -> None:
-    held = states(first(run_of(ZERO_7B, 64, parallel__zero=zero)))
-    assert held == each * 7.5e9
-    assert round(held / 1e9, 1) == gigabytes
-
-
-def test_a_trillion_parameters_take_16_gigabytes_a_rank_on_1024() -> None:
-    """arXiv:1910.02054 section 1: 16 TB over 1024."""
-    assert states(first(run_of(ZERO_1T, 1024, parallel__zero=3))) == 16e12 / 1024
-
-
-# Bytes a parameter that every rank has and that ranks share: Megatron-LM docs/user-guide/features/dist_optimizer.md, whose
-# fp16 optimizer keeps a second, fp32 copy of the gradients.
-# fmt: off
-VARIANTS = pytest.mark.parametrize(("precision", "gradients", "copy", "name", "whole", "shared"), [
-    ("fp16", "auto", False, "adamw", 4, 12),
-    ("fp16", "auto", True,  "adamw", 4, 16),
-    ("bf16", "fp32", False, "adamw", 6, 12),
-    ("fp32", "auto", False, "adamw", 8,  8),
-    ("bf16", "auto", False, "sgd",   4,  4),
-])
-# fmt: on
-
-
-@VARIANTS
-@pytest.mark.parametrize("d", [2, 8, 64])
-def test_the_distributed_optimizer_shards_its_bytes_of_a_parameter(
-    precision: str, gradients: str, copy: bool, name: str, whole: int, shared: int, d: int
-) -> None:
-    keys = {"train__precision": precision, "train__gradients": gradients, "optim__gradient_copy": copy, "optim__name": name}
-    assert states(first(run_of(ZERO_7B, d, **keys))) == (whole + shared) * 7.5e9
-    assert states(first(run_of(ZERO_7B, d, **keys, parallel__zero=1))) == (whole + shared / d) * 7.5e9
-
-
-# arXiv:2205.05198 table 3: layers, hidden, heads, stages, chunks of a stage, micro-batch; tp 8, seq 2048, vocab 51200.
-# fmt: off
-KORTHIKANTI = {
-    "22B":  ( 48,  6144,  64,  1, 1, 4),
-    "175B": ( 96, 12288,  96,  8, 3, 1),
-    "530B": (105, 20480, 128, 35, 3, 1),
-    "1T":   (128, 25600, 160, 64, 1, 1),
-}
-# Its figure 1, in GiB, first stage: parameters and optimizer; activations as they are, and with sequence parallel and selective
-# recomputation. The numbers are of validation.py in Calculon's repository: of a stage's layers, without the embedding, and of
-# parameters the matrices alone (ours, with biases and norms, are up to 0.1 % more).
-FIGURE_1 = [
-    ("22B",  45.56,  59.25,  9.56),
-    ("175B", 45.56,  66.84, 12.35),
-    ("530B", 31.64, 114.02, 23.08),
-    ("1T",   32.96, 131.25, 26.56),
-]
-# Its figure 7: activations in % of tensor parallel's with sequence parallel, selective recomputation, both, full recomputation.
-FIGURE_7 = [
-    ("22B",  66.84, 49.42, 16.18, 7.64),
-    ("175B", 62.04, 56.53, 18.49, 8.71),
-    ("530B", 58.31, 62.04, 20.27, 9.42),
-    ("1T",   58.31, 62.04, 20.27, 9.42),
-]
-# fmt: on
-
-
-def of_layers(name: str, **changes: Any) -> tuple[float, float]:
-    """(parameters and optimizer, activations) of the first stage's layers, in bytes: what more layers add, in proportion."""
-    layers, hidden, heads, stages, chunks, micro = KORTHIKANTI[name]
-    keys = {"parallel__tp": 8, "parallel__pp": stages, "parallel__chunks": chunks, "train__microbatch": micro, "train__gradients": "fp32"}
-    keys |= {"parallel__schedule": "interleaved" if chunks > 1 else "1f1b", "train__batch": micro * 4 * stages}
-    held = []
-    for more in (0, stages * chunks):
-        held.append(first(run_of(gpt(layers + more, hidden, heads), 8 * stages, **keys | changes)))
-    share = layers / (stages * chunks)
-    return (states(held[1]) - states(held[0])) * share, (held[1].activations - held[0].activations) * share
-
-
-@pytest.mark.parametrize(("name", "parameters", "activations", "least"), FIGURE_1)
-def test_a_first_stage_holds_korthikantis_gibibytes(name: str, parameters: float, activations: float, least: float) -> None:
-    held, kept = of_layers(name)
-    _, fewer = of_layers(name, parallel__sequence=True, parallel__recompute="selective")
-    assert held / GIB == pytest.approx(parameters, rel=1e-3)
-    assert [round(each / GIB, 2) for each in (kept, fewer)] == [activations, least]
-
-
-@pytest.mark.parametrize(("name", "sequence", "selective", "both", "full"), FIGURE_7)
-def test_the_remaining_share_of_activations_is_korthikantis(name: str, sequence: float, selective: float, both: float, full: float) -> None:
-    """Within 0.15 of a percentage point: the shares were read off a drawing."""
-    ways = ({"sequence": True}, {"recompute": "selective"}, {"sequence": True, "recompute": "selective"}, {"recompute": "full"})
-    whole = of_layers(name)[1]
-    left = [100 * of_layers(name, **{f"parallel__{key}": value for key, value in way.items()})[1] / whole for way in ways]
-    assert left == pytest.approx([sequence, selective, both, full], abs=0.15)
-
-
-# What holds for every layout.
-DEGREES = st.sampled_from([1, 1, 2, 4])
-MODELS: list[dict[str, Any]] = [
-    {"family": "gpt", "bias": True, "tied": True, "dropout": 0.1},
-    {"family": "llama", "norm": "rmsnorm", "act": "swiglu", "positions": "rope", "kv_heads": 2, "ffn": 96},
-    {"family": "moe", "act": "swiglu", "positions": "rope", "kv_heads": 4, "ffn": 96, "experts": 8, "top_k": 2, "shared_experts": 1},
-    {"family": "bert", "bias": True, "tied": True, "dropout": 0.1},
-]
-
-
-@st.composite
-def runs(draw: st.DrawFn) -> Run:
-    """A small legal run of any family, schedule and layout; layers may be uneven over the stages."""
-    shape = draw(st.sampled_from(MODELS))
-    schedule = draw(st.sampled_from(list(SCHEDULES)))
-    ep = draw(st.sampled_from([1, 2, 4])) if shape["family"] == "moe" else 1
-    tp, cp, dp, pp = draw(DEGREES), draw(st.sampled_from([1, 1, 2])), ep * draw(DEGREES), draw(st.integers(1, 4))
-    chunks, layers, micros = 1, draw(st.integers(pp, 12)), draw(st.integers(1, 9))
-    if SCHEDULES[schedule].chunked:
-        chunks, micros = draw(st.integers(2, 3)), pp * draw(st.integers(1, 3))
-        layers = pp * chunks * draw(st.integers(1, 2))
-    if SCHEDULES[schedule].folded:
-        layers, micros = draw(st.integers(2 * pp, 12)), 2 * pp + draw(st.integers(0, 3))
-    micro = draw(st.sampled_from([1, 2, 3]))
-    precision = draw(st.sampled_from(["fp32", "bf16", "fp16"]))
-    keys = {
-        "cluster__nodes": 1,
-        "cluster__gpus": tp * cp * dp * pp,
-        "parallel__dp": dp,
-        "parallel__tp": tp,
-        "parallel__pp": pp,
-        "parallel__cp": cp,
-        "parallel__ep": ep,
-        "parallel__zero": draw(st.integers(0, 3)),
-        "parallel__shard": draw(st.sampled_from(["all", ep, dp, dp * cp])),
-        "parallel__schedule": schedule,
-        "parallel__chunks": chunks,
-        "parallel__sequence": draw(st.booleans()),
-        "parallel__recompute": draw(st.sampled_from(["none", "selective", "full"])),
-        "parallel__bucket": draw(st.sampled_from([1000, 50_000_000])),
-        "train__seq": 64,
-        "train__microbatch": micro,
-        "train__batch": micro * dp * micros,
-        "train__precision": precision,
-        "train__gradients": draw(st.sampled_from(["auto", "fp32"])),
-        "train__attention": draw(st.sampled_from(["flash", "math"])),
-    }
-    return run_of(Model(**shape, layers=layers, hidden=64, heads=8, vocab=draw(st.sampled_from([1000, 1001]))), 1, **keys)
-
-
-def also(run: Run, key: str, value: object) -> list[MemoryBytes]:
-    return [stage.bytes for stage in memory_of(with_changes(run, [(key, value)])).stages]
-
-
-@given(runs())
-def test_a_stages_total_is_the_sum_of_its_kinds(run: Run) -> None:
-    memory = memory_of(run)
-    for stage in memory.stages:
-        kinds = {row.name: getattr(stage.bytes, row.name) for row in fields(stage.bytes)}
-        assert kinds.pop("total") == sum(kinds.values())
-        assert all(type(size) is int and size >= 0 for size in kinds.values())
-    assert memory.peak == max(stage.bytes.total for stage in memory.stages) == memory.stages[memory.stage].bytes.total
-
-
-@given(runs())
-def test_stages_hold_every_layer_once_in_order(run: Run) -> None:
-    parts = sorted(part for stage in memory_of(run).stages for part in (stage.layers, stage.back) if part is not None)
-    assert [each for begin, end in parts for each in range(begin, end)] == list(range(run.model.layers))
-
-
-@given(runs())
-def test_weights_gradients_and_optimizer_never_rise_with_zero(run: Run) -> None:
-    sizes = [[states(held) for held in also(run, "parallel.zero", zero)] for zero in range(4)]
-    assert all(less <= more for after, before in zip(sizes[1:], sizes, strict=False) for less, more in zip(after, before, strict=True))
-
-
-@given(runs())
-def test_saved_activations_never_rise_with_recomputation(run: Run) -> None:
-    sizes = [[held.activations for held in also(run, "parallel.recompute", way)] for way in ("none", "selective", "full")]
-    assert all(less <= more for after, before in zip(sizes[1:], sizes, strict=False) for less, more in zip(after, before, strict=True))
-
-
-@given(runs())
-def test_sequence_parallelism_never_saves_more_activations(run: Run) -> None:
-    split, whole = (also(run, "parallel.sequence", sequence) for sequence in (True, False))
-    assert all(less.activations <= more.activations for less, more in zip(split, whole, strict=True))
-
-
-@given(runs())
-def test_micro_batches_in_flight_are_those_of_the_schedules_actions(run: Run) -> None:
-    parallel, dp = run.parallel, int(run.parallel.dp)
-    row, micros = SCHEDULES[parallel.schedule], run.train.batch // (dp * run.train.microbatch)
-    for stage in memory_of(run).stages:
-        actions = row.actions(stage.index, parallel.pp, micros, parallel.chunks)
-        assert stage.in_flight == (peak_in_flight(actions, row.parts(parallel.chunks)) if parallel.pp > 1 else 1)
-
-
-@given(runs())
-def test_a_stage_saves_activations_of_each_micro_batch_in_flight(run: Run) -> None:
-    """An inner stage holds layers alone, so its activations are in proportion to those of a step of one micro-batch."""
-    schedule = SCHEDULES[run.parallel.schedule]
-    assume(run.parallel.pp > 2 and not (schedule.chunked or schedule.folded))
-    alone = also(run, "train.batch", int(run.parallel.dp) * run.train.microbatch)
-    for stage, one in list(zip(memory_of(run).stages, alone, strict=True))[1:-1]:
-        assert stage.bytes.activations == stage.in_flight * one.activations
-
+from distrain.tests.fakes.planned_memory import MODELS, ZERO_7B, first_stage, gpt, memory_of, run_of, stage_bytes, states
+from distrain.trainer.spec.run import Device, Model, Run
 
 # One mechanism each, on a layer of 12 h^2 + 13 h parameters.
 H, V = 1024, 50000
@@ -297,22 +52,22 @@ def test_key_and_value_heads_are_replicated_where_ranks_are_more() -> None:
 
 def test_zero_3_holds_two_layers_gathered_and_the_gradients_of_one() -> None:
     small = gpt(4, H, 16, vocab=1000)
-    whole, sharded = (first(run_of(small, 8, parallel__zero=zero)) for zero in (0, 3))
+    whole, sharded = (first_stage(run_of(small, 8, parallel__zero=zero)) for zero in (0, 3))
     assert sharded.buffers - whole.buffers == (2 + 2 + 2) * LAYER
 
 
 def test_zero_1_and_2_hold_a_bucket_of_gradients() -> None:
     for zero in (1, 2):
-        held = first(run_of(SMALL, 8, parallel__zero=zero, parallel__bucket=1_000_000))
-        assert held.buffers - first(run_of(SMALL, 8)).buffers == 2 * 1_000_000
+        held = first_stage(run_of(SMALL, 8, parallel__zero=zero, parallel__bucket=1_000_000))
+        assert held.buffers - first_stage(run_of(SMALL, 8)).buffers == 2 * 1_000_000
 
 
 def test_zero_over_one_rank_changes_nothing() -> None:
-    assert [first(run_of(SMALL, 1, parallel__zero=zero)) for zero in range(4)] == [first(run_of(SMALL, 1))] * 4
+    assert [first_stage(run_of(SMALL, 1, parallel__zero=zero)) for zero in range(4)] == [first_stage(run_of(SMALL, 1))] * 4
 
 
 def test_a_hybrid_shard_divides_by_its_ranks_alone() -> None:
-    shared = states(first(run_of(ZERO_7B, 64, parallel__zero=3, parallel__shard=8)))
+    shared = states(first_stage(run_of(ZERO_7B, 64, parallel__zero=3, parallel__shard=8)))
     assert shared == 16 * 7.5e9 / 8
 
 
@@ -323,20 +78,20 @@ def test_experts_are_divided_among_expert_ranks_and_sharded_over_the_others() ->
     assert whole.parameters - split.parameters == experts - experts // 4
     rest = whole.parameters - experts
     assert states(split.bytes) == 16 * (rest + experts // 4)
-    sharded = first(run_of(model, 8, parallel__ep=4, parallel__zero=3))
+    sharded = first_stage(run_of(model, 8, parallel__ep=4, parallel__zero=3))
     assert states(sharded) == 16 * (rest + experts) // 8
 
 
 def test_an_offloaded_optimizer_and_offloaded_weights_are_not_on_the_device() -> None:
-    here = first(run_of(SMALL, 8, parallel__zero=3))
-    optimizer = first(run_of(SMALL, 8, parallel__zero=3, parallel__offload__optimizer=True))
-    everything = first(run_of(SMALL, 8, parallel__zero=3, parallel__offload__optimizer=True, parallel__offload__parameters=True))
+    here = first_stage(run_of(SMALL, 8, parallel__zero=3))
+    optimizer = first_stage(run_of(SMALL, 8, parallel__zero=3, parallel__offload__optimizer=True))
+    everything = first_stage(run_of(SMALL, 8, parallel__zero=3, parallel__offload__optimizer=True, parallel__offload__parameters=True))
     assert (optimizer.weights, optimizer.gradients, optimizer.optimizer) == (here.weights, here.gradients, 0)
     assert (everything.weights, everything.gradients, everything.optimizer) == (0, here.gradients, 0)
 
 
 def test_logits_take_two_bytes_and_their_softmax_four() -> None:
-    held = first(run_of(SMALL, 2, parallel__tp=2, train__microbatch=2, train__batch=2))
+    held = first_stage(run_of(SMALL, 2, parallel__tp=2, train__microbatch=2, train__batch=2))
     assert held.logits == 2048 * 2 * (V // 2) * (2 + 4)
 
 
@@ -359,18 +114,18 @@ def test_a_folded_pipeline_has_both_ends_on_its_first_stage() -> None:
 
 def test_schedules_that_do_not_flush_keep_older_weights() -> None:
     run = run_of(SMALL, 4, parallel__pp=4)
-    once, stashed, twice = (also(run, "parallel.schedule", name) for name in ("1f1b", "pipedream", "pipedream_2bw"))
+    once, stashed, twice = (stage_bytes(run, "parallel.schedule", name) for name in ("1f1b", "pipedream", "pipedream_2bw"))
     assert [held.weights for held in stashed] == [(4 - stage) * held.weights for stage, held in enumerate(once)]
     assert [held.weights for held in twice] == [2 * held.weights for held in once]
 
 
 def test_context_parallelism_splits_saved_activations() -> None:
-    whole, split = (first(run_of(SMALL, 8, parallel__cp=cp, train__attention="flash")) for cp in (1, 8))
+    whole, split = (first_stage(run_of(SMALL, 8, parallel__cp=cp, train__attention="flash")) for cp in (1, 8))
     assert split.activations * 8 == whole.activations
 
 
 def test_the_drivers_memory_is_overhead() -> None:
-    assert first(run_of(SMALL, 1)).overhead == 700_000_000
+    assert first_stage(run_of(SMALL, 1)).overhead == 700_000_000
 
 
 # What DeepSpeed and our own modules hold, on a CPU: as they were counted on live tensors.

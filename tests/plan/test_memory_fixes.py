@@ -1,0 +1,130 @@
+"""Runs that do not fit: the message has the largest kinds of memory, and the smallest changes that fit."""
+
+import re
+from dataclasses import fields
+
+import pytest
+
+from distrain.tests.fakes.valid_run import BASE, Keys, fixed_run, gpt
+from distrain.trainer.plan.changed_run import with_changes
+from distrain.trainer.plan.plan import make_plan
+from distrain.trainer.spec.key_units import gib_text
+from distrain.trainer.spec.problem import Problem
+from distrain.trainer.spec.run import Model, Run
+
+LLAMA = Model(
+    family="llama", layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, norm="rmsnorm", act="swiglu", positions="rope"
+)
+MIXTRAL = Model(
+    family="moe", layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000, positions="rope", act="swiglu", experts=8, top_k=2
+)
+WIDE, SEVEN = gpt(96, 12288, 96), gpt(32, 4096, 32)
+
+# Runs that don't fit, and how many keys the smallest change takes that does (None: none does).
+# fmt: off
+FULL: dict[str, tuple[Keys, int | None]] = {
+    "nothing sharded":         ({"model": SEVEN},                                                                             1),
+    "attention's scores":      ({"model": SEVEN, "train.attention": "math", "parallel.zero": 3, "train.seq": 4096},           1),
+    "a large micro-batch":     ({"model": SEVEN, "parallel.zero": 3, "train.microbatch": 16},                                 1),
+    "a small device":          ({"model": gpt(24, 2048, 16), "cluster.device.memory": 16e9},                                  1),
+    "a long sequence":         ({"model": SEVEN, "parallel.zero": 3, "train.seq": 16384},                                     1),
+    "tensor parallel's whole": ({"model": gpt(64, 8192, 64), "parallel.tp": 8, "parallel.zero": 3, "train.microbatch": 8},  1),
+    "all of gpipe's forwards": ({"model": SEVEN, "parallel.pp": 2, "parallel.tp": 8, "parallel.schedule": "gpipe"},           1),
+    "a data degree that is set": ({"model": SEVEN, "parallel.dp": 16, "train.seq": 4096},                                     1),
+    "too few stages":          ({"model": WIDE, "cluster.nodes": 16, "parallel.tp": 8, "parallel.pp": 4},                     1),
+    "a mixture":               ({"model": MIXTRAL},                                                                           1),
+    "experts split":           ({"model": MIXTRAL, "parallel.ep": 8, "train.seq": 4096},                                      2),
+    "a hybrid shard":          ({"model": WIDE, "parallel.zero": 3, "parallel.shard": 2, "cluster.nodes": 8},                 2),
+    "a long context":          ({"model": LLAMA, "train.seq": 65536, "train.microbatch": 1, "train.batch": 16},               2),
+    "an offloaded optimizer":  ({"model": WIDE, "parallel.zero": 1, "parallel.offload.optimizer": True},                      2),
+    "175B on two nodes":       ({"model": WIDE, "train.microbatch": 1},                                                       3),
+    "175B on one device":      ({"model": WIDE, "train.microbatch": 1, "cluster.nodes": 1, "cluster.gpus": 1},                3),
+    "1T on one device that is set": ({"model": gpt(128, 25600, 160), "cluster.nodes": 1, "cluster.gpus": 1, "parallel.dp": 1}, None),
+}
+# fmt: on
+
+# What is tried, smallest first: the order that trainer/plan/fixes.py states.
+ORDER = (
+    "parallel.recompute=selective",
+    "parallel.schedule=1f1b",
+    "parallel.shard=all",
+    "parallel.sequence",
+    "parallel.zero",
+    "train.microbatch",
+    "parallel.recompute=full",
+    "train.attention",
+    "parallel.tp",
+    "parallel.pp",
+    "parallel.cp",
+    "parallel.offload",
+    "cluster.nodes",
+)
+
+
+def full(name: str) -> tuple[Run, Problem]:
+    run = with_changes(BASE, FULL[name][0].items())
+    plan = make_plan(run)
+    assert (plan.ok, plan.fits) == (True, False)
+    (problem,) = plan.problems
+    return run, problem
+
+
+def steps(change: tuple[str, ...]) -> list[int]:
+    """The places in the order of a change's keys, but for a data degree that follows another."""
+    return [next(at for at, each in enumerate(ORDER) if word.startswith(each)) for word in change if not word.startswith("parallel.dp")]
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_a_run_that_does_not_fit_is_reported_with_its_largest_kinds_of_memory(name: str) -> None:
+    run, problem = full(name)
+    memory = make_plan(run).memory
+    assert memory is not None
+    held = memory.stages[memory.stage].bytes
+    said = re.fullmatch(rf"needs {gib_text(memory.peak)} GiB of {gib_text(memory.capacity)} on stage {memory.stage}: (.*)", problem.says)
+    assert said is not None
+    told = [each.split() for each in said[1].split(", ")]
+    kinds = {row.name: getattr(held, row.name) for row in fields(held) if row.name != "total"}
+    assert [word for _, word in told] == [gib_text(kinds[kind]) for kind, _ in told]
+    assert [kinds[kind] for kind, _ in told] == sorted(kinds.values())[:-4:-1]
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_every_fitting_change_fits_in_the_bytes_shown(name: str) -> None:
+    run, problem = full(name)
+    before = make_plan(run)
+    told = []
+    for change in problem.changes:
+        after = make_plan(fixed_run(run, change))
+        assert (after.problems, after.fits) == ((), True)
+        assert after.memory is not None
+        assert before.engine is None or after.engine is not None
+        told.append(f"{' '.join(change)} ({gib_text(after.memory.peak)})")
+    assert problem.mend == ("fits with " + " or ".join(told) if told else "no change of layout was found that fits on this cluster")
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_the_smallest_changes_come_first(name: str) -> None:
+    _, problem = full(name)
+    places = [steps(change) for change in problem.changes]
+    assert [len(each) for each in places] == [FULL[name][1]] * len(places)
+    assert places == sorted(places) or ORDER.index("cluster.nodes") in places[0]
+    assert (not places) == (FULL[name][1] is None)
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_no_single_change_fits_where_several_keys_are_shown(name: str) -> None:
+    keys, least = FULL[name]
+    if least == 1:
+        return
+    run = with_changes(BASE, keys.items())
+    for key, word in (("recompute", "selective"), ("recompute", "full"), ("sequence", True), ("zero", 1), ("zero", 2), ("zero", 3)):
+        assert not make_plan(with_changes(run, [(f"parallel.{key}", word)])).fits
+
+
+def test_one_of_the_sentences_in_full() -> None:
+    _, problem = full("nothing sharded")
+    assert re.fullmatch(
+        r"needs 1\d\d\.\d GiB of 74\.5 on stage 0: optimizer \d+\.\d, (weights|gradients) \d+\.\d, (weights|gradients) \d+\.\d: "
+        r"fits with parallel\.zero=1 \(\d+\.\d\) or parallel\.zero=2 \(\d+\.\d\) or parallel\.zero=3 \(\d+\.\d\)",
+        str(problem),
+    )

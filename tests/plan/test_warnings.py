@@ -1,0 +1,160 @@
+"""Warnings of a plan: each one is provoked, and each fix of a layout that no engine runs is applied."""
+
+from typing import Any
+
+import pytest
+
+from distrain.tests.fakes.valid_run import BASE, HF, INTERLEAVED, MOE, Keys, fixed_run, gpt
+from distrain.trainer.plan.changed_run import with_changes
+from distrain.trainer.plan.cost_context import CostContext
+from distrain.trainer.plan.estimate import Estimator
+from distrain.trainer.plan.layout_cost import layout_cost
+from distrain.trainer.plan.plan import make_plan
+from distrain.trainer.plan.run_layout import run_layout
+from distrain.trainer.plan.warnings import WARNINGS
+
+# Runs that are legal but slow, wasteful or not fully planned: (the warning's rule, keys, how the warning begins).
+
+# fmt: off
+COSTLY: list[tuple[str, Keys, str]] = [
+    ("time", {"cluster.device.peak": {}},
+        "no times: how fast A100 is in bf16 is not stated: "),
+    ("time", {"cluster.inside": None},
+        "no times: cluster.inside is not stated: set cluster.inside.bandwidth (bytes/s per GPU and direction) and .latency (seconds)"),
+    ("time", {"cluster.between": None},
+        "no times: cluster.between is not stated: set cluster.between.bandwidth (bytes/s per GPU and direction) and .latency (seconds)"),
+    ("time", {"parallel.zero": 1, "parallel.offload.optimizer": True},
+        "no times: the speed of an offloaded optimizer step is not known"),
+    ("routing", MOE | {"parallel.ep": 4},
+        "memory, messages and times of expert ranks are planned for even routing, 8 experts over 4 ranks"),
+    ("capacity", MOE | {"model.capacity": 1.25},
+        "model.capacity=1.25: planned as if no token were dropped"),
+    ("tp", {"cluster.gpus": 2, "cluster.nodes": 8, "parallel.tp": 4},
+        "parallel.tp=4 crosses nodes of 2: every layer waits for the link between nodes: "),
+    ("link", {"cluster.inside.bandwidth": 9e6},
+        "cluster.inside.bandwidth=9e+06 is 9e+06 bytes/s: bytes/s per GPU and direction, write it as 300e9 or 300GB/s"),
+    ("link", {"cluster.between.latency": 5.0},
+        "cluster.between.latency=5 is 5 s: write 5us for microseconds"),
+    ("bubble", {"parallel.pp": 4, "train.batch": 32},
+        "the pipeline idles "),
+    ("uneven", {"model.layers": 13, "parallel.pp": 2, "train.attention": "math"},
+        "13 layers over 2 stages: "),
+    ("uneven", {"model.layers": 14, "parallel.pp": 4, "parallel.schedule": "dualpipev"},
+        "14 layers over "),
+    ("vocab", {"model.vocab": 50257, "parallel.tp": 2},
+        "model.vocab=50257 is padded to 50258 so that tp 2 splits it: less than 1 % of the head's products are padding"),
+    ("vocab", {"model.vocab": 50257, "model.vocab_multiple": 4096},
+        "model.vocab=50257 is padded to 53248, a multiple of model.vocab_multiple=4096: 6 % of the head's products are padding"),
+    ("heads", {"model.heads": 6, "parallel.tp": 4},
+        ("model.heads=6 is padded to 8 so that tp 4 splits it: 25 % of attention's products are padding, "
+         "and 1 of 4 ranks holds padding only")),
+    ("ffn", {"model.heads": 16, "model.ffn": 3004, "parallel.tp": 8},
+        "model.ffn=3004 is padded to 3008 so that tp 8 splits it: less than 1 % of the feed-forward's products are padding"),
+    ("kv_heads", {"model.kv_heads": 2, "parallel.tp": 4},
+        "parallel.tp=4 is more than model.kv_heads=2: each is held by 2 ranks"),
+    ("idle", {"parallel.sequence": True},
+        "parallel.sequence=true does nothing with parallel.tp=1"),
+    ("recompute", {"parallel.recompute": "selective"},
+        "parallel.recompute=selective with train.attention=flash: flash attention stores no scores: "),
+    ("mfu", {"cluster.device.name": "Z9000"},
+        "no measured run of Z9000 in bf16 is known: its MFU is calculated only"),
+    ("mfu", {"cluster.device.bandwidth": 1e15, "cluster.device.sustained": 1.0, "cluster.device.memory": 1e13, "train.compile": True,
+             "model": gpt(2, 12288, 96)},
+        "an MFU of "),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("rule", "keys", "says"), COSTLY, ids=[f"{rule}: {says}" for rule, _, says in COSTLY])
+def test_a_warning_appears_once_and_alone(rule: str, keys: Keys, says: str) -> None:
+    plan = make_plan(with_changes(BASE, keys.items()))
+    assert plan.ok
+    assert [each.rule for each in plan.warnings] == [rule]
+    assert str(plan.warnings[0]).startswith(says)
+
+
+PEAK = Estimator(BASE)(BASE.parallel, BASE.train.microbatch).peak or 0
+
+
+@pytest.mark.parametrize(("share", "said"), [(0.94, []), (0.96, ["tight"]), (1.0, ["tight"])])
+def test_a_nearly_full_device_is_warned_of(share: float, said: list[str]) -> None:
+    plan = make_plan(with_changes(BASE, [("cluster.device.memory", PEAK / share)]))
+    assert plan.fits
+    assert [each.rule for each in plan.warnings] == said
+
+
+# fmt: off
+UNRUN: list[tuple[Keys, str]] = [
+    ({"parallel.pp": 2, "parallel.zero": 2},           "pipe does not run parallel.zero=2: set parallel.zero=1 or parallel.pp=1"),
+    ({"parallel.pp": 2, "parallel.dp": 8, "parallel.zero": 3},
+        "pipe does not run parallel.zero=3: set parallel.zero=1 or parallel.pp=1 parallel.dp=auto"),
+    ({"parallel.pp": 2, "parallel.schedule": "zb_h1"},
+        "pipe does not run parallel.schedule=zb_h1: set parallel.schedule=1f1b or parallel.pp=1 parallel.schedule=1f1b"),
+    (INTERLEAVED | {"parallel.pp": 2, "parallel.chunks": 2},
+        ("pipe does not run parallel.schedule=interleaved: "
+         "set parallel.schedule=1f1b parallel.chunks=1 or parallel.pp=1 parallel.schedule=1f1b parallel.chunks=1")),
+    ({"engine": "zero", "parallel.pp": 2},             "zero does not run parallel.pp=2: set engine=auto or parallel.pp=1 engine=auto"),
+    ({"engine": "pipe"},                               "pipe does not run parallel.pp=1: set engine=auto or parallel.pp=2"),
+    ({"parallel.zero": 1, "parallel.shard": 2},        "zero does not run parallel.shard=2: set parallel.shard=all or parallel.zero=0"),
+    ({"parallel.reduce": "server"},                    "zero does not run parallel.reduce=server: set parallel.reduce=ring"),
+    ({"parallel.tp": 2, "parallel.pp": 2, "parallel.scatter": True},
+        "pipe does not run parallel.scatter=true: set parallel.scatter=false or parallel.scatter=false parallel.sequence=true"),
+    ({"parallel.pp": 2, "parallel.zero": 1, "parallel.offload.optimizer": True},
+        "pipe does not run parallel.offload=true: set parallel.offload.optimizer=false or parallel.pp=1"),
+    ({"parallel.tp": 2, "parallel.sequence": True, "parallel.zero": 1, "parallel.offload.optimizer": True},
+        ("zero does not run parallel.offload=true with parallel.sequence=true: "
+         "set parallel.sequence=false or parallel.offload.optimizer=false")),
+    ({"parallel.tp": 8, "model.heads": 16, "model.kv_heads": 4, "parallel.zero": 1, "parallel.offload.optimizer": True},
+        ("zero does not run parallel.offload=true with more tensor-parallel ranks than model.kv_heads=4: "
+         "set parallel.tp=4 or parallel.offload.optimizer=false")),
+    ({"cluster.device.peak": {"fp8": 6e14, "bf16": 3e14}, "train.precision": "fp8"},
+        "zero does not run train.precision=fp8: set train.precision=bf16"),
+    (MOE | {"parallel.ep": 4, "parallel.zero": 3},
+        "zero does not run parallel.zero=3 with parallel.ep=4: set parallel.zero=2 or parallel.ep=1"),
+    ({"model.family": "bert"},                         "zero does not run model.family=bert: it runs gpt, hf, llama or moe"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("keys", "says"), UNRUN, ids=[says for _, says in UNRUN])
+def test_a_layout_that_no_engine_runs_is_planned_with_a_warning(keys: Keys, says: str) -> None:
+    plan = make_plan(with_changes(BASE, keys.items()))
+    assert (plan.ok, plan.fits, plan.runnable) == (True, True, False)
+    assert [str(each) for each in plan.warnings if each.rule == "engine"] == [f"engine {says}"]
+
+
+@pytest.mark.parametrize(("keys", "says"), UNRUN, ids=[says for _, says in UNRUN])
+def test_every_layout_shown_instead_of_one_that_no_engine_runs_is_run(keys: Keys, says: str) -> None:
+    run = with_changes(BASE, keys.items())
+    (problem,) = (each for each in make_plan(run).warnings if each.rule == "engine")
+    for change in problem.changes:
+        after = make_plan(fixed_run(run, change))
+        assert (after.problems, after.fits, after.runnable) == ((), True, True)
+
+
+def test_of_two_limits_each_is_reported_with_its_fix() -> None:
+    plan = make_plan(with_changes(BASE, [("parallel.pp", 2), ("parallel.zero", 2), ("parallel.reduce", "server")]))
+    told = {each.says: each.mend for each in plan.warnings if each.rule == "engine"}
+    assert told == {
+        "engine pipe does not run parallel.zero=2": "set parallel.zero=1 or parallel.pp=1",
+        "engine pipe does not run parallel.reduce=server": "set parallel.reduce=ring",
+    }
+
+
+def test_a_layout_that_does_not_fit_is_not_shown_for_one_that_does() -> None:
+    """39e9 parameters fit on 8 stages, and not on one, whose ranks hold all weights."""
+    keys: Keys = {"model": gpt(48, 8192, 64), "parallel.pp": 8, "parallel.zero": 2, "cluster.nodes": 8, "train.microbatch": 1}
+    plan = make_plan(with_changes(BASE, keys.items()))
+    assert plan.fits
+    assert [each.changes for each in plan.warnings if each.rule == "engine"] == [(("parallel.zero=1",),)]
+
+
+@pytest.mark.parametrize("warning", WARNINGS, ids=lambda warning: warning.__name__)
+def test_every_warning_is_provoked(warning: Any) -> None:
+    provoked = [keys for _, keys, _ in COSTLY] + [keys for keys, _ in UNRUN] + [{"cluster.device.memory": PEAK}, HF]
+    for run in (with_changes(BASE, keys.items()) for keys in provoked):
+        frame = CostContext(run)
+        layout = run_layout(frame, run.parallel, run.train.microbatch)
+        if list(warning(frame, layout, layout_cost(frame, layout), make_plan(run).throughput)):
+            return
+    pytest.fail("no run of this file provokes this warning")
