@@ -13,12 +13,15 @@ Pairs = Iterator[tuple[str, Any, Any]]
 def add_comments(text: str, comments: Mapping[str, str]) -> str:
     """Return YAML in block style with comments, which are given by dotted key. A comment goes to the end of the line where the value
     ends, or where a mapping or list begins."""
-    lines = text.split("\n")
+    places = []  # (index at which a line ends, comment)
     for key, name, value in _pairs(_node(text)):
         commented = value if isinstance(value, yaml.ScalarNode) or value.flow_style else name
         if key in comments and getattr(value, "style", None) not in ("|", ">"):
-            lines[commented.end_mark.line] += f"  # {comments[key]}"
-    return "\n".join(lines)
+            end = text.find("\n", commented.end_mark.index)  # not end_mark.line: to YAML, U+0085 and U+2028 end a line too
+            places.append((len(text) if end < 0 else end, comments[key]))
+    for end, comment in sorted(places, reverse=True):
+        text = f"{text[:end]}  # {comment}{text[end:]}"
+    return text
 
 
 def replace_values(text: str, values: Mapping[str, str]) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec import Meta
 
@@ -204,6 +204,7 @@ def test_every_key_that_is_shown_has_its_comment(recipe: str, capsys: pytest.Cap
 texts = st.text(st.characters(codec="utf-8"), max_size=60)
 
 
+@example(name="\x85", path=["\u2028"])
 @given(name=texts, path=st.lists(texts, max_size=3))
 def test_comments_change_no_value_for_any_text(name: str, path: list[str]) -> None:
     plain = {"name": name, "data": {"path": path, "tokenizer": name}, "log": {}, "train": {"seq": 8, "steps": None}}
