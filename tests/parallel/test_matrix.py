@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Choice = tuple[tuple[str, object], ...]  # (key, value) pairs that are set together
 Words = tuple[str, ...]
 
-STEPS = 4
+STEPS = 3
 BASE = (
     *("quickstart", "data=synthetic", f"train.steps={STEPS}", "train.batch=8", "train.seq=32", "train.evaluate.every=0", "log.every=1"),
     *("optim.lr=1e-3", "optim.warmup=2", "checkpoint.every=0", "train.clip=0.5"),

@@ -20,6 +20,7 @@ middle of a job. The server itself never starts a thread or a CUDA context, beca
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -73,6 +74,8 @@ def serve(program: RankProgram, questions: Mapping[str, Question]) -> None:
     os.dup2(2, 1)  # what libraries print is not for the client
     _import_rank_modules()
     _assert_forkable()
+    gc.collect()
+    gc.freeze()  # no collection in a forked process looks at what was imported, which would copy its memory pages
     with suppress(ClientGone):
         for line in sys.stdin:
             request = json.loads(line)
