@@ -1,5 +1,4 @@
-"""Every verb with hostile arguments, files, streams and signals: a line for each problem, the right exit status, no child left, no file
-changed that should not be."""
+"""Every verb with malformed arguments and files: a line for each problem, the right exit status, no child and no changed file."""
 
 from __future__ import annotations
 
@@ -7,11 +6,7 @@ import io
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -24,7 +19,9 @@ from hypothesis import strategies as some
 
 from distrain.cli.app import app, command
 from distrain.cli.config.keys import config_keys
-from distrain.tests.fakes.hostile_files import FILES, RAW, damaged_json, fifo, run_folder
+from distrain.tests.fakes.folder_state import folder_state
+from distrain.tests.fakes.malformed_files import FILES, RAW, damaged_json, fifo, run_folder
+from distrain.tests.fakes.time_limits import limit_processor_time
 
 VERBS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 MOST_SECONDS = 20  # of processor time
@@ -45,26 +42,6 @@ VALUES = ["1", "0", "-1", "-0", "1e400", "nan", "inf", "0x10", "1_000", ".5", "'
 # fmt: on
 
 
-class TooLong(Exception):
-    """A command took more processor time than allowed."""
-
-
-@contextmanager
-def limit_processor_time(seconds: float = MOST_SECONDS) -> Iterator[None]:
-    """Raise TooLong after so much processor time, which other processes on this machine do not affect."""
-
-    def stop(*_: object) -> None:
-        raise TooLong
-
-    before = signal.signal(signal.SIGPROF, stop)
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, before)
-
-
 def children() -> set[str]:
     """The child processes of this one that have not been waited for."""
     found = set()
@@ -77,16 +54,6 @@ def children() -> set[str]:
     return found
 
 
-def folder_state(folder: Path) -> dict[str, tuple[int, bytes | str]]:
-    """Every file of a folder: its mode, and its bytes or the target of its link."""
-    found: dict[str, tuple[int, bytes | str]] = {}
-    for path in sorted(folder.rglob("*")):
-        mode = path.lstat().st_mode
-        holds: bytes | str = os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else b""
-        found[str(path.relative_to(folder))] = (mode, holds)
-    return found
-
-
 def check_command(argv: Sequence[str], kept: Path, *, adds: bool = False) -> str:
     """Run a command line in this process, check what must hold for any, and return its stderr.
 
@@ -94,7 +61,7 @@ def check_command(argv: Sequence[str], kept: Path, *, adds: bool = False) -> str
     """
     out, err = io.StringIO(), io.StringIO()
     before, running = folder_state(kept), children()
-    with redirect_stdout(out), redirect_stderr(err), limit_processor_time():
+    with redirect_stdout(out), redirect_stderr(err), limit_processor_time(MOST_SECONDS):
         status = command(list(argv))
     said = err.getvalue()
     assert status in (0, 1, 2), argv
@@ -164,7 +131,7 @@ PATHS = [
 
 @some.composite
 def command_lines(draw: some.DrawFn, verb: str) -> list[str]:
-    """A verb with hostile values for the parameters that it declares."""
+    """A verb with malformed values for the parameters that it declares."""
     argv, line = [verb], VERBS[verb]
     for row in line.params:
         if isinstance(row, click.Option) or row.param_type_name == "option":
@@ -184,9 +151,9 @@ def command_lines(draw: some.DrawFn, verb: str) -> list[str]:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=some.data())
-def test_a_verb_survives_hostile_arguments(verb: str, data: some.DataObject, place: Path) -> None:
+def test_a_verb_survives_malformed_arguments(verb: str, data: some.DataObject, place: Path) -> None:
     before = set(place.rglob("*"))
     check_command(data.draw(command_lines(verb)), place, adds=verb == "cp")
     for file in set(place.rglob("*")) - before:
@@ -226,7 +193,7 @@ def copy_of(folder: Path) -> Iterator[Path]:
     yield copy
 
 
-@settings(max_examples=80, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(data=some.data())
 def test_a_damaged_run_has_a_report(data: some.DataObject, whole: Path) -> None:
     with copy_of(whole) as folder:
@@ -254,131 +221,3 @@ def test_a_report_does_not_block_on_special_files(what: str, name: str, whole: P
 
 def test_every_verb_is_tested() -> None:
     assert {"ls", "cp", "show", "plan", "fit", "prove", "report", "export", "generate", "doctor"} <= set(VERBS)
-
-
-# Streams, in processes of their own.
-
-LIGHT = (["ls"], ["plan", "conf=quickstart"], ["plan", "--help"], ["report", "RUN"], ["plan", "conf=quickstart", "parallel.tpp=2"])
-PYTHON = [sys.executable, "-m", "distrain"]
-
-
-def shell(redirections: str, argv: Sequence[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a command line with a shell's redirections."""
-    script = f'exec "$@" {redirections}'
-    return subprocess.run(
-        ["sh", "-c", script, "sh", *PYTHON, *argv], env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
-    )
-
-
-@pytest.mark.parametrize("redirections", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-", ">/dev/full", "2>/dev/full"])
-def test_a_closed_or_full_stream_prints_one_line_at_most(redirections: str, whole: Path) -> None:
-    for argv in LIGHT:
-        done = shell(redirections, [word.replace("RUN", str(whole)) for word in argv])
-        wrong = argv[-1] == "parallel.tpp=2"
-        full = redirections == ">/dev/full" and not wrong
-        lines = done.stderr.splitlines()
-        assert done.returncode == (2 if wrong else 1 if full else 0), (argv, done.stderr)
-        assert lines == [] or (len(lines) == 1 and lines[0].startswith("distrain: "))
-        assert lines == (["distrain: can't write to stdout: No space left on device"] if full else lines if wrong else [])
-
-
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"LC_ALL": "C"},
-        {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0"},
-        {"PYTHONIOENCODING": "ascii"},
-        {"TERM": "dumb", "COLUMNS": "20"},
-        {"COLUMNS": "1000"},
-        {"HOME": "/nowhere", "XDG_CACHE_HOME": "/nowhere/cache"},
-        {"_DISTRAIN_COMPLETE": "complete_bash", "COMP_WORDS": "distrain plan", "COMP_CWORD": "many"},
-    ],
-    ids=lambda variables: " ".join(variables),
-)
-def test_an_odd_environment_does_not_change_the_exit_status(variables: dict[str, str]) -> None:
-    done = shell("", ["plan", "conf=quickstart", "name=modèle"], **variables)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def test_an_argument_that_is_not_utf8_prints_one_line() -> None:
-    done = subprocess.run([*map(os.fsencode, PYTHON), b"plan", b"conf=quickstart", b"name=\xff\xfe"], capture_output=True)
-    assert (done.returncode, done.stdout) == (2, b"")
-    assert done.stderr == b"distrain: name=\\udcff\\udcfe is not valid UTF-8\n"
-
-
-def test_a_terminal_that_hangs_up_ends_a_command_silently() -> None:
-    ours, theirs = os.openpty()
-    many = ["plan", "-m", "conf=gpt3_175b", "train.batch=range(64,4000,64)"]
-    with subprocess.Popen([*PYTHON, *many], stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, start_new_session=True) as process:
-        os.close(theirs)
-        wait_for_processor_time(process, 0.3)
-        os.close(ours)
-        process.send_signal(signal.SIGHUP)
-        assert process.stderr is not None
-        assert process.stderr.read() == b""
-        assert process.wait(60) == -signal.SIGHUP
-
-
-# Signals.
-
-
-def wait_for_processor_time(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """Wait until a process has used so many seconds of processor time, or has ended."""
-    ticks = os.sysconf("SC_CLK_TCK")
-    while process.poll() is None:
-        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-        if (int(fields[11]) + int(fields[12])) / ticks >= seconds:
-            return
-        time.sleep(0.005)
-
-
-def processes_with_mark(mark: str) -> list[str]:
-    """The processes with a mark in their environment."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if mark.encode() in path.read_bytes():
-                found.append(path.parent.name)
-        except OSError:
-            continue
-    return found
-
-
-def wait_until(met: Callable[[], bool]) -> None:
-    until = time.monotonic() + 60
-    while not met():
-        assert time.monotonic() < until, "the deadline passed"
-        time.sleep(0.02)
-
-
-STOPPED = (
-    (["plan", "-m", "conf=gpt3_175b", "train.batch=range(64,6000,64)"], 0.2),
-    (["plan", "-m", "conf=gpt3_175b", "train.batch=range(64,6000,64)"], 0.5),
-    (["plan", "conf=quickstart", "model.hf=NEOX"], 0.3),  # asks transformers, in a child
-    (["fit", "conf=quickstart", "log.dir=OUT"], 0.4),  # measures this machine, in a child
-    (["doctor"], 0.2),
-    (["generate", "RUN", "--prompt", "a"], 0.1),
-)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="processes are looked at in /proc")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-@pytest.mark.parametrize(("argv", "after"), STOPPED, ids=[f"{' '.join(argv[:2])} after {after}" for argv, after in STOPPED])
-def test_a_signal_ends_a_verb_and_its_children(argv: list[str], after: float, number: signal.Signals, whole: Path, tmp_path: Path) -> None:
-    neox = {"model_type": "gpt_neox", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
-    (tmp_path / "config.json").write_text(json.dumps({**neox, "vocab_size": 256, "max_position_embeddings": 128}))
-    before, mark = folder_state(whole), f"HOSTILE_TEST={tmp_path}"
-    places = {"RUN": str(whole), "NEOX": str(tmp_path / "config.json"), "OUT": str(tmp_path / "out")}
-    given = [places.get(word, word.replace("NEOX", places["NEOX"]).replace("OUT", places["OUT"])) for word in argv]
-    environment = {**os.environ, "HOSTILE_TEST": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen([*PYTHON, *given], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
-        wait_for_processor_time(process, after)
-        process.send_signal(number)
-        assert process.stderr is not None
-        said = process.stderr.read().decode()
-        status = process.wait(60)
-    assert "Traceback" not in said
-    assert all(line.startswith("distrain: ") for line in said.splitlines())
-    assert status in (128 + number, -number)
-    wait_until(lambda: not processes_with_mark(mark))
-    assert folder_state(whole) == before

@@ -29,8 +29,8 @@ from distrain.cli.app import command
 from distrain.cli.config.keys import config_keys, text_keys
 from distrain.cli.config.load import load_recipe
 from distrain.cli.pages.hosts_page import run_preflight_and_show
-from distrain.tests.fakes.hostile_words import ONCE, environments, hostile, plain, tame_but_one
 from distrain.tests.fakes.path_commands import PDSH, PYTHON, QUIET, SBATCH, SCONTROL, SRUN, SSH, FakeCommands
+from distrain.tests.fakes.shell_text import ONCE, environments, hostile, plain, tame_but_one
 from distrain.trainer.launch.agent.token import FILE, JoinToken
 from distrain.trainer.launch.commands.command import RANK_VARIABLES, forwarded_variables
 from distrain.trainer.launch.hosts.hostfile import Host

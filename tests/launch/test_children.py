@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from distrain.tests.fakes.time_limits import raise_after
 from distrain.trainer.prove.fork_client import ForkServer
 from distrain.trainer.system.child_process import end_child, start_child
 
@@ -22,22 +23,6 @@ DEADLINE = 60.0  # seconds, for what takes five on an idle machine
 
 class Interrupted(Exception):
     """Raised by a signal handler."""
-
-
-@contextmanager
-def interrupted_after(seconds: float) -> Iterator[None]:
-    """Raise Interrupted in this process after so many seconds."""
-
-    def interrupt(*_: object) -> None:
-        raise Interrupted
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def parents() -> dict[int, tuple[int, str]]:
@@ -97,7 +82,7 @@ def test_a_child_that_has_already_ended_keeps_its_status() -> None:
 def test_the_fork_server_ends_if_the_wait_for_it_is_interrupted(tmp_path: Path) -> None:
     before = children()
     server = ForkServer(tmp_path / "log", command=["sleep", "1000"])
-    with pytest.raises(Interrupted), interrupted_after(0.2):
+    with pytest.raises(Interrupted), raise_after(0.2, Interrupted):
         server.close()
     assert children() <= before
 
@@ -118,7 +103,7 @@ def test_the_processes_of_the_doctor_end_if_it_is_interrupted(monkeypatch: pytes
 
     before = children()
     monkeypatch.setattr(doctor, "_join_and_add", lambda rank, port: time.sleep(1000))
-    with pytest.raises(Interrupted), interrupted_after(0.5):
+    with pytest.raises(Interrupted), raise_after(0.5, Interrupted):
         doctor.gloo_fault()
     assert children() <= before
 

@@ -15,6 +15,7 @@ from distrain.cli.config.keys import config_keys
 from distrain.cli.config.load import Loader, load_recipe
 from distrain.cli.pages.plan_page import plan_text
 from distrain.cli.pages.terminal_text import Style
+from distrain.tests.fakes.time_limits import limit_processor_time
 from distrain.trainer.plan import layout
 from distrain.trainer.plan.deepspeed.defaults import ALIGNED
 from distrain.trainer.plan.deepspeed.flat_tensors import FlatElements, FlatParameter, StageParameters, flat_elements, stepped_elements
@@ -32,23 +33,11 @@ LOADER = Loader(None)
 MOST_SECONDS = 5  # of processor time: what grows with such counts takes hours
 
 
-class TooLong(Exception):
-    """A plan took more processor time than any may."""
-
-
 @pytest.fixture(autouse=True)
 def bounded() -> Iterator[None]:
-    """Stop what would count layers or ranks: by the processor's time, whatever else runs on this machine."""
-    import signal
-
-    def stop(*_: object) -> None:
-        raise TooLong
-
-    before = signal.signal(signal.SIGPROF, stop)
-    signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS, MOST_SECONDS)
-    yield
-    signal.setitimer(signal.ITIMER_PROF, 0)
-    signal.signal(signal.SIGPROF, before)
+    """Stop code that counts layers or ranks one by one."""
+    with limit_processor_time(MOST_SECONDS):
+        yield
 
 
 def planned(recipe: str, words: list[str]) -> str:

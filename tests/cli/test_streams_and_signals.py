@@ -1,0 +1,159 @@
+"""Commands with closed or full streams, odd environments and signals: one line at most, the right exit status, no child left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from distrain.tests.fakes.folder_state import folder_state
+from distrain.tests.fakes.malformed_files import run_folder
+
+PYTHON = [sys.executable, "-m", "distrain"]
+
+
+def shell(redirections: str, argv: Sequence[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command line with a shell's redirections."""
+    script = f'exec "$@" {redirections}'
+    return subprocess.run(
+        ["sh", "-c", script, "sh", *PYTHON, *argv], env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder without damage."""
+    return run_folder(tmp_path_factory.mktemp("whole") / "run")
+
+
+# Streams
+
+PAGE, MISTAKE = ["plan", "conf=quickstart"], ["plan", "conf=quickstart", "parallel.tpp=2"]
+LIGHT = (PAGE, MISTAKE, ["ls"], ["plan", "--help"], ["report", "RUN"])
+
+
+@pytest.mark.parametrize("redirections", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-", ">/dev/full", "2>/dev/full"])
+def test_a_closed_or_full_stream_prints_one_line_at_most(redirections: str, whole: Path) -> None:
+    """The verbs share the code that prints, so all of them run with two of the redirections, a page and a mistake with the others."""
+    for argv in LIGHT if redirections in (">/dev/full", "<&- >&- 2>&-") else (PAGE, MISTAKE):
+        done = shell(redirections, [word.replace("RUN", str(whole)) for word in argv])
+        wrong = argv == MISTAKE
+        full = redirections == ">/dev/full" and not wrong
+        lines = done.stderr.splitlines()
+        assert done.returncode == (2 if wrong else 1 if full else 0), (argv, done.stderr)
+        assert lines == [] or (len(lines) == 1 and lines[0].startswith("distrain: "))
+        assert lines == (["distrain: can't write to stdout: No space left on device"] if full else lines if wrong else [])
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"LC_ALL": "C"},
+        {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0"},
+        {"PYTHONIOENCODING": "ascii"},
+        {"TERM": "dumb", "COLUMNS": "20"},
+        {"COLUMNS": "1000"},
+        {"HOME": "/nowhere", "XDG_CACHE_HOME": "/nowhere/cache"},
+        {"_DISTRAIN_COMPLETE": "complete_bash", "COMP_WORDS": "distrain plan", "COMP_CWORD": "many"},
+    ],
+    ids=lambda variables: " ".join(variables),
+)
+def test_an_odd_environment_does_not_change_the_exit_status(variables: dict[str, str]) -> None:
+    done = shell("", ["plan", "conf=quickstart", "name=modèle"], **variables)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_argument_that_is_not_utf8_prints_one_line() -> None:
+    done = subprocess.run([*map(os.fsencode, PYTHON), b"plan", b"conf=quickstart", b"name=\xff\xfe"], capture_output=True)
+    assert (done.returncode, done.stdout) == (2, b"")
+    assert done.stderr == b"distrain: name=\\udcff\\udcfe is not valid UTF-8\n"
+
+
+def test_a_terminal_that_hangs_up_ends_a_command_silently() -> None:
+    ours, theirs = os.openpty()
+    many = ["plan", "-m", "conf=gpt3_175b", "train.batch=range(64,4000,64)"]
+    with subprocess.Popen([*PYTHON, *many], stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, start_new_session=True) as process:
+        os.close(theirs)
+        wait_for_processor_time(process, 0.3)
+        os.close(ours)
+        process.send_signal(signal.SIGHUP)
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+        assert process.wait(60) == -signal.SIGHUP
+
+
+# Signals
+
+
+def wait_for_processor_time(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Wait until a process has used so many seconds of processor time, or has ended."""
+    ticks = os.sysconf("SC_CLK_TCK")
+    while process.poll() is None:
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+        if (int(fields[11]) + int(fields[12])) / ticks >= seconds:
+            return
+        time.sleep(0.005)
+
+
+def processes_with_mark(mark: str) -> list[str]:
+    """Return the processes with a mark in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark.encode() in path.read_bytes():
+                found.append(path.parent.name)
+        except OSError:
+            continue
+    return found
+
+
+def wait_until(met: Callable[[], bool]) -> None:
+    """Wait until a condition holds; fail after a minute."""
+    until = time.monotonic() + 60
+    while not met():
+        assert time.monotonic() < until, "the deadline passed"
+        time.sleep(0.02)
+
+
+# A command line, the signal, and the processor time after which it is sent: the signal's way depends on what the verb is doing.
+# fmt: off
+STOPPED = (
+    (["plan", "-m", "conf=gpt3_175b", "train.batch=range(64,6000,64)"], signal.SIGINT,  0.2),
+    (["plan", "-m", "conf=gpt3_175b", "train.batch=range(64,6000,64)"], signal.SIGTERM, 0.5),
+    (["plan", "conf=quickstart", "model.hf=NEOX"],                      signal.SIGINT,  0.3),  # asks transformers, in a child
+    (["plan", "conf=quickstart", "model.hf=NEOX"],                      signal.SIGTERM, 0.3),
+    (["fit", "conf=quickstart", "log.dir=OUT"],                         signal.SIGINT,  0.4),  # measures this machine, in a child
+    (["fit", "conf=quickstart", "log.dir=OUT"],                         signal.SIGTERM, 0.4),
+    (["doctor"],                                                        signal.SIGTERM, 0.2),
+    (["generate", "RUN", "--prompt", "a"],                              signal.SIGINT,  0.1),
+)
+# fmt: on
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are looked at in /proc")
+@pytest.mark.parametrize(("argv", "number", "after"), STOPPED, ids=[f"{' '.join(row[:2])} {number.name}" for row, number, _ in STOPPED])
+def test_a_signal_ends_a_verb_and_its_children(argv: list[str], number: signal.Signals, after: float, whole: Path, tmp_path: Path) -> None:
+    neox = {"model_type": "gpt_neox", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps({**neox, "vocab_size": 256, "max_position_embeddings": 128}))
+    before, mark = folder_state(whole), f"TEST_MARK={tmp_path}"
+    paths = {"RUN": str(whole), "NEOX": str(tmp_path / "config.json"), "OUT": str(tmp_path / "out")}
+    given = [paths.get(word, word.replace("NEOX", paths["NEOX"]).replace("OUT", paths["OUT"])) for word in argv]
+    environment = {**os.environ, "TEST_MARK": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([*PYTHON, *given], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        wait_for_processor_time(process, after)
+        process.send_signal(number)
+        assert process.stderr is not None
+        said = process.stderr.read().decode()
+        status = process.wait(60)
+    assert "Traceback" not in said
+    assert all(line.startswith("distrain: ") for line in said.splitlines())
+    assert status in (128 + number, -number)
+    wait_until(lambda: not processes_with_mark(mark))
+    assert folder_state(whole) == before
