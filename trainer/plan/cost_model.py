@@ -31,7 +31,7 @@ class CostModel:
     A plan uses them for a layout that no engine runs. An engine that differs has a subclass in its row of `ENGINES`.
     """
 
-    def gradient_path(self, frame: CostContext, parallel: Parallel, micros: int) -> dp.GradientSync:
+    def gradient_path(self, context: CostContext, parallel: Parallel, micros: int) -> dp.GradientSync:
         """Return how gradients and weights travel on the data axis, for `micros` micro-batches a step.
 
         In a pipeline, stage 2 too accumulates whole gradients and scatters them once a step, as Llama 3 and MegaScale do
@@ -40,8 +40,8 @@ class CostModel:
         return dp.GradientSync(
             zero=parallel.zero,
             micros=micros,
-            weight=frame.widths.weight,
-            gradient=frame.widths.gradient,
+            weight=context.widths.weight,
+            gradient=context.widths.gradient,
             bucket=parallel.bucket,
             algorithm=parallel.reduce,
             scatters=True,
@@ -51,47 +51,49 @@ class CostModel:
             often=parallel.zero == 3 or (parallel.zero == 2 and parallel.pp == 1),
         )
 
-    def state_bytes(self, frame: CostContext, layout: Layout, pieces: BlockCosts, kind: StageKind, dense: int, experts: int) -> StateBytes:
+    def state_bytes(
+        self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, dense: int, experts: int
+    ) -> StateBytes:
         """Return the bytes of `dense` parameters and of `experts` that a rank of a kind of stage holds (arXiv:1910.02054 section 5)."""
-        parallel, width = layout.parallel, frame.widths
+        parallel, width = layout.parallel, context.widths
         whole, sharded = dense + experts, sharded_elements(layout, dense, experts)
         weights = width.weight * (sharded if parallel.zero >= 3 else whole)
-        optimizer = (width.master + frame.states) * (sharded if parallel.zero >= 1 else whole)
+        optimizer = (width.master + context.states) * (sharded if parallel.zero >= 1 else whole)
         return StateBytes(
             weights=0 if parallel.offload.parameters else weights,
             gradients=width.gradient * (sharded if layout.gradient_sync.often else whole),
             optimizer=0 if parallel.offload.optimizer else optimizer,
-            buffers=self._buffers(frame, layout, pieces, kind, whole),
+            buffers=self._buffers(context, layout, blocks, kind, whole),
         )
 
     def summed_elements(
-        self, frame: CostContext, layout: Layout, pieces: BlockCosts, kind: StageKind, copies: TensorCopies, data: int | None
+        self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, copies: TensorCopies, data: int | None
     ) -> int:
         """Return the gradient elements that the tensor axis sums on the data-parallel rank `data` of a kind of stage (None: on the one with
         most), of weights that all of its ranks hold (`replicated`) or some of them (`shared`)."""
-        ends = (pieces.embedding,) * kind.first + (pieces.head,) * kind.last
+        ends = (blocks.embedding,) * kind.first + (blocks.head,) * kind.last
         if copies == "shared":
-            return kind.layers * pieces.layer.shared
-        return kind.layers * pieces.layer.replicated + sum(end.replicated for end in ends)
+            return kind.layers * blocks.layer.shared
+        return kind.layers * blocks.layer.replicated + sum(end.replicated for end in ends)
 
     def traffic_terms(self, run: Run, mesh: Mesh, shards: Sequence[WeightShard]) -> Iterator[TrafficTerm]:
         """Yield how the engine's messages on the data axis differ from the planned ones for a rank's weight shards: here they don't."""
         return iter(())
 
-    def _buffers(self, frame: CostContext, layout: Layout, pieces: BlockCosts, kind: StageKind, parameters: int) -> int:
+    def _buffers(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, parameters: int) -> int:
         """Return the bytes of recomputed tensors, ZeRO's bucket or gathered layers, sequence-parallel gathers, messages between stages.
 
         ZeRO-3 holds the whole weights of two layers (the one that computes, the one gathered ahead) and one layer's whole gradients.
         """
-        parallel, width, layer = layout.parallel, frame.widths, pieces.layer
-        total = layer.recomputed + gathered_input(layout, pieces)
+        parallel, width, layer = layout.parallel, context.widths, blocks.layer
+        total = layer.recomputed + gathered_input(layout, blocks)
         if parallel.zero == 3 and layout.shard > 1:
-            largest = max(layer.dense + layer.experts, kind.first * pieces.embedding.dense, kind.last * pieces.head.dense)
+            largest = max(layer.dense + layer.experts, kind.first * blocks.embedding.dense, kind.last * blocks.head.dense)
             total += largest * (2 * width.weight + width.gradient)
         elif layout.shard > 1 and parallel.zero > 0:
             total += min(parallel.bucket, parameters) * width.gradient
         if layout.mesh.pp > 1:
-            total += 2 * pieces.stream  # one activation received, one gradient sent
+            total += 2 * blocks.stream  # one activation received, one gradient sent
         return total
 
 
@@ -100,6 +102,6 @@ def sharded_elements(layout: Layout, dense: int, experts: int) -> int:
     return -(-dense // layout.shard) - (-experts // layout.expert_shard)
 
 
-def gathered_input(layout: Layout, pieces: BlockCosts) -> int:
+def gathered_input(layout: Layout, blocks: BlockCosts) -> int:
     """Return the bytes of a column layer's input, gathered along the sequence."""
-    return pieces.stream * layout.parallel.tp if layout.parallel.sequence and layout.parallel.tp > 1 else 0
+    return blocks.stream * layout.parallel.tp if layout.parallel.sequence and layout.parallel.tp > 1 else 0

@@ -1,4 +1,4 @@
-"""The plan of a run: everything that can be known before a device is asked."""
+"""The plan of a run: everything that can be computed before the run starts."""
 
 from __future__ import annotations
 
@@ -27,45 +27,45 @@ WEIGHT = 4  # bytes a parameter in a checkpoint: float32
 
 
 def make_plan(run: Run) -> Plan:
-    """The plan of a run. Deterministic: each rank makes the same one again."""
+    """Return the plan of a run. It depends on the run alone, so every rank makes the same plan."""
     found = broken_rules(run, run.parallel, run.train.microbatch)
     if found:
-        return _unlaid(run, problems_with_fixes(run, found))
+        return _plan_without_layout(run, problems_with_fixes(run, found))
     parallel = run.parallel
-    frame = CostContext(run)
-    layout = run_layout(frame, parallel, run.train.microbatch)
-    of = layout_cost(frame, layout)
-    memory = _memory(frame, layout, of)
+    context = CostContext(run)
+    layout = run_layout(context, parallel, run.train.microbatch)
+    cost = layout_cost(context, layout)
+    memory = _memory(context, layout, cost)
     engine, limits = engine_for(run, parallel)
-    seconds = of.seconds
-    throughput = _throughput(frame, layout, seconds) if seconds else None
+    seconds = cost.seconds
+    throughput = _throughput(context, layout, seconds) if seconds else None
     fits = memory.peak <= memory.capacity
-    whole, step = _whole(frame, seconds), seconds.step if seconds else None
+    whole, step = _whole_run(context, seconds), seconds.step if seconds else None
     saved = plan_saving(run, whole, step)
     return Plan(
-        **_named(run, layout.mesh),
+        **_shared_fields(run, layout.mesh),
         ok=True,
         fits=fits,
         runnable=engine is not None and not limits,
         problems=() if fits else (memory_problem(run, memory),),
-        warnings=(*warnings(frame, layout, of, throughput), *save_warnings(run, whole, step, saved)),
+        warnings=(*warnings(context, layout, cost, throughput), *save_warnings(run, whole, step, saved)),
         engine=engine.name if engine else None,
         microbatches=layout.micros,
-        model=_facts(frame),
+        model=_model_facts(context),
         memory=memory,
-        traffic=busiest_traffic(frame, layout, of),
-        time=_time(seconds) if seconds else None,
-        bubble_fraction=seconds.fill if seconds else _even_bubble(layout),
+        traffic=busiest_traffic(context, layout, cost),
+        time=_step_time(seconds) if seconds else None,
+        bubble_fraction=seconds.fill if seconds else _bubble_fraction(layout),
         throughput=throughput,
         run=whole,
         saving=saved,
     )
 
 
-def _unlaid(run: Run, found: tuple[Problem, ...]) -> Plan:
-    """The plan of a run that can't be laid out: its problems, and nothing counted."""
+def _plan_without_layout(run: Run, found: tuple[Problem, ...]) -> Plan:
+    """Return the plan of a run that breaks a rule: its problems; all figures are None."""
     return Plan(
-        **_named(run, None),
+        **_shared_fields(run, None),
         ok=False,
         fits=None,
         runnable=False,
@@ -84,7 +84,8 @@ def _unlaid(run: Run, found: tuple[Problem, ...]) -> Plan:
     )
 
 
-def _named(run: Run, mesh: Mesh | None) -> dict[str, Any]:
+def _shared_fields(run: Run, mesh: Mesh | None) -> dict[str, Any]:
+    """Return the fields that a plan has with and without a layout."""
     cluster = run.cluster
     return {
         "version": VERSION,
@@ -100,7 +101,7 @@ def _named(run: Run, mesh: Mesh | None) -> dict[str, Any]:
     }
 
 
-def _time(seconds: StepSeconds) -> StepTime:
+def _step_time(seconds: StepSeconds) -> StepTime:
     return StepTime(
         step=seconds.step,
         compute=seconds.compute,
@@ -110,7 +111,8 @@ def _time(seconds: StepSeconds) -> StepTime:
     )
 
 
-def _even_bubble(layout: Layout) -> float:
+def _bubble_fraction(layout: Layout) -> float:
+    """Return the pipeline's idle share of a step whose stages all take equally long."""
     return bubble_share(SCHEDULES[layout.parallel.schedule], layout.mesh.pp, layout.micros, layout.parallel.chunks)
 
 
@@ -119,7 +121,7 @@ def _mesh(mesh: Mesh) -> dict[str, int]:
 
 
 def _groups(mesh: Mesh, gpus: int) -> dict[str, str]:
-    """How each axis's groups lie on the nodes, in words."""
+    """Return, for each axis, the size of its groups and how many of their ranks share a node, in words."""
     words: dict[str, str] = {}
     for axis in mesh.degrees:
         size, in_node = mesh.size(axis), mesh.in_node(axis, gpus)
@@ -128,18 +130,18 @@ def _groups(mesh: Mesh, gpus: int) -> dict[str, str]:
     return words
 
 
-def _facts(frame: CostContext) -> ModelFacts:
+def _model_facts(context: CostContext) -> ModelFacts:
     return ModelFacts(
-        parameters=frame.parameters,
-        active_parameters=frame.active_parameters,
-        flops_per_token=frame.flops_per_token,
+        parameters=context.parameters,
+        active_parameters=context.active_parameters,
+        flops_per_token=context.flops_per_token,
     )
 
 
-def _memory(frame: CostContext, layout: Layout, of: LayoutCost) -> Memory:
+def _memory(context: CostContext, layout: Layout, cost: LayoutCost) -> Memory:
     rows = []
     for index, at in enumerate(layout.partition.kind_of_stage):
-        kind = of.kinds[at]
+        kind = cost.kinds[at]
         flight = in_flight(layout, index)
         kept = ceil(kind.saved * flight)
         held = MemoryBytes(
@@ -158,19 +160,19 @@ def _memory(frame: CostContext, layout: Layout, of: LayoutCost) -> Memory:
                 index=index, layers=layers, parameters=kind.parameters, in_flight=flight, bytes=held, back=back[0] if back else None
             )
         )
-    return Memory(peak=of.peak, capacity=frame.capacity, stage=of.fullest, form=frame.form, stages=tuple(rows))
+    return Memory(peak=cost.peak, capacity=context.capacity, stage=cost.fullest, form=context.form, stages=tuple(rows))
 
 
-def _throughput(frame: CostContext, layout: Layout, seconds: StepSeconds) -> Throughput:
-    run = frame.run
+def _throughput(context: CostContext, layout: Layout, seconds: StepSeconds) -> Throughput:
+    run = context.run
     rate = run.train.batch * run.train.seq / seconds.step
-    each = rate / frame.world
+    per_gpu = rate / context.world
     peak = run.cluster.device.peak[run.train.precision]
-    model = each * frame.flops_per_token
-    hardware = each * (frame.flops_per_token + frame.recompute_flops_per_token(layout.parallel.recompute))
+    model = per_gpu * context.flops_per_token
+    hardware = per_gpu * (context.flops_per_token + context.recompute_flops_per_token(layout.parallel.recompute))
     return Throughput(
         tokens_per_second=rate,
-        tokens_per_second_per_gpu=each,
+        tokens_per_second_per_gpu=per_gpu,
         model_flops_per_second_per_gpu=model,
         hardware_flops_per_second_per_gpu=hardware,
         mfu=model / peak,
@@ -178,19 +180,19 @@ def _throughput(frame: CostContext, layout: Layout, seconds: StepSeconds) -> Thr
     )
 
 
-def _whole(frame: CostContext, seconds: StepSeconds | None) -> WholeRun:
-    train, device = frame.run.train, frame.run.cluster.device
-    step = train.batch * train.seq
-    steps = train.steps or ceil((train.tokens or 0) / step)
-    flops = frame.flops_per_token * steps * step
+def _whole_run(context: CostContext, seconds: StepSeconds | None) -> WholeRun:
+    train, device = context.run.train, context.run.cluster.device
+    step_tokens = train.batch * train.seq
+    steps = train.steps or ceil((train.tokens or 0) / step_tokens)
+    flops = context.flops_per_token * steps * step_tokens
     peak = device.peak.get(train.precision)
-    whole = steps * seconds.step if seconds else None
+    total = steps * seconds.step if seconds else None
     return WholeRun(
         steps=steps,
-        tokens=steps * step,
+        tokens=steps * step_tokens,
         flops=flops,
-        ideal_seconds=flops / (peak * frame.world) if peak else None,
-        seconds=whole,
-        days=whole / 86400 if whole is not None else None,
-        checkpoint_bytes=frame.parameters * (WEIGHT + moment_bytes(frame.run.optim)),
+        ideal_seconds=flops / (peak * context.world) if peak else None,
+        seconds=total,
+        days=total / 86400 if total is not None else None,
+        checkpoint_bytes=context.parameters * (WEIGHT + moment_bytes(context.run.optim)),
     )

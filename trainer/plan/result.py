@@ -1,4 +1,4 @@
-"""What a plan says: frozen data whose fields are the keys of `distrain plan --json`, all SI."""
+"""The data of a plan, in SI units; the fields are the keys of `distrain plan --json`."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ class MemoryBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """One pipeline stage: its layers [first, last + 1], of a folded pipeline those on the way out and `back`, parameters on one rank,
-    micro-batches in flight, bytes."""
+    """One pipeline stage: its layers (first, last + 1), the parameters of one rank, the micro-batches in flight, the bytes of one rank.
+
+    `back` is the layers of the stage's second part, in a folded pipeline.
+    """
 
     index: int
     layers: tuple[int, int]
@@ -36,12 +38,12 @@ class StageMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of the fullest rank, of the device, and of a rank of every stage."""
+    """Bytes of the fullest rank (`peak`), of the device (`capacity`) and of one rank of each stage; `stage` is the fullest."""
 
     peak: int
     capacity: int
     stage: int
-    form: str  # whose kept tensors were counted: "megatron" is Korthikanti 2022's, "torch" our own modules' and DeepSpeed's
+    form: str  # whose saved activations are counted: "megatron" those of Korthikanti 2022, "torch" those of our modules and DeepSpeed
     stages: tuple[StageMemory, ...]
 
 
@@ -72,7 +74,7 @@ class StepTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """Rates; mfu and hfu are shares of the device's peak, hfu counting recomputation."""
+    """Tokens and FLOP a second; mfu and hfu are shares of the device's peak, and hfu includes recomputation."""
 
     tokens_per_second: float
     tokens_per_second_per_gpu: float
@@ -84,7 +86,7 @@ class Throughput:
 
 @dataclass(frozen=True, kw_only=True)
 class WholeRun:
-    """The whole run: model FLOPs, seconds at every device's peak, planned seconds, bytes of a checkpoint."""
+    """The whole run: model FLOPs, seconds if all devices ran at their peak, planned seconds, bytes of a checkpoint."""
 
     steps: int
     tokens: int
@@ -97,8 +99,8 @@ class WholeRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """Seconds between interruptions and how many are expected in the run; seconds of a save; the best interval between two, in seconds
-    and steps, and the share of the time that is then kept work."""
+    """Seconds between interruptions and how many the run should expect; seconds of a save; the best interval between two saves, in
+    seconds and in steps; the share of time that is useful with it."""
 
     mtbf: float
     interruptions: float | None
@@ -110,7 +112,7 @@ class Saving:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """Parameters (those that one token meets, too) and model FLOPs of one token, forward and backward."""
+    """Parameters, those that one token uses, and the model FLOPs of one token, forward and backward."""
 
     parameters: int
     active_parameters: int
@@ -123,8 +125,8 @@ class Plan:
 
     version: int
     name: str
-    ok: bool  # no problem but memory
-    fits: bool | None  # None: the layout can't be laid out, so nothing was counted
+    ok: bool  # no problem except memory
+    fits: bool | None  # None: the layout breaks a rule, so nothing was computed
     runnable: bool
     reading: str | None
     problems: tuple[Problem, ...]
@@ -134,7 +136,7 @@ class Plan:
     gpus: int
     device: str
     mesh: dict[str, int] | None
-    groups: dict[str, str]  # axis -> how its groups lie, in words
+    groups: dict[str, str]  # axis -> the size of its groups and how many of their ranks share a node, in words
     engine: str | None
     schedule: str
     microbatches: int | None

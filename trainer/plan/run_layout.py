@@ -9,22 +9,22 @@ from .layout import Layout, mesh_of
 from .schedules import SCHEDULES
 
 
-def run_layout(frame: CostContext, parallel: Parallel, microbatch: int) -> Layout:
+def run_layout(context: CostContext, parallel: Parallel, microbatch: int) -> Layout:
     """The layout of legal degrees, costed as the engine that runs it."""
-    mesh = mesh_of(parallel, frame.world)
+    mesh = mesh_of(parallel, context.world)
     shard = mesh.size("data") if parallel.shard == "all" else parallel.shard
-    micros = frame.run.train.batch // (mesh.dp * microbatch)
-    row, _ = engine_for(frame.run, parallel)
+    micros = context.run.train.batch // (mesh.dp * microbatch)
+    row, _ = engine_for(context.run, parallel)
     engine = row.name if row else None
     return Layout(
         parallel=parallel,
         mesh=mesh,
-        wires=frame.wires(mesh),
+        wires=context.wires(mesh),
         micros=micros,
         microbatch=microbatch,
-        partition=frame.partition(mesh.pp, folded=mesh.pp > 1 and SCHEDULES[parallel.schedule].folded),
+        partition=context.partition(mesh.pp, folded=mesh.pp > 1 and SCHEDULES[parallel.schedule].folded),
         shard=shard,
         expert_shard=max(1, shard // mesh.ep),
         engine=engine,
-        gradient_sync=cost_model(engine).gradient_path(frame, parallel, micros),
+        gradient_sync=cost_model(engine).gradient_path(context, parallel, micros),
     )

@@ -31,25 +31,24 @@ MEASURED: dict[tuple[str, str], tuple[float, str]] = {
 }  # fmt: skip
 
 
-def _tensor_crosses_nodes(frame: CostContext, layout: Layout, of: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
-    mesh, gpus = layout.mesh, frame.run.cluster.gpus
+def _tensor_crosses_nodes(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
+    mesh, gpus = layout.mesh, context.run.cluster.gpus
     in_node = mesh.in_node("tp", gpus)
     if in_node < mesh.tp:
         says = f"parallel.tp={mesh.tp} crosses nodes of {gpus}: every layer waits for the link between nodes"
         yield Problem(rule="tp", says=says, mend=f"set parallel.tp to at most {gpus} and parallel.pp higher")
 
 
-def _pipeline_bubble(frame: CostContext, layout: Layout, of: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
-    if of.seconds is not None and of.seconds.fill > BUBBLE:
-        says = (
-            f"the pipeline idles {percent_text(of.seconds.fill)} of its time: {layout.micros} micro-batches through {layout.mesh.pp} stages"
-        )
+def _pipeline_bubble(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
+    if cost.seconds is not None and cost.seconds.fill > BUBBLE:
+        idle = percent_text(cost.seconds.fill)
+        says = f"the pipeline idles {idle} of its time: {layout.micros} micro-batches through {layout.mesh.pp} stages"
         yield Problem(
             rule="bubble", says=says, mend="a larger train.batch, a smaller train.microbatch, fewer stages or schedule=interleaved"
         )
 
 
-def _unbalanced_stages(frame: CostContext, layout: Layout, of: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
+def _unbalanced_stages(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
     counts, chunks, parts = layout.partition.counts, layout.parallel.chunks, layout.partition.parts
     if min(counts) == max(counts):
         if min(parts) < max(parts):
@@ -60,18 +59,18 @@ def _unbalanced_stages(frame: CostContext, layout: Layout, of: LayoutCost, throu
                 rule="uneven", says=f"{counts[0]} layers of a stage over {chunks} chunks: the bubble is planned as if they were balanced"
             )
         return
-    cost = ""
-    if of.seconds is not None:
-        times = [kind.forward + kind.backward for kind in of.kinds]
-        mean = sum(each * many for each, many in zip(times, layout.partition.stages_of_kind, strict=True)) / len(counts)
-        lost = layout.micros * (max(times) - mean) / of.seconds.step
-        cost = f"; waiting for the busiest stage costs {percent_text(lost)} of a step"
-    says = f"{sum(counts)} layers over {len(counts)} stages: {min(counts)} to {max(counts)} a stage{cost}"
+    delay = ""
+    if cost.seconds is not None:
+        times = [kind.forward + kind.backward for kind in cost.kinds]
+        mean = sum(each * stages for each, stages in zip(times, layout.partition.stages_of_kind, strict=True)) / len(counts)
+        lost = layout.micros * (max(times) - mean) / cost.seconds.step
+        delay = f"; waiting for the busiest stage costs {percent_text(lost)} of a step"
+    says = f"{sum(counts)} layers over {len(counts)} stages: {min(counts)} to {max(counts)} a stage{delay}"
     yield Problem(rule="uneven", says=says)
 
 
-def _mfu_beyond_measured(frame: CostContext, layout: Layout, of: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
-    run = frame.run
+def _mfu_beyond_measured(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
+    run = context.run
     if throughput is None:
         return
     device = run.cluster.device.name
@@ -79,10 +78,11 @@ def _mfu_beyond_measured(frame: CostContext, layout: Layout, of: LayoutCost, thr
     if known is None:
         says = f"no measured run of {device} in {run.train.precision} is known: its MFU is calculated only"
         yield Problem(rule="mfu", says=says)
-    elif throughput.mfu > known[0]:
-        says = (
-            f"an MFU of {percent_text(throughput.mfu)} is above the highest published for {device}, {percent_text(known[0])} ({known[1]})"
-        )
+        return
+    highest, source = known
+    if throughput.mfu > highest:
+        planned = percent_text(throughput.mfu)
+        says = f"an MFU of {planned} is above the highest published for {device}, {percent_text(highest)} ({source})"
         yield Problem(rule="mfu", says=says)
 
 
@@ -96,62 +96,62 @@ PADDED = {
 }
 
 
-def _padding(frame: CostContext, layout: Layout, of: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
-    model, sizes, degree = frame.run.model, frame.table.sizes, layout.mesh.tp
+def _padding(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
+    model, sizes, degree = context.run.model, context.table.sizes, layout.mesh.tp
     local = local_sizes(sizes, degree, vocab_multiple=model.vocab_multiple)
-    table = frame.table
-    held = {dim for weight in block_weights(table.embedding + table.layer + table.head) for dim in weight.dims}
-    for dim, whose in PADDED.items():
-        whole = local[dim] * degree
-        if dim not in held or whole == sizes[dim]:
+    table = context.table
+    used_dims = {dim for weight in block_weights(table.embedding + table.layer + table.head) for dim in weight.dims}
+    for dim, part in PADDED.items():
+        padded = local[dim] * degree
+        if dim not in used_dims or padded == sizes[dim]:
             continue
-        share = 1 - sizes[dim] / whole
-        cost = percent_text(share) if share >= 0.01 else "less than 1 %"
-        empty = idle_ranks(dim, sizes, degree, vocab_multiple=model.vocab_multiple)
-        idle = f", and {empty} of {degree} ranks {'holds' if empty == 1 else 'hold'} padding only" if empty else ""
+        share = 1 - sizes[dim] / padded
+        lost = percent_text(share) if share >= 0.01 else "less than 1 %"
+        idle_count = idle_ranks(dim, sizes, degree, vocab_multiple=model.vocab_multiple)
+        idle = f", and {idle_count} of {degree} ranks {'holds' if idle_count == 1 else 'hold'} padding only" if idle_count else ""
         why = f" so that tp {degree} splits it" if degree > 1 else f", a multiple of model.vocab_multiple={model.vocab_multiple}"
-        says = f"model.{dim}={sizes[dim]} is padded to {whole}{why}: {cost} of {whose}'s products are padding{idle}"
+        says = f"model.{dim}={sizes[dim]} is padded to {padded}{why}: {lost} of {part}'s products are padding{idle}"
         yield Problem(rule=dim, says=says)
 
 
-def _replicated_kv_heads(frame: CostContext, layout: Layout, of: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
-    sizes, degree = frame.table.sizes, layout.mesh.tp
+def _replicated_kv_heads(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
+    sizes, degree = context.table.sizes, layout.mesh.tp
     kv_heads, copies = sizes["kv_heads"], HeadShards(sizes["heads"], sizes["kv_heads"], degree).copies
     if copies > 1:
         yield Problem(rule="kv_heads", says=f"parallel.tp={degree} is more than model.kv_heads={kv_heads}: each is held by {copies} ranks")
 
 
-def _useless_recompute(frame: CostContext, layout: Layout, of: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
-    parallel, train = layout.parallel, frame.run.train
+def _useless_recompute(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
+    parallel, train = layout.parallel, context.run.train
     if parallel.recompute == "selective" and train.attention == "flash":
         says = "parallel.recompute=selective with train.attention=flash: flash attention stores no scores: recomputing saves nothing"
         yield Problem(rule="recompute", says=says, mend="set parallel.recompute=none")
 
 
-def _tight_memory(frame: CostContext, layout: Layout, of: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
-    if 0.95 * frame.capacity < of.peak <= frame.capacity:
-        says = f"{gib_text(of.peak)} GiB of {gib_text(frame.capacity)} leaves little room for fragmentation"
+def _tight_memory(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
+    if 0.95 * context.capacity < cost.peak <= context.capacity:
+        says = f"{gib_text(cost.peak)} GiB of {gib_text(context.capacity)} leaves little room for fragmentation"
         yield Problem(rule="tight", says=says)
 
 
-def _missing_times(frame: CostContext, layout: Layout, of: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
-    if of.seconds is not None:
+def _missing_times(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
+    if cost.seconds is not None:
         return
-    cluster, offload = frame.run.cluster, layout.parallel.offload
+    cluster, offload = context.run.cluster, layout.parallel.offload
     device = cluster.device
-    if not frame.table.has_costs:
-        says = f"no times: the operations of family {frame.run.model.family} are not in a table"
+    if not context.table.has_costs:
+        says = f"no times: the operations of family {context.run.model.family} are not in a table"
         yield Problem(rule="time", says=says, mend="`distrain fit` measures them as it trains")
     elif offload.optimizer or offload.parameters:
         yield Problem(rule="time", says="no times: the speed of an offloaded optimizer step is not known")
-    elif device.peak.get(frame.run.train.precision) is None or device.bandwidth is None:
+    elif device.peak.get(context.run.train.precision) is None or device.bandwidth is None:
         missing = {
-            f"cluster.device.peak.{frame.run.train.precision} (FLOP/s)": device.peak.get(frame.run.train.precision),
+            f"cluster.device.peak.{context.run.train.precision} (FLOP/s)": device.peak.get(context.run.train.precision),
             "cluster.device.bandwidth (bytes/s)": device.bandwidth,
         }
         keys = " and ".join(key for key, value in missing.items() if value is None)
         measures = "`distrain fit` measures this machine, once; or " if device.kind == "cpu" else ""
-        says = f"no times: how fast {device.name} is in {frame.run.train.precision} is not stated"
+        says = f"no times: how fast {device.name} is in {context.run.train.precision} is not stated"
         yield Problem(rule="time", says=says, mend=f"{measures}set {keys}")
     else:
         where = "inside" if cluster.inside is None and cluster.gpus > 1 else "between"
@@ -162,14 +162,14 @@ def _missing_times(frame: CostContext, layout: Layout, of: LayoutCost, throughpu
         )
 
 
-def _missing_activations(frame: CostContext, layout: Layout, of: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
-    if not frame.table.has_costs:
-        says = f"activations of family {frame.run.model.family} are not planned: a step needs more memory than the plan says"
+def _missing_activations(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
+    if not context.table.has_costs:
+        says = f"activations of family {context.run.model.family} are not planned: a step needs more memory than the plan says"
         yield Problem(rule="activations", says=says, mend="start with a small train.microbatch; `distrain report` shows what a step holds")
 
 
-def _even_routing(frame: CostContext, layout: Layout, of: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
-    model, degree = frame.run.model, layout.mesh.ep
+def _even_routing(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
+    model, degree = context.run.model, layout.mesh.ep
     if has_experts(model) and degree > 1:
         says = f"memory, messages and times of expert ranks are planned for even routing, {model.experts} experts over {degree} ranks"
         yield Problem(rule="routing", says=says)
@@ -178,19 +178,19 @@ def _even_routing(frame: CostContext, layout: Layout, of: LayoutCost, throughput
         yield Problem(rule="capacity", says=says)
 
 
-def _unused_keys(frame: CostContext, layout: Layout, of: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
-    yield from unused_keys(frame.run, layout.mesh)
+def _unused_keys(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
+    yield from unused_keys(context.run, layout.mesh)
 
 
-def _engine_limits(frame: CostContext, layout: Layout, of: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
-    yield from engine_problems(frame.run)
+def _engine_limits(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
+    yield from engine_problems(context.run)
 
 
 SLOW_LINK, LATE_LINK = 1e7, 0.1  # bytes/s and seconds: every link between accelerators is faster
 
 
-def _implausible_links(frame: CostContext, layout: Layout, of: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
-    cluster = frame.run.cluster
+def _implausible_links(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
+    cluster = context.run.cluster
     for name, link in (("inside", cluster.inside), ("between", cluster.between)):
         if link is not None and link.bandwidth is not None and link.bandwidth < SLOW_LINK:
             says = f"cluster.{name}.bandwidth={link.bandwidth:g} is {link.bandwidth:g} bytes/s"
@@ -219,6 +219,6 @@ WARNINGS: tuple[Callable[[CostContext, Layout, LayoutCost, Throughput | None], I
 )
 
 
-def warnings(frame: CostContext, layout: Layout, of: LayoutCost, throughput: Throughput | None) -> tuple[Problem, ...]:
+def warnings(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> tuple[Problem, ...]:
     """Return the warnings of a plan."""
-    return tuple(each for warning in WARNINGS for each in warning(frame, layout, of, throughput))
+    return tuple(each for warning in WARNINGS for each in warning(context, layout, cost, throughput))

@@ -22,70 +22,72 @@ from .messages import traffic_terms
 class DeepSpeedCosts(CostModel):
     """Costs of DeepSpeed 0.19, as counted on live tensors and messages."""
 
-    def gradient_path(self, frame: CostContext, parallel: Parallel, micros: int) -> dp.GradientSync:
+    def gradient_path(self, context: CostContext, parallel: Parallel, micros: int) -> dp.GradientSync:
         """Gradients travel in the width of weights, whatever width they accumulate in. Stages 1 and 2 all-reduce each bucket, at stage 2
         for every micro-batch, and gather weights after the optimizer's step: about 3 Psi a step, where the papers' ZeRO sends 2 Psi.
         At stage 3 backward reuses the last 500 M parameters that forward gathered (counted on live runs)."""
-        half = frame.widths.weight < MASTER and frame.form == "torch"
-        path = super().gradient_path(frame, parallel, micros)
+        half = context.widths.weight < MASTER and context.form == "torch"
+        path = super().gradient_path(context, parallel, micros)
         return path._replace(
             zero=effective_stage(parallel.zero, half=half),
-            gradient=frame.widths.weight,
+            gradient=context.widths.weight,
             scatters=False,
             reused=REUSED // 2,
             gather_hides=False,
         )
 
-    def state_bytes(self, frame: CostContext, layout: Layout, pieces: BlockCosts, kind: StageKind, dense: int, experts: int) -> StateBytes:
+    def state_bytes(
+        self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, dense: int, experts: int
+    ) -> StateBytes:
         """As counted where saved activations are those of our modules, else as the papers describe."""
-        if frame.form != "torch":
-            return super().state_bytes(frame, layout, pieces, kind, dense, experts)
-        width, parallel, mesh, parameters = frame.widths, layout.parallel, layout.mesh, dense + experts
+        if context.form != "torch":
+            return super().state_bytes(context, layout, blocks, kind, dense, experts)
+        width, parallel, mesh, parameters = context.widths, layout.parallel, layout.mesh, dense + experts
         setting = ZeroSetting(
             stage=effective_stage(parallel.zero, half=width.weight < MASTER, ep=mesh.ep),
             ranks=mesh.size("data"),
             micros=layout.micros,
             weight=width.weight,
             gradient=width.gradient,
-            states=frame.states,
-            bucket=min(parallel.bucket, parameters if mesh.pp > 1 else frame.parameters),
+            states=context.states,
+            bucket=min(parallel.bucket, parameters if mesh.pp > 1 else context.parameters),
             pipeline=mesh.pp > 1,
         )
-        flat = flat_elements(_stage_parameters(frame, kind, mesh), mesh.size("data"), mesh.ep)
+        flat = flat_elements(_stage_parameters(context, kind, mesh), mesh.size("data"), mesh.ep)
         held = zero_bytes(setting, parameters, flat)
         streams = _hidden_states(layout, kind)
         return StateBytes(
             weights=0 if parallel.offload.parameters else held.weights,
             gradients=held.gradients,
             optimizer=0 if parallel.offload.optimizer else held.optimizer,
-            buffers=pieces.layer.recomputed + held.buffers + gathered_input(layout, pieces) + min(streams, 2) * pieces.stream,
-            passing=streams * pieces.stream,
+            buffers=blocks.layer.recomputed + held.buffers + gathered_input(layout, blocks) + min(streams, 2) * blocks.stream,
+            passing=streams * blocks.stream,
         )
 
     def summed_elements(
-        self, frame: CostContext, layout: Layout, pieces: BlockCosts, kind: StageKind, copies: TensorCopies, data: int | None
+        self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, copies: TensorCopies, data: int | None
     ) -> int:
         """Stages 1 to 3 without a pipeline sum what a rank steps; other layouts, and bf16 with float32 gradients at stage 1, which keeps
         all gradients, sum all that the stage holds."""
-        width, mesh = frame.widths, layout.mesh
+        width, mesh = context.widths, layout.mesh
         stage = effective_stage(layout.parallel.zero, half=width.weight < MASTER, ep=mesh.ep)
         if stage and mesh.pp == 1 and not (stage == 1 and width.gradient > width.weight):
-            return stepped_elements(_stage_parameters(frame, kind, mesh), copies, stage, mesh.size("data"), data)
-        return super().summed_elements(frame, layout, pieces, kind, copies, data)
+            return stepped_elements(_stage_parameters(context, kind, mesh), copies, stage, mesh.size("data"), data)
+        return super().summed_elements(context, layout, blocks, kind, copies, data)
 
     def traffic_terms(self, run: Run, mesh: Mesh, shards: Sequence[WeightShard]) -> Iterator[TrafficTerm]:
         return traffic_terms(run, mesh, shards)
 
 
-def _stage_parameters(frame: CostContext, kind: StageKind, mesh: Mesh) -> StageParameters:
+def _stage_parameters(context: CostContext, kind: StageKind, mesh: Mesh) -> StageParameters:
     """Return the parameters that a rank of a kind of stage holds."""
     key = ("deepspeed", kind, mesh.tp, mesh.ep)
-    if key not in frame.memo:
-        multiple = frame.run.model.vocab_multiple
-        frame.memo[key] = stage_parameters(
-            frame.table, kind.layers, first=kind.first, last=kind.last, tp=mesh.tp, vocab_multiple=multiple, ep=mesh.ep
+    if key not in context.memo:
+        multiple = context.run.model.vocab_multiple
+        context.memo[key] = stage_parameters(
+            context.table, kind.layers, first=kind.first, last=kind.last, tp=mesh.tp, vocab_multiple=multiple, ep=mesh.ep
         )
-    found: StageParameters = frame.memo[key]
+    found: StageParameters = context.memo[key]
     return found
 
 
