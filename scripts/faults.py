@@ -7,7 +7,7 @@ full disk is a small tmpfs (root). The runs are `distrain fit` of a small GPT on
     kill, term, stop      SIGKILL, SIGTERM or SIGSTOP to any process of the run, at any moment
     truncated, flipped    a file of the newest checkpoint is cut off at any byte, or one of its bits flipped
     full                  no or almost no space is left on the disk
-    poison                a gradient of one rank becomes NaN
+    nan                   a gradient of one rank becomes NaN
     cut                   the link of a host goes down
 
 The invariants: no process of the run is left (within a minute; the seconds are reported); it exits 0 only if it has trained and its last
@@ -91,16 +91,16 @@ class Campaign:
         self.applied += 1
         if fault.kind in FILE_DAMAGES and newest_checkpoint(self.run).checkpoint is None:
             self._train_to_checkpoint(fault)
-        before, poison = self._newest_step(), ""
+        before, nan_at = self._newest_step(), ""
         target: str = fault.kind
         if fault.kind in FILE_DAMAGES:
             target = self._damage(fault)
             before = self._newest_step()
         at_step = self._last_step() + 1 + int(fault.moment * (STEPS - self._last_step() - 1))
-        if fault.kind == "poison":
+        if fault.kind == "nan":
             rank = int(fault.whom * 2)
-            target, poison = f"rank {rank}", f"{at_step} {rank}"
-        fit = self.runs.start(self.folder, f"launch.restarts={fault.restarts}", poison=poison)
+            target, nan_at = f"rank {rank}", f"{at_step} {rank}"
+        fit = self.runs.start(self.folder, f"launch.restarts={fault.restarts}", nan_at=nan_at)
         at = fit.began
         if fault.kind in SIGNALS or fault.kind in ("full", "cut"):
             self._wait_for_moment(fault, fit, at_step)
@@ -197,7 +197,7 @@ class Campaign:
         wait_until(lambda: self.runs.processes() or fit.has_ended(), RUN_SECONDS)  # none before its exec
         processes = self.runs.processes()
         if not processes:
-            return "nobody"
+            return "no process"
         target = fault.pick(sorted({process_role(command) for command in processes.values()}))
         pids = sorted(pid for pid, command in processes.items() if process_role(command) == target)
         hit = pids[int(fault.where * len(pids))]
@@ -237,8 +237,8 @@ class Campaign:
                 yield "steps are missing in metrics.jsonl"
         if any(line.startswith("Traceback") for line in fit.lines):
             yield "it printed a traceback"
-        if fault and fault.kind == "poison" and status == 1 and not any("samples" in row for row in metric_rows(self.run)):
-            yield "the samples of the poisoned step are not recorded"
+        if fault and fault.kind == "nan" and status == 1 and not any("samples" in row for row in metric_rows(self.run)):
+            yield "the samples of the step with a NaN are not recorded"
 
 
 def allowed_statuses(fault: Fault | None, target: str, runs: str) -> set[int]:
@@ -256,7 +256,7 @@ def allowed_statuses(fault: Fault | None, target: str, runs: str) -> set[int]:
     # fmt: off
     return {
         "kill": {0, 1} | saves, "term": {0, 75, 143}, "stop": {0, 1} | saves, "truncated": {0}, "flipped": {0}, "full": {0, 1},
-        "poison": {1}, "cut": {0, 1}, "none": {0},
+        "nan": {1}, "cut": {0, 1}, "none": {0},
     }[kind]
     # fmt: on
 

@@ -23,15 +23,15 @@ RECIPE = (
     *("train.seq=16", "train.microbatch=2", "train.evaluate={every: 20, batches: 2}", "train.skip=0", "log.every=1", "optim.warmup=3"),
     *("checkpoint={every: 5, keep: 3}", "launch.patience=5", "name=run"),
 )
-RUNS_VARIABLE = "FAULTS_RUNS"  # an environment variable that identifies a campaign's processes, whatever their parents
+RUNS_VARIABLE = "FAULTS_RUNS"  # an environment variable that identifies a campaign's processes, whose parents may have died
 # fmt: off
 ROLES = {  # role of a process, by a part of its command line
     "/local_agent.py": "agent", "agent.bootstrap": "agent", "trainer.loop.rank": "rank", "launcher.runner": "runner",
     "launcher.launch": "launcher", "pdsh": "pdsh", "mpirun ": "mpirun", "orted ": "orted", "ssh ": "ssh",
 }
 # fmt: on
-# A sitecustomize.py: in the rank and step that FAULTS_POISON names, it turns a gradient into NaN.
-POISON = """
+# A sitecustomize.py: in the rank and step that FAULTS_NAN names, it turns a gradient into NaN.
+NAN_GRADIENT = """
 import os, sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.util import find_spec
@@ -48,7 +48,7 @@ class Spoils(MetaPathFinder, Loader):
         return self.loader.create_module(spec)
     def exec_module(self, module):
         self.loader.exec_module(module)
-        right, (at, rank) = module.train_step, map(int, os.environ["FAULTS_POISON"].split())
+        right, (at, rank) = module.train_step, map(int, os.environ["FAULTS_NAN"].split())
         def step(run, course, micros, now, *rest):
             if now != at or os.environ["RANK"] != str(rank):
                 return right(run, course, micros, now, *rest)
@@ -59,7 +59,7 @@ class Spoils(MetaPathFinder, Loader):
             finally:
                 hook.remove()
         module.train_step = step
-if os.environ.get("FAULTS_POISON") and "RANK" in os.environ:
+if os.environ.get("FAULTS_NAN") and "RANK" in os.environ:
     sys.meta_path.insert(0, Spoils())
 """
 
@@ -114,17 +114,17 @@ class LocalRuns:
         self.folder = folder
         self.site = folder / "site"
         self.site.mkdir(parents=True)
-        (self.site / "sitecustomize.py").write_text(POISON)
+        (self.site / "sitecustomize.py").write_text(NAN_GRADIENT)
 
     overrides: Sequence[str] = ("cluster=1x2",)
 
-    def start(self, folder: Path, *overrides: str, poison: str = "") -> FitProcess:
+    def start(self, folder: Path, *overrides: str, nan_at: str = "") -> FitProcess:
         """Start `distrain fit` with RUN_DIR `folder`/run."""
         log = folder / "fit.log"
         command = [sys.executable, "-m", "distrain", "fit", *RECIPE, *self.overrides, f"log.dir={folder}", *overrides]
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", RUNS_VARIABLE: str(self.folder)}
-        if poison:
-            environment |= {"PYTHONPATH": str(self.site), "FAULTS_POISON": poison}
+        if nan_at:
+            environment |= {"PYTHONPATH": str(self.site), "FAULTS_NAN": nan_at}
         with log.open("wb") as out:
             return FitProcess(process=self._popen(command, environment, out), log=log)
 

@@ -134,7 +134,7 @@ DAMAGE: dict[str, tuple[str, Damage, str]] = {
     "shard emptied":      (WEIGHT,   lambda path: os.truncate(path, 0), f"{WEIGHT} is 0 bytes, not 4120"),
     "shard flipped":      (WEIGHT,   flip,                           f"{WEIGHT} {ALTERED}"),
     "header flipped":     (WEIGHT,   lambda path: flip(path, 0),     f"{WEIGHT} {ALTERED}"),
-    "shard missing":      (WEIGHT,   os.remove,                      f"{WEIGHT} is not there"),
+    "shard missing":      (WEIGHT,   os.remove,                      f"{WEIGHT} is missing"),
     "manifest missing":   (MANIFEST, os.remove,                      f"{MANIFEST} can't be read (no such file or directory)"),
     "manifest empty":     (MANIFEST, lambda path: os.truncate(path, 0), f"{MANIFEST} is empty"),
     "manifest cut short": (MANIFEST, cut_short,                      f"{MANIFEST} {ALTERED}"),

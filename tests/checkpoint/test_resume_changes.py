@@ -280,7 +280,7 @@ def test_a_checkpoint_that_names_no_run_is_read_with_run_json_and_says_so(tmp_pa
         (lambda text: text.replace(b"heads", b"hands"), "manifest.json is not as it was written (its hash differs)"),
         (lambda text: seal(b'"version":9}'), "manifest.json is of another version of this format: "),
         (lambda text: seal(b'"version":1,"step":8,"extra":{},"files":{},"tensors":[]}'), "it is of step 8"),
-        (lambda text: seal(b'"version":1,"step":7,"extra":{},"files":{"a":{"bytes":3}},"tensors":[]}'), "a is not there"),
+        (lambda text: seal(b'"version":1,"step":7,"extra":{},"files":{"a":{"bytes":3}},"tensors":[]}'), "a is missing"),
     ],
 )
 def test_a_damaged_manifest_is_passed_over_with_its_reason(tmp_path: Path, damage: Any, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Ranks on this machine: what they are given, how they end, and the outcome that the launching process reports."""
+"""Ranks on this machine: what they are given, how they end, and the outcome that the controller reports."""
 
 import os
 import signal

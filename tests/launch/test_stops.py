@@ -1,4 +1,4 @@
-"""The launching process is stopped or killed: its ranks save and end, or die with it, and so do the processes that they started."""
+"""The controller is stopped or killed: its ranks save and end, or die with it, and so do the processes that they started."""
 
 import json
 import os
@@ -161,7 +161,7 @@ def test_a_signal_that_the_launching_process_ignores_stays_ignored(tmp_path: Pat
 def test_nothing_outlives_a_launching_process_that_is_killed(tmp_path: Path, program: str) -> None:
     """The fixture looks for the ranks and the processes that they started, including those in sessions of their own."""
     launched = LaunchedRanks(tmp_path, program)
-    assert len(marked_processes(tmp_path)) == 1 + 3 * 4  # the launching process; agent, rank and two children
+    assert len(marked_processes(tmp_path)) == 1 + 3 * 4  # the controller; agent, rank and two children
     launched.send(signal.SIGKILL)
     assert launched.end()[0] == -signal.SIGKILL
 

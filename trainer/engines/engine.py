@@ -92,7 +92,7 @@ class Engine(ABC):
         return {"optimizer_steps": max(taken, default=0), "skipped": self.skipped_steps, "scale": scale}
 
     def restore(self, read: ReadShard, counters: Mapping[str, Any]) -> None:
-        """Load weights and optimizer states from `read`, whatever layout saved them, and the counters."""
+        """Load weights and optimizer states from `read`, which any layout may have saved, and the counters."""
         for part in self.optimizer_shards():
             part.weight.copy_(read(part.shard, "weight", part.start, part.length))
             for kind, held in part.states():

@@ -20,7 +20,7 @@ Mode = Literal["look", "prepare"]
 class DataFacts:
     """Numbers of tokens for training and validation and of documents in a run's data; None where that is not known yet.
 
-    `key` identifies the tokens, whatever their files are called. `exact`: none of the numbers is an estimate. `sources` are
+    `key` identifies the tokens and does not depend on the names of their files. `exact`: none of the numbers is an estimate. `sources` are
     (weight, training tokens) of each source. `remarks` are lines for the user.
     """
 

@@ -62,7 +62,7 @@ def _unread_key_problem(run: Run, key: str) -> Problem:
 def launch_commands(run: Run, hosts: Sequence[Host], environment: Mapping[str, str] = os.environ, *, notice: float = 0.0) -> LaunchCommands:
     """Return the commands and files that start a run on `hosts`; raises Unreadable with all that is wrong.
 
-    `notice` is how many seconds before a time limit the ranks must be told, so that they can stop and save.
+    `notice` is how many seconds before a time limit the ranks must be asked to stop, so that they can save.
     """
     launch, cluster = run.launch, run.cluster
     cuda = cluster.device.kind == "cuda"

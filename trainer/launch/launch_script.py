@@ -38,7 +38,7 @@ def resume_warnings(run: Run) -> Iterator[str]:
 
 
 def script_lines(run: Run, plan: Plan, launch: LaunchCommands) -> Iterator[str]:
-    """Yield the script's lines: it writes the run's files and runs the launch's commands, whatever folder it is started in.
+    """Yield the script's lines: it writes the run's files and runs the launch's commands, and can be started in any folder.
 
     With a command per host, the script is run on each host, with the host's number as its argument.
     """

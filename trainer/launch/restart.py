@@ -141,7 +141,7 @@ def _newest_step(folder: Path) -> int | None:
 
 
 def _outcome_between_attempts(outcome: Outcome, folder: Path, requests: StopRequests) -> Outcome:
-    """The outcome of a run that was told to stop after an attempt had failed and before the next one began."""
+    """Return the outcome of a run that was asked to stop after an attempt had failed and before the next one began."""
     number, step = requests[-1][0], _newest_step(folder)
     left = "there is no checkpoint" if step is None else f"the checkpoint of step {step} remains"
     says = f"{outcome.says}; {signal.Signals(number).name} came before the restart: {left}"

@@ -1,4 +1,4 @@
-"""Reports of a failing rank: the traceback to its log, one line to its parent process."""
+"""Reports of a failing rank: the traceback to its log, one line to the controller."""
 
 from __future__ import annotations
 

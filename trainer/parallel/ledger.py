@@ -87,7 +87,7 @@ class GroupAxes:
         self._ranks = [(PLANNED_AS.get(axis, axis), groups[axis].ranks) for axis in others if axis in groups]
 
     def axis_of(self, group: dist.ProcessGroup, verb: str, payload: list[Tensor]) -> str:
-        """The axis of a message. A send is the pipeline's, whatever its group; small messages are control."""
+        """The axis of a message. A send in any group is the pipeline's; small messages are control."""
         own = self._own.get(group.group_name)
         layers_only = own == "copies" or (own in AXES and AXES[own].layers_only)
         if not layers_only and (verb == "barrier" or _is_small(payload)):

@@ -326,7 +326,7 @@ def device(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule
         )
 
 
-# Rules of a run whatever its degrees, and rules of a layout, which a sweep applies to each.
+# Rules of a run that do not depend on its degrees, and rules of a layout, which a sweep applies to each.
 OF_RUN: tuple[Rule, ...] = (names, folders, model, hugging_face, length, rates, window, precision, device)
 OF_LAYOUT: tuple[Rule, ...] = (hugging_face_layout, experts, world, tensor, context, pipeline, batch, offload, plannable_ranks)
 

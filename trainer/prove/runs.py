@@ -102,7 +102,7 @@ class Prover:
         return locate_departure(proof.reference.trial, result.trial, step, lambda trial: self._run_job(trial, limit))
 
     def _compare(self, result: LayoutResult, reference: LayoutResult) -> LayoutResult:
-        """Add the differences from one process to a result; failed if they can't be told."""
+        """Add the differences from one process to a result; failed if they can't be computed."""
         if result.curve is None or reference.curve is None:
             return replace(result, verdict="failed", reason="it wrote no losses")
         folders = {"reference": str(reference.trial.folder), "layout": str(result.trial.folder)}

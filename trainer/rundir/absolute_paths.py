@@ -1,4 +1,4 @@
-"""The paths of a run as ranks get them: whole, so that they hold in whatever folder, and on whatever host, a rank starts."""
+"""Makes the paths of a run absolute, so that they mean the same in every folder and on every host where a rank starts."""
 
 from __future__ import annotations
 

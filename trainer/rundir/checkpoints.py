@@ -128,5 +128,5 @@ def size_problem(path: Path, size: int) -> str:
     try:
         found = path.stat().st_size
     except OSError:
-        return f"{path.name} is not there"
+        return f"{path.name} is missing"
     return "" if found == size else f"{path.name} is {found} bytes, not {size}"

@@ -55,7 +55,7 @@ def _holder(file: int) -> str:
 
 
 def lock_holder(folder: Path) -> str:
-    """Return who trains in RUN_DIR now, as its lock says; "" if nobody does, or if that can't be told here.
+    """Return who trains in RUN_DIR now, as its lock says; "" if no process does, or if this host can't know.
 
     A process of this host is looked up by its id first: taking the lock to test it could disturb a `fit` that is just starting.
     """

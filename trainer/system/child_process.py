@@ -29,7 +29,7 @@ def start_child(arguments: Sequence[str], environment: Mapping[str, str] = os.en
     """
     watched, held = os.pipe()
     try:
-        with collect_stop_requests() as pending:  # an exception inside Popen would leave a child that nobody ends
+        with collect_stop_requests() as pending:  # an exception inside Popen would leave a child that never ends
             child = subprocess.Popen(
                 [sys.executable, *arguments],
                 env={**environment, "PYTHONSAFEPATH": "1", parent_watch.VARIABLE: str(watched)},

@@ -1,4 +1,4 @@
-"""How many files the launching process keeps open, and the limit on them.
+"""How many files the controller keeps open, and the limit on them.
 
 The limit is raised to what is needed and no further: children inherit it, and for each host pdsh closes every file descriptor that the
 limit allows.

@@ -1,7 +1,7 @@
-"""Parent-death watch: a process that ends with the process that launched it.
+"""Parent-death watch: ends a process when the process that started it dies.
 
-The launching process holds the write end of a pipe; when it dies, however it dies, the pipe ends, and the watching process kills its
-whole process group. A rank's agent does the same from outside; the rank's own watch is for an agent that is stopped or dead as well.
+The starting process holds the write end of a pipe. When it dies, by any cause, the pipe ends, and the watching process kills its whole
+group. A rank's agent does the same from outside; the rank's own watch is for an agent that is stopped or dead as well.
 A process without such a pipe can at least die with its parent (`die_with_parent`).
 """
 
@@ -20,7 +20,7 @@ PDEATHSIG = 1  # prctl(2)
 
 
 def watch_parent_from_environment(environment: Mapping[str, str] = os.environ) -> threading.Thread | None:
-    """Watch the pipe that the launching process passed on; return None where there is none (a rank started by hand)."""
+    """Watch the pipe that this process inherited; return None where there is none (a rank started by hand)."""
     return watch_parent(int(environment[VARIABLE])) if environment.get(VARIABLE) else None
 
 
@@ -45,6 +45,6 @@ def _kill_group_at_end_of(fd: int) -> None:
         while os.read(fd, 512):
             pass
     except OSError as error:
-        if error.errno == errno.EBADF:  # closed in this process, which says nothing about the launching one
+        if error.errno == errno.EBADF:  # closed in this process, which says nothing about the other end
             return
     os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -1,19 +1,18 @@
 """The agent of one rank: a small process that starts the rank, forwards signals to it, and leaves no process of it behind.
 
 It runs by path, as `python -I -S local_agent.py PARENT_PIPE CONTROL_PIPE COMMAND ...`, and so imports nothing of this package. The tree
-is launching process -> agent -> rank, each in a session of its own, because only this shape ends everything:
+is controller -> agent -> rank, each in a session of its own. With this tree everything ends when one of them dies:
 
-- The launching process dies, however: the parent-death pipe, whose write end it alone holds, ends, and the agent kills the rank's
-  group. The rank may be stopped, or ignore signals, at that time; the agent never is and never does.
+- The controller dies, by any cause: only it holds the write end of the parent-death pipe, so the pipe ends, and the agent kills the
+  rank's group. This also works while the rank is stopped or ignores signals.
 - The rank dies: the processes that it started are killed. The agent adopts orphans (PR_SET_CHILD_SUBREAPER), so this includes
   processes that left the rank's group.
-- The agent dies: the kernel kills the rank (PR_SET_PDEATHSIG), and the launching process kills what the rank started (orphans.py).
+- The agent dies: the kernel kills the rank (PR_SET_PDEATHSIG), and the controller kills what the rank started (orphans.py).
 
 A rank with PR_SET_PDEATHSIG alone would die before it could end its own children.
 
-A program that finishes its step when it is asked to stop can't do so while it is being loaded, and loading torch takes seconds. The
-modules in DEFERRING are started with STOPS blocked: signals that arrive meanwhile are delivered when the module unblocks them
-(system/stop_requests.py).
+A rank can't handle a stop request while it loads torch, which takes seconds. The modules in DEFERRING are therefore started with STOPS
+blocked: signals that arrive meanwhile are delivered when the module unblocks them (system/stop_requests.py).
 
 Processes whose command lines contain one of SPARED are not killed: a launcher such as mpirun starts bootstraps on this very machine. They
 depend on a socket to the controller (remote_agent.py), and their rank is to save when the launcher dies.
@@ -42,7 +41,7 @@ CANNOT_START = 127  # the exit status that shells give a command that does not e
 
 
 def main(arguments: list[str]) -> None:
-    """Start the command and stay until it or the launching process has ended."""
+    """Start the command and stay until it or the controller has ended."""
     parent_pipe, control_pipe, command = int(arguments[0]), int(arguments[1]), arguments[2:]
     wakeup = become_reaper()
     rank = start_rank(command)
@@ -109,7 +108,7 @@ def send_signal(rank: int, number: int) -> None:
 
 
 def _wait(rank: int, parent_pipe: int, wakeup: int) -> int | None:
-    """Return the rank's wait status when it has ended, or None when the launching process has."""
+    """Return the rank's wait status when it has ended, or None when the controller has ended first."""
     poll = select.poll()
     poll.register(parent_pipe, select.POLLIN)
     poll.register(wakeup, select.POLLIN)
@@ -172,7 +171,7 @@ def is_spared(process: int) -> bool:
 
 def _report_end(control_pipe: int, code: int) -> None:
     """Write one line, separate from any unfinished line of the rank."""
-    with contextlib.suppress(OSError):  # the launching process is gone
+    with contextlib.suppress(OSError):  # the controller is gone
         os.write(control_pipe, f'\n{{"ended": {code}}}\n'.encode())
 
 

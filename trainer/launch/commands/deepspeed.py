@@ -21,7 +21,7 @@ from .command import RANK_VARIABLES, Command, LaunchCommands, LaunchFile, Launch
 PASTED_PREFIXES = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
 PYTHON_PATHS = ("PYTHONPATH", "PYTHONHOME")  # of these, the ones that the launcher's own processes may need to start
 
-# A pdsh that DeepSpeed's runner finds first. When the runner is told to stop, it runs `pkill -f` for launchers by name on every host,
+# A pdsh that DeepSpeed's runner finds first. When the runner gets a stop signal, it runs `pkill -f` for launchers by name on every host,
 # which would kill other runs' too. This run ends without that: each bootstrap (agent/bootstrap.py) ends with its connection.
 PDSH_WRAPPER = """\
 #!/bin/sh

@@ -9,7 +9,7 @@ from .command import LaunchCommands, LaunchRequest
 
 
 def local_commands(request: LaunchRequest, ranks: int) -> LaunchCommands:
-    """Start all ranks from one shell; when one fails, or the shell is told to end, the others are told to stop."""
+    """Start all ranks from one shell; when one fails, or the shell gets a stop signal, the others get one too."""
     first = RankEnvironment(rank=0, ranks=ranks, local_rank=0, local_ranks=ranks, address="127.0.0.1", port=request.port)
     per_rank = ("RANK", "LOCAL_RANK")
     shared = {key: value for key, value in first.variables({}).items() if key not in per_rank}

@@ -34,6 +34,6 @@ def torchrun_commands(request: LaunchRequest, hosts: Sequence[Host], *, cuda: bo
     remarks = (
         f"ranks meet at {request.address} port {request.port} (torchrun's static rendezvous)",
         f"the first host prints the run's progress; all hosts must share the run folder; {LOGS}",
-        "torchrun exits with 1 also if its ranks exit with 75: they were told to stop and have saved; the same commands go on",
+        "torchrun exits with 1 also if its ranks exit with 75: they were asked to stop and have saved; the same commands go on",
     )
     return LaunchCommands(commands=tuple(commands), remarks=remarks)

@@ -76,7 +76,7 @@ class Connection:
         self._process.stdin.flush()
 
     def _answer(self, key: str) -> dict[str, Any]:
-        """Read the JSON line that has `key`, past whatever a login shell prints before it. Raises OSError."""
+        """Read the JSON line that has `key`; skip what a login shell prints before it. Raises OSError."""
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         for line in self._process.stdout:

@@ -31,7 +31,7 @@ TRIES = 3  # timed all-reduces, after one that is not timed
 
 
 def main(order: str) -> None:
-    """Answer one round; the process exits at its deadline, or when nobody reads its answer any more."""
+    """Answer one round; the process exits at its deadline, or when the reader of its answer is gone."""
     asked = json.loads(order)
     signal.alarm(int(asked["seconds"]) + 2)  # also where no Python thread can run
     threading.Thread(target=_exit_at_deadline, args=(asked,), daemon=True).start()

@@ -1,4 +1,4 @@
-"""Messages from a rank to the process that launched it: one JSON object a line over a pipe.
+"""Messages from a rank to the controller, which supervises it: one JSON object a line over a pipe.
 
     {"say": text}        a line for the user (shown for rank 0)
     {"status": text}     the live line, which replaces the previous one (shown for rank 0)
@@ -44,7 +44,7 @@ class Channel:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Channel:
-        """Return the channel that the launching process passed on; this rank's children do not inherit it."""
+        """Return the channel that this rank inherited; this rank's children do not inherit it."""
         fd = int(environment.get(VARIABLE) or -1)
         if not _is_pipe(fd):
             return cls(None)
@@ -100,12 +100,12 @@ class Channel:
 
 
 def ignore_text(_: str) -> None:
-    """Ignore lines or progress that nobody is to see."""
+    """Ignore a line or a progress report."""
 
 
 def _write(fd: int, line: bytes) -> None:
     """Write a line: one os.write, except for a long line that a signal handler interrupts."""
-    with contextlib.suppress(OSError):  # the launching process is gone: the parent-death watch ends this rank
+    with contextlib.suppress(OSError):  # the controller is gone: the parent-death watch ends this rank
         while line:
             line = line[os.write(fd, line) :]
 
@@ -117,7 +117,7 @@ def _is_full(fd: int) -> bool:
 
 
 def _is_pipe(fd: int) -> bool:
-    """Return whether `fd` is open and a pipe or a socket, as a launching process passes on."""
+    """Return whether `fd` is open and a pipe or a socket, as a channel is."""
     try:
         mode = os.fstat(fd).st_mode
     except (OSError, OverflowError):

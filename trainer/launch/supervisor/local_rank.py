@@ -55,7 +55,7 @@ class LocalRank(RankHandle):
             return b""
 
     def wake_agent(self) -> str:
-        """Continue an agent that somebody has stopped: until then it can neither report the rank's end nor end it."""
+        """Continue an agent that was stopped: until then it can neither report the rank's end nor end it."""
         now = time.monotonic()
         if now < self._checked_at + CHECK_INTERVAL:
             return ""

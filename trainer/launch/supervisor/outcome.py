@@ -18,7 +18,7 @@ MAX_CAUSE = 400  # characters
 
 Fate = Literal["ended", "agent died", "stuck", "hung", "lost"]
 
-# Likely causes of a signal that nobody here sent, where its name says too little.
+# Likely causes of a signal that the controller did not send, where its name says too little.
 _LIKELY_CAUSES: dict[int, str] = {
     signal.SIGKILL: "perhaps by the kernel for want of memory",
     signal.SIGBUS: "perhaps for want of shared memory: see df /dev/shm",

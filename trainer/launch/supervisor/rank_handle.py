@@ -21,7 +21,7 @@ class RankHandle(RankRecord, ABC):
         return self.receive(self._read())
 
     def wake_agent(self) -> str:
-        """Let its agent continue if somebody has stopped it; return a line about that for the user, "" if there is nothing to say."""
+        """Let its agent continue if it was stopped; return a line about that for the user, "" if it was not."""
         return ""
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Reading any slices of a checkpoint's tensors, assembled from the stored ones, whatever the two layouts."""
+"""Reads any slices of a checkpoint's tensors from the stored slices; the two layouts may differ."""
 
 from __future__ import annotations
 

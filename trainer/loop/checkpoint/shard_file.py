@@ -84,7 +84,7 @@ def _chunks(shards: list[Shard], clock: SaveClock) -> Iterator[bytes | memoryvie
         for start in range(0, len(flat), WRITE_BYTES // flat.element_size()):
             with clock.part("copy"):
                 piece = flat[start : start + WRITE_BYTES // flat.element_size()].to("cpu").contiguous()
-            # torch calls a tensor of one element contiguous whatever its stride, and then can't view its bytes
+            # torch calls a tensor of one element contiguous at any stride, and then can't view its bytes
             yield piece.as_strided(piece.shape, (1,)).view(torch.uint8).numpy().data
 
 

@@ -17,7 +17,7 @@ from .tokenized_sources import Progress, SourceReader, SourceTokens, hash_key, r
 
 
 def prepare_corpus(data: Data, *, vocab: int, seq: int, cache: Path, progress: Progress, verify: bool = True) -> Corpus:
-    """Return the corpus that `data` names; tokenize it into the folder `cache` if it is not there yet. Raises Unreadable.
+    """Return the corpus that `data` names; tokenize it into the folder `cache` if that does not hold it yet. Raises Unreadable.
 
     Several processes may call it at once: one works, the others wait. A call of `progress` with a total of 0 is a remark.
     `verify=False` trusts the sizes of files that another process on this node has just verified.
@@ -39,7 +39,7 @@ def cache_folder(data: Data) -> Path:
 
 
 def cached_corpus(checked: CheckedData, data: Data, *, vocab: int, cache: Path) -> Corpus | None:
-    """Return the corpus if all of it is in the cache and that can be told quickly; None otherwise."""
+    """Return the corpus if all of it is in the cache and this can be checked quickly; None otherwise."""
     try:
         return _read_corpus(
             checked, SourceReader(data, vocab, cache.expanduser(), lambda what, done, total: None, verify=False, only_cached=True)

@@ -34,7 +34,7 @@ def inspect_config(file: Path) -> dict[str, Any]:
         if config.get_text_config() is not config:
             return {"problem": "it is made of several models, and one of text alone is trained here"}
         return {"sizes": _sizes(config, model), "parameters": {name: list(each.shape) for name, each in model.named_parameters()}}
-    except Exception as error:  # whatever a version of transformers raises for a file that it can't make a model of
+    except Exception as error:  # versions of transformers raise different errors for a file that they can't make a model of
         return {"problem": " ".join((str(error) or type(error).__name__).split())[:200]}
 
 

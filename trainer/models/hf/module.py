@@ -67,7 +67,7 @@ def build_causal_lm(run: Run, *, device: torch.device, dtype: torch.dtype, seed:
         try:
             config = load_config(path / "config.json" if path.is_dir() else path)
             module = CausalLM(make_model(config, **({"attn_implementation": "eager"} if run.train.attention == "math" else {})))
-        except Exception as error:  # whatever a version of transformers raises
+        except Exception as error:  # versions of transformers raise different errors
             raise _refusal(f"{path}: {' '.join(str(error).split())[:200]}") from error
     shapes = {name: tuple(each.shape) for name, each in module.hf.named_parameters()}
     if shapes != run.model.parameters:

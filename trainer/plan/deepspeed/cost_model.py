@@ -23,7 +23,7 @@ class DeepSpeedCosts(CostModel):
     """Costs of DeepSpeed 0.19, as counted on live tensors and messages."""
 
     def gradient_path(self, context: CostContext, parallel: Parallel, micros: int) -> dp.GradientSync:
-        """Gradients travel in the width of weights, whatever width they accumulate in. Stages 1 and 2 all-reduce each bucket, at stage 2
+        """Gradients travel in the width of weights, also if they accumulate in another. Stages 1 and 2 all-reduce each bucket, at stage 2
         for every micro-batch, and gather weights after the optimizer's step: about 3 Psi a step, where the papers' ZeRO sends 2 Psi.
         At stage 3 backward reuses the last 500 M parameters that forward gathered (counted on live runs)."""
         half = context.widths.weight < MASTER and context.form == "torch"
