@@ -1,4 +1,4 @@
-"""One attempt at a run: its ranks are started once, on this machine or on hosts, and waited for."""
+"""One attempt at a run: starts its ranks once, on this machine or on hosts, and waits for their end."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from ..spec.problem import Problem, Unreadable
 from ..spec.run import Run
 
-PATIENCE = 60.0  # seconds that a look may take; preparing has no limit, and shows its progress
+PATIENCE = 60.0  # time limit of a look, in seconds; preparing has no limit, and shows its progress
 MODULE = "distrain.trainer.loop.data.survey"
 
 Mode = Literal["look", "prepare"]
@@ -39,7 +39,7 @@ def names_files(run: Run) -> bool:
 
 
 def are_local(run: Run) -> bool:
-    """Whether a run's files should be on this machine: those of a run on other hosts may be only there."""
+    """Whether a run's files should be on this machine: a run on other hosts may have them only there."""
     paths = (run.data.path,) if isinstance(run.data.path, str) else run.data.path or ()
     return run.launch.name == "local" or all(Path(path).expanduser().exists() for path in paths)
 

@@ -22,14 +22,14 @@ from .data_survey import DataFacts
 from .file_checks import FileCheck, FileChecks, epoch_warnings
 
 PROCESS = 350e6  # bytes of a rank that has imported torch and DeepSpeed, beyond its plan
-USABLE = 0.97  # of the memory that a recipe states, what a card of the same kind may have, depending on its driver
+USABLE = 0.97  # share of the stated memory that a card of the same kind has at least, depending on its driver
 # The subject of a rule of the plan or of the launch, where it has another name than the rule.
 SUBJECTS = {"launch": "devices", "hostfile": "hosts", "slots": "hosts", "resume": "run folder", "accept": "run folder"}
 BY_HAND = ("torchrun", "slurm")  # launches that `fit` refuses but a user can start, for which that is a warning
 
 
 def checks_of_run(run: Run, plan: Plan, verdict: str, *, hosted: bool) -> Iterator[Check]:
-    """Check everything that a run needs; `verdict` is its plan's, `hosted` leaves out what hosts were asked already."""
+    """Check everything that a run needs. `verdict` is its plan's; `hosted`: the preflight has checked the disks of its hosts."""
     files = FileChecks().look(run)
     refusals = [*_refusals(run, plan, files)]
     yield from _plan_checks(run, plan, files, verdict)
@@ -98,7 +98,7 @@ def _device_checks(run: Run, plan: Plan) -> Iterator[Check]:
 
 
 def _memory_checks(run: Run, ranks: int, peak: int) -> Iterator[Check]:
-    """Compare free memory with what the ranks take of it: on a CPU the plan's `peak` bytes too."""
+    """Compare free memory with what the ranks need of it: on a CPU the plan's `peak` bytes too."""
     free, need = free_memory(), ranks * (PROCESS + (peak if run.cluster.device.kind == "cpu" else 0))
     says = f"{size_text(free)} free, and {plural(ranks, 'rank')} take about {size_text(need)}"
     if free >= need:

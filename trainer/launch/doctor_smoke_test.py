@@ -24,7 +24,7 @@ TIMEOUT = 120.0  # seconds that the child process may take
 
 
 def engine_checks(run: Run) -> Iterator[Check]:
-    """Check torch's devices, gloo and engine `zero`: `run` is trained in its run folder, which must not exist yet."""
+    """Check torch's devices, gloo and engine `zero`. `run` is trained in its run folder, which must not exist yet."""
     from msgspec import json as encoder
 
     folder = run_folder(run)
@@ -38,7 +38,7 @@ def engine_checks(run: Run) -> Iterator[Check]:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchAnswer:
-    """The answer of the child process that imports torch; `losses` of the run in one process, None where it did not get that far."""
+    """The answer of the child process that imports torch; `losses` are those of the run in one process, None where it failed before."""
 
     checks: list[Check]
     losses: list[float] | None

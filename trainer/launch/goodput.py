@@ -28,7 +28,7 @@ class GoodputMeter:
     _why: str = ""
 
     def note_first_step(self, step: int) -> None:
-        """Note that an attempt has begun its first step: what the one before did from this step on is lost."""
+        """Note that an attempt has begun its first step: the work of the previous attempt from this step on is lost."""
         if self._failed is not None:
             first, last, seconds = self._failed
             lost = max(0, last - step)
@@ -58,7 +58,7 @@ class GoodputMeter:
     def summary(self) -> str:
         """Write the run's goodput to metrics.jsonl, and return it as a line."""
         whole = time.monotonic() - self._since
-        if self._failed is not None:  # no later attempt says how much of it was lost
+        if self._failed is not None:  # no later attempt shows how much of it was lost
             self.productive_seconds += self._failed[2]
         goodput = self.productive_seconds / whole if whole else 0.0
         self._write({"restarts": self.restarts, "lost_steps": self.lost_steps, "goodput": goodput, "seconds_in_all": whole})

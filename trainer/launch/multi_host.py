@@ -215,7 +215,7 @@ class MultiHostSupervisor(Supervisor):
                 self._selector.unregister(self._launcher.fd)
 
     def _end_together(self) -> None:
-        """As any supervisor; also, ask the ranks to stop when the launcher dies before them, and shorten the grace when a rank is lost."""
+        """End the ranks as Supervisor does. Also ask them to stop when the launcher dies first, and shorten the grace when one is lost."""
         if not self._stopping and self._kill_at is None and self._running() and (how := self._launcher_death()):
             self._show(f"DeepSpeed's launcher {how}: finishing the step and saving")
             self._request_stop()
@@ -251,7 +251,7 @@ class MultiHostSupervisor(Supervisor):
             thread.join()
 
     def _wait_for_launcher(self, patience: float) -> None:
-        """Let the launcher end by itself, as it does when its children have ended; where a host is cut off it can't."""
+        """Wait until the launcher ends by itself, which it does once its children have ended, unless a host is cut off."""
         for rank in self._remote_ranks:
             rank.close(LAUNCHER_WAIT)
         deadline = time.monotonic() + patience
@@ -288,7 +288,7 @@ def _meeting_address(ranks: Sequence[RemoteRank]) -> str:
 
 
 def _launcher_reason(launcher: LocalRank) -> str:
-    """Return the launcher's reason, from its log: there pdsh puts the host before each line, and mpirun its advice between rules."""
+    """Return why the launcher failed, from its log, in which pdsh puts the host before each line and mpirun puts advice between rules."""
     lines = [
         line.partition(": ")[2] if line.partition(": ")[0].isidentifier() else line for line in launcher.log.last_lines(SEARCHED_LINES)
     ]

@@ -1,4 +1,4 @@
-"""RUN_DIR/intervals.json: how long each phase of a run took in earlier attempts, from which the watchdog learns how long to wait."""
+"""RUN_DIR/intervals.json: how long each phase of a run took in earlier attempts. The watchdog derives its time limits from it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def fingerprint(run: Run) -> str:
 
 
 def load_watchdog(run: Run, folder: Path) -> Watchdog:
-    """Return a watchdog with the times of earlier attempts of the same run; without any where the file is of another run or unreadable."""
+    """Return a watchdog with the times of earlier attempts of the same run, or with none if the file is unreadable or of another run."""
     from msgspec import DecodeError, json
 
     with suppress(OSError, DecodeError):
@@ -48,7 +48,7 @@ def load_watchdog(run: Run, folder: Path) -> Watchdog:
 
 
 def save_phase_times(run: Run, folder: Path, learned: Watchdog, *, resumed: bool) -> None:
-    """Save the times of an attempt; without that of its start unless it `resumed`: loading a checkpoint takes longer."""
+    """Save the times of an attempt. That of its start is saved only if it `resumed`, because loading a checkpoint takes longer."""
     seen = {phase: seconds for phase, seconds in learned.seen.items() if resumed or phase != "start"}
     with suppress(OSError):  # the disk is full; the times are learned again
         write_json(folder / FILE, PhaseTimes(of=fingerprint(run), seen=seen, hung=learned.timed_out))

@@ -36,8 +36,8 @@ def run_attempts(
 ) -> Outcome:
     """Run RUN_DIR's run, and again after each machine fault, at most launch.restarts times; return the last outcome.
 
-    A run of which no attempt has reached a first step is not restarted: most likely it never would. A stop request ends it at
-    any time, also between two attempts. `command` is what each rank runs, by default the trainer. `stop_requests` is the list
+    A run of which no attempt has reached a first step is not restarted: another attempt most likely would fail too. A stop request ends
+    it at any time, also between two attempts. `command` is what each rank runs, by default the trainer. `stop_requests` is the list
     of a `collect_stop_requests` around this call.
     """
     command = command or [sys.executable, "-m", "distrain.trainer.loop.rank", str(folder / "run.json")]
@@ -85,7 +85,7 @@ def _run_watched_attempt(
     goodput: GoodputMeter,
     requests: StopRequests,
 ) -> Outcome:
-    """Run one attempt, measure it, and keep what it taught the watchdog."""
+    """Run one attempt, measure it, and save the phase times that the watchdog learned."""
     resumed = run.checkpoint.resume != "never" and any(folder.glob("checkpoints/step_*"))
     watchdog = load_watchdog(run, folder)
     outcome = run_attempt(
@@ -115,7 +115,7 @@ def is_machine_failure(outcome: Outcome) -> bool:
 
 
 def no_restart_reason(run: Run, outcome: Outcome, *, restarts: int, has_stepped: bool, saved_step: int | None) -> str | None:
-    """Return why a run is not restarted after `outcome`, and what to do; "" where nothing need be said, None where it is restarted.
+    """Return why a run is not restarted after `outcome`, and what to do; "" where the user needs no reason, None where it is restarted.
 
     `restarts` is how many there were; `has_stepped`, whether an attempt has reached a first step; `saved_step`, the newest checkpoint's.
     """

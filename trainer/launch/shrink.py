@@ -1,4 +1,4 @@
-"""A smaller run after a machine fault: on the hosts that are left and well, with fewer replicas."""
+"""A smaller run after a machine fault: on the hosts without faults, with fewer replicas."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..system.stop_requests import StopRequests
 from .hosts.hostfile import Host, include_text
 from .supervisor.outcome import Outcome
 
-MOST_FAULTS = 2  # of a host; then it is avoided
+MOST_FAULTS = 2  # faults of a host after which it is avoided
 
 
 @dataclass(kw_only=True)

@@ -38,8 +38,8 @@ def launch_local_ranks(
     `environment` is all that the ranks inherit; the variables that torch needs are added. Each rank's output goes to
     `folder`/ranks/RANK.log; rank 0's messages (rank/channel.py) go to `show`, and its live line to `live`. When a rank fails, the others
     get SIGTERM, and SIGKILL after `grace` seconds. SIGINT, SIGTERM and SIGHUP to this process are forwarded once as SIGTERM, and the
-    ranks may take as long as they need; a second Ctrl-C kills them. Signals are only handled in the main thread. However this process
-    dies, its ranks die too. If no rank makes progress (watchdog.py), they write their stacks and are killed.
+    ranks may take as long as they need; a second Ctrl-C kills them. Signals are only handled in the main thread. If this process
+    dies, by any cause, its ranks die too. If no rank makes progress (watchdog.py), they write their stacks and are killed.
 
     `on_first_step` is called with rank 0's first step. `devices` are the names of the ranks' devices, for the line that reports a failed
     rank. `stop_requests` is the list of an enclosing `collect_stop_requests`.

@@ -51,7 +51,7 @@ def train_run(run: Run, plan: Plan, hosts: Sequence[Host], show: Callable[[str],
         remove_outcome(folder)
         with collect_stop_requests() as requests:
             outcome = run_attempts(run, plan, hosts, folder, show, live, stop_requests=requests)
-        # Where nothing was left to train, run.json should stay that of the run which trained. The ranks of the last of several
+        # If no step was left to train, run.json should stay that of the run which trained. The ranks of the last of several
         # attempts know only their own steps, so the checkpoint is compared too.
         untrained = outcome.status == 0 and all(rank.step is None for rank in outcome.ranks) and newest_saved(checkpoints)[0] == saved
         if outcome.is_refused or (untrained and "run.json" in before):

@@ -1,1 +1,1 @@
-"""What happens on a rank, step by step."""
+"""The process of a rank: set-up, training loop, checkpoints and measurements."""

@@ -33,7 +33,7 @@ class Instruments:
         self.profiler = ProfilerWindow(run, setup.world, setup.folder)
         self.progress = ProgressLine(run, first, last)
         self.trace = requested_trace(run, setup.engine, setup.grid, setup.folder)
-        # Bytes are counted in the second step: the first has allocated all that stays.
+        # Bytes are counted in the second step: all tensors that stay were allocated in the first.
         self._counted_step = first + 1
         # Messages are recorded in the third: in the first two, engines still send some of their own set-up.
         self._recorded_step = min(first + 2, last - 1) if run.log.ledger else None

@@ -1,4 +1,4 @@
-"""A rank from run.json to its exit status: join the ranks, set up training, train, leave."""
+"""Trains one rank of a run: joins the ranks, sets up training, trains, and leaves them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def train_rank(path: Path, channel: Channel, stop: StopFlag) -> int:
 
 
 def _wait_for_all(host: dist.ProcessGroup) -> None:
-    """Wait for the other ranks, which are about to end too, so that none loses a peer that it still reads from."""
+    """Wait for the other ranks, which are about to end too, because another rank may still read from this one."""
     with suppress(RuntimeError):  # another rank has died
         dist.barrier(group=host)
 
@@ -133,7 +133,7 @@ def _open_sinks(run: Run, plan: Plan, folder: Path, start: Position, channel: Ch
 
 
 def _report_data(run: Run, corpus: Corpus, start: Position, channel: Channel) -> None:
-    """Say how much text there is, how often the run reads it, and the loss of a model that knows token frequencies only."""
+    """Report how much text there is, how often the run reads it, and the loss of a model that knows token frequencies only."""
     if run.data.name != "synthetic":
         channel.say(stats_line(corpus_stats(corpus), start.after(run, max(start.step, start.last_step(run))).tokens))
     channel.say(f"unigram entropy of the training text: {corpus.entropy:.4f} nats a token")

@@ -63,7 +63,7 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """metrics.jsonl: one JSON object a line, each written whole and at once. Rows that a full disk does not take wait for the next."""
+    """metrics.jsonl: one JSON object a line, each written whole and at once. Rows that a full disk rejects are written later."""
 
     def __init__(self, context: SinkContext) -> None:
         self._path = context.folder / "metrics.jsonl"
@@ -235,7 +235,7 @@ class Sinks:
     def __init__(self, context: SinkContext) -> None:
         self._say = context.say
         self._open: dict[str, Sink] = {}
-        self._failing: set[str] = set()  # warned of, and not working since
+        self._failing: set[str] = set()  # those that do not work, of which the user was warned
         for name, sink in SINKS.items():
             if name == METRICS or name in context.run.log.sinks:
                 with self._guard(name):
@@ -256,7 +256,7 @@ class Sinks:
 
     @contextmanager
     def _guard(self, name: str, rows: str = "its rows wait for room") -> Iterator[None]:
-        """Turn any exception of a sink, which is code of others, into one warning."""
+        """Turn any exception of a sink, which runs third-party code, into one warning."""
         try:
             yield
         except Exception as error:

@@ -21,7 +21,7 @@ from .shard_offsets import weight_shapes
 
 
 def load_initial_state(run: Run, folder: Path, grid: Grid, engine: Engine, batches: Batches, channel: Channel, gather: Gather) -> Position:
-    """Load the newest checkpoint that verifies into the engine, else model.weights if set; say which. Return the run's position.
+    """Load the newest checkpoint that verifies into the engine, else model.weights if set, and report which. Return the run's position.
 
     Raises AllRanksFailed where the checkpoint can't be loaded, or has another loss than it was saved with.
     """

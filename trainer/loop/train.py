@@ -36,7 +36,7 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
     if first >= last:
         setup.channel.say(no_steps_message(run, first, last))
     elif first > 0 and any_rank(stop.requested, setup.world.device):
-        return False  # stopped before its first step, and the checkpoint it resumed from stands
+        return False  # stopped before its first step: the checkpoint that it resumed from is still the newest
     micro_batches = read_micro_batches(run, setup, first, last)
     instruments, anomalies = Instruments(run, setup, first, last), Anomalies(run, setup.start)
     saved = first
@@ -103,7 +103,7 @@ def train_step(
 
 
 def is_due(every: int, done: int) -> bool:
-    """Return whether what happens every so many steps (0: never) happens after this one."""
+    """Return whether something that happens every `every` steps (0: never) happens after step `done`."""
     return every > 0 and done % every == 0
 
 

@@ -1,4 +1,4 @@
-"""What the training loop works with on a rank."""
+"""The objects that the training loop uses on a rank."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The bootstrap of a slot, which DeepSpeed's launcher starts on a host: python -m distrain.trainer.launch.agent.bootstrap RUN_DIR/run.json.
 
 It registers with the controller by the join token, and forks the rank's agent (remote_agent.py) as a process that DeepSpeed's launcher
-does not know: the launcher kills the processes that it knows 30 seconds after a SIGTERM, however long a checkpoint takes. The bootstrap
+does not know: the launcher kills the processes that it knows 30 seconds after a SIGTERM, and a checkpoint may take longer. The bootstrap
 itself stays the launcher's child as long as the rank runs. It forwards signals to the agent, reports to it when the launcher has died,
 and ends what is left of the rank when the agent dies or is stopped; the agent ends this process and its launcher at the end.
 """
@@ -39,7 +39,7 @@ LAUNCHERS = (b"deepspeed.launcher.launch", b"orted", b"mpirun")  # in the comman
 
 
 class RegistrationRefused(Exception):
-    """Why this slot can't take part, in a line."""
+    """This slot can't take part; the message says why, in one line."""
 
 
 def main() -> int:
@@ -102,7 +102,7 @@ def _send_line(controller: socket.socket, message: Mapping[str, object]) -> None
 
 
 def _read_line(controller: socket.socket) -> bytes:
-    """Read one line, and nothing of what follows it."""
+    """Read one line and no byte after it."""
     line = b""
     while not line.endswith(b"\n"):
         if len(line) > MAX_LINE or not (byte := controller.recv(1)):

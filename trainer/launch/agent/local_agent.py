@@ -15,7 +15,7 @@ A rank can't handle a stop request while it loads torch, which takes seconds. Th
 blocked: signals that arrive meanwhile are delivered when the module unblocks them (system/stop_requests.py).
 
 Processes whose command lines contain one of SPARED are not killed: a launcher such as mpirun starts bootstraps on this very machine. They
-depend on a socket to the controller (remote_agent.py), and their rank is to save when the launcher dies.
+end with their socket to the controller (remote_agent.py), and their rank must be able to save when the launcher dies.
 
 The last line in the control pipe is the agent's: {"ended": exit status, or minus a signal}.
 """
@@ -160,7 +160,7 @@ def _children() -> list[int]:
 
 
 def is_spared(process: int) -> bool:
-    """Return whether a process is in SPARED, and so ends by itself when it should and not before."""
+    """Return whether a process is in SPARED: it is not killed, because it ends by itself."""
     try:
         with open(f"/proc/{process}/cmdline", "rb") as file:
             command_line = file.read()

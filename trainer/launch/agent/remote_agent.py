@@ -81,7 +81,7 @@ class RemoteAgent:
         self._stacks: tuple[float, RankLog] | None = None  # when stacks are sent, and from where in the log
 
     def run(self) -> None:
-        """Start the rank at the controller's command; return when none of its processes is left and the controller knows or is gone."""
+        """Start the rank at the controller's command. Return when none of its processes is left and the controller is informed or gone."""
         status: int | None = None
         while not self._ending and status is None:
             self._poll()

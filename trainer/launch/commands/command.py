@@ -94,7 +94,7 @@ class LaunchRequest:
 
 
 def check_request(request: LaunchRequest) -> None:
-    """Raise Unreadable with every part of the request that a remote shell could misread."""
+    """Raise Unreadable with every part of the request that is not safe in a remote shell."""
     problems: list[Problem] = []
     folder = str(request.folder)
     for text, what, mend in (

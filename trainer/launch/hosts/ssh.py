@@ -36,7 +36,7 @@ class Ssh:
         )
 
     def kill(self) -> None:
-        """Kill it and what it started, such as a ProxyCommand; whoever reads from it gets the end of file."""
+        """Kill it and what it started, such as a ProxyCommand; its readers get the end of file."""
         if self.process.poll() is None:
             with suppress(OSError):  # it has just ended
                 os.killpg(self.process.pid, signal.SIGKILL)

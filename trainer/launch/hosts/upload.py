@@ -1,4 +1,4 @@
-"""Writing a run's files on its hosts over ssh, all of them or none: `upload_remote.py` runs on each host and writes there."""
+"""Writes a run's files on all of its hosts over ssh, or on none: `upload_remote.py` runs on each host and writes there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROLL_BACK_SECONDS = 5.0  # to remove them
 
 
 class UnreachableHosts(Exception):
-    """Hosts that can't be written to, and why, in a line."""
+    """Some hosts can't be written to; the message says why, in one line."""
 
     def __init__(self, hosts: Sequence[str], why: str) -> None:
         super().__init__(why)
@@ -45,7 +45,7 @@ class Connection:
         self._process = self.ssh.process
 
     def identify(self) -> None:
-        """Learn the host's own name, the address at which it sees this machine, and its address as seen from here. Raises OSError."""
+        """Read the host's own name, its address, and this machine's address as the host sees it. Raises OSError."""
         answer = self._answer("connection")
         words, self.hostname = str(answer["connection"]).split(), str(answer.get("name", ""))
         if len(words) != 4:

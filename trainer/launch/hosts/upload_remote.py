@@ -17,7 +17,7 @@ import sys
 
 
 def main() -> None:
-    """Tell the addresses at which the controller and this host see each other, then write the files it sends."""
+    """Send the addresses at which the controller and this host see each other, then write the files that it sends."""
     _send({"connection": os.environ.get("SSH_CONNECTION", ""), "name": socket.gethostname()})
     text = sys.stdin.readline()
     if not text:
@@ -57,7 +57,7 @@ def _holds(path: str, content: str) -> bool:
 
 
 def _write(path: str, content: str) -> None:
-    """Write the file whole or not at all: another host may write the same file of a shared folder."""
+    """Write the file atomically: another host may write the same file of a shared folder."""
     new = f"{path}.{socket.gethostname()}.{os.getpid()}"
     try:
         with open(new, "w", encoding="utf-8") as file:

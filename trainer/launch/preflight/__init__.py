@@ -1,1 +1,1 @@
-"""Every host is asked what it has before anything starts, and what it lacks is named."""
+"""The preflight: before anything starts, asks every host what it has, and reports what it lacks."""

@@ -16,9 +16,9 @@ from ..hosts.hostfile import Host
 from . import host_probe
 
 ELEMENTS = 4 << 20  # float32 values of the timed all-reduce: 16 MiB
-CLOCK_DRIFT = 2.0  # seconds between two clocks from which a note says so
-GPU_MEMORY_TAKEN = 0.1  # share of a GPU's memory from which another process must be on it
-SLOW_SHARE = 0.5  # of the declared rate: below it a note says so
+CLOCK_DRIFT = 2.0  # least difference of two clocks, in seconds, that a note reports
+GPU_MEMORY_TAKEN = 0.1  # if a larger share of a GPU's memory is used, another process uses the GPU
+SLOW_SHARE = 0.5  # share of the declared rate below which a note reports the measured one
 
 
 @dataclass(frozen=True, kw_only=True)

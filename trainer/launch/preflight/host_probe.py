@@ -1,4 +1,4 @@
-"""The preflight's program on a host. The text of this file is sent over ssh to `python -`, so it needs nothing but Python 3.8.
+"""The preflight's program on a host. The text of this file is sent over ssh to `python -`, so it needs only Python 3.8.
 
 There are three rounds, each run on every host at once: `facts`; `links`, in which each host connects to all others; `reduced`, an
 all-reduce of one process per host over gloo or NCCL. An answer is a line of JSON behind MARK, since a login shell may print before it.

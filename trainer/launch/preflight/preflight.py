@@ -1,4 +1,4 @@
-"""Asking every host of a run, all at once and before anything starts, whether the run can start there."""
+"""Asks all hosts of a run at once, before anything starts, whether the run can start there."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def host_requirements(run: Run, plan: Plan) -> HostRequirements:
 
 
 def run_preflight(hosts: Sequence[Host], needs: HostRequirements) -> PreflightReport:
-    """Ask all hosts, and leave nothing on them but the run's folder. Raises SshInterrupted once a stop is requested."""
+    """Ask all hosts; only the run's folder is left on them. Raises SshInterrupted once a stop is requested."""
     require_shell_safe(needs.python, "the Python", f"install distrain at a path of only {SAFE_CHARACTERS}")
     seen = [HostState(host=host) for host in hosts]
     if problem := open_files.raise_limit(open_files.needed_files(0, len(hosts))):

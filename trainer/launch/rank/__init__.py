@@ -1,1 +1,1 @@
-"""The side of the rank itself: its environment, its log, and its channel to the process that launched it."""
+"""The rank's side: its environment, its log, and its channel to the controller."""

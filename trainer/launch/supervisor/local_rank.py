@@ -104,7 +104,7 @@ class LocalRank(RankHandle):
             self._agent.send_signal(signal.SIGCONT)  # a stopped agent would not notice
 
     def give_up(self) -> None:
-        """Record the end of a rank that was killed and whose agent is still there; if no process is left, its messages tell its end."""
+        """Record the end of a rank that was killed and whose agent still lives; if no process is left, read its end from its messages."""
         self._agent.kill()
         if not orphans.kill_marked(self._mark):
             self.fate = "stuck"

@@ -98,7 +98,7 @@ class RankOutcome:
 
     @property
     def has_no_reason(self) -> bool:
-        """Whether it failed without a word, like a rank that leaves the report to rank 0."""
+        """Whether it failed and reported no reason, like a rank that leaves the report to rank 0."""
         return self.code > 0 and not self.problem and not exception_line(self.log.last_lines(SEARCHED_LINES))
 
     @property
@@ -142,7 +142,7 @@ class Outcome:
 
 
 def run_outcome(ended: Sequence[RankOutcome], stop_signal: int | None) -> Outcome:
-    """Return a run's outcome from its ranks', in the order in which they ended; `stop_signal` asked the run to stop, if any did."""
+    """Return a run's outcome from its ranks', in the order in which they ended; `stop_signal` is the one that asked the run to stop."""
     ranks = tuple(sorted(ended, key=lambda each: each.rank))
     if all(each.has_succeeded for each in ended):
         stopped = any(each.has_stopped for each in ended)
@@ -175,7 +175,7 @@ def root_cause(ended: Sequence[RankOutcome]) -> RankOutcome:
 
 
 def failure_text(failed: RankOutcome) -> str:
-    """Return one line about a failed rank: rank, how, when, why, its log. If the rank refused the user's request, the reason alone."""
+    """Return one line about a failed rank: its number, how, when and why it failed, its log; only the reason if it refused the request."""
     if failed.refused and failed.problem:
         return failed.cause
     cause = f": {failed.cause}" if failed.cause else ""

@@ -1,4 +1,4 @@
-"""A rank as the process that launched it knows it: its messages, its progress, and its outcome once it has ended."""
+"""What the controller knows of a rank: its messages, its progress, and its outcome once it has ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from ..rank.log import RankLog, RemoteLog
 from .outcome import Fate, RankOutcome
 
-READ_SIZE = 1 << 16  # bytes that one read of a rank's messages takes at most
+READ_SIZE = 1 << 16  # most bytes of one read of a rank's messages
 
 Message = tuple[str, Any]  # kind and content, as rank/channel.py lists them
 

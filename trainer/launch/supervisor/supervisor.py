@@ -13,10 +13,10 @@ from .outcome import Outcome, RankOutcome, run_outcome
 from .rank_handle import RankHandle
 from .watchdog import STACKS_WAIT, Watchdog, hung_rank
 
-TICK = 0.2  # seconds between two checks of what no pipe reports
+TICK = 0.2  # seconds between two checks of events that no pipe reports
 PATIENCE = 15.0  # seconds for a killed process to be gone
 STOP_TOGETHER = 5.0  # seconds between the ends of ranks that have agreed to stop
-ECHO = 0.15  # seconds in which a second Ctrl-C is the first one's echo: wrappers such as `uv run` send it on
+ECHO = 0.15  # seconds in which a second Ctrl-C is a copy of the first: wrappers such as `uv run` forward it
 
 Show = Callable[[str], None]
 
@@ -46,7 +46,7 @@ class Supervisor:
         self._outcomes: list[RankOutcome] = []  # in the order in which the ranks ended
         self._stopping = False
         self._kill_at: float | None = None  # when the remaining ranks are killed
-        self._stop_others_at: float | None = None  # when the others of a rank that has stopped should have stopped too
+        self._stop_others_at: float | None = None  # once a rank has stopped: when the others should have stopped too
         self._read_stacks_at: float | None = None  # when the stacks of a run that hangs are written
         self._selector = stack.enter_context(selectors.DefaultSelector())
         stack.callback(self._close)

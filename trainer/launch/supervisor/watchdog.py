@@ -84,7 +84,7 @@ class Watchdog:
 
 
 def hung_rank(running: Sequence[Rank], idle: float) -> tuple[Rank, str]:
-    """Return the rank that holds the others up after `idle` seconds without progress, and why it is thought to."""
+    """Return the rank that most likely holds the others up after `idle` seconds without progress, and the reason."""
     for_ = f"no progress for {idle:.0f} s"
     behind, ahead = min(running, key=_step), max(running, key=_step)
     if _step(behind) < _step(ahead):

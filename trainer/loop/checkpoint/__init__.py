@@ -1,4 +1,4 @@
-"""Checkpoints: safetensors shards keyed by logical name and offset, and a manifest; each is complete or passed over."""
+"""Checkpoints: safetensors shards keyed by logical name and offset, and a manifest; an incomplete one is passed over."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def choose_checkpoint(
     if problems := _resume_problems(folder, mode, weights, changes_since, found):
         raise Unreadable(problems)
     if rank == 0 and found.checkpoint and latest_checkpoint(folder) != found.checkpoint.path:
-        with suppress(OSError):  # `latest` is for people: the run resumes even on a full disk
+        with suppress(OSError):  # `latest` is for people: if a full disk prevents the change, the run still resumes
             point_latest(found.checkpoint.path)
     return found
 

@@ -17,7 +17,7 @@ _LEFTOVER = re.compile(r"\.(step_[0-9]+|latest)\.(tmp|old)-[0-9a-f]+")
 
 
 def hidden_name(path: Path, why: str) -> Path:
-    """Return a unique hidden path next to `path`, for what will become it (`why`="tmp") or was it ("old")."""
+    """Return a unique hidden path next to `path`: `why` is "tmp" for its future content, "old" for its former content."""
     return path.with_name(f".{path.name}.{why}-{secrets.token_hex(4)}")
 
 

@@ -31,14 +31,14 @@ def frees_enough(folder: Path, older: list[int], needed: int) -> bool:
 
 
 def remove_oldest(folder: Path, older: list[int], needed: int) -> list[int]:
-    """Remove checkpoints, oldest first, until so many bytes are free; none where all of them would not free enough.
+    """Remove checkpoints, oldest first, until so many bytes are free; none if even all of them would not free enough.
 
     Return the steps removed.
     """
     removed: list[int] = []
     if not frees_enough(folder, older, needed):
         return removed
-    for step in older:  # at least one: free_bytes does not know of quotas
+    for step in older:  # at least one is removed: free_bytes does not include quotas
         remove_checkpoint(step_path(folder, step))
         removed.append(step)
         if free_bytes(folder) >= needed:

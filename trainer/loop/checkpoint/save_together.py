@@ -1,4 +1,4 @@
-"""Work that all ranks do together in a save: each learns whether it failed on any other, so that none waits for ever."""
+"""Work that all ranks do together in a save: if it fails on one rank, it fails on all, so that none waits for ever."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SaveFailed(Exception):
 
 
 def gather_alone(line: str) -> Sequence[str]:
-    """The gather of a single rank."""
+    """Gather for a single rank."""
     return [line]
 
 

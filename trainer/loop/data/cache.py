@@ -20,9 +20,9 @@ from .data_error import data_error
 Say = Callable[[str], None]
 
 MANIFEST = "manifest.json"
-REMEMBER_FROM = 16 << 20  # bytes: the hashes of files at least this large are remembered
+REMEMBER_FROM = 16 << 20  # bytes: hashes of files of at least this size are remembered
 _BLOCK = 16 << 20  # bytes that one thread hashes at a time
-_SETTLED = 2_000_000_000  # nanoseconds: times of a file that was changed more recently do not tell its versions apart
+_SETTLED = 2_000_000_000  # nanoseconds: if a file was changed more recently, its times do not distinguish its versions
 
 
 class NotCached(Exception):
@@ -161,7 +161,7 @@ def _write_atomically(path: Path, text: str) -> None:
 
 @contextmanager
 def _hold_lock(path: Path, say: Say) -> Iterator[None]:
-    """Let one process in at a time; the kernel releases the lock of a process that dies."""
+    """Hold the lock `path`, which one process has at a time; the kernel releases the lock of a process that dies."""
     with open(path, "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -36,7 +36,7 @@ TOKENS = Search(
 READERS = {".zst": "zstandard", "parquet": "pyarrow", "arrow": "pyarrow"}  # the library that reads a kind of file
 TEST_WORDS = {"test", "eval", "dev"}  # words in the names of held-out files, besides those of validation
 _TABLES_OPENED = 64
-_PADDED = 1.2  # times a tokenizer's size, plus 1024: at most this is padding of a model's vocabulary
+_PADDED = 1.2  # a model's vocabulary is padded to at most this many times the tokenizer's size, plus 1024
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ class UnreadableTable(Exception):
 
 
 class RowSample(NamedTuple):
-    """Some documents of a file, and roughly their share of it."""
+    """Some documents of a file, and the approximate share of the file that they are."""
 
     texts: list[bytes]
     share: float

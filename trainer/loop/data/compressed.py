@@ -1,4 +1,4 @@
-"""Streams of bytes from compressed files (.gz, .zst); a damaged or truncated file raises and never reads as a shorter one."""
+"""Streams of bytes from compressed files (.gz, .zst); a damaged or truncated file raises an error instead of reading as a shorter one."""
 
 from __future__ import annotations
 

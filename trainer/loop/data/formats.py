@@ -248,7 +248,7 @@ def _is_arrow_stream(head: FirstBytes) -> bool:
 
 
 def _is_pickle(head: FirstBytes) -> bool:
-    """Protocols 2 to 5 begin with 0x80 and their number; 4 and 5 continue with a frame; all end with a full stop."""
+    """Look for protocols 2 to 5: they begin with 0x80 and their number, 4 and 5 continue with a frame, and all end with a full stop."""
     start = head.start[:3]
     if len(start) < 3 or start[0] != 0x80 or not head.end.endswith(b"."):
         return False

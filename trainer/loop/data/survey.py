@@ -51,7 +51,7 @@ class AnswerStream:
         self._out, self._remarks, self._last = out, set[str](), 0.0
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Write one line; raises NoReader."""
+        """Write one line; raises ReaderGone."""
         line = f"{json.dumps(message)}\n".encode()
         try:
             while line:

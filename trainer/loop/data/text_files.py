@@ -139,7 +139,7 @@ def _compressed_texts(file: IO[bytes], path: str) -> Iterator[tuple[bytes, bool]
 
 
 def _check_zeros(text: bytes, path: str, begin: int) -> None:
-    """Raises BadText at a zero byte, which text does not contain and which ends documents of bytes."""
+    """Raise BadText at a zero byte: text contains none, and the byte tokenizer ends documents with it."""
     at = text.find(b"\0")
     if at >= 0:
         raise BadText(f"{path} is not text: byte {begin + at} is zero: tr -d '\\0' < FILE > NEW removes such bytes")

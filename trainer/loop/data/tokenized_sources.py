@@ -27,7 +27,7 @@ from .workers import tokenize_turns
 Progress = Callable[[str, int, int], None]  # activity, bytes done, bytes in all
 
 _FORMAT = 2  # version of the cache; version 1 kept the truncation and padding of a tokenizer.json
-_HASHED = 64 << 20  # bytes: more than this in small files is not hashed to look the cache up
+_HASHED = 64 << 20  # bytes: if small files hold more, they are not hashed to look up the cache
 _ONE_PROCESS = (64 << 20, 4 << 20)  # bytes of text up to which one process tokenizes: into bytes, with a vocabulary
 HELD_OUT = {"val", "valid", "validation"}  # words in the names of token files that hold validation data
 
@@ -176,7 +176,7 @@ def _content_hashes(files: list[DataFile], reader: SourceReader) -> list[tuple[s
 
 
 def _progress_counter(reader: SourceReader, what: str, files: list[DataFile]) -> Callable[[int], None]:
-    """Return a function that reports so many bytes more as progress."""
+    """Return a function that adds a number of bytes to the reported progress."""
     done, size = 0, sum(file.size for file in files)
 
     def report(more: int) -> None:

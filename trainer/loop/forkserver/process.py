@@ -44,7 +44,7 @@ class ForkedProcess(RankRecord):
         """Send SIGKILL to it and to the processes that it started, unless it has ended."""
         if self.outcome is None:
             self.killed = True
-            os.kill(self.pid, signal.SIGKILL)  # directly, because it may not have made a group of its own yet
+            os.kill(self.pid, signal.SIGKILL)  # also directly: it may not have made a group of its own yet
             self._kill_group()
 
     def kill_and_wait(self) -> None:

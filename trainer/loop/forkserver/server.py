@@ -49,7 +49,7 @@ from .process import ForkedProcess, fork
 from .weight_diff import weight_difference
 
 ADDRESS = "127.0.0.1"
-GRACE = 5.0  # seconds that ranks have after one has failed
+GRACE = 5.0  # seconds that the other ranks have to end after one has failed
 TICK = 0.5  # seconds between two checks of the deadline
 
 RankProgram = Callable[[Path, channel.Channel], int]  # what a rank does with RUN_DIR/run.json; returns its exit status
@@ -71,11 +71,11 @@ def main() -> int:
 def serve(program: RankProgram, questions: Mapping[str, Question]) -> None:
     """Serve jobs, whose ranks run `program`, and questions until stdin ends."""
     client = os.dup(1)
-    os.dup2(2, 1)  # what libraries print is not for the client
+    os.dup2(2, 1)  # the client must not read what libraries print
     _import_rank_modules()
     _assert_forkable()
     gc.collect()
-    gc.freeze()  # no collection in a forked process looks at what was imported, which would copy its memory pages
+    gc.freeze()  # else garbage collection in a forked process would touch imported objects and so copy their memory pages
     with suppress(ClientGone):
         for line in sys.stdin:
             request = json.loads(line)

@@ -1,1 +1,1 @@
-"""What is done with a saved run outside training: load it, export it, generate from it; and what `distrain doctor` tests."""
+"""Work outside training: loads, exports and generates from a saved run, and tests torch for `distrain doctor`."""

@@ -1,4 +1,4 @@
-"""The end of a child process that runs the torch half of a verb: problems on stderr, a line each, and an exit status."""
+"""How a child process that runs the torch half of a verb ends: it prints problems on stderr, a line each, and exits with a status."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run_verb(work: Callable[[], None]) -> int:
     except Unreadable as wrong:
         return _report_problems(map(str, wrong.problems))
     except BrokenPipeError:
-        _discard_stdout()  # the reader needs no more: no error
+        _discard_stdout()  # the reader has closed stdout, which is no error
     except OSError as error:
         return _report_problems([f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)])
     except (LoadFailed, StdoutFull) as error:

@@ -52,7 +52,7 @@ class ReferenceComparison:
         """Compare the flat elements of a weight, or of its gradient, that this rank holds from `start` on."""
         whole = self._reader.weight(self._step, kind, shard.name)
         expected = read_range(shard, "weight", start, len(values), read=lambda part: slice_values(whole, part))
-        if kind == "weight":  # on average: a single element whose gradient is almost 0 may go anywhere
+        if kind == "weight":  # on average: Adam may step a single element whose gradient is almost 0 in either direction
             apart = float((values - expected).abs().mean())
             self._record(-1, shard.name, kind, apart, max(self._learning_rates, 1e-6 * _largest(whole)))
         else:
