@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,8 +20,8 @@ settings.register_profile("steady", derandomize=True, deadline=None, database=No
 settings.load_profile("steady")
 
 # Test files that wait for deaths, heartbeat timeouts and signals, mount file systems, or look at every process of this machine:
-# `bash scripts/test` runs them after all others, one at a time.
-ALONE = (
+# `bash scripts/test` runs them after all others.
+TIMED = (
     "test_hosts", "test_faults", "test_slurm", "test_secrets", "test_hangs", "test_checkpoint_kills", "test_registration", "test_preflight",
     "test_openmpi", "test_machine", "test_startup",
 )  # fmt: skip
@@ -36,6 +36,12 @@ SLOW = (
     "test_prove_layouts", "test_context", "test_ledger", "test_split_linear",
 )  # fmt: skip
 
+PARTS: dict[str, Callable[[str], bool]] = {
+    "quick": lambda stem: stem not in TIMED and stem not in SLOW,
+    "untimed": lambda stem: stem not in TIMED,
+    "timed": lambda stem: stem in TIMED,
+}
+
 
 def pytest_configure() -> None:
     """Restore the signals that nohup and a shell's & ignore: children of the tests inherit them and must be stoppable."""
@@ -44,15 +50,21 @@ def pytest_configure() -> None:
             signal.signal(number, handler)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let scripts/test run a part of the files, and read no others."""
+    parser.addoption("--part", choices=tuple(PARTS), help="run only some test files, which tests/conftest.py lists")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the files that are not in the part."""
+    part = config.getoption("--part")
+    return True if part and collection_path.suffix == ".py" and not PARTS[part](collection_path.stem) else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that are slow or run alone, and put the slowest files first."""
-    first = {stem: place for place, stem in enumerate((*ALONE, *SLOW))}
+    """Put the slowest files first."""
+    first = {stem: place for place, stem in enumerate((*TIMED, *SLOW))}
     items.sort(key=lambda item: first.get(item.path.stem, len(first)))
-    for item in items:
-        if item.path.stem in ALONE:
-            item.add_marker(pytest.mark.alone)
-        if item.path.stem in SLOW:
-            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session", autouse=True)

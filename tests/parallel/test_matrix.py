@@ -6,7 +6,7 @@ The rows that are trained contain every pair of choices that occurs in any legal
 from __future__ import annotations
 
 from collections import Counter
-from functools import cache
+from functools import cache, lru_cache
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -83,7 +83,7 @@ class MatrixLayout(NamedTuple):
         return tuple(word for choice in self.choices for word in overrides(choice))
 
     def run(self) -> Run:
-        return with_changes(shape_run(self.shape), [pair for choice in self.choices for pair in choice])
+        return chosen_run(self.shape, self.choices)
 
 
 @cache
@@ -91,6 +91,12 @@ def shape_run(shape: str) -> Run:
     """The run of a shape, in one process."""
     run = load_recipe(BASE[0], [*BASE[1:], *SHAPES[shape]])
     return with_changes(run, [("parallel.dp", "auto")])
+
+
+@lru_cache(maxsize=10_000)
+def chosen_run(shape: str, choices: tuple[Choice, ...]) -> Run:
+    """The run of a shape under choices of the first factors; runs that begin with the same choices share the work."""
+    return with_changes(chosen_run(shape, choices[:-1]), choices[-1]) if choices else shape_run(shape)
 
 
 def has_idle_choice(choices: tuple[Choice, ...]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
+from heapq import heapify, heapreplace
 from itertools import combinations
 from typing import TypeVar
 
@@ -22,7 +23,13 @@ def covering_rows(rows: Iterable[Row], taken: Iterable[Row] = ()) -> Iterator[Ro
     """
     pairs = {row: choice_pairs(row) for row in rows}
     missing = set().union(*pairs.values()) - set().union(*map(choice_pairs, taken))
+    # A row has no more new pairs than when they were last counted: only rows that come first are counted again.
+    most = [(-len(found & missing), place, row) for place, (row, found) in enumerate(pairs.items())]
+    heapify(most)
     while missing:
-        row = max(pairs, key=lambda row: len(pairs[row] & missing))
-        missing -= pairs[row]
-        yield row
+        counted, place, row = most[0]
+        new = pairs[row] & missing
+        if len(new) == -counted:
+            missing -= new
+            yield row
+        heapreplace(most, (-len(pairs[row] & missing), place, row))
