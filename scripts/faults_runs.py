@@ -162,7 +162,7 @@ class HostRuns(LocalRuns):
     def __init__(self, folder: Path, hosts: VirtualHosts, runner: str = "pdsh") -> None:
         super().__init__(folder)
         self.hosts, self._down = hosts, False
-        launch = ("launch=deepspeed", f"launch.runner={runner}", f"launch.hostfile={hosts.hostfile(1)}", "launch.preflight=false")
+        launch = ("launch=deepspeed", f"launch.runner={runner}", f"launch.hostfile={hosts.write_hostfile(1)}", "launch.preflight=false")
         self.overrides = ("cluster=2x1", *launch)
 
     def _popen(self, command: Sequence[str], environment: Mapping[str, str], out: Any) -> subprocess.Popen[bytes]:

@@ -133,7 +133,7 @@ class VirtualHosts:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def hostfile(self, slots: int) -> Path:
+    def write_hostfile(self, slots: int) -> Path:
         """Write a hostfile of all hosts; return its path."""
         file = self.folder / "hostfile"
         file.write_text("".join(f"{host.name} slots={slots}\n" for host in self.hosts))
@@ -215,7 +215,7 @@ def _wait_for(condition: Callable[[], T]) -> T:
 
 if __name__ == "__main__":
     with VirtualHosts(int(sys.argv[1]), Path(sys.argv[2])) as hosts:
-        hosts.hostfile(2)
+        hosts.write_hostfile(2)
         for each in hosts.hosts:
             print(shlex.join(each.command_line([])))
         signal.sigwait([signal.SIGINT, signal.SIGTERM])

@@ -76,13 +76,13 @@ def _options_and_keys(name: str, config_dir: Path | None) -> tuple[Mapping[str, 
     groups = library.groups(config_dir)
     options = library.options(name, config_dir) if name in groups else {}
     keys = key_help(SECTIONS.get(name, name))
-    files = options or ({} if keys else _options_called(name, groups, config_dir))
+    files = options or ({} if keys else _options_named(name, groups, config_dir))
     if not files and not keys:
         raise Unreadable([_unknown_name(name, groups)])
     return files, keys
 
 
-def _options_called(name: str, groups: tuple[str, ...], config_dir: Path | None) -> dict[str, Path]:
+def _options_named(name: str, groups: tuple[str, ...], config_dir: Path | None) -> dict[str, Path]:
     """The recipe, and the option of every group, called `name`: as a command line chooses them."""
     found = {f"conf={recipe}": file for recipe, file in library.recipes(config_dir).items() if recipe == name}
     for group in groups:

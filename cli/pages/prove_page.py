@@ -78,7 +78,7 @@ def _figure(value: float | None) -> str:
     return "0" if value == 0 else f"{value:.1e}"
 
 
-def opening(proof: Proof) -> str:
+def proof_opening(proof: Proof) -> str:
     """What will be trained, and what the parts of the layouts' names mean."""
     run = proof.reference.run
     of = f" of its {proof.recipe.train.steps:,}" if (proof.recipe.train.steps or 0) > proof.steps else ""
@@ -115,7 +115,7 @@ def reference_line(result: LayoutResult) -> str:
     return "\n".join(wrap(says, hang="  "))
 
 
-def closing(proof: Proof, result: ProofResult, *, reasons: bool) -> str:
+def proof_closing(proof: Proof, result: ProofResult, *, reasons: bool) -> str:
     """The tolerance, what the table does not show, and the verdict in one sentence; `reasons` lists the skipped layouts."""
     lines = [*wrap(_tolerance_sentence(result), hang="  "), *_control_lines(result)]
     lines += [line for each in result.layouts for line in _failure_lines(each)]

@@ -24,7 +24,7 @@ from ..config.cluster_shape import is_shape
 from ..config.load import Loader, override_problems
 from ..config.prove_arguments import read_prove_request, unused_keys
 from ..pages.prove_json import proof_document
-from ..pages.prove_page import ProofTable, closing, opening, reference_line
+from ..pages.prove_page import ProofTable, proof_closing, proof_opening, reference_line
 from ..pages.terminal_text import stdout_style
 from .exit_status import FAILED, OK
 
@@ -94,7 +94,7 @@ def prove_recipe(
         return 128 + (stop.number if isinstance(stop, StopSignal) else signal.SIGINT)
     document = json.dumps(proof_document(proof, result), indent=2)
     atomic_file.write_atomically(proof.folder / "prove.json", f"{document}\n".encode())
-    screen.show(document if as_json else closing(proof, result, reasons=reasons))
+    screen.show(document if as_json else proof_closing(proof, result, reasons=reasons))
     return OK if result.ok else FAILED
 
 
@@ -131,5 +131,5 @@ def _run_and_show(proof: Proof, screen: Screen, start_server: StartServer, *, as
         else:
             screen.show(table.row(result))
 
-    screen.show(opening(proof))
+    screen.show(proof_opening(proof))
     return run_proof(proof, on_result, screen.live, start_server)

@@ -42,7 +42,7 @@ each_runner = pytest.mark.parametrize("runner", ["pdsh", MPI])
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VirtualHosts]:
     """Two hosts, with two slots each."""
     with VirtualHosts(2, tmp_path_factory.mktemp("hosts")) as made:
-        made.hostfile(2)
+        made.write_hostfile(2)
         yield made
 
 

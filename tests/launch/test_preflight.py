@@ -285,7 +285,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VirtualHosts]:
 
 def doctor(network: VirtualHosts, runs: Path, *words: str) -> tuple[int | None, list[str]]:
     """The status and the lines of `distrain doctor` on host0, for a run on all three hosts."""
-    file = network.hostfile(2)
+    file = network.write_hostfile(2)
     given = ["conf=quickstart", "cluster=3x2", "train.batch=48", "launch=deepspeed", f"launch.hostfile={file}", f"log.dir={runs}", *words]
     # on a temporary file system of its own, which others may cover
     process = network.hosts[0].start([sys.executable, "-m", "distrain", "doctor", *given], os.environ)

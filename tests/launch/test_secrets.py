@@ -130,7 +130,7 @@ def test_a_rank_that_raises_shows_no_secret(here: dict[str, FitRun]) -> None:
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VirtualHosts]:
     """Two hosts with one slot each."""
     with VirtualHosts(2, tmp_path_factory.mktemp("hosts")) as made:
-        made.hostfile(1)
+        made.write_hostfile(1)
         yield made
 
 

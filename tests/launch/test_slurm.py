@@ -45,7 +45,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VirtualSlurm]:
     """Two hosts of two cores each."""
     folder = tmp_path_factory.mktemp("slurm")
     with VirtualHosts(2, folder / "hosts") as hosts, closing(VirtualSlurm(hosts, folder / "slurm", 2)) as made:
-        hosts.hostfile(2)
+        hosts.write_hostfile(2)
         yield made
 
 

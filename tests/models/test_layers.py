@@ -18,7 +18,7 @@ from distrain.trainer.layers import cross_entropy as entropy  # noqa: E402
 from distrain.trainer.layers.cross_entropy import IGNORED, cross_entropy  # noqa: E402
 from distrain.trainer.layers.norms import RMSNorm  # noqa: E402
 from distrain.trainer.models.build import build_model, named_weights  # noqa: E402
-from distrain.trainer.parallel.saved_bytes import count_saved  # noqa: E402
+from distrain.trainer.parallel.saved_bytes import count_saved_tensors  # noqa: E402
 from distrain.trainer.spec.problem import Unreadable  # noqa: E402
 from distrain.trainer.spec.run import Run  # noqa: E402
 
@@ -110,7 +110,7 @@ def test_counting_saved_activations_changes_no_gradient(name: str) -> None:
     run = run_of(name)
     module, batch = module_of(run), batch_of(run)
     loss, plain = gradients(module, *batch)
-    with count_saved(module.parameters(), batch):
+    with count_saved_tensors(module.parameters(), batch):
         other, found = gradients(module, *batch)
     assert torch.equal(loss, other)
     assert all(torch.equal(found[key], plain[key]) for key in plain)

@@ -25,7 +25,7 @@ from distrain.trainer.models.ops.op_table import (  # noqa: E402
     parameter_count,
     round_up,
 )
-from distrain.trainer.parallel.saved_bytes import count_saved  # noqa: E402
+from distrain.trainer.parallel.saved_bytes import count_saved_tensors  # noqa: E402
 from distrain.trainer.spec.run import Model, Run, Train  # noqa: E402
 
 EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
@@ -144,7 +144,7 @@ def measured_saved_bytes(run: Run) -> int:
     module = build_model(run, device=CPU, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[run.train.precision], seed=1)
     batch = batch_of(run)
     keyed = dropout_keys(1, 0, torch.arange(run.train.microbatch), torch.arange(run.train.seq))
-    with count_saved(module.parameters(), batch, [keyed.states]) as saved:
+    with count_saved_tensors(module.parameters(), batch, [keyed.states]) as saved:
         loss, _ = module(*batch, keys=keyed)
     assert loss.requires_grad  # and its graph is alive
     return saved.bytes
@@ -178,7 +178,7 @@ def test_torch_saves_the_bytes_of_the_op_table_for_every_shape(name: str, microb
 
 def test_a_storage_is_counted_once_while_it_is_alive() -> None:
     x, w = torch.randn(8, 16, requires_grad=True), torch.randn(16, 4, requires_grad=True)
-    with count_saved([w]) as saved:
+    with count_saved_tensors([w]) as saved:
         y = (x @ w).exp()  # x (w lives anyway), then exp's result
         z = y.view(4, 8) * y.view(4, 8).cos()  # y again, and its cosine
     assert saved.bytes == 4 * (8 * 16 + 8 * 4 + 8 * 4)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..parallel.saved_bytes import SavedTensors, count_saved
+from ..parallel.saved_bytes import SavedTensors, count_saved_tensors
 
 KINDS = ("weights", "optimizer", "gradients", "buffers")
 
@@ -21,16 +21,16 @@ class ByteCounter:
         self._saved: list[SavedTensors] = []
 
     @contextmanager
-    def forward(self, modules: Sequence[nn.Module], *inputs: Any) -> Iterator[None]:
+    def count_forward(self, modules: Sequence[nn.Module], *inputs: Any) -> Iterator[None]:
         """Count a forward pass that runs in the block: what it and earlier ones have saved and still hold, without weights and inputs."""
-        with count_saved(parameters_of(modules), tensors_in(inputs)) as saved:
+        with count_saved_tensors(parameters_of(modules), tensors_in(inputs)) as saved:
             yield
         self._saved.append(saved)
         held = sum(each.bytes_except(parameters_of(modules)) for each in self._saved)
         self.bytes["activations"] = max(held, self.bytes.get("activations", 0))
 
-    def backward(self, held: Mapping[str, int]) -> None:
-        """Take the bytes that the engine holds after a backward pass."""
+    def count_backward(self, held: Mapping[str, int]) -> None:
+        """Count the bytes that the engine holds after a backward pass."""
         self.bytes |= held
 
 

@@ -216,7 +216,7 @@ class MultiHostSupervisor(Supervisor):
 
     def _end_together(self) -> None:
         """End the ranks as Supervisor does. Also ask them to stop when the launcher dies first, and shorten the grace when one is lost."""
-        if not self._stopping and self._kill_at is None and self._running() and (how := self._launcher_death()):
+        if not self._stopping and self._kill_at is None and self._running_ranks() and (how := self._launcher_death()):
             self._show(f"DeepSpeed's launcher {how}: finishing the step and saving")
             self._request_stop()
         super()._end_together()

@@ -46,7 +46,7 @@ class Instruments:
         self.profiler.start_step(step + 1)
         ledger = Ledger(self.setup.grid) if step == self._recorded_step else None
         start = perf_counter()
-        with ledger or nullcontext(), self.trace.step(step) if self.trace else nullcontext():
+        with ledger or nullcontext(), self.trace.trace_step(step) if self.trace else nullcontext():
             yield self._count
         self.meter.add_step(perf_counter() - start, self.setup.engine.clock)
         if ledger:

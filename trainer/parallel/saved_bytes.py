@@ -39,7 +39,7 @@ class SavedTensors:
 
 
 @contextmanager
-def count_saved(*alive: Iterable[Tensor]) -> Iterator[SavedTensors]:
+def count_saved_tensors(*alive: Iterable[Tensor]) -> Iterator[SavedTensors]:
     """Count the tensors saved in its body, except `alive`, which live anyway: parameters, tokens, labels, keys.
 
     A recomputed block counts with its inputs. Read the count before backward, which frees what it has used.

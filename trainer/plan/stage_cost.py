@@ -42,7 +42,7 @@ class StageCost(NamedTuple):
     step: float  # the optimizer's seconds
 
     @property
-    def fixed(self) -> int:
+    def fixed_bytes(self) -> int:
         """Bytes that don't depend on how many micro-batches are in flight."""
         return self.weights + self.gradients + self.optimizer + self.logits + self.buffers + self.overhead + self.saved_last
 

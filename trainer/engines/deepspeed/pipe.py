@@ -95,7 +95,7 @@ class PipeEngine(DeepSpeedAdapter):
     def _sum_gradients(self) -> None:
         """Sum gradients over all axes but the data axis, once a step, after the last backward pass."""
         if count := self.engine.current.count:
-            count.backward(self.held_bytes())
+            count.count_backward(self.held_bytes())
         self._sum_over_tensor_axis()
         self._sum_tied_gradients()
         self._finite = self._is_finite(self.engine.total)

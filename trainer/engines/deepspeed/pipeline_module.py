@@ -151,7 +151,7 @@ class OnePartPipeline(PipelineEngine):  # type: ignore[misc]
             tokens, labels, further = self._read(self._forwards[self.chunk])
         self._forwards[self.chunk] += 1
         stream, count = self.pipe_buffers["inputs"][buffer_id], self.current.count
-        counting = count.forward([self.module], tokens, labels, further) if count else nullcontext()
+        counting = count.count_forward([self.module], tokens, labels, further) if count else nullcontext()
         with self.timed("forward"), counting:
             out = DeepSpeedEngine.forward(self, tokens, labels, stream=stream, further=further)
         self.pipe_buffers["outputs"][buffer_id] = out

@@ -106,14 +106,17 @@ class ZeroEngine(DeepSpeedAdapter):
             with self._measure_time("data"):
                 tokens, targets, further = micro(index)
             counting = count if index == 0 else None
-            with self._measure_time("forward"), counting.forward([self.module], tokens, targets, further) if counting else nullcontext():
+            with (
+                self._measure_time("forward"),
+                counting.count_forward([self.module], tokens, targets, further) if counting else nullcontext(),
+            ):
                 loss, _ = self.engine(tokens, targets, **further)
                 total += loss.detach().float()
             # DeepSpeed averages over micro-batches and replicas; the loss is the mean over the global batch's labels.
             with self._measure_time("backward"):
                 self.engine.backward(loss * (self.micros * self.grid.size("data") / labels))
             if counting:
-                counting.backward(self.held_bytes())
+                counting.count_backward(self.held_bytes())
             last = index == self.micros - 1
             if last:
                 self._sum_over_tensor_axis()

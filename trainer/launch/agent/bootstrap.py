@@ -167,7 +167,7 @@ def _wait_for_agent(config: AgentConfig, agent: int, connection: socket.socket, 
             _send(connection, protocol.BOOTSTRAP_ORPHANED)
     with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(agent, signal.SIGKILL)
-    orphans.kill_marked(mark)
+    orphans.kill_marked_processes(mark)
     print(f"rank {config.rank}: its agent died", file=sys.stderr)
     return 1
 

@@ -20,7 +20,7 @@ def new_mark() -> str:
     return uuid4().hex
 
 
-def kill_marked(mark: str) -> bool:
+def kill_marked_processes(mark: str) -> bool:
     """Kill the processes that started with this mark in their environment; return whether none is known to be left."""
     deadline = time.monotonic() + PATIENCE
     while (found := _marked_processes(mark)) and time.monotonic() < deadline:

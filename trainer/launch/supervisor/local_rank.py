@@ -75,7 +75,7 @@ class LocalRank(RankHandle):
 
     def record_lost_agent(self) -> None:
         """Record that its agent died before it could report the rank's end. The rank dies with it; its processes are killed here."""
-        orphans.kill_marked(self._mark)
+        orphans.kill_marked_processes(self._mark)
         self.fate = "agent died"
         self.record_end(self._agent.returncode)
 
@@ -106,7 +106,7 @@ class LocalRank(RankHandle):
     def give_up(self) -> None:
         """Record the end of a rank that was killed and whose agent still lives; if no process is left, read its end from its messages."""
         self._agent.kill()
-        if not orphans.kill_marked(self._mark):
+        if not orphans.kill_marked_processes(self._mark):
             self.fate = "stuck"
         self.record_end(0 if self.done and self.fate != "stuck" else -signal.SIGKILL)
 
@@ -117,7 +117,7 @@ class LocalRank(RankHandle):
             self._agent.wait(patience)
         except subprocess.TimeoutExpired:
             self._agent.kill()
-            orphans.kill_marked(self._mark)
+            orphans.kill_marked_processes(self._mark)
             with suppress(subprocess.TimeoutExpired):
                 self._agent.wait(orphans.PATIENCE)
         os.close(self._control)

@@ -58,7 +58,7 @@ class Supervisor:
 
     def run(self) -> Outcome:
         """Supervise until all ranks have ended."""
-        while self._running():
+        while self._running_ranks():
             self._poll()
             if self._stop_requests and not self._stopping:
                 self._show(f"{signal.Signals(self._stop_requests[0][0]).name}: finishing the step and saving; Ctrl-C stops at once")
@@ -67,7 +67,7 @@ class Supervisor:
             self._end_together()
         return run_outcome(self._outcomes, self._stop_requests[-1][0] if self._stop_requests else None)
 
-    def _running(self) -> list[RankHandle]:
+    def _running_ranks(self) -> list[RankHandle]:
         return [rank for rank in self._ranks if rank.outcome is None]
 
     def _poll(self) -> None:
@@ -77,7 +77,7 @@ class Supervisor:
                 self._read_messages(key.data)
             else:
                 key.data()
-        for rank in self._running():
+        for rank in self._running_ranks():
             if line := rank.wake_agent():
                 self._show(line)
             if rank.is_orphan():
@@ -111,16 +111,16 @@ class Supervisor:
 
     def _watch_for_hang(self) -> None:
         """When no rank makes progress, have all write their stacks; then end the run, and blame the rank that holds the others up."""
-        idle = self._watchdog.overdue_seconds(self._running(), self._ranks) if self._kill_at is None else None
+        idle = self._watchdog.overdue_seconds(self._running_ranks(), self._ranks) if self._kill_at is None else None
         if idle is None:
             self._read_stacks_at = None
         elif self._read_stacks_at is None:
             self._read_stacks_at = time.monotonic() + STACKS_WAIT
-            for rank in self._running():
+            for rank in self._running_ranks():
                 rank.dump_stacks()
         elif time.monotonic() >= self._read_stacks_at:
-            self._watchdog.note_timeout(self._running(), self._ranks, idle)
-            rank, why = hung_rank(self._running(), idle)
+            self._watchdog.note_timeout(self._running_ranks(), self._ranks, idle)
+            rank, why = hung_rank(self._running_ranks(), idle)
             rank.record_hang(why)
             self._kill_at = time.monotonic()
 
@@ -137,10 +137,10 @@ class Supervisor:
         if self._is_stop_urgent():
             self._kill_at = min(self._kill_at or now, now)
         if self._kill_at is not None and now >= self._kill_at:
-            for rank in self._running():
+            for rank in self._running_ranks():
                 rank.kill()
         if self._kill_at is not None and now >= self._kill_at + PATIENCE:
-            for rank in self._running():
+            for rank in self._running_ranks():
                 rank.give_up()
                 self._note_end(rank)
 

@@ -106,7 +106,7 @@ class _Save:
         path = step_path(self.folder, self.step)
         temporary = hidden_name(path, "tmp")
         with _remove_on_failure(temporary if self.rank == 0 else None):
-            with self.clock.part("check"):
+            with self.clock.time_part("check"):
                 checks = self._run_on_all_ranks(lambda: self._prepare(path, temporary, shards, extra))
             if len(checks) != self.world:
                 raise ValueError(f"{len(checks)} ranks of {self.world} are saving: gather must reach all of them")
@@ -115,9 +115,9 @@ class _Save:
             self._check_room(checks)
             temporary = self.folder / checks[0]["temporary"]
             written = self._run_on_all_ranks(lambda: self._write(temporary))
-            with self.clock.part("publish"):
+            with self.clock.time_part("publish"):
                 self._run_on_all_ranks(lambda: self._publish(temporary, path, written, extra))
-        with self.clock.part("remove"):
+        with self.clock.time_part("remove"):
             notes = [*notes, *(self._prune(keep) if self.rank == 0 else [])]
         return self._result(path, size=sum(file["bytes"] for each in written for file in each["files"].values()), notes=notes)
 

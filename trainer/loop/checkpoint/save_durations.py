@@ -16,7 +16,7 @@ class SaveClock:
         self._seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
+    def time_part(self, name: str) -> Iterator[None]:
         """Add the duration of the block to this part."""
         began = perf_counter()
         try:

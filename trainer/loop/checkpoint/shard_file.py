@@ -53,22 +53,22 @@ def write_shards(path: Path, shards: Iterable[Shard], clock: SaveClock, on_progr
     with path.open("xb") as file, ThreadPoolExecutor(1) as hasher:
         for piece in _chunks(ordered, clock):
             hashed = hasher.submit(_hash, digest, piece, clock)
-            with clock.part("write"):
+            with clock.time_part("write"):
                 file.write(piece)
             hashed.result()
             size, waiting = size + len(piece), waiting + len(piece)
             if waiting >= SYNC_BYTES:
-                with clock.part("sync"):
+                with clock.time_part("sync"):
                     _sync(file)
                 waiting = 0
             on_progress("write")
-        with clock.part("sync"):
+        with clock.time_part("sync"):
             _sync(file)
     return ShardFile(bytes=size, sha256=digest.hexdigest())
 
 
 def _hash(digest: hashlib._Hash, piece: bytes | memoryview, clock: SaveClock) -> None:
-    with clock.part("hash"):
+    with clock.time_part("hash"):
         digest.update(piece)
 
 
@@ -82,7 +82,7 @@ def _chunks(shards: list[Shard], clock: SaveClock) -> Iterator[bytes | memoryvie
     for shard in shards:
         flat = shard.tensor.detach().reshape(-1)
         for start in range(0, len(flat), WRITE_BYTES // flat.element_size()):
-            with clock.part("copy"):
+            with clock.time_part("copy"):
                 piece = flat[start : start + WRITE_BYTES // flat.element_size()].to("cpu").contiguous()
             # torch calls a tensor of one element contiguous at any stride, and then can't view its bytes
             yield piece.as_strided(piece.shape, (1,)).view(torch.uint8).numpy().data

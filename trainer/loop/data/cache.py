@@ -29,7 +29,7 @@ class NotCached(Exception):
     """A key or a hash is not in the cache."""
 
 
-def cached_folder(cache: Path, key: str, make: Callable[[Path], None], say: Say, *, whole: bool) -> Path:
+def make_cached_folder(cache: Path, key: str, make: Callable[[Path], None], say: Say, *, whole: bool) -> Path:
     """Return the folder of a key; call `make` to fill it if it is missing or damaged. `whole`: verify hashes, not only sizes.
 
     One process fills it while the others wait; it gets its name only when it is complete. Raises Unreadable if it cannot be

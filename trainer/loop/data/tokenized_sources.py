@@ -15,7 +15,7 @@ import numpy as np
 
 from ...spec.run import Data
 from ...system.cpu import cpu_count
-from .cache import REMEMBER_FROM, NotCached, cached_folder, content_hash, is_sound, remembered_hash
+from .cache import REMEMBER_FROM, NotCached, content_hash, is_sound, make_cached_folder, remembered_hash
 from .corpus import MappedTokens, Runs, Tokens, merge_runs, validation_runs
 from .data_error import data_error
 from .find import DataFile
@@ -57,7 +57,7 @@ class SourceReader(NamedTuple):
         """Return the folder of the key; raises NotCached if it is missing and `only_cached` is set."""
         if self.only_cached and not is_sound(self.cache, key):
             raise NotCached
-        return cached_folder(self.cache, key, make, lambda remark: self.progress(remark, 0, 0), whole=self.verify)
+        return make_cached_folder(self.cache, key, make, lambda remark: self.progress(remark, 0, 0), whole=self.verify)
 
 
 def hash_key(words: Any) -> str:

@@ -92,7 +92,7 @@ class Trace:
         self._recorder = Recorder([each.module for each in engine.stages], self._add_module)
 
     @contextmanager
-    def step(self, step: int) -> Iterator[None]:
+    def trace_step(self, step: int) -> Iterator[None]:
         """Trace the block, which is step `step` (from 0), if that step is requested."""
         if step not in self.steps:
             yield
