@@ -70,7 +70,7 @@ class PlainEngine(Engine):
             total += loss.detach()
         if count:
             count.bytes["activations"] = 0
-            count.backward(self.held_bytes())
+            count.count_backward(self.held_bytes())
         gradients = [each.grad for each in self.module.parameters() if each.grad is not None]
         for tensor in (total, *gradients):
             dist.all_reduce(tensor)
