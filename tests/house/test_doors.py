@@ -17,8 +17,8 @@ import torch
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.one_process import reference_curve
 from distrain.tests.fakes.rank_pool import RankPool
-from distrain.tests.rank_programs import added_family_ranks, added_schedule_ranks
-from distrain.tests.rank_programs.plain_engine_ranks import BUFFERS, ROW
+from distrain.tests.rank_programs import added_family, added_schedule
+from distrain.tests.rank_programs.plain_engine import BUFFERS, ROW
 from distrain.trainer.engines.engine import Engine
 from distrain.trainer.launch.admission import check_start
 from distrain.trainer.loop.build import engine_class
@@ -36,6 +36,16 @@ from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.schedules import SCHEDULES, bubble_share
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import Parallel, Run
+
+
+@pytest.fixture(scope="module")
+def added_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    """Return ranks whose tables have the added engine, schedule and family."""
+    program = Path(__file__).parents[1] / "rank_programs" / "added_rows_ranks.py"
+    pool = RankPool(tmp_path_factory.mktemp("added") / "server.log", command=[sys.executable, str(program)])
+    with pool.server:
+        yield pool
+
 
 # Engine: a row of ENGINES and its class.
 
@@ -61,12 +71,9 @@ def test_an_added_engine_is_planned_by_its_own_cost_model() -> None:
 
 
 @pytest.mark.usefixtures("plain_engine")
-def test_an_added_engine_trains_as_one_process_does_and_resumes(tmp_path: Path) -> None:
-    program = Path(__file__).parents[1] / "rank_programs" / "plain_engine_ranks.py"
-    pool = RankPool(tmp_path / "server.log", command=[sys.executable, str(program)])
-    with pool.server:
-        pool.train(tmp_path / "run", *CURVE, *LAYOUT, "train.steps=2")
-        resumed = pool.train(tmp_path / "run", *CURVE, *LAYOUT)
+def test_an_added_engine_trains_as_one_process_does_and_resumes(added_ranks: RankPool, tmp_path: Path) -> None:
+    added_ranks.train(tmp_path / "run", *CURVE, *LAYOUT, "train.steps=2")
+    resumed = added_ranks.train(tmp_path / "run", *CURVE, *LAYOUT)
     losses, norms = reference_curve(CURVE)
     assert resumed.figures("loss") == pytest.approx(losses, rel=1e-5)
     assert resumed.figures("grad_norm") == pytest.approx(norms, rel=1e-5)
@@ -109,7 +116,7 @@ PIPELINE = (
 
 @pytest.fixture
 def eager_1f1b(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SCHEDULES, "eager_1f1b", added_schedule_ranks.ROW)
+    monkeypatch.setitem(SCHEDULES, "eager_1f1b", added_schedule.ROW)
 
 
 @pytest.mark.usefixtures("eager_1f1b")
@@ -123,11 +130,8 @@ def test_an_added_schedule_is_planned_from_its_actions() -> None:
 
 
 @pytest.mark.usefixtures("eager_1f1b")
-def test_an_added_schedule_trains_as_one_process_does(tmp_path: Path) -> None:
-    program = Path(added_schedule_ranks.__file__)
-    pool = RankPool(tmp_path / "server.log", command=[sys.executable, str(program)])
-    with pool.server:
-        job = pool.train(tmp_path / "run", *PIPELINE)
+def test_an_added_schedule_trains_as_one_process_does(added_ranks: RankPool, tmp_path: Path) -> None:
+    job = added_ranks.train(tmp_path / "run", *PIPELINE)
     losses, norms = reference_curve((*CURVE, "model.layers=3"))
     assert job.figures("loss") == pytest.approx(losses, rel=1e-5)
     assert job.figures("grad_norm") == pytest.approx(norms, rel=1e-5)
@@ -221,7 +225,7 @@ FAMILY = "model.family=side_by_side"
 
 @pytest.fixture
 def side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FAMILIES, "side_by_side", added_family_ranks.ROW)
+    monkeypatch.setitem(FAMILIES, "side_by_side", added_family.ROW)
 
 
 @pytest.mark.usefixtures("side_by_side")
@@ -240,10 +244,8 @@ def test_an_added_family_is_planned_from_its_op_table() -> None:
 
 @pytest.mark.usefixtures("side_by_side")
 @pytest.mark.parametrize("layout", [("cluster.gpus=1",), ("cluster.gpus=2", "parallel.tp=2"), ("cluster.gpus=2", "parallel.pp=2")])
-def test_an_added_family_trains_as_one_process_does(layout: tuple[str, ...], tmp_path: Path) -> None:
-    pool = RankPool(tmp_path / "server.log", command=[sys.executable, added_family_ranks.__file__])
-    with pool.server:
-        job = pool.train(tmp_path / "run", *CURVE, FAMILY, *layout, "train.microbatch=2")
+def test_an_added_family_trains_as_one_process_does(layout: tuple[str, ...], added_ranks: RankPool, tmp_path: Path) -> None:
+    job = added_ranks.train(tmp_path / "run", *CURVE, FAMILY, *layout, "train.microbatch=2")
     losses, norms = reference_curve((*CURVE, FAMILY))
     assert job.figures("loss") == pytest.approx(losses, rel=1e-5)
     assert job.figures("grad_norm") == pytest.approx(norms, rel=1e-5)

@@ -1,6 +1,6 @@
-"""A family of models, added by its op table, its module and its row alone; run by path, the fork server of ranks that train it.
+"""A family of models, added by its op table, its module and its row alone.
 
-Its layers compute attention and feed-forward side by side, of one norm: x + attention(norm(x)) + mlp(norm(x)), as GPT-J's.
+A layer computes attention and feed-forward in parallel from one norm, as GPT-J does: x + attention(norm(x)) + mlp(norm(x)).
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from distrain.trainer.layers.feed_forward import FeedForward
 from distrain.trainer.layers.norms import make_norm
 from distrain.trainer.layers.sub_parameters import Parameters, sub_parameters
 from distrain.trainer.layers.tensor_parallel import TensorParallel
-from distrain.trainer.loop.forkserver.server import QUESTIONS, serve
-from distrain.trainer.loop.rank import run_rank
-from distrain.trainer.models.families import FAMILIES, Family
+from distrain.trainer.models.families import Family
 from distrain.trainer.models.gpt.module import LayerInputs, Transformer
 from distrain.trainer.models.ops.op_table import OpTable, logical_sizes
 from distrain.trainer.models.ops.shared_ops import attention, embedding, feed_forward, head, norm, residual
@@ -59,9 +57,5 @@ ROW = Family(
     table=table,
     axes=("tp", "pp", "cp"),
     defaults={"norm": "rmsnorm", "act": "gelu", "positions": "learned", "bias": False, "tied": True},
-    module="distrain.tests.rank_programs.added_family_ranks:SideBySideTransformer",
+    module="distrain.tests.rank_programs.added_family:SideBySideTransformer",
 )
-
-if __name__ == "__main__":
-    FAMILIES["side_by_side"] = ROW
-    serve(run_rank, QUESTIONS)

@@ -1,10 +1,8 @@
-"""A pipeline schedule, added by its generator and its row alone; run by path, the fork server of ranks that train with it."""
+"""A pipeline schedule, added by its generator and its row alone."""
 
 from __future__ import annotations
 
-from distrain.trainer.loop.forkserver.server import QUESTIONS, serve
-from distrain.trainer.loop.rank import run_rank
-from distrain.trainer.plan.schedules import SCHEDULES, Action, Schedule
+from distrain.trainer.plan.schedules import Action, Schedule
 
 
 def eager_1f1b(stage: int, stages: int, micros: int, chunks: int = 1) -> list[Action]:
@@ -17,7 +15,3 @@ def eager_1f1b(stage: int, stages: int, micros: int, chunks: int = 1) -> list[Ac
 
 
 ROW = Schedule(actions=eager_1f1b, source="tests")
-
-if __name__ == "__main__":
-    SCHEDULES["eager_1f1b"] = ROW
-    serve(run_rank, QUESTIONS)

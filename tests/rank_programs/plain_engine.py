@@ -1,4 +1,4 @@
-"""An engine of plain torch, added by its row and its class alone; run by path, the fork server of ranks that train with it."""
+"""An engine of plain torch, added by its row and its class alone."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from torch import Tensor
 
 from distrain.trainer.engines.engine import Engine, ReadMicrobatch, StepResult
 from distrain.trainer.engines.held_bytes import ByteCounter
-from distrain.trainer.loop.forkserver.server import QUESTIONS, serve
-from distrain.trainer.loop.rank import run_rank
 from distrain.trainer.parallel.process_groups import Grid
 from distrain.trainer.parallel.rank_model import StageModel
 from distrain.trainer.plan.block_costs import BlockCosts
 from distrain.trainer.plan.cost_context import CostContext
 from distrain.trainer.plan.cost_model import CostModel, StateBytes
-from distrain.trainer.plan.engines import ENGINES, EngineRow
+from distrain.trainer.plan.engines import EngineRow
 from distrain.trainer.plan.layout import Layout, StageKind
 from distrain.trainer.spec.run import Run
 
@@ -36,7 +34,7 @@ class PlainCosts(CostModel):
 
 ROW = EngineRow(
     name="plain",
-    engine_class="distrain.tests.rank_programs.plain_engine_ranks:PlainEngine",
+    engine_class="distrain.tests.rank_programs.plain_engine:PlainEngine",
     costs=PlainCosts(),
     axes=("dp",),
     zero=(0,),
@@ -86,8 +84,3 @@ class PlainEngine(Engine):
         with torch.no_grad():
             sums: tuple[Tensor, Tensor] = self.module(tokens, labels, **further)
         return sums
-
-
-if __name__ == "__main__":
-    ENGINES[ROW.name] = ROW
-    serve(run_rank, QUESTIONS)
