@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from functools import cache
@@ -19,8 +20,7 @@ from distrain.tests.fakes.one_process import reference_curve  # noqa: E402
 from distrain.trainer.layers import experts  # noqa: E402
 from distrain.trainer.layers.counter_rng import normal  # noqa: E402
 from distrain.trainer.layers.cross_entropy import IGNORED  # noqa: E402
-from distrain.trainer.models.build import build_model, named_weights  # noqa: E402
-from distrain.trainer.models.build import load_weights as fill  # noqa: E402
+from distrain.trainer.models.build import build_model, load_weights, named_weights  # noqa: E402
 from distrain.trainer.models.moe.routing import earlier_choices, imbalance, near_tie_count, route  # noqa: E402
 from distrain.trainer.plan.changed_run import with_changes  # noqa: E402
 from distrain.trainer.plan.mesh_position import mesh_position  # noqa: E402
@@ -52,7 +52,7 @@ def module_of(run: Run) -> Any:
     drawn = (
         (name, tensor.float() + 0.3 * normal(6, name, 0, tensor.numel()).view(tensor.shape)) for name, tensor in named_weights(module, run)
     )
-    fill(module, drawn)
+    load_weights(module, drawn)
     return module
 
 
@@ -88,7 +88,7 @@ def feed_forward_written_out(w: dict[str, Any], name: str, x: Any) -> Any:
     return (torch.nn.functional.silu(x @ gate) * (x @ up)) @ down
 
 
-WAYS = pytest.mark.parametrize(
+CHANGES = pytest.mark.parametrize(
     "changes",
     [
         {},
@@ -102,7 +102,7 @@ WAYS = pytest.mark.parametrize(
 )
 
 
-@WAYS
+@CHANGES
 def test_a_layer_matches_the_written_out_formulas(changes: dict[str, Any]) -> None:
     run = run_of(**changes, model__aux_loss=0.1)
     layer = module_of(run).layers["1"]
@@ -225,21 +225,21 @@ FACTS = {"loss", "flips", "gradients of router", "gradients of experts", "gradie
 SPLITS = ("2x1", "4x1", "1x2", "1x4", "2x2")
 
 
-@cache
-def differences(layout: str) -> dict[str, float]:
+@pytest.fixture(scope="module")
+def differences() -> dict[str, dict[str, float]]:
+    """Return the largest difference of each fact, by layout."""
     script = Path(__file__).parents[1] / "rank_programs" / "moe_ranks.py"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run([sys.executable, str(script), layout], capture_output=True, text=True, timeout=120, env=environment)
+    ended = subprocess.run([sys.executable, str(script), *SPLITS], capture_output=True, text=True, timeout=300, env=environment)
     assert ended.returncode == 0, ended.stderr
-    found: dict[str, float] = json.loads(ended.stdout)
-    return found
+    return {layout: found for line in ended.stdout.splitlines() for layout, found in json.loads(line).items()}
 
 
-@pytest.mark.parametrize("way", ["dropless", "balanced", "with little room"])
+@pytest.mark.parametrize("model", ["dropless", "balanced", "limited capacity"])
 @pytest.mark.parametrize("layout", SPLITS)
-def test_expert_and_tensor_ranks_compute_what_one_rank_computes(layout: str, way: str) -> None:
+def test_expert_and_tensor_ranks_compute_what_one_rank_computes(layout: str, model: str, differences: dict[str, dict[str, float]]) -> None:
     """In float64, and no token is routed to another expert."""
-    found = {what.removeprefix(f"{way}: "): most for what, most in differences(layout).items() if what.startswith(f"{way}: ")}
+    found = {what.removeprefix(f"{model}: "): most for what, most in differences[layout].items() if what.startswith(f"{model}: ")}
     assert found.keys() - {"gradients of shared"} == FACTS
     assert found["flips"] == 0
     assert max(found.values()) < 1e-13
@@ -247,8 +247,8 @@ def test_expert_and_tensor_ranks_compute_what_one_rank_computes(layout: str, way
 
 # fmt: off
 BASE = (
-    *("quickstart", "data=synthetic", "train.steps=8", "train.batch=8", "train.seq=32", "train.evaluate.every=0", "log.every=1"),
-    *("optim.lr=1e-3", "optim.warmup=2", "train.clip=0.5", "model=tiny_moe", "model.layers=2", "checkpoint.every=4", "log.ledger=true"),
+    *("quickstart", "data=synthetic", "train.steps=4", "train.batch=8", "train.seq=32", "train.evaluate.every=0", "log.every=1"),
+    *("optim.lr=1e-3", "optim.warmup=2", "train.clip=0.5", "model=tiny_moe", "model.layers=2", "log.ledger=true"),
 )
 CURVES = {
     "as it is":   (),
@@ -332,14 +332,23 @@ def test_ranks_hold_the_planned_bytes(trained: Any, row: tuple[str, int, str, st
             assert held["activations"] == planned.activations + planned.logits
 
 
+RESUMED = (*BASE, *CURVES["balanced"], "train.microbatch=2", "checkpoint.resume=auto")
+
+
+@pytest.fixture(scope="module")
+def stopped(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run of expert and tensor ranks that was stopped after two steps."""
+    folder = tmp_path_factory.mktemp("stopped") / "run"
+    ranks.fit(folder, *RESUMED, "cluster.gpus=4", "parallel={ep: 2, zero: 1, tp: 2}", signals=[(2, 0, 15)])
+    return folder
+
+
 @pytest.mark.parametrize("there", ["dp: 1", "ep: 4, zero: 1", "tp: 2, zero: 3", "ep: 2, pp: 2"])
-def test_a_checkpoint_of_expert_ranks_resumes_in_another_layout(ranks: RankPool, tmp_path: Path, there: str) -> None:
-    words = (*BASE, "model.aux_loss=0.3", "model.shared_experts=1", "train.microbatch=2", "checkpoint.resume=auto")
-    losses, norms = reference_curve((*BASE, "model.aux_loss=0.3", "model.shared_experts=1"))
-    stop = ("cluster.gpus=4", "parallel={ep: 2, zero: 1, tp: 2}")
-    ranks.fit(tmp_path / "run", *words, *stop, signals=[(5, 0, 15)])
+def test_a_checkpoint_of_expert_ranks_resumes_in_another_layout(ranks: RankPool, stopped: Path, tmp_path: Path, there: str) -> None:
+    losses, norms = reference_curve((*BASE, *CURVES["balanced"]))
+    shutil.copytree(stopped, tmp_path / "run")
     gpus = 1 if there == "dp: 1" else 4
-    job = ranks.train(tmp_path / "run", *words, f"cluster.gpus={gpus}", f"parallel={{{there}}}")
+    job = ranks.train(tmp_path / "run", *RESUMED, f"cluster.gpus={gpus}", f"parallel={{{there}}}")
     assert any(said.startswith("resumes from step") for said in job.lines)
     assert job.figures("loss") == pytest.approx(losses, abs=3e-6, rel=0)
     assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=2e-5)

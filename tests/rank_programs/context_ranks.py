@@ -1,5 +1,6 @@
-"""Ranks that share sequences compute attention and whole models in float64 beside one that has all of them. Run by path, with how
-many: a line of JSON on stdout, {what: the largest difference on any rank}.
+"""Ranks that split every sequence compare attention and whole models with one rank that has the whole sequences, in float64.
+
+Run by path with the number of ranks. Prints a line of JSON: {case: the largest difference on any rank}.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distrain.tests.rank_programs.tensor_ranks import Found, main
+from distrain.tests.rank_programs.tensor_ranks import Comparisons, main
 from distrain.trainer.layers.context_parallel import AttentionCore, ContextParallel, context_attention
 from distrain.trainer.layers.core_attention import FlashCore, FusedCore, ScoresCore, attention_weights, flash_attention, weighted_values
 from distrain.trainer.layers.counter_rng import dropout_keys, dropout_mask
@@ -34,8 +35,8 @@ MODELS = {
 }
 
 
-class Given(NamedTuple):
-    """Attention's input, [B, S, A or N, D] each, what is added to its scores, what each head's row draws its dropout from."""
+class AttentionInputs(NamedTuple):
+    """The inputs of attention: three tensors [B, S, A or N, D], the mask added to the scores, the dropout states of each head's rows."""
 
     query: Tensor
     key: Tensor
@@ -44,22 +45,24 @@ class Given(NamedTuple):
     states: Tensor
 
 
-def drawn_documents() -> Tensor:
+def random_documents() -> Tensor:
+    """Return document numbers [B, S], in which a new document begins at about every seventh token."""
     return torch.cumsum((torch.rand(B, S) < 0.15).long(), dim=1)
 
 
-def alone(given: Given, kind: str) -> Tensor:
-    """The values [B, S, A, D] by one rank."""
-    query, key, value = (each.transpose(1, 2) for each in given[:3])
+def unsplit_attention(inputs: AttentionInputs, kind: str) -> Tensor:
+    """Return the values [B, S, A, D] that one rank computes."""
+    query, key, value = (each.transpose(1, 2) for each in inputs[:3])
     if kind in ("flash", "fused"):
-        return flash_attention(query, key, value, given.mask).transpose(1, 2)
-    weights = attention_weights(query, key, given.mask)
+        return flash_attention(query, key, value, inputs.mask).transpose(1, 2)
+    weights = attention_weights(query, key, inputs.mask)
     if kind == "scores with dropout":
-        weights = weights.masked_fill(dropout_mask(given.states, S, P), 0.0) / (1.0 - P)
+        weights = weights.masked_fill(dropout_mask(inputs.states, S, P), 0.0) / (1.0 - P)
     return weighted_values(weights, value).transpose(1, 2)
 
 
 def core_of(kind: str, context: ContextParallel, states: Tensor) -> AttentionCore:
+    """Return the core of one of KINDS."""
     match kind:
         case "flash":
             return FlashCore(context)
@@ -70,39 +73,39 @@ def core_of(kind: str, context: ContextParallel, states: Tensor) -> AttentionCor
     return ScoresCore(context, P, lambda seq: dropout_mask(states, seq, P))
 
 
-def attention(context: ContextParallel, heads: int, apart_: bool, kind: str, again: bool) -> Found:
-    """What ranks make of their queries, and its gradients, against one rank's."""
+def attention(context: ContextParallel, heads: int, documents_apart: bool, kind: str, recompute: bool) -> Comparisons:
+    """Compare the values of this rank's queries, and their gradients, with one rank's."""
     query, key, value, grad = (torch.randn(B, S, many, D, dtype=torch.float64, requires_grad=True) for many in (A, heads, heads, A))
-    states, documents = torch.randint(-(2**62), 2**62, (B, A, S)), drawn_documents()
+    states, documents = torch.randint(-(2**62), 2**62, (B, A, S)), random_documents()
     own = context.positions(S, CPU)
     masks = [
-        document_mask(document_starts(documents)[:, places], places, S, torch.float64) if apart_ else None
+        document_mask(document_starts(documents)[:, places], places, S, torch.float64) if documents_apart else None
         for places in (torch.arange(S), own)
     ]
-    values = alone(Given(query, key, value, masks[0], states), kind)
+    values = unsplit_attention(AttentionInputs(query, key, value, masks[0], states), kind)
     expected = (values, *torch.autograd.grad(values, (query, key, value), grad))
 
     mine = tuple(each.detach()[:, own].requires_grad_() for each in (query, key, value))
     query, key, value = (each.transpose(1, 2) for each in mine)
-    made = context_attention(query, key, value, masks[1], core_of(kind, context, states[:, :, own]), context, recompute=again)
+    made = context_attention(query, key, value, masks[1], core_of(kind, context, states[:, :, own]), context, recompute=recompute)
     found = (made, *torch.autograd.grad(made, mine, grad[:, own]))
     for what, ours, theirs in zip(("values", "by query", "by key", "by value"), found, expected, strict=True):
         yield what, ours, theirs[:, own]
 
 
 def run_of(name: str, **changes: object) -> Run:
-    """A run of a small model, with keys changed: parallel__recompute="full"."""
+    """Return a run of one of MODELS with keys changed, as parallel__recompute="full"."""
     cluster = Cluster(nodes=1, gpus=1, device=Device(name="cpu", memory=1e12, kind="cpu"))
     train = Train(batch=B, microbatch=B, seq=S, steps=1, precision="fp32")
     run = Run(name=name, model=MODELS[name], cluster=cluster, parallel=Parallel(), train=train)
     return with_changes(run, [(key.replace("__", "."), value) for key, value in changes.items()])
 
 
-def whole_model(context: ContextParallel, name: str, kernel: str, recompute: str, p: float) -> Found:
-    """The sum of losses, and every weight's gradient, which the ranks have a part of each."""
+def whole_model(context: ContextParallel, name: str, kernel: str, recompute: str, p: float) -> Comparisons:
+    """Compare the sum of losses and the gradient of every weight, of which each rank computes a part."""
     run = run_of(name, train__attention=kernel, parallel__recompute=recompute, model__dropout=p)
     module = build_model(run, device=CPU, dtype=torch.float64, seed=5)
-    tokens, labels, documents = *torch.randint(101, (2, B, S)), drawn_documents()
+    tokens, labels, documents = *torch.randint(101, (2, B, S)), random_documents()
     labels[:, 3:7] = IGNORED
     theirs = gradients(module, tokens, labels, documents, torch.arange(S), p)
     other = build_module(dict(module.named_parameters()), run, cp=context)
@@ -114,7 +117,7 @@ def whole_model(context: ContextParallel, name: str, kernel: str, recompute: str
 
 
 def gradients(module: Transformer, tokens: Tensor, labels: Tensor, documents: Tensor, positions: Tensor, p: float) -> dict[str, Tensor]:
-    """The sum of losses, how many labels count, and the gradient of that sum by each weight."""
+    """Return the sum of losses, the number of labels that are not ignored, and the gradient of the sum by each weight."""
     keyed = dropout_keys(1, 0, torch.arange(B), positions) if p else None
     loss, counted = module(tokens, labels, documents=documents, keys=keyed)
     held = dict(module.named_parameters())
@@ -123,13 +126,13 @@ def gradients(module: Transformer, tokens: Tensor, labels: Tensor, documents: Te
 
 
 def differences(group: Group) -> dict[str, float]:
-    """The largest difference of each fact, on any rank."""
+    """Return the largest difference of each case on any rank."""
     context = ContextParallel(group=group)
     checks = {
-        f"{kind}, {heads} key heads, {'documents, ' * apart_}{'made again' if again else 'kept'}": partial(
-            attention, context, heads, apart_, kind, again
+        f"{kind}, {heads} key heads, {'documents, ' * documents_apart}{'recomputed' if recompute else 'saved'}": partial(
+            attention, context, heads, documents_apart, kind, recompute
         )
-        for heads, apart_, kind, again in product((A, 2), (False, True), KINDS, (False, True))
+        for heads, documents_apart, kind, recompute in product((A, 2), (False, True), KINDS, (False, True))
     }
     models = product(MODELS, ("flash", "math"), ("none", "selective", "full"), (0.0, P))
     checks |= {f"{' '.join(map(str, each))} model": partial(whole_model, context, *each) for each in models}

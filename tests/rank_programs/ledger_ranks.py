@@ -1,10 +1,11 @@
-"""Two ranks that send messages of every kind with a ledger open. Run by path: a line of JSON on stdout, {what: rows of the ledger}."""
+"""Two ranks that send messages of every kind with a ledger open.
+
+Run by path. Prints a line of JSON: {kind of message: rows of the ledger}.
+"""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,9 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-sys.path.insert(0, str(Path(__file__).parent))
-from tensor_ranks import main  # type: ignore[import-not-found]
-
+from distrain.tests.rank_programs.tensor_ranks import main
 from distrain.trainer.layers.group import Group
 from distrain.trainer.parallel.ledger import Ledger
 from distrain.trainer.parallel.process_groups import Grid
@@ -22,25 +21,25 @@ from distrain.trainer.parallel.world import World
 from distrain.trainer.plan.mesh import Mesh
 from distrain.trainer.plan.mesh_position import MeshPosition
 
-early = dist.all_reduce  # a function that somebody holds since before a ledger was open
+all_reduce_before = dist.all_reduce  # a reference that was taken before any ledger was open
 
 
-class Summed(torch.autograd.Function):
-    """A sum over the ranks in forward, and in backward."""
+class SumOverRanks(torch.autograd.Function):
+    """Sum over the ranks in forward and in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         x = x.clone()
-        early(x)
+        all_reduce_before(x)
         return x
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return Summed.forward(ctx, grad)
+        return SumOverRanks.forward(ctx, grad)
 
 
-def sent(group: Group) -> dict[str, list[tuple[str, str, int, int]]]:
-    """What a ledger has written down of each kind of message; 100 float32 a tensor, but where it says otherwise."""
+def ledger_rows(group: Group) -> dict[str, list[tuple[str, str, int, int]]]:
+    """Return the ledger's rows of each kind of message. Tensors have 100 float32 elements, except where the code says otherwise."""
     x, both, half = torch.ones(100), torch.empty(200), torch.empty(50)
     other, first, handle = 1 - group.rank, group.rank == 0, group.handle
     weight = torch.ones(100, requires_grad=True)
@@ -48,7 +47,7 @@ def sent(group: Group) -> dict[str, list[tuple[str, str, int, int]]]:
     elsewhere = dist.new_group([0, 1])
     kinds: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: dist.all_reduce(x, group=handle),
-        "all_reduce under way": lambda: waited(dist.all_reduce(x, group=handle, async_op=True)),
+        "all_reduce under way": lambda: wait(dist.all_reduce(x, group=handle, async_op=True)),
         "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(both, x, group=handle),
         "all_gather": lambda: dist.all_gather(list(both.chunk(2)), x, group=handle),
         "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(half, x, group=handle),
@@ -57,46 +56,49 @@ def sent(group: Group) -> dict[str, list[tuple[str, str, int, int]]]:
         "broadcast": lambda: dist.broadcast(x, 0, group=handle),
         "barrier": lambda: dist.barrier(),
         "send and receive": lambda: dist.send(x, 1) if first else dist.recv(x, 0),
-        "isend and irecv": lambda: waited(dist.isend(x, 1) if first else dist.irecv(x, 0)),
-        "batch_isend_irecv": lambda: exchanged(x, other),
+        "isend and irecv": lambda: wait(dist.isend(x, 1) if first else dist.irecv(x, 0)),
+        "batch_isend_irecv": lambda: exchange(x, other),
         "objects": lambda: dist.all_gather_object([None, None], {"a": 1}),
         "a float": lambda: dist.all_reduce(torch.ones(())),
         "one rank": lambda: dist.all_reduce(x, group=alone[group.rank]),
         "another group of the same ranks": lambda: dist.all_reduce(x, group=elsewhere),
-        "backward": lambda: Summed.apply(weight).sum().backward(),
-        "recomputation": lambda: checkpoint(recomputed, weight, use_reentrant=False).sum().backward(),
+        "backward": lambda: SumOverRanks.apply(weight).sum().backward(),
+        "recomputation": lambda: checkpoint(summed_sine, weight, use_reentrant=False).sum().backward(),
     }
-    found = {}
-    for what, act in kinds.items():
-        with Ledger(alike(group)) as ledger:
-            act()
-        act()  # is not counted
-        found[what] = [(row.axis, row.verb, row.payload, row.count) for row in ledger.rows]
-    return found
+    rows = {}
+    for kind, send in kinds.items():
+        with Ledger(two_rank_grid(group)) as ledger:
+            send()
+        send()  # after the ledger is closed: not counted
+        rows[kind] = [(row.axis, row.verb, row.payload, row.count) for row in ledger.rows]
+    return rows
 
 
-def waited(work: dist.Work | None) -> None:
+def wait(work: dist.Work | None) -> None:
+    """Wait for a message that was started."""
     assert work is not None
     work.wait()
 
 
-def exchanged(x: Tensor, other: int) -> None:
+def exchange(x: Tensor, other: int) -> None:
+    """Send a tensor to the other rank and receive one, in a batch."""
     for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, x, other), dist.P2POp(dist.irecv, torch.empty(100), other)]):
         work.wait()
 
 
-def recomputed(x: Tensor) -> Tensor:
-    made: Tensor = Summed.apply(x * 2)
-    return made.sin()
+def summed_sine(x: Tensor) -> Tensor:
+    """Return the sine of a sum over the ranks."""
+    summed: Tensor = SumOverRanks.apply(x * 2)
+    return summed.sin()
 
 
-def alike(group: Group) -> Grid:
-    """A grid of two tensor-parallel ranks, of which one axis is known."""
+def two_rank_grid(group: Group) -> Grid:
+    """Return the grid of two tensor-parallel ranks."""
     mesh = Mesh(tp=2)
-    seat = MeshPosition(rank=group.rank, mesh=mesh, coordinates=mesh.coordinates(group.rank), parts=())
+    position = MeshPosition(rank=group.rank, mesh=mesh, coordinates=mesh.coordinates(group.rank), parts=())
     world = World(rank=group.rank, size=2, device=torch.device("cpu"))
-    return Grid(world=world, position=seat, groups={"tp": group}, alone=group.handle)
+    return Grid(world=world, position=position, groups={"tp": group}, alone=group.handle)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(2, sent))
+    raise SystemExit(main(2, ledger_rows))

@@ -1,15 +1,13 @@
-"""Ranks that compute a mixture of experts in float64, split over tensor and expert ranks, beside a whole one. Run by path, with
-`expert ranks x tensor ranks`: a line of JSON on stdout, {what: the largest difference on any rank}.
+"""Ranks that compare a mixture of experts, split over expert and tensor ranks, with the unsplit model, in float64.
+
+Run by path with layouts, EXPERT_RANKSxTENSOR_RANKS each. Prints a line of JSON for each: {layout: {fact: the largest difference on any
+rank}}.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
-import tempfile
-import traceback
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distrain.tests.rank_programs.forked_ranks import fork_ranks
 from distrain.trainer.layers.counter_rng import DropoutKeys, dropout_keys, normal
 from distrain.trainer.layers.cross_entropy import IGNORED
 from distrain.trainer.layers.group import Group
@@ -27,28 +26,28 @@ from distrain.trainer.models.moe.module import Experts
 from distrain.trainer.models.ops.op_table import model_parameters
 from distrain.trainer.plan.weight_slices import HeadShards, WeightShard, weight_shard
 from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train
-from distrain.trainer.system.parent_watch import die_with_parent
 
 B, S = 2, 16  # sequences of an expert rank, tokens of each
 CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {"family": "moe", "layers": 2, "hidden": 12, "heads": 4, "vocab": 24, "ffn": 8, "experts": 4}
 SHAPE |= {"norm": "rmsnorm", "act": "swiglu", "positions": "rope", "top_k": 2}
-WAYS: dict[str, dict[str, Any]] = {
+MODELS: dict[str, dict[str, Any]] = {
     "dropless": {},
     "balanced": {"aux_loss": 0.5, "shared_experts": 1},
-    "with little room": {"aux_loss": 0.5, "capacity": 0.75, "dropout": 0.1},
+    "limited capacity": {"aux_loss": 0.5, "capacity": 0.75, "dropout": 0.1},
 }
 
 
-def run_of(way: str, ep: int, *, sequence: bool, recompute: str) -> Run:
+def run_of(model: str, ep: int, *, sequence: bool, recompute: str) -> Run:
+    """Return a run of one of MODELS whose batch is B sequences a rank."""
     cluster = Cluster(nodes=1, gpus=1, device=Device(name="cpu", memory=1e12, kind="cpu"))
     train = Train(batch=B * ep, microbatch=B, seq=S, steps=1, precision="fp32")
     parallel = Parallel(sequence=sequence, recompute=recompute)  # type: ignore[arg-type]
-    return Run(name="moe", model=Model(**SHAPE | WAYS[way]), cluster=cluster, parallel=parallel, train=train)
+    return Run(name="moe", model=Model(**SHAPE | MODELS[model]), cluster=cluster, parallel=parallel, train=train)
 
 
-def whole_of(run: Run) -> nn.Module:
-    """All of the model, with weights in which every one counts."""
+def unsplit_model(run: Run) -> nn.Module:
+    """Return the whole model, with weights that all have an effect."""
     module = build_model(run, device=CPU, dtype=torch.float64, seed=5)
     with torch.no_grad():
         for name, tensor in named_weights(module, run):
@@ -56,38 +55,39 @@ def whole_of(run: Run) -> nn.Module:
     return module
 
 
-def split_of(run: Run, whole: nn.Module, experts: Group | None, tensor: Group | None) -> tuple[nn.Module, dict[str, WeightShard]]:
-    """This rank's part of it."""
+def split_model(run: Run, whole: nn.Module, experts: Group | None, tensor: Group | None) -> tuple[nn.Module, dict[str, WeightShard]]:
+    """Return this rank's part of the model, and the shard of each weight."""
     table = op_table(run)
     ep, rank = (experts.size, experts.rank) if experts else (1, 0)
-    tp, place = (tensor.size, tensor.rank) if tensor else (1, 0)
+    tp, tensor_rank = (tensor.size, tensor.rank) if tensor else (1, 0)
     held = {
-        each.name: weight_shard(each, table.sizes, tp, place, ep=ep, expert_rank=rank)
+        each.name: weight_shard(each, table.sizes, tp, tensor_rank, ep=ep, expert_rank=rank)
         for each in model_parameters(table, range(run.model.layers))
     }
     found = dict(whole.named_parameters())
     made = {name: nn.Parameter(sliced(found[name].detach(), each).clone()) for name, each in held.items()}
-    heads = HeadShards(table.sizes["heads"], table.sizes["kv_heads"], tp).query_shard(place)
+    heads = HeadShards(table.sizes["heads"], table.sizes["kv_heads"], tp).query_shard(tensor_rank)
     region = TensorParallel(group=tensor, sequence=run.parallel.sequence, first_head=heads.offset) if tensor else None
     return build_module(made, run, region, ep=experts), held
 
 
 def sliced(x: Tensor, by: WeightShard) -> Tensor:
+    """Return the part of a weight that a shard has."""
     return x[tuple(slice(first, first + many) for first, many in zip(by.offset, by.length, strict=True))]
 
 
-def facts(way: str, experts: Group | None, tensor: Group | None, *, sequence: bool, recompute: str) -> Iterator[tuple[str, float]]:
-    """What this rank's part computes of its sequences, against the whole one of all."""
+def facts(model: str, experts: Group | None, tensor: Group | None, *, sequence: bool, recompute: str) -> Iterator[tuple[str, float]]:
+    """Yield (fact, difference) of what this rank computes of its sequences and what the whole model computes of all."""
     ep = experts.size if experts else 1
-    run = run_of(way, ep, sequence=sequence, recompute=recompute)
-    whole = whole_of(run)
-    part, held = split_of(run, whole, experts, tensor)
+    run = run_of(model, ep, sequence=sequence, recompute=recompute)
+    whole = unsplit_model(run)
+    part, held = split_model(run, whole, experts, tensor)
     tokens, labels = torch.randint(run.model.vocab, (2, B * ep, S), generator=torch.Generator().manual_seed(7))
     labels[0, 3:7] = labels[-1, -2:] = IGNORED
     states = dropout_keys(1, 0, torch.arange(B * ep), torch.arange(S)).states
     mine = slice(B * experts.rank, B * experts.rank + B) if experts else slice(None)
-    expected, chose = computed(whole, tokens, labels, states)
-    found, chosen = computed(part, tokens[mine], labels[mine], states[mine])
+    expected, chose = loss_and_choices(whole, tokens, labels, states)
+    found, chosen = loss_and_choices(part, tokens[mine], labels[mine], states[mine])
     if experts:
         dist.all_reduce(found, group=experts.handle)
     yield "loss", float((found - expected).abs() / expected)
@@ -98,13 +98,13 @@ def facts(way: str, experts: Group | None, tensor: Group | None, *, sequence: bo
         if experts and not by.expert:
             dist.all_reduce(made, group=experts.handle)
         if tensor and sequence and not by.is_split:
-            dist.all_reduce(made, group=tensor.handle)  # each has its tokens' part of it: the engine adds them up
+            dist.all_reduce(made, group=tensor.handle)  # each rank has the part of its tokens; the engine sums the parts
         kind = next((each for each in ("router", "experts", "shared") if f".{each}." in name), "others")
         yield f"gradients of {kind}", float((made - sliced(grad(whole.get_parameter(name)), by)).abs().max()) / largest
 
 
-def computed(module: nn.Module, tokens: Tensor, labels: Tensor, states: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """The sum of the losses, its gradients left on the parameters; the experts that tokens chose in each layer."""
+def loss_and_choices(module: nn.Module, tokens: Tensor, labels: Tensor, states: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Return the sum of the losses, and the experts that tokens chose in each layer; leave gradients on the parameters."""
     chosen: list[Tensor] = []
     stacks = [each for each in module.modules() if isinstance(each, Experts)]
     hooks = [each.register_forward_pre_hook(lambda _, given: chosen.append(given[1].chosen)) for each in stacks]
@@ -116,59 +116,43 @@ def computed(module: nn.Module, tokens: Tensor, labels: Tensor, states: Tensor) 
 
 
 def grad(x: nn.Parameter) -> Tensor:
+    """Return the gradient of a weight, which must have one."""
     assert x.grad is not None
     return x.grad
 
 
 def differences(experts: Group | None, tensor: Group | None) -> dict[str, float]:
+    """Return the largest difference of each fact on any rank."""
     found: dict[str, float] = {}
-    for way in WAYS:
+    for model in MODELS:
         for sequence in (False, True) if tensor else (False,):
             for recompute in ("none", "full"):
-                for what, most in facts(way, experts, tensor, sequence=sequence, recompute=recompute):
+                for what, most in facts(model, experts, tensor, sequence=sequence, recompute=recompute):
                     here = torch.tensor(most)
                     dist.all_reduce(here, dist.ReduceOp.MAX)
-                    key = f"{way}: {what}"
+                    key = f"{model}: {what}"
                     found[key] = max(here.item(), found.get(key, 0.0))
     return found
 
 
-def be(rank: int, ep: int, tp: int, meeting: str) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ep * tp)
-    groups: dict[str, Group] = {}
-    rows = [("ep", [tuple(range(at, ep * tp, tp)) for at in range(tp)]), ("tp", [tuple(range(at * tp, at * tp + tp)) for at in range(ep)])]
-    for axis, ranks in rows:
-        for members in ranks:
-            handle = dist.new_group(list(members))
-            if rank in members and len(members) > 1:
-                groups[axis] = Group(axis=axis, ranks=members, rank=members.index(rank), handle=handle)
-    found = differences(groups.get("ep"), groups.get("tp"))
-    if rank == 0:
-        print(json.dumps(found), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def main(layout: str) -> int:
-    """Fork the ranks; the number that failed."""
+def compare_layout(layout: str) -> int:
+    """Fork the ranks of a layout; rank 0 prints the differences. Return how many failed."""
     ep, tp = map(int, layout.split("x"))
-    with tempfile.TemporaryDirectory() as folder:
-        children, parent = [], os.getpid()
-        for rank in range(ep * tp):
-            child = os.fork()
-            if child == 0:
-                try:
-                    die_with_parent(parent)  # who waits for too long kills the parent alone
-                    be(rank, ep, tp, f"{folder}/meeting")
-                except BaseException:
-                    traceback.print_exc()
-                    os._exit(1)
-                os._exit(0)
-            children.append(child)
-        return sum(os.waitpid(child, 0)[1] != 0 for child in children)
+    rows = [("ep", [tuple(range(at, ep * tp, tp)) for at in range(tp)]), ("tp", [tuple(range(at * tp, at * tp + tp)) for at in range(ep)])]
+
+    def run_rank(rank: int) -> None:
+        groups: dict[str, Group] = {}
+        for axis, ranks in rows:
+            for members in ranks:
+                handle = dist.new_group(list(members))
+                if rank in members and len(members) > 1:
+                    groups[axis] = Group(axis=axis, ranks=members, rank=members.index(rank), handle=handle)
+        found = differences(groups.get("ep"), groups.get("tp"))
+        if rank == 0:
+            print(json.dumps({layout: found}), flush=True)
+
+    return fork_ranks(ep * tp, run_rank)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1]))
+    raise SystemExit(sum(map(compare_layout, sys.argv[1:])))

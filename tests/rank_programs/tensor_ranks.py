@@ -1,15 +1,12 @@
-"""Ranks that compute tensor-parallel layers in float64 beside whole ones. Run by path, with how many: a line of JSON on stdout,
-{what: the largest difference on any rank}.
+"""Ranks that compare tensor-parallel layers with unsplit ones, in float64.
+
+Run by path with the number of ranks. Prints a line of JSON: {fact: the largest difference on any rank}.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
-import tempfile
-import traceback
-import warnings
 from collections.abc import Callable, Iterator
 
 import torch
@@ -17,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from distrain.tests.rank_programs.forked_ranks import fork_ranks
 from distrain.trainer.layers.cross_entropy import IGNORED, cross_entropy
 from distrain.trainer.layers.embedding_and_head import VocabEmbedding
 from distrain.trainer.layers.group import Group
@@ -29,27 +27,27 @@ from distrain.trainer.layers.tensor_parallel import (
     gather_inputs,
     reduce_outputs,
 )
-from distrain.trainer.system.parent_watch import die_with_parent
 
-B, S, H, F_, V = 3, 8, 6, 12, 16  # batch, sequence, hidden, feed-forward, vocabulary: padded to that
-WORDS = 9  # of the vocabulary that are no padding: of four ranks the last has none
+B, S, H, F_, V = 3, 8, 6, 12, 16  # batch, sequence, hidden, feed-forward, padded vocabulary
+WORDS = 9  # the rest of the vocabulary is padding, and all of the last of four ranks' part
 
-Look = Callable[[Group], dict[str, float]]  # of the ranks together: the largest difference of each fact
-Found = Iterator[tuple[str, Tensor, Tensor]]  # what, as found here, as it should be
+Measure = Callable[[Group], object]  # called on every rank of a group; returns what rank 0 prints as JSON
+Comparisons = Iterator[tuple[str, Tensor, Tensor]]  # a fact, its tensor on this rank, the expected tensor
 
 
-def drawn(*shape: int) -> Tensor:
-    """The same on every rank."""
+def random_tensor(*shape: int) -> Tensor:
+    """Return a random tensor, the same on every rank."""
     return torch.randn(*shape, dtype=torch.float64)
 
 
 def part(whole: Tensor, dim: int, group: Group) -> Tensor:
+    """Return this rank's part of a tensor."""
     return whole.chunk(group.size, dim)[group.rank].contiguous()
 
 
-def entering(region: TensorParallel) -> Found:
-    """f: in forward the whole (gathered where the sequence is split), in backward the sum (scattered)."""
-    whole, weight = drawn(B, S, H), drawn(region.group.size, B, S, H)
+def input_operator(region: TensorParallel) -> Comparisons:
+    """Megatron's f: forward passes the input on (and gathers a split sequence), backward sums the gradients (and scatters them)."""
+    whole, weight = random_tensor(B, S, H), random_tensor(region.group.size, B, S, H)
     x = region.shard(whole).clone().requires_grad_()
     made = gather_inputs(x, region)
     (made * weight[region.group.rank]).sum().backward()
@@ -57,9 +55,9 @@ def entering(region: TensorParallel) -> Found:
     yield "f backward", grad(x), region.shard(weight.sum(0))
 
 
-def leaving(region: TensorParallel) -> Found:
-    """g: in forward the sum (scattered where the sequence is split), in backward the whole (gathered)."""
-    parts, weight = drawn(region.group.size, B, S, H), drawn(B, S, H)
+def output_operator(region: TensorParallel) -> Comparisons:
+    """Megatron's g: forward sums the outputs (and scatters a split sequence), backward passes the gradient on (and gathers it)."""
+    parts, weight = random_tensor(region.group.size, B, S, H), random_tensor(B, S, H)
     x = parts[region.group.rank].clone().requires_grad_()
     made = reduce_outputs(x * 1.0, region)
     (made * region.shard(weight)).sum().backward()
@@ -67,17 +65,17 @@ def leaving(region: TensorParallel) -> Found:
     yield "g backward", grad(x), weight
 
 
-def products(region: TensorParallel) -> Found:
-    """Two column layers of one input, an activation and a row layer, against torch's own."""
+def column_and_row_layers(region: TensorParallel) -> Comparisons:
+    """Two column layers of one input, an activation and a row layer, compared with torch's Linear."""
     group = region.group
     up, gate, down = (
         nn.Linear(H, F_, dtype=torch.float64),
         nn.Linear(H, F_, bias=False, dtype=torch.float64),
         nn.Linear(F_, H, dtype=torch.float64),
     )
-    whole = drawn(B, S, H).requires_grad_()
+    whole = random_tensor(B, S, H).requires_grad_()
     expected = down(F.gelu(up(whole)) * gate(whole))
-    weight = drawn(B, S, H)
+    weight = random_tensor(B, S, H)
     (expected * weight).sum().backward()
 
     ours_up = ColumnLinear({"weight": nn.Parameter(part(up.weight.mT, 1, group)), "bias": nn.Parameter(part(up.bias, 0, group))}, region)
@@ -92,21 +90,21 @@ def products(region: TensorParallel) -> Found:
     yield "products forward", made, region.shard(expected)
     yield "products input", grad(x), region.shard(grad(whole))
     yield "column weight", grad(ours_up.weight), part(grad(up.weight).mT, 1, group)
-    yield "column bias", grad(biased(ours_up)), part(grad(up.bias), 0, group)
+    yield "column bias", grad(bias(ours_up)), part(grad(up.bias), 0, group)
     yield "second column weight", grad(ours_gate.weight), part(grad(gate.weight).mT, 1, group)
     yield "row weight", grad(ours_down.weight), part(grad(down.weight).mT, 0, group)
-    of_bias = grad(biased(ours_down)).clone()
-    if region.sequence:  # each rank has its tokens' part of it: the engine adds them up once a step
-        dist.all_reduce(of_bias, group=group.handle)
-    yield "row bias", of_bias, grad(down.bias)
+    bias_grad = grad(bias(ours_down)).clone()
+    if region.sequence:  # each rank has the part of its tokens; the engine sums the parts once a step
+        dist.all_reduce(bias_grad, group=group.handle)
+    yield "row bias", bias_grad, grad(down.bias)
     alone = ours_gate(x.detach())
     yield "one column layer", alone, part(gate(whole), 2, group)
 
 
-def words(region: TensorParallel) -> Found:
-    """A tied table: vectors looked up, logits, the loss of the words that are no padding, labels that don't count."""
+def embedding_and_head(region: TensorParallel) -> Comparisons:
+    """A tied table: embedded tokens, logits, and the loss over the words that are not padding, with ignored labels."""
     group = region.group
-    table, mixed = drawn(V, H).requires_grad_(), drawn(B, S, H)
+    table, mixed = random_tensor(V, H).requires_grad_(), random_tensor(B, S, H)
     tokens, labels = torch.randint(0, WORDS, (B, S)), torch.randint(0, WORDS, (B, S))
     labels[0, 2:4] = labels[2] = IGNORED
     looked = F.embedding(tokens, table)
@@ -126,20 +124,22 @@ def words(region: TensorParallel) -> Found:
 
 
 def grad(x: Tensor) -> Tensor:
+    """Return the gradient of a tensor, which must have one."""
     assert x.grad is not None
     return x.grad
 
 
-def biased(layer: ColumnLinear | RowLinear) -> Tensor:
+def bias(layer: ColumnLinear | RowLinear) -> Tensor:
+    """Return the bias of a layer, which must have one."""
     assert layer.bias is not None
     return layer.bias
 
 
-CHECKS: tuple[Callable[[TensorParallel], Found], ...] = (entering, leaving, products, words)
+CHECKS: tuple[Callable[[TensorParallel], Comparisons], ...] = (input_operator, output_operator, column_and_row_layers, embedding_and_head)
 
 
 def differences(group: Group) -> dict[str, float]:
-    """The largest difference of each fact, on any rank."""
+    """Return the largest difference of each fact on any rank."""
     found: dict[str, float] = {}
     for sequence in (False, True):
         region = TensorParallel(group=group, sequence=sequence)
@@ -153,34 +153,16 @@ def differences(group: Group) -> dict[str, float]:
     return found
 
 
-def be(rank: int, ranks: int, meeting: str, look: Look) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
-    handle = dist.new_group(list(range(ranks)))
-    found = look(Group(axis="any", ranks=tuple(range(ranks)), rank=rank, handle=handle))
-    if rank == 0:
-        print(json.dumps(found), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+def main(ranks: int, measure: Measure = differences) -> int:
+    """Fork the ranks; rank 0 prints what they measured together. Return how many failed."""
 
+    def run_rank(rank: int) -> None:
+        handle = dist.new_group(list(range(ranks)))
+        found = measure(Group(axis="any", ranks=tuple(range(ranks)), rank=rank, handle=handle))
+        if rank == 0:
+            print(json.dumps(found), flush=True)
 
-def main(ranks: int, look: Look = differences) -> int:
-    """Fork the ranks, which say what each of them looked at; the number that failed."""
-    with tempfile.TemporaryDirectory() as folder:
-        children, parent = [], os.getpid()
-        for rank in range(ranks):
-            child = os.fork()
-            if child == 0:
-                try:
-                    die_with_parent(parent)  # who waits for too long kills the parent alone
-                    be(rank, ranks, f"{folder}/meeting", look)
-                except BaseException:
-                    traceback.print_exc()
-                    os._exit(1)
-                os._exit(0)
-            children.append(child)
-        return sum(os.waitpid(child, 0)[1] != 0 for child in children)
+    return fork_ranks(ranks, run_rank)
 
 
 if __name__ == "__main__":
