@@ -1,4 +1,4 @@
-"""A `fit` that is refused changes nothing on the disk, whoever refuses it: the command line, or the ranks that it started."""
+"""A `fit` that is refused changes no file, whether the command line refuses it or the ranks that it started."""
 
 from __future__ import annotations
 
@@ -7,34 +7,47 @@ import shutil
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+from msgspec import json as encoder
 
 from distrain.cli.app import command
+from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.overrides import without_repeats
+from distrain.trainer.plan.plan import make_plan
 
-WORDS = (
-    "fit", "conf=quickstart", "model=tiny", "model.layers=1", "data=synthetic", "cluster=1x1", "parallel.zero=0", "train.batch=4",
+if TYPE_CHECKING:
+    from distrain.tests.fakes.rank_pool import RankPool
+
+OVERRIDES = (
+    "model=tiny", "model.layers=1", "data=synthetic", "cluster=1x1", "parallel.zero=0", "train.batch=4",
     "train.seq=16", "train.microbatch=4", "train.steps=2", "train.evaluate.every=0", "optim.warmup=0", "name=run",
 )  # fmt: skip
 
 
+WORDS = ("fit", "conf=quickstart", *OVERRIDES)
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The log folder of a run that has trained two steps."""
-    top = tmp_path_factory.mktemp("trained")
-    assert command([*WORDS, f"log.dir={top}"]) == 0
-    return top
+def trained(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the log folder of a run that has trained two steps."""
+    folder = tmp_path_factory.mktemp("trained")
+    run = load_recipe("quickstart", [*OVERRIDES, f"log.dir={folder}"])
+    ranks.train(folder / "run", "quickstart", *OVERRIDES)
+    (folder / "run" / "plan.json").write_bytes(encoder.encode(make_plan(run)))  # as the controller does
+    return folder
 
 
 @pytest.fixture
 def used(trained: Path, tmp_path: Path) -> Path:
+    """Return a copy of that log folder, which a test may change."""
     shutil.copytree(trained, tmp_path / "runs")
     return tmp_path / "runs"
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """The hash of every file by its name, but for the logs of ranks that were started, and the lock."""
+    """Return the hash of every file by its name, except for the logs of started ranks, and the lock."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.parent.name != "ranks" and path.name != "lock")
     return {str(path.relative_to(folder)): sha256(path.read_bytes()).hexdigest() for path in files}
 
@@ -63,7 +76,7 @@ def test_a_run_refused_by_the_command_line_changes_nothing(used: Path, capsys: p
     assert contents(used) == before
 
 
-def test_a_run_refused_by_its_ranks_changes_nothing_and_is_no_rank_failure(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_refused_by_its_ranks_changes_nothing_and_prints_one_line(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (file,) = (used / "run" / "checkpoints" / "step_2").glob("weight.*")
     damaged = bytearray(file.read_bytes())
     damaged[-1] ^= 1
@@ -84,21 +97,21 @@ def test_a_run_that_is_refused_makes_no_folder(tmp_path: Path, capsys: pytest.Ca
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_run_with_nothing_to_train_keeps_its_run_json(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fit_of_a_finished_run_keeps_its_run_json(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = {name: (used / "run" / name).read_bytes() for name in ("run.json", "plan.json")}
     assert command([*WORDS, f"log.dir={used}", "train.precision=bf16", "optim.lr=5e-4"]) == 0
     assert "nothing to train" in capsys.readouterr().out
     assert {name: (used / "run" / name).read_bytes() for name in before} == before
 
 
-def test_a_run_that_trains_on_writes_its_new_run_json(used: Path) -> None:
+def test_a_resumed_run_writes_its_new_run_json(used: Path) -> None:
     assert command(without_repeats(*WORDS, f"log.dir={used}", "train.steps=3", "optim.lr=5e-4")) == 0
     written = json.loads((used / "run" / "run.json").read_text())
     assert (written["train"]["steps"], written["optim"]["lr"]) == (3, 5e-4)
 
 
 @pytest.mark.parametrize("make", [lambda path: path.mkdir(), lambda path: path.symlink_to("/nowhere/at/all")])
-def test_a_metrics_file_that_is_not_a_file_is_found_before_the_start(
+def test_metrics_jsonl_that_is_not_a_plain_file_is_refused_before_the_start(
     make: Callable[[Path], object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run").mkdir()
@@ -120,6 +133,6 @@ def test_plan_warns_of_files_that_fit_would_refuse(used: Path, capsys: pytest.Ca
     assert "refused: model.heads was 4 when step 2 was saved, and is 2 now" in page
 
 
-def test_a_launch_script_whose_ranks_would_refuse_it_has_a_warning(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_warns_of_a_launch_script_that_fit_would_refuse(used: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["show", "--launch", *without_repeats(*WORDS[1:], f"log.dir={used}", "model.heads=2")]) == 0
     assert capsys.readouterr().err.startswith("distrain: warning: `fit` would refuse this here: model.heads was 4 ")

@@ -1,4 +1,4 @@
-"""Paths of a run reach its ranks whole: where a rank starts decides nothing."""
+"""Ranks get the absolute paths of a run, so they may start in any folder."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from distrain.trainer.rundir.absolute_paths import PATH_KEYS, with_absolute_path
 from distrain.trainer.rundir.files import write_launch_files
 from distrain.trainer.spec.run import Run
 
-# Keys of free text that name no file.
-NO_PATHS = {
+# Keys of free text that do not name a file.
+NOT_PATHS = {
     "name", "reading", "engine", "model.family", "cluster.device.name", "parallel.schedule", "data.text_key",
     "launch.include", "launch.exclude", "launch.address", "launch.environment", "checkpoint.accept",
 }  # fmt: skip
 
 
 def texts_of(part: Any, at: str = "") -> list[str]:
-    """The dotted keys of a data class that may hold any text."""
+    """Return the dotted keys of a data class that may have any text as value."""
     keys: list[str] = []
     for row in fields(part):
         value = getattr(part, row.name)
@@ -39,18 +39,18 @@ def texts_of(part: Any, at: str = "") -> list[str]:
 
 
 def test_every_text_key_is_known_to_be_a_path_or_not() -> None:
-    """A new key is put into one of the two tables."""
-    assert set(texts_of(load_recipe("quickstart"))) - NO_PATHS == {*PATH_KEYS, "data.path", "data.tokenizer"}
+    """A new key must be added to one of the two tables."""
+    assert set(texts_of(load_recipe("quickstart"))) - NOT_PATHS == {*PATH_KEYS, "data.path", "data.tokenizer"}
 
 
 @pytest.fixture
 def relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """A run that names all by relative paths."""
+    """Return a run whose paths are all relative."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", "/home/me")
-    told: list[tuple[str, object]] = [(key, f"in/{key}") for key in PATH_KEYS]
+    values: list[tuple[str, object]] = [(key, f"in/{key}") for key in PATH_KEYS]
     return with_changes(
-        load_recipe("quickstart"), [*told, ("data.path", ("a.txt", "~/b", "/c/*.txt", "d/**/*.txt")), ("data.tokenizer", "tok")]
+        load_recipe("quickstart"), [*values, ("data.path", ("a.txt", "~/b", "/c/*.txt", "d/**/*.txt")), ("data.tokenizer", "tok")]
     )
 
 
@@ -69,8 +69,8 @@ def test_ranks_get_absolute_paths_and_the_run_keeps_its_own(relative: Run, tmp_p
 @pytest.mark.parametrize("word", ["bytes", "~nobody-of-this-name/x", "a b/$c'\n", ".", ".."])
 def test_a_tokenizer_is_a_name_or_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str) -> None:
     monkeypatch.chdir(tmp_path)
-    told = with_absolute_paths(with_changes(load_recipe("quickstart"), [("data.tokenizer", word)])).data.tokenizer
-    assert told == (word if word == "bytes" else str(tmp_path / word))
+    path = with_absolute_paths(with_changes(load_recipe("quickstart"), [("data.tokenizer", word)])).data.tokenizer
+    assert path == (word if word == "bytes" else str(tmp_path / word))
 
 
 def test_an_empty_path_stays_empty() -> None:
@@ -78,24 +78,24 @@ def test_an_empty_path_stays_empty() -> None:
     assert with_absolute_paths(run) == run
 
 
-ODD = "a[1]b *{x}"  # a folder whose name is a pattern that does not match itself
+PATTERN_NAME = "a[1]b *{x}"  # a folder whose name is a pattern that does not match the name
 
 
 @pytest.mark.parametrize("word", ["*.txt", "one.txt", "t[ow]o.txt", "**/*.txt", ".", "is[it].txt"])
 def test_a_pattern_matches_the_same_files_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str) -> None:
-    folder = tmp_path / ODD
+    folder = tmp_path / PATTERN_NAME
     (folder / "in").mkdir(parents=True)
     for name in ("one.txt", "two.txt", "in/three.txt", "is[it].txt"):
         (folder / name).write_text(name)
     monkeypatch.chdir(folder)
-    there = find_files([word], TEXT, print, [])
-    whole = with_absolute_paths(with_changes(load_recipe("quickstart"), [("data.path", word)])).data.path
-    assert isinstance(whole, str)
-    assert os.path.isabs(whole)
+    found_there = find_files([word], TEXT, print, [])
+    absolute = with_absolute_paths(with_changes(load_recipe("quickstart"), [("data.path", word)])).data.path
+    assert isinstance(absolute, str)
+    assert os.path.isabs(absolute)
     monkeypatch.chdir(tmp_path)
-    away = find_files([whole], TEXT, print, [])
-    assert [(each.name, each.size) for each in away[0]] == [(each.name, each.size) for each in there[0]]
-    assert there[0]
+    found_elsewhere = find_files([absolute], TEXT, print, [])
+    assert [(each.name, each.size) for each in found_elsewhere[0]] == [(each.name, each.size) for each in found_there[0]]
+    assert found_there[0]
 
 
 def test_show_prints_paths_as_they_were_written(

@@ -29,13 +29,13 @@ def table(texts: list[Any] = TEXTS, key: str = "text", kind: Any = None) -> Any:
     return pyarrow.table({"id": list(range(len(texts))), key: column})
 
 
-def write_stream(path: Path, rows: Any, batch: int = 7, **options: Any) -> None:
+def write_stream(path: Path, rows: Any, batch: int = 7, **options: Any) -> Any:
     """Write an Arrow stream, as datasets' save_to_disk writes its shards (datasets/arrow_writer.py)."""
     with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_stream(sink, rows.schema, **options) as writer:
         writer.write_table(rows, max_chunksize=batch)
 
 
-def write_file(path: Path, rows: Any, batch: int = 7) -> None:
+def write_file(path: Path, rows: Any, batch: int = 7) -> Any:
     """Write an Arrow file."""
     with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_file(sink, rows.schema) as writer:
         writer.write_table(rows, max_chunksize=batch)
