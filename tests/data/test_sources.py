@@ -184,7 +184,7 @@ def test_the_end_token_is_the_eos_token_of_the_tokenizer_folder(vocabulary: Path
     (tmp_path / "tokenizer.json").write_text(vocabulary.read_text())
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<pad>"}}')
     write_jsonl(tmp_path / "a.jsonl")
-    words = {"name": "text", "path": str(tmp_path / "a.jsonl"), "tokenizer": str(tmp_path)}
+    words: dict[str, Any] = {"name": "text", "path": str(tmp_path / "a.jsonl"), "tokenizer": str(tmp_path)}
     assert {text[-1] for text in documents(small_corpus(tmp_path, 300, **words))} == {0}
     assert {text[-1] for text in documents(small_corpus(tmp_path, 300, **words, end=5))} == {5}
 

@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import zstandard
+import pytest
+
+pyarrow = pytest.importorskip("pyarrow")
+zstandard = pytest.importorskip("zstandard")
 
 TEXTS = ["to be,\nor not to be", "Ünïcödé 字 \U0001f600", "a", 'quotes " and \\ and \t'] * 10
 
