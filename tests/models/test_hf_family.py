@@ -5,21 +5,20 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from distrain.cli.config import hf_model
 from distrain.cli.config.load import compose_config, load_recipe
+from distrain.tests.fakes.rank_pool import RankPool
 from distrain.trainer.models.hf.inspect_config import inspect_config
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.problem import Unreadable
-
-if TYPE_CHECKING:
-    from distrain.tests.fakes.rank_pool import RankPool
 
 transformers: Any = pytest.importorskip("transformers", reason="transformers, which has these models, is not installed")
 torch: Any = pytest.importorskip("torch")
@@ -44,13 +43,15 @@ WORDS = (
 Losses = dict[tuple[str, int, int], list[float]]
 
 
-def written(folder: Path, config: dict[str, Any]) -> Path:
+def write_config(folder: Path, config: dict[str, Any]) -> Path:
+    """Write config.json to a folder and return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
 def words(folder: Path, dp: int, zero: int) -> tuple[str, ...]:
+    """Return the overrides of a run with a model, data-parallel ranks and a ZeRO stage."""
     return (*WORDS, f"model.hf={folder}", "model.dropout=0", f"cluster.gpus={dp}", f"parallel.zero={zero}", "train.microbatch=2")
 
 
@@ -61,12 +62,12 @@ def problems(*said: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def neox(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return written(tmp_path_factory.mktemp("neox"), NEOX)
+    return write_config(tmp_path_factory.mktemp("neox"), NEOX)
 
 
 @pytest.mark.parametrize("config", [NEOX, OPT], ids=lambda config: str(config["model_type"]))
 def test_the_plan_has_the_parameters_that_transformers_has(config: dict[str, Any], tmp_path: Path) -> None:
-    run = load_recipe("quickstart", words(written(tmp_path, config), 2, 1))
+    run = load_recipe("quickstart", words(write_config(tmp_path, config), 2, 1))
     plan = make_plan(run)
     theirs = transformers.AutoModelForCausalLM.from_config(transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config))
     assert plan.model is not None
@@ -103,15 +104,24 @@ def test_the_composed_config_has_no_parameter_shapes(neox: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def losses(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Losses:
+def hf_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    """Return ranks that have already imported transformers."""
+    program = Path(__file__).parents[1] / "rank_programs" / "hf_ranks.py"
+    pool = RankPool(tmp_path_factory.mktemp("hf") / "server.log", command=[sys.executable, str(program)])
+    with pool.server:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def losses(hf_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Losses:
     """Return six losses for each (model_type, dp, ZeRO stage)."""
     folder = tmp_path_factory.mktemp("runs")
     figures: Losses = {}
     for config, layouts in ((NEOX, ((1, 0), (2, 1), (2, 3))), (OPT, ((1, 0), (2, 3)))):
         name = str(config["model_type"])
-        at = written(folder / name, config)
+        at = write_config(folder / name, config)
         for dp, zero in layouts:
-            job = ranks.train(folder / f"{name}_{dp}_{zero}", "quickstart", *words(at, dp, zero))
+            job = hf_ranks.train(folder / f"{name}_{dp}_{zero}", "quickstart", *words(at, dp, zero))
             figures[name, dp, zero] = job.figures("loss")
     return figures
 
@@ -126,19 +136,19 @@ def test_the_losses_fall(losses: Losses) -> None:
     assert all(figures[-1] < figures[0] - 0.3 for figures in losses.values()), losses
 
 
-def test_a_stopped_run_resumes_in_another_layout(ranks: RankPool, neox: Path, tmp_path: Path, losses: Losses) -> None:
-    stopped = ranks.fit(tmp_path / "run", "quickstart", *words(neox, 2, 3), signals=[(2, 1, signal.SIGTERM)])
+def test_a_stopped_run_resumes_in_another_layout(hf_ranks: RankPool, neox: Path, tmp_path: Path, losses: Losses) -> None:
+    stopped = hf_ranks.fit(tmp_path / "run", "quickstart", *words(neox, 2, 3), signals=[(2, 1, signal.SIGTERM)])
     assert set(stopped.codes) == {75}
     reached = stopped.rows[-1]["step"]
     assert reached < STEPS
-    job = ranks.train(tmp_path / "run", "quickstart", *words(neox, 2, 1))
+    job = hf_ranks.train(tmp_path / "run", "quickstart", *words(neox, 2, 1))
     assert f"resumes from step {reached}" in job.lines
     assert job.figures("loss") == pytest.approx(losses["gpt_neox", 1, 0], abs=2e-6, rel=0)
 
 
-def test_planned_bytes_match_the_measured_bytes(ranks: RankPool, neox: Path, tmp_path: Path) -> None:
+def test_planned_bytes_match_the_measured_bytes(hf_ranks: RankPool, neox: Path, tmp_path: Path) -> None:
     short = (*words(neox, 1, 2), "train.steps=2", "train.precision=bf16")
-    ranks.train(tmp_path / "run", "quickstart", *short)
+    hf_ranks.train(tmp_path / "run", "quickstart", *short)
     counted = json.loads((tmp_path / "run" / "measured.json").read_text())["memory"]
     plan = make_plan(load_recipe("quickstart", short))
     assert plan.memory is not None
@@ -148,22 +158,22 @@ def test_planned_bytes_match_the_measured_bytes(ranks: RankPool, neox: Path, tmp
 
 
 def test_half_precision_keeps_rotary_frequencies_in_float32(neox: Path) -> None:
-    from distrain.trainer.models.hf.module import build_causal_lm as trained
+    from distrain.trainer.models.hf.module import build_causal_lm
 
-    module = trained(load_recipe("quickstart", words(neox, 1, 0)), device=torch.device("cpu"), dtype=torch.bfloat16, seed=1)
+    module = build_causal_lm(load_recipe("quickstart", words(neox, 1, 0)), device=torch.device("cpu"), dtype=torch.bfloat16, seed=1)
     module.bfloat16()  # as DeepSpeed does
     assert {each.dtype for each in module.parameters()} == {torch.bfloat16}
     assert {each.dtype for name, each in module.named_buffers() if name.endswith("inv_freq")} == {torch.float32}
 
 
 def test_a_model_that_looks_ahead_is_refused(neox: Path, tmp_path: Path) -> None:
-    from distrain.trainer.models.hf.module import build_causal_lm as trained
+    from distrain.trainer.models.hf.module import build_causal_lm
 
-    folder = written(tmp_path / "bert", {"model_type": "bert", "intermediate_size": 64, **SIZES})
+    folder = write_config(tmp_path / "bert", {"model_type": "bert", "intermediate_size": 64, **SIZES})
     shapes = {name: tuple(shape) for name, shape in inspect_config(folder / "config.json")["parameters"].items()}
     run = load_recipe("quickstart", words(neox, 1, 0))
     with pytest.raises(Unreadable, match="bert: its model sees the tokens that it should predict"):
-        trained(
+        build_causal_lm(
             replace(run, model=replace(run.model, hf=str(folder), parameters=shapes)),
             device=torch.device("cpu"),
             dtype=torch.float32,
@@ -172,12 +182,12 @@ def test_a_model_that_looks_ahead_is_refused(neox: Path, tmp_path: Path) -> None
 
 
 def test_a_model_with_other_parameters_than_planned_is_refused(neox: Path) -> None:
-    from distrain.trainer.models.hf.module import build_causal_lm as trained
+    from distrain.trainer.models.hf.module import build_causal_lm
 
     run = load_recipe("quickstart", words(neox, 1, 0))
     changed = replace(run, model=replace(run.model, parameters={"weight": (2, 2)}))
     with pytest.raises(Unreadable, match="has changed since the run was planned"):
-        trained(changed, device=torch.device("cpu"), dtype=torch.float32, seed=1)
+        build_causal_lm(changed, device=torch.device("cpu"), dtype=torch.float32, seed=1)
 
 
 REFUSED = (
@@ -196,7 +206,7 @@ def test_the_plan_refuses_what_family_hf_does_not_support(word: str, says: str, 
 
 
 def test_dropout_in_a_config_is_refused(tmp_path: Path) -> None:
-    (line,) = problems("train.seq=16", f"model.hf={written(tmp_path, OPT)}")
+    (line,) = problems("train.seq=16", f"model.hf={write_config(tmp_path, OPT)}")
     assert line.startswith("model.dropout=0.1: dropout of family hf is not keyed by train.seed")
 
 
@@ -215,13 +225,13 @@ WRONG = (
 
 @pytest.mark.parametrize(("config", "says"), WRONG, ids=["vit", "t5", "text", "heads"])
 def test_a_config_without_a_model_gives_the_reason(config: dict[str, Any], says: str, tmp_path: Path) -> None:
-    (key, why), *more = inspect_config(written(tmp_path, config) / "config.json").items()
+    (key, why), *more = inspect_config(write_config(tmp_path, config) / "config.json").items()
     assert (key, more) == ("problem", [])
     assert says in why
 
 
 def test_an_unknown_model_type_is_reported_in_one_line(tmp_path: Path) -> None:
-    folder = written(tmp_path, {"model_type": "nonesuch"})
+    folder = write_config(tmp_path, {"model_type": "nonesuch"})
     with pytest.raises(Unreadable) as caught:
         load_recipe("quickstart", [f"model.hf={folder}"])
     release = transformers.__version__

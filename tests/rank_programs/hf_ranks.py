@@ -1,0 +1,13 @@
+"""The fork server of ranks that train models of transformers, which it imports once. Run by path."""
+
+from __future__ import annotations
+
+from transformers import AutoModelForCausalLM, GPTNeoXForCausalLM, OPTForCausalLM
+
+from distrain.trainer.loop.forkserver.server import QUESTIONS, serve
+from distrain.trainer.loop.rank import run_rank
+
+IMPORTED = (AutoModelForCausalLM, GPTNeoXForCausalLM, OPTForCausalLM)
+
+if __name__ == "__main__":
+    serve(run_rank, QUESTIONS)
