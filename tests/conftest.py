@@ -22,8 +22,8 @@ settings.load_profile("steady")
 # Test files that wait for deaths, heartbeat timeouts and signals, mount file systems, or look at every process of this machine:
 # `bash scripts/test` runs them after all others.
 TIMED = (
-    "test_hosts", "test_faults", "test_slurm", "test_secrets", "test_hangs", "test_checkpoint_kills", "test_registration", "test_preflight",
-    "test_openmpi", "test_machine", "test_startup",
+    "test_hosts", "test_hosts_training", "test_faults", "test_slurm", "test_secrets", "test_hangs", "test_checkpoint_kills",
+    "test_registration", "test_preflight", "test_openmpi", "test_machine", "test_startup",
 )  # fmt: skip
 # Test files that take more than ten seconds, the longest first: workers begin with these, and `bash scripts/test --quick` leaves them out.
 SLOW = (

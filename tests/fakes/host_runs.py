@@ -119,7 +119,7 @@ class RanksOnHosts:
         return self.controller.returncode, output.splitlines()
 
 
-STEPS = 60
+STEPS = 40
 ARGUMENTS = (
     "quickstart", "model=tiny", "model.layers=2", "model.dropout=0.1", "data=synthetic", "train.batch=8", "train.seq=16",
     "train.microbatch=2", "train.evaluate.every=0", "log.every=1", "optim.warmup=3", f"train.steps={STEPS}",

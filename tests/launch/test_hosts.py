@@ -1,30 +1,27 @@
-"""Runs over two hosts through DeepSpeed's launcher: the losses equal one process's, and whatever dies or is cut off, the run ends soon.
+"""Runs over two hosts through DeepSpeed's launcher: when a process dies or a host is cut off, the run ends soon and says why.
 
-The hosts are namespaces of this machine (scripts/virtual_hosts.py makes some by hand). Tests of faults use small programs without
-torch as ranks, so that they take little longer than DeepSpeed's launcher takes to start.
+The hosts are namespaces of this machine (scripts/virtual_hosts.py makes some by hand). Most ranks are small programs without torch, so
+that a test takes little longer than DeepSpeed's launcher takes to start. Open MPI runs in this file only: hosts of the same names that
+run at once would share its folders in /tmp.
 """
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from shutil import which
 
 import pytest
 
-from distrain.scripts.virtual_hosts import VirtualHosts, missing_tools
+from distrain.scripts.virtual_hosts import VirtualHosts
 from distrain.tests.fakes.host_runs import (
     ARGUMENTS,
     CONTROLLER,
     DEADLINE,
     PIPELINE,
     SAVES,
-    STEPS,
     STOPPED,
-    TENSOR,
     FitOnHosts,
     RanksOnHosts,
     controller_environment,
@@ -32,25 +29,8 @@ from distrain.tests.fakes.host_runs import (
 )
 from distrain.tests.fakes.one_process import reference_curve
 
-pytestmark = pytest.mark.skipif(bool(missing_tools()), reason=missing_tools())
-
 MPI = pytest.param("openmpi", marks=pytest.mark.skipif(which("mpirun") is None, reason="no mpirun here: apt-get install openmpi-bin"))
 each_runner = pytest.mark.parametrize("runner", ["pdsh", MPI])
-
-
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VirtualHosts]:
-    """Two hosts, with two slots each."""
-    with VirtualHosts(2, tmp_path_factory.mktemp("hosts")) as made:
-        made.write_hostfile(2)
-        yield made
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(hosts: VirtualHosts) -> Iterator[None]:
-    """Check that no process that a test started outlives it on any host."""
-    yield
-    wait_for(lambda: not any(host.processes() for host in hosts.hosts))
 
 
 @each_runner
@@ -160,14 +140,6 @@ def test_a_host_that_can_not_be_used_is_named_before_anything_starts(hosts: Virt
     assert not (tmp_path / "launch").exists()
 
 
-@pytest.mark.parametrize("layout", [TENSOR, PIPELINE], ids=["dp2_tp2", "dp2_pp2"])
-def test_the_losses_over_two_hosts_equal_one_process_s(hosts: VirtualHosts, tmp_path: Path, layout: tuple[str, ...]) -> None:
-    fit = FitOnHosts(hosts, tmp_path, *layout)
-    status, output = fit.end()
-    assert status == 0, output
-    assert fit.losses() == pytest.approx(reference_curve(ARGUMENTS)[0], abs=2e-6, rel=0)
-
-
 @pytest.mark.parametrize("runner", [MPI])
 def test_ranks_under_mpirun_follow_the_order_of_the_hostfile(hosts: VirtualHosts, tmp_path: Path, runner: str) -> None:
     hostfile = tmp_path / "hostfile"
@@ -175,38 +147,4 @@ def test_ranks_under_mpirun_follow_the_order_of_the_hostfile(hosts: VirtualHosts
     fit = FitOnHosts(hosts, tmp_path, *PIPELINE, f"launch.runner={runner}", hostfile=hostfile)
     status, output = fit.end()
     assert status == 0, output
-    assert fit.losses() == pytest.approx(reference_curve(ARGUMENTS)[0], abs=2e-6, rel=0)
-
-
-def test_a_run_that_one_remote_rank_stops_resumes_with_the_same_losses(hosts: VirtualHosts, tmp_path: Path) -> None:
-    fit = FitOnHosts(hosts, tmp_path, *TENSOR)
-    fit.wait_for_step(5)
-    rank = next(pid for pid, line in hosts.hosts[1].processes().items() if "trainer.loop.rank" in line)
-    os.kill(rank, signal.SIGTERM)
-    status, output = fit.end()
-    assert status == 75, output
-    reached = fit.rows()[-1]["step"]
-    assert 5 <= reached < STEPS
-    again = FitOnHosts(hosts, tmp_path, *TENSOR, "checkpoint.resume=must")
-    status, output = again.end()
-    assert status == 0, output
-    assert f"resumes from step {reached}" in output
-    assert again.losses() == pytest.approx(reference_curve(ARGUMENTS)[0], abs=2e-6, rel=0)
-
-
-def test_a_run_that_loses_a_host_continues_on_the_others_with_the_same_losses(hosts: VirtualHosts, tmp_path: Path) -> None:
-    fit = FitOnHosts(hosts, tmp_path, *PIPELINE, "checkpoint.every=5", "launch.restarts=1")
-    try:
-        fit.wait_for_step(12)
-        hosts.set_link(1, "down")
-        status, output = fit.end()
-    finally:
-        hosts.set_link(1, "up")
-    assert status == 0, output
-    assert "restart 1 of 1, from the newest checkpoint, on host0: dp 2 -> 1, the same 8 sequences a step" in output
-    assert "goodput " in output
-    (restart,) = (row for row in fit.rows() if "restart" in row)
-    assert (restart["restart"], restart["step"] % 5) == (1, 0)
-    assert 0 <= restart["lost_steps"] <= 10
-    assert "was lost, at step " in restart["says"]
     assert fit.losses() == pytest.approx(reference_curve(ARGUMENTS)[0], abs=2e-6, rel=0)
