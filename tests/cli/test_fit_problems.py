@@ -1,4 +1,4 @@
-"""`distrain fit` refuses what can't run before anything is started, and says what is wrong with data in one line."""
+"""`distrain fit` refuses a run that can't start before it starts a process, and reports bad data in one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`distrain fit -m`: names of a sweep's runs, what is checked before the first starts, and how the whole ends."""
+"""`distrain fit -m`: the names of a sweep's runs, the checks before the first run, and the exit status of the sweep."""
 
 import json
 import os
@@ -94,7 +94,7 @@ def test_runs_that_would_share_a_folder_are_refused(tmp_path: Path) -> None:
         sweep_runs("quickstart", ("train.seed=1,1",), None)
 
 
-# What is checked first, and how the whole ends
+# Checks before the first run, and the sweep's exit status
 
 
 def swept(tmp_path: Path, fit: Callable[[Callable[[], Run]], TrainingResult], *words: str) -> int:

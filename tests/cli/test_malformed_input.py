@@ -43,7 +43,7 @@ VALUES = ["1", "0", "-1", "-0", "1e400", "nan", "inf", "0x10", "1_000", ".5", "'
 
 
 def children() -> set[str]:
-    """The child processes of this one that have not been waited for."""
+    """Return the child processes of this one, zombies included."""
     found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -79,7 +79,7 @@ def check_command(argv: Sequence[str], kept: Path, *, adds: bool = False) -> str
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The current folder of the tests: a run folder, a folder of configs of which some are bad, and other paths."""
+    """Return the current folder of the tests, with a run folder, a folder of configs, some of them malformed, and other paths."""
     folder = tmp_path_factory.mktemp("place")
     run_folder(folder / "run")
     (folder / "conf" / "model").mkdir(parents=True)
@@ -131,7 +131,7 @@ PATHS = [
 
 @some.composite
 def command_lines(draw: some.DrawFn, verb: str) -> list[str]:
-    """A verb with malformed values for the parameters that it declares."""
+    """Draw a verb with malformed values for the parameters that it declares."""
     argv, line = [verb], VERBS[verb]
     for row in line.params:
         if isinstance(row, click.Option) or row.param_type_name == "option":
@@ -186,7 +186,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def copy_of(folder: Path) -> Iterator[Path]:
-    """A copy of a run folder, beside it."""
+    """Copy a run folder to the folder `copy` next to it."""
     copy = folder.with_name("copy")
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(folder, copy)

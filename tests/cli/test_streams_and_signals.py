@@ -122,7 +122,7 @@ def wait_until(met: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-# A command line, the signal, and the processor time after which it is sent: the signal's way depends on what the verb is doing.
+# A command line, the signal, and the processor time after which it is sent: what a signal meets depends on what the verb is doing then.
 # fmt: off
 STOPPED = (
     (["plan", "-m", "conf=gpt3_175b", "train.batch=range(64,6000,64)"], signal.SIGINT,  0.2),

@@ -32,7 +32,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def opened(text: Path, *, verify: bool = True, **words: Any) -> tuple[Corpus, Told]:
-    """The corpus, and what was told while it was prepared."""
+    """Return the corpus, and the progress reported while it was prepared."""
     told: Told = []
     data = Data(name="text", path=str(text), **words)
     cache = text.parent / "cache"

@@ -55,7 +55,7 @@ def two_arrays(at: Path) -> None:
         np.save(file, np.arange(10))
 
 
-# What to write, the words of data (AT: the folder), and the line.
+# How the files are written, the keys of data (AT: the folder), and the line.
 # fmt: off
 WRONG: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
     "no path": (lambda at: None, {"name": "text"},

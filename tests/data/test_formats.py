@@ -91,7 +91,7 @@ def test_every_text_format_can_be_blended(tmp_path: Path) -> None:
 
 
 def test_a_folder_saved_by_datasets_is_read_shard_by_shard(tmp_path: Path) -> None:
-    """dataset_info.json and state.json lie beside them (datasets/arrow_dataset.py, save_to_disk)."""
+    """The folder also has dataset_info.json and state.json (datasets/arrow_dataset.py, save_to_disk)."""
     folder = tmp_path / "in"
     folder.mkdir()
     write_stream(folder / "data-00000-of-00002.arrow", table(TEXTS[:25]))

@@ -85,7 +85,7 @@ AS_TEXT = "data=text reads it"
 JQ = "write an object a line: jq -c '.[]' FILE > FILE.jsonl"
 Write = Callable[[Path], Any]
 
-# How it is written, its name, what it is, what to do where text is wanted (None: it is read), and where tokens are.
+# How the file is written, its name, what it is, and the fixes with data=text and with data=tokens (None: the file is read).
 # fmt: off
 KINDS: dict[str, tuple[Write, str, str, str | None, str | None]] = {
     "parquet": (lambda at: parquet.write_table(table(), at), "a.txt", "a parquet file", "end its name in .parquet", AS_TEXT),

@@ -110,7 +110,7 @@ def test_children_end_when_the_reader_raises(tmp_path: Path) -> None:
 
 
 def test_children_end_before_the_partial_cache_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the error is held, as it is while folders are cleared away, so are the frames that it passed through."""
+    """A reference to the error keeps its traceback's frames alive, as happens while folders are removed."""
     before = children()
     large(tmp_path)
     monkeypatch.setattr(sources, "_ONE_PROCESS", (0, 0))

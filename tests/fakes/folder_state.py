@@ -1,4 +1,4 @@
-"""What a folder holds, to compare before and after."""
+"""The contents of a folder, to compare before and after."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def folder_state(folder: Path) -> dict[str, tuple[int, bytes | str]]:
-    """Every file of a folder: its mode, and its bytes or the target of its link."""
+    """Return the mode of every file of a folder, and its bytes or the target of its link."""
     found: dict[str, tuple[int, bytes | str]] = {}
     for path in sorted(folder.rglob("*")):
         mode = path.lstat().st_mode

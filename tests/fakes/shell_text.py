@@ -54,7 +54,7 @@ environments = some.builds(
 
 
 def tame_but_one(count: int) -> some.SearchStrategy[list[str]]:
-    """`count` tame words, of which one is hostile half of the time."""
+    """Draw `count` plain words; in half of the draws one of them is hostile."""
     words = some.lists(plain, min_size=count, max_size=count)
     return some.builds(
         lambda words, at, word: [word if number == at else each for number, each in enumerate(words)],

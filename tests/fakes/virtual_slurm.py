@@ -49,7 +49,7 @@ def missing_slurm_tools() -> str:
 
 
 class VirtualSlurm:
-    """Slurm on these hosts, of `cores` cores each; nothing is left when it is closed (contextlib.closing)."""
+    """Slurm on these hosts, of `cores` cores each; closing it (contextlib.closing) leaves nothing behind."""
 
     def __init__(self, hosts: VirtualHosts, folder: Path, cores: int) -> None:
         self.hosts, self.folder = hosts, folder

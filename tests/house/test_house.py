@@ -1,4 +1,4 @@
-"""The house's own rules: what may import what, what is light, what is packaged, and how a module looks."""
+"""Rules of the code base: allowed imports, modules without heavy imports, packaged folders, and the form of a module."""
 
 import ast
 import re
@@ -90,7 +90,7 @@ def outermost(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def imports(name: str, *, on_import: bool = False) -> set[str]:
-    """What a module imports, absolute: `distrain.cli.app`, `typer`; every import, or those of the module's own level."""
+    """Return the absolute names that a module imports, as `distrain.cli.app`: all of them, or those at the module's top level."""
     path = FILES[name]
     tree = ast.parse(path.read_text())
     package = ["distrain", *name.split(".")][: None if path.name == "__init__.py" else -1]
@@ -112,7 +112,7 @@ def own(names: set[str]) -> set[str]:
 
 
 def others(names: set[str]) -> set[str]:
-    """Of absolute names, the packages that are neither ours nor the standard library."""
+    """Return the packages of absolute names that are neither distrain nor in the standard library."""
     return {top for name in names if (top := name.partition(".")[0]) not in {"distrain", *sys.stdlib_module_names}}
 
 

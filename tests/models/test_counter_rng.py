@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 from distrain.trainer.layers.counter_rng import dropout, dropout_keys, dropout_mask, hash64, normal, normal_at, splitmix64  # noqa: E402
 
 WHOLE = 300_000
-# Chosen against every way in which a slice can begin and end: inside a chunk, across chunks, odd, of one element, of none.
+# Slices that begin and end inside a chunk, cross chunks, have odd bounds, one element or none.
 SLICES = [(0, WHOLE), (0, 1), (1, 1), (7, 64), (65_530, 13), (65_536, 65_536), (131_071, 100_003), (WHOLE - 1, 1), (5, 0)]
 
 

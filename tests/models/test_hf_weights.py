@@ -80,7 +80,7 @@ def tokens_of(run: Run) -> Any:
 
 
 def saved(folder: Path, name: str, **changes: Any) -> Run:
-    """Write a model of ours to a folder, and return its run."""
+    """Write one of OURS to a folder and return its run."""
     run = run_of(OURS[name])
     write_hf_folder(named_weights(module_of(run), run), run, folder, **changes)
     return run
@@ -124,7 +124,7 @@ def test_weights_survive_a_round_trip_bit_for_bit(name: str, dtype: Any, tmp_pat
     run = run_of(OURS[name])
     module = module_of(run).to(dtype)
     write_hf_folder(named_weights(module, run), run, tmp_path)
-    # transformers' GPT-2 has biases, which were written as zeros where ours has none.
+    # transformers' GPT-2 always has biases: zeros are written for a model without them.
     again = run_of(read(read_hf_config(tmp_path), Model))
     expected = dict(named_weights(module, run))
     for key, tensor in read_hf_weights(tmp_path, again):

@@ -40,7 +40,7 @@ def test_recursive_halving_sends_the_rings_bytes_in_fewer_hops(doublings: int, p
 
 
 def test_recursive_halving_beyond_a_power_of_two_sends_whole_tensors_first_and_last() -> None:
-    """Thakur et al. 2005, doi:10.1177/1094342005051521: the ranks beyond 4 add theirs to a partner's first."""
+    """Thakur et al. 2005, doi:10.1177/1094342005051521: ranks 4 and 5 first add their tensors to a partner's."""
     assert sent("all_reduce", 1200, 6, "halving") == 2 * 1200 * 3 // 4 + 1200
     assert hops("all_reduce", 6, "halving") == 2 * log2(4) + 2
 

@@ -41,7 +41,7 @@ def bounded() -> Iterator[None]:
 
 
 def planned(recipe: str, words: list[str]) -> str:
-    """The verdict of a plan, or what is wrong with its words."""
+    """Return the page of a plan, or the problems of its overrides."""
     try:
         plan = make_plan(LOADER.load(recipe, words))
     except Unreadable as error:
@@ -117,7 +117,7 @@ def test_numbers_keep_the_value_that_was_written(words: str) -> None:
     assert make_plan(load_recipe("llama3_8b", [words])).ok
 
 
-# What is reckoned where it was counted: the same numbers.
+# Formulas that replace counting give the same numbers.
 
 
 @given(some.integers(1, 20_000))

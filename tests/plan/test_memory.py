@@ -112,7 +112,7 @@ def test_a_folded_pipeline_has_both_ends_on_its_first_stage() -> None:
     assert (first.bytes.logits, last.bytes.logits) == (2048 * V * 6, 0)
 
 
-def test_schedules_that_do_not_flush_keep_older_weights() -> None:
+def test_schedules_without_a_flush_keep_older_weights() -> None:
     run = run_of(SMALL, 4, parallel__pp=4)
     once, stashed, twice = (stage_bytes(run, "parallel.schedule", name) for name in ("1f1b", "pipedream", "pipedream_2bw"))
     assert [held.weights for held in stashed] == [(4 - stage) * held.weights for stage, held in enumerate(once)]
@@ -128,7 +128,7 @@ def test_the_drivers_memory_is_overhead() -> None:
     assert first_stage(run_of(SMALL, 1)).overhead == 700_000_000
 
 
-# What DeepSpeed and our own modules hold, on a CPU: as they were counted on live tensors.
+# The memory of DeepSpeed and our modules on a CPU, as counted on live tensors.
 CPU = Device(name="cpu", memory=1e12, kind="cpu")
 TINY = gpt(4, 64, 4, vocab=250, dropout=0.0)
 
@@ -141,7 +141,7 @@ def cpu(ranks: int, **changes: Any) -> Run:
 @pytest.mark.parametrize("keys", [{}, {"parallel__tp": 2}, {"parallel__pp": 2}, {"parallel__tp": 2, "parallel__pp": 2}])
 @pytest.mark.parametrize("zero", [0, 1])
 def test_deepspeed_holds_a_stages_own_parameters(keys: dict[str, Any], zero: int) -> None:
-    """Weights 4 bytes, gradients 4, Adam's states 8 and from stage 1 on a master copy, of which each of dp ranks has its part."""
+    """Weights and gradients take 4 bytes a parameter, Adam's states 8; ZeRO-1 adds a master copy and shards it and the states over dp."""
     memory = memory_of(cpu(4, parallel__zero=zero, **keys))
     assert memory.form == "torch"
     dp = 4 // (keys.get("parallel__tp", 1) * keys.get("parallel__pp", 1))
@@ -174,7 +174,7 @@ def test_rotary_angles_of_the_whole_sequence_are_saved_once_a_stage() -> None:
 
 
 def test_a_head_saves_one_float32_a_token_of_the_whole_sequence_and_its_logits() -> None:
-    """Beside the input of the last norm and the head, a mean and a deviation: all but the logits are kept of the one in hand."""
+    """It also saves the inputs of the last norm and of the head, and the norm's mean and deviation."""
     for tp, sequence in ((1, False), (2, False), (2, True)):
         stages = memory_of(cpu(4, parallel__tp=tp, parallel__pp=2, parallel__sequence=sequence)).stages
         kept = stages[1].bytes.activations - (stages[0].bytes.activations - 2 * 32 * 8) / 2

@@ -20,7 +20,7 @@ MIXTRAL = Model(
 )
 WIDE, SEVEN = gpt(96, 12288, 96), gpt(32, 4096, 32)
 
-# Runs that don't fit, and how many keys the smallest change takes that does (None: none does).
+# Runs that don't fit, and the number of keys in the smallest change that makes them fit (None: there is no such change).
 # fmt: off
 FULL: dict[str, tuple[Keys, int | None]] = {
     "nothing sharded":         ({"model": SEVEN},                                                                             1),
@@ -43,7 +43,7 @@ FULL: dict[str, tuple[Keys, int | None]] = {
 }
 # fmt: on
 
-# What is tried, smallest first: the order that trainer/plan/fixes.py states.
+# The keys that the planner changes, smallest change first, as in trainer/plan/fixes.py.
 ORDER = (
     "parallel.recompute=selective",
     "parallel.schedule=1f1b",
@@ -70,7 +70,7 @@ def full(name: str) -> tuple[Run, Problem]:
 
 
 def steps(change: tuple[str, ...]) -> list[int]:
-    """The places in the order of a change's keys, but for a data degree that follows another."""
+    """Return the places in ORDER of a change's keys, without parallel.dp, which follows from other degrees."""
     return [next(at for at, each in enumerate(ORDER) if word.startswith(each)) for word in change if not word.startswith("parallel.dp")]
 
 
@@ -82,10 +82,10 @@ def test_a_run_that_does_not_fit_is_reported_with_its_largest_kinds_of_memory(na
     held = memory.stages[memory.stage].bytes
     said = re.fullmatch(rf"needs {gib_text(memory.peak)} GiB of {gib_text(memory.capacity)} on stage {memory.stage}: (.*)", problem.says)
     assert said is not None
-    told = [each.split() for each in said[1].split(", ")]
+    kinds_said = [each.split() for each in said[1].split(", ")]
     kinds = {row.name: getattr(held, row.name) for row in fields(held) if row.name != "total"}
-    assert [word for _, word in told] == [gib_text(kinds[kind]) for kind, _ in told]
-    assert [kinds[kind] for kind, _ in told] == sorted(kinds.values())[:-4:-1]
+    assert [word for _, word in kinds_said] == [gib_text(kinds[kind]) for kind, _ in kinds_said]
+    assert [kinds[kind] for kind, _ in kinds_said] == sorted(kinds.values())[:-4:-1]
 
 
 @pytest.mark.parametrize("name", FULL)

@@ -161,7 +161,7 @@ def test_a_schedule_whose_stages_wait_for_ever_is_refused() -> None:
         stage_events(backward_first, 2, 1)
 
 
-# DeepSpeed's own schedule, whose sends leave with the next commit: what a forward that is paired with a backward makes, after both.
+# DeepSpeed's own schedule: the output of a forward that is paired with a backward is sent after both.
 
 
 def instructions(stages: int, micros: int) -> list[list[Any]]:

@@ -132,7 +132,7 @@ def test_gpt_3_takes_its_papers_flops_and_148_years_of_one_device() -> None:
     assert plan.run.ideal_seconds / YEAR == pytest.approx(148.5, rel=2e-3)
 
 
-# What the numbers mean.
+# Meanings of the figures.
 
 SMALL = gpt(8, 1024, 16)
 # fmt: off
@@ -208,7 +208,7 @@ def test_the_bubble_is_the_schedules_share_of_even_stages() -> None:
     assert plan.bubble_fraction == pytest.approx(3 / 11, rel=0.01)
 
 
-# Without what a time rests on there is none, and all that doesn't rest on it stays.
+# A time is null if a figure that it needs is missing; the other times stay.
 # fmt: off
 UNTIMED = pytest.mark.parametrize("missing", [
     {"cluster__device__peak": {}},

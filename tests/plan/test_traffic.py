@@ -20,7 +20,7 @@ def test_a_tensor_parallel_layer_sends_8bsh_values(t: int) -> None:
 
 @pytest.mark.parametrize("t", [2, 4, 8])
 def test_sequence_parallelism_sends_as_much_and_gathers_each_column_layers_input_again(t: int) -> None:
-    """arXiv:2205.05198 section 4.2.2: the volume is the same, but for the two inputs of which only the shard is kept."""
+    """arXiv:2205.05198 section 4.2.2: the volume is the same, plus gathers of the two inputs of which a rank saves only its shard."""
     half = (t - 1) * B * S * H * 2 // t
     assert of_a_layer("tp", parallel__tp=t, parallel__sequence=True) == (8 + 2) * half
     assert of_a_layer("tp", parallel__tp=t, parallel__sequence=True, parallel__recompute="full") == (8 + 2 + 4) * half
@@ -119,8 +119,8 @@ def test_selective_recomputation_sends_nothing_again() -> None:
 
 
 # Bytes that a rank sends on the data axis, in (d - 1)/d of the parameters' bytes, for m micro-batches a step.
-# Papers: arXiv:1910.02054 section 7. DeepSpeed 0.19: all-reduces where the papers scatter, at every micro-batch from stage 2 on; at
-# stage 3 backward finds what forward gathered.
+# Papers: arXiv:1910.02054 section 7. DeepSpeed 0.19 all-reduces where the papers reduce-scatter, from stage 2 on at every micro-batch;
+# at stage 3, backward reuses the weights that forward gathered.
 # fmt: off
 DEEPSPEED = [(0, 1, 2), (0, 4, 2), (1, 1, 3), (1, 4, 3), (2, 1, 3), (2, 4, 2 * 4 + 1), (3, 1, 2), (3, 4, 2 * 4)]
 PAPERS =    [(0, 1, 2), (0, 4, 2), (1, 1, 2), (1, 4, 2), (2, 1, 2), (2, 4, 1 * 4 + 1), (3, 1, 3), (3, 4, 3 * 4)]
@@ -206,7 +206,7 @@ def test_context_parallelism_gathers_keys_and_values(kv_heads: int, cp: int) -> 
     assert of_a_layer("cp", parallel__cp=cp, model__kv_heads=kv_heads, parallel__recompute="full") == 4 * once
 
 
-# What a stage hands on: arXiv:2104.04473 section 3.2; a t-th with scatter (section 4.1) or sequence parallel.
+# The message between stages: arXiv:2104.04473 section 3.2; 1/t of it with scatter (section 4.1) or sequence parallelism.
 @pytest.mark.parametrize(
     ("keys", "size"),
     [

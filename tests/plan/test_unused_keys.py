@@ -30,7 +30,7 @@ ONE: Keys = {"cluster.gpus": 1}
 BOTH: Keys = {"parallel.pp": 2, "parallel.tp": 2}
 HOSTS: Keys = {"launch.name": "deepspeed"}
 
-# The key and its value; what makes it idle, in words; what else is set then; what is set where it does something.
+# The key and its value; the reason why it has no effect; the other keys of that run; the keys of a run in which it has an effect.
 # fmt: off
 ROWS: list[tuple[str, Any, str, Keys, Keys]] = [
     ("model.context", 64, "model.positions=rope", {"model.positions": "rope"}, {}),
@@ -80,7 +80,7 @@ ROWS: list[tuple[str, Any, str, Keys, Keys]] = [
 # fmt: on
 
 
-def told(run: Run) -> list[str]:
+def warnings_of(run: Run) -> list[str]:
     """Return the warnings of a plan about keys without effect."""
     plan = make_plan(run)
     assert plan.ok, plan.problems
@@ -89,13 +89,13 @@ def told(run: Run) -> list[str]:
 
 @pytest.mark.parametrize(("key", "value", "other", "idle", "used"), ROWS, ids=[f"{row[0]} {row[2]}" for row in ROWS])
 def test_a_key_without_effect_is_warned_of_and_one_with_effect_is_not(key: str, value: Any, other: str, idle: Keys, used: Keys) -> None:
-    (said,) = [each for each in told(with_changes(RUN, {**idle, key: value}.items())) if each.startswith(f"{key}=")]
+    (said,) = [each for each in warnings_of(with_changes(RUN, {**idle, key: value}.items())) if each.startswith(f"{key}=")]
     assert said.endswith(f" does nothing with {other}")
-    assert not [each for each in told(with_changes(RUN, {**used, key: value}.items())) if each.startswith(f"{key}=")]
-    assert not [each for each in told(with_changes(RUN, {**idle, key: default(key)}.items())) if each.startswith(f"{key}=")]
+    assert not [each for each in warnings_of(with_changes(RUN, {**used, key: value}.items())) if each.startswith(f"{key}=")]
+    assert not [each for each in warnings_of(with_changes(RUN, {**idle, key: default(key)}.items())) if each.startswith(f"{key}=")]
 
 
-def test_every_row_of_the_table_is_tested_above() -> None:
+def test_every_key_that_can_be_idle_has_a_row() -> None:
     assert {row[0] for row in ROWS} == set(IDLE)
 
 
@@ -108,13 +108,13 @@ def test_every_key_has_a_row_or_is_always_read() -> None:
 @pytest.mark.parametrize("recipe", library.recipes(None))
 def test_no_recipe_sets_a_key_without_effect(recipe: str) -> None:
     run = load_recipe(recipe)
-    assert told(run) == []
+    assert warnings_of(run) == []
     assert [each.says for each in start_warnings(run, make_plan(run)) if each.rule != RULE] == []
 
 
 def test_jsonl_is_written_even_where_log_sinks_leaves_it_out() -> None:
     run = replace(RUN, log=replace(RUN.log, sinks=("console",)))
-    assert told(run) == ["log.sinks=[console] leaves out jsonl, which is always written"]
+    assert warnings_of(run) == ["log.sinks=[console] leaves out jsonl, which is always written"]
 
 
 def test_fit_warns_of_keys_without_effect_below_its_verdict(

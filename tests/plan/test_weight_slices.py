@@ -196,7 +196,7 @@ def test_the_plan_counts_the_elements_of_a_ranks_shards(model: Model, degree: in
 @pytest.mark.parametrize(("schedule", "layers"), [("1f1b", 7), ("dualpipev", 7), ("dualpipev", 8), ("gpipe", 4)])
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_positions_of_a_mesh_hold_every_weight_once(schedule: str, layers: int, tied: bool) -> None:
-    """But for a tied weight, which a straight pipeline has on both of its ends, and a folded one once on the first stage."""
+    """Except a tied weight: both ends of a straight pipeline have it, and the first stage of a folded one has it once."""
     model = Model(family="gpt", layers=layers, hidden=4, heads=2, vocab=10, tied=tied)
     run = run_of(model, Parallel(pp=3, tp=2, schedule=schedule), 6, 8)
     held: Counter[str] = Counter()
