@@ -138,23 +138,27 @@ def test_spans_that_end_at_row_groups_yield_each_row_once(name: str, beside: int
     assert read == [f"{index} {'x' * (index % 97)}".encode() for index in range(500)]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl.zst"])
-def test_large_tables_are_read_by_several_processes(name: str, processes: int, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def many_texts() -> list[str]:
+    """Return 20 MB of text in rows of 200 bytes, which is more than one share of a file."""
     rng = np.random.default_rng(0)
-    texts = [rng.integers(32, 127, 200, np.uint8).tobytes().decode() for _ in range(100_000)]
+    return [row.tobytes().decode() for row in rng.integers(32, 127, (100_000, 200), np.uint8)]
+
+
+@pytest.mark.parametrize(("name", "processes"), [("a.parquet", 1), ("a.parquet", 2), ("a.arrow", 2), ("a.jsonl.zst", 2)])
+def test_large_tables_are_read_by_several_processes(name: str, processes: int, many_texts: list[str], tmp_path: Path) -> None:
     path = tmp_path / name
     match path.suffix:
         case ".parquet":
-            parquet.write_table(table(texts), path, row_group_size=10_000, compression="none", use_dictionary=False)
+            parquet.write_table(table(many_texts), path, row_group_size=10_000, compression="none", use_dictionary=False)
         case ".arrow":
-            write_stream(path, table(texts), 1000)
+            write_stream(path, table(many_texts), 1000)
         case _:
-            path.write_bytes(zstandard.compress(json_lines(texts)))
+            path.write_bytes(zstandard.compress(json_lines(many_texts)))
     turns = split_turns([DataFile(name, path, path.stat().st_size)])
     assert (len(turns) > 2) == (path.suffix != ".zst"), f"{path.stat().st_size} bytes, {SHARE} a share"
     parts = list(tokenize_turns(turns, tmp_path, ("bytes", None, "text"), processes))
-    assert b"".join(Path(f"{part}.tokens").read_bytes() for part in parts) == "".join(f"{text}\0" for text in texts).encode()
+    assert b"".join(Path(f"{part}.tokens").read_bytes() for part in parts) == "".join(f"{text}\0" for text in many_texts).encode()
 
 
 def test_skipped_files_of_a_folder_are_counted(tmp_path: Path) -> None:
