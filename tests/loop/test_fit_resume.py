@@ -30,7 +30,7 @@ LAYOUTS = ((1, 0), (2, 0), (2, 1), (4, 1), (2, 2), (2, 3), (1, 3))  # dp, zero
 
 
 def layout(dp: int, zero: int) -> tuple[str, ...]:
-    return f"cluster.gpus={dp}", f"parallel.zero={zero}", "train.microbatch=2"
+    return f"cluster.gpus={dp}", f"parallel.zero={zero}", f"train.microbatch={4 if dp == 1 else 2}"
 
 
 @pytest.fixture(scope="module")
