@@ -1,36 +1,25 @@
-"""A mixture of experts matches its formulas however it is split, and trains in every layout as in one process."""
+"""A mixture of experts matches its formulas, and split over expert and tensor ranks computes the same."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from distrain.cli.config.load import load_recipe  # noqa: E402
-from distrain.tests.fakes.one_process import reference_curve  # noqa: E402
 from distrain.trainer.layers import experts  # noqa: E402
 from distrain.trainer.layers.counter_rng import normal  # noqa: E402
 from distrain.trainer.layers.cross_entropy import IGNORED  # noqa: E402
 from distrain.trainer.models.build import build_model, load_weights, named_weights  # noqa: E402
 from distrain.trainer.models.moe.routing import earlier_choices, imbalance, near_tie_count, route  # noqa: E402
 from distrain.trainer.plan.changed_run import with_changes  # noqa: E402
-from distrain.trainer.plan.mesh_position import mesh_position  # noqa: E402
-from distrain.trainer.plan.message_comparison import compare_with_plan, data_terms, message_rows  # noqa: E402
-from distrain.trainer.plan.plan import make_plan  # noqa: E402
-from distrain.trainer.plan.traffic import rank_traffic  # noqa: E402
 from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train  # noqa: E402
-
-if TYPE_CHECKING:
-    from distrain.tests.fakes.rank_pool import PoolJob, RankPool
 
 CPU = torch.device("cpu")
 B, S, E = 3, 24, 4
@@ -243,112 +232,3 @@ def test_expert_and_tensor_ranks_compute_what_one_rank_computes(layout: str, mod
     assert found.keys() - {"gradients of shared"} == FACTS
     assert found["flips"] == 0
     assert max(found.values()) < 1e-13
-
-
-# fmt: off
-BASE = (
-    *("quickstart", "data=synthetic", "train.steps=4", "train.batch=8", "train.seq=32", "train.evaluate.every=0", "log.every=1"),
-    *("optim.lr=1e-3", "optim.warmup=2", "train.clip=0.5", "model=tiny_moe", "model.layers=2", "log.ledger=true"),
-)
-CURVES = {
-    "as it is":   (),
-    "balanced":   ("model.aux_loss=0.3", "model.shared_experts=1"),
-    "small room": ("model.aux_loss=0.3", "model.capacity=1.0", "model.dropout=0.1"),
-}
-LAYOUTS = (  # ranks, degrees, the rest
-    ("as it is",   2, "zero: 3",                                            "train.microbatch=1"),
-    ("as it is",   2, "tp: 2, sequence: true",                              "train.microbatch=2"),
-    ("as it is",   4, "ep: 4, zero: 1, recompute: full",                    "train.microbatch=1"),
-    ("as it is",   4, "ep: 2, zero: 2, offload: {optimizer: true}",         "train.microbatch=2"),
-    ("as it is",   4, "ep: 2, pp: 2, zero: 1, schedule: gpipe",             "train.microbatch=1"),
-    ("balanced",   4, "tp: 2, zero: 3, sequence: true, recompute: full",    "train.microbatch=2"),
-    ("balanced",   2, "pp: 2",                                              "train.microbatch=2"),
-    ("balanced",   4, "ep: 2, tp: 2, zero: 1",                              "train.microbatch=2"),
-    ("balanced",   8, "ep: 2, tp: 2, pp: 2, sequence: true, zero: 1",       "train.microbatch=2"),
-    ("small room", 2, "zero: 1",                                            "train.microbatch=2"),
-    ("small room", 4, "ep: 2, zero: 0",                                     "train.microbatch=1"),
-    ("small room", 4, "tp: 2, pp: 2, sequence: true, recompute: selective", "train.microbatch=1"),
-)
-# fmt: on
-ROWS = pytest.mark.parametrize("row", LAYOUTS, ids=lambda row: f"{row[0]} {row[2]}")
-
-
-def words_of(row: tuple[str, int, str, str]) -> tuple[str, ...]:
-    curve, ranks, degrees, micro = row
-    return (*BASE, *CURVES[curve], f"cluster.gpus={ranks}", f"parallel={{{degrees}}}", micro)
-
-
-@pytest.fixture(scope="module")
-def trained(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("moe")
-
-    @cache
-    def of(row: tuple[str, int, str, str]) -> PoolJob:
-        return ranks.train(folder / f"row{LAYOUTS.index(row)}", *words_of(row))
-
-    return of
-
-
-@ROWS
-def test_every_layout_trains_as_one_process_does(trained: Any, row: tuple[str, int, str, str]) -> None:
-    losses, norms = reference_curve((*BASE, *CURVES[row[0]]))
-    job = trained(row)
-    assert job.figures("loss") == pytest.approx(losses, abs=3e-6, rel=0)
-    assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=2e-5)
-    assert all(0 <= close < 8 for close in job.figures("near_ties"))  # of 512 tokens and layers a step
-
-
-@ROWS
-def test_ranks_send_the_planned_bytes_and_between_experts_those_of_even_routing_in_sum(
-    trained: Any, row: tuple[str, int, str, str]
-) -> None:
-    words = words_of(row)
-    run = load_recipe(words[0], words[1:])
-    counted = json.loads((trained(row).folder / "ledger.json").read_text())["ranks"]
-    audits = [
-        compare_with_plan(message_rows(rows), rank_traffic(run, rank), data_terms(run, mesh_position(run, rank)))
-        for rank, rows in enumerate(counted)
-    ]
-    assert [line for audit in audits for line in audit if line.verdict == "differs"] == []
-    exchanged = [line for audit in audits for line in audit if line.axis == "ep"]
-    assert bool(exchanged) == (run.parallel.ep > 1)
-    if run.model.capacity is None:  # what all ranks send is what was planned, whoever the tokens went to
-        assert sum(line.counted_bytes for line in exchanged) == sum(line.planned_bytes for line in exchanged)
-    assert all(line.counted_count == line.planned_count for line in exchanged)
-
-
-@ROWS
-def test_ranks_hold_the_planned_bytes(trained: Any, row: tuple[str, int, str, str]) -> None:
-    """Activations are compared only where they do not depend on routing."""
-    words = words_of(row)
-    run = load_recipe(words[0], words[1:])
-    memory = make_plan(run).memory
-    assert memory is not None
-    for rank, held in enumerate(json.loads((trained(row).folder / "measured.json").read_text())["ranks"]):
-        planned = memory.stages[mesh_position(run, rank).coordinates["pp"]].bytes
-        if run.parallel.zero != 3:
-            assert held["weights"] == planned.weights
-        if run.parallel.ep == run.parallel.pp == 1 and run.model.capacity is None and run.parallel.recompute == "none":
-            assert held["activations"] == planned.activations + planned.logits
-
-
-RESUMED = (*BASE, *CURVES["balanced"], "train.microbatch=2", "checkpoint.resume=auto")
-
-
-@pytest.fixture(scope="module")
-def stopped(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a run of expert and tensor ranks that was stopped after two steps."""
-    folder = tmp_path_factory.mktemp("stopped") / "run"
-    ranks.fit(folder, *RESUMED, "cluster.gpus=4", "parallel={ep: 2, zero: 1, tp: 2}", signals=[(2, 0, 15)])
-    return folder
-
-
-@pytest.mark.parametrize("there", ["dp: 1", "ep: 4, zero: 1", "tp: 2, zero: 3", "ep: 2, pp: 2"])
-def test_a_checkpoint_of_expert_ranks_resumes_in_another_layout(ranks: RankPool, stopped: Path, tmp_path: Path, there: str) -> None:
-    losses, norms = reference_curve((*BASE, *CURVES["balanced"]))
-    shutil.copytree(stopped, tmp_path / "run")
-    gpus = 1 if there == "dp: 1" else 4
-    job = ranks.train(tmp_path / "run", *RESUMED, f"cluster.gpus={gpus}", f"parallel={{{there}}}")
-    assert any(said.startswith("resumes from step") for said in job.lines)
-    assert job.figures("loss") == pytest.approx(losses, abs=3e-6, rel=0)
-    assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=2e-5)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -76,17 +77,30 @@ def sliced(x: Tensor, by: WeightShard) -> Tensor:
     return x[tuple(slice(first, first + many) for first, many in zip(by.offset, by.length, strict=True))]
 
 
+def batch_of(run: Run) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the tokens and labels of all ranks, some of them ignored, and the dropout states."""
+    many = run.train.batch
+    tokens, labels = torch.randint(run.model.vocab, (2, many, S), generator=torch.Generator().manual_seed(7))
+    labels[0, 3:7] = labels[-1, -2:] = IGNORED
+    return tokens, labels, dropout_keys(1, 0, torch.arange(many), torch.arange(S)).states
+
+
+@cache
+def unsplit_results(model: str, ep: int) -> tuple[nn.Module, Tensor, list[Tensor]]:
+    """Return the whole model with its gradients, its loss, and the experts that tokens chose in each layer."""
+    run = run_of(model, ep, sequence=False, recompute="none")
+    whole = unsplit_model(run)
+    return whole, *loss_and_choices(whole, *batch_of(run))
+
+
 def facts(model: str, experts: Group | None, tensor: Group | None, *, sequence: bool, recompute: str) -> Iterator[tuple[str, float]]:
     """Yield (fact, difference) of what this rank computes of its sequences and what the whole model computes of all."""
     ep = experts.size if experts else 1
     run = run_of(model, ep, sequence=sequence, recompute=recompute)
-    whole = unsplit_model(run)
+    tokens, labels, states = batch_of(run)
+    whole, expected, chose = unsplit_results(model, ep)
     part, held = split_model(run, whole, experts, tensor)
-    tokens, labels = torch.randint(run.model.vocab, (2, B * ep, S), generator=torch.Generator().manual_seed(7))
-    labels[0, 3:7] = labels[-1, -2:] = IGNORED
-    states = dropout_keys(1, 0, torch.arange(B * ep), torch.arange(S)).states
     mine = slice(B * experts.rank, B * experts.rank + B) if experts else slice(None)
-    expected, chose = loss_and_choices(whole, tokens, labels, states)
     found, chosen = loss_and_choices(part, tokens[mine], labels[mine], states[mine])
     if experts:
         dist.all_reduce(found, group=experts.handle)
