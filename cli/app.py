@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from .pages.console import print_output
+from .pages.printing import print_output
 from .verbs.cp import cp
 from .verbs.doctor import doctor
 from .verbs.exit_status import WRONG_ARGUMENTS, exit_with, status_of

@@ -83,7 +83,7 @@ def bare_torch(run: Run) -> Step:
     """The loop of a first torch script."""
     from torch.nn.utils import clip_grad_norm_
 
-    from ..trainer.engines.deepspeed.import_deepspeed import torch_optimizer
+    from ..trainer.engines.torch_optimizer import torch_optimizer
     from ..trainer.loop.lr_schedule import learning_rate
 
     module, batches = module_and_batches(run)
@@ -107,7 +107,8 @@ def bare_deepspeed(run: Run) -> Step:
     """The loop of DeepSpeed's tutorial."""
     from torch.distributed import get_rank, get_world_size
 
-    from ..trainer.engines.deepspeed.import_deepspeed import import_deepspeed, torch_optimizer
+    from ..trainer.engines.deepspeed.import_deepspeed import import_deepspeed
+    from ..trainer.engines.torch_optimizer import torch_optimizer
     from ..trainer.plan.deepspeed.ds_config import deepspeed_config
 
     module, batches = module_and_batches(run)

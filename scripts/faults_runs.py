@@ -26,7 +26,7 @@ RECIPE = (
 RUNS_VARIABLE = "FAULTS_RUNS"  # an environment variable that identifies a campaign's processes, whose parents may have died
 # fmt: off
 ROLES = {  # role of a process, by a part of its command line
-    "/local_agent.py": "agent", "agent.bootstrap": "agent", "trainer.loop.rank": "rank", "launcher.runner": "runner",
+    "/pipe_agent.py": "agent", "agent.bootstrap": "agent", "trainer.loop.rank": "rank", "launcher.runner": "runner",
     "launcher.launch": "launcher", "pdsh": "pdsh", "mpirun ": "mpirun", "orted ": "orted", "ssh ": "ssh",
 }
 # fmt: on

@@ -12,7 +12,7 @@ from typing import Any
 from ...trainer.spec.problem import Problem, suggest_name
 from ...trainer.spec.read import type_text
 from . import library, synonyms
-from .cluster_shape import is_shape
+from .cluster_argument import is_shape
 from .keys import config_keys, text_keys, unknown_key_problem
 
 LONGEST_ARGUMENT = 10_000  # characters

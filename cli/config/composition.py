@@ -18,8 +18,8 @@ from yaml import YAMLError
 
 from ...trainer.spec.problem import Problem, Unreadable
 from ...trainer.spec.regular_file import expand_home
-from . import hf_model, library
-from .hydra_errors import check_sizes_agree, composition_problem
+from . import hf_family, library
+from .composition_problems import check_sizes_agree, composition_problem
 from .overrides import Override
 from .yaml_file import install_plain_source
 
@@ -40,6 +40,9 @@ CONFIG_ERRORS = (
 )
 
 
+_built_in_configs: dict[tuple[str, ...], DictConfig] = {}  # composed from files of the package alone, which do not change
+
+
 class Composer:
     """Composes recipes with options of groups; a recipe with the same options is composed once, as for the layouts of a sweep."""
 
@@ -50,10 +53,12 @@ class Composer:
 
     def compose(self, recipe: DictConfig, choices: Sequence[Override], file: Path) -> DictConfig:
         """Return a copy of the recipe in `file` composed with chosen options; raises Unreadable."""
+        is_built_in = self._config_dir is None and file.is_relative_to(library.PACKAGE_ROOT)
+        configs = _built_in_configs if is_built_in else self._configs
         cache_key = (str(file), *(each.text for each in choices))
-        if cache_key not in self._configs:
-            self._configs[cache_key] = self._compose(recipe, choices, file)
-        return self._configs[cache_key].copy()
+        if cache_key not in configs:
+            configs[cache_key] = self._compose(recipe, choices, file)
+        return configs[cache_key].copy()
 
     def _compose(self, recipe: DictConfig, choices: Sequence[Override], file: Path) -> DictConfig:
         """Compose; an option of a group that is not in the recipe's defaults replaces the keys that the recipe sets itself."""
@@ -147,8 +152,8 @@ def merge_hf_sizes(config: DictConfig, recipe: DictConfig, file: Path, user_valu
     recipe_model = plain_recipe.get("model") if isinstance(plain_recipe, dict) else None
     beside = {} if from_command_line else recipe_model if isinstance(recipe_model, dict) and "hf" in recipe_model else config.model
     source = _resolve_path(path, file, from_command_line=from_command_line)
-    is_hf = any(map(hf_model.is_hf_family, (user_values.get("model.family"), beside.get("family"))))
-    sizes = hf_model.model_keys(source) if is_hf or needs_family_hf(source) else read_hf_config(source)
+    is_hf = any(map(hf_family.is_hf_family, (user_values.get("model.family"), beside.get("family"))))
+    sizes = hf_family.model_keys(source) if is_hf or needs_family_hf(source) else read_hf_config(source)
     if beside is config.model:
         check_sizes_agree(sizes, config.model, file)
     config.model = OmegaConf.merge(sizes, beside, {"hf": str(source)})

@@ -1,4 +1,4 @@
-"""Descriptions of config keys for people: values, unit, default and meaning, from the data classes and `spec/keys.py`."""
+"""Descriptions of config keys for people: values, unit, default and meaning, from the data classes and `spec/key_meanings.py`."""
 
 from __future__ import annotations
 

@@ -11,13 +11,13 @@ from typing import Any
 from ...trainer.spec.problem import Problem, Unreadable
 from ...trainer.spec.read import read_run
 from ...trainer.spec.run import Run
-from . import hf_model, library
-from .auto_device import auto_memory, fill_auto_device, fill_cpu_rates
-from .cluster_shape import apply_shape
+from . import hf_family, library
+from .cluster_argument import apply_shape
 from .composition import RECIPE_NAME, Composer, apply_override, merge_hf_sizes, resolve_weights_path, select_value, to_plain
+from .composition_problems import composition_problem, device_name_problems, improve_problem
 from .family_defaults import fill_in_family
-from .hydra_errors import composition_problem, device_name_problems, improve_problem
 from .keys import config_keys
+from .machine_values import auto_memory, fill_auto_device, fill_cpu_rates
 from .override_grammar import parse_override
 from .overrides import Overrides, sort_overrides, sweep_layouts
 from .yaml_file import read_config
@@ -99,7 +99,7 @@ class Loader:
         elif memory:
             problems.append(memory)
         if isinstance(config.get("model"), dict):
-            problems += hf_model.fill_in_parameters(config["model"])
+            problems += hf_family.fill_in_parameters(config["model"])
         try:
             run = checked_run(config)
         except Unreadable as error:

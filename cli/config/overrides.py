@@ -12,7 +12,7 @@ from ...trainer.spec.problem import Problem, Unreadable, suggest_name
 from ...trainer.spec.read import value_text
 from . import library
 from .arguments import syntax_problem
-from .cluster_shape import FORMS, is_shape
+from .cluster_argument import FORMS, is_shape
 from .keys import respelled_key, unknown_key_problem
 
 MOST_LAYOUTS = 10_000  # layouts of one sweep

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from ...trainer.prove.layouts import AXES, ONE_PROCESS, RECOMPUTES, SCHEDULES, ProveLayout
-from ...trainer.prove.trials import ProveRequest
+from ...trainer.prove.plan_proof import ProveRequest
 from ...trainer.spec.problem import Problem, suggest_name
 
 FORM = "degrees as dp2, tp2, cp2, pp2 or ep2 and flags as zero1, sequence, gpipe or full, joined by dots: dp2.tp2.zero1"

@@ -15,7 +15,7 @@ from ...trainer.spec.problem import one_line
 from ...trainer.spec.read import value_text
 from .loss_chart import SHARED_CELL, Points, comparison_chart, evenly_spaced_points
 from .report_page import figure_text, headline
-from .terminal_text import Style, page_width, table, wrap
+from .text_layout import Style, page_width, table, wrap
 
 MARKS = string.ascii_uppercase + string.ascii_lowercase  # one for each run, in the order given
 NOT_COMPARED = ("name", "reading", "log.dir", "model.parameters")  # keys that do not change what is trained, and one that is too long

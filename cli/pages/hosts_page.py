@@ -11,7 +11,7 @@ from ...trainer.plan.result import Plan
 from ...trainer.spec.format_numbers import plural, rate_text, seconds_text, size_text
 from ...trainer.spec.problem import Problem
 from ...trainer.spec.run import Run
-from .terminal_text import narrow_table, page_width, wrap
+from .text_layout import narrow_table, page_width, wrap
 
 
 def run_preflight_and_show(hosts: Sequence[Host], run: Run, plan: Plan, show: Callable[[str], object]) -> tuple[Problem, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import isfinite
 
-from .terminal_text import Style, page_width
+from .text_layout import Style, page_width
 
 HEIGHT = 12  # lines of a chart
 LABEL_WIDTH = 8  # columns of the labels beside it

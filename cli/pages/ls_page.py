@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...trainer.rundir.run_summary import RUNS
 from ...trainer.spec.problem import Problem, Unreadable, one_line, suggest_name
 from ..config import library
-from .terminal_text import Style, page_width, stdout_style, wrap
+from .text_layout import Style, page_width, stdout_style, wrap
 
 if TYPE_CHECKING:
     from ..config.key_help import KeyHelp

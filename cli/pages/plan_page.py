@@ -21,7 +21,7 @@ from ...trainer.spec.format_numbers import (
     size_text,
 )
 from ...trainer.spec.problem import Problem, one_line
-from .terminal_text import Style, narrow_table, page_width, table, wrap
+from .text_layout import Style, narrow_table, page_width, table, wrap
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
 HEADINGS = {"gradients": "grads", "optimizer": "optim", "activations": "activ", "overhead": "other"}

@@ -7,7 +7,7 @@ from math import isfinite
 from typing import Any
 
 from ...trainer.prove.judge import LayoutResult, ProofResult
-from ...trainer.prove.trials import Proof, Trial
+from ...trainer.prove.plan_proof import Proof, Trial
 from .prove_page import verdict_sentence
 
 

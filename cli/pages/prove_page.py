@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from ...trainer.prove.judge import CONTROL_FACTOR, LayoutResult, ProofResult
 from ...trainer.prove.layouts import ProveLayout
-from ...trainer.prove.trials import Proof, Trial
+from ...trainer.prove.plan_proof import Proof, Trial
 from ...trainer.rundir.absolute_paths import relative_folder
 from ...trainer.spec.format_numbers import plural, seconds_text
-from .terminal_text import Style, page_width, wrap
+from .text_layout import Style, page_width, wrap
 
 # What the parts of a layout's name mean, for a newcomer.
 MEANINGS = {

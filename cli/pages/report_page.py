@@ -9,7 +9,7 @@ from ...trainer.rundir.measured import MeasuredRun, PlannedMeasured
 from ...trainer.spec.format_numbers import count_text, plural, seconds_text, share_text, size_text
 from ...trainer.spec.problem import one_line
 from .loss_chart import evenly_spaced_points, loss_label, run_chart
-from .terminal_text import Style, table, wrap
+from .text_layout import Style, table, wrap
 
 SMALL_DRIFT = 0.02  # below it a figure is as planned
 

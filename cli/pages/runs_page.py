@@ -11,7 +11,7 @@ from typing import Any
 
 from ...trainer.rundir.run_summary import RunSummary
 from ...trainer.spec.problem import one_line
-from .terminal_text import page_width, table, wrap
+from .text_layout import page_width, table, wrap
 
 
 def runs_text(runs: Sequence[RunSummary], top: Path) -> str:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..pages.console import print_error, print_output
+from ..pages.printing import print_error, print_output
 from .exit_status import FAILED
 from .parameters import ConfigDir
 

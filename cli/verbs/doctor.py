@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..pages.console import print_error, print_output
+from ..pages.printing import print_error, print_output
 from .exit_status import FAILED, OK
 from .parameters import ConfigDir, recipe_and_overrides
 
@@ -58,7 +58,7 @@ def doctor(
     distrain doctor conf=llama3_8b launch=deepspeed launch.hostfile=FILE
     """
     from ...trainer.launch.hosts.ssh import SshInterrupted
-    from ..pages.console import print_error
+    from ..pages.printing import print_error
 
     try:
         problem = _check_run(arguments, config_dir) if arguments else _print_checks(_machine_checks())
@@ -134,6 +134,6 @@ def _print_checks(checks: Iterable[Check]) -> bool:
 
 def _print_wrapped(text: str) -> None:
     from ...trainer.spec.problem import one_line
-    from ..pages.terminal_text import wrap
+    from ..pages.text_layout import wrap
 
     print_output("\n".join(wrap(one_line(text), hang=" " * 9)))

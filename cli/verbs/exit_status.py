@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from ...trainer.spec.problem import Unreadable, unexpected_error_text
-from ..pages.console import open_missing_streams, print_problems, report_os_error
+from ..pages.printing import open_missing_streams, print_problems, report_os_error
 
 OK, FAILED, WRONG_ARGUMENTS = 0, 1, 2  # it fits, or trained; it does not fit, can't run, or failed; the command line is wrong
 

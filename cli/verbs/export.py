@@ -24,7 +24,7 @@ def export(
     """
     from ...trainer.rundir.files import find_run_folder
     from ...trainer.spec.regular_file import expand_home
-    from ...trainer.system.module_child import run_child
+    from ...trainer.system.run_child import run_child
 
     folder, destination = find_run_folder(run_dir), expand_home(dest).absolute()
     _check_destination(dest, destination)

@@ -20,9 +20,9 @@ from ...trainer.spec.problem import one_line
 from ...trainer.spec.run import Run
 from ...trainer.system.open_files import needed_files, raise_limit
 from ..config.command_name import command_name
-from ..pages.console import print_error, print_line, print_live_line, print_problems
 from ..pages.hosts_page import run_preflight_and_show
 from ..pages.plan_page import verdict
+from ..pages.printing import print_error, print_line, print_live_line, print_problems
 from .exit_status import FAILED, OK
 
 CANNOT_START = TrainingResult(status=FAILED)
@@ -83,7 +83,7 @@ def closing_text(run: Run) -> str:
     from ...trainer.models.families import family_of
     from ...trainer.rundir.measured import read_measured_run
     from ..pages.report_page import incident_lines, planned_measured_table
-    from ..pages.terminal_text import stdout_style, wrap
+    from ..pages.text_layout import stdout_style, wrap
 
     folder = run_folder(run)
     name = relative_folder(folder)

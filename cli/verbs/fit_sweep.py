@@ -28,8 +28,8 @@ from ...trainer.spec.run import Run
 from ..config.command_name import command_name
 from ..config.keys import config_keys
 from ..config.load import load_recipe, load_sweep
-from ..pages.console import print_error, print_line
-from ..pages.terminal_text import page_width, table
+from ..pages.printing import print_error, print_line
+from ..pages.text_layout import page_width, table
 from .exit_status import FAILED, OK
 from .fit_run import fit_run
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ..pages.console import print_problems
+from ..pages.printing import print_problems
 
 
 def generate(
@@ -29,7 +29,7 @@ def generate(
     """
     from ...trainer.rundir.files import find_run_folder
     from ...trainer.spec.problem import Problem, Unreadable
-    from ...trainer.system.module_child import run_child
+    from ...trainer.system.run_child import run_child
 
     if not isfinite(temperature):
         says = f"--temperature {temperature} is not a finite number"

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..pages.console import print_output
+from ..pages.printing import print_output
 from .parameters import ConfigDir
 
 

@@ -24,7 +24,7 @@ def recipe_and_overrides(arguments: Sequence[str] | None, verb: str, config_dir:
     from ...trainer.spec.problem import Unreadable
     from ..config.arguments import read_arguments
     from ..config.load import override_problems
-    from ..pages.console import print_problems
+    from ..pages.printing import print_problems
 
     read = read_arguments(arguments or (), verb, config_dir)
     if read.problems:

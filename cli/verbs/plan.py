@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..pages.console import print_output, print_problems
+from ..pages.printing import print_output, print_problems
 from .exit_status import FAILED, OK
 from .parameters import ConfigDir, RecipeAndOverrides, recipe_and_overrides
 
@@ -45,7 +45,7 @@ def _print_plan(conf: str, overrides: Sequence[str], config_dir: Path | None, as
     """Plan one run and print its page or JSON; its problems go to stderr too, unless that is where the page went."""
     from ..config.load import load_recipe
     from ..pages.plan_page import plan_text
-    from ..pages.terminal_text import stdout_style
+    from ..pages.text_layout import stdout_style
 
     (only,) = _plans([load_recipe(conf, overrides, config_dir)])
     print_output(_json(only) if as_json else plan_text(only, stdout_style()))
@@ -59,8 +59,8 @@ def _print_sweep(conf: str, overrides: Sequence[str], config_dir: Path | None, a
     from msgspec import to_builtins
 
     from ..config.load import empty_sweep_problem, load_sweep
-    from ..pages.sweep_page import sweep_text
-    from ..pages.terminal_text import stdout_style
+    from ..pages.plan_sweep_page import sweep_text
+    from ..pages.text_layout import stdout_style
 
     swept = load_sweep(conf, overrides, config_dir)
     plans = _plans([each.run for each in swept])

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..pages.console import print_live_line, print_output, print_problems
+from ..pages.printing import print_live_line, print_output, print_problems
 from .parameters import ConfigDir, RecipeAndOverrides
 
 
@@ -27,7 +27,7 @@ def prove(
     distrain prove conf=tiny_2x2x2
     distrain prove conf=quickstart layouts=dp2,dp2.zero3 steps=4
     """
-    from .prove_recipe import Screen, prove_recipe
+    from .prove_run import Screen, prove_recipe
 
     def print_over_live_line(text: str) -> None:
         print_live_line("")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..pages.console import print_output
+from ..pages.printing import print_output
 
 
 def report(
@@ -35,7 +35,7 @@ def report(
 
         documents = [report_document(read_measured_run(folder)) for folder in folders]
         return print_output(json.dumps(documents[0] if len(folders) == 1 else documents, indent=2))
-    from ..pages.terminal_text import stdout_style
+    from ..pages.text_layout import stdout_style
 
     if len(folders) > 1:
         from ..pages.compare_page import compared_runs, comparison_text

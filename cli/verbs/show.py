@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..pages.console import print_output, print_problems
+from ..pages.printing import print_output, print_problems
 from .exit_status import OK
 from .parameters import ConfigDir, RecipeAndOverrides, recipe_and_overrides
 

@@ -19,7 +19,14 @@ from distrain.cli.config.load import load_recipe
 from distrain.trainer.loop.checkpoint import Shard, Slice, whole_slice
 from distrain.trainer.loop.checkpoint.manifest import tensor_records
 from distrain.trainer.loop.checkpoint.slices import copy_overlap
-from distrain.trainer.loop.shard_offsets import checkpoint_shards, is_saved_here, logical_slices, read_range, slice_values, weight_shapes
+from distrain.trainer.loop.checkpoint_shards import (
+    checkpoint_shards,
+    is_saved_here,
+    logical_slices,
+    read_range,
+    slice_values,
+    weight_shapes,
+)
 from distrain.trainer.models.ops.op_table import Parameter
 from distrain.trainer.plan.mesh_position import mesh_position
 from distrain.trainer.plan.weight_slices import WeightShard, weight_shard

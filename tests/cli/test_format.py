@@ -6,8 +6,8 @@ import pytest
 
 from distrain.cli.config.load import load_recipe
 from distrain.cli.pages.plan_page import plan_text, verdict
-from distrain.cli.pages.sweep_page import sweep_text
-from distrain.cli.pages.terminal_text import DEFAULT_WIDTH, Style, table, wrap
+from distrain.cli.pages.plan_sweep_page import sweep_text
+from distrain.cli.pages.text_layout import DEFAULT_WIDTH, Style, table, wrap
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.result import Memory, MemoryBytes, Plan, StageMemory
 from distrain.trainer.spec.format_numbers import count_text, digits, in_unit, part_of_size, rate_text, seconds_text, share_text, size_text

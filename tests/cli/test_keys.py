@@ -1,4 +1,4 @@
-"""Descriptions of config keys: one row per key in spec/keys.py, shown by `ls KEY` and by `show --comments`."""
+"""Descriptions of config keys: one row per key in spec/key_meanings.py, shown by `ls KEY` and by `show --comments`."""
 
 import json
 import shlex
@@ -17,7 +17,7 @@ from distrain.cli.config.composition import config_yaml
 from distrain.cli.config.key_help import REQUIRED, family_defaults, key_comments, key_fields, key_help, sections, type_summary
 from distrain.cli.config.keys import WRITTEN_KEYS, config_keys
 from distrain.cli.config.load import compose_config, load_recipe
-from distrain.cli.pages.terminal_text import DEFAULT_WIDTH
+from distrain.cli.pages.text_layout import DEFAULT_WIDTH
 from distrain.trainer.spec.key_meanings import KEYS, Unit
 from distrain.trainer.spec.read import read_run
 from distrain.trainer.spec.run import Run

@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 from msgspec import json as encoder
 
 from distrain.cli.app import command
-from distrain.cli.pages.terminal_text import DEFAULT_WIDTH
+from distrain.cli.pages.text_layout import DEFAULT_WIDTH
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.rundir.files import write_outcome
 from distrain.trainer.rundir.lock import hold_run_folder, lock_holder

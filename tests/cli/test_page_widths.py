@@ -13,7 +13,7 @@ from distrain.cli.app import app, command
 from distrain.cli.config import library
 from distrain.cli.pages.hosts_page import preflight_lines
 from distrain.cli.pages.report_page import report_text
-from distrain.cli.pages.terminal_text import DEFAULT_WIDTH, MAX_WIDTH, MIN_WIDTH, Style, narrow_table, page_width, wrap
+from distrain.cli.pages.text_layout import DEFAULT_WIDTH, MAX_WIDTH, MIN_WIDTH, Style, narrow_table, page_width, wrap
 from distrain.trainer.launch.hosts.hostfile import Host
 from distrain.trainer.launch.preflight.checks import HostState
 from distrain.trainer.launch.preflight.preflight import PreflightReport

@@ -15,7 +15,7 @@ from distrain.cli.app import command
 from distrain.cli.config.load import load_recipe
 from distrain.cli.pages.loss_chart import HEIGHT
 from distrain.cli.pages.report_page import incident_lines, report_text
-from distrain.cli.pages.terminal_text import DEFAULT_WIDTH, Style
+from distrain.cli.pages.text_layout import DEFAULT_WIDTH, Style
 from distrain.cli.verbs.fit_run import closing_text
 from distrain.trainer.plan.changed_run import with_changes
 from distrain.trainer.plan.plan import make_plan

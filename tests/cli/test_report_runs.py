@@ -17,7 +17,7 @@ from msgspec import json as encoder
 from distrain.cli.app import command
 from distrain.cli.pages.compare_page import MARKS, common_steps, compared_runs, comparison_text, config_differences
 from distrain.cli.pages.loss_chart import HEIGHT, LABEL_WIDTH, SHARED_CELL, comparison_chart
-from distrain.cli.pages.terminal_text import DEFAULT_WIDTH, Style
+from distrain.cli.pages.text_layout import DEFAULT_WIDTH, Style
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.rundir.measured import read_measured_run
 from distrain.trainer.spec.run import Run

@@ -13,7 +13,7 @@ import pytest
 
 from distrain.cli.app import command
 from distrain.cli.config import library
-from distrain.cli.pages.terminal_text import DEFAULT_WIDTH
+from distrain.cli.pages.text_layout import DEFAULT_WIDTH
 from distrain.trainer.plan.result import Plan
 
 RECIPES = list(library.recipes(None))

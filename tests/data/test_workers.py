@@ -11,7 +11,7 @@ from threading import Thread
 
 import pytest
 
-from distrain.trainer.loop.data import tokenized_sources as sources
+from distrain.trainer.loop.data import source_reader as sources
 from distrain.trainer.loop.data.find import DataFile
 from distrain.trainer.loop.data.prepare import prepare_corpus
 from distrain.trainer.loop.data.text_files import Span, split_turns

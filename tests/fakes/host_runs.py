@@ -101,7 +101,7 @@ class RanksOnHosts:
 
     def send_to_processes(self, host: int, part: str, number: int) -> None:
         """Send a signal to the processes of a host whose command lines contain `part`, except agents."""
-        found = [pid for pid, line in self.hosts.hosts[host].processes().items() if part in line and "local_agent.py" not in line]
+        found = [pid for pid, line in self.hosts.hosts[host].processes().items() if part in line and "pipe_agent.py" not in line]
         assert found
         for pid in found:
             os.kill(pid, number)

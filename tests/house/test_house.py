@@ -66,6 +66,7 @@ MODULES = sorted(name for name, path in FILES.items() if path.stat().st_size)
 # A family's module.py is the torch half of its folder, and these of models/; scripts are no part of the light half.
 TORCH_MODELS = (
     "trainer.models.build",
+    "trainer.models.transformer",
     "trainer.models.moe.routing",
     "trainer.models.hf_format.weights",
 )

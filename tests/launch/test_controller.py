@@ -43,7 +43,7 @@ def wait_for(condition: Callable[[], object]) -> None:
 PRINTING_RUN = """
 import os, sys
 from pathlib import Path
-from distrain.cli.pages.console import print_error, print_line, print_live_line
+from distrain.cli.pages.printing import print_error, print_line, print_live_line
 from distrain.trainer.launch.single_host import launch_local_ranks
 rank = '''
 import os, signal, sys, time

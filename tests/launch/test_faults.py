@@ -29,7 +29,7 @@ RANKS, LENGTH = 3, 40  # of a run without torch: ranks, and steps of 20 ms
 CONTROLLER = """
 import os, sys
 from pathlib import Path
-from distrain.trainer.launch.agent.local_agent import DEFERRING
+from distrain.trainer.launch.agent.pipe_agent import DEFERRING
 from distrain.trainer.launch.single_host import launch_local_ranks
 from distrain.trainer.launch.supervisor.watchdog import Watchdog
 folder = Path(sys.argv[1])

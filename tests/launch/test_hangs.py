@@ -274,7 +274,7 @@ def rank_process(folder: Path, rank: int) -> int:
     for process in Path("/proc").glob("[0-9]*"):
         try:
             known = (process / "environ").read_bytes().split(b"\0")
-            if {f"HANGS_TEST={folder}".encode(), f"RANK={rank}".encode()} <= {*known} and b"local_agent.py" not in (
+            if {f"HANGS_TEST={folder}".encode(), f"RANK={rank}".encode()} <= {*known} and b"pipe_agent.py" not in (
                 process / "cmdline"
             ).read_bytes():
                 return int(process.name)

@@ -15,7 +15,7 @@ from hypothesis import strategies as some
 
 from distrain.tests.fakes.path_commands import QUIET, FakeCommands
 from distrain.tests.fakes.shell_text import hostile
-from distrain.trainer.launch.commands.openmpi import PREFIXES, SSH_ARGS, launcher_variables, mpirun_environment
+from distrain.trainer.launch.commands.mpirun_environment import PREFIXES, SSH_ARGS, launcher_variables, mpirun_environment
 from distrain.trainer.launch.hosts.shell_safe import SSH_OPTIONS
 from distrain.trainer.spec.problem import Unreadable
 

@@ -17,7 +17,7 @@ import pytest
 
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.path_commands import SSH, FakeCommands
-from distrain.trainer.launch import phase_times
+from distrain.trainer.launch import watchdog_times
 from distrain.trainer.launch.goodput import GoodputMeter
 from distrain.trainer.launch.rank.log import RemoteLog
 from distrain.trainer.launch.restart import is_machine_failure, no_restart_reason, run_attempts
@@ -264,19 +264,19 @@ def test_phase_times_are_used_by_runs_of_the_same_fingerprint(tmp_path: Path, ke
     one = loaded("cluster=1x2")
     other = with_changes(one, [(key, value)])
     taught = Watchdog(patience=1.0, seen={"start": 9.0, "first": 2.0}, timed_out={"step": (7, 30.0)})
-    phase_times.save_phase_times(one, tmp_path, taught, resumed=True)
-    found = phase_times.load_watchdog(other, tmp_path)
+    watchdog_times.save_phase_times(one, tmp_path, taught, resumed=True)
+    found = watchdog_times.load_watchdog(other, tmp_path)
     assert found.patience == other.launch.patience
     assert (found.seen, found.timed_out) == ((taught.seen, taught.timed_out) if alike else ({}, {}))
 
 
 def test_the_time_of_a_start_without_a_checkpoint_is_not_kept(tmp_path: Path) -> None:
     run = loaded("cluster=1x2")
-    phase_times.save_phase_times(run, tmp_path, Watchdog(seen={"start": 9.0, "first": 2.0}), resumed=False)
-    assert phase_times.load_watchdog(run, tmp_path).seen == {"first": 2.0}
+    watchdog_times.save_phase_times(run, tmp_path, Watchdog(seen={"start": 9.0, "first": 2.0}), resumed=False)
+    assert watchdog_times.load_watchdog(run, tmp_path).seen == {"first": 2.0}
     for spoilt in ("", "{}", '{"first": 2.0}'):
-        (tmp_path / phase_times.FILE).write_text(spoilt)
-        assert phase_times.load_watchdog(run, tmp_path).seen == {}
+        (tmp_path / watchdog_times.FILE).write_text(spoilt)
+        assert watchdog_times.load_watchdog(run, tmp_path).seen == {}
 
 
 def failed(rank: int, where: str, fate: Fate = "hung", **more: str) -> Outcome:

@@ -182,7 +182,7 @@ def test_ranks_watch_their_parent_where_their_agents_can_not(tmp_path: Path) -> 
     try:
         launched.send(signal.SIGKILL)
         launched.end()
-        wait_for(lambda: not [line for line in marked_processes(tmp_path) if line and "local_agent.py" not in line])
+        wait_for(lambda: not [line for line in marked_processes(tmp_path) if line and "pipe_agent.py" not in line])
     finally:
         for agent in agents:
             os.kill(agent, signal.SIGCONT)

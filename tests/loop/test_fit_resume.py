@@ -218,7 +218,7 @@ def processes(folder: Path) -> dict[int, str]:
             continue
         if str(folder) in command:
             place = next((word.removeprefix("RANK=") for word in environment if word.startswith("RANK=")), "")
-            found[int(each.name)] = "" if "local_agent.py" in command else place
+            found[int(each.name)] = "" if "pipe_agent.py" in command else place
     return found
 
 

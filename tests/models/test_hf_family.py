@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from distrain.cli.config import hf_model
+from distrain.cli.config import hf_family
 from distrain.cli.config.load import compose_config, load_recipe
 from distrain.tests.fakes.rank_pool import RankPool
 from distrain.trainer.models.hf.inspect_config import inspect_config
@@ -242,7 +242,7 @@ def test_missing_transformers_is_reported_in_one_line(neox: Path, monkeypatch: p
     def absent(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(hf_model, "version", absent)
+    monkeypatch.setattr(hf_family, "version", absent)
     with pytest.raises(Unreadable) as caught:
         load_recipe("quickstart", words(neox, 1, 0))
     assert str(caught.value) == f"model.hf={neox} needs transformers, which is not installed: pip install 'distrain[hf]'"

@@ -18,7 +18,8 @@ pytest.importorskip("deepspeed")
 
 from distrain.cli.config.load import load_recipe  # noqa: E402
 from distrain.tests.rank_programs.pipe_ranks import LR, STEPS, batch  # noqa: E402
-from distrain.trainer.engines.deepspeed.import_deepspeed import import_deepspeed, torch_optimizer  # noqa: E402
+from distrain.trainer.engines.deepspeed.import_deepspeed import import_deepspeed  # noqa: E402
+from distrain.trainer.engines.torch_optimizer import torch_optimizer  # noqa: E402
 from distrain.trainer.models.build import build_model  # noqa: E402
 from distrain.trainer.plan.mesh import Mesh  # noqa: E402
 from distrain.trainer.plan.schedules import SCHEDULES, Action, peak_in_flight  # noqa: E402

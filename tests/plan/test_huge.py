@@ -14,7 +14,7 @@ from distrain.cli.app import command
 from distrain.cli.config.keys import config_keys
 from distrain.cli.config.load import Loader, load_recipe
 from distrain.cli.pages.plan_page import plan_text
-from distrain.cli.pages.terminal_text import Style
+from distrain.cli.pages.text_layout import Style
 from distrain.tests.fakes.time_limits import limit_processor_time
 from distrain.trainer.plan import layout
 from distrain.trainer.plan.deepspeed.defaults import ALIGNED

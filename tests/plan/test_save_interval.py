@@ -11,7 +11,7 @@ import pytest
 from distrain.cli.app import command
 from distrain.cli.config.load import load_recipe
 from distrain.cli.pages.plan_page import plan_text
-from distrain.cli.pages.terminal_text import Style
+from distrain.cli.pages.text_layout import Style
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.result import Plan, Saving
 from distrain.trainer.plan.save_interval import best_interval, goodput, stop_seconds

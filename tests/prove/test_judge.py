@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from distrain.cli.config.load import load_recipe
-from distrain.cli.verbs.prove_recipe import Recipe
+from distrain.cli.verbs.prove_run import Recipe
 from distrain.trainer.prove.excluded_weights import zero_gradient_pattern
 from distrain.trainer.prove.fork_client import JobResult
 from distrain.trainer.prove.judge import (
@@ -22,8 +22,8 @@ from distrain.trainer.prove.judge import (
     rank_positions,
     widened_tolerance,
 )
+from distrain.trainer.prove.plan_proof import ProveRequest, Trial, plan_proof
 from distrain.trainer.prove.runs import control_trial
-from distrain.trainer.prove.trials import ProveRequest, Trial, plan_proof
 
 TINY = ("model=tiny", "model.layers=2", "data=synthetic", "train.batch=8", "train.seq=16", "train.microbatch=4")
 

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from distrain.cli.verbs.prove_recipe import Recipe, Screen, prove_recipe
+from distrain.cli.verbs.prove_run import Recipe, Screen, prove_recipe
 from distrain.trainer.prove.fork_client import ForkServer, ServerGone
 from distrain.trainer.prove.layouts import ProveLayout
-from distrain.trainer.prove.trials import ProveRequest, plan_proof, write_run_folder
+from distrain.trainer.prove.plan_proof import ProveRequest, plan_proof, write_run_folder
 from distrain.trainer.system.child_process import end_child
 
 if TYPE_CHECKING:

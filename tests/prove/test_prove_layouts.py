@@ -11,7 +11,7 @@ import pytest
 from distrain.cli.app import command
 from distrain.cli.config.load import load_recipe
 from distrain.cli.config.prove_arguments import read_layouts, read_prove_request
-from distrain.cli.verbs.prove_recipe import Recipe
+from distrain.cli.verbs.prove_run import Recipe
 from distrain.trainer.prove.covering import choice_pairs, covering_rows
 from distrain.trainer.prove.layouts import (
     DEFAULT_COUNT,
@@ -23,7 +23,7 @@ from distrain.trainer.prove.layouts import (
     recipe_layout,
     run_in_layout,
 )
-from distrain.trainer.prove.trials import Proof, plan_proof, rank_limit
+from distrain.trainer.prove.plan_proof import Proof, plan_proof, rank_limit
 
 TINY = (
     "model=tiny", "model.layers=2", "data=synthetic", "train.batch=8", "train.seq=16", "train.microbatch=4", "parallel.zero=1",

@@ -17,13 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from distrain.cli.config.load import load_recipe
-from distrain.cli.verbs.prove_recipe import Screen, prove_recipe
+from distrain.cli.verbs.prove_run import Screen, prove_recipe
 from distrain.trainer.layers.recompute import recompute
 from distrain.trainer.loop.trace.recorder import TRACED_MODULES, Recorder
 from distrain.trainer.loop.trace.reference import ReferenceReader
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.prove.fork_client import ForkServer
-from distrain.trainer.prove.tensor_difference import (
+from distrain.trainer.prove.first_departure import (
     TensorDifference,
     TensorKind,
     computation_order,
@@ -31,6 +30,7 @@ from distrain.trainer.prove.tensor_difference import (
     first_departure,
     read_differences,
 )
+from distrain.trainer.prove.fork_client import ForkServer
 
 SERVER = Path(__file__).parents[1] / "rank_programs" / "trace_ranks.py"
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from distrain.trainer.launch.rank.channel import Channel
-from distrain.trainer.loop import run_rank as setup
 from distrain.trainer.loop import train
+from distrain.trainer.loop import train_rank as setup
 from distrain.trainer.loop.checkpoint import CheckpointReader, LoadFailed
 from distrain.trainer.loop.forkserver.server import QUESTIONS, serve
 from distrain.trainer.loop.rank import run_rank

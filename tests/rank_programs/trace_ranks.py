@@ -20,7 +20,7 @@ from distrain.trainer.layers.tensor_parallel import reduce_outputs
 from distrain.trainer.loop import train
 from distrain.trainer.loop.forkserver.server import QUESTIONS, serve
 from distrain.trainer.loop.rank import run_rank
-from distrain.trainer.models.gpt.module import TransformerLayer
+from distrain.trainer.models.transformer import TransformerLayer
 
 
 class StrongerGradient(torch.autograd.Function):

@@ -19,7 +19,7 @@ from ..parallel.rank_model import StageModel
 from ..plan.weight_slices import WeightShard
 from ..spec.run import Run
 from .held_bytes import ByteCounter, bytes_by_kind, parameters_of, tensors_in
-from .optimizer_shard import OptimizerShard, RankParameter, whole_parameter
+from .rank_parameter import OptimizerShard, RankParameter, whole_parameter
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Any
 from ..machine.checks import Check
 from ..rundir.files import run_folder
 from ..spec.run import Run
-from ..system.module_child import capture_child
+from ..system.run_child import capture_child
 from .rank.channel import ignore_text
 from .single_host import launch_local_ranks
 

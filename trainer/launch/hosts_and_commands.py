@@ -12,8 +12,8 @@ from ..spec.problem import Problem, Unreadable
 from ..spec.run import Run
 from .commands.command import LaunchCommands, LaunchRequest, run_port
 from .commands.deepspeed import deepspeed_commands
-from .commands.local import local_commands
 from .commands.sbatch import sbatch_commands
+from .commands.shell_loop import local_commands
 from .commands.torchrun import torchrun_commands
 from .hosts.hostfile import Host, read_hostfile, select_hosts
 from .hosts.slurm_nodes import allocated_hosts, slurm_job

@@ -17,10 +17,10 @@ from ..system.stop_requests import StopRequests, collect_stop_requests
 from .attempt import Show, run_attempt
 from .goodput import GoodputMeter
 from .hosts.hostfile import Host
-from .phase_times import load_watchdog, save_phase_times
 from .rank.channel import STOPPED
 from .shrink import HostFaults, TooFewHosts, shrink_run
 from .supervisor.outcome import FAILED, Outcome
+from .watchdog_times import load_watchdog, save_phase_times
 
 
 def run_attempts(

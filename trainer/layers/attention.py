@@ -13,9 +13,9 @@ from ..spec.run import Model
 from .context_parallel import AttentionCore, ContextParallel, context_attention
 from .core_attention import FlashCore, FusedCore, ScoresCore, attention_weights, flash_attention, weighted_values
 from .dropout import Dropout
+from .parameters_by_prefix import Parameters, sub_parameters
 from .recompute import recompute
 from .rotary import rotate
-from .sub_parameters import Parameters, sub_parameters
 from .tensor_parallel import ColumnLinear, RowLinear, TensorParallel, column_linears
 
 # B batch, S sequence, H hidden, A heads, N key and value heads, D head_dim; A and N as this rank has them

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .sub_parameters import Parameters
+from .parameters_by_prefix import Parameters
 from .tensor_parallel import TensorParallel, column_products, reduce_outputs
 
 # B batch, S sequence, s this rank's part of it under sequence parallelism, H hidden, V vocabulary: this rank's part of it

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .group import Group
-from .sub_parameters import Parameters
+from .parameters_by_prefix import Parameters
 
 # T tokens, K copies of each, C copies that are computed, E experts, R ranks of the group, e = E / R, I inner, O outer
 

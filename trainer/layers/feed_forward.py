@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..spec.run import Model
-from .sub_parameters import Parameters, sub_parameters
+from .parameters_by_prefix import Parameters, sub_parameters
 from .tensor_parallel import ColumnLinear, RowLinear, TensorParallel, column_linears
 
 # B batch, S sequence, H hidden, F ffn: this rank's part of it

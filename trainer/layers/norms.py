@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from ..spec.run import Model
 from .float32 import at_least_float32
-from .sub_parameters import Parameters
+from .parameters_by_prefix import Parameters
 
 # B batch, S sequence, H hidden
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .group import Group
-from .sub_parameters import Parameters
+from .parameters_by_prefix import Parameters
 
 # B batch, S sequence, T ranks of the group, s = S / T, H hidden, I inner, O outer: this rank's columns
 

@@ -31,7 +31,7 @@ def run_rank(path: Path, channel: Channel) -> int:
     faulthandler.register(signal.SIGUSR2)  # requested of a run that hangs: dumps all threads' stacks to the log
     watch_parent_from_environment()
     try:
-        from .run_rank import train_rank  # torch and DeepSpeed: seconds, in which a stop or a stack dump may be requested
+        from .train_rank import train_rank  # torch and DeepSpeed: seconds, in which a stop or a stack dump may be requested
 
         status = train_rank(path, channel, stop)
     except SystemExit as end:

@@ -12,12 +12,12 @@ from ..rundir.changes import Changes, compare_runs
 from ..rundir.run_in_manifest import CONFIG_KEY, read_hf_config, run_from_record
 from ..spec.run import Run
 from .checkpoint import Gather, SavedCheckpoint, choose_checkpoint
+from .checkpoint_shards import weight_shapes
 from .data.batches import Batches
 from .engine_state import load_hf_weights, restore_engine
 from .fail_together import fail_together
 from .position import BEGINNING, Position, resumed_position
 from .resume_loss_check import check_resumed_loss
-from .shard_offsets import weight_shapes
 
 
 def load_initial_state(run: Run, folder: Path, grid: Grid, engine: Engine, batches: Batches, channel: Channel, gather: Gather) -> Position:

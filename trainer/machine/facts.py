@@ -15,7 +15,7 @@ from typing import Any
 
 from ..spec.problem import Problem
 from ..system.cpu import cpu_count
-from ..system.module_child import capture_child
+from ..system.run_child import capture_child
 from .cache import CacheEntry, CpuRates, LinkRates, MachineFacts, cache_file, read_entry, write_entry
 
 # CUDA's names of the devices that conf/device describes, and their options there.

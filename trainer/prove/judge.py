@@ -9,7 +9,7 @@ from math import inf, isfinite
 from typing import Any, Literal
 
 from .fork_client import JobResult
-from .trials import Trial
+from .plan_proof import Trial
 
 # Rounding alone, from sums in another order. In float32, 5e-6, 2e-4 and a thousandth were seen over 20 steps; in half precision
 # 3e-4 and 2e-3, and a weight whose gradient is small against its rounding goes anywhere that Adam's steps can take it.

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from .first_departure import TensorDifference, departure_sentence, first_departure, read_differences
 from .fork_client import JobResult
-from .tensor_difference import TensorDifference, departure_sentence, first_departure, read_differences
-from .trials import Trial, write_run_folder
+from .plan_proof import Trial, write_run_folder
 
 TRACED_SUFFIX = ".traced"  # of the names of traced runs
 REFERENCE = "reference"  # the folder to which one process writes all that it computes

@@ -12,7 +12,7 @@ from ..plan.mesh_position import mesh_position
 from ..plan.message_comparison import CONTROL, ComparedMessages, compare_with_plan, data_terms, message_rows
 from ..plan.traffic import rank_traffic
 from ..spec.format_numbers import size_text
-from .trials import Trial
+from .plan_proof import Trial
 
 VERDICTS = ("equal", "explained", "differs")  # from good to bad: a layout's verdict is the worst of its lines'
 SHOWN = 3  # differing lines that are put into words

@@ -31,7 +31,7 @@ from .judge import (
 )
 from .locate import locate_departure, remove_reference_trace
 from .messages import compare_messages
-from .trials import Proof, Trial, write_run_folder
+from .plan_proof import Proof, Trial, write_run_folder
 
 PATIENCE = 60.0  # seconds that a layout has for its start and its end
 SLOWER = 10.0  # times the seconds of one process's steps that each rank of a layout has for its own

@@ -1,4 +1,4 @@
-"""The configuration of a run as frozen data in SI units: `Run` and its sections. keys.py describes every key."""
+"""The configuration of a run as frozen data in SI units: `Run` and its sections. key_meanings.py describes every key."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-DEFERRED = (signal.SIGTERM, signal.SIGINT)  # as STOPS of agent/local_agent.py, which blocks them while a rank loads
+DEFERRED = (signal.SIGTERM, signal.SIGINT)  # as STOPS of agent/pipe_agent.py, which blocks them while a rank loads
 
 StopRequests = list[tuple[int, float]]  # (signal, time.monotonic() of its arrival)
 

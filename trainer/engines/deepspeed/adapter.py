@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...plan.deepspeed.ds_config import zero_stage
 from ..engine import Engine
 from ..held_bytes import parameters_of, tensors_in
-from ..optimizer_shard import OptimizerShard, RankParameter
+from ..rank_parameter import OptimizerShard, RankParameter
 from .zero_shards import averaged_gradients, gradient_range, stage3_range, zero_shards
 
 # Where the optimizers that DeepSpeed wraps around torch's keep tensors: stages 0 and 1 of bf16 with fp32 gradients, stages 1 and 2,

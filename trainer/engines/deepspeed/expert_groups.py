@@ -14,7 +14,7 @@ from deepspeed.utils import groups
 from torch import nn
 
 from ...parallel.process_groups import Grid
-from ..optimizer_shard import RankParameter
+from ..rank_parameter import RankParameter
 
 
 class ExpertGroups(MoE):  # type: ignore[misc]

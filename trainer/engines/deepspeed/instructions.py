@@ -12,7 +12,7 @@ from deepspeed.runtime.pipe import schedule as ds
 
 from ...plan.engines import ENGINES
 from ...plan.schedules import SCHEDULES
-from ...plan.send_recv_order import StageEvent, stage_events
+from ...plan.stage_events import StageEvent, stage_events
 
 Instructions = list[Any]
 SENDS = (ds.SendActivation, ds.RecvActivation, ds.SendGrad, ds.RecvGrad, ds.CommitP2P)

@@ -15,9 +15,10 @@ from ...plan.deepspeed.ds_config import deepspeed_config
 from ...spec.run import Run
 from ..engine import ReadMicrobatch, StepResult
 from ..held_bytes import ByteCounter
-from ..optimizer_shard import RankParameter
+from ..rank_parameter import RankParameter
+from ..torch_optimizer import torch_optimizer
 from .adapter import DeepSpeedAdapter
-from .import_deepspeed import import_deepspeed, torch_optimizer
+from .import_deepspeed import import_deepspeed
 
 TIMED = ("data", "forward", "backward", "messages", "sums", "step")  # sums: of gradients, over every axis
 

@@ -19,8 +19,9 @@ from ...plan.deepspeed.ds_config import deepspeed_config
 from ...spec.run import Run
 from ..engine import ReadMicrobatch, StepResult
 from ..held_bytes import ByteCounter
+from ..torch_optimizer import torch_optimizer
 from .adapter import DeepSpeedAdapter, clip
-from .import_deepspeed import import_deepspeed, torch_optimizer
+from .import_deepspeed import import_deepspeed
 
 
 class ModelParallelUnit:

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..optimizer_shard import OptimizerShard, RankParameter, optimizer_state, whole_parameter
+from ..rank_parameter import OptimizerShard, RankParameter, optimizer_state, whole_parameter
 
 
 def zero_shards(parameters: Sequence[RankParameter], stepper: Any, stage: int) -> Iterator[OptimizerShard]:

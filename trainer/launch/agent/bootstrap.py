@@ -1,6 +1,6 @@
 """The bootstrap of a slot, which DeepSpeed's launcher starts on a host: python -m distrain.trainer.launch.agent.bootstrap RUN_DIR/run.json.
 
-It registers with the controller by the join token, and forks the rank's agent (remote_agent.py) as a process that DeepSpeed's launcher
+It registers with the controller by the join token, and forks the rank's agent (socket_agent.py) as a process that DeepSpeed's launcher
 does not know: the launcher kills the processes that it knows 30 seconds after a SIGTERM, and a checkpoint may take longer. The bootstrap
 itself stays the launcher's child as long as the rank runs. It forwards signals to the agent, reports to it when the launcher has died,
 and ends what is left of the rank when the agent dies or is stopped; the agent ends this process and its launcher at the end.
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from ..rank.environment import reserve_port
 from . import orphans, protocol
-from .remote_agent import AgentConfig, run_agent
+from .socket_agent import AgentConfig, run_agent
 from .token import FILE, JoinToken
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from uuid import uuid4
 
-from .local_agent import is_spared
+from .pipe_agent import is_spared
 
 VARIABLE = "DISTRAIN_MARK"
 PATIENCE = 2.0  # seconds for them to be gone

@@ -14,8 +14,8 @@ from ...spec.problem import Problem, Unreadable
 from ..hosts.hostfile import Host, hostfile_text, include_text
 from ..hosts.shell_safe import SSH_OPTIONS, require_shell_safe
 from ..hosts.slurm_nodes import SRUN_OPTIONS
-from . import openmpi
 from .command import RANK_VARIABLES, Command, LaunchCommands, LaunchFile, LaunchRequest, check_request, forwarded_variables
+from .mpirun_environment import mpirun_environment
 
 # Prefixes of variables that DeepSpeed's launcher pastes into remote shells (EXPORT_ENVS, and NCCL for CUDA).
 PASTED_PREFIXES = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
@@ -88,7 +88,7 @@ def _runner_settings(runner: str, hosts: Sequence[Host], environment: Mapping[st
         says = f"launch.runner={runner} can only use each host's first slots, not {include_text(hosts)}"
         raise Unreadable([Problem(rule="runner", says=says, mend="set launch.runner=pdsh")])
     if runner == "openmpi":
-        return openmpi.mpirun_environment(environment, SSH_OPTIONS), []
+        return mpirun_environment(environment, SSH_OPTIONS), []
     nodes = [f"--nodes={len(hosts)}", f"--ntasks-per-node={len(hosts[0].slots)}", f"--nodelist={','.join(host.name for host in hosts)}"]
     return {}, [f"--launcher_args={' '.join([*nodes, *SRUN_OPTIONS])}"]
 

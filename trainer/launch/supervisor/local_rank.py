@@ -14,14 +14,14 @@ from typing import IO
 
 from ...system import parent_watch
 from ..agent import orphans
-from ..agent.local_agent import block_signals
+from ..agent.pipe_agent import block_signals
 from ..rank import channel
 from ..rank.environment import RankEnvironment
 from ..rank.log import RankLog, open_rank_log
 from .rank_handle import RankHandle
 from .rank_record import READ_SIZE
 
-AGENT = Path(__file__).parents[1] / "agent" / "local_agent.py"
+AGENT = Path(__file__).parents[1] / "agent" / "pipe_agent.py"
 CHECK_INTERVAL = 0.5  # seconds between two checks whether an agent is stopped
 STOPPED_FOR = 2.0  # seconds after which a stopped agent is continued
 

@@ -1,4 +1,4 @@
-"""A rank on another host, as the controller sees it: a socket to its agent (agent/remote_agent.py)."""
+"""A rank on another host, as the controller sees it: a socket to its agent (agent/socket_agent.py)."""
 
 from __future__ import annotations
 

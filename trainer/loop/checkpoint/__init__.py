@@ -8,7 +8,7 @@ from .find import CheckpointSearch, SavedCheckpoint, find_newest, open_checkpoin
 from .load import CheckpointReader, LoadFailed, read_slices
 from .publish import latest_checkpoint, remove_leftovers
 from .save import SaveResult, save_shards
-from .save_together import Gather, SaveFailed, gather_alone, gather_over
+from .save_failure import Gather, SaveFailed, gather_alone, gather_over
 from .slices import Shard, Slice, block_slice, whole_slice
 
 __all__ = [

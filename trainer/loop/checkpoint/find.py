@@ -13,7 +13,7 @@ from ...launch.rank.channel import OnProgress, ignore_text
 from ...rundir.checkpoints import BrokenCheckpoint, checkpoint_steps, size_problem, step_path
 from ...system.cpu import cpu_count
 from .manifest import Manifest, read_manifest
-from .save_together import Gather, gather_alone
+from .save_failure import Gather, gather_alone
 from .shard_file import ShardFile, file_sha256
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from ...rundir.checkpoints import checkpoint_steps, step_path
 from .find import verification_fault
 from .publish import remove_checkpoint
-from .save_together import fault_text
+from .save_failure import fault_text
 from .slices import Shard
 
 

@@ -29,8 +29,8 @@ from .publish import (
     write_synced,
 )
 from .retention import free_bytes, frees_enough, needed_bytes, prune_checkpoints, remove_oldest, size_text
-from .save_durations import SaveClock, slowest_parts
-from .save_together import Gather, SaveFailed, fault_text, gather_alone, run_on_all_ranks
+from .save_clock import SaveClock, slowest_parts
+from .save_failure import Gather, SaveFailed, fault_text, gather_alone, run_on_all_ranks
 from .shard_file import ShardFile, write_shards
 from .slices import Shard, Slice
 

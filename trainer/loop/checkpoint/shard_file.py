@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...launch.rank.channel import OnProgress, ignore_text
-from .save_durations import SaveClock
+from .save_clock import SaveClock
 from .slices import Shard, Slice
 
 # fmt: off

@@ -15,8 +15,8 @@ from . import columnar
 from .data_error import data_error, data_problem
 from .find import DataFile, Remark, Search, find_files, library_files
 from .formats import JSON_AS_TEXT, UnreadableFile, file_problem, holds_json_lines, json_in_text, text_form, text_suffixes, unreadable_files
+from .source_reader import HELD_OUT
 from .token_files import DATATROVE, TokenFile, open_token_file
-from .tokenized_sources import HELD_OUT
 from .tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 Got = TypeVar("Got")

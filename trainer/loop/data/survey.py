@@ -33,8 +33,8 @@ from .corpus_stats import CorpusStats, SourceShare, corpus_stats
 from .data_error import data_problem
 from .estimate import TokenEstimate, estimate_tokens
 from .prepare import cache_folder, cached_corpus, prepare_corpus
+from .source_reader import validation_flags
 from .token_files import TokenFile
-from .tokenized_sources import validation_flags
 from .workers import exit_with_parent
 
 _INTERVAL = 0.1  # seconds between progress lines

@@ -89,7 +89,7 @@ def _import_rank_modules() -> None:
     import_deepspeed()
     engines = [row.engine_class for row in ENGINES.values()]
     models = [family.module for family in FAMILIES.values() if not family.made_by_transformers]
-    for name in ("distrain.trainer.loop.run_rank", *filter(None, (*engines, *models))):
+    for name in ("distrain.trainer.loop.train_rank", *filter(None, (*engines, *models))):
         importlib.import_module(name.partition(":")[0])
     del os.environ["TORCHDYNAMO_DISABLE"]
 

@@ -19,7 +19,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from ...engines.deepspeed.import_deepspeed import torch_optimizer
+from ...engines.torch_optimizer import torch_optimizer
 from ...launch.rank.environment import reserve_port
 from ...models.build import build_model
 from ...plan.plan import make_plan

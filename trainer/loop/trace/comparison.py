@@ -12,11 +12,11 @@ from torch import Tensor
 from ...layers.context_parallel import ContextParallel
 from ...parallel.process_groups import Grid
 from ...plan.weight_slices import WeightShard
-from ...prove.tensor_difference import TensorDifference, TensorKind
+from ...prove.first_departure import TensorDifference, TensorKind
 from ...spec.run import Run
+from ..checkpoint_shards import read_range, slice_values
 from ..data.batches import shard as sample_shard
 from ..lr_schedule import learning_rate
-from ..shard_offsets import read_range, slice_values
 from .reference import ReferenceReader
 
 # B batch, S sequence, H hidden, V vocabulary

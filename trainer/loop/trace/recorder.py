@@ -1,7 +1,7 @@
 """Records the tensors of traced steps: module outputs, their gradients, weights and the weights' gradients.
 
 RUN_DIR/trace.json requests a trace: {"steps": [0, 1], "reference": FOLDER}. One process writes all its tensors to FOLDER; each rank
-of a layout compares its own with them in RUN_DIR/departure/N.json, in which trainer/prove/tensor_difference.py finds where the
+of a layout compares its own with them in RUN_DIR/departure/N.json, in which trainer/prove/first_departure.py finds where the
 layout first departs. The run ends after the last traced step.
 """
 
@@ -21,7 +21,7 @@ from ...engines.engine import Engine
 from ...parallel.process_groups import Grid
 from ...plan.weight_slices import WeightShard
 from ...prove.excluded_weights import zero_gradient_pattern
-from ...prove.tensor_difference import LAYER_PARTS, TensorKind
+from ...prove.first_departure import LAYER_PARTS, TensorKind
 from ...spec.run import Run
 from .comparison import ReferenceComparison
 from .reference import ReferenceWriter

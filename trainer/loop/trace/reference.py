@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...plan.weight_slices import WeightShard
-from ...prove.tensor_difference import TensorKind
+from ...prove.first_departure import TensorKind
 from ...spec.run import Run
 
 # B batch, S sequence

@@ -1,6 +1,6 @@
 """The agent of one rank: a small process that starts the rank, forwards signals to it, and leaves no process of it behind.
 
-It runs by path, as `python -I -S local_agent.py PARENT_PIPE CONTROL_PIPE COMMAND ...`, and so imports nothing of this package. The tree
+It runs by path, as `python -I -S pipe_agent.py PARENT_PIPE CONTROL_PIPE COMMAND ...`, and so imports nothing of this package. The tree
 is controller -> agent -> rank, each in a session of its own. With this tree everything ends when one of them dies:
 
 - The controller dies, by any cause: only it holds the write end of the parent-death pipe, so the pipe ends, and the agent kills the
@@ -15,7 +15,7 @@ A rank can't handle a stop request while it loads torch, which takes seconds. Th
 blocked: signals that arrive meanwhile are delivered when the module unblocks them (system/stop_requests.py).
 
 Processes whose command lines contain one of SPARED are not killed: a launcher such as mpirun starts bootstraps on this very machine. They
-end with their socket to the controller (remote_agent.py), and their rank must be able to save when the launcher dies.
+end with their socket to the controller (socket_agent.py), and their rank must be able to save when the launcher dies.
 
 The last line in the control pipe is the agent's: {"ended": exit status, or minus a signal}.
 """

@@ -1,6 +1,6 @@
 """Plans of published runs against their measurements: step time and memory, a line for each source.
 
-    python -m distrain.scripts.published CASES.json [--source NAME] [--rows]
+    python -m distrain.scripts.compare_published_runs CASES.json [--source NAME] [--rows]
 
 CASES.json is a list of runs (id, source, model, cluster, parallel, batch, precision, recompute, framework, measured).
 Where a source omits a setting, `_run` assumes the framework's default of that time.

@@ -15,7 +15,7 @@ from ...trainer.machine.cache import cache_folder
 from ...trainer.spec.problem import Problem, Unreadable
 from ...trainer.spec.regular_file import read_plain
 from ...trainer.system.atomic_file import write_atomically
-from ...trainer.system.module_child import capture_child
+from ...trainer.system.run_child import capture_child
 
 TIMEOUT = 300.0  # seconds for transformers to build the model on the meta device
 ALLOWED = ("family", "hf", "weights", "dropout")  # keys of `model` that may be set beside `hf`; config.json sets the others

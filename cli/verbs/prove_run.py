@@ -12,20 +12,20 @@ from pathlib import Path
 from ...trainer.machine import facts as machine
 from ...trainer.prove.fork_client import ForkServer, ServerGone
 from ...trainer.prove.judge import LayoutResult, ProofResult
+from ...trainer.prove.plan_proof import NothingToProve, Proof, ProveRequest, plan_proof
 from ...trainer.prove.runs import StartServer, run_proof
-from ...trainer.prove.trials import NothingToProve, Proof, ProveRequest, plan_proof
 from ...trainer.rundir.absolute_paths import relative_folder
 from ...trainer.spec.problem import Problem, Unreadable
 from ...trainer.spec.run import Run
 from ...trainer.system import atomic_file
 from ...trainer.system.stop_requests import StopSignal, raise_on_stop_signals
 from ..config.arguments import read_arguments
-from ..config.cluster_shape import is_shape
+from ..config.cluster_argument import is_shape
 from ..config.load import Loader, override_problems
 from ..config.prove_arguments import read_prove_request, unused_keys
 from ..pages.prove_json import proof_document
 from ..pages.prove_page import ProofTable, proof_closing, proof_opening, reference_line
-from ..pages.terminal_text import stdout_style
+from ..pages.text_layout import stdout_style
 from .exit_status import FAILED, OK
 
 

@@ -8,7 +8,7 @@ from ...trainer.plan.result import Plan
 from ...trainer.spec.format_numbers import count_text, part_of_size, seconds_text, share_text
 from ...trainer.spec.problem import one_line
 from .plan_page import engine_limit, refusal_here
-from .terminal_text import Style, page_width, table, wrap
+from .text_layout import Style, page_width, table, wrap
 
 
 def sweep_text(plans: Sequence[tuple[Sequence[str], Plan]], style: Style) -> str:

@@ -1,6 +1,6 @@
 """Benchmark of the estimator: processor microseconds for one layout, averaged over a sweep, against a budget.
 
-Run `python -m distrain.scripts.bench_estimate [RECIPE] [REPEATS]`; it exits with 1 above the budget.
+Run `python -m distrain.scripts.bench_estimator_speed [RECIPE] [REPEATS]`; it exits with 1 above the budget.
 """
 
 from __future__ import annotations

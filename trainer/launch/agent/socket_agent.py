@@ -1,4 +1,4 @@
-"""The agent of a rank on a host: it does what local_agent.py does, controlled over a socket (protocol.py) instead of a pipe.
+"""The agent of a rank on a host: it does what pipe_agent.py does, controlled over a socket (protocol.py) instead of a pipe.
 
 The controller sends heartbeats. When they stop for HEARTBEAT_TIMEOUT, as they do when the controller's machine dies or a link is cut, the
 agent kills the rank and all processes that it started.
@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...system import parent_watch
-from ..commands import openmpi
+from ..commands.mpirun_environment import launcher_variables
 from ..rank import channel
 from ..rank.environment import RankEnvironment
 from ..rank.log import SEARCHED_LINES, RankLog, open_rank_log
-from . import local_agent, orphans, protocol
+from . import orphans, pipe_agent, protocol
 from .token import FILE, JoinToken
 
 STACKS_WAIT = 1.0  # seconds for stacks to be written
@@ -68,7 +68,7 @@ class RemoteAgent:
         self._token, self._config, self._log, self._mark = token, config, log, mark
         self._controller, self._bootstrap = controller, bootstrap
         controller.setblocking(False)
-        self._wakeup = local_agent.become_reaper()
+        self._wakeup = pipe_agent.become_reaper()
         self._rank: int | None = None  # its process id
         self._early_signals: list[int] = []  # for a rank that has not been started
         self._control = -1  # the pipe from which the rank's messages are read
@@ -85,9 +85,9 @@ class RemoteAgent:
         status: int | None = None
         while not self._ending and status is None:
             self._poll()
-            status = local_agent.reap(self._rank) if self._rank is not None else None
+            status = pipe_agent.reap(self._rank) if self._rank is not None else None
         if self._rank is not None:
-            code = local_agent.end_rank(self._rank, status)
+            code = pipe_agent.end_rank(self._rank, status)
             self._relay_rest()
             if code not in (0, channel.STOPPED):
                 self._send_message(protocol.LOG_TAIL, self._log.last_lines(SEARCHED_LINES))
@@ -154,7 +154,7 @@ class RemoteAgent:
         if self._rank is None:
             self._early_signals.append(number)
         else:
-            local_agent.send_signal(self._rank, number)
+            pipe_agent.send_signal(self._rank, number)
 
     def _start_rank(self, address: str, port: int) -> None:
         """Start the rank, with a pipe for its messages and one that ends when this process does."""
@@ -171,14 +171,14 @@ class RemoteAgent:
             address=address,
             port=port,
         )
-        for name in openmpi.launcher_variables(os.environ):
+        for name in launcher_variables(os.environ):
             del os.environ[name]
         os.environ["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', os.defpath)}"
         pipes = {parent_watch.VARIABLE: str(watched), channel.VARIABLE: str(write_end), orphans.VARIABLE: self._mark}
         os.environ.update({**environment.variables({**os.environ, **self._token.environment}), **pipes})
-        self._rank = local_agent.start_rank(list(self._token.command))
+        self._rank = pipe_agent.start_rank(list(self._token.command))
         for number in self._early_signals:
-            local_agent.send_signal(self._rank, number)
+            pipe_agent.send_signal(self._rank, number)
         os.close(write_end)
         os.close(watched)
 
