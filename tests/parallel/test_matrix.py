@@ -134,7 +134,7 @@ def layouts() -> tuple[tuple[MatrixLayout, ...], dict[MatrixLayout, list[str]]]:
 def trained_layouts() -> tuple[MatrixLayout, ...]:
     """A few legal layouts, in which every pair of choices occurs."""
     legal, _ = layouts()
-    return tuple(MatrixLayout(shape, choices) for shape, *choices in covering_rows((layout.shape, *layout.choices) for layout in legal))  # type: ignore[arg-type]
+    return tuple(MatrixLayout(shape, tuple(choices)) for shape, *choices in covering_rows((each.shape, *each.choices) for each in legal))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("layout", trained_layouts(), ids=str)
