@@ -52,7 +52,7 @@ watch_parent_from_environment()
 with open(sys.argv[1] + "/met", "r+b") as file:
     shared = mmap.mmap(file.fileno(), 0)
 for step in range(len(shared) // ranks):
-    talk.step(step)
+    talk.report_step(step)
     time.sleep(0.02)
     shared[step * ranks + rank] = 2 if asked else 1
     while 0 in (met := shared[step * ranks : (step + 1) * ranks]):
@@ -62,7 +62,7 @@ for step in range(len(shared) // ranks):
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if 2 in met:
     sys.exit(STOPPED)
-talk.done()
+talk.report_done()
 """
 
 

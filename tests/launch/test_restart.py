@@ -47,11 +47,11 @@ def fails():
     while not (folder / "again0").exists(): time.sleep(0.01)
     if rank == 1: {0}
     time.sleep(1000)
-talk.step(6); talk.step(7)
+talk.report_step(6); talk.report_step(7)
 first = not (folder / f"again{{rank}}").exists()
 (folder / f"again{{rank}}").touch()
 if first: fails()
-talk.done()
+talk.report_done()
 """
 ECC = 'raise RuntimeError("CUDA error: uncorrectable ECC error encountered")'
 
@@ -113,7 +113,7 @@ def test_a_run_is_not_restarted_after_an_error_of_the_program(attempts: Attempts
 
 
 FAILS_EACH_TIME = FAILS_ONCE.replace("if first: fails()", "fails()")
-NO_STEP = FAILS_ONCE.replace("talk.step(6); talk.step(7)\n", "")
+NO_STEP = FAILS_ONCE.replace("talk.report_step(6); talk.report_step(7)\n", "")
 ALIKE = "and most likely would again: fix the error above, and the same command goes on from step 5"
 NO_SUCH = FAILS_ONCE.format("raise ValueError('no such token')")
 WOULD = "launch.restarts=0; launch.restarts=3 would have restarted it from step 5, where the same command goes on"
