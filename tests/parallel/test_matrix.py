@@ -31,7 +31,7 @@ Words = tuple[str, ...]
 
 STEPS = 3
 BASE = (
-    *("quickstart", "data=synthetic", f"train.steps={STEPS}", "train.batch=8", "train.seq=32", "train.evaluate.every=0", "log.every=1"),
+    *("quickstart", "data=synthetic", f"train.steps={STEPS}", "train.seq=32", "train.evaluate.every=0", "log.every=1"),
     *("optim.lr=1e-3", "optim.warmup=2", "checkpoint.every=0", "train.clip=0.5"),
 )
 # fmt: off
@@ -46,8 +46,10 @@ SHAPES: dict[str, Words] = {
 
 
 def mesh(dp: int, tp: int, pp: int, cp: int = 1, ep: int = 1) -> Choice:
+    """The degrees, and a batch of one or two micro-batches a replica where the micro-batch is 2."""
     degrees = {"tp": tp, "pp": pp, "cp": cp, "ep": ep}
-    return (("cluster.gpus", dp * tp * pp * cp), *((f"parallel.{axis}", degree) for axis, degree in degrees.items()))
+    keys = ((f"parallel.{axis}", degree) for axis, degree in degrees.items())
+    return (("cluster.gpus", dp * tp * pp * cp), *keys, ("train.batch", max(4, 2 * dp)))
 
 
 MESHES = tuple(mesh(*degrees) for degrees in (
@@ -59,7 +61,8 @@ MESHES = tuple(mesh(*degrees) for degrees in (
 ))
 ZEROS      = tuple((("parallel.zero", stage),) for stage in range(4))
 SEQUENCES  = tuple((("parallel.sequence", value),) for value in (False, True))
-SCHEDULES  = tuple((("parallel.schedule", name),) for name in ("1f1b", "gpipe", "dualpipev"))
+SCHEDULES: tuple[Choice, ...] = ((("parallel.schedule", "1f1b"),), (("parallel.schedule", "gpipe"),),
+              (("parallel.schedule", "dualpipev"), ("train.batch", 8)))  # it needs twice as many micro-batches as stages
 MICROS     = tuple((("train.microbatch", many),) for many in (2, 1))
 RECOMPUTES = tuple((("parallel.recompute", word),) for word in ("none", "selective", "full"))
 PRECISIONS = ((("train.precision", "fp32"),), (("train.precision", "bf16"), ("train.gradients", "bf16")),
@@ -75,12 +78,18 @@ class MatrixLayout(NamedTuple):
     choices: tuple[Choice, ...]
 
     def __str__(self) -> str:
-        degrees = [f"{key.rpartition('.')[2]}{value}" for key, value in self.choices[0] if value != 1]
-        return " ".join([self.shape, *degrees, *(str(value).lower() for choice in self.choices[1:] for _, value in choice)])
+        degrees = [f"{key.rpartition('.')[2]}{value}" for key, value in self.choices[0] if value != 1 and key != "train.batch"]
+        others = [str(value).lower() for choice in self.choices[1:] for key, value in choice if key != "train.batch"]
+        return " ".join([self.shape, *degrees, *others])
 
     @property
     def overrides(self) -> Words:
-        return tuple(word for choice in self.choices for word in overrides(choice))
+        return overrides(dict(pair for choice in self.choices for pair in choice).items())
+
+    @property
+    def curve(self) -> Words:
+        """The arguments of the run except its layout."""
+        return (*BASE, *SHAPES[self.shape], f"train.batch={self.run().train.batch}")
 
     def run(self) -> Run:
         return chosen_run(self.shape, self.choices)
@@ -140,7 +149,7 @@ def trained_layouts() -> tuple[MatrixLayout, ...]:
 @pytest.mark.parametrize("layout", trained_layouts(), ids=str)
 def test_a_layout_trains_the_curve_of_one_process(ranks: RankPool, tmp_path: Path, layout: MatrixLayout) -> None:
     """bf16 is looser because a weight has 8 bits: 2e-4 of a loss and 0.13 % of a norm were seen."""
-    losses, norms = reference_curve((*BASE, *SHAPES[layout.shape]))
+    losses, norms = reference_curve(layout.curve)
     job = ranks.train(tmp_path / "run", *BASE, *SHAPES[layout.shape], *layout.overrides)
     half = PRECISIONS[0] not in layout.choices
     assert job.figures("loss") == pytest.approx(losses, abs=1e-3 if half else 3e-6, rel=0)
