@@ -11,8 +11,8 @@ from time import process_time
 from typing import Literal
 
 from ..cli.config.load import load_recipe
+from ..trainer.plan.costs.roofline import tile_efficiency
 from ..trainer.plan.estimate import Estimator
-from ..trainer.plan.roofline import tile_efficiency
 from ..trainer.spec.run import Parallel, Run
 
 BUDGET = 50e-6  # seconds of processor time an estimate

@@ -64,7 +64,7 @@ def key_choices(key: str, hint: Any) -> tuple[str, ...]:
 
         return tuple(FAMILIES)
     if key == "parallel.schedule":
-        from ...trainer.plan.schedules import SCHEDULES
+        from ...trainer.plan.layout.schedules import SCHEDULES
 
         return tuple(SCHEDULES)
     if key == "engine":

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from ...trainer.launch.file_checks import WOULD_REFUSE
+from ...trainer.plan.engines.engine_limits import DOES_NOT_RUN
 from ...trainer.plan.result import Memory, Message, Plan, StageMemory
 from ...trainer.plan.save_interval import ENOUGH
 from ...trainer.spec.format_numbers import (
@@ -75,7 +76,7 @@ def _not_runnable(plan: Plan) -> str:
 
 def engine_limit(plan: Plan) -> str:
     """The first override that keeps the plan's engine from running it."""
-    limits = [each.says.partition(" does not run ")[2] for each in plan.warnings if each.rule == "engine"]
+    limits = [each.says.partition(DOES_NOT_RUN)[2] for each in plan.warnings if each.rule == "engine"]
     return limits[0] if limits else "no engine runs it"
 
 

@@ -17,11 +17,11 @@ from ...trainer.launch.file_checks import FileChecks
 from ...trainer.launch.rank.channel import STOPPED
 from ...trainer.launch.training import TrainingResult
 from ...trainer.machine import facts as machine
-from ...trainer.plan.changed_run import with_changes
 from ...trainer.plan.plan import make_plan
 from ...trainer.rundir.absolute_paths import relative_folder
 from ...trainer.rundir.files import run_folder
 from ...trainer.rundir.measured import read_measured_run
+from ...trainer.spec.changed_run import with_changes
 from ...trainer.spec.format_numbers import count_text, plural
 from ...trainer.spec.problem import Problem, Unreadable, one_line
 from ...trainer.spec.run import Run

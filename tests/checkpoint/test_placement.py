@@ -18,8 +18,7 @@ from torch import Tensor
 from distrain.cli.config.load import load_recipe
 from distrain.trainer.loop.checkpoint import Shard, Slice, whole_slice
 from distrain.trainer.loop.checkpoint.manifest import tensor_records
-from distrain.trainer.loop.checkpoint.slices import copy_overlap
-from distrain.trainer.loop.checkpoint_shards import (
+from distrain.trainer.loop.checkpoint.shard_positions import (
     checkpoint_shards,
     is_saved_here,
     logical_slices,
@@ -27,9 +26,10 @@ from distrain.trainer.loop.checkpoint_shards import (
     slice_values,
     weight_shapes,
 )
+from distrain.trainer.loop.checkpoint.slices import copy_overlap
 from distrain.trainer.models.ops.op_table import Parameter
+from distrain.trainer.plan.axes.weight_slices import WeightShard, weight_shard
 from distrain.trainer.plan.mesh_position import mesh_position
-from distrain.trainer.plan.weight_slices import WeightShard, weight_shard
 
 if TYPE_CHECKING:
     from distrain.trainer.spec.run import Run

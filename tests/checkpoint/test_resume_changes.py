@@ -10,11 +10,11 @@ import pytest
 
 from distrain.cli.config.keys import config_keys
 from distrain.cli.config.load import load_recipe
-from distrain.trainer.plan.changed_run import with_changes
 from distrain.trainer.rundir.changes import POLICIES, Changes, acceptable_keys, compare_runs, key_policy, moment_kinds
 from distrain.trainer.rundir.checkpoints import newest_saved, seal
 from distrain.trainer.rundir.resume import check_resume
 from distrain.trainer.rundir.run_in_manifest import run_from_record, run_record
+from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.spec.run import Run
 
 DECIDED = ("model", "data", "optim", "train")  # sections of which every key has a row of its own in POLICIES

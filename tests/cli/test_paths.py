@@ -13,10 +13,10 @@ from msgspec import json as encoder
 from distrain.cli.config.load import load_recipe
 from distrain.trainer.loop.data.check import TEXT
 from distrain.trainer.loop.data.find import find_files
-from distrain.trainer.plan.changed_run import with_changes
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.rundir.absolute_paths import PATH_KEYS, with_absolute_paths
 from distrain.trainer.rundir.files import write_launch_files
+from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.spec.run import Run
 
 # Keys of free text that do not name a file.

@@ -17,9 +17,9 @@ from distrain.cli.pages.loss_chart import HEIGHT
 from distrain.cli.pages.report_page import incident_lines, report_text
 from distrain.cli.pages.text_layout import DEFAULT_WIDTH, Style
 from distrain.cli.verbs.fit_run import closing_text
-from distrain.trainer.plan.changed_run import with_changes
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.rundir.measured import read_measured_run
+from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.spec.run import Run
 
 SMALL = ("model.hidden=64", "model.heads=4", "model.ffn=160", "model.layers=2", "train.seq=32", "train.batch=8", "optim.warmup=1")

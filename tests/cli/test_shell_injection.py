@@ -39,11 +39,11 @@ from distrain.trainer.launch.hosts.upload import UPLOAD_REMOTE, connect_hosts, o
 from distrain.trainer.launch.hosts_and_commands import BOOTSTRAP_MODULE, RANK_MODULE, launch_commands, resolve_hosts
 from distrain.trainer.launch.launch_script import script_lines
 from distrain.trainer.launch.preflight.preflight import _program
-from distrain.trainer.plan.changed_run import with_changes
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.result import Plan
 from distrain.trainer.rundir.absolute_paths import with_absolute_paths
 from distrain.trainer.rundir.files import run_folder
+from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import Run
 

@@ -13,8 +13,8 @@ from distrain.trainer.layers.counter_rng import dropout_keys
 from distrain.trainer.layers.cross_entropy import IGNORED
 from distrain.trainer.loop.data.batches import Batches
 from distrain.trainer.loop.data.prepare import cache_folder, prepare_corpus
-from distrain.trainer.loop.lr_schedule import learning_rate
 from distrain.trainer.models.build import build_model
+from distrain.trainer.spec.lr_schedule import learning_rate
 from distrain.trainer.spec.run import Run
 
 

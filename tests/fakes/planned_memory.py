@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from distrain.trainer.plan.changed_run import with_changes
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.result import Memory, MemoryBytes
+from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.spec.run import Cluster, Device, Link, Model, Parallel, Run, Train
 
 # Large enough for every run, so that no plan has a problem.

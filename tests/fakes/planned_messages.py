@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from distrain.trainer.plan.changed_run import with_changes
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.result import Message, Plan
+from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.spec.run import Cluster, Device, Link, Model, Parallel, Run, Train
 
 S, B, H, V, D = 256, 2, 512, 4096, 8  # sequence, micro-batch, hidden, vocabulary, data-parallel ranks

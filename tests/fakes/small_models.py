@@ -9,7 +9,7 @@ import torch
 from distrain.trainer.layers.counter_rng import dropout_keys, normal
 from distrain.trainer.layers.cross_entropy import IGNORED
 from distrain.trainer.models.build import build_model, load_weights, named_weights
-from distrain.trainer.plan.changed_run import with_changes
+from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train
 
 CPU = torch.device("cpu")

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from distrain.trainer.plan.changed_run import with_changes
+from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.spec.run import Cluster, Device, Link, Model, Parallel, Run, Train
 
 DEVICE = Device(name="A100", memory=80e9, bandwidth=2e12, peak={"bf16": 312e12, "fp32": 19.5e12}, units=108)

@@ -31,9 +31,9 @@ from distrain.trainer.plan.axes import AXES, Axis
 from distrain.trainer.plan.axes.axis import RankTensors
 from distrain.trainer.plan.axes.message import AxisMessage
 from distrain.trainer.plan.engines import ENGINES
-from distrain.trainer.plan.mesh import Mesh
+from distrain.trainer.plan.layout.mesh import Mesh
+from distrain.trainer.plan.layout.schedules import SCHEDULES, bubble_share
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.plan.schedules import SCHEDULES, bubble_share
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import Parallel, Run
 

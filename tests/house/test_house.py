@@ -49,7 +49,7 @@ MOST_LINES = 350
 
 
 def module_name(path: Path) -> str:
-    """A file's module below `distrain`: trainer/plan/mesh.py -> trainer.plan.mesh, cli/__init__.py -> cli."""
+    """A file's module below `distrain`: trainer/plan/layout/mesh.py -> trainer.plan.layout.mesh, cli/__init__.py -> cli."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("__init__").removesuffix(".")
 
 
@@ -66,7 +66,6 @@ MODULES = sorted(name for name, path in FILES.items() if path.stat().st_size)
 # A family's module.py is the torch half of its folder, and these of models/; scripts are no part of the light half.
 TORCH_MODELS = (
     "trainer.models.build",
-    "trainer.models.transformer",
     "trainer.models.moe.routing",
     "trainer.models.hf_format.weights",
 )
@@ -131,26 +130,17 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     assert circles({name: own(imports(name)) & set(FILES) - {name} for name in FILES}) == []
 
 
-def rooms_of(parent: str) -> dict[str, set[str]]:
-    """Return the folders of a folder, each with those of its siblings that it imports: {"agent": {"rank"}} for trainer.launch."""
+def folder_of(name: str) -> str:
+    """The folder of a module: trainer.plan.layout of trainer.plan.layout.mesh, and of trainer.plan.layout itself."""
+    return name if FILES[name].name == "__init__.py" else name.rpartition(".")[0]
 
-    def room(name: str) -> str | None:
-        below = name.removeprefix(f"{parent}.")
-        return below.partition(".")[0] if is_under(name, parent) and name != parent and "." in below else None
 
+def test_no_folders_import_each_other_in_a_circle() -> None:
+    """A folder is what lies in it directly: one that imports the folder it lies in would make a circle too."""
     graph: dict[str, set[str]] = {}
     for name in FILES:
-        if here := room(name):
-            graph.setdefault(here, set()).update({there for other in own(imports(name)) if (there := room(other))} - {here})
-    return graph
-
-
-PARENTS = sorted({name.rpartition(".")[0] for name, path in FILES.items() if path.name == "__init__.py" and "." in name})
-
-
-@pytest.mark.parametrize("parent", PARENTS)
-def test_no_rooms_import_each_other_in_a_circle(parent: str) -> None:
-    assert circles(rooms_of(parent)) == []
+        graph.setdefault(folder_of(name), set()).update({folder_of(other) for other in own(imports(name)) & set(FILES)} - {folder_of(name)})
+    assert circles(graph) == []
 
 
 def test_a_class_name_is_one_class() -> None:

@@ -25,11 +25,11 @@ from distrain.trainer.launch.shrink import HostFaults, TooFewHosts, shrink_run
 from distrain.trainer.launch.supervisor.outcome import Fate, Outcome, RankOutcome
 from distrain.trainer.launch.supervisor.watchdog import Watchdog
 from distrain.trainer.launch.training import train_run
-from distrain.trainer.plan.changed_run import with_changes
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.rundir.checkpoints import seal
 from distrain.trainer.rundir.files import run_folder
 from distrain.trainer.rundir.lock import RunFolderInUse, hold_run_folder
+from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.spec.run import Run
 from distrain.trainer.system.child_process import end_child
 

@@ -21,8 +21,8 @@ from distrain.tests.fakes.wandb_file import history, records
 from distrain.trainer.loop import sinks
 from distrain.trainer.loop.metrics import Row
 from distrain.trainer.loop.sinks import MAX_ROW_BYTES, WANDB, JsonLines, SinkContext, Sinks, Wandb, flat_items
-from distrain.trainer.plan.changed_run import with_changes
 from distrain.trainer.plan.plan import make_plan
+from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.spec.run import Run
 
 

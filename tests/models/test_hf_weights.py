@@ -17,7 +17,7 @@ from distrain.trainer.layers.counter_rng import normal  # noqa: E402
 from distrain.trainer.models.build import build_model, load_weights, named_weights  # noqa: E402
 from distrain.trainer.models.hf_format.config import read_hf_config  # noqa: E402
 from distrain.trainer.models.hf_format.weights import read_hf_weights, write_hf_folder  # noqa: E402
-from distrain.trainer.plan.changed_run import with_changes  # noqa: E402
+from distrain.trainer.spec.changed_run import with_changes  # noqa: E402
 from distrain.trainer.spec.problem import Unreadable  # noqa: E402
 from distrain.trainer.spec.read import read  # noqa: E402
 from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train  # noqa: E402

@@ -18,7 +18,7 @@ from distrain.trainer.layers.counter_rng import normal  # noqa: E402
 from distrain.trainer.layers.cross_entropy import IGNORED  # noqa: E402
 from distrain.trainer.models.build import build_model, load_weights, named_weights  # noqa: E402
 from distrain.trainer.models.moe.routing import earlier_choices, imbalance, near_tie_count, route  # noqa: E402
-from distrain.trainer.plan.changed_run import with_changes  # noqa: E402
+from distrain.trainer.spec.changed_run import with_changes  # noqa: E402
 from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train  # noqa: E402
 
 CPU = torch.device("cpu")

@@ -7,9 +7,9 @@ import pytest
 
 from distrain.trainer.models.families import FAMILIES
 from distrain.trainer.models.ops.op_table import parameter_count
-from distrain.trainer.plan.changed_run import with_changes
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.result import Plan
+from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.spec.run import Cluster, Device, Link, Model, Parallel, Run, Train
 
 DEVICE = Device(name="A100", memory=1e16, bandwidth=2e12, peak={"fp16": 312e12, "bf16": 312e12, "fp32": 19.5e12}, units=108)

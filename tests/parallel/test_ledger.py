@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from distrain.cli.config.load import load_recipe
+from distrain.trainer.plan.costs.traffic_term import TrafficTerm
 from distrain.trainer.plan.mesh_position import mesh_position
 from distrain.trainer.plan.message_comparison import ComparedMessages, MessageRow, compare_with_plan, data_terms, message_rows
 from distrain.trainer.plan.result import Message
 from distrain.trainer.plan.traffic import rank_traffic
-from distrain.trainer.plan.traffic_term import TrafficTerm
 
 if TYPE_CHECKING:
     from distrain.tests.fakes.rank_pool import RankPool

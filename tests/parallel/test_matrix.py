@@ -16,11 +16,11 @@ import pytest
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.one_process import reference_curve
 from distrain.trainer.launch.admission import check_start
-from distrain.trainer.plan.changed_run import overrides, with_changes
 from distrain.trainer.plan.engines import ENGINES, engine_for
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.plan.rules import broken_rules
+from distrain.trainer.plan.rules.rules import broken_rules
 from distrain.trainer.prove.covering import covering_rows
+from distrain.trainer.spec.changed_run import overrides, with_changes
 from distrain.trainer.spec.run import Run
 
 if TYPE_CHECKING:

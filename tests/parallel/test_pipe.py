@@ -21,8 +21,8 @@ from distrain.tests.rank_programs.pipe_ranks import LR, STEPS, batch  # noqa: E4
 from distrain.trainer.engines.deepspeed.import_deepspeed import import_deepspeed  # noqa: E402
 from distrain.trainer.engines.torch_optimizer import torch_optimizer  # noqa: E402
 from distrain.trainer.models.build import build_model  # noqa: E402
-from distrain.trainer.plan.mesh import Mesh  # noqa: E402
-from distrain.trainer.plan.schedules import SCHEDULES, Action, peak_in_flight  # noqa: E402
+from distrain.trainer.plan.layout.mesh import Mesh  # noqa: E402
+from distrain.trainer.plan.layout.schedules import SCHEDULES, Action, peak_in_flight  # noqa: E402
 from distrain.trainer.prove.fork_client import ForkServer  # noqa: E402
 from distrain.trainer.spec.run import Run  # noqa: E402
 

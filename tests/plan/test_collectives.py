@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distrain.trainer.plan.collectives import ALGORITHMS, Wire, collective_cost, server_inflow
+from distrain.trainer.plan.axes.collectives import ALGORITHMS, Wire, collective_cost, server_inflow
 
 
 def sent(verb: str, payload: int, size: int, algorithm: str = "ring") -> int:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from distrain.trainer.plan.estimate import ILLEGAL, Estimator
+from distrain.trainer.plan.layout.schedules import SCHEDULES
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.plan.schedules import SCHEDULES
 from distrain.trainer.spec.run import Cluster, Device, Link, Model, Offload, Overlap, Parallel, Run, Train
 
 GPT: dict[str, Any] = {"family": "gpt", "bias": True, "dropout": 0.1}

@@ -16,14 +16,14 @@ from distrain.cli.config.load import Loader, load_recipe
 from distrain.cli.pages.plan_page import plan_text
 from distrain.cli.pages.text_layout import Style
 from distrain.tests.fakes.time_limits import limit_processor_time
-from distrain.trainer.plan import layout
+from distrain.trainer.plan.axes.weight_slices import HeadShards, dim_shard, idle_ranks
 from distrain.trainer.plan.deepspeed.defaults import ALIGNED
 from distrain.trainer.plan.deepspeed.flat_tensors import FlatElements, FlatParameter, StageParameters, flat_elements, stepped_elements
-from distrain.trainer.plan.divisors import divisors, least_divisor
-from distrain.trainer.plan.layout import balanced_layers
+from distrain.trainer.plan.layout import layout
+from distrain.trainer.plan.layout.layout import balanced_layers
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.plan.rules import MOST_STAGES
-from distrain.trainer.plan.weight_slices import HeadShards, dim_shard, idle_ranks
+from distrain.trainer.plan.rules.rules import MOST_STAGES
+from distrain.trainer.spec.divisors import divisors, least_divisor
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import MOST
 

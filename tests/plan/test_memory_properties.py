@@ -6,7 +6,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from distrain.tests.fakes.planned_memory import MODELS, memory_of, run_of, stage_bytes, states
-from distrain.trainer.plan.schedules import SCHEDULES, peak_in_flight
+from distrain.trainer.plan.layout.schedules import SCHEDULES, peak_in_flight
 from distrain.trainer.spec.run import Model, Run
 
 DEGREES = st.sampled_from([1, 1, 2, 4])

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from distrain.trainer.plan.layout import balanced_layers, mesh_of
-from distrain.trainer.plan.mesh import Mesh, RankRuns, mesh_order, split_group
+from distrain.trainer.plan.layout.layout import balanced_layers, mesh_of
+from distrain.trainer.plan.layout.mesh import Mesh, RankRuns, mesh_order, split_group
 from distrain.trainer.spec.run import Parallel
 
 EVERY = ("pp", "dp", "cp", "ep", "tp", "data", "expert_copies")

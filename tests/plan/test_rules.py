@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from distrain.tests.fakes.valid_run import BASE, FOLDED, HF, INTERLEAVED, MOE, Keys, fixed_run
-from distrain.trainer.plan.changed_run import with_changes
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.plan.rules import OF_LAYOUT, OF_RUN
+from distrain.trainer.plan.rules.rules import OF_LAYOUT, OF_RUN
+from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.spec.run import Model
 
 # fmt: off

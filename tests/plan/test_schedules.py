@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distrain.trainer.plan.schedules import SCHEDULES, Action, bubble_share
-from distrain.trainer.plan.stage_events import stage_events
+from distrain.trainer.plan.layout.schedules import SCHEDULES, Action, bubble_share
+from distrain.trainer.plan.layout.stage_events import stage_events
 
 Pipeline = tuple[str, int, int, int]  # schedule, stages, micro-batches, chunks
 Task = tuple[str, int, int]  # kind, micro-batch, chunk (of a stage, or counted along the model)

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from distrain.trainer.plan.changed_run import with_changes
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.result import Plan, StepTime, Throughput, WholeRun
+from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.spec.run import Cluster, Device, Link, Model, Parallel, Run, Train
 
 # NVIDIA A100 80GB SXM datasheet: 312e12 dense FLOP/s in half precision, 2.039e12 bytes/s, NVLink 300e9 a direction, 108

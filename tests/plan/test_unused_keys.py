@@ -10,9 +10,9 @@ from distrain.cli.config import library
 from distrain.cli.config.keys import config_keys
 from distrain.cli.config.load import load_recipe
 from distrain.trainer.launch.admission import start_warnings
-from distrain.trainer.plan.changed_run import with_changes
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.plan.unused_keys import IDLE, READ, RULE, default
+from distrain.trainer.plan.rules.unused_keys import IDLE, READ, RULE, default
+from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.spec.run import Cluster, Device, Link, Model, Parallel, Run, Train
 
 DEVICE = Device(name="A100", memory=80e9, bandwidth=2e12, peak={"bf16": 312e12})

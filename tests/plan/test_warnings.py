@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 
 from distrain.tests.fakes.valid_run import BASE, HF, INTERLEAVED, MOE, Keys, fixed_run, gpt
-from distrain.trainer.plan.changed_run import with_changes
-from distrain.trainer.plan.cost_context import CostContext
+from distrain.trainer.plan.costs.cost_context import CostContext
 from distrain.trainer.plan.estimate import Estimator
 from distrain.trainer.plan.layout_cost import layout_cost
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.run_layout import run_layout
 from distrain.trainer.plan.warnings import WARNINGS
+from distrain.trainer.spec.changed_run import with_changes
 
 # Runs that are legal but slow, wasteful or not fully planned: (the warning's rule, keys, how the warning begins).
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from distrain.trainer.models.families import FAMILIES
 from distrain.trainer.models.ops.op_table import OpTable, element_count, model_parameters, round_up
-from distrain.trainer.plan.cost_context import CostContext
+from distrain.trainer.plan.axes.weight_slices import TENSOR_DIMS, DimShard, HeadShards, WeightShard, dim_shard, local_sizes, weight_shard
+from distrain.trainer.plan.costs.cost_context import CostContext
+from distrain.trainer.plan.layout.mesh import Mesh
 from distrain.trainer.plan.layout_cost import layout_cost
-from distrain.trainer.plan.mesh import Mesh
 from distrain.trainer.plan.mesh_position import mesh_position
 from distrain.trainer.plan.run_layout import run_layout
-from distrain.trainer.plan.weight_slices import TENSOR_DIMS, DimShard, HeadShards, WeightShard, dim_shard, local_sizes, weight_shard
 from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train
 
 OWN = sorted(FAMILIES.keys() - {"hf"})  # whose weights a config.json states, and no axis splits

@@ -7,7 +7,7 @@ from distrain.trainer.loop.forkserver.server import QUESTIONS, serve
 from distrain.trainer.loop.rank import run_rank
 from distrain.trainer.models.families import FAMILIES
 from distrain.trainer.plan.engines import ENGINES
-from distrain.trainer.plan.schedules import SCHEDULES
+from distrain.trainer.plan.layout.schedules import SCHEDULES
 
 if __name__ == "__main__":
     ENGINES[plain_engine.ROW.name] = plain_engine.ROW

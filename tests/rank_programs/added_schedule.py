@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distrain.trainer.plan.schedules import Action, Schedule
+from distrain.trainer.plan.layout.schedules import Action, Schedule
 
 
 def eager_1f1b(stage: int, stages: int, micros: int, chunks: int = 1) -> list[Action]:

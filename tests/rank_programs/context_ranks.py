@@ -20,9 +20,9 @@ from distrain.trainer.layers.core_attention import FlashCore, FusedCore, ScoresC
 from distrain.trainer.layers.counter_rng import dropout_keys, dropout_mask
 from distrain.trainer.layers.cross_entropy import IGNORED
 from distrain.trainer.layers.group import Group
+from distrain.trainer.layers.transformer import Transformer, document_mask, document_starts
 from distrain.trainer.models.build import build_model, build_module
-from distrain.trainer.models.transformer import Transformer, document_mask, document_starts
-from distrain.trainer.plan.changed_run import with_changes
+from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train
 
 B, S, A, D = 2, 48, 6, 8  # batch, sequence, heads, head_dim

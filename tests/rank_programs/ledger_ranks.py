@@ -18,7 +18,7 @@ from distrain.trainer.layers.group import Group
 from distrain.trainer.parallel.ledger import Ledger
 from distrain.trainer.parallel.process_groups import Grid
 from distrain.trainer.parallel.world import World
-from distrain.trainer.plan.mesh import Mesh
+from distrain.trainer.plan.layout.mesh import Mesh
 from distrain.trainer.plan.mesh_position import MeshPosition
 
 all_reduce_before = dist.all_reduce  # a reference that was taken before any ledger was open

@@ -25,7 +25,7 @@ from distrain.trainer.models.build import build_model, build_module, named_weigh
 from distrain.trainer.models.families import op_table
 from distrain.trainer.models.moe.module import Experts
 from distrain.trainer.models.ops.op_table import model_parameters
-from distrain.trainer.plan.weight_slices import HeadShards, WeightShard, weight_shard
+from distrain.trainer.plan.axes.weight_slices import HeadShards, WeightShard, weight_shard
 from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train
 
 B, S = 2, 16  # sequences of an expert rank, tokens of each

@@ -26,9 +26,9 @@ from distrain.trainer.parallel.ledger import Ledger
 from distrain.trainer.parallel.process_groups import Grid, make_grid
 from distrain.trainer.parallel.rank_model import head_shards
 from distrain.trainer.parallel.world import join_ranks, leave_ranks
-from distrain.trainer.plan.mesh import Mesh
+from distrain.trainer.plan.axes.weight_slices import WeightShard
+from distrain.trainer.plan.layout.mesh import Mesh
 from distrain.trainer.plan.mesh_position import MeshPosition, ModelPart
-from distrain.trainer.plan.weight_slices import WeightShard
 from distrain.trainer.spec.run import Run
 
 STEPS = 3

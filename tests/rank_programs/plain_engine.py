@@ -13,11 +13,11 @@ from distrain.trainer.engines.engine import Engine, ReadMicrobatch, StepResult
 from distrain.trainer.engines.held_bytes import ByteCounter
 from distrain.trainer.parallel.process_groups import Grid
 from distrain.trainer.parallel.rank_model import StageModel
-from distrain.trainer.plan.block_costs import BlockCosts
-from distrain.trainer.plan.cost_context import CostContext
-from distrain.trainer.plan.cost_model import CostModel, StateBytes
-from distrain.trainer.plan.engines import EngineRow
-from distrain.trainer.plan.layout import Layout, StageKind
+from distrain.trainer.plan.costs.block_costs import BlockCosts
+from distrain.trainer.plan.costs.cost_context import CostContext
+from distrain.trainer.plan.costs.cost_model import CostModel, StateBytes
+from distrain.trainer.plan.engines.engine_row import EngineRow
+from distrain.trainer.plan.layout.layout import Layout, StageKind
 from distrain.trainer.spec.run import Run
 
 BUFFERS = 123_456_789  # bytes

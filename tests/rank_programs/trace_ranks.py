@@ -17,10 +17,10 @@ from torch import Tensor
 from distrain.trainer.engines.engine import Engine
 from distrain.trainer.launch.rank.channel import Channel
 from distrain.trainer.layers.tensor_parallel import reduce_outputs
+from distrain.trainer.layers.transformer import TransformerLayer
 from distrain.trainer.loop import train
 from distrain.trainer.loop.forkserver.server import QUESTIONS, serve
 from distrain.trainer.loop.rank import run_rank
-from distrain.trainer.models.transformer import TransformerLayer
 
 
 class StrongerGradient(torch.autograd.Function):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..layers.tensor_parallel import all_reduce
 from ..parallel.process_groups import Grid
 from ..parallel.rank_model import StageModel
-from ..plan.weight_slices import WeightShard
+from ..plan.axes.weight_slices import WeightShard
 from ..spec.run import Run
 from .held_bytes import ByteCounter, bytes_by_kind, parameters_of, tensors_in
 from .rank_parameter import OptimizerShard, RankParameter, whole_parameter

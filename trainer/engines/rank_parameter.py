@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..plan.weight_slices import WeightShard
+from ..plan.axes.weight_slices import WeightShard
 
 STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # tensors that torch's optimizers keep for each element
 

@@ -12,7 +12,7 @@ from ..machine import facts as machine
 from ..machine.facts import CPU_RANKS_PER_CORE
 from ..plan.fixes import engine_problems
 from ..plan.result import Plan
-from ..plan.unused_keys import RULE as UNUSED_KEY_RULE
+from ..plan.rules.unused_keys import RULE as UNUSED_KEY_RULE
 from ..spec.problem import Problem, Unreadable
 from ..spec.run import Run
 from ..system.cpu import cpu_count

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..plan.changed_run import with_changes
 from ..plan.plan import make_plan
 from ..plan.result import Plan
+from ..spec.changed_run import with_changes
 from ..spec.format_numbers import plural
 from ..spec.run import Run
 from ..system.stop_requests import StopRequests

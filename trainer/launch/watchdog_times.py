@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from ..plan.changed_run import with_changes
 from ..rundir.files import write_json
+from ..spec.changed_run import with_changes
 from ..spec.regular_file import read_plain
 from ..spec.run import Checkpoint, Launch, Log, Run
 from .supervisor.watchdog import Watchdog

@@ -14,8 +14,8 @@ from ..models.build import build_module, copy_padded, initial_values, module_of_
 from ..models.families import is_made_by_transformers
 from ..parallel.process_groups import Grid
 from ..parallel.rank_model import StageModel, context_parallel_of, tensor_parallel_of
+from ..plan.axes.weight_slices import WeightShard
 from ..plan.engines import ENGINES
-from ..plan.weight_slices import WeightShard
 from ..spec.run import Run
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -62,10 +62,10 @@ def build_engine(run: Run, grid: Grid, name: str | None) -> Engine:
 
 
 def engine_class(name: str | None) -> type[Engine]:
-    """Return the class that ENGINES (trainer/plan/engines.py) names for an engine. Raises ValueError where it names none."""
+    """Return the class that ENGINES (trainer/plan/engines/__init__.py) names for an engine. Raises ValueError where it names none."""
     row = ENGINES.get(name or "")
     if row is None or not row.engine_class:
-        raise ValueError(f"engine {name} has no class that trains: name one in ENGINES of trainer/plan/engines.py")
+        raise ValueError(f"engine {name} has no class that trains: name one in ENGINES of trainer/plan/engines/__init__.py")
     named: type[Engine] = resolve_name(row.engine_class)
     return named
 

@@ -15,7 +15,7 @@ from ..parallel.process_groups import Grid
 from ..rundir.run_in_manifest import run_record
 from ..spec.run import Run
 from .checkpoint import CheckpointReader, SavedCheckpoint, SaveFailed, Shard, Slice, gather_over, save_shards
-from .checkpoint_shards import checkpoint_shards, is_saved_here, read_range, slice_values, weight_shapes
+from .checkpoint.shard_positions import checkpoint_shards, is_saved_here, read_range, slice_values, weight_shapes
 from .position import Position
 from .resume_loss_check import resume_check_record
 from .training_setup import TrainingSetup

@@ -12,7 +12,7 @@ from ..rundir.changes import Changes, compare_runs
 from ..rundir.run_in_manifest import CONFIG_KEY, read_hf_config, run_from_record
 from ..spec.run import Run
 from .checkpoint import Gather, SavedCheckpoint, choose_checkpoint
-from .checkpoint_shards import weight_shapes
+from .checkpoint.shard_positions import weight_shapes
 from .data.batches import Batches
 from .engine_state import load_hf_weights, restore_engine
 from .fail_together import fail_together

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from ..engines.engine import StepResult
 from ..engines.held_bytes import ByteCounter
 from ..parallel.world import any_rank
+from ..spec.lr_schedule import learning_rate
 from ..spec.run import Run
 from ..system.stop_requests import StopFlag
 from .anomalies import Anomalies
@@ -15,7 +16,6 @@ from .engine_state import save_checkpoint
 from .evaluate import evaluate
 from .failure import AllRanksFailed
 from .instrumentation import Instruments
-from .lr_schedule import learning_rate
 from .metrics import finite_or_none, step_row
 from .model_inputs import label_count, model_inputs
 from .training_setup import TrainingSetup

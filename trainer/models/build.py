@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..layers.context_parallel import ContextParallel
     from ..layers.group import Group
     from ..layers.tensor_parallel import TensorParallel
-    from .transformer import Transformer
+    from ..layers.transformer import Transformer
 
 DEVIATION = 0.02  # of initial weights: GPT-2, Radford et al. 2019 section 2.3
 # Weights whose outputs are added to the residual stream: their deviation is divided by sqrt(2 layers), in the same place.

@@ -23,7 +23,7 @@ from .process_groups import Grid
 SMALL = 8  # elements up to which a message is control, unless one of our layers sends it
 PLANNED_AS = {"data": "dp", "expert_copies": "dp"}  # groups over which gradients are summed: the plan counts them to the data axis
 
-# Each row: operator of c10d, verb, which of its arguments holds the payload. The payload is that of trainer/plan/collectives.py: the
+# Each row: operator of c10d, verb, which of its arguments holds the payload. The payload is that of trainer/plan/axes/collectives.py: the
 # tensor that an all-reduce sums, an all-gather produces, a reduce-scatter takes, and all that a rank gives to an all-to-all.
 VERBS: dict[str, tuple[str, int]] = {
     "allreduce_":                         ("all_reduce",     0),

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ..layers.group import Group
 from ..plan.axes import AXES
-from ..plan.mesh import Mesh, mesh_order
+from ..plan.layout.mesh import Mesh, mesh_order
 from ..plan.mesh_position import MeshPosition
 from .world import WAIT, World
 

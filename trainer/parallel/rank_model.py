@@ -9,7 +9,7 @@ from torch import nn
 from ..layers.context_parallel import ContextParallel
 from ..layers.tensor_parallel import TensorParallel
 from ..models.families import op_table
-from ..plan.weight_slices import HeadShards, WeightShard
+from ..plan.axes.weight_slices import HeadShards, WeightShard
 from ..spec.run import Run
 from .process_groups import Grid
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..spec.run import Parallel, Run
-from .cost_context import CostContext
+from .costs.cost_context import CostContext
 from .layout_cost import LayoutCost, layout_cost
-from .rules import OF_LAYOUT, OF_RUN, broken_rules
+from .rules.rules import OF_LAYOUT, OF_RUN, broken_rules
 from .run_layout import run_layout
 
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations
 
+from ..spec.changed_run import Change, overrides, with_changes
 from ..spec.key_units import gib_text
 from ..spec.problem import Problem
 from ..spec.run import MOST, Run
-from .broken_rule import BrokenRule
-from .changed_run import Change, overrides, with_changes
-from .engines import EngineLimit, engine_for
+from .engines import engine_for
+from .engines.engine_limits import EngineLimit
 from .estimate import Estimator
-from .mesh import replica_size
+from .layout.mesh import replica_size
+from .layout.schedules import SCHEDULES
 from .result import Memory
-from .rules import broken_rules
-from .schedules import SCHEDULES
+from .rules.broken_rule import BrokenRule
+from .rules.rules import broken_rules
 
 SHOWN = 3  # fixes shown for one problem
 NEAREST = 2  # layouts shown for a limit of an engine

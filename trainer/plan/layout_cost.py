@@ -6,11 +6,11 @@ from math import ceil
 from typing import NamedTuple
 
 from .axes import pp
-from .block_costs import BlockCosts
-from .cost_context import CostContext
-from .layout import Layout
-from .local_tensors import block_split
-from .schedules import SCHEDULES
+from .costs.block_costs import BlockCosts
+from .costs.cost_context import CostContext
+from .costs.local_tensors import block_split
+from .layout.layout import Layout
+from .layout.schedules import SCHEDULES
 from .stage_cost import StageCost, logits_in_flight, stage_cost
 
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from ..models.families import op_table
 from ..models.ops.op_table import model_parameters
 from ..spec.run import Run
-from .cost_context import CostContext
-from .layout import Layout
-from .mesh import Mesh
+from .axes.weight_slices import WeightShard, weight_shard
+from .costs.cost_context import CostContext
+from .layout.layout import Layout
+from .layout.mesh import Mesh
 from .run_layout import run_layout
-from .weight_slices import WeightShard, weight_shard
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from ..spec.run import Run
+from .costs.traffic_term import TrafficTerm
 from .engines import cost_model, engine_for
 from .mesh_position import MeshPosition
 from .result import Message
-from .traffic_term import TrafficTerm
 
 CONTROL = "control"  # the axis of norms, flags, sums of losses, shapes, objects and barriers
 

@@ -7,18 +7,18 @@ from typing import Any
 
 from ..spec.problem import Problem
 from ..spec.run import Run
-from .cost_context import CostContext
+from .costs.cost_context import CostContext
+from .costs.precision import moment_bytes
 from .engines import engine_for
 from .fixes import memory_problem, problems_with_fixes
-from .layout import Layout
+from .layout.layout import Layout
+from .layout.mesh import Mesh
+from .layout.schedules import SCHEDULES, bubble_share
 from .layout_cost import LayoutCost, StepSeconds, extra_weight_copies, in_flight, layout_cost, stage_bytes
-from .mesh import Mesh
-from .precision import moment_bytes
 from .result import Memory, MemoryBytes, ModelFacts, Plan, StageMemory, StepTime, Throughput, WholeRun
-from .rules import broken_rules
+from .rules.rules import broken_rules
 from .run_layout import run_layout
 from .save_interval import plan_saving, save_warnings
-from .schedules import SCHEDULES, bubble_share
 from .traffic import busiest_traffic
 from .warnings import warnings
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ..spec.run import Parallel
-from .cost_context import CostContext
+from .costs.cost_context import CostContext
 from .engines import cost_model, engine_for
-from .layout import Layout, mesh_of
-from .schedules import SCHEDULES
+from .layout.layout import Layout, mesh_of
+from .layout.schedules import SCHEDULES
 
 
 def run_layout(context: CostContext, parallel: Parallel, microbatch: int) -> Layout:

@@ -7,12 +7,12 @@ from typing import NamedTuple
 from . import tp_gradient_sums
 from .axes import dp
 from .axes.traffic_row import TrafficRow
-from .block_costs import BlockCosts
-from .cost_context import CostContext
-from .cost_model import sharded_elements
+from .costs.block_costs import BlockCosts
+from .costs.cost_context import CostContext
+from .costs.cost_model import sharded_elements
 from .engines import cost_model
-from .layout import Layout, StageKind
-from .schedules import SCHEDULES
+from .layout.layout import Layout, StageKind
+from .layout.schedules import SCHEDULES
 
 
 class StageCost(NamedTuple):

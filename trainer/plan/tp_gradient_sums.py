@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 from .axes import tp
 from .axes.traffic_row import TrafficRow
-from .block_costs import BlockCosts
-from .cost_context import CostContext
+from .axes.weight_slices import TensorCopies
+from .costs.block_costs import BlockCosts
+from .costs.cost_context import CostContext
 from .engines import cost_model
-from .layout import Layout, StageKind
-from .weight_slices import TensorCopies
+from .layout.layout import Layout, StageKind
 
 
 def traffic_rows(context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, data: int | None = None) -> list[TrafficRow]:

@@ -7,10 +7,10 @@ from collections import Counter
 from ..spec.run import Run
 from . import tp_gradient_sums
 from .axes import pp
+from .axes.collectives import collective_cost
 from .axes.traffic_row import TrafficRow
-from .collectives import collective_cost
-from .cost_context import CostContext
-from .layout import Layout
+from .costs.cost_context import CostContext
+from .layout.layout import Layout
 from .layout_cost import LayoutCost, layout_cost, send_bytes, sends_per_step
 from .result import Message
 from .run_layout import run_layout

@@ -8,13 +8,13 @@ from ..models.families import has_experts
 from ..models.ops.op_table import block_weights
 from ..spec.key_units import LINK, gib_text, percent_text
 from ..spec.problem import Problem
-from .cost_context import CostContext
+from .axes.weight_slices import HeadShards, idle_ranks, local_sizes
+from .costs.cost_context import CostContext
 from .fixes import engine_problems
-from .layout import Layout
+from .layout.layout import Layout
 from .layout_cost import LayoutCost
 from .result import Throughput
-from .unused_keys import unused_keys
-from .weight_slices import HeadShards, idle_ranks, local_sizes
+from .rules.unused_keys import unused_keys
 
 BUBBLE = 0.2  # share of a step from which a bubble is warned of
 

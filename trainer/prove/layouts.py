@@ -8,8 +8,8 @@ from itertools import product
 from math import prod
 from typing import Literal, cast
 
-from ..plan.divisors import divisors
 from ..plan.engines import ENGINES
+from ..spec.divisors import divisors
 from ..spec.run import Parallel, Run
 from .covering import covering_rows
 

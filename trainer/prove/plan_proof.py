@@ -13,7 +13,7 @@ from ..machine import facts as machine
 from ..machine.facts import CPU_RANKS_PER_CORE
 from ..plan.plan import make_plan
 from ..plan.result import Plan
-from ..plan.value_rules import folders
+from ..plan.rules.value_rules import folders
 from ..rundir.files import run_folder, write_launch_files
 from ..spec.problem import Problem
 from ..spec.regular_file import expand_home

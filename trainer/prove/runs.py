@@ -13,8 +13,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from ..plan.divisors import divisors
 from ..plan.plan import make_plan
+from ..spec.divisors import divisors
 from ..system.cpu import cpu_count
 from .fork_client import ForkServer, JobResult
 from .judge import (

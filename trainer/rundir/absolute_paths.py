@@ -6,7 +6,7 @@ import os
 from glob import escape, has_magic
 from pathlib import Path
 
-from ..plan.changed_run import with_changes
+from ..spec.changed_run import with_changes
 from ..spec.run import Run
 
 PATH_KEYS = ("model.hf", "model.weights", "data.cache", "log.dir", "launch.hostfile")  # and data.path, data.tokenizer

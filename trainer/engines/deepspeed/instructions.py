@@ -11,8 +11,8 @@ from typing import Any
 from deepspeed.runtime.pipe import schedule as ds
 
 from ...plan.engines import ENGINES
-from ...plan.schedules import SCHEDULES
-from ...plan.stage_events import StageEvent, stage_events
+from ...plan.layout.schedules import SCHEDULES
+from ...plan.layout.stage_events import StageEvent, stage_events
 
 Instructions = list[Any]
 SENDS = (ds.SendActivation, ds.RecvActivation, ds.SendGrad, ds.RecvGrad, ds.CommitP2P)

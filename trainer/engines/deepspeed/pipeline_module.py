@@ -19,7 +19,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
-from ...plan.mesh import Mesh
+from ...plan.layout.mesh import Mesh
 from ..engine import ReadMicrobatch
 from ..held_bytes import ByteCounter
 from .adapter import clip

@@ -23,11 +23,11 @@ from ...engines.torch_optimizer import torch_optimizer
 from ...launch.rank.environment import reserve_port
 from ...models.build import build_model
 from ...plan.plan import make_plan
+from ...spec.lr_schedule import learning_rate
 from ...spec.run import Run
 from ...system.cpu import cpu_count
 from ..data.batches import Batches
 from ..data.prepare import cache_folder, prepare_corpus
-from ..lr_schedule import learning_rate
 from .exit_status import run_verb
 
 WAIT = 15.0  # seconds in which two processes must rendezvous

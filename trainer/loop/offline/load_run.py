@@ -17,10 +17,10 @@ from ...spec.key_units import gib_text
 from ...spec.problem import Problem, Unreadable
 from ...spec.run import Run
 from ..checkpoint import CheckpointReader, SavedCheckpoint, find_newest, whole_slice
-from ..checkpoint_shards import weight_shapes
+from ..checkpoint.shard_positions import weight_shapes
 
 if TYPE_CHECKING:
-    from ...models.transformer import Transformer
+    from ...layers.transformer import Transformer
 
 RESTORE_RUN_JSON = "restore the run.json that was there when it was saved"
 

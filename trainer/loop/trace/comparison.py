@@ -11,12 +11,12 @@ from torch import Tensor
 
 from ...layers.context_parallel import ContextParallel
 from ...parallel.process_groups import Grid
-from ...plan.weight_slices import WeightShard
+from ...plan.axes.weight_slices import WeightShard
 from ...prove.first_departure import TensorDifference, TensorKind
+from ...spec.lr_schedule import learning_rate
 from ...spec.run import Run
-from ..checkpoint_shards import read_range, slice_values
+from ..checkpoint.shard_positions import read_range, slice_values
 from ..data.batches import shard as sample_shard
-from ..lr_schedule import learning_rate
 from .reference import ReferenceReader
 
 # B batch, S sequence, H hidden, V vocabulary

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ...engines.engine import Engine
 from ...parallel.process_groups import Grid
-from ...plan.weight_slices import WeightShard
+from ...plan.axes.weight_slices import WeightShard
 from ...prove.excluded_weights import zero_gradient_pattern
 from ...prove.first_departure import LAYER_PARTS, TensorKind
 from ...spec.run import Run

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ...plan.weight_slices import WeightShard
+from ...plan.axes.weight_slices import WeightShard
 from ...prove.first_departure import TensorKind
 from ...spec.run import Run
 

@@ -16,8 +16,8 @@ from ...layers.float32 import at_least_float32
 from ...layers.group import Group
 from ...layers.parameters_by_prefix import Parameters, sub_parameters
 from ...layers.tensor_parallel import TensorParallel, gather_inputs, reduce_outputs
+from ...layers.transformer import AttentionHalf, LayerInputs, Transformer
 from ...spec.run import Run
-from ..transformer import AttentionHalf, LayerInputs, Transformer
 from .routing import Routing, imbalance, near_tie_count, route
 
 # B batch, S sequence, H hidden, E experts, K experts per token, C copies of tokens that are computed, F expert_ffn

@@ -1,15 +1,15 @@
 """Data parallelism: gradients are summed over the ranks that hold the same weights, and ZeRO gathers weights (arXiv:1910.02054).
 
 The papers' ZeRO-1 and 2 scatter gradients and gather weights: 2 Psi a step. ZeRO-3 gathers weights for forward and for backward
-and scatters gradients: 3 Psi a micro-batch. A `GradientSync` says where an engine differs (trainer/plan/cost_model.py).
+and scatters gradients: 3 Psi a micro-batch. A `GradientSync` says where an engine differs (trainer/plan/costs/cost_model.py).
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..collectives import Wire, collective_cost
 from .axis import Axis
+from .collectives import Wire, collective_cost
 from .traffic_row import TrafficRow
 
 AXIS = Axis(name="dp", splits=("batch",), data=True, overlap="data", source="arXiv:1910.02054")

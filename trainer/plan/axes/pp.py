@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..collectives import Wire, collective_cost
 from .axis import Axis
+from .collectives import Wire, collective_cost
 from .traffic_row import TrafficRow
 
 AXIS = Axis(name="pp", splits=("layers",), overlap="pipeline", source="arXiv:1811.06965")

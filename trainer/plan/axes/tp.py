@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...models.ops.op_table import Op, Tensor
-from ..collectives import Wire, collective_cost
-from ..weight_slices import TENSOR_DIMS, local_tensor_dims
 from .axis import Axis, RankTensors
+from .collectives import Wire, collective_cost
 from .message import AxisMessage
 from .traffic_row import TrafficRow
+from .weight_slices import TENSOR_DIMS, local_tensor_dims
 
 
 def style(op: Op) -> str | None:

@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 
 from ...spec.run import Parallel, Run
 from ..axes import dp
-from ..block_costs import BlockCosts
-from ..cost_context import CostContext
-from ..cost_model import CostModel, StateBytes, gathered_input
-from ..layout import Layout, StageKind
-from ..mesh import Mesh
-from ..traffic_term import TrafficTerm
-from ..weight_slices import TensorCopies, WeightShard
+from ..axes.weight_slices import TensorCopies, WeightShard
+from ..costs.block_costs import BlockCosts, activation_form
+from ..costs.cost_context import CostContext
+from ..costs.cost_model import CostModel, StateBytes, UnplannedSize, gathered_input
+from ..costs.traffic_term import TrafficTerm
+from ..layout.layout import Layout, StageKind
+from ..layout.mesh import Mesh
 from .defaults import MASTER, REUSED
-from .flat_tensors import StageParameters, flat_elements, stage_parameters, stepped_elements
+from .flat_tensors import MOST_LAYERS, MOST_RANKS, StageParameters, flat_elements, stage_parameters, stepped_elements
 from .memory import ZeroSetting, effective_stage, zero_bytes
 from .messages import traffic_terms
 
@@ -74,6 +74,19 @@ class DeepSpeedCosts(CostModel):
         if stage and mesh.pp == 1 and not (stage == 1 and width.gradient > width.weight):
             return stepped_elements(_stage_parameters(context, kind, mesh), copies, stage, mesh.size("data"), data)
         return super().summed_elements(context, layout, blocks, kind, copies, data)
+
+    def unplanned_size(self, run: Run, parallel: Parallel, layers: int, ranks: int) -> UnplannedSize | None:
+        """The fullest of very many ranks that shard very many layers is not computed; at stage 3 all hold the same."""
+        if layers <= MOST_LAYERS or ranks <= MOST_RANKS or not (parallel.tp > 1 or activation_form(run) == "torch"):
+            return None
+        stage = effective_stage(parallel.zero, half=run.train.precision != "fp32", ep=parallel.ep)
+        if stage not in (1, 2):
+            return None
+        return UnplannedSize(
+            says=f"with ZeRO {stage} the fullest of {ranks:,} ranks that shard {layers:,} layers is not planned",
+            change=(("parallel.zero", 3),),
+            fix=f"use at most {MOST_LAYERS} layers a stage, or at most {MOST_RANKS:,} ranks of dp x cp",
+        )
 
     def traffic_terms(self, run: Run, mesh: Mesh, shards: Sequence[WeightShard]) -> Iterator[TrafficTerm]:
         return traffic_terms(run, mesh, shards)

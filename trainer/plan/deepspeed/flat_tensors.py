@@ -13,7 +13,7 @@ from math import prod
 from typing import NamedTuple
 
 from ...models.ops.op_table import OpTable, Parameter, model_parameters
-from ..weight_slices import TensorCopies, weight_shard
+from ..axes.weight_slices import TensorCopies, weight_shard
 from .defaults import ALIGNED
 
 MOST_RANKS, MOST_LAYERS = 4096, 256  # of a stage; beyond both, the rank with most is not computed

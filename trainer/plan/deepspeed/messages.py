@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from math import prod
 
 from ...spec.run import Run
-from ..mesh import Mesh
-from ..precision import widths
-from ..traffic_term import TrafficTerm
-from ..weight_slices import WeightShard
+from ..axes.weight_slices import WeightShard
+from ..costs.precision import widths
+from ..costs.traffic_term import TrafficTerm
+from ..layout.mesh import Mesh
 from .defaults import ALIGNED, MASTER, PERSISTENT, REUSED
 from .memory import effective_stage
 

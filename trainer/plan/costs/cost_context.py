@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..models.families import op_table
-from ..models.ops.op_table import Op, OpTable, block_weights, element_count, forward_flops, parameter_count
-from ..spec.run import Run
+from ...models.families import op_table
+from ...models.ops.op_table import Op, OpTable, block_weights, element_count, forward_flops, parameter_count
+from ...spec.run import Run
+from ..axes.collectives import Wire
+from ..axes.weight_slices import HeadShards
+from ..layout.layout import LayerPartition, split_layers
+from ..layout.mesh import Mesh, Wires, group_wire, mesh_wires, ranks_in_node, split_group
 from .block_costs import BlockCosts, activation_form, block_costs
-from .collectives import Wire
-from .layout import LayerPartition, split_layers
 from .local_tensors import BlockSplit
-from .mesh import Mesh, Wires, group_wire, mesh_wires, ranks_in_node, split_group
 from .precision import state_bytes, widths
 from .roofline import rates
-from .weight_slices import HeadShards
 
 
 class CostContext:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from ..models.ops.op_table import Dims, Parameter, round_up
-from .divisors import least_divisor
+from ...models.ops.op_table import Dims, Parameter, round_up
+from ...spec.divisors import least_divisor
 
 TENSOR_DIMS: Dims = ("heads", "kv_heads", "ffn", "expert_ffn", "shared_ffn", "vocab")  # that the tensor axis splits
 

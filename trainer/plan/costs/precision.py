@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..spec.run import Optim, Train
+from ...spec.run import Optim, Train
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,16 +10,16 @@ from collections.abc import Iterator, Mapping
 from heapq import nsmallest
 from math import ceil, prod
 
-from ..models.families import FAMILIES, has_experts, is_made_by_transformers
-from ..spec.problem import suggest_name
-from ..spec.run import Parallel, Run
+from ...models.families import FAMILIES, has_experts, is_made_by_transformers
+from ...spec.changed_run import Change
+from ...spec.divisors import divisors
+from ...spec.problem import suggest_name
+from ...spec.run import Parallel, Run
+from ..costs.precision import COMPUTES
+from ..engines import ENGINES
+from ..layout.mesh import replica_degrees, replica_size
+from ..layout.schedules import SCHEDULES
 from .broken_rule import BrokenRule, Rule
-from .changed_run import Change
-from .divisors import divisors
-from .engines import ENGINES
-from .mesh import replica_degrees, replica_size
-from .precision import COMPUTES
-from .schedules import SCHEDULES
 from .value_rules import folders, plannable_ranks, rates, window
 
 MOST_STAGES = 10_000

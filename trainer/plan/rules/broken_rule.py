@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ..spec.run import Parallel, Run
-from .changed_run import Change
+from ...spec.changed_run import Change
+from ...spec.run import Parallel, Run
 
 
 @dataclass(frozen=True, slots=True)

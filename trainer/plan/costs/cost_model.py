@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ..spec.run import Parallel, Run
-from .axes import dp
+from ...spec.changed_run import Change
+from ...spec.run import Parallel, Run
+from ..axes import dp
+from ..axes.weight_slices import TensorCopies, WeightShard
+from ..layout.layout import Layout, StageKind
+from ..layout.mesh import Mesh
 from .block_costs import BlockCosts
 from .cost_context import CostContext
-from .layout import Layout, StageKind
-from .mesh import Mesh
 from .traffic_term import TrafficTerm
-from .weight_slices import TensorCopies, WeightShard
 
 
 class StateBytes(NamedTuple):
@@ -23,6 +24,14 @@ class StateBytes(NamedTuple):
     optimizer: int
     buffers: int
     passing: int = 0
+
+
+class UnplannedSize(NamedTuple):
+    """A layout that is too large to be planned: why, changes and words that mend it."""
+
+    says: str
+    change: Change
+    fix: str
 
 
 class CostModel:
@@ -75,6 +84,10 @@ class CostModel:
         if copies == "shared":
             return kind.layers * blocks.layer.shared
         return kind.layers * blocks.layer.replicated + sum(end.replicated for end in ends)
+
+    def unplanned_size(self, run: Run, parallel: Parallel, layers: int, ranks: int) -> UnplannedSize | None:
+        """Return why a stage of `layers` on `ranks` of the data axis is too large to be planned; None: it is planned."""
+        return None
 
     def traffic_terms(self, run: Run, mesh: Mesh, shards: Sequence[WeightShard]) -> Iterator[TrafficTerm]:
         """Yield how the engine's messages on the data axis differ from the planned ones for a rank's weight shards: here they don't."""

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
-from ..spec.read import value_text
-from ..spec.run import Parallel, Run
-from .block_costs import activation_form
+from ...spec.read import value_text
+from ...spec.run import Parallel, Run
+from ..engines import ENGINES, engine_for
+from ..layout.mesh import Mesh, ranks_in_node, replica_degrees, replica_size
 from .broken_rule import BrokenRule
-from .deepspeed.flat_tensors import MOST_LAYERS, MOST_RANKS
-from .deepspeed.memory import effective_stage
-from .mesh import Mesh, ranks_in_node, replica_degrees, replica_size
 
 MOST_NAME = 200  # bytes of a run's name: file systems allow 255, and folders named after it are longer
 MOST_DIR = 2000  # bytes of log.dir
@@ -95,9 +93,7 @@ def plannable_ranks(run: Run, parallel: Parallel, microbatch: int) -> Iterator[B
             says = f"parallel.ep={parallel.ep} x parallel.cp={parallel.cp} does not align with nodes of {gpus}"
             yield BrokenRule("size", f"{says}: the links of {ranks:,} such ranks are not planned", ((("parallel.cp", 1),),))
     layers, data = -(-run.model.layers // parallel.pp), dp * parallel.cp
-    if layers > MOST_LAYERS and data > MOST_RANKS and (parallel.tp > 1 or activation_form(run) == "torch"):
-        stage = effective_stage(parallel.zero, half=run.train.precision != "fp32", ep=parallel.ep)
-        if stage in (1, 2):
-            says = f"with ZeRO {stage} the fullest of {data:,} ranks that shard {layers:,} layers is not planned"
-            fix = f"use at most {MOST_LAYERS} layers a stage, or at most {MOST_RANKS:,} ranks of dp x cp"
-            yield BrokenRule("size", says, ((("parallel.zero", 3),),), fix)
+    for row in ENGINES.values():
+        excess = row.costs.unplanned_size(run, parallel, layers, data)
+        if excess and engine_for(run, parallel)[0] is row:
+            yield BrokenRule("size", excess.says, (excess.change,), excess.fix)

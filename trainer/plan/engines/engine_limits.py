@@ -1,63 +1,17 @@
-"""The engines that train, one row each: what each runs, what it costs, and its class."""
+"""Limits of an engine: the keys whose values it does not run, each with changes that may fix it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
 
-from ..models.families import FAMILIES, family_of
-from ..spec.run import Parallel, Run
-from .axes import AXES
-from .changed_run import Change, overrides
-from .cost_model import CostModel
-from .deepspeed.cost_model import DeepSpeedCosts
-from .schedules import SCHEDULES, Schedule
+from ...models.families import family_of
+from ...spec.changed_run import Change, overrides
+from ...spec.run import Parallel, Run
+from ..axes import AXES
+from .engine_row import EngineRow
 
-
-@dataclass(frozen=True, kw_only=True, eq=False)  # rows are compared by identity: they are keys of caches
-class EngineRow:
-    """An engine. `axes` are those that it splits over more than one rank; of `engine: auto` the first row with or without "pp" is taken."""
-
-    name: str
-    engine_class: str  # MODULE:CLASS, a subclass of trainer/engines/engine.py's Engine; "": it is planned, and can't train
-    costs: CostModel
-    axes: tuple[str, ...]
-    zero: tuple[int, ...]
-    native_schedules: tuple[str, ...]  # those that it has instructions of its own for
-    executes_actions: bool  # it runs every plain schedule from its actions
-    precisions: tuple[str, ...]
-    offload: bool
-    source: str
-
-    @cached_property
-    def pipeline(self) -> bool:
-        """Whether it runs pipeline stages, and nothing else."""
-        return "pp" in self.axes
-
-    @property
-    def schedules(self) -> tuple[str, ...]:
-        """The pipeline schedules that it runs."""
-        return _schedules(self, tuple(SCHEDULES.items()))
-
-    def runs_schedule(self, name: str) -> bool:
-        """Whether it runs a schedule of SCHEDULES."""
-        return name in self.native_schedules or (self.executes_actions and SCHEDULES[name].is_plain)
-
-    @property
-    def families(self) -> tuple[str, ...]:
-        """The model families that it trains."""
-        return tuple(filter(self.trains_family, FAMILIES))
-
-    def trains_family(self, name: str) -> bool:
-        """Whether it trains a family of FAMILIES: one with a module, which a pipeline must be able to split."""
-        family = FAMILIES[name]
-        return bool(family.module) and (not self.pipeline or "pp" in family.axes)
-
-
-@cache
-def _schedules(row: EngineRow, schedules: tuple[tuple[str, Schedule], ...]) -> tuple[str, ...]:
-    return tuple(name for name, _ in schedules if row.runs_schedule(name))
+DOES_NOT_RUN = " does not run "  # between the engine and the override, in the sentence of a limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,62 +30,13 @@ class EngineLimit:
         (override,) = overrides(((self.key, self.value),))
         if self.key == "engine":
             return f"{override} can be planned, but has no class that trains"
-        return f"engine {self.engine} does not run {override}"
+        return f"engine {self.engine}{DOES_NOT_RUN}{override}"
 
 
-PAPERS = CostModel()  # of layouts that no engine runs
-ENGINES = {
-    row.name: row
-    for row in (
-        EngineRow(
-            name="zero",
-            engine_class="distrain.trainer.engines.deepspeed.zero:ZeroEngine",
-            costs=DeepSpeedCosts(),
-            axes=("dp", "cp", "ep", "tp"),
-            zero=(0, 1, 2, 3),
-            native_schedules=(),
-            executes_actions=False,
-            precisions=("fp32", "bf16", "fp16"),
-            offload=True,
-            source="deepspeed 0.19 ZeRO",
-        ),
-        EngineRow(
-            name="pipe",
-            engine_class="distrain.trainer.engines.deepspeed.pipe:PipeEngine",
-            costs=DeepSpeedCosts(),
-            axes=("pp", "dp", "cp", "ep", "tp"),
-            zero=(0, 1),
-            native_schedules=("1f1b", "dualpipev"),
-            executes_actions=True,
-            precisions=("fp32", "bf16", "fp16"),
-            offload=False,
-            source="deepspeed 0.19 PipelineEngine",
-        ),
-    )
-}
-
-
-def engine_for(run: Run, parallel: Parallel) -> tuple[EngineRow | None, tuple[EngineLimit, ...]]:
-    """The engine that a run names, or with `engine: auto` the one for its layout, and its limits that the layout exceeds (none: it runs).
-
-    With `auto` an engine that does not run the layout is left out.
-    """
-    for row in ENGINES.values():
-        if run.engine == row.name or (run.engine == "auto" and row.pipeline == (parallel.pp > 1)):
-            limits = tuple(_limits(row, run, parallel))
-            return (row, limits) if run.engine != "auto" or not limits else (None, limits)
-    return None, ()
-
-
-def cost_model(engine: str | None) -> CostModel:
-    """The cost model of an engine; without one, the papers'."""
-    return ENGINES[engine].costs if engine else PAPERS
-
-
-def _limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[EngineLimit]:
+def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[EngineLimit]:
     """Yield at most one limit a key; rules judge the rest of a layout. A sweep calls this for every layout: changes are made on demand."""
     if not row.engine_class:
-        yield EngineLimit(row.name, "engine", row.name, ((("engine", "auto"),),), fix="name its class in ENGINES (trainer/plan/engines.py)")
+        yield EngineLimit(row.name, "engine", row.name, ((("engine", "auto"),),), fix="name its class in ENGINES (trainer/plan/engines)")
     if row.pipeline != (parallel.pp > 1):
         other: Change = (("parallel.pp", 2), *_fill(parallel)) if row.pipeline else _without_pipeline(run, parallel)
         yield EngineLimit(row.name, "parallel.pp", parallel.pp, ((("engine", "auto"),), other))

@@ -8,9 +8,9 @@ from heapq import heapify, heapreplace
 from itertools import accumulate, groupby
 from typing import NamedTuple
 
-from ..spec.run import Parallel
-from .axes import AXES
-from .axes.dp import GradientSync
+from ...spec.run import Parallel
+from ..axes import AXES
+from ..axes.dp import GradientSync
 from .mesh import Mesh, Wires, replica_size
 
 ONE_BY_ONE = 20_000  # layers up to which all are assigned one at a time

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import cache
 from math import prod
 
-from ..models.ops.op_table import Dims, OpTable, Tensor, round_up
-from ..spec.run import Parallel
-from .axes import AXES
-from .axes.axis import ActivationForm, Axis
+from ...models.ops.op_table import Dims, OpTable, Tensor, round_up
+from ...spec.run import Parallel
+from ..axes import AXES
+from ..axes.axis import ActivationForm, Axis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

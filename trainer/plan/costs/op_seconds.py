@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..models.ops.op_table import Op, Product
-from .axes import tp
+from ...models.ops.op_table import Op, Product
+from ..axes import tp
 from .local_tensors import LocalTensors
 from .roofline import POINTWISE_BACKWARD, DeviceRates, memory_seconds, product_seconds
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from ..spec.read import value_text
-from ..spec.run import Run
+from .read import value_text
+from .run import Run
 
 Section = TypeVar("Section")
 Change = tuple[tuple[str, object], ...]  # (key, value) pairs, set together

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from math import gcd, inf, prod
 
-from ..spec.run import Cluster, Link, Parallel
-from .axes import AXES, Axis
-from .collectives import Wire
+from ...spec.run import Cluster, Link, Parallel
+from ..axes import AXES, Axis
+from ..axes.collectives import Wire
 
 RankRun = tuple[int, int]  # (size, stride): `size` ranks, each `stride` after the one before
 RankRuns = tuple[RankRun, ...]

@@ -10,11 +10,11 @@ from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Any, get_args, get_type_hints
 
-from ..models.families import has_experts, is_made_by_transformers
-from ..spec.problem import Problem
-from ..spec.read import value_text
-from ..spec.run import Run
-from .mesh import Mesh
+from ...models.families import has_experts, is_made_by_transformers
+from ...spec.problem import Problem
+from ...spec.read import value_text
+from ...spec.run import Run
+from ..layout.mesh import Mesh
 
 RULE = "idle"
 Condition = Callable[[Run, Mesh], str]  # the condition as OTHER=VALUE under which a key has no effect; "" where it has one

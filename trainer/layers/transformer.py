@@ -8,20 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layers.attention import Attention
-from ..layers.context_parallel import ContextParallel
-from ..layers.counter_rng import DropoutKeys
-from ..layers.cross_entropy import IGNORED, cross_entropy
-from ..layers.dropout import Dropout
-from ..layers.embedding_and_head import Embedding, LMHead, VocabEmbedding
-from ..layers.feed_forward import FeedForward
-from ..layers.group import Group
-from ..layers.norms import make_norm
-from ..layers.parameters_by_prefix import Parameters, sub_parameters
-from ..layers.recompute import recompute
-from ..layers.rotary import rotary_angles
-from ..layers.tensor_parallel import TensorParallel
 from ..spec.run import Run
+from .attention import Attention
+from .context_parallel import ContextParallel
+from .counter_rng import DropoutKeys
+from .cross_entropy import IGNORED, cross_entropy
+from .dropout import Dropout
+from .embedding_and_head import Embedding, LMHead, VocabEmbedding
+from .feed_forward import FeedForward
+from .group import Group
+from .norms import make_norm
+from .parameters_by_prefix import Parameters, sub_parameters
+from .recompute import recompute
+from .rotary import rotary_angles
+from .tensor_parallel import TensorParallel
 
 # B batch, S sequence, H hidden, D head_dim, V vocabulary; under context parallelism S are this rank's tokens
 

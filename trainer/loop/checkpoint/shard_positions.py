@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..models.families import op_table
-from ..models.ops.op_table import model_parameters
-from ..plan.weight_slices import WeightShard
-from ..spec.run import Run
-from .checkpoint import Shard, Slice, block_slice
-from .checkpoint.slices import Sizes, boxes, range_blocks
+from ...models.families import op_table
+from ...models.ops.op_table import model_parameters
+from ...plan.axes.weight_slices import WeightShard
+from ...spec.run import Run
+from . import Shard, Slice, block_slice
+from .slices import Sizes, boxes, range_blocks
 
 Read = Callable[[Slice], Tensor]  # returns a slice's elements in order
 

@@ -6,19 +6,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..models.families import family_of
-from ..models.ops.op_table import Op, OpTable, Tensor
-from ..spec.run import Run
-from .axes import tp
-from .axes.axis import ActivationForm
-from .axes.message import AxisMessage
-from .collectives import collective_cost
+from ...models.families import family_of
+from ...models.ops.op_table import Op, OpTable, Tensor
+from ...spec.run import Run
+from ..axes import tp
+from ..axes.axis import ActivationForm
+from ..axes.collectives import collective_cost
+from ..axes.message import AxisMessage
+from ..axes.weight_slices import HeadShards
+from ..layout.mesh import Wires
 from .local_tensors import BlockSplit, LocalTensors
-from .mesh import Wires
 from .op_seconds import op_seconds
 from .precision import widths
 from .roofline import DeviceRates, rates
-from .weight_slices import HeadShards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
