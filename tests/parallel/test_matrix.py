@@ -30,6 +30,7 @@ Choice = tuple[tuple[str, object], ...]  # (key, value) pairs that are set toget
 Words = tuple[str, ...]
 
 STEPS = 3
+SIZES = ("train.batch", "model.layers")  # that a layout brings with it
 BASE = (
     *("quickstart", "data=synthetic", f"train.steps={STEPS}", "train.seq=32", "train.evaluate.every=0", "log.every=1"),
     *("optim.lr=1e-3", "optim.warmup=2", "checkpoint.every=0", "train.clip=0.5"),
@@ -46,10 +47,11 @@ SHAPES: dict[str, Words] = {
 
 
 def mesh(dp: int, tp: int, pp: int, cp: int = 1, ep: int = 1) -> Choice:
-    """The degrees, and a batch of one or two micro-batches a replica where the micro-batch is 2."""
+    """The degrees, a batch of one or two micro-batches a replica where the micro-batch is 2, and two layers where there are no stages."""
     degrees = {"tp": tp, "pp": pp, "cp": cp, "ep": ep}
     keys = ((f"parallel.{axis}", degree) for axis, degree in degrees.items())
-    return (("cluster.gpus", dp * tp * pp * cp), *keys, ("train.batch", max(4, 2 * dp)))
+    layers = (("model.layers", 2),) if pp == 1 else ()
+    return (("cluster.gpus", dp * tp * pp * cp), *keys, ("train.batch", max(4, 2 * dp)), *layers)
 
 
 MESHES = tuple(mesh(*degrees) for degrees in (
@@ -78,8 +80,8 @@ class MatrixLayout(NamedTuple):
     choices: tuple[Choice, ...]
 
     def __str__(self) -> str:
-        degrees = [f"{key.rpartition('.')[2]}{value}" for key, value in self.choices[0] if value != 1 and key != "train.batch"]
-        others = [str(value).lower() for choice in self.choices[1:] for key, value in choice if key != "train.batch"]
+        degrees = [f"{key.rpartition('.')[2]}{value}" for key, value in self.choices[0] if value != 1 and key not in SIZES]
+        others = [str(value).lower() for choice in self.choices[1:] for key, value in choice if key not in SIZES]
         return " ".join([self.shape, *degrees, *others])
 
     @property
@@ -89,7 +91,8 @@ class MatrixLayout(NamedTuple):
     @property
     def curve(self) -> Words:
         """The arguments of the run except its layout."""
-        return (*BASE, *SHAPES[self.shape], f"train.batch={self.run().train.batch}")
+        run = self.run()
+        return (*BASE, *SHAPES[self.shape], f"train.batch={run.train.batch}", f"model.layers={run.model.layers}")
 
     def run(self) -> Run:
         return chosen_run(self.shape, self.choices)
