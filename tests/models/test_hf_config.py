@@ -201,6 +201,7 @@ def test_qwen2_is_read_key_by_key(tmp_path: Path) -> None:
         "act": "swiglu",
         "positions": "rope",
         "rope_base": 1000000.0,
+        "rope": {"type": "default"},
         "dropout": 0.0,
         "hf": str(file),
     }
@@ -260,10 +261,9 @@ def test_a_sliding_window_without_effect_is_accepted(words: dict[str, Any], tmp_
     [
         (MISTRAL_7B | {"sliding_window": 4096}, "sliding_window=4096 with max_position_embeddings=32768"),
         (QWEN25_7B | {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 20}, "sliding_window=4096"),
-        (LLAMA31_8B | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type=linear"),
         (LLAMA31_8B | {"rope_scaling": {"factor": 2.0}}, "rope_type=unnamed"),
         (LLAMA31_8B | {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_type="),
-        (QWEN25_7B | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type=yarn"),
+        (QWEN25_7B | {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope_type=longrope"),
         (LLAMA31_8B | {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         (LLAMA31_8B | {"hidden_act": "gelu"}, "family llama does not have hidden_act=gelu: it has silu"),
         (LLAMA31_8B | {"attention_dropout": 0.1}, "attention_dropout=0.1"),

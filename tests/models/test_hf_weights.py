@@ -195,12 +195,12 @@ def test_many_missing_tensors_are_counted(tmp_path: Path) -> None:
     assert lines[-1].endswith(" more tensors are missing or of another shape")
 
 
-def test_stretched_rotary_frequencies_are_refused(tmp_path: Path) -> None:
+def test_other_rotary_frequencies_are_refused(tmp_path: Path) -> None:
     run = saved(tmp_path, "llama")
     config = json.loads((tmp_path / "config.json").read_text())
-    config["rope_parameters"] = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0}
+    config["rope_parameters"] = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert "llama3" in problems(tmp_path, run)
+    assert "this run {type:default}: set model.rope={type:linear,factor:8.0}" in problems(tmp_path, run)
 
 
 def test_missing_and_misshapen_weights_are_reported_before_any_is_read(tmp_path: Path) -> None:

@@ -36,7 +36,8 @@ BASE = (
     "optim.lr=1e-3", "optim.warmup=2", "train.clip=0.5",
 )
 GPT    = ("model=tiny",       "model.layers=2", "model.tied=true")
-LLAMA  = ("model=tiny_llama", "model.layers=2", "model.tied=false")
+LLAMA  = ("model=tiny_llama", "model.layers=2", "model.tied=false",
+          "model.rope={type: dynamic, factor: 4, original_max_position_embeddings: 16}")  # scaled by the length of the whole sequence
 DROPS  = ("model.dropout=0.2",)
 MATH   = ("train.attention=math",)
 APART  = ("data=text", "data.end=10", "data.documents=true")

@@ -40,8 +40,10 @@ SHAPES: dict[str, Words] = {
     "gpt tied":       ("model=tiny",       "model.layers=5", "model.tied=true"),
     "gpt odd":        ("model=tiny",       "model.layers=4", "model.tied=false", "model.heads=6", "model.head_dim=8", "model.ffn=250",
                        "model.vocab=257",  "model.dropout=0.1"),
-    "llama tied":     ("model=tiny_llama", "model.layers=5", "model.tied=true",  "train.attention=math"),
-    "llama":          ("model=tiny_llama", "model.layers=4", "model.tied=false"),
+    "llama tied":     ("model=tiny_llama", "model.layers=5", "model.tied=true",  "train.attention=math",
+                       "model.rope={type: llama3, factor: 4, original_max_position_embeddings: 16}"),
+    "llama":          ("model=tiny_llama", "model.layers=4", "model.tied=false",
+                       "model.rope={type: yarn, factor: 4, original_max_position_embeddings: 16}"),
     "moe":            ("model=tiny_moe",   "model.layers=4", "model.aux_loss=0.01"),
 }
 

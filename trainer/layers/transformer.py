@@ -169,7 +169,7 @@ class Transformer(nn.Module):
         model, dtype = self.model, next(self.parameters()).dtype
         angles, positions = None, self._positions(tokens)
         if model.positions == "rope":
-            angles = rotary_angles(positions, model.head_dim or model.hidden // model.heads, model.rope_base, dtype)
+            angles = rotary_angles(model, positions, tokens.shape[1] * (self.cp.group.size if self.cp else 1), dtype)
         mask = starts = None
         if documents is not None:
             starts = document_starts(documents)[:, positions]

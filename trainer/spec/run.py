@@ -14,11 +14,47 @@ Count = Annotated[int, Meta(ge=1, le=MOST)]
 Natural = Annotated[int, Meta(ge=0, le=MOST)]
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Positive = Annotated[float, Meta(ge=LEAST_FLOAT, le=MOST_FLOAT)]
+AtLeast1 = Annotated[float, Meta(ge=1, le=MOST_FLOAT)]
 NotNegative = Annotated[float, Meta(ge=0, le=MOST_FLOAT)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Below1 = Annotated[float, Meta(ge=0, lt=1)]
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp4"]
+
+
+RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+ROPE_KEYS: dict[str, tuple[str, ...]] = {  # the keys that each type reads
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "yarn": (
+        *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+        *("attention_factor", "mscale", "mscale_all_dim", "truncate"),
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """How the rotary frequencies are scaled for sequences longer than those of the first training; the names are transformers'."""
+
+    type: RopeType = "default"
+    factor: AtLeast1 = 1.0
+    original_max_position_embeddings: Count | None = None
+    low_freq_factor: Positive = 1.0
+    high_freq_factor: Positive = 4.0
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    attention_factor: Positive | None = None
+    mscale: NotNegative | None = None
+    mscale_all_dim: NotNegative | None = None
+    truncate: bool = True
+
+    @property
+    def values(self) -> dict[str, object]:
+        """The type, and the keys that it reads."""
+        return {"type": self.type, **{key: getattr(self, key) for key in ROPE_KEYS[self.type]}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +79,7 @@ class Model:
     act: Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu"] = "gelu"
     positions: Literal["learned", "rope", "none"] = "learned"
     rope_base: Positive = 10000.0
+    rope: Rope = Rope()
     dropout: Below1 = 0.0
     experts: Natural = 0
     top_k: Natural = 0

@@ -20,7 +20,6 @@ from .names import HF_TENSORS, HfTensor, architecture_keys, expert_tensors, find
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER = 100_000_000  # bytes of a safetensors header: the format's own limit
 MAX_LISTED = 6  # wrong tensors that are listed one by one
-STRETCHED = "its rotary frequencies are stretched (rope_type llama3), but ours are plain: its weights would give other logits here"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,10 +116,6 @@ def _config_problems(folder: Path, run: Run) -> Iterator[Problem]:
             yield Problem(
                 rule="weights", says=f"{folder} has model.{key}={has}, this run {value_text(ours[key])}", mend=f"set model.{key}={has}"
             )
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if "llama3" in (rope.get("rope_type"), rope.get("type")):
-        yield Problem(rule="weights", says=f"{folder}: {STRETCHED}")
 
 
 def _shape_problems(weight: FolderWeight, shapes: dict[str, tuple[int, ...]], folder: Path) -> Iterator[Problem]:

@@ -1,7 +1,7 @@
 """Reading a Hugging Face config.json into the keys of our `model`.
 
-Keys that name no size and no part of a layer are ignored: token ids, initial scales, data types. So is Llama 3.1's stretching of
-rotary frequencies: a model made here has plain ones. Everything else that our families do not have is refused.
+Keys that name no size and no part of a layer are ignored: token ids, initial scales, data types. Everything else that our families do
+not have is refused.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, Final
 from ...spec.problem import Problem, Unreadable
 from ...spec.regular_file import read_plain
 from ..families import FAMILIES
+from .rope import json_text, read_rope, rope_keys, rope_problems
 
 REQUIRED: Final = "required"  # a size that the file itself has to state
 
@@ -105,11 +106,7 @@ GPT2 = (
     ConfigRow("dropout",  ("resid_pdrop", "embd_pdrop", "attn_pdrop"), float, 0.1),
 )  # fmt: skip
 
-PLAIN_ROPE = (
-    AllowedValues("rope_type", ("default", "llama3")),
-    AllowedValues("partial_rotary_factor", (1,)),
-    AllowedValues("attention_dropout", (0,)),  # our dropout is of the residual stream too
-)
+NO_DROPOUT = (AllowedValues("attention_dropout", (0,)),)  # our dropout is of the residual stream too
 
 CONFIG_KINDS: dict[str, ConfigKind] = {
     "gpt2": ConfigKind(
@@ -130,7 +127,7 @@ CONFIG_KINDS: dict[str, ConfigKind] = {
         rows=SIZES + LLAMA,
         act="hidden_act",
         acts=GATED,
-        allowed=PLAIN_ROPE,
+        allowed=NO_DROPOUT,
     ),
     "mistral": ConfigKind(
         architecture="MistralForCausalLM",
@@ -138,7 +135,7 @@ CONFIG_KINDS: dict[str, ConfigKind] = {
         rows=SIZES + MISTRAL,
         act="hidden_act",
         acts=GATED,
-        allowed=PLAIN_ROPE,
+        allowed=NO_DROPOUT,
         window=4096,
     ),
     "mixtral": ConfigKind(
@@ -147,7 +144,7 @@ CONFIG_KINDS: dict[str, ConfigKind] = {
         rows=SIZES + MIXTRAL,
         act="hidden_act",
         acts=GATED,
-        allowed=(*PLAIN_ROPE, AllowedValues("router_jitter_noise", (0,))),
+        allowed=(*NO_DROPOUT, AllowedValues("router_jitter_noise", (0,))),
     ),
     "qwen2": ConfigKind(
         architecture="Qwen2ForCausalLM",
@@ -155,7 +152,7 @@ CONFIG_KINDS: dict[str, ConfigKind] = {
         rows=SIZES + QWEN2,
         act="hidden_act",
         acts=GATED,
-        allowed=PLAIN_ROPE,
+        allowed=NO_DROPOUT,
         window=4096,
         uses_window=False,
     ),
@@ -168,18 +165,20 @@ def read_hf_config(path: str | Path) -> dict[str, object]:
     config = _read_json(file)
     model_type = _known_model_type(config, file)
     kind, family = CONFIG_KINDS[model_type], family_of_type(model_type)
-    flat = _flatten_rope(config)
+    flat = {**config, **rope_keys(config)}
     found = (
         *_type_problems(flat, kind),
         *_disagreements(flat, kind),
         *_unsupported_keys(flat, kind, family),
+        *(rope_problems(config, family) if is_rotary(kind) else ()),
         *_window_problems(flat, kind, family),
     )
     if found:
         raise Unreadable([Problem(rule="hf", says=f"{file}: {says}", mend=fix) for says, fix in found])
     values = {row.ours: flat.get(row.theirs[0], row.default) for row in kind.rows}
     act = kind.acts[str(flat.get(kind.act) or next(iter(kind.acts)))]
-    keys: dict[str, object] = {"family": family, **values, **kind.fixed, "act": act, "hf": str(path)}
+    rope = {"rope": read_rope(config)} if is_rotary(kind) else {}
+    keys: dict[str, object] = {"family": family, **values, **kind.fixed, **rope, "act": act, "hf": str(path)}
     return {key: value for key, value in keys.items() if value is not None}
 
 
@@ -222,18 +221,14 @@ def _known_model_type(config: Mapping[str, Any], file: Path) -> str:
     for model_type, kind in CONFIG_KINDS.items():
         if stated == model_type or (stated is None and kind.architecture in architectures):
             return model_type
-    says = f"{file}: model_type={_text(stated)} has no family here" if stated is not None else f"{file}: model_type is missing"
+    says = f"{file}: model_type={json_text(stated)} has no family here" if stated is not None else f"{file}: model_type is missing"
     fix = f"known: {', '.join(CONFIG_KINDS)}; any other model type of transformers is family hf, which can't begin from weights"
     raise Unreadable([Problem(rule="hf", says=says, mend=fix)])
 
 
-def _flatten_rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the file's keys with those of its rotary embedding among them: rope_parameters (transformers 5) or rope_scaling."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        return {**config, "rope_type": rope}  # one for each kind of layer, which no family has
-    unnamed = "unnamed" if "factor" in rope else None
-    return {**config, **rope, "rope_type": rope.get("rope_type") or rope.get("type") or unnamed}
+def is_rotary(kind: ConfigKind) -> bool:
+    """Whether all models of a model_type have rotary embeddings."""
+    return kind.fixed["positions"] == "rope"
 
 
 _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false"}
@@ -261,7 +256,7 @@ def _disagreements(config: Mapping[str, Any], kind: ConfigKind) -> Iterator[tupl
     for row in kind.rows:
         values = [config.get(key, row.default) for key in row.theirs]
         if any(value != values[0] for value in values):
-            pairs = ", ".join(f"{key}={_text(value)}" for key, value in zip(row.theirs, values, strict=True))
+            pairs = ", ".join(f"{key}={json_text(value)}" for key, value in zip(row.theirs, values, strict=True))
             yield f"{pairs} differ, but model.{row.ours} is a single value", "set them to the same value"
 
 
@@ -270,7 +265,7 @@ def _unsupported_keys(config: Mapping[str, Any], kind: ConfigKind, family: str) 
     for row in (*kind.allowed, AllowedValues(kind.act, tuple(kind.acts))):
         value = config.get(row.theirs)
         if value is not None and value not in row.values:
-            yield f"family {family} does not have {row.theirs}={_text(value)}", f"it has {' or '.join(map(_text, row.values))}"
+            yield f"family {family} does not have {row.theirs}={json_text(value)}", f"it has {' or '.join(map(json_text, row.values))}"
 
 
 def _window_problems(config: Mapping[str, Any], kind: ConfigKind, family: str) -> Iterator[tuple[str, str]]:
@@ -283,9 +278,5 @@ def _window_problems(config: Mapping[str, Any], kind: ConfigKind, family: str) -
     begins_after_last = types is None and isinstance(first, int) and isinstance(layers, int) and first >= layers
     covers_context = isinstance(window, int) and isinstance(context, int) and window >= context
     if window is not None and not (is_off or all_full or begins_after_last or covers_context):
-        says = f"family {family} does not have sliding_window={_text(window)} with max_position_embeddings={_text(context)}"
+        says = f"family {family} does not have sliding_window={json_text(window)} with max_position_embeddings={json_text(context)}"
         yield says, "null is full attention"
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)

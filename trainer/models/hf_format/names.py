@@ -95,7 +95,8 @@ def expert_tensors(tensor: HfTensor, shape: tuple[int, ...]) -> Iterator[tuple[H
 
 def architecture_keys(model: Model, run: Run) -> dict[str, object]:
     """Return the keys that decide a model's logits, with every default filled in."""
-    rope = {"rope_base": model.rope_base} if model.positions == "rope" else {"context": model.context or run.train.seq}
+    rotary: dict[str, object] = {"rope_base": model.rope_base, "rope": model.rope.values}
+    positions = rotary if model.positions == "rope" else {"context": model.context or run.train.seq}
     ffn = model.ffn or 4 * model.hidden
     mixture = {
         "experts": model.experts,
@@ -104,7 +105,7 @@ def architecture_keys(model: Model, run: Run) -> dict[str, object]:
         "shared_experts": model.shared_experts,
         "capacity": model.capacity,
     }
-    return (rope | mixture if model.experts else rope) | {
+    return (positions | mixture if model.experts else positions) | {
         "layers": model.layers,
         "hidden": model.hidden,
         "heads": model.heads,

@@ -18,6 +18,7 @@ from ...spec.run import Run
 from .check_folder import INDEX, WHOLE, check_folder, weight_files
 from .config import CONFIG_KINDS
 from .names import HF_TENSORS, HfTensor, architecture_keys, expert_tensors, hf_model_type, hf_tensor
+from .rope import write_rope
 
 MAX_FILE_BYTES = 4_000_000_000
 NO_TOKENS: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -124,8 +125,7 @@ def hf_config(run: Run, model_type: str, dtype: str) -> dict[str, object]:
     act = next(theirs for theirs, act in kind.acts.items() if act == run.model.act)
     config: dict[str, object] = {"architectures": [kind.architecture], "model_type": model_type, "torch_dtype": dtype, **NO_TOKENS}
     if run.model.positions == "rope":
-        rope = {"rope_type": "default", "rope_theta": run.model.rope_base}
-        config |= {"max_position_embeddings": run.train.seq, "rope_parameters": rope}
+        config |= write_rope(run.model, run.train.seq)
     return config | {kind.act: act} | sizes
 
 

@@ -20,6 +20,7 @@ from ..engines import ENGINES
 from ..layout.mesh import replica_degrees, replica_size
 from ..layout.schedules import SCHEDULES
 from .broken_rule import BrokenRule, Rule
+from .position_rules import rotary
 from .value_rules import folders, plannable_ranks, rates, window
 
 MOST_STAGES = 10_000
@@ -327,7 +328,7 @@ def device(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule
 
 
 # Rules of a run that do not depend on its degrees, and rules of a layout, which a sweep applies to each.
-OF_RUN: tuple[Rule, ...] = (names, folders, model, hugging_face, length, rates, window, precision, device)
+OF_RUN: tuple[Rule, ...] = (names, folders, model, rotary, hugging_face, length, rates, window, precision, device)
 OF_LAYOUT: tuple[Rule, ...] = (hugging_face_layout, experts, world, tensor, context, pipeline, batch, offload, plannable_ranks)
 
 

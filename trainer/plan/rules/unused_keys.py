@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
+from itertools import chain
 from typing import Any, get_args, get_type_hints
 
 from ...models.families import has_experts, is_made_by_transformers
 from ...spec.problem import Problem
 from ...spec.read import value_text
-from ...spec.run import Run
+from ...spec.run import ROPE_KEYS, Run
 from ..layout.mesh import Mesh
 
 RULE = "idle"
@@ -53,6 +54,12 @@ def _no_position_table(run: Run, mesh: Mesh) -> str:
     return "" if is_made_by_transformers(run.model) else _is_not("model.positions", "learned")(run, mesh)
 
 
+def _rope_key(key: str) -> Condition:
+    """Return the condition that the run's kind of rope does not read a key of model.rope."""
+    reading = (kind for kind, keys in ROPE_KEYS.items() if key in keys)
+    return _any(_is_not("model.positions", "rope"), _is_not("model.rope.type", *reading))
+
+
 def _no_experts(run: Run, mesh: Mesh) -> str:
     return "" if has_experts(run.model) else f"model.family={run.model.family}"
 
@@ -74,6 +81,8 @@ IDLE: dict[str, Condition] = {
     "model.context":           _no_position_table,
     "model.ffn":               _expert_ffn,
     "model.rope_base":         _is_not("model.positions", "rope"),
+    "model.rope.type":         _is_not("model.positions", "rope"),
+    **{f"model.rope.{key}": _rope_key(key) for key in sorted(set(chain(*ROPE_KEYS.values())))},
     "model.top_k":             _no_experts,
     "model.expert_ffn":        _no_experts,
     "model.shared_experts":    _no_experts,

@@ -1,0 +1,103 @@
+"""Rotary embeddings in a config.json: `rope_parameters` (transformers 5), or `rope_scaling` and `rope_theta`, as our `model.rope`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+from ...spec.run import ROPE_KEYS, Model, Rope
+
+KNOWN = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned", *(row.name for row in fields(Rope))}
+REQUIRED = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (),
+}
+
+
+def rope_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a config's rotary embedding: those of its mapping, and rope_theta and partial_rotary_factor beside it."""
+    rope = _mapping(config)
+    outside = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if config.get(key) is not None}
+    return {**outside, **rope}
+
+
+def rope_type(config: Mapping[str, Any]) -> object:
+    """Return the kind of scaling that a config states; the mapping itself where each kind of layer has its own."""
+    rope = _mapping(config)
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        return rope
+    return rope.get("rope_type") or rope.get("type") or ("unnamed" if "factor" in rope else "default")
+
+
+def rope_problems(config: Mapping[str, Any], family: str) -> Iterator[tuple[str, str]]:
+    """Yield (problem, fix) for a rotary embedding that our models do not have, or whose figures are missing or wrong."""
+    kind, rope = rope_type(config), _mapping(config)
+    if not isinstance(kind, str) or kind not in ROPE_KEYS:
+        yield f"family {family} does not have rope_type={json_text(kind)}", f"it has {', '.join(ROPE_KEYS)}"
+        return
+    for key in sorted(rope.keys() - KNOWN):
+        yield (
+            f"family {family} does not have {key}={json_text(rope[key])} of its rotary embedding",
+            "take the key out if it changes nothing",
+        )
+    if (share := rope_keys(config).get("partial_rotary_factor", 1)) != 1:
+        yield f"family {family} does not have partial_rotary_factor={json_text(share)}", "it has 1"
+    for key in (each for each in ROPE_KEYS[kind] if each != "original_max_position_embeddings"):
+        value, number = rope.get(key), key != "truncate"
+        if value is None and key in REQUIRED[kind]:
+            yield f"{key} of rope_type={kind} is missing", "set it to a number"
+        elif value is not None and (isinstance(value, bool) if number else not isinstance(value, bool)):
+            yield f"{key}={json.dumps(value)} is not {'a number' if number else 'true or false'}", ""
+        elif value is not None and number and not isinstance(value, int | float):
+            yield f"{key}={json.dumps(value)} is not a number", ""
+    if kind != "default" and kind != "linear" and not isinstance(_original_length(config, kind), int):
+        yield f"rope_type={kind} needs original_max_position_embeddings", "or max_position_embeddings, a whole number"
+
+
+def read_rope(config: Mapping[str, Any]) -> dict[str, object]:
+    """Return `model.rope` of a config without problems, with the defaults that transformers fills in."""
+    kind, rope = str(rope_type(config)), _mapping(config)
+    values: dict[str, object] = {key: rope[key] for key in ROPE_KEYS[kind] if rope.get(key) is not None}
+    if "original_max_position_embeddings" in ROPE_KEYS[kind]:
+        values["original_max_position_embeddings"] = length = _original_length(config, kind)
+        if "factor" not in values and isinstance(length, int):
+            values["factor"] = config.get("max_position_embeddings", length) / length
+    return {"type": kind, **values}
+
+
+def write_rope(model: Model, seq: int) -> dict[str, object]:
+    """Return the keys of a config.json that state a model's rotary embedding; `seq` are the tokens of its sequences."""
+    rope = model.rope
+    values: dict[str, object] = {"rope_type": rope.type, "rope_theta": model.rope_base}
+    values |= {key: value for key, value in rope.values.items() if key != "type" and value is not None}
+    original = rope.original_max_position_embeddings or seq
+    longest = seq
+    if rope.type == "dynamic":  # transformers takes the original length from max_position_embeddings
+        longest = original
+        del values["original_max_position_embeddings"]
+    elif rope.type in ("llama3", "yarn"):
+        longest = max(round(rope.factor * original), original + 1)
+    return {"max_position_embeddings": longest, "rope_parameters": values}
+
+
+def _mapping(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return rope if isinstance(rope, Mapping) else {"rope_type": rope}
+
+
+def _original_length(config: Mapping[str, Any], kind: str) -> object:
+    """Return the length of the sequences before scaling, where transformers looks for it."""
+    if kind == "dynamic":
+        return config.get("max_position_embeddings")
+    outside, inside = (each.get("original_max_position_embeddings") for each in (config, _mapping(config)))
+    return outside or inside or config.get("max_position_embeddings")
+
+
+def json_text(value: object) -> str:
+    """Return a value as the file states it, a text without its quotes."""
+    return value if isinstance(value, str) else json.dumps(value)

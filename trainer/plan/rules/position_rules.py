@@ -1,0 +1,36 @@
+"""Rules of rotary positions: what each kind of scaling needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ...models.families import is_made_by_transformers
+from ...spec.run import ROPE_KEYS, Parallel, Run
+from .broken_rule import BrokenRule
+
+ORIGINAL = "model.rope.original_max_position_embeddings"
+
+
+def rotary(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+    """Rope turns pairs of elements of a head; each kind of scaling has what it computes with."""
+    model, rope = run.model, run.model.rope
+    if model.positions != "rope" or is_made_by_transformers(model):
+        return
+    head_dim = model.head_dim or model.hidden // model.heads
+    if head_dim % 2:
+        says = f"model.positions=rope turns pairs of elements, but a head has {head_dim}"
+        yield BrokenRule("rope", says, ((("model.head_dim", head_dim + 1),),))
+        return
+    if "original_max_position_embeddings" in ROPE_KEYS[rope.type] and rope.original_max_position_embeddings is None:
+        fix = f"set {ORIGINAL} to the length of the sequences that the model was first trained on, as {ORIGINAL}=8192"
+        yield BrokenRule("rope", f"model.rope.type={rope.type} needs {ORIGINAL}", fix=fix)
+    if rope.type == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
+        says = f"model.rope.high_freq_factor={rope.high_freq_factor:g} is not above model.rope.low_freq_factor={rope.low_freq_factor:g}"
+        yield BrokenRule("rope", says, ((("model.rope.high_freq_factor", 4 * rope.low_freq_factor),),))
+    if rope.type == "yarn" and rope.beta_fast < rope.beta_slow:
+        says = f"model.rope.beta_fast={rope.beta_fast:g} is below model.rope.beta_slow={rope.beta_slow:g}"
+        yield BrokenRule("rope", says, ((("model.rope.beta_fast", 32 * rope.beta_slow),),))
+    if rope.type == "yarn" and model.rope_base <= 1:
+        yield BrokenRule("rope", f"model.rope_base={model.rope_base:g}: yarn needs a base above 1", ((("model.rope_base", 10000),),))
+    if rope.type == "dynamic" and head_dim == 2:
+        yield BrokenRule("rope", "model.rope.type=dynamic needs heads of more than 2 elements", ((("model.rope.type", "linear"),),))
