@@ -25,8 +25,9 @@ BASE = (
 MODELS: tuple[Words, ...] = (
     ("model=tiny",       "model.layers=2", "model.tied=true"),
     ("model=tiny",       "model.layers=2", "model.tied=false", "model.vocab_multiple=96"),
-    ("model=tiny_llama", "model.layers=2", "model.tied=false"),
-    ("model=tiny_llama", "model.layers=2", "model.tied=true", "train.attention=math"),
+    ("model=tiny_llama", "model.layers=2", "model.tied=false", "model.window=10"),
+    ("model=tiny_llama", "model.layers=2", "model.tied=true", "train.attention=math", "model.window=10",
+                         "model.layer_types=[sliding_attention,full_attention]"),
 )
 TEXTS: tuple[Words, ...] = (
     ("data=synthetic",),
@@ -57,7 +58,7 @@ def joined(row: Row) -> Words:
 
 
 def row_id(row: Row) -> str:
-    return " ".join(word.rpartition(".")[2] for word in joined(row) if not word.startswith(("model.layers", "optim.", "data.end")))
+    return " ".join(word.rpartition(".")[2] for word in joined(row) if not word.startswith(("model.layer", "optim.", "data.end")))
 
 
 ROWS = tuple(covering_rows(product(*CURVE, *LAYOUT)))  # every pair of choices of two factors occurs

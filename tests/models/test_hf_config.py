@@ -131,12 +131,31 @@ MIXTRAL_8X7B = {  # mistralai/Mixtral-8x7B-v0.1
     "vocab_size": 32000,
 }
 # Parameters as the model cards and safetensors indices of the same repositories state them.
+MINISTRAL_8B = {  # the sizes of mistralai/Ministral-8B-Instruct-2410; three of four layers have a window
+    "architectures": ["MinistralForCausalLM"],
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "layer_types": ["full_attention", *["sliding_attention"] * 3] * 9,
+    "max_position_embeddings": 32768,
+    "model_type": "ministral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 100000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": False,
+    "vocab_size": 131072,
+}
 PUBLIC = {
     "gpt2": (GPT2, 124_439_808),
     "llama2_7b": (LLAMA2_7B, 6_738_415_616),
     "llama31_8b": (LLAMA31_8B, 8_030_261_248),
     "mistral_7b": (MISTRAL_7B, 7_248_023_552),
     "qwen25_7b": (QWEN25_7B, 7_615_616_512),
+    "ministral_8b": (MINISTRAL_8B, 8_019_808_256),
     "mixtral_8x7b": (MIXTRAL_8X7B, 46_702_792_704),
 }
 
@@ -242,25 +261,24 @@ def test_a_null_number_of_key_heads_means_as_many_as_heads(tmp_path: Path) -> No
     assert "kv_heads" not in read_hf_config(written(tmp_path, LLAMA2_7B | {"num_key_value_heads": None}))
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        {"sliding_window": 32768},
-        {"sliding_window": 40000},
-        {"sliding_window": 4096, "layer_types": ["full_attention"] * 32},
-        {"sliding_window": 4096, "use_sliding_window": False},
-    ],
-    ids=["as wide", "wider", "full layers", "off"],
-)
-def test_a_sliding_window_without_effect_is_accepted(words: dict[str, Any], tmp_path: Path) -> None:
-    assert read_hf_config(written(tmp_path, MISTRAL_7B | words))["family"] == "llama"
+def test_windows_are_read_as_transformers_reads_them(tmp_path: Path) -> None:
+    """Mistral has no switch; Qwen2's is off unless it is said to be on, and without layer_types its first layers have no window."""
+    mistral = read_hf_config(written(tmp_path, MISTRAL_7B | {"sliding_window": 4096, "use_sliding_window": False}))
+    assert (mistral["window"], "layer_types" in mistral) == (4096, False)
+    assert "window" not in read_hf_config(written(tmp_path, QWEN25_7B))
+    qwen = read_hf_config(written(tmp_path, QWEN25_7B | {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 20}))
+    assert (qwen["window"], qwen["layer_types"]) == (4096, ["full_attention"] * 20 + ["sliding_attention"] * 8)
 
 
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (MISTRAL_7B | {"sliding_window": 4096}, "sliding_window=4096 with max_position_embeddings=32768"),
-        (QWEN25_7B | {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 20}, "sliding_window=4096"),
+        (LLAMA31_8B | {"sliding_window": 4096}, "sliding_window=4096 is not known to family llama, and may change what the model computes"),
+        (LLAMA31_8B | {"quantization_config": {"bits": 4}}, 'quantization_config={"bits": 4} is not known to family llama'),
+        (LLAMA31_8B | {"quantization_config": {"bits": 4}}, "save the model with its weights dequantized"),
+        (LLAMA31_8B | {"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}}, "it names code of the model's own"),
+        (MISTRAL_7B | {"attention_bias": True}, "attention_bias=true is not known to family llama"),
+        (LLAMA31_8B | {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not known to family llama"),
         (LLAMA31_8B | {"rope_scaling": {"factor": 2.0}}, "rope_type=unnamed"),
         (LLAMA31_8B | {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_type="),
         (QWEN25_7B | {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope_type=longrope"),
@@ -295,7 +313,7 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["gemma2", "qwen3", "deepseek_v3", 7])
 def test_the_refusal_of_an_unknown_model_type_lists_the_known_ones(name: object, tmp_path: Path) -> None:
     says = refusal(written(tmp_path, {"model_type": name}))
-    assert f"model_type={name} has no family here: known: gpt2, llama, mistral, mixtral, qwen2" in says
+    assert f"model_type={name} has no family here: known: gpt2, llama, mistral, ministral, mixtral, qwen2" in says
     assert "any other model type of transformers is family hf" in says
 
 

@@ -176,6 +176,24 @@ def test_torch_saves_the_bytes_of_the_op_table_for_every_shape(name: str, microb
         assert measured_saved_bytes(run) == planned_saved_bytes(run)
 
 
+@EVERY_MODEL
+@pytest.mark.parametrize("window", [1, 5, 8, 17, 23, 24])
+def test_torch_saves_the_bytes_of_the_op_table_with_a_window(name: str, window: int) -> None:
+    for attention, recompute, dropout, precision in (
+        ("flash", "none", 0.0, "fp32"),
+        ("flash", "selective", 0.0, "fp32"),
+        ("flash", "full", 0.0, "bf16"),
+        ("flash", "none", 0.1, "fp32"),
+        ("math", "none", 0.0, "fp32"),
+        ("math", "selective", 0.1, "bf16"),
+        ("math", "full", 0.0, "fp32"),
+        ("flash", "full", 0.1, "fp32"),
+    ):
+        keys = {"train__attention": attention, "parallel__recompute": recompute, "model__dropout": dropout, "train__precision": precision}
+        run = run_of(name, train__seq=24, model__window=window, **keys)
+        assert measured_saved_bytes(run) == planned_saved_bytes(run), (attention, recompute, dropout, precision)
+
+
 def test_a_storage_is_counted_once_while_it_is_alive() -> None:
     x, w = torch.randn(8, 16, requires_grad=True), torch.randn(16, 4, requires_grad=True)
     with count_saved_tensors([w]) as saved:

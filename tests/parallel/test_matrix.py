@@ -44,7 +44,7 @@ SHAPES: dict[str, Words] = {
                        "model.rope={type: llama3, factor: 4, original_max_position_embeddings: 16}"),
     "llama":          ("model=tiny_llama", "model.layers=4", "model.tied=false",
                        "model.rope={type: yarn, factor: 4, original_max_position_embeddings: 16}"),
-    "moe":            ("model=tiny_moe",   "model.layers=4", "model.aux_loss=0.01"),
+    "moe":            ("model=tiny_moe",   "model.layers=4", "model.aux_loss=0.01", "model.window=12"),
 }
 
 

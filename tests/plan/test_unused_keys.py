@@ -26,6 +26,7 @@ RUN = Run(
 )
 Keys = dict[str, Any]
 MOE: Keys = {"model.family": "moe", "model.experts": 4, "model.top_k": 2, "model.act": "swiglu"}
+HF: Keys = {"model.family": "hf", "model.parameters": {"embedding.weight": (256, 64)}}
 ROPE: Keys = {"model.positions": "rope"}
 LLAMA3: Keys = ROPE | {"model.rope.type": "llama3", "model.rope.original_max_position_embeddings": 16}
 YARN: Keys = LLAMA3 | {"model.rope.type": "yarn"}
@@ -39,6 +40,9 @@ ROWS: list[tuple[str, Any, str, Keys, Keys]] = [
     ("model.context", 64, "model.positions=rope", {"model.positions": "rope"}, {}),
     ("model.ffn", 128, "model.expert_ffn=64 of every layer", MOE | {"model.expert_ffn": 64}, {}),
     ("model.rope_base", 5e5, "model.positions=learned", {}, {"model.positions": "rope"}),
+    ("model.window", 16, "model.family=hf", HF, {}),
+    ("model.layer_types", ("full_attention",), "model.family=hf", HF, {"model.window": 16}),
+    ("model.layer_types", ("full_attention",), "model.window=null", {}, {"model.window": 16}),
     ("model.rope.type", "linear", "model.positions=learned", {}, {"model.positions": "rope"}),
     ("model.rope.factor", 2.0, "model.rope.type=default", ROPE, ROPE | {"model.rope.type": "linear"}),
     ("model.rope.original_max_position_embeddings", 8, "model.rope.type=linear", ROPE | {"model.rope.type": "linear"}, LLAMA3),

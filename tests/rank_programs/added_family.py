@@ -23,7 +23,7 @@ def table(model: Model, train: Train) -> OpTable:
     """The op table: one norm and one residual sum in each layer."""
     return OpTable(
         sizes=logical_sizes(model, train),
-        embedding=embedding(model),
+        embedding=embedding(model, train),
         layer=(norm("norm1", model), *attention(model, train), *feed_forward(model), residual("residual", model)),
         head=(norm("norm", model), *head(model)),
         tied=model.tied,

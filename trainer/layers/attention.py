@@ -11,7 +11,16 @@ from torch import Tensor, nn
 
 from ..spec.run import Model
 from .context_parallel import AttentionCore, ContextParallel, context_attention
-from .core_attention import FlashCore, FusedCore, ScoresCore, attention_weights, flash_attention, weighted_values
+from .core_attention import (
+    FlashCore,
+    FusedCore,
+    ScoresCore,
+    attention_weights,
+    flash_attention,
+    weighted_values,
+    window_mask,
+    windowed_attention,
+)
 from .dropout import Dropout
 from .parameters_by_prefix import Parameters, sub_parameters
 from .recompute import recompute
@@ -45,11 +54,22 @@ class Attention(nn.Module):
         self.dropout = Dropout(model.dropout, layer, "attention")
         self.head_dim = model.head_dim or model.hidden // model.heads
         self.kernel, self.recompute_core = kernel, recompute_core
+        self.window = model.window if model.is_windowed(layer) else None
 
     def forward(
-        self, x: Tensor, angles: Tensor | None, mask: Tensor | None, states: Tensor | None, cp: ContextParallel | None = None
+        self,
+        x: Tensor,
+        angles: Tensor | None,
+        mask: Tensor | None,
+        states: Tensor | None,
+        cp: ContextParallel | None = None,
+        band: Tensor | None = None,
     ) -> Tensor:
-        """x [B, S, H] -> [B, S, H]; under context parallelism S are this rank's tokens."""
+        """x [B, S, H] -> [B, S, H]; under context parallelism S are this rank's tokens.
+
+        `band` is the mask of a block of the model's window, where that does not cover S and the fused kernel computes in blocks.
+        """
+        band = band if self.window else None
         projections = column_linears(x, self.query, self.key, self.value)
         query, key, value = (torch.unflatten(each, -1, (-1, self.head_dim)) for each in projections)  # [B, S, A or N, D]
         if angles is not None:
@@ -57,19 +77,24 @@ class Attention(nn.Module):
         if cp is not None:
             values = self.core_across_ranks(query, key, value, mask, states, cp)  # [B, S, A, D]
         elif self.recompute_core:
-            values = recompute(self.core, query, key, value, mask, states)
+            values = recompute(self.core, query, key, value, mask, states, band)
         else:
-            values = self.core(query, key, value, mask, states)
+            values = self.core(query, key, value, mask, states, band)
         if self.padded_heads:  # a padded head sees the key heads that it shares with its neighbours, and nothing may be learnt from it
             values = F.pad(values[:, :, : -self.padded_heads], (0, 0, 0, self.padded_heads))
         output: Tensor = self.out(values.flatten(2))  # [B, S, H]
         return output
 
-    def core(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, states: Tensor | None) -> Tensor:
+    def core(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, states: Tensor | None, band: Tensor | None) -> Tensor:
         """Return the values weighted by the softmax of the scores, [B, S, A, D]."""
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [B, A or N, S, D]
         if self.kernel == "flash" and not self.dropout.is_active(states):
+            if band is not None:
+                return windowed_attention(query, key, value, mask, band).transpose(1, 2)
             return flash_attention(query, key, value, mask).transpose(1, 2)
+        if self.window and self.window < query.shape[2]:
+            windowed = window_mask(query.shape[2], self.window, query.dtype, query.device)
+            mask = windowed if mask is None else mask + windowed
         weights = attention_weights(query, key, mask)  # [B, A, S, S]
         return weighted_values(self.dropout(weights, states, self._heads(query)), value).transpose(1, 2)
 

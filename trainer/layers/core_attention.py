@@ -32,6 +32,36 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
 
 
+def windowed_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, band: Tensor) -> Tensor:
+    """As `flash_attention`, where each query sees the last W keys, itself included: in blocks of W queries, which see two blocks of keys.
+
+    `band` [W, 2W] is `window_band`; `mask` [B, 1, S, S] hides further keys.
+    """
+    window, size = band.shape[0], query.shape[2]
+    values = []
+    for begin in range(0, size, window):
+        end, first = min(begin + window, size), max(0, begin - window)
+        seen = band[: end - begin, first - begin + window : end - begin + window]
+        if mask is not None:
+            seen = mask[:, :, begin:end, first:end] + seen
+        parts = query[:, :, begin:end], key[:, :, first:end], value[:, :, first:end]
+        values.append(flash_attention(*parts, seen if begin or mask is not None else None))
+    return torch.cat(values, dim=2)
+
+
+def window_band(window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the mask of 0 and -inf [W, 2W] of a block of W queries on the keys of the block before and of its own."""
+    queries, keys = torch.arange(window, device=device)[:, None], torch.arange(2 * window, device=device)
+    is_seen = (queries < keys) & (keys <= queries + window)
+    return torch.zeros(is_seen.shape, dtype=dtype, device=device).masked_fill_(~is_seen, -torch.inf)
+
+
+def window_mask(size: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the mask of 0 and -inf [S, S] under which each of S positions sees the last `window`, itself included."""
+    hidden = torch.full((size, size), -torch.inf, dtype=dtype, device=device)
+    return hidden.triu(1) + hidden.tril(-window)
+
+
 def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
     """Return softmax(q k^T / sqrt(D) + mask) [B, A, S, S]; no mask: causal. The queries of a group are rows of one product."""
     B, A, S, D = query.shape

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..spec.run import Run
 from .attention import Attention
 from .context_parallel import ContextParallel
+from .core_attention import window_band
 from .counter_rng import DropoutKeys
 from .cross_entropy import IGNORED, cross_entropy
 from .dropout import Dropout
@@ -40,6 +41,7 @@ class LayerInputs:
     dropout_states: Tensor | None  # [B, S]
     sharded_dropout_states: Tensor | None  # [B, S or this rank's part of it]
     cp: ContextParallel | None
+    band: Tensor | None = None  # [W, 2W] mask of a block of the window W, where it does not cover the sequence
 
 
 class AttentionHalf(nn.Module):
@@ -58,7 +60,7 @@ class AttentionHalf(nn.Module):
 
     def attend(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """x [B, S, H] -> x + attention(norm1(x))."""
-        output = self.attention(self.norm1(x), inputs.angles, inputs.mask, inputs.dropout_states, inputs.cp)
+        output = self.attention(self.norm1(x), inputs.angles, inputs.mask, inputs.dropout_states, inputs.cp, inputs.band)
         hidden: Tensor = x + self.dropout1(output, inputs.sharded_dropout_states)  # [B, S, H]
         return hidden
 
@@ -99,6 +101,7 @@ class Transformer(nn.Module):
         model = run.model
         self.model, self.tp, self.cp, self.ep = model, tp, cp, ep
         self.recompute = run.parallel.recompute == "full"
+        self.is_fused = run.train.attention == "flash"
         self.first, self.last = first, last
         if first:
             self.embedding = VocabEmbedding(sub_parameters(parameters, "embedding"), tp)
@@ -162,7 +165,7 @@ class Transformer(nn.Module):
     def run_layer(self, layer: nn.Module, x: Tensor, inputs: LayerInputs) -> Any:
         """Return a layer's output; under full recomputation backward runs the layer again."""
         if self.recompute:
-            return recompute(_call_layer, layer, x, inputs, inputs.angles, inputs.mask, inputs.dropout_states)
+            return recompute(_call_layer, layer, x, inputs, inputs.angles, inputs.mask, inputs.dropout_states, inputs.band)
         return layer(x, inputs)
 
     def _layer_inputs(self, tokens: Tensor, documents: Tensor | None, keys: DropoutKeys | None) -> LayerInputs:
@@ -174,10 +177,14 @@ class Transformer(nn.Module):
         if documents is not None:
             starts = document_starts(documents)[:, positions]
             mask = document_mask(starts, positions, documents.shape[1], dtype)
+        band = None
+        if self.is_fused and (keys is None or not model.dropout) and model.window and model.window < tokens.shape[1]:
+            band = window_band(model.window, dtype, tokens.device)
         states = None if keys is None else keys.states
         return LayerInputs(
             angles=angles,
             mask=mask,
+            band=band,
             starts=starts,
             dropout_states=states,
             sharded_dropout_states=self.tp.shard(states) if states is not None and self.tp else states,

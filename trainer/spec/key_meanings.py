@@ -51,6 +51,8 @@ KEYS = {
     "model.rope.mscale":            Key("yarn: with mscale_all_dim, sets the scale of queries and keys (DeepSeek)", null="not set"),
     "model.rope.mscale_all_dim":    Key("yarn: with mscale, sets the scale of queries and keys (DeepSeek)", null="not set"),
     "model.rope.truncate":          Key("yarn: the bounds between stretched and kept frequencies are whole numbers"),
+    "model.window":                 Key("each position sees the last so many, itself included", "tokens", null="all before it"),
+    "model.layer_types":            Key("which layers have the window; a shorter list is repeated", null="all"),
     "model.dropout":                Key("share of elements that dropout sets to zero"),
     "model.experts":                Key("experts of a layer, in family moe"),
     "model.top_k":                  Key("experts that each token is sent to"),

@@ -30,6 +30,7 @@ UNITS: dict[str, str] = {
     "cluster.*.efficiency":     "share of bandwidth",
     "model.layers":             "layers",
     "model.context":            "tokens",
+    "model.window":             "tokens",
     "model.rope.original_max_position_embeddings": "tokens",
     "model.capacity":           "times top_k x seq / experts tokens",
     "model.dropout":            "probability",

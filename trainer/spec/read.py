@@ -60,7 +60,7 @@ def _value(value: Any, hint: Any, key: str, problems: list[Problem]) -> Any:
             problems.append(Problem(rule="unit", says=f"{key}={value} is not a {of.noun}", mend=suggest_quantity(value, of)))
             return None
         value = parsed
-    if _is_list(value) and len(value) != len(set(map(repr, value))) and "Literal" in repr(hint):
+    if _is_list(value) and len(value) != len(set(map(repr, value))) and "Literal" in repr(hint) and not _may_repeat(hint):
         problems.append(Problem(rule="twice", says=f"{key}={value_text(value)} names something twice"))
         return None
     if why := _why_not_text(value):
@@ -117,6 +117,12 @@ def _range_problem(value: Any, hint: Any, key: str) -> Problem | None:
         if meta.ge == LEAST_FLOAT and value < meta.ge:
             return Problem(rule="type", says=f"{key}={value_text(value)} is too small", mend=f"at least {meta.ge:g}")
     return None
+
+
+def _may_repeat(hint: Any) -> bool:
+    """Whether a list may name something twice: its type says so in `extra` of its Meta."""
+    metas = [meta for kind in _choices(hint) for meta in get_args(kind)[1:] if isinstance(meta, msgspec.Meta)]
+    return any(meta.extra and meta.extra.get("repeats") for meta in metas)
 
 
 def _is_list(value: Any) -> bool:

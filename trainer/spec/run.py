@@ -22,6 +22,8 @@ Below1 = Annotated[float, Meta(ge=0, lt=1)]
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp4"]
 
 
+LayerType = Literal["full_attention", "sliding_attention"]  # transformers' words
+LayerTypes = Annotated[tuple[LayerType, ...], Meta(extra={"repeats": True})]
 RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 ROPE_KEYS: dict[str, tuple[str, ...]] = {  # the keys that each type reads
     "default": (),
@@ -80,6 +82,8 @@ class Model:
     positions: Literal["learned", "rope", "none"] = "learned"
     rope_base: Positive = 10000.0
     rope: Rope = Rope()
+    window: Count | None = None
+    layer_types: LayerTypes | None = None
     dropout: Below1 = 0.0
     experts: Natural = 0
     top_k: Natural = 0
@@ -90,6 +94,18 @@ class Model:
     hf: str | None = None
     parameters: dict[str, tuple[Natural, ...]] | None = None
     weights: str | None = None
+
+    def is_windowed(self, layer: int) -> bool:
+        """Whether a layer has the window: all layers, or those that layer_types names, which repeats until the last layer."""
+        return self.window is not None and (not self.layer_types or self.layer_types[layer % len(self.layer_types)] == "sliding_attention")
+
+    @property
+    def windowed_layers(self) -> int:
+        """The number of layers that have the window."""
+        if self.window is None or not self.layer_types:
+            return 0 if self.window is None else self.layers
+        rounds, rest = divmod(self.layers, len(self.layer_types))
+        return rounds * self.layer_types.count("sliding_attention") + self.layer_types[:rest].count("sliding_attention")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ def table(model: Model, train: Train) -> OpTable:
     )
     return OpTable(
         sizes=logical_sizes(model, train),
-        embedding=(*embedding(model, types=True), norm("embedding.norm", model)),
+        embedding=(*embedding(model, train, types=True), norm("embedding.norm", model)),
         layer=layer,
         head=(*transform, *head(model, bias=True)),
         tied=model.tied,

@@ -1,7 +1,6 @@
 """Reading a Hugging Face config.json into the keys of our `model`.
 
-Keys that name no size and no part of a layer are ignored: token ids, initial scales, data types. Everything else that our families do
-not have is refused.
+Keys that change no logit are ignored (harmless_keys.py lists them). Everything else that our families do not have is refused, by its name.
 """
 
 from __future__ import annotations
@@ -13,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from ...spec.problem import Problem, Unreadable
+from ...spec.problem import Problem, Unreadable, shorten
 from ...spec.regular_file import read_plain
 from ..families import FAMILIES
-from .rope import json_text, read_rope, rope_keys, rope_problems
+from .harmless_keys import is_harmless
+from .rope import ROPE_NAMES, json_text, read_rope, rope_keys, rope_problems
+from .window import WindowKeys, read_window, window_problems
 
 REQUIRED: Final = "required"  # a size that the file itself has to state
 
@@ -54,8 +55,14 @@ class ConfigKind:
     acts: Mapping[str, str]
     act: str  # the file's key of the activation
     allowed: tuple[AllowedValues, ...] = ()
-    window: int | None = None  # transformers' sliding_window where a file lacks it
-    uses_window: bool = True  # transformers' use_sliding_window where a file lacks it
+    window: WindowKeys | None = None
+
+    @property
+    def known_keys(self) -> frozenset[str]:
+        """The keys of the file that are read or restricted."""
+        rows = (name for row in self.rows for name in row.theirs)
+        positions = (*(ROPE_NAMES if is_rotary(self) else ()), *(self.window.names if self.window else ()))
+        return frozenset((self.act, *rows, *positions, *(row.theirs for row in self.allowed)))
 
 
 ROPE = {"norm": "rmsnorm", "positions": "rope", "dropout": 0.0}
@@ -106,6 +113,10 @@ GPT2 = (
     ConfigRow("dropout",  ("resid_pdrop", "embd_pdrop", "attn_pdrop"), float, 0.1),
 )  # fmt: skip
 
+FIXES = {
+    "quantization_config": "save the model with its weights dequantized",
+    "auto_map": "it names code of the model's own, which is not run here: take it out if the model is transformers' own",
+}
 NO_DROPOUT = (AllowedValues("attention_dropout", (0,)),)  # our dropout is of the residual stream too
 
 CONFIG_KINDS: dict[str, ConfigKind] = {
@@ -136,7 +147,16 @@ CONFIG_KINDS: dict[str, ConfigKind] = {
         act="hidden_act",
         acts=GATED,
         allowed=NO_DROPOUT,
-        window=4096,
+        window=WindowKeys(4096),
+    ),
+    "ministral": ConfigKind(
+        architecture="MinistralForCausalLM",
+        fixed=ROPE | {"bias": False},
+        rows=SIZES + MISTRAL,
+        act="hidden_act",
+        acts=GATED,
+        allowed=NO_DROPOUT,
+        window=WindowKeys(4096, by_layer=True),
     ),
     "mixtral": ConfigKind(
         architecture="MixtralForCausalLM",
@@ -145,6 +165,7 @@ CONFIG_KINDS: dict[str, ConfigKind] = {
         act="hidden_act",
         acts=GATED,
         allowed=(*NO_DROPOUT, AllowedValues("router_jitter_noise", (0,))),
+        window=WindowKeys(None),
     ),
     "qwen2": ConfigKind(
         architecture="Qwen2ForCausalLM",
@@ -153,8 +174,7 @@ CONFIG_KINDS: dict[str, ConfigKind] = {
         act="hidden_act",
         acts=GATED,
         allowed=NO_DROPOUT,
-        window=4096,
-        uses_window=False,
+        window=WindowKeys(4096, by_layer=True, switched=True),
     ),
 }  # keyed by model_type
 
@@ -170,15 +190,17 @@ def read_hf_config(path: str | Path) -> dict[str, object]:
         *_type_problems(flat, kind),
         *_disagreements(flat, kind),
         *_unsupported_keys(flat, kind, family),
+        *_unknown_keys(config, kind, family),
         *(rope_problems(config, family) if is_rotary(kind) else ()),
-        *_window_problems(flat, kind, family),
+        *(window_problems(config, kind.window) if kind.window else ()),
     )
     if found:
         raise Unreadable([Problem(rule="hf", says=f"{file}: {says}", mend=fix) for says, fix in found])
     values = {row.ours: flat.get(row.theirs[0], row.default) for row in kind.rows}
     act = kind.acts[str(flat.get(kind.act) or next(iter(kind.acts)))]
-    rope = {"rope": read_rope(config)} if is_rotary(kind) else {}
-    keys: dict[str, object] = {"family": family, **values, **kind.fixed, **rope, "act": act, "hf": str(path)}
+    positions: dict[str, object] = {"rope": read_rope(config)} if is_rotary(kind) else {}
+    positions |= read_window(config, kind.window) if kind.window else {}
+    keys: dict[str, object] = {"family": family, **values, **kind.fixed, **positions, "act": act, "hf": str(path)}
     return {key: value for key, value in keys.items() if value is not None}
 
 
@@ -226,6 +248,14 @@ def _known_model_type(config: Mapping[str, Any], file: Path) -> str:
     raise Unreadable([Problem(rule="hf", says=says, mend=fix)])
 
 
+def _unknown_keys(config: Mapping[str, Any], kind: ConfigKind, family: str) -> Iterator[tuple[str, str]]:
+    """Yield (problem, fix) for keys that may change what the model computes; one that is null, false or empty switches nothing on."""
+    for key, value in config.items():
+        if value and key not in kind.known_keys and not is_harmless(key):
+            says = f"{key}={shorten(json_text(value))} is not known to family {family}, and may change what the model computes"
+            yield says, FIXES.get(key, "take it out if it changes nothing")
+
+
 def is_rotary(kind: ConfigKind) -> bool:
     """Whether all models of a model_type have rotary embeddings."""
     return kind.fixed["positions"] == "rope"
@@ -266,17 +296,3 @@ def _unsupported_keys(config: Mapping[str, Any], kind: ConfigKind, family: str) 
         value = config.get(row.theirs)
         if value is not None and value not in row.values:
             yield f"family {family} does not have {row.theirs}={json_text(value)}", f"it has {' or '.join(map(json_text, row.values))}"
-
-
-def _window_problems(config: Mapping[str, Any], kind: ConfigKind, family: str) -> Iterator[tuple[str, str]]:
-    """Yield (problem, fix) for a sliding window that is shorter than the context, in layers that exist."""
-    window = config.get("sliding_window", kind.window)
-    layers, context = config.get("num_hidden_layers"), config.get("max_position_embeddings")
-    first, types = config.get("max_window_layers"), config.get("layer_types")  # Qwen2's layers before `first` have no window
-    is_off = config.get("use_sliding_window", kind.uses_window) is False
-    all_full = isinstance(types, list) and all(each == "full_attention" for each in types)
-    begins_after_last = types is None and isinstance(first, int) and isinstance(layers, int) and first >= layers
-    covers_context = isinstance(window, int) and isinstance(context, int) and window >= context
-    if window is not None and not (is_off or all_full or begins_after_last or covers_context):
-        says = f"family {family} does not have sliding_window={json_text(window)} with max_position_embeddings={json_text(context)}"
-        yield says, "null is full attention"

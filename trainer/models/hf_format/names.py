@@ -61,9 +61,11 @@ MIXTRAL = {name: tensor for name, tensor in LLAMA.items() if not name.startswith
 HF_TENSORS = {
     "gpt2": GPT2,
     "llama": LLAMA,
+    "mistral": LLAMA,
+    "ministral": LLAMA,
     "mixtral": MIXTRAL,
     "qwen2": LLAMA,
-}  # keyed by the model_type that is written; Mistral is written as Llama
+}  # keyed by the model_type that is written; Mistral without a window is written as Llama
 
 
 def hf_tensor(weight: str, tensors: Mapping[str, HfTensor]) -> HfTensor:
@@ -96,7 +98,7 @@ def expert_tensors(tensor: HfTensor, shape: tuple[int, ...]) -> Iterator[tuple[H
 def architecture_keys(model: Model, run: Run) -> dict[str, object]:
     """Return the keys that decide a model's logits, with every default filled in."""
     rotary: dict[str, object] = {"rope_base": model.rope_base, "rope": model.rope.values}
-    positions = rotary if model.positions == "rope" else {"context": model.context or run.train.seq}
+    positions: dict[str, object] = rotary if model.positions == "rope" else {"context": model.context or run.train.seq}
     ffn = model.ffn or 4 * model.hidden
     mixture = {
         "experts": model.experts,
@@ -105,6 +107,9 @@ def architecture_keys(model: Model, run: Run) -> dict[str, object]:
         "shared_experts": model.shared_experts,
         "capacity": model.capacity,
     }
+    window = model.window if model.window and model.window < run.train.seq and model.windowed_layers else None
+    types = model.layer_types if window and model.windowed_layers < model.layers else None
+    positions |= {"window": window, "layer_types": types and tuple(types[each % len(types)] for each in range(model.layers))}
     return (positions | mixture if model.experts else positions) | {
         "layers": model.layers,
         "hidden": model.hidden,
@@ -130,12 +135,29 @@ def hf_model_type(run: Run) -> str:
     same_bias = keys["bias"] == keys["qkv_bias"]
     form = (keys["norm"], keys["positions"])
     if form == ("layernorm", "learned") and plain_heads and same_bias and keys["act"] in CONFIG_KINDS["gpt2"].acts.values():
-        return "gpt2"
-    if form == ("rmsnorm", "rope") and keys["act"] == "swiglu" and (same_bias or keys["qkv_bias"]):
-        if not run.model.experts:
-            return "llama" if same_bias else "qwen2"
-        if not (keys["bias"] or keys["qkv_bias"] or run.model.shared_experts or run.model.capacity):
-            return "mixtral"
-    says = "none of Hugging Face's GPT-2, Llama, Qwen2 and Mixtral computes what this model does"
-    fix = "GPT-2 has layernorm, learned positions and plain heads; the others rmsnorm, rope and swiglu, Mixtral no shared experts"
+        model_type = "" if run.model.windowed_layers else "gpt2"
+    elif form == ("rmsnorm", "rope") and keys["act"] == "swiglu":
+        model_type = _rotary_model_type(run.model, bias=bool(keys["bias"]), qkv_bias=bool(keys["qkv_bias"]))
+    else:
+        model_type = ""
+    if model_type:
+        return model_type
+    says = "none of Hugging Face's GPT-2, Llama, Mistral, Qwen2 and Mixtral computes what this model does"
+    fix = (
+        "GPT-2 has layernorm, learned positions, plain heads and no window; the others rmsnorm, rope and swiglu; "
+        "Mixtral has no shared experts, and none has both biases and a window"
+    )
     raise Unreadable([Problem(rule="weights", says=says, mend=fix)])
+
+
+def _rotary_model_type(model: Model, *, bias: bool, qkv_bias: bool) -> str:
+    """Return the model_type of a model with RMSNorm, rope and swiglu; "" where there is none."""
+    some_windowed, all_windowed = model.windowed_layers > 0, model.windowed_layers == model.layers
+    if model.experts:
+        plain = not (bias or qkv_bias or model.shared_experts or model.capacity)
+        return "mixtral" if plain and some_windowed == all_windowed else ""
+    if bias:
+        return "llama" if qkv_bias and not some_windowed else ""
+    if qkv_bias:
+        return "qwen2"
+    return "mistral" if all_windowed else "ministral" if some_windowed else "llama"

@@ -19,6 +19,7 @@ from .check_folder import INDEX, WHOLE, check_folder, weight_files
 from .config import CONFIG_KINDS
 from .names import HF_TENSORS, HfTensor, architecture_keys, expert_tensors, hf_model_type, hf_tensor
 from .rope import write_rope
+from .window import write_window
 
 MAX_FILE_BYTES = 4_000_000_000
 NO_TOKENS: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -126,6 +127,8 @@ def hf_config(run: Run, model_type: str, dtype: str) -> dict[str, object]:
     config: dict[str, object] = {"architectures": [kind.architecture], "model_type": model_type, "torch_dtype": dtype, **NO_TOKENS}
     if run.model.positions == "rope":
         config |= write_rope(run.model, run.train.seq)
+    if kind.window:
+        config |= write_window(run.model, kind.window)
     return config | {kind.act: act} | sizes
 
 

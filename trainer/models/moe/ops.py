@@ -19,7 +19,7 @@ def table(model: Model, train: Train) -> OpTable:
     )
     return OpTable(
         sizes=logical_sizes(model, train),
-        embedding=embedding(model),
+        embedding=embedding(model, train),
         layer=layer,
         head=(norm("norm", model), *head(model)),
         tied=model.tied,

@@ -45,7 +45,8 @@ class Product:
     """A matrix product y[rows, outer] = x[rows, inner] w[inner, outer], once for each of `groups`.
 
     `outers` are products of one input that are computed as one. `computed` is the share that a kernel computes (a causal flash
-    kernel: half). `backward` is the cost of backward in forwards (two products; flash attention computes the scores again).
+    kernel: half), `counted` the share that counts as the model's FLOPs (less than 1 with a window). `backward` is the cost of backward
+    in forwards (two products; flash attention computes the scores again).
     """
 
     rows: Dims
@@ -53,6 +54,7 @@ class Product:
     outers: tuple[Dims, ...]
     groups: Dims = ()
     computed: float = 1.0
+    counted: float = 1.0
     backward: float = 2.0
     fused: bool = False  # one kernel that does not write its intermediate results to memory: flash attention
 
@@ -126,6 +128,7 @@ def logical_sizes(model: Model, train: Train) -> dict[str, int]:
         "expert_ffn": expert_ffn,
         "shared_ffn": expert_ffn * model.shared_experts,
         "types": 2,
+        "window": model.window or 0,
     }
 
 
@@ -187,10 +190,11 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def forward_flops(op: Op, sizes: Mapping[str, int]) -> int:
-    """Return the FLOPs of an op's forward pass: 2 x rows x inner x outer; attention is counted in full, not halved by its mask."""
+    """Return the FLOPs of an op's forward pass: 2 x rows x inner x outer; attention is counted in full, not halved by its causal mask."""
     product = op.product
     if product is None:
         return 0
     outer = sum(element_count(dims, sizes) for dims in product.outers)
     groups = element_count(tuple(dim for dim in product.groups if dim != "experts"), sizes)  # experts share the rows
-    return 2 * element_count(product.rows + product.inner, sizes) * outer * groups
+    whole = 2 * element_count(product.rows + product.inner, sizes) * outer * groups
+    return whole if product.counted == 1 else round(whole * product.counted)

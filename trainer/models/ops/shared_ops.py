@@ -63,27 +63,33 @@ def attention(model: Model, train: Train, *, causal: bool = True) -> tuple[Op, .
     return (
         linear("attention", ("hidden",), parts, bias=bias, saves=(STREAM, query, key, value)),
         *rope,
-        *(_flash_core(model, causal) if train.attention == "flash" else _math_core(model)),
+        *(_flash_core(model, train, causal) if train.attention == "flash" else _math_core(model, train)),
         linear("attention.out", QUERY, (("", ("hidden",)),), bias=model.bias, saves=(query,)),
     )
 
 
-def _flash_core(model: Model, causal: bool) -> tuple[Op, ...]:
+def _flash_core(model: Model, train: Train, causal: bool) -> tuple[Op, ...]:
     """FlashAttention-2 (arXiv:2307.08691): saves a float32 log-sum-exp; backward costs 2.5 forwards.
 
-    Its dropout can't be keyed: with dropout our modules take the path of separate kernels, and save what that saves.
+    Its dropout can't be keyed: with dropout our modules take the path of separate kernels, and save what that saves. A layer with a
+    window saves the values of its blocks besides; a model in which only some layers have one is counted as if all had.
     """
+    share, window, seq = windowed_share(model, train.seq), model.window or 0, train.seq
+    blocks, rest = divmod(seq, window) if share else (0, 0)
+    in_blocks = (0.5 + 2 * (blocks - 1)) * window**2 + rest * (window + rest)  # pairs of query and key: the first block is causal
     product = Product(
         rows=("seq",),
         inner=("head_dim",),
         outers=(("keys",), ("keys",)),
         groups=("batch", "heads"),
-        computed=0.5 if causal else 1.0,
+        computed=(0.5 if causal else 1.0) * (1 - share) + share * in_blocks / seq**2,
+        counted=_counted_pairs(model, train.seq),
         backward=2.5,
         fused=True,
     )
     log_sums = (Tensor(("batch", "heads", "seq"), 4),)
-    torch_saves = _softmax_saves(model) if model.dropout else log_sums
+    in_blocks_saves = (Tensor(TOKENS + QUERY),) if share else ()
+    torch_saves = _softmax_saves(model) if model.dropout else (*log_sums, *in_blocks_saves)
     return (Op(name="attention.core", product=product, saves_megatron=log_sums, saves_torch=torch_saves, core=True),)
 
 
@@ -93,12 +99,28 @@ def _softmax_saves(model: Model) -> tuple[Tensor, ...]:
     return (scores, mask, scores) if model.dropout else (scores,)
 
 
-def _math_core(model: Model) -> tuple[Op, ...]:
+def windowed_share(model: Model, seq: int) -> float:
+    """Return the share of the layers that have a window which does not cover the sequence."""
+    return model.windowed_layers / model.layers if model.window and model.window < seq else 0.0
+
+
+def _counted_pairs(model: Model, seq: int) -> float:
+    """Return the pairs of query and key that count, as a share of seq x seq on average over layers: twice those that are seen."""
+    share, window = windowed_share(model, seq), model.window or 0
+    return 1 - share + share * window * (2 * seq - window) / seq**2 if share else 1.0
+
+
+def _math_core(model: Model, train: Train) -> tuple[Op, ...]:
     """Scores, softmax, dropout and values as separate kernels: saves 2as2b, and 3as2b more with dropout."""
     scores, *dropped = saves = _softmax_saves(model)
     heads: Dims = ("batch", "heads")
+    counted = _counted_pairs(model, train.seq)
+
+    def product(inner: Dims, outer: Dims) -> Product:
+        return Product(rows=("seq",), inner=inner, outers=(outer,), groups=heads, counted=counted)
+
     return (
-        Op(name="attention.scores", product=Product(rows=("seq",), inner=("head_dim",), outers=(("keys",),), groups=heads), core=True),
+        Op(name="attention.scores", product=product(("head_dim",), ("keys",)), core=True),
         Op(
             name="attention.softmax",
             moves=(scores, scores, *((scores, *dropped) if dropped else ())),
@@ -108,7 +130,7 @@ def _math_core(model: Model) -> tuple[Op, ...]:
             kernels=2 if dropped else 1,
             eager_passes=2.0,  # scaling and masking are kernels of their own
         ),
-        Op(name="attention.values", product=Product(rows=("seq",), inner=("keys",), outers=(("head_dim",),), groups=heads), core=True),
+        Op(name="attention.values", product=product(("keys",), ("head_dim",)), core=True),
     )
 
 
@@ -185,8 +207,11 @@ def mixture(model: Model) -> tuple[Op, ...]:
     )
 
 
-def embedding(model: Model, *, types: bool = False) -> tuple[Op, ...]:
-    """The token, position and segment tables; saves the dropout mask, sbh. Our modules also save the position indices or rotary angles."""
+def embedding(model: Model, train: Train, *, types: bool = False) -> tuple[Op, ...]:
+    """The token, position and segment tables; saves the dropout mask, sbh.
+
+    Our modules also save the position indices or rotary angles, and the mask of a block of a window: which of two blocks' keys it sees.
+    """
     tables = [Weight("embedding.weight", ("vocab", "hidden"))]
     if model.positions == "learned":
         tables.append(Weight("positions.weight", ("context", "hidden")))
@@ -194,13 +219,15 @@ def embedding(model: Model, *, types: bool = False) -> tuple[Op, ...]:
         tables.append(Weight("types.weight", ("types", "hidden")))
     masks = (MASK,) if model.dropout else ()
     positions = {"learned": (Tensor(("tokens",), 8),), "rope": (Tensor(("tokens", "head_dim"), 4),), "none": ()}[model.positions]
+    has_mask = windowed_share(model, train.seq) > 0 and train.attention == "flash" and not model.dropout
+    window_mask = (Tensor(("window", "window")), Tensor(("window", "window"))) if has_mask else ()
     return (
         Op(
             name="embedding",
             weights=tuple(tables),
             moves=(STREAM,) * (len(tables) + 1) + masks,
             saves_megatron=masks,
-            saves_torch=masks + positions,
+            saves_torch=masks + positions + window_mask,
             reduces=(("vocab", STREAM),),
         ),
     )

@@ -54,7 +54,7 @@ class BlockCosts:
     head: BlockCost
     tied: int  # elements of the weight that embedding and head share, on one rank
     stream: int  # bytes of the hidden states that a rank sends to the next stage
-    angles: int  # bytes of rotary positions that each part of the model saves once for all of its layers
+    angles: int  # bytes of rotary positions and window masks that each part of the model saves once for all of its layers
 
 
 class ComputeSeconds(NamedTuple):
@@ -80,7 +80,8 @@ def block_costs(run: Run, table: OpTable, split: BlockSplit, wires: Wires) -> Bl
     def cost(ops: tuple[Op, ...], recompute: str) -> BlockCost:
         return _block_cost(ops, recompute, local, split, device, wires)
 
-    angles = [tensor for op in table.embedding for tensor in op.saves_torch if "head_dim" in tensor.dims] if form == "torch" else []
+    saves = [tensor for op in table.embedding for tensor in op.saves_torch] if form == "torch" else []
+    angles = [tensor for tensor in saves if {"head_dim", "window"} & set(tensor.dims)]
     return BlockCosts(
         embedding=cost(table.embedding, "none"),
         layer=cost(table.layer, split.recompute),

@@ -1,10 +1,11 @@
-"""Rules of rotary positions: what each kind of scaling needs."""
+"""Rules of positions: what each kind of rotary scaling needs, and which layers have a window."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from ...models.families import is_made_by_transformers
+from ...models.ops.shared_ops import windowed_share
 from ...spec.run import ROPE_KEYS, Parallel, Run
 from .broken_rule import BrokenRule
 
@@ -34,3 +35,23 @@ def rotary(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule
         yield BrokenRule("rope", f"model.rope_base={model.rope_base:g}: yarn needs a base above 1", ((("model.rope_base", 10000),),))
     if rope.type == "dynamic" and head_dim == 2:
         yield BrokenRule("rope", "model.rope.type=dynamic needs heads of more than 2 elements", ((("model.rope.type", "linear"),),))
+
+
+def window(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+    """Layers that have a window have its width, and the list of layers repeats evenly."""
+    model, types = run.model, run.model.layer_types
+    if is_made_by_transformers(model) or types is None:
+        return
+    if not types or model.layers % len(types):
+        says = f"model.layer_types names {len(types)} layers, which does not divide model.layers={model.layers}"
+        yield BrokenRule("window", says, ((("model.layer_types", None),),))
+    if "sliding_attention" in types and model.window is None:
+        says = "model.layer_types names layers with sliding_attention, but model.window=null"
+        yield BrokenRule("window", says, ((("model.layer_types", None),),))
+
+
+def window_layout(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+    """Ranks that share a sequence compute whole attention only."""
+    if parallel.cp > 1 and windowed_share(run.model, run.train.seq):
+        says = f"parallel.cp={parallel.cp} does not compute model.window={run.model.window}, shorter than train.seq={run.train.seq}"
+        yield BrokenRule("window", says, ((("parallel.cp", 1), ("parallel.dp", "auto")), (("parallel.cp", 1),)))

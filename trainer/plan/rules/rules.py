@@ -20,8 +20,8 @@ from ..engines import ENGINES
 from ..layout.mesh import replica_degrees, replica_size
 from ..layout.schedules import SCHEDULES
 from .broken_rule import BrokenRule, Rule
-from .position_rules import rotary
-from .value_rules import folders, plannable_ranks, rates, window
+from .position_rules import rotary, window, window_layout
+from .value_rules import folders, plannable_ranks, profiler_window, rates
 
 MOST_STAGES = 10_000
 MOST_SMALLER = 16  # smaller degrees of an axis that are tried
@@ -328,8 +328,11 @@ def device(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule
 
 
 # Rules of a run that do not depend on its degrees, and rules of a layout, which a sweep applies to each.
-OF_RUN: tuple[Rule, ...] = (names, folders, model, rotary, hugging_face, length, rates, window, precision, device)
-OF_LAYOUT: tuple[Rule, ...] = (hugging_face_layout, experts, world, tensor, context, pipeline, batch, offload, plannable_ranks)
+OF_RUN: tuple[Rule, ...] = (names, folders, model, rotary, window, hugging_face, length, rates, profiler_window, precision, device)
+OF_LAYOUT: tuple[Rule, ...] = (
+    *(hugging_face_layout, window_layout, experts, world, tensor, context, pipeline),
+    *(batch, offload, plannable_ranks),
+)
 
 
 def broken_rules(run: Run, parallel: Parallel, microbatch: int, rules: tuple[Rule, ...] = OF_RUN + OF_LAYOUT) -> list[BrokenRule]:

@@ -54,6 +54,10 @@ def _no_position_table(run: Run, mesh: Mesh) -> str:
     return "" if is_made_by_transformers(run.model) else _is_not("model.positions", "learned")(run, mesh)
 
 
+def _made_by_transformers(run: Run, mesh: Mesh) -> str:
+    return f"model.family={run.model.family}" if is_made_by_transformers(run.model) else ""
+
+
 def _rope_key(key: str) -> Condition:
     """Return the condition that the run's kind of rope does not read a key of model.rope."""
     reading = (kind for kind, keys in ROPE_KEYS.items() if key in keys)
@@ -80,6 +84,8 @@ def _no_such_step(run: Run, mesh: Mesh) -> str:
 IDLE: dict[str, Condition] = {
     "model.context":           _no_position_table,
     "model.ffn":               _expert_ffn,
+    "model.window":            _made_by_transformers,
+    "model.layer_types":       _any(_made_by_transformers, _is("model.window", None)),
     "model.rope_base":         _is_not("model.positions", "rope"),
     "model.rope.type":         _is_not("model.positions", "rope"),
     **{f"model.rope.{key}": _rope_key(key) for key in sorted(set(chain(*ROPE_KEYS.values())))},

@@ -69,7 +69,7 @@ def rates(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]
         yield BrokenRule("min_lr", says, ((("optim.min_lr", float(f"{optim.lr / 10:.6g}")),),))
 
 
-def window(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+def profiler_window(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
     """The profiler's window contains steps, counted from 1."""
     if run.log.profile is None:
         return

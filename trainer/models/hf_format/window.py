@@ -1,0 +1,78 @@
+"""Sliding windows in a config.json: `sliding_window` and `layer_types`, as our `model.window` and `model.layer_types`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, get_args
+
+from ...spec.run import LayerType, Model
+
+FULL: Final = "full_attention"
+SLIDING: Final = "sliding_attention"
+FIRST_WINDOWED = 28  # Qwen2's max_window_layers where a file lacks it
+
+
+@dataclass(frozen=True)
+class WindowKeys:
+    """What a model_type reads of its windows: `default` is sliding_window where a file lacks it; `by_layer`: it reads layer_types.
+
+    `switched`: it has a window only with use_sliding_window, and without layer_types only from layer max_window_layers on.
+    """
+
+    default: int | None
+    by_layer: bool = False
+    switched: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The keys of the file."""
+        return ("sliding_window", "layer_types", *(("use_sliding_window", "max_window_layers") if self.switched else ()))
+
+
+def window_problems(config: Mapping[str, Any], keys: WindowKeys) -> Iterator[tuple[str, str]]:
+    """Yield (problem, fix) for keys of windows that are of the wrong type, or that transformers would not follow."""
+    window, types, layers = _window(config, keys), config.get("layer_types"), config.get("num_hidden_layers")
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+        yield f"sliding_window={json.dumps(window)} is not a whole number, at least 1", "null is full attention"
+    if types is None:
+        return
+    if not isinstance(types, list) or any(each not in get_args(LayerType) for each in types):
+        yield f"layer_types={json.dumps(types)} is not a list of {' and '.join(get_args(LayerType))}", ""
+    elif isinstance(layers, int) and len(types) != layers:
+        yield f"layer_types names {len(types)} layers, but num_hidden_layers={layers}", ""
+    elif window is not None and not keys.by_layer and FULL in types:
+        yield (
+            f"transformers gives every layer of this model_type sliding_window={window}, whatever layer_types says",
+            "use model_type ministral",
+        )
+
+
+def read_window(config: Mapping[str, Any], keys: WindowKeys) -> dict[str, object]:
+    """Return `model.window` and `model.layer_types` of a config without problems; None where all layers are alike."""
+    window, types = _window(config, keys), config.get("layer_types") if keys.by_layer else None
+    layers = config["num_hidden_layers"]
+    if window is not None and types is None and keys.switched:
+        first = min(config.get("max_window_layers", FIRST_WINDOWED), layers)
+        types = [FULL] * first + [SLIDING] * (layers - first)
+    if window is None or not types or SLIDING not in types:
+        return {"window": None if types else window, "layer_types": None}
+    return {"window": window, "layer_types": types if FULL in types else None}
+
+
+def write_window(model: Model, keys: WindowKeys) -> dict[str, object]:
+    """Return the keys of a config.json that state a model's windows."""
+    has_window = model.windowed_layers > 0
+    written: dict[str, object] = {"sliding_window": model.window if has_window else None}
+    if keys.by_layer:
+        written["layer_types"] = [SLIDING if model.is_windowed(layer) else FULL for layer in range(model.layers)]
+    if keys.switched:
+        written |= {"use_sliding_window": has_window, "max_window_layers": 0 if has_window else model.layers}
+    return written
+
+
+def _window(config: Mapping[str, Any], keys: WindowKeys) -> Any:
+    if keys.switched and not config.get("use_sliding_window", False):
+        return None
+    return config.get("sliding_window", keys.default)
