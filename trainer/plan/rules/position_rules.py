@@ -54,4 +54,4 @@ def window_layout(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Bro
     """Ranks that share a sequence compute whole attention only."""
     if parallel.cp > 1 and windowed_share(run.model, run.train.seq):
         says = f"parallel.cp={parallel.cp} does not compute model.window={run.model.window}, shorter than train.seq={run.train.seq}"
-        yield BrokenRule("window", says, ((("parallel.cp", 1), ("parallel.dp", "auto")), (("parallel.cp", 1),)))
+        yield BrokenRule("window", says, ((("parallel.cp", 1),),))
