@@ -26,7 +26,7 @@ TIMED = (
     "test_hosts", "test_hosts_training", "test_faults", "test_slurm", "test_secrets", "test_hangs", "test_checkpoint_kills",
     "test_registration", "test_preflight", "test_openmpi", "test_machine", "test_startup",
 )  # fmt: skip
-# Test files that take more than ten seconds, the longest first: workers begin with these, and `bash scripts/test --quick` leaves them out.
+# Test files that take more than five seconds, the longest first: workers begin with these, and `bash scripts/test --quick` leaves them out.
 SLOW = (
     "test_matrix", "test_pipe", "test_fit_resume", "test_moe_training", "test_moe", "test_fit_matrix", "test_checkpoint_layouts",
     "test_launch_commands", "test_cp", "test_fit_ends", "test_prove", "test_trace", "test_malformed_input", "test_streams_and_signals",
@@ -35,6 +35,8 @@ SLOW = (
     "test_rejected_arguments", "test_damaged_runs", "test_verbs", "test_doctor_run", "test_fit_sweep", "test_keys_of_other_trainers",
     "test_resume_changes", "test_placement", "test_controller", "test_quantities", "test_doctor", "test_generate", "test_stops",
     "test_fit_saves", "test_sinks", "test_prove_layouts", "test_context", "test_ledger", "test_split_linear",
+    "test_layers", "test_modules", "test_formulas", "test_fit_problems", "test_memory_properties", "test_shell_injection", "test_windows",
+    "test_outcome", "test_config_keys", "test_rope_scaling", "test_hf_weights", "test_sources", "test_survey_process",
 )  # fmt: skip
 
 PARTS: dict[str, Callable[[str], bool]] = {
