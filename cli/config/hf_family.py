@@ -19,7 +19,7 @@ from ...trainer.system.run_child import capture_child
 
 TIMEOUT = 300.0  # seconds for transformers to build the model on the meta device
 ALLOWED = ("family", "hf", "weights", "dropout")  # keys of `model` that may be set beside `hf`; config.json sets the others
-VERSION = 1  # of the format of cached answers
+VERSION = 2  # of the format of cached answers
 
 
 def is_hf_family(family: object) -> bool:

@@ -18,6 +18,7 @@ MODELS = {
     "gpt": Model(family="gpt", layers=2, hidden=48, heads=4, vocab=101, context=40, bias=True, tied=True, act="gelu_tanh"),
     "nano": Model(family="gpt", layers=1, hidden=32, heads=4, vocab=64, ffn=80, act="relu"),
     "llama": Model(family="llama", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=16, ffn=72, vocab=101, **LLAMA),
+    "qwen3": Model(family="llama", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=12, ffn=56, vocab=64, qk_norm=True, **LLAMA),
     "qwen": Model(family="llama", layers=3, hidden=32, heads=4, ffn=56, vocab=64, qkv_bias=True, tied=True, vocab_multiple=48, **LLAMA),
     "moe": Model(family="moe", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=16, ffn=40, vocab=64, experts=4, top_k=2, **LLAMA),
 }

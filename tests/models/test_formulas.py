@@ -63,6 +63,8 @@ def attention_written_out(model: Model, w: dict[str, Any], x: Any) -> Any:
     out = torch.zeros_like(query)
     for head in range(query.shape[1]):
         q, k, v = query[:, head], key[:, head // group], value[:, head // group]
+        if model.qk_norm:
+            q, k = (norm_written_out(model, w, f"attention.{part}_norm", each) for part, each in (("query", q), ("key", k)))
         if model.positions == "rope":
             q, k = rotate_written_out(q, model.rope_base), rotate_written_out(k, model.rope_base)
         for position in range(size):

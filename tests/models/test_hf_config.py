@@ -131,6 +131,34 @@ MIXTRAL_8X7B = {  # mistralai/Mixtral-8x7B-v0.1
     "vocab_size": 32000,
 }
 # Parameters as the model cards and safetensors indices of the same repositories state them.
+QWEN3_8B = {  # Qwen/Qwen3-8B
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
 MINISTRAL_8B = {  # the sizes of mistralai/Ministral-8B-Instruct-2410; three of four layers have a window
     "architectures": ["MinistralForCausalLM"],
     "head_dim": 128,
@@ -155,6 +183,7 @@ PUBLIC = {
     "llama31_8b": (LLAMA31_8B, 8_030_261_248),
     "mistral_7b": (MISTRAL_7B, 7_248_023_552),
     "qwen25_7b": (QWEN25_7B, 7_615_616_512),
+    "qwen3_8b": (QWEN3_8B, 8_190_735_360),
     "ministral_8b": (MINISTRAL_8B, 8_019_808_256),
     "mixtral_8x7b": (MIXTRAL_8X7B, 46_702_792_704),
 }
@@ -310,10 +339,10 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["gemma2", "qwen3", "deepseek_v3", 7])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "deepseek_v3", 7])
 def test_the_refusal_of_an_unknown_model_type_lists_the_known_ones(name: object, tmp_path: Path) -> None:
     says = refusal(written(tmp_path, {"model_type": name}))
-    assert f"model_type={name} has no family here: known: gpt2, llama, mistral, ministral, mixtral, qwen2" in says
+    assert f"model_type={name} has no family here: known: gpt2, llama, mistral, ministral, mixtral, qwen2, qwen3" in says
     assert "any other model type of transformers is family hf" in says
 
 

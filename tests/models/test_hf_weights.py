@@ -31,6 +31,7 @@ OURS = {
     "llama": Model(family="llama", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=16, ffn=72, vocab=101, **LLAMA),
     "llama with biases": Model(family="llama", layers=1, hidden=32, heads=4, ffn=56, vocab=64, bias=True, tied=True, **LLAMA),
     "mixtral": Model(family="moe", layers=2, hidden=32, heads=4, kv_heads=2, ffn=56, vocab=64, experts=4, top_k=2, **LLAMA),
+    "qwen3": Model(family="llama", layers=2, hidden=32, heads=4, kv_heads=2, head_dim=12, ffn=56, vocab=64, qk_norm=True, **LLAMA),
     "qwen": Model(family="llama", layers=3, hidden=32, heads=4, ffn=56, vocab=64, qkv_bias=True, vocab_multiple=48, **LLAMA),
 }
 ROPE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 101}
@@ -46,6 +47,9 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral":          ("MistralConfig", ROPE | {"num_key_value_heads": 2, "sliding_window": None}),
     "mixtral":          ("MixtralConfig", ROPE | {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 3}),
     "qwen2":            ("Qwen2Config",   ROPE | {"num_key_value_heads": 2}),
+    "qwen3":            ("Qwen3Config",   ROPE | {"num_key_value_heads": 2, "head_dim": 12}),
+    "qwen3, windows":   ("Qwen3Config",   ROPE | {"num_key_value_heads": 4, "head_dim": 8, "use_sliding_window": True, "sliding_window": 6,
+                                          "max_window_layers": 1}),
     "qwen2, tied":      ("Qwen2Config",   ROPE | {"num_key_value_heads": 4, "tie_word_embeddings": True}),
 }
 # fmt: on

@@ -130,7 +130,7 @@ ODD: Words = (  # sizes that no number of ranks divides
     "cluster.gpus=3",
 )
 GPT: Words = ("model=tiny", "model.layers=4", "train.batch=8")
-LLAMA: Words = ("model=tiny_llama", "model.layers=2", "model.kv_heads=2", "train.batch=4")
+LLAMA: Words = ("model=tiny_llama", "model.layers=2", "model.kv_heads=2", "model.qk_norm=true", "train.batch=4")
 HALF: Words = ("train.precision=bf16", "train.gradients=fp32")
 LAYOUTS: tuple[Words, ...] = (
     *((*ODD, f"parallel.zero={stage}", *precision) for stage in range(4) for precision in ((), ("train.precision=bf16",), HALF)),

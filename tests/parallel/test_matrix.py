@@ -42,7 +42,7 @@ SHAPES: dict[str, Words] = {
                        "model.vocab=257",  "model.dropout=0.1"),
     "llama tied":     ("model=tiny_llama", "model.layers=5", "model.tied=true",  "train.attention=math",
                        "model.rope={type: llama3, factor: 4, original_max_position_embeddings: 16}"),
-    "llama":          ("model=tiny_llama", "model.layers=4", "model.tied=false",
+    "llama":          ("model=tiny_llama", "model.layers=4", "model.tied=false", "model.qk_norm=true",
                        "model.rope={type: yarn, factor: 4, original_max_position_embeddings: 16}"),
     "moe":            ("model=tiny_moe",   "model.layers=4", "model.aux_loss=0.01", "model.window=12"),
 }

@@ -36,8 +36,6 @@ BROKEN: list[tuple[Keys, str]] = [
         "train.seq=2048 is longer than the 1024 tokens of its config.json: set train.seq=1024"),
     (HF | {"model.dropout": 0.1},
         "model.dropout=0.1: dropout of family hf is not keyed by train.seed and differs between layouts: set model.dropout=0"),
-    (HF | {"model.weights": "x"},
-        "model.weights: a model of family hf can't start from given weights: set model.weights=null"),
     (HF | {"data.documents": True},
         "data.documents=true: attention of family hf crosses document boundaries: set data.documents=false"),
     (HF | {"parallel.tp": 2},

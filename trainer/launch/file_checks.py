@@ -84,12 +84,13 @@ def weight_problems(run: Run) -> Iterator[Problem]:
     """Yield why a run can't start from the weights it names; a run that resumes from a checkpoint needs none."""
     from ..rundir.files import run_folder
 
-    if run.model.weights is None or is_made_by_transformers(run.model) or any(run_folder(run).glob("checkpoints/step_*")):
+    if run.model.weights is None or any(run_folder(run).glob("checkpoints/step_*")):
         return
-    from ..models.hf_format.check_folder import check_folder
+    from ..models.hf_format.check_folder import check_folder, check_same_config
 
     try:
-        check_folder(Path(run.model.weights), run)
+        check = check_same_config if is_made_by_transformers(run.model) else check_folder
+        check(Path(run.model.weights), run)
     except Unreadable as error:
         yield from error.problems
 

@@ -22,6 +22,7 @@ from .core_attention import (
     windowed_attention,
 )
 from .dropout import Dropout
+from .norms import HeadNorm
 from .parameters_by_prefix import Parameters, sub_parameters
 from .recompute import recompute
 from .rotary import rotate
@@ -49,6 +50,9 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.query, self.key, self.value = (ColumnLinear(sub_parameters(parameters, part), tp) for part in ("query", "key", "value"))
+        self.query_norm, self.key_norm = (
+            HeadNorm(sub_parameters(parameters, part), model.norm_eps, tp) if model.qk_norm else None for part in ("query_norm", "key_norm")
+        )
         self.out = RowLinear(sub_parameters(parameters, "out"), tp)
         self.first_head, self.padded_heads = (tp.first_head, tp.padded_heads) if tp else (0, 0)
         self.dropout = Dropout(model.dropout, layer, "attention")
@@ -72,6 +76,8 @@ class Attention(nn.Module):
         band = band if self.window else None
         projections = column_linears(x, self.query, self.key, self.value)
         query, key, value = (torch.unflatten(each, -1, (-1, self.head_dim)) for each in projections)  # [B, S, A or N, D]
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
         if angles is not None:
             query, key = rotate(query, angles), rotate(key, angles)
         if cp is not None:

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from ..spec.run import Model
 from .float32 import at_least_float32
 from .parameters_by_prefix import Parameters
+from .tensor_parallel import TensorParallel, gather_inputs
 
 # B batch, S sequence, H hidden
 
@@ -37,10 +38,33 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)  # one kernel, which saves the same as ours
-        normed: Tensor = _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
-        return normed
+        return rms_norm(x, self.weight, self.eps)
+
+
+class HeadNorm(nn.Module):
+    """RMSNorm of each head of x [B, S, A, D], with one scale [D] for all heads; before rope in Qwen3 (arXiv:2505.09388 section 2).
+
+    A tensor-parallel rank has the part of the scale's gradient that its own heads make. Ranks add these up in backward; under sequence
+    parallelism they do so once a step, with the gradients of all weights that each rank holds whole.
+    """
+
+    def __init__(self, parameters: Parameters, eps: float, tp: TensorParallel | None) -> None:
+        super().__init__()
+        self.weight = parameters["weight"]
+        self.eps, self.tp = eps, tp
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_partial = self.tp is not None and not self.tp.sequence
+        weight = gather_inputs(self.weight, self.tp) if is_partial and self.tp else self.weight
+        return rms_norm(x, weight, self.eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return x / its root mean square along the last dim, scaled by `weight`."""
+    if x.is_cuda:
+        return F.rms_norm(x, weight.shape, weight, eps)  # one kernel, which saves the same as ours
+    normed: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    return normed
 
 
 class _RMSNorm(torch.autograd.Function):

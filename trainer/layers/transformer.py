@@ -149,6 +149,10 @@ class Transformer(nn.Module):
         logits: Tensor = self.head(self.hidden(tokens, None, None))
         return logits[..., : self.model.vocab]
 
+    def next_logits(self, tokens: Tensor, cache: None = None) -> tuple[Tensor, None]:
+        """Return the logits [V] of the token after `tokens` [1, S], with vocabulary padding; for a whole model, which keeps no cache."""
+        return self.head(self.hidden(tokens, None, None)[:, -1:])[0, 0], None
+
     def hidden(self, tokens: Tensor, documents: Tensor | None, keys: DropoutKeys | None, stream: Tensor | None = None) -> Tensor:
         """Return the hidden states [B, S, H] after the layers and, in the last part, the final norm."""
         inputs = self._layer_inputs(tokens, documents, keys)

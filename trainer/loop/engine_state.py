@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ..engines.engine import Engine
 from ..launch.rank.channel import OnProgress
+from ..models.families import is_made_by_transformers
+from ..models.hf.weights import read_published_weights
 from ..models.hf_format.weights import read_hf_weights
 from ..parallel.process_groups import Grid
 from ..rundir.run_in_manifest import run_record
@@ -93,7 +96,8 @@ def load_hf_weights(run: Run, engine: Engine, grid: Grid, on_progress: OnProgres
     """
     assert run.model.weights is not None
     mine = {placed.name for part in grid.position.parts for placed in grid.position.weight_shards(run, part)}
-    there = {name: tensor for name, tensor in read_hf_weights(run.model.weights, run) if name in mine}
+    read_weights = read_published_weights if is_made_by_transformers(run.model) else read_hf_weights
+    there = {name: tensor for name, tensor in read_weights(Path(run.model.weights), run) if name in mine}
 
     def read(part: Slice) -> Tensor:
         on_progress("read")

@@ -80,7 +80,7 @@ FAMILIES: dict[str, Family] = {
         defaults=LLAMA_DEFAULTS,
         module="distrain.trainer.layers.transformer:Transformer",
         states_saved=True,
-        model_types=("llama", "mistral", "ministral", "qwen2"),
+        model_types=("llama", "mistral", "ministral", "qwen2", "qwen3"),
     ),
     "moe": Family(  # Mixtral: arXiv:2401.04088
         table=moe,

@@ -34,6 +34,7 @@ KEYS = {
     "model.tied":                   Key("the embedding and the output head are one weight"),
     "model.bias":                   Key("linear layers have a bias"),
     "model.qkv_bias":               Key("the query, key and value layers have a bias", null="as bias"),
+    "model.qk_norm":                Key("each head's query and key are normalized (RMSNorm), before rope"),
     "model.norm":                   Key("the normalization layer"),
     "model.norm_eps":               Key("added to the variance (rmsnorm: the mean square) before its root is taken"),
     "model.act":                    Key("activation of the feed-forward layer; swiglu and geglu have a gate"),

@@ -76,6 +76,7 @@ class Model:
     tied: bool = False
     bias: bool = False
     qkv_bias: bool | None = None
+    qk_norm: bool = False
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     norm_eps: Positive = 1e-5
     act: Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu"] = "gelu"

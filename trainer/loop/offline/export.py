@@ -10,7 +10,7 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
@@ -24,10 +24,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ...models.build import build_model, load_weights, named_weights
-from ...models.families import FAMILIES, family_of
+from ...models.families import FAMILIES, family_of, is_made_by_transformers
+from ...models.hf.module import CausalLM, write_causal_lm
 from ...models.hf_format.config import read_hf_config
 from ...models.hf_format.names import hf_model_type
-from ...models.hf_format.weights import read_hf_weights, write_hf_folder
+from ...models.hf_format.weights import generation_config, read_hf_weights, write_hf_folder, write_json
 from ...spec.problem import Problem, Unreadable
 from ...spec.read import read
 from ...spec.run import Model, Run
@@ -61,9 +62,7 @@ def export(folder: Path, destination: Path, dtype: str) -> None:
     _round_weights(module, DTYPES[dtype])
     tokenizer = run_tokenizer(run)
     with _new_folder(destination) as new_folder:
-        write_hf_folder(
-            ((name, each.to(DTYPES[dtype])) for name, each in named_weights(module, run)), run, new_folder, special=tokenizer.special
-        )
+        _write_model(module, run, new_folder, DTYPES[dtype], tokenizer.special)
         remarks = [*tokenizer.remarks, *write_tokenizer(run, tokenizer, new_folder)]
         check = _check_logits(module, run, new_folder)
         files = sorted(each.name for each in new_folder.iterdir())
@@ -78,6 +77,17 @@ def export(folder: Path, destination: Path, dtype: str) -> None:
     write_stdout("".join(f"{line}\n" for line in lines))
 
 
+def _write_model(module: Transformer | CausalLM, run: Run, folder: Path, dtype: torch.dtype, special: Mapping[str, int | None]) -> None:
+    """Write weights, config.json and generation_config.json; `special` are the ids of special tokens."""
+    if is_made_by_transformers(run.model):
+        assert isinstance(module, CausalLM)
+        write_causal_lm(module, folder, dtype, special)
+        write_json(folder / "generation_config.json", generation_config(run, special))
+    else:
+        weights = ((name, each.to(dtype)) for name, each in named_weights(module, run))
+        write_hf_folder(weights, run, folder, special=special)
+
+
 def _next_command(destination: Path, *, has_tokenizer: bool) -> str:
     """Return a command that generates text from the folder, or without a tokenizer loads its model."""
     where = json.dumps(str(destination))
@@ -90,14 +100,16 @@ def _next_command(destination: Path, *, has_tokenizer: bool) -> str:
 
 def _check_exportable(run: Run) -> None:
     """Raise Unreadable where no class of transformers computes the run's model."""
+    if is_made_by_transformers(run.model):
+        return
     if not family_of(run.model).model_types:
         says = f"model.family={run.model.family} can't be exported to Hugging Face"
-        known = ", ".join(name for name, family in FAMILIES.items() if family.model_types)
+        known = ", ".join(name for name, family in FAMILIES.items() if family.model_types or family.made_by_transformers)
         raise _refusal(says, f"families {known} can")
     hf_model_type(run)
 
 
-def _round_weights(module: Transformer, dtype: torch.dtype) -> None:
+def _round_weights(module: Transformer | CausalLM, dtype: torch.dtype) -> None:
     """Round the weights to the exported dtype, so that the check compares the same values."""
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -129,7 +141,7 @@ def _new_folder(destination: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _check_logits(module: Transformer, run: Run, folder: Path) -> str:
+def _check_logits(module: Transformer | CausalLM, run: Run, folder: Path) -> str:
     """Compare the folder's logits with those of our module. Return the result as text; raises Unreadable where they differ."""
     tokens = _random_sequences(run)
     with torch.no_grad():

@@ -25,6 +25,7 @@ from .load_run import load_model, load_saved_run
 
 if TYPE_CHECKING:
     from ...layers.transformer import Transformer
+    from ...models.hf.module import CausalLM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,18 +68,20 @@ def generate(folder: Path, wanted: Sampling) -> None:
     write_stdout(f"{decoder.flush()}\n")
 
 
-def generate_tokens(module: Transformer, prompt: Tensor, context: int, wanted: Sampling, *, size: int) -> Iterator[int]:
+def generate_tokens(module: Transformer | CausalLM, prompt: Tensor, context: int, wanted: Sampling, *, size: int) -> Iterator[int]:
     """Yield tokens below `size` that follow a prompt [S]; the model sees the last `context` tokens."""
     drawn = torch.Generator().manual_seed(wanted.seed)  # on the host: the same numbers on every device
     device = next(module.parameters()).device
     window = prompt[-context:].to(device)[None]  # [1, S]
     with torch.inference_mode():
+        cache = None
         for _ in range(wanted.tokens):
-            last = module.hidden(window, None, None)[:, -1:]  # [1, 1, H]
-            logits = module.head(last)[0, 0, :size].float().cpu()  # [V]
-            token = sample_token(logits, wanted.temperature, wanted.top_k, drawn)
+            logits, cache = module.next_logits(window, cache)
+            token = sample_token(logits[:size].float().cpu(), wanted.temperature, wanted.top_k, drawn)
             yield token
-            window = torch.cat((window, torch.tensor([[token]], device=device)), dim=1)[:, -context:]
+            window = torch.cat((window, torch.tensor([[token]], device=device)), dim=1)
+            if window.shape[1] > context:  # the cache is of other positions
+                window, cache = window[:, -context:], None
 
 
 def sample_token(logits: Tensor, temperature: float, top_k: int | None, drawn: torch.Generator) -> int:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import torch
 
-from ...models.build import build_model, load_weights
-from ...models.families import FAMILIES, family_of, op_table
+from ...models.build import build_model, load_weights, module_of_family
+from ...models.families import FAMILIES, family_of, is_made_by_transformers, op_table
 from ...models.ops.op_table import parameter_count, round_up
-from ...rundir.run_in_manifest import read_run_file, run_from_record
+from ...rundir.run_in_manifest import CONFIG_KEY, read_run_file, run_from_record
 from ...spec.key_units import gib_text
 from ...spec.problem import Problem, Unreadable
 from ...spec.run import Run
@@ -21,6 +23,7 @@ from ..checkpoint.shard_positions import weight_shapes
 
 if TYPE_CHECKING:
     from ...layers.transformer import Transformer
+    from ...models.hf.module import CausalLM
 
 RESTORE_RUN_JSON = "restore the run.json that was there when it was saved"
 
@@ -55,10 +58,10 @@ def load_saved_run(folder: Path) -> SavedRun:
     raise _refusal(f"{folder} has no checkpoint yet", "`distrain fit` saves one at its end, and every checkpoint.every steps")
 
 
-def load_model(run: Run, checkpoint: SavedCheckpoint, device: torch.device) -> Transformer:
+def load_model(run: Run, checkpoint: SavedCheckpoint, device: torch.device) -> Transformer | CausalLM:
     """Return the whole model of a checkpoint in float32; raises Unreadable, and LoadFailed where the run has another model."""
-    if not family_of(run.model).has_own_module:
-        known = ", ".join(name for name, family in FAMILIES.items() if family.has_own_module)
+    if family_of(run.model).module is None:
+        known = ", ".join(name for name, family in FAMILIES.items() if family.module)
         raise _refusal(f"model.family={run.model.family} can't be loaded here", f"families {known} can")
     stored = {row.name: row.shape for row in checkpoint.manifest.tensors if row.kind == "weight"}
     if run.model.layers > len(stored):
@@ -69,7 +72,11 @@ def load_model(run: Run, checkpoint: SavedCheckpoint, device: torch.device) -> T
             says = f"{name} has shape {list(stored[name])} in {checkpoint.path}, and {list(shape)} in the model of its run"
             raise _refusal(says, RESTORE_RUN_JSON)
     _check_memory(run, device)
-    module = build_model(run, device=device, dtype=torch.float32)
+    module: Transformer | CausalLM
+    if is_made_by_transformers(run.model):
+        module = _build_with_transformers(run, checkpoint, device)
+    else:
+        module = build_model(run, device=device, dtype=torch.float32)
     reader = CheckpointReader(checkpoint)
     if extra := [name for name in stored if name not in shapes]:
         raise _refusal(
@@ -78,6 +85,17 @@ def load_model(run: Run, checkpoint: SavedCheckpoint, device: torch.device) -> T
         )
     load_weights(module, ((name, reader.read(whole_slice(name, "weight", shape))) for name, shape in shapes.items()))
     return module.eval()
+
+
+def _build_with_transformers(run: Run, checkpoint: SavedCheckpoint, device: torch.device) -> CausalLM:
+    """Have transformers make the model of the config.json that the checkpoint holds, or where it holds none, of the run's."""
+    make = module_of_family(run.model)
+    with TemporaryDirectory() as folder:
+        if config := checkpoint.extra.get(CONFIG_KEY):
+            (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+            run = replace(run, model=replace(run.model, hf=folder))
+        module: CausalLM = make(run, device=device, dtype=torch.float32, seed=None)
+    return module
 
 
 def _check_memory(run: Run, device: torch.device) -> None:

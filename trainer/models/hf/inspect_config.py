@@ -13,6 +13,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from .ops import is_of_experts
+
+TOP_K = ("num_experts_per_tok", "num_experts_per_token", "num_selected_experts", "moe_topk", "moe_top_k", "top_k_experts")
+
 
 def main() -> int:
     """Print {"sizes": ..., "parameters": {name: shape}}, or {"problem": why there is no model}; everything else goes to stderr."""
@@ -49,7 +53,14 @@ def _sizes(config: Any, model: Any) -> dict[str, Any]:
         "context": getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None),
         "dropout": max(_dropout_probabilities(config.to_dict()), default=0.0),
     }
-    return {key: value for key, value in sizes.items() if value is not None}
+    return {key: value for key, value in sizes.items() if value is not None} | _experts(config, model)
+
+
+def _experts(config: Any, model: Any) -> dict[str, int]:
+    """Return the experts of a layer and those that each token is sent to, where the weights of a layer's experts lie in one tensor."""
+    counts = {each.shape[0] for name, each in model.named_parameters() if is_of_experts(name, tuple(each.shape))}
+    chosen = next((value for key in TOP_K if isinstance(value := getattr(config, key, None), int)), 0)
+    return {"experts": counts.pop(), "top_k": chosen} if len(counts) == 1 and 1 <= chosen <= min(counts) else {}
 
 
 def load_config(file: Path) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,16 @@ class CausalLM(nn.Module):
         """Return the logits [B, S, V] of the token after each of `tokens`."""
         logits: Tensor = self.hf(input_ids=tokens, use_cache=False).logits
         return logits
+
+    def next_logits(self, tokens: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
+        """Return the logits [V] of the token after `tokens` [1, S], and the keys and values of all of them where the model keeps any.
+
+        `cache` is what was returned for the first of `tokens`: they are not computed again.
+        """
+        seen = 0 if cache is None else cache.get_seq_length()
+        result = self.hf(input_ids=tokens[:, seen:], past_key_values=cache, use_cache=True)
+        kept = getattr(result, "past_key_values", None)
+        return result.logits[0, -1], kept if hasattr(kept, "get_seq_length") else None
 
     def train(self, mode: bool = True) -> CausalLM:
         super().train(mode)
@@ -75,6 +86,21 @@ def build_causal_lm(run: Run, *, device: torch.device, dtype: torch.dtype, seed:
     if not _is_causal(module, min(PROBE_TOKENS, run.train.seq)):
         raise _refusal(f"{path}: its model sees the tokens that it should predict")
     return module.to(device=device, dtype=dtype)
+
+
+def write_causal_lm(module: CausalLM, folder: Path, dtype: torch.dtype, special: Mapping[str, int | None]) -> None:
+    """Write a model as transformers does: safetensors in `dtype`, and config.json with the ids of special tokens that are known."""
+    for key, value in special.items():
+        if value is not None:
+            setattr(module.hf.config, key, value)
+    cast: dict[int, Tensor] = {}  # by the place of the memory: a tied weight stays one tensor
+    state = module.hf.state_dict()
+    for each in state.values():
+        cast.setdefault(each.data_ptr(), each.to(dtype) if each.is_floating_point() else each)
+    module.hf.save_pretrained(folder, state_dict={name: cast[each.data_ptr()] for name, each in state.items()})
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))  # it names the type that the model has here
+    stored = {"dtype": str(dtype).removeprefix("torch.")}
+    (folder / "config.json").write_text(json.dumps(config | stored, indent=2) + "\n", encoding="utf-8")
 
 
 def _is_causal(module: CausalLM, length: int) -> bool:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from ...spec.run import Model, Train
-from ..ops.op_table import Op, OpTable, Weight, logical_sizes
+from ..ops.op_table import Dims, Op, OpTable, Weight, logical_sizes
 
 PREFIX = "hf."  # of its parameters' names: trainer/models/hf/module.py holds transformers' model as `hf`
 
 
 def table(model: Model, train: Train) -> OpTable:
-    """The op table of such a model: one op with every weight. Each dim is named by its own size, so that no axis splits it."""
+    """The op table of such a model: one op with every weight. Each dim is named by its own size, so that no axis splits it; the experts of
+    a layer are named as such, for a token uses some of them."""
     shapes = model.parameters or {}
-    weights = tuple(Weight(PREFIX + name, tuple(map(_dim, shape))) for name, shape in shapes.items())
+    weights = tuple(Weight(PREFIX + name, _dims(name, shape, model.experts)) for name, shape in shapes.items())
     own_dims = {_dim(size): size for shape in shapes.values() for size in shape}
     return OpTable(
         sizes={**logical_sizes(model, train), **own_dims},
@@ -21,6 +22,17 @@ def table(model: Model, train: Train) -> OpTable:
         tied=False,  # transformers lists a tied weight once
         has_costs=False,
     )
+
+
+def is_of_experts(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether a parameter of transformers holds the matrices of all experts of a layer, one after another."""
+    return ".experts." in name and len(shape) == 3
+
+
+def _dims(name: str, shape: tuple[int, ...], experts: int) -> Dims:
+    if experts and is_of_experts(name, shape) and shape[0] == experts:
+        return ("experts", *map(_dim, shape[1:]))
+    return tuple(map(_dim, shape))
 
 
 def _dim(size: int) -> str:

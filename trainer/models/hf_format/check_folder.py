@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,10 @@ from ...spec.read import read, value_text
 from ...spec.run import Model, Run
 from ..families import op_table
 from ..ops.op_table import model_parameters
-from .config import read_hf_config
+from .config import config_file, read_hf_config, read_json
+from .harmless_keys import is_harmless
 from .names import HF_TENSORS, HfTensor, architecture_keys, expert_tensors, find_hf_tensor, hf_model_type
+from .rope import json_text
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER = 100_000_000  # bytes of a safetensors header: the format's own limit
@@ -56,6 +58,25 @@ def check_folder(folder: Path, run: Run) -> tuple[FolderWeight, ...]:
     if problems:
         raise Unreadable(problems)
     return weights
+
+
+def check_same_config(folder: Path, run: Run) -> None:
+    """Check a folder of weights for a model of family hf; raises Unreadable where its files are damaged, or its config.json has other
+    keys than that of `model.hf`."""
+    problems = list(_missing_config(folder))
+    if problems:
+        raise Unreadable(problems)
+    for file in weight_files(folder):
+        tensor_shapes(file)
+    theirs, ours = read_json(folder / "config.json"), read_json(config_file(run.model.hf or ""))
+    different = [key for key in sorted(theirs.keys() | ours.keys()) if not is_harmless(key) and theirs.get(key) != ours.get(key)]
+    pairs = [(key, json_text(theirs.get(key)), json_text(ours.get(key))) for key in different[:MAX_LISTED]]
+    problems = [
+        Problem(rule="weights", says=f"{folder} has {key}={there}, and model.hf={run.model.hf} {here}") for key, there, here in pairs
+    ]
+    if problems:
+        last = replace(problems[-1], mend=f"set model.hf={folder} to take its sizes")
+        raise Unreadable([*problems[:-1], last])
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -99,10 +120,8 @@ def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 def _config_problems(folder: Path, run: Run) -> Iterator[Problem]:
     """Yield the differences between the folder's config.json and the run's model, key by key."""
-    if not (folder / "config.json").is_file():
-        why = "holds no config.json" if folder.is_dir() else "is not a folder"
-        mend = "name a folder with config.json and .safetensors, as transformers' save_pretrained writes it"
-        yield Problem(rule="weights", says=f"model.weights={folder} {why}", mend=mend)
+    if missing := list(_missing_config(folder)):
+        yield from missing
         return
     model = read(read_hf_config(folder), Model)
     if model.family != run.model.family:
@@ -116,6 +135,14 @@ def _config_problems(folder: Path, run: Run) -> Iterator[Problem]:
             yield Problem(
                 rule="weights", says=f"{folder} has model.{key}={has}, this run {value_text(ours[key])}", mend=f"set model.{key}={has}"
             )
+
+
+def _missing_config(folder: Path) -> Iterator[Problem]:
+    """Yield a problem where a folder has no config.json."""
+    if not (folder / "config.json").is_file():
+        why = "holds no config.json" if folder.is_dir() else "is not a folder"
+        mend = "name a folder with config.json and .safetensors, as transformers' save_pretrained writes it"
+        yield Problem(rule="weights", says=f"model.weights={folder} {why}", mend=mend)
 
 
 def _shape_problems(weight: FolderWeight, shapes: dict[str, tuple[int, ...]], folder: Path) -> Iterator[Problem]:

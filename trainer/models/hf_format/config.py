@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -101,6 +101,12 @@ MIXTRAL = (
     ConfigRow("top_k",      ("num_experts_per_tok",), int,   2),
     ConfigRow("expert_ffn", ("intermediate_size",),   int),
 )  # fmt: skip
+QWEN3 = (
+    *(replace(row, default=128) if row.ours == "head_dim" else row for row in SIZES),
+    ConfigRow("kv_heads",  ("num_key_value_heads",), int,   32, nullable=True),
+    ConfigRow("norm_eps",  ("rms_norm_eps",),        float, 1e-6),
+    ConfigRow("rope_base", ("rope_theta",),          float, 10000.0),
+)  # fmt: skip
 GPT2 = (
     ConfigRow("layers",   ("n_layer",),                                int),
     ConfigRow("hidden",   ("n_embd",),                                 int),
@@ -176,13 +182,22 @@ CONFIG_KINDS: dict[str, ConfigKind] = {
         allowed=NO_DROPOUT,
         window=WindowKeys(4096, by_layer=True, switched=True),
     ),
+    "qwen3": ConfigKind(
+        architecture="Qwen3ForCausalLM",
+        fixed=ROPE | {"bias": False, "qk_norm": True},
+        rows=QWEN3,
+        act="hidden_act",
+        acts=GATED,
+        allowed=(*NO_DROPOUT, AllowedValues("attention_bias", (False,))),
+        window=WindowKeys(4096, by_layer=True, switched=True),
+    ),
 }  # keyed by model_type
 
 
 def read_hf_config(path: str | Path) -> dict[str, object]:
     """Return the keys of `model` that a config.json, or the folder that holds it, states; raises Unreadable with every problem."""
-    file = _config_file(path)
-    config = _read_json(file)
+    file = config_file(path)
+    config = read_json(file)
     model_type = _known_model_type(config, file)
     kind, family = CONFIG_KINDS[model_type], family_of_type(model_type)
     flat = {**config, **rope_keys(config)}
@@ -206,7 +221,7 @@ def read_hf_config(path: str | Path) -> dict[str, object]:
 
 def needs_family_hf(path: str | Path) -> bool:
     """Whether only transformers has the model_type of a config.json, so that it is of family hf; raises Unreadable for a bad file."""
-    model_type = _read_json(_config_file(path)).get("model_type")
+    model_type = read_json(config_file(path)).get("model_type")
     return isinstance(model_type, str) and model_type not in CONFIG_KINDS
 
 
@@ -215,12 +230,13 @@ def family_of_type(model_type: str) -> str:
     return next(name for name, family in FAMILIES.items() if model_type in family.model_types)
 
 
-def _config_file(path: str | Path) -> Path:
+def config_file(path: str | Path) -> Path:
     """Return the config.json that a path names, or that lies in the folder that it names."""
     return Path(path) / "config.json" if os.path.isdir(path) else Path(path)
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a config.json; raises Unreadable where it is missing or holds no mapping."""
     try:
         config = json.loads(read_plain(file).decode("utf-8-sig"))
     except OSError as error:
@@ -244,7 +260,7 @@ def _known_model_type(config: Mapping[str, Any], file: Path) -> str:
         if stated == model_type or (stated is None and kind.architecture in architectures):
             return model_type
     says = f"{file}: model_type={json_text(stated)} has no family here" if stated is not None else f"{file}: model_type is missing"
-    fix = f"known: {', '.join(CONFIG_KINDS)}; any other model type of transformers is family hf, which can't begin from weights"
+    fix = f"known: {', '.join(CONFIG_KINDS)}; any other model type of transformers is family hf"
     raise Unreadable([Problem(rule="hf", says=says, mend=fix)])
 
 

@@ -51,6 +51,10 @@ LLAMA = {
     "norm":            HfTensor("model.norm"),
     "head":            HfTensor("lm_head",                         transposed=True),
 }
+QWEN3 = LLAMA | {
+    "attention.query_norm": HfTensor("model.layers.#.self_attn.q_norm"),
+    "attention.key_norm":   HfTensor("model.layers.#.self_attn.k_norm"),
+}
 MIXTRAL = {name: tensor for name, tensor in LLAMA.items() if not name.startswith("mlp.")} | {
     "router":          HfTensor("model.layers.#.block_sparse_moe.gate",         transposed=True),
     "experts.gate":    HfTensor("model.layers.#.block_sparse_moe.experts.@.w1", transposed=True),
@@ -65,6 +69,7 @@ HF_TENSORS = {
     "ministral": LLAMA,
     "mixtral": MIXTRAL,
     "qwen2": LLAMA,
+    "qwen3": QWEN3,
 }  # keyed by the model_type that is written; Mistral without a window is written as Llama
 
 
@@ -121,6 +126,7 @@ def architecture_keys(model: Model, run: Run) -> dict[str, object]:
         "tied": model.tied,
         "bias": model.bias,
         "qkv_bias": model.bias if model.qkv_bias is None else model.qkv_bias,
+        "qk_norm": model.qk_norm,
         "norm": model.norm,
         "norm_eps": model.norm_eps,
         "act": model.act,
@@ -135,14 +141,14 @@ def hf_model_type(run: Run) -> str:
     same_bias = keys["bias"] == keys["qkv_bias"]
     form = (keys["norm"], keys["positions"])
     if form == ("layernorm", "learned") and plain_heads and same_bias and keys["act"] in CONFIG_KINDS["gpt2"].acts.values():
-        model_type = "" if run.model.windowed_layers else "gpt2"
+        model_type = "" if run.model.windowed_layers or run.model.qk_norm else "gpt2"
     elif form == ("rmsnorm", "rope") and keys["act"] == "swiglu":
         model_type = _rotary_model_type(run.model, bias=bool(keys["bias"]), qkv_bias=bool(keys["qkv_bias"]))
     else:
         model_type = ""
     if model_type:
         return model_type
-    says = "none of Hugging Face's GPT-2, Llama, Mistral, Qwen2 and Mixtral computes what this model does"
+    says = "none of Hugging Face's GPT-2, Llama, Mistral, Qwen2, Qwen3 and Mixtral computes what this model does"
     fix = (
         "GPT-2 has layernorm, learned positions, plain heads and no window; the others rmsnorm, rope and swiglu; "
         "Mixtral has no shared experts, and none has both biases and a window"
@@ -153,6 +159,8 @@ def hf_model_type(run: Run) -> str:
 def _rotary_model_type(model: Model, *, bias: bool, qkv_bias: bool) -> str:
     """Return the model_type of a model with RMSNorm, rope and swiglu; "" where there is none."""
     some_windowed, all_windowed = model.windowed_layers > 0, model.windowed_layers == model.layers
+    if model.qk_norm:
+        return "" if bias or qkv_bias or model.experts else "qwen3"
     if model.experts:
         plain = not (bias or qkv_bias or model.shared_experts or model.capacity)
         return "mixtral" if plain and some_windowed == all_windowed else ""

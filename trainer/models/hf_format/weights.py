@@ -79,12 +79,13 @@ def write_hf_folder(
         (folder / f"{at}.part").rename(folder / name)
     if len(files) > 1:
         weight_map = {tensor: name for name, sizes in zip(names, files, strict=True) for tensor in sizes}
-        _write_json(folder / INDEX, {"metadata": {"total_size": sum(sum(sizes.values()) for sizes in files)}, "weight_map": weight_map})
-    _write_json(folder / "config.json", {**hf_config(run, model_type, dtype), **special})
-    _write_json(folder / "generation_config.json", generation_config(run, special))
+        write_json(folder / INDEX, {"metadata": {"total_size": sum(sum(sizes.values()) for sizes in files)}, "weight_map": weight_map})
+    write_json(folder / "config.json", {**hf_config(run, model_type, dtype), **special})
+    write_json(folder / "generation_config.json", generation_config(run, special))
 
 
-def _write_json(path: Path, content: Mapping[str, object]) -> None:
+def write_json(path: Path, content: Mapping[str, object]) -> None:
+    """Write a file as Hugging Face writes its own."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

@@ -67,6 +67,8 @@ class Op:
       moved where each torch operator is a kernel of its own. `kernels`: how many kernels there are.
     - `saves_megatron`: the activations that Megatron saves for backward. `saves_torch`: those that our torch modules save (on a CPU, not
       compiled), where the family states them; a storage that two ops save is listed once. `logits`: of the size of the logits.
+    - `partial`: weights that every tensor-parallel rank holds whole, with the gradient of its own heads; each micro-batch adds these up,
+      unless parallel.sequence sums the gradients of all such weights once a step.
     - `core`: selective recomputation runs it again (arXiv:2205.05198 section 5).
     - `reduces`: (dim, result): the ranks that split the dim add up the result. `enters`: the tensors that tensor-parallel ranks need
       whole, besides the inputs of column layers. `exchanges`: the tensors that travel between the ranks of the experts.
@@ -82,6 +84,7 @@ class Op:
     reduces: tuple[tuple[str, Tensor], ...] = ()
     enters: tuple[Tensor, ...] = ()
     exchanges: tuple[Tensor, ...] = ()
+    partial: tuple[Tensor, ...] = ()
     core: bool = False
     kernels: int = 1
     eager_passes: float = 1.0

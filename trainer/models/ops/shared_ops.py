@@ -62,9 +62,24 @@ def attention(model: Model, train: Train, *, causal: bool = True) -> tuple[Op, .
     rope = (Op(name="attention.rope", moves=(query, query, key, key), eager_passes=4.0),) if model.positions == "rope" else ()
     return (
         linear("attention", ("hidden",), parts, bias=bias, saves=(STREAM, query, key, value)),
+        *((head_norm("attention.query_norm", QUERY), head_norm("attention.key_norm", KEY)) if model.qk_norm else ()),
         *rope,
         *(_flash_core(model, train, causal) if train.attention == "flash" else _math_core(model, train)),
         linear("attention.out", QUERY, (("", ("hidden",)),), bias=model.bias, saves=(query,)),
+    )
+
+
+def head_norm(name: str, head: Dims) -> Op:
+    """RMSNorm of each head, with one scale for all heads; saves its input and one float32 a head and token (arXiv:2505.09388 section 2)."""
+    tensor, scale = Tensor(TOKENS + head), Weight(f"{name}.weight", ("head_dim",))
+    return Op(
+        name=name,
+        weights=(scale,),
+        moves=(tensor, tensor),
+        saves_megatron=(tensor,),
+        saves_torch=(tensor, Tensor((*TOKENS, head[0]), 4)),
+        partial=(Tensor(scale.dims),),
+        eager_passes=4.0,
     )
 
 

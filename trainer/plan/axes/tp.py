@@ -40,6 +40,8 @@ def messages(op: Op, on_rank: RankTensors) -> Iterator[AxisMessage]:
         case "row":
             assert product is not None
             yield from _leave(on_rank, Tensor(product.rows + product.outers[0]))
+    for tensor in () if on_rank.sequence else op.partial:
+        yield AxisMessage("tp", "all_reduce", on_rank.bytes(tensor), 0, 1)
     for dim, result in op.reduces:
         if dim not in TENSOR_DIMS:
             continue

@@ -81,10 +81,6 @@ def hugging_face(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Brok
     if words.dropout:
         says = f"model.dropout={words.dropout:g}: dropout of family {words.family} is not keyed by train.seed and differs between layouts"
         yield BrokenRule("dropout", says, ((("model.dropout", 0),),))
-    if words.weights is not None:
-        yield BrokenRule(
-            "weights", f"model.weights: a model of family {words.family} can't start from given weights", ((("model.weights", None),),)
-        )
     if run.data.documents:
         says = f"data.documents=true: attention of family {words.family} crosses document boundaries"
         yield BrokenRule("documents", says, ((("data.documents", False),),))
@@ -109,7 +105,7 @@ def experts(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRul
     """A mixture of experts has experts, and routes a token to some of them; other families have none."""
     words = run.model
     if not has_experts(words):
-        if words.experts:
+        if words.experts and not is_made_by_transformers(words):
             mixtures = " or ".join(name for name, row in FAMILIES.items() if row.has_experts)
             yield BrokenRule(
                 "experts", f"model.experts={words.experts} is for family {mixtures}, not {words.family}", ((("model.experts", 0),),)

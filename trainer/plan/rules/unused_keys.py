@@ -65,7 +65,8 @@ def _rope_key(key: str) -> Condition:
 
 
 def _no_experts(run: Run, mesh: Mesh) -> str:
-    return "" if has_experts(run.model) else f"model.family={run.model.family}"
+    routes = has_experts(run.model) or (run.model.experts and is_made_by_transformers(run.model))
+    return "" if routes else f"model.family={run.model.family}"
 
 
 def _expert_ffn(run: Run, mesh: Mesh) -> str:
@@ -131,7 +132,7 @@ IDLE: dict[str, Condition] = {
 }
 READ: dict[str, tuple[str, ...]] = {  # by section
     "model":           ("family", "layers", "hidden", "heads", "vocab", "kv_heads", "head_dim", "vocab_multiple", "tied", "bias",
-                        "qkv_bias", "norm", "norm_eps", "act", "positions", "dropout", "hf", "parameters", "experts"),
+                        "qkv_bias", "qk_norm", "norm", "norm_eps", "act", "positions", "dropout", "hf", "parameters", "experts"),
     "cluster":         ("nodes", "gpus", "storage", "mtbf"),
     "cluster.device":  ("name", "memory", "bandwidth", "peak", "kind", "units", "sustained", "flash", "streaming", "launch", "dispatch",
                         "context"),
