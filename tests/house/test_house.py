@@ -68,7 +68,7 @@ TORCH_MODELS = (
     "trainer.models.build",
     "trainer.models.moe.routing",
     "trainer.models.hf_format.weights",
-    "trainer.models.hf.weights",
+    "trainer.models.hf_format.transformers_weights",
 )
 LIGHT = [
     name

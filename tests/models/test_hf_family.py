@@ -412,7 +412,7 @@ def test_a_run_starts_from_published_weights(hf_ranks: RankPool, neox: Path, tmp
 @pytest.mark.parametrize("model_type", ["gpt_neox", "qwen3_moe", "gemma3_text"])
 def test_published_weights_are_read_as_transformers_reads_them(model_type: str, tmp_path: Path) -> None:
     """Experts lie one by one in the files of transformers, and in one tensor in its model."""
-    from distrain.trainer.models.hf.weights import read_published_weights
+    from distrain.trainer.models.hf_format.transformers_weights import read_published_weights
 
     run, module = small_causal_lm(model_type, tmp_path / "config")
     module.hf.save_pretrained(tmp_path / "weights", max_shard_size="20KB")

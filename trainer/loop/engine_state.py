@@ -12,7 +12,7 @@ from torch import Tensor
 from ..engines.engine import Engine
 from ..launch.rank.channel import OnProgress
 from ..models.families import is_made_by_transformers
-from ..models.hf.weights import read_published_weights
+from ..models.hf_format.transformers_weights import read_published_weights
 from ..models.hf_format.weights import read_hf_weights
 from ..parallel.process_groups import Grid
 from ..rundir.run_in_manifest import run_record

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ...spec.problem import Problem, Unreadable
 from ...spec.run import Run
-from ..hf_format.check_folder import tensor_shapes, weight_files
-from .ops import PREFIX
+from ..hf.ops import PREFIX
+from .check_folder import tensor_shapes, weight_files
 
 
 def read_published_weights(folder: Path, run: Run) -> Iterator[tuple[str, Tensor]]:
