@@ -176,3 +176,8 @@ def test_a_config_with_other_windows_is_refused(model_type: str, keys: dict[str,
     with pytest.raises(Unreadable) as error:
         read_hf_config(tmp_path)
     assert says in str(error.value)
+
+
+def test_a_word_in_place_of_a_list_is_shown_as_a_list() -> None:
+    with pytest.raises(Unreadable, match=r"write model\.layer_types=\[sliding_attention\]"):
+        load_recipe("quickstart", ["model.window=16", "model.layer_types=sliding_attention"])

@@ -160,7 +160,7 @@ def _hint(value: Any, hint: Any, key: str) -> str:
     """Return a hint for a value of the wrong type; "" if there is none."""
     if hint is bool and (truth := _TRUTH.get(str(value).lower())):
         return f"write {truth}"
-    kinds = list(_choices(hint))
+    kinds = [get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in _choices(hint)]
     list_kind = next((kind for kind in kinds if get_origin(kind) is tuple), None)
     if list_kind is not None and isinstance(value, str) and not _is_list(value) and value in _allowed_names(get_args(list_kind)[0]):
         return f"write {key}=[{value}]"
