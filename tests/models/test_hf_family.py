@@ -18,6 +18,7 @@ from distrain.cli.config.load import compose_config, load_recipe
 from distrain.tests.fakes.rank_pool import RankPool
 from distrain.trainer.models.hf.inspect_config import inspect_config
 from distrain.trainer.plan.plan import make_plan
+from distrain.trainer.spec.changed_run import with_changes
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.read import read
 from distrain.trainer.spec.run import Model
@@ -329,6 +330,20 @@ def test_the_plan_counts_the_parameters_that_a_token_uses(model_type: str, tmp_p
     assert (of_experts > 0) == (model_type != "gpt_neox")
     assert (plan.model.parameters, plan.model.active_parameters) == (every, every - of_experts // 2)
     assert plan.model.flops_per_token == 6.0 * plan.model.active_parameters
+
+
+def test_zero_3_is_planned_to_gather_a_layer_at_a_time(tmp_path: Path) -> None:
+    """Two layers' weights, the one that computes and the one gathered ahead, and one layer's gradients; not the whole model's."""
+    run, module = small_causal_lm("qwen3_moe", tmp_path)
+    changes = [("cluster.gpus", 2), ("cluster.device.kind", "cuda"), ("parallel.zero", 3)]
+    plan = make_plan(with_changes(run, changes))
+    assert plan.memory is not None
+    sizes: dict[str, int] = {}
+    for name, each in module.hf.named_parameters():
+        part = ".".join(name.split(".")[:3]) if ".layers." in name else name
+        sizes[part] = sizes.get(part, 0) + each.numel()
+    assert len(sizes) == 2 + 3  # two layers; the embedding, the last norm and the head
+    assert plan.memory.stages[0].bytes.buffers == max(sizes.values()) * (2 * 4 + 4)
 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)

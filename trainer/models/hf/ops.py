@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from math import prod
+
 from ...spec.run import Model, Train
 from ..ops.op_table import Dims, Op, OpTable, Weight, logical_sizes
 
+LAYER = re.compile(r".*?\.\d+\.")  # of a parameter's name, up to the number of its layer
 PREFIX = "hf."  # of its parameters' names: trainer/models/hf/module.py holds transformers' model as `hf`
 
 
@@ -21,7 +26,18 @@ def table(model: Model, train: Train) -> OpTable:
         head=(),
         tied=False,  # transformers lists a tied weight once
         has_costs=False,
+        largest_layer=_largest_layer(shapes),
     )
+
+
+def _largest_layer(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Return the elements of the largest layer, or of the largest module outside of layers (an embedding, the head)."""
+    totals: dict[str, int] = {}
+    for name, shape in shapes.items():
+        layer = LAYER.match(name)
+        module = layer[0] if layer else name.rpartition(".")[0]
+        totals[module] = totals.get(module, 0) + prod(shape)
+    return max(totals.values(), default=0)
 
 
 def is_of_experts(name: str, shape: tuple[int, ...]) -> bool:

@@ -99,7 +99,8 @@ class OpTable:
     layer: tuple[Op, ...]
     head: tuple[Op, ...]
     tied: bool  # `head.weight` is the embedding's `embedding.weight`
-    has_costs: bool = True  # False: only the weights are stated; computation and activations are unknown
+    has_costs: bool = True  # False: only the weights are stated, in one block; computation and activations are unknown
+    largest_layer: int | None = None  # elements of the largest layer or other module, where all weights are stated in one block
 
     def blocks(self, layers: int) -> Iterator[tuple[int, tuple[Op, ...]]]:
         """Yield (number of such blocks, ops) for each kind of block in a model of so many layers."""

@@ -101,7 +101,9 @@ class CostModel:
         parallel, width, layer = layout.parallel, context.widths, blocks.layer
         total = layer.recomputed + gathered_input(layout, blocks)
         if parallel.zero == 3 and layout.shard > 1:
-            largest = max(layer.dense + layer.experts, kind.first * blocks.embedding.dense, kind.last * blocks.head.dense)
+            largest = context.table.largest_layer or max(
+                layer.dense + layer.experts, kind.first * blocks.embedding.dense, kind.last * blocks.head.dense
+            )
             total += largest * (2 * width.weight + width.gradient)
         elif layout.shard > 1 and parallel.zero > 0:
             total += min(parallel.bucket, parameters) * width.gradient
