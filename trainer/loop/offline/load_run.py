@@ -88,10 +88,13 @@ def load_model(run: Run, checkpoint: SavedCheckpoint, device: torch.device) -> T
 
 
 def _build_with_transformers(run: Run, checkpoint: SavedCheckpoint, device: torch.device) -> CausalLM:
-    """Have transformers make the model of the config.json that the checkpoint holds, or where it holds none, of the run's."""
-    make = module_of_family(run.model)
+    """Have transformers make the model of the config.json that the checkpoint holds, or where it holds none, of the run's; raises
+    Unreadable."""
+    make, config = module_of_family(run.model), checkpoint.extra.get(CONFIG_KEY)
+    if not config and not run.model.hf:
+        raise _refusal(f"neither {checkpoint.path} nor its run names the config.json of its model", RESTORE_RUN_JSON)
     with TemporaryDirectory() as folder:
-        if config := checkpoint.extra.get(CONFIG_KEY):
+        if config:
             (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
             run = replace(run, model=replace(run.model, hf=folder))
         module: CausalLM = make(run, device=device, dtype=torch.float32, seed=None)
