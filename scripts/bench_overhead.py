@@ -23,7 +23,7 @@ from ..trainer.launch.rank.channel import Channel
 from ..trainer.spec.run import Run
 
 if TYPE_CHECKING:
-    from ..trainer.loop.data.batches import Batches
+    from ..trainer.loop.data.samples.batches import Batches
 
 WARM_UP = 5  # steps that are not counted
 OVERRIDES = ("train.steps=45", "train.batch=8", "train.microbatch=4", "train.evaluate.every=0", "log.every=10", "name=overhead")
@@ -133,8 +133,8 @@ def module_and_batches(run: Run) -> tuple[Any, Batches]:
     import torch
 
     from ..trainer.loop.build import DTYPES
-    from ..trainer.loop.data.batches import Batches
     from ..trainer.loop.data.prepare import cache_folder, prepare_corpus
+    from ..trainer.loop.data.samples.batches import Batches
     from ..trainer.models.build import build_model
 
     corpus = prepare_corpus(

@@ -12,7 +12,7 @@ from msgspec import json as encoder
 
 from distrain.cli.config.load import load_recipe
 from distrain.trainer.loop.data.check import TEXT
-from distrain.trainer.loop.data.find import find_files
+from distrain.trainer.loop.data.files.find import find_files
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.rundir.absolute_paths import PATH_KEYS, with_absolute_paths
 from distrain.trainer.rundir.files import write_launch_files

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distrain.trainer.layers.cross_entropy import IGNORED
-from distrain.trainer.loop.data.batches import Batches, prefetch, shard
-from distrain.trainer.loop.data.corpus import Corpus
 from distrain.trainer.loop.data.prepare import prepare_corpus
-from distrain.trainer.loop.data.synthetic import PHRASE, STRIDES
+from distrain.trainer.loop.data.samples.batches import Batches, prefetch, shard
+from distrain.trainer.loop.data.samples.corpus import Corpus
+from distrain.trainer.loop.data.samples.synthetic import PHRASE, STRIDES
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import Data
 

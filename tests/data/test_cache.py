@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from distrain.trainer.loop.data.batches import Batches
 from distrain.trainer.loop.data.cache import content_hash, digest
-from distrain.trainer.loop.data.corpus import Corpus
 from distrain.trainer.loop.data.prepare import prepare_corpus
+from distrain.trainer.loop.data.samples.batches import Batches
+from distrain.trainer.loop.data.samples.corpus import Corpus
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import Data
 from distrain.trainer.system.child_process import end_child

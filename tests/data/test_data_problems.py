@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from distrain.trainer.loop.data.prepare import prepare_corpus
-from distrain.trainer.loop.data.text_files import SHARE
 from distrain.trainer.loop.data.token_files import MEGATRON
+from distrain.trainer.loop.data.tokenize.text_files import SHARE
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import Data
 

@@ -21,11 +21,11 @@ zstandard = pytest.importorskip("zstandard")
 
 from distrain.tests.fakes.data_files import TEXTS, json_lines, of_bytes, table, write_file, write_stream, zstd_frames  # noqa: E402
 from distrain.tests.fakes.small_corpus import documents, small_corpus  # noqa: E402
-from distrain.trainer.loop.data import columnar  # noqa: E402
-from distrain.trainer.loop.data.find import DataFile  # noqa: E402
-from distrain.trainer.loop.data.formats import JSON_AS_TEXT  # noqa: E402
-from distrain.trainer.loop.data.text_files import SHARE, split_turns  # noqa: E402
-from distrain.trainer.loop.data.workers import tokenize_turns  # noqa: E402
+from distrain.trainer.loop.data.files import columnar  # noqa: E402
+from distrain.trainer.loop.data.files.find import DataFile  # noqa: E402
+from distrain.trainer.loop.data.files.formats import JSON_AS_TEXT  # noqa: E402
+from distrain.trainer.loop.data.tokenize.text_files import SHARE, split_turns  # noqa: E402
+from distrain.trainer.loop.data.tokenize.workers import tokenize_turns  # noqa: E402
 from distrain.trainer.spec.problem import Unreadable  # noqa: E402
 
 BOM = b"\xef\xbb\xbf"

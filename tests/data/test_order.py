@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distrain.trainer.loop.data.order import blend, permuted_index, random_key
+from distrain.trainer.loop.data.samples.order import blend, permuted_index, random_key
 
 SIZES = st.one_of(st.integers(1, 40), st.integers(1, 5000))
 WEIGHTS = st.lists(st.floats(0.01, 100), min_size=1, max_size=9)

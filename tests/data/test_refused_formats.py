@@ -27,7 +27,7 @@ zstandard = pytest.importorskip("zstandard")
 
 from distrain.tests.fakes.data_files import TEXTS, json_lines, table, write_file, write_stream, zstd_frames  # noqa: E402
 from distrain.tests.fakes.small_corpus import small_corpus  # noqa: E402
-from distrain.trainer.loop.data.find import DataFile  # noqa: E402
+from distrain.trainer.loop.data.files.find import DataFile  # noqa: E402
 from distrain.trainer.spec.problem import Unreadable  # noqa: E402
 
 
@@ -233,7 +233,7 @@ def test_many_files_of_one_kind_are_reported_in_one_line(tmp_path: Path) -> None
 )
 def test_ids_are_not_mistaken_for_other_formats(ids: list[int]) -> None:
     """Only what more than the first four bytes tell is refused: the first id is an ordinary one."""
-    from distrain.trainer.loop.data.formats import FirstBytes, check_token_bytes
+    from distrain.trainer.loop.data.files.formats import FirstBytes, check_token_bytes
 
     words = np.array([1000, *ids], np.uint16).tobytes()
     file = DataFile("a.bin", Path("a.bin"), len(words))

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from distrain.tests.fakes.small_corpus import documents, mapped_tokens, small_corpus, split_tokens
-from distrain.trainer.loop.data.find import DataFile, library_files
+from distrain.trainer.loop.data.files.find import DataFile, library_files
 from distrain.trainer.loop.data.prepare import cache_folder
-from distrain.trainer.loop.data.text_files import SHARE, split_turns
-from distrain.trainer.loop.data.workers import tokenize_turns
+from distrain.trainer.loop.data.tokenize.text_files import SHARE, split_turns
+from distrain.trainer.loop.data.tokenize.workers import tokenize_turns
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.read import read
 from distrain.trainer.spec.run import Data

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from distrain.tests.fakes.small_tokenizer import LINE, write_tokenizer
-from distrain.trainer.loop.data.corpus_stats import corpus_stats
 from distrain.trainer.loop.data.prepare import prepare_corpus
+from distrain.trainer.loop.data.samples.corpus_stats import corpus_stats
 from distrain.trainer.loop.data.survey import AnswerStream, ReaderGone, answer
 from distrain.trainer.spec.run import Data
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distrain.tests.fakes.small_corpus import documents, mapped_tokens, small_corpus, split_tokens
-from distrain.trainer.loop.data.corpus import validation_runs
-from distrain.trainer.loop.data.id_width import raw_id_type
+from distrain.trainer.loop.data.files.id_width import raw_id_type
+from distrain.trainer.loop.data.samples.corpus import validation_runs
 from distrain.trainer.loop.data.token_files import CODES, LLM_C, MEGATRON
 from distrain.trainer.spec.problem import Unreadable
 

@@ -12,10 +12,10 @@ from threading import Thread
 import pytest
 
 from distrain.trainer.loop.data import source_reader as sources
-from distrain.trainer.loop.data.find import DataFile
+from distrain.trainer.loop.data.files.find import DataFile
 from distrain.trainer.loop.data.prepare import prepare_corpus
-from distrain.trainer.loop.data.text_files import Span, split_turns
-from distrain.trainer.loop.data.workers import Child, start_worker, tokenize_turns
+from distrain.trainer.loop.data.tokenize.text_files import Span, split_turns
+from distrain.trainer.loop.data.tokenize.workers import Child, start_worker, tokenize_turns
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import Data
 from distrain.trainer.system.child_process import end_child

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from distrain.cli.config.load import load_recipe
 from distrain.trainer.layers.counter_rng import dropout_keys
 from distrain.trainer.layers.cross_entropy import IGNORED
-from distrain.trainer.loop.data.batches import Batches
 from distrain.trainer.loop.data.prepare import cache_folder, prepare_corpus
+from distrain.trainer.loop.data.samples.batches import Batches
 from distrain.trainer.models.build import build_model
 from distrain.trainer.spec.lr_schedule import learning_rate
 from distrain.trainer.spec.run import Run

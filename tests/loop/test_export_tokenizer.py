@@ -16,7 +16,7 @@ from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.manifest_edits import edit_extra
 from distrain.tests.fakes.one_process import sample_text
 from distrain.tests.fakes.rank_pool import RankPool
-from distrain.trainer.loop.data.tokenizer import load_tokenizer
+from distrain.trainer.loop.data.tokenize.tokenizer import load_tokenizer
 from distrain.trainer.loop.offline.export import export
 from distrain.trainer.loop.offline.export_tokenizer import TEXTS, TOKENIZER_FILES, bytes_tokenizer_json, run_tokenizer, write_tokenizer
 from distrain.trainer.models.hf_format.names import hf_model_type

@@ -12,8 +12,8 @@ import torch
 
 from distrain.cli.app import command
 from distrain.tests.fakes.manifest_edits import edit_extra
-from distrain.trainer.loop.data.detokenize import detokenizer
-from distrain.trainer.loop.data.tokenizer import ByteTokenizer, VocabularyTokenizer
+from distrain.trainer.loop.data.tokenize.detokenize import detokenizer
+from distrain.trainer.loop.data.tokenize.tokenizer import ByteTokenizer, VocabularyTokenizer
 from distrain.trainer.loop.offline.generate import Sampling, generate, sample_token
 from distrain.trainer.loop.offline.load_run import load_model, load_saved_run
 from distrain.trainer.spec.problem import Unreadable

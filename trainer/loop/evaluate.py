@@ -10,7 +10,7 @@ from ..launch.rank.channel import OnProgress, ignore_text
 from ..layers.cross_entropy import IGNORED
 from ..parallel.process_groups import Grid
 from ..spec.run import Run
-from .data.batches import Batches
+from .data.samples.batches import Batches
 from .model_inputs import model_inputs
 
 

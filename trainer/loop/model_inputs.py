@@ -14,7 +14,7 @@ from ..layers.cross_entropy import IGNORED
 from ..parallel.process_groups import Grid
 from ..parallel.rank_model import context_parallel_of
 from ..spec.run import Run
-from .data.batches import Batch
+from .data.samples.batches import Batch
 
 
 def model_inputs(run: Run, batch: Batch, grid: Grid, step: int | None) -> tuple[Tensor, Tensor, dict[str, Any]]:

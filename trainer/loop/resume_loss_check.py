@@ -10,7 +10,7 @@ from ..engines.engine import Engine
 from ..parallel.process_groups import Grid
 from ..spec.run import Run
 from .checkpoint import LoadFailed
-from .data.batches import Batches
+from .data.samples.batches import Batches
 from .evaluate import evaluate
 from .failure import AllRanksFailed
 

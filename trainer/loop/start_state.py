@@ -13,7 +13,7 @@ from ..rundir.run_in_manifest import CONFIG_KEY, read_hf_config, run_from_record
 from ..spec.run import Run
 from .checkpoint import Gather, SavedCheckpoint, choose_checkpoint
 from .checkpoint.shard_positions import weight_shapes
-from .data.batches import Batches
+from .data.samples.batches import Batches
 from .engine_state import load_hf_weights, restore_engine
 from .fail_together import fail_together
 from .position import BEGINNING, Position, resumed_position

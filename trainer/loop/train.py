@@ -11,7 +11,7 @@ from ..spec.lr_schedule import learning_rate
 from ..spec.run import Run
 from ..system.stop_requests import StopFlag
 from .anomalies import Anomalies
-from .data.batches import Batch, prefetch, shard
+from .data.samples.batches import Batch, prefetch, shard
 from .engine_state import save_checkpoint
 from .evaluate import evaluate
 from .failure import AllRanksFailed

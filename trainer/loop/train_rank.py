@@ -23,10 +23,10 @@ from ..spec.run import Run
 from ..system.stop_requests import StopFlag
 from .build import build_engine
 from .checkpoint import Gather, gather_over
-from .data.batches import Batches
-from .data.corpus import Corpus
-from .data.corpus_stats import corpus_stats, stats_line
 from .data.prepare import cache_folder, prepare_corpus
+from .data.samples.batches import Batches
+from .data.samples.corpus import Corpus
+from .data.samples.corpus_stats import corpus_stats, stats_line
 from .fail_together import fail_together
 from .failure import AllRanksFailed, report_failure
 from .position import Position

@@ -12,7 +12,7 @@ from ..launch.rank.channel import Channel
 from ..parallel.process_groups import Grid
 from ..parallel.world import World
 from ..plan.result import Plan
-from .data.batches import Batches
+from .data.samples.batches import Batches
 from .position import Position
 from .sinks import Sinks
 

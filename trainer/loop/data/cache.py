@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...system.cpu import cpu_count
-from .data_error import data_error
+from .files.data_error import data_error
 
 Say = Callable[[str], None]
 

@@ -11,13 +11,22 @@ from typing import Any, TypeVar
 
 from ...spec.problem import Problem, Unreadable
 from ...spec.run import Data
-from . import columnar
-from .data_error import data_error, data_problem
-from .find import DataFile, Remark, Search, find_files, library_files
-from .formats import JSON_AS_TEXT, UnreadableFile, file_problem, holds_json_lines, json_in_text, text_form, text_suffixes, unreadable_files
+from .files import columnar
+from .files.data_error import data_error, data_problem
+from .files.find import DataFile, Remark, Search, find_files, library_files
+from .files.formats import (
+    JSON_AS_TEXT,
+    UnreadableFile,
+    file_problem,
+    holds_json_lines,
+    json_in_text,
+    text_form,
+    text_suffixes,
+    unreadable_files,
+)
 from .source_reader import HELD_OUT
 from .token_files import DATATROVE, TokenFile, open_token_file
-from .tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from .tokenize.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 Got = TypeVar("Got")
 

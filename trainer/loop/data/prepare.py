@@ -10,10 +10,10 @@ import numpy as np
 from ...spec.run import Data
 from .cache import NotCached
 from .check import CheckedData, check_data
-from .corpus import Corpus, Source, validation_runs, windows
-from .data_error import data_error
+from .files.data_error import data_error
+from .samples.corpus import Corpus, Source, validation_runs, windows
+from .samples.synthetic import DOCUMENT, Synthetic
 from .source_reader import Progress, SourceReader, SourceTokens, hash_key, read_text, read_token_ids
-from .synthetic import DOCUMENT, Synthetic
 
 
 def prepare_corpus(data: Data, *, vocab: int, seq: int, cache: Path, progress: Progress, verify: bool = True) -> Corpus:

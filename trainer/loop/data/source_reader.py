@@ -16,13 +16,13 @@ import numpy as np
 from ...spec.run import Data
 from ...system.cpu import cpu_count
 from .cache import REMEMBER_FROM, NotCached, content_hash, is_sound, make_cached_folder, remembered_hash
-from .corpus import MappedTokens, Runs, Tokens, merge_runs, validation_runs
-from .data_error import data_error
-from .find import DataFile
-from .text_files import split_turns
+from .files.data_error import data_error
+from .files.find import DataFile
+from .samples.corpus import MappedTokens, Runs, Tokens, merge_runs, validation_runs
 from .token_files import TokenFile, check_vocabulary, companion_files, scan_token_files
-from .tokenizer import ByteTokenizer, Tokenizer
-from .workers import tokenize_turns
+from .tokenize.text_files import split_turns
+from .tokenize.tokenizer import ByteTokenizer, Tokenizer
+from .tokenize.workers import tokenize_turns
 
 Progress = Callable[[str, int, int], None]  # activity, bytes done, bytes in all
 

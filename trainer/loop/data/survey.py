@@ -28,14 +28,14 @@ from ...spec.read import read
 from ...spec.run import Data
 from ...system.parent_watch import die_with_parent
 from .check import CheckedData, check_data
-from .corpus import shortage, source_name, windows
-from .corpus_stats import CorpusStats, SourceShare, corpus_stats
-from .data_error import data_problem
-from .estimate import TokenEstimate, estimate_tokens
+from .files.data_error import data_problem
 from .prepare import cache_folder, cached_corpus, prepare_corpus
+from .samples.corpus import shortage, source_name, windows
+from .samples.corpus_stats import CorpusStats, SourceShare, corpus_stats
 from .source_reader import validation_flags
 from .token_files import TokenFile
-from .workers import exit_with_parent
+from .tokenize.estimate import TokenEstimate, estimate_tokens
+from .tokenize.workers import exit_with_parent
 
 _INTERVAL = 0.1  # seconds between progress lines
 

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .data_error import data_error
-from .find import DataFile
-from .formats import check_token_bytes, read_first_bytes
-from .id_width import raw_id_type
-from .order import Indices
+from .files.data_error import data_error
+from .files.find import DataFile
+from .files.formats import check_token_bytes, read_first_bytes
+from .files.id_width import raw_id_type
+from .samples.order import Indices
 
 Ids = NDArray[np.integer[Any]]
 

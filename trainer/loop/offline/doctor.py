@@ -26,8 +26,8 @@ from ...plan.plan import make_plan
 from ...spec.lr_schedule import learning_rate
 from ...spec.run import Run
 from ...system.cpu import cpu_count
-from ..data.batches import Batches
 from ..data.prepare import cache_folder, prepare_corpus
+from ..data.samples.batches import Batches
 from .exit_status import run_verb
 
 WAIT = 15.0  # seconds in which two processes must rendezvous

@@ -15,7 +15,7 @@ from typing import Any
 from ...models.hf_format.weights import NO_TOKENS
 from ...spec.problem import Unreadable
 from ...spec.run import Run
-from ..data.tokenizer import ByteTokenizer, Tokenizer, VocabularyTokenizer, load_tokenizer
+from ..data.tokenize.tokenizer import ByteTokenizer, Tokenizer, VocabularyTokenizer, load_tokenizer
 
 CONFIG = "tokenizer_config.json"
 TOKENIZER_FILES = (

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ...spec.problem import Problem, Unreadable
 from ...spec.run import Run
-from ..data.detokenize import detokenizer
-from ..data.tokenizer import Tokenizer, load_tokenizer
+from ..data.tokenize.detokenize import detokenizer
+from ..data.tokenize.tokenizer import Tokenizer, load_tokenizer
 from .exit_status import run_verb, write_problem, write_stdout
 from .load_run import load_model, load_saved_run
 

@@ -16,7 +16,7 @@ from ...prove.first_departure import TensorDifference, TensorKind
 from ...spec.lr_schedule import learning_rate
 from ...spec.run import Run
 from ..checkpoint.shard_positions import read_range, slice_values
-from ..data.batches import shard as sample_shard
+from ..data.samples.batches import shard as sample_shard
 from .reference import ReferenceReader
 
 # B batch, S sequence, H hidden, V vocabulary

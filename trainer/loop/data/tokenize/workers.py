@@ -15,10 +15,10 @@ from queue import SimpleQueue
 from threading import Thread
 from time import sleep
 
-from ...spec.problem import Unreadable
-from ...system.child_process import end_child
-from ...system.parent_watch import die_with_parent
-from .data_error import data_error
+from ....spec.problem import Unreadable
+from ....system.child_process import end_child
+from ....system.parent_watch import die_with_parent
+from ..files.data_error import data_error
 from .text_files import BadText, Span, tokenize
 from .tokenizer import Tokenizer, load_tokenizer
 

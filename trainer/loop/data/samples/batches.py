@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...layers.cross_entropy import IGNORED
+from ....layers.cross_entropy import IGNORED
 from .corpus import Corpus, Split, windows
 from .order import Indices, blend, permuted_index, random_key
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import Literal, NamedTuple
 
-from ...spec.problem import Problem
+from ....spec.problem import Problem
 from .compressed import COMPRESSIONS, Compression, decompress_start
 from .data_error import data_problem
 from .find import DataFile

@@ -11,10 +11,10 @@ from typing import IO, Any, NamedTuple
 import msgspec
 import numpy as np
 
-from . import columnar
-from .compressed import DamagedArchive, open_compressed
-from .find import DataFile
-from .formats import text_form
+from ..files import columnar
+from ..files.compressed import DamagedArchive, open_compressed
+from ..files.find import DataFile
+from ..files.formats import text_form
 from .tokenizer import Tokenizer
 
 SHARE = 8 << 20  # bytes of text in a turn

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ...spec.regular_file import expand_home, read_plain
-from .data_error import data_error
+from ....spec.regular_file import expand_home, read_plain
+from ..files.data_error import data_error
 
 Ids = NDArray[np.unsignedinteger[Any]]
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")  # used if no tokenizer_config.json names eos_token

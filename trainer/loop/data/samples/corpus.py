@@ -11,8 +11,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ...spec.problem import Problem, Unreadable
-from .data_error import data_problem
+from ....spec.problem import Problem, Unreadable
+from ..files.data_error import data_problem
 from .order import Indices, random_key
 
 Split = Literal["train", "validation"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...spec.problem import Problem, Unreadable
+from ....spec.problem import Problem, Unreadable
 
 
 def data_problem(says: str, mend: str = "") -> Problem:

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from . import columnar
-from .compressed import decompress_start
-from .data_error import data_error
-from .find import DataFile
-from .formats import text_form
+from ..files import columnar
+from ..files.compressed import decompress_start
+from ..files.data_error import data_error
+from ..files.find import DataFile
+from ..files.formats import text_form
 from .text_files import BadText, encode_text, json_texts, line_start
 from .tokenizer import ByteTokenizer, Tokenizer, VocabularyTokenizer
 

@@ -13,7 +13,7 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import NamedTuple
 
-from ...spec.problem import Problem, Unreadable, suggest_name
+from ....spec.problem import Problem, Unreadable, suggest_name
 from .data_error import data_error, data_problem
 
 # Folders of the standard library that are skipped: tests, tools with a user interface, tables, installed packages.
