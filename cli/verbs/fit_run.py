@@ -80,7 +80,6 @@ def _check(read: Callable[[], Run]) -> tuple[Run, Plan, tuple[Host, ...]] | None
 
 def closing_text(run: Run) -> str:
     """The text at the end of a run that has trained: incidents, planned against measured figures, and what to try next."""
-    from ...trainer.models.families import family_of
     from ...trainer.rundir.measured import read_measured_run
     from ..pages.report_page import incident_lines, planned_measured_table
     from ..pages.text_layout import stdout_style, wrap
@@ -89,7 +88,7 @@ def closing_text(run: Run) -> str:
     name = relative_folder(folder)
     commands = (
         f"report {quote(name)}",
-        *([f"generate {quote(name)} --prompt 'def '"] if family_of(run.model).has_own_module else []),
+        f"generate {quote(name)} --prompt 'def '",
         "plan conf=megatron_1t_6x8x64",
     )
     trained = read_measured_run(folder)

@@ -55,14 +55,6 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
 # fmt: on
 
 
-@pytest.fixture(scope="module")
-def transformers() -> Any:
-    library = pytest.importorskip("transformers", reason="transformers, the yardstick, is not installed")
-    library.logging.set_verbosity_error()
-    library.logging.disable_progress_bar()
-    return library
-
-
 def run_of(model: Model, **changes: Any) -> Run:
     cluster = Cluster(nodes=1, gpus=1, device=Device(name="cpu", memory=1e12, kind="cpu"))
     run = Run(name="test", model=model, cluster=cluster, parallel=Parallel(), train=Train(batch=2, microbatch=2, seq=S, steps=1))

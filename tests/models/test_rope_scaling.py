@@ -54,14 +54,6 @@ def run_of(model: Model) -> Run:
     return Run(name="test", model=model, cluster=cluster, parallel=Parallel(), train=Train(batch=2, microbatch=2, seq=64, steps=1))
 
 
-@pytest.fixture(scope="module")
-def transformers() -> Any:
-    library = pytest.importorskip("transformers", reason="transformers, the yardstick, is not installed")
-    library.logging.set_verbosity_error()
-    library.logging.disable_progress_bar()
-    return library
-
-
 @pytest.mark.parametrize("name", THEIRS)
 def test_logits_are_those_of_transformers_and_the_folder_is_read_and_written(name: str, tmp_path: Path, transformers: Any) -> None:
     torch.manual_seed(3)

@@ -52,14 +52,6 @@ def run_of(model: Model, **train: Any) -> Run:
     return Run(name="test", model=model, cluster=cluster, parallel=Parallel(), train=Train(**words))
 
 
-@pytest.fixture(scope="module")
-def transformers() -> Any:
-    library = pytest.importorskip("transformers", reason="transformers, the yardstick, is not installed")
-    library.logging.set_verbosity_error()
-    library.logging.disable_progress_bar()
-    return library
-
-
 @pytest.mark.parametrize("attention", ["flash", "math"])
 @pytest.mark.parametrize("name", THEIRS)
 def test_logits_are_those_of_transformers_and_the_folder_is_read_and_written(

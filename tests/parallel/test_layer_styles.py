@@ -15,7 +15,7 @@ from distrain.trainer.plan.axes.tp import AXIS, style  # noqa: E402
 from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train  # noqa: E402
 
 STYLES = {ColumnLinear: "column", RowLinear: "row", VocabEmbedding: "vocab", LMHead: "column"}
-OWN = [name for name, family in FAMILIES.items() if family.has_own_module]
+OWN = [name for name, family in FAMILIES.items() if family.module and not family.made_by_transformers]
 
 
 def run_of(family: str) -> Run:

@@ -54,8 +54,7 @@ class HeadNorm(nn.Module):
         self.eps, self.tp = eps, tp
 
     def forward(self, x: Tensor) -> Tensor:
-        is_partial = self.tp is not None and not self.tp.sequence
-        weight = gather_inputs(self.weight, self.tp) if is_partial and self.tp else self.weight
+        weight = gather_inputs(self.weight, self.tp) if self.tp and not self.tp.sequence else self.weight
         return rms_norm(x, weight, self.eps)
 
 

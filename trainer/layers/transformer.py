@@ -182,8 +182,8 @@ class Transformer(nn.Module):
             starts = document_starts(documents)[:, positions]
             mask = document_mask(starts, positions, documents.shape[1], dtype)
         band = None
-        if self.is_fused and (keys is None or not model.dropout) and model.window and model.window < tokens.shape[1]:
-            band = window_band(model.window, dtype, tokens.device)
+        if self.is_fused and (keys is None or not model.dropout) and (window := model.effective_window(tokens.shape[1])):
+            band = window_band(window, dtype, tokens.device)
         states = None if keys is None else keys.states
         return LayerInputs(
             angles=angles,

@@ -44,11 +44,6 @@ class Family:
         """Whether its layers have experts, which `ep` splits."""
         return "ep" in self.axes
 
-    @property
-    def has_own_module(self) -> bool:
-        """Whether its module is built here, from its op table."""
-        return self.module is not None and not self.made_by_transformers
-
 
 DENSE = ("tp", "pp", "cp")
 LLAMA_DEFAULTS = {"norm": "rmsnorm", "act": "swiglu", "positions": "rope", "bias": False, "tied": False}  # arXiv:2302.13971

@@ -98,8 +98,8 @@ def logits_in_flight(layout: Layout) -> int:
 
 def _saved_bytes(layout: Layout, blocks: BlockCosts, kind: StageKind) -> int:
     """Activations that a stage saves of one micro-batch: its layers', the embedding's, and rotary positions once for each part."""
-    saved = kind.layers * blocks.layer.saved + (1 + layout.is_folded) * blocks.angles
-    return saved + (blocks.embedding.saved - blocks.angles if kind.first else 0)
+    saved = kind.layers * blocks.layer.saved + (1 + layout.is_folded) * blocks.saved_once
+    return saved + (blocks.embedding.saved - blocks.saved_once if kind.first else 0)
 
 
 def _data_traffic(

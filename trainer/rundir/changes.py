@@ -197,7 +197,7 @@ def effective_values(run: Run) -> dict[str, Any]:
 def effective_model_values(model: Model, seq: int) -> dict[str, Any]:
     """Return the keys of a model whose default follows from other keys; None for one that this model does not read."""
     ffn, mixture = model.ffn or 4 * model.hidden, bool(model.experts)
-    is_windowed = bool(model.window and model.window < seq and model.windowed_layers)
+    window = model.effective_window(seq)
     rope = model.rope.values if model.positions == "rope" else {}
     return {
         "kv_heads": model.kv_heads or model.heads,
@@ -207,8 +207,8 @@ def effective_model_values(model: Model, seq: int) -> dict[str, Any]:
         "qkv_bias": model.bias if model.qkv_bias is None else model.qkv_bias,
         "context": (model.context or seq) if model.positions == "learned" else None,
         "rope_base": model.rope_base if model.positions == "rope" else None,
-        "window": model.window if is_windowed else None,
-        "layer_types": model.layer_types if is_windowed else None,
+        "window": window,
+        "layer_types": model.layer_types if window else None,
         **{f"rope.{row.name}": rope.get(row.name) for row in fields(model.rope)},
         **({} if mixture else dict.fromkeys(("experts", "top_k", "shared_experts", "aux_loss", "capacity"))),
     }

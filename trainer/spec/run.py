@@ -100,11 +100,17 @@ class Model:
         """Whether a layer has the window: all layers, or those that layer_types names, which repeats until the last layer."""
         return self.window is not None and (not self.layer_types or self.layer_types[layer % len(self.layer_types)] == "sliding_attention")
 
+    def effective_window(self, seq: int) -> int | None:
+        """The window, where some layers have it and it is shorter than sequences of `seq` tokens; None where it hides nothing."""
+        return self.window if self.window and self.window < seq and self.windowed_layers else None
+
     @property
     def windowed_layers(self) -> int:
         """The number of layers that have the window."""
-        if self.window is None or not self.layer_types:
-            return 0 if self.window is None else self.layers
+        if self.window is None:
+            return 0
+        if not self.layer_types:
+            return self.layers
         rounds, rest = divmod(self.layers, len(self.layer_types))
         return rounds * self.layer_types.count("sliding_attention") + self.layer_types[:rest].count("sliding_attention")
 

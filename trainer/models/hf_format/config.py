@@ -266,8 +266,9 @@ def _known_model_type(config: Mapping[str, Any], file: Path) -> str:
 
 def _unknown_keys(config: Mapping[str, Any], kind: ConfigKind, family: str) -> Iterator[tuple[str, str]]:
     """Yield (problem, fix) for keys that may change what the model computes; one that is null, false or empty switches nothing on."""
+    known = kind.known_keys
     for key, value in config.items():
-        if value and key not in kind.known_keys and not is_harmless(key):
+        if value and key not in known and not is_harmless(key):
             says = f"{key}={shorten(json_text(value))} is not known to family {family}, and may change what the model computes"
             yield says, FIXES.get(key, "take it out if it changes nothing")
 

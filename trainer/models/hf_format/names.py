@@ -112,7 +112,7 @@ def architecture_keys(model: Model, run: Run) -> dict[str, object]:
         "shared_experts": model.shared_experts,
         "capacity": model.capacity,
     }
-    window = model.window if model.window and model.window < run.train.seq and model.windowed_layers else None
+    window = model.effective_window(run.train.seq)
     types = model.layer_types if window and model.windowed_layers < model.layers else None
     positions |= {"window": window, "layer_types": types and tuple(types[each % len(types)] for each in range(model.layers))}
     return (positions | mixture if model.experts else positions) | {

@@ -89,7 +89,7 @@ def _flash_core(model: Model, train: Train, causal: bool) -> tuple[Op, ...]:
     Its dropout can't be keyed: with dropout our modules take the path of separate kernels, and save what that saves. A layer with a
     window saves the values of its blocks besides; a model in which only some layers have one is counted as if all had.
     """
-    share, window, seq = windowed_share(model, train.seq), model.window or 0, train.seq
+    share, window, seq = _windowed_share(model, train.seq), model.window or 0, train.seq
     blocks, rest = divmod(seq, window) if share else (0, 0)
     in_blocks = (0.5 + 2 * (blocks - 1)) * window**2 + rest * (window + rest)  # pairs of query and key: the first block is causal
     product = Product(
@@ -114,14 +114,14 @@ def _softmax_saves(model: Model) -> tuple[Tensor, ...]:
     return (scores, mask, scores) if model.dropout else (scores,)
 
 
-def windowed_share(model: Model, seq: int) -> float:
+def _windowed_share(model: Model, seq: int) -> float:
     """Return the share of the layers that have a window which does not cover the sequence."""
-    return model.windowed_layers / model.layers if model.window and model.window < seq else 0.0
+    return model.windowed_layers / model.layers if model.effective_window(seq) else 0.0
 
 
 def _counted_pairs(model: Model, seq: int) -> float:
     """Return the pairs of query and key that count, as a share of seq x seq on average over layers: twice those that are seen."""
-    share, window = windowed_share(model, seq), model.window or 0
+    share, window = _windowed_share(model, seq), model.window or 0
     return 1 - share + share * window * (2 * seq - window) / seq**2 if share else 1.0
 
 
@@ -234,7 +234,7 @@ def embedding(model: Model, train: Train, *, types: bool = False) -> tuple[Op, .
         tables.append(Weight("types.weight", ("types", "hidden")))
     masks = (MASK,) if model.dropout else ()
     positions = {"learned": (Tensor(("tokens",), 8),), "rope": (Tensor(("tokens", "head_dim"), 4),), "none": ()}[model.positions]
-    has_mask = windowed_share(model, train.seq) > 0 and train.attention == "flash" and not model.dropout
+    has_mask = model.effective_window(train.seq) and train.attention == "flash" and not model.dropout
     window_mask = (Tensor(("window", "window")), Tensor(("window", "window"))) if has_mask else ()
     return (
         Op(

@@ -54,7 +54,7 @@ class BlockCosts:
     head: BlockCost
     tied: int  # elements of the weight that embedding and head share, on one rank
     stream: int  # bytes of the hidden states that a rank sends to the next stage
-    angles: int  # bytes of rotary positions and window masks that each part of the model saves once for all of its layers
+    saved_once: int  # bytes of rotary positions and window masks that each part of the model saves once for all of its layers
 
 
 class ComputeSeconds(NamedTuple):
@@ -81,14 +81,14 @@ def block_costs(run: Run, table: OpTable, split: BlockSplit, wires: Wires) -> Bl
         return _block_cost(ops, recompute, local, split, device, wires)
 
     saves = [tensor for op in table.embedding for tensor in op.saves_torch] if form == "torch" else []
-    angles = [tensor for tensor in saves if {"head_dim", "window"} & set(tensor.dims)]
+    once = [tensor for tensor in saves if {"head_dim", "window"} & set(tensor.dims)]
     return BlockCosts(
         embedding=cost(table.embedding, "none"),
         layer=cost(table.layer, split.recompute),
         head=cost(table.head, "none"),
         tied=local.count(("vocab", "hidden")) if table.tied else 0,
         stream=local.bytes(Tensor(("seq", "batch", "hidden"))),
-        angles=sum(map(local.bytes, angles)),
+        saved_once=sum(map(local.bytes, once)),
     )
 
 

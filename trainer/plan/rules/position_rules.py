@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...models.families import is_made_by_transformers
-from ...models.ops.shared_ops import windowed_share
 from ...spec.run import ROPE_KEYS, Parallel, Run
 from .broken_rule import BrokenRule
 
@@ -52,6 +51,6 @@ def window(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule
 
 def window_layout(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
     """Ranks that share a sequence compute whole attention only."""
-    if parallel.cp > 1 and windowed_share(run.model, run.train.seq):
+    if parallel.cp > 1 and run.model.effective_window(run.train.seq):
         says = f"parallel.cp={parallel.cp} does not compute model.window={run.model.window}, shorter than train.seq={run.train.seq}"
         yield BrokenRule("window", says, ((("parallel.cp", 1),),))

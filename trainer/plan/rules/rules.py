@@ -326,9 +326,8 @@ def device(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule
 # Rules of a run that do not depend on its degrees, and rules of a layout, which a sweep applies to each.
 OF_RUN: tuple[Rule, ...] = (names, folders, model, rotary, window, hugging_face, length, rates, profiler_window, precision, device)
 OF_LAYOUT: tuple[Rule, ...] = (
-    *(hugging_face_layout, window_layout, experts, world, tensor, context, pipeline),
-    *(batch, offload, plannable_ranks),
-)
+    hugging_face_layout, window_layout, experts, world, tensor, context, pipeline, batch, offload, plannable_ranks,
+)  # fmt: skip
 
 
 def broken_rules(run: Run, parallel: Parallel, microbatch: int, rules: tuple[Rule, ...] = OF_RUN + OF_LAYOUT) -> list[BrokenRule]:
