@@ -57,7 +57,7 @@ def verdict(plan: Plan) -> str:
     memory = plan.memory
     if memory is None:
         return f"{one_line(plan.name)} can't be laid out: {plural(len(plan.problems), 'problem')}"
-    of = part_of_size(memory.peak, memory.capacity)
+    of = part_of_size(memory.peak, memory.capacity) + (", without activations, which are not known" if memory.unknown else "")
     where = f" on stage {memory.stage}" if len(memory.stages) > 1 else ""
     if not plan.fits:
         says = f"does not fit: needs {of}{where}"
@@ -136,12 +136,13 @@ def _memory_lines(plan: Plan, style: Style) -> list[str]:
     memory = plan.memory
     if memory is None:
         return []
-    kinds = [kind for kind in KINDS if any(getattr(stage.bytes, kind) for stage in memory.stages)]
+    unknown = memory.unknown[:1]  # a column for the first: logits are activations too
+    kinds = [kind for kind in KINDS if kind in unknown or any(getattr(stage.bytes, kind) for stage in memory.stages)]
     ranges, unit = _similar_stages(memory), binary_unit(memory.peak)
-    cells = _memory_cells(ranges, kinds, unit)
+    cells = _memory_cells(ranges, kinds, unit, unknown)
     while len(kinds) > MIN_KINDS and len(table(cells, (0, 1), " ")[0]) + len("  100 %") + 2 > page_width():
         kinds.remove(min(kinds, key=lambda kind: max(getattr(stage.bytes, kind) for stage in memory.stages)))
-        cells = _memory_cells(ranges, kinds, unit)
+        cells = _memory_cells(ranges, kinds, unit, unknown)
     heading, *lines = _with_bars(cells, [_fullest_stage(stages).bytes.total / memory.capacity for stages in ranges], style)
     if len(lines) > MAX_STAGES:
         lines = _without_middle(lines, next(at for at, stages in enumerate(ranges) if any(each.index == memory.stage for each in stages)))
@@ -162,7 +163,7 @@ def _with_bars(cells: Sequence[Sequence[str]], shares: Sequence[float], style: S
     return [heading, *(f"  {line}  {bar}{each.rjust(longest)}" for line, bar, each in zip(lines, bars, percents, strict=True))]
 
 
-def _memory_cells(ranges: Sequence[Sequence[StageMemory]], kinds: Sequence[str], unit: str) -> list[list[str]]:
+def _memory_cells(ranges: Sequence[Sequence[StageMemory]], kinds: Sequence[str], unit: str, unknown: Sequence[str]) -> list[list[str]]:
     """A row for each range of stages, with a column a kind; `other` is the sum of the kinds without a column."""
     columns = [kind for kind in kinds if kind != "overhead"]
     fullest = [_fullest_stage(stages).bytes for stages in ranges]
@@ -170,8 +171,9 @@ def _memory_cells(ranges: Sequence[Sequence[StageMemory]], kinds: Sequence[str],
     heading = ["stage", "layers", *(HEADINGS.get(kind, kind) for kind in columns), *(["other"] if any(others) else []), "total"]
     cells = [heading]
     for stages, held, other in zip(ranges, fullest, others, strict=True):
-        figures = [*(getattr(held, kind) for kind in columns), *([other] if any(others) else []), held.total]
-        cells.append([_range_text(stages[0].index, stages[-1].index), _layer_range(stages), *(in_unit(each, unit) for each in figures)])
+        figures = ["?" if kind in unknown else in_unit(getattr(held, kind), unit) for kind in columns]
+        sums = [in_unit(each, unit) for each in ([other, held.total] if any(others) else [held.total])]
+        cells.append([_range_text(stages[0].index, stages[-1].index), _layer_range(stages), *figures, *sums])
     return cells
 
 

@@ -152,7 +152,7 @@ CONTRACT: dict[str, set[str]] = {
     },
     "mesh": {"pp", "dp", "cp", "ep", "tp"},
     "model": {"parameters", "active_parameters", "flops_per_token"},
-    "memory": {"peak", "capacity", "stage", "stages"},
+    "memory": {"peak", "capacity", "stage", "stages", "unknown"},
     "time": {"step", "compute", "exposed", "bubble", "optimizer"},
     "throughput": {
         "tokens_per_second", "tokens_per_second_per_gpu", "model_flops_per_second_per_gpu", "hardware_flops_per_second_per_gpu",

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 from distrain.cli.app import command
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.manifest_edits import drop_record, edit_extra
-from distrain.trainer.loop.offline.export import _new_folder, export
+from distrain.trainer.loop.offline.export import _check_logits, _new_folder, _round_weights, _write_model, export
 from distrain.trainer.loop.offline.load_run import load_model, load_saved_run
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.problem import Unreadable
@@ -72,9 +73,34 @@ def test_without_transformers_our_own_reader_checks_the_export(runs, kind: str, 
 
 
 @pytest.mark.parametrize(("dtype", "stored"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_weights_are_written_in_the_requested_dtype(runs, dtype: str, stored: torch.dtype, tmp_path: Path) -> None:
+def test_weights_are_written_in_the_requested_dtype_and_checked_in_it(
+    runs, dtype: str, stored: torch.dtype, tmp_path: Path, capsys
+) -> None:
     export(runs["gpt2"], tmp_path / "out", dtype)
     assert {each.dtype for each in load_file(tmp_path / "out" / "model.safetensors").values()} == {stored}
+    rounded = re.search(r"; computed in (\w+) they are (\S+)% from these \(rms\)$", capsys.readouterr().out, re.MULTILINE)
+    if dtype == "fp32" or find_spec("transformers") is None:
+        assert rounded is None
+    else:
+        assert rounded
+        assert rounded[1] == dtype
+        assert 0 <= float(rounded[2]) < 2
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+def test_a_model_that_overflows_in_half_precision_is_not_exported_in_it(runs, tmp_path: Path) -> None:
+    found = load_saved_run(runs["gpt2"])
+    module = load_model(found.run, found.checkpoint, torch.device("cpu"))
+    with torch.no_grad():
+        dict(module.named_parameters())["layers.0.mlp.up.weight"].mul_(2.0**19)  # finite in float16, and what it computes is not
+        dict(module.named_parameters())["layers.0.mlp.down.weight"].mul_(2.0**-19)
+    for dtype, refused in (("bf16", False), ("fp16", True)):
+        folder = tmp_path / dtype
+        folder.mkdir()
+        _round_weights(module, torch.bfloat16)
+        _write_model(module, found.run, folder, torch.float32 if refused else torch.bfloat16, {})
+        with pytest.raises(Unreadable, match="use --dtype bf16 or fp32") if refused else nullcontext():
+            assert _check_logits(module, found.run, folder, dtype)
 
 
 def test_the_verb_writes_the_export_and_nothing_else(runs, tmp_path: Path) -> None:

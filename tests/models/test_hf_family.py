@@ -14,10 +14,13 @@ import pytest
 
 from distrain.cli.config import hf_family
 from distrain.cli.config.load import compose_config, load_recipe
+from distrain.cli.pages.plan_page import plan_text, verdict
+from distrain.cli.pages.text_layout import Style
 from distrain.tests.fakes.hf_models import NEOX, OPT, SIZES, STEPS, words, write_config
 from distrain.tests.fakes.rank_pool import RankPool
 from distrain.trainer.models.hf.inspect_config import inspect_config
 from distrain.trainer.plan.plan import make_plan
+from distrain.trainer.rundir.measured import read_measured_run
 from distrain.trainer.spec.problem import Unreadable
 
 transformers: Any = pytest.importorskip("transformers", reason="transformers, which has these models, is not installed")
@@ -56,7 +59,12 @@ def test_times_are_null_and_activations_are_warned_about(neox: Path) -> None:
     assert (plan.ok, plan.runnable, plan.engine, plan.time) == (True, True, "zero", None)
     said = [str(each) for each in plan.warnings]
     assert "no times: the operations of family hf are not in a table: `distrain fit` measures them as it trains" in said
-    assert any(line.startswith("activations of family hf are not planned: ") for line in said)
+    assert any(line.startswith("activations of family hf are not known: ") for line in said)
+    assert plan.memory is not None
+    assert plan.memory.unknown == ("activations", "logits")
+    heading, stage, *_ = (line.split() for line in plan_text(plan, Style()).splitlines() if line.startswith(("  stage", "  0 ")))
+    assert stage[heading.index("activ")] == "?"
+    assert ", without activations, which are not known; " in verdict(plan)
 
 
 def test_the_answer_of_transformers_is_cached(neox: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,6 +120,9 @@ def test_planned_bytes_match_the_measured_bytes(hf_ranks: RankPool, neox: Path, 
     held = plan.memory.stages[0].bytes
     for kind in ("weights", "gradients", "optimizer"):
         assert getattr(held, kind) == pytest.approx(counted[kind], rel=0.02), kind
+    activations = next(row for row in read_measured_run(tmp_path / "run").memory if row.name == "activations")
+    assert activations.planned is None
+    assert activations.measured
 
 
 def test_half_precision_keeps_rotary_frequencies_in_float32(neox: Path) -> None:

@@ -160,7 +160,14 @@ def _memory(context: CostContext, layout: Layout, cost: LayoutCost) -> Memory:
                 index=index, layers=layers, parameters=kind.parameters, in_flight=flight, bytes=held, back=back[0] if back else None
             )
         )
-    return Memory(peak=cost.peak, capacity=context.capacity, stage=cost.fullest, form=context.form, stages=tuple(rows))
+    return Memory(
+        peak=cost.peak,
+        capacity=context.capacity,
+        stage=cost.fullest,
+        form=context.form,
+        stages=tuple(rows),
+        unknown=() if context.table.has_costs else ("activations", "logits"),
+    )
 
 
 def _throughput(context: CostContext, layout: Layout, seconds: StepSeconds) -> Throughput:

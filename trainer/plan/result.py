@@ -38,13 +38,17 @@ class StageMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of the fullest rank (`peak`), of the device (`capacity`) and of one rank of each stage; `stage` is the fullest."""
+    """Bytes of the fullest rank (`peak`), of the device (`capacity`) and of one rank of each stage; `stage` is the fullest.
+
+    `unknown` are the kinds that the plan can't count for this model: their bytes are 0 here, and a step needs more.
+    """
 
     peak: int
     capacity: int
     stage: int
     form: str  # whose saved activations are counted: "megatron" those of Korthikanti 2022, "torch" those of our modules and DeepSpeed
     stages: tuple[StageMemory, ...]
+    unknown: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

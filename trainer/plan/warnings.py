@@ -164,7 +164,7 @@ def _missing_times(context: CostContext, layout: Layout, cost: LayoutCost, throu
 
 def _missing_activations(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
     if not context.table.has_costs:
-        says = f"activations of family {context.run.model.family} are not planned: a step needs more memory than the plan says"
+        says = f"activations of family {context.run.model.family} are not known: a step needs more memory than the plan says"
         yield Problem(rule="activations", says=says, mend="start with a small train.microbatch; `distrain report` shows what a step holds")
 
 

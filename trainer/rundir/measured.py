@@ -123,7 +123,9 @@ def _memory(plan: Mapping[str, Any], counted: Mapping[str, Any]) -> Iterator[Pla
     for kind in ("weights", "gradients", "optimizer", "activations"):
         planned = finite_number(nested_value(held, kind))
         if planned is not None and kind == "activations":
-            planned += finite_number(nested_value(held, "logits")) or 0
+            unknown = nested_value(plan, "memory", "unknown")
+            is_unknown = isinstance(unknown, list) and kind in unknown
+            planned = None if is_unknown else planned + (finite_number(nested_value(held, "logits")) or 0)
         yield PlannedMeasured(name=kind, unit="bytes", planned=planned, measured=finite_number(nested_value(counted, "memory", kind)))
 
 

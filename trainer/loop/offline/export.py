@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 SEQUENCES, MAX_TOKENS = 3, 128  # of the logit check: sequences, and tokens in each
 LOGIT_TOLERANCE = 1e-5  # of float32 logits: absolute, or relative to the largest
+ROUNDED_TOLERANCE = 0.05  # of logits computed in the exported dtype: rms of the difference from float32, relative to the rms of the logits
 CPU = torch.device("cpu")
 
 
@@ -64,7 +65,7 @@ def export(folder: Path, destination: Path, dtype: str) -> None:
     with _new_folder(destination) as new_folder:
         _write_model(module, run, new_folder, DTYPES[dtype], tokenizer.special)
         remarks = [*tokenizer.remarks, *write_tokenizer(run, tokenizer, new_folder)]
-        check = _check_logits(module, run, new_folder)
+        check = _check_logits(module, run, new_folder, dtype)
         files = sorted(each.name for each in new_folder.iterdir())
     count = sum(each.numel() for _, each in named_weights(module, run))
     lines = [
@@ -141,13 +142,17 @@ def _new_folder(destination: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _check_logits(module: Transformer | CausalLM, run: Run, folder: Path) -> str:
-    """Compare the folder's logits with those of our module. Return the result as text; raises Unreadable where they differ."""
+def _check_logits(module: Transformer | CausalLM, run: Run, folder: Path, dtype: str) -> str:
+    """Compare the folder's logits with those of our module: in float32, and as transformers computes them in the exported dtype.
+
+    Return the result as text; raises Unreadable where they differ.
+    """
     tokens = _random_sequences(run)
     with torch.no_grad():
         ours = module.logits(tokens)
-    if find_spec("transformers") is not None:
-        theirs, reader = _transformers_logits(folder, tokens), f"transformers {import_module('transformers').__version__}"
+    has_transformers = find_spec("transformers") is not None
+    if has_transformers:
+        theirs, reader = _transformers_logits(folder, tokens, torch.float32), f"transformers {import_module('transformers').__version__}"
     else:
         theirs, reader = _own_logits(run, folder, tokens), "our own reader (transformers is not installed)"
     difference, largest = float((theirs - ours).abs().max()), float(ours.abs().max())
@@ -155,7 +160,15 @@ def _check_logits(module: Transformer | CausalLM, run: Run, folder: Path) -> str
         raise _refusal(
             f"the logits of {reader} on the exported folder are {difference:.1e} from ours", "nothing was written; please report it"
         )
-    return f"logits on {SEQUENCES} sequences of {tokens.shape[1]} tokens are {difference:.1e} from those of {reader}"
+    says = f"logits on {SEQUENCES} sequences of {tokens.shape[1]} tokens are {difference:.1e} from those of {reader}"
+    if dtype == "fp32" or not has_transformers:
+        return says
+    rounded = _transformers_logits(folder, tokens, DTYPES[dtype])
+    error = float((rounded - ours).square().mean().sqrt() / ours.square().mean().sqrt())
+    if not error <= ROUNDED_TOLERANCE:
+        problem = f"{reader} computes other logits in {dtype} than in float32: the rms of the difference is {error:.1%} of theirs"
+        raise _refusal(problem, "use --dtype fp32" if dtype == "bf16" else "use --dtype bf16 or fp32")
+    return f"{says}; computed in {dtype} they are {error:.1%} from these (rms)"
 
 
 def _random_sequences(run: Run) -> Tensor:
@@ -163,13 +176,13 @@ def _random_sequences(run: Run) -> Tensor:
     return torch.randint(run.model.vocab, (SEQUENCES, min(run.train.seq, MAX_TOKENS)), generator=drawn)
 
 
-def _transformers_logits(folder: Path, tokens: Tensor) -> Tensor:
+def _transformers_logits(folder: Path, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     os.environ["HF_HUB_OFFLINE"] = "1"
     transformers: Any = import_module("transformers")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
         with torch.no_grad():
             theirs: Tensor = model(tokens).logits
     except Exception as error:  # any exception of any version: it can't read the export
