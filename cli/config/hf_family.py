@@ -18,7 +18,7 @@ from ...trainer.system.atomic_file import write_atomically
 from ...trainer.system.run_child import capture_child
 
 TIMEOUT = 300.0  # seconds for transformers to build the model on the meta device
-ALLOWED = ("family", "hf", "weights", "dropout")  # keys of `model` that may be set beside `hf`; config.json sets the others
+ALLOWED = ("family", "hf", "weights", "dropout", "lora")  # keys of `model` that may be set beside `hf`; config.json sets the others
 VERSION = 2  # of the format of cached answers
 
 

@@ -144,6 +144,10 @@ ROWS: tuple[Synonym, ...] = (
     _row("attention_dropout hidden_dropout resid_pdrop attn_pdrop embd_pdrop dropout_rate", "model.dropout"),
     _row("model_name_or_path pretrained_model_name_or_path base_model model_name pretrained init_from load_checkpoint_path",
          "model.weights", "a folder of Hugging Face weights, with model.hf for its config.json; without it weights are random", {}),
+    _row("lora_rank lora_r lora_dim", "model.lora.rank", "0: no LoRA"),
+    _row("lora_alpha", "model.lora.alpha"),
+    _row("lora_target_modules target_modules lora_target lora_layers", "model.lora.targets",
+         "a list of query, key, value, out, gate, up, down", {}),
     _row("flavor model_type model_size", "model", "an option: `distrain ls model` lists them", {}),
     # data
     _row("dataset dataset_name dataset_path data_path train_file train_data data_dir data_files datasets dataset_folder",

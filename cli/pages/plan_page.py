@@ -265,7 +265,8 @@ def _run_lines(plan: Plan) -> list[str]:
         return []
     active = f", {count_text(model.active_parameters)} active per token" if model.active_parameters != model.parameters else ""
     per_token = rate_text(model.flops_per_token, "FLOP")
-    lines = wrap(f"Model: {count_text(model.parameters)} parameters{active}; {per_token} a token, forward and backward")
+    trained = f", {count_text(model.trained_parameters)} trained" if model.trained_parameters != model.parameters else ""
+    lines = wrap(f"Model: {count_text(model.parameters)} parameters{trained}{active}; {per_token} a token, forward and backward")
     if run is None:
         return lines
     time = seconds_text(run.seconds) if run.seconds is not None else "time not known"

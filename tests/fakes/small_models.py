@@ -10,16 +10,18 @@ from distrain.trainer.layers.counter_rng import dropout_keys, normal
 from distrain.trainer.layers.cross_entropy import IGNORED
 from distrain.trainer.models.build import build_model, load_weights, named_weights
 from distrain.trainer.spec.changed_run import with_changes
-from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train
+from distrain.trainer.spec.run import Cluster, Device, Lora, Model, Parallel, Run, Train
 
 CPU = torch.device("cpu")
 LLAMA: dict[str, Any] = {"norm": "rmsnorm", "act": "swiglu", "positions": "rope"}
+LORA = Lora(rank=3, alpha=6.0, targets=("query", "value", "out", "up", "down"))
 MODELS = {
     "gpt": Model(family="gpt", layers=2, hidden=48, heads=4, vocab=101, context=40, bias=True, tied=True, act="gelu_tanh"),
     "nano": Model(family="gpt", layers=1, hidden=32, heads=4, vocab=64, ffn=80, act="relu"),
     "llama": Model(family="llama", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=16, ffn=72, vocab=101, **LLAMA),
     "qwen3": Model(family="llama", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=12, ffn=56, vocab=64, qk_norm=True, **LLAMA),
     "qwen": Model(family="llama", layers=3, hidden=32, heads=4, ffn=56, vocab=64, qkv_bias=True, tied=True, vocab_multiple=48, **LLAMA),
+    "lora": Model(family="llama", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=16, ffn=72, vocab=101, **LLAMA, lora=LORA),
     "moe": Model(family="moe", layers=2, hidden=48, heads=6, kv_heads=2, head_dim=16, ffn=40, vocab=64, experts=4, top_k=2, **LLAMA),
 }
 B, S = 3, 24  # sequences, tokens of each
@@ -57,7 +59,8 @@ def keys_of(step: int = 0, samples: Any = None) -> Any:
 
 
 def gradients(module: Any, *batch: Any, **further: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the mean loss, and its gradient by every weight."""
+    """Return the mean loss, and its gradient by every trained weight."""
     loss, labels = module(*batch, **further)
-    found = torch.autograd.grad(loss / labels, list(module.parameters()))
-    return loss.detach() / labels, dict(zip(dict(module.named_parameters()), found, strict=True))
+    trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
+    found = torch.autograd.grad(loss / labels, list(trained.values()))
+    return loss.detach() / labels, dict(zip(trained, found, strict=True))

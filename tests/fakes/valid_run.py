@@ -32,7 +32,7 @@ def override_value(word: str) -> object:
     if word in known:
         return known[word]
     if word.startswith("["):
-        return tuple(map(int, word.strip("[]").split(",")))
+        return tuple(int(each) if each.isdigit() else each for each in word.strip("[]").split(","))
     if re.fullmatch(r"[\d.]+e-\d+", word):
         return float(word)
     return int(word) if re.fullmatch(r"-?\d+", word) else word

@@ -119,7 +119,7 @@ def restore(run: Run, engine: PipeEngine, here: Grid) -> dict[str, Any]:
         return whole[shard.name][start : start + length] if kind == "weight" else kept[shard.name, kind]
 
     once = [take_step(run, engine, here, step).loss for step in range(1, STEPS)]
-    engine.restore(read, counters)
+    engine.restore(read, counters, lambda name: True)
     return {"once": once, "again": [take_step(run, engine, here, step).loss for step in range(1, STEPS)]}
 
 

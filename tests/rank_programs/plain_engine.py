@@ -15,7 +15,7 @@ from distrain.trainer.parallel.process_groups import Grid
 from distrain.trainer.parallel.rank_model import StageModel
 from distrain.trainer.plan.costs.block_costs import BlockCosts
 from distrain.trainer.plan.costs.cost_context import CostContext
-from distrain.trainer.plan.costs.cost_model import CostModel, StateBytes
+from distrain.trainer.plan.costs.cost_model import CostModel, StageElements, StateBytes
 from distrain.trainer.plan.engines.engine_row import EngineRow
 from distrain.trainer.plan.layout.layout import Layout, StageKind
 from distrain.trainer.spec.run import Run
@@ -26,10 +26,8 @@ BUFFERS = 123_456_789  # bytes
 class PlainCosts(CostModel):
     """The papers' costs, with buffers of a size of its own."""
 
-    def state_bytes(
-        self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, dense: int, experts: int
-    ) -> StateBytes:
-        return super().state_bytes(context, layout, blocks, kind, dense, experts)._replace(buffers=BUFFERS)
+    def state_bytes(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, held: StageElements) -> StateBytes:
+        return super().state_bytes(context, layout, blocks, kind, held)._replace(buffers=BUFFERS)
 
 
 ROW = EngineRow(

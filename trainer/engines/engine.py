@@ -91,15 +91,20 @@ class Engine(ABC):
         taken = [int(state["step"]) for state in self.optimizer.state.values() if "step" in state]
         return {"optimizer_steps": max(taken, default=0), "skipped": self.skipped_steps, "scale": scale}
 
-    def restore(self, read: ReadShard, counters: Mapping[str, Any]) -> None:
-        """Load weights and optimizer states from `read`, which any layout may have saved, and the counters."""
+    def restore(self, read: ReadShard, counters: Mapping[str, Any], has: Callable[[str], bool]) -> None:
+        """Load weights and optimizer states from `read`, which any layout may have saved, and the counters; `has`: whether `read` has a
+        weight, by its logical name."""
         for part in self.optimizer_shards():
+            if not has(part.shard.name):
+                continue
             part.weight.copy_(read(part.shard, "weight", part.start, part.length))
             for kind, held in part.states():
                 held.copy_(read(part.shard, kind, part.start, part.length))
             if "step" in part.state:
                 part.state["step"] = torch.full_like(torch.as_tensor(part.state["step"], dtype=torch.float32), counters["optimizer_steps"])
         for row, start, target in self._forward_weights():
+            if not has(row.shard.name):
+                continue
             target.copy_(read(row.shard, "weight", start, target.numel()))
         self.skipped_steps = int(counters["skipped"])
         for name, value in counters["scale"].items():
@@ -159,7 +164,8 @@ class Engine(ABC):
         sequence = self.run.parallel.sequence
         for axis in ("tp", "copies"):
             group = self.grid.group(axis)
-            rows = [each for each in self.parameters if (each.shard.shared if axis == "copies" else sequence and not each.shard.is_split)]
+            trained = [each for each in self.parameters if each.parameter.requires_grad]
+            rows = [each for each in trained if (each.shard.shared if axis == "copies" else sequence and not each.shard.is_split)]
             if group is None or not rows:
                 continue
             gradients = list(self._summed_gradients(rows))

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ..spec.run import Lora
 from .group import Group
-from .parameters_by_prefix import Parameters
+from .parameters_by_prefix import Parameters, sub_parameters
 
 # B batch, S sequence, T ranks of the group, s = S / T, H hidden, I inner, O outer: this rank's columns
 
@@ -163,12 +164,28 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.addmm(bias, x.flatten(0, -2), weight).view(*x.shape[:-1], -1)
 
 
-class ColumnLinear(Linear):
-    """x W + b with W's columns split: f, then each rank computes its own outputs. `tp` None: this rank has all columns."""
+NO_LORA = Lora()
 
-    def __init__(self, parameters: Parameters, tp: TensorParallel | None) -> None:
+
+class ColumnLinear(Linear):
+    """x W + b with W's columns split: f, then each rank computes its own outputs. `tp` None: this rank has all columns.
+
+    With LoRA parameters it adds scale x A B: every rank has all of A [I, R], and its own columns of B [R, O].
+    """
+
+    def __init__(self, parameters: Parameters, tp: TensorParallel | None, lora: Lora = NO_LORA) -> None:
         super().__init__(parameters)
         self.tp = tp
+        self.lora_a, self.lora_b, self.scale = None, None, lora.scale
+        if "lora_a.weight" in parameters:
+            self.lora_a = Linear(sub_parameters(parameters, "lora_a"))
+            self.lora_b = ColumnLinear(sub_parameters(parameters, "lora_b"), tp)
+
+    def add_lora(self, x: Tensor, output: Tensor) -> Tensor:
+        """Return `output` [B, S, O] with the low-rank product of x [B, S or s, I]."""
+        if self.lora_a is None or self.lora_b is None:
+            return output
+        return torch.add(output, self.lora_b(self.lora_a(x)), alpha=self.scale)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, S or s, I] -> [B, S, O]."""
@@ -177,26 +194,41 @@ class ColumnLinear(Linear):
 
 
 class RowLinear(Linear):
-    """x W + b with W's rows split: each rank computes its terms of the sum, then g. The bias is added once, to the sum."""
+    """x W + b with W's rows split: each rank computes its terms of the sum, then g. The bias is added once, to the sum.
 
-    def __init__(self, parameters: Parameters, tp: TensorParallel | None) -> None:
+    With LoRA parameters it adds scale x A B: each rank has its own rows of A [I, R], whose products are summed, and all of B [R, H].
+    """
+
+    def __init__(self, parameters: Parameters, tp: TensorParallel | None, lora: Lora = NO_LORA) -> None:
         super().__init__(parameters)
         self.tp = tp
+        self.lora_a, self.lora_b, self.scale = None, None, lora.scale
+        if "lora_a.weight" in parameters:
+            self.lora_a = RowLinear(sub_parameters(parameters, "lora_a"), tp)
+            self.lora_b = Linear(sub_parameters(parameters, "lora_b"))
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, S, I] -> [B, S or s, H]."""
         if self.tp is None:
-            return affine(x, self.weight, self.bias)
-        total = reduce_outputs(x @ self.weight, self.tp)
-        return total if self.bias is None else total + self.bias
+            output = affine(x, self.weight, self.bias)
+        else:
+            output = reduce_outputs(x @ self.weight, self.tp)
+            output = output if self.bias is None else output + self.bias
+        if self.lora_a is None or self.lora_b is None:
+            return output
+        return torch.add(output, self.lora_b(self.lora_a(x)), alpha=self.scale)
 
 
 def column_linears(x: Tensor, *layers: ColumnLinear) -> tuple[Tensor, ...]:
     """Apply several column layers to one input, which is sent once: x [B, S or s, I] -> [B, S, O] for each layer."""
     tp = layers[0].tp
+    if tp is None and len(layers) > 1:
+        return tuple(layer(x) for layer in layers)  # by their own forward, where ZeRO-3 gathers their weights
     if tp is None:
-        return tuple(layer(x) for layer in layers) if len(layers) > 1 else (affine(x, layers[0].weight, layers[0].bias),)
-    return column_products(x, tp, [layer.weight for layer in layers], [layer.bias for layer in layers], transposed=False)
+        outputs: tuple[Tensor, ...] = (affine(x, layers[0].weight, layers[0].bias),)
+    else:
+        outputs = column_products(x, tp, [layer.weight for layer in layers], [layer.bias for layer in layers], transposed=False)
+    return tuple(layer.add_lora(x, output) for layer, output in zip(layers, outputs, strict=True))
 
 
 def column_products(
@@ -209,12 +241,13 @@ def column_products(
 
 
 class _ColumnProducts(torch.autograd.Function):
-    """Saves the input as it came: under sequence parallelism this rank's part, which backward all-gathers again."""
+    """Saves the input as it came: under sequence parallelism this rank's part, which backward all-gathers again; with frozen weights no
+    input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: TensorParallel, transposed: bool, *parameters: Any) -> tuple[Tensor, ...]:
         weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
-        ctx.save_for_backward(x, *weights)
+        ctx.save_for_backward(x if any(weight.requires_grad for weight in weights) else None, *weights)
         ctx.tp, ctx.transposed, ctx.has_bias = tp, transposed, [bias is not None for bias in biases]
         whole = AsyncAllGather(x, tp.group).wait() if tp.sequence else x
         return tuple(affine(whole, weight.mT if transposed else weight, bias) for weight, bias in zip(weights, biases, strict=True))
@@ -224,12 +257,15 @@ class _ColumnProducts(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         tp, output_grads = ctx.tp, [grad.flatten(0, -2) for grad in grads]  # [B S, O]
-        gather = AsyncAllGather(x, tp.group) if tp.sequence else None
+        gather = AsyncAllGather(x, tp.group) if tp.sequence and x is not None else None
         x_grad = sum(grad @ (weight if ctx.transposed else weight.mT) for grad, weight in zip(output_grads, weights, strict=True))
         x_grad = x_grad.view(*grads[0].shape[:-1], -1)  # [B, S, I]: this rank's terms
         whole = x if gather is None else gather.wait()
         reduction = AsyncReduceScatter(x_grad, tp.group) if tp.sequence else _AsyncAllReduce(x_grad, tp.group)
-        inputs = whole.flatten(0, -2)  # [B S, I]
-        weight_grads = [grad.mT @ inputs if ctx.transposed else inputs.mT @ grad for grad in output_grads]
-        bias_grads = [grad.sum(0) if has_bias else None for grad, has_bias in zip(output_grads, ctx.has_bias, strict=True)]
+        weight_grads: list[Tensor | None] = [None] * len(weights)
+        bias_grads: list[Tensor | None] = [None] * len(weights)
+        if whole is not None:
+            inputs = whole.flatten(0, -2)  # [B S, I]
+            weight_grads = [grad.mT @ inputs if ctx.transposed else inputs.mT @ grad for grad in output_grads]
+            bias_grads = [grad.sum(0) if has_bias else None for grad, has_bias in zip(output_grads, ctx.has_bias, strict=True)]
         return reduction.wait(), None, None, *weight_grads, *bias_grads

@@ -209,6 +209,8 @@ class Transformer(nn.Module):
             rows = positions if inputs.starts is None else positions - inputs.starts
             x = x + self.positions(self.tp.shard(rows) if self.tp else rows)
         embedded: Tensor = self.dropout(x, inputs.sharded_dropout_states)
+        if self.model.lora.rank and torch.is_grad_enabled():
+            embedded.requires_grad_()  # of a frozen embedding: the first layer saves and sends what the others do, as the plan says
         return embedded
 
 

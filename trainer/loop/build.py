@@ -74,12 +74,13 @@ def _parameter(run: Run, shard: WeightShard, grid: Grid, *, tied: bool) -> nn.Pa
     """Allocate a weight shard on this rank's device and draw its initial values, the same in every layout."""
     device = grid.world.device
     tensor = torch.empty(shard.size, device=device, dtype=DTYPES[run.train.precision])
-    if not run.model.weights and device.type != "meta":
+    is_drawn = not run.model.weights or ".lora_" in shard.name  # no published weights hold LoRA's
+    if is_drawn and device.type != "meta":
         values = initial_values(
             shard.name, shard.shape, shard.offset, shard.length, layers=run.model.layers, seed=run.train.seed, device=device
         )
         copy_padded(tensor, values)
-    parameter = nn.Parameter(tensor)
+    parameter = nn.Parameter(tensor, requires_grad=run.model.is_trained(shard.name))
     # DeepSpeed counts a parameter in the gradient norm by these marks: each element of the model is counted by one rank of a replica.
     parameter.tensor_model_parallel = shard.copy == 0 and not tied  # type: ignore[attr-defined]
     parameter.ds_pipe_replicated = tied  # type: ignore[attr-defined]

@@ -86,11 +86,12 @@ def restore_engine(engine: Engine, checkpoint: SavedCheckpoint, new_moments: Seq
     counters = checkpoint.extra["engine"]
     if new_moments:
         counters = counters | {"optimizer_steps": UNTRAINED["optimizer_steps"]}
-    engine.restore(partial(read_range, read=read), counters)
+    engine.restore(partial(read_range, read=read), counters, engine.run.model.is_trained)
 
 
 def load_hf_weights(run: Run, engine: Engine, grid: Grid, on_progress: OnProgress) -> None:
-    """Load model.weights, a Hugging Face folder, into an engine that has not stepped, in float32 where the engine keeps that.
+    """Load model.weights, a Hugging Face folder, into an engine that has not stepped, in float32 where the engine keeps that. LoRA's own
+    weights keep their initial values.
 
     Files are memory-mapped: each rank reads only its own slices. Raises Unreadable where they hold another model.
     """
@@ -103,4 +104,4 @@ def load_hf_weights(run: Run, engine: Engine, grid: Grid, on_progress: OnProgres
         on_progress("read")
         return slice_values(there[part.name], part) if part.kind == "weight" else torch.zeros(part.count)
 
-    engine.restore(partial(read_range, read=read), UNTRAINED)
+    engine.restore(partial(read_range, read=read), UNTRAINED, there.__contains__)

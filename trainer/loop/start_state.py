@@ -32,11 +32,11 @@ def load_initial_state(run: Run, folder: Path, grid: Grid, engine: Engine, batch
     search = fail_together(gather, on_ranks)
     for reason in search.passed:
         say(f"passed over {reason}")
-    if search.checkpoint:
-        return _load_checkpoint(run, search.checkpoint, changes_since(search.checkpoint), grid, engine, batches, channel, gather)
-    if run.model.weights:
+    if run.model.weights and (run.model.lora.rank or not search.checkpoint):  # LoRA's checkpoints hold what is trained alone
         fail_together(gather, partial(load_hf_weights, run, engine, grid, channel.report_progress))
         say(f"starts from the weights in {run.model.weights}")
+    if search.checkpoint:
+        return _load_checkpoint(run, search.checkpoint, changes_since(search.checkpoint), grid, engine, batches, channel, gather)
     return BEGINNING
 
 

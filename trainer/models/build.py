@@ -41,7 +41,7 @@ def build_model(run: Run, *, device: torch.device, dtype: torch.dtype, seed: int
             shape = parameter.shape(logical)
             values = initial_values(parameter.name, shape, (0,) * len(shape), shape, layers=run.model.layers, seed=seed, device=device)
             copy_padded(tensor, values)
-        parameters[parameter.name] = nn.Parameter(tensor)
+        parameters[parameter.name] = nn.Parameter(tensor, requires_grad=run.model.is_trained(parameter.name))
     module = build_module(parameters, run)
     assert {name for name, _ in module.named_parameters()} == parameters.keys(), "the module and the op table name different parameters"
     return module
@@ -81,9 +81,16 @@ def module_of_family(model: Model) -> Callable[..., Any]:
 
 
 def initial_values(name: str, shape: Sizes, offset: Sizes, size: Sizes, *, layers: int, seed: int, device: torch.device) -> Tensor:
-    """Return the initial values, float32, of the block of `size` at `offset` of a weight of logical `shape`: normal; norms 1, biases 0."""
+    """Return the initial values, float32, of the block of `size` at `offset` of a weight of logical `shape`: normal; norms 1, biases 0.
+
+    LoRA's B is 0, and its A has deviation 1 / sqrt(3 rows), as PEFT's uniform one.
+    """
     if len(shape) == 1:
         return torch.zeros(size, device=device) if name.endswith(".bias") else torch.ones(size, device=device)
+    if name.endswith(".lora_b.weight"):
+        return torch.zeros(size, device=device)
+    if name.endswith(".lora_a.weight"):
+        return normal_block(seed, name, shape, offset, size, device).div_(sqrt(3 * shape[0]))
     deviation = DEVIATION / sqrt(2 * layers) if name.endswith(RESIDUAL_WEIGHTS) else DEVIATION
     return normal_block(seed, name, shape, offset, size, device).mul_(deviation)
 
@@ -108,10 +115,21 @@ def named_weights(module: nn.Module, run: Run) -> Iterator[tuple[str, Tensor]]:
         yield parameter.name, logical_view(parameters[parameter.name], parameter, table.sizes)
 
 
-def load_weights(module: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy weights by logical name into a whole model; raises KeyError where one is missing."""
+def load_weights(module: nn.Module, tensors: Iterable[tuple[str, Tensor]], *, partial: bool = False) -> None:
+    """Copy weights by logical name into a whole model; raises KeyError where one is missing, unless these are a part of the weights."""
     parameters = dict(module.named_parameters())
     for name, tensor in tensors:
         copy_padded(parameters.pop(name), tensor)
-    if parameters:
+    if parameters and not partial:
         raise KeyError(f"no weights for {', '.join(parameters)}")
+
+
+def merged_weights(module: nn.Module, run: Run) -> Iterator[tuple[str, Tensor]]:
+    """Yield every weight of a whole model as `named_weights` does, with LoRA's scale x A B added to its targets (arXiv:2106.09685)."""
+    weights, scale = dict(named_weights(module, run)), run.model.lora.scale
+    for name, weight in weights.items():
+        if ".lora_" in name:
+            continue
+        base = name.removesuffix(".weight")
+        a, b = weights.get(f"{base}.lora_a.weight"), weights.get(f"{base}.lora_b.weight")
+        yield name, weight if a is None or b is None else weight + scale * (a @ b)

@@ -133,6 +133,7 @@ def _groups(mesh: Mesh, gpus: int) -> dict[str, str]:
 def _model_facts(context: CostContext) -> ModelFacts:
     return ModelFacts(
         parameters=context.parameters,
+        trained_parameters=context.trained_parameters,
         active_parameters=context.active_parameters,
         flops_per_token=context.flops_per_token,
     )
@@ -201,5 +202,5 @@ def _whole_run(context: CostContext, seconds: StepSeconds | None) -> WholeRun:
         ideal_seconds=flops / (peak * context.world) if peak else None,
         seconds=total,
         days=total / 86400 if total is not None else None,
-        checkpoint_bytes=context.parameters * (WEIGHT + moment_bytes(context.run.optim)),
+        checkpoint_bytes=context.trained_parameters * (WEIGHT + moment_bytes(context.run.optim)),
     )

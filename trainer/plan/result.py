@@ -116,9 +116,10 @@ class Saving:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """Parameters, those that one token uses, and the model FLOPs of one token, forward and backward."""
+    """Parameters, those that are trained, those that one token uses, and the model FLOPs of one token, forward and backward."""
 
     parameters: int
+    trained_parameters: int
     active_parameters: int
     flops_per_token: float
 

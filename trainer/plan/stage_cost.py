@@ -9,7 +9,7 @@ from .axes import dp
 from .axes.traffic_row import TrafficRow
 from .costs.block_costs import BlockCosts
 from .costs.cost_context import CostContext
-from .costs.cost_model import sharded_elements
+from .costs.cost_model import StageElements, sharded_elements
 from .engines import cost_model
 from .layout.layout import Layout, StageKind
 from .layout.schedules import SCHEDULES
@@ -51,13 +51,14 @@ def stage_cost(context: CostContext, layout: Layout, blocks: BlockCosts, kind: S
     """The cost of one kind of stage."""
     layers, first, last = kind
     layer, head = blocks.layer, blocks.head
-    dense, experts = layers * layer.dense, layers * layer.experts
+    dense, frozen, experts = layers * layer.dense, layers * layer.frozen, layers * layer.experts
     forward, backward = layers * (layer.forward or 0.0), layers * (layer.backward or 0.0)
     weight_gradients = layers * layer.weight_gradients
     message_forward, message_backward = layers * layer.message_forward, layers * layer.message_backward
     for here, end in ((first, blocks.embedding), (last, head)):
         if here:
             dense += end.dense
+            frozen += end.frozen
             forward += end.forward or 0.0
             backward += end.backward or 0.0
             weight_gradients += end.weight_gradients
@@ -65,10 +66,12 @@ def stage_cost(context: CostContext, layout: Layout, blocks: BlockCosts, kind: S
             message_backward += end.message_backward
     if first and last:
         dense -= blocks.tied
+        frozen -= blocks.tied if head.frozen else 0
+    held = StageElements(dense, frozen, experts)
     heads = logits_in_flight(layout) if last else 0
-    data = _data_traffic(context, layout, layers, dense, experts, forward, backward)
+    data = _data_traffic(context, layout, layers, held, forward, backward)
     sums = tp_gradient_sums.traffic_rows(context, layout, blocks, kind)
-    states = cost_model(layout.engine).state_bytes(context, layout, blocks, kind, dense, experts)
+    states = cost_model(layout.engine).state_bytes(context, layout, blocks, kind, held)
     return StageCost(
         parameters=dense + experts,
         weights=states.weights,
@@ -87,7 +90,7 @@ def stage_cost(context: CostContext, layout: Layout, blocks: BlockCosts, kind: S
         message_backward=message_backward,
         data=data,
         exposed=sum([row.exposed for row in (*sums, *data)]),
-        step=_optimizer_seconds(context, layout, dense, experts),
+        step=_optimizer_seconds(context, layout, held),
     )
 
 
@@ -103,26 +106,30 @@ def _saved_bytes(layout: Layout, blocks: BlockCosts, kind: StageKind) -> int:
 
 
 def _data_traffic(
-    context: CostContext, layout: Layout, layers: int, dense: int, experts: int, forward: float, backward: float
+    context: CostContext, layout: Layout, layers: int, held: StageElements, forward: float, backward: float
 ) -> list[TrafficRow]:
     """Traffic of the data axis: experts on several ranks are summed only over the ranks that hold the same ones."""
     wires = layout.wires
     if layout.mesh.ep == 1:
-        groups = [(dense + experts, "data", wires.data, layout.shard)]
+        groups = [(held.trained, held.frozen, "data", wires.data, layout.shard)]
     else:
-        groups = [(dense, "data", wires.data, layout.shard), (experts, "expert_copies", wires.expert_copies, layout.expert_shard)]
+        groups = [
+            (held.dense - held.frozen, held.frozen, "data", wires.data, layout.shard),
+            (held.experts, 0, "expert_copies", wires.expert_copies, layout.expert_shard),
+        ]
     rows: list[TrafficRow] = []
-    for elements, group, whole, ranks in groups:
+    for elements, frozen, group, whole, ranks in groups:
         shard, copies = context.shard_wires(layout.mesh, group, whole, ranks)
-        rows += dp.traffic_rows(dp.ZeroShards(elements, whole, shard, copies), layout.gradient_sync, layers, forward, backward)
+        rows += dp.traffic_rows(dp.ZeroShards(elements, frozen, whole, shard, copies), layout.gradient_sync, layers, forward, backward)
     return rows
 
 
-def _optimizer_seconds(context: CostContext, layout: Layout, dense: int, experts: int) -> float:
+def _optimizer_seconds(context: CostContext, layout: Layout, held: StageElements) -> float:
     """Adam is bound by memory: it reads and writes its states and the master weight, reads the gradient, writes the weight."""
     if context.rates is None:
         return 0.0
-    elements = sharded_elements(layout, dense, experts) if layout.parallel.zero else dense + experts
+    sharded = sharded_elements(layout, held.dense - held.frozen, held.experts)
+    elements = sharded if layout.parallel.zero else held.trained
     width = context.widths
     moved = 2 * ((width.master or width.weight) + context.states) + width.gradient + width.weight
     return elements * moved / context.rates.memory

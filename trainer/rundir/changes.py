@@ -209,6 +209,11 @@ def effective_model_values(model: Model, seq: int) -> dict[str, Any]:
         "rope_base": model.rope_base if model.positions == "rope" else None,
         "window": window,
         "layer_types": model.layer_types if window else None,
+        **{
+            f"lora.{row.name}": getattr(model.lora, row.name) if model.lora.rank else None
+            for row in fields(model.lora)
+            if row.name != "rank"
+        },
         **{f"rope.{row.name}": rope.get(row.name) for row in fields(model.rope)},
         **({} if mixture else dict.fromkeys(("experts", "top_k", "shared_experts", "aux_loss", "capacity"))),
     }

@@ -59,6 +59,23 @@ class Rope:
         return {"type": self.type, **{key: getattr(self, key) for key in ROPE_KEYS[self.type]}}
 
 
+LoraTarget = Literal["query", "key", "value", "out", "gate", "up", "down"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Low-rank adaptation (arXiv:2106.09685): each target W computes x W + alpha / rank x A B; only A and B are trained. Rank 0: none."""
+
+    rank: Natural = 0
+    alpha: Positive = 16.0
+    targets: tuple[LoraTarget, ...] = ("query", "key", "value", "out", "gate", "up", "down")
+
+    @property
+    def scale(self) -> float:
+        """The factor of x A B."""
+        return self.alpha / self.rank if self.rank else 0.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """A model's shape; every size is a count of elements along a logical dim."""
@@ -85,6 +102,7 @@ class Model:
     rope: Rope = Rope()
     window: Count | None = None
     layer_types: LayerTypes | None = None
+    lora: Lora = Lora()
     dropout: Below1 = 0.0
     experts: Natural = 0
     top_k: Natural = 0
@@ -95,6 +113,10 @@ class Model:
     hf: str | None = None
     parameters: dict[str, tuple[Natural, ...]] | None = None
     weights: str | None = None
+
+    def is_trained(self, parameter: str) -> bool:
+        """Whether a parameter, by its logical name, is trained: with LoRA only its A and B are."""
+        return not self.lora.rank or ".lora_" in parameter
 
     def is_windowed(self, layer: int) -> bool:
         """Whether a layer has the window: all layers, or those that layer_types names, which repeats until the last layer."""

@@ -86,6 +86,8 @@ def averaged_gradients(rows: Sequence[RankParameter], stepper: Any, stage: int) 
         return
     for each in rows:
         held: Any = each.parameter
+        if not held.requires_grad:
+            continue
         if stage == 0:
             yield held.grad
         elif getattr(held, "_hp_grad", None) is not None:

@@ -80,9 +80,9 @@ def slice_values(tensor: Tensor, part: Slice) -> Tensor:
 
 
 def weight_shapes(run: Run) -> dict[str, Sizes]:
-    """Return the logical shape of every weight of the whole model, by name."""
-    table = op_table(run)
-    return {parameter.name: parameter.shape(table.sizes) for parameter in model_parameters(table, range(run.model.layers))}
+    """Return the logical shape of every trained weight of the whole model, by name: a checkpoint holds these."""
+    table, every = op_table(run), range(run.model.layers)
+    return {parameter.name: parameter.shape(table.sizes) for parameter in model_parameters(table, every) if not parameter.frozen}
 
 
 def is_saved_here(shard: WeightShard, turn: int, *, replica: int = 0, replicas: int = 1) -> bool:

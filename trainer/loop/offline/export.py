@@ -21,14 +21,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 
-from ...models.build import build_model, load_weights, named_weights
+from ...models.build import build_model, load_weights, merged_weights, named_weights
 from ...models.families import FAMILIES, family_of, is_made_by_transformers
 from ...models.hf.module import CausalLM, write_causal_lm
 from ...models.hf_format.config import read_hf_config
 from ...models.hf_format.names import hf_model_type
 from ...models.hf_format.weights import generation_config, read_hf_weights, write_hf_folder, write_json
+from ...models.ops.lora import without_lora
 from ...spec.problem import Problem, Unreadable
 from ...spec.read import read
 from ...spec.run import Model, Run
@@ -60,6 +61,8 @@ def export(folder: Path, destination: Path, dtype: str) -> None:
         write_stdout(f"{remark}\n")
     _check_exportable(run)
     module = load_model(run, found.checkpoint, CPU)
+    if run.model.lora.rank:
+        module, run = _merge_lora(module, run)
     _round_weights(module, DTYPES[dtype])
     tokenizer = run_tokenizer(run)
     with _new_folder(destination) as new_folder:
@@ -76,6 +79,14 @@ def export(folder: Path, destination: Path, dtype: str) -> None:
         f"next: {_next_command(destination, has_tokenizer='tokenizer.json' in files)}",
     ]
     write_stdout("".join(f"{line}\n" for line in lines))
+
+
+def _merge_lora(module: nn.Module, run: Run) -> tuple[Transformer, Run]:
+    """Return the model with A and B added to the weights that they change, and its run, which has no LoRA."""
+    plain = without_lora(run)
+    merged = build_model(plain, device=CPU, dtype=torch.float32)
+    load_weights(merged, merged_weights(module, run))
+    return merged.eval(), plain
 
 
 def _write_model(module: Transformer | CausalLM, run: Run, folder: Path, dtype: torch.dtype, special: Mapping[str, int | None]) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from ...models.build import build_model, load_weights, module_of_family
 from ...models.families import FAMILIES, family_of, is_made_by_transformers, op_table
+from ...models.hf_format.weights import read_hf_weights
 from ...models.ops.op_table import parameter_count, round_up
 from ...rundir.run_in_manifest import CONFIG_KEY, read_run_file, run_from_record
 from ...spec.key_units import gib_text
@@ -76,14 +77,17 @@ def load_model(run: Run, checkpoint: SavedCheckpoint, device: torch.device) -> T
     if is_made_by_transformers(run.model):
         module = _build_with_transformers(run, checkpoint, device)
     else:
-        module = build_model(run, device=device, dtype=torch.float32)
+        module = build_model(run, device=device, dtype=torch.float32, seed=run.train.seed if run.model.lora.rank else None)
     reader = CheckpointReader(checkpoint)
     if extra := [name for name in stored if name not in shapes]:
         raise _refusal(
             f"{checkpoint.path} holds a weight {extra[0]}, which the model of its run does not have",
             RESTORE_RUN_JSON,
         )
-    load_weights(module, ((name, reader.read(whole_slice(name, "weight", shape))) for name, shape in shapes.items()))
+    if run.model.lora.rank and run.model.weights:
+        load_weights(module, read_hf_weights(Path(run.model.weights), run), partial=True)
+    saved = ((name, reader.read(whole_slice(name, "weight", shape))) for name, shape in shapes.items())
+    load_weights(module, saved, partial=run.model.lora.rank > 0)
     return module.eval()
 
 

@@ -13,6 +13,7 @@ from ...spec.problem import Problem, Unreadable
 from ...spec.read import read, value_text
 from ...spec.run import Model, Run
 from ..families import op_table
+from ..ops.lora import without_lora
 from ..ops.op_table import model_parameters
 from .config import config_file, read_hf_config, read_json
 from .harmless_keys import is_harmless
@@ -42,7 +43,7 @@ def check_folder(folder: Path, run: Run) -> tuple[FolderWeight, ...]:
     if problems:
         raise Unreadable(problems)
     shapes = {name: shape for file in weight_files(folder) for name, shape in tensor_shapes(file).items()}
-    tensors, table = HF_TENSORS[hf_model_type(run)], op_table(run)
+    tensors, table = HF_TENSORS[hf_model_type(run)], op_table(without_lora(run))
     weights = tuple(
         FolderWeight(
             name=parameter.name,

@@ -21,19 +21,22 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter by its name inside its block, and its logical dims."""
+    """A parameter by its name inside its block, and its logical dims; a `frozen` one is not trained."""
 
     name: str
     dims: Dims
+    frozen: bool = False
 
 
 @dataclass(frozen=True)
 class Parameter:
     """A parameter of the whole model: its logical name (`layers.3.attention.query.weight`) and, for each dim of its tensor, the
-    logical dims that are flattened into it. A matrix has its inner dims as rows and its outer dims as columns."""
+    logical dims that are flattened into it. A matrix has its inner dims as rows and its outer dims as columns. A `frozen` one is not
+    trained."""
 
     name: str
     dims: tuple[Dims, ...]
+    frozen: bool = False
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Return the tensor's shape."""
@@ -133,6 +136,7 @@ def logical_sizes(model: Model, train: Train) -> dict[str, int]:
         "shared_ffn": expert_ffn * model.shared_experts,
         "types": 2,
         "window": model.window or 0,
+        "lora": model.lora.rank,
     }
 
 
@@ -141,13 +145,14 @@ def element_count(dims: Dims, sizes: Mapping[str, int]) -> int:
     return prod(sizes[dim] for dim in dims)
 
 
-def parameter_count(table: OpTable, layers: int, *, active: bool = False) -> int:
-    """Return the number of parameters of the whole model; active: of those that one token uses (top_k of the experts)."""
+def parameter_count(table: OpTable, layers: int, *, active: bool = False, trained: bool = False) -> int:
+    """Return the number of parameters of the whole model; active: of those that one token uses (top_k of the experts); trained: of those
+    that are not frozen."""
     sizes = table.sizes
     total = 0
     for blocks, ops in table.blocks(layers):
         for weight in block_weights(ops):
-            if table.tied and weight.name == "head.weight":
+            if (table.tied and weight.name == "head.weight") or (trained and weight.frozen):
                 continue
             elements = element_count(weight.dims, sizes)
             if active and "experts" in weight.dims:
@@ -172,9 +177,9 @@ def model_parameters(table: OpTable, layers: range, *, first: bool = True, last:
         for op in ops:
             for weight in op.weights:
                 if not (table.tied and weight.name == "head.weight"):
-                    yield Parameter(prefix + weight.name, _flattened_dims(op, weight))
+                    yield Parameter(prefix + weight.name, _flattened_dims(op, weight), weight.frozen)
                 elif not first:
-                    yield Parameter("embedding.weight", (("vocab",), ("hidden",)))
+                    yield Parameter("embedding.weight", (("vocab",), ("hidden",)), weight.frozen)
 
 
 def _flattened_dims(op: Op, weight: Weight) -> tuple[Dims, ...]:
@@ -186,6 +191,11 @@ def _flattened_dims(op: Op, weight: Weight) -> tuple[Dims, ...]:
     outer = weight.dims[len(groups) :]
     matrix = () if weight.name.endswith(".bias") else (inner,)
     return (*((dim,) for dim in groups), *matrix, outer[len(inner) if matrix else 0 :])
+
+
+def is_frozen(op: Op) -> bool:
+    """Return whether an op has weights and none of them is trained: its backward computes the gradients of its input alone."""
+    return bool(op.weights) and all(weight.frozen for weight in op.weights)
 
 
 def round_up(size: int, multiple: int) -> int:

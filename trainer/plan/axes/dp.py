@@ -19,9 +19,10 @@ CONTENTION = 0.5
 
 
 class ZeroShards(NamedTuple):
-    """Parameters on one rank and the groups of their data parallelism."""
+    """Parameters on one rank, trained and frozen, and the groups of their data parallelism."""
 
     elements: int
+    frozen: int
     whole: Wire  # the ranks that hold the same parameters
     shard: Wire  # the ranks of it over which ZeRO shards them
     copies: Wire | None  # the ranks that own the same shard; None: each shard has one owner
@@ -49,16 +50,17 @@ def traffic_rows(shards: ZeroShards, sync: GradientSync, layers: int, forward: f
     `forward` and `backward` are a micro-batch's seconds on the stage, under which messages may hide; ZeRO-3 gathers
     in as many parts as there are layers.
     """
-    if shards.elements == 0 or shards.whole.size == 1:
+    if shards.elements + shards.frozen == 0 or shards.whole.size == 1:
         return []
+    gathered = shards.elements + shards.frozen  # at stage 3
     gradients, weights = shards.elements * sync.gradient, shards.elements * sync.weight
     buckets = -(-shards.elements // sync.bucket)
     if sync.zero == 0:
         return [_traffic_row("all_reduce", gradients, buckets, 1, shards.whole, sync, backward)]
     if sync.zero == 3:
-        again = max(0, shards.elements - sync.reused) * sync.weight
+        again = max(0, gathered - sync.reused) * sync.weight
         rows = [
-            _traffic_row("all_gather", weights, layers, sync.micros, shards.shard, sync, forward),
+            _traffic_row("all_gather", gathered * sync.weight, layers, sync.micros, shards.shard, sync, forward),
             *([_traffic_row("all_gather", again, layers, sync.micros, shards.shard, sync, backward)] if again else []),
             _traffic_row("reduce_scatter", gradients, layers, sync.micros, shards.shard, sync, backward),
         ]

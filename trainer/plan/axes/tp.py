@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...models.ops.op_table import Op, Tensor
+from ...models.ops.op_table import Op, Tensor, is_frozen
 from .axis import Axis, RankTensors
 from .collectives import Wire, collective_cost
 from .message import AxisMessage
@@ -27,8 +27,8 @@ def messages(op: Op, on_rank: RankTensors) -> Iterator[AxisMessage]:
     """Megatron's f and g around an op (arXiv:1909.08053 section 3): f is an all-reduce in backward, g one in forward.
 
     With sequence parallelism each is an all-gather and a reduce-scatter, and a column layer, which keeps only its shard of the input,
-    gathers it again in backward (arXiv:2205.05198 section 4.2.2). Around experts f stands before tokens are copied, g after the copies
-    are added up.
+    gathers it again for the gradients of its weights (arXiv:2205.05198 section 4.2.2). Around experts f stands before tokens are copied,
+    g after the copies are added up.
     """
     product = op.product
     for tensor in op.enters:
@@ -36,7 +36,7 @@ def messages(op: Op, on_rank: RankTensors) -> Iterator[AxisMessage]:
     match None if product and "experts" in product.groups else style(op):
         case "column":
             assert product is not None
-            yield from _enter(on_rank, Tensor(product.rows + product.inner), again=1)
+            yield from _enter(on_rank, Tensor(product.rows + product.inner), again=0 if is_frozen(op) else 1)
         case "row":
             assert product is not None
             yield from _leave(on_rank, Tensor(product.rows + product.outers[0]))
@@ -46,7 +46,7 @@ def messages(op: Op, on_rank: RankTensors) -> Iterator[AxisMessage]:
         if dim not in TENSOR_DIMS:
             continue
         if result.width is None:
-            yield from _leave(on_rank, result)
+            yield from _leave(on_rank, result, has_backward=not is_frozen(op))
         else:
             yield AxisMessage("tp", "all_reduce", on_rank.bytes(result, without="tp"), 1, 0)
 
@@ -67,12 +67,13 @@ def _enter(on_rank: RankTensors, tensor: Tensor, *, again: int = 0) -> Iterator[
         yield AxisMessage("tp", "all_reduce", payload, 0, 1)
 
 
-def _leave(on_rank: RankTensors, tensor: Tensor) -> Iterator[AxisMessage]:
-    """Megatron's g: the sum of a split region's result."""
+def _leave(on_rank: RankTensors, tensor: Tensor, *, has_backward: bool = True) -> Iterator[AxisMessage]:
+    """Megatron's g: the sum of a split region's result. The gradients of a frozen embedding's are not taken."""
     payload = on_rank.bytes(tensor, without="tp")
     if on_rank.sequence:
         yield AxisMessage("tp", "reduce_scatter", payload, 1, 0)
-        yield AxisMessage("tp", "all_gather", payload, 0, 1)
+        if has_backward:
+            yield AxisMessage("tp", "all_gather", payload, 0, 1)
     else:
         yield AxisMessage("tp", "all_reduce", payload, 1, 0)
 

@@ -25,12 +25,14 @@ from .roofline import DeviceRates, rates
 class BlockCost:
     """One block on one rank: parameters; bytes and seconds of a micro-batch (seconds None: the device's peak is unknown).
 
-    `saved` are the activations kept for backward, `recomputed` those that recomputation adds while it runs. `replicated` counts the
-    parameters that every tensor-parallel rank holds, `shared` those that several hold together. `weight_gradients` is the part of
-    `backward` that computes weight gradients. `message_forward` and `message_backward` are exposed seconds of `messages`.
+    `frozen` counts those of `dense` that are not trained. `saved` are the activations kept for backward, `recomputed` those that
+    recomputation adds while it runs. `replicated` counts the trained parameters that every tensor-parallel rank holds, `shared` those
+    that several hold together. `weight_gradients` is the part of `backward` that computes weight gradients. `message_forward` and
+    `message_backward` are exposed seconds of `messages`.
     """
 
     dense: int
+    frozen: int
     experts: int
     replicated: int
     shared: int
@@ -96,6 +98,7 @@ def _block_cost(
     ops: tuple[Op, ...], recompute: str, local: LocalTensors, split: BlockSplit, device: DeviceRates | None, wires: Wires
 ) -> BlockCost:
     weights = [(weight.dims, local.count(weight.dims)) for op in ops for weight in op.weights]
+    trained = [(weight.dims, local.count(weight.dims)) for op in ops for weight in op.weights if not weight.frozen]
     saved, recomputed = _saved_bytes(ops, recompute, local)
     again = _recomputed_ops(ops, recompute)
     messages = tuple(_messages(ops, again, local))
@@ -104,9 +107,10 @@ def _block_cost(
     copies = HeadShards(local.sizes["heads"], local.sizes["kv_heads"], split.degree("tp")).copies
     return BlockCost(
         dense=sum(count for dims, count in weights if "experts" not in dims),
+        frozen=sum(count for _, count in weights) - sum(count for _, count in trained),
         experts=sum(count for dims, count in weights if "experts" in dims),
-        replicated=sum(count for dims, count in weights if tp.AXIS.split_dim(dims) is None),
-        shared=sum(count for dims, count in weights if copies > 1 and tp.AXIS.split_dim(dims) == "kv_heads"),
+        replicated=sum(count for dims, count in trained if tp.AXIS.split_dim(dims) is None),
+        shared=sum(count for dims, count in trained if copies > 1 and tp.AXIS.split_dim(dims) == "kv_heads"),
         saved=saved,
         recomputed=recomputed,
         logits=sum(local.bytes(tensor) for op in ops for tensor in _logits(op, local.form)),

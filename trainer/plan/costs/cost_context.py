@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...models.families import op_table
-from ...models.ops.op_table import Op, OpTable, block_weights, element_count, forward_flops, parameter_count
+from ...models.ops.op_table import Op, OpTable, block_weights, element_count, forward_flops, is_frozen, parameter_count
 from ...spec.run import Run
 from ..axes.collectives import Wire
 from ..axes.weight_slices import HeadShards
@@ -31,12 +31,12 @@ class CostContext:
         self.capacity = 0 if run.cluster.device.memory == "auto" else int(run.cluster.device.memory)
         self.device_context = int(run.cluster.device.context)
         self.parameters = parameter_count(self.table, run.model.layers)
+        self.trained_parameters = parameter_count(self.table, run.model.layers, trained=True)
         self.active_parameters = parameter_count(self.table, run.model.layers, active=True)
-        self._flops = {
-            name: sum(forward_flops(op, self.table.sizes) for op in ops) // run.train.microbatch
-            for name, ops in (("embedding", self.table.embedding), ("layer", self.table.layer), ("head", self.table.head))
-        }
-        self._core = sum(forward_flops(op, self.table.sizes) for op in self.table.layer if op.core) // run.train.microbatch
+        blocks = (("embedding", self.table.embedding), ("layer", self.table.layer), ("head", self.table.head))
+        self._flops = {name: self._sum_flops(ops) for name, ops in blocks}
+        self._weight_gradients = {name: self._sum_flops(tuple(op for op in ops if not is_frozen(op))) for name, ops in blocks}
+        self._core = self._sum_flops(tuple(op for op in self.table.layer if op.core))
         self._block_costs: dict[tuple[BlockSplit, tuple[int, ...]], BlockCosts] = {}
         self._wires: dict[Mesh, Wires] = {}
         self._partitions: dict[tuple[int, bool], LayerPartition] = {}
@@ -46,14 +46,14 @@ class CostContext:
     @property
     def forward_flops(self) -> int:
         """FLOPs of one sequence's forward pass, attention in full."""
-        return self._flops["embedding"] + self.run.model.layers * self._flops["layer"] + self._flops["head"]
+        return self._of_model(self._flops)
 
     @property
     def flops_per_token(self) -> float:
-        """Model FLOPs of a token, forward and backward, by the convention of train.flops."""
+        """Model FLOPs of a token, forward and backward, by the convention of train.flops; frozen weights have no gradients."""
         if self.run.train.flops == "parameters" or not self.table.has_costs:
-            return 6.0 * self.active_parameters
-        return 3.0 * self.forward_flops / self.run.train.seq
+            return 6.0 * self.active_parameters - 2.0 * (self.parameters - self.trained_parameters)
+        return (2.0 * self.forward_flops + self._of_model(self._weight_gradients)) / self.run.train.seq
 
     def recompute_flops_per_token(self, recompute: str) -> float:
         """FLOPs of a token that recomputation adds."""
@@ -99,6 +99,14 @@ class CostContext:
         sizes, cluster = self.table.sizes, self.run.cluster
         copies = HeadShards(sizes["heads"], sizes["kv_heads"], mesh.tp).copies
         return group_wire(copies, ranks_in_node(((copies, 1),), cluster.gpus) or 1, cluster.inside, cluster.between)
+
+    def _sum_flops(self, ops: tuple[Op, ...]) -> int:
+        """FLOPs of one sequence's forward pass through ops."""
+        return sum(forward_flops(op, self.table.sizes) for op in ops) // self.run.train.microbatch
+
+    def _of_model(self, blocks: dict[str, int]) -> int:
+        """The sum over the blocks of the model of a number that each kind of block has."""
+        return blocks["embedding"] + self.run.model.layers * blocks["layer"] + blocks["head"]
 
     def _load(self, name: str, ops: tuple[Op, ...]) -> float:
         elements = sum(element_count(weight.dims, self.table.sizes) for weight in block_weights(ops))

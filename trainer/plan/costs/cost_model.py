@@ -26,6 +26,19 @@ class StateBytes(NamedTuple):
     passing: int = 0
 
 
+class StageElements(NamedTuple):
+    """Parameters on a rank of one kind of stage: those that all data-parallel ranks hold, how many of them are frozen, and experts."""
+
+    dense: int
+    frozen: int
+    experts: int
+
+    @property
+    def trained(self) -> int:
+        """Those that have gradients."""
+        return self.dense - self.frozen + self.experts
+
+
 class UnplannedSize(NamedTuple):
     """A layout that is too large to be planned: why, changes and words that mend it."""
 
@@ -60,13 +73,11 @@ class CostModel:
             often=parallel.zero == 3 or (parallel.zero == 2 and parallel.pp == 1),
         )
 
-    def state_bytes(
-        self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, dense: int, experts: int
-    ) -> StateBytes:
-        """Return the bytes of `dense` parameters and of `experts` that a rank of a kind of stage holds (arXiv:1910.02054 section 5)."""
+    def state_bytes(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, held: StageElements) -> StateBytes:
+        """Return the bytes of the parameters that a rank of a kind of stage holds (arXiv:1910.02054 section 5)."""
         parallel, width = layout.parallel, context.widths
-        whole, sharded = dense + experts, sharded_elements(layout, dense, experts)
-        weights = width.weight * (sharded if parallel.zero >= 3 else whole)
+        whole, sharded = held.trained, sharded_elements(layout, held.dense - held.frozen, held.experts)
+        weights = width.weight * (sharded_elements(layout, held.dense, held.experts) if parallel.zero >= 3 else held.dense + held.experts)
         optimizer = (width.master + context.states) * (sharded if parallel.zero >= 1 else whole)
         return StateBytes(
             weights=0 if parallel.offload.parameters else weights,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...models.ops.op_table import Op, Product
+from ...models.ops.op_table import Op, Product, is_frozen
 from ..axes import tp
 from .local_tensors import LocalTensors
 from .roofline import POINTWISE_BACKWARD, DeviceRates, memory_seconds, product_seconds
@@ -41,7 +41,7 @@ def _linear(op: Op, product: Product, local: LocalTensors, device: DeviceRates) 
     return OpSeconds(
         product_seconds(rows, outer, inner, groups, width, rate, device),
         product_seconds(rows, inner, outer, groups, width, rate, device),
-        product_seconds(inner, outer, rows, groups, width, rate, device),
+        0.0 if is_frozen(op) else product_seconds(inner, outer, rows, groups, width, rate, device),
     )
 
 

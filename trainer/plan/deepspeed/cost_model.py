@@ -9,13 +9,13 @@ from ..axes import dp
 from ..axes.weight_slices import TensorCopies, WeightShard
 from ..costs.block_costs import BlockCosts, activation_form
 from ..costs.cost_context import CostContext
-from ..costs.cost_model import CostModel, StateBytes, UnplannedSize, gathered_input
+from ..costs.cost_model import CostModel, StageElements, StateBytes, UnplannedSize, gathered_input
 from ..costs.traffic_term import TrafficTerm
 from ..layout.layout import Layout, StageKind
 from ..layout.mesh import Mesh
 from .defaults import MASTER, REUSED
 from .flat_tensors import MOST_LAYERS, MOST_RANKS, StageParameters, flat_elements, stage_parameters, stepped_elements
-from .memory import ZeroSetting, effective_stage, zero_bytes
+from .memory import FrozenElements, ZeroSetting, effective_stage, zero_bytes
 from .messages import traffic_terms
 
 
@@ -36,13 +36,11 @@ class DeepSpeedCosts(CostModel):
             gather_hides=False,
         )
 
-    def state_bytes(
-        self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, dense: int, experts: int
-    ) -> StateBytes:
+    def state_bytes(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, held: StageElements) -> StateBytes:
         """As counted where saved activations are those of our modules, else as the papers describe."""
         if context.form != "torch":
-            return super().state_bytes(context, layout, blocks, kind, dense, experts)
-        width, parallel, mesh, parameters = context.widths, layout.parallel, layout.mesh, dense + experts
+            return super().state_bytes(context, layout, blocks, kind, held)
+        width, parallel, mesh = context.widths, layout.parallel, layout.mesh
         setting = ZeroSetting(
             stage=effective_stage(parallel.zero, half=width.weight < MASTER, ep=mesh.ep),
             ranks=mesh.size("data"),
@@ -50,17 +48,18 @@ class DeepSpeedCosts(CostModel):
             weight=width.weight,
             gradient=width.gradient,
             states=context.states,
-            bucket=min(parallel.bucket, parameters if mesh.pp > 1 else context.parameters),
+            bucket=min(parallel.bucket, held.dense + held.experts if mesh.pp > 1 else context.parameters),
             pipeline=mesh.pp > 1,
         )
         flat = flat_elements(_stage_parameters(context, kind, mesh), mesh.size("data"), mesh.ep)
-        held = zero_bytes(setting, parameters, flat)
+        part = _stage3_frozen(context, kind, mesh) if held.frozen else 0
+        states = zero_bytes(setting, held.trained, flat, FrozenElements(held.frozen, part))
         streams = _hidden_states(layout, kind)
         return StateBytes(
-            weights=0 if parallel.offload.parameters else held.weights,
-            gradients=held.gradients,
-            optimizer=0 if parallel.offload.optimizer else held.optimizer,
-            buffers=blocks.layer.recomputed + held.buffers + gathered_input(layout, blocks) + min(streams, 2) * blocks.stream,
+            weights=0 if parallel.offload.parameters else states.weights,
+            gradients=states.gradients,
+            optimizer=0 if parallel.offload.optimizer else states.optimizer,
+            buffers=blocks.layer.recomputed + states.buffers + gathered_input(layout, blocks) + min(streams, 2) * blocks.stream,
             passing=streams * blocks.stream,
         )
 
@@ -92,16 +91,21 @@ class DeepSpeedCosts(CostModel):
         return traffic_terms(run, mesh, shards)
 
 
-def _stage_parameters(context: CostContext, kind: StageKind, mesh: Mesh) -> StageParameters:
-    """Return the parameters that a rank of a kind of stage holds."""
-    key = ("deepspeed", kind, mesh.tp, mesh.ep)
+def _stage_parameters(context: CostContext, kind: StageKind, mesh: Mesh, *, frozen: bool = False) -> StageParameters:
+    """Return the parameters that a rank of a kind of stage trains, or those that it holds frozen."""
+    key = ("deepspeed", kind, mesh.tp, mesh.ep, frozen)
     if key not in context.memo:
         multiple = context.run.model.vocab_multiple
         context.memo[key] = stage_parameters(
-            context.table, kind.layers, first=kind.first, last=kind.last, tp=mesh.tp, vocab_multiple=multiple, ep=mesh.ep
+            context.table, kind.layers, first=kind.first, last=kind.last, tp=mesh.tp, vocab_multiple=multiple, ep=mesh.ep, frozen=frozen
         )
     found: StageParameters = context.memo[key]
     return found
+
+
+def _stage3_frozen(context: CostContext, kind: StageKind, mesh: Mesh) -> int:
+    """Return the elements of a rank's parts of frozen parameters at stage 3."""
+    return flat_elements(_stage_parameters(context, kind, mesh, frozen=True), mesh.size("data")).stage3
 
 
 def _hidden_states(layout: Layout, kind: StageKind) -> int:

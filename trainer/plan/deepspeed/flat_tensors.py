@@ -48,11 +48,15 @@ class FlatElements(NamedTuple):
     stage3: int
 
 
-def stage_parameters(table: OpTable, layers: int, *, first: bool, last: bool, tp: int, vocab_multiple: int, ep: int = 1) -> StageParameters:
-    """Return the parameters that a rank holds of so many layers, of the embedding (`first`) and of the head (`last`)."""
+def stage_parameters(
+    table: OpTable, layers: int, *, first: bool, last: bool, tp: int, vocab_multiple: int, ep: int = 1, frozen: bool = False
+) -> StageParameters:
+    """Return the trained or the frozen parameters that a rank holds of so many layers, the embedding (`first`) and the head (`last`)."""
 
     def rows(parameters: Iterable[Parameter]) -> Iterator[FlatParameter]:
         for parameter in parameters:
+            if parameter.frozen is not frozen:
+                continue
             shard = weight_shard(parameter, table.sizes, tp, 0, vocab_multiple=vocab_multiple, ep=ep)
             copies: TensorCopies = "" if tp == 1 else "shared" if shard.shared else "" if shard.is_split else "replicated"
             yield FlatParameter(prod(shard.size), len(shard.size) > 1, copies, shard.expert)

@@ -40,20 +40,29 @@ def effective_stage(zero: int, *, half: bool, ep: int = 1) -> int:
     return max(1, zero) if half or ep > 1 else zero
 
 
-def zero_bytes(setting: ZeroSetting, whole: int, flat: FlatElements) -> ZeroBytes:
-    """Return the bytes of `whole` parameters, which lie in flat tensors as `flat` says."""
+class FrozenElements(NamedTuple):
+    """Frozen parameters on a rank: all of them, and at stage 3 its part of each. They have no master weights."""
+
+    whole: int
+    stage3: int
+
+
+def zero_bytes(setting: ZeroSetting, whole: int, flat: FlatElements, frozen: FrozenElements) -> ZeroBytes:
+    """Return the bytes of `whole` trained parameters, which lie in flat tensors as `flat` says, and of frozen ones."""
     match setting.stage:
         case 0:
             reduced = whole * setting.gradient if setting.ranks > 1 else 0  # all-reduced in a flat copy
-            return ZeroBytes(whole * setting.weight, whole * setting.gradient, whole * setting.states, reduced)
+            return ZeroBytes((whole + frozen.whole) * setting.weight, whole * setting.gradient, whole * setting.states, reduced)
         case 3:
-            gathered = min(whole, LIVE) * setting.weight if setting.ranks > 1 else 0
+            gathered = min(whole + frozen.whole, LIVE) * setting.weight if setting.ranks > 1 else 0
             part = flat.stage3
             buffers = gathered + setting.bucket * setting.weight
-            return ZeroBytes(part * setting.weight, part * setting.gradient, part * (MASTER + setting.states), buffers)
+            return ZeroBytes((part + frozen.stage3) * setting.weight, part * setting.gradient, part * (MASTER + setting.states), buffers)
         case _:
             optimizer = flat.part * (MASTER + setting.states)
-            return ZeroBytes(flat.whole * setting.weight, _gradients(setting, whole, flat), optimizer, _bucket(setting, whole))
+            return ZeroBytes(
+                (flat.whole + frozen.whole) * setting.weight, _gradients(setting, whole, flat), optimizer, _bucket(setting, whole)
+            )
 
 
 def _gradients(setting: ZeroSetting, whole: int, flat: FlatElements) -> int:

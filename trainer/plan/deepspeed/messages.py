@@ -14,16 +14,18 @@ from .defaults import ALIGNED, MASTER, PERSISTENT, REUSED
 from .memory import effective_stage
 
 
-def traffic_terms(run: Run, mesh: Mesh, shards: Sequence[WeightShard]) -> Iterator[TrafficTerm]:
-    """Yield what DeepSpeed sends in a step for a rank's weight shards (source and ledger of 0.19.8)."""
+def traffic_terms(run: Run, mesh: Mesh, held: Sequence[WeightShard]) -> Iterator[TrafficTerm]:
+    """Yield what DeepSpeed sends in a step for the weight shards that a rank holds (source and ledger of 0.19.8)."""
     train, ranks = run.train, mesh.size("data")
     if ranks == 1:
         return
     width = widths(train)
     stage = effective_stage(run.parallel.zero, half=width.weight < MASTER, ep=mesh.ep)
     micros = train.batch // (mesh.dp * train.microbatch)
+    shards = [each for each in held if run.model.is_trained(each.name)]
     if stage == 3:
-        yield from _stage3_terms([prod(each.size) for each in shards], ranks, micros, width.weight)
+        frozen = [prod(each.size) for each in held if not run.model.is_trained(each.name)]
+        yield from _stage3_terms([prod(each.size) for each in shards], frozen, ranks, micros, width.weight)
         return
     rows = [(sum(prod(each.size) for each in group), copies) for group, copies in _flat_groups(shards, ranks, mesh.ep) if copies > 1]
     flat = [elements for elements, _ in rows]
@@ -48,9 +50,10 @@ def _flat_groups(shards: Sequence[WeightShard], ranks: int, ep: int) -> Iterator
         yield [each for each in shards if (len(each.size) > 1, each.expert) == (matrix, expert)], ranks // ep if expert else ranks
 
 
-def _stage3_terms(sizes: Sequence[int], ranks: int, micros: int, width: int) -> Iterator[TrafficTerm]:
+def _stage3_terms(trained: Sequence[int], frozen: Sequence[int], ranks: int, micros: int, width: int) -> Iterator[TrafficTerm]:
     """Each parameter is padded to a multiple of the ranks. Backward finds what forward gathered if it is reused within `REUSED` elements;
     how much is gathered twice beyond that is known only roughly, and left out."""
+    sizes = [*trained, *frozen]
     every, persistent = (sum(_round_up(size, ranks) * width for size in sizes if size <= most) for most in (max(sizes), PERSISTENT))
     if persistent:
         says = f"parameters of at most {PERSISTENT} elements gathered once, after the optimizer's step"
@@ -59,7 +62,7 @@ def _stage3_terms(sizes: Sequence[int], ranks: int, micros: int, width: int) -> 
         says = f"the others at each of {micros} micro-batches, once for forward and backward"
         yield TrafficTerm(verb="all_gather", bytes=micros * (every - persistent), says=says)
     says = f"gradients at each of {micros} micro-batches, each padded to a multiple of {ranks} elements, cut into buckets"
-    yield TrafficTerm(verb="reduce_scatter", bytes=micros * every, says=says)
+    yield TrafficTerm(verb="reduce_scatter", bytes=micros * sum(_round_up(size, ranks) * width for size in trained), says=says)
 
 
 def _round_up(elements: int, multiple: int) -> int:

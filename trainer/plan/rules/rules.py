@@ -20,6 +20,7 @@ from ..engines import ENGINES
 from ..layout.mesh import replica_degrees, replica_size
 from ..layout.schedules import SCHEDULES
 from .broken_rule import BrokenRule, Rule
+from .lora_rule import lora
 from .position_rules import rotary, window, window_layout
 from .value_rules import folders, plannable_ranks, profiler_window, rates
 
@@ -324,7 +325,7 @@ def device(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule
 
 
 # Rules of a run that do not depend on its degrees, and rules of a layout, which a sweep applies to each.
-OF_RUN: tuple[Rule, ...] = (names, folders, model, rotary, window, hugging_face, length, rates, profiler_window, precision, device)
+OF_RUN: tuple[Rule, ...] = (names, folders, model, rotary, window, lora, hugging_face, length, rates, profiler_window, precision, device)
 OF_LAYOUT: tuple[Rule, ...] = (
     hugging_face_layout, window_layout, experts, world, tensor, context, pipeline, batch, offload, plannable_ranks,
 )  # fmt: skip

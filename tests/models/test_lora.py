@@ -1,0 +1,119 @@
+"""LoRA: frozen weights and their trained additions, in every layout, through checkpoints and exports, in the plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from distrain.cli.config.load import load_recipe  # noqa: E402
+from distrain.tests.fakes.one_process import reference_curve  # noqa: E402
+from distrain.tests.fakes.rank_pool import RankPool  # noqa: E402
+from distrain.tests.fakes.small_models import CPU, batch_of, module_of, run_of  # noqa: E402
+from distrain.trainer.loop.offline.export import export  # noqa: E402
+from distrain.trainer.loop.offline.load_run import load_model, load_saved_run  # noqa: E402
+from distrain.trainer.models.build import build_model, load_weights, merged_weights  # noqa: E402
+from distrain.trainer.models.hf_format.weights import read_hf_weights, write_hf_folder  # noqa: E402
+from distrain.trainer.models.ops.lora import without_lora  # noqa: E402
+from distrain.trainer.plan.plan import make_plan  # noqa: E402
+from distrain.trainer.spec.changed_run import with_changes  # noqa: E402
+
+STEPS = 4
+COMMON = ("data=synthetic", f"train.steps={STEPS}", "train.seq=32", "train.batch=8", "train.evaluate.every=0", "log.every=1")
+TUNED = ("model=tiny_llama", "model.layers=4", "model.kv_heads=2", "model.qk_norm=true", "model.lora={rank: 4, alpha: 8}")
+CURVE = ("quickstart", *COMMON, *TUNED, "optim.lr=1e-2", "optim.warmup=1", "train.microbatch=2")
+LAYOUTS = (
+    ("cluster.gpus=2", "parallel.zero=2"),
+    ("cluster.gpus=4", "parallel.tp=4", "parallel.zero=1", "parallel.sequence=true"),  # each key head on two ranks
+    ("cluster.gpus=4", "parallel.tp=2", "parallel.zero=3", "parallel.recompute=full"),
+    ("cluster.gpus=4", "parallel.cp=2", "parallel.tp=2", "parallel.zero=0", "parallel.recompute=selective"),
+    ("cluster.gpus=4", "parallel.pp=2", "parallel.tp=2", "parallel.zero=1", "parallel.schedule=dualpipev", "train.microbatch=1"),
+)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=" ".join)
+def test_a_layout_trains_the_curve_of_one_process_and_holds_the_planned_bytes(
+    ranks: RankPool, tmp_path: Path, layout: tuple[str, ...]
+) -> None:
+    losses, norms = reference_curve(CURVE)
+    job = ranks.train(tmp_path / "run", *CURVE, *layout)
+    assert job.figures("loss") == pytest.approx(losses, abs=3e-6, rel=0)
+    assert job.figures("grad_norm") == pytest.approx(
+        norms, abs=0, rel=1e-3
+    )  # Adam enlarges the rounding of A's first gradients, which are 0
+    counted = json.loads((tmp_path / "run" / "measured.json").read_text())["memory"]
+    plan = make_plan(load_recipe(CURVE[0], [*CURVE[1:], *layout]))
+    assert plan.memory is not None
+    held = plan.memory.stages[0].bytes
+    for kind in ("weights", "gradients", "optimizer"):
+        assert counted[kind] == pytest.approx(getattr(held, kind), rel=0.01), kind
+    assert counted["activations"] == held.activations + held.logits
+
+
+def test_the_plan_counts_trained_weights_alone() -> None:
+    run = load_recipe("quickstart", [*CURVE[1:], "cluster.gpus=1", "parallel.zero=0"])
+    sizes = (64, 64), (64, 32), (64, 32), (64, 64), (64, 192), (64, 192), (192, 64)  # query, key, value, out, gate, up, down
+    assert (run.model.hidden, run.model.ffn, run.model.heads) == (64, 192, 4)
+    trained = 4 * sum(4 * (rows + columns) for rows, columns in sizes)
+    plan, whole = make_plan(run), make_plan(without_lora(run))
+    assert plan.memory is not None
+    assert plan.model is not None
+    assert plan.run is not None
+    assert whole.model is not None
+    assert whole.run is not None
+    assert plan.model.trained_parameters == trained
+    assert plan.model.parameters == whole.model.parameters + trained
+    held = plan.memory.stages[0].bytes
+    assert (held.weights, held.gradients, held.optimizer) == (4 * plan.model.parameters, 4 * trained, 8 * trained)
+    assert plan.run.checkpoint_bytes * whole.model.parameters == whole.run.checkpoint_bytes * trained
+    forward = sum(2 * 4 * rows * columns for rows, columns in sizes) + 2 * 64 * 256  # FLOPs of a token through frozen products
+    assert whole.model.flops_per_token - plan.model.flops_per_token == forward - 6 * trained
+
+
+def test_merged_weights_compute_what_the_additions_do() -> None:
+    run = run_of("lora")
+    module, plain = module_of(run), without_lora(run)
+    merged = build_model(plain, device=CPU, dtype=torch.float64)
+    load_weights(merged, merged_weights(module, run))
+    tokens, _ = batch_of(run)
+    torch.testing.assert_close(merged.logits(tokens), module.logits(tokens), rtol=1e-12, atol=1e-12)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of weights as Hugging Face has them."""
+    folder = tmp_path_factory.mktemp("published")
+    run = without_lora(load_recipe("quickstart", [*CURVE[1:], "cluster.gpus=1"]))
+    run = with_changes(run, [("train.seq", 64)])
+    module = build_model(run, device=CPU, dtype=torch.float32, seed=11)
+    write_hf_folder(((name, each.detach()) for name, each in module.named_parameters()), run, folder)
+    return folder
+
+
+def test_published_weights_are_tuned_saved_resumed_and_exported(ranks: RankPool, published: Path, tmp_path: Path) -> None:
+    lora = "model.lora={rank: 4, alpha: 8, targets: [query, value, down]}"
+    start = (f"model.hf={published}", f"model.weights={published}", lora)
+    words = ("quickstart", *COMMON, *start, "optim.lr=1e-2", "optim.schedule=constant", "optim.warmup=0", "train.microbatch=2")
+    whole = ranks.train(tmp_path / "whole", *words, "cluster.gpus=1", "parallel.zero=0")
+    ranks.train(tmp_path / "run", *words, "cluster.gpus=2", "parallel.zero=3", "train.steps=2", "train.precision=fp32")
+    resumed = ranks.train(tmp_path / "run", *words, "cluster.gpus=2", "parallel.tp=2", "parallel.zero=1")
+    assert "resumes from step 2" in resumed.lines
+    assert resumed.figures("loss")[-2:] == pytest.approx(whole.figures("loss")[2:], abs=3e-6, rel=0)
+
+    found = load_saved_run(tmp_path / "run")
+    assert {row.name.rpartition(".lora_")[0].rpartition(".")[2] for row in found.checkpoint.manifest.tensors} == {"query", "value", "down"}
+    export(tmp_path / "run", tmp_path / "out", "fp32")
+    plain = without_lora(found.run)
+    before, after = dict(read_hf_weights(published, plain)), dict(read_hf_weights(tmp_path / "out", plain))
+    changed = {name for name, each in after.items() if not torch.equal(each, before[name])}
+    assert changed == {f"layers.{layer}.{name}.weight" for layer in range(4) for name in ("attention.query", "attention.value", "mlp.down")}
+
+    tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        ours = load_model(found.run, found.checkpoint, CPU).logits(tokens)
+        exported = build_model(plain, device=CPU, dtype=torch.float32)
+        load_weights(exported, after.items())
+        torch.testing.assert_close(exported.logits(tokens), ours, rtol=0, atol=1e-5)
