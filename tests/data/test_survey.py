@@ -69,11 +69,11 @@ def test_figures_of_a_prepared_corpus_are_exact(tmp_path: Path) -> None:
         "exact": True,
         "bytes": path.stat().st_size,
         "entropy": corpus.entropy,
-        "sources": [{"weight": 1.0, "train": corpus.size("train"), "validation": corpus.size("validation")}],
+        "sources": [{"weight": 1.0, "train": corpus.size("train"), "validation": corpus.size("validation"), "epoch": corpus.size("train")}],
     }
     assert {next(iter(line["progress"])) for line in lines if "progress" in line} == {"hash", "tokenize"}
     assert figures(ask("look", **words)) == {**figures(lines), "entropy": None}
-    assert corpus_stats(corpus).to_json() == {**figures(lines), "entropy": None}
+    assert corpus_stats(corpus, 8).to_json() == {**figures(lines), "entropy": None}
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet", "a.arrow"])
@@ -140,8 +140,8 @@ def test_each_source_of_a_blend_is_counted(tmp_path: Path) -> None:
     paths = [str(tmp_path / name) for name in ("a.txt", "b.txt")]
     found = figures(ask(name="text", path=paths, weights=[1, 3], validation=0.0, cache=str(tmp_path / "cache")))
     assert found["sources"] == [
-        {"weight": 1.0, "train": 100 * len(LINE) + 1, "validation": 0},
-        {"weight": 3.0, "train": 300 * len(LINE) + 1, "validation": 0},
+        {"weight": 1.0, "train": 100 * len(LINE) + 1, "validation": 0, "epoch": 100 * len(LINE) + 1},
+        {"weight": 3.0, "train": 300 * len(LINE) + 1, "validation": 0, "epoch": 300 * len(LINE) + 1},
     ]
 
 
@@ -225,7 +225,7 @@ def test_too_little_validation_text_is_a_problem_if_the_run_evaluates(tmp_path: 
 
 
 def test_malformed_data_keys_are_a_problem() -> None:
-    assert problems(ask(name="txt")) == ["data.name=txt is not one of stdlib, text, tokens, synthetic"]
+    assert problems(ask(name="txt")) == ["data.name=txt is not one of stdlib, text, tokens, pairs, synthetic"]
     assert problems(ask(nam="text")) == ["no key data.nam"]
 
 

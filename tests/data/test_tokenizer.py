@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from distrain.trainer.loop.data.prepare import prepare_corpus
-from distrain.trainer.loop.data.samples.corpus import Corpus, MappedTokens
+from distrain.trainer.loop.data.samples.corpus import Corpus
+from distrain.trainer.loop.data.samples.tokens import MappedTokens
 from distrain.trainer.loop.data.tokenize.tokenizer import ByteTokenizer, load_tokenizer
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import Data

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from distrain.trainer.loop.data.prepare import prepare_corpus
-from distrain.trainer.loop.data.samples.corpus import Corpus, MappedTokens, Split
+from distrain.trainer.loop.data.samples.corpus import Corpus, Split
+from distrain.trainer.loop.data.samples.tokens import MappedTokens
 from distrain.trainer.spec.run import Data
 
 

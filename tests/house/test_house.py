@@ -36,7 +36,7 @@ FLOORS = {
     "trainer.engines":  ((*PLANNED, "trainer.layers", "trainer.parallel"),          {"torch", "deepspeed"}),
     "trainer.loop":     (
         (*LIGHT_FLOORS, "trainer.layers", "trainer.parallel", "trainer.engines"),
-        {"torch", "wandb", "numpy", "safetensors", "msgspec", "tokenizers"},
+        {"torch", "wandb", "numpy", "safetensors", "msgspec", "tokenizers", "jinja2"},
     ),
 }
 # fmt: on

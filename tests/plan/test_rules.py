@@ -44,6 +44,11 @@ BROKEN: list[tuple[Keys, str]] = [
         "model.dropout=0.1: dropout of family hf is not keyed by train.seed and differs between layouts: set model.dropout=0"),
     (HF | {"data.documents": True},
         "data.documents=true: attention of family hf crosses document boundaries: set data.documents=false"),
+    (HF | {"data.name": "pairs", "data.documents": True},
+        ("data=pairs: attention of family hf crosses the boundaries of examples: "
+         "train a model of another family: `distrain ls model` lists them")),
+    ({"data.name": "pairs"},
+        "data.documents=false: data=pairs always keeps its examples apart: set data.documents=true"),
     (HF | {"parallel.tp": 2},
         "parallel.tp=2 does not apply to family hf, which trains with data parallelism and ZeRO only: set parallel.tp=1"),
     (HF | {"parallel.pp": 2, "parallel.dp": 8},

@@ -32,6 +32,7 @@ LLAMA3: Keys = ROPE | {"model.rope.type": "llama3", "model.rope.original_max_pos
 YARN: Keys = LLAMA3 | {"model.rope.type": "yarn"}
 ONE: Keys = {"cluster.gpus": 1}
 BOTH: Keys = {"parallel.pp": 2, "parallel.tp": 2}
+PAIRS: Keys = {"data.name": "pairs", "data.path": "a", "data.documents": True}
 HOSTS: Keys = {"launch.name": "deepspeed"}
 
 # The key and its value; the reason why it has no effect; the other keys of that run; the keys of a run in which it has an effect.
@@ -84,6 +85,8 @@ ROWS: list[tuple[str, Any, str, Keys, Keys]] = [
     ("data.tokenizer", "x.json", "data.name=synthetic", {}, {"data.name": "tokens", "data.path": "a"}),
     ("data.end", 7, "data.name=synthetic", {}, {"data.name": "text", "data.path": "a"}),
     ("data.text_key", "content", "data.name=tokens", {"data.name": "tokens"}, {"data.name": "text"}),
+    ("data.prompt_key", "question", "data.name=text", {"data.name": "text"}, PAIRS),
+    ("data.completion_key", "answer", "data.name=synthetic", {}, PAIRS),
     ("data.cache", "x", "data.name=synthetic", {}, {"data.name": "stdlib"}),
     ("log.profile", (500, 510), "train.steps=100", {}, {"train.steps": 1000}),
     ("launch.hostfile", "x", "launch.name=local", {}, HOSTS),

@@ -21,7 +21,7 @@ class DataFacts:
     """Numbers of tokens for training and validation and of documents in a run's data; None where that is not known yet.
 
     `key` identifies the tokens and does not depend on the names of their files. `exact`: none of the numbers is an estimate. `sources` are
-    (weight, training tokens) of each source. `remarks` are lines for the user.
+    (weight, tokens that an epoch reads) of each source. `remarks` are lines for the user.
     """
 
     key: str | None
@@ -35,7 +35,7 @@ class DataFacts:
 
 def names_files(run: Run) -> bool:
     """Whether a run's data section names files of the user's, or is wrong about them."""
-    return run.data.path is not None or run.data.name in ("text", "tokens") or run.data.tokenizer != "bytes"
+    return run.data.path is not None or run.data.name in ("text", "tokens", "pairs") or run.data.tokenizer != "bytes"
 
 
 def are_local(run: Run) -> bool:
@@ -80,6 +80,6 @@ def survey_data(run: Run, mode: Mode, progress: Callable[[str], None] = lambda l
         validation_tokens=facts["tokens"]["validation"],
         documents=facts["documents"],
         exact=facts["exact"],
-        sources=tuple((each["weight"], each["train"]) for each in facts["sources"]),
+        sources=tuple((each["weight"], each["epoch"]) for each in facts["sources"]),
         remarks=tuple(remarks),
     )

@@ -148,12 +148,14 @@ KEYS = {
     "optim.gradient_copy":          Key("the optimizer makes a second, fp32 copy of the gradients, as Megatron's in fp16"),
 
     "data.name":                    Key("where tokens come from"),
-    "data.path":                    Key("files, folders or patterns, for text and tokens", null="to be given for text and tokens"),
+    "data.path":                    Key("files, folders or patterns, for text, tokens and pairs", null="to be set for these"),
     "data.weights":                 Key("share of the samples for each path", null="all paths are one text"),
     "data.tokenizer":               Key("bytes, or the path of a Hugging Face tokenizer.json"),
     "data.end":                     Key("token id that ends a document", null="0 of bytes, a tokenizer's own; none in files of tokens"),
     "data.text_key":                Key("key of the text in a line of .jsonl"),
-    "data.documents":               Key("attention and loss stay inside documents"),
+    "data.prompt_key":              Key("pairs: key of the prompt, a text or messages, in a line of .jsonl"),
+    "data.completion_key":          Key("pairs: key of the completion, whose tokens alone are labels"),
+    "data.documents":               Key("attention and loss stay inside documents; pairs: inside examples, always"),
     "data.validation":              Key("share of the tokens that is held out for validation"),
     "data.cache":                   Key("folder that keeps tokenized text", null="distrain in the user's cache folder"),
 

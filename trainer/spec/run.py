@@ -271,12 +271,14 @@ class Optim:
 class Data:
     """The data, its tokenizer, and the share held out for validation."""
 
-    name: Literal["stdlib", "text", "tokens", "synthetic"] = "synthetic"
+    name: Literal["stdlib", "text", "tokens", "pairs", "synthetic"] = "synthetic"
     path: str | tuple[str, ...] | None = None
     weights: tuple[Positive, ...] | None = None
     tokenizer: str = "bytes"
     end: Natural | None = None
     text_key: str = "text"
+    prompt_key: str = "prompt"
+    completion_key: str = "completion"
     documents: bool = False
     validation: Below1 = 0.01
     cache: str | None = None

@@ -16,10 +16,12 @@ from .files.data_error import data_error, data_problem
 from .files.find import DataFile, Remark, Search, find_files, library_files
 from .files.formats import (
     JSON_AS_TEXT,
+    WRITE_PAIRS,
     UnreadableFile,
     file_problem,
     holds_json_lines,
     json_in_text,
+    line_suffixes,
     text_form,
     text_suffixes,
     unreadable_files,
@@ -36,12 +38,19 @@ TEXT = Search(
     described=".txt, .jsonl, .json, .ndjson (or one of them as .gz or .zst), .parquet or .arrow",
     mend="name files of other kinds with a pattern: data.path='{}/**/*.md'",
 )
+PAIRS = Search(
+    suffixes=line_suffixes(),
+    companions=TEXT.companions,
+    described=".jsonl, .json or .ndjson (or one of them as .gz or .zst)",
+    mend="name files of prompts and completions, an object a line",
+)
 TOKENS = Search(
     suffixes=(".bin", ".npy", DATATROVE),
     companions=(".idx", *(f"{DATATROVE}.{each}" for each in ("index", "metadata", "loss"))),
     described=".bin, .npy or .ds",
     mend="",
 )
+FROM_FILES = ("text", "tokens", "pairs")  # values of data.name that need data.path
 READERS = {".zst": "zstandard", "parquet": "pyarrow", "arrow": "pyarrow"}  # the library that reads a kind of file
 TEST_WORDS = {"test", "eval", "dev"}  # words in the names of held-out files, besides those of validation
 _TABLES_OPENED = 64
@@ -61,16 +70,19 @@ def check_data(data: Data, vocab: int, remark: Remark) -> CheckedData:
     """Return what there is to read; raises Unreadable with every problem of the keys, the files and the tokenizer."""
     problems = _key_problems(data)
     by, groups, read = None, list[list[DataFile]](), list[list[TokenFile]]()
-    if data.name in ("text", "stdlib"):
+    if data.name in ("text", "stdlib", "pairs"):
         by = _try(problems, lambda: _load_tokenizer(data, vocab, remark))
     if data.name == "stdlib":
         groups = _try(problems, lambda: [library_files()]) or []
-    elif data.name in ("text", "tokens") and paths_of(data):
+    elif data.name in FROM_FILES and paths_of(data):
         groups = _find_sources(data, remark, problems)
     files = [file for group in groups for file in group]
     if data.name == "text":
         problems += _text_problems(files, data.text_key)
         _remark_on_json(files, remark)
+        _remark_on_names(files, HELD_OUT | TEST_WORDS, remark)
+    elif data.name == "pairs":
+        problems += _pair_problems(files, data.text_key)
         _remark_on_names(files, HELD_OUT | TEST_WORDS, remark)
     elif data.name == "tokens":
         read = _open_token_files(data, vocab, groups, problems, remark)
@@ -95,14 +107,16 @@ def _try(problems: list[Problem], act: Callable[[], Got]) -> Got | None:
 
 def _key_problems(data: Data) -> list[Problem]:
     """Return problems of the keys: a path that is missing or unused, and weights that do not match the paths."""
-    reads, paths, problems = data.name in ("text", "tokens"), paths_of(data), []
+    reads, paths, problems = data.name in FROM_FILES, paths_of(data), []
     if reads and not paths:
         problems.append(
             data_problem(f"data={data.name} reads files, but data.path is not set", "set data.path=FILE, a folder or a pattern")
         )
     if paths and not reads:
         problems.append(
-            data_problem(f"data.path={paths[0]} is not read by data={data.name}", "set data=text or data=tokens, or data.path=null")
+            data_problem(
+                f"data.path={paths[0]} is not read by data={data.name}", "set data=text, data=tokens or data=pairs, or data.path=null"
+            )
         )
     if data.weights and len(data.weights) != len(paths):
         problems.append(
@@ -118,13 +132,16 @@ def paths_of(data: Data) -> tuple[str, ...]:
 
 def _find_sources(data: Data, remark: Remark, problems: list[Problem]) -> list[list[DataFile]]:
     """Return the files of each source: of each path if there are weights, else of all paths; append to `problems`."""
-    search = TOKENS if data.name == "tokens" else TEXT._replace(accepts=lambda path: _is_text_of(path, data.text_key))
+    key = data.prompt_key if data.name == "pairs" else data.text_key
+    search = TOKENS if data.name == "tokens" else PAIRS if data.name == "pairs" else TEXT
+    if data.name != "tokens":
+        search = search._replace(accepts=lambda path: _is_text_of(path, key))
     groups = find_files(paths_of(data), search, remark, problems)
     return groups if data.weights else [[file for files in groups for file in files]]
 
 
 def _is_text_of(path: Path, key: str) -> bool:
-    """Return whether a file of a folder is text; a .json may hold something else."""
+    """Return whether a file of a folder is text, or pairs; a .json may hold something else."""
     return path.suffix.lower() != ".json" or holds_json_lines(path, key)
 
 
@@ -158,6 +175,13 @@ def _text_problems(files: Sequence[DataFile], key: str) -> list[Problem]:
         except columnar.UnreadableTable as error:
             columns.setdefault(UnreadableFile(error.says, error.mend), []).append(file)
     return [file_problem(fault, files, verb="") for fault, files in columns.items()]
+
+
+def _pair_problems(files: Sequence[DataFile], key: str) -> list[Problem]:
+    """Return problems of files of pairs: those of text files, and other forms than JSON lines."""
+    others = [file for file in files if text_form(file.path.name)[0] != "lines"]
+    fault = UnreadableFile("no file of JSON lines by its name, which data=pairs reads", WRITE_PAIRS)
+    return [file_problem(fault, others)] if others else _text_problems(files, key)
 
 
 def _open_token_files(

@@ -12,8 +12,9 @@ from .cache import NotCached
 from .check import CheckedData, check_data
 from .files.data_error import data_error
 from .samples.corpus import Corpus, Source, validation_runs, windows
+from .samples.packing import packing_remark
 from .samples.synthetic import DOCUMENT, Synthetic
-from .source_reader import Progress, SourceReader, SourceTokens, hash_key, read_text, read_token_ids
+from .source_reader import Progress, SourceReader, SourceTokens, hash_key, read_pairs, read_text, read_token_ids
 
 
 def prepare_corpus(data: Data, *, vocab: int, seq: int, cache: Path, progress: Progress, verify: bool = True) -> Corpus:
@@ -25,6 +26,8 @@ def prepare_corpus(data: Data, *, vocab: int, seq: int, cache: Path, progress: P
     checked = check_data(data, vocab, lambda remark: progress(remark, 0, 0))
     corpus = _read_corpus(checked, SourceReader(data, vocab, cache.expanduser(), progress, verify))
     windows(corpus, seq, "train")
+    if remark := packing_remark(corpus.examples, seq):
+        progress(remark, 0, 0)
     return corpus
 
 
@@ -75,4 +78,6 @@ def _read_sources(checked: CheckedData, reader: SourceReader) -> list[SourceToke
     if reader.data.name == "tokens":
         return [read_token_ids(reader, files) for files in checked.token_files]
     assert checked.tokenizer is not None
+    if reader.data.name == "pairs":
+        return [read_pairs(reader, files, checked.tokenizer) for files in checked.groups]
     return [read_text(reader, files, checked.tokenizer) for files in checked.groups]

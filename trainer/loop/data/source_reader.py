@@ -18,8 +18,11 @@ from ...system.cpu import cpu_count
 from .cache import REMEMBER_FROM, NotCached, content_hash, is_sound, make_cached_folder, remembered_hash
 from .files.data_error import data_error
 from .files.find import DataFile
-from .samples.corpus import MappedTokens, Runs, Tokens, merge_runs, validation_runs
+from .samples.corpus import Runs, merge_runs, validation_runs
+from .samples.tokens import MappedExamples, MappedTokens, Tokens
 from .token_files import TokenFile, check_vocabulary, companion_files, scan_token_files
+from .tokenize.chat_template import load_chat_template
+from .tokenize.pairs import PairKeys
 from .tokenize.text_files import split_turns
 from .tokenize.tokenizer import ByteTokenizer, Tokenizer
 from .tokenize.workers import tokenize_turns
@@ -73,12 +76,31 @@ def key_number(key: str) -> int:
 def read_text(reader: SourceReader, files: list[DataFile], by: Tokenizer) -> SourceTokens:
     """Return text files, tokenized; raises Unreadable."""
     key = hash_key([_FORMAT, "text", _content_hashes(files, reader), by.identity, by.end, reader.data.text_key])
-    folder = reader.keep(key, lambda into: _tokenize(reader, files, by, into))
+    folder = reader.keep(key, lambda into: _tokenize(reader, files, by, reader.data.text_key, into))
     tokens = _map_tokens(folder, [np.memmap(folder / "tokens", by.dtype, "r")])
-    if len(tokens.counts) > reader.vocab:
-        raise data_error(f"the text has token {len(tokens.counts) - 1}, and model.vocab={reader.vocab}", f"set model.vocab={by.size}")
+    _check_text_ids(tokens, reader, by)
     held = validation_runs(key_number(key), tokens.bounds, reader.data.validation)
     return SourceTokens(key, tokens, held, len(tokens.bounds) - 1, False, sum(file.size for file in files))
+
+
+def read_pairs(reader: SourceReader, files: list[DataFile], by: Tokenizer) -> SourceTokens:
+    """Return files of prompts and completions, tokenized: each pair is a document; raises Unreadable."""
+    keys, template = PairKeys(reader.data.prompt_key, reader.data.completion_key), load_chat_template(reader.data.tokenizer)
+    rendering = template.identity if template else None
+    key = hash_key([_FORMAT, "pairs", _content_hashes(files, reader), by.identity, by.end, keys, rendering])
+    folder = reader.keep(key, lambda into: _tokenize(reader, files, by, keys, into))
+    text = _map_tokens(folder, [np.memmap(folder / "tokens", by.dtype, "r")])
+    completions = np.memmap(folder / "completions", np.int64, "r")
+    tokens = MappedExamples(files=text.files, starts=text.starts, bounds=text.bounds, counts=text.counts, completions=completions)
+    _check_text_ids(tokens, reader, by)
+    held = validation_runs(key_number(key), tokens.bounds, reader.data.validation, whole=True)
+    return SourceTokens(key, tokens, held, len(tokens.bounds) - 1, False, sum(file.size for file in files))
+
+
+def _check_text_ids(tokens: MappedTokens, reader: SourceReader, by: Tokenizer) -> None:
+    """Raise Unreadable if text has an id that is not below model.vocab."""
+    if len(tokens.counts) > reader.vocab:
+        raise data_error(f"the text has token {len(tokens.counts) - 1}, and model.vocab={reader.vocab}", f"set model.vocab={by.size}")
 
 
 def read_token_ids(reader: SourceReader, read: list[TokenFile]) -> SourceTokens:
@@ -108,12 +130,13 @@ def _report_missing_end(reader: SourceReader, path: Path) -> None:
     reader.progress(f"{says}: all text counts as one document", 0, 0)
 
 
-def _tokenize(reader: SourceReader, files: list[DataFile], by: Tokenizer, into: Path) -> None:
-    """Write tokens, counts and bounds into a folder; raises Unreadable."""
+def _tokenize(reader: SourceReader, files: list[DataFile], by: Tokenizer, keys: str | PairKeys, into: Path) -> None:
+    """Write tokens, counts, bounds, and for pairs completions into a folder; raises Unreadable."""
     turns, report = split_turns(files), _progress_counter(reader, "tokenize", files)
     alone = sum(file.size for file in files) <= _ONE_PROCESS[not isinstance(by, ByteTokenizer)]
-    settings = (reader.data.tokenizer, reader.data.end, reader.data.text_key)
+    settings = (reader.data.tokenizer, reader.data.end, keys)
     counts, bounds, written = np.zeros(by.size, np.int64), [np.zeros(1, np.int64)], 0
+    completions = list[Any]()
     processes = 1 if alone else min(len(turns), cpu_count())
     with open(into / "tokens", "wb") as out, closing(tokenize_turns(turns, into, settings, processes)) as parts:
         for spans, part in zip(turns, parts, strict=True):
@@ -122,11 +145,15 @@ def _tokenize(reader: SourceReader, files: list[DataFile], by: Tokenizer, into: 
             ids = np.frombuffer(raw, by.dtype)
             counts += np.bincount(ids, minlength=by.size)
             bounds.append(written + np.frombuffer(_read_and_remove(f"{part}.ends"), np.int64))
+            if isinstance(keys, PairKeys):
+                completions.append(written + np.frombuffer(_read_and_remove(f"{part}.completions"), np.int64))
             written += len(ids)
             report(sum(span.end - span.begin for span in spans))
     if not written:
         raise data_error(f"{files[0].path} has no text" + (f", nor do the {len(files) - 1} files after it" if files[1:] else ""))
     _write_index(into, counts, np.concatenate(bounds))
+    if completions:
+        np.concatenate(completions).tofile(into / "completions")
 
 
 def _read_and_remove(path: str) -> bytes:

@@ -32,9 +32,12 @@ from .files.data_error import data_problem
 from .prepare import cache_folder, cached_corpus, prepare_corpus
 from .samples.corpus import shortage, source_name, windows
 from .samples.corpus_stats import CorpusStats, SourceShare, corpus_stats
+from .samples.packing import packing_remark
 from .source_reader import validation_flags
 from .token_files import TokenFile
 from .tokenize.estimate import TokenEstimate, estimate_tokens
+from .tokenize.pairs import PairKeys, PairReader
+from .tokenize.text_files import text_reader
 from .tokenize.workers import exit_with_parent
 
 _INTERVAL = 0.1  # seconds between progress lines
@@ -129,7 +132,7 @@ def prepare_stats(data: Data, vocab: int, seq: int, answers: AnswerStream, *, ev
     corpus = prepare_corpus(data, vocab=vocab, seq=seq, cache=cache_folder(data), progress=answers.report_progress)
     if evaluate:
         windows(corpus, seq, "validation")
-    return replace(corpus_stats(corpus), entropy=corpus.entropy)
+    return replace(corpus_stats(corpus, seq), entropy=corpus.entropy)
 
 
 def quick_stats(data: Data, vocab: int, seq: int, answers: AnswerStream, *, evaluate: bool) -> CorpusStats:
@@ -141,7 +144,9 @@ def quick_stats(data: Data, vocab: int, seq: int, answers: AnswerStream, *, eval
         windows(corpus, seq, "train")
         if evaluate:
             windows(corpus, seq, "validation")
-        return corpus_stats(corpus)
+        if remark := packing_remark(corpus.examples, seq):
+            answers.remark(remark)
+        return corpus_stats(corpus, seq)
     if data.name == "tokens":
         parts, documents = _token_file_shares(checked, data, seq), _document_count(checked.token_files)
     else:
@@ -153,7 +158,9 @@ def quick_stats(data: Data, vocab: int, seq: int, answers: AnswerStream, *, eval
 def _estimate_sources(checked: CheckedData, data: Data, answers: AnswerStream) -> list[TokenEstimate | None]:
     """Estimate the tokens of each source."""
     assert checked.tokenizer is not None
-    return [estimate_tokens(files, checked.tokenizer, data.text_key, answers.remark) for files in checked.groups]
+    pairs = PairReader(PairKeys(data.prompt_key, data.completion_key), data.tokenizer)
+    read = pairs.text if data.name == "pairs" else text_reader(data.text_key)
+    return [estimate_tokens(files, checked.tokenizer, data.text_key, read, answers.remark) for files in checked.groups]
 
 
 def _token_file_shares(checked: CheckedData, data: Data, seq: int) -> list[SourceShare]:

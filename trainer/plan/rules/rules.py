@@ -22,7 +22,7 @@ from ..layout.schedules import SCHEDULES
 from .broken_rule import BrokenRule, Rule
 from .lora_rule import lora
 from .position_rules import rotary, window, window_layout
-from .value_rules import folders, plannable_ranks, profiler_window, rates
+from .value_rules import folders, pairs, plannable_ranks, profiler_window, rates
 
 MOST_STAGES = 10_000
 MOST_SMALLER = 16  # smaller degrees of an axis that are tried
@@ -82,7 +82,10 @@ def hugging_face(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Brok
     if words.dropout:
         says = f"model.dropout={words.dropout:g}: dropout of family {words.family} is not keyed by train.seed and differs between layouts"
         yield BrokenRule("dropout", says, ((("model.dropout", 0),),))
-    if run.data.documents:
+    if run.data.name == "pairs":
+        says = f"data=pairs: attention of family {words.family} crosses the boundaries of examples"
+        yield BrokenRule("documents", says, fix="train a model of another family: `distrain ls model` lists them")
+    elif run.data.documents:
         says = f"data.documents=true: attention of family {words.family} crosses document boundaries"
         yield BrokenRule("documents", says, ((("data.documents", False),),))
 
@@ -325,7 +328,9 @@ def device(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule
 
 
 # Rules of a run that do not depend on its degrees, and rules of a layout, which a sweep applies to each.
-OF_RUN: tuple[Rule, ...] = (names, folders, model, rotary, window, lora, hugging_face, length, rates, profiler_window, precision, device)
+OF_RUN: tuple[Rule, ...] = (
+    names, folders, model, rotary, window, lora, hugging_face, pairs, length, rates, profiler_window, precision, device,
+)  # fmt: skip
 OF_LAYOUT: tuple[Rule, ...] = (
     hugging_face_layout, window_layout, experts, world, tensor, context, pipeline, batch, offload, plannable_ranks,
 )  # fmt: skip

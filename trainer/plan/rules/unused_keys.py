@@ -119,6 +119,8 @@ IDLE: dict[str, Condition] = {
     "data.tokenizer":          _is("data.name", "synthetic"),
     "data.end":                _is("data.name", "synthetic"),
     "data.text_key":           _is_not("data.name", "text"),
+    "data.prompt_key":         _is_not("data.name", "pairs"),
+    "data.completion_key":     _is_not("data.name", "pairs"),
     "data.cache":              _is("data.name", "synthetic"),
     "log.profile":             _no_such_step,
     "launch.hostfile":         _is("launch.name", "local", "slurm"),

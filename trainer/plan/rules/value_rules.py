@@ -1,4 +1,4 @@
-"""Rules of single values: names of folders, learning rates, the profiler's window; and the largest layouts that a plan can compute."""
+"""Rules of single values: names of folders, learning rates, the profiler's window, pairs; the largest layouts that a plan can compute."""
 
 from __future__ import annotations
 
@@ -24,6 +24,13 @@ def folders(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRul
         )
     if why := _no_folder(run.log.dir):
         yield BrokenRule("dir", f"log.dir={value_text(run.log.dir)} {why}", fix="name a folder, as log.dir=runs")
+
+
+def pairs(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+    """Examples of a prompt and a completion are always kept apart."""
+    if run.data.name == "pairs" and not run.data.documents:
+        says = "data.documents=false: data=pairs always keeps its examples apart"
+        yield BrokenRule("documents", says, ((("data.documents", True),),))
 
 
 def _no_name(name: str) -> str:

@@ -39,6 +39,7 @@ JSON_AS_TEXT = {  # what a file named as text may hold, and how to read its text
 OFFICE = (".docx", ".xlsx", ".pptx", ".odt", ".ods", ".epub")
 
 WRITE_JSONL = 'write its text as .jsonl, {"text": "..."} a line'
+WRITE_PAIRS = 'write an object a line, {"prompt": "...", "completion": "..."}, as .jsonl'
 WRITE_NUMPY = "write the ids with numpy.save, as .npy"
 READ_AS_TEXT = "data=text reads it"
 LEAVE_OUT = "leave it out of data.path"
@@ -112,6 +113,11 @@ def text_suffixes() -> tuple[str, ...]:
     """Return the name suffixes of the text files of a folder."""
     alone = tuple(TEXT_FORMS)
     return alone + tuple(f"{each}{compression}" for each in alone if TEXT_FORMS[each] in ("text", "lines") for compression in COMPRESSIONS)
+
+
+def line_suffixes() -> tuple[str, ...]:
+    """Return the name suffixes of files that hold a JSON object a line."""
+    return tuple(suffix for suffix in text_suffixes() if text_form(f"a{suffix}")[0] == "lines")
 
 
 def unreadable_files(files: Iterable[DataFile], wanted: FileUse) -> list[Problem]:

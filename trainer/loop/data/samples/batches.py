@@ -17,7 +17,7 @@ from .order import Indices, blend, permuted_index, random_key
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """int64 tensors: tokens, labels (the next tokens), documents (if kept apart), each [samples, seq]; samples [samples]."""
+    """int64 tensors: tokens, labels (the next tokens, or IGNORED), documents (if kept apart), each [samples, seq]; samples [samples]."""
 
     tokens: Tensor
     labels: Tensor
@@ -40,15 +40,16 @@ def shard(first_sample: int, *, micro: int, dp_rank: int, dp: int, microbatch: i
 class Batches:
     """The samples of a split, each a window of `seq` tokens and the next token of each.
 
-    The windows of a source lie end to end. Training takes each once an epoch, in an order that depends on (seed, source,
-    epoch). Validation takes them in an order that depends only on the corpus, so that the first few are a fair sample, and
-    starts again at the end. Each of several sources has its own epochs, and a share by weight.
+    The windows of a text lie end to end; those of examples hold whole ones, then padding. Training takes each once an epoch, in an
+    order that depends on (seed, source, epoch). Validation takes them in an order that depends only on the corpus, so that the
+    first few are a fair sample, and starts again at the end. Each of several sources has its own epochs, and a share by weight.
     """
 
     def __init__(self, corpus: Corpus, *, seed: int, seq: int, split: Split = "train") -> None:
         """Raises Unreadable if a source has less than one window."""
         self.corpus, self.seq, self.split = corpus, seq, split
         self.windows = windows(corpus, seq, split)  # of each source: samples in an epoch
+        self._packed = [source.packed(split, seq) for source in corpus.sources]
         self._seed = seed if split == "train" else int(corpus.key[:15], 16)
 
     def batch(self, first_sample: int, count: int) -> Batch:
@@ -56,12 +57,18 @@ class Batches:
         samples = np.arange(first_sample, first_sample + count)
         source, window = self.locate(samples)
         tokens = np.empty((count, self.seq + 1), np.int64)
-        documents = np.empty_like(tokens) if self.corpus.documents else None
+        documents = np.empty_like(tokens) if self.corpus.ignores_labels else None
+        is_label = np.ones(tokens.shape, bool)
         for row in range(count):
-            self._fill(int(source[row]), int(window[row]), tokens[row], None if documents is None else documents[row])
-        labels = tokens[:, 1:].copy()
+            packed = self._packed[source[row]]
+            if packed is not None:
+                assert documents is not None  # the corpus ignores labels
+                packed.fill(int(window[row]), tokens[row], documents[row], is_label[row])
+            else:
+                self._fill(int(source[row]), int(window[row]), tokens[row], None if documents is None else documents[row])
         if documents is not None:
-            labels[documents[:, 1:] != documents[:, :-1]] = IGNORED
+            is_label[:, 1:] &= documents[:, 1:] == documents[:, :-1]
+        labels = np.where(is_label[:, 1:], tokens[:, 1:], IGNORED)
         return Batch(
             tokens=torch.from_numpy(tokens[:, :-1].copy()),
             labels=torch.from_numpy(labels),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, floor, log
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,52 +14,11 @@ from numpy.typing import NDArray
 from ....spec.problem import Problem, Unreadable
 from ..files.data_error import data_problem
 from .order import Indices, random_key
+from .packing import PackedWindows, pack_examples
+from .tokens import MappedExamples, MappedTokens, Tokens
 
 Split = Literal["train", "validation"]
 SPLITS: tuple[Split, Split] = ("train", "validation")
-
-
-class Tokens(Protocol):
-    """A sequence of `size` tokens, divided into documents."""
-
-    @property
-    def size(self) -> int: ...
-    def copy(self, start: int, out: Indices) -> None:
-        """Fill out [n] with the tokens from position start on."""
-
-    def documents(self, start: int, length: int) -> Indices:
-        """Return the document of each position [length] from start on."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MappedTokens:
-    """Files as one sequence: memory maps, the positions at which files start [files + 1] and documents start [documents + 1]."""
-
-    files: tuple[NDArray[np.integer[Any]], ...]
-    starts: Indices
-    bounds: Indices
-    counts: Indices  # how often each id occurs
-
-    @property
-    def size(self) -> int:
-        """Number of tokens."""
-        return int(self.starts[-1])
-
-    def copy(self, start: int, out: Indices) -> None:
-        """Fill out [n] with the tokens from position start on."""
-        file = int(np.searchsorted(self.starts, start, "right")) - 1
-        filled = 0
-        while filled < len(out):
-            inside = start + filled - int(self.starts[file])
-            piece = self.files[file][inside : inside + len(out) - filled]
-            out[filled : filled + len(piece)] = piece
-            filled += len(piece)
-            file += 1
-
-    def documents(self, start: int, length: int) -> Indices:
-        """Return the document of each position [length] from start on."""
-        first, last = (int(index) for index in np.searchsorted(self.bounds, [start, start + length - 1], "right"))
-        return first - 1 + np.searchsorted(self.bounds[first:last], np.arange(start, start + length), "right")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +52,11 @@ class Runs:
         return Runs(begins=begins[ends > begins], ends=ends[ends > begins])
 
 
-def validation_runs(key: int, bounds: Indices, share: float) -> Runs:
+def validation_runs(key: int, bounds: Indices, share: float, *, whole: bool = False) -> Runs:
     """Return the documents that validate: drawn by the key until they hold at least `share` of the tokens.
 
     A document larger than the whole share is skipped. If the others are too few, as when there is only one document, the end of
-    the text validates, even if that cuts a document.
+    the text validates, even if that cuts a document; with `whole` it begins at a document, and at least one document trains.
     """
     size, lengths = int(bounds[-1]), np.diff(bounds)
     wanted = round(size * share)
@@ -108,9 +67,13 @@ def validation_runs(key: int, bounds: Indices, share: float) -> Runs:
         fitting = fitting[np.argsort(drawn[fitting], kind="stable")]
         totals = np.cumsum(lengths[fitting])
         if len(totals) and totals[-1] >= wanted > 0:
-            chosen = np.sort(fitting[: int(np.searchsorted(totals, wanted)) + 1])
+            count = int(np.searchsorted(totals, wanted)) + 1
+            chosen = np.sort(fitting[: min(count, len(lengths) - 1) if whole else count])
             return merge_runs(bounds[chosen], bounds[chosen + 1])
-    return merge_runs(np.array([size - wanted]), np.array([size]))
+    begin = size - wanted
+    if whole:
+        begin = max(int(bounds[np.searchsorted(bounds, begin, "right") - 1]), int(bounds[1]))
+    return merge_runs(np.array([begin]), np.array([size]))
 
 
 def merge_runs(begins: Indices, ends: Indices) -> Runs:
@@ -142,6 +105,15 @@ class Source:
         """Return the tokens of a split."""
         return self.train if split == "train" else self.validation
 
+    def packed(self, split: Split, seq: int) -> PackedWindows | None:
+        """Return a split's examples in windows of seq + 1 tokens; None if the source has no examples but text."""
+        if not isinstance(self.tokens, MappedExamples):
+            return None
+        runs, bounds = self.runs(split), self.tokens.bounds
+        firsts, ends = np.searchsorted(bounds, runs.begins), np.searchsorted(bounds, runs.ends)
+        examples = [np.arange(first, end) for first, end in zip(firsts, ends, strict=True)]
+        return pack_examples(self.tokens, np.concatenate([np.zeros(0, np.int64), *examples]), seq + 1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
@@ -152,6 +124,16 @@ class Corpus:
     vocab: int
     sources: tuple[Source, ...]
     documents: bool  # attention and loss stay inside documents
+
+    @property
+    def examples(self) -> list[MappedExamples]:
+        """The sources that are examples of a prompt and a completion."""
+        return [source.tokens for source in self.sources if isinstance(source.tokens, MappedExamples)]
+
+    @property
+    def ignores_labels(self) -> bool:
+        """Whether some labels of a batch do not count: those that cross documents, those in prompts, padding."""
+        return self.documents or bool(self.examples)
 
     def size(self, split: Split) -> int:
         """Number of tokens."""
@@ -167,15 +149,16 @@ class Corpus:
 
 def windows(corpus: Corpus, seq: int, split: Split) -> tuple[int, ...]:
     """Return how many windows of seq + 1 tokens each source has; raises Unreadable if one has none."""
-    sizes = [source.runs(split).size for source in corpus.sources]
-    short = [
-        shortage(source_name(corpus.name, index, len(sizes)), size, source.tokens.size, seq, split, set_apart=source.set_apart)
-        for index, (source, size) in enumerate(zip(corpus.sources, sizes, strict=True))
-        if size <= seq
-    ]
+    counts, short = list[int](), list[Problem]()
+    for index, source in enumerate(corpus.sources):
+        name, size, packed = source_name(corpus.name, index, len(corpus.sources)), source.runs(split).size, source.packed(split, seq)
+        counts.append((size - 1) // seq if packed is None else packed.size)
+        if counts[-1] < 1:
+            whole, apart = source.tokens.size, source.set_apart
+            short.append(_no_example(name, seq, split) if packed else shortage(name, size, whole, seq, split, set_apart=apart))
     if short:
         raise Unreadable(short)
-    return tuple((size - 1) // seq for size in sizes)
+    return tuple(counts)
 
 
 def source_name(data: str, source: int, sources: int) -> str:
@@ -198,8 +181,19 @@ def shortage(name: str, size: int, whole: int, seq: int, split: Split, *, set_ap
     return data_problem(says, f"set data.validation={share:g} or train.evaluate.every=0")
 
 
+def _no_example(name: str, seq: int, split: Split) -> Problem:
+    """Return the problem of a split of examples that has no window."""
+    says = f"{split} has no example of {name} with a token of its completion inside train.seq={seq}"
+    mend = (
+        "set a larger data.validation or train.evaluate.every=0" if split == "validation" else "give more examples, or a longer train.seq"
+    )
+    return data_problem(says, mend)
+
+
 def _id_frequencies(source: Source, vocab: int) -> NDArray[np.float64]:
-    """Return the frequency of each id [vocab] in the training text."""
+    """Return the frequency of each id [vocab] in the training text, or in its completions."""
+    if isinstance(source.tokens, MappedExamples):
+        return _completion_frequencies(source.tokens, source.train, vocab)
     if not isinstance(source.tokens, MappedTokens):
         return np.full(vocab, 1 / vocab)
     counts = np.zeros(vocab, np.int64)
@@ -209,4 +203,15 @@ def _id_frequencies(source: Source, vocab: int) -> NDArray[np.float64]:
             held = np.empty(min(1 << 22, int(end) - at), np.int64)
             source.tokens.copy(at, held)
             counts -= np.bincount(held, minlength=vocab)
+    return np.asarray(counts / max(counts.sum(), 1), np.float64)
+
+
+def _completion_frequencies(tokens: MappedExamples, runs: Runs, vocab: int) -> NDArray[np.float64]:
+    """Return the frequency of each id [vocab] in the completions of runs of examples."""
+    counts = np.zeros(vocab, np.int64)
+    for begin, end in zip(runs.begins, runs.ends, strict=True):
+        for at in range(int(begin), int(end), 1 << 22):
+            read = np.empty(min(1 << 22, int(end) - at), np.int64)
+            tokens.copy(at, read)
+            counts += np.bincount(read[tokens.in_completion(at, len(read))], minlength=vocab)
     return np.asarray(counts / max(counts.sum(), 1), np.float64)

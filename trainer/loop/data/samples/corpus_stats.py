@@ -10,11 +10,17 @@ from .corpus import Corpus
 
 @dataclass(frozen=True, kw_only=True)
 class SourceShare:
-    """One source: its weight, and its tokens (None: unknown)."""
+    """One source: its weight, its tokens, and those that an epoch reads where its windows are padded (None: unknown)."""
 
     weight: float
     train: int | None
     validation: int | None
+    padded: int | None = None
+
+    @property
+    def epoch(self) -> int | None:
+        """The tokens that an epoch reads, padding included."""
+        return self.padded or self.train
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,13 +58,23 @@ class CorpusStats:
             "exact": self.exact,
             "bytes": self.bytes,
             "entropy": self.entropy,
-            "sources": [{"weight": part.weight, "train": part.train, "validation": part.validation} for part in self.sources],
+            "sources": [
+                {"weight": part.weight, "train": part.train, "validation": part.validation, "epoch": part.epoch} for part in self.sources
+            ],
         }
 
 
-def corpus_stats(corpus: Corpus) -> CorpusStats:
+def corpus_stats(corpus: Corpus, seq: int) -> CorpusStats:
     """Return the statistics of a prepared corpus, without `entropy`, which takes time (`corpus.entropy`)."""
-    parts = [SourceShare(weight=each.weight, train=each.train.size, validation=each.validation.size) for each in corpus.sources]
+    parts = [
+        SourceShare(
+            weight=each.weight,
+            train=each.train.size,
+            validation=each.validation.size,
+            padded=packed.size * seq if (packed := each.packed("train", seq)) else None,
+        )
+        for each in corpus.sources
+    ]
     return CorpusStats(
         key=corpus.key,
         sources=tuple(parts),
@@ -78,7 +94,7 @@ def stats_line(stats: CorpusStats, tokens: int) -> str:
 
 def _epochs(stats: CorpusStats, tokens: int) -> str:
     whole = sum(part.weight for part in stats.sources)
-    epochs = [tokens * part.weight / whole / part.train for part in stats.sources if part.train]
+    epochs = [tokens * part.weight / whole / part.epoch for part in stats.sources if part.epoch]
     if len(epochs) == 1:
         return f"{_round_text(epochs[0])} epochs"
     return f"{', '.join(map(_round_text, epochs[:-1]))} and {_round_text(epochs[-1])} epochs of its {len(epochs)} sources"

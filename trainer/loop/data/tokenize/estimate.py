@@ -16,8 +16,10 @@ from ..files.compressed import decompress_start
 from ..files.data_error import data_error
 from ..files.find import DataFile
 from ..files.formats import text_form
-from .text_files import BadText, encode_text, json_texts, line_start
+from .text_files import BadText, encode_text, json_rows, line_start
 from .tokenizer import ByteTokenizer, Tokenizer, VocabularyTokenizer
+
+LineReader = Callable[[bytes], bytes]
 
 _PLACES = 4  # samples from the files of each form
 _BYTES = (1 << 15, 1 << 19, 1 << 23)  # bytes of a sample; the larger ones for longer lines
@@ -43,13 +45,18 @@ class _Sample:
     represents: float
 
 
-def estimate_tokens(files: Sequence[DataFile], by: Tokenizer, key: str, remark: Callable[[str], object]) -> TokenEstimate | None:
-    """Estimate the tokens of text files; None if the samples are empty. Remarks on oddities of the text; raises Unreadable."""
+def estimate_tokens(
+    files: Sequence[DataFile], by: Tokenizer, key: str, read_line: LineReader, remark: Callable[[str], object]
+) -> TokenEstimate | None:
+    """Estimate the tokens of text files; None if the samples are empty. Remarks on oddities of the text; raises Unreadable.
+
+    `key` names the text's column of a table, and `read_line` returns the text of a line of JSON.
+    """
     forms: dict[tuple[str, str], list[DataFile]] = {}
     for file in files:
         forms.setdefault(text_form(file.path.name), []).append(file)
     try:
-        rows = [_estimate_form(same, by, key, remark) for same in forms.values()]
+        rows = [_estimate_form(same, by, key, read_line, remark) for same in forms.values()]
     except BadText as error:
         raise data_error(str(error)) from None
     known = [row for row in rows if row]
@@ -59,11 +66,13 @@ def estimate_tokens(files: Sequence[DataFile], by: Tokenizer, key: str, remark: 
     return TokenEstimate(tokens=sum(row.tokens for row in known), documents=sum(row.documents for row in known), exact=exact)
 
 
-def _estimate_form(files: Sequence[DataFile], by: Tokenizer, key: str, remark: Callable[[str], object]) -> TokenEstimate | None:
+def _estimate_form(
+    files: Sequence[DataFile], by: Tokenizer, key: str, read_line: LineReader, remark: Callable[[str], object]
+) -> TokenEstimate | None:
     """Estimate the tokens of files of one form from a few samples spread over them; raises BadText."""
     rows, compression = text_form(files[0].path.name)
     places = _sample_places(files, 0 if rows in ("parquet", "arrow") else _BYTES[0])
-    samples = [_read_sample(file, key, 0 if compression else at) for file, at in places]
+    samples = [_read_sample(file, key, read_line, 0 if compression else at) for file, at in places]
     texts = [text for sample in samples for text in sample.texts]
     if rows == "text":
         _remark_on_line_ends(texts, files[0], remark)
@@ -93,7 +102,7 @@ def _sample_places(files: Sequence[DataFile], size: int) -> list[tuple[DataFile,
     return found
 
 
-def _read_sample(file: DataFile, key: str, begin: int) -> _Sample:
+def _read_sample(file: DataFile, key: str, read_line: LineReader, begin: int) -> _Sample:
     """Return texts from a byte of a file on; raises BadText."""
     rows, compression = text_form(file.path.name)
     if rows == "parquet" or rows == "arrow":
@@ -114,7 +123,8 @@ def _read_sample(file: DataFile, key: str, begin: int) -> _Sample:
     represents = len(start) * len(lines or text) / max(len(text), 1)
     if rows == "text":
         return _limit_texts([_drop_cut_letter(lines or text).removeprefix(BOM_UTF8)], represents)
-    return _limit_texts([each for each, _ in json_texts(io.BytesIO(lines), begin, None, str(file.path), key)], represents)
+    texts = [text for text in json_rows(io.BytesIO(lines), begin, None, str(file.path), read_line) if text]
+    return _limit_texts(texts, represents)
 
 
 def _limit_texts(texts: list[bytes], represents: float) -> _Sample:

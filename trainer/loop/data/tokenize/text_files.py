@@ -6,7 +6,7 @@ import json
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -17,7 +17,10 @@ from ..files.find import DataFile
 from ..files.formats import text_form
 from .tokenizer import Tokenizer
 
+Row = TypeVar("Row")
+
 SHARE = 8 << 20  # bytes of text in a turn
+HALF_CHARACTER = "holds half of a character (a lone surrogate)"
 _NEAR = 1 << 20  # bytes in which to look for a line end
 
 
@@ -32,6 +35,10 @@ class Span(NamedTuple):
 
 class BadText(Exception):
     """Text that cannot be read: the place and the reason, as a sentence."""
+
+
+class BadLine(Exception):
+    """A line that cannot be read: the reason, as the end of a sentence that begins with its place."""
 
 
 def split_turns(files: Sequence[DataFile]) -> list[list[Span]]:
@@ -86,28 +93,29 @@ def _texts(span: Span, key: str) -> Iterator[tuple[bytes, bool]]:
         if rows == "parquet" or rows == "arrow":
             for text in columnar.read_texts(span.path, rows, key, span.begin, span.end):
                 yield text, True
+        elif rows == "lines":
+            for text in span_rows(span, text_reader(key)):
+                if text:
+                    yield text, True
         elif compression:
             with open_compressed(span.path, compression) as file:
-                yield from json_texts(file, 0, None, span.path, key) if rows == "lines" else _compressed_texts(file, span.path)
+                yield from _compressed_texts(file, span.path)
         else:
-            yield from _plain_texts(span, key, lined=rows == "lines")
+            yield _plain_text(span), span.last
     except columnar.UnreadableTable as error:
         raise BadText(f"{span.path} {error}") from None
     except OSError as error:
         raise BadText(f"{span.path}: {error.strerror or error}") from None
 
 
-def _plain_texts(span: Span, key: str, *, lined: bool) -> Iterator[tuple[bytes, bool]]:
-    """Yield (text, whether a document ends with it) for a span of an uncompressed file."""
+def _plain_text(span: Span) -> bytes:
+    """Return the text of a span of an uncompressed file."""
     with open(span.path, "rb") as file:
         begin, end = line_start(file, span.begin), line_start(file, span.end)
         file.seek(begin)
-        if lined:
-            yield from json_texts(file, begin, end, span.path, key)
-        else:
-            text = file.read(end - begin)
-            _check_zeros(text, span.path, begin)
-            yield text if begin else text.removeprefix(BOM_UTF8), span.last
+        text = file.read(end - begin)
+    _check_zeros(text, span.path, begin)
+    return text if begin else text.removeprefix(BOM_UTF8)
 
 
 def line_start(file: IO[bytes], at: int) -> int:
@@ -145,22 +153,32 @@ def _check_zeros(text: bytes, path: str, begin: int) -> None:
         raise BadText(f"{path} is not text: byte {begin + at} is zero: tr -d '\\0' < FILE > NEW removes such bytes")
 
 
-def json_texts(file: IO[bytes], begin: int, end: int | None, path: str, key: str) -> Iterator[tuple[bytes, bool]]:
-    """Yield the text of each JSON line that starts in bytes begin .. end, each a document; skip blank lines and empty texts."""
-    line = msgspec.defstruct("Line", [("text", str, msgspec.field(name=key))])
-    read: Callable[[bytes], Any] = msgspec.json.Decoder(line).decode
+def span_rows(span: Span, read: Callable[[bytes], Row]) -> Iterator[Row]:
+    """Yield what `read` returns for each line of a span of JSON lines, compressed or not; raises BadText, OSError."""
+    if compression := text_form(span.path)[1]:
+        with open_compressed(span.path, compression) as file:
+            yield from json_rows(file, 0, None, span.path, read)
+        return
+    with open(span.path, "rb") as file:
+        begin, end = line_start(file, span.begin), line_start(file, span.end)
+        file.seek(begin)
+        yield from json_rows(file, begin, end, span.path, read)
+
+
+def json_rows(file: IO[bytes], begin: int, end: int | None, path: str, read: Callable[[bytes], Row]) -> Iterator[Row]:
+    """Yield what `read` returns for each line that starts in bytes begin .. end and is not blank; raises BadText for BadLine."""
     number, at = 0, begin
     try:
         for raw in file:
             number += 1
             if end is not None and at >= end:
                 return
-            line_bytes = raw if at else raw.removeprefix(BOM_UTF8)
+            line = raw if at else raw.removeprefix(BOM_UTF8)
             at += len(raw)
-            if line_bytes.strip() and (text := read(line_bytes).text):
-                yield text.encode(), True
-    except (msgspec.DecodeError, UnicodeError):
-        raise BadText(f"{path} line {_count_lines(path, begin) + number} {_json_reason(line_bytes, key)}") from None
+            if line.strip():
+                yield read(line)
+    except BadLine as error:
+        raise BadText(f"{path} line {_count_lines(path, begin) + number} {error}") from None
     except DamagedArchive as error:
         raise BadText(f"{path} line {number + 1} cannot be decompressed: {error}") from None
 
@@ -171,17 +189,43 @@ def _count_lines(path: str, before: int) -> int:
         return sum(file.read(min(SHARE, before - at)).count(b"\n") for at in range(0, before, SHARE))
 
 
-def _json_reason(raw: bytes, key: str) -> str:
+def text_reader(key: str) -> Callable[[bytes], bytes]:
+    """Return a function that reads the text of a JSON line; it raises BadLine."""
+    line = msgspec.defstruct("Line", [("text", str, msgspec.field(name=key))])
+    decode: Callable[[bytes], Any] = msgspec.json.Decoder(line).decode
+
+    def read(raw: bytes) -> bytes:
+        try:
+            text: bytes = decode(raw).text.encode()
+        except (msgspec.DecodeError, UnicodeError):
+            raise BadLine(_text_fault(raw, key)) from None
+        return text
+
+    return read
+
+
+def _text_fault(raw: bytes, key: str) -> str:
+    found = json_object(raw)
+    if not isinstance(value := keyed_value(found, key, "data.text_key"), str):
+        return f"has no text under {key} but {json.dumps(value)[:40]}"
+    return HALF_CHARACTER
+
+
+def json_object(raw: bytes) -> dict[str, Any]:
+    """Return the JSON object of a line; raises BadLine."""
     try:
         found = json.loads(raw.strip())
     except json.JSONDecodeError as error:
-        return f"is not JSON: {error.msg} at character {error.pos + 1}"
+        raise BadLine(f"is not JSON: {error.msg} at character {error.pos + 1}") from None
     except (ValueError, RecursionError) as error:
-        return f"is not JSON: {error}"
+        raise BadLine(f"is not JSON: {error}") from None
     if not isinstance(found, dict):
-        return "is not a JSON object"
+        raise BadLine("is not a JSON object")
+    return found
+
+
+def keyed_value(found: dict[str, Any], key: str, setting: str) -> Any:
+    """Return the value of a key that a `data` key names; raises BadLine."""
     if key not in found:
-        return f"has no key {key}: set data.text_key to one of {', '.join(map(str, found))}"
-    if not isinstance(found[key], str):
-        return f"has no text under {key} but {json.dumps(found[key])[:40]}"
-    return "holds half of a character (a lone surrogate)"
+        raise BadLine(f"has no key {key}: set {setting} to one of {', '.join(map(str, found))}")
+    return found[key]

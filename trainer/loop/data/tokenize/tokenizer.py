@@ -104,7 +104,7 @@ def load_tokenizer(name: str, end: int | None) -> Tokenizer:
 
 def _load_vocabulary(name: str, end: int | None) -> VocabularyTokenizer:
     """Load a tokenizer.json; `end` overrides the end token of its tokenizer_config.json."""
-    path = _tokenizer_path(name)
+    path = tokenizer_path(name)
     try:
         text = read_plain(path)
         rules = import_module("tokenizers").Tokenizer.from_str(text.decode())
@@ -130,7 +130,7 @@ def _reset(rules: Any) -> None:
         rules.model.dropout = None
 
 
-def _tokenizer_path(name: str) -> Path:
+def tokenizer_path(name: str) -> Path:
     """Return the path of a tokenizer.json, given as a file or a folder; raises Unreadable."""
     path = expand_home(name)
     if path.is_dir():

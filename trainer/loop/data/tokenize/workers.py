@@ -7,9 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -19,10 +20,12 @@ from ....spec.problem import Unreadable
 from ....system.child_process import end_child
 from ....system.parent_watch import die_with_parent
 from ..files.data_error import data_error
+from .pairs import PairKeys, PairReader, tokenize_pairs
 from .text_files import BadText, Span, tokenize
 from .tokenizer import Tokenizer, load_tokenizer
 
-Settings = tuple[str, int | None, str]  # data.tokenizer, data.end, data.text_key
+Settings = tuple[str, int | None, str | PairKeys]  # data.tokenizer, data.end, data.text_key or the keys of pairs
+TurnTokenizer = Callable[[Sequence[Span], Path], None]
 Child = subprocess.Popen[str]
 
 
@@ -31,12 +34,11 @@ def tokenize_turns(turns: Sequence[Sequence[Span]], folder: Path, settings: Sett
 
     The processes end with this iterator and with the process that iterates.
     """
-    word, end, key = settings
     parts = [folder / f"part_{index}" for index in range(len(turns))]
     lines = [json.dumps([spans, str(part)]) for spans, part in zip(turns, parts, strict=True)]
     if processes == 1:
-        here = load_tokenizer(word, end)
-        answers: Iterator[str] = (_do_turn(line, here, key) for line in lines)
+        here = _turn_tokenizer(settings)
+        answers: Iterator[str] = (_do_turn(line, here) for line in lines)
     else:
         answers = _worker_answers(lines, settings, processes)
     for part, answer in zip(parts, answers, strict=True):
@@ -45,11 +47,20 @@ def tokenize_turns(turns: Sequence[Sequence[Span]], folder: Path, settings: Sett
         yield part
 
 
-def _do_turn(line: str, by: Tokenizer, key: str) -> str:
+def _turn_tokenizer(settings: Settings) -> TurnTokenizer:
+    """Return a function that tokenizes spans into files; raises Unreadable, as the function does."""
+    word, end, keys = settings
+    by: Tokenizer = load_tokenizer(word, end)
+    if isinstance(keys, str):
+        return partial(tokenize, tokenizer=by, key=keys)
+    return partial(tokenize_pairs, tokenizer=by, read=PairReader(PairKeys(*keys), word))
+
+
+def _do_turn(line: str, tokenize_turn: TurnTokenizer) -> str:
     """Tokenize one turn; return the error, or "" if there is none."""
     spans, into = json.loads(line)
     try:
-        tokenize([Span(*span) for span in spans], Path(into), by, key)
+        tokenize_turn([Span(*span) for span in spans], Path(into))
     except (BadText, Unreadable) as error:
         return str(error)
     except OSError as error:
@@ -119,14 +130,13 @@ def main() -> None:
     parent = int(sys.argv[2])
     die_with_parent(parent)
     Thread(target=exit_with_parent, args=(parent,), daemon=True).start()
-    word, end, key = json.loads(sys.argv[1])
-    by, wrong = None, ""
+    tokenize_turn, wrong = None, ""
     try:
-        by = load_tokenizer(word, end)
+        tokenize_turn = _turn_tokenizer(json.loads(sys.argv[1]))
     except Unreadable as error:
         wrong = str(error)
     for line in sys.stdin:
-        print(json.dumps(_do_turn(line, by, key) if by else wrong), flush=True)
+        print(json.dumps(_do_turn(line, tokenize_turn) if tokenize_turn else wrong), flush=True)
 
 
 def exit_with_parent(parent: int) -> None:
