@@ -35,7 +35,7 @@ def model_inputs(run: Run, batch: Batch, grid: Grid, step: int | None) -> tuple[
 
 
 def label_count(batches: Sequence[Batch], grid: Grid, host: dist.ProcessGroup) -> int:
-    """Return how many labels of the global batch count, from each rank's micro-batches; those that cross documents do not count."""
+    """Return how many labels of the global batch count, not those that are IGNORED, from each rank's micro-batches."""
     count = torch.tensor(sum(int((each.labels != IGNORED).sum()) for each in batches))
     dist.all_reduce(count, group=host)
     return int(count) * grid.size("dp") // grid.world.size  # the ranks of a replica count the same labels

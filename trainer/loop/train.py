@@ -95,7 +95,7 @@ def train_step(
 ) -> StepResult:
     """Run forward and backward on this rank's micro-batches of a step, then the optimizer; all ranks call this together."""
     labels = run.train.batch * run.train.seq
-    if setup.batches.corpus.documents:  # labels that cross documents do not count: read the whole step to know how many do
+    if setup.batches.corpus.ignores_labels:  # read the whole step to know how many labels count
         batches = [next(micro_batches) for _ in range(setup.engine.micros)]
         labels = label_count(batches, setup.grid, setup.host)
         micro_batches = iter(batches)
