@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from time import sleep
 
 import pytest
 
@@ -94,7 +96,7 @@ def test_torchrun_has_a_command_for_each_host(here: Path, capsys: pytest.Capture
 def test_slurm_has_a_batch_file_with_one_task_per_rank(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["cluster=4x8", "train.batch=64", "device=h100_80g", "launch=slurm", "log.dir=/runs", "cluster.inside=null", "--launch"]
     said = show(words, capsys)
-    text = said.partition("quickstart.sbatch <<'END'\n")[2].partition("\nEND\n")[0]
+    text = said.partition("quickstart.sbatch.$$ <<'END'\n")[2].partition("\nEND\n")[0]
     passes_bash(text)
     assert text.splitlines()[0] == "#!/bin/bash"
     options = dict(line.removeprefix("#SBATCH --").partition("=")[::2] for line in text.splitlines() if line.startswith("#SBATCH"))
@@ -114,7 +116,7 @@ def test_deepspeeds_launcher_gets_its_files(here: Path, capsys: pytest.CaptureFi
     said = show(words, capsys)
     assert "canary" not in said
     assert "carries these variables to the ranks: MLFLOW_TRACKING_PASSWORD" in said
-    assert "cat > /runs/quickstart/launch/hosts <<'END'\nh1 slots=1\nh2 slots=4\nEND\n" in said
+    assert "cat > /runs/quickstart/launch/hosts.$$ <<'END'\nh1 slots=1\nh2 slots=4\nEND\nmv /runs/quickstart/launch/hosts.$$ " in said
     line = said.splitlines()[-1]
     assert line.startswith("cd /runs/quickstart/launch && env -u MLFLOW_TRACKING_PASSWORD ")
     assert " DS_ENV_FILE=/runs/quickstart/launch/exports PDSH_SSH_ARGS_APPEND='-o BatchMode=yes " in line
@@ -169,6 +171,27 @@ def trained(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def _state_of_ranks(run_folder: Path) -> str:
+    """Return the processes of a run folder and its ranks' logs, to which they have written their stacks; end the processes."""
+    pids = [int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()]
+    commands = {pid: command for pid in pids if bytes(run_folder) in (command := _command_line(pid))}
+    for pid, command in commands.items():
+        if b"distrain.trainer.loop.rank" in command and b"torch.distributed.run" not in command:
+            os.kill(pid, signal.SIGUSR2)
+    sleep(1.0)
+    logs = [f"{file}: {file.read_text()[-3000:]}" for file in run_folder.glob("ranks/*.log")]
+    for pid in commands:
+        os.kill(pid, signal.SIGKILL)
+    return "\n".join([*(f"{pid}: {command!r}" for pid, command in commands.items()), *logs])
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 @dataclass(frozen=True)
 class ScriptRun:
     """A script to run in another folder than the one where it was printed, once or once per host."""
@@ -185,6 +208,16 @@ class ScriptRun:
         shell = ["bash", "../script", *words]
         self.started.append(subprocess.Popen(shell, cwd=self.folder / "away", env=self.environment, stdout=pipe, stderr=pipe, text=True))
         return self.started[-1]
+
+    def outputs(self, run_folder: Path) -> str:
+        """Wait for all of them; return what they printed, and where one does not end, the stacks of its ranks and the processes."""
+        with ThreadPoolExecutor() as pool:
+            waiting = [pool.submit(each.communicate) for each in self.started]
+            ended = wait(waiting, timeout=240)
+            further = [_state_of_ranks(run_folder)] if ended.not_done else []
+            said = ["".join(each.result())[-3000:] for each in waiting]
+        hosts = enumerate(zip(self.started, said, strict=True))
+        return "\n".join([*(f"host {host}, exit {each.returncode}: {text}" for host, (each, text) in hosts), *further])
 
     def files_left(self) -> list[str]:
         """The files that it left in its working folder."""
@@ -223,8 +256,8 @@ def test_a_script_trains_in_any_folder(launch: str, made: Callable[..., ScriptRu
     """torchrun on two names of this machine; Slurm with fake commands; both train the same losses as plain ranks."""
     script = made(launch, "cluster=2x1")
     started = [script.run(*([str(host)] if launch == "torchrun" else [])) for host in range(2 if launch == "torchrun" else 1)]
-    said = [each.communicate(timeout=120) for each in started]
-    assert [each.returncode for each in started] == [0] * len(started), said[0][1][-2000:]
+    said = script.outputs(tmp_path / launch / "quickstart")
+    assert [each.returncode for each in started] == [0] * len(started), said
     losses = ranks.train(tmp_path / "plain", "quickstart", "data=text", f"data.path={tmp_path}/texts/*.txt", *SMALL).figures("loss")
     assert trained(tmp_path / launch / "quickstart") == losses
     assert json.loads((tmp_path / launch / "quickstart" / "plan.json").read_text())["world"] == 2

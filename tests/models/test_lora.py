@@ -22,9 +22,9 @@ from distrain.trainer.plan.plan import make_plan  # noqa: E402
 from distrain.trainer.spec.changed_run import with_changes  # noqa: E402
 
 STEPS = 4
-COMMON = ("data=synthetic", f"train.steps={STEPS}", "train.seq=32", "train.batch=8", "train.evaluate.every=0", "log.every=1")
+COMMON = (f"train.steps={STEPS}", "train.seq=32", "train.batch=8", "train.evaluate.every=0", "log.every=1", "train.microbatch=2")
 TUNED = ("model=tiny_llama", "model.layers=4", "model.kv_heads=2", "model.qk_norm=true", "model.lora={rank: 4, alpha: 8}")
-CURVE = ("quickstart", *COMMON, *TUNED, "optim.lr=1e-2", "optim.warmup=1", "train.microbatch=2")
+CURVE = ("quickstart", "data=synthetic", *COMMON, *TUNED, "optim.lr=1e-2", "optim.warmup=1")
 LAYOUTS = (
     ("cluster.gpus=2", "parallel.zero=2"),
     ("cluster.gpus=4", "parallel.tp=4", "parallel.zero=1", "parallel.sequence=true"),  # each key head on two ranks
@@ -93,10 +93,13 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_published_weights_are_tuned_saved_resumed_and_exported(ranks: RankPool, published: Path, tmp_path: Path) -> None:
+def test_published_weights_are_tuned_on_pairs_saved_resumed_and_exported(ranks: RankPool, published: Path, tmp_path: Path) -> None:
     lora = "model.lora={rank: 4, alpha: 8, targets: [query, value, down]}"
     start = (f"model.hf={published}", f"model.weights={published}", lora)
-    words = ("quickstart", *COMMON, *start, "optim.lr=1e-2", "optim.schedule=constant", "optim.warmup=0", "train.microbatch=2")
+    rows = [{"prompt": f"{number} plus 1 is ", "completion": f"{number + 1}."} for number in range(200)]
+    (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    data = ("data=pairs", f"data.path={tmp_path / 'pairs.jsonl'}", "data.validation=0")
+    words = ("quickstart", *COMMON, *data, *start, "optim.lr=1e-2", "optim.schedule=constant", "optim.warmup=0")
     whole = ranks.train(tmp_path / "whole", *words, "cluster.gpus=1", "parallel.zero=0")
     ranks.train(tmp_path / "run", *words, "cluster.gpus=2", "parallel.zero=3", "train.steps=2", "train.precision=fp32")
     resumed = ranks.train(tmp_path / "run", *words, "cluster.gpus=2", "parallel.tp=2", "parallel.zero=1")

@@ -92,6 +92,7 @@ def test_a_run_that_does_not_fit_is_reported_with_its_largest_kinds_of_memory(na
 def test_every_fitting_change_fits_in_the_bytes_shown(name: str) -> None:
     run, problem = full(name)
     before = make_plan(run)
+    assert len(set(problem.changes)) == len(problem.changes)
     told = []
     for change in problem.changes:
         after = make_plan(fixed_run(run, change))

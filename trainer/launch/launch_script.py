@@ -79,9 +79,11 @@ def _command_of_host(launch: LaunchCommands) -> Iterator[str]:
 
 
 def _write_file(path: Path, text: str) -> Iterator[str]:
-    yield f"cat > {quote(str(path))} <<'END'"
+    """Yield lines that write a file under another name and rename it: the script of another host may have written it, and ranks read it."""
+    yield f"cat > {quote(f'{path}.')}$$ <<'END'"
     yield text
     yield "END"
+    yield f"mv {quote(f'{path}.')}$$ {quote(str(path))}"
 
 
 def _comment(text: str) -> str:

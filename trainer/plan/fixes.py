@@ -125,7 +125,7 @@ def fitting_changes(run: Run) -> Iterator[tuple[Change, int]]:
     splitting what tensor parallelism left whole, sharding more, a smaller micro-batch, recomputing all, more ranks for the model,
     the host's memory, more nodes.
     """
-    single = list(_single_changes(run))
+    single = list(dict.fromkeys(_single_changes(run)))
     for size in (1, 2, 3):
         found = [each for change in _combined_changes(single, size) if (each := _fitting_change(run, change)) is not None]
         if found:
