@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
+
+import torch.nn.functional as F  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 from distrain.cli.config.load import load_recipe  # noqa: E402
 from distrain.tests.fakes.one_process import reference_curve  # noqa: E402
@@ -73,13 +78,65 @@ def test_the_plan_counts_trained_weights_alone() -> None:
     assert whole.model.flops_per_token - plan.model.flops_per_token == forward - 6 * trained
 
 
-def test_merged_weights_compute_what_the_additions_do() -> None:
+def test_each_target_computes_its_weight_plus_alpha_over_rank_times_a_times_b() -> None:
     run = run_of("lora")
-    module, plain = module_of(run), without_lora(run)
-    merged = build_model(plain, device=CPU, dtype=torch.float64)
-    load_weights(merged, merged_weights(module, run))
+    module, plain = module_of(run), build_model(without_lora(run_of("lora")), device=CPU, dtype=torch.float64)
+    weights = {name: each.detach().clone() for name, each in module.named_parameters()}
+    for name in [name for name in weights if name.endswith("lora_a.weight")]:
+        target = name.removesuffix("lora_a.weight")
+        weights[f"{target}weight"] += 6.0 / 3 * weights.pop(name) @ weights.pop(f"{target}lora_b.weight")
+    load_weights(plain, weights.items())
     tokens, _ = batch_of(run)
-    torch.testing.assert_close(merged.logits(tokens), module.logits(tokens), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(module.logits(tokens), plain.logits(tokens), rtol=1e-12, atol=1e-12)
+    for name, each in merged_weights(module, run):
+        torch.testing.assert_close(each, weights.pop(name), rtol=0, atol=1e-15)
+    assert not weights
+
+
+PEFT_NAMES = {
+    "query": "q_proj",
+    "key": "k_proj",
+    "value": "v_proj",
+    "out": "o_proj",
+    "gate": "gate_proj",
+    "up": "up_proj",
+    "down": "down_proj",
+}
+
+
+def test_training_follows_peft(published: Path, transformers: Any) -> None:
+    """With the same base, first A and B, batches and optimizer: the float32 losses of six steps."""
+    peft = pytest.importorskip("peft", reason="peft, the yardstick, is not installed")
+    run = load_recipe("quickstart", ["data=synthetic", *COMMON, f"model.hf={published}", "model.lora={rank: 4, alpha: 8}"])
+    ours = build_model(run, device=CPU, dtype=torch.float32, seed=1)
+    load_weights(ours, read_hf_weights(published, run), partial=True)
+    base = transformers.AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32)
+    theirs = peft.get_peft_model(base, peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.0, target_modules=list(PEFT_NAMES.values())))
+    weights = {name: each for name, each in theirs.named_parameters() if each.requires_grad}
+    sides: list[list[Any]] = [[], []]
+    for name, each in ours.named_parameters():
+        if each.requires_grad:
+            _, layer, half, target, matrix, _ = name.split(".")
+            module = f"layers.{layer}.{'self_attn' if half == 'attention' else half}.{PEFT_NAMES[target]}"
+            other = weights.pop(f"base_model.model.model.{module}.{matrix[:-1]}{matrix[-1].upper()}.default.weight")
+            with torch.no_grad():
+                other.copy_(each.t())
+            sides = [[*sides[0], each], [*sides[1], other]]
+    assert not weights
+
+    losses: list[list[float]] = [[], []]
+    steppers = [torch.optim.AdamW(side, lr=0.02, eps=1e-3, weight_decay=0.0) for side in sides]  # eps: rounding decides no step
+    tokens = torch.randint(256, (4, 33), generator=torch.Generator().manual_seed(2))
+    for _ in range(6):
+        total, count = ours(tokens[:, :-1], tokens[:, 1:])
+        mean = F.cross_entropy(theirs(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten())
+        for loss, stepper, told in zip((total / count, mean), steppers, losses, strict=True):
+            loss.backward()
+            told.append(loss.item())
+            stepper.step()
+            stepper.zero_grad()
+    assert losses[0] == pytest.approx(losses[1], abs=3e-6, rel=0)
+    assert losses[0][-1] < losses[0][0] - 0.1
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +162,15 @@ def test_published_weights_are_tuned_on_pairs_saved_resumed_and_exported(ranks: 
     resumed = ranks.train(tmp_path / "run", *words, "cluster.gpus=2", "parallel.tp=2", "parallel.zero=1")
     assert "resumes from step 2" in resumed.lines
     assert resumed.figures("loss")[-2:] == pytest.approx(whole.figures("loss")[2:], abs=3e-6, rel=0)
+
+    other = tmp_path / "other"
+    shutil.copytree(published, other)
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"] *= 1.5
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    refused = ranks.fit(tmp_path / "run", *words, f"model.weights={other}", "cluster.gpus=2", "parallel.zero=1", "train.steps=6")
+    assert set(refused.codes) == {1}
+    assert any("loss" in problem and "step 4" in problem for problem in refused.problems), refused.problems
 
     found = load_saved_run(tmp_path / "run")
     assert {row.name.rpartition(".lora_")[0].rpartition(".")[2] for row in found.checkpoint.manifest.tensors} == {"query", "value", "down"}
