@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from distrain.tests.fakes.rank_pool import RankPool
 
 torch = pytest.importorskip("torch")
-lm_eval: Any = pytest.importorskip("lm_eval", reason="lm-eval, which scores exports, is not installed: it brings 44 packages")
+pytest.importorskip("lm_eval", reason="lm-eval, which scores exports, is not installed: it brings 44 packages")
 
 from distrain.trainer.loop.offline.export import export  # noqa: E402
 from distrain.trainer.loop.offline.load_run import load_model, load_saved_run  # noqa: E402
@@ -37,11 +38,10 @@ def test_the_harness_scores_an_export_as_our_model_does(kind: str, ranks: RankPo
     folder = ranks.train(tmp_path / "run", "quickstart", *SMALL, *words).folder
     export(folder, tmp_path / "out", "fp32")
 
-    from lm_eval.api.instance import Instance
-    from lm_eval.models.huggingface import HFLM
-
-    harness = HFLM(pretrained=str(tmp_path / "out"), device="cpu", dtype="float32", batch_size=1)
-    requests = [Instance(request_type="loglikelihood", doc={}, arguments=pair, idx=0) for pair in TEXTS]
+    models: Any = import_module("lm_eval.models.huggingface")
+    instances: Any = import_module("lm_eval.api.instance")
+    harness = models.HFLM(pretrained=str(tmp_path / "out"), device="cpu", dtype="float32", batch_size=1)
+    requests = [instances.Instance(request_type="loglikelihood", doc={}, arguments=pair, idx=0) for pair in TEXTS]
     found = load_saved_run(folder)
     module = load_model(found.run, found.checkpoint, torch.device("cpu"))
     for (context, continuation), (told, _) in zip(TEXTS, harness.loglikelihood(requests, disable_tqdm=True), strict=True):
