@@ -183,7 +183,7 @@ class HostRuns(LocalRuns):
 
 def process_role(command: str, controller: str = "distrain fit") -> str:
     """Return a process's role in a run by its command line; that of the controller itself contains `controller`."""
-    return next((name for part, name in {**ROLES, controller: "fit"}.items() if part in command), "other")
+    return next((name for part, name in {controller: "fit", **ROLES}.items() if part in command), "other")
 
 
 def metric_rows(run: Path) -> list[dict[str, Any]]:

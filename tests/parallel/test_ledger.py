@@ -148,12 +148,17 @@ LAYOUTS: tuple[Words, ...] = (
     (*GPT, "cluster.gpus=4", "parallel.pp=2", "parallel.dp=2", "parallel.schedule=gpipe", "model.tied=false"),
     (*GPT, "cluster.gpus=4", "parallel.pp=2", "parallel.dp=2", "parallel.schedule=dualpipev", "parallel.zero=1"),
     (*GPT, "cluster.gpus=8", "parallel.pp=2", "parallel.dp=2", "parallel.tp=2", "parallel.sequence=true", "parallel.zero=1"),
+    (*ODD, "model.lora.rank=3", "parallel.zero=1", *HALF),
+    (*ODD, "model.lora.rank=3", "parallel.zero=3"),
+    (*LLAMA, "model.lora.rank=4", "cluster.gpus=4", "parallel.tp=4", "parallel.sequence=true", "parallel.zero=0"),
 )
 # fmt: on
 
 
 def named(words: Words) -> str:
-    return " ".join(word.rpartition(".")[2] for word in words if word.startswith(("parallel.", "train.precision", "train.gradients")))
+    return " ".join(
+        word.rpartition(".")[2] for word in words if word.startswith(("parallel.", "train.precision", "train.gradients", "model.lora"))
+    )
 
 
 def audited(ranks: RankPool, folder: Path, words: Words) -> list[list[ComparedMessages]]:
