@@ -46,7 +46,10 @@ def written_out(model: Model, w: dict[str, Any], tokens: Any) -> Any:
 
 
 def affine(w: dict[str, Any], name: str, x: Any) -> Any:
-    return torch.einsum("si,io->so", x, w[f"{name}.weight"]) + w.get(f"{name}.bias", 0)
+    whole = torch.einsum("si,io->so", x, w[f"{name}.weight"]) + w.get(f"{name}.bias", 0)
+    if f"{name}.lora_a.weight" not in w:
+        return whole
+    return whole + 2 * torch.einsum("si,ir,ro->so", x, w[f"{name}.lora_a.weight"], w[f"{name}.lora_b.weight"])  # alpha 6 / rank 3
 
 
 def norm_written_out(model: Model, w: dict[str, Any], name: str, x: Any) -> Any:
@@ -109,7 +112,7 @@ def test_gradients_match_the_written_out_formulas(name: str, attention: str) -> 
     expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
     loss, found = gradients(module, tokens, labels)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-    wanted = dict(zip(found, torch.autograd.grad(expected, list(module.parameters())), strict=True))
+    wanted = dict(zip(found, torch.autograd.grad(expected, [module.get_parameter(key) for key in found]), strict=True))
     largest = max(grad.abs().max() for grad in wanted.values())  # a key's bias has none but rounding
     for key, grad in found.items():
         assert (grad - wanted[key]).abs().max() < 1e-12 * largest, key
