@@ -72,6 +72,8 @@ def test_every_weight_has_the_name_and_shape_of_the_op_table(name: str) -> None:
     expected = {each.name: each.shape(size) for each in model_parameters(table, range(run.model.layers))}
     module = build_model(run, device=torch.device("meta"), dtype=torch.float32)
     assert {name: tuple(each.shape) for name, each in module.named_parameters()} == expected
+    frozen = {each.name for each in model_parameters(table, range(run.model.layers)) if each.frozen}
+    assert {name for name, each in module.named_parameters() if not each.requires_grad} == frozen
 
 
 @EVERY_MODEL

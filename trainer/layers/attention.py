@@ -31,9 +31,6 @@ from .tensor_parallel import ColumnLinear, RowLinear, TensorParallel, column_lin
 # B batch, S sequence, H hidden, A heads, N key and value heads, D head_dim; A and N as this rank has them
 
 
-PROJECTIONS = ("query", "key", "value")
-
-
 class Attention(nn.Module):
     """Causal attention; each key and value head serves a group of query heads (arXiv:2305.13245).
 
@@ -52,11 +49,12 @@ class Attention(nn.Module):
         recompute_core: bool,
     ) -> None:
         super().__init__()
-        self.query, self.key, self.value = (ColumnLinear(sub_parameters(parameters, part), tp, model.lora) for part in PROJECTIONS)
+        scale = model.lora.scale
+        self.query, self.key, self.value = (ColumnLinear(sub_parameters(parameters, part), tp, scale) for part in ("query", "key", "value"))
         self.query_norm, self.key_norm = (
             HeadNorm(sub_parameters(parameters, part), model.norm_eps, tp) if model.qk_norm else None for part in ("query_norm", "key_norm")
         )
-        self.out = RowLinear(sub_parameters(parameters, "out"), tp, model.lora)
+        self.out = RowLinear(sub_parameters(parameters, "out"), tp, scale)
         self.first_head, self.padded_heads = (tp.first_head, tp.padded_heads) if tp else (0, 0)
         self.dropout = Dropout(model.dropout, layer, "attention")
         self.head_dim = model.head_dim or model.hidden // model.heads

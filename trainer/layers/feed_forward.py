@@ -29,9 +29,10 @@ class FeedForward(nn.Module):
 
     def __init__(self, parameters: Parameters, model: Model, tp: TensorParallel | None) -> None:
         super().__init__()
-        self.gate = ColumnLinear(sub_parameters(parameters, "gate"), tp, model.lora) if "gate.weight" in parameters else None
-        self.up = ColumnLinear(sub_parameters(parameters, "up"), tp, model.lora)
-        self.down = RowLinear(sub_parameters(parameters, "down"), tp, model.lora)
+        scale = model.lora.scale
+        self.gate = ColumnLinear(sub_parameters(parameters, "gate"), tp, scale) if "gate.weight" in parameters else None
+        self.up = ColumnLinear(sub_parameters(parameters, "up"), tp, scale)
+        self.down = RowLinear(sub_parameters(parameters, "down"), tp, scale)
         self.activation = ACTIVATIONS[model.act]
 
     def forward(self, x: Tensor) -> Tensor:

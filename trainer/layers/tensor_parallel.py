@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..spec.run import Lora
 from .group import Group
 from .parameters_by_prefix import Parameters, sub_parameters
 
@@ -146,12 +145,24 @@ class _AsyncAllReduce:
 
 
 class Linear(nn.Module):
-    """x W + b. Autograd saves the parameter, never a view of it: ZeRO-3 frees the parameter's memory before backward."""
+    """x W + b. Autograd saves the parameter, never a view of it: ZeRO-3 frees the parameter's memory before backward.
 
-    def __init__(self, parameters: Parameters) -> None:
+    A subclass whose parameters include LoRA's sets `lora_a` and `lora_b`.
+    """
+
+    def __init__(self, parameters: Parameters, lora_scale: float = 0.0) -> None:
         super().__init__()
         self.weight = parameters["weight"]
         self.bias = parameters.get("bias")
+        self.lora_a: Linear | None = None
+        self.lora_b: Linear | None = None
+        self.lora_scale = lora_scale
+
+    def add_lora(self, x: Tensor, output: Tensor) -> Tensor:
+        """Return `output` with LoRA's scale x A B of the layer's input x, where the layer has it."""
+        if self.lora_a is None or self.lora_b is None:
+            return output
+        return torch.add(output, self.lora_b(self.lora_a(x)), alpha=self.lora_scale)
 
     def forward(self, x: Tensor) -> Tensor:
         return affine(x, self.weight, self.bias)
@@ -164,28 +175,18 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.addmm(bias, x.flatten(0, -2), weight).view(*x.shape[:-1], -1)
 
 
-NO_LORA = Lora()
-
-
 class ColumnLinear(Linear):
     """x W + b with W's columns split: f, then each rank computes its own outputs. `tp` None: this rank has all columns.
 
     With LoRA parameters it adds scale x A B: every rank has all of A [I, R], and its own columns of B [R, O].
     """
 
-    def __init__(self, parameters: Parameters, tp: TensorParallel | None, lora: Lora = NO_LORA) -> None:
-        super().__init__(parameters)
+    def __init__(self, parameters: Parameters, tp: TensorParallel | None, lora_scale: float = 0.0) -> None:
+        super().__init__(parameters, lora_scale)
         self.tp = tp
-        self.lora_a, self.lora_b, self.scale = None, None, lora.scale
         if "lora_a.weight" in parameters:
             self.lora_a = Linear(sub_parameters(parameters, "lora_a"))
             self.lora_b = ColumnLinear(sub_parameters(parameters, "lora_b"), tp)
-
-    def add_lora(self, x: Tensor, output: Tensor) -> Tensor:
-        """Return `output` [B, S, O] with the low-rank product of x [B, S or s, I]."""
-        if self.lora_a is None or self.lora_b is None:
-            return output
-        return torch.add(output, self.lora_b(self.lora_a(x)), alpha=self.scale)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [B, S or s, I] -> [B, S, O]."""
@@ -199,10 +200,9 @@ class RowLinear(Linear):
     With LoRA parameters it adds scale x A B: each rank has its own rows of A [I, R], whose products are summed, and all of B [R, H].
     """
 
-    def __init__(self, parameters: Parameters, tp: TensorParallel | None, lora: Lora = NO_LORA) -> None:
-        super().__init__(parameters)
+    def __init__(self, parameters: Parameters, tp: TensorParallel | None, lora_scale: float = 0.0) -> None:
+        super().__init__(parameters, lora_scale)
         self.tp = tp
-        self.lora_a, self.lora_b, self.scale = None, None, lora.scale
         if "lora_a.weight" in parameters:
             self.lora_a = RowLinear(sub_parameters(parameters, "lora_a"), tp)
             self.lora_b = Linear(sub_parameters(parameters, "lora_b"))
@@ -214,9 +214,7 @@ class RowLinear(Linear):
         else:
             output = reduce_outputs(x @ self.weight, self.tp)
             output = output if self.bias is None else output + self.bias
-        if self.lora_a is None or self.lora_b is None:
-            return output
-        return torch.add(output, self.lora_b(self.lora_a(x)), alpha=self.scale)
+        return self.add_lora(x, output)
 
 
 def column_linears(x: Tensor, *layers: ColumnLinear) -> tuple[Tensor, ...]:

@@ -16,7 +16,7 @@ from ..parallel.process_groups import Grid
 from ..parallel.rank_model import StageModel, context_parallel_of, tensor_parallel_of
 from ..plan.axes.weight_slices import WeightShard
 from ..plan.engines import ENGINES
-from ..spec.run import Run
+from ..spec.run import Lora, Run
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -74,7 +74,7 @@ def _parameter(run: Run, shard: WeightShard, grid: Grid, *, tied: bool) -> nn.Pa
     """Allocate a weight shard on this rank's device and draw its initial values, the same in every layout."""
     device = grid.world.device
     tensor = torch.empty(shard.size, device=device, dtype=DTYPES[run.train.precision])
-    is_drawn = not run.model.weights or ".lora_" in shard.name  # no published weights hold LoRA's
+    is_drawn = not run.model.weights or Lora.owns(shard.name)  # no published weights hold LoRA's
     if is_drawn and device.type != "meta":
         values = initial_values(
             shard.name, shard.shape, shard.offset, shard.length, layers=run.model.layers, seed=run.train.seed, device=device

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..layers.counter_rng import normal_block
 from ..spec.problem import Problem, Unreadable
-from ..spec.run import Model, Run
+from ..spec.run import Lora, Model, Run
 from .families import FAMILIES, family_of, op_table
 from .ops.op_table import Parameter, model_parameters, round_up
 
@@ -128,7 +128,7 @@ def merged_weights(module: nn.Module, run: Run) -> Iterator[tuple[str, Tensor]]:
     """Yield every weight of a whole model as `named_weights` does, with LoRA's scale x A B added to its targets (arXiv:2106.09685)."""
     weights, scale = dict(named_weights(module, run)), run.model.lora.scale
     for name, weight in weights.items():
-        if ".lora_" in name:
+        if Lora.owns(name):
             continue
         base = name.removesuffix(".weight")
         a, b = weights.get(f"{base}.lora_a.weight"), weights.get(f"{base}.lora_b.weight")

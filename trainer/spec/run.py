@@ -70,6 +70,11 @@ class Lora:
     alpha: Positive = 16.0
     targets: tuple[LoraTarget, ...] = ("query", "key", "value", "out", "gate", "up", "down")
 
+    @staticmethod
+    def owns(parameter: str) -> bool:
+        """Whether a parameter, by its logical name, is an A or a B."""
+        return ".lora_" in parameter
+
     @property
     def scale(self) -> float:
         """The factor of x A B."""
@@ -116,7 +121,7 @@ class Model:
 
     def is_trained(self, parameter: str) -> bool:
         """Whether a parameter, by its logical name, is trained: with LoRA only its A and B are."""
-        return not self.lora.rank or ".lora_" in parameter
+        return not self.lora.rank or Lora.owns(parameter)
 
     def is_windowed(self, layer: int) -> bool:
         """Whether a layer has the window: all layers, or those that layer_types names, which repeats until the last layer."""
