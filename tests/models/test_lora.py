@@ -161,6 +161,7 @@ def test_published_weights_are_tuned_on_pairs_saved_resumed_and_exported(ranks: 
     ranks.train(tmp_path / "run", *words, "cluster.gpus=2", "parallel.zero=3", "train.steps=2", "train.precision=fp32")
     resumed = ranks.train(tmp_path / "run", *words, "cluster.gpus=2", "parallel.tp=2", "parallel.zero=1")
     assert "resumes from step 2" in resumed.lines
+    assert any(line.startswith("data: ") and " tokens in 200 examples; the run reads " in line for line in whole.lines)
     assert resumed.figures("loss")[-2:] == pytest.approx(whole.figures("loss")[2:], abs=3e-6, rel=0)
 
     other = tmp_path / "other"

@@ -135,6 +135,8 @@ def _open_sinks(run: Run, plan: Plan, folder: Path, start: Position, channel: Ch
 def _report_data(run: Run, corpus: Corpus, start: Position, channel: Channel) -> None:
     """Report how much text there is, how often the run reads it, and the loss of a model that knows token frequencies only."""
     if run.data.name != "synthetic":
-        channel.say(stats_line(corpus_stats(corpus, run.train.seq), start.after(run, max(start.step, start.last_step(run))).tokens))
+        noun = "example" if run.data.name == "pairs" else "document"
+        tokens = start.after(run, max(start.step, start.last_step(run))).tokens
+        channel.say(stats_line(corpus_stats(corpus, run.train.seq), tokens, noun))
     what = "completions" if corpus.examples else "text"
     channel.say(f"unigram entropy of the training {what}: {corpus.entropy:.4f} nats a token")

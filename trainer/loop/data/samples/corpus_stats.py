@@ -84,9 +84,9 @@ def corpus_stats(corpus: Corpus, seq: int) -> CorpusStats:
     )
 
 
-def stats_line(stats: CorpusStats, tokens: int) -> str:
+def stats_line(stats: CorpusStats, tokens: int, noun: str = "document") -> str:
     """Return a line for people: the tokens there are, and the epochs of a run that reads `tokens`."""
-    documents = f" in {stats.documents:,} document{'s' if stats.documents != 1 else ''}" if stats.documents is not None else ""
+    documents = f" in {stats.documents:,} {noun}{'s' if stats.documents != 1 else ''}" if stats.documents is not None else ""
     held_out = f", {stats.validation:,} more for validation" if stats.validation else ""
     train = "?" if stats.train is None else f"{stats.train:,}"
     return f"data: {train} tokens{documents}{held_out}; the run reads {tokens:,}, {_epochs(stats, tokens)}"
