@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Annotated, Any
 
 import typer
@@ -108,4 +109,10 @@ def command(argv: Sequence[str]) -> int:
         return status_of(lambda: print_output(completions(completing.removeprefix("complete_"), os.environ)))
     if sys.stdout is not None and hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
-    return status_of(lambda: app(args=list(argv), prog_name="distrain", standalone_mode=False), argv)
+    return status_of(lambda: _click_command()(args=list(argv), prog_name="distrain", standalone_mode=False), argv)
+
+
+@cache
+def _click_command() -> Any:
+    """Make the click command of all verbs; typer would make it again for every command line of a process."""
+    return typer.main.get_command(app)

@@ -8,6 +8,8 @@ venv=$root/.venv
 log=$venv/setup.log
 # Keep the packages of other environments out of this one, and install nothing elsewhere.
 unset PYTHONHOME PYTHONPATH PIP_PREFIX PIP_TARGET
+# The first import of a module writes its bytecode: pip's compiling of all that is installed takes as long as its unpacking.
+unset PYTHONDONTWRITEBYTECODE
 export PIP_USER=0
 
 unreachable='NewConnectionError|NameResolutionError|ConnectTimeoutError|Network is unreachable|ProxyError'
@@ -58,7 +60,7 @@ phase() {
 }
 
 install() {
-    "$venv/bin/python" -m pip --disable-pip-version-check install --no-input "$@"
+    "$venv/bin/python" -m pip --disable-pip-version-check install --no-input --no-compile "$@"
 }
 
 # The inputs of a part, as text: when it changes, the part is made again.

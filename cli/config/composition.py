@@ -20,6 +20,7 @@ from ...trainer.spec.problem import Problem, Unreadable
 from ...trainer.spec.regular_file import expand_home
 from . import hf_family, library
 from .composition_problems import check_sizes_agree, composition_problem
+from .interrupts import raise_if_interrupted
 from .overrides import Override
 from .yaml_file import install_plain_source
 
@@ -71,6 +72,7 @@ class Composer:
                     config = self._call_hydra(recipe, in_defaults.values(), file)
                     break
                 except HydraException as error:
+                    raise_if_interrupted(error)
                     missed = re.match(r"Could not (?:override|delete) '([^'=]+)(?:=[^']*)?'\. No match", str(error))
                     if not missed or missed[1] not in in_defaults:
                         raise
@@ -78,6 +80,7 @@ class Composer:
             for each in sorted(others, key=lambda choice: choice.key == "device"):
                 self._replace_group(config, each, file)
         except CONFIG_ERRORS as error:
+            raise_if_interrupted(error)
             raise Unreadable([composition_problem(error, file, self._config_dir, RECIPE_NAME)]) from None
         return config
 
@@ -125,6 +128,7 @@ def apply_override(config: DictConfig, override: Override) -> list[Problem]:
             return []
         return [Problem(rule="unknown", says=f"{override.text} removes a key that the recipe does not set", mend="leave it out")]
     except (OmegaConfBaseException, ValueError, TypeError, AttributeError) as error:
+        raise_if_interrupted(error)
         return [Problem(rule="type", says=f"{override.text} can't be set", mend=str(error).splitlines()[0])]
 
 
@@ -132,7 +136,8 @@ def select_value(config: DictConfig, key: str) -> object:
     """Return the value of a key; None if it is missing, or if it can't be resolved, which `to_plain` reports."""
     try:
         return OmegaConf.select(config, key)
-    except OmegaConfBaseException:
+    except OmegaConfBaseException as error:
+        raise_if_interrupted(error)
         return None
 
 
@@ -188,6 +193,7 @@ def _plain_node(node: DictConfig | ListConfig, at: str, problems: list[Problem])
                 continue
             value = node[name]
         except OmegaConfBaseException as error:
+            raise_if_interrupted(error)
             raw = OmegaConf.to_container(node, resolve=False)[name]  # type: ignore[index,unused-ignore]
             problems.append(Problem(rule="interpolation", says=f"{key}={raw} can't be resolved", mend=str(error).splitlines()[0]))
             continue

@@ -1,4 +1,4 @@
-"""Reads the arguments of `distrain prove` other than overrides: `steps=N`, and `layouts=` with names such as dp2.tp2.zero1."""
+"""Reads the arguments of `distrain prove` other than overrides: `steps=N`, `layouts=` with names such as dp2.tp2.zero1, `checks=`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from ...trainer.prove.plan_proof import ProveRequest
 from ...trainer.spec.problem import Problem, suggest_name
 
 FORM = "degrees as dp2, tp2, cp2, pp2 or ep2 and flags as zero1, sequence, gpipe or full, joined by dots: dp2.tp2.zero1"
-KEYS = ("steps", "layouts")
+KEYS = ("steps", "layouts", "checks")
+CHECKS = ("all", "none")
 
 # Prefixes of keys that prove sets itself, and what it does instead.
 OWN_KEYS = {
@@ -19,8 +20,8 @@ OWN_KEYS = {
     "log.sinks": "prove writes metrics.jsonl only",
     "log.profile": "prove profiles nothing",
     "log.ledger": "prove counts messages",
-    "checkpoint.": "prove saves each run at its end and resumes none",
-    "train.evaluate": "prove does not validate",
+    "checkpoint.": "prove saves each run at its end, and one midway too, from which another one resumes",
+    "train.evaluate": "prove evaluates one batch at the end of each run",
     "launch": "prove starts its own processes here",
     "train.tokens": "prove trains steps=N",
     "engine": "each layout has its own engine",
@@ -28,11 +29,13 @@ OWN_KEYS = {
 
 
 def read_prove_request(arguments: Sequence[str]) -> tuple[ProveRequest, list[str], list[Problem]]:
-    """Return (what `steps=` and `layouts=` request, the other arguments, problems of the former)."""
+    """Return (what `steps=`, `layouts=` and `checks=` request, the other arguments, problems of the former)."""
     rest = [each for each in arguments if not each.startswith(tuple(f"{key}=" for key in KEYS))]
     values = {key: [each.partition("=")[2] for each in arguments if each.startswith(f"{key}=")] for key in KEYS}
     problems = [_repetition_problem(key, each) for key, each in values.items() if len(each) > 1]
-    steps, layouts = (next(iter(values[key]), None) for key in KEYS)
+    steps, layouts, checks = (next(iter(values[key]), None) for key in KEYS)
+    if checks not in (None, *CHECKS):
+        problems.append(Problem(rule="checks", says=f"checks={checks} is neither {' nor '.join(CHECKS)}"))
     if steps is not None and not re.fullmatch(r"[1-9]\d{0,8}", steps):
         problems.append(Problem(rule="steps", says=f"steps={steps} is not a whole number, at least 1"))
     parsed = [] if layouts in (None, "all") else read_layouts(layouts or "")
@@ -41,7 +44,8 @@ def read_prove_request(arguments: Sequence[str]) -> tuple[ProveRequest, list[str
         return ProveRequest(), rest, problems
     named = tuple(dict.fromkeys(each for each in parsed if isinstance(each, ProveLayout)))
     chosen: Literal["few", "all", "named"] = "named" if named else "all" if layouts == "all" else "few"
-    return ProveRequest(steps=int(steps) if steps else None, chosen=chosen, layouts=named), rest, []
+    has_checks = checks == "all" or (checks is None and not named)
+    return ProveRequest(steps=int(steps) if steps else None, chosen=chosen, layouts=named, checks=has_checks), rest, []
 
 
 def unused_keys(keys: Iterable[str]) -> list[Problem]:

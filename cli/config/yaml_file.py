@@ -17,6 +17,7 @@ from yaml.reader import ReaderError
 
 from ...trainer.spec.problem import Problem, Unreadable
 from ...trainer.spec.regular_file import read_plain
+from .interrupts import raise_if_interrupted
 from .library import MOST_BYTES
 
 MOST_NODES = 20_000  # mappings, lists and values, counted again for each alias
@@ -66,6 +67,7 @@ def _read(file: Path) -> DictConfig | ListConfig:
         where = f"{file}, line {mark.line + 1}, column {mark.column + 1}" if mark else str(file)
         raise _unreadable_error(f"{where}: {error.problem or 'this is not YAML'}") from None
     except (YAMLError, OmegaConfBaseException, ValueError, TypeError, AttributeError, AssertionError) as error:
+        raise_if_interrupted(error)
         lines = str(error).splitlines() or [type(error).__name__]
         raise _unreadable_error(f"{file} can't be read: {lines[0].partition('; use sys.')[0]}") from None
 

@@ -7,8 +7,10 @@ from math import isfinite
 from typing import Any
 
 from ...trainer.prove.judge import LayoutResult, ProofResult
-from ...trainer.prove.plan_proof import Proof, Trial
-from .prove_page import verdict_sentence
+from ...trainer.prove.plan_proof import Proof
+from ...trainer.prove.trial import Trial
+from ...trainer.prove.untested import untested_parts
+from .prove_verdict import verdict_sentence
 
 
 def proof_document(proof: Proof, result: ProofResult) -> dict[str, Any]:
@@ -25,6 +27,8 @@ def proof_document(proof: Proof, result: ProofResult) -> dict[str, Any]:
         "alone": _result_row(result.reference),
         "control": _result_row(result.control) if result.control else None,
         "layouts": [_result_row(each) for each in result.layouts],
+        "checks": [{"check": each.trial.check, **_result_row(each)} for each in result.checks],
+        "untested": untested_parts(proof, result),
         "not_compared": result.not_compared,
         "more": proof.unchosen,
         "left_out": [{"layout": each.layout.name, "says": each.problem.says} for each in proof.skipped],
@@ -42,7 +46,15 @@ def _result_row(result: LayoutResult) -> dict[str, Any]:
         "seconds": result.seconds,
         "losses": list(result.curve.losses) if result.curve else [],
         "grad_norms": list(result.curve.norms) if result.curve else [],
-        "apart": {"loss": result.loss, "grad_norm": result.norm, "weights": result.weights, "weight": result.furthest_weight or None},
+        "apart": {
+            "loss": result.loss,
+            "grad_norm": result.norm,
+            "weights": result.weights,
+            "weight": result.furthest_weight or None,
+            "evaluation": result.evaluation,
+        },
+        "evaluation": result.curve.evaluation if result.curve else None,
+        "samples": result.samples,
         "messages": result.messages,
     }
 

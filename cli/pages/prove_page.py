@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...trainer.prove.check_trials import midway_step
 from ...trainer.prove.judge import CONTROL_FACTOR, LayoutResult, ProofResult
 from ...trainer.prove.layouts import ProveLayout
-from ...trainer.prove.plan_proof import Proof, Trial
+from ...trainer.prove.messages import message_differences
+from ...trainer.prove.plan_proof import Proof
+from ...trainer.prove.untested import ALL_PARTS, skipped_checks, unused_parts
 from ...trainer.rundir.absolute_paths import relative_folder
 from ...trainer.spec.format_numbers import plural, seconds_text
+from .prove_verdict import micro_batches, names_text, verdict_sentence
 from .text_layout import Style, page_width, wrap
 
 # What the parts of a layout's name mean, for a newcomer.
@@ -21,20 +25,18 @@ MEANINGS = {
     "ep": "ep: replicas share the experts",
     "pp": "pp: stages share the layers",
 }
-COLUMNS = ("engine", "schedule", "micros", "loss", "norm", "weights", "messages", "verdict")
-PLANNED = 3  # columns that are known before training
-RESULT_WIDTHS = (7, 7, 7, 9, 7)  # of the other columns
-LEFT_ALIGNED = (0, 1, 6, 7)
-NAMES_SHOWN = 4  # of a list
+COLUMNS = ("micros", "loss", "norm", "weights", "messages", "verdict")
+RESULT_WIDTHS = (7, 7, 7, 9, 8)  # of the other columns
+LEFT_ALIGNED = (4, 5)
 
 
 class ProofTable:
     """The table of a proof, whose rows are made one by one and have the same widths."""
 
     def __init__(self, proof: Proof, style: Style) -> None:
-        planned = [COLUMNS[:PLANNED], *(_planned_cells(each) for each in proof.trials)]
-        self._widths = (*(max(map(len, column)) for column in zip(*planned, strict=True)), *RESULT_WIDTHS)
-        longest = max(len(each.layout.name) for each in proof.trials)
+        trials = [*proof.trials, *(each for each in (proof.control, proof.resume) if each and each.check)]
+        self._widths = (max(map(len, [COLUMNS[0], *map(micro_batches, trials)])), *RESULT_WIDTHS)
+        longest = max(len(each.name) for each in trials)
         room = page_width() - sum(self._widths)
         self._gap = "  " if longest <= room - 2 * len(self._widths) else " "
         self._name_width = max(len("layout"), min(longest, room - len(self._gap) * len(self._widths)))
@@ -46,7 +48,7 @@ class ProofTable:
 
     def row(self, result: LayoutResult) -> str:
         """A layout's line; a name that is too long for its column has a line of its own."""
-        name = result.trial.layout.name
+        name = result.trial.name
         line = self._line("" if len(name) > self._name_width else name, _cells(result))
         line = self._style.paint(line, "green" if result.verdict == "same" else "red")
         return f"{name}\n{line}" if len(name) > self._name_width else line
@@ -59,17 +61,11 @@ class ProofTable:
 
 def _cells(result: LayoutResult) -> list[str]:
     return [
-        *_planned_cells(result.trial),
+        micro_batches(result.trial),
         *(_figure(each) for each in (result.loss, result.norm, result.weights)),
         (result.messages or {}).get("verdict", "-"),
         result.verdict,
     ]
-
-
-def _planned_cells(trial: Trial) -> tuple[str, str, str]:
-    """The engine, the schedule, and the micro-batches: their number x the sequences in each."""
-    plan, run = trial.plan, trial.run
-    return plan.engine or "-", plan.schedule if run.parallel.pp > 1 else "-", f"{plan.microbatches or 0} x {run.train.microbatch}"
 
 
 def _figure(value: float | None) -> str:
@@ -118,8 +114,9 @@ def reference_line(result: LayoutResult) -> str:
 def proof_closing(proof: Proof, result: ProofResult, *, reasons: bool) -> str:
     """The tolerance, what the table does not show, and the verdict in one sentence; `reasons` lists the skipped layouts."""
     lines = [*wrap(_tolerance_sentence(result), hang="  "), *_control_lines(result)]
-    lines += [line for each in result.layouts for line in _failure_lines(each)]
-    lines += _not_compared_lines(result) + _microbatch_lines(proof) + _untried_lines(proof, reasons=reasons)
+    lines += [line for each in (*result.layouts, *result.checks) for line in _failure_lines(each)]
+    lines += _check_lines(proof, result) + _not_compared_lines(result) + _microbatch_lines(proof)
+    lines += _untried_lines(proof, reasons=reasons) + _untested_lines(proof, result)
     return "\n".join(["", *lines, "", *wrap(verdict_sentence(proof, result), hang="  ")])
 
 
@@ -133,18 +130,43 @@ def _tolerance_sentence(result: ProofResult) -> str:
 
 
 def _control_lines(result: ProofResult) -> list[str]:
+    """What the control run says of rounding, where a layout has needed it."""
     control = result.control
-    if not control:
+    if not control or control.loss is None or (control.trial.check and not result.is_widened):
         return []
     figures = f"loss {_figure(control.loss)}, norm {_figure(control.norm)}, weights {_figure(control.weights)}"
-    micros = _planned_cells(control.trial)[-1]
-    says = f"rounding grows in this recipe: one process with micro-batches of {micros} differs from itself by {figures}"
-    return wrap(f"{says}; a layout may differ {CONTROL_FACTOR:g} times as much", hang="  ")
+    micros = micro_batches(control.trial)
+    says = f"one process with micro-batches of {micros} differs from itself by {figures}"
+    if not result.is_widened:
+        return wrap(f"rounding does not explain it: {says}", hang="  ")
+    return wrap(f"rounding grows in this recipe: {says}; a layout may differ {CONTROL_FACTOR:g} times as much", hang="  ")
 
 
 def _failure_lines(result: LayoutResult) -> list[str]:
-    reasons = [result.reason, result.departure, str((result.messages or {}).get("says", ""))]
-    return [line for each in reasons if each for line in wrap(f"{result.trial.layout.name}: {each}", hang="  ")]
+    reasons = [result.reason, result.departure]
+    if result.verdict != "messages":  # else they are the reason
+        reasons.append(message_differences(result.messages))
+    if result.samples and result.samples not in result.reason:
+        reasons.append(f"samples: {result.samples}")
+    return [line for each in reasons if each for line in wrap(f"{result.trial.name}: {each}", hang="  ")]
+
+
+def _check_lines(proof: Proof, result: ProofResult) -> list[str]:
+    """From where a run resumed, and how far evaluations are apart."""
+    says = [f"resumed: from step {midway_step(proof.steps)} of {proof.saver.layout.name}"] if proof.resume and proof.saver else []
+    apart = [each.evaluation for each in (*result.layouts, *result.checks) if each.evaluation is not None]
+    says += [f"evaluation at the end: losses within {_figure(max(apart))}"] if apart else []
+    says += [f"no evaluation: {result.no_evaluation}"] if result.no_evaluation else []
+    return wrap("; ".join(says), hang="  ") if says else []
+
+
+def _untested_lines(proof: Proof, result: ProofResult) -> list[str]:
+    """What the recipe leaves out, with the recipe that has it all, and the checks that were left out."""
+    unused, skipped = unused_parts(proof, result), list(skipped_checks(proof, result))
+    offer = f"; distrain prove conf={ALL_PARTS} has them all" if unused and proof.recipe.name != ALL_PARTS else ""
+    says = [f"untested here: {', '.join(unused)}{offer}"] if unused else []
+    says += [f"not checked: {', '.join(skipped)}"] if skipped else []
+    return [line for each in says for line in wrap(each, hang="  ")]
 
 
 def _not_compared_lines(result: ProofResult) -> list[str]:
@@ -158,37 +180,21 @@ def _not_compared_lines(result: ProofResult) -> list[str]:
 def _microbatch_lines(proof: Proof) -> list[str]:
     size = proof.reference.run.train.microbatch
     smaller = [each.layout.name for each in proof.trials if each.run.train.microbatch < size]
-    says = f"micro-batch smaller than {size}, to divide the batch among replicas and keep all stages busy: {_names(smaller)}"
+    says = f"micro-batch smaller than {size}, to divide the batch among replicas and keep all stages busy: {names_text(smaller)}"
     return wrap(says, hang="  ") if smaller else []
 
 
 def _untried_lines(proof: Proof, *, reasons: bool) -> list[str]:
     """The layouts that were not tried, and why."""
-    lines = [f"{plural(proof.unchosen, 'more layout')} could run too: layouts=all"] if proof.unchosen else []
+    more = f"{plural(proof.unchosen, 'more layout')} could run too: layouts=all" if proof.unchosen else ""
+    if not reasons:
+        cannot = f"{plural(len(proof.skipped), 'layout')} can't run here: --reasons" if proof.skipped else ""
+        return wrap("; ".join(filter(None, [more, cannot])), hang="  ") if more or cannot else []
+    lines = [more] if more else []
     if not proof.skipped:
         return lines
-    if not reasons:
-        return [*lines, f"skipped: {plural(len(proof.skipped), 'layout')} that can't run here; --reasons lists them"]
     layouts: dict[str, list[str]] = {}
     for each in proof.skipped:
         layouts.setdefault(each.problem.says, []).append(each.layout.name)
-    says = [f"{reason}: {_names(names)}" for reason, names in layouts.items()]
+    says = [f"{reason}: {names_text(names)}" for reason, names in layouts.items()]
     return [*lines, "skipped:", *(line for each in says for line in wrap(each, indent="  "))]
-
-
-def _names(names: Sequence[str]) -> str:
-    rest = len(names) - NAMES_SHOWN
-    return ", ".join(names) if rest <= 1 else f"{', '.join(names[:NAMES_SHOWN])} and {rest} more"
-
-
-def verdict_sentence(proof: Proof, result: ProofResult) -> str:
-    """The verdict: `7 layouts train the same curve: losses within 2.4e-07 over 8 steps`."""
-    count, wrong = plural(len(result.layouts), "layout"), [each for each in result.layouts if each.verdict != "same"]
-    if result.reference.verdict != "same":
-        return f"one process did not train: {result.reference.reason}"
-    if wrong:
-        names = _names([each.trial.layout.name for each in wrong])
-        return f"{len(wrong)} of {count} {'does' if len(wrong) == 1 else 'do'} not train the same curve: {names}"
-    largest = result.largest_loss_difference
-    verb, losses = "trains" if len(result.layouts) == 1 else "train", f"within {largest:.1e}" if largest else "equal to the last bit"
-    return f"{count} {verb} the same curve: losses {losses} over {plural(proof.steps, 'step')}"

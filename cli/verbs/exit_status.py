@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from ...trainer.spec.problem import Unreadable, unexpected_error_text
+from ..config.interrupts import raise_if_interrupted
 from ..pages.printing import open_missing_streams, print_problems, report_os_error
 
 OK, FAILED, WRONG_ARGUMENTS = 0, 1, 2  # it fits, or trained; it does not fit, can't run, or failed; the command line is wrong
@@ -26,10 +27,19 @@ def exit_with(command: Callable[[Sequence[str]], int]) -> None:
     except KeyboardInterrupt:
         status = 128 + signal.SIGINT
     except Exception as error:
-        print_problems([unexpected_error_text(error)])
-        status = FAILED
+        status = _status_of_unexpected(error)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt
     raise SystemExit(status)
+
+
+def _status_of_unexpected(error: Exception) -> int:
+    """Print an error that nothing foresaw, unless it comes from a Ctrl-C; return the exit status."""
+    try:
+        raise_if_interrupted(error)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    print_problems([unexpected_error_text(error)])
+    return FAILED
 
 
 def status_of(run: Callable[[], Any], argv: Sequence[str] = ()) -> int:

@@ -19,9 +19,10 @@ def prove(
     """Train a recipe in one process and in the layouts that this machine can run, and compare their training curves.
 
     steps=N trains N steps (default: 8, or the recipe's where it has fewer). layouts=dp2,tp2.sequence,dp2.tp2.pp2.gpipe names
-    layouts; layouts=all takes all; the default is about a dozen that cover every pair of choices.
+    layouts; layouts=all takes all; the default is about a dozen that cover every pair of choices. Beside them, unless layouts are named
+    (checks=all or none decides), one process trains with other micro-batches, and one layout resumes what another one saved midway.
 
-    Exit status: 0 all train the same curve; 1 one departs or can't run; 2 the command line is wrong.
+    Exit status: 0 all train the same curve and send the planned messages; 1 one does not, or can't run; 2 the command line is wrong.
 
     \b
     distrain prove conf=tiny_2x2x2

@@ -126,7 +126,7 @@ def _run_and_show(proof: Proof, screen: Screen, start_server: StartServer, *, as
     table = ProofTable(proof, stdout_style())
 
     def on_result(result: LayoutResult) -> None:
-        if result.trial is proof.reference:
+        if result.trial.run.name == proof.reference.run.name:
             screen.show(f"{reference_line(result)}\n\n{table.head()}")
         else:
             screen.show(table.row(result))

@@ -18,7 +18,7 @@ from distrain.cli.config import library
         ([], "pl", ["plan"]),
         ([], "--v", ["--version"]),
         (["plan"], "--j", ["--json"]),
-        (["plan"], "conf=tiny", ["conf=tiny_2x2x2"]),
+        (["plan"], "conf=tiny", ["conf=tiny_2x2x2", "conf=tiny_full"]),
         (["show"], "conf=quick", ["conf=quickstart"]),
         (["plan", "conf=quickstart"], "device=h", ["device=h100_80g", "device=h200"]),
         (["plan", "conf=quickstart"], "lau", [f"launch={name}" for name in library.options("launch", None)]),

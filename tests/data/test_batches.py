@@ -170,6 +170,7 @@ def test_loss_stays_inside_documents_if_documents_are_kept_apart(which: str, req
     assert apart.documents is not None
     assert torch.equal(plain.tokens, apart.tokens)
     boundary = plain.tokens == END
+    assert boundary.any()
     assert (apart.labels[boundary] == IGNORED).all()
     assert torch.equal(apart.labels[~boundary], plain.labels[~boundary])
     changes = apart.documents[:, 1:] != apart.documents[:, :-1]

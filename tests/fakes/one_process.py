@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from random import Random
 
 import torch
@@ -59,7 +60,23 @@ def _mean_loss(run: Run, module: nn.Module, batches: Batches, step: int) -> Tens
 
 
 def sample_text() -> str:
-    """The same random lines of words each time; with data.end=10 each line is a short document."""
+    """The same random lines of words each time."""
     draw = Random(7)
     words = ["".join(draw.choices("etaoinshrdlu", k=draw.randint(1, 9))) for _ in range(300)]
     return "".join(" ".join(draw.choices(words, k=draw.randint(1, 12))) + "\n" for _ in range(400))
+
+
+def write_documents(folder: Path) -> tuple[str, ...]:
+    """Write the first words of each line of the sample text as a file, and so as a document; return the overrides that read them."""
+    texts = folder / "texts"
+    texts.mkdir()
+    for number, line in enumerate(sample_text().splitlines()):
+        (texts / f"{number:03}.txt").write_text(" ".join(line.split()[:3]))
+    return f"data.path={texts}", f"data.cache={folder / 'cache'}"
+
+
+def ignored_labels(words: tuple[str, ...]) -> int:
+    """How many labels of the first global batch of a run don't count: those that begin a document."""
+    run = load_recipe(words[0], words[1:])
+    corpus = prepare_corpus(run.data, vocab=run.model.vocab, seq=run.train.seq, cache=cache_folder(run.data), progress=lambda *_: None)
+    return int((Batches(corpus, seed=run.train.seed, seq=run.train.seq).batch(0, run.train.batch).labels == IGNORED).sum())

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TOOLS = ["basename", "bash", "cat", "cmp", "dirname", "env", "flock", "grep", "ln", "mkdir", "mv", "rm", "tail", "wc"]
+TOOLS = ["basename", "bash", "cat", "cmp", "dirname", "env", "flock", "grep", "ln", "mkdir", "mktemp", "mv", "nice", "rm", "tail", "wc"]
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from distrain.tests.fakes.one_process import reference_curve, sample_text
+from distrain.tests.fakes.one_process import ignored_labels, reference_curve, write_documents
 from distrain.trainer.prove.covering import covering_rows
 
 if TYPE_CHECKING:
@@ -67,14 +67,18 @@ ROWS = tuple(covering_rows(product(*CURVE, *LAYOUT)))  # every pair of choices o
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Words:
     """The overrides for a small text of short documents and its cache."""
-    folder = tmp_path_factory.mktemp("text")
-    (folder / "a.txt").write_text(sample_text())
-    return f"data.path={folder / 'a.txt'}", f"data.cache={folder / 'cache'}"
+    return write_documents(tmp_path_factory.mktemp("text"))
 
 
 def curve_arguments(words: Words, text: Words) -> Words:
     """The arguments of a run except its layout."""
     return (*BASE, *words, *(text if "data=text" in words else ()))
+
+
+def test_the_text_has_documents_that_begin_inside_sequences(text: Words) -> None:
+    """Else the rows with data.documents=true would hold nothing."""
+    run = curve_arguments((*MODELS[0], "data=text", "data.end=10", "data.documents=true"), text)
+    assert ignored_labels(run) >= 4
 
 
 @pytest.mark.parametrize("row", ROWS, ids=row_id)

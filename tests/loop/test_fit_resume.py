@@ -1,4 +1,4 @@
-"""A run that is stopped, killed or damaged resumes with the losses of an uninterrupted_losses one."""
+"""A run that is stopped, killed or damaged resumes with the losses of an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def layout(dp: int, zero: int) -> tuple[str, ...]:
 @pytest.fixture(scope="module")
 def uninterrupted_losses(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory):
     """The losses of a run that is not interrupted, by its overrides."""
-    folder = tmp_path_factory.mktemp("uninterrupted_losses")
+    folder = tmp_path_factory.mktemp("uninterrupted")
 
     @cache
     def losses(*overrides: str) -> list[float]:
@@ -53,8 +53,10 @@ def stop_at_random_step(ranks: RankPool, folder: Path, seed: random.Random, worl
     return job
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(("dp", "zero"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("dp", "zero", "precision"),
+    [(1, 0, "bf16"), (1, 3, "fp32"), (2, 0, "fp32"), (2, 1, "bf16"), (2, 2, "fp32"), (2, 3, "bf16"), (2, 3, "fp32"), (4, 1, "bf16")],
+)
 def test_a_stopped_run_resumes_bit_for_bit(
     ranks: RankPool, tmp_path: Path, uninterrupted_losses, dp: int, zero: int, precision: str
 ) -> None:
@@ -69,8 +71,7 @@ def test_a_stopped_run_resumes_bit_for_bit(
     assert job.figures("loss") == uninterrupted_losses(*overrides)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("chain", range(3))
+@pytest.mark.parametrize(("chain", "precision"), [(0, "fp32"), (0, "bf16"), (1, "fp32"), (2, "bf16")])
 def test_a_run_that_changes_its_layout_continues_with_the_same_losses(
     ranks: RankPool, tmp_path: Path, uninterrupted_losses, chain: int, precision: str
 ) -> None:

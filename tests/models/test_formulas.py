@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ torch = pytest.importorskip("torch")
 F = torch.nn.functional
 
 
-from distrain.tests.fakes.small_models import MODELS, batch_of, gradients, module_of, run_of  # noqa: E402
+from distrain.tests.fakes.small_models import MODELS, batch_of, gradients, keys_of, module_of, run_of  # noqa: E402
+from distrain.trainer.layers.counter_rng import dropout, hash64, splitmix64  # noqa: E402
 from distrain.trainer.layers.cross_entropy import IGNORED  # noqa: E402
 from distrain.trainer.spec.run import Model  # noqa: E402
 
@@ -28,21 +30,35 @@ ACTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def written_out(model: Model, w: dict[str, Any], tokens: Any) -> Any:
+Drop = Callable[..., Any]  # (x [S, E], layer, site, [head]) -> x with dropout
+
+
+def no_drop(x: Any, *address: Any) -> Any:
+    return x
+
+
+def written_out(model: Model, w: dict[str, Any], tokens: Any, drop: Drop = no_drop) -> Any:
     """Return the logits [S, V] of one sequence."""
     size = len(tokens)
     x = torch.stack([w["embedding.weight"][token] for token in tokens])
     if model.positions == "learned":
         x = x + w["positions.weight"][:size]
+    x = drop(x, -1, "embedding")
     for index in range(model.layers):
         layer = {name.removeprefix(f"layers.{index}."): each for name, each in w.items() if name.startswith(f"layers.{index}.")}
-        x = x + attention_written_out(model, layer, norm_written_out(model, layer, "norm1", x))
+        attended = attention_written_out(model, layer, norm_written_out(model, layer, "norm1", x), partial(drop_in_layer, drop, index))
+        x = x + drop(attended, index, "attention.residual")
         y = norm_written_out(model, layer, "norm2", x)
         wide = ACTS[model.act](affine(layer, "mlp.gate" if model.act == "swiglu" else "mlp.up", y))
-        x = x + affine(layer, "mlp.down", wide * affine(layer, "mlp.up", y) if model.act == "swiglu" else wide)
+        fed = affine(layer, "mlp.down", wide * affine(layer, "mlp.up", y) if model.act == "swiglu" else wide)
+        x = x + drop(fed, index, "mlp.residual")
     x = norm_written_out(model, w, "norm", x)
     table = w["embedding.weight"].T if model.tied else w["head.weight"]
     return x @ table[:, : model.vocab]
+
+
+def drop_in_layer(drop: Drop, layer: int, x: Any, site: str, head: int) -> Any:
+    return drop(x, layer, site, head)
 
 
 def affine(w: dict[str, Any], name: str, x: Any) -> Any:
@@ -59,7 +75,7 @@ def norm_written_out(model: Model, w: dict[str, Any], name: str, x: Any) -> Any:
     return centred / torch.sqrt((centred**2).mean(1, keepdim=True) + model.norm_eps) * w[f"{name}.weight"] + w[f"{name}.bias"]
 
 
-def attention_written_out(model: Model, w: dict[str, Any], x: Any) -> Any:
+def attention_written_out(model: Model, w: dict[str, Any], x: Any, drop: Drop) -> Any:
     size, dim = len(x), model.head_dim or model.hidden // model.heads
     query, key, value = (affine(w, f"attention.{part}", x).view(size, -1, dim) for part in ("query", "key", "value"))
     group = query.shape[1] // key.shape[1]
@@ -70,9 +86,10 @@ def attention_written_out(model: Model, w: dict[str, Any], x: Any) -> Any:
             q, k = (norm_written_out(model, w, f"attention.{part}_norm", each) for part, each in (("query", q), ("key", k)))
         if model.positions == "rope":
             q, k = rotate_written_out(q, model.rope_base), rotate_written_out(k, model.rope_base)
+        shares = torch.zeros(size, size, dtype=x.dtype)
         for position in range(size):
-            scores = k[: position + 1] @ q[position] / math.sqrt(dim)
-            out[position, head] = torch.softmax(scores, 0) @ v[: position + 1]
+            shares[position, : position + 1] = torch.softmax(k[: position + 1] @ q[position] / math.sqrt(dim), 0)
+        out[:, head] = drop(shares, "attention", head) @ v
     return affine(w, "attention.out", out.flatten(1))
 
 
@@ -116,3 +133,21 @@ def test_gradients_match_the_written_out_formulas(name: str, attention: str) -> 
     largest = max(grad.abs().max() for grad in wanted.values())  # a key's bias has none but rounding
     for key, grad in found.items():
         assert (grad - wanted[key]).abs().max() < 1e-12 * largest, key
+
+
+@EVERY_DENSE_MODEL
+@ATTENTION
+def test_each_layer_site_and_head_draws_its_own_dropout(name: str, attention: str) -> None:
+    run = run_of(name, train__attention=attention, model__dropout=0.3)
+    module, (tokens, labels), keys = module_of(run), batch_of(run), keys_of()
+
+    def drop(states: Any, x: Any, layer: int, site: str, head: int | None = None) -> Any:
+        address = hash64(layer, site)
+        rows = splitmix64(states + address)
+        return dropout(x, 0.3, rows if head is None else splitmix64(rows + torch.tensor(address) * (head + 1)))
+
+    rows = zip(tokens, keys.states, strict=True)
+    logits = torch.stack([written_out(run.model, dict(module.named_parameters()), row, partial(drop, states)) for row, states in rows])
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+    loss, _ = gradients(module, tokens, labels, keys=keys)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)

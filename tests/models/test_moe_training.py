@@ -15,9 +15,8 @@ pytest.importorskip("torch")
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.one_process import reference_curve
 from distrain.trainer.plan.mesh_position import mesh_position
-from distrain.trainer.plan.message_comparison import compare_with_plan, data_terms, message_rows
+from distrain.trainer.plan.message_comparison import compare_rank
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.plan.traffic import rank_traffic
 
 if TYPE_CHECKING:
     from distrain.tests.fakes.rank_pool import PoolJob, RankPool
@@ -83,10 +82,7 @@ def test_ranks_send_the_planned_bytes_and_between_experts_those_of_even_routing_
     words = words_of(row)
     run = load_recipe(words[0], words[1:])
     counted = json.loads((trained(row).folder / "ledger.json").read_text())["ranks"]
-    audits = [
-        compare_with_plan(message_rows(rows), rank_traffic(run, rank), data_terms(run, mesh_position(run, rank)))
-        for rank, rows in enumerate(counted)
-    ]
+    audits = [compare_rank(run, rank, rows) for rank, rows in enumerate(counted)]
     assert [line for audit in audits for line in audit if line.verdict == "differs"] == []
     exchanged = [line for audit in audits for line in audit if line.axis == "ep"]
     assert bool(exchanged) == (run.parallel.ep > 1)

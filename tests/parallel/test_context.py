@@ -16,12 +16,11 @@ import pytest
 pytest.importorskip("torch")
 
 from distrain.cli.config.load import load_recipe
-from distrain.tests.fakes.one_process import reference_curve, sample_text
+from distrain.tests.fakes.one_process import ignored_labels, reference_curve, write_documents
 from distrain.trainer.plan.engines import engine_for
 from distrain.trainer.plan.mesh_position import mesh_position
-from distrain.trainer.plan.message_comparison import compare_with_plan, data_terms, message_rows
+from distrain.trainer.plan.message_comparison import compare_rank
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.plan.traffic import rank_traffic
 from distrain.trainer.spec.run import Run
 
 if TYPE_CHECKING:
@@ -72,9 +71,7 @@ ROWS: tuple[tuple[Words, str], ...] = (
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Words:
     """The words for a small text of short documents, and for its cache."""
-    folder = tmp_path_factory.mktemp("text")
-    (folder / "a.txt").write_text(sample_text())
-    return f"data.path={folder / 'a.txt'}", f"data.cache={folder / 'cache'}"
+    return write_documents(tmp_path_factory.mktemp("text"))
 
 
 def laid_out(degrees: str) -> Words:
@@ -116,6 +113,11 @@ def row_test(rows: Sequence[tuple[Words, str]]) -> Any:
     return pytest.mark.parametrize("row", rows, ids=named)
 
 
+def test_the_text_has_documents_that_begin_inside_sequences(text: Words) -> None:
+    """Else the rows with data.documents=true would hold nothing."""
+    assert ignored_labels((*BASE, *GPT, *APART, *text)) >= 4
+
+
 @row_test(ROWS)
 def test_context_ranks_train_what_one_process_does(trained: Callable[[Words, str], Trained], row: tuple[Words, str]) -> None:
     words, _, job = trained(*row)
@@ -129,7 +131,7 @@ def test_context_ranks_send_what_is_planned(trained: Callable[[Words, str], Trai
     _, run, job = trained(*row)
     counted = json.loads((job.folder / "ledger.json").read_text())["ranks"]
     for rank, rows in enumerate(counted):
-        audit = compare_with_plan(message_rows(rows), rank_traffic(run, rank), data_terms(run, mesh_position(run, rank)))
+        audit = compare_rank(run, rank, rows)
         assert {line.verb for line in audit if line.axis == "cp"} == {"all_gather", "reduce_scatter"}
         assert [line for line in audit if line.verdict == "differs" or (line.axis == "cp" and line.verdict != "equal")] == []
 

@@ -1,6 +1,7 @@
 """The matrix: every combination of parallel axes trains the curve of one process, or the plan refuses it.
 
-The rows that are trained contain every pair of choices that occurs in any legal layout of up to eight ranks.
+The rows that are trained contain every pair of choices that occurs in any legal layout of up to eight ranks, where each degree is a
+choice of its own, and every mesh.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections import Counter
 from functools import cache, lru_cache
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
@@ -19,14 +20,14 @@ from distrain.trainer.launch.admission import check_start
 from distrain.trainer.plan.engines import ENGINES, engine_for
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.rules.rules import broken_rules
-from distrain.trainer.prove.covering import covering_rows
+from distrain.trainer.prove.covering import Pair, choice_pairs, covering_rows
 from distrain.trainer.spec.changed_run import overrides, with_changes
 from distrain.trainer.spec.run import Run
 
 if TYPE_CHECKING:
     from distrain.tests.fakes.rank_pool import RankPool
 
-Choice = tuple[tuple[str, object], ...]  # (key, value) pairs that are set together
+Choice = tuple[tuple[str, Any], ...]  # (key, value) pairs that are set together
 Words = tuple[str, ...]
 
 STEPS = 3
@@ -100,6 +101,13 @@ class MatrixLayout(NamedTuple):
         return chosen_run(self.shape, self.choices)
 
 
+def pairs_in(layout: MatrixLayout) -> set[Pair]:
+    """Every pair of choices in a layout, and its mesh."""
+    mesh, *others = layout.choices
+    gpus, tp, pp, cp, ep = (value for key, value in mesh if key not in SIZES)
+    return choice_pairs((layout.shape, gpus // (tp * pp * cp), tp, pp, cp, ep, *others)) | {(-1, mesh, -1, mesh)}
+
+
 @cache
 def shape_run(shape: str) -> Run:
     """The run of a shape, in one process."""
@@ -146,9 +154,8 @@ def layouts() -> tuple[tuple[MatrixLayout, ...], dict[MatrixLayout, list[str]]]:
 
 @cache
 def trained_layouts() -> tuple[MatrixLayout, ...]:
-    """A few legal layouts, in which every pair of choices occurs."""
-    legal, _ = layouts()
-    return tuple(MatrixLayout(shape, tuple(choices)) for shape, *choices in covering_rows((each.shape, *each.choices) for each in legal))  # type: ignore[arg-type]
+    """A few legal layouts, in which every pair of choices and every mesh occurs."""
+    return tuple(covering_rows(layouts()[0], pairs_of=pairs_in))
 
 
 @pytest.mark.parametrize("layout", trained_layouts(), ids=str)

@@ -21,7 +21,8 @@ import pytest
 from distrain.cli.verbs.prove_run import Recipe, Screen, prove_recipe
 from distrain.trainer.prove.fork_client import ForkServer, ServerGone
 from distrain.trainer.prove.layouts import ProveLayout
-from distrain.trainer.prove.plan_proof import ProveRequest, plan_proof, write_run_folder
+from distrain.trainer.prove.plan_proof import ProveRequest, plan_proof
+from distrain.trainer.prove.trial import write_run_folder
 from distrain.trainer.system.child_process import end_child
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def test_layouts_that_train_the_same_curve_are_shown_and_exit_with_0(fine: tuple
     assert (record.status, record.problems) == (0, [])
     assert re.fullmatch(r"4 layouts train the same curve: losses (within \S+|equal to the last bit) over 5 steps", record.lines[-1])
     assert max(map(len, record.lines)) <= WIDE
-    assert record.row("dp4.zero3")[:5] == ["dp4.zero3", "zero", "-", "1", "x"]
+    assert record.row("dp4.zero3")[:4] == ["dp4.zero3", "1", "x", "2"]
     assert record.row("tp2.sequence")[-1] == "same"
     assert "not compared: layers.0.attention.key.bias and 1 more, whose gradient is zero except for rounding" in record.lines
     assert "micro-batch smaller than 4, to divide the batch among replicas and keep all stages busy: dp4.zero3" in record.lines
@@ -101,7 +102,11 @@ def test_a_proofs_document_has_every_figure(fine: tuple[ScreenRecord, Path]) -> 
         assert 0 <= each["apart"]["grad_norm"] <= 1e-5
         assert 0 <= each["apart"]["weights"] <= document["tolerance"]["weights"]
         assert each["mesh"]["dp"] * each["mesh"]["tp"] == each["ranks"]
+        assert 0 <= each["apart"]["evaluation"] <= 2e-6
+        assert each["samples"] == ""
     assert document["alone"]["losses"][0] > document["alone"]["losses"][-1]
+    assert document["checks"] == []  # where layouts are named
+    assert set(document["untested"]) >= {"dropout", "experts", "documents", "windows", "a resume", "other micro-batches"}
     assert document["not_compared"] == ["layers.0.attention.key.bias", "layers.1.attention.key.bias"]
 
 
@@ -109,6 +114,33 @@ def test_a_proof_leaves_curves_and_no_checkpoints(fine: tuple[ScreenRecord, Path
     _, folder = fine
     assert {each.parent.name for each in folder.glob("*/metrics.jsonl")} == {"dp1", "dp2", "dp4.zero3", "tp2.sequence", "dp2.tp2.zero1"}
     assert not list(folder.glob("*/checkpoints"))
+
+
+@pytest.fixture(scope="module")
+def checked(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[ScreenRecord, Path]:
+    """A proof of two layouts with its checks, and its folder."""
+    top = tmp_path_factory.mktemp("checked")
+    arguments = ["layouts=dp2.zero1,tp2", "steps=4", "checks=all"]
+    return run_prove(arguments, top, lambda *_: nullcontext(ranks.server)), top / "quickstart.prove"
+
+
+def test_other_micro_batches_and_a_resume_in_another_layout_are_rows_of_their_own(checked: tuple[ScreenRecord, Path]) -> None:
+    record, folder = checked
+    assert (record.status, record.problems) == (0, [])
+    assert [line.split("  ")[0] for line in record.lines if line.endswith("same")] == ["dp2.zero1", "tp2", "one process", "tp2 resumed"]
+    assert any(line.startswith("resumed: from step 2 of dp2.zero1; evaluation at the end: losses within ") for line in record.lines)
+    document = json.loads((folder / "prove.json").read_text())
+    assert [(each["check"], each["verdict"], len(each["losses"])) for each in document["checks"]] == [
+        ("microbatch", "same", 4),
+        ("resume", "same", 4),
+    ]
+    assert not list(folder.glob("*/checkpoints"))
+
+
+def test_a_page_ends_with_what_the_recipe_leaves_untested(checked: tuple[ScreenRecord, Path]) -> None:
+    output = " ".join(" ".join(checked[0].lines).split())
+    assert re.search(r"untested here: dropout, grouped heads, .*documents; distrain prove conf=tiny_full has them all", output)
+    assert "a resume" not in output
 
 
 def test_json_output_is_one_document(ranks: RankPool, tmp_path: Path) -> None:
@@ -120,6 +152,13 @@ def test_json_output_is_one_document(ranks: RankPool, tmp_path: Path) -> None:
 # Layouts that go wrong
 
 SPOILED = ("dp2.zero1=faster", "dp2.zero2=same_samples", "dp2.zero3=dies")
+QUIETLY_SPOILED = (  # fault, its verdict, what is said of it
+    ("dp2=no_finite_check",     "messages", r"control all_reduce: counted 1 of 4 B, planned 2 \(finite check 1, loss 1\)"),
+    ("dp2.zero1=extra_sum",     "messages", r"control all_reduce: counted 5 of 4 B, planned 4 \(finite check 1, loss 1, gradient norm 2\)"),
+    ("tp2=no_norm_sum",         "departs",  r"first: step 1: gradients agree \(within \S+ of the largest value\), their norm does not"),
+    ("dp2.zero2=louder_report", "departs",  r"first: step 1: outputs and gradients agree \(.*\), the reported loss does not: off by \S+"),
+    ("dp2.zero3=same_evaluation", "departs", r"evaluation departs by \S+, though training agrees"),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +182,10 @@ def test_layouts_that_go_wrong_are_named_and_exit_with_1(wrong: tuple[ScreenReco
 
 def test_replicas_that_read_the_same_samples_are_found_at_the_first_step(wrong: tuple[ScreenRecord, Path]) -> None:
     record, folder = wrong
-    assert any(re.match(r"dp2.zero2: loss departs at step 1 by \S+; rounding explains 1.0e-05$", line) for line in record.lines)
+    output = " ".join(" ".join(record.lines).split())
+    assert re.search(r"dp2.zero2: loss departs at step 1 by \S+; rounding explains 1.0e-05; the gradient norm", output)
+    twice, never = "samples 0, 1, 2 and 1 more are read more than once", "samples 4, 5, 6 and 1 more are read never"
+    assert f"dp2.zero2: samples: step 1: {twice}; {never}" in output
     assert any(line.startswith("dp2.zero2: first: step 1, micro-batch 1, embedding on rank 1 (dp 1): its output ") for line in record.lines)
     assert not (folder / "dp1.traced").exists()
     assert (folder / "dp2.zero2" / "checkpoints").is_dir()  # kept for the user to look at
@@ -160,6 +202,29 @@ def test_a_learning_rate_that_is_1_percent_off_is_found(wrong: tuple[ScreenRecor
 def test_a_rank_that_dies_is_named_with_its_cause(wrong: tuple[ScreenRecord, Path]) -> None:
     output = " ".join(line.strip() for line in wrong[0].lines)
     assert "dp2.zero3: rank 1 exited with 1, at step 2: ArithmeticError: what a rank may raise; its log is " in output
+
+
+@pytest.fixture(scope="module")
+def quietly_wrong(tmp_path_factory: pytest.TempPathFactory) -> ScreenRecord:
+    """A proof in which each layout trains the right weights and does something else wrong."""
+    faults = [fault for fault, *_ in QUIETLY_SPOILED]
+    start_server = partial(ForkServer, command=[sys.executable, str(SERVER), *faults])
+    layouts = ",".join(fault.partition("=")[0] for fault in faults)
+    return run_prove([f"layouts={layouts}", "steps=3"], tmp_path_factory.mktemp("quiet"), start_server)
+
+
+@pytest.mark.parametrize(("fault", "verdict", "says"), QUIETLY_SPOILED, ids=[fault for fault, *_ in QUIETLY_SPOILED])
+def test_a_fault_that_leaves_the_weights_right_is_found_and_named(quietly_wrong: ScreenRecord, fault: str, verdict: str, says: str) -> None:
+    layout = fault.partition("=")[0]
+    assert quietly_wrong.status == 1
+    assert quietly_wrong.row(layout)[-1] == verdict
+    assert re.search(rf"{layout}: [^:]*:? ?{says}", " ".join(" ".join(quietly_wrong.lines).split()))
+
+
+def test_layouts_that_only_send_other_messages_are_counted_apart(quietly_wrong: ScreenRecord) -> None:
+    verdict = " ".join(" ".join(quietly_wrong.lines[-2:]).split())
+    assert "3 of 5 layouts do not train the same curve: " in verdict
+    assert verdict.endswith("; 2 of 5 layouts send other messages than the plan says: dp2, dp2.zero1")
 
 
 # The fork server

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from distrain.cli.config.load import load_recipe
 from distrain.cli.verbs.prove_run import Screen, prove_recipe
+from distrain.trainer.layers.dropout import Dropout
 from distrain.trainer.layers.recompute import recompute
-from distrain.trainer.loop.trace.recorder import TRACED_MODULES, Recorder
+from distrain.trainer.loop.trace.recorder import TRACED_MODULES, Recorder, is_traced
 from distrain.trainer.loop.trace.reference import ReferenceReader
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.prove.first_departure import (
@@ -47,11 +48,16 @@ IN_ORDER = (
     difference(0, -1, "embedding.weight", "weight"),
     difference(0, -1, "layers.0.mlp.up.weight", "weight"),
     difference(0, 0, "embedding", "output"),
+    difference(0, 0, "positions", "output"),
+    difference(0, 0, "dropout", "output"),
     difference(0, 0, "layers.0.norm1", "output"),
+    difference(0, 0, "layers.0.attention.dropout", "output"),
     difference(0, 0, "layers.0.attention", "output"),
     difference(0, 0, "layers.0.attention", "output", rank=1),
+    difference(0, 0, "layers.0.dropout1", "output"),
     difference(0, 0, "layers.0.norm2", "output"),
     difference(0, 0, "layers.0.mlp", "output"),
+    difference(0, 0, "layers.0.dropout2", "output"),
     difference(0, 0, "layers.0", "output"),
     difference(0, 0, "layers.2.norm1", "output"),
     difference(0, 0, "layers.10.norm1", "output"),
@@ -113,6 +119,20 @@ SENTENCES = (
 # fmt: on
 
 
+def test_a_weight_after_steps_that_are_not_traced_says_so() -> None:
+    weight = difference(7, -1, "norm.weight", "weight")
+    traced = [difference(0, 0, "head", "output"), difference(7, 0, "head", "output"), weight]
+    assert departure_sentence(weight, traced).startswith("by the end of step 7, norm.weight on rank 0: ")
+    assert departure_sentence(weight, traced).endswith("; steps 2 to 7 are not traced, and everything in step 1 agrees")
+
+
+def test_in_a_mixture_the_router_and_the_experts_read_the_second_norm() -> None:
+    norm = difference(0, 0, "layers.1.norm2", "output_gradient")
+    assert "(computed by layers.1.mlp in backward)" in departure_sentence(norm, [norm])
+    router = difference(0, 0, "layers.1.router", "output")
+    assert "(computed by layers.1.router and experts in backward)" in departure_sentence(norm, [norm, router])
+
+
 @pytest.mark.parametrize(("given", "sentence"), SENTENCES, ids=[str(given["kind"]) for given, _ in SENTENCES])
 def test_a_departure_is_one_sentence(given: dict[str, Any], sentence: str) -> None:
     departure: dict[str, Any] = {"step": 2, "micro": 0, "name": "layers.2.attention", "apart": 3.14e-2, "scale": 0.8, "rank": 5}
@@ -153,9 +173,15 @@ def test_each_output_and_its_gradient_is_recorded_once_even_if_recomputed() -> N
 
 
 def test_every_module_that_writes_to_the_residual_stream_is_traced() -> None:
-    names = ["embedding", "norm", "head", "layers.3", *(f"layers.3.{part}" for part in ("norm1", "attention", "norm2", "mlp"))]
+    parts = ("norm1", "attention", "attention.dropout", "dropout1", "norm2", "mlp", "router", "experts", "shared", "dropout2")
+    names = ["embedding", "positions", "dropout", "norm", "head", "layers.3", *(f"layers.3.{part}" for part in parts)]
     assert all(TRACED_MODULES.fullmatch(name) for name in names)
-    assert not any(TRACED_MODULES.fullmatch(name) for name in ("", "layers", "positions", "layers.3.attention.out", "layers.3.dropout1"))
+    assert not any(TRACED_MODULES.fullmatch(name) for name in ("", "layers", "layers.3.attention.out", "layers.3.experts.up"))
+
+
+def test_a_dropout_is_traced_only_where_it_drops_anything() -> None:
+    assert is_traced("layers.3.dropout1", Dropout(0.1, 3, "attention.residual"))
+    assert not is_traced("layers.3.dropout1", Dropout(0.0, 3, "attention.residual"))
 
 
 # Layouts
@@ -168,6 +194,7 @@ BASE = (
 GPT = ("model=tiny", "model.layers=4")
 LLAMA = ("model=tiny_llama", "model.layers=2", "model.kv_heads=2", "model.vocab=250", "model.vocab_multiple=16", "train.attention=math")
 HALF = (*GPT, "train.precision=bf16")
+MIXTURE = ("model=tiny_moe", "model.layers=2", "model.dropout=0.1", "model.shared_experts=1")
 CORRECT = (
     (GPT,   ("cluster.gpus=4", "parallel.zero=3", "train.microbatch=1")),
     (GPT,   ("cluster.gpus=4", "parallel.tp=2", "parallel.dp=2", "parallel.sequence=true", "parallel.zero=1", "parallel.recompute=full")),
@@ -176,6 +203,7 @@ CORRECT = (
     (LLAMA, ("cluster.gpus=8", "parallel.tp=4", "parallel.dp=2", "parallel.zero=2")),
     (HALF,  ("cluster.gpus=4", "parallel.tp=2", "parallel.dp=2", "parallel.sequence=true", "parallel.zero=2")),
     (HALF,  ("cluster.gpus=2", "parallel.pp=2", "parallel.recompute=selective")),
+    (MIXTURE, ("cluster.gpus=4", "parallel.tp=2", "parallel.dp=2", "parallel.ep=2", "parallel.sequence=true")),
 )
 FAULTY = (
     (("cluster.gpus=2", "parallel.zero=1"), ("louder", 1, 1),
@@ -257,13 +285,16 @@ def test_a_fault_is_located(traced: TraceLayout, layout: tuple[str, ...], fault:
 
 
 def test_every_traced_tensor_of_every_rank_is_compared(traced: TraceLayout) -> None:
-    """8 sequences over 2 replicas make 2 micro-batches, each with 5 tensors of 4 layers and 3 more; key biases are left out."""
+    """8 sequences over 2 replicas make 2 micro-batches, each with 5 tensors of 4 layers and 3 more; key biases are left out.
+
+    Positions have an output too, of all sequences, and so no gradient of each.
+    """
     differences = traced(GPT, ("cluster.gpus=2", "parallel.zero=1"))
     for rank in range(2):
         mine = [each for each in differences if each.rank == rank and each.step == 0]
         for kind in ("output", "output_gradient"):
             assert len({(each.name, each.micro) for each in mine if each.kind == kind}) == len([each for each in mine if each.kind == kind])
-            assert len([each for each in mine if each.kind == kind]) == 2 * (4 * 5 + 3)
+            assert len([each for each in mine if each.kind == kind]) == 2 * (4 * 5 + 3 + (kind == "output"))
     assert not [each.name for each in differences if each.name.endswith("key.bias")]
     weights = {each.name for each in differences if each.kind == "gradient"}
     assert len(weights) == 4 * 16 + 4 - 4  # 16 of each layer except key biases; embedding, positions, the last norm's two

@@ -9,6 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
+from distrain.trainer.engines.deepspeed.adapter import DeepSpeedAdapter
 from distrain.trainer.launch.rank.channel import Channel
 from distrain.trainer.loop import train as loop
 from distrain.trainer.loop.forkserver.server import QUESTIONS, serve
@@ -16,6 +19,7 @@ from distrain.trainer.loop.rank import run_rank
 from distrain.trainer.prove.locate import TRACED_SUFFIX
 
 train: Any = loop  # the module whose functions the faults replace
+adapter: Any = DeepSpeedAdapter  # the class whose methods they replace
 
 
 def same_samples() -> None:
@@ -74,7 +78,59 @@ def spikes() -> None:
     train.train_step = train_step
 
 
+def no_finite_check() -> None:
+    """No rank asks the others whether their numbers are finite."""
+    adapter._is_finite = lambda self, loss: True
+
+
+def extra_sum() -> None:
+    """The ranks add up one number more than they need in each step."""
+    original = adapter._is_finite
+
+    def is_finite(self, loss):
+        dist.all_reduce(loss.clone())
+        return original(self, loss)
+
+    adapter._is_finite = is_finite
+
+
+def no_norm_sum() -> None:
+    """Each tensor-parallel rank takes the norm of its own part of the gradients; it is too small to clip."""
+    original = adapter._stage0_norm
+
+    def stage0_norm(self):
+        all_reduce, dist.all_reduce = dist.all_reduce, lambda *_, **__: None
+        try:
+            return original(self)
+        finally:
+            dist.all_reduce = all_reduce
+
+    adapter._stage0_norm = stage0_norm
+
+
+def louder_report() -> None:
+    """The reported loss is a thousandth too large."""
+    original = train.train_step
+
+    def train_step(*given):
+        result = original(*given)
+        return replace(result, loss=1.001 * result.loss)
+
+    train.train_step = train_step
+
+
+def same_evaluation() -> None:
+    """An evaluation skips the first micro-batch."""
+    original = train.evaluate
+
+    def evaluate(run, engine, grid, batches, samples, *rest):
+        return original(run, engine, grid, batches, samples[run.train.microbatch :], *rest)
+
+    train.evaluate = evaluate
+
+
 FAULTS = {each.__name__: each for each in (same_samples, faster, dies, poisons, poisons_ever, spikes)}
+FAULTS |= {each.__name__: each for each in (no_finite_check, extra_sum, no_norm_sum, louder_report, same_evaluation)}
 
 
 def run_faulty_rank(faults: dict[str, str], path: Path, channel: Channel) -> int:

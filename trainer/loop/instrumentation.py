@@ -17,6 +17,7 @@ from ..parallel.ledger import Ledger
 from ..parallel.world import World
 from ..spec.run import Run
 from ..system.atomic_file import write_atomically
+from .data.samples.sample_log import SampleLog
 from .throughput import ThroughputMeter
 from .trace.recorder import requested_trace
 from .training_setup import TrainingSetup
@@ -38,6 +39,8 @@ class Instruments:
         # Messages are recorded in the third: in the first two, engines still send some of their own set-up.
         self._recorded_step = min(first + 2, last - 1) if run.log.ledger else None
         self._count: ByteCounter | None = None
+        self._first = first
+        self.samples = SampleLog(setup.batches, setup.engine.micros) if run.log.ledger else None
 
     @contextmanager
     def measure(self, step: int) -> Iterator[ByteCounter | None]:
@@ -60,6 +63,8 @@ class Instruments:
         """Write what was measured in step `done` (from 1), and show the progress line."""
         if self._count is not None:
             self.setup.warn(write_measured(self._count, self.setup, done))
+        if self.samples and done == self.last:
+            self.setup.warn(write_samples(self.samples, self.setup, self._first))
         if message := self.profiler.end_step(done, last=done == self.last):
             self.setup.channel.say(message)
         if line := self.progress.line(done, loss):
@@ -84,6 +89,14 @@ def write_ledger(ledger: Ledger, setup: TrainingSetup, done: int) -> str:
     return _write(setup, "ledger.json", {"step": done, "ranks": _gather(setup, [asdict(row) for row in ledger.rows])})
 
 
+def write_samples(log: SampleLog, setup: TrainingSetup, first: int) -> str:
+    """Write RUN_DIR/samples.json: "first" (the first step, from 0), "windows" (of each source, in an epoch), "ranks": [steps: [samples:
+    number, source, window, CRC-32]]. Return why it could not be written, else "".
+    """
+    facts = {"first": first, "windows": list(setup.batches.windows)}
+    return _write(setup, "samples.json", {**facts, "ranks": _gather(setup, log.steps)}, indent=None)
+
+
 def _gather(setup: TrainingSetup, value: Any) -> list[Any]:
     """Return every rank's value."""
     values: list[Any] = [None] * setup.world.size
@@ -91,12 +104,12 @@ def _gather(setup: TrainingSetup, value: Any) -> list[Any]:
     return values
 
 
-def _write(setup: TrainingSetup, name: str, content: dict[str, Any]) -> str:
+def _write(setup: TrainingSetup, name: str, content: dict[str, Any], indent: int | None = 1) -> str:
     """On rank 0, write a file of RUN_DIR whole or not at all. Return why that failed, else ""."""
     file = setup.folder / name
     try:
         if setup.world.is_rank0:
-            write_atomically(file, f"{json.dumps(content, indent=1)}\n".encode())
+            write_atomically(file, f"{json.dumps(content, indent=indent)}\n".encode())
     except OSError as error:
         return f"{file} could not be written: {error.strerror or error}"
     return ""

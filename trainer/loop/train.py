@@ -39,6 +39,8 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
         return False  # stopped before its first step: the checkpoint that it resumed from is still the newest
     micro_batches = read_micro_batches(run, setup, first, last)
     instruments, anomalies = Instruments(run, setup, first, last), Anomalies(run, setup.start)
+    if instruments.samples:
+        micro_batches = instruments.samples.record(micro_batches)
     saved = first
     for step in range(first, last):
         setup.channel.report_step(step)

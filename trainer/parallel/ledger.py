@@ -20,7 +20,8 @@ from ..plan.axes import AXES
 from ..plan.message_comparison import CONTROL, MessageRow
 from .process_groups import Grid
 
-SMALL = 8  # elements up to which a message is control, unless one of our layers sends it
+SMALL = 8  # elements up to which a sum or a broadcast is control, unless one of our layers sends it
+AGREEMENTS = ("all_reduce", "broadcast", "reduce")  # verbs of small messages by which ranks agree on a number
 PLANNED_AS = {"data": "dp", "expert_copies": "dp"}  # groups over which gradients are summed: the plan counts them to the data axis
 
 # Each row: operator of c10d, verb, which of its arguments holds the payload. The payload is that of trainer/plan/axes/collectives.py: the
@@ -90,7 +91,7 @@ class GroupAxes:
         """The axis of a message. A send in any group is the pipeline's; small messages are control."""
         own = self._own.get(group.group_name)
         layers_only = own == "copies" or (own in AXES and AXES[own].layers_only)
-        if not layers_only and (verb == "barrier" or _is_small(payload)):
+        if not layers_only and (verb == "barrier" or _holds_integers(payload) or (verb in AGREEMENTS and _is_small(payload))):
             return CONTROL
         if verb == "send":
             return "pp"
@@ -101,8 +102,13 @@ class GroupAxes:
 
 
 def _is_small(payload: list[Tensor]) -> bool:
-    """Whether a message has few elements, or integers: shapes, objects, traces that ranks compare."""
-    return sum(map(Tensor.numel, payload)) <= SMALL or not payload[0].is_floating_point()
+    """Whether a message has few elements: a norm, a loss, a flag."""
+    return sum(map(Tensor.numel, payload)) <= SMALL
+
+
+def _holds_integers(payload: list[Tensor]) -> bool:
+    """Whether a message has integers: counts, shapes, objects, traces that ranks compare."""
+    return not payload[0].is_floating_point()
 
 
 def _tensors(held: Any) -> Iterator[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from heapq import heapify, heapreplace
 from itertools import combinations
 from typing import TypeVar
@@ -16,13 +16,14 @@ def choice_pairs(row: tuple[Hashable, ...]) -> set[Pair]:
     return {(a, row[a], b, row[b]) for a, b in combinations(range(len(row)), 2)}
 
 
-def covering_rows(rows: Iterable[Row], taken: Iterable[Row] = ()) -> Iterator[Row]:
+def covering_rows(rows: Iterable[Row], taken: Iterable[Row] = (), pairs_of: Callable[[Row], set[Pair]] = choice_pairs) -> Iterator[Row]:
     """Yield rows until every pair that occurs in `rows` occurs in a yielded or a taken row, each time the row with most new pairs.
 
-    Among equals the earliest of `rows` comes first, so the order of `rows` states the preference.
+    Among equals the earliest of `rows` comes first, so the order of `rows` states the preference. `pairs_of` says which pairs a
+    row has.
     """
-    pairs = {row: choice_pairs(row) for row in rows}
-    missing = set().union(*pairs.values()) - set().union(*map(choice_pairs, taken))
+    pairs = {row: pairs_of(row) for row in rows}
+    missing = set().union(*pairs.values()) - set().union(*map(pairs_of, taken))
     # A row has no more new pairs than when they were last counted: only rows that come first are counted again.
     most = [(-len(found & missing), place, row) for place, (row, found) in enumerate(pairs.items())]
     heapify(most)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 from typing import Any, Literal
@@ -13,7 +13,10 @@ TensorKind = Literal["weight", "output", "output_gradient", "gradient"]
 # the weights as the optimizer receives them.
 TENSOR_KINDS: tuple[TensorKind, ...] = ("weight", "output", "output_gradient", "gradient")
 NORM_READERS = {"norm1": "attention", "norm2": "mlp", "norm": "head"}  # the only reader of each norm's output makes its gradient
-LAYER_PARTS = ("norm1", "attention", "norm2", "mlp", "")  # in the order of computation; "" is the layer itself
+MODEL_PARTS = ("embedding", "positions", "dropout")  # before the layers, in the order of computation
+LAYER_PARTS = (  # in the order of computation; "" is the layer itself
+    "norm1", "attention.dropout", "attention", "dropout1", "norm2", "mlp", "router", "experts", "shared", "dropout2", "",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,24 +88,60 @@ def module_position(name: str) -> tuple[int, int]:
     """Where a module, or a weight's module, stands between tokens and loss: (layer, part of the layer)."""
     top, *parts = name.split(".")
     if top == "layers":
-        part = parts[1] if len(parts) > 1 else ""
+        part = next((each for each in (".".join(parts[1:3]), *parts[1:2]) if each in LAYER_PARTS), "other" if parts[1:] else "")
         return int(parts[0]), LAYER_PARTS.index(part) if part in LAYER_PARTS else len(LAYER_PARTS)
-    return (-1, 0) if top in ("embedding", "positions") else (1 << 30, int(top == "head"))
+    return (-1, MODEL_PARTS.index(top)) if top in MODEL_PARTS else (1 << 30, int(top == "head"))
 
 
-def departure_sentence(each: TensorDifference) -> str:
-    """A difference in words: `step 3, micro-batch 1, layers.2.attention on rank 5 (dp 1 tp 0): its output differs ...`."""
+def departure_sentence(each: TensorDifference, traced: Iterable[TensorDifference] = ()) -> str:
+    """A difference in words: `step 3, micro-batch 1, layers.2.attention on rank 5 (dp 1 tp 0): its output differs ...`.
+
+    `traced` are all that were recorded: they say which steps lie before it, and of what the model is made.
+    """
     where = f"{each.name} on rank {each.rank}{f' ({each.place})' if each.place else ''}"
     size = f"by {each.apart:.1e} (largest value {each.scale:.2g})"
+    recorded = list(traced)
     match each.kind:
         case "weight":
-            when = f"after step {each.step}" if each.step else "before the first step"
-            return f"{when}, {where}: it differs from the reference by {each.apart:.1e} on average; everything computed before agrees"
+            differs = f"it differs from the reference by {each.apart:.1e} on average"
+            return f"{_weight_time(each, recorded)}, {where}: {differs}; {_before(each, recorded)}"
         case "gradient":
             return f"step {each.step + 1}, {where}: its gradient differs from the reference {size}"
     when = f"step {each.step + 1}, micro-batch {each.micro + 1}"
     if each.kind == "output":
         return f"{when}, {where}: its output differs from the reference {size}"
     layer, _, part = each.name.rpartition(".")
-    reader = f" (computed by {layer}{'.' * bool(layer)}{NORM_READERS[part]} in backward)" if part in NORM_READERS else ""
-    return f"{when}, {where}: the gradient of its output{reader} differs from the reference {size}"
+    reader = _norm_reader(layer, part, recorded) if part in NORM_READERS else ""
+    says = f" (computed by {layer}{'.' * bool(layer)}{reader} in backward)" if reader else ""
+    return f"{when}, {where}: the gradient of its output{says} differs from the reference {size}"
+
+
+def agreement(differences: Iterable[TensorDifference], step: int, kinds: Container[TensorKind]) -> float:
+    """The largest share by which tensors of these kinds differ in a step (from 0)."""
+    return max((each.share for each in differences if each.step == step and each.kind in kinds), default=0.0)
+
+
+def _norm_reader(layer: str, part: str, recorded: Sequence[TensorDifference]) -> str:
+    """What reads a norm's output: in a mixture of experts the router and the experts."""
+    is_mixture = part == "norm2" and any(each.name == f"{layer}.router" for each in recorded)
+    return "router and experts" if is_mixture else NORM_READERS[part]
+
+
+def _untraced_before(each: TensorDifference, recorded: Sequence[TensorDifference]) -> bool:
+    """Whether the step that made a weight was not traced."""
+    return bool(recorded) and each.step > 0 and each.step - 1 not in {other.step for other in recorded if other.kind != "weight"}
+
+
+def _weight_time(each: TensorDifference, recorded: Sequence[TensorDifference]) -> str:
+    if not each.step:
+        return "before the first step"
+    return f"by the end of step {each.step}" if _untraced_before(each, recorded) else f"after step {each.step}"
+
+
+def _before(each: TensorDifference, recorded: Sequence[TensorDifference]) -> str:
+    """What agrees before a weight that differs."""
+    if not _untraced_before(each, recorded):
+        return "everything computed before agrees"
+    last = max(other.step for other in recorded if other.step < each.step and other.kind != "weight")
+    between = f"steps {last + 2} to {each.step} are" if last + 2 < each.step else f"step {each.step} is"
+    return f"{between} not traced, and everything in step {last + 1} agrees"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 from math import inf, isfinite
 from typing import Any, Literal
 
-from .fork_client import JobResult
-from .plan_proof import Trial
+from .curve import Curve, evaluation_difference, first_step, largest, loss_differences, norm_differences
+from .trial import Trial
 
 # Rounding alone, from sums in another order. In float32, 5e-6, 2e-4 and a thousandth were seen over 20 steps; in half precision
 # 3e-4 and 2e-3, and a weight whose gradient is small against its rounding goes anywhere that Adam's steps can take it.
@@ -18,7 +17,7 @@ HALF_SHARES = (3e-3, 2e-2, inf)
 SLIGHT = 100.0  # times the tolerance: a smaller departure may be a recipe in which rounding grows, which a control run shows
 CONTROL_FACTOR = 10.0  # a layout may be this many times as far from one process as the control run is
 
-LayoutVerdict = Literal["same", "departs", "failed", "hangs"]
+LayoutVerdict = Literal["same", "departs", "messages", "failed", "hangs"]  # messages: it departs in them alone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +34,16 @@ class Tolerance:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curve:
-    """The loss (nats a token), gradient norm and learning rate of each step."""
+class FigureDeparture:
+    """A figure of a layout that is out of tolerance: from which step on (from 1), by how much there, and what rounding explains."""
 
-    losses: tuple[float, ...]
-    norms: tuple[float, ...]
-    rates: tuple[float, ...]
+    noun: Literal["loss", "gradient norm"]
+    step: int
+    apart: float
+    limit: float
+
+    def __str__(self) -> str:
+        return f"{self.noun} departs at step {self.step} by {self.apart:.1e}; rounding explains {self.limit:.1e}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +59,10 @@ class LayoutResult:
     norm: float | None = None
     weights: float | None = None
     furthest_weight: str = ""
+    evaluation: float | None = None  # difference of the evaluation's loss
     not_compared: tuple[str, ...] = ()  # weights that are left out of the comparison
     messages: Mapping[str, Any] | None = None  # counted against planned; None: not counted
+    samples: str = ""  # how its ranks' samples fail to make up each batch once, in words
     departure: str = ""  # where it first departs, in words
 
 
@@ -69,16 +74,28 @@ class ProofResult:
     layouts: tuple[LayoutResult, ...]
     tolerance: Tolerance
     control: LayoutResult | None = None  # one process again, with its batch cut into other micro-batches
+    resumed: LayoutResult | None = None  # a layout that resumed from another one's checkpoint
+    no_evaluation: str = ""  # why nothing was evaluated
+
+    @property
+    def checks(self) -> tuple[LayoutResult, ...]:
+        """What was trained beside the layouts, where it is judged."""
+        return tuple(each for each in (self.control, self.resumed) if each and each.trial.check)
 
     @property
     def ok(self) -> bool:
-        """Whether all train the same curve."""
-        return all(each.verdict == "same" for each in (self.reference, *self.layouts))
+        """Whether all train the same curve, with the planned messages."""
+        return all(each.verdict == "same" for each in (self.reference, *self.layouts, *self.checks))
+
+    @property
+    def is_widened(self) -> bool:
+        """Whether rounding grows in this recipe, so that the control run has widened the tolerance."""
+        return self.tolerance != tolerance(self.reference)
 
     @property
     def largest_loss_difference(self) -> float:
         """In nats a token, over all layouts."""
-        return _largest([each.loss or 0.0 for each in self.layouts])
+        return largest([each.loss or 0.0 for each in self.layouts])
 
     @property
     def weight_tolerance_share(self) -> float | None:
@@ -116,81 +133,65 @@ def with_differences(result: LayoutResult, reference: LayoutResult, weights: Map
     """The result with its largest differences from one process; `weights` is the answer of the fork server's weight_difference."""
     return replace(
         result,
-        loss=_largest(_loss_differences(reference, result)),
-        norm=_largest(_norm_differences(reference, result)),
+        loss=largest(loss_differences(_curve(reference), _curve(result))),
+        norm=largest(norm_differences(_curve(reference), _curve(result))),
         weights=weights["weights"],
         furthest_weight=weights["weight"],
+        evaluation=evaluation_difference(_curve(reference), _curve(result)),
         not_compared=tuple(weights["left_out"]),
     )
 
 
-def departure_reason(reference: LayoutResult, result: LayoutResult, tolerance: Tolerance) -> str:
-    """In which figure, and by how much, a layout is out of tolerance; "" if in none."""
-    for noun, differences, limit in (
-        ("loss", _loss_differences(reference, result), tolerance.loss),
-        ("gradient norm", _norm_differences(reference, result), tolerance.norm),
-    ):
+def figure_departures(reference: LayoutResult, result: LayoutResult, tolerance: Tolerance) -> list[FigureDeparture]:
+    """The loss and the gradient norm where a layout is out of tolerance, that which departs first first."""
+    one, other = _curve(reference), _curve(result)
+    found = []
+    nouns: tuple[tuple[Literal["loss", "gradient norm"], list[float], float], ...] = (
+        ("loss", loss_differences(one, other), tolerance.loss),
+        ("gradient norm", norm_differences(one, other), tolerance.norm),
+    )
+    for noun, differences, limit in nouns:
         step = next((step for step, each in enumerate(differences, 1) if not each <= limit), None)
         if step is not None:
-            return f"{noun} departs at step {step} by {_largest(differences[:step]):.1e}; rounding explains {limit:.1e}"
+            found.append(FigureDeparture(noun=noun, step=step, apart=largest([differences[step - 1]]), limit=limit))
+    return sorted(found, key=lambda each: each.step)
+
+
+def departure_reason(reference: LayoutResult, result: LayoutResult, tolerance: Tolerance) -> str:
+    """In which figures, from which step on and by how much, a layout is out of tolerance; "" if in none."""
+    if found := figure_departures(reference, result, tolerance):
+        first, *others = found
+        also = [f"; the {each.noun} too" if each.step == first.step else f"; the {each.noun} from step {each.step}" for each in others]
+        return f"{first}{''.join(also)}"
     if not (result.weights or 0.0) <= tolerance.weights:
-        return f"{result.furthest_weight} departs by {result.weights:.1e}; rounding explains {tolerance.weights:.1e}"
-    return ""
+        says = f"{result.furthest_weight} departs by {result.weights:.1e}; rounding explains {tolerance.weights:.1e}"
+        return f"after the last step {says}"
+    if not (result.evaluation or 0.0) <= tolerance.loss:
+        return f"evaluation departs by {result.evaluation:.1e}, though training agrees; rounding explains {tolerance.loss:.1e}"
+    return f"samples: {result.samples}" if result.samples else ""
 
 
 def departure_step(reference: LayoutResult, result: LayoutResult, tolerance: Tolerance) -> int:
     """The first step, from 1, at which a layout's curve is out of tolerance; its last step if only weights are."""
-    pairs = zip(_loss_differences(reference, result), _norm_differences(reference, result), strict=True)
-    steps = (step for step, (loss, norm) in enumerate(pairs, 1) if not (loss <= tolerance.loss and norm <= tolerance.norm))
-    return next(steps, min(len(_curve(each).losses) for each in (reference, result)))
+    last = min(len(_curve(each).losses) for each in (reference, result))
+    return min((each.step for each in figure_departures(reference, result, tolerance)), default=last)
 
 
 def is_slight(result: LayoutResult, proof: ProofResult) -> bool:
-    """Whether a layout departs by so little that a control run is worth its time; a proof has one control run at most."""
-    if proof.control or not departure_reason(proof.reference, result, proof.tolerance):
+    """Whether a layout departs by so little that rounding may explain it, if it grows: a control run shows whether it does."""
+    if not departure_reason(proof.reference, result, proof.tolerance):
         return False
     return not departure_reason(proof.reference, result, proof.tolerance.multiply(SLIGHT))
 
 
-def exit_verdict(job: JobResult, limit: float | None) -> tuple[LayoutVerdict, str]:
-    """The verdict on how a layout's ranks ended, and the reason; `limit` is the seconds that they had."""
-    if job.timed_out:
-        return "hangs", f"it was killed as hung after {limit:.0f} s: {rank_positions(job.steps)}"
-    return ("failed", job.says or f"its ranks ended with {job.codes}") if any(job.codes) else ("same", "")
-
-
-def rank_positions(steps: Sequence[int | None]) -> str:
-    """The step of each rank in words: `ranks 0, 1 in step 3; rank 2 before the first step`."""
-    ranks_at: dict[int | None, list[int]] = {}
-    for rank, step in enumerate(steps):
-        ranks_at.setdefault(step, []).append(rank)
-    return "; ".join(_positions(ranks_at))
-
-
-def _positions(ranks_at: Mapping[int | None, Sequence[int]]) -> Iterator[str]:
-    for step, ranks in ranks_at.items():
-        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-        yield f"{who} {'before the first step' if step is None else f'in step {step + 1}'}"
-
-
-def _loss_differences(reference: LayoutResult, result: LayoutResult) -> list[float]:
-    return _differences(_curve(reference).losses, _curve(result).losses)
-
-
-def _norm_differences(reference: LayoutResult, result: LayoutResult) -> list[float]:
-    return _differences(_curve(reference).norms, _curve(result).norms, relative=True)
+def rounding_grows(control: LayoutResult, proof: ProofResult) -> bool:
+    """Whether a control run that departs only shows that rounding grows: slightly, from a first step that agrees."""
+    reference = _curve(proof.reference)
+    first = replace(proof.reference, curve=first_step(reference)), replace(control, curve=first_step(_curve(control)), weights=None)
+    early = departure_reason(*first, proof.tolerance.multiply(1 / CONTROL_FACTOR))
+    return is_slight(control, proof) and not early
 
 
 def _curve(result: LayoutResult) -> Curve:
     assert result.curve is not None
     return result.curve
-
-
-def _differences(one: Sequence[float], other: Sequence[float], *, relative: bool = False) -> list[float]:
-    """The difference of two curves at each step; infinite at a step that one of them lacks."""
-    return [abs(a - b) / (abs(a) or 1.0 if relative else 1.0) for a, b in zip_longest(one, other, fillvalue=inf)]
-
-
-def _largest(differences: Sequence[float]) -> float:
-    """The largest difference; one that is not finite counts as infinite."""
-    return max((each if isfinite(each) else inf for each in differences), default=0.0)

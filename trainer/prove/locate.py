@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from .first_departure import TensorDifference, departure_sentence, first_departure, read_differences
+from .first_departure import TensorDifference, agreement, departure_sentence, first_departure, read_differences
 from .fork_client import JobResult
-from .plan_proof import Trial, write_run_folder
+from .judge import FigureDeparture
+from .trial import Trial, write_run_folder
 
 TRACED_SUFFIX = ".traced"  # of the names of traced runs
 REFERENCE = "reference"  # the folder to which one process writes all that it computes
@@ -18,10 +19,11 @@ REFERENCE = "reference"  # the folder to which one process writes all that it co
 RunTrial = Callable[[Trial], JobResult]
 
 
-def locate_departure(reference: Trial, trial: Trial, step: int, run_trial: RunTrial) -> str:
+def locate_departure(reference: Trial, trial: Trial, step: int, figures: Sequence[FigureDeparture], run_trial: RunTrial) -> str:
     """Trace a layout; the step, micro-batch, module and rank of the first difference beyond rounding, in words. Raises ServerGone.
 
-    `step` (from 1) is where its curve departs: that one is traced, the one before, which may have moved weights wrongly, and the first.
+    `step` (from 1) is where its curve departs, in `figures`: that one is traced, the one before, which may have moved weights wrongly,
+    and the first.
     """
     steps = sorted({0, max(0, step - 2), step - 1})
     one_process, layout = traced_trial(reference), traced_trial(trial)
@@ -31,9 +33,26 @@ def locate_departure(reference: Trial, trial: Trial, step: int, run_trial: RunTr
         return f"not traced: one process failed when it was trained again; its logs are in {one_process.folder}"
     if not _trace(layout, steps, folder, run_trial):
         return f"not traced: it failed when it was trained again; its logs are in {layout.folder}"
-    departure = first_departure(_all_differences(layout.folder), trial.run.train.precision)
+    differences = _all_differences(layout.folder)
+    departure = first_departure(differences, trial.run.train.precision)
+    if reported := [each for each in figures if each.step == step and (departure is None or departure.step >= step)]:
+        return f"first: {reported_sentence(reported, differences)}"
     numbers = ", ".join(str(each + 1) for each in steps)
-    return f"first: {departure_sentence(departure)}" if departure else f"no module departs by more than rounding in step {numbers}"
+    if departure is None:
+        return f"no module departs by more than rounding in step {numbers}"
+    return f"first: {departure_sentence(departure, differences)}"
+
+
+def reported_sentence(reported: Sequence[FigureDeparture], differences: Sequence[TensorDifference]) -> str:
+    """That figures depart in a step in which all that they are computed from agrees, in words."""
+    step = reported[0].step
+    share = agreement(differences, step - 1, ("output", "output_gradient", "gradient"))
+    within = f"(within {share:.0e} of the largest value)"
+    if [each.noun for each in reported] == ["gradient norm"]:
+        return f"step {step}: gradients agree {within}, their norm does not: it is {reported[0].apart:.1e} of it off"
+    nouns = " and ".join(each.noun for each in reported)
+    verb, apart = "do" if len(reported) > 1 else "does", " and ".join(f"{each.apart:.1e}" for each in reported)
+    return f"step {step}: outputs and gradients agree {within}, the reported {nouns} {verb} not: off by {apart}"
 
 
 def remove_reference_trace(reference: Trial) -> None:

@@ -8,11 +8,9 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from ..plan.mesh_position import mesh_position
-from ..plan.message_comparison import CONTROL, ComparedMessages, compare_with_plan, data_terms, message_rows
-from ..plan.traffic import rank_traffic
+from ..plan.message_comparison import CONTROL, ComparedMessages, compare_rank
 from ..spec.format_numbers import size_text
-from .plan_proof import Trial
+from .trial import Trial
 
 VERDICTS = ("equal", "explained", "differs")  # from good to bad: a layout's verdict is the worst of its lines'
 SHOWN = 3  # differing lines that are put into words
@@ -26,8 +24,8 @@ def compare_messages(trial: Trial) -> dict[str, Any] | None:
     ledger = _read_ledger(trial)
     if ledger is None:
         return None
-    ranks = [_compare_rank(trial, rank, rows) for rank, rows in enumerate(ledger)]
-    verdicts = {line.verdict for lines in ranks for line in lines if line.axis != CONTROL}
+    ranks = [compare_rank(trial.run, rank, rows) for rank, rows in enumerate(ledger)]
+    verdicts = {line.verdict for lines in ranks for line in lines if line.axis != CONTROL or line.verdict == "differs"}
     return {
         "verdict": next((each for each in reversed(VERDICTS) if each in verdicts), VERDICTS[0]),
         "says": _sentence(list(_differences(ranks))),
@@ -35,15 +33,16 @@ def compare_messages(trial: Trial) -> dict[str, Any] | None:
     }
 
 
+def message_differences(messages: Mapping[str, Any] | None) -> str:
+    """How the messages of a layout differ from its plan, in words; "" if they don't."""
+    return str(messages["says"]) if messages and messages["verdict"] == "differs" else ""
+
+
 def _read_ledger(trial: Trial) -> Sequence[Sequence[Mapping[str, Any]]] | None:
     with suppress(OSError, ValueError, KeyError):
         ranks: list[list[dict[str, Any]]] = json.loads((trial.folder / "ledger.json").read_text())["ranks"]
         return ranks
     return None
-
-
-def _compare_rank(trial: Trial, rank: int, rows: Sequence[Mapping[str, Any]]) -> list[ComparedMessages]:
-    return compare_with_plan(message_rows(rows), rank_traffic(trial.run, rank), data_terms(trial.run, mesh_position(trial.run, rank)))
 
 
 def _differences(ranks: Sequence[Sequence[ComparedMessages]]) -> Iterator[str]:
@@ -64,5 +63,6 @@ def _sentence(differences: Sequence[str]) -> str:
 
 def _counts(line: ComparedMessages) -> str:
     if line.payload is not None:
-        return f"counted {line.counted_count} of {size_text(line.payload)}, planned {line.planned_count}"
+        named = f" ({line.why.partition('; ')[2]})" if line.axis == CONTROL and "; " in line.why else ""
+        return f"counted {line.counted_count} of {size_text(line.payload)}, planned {line.planned_count}{named}"
     return f"counted {size_text(line.counted_bytes)}, planned {size_text(line.planned_bytes)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,14 +11,14 @@ from ..launch.admission import check_start
 from ..machine import facts as machine
 from ..machine.facts import CPU_RANKS_PER_CORE
 from ..plan.plan import make_plan
-from ..plan.result import Plan
 from ..plan.rules.value_rules import folders
-from ..rundir.files import run_folder, write_launch_files
 from ..spec.problem import Problem
 from ..spec.regular_file import expand_home
 from ..spec.run import Checkpoint, Evaluate, Log, Run
 from ..system.cpu import cpu_count
+from .check_trials import control_trial, resume_trials
 from .layouts import EACH_AXIS, ONE_PROCESS, ProveLayout, all_layouts, default_layouts, recipe_layout, run_in_layout
+from .trial import Trial
 
 DEFAULT_STEPS = 8  # trained where the request names no number, if the recipe has as many
 MOST_PROCESSES = 8  # of an unnamed layout on a CPU
@@ -42,20 +41,7 @@ class ProveRequest:
     steps: int | None = None
     chosen: Literal["few", "all", "named"] = "few"
     layouts: tuple[ProveLayout, ...] = ()  # those named
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trial:
-    """A layout of the recipe, planned."""
-
-    layout: ProveLayout
-    run: Run
-    plan: Plan
-
-    @property
-    def folder(self) -> Path:
-        """RUN_DIR of this layout."""
-        return run_folder(self.run)
+    checks: bool = True  # whether other micro-batches and a resume are tried too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +59,9 @@ class Proof:
     recipe: Run
     reference: Trial  # one process
     trials: tuple[Trial, ...]
+    control: Trial | None  # one process with other micro-batches
+    saver: Trial | None  # the one of the trials that saves midway
+    resume: Trial | None  # what resumes from there, in another layout
     unchosen: int  # layouts that could run too
     skipped: tuple[SkippedLayout, ...]
 
@@ -109,11 +98,15 @@ def plan_proof(request: ProveRequest, recipe: Run, run_on: RunOn) -> Proof:
     runnable = {each.layout: each for each in trials if each.layout not in cannot}
     if not runnable:
         raise NothingToProve([_no_layout(recipe, skipped)])
-    chosen = _chosen_layouts(request, recipe, tuple(runnable))
+    chosen = tuple(runnable[each] for each in _chosen_layouts(request, recipe, tuple(runnable)))
+    saver, resume = resume_trials(chosen, steps) if request.checks else (None, None)
     return Proof(
         recipe=recipe,
         reference=reference,
-        trials=tuple(runnable[each] for each in chosen),
+        trials=tuple(saver if saver and each.layout == saver.layout else each for each in chosen),
+        control=control_trial(reference, check=request.checks),
+        saver=saver,
+        resume=resume,
         unchosen=len(runnable) - len(chosen),
         skipped=skipped,
     )
@@ -163,19 +156,29 @@ def _no_layout(recipe: Run, skipped: Sequence[SkippedLayout]) -> Problem:
 
 
 def shortened_run(run: Run, steps: int, folder: str) -> Run:
-    """The run with `steps` steps, each logged, messages counted and one save at the end; its run folder is in log.dir/`folder`."""
+    """The run with `steps` steps, each logged, messages and samples recorded, and an evaluation and a save at the end; its run folder is
+    in log.dir/`folder`."""
     return replace(
         run,
-        train=replace(run.train, steps=steps, tokens=None, evaluate=Evaluate()),
+        train=replace(run.train, steps=steps, tokens=None, evaluate=Evaluate(every=steps, batches=1)),
         optim=replace(run.optim, warmup=min(run.optim.warmup, steps // 2)),
         log=Log(every=1, sinks=("jsonl",), ledger=True, dir=str(expand_home(run.log.dir) / folder)),
         checkpoint=Checkpoint(every=0, keep=1, resume="never"),
     )
 
 
-def write_run_folder(trial: Trial) -> None:
-    """Write RUN_DIR/run.json and plan.json, in an empty folder: an earlier run there is removed."""
-    if (trial.folder / "run.json").is_file():
-        shutil.rmtree(trial.folder)
-    trial.folder.mkdir(parents=True, exist_ok=True)
-    write_launch_files(trial.run, trial.plan, trial.folder)
+def without_evaluation(proof: Proof) -> Proof:
+    """The proof with runs that evaluate nothing."""
+
+    def silent(trial: Trial) -> Trial:
+        return replace(trial, run=replace(trial.run, train=replace(trial.run.train, evaluate=Evaluate())))
+
+    trials = {id(each): silent(each) for each in proof.trials}
+    return replace(
+        proof,
+        reference=silent(proof.reference),
+        trials=tuple(trials.values()),
+        control=proof.control and silent(proof.control),
+        saver=proof.saver and trials[id(proof.saver)],
+        resume=proof.resume and silent(proof.resume),
+    )

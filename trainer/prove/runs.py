@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from math import nan
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from ..plan.plan import make_plan
-from ..spec.divisors import divisors
 from ..system.cpu import cpu_count
+from .check_trials import move_midway_checkpoint
+from .curve import read_curve
+from .exit_verdict import exit_verdict
 from .fork_client import ForkServer, JobResult
 from .judge import (
-    Curve,
     LayoutResult,
     ProofResult,
     departure_reason,
     departure_step,
-    exit_verdict,
+    figure_departures,
     is_slight,
+    rounding_grows,
     tolerance,
     widened_tolerance,
     with_differences,
 )
 from .locate import locate_departure, remove_reference_trace
-from .messages import compare_messages
-from .plan_proof import Proof, Trial, write_run_folder
+from .messages import compare_messages, message_differences
+from .plan_proof import Proof, without_evaluation
+from .samples import sample_problem
+from .trial import Trial, write_run_folder
 
 PATIENCE = 60.0  # seconds that a layout has for its start and its end
 SLOWER = 10.0  # times the seconds of one process's steps that each rank of a layout has for its own
@@ -50,23 +51,76 @@ class Prover:
         self._live = live
 
     def prove(self, on_result: Callable[[LayoutResult], None]) -> ProofResult:
-        """Train one process, then each layout; call `on_result` with each result. Stops if one process fails. Raises ServerGone."""
-        reference = self._train(self.proof.reference, "one process", None)
-        proof = ProofResult(reference=reference, layouts=(), tolerance=tolerance(reference))
-        on_result(reference)
-        for number, trial in enumerate(self.proof.trials if reference.verdict == "same" else (), 1):
-            limit = PATIENCE + SLOWER * trial.plan.world * reference.seconds
-            result = self._train(trial, f"{number}/{len(self.proof.trials)} {trial.layout.name}", limit)
+        """Train one process, then each layout, then the checks; call `on_result` with each result. Stops if one process fails.
+
+        Raises ServerGone.
+        """
+        result = self._prove_reference()
+        on_result(result.reference)
+        if result.reference.verdict == "same":
+            result = self._prove_layouts(result, on_result)
+            result = self._check_microbatch(result, on_result)
+            result = self._check_resume(result, on_result)
+        remove_reference_trace(self.proof.reference)
+        return result
+
+    def _prove_reference(self) -> ProofResult:
+        """Train one process; without an evaluation if it fails with one, as where no text is held out for it."""
+        reference, why = self._train(self.proof.reference, "one process", None), ""
+        if reference.verdict == "failed":
+            evaluated, self.proof = reference, without_evaluation(self.proof)
+            reference = self._train(self.proof.reference, "one process", None)
+            why = evaluated.reason if reference.verdict == "same" else ""
+        if reference.verdict == "same" and (problem := sample_problem(reference.trial, reference.trial)):
+            reference = replace(reference, verdict="departs", reason=problem)
+        return ProofResult(reference=reference, layouts=(), tolerance=tolerance(reference), no_evaluation=why)
+
+    def _prove_layouts(self, proof: ProofResult, on_result: Callable[[LayoutResult], None]) -> ProofResult:
+        for number, trial in enumerate(self.proof.trials, 1):
+            result = self._train(trial, f"{number}/{len(self.proof.trials)} {trial.layout.name}", self._limit(trial, proof))
             if result.verdict == "same":
                 result, proof = self._judge(result, proof)
             proof = replace(proof, layouts=(*proof.layouts, result))
             on_result(result)
-        remove_reference_trace(self.proof.reference)
         return proof
 
-    def _train(self, trial: Trial, where: str, limit: float | None) -> LayoutResult:
-        """Train a run to its end, in `limit` seconds; if all its ranks succeed it counts as the same until it is judged."""
+    def _check_microbatch(self, proof: ProofResult, on_result: Callable[[LayoutResult], None]) -> ProofResult:
+        """Judge one process with other micro-batches."""
+        if self.proof.control is None or not self.proof.control.check:
+            return proof
+        proof = self._with_control(proof)
+        assert proof.control is not None
+        on_result(proof.control)
+        return proof
+
+    def _check_resume(self, proof: ProofResult, on_result: Callable[[LayoutResult], None]) -> ProofResult:
+        """Train the second half of the steps in another layout than the first, from what that one saved."""
+        trial, saver = self.proof.resume, self.proof.saver
+        if trial is None or saver is None or not any(each.trial is saver and each.curve for each in proof.layouts):
+            return proof  # nothing was saved midway
+
+        def prepare() -> None:
+            move_midway_checkpoint(saver, trial, self.proof.steps)
+
+        result = self._train(trial, trial.name, self._limit(trial, proof), prepare)
+        if result.verdict == "same":
+            result, proof = self._judge(result, proof)
+        on_result(result)
+        if result.verdict == "same":
+            _remove_checkpoints(each for each in proof.layouts if each.trial is saver and each.verdict == "same")
+        return replace(proof, resumed=result)
+
+    def _limit(self, trial: Trial, proof: ProofResult) -> float:
+        """The seconds that a layout has."""
+        return PATIENCE + SLOWER * trial.plan.world * proof.reference.seconds
+
+    def _train(self, trial: Trial, where: str, limit: float | None, prepare: Callable[[], None] = lambda: None) -> LayoutResult:
+        """Train a run to its end, in `limit` seconds; if all its ranks succeed it counts as the same until it is judged.
+
+        `prepare` is called when its run folder is there.
+        """
         write_run_folder(trial)
+        prepare()
         step_times = list[float]()
         self._live(f"{where}: starts")
 
@@ -80,26 +134,45 @@ class Prover:
         job = self._run_job(trial, limit, on_message)
         verdict, reason = exit_verdict(job, limit)
         seconds = monotonic() - min(step_times, default=monotonic())
-        return LayoutResult(trial=trial, verdict=verdict, reason=reason, seconds=seconds, curve=read_curve(trial))
+        return LayoutResult(trial=trial, verdict=verdict, reason=reason, seconds=seconds, curve=read_curve(trial.folder))
 
     def _judge(self, result: LayoutResult, proof: ProofResult) -> tuple[LayoutResult, ProofResult]:
         """Compare a successful run with one process; where it departs slightly, first widen the tolerance by a control run."""
         result = self._compare(result, proof.reference)
-        if result.verdict == "same" and is_slight(result, proof) and (trial := control_trial(self.proof.reference)):
-            control = self._compare(self._train(trial, "one process, in other micro-batches", None), proof.reference)
-            proof = replace(proof, control=control, tolerance=widened_tolerance(proof.tolerance, control))
+        if result.verdict == "same" and is_slight(result, proof):
+            proof = self._with_control(proof)
         if result.verdict == "same" and (reason := departure_reason(proof.reference, result, proof.tolerance)):
             result = replace(result, verdict="departs", reason=reason, departure=self._locate(result, proof))
-        if result.verdict == "same":
+        if result.verdict == "same" and (says := message_differences(result.messages)):
+            result = replace(result, verdict="messages", reason=says)
+        if result.verdict == "same" and result.trial is not self.proof.saver:
             _remove_checkpoints([result])  # a dozen of a large model fill a disk
         return result, proof
 
+    def _with_control(self, proof: ProofResult) -> ProofResult:
+        """Train one process with other micro-batches, once, and widen the tolerance if that shows that rounding grows."""
+        trial = self.proof.control
+        if proof.control or trial is None:
+            return proof
+        control = self._train(trial, "one process, in other micro-batches", None)
+        control = self._compare(control, proof.reference) if control.verdict == "same" else control
+        if control.verdict != "same":
+            return replace(proof, control=control)
+        if rounding_grows(control, proof):
+            return replace(proof, control=control, tolerance=widened_tolerance(proof.tolerance, control))
+        if reason := departure_reason(proof.reference, control, proof.tolerance):
+            control = replace(control, verdict="departs", reason=reason)
+        return replace(proof, control=control)
+
     def _locate(self, result: LayoutResult, proof: ProofResult) -> str:
-        """Trace a layout that departs; the module and rank where it first does, in words."""
+        """Trace a layout that departs; the module and rank where it first does, in words. A resumed run is not trained again."""
+        if result.trial.check or not departure_reason(proof.reference, replace(result, evaluation=None, samples=""), proof.tolerance):
+            return ""
         self._live(f"{result.trial.layout.name}: traces where it departs")
         limit = PATIENCE + TRACED * SLOWER * result.trial.plan.world * proof.reference.seconds
         step = departure_step(proof.reference, result, proof.tolerance)
-        return locate_departure(proof.reference.trial, result.trial, step, lambda trial: self._run_job(trial, limit))
+        figures = figure_departures(proof.reference, result, proof.tolerance)
+        return locate_departure(proof.reference.trial, result.trial, step, figures, lambda trial: self._run_job(trial, limit))
 
     def _compare(self, result: LayoutResult, reference: LayoutResult) -> LayoutResult:
         """Add the differences from one process to a result; failed if they can't be computed."""
@@ -109,34 +182,12 @@ class Prover:
         reply = self._server.ask("weight_difference", **folders)
         if "failed" in reply:
             return replace(result, verdict="failed", reason=reply["failed"])
-        return replace(with_differences(result, reference, reply["answer"]), messages=compare_messages(result.trial))
+        samples = sample_problem(result.trial, reference.trial)
+        return replace(with_differences(result, reference, reply["answer"]), messages=compare_messages(result.trial), samples=samples)
 
     def _run_job(self, trial: Trial, limit: float | None, on_message: Callable[[Mapping[str, Any]], None] = lambda _: None) -> JobResult:
         run, ranks = trial.folder / "run.json", trial.plan.world
         return self._server.run_job(run, ranks, threads=threads_per_rank(trial), seconds=limit, on_message=on_message)
-
-
-def control_trial(reference: Trial) -> Trial | None:
-    """One process with other micro-batches, whose departure shows how rounding grows in this recipe; None if no others divide the batch."""
-    run = reference.run
-    sizes = [size for size in divisors(run.train.batch) if size != run.train.microbatch]
-    size = max((each for each in sizes if each < run.train.microbatch), default=min(sizes, default=0))
-    if not size:
-        return None
-    run = replace(run, name="dp1.again", train=replace(run.train, microbatch=size))
-    return Trial(layout=reference.layout, run=run, plan=make_plan(run))
-
-
-def read_curve(trial: Trial) -> Curve | None:
-    """The curve that a run logged in metrics.jsonl; None where it logged none."""
-    with suppress(OSError, ValueError, KeyError):
-        rows = [json.loads(line) for line in (trial.folder / "metrics.jsonl").read_text().splitlines()]
-        return Curve(
-            losses=tuple(row["loss"] if row["loss"] is not None else nan for row in rows),
-            norms=tuple(row["grad_norm"] if row["grad_norm"] is not None else nan for row in rows),
-            rates=tuple(row["lr"] for row in rows),
-        )
-    return None
 
 
 def threads_per_rank(trial: Trial) -> int:
@@ -155,7 +206,7 @@ def run_proof(proof: Proof, on_result: Callable[[LayoutResult], None], live: Sho
     with start_server(proof.folder / "server.log", {**os.environ, **hidden}) as server:
         result = Prover(proof, server, live).prove(on_result)
     if result.ok:
-        _remove_checkpoints([result.reference, *([result.control] if result.control else [])])
+        _remove_checkpoints([result.reference, *([result.control] if result.control else []), *result.checks])
     return result
 
 

@@ -163,7 +163,7 @@ KEYS = {
     "log.sinks":                    Key("where logged steps go; metrics.jsonl is always written"),
     "log.dir":                      Key("folder of the run folders"),
     "log.profile":                  Key("first and last step to profile into the run folder's trace/", "steps", null="no profile"),
-    "log.ledger":                   Key("count every message of one step beside the plan's, into ledger.json"),
+    "log.ledger":                   Key("count every message of one step (ledger.json), record samples (samples.json)"),
 
     "checkpoint.every":             Key("interval between checkpoints; 0: at the end only", "steps"),
     "checkpoint.keep":              Key("newest checkpoints that are kept"),

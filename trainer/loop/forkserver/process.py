@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +11,7 @@ from pathlib import Path
 from ...launch.rank.log import RankLog
 from ...launch.supervisor.rank_record import READ_SIZE, Message, RankRecord
 from ...system import parent_watch
+from ...system.forked_exit import exit_with_status_of
 
 
 class ForkedProcess(RankRecord):
@@ -82,21 +81,14 @@ def fork(act: Callable[[int], int], log: Path, *, rank: int = 0, close: Sequence
 
 def _run_child(act: Callable[[], int], log: Path, server: int) -> None:
     """Run `act` in this forked process, in a session of its own, and exit with its status."""
-    status = 1
-    try:
+
+    def run() -> int:
         os.setsid()
         parent_watch.die_with_parent(server)  # on other systems than Linux, the parent-death watch does it
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         for fd in (1, 2):
             os.dup2(file, fd)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        status = act()
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(status)
+        return act()
+
+    exit_with_status_of(run)

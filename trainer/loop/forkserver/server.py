@@ -52,6 +52,17 @@ ADDRESS = "127.0.0.1"
 GRACE = 5.0  # seconds that the other ranks have to end after one has failed
 TICK = 0.5  # seconds between two checks of the deadline
 
+# Modules that the first step of a rank imports, of one version of torch and DeepSpeed or another: a tenth of a tiny rank's CPU time.
+IMPORTED_LATE = (
+    "distrain.trainer.engines.deepspeed.pipeline_module",
+    "deepspeed.comm.mori",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "torch._inductor.compiler_bisector",
+    "torch.profiler._cupti_monitor",
+)
+
 RankProgram = Callable[[Path, channel.Channel], int]  # what a rank does with RUN_DIR/run.json; returns its exit status
 Question = Callable[..., Any]  # takes and returns JSON values
 
@@ -72,7 +83,7 @@ def serve(program: RankProgram, questions: Mapping[str, Question]) -> None:
     """Serve jobs, whose ranks run `program`, and questions until stdin ends."""
     client = os.dup(1)
     os.dup2(2, 1)  # the client must not read what libraries print
-    _import_rank_modules()
+    import_rank_modules()
     _assert_forkable()
     gc.collect()
     gc.freeze()  # else garbage collection in a forked process would touch imported objects and so copy their memory pages
@@ -83,7 +94,7 @@ def serve(program: RankProgram, questions: Mapping[str, Question]) -> None:
             _send(client, reply)
 
 
-def _import_rank_modules() -> None:
+def import_rank_modules() -> None:
     """Import what every rank imports: its own modules, the engines and the models of our families."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # for DeepSpeed, which compiles functions of its own where it is imported
     import_deepspeed()
@@ -91,6 +102,9 @@ def _import_rank_modules() -> None:
     models = [family.module for family in FAMILIES.values() if not family.made_by_transformers]
     for name in ("distrain.trainer.loop.train_rank", *filter(None, (*engines, *models))):
         importlib.import_module(name.partition(":")[0])
+    for name in IMPORTED_LATE:
+        with suppress(ImportError):
+            importlib.import_module(name)
     del os.environ["TORCHDYNAMO_DISABLE"]
 
 

@@ -11,15 +11,18 @@ from torch import Tensor
 
 from ...layers.context_parallel import ContextParallel
 from ...parallel.process_groups import Grid
+from ...parallel.rank_model import head_shards
 from ...plan.axes.weight_slices import WeightShard
 from ...prove.first_departure import TensorDifference, TensorKind
 from ...spec.lr_schedule import learning_rate
 from ...spec.run import Run
 from ..checkpoint.shard_positions import read_range, slice_values
-from ..data.samples.batches import shard as sample_shard
 from .reference import ReferenceReader
 
-# B batch, S sequence, H hidden, V vocabulary
+# B batch, S sequence, H hidden, V vocabulary, A heads
+
+ATTENTION_DIMS = 4  # of attention weights
+MOST_ATTENTION_WEIGHTS = 1 << 22  # of a sequence and layer, that are traced
 
 
 class ReferenceComparison:
@@ -42,9 +45,7 @@ class ReferenceComparison:
 
     def add_module(self, micro: int, name: str, kind: TensorKind, tensor: Tensor) -> None:
         """Compare a module's output, or its gradient, in a micro-batch."""
-        train, dp = self._run.train, {"dp_rank": self._grid.coordinate("dp"), "dp": self._grid.size("dp")}
-        samples = sample_shard(self._step * train.batch, micro=micro, microbatch=train.microbatch, batch=train.batch, **dp)
-        whole = self._reader.samples(self._step, kind, name, samples)
+        whole = self._reader.samples(self._step, kind, name, self._expected_samples(micro))
         ours, expected = matching_slices(tensor.cpu(), whole, name, self._grid, self._run)
         self._record(micro, name, kind, _largest_difference(ours, expected), _largest(whole))
 
@@ -62,6 +63,12 @@ class ReferenceComparison:
         """Write all differences so far."""
         self._file.write_text(json.dumps([asdict(each) for each in self._differences]) + "\n", encoding="utf-8")
 
+    def _expected_samples(self, micro: int) -> range:
+        """The samples that are due in a micro-batch, written out: `shard`, by which ranks choose theirs, is judged too."""
+        train, dp = self._run.train, self._grid.size("dp")
+        first = self._step * train.batch + (micro * dp + self._grid.coordinate("dp")) * train.microbatch
+        return range(first, first + train.microbatch)
+
     def _record(self, micro: int, name: str, kind: TensorKind, apart: float, scale: float) -> None:
         rank = self._grid.world.rank
         self._differences.append(
@@ -69,12 +76,25 @@ class ReferenceComparison:
         )
 
 
+def is_comparable(name: str, grid: Grid, run: Run) -> bool:
+    """Whether a rank computes a slice of what one process computes, which fits in memory: experts on several tensor-parallel ranks compute
+    terms of a sum, and the attention weights of a long sequence are many."""
+    if name.endswith(".attention.dropout"):
+        return run.model.heads * run.train.seq**2 <= MOST_ATTENTION_WEIGHTS
+    return not (name.endswith(".experts") and grid.group("tp"))
+
+
 def matching_slices(ours: Tensor, whole: Tensor, name: str, grid: Grid, run: Run) -> tuple[Tensor, Tensor]:
-    """A rank's tensor without padding, and its slice of the whole module output or gradient [B, S, H or V].
+    """A rank's tensor without padding, and its slice of the whole module output or gradient [B, S, H or V], or of attention weights
+    [B, A, S, keys].
 
     The slice is the rank's part of the sequence along the context axis, and of that its part along the tensor axis where
-    parallel.sequence splits it; of logits it is the rank's words of the vocabulary, over all of that sequence.
+    parallel.sequence splits it; of logits it is the rank's words of the vocabulary, and of attention weights its heads, over all of
+    that sequence.
     """
+    if whole.ndim == ATTENTION_DIMS:  # context-parallel ranks compute no attention weights as a module
+        heads = head_shards(run, grid.size("tp")).query_shard(grid.coordinate("tp"))
+        return ours[:, : heads.length], whole[:, heads.offset : heads.offset + heads.length]
     if group := grid.group("cp"):
         whole = whole.index_select(1, ContextParallel(group=group).positions(whole.shape[1], whole.device))
     if name == "head":

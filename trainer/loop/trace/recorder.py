@@ -18,15 +18,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...engines.engine import Engine
+from ...layers.dropout import Dropout
 from ...parallel.process_groups import Grid
 from ...plan.axes.weight_slices import WeightShard
 from ...prove.excluded_weights import zero_gradient_pattern
-from ...prove.first_departure import LAYER_PARTS, TensorKind
+from ...prove.first_departure import LAYER_PARTS, MODEL_PARTS, TensorKind
 from ...spec.run import Run
-from .comparison import ReferenceComparison
+from .comparison import ReferenceComparison, is_comparable
 from .reference import ReferenceWriter
 
-TRACED_MODULES = re.compile(rf"embedding|norm|head|layers\.\d+(\.({'|'.join(filter(None, LAYER_PARTS))}))?")
+TRACED_MODULES = re.compile(rf"{'|'.join(MODEL_PARTS)}|norm|head|layers\.\d+(\.({'|'.join(map(re.escape, filter(None, LAYER_PARTS)))}))?")
+POSITIONS = "positions"  # whose output has one row for all sequences, and so no gradient of one sequence
 
 OnTensor = Callable[[int, str, TensorKind, Tensor], None]  # micro-batch, module, kind, tensor
 
@@ -45,7 +47,7 @@ class Recorder:
             current = _CurrentMicrobatch()
             hooks += [module.register_forward_pre_hook(current.begin), module.register_forward_hook(current.end)]
             for name, part in module.named_modules():
-                if TRACED_MODULES.fullmatch(name):
+                if is_traced(name, part):
                     hooks.append(part.register_forward_hook(partial(self._on_output, current, name)))
         try:
             yield
@@ -58,11 +60,17 @@ class Recorder:
             return
         tensor = output[0] if isinstance(output, tuple) else output
         self._on_tensor(current.micro, name, "output", tensor.detach())
-        if tensor.requires_grad:
+        if tensor.requires_grad and name != POSITIONS:
             tensor.register_hook(partial(self._on_gradient, current.micro, name))
 
     def _on_gradient(self, micro: int, name: str, gradient: Tensor) -> None:
         self._on_tensor(micro, name, "output_gradient", gradient.detach())
+
+
+def is_traced(name: str, module: nn.Module) -> bool:
+    """Whether a module is traced: those that write to the residual stream and those in which an error has a name of its own; a dropout
+    only where it drops anything."""
+    return bool(TRACED_MODULES.fullmatch(name)) and not (isinstance(module, Dropout) and not module.p)
 
 
 class _CurrentMicrobatch:
@@ -108,8 +116,12 @@ class Trace:
             self._sink.end()
 
     def _add_module(self, micro: int, name: str, kind: TensorKind, tensor: Tensor) -> None:
+        if not is_comparable(name, self.grid, self.run):
+            return
         if kind == "output_gradient":
             tensor = tensor.float() / self.engine.backward_scale
+        elif name == POSITIONS:
+            tensor = tensor.expand(self.run.train.microbatch, -1, -1)
         self._sink.add_module(micro, name, kind, tensor)
 
     def _add_weights(self) -> None:

@@ -12,6 +12,7 @@ from ..axes.weight_slices import TensorCopies, WeightShard
 from ..layout.layout import Layout, StageKind
 from ..layout.mesh import Mesh
 from .block_costs import BlockCosts
+from .control_message import ControlMessage
 from .cost_context import CostContext
 from .traffic_term import TrafficTerm
 
@@ -103,6 +104,10 @@ class CostModel:
     def traffic_terms(self, run: Run, mesh: Mesh, shards: Sequence[WeightShard]) -> Iterator[TrafficTerm]:
         """Yield how the engine's messages on the data axis differ from the planned ones for a rank's weight shards: here they don't."""
         return iter(())
+
+    def control_messages(self, run: Run, mesh: Mesh, shards: Sequence[WeightShard], layers: int) -> tuple[ControlMessage, ...] | None:
+        """Return the control messages of a step on a rank with these weight shards and so many layers; None: they are not planned."""
+        return None
 
     def _buffers(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, parameters: int) -> int:
         """Return the bytes of recomputed tensors, ZeRO's bucket or gathered layers, sequence-parallel gathers, messages between stages.

@@ -12,3 +12,4 @@ class TrafficTerm:
     verb: str
     bytes: int
     says: str
+    most: int | None = None  # bytes; where they are known only roughly, `bytes` is the least

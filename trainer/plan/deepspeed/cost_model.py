@@ -8,11 +8,13 @@ from ...spec.run import Parallel, Run
 from ..axes import dp
 from ..axes.weight_slices import TensorCopies, WeightShard
 from ..costs.block_costs import BlockCosts, activation_form
+from ..costs.control_message import ControlMessage
 from ..costs.cost_context import CostContext
 from ..costs.cost_model import CostModel, StageElements, StateBytes, UnplannedSize, gathered_input
 from ..costs.traffic_term import TrafficTerm
 from ..layout.layout import Layout, StageKind
 from ..layout.mesh import Mesh
+from .control_messages import control_messages
 from .defaults import MASTER, REUSED
 from .flat_tensors import MOST_LAYERS, MOST_RANKS, StageParameters, flat_elements, stage_parameters, stepped_elements
 from .memory import FrozenElements, ZeroSetting, effective_stage, zero_bytes
@@ -89,6 +91,9 @@ class DeepSpeedCosts(CostModel):
 
     def traffic_terms(self, run: Run, mesh: Mesh, shards: Sequence[WeightShard]) -> Iterator[TrafficTerm]:
         return traffic_terms(run, mesh, shards)
+
+    def control_messages(self, run: Run, mesh: Mesh, shards: Sequence[WeightShard], layers: int) -> tuple[ControlMessage, ...] | None:
+        return control_messages(run, mesh, shards, layers)
 
 
 def _stage_parameters(context: CostContext, kind: StageKind, mesh: Mesh, *, frozen: bool = False) -> StageParameters:

@@ -52,15 +52,22 @@ def _flat_groups(shards: Sequence[WeightShard], ranks: int, ep: int) -> Iterator
 
 def _stage3_terms(trained: Sequence[int], frozen: Sequence[int], ranks: int, micros: int, width: int) -> Iterator[TrafficTerm]:
     """Each parameter is padded to a multiple of the ranks. Backward finds what forward gathered if it is reused within `REUSED` elements;
-    how much is gathered twice beyond that is known only roughly, and left out."""
+    beyond that some are gathered twice: how many is known only to be at most all."""
     sizes = [*trained, *frozen]
     every, persistent = (sum(_round_up(size, ranks) * width for size in sizes if size <= most) for most in (max(sizes), PERSISTENT))
     if persistent:
         says = f"parameters of at most {PERSISTENT} elements gathered once, after the optimizer's step"
         yield TrafficTerm(verb="all_gather", bytes=persistent, says=says)
-    if every > persistent and 2 * sum(sizes) <= REUSED:
-        says = f"the others at each of {micros} micro-batches, once for forward and backward"
-        yield TrafficTerm(verb="all_gather", bytes=micros * (every - persistent), says=says)
+    if every > persistent:
+        once = micros * (every - persistent)
+        again = 2 * sum(sizes) > REUSED
+        how = (
+            f"once for forward, and again for backward those not reused within {REUSED:,} elements"
+            if again
+            else "once for forward and backward"
+        )
+        says = f"the others at each of {micros} micro-batches, {how}"
+        yield TrafficTerm(verb="all_gather", bytes=once, says=says, most=2 * once if again else None)
     says = f"gradients at each of {micros} micro-batches, each padded to a multiple of {ranks} elements, cut into buckets"
     yield TrafficTerm(verb="reduce_scatter", bytes=micros * sum(_round_up(size, ranks) * width for size in trained), says=says)
 

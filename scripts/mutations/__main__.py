@@ -1,0 +1,139 @@
+"""Plants errors in the mathematics of training, one at a time, and checks that `prove` or a test finds each.
+
+Run `python -m distrain.scripts.mutations [seed=1] [count=100] [copies=2] [KIND ...] [--json FILE]` in a checkout, on Linux. The kinds are
+arithmetic, comparison, constant, reduction, dim, group and sign; without any, all, at least ten of each in a hundred.
+
+A mutation names its function and the expression that it replaces. Each is planted in a copy of the checkout, in a temporary folder: first
+`prove conf=tiny_full` runs there, up to the first layout that does not train the same curve, then the tests that touch its
+file, up to the first that fails. One that nothing finds has survived, unless equivalents.json says why it changes nothing. A layout
+that runs none of a mutation's lines is not trained: those lines are recorded once for each state of the checkout, and kept in the
+user's cache folder.
+
+Exit status: 0 nothing survived; 1 a mutation survived; 2 the arguments are wrong; 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from tempfile import TemporaryDirectory
+from threading import Lock
+
+from .campaign import MutationCampaign, Tried, counts, read_executed_lines
+from .copies import ROOT, Copy
+from .equivalents import read_equivalents
+from .kinds import KINDS
+from .sites import Mutation, all_mutations, draw
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """The command line."""
+
+    seed: int = 1
+    count: int = 100
+    copies: int = 2
+    kinds: tuple[str, ...] = tuple(KINDS)
+    json: Path | None = None
+
+
+def main() -> int:
+    """Try the mutations that a seed draws, and print a line for each and a table."""
+    try:
+        arguments = read_arguments(sys.argv[1:])
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    drawn = draw(all_mutations(ROOT), arguments.seed, arguments.count, arguments.kinds)
+    try:
+        tried = try_all(drawn, arguments.copies)
+    except KeyboardInterrupt:
+        return 130
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(table(tried))
+    if arguments.json:
+        rows = [{**asdict(each), "name": each.mutation.name} for each in tried]
+        arguments.json.write_text(json.dumps({"seed": arguments.seed, "mutations": rows}, indent=1), encoding="utf-8")
+    return 1 if any(each.verdict == "survived" for each in tried) else 0
+
+
+def read_arguments(words: Sequence[str]) -> Draw:
+    """Read the command line; raises ValueError."""
+    rest, numbers, kinds, file = list(words), dict[str, int](), list[str](), None
+    while rest:
+        word = rest.pop(0)
+        key, _, value = word.partition("=")
+        if word == "--json" and rest:
+            file = Path(rest.pop(0))
+        elif key in ("seed", "count", "copies") and value.isdigit():
+            numbers[key] = int(value)
+        elif word in KINDS:
+            kinds.append(word)
+        else:
+            raise ValueError(f"{word} is neither seed=N, count=N, copies=N, --json FILE nor one of {', '.join(KINDS)}")
+    return Draw(**numbers, kinds=tuple(kinds) or tuple(KINDS), json=file)
+
+
+def try_all(mutations: Sequence[Mutation], copies: int) -> list[Tried]:
+    """Try mutations, as many at a time as there are copies of the checkout; everything that was started has ended afterwards."""
+    equivalents, tried, lock = read_equivalents(), list[Tried](), Lock()
+    with TemporaryDirectory(prefix="mutations.") as folder, ExitStack() as at_end:
+        made = [at_end.enter_context(Copy(Path(folder) / str(number))) for number in range(copies)]
+        executed = read_executed_lines(made[0], lambda text: print(text, flush=True))
+        free: SimpleQueue[MutationCampaign] = SimpleQueue()
+        for copy in made:
+            free.put(MutationCampaign(copy, executed, equivalents))
+
+        def try_one(mutation: Mutation) -> None:
+            campaign = free.get()
+            try:
+                result = campaign.try_mutation(mutation)
+            finally:
+                free.put(campaign)
+            with lock:
+                tried.append(result)
+                print(progress_line(result, len(tried), len(mutations)), flush=True)
+
+        with ThreadPoolExecutor(copies) as threads:
+            jobs = [threads.submit(try_one, each) for each in mutations]
+            try:
+                for job in jobs:
+                    job.result()
+            except BaseException:
+                for job in jobs:
+                    job.cancel()
+                for copy in made:
+                    copy.close()
+                raise
+    return tried
+
+
+def progress_line(tried: Tried, number: int, count: int) -> str:
+    """A mutation and its verdict in a line or two."""
+    mutation = tried.mutation
+    return f"{number}/{count} {tried.verdict} {tried.seconds:.0f} s: {mutation.kind}: {mutation.name[:200]}\n    {tried.says[:160]}"
+
+
+def table(tried: Sequence[Tried]) -> str:
+    """The counts by kind, and the mutations that survived, as Markdown."""
+    rows = ["| kind | drawn | found by prove | found by tests | equivalent | survived |", "|---|---|---|---|---|---|"]
+    for kind in (*KINDS, "all"):
+        rows.append(f"| {kind} | {' | '.join(map(str, counts(tried, kind).values()))} |")
+    survivors = [f"- {each.mutation.kind}: `{each.mutation.name}`" for each in tried if each.verdict == "survived"]
+    total = sum(each.seconds for each in tried)
+    closing = f"{total / max(1, len(tried)):.0f} s a mutation on average"
+    return "\n".join([*rows, "", closing, *(["", "Survived:", *survivors] if survivors else [])])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

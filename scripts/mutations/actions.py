@@ -1,0 +1,118 @@
+"""What a forked process does in a copy in which an error may be planted: it proves tiny_full, or runs tests."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from .copies import ROOT
+from .executed_lines import RUNNING, TRAINED, read_lines, record_lines
+from .forked_popen import install
+
+RECIPE = "tiny_full"
+PATIENCE = 25.0  # seconds that a layout has beside its steps
+RECORD = Path("lines.txt")
+MICROBATCH, RESUME = "microbatch", "resume"  # the checks beside the layouts
+
+
+class Found(Exception):
+    """A layout was not proved."""
+
+
+def prove(layouts: Sequence[str] | None = None, record: bool = False) -> dict[str, Any]:
+    """Prove the recipe in its default layouts and checks, those named in `layouts` in that order, up to the first that is not the same.
+
+    Returns {"found": what prove says, or ""}, and {"seconds": of each layout} and, with `record`, {"lines": that each ran}.
+    """
+    install()
+    if record:
+        RECORD.unlink(missing_ok=True)
+        record_lines(ROOT, RECORD)
+    from ...cli.verbs.prove_run import Recipe
+    from ...trainer.prove import runs
+    from ...trainer.prove.fork_client import ServerGone
+    from ...trainer.prove.plan_proof import NothingToProve, ProveRequest, plan_proof
+
+    runs.PATIENCE = PATIENCE
+    vars(runs)["locate_departure"] = lambda *_: ""  # where it departs is not asked
+    recipe = Recipe(RECIPE, [f"log.dir={Path.cwd() / 'proofs'}"], None)
+    try:
+        proof = plan_proof(ProveRequest(), recipe.run(), recipe.run_on)
+    except NothingToProve as error:
+        return {"found": f"refused: {error}"}
+    named = {each.layout.name: each for each in proof.trials}
+    chosen = (*named, MICROBATCH, RESUME) if layouts is None else layouts
+    saver = [proof.saver.layout.name] if proof.saver and RESUME in chosen else []
+    order = dict.fromkeys([*(name for name in chosen if name in named), *saver])
+    proof = replace(
+        proof,
+        trials=tuple(named[name] for name in order),
+        control=proof.control if MICROBATCH in chosen else None,
+        resume=proof.resume if RESUME in chosen else None,
+    )
+    lines, end = read_lines(RECORD)
+    results: dict[str, Any] = {"seconds": {}, "lines": {"imported": sorted(lines)}}
+    start = time.monotonic()
+
+    def on_result(result: Any) -> None:
+        nonlocal start, end
+        name = result.trial.check or result.trial.layout.name
+        print(f"{TRAINED} {name}", flush=True)
+        results["seconds"][name] = time.monotonic() - start
+        start = time.monotonic()
+        if record:
+            lines, end = read_lines(RECORD, end)
+            results["lines"][name] = sorted(lines)
+        if result.verdict != "same":
+            raise Found(f"{name}: {result.verdict}: {result.reason}")
+
+    try:
+        result = runs.run_proof(proof, on_result, lambda _: None)
+    except Found as found:
+        return {"found": str(found), **results}
+    except ServerGone as error:
+        return {"found": str(error), **results}
+    return {"found": "" if result.ok else "prove says that it is not the same", **results}
+
+
+def run_tests(files: Sequence[str], record: bool = False) -> dict[str, Any]:
+    """Run test files, or tests by their ids, up to the first failure; {"found": its id or "", "lines": that ran}."""
+    install()
+    if record:
+        RECORD.unlink(missing_ok=True)
+        record_lines(ROOT, RECORD)
+    pytest: Any = import_module("pytest")  # of the extra `dev`, which a checkout with tests has
+
+    failed: list[str] = []
+
+    class Watch:
+        @pytest.hookimpl(trylast=True)  # type: ignore[untyped-decorator]  # after conftest.py, which puts slow files first
+        def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+            items.sort(key=lambda item: next((place for place, name in enumerate(files) if item.nodeid.startswith(name)), len(files)))
+
+        def pytest_runtest_logstart(self, nodeid: str) -> None:
+            os.write(1, f"\n{RUNNING} {nodeid}\n".encode())
+
+        def pytest_runtest_logreport(self, report: Any) -> None:
+            if report.failed:
+                failed.append(report.nodeid)
+
+        def pytest_collectreport(self, report: Any) -> None:
+            if report.failed:
+                failed.append(report.nodeid)
+
+    os.chdir(ROOT)
+    start = time.monotonic()
+    arguments = ["-x", "-q", "-s", "-p", "no:cacheprovider", f"--basetemp={ROOT.parent / 'pytest'}", "-p", "no:xdist", *files]
+    status = pytest.main(arguments, plugins=[Watch()])
+    found = failed[0] if failed else "" if status in (0, 5) else f"pytest ended with {status}"
+    lines = sorted(read_lines(ROOT.parent / RECORD)[0]) if record else []
+    return {"found": found, "seconds": time.monotonic() - start, "lines": lines}
+
+
+ACTIONS: dict[str, Callable[..., dict[str, Any]]] = {"prove": prove, "tests": run_tests}

@@ -1,0 +1,68 @@
+"""Which test files may find an error in a file: those that name its module, then those of its rooms, quick ones first."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from pathlib import Path
+
+# fmt: off
+ROOMS: dict[str, tuple[str, ...]] = {  # a folder of files to mutate: the folders of tests that train or compute with it
+    "trainer/layers":               ("models", "parallel"),
+    "trainer/models":               ("models",),
+    "trainer/parallel":             ("parallel",),
+    "trainer/engines":              ("engines", "parallel", "models", "loop", "checkpoint"),
+    "trainer/loop/data":            ("data",),
+    "trainer/loop/checkpoint":      ("checkpoint", "loop"),
+    "trainer/loop":                 ("loop", "parallel", "checkpoint", "data"),
+    "trainer/plan/axes":            ("plan", "parallel", "checkpoint"),
+    "trainer/plan/deepspeed":       ("plan", "parallel"),
+    "trainer/plan/layout":          ("plan", "parallel"),
+    "trainer/plan":                 ("plan", "parallel"),
+    "trainer/spec":                 ("spec", "loop"),
+}
+# fmt: on
+
+
+def choose_tests(root: Path, path: str) -> list[str]:
+    """The test files for an error in a file, by their paths from the checkout's root, in the order in which to run them."""
+    module = f"distrain.{path.removesuffix('.py').replace('/', '.')}"
+    slow, timed = _slow_and_timed(root / "tests" / "conftest.py")
+    files = [each for each in sorted((root / "tests").glob("*/test_*.py")) if each.stem not in timed]
+    rooms = next(folders for room, folders in ROOMS.items() if path.startswith(f"{room}/"))
+    naming = {each for each in files if _names(root, each, module)}
+    chosen = [each for each in files if each in naming or each.parent.name in rooms]
+
+    def order(file: Path) -> tuple[bool, bool, int, str]:
+        place = slow.index(file.stem) if file.stem in slow else len(slow)
+        return file.stem in slow, file not in naming, -place, file.name
+
+    return [each.relative_to(root).as_posix() for each in sorted(chosen, key=order)]
+
+
+def _names(root: Path, file: Path, module: str) -> bool:
+    """Whether a test file, or a helper in tests/ that it imports, imports a module."""
+    imported = _imports(file)
+    helpers = [name for name in imported if name.startswith("distrain.tests.")]
+    paths = (root / f"{name.removeprefix('distrain.').replace('.', '/')}.py" for name in helpers)
+    return module in imported or any(module in _imports(path) for path in paths if path.exists())
+
+
+def _imports(file: Path) -> set[str]:
+    """The modules that a file imports, by their whole names."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+def _slow_and_timed(conftest: Path) -> tuple[Sequence[str], Sequence[str]]:
+    """The lists SLOW, the slowest first, and TIMED of tests/conftest.py."""
+    lists: dict[str, tuple[str, ...]] = {}
+    for node in ast.parse(conftest.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id in ("SLOW", "TIMED"):
+            lists[node.targets[0].id] = ast.literal_eval(node.value)
+    return lists["SLOW"], lists["TIMED"]

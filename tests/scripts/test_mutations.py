@@ -1,0 +1,83 @@
+"""Planted errors: which are drawn, what they change, and one that a test finds."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from difflib import unified_diff
+from pathlib import Path
+
+import pytest
+
+from distrain.scripts.mutations.campaign import IMPORTED, ExecutedLines, MutationCampaign, counts
+from distrain.scripts.mutations.copies import ROOT, Copy
+from distrain.scripts.mutations.equivalents import Equivalents, read_equivalents
+from distrain.scripts.mutations.kinds import KINDS
+from distrain.scripts.mutations.sites import LEAST_OF_A_KIND, Mutation, all_mutations, draw, mutated_source
+
+
+@pytest.fixture(scope="module")
+def mutations() -> list[Mutation]:
+    return all_mutations(ROOT)
+
+
+def test_a_seed_draws_the_same_mutations_of_every_kind(mutations: list[Mutation]) -> None:
+    drawn = draw(mutations, 1, 100)
+    assert [each.name for each in drawn] == [each.name for each in draw(mutations, 1, 100)]
+    assert len({each.name for each in drawn}) == 100
+    assert min(Counter(each.kind for each in drawn)[kind] for kind in KINDS) >= LEAST_OF_A_KIND
+    assert {each.name for each in draw(mutations, 2, 100)} != {each.name for each in drawn}
+    assert {each.kind for each in draw(mutations, 1, 20, ("sign", "dim"))} == {"sign", "dim"}
+
+
+def test_every_mutation_has_a_name_of_its_own(mutations: list[Mutation]) -> None:
+    assert len({each.name for each in mutations}) == len(mutations)
+
+
+def test_a_mutation_changes_the_one_line_that_it_names(mutations: list[Mutation]) -> None:
+    for mutation in draw(mutations, 3, 28):
+        before = ast.unparse(ast.parse((ROOT / mutation.path).read_text())).splitlines()
+        changes = list(unified_diff(before, mutated_source(ROOT, mutation).splitlines(), n=0, lineterm=""))[3:]
+        assert [line[0] for line in changes] == ["-", "+"], mutation.name
+        assert " ".join(mutation.expression.split()) in " ".join(changes[0].split()), mutation.name
+
+
+def test_every_equivalent_mutation_still_exists(mutations: list[Mutation]) -> None:
+    named = {(f"{each.module}:{each.function}", each.expression, each.replacement) for each in mutations}
+    assert set(read_equivalents().reasons) <= named
+
+
+def test_a_layout_that_runs_none_of_a_mutations_lines_is_not_proved() -> None:
+    mutation = Mutation(kind="sign", module="trainer.a", function="f", expression="-x", replacement="x", lines=(7, 8))
+    lines = {IMPORTED: frozenset({("trainer/a.py", 1)}), "dp1": frozenset(), "dp2": frozenset({("trainer/a.py", 8)}), "tp2": frozenset()}
+    seconds = {"dp1": 1.0, "dp2": 3.0, "tp2": 2.0}
+    assert ExecutedLines(seconds=seconds, lines=lines).layouts(mutation) == ["dp2"]
+    one_process = {**lines, "dp1": frozenset({("trainer/a.py", 7)})}
+    assert ExecutedLines(seconds=seconds, lines=one_process).layouts(mutation) == ["tp2", "dp2"]
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Copy]:
+    if sys.platform != "linux":
+        pytest.skip("planted errors are tried on Linux only")
+    with Copy(tmp_path_factory.mktemp("copy")) as made:
+        yield made
+
+
+def test_a_planted_error_is_found_by_a_test_and_leaves_nothing(copy: Copy, mutations: list[Mutation]) -> None:
+    mutation = next(each for each in mutations if each.name.endswith("learning_rate: step + 1 => step - 1"))
+    campaign = MutationCampaign(copy, ExecutedLines(seconds={}, lines={IMPORTED: frozenset()}), Equivalents({}))
+    tried = campaign.try_mutation(mutation)
+    assert (tried.verdict, tried.says.partition("::")[0]) == ("tests", "tests/spec/test_lr_schedule.py")
+    assert (copy.root / mutation.path).read_bytes() == (ROOT / mutation.path).read_bytes()
+    assert counts([tried], "arithmetic") == {"drawn": 1, "prove": 0, "tests": 1, "equivalent": 0, "survived": 0}
+
+
+def test_a_process_that_does_not_end_is_killed_with_all_that_it_started(copy: Copy, tmp_path: Path) -> None:
+    test = tmp_path / "test_sleeps.py"
+    test.write_text("import subprocess, time\n\n\ndef test_sleeps():\n    subprocess.Popen(['sleep', '77.7'])\n    time.sleep(60)\n")
+    assert copy.ask("tests", seconds=4.0, files=[str(test)])["ended"] == "it takes too long"
+    commands = [each.read_bytes() for each in Path("/proc").glob("[0-9]*/cmdline")]
+    assert b"sleep\x0077.7\x00" not in commands

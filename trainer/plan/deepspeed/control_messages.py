@@ -1,0 +1,91 @@
+"""Control messages of a step under DeepSpeed 0.19's engines: the loop's own, and those with which DeepSpeed takes norms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from math import prod
+
+from ...models.families import has_experts
+from ...spec.run import Run
+from ..axes.weight_slices import WeightShard
+from ..costs.control_message import ControlMessage
+from ..costs.precision import widths
+from ..layout.mesh import Mesh
+from .defaults import MASTER, SUBGROUP
+from .memory import effective_stage
+
+FLAG, NUMBER, WIDE = 1, 4, 8  # bytes of an overflow flag, a float32, an int64 or a float64
+
+
+def control_messages(run: Run, mesh: Mesh, held: Sequence[WeightShard], layers: int) -> tuple[ControlMessage, ...] | None:
+    """The control messages of a step on a rank that holds these weight shards and so many layers, on whatever group they go.
+
+    None for fp16: a step whose gradients overflow takes no norm.
+    """
+    if run.train.precision == "fp16":
+        return None
+    rows = (*_loop_messages(run, mesh, layers), *_norm_messages(run, mesh, held))
+    return tuple(ControlMessage(verb=verb, payload=payload, count=count, says=says) for verb, payload, count, says in rows if count)
+
+
+Row = tuple[str, int, int, str]  # verb, bytes, count, words
+
+
+def _loop_messages(run: Run, mesh: Mesh, layers: int) -> Iterator[Row]:
+    """What the loop, our engines and the layers of experts send."""
+    is_parallel = int(mesh.world > 1)
+    yield "all_reduce", NUMBER, is_parallel, "finite check"
+    yield "all_reduce", NUMBER, is_parallel if _is_pipe(run, mesh) else int(mesh.size("data") > 1), "loss"
+    if run.data.documents:
+        yield "all_reduce", WIDE, is_parallel, "label count"
+    if has_experts(run.model):
+        yield "all_reduce", WIDE, is_parallel, "count of near ties"
+        forwards = run.train.batch // (mesh.dp * run.train.microbatch) * (2 if run.parallel.recompute == "full" else 1)
+        yield "all_to_all", WIDE * run.model.experts, layers * forwards * (mesh.ep > 1), "rows for each expert"
+
+
+def _norm_messages(run: Run, mesh: Mesh, held: Sequence[WeightShard]) -> Iterator[Row]:
+    """The gradient norm: at stage 0 ours, over the ranks of a replica; at other stages DeepSpeed's, one for each parameter group."""
+    width = widths(run.train)
+    stage = effective_stage(run.parallel.zero, half=width.weight < MASTER, ep=mesh.ep)
+    data, model = int(mesh.size("data") > 1), int(mesh.world > mesh.size("data"))
+    trained = [each for each in held if run.model.is_trained(each.name)]
+    if stage == 0:
+        yield "all_reduce", WIDE, model, "gradient norm"
+    elif stage == 1 and width.gradient > width.weight:
+        yield from _wide_gradient_norms(mesh, model, has_experts=any(each.expert for each in trained))
+    elif stage == 3:
+        bytes_of_norm = NUMBER if run.parallel.offload.optimizer else WIDE
+        yield "all_reduce", bytes_of_norm, _subgroups(trained, mesh.size("data")) * (data + model), "gradient norm"
+    else:
+        if width.weight < MASTER:
+            yield "all_reduce", FLAG, data + model, "overflow flag"
+        groups = {(len(each.size) > 1, each.expert) for each in trained}
+        yield "all_reduce", NUMBER, len(groups) * (data + model), "gradient norm"
+        copies = any(each.expert for each in trained) and mesh.size("expert_copies") > 1
+        yield "all_reduce", NUMBER, int(copies), "mean of the experts' norm"
+
+
+def _wide_gradient_norms(mesh: Mesh, model: int, *, has_experts: bool) -> Iterator[Row]:
+    """bf16 with float32 gradients at stage 1, where each rank keeps all gradients: sums over the ranks of a replica, and over those that
+    share out the experts."""
+    yield "all_reduce", NUMBER, model, "gradient norm"
+    if has_experts:
+        over_replica = model if mesh.tp > 1 else int(mesh.pp > 1)
+        yield "all_reduce", NUMBER, over_replica + int(mesh.ep > 1), "norm of the experts"
+
+
+def _subgroups(trained: Sequence[WeightShard], ranks: int) -> int:
+    """The groups of at least SUBGROUP elements of a rank's part in which stage 3 steps: matrices, and vectors."""
+    count = 0
+    for matrix in (True, False):
+        parts = [-(-prod(each.size) // ranks) for each in trained if (len(each.size) > 1) is matrix]
+        totals = accumulate(parts, lambda total, part: (total if total < SUBGROUP else 0) + part)
+        full = sum(total >= SUBGROUP for total in list(totals)[:-1])
+        count += full + bool(parts)
+    return count
+
+
+def _is_pipe(run: Run, mesh: Mesh) -> bool:
+    return mesh.pp > 1 or run.engine == "pipe"

@@ -1,0 +1,71 @@
+"""The training curve that a run logged, and the differences of two curves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import zip_longest
+from math import inf, isfinite, nan
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """The loss (nats a token), gradient norm and learning rate of each step, and the loss of the last step's evaluation, if it made one."""
+
+    losses: tuple[float, ...]
+    norms: tuple[float, ...]
+    rates: tuple[float, ...]
+    evaluation: float | None = None
+
+
+def read_curve(folder: Path) -> Curve | None:
+    """The curve that a run logged in RUN_DIR/metrics.jsonl; None where it logged none."""
+    with suppress(OSError, ValueError, KeyError):
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        evaluations = [row["validation_loss"] for row in rows if "validation_loss" in row]
+        return Curve(
+            losses=tuple(_number(row["loss"]) for row in rows),
+            norms=tuple(_number(row["grad_norm"]) for row in rows),
+            rates=tuple(row["lr"] for row in rows),
+            evaluation=_number(evaluations[-1]) if evaluations else None,
+        )
+    return None
+
+
+def first_step(curve: Curve) -> Curve:
+    """The curve up to its first step, without an evaluation."""
+    return Curve(losses=curve.losses[:1], norms=curve.norms[:1], rates=curve.rates[:1])
+
+
+def loss_differences(one: Curve, other: Curve) -> list[float]:
+    """The difference of the losses at each step, in nats a token."""
+    return _differences(one.losses, other.losses)
+
+
+def norm_differences(one: Curve, other: Curve) -> list[float]:
+    """The difference of the gradient norms at each step, as a share of that of the first curve."""
+    return _differences(one.norms, other.norms, relative=True)
+
+
+def evaluation_difference(one: Curve, other: Curve) -> float | None:
+    """The difference of the evaluations' losses; infinite if only the other lacks its own, None if the first curve has none."""
+    if one.evaluation is None:
+        return None
+    return largest([abs(one.evaluation - other.evaluation) if other.evaluation is not None else inf])
+
+
+def largest(differences: Sequence[float]) -> float:
+    """The largest difference; one that is not finite counts as infinite."""
+    return max((each if isfinite(each) else inf for each in differences), default=0.0)
+
+
+def _number(value: float | None) -> float:
+    return nan if value is None else value
+
+
+def _differences(one: Sequence[float], other: Sequence[float], *, relative: bool = False) -> list[float]:
+    """The difference of two curves at each step; infinite at a step that one of them lacks."""
+    return [abs(a - b) / (abs(a) or 1.0 if relative else 1.0) for a, b in zip_longest(one, other, fillvalue=inf)]

@@ -1,0 +1,58 @@
+"""What a proof leaves untested: parts of the mathematics that its recipe does not use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..models.families import has_experts
+from ..spec.run import Run
+from .judge import ProofResult
+from .plan_proof import Proof
+
+ALL_PARTS = "tiny_full"  # the recipe that has them all
+
+
+def untested_parts(proof: Proof, result: ProofResult) -> list[str]:
+    """The parts of the mathematics that no run of a proof has used."""
+    return [*unused_parts(proof, result), *skipped_checks(proof, result)]
+
+
+def unused_parts(proof: Proof, result: ProofResult) -> list[str]:
+    """The parts that the recipe does not use: ALL_PARTS has them."""
+    return [*_unused_by_model(proof), *_unused_by_training(proof, result)]
+
+
+def _unused_by_model(proof: Proof) -> Iterator[str]:
+    model, seq = proof.recipe.model, proof.recipe.train.seq
+    if not model.dropout:
+        yield "dropout"
+    if model.kv_heads in (None, model.heads):
+        yield "grouped heads"
+    if not any(_pads_vocabulary(each.run) for each in (proof.reference, *proof.trials)):
+        yield "vocabulary padding"
+    if not has_experts(model):
+        yield "experts"
+    if not model.effective_window(seq):
+        yield "windows"
+
+
+def _unused_by_training(proof: Proof, result: ProofResult) -> Iterator[str]:
+    if not proof.recipe.data.documents:
+        yield "documents"
+    clip, norms = proof.recipe.train.clip, result.reference.curve.norms if result.reference.curve else ()
+    if not clip or not any(norm > clip for norm in norms):
+        yield "clipping"
+
+
+def skipped_checks(proof: Proof, result: ProofResult) -> Iterator[str]:
+    """Yield the checks that a proof leaves out: as requested, or because nothing here can be checked so."""
+    if proof.control is None or not proof.control.check:
+        yield "other micro-batches"
+    if proof.resume is None:
+        yield "a resume"
+    if result.reference.curve and result.reference.curve.evaluation is None:
+        yield "evaluation"
+
+
+def _pads_vocabulary(run: Run) -> bool:
+    return bool(run.model.vocab % (run.model.vocab_multiple * run.parallel.tp))
