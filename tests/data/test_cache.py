@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from distrain.trainer.loop.data.cache import content_hash, digest
+from distrain.trainer.loop.data.file_hashes import NotCached, digest, file_hashes
 from distrain.trainer.loop.data.prepare import prepare_corpus
 from distrain.trainer.loop.data.samples.batches import Batches
 from distrain.trainer.loop.data.samples.corpus import Corpus
@@ -171,19 +171,39 @@ def test_one_of_several_processes_fills_the_cache_and_all_use_it(tmp_path: Path)
     assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == ["", ".lock"]
 
 
-def test_the_hash_of_a_large_file_is_remembered_until_it_changes(tmp_path: Path) -> None:
-    path = tmp_path / "large"
-    path.write_bytes(b"0" * (16 << 20) + b"1")
-    assert content_hash(path, tmp_path / "cache") == digest(path)
-    assert not (tmp_path / "cache").exists(), "a file that was just written may be written again within the same tick of the clock"
+def test_hashes_are_remembered_until_a_file_changes(tmp_path: Path) -> None:
+    cache, large, small = tmp_path / "cache", tmp_path / "large", [tmp_path / "1", tmp_path / "2"]
+    large.write_bytes(b"0" * (16 << 20) + b"1")
+    for path in small:
+        path.write_text(path.name)
+    paths = [small[0], large, small[1]]
+    true = [digest(path) for path in paths]
+
+    def hashes(paths: list[Path], **words: bool) -> list[str]:
+        done: list[int] = []
+        found = file_hashes(paths, cache, done.append, **words)
+        assert done == [path.stat().st_size for path in paths]
+        return found
+
+    assert hashes(paths) == true
+    assert not cache.exists(), "a file that was just written may be written again within the same tick of the clock"
+    with pytest.raises(NotCached):
+        hashes(paths, only_quick=True)
+    assert hashes(small, only_quick=True) == [true[0], true[2]]
     time.sleep(2.1)
-    assert content_hash(path, tmp_path / "cache") == digest(path)
-    (memory,) = (tmp_path / "cache" / "hashes").iterdir()
-    memory.write_text(json.dumps([json.loads(memory.read_text())[0], "remembered"]))
-    assert content_hash(path, tmp_path / "cache") == "remembered"
-    with path.open("r+b") as file:
+    assert hashes(paths) == true
+    memories = sorted((cache / "hashes").iterdir(), key=lambda path: len(json.loads(path.read_text())))
+    assert [sorted(json.loads(path.read_text())) for path in memories] == [[str(large)], [str(path) for path in small]]
+    for memory in memories:
+        rows = json.loads(memory.read_text())
+        memory.write_text(json.dumps({path: [version, f"hash of {Path(path).name}"] for path, (version, _) in rows.items()}))
+    assert hashes(paths, only_quick=True) == ["hash of 1", "hash of large", "hash of 2"]
+    small[1].write_text("x")
+    with large.open("r+b") as file:
         file.write(b"x")
-    assert content_hash(path, tmp_path / "cache") == digest(path)
+    assert hashes(paths) == ["hash of 1", digest(large), digest(small[1])]
+    memories[1].write_text("[]no JSON")
+    assert hashes(small) == [true[0], digest(small[1])]
 
 
 def test_an_unwritable_cache_is_refused_in_one_line(text: Path) -> None:

@@ -139,12 +139,21 @@ def run_in_layout(run: Run, layout: ProveLayout) -> Run:
 
 
 def layout_microbatch(run: Run, layout: ProveLayout) -> int:
-    """Sequences in a micro-batch: the recipe's number, or the largest below it that divides a replica's share of the batch.
+    """Sequences in a micro-batch: a divisor of a replica's share of the batch that leaves a pipeline enough micro-batches.
 
-    A pipeline gets at least as many micro-batches as stages, or twice as many where the schedule runs in both directions.
+    A pipeline needs as many as stages, or twice as many where the schedule runs in both directions. It is the recipe's number or the
+    largest below it, whose memory the recipe was planned for. On a CPU the time of a tiny model goes by the number of micro-batches, so
+    that other layouts than the recipe's own get larger ones there, and two where they had more.
     """
     share, rest = divmod(run.train.batch, layout.dp)
     if rest:
         return run.train.microbatch  # the plan refuses this batch anyway
     least = layout.pp * (2 if layout.schedule == "dualpipev" else 1) if layout.pp > 1 else 1
-    return max((size for size in divisors(share, run.train.microbatch) if share // size >= least), default=1)
+    size = _largest_divisor(share, min(run.train.microbatch, share // least))
+    if run.cluster.device.kind == "cpu" and layout not in (ONE_PROCESS, recipe_layout(run)):
+        return max(size, _largest_divisor(share, share // max(least, 2)))
+    return size
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    return max(divisors(number, most), default=1)

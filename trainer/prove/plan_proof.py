@@ -20,7 +20,7 @@ from .check_trials import control_trial, resume_trials
 from .layouts import EACH_AXIS, ONE_PROCESS, ProveLayout, all_layouts, default_layouts, recipe_layout, run_in_layout
 from .trial import Trial
 
-DEFAULT_STEPS = 8  # trained where the request names no number, if the recipe has as many
+DEFAULT_STEPS = 6  # trained where the request names no number, if the recipe has as many
 MOST_PROCESSES = 8  # of an unnamed layout on a CPU
 
 RunOn = Callable[[int], Run]  # the recipe on one node with this many ranks; raises Unreadable

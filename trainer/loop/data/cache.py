@@ -6,27 +6,18 @@ import fcntl
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from hashlib import blake2b
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ...system.cpu import cpu_count
+from ...system.atomic_file import write_atomically
+from .file_hashes import digest
 from .files.data_error import data_error
 
 Say = Callable[[str], None]
 
 MANIFEST = "manifest.json"
-REMEMBER_FROM = 16 << 20  # bytes: hashes of files of at least this size are remembered
-_BLOCK = 16 << 20  # bytes that one thread hashes at a time
-_SETTLED = 2_000_000_000  # nanoseconds: if a file was changed more recently, its times do not distinguish its versions
-
-
-class NotCached(Exception):
-    """A key or a hash is not in the cache."""
 
 
 def make_cached_folder(cache: Path, key: str, make: Callable[[Path], None], say: Say, *, whole: bool) -> Path:
@@ -58,61 +49,6 @@ def is_sound(cache: Path, key: str) -> bool:
     return _damage(cache / key, key, whole=False) is None
 
 
-def content_hash(path: Path, cache: Path) -> str:
-    """Return a file's hash; the hash of a large file is remembered in the cache until the file changes."""
-    try:
-        return remembered_hash(path, cache)
-    except NotCached:
-        stat = path.stat()
-        found = digest(path)
-    if time.time_ns() - stat.st_ctime_ns > _SETTLED:
-        memory = _hash_file(path, cache)
-        with suppress(OSError):
-            memory.parent.mkdir(parents=True, exist_ok=True)
-            _write_atomically(memory, json.dumps([_file_version(stat), found]))
-    return found
-
-
-def remembered_hash(path: Path, cache: Path) -> str:
-    """Return the hash of a small file, or the remembered hash of a large one; raises NotCached otherwise."""
-    stat = path.stat()
-    if stat.st_size < REMEMBER_FROM:
-        return digest(path)
-    try:
-        known, found = json.loads(_hash_file(path, cache).read_text())
-    except (OSError, ValueError):
-        raise NotCached from None
-    if known != _file_version(stat):
-        raise NotCached
-    return str(found)
-
-
-def _file_version(stat: os.stat_result) -> list[int]:
-    """Return what differs between two versions of a file: size, times, inode."""
-    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
-
-
-def _hash_file(path: Path, cache: Path) -> Path:
-    """Return the path at which a file's hash is remembered."""
-    return cache / "hashes" / f"{blake2b(str(path.resolve()).encode(), digest_size=16).hexdigest()}.json"
-
-
-def digest(path: Path) -> str:
-    """Return the blake2b of the blake2b of each 16 MiB block; several threads hash blocks."""
-
-    def block(at: int) -> bytes:
-        with open(path, "rb") as file:
-            file.seek(at)
-            return blake2b(file.read(_BLOCK), digest_size=32).digest()
-
-    size = path.stat().st_size
-    starts = range(0, size, _BLOCK)
-    if len(starts) < 2:
-        return blake2b(block(0), digest_size=32).hexdigest()
-    with ThreadPoolExecutor(min(len(starts), cpu_count(), 16)) as threads:
-        return blake2b(b"".join(threads.map(block, starts)), digest_size=32).hexdigest()
-
-
 def _damage(folder: Path, key: str, *, whole: bool) -> str | None:
     """Return what is wrong with a folder; None if nothing is."""
     try:
@@ -140,23 +76,13 @@ def _make_folder(folder: Path, key: str, make: Callable[[Path], None]) -> None:
     try:
         make(new)
         rows = {path.name: {"size": path.stat().st_size, "hash": digest(path)} for path in sorted(new.iterdir())}
-        _write_atomically(new / MANIFEST, json.dumps({"key": key, "files": rows}, indent=1))
+        write_atomically(new / MANIFEST, json.dumps({"key": key, "files": rows}, indent=1).encode())
         if folder.exists():
             folder.rename(old)
         new.rename(folder)
     finally:
         for path in (new, old):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    """Write a file atomically."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    with open(part, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
 
 
 @contextmanager

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from ...spec.run import Data
-from .cache import NotCached
 from .check import CheckedData, check_data
+from .file_hashes import NotCached
 from .files.data_error import data_error
 from .samples.corpus import Corpus, Source, validation_runs, windows
 from .samples.packing import packing_remark

@@ -15,7 +15,8 @@ import numpy as np
 
 from ...spec.run import Data
 from ...system.cpu import cpu_count
-from .cache import REMEMBER_FROM, NotCached, content_hash, is_sound, make_cached_folder, remembered_hash
+from .cache import is_sound, make_cached_folder
+from .file_hashes import NotCached, file_hashes
 from .files.data_error import data_error
 from .files.find import DataFile
 from .samples.corpus import Runs, merge_runs, validation_runs
@@ -30,7 +31,6 @@ from .tokenize.workers import tokenize_turns
 Progress = Callable[[str, int, int], None]  # activity, bytes done, bytes in all
 
 _FORMAT = 2  # version of the cache; version 1 kept the truncation and padding of a tokenizer.json
-_HASHED = 64 << 20  # bytes: if small files hold more, they are not hashed to look up the cache
 _ONE_PROCESS = (64 << 20, 4 << 20)  # bytes of text up to which one process tokenizes: into bytes, with a vocabulary
 HELD_OUT = {"val", "valid", "validation"}  # words in the names of token files that hold validation data
 
@@ -190,16 +190,10 @@ def _write_index(into: Path, counts: Any, bounds: Any) -> None:
 
 
 def _content_hashes(files: list[DataFile], reader: SourceReader) -> list[tuple[str, int, str]]:
-    """Return (name, bytes, hash) of each file; raises NotCached if `only_cached` is set and a hash is unknown."""
-    if reader.only_cached:
-        if sum(file.size for file in files if file.size < REMEMBER_FROM) > _HASHED:
-            raise NotCached
-        return [(file.name, file.size, remembered_hash(file.path, reader.cache)) for file in files]
-    report, rows = _progress_counter(reader, "hash", files), []
-    for file in files:
-        rows.append((file.name, file.size, content_hash(file.path, reader.cache)))
-        report(file.size)
-    return rows
+    """Return (name, bytes, hash) of each file; raises NotCached if `only_cached` is set and it would take long."""
+    report = _progress_counter(reader, "hash", files)
+    hashes = file_hashes([file.path for file in files], reader.cache, report, only_quick=reader.only_cached)
+    return [(file.name, file.size, found) for file, found in zip(files, hashes, strict=True)]
 
 
 def _progress_counter(reader: SourceReader, what: str, files: list[DataFile]) -> Callable[[int], None]:

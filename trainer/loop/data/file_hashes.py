@@ -1,0 +1,103 @@
+"""Hashes of the contents of data files, remembered in the cache until a file changes."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from ...system.atomic_file import write_atomically
+from ...system.cpu import cpu_count
+
+REMEMBERED_ALONE = 16 << 20  # bytes: the hash of a file of at least this size has a memory of its own, whatever files are read with it
+_SMALL_FILES = 64 << 20  # bytes that are hashed where only quick work is allowed
+_BLOCK = 16 << 20  # bytes that one thread hashes at a time
+_SETTLED = 2_000_000_000  # nanoseconds: if a file was changed more recently, its times do not distinguish its versions
+
+
+class NotCached(Exception):
+    """A key or a hash is not in the cache, and to make it would take long."""
+
+
+class _HashMemory:
+    """The remembered hashes of a group of files, in one file of the cache."""
+
+    def __init__(self, paths: Sequence[Path], cache: Path) -> None:
+        names = "\n".join(os.path.abspath(path) for path in paths)
+        self.path = cache / "hashes" / f"{blake2b(names.encode(), digest_size=16).hexdigest()}.json"
+        self.known: dict[str, Any] = {}  # [version, hash] by path
+        self.is_changed = False
+        with suppress(OSError, ValueError, TypeError):
+            self.known = dict(json.loads(self.path.read_text()))
+
+    def find(self, path: Path) -> str | None:
+        """Return the remembered hash of a file; None if there is none of the file as it is now."""
+        version, found = self.known.get(os.path.abspath(path), (None, None))
+        return str(found) if version == _file_version(path.stat()) else None
+
+    def compute(self, path: Path) -> str:
+        """Return the hash of a file, and remember it if the file has not just been changed."""
+        stat = path.stat()
+        found = digest(path)
+        if time.time_ns() - stat.st_ctime_ns > _SETTLED:
+            self.known[os.path.abspath(path)] = [_file_version(stat), found]
+            self.is_changed = True
+        return found
+
+    def save(self) -> None:
+        """Write what is new; a cache that can't be written remembers nothing."""
+        if self.is_changed:
+            with suppress(OSError):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(self.path, json.dumps(self.known).encode())
+
+
+def file_hashes(paths: Sequence[Path], cache: Path, report: Callable[[int], None], *, only_quick: bool = False) -> list[str]:
+    """Return the hash of each file's contents, and call `report` with the bytes of each file that is done.
+
+    With `only_quick` it raises NotCached where it would have to read a large file, or many small ones.
+    """
+    sizes = [path.stat().st_size for path in paths]
+    small = [path for path, size in zip(paths, sizes, strict=True) if size < REMEMBERED_ALONE]
+    together, hashes, read = _HashMemory(small, cache), list[str](), 0
+    for path, size in zip(paths, sizes, strict=True):
+        memory = together if size < REMEMBERED_ALONE else _HashMemory([path], cache)
+        found = memory.find(path)
+        if found is None:
+            read += size
+            if only_quick and (memory is not together or read > _SMALL_FILES):
+                raise NotCached
+            found = memory.compute(path)
+            if memory is not together:
+                memory.save()
+        hashes.append(found)
+        report(size)
+    together.save()
+    return hashes
+
+
+def digest(path: Path) -> str:
+    """Return the blake2b of the blake2b of each 16 MiB block; several threads hash blocks."""
+
+    def block(at: int) -> bytes:
+        with open(path, "rb") as file:
+            file.seek(at)
+            return blake2b(file.read(_BLOCK), digest_size=32).digest()
+
+    size = path.stat().st_size
+    starts = range(0, size, _BLOCK)
+    if len(starts) < 2:
+        return blake2b(block(0), digest_size=32).hexdigest()
+    with ThreadPoolExecutor(min(len(starts), cpu_count(), 16)) as threads:
+        return blake2b(b"".join(threads.map(block, starts)), digest_size=32).hexdigest()
+
+
+def _file_version(stat: os.stat_result) -> list[int]:
+    """Return what differs between two versions of a file: size, times, inode."""
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
