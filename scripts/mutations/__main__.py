@@ -4,10 +4,10 @@ Run `python -m distrain.scripts.mutations [seed=1] [count=100] [copies=2] [KIND 
 arithmetic, comparison, constant, reduction, dim, group and sign; without any, all, at least ten of each in a hundred.
 
 A mutation names its function and the expression that it replaces. Each is planted in a copy of the checkout, in a temporary folder: first
-`prove conf=tiny_full` runs there, up to the first layout that does not train the same curve, then the tests that touch its
-file, up to the first that fails. One that nothing finds has survived, unless equivalents.json says why it changes nothing. A layout
-that runs none of a mutation's lines is not trained: those lines are recorded once for each state of the checkout, and kept in the
-user's cache folder.
+`prove conf=tiny_full` runs there, up to the first layout that does not train the same curve, then the quick tests that run its
+line and the slow ones that name its module, up to the first that fails. One that nothing finds has survived, unless
+equivalents.json says why it changes nothing. A layout or a test that does not run a mutation's line is left out: the lines of each
+are recorded once for each state of the checkout, and kept in the user's cache folder.
 
 Exit status: 0 nothing survived; 1 a mutation survived; 2 the arguments are wrong; 130 Ctrl-C.
 """
@@ -26,10 +26,11 @@ from queue import SimpleQueue
 from tempfile import TemporaryDirectory
 from threading import Lock
 
-from .campaign import MutationCampaign, Tried, counts, read_executed_lines
+from .campaign import MutationCampaign, Tried, cache_folder, counts, read_executed_lines, state_digest
 from .copies import ROOT, Copy
 from .equivalents import read_equivalents
 from .kinds import KINDS
+from .recorded_tests import read_recorded_tests
 from .sites import Mutation, all_mutations, draw
 
 
@@ -84,15 +85,21 @@ def read_arguments(words: Sequence[str]) -> Draw:
     return Draw(**numbers, kinds=tuple(kinds) or tuple(KINDS), json=file)
 
 
+def show(text: str) -> None:
+    """Print a line at once."""
+    print(text, flush=True)
+
+
 def try_all(mutations: Sequence[Mutation], copies: int) -> list[Tried]:
     """Try mutations, as many at a time as there are copies of the checkout; everything that was started has ended afterwards."""
     equivalents, tried, lock = read_equivalents(), list[Tried](), Lock()
     with TemporaryDirectory(prefix="mutations.") as folder, ExitStack() as at_end:
         made = [at_end.enter_context(Copy(Path(folder) / str(number))) for number in range(copies)]
-        executed = read_executed_lines(made[0], lambda text: print(text, flush=True))
+        executed = read_executed_lines(made[0], show)
+        tests = read_recorded_tests(made, cache_folder(), state_digest(), show)
         free: SimpleQueue[MutationCampaign] = SimpleQueue()
         for copy in made:
-            free.put(MutationCampaign(copy, executed, equivalents))
+            free.put(MutationCampaign(copy, executed, tests, equivalents))
 
         def try_one(mutation: Mutation) -> None:
             campaign = free.get()
@@ -102,7 +109,7 @@ def try_all(mutations: Sequence[Mutation], copies: int) -> list[Tried]:
                 free.put(campaign)
             with lock:
                 tried.append(result)
-                print(progress_line(result, len(tried), len(mutations)), flush=True)
+                show(progress_line(result, len(tried), len(mutations)))
 
         with ThreadPoolExecutor(copies) as threads:
             jobs = [threads.submit(try_one, each) for each in mutations]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .copies import ROOT
-from .executed_lines import RUNNING, TRAINED, read_lines, record_lines
+from .executed_lines import RUNNING, TRAINED, LineRecorder, read_lines, read_test_lines
 from .forked_popen import install
 
 RECIPE = "tiny_full"
@@ -32,7 +32,7 @@ def prove(layouts: Sequence[str] | None = None, record: bool = False) -> dict[st
     install()
     if record:
         RECORD.unlink(missing_ok=True)
-        record_lines(ROOT, RECORD)
+        LineRecorder(ROOT, RECORD)
     from ...cli.verbs.prove_run import Recipe
     from ...trainer.prove import runs
     from ...trainer.prove.fork_client import ServerGone
@@ -80,20 +80,21 @@ def prove(layouts: Sequence[str] | None = None, record: bool = False) -> dict[st
     return {"found": "" if result.ok else "prove says that it is not the same", **results}
 
 
-def run_tests(files: Sequence[str], record: bool = False) -> dict[str, Any]:
-    """Run test files, or tests by their ids, up to the first failure; {"found": its id or "", "lines": that ran}."""
+def run_tests(names: Sequence[str]) -> dict[str, Any]:
+    """Run test files, or tests by their ids, in that order up to the first failure; {"found": its id or ""}."""
     install()
-    if record:
-        RECORD.unlink(missing_ok=True)
-        record_lines(ROOT, RECORD)
-    pytest: Any = import_module("pytest")  # of the extra `dev`, which a checkout with tests has
-
     failed: list[str] = []
+    hook = import_module("pytest").hookimpl
 
     class Watch:
-        @pytest.hookimpl(trylast=True)  # type: ignore[untyped-decorator]  # after conftest.py, which puts slow files first
+        @hook(trylast=True)  # type: ignore[untyped-decorator]  # after conftest.py, which puts slow files first
         def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-            items.sort(key=lambda item: next((place for place, name in enumerate(files) if item.nodeid.startswith(name)), len(files)))
+            places = {name: place for place, name in enumerate(names)}
+
+            def place(item: Any) -> int:
+                return places.get(item.nodeid, places.get(item.nodeid.partition("::")[0], len(places)))
+
+            items.sort(key=place)
 
         def pytest_runtest_logstart(self, nodeid: str) -> None:
             os.write(1, f"\n{RUNNING} {nodeid}\n".encode())
@@ -106,13 +107,36 @@ def run_tests(files: Sequence[str], record: bool = False) -> dict[str, Any]:
             if report.failed:
                 failed.append(report.nodeid)
 
+    status = _run_pytest(["-x", *names], Watch())
+    return {"found": failed[0] if failed else "" if status in (0, 5) else f"pytest ended with {status}"}
+
+
+def record_tests(file: str) -> dict[str, Any]:
+    """Run a test file; {"tests": {id: {"seconds": ..., "lines": {path: numbers}}}} of the tests that pass."""
+    install()
+    RECORD.unlink(missing_ok=True)
+    recorder, seconds = LineRecorder(ROOT, RECORD), dict[str, float]()
+
+    class Watch:
+        def pytest_runtest_logstart(self, nodeid: str) -> None:
+            recorder.begin_test(nodeid)
+
+        def pytest_runtest_logreport(self, report: Any) -> None:
+            if report.when == "call" and report.passed:
+                seconds[report.nodeid] = report.duration
+
+    record = RECORD.absolute()
+    _run_pytest([file], Watch())
+    lines = read_test_lines(record)
+    return {"tests": {name: {"seconds": seconds[name], "lines": lines.get(name, {})} for name in seconds}}
+
+
+def _run_pytest(words: Sequence[str], plugin: object) -> int:
+    """Run pytest in the checkout; return its exit status."""
+    pytest: Any = import_module("pytest")  # of the extra `dev`, which a checkout with tests has
     os.chdir(ROOT)
-    start = time.monotonic()
-    arguments = ["-x", "-q", "-s", "-p", "no:cacheprovider", f"--basetemp={ROOT.parent / 'pytest'}", "-p", "no:xdist", *files]
-    status = pytest.main(arguments, plugins=[Watch()])
-    found = failed[0] if failed else "" if status in (0, 5) else f"pytest ended with {status}"
-    lines = sorted(read_lines(ROOT.parent / RECORD)[0]) if record else []
-    return {"found": found, "seconds": time.monotonic() - start, "lines": lines}
+    options = ["-q", "-s", "-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={ROOT.parent / 'pytest'}"]
+    return int(pytest.main([*options, *words], plugins=[plugin]))
 
 
-ACTIONS: dict[str, Callable[..., dict[str, Any]]] = {"prove": prove, "tests": run_tests}
+ACTIONS: dict[str, Callable[..., dict[str, Any]]] = {"prove": prove, "tests": run_tests, "record_tests": record_tests}

@@ -5,20 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from typing import Any, Literal
 
-from .chosen_tests import choose_tests
+from .chosen_tests import slow_files
 from .copies import ROOT, Copy
 from .equivalents import Equivalents
 from .executed_lines import RUNNING, TOO_LONG, TRAINED, is_reached
 from .mutated_files import files_to_mutate
+from .recorded_tests import RecordedTest, choose_recorded
 from .sites import Mutation, mutated_source
 
-PROVE_SECONDS, TEST_SECONDS, ONE_TEST_SECONDS = 900.0, 600.0, 150.0  # hard limits of a mutation
+PROVE_SECONDS, TEST_SECONDS, SLOW_SECONDS, ONE_TEST_SECONDS = 900.0, 300.0, 240.0, 150.0  # hard limits of a mutation
 IMPORTED = "imported"  # the lines that a proof runs before its first layout
 
 Verdict = Literal["prove", "tests", "equivalent", "survived"]
@@ -72,18 +73,28 @@ def read_executed_lines(copy: Copy, show: Callable[[str], None]) -> ExecutedLine
 
 def _cache_file() -> Path:
     """Where what the proof runs is kept: a file for each state of the files to mutate, the recipe and the prover."""
+    prover = (ROOT / "recipes" / "tiny_full.yaml", *sorted((ROOT / "trainer" / "prove").glob("*.py")))
+    return cache_folder() / f"{state_digest(prover)}.json"
+
+
+def cache_folder() -> Path:
+    """Where what was recorded is kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distrain" / "mutations"
+
+
+def state_digest(further: Iterable[Path] = ()) -> str:
+    """A name for the state of the files to mutate, and of further ones."""
     digest = hashlib.sha256()
-    for path in (*files_to_mutate(ROOT), ROOT / "recipes" / "tiny_full.yaml", *sorted((ROOT / "trainer" / "prove").glob("*.py"))):
+    for path in (*files_to_mutate(ROOT), *further):
         digest.update(path.read_bytes())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "distrain" / "mutations" / f"{digest.hexdigest()[:16]}.json"
+    return digest.hexdigest()[:16]
 
 
 class MutationCampaign:
     """Tries mutations in one copy."""
 
-    def __init__(self, copy: Copy, executed: ExecutedLines, equivalents: Equivalents) -> None:
-        self.copy, self.executed, self.equivalents = copy, executed, equivalents
+    def __init__(self, copy: Copy, executed: ExecutedLines, tests: Sequence[RecordedTest], equivalents: Equivalents) -> None:
+        self.copy, self.executed, self.tests, self.equivalents = copy, executed, tests, equivalents
         self._sound: dict[str, bool] = {}  # whether a test passes without an error, by its id
 
     def try_mutation(self, mutation: Mutation) -> Tried:
@@ -110,8 +121,19 @@ class MutationCampaign:
         return "" if is_slow else _found(answer)
 
     def _test(self, mutation: Mutation) -> str:
-        """The first test that fails or does not end with the error, and passes without; "" if none does in TEST_SECONDS."""
-        answer = self.copy.ask("tests", seconds=TEST_SECONDS, files=choose_tests(self.copy.root, mutation.path))
+        """The first test that fails or does not end with the error, and passes without; "" if none does in the time for tests.
+
+        First the quick tests that run the statement, then the slow ones that name its module.
+        """
+        quick = choose_recorded(self.tests, mutation.path, mutation.lines)
+        slow = slow_files(self.copy.root, mutation.path)
+        for names, seconds in ((quick, TEST_SECONDS), (slow, SLOW_SECONDS)):
+            if names and (found := self._failing_test(mutation, names, seconds)):
+                return found
+        return ""
+
+    def _failing_test(self, mutation: Mutation, names: Sequence[str], seconds: float) -> str:
+        answer = self.copy.ask("tests", seconds=seconds, names=names)
         if "ended" not in answer:
             found = str(answer["found"])
             return found if not found or self._is_sound(mutation, found) else ""
@@ -122,13 +144,13 @@ class MutationCampaign:
 
     def _ends_too_late(self, test: str) -> bool:
         """Whether a test alone does not end in the time of a long one."""
-        return "ended" in self.copy.ask("tests", seconds=ONE_TEST_SECONDS, files=[test])
+        return "ended" in self.copy.ask("tests", seconds=ONE_TEST_SECONDS, names=[test])
 
     def _is_sound(self, mutation: Mutation, test: str) -> bool:
         """Whether a test passes without the error."""
         if test not in self._sound:
             self.copy.restore(mutation.path)
-            self._sound[test] = not _found(self.copy.ask("tests", seconds=TEST_SECONDS, files=[test]))
+            self._sound[test] = not _found(self.copy.ask("tests", seconds=TEST_SECONDS, names=[test]))
         return self._sound[test]
 
 

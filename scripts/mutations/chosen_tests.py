@@ -1,4 +1,4 @@
-"""Which test files may find an error in a file: those that name its module, then those of its rooms, quick ones first."""
+"""Which test files may find an error in a file: the quick ones, whose lines are recorded, and the slow ones that name its module."""
 
 from __future__ import annotations
 
@@ -6,38 +6,27 @@ import ast
 from collections.abc import Sequence
 from pathlib import Path
 
-# fmt: off
-ROOMS: dict[str, tuple[str, ...]] = {  # a folder of files to mutate: the folders of tests that train or compute with it
-    "trainer/layers":               ("models", "parallel"),
-    "trainer/models":               ("models",),
-    "trainer/parallel":             ("parallel",),
-    "trainer/engines":              ("engines", "parallel", "models", "loop", "checkpoint"),
-    "trainer/loop/data":            ("data",),
-    "trainer/loop/checkpoint":      ("checkpoint", "loop"),
-    "trainer/loop":                 ("loop", "parallel", "checkpoint", "data"),
-    "trainer/plan/axes":            ("plan", "parallel", "checkpoint"),
-    "trainer/plan/deepspeed":       ("plan", "parallel"),
-    "trainer/plan/layout":          ("plan", "parallel"),
-    "trainer/plan":                 ("plan", "parallel"),
-    "trainer/spec":                 ("spec", "loop"),
-}
-# fmt: on
 
-
-def choose_tests(root: Path, path: str) -> list[str]:
-    """The test files for an error in a file, by their paths from the checkout's root, in the order in which to run them."""
-    module = f"distrain.{path.removesuffix('.py').replace('/', '.')}"
+def quick_files(root: Path) -> list[str]:
+    """The files of quick tests, by their paths from the checkout's root."""
     slow, timed = _slow_and_timed(root / "tests" / "conftest.py")
-    files = [each for each in sorted((root / "tests").glob("*/test_*.py")) if each.stem not in timed]
-    rooms = next(folders for room, folders in ROOMS.items() if path.startswith(f"{room}/"))
-    naming = {each for each in files if _names(root, each, module)}
-    chosen = [each for each in files if each in naming or each.parent.name in rooms]
+    return [_relative(root, each) for each in _test_files(root) if each.stem not in (*slow, *timed)]
 
-    def order(file: Path) -> tuple[bool, bool, int, str]:
-        place = slow.index(file.stem) if file.stem in slow else len(slow)
-        return file.stem in slow, file not in naming, -place, file.name
 
-    return [each.relative_to(root).as_posix() for each in sorted(chosen, key=order)]
+def slow_files(root: Path, path: str) -> list[str]:
+    """The files of slow tests that name the module of a file, by their paths from the checkout's root, the quickest first."""
+    module = f"distrain.{path.removesuffix('.py').replace('/', '.')}"
+    slow, _ = _slow_and_timed(root / "tests" / "conftest.py")
+    naming = [each for each in _test_files(root) if each.stem in slow and _names(root, each, module)]
+    return [_relative(root, each) for each in sorted(naming, key=lambda each: -slow.index(each.stem))]
+
+
+def _test_files(root: Path) -> list[Path]:
+    return sorted((root / "tests").glob("*/test_*.py"))
+
+
+def _relative(root: Path, file: Path) -> str:
+    return file.relative_to(root).as_posix()
 
 
 def _names(root: Path, file: Path, module: str) -> bool:

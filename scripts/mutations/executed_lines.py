@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 
 from .mutated_files import files_to_mutate
 
+TEST = "test:"  # begins a line of the file of lines: the test that runs the lines after it
 TRAINED, RUNNING = "trained:", "running:"  # begin lines of a request's log that say how far it came
 TOO_LONG = "it takes too long"  # how a request ended that was killed at its limit
 RECORD_FD = 250  # of the file of lines, in every process
@@ -20,26 +22,54 @@ Line = tuple[str, int]  # (path from the checkout's root, number)
 Lines = set[Line]
 
 
-def record_lines(root: Path, file: Path) -> None:
-    """Append each line of the files to mutate to `file` when this process, or one forked from it, first runs it."""
-    names = {str(path): path.relative_to(root).as_posix() for path in files_to_mutate(root)}
-    seen: set[tuple[Any, int]] = set()
-    out = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    os.dup2(out, RECORD_FD, inheritable=False)
-    os.close(out)
+class LineRecorder:
+    """Appends each line of the files to mutate to a file when this process, or one forked from it, first runs it."""
 
-    def on_line(frame: FrameType, event: str, _: Any) -> Any:
-        key = (frame.f_code, frame.f_lineno)
-        if key not in seen:
-            seen.add(key)
-            os.write(RECORD_FD, f"{names[frame.f_code.co_filename]} {frame.f_lineno}\n".encode())
-        return on_line
+    def __init__(self, root: Path, file: Path) -> None:
+        names = {str(path): path.relative_to(root).as_posix() for path in files_to_mutate(root)}
+        seen: set[tuple[Any, int]] = set()
+        self._tests = mmap.mmap(-1, 4)  # the number of tests so far, which forked processes see
+        known = bytes(4)
+        out = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.dup2(out, RECORD_FD, inheritable=False)
+        os.close(out)
 
-    def on_call(frame: FrameType, event: str, _: Any) -> Any:
-        return on_line(frame, event, _) if frame.f_code.co_filename in names else None
+        def on_line(frame: FrameType, event: str, _: Any) -> Any:
+            key = (frame.f_code, frame.f_lineno)
+            if key not in seen:
+                seen.add(key)
+                os.write(RECORD_FD, f"{names[frame.f_code.co_filename]} {frame.f_lineno}\n".encode())
+            return on_line
 
-    threading.settrace(on_call)
-    sys.settrace(on_call)
+        def on_call(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal known
+            if frame.f_code.co_filename not in names:
+                return None
+            if self._tests[:] != known:
+                seen.clear()
+                known = self._tests[:]
+            return on_line(frame, event, _)
+
+        threading.settrace(on_call)
+        sys.settrace(on_call)
+
+    def begin_test(self, name: str) -> None:
+        """From now on every line is recorded again, for this test."""
+        os.write(RECORD_FD, f"{TEST} {name}\n".encode())
+        self._tests[:] = (int.from_bytes(self._tests[:], "little") + 1).to_bytes(4, "little")
+
+
+def read_test_lines(file: Path) -> dict[str, dict[str, list[int]]]:
+    """The lines that each test ran, by path."""
+    found: dict[str, dict[str, set[int]]] = {}
+    test: dict[str, set[int]] = {}
+    for row in file.read_text().splitlines():
+        if row.startswith(TEST):
+            test = found.setdefault(row.removeprefix(TEST).strip(), {})
+        else:
+            path, _, number = row.rpartition(" ")
+            test.setdefault(path, set()).add(int(number))
+    return {name: {path: sorted(numbers) for path, numbers in lines.items()} for name, lines in found.items()}
 
 
 def read_lines(file: Path, start: int = 0) -> tuple[Lines, int]:

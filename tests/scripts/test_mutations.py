@@ -15,6 +15,7 @@ from distrain.scripts.mutations.campaign import IMPORTED, ExecutedLines, Mutatio
 from distrain.scripts.mutations.copies import ROOT, Copy
 from distrain.scripts.mutations.equivalents import Equivalents, read_equivalents
 from distrain.scripts.mutations.kinds import KINDS
+from distrain.scripts.mutations.recorded_tests import RecordedTest, choose_recorded
 from distrain.scripts.mutations.sites import LEAST_OF_A_KIND, Mutation, all_mutations, draw, mutated_source
 
 
@@ -58,6 +59,17 @@ def test_a_layout_that_runs_none_of_a_mutations_lines_is_not_proved() -> None:
     assert ExecutedLines(seconds=seconds, lines=one_process).layouts(mutation) == ["tp2", "dp2"]
 
 
+def test_the_quickest_case_of_each_test_that_runs_a_line_comes_first() -> None:
+    def case(name: str, seconds: float, *lines: int) -> RecordedTest:
+        return RecordedTest(name=name, seconds=seconds, lines={"trainer/a.py": frozenset(lines)})
+
+    tests = [case("a[1]", 3.0, 7), case("a[2]", 1.0, 8), case("b", 2.0, 6, 7), case("c", 0.1, 6, 9), case("d", 70.0, 7)]
+    assert choose_recorded(tests, "trainer/a.py", (7, 8)) == ["a[2]", "b", "a[1]"]
+    assert choose_recorded(tests, "trainer/a.py", (9, 9)) == ["c"]
+    assert choose_recorded(tests[-1:], "trainer/a.py", (7, 7)) == ["d"]
+    assert choose_recorded(tests, "trainer/b.py", (7, 7)) == []
+
+
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Copy]:
     if sys.platform != "linux":
@@ -68,9 +80,13 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Copy]:
 
 def test_a_planted_error_is_found_by_a_test_and_leaves_nothing(copy: Copy, mutations: list[Mutation]) -> None:
     mutation = next(each for each in mutations if each.name.endswith("learning_rate: step + 1 => step - 1"))
-    campaign = MutationCampaign(copy, ExecutedLines(seconds={}, lines={IMPORTED: frozenset()}), Equivalents({}))
+    file = "tests/spec/test_lr_schedule.py"
+    recorded = copy.ask("record_tests", seconds=120.0, file=file)["tests"]
+    rows = {name: {path: frozenset(numbers) for path, numbers in row["lines"].items()} for name, row in recorded.items()}
+    tests = [RecordedTest(name=name, seconds=0.1, lines=lines) for name, lines in rows.items()]
+    campaign = MutationCampaign(copy, ExecutedLines(seconds={}, lines={IMPORTED: frozenset()}), tests, Equivalents({}))
     tried = campaign.try_mutation(mutation)
-    assert (tried.verdict, tried.says.partition("::")[0]) == ("tests", "tests/spec/test_lr_schedule.py")
+    assert (tried.verdict, tried.says.partition("::")[0]) == ("tests", file)
     assert (copy.root / mutation.path).read_bytes() == (ROOT / mutation.path).read_bytes()
     assert counts([tried], "arithmetic") == {"drawn": 1, "prove": 0, "tests": 1, "equivalent": 0, "survived": 0}
 
@@ -78,6 +94,6 @@ def test_a_planted_error_is_found_by_a_test_and_leaves_nothing(copy: Copy, mutat
 def test_a_process_that_does_not_end_is_killed_with_all_that_it_started(copy: Copy, tmp_path: Path) -> None:
     test = tmp_path / "test_sleeps.py"
     test.write_text("import subprocess, time\n\n\ndef test_sleeps():\n    subprocess.Popen(['sleep', '77.7'])\n    time.sleep(60)\n")
-    assert copy.ask("tests", seconds=4.0, files=[str(test)])["ended"] == "it takes too long"
+    assert copy.ask("tests", seconds=4.0, names=[str(test)])["ended"] == "it takes too long"
     commands = [each.read_bytes() for each in Path("/proc").glob("[0-9]*/cmdline")]
     assert b"sleep\x0077.7\x00" not in commands
