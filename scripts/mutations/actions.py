@@ -55,7 +55,7 @@ def prove(layouts: Sequence[str] | None = None, record: bool = False) -> dict[st
         control=proof.control if MICROBATCH in chosen else None,
         resume=proof.resume if RESUME in chosen else None,
     )
-    lines, end = read_lines(RECORD)
+    lines, end = read_lines(RECORD) if record else (set(), 0)
     results: dict[str, Any] = {"seconds": {}, "lines": {"imported": sorted(lines)}}
     start = time.monotonic()
 
@@ -128,6 +128,7 @@ def record_tests(file: str) -> dict[str, Any]:
     record = RECORD.absolute()
     _run_pytest([file], Watch())
     lines = read_test_lines(record)
+    record.unlink()
     return {"tests": {name: {"seconds": seconds[name], "lines": lines.get(name, {})} for name in seconds}}
 
 

@@ -117,8 +117,17 @@ class MutationCampaign:
         """The layout in which prove finds an error, and how; "" if in none, or if not all are trained in PROVE_SECONDS."""
         layouts = self.executed.layouts(mutation)
         answer = self.copy.ask("prove", seconds=PROVE_SECONDS, layouts=layouts) if layouts else {"found": ""}
+        if "ended" in answer and not self._proof_is_sound(mutation, layouts[0]):
+            raise RuntimeError(f"{layouts[0]} is not proved without an error either: {answer['ended']}: {' '.join(answer['tail'][-2:])}")
         is_slow = answer.get("ended") == TOO_LONG and any(line.startswith(TRAINED) for line in answer["tail"])
         return "" if is_slow else _found(answer)
+
+    def _proof_is_sound(self, mutation: Mutation, layout: str) -> bool:
+        """Whether a layout is proved without the error: else it is the script that fails."""
+        self.copy.restore(mutation.path)
+        sound = not _found(self.copy.ask("prove", seconds=PROVE_SECONDS, layouts=[layout]))
+        self.copy.plant(mutation.path, mutated_source(self.copy.root, mutation))
+        return sound
 
     def _test(self, mutation: Mutation) -> str:
         """The first test that fails or does not end with the error, and passes without; "" if none does in the time for tests.

@@ -158,13 +158,42 @@ MICROBATCHES = (  # batch, the recipe's micro-batch, layout -> micro-batch
 # fmt: on
 
 
+# fmt: off
+ON_A_CPU = (
+    (16, 2, "dp2",               4),
+    (16, 2, "dp8",               2),  # one: two would be smaller than the recipe's
+    (16, 2, "tp2",               8),
+    (16, 2, "cp8.zero1",         8),
+    (16, 2, "pp4",               4),
+    (16, 2, "pp4.dualpipev",     2),
+    (16, 2, "dp1",               2),  # the reference trains as the recipe says
+    (12, 5, "tp2",               6),
+)
+# fmt: on
+
+
 @pytest.mark.parametrize(("batch", "most", "name", "size"), MICROBATCHES)
 def test_a_micro_batch_is_lowered_where_the_layout_requires_it(batch: int, most: int, name: str, size: int) -> None:
-    run = load_recipe("quickstart", [f"train.batch={batch}", f"train.microbatch={most}"])
+    run = load_recipe("quickstart", ["device=h200", f"train.batch={batch}", f"train.microbatch={most}"])
     (layout,) = read_layouts(name)
     assert isinstance(layout, ProveLayout)
     assert layout_microbatch(run, layout) == size
     assert run_in_layout(run, layout).train.batch == batch
+
+
+@pytest.mark.parametrize(("batch", "most", "name", "size"), ON_A_CPU)
+def test_a_micro_batch_is_raised_on_a_cpu(batch: int, most: int, name: str, size: int) -> None:
+    run = load_recipe("quickstart", [f"train.batch={batch}", f"train.microbatch={most}"])
+    (layout,) = read_layouts(name) if name != "dp1" else (ProveLayout(),)
+    assert isinstance(layout, ProveLayout)
+    assert layout_microbatch(run, layout) == size
+
+
+def test_the_recipes_own_layout_keeps_its_micro_batch_on_a_cpu() -> None:
+    run = load_recipe("tiny_2x2x2")
+    (layout,) = read_layouts("dp2.tp2.pp2.zero1")
+    assert isinstance(layout, ProveLayout)
+    assert layout_microbatch(run, layout) == run.train.microbatch == 2
 
 
 def test_a_trials_run_is_short_logs_every_step_and_has_only_its_layout() -> None:

@@ -88,6 +88,7 @@ def test_a_planted_error_is_found_by_a_test_and_leaves_nothing(copy: Copy, mutat
     tried = campaign.try_mutation(mutation)
     assert (tried.verdict, tried.says.partition("::")[0]) == ("tests", file)
     assert (copy.root / mutation.path).read_bytes() == (ROOT / mutation.path).read_bytes()
+    assert copy.ask("prove", seconds=300.0, layouts=["dp2"])["found"] == "", "what was recorded is not in the way of a proof"
     assert counts([tried], "arithmetic") == {"drawn": 1, "prove": 0, "tests": 1, "equivalent": 0, "survived": 0}
 
 
