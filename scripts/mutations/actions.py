@@ -86,7 +86,7 @@ def run_tests(names: Sequence[str]) -> dict[str, Any]:
     failed: list[str] = []
     hook = import_module("pytest").hookimpl
 
-    class Watch:
+    class FailureWatch:
         @hook(trylast=True)  # type: ignore[untyped-decorator]  # after conftest.py, which puts slow files first
         def pytest_collection_modifyitems(self, items: list[Any]) -> None:
             places = {name: place for place, name in enumerate(names)}
@@ -107,7 +107,7 @@ def run_tests(names: Sequence[str]) -> dict[str, Any]:
             if report.failed:
                 failed.append(report.nodeid)
 
-    status = _run_pytest(["-x", *names], Watch())
+    status = _run_pytest(["-x", *names], FailureWatch())
     return {"found": failed[0] if failed else "" if status in (0, 5) else f"pytest ended with {status}"}
 
 
@@ -117,7 +117,7 @@ def record_tests(file: str) -> dict[str, Any]:
     RECORD.unlink(missing_ok=True)
     recorder, seconds = LineRecorder(ROOT, RECORD), dict[str, float]()
 
-    class Watch:
+    class TimeWatch:
         def pytest_runtest_logstart(self, nodeid: str) -> None:
             recorder.begin_test(nodeid)
 
@@ -126,7 +126,7 @@ def record_tests(file: str) -> dict[str, Any]:
                 seconds[report.nodeid] = report.duration
 
     record = RECORD.absolute()
-    _run_pytest([file], Watch())
+    _run_pytest([file], TimeWatch())
     lines = read_test_lines(record)
     record.unlink()
     return {"tests": {name: {"seconds": seconds[name], "lines": lines.get(name, {})} for name in seconds}}
