@@ -21,7 +21,7 @@ settings.register_profile("steady", derandomize=True, deadline=None, database=No
 settings.load_profile("steady")
 
 # Test files that wait for deaths, heartbeat timeouts and signals, mount file systems, or look at every process of this machine:
-# `bash scripts/test` runs them after all others.
+# `bash scripts/test` runs them beside all others.
 TIMED = (
     "test_hosts", "test_hosts_training", "test_faults", "test_slurm", "test_secrets", "test_hangs", "test_checkpoint_kills",
     "test_registration", "test_preflight", "test_openmpi", "test_machine", "test_startup",

@@ -5,7 +5,7 @@ arithmetic, comparison, constant, reduction, dim, group and sign; without any, a
 
 A mutation names its function and the expression that it replaces. Each is planted in a copy of the checkout, in a temporary folder: first
 `prove conf=tiny_full` runs there, up to the first layout that does not train the same curve, then the quick tests that run its
-line and the slow ones that name its module, up to the first that fails. One that nothing finds has survived, unless
+line and the slow ones of its rooms, up to the first that fails. One that nothing finds has survived, unless
 equivalents.json says why it changes nothing. A layout or a test that does not run a mutation's line is left out: the lines of each
 are recorded once for each state of the checkout, and kept in the user's cache folder.
 
@@ -18,16 +18,14 @@ import json
 import signal
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from tempfile import TemporaryDirectory
 from threading import Lock
 
 from .campaign import MutationCampaign, Tried, cache_folder, counts, read_executed_lines, state_digest
-from .copies import ROOT, Copy
+from .copies import ROOT, Copy, run_on_copies
 from .equivalents import read_equivalents
 from .kinds import KINDS
 from .recorded_tests import read_recorded_tests
@@ -97,31 +95,15 @@ def try_all(mutations: Sequence[Mutation], copies: int) -> list[Tried]:
         made = [at_end.enter_context(Copy(Path(folder) / str(number))) for number in range(copies)]
         executed = read_executed_lines(made[0], show)
         tests = read_recorded_tests(made, cache_folder(), state_digest(), show)
-        free: SimpleQueue[MutationCampaign] = SimpleQueue()
-        for copy in made:
-            free.put(MutationCampaign(copy, executed, tests, equivalents))
+        campaigns = {copy: MutationCampaign(copy, executed, tests, equivalents) for copy in made}
 
-        def try_one(mutation: Mutation) -> None:
-            campaign = free.get()
-            try:
-                result = campaign.try_mutation(mutation)
-            finally:
-                free.put(campaign)
+        def try_one(copy: Copy, mutation: Mutation) -> None:
+            result = campaigns[copy].try_mutation(mutation)
             with lock:
                 tried.append(result)
                 show(progress_line(result, len(tried), len(mutations)))
 
-        with ThreadPoolExecutor(copies) as threads:
-            jobs = [threads.submit(try_one, each) for each in mutations]
-            try:
-                for job in jobs:
-                    job.result()
-            except BaseException:
-                for job in jobs:
-                    job.cancel()
-                for copy in made:
-                    copy.close()
-                raise
+        run_on_copies(made, mutations, try_one)
     return tried
 
 

@@ -95,7 +95,7 @@ class MutationCampaign:
 
     def __init__(self, copy: Copy, executed: ExecutedLines, tests: Sequence[RecordedTest], equivalents: Equivalents) -> None:
         self.copy, self.executed, self.tests, self.equivalents = copy, executed, tests, equivalents
-        self._sound: dict[str, bool] = {}  # whether a test passes without an error, by its id
+        self._sound: dict[str, bool] = {}  # whether a layout or a test passes without an error, by its name
 
     def try_mutation(self, mutation: Mutation) -> Tried:
         """Plant an error and return what finds it; the copy is as before afterwards."""
@@ -117,22 +117,15 @@ class MutationCampaign:
         """The layout in which prove finds an error, and how; "" if in none, or if not all are trained in PROVE_SECONDS."""
         layouts = self.executed.layouts(mutation)
         answer = self.copy.ask("prove", seconds=PROVE_SECONDS, layouts=layouts) if layouts else {"found": ""}
-        if "ended" in answer and not self._proof_is_sound(mutation, layouts[0]):
+        if "ended" in answer and not self._is_sound(mutation, layouts[0], "prove", layouts=layouts[:1]):
             raise RuntimeError(f"{layouts[0]} is not proved without an error either: {answer['ended']}: {' '.join(answer['tail'][-2:])}")
         is_slow = answer.get("ended") == TOO_LONG and any(line.startswith(TRAINED) for line in answer["tail"])
         return "" if is_slow else _found(answer)
 
-    def _proof_is_sound(self, mutation: Mutation, layout: str) -> bool:
-        """Whether a layout is proved without the error: else it is the script that fails."""
-        self.copy.restore(mutation.path)
-        sound = not _found(self.copy.ask("prove", seconds=PROVE_SECONDS, layouts=[layout]))
-        self.copy.plant(mutation.path, mutated_source(self.copy.root, mutation))
-        return sound
-
     def _test(self, mutation: Mutation) -> str:
         """The first test that fails or does not end with the error, and passes without; "" if none does in the time for tests.
 
-        First the quick tests that run the statement, then the slow ones that name its module.
+        First the quick tests that run the statement, then the slow ones of its rooms.
         """
         quick = choose_recorded(self.tests, mutation.path, mutation.lines)
         slow = slow_files(self.copy.root, mutation.path)
@@ -145,22 +138,23 @@ class MutationCampaign:
         answer = self.copy.ask("tests", seconds=seconds, names=names)
         if "ended" not in answer:
             found = str(answer["found"])
-            return found if not found or self._is_sound(mutation, found) else ""
+            return found if not found or self._is_sound(mutation, found, "tests", names=[found]) else ""
         test = next((line.removeprefix(RUNNING).strip() for line in reversed(answer["tail"]) if line.startswith(RUNNING)), "")
         if not test or (answer["ended"] == TOO_LONG and not self._ends_too_late(test)):
             return ""
-        return f"{test}: {answer['ended']}" if self._is_sound(mutation, test) else ""
+        return f"{test}: {answer['ended']}" if self._is_sound(mutation, test, "tests", names=[test]) else ""
 
     def _ends_too_late(self, test: str) -> bool:
         """Whether a test alone does not end in the time of a long one."""
         return "ended" in self.copy.ask("tests", seconds=ONE_TEST_SECONDS, names=[test])
 
-    def _is_sound(self, mutation: Mutation, test: str) -> bool:
-        """Whether a test passes without the error."""
-        if test not in self._sound:
+    def _is_sound(self, mutation: Mutation, name: str, action: str, **arguments: Any) -> bool:
+        """Whether a layout or a test passes without the error; the error is planted again afterwards."""
+        if name not in self._sound:
             self.copy.restore(mutation.path)
-            self._sound[test] = not _found(self.copy.ask("tests", seconds=TEST_SECONDS, names=[test]))
-        return self._sound[test]
+            self._sound[name] = not _found(self.copy.ask(action, seconds=TEST_SECONDS, **arguments))
+            self.copy.plant(mutation.path, mutated_source(self.copy.root, mutation))
+        return self._sound[name]
 
 
 def _found(answer: Mapping[str, Any]) -> str:

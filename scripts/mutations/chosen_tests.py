@@ -1,10 +1,27 @@
-"""Which test files may find an error in a file: the quick ones, whose lines are recorded, and the slow ones that name its module."""
+"""Which test files may find an error in a file: the quick ones, whose lines are recorded, and the slow ones of its rooms."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
 from pathlib import Path
+
+# fmt: off
+ROOMS: dict[str, tuple[str, ...]] = {  # a folder of files to mutate: the folders of tests that train or compute with it
+    "trainer/layers":               ("models", "parallel"),
+    "trainer/models":               ("models",),
+    "trainer/parallel":             ("parallel",),
+    "trainer/engines":              ("engines", "parallel", "models", "loop", "checkpoint"),
+    "trainer/loop/data":            ("data",),
+    "trainer/loop/checkpoint":      ("checkpoint", "loop"),
+    "trainer/loop":                 ("loop", "parallel", "checkpoint", "data"),
+    "trainer/plan/axes":            ("plan", "parallel", "checkpoint"),
+    "trainer/plan/deepspeed":       ("plan", "parallel"),
+    "trainer/plan/layout":          ("plan", "parallel"),
+    "trainer/plan":                 ("plan", "parallel"),
+    "trainer/spec":                 ("spec", "loop"),
+}
+# fmt: on
 
 
 def quick_files(root: Path) -> list[str]:
@@ -14,11 +31,15 @@ def quick_files(root: Path) -> list[str]:
 
 
 def slow_files(root: Path, path: str) -> list[str]:
-    """The files of slow tests that name the module of a file, by their paths from the checkout's root, the quickest first."""
+    """The files of slow tests for an error in a file, by their paths from the checkout's root: those that name its module, then those of
+    its rooms, the quickest first."""
     module = f"distrain.{path.removesuffix('.py').replace('/', '.')}"
     slow, _ = _slow_and_timed(root / "tests" / "conftest.py")
-    naming = [each for each in _test_files(root) if each.stem in slow and _names(root, each, module)]
-    return [_relative(root, each) for each in sorted(naming, key=lambda each: -slow.index(each.stem))]
+    rooms = next(folders for room, folders in ROOMS.items() if path.startswith(f"{room}/"))
+    files = [each for each in _test_files(root) if each.stem in slow]
+    naming = {each for each in files if _names(root, each, module)}
+    chosen = [each for each in files if each in naming or each.parent.name in rooms]
+    return [_relative(root, each) for each in sorted(chosen, key=lambda each: (each not in naming, -slow.index(each.stem)))]
 
 
 def _test_files(root: Path) -> list[Path]:

@@ -7,12 +7,16 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from queue import SimpleQueue
+from typing import Any, Self, TypeVar
 
 from ...trainer.system.child_process import end_child
+
+Item = TypeVar("Item")
 
 ROOT = Path(__file__).parents[2]
 NOT_COPIED = shutil.ignore_patterns(".*", "runs", "build", "*.egg-info")
@@ -82,6 +86,35 @@ class Copy:
             self._child.wait(20.0)
         finally:
             end_child(self._child)
+
+
+def run_on_copies(copies: Sequence[Copy], items: Sequence[Item], act: Callable[[Copy, Item], None]) -> None:
+    """Call `act` with each item and a copy that is free, as many at a time as there are copies.
+
+    After an error or Ctrl-C the copies are closed, and no further item is begun.
+    """
+    free: SimpleQueue[Copy] = SimpleQueue()
+    for copy in copies:
+        free.put(copy)
+
+    def act_on_one(item: Item) -> None:
+        copy = free.get()
+        try:
+            act(copy, item)
+        finally:
+            free.put(copy)
+
+    with ThreadPoolExecutor(len(copies)) as threads:
+        jobs = [threads.submit(act_on_one, each) for each in items]
+        try:
+            for job in jobs:
+                job.result()
+        except BaseException:
+            for job in jobs:
+                job.cancel()
+            for copy in copies:
+                copy.close()
+            raise
 
 
 def _environment(folder: Path) -> Mapping[str, str]:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 from .chosen_tests import quick_files
-from .copies import ROOT, Copy
+from .copies import ROOT, Copy, run_on_copies
 
 RECORD_SECONDS = 600.0  # hard limit of a test file
 CHOSEN_SECONDS = 60.0  # of the tests that are chosen for one error, as recorded
@@ -54,27 +52,21 @@ def _round_robin(groups: Sequence[Sequence[RecordedTest]]) -> Iterator[RecordedT
 def read_recorded_tests(copies: Sequence[Copy], cache: Path, state: str, show: Callable[[str], None]) -> list[RecordedTest]:
     """The quick tests and their lines; those of files that are not in the cache are recorded now, one file a copy at a time.
 
-    `state` names the state of the files to mutate.
+    `state` names the state of the files to mutate. Raises RuntimeError if a file of tests does not end.
     """
     kept = {file: cache / f"{_digest(state, file)}.json" for file in quick_files(ROOT)}
     missing = [file for file, record in kept.items() if not record.exists()]
     if missing:
         show(f"runs {len(missing)} files of quick tests without an error, to see which lines each test runs ...")
         cache.mkdir(parents=True, exist_ok=True)
-        free: SimpleQueue[Copy] = SimpleQueue()
-        for copy in copies:
-            free.put(copy)
 
-        def record(file: str) -> None:
-            copy = free.get()
-            try:
-                answer = copy.ask("record_tests", seconds=RECORD_SECONDS, file=file)
-            finally:
-                free.put(copy)
-            kept[file].write_text(json.dumps(answer.get("tests", {})), encoding="utf-8")  # none, where it does not end
+        def record(copy: Copy, file: str) -> None:
+            answer = copy.ask("record_tests", seconds=RECORD_SECONDS, file=file)
+            if "ended" in answer:
+                raise RuntimeError(f"{file} does not end without an error: {answer['ended']}")
+            kept[file].write_text(json.dumps(answer["tests"]), encoding="utf-8")
 
-        with ThreadPoolExecutor(len(copies)) as threads:
-            list(threads.map(record, missing))
+        run_on_copies(copies, missing, record)
     return [test for record in kept.values() for test in _read(json.loads(record.read_text(encoding="utf-8")))]
 
 

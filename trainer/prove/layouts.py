@@ -142,8 +142,8 @@ def layout_microbatch(run: Run, layout: ProveLayout) -> int:
     """Sequences in a micro-batch: a divisor of a replica's share of the batch that leaves a pipeline enough micro-batches.
 
     A pipeline needs as many as stages, or twice as many where the schedule runs in both directions. It is the recipe's number or the
-    largest below it, whose memory the recipe was planned for. On a CPU the time of a tiny model goes by the number of micro-batches, so
-    that other layouts than the recipe's own get larger ones there, and two where they had more.
+    largest below it, whose memory the recipe was planned for. On a CPU the time of a tiny model goes by the number of micro-batches:
+    there all layouts but the recipe's own and one process get the largest that leaves two, or as many as the pipeline needs.
     """
     share, rest = divmod(run.train.batch, layout.dp)
     if rest:
