@@ -3,7 +3,9 @@
 import json
 import os
 import subprocess
+import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -32,6 +34,7 @@ from distrain.trainer.loop.checkpoint import (
     save_shards,
     whole_slice,
 )
+from distrain.trainer.loop.checkpoint.shard_file import MappedShards
 from distrain.trainer.rundir.checkpoints import checkpoint_steps
 from distrain.trainer.spec.problem import Unreadable
 
@@ -389,6 +392,27 @@ def test_concurrent_readers_find_checkpoints_that_verify(tmp_path: Path) -> None
         finally:
             done.set()
         assert all(reader.result() for reader in readers)
+
+
+def test_a_file_that_is_removed_while_it_is_opened_raises_an_os_error(tmp_path: Path) -> None:
+    save(tmp_path, 0)
+    kept, seen = tmp_path / "step_0" / WEIGHT, tmp_path / "seen.safetensors"
+    outcomes = Counter[str]()
+    seen_again = "import os, sys\nwhile True:\n    os.link(*sys.argv[1:])\n    os.unlink(sys.argv[2])"
+    with subprocess.Popen([sys.executable, "-c", seen_again, kept, seen]) as process:
+        try:
+            while min(outcomes["opened"], outcomes["removed"]) < 200:
+                outcomes[open_outcome(seen)] += 1
+        finally:
+            process.kill()
+
+
+def open_outcome(path: Path) -> str:
+    try:
+        MappedShards(path)
+    except OSError:
+        return "removed"
+    return "opened"
 
 
 # --- the policy

@@ -113,6 +113,8 @@ class MappedShards:
             self._file = safe_open(path, framework="pt")
         except SafetensorError as error:
             raise ValueError(f"{path.name} is not a safetensors file: {error}") from error
+        except RuntimeError as error:  # safetensors opens a file twice; torch, the second, says so where it was removed in between
+            raise OSError(f"{path.name} can't be opened: {error}") from error
 
     def tensor(self, part: Slice) -> Tensor:
         """Return a slice's elements in order (one dim), read-only; raises ValueError where the file does not hold the slice."""
