@@ -48,11 +48,28 @@ PARTS: dict[str, Callable[[str], bool]] = {
 }
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    """Prepare a process that runs tests."""
+    restore_signals()
+    if config.getoption("--part") == "untimed" and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
+        keep_to_one_core(int(worker.removeprefix("gw")))
+
+
+def restore_signals() -> None:
     """Restore the signals that nohup and a shell's & ignore: children of the tests inherit them and must be stoppable."""
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, handler)
+
+
+def keep_to_one_core(worker: int) -> None:
+    """Keep a test worker, and the ranks that it will start, to one core.
+
+    Ranks of tiny models mostly wait for each other's messages, and a wake-up on the same core costs less than one across cores, above all
+    in virtual machines.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[worker % len(cores)]})
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
