@@ -39,6 +39,7 @@ THEIRS: dict[str, dict[str, Any]] = {
     "yarn, beta":                YARN | {"beta_fast": 8.0, "beta_slow": 0.5, "truncate": False},
     "yarn, attention_factor":    YARN | {"attention_factor": 0.7},
     "yarn, mscale":              YARN | {"mscale": 0.707, "mscale_all_dim": 1.4},
+    "yarn, nothing is stretched whole": YARN | {"rope_theta": 1.3},  # the ramp would end beyond the last frequency
     "yarn, factor from lengths": {key: value for key, value in YARN.items() if key != "factor"} | {"factor": None},
 }
 # fmt: on
