@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import sleep
@@ -172,7 +173,8 @@ def trained(folder: Path) -> list[float]:
 
 
 def _state_of_ranks(run_folder: Path) -> str:
-    """Return the processes of a run folder and its ranks' logs, to which they have written their stacks; end the processes."""
+    """Return the processes of a run folder and its ranks' logs, to which they have written their stacks; end the processes, of which
+    torchrun's write theirs too."""
     pids = [int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()]
     commands = {pid: command for pid in pids if bytes(run_folder) in (command := _command_line(pid))}
     for pid, command in commands.items():
@@ -180,8 +182,11 @@ def _state_of_ranks(run_folder: Path) -> str:
             os.kill(pid, signal.SIGUSR2)
     sleep(1.0)
     logs = [f"{file}: {file.read_text()[-3000:]}" for file in run_folder.glob("ranks/*.log")]
-    for pid in commands:
-        os.kill(pid, signal.SIGKILL)
+    for ending in (signal.SIGABRT, signal.SIGKILL):
+        for pid in commands:
+            with suppress(ProcessLookupError):
+                os.kill(pid, ending)
+        sleep(1.0)
     return "\n".join([*(f"{pid}: {command!r}" for pid, command in commands.items()), *logs])
 
 
@@ -213,7 +218,7 @@ class ScriptRun:
         """Wait for all of them; return what they printed, and where one does not end, the stacks of its ranks and the processes."""
         with ThreadPoolExecutor() as pool:
             waiting = [pool.submit(each.communicate) for each in self.started]
-            ended = wait(waiting, timeout=240)
+            ended = wait(waiting, timeout=400)  # torchrun waits 300 s for an agent that does not answer
             further = [_state_of_ranks(run_folder)] if ended.not_done else []
             said = ["".join(each.result())[-3000:] for each in waiting]
         hosts = enumerate(zip(self.started, said, strict=True))
@@ -232,7 +237,14 @@ def made(
     commands = FakeCommands(tmp_path / "stand-ins")
     for name, does in {"scontrol": SCONTROL, "srun": SRUN, "sbatch": SBATCH}.items():
         commands.put(name, does)
-    known = {**os.environ, "PATH": commands.path(), "OMP_NUM_THREADS": "1", "SLURM_JOB_NODELIST": "h[1-2]", "CUDA_VISIBLE_DEVICES": ""}
+    known = {
+        **os.environ,
+        "PATH": commands.path(),
+        "OMP_NUM_THREADS": "1",
+        "SLURM_JOB_NODELIST": "h[1-2]",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONFAULTHANDLER": "1",
+    }
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "one.txt").write_text(sample_text())
     shutil.copyfile(RECIPES / "quickstart.yaml", tmp_path / "mine.yaml")
