@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pkgutil import resolve_name
 
 import torch
@@ -31,7 +32,15 @@ def build_engine(run: Run, grid: Grid, name: str | None) -> Engine:
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else DeepSpeed compiles parts of itself: seconds a rank
         disable_compile()
     engine = engine_class(name)
-    partition = engine.parameter_partitioner(run, grid)
+    stages = build_stages(run, grid, engine.parameter_partitioner(run, grid))
+    if run.train.compile:
+        for stage in stages:
+            stage.module.compile()
+    return engine(run, stages, grid)  # dp (ZeRO) and the pipeline schedule
+
+
+def build_stages(run: Run, grid: Grid, partition: Callable[[nn.Parameter], None] | None = None) -> list[StageModel]:
+    """Build this rank's parts of the model; `partition` is called with each parameter as soon as it is allocated."""
     stages = []
     for part in grid.position.parts:  # pp: the layers of this rank, in two parts under dualpipev
         if is_made_by_transformers(run.model):
@@ -55,10 +64,7 @@ def build_engine(run: Run, grid: Grid, name: str | None) -> Engine:
             last=part.last,
         )
         stages.append(StageModel(module=module, weight_shards=shards, tied=tied))
-    if run.train.compile:
-        for stage in stages:
-            stage.module.compile()
-    return engine(run, stages, grid)  # dp (ZeRO) and the pipeline schedule
+    return stages
 
 
 def engine_class(name: str | None) -> type[Engine]:

@@ -1,0 +1,146 @@
+"""The bytes that DeepSpeed's optimizer step holds and moves: its own code on real tensors of one CPU rank, under a counter of live bytes.
+
+A rank of N holds and moves the same for each element of its part. Activations are left out: sequences are four tokens long.
+
+Run `python -m distrain.scripts.trace_cuda.optimizer_step ZERO PRECISION GRADIENTS MICROS`; it prints a line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from ...cli.config.load import load_recipe
+from ...trainer.loop.build import build_engine
+from ...trainer.parallel.process_groups import make_grid
+from ...trainer.parallel.world import World, join_ranks
+from ...trainer.plan.mesh_position import mesh_position
+from ...trainer.plan.plan import make_plan
+from ...trainer.spec.run import Run
+from .live_bytes import NO_KERNEL, LiveBytes
+
+SEQ, LAYERS, STEPS = 4, (2, 6), 3
+MODEL = ("model.hidden=256", "model.heads=4", "model.vocab=512", "parallel.bucket=100000")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBytes:
+    """Bytes for each parameter of one rank, but for `waits`.
+
+    `after` is what it holds between two steps, weights included; `passes` the most that it holds in forward and backward; `step` the most
+    in the optimizer's step, from the last gradient to the new weights; `moved` what the operators of that step read and write.
+    `waits` is how often the host reads a number from the device in that step.
+    """
+
+    after: float
+    passes: float
+    step: float
+    moved: float
+    waits: float
+
+
+class MovedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes that operators read and write, and how often the host reads a number."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes = self.waits = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._overloadpacket.__name__
+        self.waits += name == "_local_scalar_dense"
+        if func.namespace == "aten" and name not in NO_KERNEL:
+            given = list(zip(func._schema.arguments, args, strict=False))
+            written = [value for argument, value in given if argument.alias_info and argument.alias_info.is_write]
+            only_written = written if name in ("copy_", "fill_", "zero_") else []
+            read = [value for _, value in given if not any(value is each for each in only_written)]
+            made = [] if written else [result]
+            self.bytes += _bytes(read) + _bytes(list((kwargs or {}).values())) + _bytes(written) + _bytes(made)
+        return result
+
+
+def _bytes(values: list[Any]) -> int:
+    return sum(each.nbytes for each in tree_iter(values) if isinstance(each, Tensor))
+
+
+def measure_step(zero: int, precision: str, gradients: str, micros: int) -> StepBytes:
+    """Return the bytes of a step, from two models that differ in their number of layers."""
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+    world = join_ranks("cpu")
+    words = (f"parallel.zero={zero}", f"train.precision={precision}", f"train.gradients={gradients}", f"train.batch={micros}")
+    measured = []
+    for layers in LAYERS:
+        fixed = ("cluster=1x1", "device=cpu", "train.microbatch=1", f"train.seq={SEQ}", f"model.layers={layers}")
+        run = load_recipe("quickstart", [*fixed, *MODEL, *words])
+        measured.append((make_plan(run).model.parameters, _measure(run, world)))  # type: ignore[union-attr]
+    (few, small), (many, large) = measured
+    return StepBytes(**{key: (large[key] - small[key]) / (many - few) if key != "waits" else large[key] for key in small})
+
+
+def _measure(run: Run, world: World) -> dict[str, float]:
+    """Return the counts of the last of some steps."""
+    live, moved, found = LiveBytes("cpu", block=1), MovedBytes(), dict[str, float]()
+    with live:
+        engine: Any = build_engine(run, make_grid(world, mesh_position(run, 0)), make_plan(run).engine)
+        tokens = torch.zeros(1, SEQ, dtype=torch.long)
+        with _around_last_step(engine, live, moved, found):
+            for _ in range(STEPS):
+                live.restart_peak()
+                engine.step(lambda index: (tokens, tokens, {}), 1e-4, engine.micros * SEQ)
+        found["after"] = live.now
+    return found
+
+
+@contextmanager
+def _around_last_step(engine: Any, live: LiveBytes, moved: MovedBytes, found: dict[str, float]) -> Iterator[None]:
+    """Count from the end of each step's passes: DeepSpeed's `step` of the last micro-batch, and what our engine does before it."""
+    is_finite, step = engine._is_finite, engine.engine.step
+
+    def begin(loss: Tensor) -> bool:
+        found["passes"] = live.peak
+        live.restart_peak()
+        moved.bytes = moved.waits = 0
+        with moved:
+            return bool(is_finite(loss))
+
+    def take_step(*given: Any) -> Any:
+        if not engine.engine.is_gradient_accumulation_boundary():
+            return step(*given)
+        with moved:
+            result = step(*given)
+        found.update(step=live.peak, moved=moved.bytes, waits=moved.waits)
+        return result
+
+    engine._is_finite, engine.engine.step = begin, take_step
+    yield
+    engine._is_finite, engine.engine.step = is_finite, step
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+def main() -> None:
+    """Print what one configuration's step holds and moves."""
+    zero, precision, gradients, micros = sys.argv[1:]
+    print(json.dumps(asdict(measure_step(int(zero), precision, gradients, int(micros)))), flush=True)
+    os._exit(0)  # DeepSpeed's threads and process groups need no orderly end
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""The forward and backward passes of one rank of a run, traced on fake CUDA tensors: what they keep, hold, send and launch.
+
+Nothing here comes from the planner's costs: the modules are those that `fit` builds, for a rank of a process group that sends nothing.
+Import this after `load_device_guard`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ...trainer.loop.build import DTYPES, build_stages
+from ...trainer.loop.data.samples.batches import Batch
+from ...trainer.loop.model_inputs import model_inputs
+from ...trainer.parallel.ledger import Ledger
+from ...trainer.parallel.process_groups import Grid, make_grid
+from ...trainer.parallel.rank_model import head_shards
+from ...trainer.parallel.saved_bytes import SavedTensors, count_saved_tensors
+from ...trainer.parallel.world import World
+from ...trainer.plan.layout.schedules import SCHEDULES
+from ...trainer.plan.mesh_position import mesh_position
+from ...trainer.plan.message_comparison import MessageRow
+from ...trainer.spec.run import Run
+from .gpu_kernels import gpu_kernels
+from .live_bytes import LiveBytes, storage_bytes
+
+CUDA = torch.device("cuda", 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTrace:
+    """What the passes of one rank do. Bytes.
+
+    `kept` is what the forward pass of a micro-batch keeps for backward, `kept_by_layer` the part of each layer of the model. `peak` is the
+    most that the step's passes hold at once beside the weights, `gradients` what of them is left at the end, `at` the operator that runs
+    at the peak. `messages` are those of the passes, `kernels` those that a micro-batch launches.
+    """
+
+    rank: int
+    stage: int
+    parameters: int
+    kept: int
+    kept_by_layer: dict[int, int]
+    peak: int
+    gradients: int
+    at: str
+    messages: list[MessageRow]
+    kernels: int
+
+
+def trace_rank(run: Run, rank: int) -> RankTrace:
+    """Trace the passes of one step of a rank, of at most two micro-batches without a pipeline: the others repeat the second."""
+    with ExitStack() as stack:
+        grid = stack.enter_context(fake_grid(run, rank))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(gpu_kernels(run.train.microbatch * run.train.seq // run.parallel.cp * run.model.top_k))
+        return _Passes(run, grid, [stage.module for stage in build_stages(run, grid)]).trace()
+
+
+@contextmanager
+def fake_grid(run: Run, rank: int) -> Iterator[Grid]:
+    """The process groups of one rank of a run, whose messages go nowhere."""
+    size = run.cluster.nodes * run.cluster.gpus
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    make_group = dist.new_group
+
+    def own_group(ranks: list[int], **options: Any) -> Any:
+        return make_group(ranks, **options) if rank in ranks else None  # thousands of others would take minutes
+
+    try:
+        with patch.object(dist, "new_group", own_group):
+            grid = make_grid(
+                World(rank=rank, size=size, device=CUDA), mesh_position(run, rank), copies=head_shards(run, run.parallel.tp).copies
+            )
+        yield grid
+    finally:
+        dist.destroy_process_group()
+
+
+class _Passes:
+    """The forward and backward passes of one step, on the parts of the model that a rank has."""
+
+    def __init__(self, run: Run, grid: Grid, parts: Sequence[Any]) -> None:
+        self.run, self.grid, self.parts = run, grid, parts
+        self.micros = run.train.batch // (grid.size("dp") * run.train.microbatch)
+        self.parameters = list({id(each): each for part in parts for each in part.parameters()}.values())
+        self.live, self.ledger = LiveBytes("cuda"), Ledger(grid)
+        self.outputs: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # of (part, micro-batch): its input and output
+        self.kept, self.kept_by_layer = 0, dict[int, int]()
+
+    def trace(self) -> RankTrace:
+        """Run the step and return what it did."""
+        self.live.add(self.parameters)
+        weights, kernels = self.live.now, 0
+        with self.live, self.ledger:
+            for kind, micro, part in self._actions():
+                before = self.live.kernels
+                if kind == "F":
+                    self._forward(part, micro)
+                else:
+                    self._backward(part, micro)
+                kernels += self.live.kernels - before if micro == 0 else 0
+        return RankTrace(
+            rank=self.grid.world.rank,
+            stage=self.grid.position.coordinates["pp"],
+            parameters=sum(each.numel() for each in self.parameters),
+            kept=self.kept,
+            kept_by_layer=self.kept_by_layer,
+            peak=self.live.peak - weights,
+            gradients=storage_bytes(each.grad for each in self.parameters if each.grad is not None),
+            at=self.live.peak_operator,
+            messages=self.ledger.rows,
+            kernels=kernels,
+        )
+
+    def _actions(self) -> list[tuple[str, int, int]]:
+        """(F or B, micro-batch, part) in the order in which this rank runs them."""
+        stages, schedule = self.grid.position.mesh.pp, SCHEDULES[self.run.parallel.schedule]
+        if stages == 1:
+            return [(kind, micro, 0) for micro in range(min(2, self.micros)) for kind in "FB"]
+        stage = self.grid.position.coordinates["pp"]
+        return [(each.kind, each.micro, each.chunk) for each in schedule.actions(stage, stages, self.micros, self.run.parallel.chunks)]
+
+    def _forward(self, part: int, micro: int) -> None:
+        run, module = self.run, self.parts[part]
+        tokens, labels, further = model_inputs(run, self._batch(), self.grid, 0)
+        stream = None if module.first else self._hidden_states(module).requires_grad_()
+        if micro:
+            output, _ = module(tokens, labels, stream=stream, **further)
+        else:
+            keys = further.get("keys")
+            with count_saved_tensors(self.parameters, [tokens, labels], [keys.states] if keys else []) as saved:
+                output = self._forward_by_layer(module, saved, lambda: module(tokens, labels, stream=stream, **further)[0])
+            self.kept += saved.bytes_except(self.parameters)
+        self.outputs[part, micro] = stream, output
+
+    def _forward_by_layer(self, module: Any, saved: SavedTensors, call: Callable[[], Tensor]) -> Tensor:
+        """Call a forward pass, and count what each layer keeps."""
+        hooks = []
+        for name, layer in module.layers.items():
+            number = int(name)
+
+            def begin(*_: Any, number: int = number) -> None:
+                self.kept_by_layer[number] = -saved.bytes
+
+            def end(*_: Any, number: int = number) -> None:
+                self.kept_by_layer[number] += saved.bytes
+
+            hooks += [layer.register_forward_pre_hook(begin), layer.register_forward_hook(end)]
+        try:
+            return call()
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _backward(self, part: int, micro: int) -> None:
+        """Run a backward pass; a part that is not the last receives its output's gradient first."""
+        _, output = self.outputs[part, micro]
+        gradient = torch.empty_like(output) if output.dim() else torch.ones_like(output)
+        torch.autograd.backward([output], [gradient])
+        del self.outputs[part, micro]
+
+    def _batch(self) -> Batch:
+        size = (self.run.train.microbatch, self.run.train.seq)
+        tokens, labels = torch.zeros(size, dtype=torch.long), torch.zeros(size, dtype=torch.long)
+        documents = torch.zeros(size, dtype=torch.long) if self.run.data.documents else None
+        return Batch(tokens=tokens, labels=labels, samples=torch.zeros(size[0], dtype=torch.long), documents=documents)
+
+    def _hidden_states(self, module: Any) -> Tensor:
+        """Return what the stage before sends: hidden states [B, S, H], or this rank's part of the sequence."""
+        run = self.run
+        seq = run.train.seq // run.parallel.cp // (run.parallel.tp if run.parallel.sequence else 1)
+        return torch.empty(run.train.microbatch, seq, run.model.hidden, dtype=DTYPES[run.train.precision], device=CUDA)
