@@ -8,6 +8,7 @@ sequence parallelism f all-gathers and its backward reduce-scatters; g is the re
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +69,8 @@ class _Copy(torch.autograd.Function):
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        if torch.compiler.is_compiling():
+            return all_reduce(x.clone(), group)
         ctx.mark_dirty(x)
         return all_reduce(x, group)
 
@@ -106,16 +109,24 @@ def all_reduce(x: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
     return x
 
 
+def _is_async() -> bool:
+    return not torch.compiler.is_compiling()
+
+
 class AsyncAllGather:
-    """An all-gather, under way, of each rank's part of the sequence [B, s, ...]; wait() returns [B, S, ...]."""
+    """An all-gather, under way, of each rank's part of the sequence [B, s, ...]; wait() returns [B, S, ...].
+
+    A compiled graph holds no message under way, so that there it is done at once; so are the others.
+    """
 
     def __init__(self, x: Tensor, group: Group) -> None:
         self.ranks, self.own = group.size, x.contiguous()
         self.received = x.new_empty((group.size * x.shape[0], *x.shape[1:]))  # [T B, s, ...]
-        self.work = dist.all_gather_into_tensor(self.received, self.own, group=group.handle, async_op=True)
+        self.work = dist.all_gather_into_tensor(self.received, self.own, group=group.handle, async_op=_is_async())
 
     def wait(self) -> Tensor:
-        self.work.wait()
+        if self.work is not None:
+            self.work.wait()
         return torch.unflatten(self.received, 0, (self.ranks, -1)).transpose(0, 1).flatten(1, 2)
 
 
@@ -125,10 +136,11 @@ class AsyncReduceScatter:
     def __init__(self, x: Tensor, group: Group) -> None:
         self.sent = torch.unflatten(x, 1, (group.size, -1)).transpose(0, 1).contiguous()  # [T, B, s, ...]
         self.received = torch.empty_like(self.sent[0])
-        self.work = dist.reduce_scatter_tensor(self.received, self.sent.flatten(0, 1), group=group.handle, async_op=True)
+        self.work = dist.reduce_scatter_tensor(self.received, self.sent.flatten(0, 1), group=group.handle, async_op=_is_async())
 
     def wait(self) -> Tensor:
-        self.work.wait()
+        if self.work is not None:
+            self.work.wait()
         return self.received
 
 
@@ -137,10 +149,11 @@ class _AsyncAllReduce:
 
     def __init__(self, x: Tensor, group: Group) -> None:
         self.x = x
-        self.work = dist.all_reduce(x, group=group.handle, async_op=True)
+        self.work = dist.all_reduce(x, group=group.handle, async_op=_is_async())
 
     def wait(self) -> Tensor:
-        self.work.wait()
+        if self.work is not None:
+            self.work.wait()
         return self.x
 
 
@@ -234,8 +247,17 @@ def column_products(
 ) -> tuple[Tensor, ...]:
     """Return f(x) W + b for each weight [I, O] (transposed: [O, I]). Backward sends the input's gradient while it computes the
     weights' gradients."""
+    if not torch.is_grad_enabled():  # a compiled evaluation can't trace the function
+        return _whole_products(x, tp, transposed, weights, biases)
     outputs: tuple[Tensor, ...] = _ColumnProducts.apply(x, tp, transposed, *weights, *biases)  # type: ignore[no-untyped-call]
     return outputs
+
+
+def _whole_products(
+    x: Tensor, tp: TensorParallel, transposed: bool, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> tuple[Tensor, ...]:
+    whole = AsyncAllGather(x, tp.group).wait() if tp.sequence else x
+    return tuple(affine(whole, weight.mT if transposed else weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
 
 class _ColumnProducts(torch.autograd.Function):
@@ -247,8 +269,7 @@ class _ColumnProducts(torch.autograd.Function):
         weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
         ctx.save_for_backward(x if any(weight.requires_grad for weight in weights) else None, *weights)
         ctx.tp, ctx.transposed, ctx.has_bias = tp, transposed, [bias is not None for bias in biases]
-        whole = AsyncAllGather(x, tp.group).wait() if tp.sequence else x
-        return tuple(affine(whole, weight.mT if transposed else weight, bias) for weight, bias in zip(weights, biases, strict=True))
+        return _whole_products(x, tp, transposed, weights, biases)
 
     @staticmethod
     @once_differentiable

@@ -35,8 +35,19 @@ def build_engine(run: Run, grid: Grid, name: str | None) -> Engine:
     stages = build_stages(run, grid, engine.parameter_partitioner(run, grid))
     if run.train.compile:
         for stage in stages:
-            stage.module.compile()
+            compile_layers(stage.module)
     return engine(run, stages, grid)  # dp (ZeRO) and the pipeline schedule
+
+
+def compile_layers(module: nn.Module, backend: str = "inductor") -> None:
+    """Compile each layer of a part, all into one graph; a module without layers of ours as a whole.
+
+    Embedding, head and loss stay as they are: a graph of the whole model takes minutes to compile.
+    """
+    torch._dynamo.config.allow_unspec_int_on_nn_module = True  # layers differ in their number alone, by which dropout is keyed
+    layers = getattr(module, "layers", None)
+    for each in layers.values() if isinstance(layers, nn.ModuleDict) else [module]:
+        each.compile(backend=backend)
 
 
 def build_stages(run: Run, grid: Grid, partition: Callable[[nn.Parameter], None] | None = None) -> list[StageModel]:

@@ -1,0 +1,64 @@
+"""train.compile: the layers of a dense model are one graph without breaks, in every layout, and train what uncompiled ones do."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distrain.cli.config.load import load_recipe
+
+PROGRAM = Path(__file__).parents[1] / "rank_programs" / "compiled_layers.py"
+LAYOUTS = (
+    "model=tiny cluster.gpus=1",
+    "model=tiny model.dropout=0.1 cluster.gpus=1",
+    "model=tiny_llama cluster.gpus=1 parallel.recompute=full",
+    "model=tiny_llama cluster.gpus=1 parallel.recompute=selective data.documents=true",
+    "model=tiny_llama cluster.gpus=1 model.window=8",
+    "model=tiny cluster.gpus=2 parallel.tp=2",
+    "model=tiny_llama cluster.gpus=2 parallel.tp=2 parallel.sequence=true",
+    "model=tiny_llama cluster.gpus=4 parallel.tp=2 parallel.cp=2 parallel.sequence=true parallel.recompute=selective",
+)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, dict[str, Any]]:
+    """The answers of a process of its own: the tests' own one has put torch's compiler out of use."""
+    known = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "0"}
+    done = subprocess.run([sys.executable, str(PROGRAM), *LAYOUTS], env=known, capture_output=True, text=True, timeout=900)
+    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(answers) == len(LAYOUTS), done.stderr[-3000:]
+    return dict(zip(LAYOUTS, answers, strict=True))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layers_are_one_graph_without_breaks(layout: str, compiled: dict[str, dict[str, Any]]) -> None:
+    """A second graph for dropout, whose layer number is a variable of the graph from the second layer on; one more for evaluation."""
+    graphs = 2 if "dropout" in layout else 1
+    found = compiled[layout]
+    assert found["breaks"] == []
+    assert (found["trained"], found["evaluated"]) == (graphs, graphs + 1)
+    assert found["apart"] < 1e-5
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the compiler is found on Linux")
+@pytest.mark.parametrize("layout", ["cluster.gpus=1 parallel.zero=1", "cluster.gpus=2 parallel.pp=2 parallel.dp=1 parallel.zero=0"])
+def test_an_engine_trains_compiled_layers(layout: str, tmp_path: Path) -> None:
+    words = ["data=synthetic", "model=tiny", "model.layers=2", "train.seq=32", "train.steps=3", "optim.warmup=0", "train.evaluate.every=0"]
+    losses = []
+    for compile_layers in ("true", "false"):
+        folder = tmp_path / compile_layers
+        run = [*words, *layout.split(), f"train.compile={compile_layers}", f"log.dir={folder}", "log.every=1", "checkpoint.every=0"]
+        assert load_recipe("quickstart", run).train.compile == (compile_layers == "true")
+        done = subprocess.run(
+            [sys.executable, "-m", "distrain", "fit", "conf=quickstart", *run], capture_output=True, text=True, timeout=900
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        losses.append([json.loads(line)["loss"] for line in (folder / "quickstart" / "metrics.jsonl").read_text().splitlines()])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5, rel=0)
+    assert len(losses[0]) == 3

@@ -1,0 +1,95 @@
+"""One rank compiles the layers of small models in several layouts, among ranks that send nothing. Prints a line of JSON for each layout:
+graphs after two training steps, graphs after an evaluation and one more step, graph breaks, and how far gradients are from uncompiled ones.
+
+Graphs are traced and differentiated, and not lowered to kernels: that takes minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from distrain.cli.config.load import load_recipe
+from distrain.trainer.loop.build import build_stages, compile_layers
+from distrain.trainer.loop.data.samples.batches import Batch
+from distrain.trainer.loop.model_inputs import model_inputs
+from distrain.trainer.parallel.process_groups import Grid, make_grid
+from distrain.trainer.parallel.rank_model import head_shards
+from distrain.trainer.parallel.world import World
+from distrain.trainer.plan.mesh_position import mesh_position
+from distrain.trainer.spec.run import Run
+
+SEQ = 32
+WORDS = (
+    "data=synthetic",
+    f"train.seq={SEQ}",
+    "train.steps=100",
+    "train.microbatch=2",
+    "parallel.zero=0",
+    "parallel.dp=1",
+    "model.layers=3",
+)
+
+
+def compile_and_train(run: Run, grid: Grid) -> dict[str, Any]:
+    """Train and evaluate a rank's compiled layers, and compare with the same layers uncompiled."""
+    torch._dynamo.reset()
+    counters.clear()
+    (stage,) = build_stages(run, grid)
+    module: Any = stage.module
+    expected = gradients(run, grid, module, 0)
+    compile_layers(module, backend="aot_eager")
+    found = gradients(run, grid, module, 0)
+    gradients(run, grid, module, 1)
+    trained = counters["stats"]["unique_graphs"]
+    module.eval()
+    with torch.no_grad():
+        tokens, labels, further = model_inputs(run, batch(run), grid, None)
+        module(tokens, labels, **further)
+    module.train()
+    gradients(run, grid, module, 2)
+    return {
+        "trained": trained,
+        "evaluated": counters["stats"]["unique_graphs"],
+        "breaks": list(counters["graph_break"]),
+        "apart": max((ours - theirs).abs().max().item() / theirs.abs().max().item() for ours, theirs in zip(found, expected, strict=True)),
+    }
+
+
+def gradients(run: Run, grid: Grid, module: Any, step: int) -> list[torch.Tensor]:
+    """Return the gradient of each weight."""
+    tokens, labels, further = model_inputs(run, batch(run), grid, step)
+    loss, _ = module(tokens, labels, **further)
+    return list(torch.autograd.grad(loss, list(module.parameters())))
+
+
+def batch(run: Run) -> Batch:
+    """Return a micro-batch, of two documents a sample if they are apart."""
+    tokens = torch.arange(2 * SEQ).view(2, SEQ) * 7 % 250
+    documents = torch.arange(SEQ).expand(2, SEQ) // 20 if run.data.documents else None
+    return Batch(tokens=tokens, labels=tokens, samples=torch.arange(2), documents=documents)
+
+
+def main() -> None:
+    """Answer each argument: a layout's overrides, separated by spaces."""
+    for words in sys.argv[1:]:
+        run = load_recipe("quickstart", [*WORDS, *words.split()])
+        size = run.cluster.nodes * run.cluster.gpus
+        dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+        world = World(rank=0, size=size, device=torch.device("cpu"))
+        grid = make_grid(world, mesh_position(run, 0), copies=head_shards(run, run.parallel.tp).copies)
+        print(json.dumps(compile_and_train(run, grid)), flush=True)
+        dist.destroy_process_group()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
