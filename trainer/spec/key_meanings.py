@@ -129,7 +129,7 @@ KEYS = {
     "train.gradients":              Key("what gradients are accumulated in; auto: as precision"),
     "train.attention":              Key("flash: a fused attention kernel; math: separate kernels"),
     "train.flops":                  Key("what MFU counts: parameters 6 FLOP for each and token, attention its products too"),
-    "train.compile":                Key("torch.compile the model"),
+    "train.compile":                Key("compile each layer with torch.compile"),
     "train.seed":                   Key("seed of the weights, the order of the data and dropout"),
     "train.clip":                   Key("global gradient norm at which gradients are clipped; 0: not"),
     "train.skip":                   Key("steps in a row that may be skipped because a loss or gradient is not finite", "steps"),
