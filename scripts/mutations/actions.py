@@ -92,7 +92,8 @@ def run_tests(names: Sequence[str]) -> dict[str, Any]:
             places = {name: place for place, name in enumerate(names)}
 
             def place(item: Any) -> int:
-                return places.get(item.nodeid, places.get(item.nodeid.partition("::")[0], len(places)))
+                kept = (item.nodeid, item.nodeid.partition("[")[0], item.nodeid.partition("::")[0])
+                return next((places[name] for name in kept if name in places), len(places))
 
             items.sort(key=place)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, Literal
 
-from .chosen_tests import slow_files
+from .chosen_tests import slow_tests
 from .copies import ROOT, Copy
 from .equivalents import Equivalents
 from .executed_lines import RUNNING, TOO_LONG, TRAINED, is_reached
@@ -19,7 +19,7 @@ from .mutated_files import files_to_mutate
 from .recorded_tests import RecordedTest, choose_recorded
 from .sites import Mutation, mutated_source
 
-PROVE_SECONDS, TEST_SECONDS, SLOW_SECONDS, ONE_TEST_SECONDS = 900.0, 300.0, 240.0, 150.0  # hard limits of a mutation
+PROVE_SECONDS, TEST_SECONDS, SLOW_SECONDS, ONE_TEST_SECONDS = 900.0, 300.0, 150.0, 150.0  # hard limits of a mutation
 IMPORTED = "imported"  # the lines that a proof runs before its first layout
 
 Verdict = Literal["prove", "tests", "equivalent", "survived"]
@@ -128,7 +128,7 @@ class MutationCampaign:
         First the quick tests that run the statement, then the slow ones of its rooms.
         """
         quick = choose_recorded(self.tests, mutation.path, mutation.lines)
-        slow = slow_files(self.copy.root, mutation.path)
+        slow = slow_tests(self.copy.root, mutation.path)
         for names, seconds in ((quick, TEST_SECONDS), (slow, SLOW_SECONDS)):
             if names and (found := self._failing_test(mutation, names, seconds)):
                 return found

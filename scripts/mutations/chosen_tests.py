@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 # fmt: off
@@ -30,16 +30,23 @@ def quick_files(root: Path) -> list[str]:
     return [_relative(root, each) for each in _test_files(root) if each.stem not in (*slow, *timed)]
 
 
-def slow_files(root: Path, path: str) -> list[str]:
-    """The files of slow tests for an error in a file, by their paths from the checkout's root: those that name its module, then those of
-    its rooms, the quickest first."""
+def slow_tests(root: Path, path: str) -> list[str]:
+    """The slow tests for an error in a file, by their ids from the checkout's root: first those that start a rank program which imports its
+    module, for these compare ranks with one process at once; then the files that name the module, then those of its rooms, the quickest
+    first."""
     module = f"distrain.{path.removesuffix('.py').replace('/', '.')}"
     slow, _ = _slow_and_timed(root / "tests" / "conftest.py")
     rooms = next(folders for room, folders in ROOMS.items() if path.startswith(f"{room}/"))
     files = [each for each in _test_files(root) if each.stem in slow]
     naming = {each for each in files if _names(root, each, module)}
     chosen = [each for each in files if each in naming or each.parent.name in rooms]
-    return [_relative(root, each) for each in sorted(chosen, key=lambda each: (each not in naming, -slow.index(each.stem)))]
+    programs = {each.name for each in (root / "tests" / "rank_programs").glob("*.py") if _names(root, each, module)}
+    starting = {each: _tests_that_start(each, programs) if each.parent.name in rooms else [] for each in chosen}
+    chosen.sort(key=lambda each: (each not in naming and not starting[each], -slow.index(each.stem)))
+    return [
+        *(f"{_relative(root, each)}::{test}" for each in chosen for test in starting[each]),
+        *(_relative(root, each) for each in chosen),
+    ]
 
 
 def _test_files(root: Path) -> list[Path]:
@@ -56,6 +63,24 @@ def _names(root: Path, file: Path, module: str) -> bool:
     helpers = [name for name in imported if name.startswith("distrain.tests.")]
     paths = (root / f"{name.removeprefix('distrain.').replace('.', '/')}.py" for name in helpers)
     return module in imported or any(module in _imports(path) for path in paths if path.exists())
+
+
+def _tests_that_start(file: Path, programs: Collection[str]) -> list[str]:
+    """The tests of a file that start one of these rank programs, themselves or by a function of the file."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    functions = {each.name: _words(each) for each in tree.body if isinstance(each, ast.FunctionDef)}
+    starting = {name for name, words in functions.items() if not words.isdisjoint(programs)}
+    return [name for name, words in functions.items() if name.startswith("test_") and (name in starting or not words.isdisjoint(starting))]
+
+
+def _words(tree: ast.AST) -> set[str]:
+    """The names, arguments and texts in a tree."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Constant(value=str(word)) | ast.Name(id=word) | ast.arg(arg=word):
+                found.add(word)
+    return found
 
 
 def _imports(file: Path) -> set[str]:
