@@ -9,7 +9,7 @@ line and the slow ones of its rooms, up to the first that fails. One that nothin
 equivalents.json says why it changes nothing. A layout or a test that does not run a mutation's line is left out: the lines of each
 are recorded once for each state of the checkout, and kept in the user's cache folder.
 
-Exit status: 0 nothing survived; 1 a mutation survived; 2 the arguments are wrong; 130 Ctrl-C.
+Exit status: 0 nothing survived; 1 a mutation survived; 2 the arguments are wrong; 130 Ctrl-C, which prints the table of what was tried.
 """
 
 from __future__ import annotations
@@ -52,9 +52,11 @@ def main() -> int:
         return 2
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     drawn = draw(all_mutations(ROOT), arguments.seed, arguments.count, arguments.kinds)
+    tried: list[Tried] = []
     try:
-        tried = try_all(drawn, arguments.copies)
+        try_all(drawn, arguments.copies, tried)
     except KeyboardInterrupt:
+        print(f"stopped after {len(tried)} of {len(drawn)}", table(tried), sep="\n")
         return 130
     except RuntimeError as error:
         print(error, file=sys.stderr)
@@ -88,9 +90,10 @@ def show(text: str) -> None:
     print(text, flush=True)
 
 
-def try_all(mutations: Sequence[Mutation], copies: int) -> list[Tried]:
-    """Try mutations, as many at a time as there are copies of the checkout; everything that was started has ended afterwards."""
-    equivalents, tried, lock = read_equivalents(), list[Tried](), Lock()
+def try_all(mutations: Sequence[Mutation], copies: int, tried: list[Tried]) -> None:
+    """Try mutations, as many at a time as there are copies of the checkout, and add each to `tried`; everything that was started has ended
+    afterwards."""
+    equivalents, lock = read_equivalents(), Lock()
     with TemporaryDirectory(prefix="mutations.") as folder, ExitStack() as at_end:
         made = [at_end.enter_context(Copy(Path(folder) / str(number))) for number in range(copies)]
         executed = read_executed_lines(made[0], show)
@@ -104,7 +107,6 @@ def try_all(mutations: Sequence[Mutation], copies: int) -> list[Tried]:
                 show(progress_line(result, len(tried), len(mutations)))
 
         run_on_copies(made, mutations, try_one)
-    return tried
 
 
 def progress_line(tried: Tried, number: int, count: int) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from distrain.trainer.layers.counter_rng import dropout, dropout_keys, dropout_mask, hash64, normal, normal_at, splitmix64  # noqa: E402
+from distrain.trainer.layers.counter_rng import _chunk, dropout, dropout_keys, dropout_mask, hash64, normal, normal_at, splitmix64  # noqa: E402
 
 WHOLE = 300_000
 # Slices that begin and end inside a chunk, cross chunks, have odd bounds, one element or none.
@@ -84,6 +84,28 @@ def test_the_numbers_drawn_are_always_the_same() -> None:
     assert drawn == ["0x1.e97f320000000p-8", "-0x1.5c19c60000000p+0", "0x1.08fb020000000p+0", "-0x1.f3c57e0000000p-1"]
     mask = dropout_mask(states(1, 2), 32, 0.5).int()[0]
     assert ["".join(map(str, row)) for row in mask.tolist()] == ["10011110100001011001001010000111", "00011101001111100100111111100001"]
+
+
+def position_of(hashed: int, seed: int, name: str) -> int:
+    """The position at which the hash of a name is this: SplitMix64 backwards."""
+    for shift, factor in ((31, 0x94D049BB133111EB), (27, 0xBF58476D1CE4E5B9), (30, 0x9E3779B97F4A7C15)):
+        word = hashed
+        for _ in range(64 // shift):
+            word = hashed ^ word >> shift
+        hashed = (word - (hash64(seed, name) if shift == 30 else 0)) * pow(factor, -1, 2**64) % 2**64
+    return hashed - 2**64 if hashed >> 63 else hashed
+
+
+def test_the_smallest_and_the_largest_normals_are_finite_and_mirrored() -> None:
+    """At the multiples 1 and -1, and the first and last, of 2^-53; near 0 the inverse of the distribution is a line."""
+    ends = torch.tensor([position_of(hashed % 2**64, 5, "w") for hashed in (0, -1, -(2**63), 2**63 - 1)])
+    above, below, first, last = normal_at(5, "w", ends).tolist()
+    assert (above, below) == pytest.approx((math.sqrt(math.pi / 2) * 2**-53, -math.sqrt(math.pi / 2) * 2**-53), rel=1e-6)
+    assert -first == last == pytest.approx(-torch.special.ndtri(torch.tensor(2**-54, dtype=torch.float64)).item(), rel=1e-6)
+
+
+def test_a_gpu_draws_more_positions_at_a_time_than_fit_a_cores_cache() -> None:
+    assert _chunk(torch.device("cuda")) > _chunk(torch.device("cpu")) == _chunk(None) > 0
 
 
 def test_splitting_a_batch_does_not_change_the_dropout_mask() -> None:

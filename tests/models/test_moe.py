@@ -159,6 +159,13 @@ def test_a_near_tie_is_a_difference_within_rounding() -> None:
     assert int(near_tie_count(logits, E, torch.float32)) == 0
 
 
+def test_a_lead_of_sixteen_units_in_the_last_place_is_a_near_tie() -> None:
+    """Of the token's largest logit by magnitude, here -8."""
+    logits = torch.tensor([[[1.0, 1.0, 0.0, -8.0]]]).repeat(1, 2, 1)
+    logits[0, :, 1] -= torch.tensor([16, 17]) * 8 * torch.finfo(torch.float32).eps
+    assert near_tie_count(logits, 1, torch.float32) == 1
+
+
 def test_an_expert_takes_the_first_tokens_of_each_sequence_up_to_its_capacity() -> None:
     logits = torch.randn(B, S, E, generator=torch.Generator().manual_seed(1))
     room = 7

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from distrain.trainer.plan.layout.layout import balanced_layers, mesh_of
+from distrain.trainer.plan.layout.layout import ONE_BY_ONE, _almost_balanced_layers, balanced_layers, mesh_of
 from distrain.trainer.plan.layout.mesh import Mesh, RankRuns, mesh_order, split_group
 from distrain.trainer.spec.run import Parallel
 
@@ -140,3 +140,15 @@ def test_an_uneven_split_of_layers_minimizes_the_fullest_stage(layers: int, stag
 @given(st.integers(1, 8), st.integers(1, 8), st.floats(0, 9), st.floats(0, 9))
 def test_layers_that_divide_are_split_evenly(each: int, stages: int, first: float, last: float) -> None:
     assert balanced_layers(each * stages, stages, 1.0, first, last) == (each,) * stages
+
+
+@given(st.integers(2, 9), st.integers(10 * ONE_BY_ONE, 10**12), st.floats(0, 60), st.floats(0, 60))
+def test_of_a_huge_model_each_stage_leaves_two_or_three_layers_to_be_assigned_one_at_a_time(
+    stages: int, layers: int, first: float, last: float
+) -> None:
+    counts = _almost_balanced_layers(layers, stages, 1.0, first, last)
+    assert len(counts) == stages
+    assert 2 * stages <= layers - sum(counts) < 3 * stages
+    heaviest = max(loads(tuple(counts), 1.0, first, last))
+    assert heaviest - min(loads(tuple(counts), 1.0, first, last)) < 1
+    assert heaviest < (layers + first + last) / stages
