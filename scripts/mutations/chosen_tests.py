@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Collection, Sequence
+from functools import cache
 from pathlib import Path
 
 # fmt: off
@@ -22,6 +23,7 @@ ROOMS: dict[str, tuple[str, ...]] = {  # a folder of files to mutate: the folder
     "trainer/spec":                 ("spec", "loop"),
 }
 # fmt: on
+COMPARING = ("models", "parallel")  # folders of tests whose rank programs compare ranks with one process, which shows most in least time
 
 
 def quick_files(root: Path) -> list[str]:
@@ -31,17 +33,17 @@ def quick_files(root: Path) -> list[str]:
 
 
 def slow_tests(root: Path, path: str) -> list[str]:
-    """The slow tests for an error in a file, by their ids from the checkout's root: first those that start a rank program which imports its
-    module, for these compare ranks with one process at once; then the files that name the module, then those of its rooms, the quickest
-    first."""
+    """The slow tests for an error in a file, by their ids from the checkout's root: first tests of COMPARING and of its rooms that start a
+    rank program which imports its module, or one that imports it; then the files that name the module, then those of its rooms, the
+    quickest first."""
     module = f"distrain.{path.removesuffix('.py').replace('/', '.')}"
     slow, _ = _slow_and_timed(root / "tests" / "conftest.py")
     rooms = next(folders for room, folders in ROOMS.items() if path.startswith(f"{room}/"))
     files = [each for each in _test_files(root) if each.stem in slow]
     naming = {each for each in files if _names(root, each, module)}
     chosen = [each for each in files if each in naming or each.parent.name in rooms]
-    programs = {each.name for each in (root / "tests" / "rank_programs").glob("*.py") if _names(root, each, module)}
-    starting = {each: _tests_that_start(each, programs) if each.parent.name in rooms else [] for each in chosen}
+    programs = {each.name for each in (root / "tests" / "rank_programs").glob("*.py") if _names(root, each, module, among="distrain.")}
+    starting = {each: _tests_that_start(each, programs) if each.parent.name in {*rooms} & {*COMPARING} else [] for each in chosen}
     chosen.sort(key=lambda each: (each not in naming and not starting[each], -slow.index(each.stem)))
     return [
         *(f"{_relative(root, each)}::{test}" for each in chosen for test in starting[each]),
@@ -57,12 +59,11 @@ def _relative(root: Path, file: Path) -> str:
     return file.relative_to(root).as_posix()
 
 
-def _names(root: Path, file: Path, module: str) -> bool:
-    """Whether a test file, or a helper in tests/ that it imports, imports a module."""
-    imported = _imports(file)
-    helpers = [name for name in imported if name.startswith("distrain.tests.")]
-    paths = (root / f"{name.removeprefix('distrain.').replace('.', '/')}.py" for name in helpers)
-    return module in imported or any(module in _imports(path) for path in paths if path.exists())
+def _names(root: Path, file: Path, module: str, among: str = "distrain.tests.") -> bool:
+    """Whether a test file, or a module of ours that it imports, by default a helper in tests/, imports a module."""
+    imported = _imports(root, file)
+    paths = (root / f"{name.removeprefix('distrain.').replace('.', '/')}.py" for name in imported if name.startswith(among))
+    return module in imported or any(module in _imports(root, path) for path in paths if path.exists())
 
 
 def _tests_that_start(file: Path, programs: Collection[str]) -> list[str]:
@@ -83,15 +84,19 @@ def _words(tree: ast.AST) -> set[str]:
     return found
 
 
-def _imports(file: Path) -> set[str]:
+@cache
+def _imports(root: Path, file: Path) -> frozenset[str]:
     """The modules that a file imports, by their whole names."""
+    package = ("distrain", *file.relative_to(root).parts)
     found: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        if isinstance(node, ast.ImportFrom):
+            above = package[: -node.level] if node.level else ()
+            name = ".".join((*above, *((node.module,) if node.module else ())))
+            found |= {name, *(f"{name}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-    return found
+    return frozenset(found)
 
 
 def _slow_and_timed(conftest: Path) -> tuple[Sequence[str], Sequence[str]]:
