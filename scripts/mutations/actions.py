@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -16,6 +17,7 @@ from .forked_popen import install
 
 RECIPE = "tiny_full"
 PATIENCE = 25.0  # seconds that a layout has beside its steps
+BUSY_SECONDS = 40.0  # of processor time that a test's own process may use: longer is an endless loop
 RECORD = Path("lines.txt")
 MICROBATCH, RESUME = "microbatch", "resume"  # the checks beside the layouts
 
@@ -100,6 +102,14 @@ def run_tests(names: Sequence[str]) -> dict[str, Any]:
         def pytest_runtest_logstart(self, nodeid: str) -> None:
             os.write(1, f"\n{RUNNING} {nodeid}\n".encode())
 
+        @hook(wrapper=True)  # type: ignore[untyped-decorator]
+        def pytest_runtest_call(self, item: Any) -> Generator[None, object, object]:
+            signal.setitimer(signal.ITIMER_VIRTUAL, BUSY_SECONDS, BUSY_SECONDS)
+            try:
+                return (yield)
+            finally:
+                signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
         def pytest_runtest_logreport(self, report: Any) -> None:
             if report.failed:
                 failed.append(report.nodeid)
@@ -108,8 +118,13 @@ def run_tests(names: Sequence[str]) -> dict[str, Any]:
             if report.failed:
                 failed.append(report.nodeid)
 
+    signal.signal(signal.SIGVTALRM, _stop_test)
     status = _run_pytest(["-x", *names], FailureWatch())
     return {"found": failed[0] if failed else "" if status in (0, 5) else f"pytest ended with {status}"}
+
+
+def _stop_test(*_: object) -> None:
+    raise TimeoutError(f"the test computes for {BUSY_SECONDS:.0f} seconds")
 
 
 def record_tests(file: str) -> dict[str, Any]:
