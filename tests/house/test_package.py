@@ -57,7 +57,7 @@ def test_the_wheel_contains_distrain_only(names: set[str]) -> None:
 
 def test_the_wheel_contains_every_module_and_yaml_file(names: set[str]) -> None:
     folders = [ROOT / Path(*package.split(".")[1:]) for package in SETUPTOOLS["packages"]]
-    wanted = {path for folder in folders for path in folder.glob("*.py")}
+    wanted = {path for folder in folders for pattern in ("*.py", "*.cpp") for path in folder.glob(pattern)}
     wanted |= {path for top in ("conf", "recipes") for path in (ROOT / top).rglob("*.yaml")}
     assert {f"distrain/{path.relative_to(ROOT).as_posix()}" for path in wanted} | {"distrain/py.typed"} == {
         name for name in names if name.startswith("distrain/")
