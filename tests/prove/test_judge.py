@@ -41,7 +41,7 @@ def result_with(trial: Trial, loss: float = 0.0, norm: float = 0.0, weights: flo
     return LayoutResult(trial=trial, verdict="same", curve=curve, loss=loss, weights=weights, furthest_weight="head.weight")
 
 
-TOLERANCE = Tolerance(loss=1e-5, norm=1e-3, weights=1e-5)
+TOLERANCE = Tolerance(loss=1e-5, norm=1e-3, first_norm=5e-5, weights=1e-5)
 
 
 def job(**given: Any) -> JobResult:
@@ -81,9 +81,19 @@ def test_the_figure_that_departs_first_comes_first() -> None:
     reference = replace(result_with(trial), curve=Curve(losses=(5.0, 4.0), norms=(1.0, 1.0), rates=(1e-3, 1e-3)))
     result = replace(reference, curve=Curve(losses=(5.0, 4.1), norms=(1.5, 1.0), rates=(1e-3, 1e-3)))
     assert [(each.noun, each.step) for each in figure_departures(reference, result, TOLERANCE)] == [("gradient norm", 1), ("loss", 2)]
-    says = "gradient norm departs at step 1 by 5.0e-01; rounding explains 1.0e-03; the loss from step 2"
+    says = "gradient norm departs at step 1 by 5.0e-01; rounding explains 5.0e-05; the loss from step 2"
     assert departure_reason(reference, result, TOLERANCE) == says
     assert departure_step(reference, result, TOLERANCE) == 1
+
+
+def test_the_gradient_norm_of_the_first_step_has_a_tolerance_of_its_own() -> None:
+    trial = reference_trial()
+    reference = result_with(trial)
+    says = [
+        departure_reason(reference, replace(reference, curve=Curve(losses=(5.0, 4.0), norms=norms, rates=(1e-3, 1e-3))), TOLERANCE)
+        for norms in ((1.0 + 4e-5, 1.0 + 9e-4), (1.0 + 6e-5, 1.0))
+    ]
+    assert says == ["", "gradient norm departs at step 1 by 6.0e-05; rounding explains 5.0e-05"]
 
 
 def test_rounding_grows_only_where_the_first_step_agrees_and_the_departure_is_slight() -> None:
@@ -105,7 +115,7 @@ def test_a_slight_departure_is_judged_against_a_control_run() -> None:
     assert is_slight(slight, proof)
     assert not is_slight(result_with(trial, loss=3e-6), proof)
     assert not is_slight(result_with(trial, loss=3e-3), proof)
-    assert widened_tolerance(TOLERANCE, result_with(trial, loss=2e-5)) == Tolerance(loss=2e-4, norm=1e-3, weights=1e-5)
+    assert widened_tolerance(TOLERANCE, result_with(trial, loss=2e-5)) == Tolerance(loss=2e-4, norm=1e-3, first_norm=5e-5, weights=1e-5)
 
 
 def test_the_control_run_is_one_process_with_other_micro_batches() -> None:

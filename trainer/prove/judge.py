@@ -12,8 +12,14 @@ from .trial import Trial
 
 # Rounding alone, from sums in another order. In float32, 5e-6, 2e-4 and a thousandth were seen over 20 steps; in half precision
 # 3e-4 and 2e-3, and a weight whose gradient is small against its rounding goes anywhere that Adam's steps can take it.
-FLOAT32_SHARES = (1e-5, 1e-3, 0.01)  # nats of a loss, a share of the gradient norm, a share of the learning rates added up
-HALF_SHARES = (3e-3, 2e-2, inf)
+# At the first step weights are equal still, and a float32 norm is at most 2e-5 of itself from another layout's.
+FLOAT32_SHARES = (
+    1e-5,
+    1e-3,
+    5e-5,
+    0.01,
+)  # nats of a loss; shares of the gradient norm, of the first step's, of the learning rates added up
+HALF_SHARES = (3e-3, 2e-2, 2e-2, inf)
 SLIGHT = 100.0  # times the tolerance: a smaller departure may be a recipe in which rounding grows, which a control run shows
 CONTROL_FACTOR = 10.0  # a layout may be this many times as far from one process as the control run is
 
@@ -22,15 +28,18 @@ LayoutVerdict = Literal["same", "departs", "messages", "failed", "hangs"]  # mes
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """How far a layout may be from one process: nats of a loss, a share of a gradient norm, a weight's own units."""
+    """How far a layout may be from one process: nats of a loss, a share of the gradient norm and of the first step's, a weight's units."""
 
     loss: float
     norm: float
+    first_norm: float
     weights: float
 
     def multiply(self, factor: float) -> Tolerance:
         """This tolerance times `factor`."""
-        return Tolerance(loss=factor * self.loss, norm=factor * self.norm, weights=factor * self.weights)
+        return Tolerance(
+            loss=factor * self.loss, norm=factor * self.norm, first_norm=factor * self.first_norm, weights=factor * self.weights
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +120,8 @@ class ProofResult:
 
 def tolerance(reference: LayoutResult) -> Tolerance:
     """The differences that rounding can make in a run of this precision."""
-    loss, norm, share = FLOAT32_SHARES if reference.trial.run.train.precision == "fp32" else HALF_SHARES
-    return Tolerance(loss=loss, norm=norm, weights=share * learning_rate_sum(reference))
+    loss, norm, first_norm, share = FLOAT32_SHARES if reference.trial.run.train.precision == "fp32" else HALF_SHARES
+    return Tolerance(loss=loss, norm=norm, first_norm=first_norm, weights=share * learning_rate_sum(reference))
 
 
 def learning_rate_sum(reference: LayoutResult) -> float:
@@ -121,8 +130,9 @@ def learning_rate_sum(reference: LayoutResult) -> float:
 
 
 def widened_tolerance(tolerance: Tolerance, control: LayoutResult) -> Tolerance:
-    """The tolerance in a recipe where rounding takes one process as far from itself as the control run shows."""
-    return Tolerance(
+    """The tolerance in a recipe where rounding takes one process as far from itself as the control run shows, after the first step."""
+    return replace(
+        tolerance,
         loss=max(tolerance.loss, CONTROL_FACTOR * (control.loss or 0.0)),
         norm=max(tolerance.norm, CONTROL_FACTOR * (control.norm or 0.0)),
         weights=max(tolerance.weights, CONTROL_FACTOR * (control.weights or 0.0)),
@@ -146,12 +156,14 @@ def figure_departures(reference: LayoutResult, result: LayoutResult, tolerance: 
     """The loss and the gradient norm where a layout is out of tolerance, that which departs first first."""
     one, other = _curve(reference), _curve(result)
     found = []
-    nouns: tuple[tuple[Literal["loss", "gradient norm"], list[float], float], ...] = (
-        ("loss", loss_differences(one, other), tolerance.loss),
-        ("gradient norm", norm_differences(one, other), tolerance.norm),
+    nouns: tuple[tuple[Literal["loss", "gradient norm"], list[float], float, float], ...] = (
+        ("loss", loss_differences(one, other), tolerance.loss, tolerance.loss),
+        ("gradient norm", norm_differences(one, other), tolerance.first_norm, tolerance.norm),
     )
-    for noun, differences, limit in nouns:
-        step = next((step for step, each in enumerate(differences, 1) if not each <= limit), None)
+    for noun, differences, at_first, later in nouns:
+        limits = [at_first, *[later] * len(differences)]
+        rows = zip(differences, limits, strict=False)
+        step, limit = next(((step, limit) for step, (each, limit) in enumerate(rows, 1) if not each <= limit), (None, 0.0))
         if step is not None:
             found.append(FigureDeparture(noun=noun, step=step, apart=largest([differences[step - 1]]), limit=limit))
     return sorted(found, key=lambda each: each.step)
