@@ -1,7 +1,8 @@
 """Plants errors in the mathematics of training, one at a time, and checks that `prove` or a test finds each.
 
-Run `python -m distrain.scripts.mutations [seed=1] [count=100] [copies=2] [KIND ...] [--json FILE]` in a checkout, on Linux. The kinds are
-arithmetic, comparison, constant, reduction, dim, group and sign; without any, all, at least ten of each in a hundred.
+Run `python -m distrain.scripts.mutations [seed=1] [count=100] [copies=2] [KIND ...] [--json FILE [--resume]]` in a checkout, on Linux. The
+kinds are arithmetic, comparison, constant, reduction, dim, group and sign; without any, all, at least ten of each in a hundred. The file is
+rewritten after each mutation; with --resume, those of which it says what found them are not tried again.
 
 A mutation names its function and the expression that it replaces. Each is planted in a copy of the checkout, in a temporary folder: first
 `prove conf=tiny_full` runs there, up to the first layout that does not train the same curve, then the quick tests that run its
@@ -14,12 +15,11 @@ Exit status: 0 nothing survived; 1 a mutation survived; 2 the arguments are wron
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Lock
@@ -29,6 +29,7 @@ from .copies import ROOT, Copy, run_on_copies
 from .equivalents import read_equivalents
 from .kinds import KINDS
 from .recorded_tests import read_recorded_tests
+from .results import read_found, write_results
 from .sites import Mutation, all_mutations, draw
 
 
@@ -41,20 +42,30 @@ class Draw:
     copies: int = 2
     kinds: tuple[str, ...] = tuple(KINDS)
     json: Path | None = None
+    resume: bool = False
 
 
 def main() -> int:
     """Try the mutations that a seed draws, and print a line for each and a table."""
     try:
         arguments = read_arguments(sys.argv[1:])
+        resumed = read_found(arguments.json, arguments.seed) if arguments.json and arguments.resume else ()
+        found = {each.mutation.name: each for each in resumed}
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     drawn = draw(all_mutations(ROOT), arguments.seed, arguments.count, arguments.kinds)
-    tried: list[Tried] = []
+    tried = [found[each.name] for each in drawn if each.name in found]
+
+    def add(result: Tried) -> None:
+        tried.append(result)
+        show(progress_line(result, len(tried), len(drawn)))
+        if arguments.json:
+            write_results(arguments.json, arguments.seed, tried)
+
     try:
-        try_all(drawn, arguments.copies, tried)
+        try_all([each for each in drawn if each.name not in found], arguments.copies, add)
     except KeyboardInterrupt:
         print(f"stopped after {len(tried)} of {len(drawn)}", table(tried), sep="\n")
         return 130
@@ -62,27 +73,28 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     print(table(tried))
-    if arguments.json:
-        rows = [{**asdict(each), "name": each.mutation.name} for each in tried]
-        arguments.json.write_text(json.dumps({"seed": arguments.seed, "mutations": rows}, indent=1), encoding="utf-8")
     return 1 if any(each.verdict == "survived" for each in tried) else 0
 
 
 def read_arguments(words: Sequence[str]) -> Draw:
     """Read the command line; raises ValueError."""
-    rest, numbers, kinds, file = list(words), dict[str, int](), list[str](), None
+    rest, numbers, kinds, file, resume = list(words), dict[str, int](), list[str](), None, False
     while rest:
         word = rest.pop(0)
         key, _, value = word.partition("=")
         if word == "--json" and rest:
             file = Path(rest.pop(0))
+        elif word == "--resume":
+            resume = True
         elif key in ("seed", "count", "copies") and value.isdigit():
             numbers[key] = int(value)
         elif word in KINDS:
             kinds.append(word)
         else:
-            raise ValueError(f"{word} is neither seed=N, count=N, copies=N, --json FILE nor one of {', '.join(KINDS)}")
-    return Draw(**numbers, kinds=tuple(kinds) or tuple(KINDS), json=file)
+            raise ValueError(f"{word} is neither seed=N, count=N, copies=N, --json FILE, --resume nor one of {', '.join(KINDS)}")
+    if resume and not file:
+        raise ValueError("--resume goes on from a file: --json FILE --resume")
+    return Draw(**numbers, kinds=tuple(kinds) or tuple(KINDS), json=file, resume=resume)
 
 
 def show(text: str) -> None:
@@ -90,9 +102,9 @@ def show(text: str) -> None:
     print(text, flush=True)
 
 
-def try_all(mutations: Sequence[Mutation], copies: int, tried: list[Tried]) -> None:
-    """Try mutations, as many at a time as there are copies of the checkout, and add each to `tried`; everything that was started has ended
-    afterwards."""
+def try_all(mutations: Sequence[Mutation], copies: int, add: Callable[[Tried], None]) -> None:
+    """Try mutations, as many at a time as there are copies of the checkout, and `add` each, one at a time; everything that was started has
+    ended afterwards."""
     equivalents, lock = read_equivalents(), Lock()
     with TemporaryDirectory(prefix="mutations.") as folder, ExitStack() as at_end:
         made = [at_end.enter_context(Copy(Path(folder) / str(number))) for number in range(copies)]
@@ -103,8 +115,7 @@ def try_all(mutations: Sequence[Mutation], copies: int, tried: list[Tried]) -> N
         def try_one(copy: Copy, mutation: Mutation) -> None:
             result = campaigns[copy].try_mutation(mutation)
             with lock:
-                tried.append(result)
-                show(progress_line(result, len(tried), len(mutations)))
+                add(result)
 
         run_on_copies(made, mutations, try_one)
 

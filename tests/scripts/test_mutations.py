@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from distrain.scripts.mutations.campaign import IMPORTED, ExecutedLines, MutationCampaign, counts
+from distrain.scripts.mutations.__main__ import read_arguments
+from distrain.scripts.mutations.campaign import IMPORTED, ExecutedLines, MutationCampaign, Tried, counts
 from distrain.scripts.mutations.copies import ROOT, Copy
 from distrain.scripts.mutations.equivalents import Equivalents, read_equivalents
 from distrain.scripts.mutations.kinds import KINDS
 from distrain.scripts.mutations.recorded_tests import RecordedTest, choose_recorded
+from distrain.scripts.mutations.results import read_found, write_results
 from distrain.scripts.mutations.sites import LEAST_OF_A_KIND, Mutation, all_mutations, draw, mutated_source
 
 
@@ -48,6 +50,23 @@ def test_a_mutation_changes_the_one_line_that_it_names(mutations: list[Mutation]
 def test_every_equivalent_mutation_still_exists(mutations: list[Mutation]) -> None:
     named = {(f"{each.module}:{each.function}", each.expression, each.replacement) for each in mutations}
     assert set(read_equivalents().reasons) <= named
+
+
+def test_a_campaign_goes_on_from_its_file_but_for_what_survived(tmp_path: Path) -> None:
+    mutation = Mutation(kind="sign", module="trainer.a", function="f", expression="-x", replacement="x", lines=(7, 8))
+    rows = [Tried(mutation=mutation, verdict=verdict, says="dp2", seconds=3.5) for verdict in ("prove", "survived")]
+    file = tmp_path / "errors.json"
+    assert read_found(file, 2) == []
+    write_results(file, 2, rows)
+    assert read_found(file, 2) == rows[:1]
+    with pytest.raises(ValueError, match="holds seed 2, not 3"):
+        read_found(file, 3)
+    file.write_text("{}")
+    with pytest.raises(ValueError, match=r"errors\.json is not what --json writes"):
+        read_found(file, 2)
+    assert read_arguments(["seed=2", "--json", "errors.json", "--resume"]).resume
+    with pytest.raises(ValueError, match="--json FILE --resume"):
+        read_arguments(["--resume"])
 
 
 def test_a_layout_that_runs_none_of_a_mutations_lines_is_not_proved() -> None:
