@@ -67,8 +67,8 @@ def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor
     B, A, S, D = query.shape
     if mask is None:
         mask = torch.full((S, S), -torch.inf, dtype=query.dtype, device=query.device).triu(1)
-    scores = (group_rows(query, key) @ key.mT).view(B, A, S, -1)
-    return torch.softmax(torch.add(mask, scores, alpha=D**-0.5), dim=-1)
+    # The products have no name, so that they are freed before softmax makes its result.
+    return torch.softmax(torch.add(mask, (group_rows(query, key) @ key.mT).view(B, A, S, -1), alpha=D**-0.5), dim=-1)
 
 
 def weighted_values(weights: Tensor, value: Tensor) -> Tensor:

@@ -70,6 +70,7 @@ def _row_statistics(logits: Tensor, local: Tensor, width: int, tp: TensorParalle
         chunk = at_least_float32(logits[rows, :width])
         largest[rows] = chunk.amax(-1)
         label_logit[rows] = _label_logits(chunk, local[rows], here[rows])
+        del chunk  # the next one takes its memory
     all_reduce(largest, tp.group, dist.ReduceOp.MAX)
     total = torch.zeros_like(largest)  # of exponentials
     for rows in _chunks(logits) if width else []:
