@@ -13,7 +13,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -36,17 +36,18 @@ MODEL = ("model.hidden=256", "model.heads=4", "model.vocab=512", "parallel.bucke
 
 @dataclass(frozen=True, kw_only=True)
 class StepBytes:
-    """Bytes for each parameter of one rank, but for `waits`.
+    """Bytes for each parameter of one rank, but for `kernels` and `waits`.
 
     `after` is what it holds between two steps, weights included; `passes` the most that it holds in forward and backward; `step` the most
     in the optimizer's step, from the last gradient to the new weights; `moved` what the operators of that step read and write.
-    `waits` is how often the host reads a number from the device in that step.
+    `kernels` are those that the step launches for each tensor of parameters, `waits` is how often the host reads a number from the device.
     """
 
     after: float
     passes: float
     step: float
     moved: float
+    kernels: float
     waits: float
 
 
@@ -55,7 +56,7 @@ class MovedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.bytes = self.waits = 0
+        self.bytes = self.kernels = self.waits = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -67,6 +68,7 @@ class MovedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             only_written = written if name in ("copy_", "fill_", "zero_") else []
             read = [value for _, value in given if not any(value is each for each in only_written)]
             made = [] if written else [result]
+            self.kernels += 1
             self.bytes += _bytes(read) + _bytes(list((kwargs or {}).values())) + _bytes(written) + _bytes(made)
         return result
 
@@ -86,7 +88,10 @@ def measure_step(zero: int, precision: str, gradients: str, micros: int) -> Step
         run = load_recipe("quickstart", [*fixed, *MODEL, *words])
         measured.append((make_plan(run).model.parameters, _measure(run, world)))  # type: ignore[union-attr]
     (few, small), (many, large) = measured
-    return StepBytes(**{key: (large[key] - small[key]) / (many - few) if key != "waits" else large[key] for key in small})
+    tensors = large["tensors"] - small["tensors"]
+    per = {"waits": 0, "kernels": tensors}
+    names = [each.name for each in fields(StepBytes)]
+    return StepBytes(**{key: (large[key] - small[key]) / per.get(key, many - few) if key != "waits" else large[key] for key in names})
 
 
 def _measure(run: Run, world: World) -> dict[str, float]:
@@ -100,6 +105,7 @@ def _measure(run: Run, world: World) -> dict[str, float]:
                 live.restart_peak()
                 engine.step(lambda index: (tokens, tokens, {}), 1e-4, engine.micros * SEQ)
         found["after"] = live.now
+        found["tensors"] = len(list(engine.engine.module.parameters()))
     return found
 
 
@@ -111,7 +117,7 @@ def _around_last_step(engine: Any, live: LiveBytes, moved: MovedBytes, found: di
     def begin(loss: Tensor) -> bool:
         found["passes"] = live.peak
         live.restart_peak()
-        moved.bytes = moved.waits = 0
+        moved.bytes = moved.kernels = moved.waits = 0
         with moved:
             return bool(is_finite(loss))
 
@@ -120,7 +126,7 @@ def _around_last_step(engine: Any, live: LiveBytes, moved: MovedBytes, found: di
             return step(*given)
         with moved:
             result = step(*given)
-        found.update(step=live.peak, moved=moved.bytes, waits=moved.waits)
+        found.update(step=live.peak, moved=moved.bytes, kernels=moved.kernels, waits=moved.waits)
         return result
 
     engine._is_finite, engine.engine.step = begin, take_step

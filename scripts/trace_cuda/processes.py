@@ -23,7 +23,7 @@ class TraceJob:
 
 
 def trace(jobs: Sequence[TraceJob]) -> Iterator[tuple[TraceJob, dict[str, Any]]]:
-    """Yield each job with its answer, in order: {"ranks": [{"traced": RankTrace's fields, "planned": bytes kept}]}, or {"error": why}.
+    """Yield each job with its answer, in order: {"ranks": [{"traced": RankTrace's fields, "planned": PlannedBytes'}]}, or {"error": why}.
 
     Raises NoGuard where the device guard can't be made.
     """

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass
+from math import ceil
+from typing import Any
 
+from ...cli.config.load import load_recipe
+from ...trainer.plan.costs.cost_context import CostContext
+from ...trainer.plan.layout_cost import in_flight, layout_cost
+from ...trainer.plan.plan import make_plan
+from ...trainer.plan.run_layout import run_layout
+from ...trainer.spec.changed_run import with_changes
+from ...trainer.spec.run import Run
 from .device_guard import load_device_guard
-
-if TYPE_CHECKING:
-    from ...trainer.plan.result import Plan
-    from ...trainer.spec.run import Run
 
 
 def main() -> None:
@@ -30,34 +34,43 @@ def main() -> None:
 
 def trace_job(job: dict[str, Any]) -> dict[str, Any]:
     """Trace the ranks of a job and plan its run."""
-    from ...cli.config.load import load_recipe
-    from ...trainer.plan.plan import make_plan
-    from ...trainer.spec.changed_run import with_changes
     from .rank_trace import trace_rank
 
     run = load_recipe(job["recipe"], job["words"])
-    plans = {"plan": make_plan(run), "eager": make_plan(with_changes(run, [("cluster.device.kind", "cpu"), ("train.compile", False)]))}
-    if plans["eager"].problems and plans["eager"].memory is None:
-        raise ValueError(plans["eager"].problems[0].says)
+    planned = make_plan(run)
+    if planned.memory is None:
+        raise ValueError(planned.problems[0].says)
+    eager = with_changes(run, [("train.compile", False)])
     traced = [trace_rank(run, rank) for rank in job["ranks"] or end_ranks(run)]
-    return {
-        "ranks": [
-            {"traced": asdict(each), "planned": {form: kept_bytes(plan, each.stage) for form, plan in plans.items()}} for each in traced
-        ]
-    }
+    return {"ranks": [{"traced": asdict(each), "planned": asdict(planned_bytes(eager, each.stage))} for each in traced]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedBytes:
+    """What a plan counts for a rank of a stage: bytes that one micro-batch keeps for backward, and the most that a step's passes hold
+    beside weights and the optimizer, gradients only where an earlier micro-batch made some."""
+
+    kept: int
+    peak: int
+
+
+def planned_bytes(run: Run, stage: int) -> PlannedBytes:
+    """Plan what a rank of a stage keeps and holds."""
+    context = CostContext(run)
+    layout = run_layout(context, run.parallel, run.train.microbatch)
+    costs = layout_cost(context, layout)
+    cost = costs.kinds[layout.partition.kind_of_stage[stage]]
+    once = cost.saved_last + cost.logits
+    gradients = cost.parameters * context.widths.weight if layout.micros > 1 else 0
+    passed_on = 0 if stage == layout.mesh.pp - 1 else costs.blocks.stream  # the stage's result, until its gradient arrives
+    held = ceil((cost.saved + passed_on) * in_flight(layout, stage))
+    return PlannedBytes(kept=once + cost.saved, peak=once + held + cost.passes + gradients)
 
 
 def end_ranks(run: Run) -> list[int]:
     """The first rank of the first and of the last stage."""
     world = run.cluster.nodes * run.cluster.gpus
     return [0] if run.parallel.pp == 1 else [0, world - world // run.parallel.pp]
-
-
-def kept_bytes(plan: Plan, stage: int) -> float:
-    """The activations and logits that a plan counts for one micro-batch of a stage, whose logits it holds of one micro-batch at a time."""
-    assert plan.memory is not None
-    row = plan.memory.stages[stage]
-    return row.bytes.activations / row.in_flight + row.bytes.logits
 
 
 if __name__ == "__main__":
