@@ -79,6 +79,7 @@ def _run(case: Case, clusters: dict[str, Cluster]) -> Run:
     precision: Any = "bf16" if "/" in case["precision"] else case["precision"]
     return Run(
         name=case["id"],
+        engine="papers",
         model=_model(model, dropout=0.1 if fused and not modern else 0.0),
         cluster=_cluster(case["cluster"], clusters),
         parallel=Parallel(

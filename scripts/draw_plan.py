@@ -26,6 +26,7 @@ KINDS = (  # keys of a stage's bytes in `plan --json`, what the legend calls the
     ("activations", "activations",  "#eeca3b"),
     ("logits",      "logits",       "#f58518"),
     ("buffers",     "buffers",      "#b279a2"),
+    ("temporary",   "temporary",    "#ff9da6"),
     ("overhead",    "other",        "#9d9da0"),
 )
 PARTS = (  # keys of `time`, what the legend calls them, colour

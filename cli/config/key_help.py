@@ -68,9 +68,9 @@ def key_choices(key: str, hint: Any) -> tuple[str, ...]:
 
         return tuple(SCHEDULES)
     if key == "engine":
-        from ...trainer.plan.engines import ENGINES
+        from ...trainer.plan.engines import ENGINES, PAPERS_NAME
 
-        return ("auto", *ENGINES)
+        return ("auto", *ENGINES, PAPERS_NAME)
     return tuple(map(str, get_args(hint))) if get_origin(hint) is Literal else ()
 
 

@@ -24,8 +24,9 @@ from ...trainer.spec.format_numbers import (
 from ...trainer.spec.problem import Problem, one_line
 from .text_layout import Style, narrow_table, page_width, table, wrap
 
-KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
-HEADINGS = {"gradients": "grads", "optimizer": "optim", "activations": "activ", "overhead": "other"}
+KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "temporary", "overhead")
+FORMS = {"torch": "of our modules", "compiled": "of our compiled layers", "megatron": "as the papers count them"}
+HEADINGS = {"gradients": "grads", "optimizer": "optim", "activations": "activ", "temporary": "temp", "overhead": "other"}
 TIME_PARTS = {
     "compute": "computing",
     "exposed": "waiting for messages",
@@ -77,7 +78,7 @@ def _not_runnable(plan: Plan) -> str:
 def engine_limit(plan: Plan) -> str:
     """The first override that keeps the plan's engine from running it."""
     limits = [each.says.partition(DOES_NOT_RUN)[2] for each in plan.warnings if each.rule == "engine"]
-    return limits[0] if limits else "no engine runs it"
+    return next(filter(None, limits), "no engine runs it")
 
 
 def refusal_here(plan: Plan) -> str:
@@ -147,7 +148,8 @@ def _memory_lines(plan: Plan, style: Style) -> list[str]:
     if len(lines) > MAX_STAGES:
         lines = _without_middle(lines, next(at for at, stages in enumerate(ranges) if any(each.index == memory.stage for each in stages)))
     note = "; a range of stages shows its fullest" if any(len(stages) > 1 for stages in ranges) else ""
-    return [*wrap(f"Memory of a rank in {unit}, capacity {in_unit(memory.capacity, unit)}{note}"), f"  {heading}", *lines]
+    title = f"Memory of a rank in {unit}, capacity {in_unit(memory.capacity, unit)}; activations {FORMS[memory.form]}{note}"
+    return [*wrap(title), f"  {heading}", *lines]
 
 
 def _with_bars(cells: Sequence[Sequence[str]], shares: Sequence[float], style: Style) -> list[str]:

@@ -27,7 +27,7 @@ def stages(*totals: tuple[int, int]) -> Memory:
     first, held = 0, []
     for index, (gib, layers) in enumerate(totals):
         kinds = MemoryBytes(
-            weights=gib * 2**30, gradients=0, optimizer=0, activations=0, logits=0, buffers=0, overhead=0, total=gib * 2**30
+            weights=gib * 2**30, gradients=0, optimizer=0, activations=0, logits=0, buffers=0, temporary=0, overhead=0, total=gib * 2**30
         )  # fmt: skip
         held.append(StageMemory(index=index, layers=(first, first + layers), parameters=layers, in_flight=1.0, bytes=kinds))
         first += layers
@@ -79,8 +79,8 @@ def test_a_bar_is_filled_to_its_share(part_of: float, bar: str) -> None:
 def test_similar_stages_share_a_line(plan: Plan) -> None:
     memory = stages((50, 2), *[(60 - at, 2) for at in range(30)], (20, 1))
     lines = plan_text(replace(plan, memory=memory), PLAIN).split("\n\n")[-4].splitlines()
-    assert lines[0] == "Memory of a rank in GiB, capacity 80.0; a range of stages shows its fullest"
-    assert [line.split()[:3] for line in lines[2:]] == [["0-30", "0-61", "60.0"], ["31", "62", "20.0"]]
+    assert lines[0] == "Memory of a rank in GiB, capacity 80.0; activations as the papers count them; a"
+    assert [line.split()[:3] for line in lines[3:]] == [["0-30", "0-61", "60.0"], ["31", "62", "20.0"]]
 
 
 def test_of_many_different_stages_the_first_the_fullest_and_the_last_are_shown(plan: Plan) -> None:

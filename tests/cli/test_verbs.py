@@ -161,7 +161,7 @@ CONTRACT: dict[str, set[str]] = {
     "run": {"steps", "tokens", "flops", "ideal_seconds", "seconds", "days", "checkpoint_bytes"},
 }  # fmt: skip
 STAGE = {"index", "layers", "parameters", "bytes"}
-BYTES = {"weights", "gradients", "optimizer", "activations", "logits", "buffers", "overhead", "total"}
+BYTES = {"weights", "gradients", "optimizer", "activations", "logits", "buffers", "temporary", "overhead", "total"}
 MESSAGE = {"axis", "verb", "payload", "count", "sent", "link", "seconds", "exposed"}
 
 

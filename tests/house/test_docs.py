@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from collections import defaultdict
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -55,11 +56,12 @@ def test_the_picture_is_of_todays_plan(plan: dict[str, object]) -> None:
 def test_a_stages_column_is_as_tall_as_its_memory(plan: dict[str, object]) -> None:
     colours = {colour for _, _, colour in KINDS}
     boxes = [box for box in ElementTree.fromstring(draw(plan)).iter("{http://www.w3.org/2000/svg}rect") if box.get("fill") in colours]
-    first = min(float(box.attrib["x"]) for box in boxes)
-    column = [float(box.attrib["height"]) for box in boxes if float(box.attrib["x"]) == first and float(box.attrib["y"]) < sum(MEMORY)]
+    columns = defaultdict[str, float](float)
+    for box in boxes:
+        columns[box.attrib["x"]] += float(box.attrib["height"]) if float(box.attrib["y"]) < sum(MEMORY) else 0
     memory = dict(plan)["memory"]
     assert isinstance(memory, dict)
-    assert sum(column) == pytest.approx(MEMORY[1] * memory["peak"] / memory["capacity"], abs=0.05)
+    assert max(columns.values()) == pytest.approx(MEMORY[1] * memory["peak"] / memory["capacity"], abs=0.05)
 
 
 def test_the_source_distribution_has_docs_and_tests(tmp_path: Path) -> None:

@@ -31,10 +31,10 @@ def plan_of(model: Model, *, seq: int, micro: int = 1, batch: int | None = None,
 
 
 def layer_saved_bytes(seq: int, micro: int, hidden: int, heads: int, **changes: Any) -> int:
-    """Return the bytes that one more layer saves for backward on one rank."""
+    """Return the bytes that one more layer saves for backward on one rank, as the papers count them."""
     held = []
     for layers in (1, 2):
-        memory = plan_of(gpt(layers, hidden, heads), seq=seq, micro=micro, **changes).memory
+        memory = plan_of(gpt(layers, hidden, heads), seq=seq, micro=micro, engine="papers", **changes).memory
         assert memory is not None
         held.append(memory.stages[0].bytes.activations)
     return held[1] - held[0]

@@ -134,7 +134,14 @@ TINY = gpt(4, 64, 4, vocab=250, dropout=0.0)
 
 
 def cpu(ranks: int, **changes: Any) -> Run:
-    keys: dict[str, Any] = {"cluster__device": CPU, "train__precision": "fp32", "train__seq": 32, "train__batch": 8, "train__microbatch": 1}
+    keys: dict[str, Any] = {
+        "engine": "auto",
+        "cluster__device": CPU,
+        "train__precision": "fp32",
+        "train__seq": 32,
+        "train__batch": 8,
+        "train__microbatch": 1,
+    }
     return run_of(TINY, ranks, **keys | changes)
 
 

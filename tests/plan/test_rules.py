@@ -134,7 +134,7 @@ BROKEN: list[tuple[Keys, str]] = [
     ({"log.profile": (0, 0)},
         "log.profile=[0,0]: steps are counted from 1: set log.profile=[1,1]"),
     ({"parallel.pp": 20_000, "model": Model(family="gpt", layers=20_000, hidden=16, heads=2, vocab=512), "cluster.nodes": 2500},
-        "parallel.pp=20000 is more than the 10,000 stages that a plan has: set parallel.pp=1 train.batch=40000"),
+        "parallel.pp=20000 is more than the 10,000 stages that a plan has: set parallel.pp=1 train.batch=40000 parallel.zero=3"),
     ({"cluster.nodes": 1000, "parallel.tp": 2, "parallel.dp": 4000, "model.layers": 300, "parallel.zero": 1, "train.batch": 8000,
       "parallel.cp": 2, "cluster.gpus": 16},
         ("with ZeRO 1 the fullest of 8,000 ranks that shard 300 layers is not planned: set parallel.zero=3")),

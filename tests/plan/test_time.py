@@ -25,7 +25,7 @@ def planned(model: Model, ranks: int, **changes: Any) -> Plan:
     gpus = min(8, ranks)
     cluster = Cluster(nodes=ranks // gpus, gpus=gpus, device=A100, inside=NVLINK, between=HDR)
     train = Train(batch=ranks, seq=2048, steps=1, precision="fp16", attention="math", compile=True)
-    run = Run(name="test", model=model, cluster=cluster, parallel=Parallel(), train=train)
+    run = Run(name="test", engine="papers", model=model, cluster=cluster, parallel=Parallel(), train=train)
     return make_plan(with_changes(run, [(key.replace("__", "."), value) for key, value in changes.items()]))
 
 

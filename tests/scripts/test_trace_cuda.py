@@ -1,15 +1,29 @@
-"""What our modules keep for backward on a GPU, traced on fake CUDA tensors, is what the plan counts for them."""
+"""What our modules keep for backward and hold at most on a GPU, traced on fake CUDA tensors, is what the plan counts for them."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Mapping
+from dataclasses import asdict, replace
 from random import Random
 from typing import Any
 
 import pytest
 
+from distrain.cli.config.load import load_recipe
+from distrain.scripts.trace_cuda import trace_process
 from distrain.scripts.trace_cuda.device_guard import NoGuard, device_guard
 from distrain.scripts.trace_cuda.processes import TraceJob, trace
+from distrain.scripts.trace_cuda.trace_process import planned_bytes
+from distrain.trainer.models.families import op_table
+from distrain.trainer.models.ops.op_table import OpTable
+from distrain.trainer.plan.costs import cost_context, temporary_bytes
+from distrain.trainer.plan.deepspeed.flat_tensors import FlatElements
+from distrain.trainer.plan.deepspeed.memory import FrozenElements, ZeroSetting, step_bytes, step_work, zero_bytes
+from distrain.trainer.plan.layout_cost import in_flight
+from distrain.trainer.spec.changed_run import with_changes
 
 GPU = ("device=h200", "cluster.nodes=1", "data=synthetic", "model.layers=4", "train.microbatch=1")
 MODELS = {
@@ -53,7 +67,8 @@ def drawn_jobs(seed: int, count: int) -> list[TraceJob]:
     random, jobs = Random(seed), []
     for number in range(count):
         recipe, *sizes = list(MODELS.values())[number % len(MODELS)]
-        layout = list(LAYOUTS.values())[number % len(LAYOUTS)]
+        name = list(LAYOUTS)[number % len(LAYOUTS)]
+        layout = LAYOUTS["tp" if name == "cp" and recipe == "mixtral_8x7b" else name]  # no engine runs a mixture's long sequences
         choices = (
             f"parallel.recompute={random.choice(('none', 'selective', 'full'))}",
             f"train.attention={random.choice(('flash', 'math'))}",
@@ -77,7 +92,54 @@ def answers() -> dict[int, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("number", range(len(JOBS)))
-def test_a_rank_keeps_the_bytes_that_the_plan_counts_for_our_modules(number: int, answers: Mapping[int, dict[str, Any]]) -> None:
+def test_a_rank_keeps_and_holds_the_bytes_that_the_plan_counts(number: int, answers: Mapping[int, dict[str, Any]]) -> None:
     assert "error" not in answers[number], (JOBS[number], answers[number])
     for rank in answers[number]["ranks"]:
-        assert rank["traced"]["kept"] == pytest.approx(rank["planned"]["eager"], rel=0.005), JOBS[number]
+        assert rank["traced"]["kept"] == pytest.approx(rank["planned"]["kept"], rel=0.005), JOBS[number]
+        assert rank["traced"]["peak"] == pytest.approx(rank["planned"]["peak"], rel=peak_tolerance(JOBS[number])), JOBS[number]
+
+
+def peak_tolerance(job: TraceJob) -> float:
+    """3 %; 5 % where few small layers compute their scores again, beside which copies of queries and keys count."""
+    return 0.05 if "parallel.recompute=selective" in job.words else 0.03
+
+
+def without_saves(table: OpTable, name: str) -> OpTable:
+    return replace(table, layer=tuple(replace(op, saves_torch=()) if op.name == name else op for op in table.layer))
+
+
+@pytest.mark.parametrize("error", ["a norm keeps nothing", "the logits' gradient is not made", "one micro-batch more is in flight"])
+def test_an_error_in_the_plan_is_found(error: str, answers: Mapping[int, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    match error:
+        case "a norm keeps nothing":
+            monkeypatch.setattr(cost_context, "op_table", lambda run: without_saves(op_table(run), "norm1"))
+        case "the logits' gradient is not made":
+            monkeypatch.setattr(temporary_bytes, "_loss_bytes", lambda *_: 1)
+        case _:
+            monkeypatch.setattr(trace_process, "in_flight", lambda layout, stage: in_flight(layout, stage) + 1)
+    assert [number for number in answers if not is_planned(JOBS[number], answers[number])]
+
+
+def is_planned(job: TraceJob, answer: Mapping[str, Any]) -> bool:
+    run = with_changes(load_recipe(job.recipe, job.words), [("train.compile", False)])
+    rows = [(each["traced"], asdict(planned_bytes(run, each["traced"]["stage"]))) for each in answer["ranks"]]
+    return all(
+        traced[key] == pytest.approx(planned[key], rel=tolerance)
+        for traced, planned in rows
+        for key, tolerance in (("kept", 0.005), ("peak", peak_tolerance(job)))
+    )
+
+
+@pytest.mark.parametrize(("zero", "precision", "gradients"), [(1, "bf16", "auto"), (2, "bf16", "fp32"), (3, "fp32", "auto")])
+def test_a_step_holds_and_moves_the_bytes_that_the_plan_counts(zero: int, precision: str, gradients: str) -> None:
+    """For each parameter of one rank, beside activations; a step also holds its norm's partial sums."""
+    arguments = [sys.executable, "-m", "distrain.scripts.trace_cuda.optimizer_step", str(zero), precision, gradients, "2"]
+    measured = json.loads(subprocess.run(arguments, capture_output=True, text=True, timeout=300, check=True).stdout.splitlines()[-1])
+    weight, gradient = 2 if precision == "bf16" else 4, 2 if (precision, gradients) == ("bf16", "auto") else 4
+    setting = ZeroSetting(stage=zero, ranks=1, micros=2, weight=weight, gradient=gradient, states=8, bucket=0, pipeline=False)
+    flat = FlatElements(whole=10**6, part=10**6, overlapping=10**6, stage3=10**6)
+    held = zero_bytes(setting, 10**6, flat, FrozenElements(0, 0))
+    states = (held.weights + held.gradients + held.optimizer) / 1e6
+    assert max(measured["passes"], measured["step"]) == pytest.approx(states + step_bytes(setting, 10**6, flat) / 1e6, rel=0.02)
+    work = step_work(zero, weight=weight, gradient=gradient)
+    assert (measured["moved"], measured["kernels"]) == pytest.approx((work.moved, work.kernels), rel=0.001)

@@ -106,7 +106,7 @@ def _broken_rules(run: Run) -> list[BrokenRule]:
 def memory_problem(run: Run, memory: Memory) -> Problem:
     """Return the problem of a run that does not fit: bytes of the fullest stage by kind, and the smallest changes with which it fits."""
     held = memory.stages[memory.stage].bytes
-    kinds = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "overhead")
+    kinds = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "temporary", "overhead")
     rows = sorted(((getattr(held, kind), kind) for kind in kinds), reverse=True)
     largest = ", ".join(f"{kind} {gib_text(size)}" for size, kind in rows[:3])
     says = f"needs {gib_text(memory.peak)} GiB of {gib_text(memory.capacity)} on stage {memory.stage}: {largest}"

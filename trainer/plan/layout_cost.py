@@ -37,7 +37,7 @@ class LayoutCost(NamedTuple):
 
 def layout_cost(context: CostContext, layout: Layout) -> LayoutCost:
     """The memory and the time of a layout."""
-    blocks = context.block_costs(block_split(layout.parallel, layout.microbatch), layout.wires)
+    blocks = context.block_costs(block_split(layout.parallel, layout.microbatch, layout.form), layout.wires)
     kinds = _stage_costs(context, layout, blocks)
     # Of equal stages the first holds most: micro-batches in flight and copies of weights grow towards the front.
     peak, fullest = max([(stage_bytes(layout, kinds[at], index), -index) for index, at in layout.partition.runs])
@@ -48,7 +48,8 @@ def layout_cost(context: CostContext, layout: Layout) -> LayoutCost:
 def stage_bytes(layout: Layout, kind: StageCost, index: int) -> int:
     """Bytes of a rank of stage `index`, which is of this kind."""
     fixed = kind.fixed_bytes + extra_weight_copies(layout, index) * kind.weights
-    return fixed + ceil((kind.saved + kind.passing) * in_flight(layout, index))
+    saved = kind.saved_last + kind.logits + ceil((kind.saved + kind.passing) * in_flight(layout, index))
+    return fixed + max(saved + kind.passes, kind.step_bytes)
 
 
 def _stage_costs(context: CostContext, layout: Layout, blocks: BlockCosts) -> list[StageCost]:

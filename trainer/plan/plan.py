@@ -145,27 +145,28 @@ def _memory(context: CostContext, layout: Layout, cost: LayoutCost) -> Memory:
         kind = cost.kinds[at]
         flight = in_flight(layout, index)
         kept = ceil(kind.saved * flight)
-        held = MemoryBytes(
-            weights=kind.weights * (1 + extra_weight_copies(layout, index)),
-            gradients=kind.gradients,
-            optimizer=kind.optimizer,
-            activations=kept + kind.saved_last,
-            logits=kind.logits,
-            buffers=kind.buffers + ceil((kind.saved + kind.passing) * flight) - kept,
-            overhead=kind.overhead,
-            total=stage_bytes(layout, kind, index),
-        )
+        held = {
+            "weights": kind.weights * (1 + extra_weight_copies(layout, index)),
+            "gradients": kind.gradients,
+            "optimizer": kind.optimizer,
+            "activations": kept + kind.saved_last,
+            "logits": kind.logits,
+            "buffers": kind.buffers + ceil((kind.saved + kind.passing) * flight) - kept,
+            "overhead": kind.overhead,
+        }
+        total = stage_bytes(layout, kind, index)
+        sizes = MemoryBytes(**held, temporary=total - sum(held.values()), total=total)
         layers, *back = map(layout.layers, layout.parts(index))
         rows.append(
             StageMemory(
-                index=index, layers=layers, parameters=kind.parameters, in_flight=flight, bytes=held, back=back[0] if back else None
+                index=index, layers=layers, parameters=kind.parameters, in_flight=flight, bytes=sizes, back=back[0] if back else None
             )
         )
     return Memory(
         peak=cost.peak,
         capacity=context.capacity,
         stage=cost.fullest,
-        form=context.form,
+        form=layout.form,
         stages=tuple(rows),
         unknown=() if context.table.has_costs else ("activations", "logits"),
     )

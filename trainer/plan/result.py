@@ -9,7 +9,11 @@ from ..spec.problem import Problem
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryBytes:
-    """Memory of one rank by kind, in bytes."""
+    """Memory of one rank by kind, in bytes.
+
+    `temporary` is what the fullest moment holds beside the others: in a backward pass, or in the optimizer's step, which has the
+    memory of activations and logits too.
+    """
 
     weights: int
     gradients: int
@@ -17,6 +21,7 @@ class MemoryBytes:
     activations: int
     logits: int
     buffers: int
+    temporary: int
     overhead: int
     total: int
 
@@ -46,7 +51,7 @@ class Memory:
     peak: int
     capacity: int
     stage: int
-    form: str  # whose saved activations are counted: "megatron" those of Korthikanti 2022, "torch" those of our modules and DeepSpeed
+    form: str  # whose saved activations are counted: "megatron" Korthikanti 2022's, "torch" our modules', "compiled" our compiled layers'
     stages: tuple[StageMemory, ...]
     unknown: tuple[str, ...] = ()
 

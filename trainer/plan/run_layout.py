@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from ..spec.run import Parallel
+from ..models.families import family_of
+from ..spec.run import Parallel, Run
+from .axes.axis import ActivationForm
 from .costs.cost_context import CostContext
 from .engines import cost_model, engine_for
+from .engines.engine_row import EngineRow
 from .layout.layout import Layout, mesh_of
 from .layout.schedules import SCHEDULES
 
@@ -26,5 +29,19 @@ def run_layout(context: CostContext, parallel: Parallel, microbatch: int) -> Lay
         shard=shard,
         expert_shard=max(1, shard // mesh.ep),
         engine=engine,
+        form=_activation_form(context.run, parallel, row),
         gradient_sync=cost_model(engine).gradient_path(context, parallel, micros),
     )
+
+
+def _activation_form(run: Run, parallel: Parallel, engine: EngineRow | None) -> ActivationForm:
+    """Whose saved activations are counted: those of our modules where an engine here runs them, else the papers'.
+
+    A compiled layer saves what the papers count (min-cut partitioning, traced on fake CUDA tensors). Where its graph breaks it is counted
+    as if it were not compiled.
+    """
+    family = family_of(run.model)
+    if engine is None or not engine.engine_class or not family.states_saved:
+        return "megatron"
+    whole = run.train.compile and parallel.zero < 3 and not run.model.experts
+    return "compiled" if whole else "torch"

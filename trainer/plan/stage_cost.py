@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..models.ops.op_table import block_weights
 from . import tp_gradient_sums
 from .axes import dp
 from .axes.traffic_row import TrafficRow
 from .costs.block_costs import BlockCosts
 from .costs.cost_context import CostContext
-from .costs.cost_model import StageElements, sharded_elements
+from .costs.cost_model import StageElements
 from .engines import cost_model
 from .layout.layout import Layout, StageKind
 from .layout.schedules import SCHEDULES
@@ -19,7 +20,8 @@ class StageCost(NamedTuple):
     """One kind of stage. Bytes; seconds of one micro-batch.
 
     `saved` are the activations of one micro-batch in flight, `saved_last` those that only the current micro-batch keeps, `passing` the
-    bytes that a pipeline's engine holds beside them for each in flight.
+    bytes that a pipeline's engine holds beside them for each in flight. For a moment the passes hold `passes` in addition, and the
+    optimizer's step holds `step_bytes`, when activations are freed.
     """
 
     parameters: int
@@ -29,6 +31,8 @@ class StageCost(NamedTuple):
     saved: int
     saved_last: int
     passing: int
+    passes: int
+    step_bytes: int
     logits: int
     buffers: int
     overhead: int
@@ -43,8 +47,8 @@ class StageCost(NamedTuple):
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes that don't depend on how many micro-batches are in flight."""
-        return self.weights + self.gradients + self.optimizer + self.logits + self.buffers + self.overhead + self.saved_last
+        """Bytes that are held all the time, gradients as if each step had several micro-batches."""
+        return self.weights + self.gradients + self.optimizer + self.buffers + self.overhead
 
 
 def stage_cost(context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> StageCost:
@@ -71,7 +75,8 @@ def stage_cost(context: CostContext, layout: Layout, blocks: BlockCosts, kind: S
     heads = logits_in_flight(layout) if last else 0
     data = _data_traffic(context, layout, layers, held, forward, backward)
     sums = tp_gradient_sums.traffic_rows(context, layout, blocks, kind)
-    states = cost_model(layout.engine).state_bytes(context, layout, blocks, kind, held)
+    engine = cost_model(layout.engine)
+    states = engine.state_bytes(context, layout, blocks, kind, held)
     return StageCost(
         parameters=dense + experts,
         weights=states.weights,
@@ -80,6 +85,8 @@ def stage_cost(context: CostContext, layout: Layout, blocks: BlockCosts, kind: S
         saved=_saved_bytes(layout, blocks, kind),
         saved_last=heads * head.saved,
         passing=states.passing,
+        passes=states.passes,
+        step_bytes=states.step,
         logits=heads * head.logits,
         buffers=states.buffers,
         overhead=context.device_context,
@@ -90,7 +97,7 @@ def stage_cost(context: CostContext, layout: Layout, blocks: BlockCosts, kind: S
         message_backward=message_backward,
         data=data,
         exposed=sum([row.exposed for row in (*sums, *data)]),
-        step=_optimizer_seconds(context, layout, held),
+        step=engine.step_seconds(context, layout, held, _tensors(context, kind)),
     )
 
 
@@ -124,12 +131,15 @@ def _data_traffic(
     return rows
 
 
-def _optimizer_seconds(context: CostContext, layout: Layout, held: StageElements) -> float:
-    """Adam is bound by memory: it reads and writes its states and the master weight, reads the gradient, writes the weight."""
-    if context.rates is None:
-        return 0.0
-    sharded = sharded_elements(layout, held.dense - held.frozen, held.experts)
-    elements = sharded if layout.parallel.zero else held.trained
-    width = context.widths
-    moved = 2 * ((width.master or width.weight) + context.states) + width.gradient + width.weight
-    return elements * moved / context.rates.memory
+def _tensors(context: CostContext, kind: StageKind) -> int:
+    """Tensors of parameters that a stage trains."""
+    key = ("tensors", kind)
+    if key not in context.memo:
+        context.memo[key] = _trained_tensors(context, kind)
+    count: int = context.memo[key]
+    return count
+
+
+def _trained_tensors(context: CostContext, kind: StageKind) -> int:
+    parts = ((kind.first, context.table.embedding), (kind.layers, context.table.layer), (kind.last, context.table.head))
+    return sum([many * sum([not weight.frozen for weight in block_weights(ops)]) for many, ops in parts if many])

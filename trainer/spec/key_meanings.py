@@ -182,7 +182,7 @@ KEYS = {
     "launch.patience":              Key("least time without progress after which a step counts as hung; all else: ten times it", "seconds"),
     "launch.preflight":             Key("check every host before anything starts"),
 
-    "engine":                       Key("what trains; auto: zero, or pipe where there is a pipeline"),
+    "engine":                       Key("what trains; auto: zero, or pipe where there is a pipeline; papers: plan the papers' costs"),
     "reading":                      Key("how cluster=6x8x64 was read; written by distrain", null="no size was given"),
 }
 # fmt: on

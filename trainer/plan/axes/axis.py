@@ -10,7 +10,8 @@ from ...models.ops.op_table import Dims, Op, Tensor
 from ...spec.run import Parallel
 from .message import AxisMessage
 
-ActivationForm = Literal["megatron", "torch"]  # whose saved activations are counted: the papers', or those of our torch modules
+# Whose saved activations are counted: the papers', those of our torch modules, or those of our compiled layers and the loss that is not.
+ActivationForm = Literal["megatron", "torch", "compiled"]
 
 
 class RankTensors(Protocol):

@@ -12,7 +12,7 @@ from .message import AxisMessage
 def messages(op: Op, on_rank: RankTensors) -> Iterator[AxisMessage]:
     """One all-to-all in forward and one in backward for each exchanged tensor. Our modules route whole sequences on every tensor rank."""
     for tensor in op.exchanges:
-        payload = on_rank.bytes(tensor, without="tp") if on_rank.form == "torch" else on_rank.bytes(tensor)
+        payload = on_rank.bytes(tensor, without="tp") if on_rank.form != "megatron" else on_rank.bytes(tensor)
         yield AxisMessage("ep", "all_to_all", payload, 1, 1)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...models.families import family_of
 from ...models.ops.op_table import Op, OpTable, Tensor
 from ...spec.run import Run
 from ..axes import tp
@@ -15,10 +14,11 @@ from ..axes.collectives import collective_cost
 from ..axes.message import AxisMessage
 from ..axes.weight_slices import HeadShards
 from ..layout.mesh import Wires
-from .local_tensors import BlockSplit, LocalTensors
+from .local_tensors import BlockSplit, LocalTensors, logits_bytes, saved_bytes
 from .op_seconds import op_seconds
 from .precision import widths
 from .roofline import DeviceRates, rates
+from .temporary_bytes import temporary_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +26,10 @@ class BlockCost:
     """One block on one rank: parameters; bytes and seconds of a micro-batch (seconds None: the device's peak is unknown).
 
     `frozen` counts those of `dense` that are not trained. `saved` are the activations kept for backward, `recomputed` those that
-    recomputation adds while it runs. `replicated` counts the trained parameters that every tensor-parallel rank holds, `shared` those
-    that several hold together. `weight_gradients` is the part of `backward` that computes weight gradients. `message_forward` and
-    `message_backward` are exposed seconds of `messages`.
+    recomputation adds while it runs, `temporary` the most that the passes hold beside `saved` (temporary_bytes.py).
+    `replicated` counts the trained parameters that every tensor-parallel rank holds, `shared` those that several hold together.
+    `weight_gradients` is the part of `backward` that computes weight gradients. `message_forward` and `message_backward` are exposed
+    seconds of `messages`.
     """
 
     dense: int
@@ -38,6 +39,7 @@ class BlockCost:
     shared: int
     saved: int
     recomputed: int
+    temporary: int
     logits: int
     forward: float | None
     backward: float | None
@@ -67,26 +69,25 @@ class ComputeSeconds(NamedTuple):
     weight_gradients: float = 0.0
 
 
-def activation_form(run: Run) -> ActivationForm:
-    """Whose saved activations are counted: on a CPU those of our torch modules, else the papers'."""
-    ours = run.cluster.device.kind == "cpu" and family_of(run.model).states_saved and not run.train.compile
-    return "torch" if ours else "megatron"
-
-
 def block_costs(run: Run, table: OpTable, split: BlockSplit, wires: Wires) -> BlockCosts:
     """The costs of the blocks of a run's model under one split."""
-    form, device = activation_form(run), rates(run.cluster.device, run.train)
+    device = rates(run.cluster.device, run.train)
     multiple, activation = run.model.vocab_multiple, widths(run.train).activation
-    local = LocalTensors(table, split, vocab_multiple=multiple, activation=activation, form=form)
+    local = LocalTensors(table, split, vocab_multiple=multiple, activation=activation, form=split.form)
+    outside = (
+        LocalTensors(table, split, vocab_multiple=multiple, activation=activation, form="torch") if split.form == "compiled" else local
+    )
 
-    def cost(ops: tuple[Op, ...], recompute: str) -> BlockCost:
-        return _block_cost(ops, recompute, local, split, device, wires)
+    def cost(ops: tuple[Op, ...], recompute: str, local: LocalTensors = outside) -> BlockCost:
+        kind = "cpu" if run.cluster.device.kind == "cpu" else "cuda"
+        temporary = temporary_bytes(ops, _recomputed_ops(ops, recompute), local, residual=ops is table.layer, device=kind)
+        return _block_cost(ops, recompute, local, split, device, wires, temporary)
 
-    saves = [tensor for op in table.embedding for tensor in op.saves_torch] if form == "torch" else []
+    saves = [tensor for op in table.embedding for tensor in op.saves_torch] if split.form == "torch" else []
     once = [tensor for tensor in saves if {"head_dim", "window"} & set(tensor.dims)]
     return BlockCosts(
         embedding=cost(table.embedding, "none"),
-        layer=cost(table.layer, split.recompute),
+        layer=cost(table.layer, split.recompute, local),
         head=cost(table.head, "none"),
         tied=local.count(("vocab", "hidden")) if table.tied else 0,
         stream=local.bytes(Tensor(("seq", "batch", "hidden"))),
@@ -95,7 +96,7 @@ def block_costs(run: Run, table: OpTable, split: BlockSplit, wires: Wires) -> Bl
 
 
 def _block_cost(
-    ops: tuple[Op, ...], recompute: str, local: LocalTensors, split: BlockSplit, device: DeviceRates | None, wires: Wires
+    ops: tuple[Op, ...], recompute: str, local: LocalTensors, split: BlockSplit, device: DeviceRates | None, wires: Wires, temporary: int
 ) -> BlockCost:
     weights = [(weight.dims, local.count(weight.dims)) for op in ops for weight in op.weights]
     trained = [(weight.dims, local.count(weight.dims)) for op in ops for weight in op.weights if not weight.frozen]
@@ -113,7 +114,8 @@ def _block_cost(
         shared=sum(count for dims, count in trained if copies > 1 and tp.AXIS.split_dim(dims) == "kv_heads"),
         saved=saved,
         recomputed=recomputed,
-        logits=sum(local.bytes(tensor) for op in ops for tensor in _logits(op, local.form)),
+        temporary=temporary,
+        logits=sum(logits_bytes(op, local) for op in ops),
         forward=compute.forward,
         backward=compute.backward,
         weight_gradients=compute.weight_gradients,
@@ -141,31 +143,21 @@ def _ops_summed_again(again: tuple[Op, ...], form: ActivationForm) -> tuple[Op, 
     summed.
     """
     last = max((at for at, op in enumerate(again) if op.saves_torch), default=0)
-    stops = form == "torch" and again and (tp.style(again[last]) == "row" or again[last].reduces)
+    stops = form != "megatron" and again and (tp.style(again[last]) == "row" or again[last].reduces)
     return again[:last] + again[last + 1 :] if stops else again
 
 
 def _saved_bytes(ops: tuple[Op, ...], recompute: str, local: LocalTensors) -> tuple[int, int]:
     """(bytes saved from forward to backward, bytes that recomputation adds while it runs): arXiv:2205.05198 table 2."""
-    every = sum(local.bytes(tensor) for op in ops for tensor in _saved_tensors(op, local.form))
+    every = sum(saved_bytes(op, local) for op in ops)
     match recompute:
         case "full":
             saved = local.bytes(Tensor(("seq", "batch", "hidden")))
         case "selective":
-            saved = sum(local.bytes(tensor) for op in ops for tensor in _saved_tensors(op, local.form) if not op.core)
+            saved = sum(saved_bytes(op, local) for op in ops if not op.core)
         case _:
             saved = every
     return saved, every - saved
-
-
-def _saved_tensors(op: Op, form: ActivationForm) -> Iterator[Tensor]:
-    """The tensors, without logits, that an op saves for backward: in Megatron, or in our own modules."""
-    yield from op.saves_megatron if form == "megatron" else (tensor for tensor in op.saves_torch if "vocab" not in tensor.dims)
-
-
-def _logits(op: Op, form: ActivationForm) -> Iterator[Tensor]:
-    """The logits that an op saves."""
-    yield from op.logits if form == "megatron" else (tensor for tensor in op.saves_torch if "vocab" in tensor.dims)
 
 
 def _messages(ops: tuple[Op, ...], again: tuple[Op, ...], local: LocalTensors) -> Iterator[AxisMessage]:

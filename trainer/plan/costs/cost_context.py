@@ -11,7 +11,7 @@ from ..axes.collectives import Wire
 from ..axes.weight_slices import HeadShards
 from ..layout.layout import LayerPartition, split_layers
 from ..layout.mesh import Mesh, Wires, group_wire, mesh_wires, ranks_in_node, split_group
-from .block_costs import BlockCosts, activation_form, block_costs
+from .block_costs import BlockCosts, block_costs
 from .local_tensors import BlockSplit
 from .precision import state_bytes, widths
 from .roofline import rates
@@ -23,7 +23,6 @@ class CostContext:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.table: OpTable = op_table(run)
-        self.form = activation_form(run)
         self.widths = widths(run.train)
         self.states = state_bytes(run.optim)
         self.rates = rates(run.cluster.device, run.train) if self.table.has_costs else None

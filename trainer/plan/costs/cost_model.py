@@ -18,13 +18,19 @@ from .traffic_term import TrafficTerm
 
 
 class StateBytes(NamedTuple):
-    """Bytes on a rank of one kind of stage; `passing` is what each micro-batch in flight holds in addition to its activations."""
+    """Bytes on a rank of one kind of stage.
+
+    `passing` is what each micro-batch in flight holds in addition to its activations. `passes` and `step` are held for a moment: in forward
+    and backward in addition to activations and logits, in the optimizer's step without them.
+    """
 
     weights: int
     gradients: int
     optimizer: int
     buffers: int
     passing: int = 0
+    passes: int = 0
+    step: int = 0
 
 
 class StageElements(NamedTuple):
@@ -87,6 +93,17 @@ class CostModel:
             buffers=self._buffers(context, layout, blocks, kind, whole),
         )
 
+    def step_seconds(self, context: CostContext, layout: Layout, held: StageElements, tensors: int) -> float:
+        """Return the seconds of the optimizer's step over `held` parameters in so many tensors; 0 where the device's rates aren't known.
+
+        Adam is bound by memory: it reads and writes its states and the master weight, reads the gradient, writes the weight.
+        """
+        if context.rates is None:
+            return 0.0
+        width = context.widths
+        moved = 2 * ((width.master or width.weight) + context.states) + width.gradient + width.weight
+        return stepped(layout, held) * moved / context.rates.memory
+
     def summed_elements(
         self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, copies: TensorCopies, data: int | None
     ) -> int:
@@ -126,6 +143,11 @@ class CostModel:
         if layout.mesh.pp > 1:
             total += 2 * blocks.stream  # one activation received, one gradient sent
         return total
+
+
+def stepped(layout: Layout, held: StageElements) -> int:
+    """Return the parameters that a rank steps: those that it holds, or its ZeRO shard."""
+    return sharded_elements(layout, held.dense - held.frozen, held.experts) if layout.gradient_sync.zero else held.trained
 
 
 def sharded_elements(layout: Layout, dense: int, experts: int) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from math import prod
 
-from ...models.ops.op_table import Dims, OpTable, Tensor, round_up
+from ...models.ops.op_table import Dims, Op, OpTable, Tensor, round_up
 from ...spec.run import Parallel
 from ..axes import AXES
 from ..axes.axis import ActivationForm, Axis
@@ -21,6 +22,7 @@ class BlockSplit:
     sequence: bool
     recompute: str
     microbatch: int
+    form: ActivationForm
 
     def degree(self, axis: str) -> int:
         """The degree of an axis; 1 for one that does not split blocks."""
@@ -32,7 +34,7 @@ def _block_axes(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
     return tuple(sorted([axis for axis in reversed(axes) if axis.messages], key=lambda axis: axis.within is not None))
 
 
-def block_split(parallel: Parallel, microbatch: int) -> BlockSplit:
+def block_split(parallel: Parallel, microbatch: int, form: ActivationForm) -> BlockSplit:
     """The split of a layout's blocks. Axes within another come last."""
     degrees = [(axis, axis.degree(parallel)) for axis in _block_axes(tuple(AXES.values()))]
     return BlockSplit(
@@ -41,6 +43,7 @@ def block_split(parallel: Parallel, microbatch: int) -> BlockSplit:
         sequence=parallel.sequence and parallel.tp > 1,
         recompute=parallel.recompute,
         microbatch=microbatch,
+        form=form,
     )
 
 
@@ -53,6 +56,7 @@ class LocalTensors:
         self.axes = [AXES[name] for name, _ in split.degrees]
         vocab = round_up(table.sizes["vocab"], vocab_multiple * split.degree("tp"))
         self.sizes = {**table.sizes, "batch": split.microbatch, "vocab": vocab}
+        self._counts: dict[tuple[Dims, str], int] = {}
         self._shares: dict[str, tuple[int, dict[str, int]]] = {  # of each axis: its degree, and a rank's elements where shares are uneven
             axis.name: (degree, dict(axis.rank_sizes(table.sizes, degree, vocab_multiple)) if axis.rank_sizes else {})
             for axis, (_, degree) in zip(self.axes, split.degrees, strict=True)
@@ -72,8 +76,26 @@ class LocalTensors:
 
     def count(self, dims: Dims, *, without: str = "") -> int:
         """Elements of a tensor on one rank."""
-        return prod(self.shape(dims, without=without))
+        found = self._counts.get((dims, without))
+        if found is None:
+            found = self._counts[dims, without] = prod(self.shape(dims, without=without))
+        return found
 
     def bytes(self, tensor: Tensor, *, without: str = "") -> int:
         """Bytes of a tensor on one rank."""
         return self.count(tensor.dims, without=without) * (tensor.width or self.activation)
+
+
+def saved_bytes(op: Op, local: LocalTensors) -> int:
+    """Bytes, without logits, that an op saves for backward: in our own modules, or as Megatron's and compiled layers do."""
+    return sum(local.bytes(tensor) for tensor in _saved_tensors(op, local.form))
+
+
+def logits_bytes(op: Op, local: LocalTensors) -> int:
+    """Bytes of logits that an op saves."""
+    saves = (tensor for tensor in op.saves_torch if "vocab" in tensor.dims) if local.form == "torch" else op.logits
+    return sum(map(local.bytes, saves))
+
+
+def _saved_tensors(op: Op, form: ActivationForm) -> Iterator[Tensor]:
+    yield from (tensor for tensor in op.saves_torch if "vocab" not in tensor.dims) if form == "torch" else op.saves_megatron

@@ -7,17 +7,17 @@ from collections.abc import Iterator, Sequence
 from ...spec.run import Parallel, Run
 from ..axes import dp
 from ..axes.weight_slices import TensorCopies, WeightShard
-from ..costs.block_costs import BlockCosts, activation_form
+from ..costs.block_costs import BlockCosts
 from ..costs.control_message import ControlMessage
 from ..costs.cost_context import CostContext
-from ..costs.cost_model import CostModel, StageElements, StateBytes, UnplannedSize, gathered_input
+from ..costs.cost_model import CostModel, StageElements, StateBytes, UnplannedSize, stepped
 from ..costs.traffic_term import TrafficTerm
 from ..layout.layout import Layout, StageKind
 from ..layout.mesh import Mesh
 from .control_messages import control_messages
 from .defaults import MASTER, REUSED
 from .flat_tensors import MOST_LAYERS, MOST_RANKS, StageParameters, flat_elements, stage_parameters, stepped_elements
-from .memory import FrozenElements, ZeroSetting, effective_stage, zero_bytes
+from .memory import FrozenElements, ZeroSetting, effective_stage, step_bytes, step_work, zero_bytes
 from .messages import traffic_terms
 
 
@@ -28,7 +28,7 @@ class DeepSpeedCosts(CostModel):
         """Gradients travel in the width of weights, also if they accumulate in another. Stages 1 and 2 all-reduce each bucket, at stage 2
         for every micro-batch, and gather weights after the optimizer's step: about 3 Psi a step, where the papers' ZeRO sends 2 Psi.
         At stage 3 backward reuses the last 500 M parameters that forward gathered (counted on live runs)."""
-        half = context.widths.weight < MASTER and context.form == "torch"
+        half = context.widths.weight < MASTER
         path = super().gradient_path(context, parallel, micros)
         return path._replace(
             zero=effective_stage(parallel.zero, half=half),
@@ -39,9 +39,7 @@ class DeepSpeedCosts(CostModel):
         )
 
     def state_bytes(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, held: StageElements) -> StateBytes:
-        """As counted where saved activations are those of our modules, else as the papers describe."""
-        if context.form != "torch":
-            return super().state_bytes(context, layout, blocks, kind, held)
+        """As counted on live tensors (memory.py)."""
         width, parallel, mesh = context.widths, layout.parallel, layout.mesh
         setting = ZeroSetting(
             stage=effective_stage(parallel.zero, half=width.weight < MASTER, ep=mesh.ep),
@@ -61,9 +59,19 @@ class DeepSpeedCosts(CostModel):
             weights=0 if parallel.offload.parameters else states.weights,
             gradients=states.gradients,
             optimizer=0 if parallel.offload.optimizer else states.optimizer,
-            buffers=blocks.layer.recomputed + states.buffers + gathered_input(layout, blocks) + min(streams, 2) * blocks.stream,
+            buffers=states.buffers + min(streams, 2) * blocks.stream,
             passing=streams * blocks.stream,
+            passes=_passes_bytes(context, layout, blocks, kind),
+            step=0 if parallel.offload.optimizer else step_bytes(setting, held.trained, flat),
         )
+
+    def step_seconds(self, context: CostContext, layout: Layout, held: StageElements, tensors: int) -> float:
+        """As counted on DeepSpeed's step, which is some kernels for each tensor."""
+        if context.rates is None:
+            return 0.0
+        width = context.widths
+        work = step_work(layout.gradient_sync.zero, weight=width.weight, gradient=width.gradient)
+        return stepped(layout, held) * work.moved / context.rates.memory + tensors * work.kernels * context.rates.launch
 
     def summed_elements(
         self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, copies: TensorCopies, data: int | None
@@ -78,7 +86,7 @@ class DeepSpeedCosts(CostModel):
 
     def unplanned_size(self, run: Run, parallel: Parallel, layers: int, ranks: int) -> UnplannedSize | None:
         """The fullest of very many ranks that shard very many layers is not computed; at stage 3 all hold the same."""
-        if layers <= MOST_LAYERS or ranks <= MOST_RANKS or not (parallel.tp > 1 or activation_form(run) == "torch"):
+        if layers <= MOST_LAYERS or ranks <= MOST_RANKS:
             return None
         stage = effective_stage(parallel.zero, half=run.train.precision != "fp32", ep=parallel.ep)
         if stage not in (1, 2):
@@ -111,6 +119,21 @@ def _stage_parameters(context: CostContext, kind: StageKind, mesh: Mesh, *, froz
 def _stage3_frozen(context: CostContext, kind: StageKind, mesh: Mesh) -> int:
     """Return the elements of a rank's parts of frozen parameters at stage 3."""
     return flat_elements(_stage_parameters(context, kind, mesh, frozen=True), mesh.size("data")).stage3
+
+
+def _passes_bytes(context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> int:
+    """Return the most bytes that the passes of a micro-batch hold beside all that they save: in the head, in the last layer, or when the
+    embedding's gradient is made. With tied weights the head's gradient waits for the embedding's, and their sum is a third."""
+    width, embedding, head = context.widths.weight, blocks.embedding, blocks.head
+    waits = blocks.tied * width if kind.first and kind.last else 0
+    ended = head.saved + head.logits if kind.last else 0
+    most = [waits + blocks.layer.temporary - ended] if kind.layers else []
+    if kind.last:
+        most.append(head.temporary)
+    if kind.first and not embedding.frozen:
+        made = 3 * waits or embedding.dense * width
+        most.append(made + blocks.stream - ended - kind.layers * blocks.layer.saved - embedding.saved)
+    return max([0, *most])
 
 
 def _hidden_states(layout: Layout, kind: StageKind) -> int:

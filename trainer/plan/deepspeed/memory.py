@@ -1,7 +1,7 @@
 """Bytes of weights, gradients, optimizer states and buffers that DeepSpeed ZeRO 0.19 holds on a rank, as counted on live tensors.
 
-They are more than the papers' stages hold. Gradients are those that exist between two micro-batches, together with activations. The
-optimizer's step also holds a float32 copy of its range of them, one parameter group at a time; activations are freed by then.
+They are more than the papers' stages hold. Gradients are those that exist between two micro-batches, together with activations. From the
+last backward pass on the optimizer's step also holds copies of them, flat and in float32; activations are freed by then.
 """
 
 from __future__ import annotations
@@ -63,6 +63,52 @@ def zero_bytes(setting: ZeroSetting, whole: int, flat: FlatElements, frozen: Fro
             return ZeroBytes(
                 (flat.whole + frozen.whole) * setting.weight, _gradients(setting, whole, flat), optimizer, _bucket(setting, whole)
             )
+
+
+def step_bytes(setting: ZeroSetting, whole: int, flat: FlatElements) -> int:
+    """Return the bytes that reducing gradients and stepping hold in addition, once activations are freed (scripts/trace_cuda).
+
+    Stages 1 to 3 flatten a rank's gradients and cast them to float32. bf16 with float32 gradients at stage 1 is another optimizer, which
+    casts and flattens the gradients of the whole model when it reduces them; at stage 2 they are float32 already.
+    """
+    wide = setting.gradient > setting.weight
+    match setting.stage:
+        case 0:
+            return whole * setting.gradient if setting.ranks == 1 else 0  # all-reduced in a flat copy, which is a buffer of many ranks
+        case 1 if wide:
+            return whole * (setting.weight + setting.gradient)
+        case 2 if wide:
+            return flat.part
+        case 3:
+            return flat.stage3 * (MASTER if setting.gradient == MASTER else MASTER + setting.gradient)
+        case _:
+            return flat.part * (MASTER if setting.gradient == MASTER else MASTER + setting.gradient)
+
+
+class StepWork(NamedTuple):
+    """What a step costs: bytes that it moves for each parameter of a rank's part, kernels that it launches for each of its tensors."""
+
+    moved: int
+    kernels: int
+
+
+_STEP_WORK = {  # of (ZeRO stage, half precision, float32 gradients), counted on DeepSpeed's own step (scripts/trace_cuda/optimizer_step.py)
+    (0, False, True): StepWork(44, 0),
+    (1, False, True): StepWork(80, 2),
+    (2, False, True): StepWork(80, 2),
+    (3, False, True): StepWork(80, 2),
+    (1, True, False): StepWork(80, 16),
+    (2, True, False): StepWork(80, 16),
+    (3, True, False): StepWork(76, 3),
+    (1, True, True): StepWork(62, 2),
+    (2, True, True): StepWork(78, 15),
+    (3, True, True): StepWork(78, 2),
+}
+
+
+def step_work(stage: int, *, weight: int, gradient: int) -> StepWork:
+    """Return what DeepSpeed's step costs: norm, flat copies, casts, clipping, Adam and the new weights, each kernels of their own."""
+    return _STEP_WORK[stage, weight < MASTER, gradient == MASTER]
 
 
 def _gradients(setting: ZeroSetting, whole: int, flat: FlatElements) -> int:

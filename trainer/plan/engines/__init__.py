@@ -9,6 +9,7 @@ from .engine_limits import EngineLimit, exceeded_limits
 from .engine_row import EngineRow
 
 PAPERS = CostModel()  # of layouts that no engine runs
+PAPERS_NAME = "papers"  # as a run's engine: plan what the papers describe, such as a run of another framework
 ENGINES = {
     row.name: row
     for row in (
@@ -43,8 +44,10 @@ ENGINES = {
 def engine_for(run: Run, parallel: Parallel) -> tuple[EngineRow | None, tuple[EngineLimit, ...]]:
     """The engine that a run names, or with `engine: auto` the one for its layout, and its limits that the layout exceeds (none: it runs).
 
-    With `auto` an engine that does not run the layout is left out.
+    With `auto` an engine that does not run the layout is left out; `papers` is none that runs.
     """
+    if run.engine == PAPERS_NAME:
+        return None, (EngineLimit(PAPERS_NAME, "engine", PAPERS_NAME, ((("engine", "auto"),),)),)
     for row in ENGINES.values():
         if run.engine == row.name or (run.engine == "auto" and row.pipeline == (parallel.pp > 1)):
             limits = tuple(exceeded_limits(row, run, parallel))

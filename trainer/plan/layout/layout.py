@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from ...spec.run import Parallel
 from ..axes import AXES
+from ..axes.axis import ActivationForm
 from ..axes.dp import GradientSync
 from .mesh import Mesh, Wires, replica_size
 
@@ -51,6 +52,7 @@ class Layout:
     shard: int  # ranks over which ZeRO shards
     expert_shard: int  # ranks over which it shards experts
     engine: str | None  # the engine that runs it, whose costs are planned; None: the papers' costs
+    form: ActivationForm
     gradient_sync: GradientSync
 
     def parts(self, stage: int) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from ...spec.divisors import divisors
 from ...spec.problem import suggest_name
 from ...spec.run import Parallel, Run
 from ..costs.precision import COMPUTES
-from ..engines import ENGINES
+from ..engines import ENGINES, PAPERS_NAME
 from ..layout.mesh import replica_degrees, replica_size
 from ..layout.schedules import SCHEDULES
 from .broken_rule import BrokenRule, Rule
@@ -38,7 +38,7 @@ def names(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]
     """Families and engines are names in their tables."""
     for key, word, known in (
         ("model.family", run.model.family, tuple(FAMILIES)),
-        ("engine", run.engine, ("auto", *ENGINES)),
+        ("engine", run.engine, ("auto", *ENGINES, PAPERS_NAME)),
     ):
         if word not in known:
             yield BrokenRule("name", f"{key}={word} is not known", fix=suggest_name(word, known))

@@ -1,0 +1,85 @@
+"""Bytes that the passes, and the optimizer's step, hold for a moment: closed forms, one mechanism a test."""
+
+from typing import Any
+
+import pytest
+
+from distrain.tests.fakes.planned_memory import DEVICE, GIB, gpt, memory_of, run_of
+from distrain.trainer.layers import cross_entropy
+from distrain.trainer.plan.costs.temporary_bytes import LOGITS_AT_A_TIME
+from distrain.trainer.plan.result import MemoryBytes
+from distrain.trainer.spec.run import Device, Model
+
+H, F, V, S = 1024, 4096, 50000, 2048
+LLAMA: dict[str, Any] = {"family": "llama", "norm": "rmsnorm", "act": "swiglu", "positions": "rope", "kv_heads": 8, "ffn": F}
+CUDA = Device(**{name: getattr(DEVICE, name) for name in ("name", "memory", "bandwidth", "peak", "units", "context")}, kind="cuda")
+
+
+def held(model: Model, stage: int = -1, ranks: int = 1, **changes: Any) -> MemoryBytes:
+    """Return the bytes of a stage of a run whose step has two micro-batches of one sequence."""
+    keys = {"engine": "auto", "cluster__device": CUDA, "train__precision": "bf16", "train__attention": "flash", "train__batch": 2 * ranks}
+    return memory_of(run_of(model, ranks, **keys | changes)).stages[stage].bytes
+
+
+def test_the_loss_makes_the_logits_gradient_from_some_rows_in_float32_at_a_time() -> None:
+    """Two chunks of float32 where one has all rows, else three: the softmax of the chunk before is alive while the next is made."""
+    model = gpt(1, 64, 4, vocab=V, dropout=0.0, tied=False)
+    few, many = S * V * 2 // 4, S * V * 2
+    assert held(model, train__seq=S // 4).temporary == few + 2 * (S // 4 * V * 4)
+    assert held(model).temporary == many + 3 * (2**26 // V * V * 4)
+
+
+def test_the_planned_chunks_of_logits_are_those_of_the_loss() -> None:
+    assert LOGITS_AT_A_TIME == cross_entropy._CHUNK
+
+
+def test_a_gated_feed_forwards_backward_holds_three_wide_gradients_and_has_freed_one() -> None:
+    """The gradients of the product, of the gate and of its factor; the down projection's input is freed; the residual stream's waits."""
+    model = Model(**LLAMA, layers=4, hidden=H, heads=8, vocab=512)
+    assert held(model, 0, ranks=4, parallel__pp=4, train__batch=8).temporary == 2 * S * F * 2 + S * H * 2
+
+
+def test_a_recomputed_layer_is_held_again() -> None:
+    model = Model(**LLAMA, layers=4, hidden=H, heads=8, vocab=512)
+    keys: dict[str, Any] = {"ranks": 4, "parallel__pp": 4, "train__batch": 8}
+    kept, full = held(model, 0, **keys), held(model, 0, **keys, parallel__recompute="full")
+    flights = 4
+    layer = (kept.activations - full.activations) // flights
+    assert full.temporary == kept.temporary + layer
+
+
+def test_a_tied_weights_gradient_waits_for_the_embeddings_and_both_are_added() -> None:
+    """With little else to hold: the head's, the embedding's and their sum, beside the gradient of the hidden states."""
+    model = gpt(1, H, 16, vocab=V, dropout=0.0)
+    tied = held(model, train__seq=64, train__precision="fp32", parallel__zero=0, train__batch=4096)
+    kept = tied.activations + tied.logits
+    assert tied.temporary + kept == pytest.approx(3 * V * H * 4 + 64 * H * 4, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("zero", "precision", "gradients", "each"),
+    [(1, "bf16", "auto", 6), (2, "bf16", "auto", 6), (3, "bf16", "auto", 6), (3, "bf16", "fp32", 4), (1, "fp32", "auto", 4)],
+)
+def test_the_optimizers_step_holds_flat_gradients_and_their_float32_copy(zero: int, precision: str, gradients: str, each: int) -> None:
+    """Where that is more than activations: 22 bytes a parameter at the most with bf16, not 16."""
+    model = Model(**LLAMA, layers=64, hidden=2048, heads=16, vocab=512)
+    stage = held(model, train__seq=16, parallel__zero=zero, train__precision=precision, train__gradients=gradients)
+    parameters = memory_of(run_of(model, 1)).stages[0].parameters
+    assert stage.activations + stage.logits + stage.temporary == pytest.approx(each * parameters, rel=1e-3)
+    assert stage.total > 4 * GIB
+
+
+def test_compiled_layers_save_what_the_papers_count_and_the_loss_is_not_compiled() -> None:
+    model = Model(**LLAMA, layers=4, hidden=H, heads=8, vocab=V)
+    ours, compiled, papers = held(model), held(model, train__compile=True), held(model, engine="papers")
+    assert compiled.activations < ours.activations
+    assert compiled.activations == pytest.approx(papers.activations, rel=0.005)
+    assert (compiled.logits, compiled.temporary) == (ours.logits, ours.temporary)
+    assert papers.temporary == 0
+    assert held(model, train__compile=True, parallel__zero=3).activations == ours.activations
+
+
+def test_offloaded_optimizers_step_on_the_host() -> None:
+    model = Model(**LLAMA, layers=64, hidden=2048, heads=16, vocab=512)
+    here, there = (held(model, train__seq=16, parallel__zero=2, parallel__offload__optimizer=each) for each in (False, True))
+    assert there.temporary < here.temporary / 10

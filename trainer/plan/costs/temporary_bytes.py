@@ -1,0 +1,75 @@
+"""Bytes that a block's passes hold for a moment, beside those that are saved for backward.
+
+Backward runs the ops in reverse: while an op runs, its result's gradient, its inputs' gradients and its weight's new gradient are alive,
+and what later ops saved is freed. Counted on fake CUDA tensors (scripts/trace_cuda).
+"""
+
+from __future__ import annotations
+
+from ...models.ops.op_table import Op
+from ...models.ops.shared_ops import STREAM
+from ..axes import tp
+from .local_tensors import LocalTensors, saved_bytes
+
+LOGITS_AT_A_TIME = {"cpu": 1 << 20, "cuda": 1 << 26}  # that the loss makes float32 (trainer/layers/cross_entropy.py)
+CHUNKS, ONE_CHUNK = 3, 2  # float32 tensors of a chunk: a result and an operand, beside the softmax of the chunk before
+RANDOM_BITS = 12  # bytes an element of a dropout mask while it is drawn: three int32 tensors
+
+
+def temporary_bytes(ops: tuple[Op, ...], again: tuple[Op, ...], local: LocalTensors, *, residual: bool, device: str) -> int:
+    """The most bytes that one micro-batch's passes through a block hold beside all that its blocks save.
+
+    `again` are the ops that backward runs again. `residual`: the gradient of the block's result is kept for a residual stream.
+    """
+    stream = local.bytes(STREAM) if residual else 0
+    saved_again = sum(saved_bytes(op, local) for op in again)
+    freed, most = 0, 0
+    if len(again) == len(ops):
+        saved_again -= local.bytes(STREAM)  # the block's input is saved in any case
+    for op in reversed(ops):
+        saved = saved_bytes(op, local)
+        alive = (saved_again if op in again else 0) - freed
+        most = max(most, alive + stream + _backward_bytes(op, local, device), alive - saved + _forward_bytes(op, local))
+        if op in again:
+            saved_again -= saved
+        else:
+            freed += saved
+    return most
+
+
+def _backward_bytes(op: Op, local: LocalTensors, device: str) -> int:
+    """Bytes of the gradients that an op's backward reads and makes."""
+    product, width = op.product, local.activation
+    if product is None:
+        return _loss_bytes(op, local, device) or sum(map(local.bytes, op.moves))
+    groups = local.count(tuple(dim for dim in product.groups if dim != "experts"))  # experts share the rows
+    whole = local.count(product.rows, without="tp") * groups
+    inner = local.count(product.inner)
+    if product.fused:
+        return 2 * _scores_bytes(op, local) + 4 * width * whole * inner  # of queries, keys, values and the result
+    outer = sum(map(local.count, product.outers))
+    inputs = 2 if local.sequence and tp.style(op) == "column" else 1  # the gathered input too
+    weights = max((local.count(weight.dims) for weight in op.weights if not weight.frozen), default=0)
+    return width * (whole * (outer + inputs * inner) + weights)
+
+
+def _loss_bytes(op: Op, local: LocalTensors, device: str) -> int:
+    """Bytes of the logits' gradient, which the loss makes from some rows in float32 at a time; 0: the op is not the loss."""
+    logits = next((tensor for tensor in op.saves_torch if "vocab" in tensor.dims), None)
+    if logits is None:
+        return 0
+    elements, row = local.count(logits.dims), local.count(("vocab",))
+    chunk = max(1, LOGITS_AT_A_TIME[device] // row) * row
+    return local.bytes(logits) + 4 * (CHUNKS * chunk if chunk < elements else ONE_CHUNK * elements)
+
+
+def _forward_bytes(op: Op, local: LocalTensors) -> int:
+    """Bytes that softmax reads and makes in forward, or that drawing a dropout mask needs beside the op's input."""
+    bits = max((RANDOM_BITS * local.count(tensor.dims) for tensor in op.saves_torch if tensor.width == 1), default=0)
+    scores = _scores_bytes(op, local)
+    return scores + max(scores, bits)
+
+
+def _scores_bytes(op: Op, local: LocalTensors) -> int:
+    """Bytes of the scores where an op saves their softmax: with dropout fused attention is separate kernels too."""
+    return next((local.bytes(tensor) for tensor in op.saves_torch if "keys" in tensor.dims), 0)
