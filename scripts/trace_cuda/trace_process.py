@@ -42,29 +42,32 @@ def trace_job(job: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(planned.problems[0].says)
     eager = with_changes(run, [("train.compile", False)])
     traced = [trace_rank(run, rank) for rank in job["ranks"] or end_ranks(run)]
-    return {"ranks": [{"traced": asdict(each), "planned": asdict(planned_bytes(eager, each.stage))} for each in traced]}
+    return {"ranks": [{"traced": asdict(each), "planned": asdict(planned_bytes(eager, each.stage, each.gradients))} for each in traced]}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedBytes:
     """What a plan counts for a rank of a stage: bytes that one micro-batch keeps for backward, and the most that a step's passes hold
-    beside weights and the optimizer, gradients only where an earlier micro-batch made some."""
+    beside weights and the optimizer.
+
+    Gradients of an earlier micro-batch are those of the trace: what DeepSpeed makes of them is its own.
+    """
 
     kept: int
     peak: int
 
 
-def planned_bytes(run: Run, stage: int) -> PlannedBytes:
-    """Plan what a rank of a stage keeps and holds."""
+def planned_bytes(run: Run, stage: int, gradients: int) -> PlannedBytes:
+    """Plan what a rank of a stage keeps and holds, if a micro-batch leaves so many bytes of gradients."""
     context = CostContext(run)
     layout = run_layout(context, run.parallel, run.train.microbatch)
     costs = layout_cost(context, layout)
     cost = costs.kinds[layout.partition.kind_of_stage[stage]]
     once = cost.saved_last + cost.logits
-    gradients = cost.parameters * context.widths.weight if layout.micros > 1 else 0
+    earlier = gradients if layout.micros > 1 else 0
     passed_on = 0 if stage == layout.mesh.pp - 1 else costs.blocks.stream  # the stage's result, until its gradient arrives
     held = ceil((cost.saved + passed_on) * in_flight(layout, stage))
-    return PlannedBytes(kept=once + cost.saved, peak=once + held + cost.passes + gradients)
+    return PlannedBytes(kept=once + cost.saved, peak=once + held + cost.passes + earlier)
 
 
 def end_ranks(run: Run) -> list[int]:

@@ -1,6 +1,7 @@
 """Planned memory of a stage, one mechanism a test, and what DeepSpeed and our modules were measured to hold."""
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import pytest
 
@@ -178,6 +179,19 @@ def test_rotary_angles_of_the_whole_sequence_are_saved_once_a_stage() -> None:
             for word in ("rope", "none")
         )
         assert [one - other for one, other in zip(with_angles, without, strict=True)] == [parts * each * held for held in flights]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_documents_save_one_mask_and_on_a_gpu_keys_and_values_for_each_query_head(kind: Literal["cpu", "cuda"]) -> None:
+    """The mask [B, S, S] is saved once for all layers; CUDA's fused kernel that takes one takes no grouped heads."""
+    model = Model(
+        family="llama", layers=3, hidden=64, heads=8, kv_heads=2, vocab=250, ffn=128, norm="rmsnorm", act="swiglu", positions="rope"
+    )
+    keys: dict[str, Any] = {"engine": "auto", "cluster__device": replace(CPU, kind=kind), "train__precision": "bf16", "train__seq": 32}
+    keys |= {"train__attention": "flash", "train__microbatch": 2, "train__batch": 2}
+    plain, apart = (first_stage(run_of(model, 1, **keys, data__documents=each)).activations for each in (False, True))
+    copies = 3 * 2 * (64 - 16) * 2 * 32 * 2 if kind == "cuda" else 0
+    assert apart - plain == 2 * 32 * 32 * 2 + copies
 
 
 def test_a_head_saves_one_float32_a_token_of_the_whole_sequence_and_its_logits() -> None:

@@ -79,7 +79,21 @@ def drawn_jobs(seed: int, count: int) -> list[TraceJob]:
     return jobs
 
 
-JOBS = [TraceJob(recipe="gpt2_124m_1gpu"), TraceJob(recipe="llama3_2_1b_1node"), *drawn_jobs(14, 15)]
+FINETUNE = (
+    "cluster.gpus=1",
+    "model.layers=2",
+    "model.hidden=512",
+    "model.heads=8",
+    "model.kv_heads=2",
+    "model.ffn=1024",
+    "model.vocab=4096",
+)
+JOBS = [
+    TraceJob(recipe="gpt2_124m_1gpu"),
+    TraceJob(recipe="llama3_2_1b_1node"),
+    TraceJob(recipe="finetune_llama", words=FINETUNE),  # documents apart
+    *drawn_jobs(14, 15),
+]
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +136,7 @@ def test_an_error_in_the_plan_is_found(error: str, answers: Mapping[int, dict[st
 
 def is_planned(job: TraceJob, answer: Mapping[str, Any]) -> bool:
     run = with_changes(load_recipe(job.recipe, job.words), [("train.compile", False)])
-    rows = [(each["traced"], asdict(planned_bytes(run, each["traced"]["stage"]))) for each in answer["ranks"]]
+    rows = [(each["traced"], asdict(planned_bytes(run, each["traced"]["stage"], each["traced"]["gradients"]))) for each in answer["ranks"]]
     return all(
         traced[key] == pytest.approx(planned[key], rel=tolerance)
         for traced, planned in rows

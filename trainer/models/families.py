@@ -12,6 +12,7 @@ from .gpt.ops import table as gpt
 from .hf.ops import table as hf
 from .llama.ops import table as llama
 from .moe.ops import table as moe
+from .ops.documents import with_documents
 from .ops.lora import with_lora
 from .ops.op_table import OpTable
 
@@ -111,4 +112,4 @@ def has_experts(model: Model) -> bool:
 
 def op_table(run: Run) -> OpTable:
     """Return the op table of a run's model."""
-    return with_lora(family_of(run.model).table(run.model, run.train), run.model, run.train)
+    return with_lora(with_documents(family_of(run.model).table(run.model, run.train), run), run.model, run.train)

@@ -58,7 +58,7 @@ class BlockCosts:
     head: BlockCost
     tied: int  # elements of the weight that embedding and head share, on one rank
     stream: int  # bytes of the hidden states that a rank sends to the next stage
-    saved_once: int  # bytes of rotary positions and window masks that each part of the model saves once for all of its layers
+    saved_once: int  # bytes of rotary positions and masks that each part of the model saves once for all of its layers
 
 
 class ComputeSeconds(NamedTuple):
@@ -84,7 +84,7 @@ def block_costs(run: Run, table: OpTable, split: BlockSplit, wires: Wires) -> Bl
         return _block_cost(ops, recompute, local, split, device, wires, temporary)
 
     saves = [tensor for op in table.embedding for tensor in op.saves_torch] if split.form == "torch" else []
-    once = [tensor for tensor in saves if {"head_dim", "window"} & set(tensor.dims)]
+    once = [tensor for tensor in saves if {"head_dim", "window", "keys"} & set(tensor.dims)]
     return BlockCosts(
         embedding=cost(table.embedding, "none"),
         layer=cost(table.layer, split.recompute, local),

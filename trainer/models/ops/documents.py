@@ -1,0 +1,37 @@
+"""Documents apart, and float32 on GPUs, as a change of an op table: what torch's fused attention saves there beside the rest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...spec.run import Run
+from .op_table import Op, OpTable, Tensor
+from .shared_ops import KEY, QUERY, TOKENS
+
+
+def with_documents(table: OpTable, run: Run) -> OpTable:
+    """Return a table in which fused attention saves the mask of documents, once for all layers, and learned positions are each sequence's.
+
+    Of CUDA's fused kernels the one that takes a mask, or float32, takes no grouped heads: keys and values are copied for each query head
+    (trainer/layers/core_attention.py).
+    """
+    fused = run.train.attention == "flash" and not run.model.dropout and not run.model.window
+    if run.data.documents:
+        table = replace(table, embedding=tuple(_with_mask(op, fused=fused) for op in table.embedding))
+    copied = run.cluster.device.kind != "cpu" and (run.data.documents or run.train.precision == "fp32") and run.parallel.cp == 1
+    if fused and copied:
+        table = replace(table, layer=tuple(_with_copies(op) for op in table.layer))
+    return table
+
+
+def _with_mask(op: Op, *, fused: bool) -> Op:
+    """Return the embedding's op with the mask [batch, tokens, keys]."""
+    saves = [Tensor(("tokens", "batch"), 8) if each == Tensor(("tokens",), 8) else each for each in op.saves_torch]
+    return replace(op, saves_torch=(*saves, *((Tensor(("batch", "tokens", "keys")),) if fused else ())))
+
+
+def _with_copies(op: Op) -> Op:
+    """Return an op that saves a copy of keys or values for each query head where it saved them."""
+    grouped, copies = Tensor(TOKENS + KEY), Tensor(TOKENS + QUERY)
+    is_input = op.name == "attention" and op.product is not None
+    return replace(op, saves_torch=tuple(copies if each == grouped else each for each in op.saves_torch)) if is_input else op
