@@ -168,7 +168,7 @@ def test_one_of_several_processes_fills_the_cache_and_all_use_it(tmp_path: Path)
             end_child(process)
     assert answers[0][:2] == answers[1][:2]
     assert sorted(answer[2] for answer in answers) == [["hash"], ["hash", "tokenize"]]
-    assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == ["", ".lock"]
+    assert sorted(path.suffix for path in (tmp_path / "cache").iterdir() if path.name != "hashes") == ["", ".lock"]
 
 
 def test_hashes_are_remembered_until_a_file_changes(tmp_path: Path) -> None:

@@ -91,7 +91,16 @@ def until(met: Any) -> Any:
 
 
 @pytest.fixture
-def preparing(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+def every_core() -> Iterator[None]:
+    """Let a test and its processes run on every core, where its worker is kept to one."""
+    kept = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    yield
+    os.sched_setaffinity(0, kept)
+
+
+@pytest.fixture
+def preparing(tmp_path: Path, every_core: None) -> Iterator[subprocess.Popen[bytes]]:
     """Return a survey whose processes tokenize a text that takes minutes."""
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("one core tokenizes in one process")
