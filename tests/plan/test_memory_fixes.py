@@ -45,6 +45,7 @@ FULL: dict[str, tuple[Keys, int | None]] = {
 
 # The keys that the planner changes, smallest change first, as in trainer/plan/fixes.py.
 ORDER = (
+    "train.compile",
     "parallel.recompute=selective",
     "parallel.schedule=1f1b",
     "parallel.shard=all",

@@ -121,9 +121,9 @@ def memory_problem(run: Run, memory: Memory) -> Problem:
 def fitting_changes(run: Run) -> Iterator[tuple[Change, int]]:
     """Yield changes with which a run fits, and the peak bytes then: of one key; if there are none, of two, then of three, then more nodes.
 
-    The order is by cost, from the least: recomputing attention's core, a schedule that holds less, sharding over all replicas,
-    splitting what tensor parallelism left whole, sharding more, a smaller micro-batch, recomputing all, more ranks for the model,
-    the host's memory, more nodes.
+    The order is by cost, from the least: compiled layers, recomputing attention's core, a schedule that holds less, sharding over all
+    replicas, splitting what tensor parallelism left whole, sharding more, a smaller micro-batch, recomputing all, more ranks for the
+    model, the host's memory, more nodes.
     """
     single = list(dict.fromkeys(_single_changes(run)))
     for size in (1, 2, 3):
@@ -172,7 +172,9 @@ def _filling_change(run: Run, change: Change) -> Change:
 def _single_changes(run: Run) -> Iterator[Change]:
     """Yield changes that save memory, the cheapest first."""
     parallel, train = run.parallel, run.train
-    if parallel.recompute == "none" and train.attention == "math":
+    if not train.compile and parallel.zero < 3 and run.cluster.device.kind == "cuda":
+        yield (("train.compile", True),)
+    if parallel.recompute == "none" and (train.attention == "math" or run.model.dropout):
         yield (("parallel.recompute", "selective"),)
     if parallel.pp > 1 and SCHEDULES[parallel.schedule].forward_first:
         yield (("parallel.schedule", "1f1b"),)
