@@ -20,6 +20,8 @@ from distrain.trainer.loop.data.samples.synthetic import PHRASE, STRIDES
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import Data
 
+CPU = torch.device("cpu")
+
 SEQ = 8
 END = 9999  # ends a document of what is counted below
 
@@ -179,13 +181,13 @@ def test_loss_stays_inside_documents_if_documents_are_kept_apart(which: str, req
 
 def test_prefetching_changes_no_batch(batches: Batches) -> None:
     shards = [range(first, first + 4) for first in (0, 4, 8, 100, 3)]
-    for samples, batch in zip(shards, prefetch(batches, iter(shards)), strict=True):
+    for samples, batch in zip(shards, prefetch(batches, iter(shards), CPU), strict=True):
         assert torch.equal(batch.tokens, batches.batch(samples.start, 4).tokens)
         assert batch.samples.tolist() == list(samples)
 
 
 def test_prefetching_ends_when_the_reader_stops(batches: Batches) -> None:
-    reader = prefetch(batches, (range(first, first + 2) for first in range(0, 10**9, 2)))
+    reader = prefetch(batches, (range(first, first + 2) for first in range(0, 10**9, 2)), CPU)
     assert next(reader).samples.tolist() == [0, 1]
     reader.close()  # type: ignore[attr-defined]
 

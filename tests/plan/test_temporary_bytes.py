@@ -79,6 +79,12 @@ def test_compiled_layers_save_what_the_papers_count_and_the_loss_is_not_compiled
     assert held(model, train__compile=True, parallel__zero=3).activations == ours.activations
 
 
+def test_gradients_are_reduced_from_two_buckets_in_turn_where_messages_overlap() -> None:
+    model = Model(**LLAMA, layers=4, hidden=H, heads=8, vocab=512)
+    two, one = (held(model, 0, ranks=2, parallel__zero=2, parallel__overlap__data=each) for each in (True, False))
+    assert two.buffers - one.buffers == one.buffers == 2 * 50_000_000
+
+
 def test_offloaded_optimizers_step_on_the_host() -> None:
     model = Model(**LLAMA, layers=64, hidden=2048, heads=16, vocab=512)
     here, there = (held(model, train__seq=16, parallel__zero=2, parallel__offload__optimizer=each) for each in (False, True))

@@ -75,6 +75,7 @@ ROWS: list[tuple[str, Any, str, Keys, Keys]] = [
     ("parallel.overlap.tensor", True, "parallel.tp=1", {}, {"parallel.tp": 2}),
     ("parallel.overlap.pipeline", True, "parallel.pp=1", {}, {"parallel.pp": 2}),
     ("parallel.overlap.context", False, "parallel.cp=1", {}, {"parallel.cp": 2}),
+    ("train.compile", True, "parallel.zero=3", {"parallel.zero": 3}, {"parallel.zero": 2}),
     ("train.evaluate.batches", 20, "train.evaluate.every=0", {}, {"train.evaluate.every": 10}),
     ("optim.betas", (0.9, 0.99), "optim.name=sgd", {"optim.name": "sgd"}, {}),
     ("optim.eps", 1e-6, "optim.name=sgd", {"optim.name": "sgd"}, {}),

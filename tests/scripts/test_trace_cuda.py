@@ -150,7 +150,7 @@ def test_a_step_holds_and_moves_the_bytes_that_the_plan_counts(zero: int, precis
     arguments = [sys.executable, "-m", "distrain.scripts.trace_cuda.optimizer_step", str(zero), precision, gradients, "2"]
     measured = json.loads(subprocess.run(arguments, capture_output=True, text=True, timeout=300, check=True).stdout.splitlines()[-1])
     weight, gradient = 2 if precision == "bf16" else 4, 2 if (precision, gradients) == ("bf16", "auto") else 4
-    setting = ZeroSetting(stage=zero, ranks=1, micros=2, weight=weight, gradient=gradient, states=8, bucket=0, pipeline=False)
+    setting = ZeroSetting(stage=zero, ranks=1, micros=2, weight=weight, gradient=gradient, states=8, bucket=0, buckets=1, pipeline=False)
     flat = FlatElements(whole=10**6, part=10**6, overlapping=10**6, stage3=10**6)
     held = zero_bytes(setting, 10**6, flat, FrozenElements(0, 0))
     states = (held.weights + held.gradients + held.optimizer) / 1e6

@@ -17,6 +17,7 @@ from ..parallel.process_groups import Grid
 from ..parallel.rank_model import StageModel, context_parallel_of, tensor_parallel_of
 from ..plan.axes.weight_slices import WeightShard
 from ..plan.engines import ENGINES
+from ..spec.compiled_layers import has_compiled_layers
 from ..spec.run import Lora, Run
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -28,12 +29,12 @@ def build_engine(run: Run, grid: Grid, name: str | None) -> Engine:
     Without model.weights the initial values are drawn from train.seed; with them they are filled in later. Raises ValueError for an
     engine that has no class, and Unreadable where transformers has no such model.
     """
-    if not run.train.compile:
+    if not has_compiled_layers(run.train, run.parallel):
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else DeepSpeed compiles parts of itself: seconds a rank
         disable_compile()
     engine = engine_class(name)
     stages = build_stages(run, grid, engine.parameter_partitioner(run, grid))
-    if run.train.compile:
+    if has_compiled_layers(run.train, run.parallel):
         for stage in stages:
             compile_layers(stage.module)
     return engine(run, stages, grid)  # dp (ZeRO) and the pipeline schedule

@@ -21,9 +21,13 @@ class ThroughputMeter:
         self.run, self.plan, self.world = run, plan, world
         self._seconds: list[float] = []
         self._parts: dict[str, float] = {}
+        self._is_warm = False
 
     def add_step(self, seconds: float, parts: dict[str, float]) -> None:
-        """Add a step, with the seconds of its parts where the engine measures them."""
+        """Add a step, with the seconds of its parts where the engine measures them. The first compiles: memory is counted after it."""
+        if not self._is_warm and self.world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.world.device)
+        self._is_warm = True
         self._seconds.append(seconds)
         for part, each in parts.items():
             self._parts[part] = self._parts.get(part, 0.0) + each
@@ -50,11 +54,11 @@ class ThroughputMeter:
 
 
 def planned_figures(plan: Plan) -> dict[str, Any]:
-    """Return the plan's figures under the names of the measured ones, with the prefix `planned_`."""
+    """Return the plan's figures under the names of the measured ones, with the prefix `planned_`: memory without the driver's own."""
     time, memory, speed = plan.time, plan.memory, plan.throughput
     return {
         "planned_seconds": time.step if time else None,
-        "planned_memory_peak": memory.peak if memory else None,
+        "planned_memory_peak": memory.peak - memory.stages[memory.stage].bytes.overhead if memory else None,
         "planned_tokens_per_second": speed.tokens_per_second if speed else None,
         "planned_mfu": speed.mfu if speed else None,
     }

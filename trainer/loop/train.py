@@ -89,7 +89,7 @@ def read_micro_batches(run: Run, setup: TrainingSetup, first: int, last: int) ->
         for step in range(first, last)
         for micro in range(setup.engine.micros)
     )
-    return prefetch(setup.batches, samples)
+    return prefetch(setup.batches, samples, setup.world.device)
 
 
 def train_step(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from datetime import timedelta
@@ -45,6 +46,8 @@ def train_rank(path: Path, channel: Channel, stop: StopFlag) -> int:
     """Train the run of RUN_DIR/run.json as the rank that the environment names. Return its exit status."""
     run = msgspec.json.decode(path.read_bytes(), type=Run)
     torch.set_num_threads(max(1, torch.get_num_threads()))
+    if run.train.deterministic:
+        take_deterministic_kernels()
     world = join_ranks(run.cluster.device.kind)
     host = dist.new_group(backend="gloo", timeout=HOST_TIMEOUT)
     with ExitStack() as at_end:  # closes sinks after a failure is reported: a sink may be slow to close
@@ -65,6 +68,12 @@ def train_rank(path: Path, channel: Channel, stop: StopFlag) -> int:
         return STOPPED
     channel.report_done()
     return 0
+
+
+def take_deterministic_kernels() -> None:
+    """Have torch take only kernels that give the same bits each time; it warns where it has none. Call it before the first kernel."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which cuBLAS reads when it is first used
+    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def _wait_for_all(host: dist.ProcessGroup) -> None:

@@ -37,7 +37,7 @@ class LayoutCost(NamedTuple):
 
 def layout_cost(context: CostContext, layout: Layout) -> LayoutCost:
     """The memory and the time of a layout."""
-    blocks = context.block_costs(block_split(layout.parallel, layout.microbatch, layout.form), layout.wires)
+    blocks = context.block_costs(block_split(layout.parallel, layout.microbatch, layout.form, fused=layout.fused), layout.wires)
     kinds = _stage_costs(context, layout, blocks)
     # Of equal stages the first holds most: micro-batches in flight and copies of weights grow towards the front.
     peak, fullest = max([(stage_bytes(layout, kinds[at], index), -index) for index, at in layout.partition.runs])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..models.families import family_of
+from ..spec.compiled_layers import has_compiled_layers
 from ..spec.run import Parallel, Run
 from .axes.axis import ActivationForm
 from .costs.cost_context import CostContext
@@ -30,6 +31,7 @@ def run_layout(context: CostContext, parallel: Parallel, microbatch: int) -> Lay
         expert_shard=max(1, shard // mesh.ep),
         engine=engine,
         form=_activation_form(context.run, parallel, row),
+        fused=context.run.train.compile if row is None else has_compiled_layers(context.run.train, parallel),
         gradient_sync=cost_model(engine).gradient_path(context, parallel, micros),
     )
 
@@ -43,5 +45,5 @@ def _activation_form(run: Run, parallel: Parallel, engine: EngineRow | None) -> 
     family = family_of(run.model)
     if engine is None or not engine.engine_class or not family.states_saved:
         return "megatron"
-    whole = run.train.compile and parallel.zero < 3 and not run.model.experts
+    whole = has_compiled_layers(run.train, parallel) and not run.model.experts
     return "compiled" if whole else "torch"

@@ -39,6 +39,7 @@ POLICIES: tuple[tuple[str, Policy], ...] = (
     ("train.microbatch",     "free"),        # layout
     ("train.attention",      "free"),        # how, not what
     ("train.compile",        "free"),
+    ("train.deterministic",  "free"),
     ("train.flops",          "free"),        # a way of counting
     ("train.skip",           "free"),
     ("train.evaluate.",      "free"),

@@ -250,6 +250,7 @@ class Train:
     attention: Literal["flash", "math"] = "flash"
     flops: Literal["attention", "parameters"] = "attention"
     compile: bool = False
+    deterministic: bool = False
     seed: Seed = 1234
     clip: NotNegative = 1.0
     skip: Natural = 3

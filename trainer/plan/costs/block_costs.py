@@ -71,7 +71,7 @@ class ComputeSeconds(NamedTuple):
 
 def block_costs(run: Run, table: OpTable, split: BlockSplit, wires: Wires) -> BlockCosts:
     """The costs of the blocks of a run's model under one split."""
-    device = rates(run.cluster.device, run.train)
+    device = rates(run.cluster.device, run.train.precision, fused=split.fused)
     multiple, activation = run.model.vocab_multiple, widths(run.train).activation
     local = LocalTensors(table, split, vocab_multiple=multiple, activation=activation, form=split.form)
     outside = (

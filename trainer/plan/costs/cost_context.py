@@ -25,7 +25,7 @@ class CostContext:
         self.table: OpTable = op_table(run)
         self.widths = widths(run.train)
         self.states = state_bytes(run.optim)
-        self.rates = rates(run.cluster.device, run.train) if self.table.has_costs else None
+        self.rates = rates(run.cluster.device, run.train.precision, fused=False) if self.table.has_costs else None
         self.world = run.cluster.nodes * run.cluster.gpus
         self.capacity = 0 if run.cluster.device.memory == "auto" else int(run.cluster.device.memory)
         self.device_context = int(run.cluster.device.context)

@@ -23,6 +23,7 @@ class BlockSplit:
     recompute: str
     microbatch: int
     form: ActivationForm
+    fused: bool
 
     def degree(self, axis: str) -> int:
         """The degree of an axis; 1 for one that does not split blocks."""
@@ -34,7 +35,7 @@ def _block_axes(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
     return tuple(sorted([axis for axis in reversed(axes) if axis.messages], key=lambda axis: axis.within is not None))
 
 
-def block_split(parallel: Parallel, microbatch: int, form: ActivationForm) -> BlockSplit:
+def block_split(parallel: Parallel, microbatch: int, form: ActivationForm, *, fused: bool) -> BlockSplit:
     """The split of a layout's blocks. Axes within another come last."""
     degrees = [(axis, axis.degree(parallel)) for axis in _block_axes(tuple(AXES.values()))]
     return BlockSplit(
@@ -44,6 +45,7 @@ def block_split(parallel: Parallel, microbatch: int, form: ActivationForm) -> Bl
         recompute=parallel.recompute,
         microbatch=microbatch,
         form=form,
+        fused=fused,
     )
 
 

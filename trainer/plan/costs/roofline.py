@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ...spec.run import Device, Train
+from ...spec.run import Device, Precision
 from .precision import COMPUTES
 
 # Tiles of output that one multiprocessor computes (rows, columns) and the share of the best rate that each reaches: a smaller tile reads
@@ -29,9 +29,9 @@ class DeviceRates:
     fused: bool  # pointwise operators are fused into one kernel
 
 
-def rates(device: Device, train: Train) -> DeviceRates | None:
+def rates(device: Device, precision: Precision, *, fused: bool) -> DeviceRates | None:
     """The rates of a device; None where its peak at this precision or its bandwidth isn't stated."""
-    named = COMPUTES[train.precision]
+    named = COMPUTES[precision]
     peaks = [device.peak.get(each) for each in (named[0], named[-1])]  # type: ignore[call-overload]
     if None in peaks or device.bandwidth is None:
         return None
@@ -44,7 +44,7 @@ def rates(device: Device, train: Train) -> DeviceRates | None:
         units=device.units or 1,
         launch=device.launch,
         dispatch=device.dispatch,
-        fused=train.compile,
+        fused=fused,
     )
 
 

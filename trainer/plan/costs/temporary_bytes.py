@@ -71,5 +71,5 @@ def _forward_bytes(op: Op, local: LocalTensors) -> int:
 
 
 def _scores_bytes(op: Op, local: LocalTensors) -> int:
-    """Bytes of the scores where an op saves their softmax: with dropout fused attention is separate kernels too."""
-    return next((local.bytes(tensor) for tensor in op.saves_torch if "keys" in tensor.dims), 0)
+    """Bytes of the scores where attention's core saves their softmax: with dropout a fused core is separate kernels too."""
+    return next((local.bytes(tensor) for tensor in op.saves_torch if op.core and "keys" in tensor.dims), 0)

@@ -16,6 +16,7 @@ from ..layout.layout import Layout, StageKind
 from ..layout.mesh import Mesh
 from .control_messages import control_messages
 from .defaults import MASTER, REUSED
+from .ds_config import overlaps_messages
 from .flat_tensors import MOST_LAYERS, MOST_RANKS, StageParameters, flat_elements, stage_parameters, stepped_elements
 from .memory import FrozenElements, ZeroSetting, effective_stage, step_bytes, step_work, zero_bytes
 from .messages import traffic_terms
@@ -49,6 +50,7 @@ class DeepSpeedCosts(CostModel):
             gradient=width.gradient,
             states=context.states,
             bucket=min(parallel.bucket, held.dense + held.experts if mesh.pp > 1 else context.parameters),
+            buckets=2 if overlaps_messages(context.run.cluster.device, parallel) else 1,
             pipeline=mesh.pp > 1,
         )
         flat = flat_elements(_stage_parameters(context, kind, mesh), mesh.size("data"), mesh.ep)

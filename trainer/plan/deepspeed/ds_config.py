@@ -6,8 +6,13 @@ from typing import Any
 
 from ...models.families import op_table
 from ...models.ops.op_table import parameter_count
-from ...spec.run import Run
+from ...spec.run import Device, Parallel, Run
 from .memory import effective_stage
+
+
+def overlaps_messages(device: Device, parallel: Parallel) -> bool:
+    """Return whether gradients are reduced beside backward, from two buckets in turn: on GPUs, which have streams."""
+    return parallel.overlap.data and device.kind == "cuda"
 
 
 def deepspeed_config(run: Run, dp: int) -> dict[str, Any]:
@@ -19,12 +24,13 @@ def deepspeed_config(run: Run, dp: int) -> dict[str, Any]:
         "stage": zero_stage(run),
         "reduce_bucket_size": min(parallel.bucket, elements),  # DeepSpeed allocates it in full, however few gradients there are
         "allgather_bucket_size": parallel.bucket,
-        "overlap_comm": parallel.overlap.data and run.cluster.device.kind == "cuda",
+        "overlap_comm": overlaps_messages(run.cluster.device, parallel),
     }
+    host = {"device": "cpu", "pin_memory": run.cluster.device.kind == "cuda"}
     if offload.optimizer:
-        zero["offload_optimizer"] = {"device": "cpu"}
+        zero["offload_optimizer"] = host
     if offload.parameters:
-        zero["offload_param"] = {"device": "cpu"}
+        zero["offload_param"] = host
     config: dict[str, Any] = {
         "timers": {"throughput": {"enabled": False}},  # it synchronizes the device twice a micro-batch
         "train_batch_size": train.batch * parallel.cp,  # DeepSpeed counts context-parallel ranks as replicas

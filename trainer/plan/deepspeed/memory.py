@@ -14,7 +14,7 @@ from .flat_tensors import FlatElements
 
 class ZeroSetting(NamedTuple):
     """The settings that decide what DeepSpeed holds: ZeRO stage, data-parallel ranks, micro-batches a step, bytes an element of weights,
-    gradients and optimizer states, elements of a bucket, whether its pipeline engine runs."""
+    gradients and optimizer states, elements of a bucket and how many it fills in turn, whether its pipeline engine runs."""
 
     stage: int
     ranks: int
@@ -23,6 +23,7 @@ class ZeroSetting(NamedTuple):
     gradient: int
     states: int
     bucket: int
+    buckets: int
     pipeline: bool
 
 
@@ -125,7 +126,7 @@ def _gradients(setting: ZeroSetting, whole: int, flat: FlatElements) -> int:
 
 
 def _bucket(setting: ZeroSetting, whole: int) -> int:
-    """Return the bytes of the bucket that reduces gradients, allocated in full; a pipeline's bf16 optimizer copies them all, flat."""
+    """Return the bytes of the buckets that reduce gradients, allocated in full; a pipeline's bf16 optimizer copies them all, flat."""
     if setting.pipeline and setting.gradient > setting.weight:
         return whole * setting.gradient if setting.ranks > 1 else 0
-    return setting.bucket * setting.weight
+    return setting.buckets * setting.bucket * setting.weight

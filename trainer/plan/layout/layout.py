@@ -53,6 +53,7 @@ class Layout:
     expert_shard: int  # ranks over which it shards experts
     engine: str | None  # the engine that runs it, whose costs are planned; None: the papers' costs
     form: ActivationForm
+    fused: bool  # layers are compiled: their pointwise operators are one kernel
     gradient_sync: GradientSync
 
     def parts(self, stage: int) -> tuple[int, ...]:

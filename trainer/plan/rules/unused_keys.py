@@ -15,6 +15,7 @@ from ...models.families import has_experts, is_made_by_transformers
 from ...spec.problem import Problem
 from ...spec.read import value_text
 from ...spec.run import ROPE_KEYS, Run
+from ..engines import PAPERS_NAME
 from ..layout.mesh import Mesh
 
 RULE = "idle"
@@ -109,6 +110,7 @@ IDLE: dict[str, Condition] = {
     "parallel.overlap.tensor": _is("parallel.tp", 1),
     "parallel.overlap.pipeline": _is("parallel.pp", 1),
     "parallel.overlap.context": _is("parallel.cp", 1),
+    "train.compile":           lambda run, mesh: "" if run.engine == PAPERS_NAME else _is("parallel.zero", 3)(run, mesh),
     "train.evaluate.batches":  _is("train.evaluate.every", 0),
     "optim.betas":             _is_not("optim.name", "adamw"),
     "optim.eps":               _is_not("optim.name", "adamw"),
@@ -145,8 +147,8 @@ READ: dict[str, tuple[str, ...]] = {  # by section
     "cluster.between": ("bandwidth", "latency", "efficiency"),
     "parallel":        ("dp", "tp", "pp", "cp", "ep", "zero", "recompute"),
     "parallel.offload": ("optimizer", "parameters"),
-    "train":           ("batch", "seq", "microbatch", "steps", "tokens", "precision", "gradients", "attention", "flops", "compile", "seed",
-                        "clip", "skip"),
+    "train":           ("batch", "seq", "microbatch", "steps", "tokens", "precision", "gradients", "attention", "flops", "deterministic",
+                        "seed", "clip", "skip"),
     "train.evaluate":  ("every",),
     "optim":           ("name", "lr", "weight_decay", "schedule", "warmup", "gradient_copy"),
     "data":            ("name", "documents", "validation"),

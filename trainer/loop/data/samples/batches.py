@@ -24,6 +24,15 @@ class Batch:
     samples: Tensor  # sample numbers, counted over the run
     documents: Tensor | None  # equal inside a document; different for two documents of one row
 
+    def pin(self) -> Batch:
+        """Return the batch in pinned memory, from which copies to a GPU run beside its kernels."""
+        return Batch(
+            tokens=self.tokens.pin_memory(),
+            labels=self.labels.pin_memory(),
+            samples=self.samples.pin_memory(),
+            documents=None if self.documents is None else self.documents.pin_memory(),
+        )
+
 
 def shard(first_sample: int, *, micro: int, dp_rank: int, dp: int, microbatch: int, batch: int) -> range:
     """Return the samples of one rank's micro-batch of the global batch that starts at first_sample (step x batch).
@@ -96,12 +105,20 @@ class Batches:
             filled += length
 
 
-def prefetch(batches: Batches, shards: Iterable[range]) -> Iterator[Batch]:
-    """Yield the batch of each shard in order; a thread makes the next one while this one is used."""
+def prefetch(batches: Batches, shards: Iterable[range], device: torch.device) -> Iterator[Batch]:
+    """Yield the batch of each shard in order; a thread makes the next one while this one is used, for a GPU in pinned memory."""
+
+    def make(samples: range) -> Batch:
+        batch = batches.batch(samples.start, len(samples))
+        if device.type != "cuda":
+            return batch
+        torch.cuda.set_device(device)  # each thread has its own: without it memory is pinned by the first GPU
+        return batch.pin()
+
     with ThreadPoolExecutor(1, thread_name_prefix="data") as thread:
         waiting: Future[Batch] | None = None
         for samples in shards:
-            coming = thread.submit(batches.batch, samples.start, len(samples))
+            coming = thread.submit(make, samples)
             if waiting is not None:
                 yield waiting.result()
             waiting = coming

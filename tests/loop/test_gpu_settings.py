@@ -1,0 +1,31 @@
+"""What a run does for a GPU that can be seen without one: deterministic kernels, and the figure that its memory is compared with."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from distrain.cli.config.load import load_recipe
+from distrain.trainer.loop.throughput import planned_figures
+from distrain.trainer.plan.plan import make_plan
+
+SETTINGS = """
+import os, torch
+from distrain.trainer.loop.train_rank import take_deterministic_kernels
+take_deterministic_kernels()
+print(torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+print(os.environ["CUBLAS_WORKSPACE_CONFIG"])
+"""
+
+
+def test_deterministic_kernels_are_taken_and_where_torch_has_none_it_warns() -> None:
+    done = subprocess.run([sys.executable, "-c", SETTINGS], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "True", ":4096:8"]
+
+
+def test_a_gpus_allocator_is_compared_with_the_plan_without_the_drivers_memory() -> None:
+    plan = make_plan(load_recipe("llama3_8b_1node", []))
+    assert plan.memory is not None
+    held = plan.memory.stages[plan.memory.stage].bytes
+    assert held.overhead > 1e9
+    assert planned_figures(plan)["planned_memory_peak"] == held.total - held.overhead
