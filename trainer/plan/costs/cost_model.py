@@ -102,7 +102,7 @@ class CostModel:
             return 0.0
         width = context.widths
         moved = 2 * ((width.master or width.weight) + context.states) + width.gradient + width.weight
-        return stepped(layout, held) * moved / context.rates.memory
+        return elements_to_step(layout, held) * moved / context.rates.memory
 
     def summed_elements(
         self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, copies: TensorCopies, data: int | None
@@ -145,7 +145,7 @@ class CostModel:
         return total
 
 
-def stepped(layout: Layout, held: StageElements) -> int:
+def elements_to_step(layout: Layout, held: StageElements) -> int:
     """Return the parameters that a rank steps: those that it holds, or its ZeRO shard."""
     return sharded_elements(layout, held.dense - held.frozen, held.experts) if layout.gradient_sync.zero else held.trained
 

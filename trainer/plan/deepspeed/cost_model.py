@@ -10,7 +10,7 @@ from ..axes.weight_slices import TensorCopies, WeightShard
 from ..costs.block_costs import BlockCosts
 from ..costs.control_message import ControlMessage
 from ..costs.cost_context import CostContext
-from ..costs.cost_model import CostModel, StageElements, StateBytes, UnplannedSize, stepped
+from ..costs.cost_model import CostModel, StageElements, StateBytes, UnplannedSize, elements_to_step
 from ..costs.traffic_term import TrafficTerm
 from ..layout.layout import Layout, StageKind
 from ..layout.mesh import Mesh
@@ -73,7 +73,7 @@ class DeepSpeedCosts(CostModel):
             return 0.0
         width = context.widths
         work = step_work(layout.gradient_sync.zero, weight=width.weight, gradient=width.gradient)
-        return stepped(layout, held) * work.moved / context.rates.memory + tensors * work.kernels * context.rates.launch
+        return elements_to_step(layout, held) * work.moved / context.rates.memory + tensors * work.kernels * context.rates.launch
 
     def summed_elements(
         self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, copies: TensorCopies, data: int | None
