@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 WAIT = timedelta(minutes=30)  # a collective that takes longer has lost a rank
+BACKENDS = {"cuda": "nccl", "cpu": "gloo"}  # of torch.distributed, by kind of device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,7 @@ class World:
 
 
 def join_ranks(kind: str) -> World:
-    """Join the process group of all ranks, over NCCL on GPUs and gloo on CPUs, as RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* say."""
+    """Join the process group of all ranks of a kind of device, `cuda` or `cpu`, as RANK, WORLD_SIZE, LOCAL_RANK and MASTER_* say."""
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29571")
@@ -37,7 +38,7 @@ def join_ranks(kind: str) -> World:
         torch.cuda.set_device(device)
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # otherwise DeepSpeed uses the GPUs of the machine
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo", rank=rank, world_size=size, timeout=WAIT)
+    dist.init_process_group(BACKENDS[kind], rank=rank, world_size=size, timeout=WAIT)
     return World(rank=rank, size=size, device=device)
 
 

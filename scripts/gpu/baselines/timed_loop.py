@@ -1,0 +1,56 @@
+"""The loop in which a baseline is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+WARM_UP, TIMED = 3, 7  # steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """A model and its batch, as a recipe names them."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    seq: int
+    microbatch: int
+    micros: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """Median seconds of a step, bytes of torch's allocator at most, losses by step."""
+
+    step_seconds: float
+    memory_peak: int
+    losses: tuple[float, ...]
+
+
+def random_batch(sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return tokens and labels [microbatch, seq] drawn uniformly: time does not depend on them."""
+    tokens = torch.randint(sizes.vocab, (sizes.microbatch, sizes.seq + 1), device=device)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def time_steps(step: Callable[[], Tensor], device: torch.device) -> Timed:
+    """Take steps, each of which returns its loss, and time those after WARM_UP."""
+    seconds, losses = list[float](), list[float]()
+    for number in range(WARM_UP + TIMED):
+        if number == 1 and device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        began = perf_counter()
+        losses.append(float(step()))  # waits for the device
+        seconds.append(perf_counter() - began)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    return Timed(step_seconds=median(seconds[WARM_UP:]), memory_peak=peak, losses=tuple(losses))

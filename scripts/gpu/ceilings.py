@@ -1,0 +1,142 @@
+"""The check of the machine: versions, what the device reaches in torch alone, and the attention kernels that torch chooses."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from ...cli.config.load import load_recipe
+from ...trainer.machine.facts import measure_once
+from .finding import CheckBroken, Finding
+from .place import Place
+
+PACKAGES = ("torch", "deepspeed", "triton", "transformers", "hydra-core", "numpy")
+SIDE = 8192  # of a square matrix product
+COPIED = 4 << 30  # bytes
+LAUNCHES = 2000  # tiny kernels
+SECONDS = 0.5  # for which one rate is measured
+ATTENTION = {  # query heads, key heads, head size, tokens
+    "gpt2": (12, 12, 64, 1024),
+    "llama": (32, 8, 128, 4096),
+}
+
+
+def measure_ceilings(place: Place) -> Finding:
+    """Measure what torch alone reaches on the device, beside the rates that plans take; raises CheckBroken without a GPU."""
+    if place.on_gpu and not torch.cuda.is_available():
+        raise CheckBroken("torch finds no GPU: --cpu rehearses the checks on this machine's CPU")
+    device = torch.device("cuda" if place.on_gpu else "cpu")
+    shrink = 1 if place.on_gpu else 16
+    if problem := measure_once(lambda text: None):
+        raise CheckBroken(str(problem))
+    figures: dict[str, Any] = {"versions": _versions(), "python": platform.python_version()}
+    if place.on_gpu:
+        figures["gpu"] = torch.cuda.get_device_name(0)
+        figures["compute capability"] = list(torch.cuda.get_device_capability(0))
+        figures["memory"] = torch.cuda.get_device_properties(0).total_memory
+        figures["cuda"] = torch.version.cuda
+    figures["matrix product, FLOP/s"] = {
+        str(dtype).removeprefix("torch."): _product_rate(device, dtype, SIDE // shrink) for dtype in (torch.bfloat16, torch.float32)
+    }
+    figures["copy, bytes/s read and written"] = _copy_rate(device, COPIED // shrink**2)
+    figures["kernel launch, seconds"] = _launch_seconds(device)
+    figures["attention"] = dict(_attention_kernels(device, shrink))
+    if place.on_gpu:
+        figures["context, bytes"] = _context_bytes()
+        figures["planned with"] = _planned_rates(Place(folder=place.folder, on_gpu=True, gpu=figures["gpu"]))
+    return Finding(figures=figures)
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "none"
+    return {**found, "torch": str(torch.__version__)}
+
+
+def _planned_rates(place: Place) -> dict[str, Any]:
+    device = load_recipe("gpt2_124m_1gpu", (*place.words(), "parallel.dp=1")).cluster.device
+    return {
+        "name": device.name,
+        "memory": device.memory,
+        "bf16 peak times sustained, FLOP/s": device.peak.get("bf16", 0.0) * device.sustained,
+        "bandwidth times streaming, bytes/s": (device.bandwidth or 0.0) * device.streaming,
+        "launch, seconds": device.launch,
+        "dispatch, seconds": device.dispatch,
+        "context, bytes": device.context,
+    }
+
+
+def _product_rate(device: torch.device, dtype: torch.dtype, side: int) -> float:
+    one, other = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    return 2.0 * side**3 / _seconds(lambda: torch.mm(one, other), device)
+
+
+def _copy_rate(device: torch.device, size: int) -> float:
+    source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    return 2.0 * size / _seconds(lambda: target.copy_(source), device)
+
+
+def _launch_seconds(device: torch.device) -> float:
+    """Seconds of a kernel that computes nothing to speak of, one of many in a row."""
+    x = torch.zeros(8, device=device)
+
+    def launch_all() -> None:
+        for _ in range(LAUNCHES):
+            x.add_(1.0)
+
+    return _seconds(launch_all, device) / LAUNCHES
+
+
+def _seconds(act: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of a call, the mean of as many as fit into SECONDS, after a first that is not counted."""
+    act()
+    _wait(device)
+    began, calls = perf_counter(), 0
+    while perf_counter() - began < SECONDS:
+        act()
+        _wait(device)
+        calls += 1
+    return (perf_counter() - began) / calls
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _attention_kernels(device: torch.device, shrink: int) -> Iterator[tuple[str, list[str]]]:
+    """Yield the kernels that a causal attention launches forward and backward, for each shape in bf16 and float32."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    for name, (heads, key_heads, size, tokens) in ATTENTION.items():
+        for dtype in (torch.bfloat16, torch.float32):
+            shapes = ((1, each, tokens // shrink, size) for each in (heads, key_heads, key_heads))
+            query, key, value = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes)
+            with profile(activities=activities) as profiled:
+                out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=heads != key_heads)
+                out.sum().backward()  # type: ignore[no-untyped-call]
+                _wait(device)
+            yield f"{name}, {str(dtype).removeprefix('torch.')}", list(_names(profiled.events() or (), on_gpu=device.type == "cuda"))
+
+
+def _names(events: Sequence[Any], *, on_gpu: bool) -> Iterator[str]:
+    """Yield the names of attention's kernels, of its operators on a CPU, each once."""
+    wanted = ("flash", "fmha", "attention", "cudnn", "softmax")
+    names = dict.fromkeys(str(each.name) for each in events if not on_gpu or str(each.device_type).endswith("CUDA"))
+    yield from (name[:100] for name in names if any(each in name.lower() for each in wanted))
+
+
+def _context_bytes() -> int:
+    """Return what the driver and torch's libraries hold of the GPU beside torch's allocator; another program's share counts too."""
+    free, total = torch.cuda.mem_get_info()
+    return int(total - free - torch.cuda.memory_reserved())

@@ -1,0 +1,93 @@
+"""Runs `distrain fit` as a user does, and reads what it leaves in its run folder."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ...trainer.rundir.read_files import read_mapping, read_rows
+from ...trainer.system.child_process import module_arguments, start_child
+from ...trainer.system.cpu import cpu_count
+from .finding import CheckBroken
+from .place import Place
+
+FIT_WORDS = ("log.every=1", "log.sinks=[jsonl]", "train.evaluate.every=0", "checkpoint=never", "launch=local")
+CORES = 2  # that a training beside others gets
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitRun:
+    """A recipe with overrides, as the command line takes them, and its name in the folder of runs."""
+
+    name: str
+    recipe: str
+    words: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A finished training: the rows of metrics.jsonl, and what it counted and planned."""
+
+    folder: Path
+    rows: tuple[Mapping[str, Any], ...]
+    plan: Mapping[str, Any]
+
+    @property
+    def losses(self) -> list[float]:
+        """Loss by step."""
+        return [row["loss"] for row in self.rows]
+
+    @property
+    def step_seconds(self) -> float:
+        """Median seconds of the steps after the first two, which compile and fill caches."""
+        return float(median(row["seconds"] for row in self.rows[2:]))
+
+    @property
+    def memory_peak(self) -> int:
+        """Bytes of torch's allocator at most, after the first step."""
+        return int(max(row["memory_peak"] for row in self.rows[1:]))
+
+
+def fit_overrides(run: FitRun, place: Place) -> tuple[str, ...]:
+    """All overrides of a run, without where it is kept."""
+    return (*place.words(), "parallel.dp=1", *FIT_WORDS, *run.words)
+
+
+def fit(run: FitRun, place: Place) -> Trained:
+    """Train a run to its end; raises CheckBroken with the last lines that `fit` printed."""
+    with started_fit(run, place) as process:
+        said, _ = process.communicate()
+    if process.returncode:
+        tail = " | ".join(said.strip().splitlines()[-3:])
+        raise CheckBroken(f"{run.name}: fit ended with {process.returncode}: {tail}")
+    return read_trained(place.folder / run.name)
+
+
+def fit_together(runs: Sequence[FitRun], place: Place) -> dict[str, Trained]:
+    """Train runs, as many at a time as this machine has pairs of cores; by name. Raises CheckBroken."""
+    with ThreadPoolExecutor(max(1, cpu_count() // CORES)) as pool:
+        return dict(zip((run.name for run in runs), pool.map(lambda run: fit(run, place), runs), strict=True))
+
+
+@contextmanager
+def started_fit(run: FitRun, place: Place) -> Iterator[subprocess.Popen[str]]:
+    """Start `distrain fit` in a session of its own, with its output in a pipe; when the block ends it is killed with its ranks."""
+    where = (f"log.dir={place.folder}", f"name={run.name}")
+    arguments = module_arguments("distrain.__main__", "fit", f"conf={run.recipe}", *fit_overrides(run, place), *where)
+    with start_child(arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
+        yield child
+
+
+def read_trained(folder: Path) -> Trained:
+    """Read RUN_DIR; raises CheckBroken where it has fewer than three steps."""
+    rows = tuple(row for row in read_rows(folder / "metrics.jsonl") if "seconds" in row and "loss" in row)
+    plan = read_mapping(folder / "plan.json")
+    if len(rows) < 3 or plan is None:
+        raise CheckBroken(f"{folder.name} has logged {len(rows)} steps")
+    return Trained(folder=folder, rows=rows, plan=plan)

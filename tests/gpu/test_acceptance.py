@@ -1,0 +1,179 @@
+"""The acceptance of a GPU, rehearsed on a CPU; and reports of GPUs, kept in this folder, to which today's plan is held."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import pytest
+
+from distrain.scripts.gpu.__main__ import row_lines
+from distrain.scripts.gpu.acceptance import Report, Row, carry_out, read_report, run_check
+from distrain.scripts.gpu.checks import CHECKS, GpuCheck
+from distrain.scripts.gpu.place import Place
+from distrain.scripts.gpu.replan import replan_departures
+from distrain.scripts.gpu.trainings import PLANNED, plan_departures
+
+FAKE = "distrain.tests.gpu.fake_check:act"
+REPORTS = sorted(Path(__file__).parent.glob("*.json"))
+# On a GPU, as `compare_with_plan` keeps it.
+MEASURED: dict[str, Any] = {
+    "recipe": "gpt2_124m_1gpu",
+    "words": ["cluster.nodes=1", "cluster.gpus=1", "device=h200", "parallel.dp=1", *PLANNED["gpt2_124m"].words],
+    "memory": {"weights": 1.0},
+    "planned_memory": {"weights": 1.0},
+    "memory_peak": 102,
+    "planned_memory_peak": 100,
+    "step_seconds": 0.9,
+    "planned_step_seconds": 1.0,
+}
+
+
+@pytest.mark.parametrize("path", REPORTS, ids=lambda path: path.stem)
+def test_today_s_plan_is_no_further_from_what_a_gpu_measured(path: Path) -> None:
+    report = read_report(path, rehearsal=False)
+    assert report is not None
+    assert list(replan_departures(report)) == []
+
+
+REHEARSED = ("machine", "plan gpt2_1_5b recomputed", "baseline fully_shard llama 16 layers", "two ranks")
+
+
+@pytest.fixture(scope="module")
+def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    path = tmp_path_factory.mktemp("gpu") / "report.json"
+    only = ",".join(REHEARSED)
+    words = ("--cpu", "--json", str(path), "--only", only, "--folder", str(path.parent / "runs"))
+    return subprocess.run([sys.executable, "-m", "distrain.scripts.gpu", *words], capture_output=True, text=True, check=False), path
+
+
+def test_checks_pass_on_a_cpu(rehearsal: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    """Two ranks of each layout send every message through the host's copies, as on one GPU."""
+    ended, path = rehearsal
+    assert (ended.returncode, ended.stderr) == (0, ""), ended.stdout
+    report = read_report(path, rehearsal=True)
+    assert report is not None
+    assert {row.name: row.status for row in report.rows} == dict.fromkeys(REHEARSED, "passed")
+    lines = ended.stdout.splitlines()
+    assert [line.split("  ")[0] for line in lines[: len(REHEARSED)]] == list(REHEARSED)
+    assert lines[-2].startswith(f"{len(REHEARSED)} passed; ")
+    (two_ranks,) = (row.figures for row in report.rows if row.name == "two ranks")
+    assert {each["verdict"] for each in two_ranks["layouts"].values()} == {"same"}
+
+
+def test_a_planned_run_is_planned_again(rehearsal: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    """Its bytes by kind are held to what was measured; a measured figure that the plan does not reach is named."""
+    report = read_report(rehearsal[1], rehearsal=True)
+    assert report is not None
+    assert list(replan_departures(report)) == []
+    rows = [
+        replace(row, figures={**row.figures, "memory": {**row.figures["memory"], "optimizer": 1.04 * row.figures["memory"]["optimizer"]}})
+        for row in report.rows
+        if row.name == "plan gpt2_1_5b recomputed"
+    ]
+    assert list(replan_departures(replace(report, rows=rows))) == []  # as far then as today
+    rows = [replace(row, figures={**row.figures, "planned_memory": row.figures["memory"]}) for row in rows]
+    (found,) = replan_departures(replace(report, rows=rows))
+    assert found == "plan gpt2_1_5b recomputed: memory of optimizer was measured +4.0 % of today's plan, +0.0 % then"
+
+
+def test_a_time_on_a_gpu_is_planned_again() -> None:
+    report = Report(schema=1, rehearsal=False, seconds=1.0, rows=[Row(name="plan gpt2_124m", status="passed", figures=MEASURED)])
+    found = list(replan_departures(report))
+    assert [each.partition(" was ")[0] for each in found] == [
+        f"plan gpt2_124m: {what}" for what in ("memory of weights", "peak memory", "step time")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({}, []),
+        ({"memory_peak": 104}, ["peak memory is +4.0 % of the plan's"]),
+        ({"memory_peak": 96}, ["peak memory is -4.0 % of the plan's"]),
+        ({"step_seconds": 1.2}, ["step time is +20.0 % of the plan's"]),
+        ({"memory": {"weights": None}}, ["memory of weights: not known"]),
+        ({"planned_step_seconds": None}, ["step time: not known"]),
+    ],
+)
+def test_goals_are_3_and_10_percent(change: dict[str, Any], found: list[str]) -> None:
+    assert plan_departures({**MEASURED, **change}) == found
+
+
+# What a check does, its seconds, those that are left; how its row reads.
+OUTCOMES: tuple[tuple[str, float, float, str, list[str]], ...] = (
+    ("passes", 60, 99, "passed", []),
+    ("departs", 60, 99, "failed", ["a is not 2"]),
+    ("is broken", 60, 99, "broken", ["for a reason"]),
+    ("crashes", 60, 99, "broken", ["KeyError: 'x'"]),
+    ("sleeps", 4, 99, "broken", ["killed after 4 s"]),
+    ("sleeps", 60, 4, "not run", ["cut after 4 s: the program's time was over"]),
+)
+
+
+@pytest.mark.parametrize(("what", "seconds", "left", "status", "says"), OUTCOMES)
+def test_a_check_ends_within_its_time(what: str, seconds: float, left: float, status: str, says: list[str], tmp_path: Path) -> None:
+    check = GpuCheck(name="fake", seconds=seconds, function=FAKE, arguments={"what": what})
+    row = run_check(check, Place(folder=tmp_path, on_gpu=False), left)
+    assert (row.status, list(row.says)) == (status, says)
+    assert list(row_lines(row))[1:] == [f"    {each}" for each in says]
+
+
+def test_a_report_is_resumed(tmp_path: Path) -> None:
+    """Checks that passed or failed are not carried out again; broken ones are, and so are those that were not run."""
+    path, begun = tmp_path / "report.json", list[str]()
+    named = [GpuCheck(name=what, seconds=30, function=FAKE, arguments={"what": what}) for what in ("passes", "departs", "is broken")]
+
+    def carry(checks: list[GpuCheck], earlier: Report | None, seconds: float) -> Report:
+        return carry_out(
+            checks, Place(folder=tmp_path, on_gpu=False), seconds=seconds, path=path, earlier=earlier,
+            on_begin=lambda check: begun.append(check.name), on_row=lambda row: None,
+        )  # fmt: skip
+
+    first = carry(named, None, 60)
+    assert read_report(path, rehearsal=True) == first
+    assert [row.status for row in first.rows] == ["passed", "failed", "broken"]
+    later = GpuCheck(name="later", seconds=30, function=FAKE, arguments={"what": "passes"})
+    second = carry([*named, later], read_report(path, rehearsal=True), 60)
+    assert begun == ["passes", "departs", "is broken", "is broken", "later"]
+    assert second.rows[-1].figures == {"earlier": ["departs", "passes"]}
+    assert carry([replace(later, name="too late")], second, 0).rows[0].status == "not run"
+    with pytest.raises(ValueError, match="of a rehearsal"):
+        read_report(path, rehearsal=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--only", "nothing"), "no check 'nothing': --list names them"),
+        (("--json", "/no/folder/report.json"), "/no/folder is no folder"),
+        (("--json", __file__), "exists: --resume goes on with it, --json names another file"),
+        (("--resume", "--json", __file__), "is no report of these checks"),
+    ],
+)
+def test_wrong_arguments_are_one_line(words: tuple[str, ...], says: str) -> None:
+    ended = subprocess.run([sys.executable, "-m", "distrain.scripts.gpu", *words], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert says in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    path = tmp_path / "report.json"
+    ended = subprocess.run([sys.executable, "-m", "distrain.scripts.gpu", "--json", str(path)], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert "torch finds no GPU: --cpu rehearses the checks on this machine's CPU" in ended.stdout
+    assert {row["status"] for row in json.loads(path.read_text())["rows"]} == {"broken", "not run"}
+
+
+def test_every_check_has_a_function() -> None:
+    for check in CHECKS:
+        assert callable(resolve_name(check.function)), check.name
