@@ -47,9 +47,9 @@ def fill_cpu_rates(config: Mapping[str, Any]) -> None:
     if not isinstance(device, dict) or device.get("kind") != "cpu" or not isinstance(processes, int) or processes < 1:
         return
     machine = facts.cached_facts()
-    if machine is None or not isinstance(cluster, dict):
+    cpu = machine["cpu"] if machine else None
+    if cpu is None or not isinstance(cluster, dict):
         return
-    cpu = machine["cpu"]
     cores = cpu["cores"] / processes
     if not device.get("peak"):
         device["peak"] = {precision: rate * cores for precision, rate in cpu["flops"].items()}

@@ -99,7 +99,7 @@ def _check_run(arguments: Sequence[str], config_dir: Path | None) -> bool:
     run = load_recipe(conf, overrides, config_dir)
     hosts = resolve_hosts(run)
     problem = bool(hosts) and _print_preflight(hosts, run)
-    if not hosts and measure_once(print_error) is None:
+    if not hosts and measure_once(lambda: load_recipe(conf, overrides, config_dir).cluster.device.kind, print_error) is None:
         run = load_recipe(conf, overrides, config_dir)  # with the rates that were measured
     plan = make_plan(run)
     problem |= _print_checks(version_checks(distrain_version()))

@@ -64,16 +64,16 @@ def _check(read: Callable[[], Run]) -> tuple[Run, Plan, tuple[Host, ...]] | None
     What can't run at all is refused before this machine is measured; then the run is read again, with the measured rates.
     """
     checks = FileChecks()
-    for measured in (machine.is_measured(), True):
+    for last in (False, True):
         run = read()
         plan = make_plan(run)
         start = check_start(run, plan)
         if problems := (*start.problems, *checks.look(run).problems):
             print_problems(problems)
             return None
-        if measured:
+        if last or machine.is_measured(run.cluster.device.kind):
             break
-        if unmeasured := machine.measure_once(print_line):
+        if unmeasured := machine.measure_once(lambda: read().cluster.device.kind, print_line):
             print_problems([unmeasured])
     return run, plan, start.hosts
 

@@ -58,8 +58,8 @@ def fit_sweep(
     Raises Unreadable with all that is wrong with the command line.
     """
     runs, problems = _checked_runs(conf, overrides, config_dir)
-    if not problems and not machine.is_measured():  # what can't run at all is refused before this machine is measured
-        unmeasured = machine.measure_once(print_line)
+    if not problems and not machine.is_measured(_kind(runs)):  # what can't run at all is refused before this machine is measured
+        unmeasured = machine.measure_once(lambda: _kind(sweep_runs(conf, overrides, config_dir)), print_line)
         if unmeasured:
             print_error(f"distrain: {one_line(str(unmeasured))}")
         runs, problems = _checked_runs(conf, overrides, config_dir)
@@ -81,6 +81,11 @@ def fit_sweep(
             break
     print_line("\n" + "\n".join(result_lines(runs, statuses)))
     return stopped or max(statuses, default=OK)
+
+
+def _kind(runs: Sequence[SweepRun]) -> str:
+    """The kind of device of which most must be known: a CPU where a run is on one."""
+    return "cpu" if any(each.run.cluster.device.kind == "cpu" for each in runs) else "cuda"
 
 
 def sweep_runs(conf: str, overrides: Sequence[str], config_dir: Path | None) -> list[SweepRun]:

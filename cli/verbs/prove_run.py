@@ -111,9 +111,9 @@ def _read_arguments(arguments: Sequence[str], config_dir: Path | None) -> tuple[
 def _plan_and_measure(request: ProveRequest, recipe: Recipe, screen: Screen) -> Proof:
     """Plan the proof, and plan it again if this machine had to be measured: what can't run is refused before. Raises NothingToProve."""
     proof = plan_proof(request, recipe.run(), recipe.run_on)
-    if machine.is_measured():
+    if machine.is_measured(proof.recipe.cluster.device.kind):
         return proof
-    problem = machine.measure_once(lambda text: print(text, file=sys.stderr, flush=True))
+    problem = machine.measure_once(lambda: recipe.reread().run().cluster.device.kind, lambda text: print(text, file=sys.stderr, flush=True))
     screen.tell([problem] if problem else [])
     measured = recipe.reread()
     return plan_proof(request, measured.run(), measured.run_on)

@@ -34,7 +34,7 @@ def measure_ceilings(place: Place) -> Finding:
         raise CheckBroken("torch finds no GPU: --cpu rehearses the checks on this machine's CPU")
     device = torch.device("cuda" if place.on_gpu else "cpu")
     shrink = 1 if place.on_gpu else 16
-    if problem := measure_once(lambda text: None):
+    if problem := measure_once(lambda: "cuda" if place.on_gpu else "cpu", lambda text: None):
         raise CheckBroken(str(problem))
     figures: dict[str, Any] = {"versions": _versions(), "python": platform.python_version()}
     if place.on_gpu:

@@ -11,6 +11,7 @@ import pytest
 
 from distrain.cli.config.load import load_recipe
 from distrain.trainer.machine import facts as machine
+from distrain.trainer.machine import probe
 from distrain.trainer.machine.cache import MOST_FILES, OLD_FILE, CacheEntry, cache_file, write_entry
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.run import Link, Run
@@ -118,7 +119,7 @@ def test_a_damaged_cache_entry_is_ignored(damaged: bytes, remembered: Any) -> No
     assert machine.cached_facts() is not None
     file.write_bytes(damaged.replace(b'"key": null', b'"key": ' + json.dumps(machine.measurement_key()).encode()))
     assert machine.cached_facts() is None
-    assert not machine.is_measured()
+    assert not machine.is_measured("cpu")
     file.unlink()
     file.mkdir()
     assert machine.cached_facts() is None
@@ -143,6 +144,7 @@ def test_machines_with_a_shared_home_have_their_own_entries(remembered: Any, mon
         monkeypatch.setattr(machine, "measurement_key", lambda key=key: key)
         facts = machine.cached_facts()
         assert facts is not None
+        assert facts["cpu"] is not None
         assert facts["cpu"]["cores"] == number
         assert json.loads(cache_file(key).read_text())["key"] == key, "it says what it is of"
 
@@ -210,7 +212,7 @@ def test_a_busy_machine_is_measured_again_once_it_is_idle(
 ) -> None:
     monkeypatch.setattr(machine, "load_per_core", lambda: now)
     remembered(load=before)
-    assert machine.is_measured() == (not again)
+    assert machine.is_measured("cpu") == (not again)
 
 
 def test_the_better_rates_of_two_measurements_are_kept() -> None:
@@ -228,17 +230,20 @@ def test_this_machine_is_measured_in_a_child_and_cached(tmp_path: Path, monkeypa
     assert machine.measure_now() is None
     found = machine.cached_facts()
     assert found is not None
+    assert found["cpu"] is not None
     assert found["cpu"]["cores"] == cpu_count()
     assert len(found["cpu"]["flops"]) == 2
     slow = machine.better_of(found, found)
+    assert slow["cpu"] is not None
     slow["cpu"]["bandwidth"] /= 1000
     write_entry(CacheEntry(key=machine.measurement_key(), load=99.0, found=slow))
     said: list[object] = []
-    assert machine.measure_once(said.append) is None
-    assert machine.measure_once(said.append) is None
+    assert machine.measure_once(lambda: "cpu", said.append) is None
+    assert machine.measure_once(lambda: "cpu", said.append) is None
     assert said == ["measuring this machine again for a few seconds: it was busy the last time"]
     again = machine.cached_facts()
     assert again is not None
+    assert again["cpu"] is not None
     assert again["cpu"]["bandwidth"] > slow["cpu"]["bandwidth"]
 
 
@@ -249,3 +254,35 @@ def test_a_cache_that_can_not_be_written_is_one_problem(tmp_path: Path, monkeypa
     problem = machine.measure_now()
     assert problem is not None
     assert "can't be written" in problem.says
+
+
+def test_a_cpu_beside_gpus_is_measured_for_a_run_on_it_only(remembered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first probe finds the GPUs; a run that asked for `auto` is on one then, and a run on the CPU has it measured."""
+    gpu = card("NVIDIA H200")
+    probes: list[bool] = []
+
+    def measure(*, always_cpu: bool = False) -> None:
+        probes.append(always_cpu)
+        remembered(cuda=[gpu], cpu=CPU if always_cpu else None)
+
+    monkeypatch.setattr(machine, "measure_now", measure)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")  # never measured
+    for kind, expected in ((lambda: "cuda" if machine.cached_facts() else "cpu", [False]), (lambda: "cpu", [False, True])):
+        assert machine.measure_once(kind, lambda text: None) is None
+        assert probes == expected
+        assert machine.is_measured("cuda")
+    assert machine.is_measured("cpu")
+    with_cpu: Any = {"cuda": [gpu], "cpu": CPU}
+    without: Any = {"cuda": [gpu], "cpu": None}
+    assert machine.better_of(without, with_cpu) == machine.better_of(with_cpu, without) == with_cpu
+
+
+@pytest.mark.parametrize(
+    ("gpus", "always_cpu", "measured"), [([], False, True), ([], True, True), ([{}], False, False), ([{}], True, True)]
+)
+def test_a_probe_measures_the_cpu_where_there_is_no_gpu(
+    gpus: list[Any], always_cpu: bool, measured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "_gpus", lambda: gpus)
+    monkeypatch.setattr(probe, "_measure_cpu", lambda: CPU)
+    assert probe.measure_machine(always_cpu=always_cpu) == {"cuda": gpus, "cpu": CPU if measured else None}

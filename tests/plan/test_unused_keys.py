@@ -148,7 +148,7 @@ def test_fit_warns_of_keys_without_effect_below_its_verdict(
     from distrain.trainer.machine import facts
 
     monkeypatch.setattr(facts, "cached_facts", lambda: None)
-    monkeypatch.setattr(facts, "is_measured", lambda: True)
+    monkeypatch.setattr(facts, "is_measured", lambda kind: True)
     monkeypatch.setattr(training, "train_run", lambda *_: training.TrainingResult(status=1, says="not started here"))
     words = ["conf=tiny_2x2x2", "optim.schedule=constant", "optim.min_lr=1e-5", "train.evaluate.batches=3", f"log.dir={tmp_path}"]
     assert command(["fit", *words]) == 1

@@ -50,7 +50,7 @@ class MachineFacts(TypedDict):
     """The result of a probe."""
 
     cuda: list[GpuFacts]
-    cpu: CpuRates
+    cpu: CpuRates | None  # None: not measured, as on a machine with GPUs that has run nothing on its CPU
 
 
 class CacheEntry(TypedDict):

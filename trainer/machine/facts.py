@@ -44,29 +44,39 @@ def cached_facts() -> MachineFacts | None:
     return entry["found"] if entry else None
 
 
-def is_measured() -> bool:
-    """Whether this machine was measured, and not under a load from other work that has ended since."""
+def is_measured(kind: str) -> bool:
+    """Whether a device of this machine, `cpu` or `cuda`, is known, and a CPU's rates not from under a load of other work that has ended."""
     entry = read_entry(measurement_key())
-    return entry is not None and (entry["load"] < BUSY or load_per_core() > entry["load"] / 2)
+    if entry is None or kind != "cpu":
+        return entry is not None
+    return entry["found"]["cpu"] is not None and (entry["load"] < BUSY or load_per_core() > entry["load"] / 2)
 
 
-def measure_once(show: Callable[[str], object]) -> Problem | None:
-    """Measure this machine if it was never measured, or while it was busy; return the problem where that fails."""
-    if is_measured():
-        return None
-    again = cached_facts() is not None
-    show("measuring this machine again for a few seconds: it was busy the last time" if again else MEASURING)
-    return measure_now()
+def measure_once(kind_of_run: Callable[[], str], show: Callable[[str], object]) -> Problem | None:
+    """Measure what a run needs to know of this machine, if that was never measured, or while it was busy; return the problem if that fails.
+
+    `kind_of_run` reads the run's kind of device, which may be another once the GPUs are known. A CPU's rates are not measured beside GPUs
+    unless a run is on the CPU.
+    """
+    for _ in range(2):  # which GPUs there are; then the CPU beside them
+        if is_measured(kind_of_run()):
+            return None
+        facts = cached_facts()
+        again = facts is not None and facts["cpu"] is not None
+        show("measuring this machine again for a few seconds: it was busy the last time" if again else MEASURING)
+        if problem := measure_now(always_cpu=facts is not None):
+            return problem
+    return None
 
 
-def measure_now() -> Problem | None:
+def measure_now(*, always_cpu: bool = False) -> Problem | None:
     """Measure this machine in a child process and cache the result; return the problem where that fails.
 
     With an earlier result under the same key, the better of both rates is kept: other work only ever slows a measurement.
     """
     load = load_per_core()
     try:
-        probe = capture_child("distrain.trainer.machine.probe", seconds=PATIENCE)
+        probe = capture_child("distrain.trainer.machine.probe", ["cpu"] if always_cpu else [], seconds=PATIENCE)
         found = json.loads(probe.stdout) if probe.returncode == 0 else None
     except (OSError, ValueError, subprocess.TimeoutExpired):
         found = None
@@ -84,6 +94,8 @@ def measure_now() -> Problem | None:
 def better_of(before: MachineFacts, now: MachineFacts) -> MachineFacts:
     """Return the newer facts, with the better of both rates of the CPU."""
     old, new = before["cpu"], now["cpu"]
+    if old is None or new is None:
+        return {"cuda": now["cuda"], "cpu": new or old}
     link: LinkRates = {
         "latency": min(old["link"]["latency"], new["link"]["latency"]),
         "bandwidth": max(old["link"]["bandwidth"], new["link"]["bandwidth"]),
@@ -120,5 +132,5 @@ def _cpu_model() -> str:
 
 
 if __name__ == "__main__":
-    problem = measure_once(print)
+    problem = measure_once(lambda: "cuda" if (cached_facts() or {"cuda": []})["cuda"] else "cpu", print)
     raise SystemExit(f"distrain: {problem}" if problem else 0)

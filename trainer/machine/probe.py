@@ -1,6 +1,6 @@
-"""Measures this machine, on all cores at once and for about two seconds, and prints the result as JSON.
+"""Measures this machine, its CPU on all cores at once and for about two seconds, and prints the result as JSON.
 
-Run it as `python -m distrain.trainer.machine.probe`.
+Run it as `python -m distrain.trainer.machine.probe`. Where there are GPUs, the CPU is measured only by `... probe cpu`.
 
 `cpu.flops` and `cpu.bandwidth` are of one core while all are busy, as with the ranks of a local run: FLOP/s of a large matrix
 product by precision, and bytes/s of a copy, read and written. `cpu.link` is gloo's all-reduce between two processes.
@@ -29,9 +29,10 @@ ALL_REDUCE_BYTES = 8 << 20  # of the long all-reduce
 RATE_SECONDS = 0.35  # for which one rate is measured
 
 
-def measure_machine() -> dict[str, Any]:
-    """Return the CUDA devices and the CPU's measured rates."""
-    return {"cuda": _gpus(), "cpu": _measure_cpu()}
+def measure_machine(*, always_cpu: bool) -> dict[str, Any]:
+    """Return the CUDA devices, and the CPU's measured rates where there are none, or where they are asked for."""
+    gpus = _gpus()
+    return {"cuda": gpus, "cpu": _measure_cpu() if always_cpu or not gpus else None}
 
 
 def _gpus() -> list[dict[str, Any]]:
@@ -115,7 +116,7 @@ def main() -> int:
     """Print the result; all other output goes to stderr."""
     out = os.dup(1)
     os.dup2(2, 1)
-    found = json.dumps(measure_machine())
+    found = json.dumps(measure_machine(always_cpu=sys.argv[1:] == ["cpu"]))
     os.write(out, f"{found}\n".encode())
     return 0
 
