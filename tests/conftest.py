@@ -34,7 +34,7 @@ SLOW = (
     "test_report", "test_page_widths", "test_fit_changes", "test_estimate", "test_export_tokenizer", "test_fit_refused", "test_begin",
     "test_rejected_arguments", "test_damaged_runs", "test_verbs", "test_doctor_run", "test_fit_sweep", "test_keys_of_other_trainers",
     "test_resume_changes", "test_lora", "test_lm_eval", "test_pairs", "test_placement", "test_controller", "test_quantities",
-    "test_doctor", "test_generate", "test_stops", "test_mutations", "test_trace_cuda", "test_compile",
+    "test_doctor", "test_generate", "test_stops", "test_mutations", "test_trace_cuda", "test_acceptance", "test_compile",
     "test_fit_saves", "test_sinks", "test_prove_layouts", "test_context", "test_ledger", "test_split_linear",
     "test_layers", "test_modules", "test_formulas", "test_fit_problems", "test_memory_properties", "test_shell_injection", "test_windows",
     "test_outcome", "test_config_keys", "test_rope_scaling", "test_hf_weights", "test_sources", "test_survey_process",
