@@ -21,12 +21,12 @@ HEAD_ALIGNED, MASK_ALIGNED = 8, 16  # elements to which torch pads heads of flas
 
 
 @contextmanager
-def gpu_kernels(routed: int) -> Iterator[None]:
+def gpu_kernels(routed: int, *, compiled: bool = False) -> Iterator[None]:
     """Make the body choose as a GPU with compute capability 8 or later does (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
 
     - Attention in bf16 or fp16 without a mask: FlashAttention-2, which takes grouped heads. Otherwise the memory-efficient kernel.
     - RMSNorm: one kernel, which saves its input and one float32 a row, as `_RMSNorm` does.
-    - SiLU's backward: one kernel.
+    - SiLU's backward: one kernel, which a compiled layer does not call.
     - Between the ranks of experts each rank sends as many of its `routed` rows to every other.
     """
     with (
@@ -34,7 +34,7 @@ def gpu_kernels(routed: int) -> Iterator[None]:
         patch.object(core_attention, "flash_attention", fused_attention),
         patch.object(core_attention, "causal_lower_right", LowerRight),
         patch.object(norms, "rms_norm", norms._RMSNorm.apply),
-        patch.dict(feed_forward.ACTIVATIONS, dict.fromkeys(("silu", "swiglu"), SiLU.apply)),
+        patch.dict(feed_forward.ACTIVATIONS, {} if compiled else dict.fromkeys(("silu", "swiglu"), SiLU.apply)),
         patch.object(moe, "plan_exchange", partial(even_exchange, routed=routed)),
     ):
         yield

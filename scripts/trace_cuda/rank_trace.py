@@ -6,6 +6,7 @@ Import this after `load_device_guard`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ...trainer.loop.build import DTYPES, build_stages
+from ...trainer.loop.build import DTYPES, build_stages, compile_layers
 from ...trainer.loop.data.samples.batches import Batch
 from ...trainer.loop.model_inputs import model_inputs
 from ...trainer.parallel.ledger import Ledger
@@ -55,6 +56,7 @@ class RankTrace:
     at: str
     messages: list[MessageRow]
     kernels: int
+    kept_compiled: int | None = None  # where the run compiles its layers
 
 
 def trace_rank(run: Run, rank: int) -> RankTrace:
@@ -64,6 +66,28 @@ def trace_rank(run: Run, rank: int) -> RankTrace:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(gpu_kernels(run.train.microbatch * run.train.seq // run.parallel.cp * run.model.top_k))
         return _Passes(run, grid, [stage.module for stage in build_stages(run, grid)]).trace()
+
+
+def trace_compiled_bytes(run: Run, rank: int) -> int:
+    """Return the bytes that the forward pass of a micro-batch keeps for backward in a rank's compiled layers, and in the rest of its stage.
+
+    The graphs of forward and backward are those that torch's compiler makes; its backend runs them operator by operator.
+    """
+    with ExitStack() as stack:
+        grid = stack.enter_context(fake_grid(run, rank))
+        stack.enter_context(patch.dict(os.environ, TORCHDYNAMO_DISABLE="0"))
+        stack.enter_context(patch.object(torch._dynamo.config, "disable", False))
+        stack.enter_context(patch.object(torch._functorch.config, "bundled_autograd_cache", False))  # it can't store fake tensors
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(gpu_kernels(run.train.microbatch * run.train.seq // run.parallel.cp * run.model.top_k, compiled=True))
+        parts = [stage.module for stage in build_stages(run, grid)]
+        torch._dynamo.reset()
+        for part in parts:
+            compile_layers(part, "aot_eager_decomp_partition")
+        passes = _Passes(run, grid, parts)
+        for number in range(len(parts)):
+            passes.forward(number, 0)
+        return passes.kept
 
 
 @contextmanager
@@ -105,7 +129,7 @@ class _Passes:
             for kind, micro, part in self._actions():
                 before = self.live.kernels
                 if kind == "F":
-                    self._forward(part, micro)
+                    self.forward(part, micro)
                 else:
                     self._backward(part, micro)
                 kernels += self.live.kernels - before if micro == 0 else 0
@@ -130,7 +154,8 @@ class _Passes:
         stage = self.grid.position.coordinates["pp"]
         return [(each.kind, each.micro, each.chunk) for each in schedule.actions(stage, stages, self.micros, self.run.parallel.chunks)]
 
-    def _forward(self, part: int, micro: int) -> None:
+    def forward(self, part: int, micro: int) -> None:
+        """Run a forward pass; of the first micro-batch it counts what is kept."""
         run, module = self.run, self.parts[part]
         tokens, labels, further = model_inputs(run, self._batch(), self.grid, 0)
         stream = None if module.first else self._hidden_states(module).requires_grad_()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import ceil
 from typing import Any
 
@@ -15,6 +15,7 @@ from ...trainer.plan.layout_cost import in_flight, layout_cost
 from ...trainer.plan.plan import make_plan
 from ...trainer.plan.run_layout import run_layout
 from ...trainer.spec.changed_run import with_changes
+from ...trainer.spec.compiled_layers import has_compiled_layers
 from ...trainer.spec.run import Run
 from .device_guard import load_device_guard
 
@@ -34,15 +35,26 @@ def main() -> None:
 
 def trace_job(job: dict[str, Any]) -> dict[str, Any]:
     """Trace the ranks of a job and plan its run."""
-    from .rank_trace import trace_rank
-
     run = load_recipe(job["recipe"], job["words"])
     planned = make_plan(run)
     if planned.memory is None:
         raise ValueError(planned.problems[0].says)
-    eager = with_changes(run, [("train.compile", False)])
-    traced = [trace_rank(run, rank) for rank in job["ranks"] or end_ranks(run)]
-    return {"ranks": [{"traced": asdict(each), "planned": asdict(planned_bytes(eager, each.stage, each.gradients))} for each in traced]}
+    return {"ranks": [traced_and_planned(run, rank) for rank in job["ranks"] or end_ranks(run)]}
+
+
+def traced_and_planned(run: Run, rank: int) -> dict[str, Any]:
+    """Trace a rank, without compiled layers and, where the run compiles all of a layer, what it keeps with them; plan the same."""
+    from .rank_trace import trace_compiled_bytes, trace_rank
+
+    traced = trace_rank(run, rank)
+    planned = planned_bytes(with_changes(run, [("train.compile", False)]), traced.stage, traced.gradients)
+    if not has_compiled_layers(run.train, run.parallel) or run.model.experts:
+        return {"traced": asdict(traced), "planned": asdict(planned)}
+    kept = planned_bytes(run, traced.stage, traced.gradients).kept
+    return {
+        "traced": asdict(replace(traced, kept_compiled=trace_compiled_bytes(run, rank))),
+        "planned": asdict(replace(planned, kept_compiled=kept)),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +67,7 @@ class PlannedBytes:
 
     kept: int
     peak: int
+    kept_compiled: int | None = None
 
 
 def planned_bytes(run: Run, stage: int, gradients: int) -> PlannedBytes:

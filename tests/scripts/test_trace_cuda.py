@@ -88,10 +88,22 @@ FINETUNE = (
     "model.ffn=1024",
     "model.vocab=4096",
 )
+BF16 = ("parallel.recompute=none", "train.attention=flash", "train.precision=bf16", "train.compile=true")
+COMPILED = [  # a model, a layout, dropout
+    TraceJob(recipe=MODELS[model][0], words=(*GPU, *PLAIN[:-1], *MODELS[model][1:], *LAYOUTS[layout], *BF16, f"model.dropout={dropout}"))
+    for model, layout, dropout in (
+        ("gpt", "sequence", 0),
+        ("llama", "sequence", 0),
+        ("llama", "cp", 0),
+        ("llama", "tp", 0),
+        ("llama", "one rank", 0.1),
+    )
+]
 JOBS = [
     TraceJob(recipe="gpt2_124m_1gpu"),
     TraceJob(recipe="llama3_2_1b_1node"),
     TraceJob(recipe="finetune_llama", words=FINETUNE),  # documents apart
+    *COMPILED,
     *drawn_jobs(14, 15),
 ]
 
@@ -110,6 +122,9 @@ def test_a_rank_keeps_and_holds_the_bytes_that_the_plan_counts(number: int, answ
     assert "error" not in answers[number], (JOBS[number], answers[number])
     for rank in answers[number]["ranks"]:
         assert rank["traced"]["kept"] == pytest.approx(rank["planned"]["kept"], rel=0.005), JOBS[number]
+        tolerance = 0.02 if "model.dropout=0.1" in JOBS[number].words else 0.005
+        if "train.compile=true" in JOBS[number].words or rank["planned"]["kept_compiled"] is not None:
+            assert rank["traced"]["kept_compiled"] == pytest.approx(rank["planned"]["kept_compiled"], rel=tolerance), JOBS[number]
         assert rank["traced"]["peak"] == pytest.approx(rank["planned"]["peak"], rel=peak_tolerance(JOBS[number])), JOBS[number]
 
 

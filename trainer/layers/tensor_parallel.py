@@ -260,6 +260,13 @@ def _whole_products(
     return tuple(affine(whole, weight.mT if transposed else weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
 
+def _after(x: Tensor, grad: Tensor) -> Tensor:
+    """Return x, in a compiled graph as a copy that needs `grad`: the compiler computes what needs no gradient in forward, and keeps it."""
+    if not torch.compiler.is_compiling():
+        return x
+    return torch.cat((x.flatten(), grad.flatten()[:1].to(x.dtype)))[:-1].view_as(x)
+
+
 class _ColumnProducts(torch.autograd.Function):
     """Saves the input as it came: under sequence parallelism this rank's part, which backward all-gathers again; with frozen weights no
     input."""
@@ -276,7 +283,7 @@ class _ColumnProducts(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         tp, output_grads = ctx.tp, [grad.flatten(0, -2) for grad in grads]  # [B S, O]
-        gather = AsyncAllGather(x, tp.group) if tp.sequence and x is not None else None
+        gather = AsyncAllGather(_after(x, grads[0]), tp.group) if tp.sequence and x is not None else None
         x_grad = sum(grad @ (weight if ctx.transposed else weight.mT) for grad, weight in zip(output_grads, weights, strict=True))
         x_grad = x_grad.view(*grads[0].shape[:-1], -1)  # [B, S, I]: this rank's terms
         whole = x if gather is None else gather.wait()

@@ -56,6 +56,7 @@ def generate(folder: Path, wanted: Sampling) -> None:
     tokenizer = _tokenizer(run, wanted)
     prompt = _prompt(run, wanted.prompt, tokenizer)
     device = torch.device("cuda" if run.cluster.device.kind == "cuda" and torch.cuda.is_available() else "cpu")
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention is planned anew for each length, and every token has its own
     module = load_model(run, found.checkpoint, device)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from math import prod
 
 from ...models.ops.op_table import Dims, Op, OpTable, Tensor, round_up
 from ...spec.run import Parallel
-from ..axes import AXES
+from ..axes import AXES, tp
 from ..axes.axis import ActivationForm, Axis
+
+STREAM = Tensor(("seq", "batch", "hidden"))  # hidden states
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +92,7 @@ class LocalTensors:
 
 def saved_bytes(op: Op, local: LocalTensors) -> int:
     """Bytes, without logits, that an op saves for backward: in our own modules, or as Megatron's and compiled layers do."""
-    return sum(local.bytes(tensor) for tensor in _saved_tensors(op, local.form))
+    return sum(map(local.bytes, _saved_tensors(op, local)))
 
 
 def logits_bytes(op: Op, local: LocalTensors) -> int:
@@ -99,5 +101,22 @@ def logits_bytes(op: Op, local: LocalTensors) -> int:
     return sum(map(local.bytes, saves))
 
 
-def _saved_tensors(op: Op, form: ActivationForm) -> Iterator[Tensor]:
-    yield from (tensor for tensor in op.saves_torch if "vocab" not in tensor.dims) if form == "torch" else op.saves_megatron
+def _saved_tensors(op: Op, local: LocalTensors) -> Iterable[Tensor]:
+    match local.form:
+        case "torch":
+            return [tensor for tensor in op.saves_torch if "vocab" not in tensor.dims]
+        case "megatron":
+            return op.saves_megatron
+        case _:
+            return _compiled_saves(op, local)
+
+
+def _compiled_saves(op: Op, local: LocalTensors) -> Iterator[Tensor]:
+    """Yield what an op of a compiled layer saves: attention's core as if it were not compiled, the rest as Megatron does, but no masks.
+
+    Masks of dropout are drawn again, and the output of a norm that is gathered along the sequence is computed again from its input.
+    """
+    gathered = local.sequence and tp.style(op) == "column"
+    for tensor in op.saves_torch if op.core else op.saves_megatron:
+        if tensor.width != 1 and not (gathered and tensor == STREAM):
+            yield tensor
