@@ -48,7 +48,7 @@ class CheckRequest:
 
 
 def _plan(name: str) -> GpuCheck:
-    return GpuCheck(name=f"plan {name}", seconds=75, function=f"{ROOM}.trainings:compare_with_plan", arguments={"name": name})
+    return GpuCheck(name=f"plan {name}", seconds=75, function=f"{ROOM}.planned_runs:compare_with_plan", arguments={"name": name})
 
 
 def _baseline(name: str) -> GpuCheck:
@@ -60,9 +60,9 @@ def _baseline(name: str) -> GpuCheck:
 MACHINE = "machine"
 CHECKS = (
     GpuCheck(name=MACHINE, seconds=60, function=f"{ROOM}.ceilings:measure_ceilings"),
-    GpuCheck(name="families", seconds=90, function=f"{ROOM}.trainings:train_families"),
-    GpuCheck(name="precisions", seconds=90, function=f"{ROOM}.trainings:compare_precisions"),
-    GpuCheck(name="zero", seconds=120, function=f"{ROOM}.trainings:train_zero_stages"),
+    GpuCheck(name="families", seconds=90, function=f"{ROOM}.losses:train_families"),
+    GpuCheck(name="precisions", seconds=90, function=f"{ROOM}.losses:compare_precisions"),
+    GpuCheck(name="zero", seconds=120, function=f"{ROOM}.losses:train_zero_stages"),
     _plan("gpt2_124m"),
     _plan("gpt2_124m compiled"),
     _plan("llama 16 layers"),
@@ -74,8 +74,8 @@ CHECKS = (
     _baseline("autocast gpt2_124m"),
     _baseline("fully_shard llama 16 layers"),
     _baseline("autocast gpt2_1_5b"),
-    GpuCheck(name="resume", seconds=90, function=f"{ROOM}.resuming:kill_and_resume"),
+    GpuCheck(name="resume", seconds=90, function=f"{ROOM}.resume:kill_and_resume"),
     GpuCheck(name="two ranks", seconds=120, function=f"{ROOM}.shared_gpu:prove_two_ranks"),
-    GpuCheck(name="generate", seconds=60, function=f"{ROOM}.resuming:generate_text"),
-    GpuCheck(name="trace", seconds=60, function=f"{ROOM}.resuming:trace_steps"),
+    GpuCheck(name="generate", seconds=60, function=f"{ROOM}.generation:generate_text"),
+    GpuCheck(name="trace", seconds=60, function=f"{ROOM}.profiled_steps:trace_steps"),
 )

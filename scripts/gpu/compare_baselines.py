@@ -16,7 +16,7 @@ from .baselines.timed_loop import Sizes, Timed
 from .finding import CheckBroken, Finding
 from .fit_runs import FitRun, fit_overrides
 from .place import Place
-from .trainings import PLANNED
+from .planned_runs import PLANNED
 
 
 @dataclass(frozen=True, kw_only=True)

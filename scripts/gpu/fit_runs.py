@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,6 +18,7 @@ from ...trainer.system.cpu import cpu_count
 from .finding import CheckBroken
 from .place import Place
 
+RECIPE, ONE_DEVICE = "tiny_2x2x2", ("parallel.tp=1", "parallel.pp=1")  # of tiny models
 FIT_WORDS = ("log.every=1", "log.sinks=[jsonl]", "train.evaluate.every=0", "checkpoint=never", "launch=local")
 CORES = 2  # that a training beside others gets
 
@@ -40,8 +42,8 @@ class Trained:
 
     @property
     def losses(self) -> list[float]:
-        """Loss by step."""
-        return [row["loss"] for row in self.rows]
+        """Loss by step, nan where it was not finite."""
+        return [nan if row["loss"] is None else row["loss"] for row in self.rows]
 
     @property
     def step_seconds(self) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 from ...cli.config.load import load_recipe
 from ...trainer.plan.plan import make_plan
 from .acceptance import Report
-from .trainings import planned_measured
+from .planned_runs import planned_measured
 
 SLACK = 0.002  # a share by which a plan that missed the goal may move away from what was measured
 

@@ -5,19 +5,26 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import inf, nan
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 import pytest
 
+from distrain.cli.config.load import load_recipe
+from distrain.scripts.gpu import losses
 from distrain.scripts.gpu.__main__ import row_lines
 from distrain.scripts.gpu.acceptance import Report, Row, carry_out, read_report, run_check
 from distrain.scripts.gpu.checks import CHECKS, GpuCheck
+from distrain.scripts.gpu.finding import Finding
+from distrain.scripts.gpu.fit_runs import FitRun, Trained, fit_overrides
 from distrain.scripts.gpu.place import Place
+from distrain.scripts.gpu.planned_runs import PLANNED, plan_departures
 from distrain.scripts.gpu.replan import replan_departures
-from distrain.scripts.gpu.trainings import PLANNED, plan_departures
+from distrain.trainer.plan.plan import make_plan
 
 FAKE = "distrain.tests.gpu.fake_check:act"
 REPORTS = sorted(Path(__file__).parent.glob("*.json"))
@@ -172,6 +179,47 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     assert ended.returncode == 1
     assert "torch finds no GPU: --cpu rehearses the checks on this machine's CPU" in ended.stdout
     assert {row["status"] for row in json.loads(path.read_text())["rows"]} == {"broken", "not run"}
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_a_planned_run_fits_and_is_planned_whole(name: str, tmp_path: Path) -> None:
+    """On one H200: memory and time, so that both can be compared."""
+    place, run = Place(folder=tmp_path, on_gpu=True, gpu="NVIDIA H200"), PLANNED[name]
+    plan = make_plan(load_recipe(run.recipe, fit_overrides(FitRun(name="a", recipe=run.recipe, words=run.overrides(place)), place)))
+    assert plan.problems == ()
+    assert plan.memory is not None
+    assert plan.memory.peak < 0.7 * 150.1e9
+    assert plan.time is not None
+    assert 0.1 < plan.time.step < 2
+
+
+LOSSES = [5.5, 5.4, 5.3]
+
+
+@pytest.mark.parametrize(
+    ("check", "changed", "found"),
+    [
+        (losses.compare_precisions, {}, []),
+        (losses.compare_precisions, {"precision.cpu": [5.5, 5.4, 5.3003]}, ["float32 is 3.0e-04 nats from the CPU's"]),
+        (losses.compare_precisions, {"precision.bf16": [5.5, 5.6, 5.3]}, ["bf16 is 3.7 % from float32"]),
+        (losses.compare_precisions, {"precision.bf16": [nan, 5.4, 5.3]}, ["bf16 is nan % from float32"]),
+        (losses.train_zero_stages, {}, []),
+        (losses.train_zero_stages, {"fp32.zero3": [5.5, 5.4, 5.31]}, ["fp32 zero3 is 1.0e-02 nats from fp32 zero0"]),
+        (losses.train_zero_stages, {"fp16.zero1": [5.5, 5.4, 5.5]}, ["fp16 zero1 is 2.0e-01 nats from bf16 zero1"]),
+        (losses.train_families, {}, []),
+        (losses.train_families, {"family.moe": [5.3, 5.4, 5.3]}, ["moe: losses 5.3000 5.4000 5.3000"]),
+        (losses.train_families, {"family.hf": [5.3, inf, 5.2]}, ["hf: losses 5.3000 inf 5.2000"]),
+    ],
+)
+def test_losses_that_differ_are_named(
+    check: Callable[[Place], Finding], changed: dict[str, list[float]], found: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained(runs: Sequence[FitRun], place: Place) -> dict[str, Trained]:
+        rows = {run.name: [{"loss": loss} for loss in changed.get(run.name, LOSSES)] for run in runs}
+        return {name: Trained(folder=tmp_path, rows=tuple(each), plan={}) for name, each in rows.items()}
+
+    monkeypatch.setattr(losses, "fit_together", trained)
+    assert list(check(Place(folder=tmp_path, on_gpu=True)).departures) == found
 
 
 def test_every_check_has_a_function() -> None:

@@ -1,0 +1,99 @@
+"""Checks that compare losses: of families, precisions, ZeRO stages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from math import isfinite, isnan, nan
+
+from .finding import Finding
+from .fit_runs import ONE_DEVICE, RECIPE, FitRun, fit_together
+from .place import Place
+
+TINY = (*ONE_DEVICE, "data=synthetic", "train.seq=64", "train.batch=8", "train.microbatch=4", "optim.lr=1e-3", "optim.warmup=0")
+FIVE = (*TINY, "parallel.zero=0", "train.steps=5")
+FAMILIES = {
+    "gpt": ("model=tiny",),
+    "llama": ("model=tiny_llama",),
+    "moe": ("model=tiny_moe",),
+    "llama with LoRA": ("model=tiny_llama", "model.lora.rank=4"),
+}
+
+FLOAT32_LOSS = 2e-4  # nats between a GPU and a CPU, both in float32: five Adam steps, in which rounding differs
+HALF_LOSS = 0.02  # of a float32 loss, over the same steps in bf16 or fp16
+
+# A model that transformers alone makes: GPT-NeoX.
+HF_CONFIG = {
+    "model_type": "gpt_neox",
+    "hidden_size": 64,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 256,
+    "max_position_embeddings": 64,
+}
+
+
+def train_families(place: Place) -> Finding:
+    """Train five steps of each family in the precision that the device computes in; losses must be finite and begin to fall."""
+    config = place.folder / "gpt_neox"
+    config.mkdir(exist_ok=True)
+    (config / "config.json").write_text(json.dumps(HF_CONFIG), encoding="utf-8")
+    families = {**FAMILIES, "hf": (f"model.hf={config}",)}
+    words = (*FIVE, f"train.precision={'bf16' if place.on_gpu else 'fp32'}")
+    runs = [FitRun(name=f"family.{name.replace(' ', '.')}", recipe=RECIPE, words=(*words, *each)) for name, each in families.items()]
+    trained = dict(zip(families, fit_together(runs, place).values(), strict=True))
+    departures = [f"{name}: losses {_text(each.losses)}" for name, each in trained.items() if not _is_learning(each.losses)]
+    return Finding(figures={"losses": {name: each.losses for name, each in trained.items()}}, departures=tuple(departures))
+
+
+def compare_precisions(place: Place) -> Finding:
+    """Train float32 on the device and on the CPU, and bf16 on the device, from the same values; losses must agree."""
+    words = (*FIVE, "model=tiny_llama", "train.steps=10")
+    runs = [FitRun(name=f"precision.{each}", recipe=RECIPE, words=(*words, f"train.precision={each}")) for each in ("fp32", "bf16")]
+    on_cpu = FitRun(name="precision.cpu", recipe=RECIPE, words=(*words, "train.precision=fp32", "device=cpu"))
+    trained = fit_together([*runs, on_cpu], place)
+    fp32, bf16, cpu = (trained[f"precision.{each}"].losses for each in ("fp32", "bf16", "cpu"))
+    apart = _apart(fp32, cpu)
+    half_apart = _largest([abs(one / other - 1) for one, other in zip(bf16, fp32, strict=True)])
+    departures = [f"float32 is {apart:.1e} nats from the CPU's"] if not apart <= FLOAT32_LOSS else []
+    departures += [f"bf16 is {100 * half_apart:.1f} % from float32"] if not half_apart <= HALF_LOSS else []
+    return Finding(
+        figures={"fp32 - cpu, nats": apart, "bf16 / fp32 - 1": half_apart, "losses": {"fp32": fp32, "bf16": bf16, "cpu": cpu}},
+        departures=tuple(departures),
+    )
+
+
+def train_zero_stages(place: Place) -> Finding:
+    """Train every ZeRO stage, offload, and fp16 with its loss scale; losses must agree with those of stage 0 or 1 in that precision."""
+    words = (*TINY, "model=tiny_llama", "train.steps=8")
+    cases = {f"fp32 zero{stage}": ("train.precision=fp32", f"parallel.zero={stage}") for stage in range(4)}
+    cases |= {f"bf16 zero{stage}": ("train.precision=bf16", f"parallel.zero={stage}") for stage in (1, 2, 3)}
+    if place.on_gpu:
+        cases["bf16 offload"] = ("parallel=offload", "train.precision=bf16")
+        cases["fp16 zero1"] = ("train.precision=fp16", "parallel.zero=1")
+    runs = [FitRun(name=name.replace(" ", "."), recipe=RECIPE, words=(*words, *each)) for name, each in cases.items()]
+    losses = {name: each.losses for name, each in zip(cases, fit_together(runs, place).values(), strict=True)}
+    departures = []
+    for name, found in losses.items():
+        reference, limit = ("fp32 zero0", FLOAT32_LOSS) if name.startswith("fp32") else ("bf16 zero1", HALF_LOSS * losses["fp32 zero0"][0])
+        if not (apart := _apart(found, losses[reference])) <= limit:
+            departures.append(f"{name} is {apart:.1e} nats from {reference}")
+    return Finding(figures={"losses": losses}, departures=tuple(departures))
+
+
+def _apart(one: Sequence[float], other: Sequence[float]) -> float:
+    return _largest([abs(left - right) for left, right in zip(one, other, strict=True)])
+
+
+def _largest(differences: Sequence[float]) -> float:
+    """Return the largest; nan where one is, which is within no limit."""
+    return nan if any(map(isnan, differences)) else max(differences)
+
+
+def _is_learning(losses: Sequence[float]) -> bool:
+    return all(map(isfinite, losses)) and losses[-1] < losses[0]
+
+
+def _text(losses: Sequence[float]) -> str:
+    return " ".join(f"{each:.4f}" for each in losses)
