@@ -51,6 +51,11 @@ class Trained:
         return float(median(row["seconds"] for row in self.rows[2:]))
 
     @property
+    def step_tokens(self) -> float:
+        """Tokens of a step."""
+        return float(self.rows[-1]["tokens_per_second"] * self.rows[-1]["seconds"])
+
+    @property
     def memory_peak(self) -> int:
         """Bytes of torch's allocator at most, after the first step."""
         return int(max(row["memory_peak"] for row in self.rows[1:]))

@@ -18,14 +18,14 @@ def generate_text(place: Place) -> Finding:
     words = (*ONE_DEVICE, "model=tiny", "data=stdlib", "train.seq=64", "train.batch=16", "train.microbatch=16", "train.precision=fp32",
              "train.steps=60", "optim.lr=3e-3", "optim.warmup=0", "checkpoint=default")  # fmt: skip
     trained = fit(FitRun(name="text", recipe=RECIPE, words=words), place)
-    on_device = _generated(trained, {})
-    on_cpu = _generated(trained, {"CUDA_VISIBLE_DEVICES": ""})
+    on_device = _generate(trained, {})
+    on_cpu = _generate(trained, {"CUDA_VISIBLE_DEVICES": ""})
     same = next((at for at, (one, other) in enumerate(zip(on_device, on_cpu, strict=False)) if one != other), len(on_cpu))
     departures = [] if same >= min(len(on_cpu), 20) else [f"the device's text is another from character {same} on"]
     return Finding(figures={"text": on_device, "same characters": same, "characters": len(on_cpu)}, departures=tuple(departures))
 
 
-def _generated(trained: Trained, environment: Mapping[str, str]) -> str:
+def _generate(trained: Trained, environment: Mapping[str, str]) -> str:
     words = ("generate", str(trained.folder), "--prompt", "def ", "--tokens", "40")
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with start_child(module_arguments("distrain.__main__", *words), {**os.environ, **environment}, **streams) as child:

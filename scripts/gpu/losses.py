@@ -19,7 +19,7 @@ FAMILIES = {
     "llama with LoRA": ("model=tiny_llama", "model.lora.rank=4"),
 }
 
-FLOAT32_LOSS = 2e-4  # nats between a GPU and a CPU, both in float32: five Adam steps, in which rounding differs
+FLOAT32_LOSS = 2e-4  # nats between a GPU and a CPU, both in float32: ten Adam steps, in which rounding differs
 HALF_LOSS = 0.02  # of a float32 loss, over the same steps in bf16 or fp16
 
 # A model that transformers alone makes: GPT-NeoX.

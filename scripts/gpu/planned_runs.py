@@ -8,7 +8,7 @@ from typing import Any
 
 from ...trainer.rundir.measured import read_measured_run
 from .finding import Finding
-from .fit_runs import FitRun, Trained, fit
+from .fit_runs import FitRun, fit
 from .place import Place
 
 MEMORY_GOAL, TIME_GOAL = 0.03, 0.10  # shares of the plan
@@ -72,18 +72,18 @@ def compare_with_plan(place: Place, name: str) -> Finding:
     planned = PLANNED[name]
     run = FitRun(name=f"plan.{name.replace(' ', '.')}", recipe=planned.recipe, words=planned.overrides(place))
     trained = fit(run, place)
-    row = trained.rows[-1]
+    row, memory = trained.rows[-1], read_measured_run(trained.folder).memory
     figures: dict[str, Any] = {
         "recipe": planned.recipe,
         "words": [*place.words(), "parallel.dp=1", *run.words],
         "step_seconds": trained.step_seconds,
         "planned_step_seconds": row.get("planned_seconds"),
-        "memory": {each.name: each.measured for each in read_measured_run(trained.folder).memory},
-        "planned_memory": {each.name: each.planned for each in read_measured_run(trained.folder).memory},
+        "memory": {each.name: each.measured for each in memory},
+        "planned_memory": {each.name: each.planned for each in memory},
         "memory_peak": trained.memory_peak if place.on_gpu else None,
         "planned_memory_peak": row.get("planned_memory_peak"),
         "mfu": row.get("mfu"),
-        "tokens_per_second": trained_tokens(trained) / trained.step_seconds,
+        "tokens_per_second": trained.step_tokens / trained.step_seconds,
     }
     return Finding(figures=figures, departures=tuple(plan_departures(figures)))
 
@@ -107,9 +107,3 @@ def planned_measured(figures: Mapping[str, Any]) -> Iterator[tuple[str, float | 
     if figures["memory_peak"] is not None:
         yield "peak memory", figures["memory_peak"], figures["planned_memory_peak"], MEMORY_GOAL
         yield "step time", figures["step_seconds"], figures["planned_step_seconds"], TIME_GOAL
-
-
-def trained_tokens(trained: Trained) -> float:
-    """Return the tokens of a step."""
-    row = trained.rows[-1]
-    return float(row["tokens_per_second"] * row["seconds"])

@@ -11,7 +11,7 @@ from .fit_runs import FitRun, fit
 from .place import Place
 from .planned_runs import PLANNED
 
-# What the host calls to wait for the device, or to read from it.
+# What the host calls to wait for the device; reading a number from it calls the first.
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 MOST_WAITS = 1  # a step
 TRACED = (6, 8)  # first and last step

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...cli.config.load import load_recipe
+from ...trainer.loop.throughput import planned_figures
 from ...trainer.plan.plan import make_plan
 from .acceptance import Report
 from .planned_runs import planned_measured
@@ -33,10 +34,10 @@ def _then(ratio: float) -> str:
 
 
 def planned_today(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return today's plan of a run, under the names of a report's figures. A CPU's rates are not those of the day: no time is planned."""
+    """Return today's plan of a run, under the names of a report's figures."""
     plan = make_plan(load_recipe(figures["recipe"], figures["words"]))
     assert plan.memory is not None, plan.problems
-    held = plan.memory.stages[plan.memory.stage].bytes
+    planned, held = planned_figures(plan), plan.memory.stages[plan.memory.stage].bytes
     return {
         "planned_memory": {
             "weights": held.weights,
@@ -44,6 +45,6 @@ def planned_today(figures: Mapping[str, Any]) -> dict[str, Any]:
             "optimizer": held.optimizer,
             "activations": held.activations + held.logits,
         },
-        "planned_memory_peak": plan.memory.peak - held.overhead,
-        "planned_step_seconds": plan.time.step if plan.time else None,
+        "planned_memory_peak": planned["planned_memory_peak"],
+        "planned_step_seconds": planned["planned_seconds"],
     }

@@ -40,7 +40,7 @@ def _staged_kernel(name: str) -> Callable[..., Any]:
     """Return what stands for an operator: it stages tensors, calls the operator on the host and, unless it sends, waits for it."""
     operator = getattr(torch.ops.c10d, name).default
 
-    def staged(*arguments: Any) -> Any:
+    def run_staged(*arguments: Any) -> Any:
         on_host = tuple(_host_copy(each) for each in arguments)
         with torch._C._AutoDispatchBelowAutograd():
             answer = operator(*on_host)
@@ -52,7 +52,7 @@ def _staged_kernel(name: str) -> Callable[..., Any]:
         done = _finished_work()  # gloo's own would wait for a second message
         return done if received is None else (arguments[0], done)
 
-    return staged
+    return run_staged
 
 
 def _finished_work() -> Any:

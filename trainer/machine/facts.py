@@ -45,7 +45,7 @@ def cached_facts() -> MachineFacts | None:
 
 
 def is_measured(kind: str) -> bool:
-    """Whether a device of this machine, `cpu` or `cuda`, is known, and a CPU's rates not from under a load of other work that has ended."""
+    """Whether this machine's devices of a kind, `cpu` or `cuda`, are known; a CPU measured beside other work is, until that work ends."""
     entry = read_entry(measurement_key())
     if entry is None or kind != "cpu":
         return entry is not None
@@ -53,7 +53,7 @@ def is_measured(kind: str) -> bool:
 
 
 def measure_once(kind_of_run: Callable[[], str], show: Callable[[str], object]) -> Problem | None:
-    """Measure what a run needs to know of this machine, if that was never measured, or while it was busy; return the problem if that fails.
+    """Measure what a run needs to know of this machine, unless it is known (`is_measured`); return the problem where that fails.
 
     `kind_of_run` reads the run's kind of device, which may be another once the GPUs are known. A CPU's rates are not measured beside GPUs
     unless a run is on the CPU.

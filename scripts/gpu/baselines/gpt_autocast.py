@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .timed_loop import Sizes, Timed, random_batch, time_steps
+from .timed_loop import Sizes, Timed, make_step, random_batch, time_steps
 
 
 class Block(nn.Module):
@@ -63,16 +63,9 @@ def time_gpt(sizes: Sizes, device: torch.device) -> Timed:
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=device.type == "cuda")
     tokens, labels = random_batch(sizes, device)
 
-    def step() -> Tensor:
-        total = torch.zeros((), device=device)
-        for _ in range(sizes.micros):
-            with torch.autocast(device.type, dtype=torch.bfloat16):
-                loss = forward(tokens, labels) / sizes.micros
-            loss.backward()
-            total += loss.detach()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return total
+    def loss() -> Tensor:
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            mean: Tensor = forward(tokens, labels)
+        return mean
 
-    return time_steps(step, device)
+    return time_steps(make_step(optimizer, sizes.micros, loss), device)

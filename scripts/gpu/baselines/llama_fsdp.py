@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from ....trainer.launch.rank.environment import reserve_port
-from .timed_loop import Sizes, Timed, random_batch, time_steps
+from .timed_loop import Sizes, Timed, make_step, random_batch, time_steps
 
 ROPE_BASE = 500_000.0
 
@@ -107,16 +107,4 @@ def _time_in_group(sizes: Sizes, device: torch.device) -> Timed:
     fully_shard(model, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=device.type == "cuda")
     tokens, labels = random_batch(sizes, device)
-
-    def step() -> Tensor:
-        total = torch.zeros((), device=device)
-        for _ in range(sizes.micros):
-            each = loss(model(tokens), labels) / sizes.micros
-            each.backward()  # type: ignore[no-untyped-call]
-            total += each.detach()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return total
-
-    return time_steps(step, device)
+    return time_steps(make_step(optimizer, sizes.micros, lambda: loss(model(tokens), labels)), device)

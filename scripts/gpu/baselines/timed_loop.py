@@ -43,6 +43,24 @@ def random_batch(sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
+def make_step(optimizer: torch.optim.Optimizer, micros: int, loss_of_micro: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Return a step that accumulates gradients over micro-batches, clips them, and returns the mean loss."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+
+    def step() -> Tensor:
+        losses = list[Tensor]()
+        for _ in range(micros):
+            loss = loss_of_micro() / micros
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return torch.stack(losses).sum()
+
+    return step
+
+
 def time_steps(step: Callable[[], Tensor], device: torch.device) -> Timed:
     """Take steps, each of which returns its loss, and time those after WARM_UP."""
     seconds, losses = list[float](), list[float]()

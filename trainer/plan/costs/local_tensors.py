@@ -8,11 +8,10 @@ from functools import cache
 from math import prod
 
 from ...models.ops.op_table import Dims, Op, OpTable, Tensor, round_up
+from ...models.ops.shared_ops import STREAM
 from ...spec.run import Parallel
 from ..axes import AXES, tp
 from ..axes.axis import ActivationForm, Axis
-
-STREAM = Tensor(("seq", "batch", "hidden"))  # hidden states
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
