@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-from ...trainer.prove.layouts import AXES, ONE_PROCESS, RECOMPUTES, SCHEDULES, ProveLayout
+from ...trainer.prove.layouts import AXES, NATIVE, ONE_PROCESS, RECOMPUTES, SCHEDULES, ProveLayout
 from ...trainer.prove.plan_proof import ProveRequest
 from ...trainer.spec.problem import Problem, suggest_name
 
-FORM = "degrees as dp2, tp2, cp2, pp2 or ep2 and flags as zero1, sequence, gpipe or full, joined by dots: dp2.tp2.zero1"
+FORM = "degrees as dp2, tp2, cp2, pp2 or ep2 and flags as zero1, sequence, gpipe, native or full, joined by dots: dp2.tp2.zero1"
 KEYS = ("steps", "layouts", "checks")
 CHECKS = ("all", "none")
 
@@ -24,7 +24,7 @@ OWN_KEYS = {
     "train.evaluate": "prove evaluates one batch at the end of each run",
     "launch": "prove starts its own processes here",
     "train.tokens": "prove trains steps=N",
-    "engine": "each layout has its own engine",
+    "engine": "a layout names its own: dp2.native",
 }
 
 
@@ -87,7 +87,7 @@ def _read_part(part: str) -> tuple[str, Any] | str:
         return "zero", int(stage[1])
     if part == "sequence":
         return "sequence", True
-    for key, known in (("schedule", SCHEDULES), ("recompute", RECOMPUTES)):
+    for key, known in (("engine", (NATIVE,)), ("schedule", SCHEDULES), ("recompute", RECOMPUTES)):
         if part in known:
             return key, part
     name = part.rstrip("0123456789")
@@ -97,7 +97,7 @@ def _read_part(part: str) -> tuple[str, Any] | str:
         return f"a degree is at least 1, as {name}2"
     if name == "zero":
         return "the stages are zero0 to zero3"
-    return suggest_name(part, (*(f"{axis}2" for axis in AXES), "zero1", "sequence", *SCHEDULES, *RECOMPUTES))
+    return suggest_name(part, (*(f"{axis}2" for axis in AXES), "zero1", "sequence", *SCHEDULES, NATIVE, *RECOMPUTES))
 
 
 def _checked_layout(name: str, layout: ProveLayout, values: dict[str, Any]) -> ProveLayout | Problem:

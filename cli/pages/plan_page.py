@@ -34,6 +34,7 @@ TIME_PARTS = {
     "optimizer": "optimizer step",
 }
 MAX_STAGES = 12  # rows of stages; of more, the middle is left out
+MAX_RANGES = 3  # ranges of layers that one row shows
 MIN_BAR = 4  # columns of a bar
 MIN_KINDS = 3  # kinds of memory that have a column of their own on any page
 MAX_MESSAGES = 14  # rows of messages, the largest first
@@ -189,12 +190,13 @@ def _fullest_stage(stages: Sequence[StageMemory]) -> StageMemory:
 
 
 def _layer_range(stages: Sequence[StageMemory]) -> str:
-    """The layers of a range of stages; also those on the way back, where each stage holds two blocks of layers."""
+    """The layers of a range of stages, for each of the parts of the model that every stage holds."""
     first, last = stages[0], stages[-1]
-    if last.layers[1] == first.layers[0]:
-        return "-"
-    back = f", {_range_text(last.back[0], first.back[1] - 1)}" if first.back and last.back else ""
-    return _range_text(first.layers[0], last.layers[1] - 1) + back
+    ranges = [(min(one[0], other[0]), max(one[1], other[1])) for one, other in zip(first.parts, last.parts, strict=True)]
+    shown = [_range_text(start, end - 1) for start, end in ranges if end > start]
+    if len(shown) > MAX_RANGES:
+        shown = [shown[0], "..", shown[-1]]
+    return ", ".join(shown) or "-"
 
 
 def _range_text(first: int, last: int) -> str:

@@ -24,6 +24,7 @@ MEANINGS = {
     "cp": "cp: ranks share the tokens of each sequence",
     "ep": "ep: replicas share the experts",
     "pp": "pp: stages share the layers",
+    "engine": "native: our own engine where another is the default",
 }
 COLUMNS = ("micros", "loss", "norm", "weights", "messages", "verdict")
 RESULT_WIDTHS = (7, 7, 7, 9, 8)  # of the other columns
@@ -99,6 +100,8 @@ def _meanings(proof: Proof) -> list[str]:
 
 
 def _has_part(layout: ProveLayout, part: str) -> bool:
+    if part == "engine":
+        return layout.engine != "auto"
     value: int | bool = getattr(layout, part)
     return bool(value) if part in ("zero", "sequence") else value > 1
 

@@ -1,6 +1,7 @@
-"""Simulated pipeline schedules: every action runs once, no stage waits for ever, and a step takes the planned time."""
+"""Pipeline schedules: every action runs once, no stage waits for ever, and a step takes the planned time and memory."""
 
 from collections import Counter, deque
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -8,23 +9,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distrain.trainer.plan.layout.schedules import SCHEDULES, Action, bubble_share
+from distrain.trainer.plan.layout.schedules import SCHEDULES, Action, bubble_share, part_of, peak_in_flight, stage_and_chunk
+from distrain.trainer.plan.layout.simulate import simulate
 from distrain.trainer.plan.layout.stage_events import stage_events
 
 Pipeline = tuple[str, int, int, int]  # schedule, stages, micro-batches, chunks
 Task = tuple[str, int, int]  # kind, micro-batch, chunk (of a stage, or counted along the model)
 
-FLUSHING = [name for name, row in SCHEDULES.items() if row.flushes and not row.folded]
+FLUSHING = [name for name, row in SCHEDULES.items() if row.flushes and name != "dualpipev"]  # DeepSpeed's sends some results late
 STREAMING = [name for name, row in SCHEDULES.items() if not row.flushes]
+
+
+def least_micros(name: str, stages: int) -> int:
+    return 2 * stages if name.startswith("dualpipev") else 1
 
 
 @st.composite
 def pipelines(draw: st.DrawFn, names: list[str]) -> Pipeline:
-    """A pipeline; a schedule with chunks takes micro-batches in rounds of its stages, a folded one two a stage or more."""
+    """A pipeline; a schedule with chunks takes micro-batches in rounds of its stages, DualPipeV two a stage or more."""
     name = draw(st.sampled_from(names))
     if SCHEDULES[name].folded:
         stages = draw(st.integers(1, 7))
-        return name, stages, 2 * stages + draw(st.integers(0, 9)), 2
+        least = least_micros(name, stages)
+        return name, stages, draw(st.integers(least, least + 9)), 2
     if SCHEDULES[name].chunked:
         stages = draw(st.integers(2, 6))
         return name, stages, stages * draw(st.integers(1, 4)), draw(st.integers(2, 4))
@@ -36,10 +43,6 @@ def actions_of(pipeline: Pipeline) -> list[list[Action]]:
     return [SCHEDULES[name].actions(stage, stages, micros, chunks) for stage in range(stages)]
 
 
-def splits_backward(pipeline: Pipeline) -> bool:
-    return any(action.kind == "W" for action in actions_of(pipeline)[0])
-
-
 def makespan(pipeline: Pipeline, weights: list[int] | None = None) -> Fraction:
     """Seconds of a step where a stage's forward takes 1 (`weights`: each stage's own) and backward twice that, messages none.
 
@@ -48,8 +51,7 @@ def makespan(pipeline: Pipeline, weights: list[int] | None = None) -> Fraction:
     """
     name, stages, _, chunks = pipeline
     todo = [list(reversed(actions)) for actions in actions_of(pipeline)]
-    apart = splits_backward(pipeline)
-    seconds = {"F": 1, "B": 1 if apart else 2, "W": 1}
+    seconds = {"F": 1, "B": 2, "I": 1, "W": 1}
     last = stages * chunks - 1
     ended: dict[Task, Fraction] = {}
     free = [Fraction(0)] * stages
@@ -58,10 +60,10 @@ def makespan(pipeline: Pipeline, weights: list[int] | None = None) -> Fraction:
         match kind:
             case "F":
                 return [("F", micro, place - 1)] if place else []
-            case "B":
+            case "B" | "I":
                 return [("F", micro, place), *([("B", micro, place + 1)] if place < last else [])]
             case _:
-                return [("B", micro, place)]
+                return [("B", micro, place)]  # of an I too: the input's gradient
 
     while any(todo):
         started = 0
@@ -73,7 +75,9 @@ def makespan(pipeline: Pipeline, weights: list[int] | None = None) -> Fraction:
                 if not all(task in ended for task in wanted):
                     break
                 begins = max([free[stage], *(ended[task] for task in wanted)])
-                free[stage] = ended[kind, micro, place] = begins + Fraction(seconds[kind] * (weights[stage] if weights else 1), chunks)
+                free[stage] = ended[kind.replace("I", "B"), micro, place] = begins + Fraction(
+                    seconds[kind] * (weights[stage] if weights else 1), chunks
+                )
                 waiting.pop()
                 started += 1
         assert started, f"{pipeline} waits for ever"
@@ -92,9 +96,11 @@ def planned(pipeline: Pipeline, weights: list[int] | None = None) -> float:
 @given(pipelines(list(SCHEDULES)))
 def test_each_chunk_of_each_micro_batch_runs_forward_and_backward_once(pipeline: Pipeline) -> None:
     _, _, micros, chunks = pipeline
-    kinds = "FBW" if splits_backward(pipeline) else "FB"
-    every = Counter((kind, micro, chunk) for kind in kinds for micro in range(micros) for chunk in range(chunks))
-    assert all(Counter(map(tuple, actions)) == every for actions in actions_of(pipeline))
+    every = Counter((micro, chunk) for micro in range(micros) for chunk in range(chunks))
+    for actions in actions_of(pipeline):
+        ran = {kinds: Counter((micro, chunk) for kind, micro, chunk in actions if kind in kinds) for kinds in ("F", "BI", "I", "W")}
+        assert ran["F"] == ran["BI"] == every
+        assert ran["I"] == ran["W"]
 
 
 @given(pipelines(list(SCHEDULES)))
@@ -102,8 +108,66 @@ def test_forward_comes_before_backward_and_backward_before_weight_gradients(pipe
     for actions in actions_of(pipeline):
         at: dict[Task, int] = {(kind, micro, chunk): index for index, (kind, micro, chunk) in enumerate(actions)}
         for kind, micro, chunk in actions:
-            before = {"F": None, "B": "F", "W": "B"}[kind]
+            before = {"F": None, "B": "F", "I": "F", "W": "I"}[kind]
             assert before is None or at[before, micro, chunk] < at[kind, micro, chunk]
+
+
+def legal(name: str, stages: int) -> list[tuple[int, int]]:
+    """(micro-batches, chunks) of a schedule of that many stages: 2 to 4 chunks, and up to a few micro-batches more than twice the stages,
+    where closed forms bend, and 64."""
+    row = SCHEDULES[name]
+    if row.chunked:
+        return [(micros, chunks) for micros in {*range(stages, 3 * stages + 1, stages), 64 - 64 % stages} for chunks in (2, 3, 4)]
+    return [(micros, 1) for micros in (*range(least_micros(name, stages), 2 * stages + 3), 64)]
+
+
+def even_seconds(parts: int) -> Callable[[str, int], float]:
+    """Seconds of an action where those of a micro-batch on a stage are 1 forward and 2 back, over the stage's parts."""
+    return lambda kind, part: (2 if kind == "B" else 1) / parts
+
+
+@pytest.mark.parametrize("name", FLUSHING)
+def test_memory_and_bubble_of_every_small_pipeline_are_the_rows_closed_forms(name: str) -> None:
+    row = SCHEDULES[name]
+    for stages in range(1, 17):
+        for micros, chunks in legal(name, stages):
+            lists = [row.actions(stage, stages, micros, chunks) for stage in range(stages)]
+            step = simulate(lists, folded=row.folded, seconds=even_seconds(row.parts(chunks)))
+            assert list(step.peak) == [row.in_flight(stage, stages, micros, chunks) for stage in range(stages)], (stages, micros, chunks)
+            bubble = bubble_share(row, stages, micros, chunks)
+            assert step.idle == pytest.approx([bubble] * stages, rel=1e-9, abs=1e-12), (stages, micros, chunks)
+
+
+@pytest.mark.parametrize("name", sorted(set(SCHEDULES) - set(FLUSHING)))
+def test_memory_of_every_small_pipeline_is_the_rows_closed_form(name: str) -> None:
+    row = SCHEDULES[name]
+    for stages in range(1, 17):
+        for micros, chunks in legal(name, stages):
+            for stage in range(stages):
+                held = peak_in_flight(row.actions(stage, stages, micros, chunks), row.parts(chunks))
+                assert held == row.in_flight(stage, stages, micros, chunks), (stage, stages, micros)
+
+
+@given(st.integers(1, 9), st.integers(1, 4), st.booleans())
+def test_each_part_of_the_model_is_one_chunk_of_one_stage(stages: int, chunks: int, folded: bool) -> None:
+    chunks = 2 if folded else chunks
+    places = [(stage, chunk) for stage in range(stages) for chunk in range(chunks)]
+    parts = [part_of(stage, chunk, stages, folded=folded) for stage, chunk in places]
+    assert sorted(parts) == list(range(stages * chunks))
+    assert [stage_and_chunk(part, stages, folded=folded) for part in parts] == places
+
+
+def test_a_folded_pipeline_goes_out_and_back() -> None:
+    assert [stage_and_chunk(part, 3, folded=True) for part in range(6)] == [(0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1)]
+    assert [stage_and_chunk(part, 3, folded=False) for part in range(6)] == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 8])
+@pytest.mark.parametrize("more", [0, 1, 5])
+def test_no_stage_of_zb_v_waits_once_it_has_begun(stages: int, more: int) -> None:
+    actions = [SCHEDULES["zb_v"].actions(stage, stages, 2 * stages - 1 + more, 2) for stage in range(stages)]
+    for stage, events in enumerate(simulate(actions, folded=True, seconds=lambda *_: 1.0).events):
+        assert [event.start for event in events] == [float(stage + at) for at in range(len(events))]
 
 
 @given(pipelines(FLUSHING))
@@ -222,7 +286,19 @@ def test_a_folded_stage_sends_as_often_as_deepspeeds(stages: int) -> None:
     assert sends == [micros * 2 * (2 - (stage == 0) - (stage == stages - 1)) for stage in range(stages)]
 
 
-# Bubble over ideal: (p - 1)/m, arXiv:2104.04473 section 2.2.1; over chunks v, section 2.2.2; a third, arXiv:2401.10241 table 2.
+@pytest.mark.parametrize("stages", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("more", [0, 1, 4])
+def test_dualpipev_w_has_pytorchs_order(stages: int, more: int) -> None:
+    theirs = pytest.importorskip("torch.distributed.pipelining.schedules")
+    schedule = theirs.ScheduleDualPipeV.__new__(theirs.ScheduleDualPipeV)  # the order depends on these two numbers alone
+    schedule.pp_group_size, schedule._n_microbatches = stages, 2 * stages + more
+    for stage, actions in enumerate(actions_of(("dualpipev_w", stages, 2 * stages + more, 2))):
+        order = [each for step in schedule._calculate_single_rank_operations(stage) for each in step.sub_actions or (step,)]
+        assert order == [(part_of(stage, chunk, stages, folded=True), kind, micro, None) for kind, micro, chunk in actions]
+
+
+# Bubble over ideal: (p - 1)/m, arXiv:2104.04473 section 2.2.1; over chunks v, section 2.2.2; a third, arXiv:2401.10241 table 2;
+# half a forward of each later stage, by which it begins later than the one before, arXiv:2401.10241 section 6.
 # fmt: off
 BUBBLES = pytest.mark.parametrize(("name", "p", "m", "v", "over"), [
     ("1f1b",        4,  8, 1, 3 / 8),
@@ -232,6 +308,8 @@ BUBBLES = pytest.mark.parametrize(("name", "p", "m", "v", "over"), [
     ("interleaved", 8, 64, 3, 7 / 192),
     ("zb_h1",       4,  8, 1, 1 / 8),
     ("zb_h1",       8, 24, 1, 7 / 72),
+    ("zb_v",        4,  8, 2, 3 / 48),
+    ("zb_v",        8, 24, 2, 7 / 144),
 ])
 # fmt: on
 

@@ -143,6 +143,18 @@ def test_a_page_ends_with_what_the_recipe_leaves_untested(checked: tuple[ScreenR
     assert "a resume" not in output
 
 
+def test_layouts_of_engine_native_train_the_curve_of_another_engine_and_resume_its_run(ranks: RankPool, tmp_path: Path) -> None:
+    arguments = ["model.layers=4", "layouts=dp2.zero3,dp2.zero1.native,pp2.zb_h1,pp2.interleaved", "steps=4", "checks=all"]
+    record = run_prove(arguments, tmp_path, lambda *_: nullcontext(ranks.server))
+    assert record.status == 0
+    assert "native: our own engine where another is the default" in " ".join(record.lines[1:3])
+    document = json.loads((tmp_path / "quickstart.prove" / "prove.json").read_text())
+    assert document["alone"]["engine"] == "zero"
+    assert [each["engine"] for each in document["layouts"]] == ["zero", "native", "native", "native"]
+    assert {each["messages"]["verdict"] for each in document["layouts"] if each["engine"] == "native"} == {"equal"}
+    assert (document["checks"][-1]["check"], document["checks"][-1]["engine"]) == ("resume", "native")  # of what dp2.zero3 saved
+
+
 def test_json_output_is_one_document(ranks: RankPool, tmp_path: Path) -> None:
     record = run_prove(["layouts=dp2", "steps=1"], tmp_path, lambda *_: nullcontext(ranks.server), as_json=True)
     (document,) = record.shown

@@ -12,6 +12,9 @@ from distrain.cli.app import command
 from distrain.cli.config.load import load_recipe
 from distrain.cli.config.prove_arguments import read_layouts, read_prove_request
 from distrain.cli.verbs.prove_run import Recipe
+from distrain.trainer.plan.engines import engine_for
+from distrain.trainer.plan.engines.engine_row import splits_backward
+from distrain.trainer.plan.layout.schedules import SCHEDULES
 from distrain.trainer.prove.covering import choice_pairs, covering_rows
 from distrain.trainer.prove.layouts import (
     DEFAULT_COUNT,
@@ -19,11 +22,12 @@ from distrain.trainer.prove.layouts import (
     ProveLayout,
     all_layouts,
     default_layouts,
+    is_native,
     layout_microbatch,
     recipe_layout,
     run_in_layout,
 )
-from distrain.trainer.prove.plan_proof import Proof, plan_proof, rank_limit
+from distrain.trainer.prove.plan_proof import Proof, ProveRequest, candidates, plan_proof, rank_limit
 
 TINY = (
     "model=tiny", "model.layers=2", "data=synthetic", "train.batch=8", "train.seq=16", "train.microbatch=4", "parallel.zero=1",
@@ -42,7 +46,7 @@ MISTAKES = (
     ("steps=many",               "steps=many is not a whole number, at least 1"),
     ("steps=3 steps=4",          "steps is given 2 times: give it once"),
     ("layouts=",                 ("layouts= names no layout: write all, or degrees as dp2, tp2, cp2, pp2 or ep2 and flags as zero1, "
-                                  "sequence, gpipe or full, joined by dots: dp2.tp2.zero1")),
+                                  "sequence, gpipe, native or full, joined by dots: dp2.tp2.zero1")),
     ("layouts=dp0",              "layouts: dp0 is no layout: a degree is at least 1, as dp2"),
     ("layouts=dp",               "layouts: dp is no layout: a degree is at least 1, as dp2"),
     ("layouts=dp2.zero4",        "layouts: dp2.zero4 is no layout: the stages are zero0 to zero3"),
@@ -50,6 +54,7 @@ MISTAKES = (
     ("layouts=pp2.gpip",         "layouts: pp2.gpip is no layout: did you mean gpipe?"),
     ("layouts=sequance.tp2",     "layouts: sequance.tp2 is no layout: did you mean sequence?"),
     ("layouts=dp2.dp4",          "layouts: dp2.dp4 sets dp twice: set it once"),
+    ("layouts=dp2.nativ",        "layouts: dp2.nativ is no layout: did you mean native?"),
     ("layouts=pp2.1f1b.gpipe",   "layouts: pp2.1f1b.gpipe sets schedule twice: set it once"),
     ("layouts=dp2.gpipe",        "layouts: dp2.gpipe has a schedule, gpipe, but only one stage: write dp2.gpipe.pp2"),
     ("layouts=dp2.sequence",     ("layouts: dp2.sequence splits the sequence over tensor-parallel ranks, but has only one: "
@@ -96,9 +101,30 @@ def test_all_layouts_have_only_flags_that_take_effect() -> None:
     assert {each.ranks for each in layouts} == {2, 4, 8}
     assert all(each.tp > 1 for each in layouts if each.sequence)
     assert all(each.dp * each.cp > 1 for each in layouts if each.zero)
+    assert all(each.pp > 1 for each in layouts if each.schedule != "1f1b")
     assert {each.ep for each in layouts} == {1}
     assert {each.ep for each in all_layouts(8, experts=True) if each.dp == 4} == {1, 2, 4}
     assert list(all_layouts(1)) == []
+
+
+def test_what_deepspeed_trains_is_proved_on_engine_native_too_and_nothing_is_proved_twice() -> None:
+    twice = {replace(each, engine="auto") for each in all_layouts(4) if each.engine == "native"}
+    assert {ProveLayout(dp=2), ProveLayout(dp=2, zero=2), ProveLayout(tp=2, sequence=True), ProveLayout(pp=2)} < twice
+    assert {ProveLayout(pp=2, schedule="zb_h1"), ProveLayout(dp=2, pp=2, zero=2)} < set(all_layouts(4)) - twice
+    recipe = Recipe("quickstart", TINY, None)
+    for each in all_layouts(4):
+        run = run_in_layout(recipe.run_on(each.ranks), replace(each, engine="auto"))
+        row, _ = engine_for(run, run.parallel)
+        if row is not None:
+            assert (row.name == "native") == is_native(replace(each, engine="auto")), each.name
+
+
+def test_on_gpus_a_layout_of_one_data_rank_is_proved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There `engine: auto` is native."""
+    monkeypatch.setattr("distrain.trainer.machine.facts.cached_facts", lambda: {"cuda": [{}] * 2})
+    names = {each.name for each in candidates(load_recipe("quickstart", ["device=h200"]))}
+    assert {"dp2", "dp2.native", "tp2", "pp2", "pp2.zb_h1"} < names
+    assert not {"tp2.native", "pp2.native"} & names
 
 
 def test_covering_rows_have_every_pair_and_are_few() -> None:
@@ -115,6 +141,7 @@ def test_default_layouts_include_each_axis_alone_and_never_repeat() -> None:
     chosen = default_layouts(layouts, [own, *EACH_AXIS])
     assert len(chosen) == len(set(chosen)) == DEFAULT_COUNT
     assert {own, *EACH_AXIS} <= set(chosen)
+    assert {is_native(each) for each in chosen} == {False, True}
     assert [each.ranks for each in chosen] == sorted(each.ranks for each in chosen)
     of_two_ranks = {each.choices for each in layouts if each.ranks == 2}
     assert len(default_layouts([each for each in layouts if each.choices in of_two_ranks], [])) <= len(of_two_ranks)
@@ -124,14 +151,40 @@ def test_a_recipes_own_layout_is_among_the_defaults() -> None:
     assert recipe_layout(load_recipe("tiny_2x2x2")) == ProveLayout(dp=2, tp=2, pp=2, zero=1)
     assert recipe_layout(load_recipe("quickstart")) == ProveLayout(dp=2, zero=1)
     assert recipe_layout(load_recipe("quickstart", ["cluster.gpus=1"])) == ProveLayout(zero=1)
-    assert (
-        recipe_layout(load_recipe("quickstart", ["parallel.pp=2", "cluster=1x4", "parallel.schedule=interleaved", "parallel.chunks=2"]))
-        is None
-    )
+    interleaved = ["parallel.pp=2", "cluster=1x4", "parallel.schedule=interleaved"]
+    own = ProveLayout(dp=2, pp=2, zero=1, schedule="interleaved")
+    assert recipe_layout(load_recipe("quickstart", [*interleaved, "parallel.chunks=2"])) == own
+    assert recipe_layout(load_recipe("quickstart", [*interleaved, "parallel.chunks=3"])) is None
     proof = planned([], "parallel.zero=2")
     assert ProveLayout(dp=2, zero=2) in [each.layout for each in proof.trials]
     assert proof.trials[0].layout == ProveLayout(dp=2)
     assert len(proof.trials) <= DEFAULT_COUNT
+
+
+# fmt: off
+OWN_ENGINES = (  # keys, the engine of the recipe's own layout
+    (("engine=native",),                                                                     "native"),
+    (("engine=native", "parallel.pp=2", "parallel.zero=0", "parallel.schedule=zb_h1"),       "auto"),  # it is native
+    (("engine=zero",),                                                                       "auto"),
+)
+# fmt: on
+
+
+@pytest.mark.parametrize(("keys", "engine"), OWN_ENGINES, ids=lambda value: " ".join(value) if isinstance(value, tuple) else "")
+def test_a_recipes_own_layout_has_its_engine_where_auto_is_another(keys: tuple[str, ...], engine: str) -> None:
+    own = recipe_layout(load_recipe("quickstart", keys))
+    assert own is not None
+    assert own.engine == engine
+
+
+def test_the_default_layouts_train_the_data_axis_and_what_other_engines_lack_on_engine_native() -> None:
+    recipe = Recipe("tiny_2x2x2", [], None)
+    trials = plan_proof(ProveRequest(), recipe.run(), recipe.run_on).trials
+    native = [each.run.parallel for each in trials if each.plan.engine == "native"]
+    assert any(each.pp == 1 and each.dp == 2 for each in native)
+    assert any(each.pp > 1 and splits_backward(SCHEDULES[each.schedule]) for each in native)
+    assert any(each.pp > 1 and each.schedule == "interleaved" and each.chunks == 2 for each in native)
+    assert len(trials) == DEFAULT_COUNT
 
 
 def test_the_rank_limit_is_that_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,6 +203,12 @@ MICROBATCHES = (  # batch, the recipe's micro-batch, layout -> micro-batch
     (16, 8, "pp2",     8),
     (16, 8, "pp4",     4),
     (16, 8, "dp2.pp4", 2),
+    (24, 8, "pp4",     6),
+    (24, 8, "pp4.interleaved", 6),
+    (24, 4, "pp2.interleaved", 4),
+    (24, 5, "dp2.pp2.interleaved", 3),
+    (16, 8, "pp2.zb_v", 4),
+    (6,  2, "pp4.interleaved", 2),  # the plan refuses it: four stages can't divide a batch of 6
     (12, 8, "dp2",     6),
     (12, 5, "tp2",     4),
     (8,  2, "dp2.pp8", 1),
@@ -166,6 +225,8 @@ ON_A_CPU = (
     (16, 2, "cp8.zero1",         8),
     (16, 2, "pp4",               4),
     (16, 2, "pp4.dualpipev",     2),
+    (16, 2, "pp4.interleaved",   4),
+    (12, 1, "pp2.interleaved",   6),
     (16, 2, "dp1",               2),  # the reference trains as the recipe says
     (12, 5, "tp2",               6),
 )
@@ -206,10 +267,10 @@ def test_a_trials_run_is_short_logs_every_step_and_has_only_its_layout() -> None
 
 
 def test_a_named_layout_that_cannot_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status = command(["prove", "conf=quickstart", *TINY, "layouts=dp3,dp2.pp2.zero3,dp2", f"log.dir={tmp_path}"])
+    status = command(["prove", "conf=quickstart", *TINY, "layouts=dp3,pp4.zb_h1,dp2", f"log.dir={tmp_path}"])
     output = capsys.readouterr()
     assert (status, output.out) == (1, "")
-    assert [line.split(":")[1].strip() for line in output.err.splitlines()] == ["dp3", "dp2.pp2.zero3"]
+    assert [line.split(":")[1].strip() for line in output.err.splitlines()] == ["dp3", "pp4.zb_h1"]
     assert not list(tmp_path.iterdir())
 
 

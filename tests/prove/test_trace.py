@@ -204,6 +204,10 @@ CORRECT = (
     (HALF,  ("cluster.gpus=4", "parallel.tp=2", "parallel.dp=2", "parallel.sequence=true", "parallel.zero=2")),
     (HALF,  ("cluster.gpus=2", "parallel.pp=2", "parallel.recompute=selective")),
     (MIXTURE, ("cluster.gpus=4", "parallel.tp=2", "parallel.dp=2", "parallel.ep=2", "parallel.sequence=true")),
+    (GPT,   ("cluster.gpus=4", "parallel.pp=2", "parallel.dp=2", "parallel.schedule=zb_v", "parallel.zero=2", "train.microbatch=1")),
+    (GPT,   ("cluster.gpus=2", "parallel.pp=2", "parallel.schedule=interleaved", "parallel.chunks=2")),
+    (HALF,  ("cluster.gpus=2", "parallel.zero=1", "engine=native")),
+    (MIXTURE, ("cluster.gpus=4", "parallel.tp=2", "parallel.dp=2", "parallel.ep=2", "parallel.zero=1", "engine=native")),
 )
 FAULTY = (
     (("cluster.gpus=2", "parallel.zero=1"), ("louder", 1, 1),
@@ -219,6 +223,11 @@ FAULTY = (
     (("cluster.gpus=8", "parallel.dp=2", "parallel.tp=2", "parallel.pp=2", "parallel.sequence=true", "parallel.recompute=full"),
      ("unsummed", 3, 5), r"step 1, micro-batch 1, layers\.3\.attention on rank 5 \(pp 1 dp 0 tp 1\): its output .*"),
     (("cluster.gpus=2", "parallel.tp=2", "parallel.sequence=true"), ("unshared", 0, 0),
+     r"step 1, positions\.weight on rank 0 \(tp 0\): its gradient differs .*"),
+    (("cluster.gpus=2", "parallel.pp=2", "parallel.schedule=zb_h1"), ("steeper", 2, 1),
+     (r"step 1, micro-batch 1, layers\.2\.norm1 on rank 1 \(pp 1\): the gradient of its output "
+      r"\(computed by layers\.2\.attention in backward\) .*")),
+    (("cluster.gpus=2", "parallel.tp=2", "parallel.sequence=true", "engine=native"), ("unshared", 0, 0),
      r"step 1, positions\.weight on rank 0 \(tp 0\): its gradient differs .*"),
     (("cluster.gpus=2", "parallel.zero=2"), ("faster", 0, 0),
      (r"after step 1, embedding\.weight on rank 0 \(dp 0\): it differs from the reference by \S+ on average; "

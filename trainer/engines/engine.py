@@ -61,8 +61,9 @@ class Engine(ABC):
         self._show_gradients: Callable[[], None] | None = None
 
     @classmethod
-    def parameter_partitioner(cls, run: Run, grid: Grid) -> Callable[[nn.Parameter], None] | None:
-        """Return what partitions each parameter as soon as the model allocates it; None where parameters stay whole."""
+    def parameter_partitioner(cls, run: Run, grid: Grid) -> Callable[[nn.Parameter], nn.Parameter] | None:
+        """Return what replaces each parameter, as soon as it is allocated, by one of which this rank has its part alone; None where
+        parameters stay whole."""
         return None
 
     @abstractmethod
@@ -170,12 +171,22 @@ class Engine(ABC):
                 continue
             gradients = list(self._summed_gradients(rows))
             if gradients:
-                flat = all_reduce(torch.cat([each.reshape(-1) for each in gradients]), group)
+                flat = torch.cat([each.reshape(-1) for each in gradients])
+                if flat.numel():  # at ZeRO 3 some ranks have no rows
+                    all_reduce(flat, group)
                 for gradient, part in zip(gradients, torch.split(flat, [each.numel() for each in gradients]), strict=True):
                     gradient.copy_(part.view_as(gradient))
 
     def _near_ties(self) -> int | None:
         """Return the near ties of the step just done on all ranks; None where no module counts them."""
+        total = self._own_near_ties()
+        if total is None:
+            return None
+        dist.all_reduce(total)
+        return int(total)
+
+    def _own_near_ties(self) -> Tensor | None:
+        """Return the near ties of the step just done that this rank counts, and count anew; None where no module counts them."""
         modules: list[Any] = [each.module for each in self.stages]
         counters: list[list[Tensor]] = [each.near_ties for each in modules if hasattr(each, "near_ties")]
         if not counters:
@@ -185,8 +196,7 @@ class Engine(ABC):
             counts.clear()
         if self.grid.coordinate("tp"):
             total.zero_()  # all ranks of a tensor-parallel group route the same tokens
-        dist.all_reduce(total)
-        return int(total)
+        return total
 
     @contextmanager
     def _measure_time(self, part: str) -> Iterator[None]:

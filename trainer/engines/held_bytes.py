@@ -18,6 +18,7 @@ class ByteCounter:
 
     def __init__(self) -> None:
         self.bytes: dict[str, int] = {}
+        self.gathered: Sequence[Tensor] = ()  # weights that are not whole but while they are computed with: no activations
         self._saved: list[SavedTensors] = []
 
     @contextmanager
@@ -26,7 +27,8 @@ class ByteCounter:
         with count_saved_tensors(parameters_of(modules), tensors_in(inputs)) as saved:
             yield
         self._saved.append(saved)
-        held = sum(each.bytes_except(parameters_of(modules)) for each in self._saved)
+        weights = [*parameters_of(modules), *self.gathered]
+        held = sum(each.bytes_except(weights) for each in self._saved)
         self.bytes["activations"] = max(held, self.bytes.get("activations", 0))
 
     def count_backward(self, held: Mapping[str, int]) -> None:

@@ -30,8 +30,12 @@ def _dims(parameter: nn.Parameter) -> int:
 
 def torch_optimizer(run: Run, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Return torch's own optimizer: on a CPU DeepSpeed's is a compiled op."""
+    return optimizer_of_groups(run, [group for group in parameter_groups(parameters, run.optim.weight_decay) if group["params"]])
+
+
+def optimizer_of_groups(run: Run, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Return torch's own optimizer of parameter groups."""
     optim = run.optim
-    groups = [group for group in parameter_groups(parameters, optim.weight_decay) if group["params"]]
     match optim.name:
         case "adamw":
             return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=True)

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from .parameters_by_prefix import Parameters
 from .tensor_parallel import TensorParallel, column_products, reduce_outputs
+from .weight_gradients import product
 
 # B batch, S sequence, s this rank's part of it under sequence parallelism, H hidden, V vocabulary: this rank's part of it
 
@@ -82,4 +83,4 @@ class LMHead(nn.Module):
         """x [B, S or s, H] -> [B, S, V]."""
         if self.tp is not None:
             return column_products(x, self.tp, [self.weight], [None], transposed=self.tied)[0]
-        return F.linear(x, self.weight) if self.tied else x @ self.weight
+        return product(x, self.weight, transposed=self.tied)

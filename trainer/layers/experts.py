@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from .group import Group
 from .parameters_by_prefix import Parameters
+from .weight_gradients import open_weight_gradients
 
 # T tokens, K copies of each, C copies that are computed, E experts, R ranks of the group, e = E / R, I inner, O outer
 
@@ -37,13 +38,17 @@ class _GroupedMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, ends)
+        ctx.gradients, ctx.parameter = open_weight_gradients(weight), weight
         return grouped_matmul(x, weight, ends)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, ends = ctx.saved_tensors
         grad = grad.contiguous()
+        if ctx.gradients is not None:
+            ctx.gradients.put_off([ctx.parameter], lambda: [grouped_weight_gradient(x, grad, ends)])
+            return grouped_matmul(grad, weight.mT, ends), None, None
         return grouped_matmul(grad, weight.mT, ends), grouped_weight_gradient(x, grad, ends), None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from .group import Group
 from .parameters_by_prefix import Parameters, sub_parameters
+from .weight_gradients import open_weight_gradients, product
 
 # B batch, S sequence, T ranks of the group, s = S / T, H hidden, I inner, O outer: this rank's columns
 
@@ -178,14 +180,7 @@ class Linear(nn.Module):
         return torch.add(output, self.lora_b(self.lora_a(x)), alpha=self.lora_scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        return affine(x, self.weight, self.bias)
-
-
-def affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return x W + b, for x [..., I] and weight [I, O]."""
-    if bias is None:
-        return x @ weight
-    return torch.addmm(bias, x.flatten(0, -2), weight).view(*x.shape[:-1], -1)
+        return product(x, self.weight, self.bias)
 
 
 class ColumnLinear(Linear):
@@ -223,9 +218,9 @@ class RowLinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         """x [B, S, I] -> [B, S or s, H]."""
         if self.tp is None:
-            output = affine(x, self.weight, self.bias)
+            output = product(x, self.weight, self.bias)
         else:
-            output = reduce_outputs(x @ self.weight, self.tp)
+            output = reduce_outputs(product(x, self.weight), self.tp)
             output = output if self.bias is None else output + self.bias
         return self.add_lora(x, output)
 
@@ -236,7 +231,7 @@ def column_linears(x: Tensor, *layers: ColumnLinear) -> tuple[Tensor, ...]:
     if tp is None and len(layers) > 1:
         return tuple(layer(x) for layer in layers)  # by their own forward, where ZeRO-3 gathers their weights
     if tp is None:
-        outputs: tuple[Tensor, ...] = (affine(x, layers[0].weight, layers[0].bias),)
+        outputs: tuple[Tensor, ...] = (product(x, layers[0].weight, layers[0].bias),)
     else:
         outputs = column_products(x, tp, [layer.weight for layer in layers], [layer.bias for layer in layers], transposed=False)
     return tuple(layer.add_lora(x, output) for layer, output in zip(layers, outputs, strict=True))
@@ -257,7 +252,7 @@ def _whole_products(
     x: Tensor, tp: TensorParallel, transposed: bool, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 ) -> tuple[Tensor, ...]:
     whole = AsyncAllGather(x, tp.group).wait() if tp.sequence else x
-    return tuple(affine(whole, weight.mT if transposed else weight, bias) for weight, bias in zip(weights, biases, strict=True))
+    return tuple(product(whole, weight, bias, transposed=transposed) for weight, bias in zip(weights, biases, strict=True))
 
 
 def _after(x: Tensor, grad: Tensor) -> Tensor:
@@ -276,6 +271,7 @@ class _ColumnProducts(torch.autograd.Function):
         weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
         ctx.save_for_backward(x if any(weight.requires_grad for weight in weights) else None, *weights)
         ctx.tp, ctx.transposed, ctx.has_bias = tp, transposed, [bias is not None for bias in biases]
+        ctx.gradients, ctx.parameters = open_weight_gradients(*weights), weights
         return _whole_products(x, tp, transposed, weights, biases)
 
     @staticmethod
@@ -283,6 +279,9 @@ class _ColumnProducts(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         tp, output_grads = ctx.tp, [grad.flatten(0, -2) for grad in grads]  # [B S, O]
+        if ctx.gradients is not None:
+            ctx.gradients.put_off(ctx.parameters, partial(_weight_gradients, x, output_grads, tp, ctx.transposed))
+            x = None
         gather = AsyncAllGather(_after(x, grads[0]), tp.group) if tp.sequence and x is not None else None
         x_grad = sum(grad @ (weight if ctx.transposed else weight.mT) for grad, weight in zip(output_grads, weights, strict=True))
         x_grad = x_grad.view(*grads[0].shape[:-1], -1)  # [B, S, I]: this rank's terms
@@ -291,7 +290,18 @@ class _ColumnProducts(torch.autograd.Function):
         weight_grads: list[Tensor | None] = [None] * len(weights)
         bias_grads: list[Tensor | None] = [None] * len(weights)
         if whole is not None:
-            inputs = whole.flatten(0, -2)  # [B S, I]
-            weight_grads = [grad.mT @ inputs if ctx.transposed else inputs.mT @ grad for grad in output_grads]
+            weight_grads = [*_products_with(whole, output_grads, ctx.transposed)]
+        if whole is not None or ctx.gradients is not None:
             bias_grads = [grad.sum(0) if has_bias else None for grad, has_bias in zip(output_grads, ctx.has_bias, strict=True)]
         return reduction.wait(), None, None, *weight_grads, *bias_grads
+
+
+def _weight_gradients(x: Tensor, output_grads: Sequence[Tensor], tp: TensorParallel, transposed: bool) -> list[Tensor]:
+    """Return the gradients of weights that share an input, x [B, S or s, I], from those of their outputs [B S, O]."""
+    whole = AsyncAllGather(x, tp.group).wait() if tp.sequence else x
+    return _products_with(whole, output_grads, transposed)
+
+
+def _products_with(whole: Tensor, output_grads: Sequence[Tensor], transposed: bool) -> list[Tensor]:
+    inputs = whole.flatten(0, -2)  # [B S, I]
+    return [grad.mT @ inputs if transposed else inputs.mT @ grad for grad in output_grads]

@@ -103,6 +103,7 @@ class Transformer(nn.Module):
         self.recompute = run.parallel.recompute == "full"
         self.is_fused = run.train.attention == "flash"
         self.first, self.last = first, last
+        self.compute_type: torch.dtype | None = None  # of activations, where it is not that of parameters
         if first:
             self.embedding = VocabEmbedding(sub_parameters(parameters, "embedding"), tp)
             self.positions = Embedding(sub_parameters(parameters, "positions")) if model.positions == "learned" else None
@@ -173,7 +174,7 @@ class Transformer(nn.Module):
         return layer(x, inputs)
 
     def _layer_inputs(self, tokens: Tensor, documents: Tensor | None, keys: DropoutKeys | None) -> LayerInputs:
-        model, dtype = self.model, next(self.parameters()).dtype
+        model, dtype = self.model, self.compute_type or next(self.parameters()).dtype
         angles, positions = None, self._positions(tokens)
         if model.positions == "rope":
             angles = rotary_angles(model, positions, tokens.shape[1] * (self.cp.group.size if self.cp else 1), dtype)

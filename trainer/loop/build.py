@@ -51,8 +51,8 @@ def compile_layers(module: nn.Module, backend: str = "inductor") -> None:
         each.compile(backend=backend)
 
 
-def build_stages(run: Run, grid: Grid, partition: Callable[[nn.Parameter], None] | None = None) -> list[StageModel]:
-    """Build this rank's parts of the model; `partition` is called with each parameter as soon as it is allocated."""
+def build_stages(run: Run, grid: Grid, partition: Callable[[nn.Parameter], nn.Parameter] | None = None) -> list[StageModel]:
+    """Build this rank's parts of the model; `partition` replaces each parameter as soon as it is allocated."""
     stages = []
     for part in grid.position.parts:  # pp: the layers of this rank, in two parts under dualpipev
         if is_made_by_transformers(run.model):
@@ -64,7 +64,7 @@ def build_stages(run: Run, grid: Grid, partition: Callable[[nn.Parameter], None]
         for shard in shards.values():
             parameters[shard.name] = _parameter(run, shard, grid, tied=shard.name in tied)
             if partition:  # ZeRO-3: frees what other data-parallel ranks keep, before the next parameter is allocated
-                partition(parameters[shard.name])
+                parameters[shard.name] = partition(parameters[shard.name])
         module = build_module(
             parameters,
             run,

@@ -63,9 +63,9 @@ def owned_shards(run: Run, engine: Engine, grid: Grid) -> Iterator[Shard]:
     Of several ranks that hold the same elements one saves them; of a tied weight's two copies, the embedding's is saved.
     """
     turns = {name: turn for turn, name in enumerate(weight_shapes(run))}
-    replica, replicas = grid.coordinate("data"), grid.size("data")
     for part in engine.optimizer_shards():
-        copies = {} if part.only_copy else {"replica": replica, "replicas": replicas}
+        axis = "expert_copies" if part.shard.expert else "data"
+        copies = {} if part.only_copy else {"replica": grid.coordinate(axis), "replicas": grid.size(axis)}
         if part.tied or not is_saved_here(part.shard, turns[part.shard.name], **copies):
             continue
         for kind, held in (("weight", part.weight), *part.states()):

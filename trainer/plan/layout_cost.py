@@ -9,6 +9,7 @@ from .axes import pp
 from .costs.block_costs import BlockCosts
 from .costs.cost_context import CostContext
 from .costs.local_tensors import block_split
+from .engines import cost_model
 from .layout.layout import Layout
 from .layout.schedules import SCHEDULES
 from .stage_cost import StageCost, logits_in_flight, stage_cost
@@ -156,4 +157,6 @@ def _hop_seconds(layout: Layout, blocks: BlockCosts) -> float:
 def _tied_seconds(context: CostContext, layout: Layout, blocks: BlockCosts) -> float:
     if layout.mesh.pp == 1 or layout.is_folded or blocks.tied == 0:
         return 0.0
-    return sum(row.exposed for row in pp.tied_sum(blocks.tied * context.widths.gradient, layout.wires.pair))
+    engine = cost_model(layout.engine)
+    payload = engine.tied_elements(context, layout, blocks, None) * engine.summed_width(context, layout)
+    return sum(row.exposed for row in pp.tied_sum(payload, layout.wires.pair))

@@ -156,10 +156,16 @@ def _memory(context: CostContext, layout: Layout, cost: LayoutCost) -> Memory:
         }
         total = stage_bytes(layout, kind, index)
         sizes = MemoryBytes(**held, temporary=total - sum(held.values()), total=total)
-        layers, *back = map(layout.layers, layout.parts(index))
+        parts = tuple(map(layout.layers, layout.parts(index)))
         rows.append(
             StageMemory(
-                index=index, layers=layers, parameters=kind.parameters, in_flight=flight, bytes=sizes, back=back[0] if back else None
+                index=index,
+                layers=parts[0],
+                parts=parts,
+                parameters=kind.parameters,
+                in_flight=flight,
+                bytes=sizes,
+                back=parts[1] if layout.is_folded else None,
             )
         )
     return Memory(

@@ -30,7 +30,7 @@ class MemoryBytes:
 class StageMemory:
     """One pipeline stage: its layers (first, last + 1), the parameters of one rank, the micro-batches in flight, the bytes of one rank.
 
-    `back` is the layers of the stage's second part, in a folded pipeline.
+    `parts` are the layers of each of its parts of the model, of which `layers` is the first; `back` is the second in a folded pipeline.
     """
 
     index: int
@@ -38,6 +38,7 @@ class StageMemory:
     parameters: int
     in_flight: float
     bytes: MemoryBytes
+    parts: tuple[tuple[int, int], ...] = ()
     back: tuple[int, int] | None = None
 
 

@@ -9,7 +9,7 @@ from .axes.axis import ActivationForm
 from .costs.cost_context import CostContext
 from .engines import cost_model, engine_for
 from .engines.engine_row import EngineRow
-from .layout.layout import Layout, mesh_of
+from .layout.layout import LayerPartition, Layout, mesh_of
 from .layout.schedules import SCHEDULES
 
 
@@ -26,7 +26,7 @@ def run_layout(context: CostContext, parallel: Parallel, microbatch: int) -> Lay
         wires=context.wires(mesh),
         micros=micros,
         microbatch=microbatch,
-        partition=context.partition(mesh.pp, folded=mesh.pp > 1 and SCHEDULES[parallel.schedule].folded),
+        partition=_partition(context, parallel, mesh.pp),
         shard=shard,
         expert_shard=max(1, shard // mesh.ep),
         engine=engine,
@@ -34,6 +34,13 @@ def run_layout(context: CostContext, parallel: Parallel, microbatch: int) -> Lay
         fused=context.run.train.compile if row is None else has_compiled_layers(context.run.train, parallel),
         gradient_sync=cost_model(engine).gradient_path(context, parallel, micros),
     )
+
+
+def _partition(context: CostContext, parallel: Parallel, stages: int) -> LayerPartition:
+    if stages == 1:
+        return context.partition(1, folded=False)
+    folded = SCHEDULES[parallel.schedule].folded
+    return context.partition(stages, chunks=1 if folded else parallel.chunks, folded=folded, given=parallel.stages)
 
 
 def _activation_form(run: Run, parallel: Parallel, engine: EngineRow | None) -> ActivationForm:

@@ -19,11 +19,11 @@ from .layout.layout import Layout, StageKind
 
 def traffic_rows(context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, data: int | None = None) -> list[TrafficRow]:
     """One message a sum, on the data-parallel rank `data` of a kind of stage; None: on the one that sends most."""
-    rows = []
+    rows, engine = [], cost_model(layout.engine)
     for group, copies in _sums(layout, blocks):
-        if elements := cost_model(layout.engine).summed_elements(context, layout, blocks, kind, copies, data):
+        if elements := engine.summed_elements(context, layout, blocks, kind, copies, data):
             wire = layout.wires.axes["tp"] if copies == "replicated" else context.kv_copies_wire(layout.mesh)
-            rows.append(tp.step_sum(group, elements * context.widths.gradient, wire))
+            rows.append(tp.step_sum(group, elements * engine.summed_width(context, layout), wire))
     return rows
 
 

@@ -10,6 +10,7 @@ from .axes import pp
 from .axes.collectives import collective_cost
 from .axes.traffic_row import TrafficRow
 from .costs.cost_context import CostContext
+from .engines import cost_model
 from .layout.layout import Layout
 from .layout_cost import LayoutCost, layout_cost, send_bytes, sends_per_step
 from .result import Message
@@ -50,7 +51,9 @@ def _stage_rows(context: CostContext, layout: Layout, cost: LayoutCost, stage: i
         exposed = not layout.parallel.overlap.pipeline
         rows += pp.stage_sends(send_bytes(layout, blocks), sends_per_step(layout, stage), pair, exposed=exposed)
         if blocks.tied and kind.first != kind.last:
-            rows += pp.tied_sum(blocks.tied * context.widths.gradient, pair)
+            engine = cost_model(layout.engine)
+            elements = engine.tied_elements(context, layout, blocks, data)
+            rows += pp.tied_sum(elements * engine.summed_width(context, layout), pair) if elements else []
     counts: Counter[tuple[str, str, int]] = Counter()
     for many, block in ((kind.layers, blocks.layer), (kind.first, blocks.embedding), (kind.last, blocks.head)):
         for message in block.messages if many else ():

@@ -8,7 +8,10 @@ from itertools import product
 from math import prod
 from typing import Literal, cast
 
-from ..plan.engines import ENGINES
+from ..plan.engines import ENGINES, engine_for
+from ..plan.engines.engine_row import EngineRow
+from ..plan.layout.schedules import SCHEDULES as SCHEDULE_ROWS
+from ..plan.layout.schedules import Schedule
 from ..spec.divisors import divisors
 from ..spec.run import Parallel, Run
 from .covering import covering_rows
@@ -17,9 +20,12 @@ AXES = ("dp", "ep", "tp", "cp", "pp")
 ZERO_STAGES = (0, 1, 2, 3)
 RECOMPUTES = ("selective", "full")
 SCHEDULES = tuple(dict.fromkeys(name for engine in ENGINES.values() for name in engine.schedules))
+NATIVE: Literal["native"] = "native"
+CHUNKS = 2  # parts of the model that a stage of a chunked schedule runs
 DEFAULT_COUNT = 12  # layouts that are proved where none are named
 
 Recompute = Literal["selective", "full"]
+Engine = Literal["auto", "native"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +41,7 @@ class ProveLayout:
     sequence: bool = False
     schedule: str = SCHEDULES[0]
     recompute: Recompute | None = None
+    engine: Engine = "auto"
 
     @property
     def ranks(self) -> int:
@@ -48,6 +55,7 @@ class ProveLayout:
         parts += [f"zero{self.zero}"] if self.zero else []
         parts += ["sequence"] if self.sequence else []
         parts += [self.schedule] if self.schedule != SCHEDULES[0] else []
+        parts += [NATIVE] if self.engine == NATIVE else []
         return ".".join([*parts, *([self.recompute] if self.recompute else [])])
 
     @property
@@ -62,15 +70,34 @@ class ProveLayout:
             self.zero,
             str(self.sequence) if self.tp > 1 else None,
             self.schedule if self.pp > 1 else None,
+            str(is_native(self)),
         )
 
 
+def is_native(layout: ProveLayout) -> bool:
+    """Whether `native` trains it: as it says, or as no other engine runs its ZeRO stage and its schedule."""
+    others = (row for name, row in ENGINES.items() if name != NATIVE)
+    return layout.engine == NATIVE or not any(_runs(row, layout) for row in others)
+
+
+def _runs(row: EngineRow, layout: ProveLayout) -> bool:
+    if layout.pp == 1:
+        return row.whole_models and layout.zero in row.zero
+    return row.pipeline and layout.zero in row.zero and row.runs_schedule(layout.schedule)
+
+
 ONE_PROCESS = ProveLayout()  # the reference of all others
+NATIVE_LAYOUTS = (  # of engine native: the data axis, weight gradients apart, two chunks a stage
+    ProveLayout(dp=2, zero=1, engine="native"),
+    ProveLayout(pp=2, schedule="zb_h1"),
+    ProveLayout(pp=2, schedule="interleaved"),
+)
 EACH_AXIS = (ProveLayout(dp=2), ProveLayout(dp=2, ep=2), ProveLayout(tp=2), ProveLayout(cp=2), ProveLayout(pp=2))  # each axis alone
 
 
 def all_layouts(ranks: int, *, experts: bool = False) -> Iterator[ProveLayout]:
-    """Yield every layout of at most `ranks` ranks, its degrees powers of two, smallest first; with `experts`, also with ep > 1."""
+    """Yield every layout of at most `ranks` ranks, its degrees powers of two, smallest first; with `experts`, also with ep > 1. Those that
+    another engine trains and `native` runs too are there once for each."""
     degrees = [2**power for power in range(ranks.bit_length()) if 2**power <= ranks]
     meshes = sorted((mesh for mesh in product(degrees, repeat=4) if 1 < prod(mesh) <= ranks), key=lambda mesh: (prod(mesh), mesh))
     for dp, tp, cp, pp in meshes:
@@ -78,7 +105,10 @@ def all_layouts(ranks: int, *, experts: bool = False) -> Iterator[ProveLayout]:
         stages = ZERO_STAGES if dp * cp > 1 else ZERO_STAGES[:1]
         schedules = SCHEDULES if pp > 1 else SCHEDULES[:1]
         for ep, zero, sequence, schedule in product(expert_degrees, stages, (False, True) if tp > 1 else (False,), schedules):
-            yield ProveLayout(dp=dp, ep=ep, tp=tp, cp=cp, pp=pp, zero=zero, sequence=sequence, schedule=schedule)
+            layout = ProveLayout(dp=dp, ep=ep, tp=tp, cp=cp, pp=pp, zero=zero, sequence=sequence, schedule=schedule)
+            yield layout
+            if not is_native(layout) and _runs(ENGINES[NATIVE], layout):
+                yield replace(layout, engine=NATIVE)
 
 
 def default_layouts(layouts: Sequence[ProveLayout], first: Sequence[ProveLayout]) -> list[ProveLayout]:
@@ -107,9 +137,16 @@ def recipe_layout(run: Run) -> ProveLayout | None:
         zero=parallel.zero,
         sequence=parallel.sequence and parallel.tp > 1,
         schedule=parallel.schedule if parallel.pp > 1 else SCHEDULES[0],
+        engine=NATIVE if run.engine == NATIVE and not auto_is_native(run, parallel) else "auto",
     )
-    has_name = parallel.chunks == 1 and layout.schedule in SCHEDULES
+    has_name = layout.schedule in SCHEDULES and parallel.chunks == _chunks(layout)
     return layout if has_name and layout.ranks == world and layout != ONE_PROCESS else None
+
+
+def auto_is_native(run: Run, parallel: Parallel) -> bool:
+    """Whether `engine: auto` takes `native` for a layout."""
+    row, _ = engine_for(replace(run, engine="auto"), parallel)
+    return row is ENGINES[NATIVE]
 
 
 def run_in_layout(run: Run, layout: ProveLayout) -> Run:
@@ -123,6 +160,7 @@ def run_in_layout(run: Run, layout: ProveLayout) -> Run:
         pp=layout.pp,
         zero=cast(Literal[0, 1, 2, 3], layout.zero),
         schedule=layout.schedule,
+        chunks=_chunks(layout),
         sequence=layout.sequence,
         recompute=layout.recompute or kept.recompute,
         bucket=kept.bucket,
@@ -131,6 +169,7 @@ def run_in_layout(run: Run, layout: ProveLayout) -> Run:
     return replace(
         run,
         name=layout.name,
+        engine=layout.engine,
         reading=None,
         parallel=parallel,
         cluster=replace(run.cluster, nodes=1, gpus=layout.ranks),
@@ -139,20 +178,37 @@ def run_in_layout(run: Run, layout: ProveLayout) -> Run:
 
 
 def layout_microbatch(run: Run, layout: ProveLayout) -> int:
-    """Sequences in a micro-batch: a divisor of a replica's share of the batch that leaves a pipeline enough micro-batches.
+    """Sequences in a micro-batch: a divisor of a replica's share of the batch that leaves a pipeline the micro-batches that it needs.
 
-    A pipeline needs as many as stages, or twice as many where the schedule runs in both directions. It is the recipe's number or the
-    largest below it, whose memory the recipe was planned for. On a CPU the time of a tiny model goes by the number of micro-batches:
-    there all layouts but the recipe's own and one process get the largest that leaves two, or as many as the pipeline needs.
+    It is the recipe's number or the largest below it, whose memory the recipe was planned for. On a CPU the time of a tiny model goes by
+    the number of micro-batches: there all layouts but the recipe's own and one process get the largest that leaves two, or as many as
+    the pipeline needs.
     """
-    share, rest = divmod(run.train.batch, layout.dp)
+    least, multiple = _needed_microbatches(layout)
+    share, rest = divmod(run.train.batch, layout.dp * multiple)  # of a replica, and of each of its rounds
     if rest:
         return run.train.microbatch  # the plan refuses this batch anyway
-    least = layout.pp * (2 if layout.schedule == "dualpipev" else 1) if layout.pp > 1 else 1
-    size = _largest_divisor(share, min(run.train.microbatch, share // least))
+    size = _largest_divisor(share, min(run.train.microbatch, share * multiple // least))
     if run.cluster.device.kind == "cpu" and layout not in (ONE_PROCESS, recipe_layout(run)):
-        return max(size, _largest_divisor(share, share // max(least, 2)))
+        return max(size, _largest_divisor(share, share * multiple // max(least, 2)))
     return size
+
+
+def _needed_microbatches(layout: ProveLayout) -> tuple[int, int]:
+    """(the fewest micro-batches, of what they are a multiple): as many as the model has parts where the schedule goes out and back, and
+    rounds of the stages where they run chunks."""
+    if layout.pp == 1:
+        return 1, 1
+    schedule = _schedule(layout)
+    return layout.pp * (2 if schedule.folded else 1), layout.pp if schedule.chunked else 1
+
+
+def _chunks(layout: ProveLayout) -> int:
+    return CHUNKS if layout.pp > 1 and _schedule(layout).chunked else 1
+
+
+def _schedule(layout: ProveLayout) -> Schedule:
+    return SCHEDULE_ROWS[layout.schedule]
 
 
 def _largest_divisor(number: int, most: int) -> int:

@@ -17,7 +17,18 @@ from ..spec.regular_file import expand_home
 from ..spec.run import Checkpoint, Evaluate, Log, Run
 from ..system.cpu import cpu_count
 from .check_trials import control_trial, resume_trials
-from .layouts import EACH_AXIS, ONE_PROCESS, ProveLayout, all_layouts, default_layouts, recipe_layout, run_in_layout
+from .layouts import (
+    EACH_AXIS,
+    NATIVE,
+    NATIVE_LAYOUTS,
+    ONE_PROCESS,
+    ProveLayout,
+    all_layouts,
+    auto_is_native,
+    default_layouts,
+    recipe_layout,
+    run_in_layout,
+)
 from .trial import Trial
 
 DEFAULT_STEPS = 6  # trained where the request names no number, if the recipe has as many
@@ -89,7 +100,7 @@ def plan_proof(request: ProveRequest, recipe: Run, run_on: RunOn) -> Proof:
     reference = trial(ONE_PROCESS)
     if problems := check_start(reference.run, reference.plan).problems:
         raise NothingToProve(map(_one_process_problem, problems))
-    trials = [trial(each) for each in request.layouts or _candidates(recipe)]
+    trials = [trial(each) for each in request.layouts or candidates(recipe)]
     problems_of = ((each.layout, check_start(each.run, each.plan).problems) for each in trials)
     skipped = tuple(SkippedLayout(layout=layout, problem=problems[0]) for layout, problems in problems_of if problems)
     if request.layouts and skipped:
@@ -113,11 +124,11 @@ def plan_proof(request: ProveRequest, recipe: Run, run_on: RunOn) -> Proof:
 
 
 def _chosen_layouts(request: ProveRequest, recipe: Run, runnable: Sequence[ProveLayout]) -> Sequence[ProveLayout]:
-    """All runnable layouts, or by default the recipe's own, each axis alone, and few of the others."""
+    """All runnable layouts, or by default the recipe's own, each axis alone, what engine native alone does, and few of the others."""
     if request.chosen != "few":
         return runnable
     own = recipe_layout(recipe)
-    first = dict.fromkeys([*([own] if own else []), *EACH_AXIS])
+    first = dict.fromkeys([*([own] if own else []), *EACH_AXIS, *NATIVE_LAYOUTS])
     return default_layouts(runnable, [each for each in first if each in runnable])
 
 
@@ -132,10 +143,19 @@ def _recipe_steps(run: Run) -> int:
     return run.train.steps or max(1, int(tokens // (run.train.batch * run.train.seq)))
 
 
-def _candidates(recipe: Run) -> tuple[ProveLayout, ...]:
-    """Every layout that this machine has ranks for, the recipe's own among them."""
+def candidates(recipe: Run) -> tuple[ProveLayout, ...]:
+    """Every layout that this machine has ranks for, the recipe's own among them, and none twice on the same engine."""
     own, limit = recipe_layout(recipe), rank_limit(recipe)
-    return tuple(dict.fromkeys([*all_layouts(limit, experts=recipe.model.experts > 0), *([own] if own and own.ranks <= limit else [])]))
+    layouts = (*all_layouts(limit, experts=recipe.model.experts > 0), *([own] if own and own.ranks <= limit else []))
+    return tuple(each for each in dict.fromkeys(layouts) if not _repeats_auto(recipe, each))
+
+
+def _repeats_auto(recipe: Run, layout: ProveLayout) -> bool:
+    """Whether a layout names the engine that it would have anyway."""
+    if layout.engine != NATIVE:
+        return False
+    run = run_in_layout(recipe, layout)
+    return auto_is_native(run, run.parallel)
 
 
 def rank_limit(run: Run) -> int:

@@ -37,6 +37,7 @@ UNITS: dict[str, str] = {
     "parallel.bucket":          "elements",
     "parallel.shard":           "ranks",
     "parallel.chunks":          "groups of layers",
+    "parallel.stages":          "layers",
     "parallel.?p":              "ranks",
     "train.batch":              "sequences a step, of all GPUs together",
     "train.microbatch":         "sequences",

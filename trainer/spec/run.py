@@ -217,8 +217,10 @@ class Parallel:
     ep: Count = 1
     zero: Literal[0, 1, 2, 3] = 0
     shard: Count | Literal["all"] = "all"
+    gather: Literal["auto", "step", "micro"] = "auto"
     schedule: str = "1f1b"
     chunks: Count = 1
+    stages: tuple[Count, ...] | None = None
     sequence: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
     reduce: Literal["ring", "halving", "server"] = "ring"
@@ -226,6 +228,11 @@ class Parallel:
     scatter: bool = False
     offload: Offload = field(default_factory=Offload)
     overlap: Overlap = field(default_factory=Overlap)
+
+    @property
+    def gathers_once(self) -> bool:
+        """Whether ZeRO 3 gathers weights once a step, not for every micro-batch: in a pipeline, unless the user says otherwise."""
+        return self.zero == 3 and (self.gather == "step" or (self.gather == "auto" and self.pp > 1))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...layers.tensor_parallel import all_reduce
 from ...parallel.process_groups import Grid
@@ -16,6 +16,7 @@ from ...spec.run import Run
 from ..engine import ReadMicrobatch, StepResult
 from ..held_bytes import ByteCounter
 from ..rank_parameter import RankParameter
+from ..tied_ends import tie_ends
 from ..torch_optimizer import torch_optimizer
 from .adapter import DeepSpeedAdapter
 from .import_deepspeed import import_deepspeed
@@ -113,9 +114,3 @@ class PipeEngine(DeepSpeedAdapter):
         """Yield whole gradients, before DeepSpeed averages them over the data axis."""
         gradients = (self.engine.gradient(each.parameter) for each in rows)
         return (each for each in gradients if each is not None)
-
-
-def tie_ends(first: nn.Module, last: nn.Module) -> None:
-    """Where one rank holds both ends of a tied model, make the head use the embedding's own parameter."""
-    if getattr(first, "first", False) and getattr(last, "last", False):
-        last.head.weight = last.embedding.weight = first.embedding.weight  # type: ignore[union-attr]

@@ -87,7 +87,7 @@ class ZeroEngine(DeepSpeedAdapter):
         )
 
     @classmethod
-    def parameter_partitioner(cls, run: Run, grid: Grid) -> Callable[[nn.Parameter], None] | None:
+    def parameter_partitioner(cls, run: Run, grid: Grid) -> Callable[[nn.Parameter], nn.Parameter] | None:
         """At stage 3, return what leaves this rank its range of a parameter only: the whole model need not fit on any device."""
         if run.parallel.zero != 3:
             return None
@@ -95,7 +95,12 @@ class ZeroEngine(DeepSpeedAdapter):
         group = unit.get_data_parallel_group() if unit else None
         config = deepspeed_config(run, grid.size("dp"))
         context = ds.zero.Init(module=nn.Module(), data_parallel_group=group, config_dict_or_path=config, mpu=unit)
-        return lambda parameter: context._convert_to_zero_parameters([parameter])
+
+        def partition(parameter: nn.Parameter) -> nn.Parameter:
+            context._convert_to_zero_parameters([parameter])
+            return parameter
+
+        return partition
 
     def step(self, micro: ReadMicrobatch, lr: float, labels: int, count: ByteCounter | None = None) -> StepResult:
         for group in self.stepper.param_groups:

@@ -9,7 +9,7 @@ from ...models.ops.op_table import Op, OpTable, block_weights, element_count, fo
 from ...spec.run import Run
 from ..axes.collectives import Wire
 from ..axes.weight_slices import HeadShards
-from ..layout.layout import LayerPartition, split_layers
+from ..layout.layout import LayerPartition, layer_partition, split_layers
 from ..layout.mesh import Mesh, Wires, group_wire, mesh_wires, ranks_in_node, split_group
 from .block_costs import BlockCosts, block_costs
 from .local_tensors import BlockSplit
@@ -38,7 +38,7 @@ class CostContext:
         self._core = self._sum_flops(tuple(op for op in self.table.layer if op.core))
         self._block_costs: dict[tuple[BlockSplit, tuple[int, ...]], BlockCosts] = {}
         self._wires: dict[Mesh, Wires] = {}
-        self._partitions: dict[tuple[int, bool], LayerPartition] = {}
+        self._partitions: dict[tuple[object, ...], LayerPartition] = {}
         self.stages: dict[tuple[object, ...], list[Any]] = {}  # StageCost of each kind of stage, by layout_cost.py's keys
         self.memo: dict[tuple[object, ...], Any] = {}  # a cost model's results, by keys of its own
 
@@ -84,14 +84,20 @@ class CostContext:
         links = cluster.inside, cluster.between
         return group_wire(shard, near, *links), group_wire(size // shard, far, *links)
 
-    def partition(self, stages: int, *, folded: bool) -> LayerPartition:
-        """The layers of each part of the model, balanced by the sum of their shares of the model's bytes and FLOPs."""
-        found = self._partitions.get((stages, folded))
+    def partition(self, stages: int, *, chunks: int = 1, folded: bool, given: tuple[int, ...] | None = None) -> LayerPartition:
+        """The layers of each part of the model: as `given`, else balanced by the sum of their shares of the model's bytes and FLOPs."""
+        key = (stages, chunks, folded, given)
+        found = self._partitions.get(key)
         if found is None:
-            table, parts = self.table, 2 * stages if folded else stages
-            layer, first, last = self._load("layer", table.layer), self._load("embedding", table.embedding), self._load("head", table.head)
-            found = self._partitions[stages, folded] = split_layers(self.run.model.layers, parts, layer, first, last, folded=folded)
+            found = self._partitions[key] = self._partition(stages, chunks, folded, given)
         return found
+
+    def _partition(self, stages: int, chunks: int, folded: bool, given: tuple[int, ...] | None) -> LayerPartition:
+        if given:
+            return layer_partition(given, chunks=chunks, folded=folded)
+        table = self.table
+        layer, first, last = self._load("layer", table.layer), self._load("embedding", table.embedding), self._load("head", table.head)
+        return split_layers(self.run.model.layers, stages, layer, first, last, chunks=chunks, folded=folded)
 
     def kv_copies_wire(self, mesh: Mesh) -> Wire:
         """The wire of the tensor-parallel ranks that hold the same key and value heads."""

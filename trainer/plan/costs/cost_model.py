@@ -114,6 +114,15 @@ class CostModel:
             return kind.layers * blocks.layer.shared
         return kind.layers * blocks.layer.replicated + sum(end.replicated for end in ends)
 
+    def summed_width(self, context: CostContext, layout: Layout) -> int:
+        """Return the bytes of an element of the gradients that the tensor axis and the ends of a pipeline sum."""
+        return context.widths.gradient
+
+    def tied_elements(self, context: CostContext, layout: Layout, blocks: BlockCosts, data: int | None) -> int:
+        """Return the elements of a tied weight's gradient that the first and the last stage sum on the data-parallel rank `data` (None: on
+        the one with most)."""
+        return blocks.tied
+
     def unplanned_size(self, run: Run, parallel: Parallel, layers: int, ranks: int) -> UnplannedSize | None:
         """Return why a stage of `layers` on `ranks` of the data axis is too large to be planned; None: it is planned."""
         return None

@@ -11,6 +11,7 @@ from ..costs.block_costs import BlockCosts
 from ..costs.control_message import ControlMessage
 from ..costs.cost_context import CostContext
 from ..costs.cost_model import CostModel, StageElements, StateBytes, UnplannedSize, elements_to_step
+from ..costs.passes_bytes import passes_bytes
 from ..costs.traffic_term import TrafficTerm
 from ..layout.layout import Layout, StageKind
 from ..layout.mesh import Mesh
@@ -63,7 +64,7 @@ class DeepSpeedCosts(CostModel):
             optimizer=0 if parallel.offload.optimizer else states.optimizer,
             buffers=states.buffers + min(streams, 2) * blocks.stream,
             passing=streams * blocks.stream,
-            passes=_passes_bytes(context, layout, blocks, kind),
+            passes=passes_bytes(context, layout, blocks, kind),
             step=0 if parallel.offload.optimizer else step_bytes(setting, held.trained, flat),
         )
 
@@ -121,21 +122,6 @@ def _stage_parameters(context: CostContext, kind: StageKind, mesh: Mesh, *, froz
 def _stage3_frozen(context: CostContext, kind: StageKind, mesh: Mesh) -> int:
     """Return the elements of a rank's parts of frozen parameters at stage 3."""
     return flat_elements(_stage_parameters(context, kind, mesh, frozen=True), mesh.size("data")).stage3
-
-
-def _passes_bytes(context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> int:
-    """Return the most bytes that the passes of a micro-batch hold beside all that they save: in the head, in the last layer, or when the
-    embedding's gradient is made. With tied weights the head's gradient waits for the embedding's, and their sum is a third."""
-    width, embedding, head = context.widths.weight, blocks.embedding, blocks.head
-    waits = blocks.tied * width if kind.first and kind.last else 0
-    ended = head.saved + head.logits if kind.last else 0
-    most = [waits + blocks.layer.temporary - ended] if kind.layers else []
-    if kind.last:
-        most.append(head.temporary)
-    if kind.first and not embedding.frozen:
-        made = 3 * waits or embedding.dense * width
-        most.append(made + blocks.stream - ended - kind.layers * blocks.layer.saved - embedding.saved)
-    return max([0, *most])
 
 
 def _hidden_states(layout: Layout, kind: StageKind) -> int:

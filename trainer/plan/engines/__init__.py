@@ -5,6 +5,7 @@ from __future__ import annotations
 from ...spec.run import Parallel, Run
 from ..costs.cost_model import CostModel
 from ..deepspeed.cost_model import DeepSpeedCosts
+from ..native.cost_model import NativeCosts
 from .engine_limits import EngineLimit, exceeded_limits
 from .engine_row import EngineRow
 
@@ -20,7 +21,7 @@ ENGINES = {
             axes=("dp", "cp", "ep", "tp"),
             zero=(0, 1, 2, 3),
             native_schedules=(),
-            executes_actions=False,
+            executes="none",
             precisions=("fp32", "bf16", "fp16"),
             offload=True,
             source="deepspeed 0.19 ZeRO",
@@ -32,10 +33,23 @@ ENGINES = {
             axes=("pp", "dp", "cp", "ep", "tp"),
             zero=(0, 1),
             native_schedules=("1f1b", "dualpipev"),
-            executes_actions=True,
+            executes="plain",
+            whole_models=False,
             precisions=("fp32", "bf16", "fp16"),
             offload=False,
             source="deepspeed 0.19 PipelineEngine",
+        ),
+        EngineRow(
+            name="native",
+            engine_class="distrain.trainer.engines.native.engine:NativeEngine",
+            costs=NativeCosts(),
+            axes=("pp", "dp", "cp", "ep", "tp"),
+            zero=(0, 1, 2, 3),
+            native_schedules=(),
+            executes="flushing",
+            precisions=("fp32", "bf16", "fp16"),
+            offload=False,
+            source="torch",
         ),
     )
 }
@@ -44,15 +58,42 @@ ENGINES = {
 def engine_for(run: Run, parallel: Parallel) -> tuple[EngineRow | None, tuple[EngineLimit, ...]]:
     """The engine that a run names, or with `engine: auto` the one for its layout, and its limits that the layout exceeds (none: it runs).
 
-    With `auto` an engine that does not run the layout is left out; `papers` is none that runs.
+    With `auto` that is `native` at one data-parallel rank on a GPU, DeepSpeed's elsewhere, and another one for a layout that the first
+    choice does not run; where none does, there is no engine. `papers` is none that runs.
     """
     if run.engine == PAPERS_NAME:
         return None, (EngineLimit(PAPERS_NAME, "engine", PAPERS_NAME, ((("engine", "auto"),),)),)
-    for row in ENGINES.values():
-        if run.engine == row.name or (run.engine == "auto" and row.pipeline == (parallel.pp > 1)):
-            limits = tuple(exceeded_limits(row, run, parallel))
-            return (row, limits) if run.engine != "auto" or not limits else (None, limits)
-    return None, ()
+    if run.engine != "auto":
+        named = ENGINES.get(run.engine)
+        return named, tuple(exceeded_limits(named, run, parallel)) if named else ()
+    first = ENGINES[_first_choice(run, parallel)]
+    limits = tuple(exceeded_limits(first, run, parallel))
+    if not limits:
+        return first, ()
+    for other in ENGINES.values():
+        if other is not first and next(exceeded_limits(other, run, parallel), None) is None:
+            return other, ()
+    return None, limits
+
+
+def _first_choice(run: Run, parallel: Parallel) -> str:
+    if run.cluster.device.kind == "cuda" and data_ranks(run, parallel) == 1:
+        return "native"
+    return "pipe" if parallel.pp > 1 else "zero"
+
+
+def data_ranks(run: Run, parallel: Parallel) -> int:
+    """The ranks over which gradients are summed."""
+    world = run.cluster.nodes * run.cluster.gpus
+    return world // (parallel.tp * parallel.pp) if parallel.dp == "auto" else parallel.dp * parallel.cp
+
+
+def engine_reason(run: Run, parallel: Parallel, chosen: str) -> str:
+    """Why `engine: auto` takes an engine, in words."""
+    first = _first_choice(run, parallel)
+    if chosen == first:
+        return "one data-parallel rank on a GPU" if chosen == "native" else ""
+    return next((limit.says for limit in exceeded_limits(ENGINES[first], run, parallel)), "")
 
 
 def cost_model(engine: str | None) -> CostModel:

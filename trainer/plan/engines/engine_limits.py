@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ...models.families import family_of
+from ...models.families import family_of, is_made_by_transformers
 from ...spec.changed_run import Change, overrides
+from ...spec.compiled_layers import has_compiled_layers
 from ...spec.run import Parallel, Run
 from ..axes import AXES
-from .engine_row import EngineRow
+from ..layout.schedules import SCHEDULES
+from .engine_row import EngineRow, splits_backward
 
 DOES_NOT_RUN = " does not run "  # between the engine and the override, in the sentence of a limit
 
@@ -37,20 +39,23 @@ def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
     """Yield at most one limit a key; rules judge the rest of a layout. A sweep calls this for every layout: changes are made on demand."""
     if not row.engine_class:
         yield EngineLimit(row.name, "engine", row.name, ((("engine", "auto"),),), fix="name its class in ENGINES (trainer/plan/engines)")
-    if row.pipeline != (parallel.pp > 1):
+    if not (row.pipeline if parallel.pp > 1 else row.whole_models):
         other: Change = (("parallel.pp", 2), *_fill(parallel)) if row.pipeline else _without_pipeline(run, parallel)
         yield EngineLimit(row.name, "parallel.pp", parallel.pp, ((("engine", "auto"),), other))
     if parallel.zero not in row.zero:
         lower: Change = (("parallel.zero", max(row.zero)),)
         yield EngineLimit(row.name, "parallel.zero", parallel.zero, (lower, _without_pipeline(run, parallel)))
-    elif parallel.zero == 3 and parallel.ep > 1:
-        less: tuple[Change, ...] = ((("parallel.zero", 2),), (("parallel.ep", 1),))
-        yield EngineLimit(row.name, "parallel.zero", f"3 with parallel.ep={parallel.ep}", less)
-    if row.pipeline and not row.runs_schedule(parallel.schedule):
+    elif parallel.zero == 3:
+        yield from _stage3_limits(row, run, parallel)
+    if parallel.pp > 1 and row.pipeline and not row.runs_schedule(parallel.schedule):
         yield _schedule_limit(row, run, parallel)
     if run.train.precision not in row.precisions:
         candidates = tuple((("train.precision", name),) for name in row.precisions)
         yield EngineLimit(row.name, "train.precision", run.train.precision, candidates)
+    if parallel.pp > 1 and splits_backward(SCHEDULES[parallel.schedule]) and has_compiled_layers(run.train, parallel):
+        eager: Change = (("train.compile", False),)
+        whole: Change = (("parallel.schedule", "1f1b"), ("parallel.chunks", 1))
+        yield EngineLimit(row.name, "train.compile", f"true with parallel.schedule={parallel.schedule}", (eager, whole))
     if not row.trains_family(run.model.family):
         yield EngineLimit(row.name, "model.family", run.model.family, fix=f"it runs {_or(row.families)}")
     for axis in AXES:
@@ -67,6 +72,23 @@ def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
         yield EngineLimit(row.name, "parallel.scatter", True, (plain, (*plain, ("parallel.sequence", True))))
     if parallel.offload.optimizer or parallel.offload.parameters:
         yield from _offload_limits(row, run, parallel)
+
+
+def _stage3_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[EngineLimit]:
+    """ZeRO 3 shards no experts that ranks share out, and in a pipeline neither puts off weights' gradients nor shards a weight that two
+    parts of one stage use."""
+    less: Change = (("parallel.zero", 2),)
+    if parallel.ep > 1:
+        yield EngineLimit(row.name, "parallel.zero", f"3 with parallel.ep={parallel.ep}", (less, (("parallel.ep", 1),)))
+    elif parallel.pp > 1 and (schedule := SCHEDULES.get(parallel.schedule)):
+        whole: Change = (("parallel.schedule", "1f1b"), *((("parallel.chunks", 1),) if parallel.chunks > 1 else ()))
+        if splits_backward(schedule):
+            yield EngineLimit(row.name, "parallel.zero", f"3 with parallel.schedule={parallel.schedule}", (less, whole))
+        elif schedule.folded and run.model.tied:
+            says = f"3 with parallel.schedule={parallel.schedule} and model.tied=true"
+            yield EngineLimit(row.name, "parallel.zero", says, (less, whole))
+    if row.name == "native" and is_made_by_transformers(run.model):
+        yield EngineLimit(row.name, "parallel.zero", "3 with model.family=hf", (less, (("engine", "zero"),)))
 
 
 def _fill(parallel: Parallel) -> Change:

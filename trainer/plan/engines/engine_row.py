@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import Literal
 
 from ...models.families import FAMILIES
 from ..costs.cost_model import CostModel
@@ -20,14 +21,15 @@ class EngineRow:
     axes: tuple[str, ...]
     zero: tuple[int, ...]
     native_schedules: tuple[str, ...]  # those that it has instructions of its own for
-    executes_actions: bool  # it runs every plain schedule from its actions
+    executes: Literal["none", "plain", "flushing"]  # the schedules that it runs from their actions
     precisions: tuple[str, ...]
     offload: bool
     source: str
+    whole_models: bool = True  # it trains without pipeline stages too
 
     @cached_property
     def pipeline(self) -> bool:
-        """Whether it runs pipeline stages, and nothing else."""
+        """Whether it runs pipeline stages."""
         return "pp" in self.axes
 
     @property
@@ -37,7 +39,9 @@ class EngineRow:
 
     def runs_schedule(self, name: str) -> bool:
         """Whether it runs a schedule of SCHEDULES."""
-        return name in self.native_schedules or (self.executes_actions and SCHEDULES[name].is_plain)
+        schedule = SCHEDULES[name]
+        runs = {"none": False, "plain": schedule.is_plain, "flushing": schedule.flushes}
+        return name in self.native_schedules or runs[self.executes]
 
     @property
     def families(self) -> tuple[str, ...]:
@@ -45,11 +49,17 @@ class EngineRow:
         return tuple(filter(self.trains_family, FAMILIES))
 
     def trains_family(self, name: str) -> bool:
-        """Whether it trains a family of FAMILIES: one with a module, which a pipeline must be able to split."""
+        """Whether it trains a family of FAMILIES: one with a module, which an engine of pipelines alone must be able to split."""
         family = FAMILIES[name]
-        return bool(family.module) and (not self.pipeline or "pp" in family.axes)
+        return bool(family.module) and (self.whole_models or "pp" in family.axes)
 
 
 @cache
 def _schedules(row: EngineRow, schedules: tuple[tuple[str, Schedule], ...]) -> tuple[str, ...]:
     return tuple(name for name, _ in schedules if row.runs_schedule(name))
+
+
+@cache
+def splits_backward(schedule: Schedule) -> bool:
+    """Whether a schedule computes the weights' gradients apart."""
+    return any(action.kind == "W" for action in schedule.actions(0, 2, 4, schedule.parts(2)))

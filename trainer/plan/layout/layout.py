@@ -28,7 +28,7 @@ class StageKind(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerPartition:
-    """The layers of a model as parts and stages. A stage holds one part; in a folded pipeline, two."""
+    """The layers of a model as parts and stages. A stage holds one part or several: in a folded pipeline two, else its chunks."""
 
     parts: tuple[int, ...]  # layers of each part, in the order of the model
     counts: tuple[int, ...]  # layers of each stage
@@ -37,6 +37,7 @@ class LayerPartition:
     stages_of_kind: tuple[int, ...]  # how many stages are of each kind
     starts: tuple[int, ...]  # the first layer of each part, then the number of layers
     runs: tuple[tuple[int, int], ...]  # (first stage, kind) of neighbouring stages of one kind
+    is_folded: bool  # stage r of p holds the parts r and 2p - 1 - r; else r, r + p, r + 2p, ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +58,9 @@ class Layout:
     gradient_sync: GradientSync
 
     def parts(self, stage: int) -> tuple[int, ...]:
-        """The parts of the model that a stage holds, by their number."""
-        last = len(self.partition.parts) - 1
-        return (stage, last - stage) if self.is_folded else (stage,)
+        """The parts of the model that a stage holds, by their number, in the order of its chunks."""
+        many, stages = len(self.partition.parts), self.mesh.pp
+        return (stage, many - 1 - stage) if self.is_folded else tuple(range(stage, many, stages))
 
     def layers(self, part: int) -> tuple[int, int]:
         """(first, last + 1) of a part's layers."""
@@ -68,7 +69,12 @@ class Layout:
     @property
     def is_folded(self) -> bool:
         """Whether each stage holds two parts, the first stage both ends of the model."""
-        return len(self.partition.parts) > self.mesh.pp
+        return self.partition.is_folded
+
+    @property
+    def chunks(self) -> int:
+        """Parts that a stage holds."""
+        return len(self.partition.parts) // self.mesh.pp
 
 
 def mesh_of(parallel: Parallel, world: int) -> Mesh:
@@ -82,23 +88,27 @@ def _mesh(degrees: tuple[tuple[str, int], ...]) -> Mesh:
     return Mesh(**dict(degrees))
 
 
-def layer_partition(parts: tuple[int, ...], *, folded: bool = False) -> LayerPartition:
-    """The stages of parts with these layers. A folded pipeline's first stage holds the first and the last part, and so on inwards."""
-    stages = len(parts) // 2 if folded else len(parts)
-    counts = tuple(one + other for one, other in zip(parts[:stages], reversed(parts[stages:]), strict=True)) if folded else parts
+def layer_partition(parts: tuple[int, ...], *, chunks: int = 1, folded: bool = False) -> LayerPartition:
+    """The stages of parts with these layers, `chunks` parts a stage (folded: two, its first stage with both ends of the model)."""
+    stages = len(parts) // (2 if folded else chunks)
+    if folded:
+        counts = tuple(one + other for one, other in zip(parts[:stages], reversed(parts[stages:]), strict=True))
+    else:
+        counts = parts if chunks == 1 else tuple(sum(parts[stage::stages]) for stage in range(stages))
     last = 0 if folded else stages - 1
     every = [StageKind(layers, stage == 0, stage == last) for stage, layers in enumerate(counts)]
     kinds = {kind: at for at, kind in enumerate(dict.fromkeys(every))}
     kind_of_stage = tuple([kinds[kind] for kind in every])
     runs = tuple((next(stages)[0], at) for at, stages in groupby(enumerate(kind_of_stage), key=lambda row: row[1]))
     stages_of_kind = tuple(kind_of_stage.count(at) for at in range(len(kinds)))
-    return LayerPartition(parts, counts, tuple(kinds), kind_of_stage, stages_of_kind, (0, *accumulate(parts)), runs)
+    return LayerPartition(parts, counts, tuple(kinds), kind_of_stage, stages_of_kind, (0, *accumulate(parts)), runs, folded)
 
 
 @lru_cache(maxsize=64)
-def split_layers(layers: int, parts: int, layer: float, first: float, last: float, *, folded: bool) -> LayerPartition:
-    """The stages of a model whose layers are balanced over `parts` parts."""
-    return layer_partition(balanced_layers(layers, parts, layer, first, last), folded=folded)
+def split_layers(layers: int, stages: int, layer: float, first: float, last: float, *, chunks: int = 1, folded: bool) -> LayerPartition:
+    """The stages of a model whose layers are balanced over its parts."""
+    parts = stages * (2 if folded else chunks)
+    return layer_partition(balanced_layers(layers, parts, layer, first, last), chunks=chunks, folded=folded)
 
 
 def balanced_layers(layers: int, stages: int, layer: float, first: float, last: float) -> tuple[int, ...]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
+
+Kind = Literal["F", "B", "I", "W"]
 
 
 class Action(NamedTuple):
-    """Forward (F), backward (B) or weight gradient (W) of a micro-batch on a chunk; with W apart, B computes only the input's gradient."""
+    """Forward (F) or backward (B) of a micro-batch on a chunk, or a backward in two: the input's gradient (I), the weights' (W)."""
 
-    kind: Literal["F", "B", "W"]
+    kind: Kind
     micro: int
     chunk: int = 0
 
@@ -52,13 +55,34 @@ def zero_bubble_h1(stage: int, stages: int, micros: int, chunks: int = 1) -> lis
     actions: list[Action] = []
     backwards = weights = 0
     for action in one_f_one_b(stage, stages, micros):
-        actions.append(action)
-        if action.kind == "B":
+        if action.kind == "F":
+            actions.append(action)
+        else:
+            actions.append(Action("I", action.micro))
             backwards += 1
             if backwards - weights > stage:
                 actions.append(Action("W", weights))
                 weights += 1
     return actions + [Action("W", micro) for micro in range(weights, micros)]
+
+
+def zero_bubble_v(stage: int, stages: int, micros: int, chunks: int = 1) -> list[Action]:
+    """Two parts of the model a stage, chunk 0 on the way out and chunk 1 on the way back, in the memory of 1F1B's first stage;
+    where F, I and W take equally long, a stage that has begun never waits (arXiv:2401.10241 section 6)."""
+    left = stages - stage
+    more = max(0, micros - 2 * stages + 1)
+    order = (
+        "F0 " * (2 * left - 1)
+        + "F1 F0 " * stage
+        + "F1 I1 W1 " * left
+        + "F0 I0 W0 F1 I1 W1 " * (more + stage)
+        + "I0 W0 F1 I1 W1 " * (left - 1)
+        + "I0 I1 " * stage
+        + "I0 W0 " * left
+        + "W1 " * stage
+        + "W0 " * stage
+    )
+    return _numbered(order, micros)
 
 
 def dualpipev(stage: int, stages: int, micros: int, chunks: int = 1) -> list[Action]:
@@ -73,13 +97,60 @@ def dualpipev(stage: int, stages: int, micros: int, chunks: int = 1) -> list[Act
         + "B1 F1 B0 " * after
         + "B1 B0 " * (stage + 1)
         + "B0 " * after
-    ).split()
-    micro = dict.fromkeys(("F0", "F1", "B0", "B1"), -1)
+    )
+    return _numbered(order, micros)
+
+
+def dualpipev_w(stage: int, stages: int, micros: int, chunks: int = 1) -> list[Action]:
+    """DualPipeV with weight gradients apart where a stage would wait, at its two ends (arXiv:2412.19437 section 3.2.1; a forward and a
+    backward that it overlaps run one after the other). Needs at least 2 x stages micro-batches."""
+    after = stages - stage - 1
+    last = ("1 0 " * (stage + 1)).split()  # the chunks of backwards behind the last forward
+    apart = last[stage + 1 :] + ["0"] * after  # and of those with weight gradients apart
+    order = (
+        "F0 " * 2 * after
+        + "F0 F1 " * (stage + 1)
+        + "I1 W1 F1 " * after
+        + "F0 B1 F1 B0 " * (micros - 2 * stages + stage + 1)
+        + "B1 F1 B0 " * after
+        + "".join(f"B{chunk} " for chunk in last[: stage + 1])
+        + "".join(f"I{chunk} " for chunk in last[stage + 1 :])
+        + "".join(f"W{chunk} I0 " for chunk in apart[:after])
+        + "".join(f"W{chunk} " for chunk in apart[after:])
+    )
+    return _numbered(order, micros)
+
+
+def _numbered(order: str, micros: int) -> list[Action]:
+    """The actions of an order like `F0 I0 W0`: forwards and backwards of a chunk take the micro-batches in turn, its weight gradients
+    those of its I in turn; those beyond the last micro-batch are left out."""
+    turns: Counter[str] = Counter()
+    apart: defaultdict[int, deque[int]] = defaultdict(deque)  # chunk -> the micro-batches whose weight gradients are to come
     actions: list[Action] = []
-    for step in order:
-        micro[step] += 1
-        actions.append(Action("F" if step[0] == "F" else "B", micro[step], int(step[1])))
+    for step in order.split():
+        kind, chunk = cast(Kind, step[0]), int(step[1])
+        if kind == "W":
+            micro = apart[chunk].popleft()
+        else:
+            turn = step.replace("I", "B")
+            micro = turns[turn]
+            turns[turn] += 1
+            if kind == "I":
+                apart[chunk].append(micro)
+        if micro < micros:
+            actions.append(Action(kind, micro, chunk))
     return actions
+
+
+def part_of(stage: int, chunk: int, stages: int, *, folded: bool) -> int:
+    """The part of the model, counted along it, that is a stage's chunk: chunks go round the stages, or out and back (`folded`)."""
+    return 2 * stages - 1 - stage if folded and chunk else chunk * stages + stage
+
+
+def stage_and_chunk(part: int, stages: int, *, folded: bool) -> tuple[int, int]:
+    """The stage that runs a part of the model, and which of its chunks the part is."""
+    chunk, stage = divmod(part, stages)
+    return (stages - 1 - stage if folded and chunk else stage), chunk
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)  # rows are compared by identity: they are keys of caches
@@ -111,7 +182,7 @@ class Schedule:
     def is_plain(self) -> bool:
         """Whether each stage is one part of the model that runs whole forwards and backwards, with a flush: an engine that executes
         actions runs such a schedule without knowing it."""
-        splits_backward = any(action.kind == "W" for action in self.actions(0, 2, 2, 1))
+        splits_backward = any(action.kind in "IW" for action in self.actions(0, 2, 2, 1))
         return self.flushes and not (self.chunked or self.folded or splits_backward)
 
     def parts(self, chunks: int) -> int:
@@ -130,6 +201,17 @@ def _interleaved_in_flight(stage: int, stages: int, micros: int, chunks: int) ->
 def _zero_bubble_filled(stages: int, micros: int) -> float:
     """Two weight gradients of each later stage, less the missing micro-batches where there are fewer than stages."""
     return 2.0 - max(0, stages - micros) / max(1, stages - 1)
+
+
+def _zero_bubble_v_in_flight(stage: int, stages: int, micros: int, chunks: int) -> float:
+    """As many micro-batches as stages, of 2 x stages - 1 or more; of fewer, the halves that come before the first weight gradient."""
+    return (min(micros, 2 * stages - 1 - stage) + min(micros, stage + 1)) / 2
+
+
+def _zero_bubble_v_filled(stages: int, micros: int) -> float:
+    """All but half a forward of each later stage, or more where there are fewer than 1.5 x stages micro-batches; a forward, an input's
+    gradient and a weight gradient count alike."""
+    return 3.0 - max(0.5, (2 * stages - 1 - micros) / max(1, stages - 1))
 
 
 def _dualpipev_filled(stages: int, micros: int) -> float:
@@ -182,12 +264,26 @@ SCHEDULES: dict[str, Schedule] = {
         flushes=False,
         source="arXiv:2006.09503",
     ),
+    "zb_v": Schedule(
+        actions=zero_bubble_v,
+        in_flight_formula=_zero_bubble_v_in_flight,
+        filled_by_weights=_zero_bubble_v_filled,
+        folded=True,
+        source="arXiv:2401.10241",
+    ),
     "dualpipev": Schedule(
         actions=dualpipev,
         in_flight_formula=lambda stage, stages, micros, chunks: stages + 0.5,
         filled_by_weights=_dualpipev_filled,
         folded=True,
         source="deepspeed 0.19 DualPipeVSchedule",
+    ),
+    "dualpipev_w": Schedule(
+        actions=dualpipev_w,
+        in_flight_formula=lambda stage, stages, micros, chunks: stages + 0.5,
+        filled_by_weights=lambda stages, micros: 2.5,  # all but half a forward of each later stage
+        folded=True,
+        source="arXiv:2412.19437",
     ),
 }
 
@@ -199,11 +295,12 @@ def bubble_share(schedule: Schedule, stages: int, micros: int, chunks: int) -> f
 
 
 def peak_in_flight(actions: Iterable[Action], chunks: int = 1) -> float:
-    """The most micro-batches that a stage holds at once, counted from its actions; a chunk is a part of one."""
-    actions = list(actions)
-    release = "W" if any(action.kind == "W" for action in actions) else "B"
+    """The most micro-batches that a stage holds at once, counted from its actions; a chunk is a part of one.
+
+    A micro-batch is held from its forward to its backward, or to its weights' gradient where the backward is in two.
+    """
     held = most = 0
-    for action in actions:
-        held += (action.kind == "F") - (action.kind == release)
+    for kind, _, _ in actions:
+        held += (kind == "F") - (kind in "BW")
         most = max(most, held)
     return most / chunks

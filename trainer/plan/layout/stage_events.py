@@ -64,7 +64,7 @@ class _Step:
         start, stage = heappop(self.ready)
         self._queued.remove(stage)
         sender, (kind, micro, _) = self._sender(stage), self.waiting[stage].popleft()
-        assert kind != "W"
+        assert kind == "F" or kind == "B"
         if sender is not None:
             self.events[sender].append(StageEvent("send", kind, micro))
             self.events[stage].append(StageEvent("receive", kind, micro))

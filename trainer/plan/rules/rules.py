@@ -220,10 +220,23 @@ def pipeline(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRu
     if chunks > 1 and not schedule.chunked:
         either: tuple[Change, ...] = ((("parallel.schedule", "interleaved"),), (("parallel.chunks", 1),))
         yield BrokenRule("chunks", f"parallel.chunks={chunks} is for schedule interleaved, not {parallel.schedule}", either)
+    if stages > 1 and parallel.stages:
+        yield from _stages_rules(run, parallel, stages * schedule.parts(chunks))
     if stages > 1 and schedule.chunked:
         yield from _interleaved_rules(run, parallel, microbatch)
     if stages > 1 and schedule.folded:
         yield from _folded_rules(run, parallel, microbatch)
+
+
+def _stages_rules(run: Run, parallel: Parallel, parts: int) -> Iterator[BrokenRule]:
+    """parallel.stages has a number of layers for each part of the model, and they add up to the model's."""
+    given, layers = parallel.stages or (), run.model.layers
+    balanced: tuple[Change, ...] = ((("parallel.stages", None),),)
+    words = f"parallel.stages={list(given)}".replace(" ", "")
+    if len(given) != parts:
+        yield BrokenRule("stages", f"{words} has {len(given)} entries, and the pipeline has {parts} parts", balanced)
+    elif sum(given) != layers:
+        yield BrokenRule("stages", f"{words} adds up to {sum(given)} layers, not to model.layers={layers}", balanced)
 
 
 def _interleaved_rules(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:

@@ -1,0 +1,1 @@
+"""Engine `native`: PyTorch's own parts, with a pipeline that executes action lists."""

@@ -1,0 +1,296 @@
+"""Engine `native`: PyTorch's own parts. On the data axis flat buckets of weights (ZeRO 0 to 2) or fully_shard (3), and a pipeline that
+executes the actions of any schedule that flushes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...layers.group import Group
+from ...layers.tensor_parallel import all_reduce
+from ...parallel.process_groups import Grid
+from ...parallel.rank_model import StageModel
+from ...plan.costs.precision import widths
+from ...plan.layout.schedules import SCHEDULES
+from ...plan.native.buckets import gradient_buckets, is_tied_over_stages
+from ...spec.run import Run
+from ..engine import Engine, ReadMicrobatch, StepResult
+from ..held_bytes import ByteCounter, tensors_in
+from ..rank_parameter import OptimizerShard, RankParameter, optimizer_state
+from ..tied_ends import tie_ends
+from ..torch_optimizer import optimizer_of_groups
+from .fully_sharded import (
+    ShardedReducer,
+    ShardedWeight,
+    collect_gathered,
+    first_element,
+    keep_own_rows,
+    local_rows,
+    shard_module,
+    sharded_weights,
+)
+from .loss_scale import LossScale
+from .pipeline import Pipeline, PipelineStep
+from .stage_messages import StageChain, StageMessages
+from .weight_buckets import MASTER, BucketReducer, WeightBucket
+
+TIMED = ("data", "forward", "backward", "messages", "sums", "step")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class NativeEngine(Engine):
+    """Trains this rank's parts of the model with torch's own optimizer, on flat float32 shards of its weights."""
+
+    loss_scale_fields = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+    def __init__(self, run: Run, stages: Sequence[StageModel], grid: Grid) -> None:
+        if len(stages) > 1 and run.model.tied:
+            tie_ends(stages[0].module, stages[-1].module)
+        self.scale = LossScale() if run.train.precision == "fp16" else None
+        self.modules = tuple(each.module for each in stages)
+        self._types = compute_types(run)
+        self._sharding = sharding = sharding_group(run, grid)
+        if sharding:
+            for module in self.modules:
+                shard_module(module, sharding, *self._types, grid.world.device)
+                module.compute_type = self._types[0]  # type: ignore[assignment]
+        super().__init__(run, stages, grid)
+        self.clock = dict.fromkeys(TIMED, 0.0)
+        self._owned = self._distinct_parameters()
+        self.reducer: BucketReducer | ShardedReducer
+        self.buckets: Sequence[WeightBucket | ShardedWeight]
+        if sharding:
+            self.buckets, self.reducer = self._shard_fully(sharding)
+        else:
+            self.buckets, self.reducer = self._fill_buckets()
+        self._bucket_of = {row.parameter: bucket for bucket in self.buckets for row in bucket.rows}
+        self.optimizer = self._make_optimizer()
+        self.pipeline = self._make_pipeline()
+
+    @classmethod
+    def parameter_partitioner(cls, run: Run, grid: Grid) -> Callable[[nn.Parameter], nn.Parameter] | None:
+        group = sharding_group(run, grid)
+        return partial(keep_own_rows, group=group) if group else None
+
+    @property
+    def peak_in_flight(self) -> float:
+        """The most micro-batches whose activations this rank held at once in the last step."""
+        return self.pipeline.peak_in_flight
+
+    def step(self, micro: ReadMicrobatch, lr: float, labels: int, count: ByteCounter | None = None) -> StepResult:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.clock = dict.fromkeys(TIMED, 0.0)
+        scale = self.backward_scale / labels
+        for each in self.modules:  # parts of a mixture add the gradient of its auxiliary loss, which does not reach the loss
+            each.loss_gradient = scale  # type: ignore[assignment]
+        self.reducer.begin(self.micros)
+        with collect_gathered(self.modules if count and self._sharding else ()) as gathered:
+            if count:
+                count.gathered = gathered
+            total = self.pipeline.train(PipelineStep(actions=self._actions, micro=micro, scale=scale, count=count))
+        if count:
+            count.count_backward(self.held_bytes())
+        with self._measure_time("sums"):
+            self.reducer.finish_backward()
+            self._sum_tied_gradients()
+            self._sum_over_tensor_axis()
+            self.reducer.finish()
+            sums = self._sum_over_ranks(total)
+        self._call_show_gradients()
+        with self._measure_time("step"):
+            loss, norm, *near_ties = sums.tolist()
+            norm = norm**0.5 / self.backward_scale
+            skipped = not (norm < torch.inf and abs(loss) < torch.inf)  # nan is neither
+            if not skipped:
+                self._step_optimizer(norm)
+            self.skipped_steps += skipped
+            if self.scale:
+                self.scale.update(overflow=skipped)
+        return StepResult(loss=loss / labels, grad_norm=norm, skipped=skipped, near_ties=int(near_ties[0]) if near_ties else None)
+
+    def evaluate(self, tokens: Tensor, labels: Tensor, **further: Any) -> tuple[Tensor, Tensor]:
+        """Return (sum of losses, labels counted) of a micro-batch of this replica, without gradients, on the rank with the head; 0 and 0 on
+        the others."""
+        for each in self.modules:
+            each.eval()
+        sums = self.pipeline.evaluate(lambda _: (tokens, labels, further))
+        for each in self.modules:
+            each.train()
+        return sums
+
+    def optimizer_shards(self) -> Iterator[OptimizerShard]:
+        for bucket in self.buckets:
+            state = optimizer_state(self.optimizer, bucket.master)
+            for row, start, offset, length in bucket.pieces:
+                yield OptimizerShard(
+                    shard=row.shard,
+                    tied=row.tied,
+                    start=start,
+                    length=length,
+                    weight=bucket.master.data[offset : offset + length],
+                    state=state,
+                    offset=offset,
+                    only_copy=bucket.zero > 0,
+                )
+
+    @property
+    def backward_scale(self) -> float:
+        """Gradients are of the global batch's mean loss, times fp16's scale."""
+        return self.scale.cur_scale if self.scale else 1.0
+
+    def averaged_gradients(self) -> Iterator[tuple[RankParameter, int, Tensor]]:
+        for bucket in self.buckets:
+            for row, start, offset, length in bucket.pieces:
+                yield row, start, bucket.shard_gradient[offset : offset + length].float() / self.backward_scale
+
+    def _take_gradient(self, parameter: nn.Parameter) -> None:
+        """Take a gradient from autograd, which has just added it to the parameter; None where its product was put off."""
+        if parameter.grad is not None:
+            self.reducer.add(parameter, parameter.grad)
+            parameter.grad = None
+
+    def _step_optimizer(self, norm: float) -> None:
+        """Clip the gradients to a norm of train.clip, step this rank's weights, and gather the others'."""
+        factor = min(1.0, self.run.train.clip / (norm + 1e-6)) if self.run.train.clip else 1.0
+        factor /= self.backward_scale
+        gathers = []
+        for buckets in self._stepped_together():
+            for bucket in buckets:
+                gradient = bucket.shard_gradient.to(bucket.master.dtype)
+                bucket.master.grad = gradient if factor == 1.0 else gradient.mul_(factor)
+            self.optimizer.step()  # of these buckets alone: no other has a gradient now
+            for bucket in buckets:
+                bucket.master.grad = None
+                bucket.copy_master()
+                gathers.append(bucket.gather())
+        for work in filter(None, gathers):
+            work.wait()
+
+    def _stepped_together(self) -> list[list[WeightBucket | ShardedWeight]]:
+        """Return the buckets, those whose gradients must be cast one by one: their float32 copies are never all there."""
+        buckets = list(self.buckets)
+        return [buckets] if all(each.shard_gradient.dtype == each.master.dtype for each in buckets) else [[each] for each in buckets]
+
+    def _sum_over_ranks(self, total: Tensor) -> Tensor:
+        """Return the sums over all ranks of the loss, of the squares of the gradients, and of near ties where they are counted, in one
+        message. Each figure is added by one of the ranks that have it."""
+        squares = [
+            torch.linalg.vector_norm(bucket.shard_gradient[offset : offset + length], dtype=torch.float64).square()
+            for bucket in self.buckets
+            for row, _, offset, length in bucket.pieces
+            if row.is_counted and self._counts_norm(bucket)
+        ]
+        own = torch.zeros((), dtype=torch.float64, device=total.device)
+        figures = [
+            own if self.grid.coordinate("tp") else total.double(),
+            torch.stack(squares).sum() if squares else own,
+        ]
+        near_ties = self._own_near_ties()
+        if near_ties is not None:
+            figures.append(near_ties.double())
+        sums = torch.stack(figures)
+        if self.grid.world.size > 1:
+            dist.all_reduce(sums)
+        return sums
+
+    def _counts_norm(self, bucket: WeightBucket | ShardedWeight) -> bool:
+        """Whether this rank adds its shard of a bucket to the norm: of data-parallel ranks with the same shard, the first does."""
+        if bucket.zero:
+            return True
+        return self.grid.coordinate("expert_copies" if bucket.kind.expert else "data") == 0
+
+    def _summed_gradients(self, rows: Sequence[RankParameter]) -> Iterator[Tensor]:
+        """Yield whole gradients, before the data axis sums them; those of late buckets alone are asked for."""
+        for row in rows:
+            yield self._bucket_of[row.parameter].own_gradient(row.parameter)
+
+    def _sum_tied_gradients(self) -> None:
+        """Sum a tied weight's gradients of the first stage (the embedding's) and of the last (the head's): both step with the sum."""
+        group = self.grid.group("ends")
+        if group is None or not self.run.model.tied or len(self._owned) < len(self.parameters):
+            return
+        for row in self._owned:
+            if is_tied_over_stages(self.run, self.grid.position.mesh, row.name):
+                all_reduce(self._bucket_of[row.parameter].own_gradient(row.parameter), group)
+
+    def _held_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for bucket in self.buckets:
+            yield from bucket.held_tensors()
+        for row in self._owned:
+            if not row.parameter.requires_grad:
+                yield "weights", local_rows(row.parameter) if self._sharding else row.parameter.data
+        for state in self.optimizer.state.values():
+            yield from (("optimizer", each) for each in tensors_in(state))
+
+    def _forward_weights(self) -> Iterator[tuple[RankParameter, int, Tensor]]:
+        for row in self._owned:
+            if self._sharding is None:
+                yield row, 0, row.parameter.data.view(-1)
+            elif not row.parameter.requires_grad:
+                yield row, first_element(row, self._sharding), local_rows(row.parameter).view(-1)
+
+    @property
+    def _loss_scaler(self) -> Any:
+        return self.scale
+
+    def _distinct_parameters(self) -> list[RankParameter]:
+        """This rank's parameters, each once: where one rank has both ends of a tied model, the weight that they share is in two parts."""
+        seen: dict[nn.Parameter, RankParameter] = {}
+        for row in self.parameters:
+            seen.setdefault(row.parameter, row)
+        return list(seen.values())
+
+    def _fill_buckets(self) -> tuple[list[WeightBucket], BucketReducer]:
+        """Move the weights into flat buckets, and take each gradient as soon as autograd has it."""
+        run, grid = self.run, self.grid
+        rows = {row.name: row for row in self._owned}
+        groups = {False: grid.group("data"), True: grid.group("expert_copies")}
+        made = [
+            WeightBucket(each, rows, groups[each.kind.expert], min(run.parallel.zero, 2), self._types[1])
+            for each in gradient_buckets(run, grid.position.mesh, [row.shard for row in self._owned])
+        ]
+        uses = Counter(parameter for module in self.modules for parameter in module.parameters())
+        for row in self._owned:
+            if row.parameter.requires_grad:
+                row.parameter.register_post_accumulate_grad_hook(self._take_gradient)  # type: ignore[no-untyped-call]
+        return made, BucketReducer(made, uses, overlap=run.parallel.overlap.data)
+
+    def _shard_fully(self, group: Group) -> tuple[list[ShardedWeight], ShardedReducer]:
+        buckets = gradient_buckets(self.run, self.grid.position.mesh, [row.shard for row in self._owned])
+        weights = sharded_weights(self._owned, {name: each.kind for each in buckets for name in each.names}, group)
+        return weights, ShardedReducer(self.modules, weights, once=self.run.parallel.gathers_once)
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        decay = self.run.optim.weight_decay
+        masters = [[each.master for each in self.buckets if each.kind.decays is decays] for decays in (True, False)]
+        groups = [{"params": rows, "weight_decay": rate} for rows, rate in zip(masters, (decay, 0.0), strict=True) if rows]
+        return optimizer_of_groups(self.run, groups)
+
+    def _make_pipeline(self) -> Pipeline:
+        run, grid = self.run, self.grid
+        stages, chunks = grid.position.mesh.pp, len(self.modules)
+        schedule = SCHEDULES[run.parallel.schedule if stages > 1 else "1f1b"]
+        chain = StageChain(stages=stages, chunks=chunks, folded=schedule.folded)
+        self._actions = [schedule.actions(stage, stages, self.micros, chunks) for stage in range(stages)]
+        tokens = run.train.seq // grid.size("cp") // (grid.size("tp") if run.parallel.sequence else 1)
+        stream = torch.empty(run.train.microbatch, tokens, run.model.hidden, dtype=self._types[0], device="meta")
+        messages = StageMessages(grid, chain)
+        return Pipeline(self.modules, messages, stream, self.reducer.add, self.reducer.before_backward, self._measure_time)
+
+
+def compute_types(run: Run) -> tuple[torch.dtype, torch.dtype]:
+    """Return the types that a run computes in, and sums gradients in."""
+    compute = DTYPES[run.train.precision]
+    return compute, MASTER if widths(run.train).gradient == MASTER.itemsize else compute
+
+
+def sharding_group(run: Run, grid: Grid) -> Group | None:
+    """Return the ranks over which weights are sharded; None where each rank keeps them whole."""
+    return grid.group("data") if run.parallel.zero == 3 else None

@@ -1,0 +1,175 @@
+"""Executes the actions of a schedule on this rank's parts of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from ...layers.weight_gradients import WeightGradients, put_off_weight_gradients
+from ...plan.layout.schedules import Action
+from ..engine import ReadMicrobatch
+from ..held_bytes import ByteCounter
+from .stage_messages import MessageKey, StageMessages
+
+AddGradient = Callable[[nn.Parameter, Tensor], None]
+Timed = Callable[[str], AbstractContextManager[None]]  # times a part of the step
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineStep:
+    """One step: every stage's actions, the micro-batches, the factor of each sum of losses before backward, the counter of held bytes."""
+
+    actions: Sequence[Sequence[Action]]
+    micro: ReadMicrobatch
+    scale: float
+    count: ByteCounter | None = None
+
+
+class Forwarded(NamedTuple):
+    """What backward needs of a part's forward: its input, what its output's gradient is given to, and the weights' gradients put off."""
+
+    given: Tensor | None
+    output: GradientEdge
+    weights: WeightGradients | None
+
+
+class Pipeline:
+    """This rank's parts of the model, in the order of chunks, and its messages.
+
+    Without stages it has one part, the whole model.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[nn.Module],
+        messages: StageMessages,
+        stream: Tensor,
+        add_gradient: AddGradient,
+        before_backward: Callable[[int], None],
+        timed: Timed,
+    ) -> None:
+        """`stream` has the shape and type of a micro-batch's hidden states on this rank, and no memory; `add_gradient` takes the gradient
+        of each weight whose product was put off; `before_backward` is called with the chunk whose backward comes."""
+        self.parts, self.messages, self.chain, self.stage = tuple(parts), messages, messages.chain, messages.stage
+        self._stream, self._add_gradient, self._before_backward, self._timed = stream, add_gradient, before_backward, timed
+        self.device = next(self.parts[0].parameters()).device
+        self.peak_in_flight = 0.0  # micro-batches whose activations this rank held at once in the last step; of some chunks, a part of one
+
+    def train(self, step: PipelineStep) -> Tensor:
+        """Execute this rank's actions. Return the sum of the losses that it computed (0 where it has no head)."""
+        self._begin(step.actions, step.micro)
+        self._step, self._forwarded, self._waiting = step, dict[tuple[int, int], Forwarded](), dict[tuple[int, int], WeightGradients]()
+        actions = step.actions[self.stage]
+        self._apart = {(action.micro, action.chunk) for action in actions if action.kind == "I"}
+        held = peak = 0
+        for action in actions:
+            match action.kind:
+                case "F":
+                    self._forward(action)
+                case "B" | "I":
+                    self._backward(action)
+                case "W":
+                    self._weight_gradients(action)
+            held += (action.kind == "F") - (action.kind in "BW")
+            peak = max(peak, held)
+        with self._timed("messages"):
+            self.messages.finish()
+        self.peak_in_flight = peak / self.chain.chunks
+        return self.total
+
+    @torch.no_grad()
+    def evaluate(self, micro: ReadMicrobatch) -> tuple[Tensor, Tensor]:
+        """Return (sum of losses, labels counted) of one micro-batch; 0 and 0 where this rank has no head."""
+        forward = [[Action("F", 0, chunk) for chunk in range(self.chain.chunks)] for _ in range(self.chain.stages)]
+        self._begin(forward, micro)
+        for chunk in range(self.chain.chunks):
+            part = self.chain.part(self.stage, chunk)
+            tokens, labels, further = self._read(0)
+            result, counted = self.parts[chunk](tokens, labels, **self._given(part, 0), **further)
+            self._pass_on(part, 0, result, counted)
+        self.messages.finish()
+        return self.total, self.labels
+
+    def _begin(self, actions: Sequence[Sequence[Action]], micro: ReadMicrobatch) -> None:
+        device = self.device
+        self.total, self.labels = torch.zeros((), device=device), torch.zeros((), device=device, dtype=torch.int64)
+        self._micro, self._read_so_far = micro, 0
+        self._batches: dict[int, tuple[Any, int]] = {}  # micro-batch -> its tensors, chunks that have not read it
+        self._here: dict[MessageKey, Tensor] = {}  # what one of this rank's parts gives to another
+        self.messages.begin(actions, self._stream, device)
+
+    def _forward(self, action: Action) -> None:
+        micro, chunk = action.micro, action.chunk
+        part = self.chain.part(self.stage, chunk)
+        with self._timed("data"):
+            tokens, labels, further = self._read(micro)
+        with self._timed("messages"):
+            given = self._given(part, micro)
+        stream = given.get("stream")
+        if stream is not None:
+            stream.requires_grad_()
+        weights = WeightGradients(self._add_gradient) if (micro, chunk) in self._apart else None
+        count = self._step.count
+        counting = count.count_forward(self.parts, tokens, labels, further) if count else nullcontext()
+        with self._timed("forward"), counting, put_off_weight_gradients(weights):
+            result, counted = self.parts[chunk](tokens, labels, **given, **further)
+        with self._timed("messages"):
+            self._pass_on(part, micro, result, counted)
+        root = result * self._step.scale if part == self.chain.parts - 1 else result
+        self._forwarded[micro, chunk] = Forwarded(stream, get_gradient_edge(root), weights)
+
+    def _backward(self, action: Action) -> None:
+        micro, chunk = action.micro, action.chunk
+        part, last = self.chain.part(self.stage, chunk), self.chain.parts - 1
+        given, output, weights = self._forwarded.pop((micro, chunk))
+        with self._timed("messages"):
+            gradient = None if part == last else self._take(MessageKey("B", part + 1, micro))
+        self._before_backward(chunk)
+        with self._timed("backward"), put_off_weight_gradients(weights):
+            torch.autograd.backward([output], None if gradient is None else [gradient])
+        if given is not None:
+            assert given.grad is not None
+            with self._timed("messages"):
+                self._give(MessageKey("B", part, micro), given.grad, part - 1)
+        if weights is not None:
+            self._waiting[micro, chunk] = weights
+
+    def _weight_gradients(self, action: Action) -> None:
+        with self._timed("backward"):
+            self._waiting.pop((action.micro, action.chunk)).compute()
+
+    def _read(self, micro: int) -> Any:
+        """Return a micro-batch. They come in order; each is kept until all of this rank's parts have read it."""
+        while micro not in self._batches:
+            self._batches[self._read_so_far] = self._micro(self._read_so_far), self.chain.chunks
+            self._read_so_far += 1
+        batch, left = self._batches.pop(micro)
+        if left > 1:
+            self._batches[micro] = batch, left - 1
+        return batch
+
+    def _given(self, part: int, micro: int) -> dict[str, Tensor]:
+        """Return a part's input: the hidden states of the part before it, which the first has not."""
+        return {"stream": self._take(MessageKey("F", part - 1, micro))} if part else {}
+
+    def _pass_on(self, part: int, micro: int, result: Tensor, counted: Tensor) -> None:
+        if part < self.chain.parts - 1:
+            self._give(MessageKey("F", part, micro), result, part + 1)
+        else:
+            self.total += result.detach().float()
+            self.labels += counted
+
+    def _give(self, key: MessageKey, tensor: Tensor, to: int) -> None:
+        if self.chain.stage(to) == self.stage:
+            self._here[key] = tensor.detach()
+        else:
+            self.messages.send(key, tensor, to)
+
+    def _take(self, key: MessageKey) -> Tensor:
+        return self._here.pop(key) if self.chain.stage(key.part) == self.stage else self.messages.receive(key)

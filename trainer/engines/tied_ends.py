@@ -1,0 +1,11 @@
+"""A tied model's embedding and head on one rank."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def tie_ends(first: nn.Module, last: nn.Module) -> None:
+    """Where one rank holds both ends of a tied model, make the head use the embedding's own parameter."""
+    if getattr(first, "first", False) and getattr(last, "last", False):
+        last.head.weight = last.embedding.weight = first.embedding.weight  # type: ignore[union-attr]

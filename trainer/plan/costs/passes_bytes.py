@@ -1,0 +1,22 @@
+"""Bytes that forward and backward of a stage hold for a moment."""
+
+from __future__ import annotations
+
+from ..layout.layout import Layout, StageKind
+from .block_costs import BlockCosts
+from .cost_context import CostContext
+
+
+def passes_bytes(context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> int:
+    """Return the most bytes that the passes of a micro-batch hold beside all that they save: in the head, in the last layer, or when the
+    embedding's gradient is made. With tied weights the head's gradient waits for the embedding's, and their sum is a third."""
+    width, embedding, head = context.widths.weight, blocks.embedding, blocks.head
+    waits = blocks.tied * width if kind.first and kind.last else 0
+    ended = head.saved + head.logits if kind.last else 0
+    most = [waits + blocks.layer.temporary - ended] if kind.layers else []
+    if kind.last:
+        most.append(head.temporary)
+    if kind.first and not embedding.frozen:
+        made = 3 * waits or embedding.dense * width
+        most.append(made + blocks.stream - ended - kind.layers * blocks.layer.saved - embedding.saved)
+    return max([0, *most])

@@ -1,0 +1,1 @@
+"""Memory and messages of engine `native`."""

@@ -1,0 +1,83 @@
+"""Gradient buckets of engine `native`: which weights travel in one message of the data axis, and where each begins in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+from ...spec.run import Run
+from ..axes.weight_slices import WeightShard
+from ..layout.mesh import Mesh
+from ..layout.schedules import SCHEDULES
+
+
+class BucketKind(NamedTuple):
+    """What the weights of a bucket have in common: whether other axes sum their gradients before the data axis does (`late`), whether
+    data-parallel ranks share out the experts, whether weight decay applies."""
+
+    late: bool
+    expert: bool
+    decays: bool
+
+
+class Bucket(NamedTuple):
+    """Weights of one kind in one flat tensor, padded to a multiple of the ranks that share it."""
+
+    kind: BucketKind
+    names: tuple[str, ...]
+    starts: tuple[int, ...]  # the first element of each weight
+    elements: int  # with padding
+
+    def shard(self, ranks: int, rank: int) -> range:
+        """The elements that one of `ranks` ranks steps."""
+        size = self.elements // ranks
+        return range(rank * size, (rank + 1) * size)
+
+
+def gradient_buckets(run: Run, mesh: Mesh, shards: Sequence[WeightShard]) -> list[Bucket]:
+    """Cut the trained weights that a rank holds, in the table's order, into buckets of at most parallel.bucket elements (or one weight).
+
+    Buckets are in the order of backward, in which the first weight of the table is complete last; the late ones follow.
+    """
+    rows = [(at, _kind(run, mesh, each), each) for at, each in enumerate(shards) if run.model.is_trained(each.name)]
+    cut = list[tuple[bool, int, Bucket]]()
+    for kind in sorted({kind for _, kind, _ in rows}):
+        ranks = mesh.size("expert_copies") if kind.expert else mesh.size("data")
+        for some in _cut([row for row in reversed(rows) if row[1] == kind], run.parallel.bucket):
+            cut.append((kind.late, -some[-1][0], _bucket(kind, [each for _, _, each in some], ranks)))
+    return [bucket for *_, bucket in sorted(cut, key=lambda row: row[:2])]
+
+
+def _kind(run: Run, mesh: Mesh, shard: WeightShard) -> BucketKind:
+    is_shared = shard.shared or (run.parallel.sequence and mesh.tp > 1 and not shard.is_split)
+    return BucketKind(is_shared or is_tied_over_stages(run, mesh, shard.name), shard.expert, len(shard.size) > 1)
+
+
+def is_tied_over_stages(run: Run, mesh: Mesh, name: str) -> bool:
+    """Whether a weight is the embedding's and the head's, and the two are on different stages."""
+    return run.model.tied and name == "embedding.weight" and mesh.pp > 1 and not SCHEDULES[run.parallel.schedule].folded
+
+
+Row = tuple[int, BucketKind, WeightShard]
+
+
+def _cut(rows: Sequence[Row], most: int) -> Iterator[list[Row]]:
+    some, filled = list[Row](), 0
+    for row in rows:
+        elements = prod(row[2].size)
+        if some and filled + elements > most:
+            yield some
+            some, filled = [], 0
+        some.append(row)
+        filled += elements
+    if some:
+        yield some
+
+
+def _bucket(kind: BucketKind, shards: Sequence[WeightShard], ranks: int) -> Bucket:
+    starts, end = list[int](), 0
+    for each in shards:
+        starts.append(end)
+        end += prod(each.size)
+    return Bucket(kind, tuple(each.name for each in shards), tuple(starts), -(-end // ranks) * ranks)

@@ -1,0 +1,161 @@
+"""Memory and messages of engine `native`, where they differ from the papers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ...models.families import has_experts
+from ...spec.run import Parallel, Run
+from ..axes import dp
+from ..axes.weight_slices import TensorCopies, WeightShard
+from ..costs.block_costs import BlockCosts
+from ..costs.control_message import ControlMessage
+from ..costs.cost_context import CostContext
+from ..costs.cost_model import CostModel, StageElements, StateBytes, elements_to_step, sharded_elements
+from ..costs.passes_bytes import passes_bytes
+from ..costs.precision import widths
+from ..costs.traffic_term import TrafficTerm
+from ..layout.layout import Layout, StageKind
+from ..layout.mesh import Mesh
+from .buckets import gradient_buckets
+from .sharded_rows import padded_elements, rows_of_size, stage_rows
+
+MASTER = 4  # bytes an element of the weights that the optimizer steps
+FIGURE, WIDE = 8, 8  # bytes of a float64, of an int64
+
+
+class NativeCosts(CostModel):
+    """Costs of flat buckets of weights, as counted on live tensors and messages."""
+
+    def gradient_path(self, context: CostContext, parallel: Parallel, micros: int) -> dp.GradientSync:
+        """At stage 2 gradients travel at every micro-batch, in a pipeline too; at stage 3 as often as weights are gathered. Stepped weights
+        are gathered before the next step begins."""
+        path = super().gradient_path(context, parallel, micros)
+        if parallel.zero == 3:
+            once = parallel.gathers_once
+            return path._replace(often=True, micros=1 if once else micros, reused=context.parameters if once else 0)
+        return path._replace(often=parallel.zero == 2, gather_hides=False)
+
+    def state_bytes(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, held: StageElements) -> StateBytes:
+        """Float32 weights are stepped where they are; others have a float32 copy of this rank's shard. At stage 1 a rank has all gradients,
+        and the sum of its shard beside them in the step; at stage 2 its shard, two buckets of one micro-batch, and all gradients that
+        other axes sum first."""
+        parallel, width = layout.parallel, context.widths
+        zero = parallel.zero if layout.mesh.size("data") > 1 else 0
+        if zero == 3:
+            return self._stage3_bytes(context, layout, blocks, kind, held)
+        whole, stepped = held.trained, elements_to_step(layout, held)
+        often, master = zero == 2, MASTER if width.weight < MASTER else 0
+        bucket = min(parallel.bucket, whole)
+        late = self._late_elements(context, layout, blocks, kind) if often else 0
+        return StateBytes(
+            weights=width.weight * (held.dense + held.experts),
+            gradients=width.gradient * (stepped + late - late // layout.shard if often else whole),
+            optimizer=(master + context.states) * stepped,
+            buffers=2 * blocks.stream if layout.mesh.pp > 1 else 0,
+            passes=passes_bytes(context, layout, blocks, kind) + (2 * bucket * width.gradient if often else 0),
+            step=(stepped * width.gradient if zero == 1 else 0) + (min(bucket, stepped) * MASTER if width.gradient < MASTER else 0),
+        )
+
+    def _stage3_bytes(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, held: StageElements) -> StateBytes:
+        """fully_shard keeps float32 weights and gradients of this rank's rows. Gathered are the ends of the model and two layers, with the
+        gradients of one, or, where weights are gathered once a step, all weights and all gradients."""
+        width = context.widths
+        stepped = sum(each.on_rank(layout.mesh.size("data"), None) for each in stage_rows(context, kind, layout.mesh))
+        own = stepped + sharded_elements(layout, held.frozen, 0)
+        if layout.parallel.gathers_once:
+            gathered = width.weight * (held.dense + held.experts) + width.gradient * held.trained
+        else:
+            layer = blocks.layer.dense + blocks.layer.experts
+            ends = held.dense + held.experts - kind.layers * layer
+            gathered = (ends + 2 * layer) * width.weight + max(ends, layer) * (width.weight + width.gradient)
+        streams = 2 * blocks.stream if layout.mesh.pp > 1 else 0
+        return StateBytes(
+            weights=MASTER * own,
+            gradients=MASTER * stepped,
+            optimizer=context.states * stepped,
+            buffers=streams + gathered,
+            passes=passes_bytes(context, layout, blocks, kind),
+        )
+
+    def _late_elements(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> int:
+        """Return the elements of weights whose gradients another axis sums before the data axis does."""
+        copies: tuple[TensorCopies, ...] = ("shared", "replicated") if layout.parallel.sequence and layout.mesh.tp > 1 else ("shared",)
+        tied = blocks.tied if layout.mesh.pp > 1 and kind.first != kind.last else 0
+        return tied + sum(super(NativeCosts, self).summed_elements(context, layout, blocks, kind, each, None) for each in copies)
+
+    def summed_elements(
+        self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, copies: TensorCopies, data: int | None
+    ) -> int:
+        """Whole gradients, which the data axis sums later; at stage 3 those of this rank's rows."""
+        if not _is_sharded(layout):
+            return super().summed_elements(context, layout, blocks, kind, copies, data)
+        ranks = layout.mesh.size("data")
+        return sum(each.on_rank(ranks, data) for each in stage_rows(context, kind, layout.mesh) if each.copies == copies)
+
+    def summed_width(self, context: CostContext, layout: Layout) -> int:
+        return MASTER if _is_sharded(layout) else super().summed_width(context, layout)
+
+    def tied_elements(self, context: CostContext, layout: Layout, blocks: BlockCosts, data: int | None) -> int:
+        if not _is_sharded(layout):
+            return blocks.tied
+        hidden = context.table.sizes["hidden"]
+        return rows_of_size((blocks.tied // hidden, hidden)).on_rank(layout.mesh.size("data"), data)
+
+    def step_seconds(self, context: CostContext, layout: Layout, held: StageElements, tensors: int) -> float:
+        """The norm reads the gradients, Adam reads and writes its states and weights; gradients that are not float32 are cast first."""
+        if context.rates is None:
+            return 0.0
+        width = context.widths
+        cast = 2 * MASTER if width.gradient < MASTER else 0
+        copied = MASTER + width.weight if width.weight < MASTER else 0
+        moved = 2 * (MASTER + context.states) + 2 * width.gradient + cast + copied
+        return elements_to_step(layout, held) * moved / context.rates.memory
+
+    def traffic_terms(self, run: Run, mesh: Mesh, shards: Sequence[WeightShard]) -> Iterator[TrafficTerm]:
+        """Buckets are padded to a multiple of their ranks where ZeRO shards them."""
+        width, micros = widths(run.train), run.train.batch // (mesh.dp * run.train.microbatch)
+        if run.parallel.zero == 3:
+            yield from _stage3_terms(run, mesh.size("data"), shards, 1 if run.parallel.gathers_once else micros)
+            return
+        for bucket in gradient_buckets(run, mesh, shards):
+            ranks = mesh.size("expert_copies") if bucket.kind.expert else mesh.size("data")
+            if ranks == 1:
+                continue
+            rounds = micros if run.parallel.zero == 2 and not bucket.kind.late else 1
+            verb = "reduce_scatter" if run.parallel.zero else "all_reduce"
+            says = f"a bucket of {len(bucket.names)} gradients, padded to {bucket.elements:,} elements"
+            yield TrafficTerm(verb=verb, bytes=rounds * bucket.elements * width.gradient, says=says)
+            if run.parallel.zero:
+                yield TrafficTerm(verb="all_gather", bytes=bucket.elements * width.weight, says="its stepped weights")
+
+    def control_messages(self, run: Run, mesh: Mesh, shards: Sequence[WeightShard], layers: int) -> tuple[ControlMessage, ...] | None:
+        """One message a step sums the loss, the squares of gradients and near ties over all ranks."""
+        rows: list[tuple[str, int, int, str]] = []
+        is_parallel, experts = int(mesh.world > 1), has_experts(run.model)
+        rows.append(("all_reduce", (3 if experts else 2) * FIGURE, is_parallel, "loss, squares of gradients" + ", near ties" * experts))
+        if run.data.documents:
+            rows.append(("all_reduce", WIDE, is_parallel, "label count"))
+        if experts and mesh.ep > 1:
+            forwards = run.train.batch // (mesh.dp * run.train.microbatch) * (2 if run.parallel.recompute == "full" else 1)
+            rows.append(("all_to_all", WIDE * run.model.experts, layers * forwards, "rows for each expert"))
+        return tuple(ControlMessage(verb=verb, payload=payload, count=count, says=says) for verb, payload, count, says in rows if count)
+
+
+def _is_sharded(layout: Layout) -> bool:
+    return layout.parallel.zero == 3 and layout.mesh.size("data") > 1
+
+
+def _stage3_terms(run: Run, ranks: int, shards: Sequence[WeightShard], rounds: int) -> Iterator[TrafficTerm]:
+    """fully_shard gathers each layer for forward and for backward, the ends of the model once for both; it pads each weight's rows."""
+    if ranks == 1:
+        return
+    width = widths(run.train)
+    sizes = [(padded_elements(each.size, ranks), each.name.startswith("layers."), run.model.is_trained(each.name)) for each in shards]
+    layers, whole = sum(size for size, layer, _ in sizes if layer), sum(size for size, *_ in sizes)
+    trained = sum(size for size, _, is_trained in sizes if is_trained)
+    again = 0 if run.parallel.gathers_once else layers
+    often = f"at each of {rounds} micro-batches" if rounds > 1 else "once a step"
+    says = f"weights, {often}" + ", those of layers again in backward" * bool(again)
+    yield TrafficTerm(verb="all_gather", bytes=rounds * (whole + again) * width.weight, says=says)
+    yield TrafficTerm(verb="reduce_scatter", bytes=rounds * trained * width.gradient, says=f"gradients, {often}, each padded to equal rows")

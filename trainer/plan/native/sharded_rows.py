@@ -1,0 +1,60 @@
+"""The rows of weights that a rank has at ZeRO 3 of engine `native`, as fully_shard cuts them: the first dim in equal chunks, rounded up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import NamedTuple
+
+from ...models.ops.op_table import model_parameters
+from ...spec.run import Run
+from ..axes.weight_slices import TensorCopies, WeightShard, weight_shard
+from ..costs.cost_context import CostContext
+from ..layout.layout import StageKind
+from ..layout.mesh import Mesh
+
+
+class Rows(NamedTuple):
+    """A weight on a rank before sharding: its rows, the elements of one, which other ranks of the tensor axis hold it too."""
+
+    rows: int
+    elements: int
+    copies: TensorCopies
+
+    def on_rank(self, ranks: int, data: int | None) -> int:
+        """The elements of one of `ranks` ranks; None: of the one with most."""
+        chunk = -(-self.rows // ranks)
+        own = chunk if data is None else min(chunk, max(0, self.rows - chunk * data))
+        return own * self.elements
+
+
+def rows_of_size(size: tuple[int, ...], copies: TensorCopies = "") -> Rows:
+    """The rows of a weight of this size."""
+    return Rows(size[0], prod(size[1:]), copies)
+
+
+def padded_elements(size: tuple[int, ...], ranks: int) -> int:
+    """The elements of a weight that travel: every rank's part is as large as the largest."""
+    return ranks * rows_of_size(size).on_rank(ranks, None)
+
+
+def stage_rows(context: CostContext, kind: StageKind, mesh: Mesh) -> tuple[Rows, ...]:
+    """The trained weights of a rank of a kind of stage."""
+    key = ("native", kind, mesh.tp)
+    if key not in context.memo:
+        context.memo[key] = tuple(_stage_rows(context.run, context, kind, mesh))
+    found: tuple[Rows, ...] = context.memo[key]
+    return found
+
+
+def _stage_rows(run: Run, context: CostContext, kind: StageKind, mesh: Mesh) -> Iterator[Rows]:
+    for parameter in model_parameters(context.table, range(kind.layers), first=kind.first, last=kind.last):
+        if not parameter.frozen:
+            shard = weight_shard(parameter, context.table.sizes, mesh.tp, 0, vocab_multiple=run.model.vocab_multiple)
+            yield rows_of_size(shard.size, _copies(mesh, shard))
+
+
+def _copies(mesh: Mesh, shard: WeightShard) -> TensorCopies:
+    if mesh.tp == 1:
+        return ""
+    return "shared" if shard.shared else "" if shard.is_split else "replicated"
