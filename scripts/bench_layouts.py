@@ -1,8 +1,9 @@
 """Measures how fast each layout trains on this machine's CPU: tokens/s at 1, 2 and 4 processes, and the time spent in messages.
 
-Run `python -m distrain.scripts.bench_layouts [rounds=3] [KEY=VALUE ...]` on a quiet machine. The layouts take turns, so that other
-load on the machine affects all alike; a speed-up is the median over rounds of the ratio to that round's single process. The seconds
-of messages are those in which torch's profiler saw at least one under way on rank 0. Each process has one thread.
+Run `python -m distrain.scripts.bench_layouts [rounds=3] [processes=4] [KEY=VALUE ...]` on a quiet machine; `processes` is the most of a
+layout. The layouts take turns on engine native and on DeepSpeed's, so that other load on the machine affects all alike; a speed-up is the
+median over rounds of the ratio to the faster of that round's single processes. The seconds of messages are those in which torch's
+profiler saw at least one under way on rank 0. Each process has one thread.
 """
 
 from __future__ import annotations
@@ -31,21 +32,27 @@ OVERRIDES = (  # four layers of 256, 2048 tokens a step
     *("optim.warmup=2", f"log.profile=[{STEPS - TRACED + 1},{STEPS}]"),
 )
 # fmt: off
-LAYOUTS: tuple[tuple[str, int, tuple[str, ...]], ...] = (  # name, processes, overrides
-    ("one process",  1, ("train.microbatch=4",)),
-    ("dp2 ZeRO-1",   2, ("parallel.zero=1", "train.microbatch=4")),
-    ("dp2 ZeRO-3",   2, ("parallel.zero=3", "train.microbatch=4")),
-    ("tp2",          2, ("parallel.zero=0", "parallel.tp=2", "train.microbatch=4")),
-    ("tp2 sequence", 2, ("parallel.zero=0", "parallel.tp=2", "parallel.sequence=true", "train.microbatch=4")),
-    ("pp2 1f1b",     2, ("parallel.zero=0", "parallel.pp=2")),
-    ("pp2 gpipe",    2, ("parallel.zero=0", "parallel.pp=2", "parallel.schedule=gpipe")),
-    ("dp4 ZeRO-1",   4, ("parallel.zero=1", "train.microbatch=2")),
-    ("dp2 tp2",      4, ("parallel.zero=1", "parallel.tp=2", "train.microbatch=4")),
-    ("dp2 pp2",      4, ("parallel.zero=1", "parallel.pp=2")),
-    ("tp2 pp2",      4, ("parallel.zero=0", "parallel.tp=2", "parallel.pp=2")),
+LAYOUTS: tuple[tuple[str, int, str, tuple[str, ...]], ...] = (  # name, processes, engines, overrides
+    ("one process",     1, "native zero", ("train.microbatch=4",)),
+    ("dp2 ZeRO-1",      2, "native zero", ("parallel.zero=1", "train.microbatch=4")),
+    ("dp2 ZeRO-2",      2, "native zero", ("parallel.zero=2", "train.microbatch=4")),
+    ("dp2 ZeRO-3",      2, "native zero", ("parallel.zero=3", "train.microbatch=4")),
+    ("tp2",             2, "native zero", ("parallel.zero=0", "parallel.tp=2", "train.microbatch=4")),
+    ("tp2 sequence",    2, "native zero", ("parallel.zero=0", "parallel.tp=2", "parallel.sequence=true", "train.microbatch=4")),
+    ("pp2 1f1b",        2, "native pipe", ("parallel.zero=0", "parallel.pp=2")),
+    ("pp2 gpipe",       2, "native pipe", ("parallel.zero=0", "parallel.pp=2", "parallel.schedule=gpipe")),
+    ("pp2 zb_h1",       2, "native",      ("parallel.zero=0", "parallel.pp=2", "parallel.schedule=zb_h1")),
+    ("pp2 interleaved", 2, "native",      ("parallel.zero=0", "parallel.pp=2", "parallel.schedule=interleaved", "parallel.chunks=2")),
+    ("dp4 ZeRO-1",      4, "native zero", ("parallel.zero=1", "train.microbatch=2")),
+    ("dp2 tp2",         4, "native zero", ("parallel.zero=1", "parallel.tp=2", "train.microbatch=4")),
+    ("dp2 pp2",         4, "native pipe", ("parallel.zero=1", "parallel.pp=2")),
+    ("tp2 pp2",         4, "native pipe", ("parallel.zero=0", "parallel.tp=2", "parallel.pp=2")),
 )
 # fmt: on
 PICOTRON = {"dp2 ZeRO-1": 1.81, "pp2 1f1b": 1.46, "tp2": 1.25}  # its speed-up over its own single process, on two cores
+AIMS = {"dp2 ZeRO-1": 1.9, "pp2 1f1b": 1.6, "tp2": 1.5}  # engine native's
+
+Case = tuple[str, str]  # a layout's name, an engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,19 +66,24 @@ class LayoutTiming:
 
 
 def main() -> None:
-    arguments = sys.argv[1:]
-    overrides = [each for each in arguments if not each.startswith("rounds=")]
-    rounds = next((int(each.removeprefix("rounds=")) for each in arguments if each.startswith("rounds=")), 3)
+    rounds, overrides = _number("rounds", 3), [each for each in sys.argv[1:] if not each.startswith(("rounds=", "processes="))]
+    chosen = [row for row in LAYOUTS if row[1] <= _number("processes", 4)]
     measure_once(lambda: "cpu", print)
-    timings: dict[str, list[LayoutTiming]] = {name: [] for name, *_ in LAYOUTS}
+    timings: dict[Case, list[LayoutTiming]] = {(name, engine): [] for name, _, engines, _ in chosen for engine in engines.split()}
     with TemporaryDirectory() as folder, ForkServer(Path(folder) / "server.log") as server:
         for number in range(rounds):
-            for name, ranks, layout in LAYOUTS:
-                run_folder = Path(folder) / f"{name.replace(' ', '_')}.{number}"
-                timings[name].append(time_layout(server, run_folder, ranks, (*OVERRIDES, *layout, *overrides)))
-                _show_live(f"round {number + 1} of {rounds}: {name}")
+            for name, ranks, engines, layout in chosen:
+                for engine in engines.split():
+                    run_folder = Path(folder) / f"{name.replace(' ', '_')}.{engine}.{number}"
+                    words = (*OVERRIDES, *layout, f"engine={engine}", *overrides)
+                    timings[name, engine].append(time_layout(server, run_folder, ranks, words))
+                    _show_live(f"round {number + 1} of {rounds}: {name}, {engine}")
     _show_live("")
     _print_table(timings)
+
+
+def _number(key: str, default: int) -> int:
+    return next((int(each.partition("=")[2]) for each in sys.argv[1:] if each.startswith(f"{key}=")), default)
 
 
 def time_layout(server: ForkServer, folder: Path, ranks: int, overrides: Sequence[str]) -> LayoutTiming:
@@ -108,18 +120,20 @@ def message_seconds(trace: dict[str, Any]) -> float:
     return total / 1e6
 
 
-def _print_table(timings: dict[str, list[LayoutTiming]]) -> None:
-    columns = ("processes", "tokens/s", "speed-up", "picotron", "step", "planned", "messages", "planned")
-    print(f"{'layout':<14}" + "".join(f"{column:>10}" for column in columns))
+def _print_table(timings: dict[Case, list[LayoutTiming]]) -> None:
+    columns = ("processes", "tokens/s", "speed-up", "aim", "picotron", "step", "planned", "messages", "planned")
+    print(f"{'layout':<16}{'engine':<7}" + "".join(f"{column:>10}" for column in columns))
     run = load_recipe("quickstart", OVERRIDES)
-    tokens, one_process = run.train.batch * run.train.seq, timings[LAYOUTS[0][0]]
-    for name, ranks, _ in LAYOUTS:
-        rounds = timings[name]
-        speed_up = median(one.step / each.step for one, each in zip(one_process, rounds, strict=True))
+    tokens, ranks_of = run.train.batch * run.train.seq, {name: ranks for name, ranks, *_ in LAYOUTS}
+    singles = [rounds for (name, _), rounds in timings.items() if ranks_of[name] == 1]
+    one_process = [min(each.step for each in engines) for engines in zip(*singles, strict=True)]
+    for (name, engine), rounds in timings.items():
+        speed_up = median(one / each.step for one, each in zip(one_process, rounds, strict=True))
         step, messages = median(each.step for each in rounds), median(each.messages for each in rounds)
         times = (step, rounds[-1].planned_step, messages, rounds[-1].planned_messages)
-        cells = (str(ranks), f"{tokens / step:,.0f}", f"{speed_up:.2f}", str(PICOTRON.get(name, "")), *map(_milliseconds, times))
-        print(f"{name:<14}" + "".join(f"{cell:>10}" for cell in cells))
+        aims = (str(AIMS.get(name, "")) if engine == "native" else "", str(PICOTRON.get(name, "")))
+        cells = (str(ranks_of[name]), f"{tokens / step:,.0f}", f"{speed_up:.2f}", *aims, *map(_milliseconds, times))
+        print(f"{name:<16}{engine:<7}" + "".join(f"{cell:>10}" for cell in cells))
 
 
 def _milliseconds(seconds: float | None) -> str:

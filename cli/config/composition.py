@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from ...trainer.spec.problem import Problem, Unreadable
-from ...trainer.spec.regular_file import expand_home
+from ...trainer.spec.regular_file import expand_home, read_plain
 from . import hf_family, library
 from .composition_problems import check_sizes_agree, composition_problem
 from .interrupts import raise_if_interrupted
@@ -169,6 +169,19 @@ def resolve_weights_path(config: DictConfig, file: Path, *, from_command_line: b
     path = select_value(config, "model.weights")
     if isinstance(path, str):
         OmegaConf.update(config, "model.weights", str(_resolve_path(path, file, from_command_line=from_command_line)))
+
+
+def read_schedule(config: DictConfig, file: Path, problems: list[Problem], *, from_command_line: bool) -> None:
+    """Keep the text of the CSV file that `parallel.schedule` names, because ranks may run where it is not."""
+    path = select_value(config, "parallel.schedule")
+    if not isinstance(path, str) or not path.endswith(".csv"):
+        return
+    at = _resolve_path(path, file, from_command_line=from_command_line)
+    try:
+        OmegaConf.update(config, "parallel.actions", read_plain(at).decode(), force_add=True)
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not a text"
+        problems.append(Problem(rule="schedule", says=f"parallel.schedule={at}: {why}"))
 
 
 def _resolve_path(path: str, file: Path, *, from_command_line: bool) -> Path:

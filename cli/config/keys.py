@@ -14,7 +14,7 @@ from ...trainer.spec.read import value_text
 from ...trainer.spec.run import Run
 from . import synonyms
 
-WRITTEN_KEYS = ("reading", "model.parameters")  # set by distrain, not by users
+WRITTEN_KEYS = ("reading", "model.parameters", "parallel.actions")  # set by distrain, not by users
 
 
 def config_keys(of: type = Run, at: str = "") -> dict[str, Any]:

@@ -13,7 +13,7 @@ from ...trainer.spec.read import read_run
 from ...trainer.spec.run import Run
 from . import hf_family, library
 from .cluster_argument import apply_shape
-from .composition import RECIPE_NAME, Composer, apply_override, merge_hf_sizes, resolve_weights_path, select_value, to_plain
+from .composition import RECIPE_NAME, Composer, apply_override, merge_hf_sizes, read_schedule, resolve_weights_path, select_value, to_plain
 from .composition_problems import composition_problem, device_name_problems, improve_problem
 from .family_defaults import fill_in_family
 from .keys import config_keys
@@ -121,6 +121,7 @@ class Loader:
             for each in user.settings:
                 problems += apply_override(node, each)
             resolve_weights_path(node, file, from_command_line="model.weights" in user.values)
+            read_schedule(node, file, problems, from_command_line="parallel.schedule" in user.values)
             config = to_plain(node, problems)
         except Unreadable as error:
             raise Unreadable([*problems, *error.problems]) from None

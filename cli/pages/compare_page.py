@@ -18,7 +18,13 @@ from .report_page import figure_text, headline
 from .text_layout import Style, page_width, table, wrap
 
 MARKS = string.ascii_uppercase + string.ascii_lowercase  # one for each run, in the order given
-NOT_COMPARED = ("name", "reading", "log.dir", "model.parameters")  # keys that do not change what is trained, and one that is too long
+NOT_COMPARED = (
+    "name",
+    "reading",
+    "log.dir",
+    "model.parameters",
+    "parallel.actions",
+)  # keys that do not change what is trained, and one that is too long
 MAX_STEPS = 8  # rows of a table of losses
 
 

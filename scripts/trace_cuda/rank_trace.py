@@ -27,7 +27,7 @@ from ...trainer.parallel.process_groups import Grid, make_grid
 from ...trainer.parallel.rank_model import head_shards
 from ...trainer.parallel.saved_bytes import SavedTensors, count_saved_tensors
 from ...trainer.parallel.world import World
-from ...trainer.plan.layout.schedules import SCHEDULES
+from ...trainer.plan.layout.run_schedule import schedule_of
 from ...trainer.plan.mesh_position import mesh_position
 from ...trainer.plan.message_comparison import MessageRow
 from ...trainer.spec.run import Run
@@ -148,7 +148,7 @@ class _Passes:
 
     def _actions(self) -> list[tuple[str, int, int]]:
         """(F or B, micro-batch, part) in the order in which this rank runs them."""
-        stages, schedule = self.grid.position.mesh.pp, SCHEDULES[self.run.parallel.schedule]
+        stages, schedule = self.grid.position.mesh.pp, schedule_of(self.run.parallel)
         if stages == 1:
             return [(kind, micro, 0) for micro in range(min(2, self.micros)) for kind in "FB"]
         stage = self.grid.position.coordinates["pp"]

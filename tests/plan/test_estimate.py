@@ -87,7 +87,7 @@ def test_an_estimate_equals_the_plan(name: str) -> None:
         assert estimate.peak == plan.memory.peak == max(stage.bytes.total for stage in plan.memory.stages)
         assert estimate.step == (pytest.approx(plan.time.step, rel=1e-12) if plan.time else None)
         met["fits" if plan.fits else "full"] += 1
-    assert min(met.values()) >= 40, met
+    assert min(met.values()) >= 30, met
 
 
 def test_an_estimator_refuses_a_run_that_no_layout_fixes() -> None:

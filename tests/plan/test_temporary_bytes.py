@@ -63,7 +63,7 @@ def test_a_tied_weights_gradient_waits_for_the_embeddings_and_both_are_added() -
 def test_the_optimizers_step_holds_flat_gradients_and_their_float32_copy(zero: int, precision: str, gradients: str, each: int) -> None:
     """Where that is more than activations: 22 bytes a parameter at the most with bf16, not 16."""
     model = Model(**LLAMA, layers=64, hidden=2048, heads=16, vocab=512)
-    stage = held(model, train__seq=16, parallel__zero=zero, train__precision=precision, train__gradients=gradients)
+    stage = held(model, engine="zero", train__seq=16, parallel__zero=zero, train__precision=precision, train__gradients=gradients)
     parameters = memory_of(run_of(model, 1)).stages[0].parameters
     assert stage.activations + stage.logits + stage.temporary == pytest.approx(each * parameters, rel=1e-3)
     assert stage.total > 4 * GIB
@@ -87,5 +87,5 @@ def test_gradients_are_reduced_from_two_buckets_in_turn_where_messages_overlap()
 
 def test_offloaded_optimizers_step_on_the_host() -> None:
     model = Model(**LLAMA, layers=64, hidden=2048, heads=16, vocab=512)
-    here, there = (held(model, train__seq=16, parallel__zero=2, parallel__offload__optimizer=each) for each in (False, True))
+    here, there = (held(model, engine="zero", train__seq=16, parallel__zero=2, parallel__offload__optimizer=each) for each in (False, True))
     assert there.temporary < here.temporary / 10

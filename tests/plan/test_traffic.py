@@ -148,7 +148,7 @@ def test_traffic_without_an_engine_is_the_papers(zero: int, micros: int, times: 
 def test_traffic_of_an_interleaved_pipeline_is_the_papers() -> None:
     plan = planned(ranks=16, parallel__pp=2, parallel__schedule="interleaved", parallel__chunks=2, parallel__zero=1, micros=2)
     assert plan.memory is not None
-    assert plan.engine is None
+    assert plan.engine == "native"
     assert bytes_of(plan, "dp") in [2 * stage.parameters * 2 * (D - 1) // D for stage in plan.memory.stages]
 
 

@@ -65,6 +65,8 @@ ROWS: list[tuple[str, Any, str, Keys, Keys]] = [
     ("model.weights", "x", "checkpoint.resume=must", {"checkpoint.resume": "must"}, {}),
     ("parallel.shard", 4, "parallel.zero=0", {}, {"parallel.zero": 2}),
     ("parallel.schedule", "gpipe", "parallel.pp=1", {}, {"parallel.pp": 2}),
+    ("parallel.gather", "step", "parallel.zero=0", {}, {"parallel.zero": 3}),
+    ("parallel.stages", (1, 3), "parallel.pp=1", {}, {"parallel.pp": 2}),
     ("parallel.chunks", 2, "parallel.pp=1", {"parallel.schedule": "interleaved"}, {"parallel.schedule": "interleaved", "parallel.pp": 2}),
     ("parallel.sequence", True, "parallel.tp=1", {}, {"parallel.tp": 2}),
     ("parallel.reduce", "halving", "one data-parallel rank", ONE, {}),
@@ -125,7 +127,7 @@ def test_every_key_that_can_be_idle_has_a_row() -> None:
 
 def test_every_key_has_a_row_or_is_always_read() -> None:
     read = {f"{section}.{key}".lstrip(".") for section, names in READ.items() for key in names}
-    assert {*config_keys(), "reading", "model.parameters"} == read | set(IDLE)
+    assert {*config_keys(), "reading", "model.parameters", "parallel.actions"} == read | set(IDLE)
     assert not read & set(IDLE)
 
 

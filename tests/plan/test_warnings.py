@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from distrain.tests.fakes.valid_run import BASE, HF, INTERLEAVED, MOE, Keys, fixed_run, gpt
+from distrain.tests.fakes.valid_run import BASE, HF, MOE, Keys, fixed_run, gpt
 from distrain.trainer.plan.costs.cost_context import CostContext
 from distrain.trainer.plan.estimate import Estimator
 from distrain.trainer.plan.layout_cost import layout_cost
@@ -85,14 +85,17 @@ def test_a_nearly_full_device_is_warned_of(share: float, said: list[str]) -> Non
 
 # fmt: off
 UNRUN: list[tuple[Keys, str]] = [
-    ({"parallel.pp": 2, "parallel.zero": 2},           "pipe does not run parallel.zero=2: set parallel.zero=1 or parallel.pp=1"),
-    ({"parallel.pp": 2, "parallel.dp": 8, "parallel.zero": 3},
-        "pipe does not run parallel.zero=3: set parallel.zero=1 or parallel.pp=1 parallel.dp=auto"),
-    ({"parallel.pp": 2, "parallel.schedule": "zb_h1"},
-        "pipe does not run parallel.schedule=zb_h1: set parallel.schedule=1f1b or parallel.pp=1 parallel.schedule=1f1b"),
-    (INTERLEAVED | {"parallel.pp": 2, "parallel.chunks": 2},
-        ("pipe does not run parallel.schedule=interleaved: "
-         "set parallel.schedule=1f1b parallel.chunks=1 or parallel.pp=1 parallel.schedule=1f1b parallel.chunks=1")),
+    ({"engine": "pipe", "parallel.pp": 2, "parallel.zero": 2},
+        "pipe does not run parallel.zero=2: set parallel.zero=1 or parallel.pp=1 engine=auto"),
+    ({"engine": "pipe", "parallel.pp": 2, "parallel.schedule": "zb_h1"},
+        "pipe does not run parallel.schedule=zb_h1: set parallel.schedule=1f1b or parallel.pp=1 engine=auto parallel.schedule=1f1b"),
+    ({"engine": "native", "parallel.pp": 2, "parallel.dp": 8, "parallel.zero": 3, "parallel.schedule": "zb_h1"},
+        "native does not run parallel.zero=3 with parallel.schedule=zb_h1: set parallel.zero=2 or parallel.schedule=1f1b"),
+    ({"engine": "native", "parallel.pp": 2, "parallel.zero": 3, "parallel.schedule": "dualpipev", "model.tied": True},
+        ("native does not run parallel.zero=3 with parallel.schedule=dualpipev and model.tied=true: "
+         "set parallel.zero=2 or parallel.schedule=1f1b")),
+    ({"engine": "native", "parallel.pp": 2, "parallel.schedule": "zb_h1", "train.compile": True},
+        "native does not run train.compile=true with parallel.schedule=zb_h1: set train.compile=false or parallel.schedule=1f1b"),
     ({"engine": "zero", "parallel.pp": 2},             "zero does not run parallel.pp=2: set engine=auto or parallel.pp=1 engine=auto"),
     ({"engine": "pipe"},                               "pipe does not run parallel.pp=1: set engine=auto or parallel.pp=2"),
     ({"parallel.zero": 1, "parallel.shard": 2},        "zero does not run parallel.shard=2: set parallel.shard=all or parallel.zero=0"),
@@ -143,7 +146,8 @@ def test_of_two_limits_each_is_reported_with_its_fix() -> None:
 
 def test_a_layout_that_does_not_fit_is_not_shown_for_one_that_does() -> None:
     """39e9 parameters fit on 8 stages, and not on one, whose ranks hold all weights."""
-    keys: Keys = {"model": gpt(48, 8192, 64), "parallel.pp": 8, "parallel.zero": 2, "cluster.nodes": 8, "train.microbatch": 1}
+    keys: Keys = {"model": gpt(48, 8192, 64), "engine": "pipe", "parallel.pp": 8, "parallel.zero": 2}
+    keys |= {"cluster.nodes": 8, "train.microbatch": 1}
     plan = make_plan(with_changes(BASE, keys.items()))
     assert plan.fits
     assert [each.changes for each in plan.warnings if each.rule == "engine"] == [(("parallel.zero=1",),)]

@@ -13,7 +13,7 @@ from .engines import engine_for
 from .engines.engine_limits import EngineLimit
 from .estimate import Estimator
 from .layout.mesh import replica_size
-from .layout.schedules import SCHEDULES
+from .layout.run_schedule import schedule_of
 from .result import Memory
 from .rules.broken_rule import BrokenRule
 from .rules.rules import broken_rules
@@ -176,7 +176,7 @@ def _single_changes(run: Run) -> Iterator[Change]:
         yield (("train.compile", True),)
     if parallel.recompute == "none" and (train.attention == "math" or run.model.dropout):
         yield (("parallel.recompute", "selective"),)
-    if parallel.pp > 1 and SCHEDULES[parallel.schedule].forward_first:
+    if parallel.pp > 1 and schedule_of(parallel).forward_first:
         yield (("parallel.schedule", "1f1b"),)
     if parallel.zero and parallel.shard != "all":
         yield (("parallel.shard", "all"),)

@@ -11,7 +11,8 @@ from .costs.cost_context import CostContext
 from .costs.local_tensors import block_split
 from .engines import cost_model
 from .layout.layout import Layout
-from .layout.schedules import SCHEDULES
+from .layout.run_schedule import schedule_of
+from .part_seconds import simulated_wait
 from .stage_cost import StageCost, logits_in_flight, stage_cost
 
 
@@ -40,8 +41,9 @@ def layout_cost(context: CostContext, layout: Layout) -> LayoutCost:
     """The memory and the time of a layout."""
     blocks = context.block_costs(block_split(layout.parallel, layout.microbatch, layout.form, fused=layout.fused), layout.wires)
     kinds = _stage_costs(context, layout, blocks)
-    # Of equal stages the first holds most: micro-batches in flight and copies of weights grow towards the front.
-    peak, fullest = max([(stage_bytes(layout, kinds[at], index), -index) for index, at in layout.partition.runs])
+    # Of equal stages the first holds most: micro-batches in flight and copies of weights grow towards the front, but for a user's lists.
+    stages = list(enumerate(layout.partition.kind_of_stage)) if schedule_of(layout.parallel).simulated else layout.partition.runs
+    peak, fullest = max([(stage_bytes(layout, kinds[at], index), -index) for index, at in stages])
     seconds = _step_seconds(context, layout, blocks, kinds) if has_times(context, layout) else None
     return LayoutCost(peak, -fullest, kinds, blocks, seconds)
 
@@ -74,12 +76,12 @@ def _stage_costs(context: CostContext, layout: Layout, blocks: BlockCosts) -> li
 def in_flight(layout: Layout, index: int) -> float:
     """Micro-batches whose activations stage `index` holds at once; one without a pipeline."""
     stages, parallel = layout.mesh.pp, layout.parallel
-    return 1 if stages == 1 else SCHEDULES[parallel.schedule].in_flight(index, stages, layout.micros, parallel.chunks)
+    return 1 if stages == 1 else schedule_of(parallel).in_flight(index, stages, layout.micros, parallel.chunks)
 
 
 def extra_weight_copies(layout: Layout, index: int) -> int:
     """Older copies of its weights that stage `index` keeps under a schedule that doesn't flush."""
-    schedule, stages = SCHEDULES[layout.parallel.schedule], layout.mesh.pp
+    schedule, stages = schedule_of(layout.parallel), layout.mesh.pp
     return 0 if stages == 1 or schedule.flushes else schedule.weight_versions(index, stages) - 1
 
 
@@ -120,7 +122,7 @@ def _step_seconds(context: CostContext, layout: Layout, blocks: BlockCosts, kind
     computes = [kind.forward + kind.backward for kind in kinds]
     totals = [each + kind.message_forward + kind.message_backward + hop for each, kind in zip(computes, kinds, strict=True)]
     busiest = max(range(len(kinds)), key=totals.__getitem__)
-    bubble = _bubble_seconds(layout, kinds, totals, busiest)
+    bubble = _bubble_seconds(layout, blocks, kinds, totals, busiest, hop)
     compute = layout.micros * computes[busiest]
     messages = layout.micros * (totals[busiest] - computes[busiest])
     slowest = max(kinds, key=lambda kind: kind.exposed + kind.step)
@@ -136,12 +138,15 @@ def _step_seconds(context: CostContext, layout: Layout, blocks: BlockCosts, kind
     )
 
 
-def _bubble_seconds(layout: Layout, kinds: list[StageCost], totals: list[float], busiest: int) -> float:
-    """Seconds that the busiest stage waits for the others; `totals` are seconds of a micro-batch on each kind of stage."""
+def _bubble_seconds(layout: Layout, blocks: BlockCosts, kinds: list[StageCost], totals: list[float], busiest: int, hop: float) -> float:
+    """Seconds that the busiest stage waits for the others; `totals` are seconds of a micro-batch on each kind of stage, `hop` those of its
+    messages between stages. Layers as the user gives them, and lists of actions from a file, are simulated."""
     stages, parallel = layout.mesh.pp, layout.parallel
     if stages == 1:
         return 0.0
-    schedule, many = SCHEDULES[parallel.schedule], layout.partition.stages_of_kind
+    schedule, many = schedule_of(parallel), layout.partition.stages_of_kind
+    if schedule.simulated or parallel.stages:
+        return simulated_wait(layout, blocks, hop, totals[busiest])
     others = sum([total * times for total, times in zip(totals, many, strict=True)]) - totals[busiest]
     weights = sum([kind.weight_gradients * times for kind, times in zip(kinds, many, strict=True)]) - kinds[busiest].weight_gradients
     return max(0.0, schedule.fill(parallel.chunks) * others - schedule.filled_by_weights(stages, layout.micros) * weights)
@@ -149,7 +154,7 @@ def _bubble_seconds(layout: Layout, kinds: list[StageCost], totals: list[float],
 
 def _hop_seconds(layout: Layout, blocks: BlockCosts) -> float:
     """Exposed seconds of a micro-batch's messages between stages: in and out of each part of the model that a stage has."""
-    parts = SCHEDULES[layout.parallel.schedule].parts(layout.parallel.chunks)
+    parts = schedule_of(layout.parallel).parts(layout.parallel.chunks)
     rows = pp.stage_sends(send_bytes(layout, blocks), 2 * parts, layout.wires.pair, exposed=True)
     return sum(row.exposed for row in rows)
 

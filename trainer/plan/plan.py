@@ -13,7 +13,8 @@ from .engines import engine_for
 from .fixes import memory_problem, problems_with_fixes
 from .layout.layout import Layout
 from .layout.mesh import Mesh
-from .layout.schedules import SCHEDULES, bubble_share
+from .layout.run_schedule import schedule_of
+from .layout.schedules import bubble_share
 from .layout_cost import LayoutCost, StepSeconds, extra_weight_copies, in_flight, layout_cost, stage_bytes
 from .result import Memory, MemoryBytes, ModelFacts, Plan, StageMemory, StepTime, Throughput, WholeRun
 from .rules.rules import broken_rules
@@ -113,7 +114,7 @@ def _step_time(seconds: StepSeconds) -> StepTime:
 
 def _bubble_fraction(layout: Layout) -> float:
     """Return the pipeline's idle share of a step whose stages all take equally long."""
-    return bubble_share(SCHEDULES[layout.parallel.schedule], layout.mesh.pp, layout.micros, layout.parallel.chunks)
+    return bubble_share(schedule_of(layout.parallel), layout.mesh.pp, layout.micros, layout.parallel.chunks)
 
 
 def _mesh(mesh: Mesh) -> dict[str, int]:

@@ -10,7 +10,7 @@ from .costs.cost_context import CostContext
 from .engines import cost_model, engine_for
 from .engines.engine_row import EngineRow
 from .layout.layout import LayerPartition, Layout, mesh_of
-from .layout.schedules import SCHEDULES
+from .layout.run_schedule import schedule_of
 
 
 def run_layout(context: CostContext, parallel: Parallel, microbatch: int) -> Layout:
@@ -39,7 +39,7 @@ def run_layout(context: CostContext, parallel: Parallel, microbatch: int) -> Lay
 def _partition(context: CostContext, parallel: Parallel, stages: int) -> LayerPartition:
     if stages == 1:
         return context.partition(1, folded=False)
-    folded = SCHEDULES[parallel.schedule].folded
+    folded = schedule_of(parallel).folded
     return context.partition(stages, chunks=1 if folded else parallel.chunks, folded=folded, given=parallel.stages)
 
 

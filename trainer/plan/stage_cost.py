@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import NamedTuple
 
 from ..models.ops.op_table import block_weights
@@ -13,7 +14,8 @@ from .costs.cost_context import CostContext
 from .costs.cost_model import StageElements
 from .engines import cost_model
 from .layout.layout import Layout, StageKind
-from .layout.schedules import SCHEDULES
+from .layout.run_schedule import schedule_of
+from .layout.schedules import stage_and_chunk
 
 
 class StageCost(NamedTuple):
@@ -102,8 +104,17 @@ def stage_cost(context: CostContext, layout: Layout, blocks: BlockCosts, kind: S
 
 
 def logits_in_flight(layout: Layout) -> int:
-    """Micro-batches whose logits the last stage holds at once."""
-    return layout.micros if layout.mesh.pp > 1 and SCHEDULES[layout.parallel.schedule].forward_first else 1
+    """Micro-batches whose logits the rank with the head holds at once, from the head's forward to its backward."""
+    stages = layout.mesh.pp
+    if stages == 1:
+        return 1
+    schedule = schedule_of(layout.parallel)
+    if not schedule.simulated:
+        return layout.micros if schedule.forward_first else 1
+    stage, chunk = stage_and_chunk(len(layout.partition.parts) - 1, stages, folded=layout.is_folded)
+    actions = schedule.actions(stage, stages, layout.micros, layout.chunks)
+    held = accumulate((action.kind == "F") - (action.kind in "BI") for action in actions if action.chunk == chunk)
+    return max(held)
 
 
 def _saved_bytes(layout: Layout, blocks: BlockCosts, kind: StageKind) -> int:

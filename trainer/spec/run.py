@@ -219,6 +219,7 @@ class Parallel:
     shard: Count | Literal["all"] = "all"
     gather: Literal["auto", "step", "micro"] = "auto"
     schedule: str = "1f1b"
+    actions: str | None = None
     chunks: Count = 1
     stages: tuple[Count, ...] | None = None
     sequence: bool = False
@@ -228,11 +229,6 @@ class Parallel:
     scatter: bool = False
     offload: Offload = field(default_factory=Offload)
     overlap: Overlap = field(default_factory=Overlap)
-
-    @property
-    def gathers_once(self) -> bool:
-        """Whether ZeRO 3 gathers weights once a step, not for every micro-batch: in a pipeline, unless the user says otherwise."""
-        return self.zero == 3 and (self.gather == "step" or (self.gather == "auto" and self.pp > 1))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,10 @@ from ...layers.tensor_parallel import all_reduce
 from ...parallel.process_groups import Grid
 from ...parallel.rank_model import StageModel
 from ...plan.costs.precision import widths
+from ...plan.layout.run_schedule import schedule_of
 from ...plan.layout.schedules import SCHEDULES
 from ...plan.native.buckets import gradient_buckets, is_tied_over_stages
+from ...plan.native.sharded_rows import gathers_once
 from ...spec.run import Run
 from ..engine import Engine, ReadMicrobatch, StepResult
 from ..held_bytes import ByteCounter, tensors_in
@@ -36,7 +38,7 @@ from .fully_sharded import (
     sharded_weights,
 )
 from .loss_scale import LossScale
-from .pipeline import Pipeline, PipelineStep
+from .pipeline import Pipeline, ScheduledStep
 from .stage_messages import StageChain, StageMessages
 from .weight_buckets import MASTER, BucketReducer, WeightBucket
 
@@ -94,7 +96,7 @@ class NativeEngine(Engine):
         with collect_gathered(self.modules if count and self._sharding else ()) as gathered:
             if count:
                 count.gathered = gathered
-            total = self.pipeline.train(PipelineStep(actions=self._actions, micro=micro, scale=scale, count=count))
+            total = self.pipeline.train(ScheduledStep(actions=self._actions, micro=micro, scale=scale, count=count))
         if count:
             count.count_backward(self.held_bytes())
         with self._measure_time("sums"):
@@ -265,7 +267,7 @@ class NativeEngine(Engine):
     def _shard_fully(self, group: Group) -> tuple[list[ShardedWeight], ShardedReducer]:
         buckets = gradient_buckets(self.run, self.grid.position.mesh, [row.shard for row in self._owned])
         weights = sharded_weights(self._owned, {name: each.kind for each in buckets for name in each.names}, group)
-        return weights, ShardedReducer(self.modules, weights, once=self.run.parallel.gathers_once)
+        return weights, ShardedReducer(self.modules, weights, once=gathers_once(self.run.parallel))
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         decay = self.run.optim.weight_decay
@@ -276,7 +278,7 @@ class NativeEngine(Engine):
     def _make_pipeline(self) -> Pipeline:
         run, grid = self.run, self.grid
         stages, chunks = grid.position.mesh.pp, len(self.modules)
-        schedule = SCHEDULES[run.parallel.schedule if stages > 1 else "1f1b"]
+        schedule = schedule_of(run.parallel) if stages > 1 else SCHEDULES["1f1b"]
         chain = StageChain(stages=stages, chunks=chunks, folded=schedule.folded)
         self._actions = [schedule.actions(stage, stages, self.micros, chunks) for stage in range(stages)]
         tokens = run.train.seq // grid.size("cp") // (grid.size("tp") if run.parallel.sequence else 1)

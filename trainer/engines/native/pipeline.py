@@ -22,7 +22,7 @@ Timed = Callable[[str], AbstractContextManager[None]]  # times a part of the ste
 
 
 @dataclass(frozen=True, kw_only=True)
-class PipelineStep:
+class ScheduledStep:
     """One step: every stage's actions, the micro-batches, the factor of each sum of losses before backward, the counter of held bytes."""
 
     actions: Sequence[Sequence[Action]]
@@ -61,7 +61,7 @@ class Pipeline:
         self.device = next(self.parts[0].parameters()).device
         self.peak_in_flight = 0.0  # micro-batches whose activations this rank held at once in the last step; of some chunks, a part of one
 
-    def train(self, step: PipelineStep) -> Tensor:
+    def train(self, step: ScheduledStep) -> Tensor:
         """Execute this rank's actions. Return the sum of the losses that it computed (0 where it has no head)."""
         self._begin(step.actions, step.micro)
         self._step, self._forwarded, self._waiting = step, dict[tuple[int, int], Forwarded](), dict[tuple[int, int], WeightGradients]()

@@ -10,7 +10,7 @@ from ...spec.changed_run import Change, overrides
 from ...spec.compiled_layers import has_compiled_layers
 from ...spec.run import Parallel, Run
 from ..axes import AXES
-from ..layout.schedules import SCHEDULES
+from ..layout.run_schedule import schedule_of
 from .engine_row import EngineRow, splits_backward
 
 DOES_NOT_RUN = " does not run "  # between the engine and the override, in the sentence of a limit
@@ -47,14 +47,14 @@ def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
         yield EngineLimit(row.name, "parallel.zero", parallel.zero, (lower, _without_pipeline(run, parallel)))
     elif parallel.zero == 3:
         yield from _stage3_limits(row, run, parallel)
-    if parallel.pp > 1 and row.pipeline and not row.runs_schedule(parallel.schedule):
+    if parallel.pp > 1 and row.pipeline and not row.runs_schedule(parallel.schedule, schedule_of(parallel)):
         yield _schedule_limit(row, run, parallel)
     if run.train.precision not in row.precisions:
         candidates = tuple((("train.precision", name),) for name in row.precisions)
         yield EngineLimit(row.name, "train.precision", run.train.precision, candidates)
-    if parallel.pp > 1 and splits_backward(SCHEDULES[parallel.schedule]) and has_compiled_layers(run.train, parallel):
+    if parallel.pp > 1 and splits_backward(schedule_of(parallel)) and has_compiled_layers(run.train, parallel):
         eager: Change = (("train.compile", False),)
-        whole: Change = (("parallel.schedule", "1f1b"), ("parallel.chunks", 1))
+        whole: Change = (("parallel.schedule", "1f1b"), *((("parallel.chunks", 1),) if parallel.chunks > 1 else ()))
         yield EngineLimit(row.name, "train.compile", f"true with parallel.schedule={parallel.schedule}", (eager, whole))
     if not row.trains_family(run.model.family):
         yield EngineLimit(row.name, "model.family", run.model.family, fix=f"it runs {_or(row.families)}")
@@ -80,7 +80,7 @@ def _stage3_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[Eng
     less: Change = (("parallel.zero", 2),)
     if parallel.ep > 1:
         yield EngineLimit(row.name, "parallel.zero", f"3 with parallel.ep={parallel.ep}", (less, (("parallel.ep", 1),)))
-    elif parallel.pp > 1 and (schedule := SCHEDULES.get(parallel.schedule)):
+    elif parallel.pp > 1 and (schedule := schedule_of(parallel)):
         whole: Change = (("parallel.schedule", "1f1b"), *((("parallel.chunks", 1),) if parallel.chunks > 1 else ()))
         if splits_backward(schedule):
             yield EngineLimit(row.name, "parallel.zero", f"3 with parallel.schedule={parallel.schedule}", (less, whole))

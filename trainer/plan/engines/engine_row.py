@@ -37,9 +37,9 @@ class EngineRow:
         """The pipeline schedules that it runs."""
         return _schedules(self, tuple(SCHEDULES.items()))
 
-    def runs_schedule(self, name: str) -> bool:
-        """Whether it runs a schedule of SCHEDULES."""
-        schedule = SCHEDULES[name]
+    def runs_schedule(self, name: str, given: Schedule | None = None) -> bool:
+        """Whether it runs a schedule of SCHEDULES, or one `given` by a file."""
+        schedule = given or SCHEDULES[name]
         runs = {"none": False, "plain": schedule.is_plain, "flushing": schedule.flushes}
         return name in self.native_schedules or runs[self.executes]
 

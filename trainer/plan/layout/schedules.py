@@ -171,6 +171,7 @@ class Schedule:
     folded: bool = False  # stage r of p runs the parts r and 2p - 1 - r of the model
     forward_first: bool = False  # no backward before the last forward
     flushes: bool = True  # every micro-batch of a step meets the same weights
+    simulated: bool = False  # it has no closed forms: its bubble is that of a simulated step
 
     def in_flight(self, stage: int, stages: int, micros: int, chunks: int) -> float:
         """The most micro-batches that a stage holds at once."""

@@ -49,7 +49,7 @@ def simulate(actions: Lists, *, folded: bool, seconds: Callable[[str, int], floa
     it on another stage; a backward's, in the same way, after the backward of the part behind it. Raises ActionsError, a ValueError.
     """
     check_actions(actions, folded=folded)
-    step = _Step(actions, folded, seconds, send)
+    step = _SimulatedStep(actions, folded, seconds, send)
     step.run()
     total = max(events[-1].end for events in step.events)
     busy = [sum(event.end - event.start for event in events) for events in step.events]
@@ -110,7 +110,7 @@ def _out_of_order(kind: str, last: str | None, part: int, micro: int) -> str:
     return f"runs {name} after {part}{last}{micro}: a micro-batch has one F and one B on a part, or one F, one I and one W"
 
 
-class _Step:
+class _SimulatedStep:
     """One optimizer step of legal lists of actions."""
 
     def __init__(self, actions: Lists, folded: bool, seconds: Callable[[str, int], float], send: float) -> None:

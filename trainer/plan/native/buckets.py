@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ...spec.run import Run
 from ..axes.weight_slices import WeightShard
 from ..layout.mesh import Mesh
-from ..layout.schedules import SCHEDULES
+from ..layout.run_schedule import schedule_of
 
 
 class BucketKind(NamedTuple):
@@ -56,7 +56,7 @@ def _kind(run: Run, mesh: Mesh, shard: WeightShard) -> BucketKind:
 
 def is_tied_over_stages(run: Run, mesh: Mesh, name: str) -> bool:
     """Whether a weight is the embedding's and the head's, and the two are on different stages."""
-    return run.model.tied and name == "embedding.weight" and mesh.pp > 1 and not SCHEDULES[run.parallel.schedule].folded
+    return run.model.tied and name == "embedding.weight" and mesh.pp > 1 and not schedule_of(run.parallel).folded
 
 
 Row = tuple[int, BucketKind, WeightShard]

@@ -18,7 +18,7 @@ from ..costs.traffic_term import TrafficTerm
 from ..layout.layout import Layout, StageKind
 from ..layout.mesh import Mesh
 from .buckets import gradient_buckets
-from .sharded_rows import padded_elements, rows_of_size, stage_rows
+from .sharded_rows import gathers_once, padded_elements, rows_of_size, stage_rows
 
 MASTER = 4  # bytes an element of the weights that the optimizer steps
 FIGURE, WIDE = 8, 8  # bytes of a float64, of an int64
@@ -32,7 +32,7 @@ class NativeCosts(CostModel):
         are gathered before the next step begins."""
         path = super().gradient_path(context, parallel, micros)
         if parallel.zero == 3:
-            once = parallel.gathers_once
+            once = gathers_once(parallel)
             return path._replace(often=True, micros=1 if once else micros, reused=context.parameters if once else 0)
         return path._replace(often=parallel.zero == 2, gather_hides=False)
 
@@ -61,9 +61,9 @@ class NativeCosts(CostModel):
         """fully_shard keeps float32 weights and gradients of this rank's rows. Gathered are the ends of the model and two layers, with the
         gradients of one, or, where weights are gathered once a step, all weights and all gradients."""
         width = context.widths
-        stepped = sum(each.on_rank(layout.mesh.size("data"), None) for each in stage_rows(context, kind, layout.mesh))
+        stepped = sum(many * each.on_rank(layout.mesh.size("data"), None) for each, many in stage_rows(context, kind, layout.mesh))
         own = stepped + sharded_elements(layout, held.frozen, 0)
-        if layout.parallel.gathers_once:
+        if gathers_once(layout.parallel):
             gathered = width.weight * (held.dense + held.experts) + width.gradient * held.trained
         else:
             layer = blocks.layer.dense + blocks.layer.experts
@@ -91,7 +91,7 @@ class NativeCosts(CostModel):
         if not _is_sharded(layout):
             return super().summed_elements(context, layout, blocks, kind, copies, data)
         ranks = layout.mesh.size("data")
-        return sum(each.on_rank(ranks, data) for each in stage_rows(context, kind, layout.mesh) if each.copies == copies)
+        return sum(many * each.on_rank(ranks, data) for each, many in stage_rows(context, kind, layout.mesh) if each.copies == copies)
 
     def summed_width(self, context: CostContext, layout: Layout) -> int:
         return MASTER if _is_sharded(layout) else super().summed_width(context, layout)
@@ -116,7 +116,7 @@ class NativeCosts(CostModel):
         """Buckets are padded to a multiple of their ranks where ZeRO shards them."""
         width, micros = widths(run.train), run.train.batch // (mesh.dp * run.train.microbatch)
         if run.parallel.zero == 3:
-            yield from _stage3_terms(run, mesh.size("data"), shards, 1 if run.parallel.gathers_once else micros)
+            yield from _stage3_terms(run, mesh.size("data"), shards, 1 if gathers_once(run.parallel) else micros)
             return
         for bucket in gradient_buckets(run, mesh, shards):
             ranks = mesh.size("expert_copies") if bucket.kind.expert else mesh.size("data")
@@ -154,7 +154,7 @@ def _stage3_terms(run: Run, ranks: int, shards: Sequence[WeightShard], rounds: i
     sizes = [(padded_elements(each.size, ranks), each.name.startswith("layers."), run.model.is_trained(each.name)) for each in shards]
     layers, whole = sum(size for size, layer, _ in sizes if layer), sum(size for size, *_ in sizes)
     trained = sum(size for size, _, is_trained in sizes if is_trained)
-    again = 0 if run.parallel.gathers_once else layers
+    again = 0 if gathers_once(run.parallel) else layers
     often = f"at each of {rounds} micro-batches" if rounds > 1 else "once a step"
     says = f"weights, {often}" + ", those of layers again in backward" * bool(again)
     yield TrafficTerm(verb="all_gather", bytes=rounds * (whole + again) * width.weight, says=says)

@@ -7,7 +7,7 @@ from math import prod
 from typing import NamedTuple
 
 from ...models.ops.op_table import model_parameters
-from ...spec.run import Run
+from ...spec.run import Parallel
 from ..axes.weight_slices import TensorCopies, WeightShard, weight_shard
 from ..costs.cost_context import CostContext
 from ..layout.layout import StageKind
@@ -28,6 +28,11 @@ class Rows(NamedTuple):
         return own * self.elements
 
 
+def gathers_once(parallel: Parallel) -> bool:
+    """Whether weights are gathered once a step, not for every micro-batch: in a pipeline, unless the user says otherwise."""
+    return parallel.gather == "step" or (parallel.gather == "auto" and parallel.pp > 1)
+
+
 def rows_of_size(size: tuple[int, ...], copies: TensorCopies = "") -> Rows:
     """The rows of a weight of this size."""
     return Rows(size[0], prod(size[1:]), copies)
@@ -38,19 +43,20 @@ def padded_elements(size: tuple[int, ...], ranks: int) -> int:
     return ranks * rows_of_size(size).on_rank(ranks, None)
 
 
-def stage_rows(context: CostContext, kind: StageKind, mesh: Mesh) -> tuple[Rows, ...]:
-    """The trained weights of a rank of a kind of stage."""
+def stage_rows(context: CostContext, kind: StageKind, mesh: Mesh) -> tuple[tuple[Rows, int], ...]:
+    """The trained weights of a rank of a kind of stage, and how often it has each."""
     key = ("native", kind, mesh.tp)
     if key not in context.memo:
-        context.memo[key] = tuple(_stage_rows(context.run, context, kind, mesh))
-    found: tuple[Rows, ...] = context.memo[key]
+        ends, layer = (StageKind(0, kind.first, kind.last), 1), (StageKind(1, False, False), kind.layers)
+        context.memo[key] = tuple((row, many) for some, many in (ends, layer) for row in _rows(context, some, mesh))
+    found: tuple[tuple[Rows, int], ...] = context.memo[key]
     return found
 
 
-def _stage_rows(run: Run, context: CostContext, kind: StageKind, mesh: Mesh) -> Iterator[Rows]:
+def _rows(context: CostContext, kind: StageKind, mesh: Mesh) -> Iterator[Rows]:
     for parameter in model_parameters(context.table, range(kind.layers), first=kind.first, last=kind.last):
         if not parameter.frozen:
-            shard = weight_shard(parameter, context.table.sizes, mesh.tp, 0, vocab_multiple=run.model.vocab_multiple)
+            shard = weight_shard(parameter, context.table.sizes, mesh.tp, 0, vocab_multiple=context.run.model.vocab_multiple)
             yield rows_of_size(shard.size, _copies(mesh, shard))
 
 

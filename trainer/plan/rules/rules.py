@@ -7,7 +7,6 @@ fix: trainer/plan/fixes.py plans each of them again before a user sees it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from heapq import nsmallest
 from math import ceil, prod
 
 from ...models.families import FAMILIES, has_experts, is_made_by_transformers
@@ -17,21 +16,15 @@ from ...spec.problem import suggest_name
 from ...spec.run import Parallel, Run
 from ..costs.precision import COMPUTES
 from ..engines import ENGINES, PAPERS_NAME
-from ..layout.mesh import replica_degrees, replica_size
-from ..layout.schedules import SCHEDULES
+from ..layout.mesh import replica_degrees
 from .broken_rule import BrokenRule, Rule
+from .degrees import nearest_divisors, replicas
 from .lora_rule import lora
+from .pipeline_rules import pipeline
 from .position_rules import rotary, window, window_layout
 from .value_rules import folders, pairs, plannable_ranks, profiler_window, rates
 
-MOST_STAGES = 10_000
 MOST_SMALLER = 16  # smaller degrees of an axis that are tried
-
-
-def _nearest_divisors(key: str, value: int, of: int) -> tuple[Change, ...]:
-    """Return the divisors of `of` nearest to a value as changes, the smaller first."""
-    ranked = nsmallest(3, divisors(of), key=lambda each: (abs(each - value), each))
-    return tuple(((key, each),) for each in ranked)
 
 
 def names(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
@@ -53,14 +46,14 @@ def model(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]
         yield BrokenRule(
             "heads",
             f"model.heads={words.heads} does not divide model.hidden={words.hidden}",
-            _nearest_divisors("model.heads", words.heads, words.hidden),
+            nearest_divisors("model.heads", words.heads, words.hidden),
         )
     kv_heads = words.kv_heads or words.heads
     if words.heads % kv_heads:
         yield BrokenRule(
             "kv_heads",
             f"model.kv_heads={kv_heads} does not divide model.heads={words.heads}",
-            _nearest_divisors("model.kv_heads", kv_heads, words.heads),
+            nearest_divisors("model.kv_heads", kv_heads, words.heads),
         )
     if words.positions == "learned" and words.context is not None and words.context < run.train.seq:
         tries: tuple[Change, ...] = ((("train.seq", words.context),), (("model.context", run.train.seq),))
@@ -131,7 +124,7 @@ def experts(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRul
         yield BrokenRule(
             "ep",
             f"parallel.ep={parallel.ep} does not divide model.experts={words.experts}",
-            _nearest_divisors("parallel.ep", parallel.ep, words.experts),
+            nearest_divisors("parallel.ep", parallel.ep, words.experts),
         )
 
 
@@ -168,12 +161,12 @@ def world(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]
         yield BrokenRule(
             "ep",
             f"parallel.ep={parallel.ep} does not divide parallel.dp={dp}, whose ranks hold the experts",
-            _nearest_divisors("parallel.ep", parallel.ep, int(dp)),
+            nearest_divisors("parallel.ep", parallel.ep, int(dp)),
         )
     data = int(dp) * parallel.cp
     if parallel.shard != "all" and data % parallel.shard:
         says = f"parallel.shard={parallel.shard} does not divide dp {dp} x cp {parallel.cp} = {data}"
-        yield BrokenRule("shard", says, _nearest_divisors("parallel.shard", parallel.shard, data))
+        yield BrokenRule("shard", says, nearest_divisors("parallel.shard", parallel.shard, data))
     elif parallel.shard != "all" and parallel.shard % parallel.ep:
         says = f"parallel.shard={parallel.shard} is not a multiple of parallel.ep={parallel.ep}"
         yield BrokenRule("shard", says, ((("parallel.shard", "all"),),))
@@ -200,86 +193,13 @@ def tensor(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule
 def context(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
     """cp gives each rank two pieces of the sequence, one from the front and one from the back, so that causal attention is balanced."""
     if parallel.cp > 1 and run.train.seq % (2 * parallel.cp):
-        fits = tuple(change for change in _nearest_divisors("parallel.cp", parallel.cp, max(1, run.train.seq // 2)))
+        fits = tuple(change for change in nearest_divisors("parallel.cp", parallel.cp, max(1, run.train.seq // 2)))
         yield BrokenRule("cp", f"parallel.cp={parallel.cp}: train.seq={run.train.seq} is not a multiple of 2 x cp", fits)
-
-
-def pipeline(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
-    """Each stage, and each chunk of it, has a layer. Chunks are for interleaved schedules, which need micro-batches in rounds."""
-    schedule = SCHEDULES.get(parallel.schedule)
-    layers, stages, chunks = run.model.layers, parallel.pp, parallel.chunks
-    if stages > MOST_STAGES:
-        yield BrokenRule("pp", f"parallel.pp={stages} is more than the {MOST_STAGES:,} stages that a plan has", ((("parallel.pp", 1),),))
-    elif stages * chunks > layers:
-        each = f"parallel.pp={stages}" + (f" x parallel.chunks={chunks}" if chunks > 1 else "")
-        fewer: tuple[Change, ...] = ((("parallel.chunks", max(1, layers // stages)),),) if chunks > 1 and stages <= layers else ()
-        yield BrokenRule("pp", f"{each} is more than model.layers={layers}", fewer + _nearest_divisors("parallel.pp", stages, layers))
-    if schedule is None:
-        yield BrokenRule("name", f"parallel.schedule={parallel.schedule} is not known", fix=suggest_name(parallel.schedule, SCHEDULES))
-        return
-    if chunks > 1 and not schedule.chunked:
-        either: tuple[Change, ...] = ((("parallel.schedule", "interleaved"),), (("parallel.chunks", 1),))
-        yield BrokenRule("chunks", f"parallel.chunks={chunks} is for schedule interleaved, not {parallel.schedule}", either)
-    if stages > 1 and parallel.stages:
-        yield from _stages_rules(run, parallel, stages * schedule.parts(chunks))
-    if stages > 1 and schedule.chunked:
-        yield from _interleaved_rules(run, parallel, microbatch)
-    if stages > 1 and schedule.folded:
-        yield from _folded_rules(run, parallel, microbatch)
-
-
-def _stages_rules(run: Run, parallel: Parallel, parts: int) -> Iterator[BrokenRule]:
-    """parallel.stages has a number of layers for each part of the model, and they add up to the model's."""
-    given, layers = parallel.stages or (), run.model.layers
-    balanced: tuple[Change, ...] = ((("parallel.stages", None),),)
-    words = f"parallel.stages={list(given)}".replace(" ", "")
-    if len(given) != parts:
-        yield BrokenRule("stages", f"{words} has {len(given)} entries, and the pipeline has {parts} parts", balanced)
-    elif sum(given) != layers:
-        yield BrokenRule("stages", f"{words} adds up to {sum(given)} layers, not to model.layers={layers}", balanced)
-
-
-def _interleaved_rules(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
-    """A schedule with chunks needs at least two, and micro-batches in rounds of its stages."""
-    plain: Change = (("parallel.schedule", "1f1b"), ("parallel.chunks", 1))
-    if parallel.chunks == 1:
-        says = f"parallel.schedule={parallel.schedule} needs parallel.chunks of 2 or more"
-        yield BrokenRule("chunks", says, ((("parallel.chunks", 2),), plain))
-    micros, stages = _microbatches(run, parallel, microbatch), parallel.pp
-    if micros is not None and micros % stages:
-        says = f"{micros} micro-batches a step are not a multiple of parallel.pp={stages}, which schedule {parallel.schedule} needs"
-        more = run.train.batch // micros * -(-micros // stages) * stages
-        yield BrokenRule("microbatches", says, ((("train.batch", more),), plain))
-
-
-def _folded_rules(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
-    """A folded schedule gives each stage two parts of the model, and needs a micro-batch for each part of the model."""
-    layers, parts = run.model.layers, 2 * parallel.pp
-    plain: Change = (("parallel.schedule", "1f1b"),)
-    if parallel.pp <= layers < parts:
-        says = f"parallel.schedule={parallel.schedule} needs 2 x parallel.pp={parallel.pp} parts, more than model.layers={layers}"
-        yield BrokenRule("pp", says, (plain, *_nearest_divisors("parallel.pp", layers // 2, layers)))
-    micros = _microbatches(run, parallel, microbatch)
-    if micros is not None and micros < parts:
-        says = f"{micros} micro-batches a step are fewer than 2 x parallel.pp={parallel.pp}, which schedule {parallel.schedule} needs"
-        yield BrokenRule("microbatches", says, ((("train.batch", run.train.batch // micros * parts),), plain))
-
-
-def _microbatches(run: Run, parallel: Parallel, microbatch: int) -> int | None:
-    dp = _dp(run, parallel)
-    return run.train.batch // (dp * microbatch) if dp and run.train.batch % (dp * microbatch) == 0 else None
-
-
-def _dp(run: Run, parallel: Parallel) -> int | None:
-    if parallel.dp != "auto":
-        return parallel.dp
-    ranks, others = run.cluster.nodes * run.cluster.gpus, replica_size(parallel)
-    return ranks // others if ranks % others == 0 else None
 
 
 def batch(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
     """The global batch is a whole number of micro-batches on every replica."""
-    dp = _dp(run, parallel)
+    dp = replicas(run, parallel)
     if dp is None or run.train.batch % (dp * microbatch) == 0:
         return
     says = f"train.batch={run.train.batch} is not a multiple of dp {dp} x train.microbatch={microbatch}"

@@ -1,0 +1,41 @@
+"""The schedule of a run: a row of SCHEDULES, or the action lists of a CSV file."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from ...spec.run import Parallel
+from .action_csv import ActionLists, read_action_csv
+from .schedules import SCHEDULES, Schedule
+
+SUFFIX = ".csv"
+
+
+def schedule_of(parallel: Parallel) -> Schedule:
+    """The schedule that a legal layout names."""
+    if is_file(parallel.schedule):
+        return _schedule_of_lists(parallel.actions or "", parallel.pp)
+    return SCHEDULES[parallel.schedule]
+
+
+def is_file(schedule: str) -> bool:
+    """Whether a schedule is named by a file."""
+    return schedule.endswith(SUFFIX)
+
+
+@lru_cache(maxsize=8)
+def read_lists(text: str, stages: int) -> ActionLists:
+    """The action lists of a file's text; raises ValueError with one line."""
+    return read_action_csv(text, stages)
+
+
+@lru_cache(maxsize=8)
+def _schedule_of_lists(text: str, stages: int) -> Schedule:
+    lists = read_lists(text, stages)
+    return Schedule(
+        actions=lambda stage, stages, micros, chunks: list(lists.actions[stage]),
+        folded=lists.folded,
+        chunked=lists.chunks > 1 and not lists.folded,
+        simulated=True,
+        source="a file",
+    )

@@ -1,0 +1,40 @@
+"""The seconds of each part of a model, and what a simulated step of them waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .costs.block_costs import BlockCosts
+from .layout.layout import Layout
+from .layout.run_schedule import schedule_of
+from .layout.simulate import Simulation, simulate
+
+
+def simulated_wait(layout: Layout, blocks: BlockCosts, hop: float, busiest: float) -> float:
+    """Return the seconds of a step beyond those in which the busiest stage computes; `busiest` are its seconds of a micro-batch, with `hop`
+    seconds of messages between stages."""
+    parts = 2 * layout.chunks  # a micro-batch's messages into and out of a stage's parts
+    step = simulate_layout(layout, part_seconds(layout, blocks), hop / parts)
+    return max(0.0, step.seconds - layout.micros * (busiest - hop))
+
+
+def simulate_layout(layout: Layout, seconds: Callable[[str, int], float], send: float = 0.0) -> Simulation:
+    """Return a simulated step of a pipeline; `seconds` are those of a kind of action on a part of the model."""
+    schedule, stages = schedule_of(layout.parallel), layout.mesh.pp
+    actions = [schedule.actions(stage, stages, layout.micros, layout.parallel.chunks) for stage in range(stages)]
+    return simulate(actions, folded=schedule.folded, seconds=seconds, send=send)
+
+
+def part_seconds(layout: Layout, blocks: BlockCosts) -> Callable[[str, int], float]:
+    """Return the seconds of each kind of action on each part of the model, messages inside its blocks included."""
+    last = len(layout.partition.parts) - 1
+
+    def seconds(kind: str, part: int) -> float:
+        first, end = layout.layers(part)
+        held = [(blocks.layer, end - first), *([(blocks.embedding, 1)] if part == 0 else []), *([(blocks.head, 1)] if part == last else [])]
+        forward = sum(((block.forward or 0.0) + block.message_forward) * many for block, many in held)
+        backward = sum(((block.backward or 0.0) + block.message_backward) * many for block, many in held)
+        weights = sum(block.weight_gradients * many for block, many in held)
+        return {"F": forward, "B": backward, "I": backward - weights, "W": weights}[kind]
+
+    return seconds

@@ -1,0 +1,110 @@
+"""Rules of pipelines: stages and parts of the model, and the micro-batches that a schedule needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ...spec.changed_run import Change
+from ...spec.problem import suggest_name
+from ...spec.run import Parallel, Run
+from ..layout.run_schedule import is_file, read_lists, schedule_of
+from ..layout.schedules import SCHEDULES
+from .broken_rule import BrokenRule
+from .degrees import micro_batches, nearest_divisors
+
+MOST_STAGES = 10_000
+
+
+def pipeline(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+    """Each stage, and each chunk of it, has a layer. Chunks are for interleaved schedules, which need micro-batches in rounds."""
+    layers, stages, chunks = run.model.layers, parallel.pp, parallel.chunks
+    if stages > MOST_STAGES:
+        yield BrokenRule("pp", f"parallel.pp={stages} is more than the {MOST_STAGES:,} stages that a plan has", ((("parallel.pp", 1),),))
+    elif stages * chunks > layers:
+        each = f"parallel.pp={stages}" + (f" x parallel.chunks={chunks}" if chunks > 1 else "")
+        fewer: tuple[Change, ...] = ((("parallel.chunks", max(1, layers // stages)),),) if chunks > 1 and stages <= layers else ()
+        yield BrokenRule("pp", f"{each} is more than model.layers={layers}", fewer + nearest_divisors("parallel.pp", stages, layers))
+    if problem := _schedule_problem(parallel):
+        yield problem
+        return
+    schedule = schedule_of(parallel)
+    if stages > 1 and schedule.simulated:
+        yield from _file_rules(run, parallel, microbatch)
+        yield from _stages_rules(run, parallel, stages * schedule.parts(chunks)) if parallel.stages else ()
+        return
+    if chunks > 1 and not schedule.chunked:
+        either: tuple[Change, ...] = ((("parallel.schedule", "interleaved"),), (("parallel.chunks", 1),))
+        yield BrokenRule("chunks", f"parallel.chunks={chunks} is for schedule interleaved, not {parallel.schedule}", either)
+    if stages > 1 and parallel.stages:
+        yield from _stages_rules(run, parallel, stages * schedule.parts(chunks))
+    if stages > 1 and schedule.chunked:
+        yield from _interleaved_rules(run, parallel, microbatch)
+    if stages > 1 and schedule.folded:
+        yield from _folded_rules(run, parallel, microbatch)
+
+
+def _schedule_problem(parallel: Parallel) -> BrokenRule | None:
+    """A schedule has a name that is known, or is a file that lists actions for each stage."""
+    name = parallel.schedule
+    if not is_file(name):
+        fix = suggest_name(name, SCHEDULES)
+        return None if name in SCHEDULES else BrokenRule("name", f"parallel.schedule={name} is not known", fix=fix)
+    if parallel.pp == 1:
+        return None
+    try:
+        read_lists(parallel.actions or "", parallel.pp)
+    except ValueError as error:
+        return BrokenRule("schedule", f"parallel.schedule={name}: {error}", fix="mend the file, or name a schedule")
+    return None
+
+
+def _file_rules(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+    """A file's lists have as many micro-batches as a step, and as many parts a stage as there are chunks."""
+    lists, micros = read_lists(parallel.actions or "", parallel.pp), micro_batches(run, parallel, microbatch)
+    if micros is not None and micros != lists.micros:
+        says = f"parallel.schedule={parallel.schedule} lists {lists.micros} micro-batches, and a step has {micros}"
+        yield BrokenRule("microbatches", says, ((("train.batch", run.train.batch // micros * lists.micros),),))
+    chunks = 1 if lists.folded else lists.chunks
+    if parallel.chunks != chunks:
+        says = f"parallel.schedule={parallel.schedule} has {lists.chunks} parts a stage, and parallel.chunks is {parallel.chunks}"
+        yield BrokenRule("chunks", says, ((("parallel.chunks", chunks),),))
+    elif lists.folded and run.model.layers < 2 * parallel.pp:
+        says = f"parallel.schedule={parallel.schedule} needs {2 * parallel.pp} parts, more than model.layers={run.model.layers}"
+        yield BrokenRule("pp", says, ((("parallel.schedule", "1f1b"),),))
+
+
+def _stages_rules(run: Run, parallel: Parallel, parts: int) -> Iterator[BrokenRule]:
+    """parallel.stages has a number of layers for each part of the model, and they add up to the model's."""
+    given, layers = parallel.stages or (), run.model.layers
+    balanced: tuple[Change, ...] = ((("parallel.stages", None),),)
+    words = f"parallel.stages={list(given)}".replace(" ", "")
+    if len(given) != parts:
+        yield BrokenRule("stages", f"{words} has {len(given)} entries, and the pipeline has {parts} parts", balanced)
+    elif sum(given) != layers:
+        yield BrokenRule("stages", f"{words} adds up to {sum(given)} layers, not to model.layers={layers}", balanced)
+
+
+def _interleaved_rules(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+    """A schedule with chunks needs at least two, and micro-batches in rounds of its stages."""
+    plain: Change = (("parallel.schedule", "1f1b"), ("parallel.chunks", 1))
+    if parallel.chunks == 1:
+        says = f"parallel.schedule={parallel.schedule} needs parallel.chunks of 2 or more"
+        yield BrokenRule("chunks", says, ((("parallel.chunks", 2),), plain))
+    micros, stages = micro_batches(run, parallel, microbatch), parallel.pp
+    if micros is not None and micros % stages:
+        says = f"{micros} micro-batches a step are not a multiple of parallel.pp={stages}, which schedule {parallel.schedule} needs"
+        more = run.train.batch // micros * -(-micros // stages) * stages
+        yield BrokenRule("microbatches", says, ((("train.batch", more),), plain))
+
+
+def _folded_rules(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+    """A folded schedule gives each stage two parts of the model, and needs a micro-batch for each part of the model."""
+    layers, parts = run.model.layers, 2 * parallel.pp
+    plain: Change = (("parallel.schedule", "1f1b"),)
+    if parallel.pp <= layers < parts:
+        says = f"parallel.schedule={parallel.schedule} needs 2 x parallel.pp={parallel.pp} parts, more than model.layers={layers}"
+        yield BrokenRule("pp", says, (plain, *nearest_divisors("parallel.pp", layers // 2, layers)))
+    micros = micro_batches(run, parallel, microbatch)
+    if micros is not None and micros < parts:
+        says = f"{micros} micro-batches a step are fewer than 2 x parallel.pp={parallel.pp}, which schedule {parallel.schedule} needs"
+        yield BrokenRule("microbatches", says, ((("train.batch", run.train.batch // micros * parts),), plain))
