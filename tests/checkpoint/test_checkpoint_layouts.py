@@ -50,6 +50,12 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "pp2 dualpipev": ("cluster.gpus=2", "parallel.zero=1", "train.microbatch=1", "parallel.pp=2", "parallel.schedule=dualpipev"),
     "dp2 cp2":       ("cluster.gpus=4", "parallel.zero=0", "train.microbatch=2", "parallel.cp=2"),
     "dp2 tp2 pp2":   ("cluster.gpus=8", "parallel.zero=1", "train.microbatch=2", "parallel.pp=2", "parallel.tp=2"),
+    "native dp2 zero2":   ("cluster.gpus=2", "parallel.zero=2", "train.microbatch=2", "engine=native"),
+    "native dp4 zero3":   ("cluster.gpus=4", "parallel.zero=3", "train.microbatch=1", "engine=native"),
+    "native tp2 pp2 zbv": ("cluster.gpus=4", "parallel.zero=0", "train.microbatch=2", "parallel.pp=2", "parallel.tp=2",
+                           "parallel.schedule=zb_v", "engine=native"),
+    "native interleaved": ("cluster.gpus=4", "parallel.zero=1", "train.microbatch=1", "parallel.pp=2", "parallel.dp=2",
+                           "parallel.schedule=interleaved", "parallel.chunks=2", "engine=native"),
 }
 # fmt: on
 NAMES = tuple(LAYOUTS)

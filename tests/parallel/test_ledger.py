@@ -130,6 +130,8 @@ ODD: Words = (  # sizes that no number of ranks divides
 GPT: Words = ("model=tiny", "model.layers=4", "train.batch=8")
 LLAMA: Words = ("model=tiny_llama", "model.layers=2", "model.kv_heads=2", "model.qk_norm=true", "train.batch=4")
 HALF: Words = ("train.precision=bf16", "train.gradients=fp32")
+MOE: Words = ("model=tiny_moe", "model.layers=4", "train.batch=8")
+NATIVE: Words = ("engine=native",)
 LAYOUTS: tuple[Words, ...] = (
     *((*ODD, f"parallel.zero={stage}", *precision) for stage in range(4) for precision in ((), ("train.precision=bf16",), HALF)),
     (*ODD, "parallel.zero=1", "parallel.bucket=20000"),
@@ -149,14 +151,24 @@ LAYOUTS: tuple[Words, ...] = (
     (*ODD, "model.lora.rank=3", "parallel.zero=1", *HALF),
     (*ODD, "model.lora.rank=3", "parallel.zero=3"),
     (*LLAMA, "model.lora.rank=4", "cluster.gpus=4", "parallel.tp=4", "parallel.sequence=true", "parallel.zero=0"),
+    *((*ODD, f"parallel.zero={stage}", "parallel.bucket=20000", *HALF, *NATIVE) for stage in range(4)),
+    (*ODD, "model.lora.rank=3", "parallel.zero=3", *NATIVE),
+    (*GPT, "cluster.gpus=4", "parallel.pp=2", "parallel.dp=2", "parallel.zero=2", "parallel.schedule=zb_v", *NATIVE),
+    (*GPT, "cluster.gpus=4", "parallel.pp=2", "parallel.dp=2", "parallel.zero=3", "parallel.gather=micro", *HALF, *NATIVE),
+    (*GPT, "cluster.gpus=8", "parallel.pp=2", "parallel.dp=2", "parallel.tp=2", "parallel.sequence=true", "parallel.zero=3", *NATIVE),
+    (*GPT, "cluster.gpus=4", "parallel.pp=2", "parallel.tp=2", "parallel.sequence=true", "parallel.schedule=zb_h1", *NATIVE),
+    (*GPT, "cluster.gpus=2", "parallel.pp=2", "parallel.schedule=interleaved", "parallel.chunks=2", *NATIVE),
+    (*LLAMA, "cluster.gpus=8", "parallel.tp=4", "parallel.dp=2", "parallel.sequence=true", "parallel.zero=2", *NATIVE),
+    (*MOE, "cluster.gpus=4", "parallel.pp=2", "parallel.ep=2", "parallel.schedule=dualpipev_w", "parallel.zero=1", *NATIVE),
 )
 # fmt: on
 
 
+SHOWN = ("parallel.", "train.precision", "train.gradients", "model.lora", "engine")
+
+
 def named(words: Words) -> str:
-    return " ".join(
-        word.rpartition(".")[2] for word in words if word.startswith(("parallel.", "train.precision", "train.gradients", "model.lora"))
-    )
+    return " ".join(word.rpartition(".")[2] for word in words if word.startswith(SHOWN))
 
 
 def audited(ranks: RankPool, folder: Path, words: Words) -> list[list[ComparedMessages]]:
@@ -173,7 +185,7 @@ def test_every_rank_sends_what_its_plan_says(ranks: RankPool, tmp_path: Path, wo
     for audit in audited(ranks, tmp_path / "run", words):
         assert {line.axis for line in audit} - {"control"}, "it speaks"
         assert [line for line in audit if line.verdict == "differs" or line.axis == "world"] == []
-        assert {line.verdict for line in audit if line.axis not in ("dp", "control")} <= {"equal"}
+        assert {line.verdict for line in audit if line.axis not in ("dp", "ep", "control")} <= {"equal"}
 
 
 def test_control_is_small(ranks: RankPool, tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from distrain.cli.config.load import load_recipe
 from distrain.cli.config.prove_arguments import read_layouts, read_prove_request
 from distrain.cli.verbs.prove_run import Recipe
 from distrain.trainer.plan.engines import engine_for
-from distrain.trainer.plan.engines.engine_row import splits_backward
 from distrain.trainer.plan.layout.schedules import SCHEDULES
 from distrain.trainer.prove.covering import choice_pairs, covering_rows
 from distrain.trainer.prove.layouts import (
@@ -182,7 +181,7 @@ def test_the_default_layouts_train_the_data_axis_and_what_other_engines_lack_on_
     trials = plan_proof(ProveRequest(), recipe.run(), recipe.run_on).trials
     native = [each.run.parallel for each in trials if each.plan.engine == "native"]
     assert any(each.pp == 1 and each.dp == 2 for each in native)
-    assert any(each.pp > 1 and splits_backward(SCHEDULES[each.schedule]) for each in native)
+    assert any(each.pp > 1 and SCHEDULES[each.schedule].splits_backward for each in native)
     assert any(each.pp > 1 and each.schedule == "interleaved" and each.chunks == 2 for each in native)
     assert len(trials) == DEFAULT_COUNT
 

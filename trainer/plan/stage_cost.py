@@ -119,7 +119,7 @@ def logits_in_flight(layout: Layout) -> int:
 
 def _saved_bytes(layout: Layout, blocks: BlockCosts, kind: StageKind) -> int:
     """Activations that a stage saves of one micro-batch: its layers', the embedding's, and rotary positions once for each part."""
-    saved = kind.layers * blocks.layer.saved + (1 + layout.is_folded) * blocks.saved_once
+    saved = kind.layers * blocks.layer.saved + layout.chunks * blocks.saved_once
     return saved + (blocks.embedding.saved - blocks.saved_once if kind.first else 0)
 
 

@@ -11,7 +11,7 @@ from ...spec.compiled_layers import has_compiled_layers
 from ...spec.run import Parallel, Run
 from ..axes import AXES
 from ..layout.run_schedule import schedule_of
-from .engine_row import EngineRow, splits_backward
+from .engine_row import EngineRow
 
 DOES_NOT_RUN = " does not run "  # between the engine and the override, in the sentence of a limit
 
@@ -52,7 +52,7 @@ def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
     if run.train.precision not in row.precisions:
         candidates = tuple((("train.precision", name),) for name in row.precisions)
         yield EngineLimit(row.name, "train.precision", run.train.precision, candidates)
-    if parallel.pp > 1 and splits_backward(schedule_of(parallel)) and has_compiled_layers(run.train, parallel):
+    if parallel.pp > 1 and schedule_of(parallel).splits_backward and has_compiled_layers(run.train, parallel):
         eager: Change = (("train.compile", False),)
         whole: Change = (("parallel.schedule", "1f1b"), *((("parallel.chunks", 1),) if parallel.chunks > 1 else ()))
         yield EngineLimit(row.name, "train.compile", f"true with parallel.schedule={parallel.schedule}", (eager, whole))
@@ -82,7 +82,7 @@ def _stage3_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[Eng
         yield EngineLimit(row.name, "parallel.zero", f"3 with parallel.ep={parallel.ep}", (less, (("parallel.ep", 1),)))
     elif parallel.pp > 1 and (schedule := schedule_of(parallel)):
         whole: Change = (("parallel.schedule", "1f1b"), *((("parallel.chunks", 1),) if parallel.chunks > 1 else ()))
-        if splits_backward(schedule):
+        if schedule.splits_backward:
             yield EngineLimit(row.name, "parallel.zero", f"3 with parallel.schedule={parallel.schedule}", (less, whole))
         elif schedule.folded and run.model.tied:
             says = f"3 with parallel.schedule={parallel.schedule} and model.tied=true"

@@ -40,7 +40,7 @@ class EngineRow:
     def runs_schedule(self, name: str, given: Schedule | None = None) -> bool:
         """Whether it runs a schedule of SCHEDULES, or one `given` by a file."""
         schedule = given or SCHEDULES[name]
-        runs = {"none": False, "plain": schedule.is_plain, "flushing": schedule.flushes}
+        runs = {"none": False, "plain": schedule.is_plain and not schedule.simulated, "flushing": schedule.flushes}
         return name in self.native_schedules or runs[self.executes]
 
     @property
@@ -57,9 +57,3 @@ class EngineRow:
 @cache
 def _schedules(row: EngineRow, schedules: tuple[tuple[str, Schedule], ...]) -> tuple[str, ...]:
     return tuple(name for name, _ in schedules if row.runs_schedule(name))
-
-
-@cache
-def splits_backward(schedule: Schedule) -> bool:
-    """Whether a schedule computes the weights' gradients apart."""
-    return any(action.kind == "W" for action in schedule.actions(0, 2, 4, schedule.parts(2)))

@@ -171,6 +171,7 @@ class Schedule:
     folded: bool = False  # stage r of p runs the parts r and 2p - 1 - r of the model
     forward_first: bool = False  # no backward before the last forward
     flushes: bool = True  # every micro-batch of a step meets the same weights
+    puts_off: bool | None = None  # weights' gradients are computed apart on some stage; None: as stage 0 does
     simulated: bool = False  # it has no closed forms: its bubble is that of a simulated step
 
     def in_flight(self, stage: int, stages: int, micros: int, chunks: int) -> float:
@@ -183,8 +184,14 @@ class Schedule:
     def is_plain(self) -> bool:
         """Whether each stage is one part of the model that runs whole forwards and backwards, with a flush: an engine that executes
         actions runs such a schedule without knowing it."""
-        splits_backward = any(action.kind in "IW" for action in self.actions(0, 2, 2, 1))
-        return self.flushes and not (self.chunked or self.folded or splits_backward)
+        return self.flushes and not (self.chunked or self.folded or self.splits_backward)
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether weights' gradients are computed apart from their inputs'."""
+        if self.puts_off is not None:
+            return self.puts_off
+        return any(action.kind == "W" for action in self.actions(0, 2, 4, self.parts(2)))
 
     def parts(self, chunks: int) -> int:
         """Parts of the model that a stage runs one after the other."""

@@ -1,0 +1,152 @@
+"""Engine `native`: any legal order of actions, layers as the user gives them, bytes as planned, and each product computed once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import Tensor  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+
+from distrain.cli.config.load import load_recipe  # noqa: E402
+from distrain.tests.fakes.one_process import reference_curve  # noqa: E402
+from distrain.tests.fakes.random_actions import random_actions  # noqa: E402
+from distrain.trainer.layers.weight_gradients import WeightGradients, put_off_weight_gradients  # noqa: E402
+from distrain.trainer.models.build import build_model  # noqa: E402
+from distrain.trainer.plan.layout.action_csv import write_action_csv  # noqa: E402
+from distrain.trainer.plan.plan import make_plan  # noqa: E402
+
+if TYPE_CHECKING:
+    from distrain.tests.fakes.rank_pool import RankPool
+
+Words = tuple[str, ...]
+
+BASE = (
+    *("quickstart", "data=synthetic", "train.steps=3", "train.seq=32", "train.evaluate.every=0", "log.every=1", "optim.warmup=0"),
+    *("optim.lr=1e-3", "checkpoint.every=0", "train.clip=0.5", "train.microbatch=1", "train.precision=fp32"),
+)
+GPT = ("model=tiny", "model.layers=6", "model.tied=true", "model.dropout=0.1", "train.batch=4")
+LLAMA = ("model=tiny_llama", "model.layers=6", "model.tied=false", "train.batch=4")
+MOE = ("model=tiny_moe", "model.layers=4", "train.batch=8")
+NATIVE = "engine=native"
+
+
+def check_curve(ranks: RankPool, folder: Path, curve: Words, *layout: str) -> None:
+    """Train a layout, and hold its curve to that of plain torch in one process."""
+    losses, norms = reference_curve((*BASE, *curve))
+    job = ranks.train(folder, *BASE, *curve, *layout)
+    assert job.figures("loss") == pytest.approx(losses, abs=3e-6, rel=0)
+    assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=2e-5)
+
+
+# fmt: off
+RANDOM = [  # seed, stages, chunks, folded, further keys
+    (0, 2, 1, False, ()),
+    (1, 2, 2, True,  ("parallel.dp=2", "parallel.zero=2")),
+    (2, 2, 3, False, ()),
+    (3, 3, 1, False, ("parallel.dp=2", "parallel.zero=1")),
+    (4, 3, 2, True,  ()),
+    (5, 2, 2, False, ("parallel.tp=2", "parallel.sequence=true")),
+    (6, 4, 1, False, ("parallel.recompute=full",)),
+    (7, 2, 2, True,  ("parallel.cp=2",)),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("seed", "stages", "chunks", "folded", "words"), RANDOM)
+def test_any_legal_order_of_actions_trains_the_curve(
+    ranks: RankPool, tmp_path: Path, seed: int, stages: int, chunks: int, folded: bool, words: Words
+) -> None:
+    """Forwards, backwards and weight gradients in a random order that their dependencies allow, from a user's file."""
+    degrees = dict(word.split("=") for word in words)
+    dp, inner = int(degrees.get("parallel.dp", 1)), int(degrees.get("parallel.tp", 1)) * int(degrees.get("parallel.cp", 1))
+    file = tmp_path / "actions.csv"
+    file.write_text(write_action_csv(random_actions(seed, stages, 4 // dp, chunks, folded=folded), folded=folded))
+    parts = 1 if folded else chunks
+    layout = (f"parallel.pp={stages}", f"parallel.chunks={parts}", f"parallel.schedule={file}", f"cluster.gpus={stages * dp * inner}")
+    check_curve(ranks, tmp_path / "run", GPT if seed % 2 else LLAMA, *layout, *words)
+
+
+@pytest.mark.parametrize(
+    ("engine", "stages", "words"),
+    [
+        ("pipe", [1, 2, 3], ("parallel.pp=3", "cluster.gpus=3")),
+        ("pipe", [1, 1, 1, 3], ("parallel.pp=2", "cluster.gpus=2", "parallel.schedule=dualpipev")),
+        (NATIVE[7:], [4, 2], ("parallel.pp=2", "cluster.gpus=4", "parallel.zero=1")),
+        (NATIVE[7:], [1, 2, 1, 2], ("parallel.pp=2", "cluster.gpus=2", "parallel.schedule=interleaved", "parallel.chunks=2")),
+        (NATIVE[7:], [2, 2, 1, 1], ("parallel.pp=2", "cluster.gpus=2", "parallel.schedule=zb_v")),
+    ],
+)
+def test_stages_have_the_layers_that_the_user_gives_them(
+    ranks: RankPool, tmp_path: Path, engine: str, stages: list[int], words: Words
+) -> None:
+    given = f"parallel.stages={stages}".replace(" ", "")
+    check_curve(ranks, tmp_path / "run", GPT, *words, given, f"engine={engine}")
+    run = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert run["parallel"]["stages"] == stages
+
+
+# fmt: off
+HELD = [
+    (GPT,   ("cluster.gpus=2", "parallel.zero=0")),
+    (GPT,   ("cluster.gpus=2", "parallel.zero=1", "train.precision=bf16")),
+    (LLAMA, ("cluster.gpus=2", "parallel.zero=2", "parallel.bucket=20000")),
+    (LLAMA, ("cluster.gpus=2", "parallel.zero=3", "train.precision=bf16")),
+    (GPT,   ("cluster.gpus=4", "parallel.pp=2", "parallel.dp=2", "parallel.zero=3", "parallel.gather=micro")),
+    (GPT,   ("cluster.gpus=3", "parallel.pp=3", "parallel.recompute=full")),
+    (LLAMA, ("cluster.gpus=2", "parallel.pp=2", "parallel.schedule=interleaved", "parallel.chunks=3")),
+    (GPT,   ("cluster.gpus=4", "parallel.pp=2", "parallel.tp=2", "parallel.sequence=true", "parallel.schedule=gpipe")),
+    (MOE,   ("cluster.gpus=4", "parallel.ep=2", "parallel.zero=1")),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("curve", "words"), HELD)
+def test_a_rank_holds_the_bytes_that_are_planned(ranks: RankPool, tmp_path: Path, curve: Words, words: Words) -> None:
+    """Weights, gradients, optimizer and activations of each stage, up to the padding of buckets and rows."""
+    job = ranks.train(tmp_path / "run", *BASE, *curve, *words, NATIVE)
+    plan = make_plan(load_recipe(BASE[0], [*BASE[1:], *curve, *words, NATIVE]))
+    assert plan.memory is not None
+    held = json.loads((job.folder / "measured.json").read_text())["ranks"]
+    each = len(held) // len(plan.memory.stages)
+    for at, stage in enumerate(plan.memory.stages):
+        most = {kind: max(rank[kind] for rank in held[at * each : (at + 1) * each]) for kind in held[0]}
+        planned = stage.bytes
+        assert most["weights"] == pytest.approx(planned.weights, abs=64)
+        assert most["gradients"] == pytest.approx(planned.gradients, abs=64)
+        assert most["optimizer"] == pytest.approx(planned.optimizer, abs=1024)
+        assert most["activations"] == pytest.approx(planned.activations + planned.logits, rel=2e-3 if curve != MOE else 0.1)
+
+
+def test_a_put_off_weight_gradient_is_computed_once() -> None:
+    """Forward, the input's gradients and the weights' gradients take the products of forward and a whole backward."""
+    run = load_recipe(BASE[0], [*BASE[1:], "model=tiny_llama", "model.layers=2"])
+    tokens = torch.arange(run.train.seq).unsqueeze(0)
+
+    def products(*, apart: bool) -> tuple[int, list[Tensor]]:
+        module = build_model(run, device=torch.device("cpu"), dtype=torch.float32, seed=1)
+        kept: dict[int, Tensor] = {}
+        gradients = WeightGradients(lambda weight, gradient: kept.__setitem__(id(weight), gradient))
+        with FlopCounterMode(display=False) as counter:
+            with put_off_weight_gradients(gradients if apart else None):
+                loss, _ = module(tokens, tokens)
+            loss.backward()
+            gradients.compute()
+        return counter.get_total_flops(), [kept.get(id(each), each.grad) for each in module.parameters()]
+
+    (whole, expected), (apart, found) = products(apart=False), products(apart=True)
+    assert apart == whole
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_the_engine_imports_no_deepspeed() -> None:
+    code = "import sys, distrain.trainer.engines.native.engine; raise SystemExit('deepspeed' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
