@@ -132,6 +132,11 @@ class Engine(ABC):
         finally:
             self._show_gradients = None
 
+    @contextmanager
+    def time_actions(self, rows: list[dict[str, Any]]) -> Iterator[None]:
+        """Add to `rows` the times of the actions of steps in the block; an engine without actions adds none."""
+        yield
+
     def _call_show_gradients(self) -> None:
         """To be called by `step` once gradients are averaged, before they are clipped."""
         if self._show_gradients:

@@ -49,11 +49,14 @@ class Instruments:
         self.profiler.start_step(step + 1)
         ledger = Ledger(self.setup.grid) if step == self._recorded_step else None
         start = perf_counter()
-        with ledger or nullcontext(), self.trace.trace_step(step) if self.trace else nullcontext():
+        actions: list[dict[str, Any]] = []
+        times = self.setup.engine.time_actions(actions) if ledger else nullcontext()
+        with ledger or nullcontext(), times, self.trace.trace_step(step) if self.trace else nullcontext():
             yield self._count
         self.meter.add_step(perf_counter() - start, self.setup.engine.clock)
         if ledger:
             self.setup.warn(write_ledger(ledger, self.setup, step + 1))
+            self.setup.warn(write_actions(actions, self.setup, step + 1))
 
     def ends_run(self, step: int) -> bool:
         """Return whether `distrain prove` wants no step after this one."""
@@ -87,6 +90,15 @@ def write_ledger(ledger: Ledger, setup: TrainingSetup, done: int) -> str:
     Return why it could not be written, else "".
     """
     return _write(setup, "ledger.json", {"step": done, "ranks": _gather(setup, [asdict(row) for row in ledger.rows])})
+
+
+def write_actions(actions: list[dict[str, Any]], setup: TrainingSetup, done: int) -> str:
+    """Write RUN_DIR/actions.json: "step", "ranks": [actions of that step: kind, micro, part, and start, end and cpu in seconds].
+
+    Engines without actions write none. Return why it could not be written, else "".
+    """
+    ranks = _gather(setup, actions)
+    return _write(setup, "actions.json", {"step": done, "ranks": ranks}, indent=None) if any(ranks) else ""
 
 
 def write_samples(log: SampleLog, setup: TrainingSetup, first: int) -> str:

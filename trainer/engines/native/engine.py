@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -152,11 +154,14 @@ class NativeEngine(Engine):
             for row, start, offset, length in bucket.pieces:
                 yield row, start, bucket.shard_gradient[offset : offset + length].float() / self.backward_scale
 
-    def _take_gradient(self, parameter: nn.Parameter) -> None:
-        """Take a gradient from autograd, which has just added it to the parameter; None where its product was put off."""
-        if parameter.grad is not None:
-            self.reducer.add(parameter, parameter.grad)
-            parameter.grad = None
+    @contextmanager
+    def time_actions(self, rows: list[dict[str, Any]]) -> Iterator[None]:
+        self.pipeline.times = []
+        try:
+            yield
+            rows += [asdict(each) for each in self.pipeline.times]
+        finally:
+            self.pipeline.times = None
 
     def _step_optimizer(self, norm: float) -> None:
         """Clip the gradients to a norm of train.clip, step this rank's weights, and gather the others'."""
@@ -183,16 +188,17 @@ class NativeEngine(Engine):
     def _sum_over_ranks(self, total: Tensor) -> Tensor:
         """Return the sums over all ranks of the loss, of the squares of the gradients, and of near ties where they are counted, in one
         message. Each figure is added by one of the ranks that have it."""
-        squares = [
-            torch.linalg.vector_norm(bucket.shard_gradient[offset : offset + length], dtype=torch.float64).square()
+        pieces = [
+            bucket.shard_gradient[offset : offset + length]
             for bucket in self.buckets
             for row, _, offset, length in bucket.pieces
             if row.is_counted and self._counts_norm(bucket)
         ]
+        norms = torch.stack(torch._foreach_norm(pieces, dtype=MASTER)).double() if pieces else total.new_zeros(1, dtype=torch.float64)
         own = torch.zeros((), dtype=torch.float64, device=total.device)
         figures = [
             own if self.grid.coordinate("tp") else total.double(),
-            torch.stack(squares).sum() if squares else own,
+            norms.square().sum(),
         ]
         near_ties = self._own_near_ties()
         if near_ties is not None:
@@ -254,15 +260,16 @@ class NativeEngine(Engine):
         run, grid = self.run, self.grid
         rows = {row.name: row for row in self._owned}
         groups = {False: grid.group("data"), True: grid.group("expert_copies")}
+        puts_off = grid.position.mesh.pp > 1 and schedule_of(run.parallel).splits_backward
         made = [
-            WeightBucket(each, rows, groups[each.kind.expert], min(run.parallel.zero, 2), self._types[1])
+            WeightBucket(each, rows, groups[each.kind.expert], min(run.parallel.zero, 2), self._types[1], puts_off=puts_off)
             for each in gradient_buckets(run, grid.position.mesh, [row.shard for row in self._owned])
         ]
         uses = Counter(parameter for module in self.modules for parameter in module.parameters())
-        for row in self._owned:
-            if row.parameter.requires_grad:
-                row.parameter.register_post_accumulate_grad_hook(self._take_gradient)  # type: ignore[no-untyped-call]
-        return made, BucketReducer(made, uses, overlap=run.parallel.overlap.data)
+        reducer = BucketReducer(made, uses, overlap=run.parallel.overlap.data)
+        for row in (row for bucket in made if reducer.is_told(bucket) for row in bucket.rows):
+            row.parameter.register_post_accumulate_grad_hook(reducer.take)  # type: ignore[no-untyped-call]
+        return made, reducer
 
     def _shard_fully(self, group: Group) -> tuple[list[ShardedWeight], ShardedReducer]:
         buckets = gradient_buckets(self.run, self.grid.position.mesh, [row.shard for row in self._owned])

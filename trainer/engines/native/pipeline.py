@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from time import perf_counter, thread_time
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +40,18 @@ class Forwarded(NamedTuple):
     weights: WeightGradients | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class ActionTime:
+    """When an action began and ended, by a clock that all ranks of a host share, and the seconds of a processor that it took."""
+
+    kind: str
+    micro: int
+    part: int
+    start: float
+    end: float
+    cpu: float
+
+
 class Pipeline:
     """This rank's parts of the model, in the order of chunks, and its messages.
 
@@ -58,6 +71,7 @@ class Pipeline:
         of each weight whose product was put off; `before_backward` is called with the chunk whose backward comes."""
         self.parts, self.messages, self.chain, self.stage = tuple(parts), messages, messages.chain, messages.stage
         self._stream, self._add_gradient, self._before_backward, self._timed = stream, add_gradient, before_backward, timed
+        self.times: list[ActionTime] | None = None  # of the actions, while someone asks for them
         self.device = next(self.parts[0].parameters()).device
         self.peak_in_flight = 0.0  # micro-batches whose activations this rank held at once in the last step; of some chunks, a part of one
 
@@ -117,7 +131,7 @@ class Pipeline:
         weights = WeightGradients(self._add_gradient) if (micro, chunk) in self._apart else None
         count = self._step.count
         counting = count.count_forward(self.parts, tokens, labels, further) if count else nullcontext()
-        with self._timed("forward"), counting, put_off_weight_gradients(weights):
+        with self._compute(action, part, "forward"), counting, put_off_weight_gradients(weights):
             result, counted = self.parts[chunk](tokens, labels, **given, **further)
         with self._timed("messages"):
             self._pass_on(part, micro, result, counted)
@@ -131,7 +145,7 @@ class Pipeline:
         with self._timed("messages"):
             gradient = None if part == last else self._take(MessageKey("B", part + 1, micro))
         self._before_backward(chunk)
-        with self._timed("backward"), put_off_weight_gradients(weights):
+        with self._compute(action, part, "backward"), put_off_weight_gradients(weights):
             torch.autograd.backward([output], None if gradient is None else [gradient])
         if given is not None:
             assert given.grad is not None
@@ -141,8 +155,18 @@ class Pipeline:
             self._waiting[micro, chunk] = weights
 
     def _weight_gradients(self, action: Action) -> None:
-        with self._timed("backward"):
+        with self._compute(action, self.chain.part(self.stage, action.chunk), "backward"):
             self._waiting.pop((action.micro, action.chunk)).compute()
+
+    @contextmanager
+    def _compute(self, action: Action, part: int, timed: str) -> Iterator[None]:
+        """Compute an action in the block, and keep its times where they are asked for; what it waits for is there."""
+        start, cpu = perf_counter(), thread_time()
+        with self._timed(timed):
+            yield
+        if self.times is not None:
+            took = thread_time() - cpu
+            self.times.append(ActionTime(kind=action.kind, micro=action.micro, part=part, start=start, end=perf_counter(), cpu=took))
 
     def _read(self, micro: int) -> Any:
         """Return a micro-batch. They come in order; each is kept until all of this rank's parts have read it."""

@@ -28,11 +28,15 @@ class Piece(NamedTuple):
 class WeightBucket:
     """One bucket on this rank. Its parameters are views of one flat tensor.
 
-    At ZeRO 0 the shard is the whole bucket. Gradients are summed in `gradients`, which at ZeRO 2 is there only while a micro-batch's
-    backward fills it, except for those of a late bucket.
+    At ZeRO 0 the shard is the whole bucket. Gradients are summed in `gradients`. Where autograd can add to them, because they are as wide
+    as the weights, each parameter's gradient is a view of it (`in_place`). At ZeRO 2 it is there only while a micro-batch's backward
+    fills it, except for a late bucket.
     """
 
-    def __init__(self, bucket: Bucket, rows: Mapping[str, RankParameter], group: Group | None, zero: int, gradient: torch.dtype) -> None:
+    def __init__(
+        self, bucket: Bucket, rows: Mapping[str, RankParameter], group: Group | None, zero: int, gradient: torch.dtype, *, puts_off: bool
+    ) -> None:
+        """`puts_off`: some products of weights' gradients are put off, and their parameters' hooks run without a gradient."""
         self.bucket, self.kind, self.group = bucket, bucket.kind, group
         self.zero = zero if group else 0
         self.often = self.zero == 2 and not bucket.kind.late  # it travels at every micro-batch
@@ -40,19 +44,21 @@ class WeightBucket:
         first = self.rows[0].parameter
         self.weights = torch.zeros(bucket.elements, dtype=first.dtype, device=first.device)
         self._gradient_type = gradient
-        self._starts: dict[nn.Parameter, int] = {}
-        for row, start in zip(self.rows, bucket.starts, strict=True):
-            view = self.weights[start : start + row.parameter.numel()].view(row.parameter.shape)
-            view.copy_(row.parameter.data)
-            row.parameter.data = view
-            self._starts[row.parameter] = start
+        self._starts = {row.parameter: start for row, start in zip(self.rows, bucket.starts, strict=True)}
+        for parameter, view in self._views(self.weights):
+            view.copy_(parameter.data)
+            parameter.data = view
         ranks, rank = (group.size, group.rank) if group and self.zero else (1, 0)
         self.shard = bucket.shard(ranks, rank)
         own = self.weights[self.shard.start : self.shard.stop]
         self.master = nn.Parameter(own if own.dtype == MASTER else own.to(MASTER), requires_grad=False)
-        self.gradients: Tensor | None = None if self.often else self._empty_gradients()
-        self._summed: Tensor | None = None  # at ZeRO 2: this rank's shard of the sum over micro-batches
+        self.gradients: Tensor | None = None
+        self._held: dict[nn.Parameter, Tensor] = {}  # each parameter's gradient in `gradients`
         self._filled: set[nn.Parameter] = set()  # parameters whose gradient has arrived since the bucket was empty
+        self.in_place = gradient == first.dtype and not (self.often or puts_off)
+        if not self.often:
+            self._allocate()
+        self._summed: Tensor | None = None  # this rank's shard of the sum, at ZeRO 1 and 2
         self._work: Any = None
         self._scattered: Tensor | None = None
         self._sent: Tensor | None = None
@@ -67,30 +73,33 @@ class WeightBucket:
                 yield Piece(row, first - start, first - self.shard.start, last - first)
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add the gradient of a parameter."""
+        """Add a gradient of a parameter that autograd has not added."""
         if self.gradients is None:
-            self.gradients = self._empty_gradients()
-        start = self._starts[parameter]
-        held = self.gradients[start : start + parameter.numel()].view(parameter.shape)
-        if parameter in self._filled:
-            held.add_(gradient)
+            self._allocate()
+        if self.in_place or parameter in self._filled:
+            self._held[parameter].add_(gradient)
         else:
-            held.copy_(gradient)
+            self._held[parameter].copy_(gradient)
             self._filled.add(parameter)
 
     def empty(self) -> None:
         """Forget the gradients of the step before."""
         self._filled.clear()
         self._summed = None
+        if self.in_place:
+            assert self.gradients is not None
+            self.gradients.zero_()
+            for parameter, held in self._held.items():
+                parameter.grad = held
 
     def reduce(self) -> None:
         """Begin to sum the gradients that have arrived over the data axis."""
         if self.gradients is None:
-            self.gradients = self._empty_gradients()
-        for row in self.rows:
-            if row.parameter not in self._filled:  # no loss depends on it
-                start = self._starts[row.parameter]
-                self.gradients[start : start + row.parameter.numel()].zero_()
+            self._allocate()
+        assert self.gradients is not None
+        for parameter, held in () if self.in_place else self._held.items():
+            if parameter not in self._filled:  # no loss depends on it
+                held.zero_()
         if self.group is None:
             return
         self.wait()
@@ -100,7 +109,7 @@ class WeightBucket:
         self._scattered = self.gradients.new_empty(len(self.shard))
         self._work = dist.reduce_scatter_tensor(self._scattered, self.gradients, group=self.group.handle, async_op=True)
         if self.often:
-            self._sent, self.gradients = self.gradients, None
+            self._sent, self.gradients, self._held = self.gradients, None, {}
             self._filled.clear()
 
     def wait(self) -> None:
@@ -119,13 +128,11 @@ class WeightBucket:
 
     def own_gradient(self, parameter: nn.Parameter) -> Tensor:
         """Return this rank's gradient of a parameter of a late bucket, flat, which other axes sum before the data axis does."""
-        assert self.gradients is not None
-        start = self._starts[parameter]
-        held = self.gradients[start : start + parameter.numel()]
-        if parameter not in self._filled:
+        held = self._held[parameter]
+        if not self.in_place and parameter not in self._filled:
             held.zero_()
             self._filled.add(parameter)
-        return held
+        return held.view(-1)
 
     @property
     def is_unsummed(self) -> bool:
@@ -161,8 +168,14 @@ class WeightBucket:
             if each is not None:
                 yield "gradients", each
 
-    def _empty_gradients(self) -> Tensor:
-        return torch.empty(self.bucket.elements, dtype=self._gradient_type, device=self.weights.device)
+    def _allocate(self) -> None:
+        self.gradients = torch.zeros(self.bucket.elements, dtype=self._gradient_type, device=self.weights.device)
+        self._held = dict(self._views(self.gradients))
+
+    def _views(self, flat: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield each parameter with the part of a flat tensor that is its own, in its shape."""
+        for parameter, start in self._starts.items():
+            yield parameter, flat[start : start + parameter.numel()].view(parameter.shape)
 
 
 class BucketReducer:
@@ -178,6 +191,7 @@ class BucketReducer:
         self._uses, self._overlap = uses, overlap
         self._bucket_of = {row.parameter: bucket for bucket in buckets for row in bucket.rows}
         self._left: dict[nn.Parameter, int] = {}  # gradients of each weight that its bucket still waits for
+        self._open: dict[WeightBucket, int] = {}  # weights of each bucket that it waits for
         self._next = 0
         self._under_way: WeightBucket | None = None
 
@@ -185,21 +199,42 @@ class BucketReducer:
         """Begin a step of so many micro-batches."""
         self._wanted = {weight: self._uses[weight] * (1 if bucket.often else micros) for weight, bucket in self._bucket_of.items()}
         self._left = dict(self._wanted)
+        self._open = {bucket: len(bucket.rows) for bucket in (*self._early, *self._late)}
         self._next, self._under_way = 0, None
         for bucket in (*self._early, *self._late):
             bucket.empty()
 
+    def take(self, parameter: nn.Parameter) -> None:
+        """Take the gradient that autograd has just given a parameter; none where its product was put off."""
+        if parameter.grad is None:
+            return
+        bucket = self._bucket_of[parameter]
+        if not bucket.in_place:
+            bucket.add(parameter, parameter.grad)
+            parameter.grad = None
+        self._count(parameter, bucket)
+
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add a gradient of a parameter."""
+        """Add a gradient of a parameter whose product was put off."""
         bucket = self._bucket_of[parameter]
         bucket.add(parameter, gradient)
+        self._count(parameter, bucket)
+
+    def is_told(self, bucket: WeightBucket) -> bool:
+        """Whether it must be told of each gradient of a bucket's weights (`take`)."""
+        return not bucket.in_place or (self._overlap and bucket.group is not None and not bucket.kind.late)
+
+    def _count(self, parameter: nn.Parameter, bucket: WeightBucket) -> None:
         self._left[parameter] -= 1
-        if self._left[parameter] > 0 or not self._is_complete(bucket):
+        if self._left[parameter]:
+            return
+        self._open[bucket] -= 1
+        if self._open[bucket]:
             return
         if bucket.often:
             self._reduce_round(bucket)
         elif self._overlap:
-            while self._next < len(self._early) and self._is_complete(self._early[self._next]):
+            while self._next < len(self._early) and not self._open[self._early[self._next]]:
                 self._reduce_next()
 
     def before_backward(self, chunk: int) -> None:
@@ -217,9 +252,6 @@ class BucketReducer:
         for bucket in (*self._early, *self._late):
             bucket.wait()
 
-    def _is_complete(self, bucket: WeightBucket) -> bool:
-        return all(self._left[row.parameter] <= 0 for row in bucket.rows)
-
     def _reduce_next(self) -> None:
         bucket = self._early[self._next]
         self._next += 1
@@ -231,6 +263,7 @@ class BucketReducer:
     def _reduce_round(self, bucket: WeightBucket) -> None:
         for row in bucket.rows:
             self._left[row.parameter] += self._wanted[row.parameter]
+        self._open[bucket] = sum(self._left[row.parameter] > 0 for row in bucket.rows)
         if self._under_way is not None:
             self._under_way.wait()  # and free its gradients: two buckets are held at most
         bucket.reduce()

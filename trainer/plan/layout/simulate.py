@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,8 +42,12 @@ class Simulation:
     peak: tuple[float, ...]  # the most micro-batches that each stage holds at once
 
 
-def simulate(actions: Lists, *, folded: bool, seconds: Callable[[str, int], float], send: float = 0.0) -> Simulation:
-    """One step of any legal lists of actions, one a stage; `seconds` are those of a kind of action on a part of the model.
+Seconds = Callable[[str, int], float]  # of a kind of action on a part of the model
+Measured = Mapping[tuple[str, int, int], float]  # seconds of a kind of action on a part, for a micro-batch
+
+
+def simulate(actions: Lists, *, folded: bool, seconds: Seconds | Measured, send: float = 0.0) -> Simulation:
+    """One step of any legal lists of actions, one a stage, each of which takes its `seconds`.
 
     An action starts when its stage is free and its input is there: a forward's, `send` seconds after the forward of the part before
     it on another stage; a backward's, in the same way, after the backward of the part behind it. Raises ActionsError, a ValueError.
@@ -113,15 +117,15 @@ def _out_of_order(kind: str, last: str | None, part: int, micro: int) -> str:
 class _SimulatedStep:
     """One optimizer step of legal lists of actions."""
 
-    def __init__(self, actions: Lists, folded: bool, seconds: Callable[[str, int], float], send: float) -> None:
+    def __init__(self, actions: Lists, folded: bool, seconds: Seconds | Measured, send: float) -> None:
         self.actions = actions
-        self.chunks, _ = _shape(actions, folded)
+        self.chunks, micros = _shape(actions, folded)
         self.events: list[list[Event]] = [[] for _ in actions]
         stages = len(actions)
         self._last = stages * self.chunks - 1
         self._stage_of = [stage_and_chunk(part, stages, folded=folded)[0] for part in range(self._last + 1)]
         self._parts = [[part_of(stage, chunk, stages, folded=folded) for chunk in range(self.chunks)] for stage in range(stages)]
-        self._seconds = {(kind, part): seconds(kind, part) for kind in _kinds(actions) for part in range(self._last + 1)}
+        self._seconds = seconds if isinstance(seconds, Mapping) else _of_every_micro_batch(seconds, actions, self._last + 1, micros)
         self._send = send
         self._ended: dict[Result, float] = {}
         self._waits: dict[Result, int] = {}  # a result -> the stage that waits for it
@@ -149,7 +153,7 @@ class _SimulatedStep:
                     self._waits[needed] = stage
                     break
                 start = max(free, ended + (self._send if self._stage_of[needed[2]] != stage else 0.0))
-            free = start + self._seconds[kind, part]
+            free = start + self._seconds[kind, part, micro]
             events.append(Event(stage, action, start, free))
             if kind != "W":
                 result = (kind == "F", micro, part)
@@ -188,6 +192,11 @@ class _SimulatedStep:
     def _sender(self, stage: int) -> int:
         """The stage that a waiting stage waits for."""
         return self._stage_of[self._waiting(stage)[2][2]]
+
+
+def _of_every_micro_batch(seconds: Seconds, actions: Lists, parts: int, micros: int) -> Measured:
+    known = {(kind, part): seconds(kind, part) for kind in _kinds(actions) for part in range(parts)}
+    return {(*key, micro): each for key, each in known.items() for micro in range(micros)}
 
 
 def _kinds(actions: Lists) -> set[str]:
