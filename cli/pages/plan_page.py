@@ -76,6 +76,13 @@ def _not_runnable(plan: Plan) -> str:
     return "; `fit` would refuse it on this machine" if refusal_here(plan) else f"; not run: {engine_limit(plan)}"
 
 
+def _engine_note(plan: Plan) -> str:
+    """Why that engine, or that it does not run the layout."""
+    if not (plan.runnable or refusal_here(plan)):
+        return " (planned only: this version does not run it)"
+    return f" ({plan.engine_reason})" if plan.engine_reason else ""
+
+
 def engine_limit(plan: Plan) -> str:
     """The first override that keeps the plan's engine from running it."""
     limits = [each.says.partition(DOES_NOT_RUN)[2] for each in plan.warnings if each.rule == "engine"]
@@ -126,11 +133,7 @@ def _schedule_parts(plan: Plan) -> Iterator[str]:
         yield f"{staged}{plan.microbatches:,} micro-batch{'' if plan.microbatches == 1 else 'es'} a step"
     if plan.bubble_fraction:
         yield f"pipeline bubble {share_text(plan.bubble_fraction)}"
-    yield (
-        f"engine {plan.engine}{'' if plan.runnable or refusal_here(plan) else ' (planned only: this version does not run it)'}"
-        if plan.engine
-        else "no engine runs it"
-    )
+    yield (f"engine {plan.engine}{_engine_note(plan)}" if plan.engine else "no engine runs it")
 
 
 def _memory_lines(plan: Plan, style: Style) -> list[str]:

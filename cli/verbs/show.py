@@ -58,13 +58,16 @@ def _print_engine(conf: str, overrides: Sequence[str], config_dir: Path | None) 
 
     from ...trainer.plan.deepspeed.ds_config import deepspeed_config
     from ...trainer.plan.plan import make_plan
-    from ...trainer.spec.problem import Unreadable
+    from ...trainer.spec.problem import Problem, Unreadable
     from ..config.load import load_recipe
 
     run = load_recipe(conf, overrides, config_dir)
     plan = make_plan(run)
     if plan.mesh is None:
         raise Unreadable(plan.problems)
+    if plan.engine == "native":
+        says = "engine native reads no configuration but the recipe"
+        raise Unreadable([Problem(rule="engine", says=says, mend="engine=zero or engine=pipe shows DeepSpeed's")])
     return print_output(json.format(json.encode(deepspeed_config(run, plan.mesh["dp"]))).decode())
 
 

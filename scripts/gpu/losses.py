@@ -65,15 +65,19 @@ def compare_precisions(place: Place) -> Finding:
 
 
 def train_zero_stages(place: Place) -> Finding:
-    """Train every ZeRO stage, offload, and fp16 with its loss scale; losses must agree with those of stage 0 or 1 in that precision."""
+    """Train every ZeRO stage of DeepSpeed, offload, fp16 with its loss scale, and engine native; losses must agree with those of stage 0
+    or 1 in that precision."""
     words = (*TINY, "model=tiny_llama", "train.steps=8")
     cases = {f"fp32 zero{stage}": ("train.precision=fp32", f"parallel.zero={stage}") for stage in range(4)}
     cases |= {f"bf16 zero{stage}": ("train.precision=bf16", f"parallel.zero={stage}") for stage in (1, 2, 3)}
     if place.on_gpu:
         cases["bf16 offload"] = ("parallel=offload", "train.precision=bf16")
         cases["fp16 zero1"] = ("train.precision=fp16", "parallel.zero=1")
-    runs = [FitRun(name=name.replace(" ", "."), recipe=RECIPE, words=(*words, *each)) for name, each in cases.items()]
-    losses = {name: each.losses for name, each in zip(cases, fit_together(runs, place).values(), strict=True)}
+    engines: dict[str, tuple[str, ...]] = {name: ("engine=zero", *each) for name, each in cases.items()}
+    for precision in ("fp32", "bf16", "fp16") if place.on_gpu else ("fp32", "bf16"):
+        engines[f"{precision} native"] = ("engine=native", f"train.precision={precision}", "parallel.zero=1")
+    runs = [FitRun(name=name.replace(" ", "."), recipe=RECIPE, words=(*words, *each)) for name, each in engines.items()]
+    losses = {name: each.losses for name, each in zip(engines, fit_together(runs, place).values(), strict=True)}
     departures = []
     for name, found in losses.items():
         reference, limit = ("fp32 zero0", FLOAT32_LOSS) if name.startswith("fp32") else ("bf16 zero1", HALF_LOSS * losses["fp32 zero0"][0])

@@ -57,7 +57,10 @@ PLANNED = {
     "llama3_2_1b zero3": PlannedRun(
         recipe="llama3_2_1b_1node",
         grouped=True,
-        words=("parallel.zero=3", "train.compile=false", "train.gradients=fp32", "train.seq=4096", "train.batch=8", "train.microbatch=2"),
+        words=(
+            *("engine=zero", "parallel.zero=3", "train.compile=false", "train.gradients=fp32"),
+            *("train.seq=4096", "train.batch=8", "train.microbatch=2"),
+        ),
     ),
     "gpt2_1_5b recomputed": PlannedRun(
         recipe="gpt2_124m_1gpu",

@@ -9,7 +9,7 @@ from ..spec.problem import Problem
 from ..spec.run import Run
 from .costs.cost_context import CostContext
 from .costs.precision import moment_bytes
-from .engines import engine_for
+from .engines import engine_for, engine_reason
 from .fixes import memory_problem, problems_with_fixes
 from .layout.layout import Layout
 from .layout.mesh import Mesh
@@ -51,6 +51,7 @@ def make_plan(run: Run) -> Plan:
         problems=() if fits else (memory_problem(run, memory),),
         warnings=(*warnings(context, layout, cost, throughput), *save_warnings(run, whole, step, saved)),
         engine=engine.name if engine else None,
+        engine_reason=engine_reason(run, parallel, engine.name) if engine and run.engine == "auto" else "",
         microbatches=layout.micros,
         model=_model_facts(context),
         memory=memory,
@@ -73,6 +74,7 @@ def _plan_without_layout(run: Run, found: tuple[Problem, ...]) -> Plan:
         problems=found,
         warnings=(),
         engine=None,
+        engine_reason="",
         microbatches=None,
         model=None,
         memory=None,

@@ -149,6 +149,7 @@ class Plan:
     mesh: dict[str, int] | None
     groups: dict[str, str]  # axis -> the size of its groups and how many of their ranks share a node, in words
     engine: str | None
+    engine_reason: str  # why `engine: auto` takes that engine, where it is not the first choice; "": it is, or the run names it
     schedule: str
     microbatches: int | None
     model: ModelFacts | None

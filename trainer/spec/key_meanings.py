@@ -106,8 +106,8 @@ KEYS = {
     "parallel.ep":                  Key("expert parallel: ranks that share out the experts; taken from dp, which ep divides"),
     "parallel.zero":                Key("ZeRO: 1 shards the optimizer, 2 gradients too, 3 weights too"),
     "parallel.shard":               Key("ranks over which ZeRO shards; all: every rank of the data axis"),
-    "parallel.gather":              Key("how often ZeRO 3 gathers weights: step, or micro (every micro-batch); auto: step in a pipeline"),
-    "parallel.schedule":            Key("order of the pipeline's passes: a name, or a CSV file of actions such as 0F0, 0B0"),
+    "parallel.gather":              Key("how often ZeRO 3 gathers weights: a step, a micro-batch; auto: a step in a pipeline"),
+    "parallel.schedule":            Key("order of passes or a CSV"),
     "parallel.actions":             Key("the text of parallel.schedule's file; written by distrain", null="a schedule by name"),
     "parallel.chunks":              Key("groups of layers on a stage, for interleaved schedules"),
     "parallel.stages":              Key("layers of each stage, or of each part of the model where a stage has several", null="balanced"),
@@ -186,7 +186,7 @@ KEYS = {
     "launch.patience":              Key("least time without progress after which a step counts as hung; all else: ten times it", "seconds"),
     "launch.preflight":             Key("check every host before anything starts"),
 
-    "engine":                       Key("what trains; auto: zero, or pipe where there is a pipeline; papers: plan the papers' costs"),
+    "engine":                       Key("what trains; papers: nothing, plan the papers' costs"),
     "reading":                      Key("how cluster=6x8x64 was read; written by distrain", null="no size was given"),
 }
 # fmt: on
