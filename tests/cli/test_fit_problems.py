@@ -18,10 +18,14 @@ if TYPE_CHECKING:
 SMALL = ("model=tiny", "model.layers=2", "train.batch=8", "train.seq=16", "train.microbatch=2", "train.steps=4", "optim.warmup=0")
 # fmt: off
 REFUSED = (
-    ("parallel.pp=2 parallel.zero=2",      "engine pipe does not run parallel.zero=2: set parallel.zero=1 or parallel.pp=1"),
-    ("parallel.pp=2 parallel.dp=1 parallel.zero=3",
-                                           ("engine pipe does not run parallel.zero=3: "
-                                            "set parallel.zero=1 or parallel.pp=1 parallel.dp=auto")),
+    ("engine=pipe parallel.pp=2 parallel.zero=2",
+                                           "engine pipe does not run parallel.zero=2: set parallel.zero=1 or parallel.pp=1 engine=auto"),
+    ("parallel.pp=2 parallel.dp=1 parallel.zero=3 parallel.schedule=zb_h1 engine=native",
+                                           ("engine native does not run parallel.zero=3 with parallel.schedule=zb_h1: "
+                                            "set parallel.zero=2 or parallel.schedule=1f1b")),
+    ("parallel.pp=2 parallel.dp=1 parallel.stages=[2,1]",
+                                           ("parallel.stages=[2,1] adds up to 3 layers, not to model.layers=2: "
+                                            "set parallel.stages=null")),
     ("launch=slurm",                       ("fit does not start launch=slurm: run what `distrain show --launch` prints for it, "
                                             "or fit launch=deepspeed launch.runner=slurm in a job")),
     ("launch=torchrun",                    "fit does not start launch=torchrun: run what `distrain show --launch` prints for it"),

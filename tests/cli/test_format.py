@@ -29,7 +29,8 @@ def stages(*totals: tuple[int, int]) -> Memory:
         kinds = MemoryBytes(
             weights=gib * 2**30, gradients=0, optimizer=0, activations=0, logits=0, buffers=0, temporary=0, overhead=0, total=gib * 2**30
         )  # fmt: skip
-        held.append(StageMemory(index=index, layers=(first, first + layers), parameters=layers, in_flight=1.0, bytes=kinds))
+        part = (first, first + layers)
+        held.append(StageMemory(index=index, layers=part, parts=(part,), parameters=layers, in_flight=1.0, bytes=kinds))
         first += layers
     peak = max(gib for gib, _ in totals) * 2**30
     at = [gib * 2**30 for gib, _ in totals].index(peak)

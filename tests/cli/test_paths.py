@@ -21,7 +21,8 @@ from distrain.trainer.spec.run import Run
 
 # Keys of free text that do not name a file.
 NOT_PATHS = {
-    "name", "reading", "engine", "model.family", "cluster.device.name", "parallel.schedule", "data.text_key",
+    "name", "reading", "engine", "model.family", "cluster.device.name", "parallel.schedule", "parallel.actions",
+    "data.text_key",
     "data.prompt_key", "data.completion_key",
     "launch.include", "launch.exclude", "launch.address", "launch.environment", "checkpoint.accept",
 }  # fmt: skip

@@ -38,7 +38,7 @@ class StageMemory:
     parameters: int
     in_flight: float
     bytes: MemoryBytes
-    parts: tuple[tuple[int, int], ...] = ()
+    parts: tuple[tuple[int, int], ...]
     back: tuple[int, int] | None = None
 
 
