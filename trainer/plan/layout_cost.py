@@ -12,7 +12,7 @@ from .costs.local_tensors import block_split
 from .engines import cost_model
 from .layout.layout import Layout
 from .layout.run_schedule import schedule_of
-from .part_seconds import simulated_wait
+from .part_seconds import is_simulated, simulated_wait
 from .stage_cost import StageCost, logits_in_flight, stage_cost
 
 
@@ -140,12 +140,12 @@ def _step_seconds(context: CostContext, layout: Layout, blocks: BlockCosts, kind
 
 def _bubble_seconds(layout: Layout, blocks: BlockCosts, kinds: list[StageCost], totals: list[float], busiest: int, hop: float) -> float:
     """Seconds that the busiest stage waits for the others; `totals` are seconds of a micro-batch on each kind of stage, `hop` those of its
-    messages between stages. Layers as the user gives them, and lists of actions from a file, are simulated."""
+    messages between stages."""
     stages, parallel = layout.mesh.pp, layout.parallel
     if stages == 1:
         return 0.0
     schedule, many = schedule_of(parallel), layout.partition.stages_of_kind
-    if schedule.simulated or parallel.stages:
+    if is_simulated(layout):
         return simulated_wait(layout, blocks, hop, totals[busiest])
     others = sum([total * times for total, times in zip(totals, many, strict=True)]) - totals[busiest]
     weights = sum([kind.weight_gradients * times for kind, times in zip(kinds, many, strict=True)]) - kinds[busiest].weight_gradients

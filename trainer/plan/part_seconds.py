@@ -9,6 +9,18 @@ from .layout.layout import Layout
 from .layout.run_schedule import schedule_of
 from .layout.simulate import Simulation, simulate
 
+MOST_PASSES = 1024  # of parts and micro-batches: of more, closed forms must do
+
+
+def is_simulated(layout: Layout) -> bool:
+    """Whether a pipeline's step is simulated: lists of actions from a file, layers as the user gives them, and, where the step is not too
+    long, what engine native runs whose closed form holds only if a forward and both halves of a backward take equally long."""
+    schedule, parallel = schedule_of(layout.parallel), layout.parallel
+    if schedule.simulated or parallel.stages:
+        return True
+    uneven = schedule.folded or schedule.splits_backward
+    return layout.engine == "native" and uneven and len(layout.partition.parts) * layout.micros <= MOST_PASSES
+
 
 def simulated_wait(layout: Layout, blocks: BlockCosts, hop: float, busiest: float) -> float:
     """Return the seconds of a step beyond those in which the busiest stage computes; `busiest` are its seconds of a micro-batch, with `hop`
