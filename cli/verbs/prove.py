@@ -18,7 +18,7 @@ def prove(
 ) -> int:
     """Train a recipe in one process and in the layouts that this machine can run, and compare their training curves.
 
-    steps=N trains N steps (default: 8, or the recipe's where it has fewer). layouts=dp2,tp2.sequence,dp2.tp2.pp2.gpipe names
+    steps=N trains N steps (default: 6, or the recipe's where it has fewer). layouts=dp2.native,tp2.sequence,pp2.zb_h1 names
     layouts; layouts=all takes all; the default is about a dozen that cover every pair of choices. Beside them, unless layouts are named
     (checks=all or none decides), one process trains with other micro-batches, and one layout resumes what another one saved midway.
 
