@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
+from distrain.tests.fakes.deadline import DEADLINE
 from distrain.trainer.loop.checkpoint import (
     Gather,
     Shard,
@@ -159,7 +160,7 @@ def server() -> Iterator[Callable[..., Any]]:
     try:
         yield ask
         requests.close()
-        assert process.wait(timeout=60) == 0
+        assert process.wait(timeout=DEADLINE) == 0
     finally:
         end_child(process)
 

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from distrain.cli.app import command
+from distrain.tests.fakes.deadline import DEADLINE
 from distrain.tests.fakes.manifest_edits import drop_record
 from distrain.trainer.loop.checkpoint import manifest as manifests
 from distrain.trainer.loop.offline import export, generate
@@ -150,7 +151,7 @@ STREAMS = (("<&-", "generate"), (">/dev/full", "generate"), ("<&- >&- 2>&-", "ex
 def test_generate_and_export_work_with_closed_streams(redirections: str, verb: str, folder: Path, tmp_path: Path) -> None:
     more = ["--prompt", "ab", "--tokens", "2"] if verb == "generate" else [str(tmp_path / "out")]
     script = ["sh", "-c", f'"$@" {redirections}', "sh", sys.executable, "-m", "distrain", verb, str(folder), *more]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(script, capture_output=True, text=True, timeout=DEADLINE)
     full = redirections == ">/dev/full"
     assert (done.returncode, done.stderr) == ((1, "distrain: can't write to stdout: No space left on device\n") if full else (0, ""))
     assert bool(done.stdout) == (redirections == "<&-")

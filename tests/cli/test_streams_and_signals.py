@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from distrain.tests.fakes.deadline import DEADLINE
 from distrain.tests.fakes.folder_state import folder_state
 from distrain.tests.fakes.malformed_files import run_folder
 
@@ -23,7 +24,7 @@ def shell(redirections: str, argv: Sequence[str], **environment: str) -> subproc
     """Run a command line with a shell's redirections."""
     script = f'exec "$@" {redirections}'
     return subprocess.run(
-        ["sh", "-c", script, "sh", *PYTHON, *argv], env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
+        ["sh", "-c", script, "sh", *PYTHON, *argv], env={**os.environ, **environment}, capture_output=True, text=True, timeout=DEADLINE
     )
 
 

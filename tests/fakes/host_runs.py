@@ -12,8 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from distrain.scripts.virtual_hosts import VirtualHost, VirtualHosts
-
-DEADLINE = 120.0  # seconds, for what takes ten on an idle machine
+from distrain.tests.fakes.deadline import DEADLINE
 
 # A controller that runs on host0. Its arguments: folder, hostfile, program of a rank, patience, runner.
 CONTROLLER = """

@@ -13,11 +13,10 @@ import pytest
 from msgspec import json as encoder
 
 from distrain.cli.config.load import load_recipe
+from distrain.tests.fakes.deadline import DEADLINE
 from distrain.trainer.launch.admission import check_start
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.prove.fork_client import ForkServer
-
-DEADLINE = 120.0  # seconds that a job may take
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Self
 
 from distrain.scripts.virtual_hosts import VirtualHost
+from distrain.tests.fakes.deadline import DEADLINE
 from distrain.trainer.system.child_process import end_child
 
-DEADLINE = 300.0  # seconds, for what takes twenty on an idle machine
 PAUSE = 0.02  # seconds between two scans of all processes
 LARGEST = 64 << 20  # bytes; larger files outside the run's own folders are not searched
 TAG = f"canary{secrets.token_hex(6)}"  # unique: text that contains it comes from these runs

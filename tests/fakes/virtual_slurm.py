@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from distrain.scripts.virtual_hosts import VirtualHosts
+from distrain.tests.fakes.deadline import DEADLINE
 
 TOOLS = ("slurmctld", "slurmd", "srun", "sbatch", "scancel", "scontrol", "sinfo")
-PATIENCE = 60.0  # seconds for its nodes to be up
 # Without munge, whose daemon needs a user and folders of its own: the hosts' network is private.
 CONFIG = """\
 ClusterName=namespaces
@@ -63,7 +63,7 @@ class VirtualSlurm:
             self._start(0, "slurmctld", "-D")
             for number, name in enumerate(names):
                 self._start(number, "slurmd", "-D", "-N", name)
-            until = time.monotonic() + PATIENCE
+            until = time.monotonic() + DEADLINE
             while self.output("sinfo", "--noheader", "--format=%T %D").split() != ["idle", str(len(names))]:
                 assert time.monotonic() < until, (folder / "slurmctld.log").read_text()
                 time.sleep(0.1)
@@ -78,7 +78,7 @@ class VirtualSlurm:
     def output(self, *command: str) -> str:
         """Run a command of Slurm on the first host; return its output, "" where it fails."""
         words = self.hosts.hosts[0].command_line(command)
-        return subprocess.run(words, env=self.known(), capture_output=True, text=True, timeout=PATIENCE, check=False).stdout
+        return subprocess.run(words, env=self.known(), capture_output=True, text=True, timeout=DEADLINE, check=False).stdout
 
     def exit_status(self, job: str) -> int:
         """Wait for a job to end; return its exit status."""

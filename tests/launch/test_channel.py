@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from distrain.tests.fakes.deadline import DEADLINE
 from distrain.trainer.launch.rank.channel import Channel
 from distrain.trainer.launch.rank.environment import RankEnvironment, reserve_port
 from distrain.trainer.launch.rank.log import exception_line
@@ -81,7 +82,7 @@ ours.send(b"not yet")
 ours.close()
 time.sleep(1000)
 """
-    done = subprocess.run([sys.executable, "-c", program], start_new_session=True, stdout=subprocess.PIPE, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], start_new_session=True, stdout=subprocess.PIPE, timeout=DEADLINE)
     assert (done.returncode, done.stdout) == (-9, b"watching\n")
 
 

@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 
+from distrain.tests.fakes.deadline import DEADLINE
 from distrain.tests.fakes.time_limits import raise_after
 from distrain.trainer.prove.fork_client import ForkServer
 from distrain.trainer.system.child_process import end_child, start_child
-
-DEADLINE = 60.0  # seconds, for what takes five on an idle machine
 
 
 class Interrupted(Exception):

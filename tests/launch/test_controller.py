@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from distrain.tests.fakes.deadline import DEADLINE
 from distrain.tests.fakes.path_commands import SSH, FakeCommands
 from distrain.trainer.launch import multi_host
 from distrain.trainer.launch.commands.command import Command, LaunchRequest
@@ -26,8 +27,6 @@ from distrain.trainer.launch.multi_host import launch_remote_ranks
 from distrain.trainer.launch.supervisor.outcome import Outcome
 from distrain.trainer.system import open_files
 from distrain.trainer.system.child_process import end_child
-
-DEADLINE = 60.0  # seconds, for what takes one on an idle machine
 
 
 def wait_for(condition: Callable[[], object]) -> None:

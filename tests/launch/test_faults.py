@@ -22,9 +22,9 @@ import pytest
 from distrain.scripts.faults import Campaign, allowed_statuses, result_table
 from distrain.scripts.faults_drawn import SHARES, SIGNALS, draw_faults
 from distrain.scripts.faults_runs import RUNS_VARIABLE, Disk, LocalRuns, loss_curve, metric_rows, process_role, send_signal, wait_until
+from distrain.tests.fakes.deadline import DEADLINE
 
 DRAWN, SMALL = 60, 24  # faults from which real runs get one of each kind; faults for ranks without torch
-DEADLINE = 120.0  # seconds; an idle machine needs two
 RANKS, LENGTH = 3, 40  # of a run without torch: ranks, and steps of 20 ms
 CONTROLLER = """
 import os, sys

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from distrain.tests.fakes.deadline import DEADLINE
 from distrain.trainer.system.child_process import end_child
 
-DEADLINE = 60.0  # seconds, for what takes one on an idle machine
 RANK = """
 import os, sys
 from pathlib import Path

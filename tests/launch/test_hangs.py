@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from distrain.tests.fakes.deadline import DEADLINE
 from distrain.tests.fakes.one_process import reference_curve
 from distrain.trainer.launch.goodput import GoodputMeter
 from distrain.trainer.launch.rank.log import RankLog
@@ -22,7 +23,6 @@ from distrain.trainer.launch.supervisor.outcome import Outcome, RankOutcome
 from distrain.trainer.launch.supervisor.watchdog import Watchdog, hung_rank, stack_location
 from distrain.trainer.system.child_process import end_child
 
-DEADLINE = 120.0  # seconds, for what takes ten on an idle machine
 LOG = RankLog(Path("rank.log"), 0)
 BEGIN = """
 import faulthandler, os, signal, sys, time

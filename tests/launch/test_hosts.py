@@ -15,10 +15,10 @@ from shutil import which
 import pytest
 
 from distrain.scripts.virtual_hosts import VirtualHosts
+from distrain.tests.fakes.deadline import DEADLINE
 from distrain.tests.fakes.host_runs import (
     ARGUMENTS,
     CONTROLLER,
-    DEADLINE,
     PIPELINE,
     SAVES,
     STOPPED,

@@ -20,6 +20,7 @@ import pytest
 import distrain.recipes
 from distrain.cli.app import command
 from distrain.cli.config.load import load_recipe
+from distrain.tests.fakes.deadline import DEADLINE
 from distrain.tests.fakes.one_process import sample_text
 from distrain.tests.fakes.path_commands import SBATCH, SCONTROL, SRUN, FakeCommands
 from distrain.tests.fakes.rank_pool import RankPool
@@ -280,7 +281,7 @@ def test_a_script_for_several_hosts_needs_the_number_of_its_host(made: Callable[
     script = made("torchrun", "cluster=2x1")
     for words in ([], ["2"], ["h1"]):
         started = script.run(*words)
-        assert started.communicate(timeout=60)[1] == "give the number of this host: 0 on 127.0.0.1, 1 on localhost\n"
+        assert started.communicate(timeout=DEADLINE)[1] == "give the number of this host: 0 on 127.0.0.1, 1 on localhost\n"
         assert started.returncode == 2
 
 
@@ -288,7 +289,7 @@ def test_a_torchrun_script_for_one_host_starts_all_its_ranks(made: Callable[...,
     here.write_text("localhost slots=2\n")
     script = made("torchrun", "cluster=1x2")
     started = script.run()
-    _, wrong = started.communicate(timeout=120)
+    _, wrong = started.communicate(timeout=DEADLINE)
     assert started.returncode == 0, wrong[-2000:]
     assert len(trained(tmp_path / "torchrun" / "quickstart")) == 2
 
@@ -299,7 +300,7 @@ def test_ranks_of_a_terminated_script_save_and_exit(made: Callable[..., ScriptRu
     assert started.stdout is not None
     assert any("/100000  loss " in line for line in started.stdout)
     started.terminate()
-    started.communicate(timeout=60)
+    started.communicate(timeout=DEADLINE)
     assert started.returncode == -signal.SIGTERM
     assert list((tmp_path / "local" / "quickstart" / "checkpoints").glob("step_*"))
     mine = bytes(tmp_path / "local")
@@ -309,7 +310,7 @@ def test_ranks_of_a_terminated_script_save_and_exit(made: Callable[..., ScriptRu
 def test_a_rank_that_fails_ends_the_script_and_the_other_ranks(made: Callable[..., ScriptRun], tmp_path: Path) -> None:
     script = made("local", "cluster=1x2", "checkpoint.resume=must")
     started = script.run()
-    _, wrong = started.communicate(timeout=60)
+    _, wrong = started.communicate(timeout=DEADLINE)
     assert started.returncode == 1, wrong
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from distrain.cli.config.load import load_recipe
+from distrain.tests.fakes.deadline import DEADLINE
 from distrain.trainer.machine import facts as machine
 from distrain.trainer.machine import probe
 from distrain.trainer.machine.cache import MOST_FILES, OLD_FILE, CacheEntry, cache_file, write_entry
@@ -185,7 +186,7 @@ for turn in range(60):
 def test_concurrent_writers_leave_an_intact_entry(remembered: Any) -> None:
     remembered()
     started = [subprocess.Popen([sys.executable, "-c", WRITER]) for _ in range(3)]
-    assert [each.wait(timeout=120) for each in started] == [0, 0, 0]
+    assert [each.wait(timeout=DEADLINE) for each in started] == [0, 0, 0]
     assert machine.cached_facts() == FACTS
     assert len(list(cache_file(machine.measurement_key()).parent.iterdir())) == 1
 

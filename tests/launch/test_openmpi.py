@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as some
 
+from distrain.tests.fakes.deadline import DEADLINE
 from distrain.tests.fakes.path_commands import QUIET, FakeCommands
 from distrain.tests.fakes.shell_text import hostile
 from distrain.trainer.launch.commands.mpirun_environment import PREFIXES, SSH_ARGS, launcher_variables, mpirun_environment
 from distrain.trainer.launch.hosts.shell_safe import SSH_OPTIONS
 from distrain.trainer.spec.problem import Unreadable
+from distrain.trainer.system.child_process import end_child
 
 # ssh that runs what follows the host's name in a shell on this machine
 JOINED = """\
@@ -38,8 +41,14 @@ def daemon(folder: Path, environment: Mapping[str, str]) -> list[dict[str, Any]]
     (folder / "hostfile").write_text("h1 slots=1\n")
     known = {**os.environ, "PATH": commands.path(), **environment}
     words = ["mpirun", "-n", "1", "-hostfile", str(folder / "hostfile"), "true"]
-    subprocess.run(words, env=known, cwd=folder, capture_output=True, timeout=120, check=False)
-    return [call for call in commands.calls if call["argv"][0].endswith("orted")]
+    mpirun = subprocess.Popen(words, env=known, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + DEADLINE
+    try:
+        while not (daemons := [call for call in commands.calls if call["argv"][0].endswith("orted")]) and time.monotonic() < until:
+            time.sleep(0.05)
+    finally:
+        end_child(mpirun)  # it may wait long for a daemon that failed
+    return daemons
 
 
 @real

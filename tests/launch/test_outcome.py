@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from distrain.tests.fakes.deadline import DEADLINE
 from distrain.trainer.launch.rank.environment import RankEnvironment
 from distrain.trainer.launch.rank.log import RemoteLog
 from distrain.trainer.launch.single_host import launch_local_ranks
 from distrain.trainer.launch.supervisor.local_rank import start_local_rank
 from distrain.trainer.launch.supervisor.outcome import Outcome, RankOutcome
 
-DEADLINE = 60.0  # seconds, for what takes one on an idle machine
 MARK = "LAUNCH_TEST"
 BEGIN = """
 import os, signal, subprocess, sys, time

@@ -18,6 +18,7 @@ import pytest
 from distrain.cli.pages.hosts_page import preflight_lines
 from distrain.scripts import virtual_hosts
 from distrain.scripts.virtual_hosts import VirtualHosts
+from distrain.tests.fakes.deadline import DEADLINE
 from distrain.tests.fakes.path_commands import SSH, FakeCommands
 from distrain.trainer.launch.hosts.hostfile import Host
 from distrain.trainer.launch.preflight import host_probe
@@ -28,7 +29,6 @@ from distrain.trainer.system.child_process import end_child
 
 NAMES = ("h0", "h1", "h2")
 GIB = 1 << 30
-DEADLINE = 60.0  # seconds
 # The command with the signal handlers of a terminal, whatever those of the tests are.
 COMMAND = """
 import signal

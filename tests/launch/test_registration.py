@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from distrain.tests.fakes.deadline import DEADLINE
 from distrain.trainer.launch.agent.token import FILE, JoinToken
 from distrain.trainer.launch.supervisor import registration as rendezvous
 from distrain.trainer.launch.supervisor.registration import MAX_LINE, Rendezvous
@@ -27,7 +28,6 @@ from distrain.trainer.system.child_process import end_child
 TOKEN = JoinToken(
     secret="5" * 64, controllers=[("127.0.0.1", 0)], hostnames=["h0", "h1"], slots=[(0, 1), (4, 5, 7)], command=["true"], environment={}
 )
-DEADLINE = 60.0  # seconds
 
 
 class Controller:

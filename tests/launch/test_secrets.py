@@ -18,8 +18,8 @@ from urllib.parse import quote
 import pytest
 
 from distrain.scripts.virtual_hosts import VirtualHosts, missing_tools
+from distrain.tests.fakes.deadline import DEADLINE
 from distrain.tests.fakes.secrets import (
-    DEADLINE,
     HOSTILE_VALUES,
     PAUSE,
     TAG,

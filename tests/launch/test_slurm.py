@@ -16,9 +16,9 @@ from distrain.cli.app import command
 from distrain.scripts.virtual_hosts import VirtualHosts
 from distrain.scripts.virtual_hosts import missing_tools as no_hosts
 from distrain.tests.fakes import virtual_slurm
+from distrain.tests.fakes.deadline import DEADLINE
 from distrain.tests.fakes.host_runs import (
     ARGUMENTS,
-    DEADLINE,
     PIPELINE,
     SAVES,
     STEPS,

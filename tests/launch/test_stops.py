@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-DEADLINE = 60.0  # seconds, for what takes one on an idle machine
+from distrain.tests.fakes.deadline import DEADLINE
+
 MARK = "LAUNCH_TEST"
 LAUNCHER = """
 import os, signal, sys

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from distrain.cli.app import command
+from distrain.tests.fakes.deadline import DEADLINE
 from distrain.tests.fakes.overrides import without_repeats
 from distrain.trainer.launch.single_host import launch_local_ranks
 from distrain.trainer.system.child_process import end_child
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from distrain.tests.fakes.rank_pool import PoolJob, RankPool
 
 STOPPED = 75
-DEADLINE = 120.0  # seconds; ten are enough on an idle machine
 ARGUMENTS = (
     "quickstart", "model=tiny", "model.layers=2", "data=synthetic", "train.batch=8", "train.seq=16", "train.microbatch=2",
     "train.evaluate.every=0", "log.every=1", "optim.warmup=0", "optim.schedule=constant", "cluster.gpus=2", "train.steps=4",

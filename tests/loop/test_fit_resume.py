@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from distrain.tests.fakes.deadline import DEADLINE
 from distrain.tests.fakes.overrides import without_repeats
 from distrain.trainer.system.child_process import end_child
 
@@ -227,12 +228,12 @@ def test_sigterm_to_fit_saves_and_the_next_attempt_resumes(start_fit, ranks: Ran
     process = start_fit()
     until_a_step(process)
     process.send_signal(signal.SIGTERM)
-    said, wrong = process.communicate(timeout=60)
+    said, wrong = process.communicate(timeout=DEADLINE)
     assert (process.returncode, wrong) == (STOPPED, "distrain: stopped; a checkpoint is saved\n")
     assert "SIGTERM: finishing the step and saving" in said
     assert not processes(tmp_path)
     again = start_fit()
-    said, wrong = again.communicate(timeout=60)
+    said, wrong = again.communicate(timeout=DEADLINE)
     assert (again.returncode, wrong) == (0, "")
     assert "resumes from step " in said
     job = ranks.train(tmp_path / "whole", "quickstart", *LONG)
@@ -245,7 +246,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(start_fit, tmp_path: Path, rank
     until_a_step(process)
     (pid,) = (pid for pid, place in processes(tmp_path).items() if place == str(rank))
     os.kill(pid, signal.SIGKILL)
-    _, wrong = process.communicate(timeout=60)
+    _, wrong = process.communicate(timeout=DEADLINE)
     assert process.returncode == 1
     (line,) = wrong.splitlines()
     assert line.startswith(f"distrain: rank {rank} was killed by SIGKILL, perhaps by the kernel for want of memory, at step ")

@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("torch")
 
 from distrain.cli.config.load import load_recipe
+from distrain.tests.fakes.deadline import DEADLINE
 from distrain.tests.fakes.one_process import ignored_labels, reference_curve, write_documents
 from distrain.trainer.plan.engines import engine_for
 from distrain.trainer.plan.mesh_position import mesh_position
@@ -197,7 +198,7 @@ def test_attention_and_models_are_the_same_in_float64(many: int) -> None:
     """Every core, with and without documents, grouped heads, dropout, recomputation; and whole models, with all their gradients."""
     script = Path(__file__).parents[1] / "rank_programs" / "context_ranks.py"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run([sys.executable, str(script), str(many)], capture_output=True, text=True, timeout=120, env=environment)
+    ended = subprocess.run([sys.executable, str(script), str(many)], capture_output=True, text=True, timeout=DEADLINE, env=environment)
     assert ended.returncode == 0, ended.stderr
     found = json.loads(ended.stdout)
     assert len(found) == 56

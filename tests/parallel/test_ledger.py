@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from distrain.cli.config.load import load_recipe
+from distrain.tests.fakes.deadline import DEADLINE
 from distrain.trainer.plan.costs.traffic_term import TrafficTerm
 from distrain.trainer.plan.message_comparison import ComparedMessages, MessageRow, compare_rank, compare_with_plan
 from distrain.trainer.plan.result import Message
@@ -50,7 +51,7 @@ KINDS = {
 @cache
 def seen() -> dict[str, list[tuple[Any, ...]]]:
     script, environment = Path(__file__).parents[1] / "rank_programs" / "ledger_ranks.py", {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, env=environment)
+    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=DEADLINE, env=environment)
     assert ended.returncode == 0, ended.stderr
     return {what: [tuple(row) for row in rows] for what, rows in json.loads(ended.stdout).items()}
 

@@ -16,6 +16,7 @@ from torch import Tensor  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from distrain.cli.config.load import load_recipe  # noqa: E402
+from distrain.tests.fakes.deadline import DEADLINE  # noqa: E402
 from distrain.tests.fakes.one_process import reference_curve  # noqa: E402
 from distrain.tests.fakes.random_actions import random_actions  # noqa: E402
 from distrain.trainer.layers.weight_gradients import WeightGradients, put_off_weight_gradients  # noqa: E402
@@ -152,4 +153,4 @@ def test_a_put_off_weight_gradient_is_computed_once() -> None:
 
 def test_the_engine_imports_no_deepspeed() -> None:
     code = "import sys, distrain.trainer.engines.native.engine; raise SystemExit('deepspeed' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=DEADLINE).returncode == 0

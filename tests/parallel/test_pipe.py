@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("deepspeed")
 
 from distrain.cli.config.load import load_recipe  # noqa: E402
+from distrain.tests.fakes.deadline import DEADLINE  # noqa: E402
 from distrain.tests.rank_programs.pipe_ranks import LR, STEPS, batch  # noqa: E402
 from distrain.trainer.engines.deepspeed.import_deepspeed import import_deepspeed  # noqa: E402
 from distrain.trainer.engines.torch_optimizer import torch_optimizer  # noqa: E402
@@ -29,7 +30,6 @@ from distrain.trainer.spec.run import Run  # noqa: E402
 Words = tuple[str, ...]
 
 RAN = ("1f1b", "gpipe", "dualpipev")
-DEADLINE = 60.0  # seconds
 BASE = (
     "model=tiny", "model.hidden=32", "model.ffn=64", "model.vocab=96", "data=synthetic", "train.steps=3", "train.batch=16",
     "train.seq=16", "train.microbatch=2",

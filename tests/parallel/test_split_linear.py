@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from distrain.tests.fakes.deadline import DEADLINE
+
 # fmt: off
 FACTS = (
     "f forward", "f backward", "g forward", "g backward", "products forward", "products input", "column weight", "column bias",
@@ -23,7 +25,7 @@ FACTS = (
 def differences(ranks: int) -> dict[str, float]:
     script = Path(__file__).parents[1] / "rank_programs" / "tensor_ranks.py"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run([sys.executable, str(script), str(ranks)], capture_output=True, text=True, timeout=120, env=environment)
+    ended = subprocess.run([sys.executable, str(script), str(ranks)], capture_output=True, text=True, timeout=DEADLINE, env=environment)
     assert ended.returncode == 0, ended.stderr
     found: dict[str, float] = json.loads(ended.stdout)
     return found
