@@ -95,10 +95,13 @@ def _chosen_run(words: Words, choices: tuple[Choice, ...]) -> Run:
 
 
 def _has_idle_choice(choices: tuple[Choice, ...]) -> bool:
-    """Whether a choice has no effect: parallel.sequence without a tensor axis, or a schedule without stages."""
+    """Whether a choice has no effect: parallel.sequence without a tensor axis, a schedule without stages, a shard of all data ranks."""
     values = dict(pair for choice in choices for pair in choice)
-    return (values["parallel.tp"] == 1 and values["parallel.sequence"] is True) or (
-        values["parallel.pp"] == 1 and values["parallel.schedule"] != "1f1b"
+    data = values["cluster.gpus"] // (values["parallel.tp"] * values["parallel.pp"])
+    return (
+        (values["parallel.tp"] == 1 and values["parallel.sequence"] is True)
+        or (values["parallel.pp"] == 1 and values["parallel.schedule"] != "1f1b")
+        or values.get("parallel.shard") == data
     )
 
 

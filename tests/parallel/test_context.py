@@ -18,7 +18,6 @@ pytest.importorskip("torch")
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.deadline import DEADLINE
 from distrain.tests.fakes.one_process import ignored_labels, reference_curve, write_documents
-from distrain.trainer.plan.engines import engine_for
 from distrain.trainer.plan.mesh_position import mesh_position
 from distrain.trainer.plan.message_comparison import compare_rank
 from distrain.trainer.plan.plan import make_plan
@@ -184,13 +183,6 @@ def test_bf16_trains_what_float32_does_to_its_own_precision(ranks: RankPool, tmp
     job = ranks.train(tmp_path / "run", *BASE, *LLAMA, *laid_out("cp: 2, dp: 2, zero: 1"), "train.microbatch=2", "train.precision=bf16")
     assert job.figures("loss") == pytest.approx(losses, abs=5e-4, rel=0)
     assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=3e-3)
-
-
-def test_experts_are_not_trained_by_context_ranks() -> None:
-    """Balance and capacity are a whole sequence's."""
-    run = load_recipe("quickstart", ["model=tiny_moe", *laid_out("cp: 2")])
-    assert [limit.says for limit in engine_for(run, run.parallel)[1]] == ["engine zero does not run parallel.cp=2"]
-    assert not make_plan(run).runnable
 
 
 @pytest.mark.parametrize("many", [2, 3])

@@ -39,6 +39,10 @@ SHAPES: dict[str, Words] = {
 }
 
 
+def mesh_name(*degrees: int) -> str:
+    return " ".join(f"{axis}{degree}" for axis, degree in zip(("dp", "tp", "pp", "cp", "ep"), degrees, strict=False) if degree > 1)
+
+
 def mesh(dp: int, tp: int, pp: int, cp: int = 1, ep: int = 1) -> Choice:
     """The degrees, a batch of one or two micro-batches a replica where the micro-batch is 2, and two layers where there are no stages."""
     degrees = {"tp": tp, "pp": pp, "cp": cp, "ep": ep}
@@ -47,14 +51,15 @@ def mesh(dp: int, tp: int, pp: int, cp: int = 1, ep: int = 1) -> Choice:
     return (("cluster.gpus", dp * tp * pp * cp), *keys, ("train.batch", max(4, 2 * dp)), *layers)
 
 
-MESHES = tuple(mesh(*degrees) for degrees in (
+MESHES = {mesh_name(*degrees): mesh(*degrees) for degrees in (
     (1, 2, 1), (1, 4, 1), (1, 8, 1), (2, 2, 1), (2, 4, 1), (4, 2, 1),
     (1, 1, 2), (1, 1, 4), (2, 1, 2), (4, 1, 2), (2, 1, 4),
     (1, 2, 2), (1, 4, 2), (1, 2, 4), (2, 2, 2),
     (1, 1, 1, 2), (2, 1, 1, 2), (1, 2, 1, 2), (1, 1, 2, 2), (1, 2, 2, 2),
     (2, 1, 1, 1, 2), (4, 1, 1, 1, 2), (2, 2, 1, 1, 2), (2, 1, 2, 1, 2),
-))
+)}
 ZEROS      = tuple((("parallel.zero", stage),) for stage in range(4))
+HYBRID_ZEROS = (*ZEROS, *((("parallel.zero", stage), ("parallel.shard", 2)) for stage in (1, 2, 3)))
 SEQUENCES  = tuple((("parallel.sequence", value),) for value in (False, True))
 SCHEDULES: tuple[Choice, ...] = ((("parallel.schedule", "1f1b"),), (("parallel.schedule", "gpipe"),),
               (("parallel.schedule", "dualpipev"), ("train.batch", 8)))  # it needs twice as many micro-batches as stages
@@ -70,24 +75,29 @@ PRECISIONS = ((("train.precision", "fp32"),), (("train.precision", "bf16"), ("tr
               (("train.precision", "bf16"), ("train.gradients", "fp32")))
 # fmt: on
 MATRICES = {
-    "deepspeed": LayoutMatrix(BASE, tuple(SHAPES.items()), (MESHES, ZEROS, SEQUENCES, SCHEDULES, MICROS, RECOMPUTES, PRECISIONS)),
+    "deepspeed": LayoutMatrix(
+        BASE, tuple(SHAPES.items()), (tuple(MESHES.values()), ZEROS, SEQUENCES, SCHEDULES, MICROS, RECOMPUTES, PRECISIONS)
+    ),
     "native": LayoutMatrix(
         (*BASE, "engine=native", "train.microbatch=1"),
         tuple((name, SHAPES[name]) for name in ("gpt tied", "gpt odd", "llama", "moe")),
-        (MESHES, ZEROS, SEQUENCES, NATIVE_SCHEDULES, (RECOMPUTES[0], RECOMPUTES[2]), (PRECISIONS[0], PRECISIONS[2])),
+        (tuple(MESHES.values()), HYBRID_ZEROS, SEQUENCES, NATIVE_SCHEDULES, (RECOMPUTES[0], RECOMPUTES[2]), (PRECISIONS[0], PRECISIONS[2])),
     ),
 }
-TRAINED = [layout for matrix in MATRICES.values() for layout in matrix.trained]
 
 
-@pytest.mark.parametrize("layout", TRAINED, ids=str)
-def test_a_layout_trains_the_curve_of_one_process(ranks: RankPool, tmp_path: Path, layout: MatrixLayout) -> None:
+@pytest.mark.parametrize("matrix", MATRICES.values(), ids=MATRICES)
+@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+def test_a_mesh_trains_the_curves_of_one_process(ranks: RankPool, tmp_path: Path, matrix: LayoutMatrix, mesh: Choice) -> None:
     """bf16 is looser because a weight has 8 bits: 2e-4 of a loss and 0.13 % of a norm were seen."""
-    losses, norms = reference_curve(layout.curve)
-    job = ranks.train(tmp_path / "run", *layout.base, *layout.overrides)
-    half = PRECISIONS[0] not in layout.choices
-    assert job.figures("loss") == pytest.approx(losses, abs=1e-3 if half else 3e-6, rel=0)
-    assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=5e-3 if half else 2e-5)
+    layouts = [layout for layout in matrix.trained if layout.choices[0] == mesh]
+    assert layouts
+    for at, layout in enumerate(layouts):
+        losses, norms = reference_curve(layout.curve)
+        job = ranks.train(tmp_path / str(at), *layout.base, *layout.overrides)
+        half = PRECISIONS[0] not in layout.choices
+        assert job.figures("loss") == pytest.approx(losses, abs=1e-3 if half else 3e-6, rel=0), str(layout)
+        assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=5e-3 if half else 2e-5), str(layout)
 
 
 @pytest.mark.parametrize("matrix", MATRICES.values(), ids=MATRICES)

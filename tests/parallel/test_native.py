@@ -12,6 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from msgspec.json import decode  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
@@ -22,7 +23,9 @@ from distrain.tests.fakes.random_actions import random_actions  # noqa: E402
 from distrain.trainer.layers.weight_gradients import WeightGradients, put_off_weight_gradients  # noqa: E402
 from distrain.trainer.models.build import build_model  # noqa: E402
 from distrain.trainer.plan.layout.action_csv import write_action_csv  # noqa: E402
+from distrain.trainer.plan.message_comparison import compare_rank  # noqa: E402
 from distrain.trainer.plan.plan import make_plan  # noqa: E402
+from distrain.trainer.spec.run import Run  # noqa: E402
 
 if TYPE_CHECKING:
     from distrain.tests.fakes.rank_pool import RankPool
@@ -95,6 +98,31 @@ def test_stages_have_the_layers_that_the_user_gives_them(
 
 
 # fmt: off
+HYBRID = [
+    (GPT,   4, ("parallel.zero=1", "parallel.shard=2")),
+    (GPT,   4, ("parallel.zero=1", "parallel.shard=1")),
+    (LLAMA, 4, ("parallel.zero=2", "parallel.shard=2", "parallel.cp=2")),
+    (MOE,   4, ("parallel.zero=1", "parallel.shard=2", "parallel.ep=2")),
+    (MOE,   8, ("parallel.zero=2", "parallel.shard=4", "parallel.ep=2")),
+    (LLAMA, 4, ("parallel.zero=3", "parallel.shard=2", "train.batch=8")),
+    (GPT,   8, ("parallel.zero=3", "parallel.shard=2", "parallel.pp=2")),
+    (GPT,   8, ("parallel.zero=3", "parallel.shard=2", "parallel.pp=2", "parallel.gather=micro", "train.batch=8")),
+    (GPT,   8, ("parallel.zero=3", "parallel.shard=2", "parallel.tp=2", "parallel.sequence=true")),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("curve", "gpus", "words"), HYBRID)
+def test_zero_shards_over_some_of_the_data_parallel_ranks(ranks: RankPool, tmp_path: Path, curve: Words, gpus: int, words: Words) -> None:
+    """The owners of a shard sum its gradients and step it alike; the messages of all are as planned."""
+    batch = tuple(word for word in words if word.startswith("train.batch"))
+    check_curve(ranks, tmp_path / "run", (*curve, *batch), *words, f"cluster.gpus={gpus}", NATIVE, "log.ledger=true")
+    run = decode((tmp_path / "run" / "run.json").read_bytes(), type=Run)
+    rows = json.loads((tmp_path / "run" / "ledger.json").read_text())["ranks"]
+    assert not [line for rank, each in enumerate(rows) for line in compare_rank(run, rank, each) if line.verdict == "differs"]
+
+
+# fmt: off
 HELD = [
     (GPT,   ("cluster.gpus=2", "parallel.zero=0")),
     (GPT,   ("cluster.gpus=2", "parallel.zero=1", "train.precision=bf16")),
@@ -105,6 +133,8 @@ HELD = [
     (LLAMA, ("cluster.gpus=2", "parallel.pp=2", "parallel.schedule=interleaved", "parallel.chunks=3")),
     (GPT,   ("cluster.gpus=4", "parallel.pp=2", "parallel.tp=2", "parallel.sequence=true", "parallel.schedule=gpipe")),
     (MOE,   ("cluster.gpus=4", "parallel.ep=2", "parallel.zero=1")),
+    (GPT,   ("cluster.gpus=4", "parallel.zero=1", "parallel.shard=2", "train.precision=bf16")),
+    (LLAMA, ("cluster.gpus=4", "parallel.zero=3", "parallel.shard=2")),
 ]
 # fmt: on
 

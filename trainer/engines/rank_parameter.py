@@ -33,7 +33,7 @@ class OptimizerShard:
     """Flat elements [start, start + length) of a parameter, which the optimizer of this rank steps.
 
     `weight` is the float32 tensor that is stepped. `state` is the optimizer's state of a tensor in which these elements begin at `offset`.
-    `only_copy`: no other data-parallel rank steps them.
+    `copies` is the group of data-parallel ranks that step them too; "": no other does.
     """
 
     shard: WeightShard
@@ -43,7 +43,7 @@ class OptimizerShard:
     weight: Tensor
     state: dict[str, Any]
     offset: int
-    only_copy: bool
+    copies: str
 
     def states(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (kind, flat view) of each state."""
@@ -57,7 +57,8 @@ def whole_parameter(row: RankParameter, optimizer: torch.optim.Optimizer) -> Opt
     """Return all of a parameter that torch's optimizer steps directly."""
     flat = row.parameter.data.view(-1)
     state = optimizer_state(optimizer, row.parameter)
-    return OptimizerShard(shard=row.shard, tied=row.tied, start=0, length=flat.numel(), weight=flat, state=state, offset=0, only_copy=False)
+    copies = "expert_copies" if row.shard.expert else "data"
+    return OptimizerShard(shard=row.shard, tied=row.tied, start=0, length=flat.numel(), weight=flat, state=state, offset=0, copies=copies)
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, stepped: Tensor) -> dict[str, Any]:

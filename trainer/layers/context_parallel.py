@@ -43,6 +43,13 @@ class ContextParallel:
         """Return this rank's part [B, s] of x [B, S]."""
         return torch.cat([x[:, span.start : span.stop] for _, span in self.chunks(x.shape[1])], dim=1)
 
+    def gather(self, x: Tensor) -> Tensor:
+        """All-gather x [B, s, ...], without gradients, into the sequence's order: [B, S, ...]."""
+        parts = x.new_empty((self.group.size, *x.shape))
+        dist.all_gather_into_tensor(parts.flatten(0, 1), x.contiguous(), group=self.group.handle)
+        halves = [part.chunk(2, dim=1) for part in parts]
+        return torch.cat([*(front for front, _ in halves), *(back for _, back in reversed(halves))], dim=1)
+
     def gather_keys_and_values(self, key: Tensor, value: Tensor) -> Tensor:
         """All-gather keys and values, each [B, N, s, D], into the sequence's order: [2, B, N, S, D]. One message."""
         own = torch.stack((key, value))  # [2, B, N, s, D]

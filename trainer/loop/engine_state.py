@@ -64,8 +64,7 @@ def owned_shards(run: Run, engine: Engine, grid: Grid) -> Iterator[Shard]:
     """
     turns = {name: turn for turn, name in enumerate(weight_shapes(run))}
     for part in engine.optimizer_shards():
-        axis = "expert_copies" if part.shard.expert else "data"
-        copies = {} if part.only_copy else {"replica": grid.coordinate(axis), "replicas": grid.size(axis)}
+        copies = {"replica": grid.coordinate(part.copies), "replicas": grid.size(part.copies)}
         if part.tied or not is_saved_here(part.shard, turns[part.shard.name], **copies):
             continue
         for kind, held in (("weight", part.weight), *part.states()):

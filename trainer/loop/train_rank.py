@@ -90,7 +90,8 @@ def set_up_training(run: Run, folder: Path, world: World, host: dist.ProcessGrou
     validation = Batches(corpus, seed=run.train.seed, seq=run.train.seq, split="validation") if run.train.evaluate.every else None
 
     plan = make_plan(run)
-    groups = make_grid(world, mesh_position(run, world.rank), copies=head_shards(run, run.parallel.tp).copies)
+    copies = head_shards(run, run.parallel.tp).copies
+    groups = make_grid(world, mesh_position(run, world.rank), copies=copies, shard=run.parallel.shard if run.parallel.zero else "all")
     engine = build_engine(run, groups, plan.engine)
     start = load_initial_state(run, folder, groups, engine, batches, channel, gather)
 

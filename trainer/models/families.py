@@ -23,7 +23,7 @@ class Family:
 
     - `table` makes its op table, from which it is planned.
     - `defaults` are the keys of `model` that a recipe may leave out.
-    - `axes` are the mesh axes, besides dp, that split its op table. `unsupported_axes`: of these, the ones that its module does not run.
+    - `axes` are the mesh axes, besides dp, that split its op table and its module.
     - `module` is its torch half, "package.module:name", imported when a rank builds the model; None: it can be planned, not trained.
       It names a class that is called as trainer/layers/transformer.py's `Transformer`.
     - `made_by_transformers`: the `module` is instead a function (run, device, dtype, seed) that has transformers make the model of
@@ -35,7 +35,6 @@ class Family:
     table: Callable[[Model, Train], OpTable]
     axes: tuple[str, ...]
     defaults: Mapping[str, object] = field(default_factory=dict)
-    unsupported_axes: tuple[str, ...] = ()
     module: str | None = None
     made_by_transformers: bool = False
     states_saved: bool = False
@@ -82,7 +81,6 @@ FAMILIES: dict[str, Family] = {
     "moe": Family(  # Mixtral: arXiv:2401.04088
         table=moe,
         axes=(*DENSE, "ep"),
-        unsupported_axes=("cp",),  # an expert's capacity and the auxiliary loss are per sequence, and need all of it
         defaults=LLAMA_DEFAULTS,
         module="distrain.trainer.models.moe.module:MoETransformer",
         states_saved=True,

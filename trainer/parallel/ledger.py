@@ -22,7 +22,8 @@ from .process_groups import Grid
 
 SMALL = 8  # elements up to which a sum or a broadcast is control, unless one of our layers sends it
 AGREEMENTS = ("all_reduce", "broadcast", "reduce")  # verbs of small messages by which ranks agree on a number
-PLANNED_AS = {"data": "dp", "expert_copies": "dp"}  # groups over which gradients are summed: the plan counts them to the data axis
+# Groups over which gradients are summed and weights are sharded: the plan counts their messages to the data axis.
+PLANNED_AS = dict.fromkeys(("data", "expert_copies", "shard", "shard_copies", "expert_shard", "expert_shard_copies"), "dp")
 
 # Each row: operator of c10d, verb, which of its arguments holds the payload. The payload is that of trainer/plan/axes/collectives.py: the
 # tensor that an all-reduce sums, an all-gather produces, a reduce-scatter takes, and all that a rank gives to an all-to-all.
@@ -88,10 +89,11 @@ class GroupAxes:
         self._ranks = [(PLANNED_AS.get(axis, axis), groups[axis].ranks) for axis in others if axis in groups]
 
     def axis_of(self, group: dist.ProcessGroup, verb: str, payload: list[Tensor]) -> str:
-        """The axis of a message. A send in any group is the pipeline's; small messages are control."""
+        """The axis of a message. A send in any group is the pipeline's; integers are control, and so are small messages, except those of
+        layers."""
         own = self._own.get(group.group_name)
         layers_only = own == "copies" or (own in AXES and AXES[own].layers_only)
-        if not layers_only and (verb == "barrier" or _holds_integers(payload) or (verb in AGREEMENTS and _is_small(payload))):
+        if verb == "barrier" or _holds_integers(payload) or (not layers_only and verb in AGREEMENTS and _is_small(payload)):
             return CONTROL
         if verb == "send":
             return "pp"

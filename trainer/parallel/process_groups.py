@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 import torch.distributed as dist
 
@@ -29,6 +30,8 @@ class Grid:
     - `copies`, the tensor-parallel ranks that hold the same key and value heads.
     - `ends`, the first and the last stage, which share a tied weight.
     - `expert_copies`, the data-parallel ranks that hold the same experts.
+    - `shard`, the ranks of `data` over which ZeRO shards, and `shard_copies`, those that own the same shard; for experts `expert_shard` and
+      `expert_shard_copies`. Where ZeRO shards over all ranks these are `data` and `expert_copies`, and no shard has a copy.
     """
 
     world: World
@@ -49,10 +52,11 @@ class Grid:
         return self.groups[name].rank if name in self.groups else 0
 
 
-def make_grid(world: World, position: MeshPosition, *, copies: int = 1) -> Grid:
-    """Create the process groups; every rank calls it. `copies` neighbours on the tensor axis hold the same key and value heads."""
+def make_grid(world: World, position: MeshPosition, *, copies: int = 1, shard: int | Literal["all"] = "all") -> Grid:
+    """Create the process groups; every rank calls it. `copies` neighbours on the tensor axis hold the same key and value heads; ZeRO shards
+    over `shard` ranks of the data axis."""
     groups: dict[str, Group] = {}
-    for name, rows in _group_ranks(position.mesh, copies):
+    for name, rows in _group_ranks(position.mesh, copies, shard):
         if len(rows[0]) == 1:
             continue
         for ranks in rows:
@@ -61,6 +65,8 @@ def make_grid(world: World, position: MeshPosition, *, copies: int = 1) -> Grid:
                 groups[name] = Group(axis=name, ranks=ranks, rank=ranks.index(world.rank), handle=handle)
     if _data_is_dp(position.mesh) and "dp" in groups:
         groups["data"] = groups["dp"]
+    if shard == "all":
+        groups |= {name: groups[whole] for name, whole in (("shard", "data"), ("expert_shard", "expert_copies")) if whole in groups}
     return Grid(world=world, position=position, groups=groups, alone=_single_rank_group(world) if {"ep", "tp"} & groups.keys() else None)
 
 
@@ -69,7 +75,7 @@ def _single_rank_group(world: World) -> dist.ProcessGroup:
     return own[world.rank]
 
 
-def _group_ranks(mesh: Mesh, copies: int) -> Iterator[tuple[str, list[Ranks]]]:
+def _group_ranks(mesh: Mesh, copies: int, shard: int | Literal["all"]) -> Iterator[tuple[str, list[Ranks]]]:
     """(name, the ranks of every group of that name)."""
     for axis in AXES:
         yield axis, list(mesh.groups(axis))
@@ -79,6 +85,10 @@ def _group_ranks(mesh: Mesh, copies: int) -> Iterator[tuple[str, list[Ranks]]]:
     yield "copies", [group[at : at + copies] for group in mesh.groups("tp") for at in range(0, mesh.tp, copies)]
     if mesh.ep > 1:
         yield "expert_copies", list(mesh.groups("expert_copies"))
+    if shard != "all":
+        yield from zip(("shard", "shard_copies"), mesh.sharding_groups("data", shard), strict=True)
+        if mesh.ep > 1:
+            yield from zip(("expert_shard", "expert_shard_copies"), mesh.sharding_groups("expert_copies", shard // mesh.ep), strict=True)
     yield "ends", [(group[0], group[-1]) for group in mesh.groups("pp")] if mesh.pp > 1 else [(0,)]
 
 

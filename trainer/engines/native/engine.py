@@ -21,7 +21,7 @@ from ...parallel.rank_model import StageModel
 from ...plan.costs.precision import widths
 from ...plan.layout.run_schedule import schedule_of
 from ...plan.layout.schedules import SCHEDULES
-from ...plan.native.buckets import gradient_buckets, is_tied_over_stages
+from ...plan.native.buckets import BucketKind, gradient_buckets, is_tied_over_stages
 from ...plan.native.sharded_rows import gathers_once
 from ...spec.run import Run
 from ..engine import Engine, ReadMicrobatch, StepResult
@@ -60,9 +60,10 @@ class NativeEngine(Engine):
         self.modules = tuple(each.module for each in stages)
         self._types = compute_types(run)
         self._sharding = sharding = sharding_group(run, grid)
+        self._copies = grid.group("shard_copies")  # the ranks that own the same shard
         if sharding:
             for module in self.modules:
-                shard_module(module, sharding, *self._types, grid.world.device)
+                shard_module(module, sharding, self._copies, *self._types, grid.world.device)
                 module.compute_type = self._types[0]  # type: ignore[assignment]
         super().__init__(run, stages, grid)
         self.clock = dict.fromkeys(TIMED, 0.0)
@@ -141,7 +142,7 @@ class NativeEngine(Engine):
                     weight=bucket.master.data[offset : offset + length],
                     state=state,
                     offset=offset,
-                    only_copy=bucket.zero > 0,
+                    copies=bucket.copies.axis if bucket.copies else "",
                 )
 
     @property
@@ -187,12 +188,12 @@ class NativeEngine(Engine):
 
     def _sum_over_ranks(self, total: Tensor) -> Tensor:
         """Return the sums over all ranks of the loss, of the squares of the gradients, and of near ties where they are counted, in one
-        message. Each figure is added by one of the ranks that have it."""
+        message. Each figure is added by the first of the ranks that have it."""
         pieces = [
             bucket.shard_gradient[offset : offset + length]
             for bucket in self.buckets
             for row, _, offset, length in bucket.pieces
-            if row.is_counted and self._counts_norm(bucket)
+            if row.is_counted and not (bucket.copies and bucket.copies.rank)
         ]
         norms = torch.stack(torch._foreach_norm(pieces, dtype=MASTER)).double() if pieces else total.new_zeros(1, dtype=torch.float64)
         own = torch.zeros((), dtype=torch.float64, device=total.device)
@@ -207,12 +208,6 @@ class NativeEngine(Engine):
         if self.grid.world.size > 1:
             dist.all_reduce(sums)
         return sums
-
-    def _counts_norm(self, bucket: WeightBucket | ShardedWeight) -> bool:
-        """Whether this rank adds its shard of a bucket to the norm: of data-parallel ranks with the same shard, the first does."""
-        if bucket.zero:
-            return True
-        return self.grid.coordinate("expert_copies" if bucket.kind.expert else "data") == 0
 
     def _summed_gradients(self, rows: Sequence[RankParameter]) -> Iterator[Tensor]:
         """Yield whole gradients, before the data axis sums them; those of late buckets alone are asked for."""
@@ -259,10 +254,9 @@ class NativeEngine(Engine):
         """Move the weights into flat buckets, and take each gradient as soon as autograd has it."""
         run, grid = self.run, self.grid
         rows = {row.name: row for row in self._owned}
-        groups = {False: grid.group("data"), True: grid.group("expert_copies")}
         puts_off = grid.position.mesh.pp > 1 and schedule_of(run.parallel).splits_backward
         made = [
-            WeightBucket(each, rows, groups[each.kind.expert], min(run.parallel.zero, 2), self._types[1], puts_off=puts_off)
+            WeightBucket(each, rows, *bucket_groups(run, grid, each.kind), run.parallel.zero, self._types[1], puts_off=puts_off)
             for each in gradient_buckets(run, grid.position.mesh, [row.shard for row in self._owned])
         ]
         uses = Counter(parameter for module in self.modules for parameter in module.parameters())
@@ -273,7 +267,7 @@ class NativeEngine(Engine):
 
     def _shard_fully(self, group: Group) -> tuple[list[ShardedWeight], ShardedReducer]:
         buckets = gradient_buckets(self.run, self.grid.position.mesh, [row.shard for row in self._owned])
-        weights = sharded_weights(self._owned, {name: each.kind for each in buckets for name in each.names}, group)
+        weights = sharded_weights(self._owned, {name: each.kind for each in buckets for name in each.names}, group, self._copies)
         return weights, ShardedReducer(self.modules, weights, once=gathers_once(self.run.parallel))
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
@@ -302,4 +296,15 @@ def compute_types(run: Run) -> tuple[torch.dtype, torch.dtype]:
 
 def sharding_group(run: Run, grid: Grid) -> Group | None:
     """Return the ranks over which weights are sharded; None where each rank keeps them whole."""
-    return grid.group("data") if run.parallel.zero == 3 else None
+    return grid.group("shard") if run.parallel.zero == 3 else None
+
+
+def bucket_groups(run: Run, grid: Grid, kind: BucketKind) -> tuple[Group | None, Group | None]:
+    """Return the ranks over which a bucket is sharded, and those that own the same shard."""
+    if not run.parallel.zero:
+        return None, grid.group("expert_copies" if kind.expert else "data")
+    return (
+        (grid.group("expert_shard"), grid.group("expert_shard_copies"))
+        if kind.expert
+        else (grid.group("shard"), grid.group("shard_copies"))
+    )

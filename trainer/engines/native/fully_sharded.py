@@ -26,13 +26,16 @@ def keep_own_rows(parameter: nn.Parameter, group: Group) -> nn.Parameter:
     return kept
 
 
-def shard_module(module: nn.Module, group: Group, compute: torch.dtype, reduced: torch.dtype, device: torch.device) -> None:
-    """Shard the parameters of a module, which `keep_own_rows` made, by rows: each layer alone, embedding and head together.
+def shard_module(
+    module: nn.Module, group: Group, copies: Group | None, compute: torch.dtype, reduced: torch.dtype, device: torch.device
+) -> None:
+    """Shard the parameters of a module, which `keep_own_rows` made, by rows: each layer alone, embedding and head together. The ranks of
+    `copies` have the same rows.
 
     They are gathered in the type `compute`; gradients are summed in the type `reduced`.
     """
     own: dict[str, Any] = {name: getattr(parameter, "own_rows", None) for name, parameter in module.named_parameters()}
-    mesh = DeviceMesh.from_group(group.handle, device.type)
+    mesh = _device_mesh(group, copies, device.type)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduced, cast_forward_inputs=False)
     layers: Any = module.layers
     for layer in layers.values():
@@ -45,6 +48,18 @@ def shard_module(module: nn.Module, group: Group, compute: torch.dtype, reduced:
         if isinstance(each, FSDPModule):
             each.set_gradient_divide_factor(1.0)  # the loss is the global batch's mean already
             each.set_force_sum_reduction_for_comms(True)
+
+
+def _device_mesh(group: Group, copies: Group | None, device: str) -> DeviceMesh:
+    """Return the mesh on which fully_shard shards over `group`, and sums over `copies` what it has scattered.
+
+    Only the row and the column of this rank are read.
+    """
+    if copies is None:
+        return DeviceMesh.from_group(group.handle, device)
+    ranks = torch.full((copies.size, group.size), -1)
+    ranks[copies.rank], ranks[:, group.rank] = torch.tensor(group.ranks), torch.tensor(copies.ranks)
+    return DeviceMesh.from_group([copies.handle, group.handle], device, mesh=ranks, mesh_dim_names=("copies", "shard"))
 
 
 @contextmanager
@@ -73,10 +88,8 @@ def local_rows(sharded: Any) -> Tensor:
 class ShardedWeight:
     """One weight, of which this rank has some rows in float32. It has what `WeightBucket` offers to the engine."""
 
-    zero = 3
-
-    def __init__(self, row: RankParameter, kind: BucketKind, rows_before: int) -> None:
-        self.row, self.rows, self.kind = row, [row], kind
+    def __init__(self, row: RankParameter, kind: BucketKind, copies: Group | None, rows_before: int) -> None:
+        self.row, self.rows, self.kind, self.copies = row, [row], kind, copies
         self._start = rows_before
         self.master = nn.Parameter(local_rows(row.parameter).view(-1), requires_grad=False)
 
@@ -105,9 +118,11 @@ class ShardedWeight:
             yield "gradients", self.shard_gradient
 
 
-def sharded_weights(rows: Sequence[RankParameter], kinds: Mapping[str, BucketKind], group: Group) -> list[ShardedWeight]:
+def sharded_weights(
+    rows: Sequence[RankParameter], kinds: Mapping[str, BucketKind], group: Group, copies: Group | None
+) -> list[ShardedWeight]:
     """Return this rank's rows of trained weights."""
-    return [ShardedWeight(row, kinds[row.name], first_element(row, group)) for row in rows if row.parameter.requires_grad]
+    return [ShardedWeight(row, kinds[row.name], copies, first_element(row, group)) for row in rows if row.parameter.requires_grad]
 
 
 def first_element(row: RankParameter, group: Group) -> int:
@@ -137,8 +152,10 @@ class ShardedReducer:
     def before_backward(self, chunk: int) -> None:
         """Have the last backward of a part sum its gradients and drop its weights."""
         self._done[chunk] += 1
-        if self._once and self._done[chunk] == self._micros:
+        last = self._done[chunk] == self._micros
+        if self._once and last:
             _keep_gathered(self._modules[chunk], False)
+        _sum_copies(self._modules[chunk], last)
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         raise NotImplementedError("ZeRO 3 puts off no weight's gradient")
@@ -148,6 +165,12 @@ class ShardedReducer:
 
     def finish(self) -> None:
         """Do nothing."""
+
+
+def _sum_copies(module: nn.Module, now: bool) -> None:
+    """Have the backward that follows sum rows over the ranks that have the same ones, or only over those that it shards with."""
+    assert isinstance(module, FSDPModule)
+    module.set_requires_all_reduce(now)
 
 
 def _keep_gathered(module: nn.Module, keep: bool) -> None:

@@ -28,18 +28,26 @@ class Piece(NamedTuple):
 class WeightBucket:
     """One bucket on this rank. Its parameters are views of one flat tensor.
 
-    At ZeRO 0 the shard is the whole bucket. Gradients are summed in `gradients`. Where autograd can add to them, because they are as wide
-    as the weights, each parameter's gradient is a view of it (`in_place`). At ZeRO 2 it is there only while a micro-batch's backward
-    fills it, except for a late bucket.
+    The ranks of `sharing` each step a shard of it, those of `copies` the same one. At ZeRO 0 all step the whole bucket.
+
+    Gradients are summed in `gradients`. Where autograd can add to them, because they are as wide as the weights, each parameter's gradient
+    is a view of it (`in_place`). At ZeRO 2 it is there only while a micro-batch's backward fills it, except for a late bucket.
     """
 
     def __init__(
-        self, bucket: Bucket, rows: Mapping[str, RankParameter], group: Group | None, zero: int, gradient: torch.dtype, *, puts_off: bool
+        self,
+        bucket: Bucket,
+        rows: Mapping[str, RankParameter],
+        sharing: Group | None,
+        copies: Group | None,
+        zero: int,
+        gradient: torch.dtype,
+        *,
+        puts_off: bool,
     ) -> None:
         """`puts_off`: some products of weights' gradients are put off, and their parameters' hooks run without a gradient."""
-        self.bucket, self.kind, self.group = bucket, bucket.kind, group
-        self.zero = zero if group else 0
-        self.often = self.zero == 2 and not bucket.kind.late  # it travels at every micro-batch
+        self.bucket, self.kind, self.sharing, self.copies = bucket, bucket.kind, sharing, copies
+        self.often = bool(sharing) and zero == 2 and not bucket.kind.late  # it travels at every micro-batch
         self.rows = [rows[name] for name in bucket.names]
         first = self.rows[0].parameter
         self.weights = torch.zeros(bucket.elements, dtype=first.dtype, device=first.device)
@@ -48,8 +56,7 @@ class WeightBucket:
         for parameter, view in self._views(self.weights):
             view.copy_(parameter.data)
             parameter.data = view
-        ranks, rank = (group.size, group.rank) if group and self.zero else (1, 0)
-        self.shard = bucket.shard(ranks, rank)
+        self.shard = bucket.shard(sharing.size, sharing.rank) if sharing else bucket.shard(1, 0)
         own = self.weights[self.shard.start : self.shard.stop]
         self.master = nn.Parameter(own if own.dtype == MASTER else own.to(MASTER), requires_grad=False)
         self.gradients: Tensor | None = None
@@ -100,14 +107,13 @@ class WeightBucket:
         for parameter, held in () if self.in_place else self._held.items():
             if parameter not in self._filled:  # no loss depends on it
                 held.zero_()
-        if self.group is None:
-            return
         self.wait()
-        if self.zero == 0:
-            self._work = dist.all_reduce(self.gradients, group=self.group.handle, async_op=True)
+        if self.sharing is None:
+            if self.copies:
+                self._work = dist.all_reduce(self.gradients, group=self.copies.handle, async_op=True)
             return
         self._scattered = self.gradients.new_empty(len(self.shard))
-        self._work = dist.reduce_scatter_tensor(self._scattered, self.gradients, group=self.group.handle, async_op=True)
+        self._work = dist.reduce_scatter_tensor(self._scattered, self.gradients, group=self.sharing.handle, async_op=True)
         if self.often:
             self._sent, self.gradients, self._held = self.gradients, None, {}
             self._filled.clear()
@@ -125,6 +131,11 @@ class WeightBucket:
         else:
             self._summed = self._scattered
         self._scattered = self._sent = None
+
+    def sum_copies(self) -> None:
+        """Begin to sum the shard over the ranks that own the same one, after the last reduce-scatter of a step."""
+        if self.sharing and self.copies:
+            self._work = dist.all_reduce(self.shard_gradient, group=self.copies.handle, async_op=True)
 
     def own_gradient(self, parameter: nn.Parameter) -> Tensor:
         """Return this rank's gradient of a parameter of a late bucket, flat, which other axes sum before the data axis does."""
@@ -155,10 +166,10 @@ class WeightBucket:
 
     def gather(self) -> Any:
         """Begin to gather the other ranks' stepped weights; return the message under way, or None where this rank has all."""
-        if self.group is None or self.zero == 0:
+        if self.sharing is None:
             return None
         own = self.weights[self.shard.start : self.shard.stop]
-        return dist.all_gather_into_tensor(self.weights, own, group=self.group.handle, async_op=True)
+        return dist.all_gather_into_tensor(self.weights, own, group=self.sharing.handle, async_op=True)
 
     def held_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (kind, tensor) of all that the bucket holds."""
@@ -222,7 +233,7 @@ class BucketReducer:
 
     def is_told(self, bucket: WeightBucket) -> bool:
         """Whether it must be told of each gradient of a bucket's weights (`take`)."""
-        return not bucket.in_place or (self._overlap and bucket.group is not None and not bucket.kind.late)
+        return not bucket.in_place or (self._overlap and bool(bucket.sharing or bucket.copies) and not bucket.kind.late)
 
     def _count(self, parameter: nn.Parameter, bucket: WeightBucket) -> None:
         self._left[parameter] -= 1
@@ -249,8 +260,9 @@ class BucketReducer:
         """Send the late buckets, and wait until every bucket is summed."""
         for bucket in self._late:
             bucket.reduce()
-        for bucket in (*self._early, *self._late):
-            bucket.wait()
+        for then in (WeightBucket.wait, WeightBucket.sum_copies, WeightBucket.wait):
+            for bucket in (*self._early, *self._late):
+                then(bucket)
 
     def _reduce_next(self) -> None:
         bucket = self._early[self._next]

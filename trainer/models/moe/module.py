@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ...layers.context_parallel import ContextParallel
 from ...layers.counter_rng import DropoutKeys
 from ...layers.cross_entropy import IGNORED
 from ...layers.experts import ExpertLinear, combine_rows, copy_rows, dispatch_rows, plan_exchange, return_rows
@@ -97,12 +98,12 @@ class MoELayer(AttentionHalf):
         """Return (hidden states [B, S, H], each sequence's routing imbalance [B] where the auxiliary loss uses it, near ties)."""
         x = self.attend(x, inputs)
         normed = self.norm2(x)
-        mixture, imbalances, near_ties = self.mixture(normed)
+        mixture, imbalances, near_ties = self.mixture(normed, inputs.cp)
         if self.shared is not None:
             mixture = mixture + self.shared(normed)
         return x + self.dropout2(mixture, inputs.sharded_dropout_states), imbalances, near_ties
 
-    def mixture(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    def mixture(self, x: Tensor, cp: ContextParallel | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
         """Return (the routed experts' output [B, S, H], routing imbalances, near ties).
 
         All ranks of a tensor-parallel group route all tokens alike: each gathers the logits and the tokens whole.
@@ -110,9 +111,9 @@ class MoELayer(AttentionHalf):
         logits = self.router(x)
         if self.tp is not None:
             logits, x = gather_inputs(logits, self.tp), gather_inputs(x, self.tp)
-        routing = route(logits, self.top_k, self.capacity)
+        routing = route(logits, self.top_k, self.capacity, cp)
         output = self.experts(x, routing)
-        imbalances = imbalance(logits, routing.chosen) if self.has_aux_loss else None
+        imbalances = imbalance(logits, routing.chosen, cp) if self.has_aux_loss else None
         near_ties = near_tie_count(logits, self.top_k, x.dtype)
         return (output if self.tp is None else reduce_outputs(output, self.tp)), imbalances, near_ties
 
@@ -140,14 +141,19 @@ class MoETransformer(Transformer):
         stream: Tensor | None = None,
         documents: Tensor | None = None,
         keys: DropoutKeys | None = None,
+        label_counts: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As `Transformer.forward`. The gradient is of the sum of losses plus aux_loss times the sum, over sequences, of the routing
-        imbalance summed over layers times the sequence's labels that count: over labels, the mean of each."""
+        """As `Transformer.forward`; under context parallelism `label_counts` [B] are the labels of each whole sequence.
+
+        The gradient is of the sum of losses plus aux_loss times the sum, over sequences, of the routing imbalance summed over layers times
+        the sequence's labels that count: over labels, the mean of each.
+        """
         out, count = super().forward(tokens, labels, stream=stream, documents=documents, keys=keys)
         imbalances, self.imbalances = self.imbalances, []
         if imbalances:
             ranks = self.tp.group.size if self.tp else 1  # each computes all of it, and their gradients add up
-            aux_loss = (torch.stack(imbalances).sum(0) * (labels != IGNORED).sum(1)).sum() * (self.model.aux_loss / ranks)
+            counts = (labels != IGNORED).sum(1) if label_counts is None else label_counts
+            aux_loss = (torch.stack(imbalances).sum(0) * counts).sum() * (self.model.aux_loss / ranks)
             out = _AddGradient.apply(out, aux_loss, None if self.last else self.loss_gradient)  # type: ignore[no-untyped-call]
         return out, count
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from ...layers.context_parallel import ContextParallel
 
 ROUNDING = 16  # units in the last place of a token's largest logit
 
@@ -26,15 +29,18 @@ class Routing:
     ends: Tensor  # [E] int64
 
 
-def route(logits: Tensor, top_k: int, capacity: int | None) -> Routing:
+def route(logits: Tensor, top_k: int, capacity: int | None, cp: ContextParallel | None = None) -> Routing:
     """Route each token to the experts of its `top_k` largest logits [B, S, E], weighted by their softmax (arXiv:2401.04088 section 2.1).
 
-    An expert takes the first `capacity` tokens of each sequence that chose it; a copy over capacity adds nothing to its token.
+    An expert takes the first `capacity` tokens of each sequence that chose it; a copy over capacity adds nothing to its token. The ranks
+    of `cp` tell each other what their tokens of a sequence chose.
     """
     largest, chosen = logits.topk(top_k, dim=-1)
     experts = logits.shape[-1]
-    # A copy over capacity goes to expert E, which there is not.
-    kept = chosen if capacity is None else chosen.masked_fill(earlier_choices(chosen, experts) >= capacity, experts)
+    kept = chosen
+    if capacity is not None:  # a copy over capacity goes to expert E, which there is not
+        earlier = earlier_choices(chosen, experts) if cp is None else cp.shard(earlier_choices(cp.gather(chosen), experts))
+        kept = chosen.masked_fill(earlier >= capacity, experts)
     by_expert, order = kept.flatten().sort(stable=True)
     ends = torch.searchsorted(by_expert, torch.arange(experts, device=logits.device), right=True)
     return Routing(
@@ -66,11 +72,16 @@ def near_tie_count(logits: Tensor, top_k: int, dtype: torch.dtype) -> Tensor:
     return (lead <= ROUNDING * torch.finfo(dtype).eps * logits.detach().abs().amax(-1)).sum()
 
 
-def imbalance(logits: Tensor, chosen: Tensor) -> Tensor:
+def imbalance(logits: Tensor, chosen: Tensor, cp: ContextParallel | None = None) -> Tensor:
     """Return E sum_e f_e P_e of each sequence, [B]; 1 where routing is even (arXiv:2101.03961 eq. 4, over a sequence's tokens).
 
-    f_e is the share of the sequence's copies that chose expert e, P_e the mean over its tokens of softmax(logits [B, S, E]).
+    f_e is the share of the sequence's copies that chose expert e, P_e the mean over its tokens of softmax(logits [B, S, E]). The ranks of
+    `cp` sum what their tokens chose, and return terms that add up to the sequence's: each has the gradient of its own tokens.
     """
-    experts = logits.shape[-1]
-    share = one_hot_choices(chosen, experts).sum(1).to(logits.dtype) / (chosen.shape[1] * chosen.shape[2])  # [B, E]
-    return experts * (share * torch.softmax(logits, dim=-1).mean(1)).sum(-1)
+    experts, ranks = logits.shape[-1], 1
+    copies = one_hot_choices(chosen, experts).sum(1)  # [B, E]
+    if cp is not None:
+        dist.all_reduce(copies, group=cp.group.handle)
+        ranks = cp.group.size
+    share = copies.to(logits.dtype) / (ranks * chosen.shape[1] * chosen.shape[2])
+    return experts * (share * torch.softmax(logits, dim=-1).mean(1)).sum(-1) / ranks

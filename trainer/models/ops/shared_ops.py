@@ -197,7 +197,7 @@ def mixture(model: Model) -> tuple[Op, ...]:
         saves_torch=(STREAM, *choice, *balance),
         enters=(logits,),
     )
-    shared = feed_forward(model, name="shared", dim="shared_ffn") if model.shared_experts else ()
+    shared = _shared_experts(model) if model.shared_experts else ()
     return (
         router,
         Op(
@@ -220,6 +220,12 @@ def mixture(model: Model) -> tuple[Op, ...]:
         ),
         *shared,
     )
+
+
+def _shared_experts(model: Model) -> tuple[Op, ...]:
+    """The experts of all tokens. Their input is the router's, which saves it."""
+    first, *others = feed_forward(model, name="shared", dim="shared_ffn")
+    return replace(first, saves_megatron=(), saves_torch=()), *others
 
 
 def embedding(model: Model, train: Train, *, types: bool = False) -> tuple[Op, ...]:

@@ -41,6 +41,7 @@ class GradientSync(NamedTuple):
     reused: int  # elements, the last of forward, that backward finds still gathered at stage 3
     gather_hides: bool  # the gather of stepped weights may hide under forward
     overlap: bool
+    copies_hide: bool  # owners of the same shard sum it under backward
     often: bool  # gradients travel at every micro-batch, so that no rank holds more than its shard
 
 
@@ -55,7 +56,7 @@ def traffic_rows(shards: ZeroShards, sync: GradientSync, layers: int, forward: f
     gathered = shards.elements + shards.frozen  # at stage 3
     gradients, weights = shards.elements * sync.gradient, shards.elements * sync.weight
     buckets = -(-shards.elements // sync.bucket)
-    if sync.zero == 0:
+    if sync.zero == 0 or shards.shard.size == 1:
         return [_traffic_row("all_reduce", gradients, buckets, 1, shards.whole, sync, backward)]
     if sync.zero == 3:
         again = max(0, gathered - sync.reused) * sync.weight
@@ -72,7 +73,9 @@ def traffic_rows(shards: ZeroShards, sync: GradientSync, layers: int, forward: f
             _traffic_row("all_gather", weights, buckets, 1, shards.shard, sync, forward if sync.gather_hides else 0.0),
         ]
     if shards.copies is not None:
-        rows.append(_traffic_row("all_reduce", -(-gradients // shards.shard.size), 1, 1, shards.copies, sync, backward))
+        rows.append(
+            _traffic_row("all_reduce", -(-gradients // shards.shard.size), 1, 1, shards.copies, sync, backward if sync.copies_hide else 0.0)
+        )
     return rows
 
 

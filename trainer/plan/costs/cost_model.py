@@ -77,6 +77,7 @@ class CostModel:
             reused=0,
             gather_hides=True,
             overlap=parallel.overlap.data,
+            copies_hide=True,
             often=parallel.zero == 3 or (parallel.zero == 2 and parallel.pp == 1),
         )
 

@@ -9,7 +9,7 @@ from math import prod
 from ...models.families import has_experts
 from ...spec.run import Run
 from ..axes.weight_slices import WeightShard
-from ..costs.control_message import ControlMessage
+from ..costs.control_message import ControlMessage, routing_messages
 from ..costs.precision import widths
 from ..layout.mesh import Mesh
 from .defaults import MASTER, SUBGROUP
@@ -25,15 +25,16 @@ def control_messages(run: Run, mesh: Mesh, held: Sequence[WeightShard], layers: 
     """
     if run.train.precision == "fp16":
         return None
-    rows = (*_loop_messages(run, mesh, layers), *_norm_messages(run, mesh, held))
-    return tuple(ControlMessage(verb=verb, payload=payload, count=count, says=says) for verb, payload, count, says in rows if count)
+    rows = (*_loop_messages(run, mesh), *_norm_messages(run, mesh, held))
+    own = (ControlMessage(verb=verb, payload=payload, count=count, says=says) for verb, payload, count, says in rows if count)
+    return (*own, *routing_messages(run, mesh, layers))
 
 
 Row = tuple[str, int, int, str]  # verb, bytes, count, words
 
 
-def _loop_messages(run: Run, mesh: Mesh, layers: int) -> Iterator[Row]:
-    """What the loop, our engines and the layers of experts send."""
+def _loop_messages(run: Run, mesh: Mesh) -> Iterator[Row]:
+    """What the loop and our engines send."""
     is_parallel = int(mesh.world > 1)
     yield "all_reduce", NUMBER, is_parallel, "finite check"
     yield "all_reduce", NUMBER, is_parallel if _is_pipe(run, mesh) else int(mesh.size("data") > 1), "loss"
@@ -41,8 +42,6 @@ def _loop_messages(run: Run, mesh: Mesh, layers: int) -> Iterator[Row]:
         yield "all_reduce", WIDE, is_parallel, "label count"
     if has_experts(run.model):
         yield "all_reduce", WIDE, is_parallel, "count of near ties"
-        forwards = run.train.batch // (mesh.dp * run.train.microbatch) * (2 if run.parallel.recompute == "full" else 1)
-        yield "all_to_all", WIDE * run.model.experts, layers * forwards * (mesh.ep > 1), "rows for each expert"
 
 
 def _norm_messages(run: Run, mesh: Mesh, held: Sequence[WeightShard]) -> Iterator[Row]:

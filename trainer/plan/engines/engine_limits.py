@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ...models.families import family_of, is_made_by_transformers
+from ...models.families import is_made_by_transformers
 from ...spec.changed_run import Change, overrides
 from ...spec.compiled_layers import has_compiled_layers
 from ...spec.run import Parallel, Run
@@ -61,10 +61,11 @@ def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
     for axis in AXES:
         if axis in ("pp", "dp") or (degree := getattr(parallel, axis)) == 1:
             continue
-        if axis not in row.axes or axis in family_of(run.model).unsupported_axes:
+        if axis not in row.axes:
             yield EngineLimit(row.name, f"parallel.{axis}", degree, (((f"parallel.{axis}", 1), *_fill(parallel)),))
-    if parallel.shard != "all" and parallel.zero:
-        yield EngineLimit(row.name, "parallel.shard", parallel.shard, ((("parallel.shard", "all"),), (("parallel.zero", 0),)))
+    if parallel.shard != "all" and parallel.zero and not row.hybrid_shards:
+        others: tuple[Change, ...] = ((("engine", "auto"),),) if run.engine != "auto" else ()
+        yield EngineLimit(row.name, "parallel.shard", parallel.shard, (*others, (("parallel.shard", "all"),), (("parallel.zero", 0),)))
     if parallel.reduce != "ring":
         yield EngineLimit(row.name, "parallel.reduce", parallel.reduce, ((("parallel.reduce", "ring"),),))
     if parallel.scatter and parallel.pp > 1 and parallel.tp > 1:

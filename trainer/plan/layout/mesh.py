@@ -125,17 +125,30 @@ class Mesh:
 
     def members(self, group: str, first: int = 0) -> tuple[int, ...]:
         """The ranks of the group that begins at rank `first`."""
-        ranks: tuple[int, ...] = (first,)
-        for size, stride in self.strides(group):
-            ranks = tuple(rank + step * stride for step in range(size) for rank in ranks)
-        return ranks
+        return _run_members(self.strides(group), first)
 
     def groups(self, group: str) -> Iterator[tuple[int, ...]]:
         """Every group of a kind; together they hold each rank once."""
+        return self._groups_of_runs(self.strides(group))
+
+    def sharding_groups(self, group: str, ranks: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+        """Every group of the `ranks` ranks among which ZeRO shards what such a group shares, and every group of owners of one shard."""
+        near, far = split_group(self.strides(group), ranks)
+        return list(self._groups_of_runs(near)), list(self._groups_of_runs(far))
+
+    def shard_rank(self, data: int, ranks: int) -> int:
+        """The number of a rank among those that it shards with, `ranks` of its `data` group, from its number in that group."""
+        place, reach = 0, 1
+        for (size, _), (inner, _) in zip(self.strides("data"), split_group(self.strides("data"), ranks)[0], strict=True):
+            data, digit = divmod(data, size)
+            place, reach = place + digit % inner * reach, reach * inner
+        return place
+
+    def _groups_of_runs(self, runs: RankRuns) -> Iterator[tuple[int, ...]]:
         seen: set[int] = set()
         for rank in range(self.world):
             if rank not in seen:
-                members = self.members(group, rank)
+                members = _run_members(runs, rank)
                 seen.update(members)
                 yield members
 
@@ -161,6 +174,13 @@ class Mesh:
             nodes = [rank // gpus for rank in members]
             fewest = min(fewest, *(nodes.count(node) for node in set(nodes)))
         return fewest
+
+
+def _run_members(runs: RankRuns, first: int) -> tuple[int, ...]:
+    ranks: tuple[int, ...] = (first,)
+    for size, stride in runs:
+        ranks = tuple(rank + step * stride for step in range(size) for rank in ranks)
+    return ranks
 
 
 def _merge_runs(runs: RankRuns) -> RankRuns:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
-from ...spec.run import Run
+from ...spec.run import Parallel, Run
 from ..axes.weight_slices import WeightShard
 from ..layout.mesh import Mesh
 from ..layout.run_schedule import schedule_of
@@ -35,6 +35,15 @@ class Bucket(NamedTuple):
         return range(rank * size, (rank + 1) * size)
 
 
+def sharing_ranks(parallel: Parallel, mesh: Mesh, *, expert: bool) -> tuple[int, int]:
+    """(the ranks over which ZeRO shards a bucket, the ranks that own the same shard)."""
+    whole = mesh.size("expert_copies" if expert else "data")
+    if not parallel.zero:
+        return 1, whole
+    shard = whole if parallel.shard == "all" else max(1, parallel.shard // mesh.ep) if expert else parallel.shard
+    return shard, whole // shard
+
+
 def gradient_buckets(run: Run, mesh: Mesh, shards: Sequence[WeightShard]) -> list[Bucket]:
     """Cut the trained weights that a rank holds, in the table's order, into buckets of at most parallel.bucket elements (or one weight).
 
@@ -43,7 +52,7 @@ def gradient_buckets(run: Run, mesh: Mesh, shards: Sequence[WeightShard]) -> lis
     rows = [(at, _kind(run, mesh, each), each) for at, each in enumerate(shards) if run.model.is_trained(each.name)]
     cut = list[tuple[bool, int, Bucket]]()
     for kind in sorted({kind for _, kind, _ in rows}):
-        ranks = mesh.size("expert_copies") if kind.expert else mesh.size("data")
+        ranks, _ = sharing_ranks(run.parallel, mesh, expert=kind.expert)
         for some in _cut([row for row in reversed(rows) if row[1] == kind], run.parallel.bucket):
             cut.append((kind.late, -some[-1][0], _bucket(kind, [each for _, _, each in some], ranks)))
     return [bucket for *_, bucket in sorted(cut, key=lambda row: row[:2])]

@@ -9,7 +9,7 @@ from ...spec.run import Parallel, Run
 from ..axes import dp
 from ..axes.weight_slices import TensorCopies, WeightShard
 from ..costs.block_costs import BlockCosts
-from ..costs.control_message import ControlMessage
+from ..costs.control_message import ControlMessage, routing_messages
 from ..costs.cost_context import CostContext
 from ..costs.cost_model import CostModel, StageElements, StateBytes, elements_to_step, sharded_elements
 from ..costs.passes_bytes import passes_bytes
@@ -17,10 +17,11 @@ from ..costs.precision import widths
 from ..costs.traffic_term import TrafficTerm
 from ..layout.layout import Layout, StageKind
 from ..layout.mesh import Mesh
-from .buckets import gradient_buckets
+from .buckets import gradient_buckets, sharing_ranks
 from .sharded_rows import gathers_once, padded_elements, rows_of_size, stage_rows
 
 MASTER = 4  # bytes an element of the weights that the optimizer steps
+COPIED = "gradients of the shard, which other ranks own too"
 FIGURE, WIDE = 8, 8  # bytes of a float64, of an int64
 
 
@@ -34,14 +35,14 @@ class NativeCosts(CostModel):
         if parallel.zero == 3:
             once = gathers_once(parallel)
             return path._replace(often=True, micros=1 if once else micros, reused=context.parameters if once else 0)
-        return path._replace(often=parallel.zero == 2, gather_hides=False)
+        return path._replace(often=parallel.zero == 2, gather_hides=False, copies_hide=False)
 
     def state_bytes(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, held: StageElements) -> StateBytes:
         """Float32 weights are stepped where they are; others have a float32 copy of this rank's shard. At stage 1 a rank has all gradients,
         and the sum of its shard beside them in the step; at stage 2 its shard, two buckets of one micro-batch, and all gradients that
         other axes sum first."""
         parallel, width = layout.parallel, context.widths
-        zero = parallel.zero if layout.mesh.size("data") > 1 else 0
+        zero = parallel.zero if layout.shard > 1 else 0
         if zero == 3:
             return self._stage3_bytes(context, layout, blocks, kind, held)
         whole, stepped = held.trained, elements_to_step(layout, held)
@@ -61,7 +62,7 @@ class NativeCosts(CostModel):
         """fully_shard keeps float32 weights and gradients of this rank's rows. Gathered are the ends of the model and two layers, with the
         gradients of one, or, where weights are gathered once a step, all weights and all gradients."""
         width = context.widths
-        stepped = sum(many * each.on_rank(layout.mesh.size("data"), None) for each, many in stage_rows(context, kind, layout.mesh))
+        stepped = sum(many * each.on_rank(layout.shard, None) for each, many in stage_rows(context, kind, layout.mesh))
         own = stepped + sharded_elements(layout, held.frozen, 0)
         if gathers_once(layout.parallel):
             gathered = width.weight * (held.dense + held.experts) + width.gradient * held.trained
@@ -90,8 +91,10 @@ class NativeCosts(CostModel):
         """Whole gradients, which the data axis sums later; at stage 3 those of this rank's rows."""
         if not _is_sharded(layout):
             return super().summed_elements(context, layout, blocks, kind, copies, data)
-        ranks = layout.mesh.size("data")
-        return sum(many * each.on_rank(ranks, data) for each, many in stage_rows(context, kind, layout.mesh) if each.copies == copies)
+        place = None if data is None else layout.mesh.shard_rank(data, layout.shard)
+        return sum(
+            many * each.on_rank(layout.shard, place) for each, many in stage_rows(context, kind, layout.mesh) if each.copies == copies
+        )
 
     def summed_width(self, context: CostContext, layout: Layout) -> int:
         return MASTER if _is_sharded(layout) else super().summed_width(context, layout)
@@ -100,7 +103,8 @@ class NativeCosts(CostModel):
         if not _is_sharded(layout):
             return blocks.tied
         hidden = context.table.sizes["hidden"]
-        return rows_of_size((blocks.tied // hidden, hidden)).on_rank(layout.mesh.size("data"), data)
+        place = None if data is None else layout.mesh.shard_rank(data, layout.shard)
+        return rows_of_size((blocks.tied // hidden, hidden)).on_rank(layout.shard, place)
 
     def step_seconds(self, context: CostContext, layout: Layout, held: StageElements, tensors: int) -> float:
         """The norm reads the gradients, Adam reads and writes its states and weights; gradients that are not float32 are cast first."""
@@ -115,19 +119,19 @@ class NativeCosts(CostModel):
     def traffic_terms(self, run: Run, mesh: Mesh, shards: Sequence[WeightShard]) -> Iterator[TrafficTerm]:
         """Buckets are padded to a multiple of their ranks where ZeRO shards them."""
         width, micros = widths(run.train), run.train.batch // (mesh.dp * run.train.microbatch)
-        if run.parallel.zero == 3:
-            yield from _stage3_terms(run, mesh.size("data"), shards, 1 if gathers_once(run.parallel) else micros)
+        if run.parallel.zero == 3 and sharing_ranks(run.parallel, mesh, expert=False)[0] > 1:
+            yield from _stage3_terms(run, mesh, shards, 1 if gathers_once(run.parallel) else micros)
             return
         for bucket in gradient_buckets(run, mesh, shards):
-            ranks = mesh.size("expert_copies") if bucket.kind.expert else mesh.size("data")
-            if ranks == 1:
-                continue
-            rounds = micros if run.parallel.zero == 2 and not bucket.kind.late else 1
-            verb = "reduce_scatter" if run.parallel.zero else "all_reduce"
+            ranks, copies = sharing_ranks(run.parallel, mesh, expert=bucket.kind.expert)
             says = f"a bucket of {len(bucket.names)} gradients, padded to {bucket.elements:,} elements"
-            yield TrafficTerm(verb=verb, bytes=rounds * bucket.elements * width.gradient, says=says)
-            if run.parallel.zero:
+            if ranks > 1:
+                rounds = micros if run.parallel.zero == 2 and not bucket.kind.late else 1
+                yield TrafficTerm(verb="reduce_scatter", bytes=rounds * bucket.elements * width.gradient, says=says)
                 yield TrafficTerm(verb="all_gather", bytes=bucket.elements * width.weight, says="its stepped weights")
+            if copies > 1:
+                shard = f"{COPIED}, of " if ranks > 1 else ""
+                yield TrafficTerm(verb="all_reduce", bytes=bucket.elements // ranks * width.gradient, says=shard + says)
 
     def control_messages(self, run: Run, mesh: Mesh, shards: Sequence[WeightShard], layers: int) -> tuple[ControlMessage, ...] | None:
         """One message a step sums the loss, the squares of gradients and near ties over all ranks."""
@@ -136,20 +140,18 @@ class NativeCosts(CostModel):
         rows.append(("all_reduce", (3 if experts else 2) * FIGURE, is_parallel, "loss, squares of gradients" + ", near ties" * experts))
         if run.data.documents:
             rows.append(("all_reduce", WIDE, is_parallel, "label count"))
-        if experts and mesh.ep > 1:
-            forwards = run.train.batch // (mesh.dp * run.train.microbatch) * (2 if run.parallel.recompute == "full" else 1)
-            rows.append(("all_to_all", WIDE * run.model.experts, layers * forwards, "rows for each expert"))
-        return tuple(ControlMessage(verb=verb, payload=payload, count=count, says=says) for verb, payload, count, says in rows if count)
+        own = (ControlMessage(verb=verb, payload=payload, count=count, says=says) for verb, payload, count, says in rows if count)
+        return (*own, *routing_messages(run, mesh, layers))
 
 
 def _is_sharded(layout: Layout) -> bool:
-    return layout.parallel.zero == 3 and layout.mesh.size("data") > 1
+    return layout.parallel.zero == 3 and layout.shard > 1
 
 
-def _stage3_terms(run: Run, ranks: int, shards: Sequence[WeightShard], rounds: int) -> Iterator[TrafficTerm]:
-    """fully_shard gathers each layer for forward and for backward, the ends of the model once for both; it pads each weight's rows."""
-    if ranks == 1:
-        return
+def _stage3_terms(run: Run, mesh: Mesh, shards: Sequence[WeightShard], rounds: int) -> Iterator[TrafficTerm]:
+    """fully_shard gathers each layer for forward and for backward, the ends of the model once for both; it pads each weight's rows. Owners
+    of the same rows sum them after the last micro-batch."""
+    ranks, copies = sharing_ranks(run.parallel, mesh, expert=False)
     width = widths(run.train)
     sizes = [(padded_elements(each.size, ranks), each.name.startswith("layers."), run.model.is_trained(each.name)) for each in shards]
     layers, whole = sum(size for size, layer, _ in sizes if layer), sum(size for size, *_ in sizes)
@@ -159,3 +161,5 @@ def _stage3_terms(run: Run, ranks: int, shards: Sequence[WeightShard], rounds: i
     says = f"weights, {often}" + ", those of layers again in backward" * bool(again)
     yield TrafficTerm(verb="all_gather", bytes=rounds * (whole + again) * width.weight, says=says)
     yield TrafficTerm(verb="reduce_scatter", bytes=rounds * trained * width.gradient, says=f"gradients, {often}, each padded to equal rows")
+    if copies > 1:
+        yield TrafficTerm(verb="all_reduce", bytes=trained // ranks * width.gradient, says=f"{COPIED}, once a step")
