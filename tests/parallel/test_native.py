@@ -104,6 +104,9 @@ HYBRID = [
     (LLAMA, 4, ("parallel.zero=2", "parallel.shard=2", "parallel.cp=2")),
     (MOE,   4, ("parallel.zero=1", "parallel.shard=2", "parallel.ep=2")),
     (MOE,   8, ("parallel.zero=2", "parallel.shard=4", "parallel.ep=2")),
+    (MOE,   2, ("parallel.zero=3", "parallel.ep=2")),
+    (MOE,   4, ("parallel.zero=3", "parallel.ep=2", "parallel.recompute=full")),
+    (MOE,   8, ("parallel.zero=3", "parallel.shard=2", "parallel.ep=2", "parallel.pp=2")),
     (LLAMA, 4, ("parallel.zero=3", "parallel.shard=2", "train.batch=8")),
     (GPT,   8, ("parallel.zero=3", "parallel.shard=2", "parallel.pp=2")),
     (GPT,   8, ("parallel.zero=3", "parallel.shard=2", "parallel.pp=2", "parallel.gather=micro", "train.batch=8")),
@@ -133,6 +136,7 @@ HELD = [
     (LLAMA, ("cluster.gpus=2", "parallel.pp=2", "parallel.schedule=interleaved", "parallel.chunks=3")),
     (GPT,   ("cluster.gpus=4", "parallel.pp=2", "parallel.tp=2", "parallel.sequence=true", "parallel.schedule=gpipe")),
     (MOE,   ("cluster.gpus=4", "parallel.ep=2", "parallel.zero=1")),
+    (MOE,   ("cluster.gpus=4", "parallel.ep=2", "parallel.zero=3", "train.precision=bf16")),
     (GPT,   ("cluster.gpus=4", "parallel.zero=1", "parallel.shard=2", "train.precision=bf16")),
     (LLAMA, ("cluster.gpus=4", "parallel.zero=3", "parallel.shard=2")),
 ]

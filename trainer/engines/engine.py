@@ -35,6 +35,7 @@ class StepResult:
 
 
 ReadShard = Callable[[WeightShard, str, int, int], Tensor]  # (shard, kind, start, length) -> flat elements of what this rank holds
+ParameterPartitioner = Callable[[nn.Parameter, WeightShard], nn.Parameter]
 ReadMicrobatch = Callable[[int], tuple[Tensor, Tensor, dict[str, Any]]]  # index -> tokens, labels, further arguments of the module
 
 
@@ -61,7 +62,7 @@ class Engine(ABC):
         self._show_gradients: Callable[[], None] | None = None
 
     @classmethod
-    def parameter_partitioner(cls, run: Run, grid: Grid) -> Callable[[nn.Parameter], nn.Parameter] | None:
+    def parameter_partitioner(cls, run: Run, grid: Grid) -> ParameterPartitioner | None:
         """Return what replaces each parameter, as soon as it is allocated, by one of which this rank has its part alone; None where
         parameters stay whole."""
         return None

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pkgutil import resolve_name
 
 import torch
 from torch import nn
 
-from ..engines.engine import Engine
+from ..engines.engine import Engine, ParameterPartitioner
 from ..engines.lazy_dynamo import disable_compile
 from ..models.build import build_module, copy_padded, initial_values, module_of_family
 from ..models.families import is_made_by_transformers
@@ -51,7 +50,7 @@ def compile_layers(module: nn.Module, backend: str = "inductor") -> None:
         each.compile(backend=backend)
 
 
-def build_stages(run: Run, grid: Grid, partition: Callable[[nn.Parameter], nn.Parameter] | None = None) -> list[StageModel]:
+def build_stages(run: Run, grid: Grid, partition: ParameterPartitioner | None = None) -> list[StageModel]:
     """Build this rank's parts of the model; `partition` replaces each parameter as soon as it is allocated."""
     stages = []
     for part in grid.position.parts:  # pp: the layers of this rank, in two parts under dualpipev
@@ -64,7 +63,7 @@ def build_stages(run: Run, grid: Grid, partition: Callable[[nn.Parameter], nn.Pa
         for shard in shards.values():
             parameters[shard.name] = _parameter(run, shard, grid, tied=shard.name in tied)
             if partition:  # ZeRO-3: frees what other data-parallel ranks keep, before the next parameter is allocated
-                parameters[shard.name] = partition(parameters[shard.name])
+                parameters[shard.name] = partition(parameters[shard.name], shard)
         module = build_module(
             parameters,
             run,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -15,9 +15,10 @@ from ...layers.attention import Attention
 from ...layers.feed_forward import FeedForward
 from ...parallel.process_groups import Grid
 from ...parallel.rank_model import StageModel
+from ...plan.axes.weight_slices import WeightShard
 from ...plan.deepspeed.ds_config import deepspeed_config
 from ...spec.run import Run
-from ..engine import ReadMicrobatch, StepResult
+from ..engine import ParameterPartitioner, ReadMicrobatch, StepResult
 from ..held_bytes import ByteCounter
 from ..torch_optimizer import torch_optimizer
 from .adapter import DeepSpeedAdapter, clip
@@ -87,7 +88,7 @@ class ZeroEngine(DeepSpeedAdapter):
         )
 
     @classmethod
-    def parameter_partitioner(cls, run: Run, grid: Grid) -> Callable[[nn.Parameter], nn.Parameter] | None:
+    def parameter_partitioner(cls, run: Run, grid: Grid) -> ParameterPartitioner | None:
         """At stage 3, return what leaves this rank its range of a parameter only: the whole model need not fit on any device."""
         if run.parallel.zero != 3:
             return None
@@ -96,7 +97,7 @@ class ZeroEngine(DeepSpeedAdapter):
         config = deepspeed_config(run, grid.size("dp"))
         context = ds.zero.Init(module=nn.Module(), data_parallel_group=group, config_dict_or_path=config, mpu=unit)
 
-        def partition(parameter: nn.Parameter) -> nn.Parameter:
+        def partition(parameter: nn.Parameter, _: WeightShard) -> nn.Parameter:
             context._convert_to_zero_parameters([parameter])
             return parameter
 

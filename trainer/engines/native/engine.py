@@ -4,7 +4,7 @@ executes the actions of any schedule that flushes."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -14,22 +14,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...layers.group import Group
 from ...layers.tensor_parallel import all_reduce
 from ...parallel.process_groups import Grid
 from ...parallel.rank_model import StageModel
 from ...plan.costs.precision import widths
 from ...plan.layout.run_schedule import schedule_of
 from ...plan.layout.schedules import SCHEDULES
-from ...plan.native.buckets import BucketKind, gradient_buckets, is_tied_over_stages
+from ...plan.native.buckets import gradient_buckets, is_tied_over_stages
 from ...plan.native.sharded_rows import gathers_once
 from ...spec.run import Run
-from ..engine import Engine, ReadMicrobatch, StepResult
+from ..engine import Engine, ParameterPartitioner, ReadMicrobatch, StepResult
 from ..held_bytes import ByteCounter, tensors_in
 from ..rank_parameter import OptimizerShard, RankParameter, optimizer_state
 from ..tied_ends import tie_ends
 from ..torch_optimizer import optimizer_of_groups
 from .fully_sharded import (
+    RowGroups,
     ShardedReducer,
     ShardedWeight,
     collect_gathered,
@@ -41,6 +41,7 @@ from .fully_sharded import (
 )
 from .loss_scale import LossScale
 from .pipeline import Pipeline, ScheduledStep
+from .shard_groups import row_groups, shard_groups
 from .stage_messages import StageChain, StageMessages
 from .weight_buckets import MASTER, BucketReducer, WeightBucket
 
@@ -59,11 +60,10 @@ class NativeEngine(Engine):
         self.scale = LossScale() if run.train.precision == "fp16" else None
         self.modules = tuple(each.module for each in stages)
         self._types = compute_types(run)
-        self._sharding = sharding = sharding_group(run, grid)
-        self._copies = grid.group("shard_copies")  # the ranks that own the same shard
+        self._sharding = sharding = row_groups(run, grid)
         if sharding:
             for module in self.modules:
-                shard_module(module, sharding, self._copies, *self._types, grid.world.device)
+                shard_module(module, sharding, *self._types, grid.world.device)
                 module.compute_type = self._types[0]  # type: ignore[assignment]
         super().__init__(run, stages, grid)
         self.clock = dict.fromkeys(TIMED, 0.0)
@@ -79,9 +79,9 @@ class NativeEngine(Engine):
         self.pipeline = self._make_pipeline()
 
     @classmethod
-    def parameter_partitioner(cls, run: Run, grid: Grid) -> Callable[[nn.Parameter], nn.Parameter] | None:
-        group = sharding_group(run, grid)
-        return partial(keep_own_rows, group=group) if group else None
+    def parameter_partitioner(cls, run: Run, grid: Grid) -> ParameterPartitioner | None:
+        groups = row_groups(run, grid)
+        return partial(keep_own_rows, groups=groups) if groups else None
 
     @property
     def peak_in_flight(self) -> float:
@@ -256,7 +256,9 @@ class NativeEngine(Engine):
         rows = {row.name: row for row in self._owned}
         puts_off = grid.position.mesh.pp > 1 and schedule_of(run.parallel).splits_backward
         made = [
-            WeightBucket(each, rows, *bucket_groups(run, grid, each.kind), run.parallel.zero, self._types[1], puts_off=puts_off)
+            WeightBucket(
+                each, rows, *shard_groups(run, grid, expert=each.kind.expert), run.parallel.zero, self._types[1], puts_off=puts_off
+            )
             for each in gradient_buckets(run, grid.position.mesh, [row.shard for row in self._owned])
         ]
         uses = Counter(parameter for module in self.modules for parameter in module.parameters())
@@ -265,9 +267,9 @@ class NativeEngine(Engine):
             row.parameter.register_post_accumulate_grad_hook(reducer.take)  # type: ignore[no-untyped-call]
         return made, reducer
 
-    def _shard_fully(self, group: Group) -> tuple[list[ShardedWeight], ShardedReducer]:
+    def _shard_fully(self, groups: RowGroups) -> tuple[list[ShardedWeight], ShardedReducer]:
         buckets = gradient_buckets(self.run, self.grid.position.mesh, [row.shard for row in self._owned])
-        weights = sharded_weights(self._owned, {name: each.kind for each in buckets for name in each.names}, group, self._copies)
+        weights = sharded_weights(self._owned, {name: each.kind for each in buckets for name in each.names}, groups)
         return weights, ShardedReducer(self.modules, weights, once=gathers_once(self.run.parallel))
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
@@ -292,19 +294,3 @@ def compute_types(run: Run) -> tuple[torch.dtype, torch.dtype]:
     """Return the types that a run computes in, and sums gradients in."""
     compute = DTYPES[run.train.precision]
     return compute, MASTER if widths(run.train).gradient == MASTER.itemsize else compute
-
-
-def sharding_group(run: Run, grid: Grid) -> Group | None:
-    """Return the ranks over which weights are sharded; None where each rank keeps them whole."""
-    return grid.group("shard") if run.parallel.zero == 3 else None
-
-
-def bucket_groups(run: Run, grid: Grid, kind: BucketKind) -> tuple[Group | None, Group | None]:
-    """Return the ranks over which a bucket is sharded, and those that own the same shard."""
-    if not run.parallel.zero:
-        return None, grid.group("expert_copies" if kind.expert else "data")
-    return (
-        (grid.group("expert_shard"), grid.group("expert_shard_copies"))
-        if kind.expert
-        else (grid.group("shard"), grid.group("shard_copies"))
-    )

@@ -12,33 +12,41 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from ...layers.group import Group
+from ...plan.axes.weight_slices import WeightShard
 from ...plan.native.buckets import BucketKind
 from ..rank_parameter import RankParameter
+from .shard_groups import ShardGroups
 from .weight_buckets import MASTER, Piece
 
+RowGroups = Mapping[bool, ShardGroups]  # of experts that ranks share out (True), and of other weights
 
-def keep_own_rows(parameter: nn.Parameter, group: Group) -> nn.Parameter:
+
+def keep_own_rows(parameter: nn.Parameter, shard: WeightShard, groups: RowGroups) -> nn.Parameter:
     """Return a parameter of the same shape without memory, which keeps this rank's rows of the values in float32 as `own_rows`."""
+    group = groups[shard.expert].sharing
+    assert group is not None
     kept = nn.Parameter(torch.empty_like(parameter.data, dtype=MASTER, device="meta"), requires_grad=parameter.requires_grad)
     chunks = parameter.data.chunk(group.size)
     own = chunks[group.rank] if group.rank < len(chunks) else parameter.data[:0]
     kept.own_rows = own.to(MASTER, copy=True)  # type: ignore[attr-defined]
+    kept.is_expert = shard.expert  # type: ignore[attr-defined]
     return kept
 
 
-def shard_module(
-    module: nn.Module, group: Group, copies: Group | None, compute: torch.dtype, reduced: torch.dtype, device: torch.device
-) -> None:
-    """Shard the parameters of a module, which `keep_own_rows` made, by rows: each layer alone, embedding and head together. The ranks of
-    `copies` have the same rows.
+def shard_module(module: nn.Module, groups: RowGroups, compute: torch.dtype, reduced: torch.dtype, device: torch.device) -> None:
+    """Shard the parameters of a module, which `keep_own_rows` made, by rows: each layer alone, its experts apart, embedding and head
+    together.
 
     They are gathered in the type `compute`; gradients are summed in the type `reduced`.
     """
     own: dict[str, Any] = {name: getattr(parameter, "own_rows", None) for name, parameter in module.named_parameters()}
-    mesh = _device_mesh(group, copies, device.type)
+    mesh = _device_mesh(groups[False], device.type)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduced, cast_forward_inputs=False)
     layers: Any = module.layers
     for layer in layers.values():
+        for part in layer.children():
+            if all(getattr(each, "is_expert", False) for each in part.parameters()) and any(True for _ in part.parameters()):
+                fully_shard(part, mesh=_device_mesh(groups[True], device.type), mp_policy=policy)
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(module, mesh=mesh, mp_policy=policy)
     module.to_empty(device=device)
@@ -50,11 +58,13 @@ def shard_module(
             each.set_force_sum_reduction_for_comms(True)
 
 
-def _device_mesh(group: Group, copies: Group | None, device: str) -> DeviceMesh:
-    """Return the mesh on which fully_shard shards over `group`, and sums over `copies` what it has scattered.
+def _device_mesh(groups: ShardGroups, device: str) -> DeviceMesh:
+    """Return the mesh on which fully_shard shards over `sharing`, and sums over `copies` what it has scattered.
 
     Only the row and the column of this rank are read.
     """
+    group, copies = groups
+    assert group is not None
     if copies is None:
         return DeviceMesh.from_group(group.handle, device)
     ranks = torch.full((copies.size, group.size), -1)
@@ -118,15 +128,19 @@ class ShardedWeight:
             yield "gradients", self.shard_gradient
 
 
-def sharded_weights(
-    rows: Sequence[RankParameter], kinds: Mapping[str, BucketKind], group: Group, copies: Group | None
-) -> list[ShardedWeight]:
+def sharded_weights(rows: Sequence[RankParameter], kinds: Mapping[str, BucketKind], groups: RowGroups) -> list[ShardedWeight]:
     """Return this rank's rows of trained weights."""
-    return [ShardedWeight(row, kinds[row.name], copies, first_element(row, group)) for row in rows if row.parameter.requires_grad]
+    return [
+        ShardedWeight(row, kinds[row.name], groups[row.shard.expert].copies, first_element(row, groups))
+        for row in rows
+        if row.parameter.requires_grad
+    ]
 
 
-def first_element(row: RankParameter, group: Group) -> int:
+def first_element(row: RankParameter, groups: RowGroups) -> int:
     """Return the flat element of a sharded parameter with which this rank's rows begin."""
+    group = groups[row.shard.expert].sharing
+    assert group is not None
     shape = row.parameter.shape
     return min(-(-shape[0] // group.size) * group.rank, shape[0]) * (shape.numel() // shape[0])
 

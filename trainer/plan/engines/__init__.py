@@ -49,6 +49,7 @@ ENGINES = {
             executes="flushing",
             precisions=("fp32", "bf16", "fp16"),
             offload=False,
+            shards_experts=True,
             hybrid_shards=True,
             source="torch",
         ),

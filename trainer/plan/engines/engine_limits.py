@@ -76,10 +76,10 @@ def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
 
 
 def _stage3_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[EngineLimit]:
-    """ZeRO 3 shards no experts that ranks share out, and in a pipeline neither puts off weights' gradients nor shards a weight that two
-    parts of one stage use."""
+    """DeepSpeed's ZeRO 3 shards no experts that ranks share out; ours in a pipeline neither puts off weights' gradients nor shards a weight
+    that two parts of one stage use."""
     less: Change = (("parallel.zero", 2),)
-    if parallel.ep > 1:
+    if parallel.ep > 1 and not row.shards_experts:
         yield EngineLimit(row.name, "parallel.zero", f"3 with parallel.ep={parallel.ep}", (less, (("parallel.ep", 1),)))
     elif parallel.pp > 1 and (schedule := schedule_of(parallel)):
         whole: Change = (("parallel.schedule", "1f1b"), *((("parallel.chunks", 1),) if parallel.chunks > 1 else ()))

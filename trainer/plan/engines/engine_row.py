@@ -25,6 +25,7 @@ class EngineRow:
     precisions: tuple[str, ...]
     offload: bool
     source: str
+    shards_experts: bool = False  # ZeRO 3 shards experts that ranks share out
     hybrid_shards: bool = False  # ZeRO shards over some of the data ranks (parallel.shard)
     whole_models: bool = True  # it trains without pipeline stages too
 

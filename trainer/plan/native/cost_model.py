@@ -62,7 +62,8 @@ class NativeCosts(CostModel):
         """fully_shard keeps float32 weights and gradients of this rank's rows. Gathered are the ends of the model and two layers, with the
         gradients of one, or, where weights are gathered once a step, all weights and all gradients."""
         width = context.widths
-        stepped = sum(many * each.on_rank(layout.shard, None) for each, many in stage_rows(context, kind, layout.mesh))
+        rows = stage_rows(context, kind, layout.mesh)
+        stepped = sum(many * each.on_rank(layout.expert_shard if each.expert else layout.shard, None) for each, many in rows)
         own = stepped + sharded_elements(layout, held.frozen, 0)
         if gathers_once(layout.parallel):
             gathered = width.weight * (held.dense + held.experts) + width.gradient * held.trained
@@ -151,15 +152,20 @@ def _is_sharded(layout: Layout) -> bool:
 def _stage3_terms(run: Run, mesh: Mesh, shards: Sequence[WeightShard], rounds: int) -> Iterator[TrafficTerm]:
     """fully_shard gathers each layer for forward and for backward, the ends of the model once for both; it pads each weight's rows. Owners
     of the same rows sum them after the last micro-batch."""
-    ranks, copies = sharing_ranks(run.parallel, mesh, expert=False)
     width = widths(run.train)
-    sizes = [(padded_elements(each.size, ranks), each.name.startswith("layers."), run.model.is_trained(each.name)) for each in shards]
-    layers, whole = sum(size for size, layer, _ in sizes if layer), sum(size for size, *_ in sizes)
-    trained = sum(size for size, _, is_trained in sizes if is_trained)
-    again = 0 if gathers_once(run.parallel) else layers
     often = f"at each of {rounds} micro-batches" if rounds > 1 else "once a step"
-    says = f"weights, {often}" + ", those of layers again in backward" * bool(again)
-    yield TrafficTerm(verb="all_gather", bytes=rounds * (whole + again) * width.weight, says=says)
-    yield TrafficTerm(verb="reduce_scatter", bytes=rounds * trained * width.gradient, says=f"gradients, {often}, each padded to equal rows")
-    if copies > 1:
-        yield TrafficTerm(verb="all_reduce", bytes=trained // ranks * width.gradient, says=f"{COPIED}, once a step")
+    for expert in sorted({each.expert for each in shards}):
+        ranks, copies = sharing_ranks(run.parallel, mesh, expert=expert)
+        some = [each for each in shards if each.expert == expert]
+        sizes = [(padded_elements(each.size, ranks), each.name.startswith("layers."), run.model.is_trained(each.name)) for each in some]
+        layers, whole = sum(size for size, layer, _ in sizes if layer), sum(size for size, *_ in sizes)
+        trained = sum(size for size, _, is_trained in sizes if is_trained)
+        again = 0 if gathers_once(run.parallel) else layers
+        kind = "experts" if expert else "weights"
+        if ranks > 1:
+            says = f"{kind}, {often}" + ", those of layers again in backward" * bool(again)
+            yield TrafficTerm(verb="all_gather", bytes=rounds * (whole + again) * width.weight, says=says)
+            says = f"gradients of {kind}, {often}, each padded to equal rows"
+            yield TrafficTerm(verb="reduce_scatter", bytes=rounds * trained * width.gradient, says=says)
+        if copies > 1:
+            yield TrafficTerm(verb="all_reduce", bytes=trained // ranks * width.gradient, says=f"{COPIED}, once a step")

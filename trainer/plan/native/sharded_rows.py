@@ -15,11 +15,13 @@ from ..layout.mesh import Mesh
 
 
 class Rows(NamedTuple):
-    """A weight on a rank before sharding: its rows, the elements of one, which other ranks of the tensor axis hold it too."""
+    """A weight on a rank before sharding: its rows, the elements of one, which other ranks of the tensor axis hold it too, whether
+    data-parallel ranks share it out."""
 
     rows: int
     elements: int
     copies: TensorCopies
+    expert: bool = False
 
     def on_rank(self, ranks: int, data: int | None) -> int:
         """The elements of one of `ranks` ranks; None: of the one with most."""
@@ -45,7 +47,7 @@ def padded_elements(size: tuple[int, ...], ranks: int) -> int:
 
 def stage_rows(context: CostContext, kind: StageKind, mesh: Mesh) -> tuple[tuple[Rows, int], ...]:
     """The trained weights of a rank of a kind of stage, and how often it has each."""
-    key = ("native", kind, mesh.tp)
+    key = ("native", kind, mesh.tp, mesh.ep)
     if key not in context.memo:
         ends, layer = (StageKind(0, kind.first, kind.last), 1), (StageKind(1, False, False), kind.layers)
         context.memo[key] = tuple((row, many) for some, many in (ends, layer) for row in _rows(context, some, mesh))
@@ -56,8 +58,8 @@ def stage_rows(context: CostContext, kind: StageKind, mesh: Mesh) -> tuple[tuple
 def _rows(context: CostContext, kind: StageKind, mesh: Mesh) -> Iterator[Rows]:
     for parameter in model_parameters(context.table, range(kind.layers), first=kind.first, last=kind.last):
         if not parameter.frozen:
-            shard = weight_shard(parameter, context.table.sizes, mesh.tp, 0, vocab_multiple=context.run.model.vocab_multiple)
-            yield rows_of_size(shard.size, _copies(mesh, shard))
+            shard = weight_shard(parameter, context.table.sizes, mesh.tp, 0, vocab_multiple=context.run.model.vocab_multiple, ep=mesh.ep)
+            yield rows_of_size(shard.size, _copies(mesh, shard))._replace(expert=shard.expert)
 
 
 def _copies(mesh: Mesh, shard: WeightShard) -> TensorCopies:
