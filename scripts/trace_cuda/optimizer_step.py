@@ -1,8 +1,8 @@
-"""The bytes that DeepSpeed's optimizer step holds and moves: its own code on real tensors of one CPU rank, under a counter of live bytes.
+"""The bytes that an engine's optimizer step holds and moves: its own code on real tensors of one CPU rank, under a counter of live bytes.
 
 A rank of N holds and moves the same for each element of its part. Activations are left out: sequences are four tokens long.
 
-Run `python -m distrain.scripts.trace_cuda.optimizer_step ZERO PRECISION GRADIENTS MICROS`; it prints a line of JSON.
+Run `python -m distrain.scripts.trace_cuda.optimizer_step ENGINE ZERO PRECISION GRADIENTS MICROS`; it prints a line of JSON.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -77,11 +77,17 @@ def _bytes(values: list[Any]) -> int:
     return sum(each.nbytes for each in tree_iter(values) if isinstance(each, Tensor))
 
 
-def measure_step(zero: int, precision: str, gradients: str, micros: int) -> StepBytes:
+def measure_step(engine: str, zero: int, precision: str, gradients: str, micros: int) -> StepBytes:
     """Return the bytes of a step, from two models that differ in their number of layers."""
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
     world = join_ranks("cpu")
-    words = (f"parallel.zero={zero}", f"train.precision={precision}", f"train.gradients={gradients}", f"train.batch={micros}")
+    layout = (f"engine={engine}", f"parallel.zero={zero}")
+    words = (
+        *layout,
+        f"train.precision={precision}",
+        f"train.gradients={gradients}",
+        f"train.batch={micros}",
+    )
     measured = []
     for layers in LAYERS:
         fixed = ("cluster=1x1", "device=cpu", "train.microbatch=1", f"train.seq={SEQ}", f"model.layers={layers}")
@@ -100,17 +106,42 @@ def _measure(run: Run, world: World) -> dict[str, float]:
     with live:
         engine: Any = build_engine(run, make_grid(world, mesh_position(run, 0)), make_plan(run).engine)
         tokens = torch.zeros(1, SEQ, dtype=torch.long)
-        with _around_last_step(engine, live, moved, found):
+        around = around_native_step if run.engine == "native" else around_deepspeed_step
+        with around(engine, live, moved, found):
             for _ in range(STEPS):
                 live.restart_peak()
                 engine.step(lambda index: (tokens, tokens, {}), 1e-4, engine.micros * SEQ)
         found["after"] = live.now
-        found["tensors"] = len(list(engine.engine.module.parameters()))
+        found["tensors"] = len(engine.parameters)
     return found
 
 
 @contextmanager
-def _around_last_step(engine: Any, live: LiveBytes, moved: MovedBytes, found: dict[str, float]) -> Iterator[None]:
+def around_native_step(engine: Any, live: LiveBytes, moved: MovedBytes, found: dict[str, float]) -> Iterator[None]:
+    """Count from the end of each step's passes, when the pipeline has run all of its actions, to the end of the step."""
+    train, step, counting = engine.pipeline.train, engine.step, ExitStack()
+
+    def train_then_count(*given: Any) -> Any:
+        result = train(*given)
+        found["passes"] = live.peak
+        live.restart_peak()
+        moved.bytes = moved.kernels = moved.waits = 0
+        counting.enter_context(moved)
+        return result
+
+    def take_step(*given: Any) -> Any:
+        with counting:
+            result = step(*given)
+        found.update(step=live.peak, moved=moved.bytes, kernels=moved.kernels, waits=moved.waits)
+        return result
+
+    engine.pipeline.train, engine.step = train_then_count, take_step
+    yield
+    engine.pipeline.train, engine.step = train, step
+
+
+@contextmanager
+def around_deepspeed_step(engine: Any, live: LiveBytes, moved: MovedBytes, found: dict[str, float]) -> Iterator[None]:
     """Count from the end of each step's passes: DeepSpeed's `step` of the last micro-batch, and what our engine does before it."""
     is_finite, step = engine._is_finite, engine.engine.step
 
@@ -143,8 +174,8 @@ def _free_port() -> int:
 
 def main() -> None:
     """Print what one configuration's step holds and moves."""
-    zero, precision, gradients, micros = sys.argv[1:]
-    print(json.dumps(asdict(measure_step(int(zero), precision, gradients, int(micros)))), flush=True)
+    engine, zero, precision, gradients, micros = sys.argv[1:]
+    print(json.dumps(asdict(measure_step(engine, int(zero), precision, gradients, int(micros)))), flush=True)
     os._exit(0)  # DeepSpeed's threads and process groups need no orderly end
 
 

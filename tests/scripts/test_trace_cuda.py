@@ -17,12 +17,15 @@ from distrain.scripts.trace_cuda import trace_process
 from distrain.scripts.trace_cuda.device_guard import NoGuard, device_guard
 from distrain.scripts.trace_cuda.processes import TraceJob, trace
 from distrain.scripts.trace_cuda.trace_process import planned_bytes
+from distrain.tests.fakes.deadline import DEADLINE
 from distrain.trainer.models.families import op_table
 from distrain.trainer.models.ops.op_table import OpTable
 from distrain.trainer.plan.costs import cost_context, temporary_bytes
 from distrain.trainer.plan.deepspeed.flat_tensors import FlatElements
 from distrain.trainer.plan.deepspeed.memory import FrozenElements, ZeroSetting, step_bytes, step_work, zero_bytes
 from distrain.trainer.plan.layout_cost import in_flight
+from distrain.trainer.plan.native.cost_model import step_moves
+from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.changed_run import with_changes
 
 GPU = ("device=h200", "cluster.nodes=1", "data=synthetic", "model.layers=4", "train.microbatch=1")
@@ -159,12 +162,37 @@ def is_planned(job: TraceJob, answer: Mapping[str, Any]) -> bool:
     )
 
 
+WIDTHS = {("fp32", "auto"): (4, 4), ("bf16", "auto"): (2, 2), ("bf16", "fp32"): (2, 4)}  # of weights and gradients
+
+
+def measured_step(*words: str) -> dict[str, float]:
+    arguments = [sys.executable, "-m", "distrain.scripts.trace_cuda.optimizer_step", *words]
+    ended = subprocess.run(arguments, capture_output=True, text=True, timeout=DEADLINE, check=True)
+    measured: dict[str, float] = json.loads(ended.stdout.splitlines()[-1])
+    return measured
+
+
+@pytest.mark.parametrize(("precision", "gradients"), [("fp32", "auto"), ("bf16", "auto")])
+def test_a_step_of_engine_native_holds_and_moves_the_bytes_that_the_plan_counts(precision: str, gradients: str) -> None:
+    """For each parameter of one rank; the host waits for no number before the step, and for two after it."""
+    measured = measured_step("native", "0", precision, gradients, "2")
+    run = load_recipe("quickstart", ["cluster=1x1", "device=cpu", "engine=native", f"train.precision={precision}"])
+    plan = make_plan(run)
+    assert plan.memory is not None
+    assert plan.model is not None
+    planned = plan.memory.stages[0].bytes
+    states = (planned.weights + planned.gradients + planned.optimizer) / plan.model.parameters
+    assert measured["after"] == pytest.approx(states, rel=1e-3)
+    assert measured["step"] == pytest.approx(states, rel=1e-3)  # buckets are cast one by one
+    assert measured["moved"] == pytest.approx(step_moves(*WIDTHS[precision, gradients], states=8), rel=1e-3)
+    assert measured["waits"] <= 2
+
+
 @pytest.mark.parametrize(("zero", "precision", "gradients"), [(1, "bf16", "auto"), (2, "bf16", "fp32"), (3, "fp32", "auto")])
 def test_a_step_holds_and_moves_the_bytes_that_the_plan_counts(zero: int, precision: str, gradients: str) -> None:
     """For each parameter of one rank, beside activations; a step also holds its norm's partial sums."""
-    arguments = [sys.executable, "-m", "distrain.scripts.trace_cuda.optimizer_step", str(zero), precision, gradients, "2"]
-    measured = json.loads(subprocess.run(arguments, capture_output=True, text=True, timeout=300, check=True).stdout.splitlines()[-1])
-    weight, gradient = 2 if precision == "bf16" else 4, 2 if (precision, gradients) == ("bf16", "auto") else 4
+    measured = measured_step("zero", str(zero), precision, gradients, "2")
+    weight, gradient = WIDTHS[precision, gradients]
     setting = ZeroSetting(stage=zero, ranks=1, micros=2, weight=weight, gradient=gradient, states=8, bucket=0, buckets=1, pipeline=False)
     flat = FlatElements(whole=10**6, part=10**6, overlapping=10**6, stage3=10**6)
     held = zero_bytes(setting, 10**6, flat, FrozenElements(0, 0))

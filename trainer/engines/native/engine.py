@@ -28,20 +28,10 @@ from ..held_bytes import ByteCounter, tensors_in
 from ..rank_parameter import OptimizerShard, RankParameter, optimizer_state
 from ..tied_ends import tie_ends
 from ..torch_optimizer import optimizer_of_groups
-from .fully_sharded import (
-    RowGroups,
-    ShardedReducer,
-    ShardedWeight,
-    collect_gathered,
-    first_element,
-    keep_own_rows,
-    local_rows,
-    shard_module,
-    sharded_weights,
-)
 from .loss_scale import LossScale
 from .pipeline import Pipeline, ScheduledStep
-from .shard_groups import row_groups, shard_groups
+from .shard_groups import RowGroups, row_groups, shard_groups
+from .sharded_weights import ShardedReducer, ShardedWeight, collect_gathered, first_element, keep_own_rows, local_rows, sharded_weights
 from .stage_messages import StageChain, StageMessages
 from .weight_buckets import MASTER, BucketReducer, WeightBucket
 
@@ -62,6 +52,8 @@ class NativeEngine(Engine):
         self._types = compute_types(run)
         self._sharding = sharding = row_groups(run, grid)
         if sharding:
+            from .fully_sharded import shard_module
+
             for module in self.modules:
                 shard_module(module, sharding, *self._types, grid.world.device)
                 module.compute_type = self._types[0]  # type: ignore[assignment]
@@ -110,11 +102,11 @@ class NativeEngine(Engine):
             sums = self._sum_over_ranks(total)
         self._call_show_gradients()
         with self._measure_time("step"):
+            is_finite = sums[:2].isfinite().all()
+            sums[1].sqrt_().div_(self.backward_scale)
+            self._step_optimizer(sums[1], is_finite)
             loss, norm, *near_ties = sums.tolist()
-            norm = norm**0.5 / self.backward_scale
             skipped = not (norm < torch.inf and abs(loss) < torch.inf)  # nan is neither
-            if not skipped:
-                self._step_optimizer(norm)
             self.skipped_steps += skipped
             if self.scale:
                 self.scale.update(overflow=skipped)
@@ -164,15 +156,25 @@ class NativeEngine(Engine):
         finally:
             self.pipeline.times = None
 
-    def _step_optimizer(self, norm: float) -> None:
-        """Clip the gradients to a norm of train.clip, step this rank's weights, and gather the others'."""
-        factor = min(1.0, self.run.train.clip / (norm + 1e-6)) if self.run.train.clip else 1.0
-        factor /= self.backward_scale
+    def _step_optimizer(self, norm: Tensor, is_finite: Tensor) -> None:
+        """Clip the gradients to a norm of train.clip, step this rank's weights unless a number is not finite, and gather the others'.
+
+        Torch's fused AdamW divides and skips by itself, from numbers on the device: the host need not wait for the norm.
+        """
+        clip = self.run.train.clip
+        divisor = (((norm + 1e-6) / clip).clamp_min(1.0) if clip else torch.ones_like(norm)) * self.backward_scale
+        optimizer: Any = self.optimizer
+        is_fused = self.run.optim.name == "adamw"
+        if is_fused:
+            optimizer.grad_scale = divisor.float() if clip or self.scale else None
+            optimizer.found_inf = is_finite.logical_not().float()
+        elif not is_finite:
+            return
         gathers = []
         for buckets in self._stepped_together():
             for bucket in buckets:
                 gradient = bucket.shard_gradient.to(bucket.master.dtype)
-                bucket.master.grad = gradient if factor == 1.0 else gradient.mul_(factor)
+                bucket.master.grad = gradient if is_fused else gradient.div_(divisor)
             self.optimizer.step()  # of these buckets alone: no other has a gradient now
             for bucket in buckets:
                 bucket.master.grad = None

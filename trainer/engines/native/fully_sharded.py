@@ -1,36 +1,16 @@
-"""ZeRO 3 of engine `native`: PyTorch's fully_shard (FSDP2), which gathers a layer's weights around its forward and its backward."""
+"""PyTorch's fully_shard (FSDP2), which gathers a layer's weights around its forward and its backward. Its import takes a second."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from ...layers.group import Group
-from ...plan.axes.weight_slices import WeightShard
-from ...plan.native.buckets import BucketKind
-from ..rank_parameter import RankParameter
-from .shard_groups import ShardGroups
-from .weight_buckets import MASTER, Piece
-
-RowGroups = Mapping[bool, ShardGroups]  # of experts that ranks share out (True), and of other weights
-
-
-def keep_own_rows(parameter: nn.Parameter, shard: WeightShard, groups: RowGroups) -> nn.Parameter:
-    """Return a parameter of the same shape without memory, which keeps this rank's rows of the values in float32 as `own_rows`."""
-    group = groups[shard.expert].sharing
-    assert group is not None
-    kept = nn.Parameter(torch.empty_like(parameter.data, dtype=MASTER, device="meta"), requires_grad=parameter.requires_grad)
-    chunks = parameter.data.chunk(group.size)
-    own = chunks[group.rank] if group.rank < len(chunks) else parameter.data[:0]
-    kept.own_rows = own.to(MASTER, copy=True)  # type: ignore[attr-defined]
-    kept.is_expert = shard.expert  # type: ignore[attr-defined]
-    return kept
+from .shard_groups import RowGroups, ShardGroups
+from .sharded_weights import local_rows
 
 
 def shard_module(module: nn.Module, groups: RowGroups, compute: torch.dtype, reduced: torch.dtype, device: torch.device) -> None:
@@ -70,126 +50,3 @@ def _device_mesh(groups: ShardGroups, device: str) -> DeviceMesh:
     ranks = torch.full((copies.size, group.size), -1)
     ranks[copies.rank], ranks[:, group.rank] = torch.tensor(group.ranks), torch.tensor(copies.ranks)
     return DeviceMesh.from_group([copies.handle, group.handle], device, mesh=ranks, mesh_dim_names=("copies", "shard"))
-
-
-@contextmanager
-def collect_gathered(modules: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """Yield a list that fills with the gathered weights of each module that runs in the block."""
-    gathered: list[Tensor] = []
-    hooks = [
-        each.register_forward_pre_hook(lambda module, _: gathered.extend(module.parameters()))
-        for module in modules
-        for each in module.modules()
-        if isinstance(each, FSDPModule)
-    ]
-    try:
-        yield gathered
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def local_rows(sharded: Any) -> Tensor:
-    """Return the rows of a sharded tensor that this rank has."""
-    rows: Tensor = sharded.detach().to_local()
-    return rows
-
-
-class ShardedWeight:
-    """One weight, of which this rank has some rows in float32. It has what `WeightBucket` offers to the engine."""
-
-    def __init__(self, row: RankParameter, kind: BucketKind, copies: Group | None, rows_before: int) -> None:
-        self.row, self.rows, self.kind, self.copies = row, [row], kind, copies
-        self._start = rows_before
-        self.master = nn.Parameter(local_rows(row.parameter).view(-1), requires_grad=False)
-
-    @property
-    def pieces(self) -> Iterator[Piece]:
-        if self.master.numel():
-            yield Piece(self.row, self._start, 0, self.master.numel())
-
-    @property
-    def shard_gradient(self) -> Tensor:
-        gradient = self.row.parameter.grad
-        return torch.zeros_like(self.master) if gradient is None else local_rows(gradient).view(-1)
-
-    def own_gradient(self, parameter: nn.Parameter) -> Tensor:
-        return self.shard_gradient
-
-    def copy_master(self) -> None:
-        """Do nothing: what is gathered is cast from the float32 rows."""
-
-    def gather(self) -> None:
-        """Do nothing: forward gathers the weight."""
-
-    def held_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield "weights", self.master.data
-        if self.row.parameter.grad is not None:
-            yield "gradients", self.shard_gradient
-
-
-def sharded_weights(rows: Sequence[RankParameter], kinds: Mapping[str, BucketKind], groups: RowGroups) -> list[ShardedWeight]:
-    """Return this rank's rows of trained weights."""
-    return [
-        ShardedWeight(row, kinds[row.name], groups[row.shard.expert].copies, first_element(row, groups))
-        for row in rows
-        if row.parameter.requires_grad
-    ]
-
-
-def first_element(row: RankParameter, groups: RowGroups) -> int:
-    """Return the flat element of a sharded parameter with which this rank's rows begin."""
-    group = groups[row.shard.expert].sharing
-    assert group is not None
-    shape = row.parameter.shape
-    return min(-(-shape[0] // group.size) * group.rank, shape[0]) * (shape.numel() // shape[0])
-
-
-class ShardedReducer:
-    """Decides when fully_shard gathers weights and sums gradients: around every micro-batch's passes, or (`once`) once a step.
-
-    It has what `BucketReducer` offers to the engine.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module], weights: Sequence[ShardedWeight], *, once: bool) -> None:
-        self._modules, self._weights, self._once = modules, weights, once
-
-    def begin(self, micros: int) -> None:
-        self._micros = micros
-        self._done = [0] * len(self._modules)
-        for each in self._weights:
-            each.row.parameter.grad = None
-        if self._once:
-            for module in self._modules:
-                _keep_gathered(module, True)
-
-    def before_backward(self, chunk: int) -> None:
-        """Have the last backward of a part sum its gradients and drop its weights."""
-        self._done[chunk] += 1
-        last = self._done[chunk] == self._micros
-        if self._once and last:
-            _keep_gathered(self._modules[chunk], False)
-        _sum_copies(self._modules[chunk], last)
-
-    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        raise NotImplementedError("ZeRO 3 puts off no weight's gradient")
-
-    def finish_backward(self) -> None:
-        """Do nothing: backward has summed all gradients."""
-
-    def finish(self) -> None:
-        """Do nothing."""
-
-
-def _sum_copies(module: nn.Module, now: bool) -> None:
-    """Have the backward that follows sum rows over the ranks that have the same ones, or only over those that it shards with."""
-    assert isinstance(module, FSDPModule)
-    module.set_requires_all_reduce(now)
-
-
-def _keep_gathered(module: nn.Module, keep: bool) -> None:
-    assert isinstance(module, FSDPModule)
-    module.set_reshard_after_forward(not keep)
-    module.set_reshard_after_backward(not keep)
-    module.set_requires_gradient_sync(not keep)
-    module.set_is_last_backward(not keep)

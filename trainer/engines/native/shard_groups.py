@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ...layers.group import Group
@@ -16,6 +17,9 @@ class ShardGroups(NamedTuple):
     copies: Group | None
 
 
+RowGroups = Mapping[bool, ShardGroups]  # of experts that ranks share out (True), and of other weights
+
+
 def shard_groups(run: Run, grid: Grid, *, expert: bool) -> ShardGroups:
     """Return the groups of a weight: at ZeRO 0 each rank owns all of it."""
     if not run.parallel.zero:
@@ -24,7 +28,7 @@ def shard_groups(run: Run, grid: Grid, *, expert: bool) -> ShardGroups:
     return ShardGroups(grid.group(shard), grid.group(f"{shard}_copies"))
 
 
-def row_groups(run: Run, grid: Grid) -> dict[bool, ShardGroups] | None:
+def row_groups(run: Run, grid: Grid) -> RowGroups | None:
     """Return the groups over which ZeRO 3 shards rows, of experts that ranks share out (True) and of other weights; None where each rank
     keeps its weights whole."""
     if run.parallel.zero != 3 or not grid.group("shard"):

@@ -108,14 +108,11 @@ class NativeCosts(CostModel):
         return rows_of_size((blocks.tied // hidden, hidden)).on_rank(layout.shard, place)
 
     def step_seconds(self, context: CostContext, layout: Layout, held: StageElements, tensors: int) -> float:
-        """The norm reads the gradients, Adam reads and writes its states and weights; gradients that are not float32 are cast first."""
+        """The norm reads the gradients; gradients that are not float32 are cast; Adam reads and writes them, its states and its weights."""
         if context.rates is None:
             return 0.0
         width = context.widths
-        cast = 2 * MASTER if width.gradient < MASTER else 0
-        copied = MASTER + width.weight if width.weight < MASTER else 0
-        moved = 2 * (MASTER + context.states) + 2 * width.gradient + cast + copied
-        return elements_to_step(layout, held) * moved / context.rates.memory
+        return elements_to_step(layout, held) * step_moves(width.weight, width.gradient, context.states) / context.rates.memory
 
     def traffic_terms(self, run: Run, mesh: Mesh, shards: Sequence[WeightShard]) -> Iterator[TrafficTerm]:
         """Buckets are padded to a multiple of their ranks where ZeRO shards them."""
@@ -143,6 +140,13 @@ class NativeCosts(CostModel):
             rows.append(("all_reduce", WIDE, is_parallel, "label count"))
         own = (ControlMessage(verb=verb, payload=payload, count=count, says=says) for verb, payload, count, says in rows if count)
         return (*own, *routing_messages(run, mesh, layers))
+
+
+def step_moves(weight: int, gradient: int, states: int) -> int:
+    """Return the bytes that a step reads and writes for each element, with weights, gradients and optimizer states of these bytes."""
+    cast = gradient + MASTER if gradient < MASTER else 0
+    copied = MASTER + weight if weight < MASTER else 0
+    return gradient + cast + 2 * (MASTER + MASTER + states) + copied
 
 
 def _is_sharded(layout: Layout) -> bool:
