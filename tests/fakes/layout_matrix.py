@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from itertools import product
@@ -17,43 +18,47 @@ from distrain.trainer.spec.run import Run
 Choice = tuple[tuple[str, Any], ...]  # (key, value) pairs that are set together
 Words = tuple[str, ...]
 
-SIZES = ("train.batch", "model.layers")  # that a layout brings with it
-
 
 class MatrixLayout(NamedTuple):
-    """A row of a matrix: the arguments that all share, those of its shape, the shape's name, a choice of each factor."""
+    """A row of a matrix: the arguments that all share, those of its shape, the shape's name, a choice of each factor, and the sizes that
+    such a layout needs."""
 
     base: Words
     words: Words
     shape: str
     choices: tuple[Choice, ...]
+    sizes: Choice
 
     def __str__(self) -> str:
-        degrees = [f"{key.rpartition('.')[2]}{value}" for key, value in self.choices[0] if value != 1 and key not in SIZES]
-        others = [str(value).lower() for choice in self.choices[1:] for key, value in choice if key not in SIZES]
+        degrees = [f"{key.rpartition('.')[2]}{value}" for key, value in self.choices[0] if value != 1]
+        others = [str(value).lower() for choice in self.choices[1:] for _, value in choice]
         return " ".join([self.shape, *degrees, *others])
 
     @property
     def overrides(self) -> Words:
-        return (*self.words, *overrides(dict(pair for choice in self.choices for pair in choice).items()))
+        return (*self.words, *overrides(dict(pair for choice in (*self.choices, self.sizes) for pair in choice).items()))
 
     @property
     def curve(self) -> Words:
         """The arguments of the run except its layout."""
-        run = self.run()
-        return (*self.base, *self.words, f"train.batch={run.train.batch}", f"model.layers={run.model.layers}")
+        return (*self.base, *self.words, *overrides(self.sizes))
 
     def run(self) -> Run:
-        return _chosen_run((*self.base, *self.words), self.choices)
+        return with_changes(_chosen_run((*self.base, *self.words), self.choices), self.sizes)
 
 
 @dataclass(frozen=True)
 class LayoutMatrix:
-    """Shapes of models times choices of factors, of which the first are meshes."""
+    """Shapes of models times choices of factors, of which the first are meshes. `sizes` gives the least sizes that choices need."""
 
     base: Words
     shapes: tuple[tuple[str, Words], ...]
     factors: tuple[tuple[Choice, ...], ...]
+    sizes: Callable[[Mapping[str, Any]], Choice]
+
+    @property
+    def meshes(self) -> tuple[Choice, ...]:
+        return self.factors[0]
 
     @cached_property
     def layouts(self) -> tuple[tuple[MatrixLayout, ...], dict[MatrixLayout, list[str]]]:
@@ -61,8 +66,9 @@ class LayoutMatrix:
         legal, illegal = list[MatrixLayout](), dict[MatrixLayout, list[str]]()
         for shape, words in self.shapes:
             for choices in product(*self.factors):
-                if not _has_idle_choice(choices):
-                    layout = MatrixLayout(self.base, words, shape, choices)
+                values = dict(pair for choice in choices for pair in choice)
+                if not _has_idle_choice(values):
+                    layout = MatrixLayout(self.base, words, shape, choices, self.sizes(values))
                     if wrong := _refusal_reasons(layout.run()):
                         illegal[layout] = wrong
                     else:
@@ -78,7 +84,7 @@ class LayoutMatrix:
 def _pairs_in(layout: MatrixLayout) -> set[Pair]:
     """Every pair of choices in a layout, and its mesh."""
     mesh, *others = layout.choices
-    gpus, tp, pp, cp, ep = (value for key, value in mesh if key not in SIZES)
+    gpus, tp, pp, cp, ep = (value for _, value in mesh)
     return choice_pairs((layout.shape, gpus // (tp * pp * cp), tp, pp, cp, ep, *others)) | {(-1, mesh, -1, mesh)}
 
 
@@ -94,9 +100,8 @@ def _chosen_run(words: Words, choices: tuple[Choice, ...]) -> Run:
     return with_changes(_chosen_run(words, choices[:-1]), choices[-1]) if choices else _shape_run(words)
 
 
-def _has_idle_choice(choices: tuple[Choice, ...]) -> bool:
+def _has_idle_choice(values: Mapping[str, Any]) -> bool:
     """Whether a choice has no effect: parallel.sequence without a tensor axis, a schedule without stages, a shard of all data ranks."""
-    values = dict(pair for choice in choices for pair in choice)
     data = values["cluster.gpus"] // (values["parallel.tp"] * values["parallel.pp"])
     return (
         (values["parallel.tp"] == 1 and values["parallel.sequence"] is True)

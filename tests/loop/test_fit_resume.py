@@ -173,7 +173,7 @@ def test_a_finished_run_names_the_override_that_trains_longer(ranks: RankPool, t
 
 
 # Through `distrain fit` itself, in another process
-LONG = (*OVERRIDES[1:], "train.steps=60", *layout(2, 1))
+LONG = (*OVERRIDES[1:], "train.steps=25", *layout(2, 1))
 
 
 @pytest.fixture

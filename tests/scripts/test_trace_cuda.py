@@ -71,7 +71,7 @@ def drawn_jobs(seed: int, count: int) -> list[TraceJob]:
     for number in range(count):
         recipe, *sizes = list(MODELS.values())[number % len(MODELS)]
         name = list(LAYOUTS)[number % len(LAYOUTS)]
-        layout = LAYOUTS["tp" if name == "cp" and recipe == "mixtral_8x7b" else name]  # no engine runs a mixture's long sequences
+        layout = LAYOUTS[name]
         choices = (
             f"parallel.recompute={random.choice(('none', 'selective', 'full'))}",
             f"train.attention={random.choice(('flash', 'math'))}",
