@@ -113,8 +113,8 @@ UNRUN: list[tuple[Keys, str]] = [
          "set parallel.tp=4 or parallel.offload.optimizer=false")),
     ({"cluster.device.peak": {"fp8": 6e14, "bf16": 3e14}, "train.precision": "fp8"},
         "zero does not run train.precision=fp8: set train.precision=bf16"),
-    (MOE | {"parallel.ep": 4, "parallel.zero": 3},
-        "zero does not run parallel.zero=3 with parallel.ep=4: set parallel.zero=2 or parallel.ep=1"),
+    (MOE | {"engine": "zero", "parallel.ep": 4, "parallel.zero": 3},
+        "zero does not run parallel.zero=3 with parallel.ep=4: set engine=auto or parallel.zero=2"),
     ({"model.family": "bert"},                         "zero does not run model.family=bert: it runs gpt, hf, llama or moe"),
 ]
 # fmt: on

@@ -64,8 +64,9 @@ def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
         if axis not in row.axes:
             yield EngineLimit(row.name, f"parallel.{axis}", degree, (((f"parallel.{axis}", 1), *_fill(parallel)),))
     if parallel.shard != "all" and parallel.zero and not row.hybrid_shards:
-        others: tuple[Change, ...] = ((("engine", "auto"),),) if run.engine != "auto" else ()
-        yield EngineLimit(row.name, "parallel.shard", parallel.shard, (*others, (("parallel.shard", "all"),), (("parallel.zero", 0),)))
+        yield EngineLimit(
+            row.name, "parallel.shard", parallel.shard, (*_any_engine(run), (("parallel.shard", "all"),), (("parallel.zero", 0),))
+        )
     if parallel.reduce != "ring":
         yield EngineLimit(row.name, "parallel.reduce", parallel.reduce, ((("parallel.reduce", "ring"),),))
     if parallel.scatter and parallel.pp > 1 and parallel.tp > 1:
@@ -80,7 +81,7 @@ def _stage3_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[Eng
     that two parts of one stage use."""
     less: Change = (("parallel.zero", 2),)
     if parallel.ep > 1 and not row.shards_experts:
-        yield EngineLimit(row.name, "parallel.zero", f"3 with parallel.ep={parallel.ep}", (less, (("parallel.ep", 1),)))
+        yield EngineLimit(row.name, "parallel.zero", f"3 with parallel.ep={parallel.ep}", (*_any_engine(run), less, (("parallel.ep", 1),)))
     elif parallel.pp > 1 and (schedule := schedule_of(parallel)):
         whole: Change = (("parallel.schedule", "1f1b"), *((("parallel.chunks", 1),) if parallel.chunks > 1 else ()))
         if schedule.splits_backward:
@@ -92,13 +93,18 @@ def _stage3_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[Eng
         yield EngineLimit(row.name, "parallel.zero", "3 with model.family=hf", (less, (("engine", "zero"),)))
 
 
+def _any_engine(run: Run) -> tuple[Change, ...]:
+    """The change that lets another engine run the layout; none where the user names no engine."""
+    return ((("engine", "auto"),),) if run.engine != "auto" else ()
+
+
 def _fill(parallel: Parallel) -> Change:
     """The change of the data degree that fills the cluster."""
     return () if parallel.dp == "auto" else (("parallel.dp", "auto"),)
 
 
 def _without_pipeline(run: Run, parallel: Parallel) -> Change:
-    return (("parallel.pp", 1), *_fill(parallel), *((("engine", "auto"),) if run.engine != "auto" else ()))
+    return (("parallel.pp", 1), *_fill(parallel), *(change for changes in _any_engine(run) for change in changes))
 
 
 def _schedule_limit(row: EngineRow, run: Run, parallel: Parallel) -> EngineLimit:
