@@ -42,6 +42,7 @@ LAYOUTS = (
     "cluster=1x2 parallel.pp=2 parallel.zero=0", "cluster=1x4 parallel.pp=2 parallel.zero=1",
     "cluster=1x4 parallel.pp=2 parallel.tp=2 parallel.zero=0",
     "cluster=1x2 parallel.cp=2 parallel.zero=1",
+    "engine=native cluster=1x1", "engine=native cluster=1x2 parallel.zero=2", "engine=native cluster=1x2 parallel.pp=2 parallel.zero=0",
 )
 # fmt: on
 

@@ -125,6 +125,12 @@ def test_zero_shards_over_some_of_the_data_parallel_ranks(ranks: RankPool, tmp_p
     assert not [line for rank, each in enumerate(rows) for line in compare_rank(run, rank, each) if line.verdict == "differs"]
 
 
+@pytest.mark.parametrize("words", [("optim=sgd",), ("train.clip=100",), ("train.clip=0",)])
+def test_gradients_are_clipped_as_by_torch(ranks: RankPool, tmp_path: Path, words: Words) -> None:
+    """Torch's fused AdamW divides them itself; other optimizers are given clipped ones."""
+    check_curve(ranks, tmp_path / "run", (*GPT, *words), "cluster.gpus=2", "parallel.zero=1", NATIVE)
+
+
 # fmt: off
 HELD = [
     (GPT,   ("cluster.gpus=2", "parallel.zero=0")),
