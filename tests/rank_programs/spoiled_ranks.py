@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from distrain.trainer.engines.deepspeed.adapter import DeepSpeedAdapter
+from distrain.trainer.engines.native.engine import NativeEngine
 from distrain.trainer.launch.rank.channel import Channel
 from distrain.trainer.loop import train as loop
 from distrain.trainer.loop.forkserver.server import QUESTIONS, serve
@@ -19,7 +20,8 @@ from distrain.trainer.loop.rank import run_rank
 from distrain.trainer.prove.locate import TRACED_SUFFIX
 
 train: Any = loop  # the module whose functions the faults replace
-adapter: Any = DeepSpeedAdapter  # the class whose methods they replace
+adapter: Any = DeepSpeedAdapter  # the classes whose methods they replace
+native: Any = NativeEngine
 
 
 def same_samples() -> None:
@@ -108,6 +110,29 @@ def no_norm_sum() -> None:
     adapter._stage0_norm = stage0_norm
 
 
+def extra_native_sum() -> None:
+    """The ranks of engine native add up their loss once more in each step."""
+    original = native._sum_over_ranks
+
+    def sum_over_ranks(self, total):
+        dist.all_reduce(total.clone())
+        return original(self, total)
+
+    native._sum_over_ranks = sum_over_ranks
+
+
+def small_native_norm() -> None:
+    """Engine native forgets a fifth of the gradients' squares."""
+    original = native._sum_over_ranks
+
+    def sum_over_ranks(self, total):
+        sums = original(self, total)
+        sums[1] *= 0.8
+        return sums
+
+    native._sum_over_ranks = sum_over_ranks
+
+
 def louder_report() -> None:
     """The reported loss is a thousandth too large."""
     original = train.train_step
@@ -130,6 +155,7 @@ def same_evaluation() -> None:
 
 
 FAULTS = {each.__name__: each for each in (same_samples, faster, dies, poisons, poisons_ever, spikes)}
+FAULTS |= {each.__name__: each for each in (extra_native_sum, small_native_norm)}
 FAULTS |= {each.__name__: each for each in (no_finite_check, extra_sum, no_norm_sum, louder_report, same_evaluation)}
 
 
