@@ -40,6 +40,7 @@ GPT = ("model=tiny", "model.layers=6", "model.tied=true", "model.dropout=0.1", "
 LLAMA = ("model=tiny_llama", "model.layers=6", "model.tied=false", "train.batch=4")
 MOE = ("model=tiny_moe", "model.layers=4", "train.batch=8")
 NATIVE = "engine=native"
+HALF = ("train.precision=bf16", "train.gradients=fp32")
 
 
 def check_curve(ranks: RankPool, folder: Path, curve: Words, *layout: str) -> None:
@@ -48,6 +49,13 @@ def check_curve(ranks: RankPool, folder: Path, curve: Words, *layout: str) -> No
     job = ranks.train(folder, *BASE, *curve, *layout)
     assert job.figures("loss") == pytest.approx(losses, abs=3e-6, rel=0)
     assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=2e-5)
+
+
+def check_messages(folder: Path) -> None:
+    """Hold the messages that a run counted to its plan."""
+    run = decode((folder / "run.json").read_bytes(), type=Run)
+    rows = json.loads((folder / "ledger.json").read_text())["ranks"]
+    assert not [line for rank, each in enumerate(rows) for line in compare_rank(run, rank, each) if line.verdict == "differs"]
 
 
 # fmt: off
@@ -98,6 +106,23 @@ def test_stages_have_the_layers_that_the_user_gives_them(
 
 
 # fmt: off
+APART = [
+    (LLAMA, 4, ("parallel.pp=2", "parallel.zero=3", "parallel.schedule=zb_h1")),
+    (LLAMA, 8, ("parallel.pp=2", "parallel.zero=3", "parallel.schedule=zb_v", "parallel.shard=2", "train.batch=16")),
+    (GPT,   8, ("parallel.pp=2", "parallel.zero=3", "parallel.schedule=zb_h1", "parallel.tp=2", "parallel.sequence=true")),
+    (MOE,   4, ("parallel.pp=2", "parallel.zero=3", "parallel.schedule=dualpipev_w", "model.tied=false")),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("curve", "gpus", "words"), APART)
+def test_zero_3_sums_gradients_that_are_computed_apart(ranks: RankPool, tmp_path: Path, curve: Words, gpus: int, words: Words) -> None:
+    model = tuple(word for word in words if word.startswith(("train.batch", "model.")))
+    check_curve(ranks, tmp_path / "run", (*curve, *model), *words, f"cluster.gpus={gpus}", NATIVE, "log.ledger=true")
+    check_messages(tmp_path / "run")
+
+
+# fmt: off
 HYBRID = [
     (GPT,   4, ("parallel.zero=1", "parallel.shard=2")),
     (GPT,   4, ("parallel.zero=1", "parallel.shard=1")),
@@ -120,9 +145,7 @@ def test_zero_shards_over_some_of_the_data_parallel_ranks(ranks: RankPool, tmp_p
     """The owners of a shard sum its gradients and step it alike; the messages of all are as planned."""
     batch = tuple(word for word in words if word.startswith("train.batch"))
     check_curve(ranks, tmp_path / "run", (*curve, *batch), *words, f"cluster.gpus={gpus}", NATIVE, "log.ledger=true")
-    run = decode((tmp_path / "run" / "run.json").read_bytes(), type=Run)
-    rows = json.loads((tmp_path / "run" / "ledger.json").read_text())["ranks"]
-    assert not [line for rank, each in enumerate(rows) for line in compare_rank(run, rank, each) if line.verdict == "differs"]
+    check_messages(tmp_path / "run")
 
 
 @pytest.mark.parametrize("words", [("optim=sgd",), ("train.clip=100",), ("train.clip=0",)])
@@ -138,6 +161,7 @@ HELD = [
     (LLAMA, ("cluster.gpus=2", "parallel.zero=2", "parallel.bucket=20000")),
     (LLAMA, ("cluster.gpus=2", "parallel.zero=3", "train.precision=bf16")),
     (GPT,   ("cluster.gpus=4", "parallel.pp=2", "parallel.dp=2", "parallel.zero=3", "parallel.gather=micro")),
+    (LLAMA, ("cluster.gpus=4", "parallel.pp=2", "parallel.zero=3", "parallel.schedule=zb_h1", *HALF)),
     (GPT,   ("cluster.gpus=3", "parallel.pp=3", "parallel.recompute=full")),
     (LLAMA, ("cluster.gpus=2", "parallel.pp=2", "parallel.schedule=interleaved", "parallel.chunks=3")),
     (GPT,   ("cluster.gpus=4", "parallel.pp=2", "parallel.tp=2", "parallel.sequence=true", "parallel.schedule=gpipe")),
@@ -163,7 +187,11 @@ def test_a_rank_holds_the_bytes_that_are_planned(ranks: RankPool, tmp_path: Path
         assert most["weights"] == pytest.approx(planned.weights, abs=64)
         assert most["gradients"] == pytest.approx(planned.gradients, abs=64)
         assert most["optimizer"] == pytest.approx(planned.optimizer, abs=1024)
-        assert most["activations"] == pytest.approx(planned.activations + planned.logits, rel=2e-3 if curve != MOE else 0.1)
+        activations = planned.activations + planned.logits
+        if "parallel.schedule=zb_h1" in words:  # between I and W a rank holds less than whole activations, which are planned
+            assert most["activations"] <= activations
+        else:
+            assert most["activations"] == pytest.approx(activations, rel=2e-3 if curve != MOE else 0.1)
 
 
 def test_a_put_off_weight_gradient_is_computed_once() -> None:

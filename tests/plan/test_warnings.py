@@ -89,8 +89,9 @@ UNRUN: list[tuple[Keys, str]] = [
         "pipe does not run parallel.zero=2: set parallel.zero=1 or parallel.pp=1 engine=auto"),
     ({"engine": "pipe", "parallel.pp": 2, "parallel.schedule": "zb_h1"},
         "pipe does not run parallel.schedule=zb_h1: set parallel.schedule=1f1b or parallel.pp=1 engine=auto parallel.schedule=1f1b"),
-    ({"engine": "native", "parallel.pp": 2, "parallel.dp": 8, "parallel.zero": 3, "parallel.schedule": "zb_h1"},
-        "native does not run parallel.zero=3 with parallel.schedule=zb_h1: set parallel.zero=2 or parallel.schedule=1f1b"),
+    ({"engine": "native", "parallel.pp": 2, "parallel.dp": 8, "parallel.zero": 3, "parallel.schedule": "zb_h1", "parallel.gather": "micro"},
+        ("native does not run parallel.zero=3 with parallel.schedule=zb_h1 and parallel.gather=micro: "
+         "set parallel.gather=step or parallel.zero=2")),
     ({"engine": "native", "parallel.pp": 2, "parallel.zero": 3, "parallel.schedule": "dualpipev", "model.tied": True},
         ("native does not run parallel.zero=3 with parallel.schedule=dualpipev and model.tied=true: "
          "set parallel.zero=2 or parallel.schedule=1f1b")),

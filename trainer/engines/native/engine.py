@@ -92,10 +92,11 @@ class NativeEngine(Engine):
             if count:
                 count.gathered = gathered
             total = self.pipeline.train(ScheduledStep(actions=self._actions, micro=micro, scale=scale, count=count))
+        with self._measure_time("sums"):
+            self.reducer.finish_backward()
         if count:
             count.count_backward(self.held_bytes())
         with self._measure_time("sums"):
-            self.reducer.finish_backward()
             self._sum_tied_gradients()
             self._sum_over_tensor_axis()
             self.reducer.finish()
@@ -256,10 +257,9 @@ class NativeEngine(Engine):
         """Move the weights into flat buckets, and take each gradient as soon as autograd has it."""
         run, grid = self.run, self.grid
         rows = {row.name: row for row in self._owned}
-        puts_off = grid.position.mesh.pp > 1 and schedule_of(run.parallel).splits_backward
         made = [
             WeightBucket(
-                each, rows, *shard_groups(run, grid, expert=each.kind.expert), run.parallel.zero, self._types[1], puts_off=puts_off
+                each, rows, *shard_groups(run, grid, expert=each.kind.expert), run.parallel.zero, self._types[1], puts_off=self._puts_off
             )
             for each in gradient_buckets(run, grid.position.mesh, [row.shard for row in self._owned])
         ]
@@ -272,7 +272,15 @@ class NativeEngine(Engine):
     def _shard_fully(self, groups: RowGroups) -> tuple[list[ShardedWeight], ShardedReducer]:
         buckets = gradient_buckets(self.run, self.grid.position.mesh, [row.shard for row in self._owned])
         weights = sharded_weights(self._owned, {name: each.kind for each in buckets for name in each.names}, groups)
-        return weights, ShardedReducer(self.modules, weights, once=gathers_once(self.run.parallel))
+        from .fully_sharded import sum_gradients
+
+        apart = sum_gradients if self._puts_off else None
+        return weights, ShardedReducer(self.modules, weights, self._types[1], apart, once=gathers_once(self.run.parallel))
+
+    @property
+    def _puts_off(self) -> bool:
+        """Whether the schedule computes some weights' gradients apart."""
+        return self.grid.position.mesh.pp > 1 and schedule_of(self.run.parallel).splits_backward
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         decay = self.run.optim.weight_decay

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -50,3 +50,25 @@ def _device_mesh(groups: ShardGroups, device: str) -> DeviceMesh:
     ranks = torch.full((copies.size, group.size), -1)
     ranks[copies.rank], ranks[:, group.rank] = torch.tensor(group.ranks), torch.tensor(copies.ranks)
     return DeviceMesh.from_group([copies.handle, group.handle], device, mesh=ranks, mesh_dim_names=("copies", "shard"))
+
+
+def sum_gradients(module: nn.Module, put_off: dict[nn.Parameter, Tensor]) -> None:
+    """Sum a module's gradients over the ranks, those that backward computed and those of gathered weights in `put_off`, which it empties,
+    and drop the gathered weights: as torch.distributed.pipelining does after a schedule's last action."""
+    assert isinstance(module, FSDPModule)
+    module.set_is_last_backward(True)
+    module.set_reshard_after_backward(True)
+    module.set_requires_gradient_sync(True)
+    root: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+    for state in root._state_ctx.all_states:
+        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; before it a state has one group at most
+        for group in filter(None, [state._fsdp_param_group] if groups is None else groups):
+            for weight in group.fsdp_params:
+                if (gradient := put_off.pop(weight._unsharded_param, None)) is None:
+                    continue
+                if weight.unsharded_accumulated_grad is None:
+                    weight.unsharded_accumulated_grad = gradient
+                else:
+                    weight.unsharded_accumulated_grad += gradient
+            group.post_backward()
+    root._root_post_backward_final_callback()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -105,11 +105,23 @@ def first_element(row: RankParameter, groups: RowGroups) -> int:
 class ShardedReducer:
     """Decides when fully_shard gathers weights and sums gradients: around every micro-batch's passes, or (`once`) once a step.
 
-    It has what `BucketReducer` offers to the engine.
+    Where products of weights' gradients are put off, `sum_gradients` sums a module's gradients with them, in their type `reduced`, after
+    all actions; else it is None. It has what `BucketReducer` offers to the engine.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], weights: Sequence[ShardedWeight], *, once: bool) -> None:
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        weights: Sequence[ShardedWeight],
+        reduced: torch.dtype,
+        sum_gradients: Callable[[nn.Module, dict[nn.Parameter, Tensor]], None] | None,
+        *,
+        once: bool,
+    ) -> None:
+        assert once or sum_gradients is None, "weights are gathered until their gradients are computed"
         self._modules, self._weights, self._once = modules, weights, once
+        self._reduced, self._sum_gradients = reduced, sum_gradients
+        self._put_off: dict[nn.Parameter, Tensor] = {}  # the sum of each gathered weight's gradients that were put off
 
     def begin(self, micros: int) -> None:
         self._micros = micros
@@ -124,15 +136,20 @@ class ShardedReducer:
         """Have the last backward of a part sum its gradients and drop its weights."""
         self._done[chunk] += 1
         last = self._done[chunk] == self._micros
-        if self._once and last:
+        if self._once and last and self._sum_gradients is None:
             _keep_gathered(self._modules[chunk], False)
         _sum_copies(self._modules[chunk], last)
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        raise NotImplementedError("ZeRO 3 puts off no weight's gradient")
+        """Add a gradient of a gathered weight whose product was put off."""
+        held = self._put_off.get(parameter)
+        self._put_off[parameter] = gradient.to(self._reduced) if held is None else held.add_(gradient)
 
     def finish_backward(self) -> None:
-        """Do nothing: backward has summed all gradients."""
+        """Sum the gradients that backward has not summed, and drop the weights."""
+        if self._sum_gradients:
+            for module in self._modules:
+                self._sum_gradients(module, self._put_off)
 
     def finish(self) -> None:
         """Do nothing."""

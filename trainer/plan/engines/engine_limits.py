@@ -77,15 +77,16 @@ def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
 
 
 def _stage3_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[EngineLimit]:
-    """DeepSpeed's ZeRO 3 shards no experts that ranks share out; ours in a pipeline neither puts off weights' gradients nor shards a weight
-    that two parts of one stage use."""
+    """DeepSpeed's ZeRO 3 shards no experts that ranks share out. Ours keeps weights gathered where it puts off their gradients, and shards
+    no weight that two parts of one stage use."""
     less: Change = (("parallel.zero", 2),)
     if parallel.ep > 1 and not row.shards_experts:
         yield EngineLimit(row.name, "parallel.zero", f"3 with parallel.ep={parallel.ep}", (*_any_engine(run), less, (("parallel.ep", 1),)))
     elif parallel.pp > 1 and (schedule := schedule_of(parallel)):
         whole: Change = (("parallel.schedule", "1f1b"), *((("parallel.chunks", 1),) if parallel.chunks > 1 else ()))
-        if schedule.splits_backward:
-            yield EngineLimit(row.name, "parallel.zero", f"3 with parallel.schedule={parallel.schedule}", (less, whole))
+        if schedule.splits_backward and parallel.gather == "micro":
+            says = f"3 with parallel.schedule={parallel.schedule} and parallel.gather=micro"
+            yield EngineLimit(row.name, "parallel.zero", says, ((("parallel.gather", "step"),), less, whole))
         elif schedule.folded and run.model.tied:
             says = f"3 with parallel.schedule={parallel.schedule} and model.tied=true"
             yield EngineLimit(row.name, "parallel.zero", says, (less, whole))
