@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -103,7 +104,8 @@ class RanksOnHosts:
         found = [pid for pid, line in self.hosts.hosts[host].processes().items() if part in line and "pipe_agent.py" not in line]
         assert found
         for pid in found:
-            os.kill(pid, number)
+            with suppress(ProcessLookupError):  # it has ended with the one before
+                os.kill(pid, number)
 
     def signal(self, number: int) -> None:
         """Send a signal to the controller."""
