@@ -23,6 +23,7 @@ from .verbs.ls import ls
 from .verbs.plan import plan
 from .verbs.prove import prove
 from .verbs.report import report
+from .verbs.search import search
 from .verbs.show import show
 
 
@@ -84,6 +85,7 @@ VERBS: tuple[tuple[Callable[..., int], str], ...] = (
     (cp, "Copy a recipe to a file to edit, with its comments."),
     (show, "Print the composed config as YAML."),
     (plan, "Plan a run: memory, traffic, time, days."),
+    (search, "Find the best layout of a model on a cluster."),
     (fit, "Plan, launch, train, log, resume."),
     (prove, "Compare training curves across layouts."),
     (report, "Show a run: planned against measured, and its curve."),

@@ -28,13 +28,13 @@ def copy_config(name: str, file: str, config_dir: Path | None) -> str:
     options = library.options(group, config_dir) if group in library.groups(config_dir) else {}
     if option in options:
         text = _read(options[option])
-        return text.rstrip("\n") if file == STDOUT else _copy_option(group, text, _target(file, option), config_dir)
+        return text.rstrip("\n") if file == STDOUT else _copy_option(group, text, target_file(file, option), config_dir)
     if option and options and not os.path.exists(name):
         raise Unreadable([Problem(rule="option", says=f"no {group} {option}", mend=library.suggest_option(option, options))])
     source = library.recipe_path(name, config_dir)
-    expected = compose_config(_conf_argument(source), (SAME_NAME,), config_dir)
+    expected = compose_config(conf_argument(source), (SAME_NAME,), config_dir)
     text = _with_absolute_paths(_read(source), source)
-    return text.rstrip("\n") if file == STDOUT else _copy_recipe(source, text, expected, _target(file, source.stem), config_dir)
+    return text.rstrip("\n") if file == STDOUT else _copy_recipe(source, text, expected, target_file(file, source.stem), config_dir)
 
 
 def _copy_recipe(source: Path, text: str, expected: Mapping[str, Any], target: Path, config_dir: Path | None) -> str:
@@ -44,8 +44,8 @@ def _copy_recipe(source: Path, text: str, expected: Mapping[str, Any], target: P
     for each in (*((renamed,) if renamed != text else ()), f"{text.rstrip()}\nname: {yaml_edit.scalar(name)}\n", text):
         with NewFile(target, each) as new_file:
             try:
-                with_same_name = compose_config(_conf_argument(target), (SAME_NAME,), config_dir)
-                copy = compose_config(_conf_argument(target), (), config_dir)
+                with_same_name = compose_config(conf_argument(target), (SAME_NAME,), config_dir)
+                copy = compose_config(conf_argument(target), (), config_dir)
             except Unreadable as error:
                 why = f" ({error.problems[0].says})"
                 continue
@@ -53,7 +53,7 @@ def _copy_recipe(source: Path, text: str, expected: Mapping[str, Any], target: P
                 new_file.keep = True
                 old_name = "" if copy["name"] == name else f", whose runs are still named {copy['name']}"
                 dirs = f" --config-dir {quote(str(config_dir))}" if config_dir else ""
-                return one_line(f"wrote {target}{old_name}; next: {command_name()} plan conf={quote(_conf_argument(target))}{dirs}")
+                return one_line(f"wrote {target}{old_name}; next: {command_name()} plan conf={quote(conf_argument(target))}{dirs}")
     says = f"{target} would differ from {source}{why}"
     raise Unreadable([Problem(rule="copy", says=says, mend=f"copy it into the folder of {source}, which has the files that it names")])
 
@@ -100,7 +100,7 @@ class NewFile:
             self.path.unlink(missing_ok=True)
 
 
-def _target(file: str, stem: str) -> Path:
+def target_file(file: str, stem: str) -> Path:
     """Return the file to write; raises Unreadable if it exists or its folder does not."""
     path = Path(file).expanduser()
     if path.is_dir():
@@ -134,6 +134,6 @@ def _with_absolute_paths(text: str, source: Path) -> str:
     return yaml_edit.replace_values(text, {key: str(path.absolute()) for key, path in near.items() if path.exists()})
 
 
-def _conf_argument(path: Path) -> str:
+def conf_argument(path: Path) -> str:
     """Return a file as a value of `conf=`, which needs a folder before its name."""
     return str(path) if path.parent != Path() else f"./{path}"

@@ -279,9 +279,10 @@ def _run_lines(plan: Plan) -> list[str]:
     time = seconds_text(run.seconds) if run.seconds is not None else "time not known"
     ideal = f" ({seconds_text(run.ideal_seconds)} at every device's peak)" if run.ideal_seconds is not None else ""
     flops = f"{run.flops:.3g}".replace("e+", "e")
+    cost = f", {count_text(run.cost)} at cluster.price" if run.cost is not None else ""
     return [
         *lines,
-        *wrap(f"{plural(run.steps, 'step')}, {count_text(run.tokens)} tokens, {flops} FLOP of the model: {time}{ideal}", indent="  "),
+        *wrap(f"{plural(run.steps, 'step')}, {count_text(run.tokens)} tokens, {flops} FLOP of the model: {time}{ideal}{cost}", indent="  "),
         f"  a checkpoint takes {size_text(run.checkpoint_bytes)}",
         *_saving_lines(plan),
     ]

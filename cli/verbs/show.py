@@ -39,7 +39,9 @@ def show(
         return _print_launch(conf, overrides, config_dir)
     if engine:
         return _print_engine(conf, overrides, config_dir)
-    return print_output(_config_text(conf, overrides, config_dir, comments=comments))
+    from ..config.config_text import config_text
+
+    return print_output(config_text(conf, overrides, config_dir, comments=comments))
 
 
 def _print_launch(conf: str, overrides: Sequence[str], config_dir: Path | None) -> int:
@@ -69,19 +71,3 @@ def _print_engine(conf: str, overrides: Sequence[str], config_dir: Path | None) 
         says = "engine native reads no configuration but the recipe"
         raise Unreadable([Problem(rule="engine", says=says, mend="engine=zero or engine=pipe shows DeepSpeed's")])
     return print_output(json.format(json.encode(deepspeed_config(run, plan.mesh["dp"]))).decode())
-
-
-def _config_text(conf: str, overrides: Sequence[str], config_dir: Path | None, *, comments: bool) -> str:
-    """The composed config as YAML, without the keys that are not set."""
-    from msgspec import to_builtins
-
-    from ..config.composition import config_yaml
-    from ..config.load import checked_run, compose_config
-
-    composed = to_builtins(checked_run(compose_config(conf, overrides, config_dir)))
-    text = config_yaml({key: value for key, value in composed.items() if value is not None})
-    if comments:
-        from ..config import key_help, yaml_edit
-
-        text = yaml_edit.add_comments(text, key_help.key_comments())
-    return text.rstrip()

@@ -12,7 +12,7 @@ from .costs.local_tensors import block_split
 from .engines import cost_model
 from .layout.layout import Layout
 from .layout.run_schedule import schedule_of
-from .part_seconds import is_simulated, simulated_wait
+from .part_seconds import is_simulated, least_wait, simulated_wait
 from .stage_cost import StageCost, logits_in_flight, stage_cost
 
 
@@ -39,13 +39,26 @@ class LayoutCost(NamedTuple):
 
 def layout_cost(context: CostContext, layout: Layout) -> LayoutCost:
     """The memory and the time of a layout."""
-    blocks = context.block_costs(block_split(layout.parallel, layout.microbatch, layout.form, fused=layout.fused), layout.wires)
-    kinds = _stage_costs(context, layout, blocks)
-    # Of equal stages the first holds most: micro-batches in flight and copies of weights grow towards the front, but for a user's lists.
+    blocks = layout_blocks(context, layout)
+    kinds = stage_costs(context, layout, blocks)
+    peak, fullest = peak_bytes(layout, kinds)
+    seconds = step_seconds(context, layout, blocks, kinds) if has_times(context, layout) else None
+    return LayoutCost(peak, fullest, kinds, blocks, seconds)
+
+
+def layout_blocks(context: CostContext, layout: Layout) -> BlockCosts:
+    """The costs of a layout's blocks, cached by their split."""
+    return context.block_costs(block_split(layout.parallel, layout.microbatch, layout.form, fused=layout.fused), layout.wires)
+
+
+def peak_bytes(layout: Layout, kinds: list[StageCost]) -> tuple[int, int]:
+    """(bytes of the fullest rank, its stage).
+
+    Of equal stages the first holds most: micro-batches in flight and copies of weights grow towards the front, but for a user's lists.
+    """
     stages = list(enumerate(layout.partition.kind_of_stage)) if schedule_of(layout.parallel).simulated else layout.partition.runs
     peak, fullest = max([(stage_bytes(layout, kinds[at], index), -index) for index, at in stages])
-    seconds = _step_seconds(context, layout, blocks, kinds) if has_times(context, layout) else None
-    return LayoutCost(peak, -fullest, kinds, blocks, seconds)
+    return peak, -fullest
 
 
 def stage_bytes(layout: Layout, kind: StageCost, index: int) -> int:
@@ -55,7 +68,7 @@ def stage_bytes(layout: Layout, kind: StageCost, index: int) -> int:
     return fixed + max(saved + kind.passes, kind.step_bytes)
 
 
-def _stage_costs(context: CostContext, layout: Layout, blocks: BlockCosts) -> list[StageCost]:
+def stage_costs(context: CostContext, layout: Layout, blocks: BlockCosts) -> list[StageCost]:
     """The cost of each kind of stage, cached by all that decides it."""
     key = (
         id(blocks),
@@ -65,6 +78,8 @@ def _stage_costs(context: CostContext, layout: Layout, blocks: BlockCosts) -> li
         layout.shard,
         layout.parallel.offload,
         logits_in_flight(layout),
+        layout.partition.kinds,
+        layout.chunks if blocks.saved_once else 1,
         layout.is_folded,
     )
     costs = context.stages.get(key)
@@ -115,14 +130,17 @@ def send_bytes(layout: Layout, blocks: BlockCosts) -> int:
     return -(-blocks.stream // layout.mesh.tp) if scatter else blocks.stream
 
 
-def _step_seconds(context: CostContext, layout: Layout, blocks: BlockCosts, kinds: list[StageCost]) -> StepSeconds:
+def step_seconds(
+    context: CostContext, layout: Layout, blocks: BlockCosts, kinds: list[StageCost], *, simulates: bool = True
+) -> StepSeconds:
     """m micro-batches on the busiest stage, one on each other stage while the pipeline fills and drains, the exposed messages of the
-    data axis, and the optimizer (arXiv:2104.04473 section 2.2)."""
+    data axis, and the optimizer (arXiv:2104.04473 section 2.2). Without `simulates` the bubble of a schedule that is simulated is a
+    lower bound of it."""
     hop = 0.0 if layout.mesh.pp == 1 or layout.parallel.overlap.pipeline else _hop_seconds(layout, blocks)
     computes = [kind.forward + kind.backward for kind in kinds]
     totals = [each + kind.message_forward + kind.message_backward + hop for each, kind in zip(computes, kinds, strict=True)]
     busiest = max(range(len(kinds)), key=totals.__getitem__)
-    bubble = _bubble_seconds(layout, blocks, kinds, totals, busiest, hop)
+    bubble = _bubble_seconds(layout, blocks, kinds, totals, busiest, hop, simulates)
     compute = layout.micros * computes[busiest]
     messages = layout.micros * (totals[busiest] - computes[busiest])
     slowest = max(kinds, key=lambda kind: kind.exposed + kind.step)
@@ -138,7 +156,9 @@ def _step_seconds(context: CostContext, layout: Layout, blocks: BlockCosts, kind
     )
 
 
-def _bubble_seconds(layout: Layout, blocks: BlockCosts, kinds: list[StageCost], totals: list[float], busiest: int, hop: float) -> float:
+def _bubble_seconds(
+    layout: Layout, blocks: BlockCosts, kinds: list[StageCost], totals: list[float], busiest: int, hop: float, simulates: bool
+) -> float:
     """Seconds that the busiest stage waits for the others; `totals` are seconds of a micro-batch on each kind of stage, `hop` those of its
     messages between stages."""
     stages, parallel = layout.mesh.pp, layout.parallel
@@ -146,7 +166,7 @@ def _bubble_seconds(layout: Layout, blocks: BlockCosts, kinds: list[StageCost], 
         return 0.0
     schedule, many = schedule_of(parallel), layout.partition.stages_of_kind
     if is_simulated(layout):
-        return simulated_wait(layout, blocks, hop, totals[busiest])
+        return (simulated_wait if simulates else least_wait)(layout, blocks, hop, totals[busiest])
     others = sum([total * times for total, times in zip(totals, many, strict=True)]) - totals[busiest]
     weights = sum([kind.weight_gradients * times for kind, times in zip(kinds, many, strict=True)]) - kinds[busiest].weight_gradients
     return max(0.0, schedule.fill(parallel.chunks) * others - schedule.filled_by_weights(stages, layout.micros) * weights)

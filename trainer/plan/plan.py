@@ -18,6 +18,7 @@ from .layout.schedules import bubble_share
 from .layout_cost import LayoutCost, StepSeconds, extra_weight_copies, in_flight, layout_cost, stage_bytes
 from .result import Memory, MemoryBytes, ModelFacts, Plan, StageMemory, StepTime, Throughput, WholeRun
 from .rules.rules import broken_rules
+from .run_cost import cost_of
 from .run_layout import run_layout
 from .save_interval import plan_saving, save_warnings
 from .traffic import busiest_traffic
@@ -212,5 +213,6 @@ def _whole_run(context: CostContext, seconds: StepSeconds | None) -> WholeRun:
         ideal_seconds=flops / (peak * context.world) if peak else None,
         seconds=total,
         days=total / 86400 if total is not None else None,
+        cost=cost_of(context.run.cluster, total) if total is not None else None,
         checkpoint_bytes=context.trained_parameters * (WEIGHT + moment_bytes(context.run.optim)),
     )

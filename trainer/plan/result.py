@@ -104,6 +104,7 @@ class WholeRun:
     ideal_seconds: float | None
     seconds: float | None
     days: float | None
+    cost: float | None  # in the currency of cluster.price; None: no price or no time
     checkpoint_bytes: int
 
 

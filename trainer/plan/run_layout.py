@@ -15,10 +15,15 @@ from .layout.run_schedule import schedule_of
 
 def run_layout(context: CostContext, parallel: Parallel, microbatch: int) -> Layout:
     """The layout of legal degrees, costed as the engine that runs it."""
+    row, _ = engine_for(context.run, parallel)
+    return layout_on(row, context, parallel, microbatch)
+
+
+def layout_on(row: EngineRow | None, context: CostContext, parallel: Parallel, microbatch: int) -> Layout:
+    """The layout of legal degrees, costed as this engine; without one, as the papers do."""
     mesh = mesh_of(parallel, context.world)
     shard = mesh.size("data") if parallel.shard == "all" else parallel.shard
     micros = context.run.train.batch // (mesh.dp * microbatch)
-    row, _ = engine_for(context.run, parallel)
     engine = row.name if row else None
     return Layout(
         parallel=parallel,
@@ -26,24 +31,26 @@ def run_layout(context: CostContext, parallel: Parallel, microbatch: int) -> Lay
         wires=context.wires(mesh),
         micros=micros,
         microbatch=microbatch,
-        partition=_partition(context, parallel, mesh.pp),
+        partition=stage_partition(context, parallel),
         shard=shard,
         expert_shard=max(1, shard // mesh.ep),
         engine=engine,
-        form=_activation_form(context.run, parallel, row),
+        form=activation_form(context.run, parallel, row),
         fused=context.run.train.compile if row is None else has_compiled_layers(context.run.train, parallel),
         gradient_sync=cost_model(engine).gradient_path(context, parallel, micros),
     )
 
 
-def _partition(context: CostContext, parallel: Parallel, stages: int) -> LayerPartition:
+def stage_partition(context: CostContext, parallel: Parallel) -> LayerPartition:
+    """The layers of each stage."""
+    stages = parallel.pp
     if stages == 1:
         return context.partition(1, folded=False)
     folded = schedule_of(parallel).folded
     return context.partition(stages, chunks=1 if folded else parallel.chunks, folded=folded, given=parallel.stages)
 
 
-def _activation_form(run: Run, parallel: Parallel, engine: EngineRow | None) -> ActivationForm:
+def activation_form(run: Run, parallel: Parallel, engine: EngineRow | None) -> ActivationForm:
     """Whose saved activations are counted: those of our modules where an engine here runs them, else the papers'.
 
     A compiled layer saves what the papers count (min-cut partitioning, traced on fake CUDA tensors). Where its graph breaks it is counted

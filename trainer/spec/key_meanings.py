@@ -97,6 +97,7 @@ KEYS = {
     "cluster.between.latency":      Key("time of one hop between nodes", "seconds"),
     "cluster.between.efficiency":   Key("share of the bandwidth that data gets"),
     "cluster.storage":              Key("rate at which all devices together write a checkpoint", "bytes/s", null="not known"),
+    "cluster.price":                Key("price of one device for an hour, in any currency", null="not known"),
     "cluster.mtbf":                 Key("mean time of one device between faults that end a run (arXiv:2407.21783 table 5)", "seconds"),
 
     "parallel.dp":                  Key("data parallel: replicas; auto: all ranks that the other axes leave"),
@@ -185,6 +186,12 @@ KEYS = {
     "launch.restarts":              Key("times that a run restarts from its newest checkpoint after a machine's fault"),
     "launch.patience":              Key("least time without progress after which a step counts as hung; all else: ten times it", "seconds"),
     "launch.preflight":             Key("check every host before anything starts"),
+
+    "search.by":                    Key("what the best layout has least of; tokens_per_dollar: most of"),
+    "search.runnable":              Key("only layouts that an engine here trains"),
+    "search.rows":                  Key("meshes in the answer"),
+    "search.headroom":              Key("share of a device's memory that a layout must leave free"),
+    "search.nodes":                 Key("sizes of the cluster to compare, as 8..512, doubling", null="the recipe's size"),
 
     "engine":                       Key("what trains; papers: nothing, plan the papers' costs"),
     "reading":                      Key("how cluster=6x8x64 was read; written by distrain", null="no size was given"),

@@ -19,6 +19,7 @@ UNITS: dict[str, str] = {
     "cluster.device.launch":    SECONDS,
     "cluster.device.dispatch":  SECONDS,
     "cluster.*.latency":        SECONDS,
+    "cluster.price":            "per device and hour",
     "cluster.mtbf":             "seconds of one device between faults",
     "launch.patience":          SECONDS,
     "cluster.nodes":            "nodes",
@@ -56,6 +57,8 @@ UNITS: dict[str, str] = {
     "checkpoint.every":         "steps",
     "checkpoint.keep":          "checkpoints",
     "launch.restarts":          "times",
+    "search.rows":              "meshes",
+    "search.headroom":          "share of the memory",
 }
 # fmt: on
 

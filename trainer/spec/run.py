@@ -184,6 +184,7 @@ class Cluster:
     inside: Link | None = None
     between: Link | None = None
     storage: Positive | None = None
+    price: Positive | None = None
     # Llama 3: 419 faults ended a run in 54 days on 16,384 H100s (arXiv:2407.21783 table 5).
     mtbf: Positive = 54 * 86400 * 16384 / 419
 
@@ -332,6 +333,17 @@ class Launch:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Search:
+    """What `distrain search` looks for, and where."""
+
+    by: Literal["time", "memory", "cost", "days", "tokens_per_dollar"] = "time"
+    runnable: bool = True
+    rows: Count = 10
+    headroom: Below1 = 0.05
+    nodes: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """One recipe, resolved and checked: the whole input of the planner and the ranks."""
 
@@ -345,5 +357,6 @@ class Run:
     log: Log = field(default_factory=Log)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     launch: Launch = field(default_factory=Launch)
+    search: Search = field(default_factory=Search)
     engine: str = "auto"
     reading: str | None = None

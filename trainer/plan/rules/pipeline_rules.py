@@ -47,8 +47,9 @@ def _schedule_problem(parallel: Parallel) -> BrokenRule | None:
     """A schedule has a name that is known, or is a file that lists actions for each stage."""
     name = parallel.schedule
     if not is_file(name):
-        fix = suggest_name(name, SCHEDULES)
-        return None if name in SCHEDULES else BrokenRule("name", f"parallel.schedule={name} is not known", fix=fix)
+        if name in SCHEDULES:
+            return None
+        return BrokenRule("name", f"parallel.schedule={name} is not known", fix=suggest_name(name, SCHEDULES))
     if parallel.pp == 1:
         return None
     try:

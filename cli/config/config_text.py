@@ -1,0 +1,19 @@
+"""The composed config of a run as YAML that `conf=` reads back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from msgspec import to_builtins
+
+from . import key_help, yaml_edit
+from .composition import config_yaml
+from .load import checked_run, compose_config
+
+
+def config_text(conf: str, overrides: Sequence[str], config_dir: Path | None, *, comments: bool) -> str:
+    """Return the composed config with every default filled in, without the keys that are not set; `comments` explain each key."""
+    composed = to_builtins(checked_run(compose_config(conf, overrides, config_dir)))
+    text = config_yaml({key: value for key, value in composed.items() if value is not None})
+    return (yaml_edit.add_comments(text, key_help.key_comments()) if comments else text).rstrip()

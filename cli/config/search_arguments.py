@@ -1,0 +1,50 @@
+"""The arguments of `distrain search`: the keys that the command line fixes, and the sizes of cluster to compare."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ...trainer.spec.problem import Problem, Unreadable
+from . import library, yaml_edit
+from .cluster_argument import DEGREES
+from .load import Loader
+
+SEARCHED = ("parallel.", "train.microbatch", "engine")  # keys that a search chooses
+MOST_SIZES = 16
+
+
+def fixed_keys(overrides: Sequence[str], config_dir: Path | None) -> frozenset[str]:
+    """Return the keys that a search would choose and that the command line sets, one by one, by a group's option, or by the cluster's
+    size."""
+    user = Loader(config_dir).sort(overrides)
+    keys = {key for key in user.values if key.startswith(SEARCHED)}
+    for choice in user.choices:
+        if choice.key == "parallel" and not choice.deletes:
+            keys |= set(_option_keys(choice.value, config_dir))
+    if user.shape and len(re.split("[xX]", user.shape)) == 3:
+        keys |= {f"parallel.{name}" for name in DEGREES}
+    return frozenset(keys)
+
+
+def _option_keys(name: str, config_dir: Path | None) -> Iterator[str]:
+    """Yield the keys that an option of group parallel sets, but for those of the default."""
+    file = library.options("parallel", config_dir)[name]
+    for key in yaml_edit.text_values(file.read_text()) if name != "default" else ():
+        if not key.startswith("defaults"):
+            yield f"parallel.{key}"
+
+
+def node_counts(text: str) -> list[int]:
+    """Return the numbers of nodes of `search.nodes`: FIRST..LAST doubles from the first; raises Unreadable."""
+    found = re.fullmatch(r"\s*(\d{1,9})\s*(?:\.\.\s*(\d{1,9})\s*)?", text)
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    counts: list[int] = []
+    while first and (count := first << len(counts)) <= last and len(counts) < MOST_SIZES:
+        counts.append(count)
+    if not counts:
+        raise Unreadable(
+            [Problem(rule="type", says=f"search.nodes={text} is not a range of nodes", mend="write it as 8..512, which doubles")]
+        )
+    return counts

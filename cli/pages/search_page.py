@@ -1,0 +1,172 @@
+"""`distrain search`: the layouts found as a page: the verdict, the best of each mesh, what slows the others, time against memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from shlex import quote
+
+from ...trainer.plan.search.answer import Answer, FoundLayout
+from ...trainer.plan.search.scaling import SizedAnswer, best_layout, best_size, knee, tokens_per_gpu
+from ...trainer.plan.search.search import SLOWEST
+from ...trainer.spec.format_numbers import binary_unit, count_text, in_unit, part_of_size, plural, seconds_text, share_text
+from ...trainer.spec.problem import one_line
+from ..config.command_name import command_name
+from .text_layout import Style, narrow_table, page_width, wrap
+
+MAX_FRONT = 8  # rows of the front, evenly spaced
+TERMS = {"compute": "computing", "exposed": "messages", "bubble": "bubble", "optimizer": "optimizer step"}
+
+
+def search_text(answer: Answer, words: Sequence[str], style: Style) -> str:
+    """The page of a search; `words` are the recipe and the overrides of the command line."""
+    sections = (
+        [style.paint(line, "green" if answer.rows else "red") for line in wrap(_verdict(answer), hang="  ")],
+        _next_lines(answer, words),
+        _with_heading(_row_lines(answer), style),
+        _with_heading(_front_lines(answer), style),
+        wrap(_space_line(answer)) if answer.legal else [],
+    )
+    return "\n\n".join("\n".join(lines) for lines in sections if lines)
+
+
+def _with_heading(lines: list[str], style: Style) -> list[str]:
+    return [style.paint(lines[0], "bold"), *lines[1:]] if lines else []
+
+
+def _verdict(answer: Answer) -> str:
+    where = f"{plural(answer.nodes, 'node')} x {answer.gpus} {answer.device}"
+    if not answer.rows:
+        return f"{one_line(answer.name)} on {where}: {'; '.join(map(str, answer.problems))}"
+    best = answer.rows[0]
+    speed = f"; {_speed(best)}" if best.step is not None else "; step time not known"
+    memory = part_of_size(best.memory, answer.capacity)
+    return f"{one_line(answer.name)} on {where}: best is {_mesh_words(best)}, {_other_words(best)}: {memory}{speed}"
+
+
+def _speed(layout: FoundLayout) -> str:
+    assert layout.step is not None
+    assert layout.tokens_per_second is not None
+    mfu = f", MFU {share_text(layout.mfu)}" if layout.mfu is not None else ""
+    days = f", {seconds_text(layout.days * 86400)}" if layout.days is not None else ""
+    cost = f", {count_text(layout.cost)} at cluster.price" if layout.cost is not None else ""
+    return f"{seconds_text(layout.step)} a step, {count_text(layout.tokens_per_second)} tokens/s{mfu}{days}{cost}"
+
+
+def _next_lines(answer: Answer, words: Sequence[str]) -> list[str]:
+    """The words that plan the best layout."""
+    if not answer.rows:
+        return []
+    given = dict.fromkeys(answer.rows[0].overrides)
+    conf, *overrides = words
+    command = " ".join(map(quote, (f"conf={conf}", *overrides, *given)))
+    return [*wrap(f"{command_name()} plan {command}", indent="  ")]
+
+
+def _row_lines(answer: Answer) -> list[str]:
+    """A row for each mesh, with the rest of its layout and what slows it on a line below."""
+    if not answer.rows:
+        return []
+    priced = any(row.cost is not None for row in answer.rows)
+    unit = binary_unit(answer.capacity)
+    heading = ["layout", "step", "tokens/s", "MFU", unit, *(["cost"] if priced else [])]
+    cells = [[_mesh_words(row), *_figures(row, unit, priced)] for row in answer.rows]
+    table = narrow_table([heading, *cells], width=page_width() - 2)
+    if len(table) != len(cells) + 1:
+        return ["The best layout of each mesh", *(f"  {line}" for line in table)]
+    lines = ["The best layout of each mesh", f"  {table[0]}"]
+    for row, line in zip(answer.rows, table[1:], strict=True):
+        lines += [f"  {line}", *wrap(f"{_other_words(row)}{_slower(row, answer.rows[0])}", indent="    ")]
+    return lines
+
+
+def _figures(layout: FoundLayout, unit: str, priced: bool) -> Iterator[str]:
+    yield seconds_text(layout.step) if layout.step is not None else "-"
+    yield count_text(layout.tokens_per_second) if layout.tokens_per_second is not None else "-"
+    yield share_text(layout.mfu) if layout.mfu is not None else "-"
+    yield in_unit(layout.memory, unit)
+    if priced:
+        yield count_text(layout.cost) if layout.cost is not None else "-"
+
+
+def _mesh_words(layout: FoundLayout) -> str:
+    degrees = [f"{axis} {degree}" for axis, degree in layout.mesh.items() if degree > 1]
+    return " x ".join(degrees) or "one device"
+
+
+def _other_words(layout: FoundLayout) -> str:
+    """The rest of a layout: `micro-batch 1, ZeRO 1 over 32, interleaved in 8, sequence parallel, engine native`."""
+    staged = layout.mesh["pp"] > 1
+    words = [
+        f"micro-batch {layout.microbatch}",
+        f"ZeRO {layout.zero}" + ("" if layout.shard == "all" else f" over {layout.shard}"),
+        (layout.schedule + (f" in {layout.chunks}" if layout.chunks > 1 else "")) if staged else "",
+        "sequence parallel" if layout.sequence else "",
+        f"{layout.recompute} recomputation" if layout.recompute != "none" else "",
+        f"{' and '.join(layout.offload)} on the host" if layout.offload else "",
+        f"engine {layout.engine}" if layout.engine else "no engine runs it",
+    ]
+    return ", ".join(filter(None, words))
+
+
+def _slower(layout: FoundLayout, best: FoundLayout) -> str:
+    """By how much a layout is slower than the best, and the term that slows it most."""
+    if layout.step is None or best.step is None or layout is best or not layout.slower_by:
+        return ""
+    term, most = max(layout.slower_by.items(), key=lambda pair: pair[1])
+    slower = f"; {share_text(layout.step / best.step - 1)} slower"
+    return f"{slower}: {TERMS[term]} +{seconds_text(most)}" if most > 0 else slower
+
+
+def _front_lines(answer: Answer) -> list[str]:
+    """Layouts with less memory, and what they cost in time."""
+    rows = answer.front
+    if len(rows) < 2 or rows[0].step is None:
+        return []
+    shown = rows if len(rows) <= MAX_FRONT else [rows[round(at * (len(rows) - 1) / (MAX_FRONT - 1))] for at in range(MAX_FRONT)]
+    unit = binary_unit(answer.capacity)
+    cells = [[in_unit(row.memory, unit), seconds_text(row.step or 0.0), f"{_mesh_words(row)}, {_other_words(row)}"] for row in shown]
+    lines = ["Less memory, more time"]
+    for memory, step, words in cells:
+        lines += wrap(f"{memory} {unit}, {step}: {words}", indent="  ")
+    left_out = f"  {len(shown)} of {len(rows)} such layouts, up to {SLOWEST:g} times as slow as the fastest; --json has all"
+    return [*lines, *(wrap(left_out.strip(), indent="  ") if len(shown) < len(rows) else ())]
+
+
+def _space_line(answer: Answer) -> str:
+    return (
+        f"{answer.legal:,} legal layouts: {answer.costed:,} costed, {answer.discarded:,} discarded by bounds that show that they are worse"
+    )
+
+
+def sizes_text(sizes: Sequence[SizedAnswer], by: str, style: Style) -> str:
+    """The table of a search over sizes of the cluster, with the knee and the best size."""
+    priced = any(row.cost is not None for each in sizes for row in each.answer.rows)
+    heading = ["GPUs", "step", "tokens/s", "a GPU", "MFU", "days", *(["cost"] if priced else []), "layout"]
+    rows = [_size_row(each, priced) for each in sizes]
+    left = (len(heading) - 1,)
+    lines = narrow_table([heading, *rows], left, width=page_width() - 2)
+    best, at = best_size(sizes, by), knee(sizes)
+    name = one_line(sizes[0].answer.name)
+    if best is None:
+        verdict = f"{name} fits on none of these sizes"
+    else:
+        verdict = f"{name}: best by {by.replace('_', ' ')} on {plural(best.nodes, 'node')}"
+        verdict += f"; up to {plural(at, 'node')} a GPU trains at least 80 % of the tokens that it trains at best" if at else ""
+    head = [style.paint(line, "green" if best else "red") for line in wrap(verdict, hang="  ")]
+    return "\n".join([*head, "", *(f"  {line}" for line in lines)])
+
+
+def _size_row(each: SizedAnswer, priced: bool) -> list[str]:
+    best, gpus = best_layout(each), f"{each.nodes * each.run.cluster.gpus:,}"
+    if best is None:
+        return [gpus, *["-"] * (5 + priced), "none fits"]
+    timed = best.step is not None and best.tokens_per_second is not None and best.days is not None
+    cells = [
+        seconds_text(best.step) if best.step is not None else "-",
+        count_text(best.tokens_per_second) if best.tokens_per_second is not None else "-",
+        count_text(tokens_per_gpu(each)) if timed else "-",
+        share_text(best.mfu) if best.mfu is not None else "-",
+        f"{best.days:,.1f}" if best.days is not None else "-",
+    ]
+    cost = [count_text(best.cost) if best.cost is not None else "-"] if priced else []
+    return [gpus, *cells, *cost, _mesh_words(best)]

@@ -1,0 +1,108 @@
+"""`distrain search`: the best layouts of a model on a cluster, as a page, as JSON, or as a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..pages.printing import print_error, print_live_line, print_output, print_problems
+from .exit_status import FAILED, OK
+from .parameters import ConfigDir, RecipeAndOverrides, recipe_and_overrides
+
+if TYPE_CHECKING:
+    from ...trainer.plan.search.answer import Answer
+    from ...trainer.spec.run import Run
+
+ALL_ROWS = 10**6
+
+
+def search(
+    arguments: RecipeAndOverrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of the page.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="A row for every mesh that is not far slower than the best.")] = False,
+    output: Annotated[str, typer.Option("-o", "--output", metavar="FILE", help="Write the best layout as a recipe that `fit` runs.")] = "",
+    config_dir: ConfigDir = None,
+) -> int:
+    """Find the best layout of a model on a cluster, among all legal ones. Degrees that you give on the command line stay.
+
+    Exit status: 0 a layout fits; 1 none does, or FILE can't be written; 2 the command line is wrong.
+
+    \b
+    distrain search conf=llama3_70b cluster=8x8
+    distrain search conf=llama3_70b cluster=8x8 parallel.tp=8 search.by=memory
+    distrain search conf=llama3_8b search.nodes=1..64
+    distrain search conf=llama3_70b cluster=8x8 -o best.yaml
+    """
+    from ..config.load import load_recipe
+    from ..config.search_arguments import fixed_keys
+
+    conf, overrides = recipe_and_overrides(arguments, "search", config_dir)
+    run, fixed = load_recipe(conf, overrides, config_dir), fixed_keys(overrides, config_dir)
+    if every:
+        run = replace(run, search=replace(run.search, rows=ALL_ROWS))
+    if run.search.nodes is not None:
+        return _search_sizes(run, fixed, output, as_json=as_json)
+    answer = _find(run, fixed)
+    if as_json:
+        print_output(_json(answer))
+    else:
+        from ..pages.search_page import search_text
+        from ..pages.text_layout import stdout_style
+
+        print_output(search_text(answer, (conf, *overrides), stdout_style()))
+    print_problems(answer.problems if as_json else ())
+    if not answer.rows:
+        return FAILED
+    return _write(output, conf, (*overrides, *answer.rows[0].overrides), answer, config_dir) if output else OK
+
+
+def _find(run: Run, fixed: frozenset[str]) -> Answer:
+    from ...trainer.plan.search.answer import find_layouts
+
+    print_live_line(f"searching the layouts of {run.name} on {run.cluster.nodes * run.cluster.gpus:,} devices ...")
+    try:
+        return find_layouts(run, fixed)
+    finally:
+        print_live_line("")
+
+
+def _search_sizes(run: Run, fixed: frozenset[str], output: str, *, as_json: bool) -> int:
+    """Search each size of the cluster; a line of progress for each."""
+    from ...trainer.plan.search.scaling import best_layout, search_sizes
+    from ...trainer.spec.problem import Problem, Unreadable
+    from ..config.search_arguments import node_counts
+    from ..pages.search_page import sizes_text
+    from ..pages.text_layout import stdout_style
+
+    if output:
+        raise Unreadable([Problem(rule="option", says="-o writes one layout", mend="search one size: leave search.nodes out")])
+    counts = node_counts(run.search.nodes or "")
+    sizes = []
+    for each in search_sizes(run, fixed, counts):
+        sizes.append(each)
+        print_live_line(f"searched {each.nodes} nodes, the largest has {counts[-1]} ...")
+    print_live_line("")
+    print_output(_json([each.answer for each in sizes]) if as_json else sizes_text(sizes, run.search.by, stdout_style()))
+    return OK if any(map(best_layout, sizes)) else FAILED
+
+
+def _write(output: str, conf: str, overrides: Sequence[str], answer: Answer, config_dir: Path | None) -> int:
+    """Write the best layout as a recipe, named after its file."""
+    from ...trainer.spec.problem import one_line
+    from ..config.search_recipe import write_recipe
+
+    try:
+        return print_output(write_recipe(output, conf, overrides, answer, config_dir))
+    except OSError as error:
+        print_error(one_line(f"distrain: {output} can't be written ({(error.strerror or str(error)).lower()}): choose another file"))
+        return FAILED
+
+
+def _json(document: object) -> str:
+    from msgspec import json
+
+    return json.format(json.encode(document)).decode()

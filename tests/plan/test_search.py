@@ -1,0 +1,171 @@
+"""Searches equal brute force over the estimator, which equals `make_plan`: the layouts, their number, the best and the front."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+
+from distrain.trainer.plan.engines import ENGINES, engine_for
+from distrain.trainer.plan.estimate import Estimator
+from distrain.trainer.plan.layout.schedules import SCHEDULES
+from distrain.trainer.plan.search.search import SLOWEST, LayoutSearch, Searched
+from distrain.trainer.plan.search.space import OFFLOADS, RECOMPUTES, Space, Zero
+from distrain.trainer.spec.run import Cluster, Device, Link, Model, Offload, Parallel, Run, Train
+
+GPT: dict[str, Any] = {"family": "gpt", "bias": True, "dropout": 0.1, "tied": True}
+LLAMA: dict[str, Any] = {"family": "llama", "norm": "rmsnorm", "act": "swiglu", "positions": "rope"}
+# (model, nodes, GPUs of a node, bytes of a GPU's memory, batch, sequence, compiled): some layouts fit and some don't
+CASES = {
+    "gpt": (Model(**GPT, layers=4, hidden=1024, heads=16, vocab=50257), 1, 4, 1.9e9, 4, 1024, False),
+    "llama": (Model(**LLAMA, layers=6, hidden=2048, heads=16, kv_heads=2, ffn=5632, vocab=32000), 2, 2, 3.2e9, 4, 2048, True),
+    "moe": (
+        Model(**LLAMA | {"family": "moe"}, layers=3, hidden=512, heads=8, ffn=1024, vocab=8192, experts=4, top_k=2),
+        1,
+        4,
+        0.3e9,
+        6,
+        512,
+        False,
+    ),
+}
+
+ZEROS: tuple[Zero, ...] = (0, 1, 2, 3)
+Figures = tuple[float, int]  # seconds of a step, bytes of the fullest rank
+MeshKey = tuple[int, int, int, int]
+
+
+def run_of(name: str) -> Run:
+    model, nodes, gpus, memory, batch, seq, compiled = CASES[name]
+    device = Device(name="A100", memory=memory, bandwidth=2e12, peak={"bf16": 312e12}, units=108)
+    cluster = Cluster(
+        nodes=nodes, gpus=gpus, device=device, inside=Link(bandwidth=300e9, latency=5e-6), between=Link(bandwidth=25e9, latency=1e-5)
+    )
+    train = Train(batch=batch, seq=seq, steps=1, compile=compiled)
+    return Run(name=name, model=model, cluster=cluster, parallel=Parallel(), train=train)
+
+
+def every_layout(run: Run) -> Iterator[Run]:
+    """Yield the runs of plain loops over all values, legal or not."""
+    world, layers = run.cluster.nodes * run.cluster.gpus, run.model.layers
+    whole = [each for each in range(1, world + 1) if world % each == 0]
+    for tp, pp, cp, ep in product(whole, whole, whole, whole if run.model.experts else [1]):
+        if world % (tp * pp * cp):
+            continue
+        dp = world // (tp * pp * cp)
+        shards: list[Any] = ["all", *(each for each in range(1, dp * cp) if dp * cp % each == 0 and each * tp % run.cluster.gpus == 0)]
+        pipelines = [
+            (name, chunks)
+            for name, row in SCHEDULES.items()
+            if row.flushes
+            for chunks in (range(1, layers // pp + 1) if row.chunked else [1])
+        ]
+        for micro, zero, shard, sequence, recompute, offload, (schedule, chunks), engine in product(
+            range(1, 65), ZEROS, shards, [False, True][: 1 + (tp > 1)], RECOMPUTES, OFFLOADS,
+            pipelines if pp > 1 else [("1f1b", 1)], ENGINES,
+        ):  # fmt: skip
+            if run.train.batch % (dp * micro) or (shard != "all" and not zero) or (pp <= layers and (layers // pp) % chunks):
+                continue
+            parallel = Parallel(
+                dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, zero=zero, shard=shard, sequence=sequence, recompute=recompute,
+                offload=offload, schedule=schedule, chunks=chunks,
+            )  # fmt: skip
+            yield replace(run, parallel=parallel, train=replace(run.train, microbatch=micro), engine=engine)
+
+
+@cache
+def brute_force(name: str) -> dict[MeshKey, list[Figures]]:
+    """The figures of every layout that has no problem but memory and runs, by mesh."""
+    found: dict[MeshKey, list[Figures]] = {}
+    estimators = {engine: Estimator(replace(run_of(name), engine=engine)) for engine in ENGINES}
+    for run in every_layout(run_of(name)):
+        estimate = estimators[run.engine](run.parallel, run.train.microbatch)
+        if estimate.legal and not engine_for(run, run.parallel)[1]:
+            assert estimate.peak
+            key = (run.parallel.tp, run.parallel.pp, run.parallel.cp, run.parallel.ep)
+            found.setdefault(key, []).append((estimate.step or float("inf"), estimate.peak))
+    return found
+
+
+@cache
+def searched(name: str, rows: int, by_memory: bool) -> Searched:
+    return LayoutSearch(Space(run_of(name)), rows=rows, by_memory=by_memory).run_all()
+
+
+def fitting(name: str) -> dict[MeshKey, list[Figures]]:
+    capacity = CASES[name][3]
+    rows = {mesh: [each for each in figures if each[1] <= capacity] for mesh, figures in brute_force(name).items()}
+    return {mesh: figures for mesh, figures in rows.items() if figures}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_space_has_as_many_layouts_as_plain_loops_find(name: str) -> None:
+    assert searched(name, 10, False).legal == sum(map(len, brute_force(name).values()))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("rows", [1, 3, 100])
+def test_the_best_of_each_mesh_are_those_of_brute_force(name: str, rows: int) -> None:
+    best = sorted(min(figures) for figures in fitting(name).values())
+    expected = [each for each in best if each[0] <= SLOWEST * best[0][0]][:rows]
+    assert [(each.seconds, each.peak) for each in searched(name, rows, False).best] == expected
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_smallest_of_each_mesh_are_those_of_brute_force(name: str) -> None:
+    expected = sorted((min((peak, seconds) for seconds, peak in figures)) for figures in fitting(name).values())[:5]
+    assert [(each.peak, each.seconds) for each in searched(name, 5, True).best] == expected
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_front_is_that_of_brute_force(name: str) -> None:
+    expected: list[Figures] = []
+    for each in sorted(each for figures in fitting(name).values() for each in figures):
+        if not expected or each[1] < expected[-1][1]:
+            expected.append(each)
+    expected = [each for each in expected if each[0] <= SLOWEST * expected[0][0]]
+    assert [(each.seconds, each.peak) for each in searched(name, 10, False).front] == expected
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_some_layouts_are_too_large_and_most_are_discarded(name: str) -> None:
+    layouts, fit = sum(map(len, brute_force(name).values())), sum(map(len, fitting(name).values()))
+    assert 0.05 * layouts < fit < 0.95 * layouts
+    assert searched(name, 10, False).costed < layouts
+
+
+@pytest.mark.parametrize(
+    "fixed",
+    [
+        {"parallel.tp": 2}, {"parallel.pp": 2, "parallel.schedule": "zb_h1"}, {"parallel.zero": 1, "train.microbatch": 2},
+        {"parallel.dp": 2}, {"engine": "native"}, {"parallel.sequence": True, "parallel.tp": 2},
+        {"parallel.offload.optimizer": True}, {"parallel.shard": 2, "parallel.zero": 3},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_keys_that_the_user_fixed_stay(fixed: dict[str, Any]) -> None:
+    run = run_of("gpt")
+    for key, value in fixed.items():
+        section, _, name = key.rpartition(".")
+        if section == "parallel.offload":
+            run = replace(run, parallel=replace(run.parallel, offload=Offload(**{name: value})))
+        elif section:
+            run = replace(run, **{section: replace(getattr(run, section), **{name: value})})
+        else:
+            run = replace(run, engine=value)
+    found = LayoutSearch(Space(run, frozenset(fixed)), rows=10).run_all()
+    assert found.best
+    for each in (*found.best, *found.front):
+        parallel, microbatch, engine = each.candidate
+        values = {"train.microbatch": microbatch, "engine": engine, "parallel.offload.optimizer": parallel.offload.optimizer}
+        for key, value in fixed.items():
+            assert values.get(key, getattr(parallel, key.rpartition(".")[2], None)) == value
+
+
+def test_without_an_engine_layouts_are_planned_as_the_papers_do() -> None:
+    run = run_of("gpt")
+    runnable, every = (LayoutSearch(Space(run, runnable=runnable), rows=10).run_all() for runnable in (True, False))
+    assert every.legal > runnable.legal
+    assert every.best[0].seconds <= runnable.best[0].seconds

@@ -1,0 +1,1 @@
+"""The search for the best layout of a model on a cluster."""

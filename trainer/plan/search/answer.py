@@ -1,0 +1,180 @@
+"""The answer of a search: its rows with the figures of their plans, what slows each runner-up, and sizes of the cluster compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ...spec.changed_run import Change, overrides, with_changes
+from ...spec.problem import Problem
+from ...spec.run import Run
+from ..costs.cost_context import CostContext
+from ..engines import ENGINES, engine_for
+from ..layout_cost import StepSeconds, layout_cost
+from ..rules.rules import OF_RUN, broken_rules
+from ..run_cost import cost_of
+from ..run_layout import layout_on
+from .front import Found
+from .search import LayoutSearch
+from .space import Candidate, Space
+
+KEYS = ("dp", "tp", "pp", "cp", "ep", "zero", "shard", "schedule", "chunks", "stages", "sequence", "recompute")
+TERMS = ("compute", "exposed", "bubble", "optimizer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundLayout:
+    """One layout of an answer. `overrides` are the words that give it to the recipe. `slower_by` are the seconds of a step by which each
+    term is above the best layout's. Seconds are None where a rate is unknown, `cost` where the cluster has no price."""
+
+    overrides: tuple[str, ...]
+    mesh: dict[str, int]
+    microbatch: int
+    zero: int
+    shard: int | str
+    schedule: str
+    chunks: int
+    sequence: bool
+    recompute: str
+    offload: tuple[str, ...]
+    engine: str | None
+    memory: int  # bytes of the fullest rank
+    step: float | None
+    tokens_per_second: float | None
+    mfu: float | None
+    days: float | None
+    cost: float | None  # of the whole run, in the currency of cluster.price
+    slower_by: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a search found on one cluster: the best layout of each of the best meshes, and those that no other beats in time and memory."""
+
+    name: str
+    nodes: int
+    gpus: int
+    device: str
+    capacity: int  # bytes of a GPU
+    legal: int  # layouts
+    costed: int
+    discarded: int
+    rows: tuple[FoundLayout, ...]
+    front: tuple[FoundLayout, ...]
+    problems: tuple[Problem, ...] = ()
+
+
+def find_layouts(run: Run, fixed: frozenset[str] = frozenset()) -> Answer:
+    """Search the layouts of a run, as its `search` section says; keys in `fixed` stay as the run has them."""
+    problems = _run_problems(run)
+    if problems:
+        return _answer(run, problems=problems)
+    settings = run.search
+    space = Space(run, fixed, runnable=settings.runnable)
+    found = LayoutSearch(space, rows=settings.rows, by_memory=settings.by == "memory", headroom=settings.headroom).run_all()
+    context = CostContext(run)
+    fastest = _seconds(context, found.best[0]) if found.best else None
+    return _answer(
+        run,
+        legal=found.legal,
+        costed=found.costed,
+        rows=tuple(_found_layout(context, each, fastest) for each in found.best),
+        front=tuple(_found_layout(context, each, fastest) for each in found.front),
+        problems=() if found.best else (_nothing_fits(run, found.legal),),
+    )
+
+
+def answer_changes(run: Run, candidate: Candidate) -> Change:
+    """The keys of a run whose values a layout changes, with the new ones."""
+    parallel = candidate.parallel
+    changes: list[tuple[str, object]] = []
+    for name in KEYS:
+        old, new = getattr(run.parallel, name), getattr(parallel, name)
+        if old != new and not (name == "dp" and old == "auto"):
+            changes.append((f"parallel.{name}", new))
+    for name in ("optimizer", "parameters"):
+        if getattr(run.parallel.offload, name) != getattr(parallel.offload, name):
+            changes.append((f"parallel.offload.{name}", getattr(parallel.offload, name)))
+    if candidate.microbatch != run.train.microbatch:
+        changes.append(("train.microbatch", candidate.microbatch))
+    return (*changes, *_engine_change(run, candidate, tuple(changes)))
+
+
+def _engine_change(run: Run, candidate: Candidate, changes: Change) -> Iterator[tuple[str, object]]:
+    """The engine, where the run would take another one."""
+    changed = with_changes(run, changes)
+    row, _ = engine_for(changed, changed.parallel)
+    if (row.name if row else None) != candidate.engine and candidate.engine:
+        yield "engine", candidate.engine
+
+
+def _answer(run: Run, **fields: Any) -> Answer:
+    cluster = run.cluster
+    empty: dict[str, Any] = {"legal": 0, "costed": 0, "rows": (), "front": ()}
+    given = empty | fields
+    return Answer(
+        name=run.name,
+        nodes=cluster.nodes,
+        gpus=cluster.gpus,
+        device=cluster.device.name,
+        capacity=0 if cluster.device.memory == "auto" else int(cluster.device.memory),
+        discarded=given["legal"] - given["costed"],
+        **given,
+    )
+
+
+def _run_problems(run: Run) -> tuple[Problem, ...]:
+    broken = broken_rules(run, run.parallel, run.train.microbatch, OF_RUN)
+    return tuple(Problem(rule=each.rule, says=each.says, mend=each.fix) for each in broken)
+
+
+def _nothing_fits(run: Run, legal: int) -> Problem:
+    if not legal:
+        runs = " that an engine here runs" if run.search.runnable else ""
+        mend = "leave some of the given keys free, or set search.runnable=false" if runs else "leave some of the given keys free"
+        return Problem(rule="search", says=f"there is no legal layout{runs}", mend=mend)
+    room = f"{1 - run.search.headroom:.0%}".replace("%", " %")
+    says = f"none of {legal:,} layouts fits into {room} of the memory of {run.cluster.nodes} x {run.cluster.gpus} {run.cluster.device.name}"
+    return Problem(rule="memory", says=says, mend=f"search more nodes: search.nodes={2 * run.cluster.nodes}..{16 * run.cluster.nodes}")
+
+
+def _seconds(context: CostContext, found: Found) -> StepSeconds | None:
+    parallel, microbatch, engine = found.candidate
+    return layout_cost(context, layout_on(ENGINES[engine] if engine else None, context, parallel, microbatch)).seconds
+
+
+def _found_layout(context: CostContext, found: Found, best: StepSeconds | None) -> FoundLayout:
+    run, (parallel, microbatch, engine) = context.run, found.candidate
+    seconds = _seconds(context, found)
+    rate = run.train.batch * run.train.seq / seconds.step if seconds else None
+    days = run_days(run, seconds.step) if seconds else None
+    peak = run.cluster.device.peak.get(run.train.precision)
+    moved = parallel.offload
+    return FoundLayout(
+        overrides=overrides(answer_changes(run, found.candidate)),
+        mesh={name: getattr(parallel, name) for name in ("pp", "dp", "cp", "ep", "tp")},
+        microbatch=microbatch,
+        zero=parallel.zero,
+        shard=parallel.shard,
+        schedule=parallel.schedule,
+        chunks=parallel.chunks,
+        sequence=parallel.sequence,
+        recompute=parallel.recompute,
+        offload=tuple(name for name in ("optimizer", "parameters") if getattr(moved, name)),
+        engine=engine,
+        memory=found.peak,
+        step=seconds.step if seconds else None,
+        tokens_per_second=rate,
+        mfu=rate / context.world * context.flops_per_token / peak if rate and peak else None,
+        days=days,
+        cost=cost_of(run.cluster, days * 86400) if days is not None else None,
+        slower_by={term: getattr(seconds, term) - getattr(best, term) for term in TERMS} if seconds and best else {},
+    )
+
+
+def run_days(run: Run, step: float) -> float:
+    """Days of a run whose steps take so many seconds."""
+    tokens = run.train.batch * run.train.seq
+    steps = run.train.steps or -(-(run.train.tokens or 0) // tokens)
+    return steps * step / 86400

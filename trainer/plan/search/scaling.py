@@ -1,0 +1,65 @@
+"""The best layout on clusters of several sizes: days and cost against GPUs, and the size beyond which GPUs are wasted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from ...spec.run import Run
+from .answer import Answer, FoundLayout, find_layouts
+
+KNEE = 0.8  # of the highest tokens/s of a GPU
+
+
+class SizedAnswer(NamedTuple):
+    """The answer on so many nodes, and the run there."""
+
+    nodes: int
+    run: Run
+    answer: Answer
+
+
+def search_sizes(run: Run, fixed: frozenset[str], counts: Sequence[int]) -> Iterator[SizedAnswer]:
+    """Yield the best layout on each number of nodes; the data degree is free, unless it is fixed."""
+    for nodes in counts:
+        dp = run.parallel.dp if "parallel.dp" in fixed else "auto"
+        search = replace(run.search, rows=1)
+        sized = replace(run, cluster=replace(run.cluster, nodes=nodes), parallel=replace(run.parallel, dp=dp), search=search)
+        yield SizedAnswer(nodes, sized, find_layouts(sized, fixed))
+
+
+def tokens_per_gpu(sized: SizedAnswer) -> float:
+    """Tokens/s of a GPU in the best layout; 0 where none fits or its time is not known."""
+    best = best_layout(sized)
+    rate = best.tokens_per_second if best else None
+    return rate / (sized.nodes * sized.run.cluster.gpus) if rate else 0.0
+
+
+def best_layout(sized: SizedAnswer) -> FoundLayout | None:
+    """The best layout on a size."""
+    return sized.answer.rows[0] if sized.answer.rows else None
+
+
+def knee(sizes: Sequence[SizedAnswer]) -> int | None:
+    """The most nodes on which a GPU still trains `KNEE` of the tokens that it trains at best; None where no time is known."""
+    highest = max(map(tokens_per_gpu, sizes), default=0.0)
+    return max((each.nodes for each in sizes if tokens_per_gpu(each) >= KNEE * highest), default=None) if highest else None
+
+
+def best_size(sizes: Sequence[SizedAnswer], by: str) -> SizedAnswer | None:
+    """The size whose best layout is best: least memory, cost or time; most tokens for the price."""
+    found = [each for each in sizes if best_layout(each) is not None]
+    return min(found, key=lambda each: _objective(each, by), default=None)
+
+
+def _objective(sized: SizedAnswer, by: str) -> float:
+    best = best_layout(sized)
+    assert best is not None
+    match by:
+        case "memory":
+            return best.memory
+        case "cost" | "tokens_per_dollar":
+            return best.cost if best.cost is not None else -tokens_per_gpu(sized)  # a fixed price: tokens of a GPU decide
+        case _:
+            return best.days if best.days is not None else float("inf")

@@ -1,0 +1,262 @@
+"""The layouts that a search chooses from: every legal combination of degrees, micro-batch, ZeRO, schedule, recomputation and engine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any, Literal, NamedTuple
+
+from ...models.families import has_experts
+from ...spec.divisors import divisors
+from ...spec.run import Offload, Parallel, Run
+from ..engines import ENGINES, PAPERS_NAME
+from ..engines.engine_limits import exceeded_limits
+from ..layout.schedules import SCHEDULES
+from ..rules.rules import OF_LAYOUT, broken_rules, offload
+
+MOST_MICROBATCH = 64  # sequences of a micro-batch
+
+Zero = Literal[0, 1, 2, 3]
+Recompute = Literal["none", "selective", "full"]
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+OFFLOADS = (Offload(), Offload(optimizer=True), Offload(optimizer=True, parameters=True))
+DEGREES = ("tp", "pp", "cp", "ep")
+
+
+class Pass(NamedTuple):
+    """What decides a block's costs beside the mesh: the micro-batch, sequence parallelism, recomputation."""
+
+    microbatch: int
+    sequence: bool
+    recompute: Recompute
+
+
+class State(NamedTuple):
+    """Where weights, gradients and optimizer states are."""
+
+    zero: Zero
+    shard: int | Literal["all"]
+    offload: Offload
+
+
+class Pipeline(NamedTuple):
+    """A schedule and the chunks of a stage."""
+
+    schedule: str
+    chunks: int
+
+
+class Candidate(NamedTuple):
+    """One layout: its degrees, its micro-batch, and the engine that trains it (None: none does)."""
+
+    parallel: Parallel
+    microbatch: int
+    engine: str | None
+
+
+class Space:
+    """The legal layouts of a run's model and batch on its cluster, some keys of which the user has fixed.
+
+    What stays as the run has it: keys in `fixed`, and how messages are sent (reduce, bucket, scatter, gather, overlap). With `runnable`
+    a layout has an engine that trains it. A schedule that does not flush trains another curve: it is taken only where it is fixed.
+    """
+
+    def __init__(self, run: Run, fixed: frozenset[str] = frozenset(), *, runnable: bool = True) -> None:
+        self.run, self.fixed, self.runnable = run, fixed, runnable
+        self.world = run.cluster.nodes * run.cluster.gpus
+        self._engines: dict[tuple[object, ...], tuple[str | None, ...]] = {}
+        self._pipelines: dict[tuple[int, int], tuple[Pipeline, ...]] = {}
+        self._counts: dict[tuple[object, ...], int] = {}
+        zeros: tuple[Zero, ...] = (0, 1, 2, 3)
+        self._offloads_of_zero = {zero: self._offloads(zero) for zero in zeros}
+
+    def meshes(self) -> Iterator[Parallel]:
+        """Yield the degrees of every legal mesh, with the rest as the simplest layout has it."""
+        given = self.run.parallel
+        free = {"zero": 0, "shard": "all", "schedule": "1f1b", "actions": None, "chunks": 1, "sequence": False, "recompute": "none"}
+        base = replace(given, **{name: value for name, value in free.items() if f"parallel.{name}" not in self.fixed})  # type: ignore[arg-type]
+        if "parallel.schedule" in self.fixed:
+            base = replace(base, actions=given.actions)
+        if "parallel.stages" not in self.fixed:
+            base = replace(base, stages=None)
+        base = replace(base, offload=Offload())  # each state has its own
+        for tp, pp, cp, ep in self._degrees():
+            parallel = replace(base, dp=self.world // (tp * pp * cp), tp=tp, pp=pp, cp=cp, ep=ep)
+            if "parallel.dp" in self.fixed and given.dp not in ("auto", parallel.dp):
+                continue
+            if not self._breaks_rules(replace(parallel, sequence=False)):
+                yield parallel
+
+    def microbatches(self, parallel: Parallel) -> list[int]:
+        """The sizes of a micro-batch on a mesh."""
+        assert parallel.dp != "auto"
+        each = self.run.train.batch // parallel.dp
+        if "train.microbatch" in self.fixed:
+            return [self.run.train.microbatch] if each % self.run.train.microbatch == 0 else []
+        return divisors(each, MOST_MICROBATCH)
+
+    def passes(self, parallel: Parallel) -> Iterator[Pass]:
+        """The passes of a mesh."""
+        sequences = self._values("parallel.sequence", (False, True) if self._can_split_sequence(parallel) else (False,))
+        recomputes: tuple[Recompute, ...] = self._values("parallel.recompute", self._recomputes(parallel))
+        for microbatch, sequence, recompute in product(self.microbatches(parallel), sequences, recomputes):
+            yield Pass(microbatch, sequence, recompute)
+
+    def states(self, parallel: Parallel) -> list[State]:
+        """The states of a mesh."""
+        shards = self._shards(parallel)
+        return [
+            State(zero, shard, offload)
+            for zero in self._values("parallel.zero", (0, 1, 2, 3))
+            if not self._breaks_rules(replace(parallel, zero=zero))
+            for shard in (shards if zero else shards[:1])
+            for offload in self._offloads_of_zero[zero]
+        ]
+
+    def pipelines(self, parallel: Parallel, microbatch: int) -> tuple[Pipeline, ...]:
+        """The schedules of a mesh's stages with a micro-batch; one stage has one."""
+        assert parallel.dp != "auto"
+        micros = self.run.train.batch // (parallel.dp * microbatch)
+        found = self._pipelines.get((parallel.pp, micros))
+        if found is None:
+            found = self._pipelines[parallel.pp, micros] = tuple(self._legal_pipelines(parallel, microbatch))
+        return found
+
+    def engines(self, parallel: Parallel) -> tuple[str | None, ...]:
+        """The engines that train a layout; (None,) where none does and layouts need not run."""
+        key = self._engine_key(parallel)
+        found = self._engines.get(key)
+        if found is None:
+            found = self._engines[key] = self._find_engines(parallel)
+        return found
+
+    def size(self, parallel: Parallel) -> int:
+        """The number of legal layouts of a mesh."""
+        pipelines = Counter[Pipeline]()
+        for microbatch in self.microbatches(parallel):
+            pipelines.update(self.pipelines(parallel, microbatch))
+        kinds = Counter(each.sequence for each in self.passes(parallel) if each.microbatch == self._any_microbatch())
+        states = Counter((each.zero, each.shard == "all", each.offload) for each in self.states(parallel))
+        return sum(
+            many * sum(times * self._engines_of_states(parallel, pipeline, sequence, states) for sequence, times in kinds.items())
+            for pipeline, many in pipelines.items()
+        )
+
+    def _engines_of_states(
+        self, parallel: Parallel, pipeline: Pipeline, sequence: bool, states: Counter[tuple[Zero, bool, Offload]]
+    ) -> int:
+        """The number of engines that train a mesh's states, counted together."""
+        key = (self._engine_key(parallel)[:5], pipeline.schedule, pipeline.chunks > 1, sequence, tuple(states.items()))
+        found = self._counts.get(key)
+        if found is None:
+            found = self._counts[key] = sum(
+                times
+                * len(self.engines(self.layout(parallel, Pass(1, sequence, "none"), State(zero, "all" if whole else 1, offload), pipeline)))
+                for (zero, whole, offload), times in states.items()
+            )
+        return found
+
+    @staticmethod
+    def layout(parallel: Parallel, passes: Pass, state: State, pipeline: Pipeline) -> Parallel:
+        """The degrees of a mesh with the rest of a layout."""
+        return replace(
+            parallel,
+            sequence=passes.sequence,
+            recompute=passes.recompute,
+            zero=state.zero,
+            shard=state.shard,
+            offload=state.offload,
+            schedule=pipeline.schedule,
+            chunks=pipeline.chunks,
+        )
+
+    def _degrees(self) -> Iterator[tuple[int, int, int, int]]:
+        """Every (tp, pp, cp, ep) that divides the cluster, ep the data ranks."""
+        given, world = self.run.parallel, self.world
+        experts = self.run.model.experts if has_experts(self.run.model) else 1
+        for tp in self._values("parallel.tp", divisors(world)):
+            for pp in self._values("parallel.pp", divisors(world // tp) if world % tp == 0 else ()):
+                for cp in self._values("parallel.cp", divisors(world // (tp * pp)) if world % (tp * pp) == 0 else ()):
+                    if world % (tp * pp * cp):
+                        continue
+                    dp = world // (tp * pp * cp)
+                    for ep in self._values("parallel.ep", [each for each in divisors(dp) if experts % each == 0] or [given.ep]):
+                        yield tp, pp, cp, ep
+
+    def _breaks_rules(self, parallel: Parallel) -> bool:
+        """Whether a layout breaks a rule, whatever its schedule and offload are."""
+        plain = replace(parallel, schedule="1f1b", chunks=1, actions=None, stages=None, offload=Offload())
+        return bool(broken_rules(self.run, plain, self._any_microbatch(), OF_LAYOUT))
+
+    def _any_microbatch(self) -> int:
+        return self.run.train.microbatch if "train.microbatch" in self.fixed else 1
+
+    def _can_split_sequence(self, parallel: Parallel) -> bool:
+        return parallel.tp > 1 and not self._breaks_rules(replace(parallel, sequence=True))
+
+    def _recomputes(self, parallel: Parallel) -> tuple[Recompute, ...]:
+        return tuple(each for each in RECOMPUTES if not self._breaks_rules(replace(parallel, recompute=each)))
+
+    def _shards(self, parallel: Parallel) -> tuple[int | Literal["all"], ...]:
+        """All data ranks, or as many of them as fill whole nodes."""
+        assert parallel.dp != "auto"
+        data = parallel.dp * parallel.cp
+        some = [
+            each for each in divisors(data) if each < data and each * parallel.tp % self.run.cluster.gpus == 0 and each % parallel.ep == 0
+        ]
+        shards: tuple[int | Literal["all"], ...] = self._values("parallel.shard", ("all", *some))
+        return shards
+
+    def _offloads(self, zero: Zero) -> list[Offload]:
+        """What a ZeRO stage may offload, where the user has not said so."""
+        given = self.run.parallel.offload
+        fixed = [name for name in ("optimizer", "parameters") if f"parallel.offload.{name}" in self.fixed]
+        return [
+            each
+            for each in OFFLOADS
+            if all(getattr(each, name) == getattr(given, name) for name in fixed)
+            and not broken_rules(self.run, Parallel(zero=zero, offload=each), 1, (offload,))
+        ]
+
+    def _legal_pipelines(self, parallel: Parallel, microbatch: int) -> Iterator[Pipeline]:
+        same_curve = tuple(name for name, row in SCHEDULES.items() if row.flushes)
+        for schedule in self._values("parallel.schedule", same_curve if parallel.pp > 1 else ("1f1b",)):
+            for chunks in self._values("parallel.chunks", self._chunks(parallel, schedule)):
+                changed = replace(parallel, schedule=schedule, chunks=chunks)
+                if not broken_rules(self.run, changed, microbatch, OF_LAYOUT):
+                    yield Pipeline(schedule, chunks)
+
+    def _chunks(self, parallel: Parallel, schedule: str) -> tuple[int, ...]:
+        """Every divisor of a stage's layers."""
+        if schedule not in SCHEDULES or not SCHEDULES[schedule].chunked or parallel.pp == 1:
+            return (1,)
+        return tuple(divisors(self.run.model.layers // parallel.pp))
+
+    def _engine_key(self, parallel: Parallel) -> tuple[object, ...]:
+        """All of a layout that the limits of engines read; tests/plan/test_search_space.py holds that nothing else is."""
+        heads = self.run.model.kv_heads or self.run.model.heads
+        ones = (parallel.pp > 1, parallel.tp > 1, parallel.tp > heads, parallel.cp > 1, parallel.ep > 1, parallel.shard == "all")
+        return (*ones, parallel.zero, parallel.schedule, parallel.sequence, parallel.offload)
+
+    def _find_engines(self, parallel: Parallel) -> tuple[str | None, ...]:
+        named = self.run.engine if "engine" in self.fixed and self.run.engine != "auto" else None
+        if named == PAPERS_NAME:
+            return () if self.runnable else (None,)
+        rows = [row for row in ENGINES.values() if named in (None, row.name)]
+        runs = tuple(row.name for row in rows if next(exceeded_limits(row, self.run, parallel), None) is None)
+        return runs or (() if self.runnable else (None,))
+
+    def _values(self, key: str, free: Any) -> Any:
+        """The value of a fixed key, or those that are free."""
+        if key not in self.fixed or (value := _value(self.run, key)) == "auto":
+            return free
+        return (value,)
+
+
+def _value(run: Run, key: str) -> Any:
+    part: Any = run
+    for name in key.split("."):
+        part = getattr(part, name)
+    return part
