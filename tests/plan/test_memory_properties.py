@@ -25,6 +25,8 @@ def runs(draw: st.DrawFn) -> Run:
         layers = pp * chunks * draw(st.integers(1, 2))
     if SCHEDULES[schedule].folded:
         layers, micros = draw(st.integers(2 * pp, 12)), 2 * pp + draw(st.integers(0, 3))
+    if not SCHEDULES[schedule].flushes:
+        micros = pp + draw(st.integers(0, 3))
     micro = draw(st.sampled_from([1, 2, 3]))
     precision = draw(st.sampled_from(["fp32", "bf16", "fp16"]))
     keys = {

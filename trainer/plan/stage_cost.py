@@ -99,7 +99,7 @@ def stage_cost(context: CostContext, layout: Layout, blocks: BlockCosts, kind: S
         message_backward=message_backward,
         data=data,
         exposed=sum([row.exposed for row in (*sums, *data)]),
-        step=engine.step_seconds(context, layout, held, _tensors(context, kind)),
+        step=layout.gradient_sync.updates * engine.step_seconds(context, layout, held, _tensors(context, kind)),
     )
 
 

@@ -21,7 +21,7 @@ class EngineRow:
     axes: tuple[str, ...]
     zero: tuple[int, ...]
     native_schedules: tuple[str, ...]  # those that it has instructions of its own for
-    executes: Literal["none", "plain", "flushing"]  # the schedules that it runs from their actions
+    executes: Literal["none", "plain", "flushing", "all"]  # the schedules that it runs from their actions
     precisions: tuple[str, ...]
     offload: bool
     source: str
@@ -42,7 +42,7 @@ class EngineRow:
     def runs_schedule(self, name: str, given: Schedule | None = None) -> bool:
         """Whether it runs a schedule of SCHEDULES, or one `given` by a file."""
         schedule = given or SCHEDULES[name]
-        runs = {"none": False, "plain": schedule.is_plain and not schedule.simulated, "flushing": schedule.flushes}
+        runs = {"none": False, "plain": schedule.is_plain and not schedule.simulated, "flushing": schedule.flushes, "all": True}
         return name in self.native_schedules or runs[self.executes]
 
     @property
