@@ -62,8 +62,8 @@ class Instruments:
         """Return whether `distrain prove` wants no step after this one."""
         return self.trace is not None and step == self.trace.last
 
-    def report(self, done: int, loss: float) -> None:
-        """Write what was measured in step `done` (from 1), and show the progress line."""
+    def report(self, done: int, loss: float | None) -> None:
+        """Write what was measured in step `done` (from 1), and show the progress line with the newest loss; None: there is none yet."""
         if self._count is not None:
             self.setup.warn(write_measured(self._count, self.setup, done))
         if self.samples and done == self.last:
@@ -170,7 +170,7 @@ class ProgressLine:
         self.tokens = run.train.batch * run.train.seq  # a step
         self._began = self._shown = perf_counter()
 
-    def line(self, done: int, loss: float) -> str | None:
+    def line(self, done: int, loss: float | None) -> str | None:
         """Return the line after `done` steps, or None until LINE_INTERVAL has passed."""
         now = perf_counter()
         if now - self._shown < LINE_INTERVAL:
@@ -179,4 +179,5 @@ class ProgressLine:
         seconds = (now - self._began) / (done - self.first)  # a step
         left = round(seconds * (self.last - done))
         clock = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}" if left >= 3600 else f"{left // 60}:{left % 60:02}"
-        return f"step {done}/{self.last}  loss {loss:.4f}  {self.tokens / seconds:,.0f} tokens/s  {clock} left"
+        words = [f"step {done}/{self.last}", *([] if loss is None else [f"loss {loss:.4f}"])]
+        return "  ".join([*words, f"{self.tokens / seconds:,.0f} tokens/s", f"{clock} left"])

@@ -42,6 +42,7 @@ ENGINES = {
         EngineRow(
             name="native",
             engine_class="distrain.trainer.engines.native.engine:NativeEngine",
+            delayed_class="distrain.trainer.engines.native.delayed_engine:DelayedEngine",
             costs=NativeCosts(),
             axes=("pp", "dp", "cp", "ep", "tp"),
             zero=(0, 1, 2, 3),

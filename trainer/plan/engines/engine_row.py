@@ -18,6 +18,7 @@ class EngineRow:
     name: str
     engine_class: str  # MODULE:CLASS, a subclass of trainer/engines/engine.py's Engine; "": it is planned, and can't train
     costs: CostModel
+    delayed_class: str = ""  # MODULE:CLASS for schedules without a flush; "": it is the same
     axes: tuple[str, ...]
     zero: tuple[int, ...]
     native_schedules: tuple[str, ...]  # those that it has instructions of its own for

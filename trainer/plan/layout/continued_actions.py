@@ -1,4 +1,4 @@
-"""The actions of a pipeline without a flush: a step goes on where the step before it stopped. Micro-batches are numbered from a flush on."""
+"""The actions of a pipeline without a flush: a step goes on where the one before stopped. Micro-batches are numbered from a flush on."""
 
 from __future__ import annotations
 
