@@ -50,7 +50,7 @@ def layout_cost(context: CostContext, layout: Layout) -> LayoutCost:
 
 def stage_bytes(layout: Layout, kind: StageCost, index: int) -> int:
     """Bytes of a rank of stage `index`, which is of this kind."""
-    fixed = kind.fixed_bytes + extra_weight_copies(layout, index) * kind.weights
+    fixed = kind.fixed_bytes + extra_weight_copies(layout, index) * kind.version
     saved = kind.saved_last + kind.logits + ceil((kind.saved + kind.passing) * in_flight(layout, index))
     return fixed + max(saved + kind.passes, kind.step_bytes)
 

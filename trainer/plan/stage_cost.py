@@ -28,6 +28,7 @@ class StageCost(NamedTuple):
 
     parameters: int
     weights: int
+    version: int  # of an older version of the trained weights
     gradients: int
     optimizer: int
     saved: int
@@ -82,6 +83,7 @@ def stage_cost(context: CostContext, layout: Layout, blocks: BlockCosts, kind: S
     return StageCost(
         parameters=dense + experts,
         weights=states.weights,
+        version=context.widths.weight * held.trained,
         gradients=states.gradients,
         optimizer=states.optimizer,
         saved=_saved_bytes(layout, blocks, kind),
