@@ -6,7 +6,7 @@ It shares the model, the data and the learning rate with the engine, and nothing
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,9 @@ from ...models.build import build_model
 from ...plan.mesh_position import mesh_position
 from ...spec.lr_schedule import learning_rate
 from ...spec.run import Parallel, Run
+from ..checkpoint import LoadFailed
 from ..data.prepare import cache_folder, prepare_corpus
-from ..data.samples.batches import Batches
+from ..data.samples.batches import Batch, Batches
 from ..train import is_due
 from .weight_diff import furthest_weight, read_last_weights
 
@@ -55,11 +56,11 @@ def delayed_curve(run: Run) -> DelayedCurve:
     for step in range(steps):
         totals, squares = [], []
         for first in range(step * train.batch, (step + 1) * train.batch, sequences):
-            met = dict[str, Tensor]()  # what the update's sequences meet: of each stage the weights `late` updates before, or of the flush
+            met = dict[str, Tensor]()  # of each stage the weights `late` updates before, at most those of the flush
             for stage, names in enumerate(stages):
                 version = history[-1 - min(late(stage), len(history) - 1)]
                 met |= {name: version[name].requires_grad_() for name in names}
-            loss = _mean_loss(run, module, met, data, range(first, first + sequences), step)
+            loss = _mean_loss(run, module, met, data.batch(first, sequences), step)
             gradients = dict(zip(met, torch.autograd.grad(loss, list(met.values())), strict=True))
             for names, optimizer in zip(stages, optimizers, strict=True):
                 for name in names:
@@ -120,10 +121,11 @@ def _batches(run: Run, split: Any) -> Batches:
     return Batches(corpus, seed=run.train.seed, seq=run.train.seq, split=split)
 
 
-def _mean_loss(run: Run, module: nn.Module, weights: Weights, data: Batches, samples: range, step: int | None) -> Tensor:
-    batch = data.batch(samples.start, len(samples))
-    is_dropping = step is not None and run.model.dropout > 0
-    keys = dropout_keys(run.train.seed, step, batch.samples, torch.arange(run.train.seq)) if is_dropping else None
+def _mean_loss(run: Run, module: nn.Module, weights: Weights, batch: Batch, step: int | None) -> Tensor:
+    """Return the mean loss over a batch's labels; without a step there is no dropout."""
+    keys = None
+    if run.model.dropout and step is not None:
+        keys = dropout_keys(run.train.seed, step, batch.samples, torch.arange(run.train.seq))
     total, labels = functional_call(module, dict(weights), (batch.tokens, batch.labels), {"documents": batch.documents, "keys": keys})
     assert int(labels) == int((batch.labels != IGNORED).sum())
     loss: Tensor = total / labels
@@ -133,16 +135,19 @@ def _mean_loss(run: Run, module: nn.Module, weights: Weights, data: Batches, sam
 def _evaluation(run: Run, module: nn.Module, weights: Weights) -> float:
     with torch.no_grad():
         module.eval()
-        return float(_mean_loss(run, module, weights, _batches(run, "validation"), range(run.train.evaluate.batches * run.train.batch), None))
+        batch = _batches(run, "validation").batch(0, run.train.evaluate.batches * run.train.batch)
+        return float(_mean_loss(run, module, weights, batch, None))
 
 
 def delayed_gradients(layout: str) -> dict[str, Any]:
     """Train the run of a run folder by delayed gradients, and compare the weights with those that it ended with.
 
     Returns {"losses", "norms", "evaluation", "weights": the largest difference, "weight": its name, "left_out": names of weights that are
-    not compared}. Raises LoadFailed if the run has no checkpoint.
+    not compared}. Raises LoadFailed if the run has no checkpoint, or begins with other weights than drawn ones.
     """
     run = decode((Path(layout) / "run.json").read_bytes(), type=Run)
+    if run.model.weights or run.model.lora.rank:
+        raise LoadFailed("delayed gradients are simulated from drawn weights, all of them trained: leave model.weights and model.lora out")
     curve, saved = delayed_curve(run), read_last_weights(Path(layout))
     compared = furthest_weight(run, ((name, curve.weights[name].detach(), tensor) for name, tensor in saved))
     return {"losses": curve.losses, "norms": curve.norms, "evaluation": curve.evaluation, **compared}

@@ -45,6 +45,7 @@ from ...plan.engines import ENGINES
 from ...system import parent_watch
 from ..checkpoint import LoadFailed
 from ..rank import run_rank
+from .delayed_gradients import delayed_gradients
 from .process import ForkedProcess, fork
 from .weight_diff import weight_difference
 
@@ -67,7 +68,7 @@ IMPORTED_LATE = (
 RankProgram = Callable[[Path, channel.Channel], int]  # what a rank does with RUN_DIR/run.json; returns its exit status
 Question = Callable[..., Any]  # takes and returns JSON values
 
-QUESTIONS: dict[str, Question] = {"weight_difference": weight_difference}
+QUESTIONS: dict[str, Question] = {"weight_difference": weight_difference, "delayed_gradients": delayed_gradients}
 
 
 class ClientGone(Exception):
