@@ -52,6 +52,8 @@ def stage_bytes(layout: Layout, kind: StageCost, index: int) -> int:
     """Bytes of a rank of stage `index`, which is of this kind."""
     fixed = kind.fixed_bytes + extra_weight_copies(layout, index) * kind.version
     saved = kind.saved_last + kind.logits + ceil((kind.saved + kind.passing) * in_flight(layout, index))
+    if delay_of(layout.parallel):
+        return fixed + saved + max(kind.passes, kind.step_bytes)  # weights are stepped while micro-batches are in flight
     return fixed + max(saved + kind.passes, kind.step_bytes)
 
 

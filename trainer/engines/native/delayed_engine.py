@@ -92,7 +92,7 @@ class DelayedEngine(NativeEngine, PassHooks):
         self.versions.show(self._met[action.micro])
 
     def after_backward(self, micro: int, total: Tensor) -> None:
-        """Update the weights after the last micro-batch of an update, and after a step's last update send this rank's part of its result."""
+        """Update the weights after the last micro-batch of an update; after a step's last update, send this rank's part of its result."""
         del self._met[micro]
         if self._delay.update_of(micro, self.micros) == self._delay.update_of(micro + 1, self.micros):
             return

@@ -62,8 +62,8 @@ ENGINES = {
 def engine_for(run: Run, parallel: Parallel) -> tuple[EngineRow | None, tuple[EngineLimit, ...]]:
     """The engine that a run names, or with `engine: auto` the one for its layout, and its limits that the layout exceeds (none: it runs).
 
-    With `auto` that is `native` at one data-parallel rank on a GPU and for schedules without a flush, DeepSpeed's elsewhere, and another one for a layout that the first
-    choice does not run; where none does, there is no engine. `papers` is none that runs.
+    With `auto` that is `native` at one data-parallel rank on a GPU and for schedules without a flush, DeepSpeed's elsewhere, and another
+    one for a layout that the first choice does not run; where none does, there is no engine. `papers` is none that runs.
     """
     if run.engine == PAPERS_NAME:
         return None, (EngineLimit(PAPERS_NAME, "engine", PAPERS_NAME, ((("engine", "auto"),),)),)
