@@ -110,10 +110,8 @@ def _delay_limits(row: EngineRow, run: Run, parallel: Parallel, *, each_micro_ba
         yield EngineLimit(row.name, "train.precision", f"fp16{schedule}", ((("train.precision", "bf16"),), flushed))
     if has_compiled_layers(run.train, parallel):
         yield EngineLimit(row.name, "train.compile", f"true{schedule}", ((("train.compile", False),), flushed))
-    if each_micro_batch and (run.data.documents or run.data.name == "pairs"):
-        key = "data.documents" if run.data.documents else "data.name"
-        value = "true" if run.data.documents else run.data.name
-        yield EngineLimit(row.name, key, f"{value}{schedule}", ((("parallel.schedule", "pipedream_2bw"),), flushed))
+    if each_micro_batch and run.data.documents:
+        yield EngineLimit(row.name, "data.documents", f"true{schedule}", ((("parallel.schedule", "pipedream_2bw"),), flushed))
 
 
 def _flushed(parallel: Parallel) -> Change:
