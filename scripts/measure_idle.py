@@ -3,7 +3,7 @@
 Run `python -m distrain.scripts.measure_idle [SCHEDULE ...] [KEY=VALUE ...]` on a machine where nothing else runs. At two stages the share
 is that of the clock, each stage on a core of its own. At four, which share the cores, the order and dependencies of the real step are
 replayed with the processor seconds that each action took, as if each stage had a core. Schedules without a flush go on from step to step:
-theirs is the share of 17 steps after the first ones. Seconds of a step, planned and measured, are those of two stages; four share the cores.
+theirs is the share of 17 steps after the first ones. Seconds of a step, planned and measured, are those of two stages: four share cores.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def test_a_stage_has_each_version_when_a_micro_batch_meets_it_and_holds_as_many_
 
 
 def test_versions_are_those_of_the_papers() -> None:
-    """PipeDream: stage s keeps p - s (section 3.3), with vertical sync all keep p; 2BW: two (arXiv:2006.09503 section 3.1)."""
+    """PipeDream: stage s keeps p - s, with vertical sync all keep p; 2BW: two (arXiv:2006.09503 section 3.1)."""
     held = {name: [delay_of_row(row).versions_held(stage, 4) for stage in range(4)] for name, row in ROWS.items()}
     assert held == {"pipedream": [4, 3, 2, 1], "vertical": [4, 4, 4, 4], "pipedream_2bw": [2, 2, 2, 2]}
 

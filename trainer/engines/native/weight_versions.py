@@ -1,4 +1,4 @@
-"""The versions of a stage's weights that micro-batches under way meet (weight stashing, arXiv:1806.03377 section 3.3)."""
+"""The versions of a stage's weights that micro-batches under way meet (weight stashing, arXiv:1806.03377)."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def delayed_curve(run: Run) -> DelayedCurve:
 
 def _updates_late(parallel: Parallel) -> Callable[[int], int]:
     """By how many updates a stage's weights are old when a gradient is computed (stages from 0): pipedream's by those that the stages
-    behind it have under way (arXiv:1806.03377 section 3.3), with vertical sync all like the first stage's; pipedream_2bw's by one
+    behind it have under way (arXiv:1806.03377), with vertical sync all like the first stage's; pipedream_2bw's by one
     (arXiv:2006.09503 section 3.1)."""
     if parallel.schedule == "pipedream_2bw":
         return lambda stage: 1

@@ -12,7 +12,7 @@ from .schedules import SCHEDULES, Schedule
 
 SUFFIX = ".csv"
 PIPEDREAM = "pipedream"
-# Vertical sync: a micro-batch meets the same version on every stage, the newest one of the first stage (arXiv:1806.03377 section 3.3).
+# Vertical sync: a micro-batch meets the same version on every stage, the newest one of the first stage (arXiv:1806.03377).
 VERTICAL_PIPEDREAM = replace(SCHEDULES[PIPEDREAM], delay=Delay(late=lambda stage, stages: stages - 1, each_micro_batch=True))
 
 

@@ -109,11 +109,14 @@ class NativeCosts(CostModel):
         return rows_of_size((blocks.tied // hidden, hidden)).on_rank(layout.shard, place)
 
     def step_seconds(self, context: CostContext, layout: Layout, held: StageElements, tensors: int) -> float:
-        """The norm reads the gradients; gradients that are not float32 are cast; Adam reads and writes them, its states and its weights."""
+        """The norm reads the gradients; gradients that are not float32 are cast; Adam reads and writes them, its states and its weights.
+        Where older versions stay, all weights are copied first."""
         if context.rates is None:
             return 0.0
         width = context.widths
-        return elements_to_step(layout, held) * step_moves(width.weight, width.gradient, context.states) / context.rates.memory
+        copied = 2 * width.weight * held.trained if delay_of(layout.parallel) else 0
+        moved = elements_to_step(layout, held) * step_moves(width.weight, width.gradient, context.states)
+        return (moved + copied) / context.rates.memory
 
     def traffic_terms(self, run: Run, mesh: Mesh, shards: Sequence[WeightShard]) -> Iterator[TrafficTerm]:
         """Buckets are padded to a multiple of their ranks where ZeRO shards them."""
