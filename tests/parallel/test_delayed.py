@@ -5,22 +5,24 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
-from msgspec.json import decode
+from msgspec.json import decode  # noqa: E402
 
-from distrain.cli.config.load import load_recipe
-from distrain.tests.fakes.one_process import reference_curve
-from distrain.trainer.loop.forkserver.delayed_gradients import DelayedCurve, delayed_curve, delayed_gradients
-from distrain.trainer.plan.message_comparison import compare_rank
-from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.spec.lr_schedule import learning_rate
-from distrain.trainer.spec.run import Run
+from distrain.cli.config.load import load_recipe  # noqa: E402
+from distrain.tests.fakes.one_process import reference_curve  # noqa: E402
+from distrain.trainer.loop.forkserver.delayed_gradients import DelayedCurve, delayed_curve, delayed_gradients  # noqa: E402
+from distrain.trainer.plan.message_comparison import compare_rank  # noqa: E402
+from distrain.trainer.plan.plan import make_plan  # noqa: E402
+from distrain.trainer.rundir.changes import compare_runs  # noqa: E402
+from distrain.trainer.spec.lr_schedule import learning_rate  # noqa: E402
+from distrain.trainer.spec.run import Run  # noqa: E402
 
 if TYPE_CHECKING:
     from distrain.tests.fakes.rank_pool import PoolJob, RankPool
@@ -29,7 +31,7 @@ Words = tuple[str, ...]
 
 BASE = (
     *("quickstart", "model=tiny", "model.tied=false", "model.layers=4", "data=synthetic", "train.steps=20", "train.seq=32"),
-    *("train.batch=8", "train.microbatch=1", "train.clip=0.5", "train.precision=fp32", "train.evaluate.every=0", "checkpoint.every=0"),
+    *("train.batch=4", "train.microbatch=1", "train.clip=0.5", "train.precision=fp32", "train.evaluate.every=0", "checkpoint.every=0"),
     *("optim.lr=1e-3", "optim.warmup=2", "parallel.zero=0", "engine=native", "log.every=1", "log.ledger=true"),
 )
 PIPEDREAM, TWO_VERSIONS = "parallel.schedule=pipedream", "parallel.schedule=pipedream_2bw"
@@ -37,6 +39,15 @@ SHORT = "train.steps=6"
 SGD = ("optim=sgd", "optim.lr=0.03")
 HALF = ("train.precision=bf16", "train.gradients=fp32")
 MOE = ("model=tiny_moe", "model.tied=false", "model.layers=4")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Simulate on one thread: products of this size take longer on two, which wait for each other where cores are busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def run_of(folder: Path) -> Run:
@@ -72,8 +83,8 @@ LAYOUTS: list[tuple[Words, float]] = [  # the layout and what else differs, the 
     ((PIPEDREAM,    "parallel.pp=2", "cluster.gpus=2", *HALF, SHORT),                                                          2e-3),
     ((TWO_VERSIONS, "parallel.pp=2", "cluster.gpus=2", *SGD),                                                                  1e-5),
     ((TWO_VERSIONS, "parallel.pp=4", "cluster.gpus=4", "train.evaluate.every=7", "checkpoint.every=5", "model.dropout=0.1"),   1e-5),
-    ((TWO_VERSIONS, "parallel.pp=2", "cluster.gpus=4", "parallel.tp=2", "train.batch=4"),                                      1e-5),
-    ((TWO_VERSIONS, "parallel.pp=2", "cluster.gpus=4", "parallel.cp=2", "train.batch=4", SHORT),                               1e-5),
+    ((TWO_VERSIONS, "parallel.pp=2", "cluster.gpus=4", "parallel.tp=2"),                                                         1e-5),
+    ((TWO_VERSIONS, "parallel.pp=2", "cluster.gpus=4", "parallel.cp=2", SHORT),                                                  1e-5),
     ((TWO_VERSIONS, "parallel.pp=2", "cluster.gpus=4", "parallel.zero=1", *HALF, SHORT),                                       2e-3),
 ]
 # fmt: on
@@ -156,6 +167,18 @@ def test_a_resume_trains_as_the_run_that_saved_does(ranks: RankPool, tmp_path: P
     assert len(resumed.rows) == 30
     for rows in (resumed.rows[:20], [*resumed.rows[:10], *resumed.rows[20:]]):
         assert [row["loss"] for row in rows] == pytest.approx(losses, abs=1e-5, rel=0)
+
+
+def test_a_resume_with_another_delay_is_reported() -> None:
+    """The layouts of other schedules are free: they train the same curve."""
+    late, later, flushed = (
+        load_recipe(BASE[0], [*BASE[1:], *words])
+        for words in ((PIPEDREAM, "parallel.pp=2", "cluster.gpus=2"), (PIPEDREAM, "parallel.pp=4", "cluster.gpus=4"), ("cluster.gpus=2",))
+    )
+    assert [each.text for each in compare_runs(late, later, step=3).reported] == ["parallel.pp 2 -> 4"]
+    reported = [each.text for each in compare_runs(late, flushed, step=3).reported]
+    assert reported == ["parallel.schedule pipedream -> 1f1b", "parallel.pp 2 -> 1"]
+    assert compare_runs(flushed, flushed, step=3).reported == ()
 
 
 def test_a_stopped_run_flushes_and_saves(ranks: RankPool, tmp_path: Path) -> None:
