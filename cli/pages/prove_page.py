@@ -24,6 +24,7 @@ MEANINGS = {
     "cp": "cp: ranks share the tokens of each sequence",
     "ep": "ep: replicas share the experts",
     "pp": "pp: stages share the layers",
+    "is_delayed": "pipedream, pipedream_2bw: gradients of older weights, another curve by design; one process simulates it",
     "engine": "native: our own engine where another is the default",
 }
 COLUMNS = ("micros", "loss", "norm", "weights", "messages", "verdict")
@@ -103,7 +104,7 @@ def _has_part(layout: ProveLayout, part: str) -> bool:
     if part == "engine":
         return layout.engine != "auto"
     value: int | bool = getattr(layout, part)
-    return bool(value) if part in ("zero", "sequence") else value > 1
+    return bool(value) if part in ("zero", "sequence", "is_delayed") else value > 1
 
 
 def reference_line(result: LayoutResult) -> str:

@@ -10,6 +10,7 @@ from ...trainer.prove.trial import Trial
 from ...trainer.spec.format_numbers import plural
 
 NAMES_SHOWN = 4  # of a list
+DELAYED_CURVE = "the curve of delayed gradients, another one by design"
 
 
 def verdict_sentence(proof: Proof, result: ProofResult) -> str:
@@ -20,19 +21,30 @@ def verdict_sentence(proof: Proof, result: ProofResult) -> str:
         return f"one process did not train: {result.reference.reason}"
     if not result.ok:
         return "; ".join(_wrong_sentences(result))
-    count = plural(len(result.layouts), "layout")
-    largest = result.largest_loss_difference
-    verb, losses = "trains" if len(result.layouts) == 1 else "train", f"within {largest:.1e}" if largest else "equal to the last bit"
-    return f"{count} {verb} the same curve: losses {losses} over {plural(proof.steps, 'step')}"
+    delayed = [each for each in result.layouts if each.trial.layout.is_delayed]
+    same = len(result.layouts) - len(delayed)
+    says = [_curve_sentence(same, "the same curve", result.largest_loss_difference)] if same else []
+    if delayed:
+        says.append(_curve_sentence(len(delayed), DELAYED_CURVE, max(each.loss or 0.0 for each in delayed)))
+    return f"{'; '.join(says)} over {plural(proof.steps, 'step')}"
+
+
+def _curve_sentence(layouts: int, curve: str, largest: float) -> str:
+    verb, losses = "trains" if layouts == 1 else "train", f"within {largest:.1e}" if largest else "equal to the last bit"
+    return f"{plural(layouts, 'layout')} {verb} {curve}: losses {losses}"
 
 
 def _wrong_sentences(result: ProofResult) -> Iterator[str]:
     """How many layouts train another curve, how many only send other messages, and which checks fail."""
     count = plural(len(result.layouts), "layout")
-    curves = [each.trial.name for each in result.layouts if each.verdict not in ("same", "messages")]
+    wrong = [each for each in result.layouts if each.verdict not in ("same", "messages")]
+    curves = [each.trial.name for each in wrong if not each.trial.layout.is_delayed]
+    delayed = [each.trial.name for each in wrong if each.trial.layout.is_delayed]
     messages = [each.trial.name for each in result.layouts if each.verdict == "messages"]
     if curves:
         yield f"{len(curves)} of {count} {'does' if len(curves) == 1 else 'do'} not train the same curve: {names_text(curves)}"
+    if delayed:
+        yield f"{len(delayed)} of {count} {'does' if len(delayed) == 1 else 'do'} not train {DELAYED_CURVE}: {names_text(delayed)}"
     if messages:
         verb = "sends" if len(messages) == 1 else "send"
         yield f"{len(messages)} of {count} {verb} other messages than the plan says: {names_text(messages)}"

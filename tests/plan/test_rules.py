@@ -103,6 +103,9 @@ BROKEN: list[tuple[Keys, str]] = [
     (FOLDED | {"parallel.pp": 4, "train.batch": 40},
         ("5 micro-batches a step are fewer than 2 x parallel.pp=4, which schedule dualpipev needs: "
          "set train.batch=64 or parallel.schedule=1f1b")),
+    ({"parallel.pp": 4, "parallel.schedule": "pipedream_2bw", "train.batch": 16},
+        ("2 micro-batches a step are fewer than parallel.pp=4, which schedule pipedream_2bw needs: "
+         "set train.microbatch=1 or train.batch=32 or parallel.schedule=pipedream")),
     ({"parallel.pp": 2, "parallel.chunks": 2, "parallel.schedule": "dualpipev"},
         "parallel.chunks=2 is for schedule interleaved, not dualpipev: set parallel.schedule=interleaved or parallel.chunks=1"),
     ({"train.batch": 240},

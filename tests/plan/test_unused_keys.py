@@ -66,6 +66,7 @@ ROWS: list[tuple[str, Any, str, Keys, Keys]] = [
     ("parallel.shard", 4, "parallel.zero=0", {}, {"parallel.zero": 2}),
     ("parallel.schedule", "gpipe", "parallel.pp=1", {}, {"parallel.pp": 2}),
     ("parallel.gather", "step", "parallel.zero=0", {}, {"parallel.zero": 3}),
+    ("parallel.vertical", True, "parallel.pp=1", {}, {"parallel.pp": 2, "parallel.schedule": "pipedream"}),
     ("parallel.stages", (1, 3), "parallel.pp=1", {}, {"parallel.pp": 2}),
     ("parallel.chunks", 2, "parallel.pp=1", {"parallel.schedule": "interleaved"}, {"parallel.schedule": "interleaved", "parallel.pp": 2}),
     ("parallel.sequence", True, "parallel.tp=1", {}, {"parallel.tp": 2}),

@@ -37,6 +37,10 @@ COSTLY: list[tuple[str, Keys, str]] = [
         "cluster.between.latency=5 is 5 s: write 5us for microseconds"),
     ("bubble", {"parallel.pp": 4, "train.batch": 32},
         "the pipeline idles "),
+    ("delay", {"parallel.pp": 4, "parallel.schedule": "pipedream", "model.tied": False, "train.clip": 0},
+        "parallel.schedule=pipedream trains another curve than 1f1b: gradients are of weights up to 3 updates old"),
+    ("delay", {"parallel.pp": 4, "parallel.schedule": "pipedream_2bw", "model.tied": False, "train.clip": 0},
+        "parallel.schedule=pipedream_2bw trains another curve than 1f1b: gradients are of weights up to 1 update old"),
     ("uneven", {"model.layers": 13, "parallel.pp": 2, "train.attention": "math"},
         "13 layers over 2 stages: "),
     ("uneven", {"model.layers": 14, "parallel.pp": 4, "parallel.schedule": "dualpipev"},
@@ -83,6 +87,7 @@ def test_a_nearly_full_device_is_warned_of(share: float, said: list[str]) -> Non
     assert [each.rule for each in plan.warnings] == said
 
 
+LATE: Keys = {"parallel.pp": 2, "parallel.schedule": "pipedream", "model.tied": False}
 # fmt: off
 UNRUN: list[tuple[Keys, str]] = [
     ({"engine": "pipe", "parallel.pp": 2, "parallel.zero": 2},
@@ -97,6 +102,19 @@ UNRUN: list[tuple[Keys, str]] = [
          "set parallel.zero=2 or parallel.schedule=1f1b")),
     ({"engine": "native", "parallel.pp": 2, "parallel.schedule": "zb_h1", "train.compile": True},
         "native does not run train.compile=true with parallel.schedule=zb_h1: set train.compile=false or parallel.schedule=1f1b"),
+    ({"parallel.pp": 2, "parallel.schedule": "pipedream"},
+        "native does not run model.tied=true with parallel.schedule=pipedream: set model.tied=false or parallel.schedule=1f1b"),
+    (LATE | {"engine": "pipe"},
+        "pipe does not run parallel.schedule=pipedream: set parallel.schedule=1f1b or parallel.pp=1 engine=auto parallel.schedule=1f1b"),
+    (LATE | {"parallel.zero": 2},
+        "native does not run parallel.zero=2 with parallel.schedule=pipedream: set parallel.zero=1 or parallel.schedule=1f1b"),
+    (LATE | {"train.compile": True},
+        "native does not run train.compile=true with parallel.schedule=pipedream: set train.compile=false or parallel.schedule=1f1b"),
+    (LATE | {"train.precision": "fp16", "cluster.device.peak": {"fp16": 3e14, "bf16": 3e14}},
+        "native does not run train.precision=fp16 with parallel.schedule=pipedream: set train.precision=bf16 or parallel.schedule=1f1b"),
+    (LATE | {"data.documents": True},
+        ("native does not run data.documents=true with parallel.schedule=pipedream: "
+         "set parallel.schedule=pipedream_2bw or parallel.schedule=1f1b")),
     ({"engine": "zero", "parallel.pp": 2},             "zero does not run parallel.pp=2: set engine=auto or parallel.pp=1 engine=auto"),
     ({"engine": "pipe"},                               "pipe does not run parallel.pp=1: set engine=auto or parallel.pp=2"),
     ({"engine": "zero", "parallel.zero": 1, "parallel.shard": 2},

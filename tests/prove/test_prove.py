@@ -164,6 +164,7 @@ def test_json_output_is_one_document(ranks: RankPool, tmp_path: Path) -> None:
 # Layouts that go wrong
 
 SPOILED = ("dp2.zero1=faster", "dp2.zero2=same_samples", "dp2.zero3=dies")
+DELAYED_SPOILED = ("pp2.pipedream=newest_in_backward", "pp2.pipedream.full=one_later", "dp2.pp2.pipedream=larger_norm")
 QUIETLY_SPOILED = (  # fault, its verdict, what is said of it
     ("dp2=no_finite_check",     "messages", r"control all_reduce: counted 1 of 4 B, planned 2 \(finite check 1, loss 1\)"),
     ("dp2.zero1=extra_sum",     "messages", r"control all_reduce: counted 5 of 4 B, planned 4 \(finite check 1, loss 1, gradient norm 2\)"),
@@ -177,20 +178,23 @@ QUIETLY_SPOILED = (  # fault, its verdict, what is said of it
 
 @pytest.fixture(scope="module")
 def wrong(tmp_path_factory: pytest.TempPathFactory) -> tuple[ScreenRecord, Path]:
-    """A proof in which three of four layouts go wrong, and its folder."""
+    """A proof in which three of four layouts go wrong, and three of four whose weights are late, and its folder."""
     top = tmp_path_factory.mktemp("wrong")
-    arguments = [f"layouts=dp2,{','.join(each.split('=')[0] for each in SPOILED)}", "steps=4", "optim.warmup=0"]
-    start_server = partial(ForkServer, command=[sys.executable, str(SERVER), *SPOILED])
+    spoiled = (*SPOILED, *DELAYED_SPOILED)
+    layouts = ",".join(["dp2", "pp2.pipedream_2bw", *(each.split("=")[0] for each in spoiled)])
+    arguments = [f"layouts={layouts}", "steps=4", "optim.warmup=0", "model.tied=false"]
+    start_server = partial(ForkServer, command=[sys.executable, str(SERVER), *spoiled])
     return run_prove(arguments, top, start_server, reasons=True), top / "quickstart.prove"
 
 
 def test_layouts_that_go_wrong_are_named_and_exit_with_1(wrong: tuple[ScreenRecord, Path]) -> None:
     record, folder = wrong
     assert record.status == 1
-    assert record.lines[-1] == "3 of 4 layouts do not train the same curve: dp2.zero1, dp2.zero2, dp2.zero3"
+    assert "3 of 8 layouts do not train the same curve: dp2.zero1, dp2.zero2, dp2.zero3" in " ".join(record.lines[-3:])
     assert [record.row(layout)[-1] for layout in ("dp2", "dp2.zero1", "dp2.zero2", "dp2.zero3")] == ["same", "departs", "departs", "failed"]
     document = json.loads((folder / "prove.json").read_text())
-    assert [each["verdict"] for each in document["layouts"]] == ["same", "departs", "departs", "failed"]
+    verdicts = {each["layout"]: each["verdict"] for each in document["layouts"] if each["held_to"] == "one process"}
+    assert verdicts == {"dp2": "same", "dp2.zero1": "departs", "dp2.zero2": "departs", "dp2.zero3": "failed"}
     assert not document["ok"]
 
 
@@ -211,6 +215,18 @@ def test_a_learning_rate_that_is_1_percent_off_is_found(wrong: tuple[ScreenRecor
     lines = wrong[0].lines
     assert any(re.match(r"dp2.zero1: loss departs at step [23] by", line) for line in lines)
     assert any(re.match(r"dp2.zero1: first: after step 1, \S+ on rank [01] \(dp [01]\): it differs from", line) for line in lines)
+
+
+def test_late_weights_are_held_to_delayed_gradients_and_errors_in_them_are_found(wrong: tuple[ScreenRecord, Path]) -> None:
+    """A backward with other weights than its forward, a delay that is an update too long, a clip by more than a stage's own norm."""
+    record, folder = wrong
+    names = [each.split("=")[0] for each in DELAYED_SPOILED]
+    assert [record.row(name)[-1] for name in ("pp2.pipedream_2bw", *names)] == ["same", "departs", "departs", "departs"]
+    output = " ".join(" ".join(record.lines).split())
+    assert "gradients of older weights, another curve by design; one process simulates it" in output
+    assert f"3 of 8 layouts do not train the curve of delayed gradients, another one by design: {', '.join(names)}" in output
+    document = json.loads((folder / "prove.json").read_text())
+    assert {each["layout"] for each in document["layouts"] if each["held_to"] == "delayed gradients"} == {"pp2.pipedream_2bw", *names}
 
 
 def test_a_rank_that_dies_is_named_with_its_cause(wrong: tuple[ScreenRecord, Path]) -> None:

@@ -12,16 +12,20 @@ from typing import Any
 import torch.distributed as dist
 
 from distrain.trainer.engines.deepspeed.adapter import DeepSpeedAdapter
+from distrain.trainer.engines.native.delayed_engine import DelayedEngine
 from distrain.trainer.engines.native.engine import NativeEngine
 from distrain.trainer.launch.rank.channel import Channel
 from distrain.trainer.loop import train as loop
 from distrain.trainer.loop.forkserver.server import QUESTIONS, serve
 from distrain.trainer.loop.rank import run_rank
+from distrain.trainer.plan.layout.delay import Delay
 from distrain.trainer.prove.locate import TRACED_SUFFIX
 
 train: Any = loop  # the module whose functions the faults replace
 adapter: Any = DeepSpeedAdapter  # the classes whose methods they replace
 native: Any = NativeEngine
+delayed: Any = DelayedEngine
+delay: Any = Delay
 
 
 def same_samples() -> None:
@@ -133,6 +137,30 @@ def small_native_norm() -> None:
     native._sum_over_ranks = sum_over_ranks
 
 
+def newest_in_backward() -> None:
+    """A pipeline without a flush runs each backward with the newest weights, not with those of its forward."""
+    original = delayed.before_pass
+
+    def before_pass(self, action):
+        original(self, action)
+        if action.kind == "B":
+            self.versions.show(self.versions.newest)
+
+    delayed.before_pass = before_pass
+
+
+def one_later() -> None:
+    """A pipeline without a flush computes gradients with weights that are one update older than they should be."""
+    original = Delay.version
+    delay.version = lambda *given: max(0, original(*given) - 1)
+
+
+def larger_norm() -> None:
+    """A stage of a pipeline without a flush clips by a norm that is larger than its own, as that of all stages is."""
+    original = delayed._step_optimizer
+    delayed._step_optimizer = lambda self, norm, is_finite: original(self, 1.2 * norm, is_finite)
+
+
 def louder_report() -> None:
     """The reported loss is a thousandth too large."""
     original = train.train_step
@@ -156,6 +184,7 @@ def same_evaluation() -> None:
 
 FAULTS = {each.__name__: each for each in (same_samples, faster, dies, poisons, poisons_ever, spikes)}
 FAULTS |= {each.__name__: each for each in (extra_native_sum, small_native_norm)}
+FAULTS |= {each.__name__: each for each in (newest_in_backward, one_later, larger_norm)}
 FAULTS |= {each.__name__: each for each in (no_finite_check, extra_sum, no_norm_sum, louder_report, same_evaluation)}
 
 

@@ -48,6 +48,7 @@ class Engine(ABC):
 
     optimizer: torch.optim.Optimizer  # torch's own; checkpoints save its states
     skipped_steps: int = 0
+    late_steps: int = 0  # steps by which the result of a step comes late, where a pipeline doesn't flush
     loss_scale_fields: tuple[str, ...] = ()  # numbers of a loss scaler that checkpoints keep
 
     def __init__(self, run: Run, stages: Sequence[StageModel], grid: Grid) -> None:
@@ -68,8 +69,9 @@ class Engine(ABC):
         return None
 
     @abstractmethod
-    def step(self, micro: ReadMicrobatch, lr: float, labels: int, count: ByteCounter | None = None) -> StepResult:
-        """Take one optimizer step over all micro-batches; `labels` is how many labels of the global batch count.
+    def step(self, micro: ReadMicrobatch, lr: float, labels: int, count: ByteCounter | None = None) -> StepResult | None:
+        """Take one optimizer step over all micro-batches; `labels` is how many labels of the global batch count. Return its result, or
+        that of the step `late_steps` before; None where there is none.
 
         `count` counts the bytes that the first micro-batch makes this rank hold.
         """
@@ -77,6 +79,10 @@ class Engine(ABC):
     @abstractmethod
     def evaluate(self, tokens: Tensor, labels: Tensor, **further: Any) -> tuple[Tensor, Tensor]:
         """Return (sum of losses, labels counted) of a batch of this replica, without gradients; alike on all of its ranks."""
+
+    def flush(self) -> list[StepResult]:
+        """Finish the steps whose results have not come, and return them in order. To be called before weights are evaluated or saved."""
+        return []
 
     def held_bytes(self) -> dict[str, int]:
         """Return the bytes that this rank holds now, by kind."""

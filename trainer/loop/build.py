@@ -16,6 +16,7 @@ from ..parallel.process_groups import Grid
 from ..parallel.rank_model import StageModel, context_parallel_of, tensor_parallel_of
 from ..plan.axes.weight_slices import WeightShard
 from ..plan.engines import ENGINES
+from ..plan.layout.run_schedule import delay_of
 from ..spec.compiled_layers import has_compiled_layers
 from ..spec.run import Lora, Run
 
@@ -31,7 +32,7 @@ def build_engine(run: Run, grid: Grid, name: str | None) -> Engine:
     if not has_compiled_layers(run.train, run.parallel):
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else DeepSpeed compiles parts of itself: seconds a rank
         disable_compile()
-    engine = engine_class(name)
+    engine = engine_class(name, delayed=delay_of(run.parallel) is not None)
     stages = build_stages(run, grid, engine.parameter_partitioner(run, grid))
     if has_compiled_layers(run.train, run.parallel):
         for stage in stages:
@@ -78,12 +79,13 @@ def build_stages(run: Run, grid: Grid, partition: ParameterPartitioner | None = 
     return stages
 
 
-def engine_class(name: str | None) -> type[Engine]:
-    """Return the class that ENGINES (trainer/plan/engines/__init__.py) names for an engine. Raises ValueError where it names none."""
+def engine_class(name: str | None, *, delayed: bool = False) -> type[Engine]:
+    """Return the class that ENGINES (trainer/plan/engines/__init__.py) names for an engine, `delayed`: for pipelines without a flush.
+    Raises ValueError where it names none."""
     row = ENGINES.get(name or "")
     if row is None or not row.engine_class:
         raise ValueError(f"engine {name} has no class that trains: name one in ENGINES of trainer/plan/engines/__init__.py")
-    named: type[Engine] = resolve_name(row.engine_class)
+    named: type[Engine] = resolve_name(row.delayed_class if delayed and row.delayed_class else row.engine_class)
     return named
 
 

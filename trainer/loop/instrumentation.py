@@ -22,6 +22,7 @@ from .throughput import ThroughputMeter
 from .trace.recorder import requested_trace
 from .training_setup import TrainingSetup
 
+TIMED_STEPS = 20  # of a pipeline without a flush whose actions are timed
 LINE_INTERVAL = 0.2  # seconds between two progress lines
 
 
@@ -37,7 +38,12 @@ class Instruments:
         # Bytes are counted in the second step: all tensors that stay were allocated in the first.
         self._counted_step = first + 1
         # Messages are recorded in the third: in the first two, engines still send some of their own set-up.
-        self._recorded_step = min(first + 2, last - 1) if run.log.ledger else None
+        recorded = min(first + 2, last - 1)
+        self._recorded_step = recorded if run.log.ledger else None
+        # Steps that flush are timed one by one; others go on from step to step, so that several are timed, without the ledger's cost.
+        timed = range(min(recorded + 1, last - 1), last)[:TIMED_STEPS] if setup.engine.late_steps else [recorded]
+        self._timed_steps = timed if run.log.ledger else []
+        self._actions: list[dict[str, Any]] = []
         self._count: ByteCounter | None = None
         self._first = first
         self.samples = SampleLog(setup.batches, setup.engine.micros) if run.log.ledger else None
@@ -49,21 +55,21 @@ class Instruments:
         self.profiler.start_step(step + 1)
         ledger = Ledger(self.setup.grid) if step == self._recorded_step else None
         start = perf_counter()
-        actions: list[dict[str, Any]] = []
-        times = self.setup.engine.time_actions(actions) if ledger else nullcontext()
+        times = self.setup.engine.time_actions(self._actions) if step in self._timed_steps else nullcontext()
         with ledger or nullcontext(), times, self.trace.trace_step(step) if self.trace else nullcontext():
             yield self._count
         self.meter.add_step(perf_counter() - start, self.setup.engine.clock)
         if ledger:
             self.setup.warn(write_ledger(ledger, self.setup, step + 1))
-            self.setup.warn(write_actions(actions, self.setup, step + 1))
+        if self._timed_steps and step == self._timed_steps[-1]:
+            self.setup.warn(write_actions(self._actions, self.setup, step + 1))
 
     def ends_run(self, step: int) -> bool:
         """Return whether `distrain prove` wants no step after this one."""
         return self.trace is not None and step == self.trace.last
 
-    def report(self, done: int, loss: float) -> None:
-        """Write what was measured in step `done` (from 1), and show the progress line."""
+    def report(self, done: int, loss: float | None) -> None:
+        """Write what was measured in step `done` (from 1), and show the progress line with the newest loss; None: there is none yet."""
         if self._count is not None:
             self.setup.warn(write_measured(self._count, self.setup, done))
         if self.samples and done == self.last:
@@ -95,7 +101,8 @@ def write_ledger(ledger: Ledger, setup: TrainingSetup, done: int) -> str:
 def write_actions(actions: list[dict[str, Any]], setup: TrainingSetup, done: int) -> str:
     """Write RUN_DIR/actions.json: "step", "ranks": [actions of that step: kind, micro, part, and start, end and cpu in seconds].
 
-    Engines without actions write none. Return why it could not be written, else "".
+    Of a pipeline without a flush, "step" is the last of up to TIMED_STEPS, and U an update of the weights after a micro-batch. Engines
+    without actions write none. Return why it could not be written, else "".
     """
     ranks = _gather(setup, actions)
     return _write(setup, "actions.json", {"step": done, "ranks": ranks}, indent=None) if any(ranks) else ""
@@ -170,7 +177,7 @@ class ProgressLine:
         self.tokens = run.train.batch * run.train.seq  # a step
         self._began = self._shown = perf_counter()
 
-    def line(self, done: int, loss: float) -> str | None:
+    def line(self, done: int, loss: float | None) -> str | None:
         """Return the line after `done` steps, or None until LINE_INTERVAL has passed."""
         now = perf_counter()
         if now - self._shown < LINE_INTERVAL:
@@ -179,4 +186,5 @@ class ProgressLine:
         seconds = (now - self._began) / (done - self.first)  # a step
         left = round(seconds * (self.last - done))
         clock = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}" if left >= 3600 else f"{left // 60}:{left % 60:02}"
-        return f"step {done}/{self.last}  loss {loss:.4f}  {self.tokens / seconds:,.0f} tokens/s  {clock} left"
+        words = [f"step {done}/{self.last}", *([] if loss is None else [f"loss {loss:.4f}"])]
+        return "  ".join([*words, f"{self.tokens / seconds:,.0f} tokens/s", f"{clock} left"])

@@ -21,6 +21,7 @@ class ThroughputMeter:
         self.run, self.plan, self.world = run, plan, world
         self._seconds: list[float] = []
         self._parts: dict[str, float] = {}
+        self._figures: dict[str, Any] = {}  # of the last row
         self._is_warm = False
 
     def add_step(self, seconds: float, parts: dict[str, float]) -> None:
@@ -33,7 +34,9 @@ class ThroughputMeter:
             self._parts[part] = self._parts.get(part, 0.0) + each
 
     def row(self) -> dict[str, Any]:
-        """Return the averages since the last row, and start new ones."""
+        """Return the averages since the last row, and start new ones. Where no step was measured since, they are those of the last row."""
+        if not self._seconds:
+            return self._figures
         count = len(self._seconds)
         seconds = sum(self._seconds) / count
         tokens = self.run.train.batch * self.run.train.seq / seconds
@@ -42,7 +45,7 @@ class ThroughputMeter:
         peak = self.run.cluster.device.peak.get(self.run.train.precision)
         parts = {f"seconds_{part}": each / count for part, each in self._parts.items() if self.world.device.type == "cpu"}
         self._seconds, self._parts = [], {}
-        return {
+        self._figures = {
             "seconds": seconds,
             "tokens_per_second": tokens,
             "model_flops_per_second_per_gpu": flops,
@@ -51,6 +54,7 @@ class ThroughputMeter:
             **parts,
             **{key: value for key, value in planned_figures(self.plan).items() if key in PLANNED_IN_ROWS},
         }
+        return self._figures
 
 
 def planned_figures(plan: Plan) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ..engines.engine import StepResult
 from ..engines.held_bytes import ByteCounter
-from ..parallel.world import any_rank
+from ..parallel.world import StopVote, any_rank
 from ..spec.lr_schedule import learning_rate
 from ..spec.run import Run
 from ..system.stop_requests import StopFlag
@@ -18,6 +18,7 @@ from .failure import AllRanksFailed
 from .instrumentation import Instruments
 from .metrics import finite_or_none, step_row
 from .model_inputs import label_count, model_inputs
+from .step_results import StepResults
 from .training_setup import TrainingSetup
 
 STOPPED_UNSAVED = 143  # exit status after a stop request whose checkpoint could not be saved: 128 + SIGTERM
@@ -41,10 +42,12 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
     instruments, anomalies = Instruments(run, setup, first, last), Anomalies(run, setup.start)
     if instruments.samples:
         micro_batches = instruments.samples.record(micro_batches)
-    saved = first
+    saved, results = first, StepResults()
+    stop_vote = StopVote(setup.world.device, late=setup.engine.late_steps > 0)
     for step in range(first, last):
         setup.channel.report_step(step)
         lr = learning_rate(run.optim, step, last)
+        results.begin(step + 1, lr)
         with instruments.measure(step) as count:
             result = train_step(run, setup, micro_batches, step, lr, count)
         if instruments.ends_run(step):
@@ -52,22 +55,23 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
 
         done = step + 1
         is_last, position = done == last, setup.start.after(run, done)
-        instruments.report(done, result.loss)
-        stopping = any_rank(stop.requested, setup.world.device)
+        stopping = stop_vote.vote(requested=stop.requested)
+        evaluates = setup.validation is not None and not stopping and (is_last or is_due(run.train.evaluate.every, done))
+        saves = is_last or stopping or is_due(run.checkpoint.every, done)
+        finished = results.finish([result, *(setup.engine.flush() if evaluates or saves else ())])
+        instruments.report(done, finished[-1].result.loss if finished else None)
 
-        row = anomalies.add_step(result, done)
-        if row or is_last or stopping or is_due(run.log.every, done):
-            row = step_row(position, result, lr, instruments.meter) | row
-        if setup.validation and not stopping and (is_last or is_due(run.train.evaluate.every, done)):
-            setup.channel.report_phase("evaluate")
-            samples = range(run.train.evaluate.batches * run.train.batch)
-            loss = evaluate(run, setup.engine, setup.grid, setup.validation, samples, setup.channel.report_progress)
-            row = {"step": done} | row | {"validation_loss": finite_or_none(loss)}
-        if row and setup.sinks:
-            setup.sinks.write(row)
-        anomalies.raise_if_too_many(result, done)
+        for each in finished:
+            row = anomalies.add_step(each.result, each.done)
+            if row or each.done == last or stopping or is_due(run.log.every, each.done):
+                row = step_row(setup.start.after(run, each.done), each.result, each.lr, instruments.meter) | row
+            if evaluates and each.done == done:
+                row = {"step": done} | row | {"validation_loss": finite_or_none(_validation_loss(run, setup))}
+            if row and setup.sinks:
+                setup.sinks.write(row)
+            anomalies.raise_if_too_many(each.result, each.done)
 
-        if is_last or stopping or is_due(run.checkpoint.every, done):
+        if saves:
             setup.channel.report_phase("save")
             saved = save_checkpoint(run, setup, position) or saved
         if stopping and not is_last:
@@ -79,6 +83,14 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
         resume = f"make room and start it again, and it resumes from step {saved}" if saved else "it has no checkpoint"
         raise LastStepNotSaved(f"trained to step {last}, which could not be saved: {resume}")
     return True
+
+
+def _validation_loss(run: Run, setup: TrainingSetup) -> float:
+    """Evaluate train.evaluate.batches batches of the validation split."""
+    assert setup.validation is not None
+    setup.channel.report_phase("evaluate")
+    samples = range(run.train.evaluate.batches * run.train.batch)
+    return evaluate(run, setup.engine, setup.grid, setup.validation, samples, setup.channel.report_progress)
 
 
 def read_micro_batches(run: Run, setup: TrainingSetup, first: int, last: int) -> Iterator[Batch]:
@@ -94,8 +106,9 @@ def read_micro_batches(run: Run, setup: TrainingSetup, first: int, last: int) ->
 
 def train_step(
     run: Run, setup: TrainingSetup, micro_batches: Iterator[Batch], step: int, lr: float, count: ByteCounter | None
-) -> StepResult:
-    """Run forward and backward on this rank's micro-batches of a step, then the optimizer; all ranks call this together."""
+) -> StepResult | None:
+    """Run forward and backward on this rank's micro-batches of a step, then the optimizer; all ranks call this together. Return its result,
+    or that of an earlier step where the engine gives them late."""
     labels = run.train.batch * run.train.seq
     if setup.batches.corpus.ignores_labels:  # read the whole step to know how many labels count
         batches = [next(micro_batches) for _ in range(setup.engine.micros)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,29 @@ def leave_ranks() -> None:
     """Leave the process group, all ranks together: without the barrier some would close connections that others still read from."""
     dist.barrier()
     dist.destroy_process_group()
+
+
+class StopVote:
+    """Whether any rank was asked to stop, agreed on after each step by all ranks.
+
+    With `late` the answer is that of the vote before: no rank waits for one that is behind.
+    """
+
+    def __init__(self, device: torch.device, *, late: bool) -> None:
+        self._device, self._late = device, late
+        self._before: tuple[torch.Tensor, Any] | None = None
+
+    def vote(self, *, requested: bool) -> bool:
+        """Vote; every rank calls it as often, and gets the same answer."""
+        if not self._late:
+            return any_rank(requested, self._device)
+        before, anywhere = self._before, torch.tensor(int(requested), device=self._device)
+        self._before = anywhere, dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, async_op=True)
+        if before is None:
+            return False
+        answer, work = before
+        work.wait()
+        return bool(answer.item())
 
 
 def any_rank(flag: bool, device: torch.device) -> bool:

@@ -11,7 +11,7 @@ from .costs.cost_context import CostContext
 from .costs.local_tensors import block_split
 from .engines import cost_model
 from .layout.layout import Layout
-from .layout.run_schedule import schedule_of
+from .layout.run_schedule import delay_of, schedule_of
 from .part_seconds import is_simulated, least_wait, simulated_wait
 from .stage_cost import StageCost, logits_in_flight, stage_cost
 
@@ -63,8 +63,10 @@ def peak_bytes(layout: Layout, kinds: list[StageCost]) -> tuple[int, int]:
 
 def stage_bytes(layout: Layout, kind: StageCost, index: int) -> int:
     """Bytes of a rank of stage `index`, which is of this kind."""
-    fixed = kind.fixed_bytes + extra_weight_copies(layout, index) * kind.weights
+    fixed = kind.fixed_bytes + extra_weight_copies(layout, index) * kind.version
     saved = kind.saved_last + kind.logits + ceil((kind.saved + kind.passing) * in_flight(layout, index))
+    if delay_of(layout.parallel):
+        return fixed + saved + max(kind.passes, kind.step_bytes)  # weights are stepped while micro-batches are in flight
     return fixed + max(saved + kind.passes, kind.step_bytes)
 
 
@@ -91,13 +93,14 @@ def stage_costs(context: CostContext, layout: Layout, blocks: BlockCosts) -> lis
 def in_flight(layout: Layout, index: int) -> float:
     """Micro-batches whose activations stage `index` holds at once; one without a pipeline."""
     stages, parallel = layout.mesh.pp, layout.parallel
-    return 1 if stages == 1 else schedule_of(parallel).in_flight(index, stages, layout.micros, parallel.chunks)
+    micros = max(layout.micros, stages) if delay_of(parallel) else layout.micros  # without a flush, those of the next steps follow
+    return 1 if stages == 1 else schedule_of(parallel).in_flight(index, stages, micros, parallel.chunks)
 
 
 def extra_weight_copies(layout: Layout, index: int) -> int:
     """Older copies of its weights that stage `index` keeps under a schedule that doesn't flush."""
-    schedule, stages = schedule_of(layout.parallel), layout.mesh.pp
-    return 0 if stages == 1 or schedule.flushes else schedule.weight_versions(index, stages) - 1
+    delay = delay_of(layout.parallel)
+    return delay.versions_held(index, layout.mesh.pp) - 1 if delay else 0
 
 
 def has_times(context: CostContext, layout: Layout) -> bool:

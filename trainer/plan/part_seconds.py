@@ -16,6 +16,8 @@ def is_simulated(layout: Layout) -> bool:
     """Whether a pipeline's step is simulated: lists of actions from a file, layers as the user gives them, and, where the step is not too
     long, what engine native runs whose closed form holds only if a forward and both halves of a backward take equally long."""
     schedule, parallel = schedule_of(layout.parallel), layout.parallel
+    if not schedule.flushes:
+        return False  # no stage waits for a step's end
     if schedule.simulated or parallel.stages:
         return True
     uneven = schedule.folded or schedule.splits_backward

@@ -150,7 +150,7 @@ def _memory(context: CostContext, layout: Layout, cost: LayoutCost) -> Memory:
         flight = in_flight(layout, index)
         kept = ceil(kind.saved * flight)
         held = {
-            "weights": kind.weights * (1 + extra_weight_copies(layout, index)),
+            "weights": kind.weights + kind.version * extra_weight_copies(layout, index),
             "gradients": kind.gradients,
             "optimizer": kind.optimizer,
             "activations": kept + kind.saved_last,

@@ -28,6 +28,7 @@ class StageCost(NamedTuple):
 
     parameters: int
     weights: int
+    version: int  # of an older version of the trained weights
     gradients: int
     optimizer: int
     saved: int
@@ -82,6 +83,7 @@ def stage_cost(context: CostContext, layout: Layout, blocks: BlockCosts, kind: S
     return StageCost(
         parameters=dense + experts,
         weights=states.weights,
+        version=context.widths.weight * held.trained,
         gradients=states.gradients,
         optimizer=states.optimizer,
         saved=_saved_bytes(layout, blocks, kind),
@@ -99,7 +101,7 @@ def stage_cost(context: CostContext, layout: Layout, blocks: BlockCosts, kind: S
         message_backward=message_backward,
         data=data,
         exposed=sum([row.exposed for row in (*sums, *data)]),
-        step=engine.step_seconds(context, layout, held, _tensors(context, kind)),
+        step=layout.gradient_sync.updates * engine.step_seconds(context, layout, held, _tensors(context, kind)),
     )
 
 

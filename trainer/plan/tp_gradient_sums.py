@@ -1,4 +1,4 @@
-"""Sums over the tensor axis, once a step, of gradients of which each rank has only a part.
+"""Sums over the tensor axis, once an update, of gradients of which each rank has only a part.
 
 Under sequence parallelism each rank has its own tokens' part of a replicated weight's gradient (arXiv:2205.05198 leaves these out).
 With fewer key and value heads than ranks, each rank that holds a head has the part of its own query heads.
@@ -23,7 +23,8 @@ def traffic_rows(context: CostContext, layout: Layout, blocks: BlockCosts, kind:
     for group, copies in _sums(layout, blocks):
         if elements := engine.summed_elements(context, layout, blocks, kind, copies, data):
             wire = layout.wires.axes["tp"] if copies == "replicated" else context.kv_copies_wire(layout.mesh)
-            rows.append(tp.step_sum(group, elements * engine.summed_width(context, layout), wire))
+            payload = elements * engine.summed_width(context, layout)
+            rows.append(tp.update_sum(group, payload, wire, layout.gradient_sync.updates))
     return rows
 
 

@@ -12,6 +12,7 @@ from .axes.weight_slices import HeadShards, idle_ranks, local_sizes
 from .costs.cost_context import CostContext
 from .fixes import engine_problems
 from .layout.layout import Layout
+from .layout.run_schedule import delay_of
 from .layout_cost import LayoutCost
 from .result import Throughput
 from .rules.unused_keys import unused_keys
@@ -46,6 +47,20 @@ def _pipeline_bubble(context: CostContext, layout: Layout, cost: LayoutCost, thr
         yield Problem(
             rule="bubble", says=says, mend="a larger train.batch, a smaller train.microbatch, fewer stages or schedule=interleaved"
         )
+
+
+def _late_weights(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
+    """Without a flush gradients are computed with old weights, and no stage waits for the others' norms."""
+    parallel, stages, clip = layout.parallel, layout.mesh.pp, context.run.train.clip
+    delay = delay_of(parallel)
+    if delay is None:
+        return
+    late = max(delay.late(stage, stages) for stage in (0, stages - 1))
+    noun = "update" if late == 1 else "updates"
+    says = f"parallel.schedule={parallel.schedule} trains another curve than 1f1b: gradients are of weights up to {late} {noun} old"
+    yield Problem(rule="delay", says=says)
+    if clip:
+        yield Problem(rule="clip", says=f"train.clip={clip:g} clips each stage by its own norm under parallel.schedule={parallel.schedule}")
 
 
 def _unbalanced_stages(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
@@ -208,6 +223,7 @@ WARNINGS: tuple[Callable[[CostContext, Layout, LayoutCost, Throughput | None], I
     _tight_memory,
     _tensor_crosses_nodes,
     _pipeline_bubble,
+    _late_weights,
     _unbalanced_stages,
     _padding,
     _replicated_kv_heads,

@@ -28,8 +28,9 @@ def control_trial(reference: Trial, *, check: bool) -> Trial | None:
 def resume_trials(trials: Sequence[Trial], steps: int) -> tuple[Trial | None, Trial | None]:
     """(the trial with most ranks, that saves midway too; of those with fewest, the one least like it, that resumes from there).
 
-    None and None for one step or one layout.
+    None and None for one step or one layout. Layouts that train another curve are left out.
     """
+    trials = [each for each in trials if not each.layout.is_delayed]
     if steps < 2 or not trials:  # a step before the save, and one after it
         return None, None
     saver = max(trials, key=lambda each: (each.layout.ranks, each.run.parallel.zero))

@@ -64,6 +64,7 @@ class LayoutResult:
     reason: str = ""  # why the verdict is not "same"
     seconds: float = 0.0  # from its first step to its end
     curve: Curve | None = None
+    held_to: Curve | None = None  # of delayed gradients in one process; None: that of one process's training
     loss: float | None = None
     norm: float | None = None
     weights: float | None = None
@@ -103,8 +104,8 @@ class ProofResult:
 
     @property
     def largest_loss_difference(self) -> float:
-        """In nats a token, over all layouts."""
-        return largest([each.loss or 0.0 for each in self.layouts])
+        """In nats a token, over all layouts that train the curve of one process."""
+        return largest([each.loss or 0.0 for each in self.layouts if not each.trial.layout.is_delayed])
 
     @property
     def weight_tolerance_share(self) -> float | None:
@@ -141,20 +142,21 @@ def widened_tolerance(tolerance: Tolerance, control: LayoutResult) -> Tolerance:
 
 def with_differences(result: LayoutResult, reference: LayoutResult, weights: Mapping[str, Any]) -> LayoutResult:
     """The result with its largest differences from one process; `weights` is the answer of the fork server's weight_difference."""
+    one = result.held_to or _curve(reference)
     return replace(
         result,
-        loss=largest(loss_differences(_curve(reference), _curve(result))),
-        norm=largest(norm_differences(_curve(reference), _curve(result))),
+        loss=largest(loss_differences(one, _curve(result))),
+        norm=largest(norm_differences(one, _curve(result))),
         weights=weights["weights"],
         furthest_weight=weights["weight"],
-        evaluation=evaluation_difference(_curve(reference), _curve(result)),
+        evaluation=evaluation_difference(one, _curve(result)),
         not_compared=tuple(weights["left_out"]),
     )
 
 
 def figure_departures(reference: LayoutResult, result: LayoutResult, tolerance: Tolerance) -> list[FigureDeparture]:
     """The loss and the gradient norm where a layout is out of tolerance, that which departs first first."""
-    one, other = _curve(reference), _curve(result)
+    one, other = result.held_to or _curve(reference), _curve(result)
     found = []
     nouns: tuple[tuple[Literal["loss", "gradient norm"], list[float], float, float], ...] = (
         ("loss", loss_differences(one, other), tolerance.loss, tolerance.loss),

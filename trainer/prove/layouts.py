@@ -28,6 +28,9 @@ Recompute = Literal["selective", "full"]
 Engine = Literal["auto", "native"]
 
 
+FLUSHING = tuple(name for name in SCHEDULES if SCHEDULE_ROWS[name].flushes)  # those that train the curve of one process
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProveLayout:
     """What a layout sets of `parallel`; None keeps the recipe's value."""
@@ -47,6 +50,11 @@ class ProveLayout:
     def ranks(self) -> int:
         """The ranks of its mesh; ep counts within dp."""
         return self.dp * self.tp * self.cp * self.pp
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether it trains another curve by design, that of delayed gradients."""
+        return self.pp > 1 and self.schedule not in FLUSHING
 
     @property
     def name(self) -> str:
@@ -96,14 +104,14 @@ EACH_AXIS = (ProveLayout(dp=2), ProveLayout(dp=2, ep=2), ProveLayout(tp=2), Prov
 
 
 def all_layouts(ranks: int, *, experts: bool = False) -> Iterator[ProveLayout]:
-    """Yield every layout of at most `ranks` ranks, its degrees powers of two, smallest first; with `experts`, also with ep > 1. Those that
-    another engine trains and `native` runs too are there once for each."""
+    """Yield every layout of at most `ranks` ranks that trains the curve of one process, its degrees powers of two, smallest first; with
+    `experts`, also with ep > 1. Those that another engine trains and `native` runs too are there once for each."""
     degrees = [2**power for power in range(ranks.bit_length()) if 2**power <= ranks]
     meshes = sorted((mesh for mesh in product(degrees, repeat=4) if 1 < prod(mesh) <= ranks), key=lambda mesh: (prod(mesh), mesh))
     for dp, tp, cp, pp in meshes:
         expert_degrees = [each for each in degrees if each <= dp] if experts else [1]
         stages = ZERO_STAGES if dp * cp > 1 else ZERO_STAGES[:1]
-        schedules = SCHEDULES if pp > 1 else SCHEDULES[:1]
+        schedules = FLUSHING if pp > 1 else FLUSHING[:1]
         for ep, zero, sequence, schedule in product(expert_degrees, stages, (False, True) if tp > 1 else (False,), schedules):
             layout = ProveLayout(dp=dp, ep=ep, tp=tp, cp=cp, pp=pp, zero=zero, sequence=sequence, schedule=schedule)
             yield layout
@@ -150,7 +158,8 @@ def auto_is_native(run: Run, parallel: Parallel) -> bool:
 
 
 def run_in_layout(run: Run, layout: ProveLayout) -> Run:
-    """The run in that layout, on one node with as many devices; of `parallel` it keeps only what can't change a curve."""
+    """The run in that layout, on one node with as many devices; of `parallel` it keeps only what can't change a curve, and vertical sync,
+    which is a part of schedule pipedream."""
     kept = run.parallel
     parallel = Parallel(
         dp=layout.dp,
@@ -161,6 +170,7 @@ def run_in_layout(run: Run, layout: ProveLayout) -> Run:
         zero=cast(Literal[0, 1, 2, 3], layout.zero),
         schedule=layout.schedule,
         chunks=_chunks(layout),
+        vertical=kept.vertical and layout.is_delayed and layout.schedule == kept.schedule,
         sequence=layout.sequence,
         recompute=layout.recompute or kept.recompute,
         bucket=kept.bucket,

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..system.cpu import cpu_count
 from .check_trials import move_midway_checkpoint
-from .curve import read_curve
+from .curve import Curve, read_curve
 from .exit_verdict import exit_verdict
 from .fork_client import ForkServer, JobResult
 from .judge import (
@@ -138,8 +138,9 @@ class Prover:
 
     def _judge(self, result: LayoutResult, proof: ProofResult) -> tuple[LayoutResult, ProofResult]:
         """Compare a successful run with one process; where it departs slightly, first widen the tolerance by a control run."""
-        result = self._compare(result, proof.reference)
-        if result.verdict == "same" and is_slight(result, proof):
+        is_delayed = result.trial.layout.is_delayed
+        result = self._compare_delayed(result, proof.reference) if is_delayed else self._compare(result, proof.reference)
+        if result.verdict == "same" and not is_delayed and is_slight(result, proof):
             proof = self._with_control(proof)
         if result.verdict == "same" and (reason := departure_reason(proof.reference, result, proof.tolerance)):
             result = replace(result, verdict="departs", reason=reason, departure=self._locate(result, proof))
@@ -165,8 +166,13 @@ class Prover:
         return replace(proof, control=control)
 
     def _locate(self, result: LayoutResult, proof: ProofResult) -> str:
-        """Trace a layout that departs; the module and rank where it first does, in words. A resumed run is not trained again."""
-        if result.trial.check or not departure_reason(proof.reference, replace(result, evaluation=None, samples=""), proof.tolerance):
+        """Trace a layout that departs; the module and rank where it first does, in words. Neither a resumed run is trained
+        again, nor one of delayed gradients."""
+        if (
+            result.trial.check
+            or result.trial.layout.is_delayed
+            or not departure_reason(proof.reference, replace(result, evaluation=None, samples=""), proof.tolerance)
+        ):
             return ""
         self._live(f"{result.trial.layout.name}: traces where it departs")
         limit = PATIENCE + TRACED * SLOWER * result.trial.plan.world * proof.reference.seconds
@@ -179,7 +185,21 @@ class Prover:
         if result.curve is None or reference.curve is None:
             return replace(result, verdict="failed", reason="it wrote no losses")
         folders = {"reference": str(reference.trial.folder), "layout": str(result.trial.folder)}
-        reply = self._server.ask("weight_difference", **folders)
+        return self._with_answer(result, reference, self._server.ask("weight_difference", **folders))
+
+    def _compare_delayed(self, result: LayoutResult, reference: LayoutResult) -> LayoutResult:
+        """Add the differences from delayed gradients, which one process simulates; failed if they can't be computed."""
+        if result.curve is None:
+            return replace(result, verdict="failed", reason="it wrote no losses")
+        self._live(f"{result.trial.layout.name}: one process simulates its delayed gradients")
+        reply = self._server.ask("delayed_gradients", layout=str(result.trial.folder))
+        if answer := reply.get("answer"):
+            losses, norms, evaluation = tuple(answer["losses"]), tuple(answer["norms"]), answer["evaluation"]
+            result = replace(result, held_to=Curve(losses=losses, norms=norms, rates=result.curve.rates, evaluation=evaluation))
+        return self._with_answer(result, reference, reply)
+
+    def _with_answer(self, result: LayoutResult, reference: LayoutResult, reply: Mapping[str, Any]) -> LayoutResult:
+        """Add the differences that the fork server has computed."""
         if "failed" in reply:
             return replace(result, verdict="failed", reason=reply["failed"])
         samples = sample_problem(result.trial, reference.trial)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
+from ..plan.layout.run_schedule import delay_of
 from ..spec.problem import Problem
 from ..spec.read import value_text
 from ..spec.run import Model, Optim, Run
@@ -51,6 +52,7 @@ HARMLESS_CONFIG_KEYS = frozenset(("_name_or_path", "transformers_version", "torc
 DATA_PLACE_KEYS = ("data.path", "data.tokenizer")
 CONTEXT_KEY = "model.context"
 FAMILY_KEY = "model.family"
+DELAY_KEYS = ("parallel.schedule", "parallel.pp", "parallel.vertical")  # by which weights are late
 DOCUMENTS_KEY = "data.documents"  # which labels count, not which tokens there are
 
 
@@ -169,12 +171,19 @@ def compare_runs(
     old, new = moment_kinds(before.optim), moment_kinds(now.optim)
     return Changes(
         problems=(*(each.problem(step, names) for each in refused), *_config_problems(*configs, step=step)),
-        reported=tuple(each for each in others if key_policy(each.key) == "reported"),
+        reported=(*(each for each in others if key_policy(each.key) == "reported"), *_delay_differences(before, now)),
         accepted=tuple(accepted),
         other_data=any(each.key.startswith("data.") and each.key != DOCUMENTS_KEY for each in accepted),
         new_moments=tuple(kind for kind in new if kind not in old),
         dropped_moments=tuple(kind for kind in old if kind not in new),
     )
+
+
+def _delay_differences(before: Run, now: Run) -> Iterator[Difference]:
+    """Yield the differences of the layout that train another curve: of pipelines without a flush."""
+    if delay_of(before.parallel) or delay_of(now.parallel):
+        old, new = dict(_flatten(before, "")), dict(_flatten(now, ""))
+        yield from (Difference(key=key, before=old[key], now=new[key]) for key in DELAY_KEYS if old[key] != new[key])
 
 
 def _data_differences(found: list[Difference], now: Run, same: bool | None) -> Iterator[Difference]:

@@ -112,6 +112,7 @@ KEYS = {
     "parallel.actions":             Key("the text of parallel.schedule's file; written by distrain", null="a schedule by name"),
     "parallel.chunks":              Key("groups of layers on a stage, for interleaved schedules"),
     "parallel.stages":              Key("layers of each stage, or of each part of the model where a stage has several", null="balanced"),
+    "parallel.vertical":            Key("pipedream: a micro-batch meets the same version of the weights on all stages"),
     "parallel.sequence":            Key("sequence parallel: tp ranks share the tokens of what is not split by tp"),
     "parallel.recompute":           Key("what backward computes again: selective the core of attention, full each layer"),
     "parallel.reduce":              Key("how gradients are summed over the data axis"),

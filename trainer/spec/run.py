@@ -223,6 +223,7 @@ class Parallel:
     actions: str | None = None
     chunks: Count = 1
     stages: tuple[Count, ...] | None = None
+    vertical: bool = False
     sequence: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
     reduce: Literal["ring", "halving", "server"] = "ring"

@@ -1,5 +1,5 @@
 """Engine `native`: PyTorch's own parts. On the data axis flat buckets of weights (ZeRO 0 to 2) or fully_shard (3), and a pipeline that
-executes the actions of any schedule that flushes."""
+executes the actions of any schedule (delayed_engine.py: of those that don't flush)."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ from ..held_bytes import ByteCounter, tensors_in
 from ..rank_parameter import OptimizerShard, RankParameter, optimizer_state
 from ..tied_ends import tie_ends
 from ..torch_optimizer import optimizer_of_groups
+from .gradient_squares import counted_squares
 from .loss_scale import LossScale
-from .pipeline import Pipeline, ScheduledStep
+from .pipeline import PassHooks, Pipeline, ScheduledStep
 from .shard_groups import RowGroups, row_groups, shard_groups
 from .sharded_weights import ShardedReducer, ShardedWeight, collect_gathered, first_element, keep_own_rows, local_rows, sharded_weights
 from .stage_messages import StageChain, StageMessages
@@ -80,9 +81,8 @@ class NativeEngine(Engine):
         """The most micro-batches whose activations this rank held at once in the last step."""
         return self.pipeline.peak_in_flight
 
-    def step(self, micro: ReadMicrobatch, lr: float, labels: int, count: ByteCounter | None = None) -> StepResult:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+    def step(self, micro: ReadMicrobatch, lr: float, labels: int, count: ByteCounter | None = None) -> StepResult | None:
+        self._set_rate(lr)
         self.clock = dict.fromkeys(TIMED, 0.0)
         scale = self.backward_scale / labels
         for each in self.modules:  # parts of a mixture add the gradient of its auxiliary loss, which does not reach the loss
@@ -157,6 +157,10 @@ class NativeEngine(Engine):
         finally:
             self.pipeline.times = None
 
+    def _set_rate(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
     def _step_optimizer(self, norm: Tensor, is_finite: Tensor) -> None:
         """Clip the gradients to a norm of train.clip, step this rank's weights unless a number is not finite, and gather the others'.
 
@@ -192,17 +196,10 @@ class NativeEngine(Engine):
     def _sum_over_ranks(self, total: Tensor) -> Tensor:
         """Return the sums over all ranks of the loss, of the squares of the gradients, and of near ties where they are counted, in one
         message. Each figure is added by the first of the ranks that have it."""
-        pieces = [
-            bucket.shard_gradient[offset : offset + length]
-            for bucket in self.buckets
-            for row, _, offset, length in bucket.pieces
-            if row.is_counted and not (bucket.copies and bucket.copies.rank)
-        ]
-        norms = torch.stack(torch._foreach_norm(pieces, dtype=MASTER)).double() if pieces else total.new_zeros(1, dtype=torch.float64)
         own = torch.zeros((), dtype=torch.float64, device=total.device)
         figures = [
             own if self.grid.coordinate("tp") else total.double(),
-            norms.square().sum(),
+            counted_squares(self.buckets, total.device),
         ]
         near_ties = self._own_near_ties()
         if near_ties is not None:
@@ -297,7 +294,11 @@ class NativeEngine(Engine):
         tokens = run.train.seq // grid.size("cp") // (grid.size("tp") if run.parallel.sequence else 1)
         stream = torch.empty(run.train.microbatch, tokens, run.model.hidden, dtype=self._types[0], device="meta")
         messages = StageMessages(grid, chain)
-        return Pipeline(self.modules, messages, stream, self.reducer.add, self.reducer.before_backward, self._measure_time)
+        reducer = self.reducer
+        return Pipeline(self.modules, messages, stream, reducer.add, reducer.before_backward, self._measure_time, self._pass_hooks())
+
+    def _pass_hooks(self) -> PassHooks:
+        return PassHooks()
 
 
 def compute_types(run: Run) -> tuple[torch.dtype, torch.dtype]:

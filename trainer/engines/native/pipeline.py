@@ -24,12 +24,27 @@ Timed = Callable[[str], AbstractContextManager[None]]  # times a part of the ste
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduledStep:
-    """One step: every stage's actions, the micro-batches, the factor of each sum of losses before backward, the counter of held bytes."""
+    """One step: every stage's actions, the micro-batches, the factor of each sum of losses before backward, the counter of held bytes.
+
+    `first` is the number of its first micro-batch. It `flushes` unless some of its micro-batches get their backward in the next step.
+    """
 
     actions: Sequence[Sequence[Action]]
     micro: ReadMicrobatch
     scale: float
     count: ByteCounter | None = None
+    first: int = 0
+    flushes: bool = True
+
+
+class PassHooks:
+    """What is done before and after a micro-batch's passes: here nothing."""
+
+    def before_pass(self, action: Action) -> None:
+        """Called before a forward or a backward, when what it waits for is there."""
+
+    def after_backward(self, micro: int, total: Tensor) -> None:
+        """Called when a backward's result is on its way; `total` is the sum of the losses that this rank computed in the step so far."""
 
 
 class Forwarded(NamedTuple):
@@ -44,7 +59,7 @@ class Forwarded(NamedTuple):
 class ActionTime:
     """When an action began and ended, by a clock that all ranks of a host share, and the seconds of a processor that it took."""
 
-    kind: str
+    kind: str  # of an action, or U: an update of the weights
     micro: int
     part: int
     start: float
@@ -66,22 +81,26 @@ class Pipeline:
         add_gradient: AddGradient,
         before_backward: Callable[[int], None],
         timed: Timed,
+        hooks: PassHooks,
     ) -> None:
         """`stream` has the shape and type of a micro-batch's hidden states on this rank, and no memory; `add_gradient` takes the gradient
-        of each weight whose product was put off; `before_backward` is called with the chunk whose backward comes."""
+        of each weight whose product was put off; `before_backward` is called with the chunk whose backward comes; `hooks` at each pass."""
         self.parts, self.messages, self.chain, self.stage = tuple(parts), messages, messages.chain, messages.stage
         self._stream, self._add_gradient, self._before_backward, self._timed = stream, add_gradient, before_backward, timed
+        self._hooks = hooks
+        self._forwarded: dict[tuple[int, int], Forwarded] = {}  # (micro-batch, chunk) whose backward is to come
+        self._waiting: dict[tuple[int, int], WeightGradients] = {}  # whose weights' gradients are to come
         self.times: list[ActionTime] | None = None  # of the actions, while someone asks for them
         self.device = next(self.parts[0].parameters()).device
         self.peak_in_flight = 0.0  # micro-batches whose activations this rank held at once in the last step; of some chunks, a part of one
 
     def train(self, step: ScheduledStep) -> Tensor:
         """Execute this rank's actions. Return the sum of the losses that it computed (0 where it has no head)."""
-        self._begin(step.actions, step.micro)
-        self._step, self._forwarded, self._waiting = step, dict[tuple[int, int], Forwarded](), dict[tuple[int, int], WeightGradients]()
+        self._begin(step.actions, step.micro, step.first)
+        self._step = step
         actions = step.actions[self.stage]
         self._apart = {(action.micro, action.chunk) for action in actions if action.kind == "I"}
-        held = peak = 0
+        held = peak = len(self._forwarded)
         for action in actions:
             match action.kind:
                 case "F":
@@ -92,8 +111,9 @@ class Pipeline:
                     self._weight_gradients(action)
             held += (action.kind == "F") - (action.kind in "BW")
             peak = max(peak, held)
-        with self._timed("messages"):
-            self.messages.finish()
+        if step.flushes:
+            with self._timed("messages"):
+                self.messages.finish()
         self.peak_in_flight = peak / self.chain.chunks
         return self.total
 
@@ -110,10 +130,10 @@ class Pipeline:
         self.messages.finish()
         return self.total, self.labels
 
-    def _begin(self, actions: Sequence[Sequence[Action]], micro: ReadMicrobatch) -> None:
+    def _begin(self, actions: Sequence[Sequence[Action]], micro: ReadMicrobatch, first: int = 0) -> None:
         device = self.device
         self.total, self.labels = torch.zeros((), device=device), torch.zeros((), device=device, dtype=torch.int64)
-        self._micro, self._read_so_far = micro, 0
+        self._micro, self._read_so_far = micro, first
         self._batches: dict[int, tuple[Any, int]] = {}  # micro-batch -> its tensors, chunks that have not read it
         self._here: dict[MessageKey, Tensor] = {}  # what one of this rank's parts gives to another
         self.messages.begin(actions, self._stream, device)
@@ -129,6 +149,7 @@ class Pipeline:
         if stream is not None:
             stream.requires_grad_()
         weights = WeightGradients(self._add_gradient) if (micro, chunk) in self._apart else None
+        self._hooks.before_pass(action)
         count = self._step.count
         counting = count.count_forward(self.parts, tokens, labels, further) if count else nullcontext()
         with self._compute(action, part, "forward"), counting, put_off_weight_gradients(weights):
@@ -145,6 +166,7 @@ class Pipeline:
         with self._timed("messages"):
             gradient = None if part == last else self._take(MessageKey("B", part + 1, micro))
         self._before_backward(chunk)
+        self._hooks.before_pass(action)
         with self._compute(action, part, "backward"), put_off_weight_gradients(weights):
             torch.autograd.backward([output], None if gradient is None else [gradient])
         if given is not None:
@@ -153,20 +175,26 @@ class Pipeline:
                 self._give(MessageKey("B", part, micro), given.grad, part - 1)
         if weights is not None:
             self._waiting[micro, chunk] = weights
+        self._hooks.after_backward(micro, self.total)
 
     def _weight_gradients(self, action: Action) -> None:
         with self._compute(action, self.chain.part(self.stage, action.chunk), "backward"):
             self._waiting.pop((action.micro, action.chunk)).compute()
 
     @contextmanager
-    def _compute(self, action: Action, part: int, timed: str) -> Iterator[None]:
-        """Compute an action in the block, and keep its times where they are asked for; what it waits for is there."""
+    def keep_time(self, kind: str, micro: int, part: int) -> Iterator[None]:
+        """Keep the times of what the block computes, where they are asked for."""
         start, cpu = perf_counter(), thread_time()
-        with self._timed(timed):
-            yield
+        yield
         if self.times is not None:
             took = thread_time() - cpu
-            self.times.append(ActionTime(kind=action.kind, micro=action.micro, part=part, start=start, end=perf_counter(), cpu=took))
+            self.times.append(ActionTime(kind=kind, micro=micro, part=part, start=start, end=perf_counter(), cpu=took))
+
+    @contextmanager
+    def _compute(self, action: Action, part: int, timed: str) -> Iterator[None]:
+        """Compute an action in the block; what it waits for is there."""
+        with self.keep_time(action.kind, action.micro, part), self._timed(timed):
+            yield
 
     def _read(self, micro: int) -> Any:
         """Return a micro-batch. They come in order; each is kept until all of this rank's parts have read it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -13,6 +14,8 @@ from torch import Tensor
 from ...parallel.process_groups import Grid
 from ...parallel.world import WAIT
 from ...plan.layout.schedules import Action, part_of
+
+TAGS = 2**20  # more than the messages under way between two stages
 
 
 class MessageKey(NamedTuple):
@@ -59,7 +62,7 @@ class StageMessages:
 
     Between two stages messages keep the order in which their sender computes them, in each direction on a process group of its own, so
     that no message waits for one of the other direction. A receive is posted before it is needed; a send keeps its tensor until it is
-    gone.
+    gone. Messages that a step without a flush has not received are those that the next one receives first.
     """
 
     def __init__(self, grid: Grid, chain: StageChain) -> None:
@@ -68,22 +71,23 @@ class StageMessages:
         self.ranks = group.ranks if group else ()
         self._up = group.handle if group else None  # to stages of a higher number
         self._down = _second_group(grid) if group else None
-        self._ahead: dict[int, list[MessageKey]] = {}  # by sending stage: the messages that are to be received, in order
+        self._ahead: defaultdict[int, deque[MessageKey]] = defaultdict(deque)  # by sending stage: what is to be received, in order
         self._tags: dict[MessageKey, int] = {}
+        self._numbers: Counter[tuple[int, int]] = Counter()  # messages so far, by sending and receiving stage
         self._posted: dict[MessageKey, tuple[Tensor, Any]] = {}
         self._sending: list[tuple[Any, Tensor]] = []
 
     def begin(self, actions: Sequence[Sequence[Action]], like: Tensor, device: torch.device) -> None:
         """Begin a step in which every stage runs its actions; `like` has the shape and type of every message."""
         self._like, self._device = like, device
-        self._ahead, self._tags = {}, {}
         for stage, own in enumerate(actions):
             for to, keys in self.chain.sends(stage, own).items():
-                if stage == self.stage:
-                    self._tags |= {key: tag for tag, key in enumerate(keys)}
+                if self.stage in (stage, to):
+                    first = self._numbers[stage, to]
+                    self._tags |= {key: tag % TAGS for tag, key in enumerate(keys, first)}
+                    self._numbers[stage, to] += len(keys)
                 if to == self.stage:
-                    self._tags |= {key: tag for tag, key in enumerate(keys)}
-                    self._ahead[stage] = keys[::-1]
+                    self._ahead[stage].extend(keys)
 
     def send(self, key: MessageKey, tensor: Tensor, to: int) -> None:
         """Send a tensor to the stage that holds part `to`."""
@@ -91,7 +95,7 @@ class StageMessages:
         stage = self.chain.stage(to)
         group = self._up if stage > self.stage else self._down
         tensor = tensor.detach().contiguous()
-        self._sending.append((dist.isend(tensor, self.ranks[stage], group=group, tag=self._tags[key]), tensor))
+        self._sending.append((dist.isend(tensor, self.ranks[stage], group=group, tag=self._tags.pop(key)), tensor))
 
     def receive(self, key: MessageKey) -> Tensor:
         """Return a message, once it is there; the next one of its sender is asked for."""
@@ -111,10 +115,10 @@ class StageMessages:
         self._sending = []
 
     def _post(self, stage: int) -> None:
-        key = self._ahead[stage].pop()
+        key = self._ahead[stage].popleft()
         tensor = torch.empty_like(self._like, device=self._device)
         group = self._up if stage < self.stage else self._down
-        self._posted[key] = tensor, dist.irecv(tensor, self.ranks[stage], group=group, tag=self._tags[key])
+        self._posted[key] = tensor, dist.irecv(tensor, self.ranks[stage], group=group, tag=self._tags.pop(key))
 
 
 def _second_group(grid: Grid) -> dist.ProcessGroup:

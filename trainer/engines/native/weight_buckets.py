@@ -164,6 +164,18 @@ class WeightBucket:
         if own.data_ptr() != self.master.data_ptr():
             own.copy_(self.master.data)
 
+    def move_weights(self, into: Tensor | None) -> None:
+        """Copy the flat weights to other memory, which is stepped from now on; parameters stay views of the memory before."""
+        is_stepped = self.weights.dtype == MASTER  # where it is, without a float32 copy
+        self.weights = torch.empty_like(self.weights).copy_(self.weights) if into is None else into.copy_(self.weights)
+        if is_stepped:
+            self.master.data = self.weights[self.shard.start : self.shard.stop]
+
+    def show(self, flat: Tensor) -> None:
+        """Make the parameters views of a flat tensor."""
+        for parameter, view in self._views(flat):
+            parameter.data = view
+
     def gather(self) -> Any:
         """Begin to gather the other ranks' stepped weights; return the message under way, or None where this rank has all."""
         if self.sharing is None:

@@ -45,6 +45,7 @@ from ...plan.engines import ENGINES
 from ...system import parent_watch
 from ..checkpoint import LoadFailed
 from ..rank import run_rank
+from .delayed_gradients import delayed_gradients
 from .process import ForkedProcess, fork
 from .weight_diff import weight_difference
 
@@ -67,7 +68,7 @@ IMPORTED_LATE = (
 RankProgram = Callable[[Path, channel.Channel], int]  # what a rank does with RUN_DIR/run.json; returns its exit status
 Question = Callable[..., Any]  # takes and returns JSON values
 
-QUESTIONS: dict[str, Question] = {"weight_difference": weight_difference}
+QUESTIONS: dict[str, Question] = {"weight_difference": weight_difference, "delayed_gradients": delayed_gradients}
 
 
 class ClientGone(Exception):
@@ -99,7 +100,7 @@ def import_rank_modules() -> None:
     """Import what every rank imports: its own modules, the engines and the models of our families."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # for DeepSpeed, which compiles functions of its own where it is imported
     import_deepspeed()
-    engines = [row.engine_class for row in ENGINES.values()]
+    engines = [name for row in ENGINES.values() for name in (row.engine_class, row.delayed_class)]
     models = [family.module for family in FAMILIES.values() if not family.made_by_transformers]
     for name in ("distrain.trainer.loop.train_rank", *filter(None, (*engines, *models))):
         importlib.import_module(name.partition(":")[0])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from ...prove.excluded_weights import zero_gradient_pattern
 from ...rundir.run_in_manifest import run_from_record
+from ...spec.run import Run
 from ..checkpoint import CheckpointReader, LoadFailed, SavedCheckpoint, find_newest, whole_slice
 
 
@@ -19,20 +21,36 @@ def weight_difference(reference: str, layout: str) -> dict[str, Any]:
     Returns {"weights": the largest difference, "weight": its name, "left_out": names of weights that are not compared}. Raises
     LoadFailed if a run has no checkpoint, or they are not of one model.
     """
-    reference_checkpoint, layout_checkpoint = _last_checkpoint(Path(reference)), _last_checkpoint(Path(layout))
-    one, other = CheckpointReader(reference_checkpoint), CheckpointReader(layout_checkpoint)
-    run = run_from_record(reference_checkpoint.extra)
+    one, other = _last_checkpoint(Path(reference)), _last_checkpoint(Path(layout))
+    reader = CheckpointReader(other)
+    pairs = ((name, tensor, reader.read(whole_slice(name, "weight", tuple(tensor.shape)))) for name, tensor in _weights(one))
+    return furthest_weight(run_from_record(one.extra), pairs)
+
+
+def furthest_weight(run: Run | None, pairs: Iterable[tuple[str, Tensor, Tensor]]) -> dict[str, Any]:
+    """Compare pairs of a weight's values. Returns the dict of `weight_difference`."""
     pattern = zero_gradient_pattern(run) if run else ""
-    weights = {row.name: row for row in reference_checkpoint.manifest.tensors if row.kind == "weight"}
-    left_out = [name for name in weights if pattern and re.search(pattern, name)]
-    largest, furthest = 0.0, ""
-    for name, row in weights.items():
-        if name not in left_out:
-            part = whole_slice(name, "weight", row.shape)
-            difference = _largest_difference(one.read(part), other.read(part))
-            if not difference <= largest:
-                largest, furthest = difference, name
+    left_out, largest, furthest = list[str](), 0.0, ""
+    for name, one, other in pairs:
+        if pattern and re.search(pattern, name):
+            left_out.append(name)
+            continue
+        difference = _largest_difference(one, other)
+        if not difference <= largest:
+            largest, furthest = difference, name
     return {"weights": largest, "weight": furthest, "left_out": left_out}
+
+
+def read_last_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and values of each weight that a run's last checkpoint holds. Raises LoadFailed if it has none."""
+    yield from _weights(_last_checkpoint(folder))
+
+
+def _weights(checkpoint: SavedCheckpoint) -> Iterator[tuple[str, Tensor]]:
+    reader = CheckpointReader(checkpoint)
+    for row in checkpoint.manifest.tensors:
+        if row.kind == "weight":
+            yield row.name, reader.read(whole_slice(row.name, "weight", row.shape))
 
 
 def _last_checkpoint(folder: Path) -> SavedCheckpoint:
@@ -42,6 +60,6 @@ def _last_checkpoint(folder: Path) -> SavedCheckpoint:
     return found.checkpoint
 
 
-def _largest_difference(one: torch.Tensor, other: torch.Tensor) -> float:
+def _largest_difference(one: Tensor, other: Tensor) -> float:
     """The largest absolute difference of two tensors; nan if either holds one."""
     return float((one.double() - other.double()).abs().max()) if one.numel() else 0.0

@@ -43,6 +43,7 @@ class GradientSync(NamedTuple):
     overlap: bool
     copies_hide: bool  # owners of the same shard sum it under backward
     often: bool  # gradients travel at every micro-batch, so that no rank holds more than its shard
+    updates: int  # updates of the weights in a step: several where a pipeline without a flush updates them after each micro-batch
 
 
 def traffic_rows(shards: ZeroShards, sync: GradientSync, layers: int, forward: float, backward: float) -> list[TrafficRow]:
@@ -57,7 +58,7 @@ def traffic_rows(shards: ZeroShards, sync: GradientSync, layers: int, forward: f
     gradients, weights = shards.elements * sync.gradient, shards.elements * sync.weight
     buckets = -(-shards.elements // sync.bucket)
     if sync.zero == 0 or shards.shard.size == 1:
-        return [_traffic_row("all_reduce", gradients, buckets, 1, shards.whole, sync, backward)]
+        return [_traffic_row("all_reduce", gradients, buckets, sync.updates, shards.whole, sync, backward)]
     if sync.zero == 3:
         again = max(0, gathered - sync.reused) * sync.weight
         rows = [
@@ -66,15 +67,18 @@ def traffic_rows(shards: ZeroShards, sync: GradientSync, layers: int, forward: f
             _traffic_row("reduce_scatter", gradients, layers, sync.micros, shards.shard, sync, backward),
         ]
     else:
-        rounds = sync.micros if sync.often else 1
+        rounds = sync.micros if sync.often else sync.updates
         verb = "reduce_scatter" if sync.scatters else "all_reduce"
         rows = [
             _traffic_row(verb, gradients, buckets, rounds, shards.shard, sync, backward),
-            _traffic_row("all_gather", weights, buckets, 1, shards.shard, sync, forward if sync.gather_hides else 0.0),
+            _traffic_row("all_gather", weights, buckets, sync.updates, shards.shard, sync, forward if sync.gather_hides else 0.0),
         ]
     if shards.copies is not None:
         rows.append(
-            _traffic_row("all_reduce", -(-gradients // shards.shard.size), 1, 1, shards.copies, sync, backward if sync.copies_hide else 0.0)
+            _traffic_row(
+                *("all_reduce", -(-gradients // shards.shard.size), 1, sync.updates, shards.copies, sync),
+                backward if sync.copies_hide else 0.0,
+            )
         )
     return rows
 

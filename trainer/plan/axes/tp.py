@@ -51,10 +51,10 @@ def messages(op: Op, on_rank: RankTensors) -> Iterator[AxisMessage]:
             yield AxisMessage("tp", "all_reduce", on_rank.bytes(result, without="tp"), 1, 0)
 
 
-def step_sum(group: str, payload: int, wire: Wire) -> TrafficRow:
-    """The all-reduce, once a step, of gradients of which several tensor-parallel ranks hold a part each."""
+def update_sum(group: str, payload: int, wire: Wire, updates: int) -> TrafficRow:
+    """The all-reduce, at each of a step's updates, of gradients of which several tensor-parallel ranks hold a part each."""
     sent, seconds = collective_cost("all_reduce", payload, wire)
-    return TrafficRow(group, "all_reduce", payload, 1, sent, wire.link, seconds, seconds)
+    return TrafficRow(group, "all_reduce", payload, updates, sent * updates, wire.link, seconds * updates, seconds * updates)
 
 
 def _enter(on_rank: RankTensors, tensor: Tensor, *, again: int = 0) -> Iterator[AxisMessage]:

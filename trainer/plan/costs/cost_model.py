@@ -11,6 +11,7 @@ from ..axes import dp
 from ..axes.weight_slices import TensorCopies, WeightShard
 from ..layout.layout import Layout, StageKind
 from ..layout.mesh import Mesh
+from ..layout.run_schedule import delay_of
 from .block_costs import BlockCosts
 from .control_message import ControlMessage
 from .cost_context import CostContext
@@ -79,6 +80,7 @@ class CostModel:
             overlap=parallel.overlap.data,
             copies_hide=True,
             often=parallel.zero == 3 or (parallel.zero == 2 and parallel.pp == 1),
+            updates=delay.updates(micros) if (delay := delay_of(parallel)) else 1,
         )
 
     def state_bytes(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, held: StageElements) -> StateBytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ...spec.run import Parallel, Run
 from ..costs.cost_model import CostModel
 from ..deepspeed.cost_model import DeepSpeedCosts
+from ..layout.run_schedule import delay_of
 from ..native.cost_model import NativeCosts
 from .engine_limits import EngineLimit, exceeded_limits
 from .engine_row import EngineRow
@@ -42,11 +43,12 @@ ENGINES = {
         EngineRow(
             name="native",
             engine_class="distrain.trainer.engines.native.engine:NativeEngine",
+            delayed_class="distrain.trainer.engines.native.delayed_engine:DelayedEngine",
             costs=NativeCosts(),
             axes=("pp", "dp", "cp", "ep", "tp"),
             zero=(0, 1, 2, 3),
             native_schedules=(),
-            executes="flushing",
+            executes="all",
             precisions=("fp32", "bf16", "fp16"),
             offload=False,
             shards_experts=True,
@@ -60,8 +62,8 @@ ENGINES = {
 def engine_for(run: Run, parallel: Parallel) -> tuple[EngineRow | None, tuple[EngineLimit, ...]]:
     """The engine that a run names, or with `engine: auto` the one for its layout, and its limits that the layout exceeds (none: it runs).
 
-    With `auto` that is `native` at one data-parallel rank on a GPU, DeepSpeed's elsewhere, and another one for a layout that the first
-    choice does not run; where none does, there is no engine. `papers` is none that runs.
+    With `auto` that is `native` at one data-parallel rank on a GPU and for schedules without a flush, DeepSpeed's elsewhere, and another
+    one for a layout that the first choice does not run; where none does, there is no engine. `papers` is none that runs.
     """
     if run.engine == PAPERS_NAME:
         return None, (EngineLimit(PAPERS_NAME, "engine", PAPERS_NAME, ((("engine", "auto"),),)),)
@@ -79,6 +81,8 @@ def engine_for(run: Run, parallel: Parallel) -> tuple[EngineRow | None, tuple[En
 
 
 def _first_choice(run: Run, parallel: Parallel) -> str:
+    if delay_of(parallel):
+        return "native"
     if run.cluster.device.kind == "cuda" and data_ranks(run, parallel) == 1:
         return "native"
     return "pipe" if parallel.pp > 1 else "zero"
@@ -93,6 +97,8 @@ def data_ranks(run: Run, parallel: Parallel) -> int:
 def engine_reason(run: Run, parallel: Parallel, chosen: str) -> str:
     """Why `engine: auto` takes an engine, in words."""
     first = _first_choice(run, parallel)
+    if chosen == first and delay_of(parallel):
+        return f"it alone runs parallel.schedule={parallel.schedule}"
     if chosen == first:
         return "one data-parallel rank on a GPU" if chosen == "native" else ""
     return next((limit.says for limit in exceeded_limits(ENGINES[first], run, parallel)), "")

@@ -10,7 +10,7 @@ from ...spec.changed_run import Change, overrides
 from ...spec.compiled_layers import has_compiled_layers
 from ...spec.run import Parallel, Run
 from ..axes import AXES
-from ..layout.run_schedule import schedule_of
+from ..layout.run_schedule import delay_of, schedule_of
 from .engine_row import EngineRow
 
 DOES_NOT_RUN = " does not run "  # between the engine and the override, in the sentence of a limit
@@ -37,6 +37,7 @@ class EngineLimit:
 
 def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[EngineLimit]:
     """Yield at most one limit a key; rules judge the rest of a layout. A sweep calls this for every layout: changes are made on demand."""
+    delay = delay_of(parallel)
     if not row.engine_class:
         yield EngineLimit(row.name, "engine", row.name, ((("engine", "auto"),),), fix="name its class in ENGINES (trainer/plan/engines)")
     if not (row.pipeline if parallel.pp > 1 else row.whole_models):
@@ -45,6 +46,9 @@ def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
     if parallel.zero not in row.zero:
         lower: Change = (("parallel.zero", max(row.zero)),)
         yield EngineLimit(row.name, "parallel.zero", parallel.zero, (lower, _without_pipeline(run, parallel)))
+    elif parallel.zero > 1 and delay:
+        value = f"{parallel.zero} with parallel.schedule={parallel.schedule}"
+        yield EngineLimit(row.name, "parallel.zero", value, ((("parallel.zero", 1),), _flushed(parallel)))
     elif parallel.zero == 3:
         yield from _stage3_limits(row, run, parallel)
     if parallel.pp > 1 and row.pipeline and not row.runs_schedule(parallel.schedule, schedule_of(parallel)):
@@ -52,9 +56,11 @@ def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
     if run.train.precision not in row.precisions:
         candidates = tuple((("train.precision", name),) for name in row.precisions)
         yield EngineLimit(row.name, "train.precision", run.train.precision, candidates)
+    elif delay:
+        yield from _delay_limits(row, run, parallel, each_micro_batch=delay.each_micro_batch)
     if parallel.pp > 1 and schedule_of(parallel).splits_backward and has_compiled_layers(run.train, parallel):
         eager: Change = (("train.compile", False),)
-        whole: Change = (("parallel.schedule", "1f1b"), *((("parallel.chunks", 1),) if parallel.chunks > 1 else ()))
+        whole = _flushed(parallel)
         yield EngineLimit(row.name, "train.compile", f"true with parallel.schedule={parallel.schedule}", (eager, whole))
     if not row.trains_family(run.model.family):
         yield EngineLimit(row.name, "model.family", run.model.family, fix=f"it runs {_or(row.families)}")
@@ -83,7 +89,7 @@ def _stage3_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[Eng
     if parallel.ep > 1 and not row.shards_experts:
         yield EngineLimit(row.name, "parallel.zero", f"3 with parallel.ep={parallel.ep}", (*_any_engine(run), less, (("parallel.ep", 1),)))
     elif parallel.pp > 1 and (schedule := schedule_of(parallel)):
-        whole: Change = (("parallel.schedule", "1f1b"), *((("parallel.chunks", 1),) if parallel.chunks > 1 else ()))
+        whole = _flushed(parallel)
         if schedule.splits_backward and parallel.gather == "micro":
             says = f"3 with parallel.schedule={parallel.schedule} and parallel.gather=micro"
             yield EngineLimit(row.name, "parallel.zero", says, ((("parallel.gather", "step"),), less, whole))
@@ -92,6 +98,25 @@ def _stage3_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[Eng
             yield EngineLimit(row.name, "parallel.zero", says, (less, whole))
     if row.name == "native" and is_made_by_transformers(run.model):
         yield EngineLimit(row.name, "parallel.zero", "3 with model.family=hf", (less, (("engine", "zero"),)))
+
+
+def _delay_limits(row: EngineRow, run: Run, parallel: Parallel, *, each_micro_batch: bool) -> Iterator[EngineLimit]:
+    """A pipeline without a flush swaps the weights under a layer that runs, updates the two ends of a model at different times, keeps no
+    loss scale for each micro-batch, and counts labels a step."""
+    schedule, flushed = f" with parallel.schedule={parallel.schedule}", _flushed(parallel)
+    if run.model.tied:
+        yield EngineLimit(row.name, "model.tied", f"true{schedule}", ((("model.tied", False),), flushed))
+    if run.train.precision == "fp16":
+        yield EngineLimit(row.name, "train.precision", f"fp16{schedule}", ((("train.precision", "bf16"),), flushed))
+    if has_compiled_layers(run.train, parallel):
+        yield EngineLimit(row.name, "train.compile", f"true{schedule}", ((("train.compile", False),), flushed))
+    if each_micro_batch and run.data.documents:
+        yield EngineLimit(row.name, "data.documents", f"true{schedule}", ((("parallel.schedule", "pipedream_2bw"),), flushed))
+
+
+def _flushed(parallel: Parallel) -> Change:
+    """The change to the plain schedule that flushes."""
+    return (("parallel.schedule", "1f1b"), *((("parallel.chunks", 1),) if parallel.chunks > 1 else ()))
 
 
 def _any_engine(run: Run) -> tuple[Change, ...]:

@@ -18,10 +18,11 @@ class EngineRow:
     name: str
     engine_class: str  # MODULE:CLASS, a subclass of trainer/engines/engine.py's Engine; "": it is planned, and can't train
     costs: CostModel
+    delayed_class: str = ""  # MODULE:CLASS for schedules without a flush; "": it is the same
     axes: tuple[str, ...]
     zero: tuple[int, ...]
     native_schedules: tuple[str, ...]  # those that it has instructions of its own for
-    executes: Literal["none", "plain", "flushing"]  # the schedules that it runs from their actions
+    executes: Literal["none", "plain", "flushing", "all"]  # the schedules that it runs from their actions
     precisions: tuple[str, ...]
     offload: bool
     source: str
@@ -42,7 +43,7 @@ class EngineRow:
     def runs_schedule(self, name: str, given: Schedule | None = None) -> bool:
         """Whether it runs a schedule of SCHEDULES, or one `given` by a file."""
         schedule = given or SCHEDULES[name]
-        runs = {"none": False, "plain": schedule.is_plain and not schedule.simulated, "flushing": schedule.flushes}
+        runs = {"none": False, "plain": schedule.is_plain and not schedule.simulated, "flushing": schedule.flushes, "all": True}
         return name in self.native_schedules or runs[self.executes]
 
     @property

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from ...spec.run import Parallel
 from .action_csv import ActionLists, read_action_csv
+from .delay import Delay
 from .schedules import SCHEDULES, Schedule
 
 SUFFIX = ".csv"
+PIPEDREAM = "pipedream"
+# Vertical sync: a micro-batch meets the same version on every stage, the newest one of the first stage (arXiv:1806.03377).
+VERTICAL_PIPEDREAM = replace(SCHEDULES[PIPEDREAM], delay=Delay(late=lambda stage, stages: stages - 1, each_micro_batch=True))
 
 
 def schedule_of(parallel: Parallel) -> Schedule:
     """The schedule that a legal layout names."""
     if is_file(parallel.schedule):
         return _schedule_of_lists(parallel.actions or "", parallel.pp)
-    return SCHEDULES[parallel.schedule]
+    return VERTICAL_PIPEDREAM if parallel.vertical and parallel.schedule == PIPEDREAM else SCHEDULES[parallel.schedule]
+
+
+def delay_of(parallel: Parallel) -> Delay | None:
+    """How late a legal layout updates its weights; None where each step flushes, as it does without stages."""
+    return schedule_of(parallel).delay if parallel.pp > 1 else None
 
 
 def is_file(schedule: str) -> bool:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, cast
 
+from .delay import Delay
+
 Kind = Literal["F", "B", "I", "W"]
 
 
@@ -165,12 +167,11 @@ class Schedule:
     """chunks -> the share of the other stages' forward and backward that a step waits while the pipeline fills and drains."""
     filled_by_weights: Callable[[int, int], float] = lambda stages, micros: 0.0
     """(p, m) -> the share of the other stages' weight gradients that is computed in that wait."""
-    weight_versions: Callable[[int, int], int] = lambda stage, stages: 1
-    """(stage, p) -> copies of the weights that a stage keeps."""
+    delay: Delay | None = None
+    """How late weights are updated without a flush; None: every micro-batch of a step meets the same weights, and the step flushes."""
     chunked: bool = False  # a stage runs `parallel.chunks` parts of the model
     folded: bool = False  # stage r of p runs the parts r and 2p - 1 - r of the model
     forward_first: bool = False  # no backward before the last forward
-    flushes: bool = True  # every micro-batch of a step meets the same weights
     puts_off: bool | None = None  # weights' gradients are computed apart on some stage; None: as stage 0 does
     simulated: bool = False  # it has no closed forms: its bubble is that of a simulated step
 
@@ -179,6 +180,11 @@ class Schedule:
         if self.in_flight_formula:
             return self.in_flight_formula(stage, stages, micros, chunks)
         return peak_in_flight(self.actions(stage, stages, micros, chunks), self.parts(chunks))
+
+    @property
+    def flushes(self) -> bool:
+        """Whether each step ends with a flush."""
+        return self.delay is None
 
     @cached_property
     def is_plain(self) -> bool:
@@ -260,16 +266,14 @@ SCHEDULES: dict[str, Schedule] = {
         actions=one_f_one_b,
         in_flight_formula=_one_f_one_b_in_flight,
         fill=lambda chunks: 0.0,
-        weight_versions=lambda stage, stages: stages - stage,
-        flushes=False,
+        delay=Delay(late=lambda stage, stages: stages - 1 - stage, each_micro_batch=True),
         source="arXiv:1806.03377",
     ),
     "pipedream_2bw": Schedule(
         actions=one_f_one_b,
         in_flight_formula=_one_f_one_b_in_flight,
         fill=lambda chunks: 0.0,
-        weight_versions=lambda stage, stages: 2 if stages > 1 else 1,
-        flushes=False,
+        delay=Delay(late=lambda stage, stages: min(1, stages - 1), each_micro_batch=False),
         source="arXiv:2006.09503",
     ),
     "zb_v": Schedule(

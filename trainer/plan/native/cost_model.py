@@ -17,6 +17,7 @@ from ..costs.precision import widths
 from ..costs.traffic_term import TrafficTerm
 from ..layout.layout import Layout, StageKind
 from ..layout.mesh import Mesh
+from ..layout.run_schedule import delay_of
 from .buckets import gradient_buckets, sharing_ranks
 from .sharded_rows import gathers_once, padded_elements, rows_of_size, stage_rows
 
@@ -108,15 +109,19 @@ class NativeCosts(CostModel):
         return rows_of_size((blocks.tied // hidden, hidden)).on_rank(layout.shard, place)
 
     def step_seconds(self, context: CostContext, layout: Layout, held: StageElements, tensors: int) -> float:
-        """The norm reads the gradients; gradients that are not float32 are cast; Adam reads and writes them, its states and its weights."""
+        """The norm reads the gradients; gradients that are not float32 are cast; Adam reads and writes them, its states and its weights.
+        Where older versions stay, all weights are copied first."""
         if context.rates is None:
             return 0.0
         width = context.widths
-        return elements_to_step(layout, held) * step_moves(width.weight, width.gradient, context.states) / context.rates.memory
+        copied = 2 * width.weight * held.trained if delay_of(layout.parallel) else 0
+        moved = elements_to_step(layout, held) * step_moves(width.weight, width.gradient, context.states)
+        return (moved + copied) / context.rates.memory
 
     def traffic_terms(self, run: Run, mesh: Mesh, shards: Sequence[WeightShard]) -> Iterator[TrafficTerm]:
         """Buckets are padded to a multiple of their ranks where ZeRO shards them."""
         width, micros = widths(run.train), run.train.batch // (mesh.dp * run.train.microbatch)
+        updates = _updates(run, micros)
         if run.parallel.zero == 3 and sharing_ranks(run.parallel, mesh, expert=False)[0] > 1:
             yield from _stage3_terms(run, mesh, shards, 1 if gathers_once(run.parallel) else micros)
             return
@@ -124,18 +129,22 @@ class NativeCosts(CostModel):
             ranks, copies = sharing_ranks(run.parallel, mesh, expert=bucket.kind.expert)
             says = f"a bucket of {len(bucket.names)} gradients, padded to {bucket.elements:,} elements"
             if ranks > 1:
-                rounds = micros if run.parallel.zero == 2 and not bucket.kind.late else 1
+                rounds = micros if run.parallel.zero == 2 and not bucket.kind.late else updates
                 yield TrafficTerm(verb="reduce_scatter", bytes=rounds * bucket.elements * width.gradient, says=says)
-                yield TrafficTerm(verb="all_gather", bytes=bucket.elements * width.weight, says="its stepped weights")
+                yield TrafficTerm(verb="all_gather", bytes=updates * bucket.elements * width.weight, says="its stepped weights")
             if copies > 1:
                 shard = f"{COPIED}, of " if ranks > 1 else ""
-                yield TrafficTerm(verb="all_reduce", bytes=bucket.elements // ranks * width.gradient, says=shard + says)
+                yield TrafficTerm(verb="all_reduce", bytes=updates * (bucket.elements // ranks) * width.gradient, says=shard + says)
 
     def control_messages(self, run: Run, mesh: Mesh, shards: Sequence[WeightShard], layers: int) -> tuple[ControlMessage, ...] | None:
-        """One message a step sums the loss, the squares of gradients and near ties over all ranks."""
+        """One message a step sums the loss, the squares of gradients and near ties over all ranks. Without a flush the ranks of a stage
+        sum theirs before each update."""
         rows: list[tuple[str, int, int, str]] = []
         is_parallel, experts = int(mesh.world > 1), has_experts(run.model)
         rows.append(("all_reduce", (3 if experts else 2) * FIGURE, is_parallel, "loss, squares of gradients" + ", near ties" * experts))
+        if delay_of(run.parallel):
+            updates = _updates(run, run.train.batch // (mesh.dp * run.train.microbatch))
+            rows.append(("all_reduce", FIGURE, updates * (mesh.world > mesh.pp), "squares of a stage's gradients"))
         if run.data.documents:
             rows.append(("all_reduce", WIDE, is_parallel, "label count"))
         own = (ControlMessage(verb=verb, payload=payload, count=count, says=says) for verb, payload, count, says in rows if count)
@@ -147,6 +156,12 @@ def step_moves(weight: int, gradient: int, states: int) -> int:
     cast = gradient + MASTER if gradient < MASTER else 0
     copied = MASTER + weight if weight < MASTER else 0
     return gradient + cast + 2 * (MASTER + MASTER + states) + copied
+
+
+def _updates(run: Run, micros: int) -> int:
+    """The updates of the weights in a step of so many micro-batches."""
+    delay = delay_of(run.parallel)
+    return delay.updates(micros) if delay else 1
 
 
 def _is_sharded(layout: Layout) -> bool:

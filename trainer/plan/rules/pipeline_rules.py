@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...spec.changed_run import Change
+from ...spec.divisors import divisors
 from ...spec.problem import suggest_name
 from ...spec.run import Parallel, Run
 from ..layout.run_schedule import is_file, read_lists, schedule_of
@@ -41,6 +42,8 @@ def pipeline(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRu
         yield from _interleaved_rules(run, parallel, microbatch)
     if stages > 1 and schedule.folded:
         yield from _folded_rules(run, parallel, microbatch)
+    if stages > 1 and schedule.delay and not schedule.delay.each_micro_batch:
+        yield from _late_step_rules(run, parallel, microbatch)
 
 
 def _schedule_problem(parallel: Parallel) -> BrokenRule | None:
@@ -96,6 +99,19 @@ def _interleaved_rules(run: Run, parallel: Parallel, microbatch: int) -> Iterato
         says = f"{micros} micro-batches a step are not a multiple of parallel.pp={stages}, which schedule {parallel.schedule} needs"
         more = run.train.batch // micros * -(-micros // stages) * stages
         yield BrokenRule("microbatches", says, ((("train.batch", more),), plain))
+
+
+def _late_step_rules(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+    """Where weights are one step late on every stage, a step has a micro-batch for each stage: else the first stage would begin a step
+    before it has made the update that this step needs (arXiv:2006.09503 section 3.1)."""
+    micros, stages = micro_batches(run, parallel, microbatch), parallel.pp
+    if micros is None or micros >= stages:
+        return
+    says = f"{micros} micro-batches a step are fewer than parallel.pp={stages}, which schedule {parallel.schedule} needs"
+    share = micros * microbatch  # sequences of a replica
+    smaller: tuple[Change, ...] = ((("train.microbatch", max(divisors(share, share // stages))),),) if share >= stages else ()
+    more: Change = (("train.batch", run.train.batch // micros * stages),)
+    yield BrokenRule("microbatches", says, (*smaller, more, (("parallel.schedule", "pipedream"),)))
 
 
 def _folded_rules(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:

@@ -104,6 +104,7 @@ IDLE: dict[str, Condition] = {
     "parallel.schedule":       _is("parallel.pp", 1),
     "parallel.chunks":         _is("parallel.pp", 1),
     "parallel.stages":         _is("parallel.pp", 1),
+    "parallel.vertical":       _any(_is("parallel.pp", 1), _is_not("parallel.schedule", "pipedream")),
     "parallel.sequence":       _is("parallel.tp", 1),
     "parallel.reduce":         _one_data_rank,
     "parallel.bucket":         lambda run, mesh: _one_data_rank(run, mesh) if run.parallel.zero == 0 else "",
