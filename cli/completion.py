@@ -13,6 +13,7 @@ OPTIONS = {
     "cp": ("--config-dir", "--help"),
     "show": ("--launch", "--engine", "--comments", "--config-dir", "--help"),
     "plan": ("--json", "-m", "--config-dir", "--help"),
+    "search": ("--json", "--all", "-o", "--config-dir", "--help"),
     "fit": ("-m", "--config-dir", "--help"),
     "prove": ("--json", "--reasons", "--config-dir", "--help"),
     "report": ("--json", "--help"),

@@ -23,9 +23,9 @@ from distrain.trainer.plan.layout import layout
 from distrain.trainer.plan.layout.layout import balanced_layers
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.rules.pipeline_rules import MOST_STAGES
+from distrain.trainer.spec.bounded_numbers import MOST
 from distrain.trainer.spec.divisors import divisors, least_divisor
 from distrain.trainer.spec.problem import Unreadable
-from distrain.trainer.spec.run import MOST
 
 COUNTS = sorted(key for key, hint in config_keys().items() if "int" in str(hint) and key not in ("launch.port", "log.profile"))
 HUGE = (10**6, 10**12 + 39, 10**18)  # the second is a prime

@@ -7,7 +7,8 @@ from math import ceil, floor, log, pi
 import torch
 from torch import Tensor
 
-from ..spec.run import Model, Rope
+from ..spec.rope import Rope
+from ..spec.run import Model
 from .float32 import at_least_float32
 
 # B batch, S sequence, A heads, D head_dim

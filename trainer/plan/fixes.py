@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations
 
+from ..spec.bounded_numbers import MOST
 from ..spec.changed_run import Change, overrides, with_changes
 from ..spec.key_units import gib_text
 from ..spec.problem import Problem
-from ..spec.run import MOST, Run
+from ..spec.run import Run
 from .engines import engine_for
 from .engines.engine_limits import EngineLimit
 from .estimate import Estimator

@@ -7,58 +7,15 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-MOST = 10**18  # the largest count: products of several are still exact, and finite as floats
-LEAST_FLOAT, MOST_FLOAT = 1e-30, 1e30  # bounds of a nonzero number: quotients and products of several stay finite
-
-Count = Annotated[int, Meta(ge=1, le=MOST)]
-Natural = Annotated[int, Meta(ge=0, le=MOST)]
-Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Positive = Annotated[float, Meta(ge=LEAST_FLOAT, le=MOST_FLOAT)]
-AtLeast1 = Annotated[float, Meta(ge=1, le=MOST_FLOAT)]
-NotNegative = Annotated[float, Meta(ge=0, le=MOST_FLOAT)]
-Share = Annotated[float, Meta(ge=0, le=1)]
-Below1 = Annotated[float, Meta(ge=0, lt=1)]
+from .bounded_numbers import MOST_FLOAT, Below1, Count, Natural, NotNegative, Positive, Seed, Share
+from .rope import Rope
+from .search_goal import SearchGoal
 
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "fp4"]
 
 
 LayerType = Literal["full_attention", "sliding_attention"]  # transformers' words
 LayerTypes = Annotated[tuple[LayerType, ...], Meta(extra={"repeats": True})]
-RopeType = Literal["default", "linear", "dynamic", "llama3", "yarn"]
-ROPE_KEYS: dict[str, tuple[str, ...]] = {  # the keys that each type reads
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor", "original_max_position_embeddings"),
-    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-    "yarn": (
-        *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
-        *("attention_factor", "mscale", "mscale_all_dim", "truncate"),
-    ),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rope:
-    """How the rotary frequencies are scaled for sequences longer than those of the first training; the names are transformers'."""
-
-    type: RopeType = "default"
-    factor: AtLeast1 = 1.0
-    original_max_position_embeddings: Count | None = None
-    low_freq_factor: Positive = 1.0
-    high_freq_factor: Positive = 4.0
-    beta_fast: Positive = 32.0
-    beta_slow: Positive = 1.0
-    attention_factor: Positive | None = None
-    mscale: NotNegative | None = None
-    mscale_all_dim: NotNegative | None = None
-    truncate: bool = True
-
-    @property
-    def values(self) -> dict[str, object]:
-        """The type, and the keys that it reads."""
-        return {"type": self.type, **{key: getattr(self, key) for key in ROPE_KEYS[self.type]}}
-
-
 LoraTarget = Literal["query", "key", "value", "out", "gate", "up", "down"]
 
 
@@ -104,7 +61,7 @@ class Model:
     act: Literal["gelu", "gelu_tanh", "relu", "silu", "swiglu", "geglu"] = "gelu"
     positions: Literal["learned", "rope", "none"] = "learned"
     rope_base: Positive = 10000.0
-    rope: Rope = Rope()
+    rope: Rope = field(default_factory=Rope)
     window: Count | None = None
     layer_types: LayerTypes | None = None
     lora: Lora = Lora()
@@ -334,17 +291,6 @@ class Launch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Search:
-    """What `distrain search` looks for, and where."""
-
-    by: Literal["time", "memory", "cost", "days", "tokens_per_dollar"] = "time"
-    runnable: bool = True
-    rows: Count = 10
-    headroom: Below1 = 0.05
-    nodes: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Run:
     """One recipe, resolved and checked: the whole input of the planner and the ranks."""
 
@@ -358,6 +304,6 @@ class Run:
     log: Log = field(default_factory=Log)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     launch: Launch = field(default_factory=Launch)
-    search: Search = field(default_factory=Search)
+    search: SearchGoal = field(default_factory=SearchGoal)
     engine: str = "auto"
     reading: str | None = None

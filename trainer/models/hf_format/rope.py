@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
-from ...spec.run import ROPE_KEYS, Model, Rope
+from ...spec.rope import ROPE_KEYS, Rope
+from ...spec.run import Model
 
 ROPE_NAMES = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")  # at the top
 KNOWN = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned", *(row.name for row in fields(Rope))}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...models.families import is_made_by_transformers
-from ...spec.run import ROPE_KEYS, Parallel, Run
+from ...spec.rope import ROPE_KEYS
+from ...spec.run import Parallel, Run
 from .broken_rule import BrokenRule
 
 ORIGINAL = "model.rope.original_max_position_embeddings"

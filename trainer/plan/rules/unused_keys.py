@@ -14,7 +14,8 @@ from typing import Any, get_args, get_type_hints
 from ...models.families import has_experts, is_made_by_transformers
 from ...spec.problem import Problem
 from ...spec.read import value_text
-from ...spec.run import ROPE_KEYS, Run
+from ...spec.rope import ROPE_KEYS
+from ...spec.run import Run
 from ..engines import PAPERS_NAME
 from ..layout.mesh import Mesh
 

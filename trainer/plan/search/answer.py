@@ -15,7 +15,7 @@ from ..layout_cost import StepSeconds, layout_cost
 from ..rules.rules import OF_RUN, broken_rules
 from ..run_cost import cost_of
 from ..run_layout import layout_on
-from .front import Found
+from .front import CostedLayout
 from .search import LayoutSearch
 from .space import Candidate, Space
 
@@ -139,12 +139,12 @@ def _nothing_fits(run: Run, legal: int) -> Problem:
     return Problem(rule="memory", says=says, mend=f"search more nodes: search.nodes={2 * run.cluster.nodes}..{16 * run.cluster.nodes}")
 
 
-def _seconds(context: CostContext, found: Found) -> StepSeconds | None:
+def _seconds(context: CostContext, found: CostedLayout) -> StepSeconds | None:
     parallel, microbatch, engine = found.candidate
     return layout_cost(context, layout_on(ENGINES[engine] if engine else None, context, parallel, microbatch)).seconds
 
 
-def _found_layout(context: CostContext, found: Found, best: StepSeconds | None) -> FoundLayout:
+def _found_layout(context: CostContext, found: CostedLayout, best: StepSeconds | None) -> FoundLayout:
     run, (parallel, microbatch, engine) = context.run, found.candidate
     seconds = _seconds(context, found)
     rate = run.train.batch * run.train.seq / seconds.step if seconds else None

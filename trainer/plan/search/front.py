@@ -12,7 +12,7 @@ from .space import Candidate
 MeshKey = tuple[int, int, int, int]  # tp, pp, cp, ep
 
 
-class Found(NamedTuple):
+class CostedLayout(NamedTuple):
     """A layout that fits: the seconds of a step (infinite: not known) and the bytes of the fullest rank, in the order of preference."""
 
     seconds: float
@@ -24,7 +24,7 @@ class Front:
     """The layouts in ascending seconds and descending bytes: each is the fastest of those that hold no more."""
 
     def __init__(self) -> None:
-        self.rows: list[Found] = []
+        self.rows: list[CostedLayout] = []
         self._seconds: list[float] = []
 
     def beats(self, seconds: float, peak: float) -> bool:
@@ -36,7 +36,7 @@ class Front:
         at = bisect_right(self._seconds, seconds)
         return self.rows[at - 1].peak if at else inf
 
-    def add(self, found: Found) -> None:
+    def add(self, found: CostedLayout) -> None:
         """Keep a layout, and drop those that it beats."""
         if self.beats(found.seconds, found.peak):
             return
@@ -52,7 +52,7 @@ class Best:
 
     def __init__(self, rows: int, *, by_memory: bool) -> None:
         self.rows, self.by_memory = rows, by_memory
-        self.of_mesh: dict[MeshKey, Found] = {}
+        self.of_mesh: dict[MeshKey, CostedLayout] = {}
         self._keys: list[tuple[float, float]] = []
 
     def key(self, seconds: float, peak: float) -> tuple[float, float]:
@@ -67,7 +67,7 @@ class Best:
             return False
         return len(self._keys) < self.rows or key < self._keys[self.rows - 1]
 
-    def add(self, mesh: MeshKey, found: Found) -> None:
+    def add(self, mesh: MeshKey, found: CostedLayout) -> None:
         """Keep a layout if it is the best of its mesh."""
         key, known = self.key(found.seconds, found.peak), self.of_mesh.get(mesh)
         if known is not None:
@@ -78,7 +78,7 @@ class Best:
         self.of_mesh[mesh] = found
         insort(self._keys, key)
 
-    def ranked(self) -> list[Found]:
+    def ranked(self) -> list[CostedLayout]:
         """The best layouts of the best meshes."""
         return sorted(self.of_mesh.values(), key=lambda each: self.key(each.seconds, each.peak))[: self.rows]
 

@@ -22,8 +22,8 @@ from ..layout_cost import has_times, layout_blocks, peak_bytes, stage_costs, ste
 from ..run_layout import layout_on, stage_partition
 from ..stage_cost import StageCost
 from .bounds import ROUNDING, Bounds, pipeline_seconds
-from .front import Best, Found, Front, mesh_key
-from .space import Candidate, Pass, Pipeline, Space, State
+from .front import Best, CostedLayout, Front, mesh_key
+from .space import Candidate, Pass, ScheduleChoice, Space, State
 
 SLOWEST = 1.25  # times the fastest layout's seconds: slower ones, which waste more than a fifth of the cluster, are not kept
 
@@ -32,8 +32,8 @@ SLOWEST = 1.25  # times the fastest layout's seconds: slower ones, which waste m
 class Searched:
     """The result of a search: the best layout of each of the best meshes, the front of time against memory, the sizes of the space."""
 
-    best: tuple[Found, ...]
-    front: tuple[Found, ...]
+    best: tuple[CostedLayout, ...]
+    front: tuple[CostedLayout, ...]
     legal: int  # layouts
     costed: int  # of them; the others were discarded by bounds
 
@@ -41,7 +41,7 @@ class Searched:
 class Staged(NamedTuple):
     """A schedule of a mesh: the layers of its stages, the micro-batches that the first one holds at once."""
 
-    pipeline: Pipeline
+    pipeline: ScheduleChoice
     schedule: Schedule
     partition: LayerPartition
     in_flight: float
@@ -87,7 +87,7 @@ class LayoutSearch:
             best=tuple(self._kept(self.best.ranked())), front=tuple(self._kept(self.front.rows)), legal=legal, costed=self.costed
         )
 
-    def _kept(self, rows: list[Found]) -> Iterator[Found]:
+    def _kept(self, rows: list[CostedLayout]) -> Iterator[CostedLayout]:
         limit = self.slowest * self.front.rows[0].seconds if self.front.rows else inf
         return (row for row in rows if row.seconds <= limit)
 
@@ -129,7 +129,7 @@ class LayoutSearch:
                         if fixed < room:
                             self._search_engines(parallel, row, state, staged, seconds, kept, micros)
 
-    def _staged(self, parallel: Parallel, pipeline: Pipeline, micros: int) -> Staged:
+    def _staged(self, parallel: Parallel, pipeline: ScheduleChoice, micros: int) -> Staged:
         changed = replace(parallel, schedule=pipeline.schedule, chunks=pipeline.chunks)
         schedule = schedule_of(changed)
         in_flight = schedule.in_flight(0, parallel.pp, micros, pipeline.chunks) if parallel.pp > 1 else 1.0
@@ -166,7 +166,7 @@ class LayoutSearch:
             layout = self.space.layout(parallel, row, state, pipeline)
             self._least_states[key] = self._cost(Candidate(layout, row.microbatch, engine), seconds)
 
-    def _engines(self, parallel: Parallel, state: State, pipeline: Pipeline) -> tuple[str | None, ...]:
+    def _engines(self, parallel: Parallel, state: State, pipeline: ScheduleChoice) -> tuple[str | None, ...]:
         key = (state, pipeline, parallel.sequence)
         found = self._engines_of.get(key)
         if found is None:
@@ -202,7 +202,7 @@ class LayoutSearch:
             if not self._may_matter(candidate.parallel, least, peak):
                 return
             seconds = step_seconds(self.context, layout, blocks, kinds).step
-        found = Found(seconds, peak, candidate)
+        found = CostedLayout(seconds, peak, candidate)
         self.best.add(mesh_key(candidate.parallel), found)
         self.front.add(found)
 

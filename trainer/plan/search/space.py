@@ -41,7 +41,7 @@ class State(NamedTuple):
     offload: Offload
 
 
-class Pipeline(NamedTuple):
+class ScheduleChoice(NamedTuple):
     """A schedule and the chunks of a stage."""
 
     schedule: str
@@ -67,7 +67,7 @@ class Space:
         self.run, self.fixed, self.runnable = run, fixed, runnable
         self.world = run.cluster.nodes * run.cluster.gpus
         self._engines: dict[tuple[object, ...], tuple[str | None, ...]] = {}
-        self._pipelines: dict[tuple[int, int], tuple[Pipeline, ...]] = {}
+        self._pipelines: dict[tuple[int, int], tuple[ScheduleChoice, ...]] = {}
         self._counts: dict[tuple[object, ...], int] = {}
         zeros: tuple[Zero, ...] = (0, 1, 2, 3)
         self._offloads_of_zero = {zero: self._offloads(zero) for zero in zeros}
@@ -115,7 +115,7 @@ class Space:
             for offload in self._offloads_of_zero[zero]
         ]
 
-    def pipelines(self, parallel: Parallel, microbatch: int) -> tuple[Pipeline, ...]:
+    def pipelines(self, parallel: Parallel, microbatch: int) -> tuple[ScheduleChoice, ...]:
         """The schedules of a mesh's stages with a micro-batch; one stage has one."""
         assert parallel.dp != "auto"
         micros = self.run.train.batch // (parallel.dp * microbatch)
@@ -134,7 +134,7 @@ class Space:
 
     def size(self, parallel: Parallel) -> int:
         """The number of legal layouts of a mesh."""
-        pipelines = Counter[Pipeline]()
+        pipelines = Counter[ScheduleChoice]()
         for microbatch in self.microbatches(parallel):
             pipelines.update(self.pipelines(parallel, microbatch))
         kinds = Counter(each.sequence for each in self.passes(parallel) if each.microbatch == self._any_microbatch())
@@ -145,7 +145,7 @@ class Space:
         )
 
     def _engines_of_states(
-        self, parallel: Parallel, pipeline: Pipeline, sequence: bool, states: Counter[tuple[Zero, bool, Offload]]
+        self, parallel: Parallel, pipeline: ScheduleChoice, sequence: bool, states: Counter[tuple[Zero, bool, Offload]]
     ) -> int:
         """The number of engines that train a mesh's states, counted together."""
         key = (self._engine_key(parallel)[:5], pipeline.schedule, pipeline.chunks > 1, sequence, tuple(states.items()))
@@ -159,7 +159,7 @@ class Space:
         return found
 
     @staticmethod
-    def layout(parallel: Parallel, passes: Pass, state: State, pipeline: Pipeline) -> Parallel:
+    def layout(parallel: Parallel, passes: Pass, state: State, pipeline: ScheduleChoice) -> Parallel:
         """The degrees of a mesh with the rest of a layout."""
         return replace(
             parallel,
@@ -220,13 +220,13 @@ class Space:
             and not broken_rules(self.run, Parallel(zero=zero, offload=each), 1, (offload,))
         ]
 
-    def _legal_pipelines(self, parallel: Parallel, microbatch: int) -> Iterator[Pipeline]:
+    def _legal_pipelines(self, parallel: Parallel, microbatch: int) -> Iterator[ScheduleChoice]:
         same_curve = tuple(name for name, row in SCHEDULES.items() if row.flushes)
         for schedule in self._values("parallel.schedule", same_curve if parallel.pp > 1 else ("1f1b",)):
             for chunks in self._values("parallel.chunks", self._chunks(parallel, schedule)):
                 changed = replace(parallel, schedule=schedule, chunks=chunks)
                 if not broken_rules(self.run, changed, microbatch, OF_LAYOUT):
-                    yield Pipeline(schedule, chunks)
+                    yield ScheduleChoice(schedule, chunks)
 
     def _chunks(self, parallel: Parallel, schedule: str) -> tuple[int, ...]:
         """Every divisor of a stage's layers."""
