@@ -10,7 +10,8 @@ from ...spec.changed_run import Change, overrides
 from ...spec.compiled_layers import has_compiled_layers
 from ...spec.run import Parallel, Run
 from ..axes import AXES
-from ..layout.run_schedule import schedule_of
+from ..layout.run_schedule import legal_schedule
+from ..layout.schedules import Schedule
 from .engine_row import EngineRow
 
 DOES_NOT_RUN = " does not run "  # between the engine and the override, in the sentence of a limit
@@ -39,6 +40,7 @@ def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
     """Yield at most one limit a key; rules judge the rest of a layout. A sweep calls this for every layout: changes are made on demand."""
     if not row.engine_class:
         yield EngineLimit(row.name, "engine", row.name, ((("engine", "auto"),),), fix="name its class in ENGINES (trainer/plan/engines)")
+    schedule = legal_schedule(parallel)
     if not (row.pipeline if parallel.pp > 1 else row.whole_models):
         other: Change = (("parallel.pp", 2), *_fill(parallel)) if row.pipeline else _without_pipeline(run, parallel)
         yield EngineLimit(row.name, "parallel.pp", parallel.pp, ((("engine", "auto"),), other))
@@ -46,13 +48,13 @@ def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
         lower: Change = (("parallel.zero", max(row.zero)),)
         yield EngineLimit(row.name, "parallel.zero", parallel.zero, (lower, _without_pipeline(run, parallel)))
     elif parallel.zero == 3:
-        yield from _stage3_limits(row, run, parallel)
-    if parallel.pp > 1 and row.pipeline and not row.runs_schedule(parallel.schedule, schedule_of(parallel)):
+        yield from _stage3_limits(row, run, parallel, schedule)
+    if schedule and row.pipeline and not row.runs_schedule(parallel.schedule, schedule):
         yield _schedule_limit(row, run, parallel)
     if run.train.precision not in row.precisions:
         candidates = tuple((("train.precision", name),) for name in row.precisions)
         yield EngineLimit(row.name, "train.precision", run.train.precision, candidates)
-    if parallel.pp > 1 and schedule_of(parallel).splits_backward and has_compiled_layers(run.train, parallel):
+    if schedule and schedule.splits_backward and has_compiled_layers(run.train, parallel):
         eager: Change = (("train.compile", False),)
         whole: Change = (("parallel.schedule", "1f1b"), *((("parallel.chunks", 1),) if parallel.chunks > 1 else ()))
         yield EngineLimit(row.name, "train.compile", f"true with parallel.schedule={parallel.schedule}", (eager, whole))
@@ -76,13 +78,13 @@ def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
         yield from _offload_limits(row, run, parallel)
 
 
-def _stage3_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[EngineLimit]:
+def _stage3_limits(row: EngineRow, run: Run, parallel: Parallel, schedule: Schedule | None) -> Iterator[EngineLimit]:
     """DeepSpeed's ZeRO 3 shards no experts that ranks share out. Ours keeps weights gathered where it puts off their gradients, and shards
     no weight that two parts of one stage use."""
     less: Change = (("parallel.zero", 2),)
     if parallel.ep > 1 and not row.shards_experts:
         yield EngineLimit(row.name, "parallel.zero", f"3 with parallel.ep={parallel.ep}", (*_any_engine(run), less, (("parallel.ep", 1),)))
-    elif parallel.pp > 1 and (schedule := schedule_of(parallel)):
+    elif schedule:
         whole: Change = (("parallel.schedule", "1f1b"), *((("parallel.chunks", 1),) if parallel.chunks > 1 else ()))
         if schedule.splits_backward and parallel.gather == "micro":
             says = f"3 with parallel.schedule={parallel.schedule} and parallel.gather=micro"
