@@ -37,7 +37,7 @@ REFUSED = (
     ("train.precision=fp8",                ("engine zero does not run train.precision=fp8: "
                                             "set train.precision=fp32 or train.precision=bf16")),
     ("train.precision=fp16",               ("train.precision=fp16 does not run on a CPU: DeepSpeed accepts it only on the few that "
-                                            "multiply in fp16: set train.precision to fp32 or bf16")),
+                                            "multiply in fp16: set train.precision to fp32 or bf16, or engine=native")),
     ("parallel={zero: 1, offload: {parameters: true}}",
                                            "parallel.offload.parameters=true needs parallel.zero=3, not 1: set parallel.zero=3"),
     ("parallel.dp=3",                      ("parallel.dp=3 x tp 1 x cp 1 x pp 1 = 3, but the cluster has 1 x 2 = 2 devices: "
