@@ -28,6 +28,9 @@ REFUSED = (
     ("parallel.pp=2 parallel.dp=1 parallel.stages=[2,1]",
                                            ("parallel.stages=[2,1] adds up to 3 layers, not to model.layers=2: "
                                             "set parallel.stages=null")),
+    ("parallel.zero=0 parallel.offload.optimizer=true engine=native",
+                                           ("engine native does not run parallel.offload=true: "
+                                            "set parallel.offload.optimizer=false or engine=auto")),
     ("launch=slurm",                       ("fit does not start launch=slurm: run what `distrain show --launch` prints for it, "
                                             "or fit launch=deepspeed launch.runner=slurm in a job")),
     ("launch=torchrun",                    "fit does not start launch=torchrun: run what `distrain show --launch` prints for it"),

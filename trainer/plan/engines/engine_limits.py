@@ -123,7 +123,9 @@ def _offload_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
     rows = (("parallel.offload.optimizer", offload.optimizer), ("parallel.offload.parameters", offload.parameters))
     keep: Change = tuple((key, False) for key, moved in rows if moved)
     if not row.offload:
-        yield EngineLimit(row.name, "parallel.offload", True, (keep, _without_pipeline(run, parallel)))
+        yield EngineLimit(
+            row.name, "parallel.offload", True, (keep, *((_without_pipeline(run, parallel),) if parallel.pp > 1 else _any_engine(run)))
+        )
     elif parallel.tp > 1 and parallel.sequence:
         yield EngineLimit(row.name, "parallel.offload", "true with parallel.sequence=true", ((("parallel.sequence", False),), keep))
     elif parallel.tp > heads:
