@@ -95,14 +95,14 @@ def _unknown_name(name: str, groups: tuple[str, ...]) -> Problem:
     from ..config.key_help import sections
     from ..config.keys import config_keys, unknown_key_problem
 
-    names = (*groups, RECIPES, RUNS)
+    names, others = (*groups, RECIPES, RUNS), [each for each in sections() if "." not in each and each not in groups]
     near = suggest_name(name, names)
     if "." not in name and near.startswith("did"):
         return Problem(rule="group", says=f"no group {name}", mend=near)
     wrong = unknown_key_problem(name, config_keys())
     if wrong is not None and wrong.mend.startswith("did"):
         return wrong
-    known = ", ".join([*names, *sorted(each for each in sections() if "." not in each and each not in names)])
+    known = ", ".join([*sorted((*groups, *others)), RECIPES, RUNS])
     return Problem(rule="group", says=f"no group or key {name}", mend=f"known: {known}, and the keys in them")
 
 

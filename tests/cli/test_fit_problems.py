@@ -20,12 +20,17 @@ SMALL = ("model=tiny", "model.layers=2", "train.batch=8", "train.seq=16", "train
 REFUSED = (
     ("engine=pipe parallel.pp=2 parallel.zero=2",
                                            "engine pipe does not run parallel.zero=2: set parallel.zero=1 or parallel.pp=1 engine=auto"),
-    ("parallel.pp=2 parallel.dp=1 parallel.zero=3 parallel.schedule=zb_h1 engine=native",
-                                           ("engine native does not run parallel.zero=3 with parallel.schedule=zb_h1: "
-                                            "set parallel.zero=2 or parallel.schedule=1f1b")),
+    ("parallel.pp=2 parallel.dp=1 parallel.zero=3 parallel.schedule=zb_h1 parallel.gather=micro engine=native",
+                                           ("engine native does not run parallel.zero=3 with parallel.schedule=zb_h1 and "
+                                            "parallel.gather=micro: set parallel.gather=step or parallel.zero=2")),
+    ("parallel.pp=2 parallel.dp=1 parallel.schedule=zb_h2",
+                                           "parallel.schedule=zb_h2 is not known: did you mean zb_h1?"),
     ("parallel.pp=2 parallel.dp=1 parallel.stages=[2,1]",
                                            ("parallel.stages=[2,1] adds up to 3 layers, not to model.layers=2: "
                                             "set parallel.stages=null")),
+    ("parallel.zero=0 parallel.offload.optimizer=true engine=native",
+                                           ("engine native does not run parallel.offload=true: "
+                                            "set parallel.offload.optimizer=false or engine=auto")),
     ("launch=slurm",                       ("fit does not start launch=slurm: run what `distrain show --launch` prints for it, "
                                             "or fit launch=deepspeed launch.runner=slurm in a job")),
     ("launch=torchrun",                    "fit does not start launch=torchrun: run what `distrain show --launch` prints for it"),
@@ -35,7 +40,7 @@ REFUSED = (
     ("train.precision=fp8",                ("engine zero does not run train.precision=fp8: "
                                             "set train.precision=fp32 or train.precision=bf16")),
     ("train.precision=fp16",               ("train.precision=fp16 does not run on a CPU: DeepSpeed accepts it only on the few that "
-                                            "multiply in fp16: set train.precision to fp32 or bf16")),
+                                            "multiply in fp16: set train.precision to fp32 or bf16, or engine=native")),
     ("parallel={zero: 1, offload: {parameters: true}}",
                                            "parallel.offload.parameters=true needs parallel.zero=3, not 1: set parallel.zero=3"),
     ("parallel.dp=3",                      ("parallel.dp=3 x tp 1 x cp 1 x pp 1 = 3, but the cluster has 1 x 2 = 2 devices: "
@@ -57,6 +62,30 @@ def test_what_cannot_run_is_refused_before_anything_starts(
     assert (status, said.out) == (1, "")
     assert f"distrain: {line}" in said.err.splitlines()
     assert not list(tmp_path.iterdir())
+
+
+# fmt: off
+CARELESS = (  # the text of a schedule's file, the place that is named, how the sentence goes on
+    ("0F0,0B0\n",                           "the file has 1 row and the pipeline 2 stages", "write one row for each stage"),
+    ("0F0,0X0\n1F0,1B0\n",                  "row 1, cell 2",                              "0X0 is not an action"),
+    ("0F0,0F1,0B0,0B1\n1F0,1F1,1B0\n",      "row 2",                                      "stage 1 never runs 1B1, or 1I1 and 1W1"),
+    ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n",  "row 1, cell 2",                              "stage 0 waits for ever to run 0B0"),
+)
+# fmt: on
+
+
+@pytest.mark.parametrize(("text", "place", "says"), CARELESS)
+@pytest.mark.parametrize("engine", ["auto", "pipe", "native"])
+def test_a_careless_file_of_actions_is_refused_in_one_line(
+    text: str, place: str, says: str, engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.csv").write_text(text)
+    words = (f"engine={engine}", "parallel.pp=2", "parallel.dp=1", f"parallel.schedule={tmp_path}/mine.csv", f"log.dir={tmp_path}/runs")
+    assert command(["fit", "conf=quickstart", *SMALL, *words]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"distrain: parallel.schedule={tmp_path}/mine.csv: {place}: {says}")
+    assert line.endswith(": mend the file, or name a schedule")
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_missing_launcher_is_named_before_anything_starts(

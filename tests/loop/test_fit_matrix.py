@@ -120,6 +120,12 @@ def test_validation_is_the_same_in_every_layout(ranks: RankPool, tmp_path: Path)
         ranks.train(tmp_path / f"dp{dp}", *words, f"cluster.gpus={dp}", f"parallel.zero={zero}", f"train.microbatch={micro}")
         for dp, zero, micro in layouts
     )
+    native = (
+        ("cluster.gpus=2", "parallel.zero=3", "train.microbatch=2"),
+        ("cluster.gpus=2", "parallel.pp=2", "train.microbatch=1", "parallel.zero=0", "parallel.stages=[1,1]"),
+        ("cluster.gpus=2", "parallel.pp=2", "train.microbatch=2", "parallel.zero=0", "parallel.schedule=zb_h1"),
+    )
+    others += [ranks.train(tmp_path / f"native{at}", *words, *layout, "engine=native") for at, layout in enumerate(native)]
     assert [row["step"] for row in one.rows if "validation_loss" in row] == [4, 6]
     for other in others:
         assert other.figures("validation_loss") == pytest.approx(one.figures("validation_loss"), abs=2e-6, rel=0)

@@ -97,6 +97,12 @@ def test_the_losses_are_the_same_in_every_layout(losses: Losses) -> None:
         assert figures == pytest.approx(losses[name, 1, 0], abs=2e-6, rel=0)
 
 
+@pytest.mark.parametrize("zero", [0, 2])
+def test_engine_native_trains_the_same_losses(zero: int, hf_ranks: RankPool, neox: Path, tmp_path: Path, losses: Losses) -> None:
+    job = hf_ranks.train(tmp_path / "run", "quickstart", *words(neox, 2, zero), "engine=native")
+    assert job.figures("loss") == pytest.approx(losses["gpt_neox", 1, 0], abs=2e-6, rel=0)
+
+
 def test_the_losses_fall(losses: Losses) -> None:
     assert all(figures[-1] < figures[0] - 0.3 for figures in losses.values()), losses
 

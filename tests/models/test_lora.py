@@ -36,6 +36,9 @@ LAYOUTS = (
     ("cluster.gpus=4", "parallel.tp=2", "parallel.zero=3", "parallel.recompute=full"),
     ("cluster.gpus=4", "parallel.cp=2", "parallel.tp=2", "parallel.zero=0", "parallel.recompute=selective"),
     ("cluster.gpus=4", "parallel.pp=2", "parallel.tp=2", "parallel.zero=1", "parallel.schedule=dualpipev", "train.microbatch=1"),
+    ("cluster.gpus=2", "parallel.zero=3", "engine=native"),
+    ("cluster.gpus=4", "parallel.pp=2", "parallel.zero=2", "parallel.schedule=1f1b", "engine=native"),
+    ("cluster.gpus=4", "parallel.pp=2", "parallel.zero=1", "parallel.schedule=zb_h1", "parallel.tp=2"),
 )
 
 

@@ -47,7 +47,15 @@ def test_layers_are_one_graph_without_breaks(layout: str, compiled: dict[str, di
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the compiler is found on Linux")
-@pytest.mark.parametrize("layout", ["cluster.gpus=1 parallel.zero=1", "cluster.gpus=2 parallel.pp=2 parallel.dp=1 parallel.zero=0"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "cluster.gpus=1 parallel.zero=1",
+        "cluster.gpus=2 parallel.pp=2 parallel.dp=1 parallel.zero=0",
+        "cluster.gpus=1 parallel.zero=2 engine=native",
+        "cluster.gpus=2 parallel.pp=2 parallel.dp=1 parallel.zero=0 engine=native",
+    ],
+)
 def test_an_engine_trains_compiled_layers(layout: str, tmp_path: Path) -> None:
     words = ["data=synthetic", "model=tiny", "model.layers=2", "train.seq=32", "train.steps=3", "optim.warmup=0", "train.evaluate.every=0"]
     losses = []

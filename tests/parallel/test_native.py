@@ -148,6 +148,14 @@ def test_zero_shards_over_some_of_the_data_parallel_ranks(ranks: RankPool, tmp_p
     check_messages(tmp_path / "run")
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_padding_over_three_ranks_is_planned(ranks: RankPool, tmp_path: Path, zero: int) -> None:
+    """Weights that three does not divide are padded in each message, of which ZeRO 2 and 3 send some at each of two micro-batches."""
+    curve = (*(word for word in GPT if not word.startswith("train.batch")), "train.batch=6")
+    check_curve(ranks, tmp_path / "run", curve, "cluster.gpus=3", f"parallel.zero={zero}", NATIVE, "log.ledger=true")
+    check_messages(tmp_path / "run")
+
+
 @pytest.mark.parametrize("words", [("optim=sgd",), ("train.clip=100",), ("train.clip=0",)])
 def test_gradients_are_clipped_as_by_torch(ranks: RankPool, tmp_path: Path, words: Words) -> None:
     """Torch's fused AdamW divides them itself; other optimizers are given clipped ones."""
@@ -155,10 +163,31 @@ def test_gradients_are_clipped_as_by_torch(ranks: RankPool, tmp_path: Path, word
 
 
 # fmt: off
+FP16 = [
+    (GPT,   ("cluster.gpus=1",)),
+    (GPT,   ("cluster.gpus=2", "parallel.zero=2")),
+    (LLAMA, ("cluster.gpus=4", "parallel.pp=2", "parallel.zero=1", "parallel.schedule=zb_h1")),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("curve", "words"), FP16)
+def test_fp16_trains_the_curve_and_skips_no_step_whose_gradients_are_finite(
+    ranks: RankPool, tmp_path: Path, curve: Words, words: Words
+) -> None:
+    """Norms are those of gradients without the loss's scale. A weight of fp16 has 11 bits: 1e-3 of a loss, 1 % of a norm."""
+    losses, norms = reference_curve((*BASE, *curve))
+    job = ranks.train(tmp_path, *BASE, *curve, *words, "train.precision=fp16", NATIVE)
+    assert job.figures("loss") == pytest.approx(losses, abs=1e-3, rel=0)
+    assert job.figures("grad_norm") == pytest.approx(norms, abs=0, rel=1e-2)
+
+
+# fmt: off
 HELD = [
     (GPT,   ("cluster.gpus=2", "parallel.zero=0")),
     (GPT,   ("cluster.gpus=2", "parallel.zero=1", "train.precision=bf16")),
     (LLAMA, ("cluster.gpus=2", "parallel.zero=2", "parallel.bucket=20000")),
+    (GPT,   ("cluster.gpus=4", "parallel.zero=2", "parallel.tp=2", "parallel.sequence=true", "parallel.bucket=20000")),
     (LLAMA, ("cluster.gpus=2", "parallel.zero=3", "train.precision=bf16")),
     (GPT,   ("cluster.gpus=4", "parallel.pp=2", "parallel.dp=2", "parallel.zero=3", "parallel.gather=micro")),
     (LLAMA, ("cluster.gpus=4", "parallel.pp=2", "parallel.zero=3", "parallel.schedule=zb_h1", *HALF)),

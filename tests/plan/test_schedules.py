@@ -113,12 +113,10 @@ def test_forward_comes_before_backward_and_backward_before_weight_gradients(pipe
 
 
 def legal(name: str, stages: int) -> list[tuple[int, int]]:
-    """(micro-batches, chunks) of a schedule of that many stages: 2 to 4 chunks, and up to a few micro-batches more than twice the stages,
-    where closed forms bend, and 64."""
-    row = SCHEDULES[name]
-    if row.chunked:
-        return [(micros, chunks) for micros in {*range(stages, 3 * stages + 1, stages), 64 - 64 % stages} for chunks in (2, 3, 4)]
-    return [(micros, 1) for micros in (*range(least_micros(name, stages), 2 * stages + 3), 64)]
+    """Every (micro-batches, chunks) of a schedule of that many stages, up to 64 and 4."""
+    if SCHEDULES[name].chunked:
+        return [(micros, chunks) for micros in range(stages, 65, stages) for chunks in range(1, 5)]
+    return [(micros, 1) for micros in range(least_micros(name, stages), 65)]
 
 
 def even_seconds(parts: int) -> Callable[[str, int], float]:

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 from ..machine import facts as machine
 from ..machine.facts import CPU_RANKS_PER_CORE
+from ..plan.engines import ENGINES
 from ..plan.fixes import engine_problems
 from ..plan.result import Plan
 from ..plan.rules.unused_keys import RULE as UNUSED_KEY_RULE
@@ -41,9 +42,10 @@ def check_start(run: Run, plan: Plan) -> StartCheck:
     except Unreadable as error:
         problems += error.problems
     problems += _launcher_problems(run)
-    if run.cluster.device.kind == "cpu" and run.train.precision == "fp16":
+    row = ENGINES.get(plan.engine or "")
+    if run.cluster.device.kind == "cpu" and run.train.precision == "fp16" and not (row and row.fp16_on_cpu):
         says = "train.precision=fp16 does not run on a CPU: DeepSpeed accepts it only on the few that multiply in fp16"
-        problems.append(Problem(rule="precision", says=says, mend="set train.precision to fp32 or bf16"))
+        problems.append(Problem(rule="precision", says=says, mend="set train.precision to fp32 or bf16, or engine=native"))
     problems += _machine_problems(run, plan)
     return StartCheck(problems=tuple(problems), hosts=hosts)
 

@@ -208,7 +208,9 @@ def _noun(kind: Any) -> str:
         return f"one of {', '.join(map(str, args))}" if len(args) > 1 else str(args[0])
     if origin is tuple:
         each = args[0]
-        return f"a list of {_noun(each)}" if args[-1] is Ellipsis else f"a list of {len(args)}, each {_noun(each)}"
+        if args[-1] is not Ellipsis:
+            return f"a list of {len(args)}, each {_noun(each)}"
+        return "a list of text" if each is str else f"a list, each {_noun(each)}"
     if is_dataclass(kind):
         return f"a mapping of {', '.join(row.name for row in fields(kind))}"
     return _NOUNS.get(origin or kind, str(kind))

@@ -24,7 +24,7 @@ class LossScale:
             else:
                 self.cur_hysteresis -= 1
             self.last_overflow_iter = self.cur_iter
-        elif (self.cur_iter - self.last_overflow_iter) % WINDOW == 0:
+        elif (stable := self.cur_iter - self.last_overflow_iter - 1) > 0 and stable % WINDOW == 0:
             self.cur_hysteresis = PATIENCE
             self.cur_scale *= FACTOR
         self.cur_iter += 1

@@ -10,7 +10,8 @@ from ...spec.changed_run import Change, overrides
 from ...spec.compiled_layers import has_compiled_layers
 from ...spec.run import Parallel, Run
 from ..axes import AXES
-from ..layout.run_schedule import delay_of, schedule_of
+from ..layout.run_schedule import legal_schedule
+from ..layout.schedules import Schedule
 from .engine_row import EngineRow
 
 DOES_NOT_RUN = " does not run "  # between the engine and the override, in the sentence of a limit
@@ -37,9 +38,10 @@ class EngineLimit:
 
 def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[EngineLimit]:
     """Yield at most one limit a key; rules judge the rest of a layout. A sweep calls this for every layout: changes are made on demand."""
-    delay = delay_of(parallel)
     if not row.engine_class:
         yield EngineLimit(row.name, "engine", row.name, ((("engine", "auto"),),), fix="name its class in ENGINES (trainer/plan/engines)")
+    schedule = legal_schedule(parallel)
+    delay = schedule.delay if schedule else None
     if not (row.pipeline if parallel.pp > 1 else row.whole_models):
         other: Change = (("parallel.pp", 2), *_fill(parallel)) if row.pipeline else _without_pipeline(run, parallel)
         yield EngineLimit(row.name, "parallel.pp", parallel.pp, ((("engine", "auto"),), other))
@@ -50,15 +52,15 @@ def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
         value = f"{parallel.zero} with parallel.schedule={parallel.schedule}"
         yield EngineLimit(row.name, "parallel.zero", value, ((("parallel.zero", 1),), _flushed(parallel)))
     elif parallel.zero == 3:
-        yield from _stage3_limits(row, run, parallel)
-    if parallel.pp > 1 and row.pipeline and not row.runs_schedule(parallel.schedule, schedule_of(parallel)):
+        yield from _stage3_limits(row, run, parallel, schedule)
+    if schedule and row.pipeline and not row.runs_schedule(parallel.schedule, schedule):
         yield _schedule_limit(row, run, parallel)
     if run.train.precision not in row.precisions:
         candidates = tuple((("train.precision", name),) for name in row.precisions)
         yield EngineLimit(row.name, "train.precision", run.train.precision, candidates)
     elif delay:
         yield from _delay_limits(row, run, parallel, each_micro_batch=delay.each_micro_batch)
-    if parallel.pp > 1 and schedule_of(parallel).splits_backward and has_compiled_layers(run.train, parallel):
+    if schedule and schedule.splits_backward and has_compiled_layers(run.train, parallel):
         eager: Change = (("train.compile", False),)
         whole = _flushed(parallel)
         yield EngineLimit(row.name, "train.compile", f"true with parallel.schedule={parallel.schedule}", (eager, whole))
@@ -82,13 +84,13 @@ def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
         yield from _offload_limits(row, run, parallel)
 
 
-def _stage3_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[EngineLimit]:
+def _stage3_limits(row: EngineRow, run: Run, parallel: Parallel, schedule: Schedule | None) -> Iterator[EngineLimit]:
     """DeepSpeed's ZeRO 3 shards no experts that ranks share out. Ours keeps weights gathered where it puts off their gradients, and shards
     no weight that two parts of one stage use."""
     less: Change = (("parallel.zero", 2),)
     if parallel.ep > 1 and not row.shards_experts:
         yield EngineLimit(row.name, "parallel.zero", f"3 with parallel.ep={parallel.ep}", (*_any_engine(run), less, (("parallel.ep", 1),)))
-    elif parallel.pp > 1 and (schedule := schedule_of(parallel)):
+    elif schedule:
         whole = _flushed(parallel)
         if schedule.splits_backward and parallel.gather == "micro":
             says = f"3 with parallel.schedule={parallel.schedule} and parallel.gather=micro"
@@ -146,7 +148,9 @@ def _offload_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
     rows = (("parallel.offload.optimizer", offload.optimizer), ("parallel.offload.parameters", offload.parameters))
     keep: Change = tuple((key, False) for key, moved in rows if moved)
     if not row.offload:
-        yield EngineLimit(row.name, "parallel.offload", True, (keep, _without_pipeline(run, parallel)))
+        yield EngineLimit(
+            row.name, "parallel.offload", True, (keep, *((_without_pipeline(run, parallel),) if parallel.pp > 1 else _any_engine(run)))
+        )
     elif parallel.tp > 1 and parallel.sequence:
         yield EngineLimit(row.name, "parallel.offload", "true with parallel.sequence=true", ((("parallel.sequence", False),), keep))
     elif parallel.tp > heads:

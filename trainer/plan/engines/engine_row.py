@@ -28,6 +28,7 @@ class EngineRow:
     source: str
     shards_experts: bool = False  # ZeRO 3 shards experts that ranks share out
     hybrid_shards: bool = False  # ZeRO shards over some of the data ranks (parallel.shard)
+    fp16_on_cpu: bool = False  # it computes in fp16 on every CPU, slowly
     whole_models: bool = True  # it trains without pipeline stages too
 
     @cached_property

@@ -28,6 +28,16 @@ def delay_of(parallel: Parallel) -> Delay | None:
     return schedule_of(parallel).delay if parallel.pp > 1 else None
 
 
+def legal_schedule(parallel: Parallel) -> Schedule | None:
+    """The schedule that a layout names; None where it has no stages, or names none that is legal, which is a problem of its own."""
+    if parallel.pp == 1:
+        return None
+    try:
+        return schedule_of(parallel)
+    except (KeyError, ValueError):
+        return None
+
+
 def is_file(schedule: str) -> bool:
     """Whether a schedule is named by a file."""
     return schedule.endswith(SUFFIX)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ...spec.changed_run import Change
 from ...spec.divisors import divisors
+from ...spec.format_numbers import plural
 from ...spec.problem import suggest_name
 from ...spec.run import Parallel, Run
 from ..layout.run_schedule import is_file, read_lists, schedule_of
@@ -66,11 +67,13 @@ def _file_rules(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broke
     """A file's lists have as many micro-batches as a step, and as many parts a stage as there are chunks."""
     lists, micros = read_lists(parallel.actions or "", parallel.pp), micro_batches(run, parallel, microbatch)
     if micros is not None and micros != lists.micros:
-        says = f"parallel.schedule={parallel.schedule} lists {lists.micros} micro-batches, and a step has {micros}"
+        says = (
+            f"parallel.schedule={parallel.schedule} lists {lists.micros} micro-batch{'es' * (lists.micros != 1)}, and a step has {micros}"
+        )
         yield BrokenRule("microbatches", says, ((("train.batch", run.train.batch // micros * lists.micros),),))
     chunks = 1 if lists.folded else lists.chunks
     if parallel.chunks != chunks:
-        says = f"parallel.schedule={parallel.schedule} has {lists.chunks} parts a stage, and parallel.chunks is {parallel.chunks}"
+        says = f"parallel.schedule={parallel.schedule} has {plural(lists.chunks, 'part')} a stage, and parallel.chunks is {parallel.chunks}"
         yield BrokenRule("chunks", says, ((("parallel.chunks", chunks),),))
     elif lists.folded and run.model.layers < 2 * parallel.pp:
         says = f"parallel.schedule={parallel.schedule} needs {2 * parallel.pp} parts, more than model.layers={run.model.layers}"
