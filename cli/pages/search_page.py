@@ -29,6 +29,25 @@ def search_text(answer: Answer, words: Sequence[str], style: Style) -> str:
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
 
+def best_text(answer: Answer, words: Sequence[str]) -> str:
+    """The best layout, or why there is none, for the end of another page."""
+    if not answer.rows:
+        return "\n".join(["", *wrap("; ".join(map(str, answer.problems)))])
+    best = answer.rows[0]
+    speed = f"; {_speed(best)}" if best.step is not None else ""
+    memory = part_of_size(best.memory, answer.capacity)
+    says = f"The best of {answer.legal:,} layouts is {_mesh_words(best)}, {_other_words(best)}: {memory}{speed}"
+    return "\n".join(["", *wrap(says), *_next_lines(answer, words)])
+
+
+def search_hint(words: Sequence[str]) -> str:
+    """The command that finds the best layout."""
+    conf, *overrides = words
+    return "\n".join(
+        ["", *wrap(f"{command_name()} search {' '.join(map(quote, (f'conf={conf}', *overrides)))} finds the best layout that fits")]
+    )
+
+
 def _with_heading(lines: list[str], style: Style) -> list[str]:
     return [style.paint(lines[0], "bold"), *lines[1:]] if lines else []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +18,9 @@ from .parameters import ConfigDir, RecipeAndOverrides, recipe_and_overrides
 if TYPE_CHECKING:
     from ...trainer.plan.result import Plan
     from ...trainer.spec.run import Run
+
+
+MOST_SEARCHED = 64  # devices for which a plan that does not fit searches at once: about a second
 
 
 def plan(
@@ -47,11 +51,26 @@ def _print_plan(conf: str, overrides: Sequence[str], config_dir: Path | None, as
     from ..pages.plan_page import plan_text
     from ..pages.text_layout import stdout_style
 
-    (only,) = _plans([load_recipe(conf, overrides, config_dir)])
+    run = load_recipe(conf, overrides, config_dir)
+    (only,) = _plans([run])
     print_output(_json(only) if as_json else plan_text(only, stdout_style()))
+    if only.ok and not only.fits and not as_json:
+        print_output(_best_that_fits(run, conf, overrides, config_dir))
     if not _one_stream():
         print_problems(only.problems)
     return [only]
+
+
+def _best_that_fits(run: Run, conf: str, overrides: Sequence[str], config_dir: Path | None) -> str:
+    """The best layout of a run that does not fit, as the words to type; on a large cluster, the search that finds it."""
+    from ...trainer.plan.search.answer import find_layouts
+    from ..config.search_arguments import fixed_keys
+    from ..pages.search_page import best_text, search_hint
+
+    if run.cluster.nodes * run.cluster.gpus > MOST_SEARCHED:
+        return search_hint((conf, *overrides))
+    answer = find_layouts(replace(run, search=replace(run.search, rows=1)), fixed_keys(overrides, config_dir))
+    return best_text(answer, (conf, *overrides))
 
 
 def _print_sweep(conf: str, overrides: Sequence[str], config_dir: Path | None, as_json: bool) -> list[Plan]:

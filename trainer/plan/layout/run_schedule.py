@@ -23,11 +23,6 @@ def schedule_of(parallel: Parallel) -> Schedule:
     return VERTICAL_PIPEDREAM if parallel.vertical and parallel.schedule == PIPEDREAM else SCHEDULES[parallel.schedule]
 
 
-def delay_of(parallel: Parallel) -> Delay | None:
-    """How late a legal layout updates its weights; None where each step flushes, as it does without stages."""
-    return schedule_of(parallel).delay if parallel.pp > 1 else None
-
-
 def legal_schedule(parallel: Parallel) -> Schedule | None:
     """The schedule that a layout names; None where it has no stages, or names none that is legal, which is a problem of its own."""
     if parallel.pp == 1:
@@ -36,6 +31,12 @@ def legal_schedule(parallel: Parallel) -> Schedule | None:
         return schedule_of(parallel)
     except (KeyError, ValueError):
         return None
+
+
+def delay_of(parallel: Parallel) -> Delay | None:
+    """How late a layout updates its weights; None where each step flushes, as it does without stages."""
+    schedule = legal_schedule(parallel)
+    return schedule.delay if schedule else None
 
 
 def is_file(schedule: str) -> bool:

@@ -1,0 +1,182 @@
+"""`distrain search`: its page, its JSON, the recipe that it writes, sizes of the cluster, and what a careless user types."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distrain.cli.app import command
+from distrain.cli.config.load import load_recipe
+from distrain.cli.config.search_arguments import fixed_keys, node_counts
+from distrain.trainer.plan.plan import make_plan
+from distrain.trainer.spec.problem import Unreadable
+from distrain.trainer.spec.run import Run
+
+SMALL = "conf=gpt2_124m cluster=1x4 train.batch=16"
+
+
+def call(arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    """Run `distrain search`; return (exit status, stdout, stderr)."""
+    status = command(["search", *shlex.split(arguments)])
+    return status, *capsys.readouterr()
+
+
+def answer(arguments: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    status, out, err = call(f"{SMALL} {arguments} --json", capsys)
+    assert (status, err) == (0, "")
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def test_the_words_of_every_row_plan_what_the_row_says(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer("", capsys)
+    conf, *given = SMALL.split()
+    rows = found["rows"] + found["front"]
+    assert len(found["rows"]) >= 3
+    for row in rows:
+        plan = make_plan(load_recipe(conf.removeprefix("conf="), [*given, *row["overrides"]]))
+        assert plan.ok
+        assert plan.runnable
+        assert plan.memory
+        assert plan.time
+        assert plan.throughput
+        assert (plan.engine, plan.memory.peak, plan.time.step) == (row["engine"], row["memory"], row["step"])
+        assert plan.throughput.tokens_per_second == pytest.approx(row["tokens_per_second"], rel=1e-12)
+        assert plan.throughput.mfu == pytest.approx(row["mfu"], rel=1e-12)
+        assert plan.run
+        assert plan.run.days == pytest.approx(row["days"], rel=1e-12)
+    steps = [row["step"] for row in found["rows"]]
+    assert steps == sorted(steps)
+    assert found["legal"] == found["costed"] + found["discarded"]
+
+
+def test_a_runner_up_is_told_which_term_slows_it(capsys: pytest.CaptureFixture[str]) -> None:
+    best, *others = answer("", capsys)["rows"]
+    assert set(best["slower_by"].values()) == {0.0}
+    for row in others:
+        assert sum(row["slower_by"].values()) == pytest.approx(row["step"] - best["step"], abs=1e-12)
+
+
+def test_the_page_begins_with_the_best_layout_and_the_words_that_plan_it(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = call(SMALL, capsys)
+    verdict, words, *_ = out.split("\n\n")
+    assert (status, err) == (0, "")
+    assert verdict.startswith("gpt2_124m on 1 node x 4 A100-40G: best is ")
+    assert f"plan {SMALL}" in " ".join(words.split())
+    assert "discarded by bounds" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_degrees_of_the_command_line_stay(capsys: pytest.CaptureFixture[str]) -> None:
+    for row in answer("parallel.tp=2 train.microbatch=2 engine=native", capsys)["rows"]:
+        assert (row["mesh"]["tp"], row["microbatch"], row["engine"]) == (2, 2, "native")
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        (["parallel.tp=8"], {"parallel.tp"}),
+        (["cluster=4x8"], set()),
+        (["cluster=2x2x2"], {"parallel.dp", "parallel.tp", "parallel.pp"}),
+        (["parallel={zero: 1, tp: 2}"], {"parallel.zero", "parallel.tp"}),
+        (["parallel=zero2"], {"parallel.zero"}),
+        (["train.batch=8", "train.microbatch=2", "engine=zero"], {"train.microbatch", "engine"}),
+    ],
+    ids=str,
+)
+def test_the_keys_that_a_command_line_fixes(words: list[str], keys: set[str]) -> None:
+    assert fixed_keys(words, None) == keys
+
+
+def test_all_has_a_row_for_each_mesh_and_rows_says_how_many(capsys: pytest.CaptureFixture[str]) -> None:
+    every, three = answer("--all", capsys)["rows"], answer("search.rows=3", capsys)["rows"]
+    assert three == every[:3]
+    assert len(every) > 3
+
+
+def test_by_memory_the_smallest_layout_is_first(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = answer("search.by=memory", capsys)["rows"]
+    assert [row["memory"] for row in rows] == sorted(row["memory"] for row in rows)
+    assert rows[0]["memory"] < answer("", capsys)["rows"][0]["memory"]
+
+
+def test_headroom_leaves_memory_free(capsys: pytest.CaptureFixture[str]) -> None:
+    smallest = answer("search.by=memory", capsys)["rows"][0]["memory"]
+    rows = answer(f"cluster.device.memory={round(smallest / 0.9)} search.headroom=0.05", capsys)["rows"]
+    assert rows
+    assert all(row["memory"] <= 0.95 * smallest / 0.9 for row in rows)
+
+
+@pytest.mark.parametrize("words", ["", "parallel.pp=2", "parallel.tp=2 engine=native"])
+def test_the_written_recipe_plans_as_it_was_found(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "best.yaml"
+    status, _, err = call(f"{SMALL} {words} -o {file}", capsys)
+    assert (status, err) == (0, "")
+    row = answer(words, capsys)["rows"][0]
+    plan = make_plan(load_recipe(str(file)))
+    assert plan.name == "best"
+    assert plan.runnable
+    assert plan.memory
+    assert plan.time
+    assert (plan.memory.peak, plan.time.step) == (row["memory"], row["step"])
+
+
+def test_a_file_is_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "best.yaml"
+    file.write_text("mine")
+    status, _, err = call(f"{SMALL} search.rows=1 -o {file}", capsys)
+    assert status == 2
+    assert err == f"distrain: {file} already exists: name another file, or remove it first\n"
+    assert file.read_text() == "mine"
+
+
+def test_nothing_fits_is_one_line_with_a_mend(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = call("conf=llama3_70b cluster=1x8", capsys)
+    assert status == 1
+    assert "layouts fits into 95 % of the memory of 1 x 8 H100-80G: search more nodes: search.nodes=2..16" in " ".join(out.split())
+
+
+def test_keys_that_no_layout_has_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = call(f"{SMALL} parallel.tp=3", capsys)
+    assert status == 1
+    assert "there is no legal layout that an engine here runs: leave some of the given keys free" in " ".join(out.split())
+
+
+def test_sizes_give_days_and_cost_against_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = call("conf=llama3_2_1b_1node cluster.price=2 search.nodes=1..4 search.by=cost", capsys)
+    assert (status, err) == (0, "")
+    assert out.startswith("llama3_2_1b_1node: best by cost on 1 node; up to ")
+    rows = [line.split() for line in out.splitlines()[3:]]
+    assert [row[0] for row in rows if row[0].isdecimal()] == ["8", "16", "32"]
+
+
+def test_the_cost_of_a_run_is_its_hours_times_the_price() -> None:
+    run: Run = load_recipe("llama3_8b_1node", ["cluster.price=2.5"])
+    whole = make_plan(run).run
+    assert whole is not None
+    assert whole.seconds is not None
+    assert whole.cost == pytest.approx(whole.seconds / 3600 * 8 * 2.5, rel=1e-12)
+
+
+@pytest.mark.parametrize(("text", "counts"), [("8..64", [8, 16, 32, 64]), ("3..7", [3, 6]), ("5", [5])])
+def test_sizes_double(text: str, counts: list[int]) -> None:
+    assert node_counts(text) == counts
+
+
+@pytest.mark.parametrize("text", ["8..4", "0..4", "many", "1,2", ""])
+def test_a_careless_range_of_sizes_is_refused(text: str) -> None:
+    with pytest.raises(Unreadable, match=r"is not a range of nodes: write it as 8\.\.512"):
+        node_counts(text)
+
+
+def test_a_written_recipe_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On this machine, as it was planned: the best layout of two processes, three steps."""
+    file = tmp_path / "found.yaml"
+    words = "cluster=1x2 train.steps=3 train.evaluate.every=0 data=synthetic optim.warmup=0"
+    assert call(f"conf=quickstart {words} parallel.tp=2 -o {file}", capsys)[0] == 0
+    status = command(["fit", f"conf={file}", f"log.dir={tmp_path}"])
+    out, err = capsys.readouterr()
+    assert (status, err) == (0, "")
+    assert "step 3/3" in out
