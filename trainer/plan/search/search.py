@@ -69,6 +69,7 @@ class LayoutSearch:
         self.slowest = inf if by_memory else SLOWEST
         self.costed = 0
         self._least_states: dict[tuple[object, ...], LeastStates] = {}  # of one mesh
+        self._least_fixed: dict[State, float] = {}
         self._engines_of: dict[tuple[object, ...], tuple[str | None, ...]] = {}
 
     def run_all(self) -> Searched:
@@ -99,6 +100,7 @@ class LayoutSearch:
         if not states:
             return
         self._least_states, self._engines_of = {}, {}
+        self._least_fixed = {each: self.bounds.fixed_bytes(replace(parallel, zero=each.zero, offload=each.offload)) for each in states}
         passes = [(self.bounds.seconds(each), each, row) for each, row in self._passes(parallel)]
         for seconds, each, row in sorted(passes, key=lambda row: row[0]):
             least = self.bounds.bytes(replace(each, zero=3), row.microbatch)
@@ -123,7 +125,7 @@ class LayoutSearch:
             rooms = [(staged, *self._room(parallel, staged, forms, micros, timed)) for staged in pipelines]
             most = max((room for *_, room in rooms), default=0.0)
             for state in some:
-                fixed = self._least_fixed(parallel, state)
+                fixed = self._least_fixed[state]
                 if fixed < most:
                     for staged, seconds, kept, room in rooms:
                         if fixed < room:
@@ -149,9 +151,6 @@ class LayoutSearch:
         kept = min(layers * blocks.layer.saved * staged.in_flight + (blocks.head.logits if parallel.pp == 1 else 0) for blocks in forms)
         return seconds, kept, most - kept
 
-    def _least_fixed(self, parallel: Parallel, state: State) -> float:
-        return self.bounds.fixed_bytes(replace(parallel, zero=state.zero, offload=state.offload))
-
     def _search_engines(
         self, parallel: Parallel, row: Pass, state: State, staged: Staged, seconds: float, kept: float, micros: int
     ) -> None:
@@ -167,7 +166,7 @@ class LayoutSearch:
             self._least_states[key] = self._cost(Candidate(layout, row.microbatch, engine), seconds)
 
     def _engines(self, parallel: Parallel, state: State, pipeline: ScheduleChoice) -> tuple[str | None, ...]:
-        key = (state, pipeline, parallel.sequence)
+        key = (state, pipeline.schedule, parallel.sequence)
         found = self._engines_of.get(key)
         if found is None:
             layout = self.space.layout(parallel, Pass(1, parallel.sequence, "none"), state, pipeline)
