@@ -82,7 +82,7 @@ def test_the_shown_default_is_a_value_that_the_key_takes(key: str) -> None:
 
 
 def test_defaults_that_depend_on_the_family_are_shown_by_family() -> None:
-    assert family_defaults("model.norm") == "by family: bert layernorm, gpt layernorm, llama rmsnorm, moe rmsnorm"
+    assert family_defaults("model.norm") == "by family: bert layernorm, gpt layernorm, llama rmsnorm, mla rmsnorm, moe rmsnorm"
     assert family_defaults("model.layers") == family_defaults("optim.name") == family_defaults("norm") == ""
 
 

@@ -40,7 +40,7 @@ FIGURE = re.compile(r"^\s+(fp32|tf32|bf16|fp16|fp8|fp4|bandwidth|latency): \S|^(
 NONE = re.compile(r": (null|auto|0\.0)\b")
 SOURCE = re.compile(
     r"datasheet|whitepaper|product page|reference architecture|chronicles-prequel|dgxc-benchmarking README|tuning\.cc|NCCL's"
-    r"|what torch reports|torch's multi_processor_count"
+    r"|torchtitan benchmarks|what torch reports|torch's multi_processor_count"
 )
 
 

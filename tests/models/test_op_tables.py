@@ -179,6 +179,7 @@ SMALL = {
     "gpt": Model(**GPT2, layers=2, hidden=64, heads=4),
     "llama": Model(**LLAMA2, layers=2, hidden=64, heads=4, kv_heads=2, ffn=96),
     "moe": Model(**MIXTRAL, layers=2, hidden=64, heads=4, kv_heads=2, ffn=96, shared_experts=1),
+    "mla": Model(**MIXTRAL | {"family": "mla"}, layers=2, hidden=64, heads=4, head_dim=16, ffn=96, shared_experts=1),
 }
 
 OP_TABLE_FAMILIES = [name for name, row in FAMILIES.items() if not row.made_by_transformers]
@@ -192,13 +193,15 @@ def test_a_tied_model_has_one_embedding_table_less(family: str) -> None:
     assert counts[1] - counts[0] == SMALL[family].vocab * SMALL[family].hidden
 
 
-# Elements of a small model that tp doesn't split: norms, biases of rows, routers, position and segment tables, BERT's transform.
+# Elements of a small model that tp doesn't split: norms, biases of rows, routers, position and segment tables, BERT's transform,
+# latents.
 # fmt: off
 REPLICATED = {
     "bert":  64 * (2 * (2 * 2 + 2) + 512 + 2 + 2 + 64 + 1 + 2),
     "gpt":   64 * (2 * (2 * 2 + 2) + 1024 + 2),
     "llama": 64 * (2 * 2 + 1),
     "moe":   64 * (2 * (2 + 8) + 1),
+    "mla":   64 * (2 * (2 + 8 + 1536 + 512 + 64) + 1) + 2 * (1536 + 512),  # the products down to the latents, and their norms
 }
 # fmt: on
 

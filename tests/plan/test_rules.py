@@ -56,7 +56,7 @@ BROKEN: list[tuple[Keys, str]] = [
     (HF | {"parallel.recompute": "full"},
         "parallel.recompute=full: family hf saves all activations: set parallel.recompute=none"),
     ({"model.experts": 8},
-        "model.experts=8 is for family moe, not gpt: set model.experts=0"),
+        "model.experts=8 is for family mla or moe, not gpt: set model.experts=0"),
     ({"parallel.ep": 2},
         "parallel.ep=2 splits experts, and family gpt has none: set parallel.ep=1"),
     (MOE | {"model.experts": 0},

@@ -20,10 +20,12 @@ from .cache import CacheEntry, CpuRates, LinkRates, MachineFacts, cache_file, re
 
 # CUDA's names of the devices that conf/device describes, and their options there.
 DEVICE_OPTIONS = {
+    "Tesla V100-SXM2-16GB": "v100_16g",
     "Tesla V100-SXM2-32GB": "v100_32g",
     "NVIDIA A100-SXM4-40GB": "a100_40g",
     "NVIDIA A100-SXM4-80GB": "a100_80g",
     "NVIDIA H100 80GB HBM3": "h100_80g",
+    "NVIDIA H100": "h100_96g",
     "NVIDIA H200": "h200",
     "NVIDIA B200": "b200",
     "NVIDIA B300": "b300",

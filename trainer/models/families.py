@@ -11,6 +11,7 @@ from .bert.ops import table as bert
 from .gpt.ops import table as gpt
 from .hf.ops import table as hf
 from .llama.ops import table as llama
+from .mla.ops import table as mla
 from .moe.ops import table as moe
 from .ops.documents import with_documents
 from .ops.lora import with_lora
@@ -77,6 +78,11 @@ FAMILIES: dict[str, Family] = {
         module="distrain.trainer.layers.transformer:Transformer",
         states_saved=True,
         model_types=("llama", "mistral", "ministral", "qwen2", "qwen3"),
+    ),
+    "mla": Family(  # DeepSeek-V3: planned only
+        table=mla,
+        axes=(*DENSE, "ep"),
+        defaults=LLAMA_DEFAULTS,
     ),
     "moe": Family(  # Mixtral: arXiv:2401.04088
         table=moe,

@@ -13,7 +13,7 @@ from .engines import cost_model
 from .layout.layout import Layout
 from .layout.run_schedule import delay_of, schedule_of
 from .part_seconds import is_simulated, least_wait, simulated_wait
-from .stage_cost import StageCost, logits_in_flight, stage_cost
+from .stage_cost import StageCost, last_passes, logits_in_flight, stage_cost
 
 
 class StepSeconds(NamedTuple):
@@ -79,6 +79,7 @@ def stage_costs(context: CostContext, layout: Layout, blocks: BlockCosts) -> lis
         layout.gradient_sync,
         layout.shard,
         layout.parallel.offload,
+        last_passes(layout),
         logits_in_flight(layout),
         layout.partition.kinds,
         layout.chunks if blocks.saved_once else 1,
@@ -149,12 +150,13 @@ def step_seconds(
     slowest = max(kinds, key=lambda kind: kind.exposed + kind.step)
     tied = _tied_seconds(context, layout, blocks)
     pipeline = compute + messages + bubble
+    waited = (pipeline + slowest.exposed + tied) * context.tail
     return StepSeconds(
-        step=pipeline + slowest.exposed + slowest.step + tied,
-        compute=compute,
+        step=pipeline + slowest.exposed + slowest.step + tied + waited + context.step_overhead,
+        compute=compute + waited,
         exposed=messages + slowest.exposed + tied,
         bubble=bubble,
-        optimizer=slowest.step,
+        optimizer=slowest.step + context.step_overhead,
         fill=bubble / pipeline,
     )
 

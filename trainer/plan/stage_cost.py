@@ -76,7 +76,8 @@ def stage_cost(context: CostContext, layout: Layout, blocks: BlockCosts, kind: S
         frozen -= blocks.tied if head.frozen else 0
     held = StageElements(dense, frozen, experts)
     heads = logits_in_flight(layout) if last else 0
-    data = _data_traffic(context, layout, layers, held, forward, backward)
+    passes = last_passes(layout)
+    data = _data_traffic(context, layout, layers, held, passes * forward, passes * backward)
     sums = tp_gradient_sums.traffic_rows(context, layout, blocks, kind)
     engine = cost_model(layout.engine)
     states = engine.state_bytes(context, layout, blocks, kind, held)
@@ -103,6 +104,15 @@ def stage_cost(context: CostContext, layout: Layout, blocks: BlockCosts, kind: S
         exposed=sum([row.exposed for row in (*sums, *data)]),
         step=layout.gradient_sync.updates * engine.step_seconds(context, layout, held, _tensors(context, kind)),
     )
+
+
+def last_passes(layout: Layout) -> int:
+    """Micro-batches under whose passes the data axis's messages may hide.
+
+    A chunk's gradients are complete once the last group of micro-batches, one for each stage, has passed it, while the other chunks' are
+    still to come (arXiv:2104.04473 section 2.2); of a stage with one part, when its last micro-batch has.
+    """
+    return min(layout.micros, layout.mesh.pp) if layout.parallel.chunks > 1 else 1
 
 
 def logits_in_flight(layout: Layout) -> int:

@@ -196,13 +196,15 @@ def mixture(model: Model) -> tuple[Op, ...]:
         saves_megatron=(STREAM, logits),
         saves_torch=(STREAM, *choice, *balance),
         enters=(logits,),
+        kernels=8,  # the product, softmax, the choice, its weights, the counts of each expert
     )
     shared = _shared_experts(model) if model.shared_experts else ()
     return (
         router,
         Op(
             name="dispatch",
-            moves=(STREAM, sent),
+            moves=(STREAM, sent, sent, sent),  # sorted by rank for the exchange, and by expert after it
+            kernels=4,
             saves_torch=(copy_rows, Tensor(copies, 8), *ends),
             exchanges=(sent,),
             enters=(STREAM,),
@@ -212,7 +214,8 @@ def mixture(model: Model) -> tuple[Op, ...]:
         linear("experts.down", ("expert_ffn",), (("", ("hidden",)),), bias=False, saves=(wide,), rows=rows, groups=("experts",)),
         Op(
             name="combine",
-            moves=(sent, STREAM),
+            moves=(sent, sent, sent, STREAM),
+            kernels=4,
             saves_megatron=(sent,),
             saves_torch=(copy_rows,),
             exchanges=(sent,),

@@ -74,12 +74,9 @@ def traffic_rows(shards: ZeroShards, sync: GradientSync, layers: int, forward: f
             _traffic_row("all_gather", weights, buckets, sync.updates, shards.shard, sync, forward if sync.gather_hides else 0.0),
         ]
     if shards.copies is not None:
-        rows.append(
-            _traffic_row(
-                *("all_reduce", -(-gradients // shards.shard.size), 1, sync.updates, shards.copies, sync),
-                backward if sync.copies_hide else 0.0,
-            )
-        )
+        parts = max(1, layers) if sync.copies_hide and sync.zero == 3 else 1
+        under = backward if sync.copies_hide else 0.0
+        rows.append(_traffic_row("all_reduce", -(-gradients // shards.shard.size), parts, sync.updates, shards.copies, sync, under))
     return rows
 
 

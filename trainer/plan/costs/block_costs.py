@@ -20,6 +20,8 @@ from .precision import widths
 from .roofline import DeviceRates, rates
 from .temporary_bytes import temporary_bytes
 
+OVERLAP_LOSS = 0.36  # share of a hidden message's time that the computation beside it loses, inside a block
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockCost:
@@ -180,8 +182,8 @@ def _compute_seconds(
 ) -> ComputeSeconds:
     """Seconds of a block's ops, at least those that the host needs to dispatch them."""
     times = [op_seconds(op, local, device) for op in ops]
-    dispatched = len(ops) + sum(message.forward for message in messages)
-    dispatched_again = dispatched if len(again) == len(ops) else len(again)
+    dispatched = sum(op.kernels for op in ops) + sum(message.forward for message in messages)
+    dispatched_again = dispatched if len(again) == len(ops) else sum(op.kernels for op in again)
     recomputing = sum(time.forward for op, time in zip(ops, times, strict=True) if op in again)
     backward = sum(time.input_gradients + time.weight_gradients for time in times)
     return ComputeSeconds(
@@ -194,7 +196,8 @@ def _compute_seconds(
 def _exposed_seconds(messages: tuple[AxisMessage, ...], split: BlockSplit, wires: Wires, compute: ComputeSeconds) -> tuple[float, float]:
     """(forward, backward) seconds of messages that no computation hides.
 
-    Overlapped messages travel in as many pieces as the axis has ranks: one piece is always exposed.
+    Overlapped messages travel in as many pieces as the axis has ranks: one piece is always exposed, and what is hidden slows the
+    computation beside it.
     """
     seconds: dict[str, list[float]] = {}
     for message in messages:
@@ -207,6 +210,6 @@ def _exposed_seconds(messages: tuple[AxisMessage, ...], split: BlockSplit, wires
         for at, computing in enumerate((compute.forward, compute.backward)):
             left = row[at]
             if axis in split.overlapped and computing is not None:
-                left = max(left / split.degree(axis), left - computing)
+                left = max(left / split.degree(axis), left * OVERLAP_LOSS, left - computing)
             exposed[at] += left
     return exposed[0], exposed[1]

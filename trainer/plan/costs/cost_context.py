@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import log2
 from typing import Any
 
 from ...models.families import op_table
@@ -16,6 +17,9 @@ from .local_tensors import BlockSplit
 from .precision import state_bytes, widths
 from .roofline import rates
 
+TAIL = 0.004  # share of a step that a doubling of the nodes adds: it ends with the slowest rank
+STEP_DISPATCHES = 200  # operators that the host dispatches once a step and nothing hides: the batch, the loss, the norm, the schedule
+
 
 class CostContext:
     """Facts of a run that do not depend on its layout, and caches of costs and wires."""
@@ -29,6 +33,8 @@ class CostContext:
         self.world = run.cluster.nodes * run.cluster.gpus
         self.capacity = 0 if run.cluster.device.memory == "auto" else int(run.cluster.device.memory)
         self.device_context = int(run.cluster.device.context)
+        self.tail = TAIL * log2(run.cluster.nodes) if run.cluster.device.kind == "cuda" else 0.0
+        self.step_overhead = STEP_DISPATCHES * run.cluster.device.dispatch
         self.parameters = parameter_count(self.table, run.model.layers)
         self.trained_parameters = parameter_count(self.table, run.model.layers, trained=True)
         self.active_parameters = parameter_count(self.table, run.model.layers, active=True)

@@ -7,7 +7,9 @@ from typing import NamedTuple
 from ...models.ops.op_table import Op, Product, is_frozen
 from ..axes import tp
 from .local_tensors import LocalTensors
-from .roofline import POINTWISE_BACKWARD, DeviceRates, memory_seconds, product_seconds
+from .roofline import GROUPED, POINTWISE_BACKWARD, DeviceRates, cast_seconds, memory_seconds, product_seconds
+
+HEAD_DIM = 0.28  # fused attention of heads smaller than 128 elements loses rate with this power of their size
 
 
 class OpSeconds(NamedTuple):
@@ -36,11 +38,13 @@ def _linear(op: Op, product: Product, local: LocalTensors, device: DeviceRates) 
     inner = local.count(product.inner)
     groups = max(1, local.count(product.groups))
     rows = -(-rows // groups)
-    rate = device.other if any("vocab" in dims for dims in product.outers) else device.linear
+    is_head = any("vocab" in dims for dims in product.outers)
+    rate = (device.other if is_head else device.linear) * (GROUPED if groups > 1 else 1.0)
     width = local.activation
+    casts, casts_back = (0.0, 0.0) if is_head else (cast_seconds(rows * groups * each, device) for each in (inner, outer))
     return OpSeconds(
-        product_seconds(rows, outer, inner, groups, width, rate, device),
-        product_seconds(rows, inner, outer, groups, width, rate, device),
+        product_seconds(rows, outer, inner, groups, width, rate, device) + casts,
+        product_seconds(rows, inner, outer, groups, width, rate, device) + casts_back,
         0.0 if is_frozen(op) else product_seconds(inner, outer, rows, groups, width, rate, device),
     )
 
@@ -52,7 +56,7 @@ def _attention(product: Product, local: LocalTensors, device: DeviceRates) -> Op
     groups = local.count(product.groups)
     if product.fused:
         flops = 2.0 * rows * inner * sum(local.count(dims) for dims in product.outers) * groups * product.computed
-        forward = flops / (device.flash * min(1.0, (inner / 128) ** 0.5)) + device.launch
+        forward = flops / (device.flash * min(1.0, (inner / 128) ** HEAD_DIM)) + device.launch
         return OpSeconds(forward, product.backward * forward, 0.0)
     outer = local.count(product.outers[0])
     forward = product_seconds(rows, outer, inner, groups, local.activation, device.other, device)

@@ -11,8 +11,10 @@ from .precision import COMPUTES
 # Tiles of output that one multiprocessor computes (rows, columns) and the share of the best rate that each reaches: a smaller tile reads
 # its inputs more often.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.6))
-DEPTH = 128  # inner elements that filling and draining a tile's pipeline costs
+DEPTH = 160  # inner elements that filling and draining a tile's pipeline costs
 POINTWISE_BACKWARD = 1.5  # of forward's bytes: it reads the gradient too, three tensors for two
+CAST_BYTES = 5.4  # moved for each element that a product in fp8 or fp4 casts: read for its largest value and to be cast, written twice
+GROUPED = 0.66  # share of a product's rate that the experts' products reach, which are many small ones in one kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,7 @@ class DeviceRates:
     launch: float  # seconds of a kernel's launch
     dispatch: float  # seconds in which the host dispatches an operator
     fused: bool  # pointwise operators are fused into one kernel
+    casts: bool  # linear layers compute in a narrower type than activations have
 
 
 def rates(device: Device, precision: Precision, *, fused: bool) -> DeviceRates | None:
@@ -45,6 +48,7 @@ def rates(device: Device, precision: Precision, *, fused: bool) -> DeviceRates |
         launch=device.launch,
         dispatch=device.dispatch,
         fused=fused,
+        casts=named[0] != named[-1],
     )
 
 
@@ -67,6 +71,11 @@ def product_seconds(rows: int, columns: int, inner: int, groups: int, width: int
     flops = 2.0 * rows * columns * inner * groups
     moved = width * groups * (rows * inner + inner * columns + rows * columns)
     return max(flops / (peak * tile_efficiency(rows, columns, inner, groups, device.units)), moved / device.memory) + device.launch
+
+
+def cast_seconds(elements: int, device: DeviceRates) -> float:
+    """Seconds in which a linear layer's input, or its gradient, is scaled and cast to the type that the layer computes in."""
+    return elements * CAST_BYTES / device.memory + device.launch if device.casts else 0.0
 
 
 def memory_seconds(moved: float, kernels: float, device: DeviceRates) -> float:

@@ -1,0 +1,228 @@
+"""A published case as a run: its configuration, with its framework's defaults for what it leaves unsaid."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from math import ceil, gcd
+from typing import Any, NamedTuple
+
+from ...cli.config.load import load_recipe
+from ...trainer.spec.run import Cluster, Link, Model, Overlap, Parallel, Run, Train
+from .fits import fits
+from .frameworks import Framework, framework_of
+
+Case = Mapping[str, Any]
+
+# (GPU, GB of memory) -> (conf/cluster, conf/device; None: the cluster's). A case that states no memory, or another, gets the first row.
+CLUSTERS = {
+    ("V100", 32): ("dgx_v100", None),
+    ("V100", 16): ("dgx_v100", "v100_16g"),
+    ("A100", 80): ("dgx_a100", None),
+    ("A100", 40): ("dgx_a100", "a100_40g"),
+    ("H100", 80): ("dgx_h100", None),
+    ("H100", 96): ("dgx_h100", "h100_96g"),
+    ("H200", 141): ("dgx_h200", None),
+    ("B200", 180): ("dgx_b200", None),
+    ("GB200", 186): ("gb200_nvl72", None),
+    ("B300", 270): ("dgx_b300", None),
+    ("GB300", 279): ("gb300_nvl72", None),
+}
+RACK = 64  # GPUs of a rack of 72 that jobs use whose size is a power of two
+# Of selective recomputation that leaves out some of the products: the share of a layer, or of the layers, that runs again.
+RECOMPUTED_SHARE = {
+    "selective-op": 0.5,  # torchtitan's: every second product is saved
+    "selective-layer": 0.25,  # fms-fsdp's selective checkpointing: one layer in some
+}
+# (kernel, first letter of the GPU): flash attention's rate, as a share of that of the device's best kernel. Triton's of 2023 has no
+# instructions of Hopper.
+ATTENTION_KERNELS = {("triton", "A"): 0.88, ("triton", "H"): 0.53}
+FABRICS = {"OmniPath": 0.24, "RoCE": 0.71}  # share of a network's bandwidth that messages get; others, the cluster's
+GPT_VOCAB = 51200  # GPT-2's 50257, padded as Megatron-LM pads it for 8 tensor-parallel ranks
+
+
+class Inexpressible(ValueError):
+    """A case that can't be planned, and why."""
+
+
+class Part(NamedTuple):
+    """A run, and the share of the model's layers that are as it says."""
+
+    share: float
+    run: Run
+
+
+def express(case: Case) -> tuple[Part, ...]:
+    """Return the run of a case; two, where only some of its layers are recomputed. Raises Inexpressible."""
+    framework = framework_of(case["framework"] or "")
+    if case["recompute"] is None and framework.recompute == "fit":
+        return (Part(1.0, _least_recompute(case, framework)),)
+    share = RECOMPUTED_SHARE.get(case["recompute"] or "")
+    if share is None:
+        return (Part(1.0, _run(case, framework, _recompute(case, framework))),)
+    return Part(1 - share, _run(case, framework, "none")), Part(share, _run(case, framework, "full"))
+
+
+def _least_recompute(case: Case, framework: Framework) -> Run:
+    """The run with the least recomputation that fits."""
+    candidates = [_run(case, framework, how) for how in ("none", "full")]
+    return next((run for run in candidates if fits(run)), candidates[-1])
+
+
+def _recompute(case: Case, framework: Framework) -> str:
+    stated = case["recompute"]
+    if stated is None:
+        return "selective" if framework.recompute == "full" and case["parallel"]["sequence_parallel"] else framework.recompute
+    return stated if stated in ("full", "selective") else "none"
+
+
+def _run(case: Case, framework: Framework, recompute: Any) -> Run:
+    model, parallel = case["model"], case["parallel"]
+    modern = case["cluster"]["gpu"] not in ("V100", "A100")
+    flash = modern or "flash" in (case["attention"] or "") or (not framework.dropout and framework.name != "GPT-NeoX")
+    precision: Any = "bf16" if "/" in case["precision"] else case["precision"]
+    shape = _model(model, dropout=0.0 if flash else framework.dropout)
+    chunks = _chunks(parallel, model["layers"], framework)
+    world = _with_kernels(cluster_of(case["cluster"]), framework, case["attention"] or "")
+    micro, batch = _batch(case, framework, chunks)
+    zero, shard = _zero(parallel)
+    sequence = parallel["sequence_parallel"]
+    overlap = parallel["tp_comm_overlap"]
+    return Run(
+        name=case["id"],
+        engine="papers",
+        model=shape,
+        cluster=world,
+        parallel=Parallel(
+            tp=parallel["tp"],
+            pp=parallel["pp"],
+            cp=parallel["cp"] or 1,
+            ep=_experts_ranks(parallel),
+            zero=zero,
+            shard=shard,
+            schedule="interleaved" if chunks > 1 else "1f1b",
+            chunks=chunks,
+            sequence=framework.sequence if sequence is None else sequence,
+            recompute=recompute,
+            overlap=Overlap(
+                data=framework.overlap_data,
+                tensor=framework.overlap_tensor if overlap is None else overlap,
+                pipeline=framework.overlap_pipeline and chunks > 1,
+            ),
+            scatter=framework.scatter and parallel["tp"] > 1,
+        ),
+        train=Train(
+            batch=batch,
+            microbatch=micro,
+            seq=model["seq"],
+            steps=1,
+            precision=precision,
+            gradients=framework.gradients if precision != "fp16" else "auto",  # type: ignore[arg-type]
+            attention="flash" if flash else "math",
+            compile=framework.fused if case["compile"] is None else framework.fused or case["compile"],
+        ),
+    )
+
+
+def _with_kernels(cluster: Cluster, framework: Framework, kernel: str) -> Cluster:
+    slower = next(
+        (share for (word, gpu), share in ATTENTION_KERNELS.items() if word in kernel and cluster.device.name.startswith(gpu)), 1.0
+    )
+    return replace(
+        cluster, device=replace(cluster.device, flash=cluster.device.flash * slower, sustained=cluster.device.sustained * framework.kernels)
+    )
+
+
+def _batch(case: Case, framework: Framework, chunks: int) -> tuple[int, int]:
+    """(sequences of a micro-batch, sequences of a step). A step whose micro-batches differ is one of as many full ones."""
+    parallel, batch = case["parallel"], case["batch"]
+    replicas = parallel["dp"] or max(1, case["cluster"]["gpus"] // (parallel["tp"] * parallel["pp"] * (parallel["cp"] or 1)))
+    micro = batch["micro"]
+    whole = batch["global"] or replicas * (micro or 1) * (batch["grad_accum"] or 1)
+    if micro is None:
+        micro = 1
+        if framework.micros == "stages" and parallel["pp"] > 1:
+            micro = max(1, whole // (replicas * parallel["pp"] * chunks))
+    return micro, ceil(whole / (replicas * micro)) * replicas * micro
+
+
+def _chunks(parallel: Case, layers: int, framework: Framework) -> int:
+    """Return the parts of the model on each stage: as stated; of an interleaved schedule that states none, two layers a part, or one."""
+    pp: int = parallel["pp"]
+    if pp == 1:
+        return 1
+    if parallel["vpp"]:
+        return int(min(parallel["vpp"], max(1, layers // pp)))
+    schedule = parallel["schedule"] or ("interleaved" if framework.interleaved and parallel["vpp"] is None else "")
+    if "interleaved" not in schedule:
+        return 1
+    each: int = layers // pp
+    return each // 2 if each % 2 == 0 else each
+
+
+def _zero(parallel: Case) -> tuple[Any, Any]:
+    """(ZeRO's stage, the ranks over which it shards), from the stage or the words for FSDP."""
+    words = parallel["fsdp"] or ""
+    zero = parallel["zero"]
+    if zero is None:
+        zero = int(bool(parallel["distributed_optimizer"]))
+        if words:
+            zero = 2 if "GRAD_OP" in words or "ZeRO-2" in words else 3
+    return zero, parallel["fsdp_shard_size"] or "all"
+
+
+def _experts_ranks(parallel: Case) -> int:
+    """Ranks that share out the experts. Where they fold in ranks of the tensor axis, those split each expert: the same bytes a rank."""
+    ep, replicas = parallel["ep"] or 1, parallel["dp"] * (parallel["cp"] or 1)
+    return gcd(ep, replicas) if replicas % ep else ep
+
+
+def _model(stated: Case, dropout: float) -> Model:
+    gated, experts = stated["gated_mlp"], stated["experts"] or 0
+    recent = gated or bool(experts)
+    latent = stated["arch"] == "moe-mla"
+    return Model(
+        family="mla" if latent else "moe" if experts else "llama" if gated else "gpt",
+        layers=stated["layers"],
+        hidden=stated["hidden"],
+        heads=stated["heads"],
+        kv_heads=stated["kv_heads"],
+        head_dim=stated["head_dim"] or (128 if latent else None),
+        ffn=stated["ffn"],
+        vocab=stated["vocab"] or GPT_VOCAB,
+        tied=not recent if stated["tied_embeddings"] is None else stated["tied_embeddings"],
+        bias=not recent if stated["bias"] is None else stated["bias"],
+        norm="rmsnorm" if recent else "layernorm",
+        act="swiglu" if recent else "gelu",
+        positions="rope" if recent else "learned",
+        dropout=0.0 if recent else dropout,
+        experts=experts,
+        top_k=stated["topk"] or 0,
+        expert_ffn=stated["moe_ffn"],
+        shared_experts=stated["shared_experts"] or 0,
+    )
+
+
+@cache
+def _composed(name: str, device: str | None) -> Cluster:
+    return load_recipe("gpt2_124m", [f"cluster={name}", *([f"device={device}"] if device else [])]).cluster
+
+
+def cluster_of(stated: Case) -> Cluster:
+    """Return the cluster that a case states. Raises Inexpressible."""
+    gpu = stated["gpu"]
+    known = {memory: row for (name, memory), row in CLUSTERS.items() if name == gpu}
+    if not known:
+        raise Inexpressible(f"no cluster of {gpu} is described: add its row to CLUSTERS and its conf/device")
+    cluster = _composed(*known.get(stated["gpu_mem_gb"], next(iter(known.values()))))
+    gpus = stated["gpus"]
+    in_node = min(gpus, cluster.gpus if cluster.gpus > 8 else stated["gpus_per_node"] or cluster.gpus)
+    if gpus % in_node:
+        in_node = gcd(gpus, RACK)
+    between = cluster.between
+    if between:
+        given = stated["internode_gbps_per_gpu"]
+        share = next((share for word, share in FABRICS.items() if word in (stated["internode"] or "")), between.efficiency)
+        between = Link(bandwidth=given / 8 * 1e9 if given else between.bandwidth, latency=between.latency, efficiency=share)
+    return replace(cluster, nodes=max(1, gpus // in_node), gpus=in_node, between=between)

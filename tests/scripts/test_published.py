@@ -1,0 +1,118 @@
+"""Predictions of published runs: from a case's configuration alone, a row for each, with bars around each figure."""
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distrain.scripts.published import __main__ as command
+from distrain.scripts.published.express import CLUSTERS, express
+from distrain.scripts.published.frameworks import FRAMEWORKS
+from distrain.scripts.published.measured import score
+from distrain.scripts.published.predict import predict
+from distrain.scripts.published.ranking import rankings
+
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "published" / "cases.json"
+
+CASE: dict[str, Any] = {
+    "id": "one",
+    "source": {"name": "a test", "ref": ""},
+    "model": {
+        "name": "gpt", "arch": "gpt", "layers": 24, "hidden": 2048, "heads": 16, "kv_heads": 16, "head_dim": None, "ffn": 8192,
+        "vocab": 51200, "seq": 2048, "gated_mlp": False, "tied_embeddings": True, "bias": True, "experts": None, "topk": None,
+        "moe_ffn": None, "shared_experts": None,
+    },
+    "cluster": {"gpu": "A100", "gpu_mem_gb": 80, "gpus": 16, "gpus_per_node": 8, "internode": None, "internode_gbps_per_gpu": 200},
+    "parallel": {
+        "tp": 2, "pp": 2, "vpp": None, "dp": 4, "cp": 1, "ep": 1, "etp": None, "zero": None, "fsdp": None, "fsdp_shard_size": None,
+        "sequence_parallel": None, "distributed_optimizer": True, "tp_comm_overlap": None, "schedule": "1f1b",
+    },
+    "batch": {"micro": 2, "grad_accum": 16, "global": 128},
+    "precision": "bf16",
+    "recompute": None,
+    "framework": "Megatron-LM",
+    "attention": None,
+    "compile": None,
+    "measured": {"iter_time_s": 2.0, "tflops_per_gpu": 100.0, "tflops_kind": "model", "mfu": 0.4, "peak_mem": 20.0, "peak_mem_unit": "GB",
+                 "peak_mem_kind": "nvidia-smi"},
+    "derived": {"iter_time_s": 2.0, "how": ""},
+    "split": "fit",
+    "notes": "",
+}  # fmt: skip
+
+
+def changed(**groups: dict[str, Any] | str) -> dict[str, Any]:
+    """The case with keys of some of its groups changed."""
+    case = copy.deepcopy(CASE)
+    for group, keys in groups.items():
+        case[group] = {**case[group], **keys} if isinstance(keys, dict) else keys
+    return case
+
+
+def stripped(case: dict[str, Any]) -> dict[str, Any]:
+    """The case without what was measured; of a measurement its kind and unit stay."""
+    left = {key: value for key, value in case.items() if key not in ("derived", "split", "notes")}
+    left["measured"] = {key: value if key.endswith(("_kind", "_unit")) else None for key, value in case["measured"].items()}
+    return left
+
+
+def all_cases() -> list[dict[str, Any]]:
+    moe = {"arch": "moe", "gated_mlp": True, "experts": 8, "topk": 2, "moe_ffn": 4096}
+    made = [
+        changed(model=moe, parallel={"ep": 4, "pp": 1, "dp": 8}),
+        changed(model={**moe, "arch": "moe-mla"}, parallel={"ep": 4, "pp": 1, "dp": 8}, cluster={"gpu": "GB200", "gpu_mem_gb": 186}),
+        *(changed(framework=row.name) for row in FRAMEWORKS),
+        *(changed(cluster={"gpu": gpu, "gpu_mem_gb": memory}, precision="fp16") for gpu, memory in CLUSTERS),
+    ]
+    return made + (json.loads(SHARED.read_text()) if SHARED.exists() else [])
+
+
+@pytest.mark.parametrize("case", [pytest.param(each, id=f"{at}-{each['id']}") for at, each in enumerate(all_cases())])
+def test_a_case_without_its_measurements_gets_the_same_prediction(case: dict[str, Any]) -> None:
+    assert predict(stripped(case)) == predict(case)
+
+
+@pytest.mark.parametrize("case", [pytest.param(each, id=f"{at}-{each['id']}") for at, each in enumerate(all_cases())])
+def test_every_case_is_planned_with_bars_around_its_figures(case: dict[str, Any]) -> None:
+    found = predict(case)
+    assert found.why_not is None
+    assert 0 < (found.step_low or 0) < (found.step_seconds or 0) < (found.step_high or 0) < math.inf
+    assert 0 < (found.memory_low or 0) < (found.memory_peak or 0) < (found.memory_high or 0)
+
+
+def test_a_case_that_cannot_be_planned_gets_a_row_with_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    file = tmp_path / "cases.json"
+    file.write_text(json.dumps([stripped(changed(cluster={"gpu": "TPU"})), stripped(CASE)]))
+    monkeypatch.setattr("sys.argv", ["published", str(file), "--json"])
+    command.main()
+    first, second = json.loads(capsys.readouterr().out)
+    assert first["step_seconds"] is None
+    assert "TPU" in first["why_not"]
+    assert second["step_seconds"] > 0
+    assert second["why_not"] is None
+
+
+def test_micro_batches_that_do_not_divide_the_batch_are_counted_as_full_ones() -> None:
+    (part,) = express(changed(batch={"global": 121}))
+    assert part.run.train.batch == 128
+
+
+def test_of_layers_that_are_recomputed_in_part_the_step_lies_between_none_and_all() -> None:
+    none, some, every = (predict(changed(recompute=how)).step_seconds or 0 for how in ("none", "selective-layer", "full"))
+    assert none < some < every
+
+
+def test_a_choice_is_judged_by_what_the_chosen_layout_measured() -> None:
+    cases = [changed(parallel={"tp": tp, "dp": 8 // tp}) for tp in (1, 2, 4)]
+    predictions = [predict(case) for case in cases]
+    order = sorted(range(3), key=lambda at: predictions[at].step_seconds or 0)
+    for at, seconds in zip(order, (2.0, 1.0, 4.0), strict=True):
+        cases[at]["derived"] = {"iter_time_s": seconds}
+    (found,) = rankings(score(case, each) for case, each in zip(cases, predictions, strict=True))
+    assert found.regret == 1.0
+    assert found.tau == pytest.approx(1 / 3)
