@@ -31,9 +31,11 @@ PAGES = [
     "plan conf=gpt3_175b parallel.tp=7",
     "plan -m conf=gpt3_175b parallel.recompute=full,none parallel.overlap.pipeline=true,false parallel.offload.optimizer=true,false",
     "plan -m conf=megatron_175b parallel.tp=8,4 parallel.schedule=interleaved,1f1b",
+    "search conf=llama3_70b cluster=8x8 search.rows=3",
+    "search conf=llama3_8b_1node search.nodes=1..2",
     "ls",
     *(f"ls {group}" for group in library.groups(None)),
-    *(f"{verb} --help" for verb in ("", "ls", "cp", "show", "plan", "fit", "prove", "report", "export", "generate", "doctor")),
+    *(f"{verb} --help" for verb in ("", "ls", "cp", "show", "plan", "search", "fit", "prove", "report", "export", "generate", "doctor")),
 ]
 
 

@@ -77,17 +77,17 @@ def test_degrees_of_the_command_line_stay(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("words", "keys"),
     [
-        (["parallel.tp=8"], {"parallel.tp"}),
-        (["cluster=4x8"], set()),
-        (["cluster=2x2x2"], {"parallel.dp", "parallel.tp", "parallel.pp"}),
-        (["parallel={zero: 1, tp: 2}"], {"parallel.zero", "parallel.tp"}),
-        (["parallel=zero2"], {"parallel.zero"}),
-        (["train.batch=8", "train.microbatch=2", "engine=zero"], {"train.microbatch", "engine"}),
+        (["parallel.tp=8"], ["parallel.tp"]),
+        (["cluster=4x8"], []),
+        (["cluster=2x2x2"], ["parallel.dp", "parallel.pp", "parallel.tp"]),
+        (["parallel={zero: 1, tp: 2}"], ["parallel.tp", "parallel.zero"]),
+        (["parallel=zero2"], ["parallel.zero"]),
+        (["train.batch=8", "train.microbatch=2", "engine=zero"], ["engine", "train.microbatch"]),
     ],
     ids=str,
 )
-def test_the_keys_that_a_command_line_fixes(words: list[str], keys: set[str]) -> None:
-    assert fixed_keys(words, None) == keys
+def test_the_keys_that_a_command_line_fixes(words: list[str], keys: list[str]) -> None:
+    assert sorted(fixed_keys(words, None)) == keys
 
 
 def test_all_has_a_row_for_each_mesh_and_rows_says_how_many(capsys: pytest.CaptureFixture[str]) -> None:
