@@ -20,7 +20,7 @@ from distrain.cli.config import library
         (["plan"], "--j", ["--json"]),
         (["plan"], "conf=tiny", ["conf=tiny_2x2x2", "conf=tiny_full"]),
         (["show"], "conf=quick", ["conf=quickstart"]),
-        (["plan", "conf=quickstart"], "device=h", ["device=h100_80g", "device=h200"]),
+        (["plan", "conf=quickstart"], "device=h", ["device=h100_80g", "device=h100_96g", "device=h200"]),
         (["plan", "conf=quickstart"], "lau", [f"launch={name}" for name in library.options("launch", None)]),
         (["plan", "conf=quickstart"], "parallel.zero=", [f"parallel.zero={stage}" for stage in range(4)]),
         (["plan", "conf=quickstart"], "parallel.seq", ["parallel.sequence=true", "parallel.sequence=false"]),

@@ -24,7 +24,7 @@ NOT_PATHS = {
     "name", "reading", "engine", "model.family", "cluster.device.name", "parallel.schedule", "parallel.actions",
     "data.text_key",
     "data.prompt_key", "data.completion_key",
-    "launch.include", "launch.exclude", "launch.address", "launch.environment", "checkpoint.accept",
+    "launch.include", "launch.exclude", "launch.address", "launch.environment", "checkpoint.accept", "search.nodes",
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.valid_run import BASE, FOLDED, HF, INTERLEAVED, MOE, Keys, fixed_run
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.rules.rules import OF_LAYOUT, OF_RUN
@@ -209,3 +210,12 @@ def test_a_change_that_would_break_another_rule_is_not_shown() -> None:
     """Stages of 12 layers are at most 12, and 6, a divisor that is near, does not divide 16 devices."""
     keys: Keys = {"parallel.pp": 16}
     assert [each.changes for each in make_plan(with_changes(BASE, keys.items())).problems] == [(("parallel.pp=4",),)]
+
+
+def test_a_cpu_computes_in_every_precision_also_where_some_of_its_rates_are_known() -> None:
+    """They are those that were measured; without a rate the plan has no times."""
+    for precision in ("fp32", "fp16"):
+        plan = make_plan(load_recipe("quickstart", [f"train.precision={precision}", "cluster.device.peak={fp32: 1e11}"]))
+        assert plan.ok
+        assert plan.runnable
+        assert (plan.time is None) == (precision == "fp16")

@@ -227,8 +227,8 @@ def length(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule
 
 
 def precision(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
-    """A device whose peaks are stated computes in those precisions only."""
-    peaks = run.cluster.device.peak
+    """A GPU whose peaks are stated computes in those precisions only; a CPU computes in every one, at rates that may not be known."""
+    peaks = run.cluster.device.peak if run.cluster.device.kind != "cpu" else {}
     for each in COMPUTES[run.train.precision] if peaks else ():
         if each not in peaks:
             fits = tuple((("train.precision", name),) for name in ("bf16", "fp16", "fp32") if name in peaks)
