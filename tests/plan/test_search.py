@@ -164,6 +164,33 @@ def test_keys_that_the_user_fixed_stay(fixed: dict[str, Any]) -> None:
             assert values.get(key, getattr(parallel, key.rpartition(".")[2], None)) == value
 
 
+def test_layers_as_the_user_gives_them_are_searched_as_brute_force_does() -> None:
+    run = run_of("gpt")
+    run = replace(run, parallel=replace(run.parallel, pp=2, stages=(1, 3)))
+    found = LayoutSearch(Space(run, frozenset({"parallel.pp", "parallel.stages"})), rows=100).run_all()
+    expected: dict[MeshKey, list[Figures]] = {}
+    capacity = CASES["gpt"][3]
+    for each in every_layout(run):
+        changed = replace(each, parallel=replace(each.parallel, stages=(1, 3)))
+        if each.parallel.pp == 2 and not engine_for(changed, changed.parallel)[1]:
+            estimate = Estimator(changed)(changed.parallel, changed.train.microbatch)
+            if estimate.legal and estimate.peak is not None and estimate.peak <= capacity:
+                key = (each.parallel.tp, 2, each.parallel.cp, each.parallel.ep)
+                expected.setdefault(key, []).append((estimate.step or float("inf"), estimate.peak))
+    best = sorted(min(figures) for figures in expected.values())
+    assert [(each.seconds, each.peak) for each in found.best] == [each for each in best if each[0] <= SLOWEST * best[0][0]]
+
+
+def test_where_no_rate_is_known_the_smallest_layouts_are_found() -> None:
+    run = run_of("gpt")
+    bare = replace(run, cluster=replace(run.cluster, device=replace(run.cluster.device, peak={})))
+    found = LayoutSearch(Space(bare), rows=3).run_all()
+    assert {each.seconds for each in found.best} == {float("inf")}
+    assert [each.peak for each in found.best] == [peak for peak, _ in sorted(min((p, s) for s, p in f) for f in fitting("gpt").values())][
+        :3
+    ]
+
+
 def test_without_an_engine_layouts_are_planned_as_the_papers_do() -> None:
     run = run_of("gpt")
     runnable, every = (LayoutSearch(Space(run, runnable=runnable), rows=10).run_all() for runnable in (True, False))

@@ -97,17 +97,19 @@ class Bounds:
         ) * (1 - ROUNDING)
 
 
-def pipeline_seconds(blocks: BlockCosts, partition: LayerPartition, schedule: Schedule, chunks: int, micros: int) -> float:
-    """The least seconds of a step's forwards and backwards: its micro-batches on the busiest stage, and the bubble of a schedule that is
-    not simulated."""
+def pipeline_seconds(blocks: BlockCosts, partition: LayerPartition, micros: int, fill: float) -> float:
+    """The least seconds of a step's forwards and backwards: its micro-batches on the busiest stage, and a share `fill` of a micro-batch on
+    each other one."""
     layer, ends = block_seconds(blocks.layer), (block_seconds(blocks.embedding), block_seconds(blocks.head))
     totals = [layers * layer + first * ends[0] + last * ends[1] for layers, first, last in partition.kinds]
     busiest = max(totals)
-    bubble = 0.0
-    if len(partition.counts) > 1 and not (schedule.simulated or schedule.splits_backward or schedule.folded):
-        others = sum(total * many for total, many in zip(totals, partition.stages_of_kind, strict=True)) - busiest
-        bubble = schedule.fill(chunks) * others
-    return (micros * busiest + bubble) * (1 - ROUNDING)
+    others = sum(total * many for total, many in zip(totals, partition.stages_of_kind, strict=True)) - busiest
+    return (micros * busiest + fill * others) * (1 - ROUNDING)
+
+
+def least_fill(schedule: Schedule, chunks: int) -> float:
+    """The share of the other stages' seconds that a step waits under a schedule whose closed form holds; 0 for one that is simulated."""
+    return 0.0 if schedule.simulated or schedule.splits_backward or schedule.folded else schedule.fill(chunks)
 
 
 def block_seconds(block: BlockCost) -> float:

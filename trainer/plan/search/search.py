@@ -21,7 +21,7 @@ from ..layout.schedules import Schedule
 from ..layout_cost import has_times, layout_blocks, peak_bytes, stage_costs, step_seconds
 from ..run_layout import layout_on, stage_partition
 from ..stage_cost import StageCost
-from .bounds import ROUNDING, Bounds, pipeline_seconds
+from .bounds import ROUNDING, Bounds, least_fill, pipeline_seconds
 from .front import Best, CostedLayout, Front, mesh_key
 from .space import Candidate, Pass, ScheduleChoice, Space, State
 
@@ -142,7 +142,8 @@ class LayoutSearch:
         more, a layout is not among the best and not on the front)."""
         seconds = inf
         if timed:
-            seconds = min(pipeline_seconds(blocks, staged.partition, staged.schedule, staged.pipeline.chunks, micros) for blocks in forms)
+            fill = 0.0 if parallel.stages else least_fill(staged.schedule, staged.pipeline.chunks)
+            seconds = min(pipeline_seconds(blocks, staged.partition, micros, fill) for blocks in forms)
         if self.front.rows and seconds > self.slowest * self.front.rows[0].seconds:
             return seconds, 0.0, 0.0
         enters = self.best.may_enter(mesh_key(parallel), seconds, 0)
@@ -158,7 +159,7 @@ class LayoutSearch:
         matter."""
         pipeline = staged.pipeline
         for engine in self._engines(parallel, state, pipeline):
-            key = (state, engine, micros, staged.partition.kinds[0], staged.partition.is_folded)
+            key = (state, engine, micros, staged.partition.kinds, staged.partition.is_folded)
             known = self._least_states.get(key)
             if known and not self._may_matter(parallel, seconds + known.seconds, known.fixed + max(kept, known.step)):
                 continue
