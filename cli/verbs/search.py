@@ -46,6 +46,10 @@ def search(
         run = replace(run, search=replace(run.search, rows=ALL_ROWS))
     if run.search.nodes is not None:
         return _search_sizes(run, fixed, output, as_json=as_json)
+    if output:
+        from ..config.recipe_copy import target_file
+
+        target_file(output, run.name)  # raises for one that can't be written, before the search
     answer = _find(run, fixed)
     if as_json:
         print_output(_json(answer))

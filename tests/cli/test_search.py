@@ -126,10 +126,16 @@ def test_the_written_recipe_plans_as_it_was_found(words: str, tmp_path: Path, ca
 def test_a_file_is_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "best.yaml"
     file.write_text("mine")
-    status, _, err = call(f"{SMALL} search.rows=1 -o {file}", capsys)
-    assert status == 2
+    status, out, err = call(f"{SMALL} search.rows=1 -o {file}", capsys)
+    assert (status, out) == (2, "")
     assert err == f"distrain: {file} already exists: name another file, or remove it first\n"
     assert file.read_text() == "mine"
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = call(f"{SMALL} -o {tmp_path}/none/best.yaml", capsys)
+    assert (status, out) == (2, "")
+    assert err == f"distrain: {tmp_path}/none/best.yaml: there is no folder {tmp_path}/none: create it first\n"
 
 
 def test_nothing_fits_is_one_line_with_a_mend(capsys: pytest.CaptureFixture[str]) -> None:
