@@ -49,11 +49,16 @@ class Staged(NamedTuple):
 
 class LeastStates(NamedTuple):
     """The least costs of a layout's states, which do not depend on its pass: bytes on a rank of the first stage, held all the time and in
-    the optimizer's step; seconds of the data axis and of the optimizer."""
+    the optimizer's step; seconds of the data axis and of the optimizer, with so many micro-batches."""
 
     fixed: int
     step: int
     seconds: float
+    micros: int
+
+    def least_seconds(self, micros: int) -> float:
+        """The seconds with other micro-batches: a message travels once a step, or with each of them."""
+        return self.seconds * min(1.0, micros / self.micros)
 
 
 class LayoutSearch:
@@ -159,9 +164,9 @@ class LayoutSearch:
         matter."""
         pipeline = staged.pipeline
         for engine in self._engines(parallel, state, pipeline):
-            key = (state, engine, micros, staged.partition.kinds, staged.partition.is_folded)
+            key = (state, engine, micros > 1, staged.partition.kinds, staged.partition.is_folded)
             known = self._least_states.get(key)
-            if known and not self._may_matter(parallel, seconds + known.seconds, known.fixed + max(kept, known.step)):
+            if known and not self._may_matter(parallel, seconds + known.least_seconds(micros), known.fixed + max(kept, known.step)):
                 continue
             layout = self.space.layout(parallel, row, state, pipeline)
             self._least_states[key] = self._cost(Candidate(layout, row.microbatch, engine), seconds)
@@ -192,6 +197,7 @@ class LayoutSearch:
             fixed=first.weights + first.gradients + first.optimizer + first.overhead,
             step=first.step_bytes,
             seconds=max(kind.step + CONTENTION * sum([row.seconds for row in kind.data]) for kind in kinds) * (1 - ROUNDING),
+            micros=layout.micros,
         )
 
     def _add(self, candidate: Candidate, layout: Layout, blocks: BlockCosts, kinds: list[StageCost], peak: int) -> None:
