@@ -57,7 +57,7 @@ TABLE: list[tuple[str, list[str]]] = [
     ),
     # options of groups
     ("plan conf=quickstart model=tinny", ["model=tinny names no model: did you mean tiny?"]),
-    ("plan conf=quickstart device=h100", ["device=h100 names no device: did you mean h100_80g?"]),
+    ("plan conf=quickstart device=h100", ["device=h100 names no device: did you mean h100_80g or h100_96g?"]),
     ("plan conf=quickstart cluster.device=h200", ["cluster.device=h200 names a device: write device=h200"]),
     (
         "plan conf=llama3_8b cluster.device.name=h200",
