@@ -22,7 +22,7 @@ from ...trainer.spec.format_numbers import (
     size_text,
 )
 from ...trainer.spec.problem import Problem, one_line
-from .text_layout import Style, narrow_table, page_width, table, wrap
+from .text_layout import Style, narrow_table, page_width, table, with_heading, wrap
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "temporary", "overhead")
 FORMS = {"torch": "of our modules", "compiled": "of our compiled layers", "megatron": "as the papers count them"}
@@ -45,11 +45,11 @@ def plan_text(plan: Plan, style: Style) -> str:
     sections = (
         [style.paint(line, "green" if plan.ok and plan.fits else "red") for line in wrap(verdict(plan), hang="  ")],
         [*_problem_lines(plan.problems, "problem", "red", style), *_problem_lines(plan.warnings, "warning", "yellow", style)],
-        _with_heading(_mesh_lines(plan), style),
-        _with_heading(_memory_lines(plan, style), style),
-        _with_heading(_traffic_lines(plan), style),
-        _with_heading(_time_lines(plan, style), style),
-        _with_heading(_run_lines(plan), style),
+        with_heading(_mesh_lines(plan), style),
+        with_heading(_memory_lines(plan, style), style),
+        with_heading(_traffic_lines(plan), style),
+        with_heading(_time_lines(plan, style), style),
+        with_heading(_run_lines(plan), style),
     )
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
@@ -100,10 +100,6 @@ def _speed_text(plan: Plan) -> str:
     days = f", {seconds_text(plan.run.seconds)}" if plan.run and plan.run.seconds is not None else ""
     speed = plan.throughput
     return f"; {seconds_text(plan.time.step)} a step, {count_text(speed.tokens_per_second)} tokens/s, MFU {share_text(speed.mfu)}{days}"
-
-
-def _with_heading(lines: list[str], style: Style) -> list[str]:
-    return [style.paint(lines[0], "bold"), *lines[1:]] if lines else []
 
 
 def _problem_lines(problems: Sequence[Problem], noun: str, colour: str, style: Style) -> Iterator[str]:

@@ -28,6 +28,19 @@ def print_output(text: str) -> int:
     return 0
 
 
+def print_json(document: object) -> int:
+    """Print a document as JSON to stdout, and nothing else; return as `print_output` does."""
+    from msgspec import json
+
+    return print_output(json.format(json.encode(document)).decode())
+
+
+def print_unwritten(file: str, error: OSError) -> int:
+    """Print why a file of the command line can't be written; return the exit status 1."""
+    print_error(one_line(f"distrain: {file} can't be written ({(error.strerror or str(error)).lower()}): choose another file"))
+    return 1
+
+
 def print_live_line(text: str) -> None:
     """Print the live line to stderr over the one before, where stderr is a terminal."""
     if sys.stderr is not None and sys.stderr.isatty():

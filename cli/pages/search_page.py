@@ -11,7 +11,7 @@ from ...trainer.plan.search.search import SLOWEST
 from ...trainer.spec.format_numbers import binary_unit, count_text, in_unit, part_of_size, plural, seconds_text, share_text
 from ...trainer.spec.problem import one_line
 from ..config.command_name import command_name
-from .text_layout import Style, narrow_table, page_width, wrap
+from .text_layout import Style, narrow_table, page_width, with_heading, wrap
 
 MAX_FRONT = 8  # rows of the front, evenly spaced
 TERMS = {"compute": "computing", "exposed": "messages", "bubble": "bubble", "optimizer": "optimizer step"}
@@ -22,8 +22,8 @@ def search_text(answer: Answer, words: Sequence[str], style: Style) -> str:
     sections = (
         [style.paint(line, "green" if answer.rows else "red") for line in wrap(_verdict(answer), hang="  ")],
         _next_lines(answer, words),
-        _with_heading(_row_lines(answer), style),
-        _with_heading(_front_lines(answer), style),
+        with_heading(_row_lines(answer), style),
+        with_heading(_front_lines(answer), style),
         wrap(_space_line(answer)) if answer.legal else [],
     )
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
@@ -46,10 +46,6 @@ def search_hint(words: Sequence[str]) -> str:
     return "\n".join(
         ["", *wrap(f"{command_name()} search {' '.join(map(quote, (f'conf={conf}', *overrides)))} finds the best layout that fits")]
     )
-
-
-def _with_heading(lines: list[str], style: Style) -> list[str]:
-    return [style.paint(lines[0], "bold"), *lines[1:]] if lines else []
 
 
 def _verdict(answer: Answer) -> str:

@@ -85,6 +85,11 @@ def _cell(text: str, width: int, left: bool) -> str:
     return text.ljust(width) if left else text.rjust(width)
 
 
+def with_heading(lines: Sequence[str], style: Style) -> list[str]:
+    """Return lines of which the first is a heading."""
+    return [style.paint(lines[0], "bold"), *lines[1:]] if lines else []
+
+
 def wrap(text: str, width: int | None = None, indent: str = "", hang: str = "    ") -> list[str]:
     """Return text as lines of at most `width` columns (default: a page's), broken at spaces but not between a figure and its unit.
 

@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..pages.printing import print_error, print_output
-from .exit_status import FAILED
+from ..pages.printing import print_output, print_unwritten
 from .parameters import ConfigDir
 
 
@@ -27,11 +26,9 @@ def cp(
     distrain cp ../theirs.yaml mine.yaml
     distrain cp model/llama3_8b my/model/wide.yaml
     """
-    from ...trainer.spec.problem import one_line
     from ..config.recipe_copy import copy_config
 
     try:
         return print_output(copy_config(name.removeprefix("conf="), file.removeprefix("conf="), config_dir))
     except OSError as error:
-        print_error(one_line(f"distrain: {file} can't be written ({(error.strerror or str(error)).lower()}): choose another file"))
-        return FAILED
+        return print_unwritten(file, error)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..pages.printing import print_output, print_problems
+from ..pages.printing import print_json, print_output, print_problems
 from .exit_status import FAILED, OK
 from .parameters import ConfigDir, RecipeAndOverrides, recipe_and_overrides
 
@@ -53,7 +53,10 @@ def _print_plan(conf: str, overrides: Sequence[str], config_dir: Path | None, as
 
     run = load_recipe(conf, overrides, config_dir)
     (only,) = _plans([run])
-    print_output(_json(only) if as_json else plan_text(only, stdout_style()))
+    if as_json:
+        print_json(only)
+    else:
+        print_output(plan_text(only, stdout_style()))
     if only.ok and not only.fits and not as_json:
         print_output(_best_that_fits(run, conf, overrides, config_dir))
     if not _one_stream():
@@ -85,7 +88,7 @@ def _print_sweep(conf: str, overrides: Sequence[str], config_dir: Path | None, a
     plans = _plans([each.run for each in swept])
     layouts = [(each.swept, plan) for each, plan in zip(swept, plans, strict=True)]
     if as_json:
-        print_output(_json([{"overrides": words, **to_builtins(plan)} for words, plan in layouts]))
+        print_json([{"overrides": words, **to_builtins(plan)} for words, plan in layouts])
     else:
         print_output(sweep_text(layouts, stdout_style()))
     if not any(each.swept for each in swept):
@@ -100,12 +103,6 @@ def _plans(runs: Sequence[Run]) -> list[Plan]:
 
     checks = FileChecks()
     return [with_files(run, make_plan(run), checks.look(run)) for run in runs]
-
-
-def _json(document: object) -> str:
-    from msgspec import json
-
-    return json.format(json.encode(document)).decode()
 
 
 def _one_stream() -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..pages.printing import print_error, print_live_line, print_output, print_problems
+from ..pages.printing import print_json, print_live_line, print_output, print_problems, print_unwritten
 from .exit_status import FAILED, OK
 from .parameters import ConfigDir, RecipeAndOverrides, recipe_and_overrides
 
@@ -52,7 +52,7 @@ def search(
         target_file(output, run.name)  # raises for one that can't be written, before the search
     answer = _find(run, fixed)
     if as_json:
-        print_output(_json(answer))
+        print_json(answer)
     else:
         from ..pages.search_page import search_text
         from ..pages.text_layout import stdout_style
@@ -90,23 +90,18 @@ def _search_sizes(run: Run, fixed: frozenset[str], output: str, *, as_json: bool
         sizes.append(each)
         print_live_line(f"searched {each.nodes} nodes, the largest has {counts[-1]} ...")
     print_live_line("")
-    print_output(_json([each.answer for each in sizes]) if as_json else sizes_text(sizes, run.search.by, stdout_style()))
+    if as_json:
+        print_json([each.answer for each in sizes])
+    else:
+        print_output(sizes_text(sizes, run.search.by, stdout_style()))
     return OK if any(map(best_layout, sizes)) else FAILED
 
 
 def _write(output: str, conf: str, overrides: Sequence[str], answer: Answer, config_dir: Path | None) -> int:
     """Write the best layout as a recipe, named after its file."""
-    from ...trainer.spec.problem import one_line
     from ..config.search_recipe import write_recipe
 
     try:
         return print_output(write_recipe(output, conf, overrides, answer, config_dir))
     except OSError as error:
-        print_error(one_line(f"distrain: {output} can't be written ({(error.strerror or str(error)).lower()}): choose another file"))
-        return FAILED
-
-
-def _json(document: object) -> str:
-    from msgspec import json
-
-    return json.format(json.encode(document)).decode()
+        return print_unwritten(output, error)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..pages.printing import print_output, print_problems
+from ..pages.printing import print_json, print_output, print_problems
 from .exit_status import OK
 from .parameters import ConfigDir, RecipeAndOverrides, recipe_and_overrides
 
@@ -56,8 +56,6 @@ def _print_launch(conf: str, overrides: Sequence[str], config_dir: Path | None) 
 
 def _print_engine(conf: str, overrides: Sequence[str], config_dir: Path | None) -> int:
     """Print the run's DeepSpeed config; raises Unreadable where it has no layout."""
-    from msgspec import json
-
     from ...trainer.plan.deepspeed.ds_config import deepspeed_config
     from ...trainer.plan.plan import make_plan
     from ...trainer.spec.problem import Problem, Unreadable
@@ -70,4 +68,4 @@ def _print_engine(conf: str, overrides: Sequence[str], config_dir: Path | None) 
     if plan.engine == "native":
         says = "engine native reads no configuration but the recipe"
         raise Unreadable([Problem(rule="engine", says=says, mend="engine=zero or engine=pipe shows DeepSpeed's")])
-    return print_output(json.format(json.encode(deepspeed_config(run, plan.mesh["dp"]))).decode())
+    return print_json(deepspeed_config(run, plan.mesh["dp"]))

@@ -9,8 +9,9 @@ from math import ceil, gcd
 from typing import Any, NamedTuple
 
 from ...cli.config.load import load_recipe
+from ...trainer.plan.estimate import Estimator
+from ...trainer.plan.rules.rules import broken_rules
 from ...trainer.spec.run import Cluster, Link, Model, Overlap, Parallel, Run, Train
-from .fits import fits
 from .frameworks import Framework, framework_of
 
 Case = Mapping[str, Any]
@@ -67,7 +68,13 @@ def express(case: Case) -> tuple[Part, ...]:
 def _least_recompute(case: Case, framework: Framework) -> Run:
     """The run with the least recomputation that fits."""
     candidates = [_run(case, framework, how) for how in ("none", "full")]
-    return next((run for run in candidates if fits(run)), candidates[-1])
+    return next((run for run in candidates if _fits(run)), candidates[-1])
+
+
+def _fits(run: Run) -> bool:
+    """Whether a run is legal and fits in memory."""
+    parallel, microbatch = run.parallel, run.train.microbatch
+    return not broken_rules(run, parallel, microbatch) and Estimator(run)(parallel, microbatch).fits
 
 
 def _recompute(case: Case, framework: Framework) -> str:
@@ -205,7 +212,7 @@ def _model(stated: Case, dropout: float) -> Model:
 
 
 @cache
-def _composed(name: str, device: str | None) -> Cluster:
+def _named_cluster(name: str, device: str | None) -> Cluster:
     return load_recipe("gpt2_124m", [f"cluster={name}", *([f"device={device}"] if device else [])]).cluster
 
 
@@ -215,7 +222,7 @@ def cluster_of(stated: Case) -> Cluster:
     known = {memory: row for (name, memory), row in CLUSTERS.items() if name == gpu}
     if not known:
         raise Inexpressible(f"no cluster of {gpu} is described: add its row to CLUSTERS and its conf/device")
-    cluster = _composed(*known.get(stated["gpu_mem_gb"], next(iter(known.values()))))
+    cluster = _named_cluster(*known.get(stated["gpu_mem_gb"], next(iter(known.values()))))
     gpus = stated["gpus"]
     in_node = min(gpus, cluster.gpus if cluster.gpus > 8 else stated["gpus_per_node"] or cluster.gpus)
     if gpus % in_node:

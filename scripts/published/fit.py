@@ -63,7 +63,7 @@ class Constants:
         def times(value: float, name: str) -> float:
             return value * exp(factors.get(name, 0.0))
 
-        def scaled(stated: express.Case) -> Cluster:
+        def scaled_cluster(stated: express.Case) -> Cluster:
             cluster = self.cluster(stated)
             device, inside, between = cluster.device, cluster.inside, cluster.between
             assert inside
@@ -83,7 +83,7 @@ class Constants:
         for name, (module, attribute) in MODULES.items():
             setattr(module, attribute, times(self.modules[name], name))
         frameworks.FRAMEWORKS = tuple(row._replace(kernels=times(row.kernels, f"kernels {row.name}")) for row in self.frameworks)
-        express.cluster_of = scaled
+        express.cluster_of = scaled_cluster
         roofline.tile_efficiency.cache_clear()
 
 

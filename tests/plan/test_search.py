@@ -11,7 +11,7 @@ import pytest
 from distrain.trainer.plan.engines import ENGINES, engine_for
 from distrain.trainer.plan.estimate import Estimator
 from distrain.trainer.plan.layout.schedules import SCHEDULES
-from distrain.trainer.plan.search.search import SLOWEST, LayoutSearch, Searched
+from distrain.trainer.plan.search.search import SLOWEST, LayoutSearch, SearchResult
 from distrain.trainer.plan.search.space import OFFLOADS, RECOMPUTES, Space, Zero
 from distrain.trainer.spec.run import Cluster, Device, Link, Model, Offload, Parallel, Run, Train
 
@@ -90,7 +90,7 @@ def brute_force(name: str) -> dict[MeshKey, list[Figures]]:
 
 
 @cache
-def searched(name: str, rows: int, by_memory: bool) -> Searched:
+def searched(name: str, rows: int, by_memory: bool) -> SearchResult:
     return LayoutSearch(Space(run_of(name)), rows=rows, by_memory=by_memory).run_all()
 
 

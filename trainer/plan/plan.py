@@ -40,9 +40,9 @@ def make_plan(run: Run) -> Plan:
     memory = _memory(context, layout, cost)
     engine, limits = engine_for(run, parallel)
     seconds = cost.seconds
-    throughput = _throughput(context, layout, seconds) if seconds else None
+    throughput = plan_throughput(context, layout, seconds) if seconds else None
     fits = memory.peak <= memory.capacity
-    whole, step = _whole_run(context, seconds), seconds.step if seconds else None
+    whole, step = plan_whole_run(context, seconds), seconds.step if seconds else None
     saved = plan_saving(run, whole, step)
     return Plan(
         **_shared_fields(run, layout.mesh),
@@ -182,7 +182,8 @@ def _memory(context: CostContext, layout: Layout, cost: LayoutCost) -> Memory:
     )
 
 
-def _throughput(context: CostContext, layout: Layout, seconds: StepSeconds) -> Throughput:
+def plan_throughput(context: CostContext, layout: Layout, seconds: StepSeconds) -> Throughput:
+    """Return the throughput of a layout whose steps take so long."""
     run = context.run
     rate = run.train.batch * run.train.seq / seconds.step
     per_gpu = rate / context.world
@@ -199,7 +200,8 @@ def _throughput(context: CostContext, layout: Layout, seconds: StepSeconds) -> T
     )
 
 
-def _whole_run(context: CostContext, seconds: StepSeconds | None) -> WholeRun:
+def plan_whole_run(context: CostContext, seconds: StepSeconds | None) -> WholeRun:
+    """Return the length and the cost of the whole run; None: the seconds of a step are not known."""
     train, device = context.run.train, context.run.cluster.device
     step_tokens = train.batch * train.seq
     steps = train.steps or ceil((train.tokens or 0) / step_tokens)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ...spec.run import Model, Train
 from ..ops.op_table import Dims, Op, OpTable, Product, Tensor, Weight, logical_sizes
-from ..ops.shared_ops import STREAM, TOKENS, embedding, head, linear, mixture, norm, residual
+from ..ops.shared_ops import STREAM, TOKENS, linear, mixture, pre_norm_table
 
 LATENT = {"query_latent": 1536, "key_latent": 512, "rope_dim": 64}  # arXiv:2412.19437 section 4.2
 QUERY: Dims = ("heads", "query_dim")  # of a head: head_dim elements without positions, rope_dim with
@@ -17,24 +17,10 @@ VALUE: Dims = ("heads", "head_dim")
 
 def table(model: Model, train: Train) -> OpTable:
     """The op table of a mixture of experts with latent attention."""
-    sizes = logical_sizes(model, train) | LATENT
-    sizes["query_dim"] = sizes["head_dim"] + sizes["rope_dim"]
-    sizes["mean_dim"] = (sizes["query_dim"] + sizes["head_dim"]) // 2  # of the products with keys and with values
-    layer = (
-        norm("norm1", model),
-        *_attention(),
-        residual("attention.residual", model),
-        norm("norm2", model),
-        *mixture(model),
-        residual("mlp.residual", model),
-    )
-    return OpTable(
-        sizes=sizes,
-        embedding=embedding(model, train),
-        layer=layer,
-        head=(norm("norm", model), *head(model)),
-        tied=model.tied,
-    )
+    head_dim = logical_sizes(model, train)["head_dim"]
+    query_dim = head_dim + LATENT["rope_dim"]
+    further = {**LATENT, "query_dim": query_dim, "mean_dim": (query_dim + head_dim) // 2}  # mean: of products with keys and with values
+    return pre_norm_table(model, train, _attention(), mixture(model), further)
 
 
 def _attention() -> tuple[Op, ...]:

@@ -3,24 +3,10 @@
 from __future__ import annotations
 
 from ...spec.run import Model, Train
-from ..ops.op_table import OpTable, logical_sizes
-from ..ops.shared_ops import attention, embedding, head, mixture, norm, residual
+from ..ops.op_table import OpTable
+from ..ops.shared_ops import attention, mixture, pre_norm_table
 
 
 def table(model: Model, train: Train) -> OpTable:
     """The op table of a mixture of experts."""
-    layer = (
-        norm("norm1", model),
-        *attention(model, train),
-        residual("attention.residual", model),
-        norm("norm2", model),
-        *mixture(model),
-        residual("mlp.residual", model),
-    )
-    return OpTable(
-        sizes=logical_sizes(model, train),
-        embedding=embedding(model, train),
-        layer=layer,
-        head=(norm("norm", model), *head(model)),
-        tied=model.tied,
-    )
+    return pre_norm_table(model, train, attention(model, train), mixture(model))

@@ -7,10 +7,11 @@ s b h (32 + 2 a s / h); the second is 8 s b more, for the norms' means and devia
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ...spec.run import Model, Train
-from .op_table import Dims, Op, Product, Tensor, Weight
+from .op_table import Dims, Op, OpTable, Product, Tensor, Weight, logical_sizes
 
 TOKENS: Dims = ("seq", "batch")
 STREAM = Tensor((*TOKENS, "hidden"))  # the residual stream
@@ -273,4 +274,25 @@ def head(model: Model, *, bias: bool = False) -> tuple[Op, ...]:
             kernels=3,
             eager_passes=1.5,
         ),
+    )
+
+
+def pre_norm_table(
+    model: Model, train: Train, attention: tuple[Op, ...], feed_forward: tuple[Op, ...], sizes: Mapping[str, int] | None = None
+) -> OpTable:
+    """The op table of a model whose layers normalize before attention and before the feed-forward. `sizes`: of further logical dims."""
+    layer = (
+        norm("norm1", model),
+        *attention,
+        residual("attention.residual", model),
+        norm("norm2", model),
+        *feed_forward,
+        residual("mlp.residual", model),
+    )
+    return OpTable(
+        sizes={**logical_sizes(model, train), **(sizes or {})},
+        embedding=embedding(model, train),
+        layer=layer,
+        head=(norm("norm", model), *head(model)),
+        tied=model.tied,
     )

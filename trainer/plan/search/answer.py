@@ -11,9 +11,11 @@ from ...spec.problem import Problem
 from ...spec.run import Run
 from ..costs.cost_context import CostContext
 from ..engines import ENGINES, engine_for
+from ..fixes import problems_with_fixes
+from ..layout.layout import Layout
 from ..layout_cost import StepSeconds, layout_cost
+from ..plan import plan_throughput, plan_whole_run
 from ..rules.rules import OF_RUN, broken_rules
-from ..run_cost import cost_of
 from ..run_layout import layout_on
 from .front import CostedLayout
 from .search import LayoutSearch
@@ -67,14 +69,13 @@ class Answer:
 
 def find_layouts(run: Run, fixed: frozenset[str] = frozenset()) -> Answer:
     """Search the layouts of a run, as its `search` section says; keys in `fixed` stay as the run has them."""
-    problems = _run_problems(run)
-    if problems:
-        return _answer(run, problems=problems)
+    if broken := broken_rules(run, run.parallel, run.train.microbatch, OF_RUN):
+        return _answer(run, problems=problems_with_fixes(run, broken))
     settings = run.search
     space = Space(run, fixed, runnable=settings.runnable)
     found = LayoutSearch(space, rows=settings.rows, by_memory=settings.by == "memory", headroom=settings.headroom).run_all()
     context = CostContext(run)
-    fastest = _seconds(context, found.best[0]) if found.best else None
+    _, fastest = _layout_seconds(context, found.best[0]) if found.best else (None, None)
     return _answer(
         run,
         legal=found.legal,
@@ -124,11 +125,6 @@ def _answer(run: Run, **fields: Any) -> Answer:
     )
 
 
-def _run_problems(run: Run) -> tuple[Problem, ...]:
-    broken = broken_rules(run, run.parallel, run.train.microbatch, OF_RUN)
-    return tuple(Problem(rule=each.rule, says=each.says, mend=each.fix) for each in broken)
-
-
 def _nothing_fits(run: Run, legal: int) -> Problem:
     if not legal:
         runs = " that an engine here runs" if run.search.runnable else ""
@@ -139,17 +135,17 @@ def _nothing_fits(run: Run, legal: int) -> Problem:
     return Problem(rule="memory", says=says, mend=f"search more nodes: search.nodes={2 * run.cluster.nodes}..{16 * run.cluster.nodes}")
 
 
-def _seconds(context: CostContext, found: CostedLayout) -> StepSeconds | None:
+def _layout_seconds(context: CostContext, found: CostedLayout) -> tuple[Layout, StepSeconds | None]:
     parallel, microbatch, engine = found.candidate
-    return layout_cost(context, layout_on(ENGINES[engine] if engine else None, context, parallel, microbatch)).seconds
+    layout = layout_on(ENGINES[engine] if engine else None, context, parallel, microbatch)
+    return layout, layout_cost(context, layout).seconds
 
 
 def _found_layout(context: CostContext, found: CostedLayout, best: StepSeconds | None) -> FoundLayout:
     run, (parallel, microbatch, engine) = context.run, found.candidate
-    seconds = _seconds(context, found)
-    rate = run.train.batch * run.train.seq / seconds.step if seconds else None
-    days = run_days(run, seconds.step) if seconds else None
-    peak = run.cluster.device.peak.get(run.train.precision)
+    layout, seconds = _layout_seconds(context, found)
+    speed = plan_throughput(context, layout, seconds) if seconds else None
+    whole = plan_whole_run(context, seconds)
     moved = parallel.offload
     return FoundLayout(
         overrides=overrides(answer_changes(run, found.candidate)),
@@ -165,16 +161,9 @@ def _found_layout(context: CostContext, found: CostedLayout, best: StepSeconds |
         engine=engine,
         memory=found.peak,
         step=seconds.step if seconds else None,
-        tokens_per_second=rate,
-        mfu=rate / context.world * context.flops_per_token / peak if rate and peak else None,
-        days=days,
-        cost=cost_of(run.cluster, days * 86400) if days is not None else None,
+        tokens_per_second=speed.tokens_per_second if speed else None,
+        mfu=speed.mfu if speed else None,
+        days=whole.days,
+        cost=whole.cost,
         slower_by={term: getattr(seconds, term) - getattr(best, term) for term in TERMS} if seconds and best else {},
     )
-
-
-def run_days(run: Run, step: float) -> float:
-    """Days of a run whose steps take so many seconds."""
-    tokens = run.train.batch * run.train.seq
-    steps = run.train.steps or -(-(run.train.tokens or 0) // tokens)
-    return steps * step / 86400

@@ -23,13 +23,13 @@ from ..run_layout import layout_on, stage_partition
 from ..stage_cost import StageCost
 from .bounds import ROUNDING, Bounds, least_fill, pipeline_seconds
 from .front import Best, CostedLayout, Front, mesh_key
-from .space import Candidate, Pass, ScheduleChoice, Space, State
+from .space import Candidate, PassChoice, ScheduleChoice, Space, StateChoice
 
 SLOWEST = 1.25  # times the fastest layout's seconds: slower ones, which waste more than a fifth of the cluster, are not kept
 
 
 @dataclass(frozen=True, kw_only=True)
-class Searched:
+class SearchResult:
     """The result of a search: the best layout of each of the best meshes, the front of time against memory, the sizes of the space."""
 
     best: tuple[CostedLayout, ...]
@@ -38,7 +38,7 @@ class Searched:
     costed: int  # of them; the others were discarded by bounds
 
 
-class Staged(NamedTuple):
+class StagedSchedule(NamedTuple):
     """A schedule of a mesh: the layers of its stages, the micro-batches that the first one holds at once."""
 
     pipeline: ScheduleChoice
@@ -74,10 +74,10 @@ class LayoutSearch:
         self.slowest = inf if by_memory else SLOWEST
         self.costed = 0
         self._least_states: dict[tuple[object, ...], LeastStates] = {}  # of one mesh
-        self._least_fixed: dict[State, float] = {}
+        self._least_fixed: dict[StateChoice, float] = {}
         self._engines_of: dict[tuple[object, ...], tuple[str | None, ...]] = {}
 
-    def run_all(self) -> Searched:
+    def run_all(self) -> SearchResult:
         """Search the whole space, meshes with the least bound first; layouts whose time is not known come last."""
         legal, meshes = 0, list[tuple[float, Parallel]]()
         for parallel in self.space.meshes():
@@ -89,11 +89,11 @@ class LayoutSearch:
                 least = replace(parallel, zero=3, recompute="full")
                 if self._may_matter(parallel, seconds if timed else inf, self.bounds.bytes(least, 1)):
                     self._search_mesh(parallel, timed)
-        return Searched(
-            best=tuple(self._kept(self.best.ranked())), front=tuple(self._kept(self.front.rows)), legal=legal, costed=self.costed
+        return SearchResult(
+            best=tuple(self._in_time(self.best.ranked())), front=tuple(self._in_time(self.front.rows)), legal=legal, costed=self.costed
         )
 
-    def _kept(self, rows: list[CostedLayout]) -> Iterator[CostedLayout]:
+    def _in_time(self, rows: list[CostedLayout]) -> Iterator[CostedLayout]:
         limit = self.slowest * self.front.rows[0].seconds if self.front.rows else inf
         return (row for row in rows if row.seconds <= limit)
 
@@ -112,37 +112,39 @@ class LayoutSearch:
             if self._may_matter(each, seconds if timed else inf, least):
                 self._search_pass(each, row, states, timed)
 
-    def _is_timed(self, state: State) -> bool:
+    def _is_timed(self, state: StateChoice) -> bool:
         """Whether the seconds of such layouts are known."""
         return self.context.rates is not None and not (state.offload.optimizer or state.offload.parameters)
 
-    def _passes(self, parallel: Parallel) -> Iterator[tuple[Parallel, Pass]]:
+    def _passes(self, parallel: Parallel) -> Iterator[tuple[Parallel, PassChoice]]:
         for row in self.space.passes(parallel):
             yield replace(parallel, sequence=row.sequence, recompute=row.recompute), row
 
-    def _search_pass(self, parallel: Parallel, row: Pass, states: list[State], timed: bool) -> None:
+    def _search_pass(self, parallel: Parallel, row: PassChoice, states: list[StateChoice], timed: bool) -> None:
         """Cost the layouts of one mesh and one kind of pass."""
         assert parallel.dp != "auto"
         micros = self.run.train.batch // (parallel.dp * row.microbatch)
-        pipelines = [self._staged(parallel, each, micros) for each in self.space.pipelines(parallel, row.microbatch)]
+        pipelines = [self._on_stages(parallel, each, micros) for each in self.space.pipelines(parallel, row.microbatch)]
         for zero, some in groupby(states, key=lambda state: state.zero):
             forms = [self._blocks(parallel, row.microbatch, *form) for form in self.bounds.forms(replace(parallel, zero=zero))]
-            rooms = [(staged, *self._room(parallel, staged, forms, micros, timed)) for staged in pipelines]
-            most = max((room for *_, room in rooms), default=0.0)
+            allowances = [(staged, *self._allowed_bytes(parallel, staged, forms, micros, timed)) for staged in pipelines]
+            most = max((allowed for *_, allowed in allowances), default=0.0)
             for state in some:
                 fixed = self._least_fixed[state]
                 if fixed < most:
-                    for staged, seconds, kept, room in rooms:
-                        if fixed < room:
+                    for staged, seconds, kept, allowed in allowances:
+                        if fixed < allowed:
                             self._search_engines(parallel, row, state, staged, seconds, kept, micros)
 
-    def _staged(self, parallel: Parallel, pipeline: ScheduleChoice, micros: int) -> Staged:
+    def _on_stages(self, parallel: Parallel, pipeline: ScheduleChoice, micros: int) -> StagedSchedule:
         changed = replace(parallel, schedule=pipeline.schedule, chunks=pipeline.chunks)
         schedule = schedule_of(changed)
         in_flight = schedule.in_flight(0, parallel.pp, micros, pipeline.chunks) if parallel.pp > 1 else 1.0
-        return Staged(pipeline, schedule, stage_partition(self.context, changed), in_flight)
+        return StagedSchedule(pipeline, schedule, stage_partition(self.context, changed), in_flight)
 
-    def _room(self, parallel: Parallel, staged: Staged, forms: list[BlockCosts], micros: int, timed: bool) -> tuple[float, float, float]:
+    def _allowed_bytes(
+        self, parallel: Parallel, staged: StagedSchedule, forms: list[BlockCosts], micros: int, timed: bool
+    ) -> tuple[float, float, float]:
         """(the least seconds of a step, the least bytes of activations on the first stage, the bytes that it may hold beside them: with
         more, a layout is not among the best and not on the front)."""
         seconds = inf
@@ -158,7 +160,7 @@ class LayoutSearch:
         return seconds, kept, most - kept
 
     def _search_engines(
-        self, parallel: Parallel, row: Pass, state: State, staged: Staged, seconds: float, kept: float, micros: int
+        self, parallel: Parallel, row: PassChoice, state: StateChoice, staged: StagedSchedule, seconds: float, kept: float, micros: int
     ) -> None:
         """Cost a layout with each engine that trains it, unless the first layout of the mesh with the same states shows that it does not
         matter."""
@@ -171,11 +173,11 @@ class LayoutSearch:
             layout = self.space.layout(parallel, row, state, pipeline)
             self._least_states[key] = self._cost(Candidate(layout, row.microbatch, engine), seconds)
 
-    def _engines(self, parallel: Parallel, state: State, pipeline: ScheduleChoice) -> tuple[str | None, ...]:
+    def _engines(self, parallel: Parallel, state: StateChoice, pipeline: ScheduleChoice) -> tuple[str | None, ...]:
         key = (state, pipeline.schedule, parallel.sequence)
         found = self._engines_of.get(key)
         if found is None:
-            layout = self.space.layout(parallel, Pass(1, parallel.sequence, "none"), state, pipeline)
+            layout = self.space.layout(parallel, PassChoice(1, parallel.sequence, "none"), state, pipeline)
             found = self._engines_of[key] = self.space.engines(layout)
         return found
 

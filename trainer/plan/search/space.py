@@ -25,7 +25,7 @@ OFFLOADS = (Offload(), Offload(optimizer=True), Offload(optimizer=True, paramete
 DEGREES = ("tp", "pp", "cp", "ep")
 
 
-class Pass(NamedTuple):
+class PassChoice(NamedTuple):
     """What decides a block's costs beside the mesh: the micro-batch, sequence parallelism, recomputation."""
 
     microbatch: int
@@ -33,7 +33,7 @@ class Pass(NamedTuple):
     recompute: Recompute
 
 
-class State(NamedTuple):
+class StateChoice(NamedTuple):
     """Where weights, gradients and optimizer states are."""
 
     zero: Zero
@@ -97,18 +97,18 @@ class Space:
             return [self.run.train.microbatch] if each % self.run.train.microbatch == 0 else []
         return divisors(each, MOST_MICROBATCH)
 
-    def passes(self, parallel: Parallel) -> Iterator[Pass]:
+    def passes(self, parallel: Parallel) -> Iterator[PassChoice]:
         """The passes of a mesh."""
         sequences = self._values("parallel.sequence", (False, True) if self._can_split_sequence(parallel) else (False,))
         recomputes: tuple[Recompute, ...] = self._values("parallel.recompute", self._recomputes(parallel))
         for microbatch, sequence, recompute in product(self.microbatches(parallel), sequences, recomputes):
-            yield Pass(microbatch, sequence, recompute)
+            yield PassChoice(microbatch, sequence, recompute)
 
-    def states(self, parallel: Parallel) -> list[State]:
+    def states(self, parallel: Parallel) -> list[StateChoice]:
         """The states of a mesh."""
         shards = self._shards(parallel)
         return [
-            State(zero, shard, offload)
+            StateChoice(zero, shard, offload)
             for zero in self._values("parallel.zero", (0, 1, 2, 3))
             if not self._breaks_rules(replace(parallel, zero=zero))
             for shard in (shards if zero else shards[:1])
@@ -153,13 +153,17 @@ class Space:
         if found is None:
             found = self._counts[key] = sum(
                 times
-                * len(self.engines(self.layout(parallel, Pass(1, sequence, "none"), State(zero, "all" if whole else 1, offload), pipeline)))
+                * len(
+                    self.engines(
+                        self.layout(parallel, PassChoice(1, sequence, "none"), StateChoice(zero, "all" if whole else 1, offload), pipeline)
+                    )
+                )
                 for (zero, whole, offload), times in states.items()
             )
         return found
 
     @staticmethod
-    def layout(parallel: Parallel, passes: Pass, state: State, pipeline: ScheduleChoice) -> Parallel:
+    def layout(parallel: Parallel, passes: PassChoice, state: StateChoice, pipeline: ScheduleChoice) -> Parallel:
         """The degrees of a mesh with the rest of a layout."""
         return replace(
             parallel,
