@@ -202,13 +202,11 @@ def _command_line(pid: int) -> bytes:
 class ScriptRun:
     """A script to run in another folder than the one where it was printed, once or once per host."""
 
-    text: str
     folder: Path
     environment: dict[str, str]
     started: list[subprocess.Popen[str]]
 
     def run(self, *words: str) -> subprocess.Popen[str]:
-        (self.folder / "script").write_text(self.text)
         self.folder.joinpath("away").mkdir(exist_ok=True)
         pipe = subprocess.PIPE
         shell = ["bash", "../script", *words]
@@ -255,7 +253,8 @@ def made(
         paths = ["conf=./mine.yaml", "data=text", "data.path=texts/*.txt", "data.cache=kept", f"log.dir={launch}"]
         file = ["launch.hostfile=hosts"] if launch == "torchrun" else []
         assert command(["show", *paths, *SMALL, f"launch={launch}", *file, *words, "--launch"]) == 0
-        return ScriptRun(capsys.readouterr().out, tmp_path, known, started)
+        (tmp_path / "script").write_text(capsys.readouterr().out)  # once: bash reads it while it runs, and ends where it is cut
+        return ScriptRun(tmp_path, known, started)
 
     started: list[subprocess.Popen[str]] = []
     yield make
