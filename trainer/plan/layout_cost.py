@@ -5,12 +5,14 @@ from __future__ import annotations
 from math import ceil
 from typing import NamedTuple
 
+from ..spec.run import Parallel
 from .axes import pp
 from .costs.block_costs import BlockCosts
 from .costs.cost_context import CostContext
 from .costs.local_tensors import block_split
 from .engines import cost_model
 from .layout.layout import Layout
+from .layout.mesh import Wires
 from .layout.run_schedule import delay_of, schedule_of
 from .part_seconds import is_simulated, least_wait, simulated_wait
 from .stage_cost import StageCost, last_passes, logits_in_flight, stage_cost
@@ -128,10 +130,10 @@ def sends_per_step(layout: Layout, index: int) -> int:
     return layout.micros * (forward + backward)
 
 
-def send_bytes(layout: Layout, blocks: BlockCosts) -> int:
+def send_bytes(parallel: Parallel, blocks: BlockCosts) -> int:
     """Bytes of one tensor between stages; with `scatter`, 1/tp of the hidden states."""
-    scatter = layout.parallel.scatter and not layout.parallel.sequence
-    return -(-blocks.stream // layout.mesh.tp) if scatter else blocks.stream
+    scatter = parallel.scatter and not parallel.sequence
+    return -(-blocks.stream // parallel.tp) if scatter else blocks.stream
 
 
 def step_seconds(
@@ -140,7 +142,7 @@ def step_seconds(
     """m micro-batches on the busiest stage, one on each other stage while the pipeline fills and drains, the exposed messages of the
     data axis, and the optimizer (arXiv:2104.04473 section 2.2). Without `simulates` the bubble of a schedule that is simulated is a
     lower bound of it."""
-    hop = 0.0 if layout.mesh.pp == 1 or layout.parallel.overlap.pipeline else _hop_seconds(layout, blocks)
+    hop = hop_seconds(layout.parallel, layout.wires, blocks)
     computes = [kind.forward + kind.backward for kind in kinds]
     totals = [each + kind.message_forward + kind.message_backward + hop for each, kind in zip(computes, kinds, strict=True)]
     busiest = max(range(len(kinds)), key=totals.__getitem__)
@@ -177,11 +179,13 @@ def _bubble_seconds(
     return max(0.0, schedule.fill(parallel.chunks) * others - schedule.filled_by_weights(stages, layout.micros) * weights)
 
 
-def _hop_seconds(layout: Layout, blocks: BlockCosts) -> float:
+def hop_seconds(parallel: Parallel, wires: Wires, blocks: BlockCosts) -> float:
     """Exposed seconds of a micro-batch's messages between stages: in and out of each part of the model that a stage has."""
-    parts = schedule_of(layout.parallel).parts(layout.parallel.chunks)
-    rows = pp.stage_sends(send_bytes(layout, blocks), 2 * parts, layout.wires.pair, exposed=True)
-    return sum(row.exposed for row in rows)
+    if parallel.pp == 1 or parallel.overlap.pipeline:
+        return 0.0
+    parts = schedule_of(parallel).parts(parallel.chunks)
+    rows = pp.stage_sends(send_bytes(parallel, blocks), 2 * parts, wires.pair, exposed=True)
+    return sum([row.exposed for row in rows])
 
 
 def _tied_seconds(context: CostContext, layout: Layout, blocks: BlockCosts) -> float:

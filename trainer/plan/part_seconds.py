@@ -7,7 +7,7 @@ from collections.abc import Callable
 from .costs.block_costs import BlockCosts
 from .layout.layout import Layout
 from .layout.run_schedule import schedule_of
-from .layout.simulate import Simulation, simulate
+from .layout.step_order import step_order
 
 MOST_PASSES = 1024  # of parts and micro-batches: of more, closed forms must do
 
@@ -27,9 +27,10 @@ def is_simulated(layout: Layout) -> bool:
 def simulated_wait(layout: Layout, blocks: BlockCosts, hop: float, busiest: float) -> float:
     """Return the seconds of a step beyond those in which the busiest stage computes; `busiest` are its seconds of a micro-batch, with `hop`
     seconds of messages between stages."""
-    parts = 2 * layout.chunks  # a micro-batch's messages into and out of a stage's parts
-    step = simulate_layout(layout, part_seconds(layout, blocks), hop / parts)
-    return max(0.0, step.seconds - layout.micros * (busiest - hop))
+    sends = 2 * layout.chunks  # a micro-batch's messages into and out of a stage's parts
+    order = step_order(schedule_of(layout.parallel), layout.mesh.pp, layout.micros, layout.parallel.chunks)
+    step = order.seconds(part_seconds(layout, blocks), hop / sends)
+    return max(0.0, step - layout.micros * (busiest - hop))
 
 
 def least_wait(layout: Layout, blocks: BlockCosts, hop: float, busiest: float) -> float:
@@ -49,13 +50,6 @@ def least_wait(layout: Layout, blocks: BlockCosts, hop: float, busiest: float) -
     idle = first_backward - in_flight * max(forwards[part] for part in own) * len(own)
     step = max(layout.micros * work[1] + before_last, layout.micros * work[0] + idle)
     return max(0.0, step - layout.micros * (busiest - hop)) * (1 - 1e-9)
-
-
-def simulate_layout(layout: Layout, seconds: Callable[[str, int], float], send: float = 0.0) -> Simulation:
-    """Return a simulated step of a pipeline; `seconds` are those of a kind of action on a part of the model."""
-    schedule, stages = schedule_of(layout.parallel), layout.mesh.pp
-    actions = [schedule.actions(stage, stages, layout.micros, layout.parallel.chunks) for stage in range(stages)]
-    return simulate(actions, folded=schedule.folded, seconds=seconds, send=send)
 
 
 def part_seconds(layout: Layout, blocks: BlockCosts) -> Callable[[str, int], float]:

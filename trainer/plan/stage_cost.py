@@ -38,6 +38,7 @@ class StageCost(NamedTuple):
     step_bytes: int
     logits: int
     buffers: int
+    zero_buffers: int  # those of them that no micro-batch changes
     overhead: int
     forward: float
     backward: float
@@ -93,7 +94,8 @@ def stage_cost(context: CostContext, layout: Layout, blocks: BlockCosts, kind: S
         passes=states.passes,
         step_bytes=states.step,
         logits=heads * head.logits,
-        buffers=states.buffers,
+        buffers=states.buffers + states.workspace,
+        zero_buffers=states.buffers,
         overhead=context.device_context,
         forward=forward,
         backward=backward,

@@ -49,7 +49,7 @@ def _stage_rows(context: CostContext, layout: Layout, cost: LayoutCost, stage: i
     rows = tp_gradient_sums.traffic_rows(context, layout, blocks, kind, data) + list(stage_cost.data)
     if layout.mesh.pp > 1:
         exposed = not layout.parallel.overlap.pipeline
-        rows += pp.stage_sends(send_bytes(layout, blocks), sends_per_step(layout, stage), pair, exposed=exposed)
+        rows += pp.stage_sends(send_bytes(layout.parallel, blocks), sends_per_step(layout, stage), pair, exposed=exposed)
         if blocks.tied and kind.first != kind.last:
             engine = cost_model(layout.engine)
             elements = engine.tied_elements(context, layout, blocks, data)

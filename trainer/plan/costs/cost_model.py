@@ -21,14 +21,16 @@ from .traffic_term import TrafficTerm
 class StateBytes(NamedTuple):
     """Bytes on a rank of one kind of stage.
 
-    `passing` is what each micro-batch in flight holds in addition to its activations. `passes` and `step` are held for a moment: in forward
-    and backward in addition to activations and logits, in the optimizer's step without them.
+    `buffers` are ZeRO's, which no micro-batch changes, `workspace` those of a micro-batch: recomputed tensors, gathered inputs, messages
+    between stages. `passing` is what each micro-batch in flight holds in addition to its activations. `passes` and `step` are held for a
+    moment: in forward and backward in addition to activations and logits, in the optimizer's step without them.
     """
 
     weights: int
     gradients: int
     optimizer: int
     buffers: int
+    workspace: int = 0
     passing: int = 0
     passes: int = 0
     step: int = 0
@@ -94,6 +96,7 @@ class CostModel:
             gradients=width.gradient * (sharded if layout.gradient_sync.often else whole),
             optimizer=0 if parallel.offload.optimizer else optimizer,
             buffers=self._buffers(context, layout, blocks, kind, whole),
+            workspace=blocks.layer.recomputed + gathered_input(layout, blocks) + (2 * blocks.stream if layout.mesh.pp > 1 else 0),
         )
 
     def step_seconds(self, context: CostContext, layout: Layout, held: StageElements, tensors: int) -> float:
@@ -139,22 +142,17 @@ class CostModel:
         return None
 
     def _buffers(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, parameters: int) -> int:
-        """Return the bytes of recomputed tensors, ZeRO's bucket or gathered layers, sequence-parallel gathers, messages between stages.
+        """Return the bytes of ZeRO's bucket or gathered layers.
 
         ZeRO-3 holds the whole weights of two layers (the one that computes, the one gathered ahead) and one layer's whole gradients.
         """
         parallel, width, layer = layout.parallel, context.widths, blocks.layer
-        total = layer.recomputed + gathered_input(layout, blocks)
         if parallel.zero == 3 and layout.shard > 1:
             largest = context.table.largest_layer or max(
                 layer.dense + layer.experts, kind.first * blocks.embedding.dense, kind.last * blocks.head.dense
             )
-            total += largest * (2 * width.weight + width.gradient)
-        elif layout.shard > 1 and parallel.zero > 0:
-            total += min(parallel.bucket, parameters) * width.gradient
-        if layout.mesh.pp > 1:
-            total += 2 * blocks.stream  # one activation received, one gradient sent
-        return total
+            return largest * (2 * width.weight + width.gradient)
+        return min(parallel.bucket, parameters) * width.gradient if layout.shard > 1 and parallel.zero > 0 else 0
 
 
 def elements_to_step(layout: Layout, held: StageElements) -> int:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ..layout.layout import Layout, StageKind
+from ..layout.layout import StageKind
 from .block_costs import BlockCosts
 from .cost_context import CostContext
 
 
-def passes_bytes(context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> int:
+def passes_bytes(context: CostContext, blocks: BlockCosts, kind: StageKind) -> int:
     """Return the most bytes that the passes of a micro-batch hold beside all that they save: in the head, in the last layer, or when the
     embedding's gradient is made. With tied weights the head's gradient waits for the embedding's, and their sum is a third."""
     width, embedding, head = context.widths.weight, blocks.embedding, blocks.head

@@ -62,9 +62,10 @@ class DeepSpeedCosts(CostModel):
             weights=0 if parallel.offload.parameters else states.weights,
             gradients=states.gradients,
             optimizer=0 if parallel.offload.optimizer else states.optimizer,
-            buffers=states.buffers + min(streams, 2) * blocks.stream,
+            buffers=states.buffers,
+            workspace=min(streams, 2) * blocks.stream,
             passing=streams * blocks.stream,
-            passes=passes_bytes(context, layout, blocks, kind),
+            passes=passes_bytes(context, blocks, kind),
             step=0 if parallel.offload.optimizer else step_bytes(setting, held.trained, flat),
         )
 

@@ -54,8 +54,9 @@ class NativeCosts(CostModel):
             weights=width.weight * (held.dense + held.experts),
             gradients=width.gradient * (stepped + late - late // layout.shard if often else whole),
             optimizer=(master + context.states) * stepped,
-            buffers=2 * blocks.stream if layout.mesh.pp > 1 else 0,
-            passes=passes_bytes(context, layout, blocks, kind) + (2 * bucket * width.gradient if often else 0),
+            buffers=0,
+            workspace=2 * blocks.stream if layout.mesh.pp > 1 else 0,
+            passes=passes_bytes(context, blocks, kind) + (2 * bucket * width.gradient if often else 0),
             step=(stepped * width.gradient if zero == 1 else 0) + (min(bucket, stepped) * MASTER if width.gradient < MASTER else 0),
         )
 
@@ -72,13 +73,13 @@ class NativeCosts(CostModel):
             layer = blocks.layer.dense + blocks.layer.experts
             ends = held.dense + held.experts - kind.layers * layer
             gathered = (ends + 2 * layer) * width.weight + max(ends, layer) * (width.weight + width.gradient)
-        streams = 2 * blocks.stream if layout.mesh.pp > 1 else 0
         return StateBytes(
             weights=MASTER * own,
             gradients=MASTER * stepped,
             optimizer=context.states * stepped,
-            buffers=streams + gathered,
-            passes=passes_bytes(context, layout, blocks, kind),
+            buffers=gathered,
+            workspace=2 * blocks.stream if layout.mesh.pp > 1 else 0,
+            passes=passes_bytes(context, blocks, kind),
         )
 
     def _late_elements(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> int:

@@ -18,11 +18,15 @@ from ..costs.cost_context import CostContext
 from ..costs.local_tensors import block_split
 from ..engines import ENGINES
 from ..layout.layout import LayerPartition, mesh_of
-from ..layout.schedules import Schedule
-from ..run_layout import activation_form
+from ..layout.run_schedule import schedule_of
+from ..run_layout import activation_form, stage_partition
+from .space import ScheduleChoice
 
 MANY = 1 << 16  # sequences of the micro-batch
 ROUNDING = 1e-6  # relative: sums in another order, a last tile that is not full
+
+
+Form = tuple[ActivationForm, bool]  # of activations; whether layers are compiled
 
 
 class SplitBound(NamedTuple):
@@ -69,12 +73,12 @@ class Bounds:
             found = self._splits[key] = SplitBound(*map(min, zip(*every, strict=True)))
         return found
 
-    def forms(self, parallel: Parallel) -> set[tuple[ActivationForm, bool]]:
+    def forms(self, parallel: Parallel) -> set[Form]:
         """(form of activations, whether compiled) of the engines that may run a layout, and without one."""
         fused = self.run.train.compile
         return {(activation_form(self.run, parallel, row), fused and (row is None or parallel.zero < 3)) for row in self._rows}
 
-    def _every_form(self, parallel: Parallel) -> set[tuple[ActivationForm, bool]]:
+    def _every_form(self, parallel: Parallel) -> set[Form]:
         zeros: tuple[Literal[0, 3], ...] = (0, 3) if self.run.train.compile else (0,)
         return {form for zero in zeros for form in self.forms(replace(parallel, zero=zero))}
 
@@ -97,19 +101,84 @@ class Bounds:
         ) * (1 - ROUNDING)
 
 
-def pipeline_seconds(blocks: BlockCosts, partition: LayerPartition, micros: int, fill: float) -> float:
-    """The least seconds of a step's forwards and backwards: its micro-batches on the busiest stage, and a share `fill` of a micro-batch on
-    each other one."""
-    layer, ends = block_seconds(blocks.layer), (block_seconds(blocks.embedding), block_seconds(blocks.head))
-    totals = [layers * layer + first * ends[0] + last * ends[1] for layers, first, last in partition.kinds]
-    busiest = max(totals)
-    others = sum(total * many for total, many in zip(totals, partition.stages_of_kind, strict=True)) - busiest
-    return (micros * busiest + fill * others) * (1 - ROUNDING)
+class PassSeconds(NamedTuple):
+    """The seconds of one micro-batch on the blocks of a model under one split."""
+
+    layer: float  # forward and backward, with messages
+    embedding: float
+    head: float
+    layer_weights: float  # of backward, weights' gradients
+    ends_weights: float
+    layer_forward: float
+    embedding_forward: float
 
 
-def least_fill(schedule: Schedule, chunks: int) -> float:
-    """The share of the other stages' seconds that a step waits under a schedule whose closed form holds; 0 for one that is simulated."""
-    return 0.0 if schedule.simulated or schedule.splits_backward or schedule.folded else schedule.fill(chunks)
+def pass_seconds(blocks: BlockCosts) -> PassSeconds:
+    """The seconds of a split's blocks."""
+    layer, embedding, head = blocks.layer, blocks.embedding, blocks.head
+    return PassSeconds(
+        layer=block_seconds(layer),
+        embedding=block_seconds(embedding),
+        head=block_seconds(head),
+        layer_weights=layer.weight_gradients,
+        ends_weights=embedding.weight_gradients + head.weight_gradients,
+        layer_forward=(layer.forward or 0.0) + layer.message_forward,
+        embedding_forward=(embedding.forward or 0.0) + embedding.message_forward,
+    )
+
+
+class StagedSchedule(NamedTuple):
+    """A schedule of a mesh with so many micro-batches: the layers of its stages, the micro-batches that the first one holds at once, the
+    shares of the other stages' seconds that a step waits and of their weights' gradients that fill the wait, whether it may be simulated."""
+
+    choice: ScheduleChoice
+    partition: LayerPartition
+    micros: int
+    parts: int  # of a stage
+    in_flight: float
+    fill: float
+    filled: float
+    may_be_simulated: bool
+
+    def least_seconds(self, each: PassSeconds, hop: float) -> float:
+        """The least seconds of a step's forwards and backwards, as the plan counts them by its closed form, or at least has where it
+        simulates them: the last stage starts after the forwards of the parts before. `hop`: seconds of a micro-batch's messages between
+        two parts."""
+        partition, micros, sends = self.partition, self.micros, hop * self.parts
+        totals = [k * each.layer + first * each.embedding + last * each.head + sends for k, first, last in partition.kinds]
+        busiest = max(totals)
+        least = micros * busiest
+        if self.fill:
+            others = sum([total * many for total, many in zip(totals, partition.stages_of_kind, strict=True)]) - busiest
+            wait = self.fill * others
+            if self.filled:
+                few = min([stage.layers for stage in partition.kinds])
+                weights = (partition.starts[-1] - few) * each.layer_weights + each.ends_weights
+                wait = max(0.0, wait - self.filled * weights)
+            if self.may_be_simulated:
+                before = partition.starts[len(partition.counts) - 1] * each.layer_forward + each.embedding_forward
+                started = micros * totals[partition.kind_of_stage[-1]] + before
+                return min(least + wait, max(least, started)) * (1 - ROUNDING)
+            least += wait
+        return least * (1 - ROUNDING)
+
+
+def staged_schedule(context: CostContext, parallel: Parallel, choice: ScheduleChoice, micros: int) -> StagedSchedule:
+    """A schedule of a mesh's stages."""
+    changed = replace(parallel, schedule=choice.schedule, chunks=choice.chunks)
+    schedule, stages = schedule_of(changed), parallel.pp
+    is_uneven = schedule.folded or schedule.splits_backward
+    has_closed_form = stages > 1 and not schedule.simulated and not parallel.stages
+    return StagedSchedule(
+        choice=choice,
+        partition=stage_partition(context, changed),
+        micros=micros,
+        parts=schedule.parts(choice.chunks) if stages > 1 else 0,
+        in_flight=schedule.in_flight(0, stages, micros, choice.chunks) if stages > 1 else 1.0,
+        fill=schedule.fill(choice.chunks) if has_closed_form else 0.0,
+        filled=schedule.filled_by_weights(stages, micros) if has_closed_form else 0.0,
+        may_be_simulated=is_uneven,
+    )
 
 
 def block_seconds(block: BlockCost) -> float:

@@ -14,16 +14,15 @@ from ..axes.dp import CONTENTION
 from ..costs.block_costs import BlockCosts
 from ..costs.cost_context import CostContext
 from ..costs.local_tensors import block_split
+from ..costs.passes_bytes import passes_bytes
 from ..engines import ENGINES
-from ..layout.layout import LayerPartition, Layout, mesh_of
-from ..layout.run_schedule import schedule_of
-from ..layout.schedules import Schedule
-from ..layout_cost import has_times, layout_blocks, peak_bytes, stage_costs, step_seconds
-from ..run_layout import layout_on, stage_partition
+from ..layout.layout import Layout, StageKind, mesh_of
+from ..layout_cost import has_times, hop_seconds, layout_blocks, peak_bytes, stage_costs, step_seconds
+from ..run_layout import layout_on
 from ..stage_cost import StageCost
-from .bounds import ROUNDING, Bounds, least_fill, pipeline_seconds
+from .bounds import ROUNDING, Bounds, Form, StagedSchedule, pass_seconds, staged_schedule
 from .front import Best, CostedLayout, Front, mesh_key
-from .space import Candidate, PassChoice, ScheduleChoice, Space, StateChoice
+from .space import Candidate, ScheduleChoice, Space, StateChoice
 
 SLOWEST = 1.25  # times the fastest layout's seconds: slower ones, which waste more than a fifth of the cluster, are not kept
 
@@ -38,13 +37,14 @@ class SearchResult:
     costed: int  # of them; the others were discarded by bounds
 
 
-class StagedSchedule(NamedTuple):
-    """A schedule of a mesh: the layers of its stages, the micro-batches that the first one holds at once."""
+class Allowance(NamedTuple):
+    """A schedule of a pass: the least seconds of a step, the least bytes of activations on the first stage, and the bytes that it may hold
+    beside them (with more, a layout is not among the best and not on the front)."""
 
-    pipeline: ScheduleChoice
-    schedule: Schedule
-    partition: LayerPartition
-    in_flight: float
+    staged: StagedSchedule
+    seconds: float
+    kept: float
+    bytes: float
 
 
 class LeastStates(NamedTuple):
@@ -75,6 +75,7 @@ class LayoutSearch:
         self.costed = 0
         self._least_states: dict[tuple[object, ...], LeastStates] = {}  # of one mesh
         self._least_fixed: dict[StateChoice, float] = {}
+        self._staged: dict[tuple[int, int], list[StagedSchedule]] = {}  # of so many stages and micro-batches
         self._engines_of: dict[tuple[object, ...], tuple[str | None, ...]] = {}
 
     def run_all(self) -> SearchResult:
@@ -106,80 +107,110 @@ class LayoutSearch:
             return
         self._least_states, self._engines_of = {}, {}
         self._least_fixed = {each: self.bounds.fixed_bytes(replace(parallel, zero=each.zero, offload=each.offload)) for each in states}
-        passes = [(self.bounds.seconds(each), each, row) for each, row in self._passes(parallel)]
-        for seconds, each, row in sorted(passes, key=lambda row: row[0]):
-            least = self.bounds.bytes(replace(each, zero=3), row.microbatch)
+        fixed = min(self._least_fixed.values())
+        passes = [(self.bounds.seconds(each), each, microbatch) for each, microbatch in self._passes(parallel)]
+        for seconds, each, microbatch in sorted(passes, key=lambda row: row[0]):
+            assert parallel.dp != "auto"
+            pipelines = self._on_stages(each, self.run.train.batch // (parallel.dp * microbatch))
+            held = min([staged.partition.counts[0] * staged.in_flight for staged in pipelines], default=inf)
+            least = fixed + microbatch * held * self.bounds.split(each).saved * (1 - ROUNDING)
             if self._may_matter(each, seconds if timed else inf, least):
-                self._search_pass(each, row, states, timed)
+                self._search_pass(each, microbatch, states, pipelines, timed)
 
     def _is_timed(self, state: StateChoice) -> bool:
         """Whether the seconds of such layouts are known."""
         return self.context.rates is not None and not (state.offload.optimizer or state.offload.parameters)
 
-    def _passes(self, parallel: Parallel) -> Iterator[tuple[Parallel, PassChoice]]:
+    def _passes(self, parallel: Parallel) -> Iterator[tuple[Parallel, int]]:
+        """A mesh with each kind of pass, and its micro-batch."""
+        splits: dict[tuple[bool, str], Parallel] = {}
         for row in self.space.passes(parallel):
-            yield replace(parallel, sequence=row.sequence, recompute=row.recompute), row
+            key = (row.sequence, row.recompute)
+            if key not in splits:
+                splits[key] = replace(parallel, sequence=row.sequence, recompute=row.recompute)
+            yield splits[key], row.microbatch
 
-    def _search_pass(self, parallel: Parallel, row: PassChoice, states: list[StateChoice], timed: bool) -> None:
+    def _search_pass(
+        self, parallel: Parallel, microbatch: int, states: list[StateChoice], pipelines: list[StagedSchedule], timed: bool
+    ) -> None:
         """Cost the layouts of one mesh and one kind of pass."""
         assert parallel.dp != "auto"
-        micros = self.run.train.batch // (parallel.dp * row.microbatch)
-        pipelines = [self._on_stages(parallel, each, micros) for each in self.space.pipelines(parallel, row.microbatch)]
+        micros = self.run.train.batch // (parallel.dp * microbatch)
+        allowances_of: dict[frozenset[Form], list[Allowance]] = {}
         for zero, some in groupby(states, key=lambda state: state.zero):
-            forms = [self._blocks(parallel, row.microbatch, *form) for form in self.bounds.forms(replace(parallel, zero=zero))]
-            allowances = [(staged, *self._allowed_bytes(parallel, staged, forms, micros, timed)) for staged in pipelines]
-            most = max((allowed for *_, allowed in allowances), default=0.0)
+            forms = frozenset(self.bounds.forms(replace(parallel, zero=zero)))
+            if forms not in allowances_of:
+                allowances_of[forms] = self._allowances(parallel, pipelines, forms, microbatch, micros, timed)
+            allowances = allowances_of[forms]
+            most = max([each.bytes for each in allowances], default=0.0)
             for state in some:
                 fixed = self._least_fixed[state]
                 if fixed < most:
-                    for staged, seconds, kept, allowed in allowances:
-                        if fixed < allowed:
-                            self._search_engines(parallel, row, state, staged, seconds, kept, micros)
+                    for each in allowances:
+                        if fixed < each.bytes:
+                            self._search_engines(parallel, microbatch, state, each, micros)
 
-    def _on_stages(self, parallel: Parallel, pipeline: ScheduleChoice, micros: int) -> StagedSchedule:
-        changed = replace(parallel, schedule=pipeline.schedule, chunks=pipeline.chunks)
-        schedule = schedule_of(changed)
-        in_flight = schedule.in_flight(0, parallel.pp, micros, pipeline.chunks) if parallel.pp > 1 else 1.0
-        return StagedSchedule(pipeline, schedule, stage_partition(self.context, changed), in_flight)
+    def _on_stages(self, parallel: Parallel, micros: int) -> list[StagedSchedule]:
+        """The schedules of a mesh with so many micro-batches."""
+        found = self._staged.get((parallel.pp, micros))
+        if found is None:
+            assert parallel.dp != "auto"
+            pipelines = self.space.pipelines(parallel, self.run.train.batch // (parallel.dp * micros))
+            found = self._staged[parallel.pp, micros] = [staged_schedule(self.context, parallel, each, micros) for each in pipelines]
+        return found
 
-    def _allowed_bytes(
-        self, parallel: Parallel, staged: StagedSchedule, forms: list[BlockCosts], micros: int, timed: bool
-    ) -> tuple[float, float, float]:
-        """(the least seconds of a step, the least bytes of activations on the first stage, the bytes that it may hold beside them: with
-        more, a layout is not among the best and not on the front)."""
-        seconds = inf
-        if timed:
-            fill = 0.0 if parallel.stages else least_fill(staged.schedule, staged.pipeline.chunks)
-            seconds = min(pipeline_seconds(blocks, staged.partition, micros, fill) for blocks in forms)
-        if self.front.rows and seconds > self.slowest * self.front.rows[0].seconds:
-            return seconds, 0.0, 0.0
-        enters = self.best.may_enter(mesh_key(parallel), seconds, 0)
-        most = self.capacity + 1 if enters else min(self.capacity + 1, self.front.least_peak(seconds))
-        layers = staged.partition.counts[0]
-        kept = min(layers * blocks.layer.saved * staged.in_flight + (blocks.head.logits if parallel.pp == 1 else 0) for blocks in forms)
-        return seconds, kept, most - kept
+    def _allowances(
+        self, parallel: Parallel, pipelines: list[StagedSchedule], forms: frozenset[Form], microbatch: int, micros: int, timed: bool
+    ) -> list[Allowance]:
+        """What the layouts of one pass may hold under each of its schedules; those that can't matter are left out."""
+        costs = [self._blocks(parallel, microbatch, *form) for form in forms]
+        seconds_of = [(pass_seconds(blocks), self._send_seconds(parallel, blocks)) for blocks in costs] if timed else []
+        logits = min([blocks.head.logits for blocks in costs]) if parallel.pp == 1 else 0
+        least: dict[StageKind, int] = {}
+        found: list[Allowance] = []
+        for staged in pipelines:
+            seconds = inf
+            if timed:
+                seconds = min([staged.least_seconds(each, send) for each, send in seconds_of]) * (1 + self.context.tail)
+                seconds += self.context.step_overhead
+                if self.front.rows and seconds > self.slowest * self.front.rows[0].seconds:
+                    continue
+            kind = staged.partition.kinds[0]
+            if kind not in least:
+                least[kind] = min([passes_bytes(self.context, blocks, kind) for blocks in costs]) if self.space.runnable else 0
+            saved = min([blocks.layer.saved for blocks in costs])
+            kept = kind.layers * saved * staged.in_flight + logits + least[kind]
+            enters = self.best.may_enter(mesh_key(parallel), seconds, 0)
+            most = self.capacity + 1 if enters else min(self.capacity + 1, self.front.least_peak(seconds))
+            if most > kept:
+                found.append(Allowance(staged, seconds, kept, most - kept))
+        return found
 
-    def _search_engines(
-        self, parallel: Parallel, row: PassChoice, state: StateChoice, staged: StagedSchedule, seconds: float, kept: float, micros: int
-    ) -> None:
+    def _search_engines(self, parallel: Parallel, microbatch: int, state: StateChoice, allowed: Allowance, micros: int) -> None:
         """Cost a layout with each engine that trains it, unless the first layout of the mesh with the same states shows that it does not
         matter."""
-        pipeline = staged.pipeline
-        for engine in self._engines(parallel, state, pipeline):
+        staged = allowed.staged
+        for engine in self._engines(parallel, state, staged.choice):
             key = (state, engine, micros > 1, staged.partition.kinds, staged.partition.is_folded)
             known = self._least_states.get(key)
-            if known and not self._may_matter(parallel, seconds + known.least_seconds(micros), known.fixed + max(kept, known.step)):
+            if known and not self._may_matter(
+                parallel, allowed.seconds + known.least_seconds(micros), known.fixed + max(allowed.kept, known.step)
+            ):
                 continue
-            layout = self.space.layout(parallel, row, state, pipeline)
-            self._least_states[key] = self._cost(Candidate(layout, row.microbatch, engine), seconds)
+            layout = self.space.layout(parallel, state, staged.choice)
+            self._least_states[key] = self._cost(Candidate(layout, microbatch, engine), allowed.seconds)
 
     def _engines(self, parallel: Parallel, state: StateChoice, pipeline: ScheduleChoice) -> tuple[str | None, ...]:
         key = (state, pipeline.schedule, parallel.sequence)
         found = self._engines_of.get(key)
         if found is None:
-            layout = self.space.layout(parallel, PassChoice(1, parallel.sequence, "none"), state, pipeline)
+            layout = self.space.layout(parallel, state, pipeline)
             found = self._engines_of[key] = self.space.engines(layout)
         return found
+
+    def _send_seconds(self, parallel: Parallel, blocks: BlockCosts) -> float:
+        """The exposed seconds of a micro-batch's messages into and out of one part of the model."""
+        return hop_seconds(replace(parallel, schedule="1f1b", chunks=1), self.context.wires(mesh_of(parallel, self.context.world)), blocks)
 
     def _blocks(self, parallel: Parallel, microbatch: int, form: ActivationForm, fused: bool) -> BlockCosts:
         split = block_split(parallel, microbatch, form, fused=fused)
@@ -194,11 +225,11 @@ class LayoutSearch:
         peak, _ = peak_bytes(layout, kinds)
         if self._may_matter(candidate.parallel, seconds, peak):
             self._add(candidate, layout, blocks, kinds, peak)
-        first = kinds[layout.partition.kind_of_stage[0]]
+        first, tail = kinds[layout.partition.kind_of_stage[0]], 1 + self.context.tail
         return LeastStates(
-            fixed=first.weights + first.gradients + first.optimizer + first.overhead,
+            fixed=first.weights + first.gradients + first.optimizer + first.zero_buffers + first.overhead,
             step=first.step_bytes,
-            seconds=max(kind.step + CONTENTION * sum([row.seconds for row in kind.data]) for kind in kinds) * (1 - ROUNDING),
+            seconds=max([kind.step + tail * CONTENTION * sum([row.seconds for row in kind.data]) for kind in kinds]) * (1 - ROUNDING),
             micros=layout.micros,
         )
 

@@ -155,7 +155,7 @@ class Space:
                 times
                 * len(
                     self.engines(
-                        self.layout(parallel, PassChoice(1, sequence, "none"), StateChoice(zero, "all" if whole else 1, offload), pipeline)
+                        self.layout(replace(parallel, sequence=sequence), StateChoice(zero, "all" if whole else 1, offload), pipeline)
                     )
                 )
                 for (zero, whole, offload), times in states.items()
@@ -163,12 +163,10 @@ class Space:
         return found
 
     @staticmethod
-    def layout(parallel: Parallel, passes: PassChoice, state: StateChoice, pipeline: ScheduleChoice) -> Parallel:
-        """The degrees of a mesh with the rest of a layout."""
+    def layout(parallel: Parallel, state: StateChoice, pipeline: ScheduleChoice) -> Parallel:
+        """The degrees and the pass of a mesh with the rest of a layout."""
         return replace(
             parallel,
-            sequence=passes.sequence,
-            recompute=passes.recompute,
             zero=state.zero,
             shard=state.shard,
             offload=state.offload,

@@ -1,0 +1,71 @@
+"""One step's actions in an order in which they can run: the seconds of a schedule's step under many durations, without its events.
+
+`simulate` tells when each action runs; a search needs the length of the step alone, for thousands of layouts of a few schedules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+from .schedules import Schedule, part_of
+from .simulate import Event, simulate
+
+NOTHING = -1  # in place of an action that another one waits for: it has ended at 0
+
+
+class Step(NamedTuple):
+    """An action in such an order: its duration's number, and the actions (by their place in the order) after which it starts: the one
+    before it on its stage, and the one whose result it takes, which another stage may have sent."""
+
+    duration: int
+    before: int
+    needs: int
+    is_sent: bool
+
+
+class StepOrder(NamedTuple):
+    """The actions of all stages, and what each duration is of: a kind of action on a part of the model."""
+
+    steps: tuple[Step, ...]
+    durations: tuple[tuple[str, int], ...]
+
+    def seconds(self, each: Callable[[str, int], float], send: float) -> float:
+        """The seconds of the step, as `simulate` has them, of actions that take `each(kind, part)` seconds."""
+        durations, messages = [each(*key) for key in self.durations], (0.0, send)
+        ends = [0.0] * (len(self.steps) + 1)  # the last one is NOTHING's
+        for at, (duration, before, needs, is_sent) in enumerate(self.steps):
+            free, arrived = ends[before], ends[needs]
+            if needs >= 0:
+                arrived += messages[is_sent]
+            ends[at] = (free if free > arrived else arrived) + durations[duration]
+        return max(ends)
+
+
+@lru_cache(maxsize=512)
+def step_order(schedule: Schedule, stages: int, micros: int, chunks: int) -> StepOrder:
+    """The order of a schedule's step."""
+    actions = [schedule.actions(stage, stages, micros, chunks) for stage in range(stages)]
+    step = simulate(actions, folded=schedule.folded, seconds=lambda kind, part: 1.0)
+    # Of actions that take a second each, those that end before another one starts come before it.
+    events = sorted((event for each in step.events for event in each), key=lambda event: event.start)
+    durations: dict[tuple[str, int], int] = {}
+    last, of_result = [NOTHING] * stages, dict[tuple[bool, int, int], int]()  # the last action of each stage; results by their action
+    steps: list[Step] = []
+    for at, event in enumerate(events):
+        part = _part(event, stages, schedule.folded)
+        kind, micro, _ = event.action
+        needs = NOTHING
+        if kind != "W":
+            needs = of_result.get((kind == "F", micro, part - 1 if kind == "F" else part + 1), NOTHING)
+        is_sent = needs >= 0 and events[needs].stage != event.stage
+        steps.append(Step(durations.setdefault((kind, part), len(durations)), last[event.stage], needs, is_sent))
+        last[event.stage] = at
+        if kind != "W":
+            of_result[kind == "F", micro, part] = at
+    return StepOrder(tuple(steps), tuple(durations))
+
+
+def _part(event: Event, stages: int, folded: bool) -> int:
+    return part_of(event.stage, event.action.chunk, stages, folded=folded)
