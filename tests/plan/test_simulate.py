@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distrain.trainer.plan.layout.schedules import SCHEDULES, Action, Kind, part_of
+from distrain.trainer.plan.layout.schedules import SCHEDULES, Action, Kind, Schedule, part_of
 from distrain.trainer.plan.layout.simulate import Simulation, simulate
+from distrain.trainer.plan.layout.step_order import step_order
 
 Lists = list[list[Action]]
 Seconds = dict[tuple[str, int], int]
@@ -105,6 +106,25 @@ def test_a_stage_holds_a_micro_batch_from_its_forward_to_its_weights_gradient(ca
         begins = {action[1:]: at for at, action in reversed(list(enumerate(actions)))}
         most = max(sum(begins[each] <= at < ends[each] for each in ends) for at in range(len(actions)))
         assert step.peak[stage] == most / chunks
+
+
+@given(cases())
+def test_the_order_of_a_step_takes_as_long_as_its_simulation(case: Case) -> None:
+    chunks = 1 + max(action.chunk for each in case.lists for action in each)
+    row = Schedule(actions=lambda stage, *_: case.lists[stage], folded=case.folded, chunked=not case.folded, source="this test")
+    order = step_order(row, len(case.lists), 1 + max(action.micro for each in case.lists for action in each), chunks)
+    assert order.seconds(lambda kind, part: case.seconds[kind, part], case.send) == case.simulate().seconds
+
+
+@pytest.mark.parametrize("name", [name for name, row in SCHEDULES.items() if row.flushes])
+def test_the_order_of_a_schedule_takes_as_long_as_its_simulation(name: str) -> None:
+    row, random = SCHEDULES[name], Random(1)
+    for stages, micros in ((2, 4), (3, 7), (4, 8), (4, 20)):
+        chunks = 3 if row.chunked and micros % stages == 0 else 1
+        seconds = {(kind, part): random.random() for kind in "FBIW" for part in range(stages * row.parts(chunks))}
+        lists = [row.actions(stage, stages, micros, chunks) for stage in range(stages)]
+        simulated = simulate(lists, folded=row.folded, seconds=lambda *key, each=seconds: each[key], send=0.125).seconds
+        assert step_order(row, stages, micros, chunks).seconds(lambda *key, each=seconds: each[key], 0.125) == simulated
 
 
 @given(cases(), st.randoms(use_true_random=False))

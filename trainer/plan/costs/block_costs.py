@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...models.ops.op_table import Op, OpTable, Tensor
+from ...models.ops.op_table import Op, OpTable
+from ...models.ops.shared_ops import STREAM
 from ...spec.run import Run
 from ..axes import tp
 from ..axes.axis import ActivationForm
@@ -14,11 +15,11 @@ from ..axes.collectives import collective_cost
 from ..axes.message import AxisMessage
 from ..axes.weight_slices import HeadShards
 from ..layout.mesh import Wires
-from .local_tensors import BlockSplit, LocalTensors, logits_bytes, saved_bytes
-from .op_seconds import op_seconds
+from .local_tensors import BlockSplit, LocalTensors, logits_bytes
+from .op_seconds import OpSeconds, op_seconds
 from .precision import widths
 from .roofline import DeviceRates, rates
-from .temporary_bytes import temporary_bytes
+from .temporary_bytes import OpBytes, op_bytes, temporary_bytes
 
 OVERLAP_LOSS = 0.36  # share of a hidden message's time that the computation beside it loses, inside a block
 
@@ -71,53 +72,75 @@ class ComputeSeconds(NamedTuple):
     weight_gradients: float = 0.0
 
 
-def block_costs(run: Run, table: OpTable, split: BlockSplit, wires: Wires) -> BlockCosts:
-    """The costs of the blocks of a run's model under one split."""
-    device = rates(run.cluster.device, run.train.precision, fused=split.fused)
-    multiple, activation = run.model.vocab_multiple, widths(run.train).activation
-    local = LocalTensors(table, split, vocab_multiple=multiple, activation=activation, form=split.form)
-    outside = (
-        LocalTensors(table, split, vocab_multiple=multiple, activation=activation, form="torch") if split.form == "compiled" else local
-    )
+class OpCosts(NamedTuple):
+    """The ops of a block on one rank, with the seconds (none where the device's rates aren't known) and the bytes of each."""
 
-    def cost(ops: tuple[Op, ...], recompute: str, local: LocalTensors = outside) -> BlockCost:
-        kind = "cpu" if run.cluster.device.kind == "cpu" else "cuda"
-        temporary = temporary_bytes(ops, _recomputed_ops(ops, recompute), local, residual=ops is table.layer, device=kind)
-        return _block_cost(ops, recompute, local, split, device, wires, temporary)
-
-    saves = [tensor for op in table.embedding for tensor in op.saves_torch] if split.form == "torch" else []
-    once = [tensor for tensor in saves if {"head_dim", "window", "keys"} & set(tensor.dims)]
-    return BlockCosts(
-        embedding=cost(table.embedding, "none"),
-        layer=cost(table.layer, split.recompute, local),
-        head=cost(table.head, "none"),
-        tied=local.count(("vocab", "hidden")) if table.tied else 0,
-        stream=local.bytes(Tensor(("seq", "batch", "hidden"))),
-        saved_once=sum(map(local.bytes, once)),
-    )
+    ops: tuple[Op, ...]
+    local: LocalTensors
+    seconds: list[OpSeconds]
+    bytes: list[OpBytes]
 
 
-def _block_cost(
-    ops: tuple[Op, ...], recompute: str, local: LocalTensors, split: BlockSplit, device: DeviceRates | None, wires: Wires, temporary: int
-) -> BlockCost:
+class SplitCosts:
+    """What a split's blocks cost whatever layers recompute: sizes of tensors, seconds of ops, embedding and head."""
+
+    def __init__(self, run: Run, table: OpTable, split: BlockSplit, wires: Wires) -> None:
+        """The costs of one split of a run's model; its recomputation is not read."""
+        self.table, self.split, self.wires = table, split, wires
+        self.device = rates(run.cluster.device, run.train.precision, fused=split.fused)
+        self.kind = "cpu" if run.cluster.device.kind == "cpu" else "cuda"
+        self.local = self._local_tensors(run, split.form)
+        outside = self._local_tensors(run, "torch") if split.form == "compiled" else self.local
+        self.stream = self.local.bytes(STREAM)
+        self.layer = self._ops(table.layer, self.local)
+        self.embedding, self.head = self._block(table.embedding, outside), self._block(table.head, outside)
+        saves = [tensor for op in table.embedding for tensor in op.saves_torch] if split.form == "torch" else []
+        once = [tensor for tensor in saves if {"head_dim", "window", "keys"} & set(tensor.dims)]
+        self.tied = self.local.count(("vocab", "hidden")) if table.tied else 0
+        self.saved_once = sum(map(self.local.bytes, once))
+
+    def blocks(self, recompute: str) -> BlockCosts:
+        """The costs of the blocks with a recomputation of layers."""
+        layer = _block_cost(self, self.layer, recompute)
+        return BlockCosts(
+            embedding=self.embedding, layer=layer, head=self.head, tied=self.tied, stream=self.stream, saved_once=self.saved_once
+        )
+
+    def _block(self, ops: tuple[Op, ...], local: LocalTensors) -> BlockCost:
+        return _block_cost(self, self._ops(ops, local), "none")
+
+    def _ops(self, ops: tuple[Op, ...], local: LocalTensors) -> OpCosts:
+        times = [op_seconds(op, local, self.device) for op in ops] if self.device else []
+        return OpCosts(ops, local, times, [op_bytes(op, local, self.kind) for op in ops])
+
+    def _local_tensors(self, run: Run, form: ActivationForm) -> LocalTensors:
+        multiple, activation = run.model.vocab_multiple, widths(run.train).activation
+        return LocalTensors(self.table, self.split, vocab_multiple=multiple, activation=activation, form=form)
+
+
+def _block_cost(costs: SplitCosts, row: OpCosts, recompute: str) -> BlockCost:
+    split, device, ops, local = costs.split, costs.device, row.ops, row.local
     weights = [(weight.dims, local.count(weight.dims)) for op in ops for weight in op.weights]
     trained = [(weight.dims, local.count(weight.dims)) for op in ops for weight in op.weights if not weight.frozen]
-    saved, recomputed = _saved_bytes(ops, recompute, local)
     again = _recomputed_ops(ops, recompute)
+    repeats, stream = [op in again for op in ops], costs.stream
+    every = sum([each.saved for each in row.bytes])
+    # arXiv:2205.05198 table 2; of a layer that is recomputed its input is saved
+    saved = stream if recompute == "full" else sum([each.saved for each, is_again in zip(row.bytes, repeats, strict=True) if not is_again])
     messages = tuple(_messages(ops, again, local))
-    compute = _compute_seconds(ops, again, messages, local, device) if device else ComputeSeconds()
-    message_forward, message_backward = _exposed_seconds(messages, split, wires, compute)
+    compute = _compute_seconds(ops, again, messages, row.seconds, device) if device else ComputeSeconds()
+    message_forward, message_backward = _exposed_seconds(messages, split, costs.wires, compute)
     copies = HeadShards(local.sizes["heads"], local.sizes["kv_heads"], split.degree("tp")).copies
     return BlockCost(
-        dense=sum(count for dims, count in weights if "experts" not in dims),
-        frozen=sum(count for _, count in weights) - sum(count for _, count in trained),
-        experts=sum(count for dims, count in weights if "experts" in dims),
-        replicated=sum(count for dims, count in trained if tp.AXIS.split_dim(dims) is None),
-        shared=sum(count for dims, count in trained if copies > 1 and tp.AXIS.split_dim(dims) == "kv_heads"),
+        dense=sum([count for dims, count in weights if "experts" not in dims]),
+        frozen=sum([count for _, count in weights]) - sum([count for _, count in trained]),
+        experts=sum([count for dims, count in weights if "experts" in dims]),
+        replicated=sum([count for dims, count in trained if tp.AXIS.split_dim(dims) is None]),
+        shared=sum([count for dims, count in trained if copies > 1 and tp.AXIS.split_dim(dims) == "kv_heads"]),
         saved=saved,
-        recomputed=recomputed,
-        temporary=temporary,
-        logits=sum(logits_bytes(op, local) for op in ops),
+        recomputed=every - saved,
+        temporary=temporary_bytes(row.bytes, repeats, stream, residual=row is costs.layer),
+        logits=sum([logits_bytes(op, local) for op in ops]),
         forward=compute.forward,
         backward=compute.backward,
         weight_gradients=compute.weight_gradients,
@@ -149,19 +172,6 @@ def _ops_summed_again(again: tuple[Op, ...], form: ActivationForm) -> tuple[Op, 
     return again[:last] + again[last + 1 :] if stops else again
 
 
-def _saved_bytes(ops: tuple[Op, ...], recompute: str, local: LocalTensors) -> tuple[int, int]:
-    """(bytes saved from forward to backward, bytes that recomputation adds while it runs): arXiv:2205.05198 table 2."""
-    every = sum(saved_bytes(op, local) for op in ops)
-    match recompute:
-        case "full":
-            saved = local.bytes(Tensor(("seq", "batch", "hidden")))
-        case "selective":
-            saved = sum(saved_bytes(op, local) for op in ops if not op.core)
-        case _:
-            saved = every
-    return saved, every - saved
-
-
 def _messages(ops: tuple[Op, ...], again: tuple[Op, ...], local: LocalTensors) -> Iterator[AxisMessage]:
     """The messages of a block's ops on every axis that splits it; equal messages are counted together."""
     counts: dict[tuple[str, str, int], list[int]] = {}
@@ -178,18 +188,17 @@ def _messages(ops: tuple[Op, ...], again: tuple[Op, ...], local: LocalTensors) -
 
 
 def _compute_seconds(
-    ops: tuple[Op, ...], again: tuple[Op, ...], messages: tuple[AxisMessage, ...], local: LocalTensors, device: DeviceRates
+    ops: tuple[Op, ...], again: tuple[Op, ...], messages: tuple[AxisMessage, ...], times: list[OpSeconds], device: DeviceRates
 ) -> ComputeSeconds:
     """Seconds of a block's ops, at least those that the host needs to dispatch them."""
-    times = [op_seconds(op, local, device) for op in ops]
-    dispatched = sum(op.kernels for op in ops) + sum(message.forward for message in messages)
-    dispatched_again = dispatched if len(again) == len(ops) else sum(op.kernels for op in again)
-    recomputing = sum(time.forward for op, time in zip(ops, times, strict=True) if op in again)
-    backward = sum(time.input_gradients + time.weight_gradients for time in times)
+    dispatched = sum([op.kernels for op in ops]) + sum([message.forward for message in messages])
+    dispatched_again = dispatched if len(again) == len(ops) else sum([op.kernels for op in again])
+    recomputing = sum([time.forward for op, time in zip(ops, times, strict=True) if op in again])
+    backward = sum([time.input_gradients + time.weight_gradients for time in times])
     return ComputeSeconds(
-        forward=max(sum(time.forward for time in times), dispatched * device.dispatch),
+        forward=max(sum([time.forward for time in times]), dispatched * device.dispatch),
         backward=max(backward, 2 * dispatched * device.dispatch) + max(recomputing, dispatched_again * device.dispatch),
-        weight_gradients=sum(time.weight_gradients for time in times),
+        weight_gradients=sum([time.weight_gradients for time in times]),
     )
 
 

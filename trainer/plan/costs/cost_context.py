@@ -12,7 +12,7 @@ from ..axes.collectives import Wire
 from ..axes.weight_slices import HeadShards
 from ..layout.layout import LayerPartition, layer_partition, split_layers
 from ..layout.mesh import Mesh, Wires, group_wire, mesh_wires, ranks_in_node, split_group
-from .block_costs import BlockCosts, block_costs
+from .block_costs import BlockCosts, SplitCosts
 from .local_tensors import BlockSplit
 from .precision import state_bytes, widths
 from .roofline import rates
@@ -43,6 +43,7 @@ class CostContext:
         self._weight_gradients = {name: self._sum_flops(tuple(op for op in ops if not is_frozen(op))) for name, ops in blocks}
         self._core = self._sum_flops(tuple(op for op in self.table.layer if op.core))
         self._block_costs: dict[tuple[BlockSplit, tuple[int, ...]], BlockCosts] = {}
+        self._splits: dict[tuple[object, ...], SplitCosts] = {}
         self._wires: dict[Mesh, Wires] = {}
         self._partitions: dict[tuple[object, ...], LayerPartition] = {}
         self.stages: dict[tuple[object, ...], list[Any]] = {}  # StageCost of each kind of stage, by layout_cost.py's keys
@@ -70,7 +71,14 @@ class CostContext:
         key = (split, tuple([wire.in_node for wire in wires.axes.values()]))
         found = self._block_costs.get(key)
         if found is None:
-            found = self._block_costs[key] = block_costs(self.run, self.table, split, wires)
+            found = self._block_costs[key] = self._split_costs(split, wires, key[1]).blocks(split.recompute)
+        return found
+
+    def _split_costs(self, split: BlockSplit, wires: Wires, in_node: tuple[int, ...]) -> SplitCosts:
+        key = (split.degrees, split.overlapped, split.sequence, split.microbatch, split.form, split.fused, in_node)
+        found = self._splits.get(key)
+        if found is None:
+            found = self._splits[key] = SplitCosts(self.run, self.table, split, wires)
         return found
 
     def wires(self, mesh: Mesh) -> Wires:

@@ -6,8 +6,9 @@ and what later ops saved is freed. Counted on fake CUDA tensors (scripts/trace_c
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from ...models.ops.op_table import Op
-from ...models.ops.shared_ops import STREAM
 from ..axes import tp
 from .local_tensors import LocalTensors, saved_bytes
 
@@ -16,24 +17,37 @@ CHUNKS, ONE_CHUNK = 3, 2  # float32 tensors of a chunk: a result and an operand,
 RANDOM_BITS = 12  # bytes an element of a dropout mask while it is drawn: three int32 tensors
 
 
-def temporary_bytes(ops: tuple[Op, ...], again: tuple[Op, ...], local: LocalTensors, *, residual: bool, device: str) -> int:
+class OpBytes(NamedTuple):
+    """Bytes of an op: those that it saves for backward, and those that its backward and its forward hold while they run."""
+
+    saved: int
+    backward: int
+    forward: int
+
+
+def op_bytes(op: Op, local: LocalTensors, device: str) -> OpBytes:
+    """The bytes of an op of a block on one rank, for one micro-batch, on a kind of device."""
+    return OpBytes(saved_bytes(op, local), _backward_bytes(op, local, device), _forward_bytes(op, local))
+
+
+def temporary_bytes(ops: list[OpBytes], again: list[bool], stream: int, *, residual: bool) -> int:
     """The most bytes that one micro-batch's passes through a block hold beside all that its blocks save.
 
-    `again` are the ops that backward runs again. `residual`: the gradient of the block's result is kept for a residual stream.
+    `again`: whether backward runs each op again. `stream`: bytes of the hidden states; `residual`: the gradient of the block's result is
+    kept for a residual stream.
     """
-    stream = local.bytes(STREAM) if residual else 0
-    saved_again = sum(saved_bytes(op, local) for op in again)
+    kept = stream if residual else 0
+    saved_again = sum([op.saved for op, repeats in zip(ops, again, strict=True) if repeats])
     freed, most = 0, 0
-    if len(again) == len(ops):
-        saved_again -= local.bytes(STREAM)  # the block's input is saved in any case
-    for op in reversed(ops):
-        saved = saved_bytes(op, local)
-        alive = (saved_again if op in again else 0) - freed
-        most = max(most, alive + stream + _backward_bytes(op, local, device), alive - saved + _forward_bytes(op, local))
-        if op in again:
-            saved_again -= saved
+    if all(again):
+        saved_again -= stream  # the block's input is saved in any case
+    for op, repeats in zip(reversed(ops), reversed(again), strict=True):
+        alive = (saved_again if repeats else 0) - freed
+        most = max(most, alive + kept + op.backward, alive - op.saved + op.forward)
+        if repeats:
+            saved_again -= op.saved
         else:
-            freed += saved
+            freed += op.saved
     return most
 
 

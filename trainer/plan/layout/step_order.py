@@ -39,7 +39,7 @@ class StepOrder(NamedTuple):
             free, arrived = ends[before], ends[needs]
             if needs >= 0:
                 arrived += messages[is_sent]
-            ends[at] = (free if free > arrived else arrived) + durations[duration]
+            ends[at] = max(free, arrived) + durations[duration]
         return max(ends)
 
 

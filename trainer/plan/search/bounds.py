@@ -8,7 +8,7 @@ split.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from ...models.ops.op_table import block_weights, element_count
 from ...spec.run import Cluster, Link, Parallel, Run
@@ -20,7 +20,7 @@ from ..engines import ENGINES
 from ..layout.layout import LayerPartition, mesh_of
 from ..layout.run_schedule import schedule_of
 from ..run_layout import activation_form, stage_partition
-from .space import ScheduleChoice
+from .space import ScheduleChoice, Zero
 
 MANY = 1 << 16  # sequences of the micro-batch
 ROUNDING = 1e-6  # relative: sums in another order, a last tile that is not full
@@ -45,6 +45,7 @@ class Bounds:
         self._rows = [*ENGINES.values(), *([] if runnable else [None])]
         self.ideal = CostContext(ideal_run(context.run))
         self._splits: dict[tuple[object, ...], SplitBound] = {}
+        self._forms: dict[Zero, frozenset[Form]] = {}
         sizes = context.table.sizes
         weights = [(each.dims, element_count(each.dims, sizes)) for each in block_weights(context.table.layer) if not each.frozen]
         self.dense = sum(elements for dims, elements in weights if "experts" not in dims)  # of a layer
@@ -69,18 +70,18 @@ class Bounds:
         key = (parallel.tp, parallel.cp, parallel.ep, parallel.sequence, parallel.recompute)
         found = self._splits.get(key)
         if found is None:
-            every = [self._split_bound(parallel, form, fused) for form, fused in self._every_form(parallel)]
+            every = [self._split_bound(parallel, form, fused) for form, fused in self.forms(0) | self.forms(3)]
             found = self._splits[key] = SplitBound(*map(min, zip(*every, strict=True)))
         return found
 
-    def forms(self, parallel: Parallel) -> set[Form]:
-        """(form of activations, whether compiled) of the engines that may run a layout, and without one."""
-        fused = self.run.train.compile
-        return {(activation_form(self.run, parallel, row), fused and (row is None or parallel.zero < 3)) for row in self._rows}
-
-    def _every_form(self, parallel: Parallel) -> set[Form]:
-        zeros: tuple[Literal[0, 3], ...] = (0, 3) if self.run.train.compile else (0,)
-        return {form for zero in zeros for form in self.forms(replace(parallel, zero=zero))}
+    def forms(self, zero: Zero) -> frozenset[Form]:
+        """The forms that layers may have at a ZeRO stage: those of the engines that may run a layout, and without one."""
+        found = self._forms.get(zero)
+        if found is None:
+            fused, layout = self.run.train.compile, replace(self.run.parallel, zero=zero)
+            rows = [(activation_form(self.run, layout, row), fused and (row is None or zero < 3)) for row in self._rows]
+            found = self._forms[zero] = frozenset(rows)
+        return found
 
     def _split_bound(self, parallel: Parallel, form: ActivationForm, fused: bool) -> SplitBound:
         split = block_split(parallel, MANY, form, fused=fused)
@@ -128,8 +129,9 @@ def pass_seconds(blocks: BlockCosts) -> PassSeconds:
 
 
 class StagedSchedule(NamedTuple):
-    """A schedule of a mesh with so many micro-batches: the layers of its stages, the micro-batches that the first one holds at once, the
-    shares of the other stages' seconds that a step waits and of their weights' gradients that fill the wait, whether it may be simulated."""
+    """A schedule of a mesh with so many micro-batches: the layers of its stages, the micro-batches that the first one holds at once; the
+    shares of the other stages' seconds that a step waits, and of their weights' gradients that fill the wait; whether it may be simulated.
+    """
 
     choice: ScheduleChoice
     partition: LayerPartition

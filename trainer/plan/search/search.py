@@ -9,7 +9,6 @@ from math import inf
 from typing import NamedTuple
 
 from ...spec.run import Parallel
-from ..axes.axis import ActivationForm
 from ..axes.dp import CONTENTION
 from ..costs.block_costs import BlockCosts
 from ..costs.cost_context import CostContext
@@ -22,7 +21,7 @@ from ..run_layout import layout_on
 from ..stage_cost import StageCost
 from .bounds import ROUNDING, Bounds, Form, StagedSchedule, pass_seconds, staged_schedule
 from .front import Best, CostedLayout, Front, mesh_key
-from .space import Candidate, ScheduleChoice, Space, StateChoice
+from .space import Candidate, Space, StateChoice
 
 SLOWEST = 1.25  # times the fastest layout's seconds: slower ones, which waste more than a fifth of the cluster, are not kept
 
@@ -35,6 +34,16 @@ class SearchResult:
     front: tuple[CostedLayout, ...]
     legal: int  # layouts
     costed: int  # of them; the others were discarded by bounds
+
+
+class Pass(NamedTuple):
+    """One kind of pass of a mesh: its degrees with sequence parallelism and recomputation, the sequences of a micro-batch, the
+    micro-batches of a step, the schedules."""
+
+    parallel: Parallel
+    microbatch: int
+    micros: int
+    pipelines: list[StagedSchedule]
 
 
 class Allowance(NamedTuple):
@@ -76,7 +85,6 @@ class LayoutSearch:
         self._least_states: dict[tuple[object, ...], LeastStates] = {}  # of one mesh
         self._least_fixed: dict[StateChoice, float] = {}
         self._staged: dict[tuple[int, int], list[StagedSchedule]] = {}  # of so many stages and micro-batches
-        self._engines_of: dict[tuple[object, ...], tuple[str | None, ...]] = {}
 
     def run_all(self) -> SearchResult:
         """Search the whole space, meshes with the least bound first; layouts whose time is not known come last."""
@@ -105,116 +113,93 @@ class LayoutSearch:
         states = [each for each in self.space.states(parallel) if self._is_timed(each) == timed]
         if not states:
             return
-        self._least_states, self._engines_of = {}, {}
+        self._least_states = {}
         self._least_fixed = {each: self.bounds.fixed_bytes(replace(parallel, zero=each.zero, offload=each.offload)) for each in states}
         fixed = min(self._least_fixed.values())
-        passes = [(self.bounds.seconds(each), each, microbatch) for each, microbatch in self._passes(parallel)]
-        for seconds, each, microbatch in sorted(passes, key=lambda row: row[0]):
-            assert parallel.dp != "auto"
-            pipelines = self._on_stages(each, self.run.train.batch // (parallel.dp * microbatch))
-            held = min([staged.partition.counts[0] * staged.in_flight for staged in pipelines], default=inf)
-            least = fixed + microbatch * held * self.bounds.split(each).saved * (1 - ROUNDING)
-            if self._may_matter(each, seconds if timed else inf, least):
-                self._search_pass(each, microbatch, states, pipelines, timed)
+        passes = [(self.bounds.seconds(each.parallel), each) for each in self._passes(parallel)]
+        for seconds, each in sorted(passes, key=lambda row: row[0]):
+            held = min([staged.partition.counts[0] * staged.in_flight for staged in each.pipelines], default=inf)
+            least = fixed + each.microbatch * held * self.bounds.split(each.parallel).saved * (1 - ROUNDING)
+            if self._may_matter(each.parallel, seconds if timed else inf, least):
+                self._search_pass(each, states, timed)
 
     def _is_timed(self, state: StateChoice) -> bool:
         """Whether the seconds of such layouts are known."""
         return self.context.rates is not None and not (state.offload.optimizer or state.offload.parameters)
 
-    def _passes(self, parallel: Parallel) -> Iterator[tuple[Parallel, int]]:
-        """A mesh with each kind of pass, and its micro-batch."""
+    def _passes(self, parallel: Parallel) -> Iterator[Pass]:
+        assert parallel.dp != "auto"
         splits: dict[tuple[bool, str], Parallel] = {}
         for row in self.space.passes(parallel):
-            key = (row.sequence, row.recompute)
+            key, micros = (row.sequence, row.recompute), self.run.train.batch // (parallel.dp * row.microbatch)
             if key not in splits:
                 splits[key] = replace(parallel, sequence=row.sequence, recompute=row.recompute)
-            yield splits[key], row.microbatch
+            yield Pass(splits[key], row.microbatch, micros, self._on_stages(parallel, row.microbatch, micros))
 
-    def _search_pass(
-        self, parallel: Parallel, microbatch: int, states: list[StateChoice], pipelines: list[StagedSchedule], timed: bool
-    ) -> None:
-        """Cost the layouts of one mesh and one kind of pass."""
-        assert parallel.dp != "auto"
-        micros = self.run.train.batch // (parallel.dp * microbatch)
-        allowances_of: dict[frozenset[Form], list[Allowance]] = {}
-        for zero, some in groupby(states, key=lambda state: state.zero):
-            forms = frozenset(self.bounds.forms(replace(parallel, zero=zero)))
-            if forms not in allowances_of:
-                allowances_of[forms] = self._allowances(parallel, pipelines, forms, microbatch, micros, timed)
-            allowances = allowances_of[forms]
-            most = max([each.bytes for each in allowances], default=0.0)
-            for state in some:
-                fixed = self._least_fixed[state]
-                if fixed < most:
-                    for each in allowances:
-                        if fixed < each.bytes:
-                            self._search_engines(parallel, microbatch, state, each, micros)
-
-    def _on_stages(self, parallel: Parallel, micros: int) -> list[StagedSchedule]:
+    def _on_stages(self, parallel: Parallel, microbatch: int, micros: int) -> list[StagedSchedule]:
         """The schedules of a mesh with so many micro-batches."""
         found = self._staged.get((parallel.pp, micros))
         if found is None:
-            assert parallel.dp != "auto"
-            pipelines = self.space.pipelines(parallel, self.run.train.batch // (parallel.dp * micros))
+            pipelines = self.space.pipelines(parallel, microbatch)
             found = self._staged[parallel.pp, micros] = [staged_schedule(self.context, parallel, each, micros) for each in pipelines]
         return found
 
-    def _allowances(
-        self, parallel: Parallel, pipelines: list[StagedSchedule], forms: frozenset[Form], microbatch: int, micros: int, timed: bool
-    ) -> list[Allowance]:
-        """What the layouts of one pass may hold under each of its schedules; those that can't matter are left out."""
-        costs = [self._blocks(parallel, microbatch, *form) for form in forms]
-        seconds_of = [(pass_seconds(blocks), self._send_seconds(parallel, blocks)) for blocks in costs] if timed else []
-        logits = min([blocks.head.logits for blocks in costs]) if parallel.pp == 1 else 0
-        least: dict[StageKind, int] = {}
+    def _search_pass(self, each: Pass, states: list[StateChoice], timed: bool) -> None:
+        """Cost the layouts of one kind of pass."""
+        allowances_of: dict[frozenset[Form], list[Allowance]] = {}
+        for zero, some in groupby(states, key=lambda state: state.zero):
+            forms = self.bounds.forms(zero)
+            if forms not in allowances_of:
+                allowances_of[forms] = self._allowances(each, forms, timed)
+            allowances = allowances_of[forms]
+            most = max([allowed.bytes for allowed in allowances], default=0.0)
+            for state in some:
+                fixed = self._least_fixed[state]
+                if fixed < most:
+                    for allowed in allowances:
+                        if fixed < allowed.bytes:
+                            self._search_engines(each, state, allowed)
+
+    def _allowances(self, each: Pass, forms: frozenset[Form], timed: bool) -> list[Allowance]:
+        """What layouts may hold under each schedule of a pass; a schedule under which none can matter is left out."""
+        parallel, wires = each.parallel, self.context.wires(mesh_of(each.parallel, self.context.world))
+        blocks = [self.context.block_costs(block_split(parallel, each.microbatch, form, fused=fused), wires) for form, fused in forms]
+        send = hop_seconds(replace(parallel, schedule="1f1b", chunks=1), wires, blocks[0])
+        compute = [pass_seconds(form) for form in blocks]
+        saved = min([form.layer.saved for form in blocks])
+        logits = min([form.head.logits for form in blocks]) if parallel.pp == 1 else 0
+        temporary: dict[StageKind, int] = {}
         found: list[Allowance] = []
-        for staged in pipelines:
+        for staged in each.pipelines:
             seconds = inf
             if timed:
-                seconds = min([staged.least_seconds(each, send) for each, send in seconds_of]) * (1 + self.context.tail)
-                seconds += self.context.step_overhead
+                least = min([staged.least_seconds(form, send) for form in compute])
+                seconds = least * (1 + self.context.tail) + self.context.step_overhead
                 if self.front.rows and seconds > self.slowest * self.front.rows[0].seconds:
                     continue
             kind = staged.partition.kinds[0]
-            if kind not in least:
-                least[kind] = min([passes_bytes(self.context, blocks, kind) for blocks in costs]) if self.space.runnable else 0
-            saved = min([blocks.layer.saved for blocks in costs])
-            kept = kind.layers * saved * staged.in_flight + logits + least[kind]
+            if kind not in temporary:
+                temporary[kind] = min([passes_bytes(self.context, form, kind) for form in blocks]) if self.space.runnable else 0
+            kept = kind.layers * saved * staged.in_flight + logits + temporary[kind]
             enters = self.best.may_enter(mesh_key(parallel), seconds, 0)
             most = self.capacity + 1 if enters else min(self.capacity + 1, self.front.least_peak(seconds))
             if most > kept:
                 found.append(Allowance(staged, seconds, kept, most - kept))
         return found
 
-    def _search_engines(self, parallel: Parallel, microbatch: int, state: StateChoice, allowed: Allowance, micros: int) -> None:
+    def _search_engines(self, each: Pass, state: StateChoice, allowed: Allowance) -> None:
         """Cost a layout with each engine that trains it, unless the first layout of the mesh with the same states shows that it does not
         matter."""
         staged = allowed.staged
-        for engine in self._engines(parallel, state, staged.choice):
-            key = (state, engine, micros > 1, staged.partition.kinds, staged.partition.is_folded)
+        for engine in self.space.engines(each.parallel, state, staged.choice):
+            key = (state, engine, each.micros > 1, staged.partition.kinds, staged.partition.is_folded)
             known = self._least_states.get(key)
-            if known and not self._may_matter(
-                parallel, allowed.seconds + known.least_seconds(micros), known.fixed + max(allowed.kept, known.step)
-            ):
-                continue
-            layout = self.space.layout(parallel, state, staged.choice)
-            self._least_states[key] = self._cost(Candidate(layout, microbatch, engine), allowed.seconds)
-
-    def _engines(self, parallel: Parallel, state: StateChoice, pipeline: ScheduleChoice) -> tuple[str | None, ...]:
-        key = (state, pipeline.schedule, parallel.sequence)
-        found = self._engines_of.get(key)
-        if found is None:
-            layout = self.space.layout(parallel, state, pipeline)
-            found = self._engines_of[key] = self.space.engines(layout)
-        return found
-
-    def _send_seconds(self, parallel: Parallel, blocks: BlockCosts) -> float:
-        """The exposed seconds of a micro-batch's messages into and out of one part of the model."""
-        return hop_seconds(replace(parallel, schedule="1f1b", chunks=1), self.context.wires(mesh_of(parallel, self.context.world)), blocks)
-
-    def _blocks(self, parallel: Parallel, microbatch: int, form: ActivationForm, fused: bool) -> BlockCosts:
-        split = block_split(parallel, microbatch, form, fused=fused)
-        return self.context.block_costs(split, self.context.wires(mesh_of(parallel, self.context.world)))
+            if known:
+                seconds = allowed.seconds + known.least_seconds(each.micros)
+                if not self._may_matter(each.parallel, seconds, known.fixed + max(allowed.kept, known.step)):
+                    continue
+            layout = self.space.layout(each.parallel, state, staged.choice)
+            self._least_states[key] = self._cost(Candidate(layout, each.microbatch, engine), allowed.seconds)
 
     def _cost(self, candidate: Candidate, seconds: float) -> LeastStates:
         """Cost one layout, as far as its figures may matter: its bytes, a bound of its seconds, its seconds."""

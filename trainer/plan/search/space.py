@@ -124,12 +124,12 @@ class Space:
             found = self._pipelines[parallel.pp, micros] = tuple(self._legal_pipelines(parallel, microbatch))
         return found
 
-    def engines(self, parallel: Parallel) -> tuple[str | None, ...]:
-        """The engines that train a layout; (None,) where none does and layouts need not run."""
-        key = self._engine_key(parallel)
+    def engines(self, parallel: Parallel, state: StateChoice, pipeline: ScheduleChoice) -> tuple[str | None, ...]:
+        """The engines that train a layout of a mesh; (None,) where none does and layouts need not run."""
+        key = (self._engine_key(parallel), state.shard == "all", state.zero, state.offload, pipeline.schedule)
         found = self._engines.get(key)
         if found is None:
-            found = self._engines[key] = self._find_engines(parallel)
+            found = self._engines[key] = self._find_engines(self.layout(parallel, state, pipeline))
         return found
 
     def size(self, parallel: Parallel) -> int:
@@ -148,16 +148,12 @@ class Space:
         self, parallel: Parallel, pipeline: ScheduleChoice, sequence: bool, states: Counter[tuple[Zero, bool, Offload]]
     ) -> int:
         """The number of engines that train a mesh's states, counted together."""
-        key = (self._engine_key(parallel)[:5], pipeline.schedule, pipeline.chunks > 1, sequence, tuple(states.items()))
+        key = (self._engine_key(parallel), pipeline.schedule, sequence, tuple(states.items()))
         found = self._counts.get(key)
         if found is None:
+            split = replace(parallel, sequence=sequence)
             found = self._counts[key] = sum(
-                times
-                * len(
-                    self.engines(
-                        self.layout(replace(parallel, sequence=sequence), StateChoice(zero, "all" if whole else 1, offload), pipeline)
-                    )
-                )
+                times * len(self.engines(split, StateChoice(zero, "all" if whole else 1, offload), pipeline))
                 for (zero, whole, offload), times in states.items()
             )
         return found
@@ -236,11 +232,10 @@ class Space:
             return (1,)
         return tuple(divisors(self.run.model.layers // parallel.pp))
 
-    def _engine_key(self, parallel: Parallel) -> tuple[object, ...]:
-        """All of a layout that the limits of engines read; tests/plan/test_search_space.py holds that nothing else is."""
+    def _engine_key(self, parallel: Parallel) -> tuple[bool, ...]:
+        """All of a mesh and its pass that the limits of engines read; tests/plan/test_search.py holds that nothing else is."""
         heads = self.run.model.kv_heads or self.run.model.heads
-        ones = (parallel.pp > 1, parallel.tp > 1, parallel.tp > heads, parallel.cp > 1, parallel.ep > 1, parallel.shard == "all")
-        return (*ones, parallel.zero, parallel.schedule, parallel.sequence, parallel.offload)
+        return parallel.pp > 1, parallel.tp > 1, parallel.tp > heads, parallel.cp > 1, parallel.ep > 1, parallel.sequence
 
     def _find_engines(self, parallel: Parallel) -> tuple[str | None, ...]:
         named = self.run.engine if "engine" in self.fixed and self.run.engine != "auto" else None
