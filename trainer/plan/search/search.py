@@ -116,18 +116,17 @@ class LayoutSearch:
         self._least_states = {}
         self._least_fixed = {each: self.bounds.fixed_bytes(replace(parallel, zero=each.zero, offload=each.offload)) for each in states}
         fixed = min(self._least_fixed.values())
-        passes = [(self.bounds.seconds(each.parallel), each) for each in self._passes(parallel)]
+        passes = [(self.bounds.seconds(each.parallel), each) for each in self.passes(parallel)]
         for seconds, each in sorted(passes, key=lambda row: row[0]):
-            held = min([staged.partition.counts[0] * staged.in_flight for staged in each.pipelines], default=inf)
-            least = fixed + each.microbatch * held * self.bounds.split(each.parallel).saved * (1 - ROUNDING)
-            if self._may_matter(each.parallel, seconds if timed else inf, least):
+            if self._may_matter(each.parallel, seconds if timed else inf, fixed + self.least_kept(each)):
                 self._search_pass(each, states, timed)
 
     def _is_timed(self, state: StateChoice) -> bool:
         """Whether the seconds of such layouts are known."""
         return self.context.rates is not None and not (state.offload.optimizer or state.offload.parameters)
 
-    def _passes(self, parallel: Parallel) -> Iterator[Pass]:
+    def passes(self, parallel: Parallel) -> Iterator[Pass]:
+        """The passes of a mesh."""
         assert parallel.dp != "auto"
         splits: dict[tuple[bool, str], Parallel] = {}
         for row in self.space.passes(parallel):
@@ -144,13 +143,18 @@ class LayoutSearch:
             found = self._staged[parallel.pp, micros] = [staged_schedule(self.context, parallel, each, micros) for each in pipelines]
         return found
 
+    def least_kept(self, each: Pass) -> float:
+        """The least bytes of activations on the first stage, under any schedule of a pass."""
+        held = min([staged.partition.counts[0] * staged.in_flight for staged in each.pipelines], default=inf)
+        return each.microbatch * held * self.bounds.split(each.parallel).saved * (1 - ROUNDING)
+
     def _search_pass(self, each: Pass, states: list[StateChoice], timed: bool) -> None:
         """Cost the layouts of one kind of pass."""
         allowances_of: dict[frozenset[Form], list[Allowance]] = {}
         for zero, some in groupby(states, key=lambda state: state.zero):
             forms = self.bounds.forms(zero)
             if forms not in allowances_of:
-                allowances_of[forms] = self._allowances(each, forms, timed)
+                allowances_of[forms] = self.allowances(each, forms, timed)
             allowances = allowances_of[forms]
             most = max([allowed.bytes for allowed in allowances], default=0.0)
             for state in some:
@@ -160,7 +164,7 @@ class LayoutSearch:
                         if fixed < allowed.bytes:
                             self._search_engines(each, state, allowed)
 
-    def _allowances(self, each: Pass, forms: frozenset[Form], timed: bool) -> list[Allowance]:
+    def allowances(self, each: Pass, forms: frozenset[Form], timed: bool) -> list[Allowance]:
         """What layouts may hold under each schedule of a pass; a schedule under which none can matter is left out."""
         parallel, wires = each.parallel, self.context.wires(mesh_of(each.parallel, self.context.world))
         blocks = [self.context.block_costs(block_split(parallel, each.microbatch, form, fused=fused), wires) for form, fused in forms]

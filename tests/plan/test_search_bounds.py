@@ -1,0 +1,53 @@
+"""The bounds by which a search discards layouts are no more than what a layout costs."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from distrain.tests.plan.test_search import CASES, run_of
+from distrain.trainer.plan.engines import ENGINES
+from distrain.trainer.plan.layout_cost import LayoutCost, has_times, layout_cost
+from distrain.trainer.plan.run_layout import layout_on
+from distrain.trainer.plan.search.search import Allowance, LayoutSearch, Pass
+from distrain.trainer.plan.search.space import Space, StateChoice
+from distrain.trainer.spec.run import Run
+
+FACTORS = {"gpt": 4, "llama": 8, "moe": 4}  # of the batch, so that pipelines have more micro-batches than stages
+
+
+def larger(name: str) -> Run:
+    """The run on nodes of 8 GPUs, with more sequences in a batch and more layers."""
+    run = run_of(name)
+    cluster = replace(run.cluster, gpus=8)
+    model = replace(run.model, layers=8)
+    return replace(run, cluster=cluster, model=model, train=replace(run.train, batch=run.train.batch * FACTORS[name]))
+
+
+def costed(search: LayoutSearch, each: Pass, states: list[StateChoice]) -> Iterator[tuple[StateChoice, Allowance, LayoutCost, bool]]:
+    """(states, what the bounds allow, cost, whether its seconds are known) of every layout of a pass."""
+    for state in states:
+        for allowed in search.allowances(each, search.bounds.forms(state.zero), timed=True):
+            for engine in search.space.engines(each.parallel, state, allowed.staged.choice):
+                assert engine
+                parallel = search.space.layout(each.parallel, state, allowed.staged.choice)
+                layout = layout_on(ENGINES[engine], search.context, parallel, each.microbatch)
+                yield state, allowed, layout_cost(search.context, layout), has_times(search.context, layout)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_layout_costs_less_than_its_bounds(name: str) -> None:
+    search, seen = LayoutSearch(Space(larger(name)), rows=1), 0
+    search.capacity = 1 << 60
+    for mesh in search.space.meshes():
+        states = [each for each in search.space.states(mesh) if not each.offload.parameters][::2]
+        for each in search.passes(mesh):
+            for state, allowed, cost, is_timed in costed(search, each, states):
+                seen += 1
+                fixed = search.bounds.fixed_bytes(replace(mesh, zero=state.zero, offload=state.offload))
+                assert fixed + search.least_kept(each) <= cost.peak
+                assert fixed + allowed.kept <= cost.peak
+                if is_timed and cost.seconds:
+                    assert search.bounds.seconds(each.parallel) <= cost.seconds.step
+                    assert allowed.seconds <= cost.seconds.step
+    assert seen > 500
