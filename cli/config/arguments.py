@@ -13,7 +13,7 @@ from ...trainer.spec.problem import Problem, suggest_name
 from ...trainer.spec.read import type_text
 from . import library, synonyms
 from .cluster_argument import is_shape
-from .keys import config_keys, text_keys, unknown_key_problem
+from .keys import config_keys, takes_text, unknown_key_problem
 
 LONGEST_ARGUMENT = 10_000  # characters
 
@@ -100,7 +100,7 @@ def syntax_problem(override: str, known: Mapping[str, Any]) -> Problem:
     wrong_key = unknown_key_problem(name, known, value.strip(" '\""))
     if wrong_key and not re.fullmatch(r"[\w-]+([./][\w-]+)*", name, flags=re.ASCII):
         return Problem(rule="syntax", says=f"{override}: {name} is not a key", mend=wrong_key.mend)
-    if name in known and name not in text_keys(known) and not re.search(r"[\[\](){}'\"]", value):
+    if name in known and not takes_text(known[name]) and not re.search(r"[\[\](){}'\"]", value):
         says = f"{key}={value} is not {type_text(known[name])}"
         return Problem(rule="type", says=says, mend="give the token's id" if name == "data.end" else "")
     return Problem(rule="syntax", says=f"{override}: the value can't be read", mend="close every bracket and quote")

@@ -7,6 +7,8 @@ import unicodedata
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
+from functools import cache
+from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ...trainer.spec.problem import Problem, suggest_name
@@ -17,25 +19,32 @@ from . import synonyms
 WRITTEN_KEYS = ("reading", "model.parameters", "parallel.actions")  # set by distrain, not by users
 
 
-def config_keys(of: type = Run, at: str = "") -> dict[str, Any]:
+@cache
+def config_keys() -> Mapping[str, Any]:
     """Return every key that takes a value (`parallel.tp`), and its type."""
-    types: dict[str, Any] = {}
-    for name, hint in get_type_hints(of, include_extras=True).items():
-        section = _section_type(hint)
-        types |= config_keys(section, f"{at}{name}.") if section else {f"{at}{name}": hint}
-    return {key: hint for key, hint in types.items() if key not in WRITTEN_KEYS}
+    return MappingProxyType({key: hint for key, hint in _keys_of(Run, "") if key not in WRITTEN_KEYS})
 
 
-def text_keys(known: Mapping[str, Any]) -> set[str]:
-    """Return the keys that take any text."""
-    return {key for key, hint in known.items() if hint in (str, str | None, str | tuple[str, ...] | None)}
+def _keys_of(section: type, at: str) -> Iterator[tuple[str, Any]]:
+    for name, hint in get_type_hints(section, include_extras=True).items():
+        if inner := _section_type(hint):
+            yield from _keys_of(inner, f"{at}{name}.")
+        else:
+            yield f"{at}{name}", hint
+
+
+def takes_text(hint: Any) -> bool:
+    """Whether a key of this type takes any text."""
+    return hint in (str, str | None, str | tuple[str, ...] | None)
 
 
 def unknown_key_problem(key: str, known: Mapping[str, Any], value: Any = None) -> Problem | None:
     """Return the problem of a key that does not exist, with the user's value in its fix; None if it exists."""
+    if key in known:
+        return None
     sections = _sections(known)
     section, _, name = key.rpartition(".")
-    if key in known or key in sections or (section in known and name in _mapping_keys(known[section])):
+    if key in sections or (section in known and name in _mapping_keys(known[section])):
         return None
     if names := _mapping_keys(known.get(section)):
         return Problem(rule="unknown", says=f"no key {key}", mend=suggest_name(name, names))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from itertools import islice
 from typing import Any
 
@@ -13,7 +14,7 @@ from hydra.errors import HydraException
 from ...trainer.spec.problem import Problem
 from ...trainer.spec.quantity import dimension_of
 from .arguments import syntax_problem
-from .keys import text_keys
+from .keys import takes_text
 from .overrides import MOST_LAYOUTS, Override
 
 COMMA_KEYS = ("launch.include", "launch.exclude")  # keys whose values contain commas that do not sweep: host1:0,2
@@ -24,10 +25,10 @@ def parse_override(text: str, known: Mapping[str, Any]) -> Override | Problem:
     key, _, value = text.partition("=")
     quoted = hydra_types.QuotedString(text=value, quote=hydra_types.Quote.single).with_quotes()
     name = key.lstrip("+")
-    takes_text = name in text_keys(known)
-    for attempt in (text, f"{key}={quoted}") if takes_text or dimension_of(name) else (text,):
+    is_text = name in known and takes_text(known[name])
+    for attempt in (text, f"{key}={quoted}") if is_text or dimension_of(name) else (text,):
         try:
-            row = OverridesParser.create().parse_override(attempt)
+            row = _parse_with_grammar(attempt)
             is_sweep = row.is_sweep_override()
             if attempt is text and name in COMMA_KEYS and is_sweep:
                 continue
@@ -37,12 +38,18 @@ def parse_override(text: str, known: Mapping[str, Any]) -> Override | Problem:
                 key=row.key_or_group,
                 package=row.package,
                 deletes=row.is_delete(),
-                value=value if takes_text and isinstance(parsed, int | float) else parsed,  # a number for a text key stays as typed
+                value=value if is_text and isinstance(parsed, int | float) else parsed,  # a number for a text key stays as typed
                 sweeps=_sweep_values(row) if is_sweep else None,
             )
         except (HydraException, ValueError):
             continue
     return syntax_problem(text, known)
+
+
+@lru_cache(maxsize=4096)
+def _parse_with_grammar(text: str) -> hydra_types.Override:
+    """Parse an override with Hydra's grammar, a text once: the layouts of a sweep share most of theirs. Raises HydraException."""
+    return OverridesParser.create().parse_override(text)
 
 
 def _sweep_values(row: hydra_types.Override) -> Sequence[str] | Callable[[list[str]], list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 from io import StringIO
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def _read(file: Path) -> DictConfig | ListConfig:
         text = read_plain(file, MOST_BYTES).decode("utf-8-sig")
         if "&" in text and "*" in text and _count_nodes(NamedText(text, str(file))) > MOST_NODES:
             raise _unreadable_error(f"{file}: its anchors and aliases make more than {MOST_NODES:,} values", "write the values out")
-        return OmegaConf.load(NamedText(text, str(file)))
+        return _parse_yaml(text, str(file)).copy()
     except OSError as error:
         raise _unreadable_error(f"{file} can't be read: {error.strerror or error}") from None
     except UnicodeDecodeError:
@@ -70,6 +71,12 @@ def _read(file: Path) -> DictConfig | ListConfig:
         raise_if_interrupted(error)
         lines = str(error).splitlines() or [type(error).__name__]
         raise _unreadable_error(f"{file} can't be read: {lines[0].partition('; use sys.')[0]}") from None
+
+
+@lru_cache(maxsize=128)
+def _parse_yaml(text: str, name: str) -> DictConfig | ListConfig:
+    """Parse the text of a file of this name: the recipes of a sweep or a search share most of their files. Raises what yaml raises."""
+    return OmegaConf.load(NamedText(text, name))
 
 
 def _unreadable_error(says: str, mend: str = "") -> Unreadable:

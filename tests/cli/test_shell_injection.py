@@ -26,7 +26,7 @@ from hypothesis import strategies as some
 from msgspec import json as encoder
 
 from distrain.cli.app import command
-from distrain.cli.config.keys import config_keys, text_keys
+from distrain.cli.config.keys import config_keys, takes_text
 from distrain.cli.config.load import load_recipe
 from distrain.cli.pages.hosts_page import run_preflight_and_show
 from distrain.tests.fakes.path_commands import PDSH, PYTHON, QUIET, SBATCH, SCONTROL, SRUN, SSH, FakeCommands
@@ -176,7 +176,11 @@ def remote_commands(calls: Sequence[dict[str, Any]], run: Run, python: str) -> I
 @settings(max_examples=40, phases=ONCE)
 @given(
     user_texts=some.dictionaries(
-        some.sampled_from(sorted(text_keys(config_keys()) - {"launch.hostfile", "log.dir", "name"})), hostile, max_size=3
+        some.sampled_from(
+            sorted({key for key, hint in config_keys().items() if takes_text(hint)} - {"launch.hostfile", "log.dir", "name"})
+        ),
+        hostile,
+        max_size=3,
     ),
     named=some.lists(some.sampled_from(["AWS_SECRET", "PYTHONSTARTUP"]) | hostile, max_size=2),
     texts=tame_but_one(5),

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 from collections.abc import Callable
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -117,14 +118,19 @@ def load_per_core() -> float:
 
 def measurement_key() -> dict[str, Any]:
     """What a measurement holds for: torch's version, the CPU, the cores this process may run on, the GPUs it may see."""
-    try:
-        torch = version("torch")
-    except PackageNotFoundError:
-        torch = ""
     visible, gpus = os.environ.get("CUDA_VISIBLE_DEVICES"), len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-    return {"probe": PROBE, "torch": torch, "cpu": _cpu_model(), "cores": cpu_count(), "gpus": gpus, "visible": visible}
+    return {"probe": PROBE, "torch": _torch_version(), "cpu": _cpu_model(), "cores": cpu_count(), "gpus": gpus, "visible": visible}
 
 
+@cache
+def _torch_version() -> str:
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return ""
+
+
+@cache
 def _cpu_model() -> str:
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:

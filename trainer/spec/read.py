@@ -6,6 +6,7 @@ import math
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -36,7 +37,7 @@ def read(config: Mapping[str, Any], into: type[Part], at: str = "") -> Part:
 
 def _section(config: Mapping[str, Any], into: type[Part], at: str, problems: list[Problem]) -> Part | None:
     before = len(problems)
-    hints = get_type_hints(into, include_extras=True)
+    hints = _key_types(into)
     for key in config:
         if key not in hints:
             problems.append(Problem(rule="unknown", says=f"no key {at}{key}", mend=suggest_name(str(key), hints)))
@@ -47,6 +48,12 @@ def _section(config: Mapping[str, Any], into: type[Part], at: str, problems: lis
         elif row.default is MISSING and row.default_factory is MISSING:
             problems.append(Problem(rule="missing", says=f"{at}{row.name} is not set", mend=type_text(hints[row.name])))
     return into(**read) if len(problems) == before else None
+
+
+@cache
+def _key_types(section: type) -> Mapping[str, Any]:
+    """Return the type of each key of a section; the annotations are evaluated once."""
+    return get_type_hints(section, include_extras=True)
 
 
 def _value(value: Any, hint: Any, key: str, problems: list[Problem]) -> Any:
@@ -172,7 +179,7 @@ def _hint(value: Any, hint: Any, key: str) -> str:
         return _hint(unknown[0], get_args(list_kind)[0], key) if unknown else ""
     section = next((kind for kind in kinds if is_dataclass(kind)), None)
     if section is not None and not isinstance(value, Mapping | list | None):
-        accepting = [row.name for row in fields(section) if _accepts(value, get_type_hints(section, include_extras=True)[row.name])]
+        accepting = [row.name for row in fields(section) if _accepts(value, _key_types(section)[row.name])]
         return f"set one of its keys, as {key}.{accepting[0]}={value_text(value)}" if accepting else ""
     names = _allowed_names(hint)
     close = suggest_name(value, names) if isinstance(value, str) and names else ""
