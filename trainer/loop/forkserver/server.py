@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 import torch._dynamo  # the first optimizer of a process imports it
+from msgspec.json import Decoder
 
 from ...engines.deepspeed.import_deepspeed import import_deepspeed
 from ...launch.rank import channel
@@ -42,6 +43,8 @@ from ...launch.rank.environment import RankEnvironment, reserve_port
 from ...launch.supervisor.outcome import run_outcome
 from ...models.families import FAMILIES
 from ...plan.engines import ENGINES
+from ...plan.rules.unused_keys import defaults as key_defaults
+from ...spec.run import Run
 from ...system import parent_watch
 from ..checkpoint import LoadFailed
 from ..rank import run_rank
@@ -86,6 +89,7 @@ def serve(program: RankProgram, questions: Mapping[str, Question]) -> None:
     client = os.dup(1)
     os.dup2(2, 1)  # the client must not read what libraries print
     import_rank_modules()
+    _evaluate_annotations()
     _assert_forkable()
     gc.collect()
     gc.freeze()  # else garbage collection in a forked process would touch imported objects and so copy their memory pages
@@ -108,6 +112,12 @@ def import_rank_modules() -> None:
         with suppress(ImportError):
             importlib.import_module(name)
     del os.environ["TORCHDYNAMO_DISABLE"]
+
+
+def _evaluate_annotations() -> None:
+    """Evaluate the annotations of `Run`, as reading and planning a run does first: 7 ms of each rank's CPU time."""
+    Decoder(Run)
+    key_defaults()
 
 
 def _assert_forkable() -> None:
