@@ -145,6 +145,7 @@ def rank_importing_torch(process: subprocess.Popen[str], run: bytes) -> int:
                 words = (each / "cmdline").read_bytes().split(b"\0")
                 if words[1:4] == [b"-m", RANK_MODULE.encode(), run] and b"libtorch" in (each / "maps").read_bytes():
                     return int(each.name)
+        time.sleep(0.05)
     raise AssertionError("no rank imports torch")
 
 
