@@ -44,6 +44,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "tp2":           ("cluster.gpus=2", "parallel.zero=0", "train.microbatch=4", "parallel.tp=2"),
     "tp2 sequence":  ("cluster.gpus=2", "parallel.zero=1", "train.microbatch=2", "parallel.tp=2", "parallel.sequence=true"),
     "tp4 padded":    ("cluster.gpus=4", "parallel.zero=0", "train.microbatch=8", "parallel.tp=4", "model.vocab_multiple=16"),
+    "dp2 tp4 padded": ("cluster.gpus=8", "parallel.zero=1", "train.microbatch=4", "parallel.tp=4", "model.vocab_multiple=16"),
     "dp2 tp2 zero2": ("cluster.gpus=4", "parallel.zero=2", "train.microbatch=2", "parallel.tp=2"),
     "pp2 zero1":     ("cluster.gpus=2", "parallel.zero=1", "train.microbatch=1", "parallel.pp=2"),
     "pp4":           ("cluster.gpus=4", "parallel.zero=0", "train.microbatch=2", "parallel.pp=4"),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -50,10 +50,8 @@ def _section(config: Mapping[str, Any], into: type[Part], at: str, problems: lis
     return into(**read) if len(problems) == before else None
 
 
-@cache
-def _key_types(section: type) -> Mapping[str, Any]:
-    """Return the type of each key of a section; the annotations are evaluated once."""
-    return get_type_hints(section, include_extras=True)
+# The type of each key of a section, whose annotations are evaluated once.
+_key_types: Callable[[Any], Mapping[str, Any]] = cache(partial(get_type_hints, include_extras=True))
 
 
 def _value(value: Any, hint: Any, key: str, problems: list[Problem]) -> Any:
