@@ -212,7 +212,8 @@ def _model(stated: Case, dropout: float) -> Model:
 
 
 @cache
-def _named_cluster(name: str, device: str | None) -> Cluster:
+def named_cluster(name: str, device: str | None) -> Cluster:
+    """A cluster of conf/cluster, with a device of conf/device, or with its own."""
     return load_recipe("gpt2_124m", [f"cluster={name}", *([f"device={device}"] if device else [])]).cluster
 
 
@@ -222,7 +223,7 @@ def cluster_of(stated: Case) -> Cluster:
     known = {memory: row for (name, memory), row in CLUSTERS.items() if name == gpu}
     if not known:
         raise Inexpressible(f"no cluster of {gpu} is described: add its row to CLUSTERS and its conf/device")
-    cluster = _named_cluster(*known.get(stated["gpu_mem_gb"], next(iter(known.values()))))
+    cluster = named_cluster(*known.get(stated["gpu_mem_gb"], next(iter(known.values()))))
     gpus = stated["gpus"]
     in_node = min(gpus, cluster.gpus if cluster.gpus > 8 else stated["gpus_per_node"] or cluster.gpus)
     if gpus % in_node:

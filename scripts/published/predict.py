@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from ...trainer.plan.costs.cost_context import CostContext
+from ...trainer.plan.error_bars import Planned, memory_bar, step_bar
 from ...trainer.plan.layout_cost import layout_cost, stage_bytes
 from ...trainer.plan.rules.rules import broken_rules
 from ...trainer.plan.run_layout import run_layout
 from ...trainer.spec.problem import Unreadable
 from ...trainer.spec.run import Run
-from .error_bars import memory_width, step_width
 from .express import Case, Inexpressible, Part, express
 from .frameworks import framework_of
 
@@ -56,15 +56,17 @@ def _predict_parts(case: Case, parts: tuple[Part, ...]) -> Prediction:
     shares = [part.share for part in parts]
     seconds = sum(share * cost.seconds for share, cost in zip(shares, costs, strict=True))
     memory = sum(share * cost.memory for share, cost in zip(shares, costs, strict=True))
-    step, peak = step_width(parts[0].run), memory_width(parts[0].run)
+    run = parts[0].run
+    planned = Planned(run, run.parallel, None, round(memory))
+    step, held = step_bar(planned, seconds), memory_bar(planned)
     return Prediction(
         id=case["id"],
         step_seconds=seconds,
-        step_low=seconds / step,
-        step_high=seconds * step,
+        step_low=step.low,
+        step_high=step.high,
         memory_peak=round(memory),
-        memory_low=round(memory / peak),
-        memory_high=round(memory * peak),
+        memory_low=round(held.low),
+        memory_high=round(held.high),
         memory_stage=costs[0].stage,
         fits=sum(share * cost.peak for share, cost in zip(shares, costs, strict=True)) <= costs[0].capacity,
     )
