@@ -9,6 +9,7 @@ from math import ceil, gcd
 from typing import Any, NamedTuple
 
 from ...cli.config.load import load_recipe
+from ...trainer.models.mla.ops import LATENT
 from ...trainer.plan.estimate import Estimator
 from ...trainer.plan.rules.rules import broken_rules
 from ...trainer.spec.run import Cluster, Link, Model, Overlap, Parallel, Run, Train
@@ -189,13 +190,17 @@ def _model(stated: Case, dropout: float) -> Model:
     gated, experts = stated["gated_mlp"], stated["experts"] or 0
     recent = gated or bool(experts)
     latent = stated["arch"] == "moe-mla"
+    width = stated["head_dim"]
+    sizes: dict[str, Any] = {"head_dim": width}
+    if latent:
+        sizes = _latent_sizes() | ({"qk_nope_head_dim": width, "v_head_dim": width} if width else {})
     return Model(
         family="mla" if latent else "moe" if experts else "llama" if gated else "gpt",
         layers=stated["layers"],
         hidden=stated["hidden"],
         heads=stated["heads"],
         kv_heads=stated["kv_heads"],
-        head_dim=stated["head_dim"] or (128 if latent else None),
+        **sizes,
         ffn=stated["ffn"],
         vocab=stated["vocab"] or GPT_VOCAB,
         tied=not recent if stated["tied_embeddings"] is None else stated["tied_embeddings"],
@@ -209,6 +214,13 @@ def _model(stated: Case, dropout: float) -> Model:
         expert_ffn=stated["moe_ffn"],
         shared_experts=stated["shared_experts"] or 0,
     )
+
+
+@cache
+def _latent_sizes() -> dict[str, int]:
+    """The latent sizes of a case, which states none: DeepSeek-V3's."""
+    model = load_recipe("gpt2_124m", ["model=deepseek_v3"]).model
+    return {key: getattr(model, key) for key in LATENT}
 
 
 @cache

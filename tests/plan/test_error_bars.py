@@ -191,4 +191,4 @@ def test_a_report_says_whether_the_measured_step_lies_in_the_bar(tmp_path: Path,
     rows = [json.dumps({"step": step, "loss": 1.0, "seconds": seconds}) for step in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(rows))
     (sentence,) = drift_sentences(read_measured_run(tmp_path))
-    assert sentence.endswith(f"; {where} what the plan expects of nine runs in ten (0.80 to 1.5).")
+    assert sentence.endswith(f"; {where} what the plan expects of nine runs in ten (0.8 to 1.5).")
