@@ -106,7 +106,7 @@ def test_the_page_says_probably_where_the_capacity_lies_inside_the_bar() -> None
 def test_the_page_shows_both_bars_and_what_they_rest_on() -> None:
     plan = make_plan(load_recipe("llama3_8b_1node", []))
     page = " ".join(plan_text(plan, Style()).split())
-    assert "64.3 of 79.2 GiB (61 to 100); 15.9 s (11 to 22) a step" in page
+    assert "64.3 of 79.2 GiB (61 to 93); 15.9 s (11 to 22) a step" in page
     assert "Time of a step: 15.9 s (11 to 22)" in page
     assert f"In brackets: where nine runs in ten lie. Step and memory: {error_bars.NOT_MEASURED}" in page
 

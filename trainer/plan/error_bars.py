@@ -117,8 +117,8 @@ STEP = (
     BarRule("ZeRO-3 over more than 500 devices",                   2.05, 2.05,   14,       4, _is_sharded_widely),
 )
 MEMORY = (
-    BarRule("like most measured runs",                             1.20, 1.55,   61,       5, _is_any),
-    BarRule("peaks below 5 GiB",                                   1.25, 1.80,   14,       1, _is_small),
+    BarRule("like most measured runs",                             1.25, 1.45,   61,       5, _is_any),
+    BarRule("peaks below 5 GiB",                                   1.25, 1.85,   14,       1, _is_small),
 )
 # The tensors of our own modules and optimizers are traced (docs/gpu_traces.md: within 2 %), so a run takes hardly less. What allocator,
 # kernels and message buffers take beside them on a GPU was measured of other frameworks only, so it may take as much more as theirs.
