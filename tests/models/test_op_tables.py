@@ -7,7 +7,7 @@ import pytest
 
 from distrain.cli.config.load import load_recipe
 from distrain.trainer.models.families import FAMILIES
-from distrain.trainer.models.ops.op_table import parameter_count
+from distrain.trainer.models.ops.op_table import element_count, parameter_count
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.result import Plan
 from distrain.trainer.spec.changed_run import with_changes
@@ -199,6 +199,17 @@ SMALL = {
     "mla": Model(**MIXTRAL | {"family": "mla"}, layers=2, hidden=64, heads=4, ffn=96, shared_experts=1, q_lora_rank=24,
                  kv_lora_rank=12, qk_nope_head_dim=16, qk_rope_head_dim=4, v_head_dim=10),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("q_lora_rank", [0, 24])
+def test_latent_attention_has_the_weights_of_its_projections(q_lora_rank: int) -> None:
+    """arXiv:2412.19437 section 2.1.1: down to the latents, their norms, up to queries, keys and values, and out; 4 heads of 16 + 4 and 10."""
+    table = FAMILIES["mla"].table(replace(SMALL["mla"], q_lora_rank=q_lora_rank), Train(batch=1, seq=8, steps=1))
+    ops = [op for op in table.layer if op.name.startswith("attention.")]
+    queries = 64 * 24 + 24 + 24 * 4 * 20 if q_lora_rank else 64 * 4 * 20
+    counted = sum(element_count(weight.dims, table.sizes) for op in ops for weight in op.weights)
+    assert counted == queries + 64 * (12 + 4) + 12 + 12 * 4 * (16 + 10) + 4 * 10 * 64
+
 
 OP_TABLE_FAMILIES = [name for name, row in FAMILIES.items() if not row.made_by_transformers]
 

@@ -14,6 +14,7 @@ from distrain.cli.pages.plan_page import plan_text, verdict
 from distrain.cli.pages.report_page import drift_sentences
 from distrain.cli.pages.text_layout import Style
 from distrain.scripts.published import calibrate
+from distrain.scripts.published.fit import NAMES, held_out
 from distrain.trainer.plan import error_bars
 from distrain.trainer.plan.error_bars import MEMORY, STEP, BarRule, Planned, memory_bar, step_bar
 from distrain.trainer.plan.plan import make_plan
@@ -192,3 +193,11 @@ def test_a_report_says_whether_the_measured_step_lies_in_the_bar(tmp_path: Path,
     (tmp_path / "metrics.jsonl").write_text("\n".join(rows))
     (sentence,) = drift_sentences(read_measured_run(tmp_path))
     assert sentence.endswith(f"; {where} what the plan expects of nine runs in ten (0.8 to 1.5).")
+
+
+def test_a_held_out_source_does_not_shape_its_own_prediction() -> None:
+    """Two sources ask for opposite changes of one constant: each is predicted by the other's."""
+    ratios = np.array([0.3, 0.3, -0.3, -0.3])
+    slopes = np.zeros((4, len(NAMES)))
+    slopes[:, NAMES.index("tail")] = 1.0
+    assert list(held_out(ratios, slopes, ["one", "one", "other", "other"])) == pytest.approx([0.6, 0.6, -0.6, -0.6], abs=0.03)
