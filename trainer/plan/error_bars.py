@@ -124,8 +124,8 @@ MEMORY = (
 # kernels and message buffers take beside them on a GPU was measured of other frameworks only, so it may take as much more as theirs.
 MEMORY_OF_ENGINES = tuple(rule._replace(says=NOT_MEASURED, low=1.05, runs=0, sources=0) for rule in MEMORY)
 # A CPU's rate is measured where the plan is made. Of eleven float32 runs on two cores that other work used at times, ten took 1.14 to 1.71
-# times their plan, and one 2.8 times; cores that are always in use may be many times slower, and no bar holds that. Bytes are those of tensors, without the interpreter and its libraries: every
-# run counts them, and `report` shows that they are as planned.
+# times their plan, and one 2.8 times; cores that are always in use may be many times slower, and no bar holds that. Bytes are those of
+# tensors, without the interpreter and its libraries: every run counts them, and `report` shows that they are as planned.
 STEP_ON_CPU = (
     BarRule("a CPU that does little else",                         1.10, 1.75,   11,       1, _is_any),
     BarRule("a CPU in another number type than float32",           1.85, 2.10,    1,       1, _is_not_float32),
