@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from xml.sax.saxutils import escape
 
-from ..trainer.spec.format_numbers import seconds_text
+from ..trainer.spec.format_numbers import seconds_range_text, seconds_text, size_range_text
 
 WIDTH, MARGIN = 760, 24  # pixels, as all lengths here
 MEMORY = (76, 176)  # top and height of the memory chart
@@ -45,8 +45,8 @@ def draw(plan: Mapping[str, Any]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
         *_heading(plan),
-        *_memory(plan["memory"]),
-        *(_time(plan["time"], plan["throughput"]) if plan.get("time") else ()),
+        *_memory(plan["memory"], size_range_text(plan["memory"]["peak"], plan["memory_low"], plan["memory_high"])),
+        *(_time(plan) if plan.get("time") else ()),
         "</svg>",
     ]
     return "\n".join(rows) + "\n"
@@ -59,8 +59,8 @@ def _heading(plan: Mapping[str, Any]) -> Iterator[str]:
     yield _text(MARGIN, 48, f"{mesh} = {plan['world']:,} ranks on {plan['nodes']:,} nodes x {plan['gpus']} {plan['device']}")
 
 
-def _memory(memory: Mapping[str, Any]) -> Iterator[str]:
-    """One column a stage, its kinds stacked, below a dashed line at the device's capacity."""
+def _memory(memory: Mapping[str, Any], bar: str) -> Iterator[str]:
+    """One column a stage, its kinds stacked, below a dashed line at the device's capacity; `bar` has the ends of the peak's error bar."""
     top, height = MEMORY
     stages: Sequence[Mapping[str, Any]] = memory["stages"]
     highest = max(memory["capacity"], memory["peak"])
@@ -76,20 +76,21 @@ def _memory(memory: Mapping[str, Any]) -> Iterator[str]:
     yield f'<path d="M{MARGIN} {line:.1f}H{WIDTH - MARGIN}" stroke="#222" stroke-dasharray="5 4"/>'
     capacity, peak = (memory[key] / GIB for key in ("capacity", "peak"))
     yield _text(WIDTH - MARGIN, line - 5, f"a device has {capacity:.1f} GiB", anchor="end")
-    yield _text(
-        MARGIN, top + height + 16, f"memory of a rank in stage 0 to {len(stages) - 1}: at most {peak:.1f} GiB, in stage {memory['stage']}"
-    )
+    said = f"memory of a rank in stage 0 to {len(stages) - 1}: at most {peak:.1f} GiB{bar}, in stage {memory['stage']}"
+    yield _text(MARGIN, top + height + 16, said)
     yield from _legend(KINDS, top + height + 32)
 
 
-def _time(time: Mapping[str, float], throughput: Mapping[str, float]) -> Iterator[str]:
+def _time(plan: Mapping[str, Any]) -> Iterator[str]:
     """One bar a step, its parts side by side."""
+    time, throughput = plan["time"], plan["throughput"]
     top, height = TIME
     left, per_second = float(MARGIN), (WIDTH - 2 * MARGIN) / time["step"]
     for part, _, colour in PARTS:
         yield _box(left, top, time[part] * per_second, height, colour)
         left += time[part] * per_second
-    said = f"a step takes {seconds_text(time['step'])}: {throughput['tokens_per_second']:,.0f} tokens/s, MFU {throughput['mfu']:.1%}"
+    step = f"{seconds_text(time['step'])}{seconds_range_text(time['step'], plan['step_low'], plan['step_high'])}"
+    said = f"a step takes {step}: {throughput['tokens_per_second']:,.0f} tokens/s, MFU {throughput['mfu']:.1%}"
     yield _text(MARGIN, top + height + 18, said)
     yield from _legend(PARTS, top + height + 36)
 

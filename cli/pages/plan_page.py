@@ -17,8 +17,10 @@ from ...trainer.spec.format_numbers import (
     part_of_size,
     plural,
     rate_text,
+    seconds_range_text,
     seconds_text,
     share_text,
+    size_range_text,
     size_text,
 )
 from ...trainer.spec.problem import Problem, one_line
@@ -50,6 +52,7 @@ def plan_text(plan: Plan, style: Style) -> str:
         with_heading(_traffic_lines(plan), style),
         with_heading(_time_lines(plan, style), style),
         with_heading(_run_lines(plan), style),
+        wrap(text) if (text := _bars_text(plan)) else [],
     )
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
@@ -59,15 +62,28 @@ def verdict(plan: Plan) -> str:
     memory = plan.memory
     if memory is None:
         return f"{one_line(plan.name)} can't be laid out: {plural(len(plan.problems), 'problem')}"
-    of = part_of_size(memory.peak, memory.capacity) + (", without activations, which are not known" if memory.unknown else "")
+    of = (
+        part_of_size(memory.peak, memory.capacity)
+        + size_range_text(memory.peak, plan.memory_low, plan.memory_high)
+        + (", without activations, which are not known" if memory.unknown else "")
+    )
     where = f" on stage {memory.stage}" if len(memory.stages) > 1 else ""
     if not plan.fits:
-        says = f"does not fit: needs {of}{where}"
+        says = f"{fit_words(plan)}: needs {of}{where}"
     elif not plan.ok:
         says = f"can't run: {plural(len(plan.problems), 'problem')} (memory fits: {of})"
     else:
-        says = f"fits: {of}"
+        says = f"{fit_words(plan)}: {of}"
     return f"{one_line(plan.name)} {says}{_speed_text(plan)}{_not_runnable(plan)}"
+
+
+def fit_words(plan: Plan) -> str:
+    """Whether the plan's memory fits; "probably" where the capacity lies inside the error bar."""
+    assert plan.memory
+    capacity = plan.memory.capacity
+    if plan.fits:
+        return "probably fits" if plan.memory_high is not None and plan.memory_high > capacity else "fits"
+    return "probably does not fit" if plan.memory_low is not None and plan.memory_low <= capacity else "does not fit"
 
 
 def _not_runnable(plan: Plan) -> str:
@@ -99,7 +115,8 @@ def _speed_text(plan: Plan) -> str:
         return "; step time not known"
     days = f", {seconds_text(plan.run.seconds)}" if plan.run and plan.run.seconds is not None else ""
     speed = plan.throughput
-    return f"; {seconds_text(plan.time.step)} a step, {count_text(speed.tokens_per_second)} tokens/s, MFU {share_text(speed.mfu)}{days}"
+    step = f"{seconds_text(plan.time.step)}{seconds_range_text(plan.time.step, plan.step_low, plan.step_high)}"
+    return f"; {step} a step, {count_text(speed.tokens_per_second)} tokens/s, MFU {share_text(speed.mfu)}{days}"
 
 
 def _problem_lines(problems: Sequence[Problem], noun: str, colour: str, style: Style) -> Iterator[str]:
@@ -249,7 +266,7 @@ def _time_lines(plan: Plan, style: Style) -> list[str]:
     model, hardware = speed.model_flops_per_second_per_gpu, speed.hardware_flops_per_second_per_gpu
     recomputed = f", {rate_text(hardware, 'FLOP/s')} with recomputation (HFU {share_text(speed.hfu)})" if hardware > model else ""
     return [
-        f"Time of a step: {seconds_text(time.step)}",
+        f"Time of a step: {seconds_text(time.step)}{seconds_range_text(time.step, plan.step_low, plan.step_high)}",
         *(f"  {line}  {bar}" for line, bar in zip(lines, bars, strict=True)),
         *wrap(f"on each device {rate_text(model, 'FLOP/s')} of the model (MFU {share_text(speed.mfu)}){recomputed}", indent="  "),
         f"  {count_text(speed.tokens_per_second)} tokens/s, {count_text(speed.tokens_per_second_per_gpu)} on each device",
@@ -294,3 +311,15 @@ def _saving_lines(plan: Plan) -> list[str]:
         return wrap(f"{expected}; set cluster.storage (bytes/s) to see how often to save", indent="  ")
     best = f"saving every {seconds_text(saving.interval)} (checkpoint.every={saving.every}) gives the best goodput"
     return wrap(f"{expected}; a save takes {seconds_text(saving.seconds)}: {best}, {share_text(saving.goodput)}", indent="  ")
+
+
+def _bars_text(plan: Plan) -> str:
+    """What the ends in brackets mean, and which measured runs they rest on."""
+    reasons: dict[str, list[str]] = {}
+    for figure, bar in plan.bars.items():
+        of = f" ({plural(bar.runs, 'run')} of {plural(bar.sources, 'source')})" if bar.runs else ""
+        reasons.setdefault(f"{bar.because}{of}", []).append(figure)
+    if not reasons:
+        return ""
+    says = "; ".join(f"{' and '.join(figures)}: {why}" for why, figures in reasons.items())
+    return f"In brackets: where nine runs in ten lie. {says[0].upper()}{says[1:]}"

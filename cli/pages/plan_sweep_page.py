@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ...trainer.plan.result import Plan
 from ...trainer.spec.format_numbers import count_text, part_of_size, seconds_text, share_text
 from ...trainer.spec.problem import one_line
-from .plan_page import engine_limit, refusal_here
+from .plan_page import engine_limit, fit_words, refusal_here
 from .text_layout import Style, page_width, table, wrap
 
 
@@ -45,13 +45,14 @@ def _plan_cells(plan: Plan) -> list[str]:
 
 def _verdict_cell(plan: Plan) -> str:
     if plan.memory is not None and not plan.fits:
-        return "does not fit"
+        return fit_words(plan)
     if plan.ok and plan.fits:
+        fits = fit_words(plan)
         if plan.runnable:
-            return "fits"
+            return fits
         if refusal_here(plan):
-            return "fits, refused"
-        return f"fits, not run: {engine_limit(plan).replace('parallel.', '').replace('train.', '')}"
+            return f"{fits}, refused"
+        return f"{fits}, not run: {engine_limit(plan).replace('parallel.', '').replace('train.', '')}"
     return f"can't: {plan.problems[0].rule}" if plan.problems else "can't"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ...trainer.rundir.measured import MeasuredRun, PlannedMeasured
-from ...trainer.spec.format_numbers import count_text, plural, seconds_text, share_text, size_text
+from ...trainer.spec.format_numbers import count_text, plural, seconds_range_text, seconds_text, share_text, size_text
 from ...trainer.spec.problem import one_line
 from .loss_chart import evenly_spaced_points, loss_label, run_chart
 from .text_layout import Style, table, wrap
@@ -80,7 +80,16 @@ def _time_drift(run: MeasuredRun) -> Iterator[str]:
     if known and abs(step.drift) >= SMALL_DRIFT:
         name, more = max(known, key=lambda each: abs(each[1]))
         where = f", of which {name} {'+' if more >= 0 else '-'}{seconds_text(abs(more))}"
-    yield f"Time: {_sentence(step)}{where}."
+    yield f"Time: {_sentence(step)}{where}{_against_bar(run, step)}."
+
+
+def _against_bar(run: MeasuredRun, step: PlannedMeasured) -> str:
+    """Whether the measured step lies in the plan's error bar; "" for one that is as planned, or where the plan has none."""
+    if run.step_bar is None or step.planned is None or step.measured is None or abs(step.drift or 0.0) < SMALL_DRIFT:
+        return ""
+    low, high = run.step_bar
+    ends = seconds_range_text(step.planned, low, high).strip()
+    return f"; {'inside' if low <= step.measured <= high else 'outside'} what the plan expects of nine runs in ten {ends}"
 
 
 def _sentence(each: PlannedMeasured) -> str:

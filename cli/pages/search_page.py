@@ -8,7 +8,17 @@ from shlex import quote
 from ...trainer.plan.search.answer import Answer, FoundLayout
 from ...trainer.plan.search.scaling import SizedAnswer, best_layout, best_size, knee, tokens_per_gpu
 from ...trainer.plan.search.search import SLOWEST
-from ...trainer.spec.format_numbers import binary_unit, count_text, in_unit, part_of_size, plural, seconds_text, share_text
+from ...trainer.spec.format_numbers import (
+    binary_unit,
+    count_text,
+    in_unit,
+    part_of_size,
+    plural,
+    seconds_range_text,
+    seconds_text,
+    share_text,
+    size_range_text,
+)
 from ...trainer.spec.problem import one_line
 from ..config.command_name import command_name
 from .text_layout import Style, narrow_table, page_width, with_heading, wrap
@@ -35,7 +45,7 @@ def best_text(answer: Answer, words: Sequence[str]) -> str:
         return "\n".join(["", *wrap("; ".join(map(str, answer.problems)))])
     best = answer.rows[0]
     speed = f"; {_speed(best)}" if best.step is not None else ""
-    memory = part_of_size(best.memory, answer.capacity)
+    memory = part_of_size(best.memory, answer.capacity) + size_range_text(best.memory, best.memory_low, best.memory_high)
     says = f"The best of {answer.legal:,} layouts is {_mesh_words(best)}, {_other_words(best)}: {memory}{speed}"
     return "\n".join(["", *wrap(says), *_next_lines(answer, words)])
 
@@ -54,7 +64,7 @@ def _verdict(answer: Answer) -> str:
         return f"{one_line(answer.name)} on {where}: {'; '.join(map(str, answer.problems))}"
     best = answer.rows[0]
     speed = f"; {_speed(best)}" if best.step is not None else "; step time not known"
-    memory = part_of_size(best.memory, answer.capacity)
+    memory = part_of_size(best.memory, answer.capacity) + size_range_text(best.memory, best.memory_low, best.memory_high)
     return f"{one_line(answer.name)} on {where}: best is {_mesh_words(best)}, {_other_words(best)}: {memory}{speed}"
 
 
@@ -64,7 +74,8 @@ def _speed(layout: FoundLayout) -> str:
     mfu = f", MFU {share_text(layout.mfu)}" if layout.mfu is not None else ""
     days = f", {seconds_text(layout.days * 86400)}" if layout.days is not None else ""
     cost = f", {count_text(layout.cost)} at cluster.price" if layout.cost is not None else ""
-    return f"{seconds_text(layout.step)} a step, {count_text(layout.tokens_per_second)} tokens/s{mfu}{days}{cost}"
+    step = f"{seconds_text(layout.step)}{seconds_range_text(layout.step, layout.step_low, layout.step_high)}"
+    return f"{step} a step, {count_text(layout.tokens_per_second)} tokens/s{mfu}{days}{cost}"
 
 
 def _next_lines(answer: Answer, words: Sequence[str]) -> list[str]:

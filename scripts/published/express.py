@@ -9,6 +9,7 @@ from math import ceil, gcd
 from typing import Any, NamedTuple
 
 from ...cli.config.load import load_recipe
+from ...trainer.models.mla.ops import LATENT
 from ...trainer.plan.estimate import Estimator
 from ...trainer.plan.rules.rules import broken_rules
 from ...trainer.spec.run import Cluster, Link, Model, Overlap, Parallel, Run, Train
@@ -189,13 +190,17 @@ def _model(stated: Case, dropout: float) -> Model:
     gated, experts = stated["gated_mlp"], stated["experts"] or 0
     recent = gated or bool(experts)
     latent = stated["arch"] == "moe-mla"
+    width = stated["head_dim"]
+    sizes: dict[str, Any] = {"head_dim": width}
+    if latent:
+        sizes = _latent_sizes() | ({"qk_nope_head_dim": width, "v_head_dim": width} if width else {})
     return Model(
         family="mla" if latent else "moe" if experts else "llama" if gated else "gpt",
         layers=stated["layers"],
         hidden=stated["hidden"],
         heads=stated["heads"],
         kv_heads=stated["kv_heads"],
-        head_dim=stated["head_dim"] or (128 if latent else None),
+        **sizes,
         ffn=stated["ffn"],
         vocab=stated["vocab"] or GPT_VOCAB,
         tied=not recent if stated["tied_embeddings"] is None else stated["tied_embeddings"],
@@ -212,7 +217,15 @@ def _model(stated: Case, dropout: float) -> Model:
 
 
 @cache
-def _named_cluster(name: str, device: str | None) -> Cluster:
+def _latent_sizes() -> dict[str, int]:
+    """The latent sizes of a case, which states none: DeepSeek-V3's."""
+    model = load_recipe("gpt2_124m", ["model=deepseek_v3"]).model
+    return {key: getattr(model, key) for key in LATENT}
+
+
+@cache
+def named_cluster(name: str, device: str | None) -> Cluster:
+    """A cluster of conf/cluster, with a device of conf/device, or with its own."""
     return load_recipe("gpt2_124m", [f"cluster={name}", *([f"device={device}"] if device else [])]).cluster
 
 
@@ -222,7 +235,7 @@ def cluster_of(stated: Case) -> Cluster:
     known = {memory: row for (name, memory), row in CLUSTERS.items() if name == gpu}
     if not known:
         raise Inexpressible(f"no cluster of {gpu} is described: add its row to CLUSTERS and its conf/device")
-    cluster = _named_cluster(*known.get(stated["gpu_mem_gb"], next(iter(known.values()))))
+    cluster = named_cluster(*known.get(stated["gpu_mem_gb"], next(iter(known.values()))))
     gpus = stated["gpus"]
     in_node = min(gpus, cluster.gpus if cluster.gpus > 8 else stated["gpus_per_node"] or cluster.gpus)
     if gpus % in_node:

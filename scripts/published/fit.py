@@ -2,8 +2,9 @@
 
     python -m distrain.scripts.published.fit CASES.json
 
-Each constant is today's times a factor, whose logarithm has a prior around 0. The sum of absolute errors is minimised around today's
-constants on linearised predictions (a Gauss-Newton step, reweighted); a held-out case is predicted by the fit to the others.
+Each constant is today's times a factor, whose logarithm has a prior. The sum of absolute errors is minimised around today's constants on
+linearised predictions (a Gauss-Newton step, reweighted). A held-out case is predicted by the fit to the others, with priors that know
+nothing of it: wide, and centred on the mean of the devices, on the mean of their generations, and on the same rate for all frameworks.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from math import exp, log
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,7 @@ from .measured import step_seconds
 from .predict import predict
 
 PRIOR, NARROW_PRIOR = 0.3, 0.08  # deviations of a factor's logarithm: of a constant, of a framework's rate
+HELD_OUT_PRIOR = 0.7  # of a constant where a case is held out: it may be what only that case has told
 DELTA = 0.05  # of a logarithm, for derivatives
 FOLDS = 5
 DEVICES = ("A100", "H100-80G", "H100-96G", "H200", "B200", "GB200", "B300", "GB300")
@@ -68,7 +71,7 @@ class Constants:
             device, inside, between = cluster.device, cluster.inside, cluster.between
             assert inside
             assert between
-            letter = "B" if device.name[0] == "G" else "A" if device.name[0] == "V" else device.name[0]
+            letter = _letter(device.name)
             name = next((each for each in DEVICES if device.name.startswith(each)), "")
             fields: dict[str, Any] = {key: times(getattr(device, key), f"{key} {letter}") for key in ("flash", "streaming", "dispatch")}
             fields["sustained"] = times(device.sustained, f"sustained {name}")
@@ -93,24 +96,66 @@ def log_ratios(cases: Sequence[express.Case], constants: Constants, factors: Fac
     return np.array([log((predict(case).step_seconds or 0.0) / (step_seconds(case) or 1.0)) for case in cases])
 
 
-def fitted_step(ratios: Any, slopes: Any, rows: Any, priors: Any) -> Any:
+def slopes_of(cases: Sequence[express.Case], constants: Constants, ratios: Any) -> Any:
+    """Return the derivatives of the log ratios by the logarithms of the constants, a column each; the constants are today's again."""
+    slopes = np.stack([(log_ratios(cases, constants, {name: DELTA}) - ratios) / DELTA for name in NAMES], axis=1)
+    constants.scale({})
+    return slopes
+
+
+def fitted_step(ratios: Any, slopes: Any, rows: Any, priors: Any, centres: Any) -> Any:
     """Return the change of the constants that minimises the absolute errors of some rows (iteratively reweighted least squares)."""
-    change = np.zeros(slopes.shape[1])
+    change = centres.copy()
     for _ in range(30):
         left = ratios[rows] + slopes[rows] @ change
         weights = 6.0 / np.maximum(np.abs(left), 0.02)
         normal = slopes[rows].T @ (slopes[rows] * weights[:, None]) + np.diag(priors**-2)
-        change = np.linalg.solve(normal, -slopes[rows].T @ (weights * ratios[rows]))
+        change = np.linalg.solve(normal, centres * priors**-2 - slopes[rows].T @ (weights * ratios[rows]))
     return change
 
 
-def held_out(ratios: Any, slopes: Any, groups: Sequence[object], priors: Any) -> Any:
-    """Return each case's log ratio under the fit to all cases of other groups."""
+def held_out(ratios: Any, slopes: Any, groups: Sequence[object]) -> Any:
+    """Return each case's log ratio under the fit to all cases of other groups, by priors that know nothing of them."""
     found, numbers = ratios.copy(), np.arange(len(ratios))
-    for group in set(groups):
+    priors, centres = priors_of(HELD_OUT_PRIOR), ignorant_centres()
+    for group in sorted(set(groups), key=str):
         inside = np.array([each == group for each in groups])
-        found[inside] += slopes[inside] @ fitted_step(ratios, slopes, numbers[~inside], priors)
+        found[inside] += slopes[inside] @ fitted_step(ratios, slopes, numbers[~inside], priors, centres)
     return found
+
+
+def priors_of(prior: float) -> Any:
+    """Return the prior deviation of each constant's factor."""
+    return np.array([NARROW_PRIOR if name.startswith("kernels ") else prior for name in NAMES])
+
+
+@cache
+def ignorant_centres() -> Any:
+    """Return the factors' logarithms that one would expect of a device, a generation or a framework that was not measured."""
+    devices = {name: express.named_cluster(*row).device for (_, _), row in express.CLUSTERS.items() for name in [_device_of(row)] if name}
+    letters = {letter: next(each for name, each in devices.items() if _letter(name) == letter) for letter in GENERATIONS}
+    inside = {"A": "dgx_a100", "H": "dgx_h100", "B": "dgx_b200"}
+    known = {f"sustained {name}": each.sustained for name, each in devices.items()}
+    for letter, device in letters.items():
+        known |= {f"{key} {letter}": getattr(device, key) for key in ("flash", "streaming", "dispatch")}
+        link = express.named_cluster(inside[letter], None).inside
+        known[f"inside {letter}"] = link.efficiency if link else 1.0
+    rates = {f"kernels {row.name}": row.kernels for row in frameworks.FRAMEWORKS}
+    centres = []
+    for name in NAMES:
+        alike = [log(value) for key, value in known.items() if key.partition(" ")[0] == name.partition(" ")[0]]
+        centres.append(fmean(alike) - log(known[name]) if name in known else -log(rates.get(name, 1.0)))
+    return np.array(centres)
+
+
+def _device_of(row: tuple[str, str | None]) -> str:
+    device = express.named_cluster(*row).device.name
+    return next((name for name in DEVICES if device.startswith(name)), "")
+
+
+def _letter(device: str) -> str:
+    """The generation of a device: GB200 and B200 are one, V100 counts as A100."""
+    return "B" if device[0] == "G" else "A" if device[0] == "V" else device[0]
 
 
 def main() -> None:
@@ -118,18 +163,26 @@ def main() -> None:
     cases = [case for case in json.loads(Path(sys.argv[1]).read_text()) if step_seconds(case)]
     constants = Constants()
     ratios = log_ratios(cases, constants, {})
-    slopes = np.stack([(log_ratios(cases, constants, {name: DELTA}) - ratios) / DELTA for name in NAMES], axis=1)
-    priors = np.array([NARROW_PRIOR if name.startswith("kernels ") else PRIOR for name in NAMES])
-    change = fitted_step(ratios, slopes, np.arange(len(cases)), priors)
+    slopes = slopes_of(cases, constants, ratios)
+    change = fitted_step(ratios, slopes, np.arange(len(cases)), priors_of(PRIOR), np.zeros(len(NAMES)))
     for name, each in zip(NAMES, change, strict=True):
         print(f"{name:28} x {exp(each):.3f}")
-    folds = [at % FOLDS for at in range(len(cases))]
-    random.Random(0).shuffle(folds)
-    sources = [case["source"]["name"] for case in cases]
     _print_errors("today's constants", ratios)
     _print_errors("fitted again", ratios + slopes @ change)
-    _print_errors(f"{FOLDS}-fold cross-validation", held_out(ratios, slopes, folds, priors))
-    _print_errors("leave one source out", held_out(ratios, slopes, sources, priors))
+    _print_errors(f"{FOLDS}-fold cross-validation", held_out(ratios, slopes, folds_of(cases)))
+    _print_errors("leave one source out", held_out(ratios, slopes, sources_of(cases)))
+
+
+def folds_of(cases: Sequence[express.Case]) -> list[int]:
+    """Return the number of each case's fold of a cross-validation."""
+    folds = [at % FOLDS for at in range(len(cases))]
+    random.Random(0).shuffle(folds)
+    return folds
+
+
+def sources_of(cases: Sequence[express.Case]) -> list[str]:
+    """Return the name of each case's source."""
+    return [case["source"]["name"] for case in cases]
 
 
 def _print_errors(name: str, ratios: Any) -> None:

@@ -79,23 +79,23 @@ def test_a_bar_is_filled_to_its_share(part_of: float, bar: str) -> None:
 
 def test_similar_stages_share_a_line(plan: Plan) -> None:
     memory = stages((50, 2), *[(60 - at, 2) for at in range(30)], (20, 1))
-    lines = plan_text(replace(plan, memory=memory), PLAIN).split("\n\n")[-4].splitlines()
+    lines = plan_text(replace(plan, memory=memory), PLAIN).split("\n\n")[-5].splitlines()
     assert lines[0] == "Memory of a rank in GiB, capacity 80.0; activations as the papers count them; a"
     assert [line.split()[:3] for line in lines[3:]] == [["0-30", "0-61", "60.0"], ["31", "62", "20.0"]]
 
 
 def test_of_many_different_stages_the_first_the_fullest_and_the_last_are_shown(plan: Plan) -> None:
     memory = stages(*[(70 if at == 20 else 30, 1 + at % 2) for at in range(64)])
-    lines = plan_text(replace(plan, memory=memory), PLAIN).split("\n\n")[-4].splitlines()
+    lines = plan_text(replace(plan, memory=memory), PLAIN).split("\n\n")[-5].splitlines()
     assert [line.split()[0] for line in lines[2:]] == ["0", "1", "...", "20", "...", "62", "63"]
     assert lines[4].strip() == "... 18 lines like these"
 
 
 def test_the_verdict_says_whether_the_plan_fits_and_runs(plan: Plan) -> None:
     problem = Problem(rule="x", says="x is wrong", mend="mend x")
-    full = replace(plan, fits=False, memory=stages((50, 1), (91, 1)))
+    full = replace(plan, fits=False, memory=stages((50, 1), (91, 1)), memory_low=81 << 30, memory_high=140 << 30)
     assert verdict(plan).startswith("gpt3_175b fits: ")
-    assert verdict(full).startswith("gpt3_175b does not fit: needs 91.0 of 80.0 GiB on stage 1; ")
+    assert verdict(full).startswith("gpt3_175b does not fit: needs 91.0 of 80.0 GiB (81 to 140) on stage 1; ")
     assert verdict(replace(plan, ok=False, problems=(problem,))).startswith("gpt3_175b can't run: 1 problem (")
     nothing = replace(plan, ok=False, fits=None, memory=None, problems=(problem, problem), time=None, throughput=None, run=None)
     assert verdict(nothing) == "gpt3_175b can't be laid out: 2 problems"

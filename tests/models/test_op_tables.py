@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from distrain.cli.config.load import load_recipe
 from distrain.trainer.models.families import FAMILIES
-from distrain.trainer.models.ops.op_table import parameter_count
+from distrain.trainer.models.ops.op_table import element_count, parameter_count
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.result import Plan
 from distrain.trainer.spec.changed_run import with_changes
@@ -174,13 +175,41 @@ def test_a_token_uses_two_of_the_eight_experts_of_mixtral() -> None:
     assert plan.model.active_parameters == 46_702_792_704 - 32 * 6 * 3 * 4096 * 14336 == 12_879_925_248
 
 
+@pytest.mark.parametrize(
+    ("name", "dense", "published"),
+    [
+        ("deepseek_v3", 3, 671_026_419_200 - 58 * 256),  # without the biases of its routers, which no loss trains
+        ("deepseek_v2_lite", 1, 15_706_484_224),
+    ],
+)
+def test_deepseek_has_its_published_parameters_but_for_its_dense_layers(name: str, dense: int, published: int) -> None:
+    """The parameters of Hugging Face's deepseek-ai/DeepSeek-V3 (without its extra head) and DeepSeek-V2-Lite; plans count every layer as a
+    mixture."""
+    model = load_recipe("mixtral_8x7b", [f"model={name}", "engine=papers"]).model
+    counted = parameter_count(FAMILIES["mla"].table(model, Train(batch=1, seq=8, steps=1)), model.layers)
+    mixture = 3 * model.hidden * (model.expert_ffn or 0) * (model.experts + model.shared_experts) + model.hidden * model.experts
+    assert counted - dense * (mixture - 3 * model.hidden * (model.ffn or 0)) == published
+
+
 SMALL = {
     "bert": Model(**BERT, layers=2, hidden=64, heads=4),
     "gpt": Model(**GPT2, layers=2, hidden=64, heads=4),
     "llama": Model(**LLAMA2, layers=2, hidden=64, heads=4, kv_heads=2, ffn=96),
     "moe": Model(**MIXTRAL, layers=2, hidden=64, heads=4, kv_heads=2, ffn=96, shared_experts=1),
-    "mla": Model(**MIXTRAL | {"family": "mla"}, layers=2, hidden=64, heads=4, head_dim=16, ffn=96, shared_experts=1),
-}
+    "mla": Model(**MIXTRAL | {"family": "mla"}, layers=2, hidden=64, heads=4, ffn=96, shared_experts=1, q_lora_rank=24,
+                 kv_lora_rank=12, qk_nope_head_dim=16, qk_rope_head_dim=4, v_head_dim=10),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("q_lora_rank", [0, 24])
+def test_latent_attention_has_the_weights_of_its_projections(q_lora_rank: int) -> None:
+    """arXiv:2412.19437 section 2.1.1: down to the latents, their norms, up to queries, keys, values, and out; 4 heads of 16 + 4, 10."""
+    table = FAMILIES["mla"].table(replace(SMALL["mla"], q_lora_rank=q_lora_rank), Train(batch=1, seq=8, steps=1))
+    ops = [op for op in table.layer if op.name.startswith("attention.")]
+    queries = 64 * 24 + 24 + 24 * 4 * 20 if q_lora_rank else 64 * 4 * 20
+    counted = sum(element_count(weight.dims, table.sizes) for op in ops for weight in op.weights)
+    assert counted == queries + 64 * (12 + 4) + 12 + 12 * 4 * (16 + 10) + 4 * 10 * 64
+
 
 OP_TABLE_FAMILIES = [name for name, row in FAMILIES.items() if not row.made_by_transformers]
 
@@ -201,7 +230,7 @@ REPLICATED = {
     "gpt":   64 * (2 * (2 * 2 + 2) + 1024 + 2),
     "llama": 64 * (2 * 2 + 1),
     "moe":   64 * (2 * (2 + 8) + 1),
-    "mla":   64 * (2 * (2 + 8 + 1536 + 512 + 64) + 1) + 2 * (1536 + 512),  # the products down to the latents, and their norms
+    "mla":   64 * (2 * (2 + 8 + 24 + 12 + 4) + 1) + 2 * (24 + 12),  # the products down to the latents, and their norms
 }
 # fmt: on
 

@@ -60,6 +60,12 @@ BROKEN: list[tuple[Keys, str]] = [
         "model.experts=8 is for family mla or moe, not gpt: set model.experts=0"),
     ({"parallel.ep": 2},
         "parallel.ep=2 splits experts, and family gpt has none: set parallel.ep=1"),
+    (MOE | {"model.family": "mla", "model.q_lora_rank": 0, "model.v_head_dim": 16},
+        ("family mla needs model.kv_lora_rank, model.qk_nope_head_dim, model.qk_rope_head_dim: "
+         "set them, as conf/model/deepseek_v3.yaml does")),
+    (MOE | {"model.family": "mla", "model.q_lora_rank": 0, "model.kv_lora_rank": 8, "model.qk_nope_head_dim": 16, "model.v_head_dim": 16,
+            "model.qk_rope_head_dim": 7, "model.positions": "rope"},
+        "model.positions=rope turns pairs of elements, but a head has 7: set model.qk_rope_head_dim=8"),
     (MOE | {"model.experts": 0},
         "model.experts=0: family moe has at least one expert: set model.experts"),
     (MOE | {"model.top_k": 9},

@@ -10,6 +10,7 @@ from distrain.cli.config import library
 from distrain.cli.config.keys import config_keys
 from distrain.cli.config.load import load_recipe
 from distrain.trainer.launch.admission import start_warnings
+from distrain.trainer.models.mla.ops import LATENT
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.rules.unused_keys import IDLE, READ, RULE, default
 from distrain.trainer.spec.changed_run import with_changes
@@ -26,6 +27,7 @@ RUN = Run(
 )
 Keys = dict[str, Any]
 MOE: Keys = {"model.family": "moe", "model.experts": 4, "model.top_k": 2, "model.act": "swiglu"}
+LATENT_MOE: Keys = MOE | {"model.family": "mla"} | dict.fromkeys((f"model.{key}" for key in LATENT), 16)
 HF: Keys = {"model.family": "hf", "model.parameters": {"embedding.weight": (256, 64)}}
 ROPE: Keys = {"model.positions": "rope"}
 LLAMA3: Keys = ROPE | {"model.rope.type": "llama3", "model.rope.original_max_position_embeddings": 16}
@@ -60,6 +62,8 @@ ROWS: list[tuple[str, Any, str, Keys, Keys]] = [
     ("model.top_k", 2, "model.family=gpt", {}, MOE),
     ("model.expert_ffn", 64, "model.family=gpt", {}, MOE),
     ("model.shared_experts", 1, "model.family=gpt", {}, MOE),
+    *((f"model.{key}", 8, "model.family=gpt", {}, LATENT_MOE) for key in LATENT),
+    ("model.head_dim", 8, "model.family=mla", LATENT_MOE, {}),
     ("model.aux_loss", 0.01, "model.family=gpt", {}, MOE),
     ("model.capacity", 1.25, "model.family=gpt", {}, MOE),
     ("model.weights", "x", "checkpoint.resume=must", {"checkpoint.resume": "must"}, {}),

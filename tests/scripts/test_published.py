@@ -14,6 +14,7 @@ from distrain.scripts.published.frameworks import FRAMEWORKS
 from distrain.scripts.published.measured import score
 from distrain.scripts.published.predict import predict
 from distrain.scripts.published.ranking import rankings
+from distrain.trainer.plan.plan import make_plan
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "published" / "cases.json"
 
@@ -116,3 +117,28 @@ def test_a_choice_is_judged_by_what_the_chosen_layout_measured() -> None:
     (found,) = rankings(score(case, each) for case, each in zip(cases, predictions, strict=True))
     assert found.regret == 1.0
     assert found.tau == pytest.approx(1 / 3)
+
+
+def test_a_loss_that_is_not_compiled_holds_further_copies_of_the_logits() -> None:
+    """2 + 4 + 4 + 4 bytes a logit beside 2 + 4: logits, float32 logits, their log-softmax and its gradient."""
+    group = {"parallel": {"pp": 1, "dp": 8}, "framework": "torchtitan", "recompute": "selective-op"}
+    eager, compiled = (predict(changed(**group, compile=word)) for word in (False, True))  # type: ignore[arg-type]
+    logits = 2 * 2048 * 51200 // 2
+    assert (eager.memory_peak or 0) - (compiled.memory_peak or 0) == (14 - 6) * logits
+
+
+def test_a_recomputed_layer_holds_all_that_it_saves_while_its_backward_runs() -> None:
+    """arXiv:2205.05198 table 2: sbh(10 + 24/t + 5as/(ht)) of a layer under tensor parallelism, less the 2sbh that are kept anyway."""
+    case = changed(recompute="full")
+    run = express(case)[0].run
+    plan = make_plan(run)
+    assert plan.memory
+    values = 2048 * 2 * 2048
+    layer = values * (10 + 24 // 2) + 5 * 16 * 2048 * 2048 * 2 // 2
+    assert (predict(case).memory_peak or 0) - plan.memory.peak == layer - 2 * values
+
+
+def test_the_stage_that_a_source_looked_at_is_the_last_where_it_says_so() -> None:
+    kinds = ("as in figure", "max allocated on the last rank")
+    first, last = (predict(changed(model={"vocab": 64}, recompute="none", measured={"peak_mem_kind": kind})) for kind in kinds)
+    assert (first.memory_stage, last.memory_stage) == (0, 1)

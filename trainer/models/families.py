@@ -11,6 +11,7 @@ from .bert.ops import table as bert
 from .gpt.ops import table as gpt
 from .hf.ops import table as hf
 from .llama.ops import table as llama
+from .mla.ops import LATENT
 from .mla.ops import table as mla
 from .moe.ops import table as moe
 from .ops.documents import with_documents
@@ -24,6 +25,7 @@ class Family:
 
     - `table` makes its op table, from which it is planned.
     - `defaults` are the keys of `model` that a recipe may leave out.
+    - `needs` are the keys of `model`, by default None, that it can't do without.
     - `axes` are the mesh axes, besides dp, that split its op table and its module.
     - `module` is its torch half, "package.module:name", imported when a rank builds the model; None: it can be planned, not trained.
       It names a class that is called as trainer/layers/transformer.py's `Transformer`.
@@ -36,6 +38,7 @@ class Family:
     table: Callable[[Model, Train], OpTable]
     axes: tuple[str, ...]
     defaults: Mapping[str, object] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
     module: str | None = None
     made_by_transformers: bool = False
     states_saved: bool = False
@@ -79,8 +82,9 @@ FAMILIES: dict[str, Family] = {
         states_saved=True,
         model_types=("llama", "mistral", "ministral", "qwen2", "qwen3"),
     ),
-    "mla": Family(  # DeepSeek-V3: planned only
+    "mla": Family(  # DeepSeek-V2 and V3: planned only
         table=mla,
+        needs=LATENT,
         axes=(*DENSE, "ep"),
         defaults=LLAMA_DEFAULTS,
     ),

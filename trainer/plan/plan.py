@@ -10,13 +10,14 @@ from ..spec.run import Run
 from .costs.cost_context import CostContext
 from .costs.precision import moment_bytes
 from .engines import engine_for, engine_reason
+from .error_bars import Bar, Planned, memory_bar, step_bar
 from .fixes import memory_problem, problems_with_fixes
 from .layout.layout import Layout
 from .layout.mesh import Mesh
 from .layout.run_schedule import schedule_of
 from .layout.schedules import bubble_share
 from .layout_cost import LayoutCost, StepSeconds, extra_weight_copies, in_flight, layout_cost, stage_bytes
-from .result import Memory, MemoryBytes, ModelFacts, Plan, StageMemory, StepTime, Throughput, WholeRun
+from .result import ErrorBar, Memory, MemoryBytes, ModelFacts, Plan, StageMemory, StepTime, Throughput, WholeRun
 from .rules.rules import broken_rules
 from .run_cost import cost_of
 from .run_layout import run_layout
@@ -44,6 +45,7 @@ def make_plan(run: Run) -> Plan:
     fits = memory.peak <= memory.capacity
     whole, step = plan_whole_run(context, seconds), seconds.step if seconds else None
     saved = plan_saving(run, whole, step)
+    planned = Planned(run, parallel, engine.name if engine else None, memory.peak)
     return Plan(
         **_shared_fields(run, layout.mesh),
         ok=True,
@@ -62,6 +64,7 @@ def make_plan(run: Run) -> Plan:
         throughput=throughput,
         run=whole,
         saving=saved,
+        **_bars(memory_bar(planned), step_bar(planned, step) if step is not None else None, whole=not memory.unknown),
     )
 
 
@@ -85,7 +88,24 @@ def _plan_without_layout(run: Run, found: tuple[Problem, ...]) -> Plan:
         throughput=None,
         run=None,
         saving=None,
+        **_bars(None, None, whole=False),
     )
+
+
+def _bars(memory: Bar | None, step: Bar | None, *, whole: bool) -> dict[str, Any]:
+    """Return the ends of the error bars, and why they are so wide. Memory that is not all counted has no upper end."""
+    bars = {"step": step, "memory": memory}
+    return {
+        "memory_low": round(memory.low) if memory else None,
+        "memory_high": round(memory.high) if memory and whole else None,
+        "step_low": step.low if step else None,
+        "step_high": step.high if step else None,
+        "bars": {
+            name: ErrorBar(low=bar.rule.low, high=bar.rule.high, because=bar.rule.says, runs=bar.rule.runs, sources=bar.rule.sources)
+            for name, bar in bars.items()
+            if bar
+        },
+    }
 
 
 def _shared_fields(run: Run, mesh: Mesh | None) -> dict[str, Any]:

@@ -132,8 +132,20 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ErrorBar:
+    """By how much a figure may be off, for nine in ten runs: it may be `low` times smaller or `high` times larger, because the run is
+    of a kind, of which `runs` of `sources` sources were measured."""
+
+    low: float
+    high: float
+    because: str
+    runs: int
+    sources: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All that `distrain plan` says of one run."""
+    """All that `distrain plan` says of one run. The ends of the error bars are in seconds and bytes; None: that end is not known."""
 
     version: int
     name: str
@@ -155,8 +167,13 @@ class Plan:
     microbatches: int | None
     model: ModelFacts | None
     memory: Memory | None
+    memory_low: int | None
+    memory_high: int | None
     traffic: tuple[Message, ...]
     time: StepTime | None
+    step_low: float | None
+    step_high: float | None
+    bars: dict[str, ErrorBar]  # of "step" and "memory"
     bubble_fraction: float | None
     throughput: Throughput | None
     run: WholeRun | None

@@ -54,6 +54,7 @@ class MeasuredRun:
     resident: int | None  # peak bytes of the process, including all that is not a tensor; on a GPU, of its allocator
     losses: tuple[tuple[int, float], ...]
     validation: tuple[tuple[int, float], ...]
+    step_bar: tuple[float, float] | None = None  # seconds between which the plan expects nine runs in ten
     lost: int = 0  # logged steps with a loss that was not finite, besides skipped ones
     damaged: tuple[str, ...] = ()  # files that can't be read as `fit` writes them
 
@@ -90,6 +91,7 @@ def read_measured_run(folder: Path) -> MeasuredRun:
         resident=max((int(row["memory_peak"]) for row in steady if row.get("memory_peak")), default=None),
         losses=tuple((int(row["step"]), row["loss"]) for row in rows if "loss" in row),
         validation=tuple((int(row["step"]), row["validation_loss"]) for row in rows if "validation_loss" in row),
+        step_bar=_step_bar(plan),
         lost=sum(row.get("loss", 0) is None and "skipped" not in row for row in last),
         damaged=tuple(damaged),
     )
@@ -151,6 +153,11 @@ def _time(plan: Mapping[str, Any], run: Mapping[str, Any], rows: Rows) -> Iterat
     found = {"data": _median(rows, "seconds_data"), "forward and backward": passes, "optimizer step": _median(rows, "seconds_step")}
     if passes is not None:
         yield from (PlannedMeasured(name=name, unit="seconds", planned=planned[name], measured=found[name]) for name in planned)
+
+
+def _step_bar(plan: Mapping[str, Any]) -> tuple[float, float] | None:
+    low, high = (finite_number(plan.get(key)) for key in ("step_low", "step_high"))
+    return (low, high) if low is not None and high is not None else None
 
 
 def _speed(plan: Mapping[str, Any], rows: Rows) -> Iterator[PlannedMeasured]:

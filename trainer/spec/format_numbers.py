@@ -28,10 +28,10 @@ def binary_unit(count: float) -> str:
     return "GiB" if count >= 0.1 * 2**30 else size_text(count).partition(" ")[2]
 
 
-def in_unit(count: float, unit: str) -> str:
+def in_unit(count: float, unit: str, most: int = 3) -> str:
     """Bytes in `unit`, without naming it, for a column whose heading does."""
     number = count / 1024 ** _BINARY.index(unit)
-    return digits(number) if number == 0 or number >= 0.005 else "<0.01"
+    return digits(number, most) if number == 0 or number >= 0.005 else "<0.01"
 
 
 def part_of_size(count: float, whole: float) -> str:
@@ -42,6 +42,11 @@ def part_of_size(count: float, whole: float) -> str:
         if unit == binary_unit(whole)
         else f"{size_text(count)} of {size_text(whole)}"
     )
+
+
+def size_range_text(count: float, low: float | None, high: float | None) -> str:
+    """The ends of a number of bytes in the unit that suits it, in brackets: (37 to 60); "" where one is not known or both are the same."""
+    return "" if low is None or high is None else _range_text(*(in_unit(each, binary_unit(count), 2) for each in (low, high)))
 
 
 def count_text(value: float) -> str:
@@ -58,10 +63,14 @@ def seconds_text(value: float) -> str:
     """Seconds in the unit that suits them: 12.3 ms, 65.2 s, 148 years."""
     if value == 0:
         return "0 s"
-    for unit, name in _TIMES:
-        if value * 1.0005 >= unit * (2 if unit >= 60 else 1):
-            return f"{digits(value / unit)} {name}"
-    return f"{digits(value * 1e6)} us"
+    unit, name = _time_unit(value)
+    return f"{digits(value / unit)} {name}"
+
+
+def seconds_range_text(value: float, low: float | None, high: float | None) -> str:
+    """The ends of seconds in the unit that suits them, in brackets: (1.0 to 1.5); "" where one is not known or both are the same."""
+    unit, _ = _time_unit(value)
+    return "" if low is None or high is None else _range_text(digits(low / unit, 2), digits(high / unit, 2))
 
 
 def share_text(value: float) -> str:
@@ -72,6 +81,15 @@ def share_text(value: float) -> str:
 def plural(number: int, noun: str) -> str:
     """A number with its noun, singular or plural: 1 node, 384 nodes."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _range_text(low: str, high: str) -> str:
+    return f" ({low} to {high})" if low != high else ""
+
+
+def _time_unit(value: float) -> tuple[float, str]:
+    """(seconds, name) of the unit that suits a time."""
+    return next(((unit, name) for unit, name in _TIMES if value * 1.0005 >= unit * (2 if unit >= 60 else 1)), (1e-6, "us"))
 
 
 def _scaled_text(value: float, units: Sequence[str], step: int) -> str:

@@ -49,6 +49,11 @@ class Model:
     vocab: Count
     kv_heads: Count | None = None
     head_dim: Count | None = None
+    q_lora_rank: Natural | None = None
+    kv_lora_rank: Count | None = None
+    qk_nope_head_dim: Count | None = None
+    qk_rope_head_dim: Count | None = None
+    v_head_dim: Count | None = None
     ffn: Count | None = None
     context: Count | None = None
     vocab_multiple: Count = 1

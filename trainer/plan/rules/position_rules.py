@@ -17,10 +17,11 @@ def rotary(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule
     model, rope = run.model, run.model.rope
     if model.positions != "rope" or is_made_by_transformers(model):
         return
-    head_dim = model.head_dim or model.hidden // model.heads
+    key = "head_dim" if model.qk_rope_head_dim is None else "qk_rope_head_dim"
+    head_dim = model.qk_rope_head_dim or model.head_dim or model.hidden // model.heads
     if head_dim % 2:
         says = f"model.positions=rope turns pairs of elements, but a head has {head_dim}"
-        yield BrokenRule("rope", says, ((("model.head_dim", head_dim + 1),),))
+        yield BrokenRule("rope", says, (((f"model.{key}", head_dim + 1),),))
         return
     if "original_max_position_embeddings" in ROPE_KEYS[rope.type] and rope.original_max_position_embeddings is None:
         fix = f"set {ORIGINAL} to the length of the sequences that the model was first trained on, as {ORIGINAL}=8192"

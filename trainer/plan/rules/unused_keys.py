@@ -12,6 +12,7 @@ from itertools import chain
 from typing import Any, get_args, get_type_hints
 
 from ...models.families import has_experts, is_made_by_transformers
+from ...models.mla.ops import LATENT
 from ...spec.problem import Problem
 from ...spec.read import value_text
 from ...spec.rope import ROPE_KEYS
@@ -92,6 +93,8 @@ IDLE: dict[str, Condition] = {
     "model.rope_base":         _is_not("model.positions", "rope"),
     "model.rope.type":         _is_not("model.positions", "rope"),
     **{f"model.rope.{key}": _rope_key(key) for key in sorted(set(chain(*ROPE_KEYS.values())))},
+    **{f"model.{key}": _is_not("model.family", "mla") for key in LATENT},
+    "model.head_dim":          _is("model.family", "mla"),
     "model.lora.alpha":        _is("model.lora.rank", 0),
     "model.lora.targets":      _is("model.lora.rank", 0),
     "model.top_k":             _no_experts,
@@ -141,7 +144,7 @@ IDLE: dict[str, Condition] = {
     "launch.preflight":        _is_not("launch.name", "deepspeed"),
 }
 READ: dict[str, tuple[str, ...]] = {  # by section
-    "model":           ("family", "layers", "hidden", "heads", "vocab", "kv_heads", "head_dim", "vocab_multiple", "tied", "bias",
+    "model":           ("family", "layers", "hidden", "heads", "vocab", "kv_heads", "vocab_multiple", "tied", "bias",
                         "qkv_bias", "qk_norm", "norm", "norm_eps", "act", "positions", "dropout", "hf", "parameters", "experts"),
     "model.lora":      ("rank",),
     "cluster":         ("nodes", "gpus", "storage", "price", "mtbf"),

@@ -11,6 +11,7 @@ from ...spec.problem import Problem
 from ...spec.run import Run
 from ..costs.cost_context import CostContext
 from ..engines import ENGINES, engine_for
+from ..error_bars import Planned, memory_bar, step_bar
 from ..fixes import problems_with_fixes
 from ..layout.layout import Layout
 from ..layout_cost import StepSeconds, layout_cost
@@ -42,7 +43,11 @@ class FoundLayout:
     offload: tuple[str, ...]
     engine: str | None
     memory: int  # bytes of the fullest rank
+    memory_low: int  # ends of its error bar
+    memory_high: int | None  # None: the plan does not count all of it
     step: float | None
+    step_low: float | None
+    step_high: float | None
     tokens_per_second: float | None
     mfu: float | None
     days: float | None
@@ -147,6 +152,8 @@ def _found_layout(context: CostContext, found: CostedLayout, best: StepSeconds |
     speed = plan_throughput(context, layout, seconds) if seconds else None
     whole = plan_whole_run(context, seconds)
     moved = parallel.offload
+    planned = Planned(run, parallel, engine, found.peak)
+    held, taken = memory_bar(planned), step_bar(planned, seconds.step) if seconds else None
     return FoundLayout(
         overrides=overrides(answer_changes(run, found.candidate)),
         mesh={name: getattr(parallel, name) for name in ("pp", "dp", "cp", "ep", "tp")},
@@ -160,7 +167,11 @@ def _found_layout(context: CostContext, found: CostedLayout, best: StepSeconds |
         offload=tuple(name for name in ("optimizer", "parameters") if getattr(moved, name)),
         engine=engine,
         memory=found.peak,
+        memory_low=round(held.low),
+        memory_high=round(held.high) if context.table.has_costs else None,
         step=seconds.step if seconds else None,
+        step_low=taken.low if taken else None,
+        step_high=taken.high if taken else None,
         tokens_per_second=speed.tokens_per_second if speed else None,
         mfu=speed.mfu if speed else None,
         days=whole.days,
