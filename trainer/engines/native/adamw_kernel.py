@@ -58,8 +58,10 @@ def compiled_adamw(beta1: float, beta2: float, eps: float) -> Step:
     """`adamw` as torch's compiler makes it: one kernel, made for the first tensor's length, and once more for those of any length.
     Python's numbers are constants of it."""
 
+    kernel: Step = adamw
+
     def step(*given: Tensor | None) -> None:
-        adamw(*given, beta1, beta2, eps)  # type: ignore[arg-type]
+        kernel(*given, beta1, beta2, eps)
 
     compiled: Step = torch.compile(step, fullgraph=True)
     return compiled
