@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-from ...trainer.prove.layouts import AXES, NATIVE, ONE_PROCESS, RECOMPUTES, SCHEDULES, ProveLayout
+from ...trainer.prove.layouts import AXES, FILE, NATIVE, ONE_PROCESS, RECOMPUTES, SCHEDULES, ProveLayout
 from ...trainer.prove.plan_proof import ProveRequest
 from ...trainer.spec.problem import Problem, suggest_name
 
@@ -87,7 +87,13 @@ def _read_part(part: str) -> tuple[str, Any] | str:
         return "zero", int(stage[1])
     if part == "sequence":
         return "sequence", True
-    for key, known in (("engine", (NATIVE,)), ("schedule", SCHEDULES), ("recompute", RECOMPUTES)):
+    if number := re.fullmatch(r"(chunks|shard)([1-9]\d{0,5})", part):
+        return number[1], int(number[2])
+    if layers := re.fullmatch(r"stages([1-9]\d{0,3}(?:-[1-9]\d{0,3})*)", part):
+        return "stages", tuple(map(int, layers[1].split("-")))
+    if gather := re.fullmatch(r"gather_(step|micro)", part):
+        return "gather", gather[1]
+    for key, known in (("engine", (NATIVE,)), ("schedule", (*SCHEDULES, FILE)), ("recompute", RECOMPUTES)):
         if part in known:
             return key, part
     name = part.rstrip("0123456789")
@@ -97,7 +103,12 @@ def _read_part(part: str) -> tuple[str, Any] | str:
         return f"a degree is at least 1, as {name}2"
     if name == "zero":
         return "the stages are zero0 to zero3"
-    return suggest_name(part, (*(f"{axis}2" for axis in AXES), "zero1", "sequence", *SCHEDULES, NATIVE, *RECOMPUTES))
+    if name == "stages":
+        return "write the layers of each part of the model, as stages1-2-1"
+    if name in ("chunks", "shard"):
+        return f"write a number, as {name}2"
+    known = (*(f"{axis}2" for axis in AXES), "zero1", "sequence", *SCHEDULES, FILE, NATIVE, *RECOMPUTES)
+    return suggest_name(part, (*known, "chunks2", "stages1-1", "shard2", "gather_step", "gather_micro"))
 
 
 def _checked_layout(name: str, layout: ProveLayout, values: dict[str, Any]) -> ProveLayout | Problem:
@@ -107,9 +118,15 @@ def _checked_layout(name: str, layout: ProveLayout, values: dict[str, Any]) -> P
     if layout.sequence and layout.tp == 1:
         fix = f"write {name}.tp2" if "tp" not in values else "write tp2"
         return _problem(name, "splits the sequence over tensor-parallel ranks, but has only one", fix)
-    if "schedule" in values and layout.pp == 1:
+    if layout.pp == 1 and (part := next((key for key in ("schedule", "chunks", "stages") if key in values), None)):
         fix = f"write {name}.pp2" if "pp" not in values else "write pp2"
-        return _problem(name, f"has a schedule, {layout.schedule}, but only one stage", fix)
+        noun = {"schedule": f"a schedule, {layout.schedule}"}.get(part, f"{part} of a pipeline")
+        return _problem(name, f"has {noun}, but only one stage", fix)
+    if layout.shard and not layout.zero:
+        return _problem(name, f"has shards of {layout.shard} ranks, and ZeRO shards nothing at stage 0", f"write {name}.zero1")
+    if layout.gather and layout.zero != 3:
+        fix = "write zero3" if "zero" in values else f"write {name}.zero3"
+        return _problem(name, "says how often ZeRO 3 gathers weights, and gathers none", fix)
     return layout
 
 

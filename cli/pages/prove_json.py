@@ -10,6 +10,7 @@ from ...trainer.prove.judge import LayoutResult, ProofResult
 from ...trainer.prove.plan_proof import Proof
 from ...trainer.prove.trial import Trial
 from ...trainer.prove.untested import untested_parts
+from ...trainer.prove.written_choices import choices_sentence, written_choices
 from .prove_verdict import verdict_sentence
 
 
@@ -23,6 +24,7 @@ def proof_document(proof: Proof, result: ProofResult) -> dict[str, Any]:
         "precision": proof.reference.run.train.precision,
         "folder": str(proof.folder),
         "says": verdict_sentence(proof, result),
+        "written": {"keys": list(written_choices(proof.recipe)), "says": choices_sentence(proof)},
         "tolerance": {"loss": result.tolerance.loss, "grad_norm": result.tolerance.norm, "weights": result.tolerance.weights},
         "alone": _result_row(result.reference),
         "control": _result_row(result.control) if result.control else None,
@@ -70,6 +72,10 @@ def _trial_row(trial: Trial) -> dict[str, Any]:
         "schedule": parallel.schedule if parallel.pp > 1 else None,
         "zero": parallel.zero,
         "sequence": parallel.sequence,
+        "chunks": parallel.chunks,
+        "stages": list(parallel.stages) if parallel.stages else None,
+        "shard": parallel.shard,
+        "gather": parallel.gather,
         "recompute": parallel.recompute,
         "microbatch": trial.run.train.microbatch,
         "microbatches": trial.plan.microbatches,

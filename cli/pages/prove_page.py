@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from ...trainer.prove.check_trials import midway_step
 from ...trainer.prove.judge import CONTROL_FACTOR, LayoutResult, ProofResult
-from ...trainer.prove.layouts import ProveLayout
+from ...trainer.prove.layouts import FILE, ProveLayout
 from ...trainer.prove.messages import message_differences
 from ...trainer.prove.plan_proof import Proof
 from ...trainer.prove.untested import ALL_PARTS, skipped_checks, unused_parts
+from ...trainer.prove.written_choices import choices_sentence
 from ...trainer.rundir.absolute_paths import relative_folder
 from ...trainer.spec.format_numbers import plural, seconds_text
 from .prove_verdict import micro_batches, names_text, verdict_sentence
@@ -24,6 +25,11 @@ MEANINGS = {
     "cp": "cp: ranks share the tokens of each sequence",
     "ep": "ep: replicas share the experts",
     "pp": "pp: stages share the layers",
+    "file": "file: the actions of the recipe's own file",
+    "chunks": "chunks: parts of the model a stage",
+    "stages": "stages: layers of each part",
+    "shard": "shard: ranks over which ZeRO shards",
+    "gather": "gather: how often ZeRO 3 gathers weights",
     "is_delayed": "pipedream, pipedream_2bw: gradients of older weights, another curve by design; one process simulates it",
     "engine": "native: our own engine where another is the default",
 }
@@ -85,7 +91,9 @@ def proof_opening(proof: Proof) -> str:
     layouts = plural(len(proof.trials), "layout")
     says = f"{proof.recipe.name}, {plural(proof.steps, 'step')}{of}: in one process, then in {layouts} on {where}"
     folder = f"run folders in {relative_folder(proof.folder)}"
-    return "\n".join([*wrap(says, hang="  "), *(f"  {line}" for line in _meanings(proof)), folder])
+    written = choices_sentence(proof)
+    own = wrap(written, hang="  ") if written else []
+    return "\n".join([*wrap(says, hang="  "), *(f"  {line}" for line in _meanings(proof)), *own, folder])
 
 
 def _meanings(proof: Proof) -> list[str]:
@@ -103,6 +111,10 @@ def _meanings(proof: Proof) -> list[str]:
 def _has_part(layout: ProveLayout, part: str) -> bool:
     if part == "engine":
         return layout.engine != "auto"
+    if part == "file":
+        return layout.schedule == FILE
+    if part in ("chunks", "stages", "shard", "gather"):
+        return getattr(layout, part) is not None
     value: int | bool = getattr(layout, part)
     return bool(value) if part in ("zero", "sequence", "is_delayed") else value > 1
 

@@ -35,9 +35,9 @@ def _curve_sentence(layouts: int, curve: str, largest: float) -> str:
 
 
 def _wrong_sentences(result: ProofResult) -> Iterator[str]:
-    """How many layouts train another curve, how many only send other messages, and which checks fail."""
+    """How many layouts train another curve, how many only send other messages or run other actions, and which checks fail."""
     count = plural(len(result.layouts), "layout")
-    wrong = [each for each in result.layouts if each.verdict not in ("same", "messages")]
+    wrong = [each for each in result.layouts if each.verdict not in ("same", "messages", "actions")]
     curves = [each.trial.name for each in wrong if not each.trial.layout.is_delayed]
     delayed = [each.trial.name for each in wrong if each.trial.layout.is_delayed]
     messages = [each.trial.name for each in result.layouts if each.verdict == "messages"]
@@ -48,9 +48,13 @@ def _wrong_sentences(result: ProofResult) -> Iterator[str]:
     if messages:
         verb = "sends" if len(messages) == 1 else "send"
         yield f"{len(messages)} of {count} {verb} other messages than the plan says: {names_text(messages)}"
+    if ordered := [each.trial.name for each in result.layouts if each.verdict == "actions"]:
+        verb = "runs" if len(ordered) == 1 else "run"
+        yield f"{len(ordered)} of {count} {verb} other actions than the schedule says: {names_text(ordered)}"
     for each in (each for each in result.checks if each.verdict != "same"):
         micros = f" with micro-batches of {micro_batches(each.trial)}" if each.trial.check == "microbatch" else ""
-        yield f"{each.trial.name}{micros} {'sends other messages' if each.verdict == 'messages' else 'does not train the same curve'}"
+        says = {"messages": "sends other messages", "actions": "runs other actions"}.get(each.verdict, "does not train the same curve")
+        yield f"{each.trial.name}{micros} {says}"
 
 
 def micro_batches(trial: Trial) -> str:

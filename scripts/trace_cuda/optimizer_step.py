@@ -30,6 +30,7 @@ from ...trainer.plan.plan import make_plan
 from ...trainer.spec.run import Run
 from .live_bytes import NO_KERNEL, LiveBytes
 
+OWN = ("aten", "distrain")  # namespaces of operators that move bytes
 SEQ, LAYERS, STEPS = 4, (2, 6), 3
 MODEL = ("model.hidden=256", "model.heads=4", "model.vocab=512", "parallel.bucket=100000")
 
@@ -62,10 +63,11 @@ class MovedBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         name = func._overloadpacket.__name__
         self.waits += name == "_local_scalar_dense"
-        if func.namespace == "aten" and name not in NO_KERNEL:
+        if func.namespace in OWN and name not in NO_KERNEL:
             given = list(zip(func._schema.arguments, args, strict=False))
             written = [value for argument, value in given if argument.alias_info and argument.alias_info.is_write]
             only_written = written if name in ("copy_", "fill_", "zero_") else []
+            only_written += [value for argument, value in given if argument.name == "copy"]  # of distrain::adamw
             read = [value for _, value in given if not any(value is each for each in only_written)]
             made = [] if written else [result]
             self.kernels += 1
@@ -106,6 +108,7 @@ def _measure(run: Run, world: World) -> dict[str, float]:
     with live:
         engine: Any = build_engine(run, make_grid(world, mesh_position(run, 0)), make_plan(run).engine)
         tokens = torch.zeros(1, SEQ, dtype=torch.long)
+        engine.steps_in_one_kernel = run.engine == "native"  # as on a GPU; here the kernel's operators run one by one, uncounted
         around = around_native_step if run.engine == "native" else around_deepspeed_step
         with around(engine, live, moved, found):
             for _ in range(STEPS):

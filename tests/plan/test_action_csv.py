@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distrain.tests.fakes.action_orders import action_orders, pipelines
 from distrain.trainer.plan.layout.action_csv import read_action_csv, write_action_csv
 from distrain.trainer.plan.layout.schedules import SCHEDULES, Action
 
@@ -31,6 +32,18 @@ def test_a_schedule_is_read_as_it_was_written(name: str, stages: int, rounds: in
     assert read.actions == lists
     assert (read.chunks, read.micros) == (row.parts(chunks if row.chunked else 1), rounds * stages)
     assert read.folded == (row.folded and stages > 1)  # on one stage both placements are the same
+
+
+@given(st.data())
+def test_any_legal_order_is_read_as_it_was_written_and_refused_without_one_of_its_actions(data: st.DataObject) -> None:
+    pipeline = data.draw(pipelines())
+    lists = data.draw(action_orders(pipeline))
+    read = read_action_csv(write_action_csv(lists, folded=pipeline.folded), pipeline.stages)
+    assert read.actions == tuple(map(tuple, lists))
+    assert (read.chunks, read.micros, read.folded) == (pipeline.chunks, pipeline.micros, pipeline.folded and pipeline.stages > 1)
+    short = lists[data.draw(st.integers(0, pipeline.stages - 1))]
+    short.pop(data.draw(st.integers(0, len(short) - 1)))
+    assert refusal(write_action_csv(lists, folded=pipeline.folded), pipeline.stages)
 
 
 def test_a_cell_is_part_kind_and_micro_batch() -> None:

@@ -9,15 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distrain.trainer.plan.layout.schedules import SCHEDULES, Action, Kind, Schedule, part_of
+from distrain.tests.fakes.action_orders import Lists, action_orders, can_start, pipelines
+from distrain.trainer.plan.layout.schedules import SCHEDULES, Action, Schedule, part_of
 from distrain.trainer.plan.layout.simulate import Simulation, simulate
 from distrain.trainer.plan.layout.step_order import step_order
 
-Lists = list[list[Action]]
 Seconds = dict[tuple[str, int], int]
-
-
-KINDS: tuple[tuple[Kind, ...], ...] = (("F", "B"), ("F", "I", "W"))
 
 
 class Case(NamedTuple):
@@ -30,40 +27,13 @@ class Case(NamedTuple):
         return simulate(self.lists, folded=self.folded, seconds=lambda kind, part: self.seconds[kind, part], send=self.send)
 
 
-def startable(action: Action, part: int, last: int, ran: set[tuple[str, int, int]]) -> bool:
-    """Whether all that an action needs has run: (kind, micro-batch, part), an I counted as a B."""
-    kind, micro, _ = action
-    match kind:
-        case "F":
-            return part == 0 or ("F", micro, part - 1) in ran
-        case "B" | "I":
-            return ("F", micro, part) in ran and (part == last or ("B", micro, part + 1) in ran)
-        case _:
-            return ("B", micro, part) in ran
-
-
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Legal lists: actions taken at random from those that can start, with whole and split backwards mixed."""
-    folded = draw(st.booleans())
-    stages, micros, chunks = draw(st.integers(1, 4)), draw(st.integers(1, 4)), 2 if folded else draw(st.integers(1, 3))
-    last = stages * chunks - 1
-    left: list[tuple[int, Action]] = []
-    for stage in range(stages):
-        for chunk in range(chunks):
-            for micro in range(micros):
-                left += [(stage, Action(kind, micro, chunk)) for kind in draw(st.sampled_from(KINDS))]
-    lists: Lists = [[] for _ in range(stages)]
-    ran: set[tuple[str, int, int]] = set()
-    while left:
-        places = [part_of(stage, action.chunk, stages, folded=folded) for stage, action in left]
-        ready = [at for at, (_, action) in enumerate(left) if startable(action, places[at], last, ran)]
-        at = draw(st.sampled_from(ready))
-        stage, action = left.pop(at)
-        lists[stage].append(action)
-        ran.add((action.kind.replace("I", "B"), action.micro, places[at]))
-    seconds = {(kind, part): draw(st.integers(0, 5)) for kind in "FBIW" for part in range(last + 1)}
-    return Case(lists, folded, seconds, draw(st.integers(0, 3)))
+    """Legal lists of any pipeline, with seconds of each action and message."""
+    pipeline = draw(pipelines())
+    lists = draw(action_orders(pipeline))
+    seconds = {(kind, part): draw(st.integers(0, 5)) for kind in "FBIW" for part in range(pipeline.stages * pipeline.chunks)}
+    return Case(lists, pipeline.folded, seconds, draw(st.integers(0, 3)))
 
 
 @given(cases())
@@ -139,7 +109,7 @@ def test_lists_are_refused_where_and_only_where_no_order_of_all_stages_runs_them
             while at[stage] < len(actions):
                 action = actions[at[stage]]
                 part = part_of(stage, action.chunk, stages, folded=case.folded)
-                if not startable(action, part, last, ran):
+                if not can_start(action, part, last, ran):
                     break
                 ran.add((action.kind.replace("I", "B"), action.micro, part))
                 at[stage] += 1

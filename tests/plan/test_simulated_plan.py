@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import Phase, given, settings
 
 from distrain.cli.config.load import load_recipe
+from distrain.tests.fakes.action_orders import Lists, Pipeline, action_orders
 from distrain.trainer.plan.layout.action_csv import write_action_csv
 from distrain.trainer.plan.layout.schedules import SCHEDULES
+from distrain.trainer.plan.layout.simulate import simulate
 from distrain.trainer.plan.plan import make_plan
 
 MICROS = 16
@@ -34,6 +38,24 @@ def test_a_file_of_a_rows_actions_takes_the_planned_time_and_memory_of_the_row(
     simulated, held = step_and_peak(f"parallel.schedule={file}", f"parallel.chunks={chunks}")
     assert simulated == pytest.approx(step, rel=close)
     assert held == peak
+
+
+@settings(max_examples=20, phases=[Phase.generate])
+@given(action_orders(Pipeline(4, 4, 1, False)))
+def test_any_legal_order_is_planned_with_the_micro_batches_that_its_stages_hold(lists: Lists) -> None:
+    run = load_recipe("llama3_8b_1node", [*KEYS, "train.batch=8"])
+    plain = make_plan(run)
+    text = write_action_csv(lists, folded=False)
+    plan = make_plan(replace(run, parallel=replace(run.parallel, schedule="drawn.csv", actions=text)))
+    assert plan.problems == ()
+    assert plain.memory is not None
+    assert plan.memory is not None
+    assert plan.time is not None
+    held = simulate(lists, folded=False, seconds=lambda kind, part: 1.0).peak
+    rows = list(zip(plan.memory.stages, plain.memory.stages, strict=True))[:-1]  # the last stage holds an end of the model too
+    for stage, (planned, one_f_one_b) in enumerate(rows):
+        assert planned.bytes.activations * (4 - stage) == pytest.approx(one_f_one_b.bytes.activations * held[stage], rel=1e-6)
+    assert plan.time.bubble > 0  # the first stage waits for the others, whatever the order
 
 
 def test_layers_given_as_they_are_balanced_change_nothing() -> None:

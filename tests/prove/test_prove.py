@@ -9,16 +9,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-from distrain.cli.verbs.prove_run import Recipe, Screen, prove_recipe
+from distrain.cli.verbs.prove_run import Recipe
+from distrain.tests.fakes.prove_screen import SERVER, TINY, ScreenRecord, run_prove
 from distrain.trainer.prove.fork_client import ForkServer, ServerGone
 from distrain.trainer.prove.layouts import ProveLayout
 from distrain.trainer.prove.plan_proof import ProveRequest, plan_proof
@@ -28,37 +28,7 @@ from distrain.trainer.system.child_process import end_child
 if TYPE_CHECKING:
     from distrain.tests.fakes.rank_pool import RankPool
 
-TINY = (
-    "conf=quickstart", "model=tiny", "model.layers=2", "data=synthetic", "train.batch=8", "train.seq=16", "train.microbatch=4",
-    "parallel.zero=1",
-)  # fmt: skip
-SERVER = Path(__file__).parents[1] / "rank_programs" / "spoiled_ranks.py"
 WIDE = 100  # columns, so that a row is a line
-
-
-@dataclass
-class ScreenRecord:
-    """What a proof printed: texts, problems, live lines; and its exit status."""
-
-    shown: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    live: list[str] = field(default_factory=list)
-    status: int | None = None
-
-    @property
-    def lines(self) -> list[str]:
-        return "\n".join(self.shown).splitlines()
-
-    def row(self, layout: str) -> list[str]:
-        return next(line.split() for line in self.lines if line.split(" ")[0] == layout)
-
-
-def run_prove(arguments: Sequence[str], folder: Path, start_server: Callable[..., Any], **options: bool) -> ScreenRecord:
-    record = ScreenRecord()
-    screen = Screen(show=record.shown.append, tell=lambda problems: record.problems.extend(map(str, problems)), live=record.live.append)
-    given = {"as_json": False, "reasons": False, **options}
-    record.status = prove_recipe([*TINY, *arguments, f"log.dir={folder}"], None, screen, start_server=start_server, **given)
-    return record
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -153,7 +153,7 @@ def test_a_recipes_own_layout_is_among_the_defaults() -> None:
     interleaved = ["parallel.pp=2", "cluster=1x4", "parallel.schedule=interleaved"]
     own = ProveLayout(dp=2, pp=2, zero=1, schedule="interleaved")
     assert recipe_layout(load_recipe("quickstart", [*interleaved, "parallel.chunks=2"])) == own
-    assert recipe_layout(load_recipe("quickstart", [*interleaved, "parallel.chunks=3"])) is None
+    assert recipe_layout(load_recipe("quickstart", [*interleaved, "parallel.chunks=3"])) == replace(own, chunks=3)
     proof = planned([], "parallel.zero=2")
     assert ProveLayout(dp=2, zero=2) in [each.layout for each in proof.trials]
     assert proof.trials[0].layout == ProveLayout(dp=2)

@@ -10,20 +10,30 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from distrain.trainer.engines.deepspeed.adapter import DeepSpeedAdapter
+from distrain.trainer.engines.native import engine as engine_module
 from distrain.trainer.engines.native.delayed_engine import DelayedEngine
 from distrain.trainer.engines.native.engine import NativeEngine
+from distrain.trainer.engines.native.pipeline import Pipeline
+from distrain.trainer.engines.native.weight_buckets import WeightBucket
 from distrain.trainer.launch.rank.channel import Channel
+from distrain.trainer.layers.transformer import Transformer
 from distrain.trainer.loop import train as loop
 from distrain.trainer.loop.forkserver.server import QUESTIONS, serve
 from distrain.trainer.loop.rank import run_rank
 from distrain.trainer.plan.layout.delay import Delay
+from distrain.trainer.plan.layout.schedules import gpipe
 from distrain.trainer.prove.locate import TRACED_SUFFIX
 
 train: Any = loop  # the module whose functions the faults replace
 adapter: Any = DeepSpeedAdapter  # the classes whose methods they replace
 native: Any = NativeEngine
+engine: Any = engine_module
+bucket: Any = WeightBucket
+pipeline: Any = Pipeline
+transformer: Any = Transformer
 delayed: Any = DelayedEngine
 delay: Any = Delay
 
@@ -161,6 +171,59 @@ def larger_norm() -> None:
     delayed._step_optimizer = lambda self, norm, is_finite: original(self, 1.2 * norm, is_finite)
 
 
+def other_order() -> None:
+    """A pipeline runs all forwards first, whatever its schedule lists; that trains the same curve."""
+    original = native._make_pipeline
+
+    def make_pipeline(self):
+        made = original(self)
+        self._actions = [gpipe(stage, len(self._actions), self.micros) for stage in range(len(self._actions))]
+        return made
+
+    native._make_pipeline = make_pipeline
+
+
+def lost_weights() -> None:
+    """A stage forgets the weights' gradients of the last micro-batch that its schedule puts off."""
+    original = pipeline._weight_gradients
+
+    def weight_gradients(self, action):
+        if len(self._waiting) == 1 and not self._forwarded:
+            self._waiting.clear()
+        else:
+            original(self, action)
+
+    pipeline._weight_gradients = weight_gradients
+
+
+def swapped_layers() -> None:
+    """A stage runs its layers last first."""
+    original = transformer.run_layers
+
+    def run_layers(self, x, inputs):
+        layers, self.layers = self.layers, nn.ModuleDict(reversed(self.layers.items()))
+        try:
+            return original(self, x, inputs)
+        finally:
+            self.layers = layers
+
+    transformer.run_layers = run_layers
+
+
+def gathers_once() -> None:
+    """ZeRO 3 gathers weights once a step, whatever parallel.gather says."""
+    engine.gathers_once = lambda parallel: True
+
+
+def wrong_shard_group() -> None:
+    """The ranks that share a copy of the shards sum a shard's gradients, not those that own the same shard."""
+
+    def sum_copies(self):
+        self._work = dist.all_reduce(self.shard_gradient, group=self.sharing.handle, async_op=True)
+
+    bucket.sum_copies = sum_copies
+
+
 def louder_report() -> None:
     """The reported loss is a thousandth too large."""
     original = train.train_step
@@ -184,6 +247,7 @@ def same_evaluation() -> None:
 
 FAULTS = {each.__name__: each for each in (same_samples, faster, dies, poisons, poisons_ever, spikes)}
 FAULTS |= {each.__name__: each for each in (extra_native_sum, small_native_norm)}
+FAULTS |= {each.__name__: each for each in (other_order, lost_weights, swapped_layers, wrong_shard_group, gathers_once)}
 FAULTS |= {each.__name__: each for each in (newest_in_backward, one_later, larger_norm)}
 FAULTS |= {each.__name__: each for each in (no_finite_check, extra_sum, no_norm_sum, louder_report, same_evaluation)}
 

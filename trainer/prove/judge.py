@@ -23,7 +23,8 @@ HALF_SHARES = (3e-3, 2e-2, 2e-2, inf)
 SLIGHT = 100.0  # times the tolerance: a smaller departure may be a recipe in which rounding grows, which a control run shows
 CONTROL_FACTOR = 10.0  # a layout may be this many times as far from one process as the control run is
 
-LayoutVerdict = Literal["same", "departs", "messages", "failed", "hangs"]  # messages: it departs in them alone
+# messages, actions: it departs in them alone.
+LayoutVerdict = Literal["same", "departs", "messages", "actions", "failed", "hangs"]
 
 
 @dataclass(frozen=True, kw_only=True)

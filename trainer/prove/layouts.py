@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from ..plan.engines import ENGINES, engine_for
 from ..plan.engines.engine_row import EngineRow
+from ..plan.layout.run_schedule import is_file, read_lists
 from ..plan.layout.schedules import SCHEDULES as SCHEDULE_ROWS
 from ..plan.layout.schedules import Schedule
 from ..spec.divisors import divisors
@@ -21,19 +22,24 @@ ZERO_STAGES = (0, 1, 2, 3)
 RECOMPUTES = ("selective", "full")
 SCHEDULES = tuple(dict.fromkeys(name for engine in ENGINES.values() for name in engine.schedules))
 NATIVE: Literal["native"] = "native"
-CHUNKS = 2  # parts of the model that a stage of a chunked schedule runs
+FILE = "file"  # the schedule of the recipe's own file
+CHUNKS = 2  # parts of the model that a stage of a chunked schedule runs, where nothing else is said
 DEFAULT_COUNT = 12  # layouts that are proved where none are named
 
 Recompute = Literal["selective", "full"]
 Engine = Literal["auto", "native"]
-
+Gather = Literal["step", "micro"]
 
 FLUSHING = tuple(name for name in SCHEDULES if SCHEDULE_ROWS[name].flushes)  # those that train the curve of one process
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProveLayout:
-    """What a layout sets of `parallel`; None keeps the recipe's value."""
+    """What a layout sets of `parallel`.
+
+    `recompute` of None keeps the recipe's value, other Nones take the default: of the keys that only some users write, a layout has none
+    unless it names them.
+    """
 
     dp: int = 1
     ep: int = 1  # divides dp
@@ -42,7 +48,11 @@ class ProveLayout:
     pp: int = 1
     zero: int = 0
     sequence: bool = False
-    schedule: str = SCHEDULES[0]
+    schedule: str = SCHEDULES[0]  # or FILE
+    chunks: int | None = None  # parts of the model that a stage runs, of schedules with chunks
+    stages: tuple[int, ...] | None = None  # layers of each part of the model
+    shard: int | None = None  # data-parallel ranks over which ZeRO shards
+    gather: Gather | None = None
     recompute: Recompute | None = None
     engine: Engine = "auto"
 
@@ -54,7 +64,7 @@ class ProveLayout:
     @property
     def is_delayed(self) -> bool:
         """Whether it trains another curve by design, that of delayed gradients."""
-        return self.pp > 1 and self.schedule not in FLUSHING
+        return self.pp > 1 and self.schedule not in (*FLUSHING, FILE)
 
     @property
     def name(self) -> str:
@@ -63,6 +73,10 @@ class ProveLayout:
         parts += [f"zero{self.zero}"] if self.zero else []
         parts += ["sequence"] if self.sequence else []
         parts += [self.schedule] if self.schedule != SCHEDULES[0] else []
+        parts += [f"chunks{self.chunks}"] if self.chunks else []
+        parts += [f"stages{'-'.join(map(str, self.stages))}"] if self.stages else []
+        parts += [f"shard{self.shard}"] if self.shard else []
+        parts += [f"gather_{self.gather}"] if self.gather else []
         parts += [NATIVE] if self.engine == NATIVE else []
         return ".".join([*parts, *([self.recompute] if self.recompute else [])])
 
@@ -79,19 +93,22 @@ class ProveLayout:
             str(self.sequence) if self.tp > 1 else None,
             self.schedule if self.pp > 1 else None,
             str(is_native(self)),
+            *(str(each) if each else None for each in (self.chunks, self.stages, self.shard, self.gather)),
         )
 
 
 def is_native(layout: ProveLayout) -> bool:
-    """Whether `native` trains it: as it says, or as no other engine runs its ZeRO stage and its schedule."""
+    """Whether `native` trains it: as it says, or as no other engine runs its ZeRO stage, its shards and its schedule."""
     others = (row for name, row in ENGINES.items() if name != NATIVE)
     return layout.engine == NATIVE or not any(_runs(row, layout) for row in others)
 
 
 def _runs(row: EngineRow, layout: ProveLayout) -> bool:
+    if layout.zero not in row.zero or (layout.shard and not row.hybrid_shards) or (layout.gather == "step" and not row.gathers_once):
+        return False
     if layout.pp == 1:
-        return row.whole_models and layout.zero in row.zero
-    return row.pipeline and layout.zero in row.zero and row.runs_schedule(layout.schedule)
+        return row.whole_models
+    return row.pipeline and (row.runs_files if layout.schedule == FILE else row.runs_schedule(layout.schedule))
 
 
 ONE_PROCESS = ProveLayout()  # the reference of all others
@@ -132,7 +149,7 @@ def _table_order(layout: ProveLayout) -> tuple[object, ...]:
 
 
 def recipe_layout(run: Run) -> ProveLayout | None:
-    """A recipe's own layout, with dp=auto resolved; None where a name can't express it, or it is one process."""
+    """A recipe's own layout as it is written, with dp=auto resolved; None where it does not fill its cluster, or is one process."""
     parallel = run.parallel
     others, world = parallel.tp * parallel.cp * parallel.pp, run.cluster.nodes * run.cluster.gpus
     dp = world // others if parallel.dp == "auto" else parallel.dp
@@ -144,11 +161,22 @@ def recipe_layout(run: Run) -> ProveLayout | None:
         pp=parallel.pp,
         zero=parallel.zero,
         sequence=parallel.sequence and parallel.tp > 1,
-        schedule=parallel.schedule if parallel.pp > 1 else SCHEDULES[0],
+        **(_pipeline_choices(parallel) if parallel.pp > 1 else {}),
+        shard=parallel.shard if parallel.zero and parallel.shard != "all" else None,
+        gather=parallel.gather if parallel.zero == 3 and parallel.gather != "auto" else None,
         engine=NATIVE if run.engine == NATIVE and not auto_is_native(run, parallel) else "auto",
     )
-    has_name = layout.schedule in SCHEDULES and parallel.chunks == _chunks(layout)
-    return layout if has_name and layout.ranks == world and layout != ONE_PROCESS else None
+    is_known = layout.schedule in (*SCHEDULES, FILE)
+    return layout if is_known and layout.ranks == world and layout != ONE_PROCESS else None
+
+
+def _pipeline_choices(parallel: Parallel) -> dict[str, Any]:
+    """The schedule of a recipe with stages, its chunks and its layers of each part."""
+    if is_file(parallel.schedule):
+        return {"schedule": FILE, "stages": parallel.stages}
+    default = CHUNKS if parallel.schedule in SCHEDULES and SCHEDULE_ROWS[parallel.schedule].chunked else 1
+    chunks = parallel.chunks if parallel.chunks != default else None
+    return {"schedule": parallel.schedule, "chunks": chunks, "stages": parallel.stages}
 
 
 def auto_is_native(run: Run, parallel: Parallel) -> bool:
@@ -168,8 +196,12 @@ def run_in_layout(run: Run, layout: ProveLayout) -> Run:
         cp=layout.cp,
         pp=layout.pp,
         zero=cast(Literal[0, 1, 2, 3], layout.zero),
-        schedule=layout.schedule,
-        chunks=_chunks(layout),
+        schedule=kept.schedule if layout.schedule == FILE else layout.schedule,
+        actions=kept.actions if layout.schedule == FILE else None,
+        chunks=kept.chunks if layout.schedule == FILE else _chunks(layout),
+        stages=layout.stages,
+        shard=layout.shard or "all",
+        gather=layout.gather or "auto",
         vertical=kept.vertical and layout.is_delayed and layout.schedule == kept.schedule,
         sequence=layout.sequence,
         recompute=layout.recompute or kept.recompute,
@@ -194,6 +226,8 @@ def layout_microbatch(run: Run, layout: ProveLayout) -> int:
     the number of micro-batches: there all layouts but the recipe's own and one process get the largest that leaves two, or as many as
     the pipeline needs.
     """
+    if layout.schedule == FILE and layout.pp > 1:
+        return _file_microbatch(run, layout)
     least, multiple = _needed_microbatches(layout)
     share, rest = divmod(run.train.batch, layout.dp * multiple)  # of a replica, and of each of its rounds
     if rest:
@@ -213,8 +247,20 @@ def _needed_microbatches(layout: ProveLayout) -> tuple[int, int]:
     return layout.pp * (2 if schedule.folded else 1), layout.pp if schedule.chunked else 1
 
 
+def _file_microbatch(run: Run, layout: ProveLayout) -> int:
+    """The sequences that make a replica's share of the batch as many micro-batches as the recipe's file lists."""
+    try:
+        micros = read_lists(run.parallel.actions or "", layout.pp).micros
+    except ValueError:
+        return run.train.microbatch  # the plan says what is wrong with the file
+    size, rest = divmod(run.train.batch, layout.dp * micros)
+    return run.train.microbatch if rest else size  # the plan says how many micro-batches the file lists
+
+
 def _chunks(layout: ProveLayout) -> int:
-    return CHUNKS if layout.pp > 1 and _schedule(layout).chunked else 1
+    if layout.pp == 1:
+        return 1
+    return layout.chunks or (CHUNKS if _schedule(layout).chunked else 1)
 
 
 def _schedule(layout: ProveLayout) -> Schedule:

@@ -10,6 +10,7 @@ from typing import Literal
 from ..launch.admission import check_start
 from ..machine import facts as machine
 from ..machine.facts import CPU_RANKS_PER_CORE
+from ..plan.layout.run_schedule import is_file
 from ..plan.plan import make_plan
 from ..plan.rules.value_rules import folders
 from ..spec.problem import Problem
@@ -19,6 +20,7 @@ from ..system.cpu import cpu_count
 from .check_trials import control_trial, resume_trials
 from .layouts import (
     EACH_AXIS,
+    FILE,
     NATIVE,
     NATIVE_LAYOUTS,
     ONE_PROCESS,
@@ -91,6 +93,8 @@ def plan_proof(request: ProveRequest, recipe: Run, run_on: RunOn) -> Proof:
     """Plan one process and the layouts; raises Unreadable, and NothingToProve if nothing can be compared."""
     if wrong_names := list(folders(recipe, recipe.parallel, recipe.train.microbatch)):
         raise NothingToProve(Problem(rule=each.rule, says=each.says, mend=each.fix) for each in wrong_names)
+    if not is_file(recipe.parallel.schedule) and (files := [each for each in request.layouts if each.schedule == FILE]):
+        raise NothingToProve(_no_file(recipe, each) for each in files)
     steps, folder = request.steps or min(DEFAULT_STEPS, _recipe_steps(recipe)), f"{recipe.name}.prove"
 
     def trial(layout: ProveLayout) -> Trial:
@@ -136,6 +140,12 @@ def _one_process_problem(problem: Problem) -> Problem:
     """A reason why one process can't train; a fix that changes the layout does not help there."""
     mend = "prove a smaller one: model=tiny, or fewer model.layers" if problem.rule == "memory" else problem.mend
     return Problem(rule=problem.rule, says=f"one process: {problem.says}", mend=mend)
+
+
+def _no_file(recipe: Run, layout: ProveLayout) -> Problem:
+    """A layout runs the recipe's file, and the recipe has none."""
+    says = f"layouts: {layout.name} runs the recipe's own file of actions, and parallel.schedule={recipe.parallel.schedule} is none"
+    return Problem(rule="layouts", says=says, mend="set parallel.schedule=FILE.csv")
 
 
 def _recipe_steps(run: Run) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 from ..system.cpu import cpu_count
 from .check_trials import move_midway_checkpoint
 from .curve import Curve, read_curve
+from .executed_actions import action_difference
 from .exit_verdict import exit_verdict
 from .fork_client import ForkServer, JobResult
 from .judge import (
@@ -144,6 +145,8 @@ class Prover:
             proof = self._with_control(proof)
         if result.verdict == "same" and (reason := departure_reason(proof.reference, result, proof.tolerance)):
             result = replace(result, verdict="departs", reason=reason, departure=self._locate(result, proof))
+        if result.verdict == "same" and (says := action_difference(result.trial)):
+            result = replace(result, verdict="actions", reason=says)
         if result.verdict == "same" and (says := message_differences(result.messages)):
             result = replace(result, verdict="messages", reason=says)
         if result.verdict == "same" and result.trial is not self.proof.saver:

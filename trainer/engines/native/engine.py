@@ -3,6 +3,7 @@ executes the actions of any schedule (delayed_engine.py: of those that don't flu
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from ..held_bytes import ByteCounter, tensors_in
 from ..rank_parameter import OptimizerShard, RankParameter, optimizer_state
 from ..tied_ends import tie_ends
 from ..torch_optimizer import optimizer_of_groups
+from .adamw_kernel import has_kernel, step_weight
 from .gradient_squares import counted_squares
 from .loss_scale import LossScale
 from .pipeline import PassHooks, Pipeline, ScheduledStep
@@ -69,6 +71,7 @@ class NativeEngine(Engine):
             self.buckets, self.reducer = self._fill_buckets()
         self._bucket_of = {row.parameter: bucket for bucket in self.buckets for row in bucket.rows}
         self.optimizer = self._make_optimizer()
+        self.steps_in_one_kernel = run.optim.name == "adamw" and has_kernel(grid.world.device, *self._types, self._warn)
         self.pipeline = self._make_pipeline()
 
     @classmethod
@@ -157,6 +160,10 @@ class NativeEngine(Engine):
         finally:
             self.pipeline.times = None
 
+    def _warn(self, says: str) -> None:
+        if self.grid.world.is_rank0:
+            print(f"warning: {says}", file=sys.stderr, flush=True)
+
     def _set_rate(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -164,10 +171,14 @@ class NativeEngine(Engine):
     def _step_optimizer(self, norm: Tensor, is_finite: Tensor) -> None:
         """Clip the gradients to a norm of train.clip, step this rank's weights unless a number is not finite, and gather the others'.
 
-        Torch's fused AdamW divides and skips by itself, from numbers on the device: the host need not wait for the norm.
+        AdamW divides and skips by itself, from numbers on the device: the host need not wait for the norm. On a GPU it is one kernel a
+        bucket, elsewhere torch's fused one.
         """
         clip = self.run.train.clip
         divisor = (((norm + 1e-6) / clip).clamp_min(1.0) if clip else torch.ones_like(norm)) * self.backward_scale
+        if self.steps_in_one_kernel:
+            self._step_in_one_kernel(divisor.float(), is_finite.float())
+            return
         optimizer: Any = self.optimizer
         is_fused = self.run.optim.name == "adamw"
         if is_fused:
@@ -185,6 +196,16 @@ class NativeEngine(Engine):
                 bucket.master.grad = None
                 bucket.copy_master()
                 gathers.append(bucket.gather())
+        for work in filter(None, gathers):
+            work.wait()
+
+    def _step_in_one_kernel(self, divisor: Tensor, keep: Tensor) -> None:
+        """Step each bucket with AdamW, and gather the others' shards of it; `keep` is 0 where a number is not finite."""
+        groups, gathers = self.optimizer.param_groups, []
+        group_of = {master: group for group in groups for master in group["params"]}
+        for bucket in self.buckets:
+            step_weight(self.optimizer, group_of[bucket.master], bucket, divisor, keep)
+            gathers.append(bucket.gather())
         for work in filter(None, gathers):
             work.wait()
 

@@ -73,6 +73,10 @@ class ShardedWeight:
     def own_gradient(self, parameter: nn.Parameter) -> Tensor:
         return self.shard_gradient
 
+    @property
+    def narrow_copy(self) -> None:
+        """None: what is gathered is cast from the float32 rows."""
+
     def copy_master(self) -> None:
         """Do nothing: what is gathered is cast from the float32 rows."""
 

@@ -158,10 +158,14 @@ class WeightBucket:
         assert self.gradients is not None
         return self.gradients
 
+    @property
+    def narrow_copy(self) -> Tensor | None:
+        """This rank's shard of the weights that forward uses; None where they are the float32 weights that are stepped."""
+        return self.weights[self.shard.start : self.shard.stop] if self.weights.dtype != MASTER else None
+
     def copy_master(self) -> None:
         """Give the stepped float32 weights to the flat tensor that forward uses, as wide as that is."""
-        own = self.weights[self.shard.start : self.shard.stop]
-        if own.data_ptr() != self.master.data_ptr():
+        if (own := self.narrow_copy) is not None:
             own.copy_(self.master.data)
 
     def move_weights(self, into: Tensor | None) -> None:

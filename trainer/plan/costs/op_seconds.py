@@ -41,9 +41,12 @@ def _linear(op: Op, product: Product, local: LocalTensors, device: DeviceRates) 
     is_head = any("vocab" in dims for dims in product.outers)
     rate = (device.other if is_head else device.linear) * (GROUPED if groups > 1 else 1.0)
     width = local.activation
+    forward = product_seconds(rows, outer, inner, groups, width, rate, device)
+    if device.even:
+        return OpSeconds(forward, forward, 0.0 if is_frozen(op) else forward)
     casts, casts_back = (0.0, 0.0) if is_head else (cast_seconds(rows * groups * each, device) for each in (inner, outer))
     return OpSeconds(
-        product_seconds(rows, outer, inner, groups, width, rate, device) + casts,
+        forward + casts,
         product_seconds(rows, inner, outer, groups, width, rate, device) + casts_back,
         0.0 if is_frozen(op) else product_seconds(inner, outer, rows, groups, width, rate, device),
     )

@@ -29,6 +29,7 @@ class DeviceRates:
     launch: float  # seconds of a kernel's launch
     dispatch: float  # seconds in which the host dispatches an operator
     fused: bool  # pointwise operators are fused into one kernel
+    even: bool  # the three products of a linear layer take equally long: a CPU has no multiprocessors that share out tiles
     casts: bool  # linear layers compute in a narrower type than activations have
 
 
@@ -48,6 +49,7 @@ def rates(device: Device, precision: Precision, *, fused: bool) -> DeviceRates |
         launch=device.launch,
         dispatch=device.dispatch,
         fused=fused,
+        even=device.kind == "cpu",
         casts=named[0] != named[-1],
     )
 

@@ -53,6 +53,7 @@ ENGINES = {
             offload=False,
             shards_experts=True,
             hybrid_shards=True,
+            gathers_once=True,
             fp16_on_cpu=True,
             source="torch",
         ),

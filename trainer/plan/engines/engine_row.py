@@ -28,6 +28,7 @@ class EngineRow:
     source: str
     shards_experts: bool = False  # ZeRO 3 shards experts that ranks share out
     hybrid_shards: bool = False  # ZeRO shards over some of the data ranks (parallel.shard)
+    gathers_once: bool = False  # ZeRO 3 gathers weights once a step where it should (parallel.gather=step)
     fp16_on_cpu: bool = False  # it computes in fp16 on every CPU, slowly
     whole_models: bool = True  # it trains without pipeline stages too
 
@@ -46,6 +47,11 @@ class EngineRow:
         schedule = given or SCHEDULES[name]
         runs = {"none": False, "plain": schedule.is_plain and not schedule.simulated, "flushing": schedule.flushes, "all": True}
         return name in self.native_schedules or runs[self.executes]
+
+    @property
+    def runs_files(self) -> bool:
+        """Whether it runs any schedule that a file lists."""
+        return self.pipeline and self.executes in ("flushing", "all")
 
     @property
     def families(self) -> tuple[str, ...]:

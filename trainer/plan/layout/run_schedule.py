@@ -17,8 +17,10 @@ VERTICAL_PIPEDREAM = replace(SCHEDULES[PIPEDREAM], delay=Delay(late=lambda stage
 
 
 def schedule_of(parallel: Parallel) -> Schedule:
-    """The schedule that a legal layout names."""
+    """The schedule that a legal layout names; without stages a file is not read."""
     if is_file(parallel.schedule):
+        if parallel.pp == 1:
+            return SCHEDULES["1f1b"]
         return _schedule_of_lists(parallel.actions or "", parallel.pp)
     return VERTICAL_PIPEDREAM if parallel.vertical and parallel.schedule == PIPEDREAM else SCHEDULES[parallel.schedule]
 

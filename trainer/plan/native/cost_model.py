@@ -49,6 +49,7 @@ class NativeCosts(CostModel):
         whole, stepped = held.trained, elements_to_step(layout, held)
         often, master = zero == 2, MASTER if width.weight < MASTER else 0
         bucket = min(parallel.bucket, whole)
+        casts = width.gradient < MASTER and not steps_in_one_kernel(context.run)
         late = self._late_elements(context, layout, blocks, kind) if often else 0
         return StateBytes(
             weights=width.weight * (held.dense + held.experts),
@@ -57,7 +58,7 @@ class NativeCosts(CostModel):
             buffers=0,
             workspace=2 * blocks.stream if layout.mesh.pp > 1 else 0,
             passes=passes_bytes(context, blocks, kind) + (2 * bucket * width.gradient if often else 0),
-            step=(stepped * width.gradient if zero == 1 else 0) + (min(bucket, stepped) * MASTER if width.gradient < MASTER else 0),
+            step=(stepped * width.gradient if zero == 1 else 0) + (min(bucket, stepped) * MASTER if casts else 0),
         )
 
     def _stage3_bytes(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, held: StageElements) -> StateBytes:
@@ -110,13 +111,16 @@ class NativeCosts(CostModel):
         return rows_of_size((blocks.tied // hidden, hidden)).on_rank(layout.shard, place)
 
     def step_seconds(self, context: CostContext, layout: Layout, held: StageElements, tensors: int) -> float:
-        """The norm reads the gradients; gradients that are not float32 are cast; Adam reads and writes them, its states and its weights.
-        Where older versions stay, all weights are copied first."""
+        """The norm reads the gradients, and Adam them, its states and its weights (`step_moves`). Where older versions stay, all weights
+        are copied first."""
         if context.rates is None:
             return 0.0
         width = context.widths
         copied = 2 * width.weight * held.trained if delay_of(layout.parallel) else 0
-        moved = elements_to_step(layout, held) * step_moves(width.weight, width.gradient, context.states)
+        one_kernel = steps_in_one_kernel(context.run)
+        # fully_shard's weights are float32, and cast when they are gathered
+        weight, gradient = (MASTER, MASTER) if _is_sharded(layout) else (width.weight, width.gradient)
+        moved = elements_to_step(layout, held) * step_moves(weight, gradient, context.states, one_kernel=one_kernel)
         return (moved + copied) / context.rates.memory
 
     def traffic_terms(self, run: Run, mesh: Mesh, shards: Sequence[WeightShard]) -> Iterator[TrafficTerm]:
@@ -152,8 +156,19 @@ class NativeCosts(CostModel):
         return (*own, *routing_messages(run, mesh, layers))
 
 
-def step_moves(weight: int, gradient: int, states: int) -> int:
-    """Return the bytes that a step reads and writes for each element, with weights, gradients and optimizer states of these bytes."""
+def steps_in_one_kernel(run: Run) -> bool:
+    """Whether one kernel steps a bucket: AdamW on a GPU."""
+    return run.cluster.device.kind == "cuda" and run.optim.name == "adamw"
+
+
+def step_moves(weight: int, gradient: int, states: int, *, one_kernel: bool) -> int:
+    """Return the bytes that a step reads and writes for each element, with weights, gradients and optimizer states of these bytes.
+
+    The norm reads the gradient. One kernel reads it again, in its own type, and writes a narrower weight too; without one the gradient is
+    cast before AdamW, which writes it too, and the weight copied after it.
+    """
+    if one_kernel:
+        return 2 * gradient + 2 * (MASTER + states) + (weight if weight < MASTER else 0)
     cast = gradient + MASTER if gradient < MASTER else 0
     copied = MASTER + weight if weight < MASTER else 0
     return gradient + cast + 2 * (MASTER + MASTER + states) + copied

@@ -1,0 +1,70 @@
+"""AdamW in one kernel a bucket: what it computes, and what the kernel that torch's compiler makes of it reads and writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distrain.cli.config.load import load_recipe
+from distrain.tests.fakes.deadline import DEADLINE
+from distrain.trainer.plan.native.cost_model import step_moves, steps_in_one_kernel
+
+PROGRAM = Path(__file__).parents[1] / "rank_programs" / "compiled_adamw.py"
+WIDTHS = ((2, 2), (2, 4), (4, 4))  # bytes of the weights that forward uses, of gradients
+PRECISIONS = ("fp32", "bf16")
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[dict[str, Any]]:
+    """The answers of a process of its own: the tests' own one has put torch's compiler out of use."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    known = {**os.environ, **alone, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "0"}
+    done = subprocess.run([sys.executable, str(PROGRAM)], env=known, capture_output=True, text=True, timeout=DEADLINE)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(lines) == len(WIDTHS) + len(PRECISIONS), done.stderr[-3000:]
+    return lines
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the compiler is found on Linux")
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_the_compiled_step_is_one_kernel_that_moves_the_planned_bytes(widths: tuple[int, int], answers: list[dict[str, Any]]) -> None:
+    """The plan counts the norm too, which reads the gradient. In bf16 it is 30 bytes an element."""
+    weight, gradient = widths
+    graphs = answers[WIDTHS.index(widths)]["graphs"]
+    assert len(graphs) == 2  # for the first length, and for any
+    for graph in graphs:
+        assert graph["kernels"] == 1
+        assert (graph["loads"], graph["stores"]) == (gradient + 12, 12 + (2 if weight == 2 else 0))
+        assert gradient + graph["loads"] + graph["stores"] == step_moves(weight, gradient, 8, one_kernel=True)
+    assert step_moves(2, 2, 8, one_kernel=True) == 30
+
+
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_the_compiled_step_is_adamw_with_clipping_and_skips(widths: tuple[int, int], answers: list[dict[str, Any]]) -> None:
+    assert answers[WIDTHS.index(widths)]["apart"] <= 1e-6  # of weights of up to 4
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_engine_native_steps_in_one_kernel_as_with_torchs_fused_adamw(precision: str, answers: list[dict[str, Any]]) -> None:
+    """Weights, states, counts of steps and the weights that forward uses; in bf16 a weight may round to the other neighbour."""
+    found = answers[len(WIDTHS) + PRECISIONS.index(precision)]
+    assert found["skipped"] == [1, 1]
+    assert found["tensors"] >= 20
+    assert found["apart"] <= (1e-6 if precision == "fp32" else 1e-2)
+
+
+def test_a_plan_steps_in_one_kernel_on_a_gpu() -> None:
+    cuda = load_recipe("llama3_8b_1node", ["engine=native"])
+    assert steps_in_one_kernel(cuda)
+    assert not steps_in_one_kernel(load_recipe("llama3_8b_1node", ["engine=native", "optim.name=sgd"]))
+    assert not steps_in_one_kernel(load_recipe("quickstart", ["engine=native"]))

@@ -1,0 +1,113 @@
+"""Compiles the optimizer's step for a CPU, and prints as JSON how far it is from torch's AdamW, its kernels, and what they read and write;
+then, of engine native, how far two steps in one kernel a bucket are from those of torch's fused AdamW, with clipping and a skipped step.
+
+The compiler's middle is the same for every device: which operators are in one kernel, and which buffers that kernel reads and writes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from typing import Any
+
+import torch
+from torch._inductor.utils import run_and_get_code
+
+from distrain.cli.config.load import load_recipe
+from distrain.trainer.engines.native.adamw_kernel import compiled_adamw
+from distrain.trainer.loop.build import build_engine
+from distrain.trainer.parallel.process_groups import make_grid
+from distrain.trainer.parallel.world import join_ranks
+from distrain.trainer.plan.mesh_position import mesh_position
+from distrain.trainer.plan.plan import make_plan
+
+BETA1, BETA2, EPS, DECAY, LR = 0.9, 0.95, 1e-8, 0.1, 1e-2
+LENGTHS, STEPS = (1000, 4099), 4
+BYTES = {"float": 4, "at::BFloat16": 2}
+
+
+def train(compute: torch.dtype, reduced: torch.dtype) -> dict[str, Any]:
+    """Step weights of two lengths, with a clipped and a skipped step among them, and read the code that the compiler has made."""
+    torch._dynamo.reset()
+    apart, codes, step = 0.0, [], compiled_adamw(BETA1, BETA2, EPS)
+    for length in LENGTHS:
+        draw = torch.Generator().manual_seed(length)
+        weight = torch.randn(length, generator=draw)
+        plain = torch.nn.Parameter(weight.clone())
+        optimizer = torch.optim.AdamW([plain], lr=LR, betas=(BETA1, BETA2), eps=EPS, weight_decay=DECAY)
+        copy = None if compute == torch.float32 else weight.to(compute)
+        mean, square, taken = torch.zeros(length), torch.zeros(length), 0
+        for number in range(STEPS):
+            gradient, divisor, keep = torch.randn(length, generator=draw).to(reduced), torch.tensor(3.0), number != 1
+            taken += keep
+            if not keep:
+                gradient[7] = torch.inf
+            rate, root = torch.tensor(LR / (1 - BETA1**taken)), torch.tensor((1 - BETA2**taken) ** 0.5)
+            numbers = (divisor, torch.tensor(float(keep)), rate, root, torch.tensor(1 - LR * DECAY))
+            _, made = run_and_get_code(step, weight, copy, gradient, mean, square, *numbers)
+            codes += made
+            if keep:
+                plain.grad = gradient.float() / divisor
+                optimizer.step()
+            apart = max(apart, float((weight - plain.detach()).abs().max()))
+        if copy is not None:
+            apart = max(apart, float((copy - weight.to(compute)).abs().max()))
+    made = list(dict.fromkeys(codes))  # for the first length, and for any
+    return {"apart": apart, "graphs": [moved(code) for code in made]}
+
+
+def moved(code: str) -> dict[str, Any]:
+    """The kernels of some generated C++, and the bytes that their vector loops load and store for each element. Numbers without dims are
+    loaded otherwise, and not counted."""
+    kernels = re.findall(r'extern "C"\s+void\s+\w+\((.*?)\)\s*\{(.*?)\n\}', code, re.DOTALL)
+    loads = stores = 0
+    for arguments, body in kernels:
+        width = {name: BYTES[kind] for kind, name in re.findall(r"([\w:]+)\* (\w+)", arguments)}
+        vectors = body.split("C10_UNLIKELY")[0]  # without the elements left over
+        loads += sum(width[name] for name in set(re.findall(r"loadu\((\w+) \+ static_cast<int64_t>\(x0\)", vectors)))
+        stores += sum(width[name] for name in set(re.findall(r"store\((\w+) \+ static_cast<int64_t>\(x0\)", vectors)))
+    return {"kernels": len(kernels), "loads": loads, "stores": stores}
+
+
+def engine_states(precision: str, *, one_kernel: bool) -> tuple[list[torch.Tensor], int]:
+    """The weights and optimizer states of a small model after four steps, one of them with a gradient that is not finite, and how many were
+    skipped."""
+    words = (
+        "cluster=1x1",
+        "device=cpu",
+        "engine=native",
+        "parallel.zero=0",
+        f"train.precision={precision}",
+        "train.clip=0.1",
+        "train.seq=4",
+    )
+    run = load_recipe("quickstart", [*words, "train.batch=2", "train.microbatch=1", "model=tiny", "parallel.bucket=30000"])
+    engine: Any = build_engine(run, make_grid(WORLD, mesh_position(run, 0)), make_plan(run).engine)
+    engine.steps_in_one_kernel = one_kernel
+    for number in range(STEPS):
+        tokens = torch.full((1, 4), number)
+        hook = next(engine.modules[0].parameters()).register_hook(lambda gradient: gradient * torch.inf) if number == 1 else None
+        engine.step(lambda index: (tokens, tokens, {}), LR / (1 + number), 8)  # noqa: B023
+        if hook:
+            hook.remove()
+    states = [state for bucket in engine.buckets for state in engine.optimizer.state[bucket.master].values()]
+    return [
+        each.float().clone() for bucket in engine.buckets for each in (bucket.master.data, bucket.weights)
+    ] + states, engine.skipped_steps
+
+
+def compare_engines(precision: str) -> dict[str, Any]:
+    """How far the two ways to step are apart."""
+    (one, skipped), (other, also_skipped) = (engine_states(precision, one_kernel=each) for each in (True, False))
+    apart = max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
+    return {"precision": precision, "apart": apart, "tensors": len(one), "skipped": [skipped, also_skipped]}
+
+
+if __name__ == "__main__":
+    WORLD = join_ranks("cpu")
+    for words in (("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float32", "float32")):
+        print(json.dumps(train(*(getattr(torch, word) for word in words))), flush=True)
+    for precision in ("fp32", "bf16"):
+        print(json.dumps(compare_engines(precision)), flush=True)
+    os._exit(0)
