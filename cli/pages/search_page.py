@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from shlex import quote
 
 from ...trainer.plan.search.answer import Answer, FoundLayout
@@ -115,12 +116,25 @@ def _other_words(layout: FoundLayout) -> str:
         f"micro-batch {layout.microbatch}",
         f"ZeRO {layout.zero}" + ("" if layout.shard == "all" else f" over {layout.shard}"),
         (layout.schedule + (f" in {layout.chunks}" if layout.chunks > 1 else "")) if staged else "",
+        _stage_words(layout),
         "sequence parallel" if layout.sequence else "",
         f"{layout.recompute} recomputation" if layout.recompute != "none" else "",
         f"{' and '.join(layout.offload)} on the host" if layout.offload else "",
         f"engine {layout.engine}" if layout.engine else "no engine runs it",
     ]
     return ", ".join(filter(None, words))
+
+
+def _stage_words(layout: FoundLayout) -> str:
+    """The layers of each stage, equal neighbours counted, and what they win: `layers 3 x 20, 19 (1.2 % less time than even ones)`."""
+    found = layout.boundaries
+    if found is None or layout.step is None:
+        return ""
+    runs = [(layers, len(list(some))) for layers, some in groupby(found.stages)]
+    words = ", ".join(f"{many} x {layers}" if many > 1 else str(layers) for layers, many in runs)
+    won, most = (share_text(1 - seconds / found.even_step) for seconds in (layout.step, found.least_step))
+    unproven = f"; none wins more than {most}" if won != most else ""
+    return f"layers {words} ({won} less time than even ones{unproven})"
 
 
 def _slower(layout: FoundLayout, best: FoundLayout) -> str:
