@@ -41,6 +41,15 @@ def best_text(answer: Answer, words: Sequence[str]) -> str:
     return "\n".join(["", *wrap(says), *_next_lines(answer, words)])
 
 
+def waste_text(best: FoundLayout, seconds: float, words: Sequence[str]) -> str:
+    """By how much the best layout is faster than one that takes `seconds` a step, and the commands that find and plan it."""
+    assert best.step is not None
+    wasted = share_text(1 - best.step / seconds)
+    says = f"This layout wastes {wasted} of its time: {_mesh_words(best)}, {_other_words(best)}, takes {seconds_text(best.step)} a step"
+    search = f"{command_name()} search {' '.join(map(quote, (f'conf={words[0]}', *words[1:])))}"
+    return "\n".join(["", *wrap(says), *wrap(search, indent="  "), *_plan_lines(best, words)])
+
+
 def search_hint(words: Sequence[str]) -> str:
     """The command that finds the best layout."""
     conf, *overrides = words
@@ -70,9 +79,11 @@ def _speed(layout: FoundLayout) -> str:
 
 def _next_lines(answer: Answer, words: Sequence[str]) -> list[str]:
     """The words that plan the best layout."""
-    if not answer.rows:
-        return []
-    given = dict.fromkeys(answer.rows[0].overrides)
+    return _plan_lines(answer.rows[0], words) if answer.rows else []
+
+
+def _plan_lines(layout: FoundLayout, words: Sequence[str]) -> list[str]:
+    given = dict.fromkeys(layout.overrides)
     conf, *overrides = words
     command = " ".join(map(quote, (f"conf={conf}", *overrides, *given)))
     return [*wrap(f"{command_name()} plan {command}", indent="  ")]

@@ -10,6 +10,7 @@ import pytest
 from distrain.cli.app import command
 from distrain.cli.config.load import load_recipe
 from distrain.cli.config.search_arguments import fixed_keys, node_counts
+from distrain.cli.verbs import plan as plan_verb
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import Run
@@ -192,6 +193,54 @@ def test_keys_that_no_layout_has_are_told(capsys: pytest.CaptureFixture[str]) ->
     status, out, _ = call(f"{SMALL} parallel.tp=3", capsys)
     assert status == 1
     assert "there is no legal layout that an engine here runs: leave some of the given keys free" in " ".join(out.split())
+
+
+def planned(arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Run `distrain plan`; return (exit status, stdout)."""
+    return command(["plan", *shlex.split(arguments)]), capsys.readouterr().out
+
+
+def test_a_plan_that_wastes_time_ends_with_the_best_layout_as_words(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out = planned("conf=llama3_70b cluster=8x8", capsys)
+    *_, words = out.split("\n\n")
+    text = " ".join(words.split())
+    step, best = (json.loads(call_json(verb, capsys)) for verb in ("plan", "search"))
+    assert status == 0
+    assert f"This layout wastes {100 * (1 - best['rows'][0]['step'] / step['time']['step']):.1f} % of its time: pp 4 x dp 2 x cp 4" in text
+    assert " search conf=llama3_70b cluster=8x8 " in text
+    best_words = shlex.split(text.partition(" plan ")[2])
+    plan = make_plan(load_recipe("llama3_70b", best_words[1:]))
+    assert plan.time
+    assert plan.time.step == best["rows"][0]["step"]
+    assert "wastes" not in planned(shlex.join(best_words), capsys)[1]
+
+
+def call_json(verb: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert command([verb, "conf=llama3_70b", "cluster=8x8", "--json"]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("margin", "tells"), [(0.01, True), (-0.01, False)])
+def test_a_plan_tells_waste_that_is_worth_it(
+    margin: float, tells: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["parallel.pp=4", "parallel.dp=2", "parallel.zero=1"]
+    run = load_recipe("llama3_8b_1node", [*words, "parallel.recompute=full"])
+    plan = make_plan(run)
+    assert command(["search", "conf=llama3_8b_1node", *words, "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["rows"][0]["step"]
+    assert plan.time
+    monkeypatch.setattr(plan_verb, "WORTH_TELLING", 1 - best / plan.time.step - margin)
+    assert bool(plan_verb._waste(run, plan, "llama3_8b_1node", words, None)) == tells
+
+
+@pytest.mark.parametrize(
+    "words", ["conf=quickstart parallel.recompute=full", "conf=llama3_70b parallel.recompute=full", "conf=llama3_8b_1node"]
+)
+def test_a_plan_on_cpus_on_many_devices_or_without_waste_is_left_alone(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out = planned(words, capsys)
+    assert status == 0
+    assert "wastes" not in out
 
 
 def test_sizes_give_days_and_cost_against_devices(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,7 @@ from .space import Candidate, Space
 
 KEYS = ("dp", "tp", "pp", "cp", "ep", "zero", "shard", "schedule", "chunks", "stages", "sequence", "recompute")
 OVERTAKERS = 3  # times the rows of an answer: the meshes whose best layout may be among them with better stages
+NO_MESH = (0, 0, 0, 0)
 TERMS = ("compute", "exposed", "bubble", "optimizer")
 
 
@@ -107,6 +108,16 @@ def find_layouts(run: Run, fixed: frozenset[str] = frozenset()) -> Answer:
         front=tuple(_found_layout(context, each, fastest) for each in found.front),
         problems=() if found.best else (_nothing_fits(run, found.legal),),
     )
+
+
+def faster_layout(run: Run, fixed: frozenset[str], seconds: float) -> FoundLayout | None:
+    """The fastest layout of a run, if its step takes less than `seconds`. It is quick where there is none: slower ones are not costed."""
+    search = LayoutSearch(Space(run, fixed, runnable=run.search.runnable), rows=1, headroom=run.search.headroom)
+    known = CostedLayout(seconds, 0, Candidate(run.parallel, run.train.microbatch, None))  # as fast as asked, and smaller than any layout
+    search.best.add(NO_MESH, known)
+    search.front.add(known)
+    (found,) = search.run_all().best
+    return None if found is known else _found_layout(search.context, found, None)
 
 
 def answer_changes(run: Run, candidate: Candidate) -> Change:
