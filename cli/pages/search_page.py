@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from shlex import quote
 
 from ...trainer.plan.search.answer import Answer, FoundLayout
@@ -50,6 +51,15 @@ def best_text(answer: Answer, words: Sequence[str]) -> str:
     return "\n".join(["", *wrap(says), *_next_lines(answer, words)])
 
 
+def waste_text(best: FoundLayout, seconds: float, words: Sequence[str]) -> str:
+    """By how much the best layout is faster than one that takes `seconds` a step, and the commands that find and plan it."""
+    assert best.step is not None
+    wasted = share_text(1 - best.step / seconds)
+    says = f"This layout wastes {wasted} of its time: {_mesh_words(best)}, {_other_words(best)}, takes {seconds_text(best.step)} a step"
+    search = f"{command_name()} search {' '.join(map(quote, (f'conf={words[0]}', *words[1:])))}"
+    return "\n".join(["", *wrap(says), *wrap(search, indent="  "), *_plan_lines(best, words)])
+
+
 def search_hint(words: Sequence[str]) -> str:
     """The command that finds the best layout."""
     conf, *overrides = words
@@ -80,9 +90,11 @@ def _speed(layout: FoundLayout) -> str:
 
 def _next_lines(answer: Answer, words: Sequence[str]) -> list[str]:
     """The words that plan the best layout."""
-    if not answer.rows:
-        return []
-    given = dict.fromkeys(answer.rows[0].overrides)
+    return _plan_lines(answer.rows[0], words) if answer.rows else []
+
+
+def _plan_lines(layout: FoundLayout, words: Sequence[str]) -> list[str]:
+    given = dict.fromkeys(layout.overrides)
     conf, *overrides = words
     command = " ".join(map(quote, (f"conf={conf}", *overrides, *given)))
     return [*wrap(f"{command_name()} plan {command}", indent="  ")]
@@ -126,12 +138,25 @@ def _other_words(layout: FoundLayout) -> str:
         f"micro-batch {layout.microbatch}",
         f"ZeRO {layout.zero}" + ("" if layout.shard == "all" else f" over {layout.shard}"),
         (layout.schedule + (f" in {layout.chunks}" if layout.chunks > 1 else "")) if staged else "",
+        _stage_words(layout),
         "sequence parallel" if layout.sequence else "",
         f"{layout.recompute} recomputation" if layout.recompute != "none" else "",
         f"{' and '.join(layout.offload)} on the host" if layout.offload else "",
         f"engine {layout.engine}" if layout.engine else "no engine runs it",
     ]
     return ", ".join(filter(None, words))
+
+
+def _stage_words(layout: FoundLayout) -> str:
+    """The layers of each stage, equal neighbours counted, and what they win: `layers 3 x 20, 19 (1.2 % less time than even ones)`."""
+    found = layout.boundaries
+    if found is None or layout.step is None:
+        return ""
+    runs = [(layers, len(list(some))) for layers, some in groupby(found.stages)]
+    words = ", ".join(f"{many} x {layers}" if many > 1 else str(layers) for layers, many in runs)
+    won, most = (share_text(1 - seconds / found.even_step) for seconds in (layout.step, found.least_step))
+    unproven = f"; none wins more than {most}" if won != most else ""
+    return f"layers {words} ({won} less time than even ones{unproven})"
 
 
 def _slower(layout: FoundLayout, best: FoundLayout) -> str:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from ...trainer.spec.run import Run
 
 
-MOST_SEARCHED = 64  # devices for which a plan that does not fit searches at once: about a second
+MOST_SEARCHED = 64  # GPUs for which a plan searches at once: a second where it does not fit, else at most about 0.3
+WORTH_TELLING = 0.2  # share of the time that a layout wastes
 
 
 def plan(
@@ -59,6 +60,8 @@ def _print_plan(conf: str, overrides: Sequence[str], config_dir: Path | None, as
         print_output(plan_text(only, stdout_style()))
     if only.ok and not only.fits and not as_json:
         print_output(_best_that_fits(run, conf, overrides, config_dir))
+    elif only.runnable and only.fits and not as_json and (waste := _waste(run, only, conf, overrides, config_dir)):
+        print_output(waste)
     if not _one_stream():
         print_problems(only.problems)
     return [only]
@@ -74,6 +77,18 @@ def _best_that_fits(run: Run, conf: str, overrides: Sequence[str], config_dir: P
         return search_hint((conf, *overrides))
     answer = find_layouts(replace(run, search=replace(run.search, rows=1)), fixed_keys(overrides, config_dir))
     return best_text(answer, (conf, *overrides))
+
+
+def _waste(run: Run, plan: Plan, conf: str, overrides: Sequence[str], config_dir: Path | None) -> str:
+    """What a layout that fits wastes, and the best one, where that is much and quickly known. Runs on CPUs try things out: empty."""
+    from ...trainer.plan.search.answer import faster_layout
+    from ..config.search_arguments import fixed_keys
+    from ..pages.search_page import waste_text
+
+    if plan.time is None or plan.world > MOST_SEARCHED or run.cluster.device.kind == "cpu":
+        return ""
+    best = faster_layout(run, fixed_keys(overrides, config_dir), (1 - WORTH_TELLING) * plan.time.step)
+    return waste_text(best, plan.time.step, (conf, *overrides)) if best else ""
 
 
 def _print_sweep(conf: str, overrides: Sequence[str], config_dir: Path | None, as_json: bool) -> list[Plan]:

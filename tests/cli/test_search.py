@@ -10,6 +10,7 @@ import pytest
 from distrain.cli.app import command
 from distrain.cli.config.load import load_recipe
 from distrain.cli.config.search_arguments import fixed_keys, node_counts
+from distrain.cli.verbs import plan as plan_verb
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import Run
@@ -90,6 +91,50 @@ def test_the_keys_that_a_command_line_fixes(words: list[str], keys: list[str]) -
     assert sorted(fixed_keys(words, None)) == keys
 
 
+HEAVY_HEAD = "parallel.pp=4 parallel.schedule=1f1b model.vocab=40000"
+
+
+def test_boundaries_are_faster_than_even_stages_and_plan_as_the_row_says(capsys: pytest.CaptureFixture[str]) -> None:
+    even, best = (answer(f"{HEAVY_HEAD} search.boundaries={each}", capsys)["rows"][0] for each in ("false", "true"))
+    found = best["boundaries"]
+    assert even["boundaries"] is None
+    assert best["step"] < 0.95 * even["step"]
+    assert sum(found["stages"]) == 12
+    assert found["least_step"] <= best["step"] < found["even_step"]
+    plans = [
+        make_plan(load_recipe("gpt2_124m", [*f"cluster=1x4 train.batch=16 {HEAVY_HEAD}".split(), *best["overrides"], *stages]))
+        for stages in ([], [f"parallel.stages={_even(found['stages'])}"])
+    ]
+    for plan, step in zip(plans, (best["step"], found["even_step"]), strict=True):
+        assert plan.time
+        assert plan.time.step == step
+
+
+def _even(stages: list[int]) -> str:
+    return str([12 // len(stages)] * len(stages)).replace(" ", "")
+
+
+def test_the_page_says_what_boundaries_win(capsys: pytest.CaptureFixture[str]) -> None:
+    best = answer(f"{HEAVY_HEAD} search.boundaries=true", capsys)["rows"][0]
+    status, out, _ = call(f"{SMALL} {HEAVY_HEAD} search.boundaries=true", capsys)
+    won = 100 * (1 - best["step"] / best["boundaries"]["even_step"])
+    assert status == 0
+    assert f"({won:.1f} % less time than even ones" in " ".join(out.split("\n\n")[0].split())
+
+
+def test_boundaries_of_the_smallest_layouts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = call(f"{SMALL} search.boundaries=true search.by=memory", capsys)
+    assert status == 1
+    assert "search.by=memory the smallest layouts: leave one of them out" in " ".join(out.split())
+
+
+def test_layers_of_the_command_line_stay_with_boundaries(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "parallel.pp=4 parallel.stages=[4,4,2,2] parallel.schedule=1f1b search.boundaries=true"
+    for row in answer(words, capsys)["rows"]:
+        assert row["boundaries"] is None
+        assert "parallel.stages" not in " ".join(row["overrides"])
+
+
 def test_all_has_a_row_for_each_mesh_and_rows_says_how_many(capsys: pytest.CaptureFixture[str]) -> None:
     every, three = answer("--all", capsys)["rows"], answer("search.rows=3", capsys)["rows"]
     assert three == every[:3]
@@ -109,7 +154,7 @@ def test_headroom_leaves_memory_free(capsys: pytest.CaptureFixture[str]) -> None
     assert all(row["memory"] <= 0.95 * smallest / 0.9 for row in rows)
 
 
-@pytest.mark.parametrize("words", ["", "parallel.pp=2", "parallel.tp=2 engine=native"])
+@pytest.mark.parametrize("words", ["", "parallel.pp=2", "parallel.tp=2 engine=native", f"{HEAVY_HEAD} search.boundaries=true"])
 def test_the_written_recipe_plans_as_it_was_found(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "best.yaml"
     status, _, err = call(f"{SMALL} {words} -o {file}", capsys)
@@ -150,6 +195,54 @@ def test_keys_that_no_layout_has_are_told(capsys: pytest.CaptureFixture[str]) ->
     assert "there is no legal layout that an engine here runs: leave some of the given keys free" in " ".join(out.split())
 
 
+def planned(arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Run `distrain plan`; return (exit status, stdout)."""
+    return command(["plan", *shlex.split(arguments)]), capsys.readouterr().out
+
+
+def test_a_plan_that_wastes_time_ends_with_the_best_layout_as_words(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out = planned("conf=llama3_70b cluster=8x8", capsys)
+    *_, words = out.split("\n\n")
+    text = " ".join(words.split())
+    step, best = (json.loads(call_json(verb, capsys)) for verb in ("plan", "search"))
+    assert status == 0
+    assert f"This layout wastes {100 * (1 - best['rows'][0]['step'] / step['time']['step']):.1f} % of its time: pp 4 x dp 2 x cp 4" in text
+    assert " search conf=llama3_70b cluster=8x8 " in text
+    best_words = shlex.split(text.partition(" plan ")[2])
+    plan = make_plan(load_recipe("llama3_70b", best_words[1:]))
+    assert plan.time
+    assert plan.time.step == best["rows"][0]["step"]
+    assert "wastes" not in planned(shlex.join(best_words), capsys)[1]
+
+
+def call_json(verb: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert command([verb, "conf=llama3_70b", "cluster=8x8", "--json"]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("margin", "tells"), [(0.01, True), (-0.01, False)])
+def test_a_plan_tells_waste_that_is_worth_it(
+    margin: float, tells: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["parallel.pp=4", "parallel.dp=2", "parallel.zero=1"]
+    run = load_recipe("llama3_8b_1node", [*words, "parallel.recompute=full"])
+    plan = make_plan(run)
+    assert command(["search", "conf=llama3_8b_1node", *words, "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["rows"][0]["step"]
+    assert plan.time
+    monkeypatch.setattr(plan_verb, "WORTH_TELLING", 1 - best / plan.time.step - margin)
+    assert bool(plan_verb._waste(run, plan, "llama3_8b_1node", words, None)) == tells
+
+
+@pytest.mark.parametrize(
+    "words", ["conf=quickstart parallel.recompute=full", "conf=llama3_70b parallel.recompute=full", "conf=llama3_8b_1node"]
+)
+def test_a_plan_on_cpus_on_many_devices_or_without_waste_is_left_alone(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out = planned(words, capsys)
+    assert status == 0
+    assert "wastes" not in out
+
+
 def test_sizes_give_days_and_cost_against_devices(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = call("conf=llama3_2_1b_1node cluster.price=2 search.nodes=1..4 search.by=cost", capsys)
     assert (status, err) == (0, "")
@@ -177,11 +270,21 @@ def test_a_careless_range_of_sizes_is_refused(text: str) -> None:
         node_counts(text)
 
 
-def test_a_written_recipe_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On this machine, as it was planned: the best layout of two processes, three steps."""
+RATES = ("cluster.device.peak={fp32: 5e10}", "cluster.device.bandwidth=1e10", "cluster.inside={bandwidth: 1e10, latency: 1e-5}")
+TWO_STAGES = (
+    "parallel.pp=2 parallel.schedule=1f1b model.layers=8 model.hidden=64 model.vocab=9000 train.seq=64 search.boundaries=true "
+    + shlex.join(RATES)
+)
+
+
+@pytest.mark.parametrize("layout", ["parallel.tp=2", TWO_STAGES])
+def test_a_written_recipe_trains(layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On this machine, as it was planned: the best layout of two processes, three steps, with and without stages of its own."""
     file = tmp_path / "found.yaml"
     words = "cluster=1x2 train.steps=3 train.evaluate.every=0 data=synthetic optim.warmup=0"
-    assert call(f"conf=quickstart {words} parallel.tp=2 -o {file}", capsys)[0] == 0
+    assert call(f"conf=quickstart {words} {layout} -o {file}", capsys)[0] == 0
+    stages = load_recipe(str(file)).parallel.stages
+    assert stages[0] > stages[1] if stages else layout != TWO_STAGES
     status = command(["fit", f"conf={file}", f"log.dir={tmp_path}"])
     out, err = capsys.readouterr()
     assert (status, err) == (0, "")

@@ -150,7 +150,7 @@ def step_seconds(
     compute = layout.micros * computes[busiest]
     messages = layout.micros * (totals[busiest] - computes[busiest])
     slowest = max(kinds, key=lambda kind: kind.exposed + kind.step)
-    tied = _tied_seconds(context, layout, blocks)
+    tied = tied_seconds(context, layout, blocks)
     pipeline = compute + messages + bubble
     waited = (pipeline + slowest.exposed + tied) * context.tail
     return StepSeconds(
@@ -188,7 +188,8 @@ def hop_seconds(parallel: Parallel, wires: Wires, blocks: BlockCosts) -> float:
     return sum([row.exposed for row in rows])
 
 
-def _tied_seconds(context: CostContext, layout: Layout, blocks: BlockCosts) -> float:
+def tied_seconds(context: CostContext, layout: Layout, blocks: BlockCosts) -> float:
+    """Exposed seconds a step of the sum of tied weights over the first and the last stage."""
     if layout.mesh.pp == 1 or layout.is_folded or blocks.tied == 0:
         return 0.0
     engine = cost_model(layout.engine)

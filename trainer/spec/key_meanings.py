@@ -197,6 +197,7 @@ KEYS = {
     "search.runnable":              Key("only layouts that an engine here trains"),
     "search.rows":                  Key("meshes in the answer"),
     "search.headroom":              Key("share of a device's memory that a layout must leave free"),
+    "search.boundaries":            Key("find the layers of each pipeline stage too"),
     "search.nodes":                 Key("sizes of the cluster to compare, as 8..512, doubling", null="the recipe's size"),
 
     "engine":                       Key("what trains; papers: nothing, plan the papers' costs"),

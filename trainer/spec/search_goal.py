@@ -17,3 +17,4 @@ class SearchGoal:
     rows: Count = 10
     headroom: Below1 = 0.05
     nodes: str | None = None
+    boundaries: bool = False

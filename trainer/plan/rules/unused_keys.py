@@ -157,7 +157,7 @@ READ: dict[str, tuple[str, ...]] = {  # by section
     "train":           ("batch", "seq", "microbatch", "steps", "tokens", "precision", "gradients", "attention", "flops", "deterministic",
                         "seed", "clip", "skip"),
     "train.evaluate":  ("every",),
-    "search":          ("by", "runnable", "rows", "headroom", "nodes"),
+    "search":          ("by", "runnable", "rows", "headroom", "nodes", "boundaries"),
     "optim":           ("name", "lr", "weight_decay", "schedule", "warmup", "gradient_copy"),
     "data":            ("name", "documents", "validation"),
     "log":             ("every", "sinks", "dir", "ledger"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...spec.changed_run import Change, overrides, with_changes
@@ -18,12 +18,25 @@ from ..layout_cost import StepSeconds, layout_cost
 from ..plan import plan_throughput, plan_whole_run
 from ..rules.rules import OF_RUN, broken_rules
 from ..run_layout import layout_on
+from .boundaries import best_stages, with_stages
 from .front import CostedLayout
 from .search import LayoutSearch
 from .space import Candidate, Space
 
 KEYS = ("dp", "tp", "pp", "cp", "ep", "zero", "shard", "schedule", "chunks", "stages", "sequence", "recompute")
+OVERTAKERS = 3  # times the rows of an answer: the meshes whose best layout may be among them with better stages
+NO_MESH = (0, 0, 0, 0)
 TERMS = ("compute", "exposed", "bubble", "optimizer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundBoundaries:
+    """Layers of each stage, or of each part of the model where a stage has several. Seconds of a step: with even stages, simulated in the
+    same way, and those that no partition of this layout is below (the step's own: it is the best of all)."""
+
+    stages: tuple[int, ...]
+    even_step: float
+    least_step: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +58,7 @@ class FoundLayout:
     memory: int  # bytes of the fullest rank
     memory_low: int  # ends of its error bar
     memory_high: int | None  # None: the plan does not count all of it
+    boundaries: FoundBoundaries | None  # None: even stages, or none
     step: float | None
     step_low: float | None
     step_high: float | None
@@ -77,18 +91,38 @@ def find_layouts(run: Run, fixed: frozenset[str] = frozenset()) -> Answer:
     if broken := broken_rules(run, run.parallel, run.train.microbatch, OF_RUN):
         return _answer(run, problems=problems_with_fixes(run, broken))
     settings = run.search
+    if settings.boundaries and settings.by == "memory":
+        says = "search.boundaries=true finds the fastest stages, and search.by=memory the smallest layouts"
+        return _answer(run, problems=(Problem(rule="search", says=says, mend="leave one of them out"),))
     space = Space(run, fixed, runnable=settings.runnable)
-    found = LayoutSearch(space, rows=settings.rows, by_memory=settings.by == "memory", headroom=settings.headroom).run_all()
+    finds_stages = settings.boundaries and "parallel.stages" not in fixed
+    rows = settings.rows * (OVERTAKERS if finds_stages else 1)
+    search = LayoutSearch(space, rows=rows, by_memory=settings.by == "memory", headroom=settings.headroom)
+    found = search.run_all()
     context = CostContext(run)
-    _, fastest = _layout_seconds(context, found.best[0]) if found.best else (None, None)
+    best: list[tuple[CostedLayout, FoundBoundaries | None]] = [(each, None) for each in found.best]
+    if finds_stages:
+        best = sorted((_with_best_stages(context, each, search.capacity) for each in found.best), key=lambda row: row[0].seconds)
+        best = best[: settings.rows]
+    _, fastest = _layout_seconds(context, best[0][0]) if best else (None, None)
     return _answer(
         run,
         legal=found.legal,
         costed=found.costed,
-        rows=tuple(_found_layout(context, each, fastest) for each in found.best),
+        rows=tuple(_found_layout(context, each, fastest, boundaries) for each, boundaries in best),
         front=tuple(_found_layout(context, each, fastest) for each in found.front),
         problems=() if found.best else (_nothing_fits(run, found.legal),),
     )
+
+
+def faster_layout(run: Run, fixed: frozenset[str], seconds: float) -> FoundLayout | None:
+    """The fastest layout of a run, if its step takes less than `seconds`. It is quick where there is none: slower ones are not costed."""
+    search = LayoutSearch(Space(run, fixed, runnable=run.search.runnable), rows=1, headroom=run.search.headroom)
+    known = CostedLayout(seconds, 0, Candidate(run.parallel, run.train.microbatch, None))  # as fast as asked, and smaller than any layout
+    search.best.add(NO_MESH, known)
+    search.front.add(known)
+    (found,) = search.run_all().best
+    return None if found is known else _found_layout(search.context, found, None)
 
 
 def answer_changes(run: Run, candidate: Candidate) -> Change:
@@ -146,7 +180,25 @@ def _layout_seconds(context: CostContext, found: CostedLayout) -> tuple[Layout, 
     return layout, layout_cost(context, layout).seconds
 
 
-def _found_layout(context: CostContext, found: CostedLayout, best: StepSeconds | None) -> FoundLayout:
+def _with_best_stages(context: CostContext, found: CostedLayout, capacity: int) -> tuple[CostedLayout, FoundBoundaries | None]:
+    """A layout with the layers of each stage with which it is fastest, if they are not the even ones."""
+    parallel, microbatch, engine = found.candidate
+    layout = layout_on(ENGINES[engine] if engine else None, context, parallel, microbatch)
+    even = layout_cost(context, with_stages(layout, layout.partition.parts)) if parallel.pp > 1 else None
+    if even is None or even.seconds is None:
+        return found, None
+    best = best_stages(context, layout, even.blocks, capacity, below=min(found.seconds, even.seconds.step))
+    if best.stages is None:
+        return found, None
+    peak = layout_cost(context, with_stages(layout, best.stages)).peak
+    candidate = found.candidate._replace(parallel=replace(parallel, stages=best.stages))
+    boundaries = FoundBoundaries(stages=best.stages, even_step=even.seconds.step, least_step=best.least)
+    return CostedLayout(best.seconds, peak, candidate), boundaries
+
+
+def _found_layout(
+    context: CostContext, found: CostedLayout, best: StepSeconds | None, boundaries: FoundBoundaries | None = None
+) -> FoundLayout:
     run, (parallel, microbatch, engine) = context.run, found.candidate
     layout, seconds = _layout_seconds(context, found)
     speed = plan_throughput(context, layout, seconds) if seconds else None
@@ -169,6 +221,7 @@ def _found_layout(context: CostContext, found: CostedLayout, best: StepSeconds |
         memory=found.peak,
         memory_low=round(held.low),
         memory_high=round(held.high) if context.table.has_costs else None,
+        boundaries=boundaries,
         step=seconds.step if seconds else None,
         step_low=taken.low if taken else None,
         step_high=taken.high if taken else None,
