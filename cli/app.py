@@ -71,7 +71,7 @@ def _no_verb(
     distrain plan conf=gpt3_175b cluster=6x8x64 model=megatron_1t
     """
     if version:
-        from .config.library import distrain_version
+        from .keys.library import distrain_version
 
         raise typer.Exit(print_output(f"distrain {distrain_version()}"))
     if context.invoked_subcommand is None:

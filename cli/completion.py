@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..trainer.spec.regular_file import expand_home
-from .config import library
+from .keys import library
 
 OPTIONS = {
     "ls": ("--json", "--config-dir", "--help"),
@@ -74,7 +74,7 @@ def _ls_words(word: str, config_dir: Path | None) -> list[str]:
     groups = [*library.groups(config_dir), "recipes", "runs"]
     if "." not in word:
         return groups
-    from .config.key_help import key_fields, sections
+    from .keys.key_help import key_fields, sections
 
     return [*sorted(sections()), *(key for key, _, _ in key_fields())]
 
@@ -95,7 +95,7 @@ def _keys(config_dir: Path | None, word: str) -> list[str]:
     groups = [f"{group}=" for group in library.groups(config_dir)]
     if "." not in word:
         return groups
-    from .config.keys import config_keys
+    from .keys.keys import config_keys
 
     return [*groups, *(f"{key}=" for key in config_keys())]
 
@@ -105,7 +105,7 @@ def _values(key: str, config_dir: Path | None) -> list[str]:
         return list(library.recipes(config_dir))
     if key in library.groups(config_dir):
         return list(library.options(key, config_dir))
-    from .config.keys import completion_values
+    from .keys.keys import completion_values
 
     return completion_values(key)
 

@@ -18,10 +18,11 @@ from yaml import YAMLError
 
 from ...trainer.spec.problem import Problem, Unreadable
 from ...trainer.spec.regular_file import expand_home, read_plain
-from . import hf_family, library
+from ..arguments.overrides import Override
+from ..keys import library
+from . import hf_family
 from .composition_problems import check_sizes_agree, composition_problem
 from .interrupts import raise_if_interrupted
-from .overrides import Override
 from .yaml_file import install_plain_source
 
 RECIPE_NAME = "_recipe_"  # the name under which Hydra finds the recipe, which is read here

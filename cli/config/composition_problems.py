@@ -9,7 +9,7 @@ from typing import Any
 
 from ...trainer.spec.problem import Problem, Unreadable, suggest_name
 from ...trainer.spec.regular_file import why_unreadable
-from . import library, synonyms
+from ..keys import library, synonyms
 
 SECTIONS = ("model", "cluster", "parallel", "train")
 DEFAULTS_ENTRY = {  # the key that chooses an option of a section in a recipe's defaults

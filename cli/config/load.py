@@ -11,15 +11,16 @@ from typing import Any
 from ...trainer.spec.problem import Problem, Unreadable
 from ...trainer.spec.read import read_run
 from ...trainer.spec.run import Run
-from . import hf_family, library
-from .cluster_argument import apply_shape
+from ..arguments.cluster_argument import apply_shape
+from ..arguments.override_grammar import parse_override
+from ..arguments.overrides import Overrides, sort_overrides, sweep_layouts
+from ..keys import library
+from ..keys.keys import config_keys
+from . import hf_family
 from .composition import RECIPE_NAME, Composer, apply_override, merge_hf_sizes, read_schedule, resolve_weights_path, select_value, to_plain
 from .composition_problems import composition_problem, device_name_problems, improve_problem
 from .family_defaults import fill_in_family
-from .keys import config_keys
 from .machine_values import auto_memory, fill_auto_device, fill_cpu_rates
-from .override_grammar import parse_override
-from .overrides import Overrides, sort_overrides, sweep_layouts
 from .yaml_file import read_config
 
 

@@ -18,8 +18,8 @@ from yaml.reader import ReaderError
 
 from ...trainer.spec.problem import Problem, Unreadable
 from ...trainer.spec.regular_file import read_plain
+from ..keys.library import MOST_BYTES
 from .interrupts import raise_if_interrupted
-from .library import MOST_BYTES
 
 MOST_NODES = 20_000  # mappings, lists and values, counted again for each alias
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from ...trainer.rundir.run_summary import RUNS
 from ...trainer.spec.problem import Problem, Unreadable, one_line, suggest_name
-from ..config import library
+from ..keys import library
 from .text_layout import Style, page_width, stdout_style, wrap
 
 if TYPE_CHECKING:
-    from ..config.key_help import KeyHelp
+    from ..keys.key_help import KeyHelp
 
 RECIPES = "recipes"
 SECTIONS = {"device": "cluster.device"}  # the section of a group's keys, where it has another name
@@ -37,7 +37,7 @@ def description(name: str, config_dir: Path | None) -> str:
 
 def key_lines(keys: Sequence[KeyHelp], style: Style) -> list[str]:
     """Two lines a key: the values it takes with their unit and default, then its description."""
-    from ..config.key_help import REQUIRED
+    from ..keys.key_help import REQUIRED
 
     found: list[str] = []
     for row in keys:
@@ -51,7 +51,7 @@ def key_lines(keys: Sequence[KeyHelp], style: Style) -> list[str]:
 
 def document(name: str | None, config_dir: Path | None) -> dict[str, Any]:
     """What `overview` or `description` show, as plain data."""
-    from ..config import key_help
+    from ..keys import key_help
 
     if name is None:
         groups = {group: list(library.options(group, config_dir)) for group in library.groups(config_dir)}
@@ -69,7 +69,7 @@ def json_text(plain: object) -> str:
 
 def _options_and_keys(name: str, config_dir: Path | None) -> tuple[Mapping[str, Path], list[KeyHelp]]:
     """The options and the keys of a name: of the group, key or section, else the options that are called so; raises Unreadable."""
-    from ..config.key_help import key_help
+    from ..keys.key_help import key_help
 
     if name == RECIPES:
         return library.recipes(config_dir), []
@@ -92,8 +92,8 @@ def _options_named(name: str, groups: tuple[str, ...], config_dir: Path | None) 
 
 def _unknown_name(name: str, groups: tuple[str, ...]) -> Problem:
     """The problem that no group and no key is called `name`, with the nearest of either."""
-    from ..config.key_help import sections
-    from ..config.keys import config_keys, unknown_key_problem
+    from ..keys.key_help import sections
+    from ..keys.keys import config_keys, unknown_key_problem
 
     names, others = (*groups, RECIPES, RUNS), [each for each in sections() if "." not in each and each not in groups]
     near = suggest_name(name, names)

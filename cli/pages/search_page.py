@@ -21,7 +21,7 @@ from ...trainer.spec.format_numbers import (
     size_range_text,
 )
 from ...trainer.spec.problem import one_line
-from ..config.command_name import command_name
+from ..arguments.command_name import command_name
 from .text_layout import Style, narrow_table, page_width, with_heading, wrap
 
 MAX_FRONT = 8  # rows of the front, evenly spaced

@@ -26,7 +26,7 @@ def cp(
     distrain cp ../theirs.yaml mine.yaml
     distrain cp model/llama3_8b my/model/wide.yaml
     """
-    from ..config.recipe_copy import copy_config
+    from ..recipe_files.recipe_copy import copy_config
 
     try:
         return print_output(copy_config(name.removeprefix("conf="), file.removeprefix("conf="), config_dir))

@@ -72,8 +72,8 @@ def _machine_checks() -> Iterator[Check]:
     """Check this machine for any run, the quick checks first; engines only where the packages are installed."""
     from ...trainer.launch.doctor_smoke_test import engine_checks
     from ...trainer.machine.checks import compiler_check, space_checks, version_checks
-    from ..config.library import distrain_version
     from ..config.load import load_recipe
+    from ..keys.library import distrain_version
 
     versions = [*version_checks(distrain_version())]
     yield from versions
@@ -91,8 +91,8 @@ def _check_run(arguments: Sequence[str], config_dir: Path | None) -> bool:
     from ...trainer.machine.checks import version_checks
     from ...trainer.machine.facts import measure_once
     from ...trainer.plan.plan import make_plan
-    from ..config.library import distrain_version
     from ..config.load import load_recipe
+    from ..keys.library import distrain_version
     from ..pages.plan_page import verdict
 
     conf, overrides = recipe_and_overrides(arguments, "doctor", config_dir)

@@ -55,7 +55,7 @@ def status_of(run: Callable[[], Any], argv: Sequence[str] = ()) -> int:
     except Unreadable as wrong:
         print_problems(wrong.problems)
     except UsageError as wrong:
-        from ..config.arguments import option_problem
+        from ..arguments.arguments import option_problem
 
         print_problems([option_problem(wrong, argv)])
     return WRONG_ARGUMENTS

@@ -19,7 +19,7 @@ from ...trainer.rundir.files import run_folder
 from ...trainer.spec.problem import one_line
 from ...trainer.spec.run import Run
 from ...trainer.system.open_files import needed_files, raise_limit
-from ..config.command_name import command_name
+from ..arguments.command_name import command_name
 from ..pages.hosts_page import run_preflight_and_show
 from ..pages.plan_page import verdict
 from ..pages.printing import print_error, print_line, print_live_line, print_problems

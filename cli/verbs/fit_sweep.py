@@ -25,9 +25,9 @@ from ...trainer.spec.changed_run import with_changes
 from ...trainer.spec.format_numbers import count_text, plural
 from ...trainer.spec.problem import Problem, Unreadable, one_line
 from ...trainer.spec.run import Run
-from ..config.command_name import command_name
-from ..config.keys import config_keys
+from ..arguments.command_name import command_name
 from ..config.load import load_recipe, load_sweep
+from ..keys.keys import config_keys
 from ..pages.printing import print_error, print_line
 from ..pages.text_layout import page_width, table
 from .exit_status import FAILED, OK

@@ -22,7 +22,7 @@ ConfigDir = Annotated[
 def recipe_and_overrides(arguments: Sequence[str] | None, verb: str, config_dir: Path | None) -> tuple[str, tuple[str, ...]]:
     """Return the recipe and the overrides that a verb was given; raises Unreadable with all that is wrong with them."""
     from ...trainer.spec.problem import Unreadable
-    from ..config.arguments import read_arguments
+    from ..arguments.arguments import read_arguments
     from ..config.load import override_problems
     from ..pages.printing import print_problems
 

@@ -70,8 +70,8 @@ def _print_plan(conf: str, overrides: Sequence[str], config_dir: Path | None, as
 def _best_that_fits(run: Run, conf: str, overrides: Sequence[str], config_dir: Path | None) -> str:
     """The best layout of a run that does not fit, as the words to type; on a large cluster, the search that finds it."""
     from ...trainer.plan.search.answer import find_layouts
-    from ..config.search_arguments import fixed_keys
     from ..pages.search_page import best_text, search_hint
+    from .search_arguments import fixed_keys
 
     if run.cluster.nodes * run.cluster.gpus > MOST_SEARCHED:
         return search_hint((conf, *overrides))
@@ -82,8 +82,8 @@ def _best_that_fits(run: Run, conf: str, overrides: Sequence[str], config_dir: P
 def _waste(run: Run, plan: Plan, conf: str, overrides: Sequence[str], config_dir: Path | None) -> str:
     """What a layout that fits wastes, and the best one, where that is much and quickly known. Runs on CPUs try things out: empty."""
     from ...trainer.plan.search.answer import faster_layout
-    from ..config.search_arguments import fixed_keys
     from ..pages.search_page import waste_text
+    from .search_arguments import fixed_keys
 
     if plan.time is None or plan.world > MOST_SEARCHED or run.cluster.device.kind == "cpu":
         return ""

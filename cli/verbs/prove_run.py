@@ -19,10 +19,10 @@ from ...trainer.spec.problem import Problem, Unreadable
 from ...trainer.spec.run import Run
 from ...trainer.system import atomic_file
 from ...trainer.system.stop_requests import StopSignal, raise_on_stop_signals
-from ..config.arguments import read_arguments
-from ..config.cluster_argument import is_shape
+from ..arguments.arguments import read_arguments
+from ..arguments.cluster_argument import is_shape
+from ..arguments.prove_arguments import read_prove_request, unused_keys
 from ..config.load import Loader, override_problems
-from ..config.prove_arguments import read_prove_request, unused_keys
 from ..pages.prove_json import proof_document
 from ..pages.prove_page import ProofTable, proof_closing, proof_opening, reference_line
 from ..pages.text_layout import stdout_style

@@ -38,7 +38,7 @@ def search(
     distrain search conf=llama3_70b cluster=8x8 -o best.yaml
     """
     from ..config.load import load_recipe
-    from ..config.search_arguments import fixed_keys
+    from .search_arguments import fixed_keys
 
     conf, overrides = recipe_and_overrides(arguments, "search", config_dir)
     run, fixed = load_recipe(conf, overrides, config_dir), fixed_keys(overrides, config_dir)
@@ -47,7 +47,7 @@ def search(
     if run.search.nodes is not None:
         return _search_sizes(run, fixed, output, as_json=as_json)
     if output:
-        from ..config.recipe_copy import target_file
+        from ..recipe_files.recipe_copy import target_file
 
         target_file(output, run.name)  # raises for one that can't be written, before the search
     answer = _find(run, fixed)
@@ -78,9 +78,9 @@ def _search_sizes(run: Run, fixed: frozenset[str], output: str, *, as_json: bool
     """Search each size of the cluster; a line of progress for each."""
     from ...trainer.plan.search.scaling import best_layout, search_sizes
     from ...trainer.spec.problem import Problem, Unreadable
-    from ..config.search_arguments import node_counts
     from ..pages.search_page import sizes_text
     from ..pages.text_layout import stdout_style
+    from .search_arguments import node_counts
 
     if output:
         raise Unreadable([Problem(rule="option", says="-o writes one layout", mend="search one size: leave search.nodes out")])
@@ -99,7 +99,7 @@ def _search_sizes(run: Run, fixed: frozenset[str], output: str, *, as_json: bool
 
 def _write(output: str, conf: str, overrides: Sequence[str], answer: Answer, config_dir: Path | None) -> int:
     """Write the best layout as a recipe, named after its file."""
-    from ..config.search_recipe import write_recipe
+    from ..recipe_files.search_recipe import write_recipe
 
     try:
         return print_output(write_recipe(output, conf, overrides, answer, config_dir))

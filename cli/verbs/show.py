@@ -39,7 +39,7 @@ def show(
         return _print_launch(conf, overrides, config_dir)
     if engine:
         return _print_engine(conf, overrides, config_dir)
-    from ..config.config_text import config_text
+    from ..recipe_files.config_text import config_text
 
     return print_output(config_text(conf, overrides, config_dir, comments=comments))
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from distrain.cli.config.keys import config_keys
 from distrain.cli.config.load import load_recipe
+from distrain.cli.keys.keys import config_keys
 from distrain.trainer.rundir.changes import POLICIES, Changes, acceptable_keys, compare_runs, key_policy, moment_kinds
 from distrain.trainer.rundir.checkpoints import newest_saved, seal
 from distrain.trainer.rundir.resume import check_resume

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from distrain.cli.completion import OPTIONS, candidates, completions
-from distrain.cli.config import library
+from distrain.cli.keys import library
 
 
 @pytest.mark.parametrize(

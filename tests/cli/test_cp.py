@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from distrain.cli.app import command
-from distrain.cli.config import library
 from distrain.cli.config.load import load_recipe
-from distrain.cli.config.recipe_copy import NewFile
+from distrain.cli.keys import library
+from distrain.cli.recipe_files.recipe_copy import NewFile
 from distrain.trainer.spec.problem import Unreadable
 
 RECIPES = list(library.recipes(None))

@@ -10,8 +10,8 @@ from typing import Self
 
 import pytest
 
-from distrain.cli.config import library
 from distrain.cli.config.load import load_recipe
+from distrain.cli.keys import library
 
 INTERRUPTED = 25  # points in the calls of one composition
 

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from msgspec import Meta
 
 from distrain.cli.app import command
-from distrain.cli.config import library, yaml_edit
 from distrain.cli.config.composition import config_yaml
-from distrain.cli.config.key_help import REQUIRED, family_defaults, key_comments, key_fields, key_help, sections, type_summary
-from distrain.cli.config.keys import WRITTEN_KEYS, config_keys
 from distrain.cli.config.load import compose_config, load_recipe
+from distrain.cli.keys import library
+from distrain.cli.keys.key_help import REQUIRED, family_defaults, key_comments, key_fields, key_help, sections, type_summary
+from distrain.cli.keys.keys import WRITTEN_KEYS, config_keys
 from distrain.cli.pages.text_layout import DEFAULT_WIDTH
+from distrain.cli.recipe_files import yaml_edit
 from distrain.trainer.spec.key_meanings import KEYS, Unit
 from distrain.trainer.spec.read import read_run
 from distrain.trainer.spec.run import Run

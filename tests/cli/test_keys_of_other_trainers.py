@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from distrain.cli.app import command
-from distrain.cli.config import library
-from distrain.cli.config.keys import config_keys
 from distrain.cli.config.load import load_recipe
-from distrain.cli.config.synonyms import ROWS, TOP_LEVEL_ONLY, Synonym, synonym_problem
+from distrain.cli.keys import library
+from distrain.cli.keys.keys import config_keys
+from distrain.cli.keys.synonyms import ROWS, TOP_LEVEL_ONLY, Synonym, synonym_problem
 
 KNOWN = config_keys()
 NAMES = [name for row in ROWS for name in row.names]

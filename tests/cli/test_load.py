@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from msgspec import to_builtins
 
-from distrain.cli.config import library
 from distrain.cli.config.composition import config_yaml
 from distrain.cli.config.load import compose_config, load_recipe, load_sweep
+from distrain.cli.keys import library
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.read import read_run
 from distrain.trainer.spec.run import Run

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
 from distrain.cli.app import app, command
-from distrain.cli.config.keys import config_keys
+from distrain.cli.keys.keys import config_keys
 from distrain.tests.fakes.folder_state import folder_state
 from distrain.tests.fakes.malformed_files import FILES, RAW, damaged_json, fifo, run_folder
 from distrain.tests.fakes.time_limits import limit_processor_time

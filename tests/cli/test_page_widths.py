@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from distrain.cli.app import app, command
-from distrain.cli.config import library
+from distrain.cli.keys import library
 from distrain.cli.pages.hosts_page import preflight_lines
 from distrain.cli.pages.report_page import report_text
 from distrain.cli.pages.text_layout import DEFAULT_WIDTH, MAX_WIDTH, MIN_WIDTH, Style, narrow_table, page_width, wrap

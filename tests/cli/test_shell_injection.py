@@ -26,8 +26,8 @@ from hypothesis import strategies as some
 from msgspec import json as encoder
 
 from distrain.cli.app import command
-from distrain.cli.config.keys import config_keys, takes_text
 from distrain.cli.config.load import load_recipe
+from distrain.cli.keys.keys import config_keys, takes_text
 from distrain.cli.pages.hosts_page import run_preflight_and_show
 from distrain.tests.fakes.path_commands import PDSH, PYTHON, QUIET, SBATCH, SCONTROL, SRUN, SSH, FakeCommands
 from distrain.tests.fakes.shell_text import ONCE, environments, hostile, plain, tame_but_one

@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from distrain.cli.app import command
-from distrain.cli.config import library
+from distrain.cli.keys import library
 from distrain.cli.pages.text_layout import DEFAULT_WIDTH
 from distrain.trainer.plan.result import Plan
 

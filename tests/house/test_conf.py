@@ -11,8 +11,8 @@ import pytest
 from omegaconf import OmegaConf
 
 import distrain
-from distrain.cli.config.keys import WRITTEN_KEYS
 from distrain.cli.config.load import load_recipe
+from distrain.cli.keys.keys import WRITTEN_KEYS
 from distrain.trainer.launch.file_checks import weight_problems
 from distrain.trainer.machine.facts import DEVICE_OPTIONS
 from distrain.trainer.models.families import FAMILIES

@@ -199,11 +199,11 @@ def test_every_imported_package_is_a_stated_dependency(name: str) -> None:
 def test_hydra_is_imported_in_three_files_and_yaml_in_three() -> None:
     assert [name for name in MODULES if others(imports(name)) & HYDRA] in (
         [],
-        ["cli.config.composition", "cli.config.override_grammar", "cli.config.yaml_file"],
+        ["cli.arguments.override_grammar", "cli.config.composition", "cli.config.yaml_file"],
     )
     assert [name for name in MODULES if "yaml" in others(imports(name))] in (
         [],
-        ["cli.config.composition", "cli.config.yaml_edit", "cli.config.yaml_file"],
+        ["cli.config.composition", "cli.config.yaml_file", "cli.recipe_files.yaml_edit"],
     )
 
 

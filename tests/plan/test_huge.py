@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from distrain.cli.app import command
-from distrain.cli.config.keys import config_keys
 from distrain.cli.config.load import Loader, load_recipe
+from distrain.cli.keys.keys import config_keys
 from distrain.cli.pages.plan_page import plan_text
 from distrain.cli.pages.text_layout import Style
 from distrain.tests.fakes.time_limits import limit_processor_time

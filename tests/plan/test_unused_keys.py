@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from distrain.cli.app import command
-from distrain.cli.config import library
-from distrain.cli.config.keys import config_keys
 from distrain.cli.config.load import load_recipe
+from distrain.cli.keys import library
+from distrain.cli.keys.keys import config_keys
 from distrain.trainer.launch.admission import start_warnings
 from distrain.trainer.models.mla.ops import LATENT
 from distrain.trainer.plan.plan import make_plan

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from distrain.cli.app import command
+from distrain.cli.arguments.prove_arguments import read_layouts, read_prove_request
 from distrain.cli.config.load import load_recipe
-from distrain.cli.config.prove_arguments import read_layouts, read_prove_request
 from distrain.cli.verbs.prove_run import Recipe
 from distrain.trainer.plan.engines import engine_for
 from distrain.trainer.plan.layout.schedules import SCHEDULES

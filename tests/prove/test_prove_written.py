@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from distrain.cli.app import command
+from distrain.cli.arguments.prove_arguments import read_layouts, read_prove_request
 from distrain.cli.config.load import load_recipe
-from distrain.cli.config.prove_arguments import read_layouts, read_prove_request
 from distrain.cli.verbs.prove_run import Recipe
 from distrain.tests.fakes.prove_screen import SERVER, TINY, ScreenRecord, run_prove
 from distrain.trainer.plan.engines import engine_for

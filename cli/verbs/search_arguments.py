@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ...trainer.spec.problem import Problem, Unreadable
-from . import library, yaml_edit
-from .cluster_argument import DEGREES
-from .load import Loader
+from ..arguments.cluster_argument import DEGREES
+from ..config.load import Loader
+from ..keys import library
+from ..recipe_files import yaml_edit
 
 SEARCHED = ("parallel.", "train.microbatch", "engine")  # keys that a search chooses
 MOST_SIZES = 16

@@ -10,10 +10,10 @@ from typing import Any, get_origin
 
 from ...trainer.spec.problem import Problem, Unreadable, suggest_name
 from ...trainer.spec.read import value_text
-from . import library
+from ..keys import library
+from ..keys.keys import respelled_key, unknown_key_problem
 from .arguments import syntax_problem
 from .cluster_argument import FORMS, is_shape
-from .keys import respelled_key, unknown_key_problem
 
 MOST_LAYOUTS = 10_000  # layouts of one sweep
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from msgspec import to_builtins
 
-from . import key_help, yaml_edit
-from .composition import config_yaml
-from .load import checked_run, compose_config
+from ..config.composition import config_yaml
+from ..config.load import checked_run, compose_config
+from ..keys import key_help
+from . import yaml_edit
 
 
 def config_text(conf: str, overrides: Sequence[str], config_dir: Path | None, *, comments: bool) -> str:

@@ -9,8 +9,8 @@ from shlex import quote
 from ...trainer.plan.search.answer import Answer
 from ...trainer.spec.format_numbers import count_text, seconds_text, size_text
 from ...trainer.spec.problem import one_line
+from ..arguments.command_name import command_name
 from . import yaml_edit
-from .command_name import command_name
 from .config_text import config_text
 from .recipe_copy import NewFile, conf_argument, target_file
 

@@ -9,9 +9,10 @@ from shlex import quote
 from typing import Any, Self
 
 from ...trainer.spec.problem import Problem, Unreadable, one_line
-from . import library, yaml_edit
-from .command_name import command_name
-from .load import compose_config
+from ..arguments.command_name import command_name
+from ..config.load import compose_config
+from ..keys import library
+from . import yaml_edit
 
 STDOUT = "-"
 PATH_KEYS = ("model.hf", "model.weights")  # paths that may be relative to the recipe

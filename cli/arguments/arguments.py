@@ -11,9 +11,9 @@ from typing import Any
 
 from ...trainer.spec.problem import Problem, suggest_name
 from ...trainer.spec.read import type_text
-from . import library, synonyms
+from ..keys import library, synonyms
+from ..keys.keys import config_keys, takes_text, unknown_key_problem
 from .cluster_argument import is_shape
-from .keys import config_keys, takes_text, unknown_key_problem
 
 LONGEST_ARGUMENT = 10_000  # characters
 

@@ -13,8 +13,8 @@ from hydra.errors import HydraException
 
 from ...trainer.spec.problem import Problem
 from ...trainer.spec.quantity import dimension_of
+from ..keys.keys import takes_text
 from .arguments import syntax_problem
-from .keys import takes_text
 from .overrides import MOST_LAYOUTS, Override
 
 COMMA_KEYS = ("launch.include", "launch.exclude")  # keys whose values contain commas that do not sweep: host1:0,2

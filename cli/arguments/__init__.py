@@ -1,0 +1,1 @@
+"""Reads the arguments of a command line."""

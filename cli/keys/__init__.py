@@ -1,0 +1,1 @@
+"""The config keys, the groups and the recipes that exist."""

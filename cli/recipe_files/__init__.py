@@ -1,0 +1,1 @@
+"""Writes recipes and options of config groups as YAML."""
