@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distrain.trainer.models.families import FAMILIES
-from distrain.trainer.models.mla.ops import LATENT
 from distrain.trainer.models.ops.op_table import OpTable, element_count, model_parameters, round_up
 from distrain.trainer.plan.axes.weight_slices import TENSOR_DIMS, DimShard, HeadShards, WeightShard, dim_shard, local_sizes, weight_shard
 from distrain.trainer.plan.costs.cost_context import CostContext
@@ -116,7 +115,10 @@ def models(draw: st.DrawFn) -> Model:
         top_k=1,
         shared_experts=draw(st.integers(0, 1)),
         q_lora_rank=draw(st.integers(0, 3)),
-        **{key: draw(st.integers(1, 3)) for key in LATENT if key != "q_lora_rank"},
+        kv_lora_rank=draw(st.integers(1, 3)),
+        qk_nope_head_dim=draw(st.integers(1, 3)),
+        qk_rope_head_dim=draw(st.integers(1, 3)),
+        v_head_dim=draw(st.integers(1, 3)),
     )
 
 
