@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -15,6 +16,7 @@ from distrain.tests.fakes.small_models import CPU, MODELS, run_of  # noqa: E402
 from distrain.trainer.layers.counter_rng import dropout_keys  # noqa: E402
 from distrain.trainer.models.build import build_model  # noqa: E402
 from distrain.trainer.models.families import FAMILIES, op_table  # noqa: E402
+from distrain.trainer.models.mla.ops import LATENT  # noqa: E402
 from distrain.trainer.models.ops.op_table import (  # noqa: E402
     Op,
     OpTable,
@@ -86,6 +88,8 @@ def test_a_module_has_as_many_parameters_as_the_op_table_counts(name: str) -> No
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_named_parameters_add_up_to_the_parameter_count(family: str) -> None:
     model = Model(family=family, layers=3, hidden=48, heads=4, vocab=101, experts=4, top_k=2, shared_experts=1, tied=True, bias=True)
+    sizes: dict[str, Any] = dict.fromkeys(LATENT, 6) if family == "mla" else {}
+    model = replace(model, **sizes)
     table = FAMILIES[family].table(model, Train(batch=1, seq=8))
     assert sum(prod(each.shape(table.sizes)) for each in model_parameters(table, range(3))) == parameter_count(table, 3)
 

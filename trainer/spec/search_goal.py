@@ -16,5 +16,5 @@ class SearchGoal:
     runnable: bool = True
     rows: Count = 10
     headroom: Below1 = 0.05
-    nodes: str | None = None
     boundaries: bool = False
+    nodes: str | None = None
