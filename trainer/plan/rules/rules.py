@@ -44,7 +44,10 @@ def model(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]
         return
     needs = FAMILIES[words.family].needs if words.family in FAMILIES else ()
     if missing := [f"model.{key}" for key in needs if getattr(words, key) is None]:
-        yield BrokenRule("sizes", f"family {words.family} needs {', '.join(missing)}", fix="set them, as conf/model/deepseek_v3.yaml does")
+        them = "it" if len(missing) == 1 else "them"
+        yield BrokenRule(
+            "sizes", f"family {words.family} needs {', '.join(missing)}", fix=f"set {them}, as conf/model/deepseek_v3.yaml does"
+        )
     if words.head_dim is None and "v_head_dim" not in needs and words.hidden % words.heads:
         yield BrokenRule(
             "heads",
