@@ -62,7 +62,7 @@ def read_executed_lines(copy: Copy, show: Callable[[str], None]) -> ExecutedLine
     if not file.exists():
         show("proves tiny_full without an error, to see which lines each layout runs ...")
         answer = copy.ask("prove", seconds=3600.0, record=True)
-        if found := _found(answer):
+        if found := _error_found(answer):
             raise RuntimeError(f"tiny_full is not proved without an error: {found}")
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(answer), encoding="utf-8")
@@ -120,7 +120,7 @@ class MutationCampaign:
         if "ended" in answer and not self._is_sound(mutation, layouts[0], "prove", layouts=layouts[:1]):
             raise RuntimeError(f"{layouts[0]} is not proved without an error either: {answer['ended']}: {' '.join(answer['tail'][-2:])}")
         is_slow = answer.get("ended") == TOO_LONG and any(line.startswith(TRAINED) for line in answer["tail"])
-        return "" if is_slow else _found(answer)
+        return "" if is_slow else _error_found(answer)
 
     def _test(self, mutation: Mutation) -> str:
         """The first test that fails or does not end with the error, and passes without; "" if none does in the time for tests.
@@ -152,12 +152,12 @@ class MutationCampaign:
         """Whether a layout or a test passes without the error; the error is planted again afterwards."""
         if name not in self._sound:
             self.copy.restore(mutation.path)
-            self._sound[name] = not _found(self.copy.ask(action, seconds=TEST_SECONDS, **arguments))
+            self._sound[name] = not _error_found(self.copy.ask(action, seconds=TEST_SECONDS, **arguments))
             self.copy.plant(mutation.path, mutated_source(self.copy.root, mutation))
         return self._sound[name]
 
 
-def _found(answer: Mapping[str, Any]) -> str:
+def _error_found(answer: Mapping[str, Any]) -> str:
     return str(answer["ended"]) if "ended" in answer else str(answer["found"])
 
 

@@ -44,7 +44,7 @@ Parents = Sequence[ast.AST]  # of a node, the nearest first
 Node = TypeVar("Node", bound=ast.AST)
 
 
-def _changed(node: Node, **fields: object) -> Node:
+def _replace_fields(node: Node, **fields: object) -> Node:
     """Return a copy of a node with other fields."""
     copied = copy(node)
     for name, value in fields.items():
@@ -55,7 +55,7 @@ def _changed(node: Node, **fields: object) -> Node:
 def arithmetic(node: ast.AST, parents: Parents) -> Replacements:
     """Another operator."""
     if isinstance(node, ast.BinOp | ast.AugAssign) and type(node.op) in OPERATORS and not _is_text_or_list(node):
-        yield _changed(node, op=OPERATORS[type(node.op)]())
+        yield _replace_fields(node, op=OPERATORS[type(node.op)]())
 
 
 def comparison(node: ast.AST, parents: Parents) -> Replacements:
@@ -63,7 +63,7 @@ def comparison(node: ast.AST, parents: Parents) -> Replacements:
     if isinstance(node, ast.Compare):
         for place, operator in enumerate(node.ops):
             for other in COMPARISONS[type(operator)]:
-                yield _changed(node, ops=[*node.ops[:place], other(), *node.ops[place + 1 :]])
+                yield _replace_fields(node, ops=[*node.ops[:place], other(), *node.ops[place + 1 :]])
 
 
 def constant(node: ast.AST, parents: Parents) -> Replacements:
@@ -71,28 +71,28 @@ def constant(node: ast.AST, parents: Parents) -> Replacements:
     if not isinstance(node, ast.Constant) or _is_dim(node, parents):
         return
     if isinstance(node.value, bool):
-        yield _changed(node, value=not node.value)
+        yield _replace_fields(node, value=not node.value)
     elif isinstance(node.value, int):
-        yield _changed(node, value=node.value + 1)
+        yield _replace_fields(node, value=node.value + 1)
         if node.value > 0:
-            yield _changed(node, value=node.value - 1)
+            yield _replace_fields(node, value=node.value - 1)
     elif isinstance(node.value, float):
-        yield _changed(node, value=node.value * 1.25 if node.value else 1.0)
+        yield _replace_fields(node, value=node.value * 1.25 if node.value else 1.0)
 
 
 def reduction(node: ast.AST, parents: Parents) -> Replacements:
     """Another reduction, or a collective that is left out."""
     if isinstance(node, ast.Attribute) and node.attr in ("SUM", "MAX"):
-        yield _changed(node, attr=REDUCTIONS[node.attr])
+        yield _replace_fields(node, attr=REDUCTIONS[node.attr])
     if not isinstance(node, ast.Call):
         return
     name = last_name(node.func)
     if name in COLLECTIVES:
         yield ast.Constant(None)
     elif name in REDUCTIONS and isinstance(node.func, ast.Attribute):
-        yield _changed(node, func=_changed(node.func, attr=REDUCTIONS[name]))
+        yield _replace_fields(node, func=_replace_fields(node.func, attr=REDUCTIONS[name]))
     elif name in ("max", "min", "any", "all") and isinstance(node.func, ast.Name):
-        yield _changed(node, func=ast.Name(REDUCTIONS[name], ast.Load()))
+        yield _replace_fields(node, func=ast.Name(REDUCTIONS[name], ast.Load()))
 
 
 def dim(node: ast.AST, parents: Parents) -> Replacements:
@@ -107,9 +107,9 @@ def group(node: ast.AST, parents: Parents) -> Replacements:
     """Another group of ranks, or all ranks."""
     if isinstance(node, ast.Constant) and node.value in AXES and _names_a_group(parents[0]):
         place = AXES.index(str(node.value))
-        yield from (_changed(node, value=AXES[(place + by) % len(AXES)]) for by in (1, 5))
+        yield from (_replace_fields(node, value=AXES[(place + by) % len(AXES)]) for by in (1, 5))
     if isinstance(node, ast.keyword) and node.arg == "group":
-        yield _changed(node, value=ast.Constant(None))
+        yield _replace_fields(node, value=ast.Constant(None))
 
 
 def sign(node: ast.AST, parents: Parents) -> Replacements:

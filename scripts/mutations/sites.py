@@ -62,7 +62,7 @@ class _Node:
         return next(each for each in (self.node, *self.parents) if isinstance(each, ast.stmt))
 
     @property
-    def named(self) -> ast.AST:
+    def name_node(self) -> ast.AST:
         """The node that names its place: itself, or the expression around a literal or a name."""
         if not isinstance(self.node, ast.Constant | ast.Attribute | ast.keyword | ast.UnaryOp):
             return self.node
@@ -126,7 +126,7 @@ def _places(tree: ast.Module, module: str) -> Iterator[tuple[Mutation, _Node, as
             continue
         for kind, replacements in KINDS.items():
             for replacement in replacements(node.node, node.parents):
-                expression = _text(node.named)
+                expression = _text(node.name_node)
                 other = _text_with(node, replacement)
                 seen[node.function, expression, other] += 1
                 mutation = Mutation(
@@ -147,10 +147,10 @@ def _text(node: ast.AST) -> str:
 
 def _text_with(node: _Node, replacement: ast.AST) -> str:
     """The text of the expression that names a node, with the replacement in the node's place."""
-    if node.named is node.node:
+    if node.name_node is node.node:
         return _text(ast.fix_missing_locations(replacement))
     node.put(ast.fix_missing_locations(replacement))
-    text = _text(node.named)
+    text = _text(node.name_node)
     node.put(node.node)
     return text
 

@@ -49,7 +49,7 @@ def of_steps(cases: Sequence[Case]) -> Calibration:
     ratios = log_ratios(cases, constants, {})
     slopes, sources = slopes_of(cases, constants, ratios), sources_of(cases)
     crossed, without = held_out(ratios, slopes, folds_of(cases)), held_out(ratios, slopes, sources)
-    return Calibration([planned(case) for case in cases], sources, ratios, crossed, without)
+    return Calibration([bar_inputs(case) for case in cases], sources, ratios, crossed, without)
 
 
 def of_memory(cases: Sequence[Case]) -> Calibration:
@@ -60,14 +60,14 @@ def of_memory(cases: Sequence[Case]) -> Calibration:
     frameworks.FRAMEWORKS = tuple(row._replace(beside=0) for row in rows)
     without = _memory_ratios(cases)
     frameworks.FRAMEWORKS = rows
-    return Calibration([planned(case) for case in cases], sources_of(cases), fitted, fitted, without)
+    return Calibration([bar_inputs(case) for case in cases], sources_of(cases), fitted, fitted, without)
 
 
 def _memory_ratios(cases: Sequence[Case]) -> Any:
     return np.array([log((predict(case).memory_peak or 0) / (peak_bytes(case) or 1)) for case in cases])
 
 
-def planned(case: Case) -> Planned:
+def bar_inputs(case: Case) -> Planned:
     """What a case's bars depend on."""
     run = express(case)[0].run
     return Planned(run, run.parallel, None, predict(case).memory_peak or 0)
@@ -121,7 +121,7 @@ def with_asked_factors(rules: Sequence[BarRule], data: Calibration, keep: Any, *
     return found
 
 
-def nested(rules: Sequence[BarRule], data: Calibration, *, both: bool) -> Any:
+def inside_held_out_bars(rules: Sequence[BarRule], data: Calibration, *, both: bool) -> Any:
     """Whether each measurement lies inside bars whose widths, too, were chosen without its source."""
     found = np.zeros(len(data.planned), dtype=bool)
     sources = np.array(data.sources)
@@ -145,7 +145,7 @@ def _print_figure(name: str, rules: Sequence[BarRule], data: Calibration, *, bot
         ("as fitted", inside_bars(rules, data, data.fitted)),
         ("5-fold cross-validation", inside_bars(rules, data, data.crossed)),
         ("leave one source out", inside_bars(rules, data, data.without_source)),
-        ("leave one source out, widths too", nested(rules, data, both=both)),
+        ("leave one source out, widths too", inside_held_out_bars(rules, data, both=both)),
     ):
         print(f"  inside, {words:34} {held.mean():6.1%} of runs, {by_source(data, held):6.1%} where each source counts the same")
 

@@ -171,7 +171,7 @@ def test_a_run_is_inside_between_its_plan_divided_and_multiplied() -> None:
 
 def test_widths_chosen_without_a_source_are_held_against_its_runs() -> None:
     data = evidence([0.1, 0.1, 0.9], ["one", "other", "far"])
-    assert list(calibrate.nested([any_rule(3)], data, both=True)) == [True, True, False]
+    assert list(calibrate.inside_held_out_bars([any_rule(3)], data, both=True)) == [True, True, False]
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="the published cases are not here")

@@ -33,8 +33,8 @@ class DropoutKeys:
 def dropout_keys(seed: int, step: int, samples: Tensor, positions: Tensor) -> DropoutKeys:
     """Return the dropout keys of a micro-batch, from its sequences' indices [B] among all that the run reads, and its tokens'
     positions [S]."""
-    states = splitmix64(samples.long() * _signed(_GOLDEN) + hash64(seed, step))  # [B]
-    return DropoutKeys(states=splitmix64(states[:, None] + (positions.long() + 1) * _signed(_GOLDEN)))  # [B, S]
+    states = splitmix64(samples.long() * _as_signed(_GOLDEN) + hash64(seed, step))  # [B]
+    return DropoutKeys(states=splitmix64(states[:, None] + (positions.long() + 1) * _as_signed(_GOLDEN)))  # [B, S]
 
 
 def hash64(*address: int | str) -> int:
@@ -45,7 +45,7 @@ def hash64(*address: int | str) -> int:
 def splitmix64(state: Tensor) -> Tensor:
     """Apply SplitMix64's finalizer to every int64: one to one, each bit of the result depends on all bits of `state`."""
     for shift, factor in _ROUNDS:
-        state = (state ^ _shift_right(state, shift, 64)) * _signed(factor)
+        state = (state ^ _shift_right(state, shift, 64)) * _as_signed(factor)
     return state ^ _shift_right(state, _LAST, 64)
 
 
@@ -82,7 +82,7 @@ def normal_at(seed: int, name: str, positions: Tensor) -> Tensor:
     Each is the inverse of the normal distribution at an odd multiple of 2^-53. It is computed in float64: devices and vector lengths
     differ in the last bits, and rounding to float32 hides that.
     """
-    hashed = splitmix64(positions * _signed(_GOLDEN) + hash64(seed, name))
+    hashed = splitmix64(positions * _as_signed(_GOLDEN) + hash64(seed, name))
     uniform = ((hashed >> 10) | 1).double() * 2.0**-53  # in (-1, 1)
     return uniform.erfinv_().mul_(sqrt(2.0)).float()
 
@@ -100,10 +100,10 @@ def dropout_mask(rows: Tensor, elements: int, p: float) -> Tensor:
     second word, mixed again. The top bits of a product depend on all bits of its factor, so the finalizer's last shift is left out.
     """
     halves = rows.contiguous().unsqueeze(-1).view(torch.int32)  # [..., 2]
-    words = splitmix64((torch.arange(elements, device=rows.device) + 1) * _signed(_GOLDEN)).unsqueeze(-1).view(torch.int32)  # [E, 2]
+    words = splitmix64((torch.arange(elements, device=rows.device) + 1) * _as_signed(_GOLDEN)).unsqueeze(-1).view(torch.int32)  # [E, 2]
     bits = halves[..., :1] ^ words[:, 0]  # [..., E]
     for turn, (shift, factor) in enumerate(_MIX):
-        bits.bitwise_xor_(_shift_right(bits, shift, 32)).mul_(_signed(factor, 32))
+        bits.bitwise_xor_(_shift_right(bits, shift, 32)).mul_(_as_signed(factor, 32))
         if turn == 0:
             bits.add_(halves[..., 1:])
     return bits < round(p * 2**32) - 2**31
@@ -114,6 +114,6 @@ def _shift_right(bits: Tensor, by: int, width: int) -> Tensor:
     return (bits >> by) & ((1 << (width - by)) - 1)
 
 
-def _signed(number: int, width: int = 64) -> int:
+def _as_signed(number: int, width: int = 64) -> int:
     """Return the signed number that has the bits of an unsigned one."""
     return number - (1 << width) if number >> (width - 1) else number

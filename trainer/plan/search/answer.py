@@ -10,17 +10,16 @@ from ...spec.changed_run import Change, overrides, with_changes
 from ...spec.problem import Problem
 from ...spec.run import Run
 from ..costs.cost_context import CostContext
-from ..engines import ENGINES, engine_for
+from ..engines import engine_for
 from ..error_bars import Planned, memory_bar, step_bar
 from ..fixes import problems_with_fixes
 from ..layout.layout import Layout
 from ..layout_cost import StepSeconds, layout_cost
 from ..plan import plan_throughput, plan_whole_run
 from ..rules.rules import OF_RUN, broken_rules
-from ..run_layout import layout_on
 from .boundaries import best_stages, with_stages
 from .front import CostedLayout
-from .search import LayoutSearch
+from .search import LayoutSearch, candidate_layout
 from .space import Candidate, Space
 
 KEYS = ("dp", "tp", "pp", "cp", "ep", "zero", "shard", "schedule", "chunks", "stages", "sequence", "recompute")
@@ -175,23 +174,21 @@ def _nothing_fits(run: Run, legal: int) -> Problem:
 
 
 def _layout_seconds(context: CostContext, found: CostedLayout) -> tuple[Layout, StepSeconds | None]:
-    parallel, microbatch, engine = found.candidate
-    layout = layout_on(ENGINES[engine] if engine else None, context, parallel, microbatch)
+    layout = candidate_layout(context, found.candidate)
     return layout, layout_cost(context, layout).seconds
 
 
 def _with_best_stages(context: CostContext, found: CostedLayout, capacity: int) -> tuple[CostedLayout, FoundBoundaries | None]:
     """A layout with the layers of each stage with which it is fastest, if they are not the even ones."""
-    parallel, microbatch, engine = found.candidate
-    layout = layout_on(ENGINES[engine] if engine else None, context, parallel, microbatch)
-    even = layout_cost(context, with_stages(layout, layout.partition.parts)) if parallel.pp > 1 else None
+    layout = candidate_layout(context, found.candidate)
+    even = layout_cost(context, with_stages(layout, layout.partition.parts)) if layout.mesh.pp > 1 else None
     if even is None or even.seconds is None:
         return found, None
     best = best_stages(context, layout, even.blocks, capacity, below=min(found.seconds, even.seconds.step))
     if best.stages is None:
         return found, None
     peak = layout_cost(context, with_stages(layout, best.stages)).peak
-    candidate = found.candidate._replace(parallel=replace(parallel, stages=best.stages))
+    candidate = found.candidate._replace(parallel=replace(layout.parallel, stages=best.stages))
     boundaries = FoundBoundaries(stages=best.stages, even_step=even.seconds.step, least_step=best.least)
     return CostedLayout(best.seconds, peak, candidate), boundaries
 

@@ -70,6 +70,12 @@ class LeastStates(NamedTuple):
         return self.seconds * min(1.0, micros / self.micros)
 
 
+def candidate_layout(context: CostContext, candidate: Candidate) -> Layout:
+    """The layout that a candidate names, costed as its engine, or without one as the papers do."""
+    parallel, microbatch, engine = candidate
+    return layout_on(ENGINES[engine] if engine else None, context, parallel, microbatch)
+
+
 class LayoutSearch:
     """One search over a space."""
 
@@ -207,7 +213,7 @@ class LayoutSearch:
 
     def _cost(self, candidate: Candidate, seconds: float) -> LeastStates:
         """Cost one layout, as far as its figures may matter: its bytes, a bound of its seconds, its seconds."""
-        layout = layout_on(ENGINES[candidate.engine] if candidate.engine else None, self.context, candidate.parallel, candidate.microbatch)
+        layout = candidate_layout(self.context, candidate)
         blocks = layout_blocks(self.context, layout)
         kinds = stage_costs(self.context, layout, blocks)
         self.costed += 1
