@@ -21,7 +21,7 @@ MEANINGS = {
     "dp": "dp: replicas share the batch",
     "zero": "zero: replicas share optimizer states (1), gradients (2), weights (3) too",
     "tp": "tp: ranks share each matrix product",
-    "sequence": "sequence: tp ranks share the tokens between products too",
+    "sequence": "sequence: the tokens between products too",
     "cp": "cp: ranks share the tokens of each sequence",
     "ep": "ep: replicas share the experts",
     "pp": "pp: stages share the layers",
@@ -89,23 +89,12 @@ def proof_opening(proof: Proof) -> str:
     ranks = max(each.layout.ranks for each in proof.trials)
     where = f"up to {ranks} {'CPU processes' if run.cluster.device.kind == 'cpu' else 'GPUs'}, {run.train.precision}"
     layouts = plural(len(proof.trials), "layout")
-    says = f"{proof.recipe.name}, {plural(proof.steps, 'step')}{of}: in one process, then in {layouts} on {where}"
     folder = f"run folders in {relative_folder(proof.folder)}"
+    says = f"{proof.recipe.name}, {plural(proof.steps, 'step')}{of}: in one process, then in {layouts} on {where}; {folder}"
     written = choices_sentence(proof)
     own = wrap(written, hang="  ") if written else []
-    return "\n".join([*wrap(says, hang="  "), *(f"  {line}" for line in _meanings(proof)), *own, folder])
-
-
-def _meanings(proof: Proof) -> list[str]:
-    """The meanings of the parts that occur, several on a line where they fit."""
-    lines: list[str] = []
-    for text in (text for part, text in MEANINGS.items() if any(_has_part(each.layout, part) for each in proof.trials)):
-        joined = f"{lines[-1]}; {text}" if lines else text
-        if lines and len(joined) + 2 <= page_width():
-            lines[-1] = joined
-        else:
-            lines += wrap(text, page_width() - 2, hang="  ")
-    return lines
+    meanings = "; ".join(text for part, text in MEANINGS.items() if any(_has_part(each.layout, part) for each in proof.trials))
+    return "\n".join([*wrap(says, hang="  "), *wrap(meanings, hang="  "), *own])
 
 
 def _has_part(layout: ProveLayout, part: str) -> bool:
@@ -123,7 +112,7 @@ def reference_line(result: LayoutResult) -> str:
     """The curve of one process, with which every row below is compared."""
     losses = result.curve.losses if result.curve else ()
     curve = f": loss {losses[0]:.4f} -> {losses[-1]:.4f}" if losses else ""
-    says = f"one process{curve}, in {seconds_text(result.seconds)}; the rows show each layout's largest difference from it:"
+    says = f"one process{curve} in {seconds_text(result.seconds)}; largest differences from it:"
     return "\n".join(wrap(says, hang="  "))
 
 
@@ -190,21 +179,23 @@ def _not_compared_lines(result: ProofResult) -> list[str]:
     if not names:
         return []
     shown = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-    return wrap(f"not compared: {shown}, whose gradient is zero except for rounding", hang="  ")
+    return wrap(f"not compared, gradient only rounding: {shown}", hang="  ")
 
 
 def _microbatch_lines(proof: Proof) -> list[str]:
     size = proof.reference.run.train.microbatch
     smaller = [each.layout.name for each in proof.trials if each.run.train.microbatch < size]
-    says = f"micro-batch smaller than {size}, to divide the batch among replicas and keep all stages busy: {names_text(smaller)}"
+    says = f"micro-batch below {size}, so that every replica and stage works: {names_text(smaller)}"
     return wrap(says, hang="  ") if smaller else []
 
 
 def _untried_lines(proof: Proof, *, reasons: bool) -> list[str]:
     """The layouts that were not tried, and why."""
-    more = f"{plural(proof.unchosen, 'more layout')} could run too: layouts=all" if proof.unchosen else ""
+    more = f"{plural(proof.unchosen, 'more layout')} could run: layouts=all" if proof.unchosen else ""
     if not reasons:
-        cannot = f"{plural(len(proof.skipped), 'layout')} can't run here: --reasons" if proof.skipped else ""
+        cannot = (
+            f"{len(proof.skipped) if more else plural(len(proof.skipped), 'layout')} can't run here: --reasons" if proof.skipped else ""
+        )
         return wrap("; ".join(filter(None, [more, cannot])), hang="  ") if more or cannot else []
     lines = [more] if more else []
     if not proof.skipped:

@@ -14,6 +14,7 @@ from torch import Tensor
 from ...parallel.process_groups import Grid
 from ...parallel.world import WAIT
 from ...plan.layout.schedules import Action, part_of
+from ...plan.native.receives import receives_ahead
 
 TAGS = 2**20  # more than the messages under way between two stages
 
@@ -61,14 +62,15 @@ class StageMessages:
     """One rank's messages of a step.
 
     Between two stages messages keep the order in which their sender computes them, in each direction on a process group of its own, so
-    that no message waits for one of the other direction. A receive is posted before it is needed; a send keeps its tensor until it is
-    gone. Messages that a step without a flush has not received are those that the next one receives first.
+    that no message waits for one of the other direction. A receive is posted before it is needed (`receives_ahead` says how long before);
+    a send keeps its tensor until it is gone. Messages that a step without a flush has not received are those that the next one receives first.
     """
 
     def __init__(self, grid: Grid, chain: StageChain) -> None:
         self.chain, self.stage = chain, grid.coordinate("pp")
         group = grid.group("pp")
         self.ranks = group.ranks if group else ()
+        self._receives_ahead = receives_ahead(chain.chunks)
         self._up = group.handle if group else None  # to stages of a higher number
         self._down = _second_group(grid) if group else None
         self._ahead: defaultdict[int, deque[MessageKey]] = defaultdict(deque)  # by sending stage: what is to be received, in order
@@ -98,12 +100,12 @@ class StageMessages:
         self._sending.append((dist.isend(tensor, self.ranks[stage], group=group, tag=self._tags.pop(key)), tensor))
 
     def receive(self, key: MessageKey) -> Tensor:
-        """Return a message, once it is there; the next one of its sender is asked for."""
+        """Return a message, once it is there; the next ones of its sender are asked for."""
         stage = self.chain.stage(key.part)
         while key not in self._posted:
             self._post(stage)
         tensor, work = self._posted.pop(key)
-        if self._ahead[stage]:
+        while self._ahead[stage] and self._posted_of(stage) < self._receives_ahead:
             self._post(stage)
         work.wait()
         return tensor
@@ -113,6 +115,10 @@ class StageMessages:
         for work, _ in self._sending:
             work.wait()
         self._sending = []
+
+    def _posted_of(self, stage: int) -> int:
+        """The messages of a stage that are asked for and not used."""
+        return sum(self.chain.stage(key.part) == stage for key in self._posted)
 
     def _post(self, stage: int) -> None:
         key = self._ahead[stage].popleft()

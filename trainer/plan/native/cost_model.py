@@ -19,6 +19,7 @@ from ..layout.layout import Layout, StageKind
 from ..layout.mesh import Mesh
 from ..layout.run_schedule import delay_of
 from .buckets import gradient_buckets, sharing_ranks
+from .receives import receives_ahead
 from .sharded_rows import gathers_once, padded_elements, rows_of_size, stage_rows
 
 MASTER = 4  # bytes an element of the weights that the optimizer steps
@@ -56,7 +57,7 @@ class NativeCosts(CostModel):
             gradients=width.gradient * (stepped + late - late // layout.shard if often else whole),
             optimizer=(master + context.states) * stepped,
             buffers=0,
-            workspace=2 * blocks.stream if layout.mesh.pp > 1 else 0,
+            workspace=_message_bytes(layout, blocks),
             passes=passes_bytes(context, blocks, kind) + (2 * bucket * width.gradient if often else 0),
             step=(stepped * width.gradient if zero == 1 else 0) + (min(bucket, stepped) * MASTER if casts else 0),
         )
@@ -79,7 +80,7 @@ class NativeCosts(CostModel):
             gradients=MASTER * stepped,
             optimizer=context.states * stepped,
             buffers=gathered,
-            workspace=2 * blocks.stream if layout.mesh.pp > 1 else 0,
+            workspace=_message_bytes(layout, blocks),
             passes=passes_bytes(context, blocks, kind),
         )
 
@@ -172,6 +173,11 @@ def step_moves(weight: int, gradient: int, states: int, *, one_kernel: bool) -> 
     cast = gradient + MASTER if gradient < MASTER else 0
     copied = MASTER + weight if weight < MASTER else 0
     return gradient + cast + 2 * (MASTER + MASTER + states) + copied
+
+
+def _message_bytes(layout: Layout, blocks: BlockCosts) -> int:
+    """Return the bytes of a stage's messages: one that it uses, and those that it has asked for."""
+    return (1 + receives_ahead(layout.chunks)) * blocks.stream if layout.mesh.pp > 1 else 0
 
 
 def _updates(run: Run, micros: int) -> int:

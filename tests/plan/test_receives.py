@@ -1,0 +1,61 @@
+"""Engine `native` posts each receive of a pipeline before its message is sent, as simulated steps show."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from distrain.trainer.engines.native.stage_messages import MessageKey, StageChain
+from distrain.trainer.plan.layout.schedules import SCHEDULES
+from distrain.trainer.plan.layout.simulate import Event, Simulation, simulate
+from distrain.trainer.plan.native.receives import receives_ahead
+
+SECONDS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+
+
+@pytest.mark.parametrize("micros", [8, 16])
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_receives_are_posted_before_their_messages_are_sent(name: str, stages: int, micros: int) -> None:
+    schedule = SCHEDULES[name]
+    chunks = schedule.parts(2 if schedule.chunked else 1)
+    lists = [schedule.actions(stage, stages, micros, chunks) for stage in range(stages)]
+    step = simulate(lists, folded=schedule.folded, seconds=lambda kind, _: SECONDS[kind])
+    chain = StageChain(stages=stages, chunks=chunks, folded=schedule.folded)
+    assert most_ahead(step, chain) <= receives_ahead(chunks)
+
+
+def test_with_fewer_receives_some_messages_of_interleaved_stages_come_too_early() -> None:
+    lists = [SCHEDULES["interleaved"].actions(stage, 2, 8, 2) for stage in range(2)]
+    step = simulate(lists, folded=False, seconds=lambda kind, _: SECONDS[kind])
+    assert most_ahead(step, StageChain(stages=2, chunks=2, folded=False)) == 2
+
+
+def most_ahead(step: Simulation, chain: StageChain) -> int:
+    """The most messages by which a sender is ahead of what its receiver waits for or has used."""
+    sent = {key: event.end for stage, events in enumerate(step.events) for key, event in messages(chain, stage, events).items()}
+    asked: dict[MessageKey, float] = {}  # when a stage begins to wait for a message: its action before has ended
+    for stage, events in enumerate(step.events):
+        free = 0.0
+        for event in events:
+            part = chain.part(stage, event.action.chunk)
+            if event.action.kind != "W":
+                before = part - 1 if event.action.kind == "F" else part + 1
+                asked[MessageKey("F" if event.action.kind == "F" else "B", before, event.action.micro)] = free
+            free = event.end
+    most = 0
+    for stage in range(chain.stages):
+        for keys in chain.sends(stage, [event.action for event in step.events[stage]]).values():
+            for number, key in enumerate(keys):
+                used = max((at for at, each in enumerate(keys) if asked[each] <= sent[key]), default=-1)
+                most = max(most, number - used)
+    return most
+
+
+def messages(chain: StageChain, stage: int, events: tuple[Event, ...]) -> Mapping[MessageKey, Event]:
+    """The messages that a stage sends, and the action after which each goes."""
+    made = {}
+    for event in events:
+        if event.action.kind != "W":
+            kind = "F" if event.action.kind == "F" else "B"
+            made[MessageKey(kind, chain.part(stage, event.action.chunk), event.action.micro)] = event
+    return made
