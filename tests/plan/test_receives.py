@@ -56,6 +56,6 @@ def messages(chain: StageChain, stage: int, events: tuple[Event, ...]) -> Mappin
     made = {}
     for event in events:
         if event.action.kind != "W":
-            kind = "F" if event.action.kind == "F" else "B"
-            made[MessageKey(kind, chain.part(stage, event.action.chunk), event.action.micro)] = event
+            kind, micro, chunk = event.action
+            made[MessageKey("F" if kind == "F" else "B", chain.part(stage, chunk), micro)] = event
     return made

@@ -62,8 +62,9 @@ class StageMessages:
     """One rank's messages of a step.
 
     Between two stages messages keep the order in which their sender computes them, in each direction on a process group of its own, so
-    that no message waits for one of the other direction. A receive is posted before it is needed (`receives_ahead` says how long before);
-    a send keeps its tensor until it is gone. Messages that a step without a flush has not received are those that the next one receives first.
+    that no message waits for one of the other direction. A receive is posted before it is needed (`receives_ahead` says how long
+    before); a send keeps its tensor until it is gone. Messages that a step without a flush has not received are those that the next one
+    receives first.
     """
 
     def __init__(self, grid: Grid, chain: StageChain) -> None:
