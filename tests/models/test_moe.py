@@ -13,6 +13,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+
 from distrain.trainer.layers import experts  # noqa: E402
 from distrain.trainer.layers.counter_rng import normal  # noqa: E402
 from distrain.trainer.layers.cross_entropy import IGNORED  # noqa: E402
@@ -215,6 +217,23 @@ def test_the_fused_kernel_matches_one_product_per_expert(dtype: Any, monkeypatch
     monkeypatch.setattr(experts, "_has_fused_kernel", lambda *_: True)
     for one, other in zip(apart, products(), strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "dtype", "expected"),
+    [
+        (40, 16, torch.bfloat16, True),
+        (40, 16, torch.float32, False),
+        (0, 16, torch.bfloat16, False),
+        (40, 12, torch.bfloat16, False),
+    ],
+)
+def test_a_gpu_has_one_kernel_for_rows_in_bf16_of_a_multiple_of_16_bytes(rows: int, columns: int, dtype: Any, expected: bool) -> None:
+    with FakeTensorMode():
+        x, other = (torch.empty(rows, each, dtype=dtype, device="cuda") for each in (columns, 24))
+        assert experts._has_fused_kernel(x, other) is expected
+        assert experts._has_fused_kernel(other, x) is expected
+        assert not experts._has_fused_kernel(x.cpu(), other.cpu())
 
 
 FACTS = {"loss", "flips", "gradients of router", "gradients of experts", "gradients of others"}

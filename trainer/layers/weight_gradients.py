@@ -81,12 +81,12 @@ class _PutOffProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        transposed = ctx.transposed
+        transposed, row_grads = ctx.transposed, grad.flatten(0, -2)
 
         def weight_gradient() -> tuple[Tensor]:
-            rows, row_grads = x.flatten(0, -2), grad.flatten(0, -2)
+            rows = x.flatten(0, -2)
             return (row_grads.mT @ rows if transposed else rows.mT @ row_grads,)
 
         ctx.gradients.put_off([ctx.parameter], weight_gradient)
         x_grad = grad @ (weight if transposed else weight.mT) if ctx.needs_input_grad[0] else None
-        return x_grad, None, grad.flatten(0, -2).sum(0) if ctx.has_bias else None, None, None
+        return x_grad, None, row_grads.sum(0) if ctx.has_bias else None, None, None

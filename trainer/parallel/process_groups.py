@@ -89,7 +89,8 @@ def _group_ranks(mesh: Mesh, copies: int, shard: int | Literal["all"]) -> Iterat
         yield from zip(("shard", "shard_copies"), mesh.sharding_groups("data", shard), strict=True)
         if mesh.ep > 1:
             yield from zip(("expert_shard", "expert_shard_copies"), mesh.sharding_groups("expert_copies", shard // mesh.ep), strict=True)
-    yield "ends", [(group[0], group[-1]) for group in mesh.groups("pp")] if mesh.pp > 1 else [(0,)]
+    if mesh.pp > 1:
+        yield "ends", [(group[0], group[-1]) for group in mesh.groups("pp")]
 
 
 def _data_is_dp(mesh: Mesh) -> bool:

@@ -91,10 +91,10 @@ class Source:
 
     tokens: Tokens
     validation: Runs
-    weight: float = 1.0
-    documents: int | None = None  # None: unknown
-    bytes: int = 0  # size of its files
-    set_apart: bool = False  # whether files named for validation validate
+    weight: float
+    documents: int | None  # None: unknown
+    bytes: int  # size of its files
+    set_apart: bool  # whether files named for validation validate
 
     @cached_property
     def train(self) -> Runs:
