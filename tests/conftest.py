@@ -24,7 +24,7 @@ settings.load_profile("steady")
 # `bash scripts/test` runs them beside all others.
 TIMED = (
     "test_hosts", "test_hosts_training", "test_faults", "test_slurm", "test_secrets", "test_hangs", "test_checkpoint_kills",
-    "test_registration", "test_preflight", "test_openmpi", "test_machine", "test_startup",
+    "test_registration", "test_preflight", "test_preflight_hosts", "test_openmpi", "test_machine", "test_startup",
 )  # fmt: skip
 # Test files that take more than five seconds, the longest first: workers begin with these, and `bash scripts/test --quick` leaves them out.
 SLOW = (
@@ -40,7 +40,7 @@ SLOW = (
     "test_fit_saves", "test_sinks", "test_prove_layouts", "test_context", "test_ledger", "test_split_linear",
     "test_layers", "test_modules", "test_formulas", "test_fit_problems", "test_memory_properties", "test_shell_injection", "test_windows",
     "test_outcome", "test_config_keys", "test_rope_scaling", "test_hf_weights", "test_sources", "test_survey_process",
-    "test_fit_pairs", "test_chat_template", "test_search", "test_error_bars",
+    "test_fit_pairs", "test_controller_output", "test_chat_template", "test_search", "test_error_bars",
 )  # fmt: skip
 
 PARTS: dict[str, Callable[[str], bool]] = {

@@ -1,74 +1,31 @@
-"""Checkpoints, faults: damaged files, full disks, what is kept and what is removed, readers beside a writer, the resume policy."""
+"""Checkpoints, faults: damaged files, ranks that fail, full disks."""
 
 import json
 import os
 import subprocess
-import sys
-import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
+from distrain.tests.fakes.one_weight import MANIFEST, PART, WEIGHT, WEIGHTS, checkpoint, cut_short, flip, hidden_files, save, shards, value
 from distrain.tests.fakes.rank_threads import file_size_limit, try_on_ranks
 from distrain.trainer.loop.checkpoint import (
     CheckpointSearch,
     LoadFailed,
-    SavedCheckpoint,
     SaveFailed,
-    SaveResult,
     Shard,
     choose_checkpoint,
     find_newest,
     gather_over,
     latest_checkpoint,
     read_slices,
-    remove_leftovers,
     save_shards,
-    whole_slice,
 )
-from distrain.trainer.loop.checkpoint.shard_file import MappedShards
-from distrain.trainer.rundir.checkpoints import checkpoint_steps
-from distrain.trainer.spec.problem import Unreadable
-
-PART = whole_slice("layers.0.weight", "weight", (50, 20))
-MOMENT = whole_slice("layers.0.weight", "exp_avg", (50, 20))
-WEIGHTS = {"layers.0.weight": (50, 20)}
-
-
-def shards(step: int, elements: int = 1000) -> list[Shard]:
-    """A model of one weight, whose elements all equal the step."""
-    shape = (elements // 20, 20)
-    return [
-        Shard(slice=whole_slice("layers.0.weight", kind, shape), tensor=torch.full(shape, float(step))) for kind in ("weight", "exp_avg")
-    ]
-
-
-def save(folder: Path, step: int, *, keep: int = 9, elements: int = 1000, **extra: Any) -> SaveResult:
-    return save_shards(folder, step, shards(step, elements), extra=extra, keep=keep)
-
-
-def checkpoint(found: CheckpointSearch) -> SavedCheckpoint:
-    assert found.checkpoint, found.passed
-    return found.checkpoint
-
-
-def value(found: SavedCheckpoint) -> float:
-    """The value of every element of its weight."""
-    (number,) = next(read_slices(found, [PART]))[1].unique()
-    return float(number)
-
-
-def hidden_files(folder: Path) -> list[str]:
-    return sorted(name for name in os.listdir(folder) if name.startswith("."))
-
 
 # --- what is there
 
@@ -119,17 +76,6 @@ def test_an_existing_step_that_verifies_is_not_saved_again(tmp_path: Path) -> No
 Damage = Callable[[Path], object]
 
 
-def cut_short(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 1)
-
-
-def flip(path: Path, at: int = -1) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[at] ^= 1
-    path.write_bytes(raw)
-
-
-WEIGHT, MANIFEST = "weight.0.0.safetensors", "manifest.json"
 ALTERED = "is not as it was written (its hash differs)"
 # fmt: off
 DAMAGE: dict[str, tuple[str, Damage, str]] = {
@@ -321,152 +267,3 @@ def test_a_folder_that_can_not_be_created_fails_the_save(tmp_path: Path) -> None
     (tmp_path / "file").write_text("")
     with pytest.raises(SaveFailed, match=r"^step 2 was not saved: (file exists|not a directory): .*file"):
         save(tmp_path / "file" / "checkpoints", 2)
-
-
-# --- what is kept
-
-
-@pytest.mark.parametrize("keep", [1, 2, 5])
-def test_the_newest_checkpoints_are_kept(tmp_path: Path, keep: int) -> None:
-    for step in range(1, 6):
-        save(tmp_path, step, keep=keep)
-    assert checkpoint_steps(tmp_path) == [5, 4, 3, 2, 1][:keep]
-    assert hidden_files(tmp_path) == []
-
-
-def test_a_broken_checkpoint_does_not_count_as_kept(tmp_path: Path) -> None:
-    for step in (1, 2):
-        save(tmp_path, step)
-    cut_short(tmp_path / "step_2" / WEIGHT)
-    save(tmp_path, 3, keep=2)
-    assert checkpoint_steps(tmp_path) == [3, 1]
-
-
-def test_a_new_checkpoint_is_kept_next_to_broken_ones_of_later_steps(tmp_path: Path) -> None:
-    for step in (1, 8, 9):
-        save(tmp_path, step)
-    for step in (8, 9):
-        flip(tmp_path / f"step_{step}" / WEIGHT)
-    save(tmp_path, 2, keep=1)
-    found = find_newest(tmp_path)
-    assert (checkpoint(found).step, len(found.passed), latest_checkpoint(tmp_path)) == (2, 2, tmp_path / "step_2")
-
-
-def test_leftovers_of_killed_saves_are_removed_at_the_next_save_or_resume(tmp_path: Path) -> None:
-    def leave() -> None:
-        for name in (".step_3.tmp-0a1b", ".step_1.old-9"):
-            (tmp_path / name).mkdir()
-            (tmp_path / name / WEIGHT).write_text("x")
-        (tmp_path / ".latest.tmp-7").write_text("step_3\n")
-        (tmp_path / ".mine").write_text("not ours")
-
-    save(tmp_path, 2)
-    for tidy in (lambda: save(tmp_path, 3), lambda: choose_checkpoint(tmp_path, "auto", WEIGHTS), lambda: remove_leftovers(tmp_path)):
-        leave()
-        assert checkpoint(find_newest(tmp_path)).step in (2, 3)
-        tidy()
-        assert hidden_files(tmp_path) == [".mine"]
-
-
-def test_concurrent_readers_find_checkpoints_that_verify(tmp_path: Path) -> None:
-    save(tmp_path, 0, keep=1)
-    done = threading.Event()
-
-    def read() -> int:
-        looks = 0
-        while not done.is_set() or not looks:
-            found = checkpoint(find_newest(tmp_path))
-            try:
-                assert value(found) == found.step
-                looks += 1
-            except LoadFailed as error:  # the writer went on, and this one was removed
-                if found.path.exists():
-                    raise AssertionError(found.path) from error
-        return looks
-
-    with ThreadPoolExecutor(2) as pool:
-        readers = [pool.submit(read) for _ in range(2)]
-        try:
-            for step in range(1, 60):
-                save(tmp_path, step, keep=1)
-        finally:
-            done.set()
-        assert all(reader.result() for reader in readers)
-
-
-def test_a_file_that_is_removed_while_it_is_opened_raises_an_os_error(tmp_path: Path) -> None:
-    save(tmp_path, 0)
-    kept, seen = tmp_path / "step_0" / WEIGHT, tmp_path / "seen.safetensors"
-    outcomes = Counter[str]()
-    seen_again = "import os, sys\nwhile True:\n    os.link(*sys.argv[1:])\n    os.unlink(sys.argv[2])"
-    with subprocess.Popen([sys.executable, "-c", seen_again, kept, seen]) as process:
-        try:
-            while min(outcomes["opened"], outcomes["removed"]) < 200:
-                outcomes[open_outcome(seen)] += 1
-        finally:
-            process.kill()
-
-
-def open_outcome(path: Path) -> str:
-    try:
-        MappedShards(path)
-    except OSError:
-        return "removed"
-    return "opened"
-
-
-# --- the policy
-
-
-def problem(folder: Path, mode: Any, weights: dict[str, tuple[int, ...]] | None = None) -> tuple[str, str]:
-    with pytest.raises(Unreadable) as refused:
-        choose_checkpoint(folder, mode, WEIGHTS if weights is None else weights)
-    (only,) = refused.value.problems
-    return only.says, only.mend
-
-
-def test_auto_resumes_from_a_checkpoint_or_starts_anew(tmp_path: Path) -> None:
-    assert choose_checkpoint(tmp_path / "checkpoints", "auto", WEIGHTS).checkpoint is None
-    save(tmp_path, 3)
-    assert checkpoint(choose_checkpoint(tmp_path, "auto", WEIGHTS)).step == 3
-
-
-def test_auto_does_not_start_anew_over_checkpoints_that_do_not_verify(tmp_path: Path) -> None:
-    save(tmp_path, 3)
-    cut_short(tmp_path / "step_3" / WEIGHT)
-    assert problem(tmp_path, "auto") == (
-        f"no checkpoint in {tmp_path} verifies (step_3: {WEIGHT} is 4119 bytes, not 4120)",
-        "restore one of them, or set checkpoint.resume=never to begin anew",
-    )
-    assert choose_checkpoint(tmp_path, "never", WEIGHTS).checkpoint is None
-
-
-def test_must_requires_a_checkpoint_that_verifies(tmp_path: Path) -> None:
-    mend = "name a run that has saved one, or set checkpoint.resume=auto"
-    assert problem(tmp_path, "must") == (f"checkpoint.resume=must, but no checkpoint in {tmp_path} verifies", mend)
-    save(tmp_path, 3)
-    assert checkpoint(choose_checkpoint(tmp_path, "must", WEIGHTS)).step == 3
-    (tmp_path / "step_3" / MANIFEST).write_text("")
-    assert problem(tmp_path, "must")[0].endswith("verifies (step_3: manifest.json is empty)")
-
-
-def test_never_refuses_an_existing_checkpoint(tmp_path: Path) -> None:
-    assert choose_checkpoint(tmp_path, "never", WEIGHTS).checkpoint is None
-    save(tmp_path, 3)
-    assert problem(tmp_path, "never") == (
-        f"checkpoint.resume=never, but {tmp_path}/step_3 exists",
-        "set checkpoint.resume=auto to go on from it, or log.dir to another folder",
-    )
-
-
-@pytest.mark.parametrize(
-    ("weights", "says"),
-    [
-        ({"layers.0.weight": (50, 21)}, "layers.0.weight is 50 x 20 in {0}/step_3 and 50 x 21 in this model"),
-        ({"a": (1,), "layers.0.weight": (50, 20)}, "{0}/step_3 holds no weight a, which this model has"),
-        ({}, "{0}/step_3 holds a weight layers.0.weight, which this model does not have"),
-    ],
-)
-def test_a_checkpoint_of_another_model_is_refused_with_the_first_difference(tmp_path: Path, weights, says: str) -> None:
-    save(tmp_path, 3)
-    assert problem(tmp_path, "auto", weights)[0] == says.format(tmp_path)

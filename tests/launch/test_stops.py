@@ -6,12 +6,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from distrain.tests.fakes.deadline import DEADLINE
+from distrain.tests.fakes.deadline import DEADLINE, wait_for
 
 MARK = "LAUNCH_TEST"
 LAUNCHER = """
@@ -68,13 +68,6 @@ class LaunchedRanks:
         """Wait for its end; return its exit status and the lines that it printed."""
         output, _ = self.process.communicate(timeout=DEADLINE)
         return self.process.returncode, output.splitlines()
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < until, "the deadline passed"
-        time.sleep(0.02)
 
 
 def marked_processes(folder: Path) -> list[str]:
