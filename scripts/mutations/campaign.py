@@ -46,9 +46,7 @@ class ExecutedLines:
     def layouts(self, mutation: Mutation) -> list[str]:
         """The layouts whose proof an error can change, those that show most in least time first; none: the proof can't find it."""
         names = [name for name in self.seconds if name != "dp1"]
-        if not mutation.function or mutation.function.rpartition(".")[2][:1].isupper():
-            return sorted(names, key=self.seconds.__getitem__)  # a constant of a module or a class
-        if is_reached(mutation.path, mutation.lines, self.lines[IMPORTED]):
+        if mutation.is_of_import or is_reached(mutation.path, mutation.lines, self.lines[IMPORTED]):
             return sorted(names, key=self.seconds.__getitem__)
         reached = {name for name in self.seconds if is_reached(mutation.path, mutation.lines, self.lines[name])}
         if "dp1" in reached:  # the layouts without the error depart from one process with it
@@ -125,9 +123,9 @@ class MutationCampaign:
     def _test(self, mutation: Mutation) -> str:
         """The first test that fails or does not end with the error, and passes without; "" if none does in the time for tests.
 
-        First the quick tests that run the statement, then the slow ones of its rooms.
+        First the quick tests that run the statement (one that runs at import: any line of its module), then the slow ones of its rooms.
         """
-        quick = choose_recorded(self.tests, mutation.path, mutation.lines)
+        quick = choose_recorded(self.tests, mutation.path, None if mutation.is_of_import else mutation.lines)
         slow = slow_tests(self.copy.root, mutation.path)
         for names, seconds in ((quick, TEST_SECONDS), (slow, SLOW_SECONDS)):
             if names and (found := self._failing_test(mutation, names, seconds)):

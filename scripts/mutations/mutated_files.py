@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FILES = (
+    "trainer/engines/clipping.py",
     "trainer/engines/deepspeed/*.py",
     "trainer/engines/engine.py",
     "trainer/engines/rank_parameter.py",

@@ -24,14 +24,17 @@ class RecordedTest:
     seconds: float
     lines: Mapping[str, frozenset[int]]
 
-    def runs(self, path: str, lines: tuple[int, int]) -> bool:
-        """Whether it ran any line of a statement."""
+    def runs(self, path: str, lines: tuple[int, int] | None) -> bool:
+        """Whether it ran any line of a statement, or, of no statement, any line of the file."""
         ran = self.lines.get(path, frozenset())
+        if lines is None:
+            return bool(ran)
         return any(number in ran for number in range(lines[0], lines[1] + 1))
 
 
-def choose_recorded(tests: Iterable[RecordedTest], path: str, lines: tuple[int, int]) -> list[str]:
-    """The ids of the tests that run a statement: the quickest case of each test function, then the next of each, for CHOSEN_SECONDS."""
+def choose_recorded(tests: Iterable[RecordedTest], path: str, lines: tuple[int, int] | None) -> list[str]:
+    """The ids of the tests that run a statement, or any line of the file: the quickest case of each test function, then the next of each,
+    for CHOSEN_SECONDS."""
     cases: dict[str, list[RecordedTest]] = {}
     for test in sorted((each for each in tests if each.runs(path, lines)), key=lambda each: each.seconds):
         cases.setdefault(test.name.partition("[")[0], []).append(test)

@@ -28,6 +28,11 @@ class Mutation:
     lines: tuple[int, int] = (0, 0)  # of the statement, today: not a part of its name
 
     @property
+    def is_of_import(self) -> bool:
+        """Whether its statement runs when its module is imported: a constant of the module or of a class."""
+        return not self.function or self.function.rpartition(".")[2][:1].isupper()
+
+    @property
     def name(self) -> str:
         """Its name, which moves with the code: module:function: expression => replacement."""
         number = f" (no. {self.occurrence})" if self.occurrence > 1 else ""

@@ -7,7 +7,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from distrain.cli.config.load import load_recipe  # noqa: E402
 from distrain.trainer.layers.counter_rng import _chunk, dropout, dropout_keys, dropout_mask, hash64, normal, normal_at, splitmix64  # noqa: E402
+from distrain.trainer.layers.dropout import Dropout  # noqa: E402
+from distrain.trainer.models.build import build_model  # noqa: E402
 
 WHOLE = 300_000
 # Slices that begin and end inside a chunk, cross chunks, have odd bounds, one element or none.
@@ -148,6 +151,22 @@ def test_masks_of_different_seeds_steps_layers_and_sites_are_independent() -> No
     for index, one in enumerate(drawn):
         for other in drawn[:index]:
             assert abs((one == other).double().mean() - 0.5) < 5 * 0.5 / math.sqrt(one.numel())
+
+
+def test_the_dropout_sites_of_a_model_are_always_the_same() -> None:
+    """Those of the first version: with others no run with dropout could be resumed."""
+    run = load_recipe("quickstart", ["model.layers=2", "model.dropout=0.1", "cluster=1x1"])
+    module = build_model(run, device=torch.device("meta"), dtype=torch.float32, seed=None)
+    found = {name: each.address for name, each in module.named_modules() if isinstance(each, Dropout)}
+    sites = {"dropout": (-1, "embedding")}
+    for layer in range(2):
+        sites |= {
+            f"layers.{layer}.attention.dropout": (layer, "attention"),
+            f"layers.{layer}.dropout1": (layer, "attention.residual"),
+            f"layers.{layer}.dropout2": (layer, "mlp.residual"),
+        }
+    assert found == {name: hash64(*site) for name, site in sites.items()}
+    assert hash64(-1, "embedding") == -9042688248722893376
 
 
 def test_dropout_preserves_the_mean_and_scales_the_gradient_by_its_mask() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -26,12 +26,12 @@ MESHES = (Mesh(tp=2, dp=3), Mesh(tp=2, cp=3, dp=2), Mesh(tp=3, dp=4, ep=2))
 
 
 @contextmanager
-def grid_of(mesh: Mesh, rank: int) -> Iterator[Grid]:
+def grid_of(mesh: Mesh, rank: int, shard: int | Literal["all"] = "all") -> Iterator[Grid]:
     """The grid of a rank of a mesh, as if all other ranks were there."""
     dist.init_process_group("fake", rank=rank, world_size=mesh.world, store=FakeStore())
     try:
         world = World(rank=rank, size=mesh.world, device=torch.device("cpu"))
-        yield make_grid(world, MeshPosition(rank=rank, mesh=mesh, coordinates=mesh.coordinates(rank), parts=()))
+        yield make_grid(world, MeshPosition(rank=rank, mesh=mesh, coordinates=mesh.coordinates(rank), parts=()), shard=shard)
     finally:
         dist.destroy_process_group()
 
@@ -84,3 +84,26 @@ def test_near_ties_are_counted_by_the_first_rank_of_each_tensor_group() -> None:
             engine = CountingEngine(run, [StageModel(module=part, weight_shards={})], grid)
             assert engine._near_ties() == (7 if mesh.coordinates(rank)["tp"] == 0 else 0)
             assert engine._near_ties() == 0
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shard", "expected"),
+    [
+        (Mesh(dp=4), 2, {"shard": (0, 1), "shard_copies": (0, 2)}),
+        (Mesh(dp=4), "all", {"shard": (0, 1, 2, 3)}),
+        (Mesh(dp=8, ep=2), 4, {"shard": (0, 1, 2, 3), "shard_copies": (0, 4), "expert_shard": (0, 2), "expert_shard_copies": (0, 4)}),
+        (Mesh(dp=4, ep=2), "all", {"shard": (0, 1, 2, 3), "expert_shard": (0, 2)}),
+    ],
+)
+def test_zero_shards_over_these_ranks(mesh: Mesh, shard: Any, expected: dict[str, tuple[int, ...]]) -> None:
+    with grid_of(mesh, 0, shard) as grid:
+        assert {name: group.ranks for name, group in grid.groups.items() if "shard" in name} == expected
+
+
+def test_the_ends_of_a_pipeline_share_a_group() -> None:
+    with grid_of(Mesh(pp=4, dp=2), 0) as grid:
+        ends = grid.group("ends")
+        assert ends is not None
+        assert ends.ranks == (0, 6)
+    with grid_of(Mesh(dp=2), 0) as grid:
+        assert grid.group("ends") is None

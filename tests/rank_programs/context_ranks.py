@@ -143,7 +143,7 @@ def differences(group: Group) -> dict[str, float]:
         for part, ours, theirs in check():
             assert ours.shape == theirs.shape, f"{what}: {part} is {tuple(ours.shape)} for {tuple(theirs.shape)}"
             most = torch.maximum(most, (ours.double() - theirs.double()).detach().abs().max())
-        dist.all_reduce(most, dist.ReduceOp.MAX)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group.handle)
         found[what] = most.item()
     return found
 

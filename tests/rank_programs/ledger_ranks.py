@@ -101,4 +101,4 @@ def two_rank_grid(group: Group) -> Grid:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(2, ledger_rows))
+    raise SystemExit(main(2, ledger_rows, others=0))

@@ -148,21 +148,24 @@ def differences(group: Group) -> dict[str, float]:
             for what, ours, whole in check(region):
                 assert ours.shape == whole.shape, f"{what} is {tuple(ours.shape)} for {tuple(whole.shape)}"
                 most = (ours - whole).detach().abs().max()
-                dist.all_reduce(most, dist.ReduceOp.MAX)
+                dist.all_reduce(most, dist.ReduceOp.MAX, group=group.handle)
                 found[f"{what}, the sequence split" if sequence else what] = most.item()
     return found
 
 
-def main(ranks: int, measure: Measure = differences) -> int:
-    """Fork the ranks; rank 0 prints what they measured together. Return how many failed."""
+def main(ranks: int, measure: Measure = differences, *, others: int = 1) -> int:
+    """Fork the ranks, and others, so that a message to all ranks is none to the group; rank 0 prints what the group measured. Return how
+    many failed."""
 
     def run_rank(rank: int) -> None:
         handle = dist.new_group(list(range(ranks)))
+        if rank >= ranks:
+            return
         found = measure(Group(axis="any", ranks=tuple(range(ranks)), rank=rank, handle=handle))
         if rank == 0:
             print(json.dumps(found), flush=True)
 
-    return fork_ranks(ranks, run_rank)
+    return fork_ranks(ranks + others, run_rank)
 
 
 if __name__ == "__main__":

@@ -96,8 +96,8 @@ class Engine(ABC):
         """Return what a checkpoint keeps beside shards: optimizer steps taken, skipped steps, the state of fp16's loss scale."""
         scaler = self._loss_scaler
         scale = {name: getattr(scaler, name) for name in self.loss_scale_fields if isinstance(getattr(scaler, name, None), int | float)}
-        taken = [int(state["step"]) for state in self.optimizer.state.values() if "step" in state]
-        return {"optimizer_steps": max(taken, default=0), "skipped": self.skipped_steps, "scale": scale}
+        taken = next((int(state["step"]) for state in self.optimizer.state.values() if "step" in state), 0)  # the same of all weights
+        return {"optimizer_steps": taken, "skipped": self.skipped_steps, "scale": scale}
 
     def restore(self, read: ReadShard, counters: Mapping[str, Any], has: Callable[[str], bool]) -> None:
         """Load weights and optimizer states from `read`, which any layout may have saved, and the counters; `has`: whether `read` has a

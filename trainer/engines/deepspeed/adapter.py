@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...plan.deepspeed.ds_config import zero_stage
+from ..clipping import clip_divisor
 from ..engine import Engine
 from ..held_bytes import parameters_of, tensors_in
 from ..rank_parameter import OptimizerShard, RankParameter
@@ -137,7 +138,7 @@ class DeepSpeedAdapter(Engine):
         checked = self.run.train.precision != "fp16" and not (offload.optimizer or offload.parameters)
         gradients = list(self._summed_gradients(self.parameters)) if checked else []
         norms = torch.stack([each.float() for each in torch._foreach_norm(gradients)]) if gradients else loss.new_zeros(1)
-        not_finite = (~(torch.isfinite(loss).all() & torch.isfinite(norms).all())).to(torch.float32)
+        not_finite = (~torch.isfinite(torch.cat([loss.flatten(), norms]))).any().to(torch.float32)
         dist.all_reduce(not_finite, op=dist.ReduceOp.MAX)
         if not_finite.item():
             for each in gradients:
@@ -172,7 +173,7 @@ def _parameter_tensors(modules: Sequence[nn.Module]) -> Iterator[tuple[str, Tens
 def clip(parameters: Iterable[nn.Parameter], norm: Tensor, most: float) -> None:
     """Clip gradients whose norm is known to a norm of `most`; DeepSpeed would take the norm again."""
     gradients = [each.grad for each in parameters if each.grad is not None]
-    torch._foreach_mul_(gradients, torch.clamp(most / (norm + 1e-6), max=1.0).to(gradients[0].dtype))
+    torch._foreach_div_(gradients, clip_divisor(norm, most).to(gradients[0].dtype))
 
 
 def _do_nothing(*_: Any) -> None:

@@ -24,6 +24,7 @@ from ...plan.layout.schedules import SCHEDULES
 from ...plan.native.buckets import gradient_buckets, is_tied_over_stages
 from ...plan.native.sharded_rows import gathers_once
 from ...spec.run import Run
+from ..clipping import clip_divisor
 from ..engine import Engine, ParameterPartitioner, ReadMicrobatch, StepResult
 from ..held_bytes import ByteCounter, tensors_in
 from ..rank_parameter import OptimizerShard, RankParameter, optimizer_state
@@ -175,7 +176,7 @@ class NativeEngine(Engine):
         bucket, elsewhere torch's fused one.
         """
         clip = self.run.train.clip
-        divisor = (((norm + 1e-6) / clip).clamp_min(1.0) if clip else torch.ones_like(norm)) * self.backward_scale
+        divisor = (clip_divisor(norm, clip) if clip else torch.ones_like(norm)) * self.backward_scale
         if self.steps_in_one_kernel:
             self._step_in_one_kernel(divisor.float(), is_finite.float())
             return
