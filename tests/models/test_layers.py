@@ -149,6 +149,12 @@ def test_cross_entropy_matches_torch_for_any_chunk_size(monkeypatch: pytest.Monk
         torch.testing.assert_close(torch.autograd.grad(2 * loss, logits), wanted)
 
 
+@pytest.mark.parametrize(("rows", "words", "lengths"), [(64, 50_000, [20, 20, 20, 4]), (64, 1000, [64]), (2, 1 << 21, [1, 1])])
+def test_as_many_logits_are_float32_at_a_time_as_fit_a_cache(rows: int, words: int, lengths: list[int]) -> None:
+    chunks = entropy._chunks(torch.empty(1, 1).expand(rows, words))
+    assert [len(range(rows)[each]) for each in chunks] == lengths
+
+
 def test_the_loss_of_bf16_logits_is_computed_in_float32() -> None:
     logits = (4 * torch.randn(2, 64, 512)).bfloat16().requires_grad_()
     labels = torch.randint(512, (2, 64))

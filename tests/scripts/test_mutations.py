@@ -44,7 +44,8 @@ def test_a_mutation_changes_the_one_line_that_it_names(mutations: list[Mutation]
         before = ast.unparse(ast.parse((ROOT / mutation.path).read_text())).splitlines()
         changes = list(unified_diff(before, mutated_source(ROOT, mutation).splitlines(), n=0, lineterm=""))[3:]
         assert [line[0] for line in changes] == ["-", "+"], mutation.name
-        assert " ".join(mutation.expression.split()) in " ".join(changes[0].split()), mutation.name
+        expression = mutation.expression.removeprefix("(").removesuffix(")")  # an index that is a tuple has no brackets of its own
+        assert " ".join(expression.split()) in " ".join(changes[0].split()), mutation.name
 
 
 def test_every_equivalent_mutation_still_exists(mutations: list[Mutation]) -> None:
