@@ -9,7 +9,9 @@ FILES = (
     "trainer/engines/clipping.py",
     "trainer/engines/deepspeed/*.py",
     "trainer/engines/engine.py",
+    "trainer/engines/native/*.py",
     "trainer/engines/rank_parameter.py",
+    "trainer/engines/tied_ends.py",
     "trainer/engines/torch_optimizer.py",
     "trainer/layers/*.py",
     "trainer/loop/build.py",
@@ -39,6 +41,7 @@ FILES = (
 # What these say or cost changes no number of a training run: messages, statistics for people, planned bytes and seconds.
 LEFT_OUT = (
     "trainer/engines/deepspeed/import_deepspeed.py",
+    "trainer/engines/native/adamw_kernel.py",  # of GPUs alone
     "trainer/loop/data/samples/corpus_stats.py",
 )
 FUNCTIONS_LEFT_OUT = (
