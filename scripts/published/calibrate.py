@@ -3,9 +3,8 @@
     python -m distrain.scripts.published.calibrate CASES.json
 
 A rule asks for the factors that hold nine in ten runs of its kind, each predicted by constants fitted without its source: of a step time
-the same factor both ways, of memory one for each way, with one run in twenty beyond each. Memory has one fitted constant for each framework
-(`beside`), which is 0 where the framework's source is left out. Where no run of a kind was measured, all runs are asked and each source
-counts the same.
+the same factor both ways, of memory one for each way, with one run in twenty beyond each. Memory has one fitted constant, `RESERVED`, which
+is fitted again to the other sources. Where no run of a kind was measured, all runs are asked and each source counts the same.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...trainer.plan.error_bars import MEMORY, STEP, BarRule, Planned
-from . import frameworks
+from . import predict as predict_module
 from .express import Case, express
 from .fit import Constants, folds_of, held_out, log_ratios, slopes_of, sources_of
 from .measured import peak_bytes, step_seconds
@@ -55,12 +54,25 @@ def of_steps(cases: Sequence[Case]) -> Calibration:
 def of_memory(cases: Sequence[Case]) -> Calibration:
     """Peaks of memory."""
     cases = [case for case in cases if peak_bytes(case)]
-    fitted = _memory_ratios(cases)
-    rows = frameworks.FRAMEWORKS
-    frameworks.FRAMEWORKS = tuple(row._replace(beside=0) for row in rows)
-    without = _memory_ratios(cases)
-    frameworks.FRAMEWORKS = rows
-    return Calibration([bar_inputs(case) for case in cases], sources_of(cases), fitted, fitted, without)
+    fitted, today = _memory_ratios(cases), predict_module.RESERVED
+    predict_module.RESERVED = 1.0
+    without_cached = _memory_ratios(cases)
+    predict_module.RESERVED = today
+    sources = sources_of(cases)
+    without = without_reserved_of_source(without_cached, (fitted - without_cached) / log(today), sources)
+    return Calibration([bar_inputs(case) for case in cases], sources, fitted, fitted, without)
+
+
+def without_reserved_of_source(ratios: Any, slopes: Any, sources: Sequence[str]) -> Any:
+    """Return each run's log ratio with the `RESERVED` that the other sources ask for: the change of its logarithm, from 0, that minimises
+    the sum of their absolute errors. `ratios` are those without it, `slopes` their derivatives by its logarithm."""
+    found, names = ratios.copy(), np.array(sources)
+    for source in set(sources):
+        others = (names != source) & (slopes > 0)
+        changes = -ratios[others] / slopes[others]
+        best = min(changes, key=lambda change: np.abs(ratios[others] + slopes[others] * change).sum(), default=0.0)
+        found[names == source] += max(0.0, best) * slopes[names == source]
+    return found
 
 
 def _memory_ratios(cases: Sequence[Case]) -> Any:

@@ -91,10 +91,10 @@ def _run(case: Case, framework: Framework, recompute: Any) -> Run:
     flash = modern or "flash" in (case["attention"] or "") or (not framework.dropout and framework.name != "GPT-NeoX")
     precision: Any = "bf16" if "/" in case["precision"] else case["precision"]
     shape = _model(model, dropout=0.0 if flash else framework.dropout)
-    chunks = _chunks(parallel, model["layers"], framework)
+    chunks = _chunks(parallel, model["layers"], framework, told=case["batch"]["micro"] is not None)
     world = _with_kernels(cluster_of(case["cluster"]), framework, case["attention"] or "")
     micro, batch = _batch(case, framework, chunks)
-    zero, shard = _zero(parallel)
+    zero, shard = _zero(parallel, framework)
     sequence = parallel["sequence_parallel"]
     overlap = parallel["tp_comm_overlap"]
     return Run(
@@ -126,7 +126,7 @@ def _run(case: Case, framework: Framework, recompute: Any) -> Run:
             seq=model["seq"],
             steps=1,
             precision=precision,
-            gradients=framework.gradients if precision != "fp16" else "auto",  # type: ignore[arg-type]
+            gradients="auto" if "fp16" in case["precision"] else framework.gradients,  # type: ignore[arg-type]
             attention="flash" if flash else "math",
             compile=framework.fused if case["compile"] is None else framework.fused or case["compile"],
         ),
@@ -155,26 +155,30 @@ def _batch(case: Case, framework: Framework, chunks: int) -> tuple[int, int]:
     return micro, ceil(whole / (replicas * micro)) * replicas * micro
 
 
-def _chunks(parallel: Case, layers: int, framework: Framework) -> int:
-    """Return the parts of the model on each stage: as stated; of an interleaved schedule that states none, two layers a part, or one."""
+def _chunks(parallel: Case, layers: int, framework: Framework, *, told: bool) -> int:
+    """Return the parts of the model on each stage: as stated; of an interleaved schedule that states none, two layers a part, or one.
+
+    `told`: the source states the micro-batch, so that it may be expected to state virtual stages too.
+    """
     pp: int = parallel["pp"]
     if pp == 1:
         return 1
     if parallel["vpp"]:
         return int(min(parallel["vpp"], max(1, layers // pp)))
-    schedule = parallel["schedule"] or ("interleaved" if framework.interleaved and parallel["vpp"] is None else "")
+    by_default = framework.interleaved == "yes" or (framework.interleaved == "tables" and not told)
+    schedule = parallel["schedule"] or ("interleaved" if by_default else "")
     if "interleaved" not in schedule:
         return 1
     each: int = layers // pp
     return each // 2 if each % 2 == 0 else each
 
 
-def _zero(parallel: Case) -> tuple[Any, Any]:
-    """(ZeRO's stage, the ranks over which it shards), from the stage or the words for FSDP."""
+def _zero(parallel: Case, framework: Framework) -> tuple[Any, Any]:
+    """(ZeRO's stage, the ranks over which it shards), from the stage, the words for FSDP or the framework's default."""
     words = parallel["fsdp"] or ""
     zero = parallel["zero"]
     if zero is None:
-        zero = int(bool(parallel["distributed_optimizer"]))
+        zero = framework.zero if parallel["distributed_optimizer"] is None else int(parallel["distributed_optimizer"])
         if words:
             zero = 2 if "GRAD_OP" in words or "ZeRO-2" in words else 3
     return zero, parallel["fsdp_shard_size"] or "all"

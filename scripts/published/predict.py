@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
 from ...trainer.plan.costs.cost_context import CostContext
+from ...trainer.plan.costs.local_tensors import LocalTensors, block_split
 from ...trainer.plan.error_bars import Planned, memory_bar, step_bar
 from ...trainer.plan.layout.layout import Layout
 from ...trainer.plan.layout_cost import LayoutCost, layout_blocks, layout_cost, stage_bytes
@@ -16,8 +18,12 @@ from ...trainer.spec.run import Run
 from .express import RECOMPUTED_SHARE, Case, Inexpressible, Part, express
 from .frameworks import framework_of
 
+HALF = 2  # bytes of a gradient as DeepSpeed sends it, however it is summed (engine.py: communication_data_type)
 GATHERED = 2 + 4  # bytes a parameter: gathered in bf16, and its gradient in float32
 LOSS = 2 + 4  # bytes a logit that the papers count: the logits, and their float32 softmax
+COMPILED_LOSS = 2 + 2  # bytes a logit of a compiled loss: the logits, and their gradient
+RESERVED = 1.13  # what the allocator takes from the device, cached pieces that fit no request included, over what tensors hold
+WORKSPACES = 3 << 25  # bytes, of cuBLAS, cuBLASLt and Transformer Engine, 32 MiB each on Hopper
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +93,8 @@ class RunCost(NamedTuple):
 def _cost(case: Case, run: Run) -> RunCost:
     context = CostContext(run)
     layout = run_layout(context, run.parallel, run.train.microbatch)
+    if not framework_of(case["framework"] or "").scatters:
+        layout = replace(layout, gradient_sync=layout.gradient_sync._replace(scatters=False, gradient=HALF))
     cost = layout_cost(context, layout)
     if cost.seconds is None:
         raise Inexpressible(f"no rate of {run.cluster.device.name} is known in {run.train.precision}")
@@ -94,33 +102,76 @@ def _cost(case: Case, run: Run) -> RunCost:
     totals = _stage_totals(case, context, layout, cost)
     fullest = totals.index(max(totals))
     stage = layout.mesh.pp - 1 if "last rank" in kind else fullest
-    seen = totals[stage] if "nvidia-smi" in kind else totals[stage] - context.device_context
+    seen = _seen_bytes(case, totals[stage], context.device_context)
     return RunCost(cost.seconds.step, seen, stage, totals[fullest], context.capacity)
+
+
+def _seen_bytes(case: Case, total: int, device_context: int) -> int:
+    """Bytes that a case's source sees of a rank that holds `total`, of which the device's context is a part.
+
+    The peak of what is allocated counts tensors. Frameworks' own metrics, and nvidia-smi, see what the allocator took from the device;
+    nvidia-smi sees the context too.
+    """
+    kind = case["measured"].get("peak_mem_kind") or ""
+    allocated = total - device_context + WORKSPACES
+    if "allocated" not in kind and framework_of(case["framework"] or "").fragments:
+        allocated = round(RESERVED * allocated)
+    return allocated + (device_context if "nvidia-smi" in kind else 0)
 
 
 def _stage_totals(case: Case, context: CostContext, layout: Layout, cost: LayoutCost) -> list[int]:
     """Bytes of a rank of each stage: the papers' count, as the case's framework changes it.
 
-    Layers that recompute nothing may save what eager modules do; a recomputed layer holds all that it saves while its backward runs; a
-    loss that is not compiled holds further copies of the logits. Recomputation of some of the operators makes the pointwise ones again,
-    whoever computes them.
+    Layers that recompute nothing may save what eager modules do; a recomputed layer holds all that it saves while its backward runs, and
+    one that recomputes every second product keeps the others' results; a loss that is not compiled holds further copies of the logits.
+    Recomputation of some of the layers makes the pointwise operators again, whoever computes them.
     """
     framework = framework_of(case["framework"] or "")
-    papers = layout
-    if framework.saves == "torch" and not case["compile"] and case["recompute"] not in RECOMPUTED_SHARE:
+    papers, eager = layout, framework.saves == "torch" and not case["compile"]
+    if eager and case["recompute"] not in RECOMPUTED_SHARE:
         layout = replace(layout, form="torch")
         cost = layout_cost(context, layout)
+    products = 0
+    if case["recompute"] == "selective-op":
+        layout = replace(layout, form="torch" if eager else layout.form, parallel=replace(layout.parallel, recompute="full"))
+        cost = layout_cost(context, layout)
+        products = _second_products(context, layout)
     again = 0
     if layout.parallel.recompute == "full":
         plain = replace(layout, parallel=replace(layout.parallel, recompute="none"))
-        again = layout_blocks(context, plain).layer.saved - cost.blocks.layer.saved
-    loss = LOSS if case["compile"] else framework.loss
+        again = layout_blocks(context, plain).layer.saved - cost.blocks.layer.saved - products
+    loss = _logit_bytes(case, layout.parallel.tp)
     beside, totals = _bytes_beside(case, context.run), []
     for stage, at in enumerate(layout.partition.kind_of_stage):
         held, counted = cost.kinds[at], layout_cost(context, papers).kinds[at].logits
-        total = stage_bytes(layout, held, stage) + beside * held.parameters
+        saved = held.saved + layout.partition.kinds[at].layers * products
+        total = stage_bytes(layout, held._replace(saved=saved), stage) + beside * held.parameters
         totals.append(total - held.logits + counted * loss // LOSS + again)
     return totals
+
+
+def _second_products(context: CostContext, layout: Layout) -> int:
+    """Bytes of a layer's activations that torchtitan's selective recomputation keeps beside the layer's input: the results of every
+    second product with weights, from the first, and of fused attention (its activation_checkpoint.py)."""
+    split = block_split(layout.parallel, layout.microbatch, layout.form, fused=layout.fused)
+    multiple, width = context.run.model.vocab_multiple, context.widths.activation
+    local = LocalTensors(context.table, split, vocab_multiple=multiple, activation=width, form=layout.form)
+    results = [op.product.rows + outer for op in context.table.layer if op.product and op.weights for outer in op.product.outers]
+    attention = [tensor for op in context.table.layer if op.name == "attention.out" or op.core for tensor in op.saves_megatron]
+    return sum(width * local.count(dims) for dims in results[::2]) + sum(map(local.bytes, attention))
+
+
+def _logit_bytes(case: Case, tp: int) -> int:
+    """Bytes a logit at the loss. One over a vocabulary that the tensor axis splits is never compiled: torchtitan's loss_parallel."""
+    framework = framework_of(case["framework"] or "")
+    since = framework.compiled_loss
+    return COMPILED_LOSS if since and case["compile"] and tp == 1 and _written(case) >= since else framework.loss
+
+
+def _written(case: Case) -> int:
+    """Year and month of a case's source, 202504, as its reference names them; one that names none is as new as any."""
+    found = re.search(r"20[0-3]\d-?[01]\d(?!\d)", case["source"]["ref"])
+    return int(found.group().replace("-", "")) if found else 999912
 
 
 def _bytes_beside(case: Case, run: Run) -> int:

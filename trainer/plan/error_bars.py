@@ -117,12 +117,16 @@ STEP = (
     BarRule("ZeRO-3 over more than 500 devices",                   2.05, 2.05,   14,       4, _is_sharded_widely),
 )
 MEMORY = (
-    BarRule("like most measured runs",                             1.25, 1.45,   61,       5, _is_any),
-    BarRule("peaks below 5 GiB",                                   1.25, 1.85,   14,       1, _is_small),
+    BarRule("like most measured runs",                             1.15, 1.30,   61,       5, _is_any),
+    BarRule("peaks below 5 GiB",                                   1.15, 1.80,   14,       1, _is_small),
 )
 # The tensors of our own modules and optimizers are traced (docs/gpu_traces.md: within 2 %), so a run takes hardly less. What allocator,
-# kernels and message buffers take beside them on a GPU was measured of other frameworks only, so it may take as much more as theirs.
-MEMORY_OF_ENGINES = tuple(rule._replace(says=NOT_MEASURED, low=1.05, runs=0, sources=0) for rule in MEMORY)
+# kernels and message buffers take beside them on a GPU was measured of other frameworks only, so it may take as much more as theirs: the
+# factors above, and the 1.13 of the allocator's cached pieces, which plans of published runs count (scripts/published/predict.py).
+MEMORY_OF_ENGINES = (
+    BarRule(NOT_MEASURED,                                          1.05, 1.45,    0,       0, _is_any),
+    BarRule(NOT_MEASURED,                                          1.05, 1.85,    0,       0, _is_small),
+)
 # A CPU's rate is measured where the plan is made. Of eleven float32 runs on two cores that other work used at times, ten took 1.14 to 1.71
 # times their plan, and one 2.8 times; cores that are always in use may be many times slower, and no bar holds that. Bytes are those of
 # tensors, without the interpreter and its libraries: every run counts them, and `report` shows that they are as planned.
