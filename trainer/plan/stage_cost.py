@@ -8,13 +8,14 @@ from typing import NamedTuple
 from ..models.ops.op_table import block_weights
 from . import tp_gradient_sums
 from .axes import dp
+from .axes.dp import GradientSync
 from .axes.traffic_row import TrafficRow
 from .costs.block_costs import BlockCosts
 from .costs.cost_context import CostContext
-from .costs.cost_model import StageElements
+from .costs.cost_model import StageElements, StateBytes
 from .engines import cost_model
 from .layout.layout import Layout, StageKind
-from .layout.run_schedule import schedule_of
+from .layout.run_schedule import delay_of, schedule_of
 from .layout.schedules import stage_and_chunk
 
 
@@ -55,46 +56,48 @@ class StageCost(NamedTuple):
         return self.weights + self.gradients + self.optimizer + self.buffers + self.overhead
 
 
+class HeldStates(NamedTuple):
+    """The states of one kind of stage, which no pass changes: elements and bytes on a rank, exposed seconds a step of the tensor axis's
+    sums, seconds of the optimizer."""
+
+    held: StageElements
+    bytes: StateBytes
+    sums: float
+    step: float
+
+
 def stage_cost(context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> StageCost:
     """The cost of one kind of stage."""
     layers, first, last = kind
     layer, head = blocks.layer, blocks.head
-    dense, frozen, experts = layers * layer.dense, layers * layer.frozen, layers * layer.experts
     forward, backward = layers * (layer.forward or 0.0), layers * (layer.backward or 0.0)
     weight_gradients = layers * layer.weight_gradients
     message_forward, message_backward = layers * layer.message_forward, layers * layer.message_backward
     for here, end in ((first, blocks.embedding), (last, head)):
         if here:
-            dense += end.dense
-            frozen += end.frozen
             forward += end.forward or 0.0
             backward += end.backward or 0.0
             weight_gradients += end.weight_gradients
             message_forward += end.message_forward
             message_backward += end.message_backward
-    if first and last:
-        dense -= blocks.tied
-        frozen -= blocks.tied if head.frozen else 0
-    held = StageElements(dense, frozen, experts)
+    held, states, sums, step = held_states(context, layout, blocks, kind)
     heads = logits_in_flight(layout) if last else 0
     passes = last_passes(layout)
-    data = _data_traffic(context, layout, layers, held, passes * forward, passes * backward)
-    sums = tp_gradient_sums.traffic_rows(context, layout, blocks, kind)
-    engine = cost_model(layout.engine)
-    states = engine.state_bytes(context, layout, blocks, kind, held)
+    data = data_traffic(context, layout, layers, held, layout.gradient_sync, passes * forward, passes * backward)
+    running = cost_model(layout.engine).pass_bytes(context, layout, blocks, kind)
     return StageCost(
-        parameters=dense + experts,
+        parameters=held.dense + held.experts,
         weights=states.weights,
         version=context.widths.weight * held.trained,
         gradients=states.gradients,
         optimizer=states.optimizer,
         saved=_saved_bytes(layout, blocks, kind),
         saved_last=heads * head.saved,
-        passing=states.passing,
-        passes=states.passes,
+        passing=running.passing,
+        passes=states.passes + running.passes,
         step_bytes=states.step,
         logits=heads * head.logits,
-        buffers=states.buffers + states.workspace,
+        buffers=states.buffers + running.workspace,
         zero_buffers=states.buffers,
         overhead=context.device_context,
         forward=forward,
@@ -103,8 +106,57 @@ def stage_cost(context: CostContext, layout: Layout, blocks: BlockCosts, kind: S
         message_forward=message_forward,
         message_backward=message_backward,
         data=data,
-        exposed=sum([row.exposed for row in (*sums, *data)]),
-        step=layout.gradient_sync.updates * engine.step_seconds(context, layout, held, _tensors(context, kind)),
+        exposed=sum([sums, *[row.exposed for row in data]]),
+        step=step,
+    )
+
+
+def held_states(context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> HeldStates:
+    """The states of a kind of stage, cached by all that decides them."""
+    sync, parallel = layout.gradient_sync, layout.parallel
+    key = (
+        blocks.elements,
+        layout.mesh,
+        layout.engine,
+        kind,
+        parallel.zero,
+        layout.shard,
+        parallel.offload.optimizer,
+        parallel.offload.parameters,
+        parallel.overlap.data,
+        parallel.sequence,
+        parallel.bucket,
+        parallel.gather,
+        layout.micros > 1,
+        sync.often,
+        sync.updates,
+        delay_of(parallel) is None,
+    )
+    found: HeldStates | None = context.held.get(key)
+    if found is None:
+        found = context.held[key] = _held_states(context, layout, blocks, kind)
+    return found
+
+
+def _held_states(context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> HeldStates:
+    layers, first, last = kind
+    layer, head = blocks.layer, blocks.head
+    dense, frozen, experts = layers * layer.dense, layers * layer.frozen, layers * layer.experts
+    for here, end in ((first, blocks.embedding), (last, head)):
+        if here:
+            dense += end.dense
+            frozen += end.frozen
+    if first and last:
+        dense -= blocks.tied
+        frozen -= blocks.tied if head.frozen else 0
+    held = StageElements(dense, frozen, experts)
+    sums = tp_gradient_sums.traffic_rows(context, layout, blocks, kind)
+    engine = cost_model(layout.engine)
+    return HeldStates(
+        held,
+        engine.state_bytes(context, layout, blocks, kind, held),
+        sum([row.exposed for row in sums]),
+        layout.gradient_sync.updates * engine.step_seconds(context, layout, held, _tensors(context, kind)),
     )
 
 
@@ -137,8 +189,8 @@ def _saved_bytes(layout: Layout, blocks: BlockCosts, kind: StageKind) -> int:
     return saved + (blocks.embedding.saved - blocks.saved_once if kind.first else 0)
 
 
-def _data_traffic(
-    context: CostContext, layout: Layout, layers: int, held: StageElements, forward: float, backward: float
+def data_traffic(
+    context: CostContext, layout: Layout, layers: int, held: StageElements, sync: GradientSync, forward: float, backward: float
 ) -> list[TrafficRow]:
     """Traffic of the data axis: experts on several ranks are summed only over the ranks that hold the same ones."""
     wires = layout.wires
@@ -152,7 +204,7 @@ def _data_traffic(
     rows: list[TrafficRow] = []
     for elements, frozen, group, whole, ranks in groups:
         shard, copies = context.shard_wires(layout.mesh, group, whole, ranks)
-        rows += dp.traffic_rows(dp.ZeroShards(elements, frozen, whole, shard, copies), layout.gradient_sync, layers, forward, backward)
+        rows += dp.traffic_rows(dp.ZeroShards(elements, frozen, whole, shard, copies), sync, layers, forward, backward)
     return rows
 
 

@@ -62,6 +62,7 @@ class BlockCosts:
     tied: int  # elements of the weight that embedding and head share, on one rank
     stream: int  # bytes of the hidden states that a rank sends to the next stage
     saved_once: int  # bytes of rotary positions and masks that each part of the model saves once for all of its layers
+    elements: tuple[int, ...]  # all counts of parameters: blocks with the same counts hold the same states
 
 
 class ComputeSeconds(NamedTuple):
@@ -72,13 +73,35 @@ class ComputeSeconds(NamedTuple):
     weight_gradients: float = 0.0
 
 
+class Elements(NamedTuple):
+    """A block's parameters on one rank, as `BlockCost` counts them."""
+
+    dense: int
+    frozen: int
+    experts: int
+    replicated: int
+    shared: int
+
+
+class OpMessage(NamedTuple):
+    """A message of a block's op; whether its axis sums results."""
+
+    op: Op
+    sums: bool
+    message: AxisMessage
+
+
 class OpCosts(NamedTuple):
-    """The ops of a block on one rank, with the seconds (none where the device's rates aren't known) and the bytes of each."""
+    """The ops of a block on one rank, with the seconds (none where the device's rates aren't known) and the bytes of each; what does not
+    depend on which of them run again."""
 
     ops: tuple[Op, ...]
     local: LocalTensors
     seconds: list[OpSeconds]
     bytes: list[OpBytes]
+    messages: list[OpMessage]
+    elements: Elements
+    logits: int
 
 
 class SplitCosts:
@@ -93,25 +116,39 @@ class SplitCosts:
         outside = self._local_tensors(run, "torch") if split.form == "compiled" else self.local
         self.stream = self.local.bytes(STREAM)
         self.layer = self._ops(table.layer, self.local)
-        self.embedding, self.head = self._block(table.embedding, outside), self._block(table.head, outside)
+        ends = [self._ops(ops, outside) for ops in (table.embedding, table.head)]
+        self.embedding, self.head = (_block_cost(self, each, "none") for each in ends)
         saves = [tensor for op in table.embedding for tensor in op.saves_torch] if split.form == "torch" else []
         once = [tensor for tensor in saves if {"head_dim", "window", "keys"} & set(tensor.dims)]
         self.tied = self.local.count(("vocab", "hidden")) if table.tied else 0
         self.saved_once = sum(map(self.local.bytes, once))
+        self.elements = (self.tied, *ends[0].elements, *self.layer.elements, *ends[1].elements)
 
     def blocks(self, recompute: str) -> BlockCosts:
         """The costs of the blocks with a recomputation of layers."""
-        layer = _block_cost(self, self.layer, recompute)
+        embedding, layer, head = self.embedding, _block_cost(self, self.layer, recompute), self.head
         return BlockCosts(
-            embedding=self.embedding, layer=layer, head=self.head, tied=self.tied, stream=self.stream, saved_once=self.saved_once
+            embedding=embedding,
+            layer=layer,
+            head=head,
+            tied=self.tied,
+            stream=self.stream,
+            saved_once=self.saved_once,
+            elements=self.elements,
         )
-
-    def _block(self, ops: tuple[Op, ...], local: LocalTensors) -> BlockCost:
-        return _block_cost(self, self._ops(ops, local), "none")
 
     def _ops(self, ops: tuple[Op, ...], local: LocalTensors) -> OpCosts:
         times = [op_seconds(op, local, self.device) for op in ops] if self.device else []
-        return OpCosts(ops, local, times, [op_bytes(op, local, self.kind) for op in ops])
+        logits = sum([logits_bytes(op, local) for op in ops])
+        sent = [
+            OpMessage(op, axis.sums_results, each)
+            for op in ops
+            for axis in local.axes
+            if axis.messages
+            for each in axis.messages(op, local)
+        ]
+        held = [op_bytes(op, local, self.kind) for op in ops]
+        return OpCosts(ops, local, times, held, sent, _elements(ops, local, self.split), logits)
 
     def _local_tensors(self, run: Run, form: ActivationForm) -> LocalTensors:
         multiple, activation = run.model.vocab_multiple, widths(run.train).activation
@@ -120,33 +157,44 @@ class SplitCosts:
 
 def _block_cost(costs: SplitCosts, row: OpCosts, recompute: str) -> BlockCost:
     split, device, ops, local = costs.split, costs.device, row.ops, row.local
-    weights = [(weight.dims, local.count(weight.dims)) for op in ops for weight in op.weights]
-    trained = [(weight.dims, local.count(weight.dims)) for op in ops for weight in op.weights if not weight.frozen]
     again = _recomputed_ops(ops, recompute)
     repeats, stream = [op in again for op in ops], costs.stream
     every = sum([each.saved for each in row.bytes])
     # arXiv:2205.05198 table 2; of a layer that is recomputed its input is saved
     saved = stream if recompute == "full" else sum([each.saved for each, is_again in zip(row.bytes, repeats, strict=True) if not is_again])
-    messages = tuple(_messages(ops, again, local))
+    messages = tuple(_messages(row.messages, again, local.form))
     compute = _compute_seconds(ops, again, messages, row.seconds, device) if device else ComputeSeconds()
     message_forward, message_backward = _exposed_seconds(messages, split, costs.wires, compute)
-    copies = HeadShards(local.sizes["heads"], local.sizes["kv_heads"], split.degree("tp")).copies
+    elements = row.elements
     return BlockCost(
-        dense=sum([count for dims, count in weights if "experts" not in dims]),
-        frozen=sum([count for _, count in weights]) - sum([count for _, count in trained]),
-        experts=sum([count for dims, count in weights if "experts" in dims]),
-        replicated=sum([count for dims, count in trained if tp.AXIS.split_dim(dims) is None]),
-        shared=sum([count for dims, count in trained if copies > 1 and tp.AXIS.split_dim(dims) == "kv_heads"]),
+        dense=elements.dense,
+        frozen=elements.frozen,
+        experts=elements.experts,
+        replicated=elements.replicated,
+        shared=elements.shared,
         saved=saved,
         recomputed=every - saved,
         temporary=temporary_bytes(row.bytes, repeats, stream, residual=row is costs.layer),
-        logits=sum([logits_bytes(op, local) for op in ops]),
+        logits=row.logits,
         forward=compute.forward,
         backward=compute.backward,
         weight_gradients=compute.weight_gradients,
         message_forward=message_forward,
         message_backward=message_backward,
         messages=messages,
+    )
+
+
+def _elements(ops: tuple[Op, ...], local: LocalTensors, split: BlockSplit) -> Elements:
+    weights = [(weight, local.count(weight.dims)) for op in ops for weight in op.weights]
+    trained = [(tp.AXIS.split_dim(weight.dims), count) for weight, count in weights if not weight.frozen]
+    copies = HeadShards(local.sizes["heads"], local.sizes["kv_heads"], split.degree("tp")).copies
+    return Elements(
+        dense=sum([count for weight, count in weights if "experts" not in weight.dims]),
+        frozen=sum([count for weight, count in weights if weight.frozen]),
+        experts=sum([count for weight, count in weights if "experts" in weight.dims]),
+        replicated=sum([count for dim, count in trained if dim is None]),
+        shared=sum([count for dim, count in trained if copies > 1 and dim == "kv_heads"]),
     )
 
 
@@ -172,17 +220,14 @@ def _ops_summed_again(again: tuple[Op, ...], form: ActivationForm) -> tuple[Op, 
     return again[:last] + again[last + 1 :] if stops else again
 
 
-def _messages(ops: tuple[Op, ...], again: tuple[Op, ...], local: LocalTensors) -> Iterator[AxisMessage]:
+def _messages(sent: list[OpMessage], again: tuple[Op, ...], form: ActivationForm) -> Iterator[AxisMessage]:
     """The messages of a block's ops on every axis that splits it; equal messages are counted together."""
     counts: dict[tuple[str, str, int], list[int]] = {}
-    summed_again = _ops_summed_again(again, local.form)
-    for op in ops:
-        for axis in local.axes:
-            repeated = op in (summed_again if axis.sums_results else again)
-            for message in axis.messages(op, local) if axis.messages else ():
-                row = counts.setdefault((message.axis, message.verb, message.payload), [0, 0])
-                row[0] += message.forward
-                row[1] += message.backward + (message.forward if repeated else 0)
+    summed_again = _ops_summed_again(again, form)
+    for op, sums, message in sent:
+        row = counts.setdefault((message.axis, message.verb, message.payload), [0, 0])
+        row[0] += message.forward
+        row[1] += message.backward + (message.forward if again and op in (summed_again if sums else again) else 0)
     for (name, verb, payload), (forward, backward) in counts.items():
         yield AxisMessage(name, verb, payload, forward, backward)
 

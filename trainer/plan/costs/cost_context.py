@@ -47,6 +47,7 @@ class CostContext:
         self._wires: dict[Mesh, Wires] = {}
         self._partitions: dict[tuple[object, ...], LayerPartition] = {}
         self.stages: dict[tuple[object, ...], list[Any]] = {}  # StageCost of each kind of stage, by layout_cost.py's keys
+        self.held: dict[tuple[object, ...], Any] = {}  # HeldStates of a kind of stage, by stage_cost.py's keys
         self.memo: dict[tuple[object, ...], Any] = {}  # a cost model's results, by keys of its own
 
     @property

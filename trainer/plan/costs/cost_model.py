@@ -19,21 +19,30 @@ from .traffic_term import TrafficTerm
 
 
 class StateBytes(NamedTuple):
-    """Bytes on a rank of one kind of stage.
+    """Bytes of states on a rank of one kind of stage, which no micro-batch changes.
 
-    `buffers` are ZeRO's, which no micro-batch changes, `workspace` those of a micro-batch: recomputed tensors, gathered inputs, messages
-    between stages. `passing` is what each micro-batch in flight holds in addition to its activations. `passes` and `step` are held for a
-    moment: in forward and backward in addition to activations and logits, in the optimizer's step without them.
+    `buffers` are ZeRO's. `passes` and `step` are held for a moment: in forward and backward in addition to activations and logits, in the
+    optimizer's step without them.
     """
 
     weights: int
     gradients: int
     optimizer: int
     buffers: int
+    passes: int = 0
+    step: int = 0
+
+
+class PassBytes(NamedTuple):
+    """Bytes of a micro-batch's passes on a rank of one kind of stage, beside activations and logits.
+
+    `workspace` are recomputed tensors, gathered inputs, messages between stages. `passing` is what each micro-batch in flight holds in
+    addition to its activations. `passes` is held for a moment, in forward and backward.
+    """
+
     workspace: int = 0
     passing: int = 0
     passes: int = 0
-    step: int = 0
 
 
 class StageElements(NamedTuple):
@@ -86,7 +95,11 @@ class CostModel:
         )
 
     def state_bytes(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, held: StageElements) -> StateBytes:
-        """Return the bytes of the parameters that a rank of a kind of stage holds (arXiv:1910.02054 section 5)."""
+        """Return the bytes of the parameters that a rank of a kind of stage holds (arXiv:1910.02054 section 5).
+
+        They depend on the elements of `blocks`, not on their activations, and on the layout's micro-batches only by whether a step has
+        several: stage_cost.py keeps them for other layouts.
+        """
         parallel, width = layout.parallel, context.widths
         whole, sharded = held.trained, sharded_elements(layout, held.dense - held.frozen, held.experts)
         weights = width.weight * (sharded_elements(layout, held.dense, held.experts) if parallel.zero >= 3 else held.dense + held.experts)
@@ -96,7 +109,12 @@ class CostModel:
             gradients=width.gradient * (sharded if layout.gradient_sync.often else whole),
             optimizer=0 if parallel.offload.optimizer else optimizer,
             buffers=self._buffers(context, layout, blocks, kind, whole),
-            workspace=blocks.layer.recomputed + gathered_input(layout, blocks) + (2 * blocks.stream if layout.mesh.pp > 1 else 0),
+        )
+
+    def pass_bytes(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> PassBytes:
+        """Return the bytes of a micro-batch's passes on a rank of a kind of stage."""
+        return PassBytes(
+            workspace=blocks.layer.recomputed + gathered_input(layout, blocks) + (2 * blocks.stream if layout.mesh.pp > 1 else 0)
         )
 
     def step_seconds(self, context: CostContext, layout: Layout, held: StageElements, tensors: int) -> float:

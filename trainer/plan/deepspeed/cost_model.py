@@ -10,7 +10,7 @@ from ..axes.weight_slices import TensorCopies, WeightShard
 from ..costs.block_costs import BlockCosts
 from ..costs.control_message import ControlMessage
 from ..costs.cost_context import CostContext
-from ..costs.cost_model import CostModel, StageElements, StateBytes, UnplannedSize, elements_to_step
+from ..costs.cost_model import CostModel, PassBytes, StageElements, StateBytes, UnplannedSize, elements_to_step
 from ..costs.passes_bytes import passes_bytes
 from ..costs.traffic_term import TrafficTerm
 from ..layout.layout import Layout, StageKind
@@ -57,16 +57,21 @@ class DeepSpeedCosts(CostModel):
         flat = flat_elements(_stage_parameters(context, kind, mesh), mesh.size("data"), mesh.ep)
         part = _stage3_frozen(context, kind, mesh) if held.frozen else 0
         states = zero_bytes(setting, held.trained, flat, FrozenElements(held.frozen, part))
-        streams = _hidden_states(layout, kind)
         return StateBytes(
             weights=0 if parallel.offload.parameters else states.weights,
             gradients=states.gradients,
             optimizer=0 if parallel.offload.optimizer else states.optimizer,
             buffers=states.buffers,
+            step=0 if parallel.offload.optimizer else step_bytes(setting, held.trained, flat),
+        )
+
+    def pass_bytes(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> PassBytes:
+        """As counted on live tensors."""
+        streams = _hidden_states(layout, kind)
+        return PassBytes(
             workspace=min(streams, 2) * blocks.stream,
             passing=streams * blocks.stream,
             passes=passes_bytes(context, blocks, kind),
-            step=0 if parallel.offload.optimizer else step_bytes(setting, held.trained, flat),
         )
 
     def step_seconds(self, context: CostContext, layout: Layout, held: StageElements, tensors: int) -> float:

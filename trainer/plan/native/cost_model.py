@@ -11,7 +11,7 @@ from ..axes.weight_slices import TensorCopies, WeightShard
 from ..costs.block_costs import BlockCosts
 from ..costs.control_message import ControlMessage, routing_messages
 from ..costs.cost_context import CostContext
-from ..costs.cost_model import CostModel, StageElements, StateBytes, elements_to_step, sharded_elements
+from ..costs.cost_model import CostModel, PassBytes, StageElements, StateBytes, elements_to_step, sharded_elements
 from ..costs.passes_bytes import passes_bytes
 from ..costs.precision import widths
 from ..costs.traffic_term import TrafficTerm
@@ -57,8 +57,7 @@ class NativeCosts(CostModel):
             gradients=width.gradient * (stepped + late - late // layout.shard if often else whole),
             optimizer=(master + context.states) * stepped,
             buffers=0,
-            workspace=_message_bytes(layout, blocks),
-            passes=passes_bytes(context, blocks, kind) + (2 * bucket * width.gradient if often else 0),
+            passes=2 * bucket * width.gradient if often else 0,
             step=(stepped * width.gradient if zero == 1 else 0) + (min(bucket, stepped) * MASTER if casts else 0),
         )
 
@@ -80,6 +79,10 @@ class NativeCosts(CostModel):
             gradients=MASTER * stepped,
             optimizer=context.states * stepped,
             buffers=gathered,
+        )
+
+    def pass_bytes(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> PassBytes:
+        return PassBytes(
             workspace=_message_bytes(layout, blocks),
             passes=passes_bytes(context, blocks, kind),
         )

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ...models.ops.op_table import block_weights, element_count
-from ...spec.run import Cluster, Link, Parallel, Run
+from ...spec.run import Cluster, Link, Offload, Parallel, Run
 from ..axes.axis import ActivationForm
 from ..costs.block_costs import BlockCost, BlockCosts
 from ..costs.cost_context import CostContext
@@ -58,12 +58,23 @@ class Bounds:
         split = self.split(parallel)
         assert parallel.dp != "auto"
         layers = -(-self.run.model.layers // parallel.pp)
-        return self.run.train.batch / parallel.dp * max(layers * split.layer, split.model / parallel.pp) * (1 - ROUNDING)
+        least = self.run.train.batch / parallel.dp * max(layers * split.layer, split.model / parallel.pp) * (1 - ROUNDING)
+        return least * (1 + self.context.tail) + self.context.step_overhead
+
+    def pass_seconds(self, stages: int, micros: int, blocks: PassSeconds) -> float:
+        """The least seconds of a step of so many micro-batches through these blocks, under any schedule: its busiest stage has no fewer
+        layers than an even one, and no less to do than the mean stage."""
+        layers = self.run.model.layers
+        model = layers * blocks.layer + blocks.embedding + blocks.head
+        least = micros * max(-(-layers // stages) * blocks.layer, model / stages) * (1 - ROUNDING)
+        return least * (1 + self.context.tail) + self.context.step_overhead
 
     def bytes(self, parallel: Parallel, microbatch: int) -> int:
         """The least bytes of the fullest rank: its states and the activations of a micro-batch."""
         layers = -(-self.run.model.layers // parallel.pp)
-        return int(self.fixed_bytes(parallel) + layers * microbatch * self.split(parallel).saved * (1 - ROUNDING))
+        return int(
+            self.fixed_bytes(parallel, parallel.zero, parallel.offload) + layers * microbatch * self.split(parallel).saved * (1 - ROUNDING)
+        )
 
     def split(self, parallel: Parallel) -> SplitBound:
         """The bound of a split of blocks, over all forms in which its layers may run."""
@@ -90,13 +101,14 @@ class Bounds:
         model = self.run.model.layers * layer + block_seconds(blocks.embedding) + block_seconds(blocks.head)
         return SplitBound(layer / MANY, model / MANY, blocks.layer.saved / MANY)
 
-    def fixed_bytes(self, parallel: Parallel) -> float:
-        """The least bytes of the trained weights of a stage's layers, and a data rank's share of their gradients and optimizer states."""
-        width, offload = self.context.widths, parallel.offload
+    def fixed_bytes(self, parallel: Parallel, zero: Zero, offload: Offload) -> float:
+        """The least bytes of the trained weights of a stage's layers, and a data rank's share of their gradients and optimizer states, on a
+        mesh with these states."""
+        width = self.context.widths
         layers = -(-self.run.model.layers // parallel.pp)
         whole = layers * (self.dense + self.experts / parallel.ep) / parallel.tp
         shard = whole * parallel.tp * parallel.pp / self.context.world
-        weights = 0.0 if offload.parameters else width.weight * (shard if parallel.zero == 3 else whole)
+        weights = 0.0 if offload.parameters else width.weight * (shard if zero == 3 else whole)
         return self.context.device_context + (
             weights + shard * (width.gradient + (0 if offload.optimizer else width.master + self.context.states))
         ) * (1 - ROUNDING)
@@ -141,6 +153,7 @@ class StagedSchedule(NamedTuple):
     fill: float
     filled: float
     may_be_simulated: bool
+    shape: int  # a number: schedules with the same one have equal states
 
     def least_seconds(self, each: PassSeconds, hop: float) -> float:
         """The least seconds of a step's forwards and backwards, as the plan counts them by its closed form, or at least has where it
@@ -165,21 +178,25 @@ class StagedSchedule(NamedTuple):
         return least * (1 - ROUNDING)
 
 
-def staged_schedule(context: CostContext, parallel: Parallel, choice: ScheduleChoice, micros: int) -> StagedSchedule:
-    """A schedule of a mesh's stages."""
+def staged_schedule(
+    context: CostContext, parallel: Parallel, choice: ScheduleChoice, micros: int, shapes: dict[object, int]
+) -> StagedSchedule:
+    """A schedule of a mesh's stages; `shapes` numbers what decides the states of stages."""
     changed = replace(parallel, schedule=choice.schedule, chunks=choice.chunks)
     schedule, stages = schedule_of(changed), parallel.pp
     is_uneven = schedule.folded or schedule.splits_backward
+    partition = stage_partition(context, changed)
     has_closed_form = stages > 1 and not schedule.simulated and not parallel.stages
     return StagedSchedule(
         choice=choice,
-        partition=stage_partition(context, changed),
+        partition=partition,
         micros=micros,
         parts=schedule.parts(choice.chunks) if stages > 1 else 0,
         in_flight=schedule.in_flight(0, stages, micros, choice.chunks) if stages > 1 else 1.0,
         fill=schedule.fill(choice.chunks) if has_closed_form else 0.0,
         filled=schedule.filled_by_weights(stages, micros) if has_closed_form else 0.0,
         may_be_simulated=is_uneven,
+        shape=shapes.setdefault((partition.kinds, partition.is_folded, schedule.flushes or micros), len(shapes)),
     )
 
 

@@ -9,7 +9,6 @@ from math import inf
 from typing import NamedTuple
 
 from ...spec.run import Parallel
-from ..axes.dp import CONTENTION
 from ..costs.block_costs import BlockCosts
 from ..costs.cost_context import CostContext
 from ..costs.local_tensors import block_split
@@ -21,7 +20,8 @@ from ..run_layout import layout_on
 from ..stage_cost import StageCost
 from .bounds import ROUNDING, Bounds, Form, StagedSchedule, pass_seconds, staged_schedule
 from .front import Best, CostedLayout, Front, mesh_key
-from .space import Candidate, Space, StateChoice
+from .least_states import LeastStates, least_states
+from .space import Candidate, ScheduleChoice, Space, StateChoice
 
 SLOWEST = 1.25  # times the fastest layout's seconds: slower ones, which waste more than a fifth of the cluster, are not kept
 
@@ -46,28 +46,23 @@ class Pass(NamedTuple):
     pipelines: list[StagedSchedule]
 
 
+class StateRow(NamedTuple):
+    """The states of a mesh: the least bytes that they hold, and a number that states on the same wires share."""
+
+    state: StateChoice
+    fixed: float
+    number: int
+
+
 class Allowance(NamedTuple):
     """A schedule of a pass: the least seconds of a step, the least bytes of activations on the first stage, and the bytes that it may hold
-    beside them (with more, a layout is not among the best and not on the front)."""
+    beside them (with more, a layout is not among the best and not on the front); blocks whose elements are a layout's."""
 
     staged: StagedSchedule
     seconds: float
     kept: float
     bytes: float
-
-
-class LeastStates(NamedTuple):
-    """The least costs of a layout's states, which do not depend on its pass: bytes on a rank of the first stage, held all the time and in
-    the optimizer's step; seconds of the data axis and of the optimizer, with so many micro-batches."""
-
-    fixed: int
-    step: int
-    seconds: float
-    micros: int
-
-    def least_seconds(self, micros: int) -> float:
-        """The seconds with other micro-batches: a message travels once a step, or with each of them."""
-        return self.seconds * min(1.0, micros / self.micros)
+    blocks: BlockCosts
 
 
 def candidate_layout(context: CostContext, candidate: Candidate) -> Layout:
@@ -88,9 +83,15 @@ class LayoutSearch:
         self.best, self.front = Best(rows, by_memory=by_memory), Front()
         self.slowest = inf if by_memory else SLOWEST
         self.costed = 0
-        self._least_states: dict[tuple[object, ...], LeastStates] = {}  # of one mesh
-        self._least_fixed: dict[StateChoice, float] = {}
+        self._least_states: dict[tuple[object, ...], dict[tuple[int, str | None, int], LeastStates]] = {}
         self._staged: dict[tuple[int, int], list[StagedSchedule]] = {}  # of so many stages and micro-batches
+        self._seconds: dict[tuple[object, ...], float] = {}
+        self._shapes: dict[object, int] = {}  # numbers of the states of stages
+        self._numbers: dict[object, int] = {}  # of states
+        self._rows: list[StateRow] = []  # of one mesh
+        self._engines: dict[tuple[bool, str], list[tuple[str | None, ...]]] = {}  # of the rows of one mesh
+        self._place: tuple[object, ...] = ()
+        self._without_sequence = space.run.parallel
 
     def run_all(self) -> SearchResult:
         """Search the whole space, meshes with the least bound first; layouts whose time is not known come last."""
@@ -119,13 +120,23 @@ class LayoutSearch:
         states = [each for each in self.space.states(parallel) if self._is_timed(each) == timed]
         if not states:
             return
-        self._least_states = {}
-        self._least_fixed = {each: self.bounds.fixed_bytes(replace(parallel, zero=each.zero, offload=each.offload)) for each in states}
-        fixed = min(self._least_fixed.values())
-        passes = [(self.bounds.seconds(each.parallel), each) for each in self.passes(parallel)]
+        self._engines, self._rows = {}, [self._state_row(parallel, each) for each in states]
+        wires = self.context.wires(mesh_of(parallel, self.context.world))
+        self._without_sequence = replace(parallel, sequence=False)
+        self._place = (parallel.tp, parallel.ep, wires.data, wires.expert_copies)
+        fixed = min([row.fixed for row in self._rows])
+        passes = [(self._least_seconds(each.parallel), each) for each in self.passes(parallel)]
         for seconds, each in sorted(passes, key=lambda row: row[0]):
             if self._may_matter(each.parallel, seconds if timed else inf, fixed + self.least_kept(each)):
-                self._search_pass(each, states, timed)
+                self._search_pass(each, seconds, timed)
+
+    def _least_seconds(self, parallel: Parallel) -> float:
+        """The least seconds of a mesh's passes with these splits of blocks."""
+        key = (parallel.tp, parallel.pp, parallel.cp, parallel.ep, parallel.sequence, parallel.recompute)
+        found = self._seconds.get(key)
+        if found is None:
+            found = self._seconds[key] = self.bounds.seconds(parallel)
+        return found
 
     def _is_timed(self, state: StateChoice) -> bool:
         """Whether the seconds of such layouts are known."""
@@ -146,37 +157,79 @@ class LayoutSearch:
         found = self._staged.get((parallel.pp, micros))
         if found is None:
             pipelines = self.space.pipelines(parallel, microbatch)
-            found = self._staged[parallel.pp, micros] = [staged_schedule(self.context, parallel, each, micros) for each in pipelines]
+            found = self._staged[parallel.pp, micros] = [
+                staged_schedule(self.context, parallel, each, micros, self._shapes) for each in pipelines
+            ]
         return found
 
     def least_kept(self, each: Pass) -> float:
         """The least bytes of activations on the first stage, under any schedule of a pass."""
-        held = min([staged.partition.counts[0] * staged.in_flight for staged in each.pipelines], default=inf)
-        return each.microbatch * held * self.bounds.split(each.parallel).saved * (1 - ROUNDING)
+        return each.microbatch * self._held(each) * self.bounds.split(each.parallel).saved * (1 - ROUNDING)
 
-    def _search_pass(self, each: Pass, states: list[StateChoice], timed: bool) -> None:
-        """Cost the layouts of one kind of pass."""
+    @staticmethod
+    def _held(each: Pass) -> float:
+        """The fewest layers' activations of a micro-batch that the first stage holds at once, under any schedule of a pass."""
+        return min([staged.partition.counts[0] * staged.in_flight for staged in each.pipelines], default=inf)
+
+    def _state_row(self, parallel: Parallel, state: StateChoice) -> StateRow:
+        zero, shard, offload = state
+        fixed = self.bounds.fixed_bytes(parallel, zero, offload)
+        key = (zero, shard, offload.optimizer, offload.parameters, 0 if shard == "all" else parallel.cp)
+        return StateRow(state, fixed, self._numbers.setdefault(key, len(self._numbers)))
+
+    def _engines_of(self, each: Pass, schedule: ScheduleChoice) -> list[tuple[str | None, ...]]:
+        """The engines of each of a mesh's rows."""
+        key = (each.parallel.sequence, schedule.schedule)
+        found = self._engines.get(key)
+        if found is None:
+            found = self._engines[key] = [self.space.engines(each.parallel, row.state, schedule) for row in self._rows]
+        return found
+
+    def _search_pass(self, each: Pass, seconds: float, timed: bool) -> None:
+        """Cost the layouts of one kind of pass, a step of which takes at least so many seconds."""
+        kept = self.least_kept(each)
         allowances_of: dict[frozenset[Form], list[Allowance]] = {}
-        for zero, some in groupby(states, key=lambda state: state.zero):
+        known = self._least_states.setdefault((*self._place, each.micros > 1), {})
+        for zero, some in groupby(enumerate(self._rows), key=lambda row: row[1].state.zero):
             forms = self.bounds.forms(zero)
             if forms not in allowances_of:
-                allowances_of[forms] = self.allowances(each, forms, timed)
+                fixed = min([row.fixed for row in self._rows if self.bounds.forms(row.state.zero) == forms])
+                may_matter = self._may_matter(each.parallel, seconds if timed else inf, fixed + kept)
+                allowances_of[forms] = self.allowances(each, forms, timed, fixed) if may_matter else []
             allowances = allowances_of[forms]
-            most = max([allowed.bytes for allowed in allowances], default=0.0)
-            for state in some:
-                fixed = self._least_fixed[state]
-                if fixed < most:
-                    for allowed in allowances:
-                        if fixed < allowed.bytes:
-                            self._search_engines(each, state, allowed)
+            if not allowances:
+                continue
+            most = max([allowed.bytes for allowed in allowances])
+            least = allowances[0]._replace(
+                seconds=min([allowed.seconds for allowed in allowances]), kept=min([allowed.kept for allowed in allowances])
+            )
+            engines_of = [self._engines_of(each, allowed.staged.choice) for allowed in allowances]
+            for at, row in some:
+                if row.fixed >= most:
+                    continue
+                matters: dict[tuple[int, str | None, int], bool] = {}  # whether a layout may, with the least of all schedules
+                for allowed, engines in zip(allowances, engines_of, strict=True):
+                    if row.fixed < allowed.bytes:
+                        for engine in engines[at]:
+                            key = (row.number, engine, allowed.staged.shape)
+                            if key not in known:
+                                known[key] = self._least_states_of(each, row.state, allowed, engine)
+                            if key not in matters:
+                                matters[key] = self._states_may_matter(each, least, known[key])
+                            if matters[key] and self._states_may_matter(each, allowed, known[key]):
+                                self._cost(each, row.state, allowed, engine, known[key])
 
-    def allowances(self, each: Pass, forms: frozenset[Form], timed: bool) -> list[Allowance]:
-        """What layouts may hold under each schedule of a pass; a schedule under which none can matter is left out."""
+    def allowances(self, each: Pass, forms: frozenset[Form], timed: bool, fixed: float) -> list[Allowance]:
+        """What layouts may hold under each schedule of a pass, whose states hold at least `fixed` bytes; a schedule under which none can
+        matter is left out."""
         parallel, wires = each.parallel, self.context.wires(mesh_of(each.parallel, self.context.world))
         blocks = [self.context.block_costs(block_split(parallel, each.microbatch, form, fused=fused), wires) for form, fused in forms]
-        send = hop_seconds(replace(parallel, schedule="1f1b", chunks=1), wires, blocks[0])
         compute = [pass_seconds(form) for form in blocks]
         saved = min([form.layer.saved for form in blocks])
+        step = min([self.bounds.pass_seconds(parallel.pp, each.micros, form) for form in compute]) if timed else inf
+        if not self._may_matter(parallel, step, fixed + self._held(each) * saved):
+            return []
+        send = hop_seconds(replace(parallel, schedule="1f1b", chunks=1), wires, blocks[0])
         logits = min([form.head.logits for form in blocks]) if parallel.pp == 1 else 0
         temporary: dict[StageKind, int] = {}
         found: list[Allowance] = []
@@ -194,39 +247,30 @@ class LayoutSearch:
             enters = self.best.may_enter(mesh_key(parallel), seconds, 0)
             most = self.capacity + 1 if enters else min(self.capacity + 1, self.front.least_peak(seconds))
             if most > kept:
-                found.append(Allowance(staged, seconds, kept, most - kept))
+                found.append(Allowance(staged, seconds, kept, most - kept, blocks[0]))
         return found
 
-    def _search_engines(self, each: Pass, state: StateChoice, allowed: Allowance) -> None:
-        """Cost a layout with each engine that trains it, unless the first layout of the mesh with the same states shows that it does not
-        matter."""
-        staged = allowed.staged
-        for engine in self.space.engines(each.parallel, state, staged.choice):
-            key = (state, engine, each.micros > 1, staged.partition.kinds, staged.partition.is_folded)
-            known = self._least_states.get(key)
-            if known:
-                seconds = allowed.seconds + known.least_seconds(each.micros)
-                if not self._may_matter(each.parallel, seconds, known.fixed + max(allowed.kept, known.step)):
-                    continue
-            layout = self.space.layout(each.parallel, state, staged.choice)
-            self._least_states[key] = self._cost(Candidate(layout, each.microbatch, engine), allowed.seconds)
+    def _states_may_matter(self, each: Pass, allowed: Allowance, states: LeastStates) -> bool:
+        return self._may_matter(each.parallel, allowed.seconds + states.seconds(each.micros), states.bytes(allowed.kept))
 
-    def _cost(self, candidate: Candidate, seconds: float) -> LeastStates:
+    def _least_states_of(self, each: Pass, state: StateChoice, allowed: Allowance, engine: str | None) -> LeastStates:
+        """What the states of a layout cost at least, with sequence parallelism or without it: it adds sums of gradients."""
+        whole = each._replace(parallel=self._without_sequence)
+        return least_states(self.context, self._layout(whole, state, allowed, engine)[1], allowed.blocks)
+
+    def _cost(self, each: Pass, state: StateChoice, allowed: Allowance, engine: str | None, least: LeastStates) -> None:
         """Cost one layout, as far as its figures may matter: its bytes, a bound of its seconds, its seconds."""
-        layout = candidate_layout(self.context, candidate)
+        candidate, layout = self._layout(each, state, allowed, engine)
         blocks = layout_blocks(self.context, layout)
         kinds = stage_costs(self.context, layout, blocks)
         self.costed += 1
         peak, _ = peak_bytes(layout, kinds)
-        if self._may_matter(candidate.parallel, seconds, peak):
+        if self._may_matter(candidate.parallel, allowed.seconds + least.seconds(each.micros), peak):
             self._add(candidate, layout, blocks, kinds, peak)
-        first, tail = kinds[layout.partition.kind_of_stage[0]], 1 + self.context.tail
-        return LeastStates(
-            fixed=first.weights + first.gradients + first.optimizer + first.zero_buffers + first.overhead,
-            step=first.step_bytes,
-            seconds=max([kind.step + tail * CONTENTION * sum([row.seconds for row in kind.data]) for kind in kinds]) * (1 - ROUNDING),
-            micros=layout.micros,
-        )
+
+    def _layout(self, each: Pass, state: StateChoice, allowed: Allowance, engine: str | None) -> tuple[Candidate, Layout]:
+        candidate = Candidate(self.space.layout(each.parallel, state, allowed.staged.choice), each.microbatch, engine)
+        return candidate, candidate_layout(self.context, candidate)
 
     def _add(self, candidate: Candidate, layout: Layout, blocks: BlockCosts, kinds: list[StageCost], peak: int) -> None:
         """Keep a layout, unless its seconds show that it does not matter."""

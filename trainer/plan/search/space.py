@@ -68,7 +68,10 @@ class Space:
         self.world = run.cluster.nodes * run.cluster.gpus
         self._engines: dict[tuple[object, ...], tuple[str | None, ...]] = {}
         self._pipelines: dict[tuple[int, int], tuple[ScheduleChoice, ...]] = {}
+        self._schedules: dict[tuple[int, int], Counter[str]] = {}
         self._counts: dict[tuple[object, ...], int] = {}
+        self._states: dict[tuple[int, ...], list[StateChoice]] = {}
+        self._passes: dict[tuple[int, ...], list[PassChoice]] = {}
         zeros: tuple[Zero, ...] = (0, 1, 2, 3)
         self._offloads_of_zero = {zero: self._offloads(zero) for zero in zeros}
 
@@ -86,7 +89,7 @@ class Space:
             parallel = replace(base, dp=self.world // (tp * pp * cp), tp=tp, pp=pp, cp=cp, ep=ep)
             if "parallel.dp" in self.fixed and given.dp not in ("auto", parallel.dp):
                 continue
-            if not self._breaks_rules(replace(parallel, sequence=False)):
+            if not self._breaks_rules(parallel, sequence=False):
                 yield parallel
 
     def microbatches(self, parallel: Parallel) -> list[int]:
@@ -97,20 +100,33 @@ class Space:
             return [self.run.train.microbatch] if each % self.run.train.microbatch == 0 else []
         return divisors(each, MOST_MICROBATCH)
 
-    def passes(self, parallel: Parallel) -> Iterator[PassChoice]:
+    def passes(self, parallel: Parallel) -> list[PassChoice]:
         """The passes of a mesh."""
+        key = (parallel.tp, parallel.pp, parallel.cp, parallel.ep)
+        found = self._passes.get(key)
+        if found is None:
+            found = self._passes[key] = self._legal_passes(parallel)
+        return found
+
+    def _legal_passes(self, parallel: Parallel) -> list[PassChoice]:
         sequences = self._values("parallel.sequence", (False, True) if self._can_split_sequence(parallel) else (False,))
         recomputes: tuple[Recompute, ...] = self._values("parallel.recompute", self._recomputes(parallel))
-        for microbatch, sequence, recompute in product(self.microbatches(parallel), sequences, recomputes):
-            yield PassChoice(microbatch, sequence, recompute)
+        return [PassChoice(*each) for each in product(self.microbatches(parallel), sequences, recomputes)]
 
     def states(self, parallel: Parallel) -> list[StateChoice]:
         """The states of a mesh."""
+        key = (parallel.tp, parallel.pp, parallel.cp, parallel.ep)
+        found = self._states.get(key)
+        if found is None:
+            found = self._states[key] = self._legal_states(parallel)
+        return found
+
+    def _legal_states(self, parallel: Parallel) -> list[StateChoice]:
         shards = self._shards(parallel)
         return [
             StateChoice(zero, shard, offload)
             for zero in self._values("parallel.zero", (0, 1, 2, 3))
-            if not self._breaks_rules(replace(parallel, zero=zero))
+            if not self._breaks_rules(parallel, zero=zero)
             for shard in (shards if zero else shards[:1])
             for offload in self._offloads_of_zero[zero]
         ]
@@ -134,27 +150,31 @@ class Space:
 
     def size(self, parallel: Parallel) -> int:
         """The number of legal layouts of a mesh."""
-        pipelines = Counter[ScheduleChoice]()
-        for microbatch in self.microbatches(parallel):
-            pipelines.update(self.pipelines(parallel, microbatch))
         kinds = Counter(each.sequence for each in self.passes(parallel) if each.microbatch == self._any_microbatch())
-        states = Counter((each.zero, each.shard == "all", each.offload) for each in self.states(parallel))
-        return sum(
-            many * sum(times * self._engines_of_states(parallel, pipeline, sequence, states) for sequence, times in kinds.items())
-            for pipeline, many in pipelines.items()
-        )
+        states = Counter((zero, shard == "all", moved.optimizer, moved.parameters) for zero, shard, moved in self.states(parallel))
+        schedules = self._schedules_of(parallel)
+        mesh = self._engine_key(parallel)
+        size = 0
+        for sequence, passes in kinds.items():
+            for kind, times in states.items():
+                for schedule, many in schedules.items():
+                    key = (mesh, sequence, kind, schedule)
+                    engines = self._counts.get(key)
+                    if engines is None:
+                        zero, whole, optimizer, parameters = kind
+                        state = StateChoice(zero, "all" if whole else 1, Offload(optimizer=optimizer, parameters=parameters))
+                        split = replace(parallel, sequence=sequence)
+                        engines = self._counts[key] = len(self.engines(split, state, ScheduleChoice(schedule, 1)))
+                    size += many * passes * times * engines
+        return size
 
-    def _engines_of_states(
-        self, parallel: Parallel, pipeline: ScheduleChoice, sequence: bool, states: Counter[tuple[Zero, bool, Offload]]
-    ) -> int:
-        """The number of engines that train a mesh's states, counted together."""
-        key = (self._engine_key(parallel), pipeline.schedule, sequence, tuple(states.items()))
-        found = self._counts.get(key)
+    def _schedules_of(self, parallel: Parallel) -> Counter[str]:
+        """How many pairs of a micro-batch and a number of chunks each schedule has on a mesh."""
+        assert parallel.dp != "auto"
+        found = self._schedules.get((parallel.pp, parallel.dp))
         if found is None:
-            split = replace(parallel, sequence=sequence)
-            found = self._counts[key] = sum(
-                times * len(self.engines(split, StateChoice(zero, "all" if whole else 1, offload), pipeline))
-                for (zero, whole, offload), times in states.items()
+            found = self._schedules[parallel.pp, parallel.dp] = Counter(
+                pipeline.schedule for microbatch in self.microbatches(parallel) for pipeline in self.pipelines(parallel, microbatch)
             )
         return found
 
@@ -183,19 +203,19 @@ class Space:
                     for ep in self._values("parallel.ep", [each for each in divisors(dp) if experts % each == 0] or [given.ep]):
                         yield tp, pp, cp, ep
 
-    def _breaks_rules(self, parallel: Parallel) -> bool:
-        """Whether a layout breaks a rule, whatever its schedule and offload are."""
-        plain = replace(parallel, schedule="1f1b", chunks=1, actions=None, stages=None, offload=Offload())
+    def _breaks_rules(self, parallel: Parallel, **changes: Any) -> bool:
+        """Whether a layout with these changes breaks a rule, whatever its schedule and offload are."""
+        plain = replace(parallel, schedule="1f1b", chunks=1, actions=None, stages=None, offload=Offload(), **changes)
         return bool(broken_rules(self.run, plain, self._any_microbatch(), OF_LAYOUT))
 
     def _any_microbatch(self) -> int:
         return self.run.train.microbatch if "train.microbatch" in self.fixed else 1
 
     def _can_split_sequence(self, parallel: Parallel) -> bool:
-        return parallel.tp > 1 and not self._breaks_rules(replace(parallel, sequence=True))
+        return parallel.tp > 1 and not self._breaks_rules(parallel, sequence=True)
 
     def _recomputes(self, parallel: Parallel) -> tuple[Recompute, ...]:
-        return tuple(each for each in RECOMPUTES if not self._breaks_rules(replace(parallel, recompute=each)))
+        return tuple(each for each in RECOMPUTES if not self._breaks_rules(parallel, recompute=each))
 
     def _shards(self, parallel: Parallel) -> tuple[int | Literal["all"], ...]:
         """All data ranks, or as many of them as fill whole nodes."""
