@@ -295,3 +295,13 @@ def test_the_validation_split_is_between_one_and_two_shares(lengths: list[int], 
     size = validation_runs(3, bounds, share).size
     assert round(bounds[-1] * share) <= size
     assert size < 2 * bounds[-1] * share or not size
+
+
+@pytest.mark.parametrize(
+    ("key", "begins", "ends"),
+    [(1, [70], [100]), (2, [0, 80], [10, 100]), (3, [50, 70], [60, 90])],
+)
+def test_whole_documents_validate_and_the_key_draws_them(key: int, begins: list[int], ends: list[int]) -> None:
+    """Those of the first version, of ten documents of ten tokens: with others a resumed run would validate on what it has trained on."""
+    runs = validation_runs(key, np.arange(0, 110, 10), 0.25)
+    assert (runs.begins.tolist(), runs.ends.tolist()) == (begins, ends)

@@ -21,3 +21,10 @@ def test_bf16_gradients_are_not_held_beside_those_in_float32(gradients: str, exp
     config = deepspeed_config(run, 2)
     assert config["bf16"] == expected
     assert config.get("data_types") == ({"grad_accum_dtype": "fp32"} if gradients == "fp32" else None)
+
+
+@pytest.mark.parametrize(("bucket", "elements", "expected"), [(1000, 5000, 1000), (5000, 1000, 1000), (10**9, None, 224_640)])
+def test_a_bucket_is_no_larger_than_a_ranks_parameters(bucket: int, elements: int | None, expected: int) -> None:
+    """DeepSpeed allocates it in full."""
+    run = load_recipe("quickstart", [*PIPELINE, f"parallel.bucket={bucket}"])
+    assert deepspeed_config(run, 2, elements)["zero_optimization"]["reduce_bucket_size"] == expected

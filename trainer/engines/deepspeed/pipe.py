@@ -46,7 +46,7 @@ class PipeEngine(DeepSpeedAdapter):
         self.engine = initialize_pipeline(
             module,
             torch_optimizer(run, module.parameters()),
-            self._config(sum(each.numel() for each in module.parameters())),
+            deepspeed_config(run, grid.size("dp"), sum(each.numel() for each in module.parameters())),
             schedule=run.parallel.schedule,
             timed=self._measure_time,
             before_data_axis=self._sum_gradients,
@@ -87,12 +87,6 @@ class PipeEngine(DeepSpeedAdapter):
 
         sums: tuple[Tensor, Tensor] = self.engine.evaluate_microbatch(PipelineStep(micro=lambda index: (tokens, labels, further)))
         return sums
-
-    def _config(self, elements: int) -> dict[str, Any]:
-        """Return the DeepSpeed config; it allocates the reduce bucket in full, so that it is made no larger than this rank's parameters."""
-        config = deepspeed_config(self.run, self.grid.size("dp"))
-        config["zero_optimization"]["reduce_bucket_size"] = min(self.run.parallel.bucket, elements)
-        return config
 
     def _sum_gradients(self) -> None:
         """Sum gradients over all axes but the data axis, once a step, after the last backward pass."""

@@ -15,11 +15,12 @@ def overlaps_messages(device: Device, parallel: Parallel) -> bool:
     return parallel.overlap.data and device.kind == "cuda"
 
 
-def deepspeed_config(run: Run, dp: int) -> dict[str, Any]:
-    """Return the DeepSpeed config of a run with `dp` replicas."""
+def deepspeed_config(run: Run, dp: int, elements: int | None = None) -> dict[str, Any]:
+    """Return the DeepSpeed config of a run with `dp` replicas, for a rank of so many parameters; None: it has all of the model's."""
     parallel, train = run.parallel, run.train
     offload = parallel.offload
-    elements = parameter_count(op_table(run), run.model.layers)
+    if elements is None:
+        elements = parameter_count(op_table(run), run.model.layers)
     zero: dict[str, Any] = {
         "stage": zero_stage(run),
         "reduce_bucket_size": min(parallel.bucket, elements),  # DeepSpeed allocates it in full, however few gradients there are
