@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .copies import ROOT
-from .executed_lines import RUNNING, TRAINED, LineRecorder, read_lines, read_test_lines
+from .executed_lines import NOT_RUN, RUNNING, TRAINED, LineRecorder, read_lines, read_test_lines
 from .forked_popen import install
 
 RECIPE = "tiny_full"
@@ -120,7 +120,7 @@ def run_tests(names: Sequence[str]) -> dict[str, Any]:
 
     signal.signal(signal.SIGVTALRM, _stop_test)
     status = _run_pytest(["-x", *names], FailureWatch())
-    return {"found": failed[0] if failed else "" if status in (0, 5) else f"pytest ended with {status}"}
+    return {"found": failed[0] if failed else "" if status in (0, 5) else f"{NOT_RUN} {status}"}
 
 
 def _stop_test(*_: object) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from .chosen_tests import slow_tests
 from .copies import ROOT, Copy
 from .equivalents import Equivalents
-from .executed_lines import RUNNING, TOO_LONG, TRAINED, is_reached
+from .executed_lines import NOT_RUN, RUNNING, TOO_LONG, TRAINED, is_reached
 from .mutated_files import files_to_mutate
 from .recorded_tests import RecordedTest, choose_recorded
 from .sites import Mutation, mutated_source
@@ -136,6 +136,8 @@ class MutationCampaign:
         answer = self.copy.ask("tests", seconds=seconds, names=names)
         if "ended" not in answer:
             found = str(answer["found"])
+            if found.startswith(NOT_RUN) and not self._is_sound(mutation, found, "tests", names=names[:1]):
+                raise RuntimeError(f"tests can't run in {self.copy.root}, without an error either: {found}")
             return found if not found or self._is_sound(mutation, found, "tests", names=[found]) else ""
         test = next((line.removeprefix(RUNNING).strip() for line in reversed(answer["tail"]) if line.startswith(RUNNING)), "")
         if not test or (answer["ended"] == TOO_LONG and not self._ends_too_late(test)):

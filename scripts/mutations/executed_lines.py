@@ -15,6 +15,7 @@ from .mutated_files import files_to_mutate
 
 TEST = "test:"  # begins a line of the file of lines: the test that runs the lines after it
 TRAINED, RUNNING = "trained:", "running:"  # begin lines of a request's log that say how far it came
+NOT_RUN = "pytest ended with"  # begins what is said of tests that pytest could not run
 TOO_LONG = "it takes too long"  # how a request ended that was killed at its limit
 RECORD_FD = 250  # of the file of lines, in every process
 

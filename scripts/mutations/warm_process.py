@@ -17,6 +17,7 @@ import json
 import os
 import select
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -101,6 +102,7 @@ def _answer(request: Mapping[str, Any], replies: int) -> dict[str, Any]:
     answer, how = _wait(read_end, time.monotonic() + request["seconds"])
     os.close(read_end)
     _kill_descendants()
+    _unmount_below(Path.cwd())
     if answer:
         return dict(json.loads(answer))
     return {"ended": how or "without an answer", "tail": log.read_text(errors="replace").splitlines()[-12:]}
@@ -159,6 +161,13 @@ def _cpu_seconds(pid: int) -> float:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / TICKS
     return 0.0
+
+
+def _unmount_below(folder: Path) -> None:
+    """Unmount what a killed test has left mounted in a folder: the next one could not remove it."""
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        if line.split()[1].startswith(f"{folder}/"):
+            subprocess.run(["umount", "-l", line.split()[1]], check=False)
 
 
 def _kill_descendants() -> None:

@@ -129,3 +129,20 @@ def test_a_test_that_computes_without_end_is_found_without_waiting_for_the_limit
     found = copy.ask("tests", seconds=100.0, names=[str(test)])
     copy.restore("scripts/mutations/actions.py")
     assert found["found"].endswith("test_loops.py::test_loops")
+
+
+def test_a_disk_that_a_killed_test_has_left_mounted_is_unmounted(copy: Copy, small_disk: Path, tmp_path: Path) -> None:
+    """Else no later test could empty pytest's folder, and none would run."""
+    assert small_disk.exists(), "disks can be mounted here"
+    folder = copy.folder / "pytest"
+    test = tmp_path / "test_mounts.py"
+    test.write_text(
+        "import subprocess, time\n\n\n"
+        "def test_mounts(tmp_path):\n"
+        "    subprocess.run(['mount', '-t', 'tmpfs', 'tmpfs', str(tmp_path)], check=True)\n"
+        "    time.sleep(60)\n"
+    )
+    assert copy.ask("tests", seconds=5.0, names=[str(test)])["ended"] == "it takes too long"
+    assert str(folder) not in Path("/proc/self/mounts").read_text()
+    test.write_text("def test_passes():\n    pass\n")
+    assert copy.ask("tests", seconds=60.0, names=[str(test)]) == {"found": ""}
