@@ -24,7 +24,7 @@ from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.problem import Unreadable
 
 SMALL = ("model.layers=2", "data=synthetic", "train.batch=4", "train.microbatch=2", "train.seq=32", "train.steps=4", "optim.warmup=1")
-FEW = (*SMALL, "train.evaluate.every=0", "checkpoint.every=2", "log.every=4")
+FEW = (*SMALL, "train.evaluate.every=0", "checkpoint.every=2", "log.every=3")
 # fmt: off
 KINDS = {
     "gpt2":            ("model=tiny",),
@@ -40,6 +40,11 @@ def runs(ranks, tmp_path_factory):
     """A trained run of each architecture."""
     top = tmp_path_factory.mktemp("runs")
     return {kind: ranks.train(top / kind.replace(" ", "_"), "quickstart", *overrides, *FEW).folder for kind, overrides in KINDS.items()}
+
+
+def test_a_run_logs_as_often_as_it_is_told_and_its_last_step(runs: dict[str, Path]) -> None:
+    rows = [json.loads(line) for line in (runs["gpt2"] / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [3, 4]
 
 
 def ours(folder: Path, tokens: torch.Tensor) -> torch.Tensor:

@@ -118,7 +118,7 @@ def range_blocks(size: Sizes, first: int, last: int) -> Iterator[tuple[Sizes, Si
     if bottom < top:  # all inside one row
         yield from _within_row(bottom, range_blocks(inner, first - bottom * row, last - bottom * row))
         return
-    yield from _within_row(top - 1, range_blocks(inner, first - (top - 1) * row, row) if first < top * row else ())
+    yield from _within_row(top - 1, range_blocks(inner, first - (top - 1) * row, row))
     if top < bottom:
         yield (top, *(0 for _ in inner)), (bottom - top, *inner)
     yield from _within_row(bottom, range_blocks(inner, 0, last - bottom * row))
