@@ -34,13 +34,13 @@ def quick_files(root: Path) -> list[str]:
 
 def slow_tests(root: Path, path: str) -> list[str]:
     """The slow tests for an error in a file, by their ids from the checkout's root: first tests of COMPARING and of its rooms that start a
-    rank program which imports its module, or one that imports it; then the files that name the module, then those of its rooms, the
-    quickest first."""
+    rank program which imports its module, or one that imports it; then the files that name the module, as test_delayed.py does
+    delayed_engine.py, then those of its rooms, the quickest first."""
     module = f"distrain.{path.removesuffix('.py').replace('/', '.')}"
     slow, _ = _slow_and_timed(root / "tests" / "conftest.py")
     rooms = next(folders for room, folders in ROOMS.items() if path.startswith(f"{room}/"))
     files = [each for each in _test_files(root) if each.stem in slow]
-    naming = {each for each in files if _names(root, each, module)}
+    naming = {each for each in files if _names(root, each, module) or each.stem.removeprefix("test_") in Path(path).stem}
     chosen = [each for each in files if each in naming or each.parent.name in rooms]
     programs = {each.name for each in (root / "tests" / "rank_programs").glob("*.py") if _names(root, each, module, among="distrain.")}
     starting = {each: _tests_that_start(each, programs) if each.parent.name in {*rooms} & {*COMPARING} else [] for each in chosen}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from distrain.tests.fakes.small_corpus import documents, mapped_tokens, small_corpus, split_tokens
 from distrain.trainer.loop.data.files.id_width import raw_id_type
-from distrain.trainer.loop.data.samples.corpus import validation_runs
+from distrain.trainer.loop.data.samples.corpus import Split, shortage, validation_runs
 from distrain.trainer.loop.data.token_files import CODES, LLM_C, MEGATRON
 from distrain.trainer.spec.problem import Unreadable
 
@@ -305,3 +305,21 @@ def test_whole_documents_validate_and_the_key_draws_them(key: int, begins: list[
     """Those of the first version, of ten documents of ten tokens: with others a resumed run would validate on what it has trained on."""
     runs = validation_runs(key, np.arange(0, 110, 10), 0.25)
     assert (runs.begins.tolist(), runs.ends.tolist()) == (begins, ends)
+
+
+@pytest.mark.parametrize(
+    ("size", "whole", "split", "set_apart", "mend"),
+    [
+        (5, 8, "train", False, "set train.seq to at most 4"),  # 8 tokens are one too few for a window of 8 and the token after it
+        (5, 9, "train", False, "set data.validation to at most 0"),
+        (5, 18, "train", False, "set data.validation to at most 0.25"),
+        (1, 8, "train", False, "give more text"),
+        (2, 8, "train", False, "set train.seq to at most 1"),
+        (5, 17, "validation", False, "set train.seq to at most 4"),  # too few for a window of each
+        (5, 18, "validation", False, "set data.validation=0.5 or train.evaluate.every=0"),
+        (5, 100, "train", True, "give more text"),
+        (5, 100, "validation", True, "leave out the files named for validation, or set train.evaluate.every=0"),
+    ],
+)
+def test_a_split_that_is_too_small_is_told_what_would_do(size: int, whole: int, split: Split, set_apart: bool, mend: str) -> None:
+    assert shortage("data=text", size, whole, 8, split, set_apart=set_apart).mend == mend

@@ -1,13 +1,23 @@
 """Engine `native` posts each receive of a pipeline before its message is sent, as simulated steps show."""
 
+from collections import Counter
 from collections.abc import Mapping
 
 import pytest
 
-from distrain.trainer.engines.native.stage_messages import MessageKey, StageChain
-from distrain.trainer.plan.layout.schedules import SCHEDULES
-from distrain.trainer.plan.layout.simulate import Event, Simulation, simulate
-from distrain.trainer.plan.native.receives import receives_ahead
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+import torch.distributed as dist  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
+
+from distrain.trainer.engines.native.stage_messages import MessageKey, StageChain, StageMessages  # noqa: E402
+from distrain.trainer.parallel.process_groups import make_grid  # noqa: E402
+from distrain.trainer.parallel.world import World  # noqa: E402
+from distrain.trainer.plan.layout.mesh import Mesh  # noqa: E402
+from distrain.trainer.plan.layout.schedules import SCHEDULES  # noqa: E402
+from distrain.trainer.plan.layout.simulate import Event, Simulation, simulate  # noqa: E402
+from distrain.trainer.plan.mesh_position import MeshPosition  # noqa: E402
+from distrain.trainer.plan.native.receives import receives_ahead  # noqa: E402
 
 SECONDS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
@@ -59,3 +69,28 @@ def messages(chain: StageChain, stage: int, events: tuple[Event, ...]) -> Mappin
             kind, micro, chunk = event.action
             made[MessageKey("F" if kind == "F" else "B", chain.part(stage, chunk), micro)] = event
     return made
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 2)])
+def test_a_stage_asks_for_no_more_messages_of_another(name: str, chunks: int) -> None:
+    """A middle stage, in a group that sends nothing."""
+    mesh = Mesh(pp=3)
+    lists = [SCHEDULES[name].actions(stage, 3, 6, chunks) for stage in range(3)]
+    dist.init_process_group("fake", rank=1, world_size=3, store=FakeStore())
+    try:
+        world = World(rank=1, size=3, device=torch.device("cpu"))
+        grid = make_grid(world, MeshPosition(rank=1, mesh=mesh, coordinates=mesh.coordinates(1), parts=()))
+        chain = StageChain(stages=3, chunks=chunks, folded=False)
+        stage = StageMessages(grid, chain)
+        stage.begin(lists, torch.empty(1, 2), world.device)
+        most = 0
+        for action in lists[1]:
+            before = chain.part(1, action.chunk) + (-1 if action.kind == "F" else 1)
+            if 0 <= before < chain.parts:
+                stage.receive(MessageKey("F" if action.kind == "F" else "B", before, action.micro))
+                ahead = Counter(chain.stage(key.part) for key in stage._posted)
+                most = max(most, *ahead.values(), 0)
+        assert most == receives_ahead(chunks)
+        assert not stage._posted
+    finally:
+        dist.destroy_process_group()
