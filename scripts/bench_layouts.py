@@ -3,7 +3,8 @@
 Run `python -m distrain.scripts.bench_layouts [rounds=3] [processes=4] [KEY=VALUE ...]` on a quiet machine; `processes` is the most of a
 layout. The layouts take turns on engine native and on DeepSpeed's, so that other load on the machine affects all alike; a speed-up is the
 median over rounds of the ratio to the faster of that round's single processes. The seconds of messages are those in which torch's
-profiler saw at least one under way on rank 0. Each process has one thread.
+profiler saw at least one under way on rank 0. Each process has one thread. Two apart are two runs of one process at once, each of half the
+batch and without messages: what the machine leaves of two cores, hence the most that two data ranks can reach.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -31,9 +33,11 @@ OVERRIDES = (  # four layers of 256, 2048 tokens a step
     *("train.microbatch=1", "train.precision=fp32", f"train.steps={STEPS}", "train.evaluate.every=0", "log.every=1", "log.sinks=[jsonl]"),
     *("optim.warmup=2", f"log.profile=[{STEPS - TRACED + 1},{STEPS}]"),
 )
+APART = "two apart"
 # fmt: off
 LAYOUTS: tuple[tuple[str, int, str, tuple[str, ...]], ...] = (  # name, processes, engines, overrides
     ("one process",     1, "native zero", ("train.microbatch=4",)),
+    (APART,             2, "native zero", ("train.batch=4", "train.microbatch=4")),
     ("dp2 ZeRO-1",      2, "native zero", ("parallel.zero=1", "train.microbatch=4")),
     ("dp2 ZeRO-2",      2, "native zero", ("parallel.zero=2", "train.microbatch=4")),
     ("dp2 ZeRO-3",      2, "native zero", ("parallel.zero=3", "train.microbatch=4")),
@@ -70,13 +74,14 @@ def main() -> None:
     chosen = [row for row in LAYOUTS if row[1] <= _number("processes", 4)]
     measure_once(lambda: "cpu", print)
     timings: dict[Case, list[LayoutTiming]] = {(name, engine): [] for name, _, engines, _ in chosen for engine in engines.split()}
-    with TemporaryDirectory() as folder, ForkServer(Path(folder) / "server.log") as server:
+    with TemporaryDirectory() as folder, ForkServer(Path(folder) / "server.log") as server, ForkServer(Path(folder) / "other.log") as other:
         for number in range(rounds):
             for name, ranks, engines, layout in chosen:
                 for engine in engines.split():
                     run_folder = Path(folder) / f"{name.replace(' ', '_')}.{engine}.{number}"
                     words = (*OVERRIDES, *layout, f"engine={engine}", *overrides)
-                    timings[name, engine].append(time_layout(server, run_folder, ranks, words))
+                    servers = (server, other) if name == APART else (server,)
+                    timings[name, engine].append(time_at_once(servers, run_folder, ranks, words))
                     _show_live(f"round {number + 1} of {rounds}: {name}, {engine}")
     _show_live("")
     _print_table(timings)
@@ -104,6 +109,14 @@ def time_layout(server: ForkServer, folder: Path, ranks: int, overrides: Sequenc
         planned_step=plan.time.step if plan.time else None,
         planned_messages=plan.time.exposed if plan.time else None,
     )
+
+
+def time_at_once(servers: Sequence[ForkServer], folder: Path, ranks: int, overrides: Sequence[str]) -> LayoutTiming:
+    """Train a layout on each server at the same time, with an equal share of the ranks; the slowest one's timing. Exits if one fails."""
+    folders = [folder.with_name(f"{folder.name}.{number}") for number in range(len(servers))]
+    with ThreadPoolExecutor() as threads:
+        timings = threads.map(lambda server, own: time_layout(server, own, ranks // len(servers), overrides), servers, folders)
+        return max(timings, key=lambda each: each.step)
 
 
 def message_seconds(trace: dict[str, Any]) -> float:
