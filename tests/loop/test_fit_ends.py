@@ -204,9 +204,10 @@ def test_a_stopped_run_that_cannot_save_exits_with_143(faulty: RankPool, tmp_pat
 
 
 def test_a_finished_run_is_also_finished_with_fewer_steps(faulty: RankPool, tmp_path: Path) -> None:
-    rows = fit(faulty, tmp_path / "run").rows
+    first = fit(faulty, tmp_path / "run")
     job = fit(faulty, tmp_path / "run", "train.steps=2")
-    assert (set(job.codes), job.problems, job.rows) == ({0}, (), rows)
+    assert (set(job.codes), job.problems, job.rows) == ({0}, (), first.rows)
+    assert ["nothing to train" in "".join(each.lines) for each in (first, job)] == [False, True]
 
 
 # Other files

@@ -92,6 +92,8 @@ def test_any_legal_order_of_actions_trains_the_curve(
         check_curve(ranks, folder / "run", curve, *layout, f"parallel.schedule={file}")
         ran = json.loads((folder / "run" / "actions.json").read_text())["ranks"][:: dp * inner]
         assert [",".join(f"{each['part']}{each['kind']}{each['micro']}" for each in rows) for rows in ran] == cells.splitlines()
+        times = [each for rows in ran for each in rows]  # a thread works no longer than its block takes
+        assert all(0 <= each["cpu"] <= each["end"] - each["start"] + 0.01 for each in times)
 
     train()
     assert next(folders) == DRAWN

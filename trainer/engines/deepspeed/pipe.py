@@ -33,7 +33,6 @@ class PipeEngine(DeepSpeedAdapter):
         super().__init__(run, stages, grid)
         self.clock = dict.fromkeys(TIMED, 0.0)
         self._finite = True  # whether the loss and gradients of the current step are finite
-        self.peak_in_flight = 0.0  # the most micro-batches whose activations this rank held at once in the last step
         ds = import_deepspeed()
         ds.init_distributed(dist.get_backend(), dist_init_required=False, verbose=False)
         from .pipeline_module import initialize_pipeline, pipeline_module
@@ -55,6 +54,12 @@ class PipeEngine(DeepSpeedAdapter):
         )
         self.stepper = self.engine.optimizer
 
+    @property
+    def peak_in_flight(self) -> float:
+        """The most micro-batches whose activations this rank held at once in the last step."""
+        peak: float = self.engine.peak_in_flight
+        return peak
+
     def step(self, micro: ReadMicrobatch, lr: float, labels: int, count: ByteCounter | None = None) -> StepResult:
         from .pipeline_module import PipelineStep
 
@@ -68,7 +73,6 @@ class PipeEngine(DeepSpeedAdapter):
         for each in modules:  # parts of a mixture add the gradient of its auxiliary loss, which does not reach the loss
             each.loss_gradient = scale / self.micros * getattr(self.stepper, "loss_scale", 1.0)
         total = self.engine.train_step(PipelineStep(micro=micro, scale=scale, count=count))
-        self.peak_in_flight = self.engine.peak_in_flight
         if self.grid.coordinate("tp"):  # all ranks of a tensor-parallel group compute the same loss
             total.zero_()
         dist.all_reduce(total)
