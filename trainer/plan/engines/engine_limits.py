@@ -50,7 +50,7 @@ def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
         yield EngineLimit(row.name, "parallel.zero", parallel.zero, (lower, _without_pipeline(run, parallel)))
     elif parallel.zero > 1 and delay:
         value = f"{parallel.zero} with parallel.schedule={parallel.schedule}"
-        yield EngineLimit(row.name, "parallel.zero", value, ((("parallel.zero", 1),), _flushed(parallel)))
+        yield EngineLimit(row.name, "parallel.zero", value, ((("parallel.zero", 1),), _change_to_flush(parallel)))
     elif parallel.zero == 3:
         yield from _stage3_limits(row, run, parallel, schedule)
     if schedule and row.pipeline and not row.runs_schedule(parallel.schedule, schedule):
@@ -62,7 +62,7 @@ def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
         yield from _delay_limits(row, run, parallel, each_micro_batch=delay.each_micro_batch)
     if schedule and schedule.splits_backward and has_compiled_layers(run.train, parallel):
         eager: Change = (("train.compile", False),)
-        whole = _flushed(parallel)
+        whole = _change_to_flush(parallel)
         yield EngineLimit(row.name, "train.compile", f"true with parallel.schedule={parallel.schedule}", (eager, whole))
     if not row.trains_family(run.model.family):
         yield EngineLimit(row.name, "model.family", run.model.family, fix=f"it runs {_or(row.families)}")
@@ -91,7 +91,7 @@ def _stage3_limits(row: EngineRow, run: Run, parallel: Parallel, schedule: Sched
     if parallel.ep > 1 and not row.shards_experts:
         yield EngineLimit(row.name, "parallel.zero", f"3 with parallel.ep={parallel.ep}", (*_any_engine(run), less, (("parallel.ep", 1),)))
     elif schedule:
-        whole = _flushed(parallel)
+        whole = _change_to_flush(parallel)
         if schedule.splits_backward and parallel.gather == "micro":
             says = f"3 with parallel.schedule={parallel.schedule} and parallel.gather=micro"
             yield EngineLimit(row.name, "parallel.zero", says, ((("parallel.gather", "step"),), less, whole))
@@ -107,7 +107,7 @@ def _stage3_limits(row: EngineRow, run: Run, parallel: Parallel, schedule: Sched
 def _delay_limits(row: EngineRow, run: Run, parallel: Parallel, *, each_micro_batch: bool) -> Iterator[EngineLimit]:
     """A pipeline without a flush swaps the weights under a layer that runs, updates the two ends of a model at different times, keeps no
     loss scale for each micro-batch, and counts labels a step."""
-    schedule, flushed = f" with parallel.schedule={parallel.schedule}", _flushed(parallel)
+    schedule, flushed = f" with parallel.schedule={parallel.schedule}", _change_to_flush(parallel)
     if run.model.tied:
         yield EngineLimit(row.name, "model.tied", f"true{schedule}", ((("model.tied", False),), flushed))
     if run.train.precision == "fp16":
@@ -118,7 +118,7 @@ def _delay_limits(row: EngineRow, run: Run, parallel: Parallel, *, each_micro_ba
         yield EngineLimit(row.name, "data.documents", f"true{schedule}", ((("parallel.schedule", "pipedream_2bw"),), flushed))
 
 
-def _flushed(parallel: Parallel) -> Change:
+def _change_to_flush(parallel: Parallel) -> Change:
     """The change to the plain schedule that flushes."""
     return (("parallel.schedule", "1f1b"), *((("parallel.chunks", 1),) if parallel.chunks > 1 else ()))
 

@@ -116,7 +116,7 @@ def _parts(rows: Sequence[Sequence[_Cell]]) -> list[list[int]]:
     parts = [sorted({cell.part for cell in cells}) for cells in rows]
     for row, held in enumerate(parts):
         if len(held) != len(parts[0]):
-            says = f"it runs {_listed(held)} of the model and row 1 {_listed(parts[0])}"
+            says = f"it runs {_list_parts(held)} of the model and row 1 {_list_parts(parts[0])}"
             raise ValueError(f"row {row + 1}: {says}: give each row as many parts")
     return parts
 
@@ -125,20 +125,20 @@ def _is_folded(parts: Sequence[Sequence[int]]) -> bool:
     """Whether the parts go out and back over the rows; else they go round and round."""
     stages, chunks = len(parts), len(parts[0])
 
-    def placed(stage: int, *, folded: bool) -> list[int]:
+    def parts_of_row(stage: int, *, folded: bool) -> list[int]:
         return sorted(part_of(stage, chunk, stages, folded=folded) for chunk in range(chunks))
 
-    is_folded = chunks == 2 and stages > 1 and parts[0] == placed(0, folded=True)
+    is_folded = chunks == 2 and stages > 1 and parts[0] == parts_of_row(0, folded=True)
     for row, held in enumerate(parts):
-        if held != placed(row, folded=is_folded):
-            right = _listed(placed(row, folded=is_folded))
+        if held != parts_of_row(row, folded=is_folded):
+            right = _list_parts(parts_of_row(row, folded=is_folded))
             if chunks == 2 and row == 0:
-                right += f", or {_listed(placed(0, folded=True))} where the parts go out and back"
-            raise ValueError(f"row {row + 1}: it runs {_listed(held)} of the model: give it {right}")
+                right += f", or {_list_parts(parts_of_row(0, folded=True))} where the parts go out and back"
+            raise ValueError(f"row {row + 1}: it runs {_list_parts(held)} of the model: give it {right}")
     return is_folded
 
 
-def _listed(parts: Sequence[int]) -> str:
+def _list_parts(parts: Sequence[int]) -> str:
     """Some numbers of parts, the last of many left out."""
     shown = ", ".join(map(str, parts[:4])) + (" ..." if len(parts) > 4 else "")
     return f"part {shown}" if len(parts) == 1 else f"the parts {shown}"

@@ -58,7 +58,7 @@ class Batches:
         """Raises Unreadable if a source has less than one window."""
         self.corpus, self.seq, self.split = corpus, seq, split
         self.windows = windows(corpus, seq, split)  # of each source: samples in an epoch
-        self._packed = [source.packed(split, seq) for source in corpus.sources]
+        self._packed = [source.pack(split, seq) for source in corpus.sources]
         self._seed = seed if split == "train" else int(corpus.key[:15], 16)
 
     def batch(self, first_sample: int, count: int) -> Batch:

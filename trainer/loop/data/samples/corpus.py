@@ -105,7 +105,7 @@ class Source:
         """Return the tokens of a split."""
         return self.train if split == "train" else self.validation
 
-    def packed(self, split: Split, seq: int) -> PackedWindows | None:
+    def pack(self, split: Split, seq: int) -> PackedWindows | None:
         """Return a split's examples in windows of seq + 1 tokens; None if the source has no examples but text."""
         if not isinstance(self.tokens, MappedExamples):
             return None
@@ -151,7 +151,7 @@ def windows(corpus: Corpus, seq: int, split: Split) -> tuple[int, ...]:
     """Return how many windows of seq + 1 tokens each source has; raises Unreadable if one has none."""
     counts, short = list[int](), list[Problem]()
     for index, source in enumerate(corpus.sources):
-        name, size, packed = source_name(corpus.name, index, len(corpus.sources)), source.runs(split).size, source.packed(split, seq)
+        name, size, packed = source_name(corpus.name, index, len(corpus.sources)), source.runs(split).size, source.pack(split, seq)
         counts.append((size - 1) // seq if packed is None else packed.size)
         if counts[-1] < 1:
             whole, apart = source.tokens.size, source.set_apart

@@ -71,7 +71,7 @@ def corpus_stats(corpus: Corpus, seq: int) -> CorpusStats:
             weight=each.weight,
             train=each.train.size,
             validation=each.validation.size,
-            padded=packed.size * seq if (packed := each.packed("train", seq)) else None,
+            padded=packed.size * seq if (packed := each.pack("train", seq)) else None,
         )
         for each in corpus.sources
     ]
