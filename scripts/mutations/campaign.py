@@ -19,7 +19,7 @@ from .mutated_files import files_to_mutate
 from .recorded_tests import RecordedTest, choose_recorded
 from .sites import Mutation, mutated_source
 
-PROVE_SECONDS, TEST_SECONDS, SLOW_SECONDS, ONE_TEST_SECONDS = 900.0, 300.0, 240.0, 150.0  # hard limits of a mutation
+PROVE_SECONDS, TEST_SECONDS, SLOW_SECONDS, ONE_TEST_SECONDS = 900.0, 300.0, 360.0, 150.0  # hard limits of a mutation
 IMPORTED = "imported"  # the lines that a proof runs before its first layout
 
 Verdict = Literal["prove", "tests", "equivalent", "survived"]

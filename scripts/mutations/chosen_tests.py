@@ -34,17 +34,23 @@ def quick_files(root: Path) -> list[str]:
 
 def slow_tests(root: Path, path: str) -> list[str]:
     """The slow tests for an error in a file, by their ids from the checkout's root: first tests of COMPARING and of its rooms that start a
-    rank program which imports its module, or one that imports it; then the files that name the module, as test_delayed.py does
-    delayed_engine.py, then those of its rooms, the quickest first."""
+    rank program which imports its module, or one that imports it; then the files that name the module or its folder, as test_delayed.py
+    does delayed_engine.py, then those of its rooms, in the order of ROOMS, the quickest of each first."""
     module = f"distrain.{path.removesuffix('.py').replace('/', '.')}"
     slow, _ = _slow_and_timed(root / "tests" / "conftest.py")
     rooms = next(folders for room, folders in ROOMS.items() if path.startswith(f"{room}/"))
     files = [each for each in _test_files(root) if each.stem in slow]
-    naming = {each for each in files if _names(root, each, module) or each.stem.removeprefix("test_") in Path(path).stem}
+    naming = {each for each in files if _names(root, each, module) or _is_named_in(path, each)}
     chosen = [each for each in files if each in naming or each.parent.name in rooms]
     programs = {each.name for each in (root / "tests" / "rank_programs").glob("*.py") if _names(root, each, module, among="distrain.")}
     starting = {each: _tests_that_start(each, programs) if each.parent.name in {*rooms} & {*COMPARING} else [] for each in chosen}
-    chosen.sort(key=lambda each: (each not in naming and not starting[each], -slow.index(each.stem)))
+    chosen.sort(
+        key=lambda each: (
+            each not in naming and not starting[each],
+            rooms.index(each.parent.name) if each.parent.name in rooms else len(rooms),
+            -slow.index(each.stem),
+        )
+    )
     return [
         *(f"{_relative(root, each)}::{test}" for each in chosen for test in starting[each]),
         *(_relative(root, each) for each in chosen),
@@ -57,6 +63,12 @@ def _test_files(root: Path) -> list[Path]:
 
 def _relative(root: Path, file: Path) -> str:
     return file.relative_to(root).as_posix()
+
+
+def _is_named_in(path: str, test: Path) -> bool:
+    """Whether a test file's name stands in that of the file under test or is that of a folder above it."""
+    name = test.stem.removeprefix("test_")
+    return name in Path(path).stem or name in Path(path).parent.parts
 
 
 def _names(root: Path, file: Path, module: str, among: str = "distrain.tests.") -> bool:
