@@ -10,7 +10,7 @@ from ...trainer.plan.costs.cost_context import CostContext
 from ...trainer.plan.costs.local_tensors import LocalTensors, block_split
 from ...trainer.plan.error_bars import Planned, memory_bar, step_bar
 from ...trainer.plan.layout.layout import Layout
-from ...trainer.plan.layout_cost import LayoutCost, layout_blocks, layout_cost, stage_bytes
+from ...trainer.plan.layout_cost import LayoutCost, layout_cost, stage_bytes
 from ...trainer.plan.rules.rules import broken_rules
 from ...trainer.plan.run_layout import run_layout
 from ...trainer.spec.problem import Unreadable
@@ -22,7 +22,7 @@ HALF = 2  # bytes of a gradient as DeepSpeed sends it, however it is summed (eng
 GATHERED = 2 + 4  # bytes a parameter: gathered in bf16, and its gradient in float32
 LOSS = 2 + 4  # bytes a logit that the papers count: the logits, and their float32 softmax
 COMPILED_LOSS = 2 + 2  # bytes a logit of a compiled loss: the logits, and their gradient
-RESERVED = 1.13  # what the allocator takes from the device, cached pieces that fit no request included, over what tensors hold
+RESERVED = 1.15  # what torch's allocator takes from the device, cached pieces that fit no request included, over what tensors hold
 WORKSPACES = 3 << 25  # bytes, of cuBLAS, cuBLASLt and Transformer Engine, 32 MiB each on Hopper
 
 
@@ -103,7 +103,16 @@ def _cost(case: Case, run: Run) -> RunCost:
     fullest = totals.index(max(totals))
     stage = layout.mesh.pp - 1 if "last rank" in kind else fullest
     seen = _seen_bytes(case, totals[stage], context.device_context)
-    return RunCost(cost.seconds.step, seen, stage, totals[fullest], context.capacity)
+    return RunCost(cost.seconds.step, seen, stage, _least_peak(case, context, layout, totals), context.capacity)
+
+
+def _least_peak(case: Case, context: CostContext, layout: Layout, totals: list[int]) -> int:
+    """Bytes of the fullest rank. Where a framework's recipes recompute or offload activations as memory asks, and a case does not say what
+    its recipe did, the least that they can: those with full recomputation."""
+    if case["recompute"] is not None or not framework_of(case["framework"] or "").relieves:
+        return max(totals)
+    least = replace(layout, parallel=replace(layout.parallel, recompute="full"))
+    return min(max(totals), max(_stage_totals(case, context, least, layout_cost(context, least))))
 
 
 def _seen_bytes(case: Case, total: int, device_context: int) -> int:
@@ -114,17 +123,17 @@ def _seen_bytes(case: Case, total: int, device_context: int) -> int:
     """
     kind = case["measured"].get("peak_mem_kind") or ""
     allocated = total - device_context + WORKSPACES
-    if "allocated" not in kind and framework_of(case["framework"] or "").fragments:
-        allocated = round(RESERVED * allocated)
+    if "allocated" not in kind:
+        allocated = round((1 + (RESERVED - 1) * framework_of(case["framework"] or "").fragments) * allocated)
     return allocated + (device_context if "nvidia-smi" in kind else 0)
 
 
 def _stage_totals(case: Case, context: CostContext, layout: Layout, cost: LayoutCost) -> list[int]:
     """Bytes of a rank of each stage: the papers' count, as the case's framework changes it.
 
-    Layers that recompute nothing may save what eager modules do; a recomputed layer holds all that it saves while its backward runs, and
-    one that recomputes every second product keeps the others' results; a loss that is not compiled holds further copies of the logits.
-    Recomputation of some of the layers makes the pointwise operators again, whoever computes them.
+    Layers that recompute nothing may save what eager modules do; one that recomputes every second product keeps the others' results; a
+    loss that is not compiled holds further copies of the logits. They are gone before the last layer's backward holds its gradients and,
+    if it is recomputed, all that it saves. Recomputation of some of the layers makes the pointwise operators again, whoever computes them.
     """
     framework = framework_of(case["framework"] or "")
     papers, eager = layout, framework.saves == "torch" and not case["compile"]
@@ -136,17 +145,14 @@ def _stage_totals(case: Case, context: CostContext, layout: Layout, cost: Layout
         layout = replace(layout, form="torch" if eager else layout.form, parallel=replace(layout.parallel, recompute="full"))
         cost = layout_cost(context, layout)
         products = _second_products(context, layout)
-    again = 0
-    if layout.parallel.recompute == "full":
-        plain = replace(layout, parallel=replace(layout.parallel, recompute="none"))
-        again = layout_blocks(context, plain).layer.saved - cost.blocks.layer.saved - products
-    loss = _logit_bytes(case, layout.parallel.tp)
+    loss, layer = _logit_bytes(case, layout.parallel.tp), cost.blocks.layer
+    backward = layer.temporary - products  # of the last layer, which holds all that it recomputes
     beside, totals = _bytes_beside(case, context.run), []
     for stage, at in enumerate(layout.partition.kind_of_stage):
         held, counted = cost.kinds[at], layout_cost(context, papers).kinds[at].logits
         saved = held.saved + layout.partition.kinds[at].layers * products
-        total = stage_bytes(layout, held._replace(saved=saved), stage) + beside * held.parameters
-        totals.append(total - held.logits + counted * loss // LOSS + again)
+        total = stage_bytes(layout, held._replace(saved=saved), stage) - held.logits - layer.recomputed
+        totals.append(total + beside * held.parameters + max(counted * loss // LOSS, backward))
     return totals
 
 

@@ -122,7 +122,7 @@ MEMORY = (
 )
 # The tensors of our own modules and optimizers are traced (docs/gpu_traces.md: within 2 %), so a run takes hardly less. What allocator,
 # kernels and message buffers take beside them on a GPU was measured of other frameworks only, so it may take as much more as theirs: the
-# factors above, and the 1.13 of the allocator's cached pieces, which plans of published runs count (scripts/published/predict.py).
+# factors above, and the 1.15 of the allocator's cached pieces, which plans of published runs count (scripts/published/predict.py).
 MEMORY_OF_ENGINES = (
     BarRule(NOT_MEASURED,                                          1.05, 1.45,    0,       0, _is_any),
     BarRule(NOT_MEASURED,                                          1.05, 1.85,    0,       0, _is_small),
