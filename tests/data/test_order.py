@@ -61,3 +61,10 @@ def test_every_source_keeps_its_share_at_every_sample(weights: list[float], coun
         assert nth[mine].tolist() == list(range(mine.sum()))
         off = np.cumsum(mine) - np.arange(1, count + 1) * weight / sum(weights)
         assert abs(off).max() < 4.01
+
+
+def test_the_smallest_share_is_one_sample_in_two_to_the_24_and_exact_for_two_to_the_39() -> None:
+    samples = np.array([2**23 - 1, 2**24 - 2, 2**24 - 1, 2**39 - 1])
+    source, nth = blend(samples, (1.0, 2.0**24 - 1))
+    assert source.tolist() == [1, 1, 0, 0]
+    assert nth.tolist() == [2**23 - 1, 2**24 - 2, 0, 2**15 - 1]
