@@ -12,7 +12,7 @@ ROOMS: dict[str, tuple[str, ...]] = {  # a folder of files to mutate: the folder
     "trainer/layers":               ("models", "parallel"),
     "trainer/models":               ("models",),
     "trainer/parallel":             ("parallel",),
-    "trainer/engines":              ("engines", "parallel", "models", "loop", "checkpoint"),
+    "trainer/engines":              ("engines", "parallel", "prove", "models", "loop", "checkpoint"),
     "trainer/loop/data":            ("data",),
     "trainer/loop/checkpoint":      ("checkpoint", "loop"),
     "trainer/loop":                 ("loop", "parallel", "checkpoint", "data"),
