@@ -170,8 +170,10 @@ def _second_products(context: CostContext, layout: Layout) -> int:
 def _logit_bytes(case: Case, tp: int) -> int:
     """Bytes a logit at the loss. One over a vocabulary that the tensor axis splits is never compiled: torchtitan's loss_parallel."""
     framework = framework_of(case["framework"] or "")
+    if tp > 1:
+        return framework.split_loss
     since = framework.compiled_loss
-    return COMPILED_LOSS if since and case["compile"] and tp == 1 and _written(case) >= since else framework.loss
+    return COMPILED_LOSS if since and case["compile"] and _written(case) >= since else framework.loss
 
 
 def _written(case: Case) -> int:

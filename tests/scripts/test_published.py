@@ -139,6 +139,15 @@ def test_a_loss_that_is_not_compiled_holds_further_copies_of_the_logits() -> Non
     assert peak(TITAN, "202412") == peak(TITAN, "2025-06")
 
 
+def test_a_loss_over_a_split_vocabulary_holds_its_own_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's loss_parallel: log-softmax, its exponent, the target's gradient and their sum in float32."""
+    case = changed(**TITAN, model={"vocab": 512_000})
+    peak = predict(case).memory_peak or 0
+    rows = tuple(row._replace(split_loss=row.loss) if row.name == "torchtitan" else row for row in FRAMEWORKS)
+    monkeypatch.setattr(frameworks, "FRAMEWORKS", rows)
+    assert peak - (predict(case).memory_peak or 0) == (4 * 4 - 14) * 2 * 2048 * 512_000 // 2
+
+
 def test_a_loss_is_as_new_as_any_where_the_source_names_no_date() -> None:
     one = {**TITAN, "parallel": {"pp": 1, "tp": 1, "dp": 16}}
     assert predict(changed(**one)) == predict(changed(**one, source={"ref": "a page of 202506"}))
