@@ -92,9 +92,10 @@ def test_a_global_batch_is_the_same_however_it_is_split(batches: Batches, dp: in
         assert torch.equal(torch.cat([part.samples for part in read]), whole.samples)
 
 
-def test_a_shard_outside_of_the_batch_is_refused() -> None:
-    with pytest.raises(ValueError, match="no micro-batch 3 of rank 0: a batch of 12 is 2 ranks of 2 at a time"):
-        shard(0, micro=3, dp_rank=0, dp=2, microbatch=2, batch=12)
+@pytest.mark.parametrize(("micro", "rank"), [(3, 0), (-1, 0), (0, 2), (0, -1)])
+def test_a_shard_outside_of_the_batch_is_refused(micro: int, rank: int) -> None:
+    with pytest.raises(ValueError, match=f"no micro-batch {micro} of rank {rank}: a batch of 12 is 2 ranks of 2 at a time"):
+        shard(0, micro=micro, dp_rank=rank, dp=2, microbatch=2, batch=12)
 
 
 @given(first=st.integers(0, 10**7), count=st.integers(1, 20), cut=st.integers(0, 20))

@@ -244,6 +244,11 @@ def test_a_stage_holds_as_many_micro_batches_as_planned(trained: Any, row: Row) 
 
 
 @EVERY
+def test_after_a_step_no_micro_batch_is_kept(trained: Any, row: Row) -> None:
+    assert [rank["kept"] for rank in trained(row)] == [0] * row.ranks
+
+
+@EVERY
 def test_a_tied_gradient_is_summed_once_a_step_and_hidden_states_are_sent_once_a_micro_batch(trained: Any, row: Row) -> None:
     run, (pp, dp, _) = row.run(), row.axes
     micros = run.train.batch // (dp * run.train.microbatch)

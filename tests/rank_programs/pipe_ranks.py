@@ -7,6 +7,7 @@ RUN_DIR/RANK.pt.
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
@@ -68,10 +69,18 @@ def parts(layers: list[int], stage: int, stages: int) -> tuple[ModelPart, ...]:
     return tuple(ModelPart(layers=range(ends[at], ends[at + 1]), first=at == 0, last=at == len(layers) - 1) for at in which)
 
 
-def take_step(run: Run, engine: PipeEngine, here: Grid, step: int) -> StepResult:
-    """Take one step on this replica's micro-batches."""
+def take_step(run: Run, engine: PipeEngine, here: Grid, step: int, read: list[weakref.ref[Tensor]] | None = None) -> StepResult:
+    """Take one step on this replica's micro-batches; append references to the tokens of each to `read`."""
     tokens, labels, counted = batch(run, step)
-    return engine.step(lambda index: (*micro(run, here, index, tokens, labels), {}), LR, counted)
+
+    def read_micro(index: int) -> Any:
+        own, targets = micro(run, here, index, tokens, labels)
+        own = own.clone()
+        if read is not None:
+            read.append(weakref.ref(own))
+        return own, targets, {}
+
+    return engine.step(read_micro, LR, counted)
 
 
 def micro(run: Run, here: Grid, index: int, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,14 +94,16 @@ def train(run: Run, engine: PipeEngine, here: Grid) -> dict[str, Any]:
     """Take a few steps; return their figures, the messages of the last, and the loss of one micro-batch before and after."""
     before = evaluate(run, engine, here)
     steps = [take_step(run, engine, here, step) for step in range(STEPS - 1)]
+    read: list[weakref.ref[Tensor]] = []
     with Ledger(here) as ledger:
-        steps.append(take_step(run, engine, here, STEPS - 1))
+        steps.append(take_step(run, engine, here, STEPS - 1, read))
     return {
         "coordinates": here.position.coordinates,
         "losses": [each.loss for each in steps],
         "norms": [each.grad_norm for each in steps],
         "weights": [(each.name, each.shard, each.parameter.detach().float()) for each in engine.parameters],
         "held": engine.peak_in_flight,
+        "kept": sum(each() is not None for each in read),
         "rows": ledger.rows,
         "evaluations": [before, evaluate(run, engine, here)],
     }
