@@ -6,6 +6,6 @@ from torch import nn
 
 
 def tie_ends(first: nn.Module, last: nn.Module) -> None:
-    """Where one rank holds both ends of a tied model, make the head use the embedding's own parameter."""
-    if getattr(first, "first", False) and getattr(last, "last", False):
+    """Where one rank holds both ends of a tied model in two parts, make the head use the embedding's own parameter."""
+    if first.first and last.last:
         last.head.weight = last.embedding.weight = first.embedding.weight  # type: ignore[union-attr]
