@@ -108,16 +108,11 @@ def _check_run(arguments: Sequence[str], config_dir: Path | None) -> bool:
 
 
 def _print_preflight(hosts: Sequence[Host], run: Run) -> bool:
-    """Ask the run's hosts and print their answers; return whether a problem would stop it. A signal ends the command."""
-    from ...trainer.launch.hosts.ssh import SshInterrupted
+    """Ask the run's hosts and print their answers; return whether a problem would stop it. Raises SshInterrupted."""
     from ...trainer.plan.plan import make_plan
     from ..pages.hosts_page import run_preflight_and_show
 
-    try:
-        problems = run_preflight_and_show(hosts, run, make_plan(run), print_output)
-    except SshInterrupted as stop:
-        print_error(f"distrain: {stop} while the hosts were asked")
-        raise typer.Exit(128 + stop.number) from None
+    problems = run_preflight_and_show(hosts, run, make_plan(run), print_output)
     for problem in problems:
         _print_wrapped(f"problem: {problem}")
     return bool(problems)

@@ -21,7 +21,7 @@ def fit(
     With -m each combination has a run folder of its own, named by its overrides; the same command resumes them.
 
     Exit status: 0 it trained (with -m, all did); 1 it can't run or failed; 2 the command line is wrong; 75 it was stopped after
-    saving.
+    saving; 128 + the signal: it was stopped and could not save.
 
     \b
     distrain fit conf=quickstart

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from ..arguments.arguments import read_arguments
 from ..arguments.cluster_argument import is_shape
 from ..arguments.prove_arguments import read_prove_request, unused_keys
 from ..config.load import Loader, override_problems
+from ..pages.printing import print_error
 from ..pages.prove_json import proof_document
 from ..pages.prove_page import ProofTable, proof_closing, proof_opening, reference_line
 from ..pages.text_layout import stdout_style
@@ -113,7 +113,7 @@ def _plan_and_measure(request: ProveRequest, recipe: Recipe, screen: Screen) -> 
     proof = plan_proof(request, recipe.run(), recipe.run_on)
     if machine.is_measured(proof.recipe.cluster.device.kind):
         return proof
-    problem = machine.measure_once(lambda: recipe.reread().run().cluster.device.kind, lambda text: print(text, file=sys.stderr, flush=True))
+    problem = machine.measure_once(lambda: recipe.reread().run().cluster.device.kind, print_error)
     screen.tell([problem] if problem else [])
     measured = recipe.reread()
     return plan_proof(request, measured.run(), measured.run_on)

@@ -307,6 +307,11 @@ def test_whole_documents_validate_and_the_key_draws_them(key: int, begins: list[
     assert (runs.begins.tolist(), runs.ends.tolist()) == (begins, ends)
 
 
+def test_a_document_as_large_as_the_whole_share_validates() -> None:
+    runs = validation_runs(1, np.array([0, 10, 100]), 0.1)
+    assert (runs.begins.tolist(), runs.ends.tolist()) == ([0], [10])
+
+
 @pytest.mark.parametrize(
     ("size", "whole", "split", "set_apart", "mend"),
     [

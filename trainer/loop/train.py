@@ -29,9 +29,10 @@ class LastStepNotSaved(AllRanksFailed):
 
 
 def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
-    """Train to the last step and return True, or False after a stop request once a checkpoint is saved.
+    """Train to the last step, or to the last one that a trace needs, and return True. Return False after a stop request: once a checkpoint
+    is saved, or before the first step of a run that resumed.
 
-    Raises TooManySkippedSteps or LastStepNotSaved on all ranks.
+    Raises TooManySkippedSteps or LastStepNotSaved on all ranks, and SystemExit if the checkpoint of a stop request can't be saved.
     """
     first, last = setup.start.step, setup.start.last_step(run)
     if first >= last:

@@ -20,7 +20,7 @@ from ...parallel.process_groups import Grid
 from ...parallel.rank_model import StageModel
 from ...plan.costs.precision import widths
 from ...plan.layout.run_schedule import schedule_of
-from ...plan.layout.schedules import SCHEDULES
+from ...plan.layout.schedules import SCHEDULES, Schedule
 from ...plan.native.buckets import gradient_buckets, is_tied_over_stages
 from ...plan.native.sharded_rows import gathers_once
 from ...spec.run import Run
@@ -37,7 +37,7 @@ from .pipeline import PassHooks, Pipeline, ScheduledStep
 from .shard_groups import RowGroups, row_groups, shard_groups
 from .sharded_weights import ShardedReducer, ShardedWeight, collect_gathered, first_element, keep_own_rows, local_rows, sharded_weights
 from .stage_messages import StageChain, StageMessages
-from .weight_buckets import MASTER, BucketReducer, WeightBucket
+from .weight_buckets import MASTER_DTYPE, BucketReducer, WeightBucket
 
 TIMED = ("data", "forward", "backward", "messages", "sums", "step")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -284,7 +284,7 @@ class NativeEngine(Engine):
         ]
         uses = Counter(parameter for module in self.modules for parameter in module.parameters())
         reducer = BucketReducer(made, uses, overlap=run.parallel.overlap.data)
-        for row in (row for bucket in made if reducer.is_told(bucket) for row in bucket.rows):
+        for row in (row for bucket in made if reducer.needs_hooks(bucket) for row in bucket.rows):
             row.parameter.register_post_accumulate_grad_hook(reducer.take)  # type: ignore[no-untyped-call]
         return made, reducer
 
@@ -297,9 +297,14 @@ class NativeEngine(Engine):
         return weights, ShardedReducer(self.modules, weights, self._types[1], apart, once=gathers_once(self.run.parallel))
 
     @property
+    def _schedule(self) -> Schedule:
+        """The schedule that runs: one stage waits for no other, whatever the recipe names."""
+        return schedule_of(self.run.parallel) if self.grid.position.mesh.pp > 1 else SCHEDULES["1f1b"]
+
+    @property
     def _puts_off(self) -> bool:
         """Whether the schedule computes some weights' gradients apart."""
-        return self.grid.position.mesh.pp > 1 and schedule_of(self.run.parallel).splits_backward
+        return self._schedule.splits_backward
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         decay = self.run.optim.weight_decay
@@ -309,8 +314,7 @@ class NativeEngine(Engine):
 
     def _make_pipeline(self) -> Pipeline:
         run, grid = self.run, self.grid
-        stages, chunks = grid.position.mesh.pp, len(self.modules)
-        schedule = schedule_of(run.parallel) if stages > 1 else SCHEDULES["1f1b"]
+        stages, chunks, schedule = grid.position.mesh.pp, len(self.modules), self._schedule
         chain = StageChain(stages=stages, chunks=chunks, folded=schedule.folded)
         self._actions = [schedule.actions(stage, stages, self.micros, chunks) for stage in range(stages)]
         tokens = run.train.seq // grid.size("cp") // (grid.size("tp") if run.parallel.sequence else 1)
@@ -326,4 +330,4 @@ class NativeEngine(Engine):
 def compute_types(run: Run) -> tuple[torch.dtype, torch.dtype]:
     """Return the types that a run computes in, and sums gradients in."""
     compute = DTYPES[run.train.precision]
-    return compute, MASTER if widths(run.train).gradient == MASTER.itemsize else compute
+    return compute, MASTER_DTYPE if widths(run.train).gradient == MASTER_DTYPE.itemsize else compute

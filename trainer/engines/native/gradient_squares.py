@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .sharded_weights import ShardedWeight
-from .weight_buckets import MASTER, WeightBucket
+from .weight_buckets import MASTER_DTYPE, WeightBucket
 
 
 def counted_squares(buckets: Iterable[WeightBucket | ShardedWeight], device: torch.device) -> Tensor:
@@ -21,4 +21,4 @@ def counted_squares(buckets: Iterable[WeightBucket | ShardedWeight], device: tor
     ]
     if not pieces:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(torch._foreach_norm(pieces, dtype=MASTER)).double().square().sum()
+    return torch.stack(torch._foreach_norm(pieces, dtype=MASTER_DTYPE)).double().square().sum()

@@ -14,17 +14,17 @@ from ...plan.axes.weight_slices import WeightShard
 from ...plan.native.buckets import BucketKind
 from ..rank_parameter import RankParameter
 from .shard_groups import RowGroups
-from .weight_buckets import MASTER, Piece
+from .weight_buckets import MASTER_DTYPE, Piece
 
 
 def keep_own_rows(parameter: nn.Parameter, shard: WeightShard, groups: RowGroups) -> nn.Parameter:
     """Return a parameter of the same shape without memory, which keeps this rank's rows of the values in float32 as `own_rows`."""
     group = groups[shard.expert].sharing
     assert group is not None
-    kept = nn.Parameter(torch.empty_like(parameter.data, dtype=MASTER, device="meta"), requires_grad=parameter.requires_grad)
+    kept = nn.Parameter(torch.empty_like(parameter.data, dtype=MASTER_DTYPE, device="meta"), requires_grad=parameter.requires_grad)
     chunks = parameter.data.chunk(group.size)
     own = chunks[group.rank] if group.rank < len(chunks) else parameter.data[:0]
-    kept.own_rows = own.to(MASTER, copy=True)  # type: ignore[attr-defined]
+    kept.own_rows = own.to(MASTER_DTYPE, copy=True)  # type: ignore[attr-defined]
     kept.is_expert = shard.expert  # type: ignore[attr-defined]
     return kept
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...parallel.process_groups import Grid
 from ...parallel.world import WAIT
-from ...plan.layout.schedules import Action, part_of
+from ...plan.layout.schedules import Action, part_of, stage_and_chunk
 from ...plan.native.receives import receives_ahead
 
 TAGS = 2**20  # more than the messages under way between two stages
@@ -45,7 +45,7 @@ class StageChain:
 
     def stage(self, part: int) -> int:
         """The stage that holds a part."""
-        return min(part, self.parts - 1 - part) if self.folded else part % self.stages
+        return stage_and_chunk(part, self.stages, folded=self.folded)[0]
 
     def sends(self, stage: int, actions: Iterable[Action]) -> dict[int, list[MessageKey]]:
         """What a stage that runs these actions sends to each other stage, in order."""
@@ -101,7 +101,7 @@ class StageMessages:
         self._sending.append((dist.isend(tensor, self.ranks[stage], group=group, tag=self._tags.pop(key)), tensor))
 
     def receive(self, key: MessageKey) -> Tensor:
-        """Return a message, once it is there; the next ones of its sender are asked for."""
+        """Wait for a message and return it; post the next receives of its sender."""
         stage = self.chain.stage(key.part)
         while key not in self._posted:
             self._post(stage)
@@ -118,7 +118,7 @@ class StageMessages:
         self._sending = []
 
     def _posted_of(self, stage: int) -> int:
-        """The messages of a stage that are asked for and not used."""
+        """The receives that are posted for messages of a stage, and not yet used."""
         return sum(self.chain.stage(key.part) == stage for key in self._posted)
 
     def _post(self, stage: int) -> None:

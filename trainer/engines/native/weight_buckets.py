@@ -13,7 +13,7 @@ from ...layers.group import Group
 from ...plan.native.buckets import Bucket
 from ..rank_parameter import RankParameter
 
-MASTER = torch.float32
+MASTER_DTYPE = torch.float32
 
 
 class Piece(NamedTuple):
@@ -58,7 +58,7 @@ class WeightBucket:
             parameter.data = view
         self.shard = bucket.shard(sharing.size, sharing.rank) if sharing else bucket.shard(1, 0)
         own = self.weights[self.shard.start : self.shard.stop]
-        self.master = nn.Parameter(own if own.dtype == MASTER else own.to(MASTER), requires_grad=False)
+        self.master = nn.Parameter(own if own.dtype == MASTER_DTYPE else own.to(MASTER_DTYPE), requires_grad=False)
         self.gradients: Tensor | None = None
         self._held: dict[nn.Parameter, Tensor] = {}  # each parameter's gradient in `gradients`
         self._filled: set[nn.Parameter] = set()  # parameters whose gradient has arrived since the bucket was empty
@@ -161,7 +161,7 @@ class WeightBucket:
     @property
     def narrow_copy(self) -> Tensor | None:
         """This rank's shard of the weights that forward uses; None where they are the float32 weights that are stepped."""
-        return self.weights[self.shard.start : self.shard.stop] if self.weights.dtype != MASTER else None
+        return self.weights[self.shard.start : self.shard.stop] if self.weights.dtype != MASTER_DTYPE else None
 
     def copy_master(self) -> None:
         """Give the stepped float32 weights to the flat tensor that forward uses, as wide as that is."""
@@ -170,7 +170,7 @@ class WeightBucket:
 
     def move_weights(self, into: Tensor | None) -> None:
         """Copy the flat weights to other memory, which is stepped from now on; parameters stay views of the memory before."""
-        is_stepped = self.weights.dtype == MASTER  # where it is, without a float32 copy
+        is_stepped = self.weights.dtype == MASTER_DTYPE  # where it is, without a float32 copy
         self.weights = torch.empty_like(self.weights).copy_(self.weights) if into is None else into.copy_(self.weights)
         if is_stepped:
             self.master.data = self.weights[self.shard.start : self.shard.stop]
@@ -247,8 +247,8 @@ class BucketReducer:
         bucket.add(parameter, gradient)
         self._count(parameter, bucket)
 
-    def is_told(self, bucket: WeightBucket) -> bool:
-        """Whether it must be told of each gradient of a bucket's weights (`take`)."""
+    def needs_hooks(self, bucket: WeightBucket) -> bool:
+        """Whether a hook must pass each gradient of a bucket's weights to `take`."""
         return not bucket.in_place or (self._overlap and bool(bucket.sharing or bucket.copies) and not bucket.kind.late)
 
     def _count(self, parameter: nn.Parameter, bucket: WeightBucket) -> None:

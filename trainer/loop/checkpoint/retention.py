@@ -66,8 +66,3 @@ def prune_checkpoints(folder: Path, newest: int, keep: int) -> list[str]:
         except OSError as error:
             notes.append(f"{path.name} could not be removed: {fault_text(error)}")
     return notes
-
-
-def size_text(size: int) -> str:
-    """Return a number of bytes for a message."""
-    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.2f} MB"

@@ -15,6 +15,7 @@ import torch
 
 from ...launch.rank.channel import OnProgress, ignore_text
 from ...rundir.checkpoints import MANIFEST, checkpoint_steps, step_path
+from ...spec.format_numbers import size_text
 from .find import find_newest, verification_fault
 from .manifest import Manifest, encode_manifest, tensor_records
 from .publish import (
@@ -28,7 +29,7 @@ from .publish import (
     sync_folder,
     write_synced,
 )
-from .retention import free_bytes, frees_enough, needed_bytes, prune_checkpoints, remove_oldest, size_text
+from .retention import free_bytes, frees_enough, needed_bytes, prune_checkpoints, remove_oldest
 from .save_clock import SaveClock, slowest_parts
 from .save_failure import Gather, SaveFailed, fault_text, gather_alone, run_on_all_ranks
 from .shard_file import ShardFile, write_shards

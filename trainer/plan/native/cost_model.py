@@ -179,7 +179,7 @@ def step_moves(weight: int, gradient: int, states: int, *, one_kernel: bool) -> 
 
 
 def _message_bytes(layout: Layout, blocks: BlockCosts) -> int:
-    """Return the bytes of a stage's messages: one that it uses, and those that it has asked for."""
+    """Return the bytes of a stage's messages: one that it uses, and those whose receives are posted."""
     return (1 + receives_ahead(layout.chunks)) * blocks.stream if layout.mesh.pp > 1 else 0
 
 

@@ -107,16 +107,16 @@ class _StageSearch:
     def _parts(self, layers: Sequence[int]) -> tuple[int, ...]:
         return tuple([many for _, many in sorted(zip(self.order, layers, strict=True))])
 
-    def _stage_kind(self, stage: int, layers: int) -> StageCost:
+    def _stage_cost(self, stage: int, layers: int) -> StageCost:
         return self.cost(layers, stage == 0, stage == self.head_stage)
 
     def _fits(self, stage: int, layers: int) -> bool:
-        return stage_bytes(self.layout, self._stage_kind(stage, layers), stage) <= self.capacity
+        return stage_bytes(self.layout, self._stage_cost(stage, layers), stage) <= self.capacity
 
     def _state_seconds(self, stage: int, layers: int) -> tuple[float, float]:
         """(seconds of the data axis's exposed messages and the optimizer, of the former alone) of a stage."""
-        kind = self._stage_kind(stage, layers)
-        return kind.exposed + kind.step, kind.exposed
+        cost = self._stage_cost(stage, layers)
+        return cost.exposed + cost.step, cost.exposed
 
     def _lower_limits(self) -> None:
         """Lower each stage's most layers to what fits and to what its own work allows in the time of the best known."""
@@ -129,8 +129,8 @@ class _StageSearch:
 
     def _busy_seconds(self, stage: int, layers: int) -> float:
         """The least seconds of a step whose stage has these layers: its own work."""
-        kind = self._stage_kind(stage, layers)
-        busy = kind.forward + kind.backward + kind.message_forward + kind.message_backward
+        cost = self._stage_cost(stage, layers)
+        busy = cost.forward + cost.backward + cost.message_forward + cost.message_backward
         return self.layout.micros * busy * (1 + self.context.tail) * (1 - ROUNDING) + self.fixed
 
     def _least_state_seconds(self) -> tuple[float, float]:

@@ -156,9 +156,9 @@ class StagedSchedule(NamedTuple):
     shape: int  # a number: schedules with the same one have equal states
 
     def least_seconds(self, each: PassSeconds, hop: float) -> float:
-        """The least seconds of a step's forwards and backwards, as the plan counts them by its closed form, or at least has where it
-        simulates them: the last stage starts after the forwards of the parts before. `hop`: seconds of a micro-batch's messages between
-        two parts."""
+        """Return a lower bound of the seconds of a step's forwards and backwards. With a closed form it is the plan's own count; where the
+        plan simulates, the last stage starts after the forwards of the parts before it. `hop`: seconds of a micro-batch's messages
+        between two parts."""
         partition, micros, sends = self.partition, self.micros, hop * self.parts
         totals = [k * each.layer + first * each.embedding + last * each.head + sends for k, first, last in partition.kinds]
         busiest = max(totals)

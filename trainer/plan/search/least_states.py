@@ -35,8 +35,8 @@ class LeastStates(NamedTuple):
 
 
 def least_states(context: CostContext, layout: Layout, blocks: BlockCosts) -> LeastStates:
-    """The least costs of the first stage's states, of passes whose micro-batches are several where the layout's are: messages that may
-    hide hide under endless computation."""
+    """Return lower bounds of what the first stage's states cost. Messages that computation can hide are taken as hidden. The bounds hold
+    for every pass that has one micro-batch, or several, as the layout has."""
     kind, sync = layout.partition.kinds[layout.partition.kind_of_stage[0]], layout.gradient_sync
     held, states, sums, step = held_states(context, layout, blocks, kind)
     sent = _exposed_seconds(context, layout, kind, held, sync)

@@ -55,8 +55,8 @@ class StateRow(NamedTuple):
 
 
 class Allowance(NamedTuple):
-    """A schedule of a pass: the least seconds of a step, the least bytes of activations on the first stage, and the bytes that it may hold
-    beside them (with more, a layout is not among the best and not on the front); blocks whose elements are a layout's."""
+    """A schedule of a pass: the least `seconds` of a step; `kept`, the least bytes of activations on the first stage; `bytes`, the most
+    that states may add while a layout can still be among the best or on the front; `blocks` with as many elements as a layout's."""
 
     staged: StagedSchedule
     seconds: float
