@@ -75,6 +75,9 @@ def _time_drift(run: MeasuredRun) -> Iterator[str]:
     if step.drift is None:
         yield "Time: the plan has none; `distrain plan` with the same recipe says which rates it lacks."
         return
+    if not run.is_warm:
+        yield "Time: the first steps alone, which warm up; a run of more steps than log.every is measured without them."
+        return
     where = ""
     known = [(each.name, each.measured - each.planned) for each in parts if each.planned is not None and each.measured is not None]
     if known and abs(step.drift) >= SMALL_DRIFT:

@@ -57,6 +57,7 @@ def _print_launch(conf: str, overrides: Sequence[str], config_dir: Path | None) 
 def _print_engine(conf: str, overrides: Sequence[str], config_dir: Path | None) -> int:
     """Print the run's DeepSpeed config; raises Unreadable where it has no layout."""
     from ...trainer.plan.deepspeed.ds_config import deepspeed_config
+    from ...trainer.plan.engines import ENGINES
     from ...trainer.plan.plan import make_plan
     from ...trainer.spec.problem import Problem, Unreadable
     from ..config.load import load_recipe
@@ -65,7 +66,7 @@ def _print_engine(conf: str, overrides: Sequence[str], config_dir: Path | None) 
     plan = make_plan(run)
     if plan.mesh is None:
         raise Unreadable(plan.problems)
-    if plan.engine == "native":
-        says = "engine native reads no configuration but the recipe"
+    if plan.engine and not ENGINES[plan.engine].has_deepspeed_config:
+        says = f"engine {plan.engine} reads no configuration but the recipe"
         raise Unreadable([Problem(rule="engine", says=says, mend="engine=zero or engine=pipe shows DeepSpeed's")])
     return print_json(deepspeed_config(run, plan.mesh["dp"]))

@@ -171,3 +171,35 @@ def test_options_without_effect_are_reported(folder: Path, capfd: pytest.Capture
         "distrain: --top-k 3 does nothing with --temperature 0",
         "distrain: --seed 5 does nothing with --temperature 0",
     ]
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut checkpoint": (lambda run: os.truncate(run / "checkpoints/step_2/weight.0.0.safetensors", 9), "checkpoint step_2: "),
+    "half a plan": (lambda run: (run / "plan.json").write_text('{"run": '), "plan.json"),
+    "half a row": (lambda run: (run / "metrics.jsonl").open("a").write('{"step": 2, "lo\n'), "1 line of metrics.jsonl"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_report_names_what_is_damaged(damage: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change, says = DAMAGE[damage]
+    change(folder)
+    assert command(["report", str(folder)]) == 0
+    page = " ".join(capsys.readouterr().out.split())
+    assert "2 of 2 steps" in page
+    assert f"damaged and left out: {says}" in page
+
+
+def test_a_line_that_is_being_written_is_not_damaged(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (folder / "metrics.jsonl").open("a") as rows:
+        rows.write('{"step": 2, "lo')
+    assert command(["report", str(folder)]) == 0
+    assert "damaged" not in capsys.readouterr().out
+
+
+def test_a_folder_of_runs_proposes_the_newest(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    older = folder.rename(folder.with_name("zz_older"))
+    newer = Path(shutil.copytree(older, older.with_name("newer")))
+    os.utime(older / "run.json", (1, 1))
+    assert command(["report", str(newer.parent)]) == 2
+    assert f"did you mean {newer}?" in " ".join(capsys.readouterr().err.split())

@@ -14,7 +14,7 @@ from msgspec import json as encoder
 from distrain.cli.app import command
 from distrain.cli.config.load import load_recipe
 from distrain.cli.pages.loss_chart import HEIGHT
-from distrain.cli.pages.report_page import incident_lines, report_text
+from distrain.cli.pages.report_page import drift_sentences, incident_lines, report_text
 from distrain.cli.pages.text_layout import DEFAULT_WIDTH, Style
 from distrain.cli.verbs.fit_run import closing_text
 from distrain.trainer.plan.plan import make_plan
@@ -127,6 +127,24 @@ def test_the_profiled_steps_are_a_chrome_trace(trained: Path) -> None:
     events = json.loads(file.read_bytes())["traceEvents"]
     assert file.name == "steps_3_4.json"
     assert any("mm" in event.get("name", "") for event in events)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_measured_memory_is_that_of_the_planned_fullest_stage(stage: int, tmp_path: Path) -> None:
+    kinds = ("weights", "gradients", "optimizer", "activations")
+    ranks = [dict.fromkeys(kinds, size) for size in (1, 2, 3, 4)]
+    plan = {"mesh": {"pp": 2}, "memory": {"stage": stage, "stages": [{"bytes": dict.fromkeys(kinds, 9)}] * 2}}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    (tmp_path / "measured.json").write_text(json.dumps({"memory": dict.fromkeys(kinds, 4), "ranks": ranks}))
+    assert {each.measured for each in read_measured_run(tmp_path).memory} == {2 * stage + 2}
+
+
+@pytest.mark.parametrize(("rows", "is_warm"), [(1, False), (2, True)])
+def test_the_time_of_the_first_steps_alone_is_no_drift(rows: int, is_warm: bool, tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps({"time": {"step": 1.0}}))
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "seconds": 9.0}}\n' for step in range(1, rows + 1)))
+    sentence = drift_sentences(read_measured_run(tmp_path))[0]
+    assert sentence.startswith("Time: step is 800.0 % above the plan" if is_warm else "Time: the first steps alone, which warm up")
 
 
 @pytest.mark.parametrize("kept", ["run.json", "run.json metrics.jsonl"])

@@ -79,3 +79,11 @@ def test_a_window_that_comes_twice_in_an_epoch_is_named(trials: tuple[Trial, Tri
 
 def test_ranks_that_record_nothing_are_a_problem(trials: tuple[Trial, Trial]) -> None:
     assert sample_problem(trials[1], trials[0]) == "its ranks recorded no samples"
+
+
+def test_ranks_that_recorded_no_step_have_proved_nothing(trials: tuple[Trial, Trial]) -> None:
+    first, second = HALVES
+    assert problem(trials, [], [], [], []) == "its ranks recorded no samples"
+    write(trials[0], [])
+    write(trials[1], first, first, second, second)
+    assert sample_problem(trials[1], trials[0]) == "its ranks recorded no samples"

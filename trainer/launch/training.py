@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from .hosts.hostfile import Host
 from .restart import run_attempts
 
 FAILED = 1
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +46,10 @@ def train_run(run: Run, plan: Plan, hosts: Sequence[Host], show: Callable[[str],
             return TrainingResult(status=FAILED, says=str(error))
         except OSError as error:
             why = (error.strerror or str(error)).lower()
-            return TrainingResult(status=FAILED, says=f"{folder} can't be written ({why}): free some space, or set log.dir to another disk")
+            mend = (
+                "free some space, or set log.dir to another disk" if error.errno in FULL else "set log.dir to a folder that you can write"
+            )
+            return TrainingResult(status=FAILED, says=f"{folder} can't be written ({why}): {mend}")
         if warning:
             show(f"warning: {warning}")
         show(f"run folder {folder}")

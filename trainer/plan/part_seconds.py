@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .costs.block_costs import BlockCosts
+from .engines import cost_model
 from .layout.layout import Layout
 from .layout.run_schedule import schedule_of
 from .layout.step_order import step_order
@@ -14,14 +15,14 @@ MOST_PASSES = 1024  # of parts and micro-batches: of more, closed forms must do
 
 def is_simulated(layout: Layout) -> bool:
     """Whether a pipeline's step is simulated: lists of actions from a file, layers as the user gives them, and, where the step is not too
-    long, what engine native runs whose closed form holds only if a forward and both halves of a backward take equally long."""
+    long and the engine's costs ask for it, what has a closed form only if a forward and both halves of a backward take equally long."""
     schedule, parallel = schedule_of(layout.parallel), layout.parallel
     if not schedule.flushes:
         return False  # no stage waits for a step's end
     if schedule.simulated or parallel.stages:
         return True
     uneven = schedule.folded or schedule.splits_backward
-    return layout.engine == "native" and uneven and len(layout.partition.parts) * layout.micros <= MOST_PASSES
+    return uneven and cost_model(layout.engine).simulates_uneven and len(layout.partition.parts) * layout.micros <= MOST_PASSES
 
 
 def simulated_wait(layout: Layout, blocks: BlockCosts, hop: float, busiest: float) -> float:

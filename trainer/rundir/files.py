@@ -68,7 +68,8 @@ def find_run_folder(folder: Path) -> Path:
     if os.path.isfile(path / "run.json") or any(name.startswith("step_") for name in _entries(path / "checkpoints")):
         return path
     exists = os.path.isdir(path)
-    inside = [name for name in _entries(path) if os.path.isfile(path / name / "run.json")] if exists else []
+    runs = [name for name in _entries(path) if os.path.isfile(path / name / "run.json")] if exists else []
+    inside = sorted(runs, key=lambda name: os.path.getmtime(path / name / "run.json"))
     says = f"{folder} holds no run.json" if exists else f"{folder} is not a folder"
     if os.path.lexists(path / "run.json"):
         says = f"{folder / 'run.json'} is not a plain file"

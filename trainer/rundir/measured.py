@@ -10,8 +10,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from .checkpoints import checkpoint_steps
+from ..spec.format_numbers import plural
+from .checkpoints import checkpoint_steps, newest_saved
 from .read_files import finite_number, nested_value, read_lines, read_mapping, read_rows, whole_number
+from .run_summary import planned_steps
 
 Unit = Literal["bytes", "seconds", "rate", "share"]
 Rows = Sequence[Mapping[str, Any]]
@@ -55,6 +57,7 @@ class MeasuredRun:
     losses: tuple[tuple[int, float], ...]
     validation: tuple[tuple[int, float], ...]
     step_bar: tuple[float, float] | None = None  # seconds between which the plan expects nine runs in ten
+    is_warm: bool = True  # whether times leave out the first steps, which warm up
     lost: int = 0  # logged steps with a loss that was not finite, besides skipped ones
     damaged: tuple[str, ...] = ()  # files that can't be read as `fit` writes them
 
@@ -64,18 +67,20 @@ def read_measured_run(folder: Path) -> MeasuredRun:
     damaged = list[str]()
     run, plan, counted = (_read_object(folder / name, damaged) for name in ("run.json", "plan.json", "measured.json"))
     written = list(read_rows(folder / "metrics.jsonl"))
-    if not written and any(line.strip() for line in read_lines(folder / "metrics.jsonl")):
-        damaged.append("metrics.jsonl")
+    # a last line without its end is being written, or a crash cut it short
+    if unreadable := sum(line.endswith(b"\n") and bool(line.strip()) for line in read_lines(folder / "metrics.jsonl")) - len(written):
+        damaged.append(f"{plural(unreadable, 'line')} of metrics.jsonl" if written else "metrics.jsonl")
+    damaged += [f"checkpoint {reason}" for reason in _broken_checkpoints(folder / "checkpoints")]
     logged = [row for row in map(_numbers, written) if "step" in row and "restart" not in row]
     rows = list({int(row["step"]): row for row in logged}.values())  # of a step done twice, the last time
     last = list({step: row for row in written if (step := whole_number(row.get("step"))) is not None and "restart" not in row}.values())
-    steady = [row for row in rows if "seconds" in row]
-    steady = steady[1:] or steady  # without the first, which includes warming up
+    timed = [row for row in rows if "seconds" in row]
+    steady = timed[1:] or timed  # without the first, which includes warming up
     name, again = run.get("name"), pairwise(int(row["step"]) for row in logged)
     return MeasuredRun(
         name=name if isinstance(name, str) else folder.name,
         steps=max((int(row["step"]) for row in rows), default=0),
-        whole=whole_number(nested_value(plan, "run", "steps")) or 0,
+        whole=planned_steps(plan, run) or 0,
         starts=sum(line.startswith(b"== rank 0 of ") for line in read_lines(folder / "ranks" / "0.log")),
         restarts=tuple(_restarts(written)),
         skipped=sum("skipped" in row for row in last),
@@ -92,6 +97,7 @@ def read_measured_run(folder: Path) -> MeasuredRun:
         losses=tuple((int(row["step"]), row["loss"]) for row in rows if "loss" in row),
         validation=tuple((int(row["step"]), row["validation_loss"]) for row in rows if "validation_loss" in row),
         step_bar=_step_bar(plan),
+        is_warm=len(timed) != 1,
         lost=sum(row.get("loss", 0) is None and "skipped" not in row for row in last),
         damaged=tuple(damaged),
     )
@@ -102,6 +108,13 @@ def _saved_steps(folder: Path) -> list[int]:
     with suppress(OSError):
         return sorted(checkpoint_steps(folder))
     return []
+
+
+def _broken_checkpoints(folder: Path) -> tuple[str, ...]:
+    """Why checkpoints that are newer than the newest whole one are not whole, by the sizes of their files."""
+    with suppress(OSError):
+        return newest_saved(folder)[1]
+    return ()
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
@@ -120,15 +133,27 @@ def _restarts(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int]]:
 
 
 def _memory(plan: Mapping[str, Any], counted: Mapping[str, Any]) -> Iterator[PlannedMeasured]:
-    """Bytes of the fullest rank by kind. Logits count as saved activations."""
-    held = nested_value(plan, "memory", "stages", nested_value(plan, "memory", "stage"), "bytes")
+    """Bytes by kind of the planned fullest stage: of its rank that holds most. Logits count as saved activations."""
+    stage = nested_value(plan, "memory", "stage")
+    held, ranks = nested_value(plan, "memory", "stages", stage, "bytes"), _ranks_of_stage(plan, counted, stage)
     for kind in ("weights", "gradients", "optimizer", "activations"):
         planned = finite_number(nested_value(held, kind))
         if planned is not None and kind == "activations":
             unknown = nested_value(plan, "memory", "unknown")
             is_unknown = isinstance(unknown, list) and kind in unknown
             planned = None if is_unknown else planned + (finite_number(nested_value(held, "logits")) or 0)
-        yield PlannedMeasured(name=kind, unit="bytes", planned=planned, measured=finite_number(nested_value(counted, "memory", kind)))
+        found = [each for each in (finite_number(nested_value(rank, kind)) for rank in ranks) if each is not None]
+        measured = max(found) if found else finite_number(nested_value(counted, "memory", kind))
+        yield PlannedMeasured(name=kind, unit="bytes", planned=planned, measured=measured)
+
+
+def _ranks_of_stage(plan: Mapping[str, Any], counted: Mapping[str, Any], stage: Any) -> Sequence[Any]:
+    """The bytes of each rank of a stage, whose ranks are neighbours: pp is the outermost axis of the mesh."""
+    ranks, stages = counted.get("ranks"), whole_number(nested_value(plan, "mesh", "pp"))
+    if not isinstance(ranks, list) or not stages or whole_number(stage) is None:
+        return ()
+    each = len(ranks) // stages
+    return ranks[stage * each : (stage + 1) * each]
 
 
 def _time(plan: Mapping[str, Any], run: Mapping[str, Any], rows: Rows) -> Iterator[PlannedMeasured]:

@@ -78,7 +78,7 @@ def run_summary(folder: Path) -> RunSummary:
     run, plan, end = (_json_file(folder / name) for name in ("run.json", "plan.json", OUTCOME_FILE))
     last, unreadable_lines = _last_figures(folder / "metrics.jsonl")
     checkpoint, skipped = _newest_checkpoint(folder)
-    planned, steps = _planned_steps(plan or {}, run or {}), max(last.get("step") or 0, checkpoint or 0)
+    planned, steps = planned_steps(plan or {}, run or {}), max(last.get("step") or 0, checkpoint or 0)
     held = lock_holder(folder)
     state, says = _state(folder, held, end, steps, planned, checkpoint)
     damage = [f"checkpoint {reason}" for reason in skipped]
@@ -133,7 +133,7 @@ def _newest_checkpoint(folder: Path) -> tuple[int | None, tuple[str, ...]]:
     return None, ()
 
 
-def _planned_steps(plan: Mapping[str, Any], run: Mapping[str, Any]) -> int | None:
+def planned_steps(plan: Mapping[str, Any], run: Mapping[str, Any]) -> int | None:
     """The steps of the whole run, by its plan, else by its config."""
     whole, train = plan.get("run"), run.get("train")
     if isinstance(whole, dict) and isinstance(whole.get("steps"), int):

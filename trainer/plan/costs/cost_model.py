@@ -72,6 +72,9 @@ class CostModel:
     A plan uses them for a layout that no engine runs. An engine that differs has a subclass in its row of `ENGINES`.
     """
 
+    simulates_uneven = False
+    """Whether a step is simulated whose closed form holds only if a forward and both halves of a backward take equally long."""
+
     def gradient_path(self, context: CostContext, parallel: Parallel, micros: int) -> dp.GradientSync:
         """Return how gradients and weights travel on the data axis, for `micros` micro-batches a step.
 

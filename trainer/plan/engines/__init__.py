@@ -25,6 +25,7 @@ ENGINES = {
             executes="none",
             precisions=("fp32", "bf16", "fp16"),
             offload=True,
+            has_deepspeed_config=True,
             source="deepspeed 0.19 ZeRO",
         ),
         EngineRow(
@@ -38,6 +39,7 @@ ENGINES = {
             whole_models=False,
             precisions=("fp32", "bf16", "fp16"),
             offload=False,
+            has_deepspeed_config=True,
             source="deepspeed 0.19 PipelineEngine",
         ),
         EngineRow(
@@ -54,7 +56,9 @@ ENGINES = {
             shards_experts=True,
             hybrid_shards=True,
             gathers_once=True,
+            shards_hf=False,
             fp16_on_cpu=True,
+            compiles_adamw=True,
             source="torch",
         ),
     )

@@ -100,7 +100,7 @@ def _stage3_limits(row: EngineRow, run: Run, parallel: Parallel, schedule: Sched
             yield EngineLimit(row.name, "parallel.zero", says, (less, whole))
     if parallel.gather == "step" and not row.gathers_once:
         yield EngineLimit(row.name, "parallel.gather", "step", (*_any_engine(run), (("parallel.gather", "micro"),)))
-    if row.name == "native" and is_made_by_transformers(run.model):
+    if not row.shards_hf and is_made_by_transformers(run.model):
         yield EngineLimit(row.name, "parallel.zero", "3 with model.family=hf", (less, (("engine", "zero"),)))
 
 

@@ -29,7 +29,10 @@ class EngineRow:
     shards_experts: bool = False  # ZeRO 3 shards experts that ranks share out
     hybrid_shards: bool = False  # ZeRO shards over some of the data ranks (parallel.shard)
     gathers_once: bool = False  # ZeRO 3 gathers weights once a step where it should (parallel.gather=step)
+    shards_hf: bool = True  # ZeRO 3 shards models that transformers makes
     fp16_on_cpu: bool = False  # it computes in fp16 on every CPU, slowly
+    compiles_adamw: bool = False  # on a GPU its AdamW is one kernel that torch's compiler makes
+    has_deepspeed_config: bool = False  # `show engine` prints it
     whole_models: bool = True  # it trains without pipeline stages too
 
     @cached_property

@@ -30,6 +30,8 @@ FIGURE, WIDE = 8, 8  # bytes of a float64, of an int64
 class NativeCosts(CostModel):
     """Costs of flat buckets of weights, as counted on live tensors and messages."""
 
+    simulates_uneven = True
+
     def gradient_path(self, context: CostContext, parallel: Parallel, micros: int) -> dp.GradientSync:
         """At stage 2 gradients travel at every micro-batch, in a pipeline too; at stage 3 as often as weights are gathered. Stepped weights
         are gathered before the next step begins."""

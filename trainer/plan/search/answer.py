@@ -15,7 +15,7 @@ from ..error_bars import Planned, memory_bar, step_bar
 from ..fixes import problems_with_fixes
 from ..layout.layout import Layout
 from ..layout_cost import StepSeconds, layout_cost
-from ..plan import plan_throughput, plan_whole_run
+from ..plan import make_plan, plan_throughput, plan_whole_run
 from ..rules.rules import OF_RUN, broken_rules
 from .boundaries import best_stages, with_stages
 from .front import CostedLayout
@@ -165,6 +165,8 @@ def _answer(run: Run, **fields: Any) -> Answer:
 
 def _nothing_fits(run: Run, legal: int) -> Problem:
     if not legal:
+        if problem := next((each for each in make_plan(run).problems if each.rule != "memory"), None):
+            return problem
         runs = " that an engine here runs" if run.search.runnable else ""
         mend = "leave some of the given keys free, or set search.runnable=false" if runs else "leave some of the given keys free"
         return Problem(rule="search", says=f"there is no legal layout{runs}", mend=mend)
