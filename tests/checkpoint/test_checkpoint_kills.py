@@ -192,7 +192,7 @@ def test_two_ranks_killed_at_any_moment_leave_the_old_checkpoint_or_the_new(serv
         answer = server(
             folder=str(tmp_path), first=step + 1, world=2, victims=victims, reports=reports, seconds=chance.uniform(0, 0.01), operation=0
         )
-        assert [answer["killed"][rank] for rank in victims] == [True] * len(victims)
+        assert answer["killed"][victims[0]]  # a second victim may have ended by itself before: its peer is gone
         step = check(tmp_path, step, answer["reports"])
     assert step > KILLS // 2
     choose_checkpoint(tmp_path, "must", {"w": SHAPE})
