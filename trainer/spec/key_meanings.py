@@ -113,7 +113,7 @@ KEYS = {
     "parallel.zero":                Key("ZeRO: 1 shards the optimizer, 2 gradients too, 3 weights too"),
     "parallel.shard":               Key("ranks over which ZeRO shards; all: every rank of the data axis"),
     "parallel.gather":              Key("how often ZeRO 3 gathers weights: a step, a micro-batch; auto: a step in a pipeline"),
-    "parallel.schedule":            Key("schedule or CSV of actions"),
+    "parallel.schedule":            Key("schedule, or a CSV file"),
     "parallel.actions":             Key("the text of parallel.schedule's file; written by distrain", null="a schedule by name"),
     "parallel.chunks":              Key("parts of the model on a stage, for interleaved schedules"),
     "parallel.stages":              Key("layers of each stage, or of each part of the model where a stage has several", null="balanced"),
