@@ -190,9 +190,10 @@ def test_a_report_names_what_is_damaged(damage: str, folder: Path, capsys: pytes
     assert f"damaged and left out: {says}" in page
 
 
-def test_a_line_that_is_being_written_is_not_damaged(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("line", ['{"step": 2, "lo', '{"step": 2}'])
+def test_a_line_that_is_being_written_is_not_damaged(line: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with (folder / "metrics.jsonl").open("a") as rows:
-        rows.write('{"step": 2, "lo')
+        rows.write(line)
     assert command(["report", str(folder)]) == 0
     assert "damaged" not in capsys.readouterr().out
 

@@ -11,9 +11,9 @@ from statistics import median
 from typing import Any, Literal
 
 from ..spec.format_numbers import plural
-from .checkpoints import checkpoint_steps, newest_saved
+from .checkpoints import checkpoint_steps
 from .read_files import finite_number, nested_value, read_lines, read_mapping, read_rows, whole_number
-from .run_summary import planned_steps
+from .run_summary import newest_checkpoint, planned_steps
 
 Unit = Literal["bytes", "seconds", "rate", "share"]
 Rows = Sequence[Mapping[str, Any]]
@@ -68,9 +68,10 @@ def read_measured_run(folder: Path) -> MeasuredRun:
     run, plan, counted = (_read_object(folder / name, damaged) for name in ("run.json", "plan.json", "measured.json"))
     written = list(read_rows(folder / "metrics.jsonl"))
     # a last line without its end is being written, or a crash cut it short
-    if unreadable := sum(line.endswith(b"\n") and bool(line.strip()) for line in read_lines(folder / "metrics.jsonl")) - len(written):
+    unreadable = sum(line.endswith(b"\n") and bool(line.strip()) for line in read_lines(folder / "metrics.jsonl")) - len(written)
+    if unreadable > 0:
         damaged.append(f"{plural(unreadable, 'line')} of metrics.jsonl" if written else "metrics.jsonl")
-    damaged += [f"checkpoint {reason}" for reason in _broken_checkpoints(folder / "checkpoints")]
+    damaged += [f"checkpoint {reason}" for reason in newest_checkpoint(folder)[1]]
     logged = [row for row in map(_numbers, written) if "step" in row and "restart" not in row]
     rows = list({int(row["step"]): row for row in logged}.values())  # of a step done twice, the last time
     last = list({step: row for row in written if (step := whole_number(row.get("step"))) is not None and "restart" not in row}.values())
@@ -108,13 +109,6 @@ def _saved_steps(folder: Path) -> list[int]:
     with suppress(OSError):
         return sorted(checkpoint_steps(folder))
     return []
-
-
-def _broken_checkpoints(folder: Path) -> tuple[str, ...]:
-    """Why checkpoints that are newer than the newest whole one are not whole, by the sizes of their files."""
-    with suppress(OSError):
-        return newest_saved(folder)[1]
-    return ()
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, float]:

@@ -77,7 +77,7 @@ def run_summary(folder: Path) -> RunSummary:
     """Summarize one run folder, as far as it can be read."""
     run, plan, end = (_json_file(folder / name) for name in ("run.json", "plan.json", OUTCOME_FILE))
     last, unreadable_lines = _last_figures(folder / "metrics.jsonl")
-    checkpoint, skipped = _newest_checkpoint(folder)
+    checkpoint, skipped = newest_checkpoint(folder)
     planned, steps = planned_steps(plan or {}, run or {}), max(last.get("step") or 0, checkpoint or 0)
     held = lock_holder(folder)
     state, says = _state(folder, held, end, steps, planned, checkpoint)
@@ -125,7 +125,7 @@ def _is_outcome_newest(folder: Path) -> bool:
     return logged is None or logged <= (_write_time(folder / OUTCOME_FILE) or 0.0) + CLOCK_SLACK
 
 
-def _newest_checkpoint(folder: Path) -> tuple[int | None, tuple[str, ...]]:
+def newest_checkpoint(folder: Path) -> tuple[int | None, tuple[str, ...]]:
     """The step of the newest checkpoint whose files have their sizes, and why newer ones were skipped."""
     with suppress(OSError):
         saved, skipped = newest_saved(folder / "checkpoints")

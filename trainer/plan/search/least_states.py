@@ -35,8 +35,8 @@ class LeastStates(NamedTuple):
 
 
 def least_states(context: CostContext, layout: Layout, blocks: BlockCosts) -> LeastStates:
-    """Return lower bounds of what the first stage's states cost. Messages that computation can hide are taken as hidden. The bounds hold
-    for every pass that has one micro-batch, or several, as the layout has."""
+    """Return lower bounds of what the first stage's states cost. Messages that computation can hide are taken as hidden. Those of a layout
+    of one micro-batch hold for passes of one, those of a layout of several for passes of several."""
     kind, sync = layout.partition.kinds[layout.partition.kind_of_stage[0]], layout.gradient_sync
     held, states, sums, step = held_states(context, layout, blocks, kind)
     sent = _exposed_seconds(context, layout, kind, held, sync)
