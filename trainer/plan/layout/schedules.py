@@ -84,7 +84,7 @@ def zero_bubble_v(stage: int, stages: int, micros: int, chunks: int = 1) -> list
         + "W1 " * stage
         + "W0 " * stage
     )
-    return _numbered(order, micros)
+    return _actions_of_order(order, micros)
 
 
 def dualpipev(stage: int, stages: int, micros: int, chunks: int = 1) -> list[Action]:
@@ -100,7 +100,7 @@ def dualpipev(stage: int, stages: int, micros: int, chunks: int = 1) -> list[Act
         + "B1 B0 " * (stage + 1)
         + "B0 " * after
     )
-    return _numbered(order, micros)
+    return _actions_of_order(order, micros)
 
 
 def dualpipev_w(stage: int, stages: int, micros: int, chunks: int = 1) -> list[Action]:
@@ -120,10 +120,10 @@ def dualpipev_w(stage: int, stages: int, micros: int, chunks: int = 1) -> list[A
         + "".join(f"W{chunk} I0 " for chunk in apart[:after])
         + "".join(f"W{chunk} " for chunk in apart[after:])
     )
-    return _numbered(order, micros)
+    return _actions_of_order(order, micros)
 
 
-def _numbered(order: str, micros: int) -> list[Action]:
+def _actions_of_order(order: str, micros: int) -> list[Action]:
     """The actions of an order like `F0 I0 W0`: forwards and backwards of a chunk take the micro-batches in turn, its weight gradients
     those of its I in turn; those beyond the last micro-batch are left out."""
     turns: Counter[str] = Counter()

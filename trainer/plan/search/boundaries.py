@@ -88,7 +88,7 @@ class _StageSearch:
         self._lower_limits()
         if not self.limits.admit_any():
             return BestStages(None, below, below)
-        self._descend(self._balanced())
+        self._descend(self._balanced_layers())
         self._lower_limits()
         if not self.limits.admit_any():
             return BestStages(self._by_part(), self.limit, self.limit)
@@ -139,7 +139,7 @@ class _StageSearch:
         each = [[self._state_seconds(stage, layers) for layers in some] for stage, some in enumerate(ranges)]
         return max(min(both for both, _ in some) for some in each), min(exposed for some in each for _, exposed in some)
 
-    def _balanced(self) -> list[int]:
+    def _balanced_layers(self) -> list[int]:
         """Layers one by one to the stage with the least to do that has room, there to the part with the fewest."""
         layers, held = [1] * len(self.order), [self.chunks] * self.stages
         for _ in range(self.layers - len(layers)):
