@@ -84,7 +84,7 @@ ALGORITHMS: dict[str, dict[str, Cost]] = {
 
 def collective_cost(verb: str, payload: int, wire: Wire, algorithm: str = "ring") -> tuple[int, float]:
     """(bytes that a rank sends, seconds) of one collective of `payload` bytes."""
-    if wire.size <= 1:
+    if isinstance(wire.size, int) and wire.size <= 1:  # of an array of sizes, the ring's formulas give 0 for one rank
         return 0, 0.0
     sent, hops = ALGORITHMS[algorithm][verb](payload, wire.size)
     if algorithm == "server" and verb == "all_reduce":

@@ -15,6 +15,7 @@ from ..axes.collectives import collective_cost
 from ..axes.message import AxisMessage
 from ..axes.weight_slices import HeadShards
 from ..layout.mesh import Wires
+from .elementwise import for_each, is_number, larger
 from .local_tensors import BlockSplit, LocalTensors, logits_bytes
 from .op_seconds import OpSeconds, op_seconds
 from .precision import widths
@@ -163,7 +164,8 @@ def _block_cost(costs: SplitCosts, row: OpCosts, recompute: str) -> BlockCost:
     # arXiv:2205.05198 table 2; of a layer that is recomputed its input is saved
     saved = stream if recompute == "full" else sum([each.saved for each, is_again in zip(row.bytes, repeats, strict=True) if not is_again])
     messages = tuple(_messages(row.messages, again, local.form))
-    compute = _compute_seconds(ops, again, messages, row.seconds, device) if device else ComputeSeconds()
+    sent = sum([message.forward * (split.degree(message.axis) > 1) for message in messages])
+    compute = _compute_seconds(ops, again, sent, row.seconds, device) if device else ComputeSeconds()
     message_forward, message_backward = _exposed_seconds(messages, split, costs.wires, compute)
     elements = row.elements
     return BlockCost(
@@ -188,13 +190,14 @@ def _block_cost(costs: SplitCosts, row: OpCosts, recompute: str) -> BlockCost:
 def _elements(ops: tuple[Op, ...], local: LocalTensors, split: BlockSplit) -> Elements:
     weights = [(weight, local.count(weight.dims)) for op in ops for weight in op.weights]
     trained = [(tp.AXIS.split_dim(weight.dims), count) for weight, count in weights if not weight.frozen]
-    copies = HeadShards(local.sizes["heads"], local.sizes["kv_heads"], split.degree("tp")).copies
+    heads, kv_heads = local.sizes["heads"], local.sizes["kv_heads"]
+    copies = for_each(lambda degree: HeadShards(heads, kv_heads, degree).copies, split.degree("tp"))
     return Elements(
         dense=sum([count for weight, count in weights if "experts" not in weight.dims]),
         frozen=sum([count for weight, count in weights if weight.frozen]),
         experts=sum([count for weight, count in weights if "experts" in weight.dims]),
         replicated=sum([count for dim, count in trained if dim is None]),
-        shared=sum([count for dim, count in trained if copies > 1 and dim == "kv_heads"]),
+        shared=sum([count for dim, count in trained if dim == "kv_heads"]) * (copies > 1),
     )
 
 
@@ -222,27 +225,28 @@ def _ops_summed_again(again: tuple[Op, ...], form: ActivationForm) -> tuple[Op, 
 
 def _messages(sent: list[OpMessage], again: tuple[Op, ...], form: ActivationForm) -> Iterator[AxisMessage]:
     """The messages of a block's ops on every axis that splits it; equal messages are counted together."""
-    counts: dict[tuple[str, str, int], list[int]] = {}
+    counts: dict[tuple[str, str, int], AxisMessage] = {}
     summed_again = _ops_summed_again(again, form)
-    for op, sums, message in sent:
-        row = counts.setdefault((message.axis, message.verb, message.payload), [0, 0])
-        row[0] += message.forward
-        row[1] += message.backward + (message.forward if again and op in (summed_again if sums else again) else 0)
-    for (name, verb, payload), (forward, backward) in counts.items():
-        yield AxisMessage(name, verb, payload, forward, backward)
+    for at, (op, sums, message) in enumerate(sent):
+        backward = message.backward + (message.forward if again and op in (summed_again if sums else again) else 0)
+        key = (message.axis, message.verb, message.payload if is_number(message.payload) else -at)
+        equal = counts.get(key)
+        forward = message.forward
+        if equal:
+            forward, backward = equal.forward + forward, equal.backward + backward
+        counts[key] = AxisMessage(message.axis, message.verb, message.payload, forward, backward)
+    yield from counts.values()
 
 
-def _compute_seconds(
-    ops: tuple[Op, ...], again: tuple[Op, ...], messages: tuple[AxisMessage, ...], times: list[OpSeconds], device: DeviceRates
-) -> ComputeSeconds:
-    """Seconds of a block's ops, at least those that the host needs to dispatch them."""
-    dispatched = sum([op.kernels for op in ops]) + sum([message.forward for message in messages])
+def _compute_seconds(ops: tuple[Op, ...], again: tuple[Op, ...], sent: int, times: list[OpSeconds], device: DeviceRates) -> ComputeSeconds:
+    """Seconds of a block's ops, at least those that the host needs to dispatch them and the `sent` messages of forward."""
+    dispatched = sum([op.kernels for op in ops]) + sent
     dispatched_again = dispatched if len(again) == len(ops) else sum([op.kernels for op in again])
     recomputing = sum([time.forward for op, time in zip(ops, times, strict=True) if op in again])
     backward = sum([time.input_gradients + time.weight_gradients for time in times])
     return ComputeSeconds(
-        forward=max(sum([time.forward for time in times]), dispatched * device.dispatch),
-        backward=max(backward, 2 * dispatched * device.dispatch) + max(recomputing, dispatched_again * device.dispatch),
+        forward=larger(sum([time.forward for time in times]), dispatched * device.dispatch),
+        backward=larger(backward, 2 * dispatched * device.dispatch) + larger(recomputing, dispatched_again * device.dispatch),
         weight_gradients=sum([time.weight_gradients for time in times]),
     )
 
@@ -264,6 +268,6 @@ def _exposed_seconds(messages: tuple[AxisMessage, ...], split: BlockSplit, wires
         for at, computing in enumerate((compute.forward, compute.backward)):
             left = row[at]
             if axis in split.overlapped and computing is not None:
-                left = max(left / split.degree(axis), left * OVERLAP_LOSS, left - computing)
+                left = larger(larger(left / split.degree(axis), left * OVERLAP_LOSS), left - computing)
             exposed[at] += left
     return exposed[0], exposed[1]

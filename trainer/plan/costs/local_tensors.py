@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -12,6 +12,7 @@ from ...models.ops.shared_ops import STREAM
 from ...spec.run import Parallel
 from ..axes import AXES, tp
 from ..axes.axis import ActivationForm, Axis
+from .elementwise import for_each, is_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,8 @@ def block_split(parallel: Parallel, microbatch: int, form: ActivationForm, *, fu
 
 
 class LocalTensors:
-    """Tensors of a model's blocks on one rank, for one micro-batch: whole sizes split by the axes, padded where they don't divide."""
+    """Tensors of a model's blocks on one rank, for one micro-batch: whole sizes split by the axes, padded where they don't divide. Of a
+    split whose degrees and micro-batch are arrays, so are the sizes."""
 
     def __init__(self, table: OpTable, split: BlockSplit, *, vocab_multiple: int, activation: int, form: ActivationForm) -> None:
         """`activation` is the bytes of an element of an activation."""
@@ -61,7 +63,7 @@ class LocalTensors:
         self.sizes = {**table.sizes, "batch": split.microbatch, "vocab": vocab}
         self._counts: dict[tuple[Dims, str], int] = {}
         self._shares: dict[str, tuple[int, dict[str, int]]] = {  # of each axis: its degree, and a rank's elements where shares are uneven
-            axis.name: (degree, dict(axis.rank_sizes(table.sizes, degree, vocab_multiple)) if axis.rank_sizes else {})
+            axis.name: (degree, _uneven_shares(axis, table.sizes, degree, vocab_multiple))
             for axis, (_, degree) in zip(self.axes, split.degrees, strict=True)
         }
 
@@ -87,6 +89,17 @@ class LocalTensors:
     def bytes(self, tensor: Tensor, *, without: str = "") -> int:
         """Bytes of a tensor on one rank."""
         return self.count(tensor.dims, without=without) * (tensor.width or self.activation)
+
+
+def _uneven_shares(axis: Axis, sizes: Mapping[str, int], degree: int, vocab_multiple: int) -> dict[str, int]:
+    """A rank's elements along the dims that an axis splits, where its shares are uneven."""
+    rank_sizes = axis.rank_sizes
+    if rank_sizes is None:
+        return {}
+    if is_number(degree):
+        return dict(rank_sizes(sizes, degree, vocab_multiple))
+    shares = cache(lambda each: rank_sizes(sizes, each, vocab_multiple))
+    return {dim: for_each(lambda each, dim=dim: shares(each)[dim], degree) for dim in shares(1)}  # type: ignore[misc]
 
 
 def saved_bytes(op: Op, local: LocalTensors) -> int:

@@ -36,10 +36,10 @@ def _linear(op: Op, product: Product, local: LocalTensors, device: DeviceRates) 
     rows = local.count(product.rows, without=without)
     outer = sum(local.count(dims) for dims in product.outers)
     inner = local.count(product.inner)
-    groups = max(1, local.count(product.groups))
+    groups = local.count(product.groups)
     rows = -(-rows // groups)
     is_head = any("vocab" in dims for dims in product.outers)
-    rate = (device.other if is_head else device.linear) * (GROUPED if groups > 1 else 1.0)
+    rate = (device.other if is_head else device.linear) * GROUPED ** (groups > 1)
     width = local.activation
     forward = product_seconds(rows, outer, inner, groups, width, rate, device)
     if device.even:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ...spec.run import Device, Precision
+from .elementwise import is_number, larger
 from .precision import COMPUTES
 
 # Tiles of output that one multiprocessor computes (rows, columns) and the share of the best rate that each reaches: a smaller tile reads
@@ -54,7 +55,6 @@ def rates(device: Device, precision: Precision, *, fused: bool) -> DeviceRates |
     )
 
 
-@lru_cache(maxsize=1 << 16)
 def tile_efficiency(rows: int, columns: int, inner: int, groups: int, units: int) -> float:
     """The share of a device that a product [rows, inner] x [inner, columns], `groups` times, keeps busy.
 
@@ -64,15 +64,19 @@ def tile_efficiency(rows: int, columns: int, inner: int, groups: int, units: int
     best = 0.0
     for tall, wide, reached in TILES:
         waves = -(-(-(-rows // tall) * -(-columns // wide) * groups) // units)
-        best = max(best, reached * rows * columns * groups / (waves * units * tall * wide))
+        best = larger(best, reached * rows * columns * groups / (waves * units * tall * wide))
     return best * (inner / (inner + DEPTH))
+
+
+_known_efficiency = lru_cache(maxsize=1 << 16)(tile_efficiency)
 
 
 def product_seconds(rows: int, columns: int, inner: int, groups: int, width: int, peak: float, device: DeviceRates) -> float:
     """Seconds of a matrix product, `groups` at once, of elements `width` bytes wide."""
     flops = 2.0 * rows * columns * inner * groups
     moved = width * groups * (rows * inner + inner * columns + rows * columns)
-    return max(flops / (peak * tile_efficiency(rows, columns, inner, groups, device.units)), moved / device.memory) + device.launch
+    efficiency = _known_efficiency if is_number(flops) else tile_efficiency
+    return larger(flops / (peak * efficiency(rows, columns, inner, groups, device.units)), moved / device.memory) + device.launch
 
 
 def cast_seconds(elements: int, device: DeviceRates) -> float:

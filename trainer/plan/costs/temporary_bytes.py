@@ -6,10 +6,12 @@ and what later ops saved is freed. Counted on fake CUDA tensors (scripts/trace_c
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import NamedTuple
 
-from ...models.ops.op_table import Op
+from ...models.ops.op_table import Op, Tensor
 from ..axes import tp
+from .elementwise import larger
 from .local_tensors import LocalTensors, saved_bytes
 
 LOGITS_AT_A_TIME = {"cpu": 1 << 20, "cuda": 1 << 26}  # that the loss makes float32 (trainer/layers/cross_entropy.py)
@@ -43,7 +45,7 @@ def temporary_bytes(ops: list[OpBytes], again: list[bool], stream: int, *, resid
         saved_again -= stream  # the block's input is saved in any case
     for op, repeats in zip(reversed(ops), reversed(again), strict=True):
         alive = (saved_again if repeats else 0) - freed
-        most = max(most, alive + kept + op.backward, alive - op.saved + op.forward)
+        most = larger(most, larger(alive + kept + op.backward, alive - op.saved + op.forward))
         if repeats:
             saved_again -= op.saved
         else:
@@ -55,7 +57,8 @@ def _backward_bytes(op: Op, local: LocalTensors, device: str) -> int:
     """Bytes of the gradients that an op's backward reads and makes."""
     product, width = op.product, local.activation
     if product is None:
-        return _loss_bytes(op, local, device) or sum(map(local.bytes, op.moves))
+        logits = next((tensor for tensor in op.saves_torch if "vocab" in tensor.dims), None)
+        return _loss_bytes(logits, local, device) if logits else sum(map(local.bytes, op.moves))
     groups = local.count(tuple(dim for dim in product.groups if dim != "experts"))  # experts share the rows
     whole = local.count(product.rows, without="tp") * groups
     inner = local.count(product.inner)
@@ -63,25 +66,22 @@ def _backward_bytes(op: Op, local: LocalTensors, device: str) -> int:
         return 2 * _scores_bytes(op, local) + 4 * width * whole * inner  # of queries, keys, values and the result
     outer = sum(map(local.count, product.outers))
     inputs = 2 if local.sequence and tp.style(op) == "column" else 1  # the gathered input too
-    weights = max((local.count(weight.dims) for weight in op.weights if not weight.frozen), default=0)
+    weights = reduce(larger, [local.count(weight.dims) for weight in op.weights if not weight.frozen], 0)
     return width * (whole * (outer + inputs * inner) + weights)
 
 
-def _loss_bytes(op: Op, local: LocalTensors, device: str) -> int:
-    """Bytes of the logits' gradient, which the loss makes from some rows in float32 at a time; 0: the op is not the loss."""
-    logits = next((tensor for tensor in op.saves_torch if "vocab" in tensor.dims), None)
-    if logits is None:
-        return 0
+def _loss_bytes(logits: Tensor, local: LocalTensors, device: str) -> int:
+    """Bytes of the logits' gradient, which the loss makes from some rows in float32 at a time."""
     elements, row = local.count(logits.dims), local.count(("vocab",))
-    chunk = max(1, LOGITS_AT_A_TIME[device] // row) * row
-    return local.bytes(logits) + 4 * (CHUNKS * chunk if chunk < elements else ONE_CHUNK * elements)
+    chunk = larger(1, LOGITS_AT_A_TIME[device] // row) * row
+    return local.bytes(logits) + 4 * (CHUNKS * chunk * (chunk < elements) + ONE_CHUNK * elements * (chunk >= elements))
 
 
 def _forward_bytes(op: Op, local: LocalTensors) -> int:
     """Bytes that softmax reads and makes in forward, or that drawing a dropout mask needs beside the op's input."""
-    bits = max((RANDOM_BITS * local.count(tensor.dims) for tensor in op.saves_torch if tensor.width == 1), default=0)
+    bits = reduce(larger, [RANDOM_BITS * local.count(tensor.dims) for tensor in op.saves_torch if tensor.width == 1], 0)
     scores = _scores_bytes(op, local)
-    return scores + max(scores, bits)
+    return scores + larger(scores, bits)
 
 
 def _scores_bytes(op: Op, local: LocalTensors) -> int:

@@ -1,143 +1,104 @@
-"""Lower bounds of a layout's seconds and bytes, known before it is costed.
-
-A block's seconds for each sequence are least on a device that wastes nothing (no partly filled waves, no launches, no latency of links)
-with very large micro-batches. That is the same cost function, asked once for all micro-batches, stages, ZeRO stages and schedules of a
-split.
-"""
+"""Lower bounds of a layout's seconds and bytes, known before it is costed. They are computed for many layouts at once, over arrays."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ...models.ops.op_table import block_weights, element_count
-from ...spec.run import Cluster, Link, Offload, Parallel, Run
+from ...spec.run import Offload, Parallel
 from ..axes.axis import ActivationForm
 from ..costs.block_costs import BlockCost, BlockCosts
 from ..costs.cost_context import CostContext
-from ..costs.local_tensors import block_split
+from ..costs.elementwise import larger
+from ..costs.passes_bytes import passes_bytes
 from ..engines import ENGINES
-from ..layout.layout import LayerPartition, mesh_of
+from ..layout.layout import LayerPartition, StageKind
 from ..layout.run_schedule import schedule_of
 from ..run_layout import activation_form, stage_partition
 from .space import ScheduleChoice, Zero
+from .split_arrays import Array
 
-MANY = 1 << 16  # sequences of the micro-batch
-ROUNDING = 1e-6  # relative: sums in another order, a last tile that is not full
-
+ROUNDING = 1e-6  # relative: sums in another order
 
 Form = tuple[ActivationForm, bool]  # of activations; whether layers are compiled
-
-
-class SplitBound(NamedTuple):
-    """The least seconds of a step and the least bytes of activations of one micro-batch, for one sequence of each."""
-
-    layer: float  # seconds of a layer
-    model: float  # seconds of all layers, embedding and head
-    saved: float  # bytes that a layer saves
 
 
 class Bounds:
     """The bounds of a run's layouts."""
 
     def __init__(self, context: CostContext, *, runnable: bool) -> None:
-        self.run, self.context = context.run, context
+        self.run, self.context, self.runnable = context.run, context, runnable
         self._rows = [*ENGINES.values(), *([] if runnable else [None])]
-        self.ideal = CostContext(ideal_run(context.run))
-        self._splits: dict[tuple[object, ...], SplitBound] = {}
-        self._forms: dict[Zero, frozenset[Form]] = {}
         sizes = context.table.sizes
         weights = [(each.dims, element_count(each.dims, sizes)) for each in block_weights(context.table.layer) if not each.frozen]
         self.dense = sum(elements for dims, elements in weights if "experts" not in dims)  # of a layer
         self.experts = sum(elements for dims, elements in weights if "experts" in dims)
 
-    def seconds(self, parallel: Parallel) -> float:
-        """The least seconds of a step: all sequences of a replica on its busiest stage, or on all of its stages in turn."""
-        if self.ideal.rates is None:
-            return 0.0
-        split = self.split(parallel)
-        assert parallel.dp != "auto"
-        layers = -(-self.run.model.layers // parallel.pp)
-        least = self.run.train.batch / parallel.dp * max(layers * split.layer, split.model / parallel.pp) * (1 - ROUNDING)
-        return least * (1 + self.context.tail) + self.context.step_overhead
-
-    def pass_seconds(self, stages: int, micros: int, blocks: PassSeconds) -> float:
-        """The least seconds of a step of so many micro-batches through these blocks, under any schedule: its busiest stage has no fewer
-        layers than an even one, and no less to do than the mean stage."""
-        layers = self.run.model.layers
-        model = layers * blocks.layer + blocks.embedding + blocks.head
-        least = micros * max(-(-layers // stages) * blocks.layer, model / stages) * (1 - ROUNDING)
-        return least * (1 + self.context.tail) + self.context.step_overhead
-
-    def bytes(self, parallel: Parallel, microbatch: int) -> int:
-        """The least bytes of the fullest rank: its states and the activations of a micro-batch."""
-        layers = -(-self.run.model.layers // parallel.pp)
-        return int(
-            self.fixed_bytes(parallel, parallel.zero, parallel.offload) + layers * microbatch * self.split(parallel).saved * (1 - ROUNDING)
-        )
-
-    def split(self, parallel: Parallel) -> SplitBound:
-        """The bound of a split of blocks, over all forms in which its layers may run."""
-        key = (parallel.tp, parallel.cp, parallel.ep, parallel.sequence, parallel.recompute)
-        found = self._splits.get(key)
-        if found is None:
-            every = [self._split_bound(parallel, form, fused) for form, fused in self.forms(0) | self.forms(3)]
-            found = self._splits[key] = SplitBound(*map(min, zip(*every, strict=True)))
-        return found
-
     def forms(self, zero: Zero) -> frozenset[Form]:
         """The forms that layers may have at a ZeRO stage: those of the engines that may run a layout, and without one."""
-        found = self._forms.get(zero)
-        if found is None:
-            fused, layout = self.run.train.compile, replace(self.run.parallel, zero=zero)
-            rows = [(activation_form(self.run, layout, row), fused and (row is None or zero < 3)) for row in self._rows]
-            found = self._forms[zero] = frozenset(rows)
-        return found
+        fused, layout = self.run.train.compile, replace(self.run.parallel, zero=zero)
+        return frozenset((activation_form(self.run, layout, row), fused and (row is None or zero < 3)) for row in self._rows)
 
-    def _split_bound(self, parallel: Parallel, form: ActivationForm, fused: bool) -> SplitBound:
-        split = block_split(parallel, MANY, form, fused=fused)
-        blocks = self.ideal.block_costs(split, self.ideal.wires(mesh_of(parallel, self.context.world)))
-        layer = block_seconds(blocks.layer)
-        model = self.run.model.layers * layer + block_seconds(blocks.embedding) + block_seconds(blocks.head)
-        return SplitBound(layer / MANY, model / MANY, blocks.layer.saved / MANY)
-
-    def fixed_bytes(self, parallel: Parallel, zero: Zero, offload: Offload) -> float:
+    def fixed_bytes(self, tp: Array, pp: Array, ep: Array, zero: Zero, offload: Offload) -> Array:
         """The least bytes of the trained weights of a stage's layers, and a data rank's share of their gradients and optimizer states, on a
-        mesh with these states."""
+        mesh with these degrees and states."""
         width = self.context.widths
-        layers = -(-self.run.model.layers // parallel.pp)
-        whole = layers * (self.dense + self.experts / parallel.ep) / parallel.tp
-        shard = whole * parallel.tp * parallel.pp / self.context.world
+        layers = -(-self.run.model.layers // pp)
+        whole = layers * (self.dense + self.experts / ep) / tp
+        shard = whole * tp * pp / self.context.world
         weights = 0.0 if offload.parameters else width.weight * (shard if zero == 3 else whole)
         return self.context.device_context + (
             weights + shard * (width.gradient + (0 if offload.optimizer else width.master + self.context.states))
         ) * (1 - ROUNDING)
 
+    def step_seconds(self, schedules: StagedSchedules, blocks: PassSeconds, hop: Array) -> Array:
+        """The least seconds of a step under schedules, without the states; `hop`: seconds of a micro-batch's messages between two parts."""
+        return schedules.least_seconds(blocks, hop) * (1 + self.context.tail) + self.context.step_overhead
+
+    def activation_bytes(self, schedules: StagedSchedules, blocks: BlockCosts) -> Array:
+        """The least bytes that passes hold on the first stage, beside states."""
+        kind = schedules.first_kind
+        temporary = passes_bytes(self.context, blocks, kind) if self.runnable else 0
+        return (kind.layers * blocks.layer.saved * schedules.in_flight + blocks.head.logits * kind.last + temporary) * (1 - ROUNDING)
+
 
 class PassSeconds(NamedTuple):
     """The seconds of one micro-batch on the blocks of a model under one split."""
 
-    layer: float  # forward and backward, with messages
-    embedding: float
-    head: float
-    layer_weights: float  # of backward, weights' gradients
-    ends_weights: float
-    layer_forward: float
-    embedding_forward: float
+    layer: Array  # forward and backward, with messages
+    embedding: Array
+    head: Array
+    layer_weights: Array  # of backward, weights' gradients
+    ends_weights: Array
+    layer_forward: Array
+    embedding_forward: Array
 
 
 def pass_seconds(blocks: BlockCosts) -> PassSeconds:
     """The seconds of a split's blocks."""
     layer, embedding, head = blocks.layer, blocks.embedding, blocks.head
     return PassSeconds(
-        layer=block_seconds(layer),
-        embedding=block_seconds(embedding),
-        head=block_seconds(head),
+        layer=_block_seconds(layer),
+        embedding=_block_seconds(embedding),
+        head=_block_seconds(head),
         layer_weights=layer.weight_gradients,
         ends_weights=embedding.weight_gradients + head.weight_gradients,
-        layer_forward=(layer.forward or 0.0) + layer.message_forward,
-        embedding_forward=(embedding.forward or 0.0) + embedding.message_forward,
+        layer_forward=_known(layer.forward) + layer.message_forward,
+        embedding_forward=_known(embedding.forward) + embedding.message_forward,
     )
+
+
+def _block_seconds(block: BlockCost) -> Array:
+    """Seconds of a block's forward and backward, with its messages."""
+    return _known(block.forward) + _known(block.backward) + block.message_forward + block.message_backward
+
+
+def _known(seconds: Array) -> Array:
+    return 0.0 if seconds is None else seconds
 
 
 class StagedSchedule(NamedTuple):
@@ -155,27 +116,69 @@ class StagedSchedule(NamedTuple):
     may_be_simulated: bool
     shape: int  # a number: schedules with the same one have equal states
 
-    def least_seconds(self, each: PassSeconds, hop: float) -> float:
+
+class StagedSchedules:
+    """Several schedules: arrays with an element for each."""
+
+    def __init__(self, rows: Sequence[StagedSchedule]) -> None:
+        partitions = [row.partition for row in rows]
+        most = max(len(each.kinds) for each in partitions)
+        none = StageKind(0, first=False, last=False)
+        kinds = [(*each.kinds, *[none] * (most - len(each.kinds))) for each in partitions]
+        self.kinds = [_kinds([row[at] for row in kinds]) for at in range(most)]
+        self.stages_of_kind = [np.array([[*each.stages_of_kind, *[0] * most][at] for each in partitions]) for at in range(most)]
+        self.first_kind = _kinds([each.kinds[each.kind_of_stage[0]] for each in partitions])
+        self.last_kind = _kinds([each.kinds[each.kind_of_stage[-1]] for each in partitions])
+        self.fewest = np.array([min([kind.layers for kind in each.kinds]) for each in partitions])
+        self.layers = partitions[0].starts[-1]
+        self.before_last = np.array([each.starts[len(each.counts) - 1] for each in partitions])  # layers
+        self.micros, self.parts, self.in_flight, self.fill, self.filled, self.may_be_simulated = (
+            np.array([getattr(row, name) for row in rows])
+            for name in ("micros", "parts", "in_flight", "fill", "filled", "may_be_simulated")
+        )
+
+    def take(self, at: Array) -> StagedSchedules:
+        """The schedules at these places."""
+        found = StagedSchedules.__new__(StagedSchedules)
+        for name, value in vars(self).items():
+            setattr(found, name, _take(value, at))
+        return found
+
+    def least_seconds(self, each: PassSeconds, hop: Array) -> Array:
         """Return a lower bound of the seconds of a step's forwards and backwards. With a closed form it is the plan's own count; where the
         plan simulates, the last stage starts after the forwards of the parts before it. `hop`: seconds of a micro-batch's messages
         between two parts."""
-        partition, micros, sends = self.partition, self.micros, hop * self.parts
-        totals = [k * each.layer + first * each.embedding + last * each.head + sends for k, first, last in partition.kinds]
-        busiest = max(totals)
-        least = micros * busiest
-        if self.fill:
-            others = sum([total * many for total, many in zip(totals, partition.stages_of_kind, strict=True)]) - busiest
-            wait = self.fill * others
-            if self.filled:
-                few = min([stage.layers for stage in partition.kinds])
-                weights = (partition.starts[-1] - few) * each.layer_weights + each.ends_weights
-                wait = max(0.0, wait - self.filled * weights)
-            if self.may_be_simulated:
-                before = partition.starts[len(partition.counts) - 1] * each.layer_forward + each.embedding_forward
-                started = micros * totals[partition.kind_of_stage[-1]] + before
-                return min(least + wait, max(least, started)) * (1 - ROUNDING)
-            least += wait
-        return least * (1 - ROUNDING)
+        sends = hop * self.parts
+
+        def total(kind: StageKind) -> Array:
+            return kind.layers * each.layer + kind.first * each.embedding + kind.last * each.head + sends
+
+        totals = [total(kind) for kind in self.kinds]
+        busiest = totals[0]
+        for row in totals[1:]:
+            busiest = larger(busiest, row)
+        others = sum([row * many for row, many in zip(totals, self.stages_of_kind, strict=True)]) - busiest
+        weights = (self.layers - self.fewest) * each.layer_weights + each.ends_weights
+        least = self.micros * busiest
+        wait = larger(0.0, self.fill * others - self.filled * weights)
+        started = self.micros * total(self.last_kind) + self.before_last * each.layer_forward + each.embedding_forward
+        simulated = np.minimum(least + wait, larger(least, started))
+        return np.where(self.may_be_simulated, simulated, least + wait) * (1 - ROUNDING)
+
+
+def _kinds(rows: Sequence[StageKind]) -> StageKind:
+    """The kinds as one whose fields are arrays."""
+    layers, first, last = (np.array(each) for each in zip(*rows, strict=True))
+    arrays: list[Any] = [layers, first, last]
+    return StageKind(*arrays)
+
+
+def _take(value: Any, at: Array) -> Any:
+    if isinstance(value, StageKind):
+        return StageKind(*[_take(each, at) for each in value])
+    if isinstance(value, list):
+        return [_take(each, at) for each in value]
+    return value[at] if isinstance(value, np.ndarray) else value
 
 
 def staged_schedule(
@@ -198,21 +201,3 @@ def staged_schedule(
         may_be_simulated=is_uneven,
         shape=shapes.setdefault((partition.kinds, partition.is_folded, schedule.flushes or micros), len(shapes)),
     )
-
-
-def block_seconds(block: BlockCost) -> float:
-    """Seconds of a block's forward and backward, with its messages."""
-    return (block.forward or 0.0) + (block.backward or 0.0) + block.message_forward + block.message_backward
-
-
-def ideal_run(run: Run) -> Run:
-    """The run on devices and links that lose no time."""
-    device = replace(run.cluster.device, units=1, launch=0.0, dispatch=0.0)
-    cluster: Cluster = replace(
-        run.cluster, device=device, inside=_without_latency(run.cluster.inside), between=_without_latency(run.cluster.between)
-    )
-    return replace(run, cluster=cluster)
-
-
-def _without_latency(link: Link | None) -> Link | None:
-    return replace(link, latency=0.0) if link else None

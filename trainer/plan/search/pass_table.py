@@ -1,0 +1,185 @@
+"""The passes of every mesh of a space under every schedule, with lower bounds of what each costs: arrays with an element for each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import reduce
+from typing import NamedTuple
+
+import numpy as np
+
+from ...spec.run import Offload, Parallel
+from ..axes.collectives import Wire, collective_cost
+from ..costs.block_costs import BlockCosts
+from ..costs.cost_context import CostContext
+from ..costs.local_tensors import BlockSplit, block_split
+from ..layout.layout import mesh_of
+from .bounds import Bounds, Form, PassSeconds, StagedSchedule, StagedSchedules, pass_seconds, staged_schedule
+from .space import RECOMPUTES, Space, Zero
+from .split_arrays import Array, SplitOnWires, blocks_of_splits, map_fields, merged_wire
+
+AT_ONCE = 1 << 12  # passes whose bounds are read from the arrays
+ZEROS: tuple[Zero, ...] = (0, 1, 2, 3)
+
+
+class Pass(NamedTuple):
+    """One kind of pass of a mesh under one schedule: its degrees with sequence parallelism and recomputation, the sequences of a
+    micro-batch; the forms that its layers may have; the least seconds of a step and the least bytes on the first stage, beside states."""
+
+    mesh: int  # the number of the mesh
+    parallel: Parallel
+    microbatch: int
+    staged: StagedSchedule
+    forms: frozenset[Form]
+    seconds: float
+    kept: float
+
+    @property
+    def micros(self) -> int:
+        """Micro-batches of a step."""
+        return self.staged.micros
+
+
+class PassBound(NamedTuple):
+    """The least seconds and bytes of the layouts of a pass; where it stands in the table."""
+
+    row: int
+    mesh: int
+    seconds: float
+    peak: float
+
+
+class PassColumns(NamedTuple):
+    """The passes of all meshes, without their schedules."""
+
+    mesh: Array
+    sequence: Array
+    recompute: Array  # its number in RECOMPUTES
+    microbatch: Array
+    split: Array  # its number among those with the same sequence parallelism
+    schedule: Array  # the number of the first schedule
+    schedules: Array  # how many there are
+
+
+class PassTable:
+    """All passes of a space."""
+
+    def __init__(self, space: Space, context: CostContext, bounds: Bounds) -> None:
+        self.space, self.context, self.bounds = space, context, bounds
+        self.meshes = list(space.meshes())
+        self.forms: dict[frozenset[Form], list[Zero]] = {}  # that layers may have, and at which ZeRO stages
+        for zero in ZEROS:
+            self.forms.setdefault(bounds.forms(zero), []).append(zero)
+        self._staged: list[StagedSchedule] = []
+        self._splits: tuple[list[SplitOnWires], list[SplitOnWires]] = ([], [])  # without sequence parallelism and with it
+        self._wires = [context.wires(mesh_of(parallel, context.world)) for parallel in self.meshes]
+        self._passes = self._every_pass()
+        self._parallel: dict[tuple[int, bool, int], Parallel] = {}
+        counts = self._passes.schedules
+        self._pass = np.repeat(np.arange(len(counts)), counts)  # of each row
+        self._schedule = np.arange(len(self._pass)) + np.repeat(self._passes.schedule - np.cumsum(counts) + counts, counts)
+        self._rows = len(self._pass)
+        self._seconds, self._kept = self._least_costs()
+
+    def ordered(self, offload: Offload, capacity: float, *, by_seconds: bool, timed: bool) -> Iterator[PassBound]:
+        """Yield the bounds of the passes that may fit into `capacity` bytes with states offloaded at most so, those with the least bounds first."""
+        if not self._rows:
+            return
+        tp, pp, ep = (np.array([getattr(each, name) for each in self.meshes]) for name in ("tp", "pp", "ep"))
+        fixed = np.stack([self.bounds.fixed_bytes(tp, pp, ep, max(zeros), offload) for zeros in self.forms.values()])
+        mesh = self._passes.mesh[self._pass]
+        peak = (self._kept + fixed[:, mesh]).ravel()
+        seconds = self._seconds.ravel()
+        fits = np.flatnonzero(peak <= capacity)
+        order = fits[np.argsort((seconds if by_seconds else peak)[fits], kind="stable")]
+        meshes = mesh[order % self._rows]
+        least = seconds[order] if timed else np.full(len(order), np.inf)
+        for start in range(0, len(order), AT_ONCE):
+            some = slice(start, start + AT_ONCE)
+            yield from map(PassBound, *[column[some].tolist() for column in (order, meshes, least, peak[order])])
+
+    def pass_of(self, bound: PassBound) -> Pass:
+        """The pass that has a bound."""
+        number, row = divmod(bound.row, self._rows)
+        forms, seconds, kept = list(self.forms)[number], bound.seconds, float(self._kept[number, row])
+        at, passes = self._pass[row], self._passes
+        mesh, sequence, recompute = int(passes.mesh[at]), bool(passes.sequence[at]), int(passes.recompute[at])
+        parallel = self._parallel.get((mesh, sequence, recompute))
+        if parallel is None:
+            parallel = replace(self.meshes[mesh], sequence=sequence, recompute=RECOMPUTES[recompute])
+            self._parallel[mesh, sequence, recompute] = parallel
+        return Pass(mesh, parallel, int(passes.microbatch[at]), self._staged[self._schedule[row]], forms, seconds, kept)
+
+    def _every_pass(self) -> PassColumns:
+        numbers: tuple[dict[tuple[object, ...], int], dict[tuple[object, ...], int]] = ({}, {})
+        splits: dict[tuple[object, ...], BlockSplit] = {}
+        staged: dict[tuple[int, int], tuple[int, int]] = {}
+        shapes: dict[object, int] = {}
+        rows: list[tuple[int, ...]] = []
+        for mesh, (parallel, wires) in enumerate(zip(self.meshes, self._wires, strict=True)):
+            assert parallel.dp != "auto"
+            place = (parallel.tp, parallel.cp, parallel.ep, *[wire.in_node for wire in wires.axes.values()])
+            for microbatch, sequence, recompute in self.space.passes(parallel):
+                known = numbers[sequence]
+                split = known.get((place, microbatch))
+                if split is None:
+                    split = known[place, microbatch] = len(known)
+                    if (place, sequence) not in splits:
+                        splits[place, sequence] = block_split(replace(parallel, sequence=sequence), 1, "torch", fused=False)
+                    self._splits[sequence].append(SplitOnWires(splits[place, sequence], wires, microbatch))
+                micros = self.space.run.train.batch // (parallel.dp * microbatch)
+                found = staged.get((parallel.pp, micros))
+                if found is None:
+                    found = staged[parallel.pp, micros] = self._stage(parallel, microbatch, micros, shapes)
+                rows.append((mesh, sequence, RECOMPUTES.index(recompute), microbatch, split, *found))
+        return PassColumns(*np.array(rows, dtype=int).reshape(-1, len(PassColumns._fields)).T)
+
+    def _stage(self, parallel: Parallel, microbatch: int, micros: int, shapes: dict[object, int]) -> tuple[int, int]:
+        """(number of the first schedule of a mesh with so many micro-batches, how many there are)."""
+        first = len(self._staged)
+        choices = self.space.pipelines(parallel, microbatch)
+        self._staged += [staged_schedule(self.context, parallel, each, micros, shapes) for each in choices]
+        return first, len(choices)
+
+    def _least_costs(self) -> tuple[Array, Array]:
+        """(least seconds of a step, least bytes on the first stage) of each row in each set of forms, beside states."""
+        if not self._rows:
+            return np.zeros((len(self.forms), 0)), np.zeros((len(self.forms), 0))
+        places = self._places()[self._pass]
+        schedules = StagedSchedules(self._staged).take(self._schedule)
+        costs: dict[Form, tuple[Array, Array]] = {}
+        for form in {form for forms in self.forms for form in forms}:
+            blocks = self._blocks(form)
+            hop = self._hop_seconds(blocks)[self._pass]
+            each = PassSeconds(*[np.broadcast_to(column, np.shape(blocks.stream))[places] for column in pass_seconds(blocks)])
+            seconds = self.bounds.step_seconds(schedules, each, hop)
+            costs[form] = seconds, self.bounds.activation_bytes(schedules, map_fields(lambda column: column[places], [blocks]))
+        least = [[reduce(np.minimum, [costs[form][at] for form in forms]) for forms in self.forms] for at in (0, 1)]
+        return np.stack(least[0]), np.stack(least[1])
+
+    def _places(self) -> Array:
+        """The place of each pass in the arrays of `_blocks`."""
+        passes, (plain, split) = self._passes, map(len, self._splits)
+        many = np.where(passes.sequence, split, plain)
+        return passes.sequence * len(RECOMPUTES) * plain + passes.recompute * many + passes.split
+
+    def _blocks(self, form: Form) -> BlockCosts:
+        """The costs of all splits under each recomputation."""
+        activations, fused = form
+        parts = [blocks_of_splits(self.context, rows, activations, RECOMPUTES, fused=fused) for rows in self._splits if rows]
+        return map_fields(lambda *each: np.concatenate(each), parts)
+
+    def _hop_seconds(self, blocks: BlockCosts) -> Array:
+        """Exposed seconds of a micro-batch's messages into and out of one part of a stage, of each pass."""
+        passes, run = self._passes, self.space.run
+        stream = blocks.stream[self._places()]
+        if run.parallel.overlap.pipeline:
+            return np.zeros(len(stream))
+        tp = np.array([each.tp for each in self.meshes])[passes.mesh]
+        scattered = run.parallel.scatter and passes.sequence == 0
+        payload = np.where(scattered, -(-stream // tp), stream)
+        pair = merged_wire([wires.pair for wires in self._wires])
+        size, in_node, rate, hop = (each[passes.mesh] for each in (pair.size, pair.in_node, pair.rate, pair.hop))
+        _, seconds = collective_cost("send", payload, Wire(size, in_node, rate, hop))
+        return 2 * seconds
