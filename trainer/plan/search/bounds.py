@@ -114,7 +114,7 @@ class StagedSchedule(NamedTuple):
     fill: float
     filled: float
     may_be_simulated: bool
-    shape: int  # a number: schedules with the same one have equal states
+    shape: int  # a number: under schedules with the same one the first stage has equal states
 
 
 class StagedSchedules:
@@ -199,5 +199,7 @@ def staged_schedule(
         fill=schedule.fill(choice.chunks) if has_closed_form else 0.0,
         filled=schedule.filled_by_weights(stages, micros) if has_closed_form else 0.0,
         may_be_simulated=is_uneven,
-        shape=shapes.setdefault((partition.kinds, partition.is_folded, schedule.flushes or micros), len(shapes)),
+        shape=shapes.setdefault(
+            (partition.kinds[partition.kind_of_stage[0]], partition.is_folded, schedule.flushes or micros), len(shapes)
+        ),
     )

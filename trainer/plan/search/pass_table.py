@@ -68,9 +68,9 @@ class PassTable:
     def __init__(self, space: Space, context: CostContext, bounds: Bounds) -> None:
         self.space, self.context, self.bounds = space, context, bounds
         self.meshes = list(space.meshes())
-        self.forms: dict[frozenset[Form], list[Zero]] = {}  # that layers may have, and at which ZeRO stages
+        self.forms: dict[frozenset[Form], set[Zero]] = {}  # that layers may have, and at which ZeRO stages
         for zero in ZEROS:
-            self.forms.setdefault(bounds.forms(zero), []).append(zero)
+            self.forms.setdefault(bounds.forms(zero), set()).add(zero)
         self._staged: list[StagedSchedule] = []
         self._splits: tuple[list[SplitOnWires], list[SplitOnWires]] = ([], [])  # without sequence parallelism and with it
         self._wires = [context.wires(mesh_of(parallel, context.world)) for parallel in self.meshes]

@@ -131,7 +131,7 @@ class LayoutSearch:
             found = states.engines[key] = [self.space.engines(each.parallel, row.state, choice) for row in states.rows]
         return found
 
-    def _search_pass(self, each: Pass, states: MeshStates, zeros: list[Zero]) -> None:
+    def _search_pass(self, each: Pass, states: MeshStates, zeros: set[Zero]) -> None:
         """Cost the layouts of a pass at some ZeRO stages."""
         mesh = mesh_key(each.parallel)
         most = self.capacity + 1
@@ -150,8 +150,7 @@ class LayoutSearch:
     def _least_states_of(self, each: Pass, states: MeshStates, state: StateChoice, engine: str | None) -> LeastStates:
         """What the states of a layout cost at least, whatever its passes are."""
         parallel = states.parallel
-        whole = each._replace(parallel=replace(parallel, recompute=each.parallel.recompute))
-        layout = self._layout(whole, state, engine)[1]
+        layout = self._layout(each._replace(parallel=parallel), state, engine)[1]
         blocks = self.context.block_costs(block_split(parallel, 1, layout.form, fused=layout.fused), layout.wires)
         return least_states(self.context, layout, blocks)
 
