@@ -18,6 +18,7 @@ from ..costs.passes_bytes import passes_bytes
 from ..engines import ENGINES
 from ..layout.layout import LayerPartition, StageKind
 from ..layout.run_schedule import schedule_of
+from ..part_seconds import MOST_PASSES
 from ..run_layout import activation_form, stage_partition
 from .space import ScheduleChoice, Zero
 from .split_arrays import Array
@@ -56,7 +57,8 @@ class Bounds:
         ) * (1 - ROUNDING)
 
     def step_seconds(self, schedules: StagedSchedules, blocks: PassSeconds, hop: Array) -> Array:
-        """The least seconds of a step under schedules, without the states; `hop`: seconds of a micro-batch's messages between two parts."""
+        """The least seconds of a step under schedules, without the states: in a row those on an engine whose uneven steps have a closed
+        form, in another those on one whose uneven steps are simulated. `hop`: seconds of a micro-batch's messages between two parts."""
         return schedules.least_seconds(blocks, hop) * (1 + self.context.tail) + self.context.step_overhead
 
     def activation_bytes(self, schedules: StagedSchedules, blocks: BlockCosts) -> Array:
@@ -74,8 +76,10 @@ class PassSeconds(NamedTuple):
     head: Array
     layer_weights: Array  # of backward, weights' gradients
     ends_weights: Array
+    head_weights: Array
     layer_forward: Array
     embedding_forward: Array
+    head_forward: Array
 
 
 def pass_seconds(blocks: BlockCosts) -> PassSeconds:
@@ -87,8 +91,10 @@ def pass_seconds(blocks: BlockCosts) -> PassSeconds:
         head=_block_seconds(head),
         layer_weights=layer.weight_gradients,
         ends_weights=embedding.weight_gradients + head.weight_gradients,
+        head_weights=head.weight_gradients,
         layer_forward=_known(layer.forward) + layer.message_forward,
         embedding_forward=_known(embedding.forward) + embedding.message_forward,
+        head_forward=_known(head.forward) + head.message_forward,
     )
 
 
@@ -103,8 +109,8 @@ def _known(seconds: Array) -> Array:
 
 class StagedSchedule(NamedTuple):
     """A schedule of a mesh with so many micro-batches: the layers of its stages, the micro-batches that the first one holds at once; the
-    shares of the other stages' seconds that a step waits, and of their weights' gradients that fill the wait; whether it may be simulated.
-    """
+    shares of the other stages' seconds that a step waits, and of their weights' gradients that fill the wait; on which engines a step is
+    simulated."""
 
     choice: ScheduleChoice
     partition: LayerPartition
@@ -113,7 +119,9 @@ class StagedSchedule(NamedTuple):
     in_flight: float
     fill: float
     filled: float
-    may_be_simulated: bool
+    simulated: bool  # on every engine
+    simulated_if_uneven: bool  # on engines that simulate uneven steps
+    splits_backward: bool
     shape: int  # a number: under schedules with the same one the first stage has equal states
 
 
@@ -131,11 +139,22 @@ class StagedSchedules:
         self.last_kind = _kinds([each.kinds[each.kind_of_stage[-1]] for each in partitions])
         self.fewest = np.array([min([kind.layers for kind in each.kinds]) for each in partitions])
         self.layers = partitions[0].starts[-1]
+        self.stages = np.array([len(each.counts) for each in partitions])
         self.before_last = np.array([each.starts[len(each.counts) - 1] for each in partitions])  # layers
-        self.micros, self.parts, self.in_flight, self.fill, self.filled, self.may_be_simulated = (
-            np.array([getattr(row, name) for row in rows])
-            for name in ("micros", "parts", "in_flight", "fill", "filled", "may_be_simulated")
+        own = [each.parts[:: len(each.parts) - 1 if each.is_folded else len(each.counts)] for each in partitions]  # of the first stage
+        self.own_parts = np.array([len(each) for each in own])
+        self.own_first = np.array([each[0] for each in own])  # layers
+        self.own_others = np.array([max(each[1:], default=0) for each in own])
+        behind = [each.is_folded or (len(each.parts) - 1) // len(each.counts) * len(each.counts) for each in partitions]
+        self.behind = np.array(
+            [0 if each.is_folded else self.layers - each.starts[at + 1] for each, at in zip(partitions, behind, strict=True)]
         )
+        self.is_folded = np.array([each.is_folded for each in partitions])
+        self.micros, self.parts, self.in_flight, self.fill, self.filled, self.splits_backward = (
+            np.array([getattr(row, name) for row in rows]) for name in ("micros", "parts", "in_flight", "fill", "filled", "splits_backward")
+        )
+        self.simulated = np.array([row.simulated for row in rows])
+        self.simulated_if_uneven = np.array([row.simulated or (row.simulated_if_uneven and len(row.partition.counts) > 1) for row in rows])
 
     def take(self, at: Array) -> StagedSchedules:
         """The schedules at these places."""
@@ -145,9 +164,8 @@ class StagedSchedules:
         return found
 
     def least_seconds(self, each: PassSeconds, hop: Array) -> Array:
-        """Return a lower bound of the seconds of a step's forwards and backwards. With a closed form it is the plan's own count; where the
-        plan simulates, the last stage starts after the forwards of the parts before it. `hop`: seconds of a micro-batch's messages
-        between two parts."""
+        """Return lower bounds of the seconds of a step's forwards and backwards, as `Bounds.step_seconds`: the plan's closed form, and
+        `_least_simulated` where a step is simulated. `hop`: seconds of a micro-batch's messages between two parts."""
         sends = hop * self.parts
 
         def total(kind: StageKind) -> Array:
@@ -161,9 +179,20 @@ class StagedSchedules:
         weights = (self.layers - self.fewest) * each.layer_weights + each.ends_weights
         least = self.micros * busiest
         wait = larger(0.0, self.fill * others - self.filled * weights)
-        started = self.micros * total(self.last_kind) + self.before_last * each.layer_forward + each.embedding_forward
-        simulated = np.minimum(least + wait, larger(least, started))
-        return np.where(self.may_be_simulated, simulated, least + wait) * (1 - ROUNDING)
+        simulated = larger(least, self._least_simulated(each, hop, total(self.first_kind), total(self.last_kind)))
+        every = [np.where(here, simulated, least + wait) for here in (self.simulated, self.simulated_if_uneven)]
+        return np.stack(every) * (1 - ROUNDING)
+
+    def _least_simulated(self, each: PassSeconds, hop: Array, first: Array, last: Array) -> Array:
+        """As `least_wait` (part_seconds.py) bounds the step in which the first and the last stage compute so many seconds a micro-batch."""
+        started = self.before_last * each.layer_forward + each.embedding_forward + (self.stages - 1) * hop / 2
+        forwards = self.layers * each.layer_forward + each.embedding_forward + each.head_forward
+        backwards = self.behind * (each.layer - each.layer_forward - self.splits_backward * each.layer_weights)
+        backwards += (1 - self.is_folded) * (each.head - each.head_forward - self.splits_backward * each.head_weights)
+        others = self.own_others * each.layer_forward + self.is_folded * each.head_forward
+        longest = larger(self.own_first * each.layer_forward + each.embedding_forward, others)
+        idle = forwards + backwards - self.in_flight * longest * self.own_parts
+        return larger(self.micros * last + started, self.micros * first + idle)
 
 
 def _kinds(rows: Sequence[StageKind]) -> StageKind:
@@ -187,7 +216,6 @@ def staged_schedule(
     """A schedule of a mesh's stages; `shapes` numbers what decides the states of stages."""
     changed = replace(parallel, schedule=choice.schedule, chunks=choice.chunks)
     schedule, stages = schedule_of(changed), parallel.pp
-    is_uneven = schedule.folded or schedule.splits_backward
     partition = stage_partition(context, changed)
     has_closed_form = stages > 1 and not schedule.simulated and not parallel.stages
     return StagedSchedule(
@@ -198,7 +226,9 @@ def staged_schedule(
         in_flight=schedule.in_flight(0, stages, micros, choice.chunks) if stages > 1 else 1.0,
         fill=schedule.fill(choice.chunks) if has_closed_form else 0.0,
         filled=schedule.filled_by_weights(stages, micros) if has_closed_form else 0.0,
-        may_be_simulated=is_uneven,
+        simulated=schedule.flushes and (schedule.simulated or bool(parallel.stages)),
+        simulated_if_uneven=(schedule.folded or schedule.splits_backward) and len(partition.parts) * micros <= MOST_PASSES,
+        splits_backward=schedule.splits_backward,
         shape=shapes.setdefault(
             (partition.kinds[partition.kind_of_stage[0]], partition.is_folded, schedule.flushes or micros), len(shapes)
         ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import reduce
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -25,14 +26,15 @@ ZEROS: tuple[Zero, ...] = (0, 1, 2, 3)
 
 class Pass(NamedTuple):
     """One kind of pass of a mesh under one schedule: its degrees with sequence parallelism and recomputation, the sequences of a
-    micro-batch; the forms that its layers may have; the least seconds of a step and the least bytes on the first stage, beside states."""
+    micro-batch; the forms that its layers may have; the least seconds of a step, on engines whose uneven steps have a closed form and on
+    those that simulate them, and the least bytes on the first stage, beside states."""
 
     mesh: int  # the number of the mesh
     parallel: Parallel
     microbatch: int
     staged: StagedSchedule
     forms: frozenset[Form]
-    seconds: float
+    seconds: tuple[float, float]
     kept: float
 
     @property
@@ -83,18 +85,18 @@ class PassTable:
         self._seconds, self._kept = self._least_costs()
 
     def ordered(self, offload: Offload, capacity: float, *, by_seconds: bool, timed: bool) -> Iterator[PassBound]:
-        """Yield the bounds of the passes that may fit into `capacity` bytes with states offloaded at most so, those with the least bounds first."""
+        """Yield the bounds of passes that may fit into `capacity` bytes with states offloaded at most so, the least bounds first."""
         if not self._rows:
             return
         tp, pp, ep = (np.array([getattr(each, name) for each in self.meshes]) for name in ("tp", "pp", "ep"))
         fixed = np.stack([self.bounds.fixed_bytes(tp, pp, ep, max(zeros), offload) for zeros in self.forms.values()])
         mesh = self._passes.mesh[self._pass]
         peak = (self._kept + fixed[:, mesh]).ravel()
-        seconds = self._seconds.ravel()
+        seconds = self._seconds.min(axis=1).ravel()
         fits = np.flatnonzero(peak <= capacity)
         order = fits[np.argsort((seconds if by_seconds else peak)[fits], kind="stable")]
         meshes = mesh[order % self._rows]
-        least = seconds[order] if timed else np.full(len(order), np.inf)
+        least = seconds[order] if timed else np.full(len(order), inf)
         for start in range(0, len(order), AT_ONCE):
             some = slice(start, start + AT_ONCE)
             yield from map(PassBound, *[column[some].tolist() for column in (order, meshes, least, peak[order])])
@@ -102,14 +104,15 @@ class PassTable:
     def pass_of(self, bound: PassBound) -> Pass:
         """The pass that has a bound."""
         number, row = divmod(bound.row, self._rows)
-        forms, seconds, kept = list(self.forms)[number], bound.seconds, float(self._kept[number, row])
+        forms, kept = list(self.forms)[number], float(self._kept[number, row])
+        closed, simulated = self._seconds[number, :, row].tolist() if bound.seconds < inf else (inf, inf)
         at, passes = self._pass[row], self._passes
         mesh, sequence, recompute = int(passes.mesh[at]), bool(passes.sequence[at]), int(passes.recompute[at])
         parallel = self._parallel.get((mesh, sequence, recompute))
         if parallel is None:
             parallel = replace(self.meshes[mesh], sequence=sequence, recompute=RECOMPUTES[recompute])
             self._parallel[mesh, sequence, recompute] = parallel
-        return Pass(mesh, parallel, int(passes.microbatch[at]), self._staged[self._schedule[row]], forms, seconds, kept)
+        return Pass(mesh, parallel, int(passes.microbatch[at]), self._staged[self._schedule[row]], forms, (closed, simulated), kept)
 
     def _every_pass(self) -> PassColumns:
         numbers: tuple[dict[tuple[object, ...], int], dict[tuple[object, ...], int]] = ({}, {})
@@ -143,9 +146,9 @@ class PassTable:
         return first, len(choices)
 
     def _least_costs(self) -> tuple[Array, Array]:
-        """(least seconds of a step, least bytes on the first stage) of each row in each set of forms, beside states."""
+        """(least seconds of a step as `Pass` has them, least bytes on the first stage) of each row in each set of forms, beside states."""
         if not self._rows:
-            return np.zeros((len(self.forms), 0)), np.zeros((len(self.forms), 0))
+            return np.zeros((len(self.forms), 2, 0)), np.zeros((len(self.forms), 0))
         places = self._places()[self._pass]
         schedules = StagedSchedules(self._staged).take(self._schedule)
         costs: dict[Form, tuple[Array, Array]] = {}

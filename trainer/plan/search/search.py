@@ -11,7 +11,7 @@ from ...spec.run import Offload, Parallel
 from ..costs.block_costs import BlockCosts
 from ..costs.cost_context import CostContext
 from ..costs.local_tensors import block_split
-from ..engines import ENGINES
+from ..engines import ENGINES, cost_model
 from ..layout.layout import Layout, mesh_of
 from ..layout_cost import has_times, layout_blocks, peak_bytes, stage_costs, step_seconds
 from ..run_layout import layout_on
@@ -135,8 +135,8 @@ class LayoutSearch:
         """Cost the layouts of a pass at some ZeRO stages."""
         mesh = mesh_key(each.parallel)
         most = self.capacity + 1
-        if not self.best.may_enter(mesh, each.seconds, 0):
-            most = min(most, self.front.least_peak(each.seconds))
+        if not self.best.may_enter(mesh, min(each.seconds), 0):
+            most = min(most, self.front.least_peak(min(each.seconds)))
         for row, engines in zip(states.rows, self._engines_of(each, states), strict=True):
             if row.fixed + each.kept < most and row.state.zero in zeros:
                 for engine in engines:
@@ -144,8 +144,9 @@ class LayoutSearch:
                     least = self._least_states.get(key)
                     if least is None:
                         least = self._least_states[key] = self._least_states_of(each, states, row.state, engine)
-                    if self._may_matter(mesh, each.seconds + least.seconds(each.micros), least.bytes(each.kept)):
-                        self._cost(each, row.state, engine, least)
+                    seconds = each.seconds[cost_model(engine).simulates_uneven] + least.seconds(each.micros)
+                    if self._may_matter(mesh, seconds, least.bytes(each.kept)):
+                        self._cost(each, row.state, engine, seconds)
 
     def _least_states_of(self, each: Pass, states: MeshStates, state: StateChoice, engine: str | None) -> LeastStates:
         """What the states of a layout cost at least, whatever its passes are."""
@@ -154,14 +155,14 @@ class LayoutSearch:
         blocks = self.context.block_costs(block_split(parallel, 1, layout.form, fused=layout.fused), layout.wires)
         return least_states(self.context, layout, blocks)
 
-    def _cost(self, each: Pass, state: StateChoice, engine: str | None, least: LeastStates) -> None:
-        """Cost one layout, as far as its figures may matter: its bytes, a bound of its seconds, its seconds."""
+    def _cost(self, each: Pass, state: StateChoice, engine: str | None, seconds: float) -> None:
+        """Cost one layout with at least these seconds, as far as its figures may matter: its bytes, a bound of its seconds, its seconds."""
         candidate, layout = self._layout(each, state, engine)
         blocks = layout_blocks(self.context, layout)
         kinds = stage_costs(self.context, layout, blocks)
         self.costed += 1
         peak, _ = peak_bytes(layout, kinds)
-        if self._may_matter(mesh_key(each.parallel), each.seconds + least.seconds(each.micros), peak):
+        if self._may_matter(mesh_key(each.parallel), seconds, peak):
             self._add(candidate, layout, blocks, kinds, peak)
 
     def _layout(self, each: Pass, state: StateChoice, engine: str | None) -> tuple[Candidate, Layout]:
