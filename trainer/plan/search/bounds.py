@@ -62,10 +62,14 @@ class Bounds:
         return schedules.least_seconds(blocks, hop) * (1 + self.context.tail) + self.context.step_overhead
 
     def activation_bytes(self, schedules: StagedSchedules, blocks: BlockCosts) -> Array:
-        """The least bytes that passes hold on the first stage, beside states."""
-        kind = schedules.first_kind
+        """The least bytes that passes hold, beside states: in a row those on the first stage, in another those on the last."""
+        stages = ((schedules.first_kind, schedules.in_flight), (schedules.last_kind, schedules.in_flight_of_last))
+        return np.stack([self._stage_activation_bytes(kind, in_flight, blocks) for kind, in_flight in stages]) * (1 - ROUNDING)
+
+    def _stage_activation_bytes(self, kind: StageKind, in_flight: Array, blocks: BlockCosts) -> Array:
         temporary = passes_bytes(self.context, blocks, kind) if self.runnable else 0
-        return (kind.layers * blocks.layer.saved * schedules.in_flight + blocks.head.logits * kind.last + temporary) * (1 - ROUNDING)
+        ends = (blocks.embedding.saved - blocks.saved_once) * kind.first * in_flight + (blocks.head.logits + blocks.head.saved) * kind.last
+        return kind.layers * blocks.layer.saved * in_flight + ends + temporary
 
 
 class PassSeconds(NamedTuple):
@@ -108,7 +112,7 @@ def _known(seconds: Array) -> Array:
 
 
 class StagedSchedule(NamedTuple):
-    """A schedule of a mesh with so many micro-batches: the layers of its stages, the micro-batches that the first one holds at once; the
+    """A schedule of a mesh with so many micro-batches: the layers of its stages, the micro-batches that the first and the last hold at once; the
     shares of the other stages' seconds that a step waits, and of their weights' gradients that fill the wait; on which engines a step is
     simulated."""
 
@@ -117,12 +121,13 @@ class StagedSchedule(NamedTuple):
     micros: int
     parts: int  # of a stage
     in_flight: float
+    in_flight_of_last: float
     fill: float
     filled: float
     simulated: bool  # on every engine
     simulated_if_uneven: bool  # on engines that simulate uneven steps
     splits_backward: bool
-    shape: int  # a number: under schedules with the same one the first stage has equal states
+    shape: int  # a number: under schedules with the same one the first and the last stage have equal states
 
 
 class StagedSchedules:
@@ -150,8 +155,9 @@ class StagedSchedules:
             [0 if each.is_folded else self.layers - each.starts[at + 1] for each, at in zip(partitions, behind, strict=True)]
         )
         self.is_folded = np.array([each.is_folded for each in partitions])
-        self.micros, self.parts, self.in_flight, self.fill, self.filled, self.splits_backward = (
-            np.array([getattr(row, name) for row in rows]) for name in ("micros", "parts", "in_flight", "fill", "filled", "splits_backward")
+        self.micros, self.parts, self.in_flight, self.in_flight_of_last, self.fill, self.filled, self.splits_backward = (
+            np.array([getattr(row, name) for row in rows])
+            for name in ("micros", "parts", "in_flight", "in_flight_of_last", "fill", "filled", "splits_backward")
         )
         self.simulated = np.array([row.simulated for row in rows])
         self.simulated_if_uneven = np.array([row.simulated or (row.simulated_if_uneven and len(row.partition.counts) > 1) for row in rows])
@@ -224,12 +230,14 @@ def staged_schedule(
         micros=micros,
         parts=schedule.parts(choice.chunks) if stages > 1 else 0,
         in_flight=schedule.in_flight(0, stages, micros, choice.chunks) if stages > 1 else 1.0,
+        in_flight_of_last=schedule.in_flight(stages - 1, stages, micros, choice.chunks) if stages > 1 else 1.0,
         fill=schedule.fill(choice.chunks) if has_closed_form else 0.0,
         filled=schedule.filled_by_weights(stages, micros) if has_closed_form else 0.0,
         simulated=schedule.flushes and (schedule.simulated or bool(parallel.stages)),
         simulated_if_uneven=(schedule.folded or schedule.splits_backward) and len(partition.parts) * micros <= MOST_PASSES,
         splits_backward=schedule.splits_backward,
         shape=shapes.setdefault(
-            (partition.kinds[partition.kind_of_stage[0]], partition.is_folded, schedule.flushes or micros), len(shapes)
+            (*[partition.kinds[partition.kind_of_stage[at]] for at in (0, -1)], schedule.flushes or micros, partition.is_folded),
+            len(shapes),
         ),
     )

@@ -8,20 +8,30 @@ from typing import NamedTuple
 from ..axes.dp import GradientSync
 from ..costs.block_costs import BlockCosts
 from ..costs.cost_context import CostContext
-from ..costs.cost_model import StageElements
+from ..costs.cost_model import StageElements, StateBytes
 from ..layout.layout import Layout, StageKind
 from ..stage_cost import data_traffic, held_states
 from .bounds import ROUNDING
 
 
-class LeastStates(NamedTuple):
-    """The least costs of a layout's states: bytes on a rank of the first stage, held all the time, beside activations in the passes, and
-    in the optimizer's step; exposed seconds of the data axis, of the tensor axis's sums and of the optimizer, once a step and for each
-    micro-batch."""
+class StageStates(NamedTuple):
+    """Bytes of a stage's states: held all the time, beside activations in the passes, and in the optimizer's step."""
 
     fixed: int
     passes: int
     step: int
+
+    def bytes(self, kept: float) -> float:
+        """The least bytes beside activations of `kept` bytes."""
+        return self.fixed + max(kept + self.passes, self.step)
+
+
+class LeastStates(NamedTuple):
+    """The least costs of a layout's states: bytes on a rank of the first and of the last stage; exposed seconds of the data axis, of the
+    tensor axis's sums and of the optimizer, once a step and for each micro-batch."""
+
+    first: StageStates
+    last: StageStates
     once: float
     each: float
 
@@ -29,27 +39,32 @@ class LeastStates(NamedTuple):
         """The least seconds of a step with so many micro-batches."""
         return self.once + micros * self.each
 
-    def bytes(self, kept: float) -> float:
-        """The least bytes beside activations of `kept` bytes."""
-        return self.fixed + max(kept + self.passes, self.step)
+    def bytes(self, kept: tuple[float, float]) -> float:
+        """The least bytes beside activations of `kept` bytes on the first and on the last stage."""
+        return max(self.first.bytes(kept[0]), self.last.bytes(kept[1]))
 
 
 def least_states(context: CostContext, layout: Layout, blocks: BlockCosts) -> LeastStates:
-    """Return lower bounds of what the first stage's states cost. Messages that computation can hide are taken as hidden. Those of a layout
-    of one micro-batch hold for passes of one, those of a layout of several for passes of several."""
-    kind, sync = layout.partition.kinds[layout.partition.kind_of_stage[0]], layout.gradient_sync
+    """Return lower bounds of what the states of the first and the last stage cost. Messages that computation can hide are taken as hidden.
+    Those of a layout of one micro-batch hold for passes of one, those of a layout of several for passes of several."""
+    partition, sync = layout.partition, layout.gradient_sync
+    kind, last = (partition.kinds[partition.kind_of_stage[at]] for at in (0, -1))
     held, states, sums, step = held_states(context, layout, blocks, kind)
     sent = _exposed_seconds(context, layout, kind, held, sync)
     each = 0.0
     if sync.micros == layout.micros:  # messages of each micro-batch, if there are such
         each = (sent - _exposed_seconds(context, layout, kind, held, sync._replace(micros=0))) / layout.micros
     return LeastStates(
-        fixed=states.weights + states.gradients + states.optimizer + states.buffers + context.device_context,
-        passes=states.passes,
-        step=states.step,
+        first=_stage_states(context, states),
+        last=_stage_states(context, held_states(context, layout, blocks, last).bytes),
         once=(step + sums + sent - layout.micros * each) * (1 - ROUNDING),
         each=each * (1 - ROUNDING),
     )
+
+
+def _stage_states(context: CostContext, states: StateBytes) -> StageStates:
+    fixed = states.weights + states.gradients + states.optimizer + states.buffers + context.device_context
+    return StageStates(fixed, states.passes, states.step)
 
 
 def _exposed_seconds(context: CostContext, layout: Layout, kind: StageKind, held: StageElements, sync: GradientSync) -> float:

@@ -27,7 +27,7 @@ ZEROS: tuple[Zero, ...] = (0, 1, 2, 3)
 class Pass(NamedTuple):
     """One kind of pass of a mesh under one schedule: its degrees with sequence parallelism and recomputation, the sequences of a
     micro-batch; the forms that its layers may have; the least seconds of a step, on engines whose uneven steps have a closed form and on
-    those that simulate them, and the least bytes on the first stage, beside states."""
+    those that simulate them, and the least bytes on the first and on the last stage, beside states."""
 
     mesh: int  # the number of the mesh
     parallel: Parallel
@@ -35,7 +35,7 @@ class Pass(NamedTuple):
     staged: StagedSchedule
     forms: frozenset[Form]
     seconds: tuple[float, float]
-    kept: float
+    kept: tuple[float, float]
 
     @property
     def micros(self) -> int:
@@ -91,7 +91,7 @@ class PassTable:
         tp, pp, ep = (np.array([getattr(each, name) for each in self.meshes]) for name in ("tp", "pp", "ep"))
         fixed = np.stack([self.bounds.fixed_bytes(tp, pp, ep, max(zeros), offload) for zeros in self.forms.values()])
         mesh = self._passes.mesh[self._pass]
-        peak = (self._kept + fixed[:, mesh]).ravel()
+        peak = (self._kept.max(axis=1) + fixed[:, mesh]).ravel()
         seconds = self._seconds.min(axis=1).ravel()
         fits = np.flatnonzero(peak <= capacity)
         order = fits[np.argsort((seconds if by_seconds else peak)[fits], kind="stable")]
@@ -104,7 +104,8 @@ class PassTable:
     def pass_of(self, bound: PassBound) -> Pass:
         """The pass that has a bound."""
         number, row = divmod(bound.row, self._rows)
-        forms, kept = list(self.forms)[number], float(self._kept[number, row])
+        forms = list(self.forms)[number]
+        first, last = self._kept[number, :, row].tolist()
         closed, simulated = self._seconds[number, :, row].tolist() if bound.seconds < inf else (inf, inf)
         at, passes = self._pass[row], self._passes
         mesh, sequence, recompute = int(passes.mesh[at]), bool(passes.sequence[at]), int(passes.recompute[at])
@@ -112,7 +113,9 @@ class PassTable:
         if parallel is None:
             parallel = replace(self.meshes[mesh], sequence=sequence, recompute=RECOMPUTES[recompute])
             self._parallel[mesh, sequence, recompute] = parallel
-        return Pass(mesh, parallel, int(passes.microbatch[at]), self._staged[self._schedule[row]], forms, (closed, simulated), kept)
+        return Pass(
+            mesh, parallel, int(passes.microbatch[at]), self._staged[self._schedule[row]], forms, (closed, simulated), (first, last)
+        )
 
     def _every_pass(self) -> PassColumns:
         numbers: tuple[dict[tuple[object, ...], int], dict[tuple[object, ...], int]] = ({}, {})
@@ -146,9 +149,9 @@ class PassTable:
         return first, len(choices)
 
     def _least_costs(self) -> tuple[Array, Array]:
-        """(least seconds of a step as `Pass` has them, least bytes on the first stage) of each row in each set of forms, beside states."""
+        """(least seconds of a step, least bytes) of each row in each set of forms, beside states, as `Pass` has them."""
         if not self._rows:
-            return np.zeros((len(self.forms), 2, 0)), np.zeros((len(self.forms), 0))
+            return np.zeros((len(self.forms), 2, 0)), np.zeros((len(self.forms), 2, 0))
         places = self._places()[self._pass]
         schedules = StagedSchedules(self._staged).take(self._schedule)
         costs: dict[Form, tuple[Array, Array]] = {}

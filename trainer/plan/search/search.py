@@ -138,7 +138,7 @@ class LayoutSearch:
         if not self.best.may_enter(mesh, min(each.seconds), 0):
             most = min(most, self.front.least_peak(min(each.seconds)))
         for row, engines in zip(states.rows, self._engines_of(each, states), strict=True):
-            if row.fixed + each.kept < most and row.state.zero in zeros:
+            if row.fixed + max(each.kept) < most and row.state.zero in zeros:
                 for engine in engines:
                     key = (states.place, each.micros > 1, row.number, engine, each.staged.shape)
                     least = self._least_states.get(key)
