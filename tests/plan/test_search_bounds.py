@@ -1,19 +1,22 @@
-"""The bounds by which a search discards layouts are no more than what a layout costs."""
+"""The bounds by which a search discards layouts are no more than what a layout costs; costs over arrays equal those of each split."""
 
-from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
 from distrain.tests.plan.test_search import CASES, run_of
-from distrain.trainer.plan.engines import ENGINES
-from distrain.trainer.plan.layout_cost import LayoutCost, has_times, layout_cost
-from distrain.trainer.plan.run_layout import layout_on
-from distrain.trainer.plan.search.bounds import pass_seconds
+from distrain.trainer.plan.axes.axis import ActivationForm
+from distrain.trainer.plan.costs.block_costs import BlockCost
+from distrain.trainer.plan.costs.cost_context import CostContext
+from distrain.trainer.plan.costs.local_tensors import block_split
+from distrain.trainer.plan.layout.layout import mesh_of
+from distrain.trainer.plan.layout_cost import has_times, layout_cost
 from distrain.trainer.plan.search.least_states import LeastStates
-from distrain.trainer.plan.search.search import Allowance, LayoutSearch, Pass
-from distrain.trainer.plan.search.space import Space, StateChoice
-from distrain.trainer.spec.run import Parallel, Run
+from distrain.trainer.plan.search.pass_table import Pass
+from distrain.trainer.plan.search.search import LayoutSearch, MeshStates
+from distrain.trainer.plan.search.space import RECOMPUTES, Space, StateChoice, Zero
+from distrain.trainer.plan.search.split_arrays import SplitOnWires, blocks_of_splits
+from distrain.trainer.spec.run import Run
 
 FACTORS = {"gpt": 4, "llama": 8, "moe": 4}  # of the batch, so that pipelines have more micro-batches than stages
 
@@ -26,73 +29,77 @@ def larger(name: str) -> Run:
     return replace(run, cluster=cluster, model=model, train=replace(run.train, batch=run.train.batch * FACTORS[name]))
 
 
-def costed(search: LayoutSearch, each: Pass, states: list[StateChoice]) -> Iterator[tuple[StateChoice, Allowance, LayoutCost, bool]]:
-    """(states, what the bounds allow, cost, whether its seconds are known) of every layout of a pass."""
-    for state in states:
-        for allowed in search.allowances(each, search.bounds.forms(state.zero), timed=True, fixed=0.0):
-            for engine in search.space.engines(each.parallel, state, allowed.staged.choice):
-                assert engine
-                parallel = search.space.layout(each.parallel, state, allowed.staged.choice)
-                layout = layout_on(ENGINES[engine], search.context, parallel, each.microbatch)
-                yield state, allowed, layout_cost(search.context, layout), has_times(search.context, layout)
-
-
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize(("form", "fused"), [("torch", False), ("torch", True), ("compiled", True), ("megatron", True)])
 @pytest.mark.parametrize("name", CASES)
-def test_no_layout_costs_less_than_its_bounds(name: str) -> None:
-    search, seen = LayoutSearch(Space(larger(name)), rows=1), 0
-    search.capacity = 1 << 60
-    for mesh in search.space.meshes():
-        states = [each for each in search.space.states(mesh) if not each.offload.parameters][::2]
-        for each in search.passes(mesh):
-            for state, allowed, cost, is_timed in costed(search, each, states):
-                seen += 1
-                fixed = search.bounds.fixed_bytes(mesh, state.zero, state.offload)
-                assert fixed + search.least_kept(each) <= cost.peak
-                assert fixed + allowed.kept <= cost.peak
-                if is_timed and cost.seconds:
-                    assert search.bounds.seconds(each.parallel) <= cost.seconds.step
-                    assert allowed.seconds <= cost.seconds.step
-                    assert search.bounds.pass_seconds(mesh.pp, each.micros, pass_seconds(cost.blocks)) <= cost.seconds.step
-    assert seen > 500
+def test_blocks_over_arrays_cost_what_each_split_does(name: str, form: ActivationForm, fused: bool, sequence: bool) -> None:
+    run = larger(name)
+    context, space = CostContext(replace(run, cluster=replace(run.cluster, nodes=4))), Space(run)
+    meshes = [replace(mesh, sequence=sequence) for mesh in space.meshes() if mesh.tp > 1 or not sequence]
+    keys = [(mesh, microbatch) for mesh in meshes for microbatch in space.microbatches(mesh)]
+    wires = [context.wires(mesh_of(mesh, context.world)) for mesh, _ in keys]
+    rows = [SplitOnWires(block_split(mesh, 1, "torch", fused=False), each, many) for (mesh, many), each in zip(keys, wires, strict=True)]
+    found = blocks_of_splits(context, rows, form, RECOMPUTES, fused=fused)
+    for at, recompute in enumerate(RECOMPUTES):
+        for number, ((mesh, microbatch), each) in list(enumerate(zip(keys, wires, strict=True), at * len(rows)))[::3]:
+            own = context.block_costs(block_split(replace(mesh, recompute=recompute), microbatch, form, fused=fused), each)
+            assert [getattr(found, field)[number] for field in ("tied", "stream", "saved_once")] == [own.tied, own.stream, own.saved_once]
+            for block in ("embedding", "layer", "head"):
+                for field in fields(BlockCost):
+                    if field.name != "messages":
+                        value = getattr(getattr(found, block), field.name)[number]
+                        assert value == pytest.approx(getattr(getattr(own, block), field.name), rel=1e-12), (block, field.name, mesh)
+
+
+class EveryLayout(LayoutSearch):
+    """A search that discards nothing: it holds the bounds of every fifth layout against its cost, and the bounds of its states against
+    those of its own mesh."""
+
+    seen = held = shared = 0
+    current: MeshStates
+
+    def _may_matter(self, mesh: tuple[int, int, int, int], seconds: float, peak: float) -> bool:
+        return True
+
+    def _search_pass(self, each: Pass, states: MeshStates, zeros: set[Zero]) -> None:
+        self.current = states
+        super()._search_pass(each, states, zeros)
+
+    def _least_states_of(self, each: Pass, states: MeshStates, state: StateChoice, engine: str | None) -> LeastStates:
+        self.shared -= 1
+        return super()._least_states_of(each, states, state, engine)
+
+    def _cost(self, each: Pass, state: StateChoice, engine: str | None, seconds: float) -> None:
+        self.seen += 1
+        self.shared += 1  # less one for each bound: the layouts that another one's bound is held against
+        if self.seen % 5:
+            return
+        self.held += 1
+        layout = self._layout(each, state, engine)[1]
+        cost = layout_cost(self.context, layout)
+        row = next(row for row in self.current.rows if row.state == state)
+        least = self._least_states[self.current.place, each.micros > 1, row.number, engine, each.staged.shape]
+        own = super()._least_states_of(each, self.current, state, engine)
+        assert _figures(least) == pytest.approx(_figures(own), rel=1e-9, abs=1e-12)
+        assert least.bytes(each.kept) <= cost.peak
+        assert row.fixed + max(each.kept) <= cost.peak
+        if has_times(self.context, layout) and cost.seconds:
+            assert seconds <= cost.seconds.step
+
+
+def _figures(states: LeastStates) -> tuple[float, ...]:
+    return (*states.first, *states.last, states.once, states.each)
 
 
 @pytest.mark.parametrize("runnable", [True, False])
 @pytest.mark.parametrize("name", CASES)
-def test_no_layout_costs_less_than_the_bounds_of_its_states(name: str, runnable: bool) -> None:
+def test_no_layout_costs_less_than_its_bounds(name: str, runnable: bool) -> None:
     """Bounds of states are kept over meshes and passes, so each one is held against layouts of others than its own."""
     run = larger(name)
     if name == "gpt":  # on several nodes, so that ZeRO shards over some of the ranks in several ways
         run = replace(run, cluster=replace(run.cluster, nodes=4), model=replace(run.model, layers=4))
-    search = StatesOfEveryLayout(Space(run, runnable=runnable), rows=1)
+    search = EveryLayout(Space(run, runnable=runnable), rows=1)
     search.capacity = 1 << 60
     search.run_all()
     assert search.held > 500
     assert search.shared > search.held // 4
-
-
-class StatesOfEveryLayout(LayoutSearch):
-    """A search that discards nothing, and holds the bounds of states against the cost of every third layout, and against
-    those of its own mesh."""
-
-    seen = held = shared = 0
-
-    def _may_matter(self, parallel: Parallel, seconds: float, peak: float) -> bool:
-        return True
-
-    def _least_states_of(self, each: Pass, state: StateChoice, allowed: Allowance, engine: str | None) -> LeastStates:
-        self.shared -= 1
-        return super()._least_states_of(each, state, allowed, engine)
-
-    def _cost(self, each: Pass, state: StateChoice, allowed: Allowance, engine: str | None, least: LeastStates) -> None:
-        self.seen += 1
-        self.shared += 1  # less one for each bound: the layouts that another one's bound is held against
-        if self.seen % 3:
-            return
-        self.held += 1
-        layout = self._layout(each, state, allowed, engine)[1]
-        cost = layout_cost(self.context, layout)
-        own = super()._least_states_of(each, state, allowed, engine)
-        assert tuple(least) == pytest.approx(tuple(own), rel=1e-9, abs=1e-12)
-        assert least.bytes(allowed.kept) <= cost.peak
-        if has_times(self.context, layout) and cost.seconds:
-            assert allowed.seconds + least.seconds(each.micros) <= cost.seconds.step
