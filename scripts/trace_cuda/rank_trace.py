@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ...trainer.loop.build import DTYPES, build_stages, compile_layers
+from ...trainer.loop.build import DTYPES, build_parts, compile_layers
 from ...trainer.loop.data.samples.batches import Batch
 from ...trainer.loop.model_inputs import model_inputs
 from ...trainer.parallel.ledger import Ledger
@@ -65,7 +65,7 @@ def trace_rank(run: Run, rank: int) -> RankTrace:
         grid = stack.enter_context(fake_grid(run, rank))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(gpu_kernels(run.train.microbatch * run.train.seq // run.parallel.cp * run.model.top_k))
-        return _Passes(run, grid, [stage.module for stage in build_stages(run, grid)]).trace()
+        return _Passes(run, grid, [part.module for part in build_parts(run, grid)]).trace()
 
 
 def trace_compiled_bytes(run: Run, rank: int) -> int:
@@ -80,7 +80,7 @@ def trace_compiled_bytes(run: Run, rank: int) -> int:
         stack.enter_context(patch.object(torch._functorch.config, "bundled_autograd_cache", False))  # it can't store fake tensors
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(gpu_kernels(run.train.microbatch * run.train.seq // run.parallel.cp * run.model.top_k, compiled=True))
-        parts = [stage.module for stage in build_stages(run, grid)]
+        parts = [part.module for part in build_parts(run, grid)]
         torch._dynamo.reset()
         for part in parts:
             compile_layers(part, "aot_eager_decomp_partition")

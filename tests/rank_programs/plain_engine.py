@@ -12,7 +12,7 @@ from torch import Tensor
 from distrain.trainer.engines.engine import Engine, ReadMicrobatch, StepResult
 from distrain.trainer.engines.held_bytes import ByteCounter
 from distrain.trainer.parallel.process_groups import Grid
-from distrain.trainer.parallel.rank_model import StageModel
+from distrain.trainer.parallel.rank_model import RankPart
 from distrain.trainer.plan.costs.block_costs import BlockCosts
 from distrain.trainer.plan.costs.cost_context import CostContext
 from distrain.trainer.plan.costs.cost_model import CostModel, StageElements, StateBytes
@@ -47,9 +47,9 @@ ROW = EngineRow(
 class PlainEngine(Engine):
     """All-reduces whole gradients and steps torch's AdamW."""
 
-    def __init__(self, run: Run, stages: Sequence[StageModel], grid: Grid) -> None:
-        super().__init__(run, stages, grid)
-        (self.module,) = (each.module for each in self.stages)
+    def __init__(self, run: Run, parts: Sequence[RankPart], grid: Grid) -> None:
+        super().__init__(run, parts, grid)
+        (self.module,) = (each.module for each in self.parts)
         optim, parameters = run.optim, list(self.module.parameters())
         groups = [
             {"params": [each for each in parameters if each.dim() > 1], "weight_decay": optim.weight_decay},

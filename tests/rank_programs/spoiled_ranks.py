@@ -69,7 +69,7 @@ def poisons(first: int = 2, last: int = 2) -> None:
     def train_step(run, setup, micro_batches, step, *rest):
         if not (first <= step <= last and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)):
             return original(run, setup, micro_batches, step, *rest)
-        parameter = next(setup.engine.stages[-1].module.parameters())
+        parameter = next(setup.engine.parts[-1].module.parameters())
         hook = parameter.register_hook(lambda gradient: gradient * float("nan"))
         result = original(run, setup, micro_batches, step, *rest)
         hook.remove()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...layers.tensor_parallel import all_reduce
 from ...parallel.process_groups import Grid
-from ...parallel.rank_model import StageModel
+from ...parallel.rank_model import RankPart
 from ...plan.deepspeed.ds_config import deepspeed_config
 from ...spec.run import Run
 from ..engine import ReadMicrobatch, StepResult
@@ -27,17 +27,17 @@ TIMED = ("data", "forward", "backward", "messages", "sums", "step")  # sums: of 
 class PipeEngine(DeepSpeedAdapter):
     """A pipeline: each rank trains one part of the model (dualpipev: two), in tensor-parallel shards."""
 
-    def __init__(self, run: Run, stages: Sequence[StageModel], grid: Grid) -> None:
-        if len(stages) > 1 and run.model.tied:
-            tie_ends(stages[0].module, stages[-1].module)
-        super().__init__(run, stages, grid)
+    def __init__(self, run: Run, parts: Sequence[RankPart], grid: Grid) -> None:
+        if len(parts) > 1 and run.model.tied:
+            tie_ends(parts[0].module, parts[-1].module)
+        super().__init__(run, parts, grid)
         self.clock = dict.fromkeys(TIMED, 0.0)
         self._finite = True  # whether the loss and gradients of the current step are finite
         ds = import_deepspeed()
         ds.init_distributed(dist.get_backend(), dist_init_required=False, verbose=False)
         from .pipeline_module import initialize_pipeline, pipeline_module
 
-        module = pipeline_module([each.module for each in self.stages], grid.position.mesh, grid.position.coordinates["pp"])
+        module = pipeline_module([each.module for each in self.parts], grid.position.mesh, grid.position.coordinates["pp"])
         if grid.group("ep"):
             from .expert_groups import mark_experts
 
@@ -69,7 +69,7 @@ class PipeEngine(DeepSpeedAdapter):
         self.clock = dict.fromkeys(TIMED, 0.0)
         # DeepSpeed averages over micro-batches and replicas; the loss is the mean over the global batch's labels.
         scale = self.micros * self.grid.size("data") / labels
-        modules: list[Any] = [each.module for each in self.stages]
+        modules: list[Any] = [each.module for each in self.parts]
         for each in modules:  # parts of a mixture add the gradient of its auxiliary loss, which does not reach the loss
             each.loss_gradient = scale / self.micros * getattr(self.stepper, "loss_scale", 1.0)
         total = self.engine.train_step(PipelineStep(micro=micro, scale=scale, count=count))
@@ -103,7 +103,7 @@ class PipeEngine(DeepSpeedAdapter):
     def _sum_tied_gradients(self) -> None:
         """Sum a tied weight's gradients of the first stage (the embedding's) and of the last (the head's): both step with the sum."""
         group = self.grid.group("ends")
-        if group is None or not self.run.model.tied or len(self.stages) > 1:
+        if group is None or not self.run.model.tied or len(self.parts) > 1:
             return
         for each in self._summed_gradients([row for row in self.parameters if row.name == "embedding.weight"]):
             all_reduce(each, group)

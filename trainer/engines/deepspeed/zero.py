@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...layers.attention import Attention
 from ...layers.feed_forward import FeedForward
 from ...parallel.process_groups import Grid
-from ...parallel.rank_model import StageModel
+from ...parallel.rank_model import RankPart
 from ...plan.axes.weight_slices import WeightShard
 from ...plan.deepspeed.ds_config import deepspeed_config
 from ...spec.run import Run
@@ -69,9 +69,9 @@ def model_parallel_unit(grid: Grid) -> ModelParallelUnit | None:
 class ZeroEngine(DeepSpeedAdapter):
     """DeepSpeed ZeRO around a whole model or its tensor-parallel shards."""
 
-    def __init__(self, run: Run, stages: Sequence[StageModel], grid: Grid) -> None:
-        super().__init__(run, stages, grid)
-        (self.module,) = (each.module for each in self.stages)
+    def __init__(self, run: Run, parts: Sequence[RankPart], grid: Grid) -> None:
+        super().__init__(run, parts, grid)
+        (self.module,) = (each.module for each in self.parts)
         ds = connect_deepspeed()
         if run.parallel.zero == 3 and grid.group("tp"):
             # The column layers of these share one gathered input and bypass the forward where ZeRO-3 would gather their weights.

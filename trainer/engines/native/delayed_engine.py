@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...parallel.process_groups import Grid
-from ...parallel.rank_model import StageModel
+from ...parallel.rank_model import RankPart
 from ...parallel.world import WAIT
 from ...plan.layout.continued_actions import flush_actions, step_actions
 from ...plan.layout.run_schedule import delay_of
@@ -44,11 +44,11 @@ class DelayedEngine(NativeEngine, PassHooks):
     micro-batches and versions are numbered from the last flush.
     """
 
-    def __init__(self, run: Run, stages: Sequence[StageModel], grid: Grid) -> None:
+    def __init__(self, run: Run, parts: Sequence[RankPart], grid: Grid) -> None:
         delay = delay_of(run.parallel)
         assert delay is not None
         self._delay, self._stage, self._stages = delay, grid.coordinate("pp"), grid.size("pp")
-        super().__init__(run, stages, grid)
+        super().__init__(run, parts, grid)
         self.late_steps = delay.steps_late(self._stages, self.micros)
         self._updates = delay.updates(self.micros)
         self.versions = WeightVersions([each for each in self.buckets if isinstance(each, WeightBucket)])

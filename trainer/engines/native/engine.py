@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ...layers.tensor_parallel import all_reduce
 from ...parallel.process_groups import Grid
-from ...parallel.rank_model import StageModel
+from ...parallel.rank_model import RankPart
 from ...plan.costs.precision import widths
 from ...plan.layout.run_schedule import schedule_of
 from ...plan.layout.schedules import SCHEDULES, Schedule
@@ -48,11 +48,11 @@ class NativeEngine(Engine):
 
     loss_scale_fields = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
-    def __init__(self, run: Run, stages: Sequence[StageModel], grid: Grid) -> None:
-        if len(stages) > 1 and run.model.tied:
-            tie_ends(stages[0].module, stages[-1].module)
+    def __init__(self, run: Run, parts: Sequence[RankPart], grid: Grid) -> None:
+        if len(parts) > 1 and run.model.tied:
+            tie_ends(parts[0].module, parts[-1].module)
         self.scale = LossScale() if run.train.precision == "fp16" else None
-        self.modules = tuple(each.module for each in stages)
+        self.modules = tuple(each.module for each in parts)
         self._types = compute_types(run)
         self._sharding = sharding = row_groups(run, grid)
         if sharding:
@@ -61,7 +61,7 @@ class NativeEngine(Engine):
             for module in self.modules:
                 shard_module(module, sharding, *self._types, grid.world.device)
                 module.compute_type = self._types[0]  # type: ignore[assignment]
-        super().__init__(run, stages, grid)
+        super().__init__(run, parts, grid)
         self.clock = dict.fromkeys(TIMED, 0.0)
         self._owned = self._distinct_parameters()
         self.reducer: BucketReducer | ShardedReducer
