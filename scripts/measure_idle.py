@@ -22,7 +22,7 @@ import msgspec
 from ..cli.config.load import load_recipe
 from ..trainer.machine.facts import measure_once
 from ..trainer.plan.layout.continued_actions import flush_actions, step_actions
-from ..trainer.plan.layout.run_schedule import schedule_of
+from ..trainer.plan.layout.schedule_of_run import schedule_of
 from ..trainer.plan.layout.simulate import simulate
 from ..trainer.plan.plan import make_plan
 from ..trainer.plan.result import Plan

@@ -7,7 +7,7 @@ from itertools import groupby
 from shlex import quote
 
 from ...trainer.plan.search.answer import Answer, FoundLayout
-from ...trainer.plan.search.scaling import SizedAnswer, best_layout, best_size, knee, tokens_per_gpu
+from ...trainer.plan.search.cluster_sizes import SizedAnswer, best_layout, best_size, knee, tokens_per_gpu
 from ...trainer.plan.search.search import SLOWEST
 from ...trainer.spec.format_numbers import (
     binary_unit,

@@ -12,7 +12,7 @@ import typer
 
 from ..pages.printing import print_error, print_output
 from .exit_status import FAILED, OK
-from .parameters import ConfigDir, recipe_and_overrides
+from .recipe_parameters import ConfigDir, recipe_and_overrides
 
 if TYPE_CHECKING:
     from ...trainer.launch.hosts.hostfile import Host

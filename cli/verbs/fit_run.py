@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from shlex import quote
 
-from ...trainer.launch import training
+from ...trainer.launch import train_run
 from ...trainer.launch.admission import check_start, start_warnings
 from ...trainer.launch.file_checks import FileChecks, epoch_warnings, prepare_files
 from ...trainer.launch.hosts.hostfile import Host
 from ...trainer.launch.hosts.ssh import SshInterrupted
-from ...trainer.launch.training import TrainingResult
+from ...trainer.launch.train_run import TrainingResult
 from ...trainer.machine import facts as machine
 from ...trainer.plan.plan import make_plan
 from ...trainer.plan.result import Plan
@@ -50,7 +50,7 @@ def fit_run(read: Callable[[], Run]) -> TrainingResult:
     if problems:
         print_problems(problems)
         return CANNOT_START
-    result = training.train_run(run, plan, hosts, print_line, print_live_line)
+    result = train_run.train_run(run, plan, hosts, print_line, print_live_line)
     if result.says:
         print_error(f"distrain: {result.says}")
     if result.status == OK:

@@ -20,7 +20,7 @@ import numpy as np
 
 from ...trainer.plan.error_bars import MEMORY, STEP, BarRule, Planned
 from . import predict as predict_module
-from .express import Case, express
+from .case_runs import Case, runs_of_case
 from .fit import Constants, folds_of, held_out, log_ratios, slopes_of, sources_of
 from .measured import peak_bytes, step_seconds
 from .predict import predict
@@ -81,7 +81,7 @@ def _memory_ratios(cases: Sequence[Case]) -> Any:
 
 def bar_inputs(case: Case) -> Planned:
     """What a case's bars depend on."""
-    run = express(case)[0].run
+    run = runs_of_case(case)[0].run
     return Planned(run, run.parallel, None, predict(case).memory_peak or 0)
 
 

@@ -27,9 +27,9 @@ from ...trainer.parallel.process_groups import Grid, make_grid
 from ...trainer.parallel.rank_model import head_shards
 from ...trainer.parallel.saved_bytes import SavedTensors, count_saved_tensors
 from ...trainer.parallel.world import World
-from ...trainer.plan.layout.run_schedule import schedule_of
+from ...trainer.plan.compare_rank_messages import MessageRow
+from ...trainer.plan.layout.schedule_of_run import schedule_of
 from ...trainer.plan.mesh_position import mesh_position
-from ...trainer.plan.message_comparison import MessageRow
 from ...trainer.spec.run import Run
 from .gpu_kernels import gpu_kernels
 from .live_bytes import LiveBytes, storage_bytes

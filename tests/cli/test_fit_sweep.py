@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 from distrain.cli.app import command
 from distrain.cli.verbs.fit_sweep import LONGEST, fit_sweep, sweep_name, sweep_runs
 from distrain.trainer.launch.hosts.shell_safe import SAFE
-from distrain.trainer.launch.training import TrainingResult
+from distrain.trainer.launch.train_run import TrainingResult
 from distrain.trainer.rundir.run_summary import run_summary
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import Run

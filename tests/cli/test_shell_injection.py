@@ -31,7 +31,7 @@ from distrain.cli.keys.keys import config_keys, takes_text
 from distrain.cli.pages.hosts_page import run_preflight_and_show
 from distrain.tests.fakes.path_commands import PDSH, PYTHON, QUIET, SBATCH, SCONTROL, SRUN, SSH, FakeCommands
 from distrain.tests.fakes.shell_text import ONCE, environments, hostile, plain, tame_but_one
-from distrain.trainer.launch.agent.token import FILE, JoinToken
+from distrain.trainer.launch.agent.join_token import FILE, JoinToken
 from distrain.trainer.launch.commands.command import RANK_VARIABLES, forwarded_variables
 from distrain.trainer.launch.hosts.hostfile import Host
 from distrain.trainer.launch.hosts.shell_safe import SAFE, SAFE_CHARACTERS, SSH_OPTIONS, require_shell_safe

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from distrain.tests.fakes.deadline import DEADLINE
-from distrain.trainer.launch.agent.token import FILE, JoinToken
+from distrain.trainer.launch.agent.join_token import FILE, JoinToken
 from distrain.trainer.launch.supervisor import registration as rendezvous
 from distrain.trainer.launch.supervisor.registration import MAX_LINE, Rendezvous
 from distrain.trainer.launch.supervisor.remote_rank import RemoteRank

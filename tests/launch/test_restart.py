@@ -24,7 +24,7 @@ from distrain.trainer.launch.restart import is_machine_failure, no_restart_reaso
 from distrain.trainer.launch.shrink import HostFaults, TooFewHosts, shrink_run
 from distrain.trainer.launch.supervisor.outcome import Fate, Outcome, RankOutcome
 from distrain.trainer.launch.supervisor.watchdog import Watchdog
-from distrain.trainer.launch.training import train_run
+from distrain.trainer.launch.train_run import train_run
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.rundir.checkpoints import seal
 from distrain.trainer.rundir.files import run_folder

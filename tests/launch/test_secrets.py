@@ -32,7 +32,7 @@ from distrain.tests.fakes.secrets import (
     secret_files_elsewhere,
     secret_variables,
 )
-from distrain.trainer.launch.agent.token import FILE, JoinToken
+from distrain.trainer.launch.agent.join_token import FILE, JoinToken
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="command lines are read in /proc")
 over_hosts = pytest.mark.skipif(bool(missing_tools()), reason=missing_tools())

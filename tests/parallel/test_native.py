@@ -24,8 +24,8 @@ from distrain.tests.fakes.deadline import DEADLINE  # noqa: E402
 from distrain.tests.fakes.one_process import reference_curve  # noqa: E402
 from distrain.trainer.layers.weight_gradients import WeightGradients, put_off_weight_gradients  # noqa: E402
 from distrain.trainer.models.build import build_model  # noqa: E402
+from distrain.trainer.plan.compare_rank_messages import compare_rank_messages  # noqa: E402
 from distrain.trainer.plan.layout.action_csv import write_action_csv  # noqa: E402
-from distrain.trainer.plan.message_comparison import compare_rank  # noqa: E402
 from distrain.trainer.plan.plan import make_plan  # noqa: E402
 from distrain.trainer.spec.run import Run  # noqa: E402
 
@@ -57,7 +57,7 @@ def check_messages(folder: Path) -> None:
     """Hold the messages that a run counted to its plan."""
     run = decode((folder / "run.json").read_bytes(), type=Run)
     rows = json.loads((folder / "ledger.json").read_text())["ranks"]
-    assert not [line for rank, each in enumerate(rows) for line in compare_rank(run, rank, each) if line.verdict == "differs"]
+    assert not [line for rank, each in enumerate(rows) for line in compare_rank_messages(run, rank, each) if line.verdict == "differs"]
 
 
 # fmt: off

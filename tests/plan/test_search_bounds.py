@@ -8,11 +8,11 @@ import pytest
 from distrain.tests.plan.test_search import CASES, run_of
 from distrain.trainer.plan.engines import ENGINES
 from distrain.trainer.plan.layout_cost import LayoutCost, has_times, layout_cost
-from distrain.trainer.plan.run_layout import layout_on
+from distrain.trainer.plan.layout_of_run import layout_on
 from distrain.trainer.plan.search.bounds import pass_seconds
-from distrain.trainer.plan.search.least_states import LeastStates
 from distrain.trainer.plan.search.search import Allowance, LayoutSearch, Pass
 from distrain.trainer.plan.search.space import Space, StateChoice
+from distrain.trainer.plan.search.state_bounds import LeastStates
 from distrain.trainer.spec.run import Parallel, Run
 
 FACTORS = {"gpt": 4, "llama": 8, "moe": 4}  # of the batch, so that pipelines have more micro-batches than stages

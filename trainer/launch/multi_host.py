@@ -30,8 +30,8 @@ from pathlib import Path
 
 from ..system import open_files
 from ..system.stop_requests import StopRequests, collect_stop_requests
+from .agent.join_token import FILE, JoinToken
 from .agent.protocol import HEARTBEAT_INTERVAL
-from .agent.token import FILE, JoinToken
 from .commands.command import Command, LaunchFile
 from .hosts.hostfile import Host
 from .hosts.ssh import SshInterrupted

@@ -16,7 +16,7 @@ from ..parallel.process_groups import Grid
 from ..parallel.rank_model import RankPart, context_parallel_of, tensor_parallel_of
 from ..plan.axes.weight_slices import WeightShard
 from ..plan.engines import ENGINES
-from ..plan.layout.run_schedule import delay_of
+from ..plan.layout.schedule_of_run import delay_of
 from ..spec.compiled_layers import has_compiled_layers
 from ..spec.run import Lora, Run
 

@@ -55,7 +55,7 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
             return True
 
         done = step + 1
-        is_last, position = done == last, setup.start.after(run, done)
+        is_last, progress = done == last, setup.start.after(run, done)
         stopping = stop_vote.vote(requested=stop.requested)
         evaluates = setup.validation is not None and not stopping and (is_last or is_due(run.train.evaluate.every, done))
         saves = is_last or stopping or is_due(run.checkpoint.every, done)
@@ -74,7 +74,7 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
 
         if saves:
             setup.channel.report_phase("save")
-            saved = save_checkpoint(run, setup, position) or saved
+            saved = save_checkpoint(run, setup, progress) or saved
         if stopping and not is_last:
             if saved < done:
                 raise SystemExit(STOPPED_UNSAVED)

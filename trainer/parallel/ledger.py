@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..plan.axes import AXES
-from ..plan.message_comparison import CONTROL, MessageRow
+from ..plan.compare_rank_messages import CONTROL, MessageRow
 from .process_groups import Grid
 
 SMALL = 8  # elements up to which a sum or a broadcast is control, unless one of our layers sends it

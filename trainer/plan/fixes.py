@@ -14,7 +14,7 @@ from .engines import engine_for
 from .engines.engine_limits import EngineLimit
 from .estimate import Estimator
 from .layout.mesh import replica_size
-from .layout.run_schedule import schedule_of
+from .layout.schedule_of_run import schedule_of
 from .result import Memory
 from .rules.broken_rule import BrokenRule
 from .rules.rules import broken_rules

@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 
 from ..plan.engines import ENGINES, engine_for
 from ..plan.engines.engine_row import EngineRow
-from ..plan.layout.run_schedule import is_file, read_lists
+from ..plan.layout.schedule_of_run import is_file, read_lists
 from ..plan.layout.schedules import SCHEDULES as SCHEDULE_ROWS
 from ..plan.layout.schedules import Schedule
 from ..spec.divisors import divisors

@@ -10,14 +10,14 @@ from typing import Literal
 from ..launch.admission import check_start
 from ..machine import facts as machine
 from ..machine.facts import CPU_RANKS_PER_CORE
-from ..plan.layout.run_schedule import is_file
+from ..plan.layout.schedule_of_run import is_file
 from ..plan.plan import make_plan
 from ..plan.rules.value_rules import folders
 from ..spec.problem import Problem
 from ..spec.regular_file import expand_home
 from ..spec.run import Checkpoint, Evaluate, Log, Run
 from ..system.cpu import cpu_count
-from .check_trials import control_trial, resume_trials
+from .control_and_resume_trials import control_trial, resume_trials
 from .layouts import (
     EACH_AXIS,
     FILE,

@@ -12,7 +12,8 @@ from time import monotonic
 from typing import Any
 
 from ..system.cpu import cpu_count
-from .check_trials import move_midway_checkpoint
+from .compare_trial_messages import compare_trial_messages, message_differences
+from .control_and_resume_trials import move_midway_checkpoint
 from .curve import Curve, read_curve
 from .executed_actions import action_difference
 from .exit_verdict import exit_verdict
@@ -30,7 +31,6 @@ from .judge import (
     with_differences,
 )
 from .locate import locate_departure, remove_reference_trace
-from .messages import compare_messages, message_differences
 from .plan_proof import Proof, without_evaluation
 from .samples import sample_problem
 from .trial import Trial, write_run_folder
@@ -206,7 +206,7 @@ class Prover:
         if "failed" in reply:
             return replace(result, verdict="failed", reason=reply["failed"])
         samples = sample_problem(result.trial, reference.trial)
-        return replace(with_differences(result, reference, reply["answer"]), messages=compare_messages(result.trial), samples=samples)
+        return replace(with_differences(result, reference, reply["answer"]), messages=compare_trial_messages(result.trial), samples=samples)
 
     def _run_job(self, trial: Trial, limit: float | None, on_message: Callable[[Mapping[str, Any]], None] = lambda _: None) -> JobResult:
         run, ranks = trial.folder / "run.json", trial.plan.world

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
-from ..plan.layout.run_schedule import delay_of
+from ..plan.layout.schedule_of_run import delay_of
 from ..spec.problem import Problem
 from ..spec.read import value_text
 from ..spec.run import Model, Optim, Run

@@ -14,7 +14,7 @@ from ...parallel.process_groups import Grid
 from ...parallel.rank_model import RankPart
 from ...parallel.world import WAIT
 from ...plan.layout.continued_actions import flush_actions, step_actions
-from ...plan.layout.run_schedule import delay_of
+from ...plan.layout.schedule_of_run import delay_of
 from ...plan.layout.schedules import Action
 from ...spec.run import Run
 from ..engine import ReadMicrobatch, StepResult

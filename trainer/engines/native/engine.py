@@ -19,7 +19,7 @@ from ...layers.tensor_parallel import all_reduce
 from ...parallel.process_groups import Grid
 from ...parallel.rank_model import RankPart
 from ...plan.costs.precision import widths
-from ...plan.layout.run_schedule import schedule_of
+from ...plan.layout.schedule_of_run import schedule_of
 from ...plan.layout.schedules import SCHEDULES, Schedule
 from ...plan.native.buckets import gradient_buckets, is_tied_over_stages
 from ...plan.native.sharded_rows import gathers_once

@@ -23,8 +23,8 @@ from pathlib import Path
 
 from ..rank.environment import reserve_port
 from . import orphans, protocol
+from .join_token import FILE, JoinToken
 from .socket_agent import AgentConfig, run_agent
-from .token import FILE, JoinToken
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 REGISTER_TIMEOUT = 30.0  # seconds for the controller to answer

@@ -24,7 +24,7 @@ from ..rank import channel
 from ..rank.environment import RankEnvironment
 from ..rank.log import SEARCHED_LINES, RankLog, open_rank_log
 from . import orphans, pipe_agent, protocol
-from .token import FILE, JoinToken
+from .join_token import FILE, JoinToken
 
 STACKS_WAIT = 1.0  # seconds for stacks to be written
 LAUNCHER_WAIT = 5.0  # seconds for the launcher to end by itself once its children have

@@ -15,11 +15,11 @@ from ..axes.collectives import collective_cost
 from ..axes.message import AxisMessage
 from ..axes.weight_slices import HeadShards
 from ..layout.mesh import Wires
+from .block_temporary_bytes import OpBytes, block_temporary_bytes, op_bytes
 from .local_tensors import BlockSplit, LocalTensors, logits_bytes
 from .op_seconds import OpSeconds, op_seconds
 from .precision import widths
 from .roofline import DeviceRates, rates
-from .temporary_bytes import OpBytes, op_bytes, temporary_bytes
 
 OVERLAP_LOSS = 0.36  # share of a hidden message's time that the computation beside it loses, inside a block
 
@@ -29,7 +29,7 @@ class BlockCost:
     """One block on one rank: parameters; bytes and seconds of a micro-batch (seconds None: the device's peak is unknown).
 
     `frozen` counts those of `dense` that are not trained. `saved` are the activations kept for backward, `recomputed` those that
-    recomputation adds while it runs, `temporary` the most that the passes hold beside `saved` (temporary_bytes.py).
+    recomputation adds while it runs, `temporary` the most that the passes hold beside `saved` (block_temporary_bytes.py).
     `replicated` counts the trained parameters that every tensor-parallel rank holds, `shared` those that several hold together.
     `weight_gradients` is the part of `backward` that computes weight gradients. `message_forward` and `message_backward` are exposed
     seconds of `messages`.
@@ -174,7 +174,7 @@ def _block_cost(costs: SplitCosts, row: OpCosts, recompute: str) -> BlockCost:
         shared=elements.shared,
         saved=saved,
         recomputed=every - saved,
-        temporary=temporary_bytes(row.bytes, repeats, stream, residual=row is costs.layer),
+        temporary=block_temporary_bytes(row.bytes, repeats, stream, residual=row is costs.layer),
         logits=row.logits,
         forward=compute.forward,
         backward=compute.backward,

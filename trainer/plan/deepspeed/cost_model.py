@@ -11,7 +11,7 @@ from ..costs.block_costs import BlockCosts
 from ..costs.control_message import ControlMessage
 from ..costs.cost_context import CostContext
 from ..costs.cost_model import CostModel, PassBytes, StageElements, StateBytes, UnplannedSize, elements_to_step
-from ..costs.passes_bytes import passes_bytes
+from ..costs.stage_temporary_bytes import stage_temporary_bytes
 from ..costs.traffic_term import TrafficTerm
 from ..layout.layout import Layout, StageKind
 from ..layout.mesh import Mesh
@@ -71,7 +71,7 @@ class DeepSpeedCosts(CostModel):
         return PassBytes(
             workspace=min(streams, 2) * blocks.stream,
             passing=streams * blocks.stream,
-            passes=passes_bytes(context, blocks, kind),
+            passes=stage_temporary_bytes(context, blocks, kind),
         )
 
     def step_seconds(self, context: CostContext, layout: Layout, held: StageElements, tensors: int) -> float:

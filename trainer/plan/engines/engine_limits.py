@@ -10,7 +10,7 @@ from ...spec.changed_run import Change, overrides
 from ...spec.compiled_layers import has_compiled_layers
 from ...spec.run import Parallel, Run
 from ..axes import AXES
-from ..layout.run_schedule import legal_schedule
+from ..layout.schedule_of_run import legal_schedule
 from ..layout.schedules import Schedule
 from .engine_row import EngineRow
 

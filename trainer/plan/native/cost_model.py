@@ -12,12 +12,12 @@ from ..costs.block_costs import BlockCosts
 from ..costs.control_message import ControlMessage, routing_messages
 from ..costs.cost_context import CostContext
 from ..costs.cost_model import CostModel, PassBytes, StageElements, StateBytes, elements_to_step, sharded_elements
-from ..costs.passes_bytes import passes_bytes
 from ..costs.precision import widths
+from ..costs.stage_temporary_bytes import stage_temporary_bytes
 from ..costs.traffic_term import TrafficTerm
 from ..layout.layout import Layout, StageKind
 from ..layout.mesh import Mesh
-from ..layout.run_schedule import delay_of
+from ..layout.schedule_of_run import delay_of
 from .buckets import gradient_buckets, sharing_ranks
 from .receives import receives_ahead
 from .sharded_rows import gathers_once, padded_elements, rows_of_size, stage_rows
@@ -86,7 +86,7 @@ class NativeCosts(CostModel):
     def pass_bytes(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> PassBytes:
         return PassBytes(
             workspace=_message_bytes(layout, blocks),
-            passes=passes_bytes(context, blocks, kind),
+            passes=stage_temporary_bytes(context, blocks, kind),
         )
 
     def _late_elements(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> int:

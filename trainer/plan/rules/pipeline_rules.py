@@ -9,7 +9,7 @@ from ...spec.divisors import divisors
 from ...spec.format_numbers import plural
 from ...spec.problem import suggest_name
 from ...spec.run import Parallel, Run
-from ..layout.run_schedule import is_file, read_lists, schedule_of
+from ..layout.schedule_of_run import is_file, read_lists, schedule_of
 from ..layout.schedules import SCHEDULES
 from .broken_rule import BrokenRule
 from .degrees import micro_batches, nearest_divisors

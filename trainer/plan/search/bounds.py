@@ -18,8 +18,8 @@ from ..costs.cost_context import CostContext
 from ..costs.local_tensors import block_split
 from ..engines import ENGINES
 from ..layout.layout import LayerPartition, mesh_of
-from ..layout.run_schedule import schedule_of
-from ..run_layout import activation_form, stage_partition
+from ..layout.schedule_of_run import schedule_of
+from ..layout_of_run import activation_form, stage_partition
 from .space import ScheduleChoice, Zero
 
 MANY = 1 << 16  # sequences of the micro-batch

@@ -12,16 +12,16 @@ from ...spec.run import Parallel
 from ..costs.block_costs import BlockCosts
 from ..costs.cost_context import CostContext
 from ..costs.local_tensors import block_split
-from ..costs.passes_bytes import passes_bytes
+from ..costs.stage_temporary_bytes import stage_temporary_bytes as passes_bytes
 from ..engines import ENGINES
 from ..layout.layout import Layout, StageKind, mesh_of
 from ..layout_cost import has_times, hop_seconds, layout_blocks, peak_bytes, stage_costs, step_seconds
-from ..run_layout import layout_on
+from ..layout_of_run import layout_on
 from ..stage_cost import StageCost
 from .bounds import ROUNDING, Bounds, Form, StagedSchedule, pass_seconds, staged_schedule
 from .front import Best, CostedLayout, Front, mesh_key
-from .least_states import LeastStates, least_states
 from .space import Candidate, ScheduleChoice, Space, StateChoice
+from .state_bounds import LeastStates, least_states
 
 SLOWEST = 1.25  # times the fastest layout's seconds: slower ones, which waste more than a fifth of the cluster, are not kept
 

@@ -30,7 +30,7 @@ def op_bytes(op: Op, local: LocalTensors, device: str) -> OpBytes:
     return OpBytes(saved_bytes(op, local), _backward_bytes(op, local, device), _forward_bytes(op, local))
 
 
-def temporary_bytes(ops: list[OpBytes], again: list[bool], stream: int, *, residual: bool) -> int:
+def block_temporary_bytes(ops: list[OpBytes], again: list[bool], stream: int, *, residual: bool) -> int:
     """The most bytes that one micro-batch's passes through a block hold beside all that its blocks save.
 
     `again`: whether backward runs each op again. `stream`: bytes of the hidden states; `residual`: the gradient of the block's result is

@@ -1,4 +1,4 @@
-"""The arguments of `distrain search`: the keys that the command line fixes, and the sizes of cluster to compare."""
+"""What a search is confined to: the keys that the command line fixes, and the sizes of cluster to compare."""
 
 from __future__ import annotations
 
