@@ -25,14 +25,14 @@ from ..pages.plan_page import verdict
 from ..pages.printing import print_error, print_line, print_live_line, print_problems
 from .exit_status import FAILED, OK
 
-CANNOT_START = TrainingResult(status=FAILED)
+NOT_STARTED = TrainingResult(status=FAILED)
 
 
 def fit_run(read: Callable[[], Run]) -> TrainingResult:
     """Train the run that `read` returns. What can't run is refused before anything is written or started."""
     ready = _check(read)
     if ready is None:
-        return CANNOT_START
+        return NOT_STARTED
     run, plan, hosts = ready
     print_line(verdict(plan))
     files = prepare_files(run, print_live_line)
@@ -49,7 +49,7 @@ def fit_run(read: Callable[[], Run]) -> TrainingResult:
             return TrainingResult(status=128 + stop.number)
     if problems:
         print_problems(problems)
-        return CANNOT_START
+        return NOT_STARTED
     result = train_run.train_run(run, plan, hosts, print_line, print_live_line)
     if result.says:
         print_error(f"distrain: {result.says}")

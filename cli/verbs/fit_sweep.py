@@ -34,7 +34,7 @@ from .exit_status import FAILED, OK
 from .fit_run import fit_run
 
 PLAIN_VALUE = re.compile(r"[A-Za-z0-9._-]+")  # values that a folder's name shows unchanged; all of these are shell-safe
-LONGEST = 150  # characters of a run's name
+LONGEST_NAME = 150  # characters of a run's name
 DIGEST_DIGITS = 8  # hexadecimal digits that distinguish values which look alike in a folder's name
 UNNAMED = ("conf", "name")  # keys whose swept values are in the runs' own names already
 
@@ -110,9 +110,9 @@ def sweep_name(name: str, swept: Sequence[str]) -> str:
     """
     parts = [_name_part(override) for override in swept if override.partition("=")[0] not in UNNAMED]
     whole = ".".join((name, *parts))
-    if len(".".join(parts)) <= LONGEST:
+    if len(".".join(parts)) <= LONGEST_NAME:
         return whole
-    return f"{name}.{'.'.join(parts)[: LONGEST - DIGEST_DIGITS]}-{_digest(whole)}"
+    return f"{name}.{'.'.join(parts)[: LONGEST_NAME - DIGEST_DIGITS]}-{_digest(whole)}"
 
 
 def short_overrides(swept: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...trainer.plan.error_bars import MEMORY, STEP, BarRule, Planned
+from ...trainer.plan.error_bars import MEMORY_BARS, STEP_BARS, BarRule, Planned
 from . import predict as predict_module
 from .case_runs import Case, runs_of_case
 from .fit import Constants, folds_of, held_out, log_ratios, slopes_of, sources_of
@@ -169,8 +169,8 @@ def by_source(data: Calibration, held: Any) -> float:
 
 
 FIGURES: tuple[tuple[str, tuple[BarRule, ...], Callable[[Sequence[Case]], Calibration], bool], ...] = (
-    ("step", STEP, of_steps, True),
-    ("memory", MEMORY, of_memory, False),
+    ("step", STEP_BARS, of_steps, True),
+    ("memory", MEMORY_BARS, of_memory, False),
 )
 
 

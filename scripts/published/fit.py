@@ -37,12 +37,12 @@ DEVICES = ("A100", "H100-80G", "H100-96G", "H200", "B200", "GB200", "B300", "GB3
 GENERATIONS = ("A", "H", "B")
 MODULES: dict[str, tuple[Any, str]] = {
     "cast": (roofline, "CAST_BYTES"),
-    "depth": (roofline, "DEPTH"),
+    "depth": (roofline, "TILE_DEPTH"),
     "grouped": (op_seconds, "GROUPED"),
     "head_dim": (op_seconds, "HEAD_DIM"),
     "overlap": (block_costs, "OVERLAP_LOSS"),
     "contention": (dp, "CONTENTION"),
-    "tail": (cost_context, "TAIL"),
+    "tail": (cost_context, "SLOWEST_RANK"),
     "step": (cost_context, "STEP_DISPATCHES"),
 }
 RATES = tuple(row.name for row in frameworks.FRAMEWORKS if row.kernels != 1.0)

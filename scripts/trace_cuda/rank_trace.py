@@ -19,7 +19,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ...trainer.loop.build import DTYPES, build_parts, compile_layers
+from ...trainer.layers.dtypes import PRECISION_DTYPES
+from ...trainer.loop.build import build_parts, compile_layers
 from ...trainer.loop.data.samples.batches import Batch
 from ...trainer.loop.model_inputs import model_inputs
 from ...trainer.parallel.ledger import Ledger
@@ -204,4 +205,4 @@ class _Passes:
         """Return what the stage before sends: hidden states [B, S, H], or this rank's part of the sequence."""
         run = self.run
         seq = run.train.seq // run.parallel.cp // (run.parallel.tp if run.parallel.sequence else 1)
-        return torch.empty(run.train.microbatch, seq, run.model.hidden, dtype=DTYPES[run.train.precision], device=CUDA)
+        return torch.empty(run.train.microbatch, seq, run.model.hidden, dtype=PRECISION_DTYPES[run.train.precision], device=CUDA)

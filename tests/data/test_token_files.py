@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from distrain.tests.fakes.small_corpus import documents, mapped_tokens, small_corpus, split_tokens
 from distrain.trainer.loop.data.files.id_width import raw_id_type
 from distrain.trainer.loop.data.samples.corpus import Split, shortage, validation_runs
-from distrain.trainer.loop.data.token_files import CODES, LLM_C, MEGATRON
+from distrain.trainer.loop.data.token_files import DTYPE_CODES, LLM_C, MEGATRON
 from distrain.trainer.spec.problem import Unreadable
 
 
@@ -22,12 +22,12 @@ def write_megatron(prefix: Path, texts: list[list[int]], code: int, sequences: i
     """Documents of so many sequences each, as Megatron's IndexedDatasetBuilder writes them."""
     pieces = [list(piece) for text in texts for piece in np.array_split(text, sequences)]
     lengths = np.array([len(piece) for piece in pieces], np.int32)
-    item = np.dtype(CODES[code]).itemsize
+    item = np.dtype(DTYPE_CODES[code]).itemsize
     offsets = (np.cumsum(lengths, dtype=np.int64) - lengths) * item
     starts = np.arange(0, len(pieces) + 1, sequences, dtype=np.int64)
     head = MEGATRON + struct.pack("<QBQQ", 1, code, len(lengths), len(starts))
     prefix.with_suffix(".idx").write_bytes(head + lengths.tobytes() + offsets.tobytes() + starts.tobytes())
-    np.concatenate(texts).astype(CODES[code]).tofile(prefix.with_suffix(".bin"))
+    np.concatenate(texts).astype(DTYPE_CODES[code]).tofile(prefix.with_suffix(".bin"))
 
 
 def test_a_nanogpt_file_is_mapped_as_it_is(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_an_llm_c_header_is_not_data(magic: int, version: int, tmp_path: Path) -
     assert documents(small_corpus(tmp_path, 300, name="tokens", path=str(tmp_path / "a.bin"))) == [list(range(300))]
 
 
-@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("code", DTYPE_CODES)
 @pytest.mark.parametrize("sequences", [1, 3])
 @pytest.mark.parametrize("suffix", ["", ".bin", ".idx"])
 def test_a_megatron_pair_knows_its_documents(code: int, sequences: int, suffix: str, tmp_path: Path) -> None:

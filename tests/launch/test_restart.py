@@ -275,7 +275,7 @@ def test_the_time_of_a_start_without_a_checkpoint_is_not_kept(tmp_path: Path) ->
     watchdog_times.save_phase_times(run, tmp_path, Watchdog(seen={"start": 9.0, "first": 2.0}), resumed=False)
     assert watchdog_times.load_watchdog(run, tmp_path).seen == {"first": 2.0}
     for spoilt in ("", "{}", '{"first": 2.0}'):
-        (tmp_path / watchdog_times.FILE).write_text(spoilt)
+        (tmp_path / watchdog_times.INTERVALS_FILE).write_text(spoilt)
         assert watchdog_times.load_watchdog(run, tmp_path).seen == {}
 
 

@@ -34,6 +34,9 @@ class StepResult:
     near_ties: int | None = None
 
 
+# What `clock` times of a step where the model is a pipeline of parts; sums: of gradients, over every axis.
+STEP_PARTS = ("data", "forward", "backward", "messages", "sums", "step")
+
 ReadShard = Callable[[WeightShard, str, int, int], Tensor]  # (shard, kind, start, length) -> flat elements of what this rank holds
 ParameterPartitioner = Callable[[nn.Parameter, WeightShard], nn.Parameter]
 ReadMicrobatch = Callable[[int], tuple[Tensor, Tensor, dict[str, Any]]]  # index -> tokens, labels, further arguments of the module

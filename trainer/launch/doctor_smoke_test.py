@@ -18,7 +18,7 @@ from ..system.run_child import capture_child
 from .rank.channel import ignore_text
 from .single_host import launch_local_ranks
 
-TOLERANCE = 1e-5  # nats a token, between float32 losses of two ranks and of one process
+LOSS_TOLERANCE = 1e-5  # nats a token, between float32 losses of two ranks and of one process
 GRACE = 2.0  # seconds that a rank has to end after the other has failed
 TIMEOUT = 120.0  # seconds that the child process may take
 
@@ -74,7 +74,7 @@ def _two_rank_check(run: Run, folder: Path, one_process: Sequence[float]) -> Che
 
 def loss_check(two_ranks: Sequence[float], one_process: Sequence[float], stage: int) -> Check:
     """Compare the losses of two ranks under a ZeRO stage with those of one process, step by step."""
-    near = len(two_ranks) == len(one_process) and all(abs(a - b) <= TOLERANCE for a, b in zip(two_ranks, one_process, strict=True))
+    near = len(two_ranks) == len(one_process) and all(abs(a - b) <= LOSS_TOLERANCE for a, b in zip(two_ranks, one_process, strict=True))
     if not near:
         says = f"the losses of 2 ranks are {_losses_text(two_ranks)}, those of one process {_losses_text(one_process)}"
         return Check("engine zero", "problem", says, "they should be equal: please report it")

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..engines.engine import Engine, ParameterPartitioner
 from ..engines.lazy_dynamo import disable_compile
+from ..layers.dtypes import PRECISION_DTYPES
 from ..models.build import build_module, copy_padded, initial_values, module_of_family
 from ..models.families import is_made_by_transformers
 from ..parallel.process_groups import Grid
@@ -19,8 +20,6 @@ from ..plan.engines import ENGINES
 from ..plan.layout.schedule_of_run import delay_of
 from ..spec.compiled_layers import has_compiled_layers
 from ..spec.run import Lora, Run
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def build_engine(run: Run, grid: Grid, name: str | None) -> Engine:
@@ -94,7 +93,7 @@ def engine_class(name: str | None, *, delayed: bool = False) -> type[Engine]:
 def _parameter(run: Run, shard: WeightShard, grid: Grid, *, tied: bool) -> nn.Parameter:
     """Allocate a weight shard on this rank's device and draw its initial values, the same in every layout."""
     device = grid.world.device
-    tensor = torch.empty(shard.size, device=device, dtype=DTYPES[run.train.precision])
+    tensor = torch.empty(shard.size, device=device, dtype=PRECISION_DTYPES[run.train.precision])
     is_drawn = not run.model.weights or Lora.owns(shard.name)  # no published weights hold LoRA's
     if is_drawn and device.type != "meta":
         values = initial_values(
@@ -111,7 +110,7 @@ def _parameter(run: Run, shard: WeightShard, grid: Grid, *, tied: bool) -> nn.Pa
 def _hf_part(run: Run, grid: Grid) -> RankPart:
     """Build transformers' own model, whole on every rank. Raises Unreadable."""
     seed = None if run.model.weights else run.train.seed
-    module = module_of_family(run.model)(run, device=grid.world.device, dtype=DTYPES[run.train.precision], seed=seed)
+    module = module_of_family(run.model)(run, device=grid.world.device, dtype=PRECISION_DTYPES[run.train.precision], seed=seed)
     return RankPart(module=module, weight_shards={name: _whole_shard(name, tuple(each.shape)) for name, each in module.named_parameters()})
 
 

@@ -16,14 +16,14 @@ from ..spec.format_numbers import size_text
 
 State = Literal["ok", "warning", "problem"]
 
-REQUIRED = ("torch", "deepspeed")
+REQUIRED_PACKAGES = ("torch", "deepspeed")
 OPTIONAL = {
     "transformers": "without it, `distrain export` checks with its own reader",
     "tokenizers": "without it, data.tokenizer can be bytes only",
 }
 COMPILERS = ("c++", "g++", "clang++")
 DISK = 1 << 30  # bytes: below it, a warning; below a hundredth of it, nothing can be saved
-MEMORY = 2 << 30  # bytes: two ranks that have imported torch and DeepSpeed take half of it
+LEAST_MEMORY = 2 << 30  # bytes: two ranks that have imported torch and DeepSpeed take half of it
 SHARED_MEMORY = 1 << 30  # bytes of /dev/shm that NCCL needs on a node of GPUs, generously
 
 
@@ -44,7 +44,7 @@ def version_checks(distrain: str) -> Iterator[Check]:
     """Check Python and the packages that are required or optional; `distrain` is the version of distrain itself."""
     yield Check("python", "ok", f"{platform.python_version()} ({sys.executable})")
     yield Check("distrain", "ok", distrain)
-    for name in REQUIRED:
+    for name in REQUIRED_PACKAGES:
         installed = _installed_version(name)
         yield Check(name, "ok", installed) if installed else Check(name, "problem", "not installed", f"pip install {name}")
     for name, without in OPTIONAL.items():
@@ -71,8 +71,8 @@ def space_checks(folder: Path) -> Iterator[Check]:
     """Check the free disk space of a folder, free memory and shared memory."""
     yield disk_check(folder, shutil.disk_usage(folder).free, writable=os.access(folder, os.W_OK))
     if free := free_memory():
-        mend = "" if free >= MEMORY else "end other programs, or set cluster=1x1"
-        yield Check("memory", "ok" if free >= MEMORY else "warning", f"{size_text(free)} free", mend)
+        mend = "" if free >= LEAST_MEMORY else "end other programs, or set cluster=1x1"
+        yield Check("memory", "ok" if free >= LEAST_MEMORY else "warning", f"{size_text(free)} free", mend)
     shared = Path("/dev/shm")
     if shared.is_dir():
         yield shared_memory_check(shutil.disk_usage(shared).free)

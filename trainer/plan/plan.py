@@ -25,8 +25,8 @@ from .save_interval import plan_saving, save_warnings
 from .traffic import busiest_traffic
 from .warnings import warnings
 
-VERSION = 1
-WEIGHT = 4  # bytes a parameter in a checkpoint: float32
+PLAN_VERSION = 1
+CHECKPOINT_WEIGHT_BYTES = 4  # bytes a parameter in a checkpoint: float32
 
 
 def make_plan(run: Run) -> Plan:
@@ -112,7 +112,7 @@ def _shared_fields(run: Run, mesh: Mesh | None) -> dict[str, Any]:
     """Return the fields that a plan has with and without a layout."""
     cluster = run.cluster
     return {
-        "version": VERSION,
+        "version": PLAN_VERSION,
         "name": run.name,
         "reading": run.reading,
         "world": cluster.nodes * cluster.gpus,
@@ -236,5 +236,5 @@ def plan_whole_run(context: CostContext, seconds: StepSeconds | None) -> WholeRu
         seconds=total,
         days=total / 86400 if total is not None else None,
         cost=gpu_hours_cost(context.run.cluster, total) if total is not None else None,
-        checkpoint_bytes=context.trained_parameters * (WEIGHT + moment_bytes(context.run.optim)),
+        checkpoint_bytes=context.trained_parameters * (CHECKPOINT_WEIGHT_BYTES + moment_bytes(context.run.optim)),
     )

@@ -20,8 +20,8 @@ from ..system.cpu import cpu_count
 from .control_and_resume_trials import control_trial, resume_trials
 from .layouts import (
     EACH_AXIS,
-    FILE,
-    NATIVE,
+    FILE_SCHEDULE,
+    NATIVE_ENGINE,
     NATIVE_LAYOUTS,
     ONE_PROCESS,
     ProveLayout,
@@ -93,7 +93,7 @@ def plan_proof(request: ProveRequest, recipe: Run, run_on: RunOn) -> Proof:
     """Plan one process and the layouts; raises Unreadable, and NothingToProve if nothing can be compared."""
     if wrong_names := list(folders(recipe, recipe.parallel, recipe.train.microbatch)):
         raise NothingToProve(Problem(rule=each.rule, says=each.says, mend=each.fix) for each in wrong_names)
-    if not is_file(recipe.parallel.schedule) and (files := [each for each in request.layouts if each.schedule == FILE]):
+    if not is_file(recipe.parallel.schedule) and (files := [each for each in request.layouts if each.schedule == FILE_SCHEDULE]):
         raise NothingToProve(_no_file(recipe, each) for each in files)
     steps, folder = request.steps or min(DEFAULT_STEPS, _recipe_steps(recipe)), f"{recipe.name}.prove"
 
@@ -162,7 +162,7 @@ def candidates(recipe: Run) -> tuple[ProveLayout, ...]:
 
 def _repeats_auto(recipe: Run, layout: ProveLayout) -> bool:
     """Whether a layout names the engine that it would have anyway."""
-    if layout.engine != NATIVE:
+    if layout.engine != NATIVE_ENGINE:
         return False
     run = run_in_layout(recipe, layout)
     return auto_is_native(run, run.parallel)

@@ -37,7 +37,7 @@ from .trial import Trial, write_run_folder
 
 PATIENCE = 60.0  # seconds that a layout has for its start and its end
 SLOWER = 10.0  # times the seconds of one process's steps that each rank of a layout has for its own
-TRACED = 5.0  # times as long again where every module is traced
+TRACING_FACTOR = 5.0  # times as long again where every module is traced
 
 Show = Callable[[str], None]
 StartServer = Callable[[Path, Mapping[str, str]], AbstractContextManager[ForkServer]]  # from its log file and its environment
@@ -178,7 +178,7 @@ class Prover:
         ):
             return ""
         self._live(f"{result.trial.layout.name}: traces where it departs")
-        limit = PATIENCE + TRACED * SLOWER * result.trial.plan.world * proof.reference.seconds
+        limit = PATIENCE + TRACING_FACTOR * SLOWER * result.trial.plan.world * proof.reference.seconds
         step = departure_step(proof.reference, result, proof.tolerance)
         figures = figure_departures(proof.reference, result, proof.tolerance)
         return locate_departure(proof.reference.trial, result.trial, step, figures, lambda trial: self._run_job(trial, limit))

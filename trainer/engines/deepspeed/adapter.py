@@ -19,7 +19,7 @@ from .zero_shards import averaged_gradients, gradient_range, stage3_range, zero_
 
 # Where the optimizers that DeepSpeed wraps around torch's keep tensors: stages 0 and 1 of bf16 with fp32 gradients, stages 1 and 2,
 # stage 3. A storage that stands in two rows belongs to the first.
-HELD: tuple[tuple[str, tuple[str, ...]], ...] = (
+STEPPER_TENSORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("weights", ("bf16_groups_flat", "bit16_groups_flat", "lp_param_buffer")),
     ("optimizer", ("fp32_groups_flat_partition", "single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")),
     ("gradients", ("fp32_groups_gradients_flat", "averaged_gradients", "all_grad_tensors", "grad_partitions_flat_buffer")),
@@ -89,7 +89,7 @@ class DeepSpeedAdapter(Engine):
 
     def _held_tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from _parameter_tensors([each.module for each in self.parts])
-        for kind, names in HELD:
+        for kind, names in STEPPER_TENSORS:
             for name in names:
                 for tensor in tensors_in(getattr(self.stepper, name, None)):
                     yield kind, tensor

@@ -13,15 +13,13 @@ from ...parallel.process_groups import Grid
 from ...parallel.rank_model import RankPart
 from ...plan.deepspeed.ds_config import deepspeed_config
 from ...spec.run import Run
-from ..engine import ReadMicrobatch, StepResult
+from ..engine import STEP_PARTS, ReadMicrobatch, StepResult
 from ..held_bytes import ByteCounter
 from ..rank_parameter import RankParameter
 from ..tied_ends import tie_ends
 from ..torch_optimizer import torch_optimizer
 from .adapter import DeepSpeedAdapter
 from .import_deepspeed import import_deepspeed
-
-TIMED = ("data", "forward", "backward", "messages", "sums", "step")  # sums: of gradients, over every axis
 
 
 class PipeEngine(DeepSpeedAdapter):
@@ -31,7 +29,7 @@ class PipeEngine(DeepSpeedAdapter):
         if len(parts) > 1 and run.model.tied:
             tie_ends(parts[0].module, parts[-1].module)
         super().__init__(run, parts, grid)
-        self.clock = dict.fromkeys(TIMED, 0.0)
+        self.clock = dict.fromkeys(STEP_PARTS, 0.0)
         self._finite = True  # whether the loss and gradients of the current step are finite
         ds = import_deepspeed()
         ds.init_distributed(dist.get_backend(), dist_init_required=False, verbose=False)
@@ -66,7 +64,7 @@ class PipeEngine(DeepSpeedAdapter):
         for group in self.stepper.param_groups:
             group["lr"] = lr
         skipped = self.skipped_steps
-        self.clock = dict.fromkeys(TIMED, 0.0)
+        self.clock = dict.fromkeys(STEP_PARTS, 0.0)
         # DeepSpeed averages over micro-batches and replicas; the loss is the mean over the global batch's labels.
         scale = self.micros * self.grid.size("data") / labels
         modules: list[Any] = [each.module for each in self.parts]

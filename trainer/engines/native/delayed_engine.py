@@ -12,14 +12,14 @@ from torch import Tensor
 
 from ...parallel.process_groups import Grid
 from ...parallel.rank_model import RankPart
-from ...parallel.world import WAIT
+from ...parallel.world import COLLECTIVE_TIMEOUT
 from ...plan.layout.continued_actions import flush_actions, step_actions
 from ...plan.layout.schedule_of_run import delay_of
 from ...plan.layout.schedules import Action
 from ...spec.run import Run
-from ..engine import ReadMicrobatch, StepResult
+from ..engine import STEP_PARTS, ReadMicrobatch, StepResult
 from ..held_bytes import ByteCounter
-from .engine import TIMED, NativeEngine
+from .engine import NativeEngine
 from .gradient_squares import counted_squares
 from .pipeline import PassHooks, ScheduledStep
 from .weight_buckets import WeightBucket
@@ -55,14 +55,14 @@ class DelayedEngine(NativeEngine, PassHooks):
         self._open: dict[int, OpenStep] = {}  # by number
         self._met: dict[int, int] = {}  # micro-batch whose backward is to come -> the version that its forward met
         self._begun = self._forwards = 0  # steps, micro-batches
-        self._all = dist.new_group(timeout=WAIT)  # results travel apart from what ranks agree on between steps
+        self._all = dist.new_group(timeout=COLLECTIVE_TIMEOUT)  # results travel apart from what ranks agree on between steps
         self._stage_group = _stage_group(grid)
         self.reducer.begin(self.micros // self._updates)
 
     def step(self, micro: ReadMicrobatch, lr: float, labels: int, count: ByteCounter | None = None) -> StepResult | None:
         """Run the forwards of a step, and the backwards and updates that they make room for. Return the result of the step that was begun
         `late_steps` before; None where there is none since the last flush."""
-        self.clock = dict.fromkeys(TIMED, 0.0)
+        self.clock = dict.fromkeys(STEP_PARTS, 0.0)
         scale, first = self._updates / labels, self._begun * self.micros
         for each in self.modules:
             each.loss_gradient = scale  # type: ignore[assignment]
@@ -165,6 +165,6 @@ def _stage_group(grid: Grid) -> dist.ProcessGroup | None:
     mesh, own = grid.position.mesh, None
     stages = [[rank for rank in range(mesh.world) if mesh.coordinates(rank)["pp"] == stage] for stage in range(mesh.pp)]
     for ranks in stages if len(stages[0]) > 1 else []:
-        group = dist.new_group(ranks, timeout=WAIT)
+        group = dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT)
         own = group if grid.world.rank in ranks else own
     return own

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...layers.dtypes import PRECISION_DTYPES
 from ...layers.tensor_parallel import all_reduce
 from ...parallel.process_groups import Grid
 from ...parallel.rank_model import RankPart
@@ -25,7 +26,7 @@ from ...plan.native.buckets import gradient_buckets, is_tied_over_stages
 from ...plan.native.sharded_rows import gathers_once
 from ...spec.run import Run
 from ..clipping import clip_divisor
-from ..engine import Engine, ParameterPartitioner, ReadMicrobatch, StepResult
+from ..engine import STEP_PARTS, Engine, ParameterPartitioner, ReadMicrobatch, StepResult
 from ..held_bytes import ByteCounter, tensors_in
 from ..rank_parameter import OptimizerShard, RankParameter, optimizer_state
 from ..tied_ends import tie_ends
@@ -38,9 +39,6 @@ from .shard_groups import RowGroups, row_groups, shard_groups
 from .sharded_weights import ShardedReducer, ShardedWeight, collect_gathered, first_element, keep_own_rows, local_rows, sharded_weights
 from .stage_messages import StageChain, StageMessages
 from .weight_buckets import MASTER_DTYPE, BucketReducer, WeightBucket
-
-TIMED = ("data", "forward", "backward", "messages", "sums", "step")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class NativeEngine(Engine):
@@ -62,7 +60,7 @@ class NativeEngine(Engine):
                 shard_module(module, sharding, *self._types, grid.world.device)
                 module.compute_type = self._types[0]  # type: ignore[assignment]
         super().__init__(run, parts, grid)
-        self.clock = dict.fromkeys(TIMED, 0.0)
+        self.clock = dict.fromkeys(STEP_PARTS, 0.0)
         self._owned = self._distinct_parameters()
         self.reducer: BucketReducer | ShardedReducer
         self.buckets: Sequence[WeightBucket | ShardedWeight]
@@ -87,7 +85,7 @@ class NativeEngine(Engine):
 
     def step(self, micro: ReadMicrobatch, lr: float, labels: int, count: ByteCounter | None = None) -> StepResult | None:
         self._set_rate(lr)
-        self.clock = dict.fromkeys(TIMED, 0.0)
+        self.clock = dict.fromkeys(STEP_PARTS, 0.0)
         scale = self.backward_scale / labels
         for each in self.modules:  # parts of a mixture add the gradient of its auxiliary loss, which does not reach the loss
             each.loss_gradient = scale  # type: ignore[assignment]
@@ -329,5 +327,5 @@ class NativeEngine(Engine):
 
 def compute_types(run: Run) -> tuple[torch.dtype, torch.dtype]:
     """Return the types that a run computes in, and sums gradients in."""
-    compute = DTYPES[run.train.precision]
+    compute = PRECISION_DTYPES[run.train.precision]
     return compute, MASTER_DTYPE if widths(run.train).gradient == MASTER_DTYPE.itemsize else compute

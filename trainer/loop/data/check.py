@@ -32,19 +32,19 @@ from .tokenize.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 Got = TypeVar("Got")
 
-TEXT = Search(
+TEXT_SEARCH = Search(
     suffixes=text_suffixes(),
     companions=("dataset_info.json", "dataset_dict.json", "state.json"),
     described=".txt, .jsonl, .json, .ndjson (or one of them as .gz or .zst), .parquet or .arrow",
     mend="name files of other kinds with a pattern: data.path='{}/**/*.md'",
 )
-PAIRS = Search(
+PAIR_SEARCH = Search(
     suffixes=line_suffixes(),
-    companions=TEXT.companions,
+    companions=TEXT_SEARCH.companions,
     described=".jsonl, .json or .ndjson (or one of them as .gz or .zst)",
     mend="name files of prompts and completions, an object a line",
 )
-TOKENS = Search(
+TOKEN_SEARCH = Search(
     suffixes=(".bin", ".npy", DATATROVE),
     companions=(".idx", *(f"{DATATROVE}.{each}" for each in ("index", "metadata", "loss"))),
     described=".bin, .npy or .ds",
@@ -133,7 +133,7 @@ def paths_of(data: Data) -> tuple[str, ...]:
 def _find_sources(data: Data, remark: Remark, problems: list[Problem]) -> list[list[DataFile]]:
     """Return the files of each source: of each path if there are weights, else of all paths; append to `problems`."""
     key = data.prompt_key if data.name == "pairs" else data.text_key
-    search = TOKENS if data.name == "tokens" else PAIRS if data.name == "pairs" else TEXT
+    search = TOKEN_SEARCH if data.name == "tokens" else PAIR_SEARCH if data.name == "pairs" else TEXT_SEARCH
     if data.name != "tokens":
         search = search._replace(accepts=lambda path: _is_text_of(path, key))
     groups = find_files(paths_of(data), search, remark, problems)

@@ -13,7 +13,7 @@ from ..axes import tp
 from .local_tensors import LocalTensors, saved_bytes
 
 LOGITS_AT_A_TIME = {"cpu": 1 << 20, "cuda": 1 << 26}  # that the loss makes float32 (trainer/layers/cross_entropy.py)
-CHUNKS, ONE_CHUNK = 3, 2  # float32 tensors of a chunk: a result and an operand, beside the softmax of the chunk before
+CHUNK_TENSORS, ONE_CHUNK_TENSORS = 3, 2  # float32 tensors of a chunk: a result and an operand, beside the softmax of the chunk before
 RANDOM_BITS = 12  # bytes an element of a dropout mask while it is drawn: three int32 tensors
 
 
@@ -74,7 +74,7 @@ def _loss_bytes(op: Op, local: LocalTensors, device: str) -> int:
         return 0
     elements, row = local.count(logits.dims), local.count(("vocab",))
     chunk = max(1, LOGITS_AT_A_TIME[device] // row) * row
-    return local.bytes(logits) + 4 * (CHUNKS * chunk if chunk < elements else ONE_CHUNK * elements)
+    return local.bytes(logits) + 4 * (CHUNK_TENSORS * chunk if chunk < elements else ONE_CHUNK_TENSORS * elements)
 
 
 def _forward_bytes(op: Op, local: LocalTensors) -> int:

@@ -11,7 +11,7 @@ from .precision import COMPUTES
 # Tiles of output that one multiprocessor computes (rows, columns) and the share of the best rate that each reaches: a smaller tile reads
 # its inputs more often.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.6))
-DEPTH = 160  # inner elements that filling and draining a tile's pipeline costs
+TILE_DEPTH = 160  # inner elements that filling and draining a tile's pipeline costs
 POINTWISE_BACKWARD = 1.5  # of forward's bytes: it reads the gradient too, three tensors for two
 CAST_BYTES = 5.4  # moved for each element that a product in fp8 or fp4 casts: read for its largest value and to be cast, written twice
 GROUPED = 0.66  # share of a product's rate that the experts' products reach, which are many small ones in one kernel
@@ -65,7 +65,7 @@ def tile_efficiency(rows: int, columns: int, inner: int, groups: int, units: int
     for tall, wide, reached in TILES:
         waves = -(-(-(-rows // tall) * -(-columns // wide) * groups) // units)
         best = max(best, reached * rows * columns * groups / (waves * units * tall * wide))
-    return best * (inner / (inner + DEPTH))
+    return best * (inner / (inner + TILE_DEPTH))
 
 
 def product_seconds(rows: int, columns: int, inner: int, groups: int, width: int, peak: float, device: DeviceRates) -> float:
