@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from math import prod
 from typing import Any, Literal, cast
 
+from ..plan.axes import AXES
 from ..plan.engines import ENGINES, engine_for
 from ..plan.engines.engine_row import EngineRow
+from ..plan.layout.mesh import replica_size
 from ..plan.layout.schedule_of_run import is_file, read_lists
 from ..plan.layout.schedules import SCHEDULES, Schedule
 from ..spec.divisors import divisors
 from ..spec.run import Parallel, Run
 from .covering import covering_rows
 
-PROVED_AXES = ("dp", "ep", "tp", "cp", "pp")
 ZERO_STAGES = (0, 1, 2, 3)
 PROVED_RECOMPUTES = ("selective", "full")
 PROVED_SCHEDULES = tuple(dict.fromkeys(name for engine in ENGINES.values() for name in engine.schedules))
@@ -58,7 +59,7 @@ class ProveLayout:
     @property
     def ranks(self) -> int:
         """The ranks of its mesh; ep counts within dp."""
-        return self.dp * self.tp * self.cp * self.pp
+        return prod(getattr(self, axis) for axis in PROVED_AXES if AXES[axis].within is None)
 
     @property
     def is_delayed(self) -> bool:
@@ -83,17 +84,16 @@ class ProveLayout:
     def choices(self) -> tuple[int | str | None, ...]:
         """Its choice of each factor; None for a factor that has no effect in it."""
         return (
-            self.dp,
-            self.ep,
-            self.tp,
-            self.cp,
-            self.pp,
+            *(getattr(self, axis) for axis in PROVED_AXES),
             self.zero,
             str(self.sequence) if self.tp > 1 else None,
             self.schedule if self.pp > 1 else None,
             str(is_native(self)),
             *(str(each) if each else None for each in (self.chunks, self.stages, self.shard, self.gather)),
         )
+
+
+PROVED_AXES = tuple(field.name for field in fields(ProveLayout) if field.name in AXES)  # in the order of a layout's name
 
 
 def is_native(layout: ProveLayout) -> bool:
@@ -116,20 +116,22 @@ NATIVE_LAYOUTS = (  # of engine native: the data axis, weight gradients apart, t
     ProveLayout(pp=2, schedule="zb_h1"),
     ProveLayout(pp=2, schedule="interleaved"),
 )
-EACH_AXIS = (ProveLayout(dp=2), ProveLayout(dp=2, ep=2), ProveLayout(tp=2), ProveLayout(cp=2), ProveLayout(pp=2))  # each axis alone
+EACH_AXIS = tuple(ProveLayout(**dict.fromkeys((AXES[axis].within or axis, axis), 2)) for axis in PROVED_AXES)  # type: ignore[arg-type]
 
 
 def all_layouts(ranks: int, *, experts: bool = False) -> Iterator[ProveLayout]:
     """Yield every layout of at most `ranks` ranks that trains the curve of one process, its degrees powers of two, smallest first; with
     `experts`, also with ep > 1. Those that another engine trains and `native` runs too are there once for each."""
     degrees = [2**power for power in range(ranks.bit_length()) if 2**power <= ranks]
-    meshes = sorted((mesh for mesh in product(degrees, repeat=4) if 1 < prod(mesh) <= ranks), key=lambda mesh: (prod(mesh), mesh))
-    for dp, tp, cp, pp in meshes:
-        expert_degrees = [each for each in degrees if each <= dp] if experts else [1]
-        stages = ZERO_STAGES if dp * cp > 1 else ZERO_STAGES[:1]
-        schedules = FLUSHING_SCHEDULES if pp > 1 else FLUSHING_SCHEDULES[:1]
-        for ep, zero, sequence, schedule in product(expert_degrees, stages, (False, True) if tp > 1 else (False,), schedules):
-            layout = ProveLayout(dp=dp, ep=ep, tp=tp, cp=cp, pp=pp, zero=zero, sequence=sequence, schedule=schedule)
+    axes = [axis for axis in PROVED_AXES if AXES[axis].within is None]
+    meshes = (mesh for mesh in product(degrees, repeat=len(axes)) if 1 < prod(mesh) <= ranks)
+    for mesh in sorted(meshes, key=lambda mesh: (prod(mesh), mesh)):
+        whole = ProveLayout(**dict(zip(axes, mesh, strict=True)))
+        expert_degrees = [each for each in degrees if each <= whole.dp] if experts else [1]
+        stages = ZERO_STAGES if whole.dp * whole.cp > 1 else ZERO_STAGES[:1]
+        schedules = FLUSHING_SCHEDULES if whole.pp > 1 else FLUSHING_SCHEDULES[:1]
+        for ep, zero, sequence, schedule in product(expert_degrees, stages, (False, True) if whole.tp > 1 else (False,), schedules):
+            layout = replace(whole, ep=ep, zero=zero, sequence=sequence, schedule=schedule)
             yield layout
             if not is_native(layout) and _runs(ENGINES[NATIVE_ENGINE], layout):
                 yield replace(layout, engine=NATIVE_ENGINE)
@@ -150,14 +152,11 @@ def _table_order(layout: ProveLayout) -> tuple[object, ...]:
 def recipe_layout(run: Run) -> ProveLayout | None:
     """A recipe's own layout as it is written, with dp=auto resolved; None where it does not fill its cluster, or is one process."""
     parallel = run.parallel
-    others, world = parallel.tp * parallel.cp * parallel.pp, run.cluster.nodes * run.cluster.gpus
-    dp = world // others if parallel.dp == "auto" else parallel.dp
+    world = run.cluster.nodes * run.cluster.gpus
+    dp = world // replica_size(parallel) if parallel.dp == "auto" else parallel.dp
+    degrees: dict[str, Any] = {axis: getattr(parallel, axis) for axis in PROVED_AXES} | {"dp": max(1, dp)}
     layout = ProveLayout(
-        dp=max(1, dp),
-        ep=parallel.ep,
-        tp=parallel.tp,
-        cp=parallel.cp,
-        pp=parallel.pp,
+        **degrees,
         zero=parallel.zero,
         sequence=parallel.sequence and parallel.tp > 1,
         **(_pipeline_choices(parallel) if parallel.pp > 1 else {}),
@@ -188,12 +187,9 @@ def run_in_layout(run: Run, layout: ProveLayout) -> Run:
     """The run in that layout, on one node with as many devices; of `parallel` it keeps only what can't change a curve, and vertical sync,
     which is a part of schedule pipedream."""
     kept = run.parallel
+    degrees: dict[str, Any] = {axis: getattr(layout, axis) for axis in PROVED_AXES}
     parallel = Parallel(
-        dp=layout.dp,
-        ep=layout.ep,
-        tp=layout.tp,
-        cp=layout.cp,
-        pp=layout.pp,
+        **degrees,
         zero=cast(Literal[0, 1, 2, 3], layout.zero),
         schedule=kept.schedule if layout.schedule == FILE_SCHEDULE else layout.schedule,
         actions=kept.actions if layout.schedule == FILE_SCHEDULE else None,

@@ -14,6 +14,7 @@ from ...spec.changed_run import Change
 from ...spec.divisors import divisors
 from ...spec.problem import suggest_name
 from ...spec.run import Parallel, Run
+from ..axes import AXES, degree_keys
 from ..costs.precision import COMPUTES
 from ..engines import ENGINES, PAPERS_NAME
 from ..layout.mesh import replica_degrees
@@ -94,9 +95,9 @@ def hugging_face_layout(run: Run, parallel: Parallel, microbatch: int) -> Iterat
     if not is_made_by_transformers(run.model):
         return
     again: Change = () if parallel.dp == "auto" else (("parallel.dp", "auto"),)
-    for axis in ("tp", "pp", "cp"):
+    for axis in degree_keys(parallel):
         degree = getattr(parallel, axis)
-        if degree > 1:
+        if axis != "dp" and AXES[axis].within is None and degree > 1:
             says = f"parallel.{axis}={degree} does not apply to family {run.model.family}, which trains with data parallelism and ZeRO only"
             yield BrokenRule("hf", says, (((f"parallel.{axis}", 1), *again),))
     if parallel.recompute != "none":
