@@ -57,16 +57,16 @@ class PlainEngine(Engine):
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
 
-    def step(self, micro: ReadMicrobatch, lr: float, labels: int, count: ByteCounter | None = None) -> StepResult:
+    def step(self, read_microbatch: ReadMicrobatch, lr: float, label_count: int, byte_counter: ByteCounter | None = None) -> StepResult:
         total = torch.zeros(())
         for index in range(self.micros):
-            tokens, targets, further = micro(index)
-            loss, _ = self.module(tokens, targets, **further)
-            (loss / labels).backward()
+            tokens, labels, further = read_microbatch(index)
+            loss, _ = self.module(tokens, labels, **further)
+            (loss / label_count).backward()
             total += loss.detach()
-        if count:
-            count.bytes["activations"] = 0
-            count.count_backward(self.held_bytes())
+        if byte_counter:
+            byte_counter.bytes["activations"] = 0
+            byte_counter.count_backward(self.held_bytes())
         gradients = [each.grad for each in self.module.parameters() if each.grad is not None]
         for tensor in (total, *gradients):
             dist.all_reduce(tensor)
@@ -76,7 +76,7 @@ class PlainEngine(Engine):
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return StepResult(loss=total.item() / labels, grad_norm=float(norm), skipped=False)
+        return StepResult(loss=total.item() / label_count, grad_norm=float(norm), skipped=False)
 
     def evaluate(self, tokens: Tensor, labels: Tensor, **further: Any) -> tuple[Tensor, Tensor]:
         with torch.no_grad():

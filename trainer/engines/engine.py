@@ -72,11 +72,14 @@ class Engine(ABC):
         return None
 
     @abstractmethod
-    def step(self, micro: ReadMicrobatch, lr: float, labels: int, count: ByteCounter | None = None) -> StepResult | None:
-        """Take one optimizer step over all micro-batches; `labels` is how many labels of the global batch count. Return its result, or
-        that of the step `late_steps` before; None where there is none.
+    def step(
+        self, read_microbatch: ReadMicrobatch, lr: float, label_count: int, byte_counter: ByteCounter | None = None
+    ) -> StepResult | None:
+        """Take one optimizer step over this replica's micro-batches, at a learning rate of `lr`. Return its result, or that of the step
+        `late_steps` before; None where there is none.
 
-        `count` counts the bytes that the first micro-batch makes this rank hold.
+        `label_count` is how many labels of the global batch count. `byte_counter` counts the bytes that the first micro-batch makes this
+        rank hold.
         """
 
     @abstractmethod

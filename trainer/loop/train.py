@@ -17,7 +17,7 @@ from .evaluate import evaluate
 from .failure import AllRanksFailed
 from .instrumentation import Instruments
 from .metrics import finite_or_none, step_row
-from .model_inputs import label_count, model_inputs
+from .model_inputs import count_labels, model_inputs
 from .step_results import StepResults
 from .training_setup import TrainingSetup
 
@@ -49,8 +49,8 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
         setup.channel.report_step(step)
         lr = learning_rate(run.optim, step, last)
         results.begin(step + 1, lr)
-        with instruments.measure(step) as count:
-            result = train_step(run, setup, micro_batches, step, lr, count)
+        with instruments.measure(step) as byte_counter:
+            result = train_step(run, setup, micro_batches, step, lr, byte_counter)
         if instruments.ends_run(step):
             return True
 
@@ -106,16 +106,16 @@ def read_micro_batches(run: Run, setup: TrainingSetup, first: int, last: int) ->
 
 
 def train_step(
-    run: Run, setup: TrainingSetup, micro_batches: Iterator[Batch], step: int, lr: float, count: ByteCounter | None
+    run: Run, setup: TrainingSetup, micro_batches: Iterator[Batch], step: int, lr: float, byte_counter: ByteCounter | None
 ) -> StepResult | None:
     """Run forward and backward on this rank's micro-batches of a step, then the optimizer; all ranks call this together. Return its result,
     or that of an earlier step where the engine gives them late."""
-    labels = run.train.batch * run.train.seq
+    label_count = run.train.batch * run.train.seq
     if setup.batches.corpus.ignores_labels:  # read the whole step to know how many labels count
         batches = [next(micro_batches) for _ in range(setup.engine.micros)]
-        labels = label_count(batches, setup.grid, setup.host)
+        label_count = count_labels(batches, setup.grid, setup.host)
         micro_batches = iter(batches)
-    return setup.engine.step(lambda _: model_inputs(run, next(micro_batches), setup.grid, step), lr, labels, count)
+    return setup.engine.step(lambda _: model_inputs(run, next(micro_batches), setup.grid, step), lr, label_count, byte_counter)
 
 
 def is_due(every: int, done: int) -> bool:

@@ -58,7 +58,7 @@ class PipeEngine(DeepSpeedAdapter):
         peak: float = self.engine.peak_in_flight
         return peak
 
-    def step(self, micro: ReadMicrobatch, lr: float, labels: int, count: ByteCounter | None = None) -> StepResult:
+    def step(self, read_microbatch: ReadMicrobatch, lr: float, label_count: int, byte_counter: ByteCounter | None = None) -> StepResult:
         from .pipeline_module import PipelineStep
 
         for group in self.stepper.param_groups:
@@ -66,17 +66,17 @@ class PipeEngine(DeepSpeedAdapter):
         skipped = self.skipped_steps
         self.clock = dict.fromkeys(STEP_PARTS, 0.0)
         # DeepSpeed averages over micro-batches and replicas; the loss is the mean over the global batch's labels.
-        scale = self.micros * self.grid.size("data") / labels
+        scale = self.micros * self.grid.size("data") / label_count
         modules: list[Any] = [each.module for each in self.parts]
         for each in modules:  # parts of a mixture add the gradient of its auxiliary loss, which does not reach the loss
             each.loss_gradient = scale / self.micros * getattr(self.stepper, "loss_scale", 1.0)
-        total = self.engine.train_step(PipelineStep(micro=micro, scale=scale, count=count))
+        total = self.engine.train_step(PipelineStep(read_microbatch=read_microbatch, scale=scale, byte_counter=byte_counter))
         if self.grid.coordinate("tp"):  # all ranks of a tensor-parallel group compute the same loss
             total.zero_()
         dist.all_reduce(total)
         norm = self.engine.get_global_grad_norm() if self.engine.norm is None else self.engine.norm
         return StepResult(
-            loss=total.item() / labels,
+            loss=total.item() / label_count,
             grad_norm=float(norm),
             skipped=self.skipped_steps > skipped,
             near_ties=self._near_ties(),
@@ -87,13 +87,13 @@ class PipeEngine(DeepSpeedAdapter):
         the others, so that sums over all ranks are right and one micro-batch can follow another through the stages."""
         from .pipeline_module import PipelineStep
 
-        sums: tuple[Tensor, Tensor] = self.engine.evaluate_microbatch(PipelineStep(micro=lambda index: (tokens, labels, further)))
+        sums: tuple[Tensor, Tensor] = self.engine.evaluate_microbatch(PipelineStep(read_microbatch=lambda index: (tokens, labels, further)))
         return sums
 
     def _sum_gradients(self) -> None:
         """Sum gradients over all axes but the data axis, once a step, after the last backward pass."""
-        if count := self.engine.current.count:
-            count.count_backward(self.held_bytes())
+        if counter := self.engine.current.byte_counter:
+            counter.count_backward(self.held_bytes())
         self._sum_over_tensor_axis()
         self._sum_tied_gradients()
         self._finite = self._is_finite(self.engine.total)

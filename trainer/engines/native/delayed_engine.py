@@ -28,10 +28,10 @@ from .weight_versions import WeightVersions
 
 @dataclass(kw_only=True)
 class OpenStep:
-    """A step whose result has not come: its rate, its labels, the squares of its updates' gradients on this rank, its sums under way."""
+    """A step whose result has not come: its rate, how many labels count, the squares of its updates' gradients on this rank, its sums."""
 
     lr: float
-    labels: int
+    label_count: int
     squares: Tensor
     sums: Tensor | None = None
     work: Any = None
@@ -59,26 +59,32 @@ class DelayedEngine(NativeEngine, PassHooks):
         self._stage_group = _stage_group(grid)
         self.reducer.begin(self.micros // self._updates)
 
-    def step(self, micro: ReadMicrobatch, lr: float, labels: int, count: ByteCounter | None = None) -> StepResult | None:
+    def step(
+        self, read_microbatch: ReadMicrobatch, lr: float, label_count: int, byte_counter: ByteCounter | None = None
+    ) -> StepResult | None:
         """Run the forwards of a step, and the backwards and updates that they make room for. Return the result of the step that was begun
         `late_steps` before; None where there is none since the last flush."""
         self.clock = dict.fromkeys(STEP_PARTS, 0.0)
-        scale, first = self._updates / labels, self._begun * self.micros
+        scale, first = self._updates / label_count, self._begun * self.micros
         for each in self.modules:
             each.loss_gradient = scale  # type: ignore[assignment]
         squares = torch.zeros((), dtype=torch.float64, device=self.grid.world.device)
-        self._open[self._begun] = OpenStep(lr=lr, labels=labels, squares=squares)
+        self._open[self._begun] = OpenStep(lr=lr, label_count=label_count, squares=squares)
         self._begun += 1
         actions = [step_actions(stage, self._stages, first, first + self.micros) for stage in range(self._stages)]
-        self.pipeline.train(ScheduledStep(actions=actions, micro=micro, scale=scale, count=count, first=first, flushes=False))
-        if count:
-            count.count_backward(self.held_bytes())
+        self.pipeline.train(
+            ScheduledStep(
+                actions=actions, read_microbatch=read_microbatch, scale=scale, byte_counter=byte_counter, first=first, flushes=False
+            )
+        )
+        if byte_counter:
+            byte_counter.count_backward(self.held_bytes())
         return self._finish_oldest() if len(self._open) > self.late_steps else None
 
     def flush(self) -> list[StepResult]:
         """Run the backwards and updates that are left. Return the results that have not come. The newest weights are shown."""
         actions = [flush_actions(stage, self._stages, self._begun * self.micros) for stage in range(self._stages)]
-        self.pipeline.train(ScheduledStep(actions=actions, micro=_no_micro_batch, scale=0.0))
+        self.pipeline.train(ScheduledStep(actions=actions, read_microbatch=_no_micro_batch, scale=0.0))
         results = [self._finish_oldest() for _ in list(self._open)]
         self.versions.restart()
         self._begun = self._forwards = 0
@@ -146,7 +152,7 @@ class DelayedEngine(NativeEngine, PassHooks):
         skipped = not (square < torch.inf and abs(loss) < torch.inf)  # nan is neither
         self.skipped_steps += skipped
         norm = square**0.5 if square == square else square
-        return StepResult(loss=loss / step.labels, grad_norm=norm, skipped=skipped, near_ties=int(near_ties[0]) if near_ties else None)
+        return StepResult(loss=loss / step.label_count, grad_norm=norm, skipped=skipped, near_ties=int(near_ties[0]) if near_ties else None)
 
     def _pass_hooks(self) -> PassHooks:
         return self

@@ -83,21 +83,25 @@ class NativeEngine(Engine):
         """The most micro-batches whose activations this rank held at once in the last step."""
         return self.pipeline.peak_in_flight
 
-    def step(self, micro: ReadMicrobatch, lr: float, labels: int, count: ByteCounter | None = None) -> StepResult | None:
+    def step(
+        self, read_microbatch: ReadMicrobatch, lr: float, label_count: int, byte_counter: ByteCounter | None = None
+    ) -> StepResult | None:
         self._set_rate(lr)
         self.clock = dict.fromkeys(STEP_PARTS, 0.0)
-        scale = self.backward_scale / labels
+        scale = self.backward_scale / label_count
         for each in self.modules:  # parts of a mixture add the gradient of its auxiliary loss, which does not reach the loss
             each.loss_gradient = scale  # type: ignore[assignment]
         self.reducer.begin(self.micros)
-        with collect_gathered(self.modules if count and self._sharding else ()) as gathered:
-            if count:
-                count.gathered = gathered
-            total = self.pipeline.train(ScheduledStep(actions=self._actions, micro=micro, scale=scale, count=count))
+        with collect_gathered(self.modules if byte_counter and self._sharding else ()) as gathered:
+            if byte_counter:
+                byte_counter.gathered = gathered
+            total = self.pipeline.train(
+                ScheduledStep(actions=self._actions, read_microbatch=read_microbatch, scale=scale, byte_counter=byte_counter)
+            )
         with self._measure_time("sums"):
             self.reducer.finish_backward()
-        if count:
-            count.count_backward(self.held_bytes())
+        if byte_counter:
+            byte_counter.count_backward(self.held_bytes())
         with self._measure_time("sums"):
             self._sum_tied_gradients()
             self._sum_over_tensor_axis()
@@ -113,7 +117,7 @@ class NativeEngine(Engine):
             self.skipped_steps += skipped
             if self.scale:
                 self.scale.update(overflow=skipped)
-        return StepResult(loss=loss / labels, grad_norm=norm, skipped=skipped, near_ties=int(near_ties[0]) if near_ties else None)
+        return StepResult(loss=loss / label_count, grad_norm=norm, skipped=skipped, near_ties=int(near_ties[0]) if near_ties else None)
 
     def evaluate(self, tokens: Tensor, labels: Tensor, **further: Any) -> tuple[Tensor, Tensor]:
         """Return (sum of losses, labels counted) of a micro-batch of this replica, without gradients, on the rank with the head; 0 and 0 on

@@ -30,9 +30,9 @@ class ScheduledStep:
     """
 
     actions: Sequence[Sequence[Action]]
-    micro: ReadMicrobatch
+    read_microbatch: ReadMicrobatch
     scale: float
-    count: ByteCounter | None = None
+    byte_counter: ByteCounter | None = None
     first: int = 0
     flushes: bool = True
 
@@ -96,7 +96,7 @@ class Pipeline:
 
     def train(self, step: ScheduledStep) -> Tensor:
         """Execute this rank's actions. Return the sum of the losses that it computed (0 where it has no head)."""
-        self._begin(step.actions, step.micro, step.first)
+        self._begin(step.actions, step.read_microbatch, step.first)
         self._step = step
         actions = step.actions[self.stage]
         self._apart = {(action.micro, action.chunk) for action in actions if action.kind == "I"}
@@ -118,10 +118,10 @@ class Pipeline:
         return self.total
 
     @torch.no_grad()
-    def evaluate(self, micro: ReadMicrobatch) -> tuple[Tensor, Tensor]:
+    def evaluate(self, read_microbatch: ReadMicrobatch) -> tuple[Tensor, Tensor]:
         """Return (sum of losses, labels counted) of one micro-batch; 0 and 0 where this rank has no head."""
         forward = [[Action("F", 0, chunk) for chunk in range(self.chain.chunks)] for _ in range(self.chain.stages)]
-        self._begin(forward, micro)
+        self._begin(forward, read_microbatch)
         for chunk in range(self.chain.chunks):
             part = self.chain.part(self.stage, chunk)
             tokens, labels, further = self._read(0)
@@ -130,10 +130,10 @@ class Pipeline:
         self.messages.finish()
         return self.total, self.labels
 
-    def _begin(self, actions: Sequence[Sequence[Action]], micro: ReadMicrobatch, first: int = 0) -> None:
+    def _begin(self, actions: Sequence[Sequence[Action]], read_microbatch: ReadMicrobatch, first: int = 0) -> None:
         device = self.device
         self.total, self.labels = torch.zeros((), device=device), torch.zeros((), device=device, dtype=torch.int64)
-        self._micro, self._read_so_far = micro, first
+        self._read_microbatch, self._read_so_far = read_microbatch, first
         self._batches: dict[int, tuple[Any, int]] = {}  # micro-batch -> its tensors, chunks that have not read it
         self._here: dict[MessageKey, Tensor] = {}  # what one of this rank's parts gives to another
         self.messages.begin(actions, self._stream, device)
@@ -150,8 +150,8 @@ class Pipeline:
             stream.requires_grad_()
         weights = WeightGradients(self._add_gradient) if (micro, chunk) in self._apart else None
         self._hooks.before_pass(action)
-        count = self._step.count
-        counting = count.count_forward(self.parts, tokens, labels, further) if count else nullcontext()
+        counter = self._step.byte_counter
+        counting = counter.count_forward(self.parts, tokens, labels, further) if counter else nullcontext()
         with self._compute(action, part, "forward"), counting, put_off_weight_gradients(weights):
             result, counted = self.parts[chunk](tokens, labels, **given, **further)
         with self._timed("messages"):
@@ -199,7 +199,7 @@ class Pipeline:
     def _read(self, micro: int) -> Any:
         """Return a micro-batch. They come in order; each is kept until all of this rank's parts have read it."""
         while micro not in self._batches:
-            self._batches[self._read_so_far] = self._micro(self._read_so_far), self.chain.chunks
+            self._batches[self._read_so_far] = self._read_microbatch(self._read_so_far), self.chain.chunks
             self._read_so_far += 1
         batch, left = self._batches.pop(micro)
         if left > 1:
