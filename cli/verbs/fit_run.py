@@ -68,7 +68,7 @@ def _check(read: Callable[[], Run]) -> tuple[Run, Plan, tuple[Host, ...]] | None
         run = read()
         plan = make_plan(run)
         start = check_start(run, plan)
-        if problems := (*start.problems, *checks.look(run).problems):
+        if problems := (*start.problems, *checks.check_run(run).problems):
             print_problems(problems)
             return None
         if last or machine.is_measured(run.cluster.device.kind):

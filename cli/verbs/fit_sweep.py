@@ -143,7 +143,7 @@ def _checked_runs(conf: str, overrides: Sequence[str], config_dir: Path | None) 
     found = [
         (each, problem)
         for each in runs
-        for problem in (*check_start(each.run, make_plan(each.run)).problems, *checks.look(each.run).problems)
+        for problem in (*check_start(each.run, make_plan(each.run)).problems, *checks.check_run(each.run).problems)
     ]
     return runs, [f"{short_overrides(each.swept)}: {problem}" if each.swept else str(problem) for each, problem in found]
 

@@ -117,7 +117,7 @@ def _plans(runs: Sequence[Run]) -> list[Plan]:
     from ...trainer.plan.plan import make_plan
 
     checks = FileChecks()
-    return [with_files(run, make_plan(run), checks.look(run)) for run in runs]
+    return [with_files(run, make_plan(run), checks.check_run(run)) for run in runs]
 
 
 def _one_stream() -> bool:

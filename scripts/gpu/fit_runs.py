@@ -33,7 +33,7 @@ class FitRun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trained:
+class FinishedFit:
     """A finished training: the rows of metrics.jsonl, and what it counted and planned."""
 
     folder: Path
@@ -66,7 +66,7 @@ def fit_overrides(run: FitRun, context: CheckContext) -> tuple[str, ...]:
     return (*context.words(), "parallel.dp=1", *FIT_WORDS, *run.words)
 
 
-def fit(run: FitRun, context: CheckContext) -> Trained:
+def fit(run: FitRun, context: CheckContext) -> FinishedFit:
     """Train a run to its end; raises CheckBroken with the last lines that `fit` printed."""
     with started_fit(run, context) as process:
         said, _ = process.communicate()
@@ -76,7 +76,7 @@ def fit(run: FitRun, context: CheckContext) -> Trained:
     return read_trained(context.folder / run.name)
 
 
-def fit_together(runs: Sequence[FitRun], context: CheckContext) -> dict[str, Trained]:
+def fit_together(runs: Sequence[FitRun], context: CheckContext) -> dict[str, FinishedFit]:
     """Train runs, as many at a time as this machine has pairs of cores; by name. Raises CheckBroken."""
     with ThreadPoolExecutor(max(1, cpu_count() // CORES)) as pool:
         return dict(zip((run.name for run in runs), pool.map(lambda run: fit(run, context), runs), strict=True))
@@ -91,10 +91,10 @@ def started_fit(run: FitRun, context: CheckContext) -> Iterator[subprocess.Popen
         yield child
 
 
-def read_trained(folder: Path) -> Trained:
+def read_trained(folder: Path) -> FinishedFit:
     """Read RUN_DIR; raises CheckBroken where it has fewer than three steps."""
     rows = tuple(row for row in read_rows(folder / "metrics.jsonl") if "seconds" in row and "loss" in row)
     plan = read_mapping(folder / "plan.json")
     if len(rows) < 3 or plan is None:
         raise CheckBroken(f"{folder.name} has logged {len(rows)} steps")
-    return Trained(folder=folder, rows=rows, plan=plan)
+    return FinishedFit(folder=folder, rows=rows, plan=plan)

@@ -10,7 +10,7 @@ from typing import Any
 from ...trainer.system.child_process import module_arguments, start_child
 from .check_context import CheckContext
 from .finding import CheckBroken, Finding
-from .fit_runs import ONE_DEVICE, RECIPE, FitRun, Trained, fit
+from .fit_runs import ONE_DEVICE, RECIPE, FinishedFit, FitRun, fit
 
 
 def generate_text(context: CheckContext) -> Finding:
@@ -25,7 +25,7 @@ def generate_text(context: CheckContext) -> Finding:
     return Finding(figures={"text": on_device, "same characters": same, "characters": len(on_cpu)}, departures=tuple(departures))
 
 
-def _generate(trained: Trained, environment: Mapping[str, str]) -> str:
+def _generate(trained: FinishedFit, environment: Mapping[str, str]) -> str:
     words = ("generate", str(trained.folder), "--prompt", "def ", "--tokens", "40")
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with start_child(module_arguments("distrain.__main__", *words), {**os.environ, **environment}, **streams) as child:

@@ -9,7 +9,7 @@ import time
 from ...trainer.rundir.read_files import read_rows
 from .check_context import CheckContext
 from .finding import CheckBroken, Finding
-from .fit_runs import ONE_DEVICE, RECIPE, FitRun, Trained, fit, started_fit
+from .fit_runs import ONE_DEVICE, RECIPE, FinishedFit, FitRun, fit, started_fit
 
 SAVED, STEPS_IN_ALL = 20, 60  # a checkpoint at every so many steps
 WORDS = (
@@ -48,7 +48,7 @@ def _train_until(run: FitRun, context: CheckContext, step: int) -> int:
     return int(logged[-1])
 
 
-def _resumed_at(trained: Trained) -> int:
+def _resumed_at(trained: FinishedFit) -> int:
     """Return the first step of the last attempt."""
     steps = [int(row["step"]) for row in trained.rows]
     return next((two for one, two in zip(steps[-2::-1], steps[:0:-1], strict=True) if two <= one), steps[0])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from distrain.tests.fakes.small_corpus import documents, mapped_tokens, small_corpus, split_tokens
 from distrain.trainer.loop.data.files.id_width import raw_id_type
-from distrain.trainer.loop.data.samples.corpus import Split, shortage, validation_runs
+from distrain.trainer.loop.data.samples.corpus import Split, shortage, validation_ranges
 from distrain.trainer.loop.data.token_files import DTYPE_CODES, LLM_C, MEGATRON
 from distrain.trainer.spec.problem import Unreadable
 
@@ -292,7 +292,7 @@ def test_an_end_token_that_never_occurs_is_remarked_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("lengths", "share"), [([10] * 100, 0.07), ([1000, 1, 1], 0.1), ([50], 0.5), ([1, 99], 0.01), ([5] * 9, 0.0)])
 def test_the_validation_split_is_between_one_and_two_shares(lengths: list[int], share: float) -> None:
     bounds = np.cumsum([0, *lengths])
-    size = validation_runs(3, bounds, share).size
+    size = validation_ranges(3, bounds, share).size
     assert round(bounds[-1] * share) <= size
     assert size < 2 * bounds[-1] * share or not size
 
@@ -303,12 +303,12 @@ def test_the_validation_split_is_between_one_and_two_shares(lengths: list[int], 
 )
 def test_whole_documents_validate_and_the_key_draws_them(key: int, begins: list[int], ends: list[int]) -> None:
     """Those of the first version, of ten documents of ten tokens: with others a resumed run would validate on what it has trained on."""
-    runs = validation_runs(key, np.arange(0, 110, 10), 0.25)
+    runs = validation_ranges(key, np.arange(0, 110, 10), 0.25)
     assert (runs.begins.tolist(), runs.ends.tolist()) == (begins, ends)
 
 
 def test_a_document_as_large_as_the_whole_share_validates() -> None:
-    runs = validation_runs(1, np.array([0, 10, 100]), 0.1)
+    runs = validation_ranges(1, np.array([0, 10, 100]), 0.1)
     assert (runs.begins.tolist(), runs.ends.tolist()) == ([0], [10])
 
 

@@ -21,7 +21,7 @@ from distrain.scripts.gpu.acceptance import Report, Row, carry_out, read_report,
 from distrain.scripts.gpu.check_context import CheckContext
 from distrain.scripts.gpu.checks import CHECKS, GpuCheck
 from distrain.scripts.gpu.finding import Finding
-from distrain.scripts.gpu.fit_runs import FitRun, Trained, fit_overrides
+from distrain.scripts.gpu.fit_runs import FinishedFit, FitRun, fit_overrides
 from distrain.scripts.gpu.planned_runs import PLANNED, plan_departures
 from distrain.scripts.gpu.replan import replan_departures
 from distrain.trainer.plan.plan import make_plan
@@ -218,9 +218,9 @@ def test_losses_that_differ_are_named(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def trained(runs: Sequence[FitRun], context: CheckContext) -> dict[str, Trained]:
+    def trained(runs: Sequence[FitRun], context: CheckContext) -> dict[str, FinishedFit]:
         rows = {run.name: [{"loss": loss} for loss in changed.get(run.name, LOSSES)] for run in runs}
-        return {name: Trained(folder=tmp_path, rows=tuple(each), plan={}) for name, each in rows.items()}
+        return {name: FinishedFit(folder=tmp_path, rows=tuple(each), plan={}) for name, each in rows.items()}
 
     monkeypatch.setattr(losses, "fit_together", trained)
     assert list(check(CheckContext(folder=tmp_path, on_gpu=True)).departures) == found

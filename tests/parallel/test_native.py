@@ -22,7 +22,7 @@ from distrain.cli.config.load import load_recipe  # noqa: E402
 from distrain.tests.fakes.action_orders import Lists, Pipeline, action_orders  # noqa: E402
 from distrain.tests.fakes.deadline import DEADLINE  # noqa: E402
 from distrain.tests.fakes.one_process import reference_curve  # noqa: E402
-from distrain.trainer.layers.weight_gradients import WeightGradients, put_off_weight_gradients  # noqa: E402
+from distrain.trainer.layers.weight_gradients import WeightGradients, defer_weight_gradients  # noqa: E402
 from distrain.trainer.models.build import build_model  # noqa: E402
 from distrain.trainer.plan.compare_rank_messages import compare_rank_messages  # noqa: E402
 from distrain.trainer.plan.layout.action_csv import write_action_csv  # noqa: E402
@@ -246,7 +246,7 @@ def test_a_put_off_weight_gradient_is_computed_once() -> None:
         kept: dict[int, Tensor] = {}
         gradients = WeightGradients(lambda weight, gradient: kept.__setitem__(id(weight), gradient))
         with FlopCounterMode(display=False) as counter:
-            with put_off_weight_gradients(gradients if apart else None):
+            with defer_weight_gradients(gradients if apart else None):
                 loss, _ = module(tokens, tokens)
             loss.backward()
             gradients.compute()

@@ -16,7 +16,7 @@ import pytest
 from distrain.cli.app import command
 from distrain.cli.arguments.prove_arguments import read_layouts, read_prove_request
 from distrain.cli.config.load import load_recipe
-from distrain.cli.verbs.prove_run import Recipe
+from distrain.cli.verbs.prove_run import RecipeForRanks
 from distrain.tests.fakes.prove_screen import SERVER, TINY, ScreenRecord, run_prove
 from distrain.trainer.plan.engines import engine_for
 from distrain.trainer.prove.fork_client import ForkServer
@@ -38,7 +38,7 @@ def written(folder: Path, *keys: str, order: str = ORDER) -> list[str]:
 
 
 def planned(arguments: list[str], keys: list[str]) -> Proof:
-    recipe = Recipe("quickstart", [*TINY[1:], *keys], None)
+    recipe = RecipeForRanks("quickstart", [*TINY[1:], *keys], None)
     return plan_proof(read_prove_request(arguments)[0], recipe.run(), recipe.run_on)
 
 
@@ -97,7 +97,7 @@ def test_keys_without_an_effect_are_no_choices_of_a_recipe() -> None:
 
 
 def test_what_is_written_runs_on_the_engine_that_the_name_says(tmp_path: Path) -> None:
-    recipe = Recipe("quickstart", [*TINY[1:], *written(tmp_path)], None)
+    recipe = RecipeForRanks("quickstart", [*TINY[1:], *written(tmp_path)], None)
     for _, layout in NAMES:
         if layout.chunks != 3:  # of four layers
             run = run_in_layout(recipe.run_on(layout.ranks), layout)

@@ -11,7 +11,7 @@ from ..spec.lr_schedule import learning_rate
 from ..spec.run import Run
 from ..system.stop_requests import StopFlag
 from .anomalies import Anomalies
-from .data.samples.batches import Batch, prefetch, shard
+from .data.samples.batches import Batch, microbatch_samples, prefetch
 from .engine_state import save_checkpoint
 from .evaluate import evaluate
 from .failure import AllRanksFailed
@@ -98,7 +98,9 @@ def read_micro_batches(run: Run, setup: TrainingSetup, first: int, last: int) ->
     """Yield this rank's micro-batches of steps `first` <= step < `last`; the next is read while one is used."""
     train, rank, ranks = run.train, setup.grid.coordinate("dp"), setup.grid.size("dp")
     samples = (
-        shard(setup.start.after(run, step).sample, micro=micro, dp_rank=rank, dp=ranks, microbatch=train.microbatch, batch=train.batch)
+        microbatch_samples(
+            setup.start.after(run, step).sample, micro=micro, dp_rank=rank, dp=ranks, microbatch=train.microbatch, batch=train.batch
+        )
         for step in range(first, last)
         for micro in range(setup.engine.micros)
     )

@@ -12,7 +12,7 @@ from ..machine import facts as machine
 from ..machine.facts import CPU_RANKS_PER_CORE
 from ..plan.layout.schedule_of_run import is_file
 from ..plan.plan import make_plan
-from ..plan.rules.value_rules import folders
+from ..plan.rules.value_rules import folders_rule
 from ..spec.problem import Problem
 from ..spec.regular_file import expand_home
 from ..spec.run import Checkpoint, Evaluate, Log, Run
@@ -91,7 +91,7 @@ class Proof:
 
 def plan_proof(request: ProveRequest, recipe: Run, run_on: RunOn) -> Proof:
     """Plan one process and the layouts; raises Unreadable, and NothingToProve if nothing can be compared."""
-    if wrong_names := list(folders(recipe, recipe.parallel, recipe.train.microbatch)):
+    if wrong_names := list(folders_rule(recipe, recipe.parallel, recipe.train.microbatch)):
         raise NothingToProve(Problem(rule=each.rule, says=each.says, mend=each.fix) for each in wrong_names)
     if not is_file(recipe.parallel.schedule) and (files := [each for each in request.layouts if each.schedule == FILE_SCHEDULE]):
         raise NothingToProve(_no_file(recipe, each) for each in files)

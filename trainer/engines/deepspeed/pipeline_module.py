@@ -25,7 +25,7 @@ from ..held_bytes import ByteCounter
 from .adapter import clip
 from .instructions import SENDS, SUMS, FoldedForwardOnly, ForwardOnly, training_instructions
 
-Timed = Callable[[str], AbstractContextManager[None]]  # times a part of the step
+TimePart = Callable[[str], AbstractContextManager[None]]  # times a part of the step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class OnePartPipeline(PipelineEngine):  # type: ignore[misc]
     def __init__(
         self,
         schedule: str,
-        timed: Timed,
+        timed: TimePart,
         before_data_axis: Callable[[], None],
         stage0_norm: Callable[[], Tensor | None],
         optimizer_step: Callable[[], AbstractContextManager[None]],

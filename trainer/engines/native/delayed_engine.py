@@ -95,7 +95,7 @@ class DelayedEngine(NativeEngine, PassHooks):
         if action.kind == "F":
             self._met[action.micro] = self._delay.version(self._stage, self._stages, action.micro, self.micros)
             self._forwards = action.micro + 1
-        self.versions.show(self._met[action.micro])
+        self.versions.use(self._met[action.micro])
 
     def after_backward(self, micro: int, total: Tensor) -> None:
         """Update the weights after the last micro-batch of an update; after a step's last update, send this rank's part of its result."""

@@ -280,14 +280,19 @@ class NativeEngine(Engine):
         rows = {row.name: row for row in self._owned}
         made = [
             WeightBucket(
-                each, rows, *shard_groups(run, grid, expert=each.kind.expert), run.parallel.zero, self._types[1], puts_off=self._puts_off
+                each,
+                rows,
+                *shard_groups(run, grid, expert=each.kind.expert),
+                run.parallel.zero,
+                self._types[1],
+                defers_weight_gradients=self._defers_weight_gradients,
             )
             for each in gradient_buckets(run, grid.position.mesh, [row.shard for row in self._owned])
         ]
         uses = Counter(parameter for module in self.modules for parameter in module.parameters())
         reducer = BucketReducer(made, uses, overlap=run.parallel.overlap.data)
         for row in (row for bucket in made if reducer.needs_hooks(bucket) for row in bucket.rows):
-            row.parameter.register_post_accumulate_grad_hook(reducer.take)  # type: ignore[no-untyped-call]
+            row.parameter.register_post_accumulate_grad_hook(reducer.take_gradient)  # type: ignore[no-untyped-call]
         return made, reducer
 
     def _shard_fully(self, groups: RowGroups) -> tuple[list[ShardedWeight], ShardedReducer]:
@@ -295,7 +300,7 @@ class NativeEngine(Engine):
         weights = sharded_weights(self._owned, {name: each.kind for each in buckets for name in each.names}, groups)
         from .fully_sharded import sum_gradients
 
-        apart = sum_gradients if self._puts_off else None
+        apart = sum_gradients if self._defers_weight_gradients else None
         return weights, ShardedReducer(self.modules, weights, self._types[1], apart, once=gathers_once(self.run.parallel))
 
     @property
@@ -304,7 +309,7 @@ class NativeEngine(Engine):
         return schedule_of(self.run.parallel) if self.grid.position.mesh.pp > 1 else SCHEDULES["1f1b"]
 
     @property
-    def _puts_off(self) -> bool:
+    def _defers_weight_gradients(self) -> bool:
         """Whether the schedule computes some weights' gradients apart."""
         return self._schedule.splits_backward
 
@@ -323,7 +328,8 @@ class NativeEngine(Engine):
         stream = torch.empty(run.train.microbatch, tokens, run.model.hidden, dtype=self._types[0], device="meta")
         messages = StageMessages(grid, chain)
         reducer = self.reducer
-        return Pipeline(self.modules, messages, stream, reducer.add, reducer.before_backward, self._measure_time, self._pass_hooks())
+        hooks = self._pass_hooks()
+        return Pipeline(self.modules, messages, stream, reducer.add_gradient, reducer.before_backward, self._measure_time, hooks)
 
     def _pass_hooks(self) -> PassHooks:
         return PassHooks()

@@ -13,7 +13,7 @@ from ...spec.problem import Problem, Unreadable
 from ...spec.run import Data
 from .files import columnar
 from .files.data_error import data_error, data_problem
-from .files.find import DataFile, Remark, Search, find_files, library_files
+from .files.find import DataFile, FileSearch, Remark, find_files, library_files
 from .files.formats import (
     JSON_AS_TEXT,
     WRITE_PAIRS,
@@ -32,19 +32,19 @@ from .tokenize.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 Got = TypeVar("Got")
 
-TEXT_SEARCH = Search(
+TEXT_SEARCH = FileSearch(
     suffixes=text_suffixes(),
     companions=("dataset_info.json", "dataset_dict.json", "state.json"),
     described=".txt, .jsonl, .json, .ndjson (or one of them as .gz or .zst), .parquet or .arrow",
     mend="name files of other kinds with a pattern: data.path='{}/**/*.md'",
 )
-PAIR_SEARCH = Search(
+PAIR_SEARCH = FileSearch(
     suffixes=line_suffixes(),
     companions=TEXT_SEARCH.companions,
     described=".jsonl, .json or .ndjson (or one of them as .gz or .zst)",
     mend="name files of prompts and completions, an object a line",
 )
-TOKEN_SEARCH = Search(
+TOKEN_SEARCH = FileSearch(
     suffixes=(".bin", ".npy", DATATROVE),
     companions=(".idx", *(f"{DATATROVE}.{each}" for each in ("index", "metadata", "loss"))),
     described=".bin, .npy or .ds",

@@ -73,7 +73,7 @@ class ComputeSeconds(NamedTuple):
     weight_gradients: float = 0.0
 
 
-class Elements(NamedTuple):
+class BlockElements(NamedTuple):
     """A block's parameters on one rank, as `BlockCost` counts them."""
 
     dense: int
@@ -100,7 +100,7 @@ class OpCosts(NamedTuple):
     seconds: list[OpSeconds]
     bytes: list[OpBytes]
     messages: list[OpMessage]
-    elements: Elements
+    elements: BlockElements
     logits: int
 
 
@@ -185,11 +185,11 @@ def _block_cost(costs: SplitCosts, row: OpCosts, recompute: str) -> BlockCost:
     )
 
 
-def _elements(ops: tuple[Op, ...], local: LocalTensors, split: BlockSplit) -> Elements:
+def _elements(ops: tuple[Op, ...], local: LocalTensors, split: BlockSplit) -> BlockElements:
     weights = [(weight, local.count(weight.dims)) for op in ops for weight in op.weights]
     trained = [(tp.AXIS.split_dim(weight.dims), count) for weight, count in weights if not weight.frozen]
     copies = HeadShards(local.sizes["heads"], local.sizes["kv_heads"], split.degree("tp")).copies
-    return Elements(
+    return BlockElements(
         dense=sum([count for weight, count in weights if "experts" not in weight.dims]),
         frozen=sum([count for weight, count in weights if weight.frozen]),
         experts=sum([count for weight, count in weights if "experts" in weight.dims]),
@@ -216,7 +216,7 @@ def _ops_summed_again(again: tuple[Op, ...], form: ActivationForm) -> tuple[Op, 
     summed.
     """
     last = max((at for at, op in enumerate(again) if op.saves_torch), default=0)
-    stops = form != "megatron" and again and (tp.style(again[last]) == "row" or again[last].reduces)
+    stops = form != "megatron" and again and (tp.split_style(again[last]) == "row" or again[last].reduces)
     return again[:last] + again[last + 1 :] if stops else again
 
 

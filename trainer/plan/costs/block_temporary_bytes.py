@@ -62,7 +62,7 @@ def _backward_bytes(op: Op, local: LocalTensors, device: str) -> int:
     if product.fused:
         return 2 * _scores_bytes(op, local) + 4 * width * whole * inner  # of queries, keys, values and the result
     outer = sum(map(local.count, product.outers))
-    inputs = 2 if local.sequence and tp.style(op) == "column" else 1  # the gathered input too
+    inputs = 2 if local.sequence and tp.split_style(op) == "column" else 1  # the gathered input too
     weights = max((local.count(weight.dims) for weight in op.weights if not weight.frozen), default=0)
     return width * (whole * (outer + inputs * inner) + weights)
 

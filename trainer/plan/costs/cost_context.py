@@ -95,7 +95,7 @@ class CostContext:
         if shard == size:
             return whole, None
         cluster = self.run.cluster
-        near, far = (ranks_in_node(runs, cluster.gpus) or 1 for runs in split_group(mesh.strides(group), shard))
+        near, far = (ranks_in_node(strides, cluster.gpus) or 1 for strides in split_group(mesh.strides(group), shard))
         links = cluster.inside, cluster.between
         return group_wire(shard, near, *links), group_wire(size // shard, far, *links)
 

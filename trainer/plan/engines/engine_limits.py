@@ -85,7 +85,7 @@ def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
 
 
 def _stage3_limits(row: EngineRow, run: Run, parallel: Parallel, schedule: Schedule | None) -> Iterator[EngineLimit]:
-    """DeepSpeed's ZeRO 3 shards no experts that ranks share out. Ours keeps weights gathered where it puts off their gradients, and shards
+    """DeepSpeed's ZeRO 3 shards no experts that ranks share out. Ours keeps weights gathered where it defers their gradients, and shards
     no weight that two parts of one stage use."""
     less: Change = (("parallel.zero", 2),)
     if parallel.ep > 1 and not row.shards_experts:

@@ -25,7 +25,7 @@ class ActionsError(ValueError):
         self.stage, self.at = stage, at
 
 
-class Event(NamedTuple):
+class TimedAction(NamedTuple):
     """A stage's action with the seconds, from the step's begin, at which it starts and ends."""
 
     stage: int
@@ -38,7 +38,7 @@ class Event(NamedTuple):
 class Simulation:
     """One simulated step."""
 
-    events: tuple[tuple[Event, ...], ...]  # of each stage in order
+    events: tuple[tuple[TimedAction, ...], ...]  # of each stage in order
     seconds: float
     idle: tuple[float, ...]  # the share of the step that each stage waits
     peak: tuple[float, ...]  # the most micro-batches that each stage holds at once
@@ -122,7 +122,7 @@ class _SimulatedStep:
     def __init__(self, actions: Lists, folded: bool, seconds: Seconds | Measured, send: float) -> None:
         self.actions = actions
         self.chunks, micros = _shape(actions, folded)
-        self.events: list[list[Event]] = [[] for _ in actions]
+        self.events: list[list[TimedAction]] = [[] for _ in actions]
         stages = len(actions)
         self._last = stages * self.chunks - 1
         self._stage_of = [stage_and_chunk(part, stages, folded=folded)[0] for part in range(self._last + 1)]
@@ -156,7 +156,7 @@ class _SimulatedStep:
                     break
                 start = max(free, ended + (self._send if self._stage_of[needed[2]] != stage else 0.0))
             free = start + self._seconds[kind, part, micro]
-            events.append(Event(stage, action, start, free))
+            events.append(TimedAction(stage, action, start, free))
             if kind != "W":
                 result = (kind == "F", micro, part)
                 self._ended[result] = free

@@ -17,7 +17,7 @@ from .degrees import micro_batches, nearest_divisors
 MOST_STAGES = 10_000
 
 
-def pipeline(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+def pipeline_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
     """Each stage, and each chunk of it, has a layer. Chunks are for interleaved schedules, which need micro-batches in rounds."""
     layers, stages, chunks = run.model.layers, parallel.pp, parallel.chunks
     if stages > MOST_STAGES:

@@ -15,7 +15,7 @@ from ..engines import ENGINES, PAPERS_NAME
 from ..engines.engine_limits import exceeded_limits
 from ..layout.mesh import replica_size
 from ..layout.schedules import SCHEDULES
-from ..rules.rules import OF_LAYOUT, broken_rules, offload
+from ..rules.rules import OF_LAYOUT, broken_rules, offload_rule
 
 MOST_MICROBATCH = 64  # sequences of a micro-batch
 
@@ -237,7 +237,7 @@ class Space:
             each
             for each in OFFLOADS
             if all(getattr(each, name) == getattr(given, name) for name in fixed)
-            and not broken_rules(self.run, Parallel(zero=zero, offload=each), 1, (offload,))
+            and not broken_rules(self.run, Parallel(zero=zero, offload=each), 1, (offload_rule,))
         ]
 
     def _legal_pipelines(self, parallel: Parallel, microbatch: int) -> Iterator[ScheduleChoice]:
