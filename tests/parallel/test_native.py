@@ -236,7 +236,7 @@ def test_a_rank_holds_the_bytes_that_are_planned(ranks: RankPool, tmp_path: Path
             assert most["activations"] == pytest.approx(activations, rel=2e-3 if curve != MOE else 0.1)
 
 
-def test_a_put_off_weight_gradient_is_computed_once() -> None:
+def test_a_deferred_weight_gradient_is_computed_once() -> None:
     """Forward, the input's gradients and the weights' gradients take the products of forward and a whole backward."""
     run = load_recipe(BASE[0], [*BASE[1:], "model=tiny_llama", "model.layers=2"])
     tokens = torch.arange(run.train.seq).unsqueeze(0)
