@@ -160,7 +160,7 @@ def module_and_batches(run: Run) -> tuple[Any, Batches]:
     """A second copy of the module and the batches that `fit` trains."""
     import torch
 
-    from ..trainer.loop.build import DTYPES
+    from ..trainer.layers.dtypes import PRECISION_DTYPES
     from ..trainer.loop.data.prepare import cache_folder, prepare_corpus
     from ..trainer.loop.data.samples.batches import Batches
     from ..trainer.models.build import build_model
@@ -173,7 +173,7 @@ def module_and_batches(run: Run) -> tuple[Any, Batches]:
         progress=lambda what, done, total: None,
         verify=False,
     )
-    module = build_model(run, device=torch.device("cpu"), dtype=DTYPES[run.train.precision], seed=run.train.seed)
+    module = build_model(run, device=torch.device("cpu"), dtype=PRECISION_DTYPES[run.train.precision], seed=run.train.seed)
     return module, Batches(corpus, seed=run.train.seed, seq=run.train.seq)
 
 

@@ -52,7 +52,7 @@ class Spoils(MetaPathFinder, Loader):
         def step(run, course, micros, now, *rest):
             if now != at or os.environ["RANK"] != str(rank):
                 return right(run, course, micros, now, *rest)
-            parameter = next(course.engine.stages[-1].module.parameters())
+            parameter = next(course.engine.parts[-1].module.parameters())
             hook = parameter.register_hook(lambda gradient: gradient * float("nan"))
             try:
                 return right(run, course, micros, now, *rest)

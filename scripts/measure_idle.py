@@ -22,7 +22,7 @@ import msgspec
 from ..cli.config.load import load_recipe
 from ..trainer.machine.facts import measure_once
 from ..trainer.plan.layout.continued_actions import flush_actions, step_actions
-from ..trainer.plan.layout.run_schedule import schedule_of
+from ..trainer.plan.layout.schedule_of_run import schedule_of
 from ..trainer.plan.layout.simulate import simulate
 from ..trainer.plan.plan import make_plan
 from ..trainer.plan.result import Plan
@@ -37,7 +37,7 @@ BASE = (
     *("train.seq=128", "train.microbatch=2", "train.precision=fp32", "train.steps=4", "train.evaluate.every=0", "log.every=1"),
     *("log.sinks=[jsonl]", "log.ledger=true", "checkpoint.every=0", "optim.warmup=2", "engine=native", f"train.batch={2 * MICROS}"),
 )
-SCHEDULES: Mapping[str, tuple[str, ...]] = {
+SCHEDULE_OVERRIDES: Mapping[str, tuple[str, ...]] = {
     "gpipe": (),
     "1f1b": (),
     "interleaved": ("parallel.chunks=2",),
@@ -52,7 +52,7 @@ SCHEDULES: Mapping[str, tuple[str, ...]] = {
 
 def main(words: Sequence[str]) -> None:
     """Measure the named schedules, or all, at two and at four stages."""
-    named = [word for word in words if word in SCHEDULES]
+    named = [word for word in words if word in SCHEDULE_OVERRIDES]
     overrides = [word for word in words if word not in named]
     measure_once(lambda: "cpu", print)
     print(f"{'schedule':<14}{'stages':>7}{'planned':>9}{'idle':>7}{'apart':>7}{'planned':>10}{'step':>9}  by")
@@ -60,8 +60,8 @@ def main(words: Sequence[str]) -> None:
         log = Path(folder) / "server.log"
         with ForkServer(log, environment={**os.environ, "CUDA_VISIBLE_DEVICES": ""}) as server:
             for stages in (2, 4):
-                for name in named or SCHEDULES:
-                    layout = (f"parallel.schedule={name}", f"parallel.pp={stages}", f"cluster.gpus={stages}", *SCHEDULES[name])
+                for name in named or SCHEDULE_OVERRIDES:
+                    layout = (f"parallel.schedule={name}", f"parallel.pp={stages}", f"cluster.gpus={stages}", *SCHEDULE_OVERRIDES[name])
                     shares, steps = [], []
                     for number in range(ROUNDS):
                         at = Path(folder) / f"{name}-{stages}-{number}"

@@ -10,8 +10,8 @@ from typing import Any
 
 from ...trainer.spec.problem import Problem
 
-FORMS = "NODESxGPUS as 384x8, or DATAxTENSORxPIPELINE as 6x8x64"
-DEGREES = ("dp", "tp", "pp")
+SHAPE_FORMS = "NODESxGPUS as 384x8, or DATAxTENSORxPIPELINE as 6x8x64"
+SHAPE_DEGREES = ("dp", "tp", "pp")
 MOST_DIGITS = 18  # of one number
 
 
@@ -49,10 +49,10 @@ def read_shape(size: str, cluster: Any, user_values: Mapping[str, Any]) -> Shape
 
     digits = re.split("[xX]", size)
     if max(map(len, digits)) > MOST_DIGITS:
-        return problem(f"has a number of more than {MOST_DIGITS} digits", f"write {FORMS}")
+        return problem(f"has a number of more than {MOST_DIGITS} digits", f"write {SHAPE_FORMS}")
     numbers = tuple(map(int, digits))
     if len(numbers) > 3:
-        return problem(f"has {len(numbers)} numbers", f"write {FORMS}")
+        return problem(f"has {len(numbers)} numbers", f"write {SHAPE_FORMS}")
     if 0 in numbers:
         return problem("has a 0", "every number is at least 1")
     if not isinstance(cluster, Mapping) or not isinstance(cluster.get("device"), Mapping):
@@ -93,7 +93,7 @@ def _mesh_shape(
         mend = f"cluster={data}x{numbers[1]}x{numbers[2]} is {data * world // numbers[0]}"
         return problem(f"is {world} {noun}, not a multiple of the {gpus} in a node", mend)
     nodes, per_node = (world // gpus, gpus) if world >= gpus else (1, world)
-    degrees = dict(zip(DEGREES, numbers, strict=True))
+    degrees = dict(zip(SHAPE_DEGREES, numbers, strict=True))
     parallel = {key: degree for key, degree in degrees.items() if f"parallel.{key}" not in user_values}
     return Shape(
         cluster={"nodes": nodes, **({"gpus": per_node} if per_node != gpus else {})},
@@ -121,7 +121,7 @@ def _reading_text(size: str, numbers: tuple[int, ...], nodes: int, gpus: int, no
 
 def _user_degrees(user_values: Mapping[str, Any], parallel: Mapping[str, int]) -> str:
     """Return a note on the degrees that the user set beside the size, which does not change them."""
-    degrees = [f"parallel.{key}={user_values[f'parallel.{key}']}" for key in DEGREES if key not in parallel]
+    degrees = [f"parallel.{key}={user_values[f'parallel.{key}']}" for key in SHAPE_DEGREES if key not in parallel]
     return f"; {', '.join(degrees)} as you set it" if degrees else ""
 
 

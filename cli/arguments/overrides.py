@@ -13,7 +13,7 @@ from ...trainer.spec.read import value_text
 from ..keys import library
 from ..keys.keys import respelled_key, unknown_key_problem
 from .arguments import syntax_problem
-from .cluster_argument import FORMS, is_shape
+from .cluster_argument import SHAPE_FORMS, is_shape
 
 MOST_LAYOUTS = 10_000  # layouts of one sweep
 
@@ -156,7 +156,7 @@ def _option_problem(group: str, value: Any, config_dir: Path | None) -> Problem 
     for name in value if isinstance(value, list) else [value]:
         if not isinstance(name, str) or name not in options:
             if group == "cluster" and value_text(name)[:1].isdigit():
-                mend = f"a size is {FORMS}"
+                mend = f"a size is {SHAPE_FORMS}"
             elif isinstance(name, str):
                 mend = library.suggest_option(name, options)
             else:

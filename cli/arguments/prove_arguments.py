@@ -6,13 +6,21 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-from ...trainer.prove.layouts import AXES, FILE, NATIVE, ONE_PROCESS, RECOMPUTES, SCHEDULES, ProveLayout
+from ...trainer.prove.layouts import (
+    FILE_SCHEDULE,
+    NATIVE_ENGINE,
+    ONE_PROCESS,
+    PROVED_AXES,
+    PROVED_RECOMPUTES,
+    PROVED_SCHEDULES,
+    ProveLayout,
+)
 from ...trainer.prove.plan_proof import ProveRequest
 from ...trainer.spec.problem import Problem, suggest_name
 
 FORM = "degrees as dp2, tp2, cp2, pp2 or ep2 and flags as zero1, sequence, gpipe, native or full, joined by dots: dp2.tp2.zero1"
-KEYS = ("steps", "layouts", "checks")
-CHECKS = ("all", "none")
+REQUEST_KEYS = ("steps", "layouts", "checks")
+CHECK_CHOICES = ("all", "none")
 
 # Prefixes of keys that prove sets itself, and what it does instead.
 OWN_KEYS = {
@@ -30,12 +38,12 @@ OWN_KEYS = {
 
 def read_prove_request(arguments: Sequence[str]) -> tuple[ProveRequest, list[str], list[Problem]]:
     """Return (what `steps=`, `layouts=` and `checks=` request, the other arguments, problems of the former)."""
-    rest = [each for each in arguments if not each.startswith(tuple(f"{key}=" for key in KEYS))]
-    values = {key: [each.partition("=")[2] for each in arguments if each.startswith(f"{key}=")] for key in KEYS}
+    rest = [each for each in arguments if not each.startswith(tuple(f"{key}=" for key in REQUEST_KEYS))]
+    values = {key: [each.partition("=")[2] for each in arguments if each.startswith(f"{key}=")] for key in REQUEST_KEYS}
     problems = [_repetition_problem(key, each) for key, each in values.items() if len(each) > 1]
-    steps, layouts, checks = (next(iter(values[key]), None) for key in KEYS)
-    if checks not in (None, *CHECKS):
-        problems.append(Problem(rule="checks", says=f"checks={checks} is neither {' nor '.join(CHECKS)}"))
+    steps, layouts, checks = (next(iter(values[key]), None) for key in REQUEST_KEYS)
+    if checks not in (None, *CHECK_CHOICES):
+        problems.append(Problem(rule="checks", says=f"checks={checks} is neither {' nor '.join(CHECK_CHOICES)}"))
     if steps is not None and not re.fullmatch(r"[1-9]\d{0,8}", steps):
         problems.append(Problem(rule="steps", says=f"steps={steps} is not a whole number, at least 1"))
     parsed = [] if layouts in (None, "all") else read_layouts(layouts or "")
@@ -81,7 +89,7 @@ def _read_layout(name: str) -> ProveLayout | Problem:
 
 def _read_part(part: str) -> tuple[str, Any] | str:
     """Return (key, value) of a degree or a flag; the text of a fix if it is neither."""
-    if degree := re.fullmatch(rf"({'|'.join(AXES)})([1-9]\d{{0,5}})", part):
+    if degree := re.fullmatch(rf"({'|'.join(PROVED_AXES)})([1-9]\d{{0,5}})", part):
         return degree[1], int(degree[2])
     if stage := re.fullmatch(r"zero([0-3])", part):
         return "zero", int(stage[1])
@@ -93,13 +101,13 @@ def _read_part(part: str) -> tuple[str, Any] | str:
         return "stages", tuple(map(int, layers[1].split("-")))
     if gather := re.fullmatch(r"gather_(step|micro)", part):
         return "gather", gather[1]
-    for key, known in (("engine", (NATIVE,)), ("schedule", (*SCHEDULES, FILE)), ("recompute", RECOMPUTES)):
+    for key, known in (("engine", (NATIVE_ENGINE,)), ("schedule", (*PROVED_SCHEDULES, FILE_SCHEDULE)), ("recompute", PROVED_RECOMPUTES)):
         if part in known:
             return key, part
     name = part.rstrip("0123456789")
     if not part:
         return "write one dot between two parts"
-    if name in AXES:
+    if name in PROVED_AXES:
         return f"a degree is at least 1, as {name}2"
     if name == "zero":
         return "the stages are zero0 to zero3"
@@ -107,8 +115,9 @@ def _read_part(part: str) -> tuple[str, Any] | str:
         return "write the layers of each part of the model, as stages1-2-1"
     if name in ("chunks", "shard"):
         return f"write a number, as {name}2"
-    known = (*(f"{axis}2" for axis in AXES), "zero1", "sequence", *SCHEDULES, FILE, NATIVE, *RECOMPUTES)
-    return suggest_name(part, (*known, "chunks2", "stages1-1", "shard2", "gather_step", "gather_micro"))
+    degrees = [f"{axis}2" for axis in PROVED_AXES]
+    words = (*degrees, "zero1", "sequence", *PROVED_SCHEDULES, FILE_SCHEDULE, NATIVE_ENGINE, *PROVED_RECOMPUTES)
+    return suggest_name(part, (*words, "chunks2", "stages1-1", "shard2", "gather_step", "gather_micro"))
 
 
 def _checked_layout(name: str, layout: ProveLayout, values: dict[str, Any]) -> ProveLayout | Problem:

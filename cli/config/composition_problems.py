@@ -11,9 +11,9 @@ from ...trainer.spec.problem import Problem, Unreadable, suggest_name
 from ...trainer.spec.regular_file import why_unreadable
 from ..keys import library, synonyms
 
-SECTIONS = ("model", "cluster", "parallel", "train")
+REQUIRED_SECTIONS = ("model", "cluster", "parallel", "train")
 DEFAULTS_ENTRY = {  # the key that chooses an option of a section in a recipe's defaults
-    **{section: section for section in (*SECTIONS, "optim", "data", "log", "checkpoint", "launch")},
+    **{section: section for section in (*REQUIRED_SECTIONS, "optim", "data", "log", "checkpoint", "launch")},
     "cluster.device": "override /device@cluster.device",
 }
 COMPARED_SIZES = ("family", "layers", "hidden", "heads", "vocab")
@@ -105,6 +105,6 @@ def _value_at(config: Mapping[str, Any], key: str) -> Any:
 def _missing_section(problem: Problem) -> Problem:
     """Return the problem of a missing section with its fix: to choose an option of its group."""
     section = problem.says.removesuffix(" is not set")
-    if problem.rule != "missing" or section not in SECTIONS:
+    if problem.rule != "missing" or section not in REQUIRED_SECTIONS:
         return problem
     return Problem(rule="missing", says=problem.says, mend=f"choose {section}=NAME; `distrain ls {section}` lists the names")

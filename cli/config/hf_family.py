@@ -19,7 +19,7 @@ from ...trainer.system.run_child import capture_child
 
 TIMEOUT = 300.0  # seconds for transformers to build the model on the meta device
 ALLOWED = ("family", "hf", "weights", "dropout", "lora")  # keys of `model` that may be set beside `hf`; config.json sets the others
-VERSION = 2  # of the format of cached answers
+CACHE_VERSION = 2  # of the format of cached answers
 
 
 def is_hf_family(family: object) -> bool:
@@ -58,7 +58,7 @@ def _read_with_transformers(path: Path) -> dict[str, Any]:
         raise Unreadable([Problem(rule="hf", says=says, mend="pip install 'distrain[hf]'")]) from None
     except OSError as error:
         raise Unreadable([Problem(rule="hf", says=f"model.hf={file}: {error.strerror}")]) from None
-    cached = cache_folder() / "models" / f"{sha256(f'{VERSION} {release} '.encode() + text).hexdigest()[:32]}.json"
+    cached = cache_folder() / "models" / f"{sha256(f'{CACHE_VERSION} {release} '.encode() + text).hexdigest()[:32]}.json"
     with suppress(OSError, ValueError):
         known = json.loads(cached.read_text(encoding="utf-8"))
         if isinstance(known, dict) and known.keys() >= {"sizes", "parameters"}:

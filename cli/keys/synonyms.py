@@ -27,9 +27,15 @@ class Synonym:
 
 TOP_LEVEL_ONLY = ("optimizer",)  # names that are also the last part of a key of ours, so they match only without a section
 YES = {"true": "true", "false": "false"}
-SCHEDULES = {each: each for each in ("constant", "linear", "cosine", "wsd")}
-DECAYS = {**SCHEDULES, "WSD": "wsd", "warmup_stable_decay": "wsd", "constant_with_warmup": "constant"}
-PRECISIONS = {**{each: each for each in ("fp32", "bf16", "fp16")}, "no": "fp32", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+LR_SCHEDULE_SYNONYMS = {each: each for each in ("constant", "linear", "cosine", "wsd")}
+DECAYS = {**LR_SCHEDULE_SYNONYMS, "WSD": "wsd", "warmup_stable_decay": "wsd", "constant_with_warmup": "constant"}
+PRECISION_SYNONYMS = {
+    **{each: each for each in ("fp32", "bf16", "fp16")},
+    "no": "fp32",
+    "float32": "fp32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+}
 
 
 def _row(names: str, key: str, note: str = "", values: Mapping[str, str] | None = None) -> Synonym:
@@ -67,7 +73,7 @@ ROWS: tuple[Synonym, ...] = (
     _row("max_grad_norm gradient_clipping clip_grad grad_clip gradient_clip_val clip_grad_norm grad_norm_clip max_norm", "train.clip",
          "global norm of the gradients"),
     # precision, memory, speed
-    _row("mixed_precision dtype torch_dtype mixed_precision_param compute_dtype", "train.precision", "", PRECISIONS),
+    _row("mixed_precision dtype torch_dtype mixed_precision_param compute_dtype", "train.precision", "", PRECISION_SYNONYMS),
     _row("bf16 bf16.enabled", "train.precision", "", {"true": "bf16", "{enabled:true}": "bf16"}),
     _row("fp16 fp16.enabled half", "train.precision", "", {"true": "fp16", "{enabled:true}": "fp16"}),
     _row("gradient_checkpointing activation_checkpointing activation_checkpoint checkpoint_activations recompute_activations",

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..keys.key_help import KeyHelp
 
 RECIPES = "recipes"
-SECTIONS = {"device": "cluster.device"}  # the section of a group's keys, where it has another name
+SECTION_OF_GROUP = {"device": "cluster.device"}  # the section of a group's keys, where it has another name
 
 
 def overview(config_dir: Path | None) -> str:
@@ -75,7 +75,7 @@ def _options_and_keys(name: str, config_dir: Path | None) -> tuple[Mapping[str, 
         return library.recipes(config_dir), []
     groups = library.groups(config_dir)
     options = library.options(name, config_dir) if name in groups else {}
-    keys = key_help(SECTIONS.get(name, name))
+    keys = key_help(SECTION_OF_GROUP.get(name, name))
     files = options or ({} if keys else _options_named(name, groups, config_dir))
     if not files and not keys:
         raise Unreadable([_unknown_name(name, groups)])

@@ -26,8 +26,8 @@ from ...trainer.spec.format_numbers import (
 from ...trainer.spec.problem import Problem, one_line
 from .text_layout import Style, narrow_table, page_width, table, with_heading, wrap
 
-KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "temporary", "overhead")
-FORMS = {"torch": "of our modules", "compiled": "of our compiled layers", "megatron": "as the papers count them"}
+MEMORY_KINDS = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "temporary", "overhead")
+ACTIVATION_FORMS = {"torch": "of our modules", "compiled": "of our compiled layers", "megatron": "as the papers count them"}
 HEADINGS = {"gradients": "grads", "optimizer": "optim", "activations": "activ", "temporary": "temp", "overhead": "other"}
 TIME_PARTS = {
     "compute": "computing",
@@ -155,7 +155,7 @@ def _memory_lines(plan: Plan, style: Style) -> list[str]:
     if memory is None:
         return []
     unknown = memory.unknown[:1]  # a column for the first: logits are activations too
-    kinds = [kind for kind in KINDS if kind in unknown or any(getattr(stage.bytes, kind) for stage in memory.stages)]
+    kinds = [kind for kind in MEMORY_KINDS if kind in unknown or any(getattr(stage.bytes, kind) for stage in memory.stages)]
     ranges, unit = _similar_stages(memory), binary_unit(memory.peak)
     cells = _memory_cells(ranges, kinds, unit, unknown)
     while len(kinds) > MIN_KINDS and len(table(cells, (0, 1), " ")[0]) + len("  100 %") + 2 > page_width():
@@ -165,7 +165,7 @@ def _memory_lines(plan: Plan, style: Style) -> list[str]:
     if len(lines) > MAX_STAGES:
         lines = _without_middle(lines, next(at for at, stages in enumerate(ranges) if any(each.index == memory.stage for each in stages)))
     note = "; a range of stages shows its fullest" if any(len(stages) > 1 for stages in ranges) else ""
-    title = f"Memory of a rank in {unit}, capacity {in_unit(memory.capacity, unit)}; activations {FORMS[memory.form]}{note}"
+    title = f"Memory of a rank in {unit}, capacity {in_unit(memory.capacity, unit)}; activations {ACTIVATION_FORMS[memory.form]}{note}"
     return [*wrap(title), f"  {heading}", *lines]
 
 

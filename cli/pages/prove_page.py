@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...trainer.prove.check_trials import midway_step
+from ...trainer.prove.compare_trial_messages import message_differences
+from ...trainer.prove.control_and_resume_trials import midway_step
 from ...trainer.prove.judge import CONTROL_FACTOR, LayoutResult, ProofResult
-from ...trainer.prove.layouts import FILE, ProveLayout
-from ...trainer.prove.messages import message_differences
+from ...trainer.prove.layouts import FILE_SCHEDULE, ProveLayout
 from ...trainer.prove.plan_proof import Proof
 from ...trainer.prove.untested import ALL_PARTS, skipped_checks, unused_parts
 from ...trainer.prove.written_choices import choices_sentence
@@ -101,7 +101,7 @@ def _has_part(layout: ProveLayout, part: str) -> bool:
     if part == "engine":
         return layout.engine != "auto"
     if part == "file":
-        return layout.schedule == FILE
+        return layout.schedule == FILE_SCHEDULE
     if part in ("chunks", "stages", "shard", "gather"):
         return getattr(layout, part) is not None
     value: int | bool = getattr(layout, part)

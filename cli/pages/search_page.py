@@ -7,7 +7,7 @@ from itertools import groupby
 from shlex import quote
 
 from ...trainer.plan.search.answer import Answer, FoundLayout
-from ...trainer.plan.search.scaling import SizedAnswer, best_layout, best_size, knee, tokens_per_gpu
+from ...trainer.plan.search.cluster_sizes import SizedAnswer, best_layout, best_size, knee, tokens_per_gpu
 from ...trainer.plan.search.search import SLOWEST
 from ...trainer.spec.format_numbers import (
     binary_unit,
@@ -25,7 +25,7 @@ from ..arguments.command_name import command_name
 from .text_layout import Style, narrow_table, page_width, with_heading, wrap
 
 MAX_FRONT = 8  # rows of the front, evenly spaced
-TERMS = {"compute": "computing", "exposed": "messages", "bubble": "bubble", "optimizer": "optimizer step"}
+TERM_WORDS = {"compute": "computing", "exposed": "messages", "bubble": "bubble", "optimizer": "optimizer step"}
 
 
 def search_text(answer: Answer, words: Sequence[str], style: Style) -> str:
@@ -165,7 +165,7 @@ def _slower(layout: FoundLayout, best: FoundLayout) -> str:
         return ""
     term, most = max(layout.slower_by.items(), key=lambda pair: pair[1])
     slower = f"; {share_text(layout.step / best.step - 1)} slower"
-    return f"{slower}: {TERMS[term]} +{seconds_text(most)}" if most > 0 else slower
+    return f"{slower}: {TERM_WORDS[term]} +{seconds_text(most)}" if most > 0 else slower
 
 
 def _front_lines(answer: Answer) -> list[str]:

@@ -14,7 +14,7 @@ MIN_WIDTH, DEFAULT_WIDTH, MAX_WIDTH = 72, 80, 120  # columns of a page; its tabl
 # A space at which a line may break: any but the one between a figure and its unit.
 _BREAK = re.compile(r" (?!(?:%|[mun]?s|h|min|days|[KMGTPE]?i?B(?:/s)?|[KMGTPE]?FLOP/s)(?![A-Za-z0-9]))")
 
-CODES = {"bold": "1", "red": "1;31", "green": "1;32", "yellow": "33", "dim": "2"}
+ANSI_CODES = {"bold": "1", "red": "1;31", "green": "1;32", "yellow": "33", "dim": "2"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Style:
 
     def paint(self, text: str, colour: str) -> str:
         """Return text in a colour of CODES, or unchanged where the page has no colours."""
-        return f"\x1b[{CODES[colour]}m{text}\x1b[0m" if self.colour and text else text
+        return f"\x1b[{ANSI_CODES[colour]}m{text}\x1b[0m" if self.colour and text else text
 
     def bar(self, share: float, width: int) -> str:
         """Return a bar of `width` columns that is filled to `share`; one above 1 is full and ends in an arrow."""

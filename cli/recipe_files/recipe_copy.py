@@ -15,7 +15,7 @@ from ..keys import library
 from . import yaml_edit
 
 STDOUT = "-"
-PATH_KEYS = ("model.hf", "model.weights")  # paths that may be relative to the recipe
+RECIPE_PATHS = ("model.hf", "model.weights")  # paths that may be relative to the recipe
 SAME_NAME = "name=same"  # the override that gives a recipe and its copy the same name
 TRIAL_RECIPE = "quickstart"  # a recipe that composes with every option of every group
 
@@ -131,7 +131,9 @@ def _read(source: Path) -> str:
 def _with_absolute_paths(text: str, source: Path) -> str:
     """Return the text with absolute paths for files beside the source, so that a copy in another folder finds them."""
     values = yaml_edit.text_values(text)
-    near = {key: source.parent / values[key] for key in PATH_KEYS if values.get(key) and not Path(values[key]).expanduser().is_absolute()}
+    near = {
+        key: source.parent / values[key] for key in RECIPE_PATHS if values.get(key) and not Path(values[key]).expanduser().is_absolute()
+    }
     return yaml_edit.replace_values(text, {key: str(path.absolute()) for key, path in near.items() if path.exists()})
 
 

@@ -12,11 +12,11 @@ import typer
 
 from ..pages.printing import print_error, print_output
 from .exit_status import FAILED, OK
-from .parameters import ConfigDir, recipe_and_overrides
+from .recipe_parameters import ConfigDir, recipe_and_overrides
 
 if TYPE_CHECKING:
     from ...trainer.launch.hosts.hostfile import Host
-    from ...trainer.machine.checks import Check
+    from ...trainer.machine.checks import MachineCheck
     from ...trainer.spec.run import Run
 
 # The run that is trained on two ranks and in one process, as overrides of the quickstart.
@@ -68,7 +68,7 @@ def doctor(
     return FAILED if problem else OK
 
 
-def _machine_checks() -> Iterator[Check]:
+def _machine_checks() -> Iterator[MachineCheck]:
     """Check this machine for any run, the quick checks first; engines only where the packages are installed."""
     from ...trainer.launch.doctor_smoke_test import engine_checks
     from ...trainer.machine.checks import compiler_check, space_checks, version_checks
@@ -118,7 +118,7 @@ def _print_preflight(hosts: Sequence[Host], run: Run) -> bool:
     return bool(problems)
 
 
-def _print_checks(checks: Iterable[Check]) -> bool:
+def _print_checks(checks: Iterable[MachineCheck]) -> bool:
     """Print each check as soon as it is done; return whether any of them is a problem."""
     problem = False
     for check in checks:

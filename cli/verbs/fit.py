@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .parameters import ConfigDir, RecipeAndOverrides, recipe_and_overrides
+from .recipe_parameters import ConfigDir, RecipeAndOverrides, recipe_and_overrides
 
 
 def fit(

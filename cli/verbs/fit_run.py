@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from shlex import quote
 
-from ...trainer.launch import training
+from ...trainer.launch import train_run
 from ...trainer.launch.admission import check_start, start_warnings
 from ...trainer.launch.file_checks import FileChecks, epoch_warnings, prepare_files
 from ...trainer.launch.hosts.hostfile import Host
 from ...trainer.launch.hosts.ssh import SshInterrupted
-from ...trainer.launch.training import TrainingResult
+from ...trainer.launch.train_run import TrainingResult
 from ...trainer.machine import facts as machine
 from ...trainer.plan.plan import make_plan
 from ...trainer.plan.result import Plan
@@ -25,14 +25,14 @@ from ..pages.plan_page import verdict
 from ..pages.printing import print_error, print_line, print_live_line, print_problems
 from .exit_status import FAILED, OK
 
-CANNOT_START = TrainingResult(status=FAILED)
+NOT_STARTED = TrainingResult(status=FAILED)
 
 
 def fit_run(read: Callable[[], Run]) -> TrainingResult:
     """Train the run that `read` returns. What can't run is refused before anything is written or started."""
     ready = _check(read)
     if ready is None:
-        return CANNOT_START
+        return NOT_STARTED
     run, plan, hosts = ready
     print_line(verdict(plan))
     files = prepare_files(run, print_live_line)
@@ -49,8 +49,8 @@ def fit_run(read: Callable[[], Run]) -> TrainingResult:
             return TrainingResult(status=128 + stop.number)
     if problems:
         print_problems(problems)
-        return CANNOT_START
-    result = training.train_run(run, plan, hosts, print_line, print_live_line)
+        return NOT_STARTED
+    result = train_run.train_run(run, plan, hosts, print_line, print_live_line)
     if result.says:
         print_error(f"distrain: {result.says}")
     if result.status == OK:
@@ -68,7 +68,7 @@ def _check(read: Callable[[], Run]) -> tuple[Run, Plan, tuple[Host, ...]] | None
         run = read()
         plan = make_plan(run)
         start = check_start(run, plan)
-        if problems := (*start.problems, *checks.look(run).problems):
+        if problems := (*start.problems, *checks.check_run(run).problems):
             print_problems(problems)
             return None
         if last or machine.is_measured(run.cluster.device.kind):

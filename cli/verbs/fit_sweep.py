@@ -15,7 +15,7 @@ from shlex import quote
 from ...trainer.launch.admission import check_start
 from ...trainer.launch.file_checks import FileChecks
 from ...trainer.launch.rank.channel import STOPPED
-from ...trainer.launch.training import TrainingResult
+from ...trainer.launch.train_run import TrainingResult
 from ...trainer.machine import facts as machine
 from ...trainer.plan.plan import make_plan
 from ...trainer.rundir.absolute_paths import relative_folder
@@ -34,7 +34,7 @@ from .exit_status import FAILED, OK
 from .fit_run import fit_run
 
 PLAIN_VALUE = re.compile(r"[A-Za-z0-9._-]+")  # values that a folder's name shows unchanged; all of these are shell-safe
-LONGEST = 150  # characters of a run's name
+LONGEST_NAME = 150  # characters of a run's name
 DIGEST_DIGITS = 8  # hexadecimal digits that distinguish values which look alike in a folder's name
 UNNAMED = ("conf", "name")  # keys whose swept values are in the runs' own names already
 
@@ -110,9 +110,9 @@ def sweep_name(name: str, swept: Sequence[str]) -> str:
     """
     parts = [_name_part(override) for override in swept if override.partition("=")[0] not in UNNAMED]
     whole = ".".join((name, *parts))
-    if len(".".join(parts)) <= LONGEST:
+    if len(".".join(parts)) <= LONGEST_NAME:
         return whole
-    return f"{name}.{'.'.join(parts)[: LONGEST - DIGEST_DIGITS]}-{_digest(whole)}"
+    return f"{name}.{'.'.join(parts)[: LONGEST_NAME - DIGEST_DIGITS]}-{_digest(whole)}"
 
 
 def short_overrides(swept: Sequence[str]) -> str:
@@ -143,7 +143,7 @@ def _checked_runs(conf: str, overrides: Sequence[str], config_dir: Path | None) 
     found = [
         (each, problem)
         for each in runs
-        for problem in (*check_start(each.run, make_plan(each.run)).problems, *checks.look(each.run).problems)
+        for problem in (*check_start(each.run, make_plan(each.run)).problems, *checks.check_run(each.run).problems)
     ]
     return runs, [f"{short_overrides(each.swept)}: {problem}" if each.swept else str(problem) for each, problem in found]
 

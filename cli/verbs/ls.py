@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..pages.printing import print_output
-from .parameters import ConfigDir
+from .recipe_parameters import ConfigDir
 
 
 def ls(

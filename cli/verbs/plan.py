@@ -13,7 +13,7 @@ import typer
 
 from ..pages.printing import print_json, print_output, print_problems
 from .exit_status import FAILED, OK
-from .parameters import ConfigDir, RecipeAndOverrides, recipe_and_overrides
+from .recipe_parameters import ConfigDir, RecipeAndOverrides, recipe_and_overrides
 
 if TYPE_CHECKING:
     from ...trainer.plan.result import Plan
@@ -71,7 +71,7 @@ def _best_that_fits(run: Run, conf: str, overrides: Sequence[str], config_dir: P
     """The best layout of a run that does not fit, as the words to type; on a large cluster, the search that finds it."""
     from ...trainer.plan.search.answer import find_layouts
     from ..pages.search_page import best_text, search_hint
-    from .search_arguments import fixed_keys
+    from .search_scope import fixed_keys
 
     if run.cluster.nodes * run.cluster.gpus > MOST_SEARCHED:
         return search_hint((conf, *overrides))
@@ -83,7 +83,7 @@ def _waste(run: Run, plan: Plan, conf: str, overrides: Sequence[str], config_dir
     """What a layout that fits wastes, and the best one, where that is much and quickly known. Runs on CPUs try things out: empty."""
     from ...trainer.plan.search.answer import faster_layout
     from ..pages.search_page import waste_text
-    from .search_arguments import fixed_keys
+    from .search_scope import fixed_keys
 
     if plan.time is None or plan.world > MOST_SEARCHED or run.cluster.device.kind == "cpu":
         return ""
@@ -117,7 +117,7 @@ def _plans(runs: Sequence[Run]) -> list[Plan]:
     from ...trainer.plan.plan import make_plan
 
     checks = FileChecks()
-    return [with_files(run, make_plan(run), checks.look(run)) for run in runs]
+    return [with_files(run, make_plan(run), checks.check_run(run)) for run in runs]
 
 
 def _one_stream() -> bool:

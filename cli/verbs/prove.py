@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ..pages.printing import print_live_line, print_output, print_problems
-from .parameters import ConfigDir, RecipeAndOverrides
+from .recipe_parameters import ConfigDir, RecipeAndOverrides
 
 
 def prove(
@@ -30,11 +30,11 @@ def prove(
     distrain prove conf=tiny_2x2x2
     distrain prove conf=quickstart layouts=dp2,dp2.zero3 steps=4
     """
-    from .prove_run import Screen, prove_recipe
+    from .prove_run import Printer, prove_recipe
 
     def print_over_live_line(text: str) -> None:
         print_live_line("")
         print_output(text)
 
-    screen = Screen(show=print_over_live_line, tell=print_problems, live=print_live_line)
-    return prove_recipe(arguments or (), config_dir, screen, as_json=as_json, reasons=reasons)
+    printer = Printer(show=print_over_live_line, tell=print_problems, live=print_live_line)
+    return prove_recipe(arguments or (), config_dir, printer, as_json=as_json, reasons=reasons)

@@ -30,7 +30,7 @@ from .exit_status import FAILED, OK
 
 
 @dataclass(frozen=True, kw_only=True)
-class Screen:
+class Printer:
     """Functions that print: a text for the user, problems, and the live line, which replaces the one before."""
 
     show: Callable[[str], None]
@@ -38,7 +38,7 @@ class Screen:
     live: Callable[[str], None]
 
 
-class Recipe:
+class RecipeForRanks:
     """A recipe with its overrides, read again for each number of ranks, because a CPU rank gets a share of this machine."""
 
     def __init__(self, conf: str, overrides: Sequence[str], config_dir: Path | None) -> None:
@@ -46,9 +46,9 @@ class Recipe:
         self._conf, self._overrides = conf, list(overrides)
         self._runs: dict[int, Run] = {}
 
-    def reread(self) -> Recipe:
+    def reread(self) -> RecipeForRanks:
         """The same recipe without what was read, for use once this machine has been measured."""
-        return Recipe(self._conf, self._overrides, self._config_dir)
+        return RecipeForRanks(self._conf, self._overrides, self._config_dir)
 
     def run(self) -> Run:
         """The run as the user wrote it; raises Unreadable."""
@@ -65,7 +65,7 @@ class Recipe:
 def prove_recipe(
     arguments: Sequence[str],
     config_dir: Path | None,
-    screen: Screen,
+    printer: Printer,
     *,
     as_json: bool,
     reasons: bool,
@@ -73,63 +73,63 @@ def prove_recipe(
 ) -> int:
     """Train and compare the layouts that the arguments ask for; return the exit status. Raises Unreadable."""
     request, recipe, unused = _read_arguments(arguments, config_dir)
-    screen.tell(unused)
+    printer.tell(unused)
     if as_json and reasons:
-        screen.tell([Problem(rule="idle", says="--reasons does nothing with --json: left_out always holds the reasons")])
+        printer.tell([Problem(rule="idle", says="--reasons does nothing with --json: left_out always holds the reasons")])
     try:
-        proof = _plan_and_measure(request, recipe, screen)
+        proof = _plan_and_measure(request, recipe, printer)
     except NothingToProve as error:
-        screen.tell(error.problems)
+        printer.tell(error.problems)
         return FAILED
     try:
         with raise_on_stop_signals():
-            result = _run_and_show(proof, screen, start_server, as_json=as_json)
+            result = _run_and_show(proof, printer, start_server, as_json=as_json)
     except ServerGone as error:
-        screen.live("")
-        screen.tell([Problem(rule="server", says=str(error))])
+        printer.live("")
+        printer.tell([Problem(rule="server", says=str(error))])
         return FAILED
     except (KeyboardInterrupt, StopSignal) as stop:
-        screen.live("")
-        screen.tell([Problem(rule="stopped", says=f"stopped; the runs so far are in {relative_folder(proof.folder)}")])
+        printer.live("")
+        printer.tell([Problem(rule="stopped", says=f"stopped; the runs so far are in {relative_folder(proof.folder)}")])
         return 128 + (stop.number if isinstance(stop, StopSignal) else signal.SIGINT)
     document = json.dumps(proof_document(proof, result), indent=2)
     atomic_file.write_atomically(proof.folder / "prove.json", f"{document}\n".encode())
-    screen.show(document if as_json else proof_closing(proof, result, reasons=reasons))
+    printer.show(document if as_json else proof_closing(proof, result, reasons=reasons))
     return OK if result.ok else FAILED
 
 
-def _read_arguments(arguments: Sequence[str], config_dir: Path | None) -> tuple[ProveRequest, Recipe, list[Problem]]:
+def _read_arguments(arguments: Sequence[str], config_dir: Path | None) -> tuple[ProveRequest, RecipeForRanks, list[Problem]]:
     """(request, recipe, warnings of arguments that have no effect); raises Unreadable with every mistake."""
     request, rest, problems = read_prove_request(arguments)
     words = read_arguments(rest, "prove", config_dir)
     if problems or words.problems:
         raise Unreadable([*problems, *words.problems, *override_problems(words.overrides, config_dir)])
     keys = dict.fromkeys(each.partition("=")[0].lstrip("+") for each in words.overrides if "=" in each)
-    return request, Recipe(words.conf, words.overrides, config_dir), [*words.warnings, *unused_keys(keys)]
+    return request, RecipeForRanks(words.conf, words.overrides, config_dir), [*words.warnings, *unused_keys(keys)]
 
 
-def _plan_and_measure(request: ProveRequest, recipe: Recipe, screen: Screen) -> Proof:
+def _plan_and_measure(request: ProveRequest, recipe: RecipeForRanks, printer: Printer) -> Proof:
     """Plan the proof, and plan it again if this machine had to be measured: what can't run is refused before. Raises NothingToProve."""
     proof = plan_proof(request, recipe.run(), recipe.run_on)
     if machine.is_measured(proof.recipe.cluster.device.kind):
         return proof
     problem = machine.measure_once(lambda: recipe.reread().run().cluster.device.kind, print_error)
-    screen.tell([problem] if problem else [])
+    printer.tell([problem] if problem else [])
     measured = recipe.reread()
     return plan_proof(request, measured.run(), measured.run_on)
 
 
-def _run_and_show(proof: Proof, screen: Screen, start_server: StartServer, *, as_json: bool) -> ProofResult:
+def _run_and_show(proof: Proof, printer: Printer, start_server: StartServer, *, as_json: bool) -> ProofResult:
     """Train and judge all layouts, and show each result as it is known, unless the output is JSON."""
     if as_json:
-        return run_proof(proof, lambda result: None, screen.live, start_server)
+        return run_proof(proof, lambda result: None, printer.live, start_server)
     table = ProofTable(proof, stdout_style())
 
     def on_result(result: LayoutResult) -> None:
         if result.trial.run.name == proof.reference.run.name:
-            screen.show(f"{reference_line(result)}\n\n{table.head()}")
+            printer.show(f"{reference_line(result)}\n\n{table.head()}")
         else:
-            screen.show(table.row(result))
+            printer.show(table.row(result))
 
-    screen.show(proof_opening(proof))
-    return run_proof(proof, on_result, screen.live, start_server)
+    printer.show(proof_opening(proof))
+    return run_proof(proof, on_result, printer.live, start_server)

@@ -11,7 +11,7 @@ import typer
 
 from ..pages.printing import print_json, print_live_line, print_output, print_problems, print_unwritten
 from .exit_status import FAILED, OK
-from .parameters import ConfigDir, RecipeAndOverrides, recipe_and_overrides
+from .recipe_parameters import ConfigDir, RecipeAndOverrides, recipe_and_overrides
 
 if TYPE_CHECKING:
     from ...trainer.plan.search.answer import Answer
@@ -38,7 +38,7 @@ def search(
     distrain search conf=llama3_70b cluster=8x8 -o best.yaml
     """
     from ..config.load import load_recipe
-    from .search_arguments import fixed_keys
+    from .search_scope import fixed_keys
 
     conf, overrides = recipe_and_overrides(arguments, "search", config_dir)
     run, fixed = load_recipe(conf, overrides, config_dir), fixed_keys(overrides, config_dir)
@@ -76,11 +76,11 @@ def _find(run: Run, fixed: frozenset[str]) -> Answer:
 
 def _search_sizes(run: Run, fixed: frozenset[str], output: str, *, as_json: bool) -> int:
     """Search each size of the cluster; a line of progress for each."""
-    from ...trainer.plan.search.scaling import best_layout, search_sizes
+    from ...trainer.plan.search.cluster_sizes import best_layout, search_sizes
     from ...trainer.spec.problem import Problem, Unreadable
     from ..pages.search_page import sizes_text
     from ..pages.text_layout import stdout_style
-    from .search_arguments import node_counts
+    from .search_scope import node_counts
 
     if output:
         raise Unreadable([Problem(rule="option", says="-o writes one layout", mend="search one size: leave search.nodes out")])

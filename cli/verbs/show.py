@@ -10,7 +10,7 @@ import typer
 
 from ..pages.printing import print_json, print_output, print_problems
 from .exit_status import OK
-from .parameters import ConfigDir, RecipeAndOverrides, recipe_and_overrides
+from .recipe_parameters import ConfigDir, RecipeAndOverrides, recipe_and_overrides
 
 
 def show(

@@ -20,8 +20,8 @@ from tempfile import TemporaryDirectory
 
 from ...trainer.system.stop_requests import StopSignal, raise_on_stop_signals
 from .acceptance import Report, Row, carry_out, read_report
+from .check_context import CheckContext
 from .checks import CHECKS, MACHINE, GpuCheck
-from .place import Place
 
 SECONDS = 480.0
 
@@ -49,12 +49,12 @@ def main() -> int:
         print(f"{words.json.absolute().parent} is no folder", file=sys.stderr)
         return 2
     with TemporaryDirectory(prefix="distrain-gpu-") as folder:
-        place = Place(folder=words.folder or Path(folder), on_gpu=not words.cpu)
-        place.folder.mkdir(parents=True, exist_ok=True)
+        context = CheckContext(folder=words.folder or Path(folder), on_gpu=not words.cpu)
+        context.folder.mkdir(parents=True, exist_ok=True)
         try:
             with raise_on_stop_signals():
                 report = carry_out(
-                    checks, place, seconds=words.seconds, path=words.json, earlier=earlier, on_begin=_show_begin, on_row=_show_row
+                    checks, context, seconds=words.seconds, path=words.json, earlier=earlier, on_begin=_show_begin, on_row=_show_row
                 )
         except (KeyboardInterrupt, StopSignal) as stop:
             print(f"stopped; --resume goes on with {words.json}", file=sys.stderr)

@@ -14,8 +14,8 @@ import msgspec
 
 from ...trainer.system.atomic_file import write_atomically
 from ...trainer.system.child_process import module_arguments, start_child
+from .check_context import CheckContext
 from .checks import MACHINE, CheckRequest, GpuCheck
-from .place import Place
 
 SCHEMA = 1
 LEAST = 10.0  # seconds that must be left for a check to be begun
@@ -68,7 +68,7 @@ def read_report(path: Path, *, rehearsal: bool) -> Report | None:
 
 def carry_out(
     checks: Sequence[GpuCheck],
-    place: Place,
+    context: CheckContext,
     *,
     seconds: float,
     path: Path,
@@ -84,7 +84,7 @@ def carry_out(
 
     def report() -> Report:
         return Report(
-            schema=SCHEMA, rehearsal=not place.on_gpu, seconds=spent + time.monotonic() - began, rows=[*rows.values(), *others]
+            schema=SCHEMA, rehearsal=not context.on_gpu, seconds=spent + time.monotonic() - began, rows=[*rows.values(), *others]
         )  # fmt: skip
 
     others = [row for name, row in done.items() if name not in rows]
@@ -94,7 +94,7 @@ def carry_out(
             continue
         on_begin(check)
         known = {row.name: row.figures for row in report().rows if row.is_done}
-        here = replace(place, gpu=str(known.get(MACHINE, {}).get("gpu", "")), earlier=known)
+        here = replace(context, gpu=str(known.get(MACHINE, {}).get("gpu", "")), earlier=known)
         rows[check.name] = run_check(check, here, left)
         report().write(path)
         on_row(rows[check.name])
@@ -105,13 +105,13 @@ def carry_out(
     return whole
 
 
-def run_check(check: GpuCheck, place: Place, left: float) -> Row:
+def run_check(check: GpuCheck, context: CheckContext, left: float) -> Row:
     """Carry out a check in a process of its own, which is killed at its deadline, or after `left` seconds, with all that it has started."""
     seconds = min(check.seconds, left)
-    request, found = place.folder / "request.json", place.folder / "finding.json"
+    request, found = context.folder / "request.json", context.folder / "finding.json"
     found.unlink(missing_ok=True)
-    request.write_bytes(CheckRequest(check=check, place=place).to_json())
-    began, log = time.monotonic(), place.folder / f"{check.name.replace(' ', '.')}.log"
+    request.write_bytes(CheckRequest(check=check, context=context).to_json())
+    began, log = time.monotonic(), context.folder / f"{check.name.replace(' ', '.')}.log"
     arguments = module_arguments("distrain.scripts.gpu.check_process", str(request), str(found))
     with (
         log.open("wb") as output,

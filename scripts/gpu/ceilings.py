@@ -14,8 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from ...cli.config.load import load_recipe
 from ...trainer.machine.facts import measure_once
+from .check_context import CheckContext
 from .finding import CheckBroken, Finding
-from .place import Place
 
 PACKAGES = ("torch", "deepspeed", "triton", "transformers", "hydra-core", "numpy")
 SIDE = 8192  # of a square matrix product
@@ -28,16 +28,16 @@ ATTENTION = {  # query heads, key heads, head size, tokens
 }
 
 
-def measure_ceilings(place: Place) -> Finding:
+def measure_ceilings(context: CheckContext) -> Finding:
     """Measure what torch alone reaches on the device, beside the rates that plans take; raises CheckBroken without a GPU."""
-    if place.on_gpu and not torch.cuda.is_available():
+    if context.on_gpu and not torch.cuda.is_available():
         raise CheckBroken("torch finds no GPU: --cpu rehearses the checks on this machine's CPU")
-    device = torch.device("cuda" if place.on_gpu else "cpu")
-    shrink = 1 if place.on_gpu else 16
-    if problem := measure_once(lambda: "cuda" if place.on_gpu else "cpu", lambda text: None):
+    device = torch.device("cuda" if context.on_gpu else "cpu")
+    shrink = 1 if context.on_gpu else 16
+    if problem := measure_once(lambda: "cuda" if context.on_gpu else "cpu", lambda text: None):
         raise CheckBroken(str(problem))
     figures: dict[str, Any] = {"versions": _versions(), "python": platform.python_version()}
-    if place.on_gpu:
+    if context.on_gpu:
         figures["gpu"] = torch.cuda.get_device_name(0)
         figures["compute capability"] = list(torch.cuda.get_device_capability(0))
         figures["memory"] = torch.cuda.get_device_properties(0).total_memory
@@ -48,9 +48,9 @@ def measure_ceilings(place: Place) -> Finding:
     figures["copy, bytes/s read and written"] = _copy_rate(device, COPIED // shrink**2)
     figures["kernel launch, seconds"] = _launch_seconds(device)
     figures["attention"] = dict(_attention_kernels(device, shrink))
-    if place.on_gpu:
+    if context.on_gpu:
         figures["context, bytes"] = _context_bytes()
-        figures["planned with"] = _planned_rates(Place(folder=place.folder, on_gpu=True, gpu=figures["gpu"]))
+        figures["planned with"] = _planned_rates(CheckContext(folder=context.folder, on_gpu=True, gpu=figures["gpu"]))
     return Finding(figures=figures)
 
 
@@ -64,8 +64,8 @@ def _versions() -> dict[str, str]:
     return {**found, "torch": str(torch.__version__)}
 
 
-def _planned_rates(place: Place) -> dict[str, Any]:
-    device = load_recipe("gpt2_124m_1gpu", (*place.words(), "parallel.dp=1")).cluster.device
+def _planned_rates(context: CheckContext) -> dict[str, Any]:
+    device = load_recipe("gpt2_124m_1gpu", (*context.words(), "parallel.dp=1")).cluster.device
     return {
         "name": device.name,
         "memory": device.memory,

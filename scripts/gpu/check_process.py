@@ -17,7 +17,7 @@ def main() -> int:
     """Carry out the check and write its finding, {"figures", "departures"}, or {"broken": why}; return 0."""
     request, target = CheckRequest.from_json(Path(sys.argv[1]).read_bytes()), Path(sys.argv[2])
     try:
-        answer = msgspec.to_builtins(request.check.carry_out(request.place))
+        answer = msgspec.to_builtins(request.check.carry_out(request.context))
     except CheckBroken as error:
         answer = {"broken": str(error)}
     except Exception as error:

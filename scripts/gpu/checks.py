@@ -9,8 +9,8 @@ from typing import Self
 
 import msgspec
 
+from .check_context import CheckContext
 from .finding import Finding
-from .place import Place
 
 ROOM = "distrain.scripts.gpu"
 
@@ -24,9 +24,9 @@ class GpuCheck:
     function: str
     arguments: Mapping[str, str] = field(default_factory=dict)
 
-    def carry_out(self, place: Place) -> Finding:
+    def carry_out(self, context: CheckContext) -> Finding:
         """Import the function and call it; raises CheckBroken, and whatever else stops it."""
-        found: Finding = resolve_name(self.function)(place, **self.arguments)
+        found: Finding = resolve_name(self.function)(context, **self.arguments)
         return found
 
 
@@ -35,7 +35,7 @@ class CheckRequest:
     """A check and where it is to be carried out, for its process."""
 
     check: GpuCheck
-    place: Place
+    context: CheckContext
 
     def to_json(self) -> bytes:
         """Return it as JSON."""

@@ -13,9 +13,9 @@ from ...trainer.spec.run import Run
 from .baselines.gpt_autocast import time_gpt
 from .baselines.llama_fsdp import time_llama
 from .baselines.timed_loop import Sizes, Timed
+from .check_context import CheckContext
 from .finding import CheckBroken, Finding
 from .fit_runs import FitRun, fit_overrides
-from .place import Place
 from .planned_runs import PLANNED
 
 
@@ -34,18 +34,18 @@ BASELINES = {
 }
 
 
-def compare_with_baseline(place: Place, name: str) -> Finding:
+def compare_with_baseline(context: CheckContext, name: str) -> Finding:
     """Time a baseline; figures are its seconds, bytes and MFU, and how many of its tokens/s `fit` reached in this program."""
     baseline = BASELINES[name]
     planned = PLANNED[baseline.planned]
-    run = load_recipe(planned.recipe, fit_overrides(FitRun(name=name, recipe=planned.recipe, words=planned.overrides(place)), place))
-    timed = baseline.time(_sizes(run), torch.device("cuda" if place.on_gpu else "cpu"))
+    run = load_recipe(planned.recipe, fit_overrides(FitRun(name=name, recipe=planned.recipe, words=planned.overrides(context)), context))
+    timed = baseline.time(_sizes(run), torch.device("cuda" if context.on_gpu else "cpu"))
     if not all(loss == loss and abs(loss) < 1e4 for loss in timed.losses):
         raise CheckBroken(f"its losses are not finite: {timed.losses}")
     plan, peak = make_plan(run), run.cluster.device.peak.get("bf16")
     assert plan.model is not None
     rate = run.train.batch * run.train.seq / timed.step_seconds
-    ours = place.earlier.get(f"plan {baseline.planned}")
+    ours = context.earlier.get(f"plan {baseline.planned}")
     return Finding(
         figures={
             **asdict(timed),

@@ -15,8 +15,8 @@ from typing import Any
 from ...trainer.rundir.read_files import read_mapping, read_rows
 from ...trainer.system.child_process import module_arguments, start_child
 from ...trainer.system.cpu import cpu_count
+from .check_context import CheckContext
 from .finding import CheckBroken
-from .place import Place
 
 RECIPE, ONE_DEVICE = "tiny_2x2x2", ("parallel.tp=1", "parallel.pp=1")  # of tiny models
 FIT_WORDS = ("log.every=1", "log.sinks=[jsonl]", "train.evaluate.every=0", "checkpoint=never", "launch=local")
@@ -33,7 +33,7 @@ class FitRun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trained:
+class FinishedFit:
     """A finished training: the rows of metrics.jsonl, and what it counted and planned."""
 
     folder: Path
@@ -61,40 +61,40 @@ class Trained:
         return int(max(row["memory_peak"] for row in self.rows[1:]))
 
 
-def fit_overrides(run: FitRun, place: Place) -> tuple[str, ...]:
+def fit_overrides(run: FitRun, context: CheckContext) -> tuple[str, ...]:
     """All overrides of a run, without where it is kept."""
-    return (*place.words(), "parallel.dp=1", *FIT_WORDS, *run.words)
+    return (*context.words(), "parallel.dp=1", *FIT_WORDS, *run.words)
 
 
-def fit(run: FitRun, place: Place) -> Trained:
+def fit(run: FitRun, context: CheckContext) -> FinishedFit:
     """Train a run to its end; raises CheckBroken with the last lines that `fit` printed."""
-    with started_fit(run, place) as process:
+    with started_fit(run, context) as process:
         said, _ = process.communicate()
     if process.returncode:
         tail = " | ".join(said.strip().splitlines()[-3:])
         raise CheckBroken(f"{run.name}: fit ended with {process.returncode}: {tail}")
-    return read_trained(place.folder / run.name)
+    return read_trained(context.folder / run.name)
 
 
-def fit_together(runs: Sequence[FitRun], place: Place) -> dict[str, Trained]:
+def fit_together(runs: Sequence[FitRun], context: CheckContext) -> dict[str, FinishedFit]:
     """Train runs, as many at a time as this machine has pairs of cores; by name. Raises CheckBroken."""
     with ThreadPoolExecutor(max(1, cpu_count() // CORES)) as pool:
-        return dict(zip((run.name for run in runs), pool.map(lambda run: fit(run, place), runs), strict=True))
+        return dict(zip((run.name for run in runs), pool.map(lambda run: fit(run, context), runs), strict=True))
 
 
 @contextmanager
-def started_fit(run: FitRun, place: Place) -> Iterator[subprocess.Popen[str]]:
+def started_fit(run: FitRun, context: CheckContext) -> Iterator[subprocess.Popen[str]]:
     """Start `distrain fit` in a session of its own, with its output in a pipe; when the block ends it is killed with its ranks."""
-    where = (f"log.dir={place.folder}", f"name={run.name}")
-    arguments = module_arguments("distrain.__main__", "fit", f"conf={run.recipe}", *fit_overrides(run, place), *where)
+    where = (f"log.dir={context.folder}", f"name={run.name}")
+    arguments = module_arguments("distrain.__main__", "fit", f"conf={run.recipe}", *fit_overrides(run, context), *where)
     with start_child(arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as child:
         yield child
 
 
-def read_trained(folder: Path) -> Trained:
+def read_trained(folder: Path) -> FinishedFit:
     """Read RUN_DIR; raises CheckBroken where it has fewer than three steps."""
     rows = tuple(row for row in read_rows(folder / "metrics.jsonl") if "seconds" in row and "loss" in row)
     plan = read_mapping(folder / "plan.json")
     if len(rows) < 3 or plan is None:
         raise CheckBroken(f"{folder.name} has logged {len(rows)} steps")
-    return Trained(folder=folder, rows=rows, plan=plan)
+    return FinishedFit(folder=folder, rows=rows, plan=plan)

@@ -8,16 +8,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...trainer.system.child_process import module_arguments, start_child
+from .check_context import CheckContext
 from .finding import CheckBroken, Finding
-from .fit_runs import ONE_DEVICE, RECIPE, FitRun, Trained, fit
-from .place import Place
+from .fit_runs import ONE_DEVICE, RECIPE, FinishedFit, FitRun, fit
 
 
-def generate_text(place: Place) -> Finding:
+def generate_text(context: CheckContext) -> Finding:
     """Train on Python's own source, and generate from the newest checkpoint, on the device and on the CPU: the same text."""
     words = (*ONE_DEVICE, "model=tiny", "data=stdlib", "train.seq=64", "train.batch=16", "train.microbatch=16", "train.precision=fp32",
              "train.steps=60", "optim.lr=3e-3", "optim.warmup=0", "checkpoint=default")  # fmt: skip
-    trained = fit(FitRun(name="text", recipe=RECIPE, words=words), place)
+    trained = fit(FitRun(name="text", recipe=RECIPE, words=words), context)
     on_device = _generate(trained, {})
     on_cpu = _generate(trained, {"CUDA_VISIBLE_DEVICES": ""})
     same = next((at for at, (one, other) in enumerate(zip(on_device, on_cpu, strict=False)) if one != other), len(on_cpu))
@@ -25,7 +25,7 @@ def generate_text(place: Place) -> Finding:
     return Finding(figures={"text": on_device, "same characters": same, "characters": len(on_cpu)}, departures=tuple(departures))
 
 
-def _generate(trained: Trained, environment: Mapping[str, str]) -> str:
+def _generate(trained: FinishedFit, environment: Mapping[str, str]) -> str:
     words = ("generate", str(trained.folder), "--prompt", "def ", "--tokens", "40")
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with start_child(module_arguments("distrain.__main__", *words), {**os.environ, **environment}, **streams) as child:

@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from math import isfinite, isnan, nan
 
+from .check_context import CheckContext
 from .finding import Finding
 from .fit_runs import ONE_DEVICE, RECIPE, FitRun, fit_together
-from .place import Place
 
 TINY = (*ONE_DEVICE, "data=synthetic", "train.seq=64", "train.batch=8", "train.microbatch=4", "optim.lr=1e-3", "optim.warmup=0")
 FIVE = (*TINY, "parallel.zero=0", "train.steps=5")
@@ -34,25 +34,25 @@ HF_CONFIG = {
 }
 
 
-def train_families(place: Place) -> Finding:
+def train_families(context: CheckContext) -> Finding:
     """Train five steps of each family in the precision that the device computes in; losses must be finite and begin to fall."""
-    config = place.folder / "gpt_neox"
+    config = context.folder / "gpt_neox"
     config.mkdir(exist_ok=True)
     (config / "config.json").write_text(json.dumps(HF_CONFIG), encoding="utf-8")
     families = {**FAMILIES, "hf": (f"model.hf={config}",)}
-    words = (*FIVE, f"train.precision={'bf16' if place.on_gpu else 'fp32'}")
+    words = (*FIVE, f"train.precision={'bf16' if context.on_gpu else 'fp32'}")
     runs = [FitRun(name=f"family.{name.replace(' ', '.')}", recipe=RECIPE, words=(*words, *each)) for name, each in families.items()]
-    trained = dict(zip(families, fit_together(runs, place).values(), strict=True))
+    trained = dict(zip(families, fit_together(runs, context).values(), strict=True))
     departures = [f"{name}: losses {_text(each.losses)}" for name, each in trained.items() if not _is_learning(each.losses)]
     return Finding(figures={"losses": {name: each.losses for name, each in trained.items()}}, departures=tuple(departures))
 
 
-def compare_precisions(place: Place) -> Finding:
+def compare_precisions(context: CheckContext) -> Finding:
     """Train float32 on the device and on the CPU, and bf16 on the device, from the same values; losses must agree."""
     words = (*FIVE, "model=tiny_llama", "train.steps=10")
     runs = [FitRun(name=f"precision.{each}", recipe=RECIPE, words=(*words, f"train.precision={each}")) for each in ("fp32", "bf16")]
     on_cpu = FitRun(name="precision.cpu", recipe=RECIPE, words=(*words, "train.precision=fp32", "device=cpu"))
-    trained = fit_together([*runs, on_cpu], place)
+    trained = fit_together([*runs, on_cpu], context)
     fp32, bf16, cpu = (trained[f"precision.{each}"].losses for each in ("fp32", "bf16", "cpu"))
     apart = _apart(fp32, cpu)
     half_apart = _largest([abs(one / other - 1) for one, other in zip(bf16, fp32, strict=True)])
@@ -64,20 +64,20 @@ def compare_precisions(place: Place) -> Finding:
     )
 
 
-def train_zero_stages(place: Place) -> Finding:
+def train_zero_stages(context: CheckContext) -> Finding:
     """Train every ZeRO stage of DeepSpeed, offload, fp16 with its loss scale, and engine native; losses must agree with those of stage 0
     or 1 in that precision."""
     words = (*TINY, "model=tiny_llama", "train.steps=8")
     cases = {f"fp32 zero{stage}": ("train.precision=fp32", f"parallel.zero={stage}") for stage in range(4)}
     cases |= {f"bf16 zero{stage}": ("train.precision=bf16", f"parallel.zero={stage}") for stage in (1, 2, 3)}
-    if place.on_gpu:
+    if context.on_gpu:
         cases["bf16 offload"] = ("parallel=offload", "train.precision=bf16")
         cases["fp16 zero1"] = ("train.precision=fp16", "parallel.zero=1")
     engines: dict[str, tuple[str, ...]] = {name: ("engine=zero", *each) for name, each in cases.items()}
-    for precision in ("fp32", "bf16", "fp16") if place.on_gpu else ("fp32", "bf16"):
+    for precision in ("fp32", "bf16", "fp16") if context.on_gpu else ("fp32", "bf16"):
         engines[f"{precision} native"] = ("engine=native", f"train.precision={precision}", "parallel.zero=1")
     runs = [FitRun(name=name.replace(" ", "."), recipe=RECIPE, words=(*words, *each)) for name, each in engines.items()]
-    losses = {name: each.losses for name, each in zip(engines, fit_together(runs, place).values(), strict=True)}
+    losses = {name: each.losses for name, each in zip(engines, fit_together(runs, context).values(), strict=True)}
     departures = []
     for name, found in losses.items():
         reference, limit = ("fp32 zero0", FLOAT32_LOSS) if name.startswith("fp32") else ("bf16 zero1", HALF_LOSS * losses["fp32 zero0"][0])

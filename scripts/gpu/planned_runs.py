@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...trainer.rundir.measured import read_measured_run
+from .check_context import CheckContext
 from .finding import Finding
 from .fit_runs import FitRun, fit
-from .place import Place
 
 MEMORY_GOAL, TIME_GOAL = 0.03, 0.10  # shares of the plan
 
@@ -22,9 +22,9 @@ class PlannedRun:
     words: tuple[str, ...]
     grouped: bool = False  # whether its attention has fewer key heads than query heads
 
-    def overrides(self, place: Place) -> tuple[str, ...]:
+    def overrides(self, context: CheckContext) -> tuple[str, ...]:
         """Its overrides; tiny in a rehearsal."""
-        if place.on_gpu:
+        if context.on_gpu:
             return (*self.words, *STEPS)
         return (*self.words, *STEPS, *REHEARSAL, *(("model.kv_heads=2", "model.head_dim=16") if self.grouped else ()))
 
@@ -70,20 +70,20 @@ PLANNED = {
 # fmt: on
 
 
-def compare_with_plan(place: Place, name: str) -> Finding:
+def compare_with_plan(context: CheckContext, name: str) -> Finding:
     """Train a configuration, and compare its memory and step time with the plan: on a CPU its memory by kind, and no time."""
     planned = PLANNED[name]
-    run = FitRun(name=f"plan.{name.replace(' ', '.')}", recipe=planned.recipe, words=planned.overrides(place))
-    trained = fit(run, place)
+    run = FitRun(name=f"plan.{name.replace(' ', '.')}", recipe=planned.recipe, words=planned.overrides(context))
+    trained = fit(run, context)
     row, memory = trained.rows[-1], read_measured_run(trained.folder).memory
     figures: dict[str, Any] = {
         "recipe": planned.recipe,
-        "words": [*place.words(), "parallel.dp=1", *run.words],
+        "words": [*context.words(), "parallel.dp=1", *run.words],
         "step_seconds": trained.step_seconds,
         "planned_step_seconds": row.get("planned_seconds"),
         "memory": {each.name: each.measured for each in memory},
         "planned_memory": {each.name: each.planned for each in memory},
-        "memory_peak": trained.memory_peak if place.on_gpu else None,
+        "memory_peak": trained.memory_peak if context.on_gpu else None,
         "planned_memory_peak": row.get("planned_memory_peak"),
         "mfu": row.get("mfu"),
         "tokens_per_second": trained.step_tokens / trained.step_seconds,

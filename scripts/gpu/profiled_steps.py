@@ -6,9 +6,9 @@ import json
 from collections import Counter
 from typing import Any
 
+from .check_context import CheckContext
 from .finding import Finding
 from .fit_runs import FitRun, fit
-from .place import Place
 from .planned_runs import PLANNED
 
 # What the host calls to wait for the device; reading a number from it calls the first.
@@ -17,18 +17,18 @@ MOST_WAITS = 1  # a step
 TRACED = (6, 8)  # first and last step
 
 
-def trace_steps(place: Place) -> Finding:
+def trace_steps(context: CheckContext) -> Finding:
     """Profile three steps of GPT-2 124M: the trace must hold the device's kernels, and at most one wait for the device a step."""
     planned = PLANNED["gpt2_124m"]
-    words = (*planned.overrides(place), f"log.profile=[{TRACED[0]},{TRACED[1]}]")
-    trained = fit(FitRun(name="traced", recipe=planned.recipe, words=words), place)
+    words = (*planned.overrides(context), f"log.profile=[{TRACED[0]},{TRACED[1]}]")
+    trained = fit(FitRun(name="traced", recipe=planned.recipe, words=words), context)
     (file,) = (trained.folder / "trace").glob("*.json")
     events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
     steps = TRACED[1] - TRACED[0] + 1
     kinds = Counter(str(event.get("cat")) for event in events if event.get("ph") == "X")
     names = Counter(str(event.get("name")) for event in events if event.get("ph") == "X")
     waits = sum(names[each] for each in WAITS) / steps
-    kernels = kinds["kernel" if place.on_gpu else "cpu_op"] / steps
+    kernels = kinds["kernel" if context.on_gpu else "cpu_op"] / steps
     busy = sum(event["dur"] for event in events if event.get("cat") == "kernel") / 1e6 / steps
     departures = [] if kernels else ["the trace holds no kernels"]
     departures += [f"{waits:.1f} waits for the device a step"] if waits > MOST_WAITS else []

@@ -7,9 +7,9 @@ import signal
 import time
 
 from ...trainer.rundir.read_files import read_rows
+from .check_context import CheckContext
 from .finding import CheckBroken, Finding
-from .fit_runs import ONE_DEVICE, RECIPE, FitRun, Trained, fit, started_fit
-from .place import Place
+from .fit_runs import ONE_DEVICE, RECIPE, FinishedFit, FitRun, fit, started_fit
 
 SAVED, STEPS_IN_ALL = 20, 60  # a checkpoint at every so many steps
 WORDS = (
@@ -18,13 +18,13 @@ WORDS = (
 )  # fmt: skip
 
 
-def kill_and_resume(place: Place) -> Finding:
+def kill_and_resume(context: CheckContext) -> Finding:
     """Train a run to its end; train it again, kill it between two checkpoints, and resume: losses must be the same bits."""
     words = (*WORDS, "checkpoint=default", f"checkpoint.every={SAVED}")
-    whole = fit(FitRun(name="whole", recipe=RECIPE, words=words), place)
+    whole = fit(FitRun(name="whole", recipe=RECIPE, words=words), context)
     killed = FitRun(name="killed", recipe=RECIPE, words=words)
-    last = _train_until(killed, place, SAVED + SAVED // 2)
-    resumed = fit(killed, place)
+    last = _train_until(killed, context, SAVED + SAVED // 2)
+    resumed = fit(killed, context)
     again = {row["step"]: row["loss"] for row in resumed.rows}
     differing = [row["step"] for row in whole.rows if again.get(row["step"]) != row["loss"]]
     departures = [f"losses differ from step {differing[0]} on"] if differing else []
@@ -34,10 +34,10 @@ def kill_and_resume(place: Place) -> Finding:
     return Finding(figures={"killed after step": last, "went on at step": first, "steps": STEPS_IN_ALL}, departures=tuple(departures))
 
 
-def _train_until(run: FitRun, place: Place, step: int) -> int:
+def _train_until(run: FitRun, context: CheckContext, step: int) -> int:
     """Start a run, kill it with its ranks once it has logged `step`; return the last step that it logged. Raises CheckBroken."""
-    file = place.folder / run.name / "metrics.jsonl"
-    with started_fit(run, place) as child:
+    file = context.folder / run.name / "metrics.jsonl"
+    with started_fit(run, context) as child:
         while child.poll() is None and max((row.get("step", 0) for row in read_rows(file)), default=0) < step:
             time.sleep(0.01)
         os.killpg(child.pid, signal.SIGKILL)
@@ -48,7 +48,7 @@ def _train_until(run: FitRun, place: Place, step: int) -> int:
     return int(logged[-1])
 
 
-def _resumed_at(trained: Trained) -> int:
+def _resumed_at(trained: FinishedFit) -> int:
     """Return the first step of the last attempt."""
     steps = [int(row["step"]) for row in trained.rows]
     return next((two for one, two in zip(steps[-2::-1], steps[:0:-1], strict=True) if two <= one), steps[0])

@@ -15,8 +15,8 @@ from ...trainer.prove.layouts import ONE_PROCESS, ProveLayout, run_in_layout
 from ...trainer.prove.plan_proof import Proof, shortened_run
 from ...trainer.prove.runs import run_proof
 from ...trainer.prove.trial import Trial
+from .check_context import CheckContext
 from .finding import Finding
-from .place import Place
 from .staged_messages import STAGED
 
 SERVER = (sys.executable, "-m", "distrain.scripts.gpu.staged_ranks")
@@ -32,15 +32,15 @@ LAYOUTS = (
 WORDS = ("model=tiny_llama", "data=synthetic", "train.precision=fp32", "train.seq=64", "train.batch=8", "train.microbatch=2")
 
 
-def prove_two_ranks(place: Place) -> Finding:
+def prove_two_ranks(context: CheckContext) -> Finding:
     """Train one process and two ranks in each layout, in float32; figures are the largest differences by layout."""
 
     def trial(layout: ProveLayout) -> Trial:
-        overrides = (*place.words(layout.ranks), *WORDS, f"log.dir={place.folder}")
+        overrides = (*context.words(layout.ranks), *WORDS, f"log.dir={context.folder}")
         run = run_in_layout(shortened_run(load_recipe("tiny_2x2x2", overrides), STEPS, "two_ranks"), layout)
         return Trial(layout=layout, run=run, plan=make_plan(run))
 
-    trials = tuple(trial(each) for each in (LAYOUTS if place.on_gpu else LAYOUTS[:1] + LAYOUTS[4:5]))
+    trials = tuple(trial(each) for each in (LAYOUTS if context.on_gpu else LAYOUTS[:1] + LAYOUTS[4:5]))
     reference = trial(ONE_PROCESS)
     proof = Proof(
         recipe=reference.run, reference=reference, trials=trials, control=None, saver=None, resume=None, unchosen=0, skipped=()

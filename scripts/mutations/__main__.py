@@ -24,7 +24,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Lock
 
-from .campaign import MutationCampaign, Tried, cache_folder, counts, read_executed_lines, state_digest
+from .campaign import MutationCampaign, TriedMutation, cache_folder, counts, read_executed_lines, state_digest
 from .copies import ROOT, Copy, run_on_copies
 from .equivalents import read_equivalents
 from .kinds import KINDS
@@ -58,7 +58,7 @@ def main() -> int:
     drawn = draw(all_mutations(ROOT), arguments.seed, arguments.count, arguments.kinds)
     tried = [found[each.name] for each in drawn if each.name in found]
 
-    def add(result: Tried) -> None:
+    def add(result: TriedMutation) -> None:
         tried.append(result)
         show(progress_line(result, len(tried), len(drawn)))
         if arguments.json:
@@ -102,7 +102,7 @@ def show(text: str) -> None:
     print(text, flush=True)
 
 
-def try_all(mutations: Sequence[Mutation], copies: int, add: Callable[[Tried], None]) -> None:
+def try_all(mutations: Sequence[Mutation], copies: int, add: Callable[[TriedMutation], None]) -> None:
     """Try mutations, as many at a time as there are copies of the checkout, and `add` each, one at a time; everything that was started has
     ended afterwards."""
     equivalents, lock = read_equivalents(), Lock()
@@ -120,13 +120,13 @@ def try_all(mutations: Sequence[Mutation], copies: int, add: Callable[[Tried], N
         run_on_copies(made, mutations, try_one)
 
 
-def progress_line(tried: Tried, number: int, count: int) -> str:
+def progress_line(tried: TriedMutation, number: int, count: int) -> str:
     """A mutation and its verdict in a line or two."""
     mutation = tried.mutation
     return f"{number}/{count} {tried.verdict} {tried.seconds:.0f} s: {mutation.kind}: {mutation.name[:200]}\n    {tried.says[:160]}"
 
 
-def table(tried: Sequence[Tried]) -> str:
+def table(tried: Sequence[TriedMutation]) -> str:
     """The counts by kind, and the mutations that survived, as Markdown."""
     rows = ["| kind | drawn | found by prove | found by tests | equivalent | survived |", "|---|---|---|---|---|---|"]
     for kind in (*KINDS, "all"):

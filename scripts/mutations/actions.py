@@ -35,14 +35,14 @@ def prove(layouts: Sequence[str] | None = None, record: bool = False) -> dict[st
     if record:
         RECORD.unlink(missing_ok=True)
         LineRecorder(ROOT, RECORD)
-    from ...cli.verbs.prove_run import Recipe
+    from ...cli.verbs.prove_run import RecipeForRanks
     from ...trainer.prove import runs
     from ...trainer.prove.fork_client import ServerGone
     from ...trainer.prove.plan_proof import NothingToProve, ProveRequest, plan_proof
 
     runs.PATIENCE = PATIENCE
     vars(runs)["locate_departure"] = lambda *_: ""  # where it departs is not asked
-    recipe = Recipe(RECIPE, [f"log.dir={Path.cwd() / 'proofs'}"], None)
+    recipe = RecipeForRanks(RECIPE, [f"log.dir={Path.cwd() / 'proofs'}"], None)
     try:
         proof = plan_proof(ProveRequest(), recipe.run(), recipe.run_on)
     except NothingToProve as error:

@@ -26,7 +26,7 @@ Verdict = Literal["prove", "tests", "equivalent", "survived"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tried:
+class TriedMutation:
     """A mutation, what found it, and how long that took."""
 
     mutation: Mutation
@@ -95,11 +95,11 @@ class MutationCampaign:
         self.copy, self.executed, self.tests, self.equivalents = copy, executed, tests, equivalents
         self._sound: dict[str, bool] = {}  # whether a layout or a test passes without an error, by its name
 
-    def try_mutation(self, mutation: Mutation) -> Tried:
+    def try_mutation(self, mutation: Mutation) -> TriedMutation:
         """Plant an error and return what finds it; the copy is as before afterwards."""
         start = monotonic()
         if reason := self.equivalents.reason(mutation):
-            return Tried(mutation=mutation, verdict="equivalent", says=reason, seconds=0.0)
+            return TriedMutation(mutation=mutation, verdict="equivalent", says=reason, seconds=0.0)
         self.copy.plant(mutation.path, mutated_source(self.copy.root, mutation))
         try:
             found = self._prove(mutation)
@@ -109,7 +109,7 @@ class MutationCampaign:
                 verdict = "tests"
         finally:
             self.copy.restore(mutation.path)
-        return Tried(mutation=mutation, verdict=verdict, says=found, seconds=monotonic() - start, prove_seconds=proved)
+        return TriedMutation(mutation=mutation, verdict=verdict, says=found, seconds=monotonic() - start, prove_seconds=proved)
 
     def _prove(self, mutation: Mutation) -> str:
         """The layout in which prove finds an error, and how; "" if in none, or if not all are trained in PROVE_SECONDS."""
@@ -161,7 +161,7 @@ def _error_found(answer: Mapping[str, Any]) -> str:
     return str(answer["ended"]) if "ended" in answer else str(answer["found"])
 
 
-def counts(tried: Iterable[Tried], kind: str) -> dict[str, int]:
+def counts(tried: Iterable[TriedMutation], kind: str) -> dict[str, int]:
     """How many mutations of a kind were drawn, and how many had each verdict."""
     rows = [each for each in tried if kind in ("all", each.mutation.kind)]
     verdicts = ("prove", "tests", "equivalent", "survived")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from typing import TypeVar
 
-AXES = ("tp", "dp", "cp", "pp", "ep", "data", "model", "copies", "ends", "expert_copies")  # names of process groups
+GROUP_NAMES = ("tp", "dp", "cp", "pp", "ep", "data", "model", "copies", "ends", "expert_copies")  # names of process groups
 
 # fmt: off
 OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
@@ -105,9 +105,9 @@ def dim(node: ast.AST, parents: Parents) -> Replacements:
 
 def group(node: ast.AST, parents: Parents) -> Replacements:
     """Another group of ranks, or all ranks."""
-    if isinstance(node, ast.Constant) and node.value in AXES and _names_a_group(parents[0]):
-        place = AXES.index(str(node.value))
-        yield from (_replace_fields(node, value=AXES[(place + by) % len(AXES)]) for by in (1, 5))
+    if isinstance(node, ast.Constant) and node.value in GROUP_NAMES and _names_a_group(parents[0]):
+        place = GROUP_NAMES.index(str(node.value))
+        yield from (_replace_fields(node, value=GROUP_NAMES[(place + by) % len(GROUP_NAMES)]) for by in (1, 5))
     if isinstance(node, ast.keyword) and node.arg == "group":
         yield _replace_fields(node, value=ast.Constant(None))
 

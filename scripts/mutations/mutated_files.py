@@ -22,7 +22,7 @@ FILES = (
     "trainer/loop/engine_state.py",
     "trainer/loop/evaluate.py",
     "trainer/loop/model_inputs.py",
-    "trainer/loop/position.py",
+    "trainer/loop/train_progress.py",
     "trainer/loop/start_state.py",
     "trainer/loop/train.py",
     "trainer/models/build.py",

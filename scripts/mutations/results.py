@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-from .campaign import Tried
+from .campaign import TriedMutation
 from .sites import Mutation
 
 
-def write_results(path: Path, seed: int, tried: Iterable[Tried]) -> None:
+def write_results(path: Path, seed: int, tried: Iterable[TriedMutation]) -> None:
     """Write what was tried, whole or not at all."""
     rows = [{"name": each.mutation.name, **asdict(each)} for each in tried]
     written = path.with_name(f"{path.name}.new")
@@ -19,7 +19,7 @@ def write_results(path: Path, seed: int, tried: Iterable[Tried]) -> None:
     written.replace(path)
 
 
-def read_found(path: Path, seed: int) -> list[Tried]:
+def read_found(path: Path, seed: int) -> list[TriedMutation]:
     """What a file says was found by `prove` or a test, or changes nothing; [] without a file.
 
     Raises ValueError where it is no such file, or another seed's.
@@ -29,7 +29,7 @@ def read_found(path: Path, seed: int) -> list[Tried]:
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
         tried = [
-            Tried(
+            TriedMutation(
                 mutation=Mutation(**{**row["mutation"], "lines": tuple(row["mutation"]["lines"])}),
                 **{key: row[key] for key in ("verdict", "says", "seconds", "prove_seconds")},
             )

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...trainer.plan.error_bars import MEMORY, STEP, BarRule, Planned
+from ...trainer.plan.error_bars import MEMORY_BARS, STEP_BARS, BarRule, Planned
 from . import predict as predict_module
-from .express import Case, express
+from .case_runs import Case, runs_of_case
 from .fit import Constants, folds_of, held_out, log_ratios, slopes_of, sources_of
 from .measured import peak_bytes, step_seconds
 from .predict import predict
@@ -81,7 +81,7 @@ def _memory_ratios(cases: Sequence[Case]) -> Any:
 
 def bar_inputs(case: Case) -> Planned:
     """What a case's bars depend on."""
-    run = express(case)[0].run
+    run = runs_of_case(case)[0].run
     return Planned(run, run.parallel, None, predict(case).memory_peak or 0)
 
 
@@ -169,8 +169,8 @@ def by_source(data: Calibration, held: Any) -> float:
 
 
 FIGURES: tuple[tuple[str, tuple[BarRule, ...], Callable[[Sequence[Case]], Calibration], bool], ...] = (
-    ("step", STEP, of_steps, True),
-    ("memory", MEMORY, of_memory, False),
+    ("step", STEP_BARS, of_steps, True),
+    ("memory", MEMORY_BARS, of_memory, False),
 )
 
 

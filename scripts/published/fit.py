@@ -25,7 +25,7 @@ import numpy as np
 from ...trainer.plan.axes import dp
 from ...trainer.plan.costs import block_costs, cost_context, op_seconds, roofline
 from ...trainer.spec.run import Cluster
-from . import express, frameworks
+from . import case_runs, frameworks
 from .measured import step_seconds
 from .predict import predict
 
@@ -37,12 +37,12 @@ DEVICES = ("A100", "H100-80G", "H100-96G", "H200", "B200", "GB200", "B300", "GB3
 GENERATIONS = ("A", "H", "B")
 MODULES: dict[str, tuple[Any, str]] = {
     "cast": (roofline, "CAST_BYTES"),
-    "depth": (roofline, "DEPTH"),
+    "depth": (roofline, "TILE_DEPTH"),
     "grouped": (op_seconds, "GROUPED"),
     "head_dim": (op_seconds, "HEAD_DIM"),
     "overlap": (block_costs, "OVERLAP_LOSS"),
     "contention": (dp, "CONTENTION"),
-    "tail": (cost_context, "TAIL"),
+    "tail": (cost_context, "SLOWEST_RANK"),
     "step": (cost_context, "STEP_DISPATCHES"),
 }
 RATES = tuple(row.name for row in frameworks.FRAMEWORKS if row.kernels != 1.0)
@@ -58,7 +58,7 @@ class Constants:
     def __init__(self) -> None:
         self.modules = {name: getattr(*where) for name, where in MODULES.items()}
         self.frameworks = frameworks.FRAMEWORKS
-        self.cluster: Callable[[express.Case], Cluster] = express.cluster_of
+        self.cluster: Callable[[case_runs.Case], Cluster] = case_runs.cluster_of
 
     def scale(self, factors: Factors) -> None:
         """Set every constant to today's times its factor."""
@@ -66,7 +66,7 @@ class Constants:
         def times(value: float, name: str) -> float:
             return value * exp(factors.get(name, 0.0))
 
-        def scaled_cluster(stated: express.Case) -> Cluster:
+        def scaled_cluster(stated: case_runs.Case) -> Cluster:
             cluster = self.cluster(stated)
             device, inside, between = cluster.device, cluster.inside, cluster.between
             assert inside
@@ -86,17 +86,17 @@ class Constants:
         for name, (module, attribute) in MODULES.items():
             setattr(module, attribute, times(self.modules[name], name))
         frameworks.FRAMEWORKS = tuple(row._replace(kernels=times(row.kernels, f"kernels {row.name}")) for row in self.frameworks)
-        express.cluster_of = scaled_cluster
+        case_runs.cluster_of = scaled_cluster
         roofline.tile_efficiency.cache_clear()
 
 
-def log_ratios(cases: Sequence[express.Case], constants: Constants, factors: Factors) -> Any:
+def log_ratios(cases: Sequence[case_runs.Case], constants: Constants, factors: Factors) -> Any:
     """Return the logarithm of planned over measured step seconds of each case."""
     constants.scale(factors)
     return np.array([log((predict(case).step_seconds or 0.0) / (step_seconds(case) or 1.0)) for case in cases])
 
 
-def slopes_of(cases: Sequence[express.Case], constants: Constants, ratios: Any) -> Any:
+def slopes_of(cases: Sequence[case_runs.Case], constants: Constants, ratios: Any) -> Any:
     """Return the derivatives of the log ratios by the logarithms of the constants, a column each; the constants are today's again."""
     slopes = np.stack([(log_ratios(cases, constants, {name: DELTA}) - ratios) / DELTA for name in NAMES], axis=1)
     constants.scale({})
@@ -132,13 +132,15 @@ def priors_of(prior: float) -> Any:
 @cache
 def ignorant_centres() -> Any:
     """Return the factors' logarithms that one would expect of a device, a generation or a framework that was not measured."""
-    devices = {name: express.named_cluster(*row).device for (_, _), row in express.CLUSTERS.items() for name in [_device_of(row)] if name}
+    devices = {
+        name: case_runs.named_cluster(*row).device for (_, _), row in case_runs.CLUSTERS.items() for name in [_device_of(row)] if name
+    }
     letters = {letter: next(each for name, each in devices.items() if _letter(name) == letter) for letter in GENERATIONS}
     inside = {"A": "dgx_a100", "H": "dgx_h100", "B": "dgx_b200"}
     known = {f"sustained {name}": each.sustained for name, each in devices.items()}
     for letter, device in letters.items():
         known |= {f"{key} {letter}": getattr(device, key) for key in ("flash", "streaming", "dispatch")}
-        link = express.named_cluster(inside[letter], None).inside
+        link = case_runs.named_cluster(inside[letter], None).inside
         known[f"inside {letter}"] = link.efficiency if link else 1.0
     rates = {f"kernels {row.name}": row.kernels for row in frameworks.FRAMEWORKS}
     centres = []
@@ -149,7 +151,7 @@ def ignorant_centres() -> Any:
 
 
 def _device_of(row: tuple[str, str | None]) -> str:
-    device = express.named_cluster(*row).device.name
+    device = case_runs.named_cluster(*row).device.name
     return next((name for name in DEVICES if device.startswith(name)), "")
 
 
@@ -173,14 +175,14 @@ def main() -> None:
     _print_errors("leave one source out", held_out(ratios, slopes, sources_of(cases)))
 
 
-def folds_of(cases: Sequence[express.Case]) -> list[int]:
+def folds_of(cases: Sequence[case_runs.Case]) -> list[int]:
     """Return the number of each case's fold of a cross-validation."""
     folds = [at % FOLDS for at in range(len(cases))]
     random.Random(0).shuffle(folds)
     return folds
 
 
-def sources_of(cases: Sequence[express.Case]) -> list[str]:
+def sources_of(cases: Sequence[case_runs.Case]) -> list[str]:
     """Return the name of each case's source."""
     return [case["source"]["name"] for case in cases]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .express import Case
+from .case_runs import Case
 from .predict import Prediction
 
 SIZES = {"GiB": 2**30, "GB": 1e9, "MiB": 2**20}

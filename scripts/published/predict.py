@@ -11,11 +11,11 @@ from ...trainer.plan.costs.local_tensors import LocalTensors, block_split
 from ...trainer.plan.error_bars import Planned, memory_bar, step_bar
 from ...trainer.plan.layout.layout import Layout
 from ...trainer.plan.layout_cost import LayoutCost, layout_cost, stage_bytes
+from ...trainer.plan.layout_of_run import layout_of_run
 from ...trainer.plan.rules.rules import broken_rules
-from ...trainer.plan.run_layout import run_layout
 from ...trainer.spec.problem import Unreadable
 from ...trainer.spec.run import Run
-from .express import RECOMPUTED_SHARE, Case, Inexpressible, Part, express
+from .case_runs import RECOMPUTED_SHARE, Case, Inexpressible, WeightedRun, runs_of_case
 from .frameworks import framework_of
 
 HALF = 2  # bytes of a gradient as DeepSpeed sends it, however it is summed (engine.py: communication_data_type)
@@ -49,22 +49,22 @@ class Prediction:
 def predict(case: Case) -> Prediction:
     """Predict a case; `why_not` says why one can't be planned."""
     try:
-        parts = express(case)
-        first = parts[0].run
+        runs = runs_of_case(case)
+        first = runs[0].run
         if found := broken_rules(first, first.parallel, first.train.microbatch):
             return Prediction(id=case["id"], why_not="; ".join(each.says for each in found))
-        return _predict_parts(case, parts)
+        return _predict_runs(case, runs)
     except (Inexpressible, Unreadable) as error:
         return Prediction(id=case["id"], why_not=str(error))
 
 
-def _predict_parts(case: Case, parts: tuple[Part, ...]) -> Prediction:
+def _predict_runs(case: Case, runs: tuple[WeightedRun, ...]) -> Prediction:
     """Predict a legal case. Layers that differ add up by their shares."""
-    costs = [_cost(case, part.run) for part in parts]
-    shares = [part.share for part in parts]
+    costs = [_cost(case, each.run) for each in runs]
+    shares = [each.share for each in runs]
     seconds = sum(share * cost.seconds for share, cost in zip(shares, costs, strict=True))
     memory = sum(share * cost.memory for share, cost in zip(shares, costs, strict=True))
-    run = parts[0].run
+    run = runs[0].run
     planned = Planned(run, run.parallel, None, round(memory))
     step, held = step_bar(planned, seconds), memory_bar(planned)
     return Prediction(
@@ -92,7 +92,7 @@ class RunCost(NamedTuple):
 
 def _cost(case: Case, run: Run) -> RunCost:
     context = CostContext(run)
-    layout = run_layout(context, run.parallel, run.train.microbatch)
+    layout = layout_of_run(context, run.parallel, run.train.microbatch)
     if not framework_of(case["framework"] or "").scatters:
         layout = replace(layout, gradient_sync=layout.gradient_sync._replace(scatters=False, gradient=HALF))
     cost = layout_cost(context, layout)

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ...trainer.loop.build import DTYPES, build_stages, compile_layers
+from ...trainer.layers.dtypes import PRECISION_DTYPES
+from ...trainer.loop.build import build_parts, compile_layers
 from ...trainer.loop.data.samples.batches import Batch
 from ...trainer.loop.model_inputs import model_inputs
 from ...trainer.parallel.ledger import Ledger
@@ -27,9 +28,9 @@ from ...trainer.parallel.process_groups import Grid, make_grid
 from ...trainer.parallel.rank_model import head_shards
 from ...trainer.parallel.saved_bytes import SavedTensors, count_saved_tensors
 from ...trainer.parallel.world import World
-from ...trainer.plan.layout.run_schedule import schedule_of
+from ...trainer.plan.compare_rank_messages import MessageRow
+from ...trainer.plan.layout.schedule_of_run import schedule_of
 from ...trainer.plan.mesh_position import mesh_position
-from ...trainer.plan.message_comparison import MessageRow
 from ...trainer.spec.run import Run
 from .gpu_kernels import gpu_kernels
 from .live_bytes import LiveBytes, storage_bytes
@@ -65,7 +66,7 @@ def trace_rank(run: Run, rank: int) -> RankTrace:
         grid = stack.enter_context(fake_grid(run, rank))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(gpu_kernels(run.train.microbatch * run.train.seq // run.parallel.cp * run.model.top_k))
-        return _Passes(run, grid, [stage.module for stage in build_stages(run, grid)]).trace()
+        return _Passes(run, grid, [part.module for part in build_parts(run, grid)]).trace()
 
 
 def trace_compiled_bytes(run: Run, rank: int) -> int:
@@ -80,7 +81,7 @@ def trace_compiled_bytes(run: Run, rank: int) -> int:
         stack.enter_context(patch.object(torch._functorch.config, "bundled_autograd_cache", False))  # it can't store fake tensors
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(gpu_kernels(run.train.microbatch * run.train.seq // run.parallel.cp * run.model.top_k, compiled=True))
-        parts = [stage.module for stage in build_stages(run, grid)]
+        parts = [part.module for part in build_parts(run, grid)]
         torch._dynamo.reset()
         for part in parts:
             compile_layers(part, "aot_eager_decomp_partition")
@@ -204,4 +205,4 @@ class _Passes:
         """Return what the stage before sends: hidden states [B, S, H], or this rank's part of the sequence."""
         run = self.run
         seq = run.train.seq // run.parallel.cp // (run.parallel.tp if run.parallel.sequence else 1)
-        return torch.empty(run.train.microbatch, seq, run.model.hidden, dtype=DTYPES[run.train.precision], device=CUDA)
+        return torch.empty(run.train.microbatch, seq, run.model.hidden, dtype=PRECISION_DTYPES[run.train.precision], device=CUDA)

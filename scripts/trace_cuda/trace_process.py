@@ -12,8 +12,8 @@ from typing import Any
 from ...cli.config.load import load_recipe
 from ...trainer.plan.costs.cost_context import CostContext
 from ...trainer.plan.layout_cost import in_flight, layout_cost
+from ...trainer.plan.layout_of_run import layout_of_run
 from ...trainer.plan.plan import make_plan
-from ...trainer.plan.run_layout import run_layout
 from ...trainer.spec.changed_run import with_changes
 from ...trainer.spec.compiled_layers import has_compiled_layers
 from ...trainer.spec.run import Run
@@ -73,7 +73,7 @@ class PlannedBytes:
 def planned_bytes(run: Run, stage: int, gradients: int) -> PlannedBytes:
     """Plan what a rank of a stage keeps and holds, if a micro-batch leaves so many bytes of gradients."""
     context = CostContext(run)
-    layout = run_layout(context, run.parallel, run.train.microbatch)
+    layout = layout_of_run(context, run.parallel, run.train.microbatch)
     costs = layout_cost(context, layout)
     cost = costs.kinds[layout.partition.kind_of_stage[stage]]
     once = cost.saved_last + cost.logits

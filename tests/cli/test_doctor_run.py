@@ -16,7 +16,7 @@ from distrain.trainer.launch.admission import check_start
 from distrain.trainer.launch.doctor_run_checks import checks_of_run
 from distrain.trainer.launch.file_checks import FileChecks
 from distrain.trainer.machine import facts as machine
-from distrain.trainer.machine.checks import Check
+from distrain.trainer.machine.checks import MachineCheck
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.rundir.lock import hold_run_folder
 
@@ -37,13 +37,13 @@ def run_command(line: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, lis
     return status, [(state, *rest.partition(": ")[::2]) for state, rest in lines]
 
 
-def all_checks(*overrides: str) -> list[Check]:
+def all_checks(*overrides: str) -> list[MachineCheck]:
     """The checks of the quickstart with overrides."""
     run = load_recipe("quickstart", overrides)
     return [*checks_of_run(run, make_plan(run), "fits", hosted=False)]
 
 
-def checks(*overrides: str) -> dict[str, Check]:
+def checks(*overrides: str) -> dict[str, MachineCheck]:
     """The checks of the quickstart by subject: of several, the worst."""
     order = ("ok", "warning", "problem")
     return {each.name: each for each in sorted(all_checks(*overrides), key=lambda each: order.index(each.state))}
@@ -100,7 +100,7 @@ def test_a_missing_thing_is_a_problem_of_its_subject(name: str, words: tuple[str
 def test_doctor_reports_what_fit_refuses_with_the_same_message(words: tuple[str, ...]) -> None:
     run = load_recipe("quickstart", words)
     rows = [(each.says, each.mend) for each in all_checks(*words) if each.state == "problem"]
-    wrong = (*check_start(run, make_plan(run)).problems, *FileChecks().look(run).problems)
+    wrong = (*check_start(run, make_plan(run)).problems, *FileChecks().check_run(run).problems)
     assert wrong
     assert {(each.says, each.mend) for each in wrong} <= set(rows)
 
@@ -179,7 +179,7 @@ def test_cards_are_compared_with_the_device_of_the_recipe(monkeypatch: pytest.Mo
 
     words = ("cluster=dgx_h100", "train.precision=bf16", "train.batch=64")
     cards("NVIDIA H100 80GB HBM3", 84.9e9)
-    assert checks(*words)["devices"] == Check("devices", "ok", "NVIDIA H100 80GB HBM3, 79.1 GiB")
+    assert checks(*words)["devices"] == MachineCheck("devices", "ok", "NVIDIA H100 80GB HBM3, 79.1 GiB")
     cards("NVIDIA A100-SXM4-40GB", 42.3e9)
     row = checks(*words)["devices"]
     assert (row.state, row.mend) == ("warning", "plan with it: device=a100_40g")
@@ -200,7 +200,7 @@ def test_the_run_folder_check_names_the_step_at_which_fit_begins(ranks: Any, tmp
     assert checks(*words)["run folder"].says == "runs/quickstart exists (finished); `fit` goes on from step 2"
     assert checks(*words, "checkpoint.resume=never")["run folder"].state == "problem"
     with hold_run_folder(tmp_path / "runs" / "quickstart"):
-        assert checks(*words)["run folder"] == Check(
+        assert checks(*words)["run folder"] == MachineCheck(
             "run folder", "problem", "another process trains in runs/quickstart", "stop it, or set name= to train another run"
         )
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 pytest.importorskip("torch")
 
 from distrain.cli.app import command
-from distrain.cli.verbs.fit_sweep import LONGEST, fit_sweep, sweep_name, sweep_runs
+from distrain.cli.verbs.fit_sweep import LONGEST_NAME, fit_sweep, sweep_name, sweep_runs
 from distrain.trainer.launch.hosts.shell_safe import SAFE
-from distrain.trainer.launch.training import TrainingResult
+from distrain.trainer.launch.train_run import TrainingResult
 from distrain.trainer.rundir.run_summary import run_summary
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import Run
@@ -69,7 +69,7 @@ rows = st.tuples(values, values)
 def test_different_values_have_different_folders_with_shell_safe_names(one: tuple[str, str], two: tuple[str, str]) -> None:
     names = [sweep_name("mine", (f"data.text_key={row[0]}", f"optim.lr={row[1]}")) for row in (one, two)]
     assert (names[0] == names[1]) == (one == two)
-    assert all(SAFE.fullmatch(name) and "/" not in name and len(name) <= LONGEST + 20 for name in names)
+    assert all(SAFE.fullmatch(name) and "/" not in name and len(name) <= LONGEST_NAME + 20 for name in names)
 
 
 @given(key=st.sampled_from(["optim.lr", "train.seed", "data.text_key"]), other=st.sampled_from(["log.dir", "data.cache"]), value=values)

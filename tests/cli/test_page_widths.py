@@ -17,7 +17,7 @@ from distrain.cli.pages.text_layout import DEFAULT_WIDTH, MAX_WIDTH, MIN_WIDTH, 
 from distrain.trainer.launch.hosts.hostfile import Host
 from distrain.trainer.launch.preflight.checks import HostState
 from distrain.trainer.launch.preflight.preflight import PreflightReport
-from distrain.trainer.machine.checks import Check
+from distrain.trainer.machine.checks import MachineCheck
 from distrain.trainer.rundir.measured import MeasuredRun, PlannedMeasured
 
 WIDTHS = (MIN_WIDTH, DEFAULT_WIDTH, 100, MAX_WIDTH)
@@ -81,7 +81,9 @@ def test_no_line_of_hosts_and_checks_is_too_long(columns: int, monkeypatch: pyte
     seen = HostState(host=host, seconds=0.4, facts=facts, drift=0.0, links={"reached": ["x"]})
     report = PreflightReport(seen=(seen, seen), problems=(), notes=("clocks differ, and so on, " * 6,), rate=1e9)
     assert not too_long(list(preflight_lines(report)), columns)
-    check = Check("disk", "problem", "4.00 KiB free in /a/folder " + "of some depth " * 8, "make room, or set log.dir to another disk")
+    check = MachineCheck(
+        "disk", "problem", "4.00 KiB free in /a/folder " + "of some depth " * 8, "make room, or set log.dir to another disk"
+    )
     assert not too_long(wrap(str(check), hang=" " * 9), columns)
 
 

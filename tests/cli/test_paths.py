@@ -11,7 +11,7 @@ import pytest
 from msgspec import json as encoder
 
 from distrain.cli.config.load import load_recipe
-from distrain.trainer.loop.data.check import TEXT
+from distrain.trainer.loop.data.check import TEXT_SEARCH
 from distrain.trainer.loop.data.files.find import find_files
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.rundir.absolute_paths import PATH_KEYS, with_absolute_paths
@@ -90,12 +90,12 @@ def test_a_pattern_matches_the_same_files_from_any_folder(tmp_path: Path, monkey
     for name in ("one.txt", "two.txt", "in/three.txt", "is[it].txt"):
         (folder / name).write_text(name)
     monkeypatch.chdir(folder)
-    found_there = find_files([word], TEXT, print, [])
+    found_there = find_files([word], TEXT_SEARCH, print, [])
     absolute = with_absolute_paths(with_changes(load_recipe("quickstart"), [("data.path", word)])).data.path
     assert isinstance(absolute, str)
     assert os.path.isabs(absolute)
     monkeypatch.chdir(tmp_path)
-    found_elsewhere = find_files([absolute], TEXT, print, [])
+    found_elsewhere = find_files([absolute], TEXT_SEARCH, print, [])
     assert [(each.name, each.size) for each in found_elsewhere[0]] == [(each.name, each.size) for each in found_there[0]]
     assert found_there[0]
 

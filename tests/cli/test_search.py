@@ -10,7 +10,7 @@ import pytest
 from distrain.cli.app import command
 from distrain.cli.config.load import load_recipe
 from distrain.cli.verbs import plan as plan_verb
-from distrain.cli.verbs.search_arguments import fixed_keys, node_counts
+from distrain.cli.verbs.search_scope import fixed_keys, node_counts
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import Run

@@ -31,8 +31,8 @@ from distrain.cli.keys.keys import config_keys, takes_text
 from distrain.cli.pages.hosts_page import run_preflight_and_show
 from distrain.tests.fakes.path_commands import PDSH, PYTHON, QUIET, SBATCH, SCONTROL, SRUN, SSH, FakeCommands
 from distrain.tests.fakes.shell_text import ONCE, environments, hostile, plain, tame_but_one
-from distrain.trainer.launch.agent.token import FILE, JoinToken
-from distrain.trainer.launch.commands.command import RANK_VARIABLES, forwarded_variables
+from distrain.trainer.launch.agent.join_token import JOIN_TOKEN_FILE, JoinToken
+from distrain.trainer.launch.commands.command import RANK_ENVIRONMENT, forwarded_variables
 from distrain.trainer.launch.hosts.hostfile import Host
 from distrain.trainer.launch.hosts.shell_safe import SAFE, SAFE_CHARACTERS, SSH_OPTIONS, require_shell_safe
 from distrain.trainer.launch.hosts.upload import UPLOAD_REMOTE, connect_hosts, on_every_host
@@ -135,7 +135,7 @@ def start_over_hosts(run: Run, plan: Plan, runner: Any) -> Sequence[Host]:
         secret="5", controllers=[], hostnames=[], slots=[], command=[], environment=forwarded_variables(os.environ, run.launch.environment)
     )
     with connect_hosts([host.name for host in hosts]) as uploads:
-        on_every_host(uploads, lambda each: each.upload(folder, {"run.json": encoder.encode(run).decode(), FILE: token.text()}))
+        on_every_host(uploads, lambda each: each.upload(folder, {"run.json": encoder.encode(run).decode(), JOIN_TOKEN_FILE: token.text()}))
     for file in launch.files:
         file.path.write_text(file.text)
     (launcher,) = launch.commands
@@ -224,7 +224,7 @@ def test_no_hostile_text_reaches_the_shell_of_a_host(
     if not hosts:
         return
     assert encoder.decode((run_folder(hostile_run) / "run.json").read_bytes(), type=Run) == hostile_run
-    assert JoinToken.read(run_folder(hostile_run) / FILE).environment == forwarded_variables(environment, named)
+    assert JoinToken.read(run_folder(hostile_run) / JOIN_TOKEN_FILE).environment == forwarded_variables(environment, named)
     launches = [call for call in calls if call["argv"][:4] == [python, "-u", "-m", "deepspeed.launcher.launch"]]
     assert len(launches) == (len(hosts) if runner == "pdsh" else 0)
     for number, call in enumerate(launches):
@@ -240,7 +240,7 @@ def test_no_hostile_text_reaches_the_shell_of_a_host(
             f"{run_folder(hostile_run)}/run.json",
         ]
         assert call["folder"] == str(run_folder(hostile_run) / "launch")
-        assert RANK_VARIABLES.items() <= call["environment"].items()
+        assert RANK_ENVIRONMENT.items() <= call["environment"].items()
 
 
 def test_a_run_folder_that_links_to_a_hostile_path_is_refused(run: Run, fakes: FakeCommands, tmp_path: Path) -> None:

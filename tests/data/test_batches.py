@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from distrain.trainer.layers.cross_entropy import IGNORED
 from distrain.trainer.loop.data.prepare import prepare_corpus
-from distrain.trainer.loop.data.samples.batches import Batches, prefetch, shard
+from distrain.trainer.loop.data.samples.batches import Batches, microbatch_samples, prefetch
 from distrain.trainer.loop.data.samples.corpus import Corpus
 from distrain.trainer.loop.data.samples.synthetic import PHRASE, STRIDES
 from distrain.trainer.spec.problem import Unreadable
@@ -82,7 +82,7 @@ def test_a_global_batch_is_the_same_however_it_is_split(batches: Batches, dp: in
     for step in range(3):
         whole = batches.batch(step * 12, 12)
         parts = [
-            shard(step * 12, micro=micro, dp_rank=rank, dp=dp, microbatch=microbatch, batch=12)
+            microbatch_samples(step * 12, micro=micro, dp_rank=rank, dp=dp, microbatch=microbatch, batch=12)
             for micro in range(12 // (dp * microbatch))
             for rank in range(dp)
         ]
@@ -95,7 +95,7 @@ def test_a_global_batch_is_the_same_however_it_is_split(batches: Batches, dp: in
 @pytest.mark.parametrize(("micro", "rank"), [(3, 0), (-1, 0), (0, 2), (0, -1)])
 def test_a_shard_outside_of_the_batch_is_refused(micro: int, rank: int) -> None:
     with pytest.raises(ValueError, match=f"no micro-batch {micro} of rank {rank}: a batch of 12 is 2 ranks of 2 at a time"):
-        shard(0, micro=micro, dp_rank=rank, dp=2, microbatch=2, batch=12)
+        microbatch_samples(0, micro=micro, dp_rank=rank, dp=2, microbatch=2, batch=12)
 
 
 @given(first=st.integers(0, 10**7), count=st.integers(1, 20), cut=st.integers(0, 20))

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from distrain.tests.fakes.small_corpus import documents, mapped_tokens, small_corpus, split_tokens
 from distrain.trainer.loop.data.files.id_width import raw_id_type
-from distrain.trainer.loop.data.samples.corpus import Split, shortage, validation_runs
-from distrain.trainer.loop.data.token_files import CODES, LLM_C, MEGATRON
+from distrain.trainer.loop.data.samples.corpus import Split, shortage, validation_ranges
+from distrain.trainer.loop.data.token_files import DTYPE_CODES, LLM_C, MEGATRON
 from distrain.trainer.spec.problem import Unreadable
 
 
@@ -22,12 +22,12 @@ def write_megatron(prefix: Path, texts: list[list[int]], code: int, sequences: i
     """Documents of so many sequences each, as Megatron's IndexedDatasetBuilder writes them."""
     pieces = [list(piece) for text in texts for piece in np.array_split(text, sequences)]
     lengths = np.array([len(piece) for piece in pieces], np.int32)
-    item = np.dtype(CODES[code]).itemsize
+    item = np.dtype(DTYPE_CODES[code]).itemsize
     offsets = (np.cumsum(lengths, dtype=np.int64) - lengths) * item
     starts = np.arange(0, len(pieces) + 1, sequences, dtype=np.int64)
     head = MEGATRON + struct.pack("<QBQQ", 1, code, len(lengths), len(starts))
     prefix.with_suffix(".idx").write_bytes(head + lengths.tobytes() + offsets.tobytes() + starts.tobytes())
-    np.concatenate(texts).astype(CODES[code]).tofile(prefix.with_suffix(".bin"))
+    np.concatenate(texts).astype(DTYPE_CODES[code]).tofile(prefix.with_suffix(".bin"))
 
 
 def test_a_nanogpt_file_is_mapped_as_it_is(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_an_llm_c_header_is_not_data(magic: int, version: int, tmp_path: Path) -
     assert documents(small_corpus(tmp_path, 300, name="tokens", path=str(tmp_path / "a.bin"))) == [list(range(300))]
 
 
-@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("code", DTYPE_CODES)
 @pytest.mark.parametrize("sequences", [1, 3])
 @pytest.mark.parametrize("suffix", ["", ".bin", ".idx"])
 def test_a_megatron_pair_knows_its_documents(code: int, sequences: int, suffix: str, tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ def test_an_end_token_that_never_occurs_is_remarked_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("lengths", "share"), [([10] * 100, 0.07), ([1000, 1, 1], 0.1), ([50], 0.5), ([1, 99], 0.01), ([5] * 9, 0.0)])
 def test_the_validation_split_is_between_one_and_two_shares(lengths: list[int], share: float) -> None:
     bounds = np.cumsum([0, *lengths])
-    size = validation_runs(3, bounds, share).size
+    size = validation_ranges(3, bounds, share).size
     assert round(bounds[-1] * share) <= size
     assert size < 2 * bounds[-1] * share or not size
 
@@ -303,12 +303,12 @@ def test_the_validation_split_is_between_one_and_two_shares(lengths: list[int], 
 )
 def test_whole_documents_validate_and_the_key_draws_them(key: int, begins: list[int], ends: list[int]) -> None:
     """Those of the first version, of ten documents of ten tokens: with others a resumed run would validate on what it has trained on."""
-    runs = validation_runs(key, np.arange(0, 110, 10), 0.25)
+    runs = validation_ranges(key, np.arange(0, 110, 10), 0.25)
     assert (runs.begins.tolist(), runs.ends.tolist()) == (begins, ends)
 
 
 def test_a_document_as_large_as_the_whole_share_validates() -> None:
-    runs = validation_runs(1, np.array([0, 10, 100]), 0.1)
+    runs = validation_ranges(1, np.array([0, 10, 100]), 0.1)
     assert (runs.begins.tolist(), runs.ends.tolist()) == ([0], [10])
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distrain.cli.verbs.prove_run import Screen, prove_recipe
+from distrain.cli.verbs.prove_run import Printer, prove_recipe
 
 TINY = (
     "conf=quickstart", "model=tiny", "model.layers=2", "data=synthetic", "train.batch=8", "train.seq=16", "train.microbatch=4",
@@ -35,7 +35,7 @@ class ScreenRecord:
 
 def run_prove(arguments: Sequence[str], folder: Path, start_server: Callable[..., Any], **options: bool) -> ScreenRecord:
     record = ScreenRecord()
-    screen = Screen(show=record.shown.append, tell=lambda problems: record.problems.extend(map(str, problems)), live=record.live.append)
+    screen = Printer(show=record.shown.append, tell=lambda problems: record.problems.extend(map(str, problems)), live=record.live.append)
     given = {"as_json": False, "reasons": False, **options}
     record.status = prove_recipe([*TINY, *arguments, f"log.dir={folder}"], None, screen, start_server=start_server, **given)
     return record

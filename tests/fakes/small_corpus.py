@@ -40,10 +40,10 @@ def documents(corpus: Corpus, source: int = 0) -> list[list[int]]:
 
 def split_tokens(corpus: Corpus, split: Split) -> list[int]:
     """Return the token ids of the first source's train or validation split."""
-    runs = corpus.sources[0].runs(split)
-    ids = np.empty(runs.size, np.int64)
+    ranges = corpus.sources[0].ranges(split)
+    ids = np.empty(ranges.size, np.int64)
     filled = 0
-    for start, length in runs.pieces(0, runs.size):
+    for start, length in ranges.pieces(0, ranges.size):
         corpus.sources[0].tokens.copy(start, ids[filled : filled + length])
         filled += length
     return ids.tolist()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import subprocess
 
+from distrain.scripts.gpu.check_context import CheckContext
 from distrain.scripts.gpu.finding import CheckBroken, Finding
-from distrain.scripts.gpu.place import Place
 
 
-def act(place: Place, *, what: str) -> Finding:
+def act(context: CheckContext, *, what: str) -> Finding:
     """Do what is asked; raises CheckBroken, and KeyError for a crash."""
     match what:
         case "sleeps":
@@ -19,4 +19,4 @@ def act(place: Place, *, what: str) -> Finding:
             raise KeyError("x")
         case "departs":
             return Finding(figures={"a": 1}, departures=("a is not 2",))
-    return Finding(figures={"earlier": sorted(place.earlier)})
+    return Finding(figures={"earlier": sorted(context.earlier)})

@@ -18,10 +18,10 @@ from distrain.cli.config.load import load_recipe
 from distrain.scripts.gpu import losses
 from distrain.scripts.gpu.__main__ import row_lines
 from distrain.scripts.gpu.acceptance import Report, Row, carry_out, read_report, run_check
+from distrain.scripts.gpu.check_context import CheckContext
 from distrain.scripts.gpu.checks import CHECKS, GpuCheck
 from distrain.scripts.gpu.finding import Finding
-from distrain.scripts.gpu.fit_runs import FitRun, Trained, fit_overrides
-from distrain.scripts.gpu.place import Place
+from distrain.scripts.gpu.fit_runs import FinishedFit, FitRun, fit_overrides
 from distrain.scripts.gpu.planned_runs import PLANNED, plan_departures
 from distrain.scripts.gpu.replan import replan_departures
 from distrain.trainer.plan.plan import make_plan
@@ -126,7 +126,7 @@ OUTCOMES: tuple[tuple[str, float, float, str, list[str]], ...] = (
 @pytest.mark.parametrize(("what", "seconds", "left", "status", "says"), OUTCOMES)
 def test_a_check_ends_within_its_time(what: str, seconds: float, left: float, status: str, says: list[str], tmp_path: Path) -> None:
     check = GpuCheck(name="fake", seconds=seconds, function=FAKE, arguments={"what": what})
-    row = run_check(check, Place(folder=tmp_path, on_gpu=False), left)
+    row = run_check(check, CheckContext(folder=tmp_path, on_gpu=False), left)
     assert (row.status, list(row.says)) == (status, says)
     assert list(row_lines(row))[1:] == [f"    {each}" for each in says]
 
@@ -138,7 +138,7 @@ def test_a_report_is_resumed(tmp_path: Path) -> None:
 
     def carry(checks: list[GpuCheck], earlier: Report | None, seconds: float) -> Report:
         return carry_out(
-            checks, Place(folder=tmp_path, on_gpu=False), seconds=seconds, path=path, earlier=earlier,
+            checks, CheckContext(folder=tmp_path, on_gpu=False), seconds=seconds, path=path, earlier=earlier,
             on_begin=lambda check: begun.append(check.name), on_row=lambda row: None,
         )  # fmt: skip
 
@@ -184,8 +184,8 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", PLANNED)
 def test_a_planned_run_fits_and_is_planned_whole(name: str, tmp_path: Path) -> None:
     """On one H200: memory and time, so that both can be compared."""
-    place, run = Place(folder=tmp_path, on_gpu=True, gpu="NVIDIA H200"), PLANNED[name]
-    plan = make_plan(load_recipe(run.recipe, fit_overrides(FitRun(name="a", recipe=run.recipe, words=run.overrides(place)), place)))
+    context, run = CheckContext(folder=tmp_path, on_gpu=True, gpu="NVIDIA H200"), PLANNED[name]
+    plan = make_plan(load_recipe(run.recipe, fit_overrides(FitRun(name="a", recipe=run.recipe, words=run.overrides(context)), context)))
     assert plan.problems == ()
     assert plan.memory is not None
     assert plan.memory.peak < 0.7 * 150.1e9
@@ -212,14 +212,18 @@ LOSSES = [5.5, 5.4, 5.3]
     ],
 )
 def test_losses_that_differ_are_named(
-    check: Callable[[Place], Finding], changed: dict[str, list[float]], found: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    check: Callable[[CheckContext], Finding],
+    changed: dict[str, list[float]],
+    found: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def trained(runs: Sequence[FitRun], place: Place) -> dict[str, Trained]:
+    def trained(runs: Sequence[FitRun], context: CheckContext) -> dict[str, FinishedFit]:
         rows = {run.name: [{"loss": loss} for loss in changed.get(run.name, LOSSES)] for run in runs}
-        return {name: Trained(folder=tmp_path, rows=tuple(each), plan={}) for name, each in rows.items()}
+        return {name: FinishedFit(folder=tmp_path, rows=tuple(each), plan={}) for name, each in rows.items()}
 
     monkeypatch.setattr(losses, "fit_together", trained)
-    assert list(check(Place(folder=tmp_path, on_gpu=True)).departures) == found
+    assert list(check(CheckContext(folder=tmp_path, on_gpu=True)).departures) == found
 
 
 def test_every_check_has_a_function() -> None:

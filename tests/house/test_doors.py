@@ -34,6 +34,7 @@ from distrain.trainer.plan.engines import ENGINES
 from distrain.trainer.plan.layout.mesh import Mesh
 from distrain.trainer.plan.layout.schedules import SCHEDULES, bubble_share
 from distrain.trainer.plan.plan import make_plan
+from distrain.trainer.plan.search.answer import find_layouts
 from distrain.trainer.spec.problem import Unreadable
 from distrain.trainer.spec.run import Parallel, Run
 
@@ -216,6 +217,16 @@ def test_an_added_axis_is_refused_until_an_engine_runs_it() -> None:
     plan = make_plan(on_axis(2))
     assert not plan.runnable
     assert any("parallel.xp=2" in each.says for each in plan.warnings)
+
+
+@pytest.mark.usefixtures("axis")
+def test_a_search_keeps_the_degree_of_an_added_axis() -> None:
+    run = on_axis(2)
+    answer = find_layouts(replace(run, search=replace(run.search, rows=3, runnable=False)))
+    assert answer.rows
+    for row in answer.rows:
+        assert row.mesh["xp"] == 2
+        assert row.mesh["pp"] * row.mesh["dp"] * row.mesh["cp"] * row.mesh["tp"] * 2 == answer.nodes * answer.gpus
 
 
 # Family: a folder with its op table and its module, and a row of FAMILIES.

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from distrain.tests.fakes.deadline import DEADLINE
-from distrain.trainer.launch.agent.token import FILE, JoinToken
+from distrain.trainer.launch.agent.join_token import JOIN_TOKEN_FILE, JoinToken
 from distrain.trainer.launch.supervisor import registration as rendezvous
 from distrain.trainer.launch.supervisor.registration import MAX_LINE, Rendezvous
 from distrain.trainer.launch.supervisor.remote_rank import RemoteRank
@@ -233,7 +233,7 @@ def bootstrap(
         command=["true"],
         environment={},
     )
-    (folder / FILE).write_text(token.text())
+    (folder / JOIN_TOKEN_FILE).write_text(token.text())
     environment = {**os.environ, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", **variables}
     command = [sys.executable, "-m", "distrain.trainer.launch.agent.bootstrap", str(folder / "run.json")]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE)

@@ -24,7 +24,7 @@ from distrain.trainer.launch.restart import is_machine_failure, no_restart_reaso
 from distrain.trainer.launch.shrink import HostFaults, TooFewHosts, shrink_run
 from distrain.trainer.launch.supervisor.outcome import Fate, Outcome, RankOutcome
 from distrain.trainer.launch.supervisor.watchdog import Watchdog
-from distrain.trainer.launch.training import train_run
+from distrain.trainer.launch.train_run import train_run
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.rundir.checkpoints import seal
 from distrain.trainer.rundir.files import run_folder
@@ -275,7 +275,7 @@ def test_the_time_of_a_start_without_a_checkpoint_is_not_kept(tmp_path: Path) ->
     watchdog_times.save_phase_times(run, tmp_path, Watchdog(seen={"start": 9.0, "first": 2.0}), resumed=False)
     assert watchdog_times.load_watchdog(run, tmp_path).seen == {"first": 2.0}
     for spoilt in ("", "{}", '{"first": 2.0}'):
-        (tmp_path / watchdog_times.FILE).write_text(spoilt)
+        (tmp_path / watchdog_times.INTERVALS_FILE).write_text(spoilt)
         assert watchdog_times.load_watchdog(run, tmp_path).seen == {}
 
 

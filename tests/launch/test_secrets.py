@@ -32,7 +32,7 @@ from distrain.tests.fakes.secrets import (
     secret_files_elsewhere,
     secret_variables,
 )
-from distrain.trainer.launch.agent.token import FILE, JoinToken
+from distrain.trainer.launch.agent.join_token import JOIN_TOKEN_FILE, JoinToken
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="command lines are read in /proc")
 over_hosts = pytest.mark.skipif(bool(missing_tools()), reason=missing_tools())
@@ -96,9 +96,9 @@ def assert_no_leak(run: FitRun, *folders: Path) -> None:
     """Check that no secret was seen anywhere, no shell acted on one, and the join token, the only file with secrets, is removed."""
     assert list(run.leaks(*folders)) == []
     assert not (run.folder.parent / "pwned").exists()
-    assert not list((run.folder / "launch").glob(f"{Path(FILE).name}*"))
+    assert not list((run.folder / "launch").glob(f"{Path(JOIN_TOKEN_FILE).name}*"))
     assert {mode for _, mode in run.watch.secret_files} <= {0o600}
-    assert all(name.startswith(Path(FILE).name) for name, _ in run.watch.secret_files)
+    assert all(name.startswith(Path(JOIN_TOKEN_FILE).name) for name, _ in run.watch.secret_files)
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +164,7 @@ def test_a_run_over_hosts_shows_no_secret(hosts: VirtualHosts, tmp_path: Path) -
     ):
         assert any(part in line for line in run.watch.command_lines), part
     assert_no_leak(run, *host_folders(hosts))
-    assert (Path(FILE).name, 0o600) in run.watch.secret_files
+    assert (Path(JOIN_TOKEN_FILE).name, 0o600) in run.watch.secret_files
 
 
 def fit_with_killed_rank(hosts: VirtualHosts, folder: Path) -> FitRun:
@@ -215,7 +215,7 @@ def test_a_run_over_hosts_whose_rank_is_killed_shows_no_secret(hosts: VirtualHos
     assert run.status == 1, run.output
     assert "rank 0 on host1 (device 0) was killed by SIGKILL" in run.output
     assert_no_leak(run, *host_folders(hosts))
-    assert (Path(FILE).name, 0o600) in run.watch.secret_files
+    assert (Path(JOIN_TOKEN_FILE).name, 0o600) in run.watch.secret_files
 
 
 @over_hosts

@@ -14,8 +14,8 @@ pytest.importorskip("torch")
 
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.one_process import reference_curve
+from distrain.trainer.plan.compare_rank_messages import compare_rank_messages
 from distrain.trainer.plan.mesh_position import mesh_position
-from distrain.trainer.plan.message_comparison import compare_rank
 from distrain.trainer.plan.plan import make_plan
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def test_ranks_send_the_planned_bytes_and_between_experts_those_of_even_routing_
     words = words_of(row)
     run = load_recipe(words[0], words[1:])
     counted = json.loads((trained(row).folder / "ledger.json").read_text())["ranks"]
-    audits = [compare_rank(run, rank, rows) for rank, rows in enumerate(counted)]
+    audits = [compare_rank_messages(run, rank, rows) for rank, rows in enumerate(counted)]
     assert [line for audit in audits for line in audit if line.verdict == "differs"] == []
     exchanged = [line for audit in audits for line in audit if line.axis == "ep"]
     assert bool(exchanged) == (run.parallel.ep > 1)

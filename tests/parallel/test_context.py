@@ -18,8 +18,8 @@ pytest.importorskip("torch")
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.deadline import DEADLINE
 from distrain.tests.fakes.one_process import ignored_labels, reference_curve, write_documents
+from distrain.trainer.plan.compare_rank_messages import compare_rank_messages
 from distrain.trainer.plan.mesh_position import mesh_position
-from distrain.trainer.plan.message_comparison import compare_rank
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.run import Run
 
@@ -131,7 +131,7 @@ def test_context_ranks_send_what_is_planned(trained: Callable[[Words, str], Trai
     _, run, job = trained(*row)
     counted = json.loads((job.folder / "ledger.json").read_text())["ranks"]
     for rank, rows in enumerate(counted):
-        audit = compare_rank(run, rank, rows)
+        audit = compare_rank_messages(run, rank, rows)
         assert {line.verb for line in audit if line.axis == "cp"} == {"all_gather", "reduce_scatter"}
         assert [line for line in audit if line.verdict == "differs" or (line.axis == "cp" and line.verdict != "equal")] == []
 

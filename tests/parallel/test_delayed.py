@@ -18,7 +18,7 @@ from msgspec.json import decode  # noqa: E402
 from distrain.cli.config.load import load_recipe  # noqa: E402
 from distrain.tests.fakes.one_process import reference_curve  # noqa: E402
 from distrain.trainer.loop.forkserver.delayed_gradients import DelayedCurve, delayed_curve, delayed_gradients  # noqa: E402
-from distrain.trainer.plan.message_comparison import compare_rank  # noqa: E402
+from distrain.trainer.plan.compare_rank_messages import compare_rank_messages  # noqa: E402
 from distrain.trainer.plan.plan import make_plan  # noqa: E402
 from distrain.trainer.rundir.changes import compare_runs  # noqa: E402
 from distrain.trainer.spec.lr_schedule import learning_rate  # noqa: E402
@@ -57,7 +57,7 @@ def run_of(folder: Path) -> Run:
 def check_messages(folder: Path) -> None:
     """Hold the messages of the recorded step to the plan."""
     run, rows = run_of(folder), json.loads((folder / "ledger.json").read_text())["ranks"]
-    assert not [line for rank, each in enumerate(rows) for line in compare_rank(run, rank, each) if line.verdict == "differs"]
+    assert not [line for rank, each in enumerate(rows) for line in compare_rank_messages(run, rank, each) if line.verdict == "differs"]
 
 
 def check_steps(job: PoolJob) -> None:

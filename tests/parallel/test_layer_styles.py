@@ -11,7 +11,7 @@ from distrain.trainer.layers.experts import ExpertLinear  # noqa: E402
 from distrain.trainer.layers.tensor_parallel import ColumnLinear, RowLinear  # noqa: E402
 from distrain.trainer.models.build import build_model  # noqa: E402
 from distrain.trainer.models.families import FAMILIES, op_table  # noqa: E402
-from distrain.trainer.plan.axes.tp import AXIS, style  # noqa: E402
+from distrain.trainer.plan.axes.tp import AXIS, split_style  # noqa: E402
 from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train  # noqa: E402
 
 STYLES = {ColumnLinear: "column", RowLinear: "row", VocabEmbedding: "vocab", LMHead: "column"}
@@ -39,6 +39,6 @@ def test_each_weight_is_in_a_layer_of_its_planned_style(family: str) -> None:
                 layer = module.get_submodule((prefix + weight.name).rpartition(".")[0])
                 if not isinstance(layer, ExpertLinear):  # the layer around the experts sends for all of them
                     sharded = op.product is not None or AXIS.split_dim(weight.dims)  # of the embeddings only that of tokens
-                    styles[prefix + weight.name] = (style(op) if sharded else None, STYLES.get(type(layer)))
+                    styles[prefix + weight.name] = (split_style(op) if sharded else None, STYLES.get(type(layer)))
     assert {"column", "row", "vocab", None} <= {planned for planned, _ in styles.values()}
     assert {name: planned for name, (planned, _) in styles.items()} == {name: built for name, (_, built) in styles.items()}

@@ -14,8 +14,8 @@ import pytest
 
 from distrain.cli.config.load import load_recipe
 from distrain.tests.fakes.deadline import DEADLINE
+from distrain.trainer.plan.compare_rank_messages import ComparedMessages, MessageRow, compare_rank_messages, compare_with_plan
 from distrain.trainer.plan.costs.traffic_term import TrafficTerm
-from distrain.trainer.plan.message_comparison import ComparedMessages, MessageRow, compare_rank, compare_with_plan
 from distrain.trainer.plan.result import Message
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def audited(ranks: RankPool, folder: Path, words: Words) -> list[list[ComparedMe
     run = load_recipe(BASE[0], [*BASE[1:], *words])
     told = json.loads((job.folder / "ledger.json").read_text())
     assert told["step"] == 3
-    return [compare_rank(run, rank, rows) for rank, rows in enumerate(told["ranks"])]
+    return [compare_rank_messages(run, rank, rows) for rank, rows in enumerate(told["ranks"])]
 
 
 @pytest.mark.parametrize("words", LAYOUTS, ids=named)

@@ -10,10 +10,11 @@ loss_scaler = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler")
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from distrain.trainer.engines.native.loss_scale import FIRST, LEAST, PATIENCE, WINDOW, LossScale  # noqa: E402
+from distrain.trainer.engines.native.loss_scale import FIRST_SCALE, GROWTH_INTERVAL, LEAST_SCALE, PATIENCE, LossScale  # noqa: E402
 
 FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-RUNS = st.lists(st.tuples(st.sampled_from([0, 1, 2, WINDOW - 1, WINDOW, WINDOW + 1, 2 * WINDOW + 1]), st.integers(0, 2)), max_size=6)
+STEPS = [0, 1, 2, GROWTH_INTERVAL - 1, GROWTH_INTERVAL, GROWTH_INTERVAL + 1, 2 * GROWTH_INTERVAL + 1]
+RUNS = st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 2)), max_size=6)
 
 
 @given(RUNS)
@@ -21,7 +22,7 @@ RUNS = st.lists(st.tuples(st.sampled_from([0, 1, 2, WINDOW - 1, WINDOW, WINDOW +
 def test_the_scale_changes_as_deepspeeds(monkeypatch: pytest.MonkeyPatch, runs: list[tuple[int, int]]) -> None:
     """After so many steps without an overflow, and then so many with one."""
     monkeypatch.setattr(loss_scaler.dist, "get_rank", lambda: 1)  # it logs on rank 0
-    theirs = loss_scaler.DynamicLossScaler(FIRST, WINDOW, LEAST, PATIENCE, consecutive_hysteresis=False)
+    theirs = loss_scaler.DynamicLossScaler(FIRST_SCALE, GROWTH_INTERVAL, LEAST_SCALE, PATIENCE, consecutive_hysteresis=False)
     ours = LossScale()
     for finite, overflows in runs:
         for overflow in [False] * finite + [True] * overflows:
@@ -34,4 +35,4 @@ def test_the_scale_is_never_below_one() -> None:
     scale = LossScale()
     for _ in range(40):
         scale.update(overflow=True)
-    assert scale.cur_scale == LEAST
+    assert scale.cur_scale == LEAST_SCALE

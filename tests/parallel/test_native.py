@@ -22,10 +22,10 @@ from distrain.cli.config.load import load_recipe  # noqa: E402
 from distrain.tests.fakes.action_orders import Lists, Pipeline, action_orders  # noqa: E402
 from distrain.tests.fakes.deadline import DEADLINE  # noqa: E402
 from distrain.tests.fakes.one_process import reference_curve  # noqa: E402
-from distrain.trainer.layers.weight_gradients import WeightGradients, put_off_weight_gradients  # noqa: E402
+from distrain.trainer.layers.weight_gradients import WeightGradients, defer_weight_gradients  # noqa: E402
 from distrain.trainer.models.build import build_model  # noqa: E402
+from distrain.trainer.plan.compare_rank_messages import compare_rank_messages  # noqa: E402
 from distrain.trainer.plan.layout.action_csv import write_action_csv  # noqa: E402
-from distrain.trainer.plan.message_comparison import compare_rank  # noqa: E402
 from distrain.trainer.plan.plan import make_plan  # noqa: E402
 from distrain.trainer.spec.run import Run  # noqa: E402
 
@@ -57,7 +57,7 @@ def check_messages(folder: Path) -> None:
     """Hold the messages that a run counted to its plan."""
     run = decode((folder / "run.json").read_bytes(), type=Run)
     rows = json.loads((folder / "ledger.json").read_text())["ranks"]
-    assert not [line for rank, each in enumerate(rows) for line in compare_rank(run, rank, each) if line.verdict == "differs"]
+    assert not [line for rank, each in enumerate(rows) for line in compare_rank_messages(run, rank, each) if line.verdict == "differs"]
 
 
 # fmt: off
@@ -236,7 +236,7 @@ def test_a_rank_holds_the_bytes_that_are_planned(ranks: RankPool, tmp_path: Path
             assert most["activations"] == pytest.approx(activations, rel=2e-3 if curve != MOE else 0.1)
 
 
-def test_a_put_off_weight_gradient_is_computed_once() -> None:
+def test_a_deferred_weight_gradient_is_computed_once() -> None:
     """Forward, the input's gradients and the weights' gradients take the products of forward and a whole backward."""
     run = load_recipe(BASE[0], [*BASE[1:], "model=tiny_llama", "model.layers=2"])
     tokens = torch.arange(run.train.seq).unsqueeze(0)
@@ -246,7 +246,7 @@ def test_a_put_off_weight_gradient_is_computed_once() -> None:
         kept: dict[int, Tensor] = {}
         gradients = WeightGradients(lambda weight, gradient: kept.__setitem__(id(weight), gradient))
         with FlopCounterMode(display=False) as counter:
-            with put_off_weight_gradients(gradients if apart else None):
+            with defer_weight_gradients(gradients if apart else None):
                 loss, _ = module(tokens, tokens)
             loss.backward()
             gradients.compute()

@@ -17,7 +17,7 @@ from distrain.cli.config.load import load_recipe  # noqa: E402
 from distrain.trainer.engines.deepspeed.zero import ModelParallelUnit, model_parallel_unit  # noqa: E402
 from distrain.trainer.engines.engine import Engine  # noqa: E402
 from distrain.trainer.parallel.process_groups import Grid, make_grid  # noqa: E402
-from distrain.trainer.parallel.rank_model import StageModel  # noqa: E402
+from distrain.trainer.parallel.rank_model import RankPart  # noqa: E402
 from distrain.trainer.parallel.world import World  # noqa: E402
 from distrain.trainer.plan.layout.mesh import Mesh  # noqa: E402
 from distrain.trainer.plan.mesh_position import MeshPosition  # noqa: E402
@@ -81,7 +81,7 @@ def test_near_ties_are_counted_by_the_first_rank_of_each_tensor_group() -> None:
         part = torch.nn.Module()
         part.near_ties = [torch.tensor(2), torch.tensor(5)]
         with grid_of(mesh, rank) as grid:
-            engine = CountingEngine(run, [StageModel(module=part, weight_shards={})], grid)
+            engine = CountingEngine(run, [RankPart(module=part, weight_shards={})], grid)
             assert engine._near_ties() == (7 if mesh.coordinates(rank)["tp"] == 0 else 0)
             assert engine._near_ties() == 0
 

@@ -16,7 +16,7 @@ from distrain.cli.pages.text_layout import Style
 from distrain.scripts.published import calibrate
 from distrain.scripts.published.fit import NAMES, held_out
 from distrain.trainer.plan import error_bars
-from distrain.trainer.plan.error_bars import MEMORY, STEP, BarRule, Planned, memory_bar, step_bar
+from distrain.trainer.plan.error_bars import MEMORY_BARS, STEP_BARS, BarRule, Planned, memory_bar, step_bar
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.result import Plan
 from distrain.trainer.plan.search.answer import find_layouts
@@ -82,7 +82,7 @@ def test_experts_and_engines_of_ours_widen_the_bar_of_a_step() -> None:
 
 def test_each_end_of_a_bar_is_that_of_the_widest_rule() -> None:
     small, ours = memory_bar(planned(gpt(), peak=2**30)), memory_bar(planned(gpt(), "native"))
-    assert (small.low, small.high) == (2**30 / MEMORY[1].low, 2**30 * MEMORY[1].high)
+    assert (small.low, small.high) == (2**30 / MEMORY_BARS[1].low, 2**30 * MEMORY_BARS[1].high)
     assert ours.low > memory_bar(planned(gpt())).low  # the tensors of our modules are traced
     assert ours.high > memory_bar(planned(gpt())).high  # and their allocator's cached pieces are not planned
 
@@ -183,7 +183,7 @@ def test_the_share_of_cached_pieces_is_that_of_the_other_sources() -> None:
 @pytest.mark.skipif(not SHARED.exists(), reason="the published cases are not here")
 def test_the_widths_hold_nine_published_runs_in_ten_whose_source_was_left_out() -> None:
     cases = json.loads(SHARED.read_text())
-    for rules, figures in ((STEP, calibrate.of_steps), (MEMORY, calibrate.of_memory)):
+    for rules, figures in ((STEP_BARS, calibrate.of_steps), (MEMORY_BARS, calibrate.of_memory)):
         data = figures(cases)
         assert calibrate.inside_bars(rules, data, data.without_source).mean() >= 0.9
         for rule in rules:

@@ -5,7 +5,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from distrain.trainer.plan.layout.layout import ONE_BY_ONE, _almost_balanced_layers, balanced_layers, mesh_of
-from distrain.trainer.plan.layout.mesh import Mesh, RankRuns, mesh_order, split_group
+from distrain.trainer.plan.layout.mesh import Mesh, RankStrides, mesh_order, split_group
 from distrain.trainer.spec.run import Parallel
 
 EVERY = ("pp", "dp", "cp", "ep", "tp", "data", "expert_copies")
@@ -73,7 +73,7 @@ def test_in_node_is_the_fewest_ranks_that_a_group_has_in_a_node(mesh: Mesh, axis
     assert mesh.in_node(axis, gpus) == min(each.count(node) for each in nodes for node in each)
 
 
-def members(runs: RankRuns) -> tuple[int, ...]:
+def members(runs: RankStrides) -> tuple[int, ...]:
     """The ranks of runs that begin at rank 0, innermost first."""
     ranks: tuple[int, ...] = (0,)
     for size, stride in runs:

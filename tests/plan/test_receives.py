@@ -15,7 +15,7 @@ from distrain.trainer.parallel.process_groups import make_grid  # noqa: E402
 from distrain.trainer.parallel.world import World  # noqa: E402
 from distrain.trainer.plan.layout.mesh import Mesh  # noqa: E402
 from distrain.trainer.plan.layout.schedules import SCHEDULES  # noqa: E402
-from distrain.trainer.plan.layout.simulate import Event, Simulation, simulate  # noqa: E402
+from distrain.trainer.plan.layout.simulate import Simulation, TimedAction, simulate  # noqa: E402
 from distrain.trainer.plan.mesh_position import MeshPosition  # noqa: E402
 from distrain.trainer.plan.native.receives import receives_ahead  # noqa: E402
 
@@ -61,7 +61,7 @@ def most_ahead(step: Simulation, chain: StageChain) -> int:
     return most
 
 
-def messages(chain: StageChain, stage: int, events: tuple[Event, ...]) -> Mapping[MessageKey, Event]:
+def messages(chain: StageChain, stage: int, events: tuple[TimedAction, ...]) -> Mapping[MessageKey, TimedAction]:
     """The messages that a stage sends, and the action after which each goes."""
     made = {}
     for event in events:

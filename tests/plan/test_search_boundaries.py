@@ -14,9 +14,9 @@ from distrain.trainer.plan.engines import ENGINES
 from distrain.trainer.plan.layout.layout import Layout
 from distrain.trainer.plan.layout.schedules import SCHEDULES
 from distrain.trainer.plan.layout_cost import layout_cost
+from distrain.trainer.plan.layout_of_run import layout_on
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.rules.rules import broken_rules
-from distrain.trainer.plan.run_layout import layout_on
 from distrain.trainer.plan.search import boundaries
 from distrain.trainer.plan.search.boundaries import BestStages, best_stages, with_stages
 from distrain.trainer.plan.search.path_bounds import PathBound, combined_path, least_layers, stage_limits

@@ -11,11 +11,11 @@ from distrain.trainer.plan.costs.cost_context import CostContext
 from distrain.trainer.plan.costs.local_tensors import block_split
 from distrain.trainer.plan.layout.layout import mesh_of
 from distrain.trainer.plan.layout_cost import has_times, layout_cost
-from distrain.trainer.plan.search.least_states import LeastStates
 from distrain.trainer.plan.search.pass_table import Pass
 from distrain.trainer.plan.search.search import LayoutSearch, MeshStates
 from distrain.trainer.plan.search.space import RECOMPUTES, Space, StateChoice, Zero
 from distrain.trainer.plan.search.split_arrays import SplitOnWires, blocks_of_splits
+from distrain.trainer.plan.search.state_bounds import LeastStates
 from distrain.trainer.spec.run import Run
 
 FACTORS = {"gpt": 4, "llama": 8, "moe": 4}  # of the batch, so that pipelines have more micro-batches than stages

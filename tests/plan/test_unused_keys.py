@@ -151,12 +151,12 @@ def test_jsonl_is_written_even_where_log_sinks_leaves_it_out() -> None:
 def test_fit_warns_of_keys_without_effect_below_its_verdict(
     tmp_path: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from distrain.trainer.launch import training
+    from distrain.trainer.launch import train_run
     from distrain.trainer.machine import facts
 
     monkeypatch.setattr(facts, "cached_facts", lambda: None)
     monkeypatch.setattr(facts, "is_measured", lambda kind: True)
-    monkeypatch.setattr(training, "train_run", lambda *_: training.TrainingResult(status=1, says="not started here"))
+    monkeypatch.setattr(train_run, "train_run", lambda *_: train_run.TrainingResult(status=1, says="not started here"))
     words = ["conf=tiny_2x2x2", "optim.schedule=constant", "optim.min_lr=1e-5", "train.evaluate.batches=3", f"log.dir={tmp_path}"]
     assert command(["fit", *words]) == 1
     lines = capsys.readouterr().out.splitlines()

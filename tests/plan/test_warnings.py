@@ -8,8 +8,8 @@ from distrain.tests.fakes.valid_run import BASE, HF, MOE, Keys, fixed_run, gpt
 from distrain.trainer.plan.costs.cost_context import CostContext
 from distrain.trainer.plan.estimate import Estimator
 from distrain.trainer.plan.layout_cost import layout_cost
+from distrain.trainer.plan.layout_of_run import layout_of_run
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.plan.run_layout import run_layout
 from distrain.trainer.plan.warnings import WARNINGS
 from distrain.trainer.spec.changed_run import with_changes
 
@@ -178,7 +178,7 @@ def test_every_warning_is_provoked(warning: Any) -> None:
     provoked = [keys for _, keys, _ in COSTLY] + [keys for keys, _ in UNRUN] + [{"cluster.device.memory": PEAK}, HF]
     for run in (with_changes(BASE, keys.items()) for keys in provoked):
         frame = CostContext(run)
-        layout = run_layout(frame, run.parallel, run.train.microbatch)
+        layout = layout_of_run(frame, run.parallel, run.train.microbatch)
         if list(warning(frame, layout, layout_cost(frame, layout), make_plan(run).throughput)):
             return
     pytest.fail("no run of this file provokes this warning")

@@ -15,8 +15,8 @@ from distrain.trainer.plan.axes.weight_slices import TENSOR_DIMS, DimShard, Head
 from distrain.trainer.plan.costs.cost_context import CostContext
 from distrain.trainer.plan.layout.mesh import Mesh
 from distrain.trainer.plan.layout_cost import layout_cost
+from distrain.trainer.plan.layout_of_run import layout_of_run
 from distrain.trainer.plan.mesh_position import mesh_position
-from distrain.trainer.plan.run_layout import run_layout
 from distrain.trainer.spec.run import Cluster, Device, Model, Parallel, Run, Train
 
 OWN = sorted(FAMILIES.keys() - {"hf"})  # whose weights a config.json states, and no axis splits
@@ -187,7 +187,7 @@ def run_of(model: Model, parallel: Parallel, ranks: int, micros: int) -> Run:
 def test_the_plan_counts_the_elements_of_a_ranks_shards(model: Model, degree: int) -> None:
     run = run_of(model, Parallel(tp=degree), degree, 1)
     frame = CostContext(run)
-    made = layout_cost(frame, run_layout(frame, run.parallel, 1)).blocks
+    made = layout_cost(frame, layout_of_run(frame, run.parallel, 1)).blocks
     planned = sum(piece.dense + piece.experts for piece in (made.embedding, made.head)) - made.tied
     planned += model.layers * (made.layer.dense + made.layer.experts)
     ranks = rows_of(model, degree).values()

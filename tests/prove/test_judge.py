@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from distrain.cli.config.load import load_recipe
-from distrain.cli.verbs.prove_run import Recipe
-from distrain.trainer.prove.check_trials import control_trial
+from distrain.cli.verbs.prove_run import RecipeForRanks
+from distrain.trainer.prove.control_and_resume_trials import control_trial
 from distrain.trainer.prove.curve import Curve
 from distrain.trainer.prove.excluded_weights import zero_gradient_pattern
 from distrain.trainer.prove.exit_verdict import exit_verdict, rank_positions
@@ -31,7 +31,7 @@ TINY = ("model=tiny", "model.layers=2", "data=synthetic", "train.batch=8", "trai
 
 
 def reference_trial() -> Trial:
-    recipe = Recipe("quickstart", TINY, None)
+    recipe = RecipeForRanks("quickstart", TINY, None)
     return plan_proof(ProveRequest(), recipe.run(), recipe.run_on).reference
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from distrain.cli.verbs.prove_run import Recipe
+from distrain.cli.verbs.prove_run import RecipeForRanks
 from distrain.tests.fakes.prove_screen import SERVER, TINY, ScreenRecord, run_prove
 from distrain.trainer.prove.fork_client import ForkServer, ServerGone
 from distrain.trainer.prove.layouts import ProveLayout
@@ -237,7 +237,7 @@ def test_a_server_that_ends_is_one_problem(tmp_path: Path) -> None:
 
 
 def test_ranks_that_pass_their_deadline_are_killed(ranks: RankPool, tmp_path: Path) -> None:
-    recipe = Recipe("quickstart", [*TINY[1:], f"log.dir={tmp_path}"], None)
+    recipe = RecipeForRanks("quickstart", [*TINY[1:], f"log.dir={tmp_path}"], None)
     request = ProveRequest(steps=100_000, chosen="named", layouts=(ProveLayout(dp=2),))
     (trial,) = plan_proof(request, recipe.run(), recipe.run_on).trials
     write_run_folder(trial)

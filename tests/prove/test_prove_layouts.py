@@ -11,7 +11,7 @@ import pytest
 from distrain.cli.app import command
 from distrain.cli.arguments.prove_arguments import read_layouts, read_prove_request
 from distrain.cli.config.load import load_recipe
-from distrain.cli.verbs.prove_run import Recipe
+from distrain.cli.verbs.prove_run import RecipeForRanks
 from distrain.trainer.plan.engines import engine_for
 from distrain.trainer.plan.layout.schedules import SCHEDULES
 from distrain.trainer.prove.covering import choice_pairs, covering_rows
@@ -35,7 +35,7 @@ TINY = (
 
 def planned(arguments: list[str], *overrides: str) -> Proof:
     """The proof that `steps=` and `layouts=` request of a tiny recipe."""
-    recipe = Recipe("quickstart", [*TINY, *overrides], None)
+    recipe = RecipeForRanks("quickstart", [*TINY, *overrides], None)
     return plan_proof(read_prove_request(arguments)[0], recipe.run(), recipe.run_on)
 
 
@@ -110,7 +110,7 @@ def test_what_deepspeed_trains_is_proved_on_engine_native_too_and_nothing_is_pro
     twice = {replace(each, engine="auto") for each in all_layouts(4) if each.engine == "native"}
     assert {ProveLayout(dp=2), ProveLayout(dp=2, zero=2), ProveLayout(tp=2, sequence=True), ProveLayout(pp=2)} < twice
     assert {ProveLayout(pp=2, schedule="zb_h1"), ProveLayout(dp=2, pp=2, zero=2)} < set(all_layouts(4)) - twice
-    recipe = Recipe("quickstart", TINY, None)
+    recipe = RecipeForRanks("quickstart", TINY, None)
     for each in all_layouts(4):
         run = run_in_layout(recipe.run_on(each.ranks), replace(each, engine="auto"))
         row, _ = engine_for(run, run.parallel)
@@ -177,7 +177,7 @@ def test_a_recipes_own_layout_has_its_engine_where_auto_is_another(keys: tuple[s
 
 
 def test_the_default_layouts_train_the_data_axis_and_what_other_engines_lack_on_engine_native() -> None:
-    recipe = Recipe("tiny_2x2x2", [], None)
+    recipe = RecipeForRanks("tiny_2x2x2", [], None)
     trials = plan_proof(ProveRequest(), recipe.run(), recipe.run_on).trials
     native = [each.run.parallel for each in trials if each.plan.engine == "native"]
     assert any(each.pp == 1 and each.dp == 2 for each in native)

@@ -4,7 +4,7 @@ import pytest
 
 from distrain.cli.pages.prove_page import ProofTable, proof_closing, proof_opening, reference_line
 from distrain.cli.pages.text_layout import Style
-from distrain.cli.verbs.prove_run import Recipe
+from distrain.cli.verbs.prove_run import RecipeForRanks
 from distrain.trainer.prove.curve import Curve
 from distrain.trainer.prove.judge import LayoutResult, ProofResult, tolerance
 from distrain.trainer.prove.plan_proof import Proof, ProveRequest, plan_proof
@@ -14,7 +14,7 @@ from distrain.trainer.prove.trial import Trial
 @pytest.mark.parametrize("recipe", ["tiny_2x2x2", "quickstart"])
 def test_the_page_of_the_default_layouts_has_fewer_than_40_lines(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    read = Recipe(recipe, [], None)
+    read = RecipeForRanks(recipe, [], None)
     lines = page(plan_proof(ProveRequest(), read.run(), read.run_on)).splitlines()
     assert sum(line.endswith(" same") for line in lines) == 14  # 12 layouts, other micro-batches, a resume
     assert len(lines) < 40

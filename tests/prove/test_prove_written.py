@@ -16,11 +16,11 @@ import pytest
 from distrain.cli.app import command
 from distrain.cli.arguments.prove_arguments import read_layouts, read_prove_request
 from distrain.cli.config.load import load_recipe
-from distrain.cli.verbs.prove_run import Recipe
+from distrain.cli.verbs.prove_run import RecipeForRanks
 from distrain.tests.fakes.prove_screen import SERVER, TINY, ScreenRecord, run_prove
 from distrain.trainer.plan.engines import engine_for
 from distrain.trainer.prove.fork_client import ForkServer
-from distrain.trainer.prove.layouts import FILE, ProveLayout, is_native, recipe_layout, run_in_layout
+from distrain.trainer.prove.layouts import FILE_SCHEDULE, ProveLayout, is_native, recipe_layout, run_in_layout
 from distrain.trainer.prove.plan_proof import Proof, SkippedLayout, plan_proof
 from distrain.trainer.prove.written_choices import choices_sentence, written_choices
 from distrain.trainer.spec.problem import Problem
@@ -38,20 +38,20 @@ def written(folder: Path, *keys: str, order: str = ORDER) -> list[str]:
 
 
 def planned(arguments: list[str], keys: list[str]) -> Proof:
-    recipe = Recipe("quickstart", [*TINY[1:], *keys], None)
+    recipe = RecipeForRanks("quickstart", [*TINY[1:], *keys], None)
     return plan_proof(read_prove_request(arguments)[0], recipe.run(), recipe.run_on)
 
 
 # fmt: off
 NAMES = (  # name, its layout
-    ("pp2.file",                        ProveLayout(pp=2, schedule=FILE)),
+    ("pp2.file",                        ProveLayout(pp=2, schedule=FILE_SCHEDULE)),
     ("pp2.stages1-3",                   ProveLayout(pp=2, stages=(1, 3))),
     ("pp2.interleaved.chunks3",         ProveLayout(pp=2, schedule="interleaved", chunks=3)),
     ("dp4.zero1.shard2",                ProveLayout(dp=4, zero=1, shard=2)),
     ("dp2.pp2.zero3.gather_micro",      ProveLayout(dp=2, pp=2, zero=3, gather="micro")),
     ("dp2.zero3.gather_step",           ProveLayout(dp=2, zero=3, gather="step")),
     ("dp4.pp2.zero3.file.stages1-3.shard2.gather_step.full",
-     ProveLayout(dp=4, pp=2, zero=3, schedule=FILE, stages=(1, 3), shard=2, gather="step", recompute="full")),
+     ProveLayout(dp=4, pp=2, zero=3, schedule=FILE_SCHEDULE, stages=(1, 3), shard=2, gather="step", recompute="full")),
 )
 MISTAKES = (
     ("layouts=dp2.file",                "dp2.file has a schedule, file, but only one stage: write dp2.file.pp2"),
@@ -81,7 +81,7 @@ def test_a_recipes_own_layout_is_as_it_is_written(tmp_path: Path) -> None:
     keys = written(tmp_path, "parallel.stages=[1,3]", "parallel.zero=3", "parallel.shard=2", "parallel.gather=step", "cluster.gpus=8")
     run = load_recipe("quickstart", [*TINY[1:], *keys])
     own = recipe_layout(run)
-    assert own == ProveLayout(dp=4, pp=2, zero=3, schedule=FILE, stages=(1, 3), shard=2, gather="step")
+    assert own == ProveLayout(dp=4, pp=2, zero=3, schedule=FILE_SCHEDULE, stages=(1, 3), shard=2, gather="step")
     parallel = run_in_layout(run, own).parallel
     assert (parallel.actions, parallel.stages, parallel.shard, parallel.gather) == (ORDER, (1, 3), 2, "step")
     assert parallel.schedule == run.parallel.schedule
@@ -97,7 +97,7 @@ def test_keys_without_an_effect_are_no_choices_of_a_recipe() -> None:
 
 
 def test_what_is_written_runs_on_the_engine_that_the_name_says(tmp_path: Path) -> None:
-    recipe = Recipe("quickstart", [*TINY[1:], *written(tmp_path)], None)
+    recipe = RecipeForRanks("quickstart", [*TINY[1:], *written(tmp_path)], None)
     for _, layout in NAMES:
         if layout.chunks != 3:  # of four layers
             run = run_in_layout(recipe.run_on(layout.ranks), layout)
@@ -117,7 +117,7 @@ def test_the_opening_says_whether_what_is_written_is_trained(tmp_path: Path) -> 
     keys = written(tmp_path, "parallel.stages=[1,3]")
     choices = f"parallel.schedule={tmp_path / 'order.csv'}, parallel.stages=[1,3]"
     proof = planned([], keys)
-    assert ProveLayout(pp=2, schedule=FILE, stages=(1, 3)) in [each.layout for each in proof.trials]
+    assert ProveLayout(pp=2, schedule=FILE_SCHEDULE, stages=(1, 3)) in [each.layout for each in proof.trials]
     assert choices_sentence(proof) == f"pp2.file.stages1-3 trains the recipe's layout as it is written: {choices}"
     assert (
         choices_sentence(planned(["layouts=dp2"], keys)) == f"not trained: the recipe's {choices}: layouts= leaves out pp2.file.stages1-3"
@@ -125,7 +125,7 @@ def test_the_opening_says_whether_what_is_written_is_trained(tmp_path: Path) -> 
     many = replace(proof, recipe=load_recipe("quickstart", [*TINY[1:], *keys, "cluster.gpus=64"]), trials=())
     assert choices_sentence(many) == f"not trained: the recipe's {choices}: its layout needs 64 ranks, and a proof has at most 8 here"
     problem = Problem(rule="memory", says="it does not fit")
-    own = SkippedLayout(layout=ProveLayout(pp=2, schedule=FILE, stages=(1, 3)), problem=problem)
+    own = SkippedLayout(layout=ProveLayout(pp=2, schedule=FILE_SCHEDULE, stages=(1, 3)), problem=problem)
     skipped = replace(proof, trials=(), skipped=(own,))
     assert choices_sentence(skipped) == f"not trained: the recipe's {choices}: it does not fit"
     assert choices_sentence(replace(proof, recipe=load_recipe("quickstart"))) == ""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from distrain.cli.verbs.prove_run import Recipe
+from distrain.cli.verbs.prove_run import RecipeForRanks
 from distrain.trainer.prove.layouts import ProveLayout
 from distrain.trainer.prove.plan_proof import ProveRequest, plan_proof
 from distrain.trainer.prove.samples import sample_problem
@@ -20,7 +20,7 @@ TINY = ("model=tiny", "data=synthetic", "train.batch=4", "train.seq=16", "train.
 @pytest.fixture
 def trials(tmp_path: Path) -> tuple[Trial, Trial]:
     """One process, and two replicas of two tensor-parallel ranks; their run folders are empty."""
-    recipe = Recipe("quickstart", [*TINY, f"log.dir={tmp_path}"], None)
+    recipe = RecipeForRanks("quickstart", [*TINY, f"log.dir={tmp_path}"], None)
     request = ProveRequest(chosen="named", layouts=(ProveLayout(dp=2, tp=2),))
     proof = plan_proof(request, recipe.run(), recipe.run_on)
     for each in (proof.reference, *proof.trials):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from distrain.cli.config.load import load_recipe
-from distrain.cli.verbs.prove_run import Screen, prove_recipe
+from distrain.cli.verbs.prove_run import Printer, prove_recipe
 from distrain.trainer.layers.dropout import Dropout
 from distrain.trainer.layers.recompute import recompute
 from distrain.trainer.loop.trace.recorder import TRACED_MODULES, Recorder, is_traced
@@ -322,7 +322,7 @@ def test_gradients_of_a_reference_are_those_of_the_mean_loss(server: ForkServer,
 
 def test_prove_prints_where_a_layout_departs(tmp_path: Path) -> None:
     shown = list[str]()
-    screen = Screen(show=shown.append, tell=lambda problems: None, live=lambda line: None)
+    screen = Printer(show=shown.append, tell=lambda problems: None, live=lambda line: None)
     rank_server = Path(__file__).parents[1] / "rank_programs" / "spoiled_ranks.py"
     start_server = partial(ForkServer, command=[sys.executable, str(rank_server), "dp2=same_samples"])
     arguments = ["conf=quickstart", *BASE[1:], *GPT, "layouts=dp2", "steps=2", f"log.dir={tmp_path}"]

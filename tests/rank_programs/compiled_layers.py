@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from distrain.cli.config.load import load_recipe
-from distrain.trainer.loop.build import build_stages, compile_layers
+from distrain.trainer.loop.build import build_parts, compile_layers
 from distrain.trainer.loop.data.samples.batches import Batch
 from distrain.trainer.loop.model_inputs import model_inputs
 from distrain.trainer.parallel.process_groups import Grid, make_grid
@@ -43,8 +43,8 @@ def compile_and_train(run: Run, grid: Grid) -> dict[str, Any]:
     """Train and evaluate a rank's compiled layers, and compare with the same layers uncompiled."""
     torch._dynamo.reset()
     counters.clear()
-    (stage,) = build_stages(run, grid)
-    module: Any = stage.module
+    (part,) = build_parts(run, grid)
+    module: Any = part.module
     expected = gradients(run, grid, module, 0)
     compile_layers(module, backend="aot_eager")
     found = gradients(run, grid, module, 0)

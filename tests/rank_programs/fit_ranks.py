@@ -90,7 +90,7 @@ def run_faulty_rank(path: Path, channel: Channel) -> int:
     file = path.with_name("spoiler")
     request = json.loads(file.read_text()) if file.is_file() else {}
     if request.get("how") == "slow_corpus":
-        world.WAIT = timedelta(seconds=COLLECTIVE_TIMEOUT)
+        world.COLLECTIVE_TIMEOUT = timedelta(seconds=COLLECTIVE_TIMEOUT)
     if request.get("rank") == int(os.environ["RANK"]):
         FAULTS[request["how"]]()
     return run_rank(path, channel)

@@ -12,7 +12,7 @@ from torch import Tensor
 from distrain.trainer.engines.engine import Engine, ReadMicrobatch, StepResult
 from distrain.trainer.engines.held_bytes import ByteCounter
 from distrain.trainer.parallel.process_groups import Grid
-from distrain.trainer.parallel.rank_model import StageModel
+from distrain.trainer.parallel.rank_model import RankPart
 from distrain.trainer.plan.costs.block_costs import BlockCosts
 from distrain.trainer.plan.costs.cost_context import CostContext
 from distrain.trainer.plan.costs.cost_model import CostModel, StageElements, StateBytes
@@ -47,9 +47,9 @@ ROW = EngineRow(
 class PlainEngine(Engine):
     """All-reduces whole gradients and steps torch's AdamW."""
 
-    def __init__(self, run: Run, stages: Sequence[StageModel], grid: Grid) -> None:
-        super().__init__(run, stages, grid)
-        (self.module,) = (each.module for each in self.stages)
+    def __init__(self, run: Run, parts: Sequence[RankPart], grid: Grid) -> None:
+        super().__init__(run, parts, grid)
+        (self.module,) = (each.module for each in self.parts)
         optim, parameters = run.optim, list(self.module.parameters())
         groups = [
             {"params": [each for each in parameters if each.dim() > 1], "weight_decay": optim.weight_decay},
@@ -57,16 +57,16 @@ class PlainEngine(Engine):
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
 
-    def step(self, micro: ReadMicrobatch, lr: float, labels: int, count: ByteCounter | None = None) -> StepResult:
+    def step(self, read_microbatch: ReadMicrobatch, lr: float, label_count: int, byte_counter: ByteCounter | None = None) -> StepResult:
         total = torch.zeros(())
         for index in range(self.micros):
-            tokens, targets, further = micro(index)
-            loss, _ = self.module(tokens, targets, **further)
-            (loss / labels).backward()
+            tokens, labels, further = read_microbatch(index)
+            loss, _ = self.module(tokens, labels, **further)
+            (loss / label_count).backward()
             total += loss.detach()
-        if count:
-            count.bytes["activations"] = 0
-            count.count_backward(self.held_bytes())
+        if byte_counter:
+            byte_counter.bytes["activations"] = 0
+            byte_counter.count_backward(self.held_bytes())
         gradients = [each.grad for each in self.module.parameters() if each.grad is not None]
         for tensor in (total, *gradients):
             dist.all_reduce(tensor)
@@ -76,7 +76,7 @@ class PlainEngine(Engine):
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return StepResult(loss=total.item() / labels, grad_norm=float(norm), skipped=False)
+        return StepResult(loss=total.item() / label_count, grad_norm=float(norm), skipped=False)
 
     def evaluate(self, tokens: Tensor, labels: Tensor, **further: Any) -> tuple[Tensor, Tensor]:
         with torch.no_grad():

@@ -40,8 +40,8 @@ delay: Any = Delay
 
 def same_samples() -> None:
     """Every replica reads the samples of replica 0."""
-    original = train.shard
-    train.shard = lambda start, **place: original(start, **{**place, "dp_rank": 0})
+    original = train.microbatch_samples
+    train.microbatch_samples = lambda start, **place: original(start, **{**place, "dp_rank": 0})
 
 
 def faster() -> None:
@@ -69,7 +69,7 @@ def poisons(first: int = 2, last: int = 2) -> None:
     def train_step(run, setup, micro_batches, step, *rest):
         if not (first <= step <= last and os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)):
             return original(run, setup, micro_batches, step, *rest)
-        parameter = next(setup.engine.stages[-1].module.parameters())
+        parameter = next(setup.engine.parts[-1].module.parameters())
         hook = parameter.register_hook(lambda gradient: gradient * float("nan"))
         result = original(run, setup, micro_batches, step, *rest)
         hook.remove()
@@ -154,7 +154,7 @@ def newest_in_backward() -> None:
     def before_pass(self, action):
         original(self, action)
         if action.kind == "B":
-            self.versions.show(self.versions.newest)
+            self.versions.use(self.versions.newest)
 
     delayed.before_pass = before_pass
 
@@ -184,7 +184,7 @@ def other_order() -> None:
 
 
 def lost_weights() -> None:
-    """A stage forgets the weights' gradients of the last micro-batch that its schedule puts off."""
+    """A stage forgets the weights' gradients of the last micro-batch that its schedule defers."""
     original = pipeline._weight_gradients
 
     def weight_gradients(self, action):

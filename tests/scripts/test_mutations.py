@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from distrain.scripts.mutations.__main__ import read_arguments
-from distrain.scripts.mutations.campaign import IMPORTED, ExecutedLines, MutationCampaign, Tried, counts
+from distrain.scripts.mutations.campaign import IMPORTED, ExecutedLines, MutationCampaign, TriedMutation, counts
 from distrain.scripts.mutations.copies import ROOT, Copy
 from distrain.scripts.mutations.equivalents import Equivalents, read_equivalents
 from distrain.scripts.mutations.kinds import KINDS
@@ -55,7 +55,7 @@ def test_every_equivalent_mutation_still_exists(mutations: list[Mutation]) -> No
 
 def test_a_campaign_goes_on_from_its_file_but_for_what_survived(tmp_path: Path) -> None:
     mutation = Mutation(kind="sign", module="trainer.a", function="f", expression="-x", replacement="x", lines=(7, 8))
-    rows = [Tried(mutation=mutation, verdict=verdict, says="dp2", seconds=3.5) for verdict in ("prove", "survived")]
+    rows = [TriedMutation(mutation=mutation, verdict=verdict, says="dp2", seconds=3.5) for verdict in ("prove", "survived")]
     file = tmp_path / "errors.json"
     assert read_found(file, 2) == []
     write_results(file, 2, rows)

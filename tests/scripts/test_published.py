@@ -10,7 +10,7 @@ import pytest
 
 from distrain.scripts.published import __main__ as command
 from distrain.scripts.published import frameworks
-from distrain.scripts.published.express import CLUSTERS, express
+from distrain.scripts.published.case_runs import CLUSTERS, runs_of_case
 from distrain.scripts.published.frameworks import FRAMEWORKS
 from distrain.scripts.published.measured import score
 from distrain.scripts.published.predict import RESERVED, WORKSPACES, predict
@@ -100,8 +100,8 @@ def test_a_case_that_cannot_be_planned_gets_a_row_with_the_reason(
 
 
 def test_micro_batches_that_do_not_divide_the_batch_are_counted_as_full_ones() -> None:
-    (part,) = express(changed(batch={"global": 121}))
-    assert part.run.train.batch == 128
+    (only,) = runs_of_case(changed(batch={"global": 121}))
+    assert only.run.train.batch == 128
 
 
 def test_of_layers_that_are_recomputed_in_part_the_step_lies_between_none_and_all() -> None:
@@ -182,7 +182,9 @@ def test_segments_that_grow_keep_fewer_cached_pieces_and_xla_none() -> None:
 
 def test_half_precision_sums_gradients_in_half_precision_under_megatron_deepspeed() -> None:
     """arXiv:1910.02054 section 3.1: 2 bytes of gradients a parameter; in bf16 the framework sums in 4 beside 2."""
-    gradients = [express(changed(framework="Megatron-DeepSpeed", precision=each))[0].run.train.gradients for each in ("fp16/bf16", "bf16")]
+    gradients = [
+        runs_of_case(changed(framework="Megatron-DeepSpeed", precision=each))[0].run.train.gradients for each in ("fp16/bf16", "bf16")
+    ]
     assert gradients == ["auto", "fp32"]
 
 
@@ -195,7 +197,7 @@ def test_gradients_that_are_all_reduced_take_longer_than_scattered_ones(monkeypa
 
 def test_virtual_stages_of_megatron_core_are_expected_of_tables_only() -> None:
     group: dict[str, Any] = {"framework": "Megatron-Core", "parallel": {"schedule": None}}
-    told, unsaid = (express(changed(**group, batch={"micro": micro}))[0].run.parallel.chunks for micro in (2, None))
+    told, unsaid = (runs_of_case(changed(**group, batch={"micro": micro}))[0].run.parallel.chunks for micro in (2, None))
     assert told == 1 < unsaid
 
 
@@ -203,14 +205,14 @@ def held(case: dict[str, Any]) -> int:
     """Predicted bytes of a rank, of those that a plan counts: with the device's context, without workspaces."""
     seen = copy.deepcopy(case)
     seen["measured"]["peak_mem_kind"] = case["measured"]["peak_mem_kind"].replace("nvidia-smi", "") + " allocated"
-    return (predict(seen).memory_peak or 0) - WORKSPACES + int(express(seen)[0].run.cluster.device.context)
+    return (predict(seen).memory_peak or 0) - WORKSPACES + int(runs_of_case(seen)[0].run.cluster.device.context)
 
 
 def test_a_recomputed_layer_holds_all_that_it_saves_and_its_gradients_while_its_backward_runs() -> None:
     """A plan counts what the layer saves. Its last product reads the gradient of its result, of sbh elements, as of the residual stream,
     and makes those of its input, of 4sbh / t, and of its weight, of 4hh / t; t is 2, elements are of 2 bytes."""
     case = changed(recompute="full", attention="flash", model={"vocab": 64})
-    plan = make_plan(express(case)[0].run)
+    plan = make_plan(runs_of_case(case)[0].run)
     assert plan.memory
     values = 2048 * 2 * 2048
     assert held(case) - plan.memory.stages[0].bytes.total == 2 * (2 * values + 4 * values // 2 + 4 * 2048 * 2048 // 2)
@@ -223,7 +225,7 @@ def test_logits_are_gone_before_the_last_layer_runs_backward() -> None:
     none, full = (held(changed(**last, recompute=how)) for how in ("none", "full"))
     layer = 2048 * 2 * 2048 * (10 + 20 // 2 - 2) + 4 * 16 * 2048 * 2 // 2
     assert none - full == 12 * layer
-    memory = make_plan(express(changed(**last, recompute="full"))[0].run).memory
+    memory = make_plan(runs_of_case(changed(**last, recompute="full"))[0].run).memory
     assert memory
     assert full == memory.stages[1].bytes.total - layer
 

@@ -20,7 +20,7 @@ from distrain.scripts.trace_cuda.trace_process import planned_bytes
 from distrain.tests.fakes.deadline import DEADLINE
 from distrain.trainer.models.families import op_table
 from distrain.trainer.models.ops.op_table import OpTable
-from distrain.trainer.plan.costs import cost_context, temporary_bytes
+from distrain.trainer.plan.costs import block_temporary_bytes, cost_context
 from distrain.trainer.plan.deepspeed.flat_tensors import FlatElements
 from distrain.trainer.plan.deepspeed.memory import FrozenElements, ZeroSetting, step_bytes, step_work, zero_bytes
 from distrain.trainer.plan.layout_cost import in_flight
@@ -146,7 +146,7 @@ def test_an_error_in_the_plan_is_found(error: str, answers: Mapping[int, dict[st
         case "a norm keeps nothing":
             monkeypatch.setattr(cost_context, "op_table", lambda run: without_saves(op_table(run), "norm1"))
         case "the logits' gradient is not made":
-            monkeypatch.setattr(temporary_bytes, "_loss_bytes", lambda *_: 1)
+            monkeypatch.setattr(block_temporary_bytes, "_loss_bytes", lambda *_: 1)
         case _:
             monkeypatch.setattr(trace_process, "in_flight", lambda layout, stage: in_flight(layout, stage) + 1)
     assert [number for number in answers if not is_planned(JOBS[number], answers[number])]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..layers.tensor_parallel import all_reduce
 from ..parallel.process_groups import Grid
-from ..parallel.rank_model import StageModel
+from ..parallel.rank_model import RankPart
 from ..plan.axes.weight_slices import WeightShard
 from ..spec.run import Run
 from .held_bytes import ByteCounter, bytes_by_kind, parameters_of, tensors_in
@@ -34,13 +34,16 @@ class StepResult:
     near_ties: int | None = None
 
 
+# What `clock` times of a step where the model is a pipeline of parts; sums: of gradients, over every axis.
+STEP_PARTS = ("data", "forward", "backward", "messages", "sums", "step")
+
 ReadShard = Callable[[WeightShard, str, int, int], Tensor]  # (shard, kind, start, length) -> flat elements of what this rank holds
 ParameterPartitioner = Callable[[nn.Parameter, WeightShard], nn.Parameter]
 ReadMicrobatch = Callable[[int], tuple[Tensor, Tensor, dict[str, Any]]]  # index -> tokens, labels, further arguments of the module
 
 
 class Engine(ABC):
-    """Trains this rank's stages; all ranks step together.
+    """Trains this rank's parts of the model; all ranks step together.
 
     A subclass sets `optimizer` and `skipped_steps`, and implements `step` and `evaluate`. One that shards weights, gradients or optimizer
     states overrides what it holds otherwise.
@@ -51,13 +54,13 @@ class Engine(ABC):
     late_steps: int = 0  # steps by which the result of a step comes late, where a pipeline doesn't flush
     loss_scale_fields: tuple[str, ...] = ()  # numbers of a loss scaler that checkpoints keep
 
-    def __init__(self, run: Run, stages: Sequence[StageModel], grid: Grid) -> None:
-        self.run, self.grid, self.stages = run, grid, tuple(stages)
+    def __init__(self, run: Run, parts: Sequence[RankPart], grid: Grid) -> None:
+        self.run, self.grid, self.parts = run, grid, tuple(parts)
         self.micros = run.train.batch // (grid.size("dp") * run.train.microbatch)
         self.clock: dict[str, float] = {}  # seconds of the last step by part
         self.parameters = tuple(
             RankParameter(name, parameter, each.weight_shards[name], name in each.tied)
-            for each in self.stages
+            for each in self.parts
             for name, parameter in each.module.named_parameters()
         )
         self._show_gradients: Callable[[], None] | None = None
@@ -69,11 +72,14 @@ class Engine(ABC):
         return None
 
     @abstractmethod
-    def step(self, micro: ReadMicrobatch, lr: float, labels: int, count: ByteCounter | None = None) -> StepResult | None:
-        """Take one optimizer step over all micro-batches; `labels` is how many labels of the global batch count. Return its result, or
-        that of the step `late_steps` before; None where there is none.
+    def step(
+        self, read_microbatch: ReadMicrobatch, lr: float, label_count: int, byte_counter: ByteCounter | None = None
+    ) -> StepResult | None:
+        """Take one optimizer step over this replica's micro-batches, at a learning rate of `lr`. Return its result, or that of the step
+        `late_steps` before; None where there is none.
 
-        `count` counts the bytes that the first micro-batch makes this rank hold.
+        `label_count` is how many labels of the global batch count. `byte_counter` counts the bytes that the first micro-batch makes this
+        rank hold.
         """
 
     @abstractmethod
@@ -102,14 +108,14 @@ class Engine(ABC):
     def restore(self, read: ReadShard, counters: Mapping[str, Any], has: Callable[[str], bool]) -> None:
         """Load weights and optimizer states from `read`, which any layout may have saved, and the counters; `has`: whether `read` has a
         weight, by its logical name."""
-        for part in self.optimizer_shards():
-            if not has(part.shard.name):
+        for each in self.optimizer_shards():
+            if not has(each.shard.name):
                 continue
-            part.weight.copy_(read(part.shard, "weight", part.start, part.length))
-            for kind, held in part.states():
-                held.copy_(read(part.shard, kind, part.start, part.length))
-            if "step" in part.state:
-                part.state["step"] = torch.full_like(torch.as_tensor(part.state["step"], dtype=torch.float32), counters["optimizer_steps"])
+            each.weight.copy_(read(each.shard, "weight", each.start, each.length))
+            for kind, held in each.states():
+                held.copy_(read(each.shard, kind, each.start, each.length))
+            if "step" in each.state:
+                each.state["step"] = torch.full_like(torch.as_tensor(each.state["step"], dtype=torch.float32), counters["optimizer_steps"])
         for row, start, target in self._forward_weights():
             if not has(row.shard.name):
                 continue
@@ -151,7 +157,7 @@ class Engine(ABC):
 
     def _held_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (kind, tensor) of all that this rank holds; a storage may come several times: its first row names its kind."""
-        for parameter in parameters_of([each.module for each in self.stages]):
+        for parameter in parameters_of([each.module for each in self.parts]):
             yield "weights", parameter.data
             if parameter.grad is not None:
                 yield "gradients", parameter.grad
@@ -199,7 +205,7 @@ class Engine(ABC):
 
     def _own_near_ties(self) -> Tensor | None:
         """Return the near ties of the step just done that this rank counts, and count anew; None where no module counts them."""
-        modules: list[Any] = [each.module for each in self.stages]
+        modules: list[Any] = [each.module for each in self.parts]
         counters: list[list[Tensor]] = [each.near_ties for each in modules if hasattr(each, "near_ties")]
         if not counters:
             return None

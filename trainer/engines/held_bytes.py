@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..parallel.saved_bytes import SavedTensors, count_saved_tensors
 
-KINDS = ("weights", "optimizer", "gradients", "buffers")
+HELD_KINDS = ("weights", "optimizer", "gradients", "buffers")
 
 
 class ByteCounter:
@@ -39,7 +39,7 @@ class ByteCounter:
 def bytes_by_kind(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
     """Return the bytes of (kind, tensor) rows by kind; a storage that is in several rows belongs to the first."""
     seen: set[int] = set()
-    total = dict.fromkeys(KINDS, 0)
+    total = dict.fromkeys(HELD_KINDS, 0)
     for kind, tensor in tensors:
         storage = tensor.untyped_storage()
         if storage.data_ptr() and storage.data_ptr() not in seen:

@@ -15,7 +15,7 @@ STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # tensors that torch's op
 
 
 class RankParameter(NamedTuple):
-    """A parameter of this rank, its logical name and its shard of that weight; `tied`: a copy of a weight of another stage."""
+    """A parameter of this rank, its logical name and its shard of that weight; `tied`: a copy of a weight of another part."""
 
     name: str
     parameter: nn.Parameter

@@ -34,7 +34,7 @@ class FileChecks:
 
     _surveys: dict[str, DataFacts | tuple[Problem, ...]] = field(default_factory=dict)
 
-    def look(self, run: Run) -> FileCheck:
+    def check_run(self, run: Run) -> FileCheck:
         """Check a run's files without reading all of its data."""
         found = self._data(run) if names_files(run) and are_local(run) else ()
         data, problems = (found, ()) if isinstance(found, DataFacts) else (None, found)

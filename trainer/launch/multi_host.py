@@ -30,8 +30,8 @@ from pathlib import Path
 
 from ..system import open_files
 from ..system.stop_requests import StopRequests, collect_stop_requests
+from .agent.join_token import JOIN_TOKEN_FILE, JoinToken
 from .agent.protocol import HEARTBEAT_INTERVAL
-from .agent.token import FILE, JoinToken
 from .commands.command import Command, LaunchFile
 from .hosts.hostfile import Host
 from .hosts.ssh import SshInterrupted
@@ -161,9 +161,9 @@ class MultiHostSupervisor(Supervisor):
             )
             self._remote_ranks = _remote_ranks(launch, token)
             rendezvous.admit(token, self._remote_ranks)
-            files = {**launch.texts, FILE: token.text()}
+            files = {**launch.texts, JOIN_TOKEN_FILE: token.text()}
             on_every_host(connections, lambda each: each.upload(launch.folder, files), self._stop_requests)
-            self._stack.callback((launch.folder / FILE).unlink, missing_ok=True)
+            self._stack.callback((launch.folder / JOIN_TOKEN_FILE).unlink, missing_ok=True)
             yield
 
     def _start_launcher(self, launch: MultiHostLaunch) -> None:

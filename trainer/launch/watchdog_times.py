@@ -13,7 +13,7 @@ from ..spec.regular_file import read_plain
 from ..spec.run import Checkpoint, Launch, Log, Run
 from .supervisor.watchdog import Watchdog
 
-FILE = "intervals.json"
+INTERVALS_FILE = "intervals.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ def load_watchdog(run: Run, folder: Path) -> Watchdog:
     from msgspec import DecodeError, json
 
     with suppress(OSError, DecodeError):
-        found = json.decode(read_plain(folder / FILE), type=PhaseTimes)
+        found = json.decode(read_plain(folder / INTERVALS_FILE), type=PhaseTimes)
         if found.of == fingerprint(run):
             return Watchdog(patience=run.launch.patience, seen=found.seen, timed_out=found.hung)
     return Watchdog(patience=run.launch.patience)
@@ -51,4 +51,4 @@ def save_phase_times(run: Run, folder: Path, learned: Watchdog, *, resumed: bool
     """Save the times of an attempt. That of its start is saved only if it `resumed`, because loading a checkpoint takes longer."""
     seen = {phase: seconds for phase, seconds in learned.seen.items() if resumed or phase != "start"}
     with suppress(OSError):  # the disk is full; the times are learned again
-        write_json(folder / FILE, PhaseTimes(of=fingerprint(run), seen=seen, hung=learned.timed_out))
+        write_json(folder / INTERVALS_FILE, PhaseTimes(of=fingerprint(run), seen=seen, hung=learned.timed_out))

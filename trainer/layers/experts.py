@@ -47,7 +47,7 @@ class _GroupedMatmul(torch.autograd.Function):
         x, weight, ends = ctx.saved_tensors
         grad = grad.contiguous()
         if ctx.gradients is not None:
-            ctx.gradients.put_off([ctx.parameter], lambda: [grouped_weight_gradient(x, grad, ends)])
+            ctx.gradients.defer([ctx.parameter], lambda: [grouped_weight_gradient(x, grad, ends)])
             return grouped_matmul(grad, weight.mT, ends), None, None
         return grouped_matmul(grad, weight.mT, ends), grouped_weight_gradient(x, grad, ends), None
 

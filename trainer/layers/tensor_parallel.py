@@ -280,7 +280,7 @@ class _ColumnProducts(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         tp, output_grads = ctx.tp, [grad.flatten(0, -2) for grad in grads]  # [B S, O]
         if ctx.gradients is not None:
-            ctx.gradients.put_off(ctx.parameters, partial(_weight_gradients, x, output_grads, tp, ctx.transposed))
+            ctx.gradients.defer(ctx.parameters, partial(_weight_gradients, x, output_grads, tp, ctx.transposed))
             x = None
         gather = AsyncAllGather(_after(x, grads[0]), tp.group) if tp.sequence and x is not None else None
         x_grad = sum(grad @ (weight if ctx.transposed else weight.mT) for grad, weight in zip(output_grads, weights, strict=True))

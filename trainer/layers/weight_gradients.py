@@ -1,4 +1,4 @@
-"""Weight gradients that a backward pass puts off: zero-bubble schedules compute them later (arXiv:2401.10241 section 2)."""
+"""Weight gradients that a backward pass defers: zero-bubble schedules compute them later (arXiv:2401.10241 section 2)."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class WeightGradients:
 
     def __init__(self, add: Callable[[nn.Parameter, Tensor], None]) -> None:
         self._add = add
-        self._put_off: list[tuple[Sequence[nn.Parameter], Products]] = []
+        self._deferred: list[tuple[Sequence[nn.Parameter], Products]] = []
 
-    def put_off(self, weights: Sequence[nn.Parameter], products: Products) -> None:
+    def defer(self, weights: Sequence[nn.Parameter], products: Products) -> None:
         """Keep what computes the gradients of weights; it holds the tensors that it needs."""
-        self._put_off.append((weights, products))
+        self._deferred.append((weights, products))
 
     @torch.no_grad()
     def compute(self) -> None:
-        """Compute all gradients that were put off, in the order of backward, and free what they needed."""
-        waiting, self._put_off = self._put_off[::-1], []
+        """Compute all gradients that were deferred, in the order of backward, and free what they needed."""
+        waiting, self._deferred = self._deferred[::-1], []
         while waiting:
             weights, products = waiting.pop()
             for weight, gradient in zip(weights, products(), strict=True):
@@ -37,8 +37,8 @@ class WeightGradients:
 
 
 @contextmanager
-def put_off_weight_gradients(gradients: WeightGradients | None) -> Iterator[None]:
-    """Have the layers whose forward runs in the block put off their weights' gradients; None: backward computes them."""
+def defer_weight_gradients(gradients: WeightGradients | None) -> Iterator[None]:
+    """Have the layers whose forward runs in the block defer their weights' gradients; None: backward computes them."""
     global _open
     before, _open = _open, gradients
     try:
@@ -48,12 +48,12 @@ def put_off_weight_gradients(gradients: WeightGradients | None) -> Iterator[None
 
 
 def open_weight_gradients(*weights: Tensor) -> WeightGradients | None:
-    """Return where gradients of these weights are to be put off; None where backward computes them, or they have none."""
+    """Return where gradients of these weights are to be deferred; None where backward computes them, or they have none."""
     return _open if _open is not None and all(each.requires_grad for each in weights) else None
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, transposed: bool = False) -> Tensor:
-    """Return x W + b for x [..., I] and weight [I, O] (transposed: [O, I]); its weight's gradient may be put off."""
+    """Return x W + b for x [..., I] and weight [I, O] (transposed: [O, I]); its weight's gradient may be deferred."""
     gradients = open_weight_gradients(weight) if torch.is_grad_enabled() else None
     if gradients is not None:
         output: Tensor = _PutOffProduct.apply(x, weight, bias, transposed, gradients)  # type: ignore[no-untyped-call]
@@ -68,7 +68,7 @@ def _affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _PutOffProduct(torch.autograd.Function):
-    """x W + b, whose backward computes the gradients of x and b, and puts off that of W."""
+    """x W + b, whose backward computes the gradients of x and b, and defers that of W."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, gradients: WeightGradients) -> Tensor:
@@ -87,6 +87,6 @@ class _PutOffProduct(torch.autograd.Function):
             rows = x.flatten(0, -2)
             return (row_grads.mT @ rows if transposed else rows.mT @ row_grads,)
 
-        ctx.gradients.put_off([ctx.parameter], weight_gradient)
+        ctx.gradients.defer([ctx.parameter], weight_gradient)
         x_grad = grad @ (weight if transposed else weight.mT) if ctx.needs_input_grad[0] else None
         return x_grad, None, row_grads.sum(0) if ctx.has_bias else None, None, None

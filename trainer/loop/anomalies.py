@@ -10,7 +10,7 @@ from typing import Any
 from ..engines.engine import StepResult
 from ..spec.run import Run
 from .failure import AllRanksFailed
-from .position import BEGINNING, Position
+from .train_progress import BEGINNING, TrainProgress
 
 RECENT_LOSSES = 64  # losses that a new one is compared with
 MIN_LOSSES = 16  # fewer are compared with nothing
@@ -27,7 +27,7 @@ class TooManySkippedSteps(AllRanksFailed):
 class Anomalies:
     """Counts steps skipped in a row and remembers recent losses. All ranks see the same steps."""
 
-    def __init__(self, run: Run, start: Position = BEGINNING) -> None:
+    def __init__(self, run: Run, start: TrainProgress = BEGINNING) -> None:
         self.run, self.start = run, start
         self._skipped = 0
         self._losses: deque[float] = deque(maxlen=RECENT_LOSSES)

@@ -10,17 +10,16 @@ from torch import nn
 
 from ..engines.engine import Engine, ParameterPartitioner
 from ..engines.lazy_dynamo import disable_compile
+from ..layers.dtypes import PRECISION_DTYPES
 from ..models.build import build_module, copy_padded, initial_values, module_of_family
 from ..models.families import is_made_by_transformers
 from ..parallel.process_groups import Grid
-from ..parallel.rank_model import StageModel, context_parallel_of, tensor_parallel_of
+from ..parallel.rank_model import RankPart, context_parallel_of, tensor_parallel_of
 from ..plan.axes.weight_slices import WeightShard
 from ..plan.engines import ENGINES
-from ..plan.layout.run_schedule import delay_of
+from ..plan.layout.schedule_of_run import delay_of
 from ..spec.compiled_layers import has_compiled_layers
 from ..spec.run import Lora, Run
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def build_engine(run: Run, grid: Grid, name: str | None) -> Engine:
@@ -35,11 +34,11 @@ def build_engine(run: Run, grid: Grid, name: str | None) -> Engine:
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else DeepSpeed compiles parts of itself: seconds a rank
         disable_compile()
     engine = engine_class(name, delayed=delay_of(run.parallel) is not None)
-    stages = build_stages(run, grid, engine.parameter_partitioner(run, grid))
+    parts = build_parts(run, grid, engine.parameter_partitioner(run, grid))
     if has_compiled_layers(run.train, run.parallel):
-        for stage in stages:
-            compile_layers(stage.module)
-    return engine(run, stages, grid)  # dp (ZeRO) and the pipeline schedule
+        for part in parts:
+            compile_layers(part.module)
+    return engine(run, parts, grid)  # dp (ZeRO) and the pipeline schedule
 
 
 def compile_layers(module: nn.Module, backend: str = "inductor") -> None:
@@ -53,12 +52,12 @@ def compile_layers(module: nn.Module, backend: str = "inductor") -> None:
         each.compile(backend=backend)
 
 
-def build_stages(run: Run, grid: Grid, partition: ParameterPartitioner | None = None) -> list[StageModel]:
+def build_parts(run: Run, grid: Grid, partition: ParameterPartitioner | None = None) -> list[RankPart]:
     """Build this rank's parts of the model; `partition` replaces each parameter as soon as it is allocated."""
-    stages = []
-    for part in grid.position.parts:  # pp: the layers of this rank, in two parts under dualpipev
+    parts = []
+    for part in grid.position.parts:  # pp: the layers of this rank's stage, in several parts where the schedule has chunks
         if is_made_by_transformers(run.model):
-            stages.append(_hf_stage(run, grid))
+            parts.append(_hf_part(run, grid))
             continue
         shards = {shard.name: shard for shard in grid.position.weight_shards(run, part)}  # tp and ep: this rank's block of each weight
         tied = ("embedding.weight",) if run.model.tied and part.last and not part.first else ()
@@ -77,8 +76,8 @@ def build_stages(run: Run, grid: Grid, partition: ParameterPartitioner | None = 
             first=part.first,
             last=part.last,
         )
-        stages.append(StageModel(module=module, weight_shards=shards, tied=tied))
-    return stages
+        parts.append(RankPart(module=module, weight_shards=shards, tied=tied))
+    return parts
 
 
 def engine_class(name: str | None, *, delayed: bool = False) -> type[Engine]:
@@ -94,7 +93,7 @@ def engine_class(name: str | None, *, delayed: bool = False) -> type[Engine]:
 def _parameter(run: Run, shard: WeightShard, grid: Grid, *, tied: bool) -> nn.Parameter:
     """Allocate a weight shard on this rank's device and draw its initial values, the same in every layout."""
     device = grid.world.device
-    tensor = torch.empty(shard.size, device=device, dtype=DTYPES[run.train.precision])
+    tensor = torch.empty(shard.size, device=device, dtype=PRECISION_DTYPES[run.train.precision])
     is_drawn = not run.model.weights or Lora.owns(shard.name)  # no published weights hold LoRA's
     if is_drawn and device.type != "meta":
         values = initial_values(
@@ -108,13 +107,11 @@ def _parameter(run: Run, shard: WeightShard, grid: Grid, *, tied: bool) -> nn.Pa
     return parameter
 
 
-def _hf_stage(run: Run, grid: Grid) -> StageModel:
+def _hf_part(run: Run, grid: Grid) -> RankPart:
     """Build transformers' own model, whole on every rank. Raises Unreadable."""
     seed = None if run.model.weights else run.train.seed
-    module = module_of_family(run.model)(run, device=grid.world.device, dtype=DTYPES[run.train.precision], seed=seed)
-    return StageModel(
-        module=module, weight_shards={name: _whole_shard(name, tuple(each.shape)) for name, each in module.named_parameters()}
-    )
+    module = module_of_family(run.model)(run, device=grid.world.device, dtype=PRECISION_DTYPES[run.train.precision], seed=seed)
+    return RankPart(module=module, weight_shards={name: _whole_shard(name, tuple(each.shape)) for name, each in module.named_parameters()})
 
 
 def _whole_shard(name: str, shape: tuple[int, ...]) -> WeightShard:

@@ -19,25 +19,25 @@ from ..rundir.run_in_manifest import run_record
 from ..spec.run import Run
 from .checkpoint import CheckpointReader, SavedCheckpoint, SaveFailed, Shard, Slice, gather_over, save_shards
 from .checkpoint.shard_positions import checkpoint_shards, is_saved_here, read_range, slice_values, weight_shapes
-from .position import Position
 from .resume_loss_check import resume_check_record
+from .train_progress import TrainProgress
 from .training_setup import TrainingSetup
 
 UNTRAINED = {"optimizer_steps": 0, "skipped": 0, "scale": {}}  # an engine's counters before its first step
 
 
-def save_checkpoint(run: Run, setup: TrainingSetup, position: Position) -> int | None:
-    """Save the engine's state at a position and tell the user. Return the step, or None where that failed: training may go on.
+def save_checkpoint(run: Run, setup: TrainingSetup, progress: TrainProgress) -> int | None:
+    """Save the engine's state and the run's progress, and tell the user. Return the step, or None where that failed: training may go on.
 
     The checkpoint records the loss of the samples that come next (resume_loss_check.py), at the cost of one forward of a micro-batch.
     """
     engine, channel, world = setup.engine, setup.channel, setup.world
-    extra = {"name": run.name, **position.extra(), "engine": engine.counters(), **run_record(run)}
-    extra |= resume_check_record(run, engine, setup.grid, setup.batches, position.sample)
+    extra = {"name": run.name, **progress.extra(), "engine": engine.counters(), **run_record(run)}
+    extra |= resume_check_record(run, engine, setup.grid, setup.batches, progress.sample)
     try:
         saved = save_shards(
             setup.folder / "checkpoints",
-            position.step,
+            progress.step,
             owned_shards(run, engine, setup.grid),
             extra=extra,
             keep=run.checkpoint.keep,
@@ -51,10 +51,10 @@ def save_checkpoint(run: Run, setup: TrainingSetup, position: Position) -> int |
             setup.warn(str(error))
         return None
     if world.is_rank0:
-        channel.say(f"saved step {position.step} in {saved.seconds['total']:.1f} s ({saved.bytes / 2**20:,.1f} MiB)")
+        channel.say(f"saved step {progress.step} in {saved.seconds['total']:.1f} s ({saved.bytes / 2**20:,.1f} MiB)")
         for note in saved.notes:
             channel.say(f"warning: {note}")
-    return position.step
+    return progress.step
 
 
 def owned_shards(run: Run, engine: Engine, grid: Grid) -> Iterator[Shard]:

@@ -7,20 +7,20 @@ from math import isfinite
 from typing import Any
 
 from ..engines.engine import StepResult
-from .position import Position
 from .throughput import ThroughputMeter
+from .train_progress import TrainProgress
 
 Row = Mapping[str, Any]  # the metrics of a step by name; `step` is always there
 
 
-def step_row(position: Position, result: StepResult, lr: float, meter: ThroughputMeter) -> dict[str, Any]:
-    """Return the metrics of the step that led to a position, and the throughput since the last row."""
+def step_row(progress: TrainProgress, result: StepResult, lr: float, meter: ThroughputMeter) -> dict[str, Any]:
+    """Return the metrics of the step that led to this progress, and the throughput since the last row."""
     row = {
-        "step": position.step,
+        "step": progress.step,
         "loss": finite_or_none(result.loss),
         "grad_norm": finite_or_none(result.grad_norm),
         "lr": lr,
-        "tokens": position.tokens,
+        "tokens": progress.tokens,
     }
     if result.near_ties is not None:
         row["near_ties"] = result.near_ties

@@ -37,7 +37,7 @@ def model_inputs(run: Run, batch: Batch, grid: Grid, step: int | None) -> tuple[
     return tokens.to(device, non_blocking=True), labels.to(device, non_blocking=True), further
 
 
-def label_count(batches: Sequence[Batch], grid: Grid, host: dist.ProcessGroup) -> int:
+def count_labels(batches: Sequence[Batch], grid: Grid, host: dist.ProcessGroup) -> int:
     """Return how many labels of the global batch count, not those that are IGNORED, from each rank's micro-batches."""
     count = torch.tensor(sum(int((each.labels != IGNORED).sum()) for each in batches))
     dist.all_reduce(count, group=host)

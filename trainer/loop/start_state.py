@@ -16,12 +16,14 @@ from .checkpoint.shard_positions import weight_shapes
 from .data.samples.batches import Batches
 from .engine_state import load_hf_weights, restore_engine
 from .fail_together import fail_together
-from .position import BEGINNING, Position, resumed_position
 from .resume_loss_check import check_resumed_loss
+from .train_progress import BEGINNING, TrainProgress, resumed_progress
 
 
-def load_initial_state(run: Run, folder: Path, grid: Grid, engine: Engine, batches: Batches, channel: Channel, gather: Gather) -> Position:
-    """Load the newest checkpoint that verifies into the engine, else model.weights if set, and report which. Return the run's position.
+def load_initial_state(
+    run: Run, folder: Path, grid: Grid, engine: Engine, batches: Batches, channel: Channel, gather: Gather
+) -> TrainProgress:
+    """Load the newest checkpoint that verifies into the engine, else model.weights if set, and report which. Return the run's progress.
 
     Raises AllRanksFailed where the checkpoint can't be loaded, or has another loss than it was saved with.
     """
@@ -49,7 +51,7 @@ def _load_checkpoint(
     batches: Batches,
     channel: Channel,
     gather: Gather,
-) -> Position:
+) -> TrainProgress:
     """Load a checkpoint into the engine, check its loss, and say what has changed since it was saved."""
     fail_together(gather, partial(restore_engine, engine, checkpoint, changes.new_moments, channel.report_progress))
     channel.report_phase("compare")
@@ -59,7 +61,7 @@ def _load_checkpoint(
             channel.say(remark)
         channel.say(f"resumes from step {checkpoint.step}")
     before = run_from_record(checkpoint.extra) or run
-    return resumed_position(checkpoint.step, checkpoint.extra, before, run, other_data=changes.other_data)
+    return resumed_progress(checkpoint.step, checkpoint.extra, before, run, other_data=changes.other_data)
 
 
 def _changes_since(run: Run, batches: Batches, checkpoint: SavedCheckpoint) -> Changes:

@@ -11,13 +11,13 @@ from ..spec.lr_schedule import learning_rate
 from ..spec.run import Run
 from ..system.stop_requests import StopFlag
 from .anomalies import Anomalies
-from .data.samples.batches import Batch, prefetch, shard
+from .data.samples.batches import Batch, microbatch_samples, prefetch
 from .engine_state import save_checkpoint
 from .evaluate import evaluate
 from .failure import AllRanksFailed
 from .instrumentation import Instruments
 from .metrics import finite_or_none, step_row
-from .model_inputs import label_count, model_inputs
+from .model_inputs import count_labels, model_inputs
 from .step_results import StepResults
 from .training_setup import TrainingSetup
 
@@ -49,13 +49,13 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
         setup.channel.report_step(step)
         lr = learning_rate(run.optim, step, last)
         results.begin(step + 1, lr)
-        with instruments.measure(step) as count:
-            result = train_step(run, setup, micro_batches, step, lr, count)
+        with instruments.measure(step) as byte_counter:
+            result = train_step(run, setup, micro_batches, step, lr, byte_counter)
         if instruments.ends_run(step):
             return True
 
         done = step + 1
-        is_last, position = done == last, setup.start.after(run, done)
+        is_last, progress = done == last, setup.start.after(run, done)
         stopping = stop_vote.vote(requested=stop.requested)
         evaluates = setup.validation is not None and not stopping and (is_last or is_due(run.train.evaluate.every, done))
         saves = is_last or stopping or is_due(run.checkpoint.every, done)
@@ -74,7 +74,7 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
 
         if saves:
             setup.channel.report_phase("save")
-            saved = save_checkpoint(run, setup, position) or saved
+            saved = save_checkpoint(run, setup, progress) or saved
         if stopping and not is_last:
             if saved < done:
                 raise SystemExit(STOPPED_UNSAVED)
@@ -98,7 +98,9 @@ def read_micro_batches(run: Run, setup: TrainingSetup, first: int, last: int) ->
     """Yield this rank's micro-batches of steps `first` <= step < `last`; the next is read while one is used."""
     train, rank, ranks = run.train, setup.grid.coordinate("dp"), setup.grid.size("dp")
     samples = (
-        shard(setup.start.after(run, step).sample, micro=micro, dp_rank=rank, dp=ranks, microbatch=train.microbatch, batch=train.batch)
+        microbatch_samples(
+            setup.start.after(run, step).sample, micro=micro, dp_rank=rank, dp=ranks, microbatch=train.microbatch, batch=train.batch
+        )
         for step in range(first, last)
         for micro in range(setup.engine.micros)
     )
@@ -106,16 +108,16 @@ def read_micro_batches(run: Run, setup: TrainingSetup, first: int, last: int) ->
 
 
 def train_step(
-    run: Run, setup: TrainingSetup, micro_batches: Iterator[Batch], step: int, lr: float, count: ByteCounter | None
+    run: Run, setup: TrainingSetup, micro_batches: Iterator[Batch], step: int, lr: float, byte_counter: ByteCounter | None
 ) -> StepResult | None:
     """Run forward and backward on this rank's micro-batches of a step, then the optimizer; all ranks call this together. Return its result,
     or that of an earlier step where the engine gives them late."""
-    labels = run.train.batch * run.train.seq
+    label_count = run.train.batch * run.train.seq
     if setup.batches.corpus.ignores_labels:  # read the whole step to know how many labels count
         batches = [next(micro_batches) for _ in range(setup.engine.micros)]
-        labels = label_count(batches, setup.grid, setup.host)
+        label_count = count_labels(batches, setup.grid, setup.host)
         micro_batches = iter(batches)
-    return setup.engine.step(lambda _: model_inputs(run, next(micro_batches), setup.grid, step), lr, labels, count)
+    return setup.engine.step(lambda _: model_inputs(run, next(micro_batches), setup.grid, step), lr, label_count, byte_counter)
 
 
 def is_due(every: int, done: int) -> bool:

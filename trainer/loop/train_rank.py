@@ -30,11 +30,11 @@ from .data.samples.corpus import Corpus
 from .data.samples.corpus_stats import corpus_stats, stats_line
 from .fail_together import fail_together
 from .failure import AllRanksFailed, report_failure
-from .position import Position
 from .sinks import SinkContext, Sinks
 from .start_state import load_initial_state
 from .throughput import planned_figures
 from .train import train
+from .train_progress import TrainProgress
 from .training_setup import TrainingSetup
 
 # One rank prepares a corpus, writes a larger part of a checkpoint or hashes more of it while the others wait on the host, for as
@@ -136,13 +136,13 @@ def _data_progress(channel: Channel, *, remarks: bool) -> Callable[[str, int, in
     return show
 
 
-def _open_sinks(run: Run, plan: Plan, folder: Path, start: Position, channel: Channel, at_end: ExitStack) -> Sinks:
+def _open_sinks(run: Run, plan: Plan, folder: Path, start: TrainProgress, channel: Channel, at_end: ExitStack) -> Sinks:
     sinks = Sinks(SinkContext(run=run, plan=plan, folder=folder, first=start.step, last=start.last_step(run), say=channel.say))
     at_end.callback(sinks.close, planned_figures(plan))
     return sinks
 
 
-def _report_data(run: Run, corpus: Corpus, start: Position, channel: Channel) -> None:
+def _report_data(run: Run, corpus: Corpus, start: TrainProgress, channel: Channel) -> None:
     """Report how much text there is, how often the run reads it, and the loss of a model that knows token frequencies only."""
     if run.data.name != "synthetic":
         noun = "example" if run.data.name == "pairs" else "document"

@@ -13,8 +13,8 @@ from ..parallel.process_groups import Grid
 from ..parallel.world import World
 from ..plan.result import Plan
 from .data.samples.batches import Batches
-from .position import Position
 from .sinks import Sinks
+from .train_progress import TrainProgress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class TrainingSetup:
     engine: Engine
     grid: Grid
     channel: Channel
-    start: Position  # step 0, or that of the checkpoint that was loaded
+    start: TrainProgress  # step 0, or that of the checkpoint that was loaded
     sinks: Sinks | None  # on rank 0
     folder: Path  # RUN_DIR
     host: dist.ProcessGroup  # gloo, for Python objects of all ranks

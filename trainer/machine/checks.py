@@ -16,19 +16,19 @@ from ..spec.format_numbers import size_text
 
 State = Literal["ok", "warning", "problem"]
 
-REQUIRED = ("torch", "deepspeed")
+REQUIRED_PACKAGES = ("torch", "deepspeed")
 OPTIONAL = {
     "transformers": "without it, `distrain export` checks with its own reader",
     "tokenizers": "without it, data.tokenizer can be bytes only",
 }
 COMPILERS = ("c++", "g++", "clang++")
 DISK = 1 << 30  # bytes: below it, a warning; below a hundredth of it, nothing can be saved
-MEMORY = 2 << 30  # bytes: two ranks that have imported torch and DeepSpeed take half of it
+LEAST_MEMORY = 2 << 30  # bytes: two ranks that have imported torch and DeepSpeed take half of it
 SHARED_MEMORY = 1 << 30  # bytes of /dev/shm that NCCL needs on a node of GPUs, generously
 
 
 @dataclass(frozen=True)
-class Check:
+class MachineCheck:
     """The result of one check: its subject, its state, what was found, and the fix ("" for none)."""
 
     name: str
@@ -40,15 +40,15 @@ class Check:
         return f"{self.state:<8} {self.name}: {self.says}" + (f": {self.mend}" if self.mend else "")
 
 
-def version_checks(distrain: str) -> Iterator[Check]:
+def version_checks(distrain: str) -> Iterator[MachineCheck]:
     """Check Python and the packages that are required or optional; `distrain` is the version of distrain itself."""
-    yield Check("python", "ok", f"{platform.python_version()} ({sys.executable})")
-    yield Check("distrain", "ok", distrain)
-    for name in REQUIRED:
+    yield MachineCheck("python", "ok", f"{platform.python_version()} ({sys.executable})")
+    yield MachineCheck("distrain", "ok", distrain)
+    for name in REQUIRED_PACKAGES:
         installed = _installed_version(name)
-        yield Check(name, "ok", installed) if installed else Check(name, "problem", "not installed", f"pip install {name}")
+        yield MachineCheck(name, "ok", installed) if installed else MachineCheck(name, "problem", "not installed", f"pip install {name}")
     for name, without in OPTIONAL.items():
-        yield Check(name, "ok", _installed_version(name) or f"not installed (optional): {without}")
+        yield MachineCheck(name, "ok", _installed_version(name) or f"not installed (optional): {without}")
 
 
 def _installed_version(name: str) -> str:
@@ -58,42 +58,44 @@ def _installed_version(name: str) -> str:
         return ""
 
 
-def compiler_check(environment: Mapping[str, str]) -> Check:
+def compiler_check(environment: Mapping[str, str]) -> MachineCheck:
     """Look for a C++ compiler, which only torch.compile and DeepSpeed's own ops need."""
     named = environment.get("CXX", "")
     found = next((path for each in (named, *COMPILERS) if each and (path := shutil.which(each, path=environment.get("PATH", "")))), None)
     if found:
-        return Check("compiler", "ok", found)
-    return Check("compiler", "warning", "no C++ compiler: train.compile and offload need one", "install g++, or name one in CXX")
+        return MachineCheck("compiler", "ok", found)
+    return MachineCheck("compiler", "warning", "no C++ compiler: train.compile and offload need one", "install g++, or name one in CXX")
 
 
-def space_checks(folder: Path) -> Iterator[Check]:
+def space_checks(folder: Path) -> Iterator[MachineCheck]:
     """Check the free disk space of a folder, free memory and shared memory."""
     yield disk_check(folder, shutil.disk_usage(folder).free, writable=os.access(folder, os.W_OK))
     if free := free_memory():
-        mend = "" if free >= MEMORY else "end other programs, or set cluster=1x1"
-        yield Check("memory", "ok" if free >= MEMORY else "warning", f"{size_text(free)} free", mend)
+        mend = "" if free >= LEAST_MEMORY else "end other programs, or set cluster=1x1"
+        yield MachineCheck("memory", "ok" if free >= LEAST_MEMORY else "warning", f"{size_text(free)} free", mend)
     shared = Path("/dev/shm")
     if shared.is_dir():
         yield shared_memory_check(shutil.disk_usage(shared).free)
 
 
-def disk_check(folder: Path, free: int, *, writable: bool) -> Check:
+def disk_check(folder: Path, free: int, *, writable: bool) -> MachineCheck:
     """Check that checkpoints can be saved below a folder with `free` bytes."""
     if not writable:
-        return Check("disk", "problem", f"{folder} can't be written to", "work in another folder, or set log.dir")
+        return MachineCheck("disk", "problem", f"{folder} can't be written to", "work in another folder, or set log.dir")
     says = f"{size_text(free)} free in {folder}"
     if free >= DISK:
-        return Check("disk", "ok", says)
-    return Check("disk", "problem" if free < DISK // 100 else "warning", says, "make room, or set log.dir to another disk")
+        return MachineCheck("disk", "ok", says)
+    return MachineCheck("disk", "problem" if free < DISK // 100 else "warning", says, "make room, or set log.dir to another disk")
 
 
-def shared_memory_check(free: int) -> Check:
+def shared_memory_check(free: int) -> MachineCheck:
     """Check that the GPUs of a node can communicate through the host: `free` bytes in /dev/shm."""
     if free >= SHARED_MEMORY:
-        return Check("shared memory", "ok", f"{size_text(free)} free in /dev/shm")
+        return MachineCheck("shared memory", "ok", f"{size_text(free)} free in /dev/shm")
     mend = "give the container more: --shm-size=8g, or --ipc=host"
-    return Check("shared memory", "warning", f"{size_text(free)} free in /dev/shm, through which the GPUs of a node communicate", mend)
+    return MachineCheck(
+        "shared memory", "warning", f"{size_text(free)} free in /dev/shm, through which the GPUs of a node communicate", mend
+    )
 
 
 def free_memory() -> int:

@@ -14,7 +14,7 @@ from .llama.ops import table as llama
 from .mla.ops import LATENT
 from .mla.ops import table as mla
 from .moe.ops import table as moe
-from .ops.documents import with_documents
+from .ops.fused_attention_saves import with_fused_attention_saves
 from .ops.lora import with_lora
 from .ops.op_table import OpTable
 
@@ -120,4 +120,4 @@ def has_experts(model: Model) -> bool:
 
 def op_table(run: Run) -> OpTable:
     """Return the op table of a run's model."""
-    return with_lora(with_documents(family_of(run.model).table(run.model, run.train), run), run.model, run.train)
+    return with_lora(with_fused_attention_saves(family_of(run.model).table(run.model, run.train), run), run.model, run.train)

@@ -17,17 +17,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..plan.axes import AXES
-from ..plan.message_comparison import CONTROL, MessageRow
+from ..plan.compare_rank_messages import CONTROL, MessageRow
 from .process_groups import Grid
 
-SMALL = 8  # elements up to which a sum or a broadcast is control, unless one of our layers sends it
+SMALL_ELEMENTS = 8  # elements up to which a sum or a broadcast is control, unless one of our layers sends it
 AGREEMENTS = ("all_reduce", "broadcast", "reduce")  # verbs of small messages by which ranks agree on a number
 # Groups over which gradients are summed and weights are sharded: the plan counts their messages to the data axis.
 PLANNED_AS = dict.fromkeys(("data", "expert_copies", "shard", "shard_copies", "expert_shard", "expert_shard_copies"), "dp")
 
 # Each row: operator of c10d, verb, which of its arguments holds the payload. The payload is that of trainer/plan/axes/collectives.py: the
 # tensor that an all-reduce sums, an all-gather produces, a reduce-scatter takes, and all that a rank gives to an all-to-all.
-VERBS: dict[str, tuple[str, int]] = {
+C10D_VERBS: dict[str, tuple[str, int]] = {
     "allreduce_":                         ("all_reduce",     0),
     "allreduce_coalesced_":               ("all_reduce",     0),
     "_allgather_base_":                   ("all_gather",     0),
@@ -69,7 +69,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def _count(self, func: Any, args: tuple[Any, ...]) -> None:
-        verb, at = VERBS.get(func._overloadpacket.__name__, (None, 0))
+        verb, at = C10D_VERBS.get(func._overloadpacket.__name__, (None, 0))
         if verb is None:
             return
         group = next(dist.ProcessGroup.unbox(each) for each in args if isinstance(each, torch.ScriptObject))
@@ -105,7 +105,7 @@ class GroupAxes:
 
 def _is_small(payload: list[Tensor]) -> bool:
     """Whether a message has few elements: a norm, a loss, a flag."""
-    return sum(map(Tensor.numel, payload)) <= SMALL
+    return sum(map(Tensor.numel, payload)) <= SMALL_ELEMENTS
 
 
 def _holds_integers(payload: list[Tensor]) -> bool:

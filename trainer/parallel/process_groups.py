@@ -12,7 +12,7 @@ from ..layers.group import Group
 from ..plan.axes import AXES
 from ..plan.layout.mesh import Mesh, mesh_order
 from ..plan.mesh_position import MeshPosition
-from .world import WAIT, World
+from .world import COLLECTIVE_TIMEOUT, World
 
 __all__ = ["Grid", "Group", "make_grid"]
 
@@ -60,7 +60,8 @@ def make_grid(world: World, position: MeshPosition, *, copies: int = 1, shard: i
         if len(rows[0]) == 1:
             continue
         for ranks in rows:
-            handle = dist.new_group(list(ranks), timeout=WAIT)  # even of all ranks: the ledger tells axes apart by their groups
+            # One even of all ranks: the ledger tells axes apart by their groups.
+            handle = dist.new_group(list(ranks), timeout=COLLECTIVE_TIMEOUT)
             if world.rank in ranks:
                 groups[name] = Group(axis=name, ranks=ranks, rank=ranks.index(world.rank), handle=handle)
     if _data_is_dp(position.mesh) and "dp" in groups:
@@ -71,7 +72,7 @@ def make_grid(world: World, position: MeshPosition, *, copies: int = 1, shard: i
 
 
 def _single_rank_group(world: World) -> dist.ProcessGroup:
-    own: list[dist.ProcessGroup] = [dist.new_group([rank], timeout=WAIT) for rank in range(world.size)]
+    own: list[dist.ProcessGroup] = [dist.new_group([rank], timeout=COLLECTIVE_TIMEOUT) for rank in range(world.size)]
     return own[world.rank]
 
 

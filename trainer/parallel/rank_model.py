@@ -15,11 +15,11 @@ from .process_groups import Grid
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageModel:
-    """A part of the model on this rank: its module and, by parameter name, its weight shards.
+class RankPart:
+    """A part of the model as this rank holds it: its module and, by parameter name, its weight shards.
 
     A parameter carries `tensor_model_parallel`, which DeepSpeed reads for the gradient norm: whether this rank counts it. One rank of a
-    replica counts each element of the model. `tied` names the copies of weights that belong to another stage.
+    replica counts each element of the model. `tied` names the copies of weights that belong to another part.
     """
 
     module: nn.Module

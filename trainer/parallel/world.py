@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-WAIT = timedelta(minutes=30)  # a collective that takes longer has lost a rank
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # a collective that takes longer has lost a rank
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}  # of torch.distributed, by kind of device
 
 
@@ -39,7 +39,7 @@ def join_ranks(kind: str) -> World:
         torch.cuda.set_device(device)
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # otherwise DeepSpeed uses the GPUs of the machine
-    dist.init_process_group(BACKENDS[kind], rank=rank, world_size=size, timeout=WAIT)
+    dist.init_process_group(BACKENDS[kind], rank=rank, world_size=size, timeout=COLLECTIVE_TIMEOUT)
     return World(rank=rank, size=size, device=device)
 
 

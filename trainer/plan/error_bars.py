@@ -44,13 +44,13 @@ class Bar(NamedTuple):
 
 
 NOT_MEASURED = "an engine here, of which no GPU run is measured"
-MANY = 1000  # devices
+MANY_DEVICES = 1000  # devices
 SHARDED = 500  # devices over which ZeRO-3 scatters most
 FEW_TOKENS = 2048  # a device a step
 LONG = 8192  # tokens of a sequence
-SMALL = 5 * 2**30  # bytes of a peak
-DEVICES = frozenset({"A100", "GB200", "H100", "V100"})  # of which runs of two sources or more were measured; a name up to its "-"
-PRECISIONS = frozenset({"bf16", "fp16", "fp8", "fp4"})  # of which runs on GPUs were measured
+SMALL_PEAK = 5 * 2**30  # bytes of a peak
+MEASURED_DEVICES = frozenset({"A100", "GB200", "H100", "V100"})  # of which runs of two sources or more were measured; a name up to its "-"
+MEASURED_PRECISIONS = frozenset({"bf16", "fp16", "fp8", "fp4"})  # of which runs on GPUs were measured
 
 
 def _is_any(_: Planned) -> bool:
@@ -58,7 +58,7 @@ def _is_any(_: Planned) -> bool:
 
 
 def _has_many_devices(planned: Planned) -> bool:
-    return _devices(planned) > MANY
+    return _devices(planned) > MANY_DEVICES
 
 
 def _has_few_tokens(planned: Planned) -> bool:
@@ -83,7 +83,7 @@ def _has_experts(planned: Planned) -> bool:
 
 def _is_unmeasured(planned: Planned) -> bool:
     run = planned.run
-    return run.cluster.device.name.partition("-")[0] not in DEVICES or run.train.precision not in PRECISIONS
+    return run.cluster.device.name.partition("-")[0] not in MEASURED_DEVICES or run.train.precision not in MEASURED_PRECISIONS
 
 
 def _is_not_float32(planned: Planned) -> bool:
@@ -95,7 +95,7 @@ def _is_sharded_widely(planned: Planned) -> bool:
 
 
 def _is_small(planned: Planned) -> bool:
-    return planned.peak < SMALL
+    return planned.peak < SMALL_PEAK
 
 
 def _devices(planned: Planned) -> int:
@@ -104,7 +104,7 @@ def _devices(planned: Planned) -> int:
 
 # The widest rule that holds sets each end of a bar. The first rule of a table holds for every run.
 # fmt: off
-STEP = (
+STEP_BARS = (
     #       a kind of run,                                         low,  high, runs, sources, whether a run is one
     BarRule("like most measured runs",                             1.25, 1.25,  322,      17, _is_any),
     BarRule("more than 1,000 devices",                             1.35, 1.35,   43,      12, _has_many_devices),
@@ -116,7 +116,7 @@ STEP = (
     BarRule("a device or number type that few or none measured",   1.85, 1.85,   26,       2, _is_unmeasured),
     BarRule("ZeRO-3 over more than 500 devices",                   2.05, 2.05,   14,       4, _is_sharded_widely),
 )
-MEMORY = (
+MEMORY_BARS = (
     BarRule("like most measured runs",                             1.15, 1.30,   61,       5, _is_any),
     BarRule("peaks below 5 GiB",                                   1.15, 1.80,   14,       1, _is_small),
 )
@@ -142,14 +142,14 @@ MEMORY_ON_CPU = (
 
 def step_bar(planned: Planned, seconds: float) -> Bar:
     """The bar of a step's seconds."""
-    return _bar(STEP_ON_CPU if planned.run.cluster.device.kind == "cpu" else STEP, planned, seconds)
+    return _bar(STEP_ON_CPU if planned.run.cluster.device.kind == "cpu" else STEP_BARS, planned, seconds)
 
 
 def memory_bar(planned: Planned) -> Bar:
     """The bar of the fullest rank's bytes."""
     if planned.run.cluster.device.kind == "cpu":
         return _bar(MEMORY_ON_CPU, planned, planned.peak)
-    return _bar(MEMORY if planned.engine is None else MEMORY_OF_ENGINES, planned, planned.peak)
+    return _bar(MEMORY_BARS if planned.engine is None else MEMORY_OF_ENGINES, planned, planned.peak)
 
 
 def _bar(rules: tuple[BarRule, ...], planned: Planned, value: float) -> Bar:

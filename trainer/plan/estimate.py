@@ -7,8 +7,8 @@ from typing import NamedTuple
 from ..spec.run import Parallel, Run
 from .costs.cost_context import CostContext
 from .layout_cost import LayoutCost, layout_cost
+from .layout_of_run import layout_of_run
 from .rules.rules import OF_LAYOUT, OF_RUN, broken_rules
-from .run_layout import run_layout
 
 
 class Estimate(NamedTuple):
@@ -42,4 +42,4 @@ class Estimator:
 
     def layout_cost(self, parallel: Parallel, microbatch: int) -> LayoutCost:
         """The cost of legal degrees."""
-        return layout_cost(self.context, run_layout(self.context, parallel, microbatch))
+        return layout_cost(self.context, layout_of_run(self.context, parallel, microbatch))

@@ -14,14 +14,14 @@ from .engines import engine_for
 from .engines.engine_limits import EngineLimit
 from .estimate import Estimator
 from .layout.mesh import replica_size
-from .layout.run_schedule import schedule_of
+from .layout.schedule_of_run import schedule_of
 from .result import Memory
 from .rules.broken_rule import BrokenRule
 from .rules.rules import broken_rules
 
 SHOWN = 3  # fixes shown for one problem
 NEAREST = 2  # layouts shown for a limit of an engine
-DEPTH = 2  # further changes that one change may need
+MOST_FURTHER_CHANGES = 2  # further changes that one change may need
 MOST_TRIES = 400  # changed runs that are planned for one problem
 
 
@@ -36,7 +36,7 @@ def _rule_problem(run: Run, rule: BrokenRule, broken: list[BrokenRule]) -> Probl
     others = {_subject(each) for each in broken if each is not rule}
     fixes: list[Change] = []
     for candidate in rule.candidates:
-        change = _completed_change(run, candidate, others, DEPTH, left)
+        change = _completed_change(run, candidate, others, MOST_FURTHER_CHANGES, left)
         if change is not None and not any(set(each) <= set(change) for each in fixes):
             fixes.append(change)
             if len(fixes) == SHOWN:
@@ -57,7 +57,7 @@ def _limit_problem(run: Run, limit: EngineLimit, keys: set[str]) -> Problem:
     fixes: list[Change] = []
     left = iter(range(MOST_TRIES))
     for candidate in limit.candidates:
-        change = _completed_change(run, candidate, broken, DEPTH, left) if candidate else None
+        change = _completed_change(run, candidate, broken, MOST_FURTHER_CHANGES, left) if candidate else None
         if change is None or change in fixes:
             continue
         changed = with_changes(run, change)

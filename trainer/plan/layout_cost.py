@@ -13,7 +13,7 @@ from .costs.local_tensors import block_split
 from .engines import cost_model
 from .layout.layout import Layout
 from .layout.mesh import Wires
-from .layout.run_schedule import delay_of, schedule_of
+from .layout.schedule_of_run import delay_of, schedule_of
 from .part_seconds import is_simulated, least_wait, simulated_wait
 from .stage_cost import StageCost, last_passes, logits_in_flight, stage_cost
 

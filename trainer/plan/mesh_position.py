@@ -12,7 +12,7 @@ from .axes.weight_slices import WeightShard, weight_shard
 from .costs.cost_context import CostContext
 from .layout.layout import Layout
 from .layout.mesh import Mesh
-from .run_layout import run_layout
+from .layout_of_run import layout_of_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class MeshPosition:
 
 def mesh_position(run: Run, rank: int) -> MeshPosition:
     """The position of a rank of a legal run."""
-    layout = run_layout(CostContext(run), run.parallel, run.train.microbatch)
+    layout = layout_of_run(CostContext(run), run.parallel, run.train.microbatch)
     coordinates = layout.mesh.coordinates(rank)
     return MeshPosition(rank=rank, mesh=layout.mesh, coordinates=coordinates, parts=stage_parts(layout, coordinates["pp"]))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from .costs.block_costs import BlockCosts
 from .engines import cost_model
 from .layout.layout import Layout
-from .layout.run_schedule import schedule_of
+from .layout.schedule_of_run import schedule_of
 from .layout.step_order import step_order
 
 MOST_PASSES = 1024  # of parts and micro-batches: of more, closed forms must do

@@ -12,21 +12,21 @@ from .costs.precision import moment_bytes
 from .engines import engine_for, engine_reason
 from .error_bars import Bar, Planned, memory_bar, step_bar
 from .fixes import memory_problem, problems_with_fixes
+from .gpu_hours_cost import gpu_hours_cost
 from .layout.layout import Layout
 from .layout.mesh import Mesh
-from .layout.run_schedule import schedule_of
+from .layout.schedule_of_run import schedule_of
 from .layout.schedules import bubble_share
 from .layout_cost import LayoutCost, StepSeconds, extra_weight_copies, in_flight, layout_cost, stage_bytes
+from .layout_of_run import layout_of_run
 from .result import ErrorBar, Memory, MemoryBytes, ModelFacts, Plan, StageMemory, StepTime, Throughput, WholeRun
 from .rules.rules import broken_rules
-from .run_cost import cost_of
-from .run_layout import run_layout
 from .save_interval import plan_saving, save_warnings
 from .traffic import busiest_traffic
 from .warnings import warnings
 
-VERSION = 1
-WEIGHT = 4  # bytes a parameter in a checkpoint: float32
+PLAN_VERSION = 1
+CHECKPOINT_WEIGHT_BYTES = 4  # bytes a parameter in a checkpoint: float32
 
 
 def make_plan(run: Run) -> Plan:
@@ -36,7 +36,7 @@ def make_plan(run: Run) -> Plan:
         return _plan_without_layout(run, problems_with_fixes(run, found))
     parallel = run.parallel
     context = CostContext(run)
-    layout = run_layout(context, parallel, run.train.microbatch)
+    layout = layout_of_run(context, parallel, run.train.microbatch)
     cost = layout_cost(context, layout)
     memory = _memory(context, layout, cost)
     engine, limits = engine_for(run, parallel)
@@ -112,7 +112,7 @@ def _shared_fields(run: Run, mesh: Mesh | None) -> dict[str, Any]:
     """Return the fields that a plan has with and without a layout."""
     cluster = run.cluster
     return {
-        "version": VERSION,
+        "version": PLAN_VERSION,
         "name": run.name,
         "reading": run.reading,
         "world": cluster.nodes * cluster.gpus,
@@ -235,6 +235,6 @@ def plan_whole_run(context: CostContext, seconds: StepSeconds | None) -> WholeRu
         ideal_seconds=flops / (peak * context.world) if peak else None,
         seconds=total,
         days=total / 86400 if total is not None else None,
-        cost=cost_of(context.run.cluster, total) if total is not None else None,
-        checkpoint_bytes=context.trained_parameters * (WEIGHT + moment_bytes(context.run.optim)),
+        cost=gpu_hours_cost(context.run.cluster, total) if total is not None else None,
+        checkpoint_bytes=context.trained_parameters * (CHECKPOINT_WEIGHT_BYTES + moment_bytes(context.run.optim)),
     )

@@ -12,7 +12,7 @@ from .result import Saving, WholeRun
 
 ENOUGH = 1.0  # expected interruptions from which the interval is judged
 WORTH = 0.01  # share of the time that another interval must save to be suggested
-GRACE = 30.0  # seconds between SIGTERM and SIGKILL: Slurm's KillWait, torchrun's --shutdown-timeout
+SIGKILL_DELAY = 30.0  # seconds between SIGTERM and SIGKILL: Slurm's KillWait, torchrun's --shutdown-timeout
 KILLERS = {"torchrun": ("torchrun", "give torchrun --shutdown-timeout"), "slurm": ("Slurm", "raise KillWait in slurm.conf")}
 
 
@@ -73,10 +73,10 @@ def save_warnings(run: Run, whole: WholeRun, step: float | None, found: Saving) 
     """Yield that a run saves much too rarely or too often, or can't save in the time that its launcher gives it to stop."""
     often, save, stop = run.checkpoint.every, found.seconds, stop_seconds(run, step, found.seconds)
     by = run.launch.runner if run.launch.name == "deepspeed" else run.launch.name
-    if stop > GRACE and by in KILLERS:
+    if stop > SIGKILL_DELAY and by in KILLERS:
         whose, mend = KILLERS[by]
         takes = f"stopping and saving may take {stop:.0f} s ({_parts(run, step, save)})"
-        says = f"{takes}, but {whose} kills a stopped run after {GRACE:.0f} s, which then resumes from an earlier checkpoint"
+        says = f"{takes}, but {whose} kills a stopped run after {SIGKILL_DELAY:.0f} s, which then resumes from an earlier checkpoint"
         yield Problem(rule="saving", says=says, mend=f"{mend}, or write faster")
     if step is None or found.interruptions is None or found.interruptions < ENOUGH:
         return

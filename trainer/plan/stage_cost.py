@@ -15,7 +15,7 @@ from .costs.cost_context import CostContext
 from .costs.cost_model import StageElements, StateBytes
 from .engines import cost_model
 from .layout.layout import Layout, StageKind
-from .layout.run_schedule import delay_of, schedule_of
+from .layout.schedule_of_run import delay_of, schedule_of
 from .layout.schedules import stage_and_chunk
 
 

@@ -13,14 +13,14 @@ from .costs.cost_context import CostContext
 from .engines import cost_model
 from .layout.layout import Layout
 from .layout_cost import LayoutCost, layout_cost, send_bytes, sends_per_step
+from .layout_of_run import layout_of_run
 from .result import Message
-from .run_layout import run_layout
 
 
 def rank_traffic(run: Run, rank: int) -> tuple[Message, ...]:
     """The messages of a step on one rank of a legal run."""
     context = CostContext(run)
-    layout = run_layout(context, run.parallel, run.train.microbatch)
+    layout = layout_of_run(context, run.parallel, run.train.microbatch)
     coordinates = layout.mesh.coordinates(rank)
     cost = layout_cost(context, layout)
     return _messages(_stage_rows(context, layout, cost, coordinates["pp"], layout.mesh.data_rank(coordinates)), cost)
@@ -29,7 +29,7 @@ def rank_traffic(run: Run, rank: int) -> tuple[Message, ...]:
 def stage_traffic(run: Run, stage: int) -> tuple[Message, ...]:
     """The messages of a step on the rank of a pipeline stage that sends most: its ranks may differ under ZeRO 1 and 2."""
     context = CostContext(run)
-    layout = run_layout(context, run.parallel, run.train.microbatch)
+    layout = layout_of_run(context, run.parallel, run.train.microbatch)
     cost = layout_cost(context, layout)
     return _messages(_stage_rows(context, layout, cost, stage, None), cost)
 

@@ -12,7 +12,7 @@ from .axes.weight_slices import HeadShards, idle_ranks, local_sizes
 from .costs.cost_context import CostContext
 from .fixes import engine_problems
 from .layout.layout import Layout
-from .layout.run_schedule import delay_of
+from .layout.schedule_of_run import delay_of
 from .layout_cost import LayoutCost
 from .result import Throughput
 from .rules.unused_keys import unused_keys

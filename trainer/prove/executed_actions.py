@@ -8,7 +8,7 @@ from contextlib import suppress
 from itertools import zip_longest
 from typing import Any
 
-from ..plan.layout.run_schedule import schedule_of
+from ..plan.layout.schedule_of_run import schedule_of
 from ..plan.layout.schedules import part_of
 from ..plan.mesh_position import mesh_position
 from .trial import Trial

@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from math import prod
 from typing import Any, Literal, cast
 
+from ..plan.axes import AXES
 from ..plan.engines import ENGINES, engine_for
 from ..plan.engines.engine_row import EngineRow
-from ..plan.layout.run_schedule import is_file, read_lists
-from ..plan.layout.schedules import SCHEDULES as SCHEDULE_ROWS
-from ..plan.layout.schedules import Schedule
+from ..plan.layout.mesh import replica_size
+from ..plan.layout.schedule_of_run import is_file, read_lists
+from ..plan.layout.schedules import SCHEDULES, Schedule
 from ..spec.divisors import divisors
 from ..spec.run import Parallel, Run
 from .covering import covering_rows
 
-AXES = ("dp", "ep", "tp", "cp", "pp")
 ZERO_STAGES = (0, 1, 2, 3)
-RECOMPUTES = ("selective", "full")
-SCHEDULES = tuple(dict.fromkeys(name for engine in ENGINES.values() for name in engine.schedules))
-NATIVE: Literal["native"] = "native"
-FILE = "file"  # the schedule of the recipe's own file
-CHUNKS = 2  # parts of the model that a stage of a chunked schedule runs, where nothing else is said
+PROVED_RECOMPUTES = ("selective", "full")
+PROVED_SCHEDULES = tuple(dict.fromkeys(name for engine in ENGINES.values() for name in engine.schedules))
+NATIVE_ENGINE: Literal["native"] = "native"
+FILE_SCHEDULE = "file"  # the schedule of the recipe's own file
+PROVED_CHUNKS = 2  # parts of the model that a stage of a chunked schedule runs, where nothing else is said
 DEFAULT_COUNT = 12  # layouts that are proved where none are named
 
 Recompute = Literal["selective", "full"]
 Engine = Literal["auto", "native"]
 Gather = Literal["step", "micro"]
 
-FLUSHING = tuple(name for name in SCHEDULES if SCHEDULE_ROWS[name].flushes)  # those that train the curve of one process
+FLUSHING_SCHEDULES = tuple(name for name in PROVED_SCHEDULES if SCHEDULES[name].flushes)  # those that train the curve of one process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class ProveLayout:
     pp: int = 1
     zero: int = 0
     sequence: bool = False
-    schedule: str = SCHEDULES[0]  # or FILE
+    schedule: str = PROVED_SCHEDULES[0]  # or FILE_SCHEDULE
     chunks: int | None = None  # parts of the model that a stage runs, of schedules with chunks
     stages: tuple[int, ...] | None = None  # layers of each part of the model
     shard: int | None = None  # data-parallel ranks over which ZeRO shards
@@ -59,36 +59,32 @@ class ProveLayout:
     @property
     def ranks(self) -> int:
         """The ranks of its mesh; ep counts within dp."""
-        return self.dp * self.tp * self.cp * self.pp
+        return prod(getattr(self, axis) for axis in PROVED_AXES if AXES[axis].within is None)
 
     @property
     def is_delayed(self) -> bool:
         """Whether it trains another curve by design, that of delayed gradients."""
-        return self.pp > 1 and self.schedule not in (*FLUSHING, FILE)
+        return self.pp > 1 and self.schedule not in (*FLUSHING_SCHEDULES, FILE_SCHEDULE)
 
     @property
     def name(self) -> str:
         """The name that `layouts=` reads back, without defaults: dp2.tp2.zero1."""
-        parts = [f"{axis}{getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1] or ["dp1"]
+        parts = [f"{axis}{getattr(self, axis)}" for axis in PROVED_AXES if getattr(self, axis) > 1] or ["dp1"]
         parts += [f"zero{self.zero}"] if self.zero else []
         parts += ["sequence"] if self.sequence else []
-        parts += [self.schedule] if self.schedule != SCHEDULES[0] else []
+        parts += [self.schedule] if self.schedule != PROVED_SCHEDULES[0] else []
         parts += [f"chunks{self.chunks}"] if self.chunks else []
         parts += [f"stages{'-'.join(map(str, self.stages))}"] if self.stages else []
         parts += [f"shard{self.shard}"] if self.shard else []
         parts += [f"gather_{self.gather}"] if self.gather else []
-        parts += [NATIVE] if self.engine == NATIVE else []
+        parts += [NATIVE_ENGINE] if self.engine == NATIVE_ENGINE else []
         return ".".join([*parts, *([self.recompute] if self.recompute else [])])
 
     @property
     def choices(self) -> tuple[int | str | None, ...]:
         """Its choice of each factor; None for a factor that has no effect in it."""
         return (
-            self.dp,
-            self.ep,
-            self.tp,
-            self.cp,
-            self.pp,
+            *(getattr(self, axis) for axis in PROVED_AXES),
             self.zero,
             str(self.sequence) if self.tp > 1 else None,
             self.schedule if self.pp > 1 else None,
@@ -97,10 +93,13 @@ class ProveLayout:
         )
 
 
+PROVED_AXES = tuple(field.name for field in fields(ProveLayout) if field.name in AXES)  # in the order of a layout's name
+
+
 def is_native(layout: ProveLayout) -> bool:
     """Whether `native` trains it: as it says, or as no other engine runs its ZeRO stage, its shards and its schedule."""
-    others = (row for name, row in ENGINES.items() if name != NATIVE)
-    return layout.engine == NATIVE or not any(_runs(row, layout) for row in others)
+    others = (row for name, row in ENGINES.items() if name != NATIVE_ENGINE)
+    return layout.engine == NATIVE_ENGINE or not any(_runs(row, layout) for row in others)
 
 
 def _runs(row: EngineRow, layout: ProveLayout) -> bool:
@@ -108,7 +107,7 @@ def _runs(row: EngineRow, layout: ProveLayout) -> bool:
         return False
     if layout.pp == 1:
         return row.whole_models
-    return row.pipeline and (row.runs_files if layout.schedule == FILE else row.runs_schedule(layout.schedule))
+    return row.pipeline and (row.runs_files if layout.schedule == FILE_SCHEDULE else row.runs_schedule(layout.schedule))
 
 
 ONE_PROCESS = ProveLayout()  # the reference of all others
@@ -117,23 +116,25 @@ NATIVE_LAYOUTS = (  # of engine native: the data axis, weight gradients apart, t
     ProveLayout(pp=2, schedule="zb_h1"),
     ProveLayout(pp=2, schedule="interleaved"),
 )
-EACH_AXIS = (ProveLayout(dp=2), ProveLayout(dp=2, ep=2), ProveLayout(tp=2), ProveLayout(cp=2), ProveLayout(pp=2))  # each axis alone
+EACH_AXIS = tuple(ProveLayout(**dict.fromkeys((AXES[axis].within or axis, axis), 2)) for axis in PROVED_AXES)  # type: ignore[arg-type]
 
 
 def all_layouts(ranks: int, *, experts: bool = False) -> Iterator[ProveLayout]:
     """Yield every layout of at most `ranks` ranks that trains the curve of one process, its degrees powers of two, smallest first; with
     `experts`, also with ep > 1. Those that another engine trains and `native` runs too are there once for each."""
     degrees = [2**power for power in range(ranks.bit_length()) if 2**power <= ranks]
-    meshes = sorted((mesh for mesh in product(degrees, repeat=4) if 1 < prod(mesh) <= ranks), key=lambda mesh: (prod(mesh), mesh))
-    for dp, tp, cp, pp in meshes:
-        expert_degrees = [each for each in degrees if each <= dp] if experts else [1]
-        stages = ZERO_STAGES if dp * cp > 1 else ZERO_STAGES[:1]
-        schedules = FLUSHING if pp > 1 else FLUSHING[:1]
-        for ep, zero, sequence, schedule in product(expert_degrees, stages, (False, True) if tp > 1 else (False,), schedules):
-            layout = ProveLayout(dp=dp, ep=ep, tp=tp, cp=cp, pp=pp, zero=zero, sequence=sequence, schedule=schedule)
+    axes = [axis for axis in PROVED_AXES if AXES[axis].within is None]
+    meshes = (mesh for mesh in product(degrees, repeat=len(axes)) if 1 < prod(mesh) <= ranks)
+    for mesh in sorted(meshes, key=lambda mesh: (prod(mesh), mesh)):
+        whole = ProveLayout(**dict(zip(axes, mesh, strict=True)))
+        expert_degrees = [each for each in degrees if each <= whole.dp] if experts else [1]
+        stages = ZERO_STAGES if whole.dp * whole.cp > 1 else ZERO_STAGES[:1]
+        schedules = FLUSHING_SCHEDULES if whole.pp > 1 else FLUSHING_SCHEDULES[:1]
+        for ep, zero, sequence, schedule in product(expert_degrees, stages, (False, True) if whole.tp > 1 else (False,), schedules):
+            layout = replace(whole, ep=ep, zero=zero, sequence=sequence, schedule=schedule)
             yield layout
-            if not is_native(layout) and _runs(ENGINES[NATIVE], layout):
-                yield replace(layout, engine=NATIVE)
+            if not is_native(layout) and _runs(ENGINES[NATIVE_ENGINE], layout):
+                yield replace(layout, engine=NATIVE_ENGINE)
 
 
 def default_layouts(layouts: Sequence[ProveLayout], first: Sequence[ProveLayout]) -> list[ProveLayout]:
@@ -151,30 +152,27 @@ def _table_order(layout: ProveLayout) -> tuple[object, ...]:
 def recipe_layout(run: Run) -> ProveLayout | None:
     """A recipe's own layout as it is written, with dp=auto resolved; None where it does not fill its cluster, or is one process."""
     parallel = run.parallel
-    others, world = parallel.tp * parallel.cp * parallel.pp, run.cluster.nodes * run.cluster.gpus
-    dp = world // others if parallel.dp == "auto" else parallel.dp
+    world = run.cluster.nodes * run.cluster.gpus
+    dp = world // replica_size(parallel) if parallel.dp == "auto" else parallel.dp
+    degrees: dict[str, Any] = {axis: getattr(parallel, axis) for axis in PROVED_AXES} | {"dp": max(1, dp)}
     layout = ProveLayout(
-        dp=max(1, dp),
-        ep=parallel.ep,
-        tp=parallel.tp,
-        cp=parallel.cp,
-        pp=parallel.pp,
+        **degrees,
         zero=parallel.zero,
         sequence=parallel.sequence and parallel.tp > 1,
         **(_pipeline_choices(parallel) if parallel.pp > 1 else {}),
         shard=parallel.shard if parallel.zero and parallel.shard != "all" else None,
         gather=parallel.gather if parallel.zero == 3 and parallel.gather != "auto" else None,
-        engine=NATIVE if run.engine == NATIVE and not auto_is_native(run, parallel) else "auto",
+        engine=NATIVE_ENGINE if run.engine == NATIVE_ENGINE and not auto_is_native(run, parallel) else "auto",
     )
-    is_known = layout.schedule in (*SCHEDULES, FILE)
+    is_known = layout.schedule in (*PROVED_SCHEDULES, FILE_SCHEDULE)
     return layout if is_known and layout.ranks == world and layout != ONE_PROCESS else None
 
 
 def _pipeline_choices(parallel: Parallel) -> dict[str, Any]:
     """The schedule of a recipe with stages, its chunks and its layers of each part."""
     if is_file(parallel.schedule):
-        return {"schedule": FILE, "stages": parallel.stages}
-    default = CHUNKS if parallel.schedule in SCHEDULES and SCHEDULE_ROWS[parallel.schedule].chunked else 1
+        return {"schedule": FILE_SCHEDULE, "stages": parallel.stages}
+    default = PROVED_CHUNKS if parallel.schedule in PROVED_SCHEDULES and SCHEDULES[parallel.schedule].chunked else 1
     chunks = parallel.chunks if parallel.chunks != default else None
     return {"schedule": parallel.schedule, "chunks": chunks, "stages": parallel.stages}
 
@@ -182,23 +180,20 @@ def _pipeline_choices(parallel: Parallel) -> dict[str, Any]:
 def auto_is_native(run: Run, parallel: Parallel) -> bool:
     """Whether `engine: auto` takes `native` for a layout."""
     row, _ = engine_for(replace(run, engine="auto"), parallel)
-    return row is ENGINES[NATIVE]
+    return row is ENGINES[NATIVE_ENGINE]
 
 
 def run_in_layout(run: Run, layout: ProveLayout) -> Run:
     """The run in that layout, on one node with as many devices; of `parallel` it keeps only what can't change a curve, and vertical sync,
     which is a part of schedule pipedream."""
     kept = run.parallel
+    degrees: dict[str, Any] = {axis: getattr(layout, axis) for axis in PROVED_AXES}
     parallel = Parallel(
-        dp=layout.dp,
-        ep=layout.ep,
-        tp=layout.tp,
-        cp=layout.cp,
-        pp=layout.pp,
+        **degrees,
         zero=cast(Literal[0, 1, 2, 3], layout.zero),
-        schedule=kept.schedule if layout.schedule == FILE else layout.schedule,
-        actions=kept.actions if layout.schedule == FILE else None,
-        chunks=kept.chunks if layout.schedule == FILE else _chunks(layout),
+        schedule=kept.schedule if layout.schedule == FILE_SCHEDULE else layout.schedule,
+        actions=kept.actions if layout.schedule == FILE_SCHEDULE else None,
+        chunks=kept.chunks if layout.schedule == FILE_SCHEDULE else _chunks(layout),
         stages=layout.stages,
         shard=layout.shard or "all",
         gather=layout.gather or "auto",
@@ -226,7 +221,7 @@ def layout_microbatch(run: Run, layout: ProveLayout) -> int:
     the number of micro-batches: there all layouts but the recipe's own and one process get the largest that leaves two, or as many as
     the pipeline needs.
     """
-    if layout.schedule == FILE and layout.pp > 1:
+    if layout.schedule == FILE_SCHEDULE and layout.pp > 1:
         return _file_microbatch(run, layout)
     least, multiple = _needed_microbatches(layout)
     share, rest = divmod(run.train.batch, layout.dp * multiple)  # of a replica, and of each of its rounds
@@ -260,11 +255,11 @@ def _file_microbatch(run: Run, layout: ProveLayout) -> int:
 def _chunks(layout: ProveLayout) -> int:
     if layout.pp == 1:
         return 1
-    return layout.chunks or (CHUNKS if _schedule(layout).chunked else 1)
+    return layout.chunks or (PROVED_CHUNKS if _schedule(layout).chunked else 1)
 
 
 def _schedule(layout: ProveLayout) -> Schedule:
-    return SCHEDULE_ROWS[layout.schedule]
+    return SCHEDULES[layout.schedule]
 
 
 def _largest_divisor(number: int, most: int) -> int:

@@ -10,18 +10,18 @@ from typing import Literal
 from ..launch.admission import check_start
 from ..machine import facts as machine
 from ..machine.facts import CPU_RANKS_PER_CORE
-from ..plan.layout.run_schedule import is_file
+from ..plan.layout.schedule_of_run import is_file
 from ..plan.plan import make_plan
-from ..plan.rules.value_rules import folders
+from ..plan.rules.value_rules import folders_rule
 from ..spec.problem import Problem
 from ..spec.regular_file import expand_home
 from ..spec.run import Checkpoint, Evaluate, Log, Run
 from ..system.cpu import cpu_count
-from .check_trials import control_trial, resume_trials
+from .control_and_resume_trials import control_trial, resume_trials
 from .layouts import (
     EACH_AXIS,
-    FILE,
-    NATIVE,
+    FILE_SCHEDULE,
+    NATIVE_ENGINE,
     NATIVE_LAYOUTS,
     ONE_PROCESS,
     ProveLayout,
@@ -91,9 +91,9 @@ class Proof:
 
 def plan_proof(request: ProveRequest, recipe: Run, run_on: RunOn) -> Proof:
     """Plan one process and the layouts; raises Unreadable, and NothingToProve if nothing can be compared."""
-    if wrong_names := list(folders(recipe, recipe.parallel, recipe.train.microbatch)):
+    if wrong_names := list(folders_rule(recipe, recipe.parallel, recipe.train.microbatch)):
         raise NothingToProve(Problem(rule=each.rule, says=each.says, mend=each.fix) for each in wrong_names)
-    if not is_file(recipe.parallel.schedule) and (files := [each for each in request.layouts if each.schedule == FILE]):
+    if not is_file(recipe.parallel.schedule) and (files := [each for each in request.layouts if each.schedule == FILE_SCHEDULE]):
         raise NothingToProve(_no_file(recipe, each) for each in files)
     steps, folder = request.steps or min(DEFAULT_STEPS, _recipe_steps(recipe)), f"{recipe.name}.prove"
 
@@ -162,7 +162,7 @@ def candidates(recipe: Run) -> tuple[ProveLayout, ...]:
 
 def _repeats_auto(recipe: Run, layout: ProveLayout) -> bool:
     """Whether a layout names the engine that it would have anyway."""
-    if layout.engine != NATIVE:
+    if layout.engine != NATIVE_ENGINE:
         return False
     run = run_in_layout(recipe, layout)
     return auto_is_native(run, run.parallel)

@@ -12,7 +12,8 @@ from time import monotonic
 from typing import Any
 
 from ..system.cpu import cpu_count
-from .check_trials import move_midway_checkpoint
+from .compare_trial_messages import compare_trial_messages, message_differences
+from .control_and_resume_trials import move_midway_checkpoint
 from .curve import Curve, read_curve
 from .executed_actions import action_difference
 from .exit_verdict import exit_verdict
@@ -30,14 +31,13 @@ from .judge import (
     with_differences,
 )
 from .locate import locate_departure, remove_reference_trace
-from .messages import compare_messages, message_differences
 from .plan_proof import Proof, without_evaluation
 from .samples import sample_problem
 from .trial import Trial, write_run_folder
 
 PATIENCE = 60.0  # seconds that a layout has for its start and its end
 SLOWER = 10.0  # times the seconds of one process's steps that each rank of a layout has for its own
-TRACED = 5.0  # times as long again where every module is traced
+TRACING_FACTOR = 5.0  # times as long again where every module is traced
 
 Show = Callable[[str], None]
 StartServer = Callable[[Path, Mapping[str, str]], AbstractContextManager[ForkServer]]  # from its log file and its environment
@@ -178,7 +178,7 @@ class Prover:
         ):
             return ""
         self._live(f"{result.trial.layout.name}: traces where it departs")
-        limit = PATIENCE + TRACED * SLOWER * result.trial.plan.world * proof.reference.seconds
+        limit = PATIENCE + TRACING_FACTOR * SLOWER * result.trial.plan.world * proof.reference.seconds
         step = departure_step(proof.reference, result, proof.tolerance)
         figures = figure_departures(proof.reference, result, proof.tolerance)
         return locate_departure(proof.reference.trial, result.trial, step, figures, lambda trial: self._run_job(trial, limit))
@@ -206,7 +206,7 @@ class Prover:
         if "failed" in reply:
             return replace(result, verdict="failed", reason=reply["failed"])
         samples = sample_problem(result.trial, reference.trial)
-        return replace(with_differences(result, reference, reply["answer"]), messages=compare_messages(result.trial), samples=samples)
+        return replace(with_differences(result, reference, reply["answer"]), messages=compare_trial_messages(result.trial), samples=samples)
 
     def _run_job(self, trial: Trial, limit: float | None, on_message: Callable[[Mapping[str, Any]], None] = lambda _: None) -> JobResult:
         run, ranks = trial.folder / "run.json", trial.plan.world

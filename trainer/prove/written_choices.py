@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..plan.layout.run_schedule import is_file
+from ..plan.layout.schedule_of_run import is_file
 from ..spec.run import Run
 from .layouts import recipe_layout
 from .plan_proof import Proof, rank_limit

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
-from ..plan.layout.run_schedule import delay_of
+from ..plan.layout.schedule_of_run import delay_of
 from ..spec.problem import Problem
 from ..spec.read import value_text
 from ..spec.run import Model, Optim, Run
@@ -57,7 +57,7 @@ DOCUMENTS_KEY = "data.documents"  # which labels count, not which tokens there a
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
+class ChangedKey:
     """A key whose value differs from when the checkpoint was saved. `content`: the value is the same, but names different tokens."""
 
     key: str
@@ -97,8 +97,8 @@ class Changes:
     """
 
     problems: tuple[Problem, ...] = ()
-    reported: tuple[Difference, ...] = ()
-    accepted: tuple[Difference, ...] = ()
+    reported: tuple[ChangedKey, ...] = ()
+    accepted: tuple[ChangedKey, ...] = ()
     other_data: bool = False
     new_moments: tuple[str, ...] = ()
     dropped_moments: tuple[str, ...] = ()
@@ -133,7 +133,7 @@ def _keys(section: Any) -> tuple[Any, ...]:
     return fields(kind) if is_dataclass(kind) else ()
 
 
-def run_differences(before: Run, now: Run) -> Iterator[Difference]:
+def run_differences(before: Run, now: Run) -> Iterator[ChangedKey]:
     """Yield the keys whose values differ between the two runs, with all defaults that follow from other keys filled in.
 
     A default that differs only because the key it follows from was changed is left out, except the rows of a position table: they
@@ -144,7 +144,7 @@ def run_differences(before: Run, now: Run) -> Iterator[Difference]:
     for key in dict.fromkeys((*old, *new)):
         follows = stated_before.get(key) == stated_now.get(key) and key != CONTEXT_KEY
         if old.get(key) != new.get(key) and not follows:
-            yield Difference(key=key, before=old.get(key), now=new.get(key))
+            yield ChangedKey(key=key, before=old.get(key), now=new.get(key))
 
 
 def compare_runs(
@@ -179,14 +179,14 @@ def compare_runs(
     )
 
 
-def _delay_differences(before: Run, now: Run) -> Iterator[Difference]:
+def _delay_differences(before: Run, now: Run) -> Iterator[ChangedKey]:
     """Yield the differences of the layout that train another curve: of pipelines without a flush."""
     if delay_of(before.parallel) or delay_of(now.parallel):
         old, new = dict(_flatten(before, "")), dict(_flatten(now, ""))
-        yield from (Difference(key=key, before=old[key], now=new[key]) for key in DELAY_KEYS if old[key] != new[key])
+        yield from (ChangedKey(key=key, before=old[key], now=new[key]) for key in DELAY_KEYS if old[key] != new[key])
 
 
-def _data_differences(found: list[Difference], now: Run, same: bool | None) -> Iterator[Difference]:
+def _data_differences(found: list[ChangedKey], now: Run, same: bool | None) -> Iterator[ChangedKey]:
     """Yield the differences that mean different tokens or document ends; other names for the same tokens are no difference."""
     documents, words = [each for each in found if each.key == DOCUMENTS_KEY], [each for each in found if each.key != DOCUMENTS_KEY]
     yield from documents
@@ -195,7 +195,7 @@ def _data_differences(found: list[Difference], now: Run, same: bool | None) -> I
     elif not same:
         key = "data.path" if now.data.path else "data.name"
         value = effective_values(now)[key]
-        yield from words or [Difference(key=key, before=value, now=value, content=True)]
+        yield from words or [ChangedKey(key=key, before=value, now=value, content=True)]
 
 
 def effective_values(run: Run) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-FILE = "lock"
+LOCK_FILE = "lock"
 NO_LOCKS_ERRNOS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS)  # of file systems without locks
 
 
@@ -28,7 +28,7 @@ def hold_run_folder(folder: Path) -> Iterator[str]:
     unless a `fit` trains or was killed. The ranks don't inherit the lock: when the holder is killed, their parent-death watch
     ends them.
     """
-    path = folder / FILE
+    path = folder / LOCK_FILE
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
@@ -60,7 +60,7 @@ def lock_holder(folder: Path) -> str:
     A process of this host is looked up by its id first: taking the lock to test it could disturb a `fit` that is just starting.
     """
     try:
-        file = os.open(folder / FILE, os.O_RDONLY | os.O_NONBLOCK)
+        file = os.open(folder / LOCK_FILE, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return ""
     try:

@@ -11,7 +11,7 @@ from typing import Any
 from ..spec.regular_file import open_plain, read_plain
 
 MOST_BYTES = 1 << 30  # of run.json and its like: a plan lists every stage
-LONGEST = 1 << 16  # bytes of a line of metrics.jsonl
+LONGEST_LINE = 1 << 16  # bytes of a line of metrics.jsonl
 LARGEST = 1e30  # a larger number is no measurement
 
 
@@ -42,7 +42,7 @@ def read_lines(file: Path) -> Iterator[bytes]:
     try:
         with open_plain(file) as lines:
             at_start = True
-            while line := lines.readline(LONGEST):
+            while line := lines.readline(LONGEST_LINE):
                 if at_start:
                     yield line
                 at_start = line.endswith(b"\n")

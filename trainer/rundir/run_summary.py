@@ -15,16 +15,16 @@ from ..spec.format_numbers import plural
 from ..spec.problem import Problem, Unreadable
 from .checkpoints import newest_saved
 from .files import OUTCOME_FILE
-from .lock import FILE as LOCK
+from .lock import LOCK_FILE as LOCK
 from .lock import lock_holder
 
 State = Literal["running", "finished", "stopped", "failed", "new", "damaged"]
 
 RUNS = "runs"  # the default of log.dir, and the word for runs on the command line
-MARKS = ("run.json", "plan.json", "metrics.jsonl")  # a folder with any of them, or with a checkpoint, is a run's
+RUN_FILES = ("run.json", "plan.json", "metrics.jsonl")  # a folder with any of them, or with a checkpoint, is a run's
 MAX_DEPTH = 3  # folders below the listed one: a run's name may have slashes
 PROOFS = ".prove"  # suffix of the folders of `distrain prove`, whose runs are not listed
-TAIL = 16 << 20  # bytes of metrics.jsonl that are read, from its end
+TAIL_BYTES = 16 << 20  # bytes of metrics.jsonl that are read, from its end
 CLOCK_SLACK = 2.0  # seconds by which metrics.jsonl may seem newer than the ended.json written after it
 
 
@@ -69,7 +69,7 @@ def run_folders(top: Path, depth: int = MAX_DEPTH) -> Iterator[Path]:
 def is_run_folder(folder: Path) -> bool:
     """Whether a folder is a run's, whole or damaged."""
     with suppress(OSError):
-        return any((folder / name).is_file() for name in MARKS) or any((folder / "checkpoints").glob("step_*"))
+        return any((folder / name).is_file() for name in RUN_FILES) or any((folder / "checkpoints").glob("step_*"))
     return False
 
 
@@ -157,7 +157,7 @@ def _last_figures(file: Path) -> tuple[dict[str, Any], int]:
         return {}, 0
     try:
         with file.open("rb") as opened:
-            start = max(0, opened.seek(0, 2) - TAIL)
+            start = max(0, opened.seek(0, 2) - TAIL_BYTES)
             opened.seek(start)
             lines = opened.read().split(b"\n")
     except OSError:

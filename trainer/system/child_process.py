@@ -32,7 +32,7 @@ def start_child(arguments: Sequence[str], environment: Mapping[str, str] = os.en
         with collect_stop_requests() as pending:  # an exception inside Popen would leave a child that never ends
             child = subprocess.Popen(
                 [sys.executable, *arguments],
-                env={**environment, "PYTHONSAFEPATH": "1", parent_watch.VARIABLE: str(watched)},
+                env={**environment, "PYTHONSAFEPATH": "1", parent_watch.PARENT_WATCH_VARIABLE: str(watched)},
                 pass_fds=(watched,),
                 start_new_session=True,  # its parent-death watch kills its whole process group
                 **streams,

@@ -15,13 +15,13 @@ import sys
 import threading
 from collections.abc import Mapping
 
-VARIABLE = "DISTRAIN_LIFELINE_FD"
+PARENT_WATCH_VARIABLE = "DISTRAIN_LIFELINE_FD"
 PDEATHSIG = 1  # prctl(2)
 
 
 def watch_parent_from_environment(environment: Mapping[str, str] = os.environ) -> threading.Thread | None:
     """Watch the pipe that this process inherited; return None where there is none (a rank started by hand)."""
-    return watch_parent(int(environment[VARIABLE])) if environment.get(VARIABLE) else None
+    return watch_parent(int(environment[PARENT_WATCH_VARIABLE])) if environment.get(PARENT_WATCH_VARIABLE) else None
 
 
 def watch_parent(fd: int) -> threading.Thread:

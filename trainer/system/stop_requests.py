@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-DEFERRED = (signal.SIGTERM, signal.SIGINT)  # as STOPS of agent/pipe_agent.py, which blocks them while a rank loads
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+DEFERRED_SIGNALS = (signal.SIGTERM, signal.SIGINT)  # as those of agent/pipe_agent.py, which blocks them while a rank loads
 
 StopRequests = list[tuple[int, float]]  # (signal, time.monotonic() of its arrival)
 
@@ -24,13 +24,13 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.requested = False
-        for number in DEFERRED:
+        for number in DEFERRED_SIGNALS:
             signal.signal(number, self._note)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, DEFERRED)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, DEFERRED_SIGNALS)
 
     def ignore_further(self) -> None:
         """Ignore later signals: at exit Python removes its handlers, and a late SIGTERM would kill a process that has finished."""
-        for number in DEFERRED:
+        for number in DEFERRED_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
     def _note(self, number: int, frame: object) -> None:
@@ -59,7 +59,7 @@ def collect_stop_requests(outer: StopRequests | None = None) -> Iterator[StopReq
     def note(number: int, frame: FrameType | None) -> None:
         requests.append((number, time.monotonic()))
 
-    with _handlers(STOPS, note):
+    with _handlers(STOP_SIGNALS, note):
         yield requests
 
 

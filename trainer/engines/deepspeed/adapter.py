@@ -19,7 +19,7 @@ from .zero_shards import averaged_gradients, gradient_range, stage3_range, zero_
 
 # Where the optimizers that DeepSpeed wraps around torch's keep tensors: stages 0 and 1 of bf16 with fp32 gradients, stages 1 and 2,
 # stage 3. A storage that stands in two rows belongs to the first.
-HELD: tuple[tuple[str, tuple[str, ...]], ...] = (
+STEPPER_TENSORS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("weights", ("bf16_groups_flat", "bit16_groups_flat", "lp_param_buffer")),
     ("optimizer", ("fp32_groups_flat_partition", "single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")),
     ("gradients", ("fp32_groups_gradients_flat", "averaged_gradients", "all_grad_tensors", "grad_partitions_flat_buffer")),
@@ -50,15 +50,15 @@ class DeepSpeedAdapter(Engine):
         self.engine.skipped_steps = steps
 
     @property
-    def stage(self) -> int:
+    def zero_stage(self) -> int:
         """The ZeRO stage that DeepSpeed runs."""
         return zero_stage(self.run)
 
     def _summed_gradients(self, rows: Sequence[RankParameter]) -> Iterator[Tensor]:
-        return averaged_gradients(rows, self.stepper, self.stage)
+        return averaged_gradients(rows, self.stepper, self.zero_stage)
 
     def optimizer_shards(self) -> Iterator[OptimizerShard]:
-        return zero_shards(self.parameters, self.stepper, self.stage)
+        return zero_shards(self.parameters, self.stepper, self.zero_stage)
 
     @property
     def backward_scale(self) -> float:
@@ -67,8 +67,8 @@ class DeepSpeedAdapter(Engine):
 
     def averaged_gradients(self) -> Iterator[tuple[RankParameter, int, Tensor]]:
         for row in self.parameters:
-            for gradient in averaged_gradients([row], self.stepper, self.stage):
-                start, length = gradient_range(row.parameter, gradient, self.stage)
+            for gradient in averaged_gradients([row], self.stepper, self.zero_stage):
+                start, length = gradient_range(row.parameter, gradient, self.zero_stage)
                 yield row, start, gradient.reshape(-1)[:length]
 
     @contextmanager
@@ -88,8 +88,8 @@ class DeepSpeedAdapter(Engine):
             del engine._take_model_step
 
     def _held_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from _parameter_tensors([each.module for each in self.stages])
-        for kind, names in HELD:
+        yield from _parameter_tensors([each.module for each in self.parts])
+        for kind, names in STEPPER_TENSORS:
             for name in names:
                 for tensor in tensors_in(getattr(self.stepper, name, None)):
                     yield kind, tensor
@@ -102,7 +102,7 @@ class DeepSpeedAdapter(Engine):
         """The weights of the run's precision, which DeepSpeed casts from float32: all of each, at stage 3 this rank's range."""
         for row in self.parameters:
             parameter: Any = row.parameter
-            if self.stage == 3:
+            if self.zero_stage == 3:
                 start, length = stage3_range(parameter)
                 target = parameter.ds_tensor.data.view(-1)[:length]
             else:
@@ -119,7 +119,7 @@ class DeepSpeedAdapter(Engine):
 
         It is taken in float64: the float32 norm of a large tensor is off by 1e-6, differently in each layout.
         """
-        if self.stage:
+        if self.zero_stage:
             return None
         gradients = [each.parameter.grad for each in self.parameters if each.is_counted and each.parameter.grad is not None]
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]

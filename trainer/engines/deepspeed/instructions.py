@@ -17,7 +17,7 @@ from ...plan.layout.stage_events import StageEvent, stage_events
 Instructions = list[Any]
 SENDS = (ds.SendActivation, ds.RecvActivation, ds.SendGrad, ds.RecvGrad, ds.CommitP2P)
 SUMS = (ds.ReduceTiedGrads, ds.ReduceGrads)
-NATIVE = {"1f1b": ds.TrainSchedule, "dualpipev": ds.DualPipeVSchedule}  # schedules that DeepSpeed has
+DEEPSPEED_SCHEDULES = {"1f1b": ds.TrainSchedule, "dualpipev": ds.DualPipeVSchedule}  # schedules that DeepSpeed has
 
 INSTRUCTIONS = {
     ("compute", "F"): ds.ForwardPass,
@@ -81,7 +81,7 @@ class FoldedForwardOnly(ds.PipeSchedule):  # type: ignore[misc]
 
 def training_instructions(name: str, micros: int, stages: int, stage: int) -> Any:
     """The instructions of a stage for one optimizer step. Raises ValueError for a schedule that they cannot express."""
-    if native := NATIVE.get(name):
+    if native := DEEPSPEED_SCHEDULES.get(name):
         return native(micros, stages, stage)
     if not SCHEDULES[name].is_plain:
         runs = ", ".join(ENGINES["pipe"].schedules)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ...layers.tensor_parallel import all_reduce
 from ...parallel.process_groups import Grid
-from ...parallel.rank_model import StageModel
+from ...parallel.rank_model import RankPart
 from ...plan.deepspeed.ds_config import deepspeed_config
 from ...spec.run import Run
-from ..engine import ReadMicrobatch, StepResult
+from ..engine import STEP_PARTS, ReadMicrobatch, StepResult
 from ..held_bytes import ByteCounter
 from ..rank_parameter import RankParameter
 from ..tied_ends import tie_ends
@@ -21,23 +21,21 @@ from ..torch_optimizer import torch_optimizer
 from .adapter import DeepSpeedAdapter
 from .import_deepspeed import import_deepspeed
 
-TIMED = ("data", "forward", "backward", "messages", "sums", "step")  # sums: of gradients, over every axis
-
 
 class PipeEngine(DeepSpeedAdapter):
     """A pipeline: each rank trains one part of the model (dualpipev: two), in tensor-parallel shards."""
 
-    def __init__(self, run: Run, stages: Sequence[StageModel], grid: Grid) -> None:
-        if len(stages) > 1 and run.model.tied:
-            tie_ends(stages[0].module, stages[-1].module)
-        super().__init__(run, stages, grid)
-        self.clock = dict.fromkeys(TIMED, 0.0)
+    def __init__(self, run: Run, parts: Sequence[RankPart], grid: Grid) -> None:
+        if len(parts) > 1 and run.model.tied:
+            tie_ends(parts[0].module, parts[-1].module)
+        super().__init__(run, parts, grid)
+        self.clock = dict.fromkeys(STEP_PARTS, 0.0)
         self._finite = True  # whether the loss and gradients of the current step are finite
         ds = import_deepspeed()
         ds.init_distributed(dist.get_backend(), dist_init_required=False, verbose=False)
         from .pipeline_module import initialize_pipeline, pipeline_module
 
-        module = pipeline_module([each.module for each in self.stages], grid.position.mesh, grid.position.coordinates["pp"])
+        module = pipeline_module([each.module for each in self.parts], grid.position.mesh, grid.position.coordinates["pp"])
         if grid.group("ep"):
             from .expert_groups import mark_experts
 
@@ -60,25 +58,25 @@ class PipeEngine(DeepSpeedAdapter):
         peak: float = self.engine.peak_in_flight
         return peak
 
-    def step(self, micro: ReadMicrobatch, lr: float, labels: int, count: ByteCounter | None = None) -> StepResult:
+    def step(self, read_microbatch: ReadMicrobatch, lr: float, label_count: int, byte_counter: ByteCounter | None = None) -> StepResult:
         from .pipeline_module import PipelineStep
 
         for group in self.stepper.param_groups:
             group["lr"] = lr
         skipped = self.skipped_steps
-        self.clock = dict.fromkeys(TIMED, 0.0)
+        self.clock = dict.fromkeys(STEP_PARTS, 0.0)
         # DeepSpeed averages over micro-batches and replicas; the loss is the mean over the global batch's labels.
-        scale = self.micros * self.grid.size("data") / labels
-        modules: list[Any] = [each.module for each in self.stages]
+        scale = self.micros * self.grid.size("data") / label_count
+        modules: list[Any] = [each.module for each in self.parts]
         for each in modules:  # parts of a mixture add the gradient of its auxiliary loss, which does not reach the loss
             each.loss_gradient = scale / self.micros * getattr(self.stepper, "loss_scale", 1.0)
-        total = self.engine.train_step(PipelineStep(micro=micro, scale=scale, count=count))
+        total = self.engine.train_step(PipelineStep(read_microbatch=read_microbatch, scale=scale, byte_counter=byte_counter))
         if self.grid.coordinate("tp"):  # all ranks of a tensor-parallel group compute the same loss
             total.zero_()
         dist.all_reduce(total)
         norm = self.engine.get_global_grad_norm() if self.engine.norm is None else self.engine.norm
         return StepResult(
-            loss=total.item() / labels,
+            loss=total.item() / label_count,
             grad_norm=float(norm),
             skipped=self.skipped_steps > skipped,
             near_ties=self._near_ties(),
@@ -89,13 +87,13 @@ class PipeEngine(DeepSpeedAdapter):
         the others, so that sums over all ranks are right and one micro-batch can follow another through the stages."""
         from .pipeline_module import PipelineStep
 
-        sums: tuple[Tensor, Tensor] = self.engine.evaluate_microbatch(PipelineStep(micro=lambda index: (tokens, labels, further)))
+        sums: tuple[Tensor, Tensor] = self.engine.evaluate_microbatch(PipelineStep(read_microbatch=lambda index: (tokens, labels, further)))
         return sums
 
     def _sum_gradients(self) -> None:
         """Sum gradients over all axes but the data axis, once a step, after the last backward pass."""
-        if count := self.engine.current.count:
-            count.count_backward(self.held_bytes())
+        if counter := self.engine.current.byte_counter:
+            counter.count_backward(self.held_bytes())
         self._sum_over_tensor_axis()
         self._sum_tied_gradients()
         self._finite = self._is_finite(self.engine.total)
@@ -103,7 +101,7 @@ class PipeEngine(DeepSpeedAdapter):
     def _sum_tied_gradients(self) -> None:
         """Sum a tied weight's gradients of the first stage (the embedding's) and of the last (the head's): both step with the sum."""
         group = self.grid.group("ends")
-        if group is None or not self.run.model.tied or len(self.stages) > 1:
+        if group is None or not self.run.model.tied or len(self.parts) > 1:
             return
         for each in self._summed_gradients([row for row in self.parameters if row.name == "embedding.weight"]):
             all_reduce(each, group)

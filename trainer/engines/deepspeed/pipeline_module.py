@@ -25,16 +25,16 @@ from ..held_bytes import ByteCounter
 from .adapter import clip
 from .instructions import SENDS, SUMS, FoldedForwardOnly, ForwardOnly, training_instructions
 
-Timed = Callable[[str], AbstractContextManager[None]]  # times a part of the step
+TimePart = Callable[[str], AbstractContextManager[None]]  # times a part of the step
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineStep:
     """One training step or evaluation: the micro-batches, the factor of each sum of losses before backward, the counter of held bytes."""
 
-    micro: ReadMicrobatch
+    read_microbatch: ReadMicrobatch
     scale: float = 1.0
-    count: ByteCounter | None = None
+    byte_counter: ByteCounter | None = None
 
 
 class OwnForward:
@@ -70,7 +70,7 @@ class OnePartPipeline(PipelineEngine):  # type: ignore[misc]
     def __init__(
         self,
         schedule: str,
-        timed: Timed,
+        timed: TimePart,
         before_data_axis: Callable[[], None],
         stage0_norm: Callable[[], Tensor | None],
         optimizer_step: Callable[[], AbstractContextManager[None]],
@@ -150,8 +150,8 @@ class OnePartPipeline(PipelineEngine):  # type: ignore[misc]
         with self.timed("data"):
             tokens, labels, further = self._read(self._forwards[self.chunk])
         self._forwards[self.chunk] += 1
-        stream, count = self.pipe_buffers["inputs"][buffer_id], self.current.count
-        counting = count.count_forward([self.module], tokens, labels, further) if count else nullcontext()
+        stream, counter = self.pipe_buffers["inputs"][buffer_id], self.current.byte_counter
+        counting = counter.count_forward([self.module], tokens, labels, further) if counter else nullcontext()
         with self.timed("forward"), counting:
             out = DeepSpeedEngine.forward(self, tokens, labels, stream=stream, further=further)
         self.pipe_buffers["outputs"][buffer_id] = out
@@ -165,7 +165,7 @@ class OnePartPipeline(PipelineEngine):  # type: ignore[misc]
     def _read(self, index: int) -> Any:
         """Return a micro-batch; it is kept until the last of this rank's parts has read it."""
         if index not in self._microbatches:
-            self._microbatches[index] = self.current.micro(index)
+            self._microbatches[index] = self.current.read_microbatch(index)
         return self._microbatches.pop(index) if self.chunk == self.chunks - 1 else self._microbatches[index]
 
     def _exec_backward_pass(self, buffer_id: int) -> None:

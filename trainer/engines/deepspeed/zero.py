@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...layers.attention import Attention
 from ...layers.feed_forward import FeedForward
 from ...parallel.process_groups import Grid
-from ...parallel.rank_model import StageModel
+from ...parallel.rank_model import RankPart
 from ...plan.axes.weight_slices import WeightShard
 from ...plan.deepspeed.ds_config import deepspeed_config
 from ...spec.run import Run
@@ -69,9 +69,9 @@ def model_parallel_unit(grid: Grid) -> ModelParallelUnit | None:
 class ZeroEngine(DeepSpeedAdapter):
     """DeepSpeed ZeRO around a whole model or its tensor-parallel shards."""
 
-    def __init__(self, run: Run, stages: Sequence[StageModel], grid: Grid) -> None:
-        super().__init__(run, stages, grid)
-        (self.module,) = (each.module for each in self.stages)
+    def __init__(self, run: Run, parts: Sequence[RankPart], grid: Grid) -> None:
+        super().__init__(run, parts, grid)
+        (self.module,) = (each.module for each in self.parts)
         ds = connect_deepspeed()
         if run.parallel.zero == 3 and grid.group("tp"):
             # The column layers of these share one gathered input and bypass the forward where ZeRO-3 would gather their weights.
@@ -103,7 +103,7 @@ class ZeroEngine(DeepSpeedAdapter):
 
         return partition
 
-    def step(self, micro: ReadMicrobatch, lr: float, labels: int, count: ByteCounter | None = None) -> StepResult:
+    def step(self, read_microbatch: ReadMicrobatch, lr: float, label_count: int, byte_counter: ByteCounter | None = None) -> StepResult:
         for group in self.stepper.param_groups:
             group["lr"] = lr
         skipped = self.skipped_steps
@@ -111,19 +111,19 @@ class ZeroEngine(DeepSpeedAdapter):
         self.clock = dict.fromkeys(("data", "forward", "backward", "step"), 0.0)
         for index in range(self.micros):
             with self._measure_time("data"):
-                tokens, targets, further = micro(index)
-            counting = count if index == 0 else None
+                tokens, labels, further = read_microbatch(index)
+            counter = byte_counter if index == 0 else None
             with (
                 self._measure_time("forward"),
-                counting.count_forward([self.module], tokens, targets, further) if counting else nullcontext(),
+                counter.count_forward([self.module], tokens, labels, further) if counter else nullcontext(),
             ):
-                loss, _ = self.engine(tokens, targets, **further)
+                loss, _ = self.engine(tokens, labels, **further)
                 total += loss.detach().float()
             # DeepSpeed averages over micro-batches and replicas; the loss is the mean over the global batch's labels.
             with self._measure_time("backward"):
-                self.engine.backward(loss * (self.micros * self.grid.size("data") / labels))
-            if counting:
-                counting.count_backward(self.held_bytes())
+                self.engine.backward(loss * (self.micros * self.grid.size("data") / label_count))
+            if counter:
+                counter.count_backward(self.held_bytes())
             last = index == self.micros - 1
             if last:
                 self._sum_over_tensor_axis()
@@ -137,7 +137,7 @@ class ZeroEngine(DeepSpeedAdapter):
             dist.all_reduce(total, group=group.handle)
         grad_norm = self.engine.get_global_grad_norm() if norm is None else norm
         return StepResult(
-            loss=total.item() / labels,
+            loss=total.item() / label_count,
             grad_norm=None if grad_norm is None else float(grad_norm),
             skipped=self.skipped_steps > skipped,
             near_ties=self._near_ties(),

@@ -118,4 +118,4 @@ def step_weight(optimizer: torch.optim.Optimizer, group: dict[str, Any], bucket:
     kept = torch.full_like(rate, 1 - lr * group["weight_decay"])
     states, numbers = (state["exp_avg"], state["exp_avg_sq"]), (divisor, keep, rate, root, kept)
     if bucket.master.numel():
-        adamw_kernel(bucket.master.data, bucket.narrow_copy, bucket.shard_gradient, *states, *numbers, beta1, beta2, group["eps"])
+        adamw_kernel(bucket.master.data, bucket.compute_copy, bucket.shard_gradient, *states, *numbers, beta1, beta2, group["eps"])

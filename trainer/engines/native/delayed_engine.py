@@ -11,15 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...parallel.process_groups import Grid
-from ...parallel.rank_model import StageModel
-from ...parallel.world import WAIT
+from ...parallel.rank_model import RankPart
+from ...parallel.world import COLLECTIVE_TIMEOUT
 from ...plan.layout.continued_actions import flush_actions, step_actions
-from ...plan.layout.run_schedule import delay_of
+from ...plan.layout.schedule_of_run import delay_of
 from ...plan.layout.schedules import Action
 from ...spec.run import Run
-from ..engine import ReadMicrobatch, StepResult
+from ..engine import STEP_PARTS, ReadMicrobatch, StepResult
 from ..held_bytes import ByteCounter
-from .engine import TIMED, NativeEngine
+from .engine import NativeEngine
 from .gradient_squares import counted_squares
 from .pipeline import PassHooks, ScheduledStep
 from .weight_buckets import WeightBucket
@@ -28,10 +28,10 @@ from .weight_versions import WeightVersions
 
 @dataclass(kw_only=True)
 class OpenStep:
-    """A step whose result has not come: its rate, its labels, the squares of its updates' gradients on this rank, its sums under way."""
+    """A step whose result has not come: its rate, how many labels count, the squares of its updates' gradients on this rank, its sums."""
 
     lr: float
-    labels: int
+    label_count: int
     squares: Tensor
     sums: Tensor | None = None
     work: Any = None
@@ -44,41 +44,47 @@ class DelayedEngine(NativeEngine, PassHooks):
     micro-batches and versions are numbered from the last flush.
     """
 
-    def __init__(self, run: Run, stages: Sequence[StageModel], grid: Grid) -> None:
+    def __init__(self, run: Run, parts: Sequence[RankPart], grid: Grid) -> None:
         delay = delay_of(run.parallel)
         assert delay is not None
         self._delay, self._stage, self._stages = delay, grid.coordinate("pp"), grid.size("pp")
-        super().__init__(run, stages, grid)
+        super().__init__(run, parts, grid)
         self.late_steps = delay.steps_late(self._stages, self.micros)
         self._updates = delay.updates(self.micros)
         self.versions = WeightVersions([each for each in self.buckets if isinstance(each, WeightBucket)])
         self._open: dict[int, OpenStep] = {}  # by number
         self._met: dict[int, int] = {}  # micro-batch whose backward is to come -> the version that its forward met
         self._begun = self._forwards = 0  # steps, micro-batches
-        self._all = dist.new_group(timeout=WAIT)  # results travel apart from what ranks agree on between steps
+        self._all = dist.new_group(timeout=COLLECTIVE_TIMEOUT)  # results travel apart from what ranks agree on between steps
         self._stage_group = _stage_group(grid)
         self.reducer.begin(self.micros // self._updates)
 
-    def step(self, micro: ReadMicrobatch, lr: float, labels: int, count: ByteCounter | None = None) -> StepResult | None:
+    def step(
+        self, read_microbatch: ReadMicrobatch, lr: float, label_count: int, byte_counter: ByteCounter | None = None
+    ) -> StepResult | None:
         """Run the forwards of a step, and the backwards and updates that they make room for. Return the result of the step that was begun
         `late_steps` before; None where there is none since the last flush."""
-        self.clock = dict.fromkeys(TIMED, 0.0)
-        scale, first = self._updates / labels, self._begun * self.micros
+        self.clock = dict.fromkeys(STEP_PARTS, 0.0)
+        scale, first = self._updates / label_count, self._begun * self.micros
         for each in self.modules:
             each.loss_gradient = scale  # type: ignore[assignment]
         squares = torch.zeros((), dtype=torch.float64, device=self.grid.world.device)
-        self._open[self._begun] = OpenStep(lr=lr, labels=labels, squares=squares)
+        self._open[self._begun] = OpenStep(lr=lr, label_count=label_count, squares=squares)
         self._begun += 1
         actions = [step_actions(stage, self._stages, first, first + self.micros) for stage in range(self._stages)]
-        self.pipeline.train(ScheduledStep(actions=actions, micro=micro, scale=scale, count=count, first=first, flushes=False))
-        if count:
-            count.count_backward(self.held_bytes())
+        self.pipeline.train(
+            ScheduledStep(
+                actions=actions, read_microbatch=read_microbatch, scale=scale, byte_counter=byte_counter, first=first, flushes=False
+            )
+        )
+        if byte_counter:
+            byte_counter.count_backward(self.held_bytes())
         return self._finish_oldest() if len(self._open) > self.late_steps else None
 
     def flush(self) -> list[StepResult]:
         """Run the backwards and updates that are left. Return the results that have not come. The newest weights are shown."""
         actions = [flush_actions(stage, self._stages, self._begun * self.micros) for stage in range(self._stages)]
-        self.pipeline.train(ScheduledStep(actions=actions, micro=_no_micro_batch, scale=0.0))
+        self.pipeline.train(ScheduledStep(actions=actions, read_microbatch=_no_micro_batch, scale=0.0))
         results = [self._finish_oldest() for _ in list(self._open)]
         self.versions.restart()
         self._begun = self._forwards = 0
@@ -89,7 +95,7 @@ class DelayedEngine(NativeEngine, PassHooks):
         if action.kind == "F":
             self._met[action.micro] = self._delay.version(self._stage, self._stages, action.micro, self.micros)
             self._forwards = action.micro + 1
-        self.versions.show(self._met[action.micro])
+        self.versions.use(self._met[action.micro])
 
     def after_backward(self, micro: int, total: Tensor) -> None:
         """Update the weights after the last micro-batch of an update; after a step's last update, send this rank's part of its result."""
@@ -146,7 +152,7 @@ class DelayedEngine(NativeEngine, PassHooks):
         skipped = not (square < torch.inf and abs(loss) < torch.inf)  # nan is neither
         self.skipped_steps += skipped
         norm = square**0.5 if square == square else square
-        return StepResult(loss=loss / step.labels, grad_norm=norm, skipped=skipped, near_ties=int(near_ties[0]) if near_ties else None)
+        return StepResult(loss=loss / step.label_count, grad_norm=norm, skipped=skipped, near_ties=int(near_ties[0]) if near_ties else None)
 
     def _pass_hooks(self) -> PassHooks:
         return self
@@ -165,6 +171,6 @@ def _stage_group(grid: Grid) -> dist.ProcessGroup | None:
     mesh, own = grid.position.mesh, None
     stages = [[rank for rank in range(mesh.world) if mesh.coordinates(rank)["pp"] == stage] for stage in range(mesh.pp)]
     for ranks in stages if len(stages[0]) > 1 else []:
-        group = dist.new_group(ranks, timeout=WAIT)
+        group = dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT)
         own = group if grid.world.rank in ranks else own
     return own

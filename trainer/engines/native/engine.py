@@ -15,17 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...layers.dtypes import PRECISION_DTYPES
 from ...layers.tensor_parallel import all_reduce
 from ...parallel.process_groups import Grid
-from ...parallel.rank_model import StageModel
+from ...parallel.rank_model import RankPart
 from ...plan.costs.precision import widths
-from ...plan.layout.run_schedule import schedule_of
+from ...plan.layout.schedule_of_run import schedule_of
 from ...plan.layout.schedules import SCHEDULES, Schedule
 from ...plan.native.buckets import gradient_buckets, is_tied_over_stages
 from ...plan.native.sharded_rows import gathers_once
 from ...spec.run import Run
 from ..clipping import clip_divisor
-from ..engine import Engine, ParameterPartitioner, ReadMicrobatch, StepResult
+from ..engine import STEP_PARTS, Engine, ParameterPartitioner, ReadMicrobatch, StepResult
 from ..held_bytes import ByteCounter, tensors_in
 from ..rank_parameter import OptimizerShard, RankParameter, optimizer_state
 from ..tied_ends import tie_ends
@@ -39,20 +40,17 @@ from .sharded_weights import ShardedReducer, ShardedWeight, collect_gathered, fi
 from .stage_messages import StageChain, StageMessages
 from .weight_buckets import MASTER_DTYPE, BucketReducer, WeightBucket
 
-TIMED = ("data", "forward", "backward", "messages", "sums", "step")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 class NativeEngine(Engine):
     """Trains this rank's parts of the model with torch's own optimizer, on flat float32 shards of its weights."""
 
     loss_scale_fields = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
-    def __init__(self, run: Run, stages: Sequence[StageModel], grid: Grid) -> None:
-        if len(stages) > 1 and run.model.tied:
-            tie_ends(stages[0].module, stages[-1].module)
+    def __init__(self, run: Run, parts: Sequence[RankPart], grid: Grid) -> None:
+        if len(parts) > 1 and run.model.tied:
+            tie_ends(parts[0].module, parts[-1].module)
         self.scale = LossScale() if run.train.precision == "fp16" else None
-        self.modules = tuple(each.module for each in stages)
+        self.modules = tuple(each.module for each in parts)
         self._types = compute_types(run)
         self._sharding = sharding = row_groups(run, grid)
         if sharding:
@@ -61,8 +59,8 @@ class NativeEngine(Engine):
             for module in self.modules:
                 shard_module(module, sharding, *self._types, grid.world.device)
                 module.compute_type = self._types[0]  # type: ignore[assignment]
-        super().__init__(run, stages, grid)
-        self.clock = dict.fromkeys(TIMED, 0.0)
+        super().__init__(run, parts, grid)
+        self.clock = dict.fromkeys(STEP_PARTS, 0.0)
         self._owned = self._distinct_parameters()
         self.reducer: BucketReducer | ShardedReducer
         self.buckets: Sequence[WeightBucket | ShardedWeight]
@@ -85,21 +83,25 @@ class NativeEngine(Engine):
         """The most micro-batches whose activations this rank held at once in the last step."""
         return self.pipeline.peak_in_flight
 
-    def step(self, micro: ReadMicrobatch, lr: float, labels: int, count: ByteCounter | None = None) -> StepResult | None:
+    def step(
+        self, read_microbatch: ReadMicrobatch, lr: float, label_count: int, byte_counter: ByteCounter | None = None
+    ) -> StepResult | None:
         self._set_rate(lr)
-        self.clock = dict.fromkeys(TIMED, 0.0)
-        scale = self.backward_scale / labels
+        self.clock = dict.fromkeys(STEP_PARTS, 0.0)
+        scale = self.backward_scale / label_count
         for each in self.modules:  # parts of a mixture add the gradient of its auxiliary loss, which does not reach the loss
             each.loss_gradient = scale  # type: ignore[assignment]
         self.reducer.begin(self.micros)
-        with collect_gathered(self.modules if count and self._sharding else ()) as gathered:
-            if count:
-                count.gathered = gathered
-            total = self.pipeline.train(ScheduledStep(actions=self._actions, micro=micro, scale=scale, count=count))
+        with collect_gathered(self.modules if byte_counter and self._sharding else ()) as gathered:
+            if byte_counter:
+                byte_counter.gathered = gathered
+            total = self.pipeline.train(
+                ScheduledStep(actions=self._actions, read_microbatch=read_microbatch, scale=scale, byte_counter=byte_counter)
+            )
         with self._measure_time("sums"):
             self.reducer.finish_backward()
-        if count:
-            count.count_backward(self.held_bytes())
+        if byte_counter:
+            byte_counter.count_backward(self.held_bytes())
         with self._measure_time("sums"):
             self._sum_tied_gradients()
             self._sum_over_tensor_axis()
@@ -115,7 +117,7 @@ class NativeEngine(Engine):
             self.skipped_steps += skipped
             if self.scale:
                 self.scale.update(overflow=skipped)
-        return StepResult(loss=loss / labels, grad_norm=norm, skipped=skipped, near_ties=int(near_ties[0]) if near_ties else None)
+        return StepResult(loss=loss / label_count, grad_norm=norm, skipped=skipped, near_ties=int(near_ties[0]) if near_ties else None)
 
     def evaluate(self, tokens: Tensor, labels: Tensor, **further: Any) -> tuple[Tensor, Tensor]:
         """Return (sum of losses, labels counted) of a micro-batch of this replica, without gradients, on the rank with the head; 0 and 0 on
@@ -278,14 +280,19 @@ class NativeEngine(Engine):
         rows = {row.name: row for row in self._owned}
         made = [
             WeightBucket(
-                each, rows, *shard_groups(run, grid, expert=each.kind.expert), run.parallel.zero, self._types[1], puts_off=self._puts_off
+                each,
+                rows,
+                *shard_groups(run, grid, expert=each.kind.expert),
+                run.parallel.zero,
+                self._types[1],
+                defers_weight_gradients=self._defers_weight_gradients,
             )
             for each in gradient_buckets(run, grid.position.mesh, [row.shard for row in self._owned])
         ]
         uses = Counter(parameter for module in self.modules for parameter in module.parameters())
         reducer = BucketReducer(made, uses, overlap=run.parallel.overlap.data)
         for row in (row for bucket in made if reducer.needs_hooks(bucket) for row in bucket.rows):
-            row.parameter.register_post_accumulate_grad_hook(reducer.take)  # type: ignore[no-untyped-call]
+            row.parameter.register_post_accumulate_grad_hook(reducer.take_gradient)  # type: ignore[no-untyped-call]
         return made, reducer
 
     def _shard_fully(self, groups: RowGroups) -> tuple[list[ShardedWeight], ShardedReducer]:
@@ -293,7 +300,7 @@ class NativeEngine(Engine):
         weights = sharded_weights(self._owned, {name: each.kind for each in buckets for name in each.names}, groups)
         from .fully_sharded import sum_gradients
 
-        apart = sum_gradients if self._puts_off else None
+        apart = sum_gradients if self._defers_weight_gradients else None
         return weights, ShardedReducer(self.modules, weights, self._types[1], apart, once=gathers_once(self.run.parallel))
 
     @property
@@ -302,7 +309,7 @@ class NativeEngine(Engine):
         return schedule_of(self.run.parallel) if self.grid.position.mesh.pp > 1 else SCHEDULES["1f1b"]
 
     @property
-    def _puts_off(self) -> bool:
+    def _defers_weight_gradients(self) -> bool:
         """Whether the schedule computes some weights' gradients apart."""
         return self._schedule.splits_backward
 
@@ -321,7 +328,8 @@ class NativeEngine(Engine):
         stream = torch.empty(run.train.microbatch, tokens, run.model.hidden, dtype=self._types[0], device="meta")
         messages = StageMessages(grid, chain)
         reducer = self.reducer
-        return Pipeline(self.modules, messages, stream, reducer.add, reducer.before_backward, self._measure_time, self._pass_hooks())
+        hooks = self._pass_hooks()
+        return Pipeline(self.modules, messages, stream, reducer.add_gradient, reducer.before_backward, self._measure_time, hooks)
 
     def _pass_hooks(self) -> PassHooks:
         return PassHooks()
@@ -329,5 +337,5 @@ class NativeEngine(Engine):
 
 def compute_types(run: Run) -> tuple[torch.dtype, torch.dtype]:
     """Return the types that a run computes in, and sums gradients in."""
-    compute = DTYPES[run.train.precision]
+    compute = PRECISION_DTYPES[run.train.precision]
     return compute, MASTER_DTYPE if widths(run.train).gradient == MASTER_DTYPE.itemsize else compute

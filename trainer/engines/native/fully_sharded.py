@@ -52,8 +52,8 @@ def _device_mesh(groups: ShardGroups, device: str) -> DeviceMesh:
     return DeviceMesh.from_group([copies.handle, group.handle], device, mesh=ranks, mesh_dim_names=("copies", "shard"))
 
 
-def sum_gradients(module: nn.Module, put_off: dict[nn.Parameter, Tensor]) -> None:
-    """Sum a module's gradients over the ranks, those that backward computed and those of gathered weights in `put_off`, which it empties,
+def sum_gradients(module: nn.Module, deferred: dict[nn.Parameter, Tensor]) -> None:
+    """Sum a module's gradients over the ranks, those that backward computed and those of gathered weights in `deferred`, which it empties,
     and drop the gathered weights: as torch.distributed.pipelining does after a schedule's last action."""
     assert isinstance(module, FSDPModule)
     module.set_is_last_backward(True)
@@ -64,7 +64,7 @@ def sum_gradients(module: nn.Module, put_off: dict[nn.Parameter, Tensor]) -> Non
         groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.13; before it a state has one group at most
         for group in filter(None, [state._fsdp_param_group] if groups is None else groups):
             for weight in group.fsdp_params:
-                if (gradient := put_off.pop(weight._unsharded_param, None)) is None:
+                if (gradient := deferred.pop(weight._unsharded_param, None)) is None:
                     continue
                 if weight.unsharded_accumulated_grad is None:
                     weight.unsharded_accumulated_grad = gradient

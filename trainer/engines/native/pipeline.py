@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ...layers.weight_gradients import WeightGradients, put_off_weight_gradients
+from ...layers.weight_gradients import WeightGradients, defer_weight_gradients
 from ...plan.layout.schedules import Action
 from ..engine import ReadMicrobatch
 from ..held_bytes import ByteCounter
 from .stage_messages import MessageKey, StageMessages
 
 AddGradient = Callable[[nn.Parameter, Tensor], None]
-Timed = Callable[[str], AbstractContextManager[None]]  # times a part of the step
+TimePart = Callable[[str], AbstractContextManager[None]]  # times a part of the step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +30,9 @@ class ScheduledStep:
     """
 
     actions: Sequence[Sequence[Action]]
-    micro: ReadMicrobatch
+    read_microbatch: ReadMicrobatch
     scale: float
-    count: ByteCounter | None = None
+    byte_counter: ByteCounter | None = None
     first: int = 0
     flushes: bool = True
 
@@ -47,8 +47,8 @@ class PassHooks:
         """Called when a backward's result is on its way; `total` is the sum of the losses that this rank computed in the step so far."""
 
 
-class Forwarded(NamedTuple):
-    """What backward needs of a part's forward: its input, what its output's gradient is given to, and the weights' gradients put off."""
+class PendingBackward(NamedTuple):
+    """What backward needs of a part's forward: its input, what its output's gradient is given to, and the weights' deferred gradients."""
 
     given: Tensor | None
     output: GradientEdge
@@ -80,15 +80,15 @@ class Pipeline:
         stream: Tensor,
         add_gradient: AddGradient,
         before_backward: Callable[[int], None],
-        timed: Timed,
+        timed: TimePart,
         hooks: PassHooks,
     ) -> None:
         """`stream` has the shape and type of a micro-batch's hidden states on this rank, and no memory; `add_gradient` takes the gradient
-        of each weight whose product was put off; `before_backward` is called with the chunk whose backward comes; `hooks` at each pass."""
+        of each weight whose product was deferred; `before_backward` is called with the chunk whose backward comes; `hooks` at each pass."""
         self.parts, self.messages, self.chain, self.stage = tuple(parts), messages, messages.chain, messages.stage
         self._stream, self._add_gradient, self._before_backward, self._timed = stream, add_gradient, before_backward, timed
         self._hooks = hooks
-        self._forwarded: dict[tuple[int, int], Forwarded] = {}  # (micro-batch, chunk) whose backward is to come
+        self._forwarded: dict[tuple[int, int], PendingBackward] = {}  # (micro-batch, chunk) whose backward is to come
         self._waiting: dict[tuple[int, int], WeightGradients] = {}  # whose weights' gradients are to come
         self.times: list[ActionTime] | None = None  # of the actions, while someone asks for them
         self.device = next(self.parts[0].parameters()).device
@@ -96,7 +96,7 @@ class Pipeline:
 
     def train(self, step: ScheduledStep) -> Tensor:
         """Execute this rank's actions. Return the sum of the losses that it computed (0 where it has no head)."""
-        self._begin(step.actions, step.micro, step.first)
+        self._begin(step.actions, step.read_microbatch, step.first)
         self._step = step
         actions = step.actions[self.stage]
         self._apart = {(action.micro, action.chunk) for action in actions if action.kind == "I"}
@@ -118,10 +118,10 @@ class Pipeline:
         return self.total
 
     @torch.no_grad()
-    def evaluate(self, micro: ReadMicrobatch) -> tuple[Tensor, Tensor]:
+    def evaluate(self, read_microbatch: ReadMicrobatch) -> tuple[Tensor, Tensor]:
         """Return (sum of losses, labels counted) of one micro-batch; 0 and 0 where this rank has no head."""
         forward = [[Action("F", 0, chunk) for chunk in range(self.chain.chunks)] for _ in range(self.chain.stages)]
-        self._begin(forward, micro)
+        self._begin(forward, read_microbatch)
         for chunk in range(self.chain.chunks):
             part = self.chain.part(self.stage, chunk)
             tokens, labels, further = self._read(0)
@@ -130,10 +130,10 @@ class Pipeline:
         self.messages.finish()
         return self.total, self.labels
 
-    def _begin(self, actions: Sequence[Sequence[Action]], micro: ReadMicrobatch, first: int = 0) -> None:
+    def _begin(self, actions: Sequence[Sequence[Action]], read_microbatch: ReadMicrobatch, first: int = 0) -> None:
         device = self.device
         self.total, self.labels = torch.zeros((), device=device), torch.zeros((), device=device, dtype=torch.int64)
-        self._micro, self._read_so_far = micro, first
+        self._read_microbatch, self._read_so_far = read_microbatch, first
         self._batches: dict[int, tuple[Any, int]] = {}  # micro-batch -> its tensors, chunks that have not read it
         self._here: dict[MessageKey, Tensor] = {}  # what one of this rank's parts gives to another
         self.messages.begin(actions, self._stream, device)
@@ -150,14 +150,14 @@ class Pipeline:
             stream.requires_grad_()
         weights = WeightGradients(self._add_gradient) if (micro, chunk) in self._apart else None
         self._hooks.before_pass(action)
-        count = self._step.count
-        counting = count.count_forward(self.parts, tokens, labels, further) if count else nullcontext()
-        with self._compute(action, part, "forward"), counting, put_off_weight_gradients(weights):
+        counter = self._step.byte_counter
+        counting = counter.count_forward(self.parts, tokens, labels, further) if counter else nullcontext()
+        with self._compute(action, part, "forward"), counting, defer_weight_gradients(weights):
             result, counted = self.parts[chunk](tokens, labels, **given, **further)
         with self._timed("messages"):
             self._pass_on(part, micro, result, counted)
         root = result * self._step.scale if part == self.chain.parts - 1 else result
-        self._forwarded[micro, chunk] = Forwarded(stream, get_gradient_edge(root), weights)
+        self._forwarded[micro, chunk] = PendingBackward(stream, get_gradient_edge(root), weights)
 
     def _backward(self, action: Action) -> None:
         micro, chunk = action.micro, action.chunk
@@ -167,7 +167,7 @@ class Pipeline:
             gradient = None if part == last else self._take(MessageKey("B", part + 1, micro))
         self._before_backward(chunk)
         self._hooks.before_pass(action)
-        with self._compute(action, part, "backward"), put_off_weight_gradients(weights):
+        with self._compute(action, part, "backward"), defer_weight_gradients(weights):
             torch.autograd.backward([output], None if gradient is None else [gradient])
         if given is not None:
             assert given.grad is not None
@@ -199,7 +199,7 @@ class Pipeline:
     def _read(self, micro: int) -> Any:
         """Return a micro-batch. They come in order; each is kept until all of this rank's parts have read it."""
         while micro not in self._batches:
-            self._batches[self._read_so_far] = self._micro(self._read_so_far), self.chain.chunks
+            self._batches[self._read_so_far] = self._read_microbatch(self._read_so_far), self.chain.chunks
             self._read_so_far += 1
         batch, left = self._batches.pop(micro)
         if left > 1:

@@ -74,7 +74,7 @@ class ShardedWeight:
         return self.shard_gradient
 
     @property
-    def narrow_copy(self) -> None:
+    def compute_copy(self) -> None:
         """None: what is gathered is cast from the float32 rows."""
 
     def copy_master(self) -> None:
@@ -109,7 +109,7 @@ def first_element(row: RankParameter, groups: RowGroups) -> int:
 class ShardedReducer:
     """Decides when fully_shard gathers weights and sums gradients: around every micro-batch's passes, or (`once`) once a step.
 
-    Where products of weights' gradients are put off, `sum_gradients` sums a module's gradients with them, in their type `reduced`, after
+    Where products of weights' gradients are deferred, `sum_gradients` sums a module's gradients with them, in their type `reduced`, after
     all actions; else it is None. It has what `BucketReducer` offers to the engine.
     """
 
@@ -125,7 +125,7 @@ class ShardedReducer:
         assert once or sum_gradients is None, "weights are gathered until their gradients are computed"
         self._modules, self._weights, self._once = modules, weights, once
         self._reduced, self._sum_gradients = reduced, sum_gradients
-        self._put_off: dict[nn.Parameter, Tensor] = {}  # the sum of each gathered weight's gradients that were put off
+        self._deferred: dict[nn.Parameter, Tensor] = {}  # the sum of each gathered weight's gradients that were deferred
 
     def begin(self, micros: int) -> None:
         self._micros = micros
@@ -144,16 +144,16 @@ class ShardedReducer:
             _keep_gathered(self._modules[chunk], False)
         _sum_copies(self._modules[chunk], last)
 
-    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add a gradient of a gathered weight whose product was put off."""
-        held = self._put_off.get(parameter)
-        self._put_off[parameter] = gradient.to(self._reduced) if held is None else held.add_(gradient)
+    def add_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add a gradient of a gathered weight whose product was deferred."""
+        held = self._deferred.get(parameter)
+        self._deferred[parameter] = gradient.to(self._reduced) if held is None else held.add_(gradient)
 
     def finish_backward(self) -> None:
         """Sum the gradients that backward has not summed, and drop the weights."""
         if self._sum_gradients:
             for module in self._modules:
-                self._sum_gradients(module, self._put_off)
+                self._sum_gradients(module, self._deferred)
 
     def finish(self) -> None:
         """Do nothing."""

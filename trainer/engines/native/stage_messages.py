@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...parallel.process_groups import Grid
-from ...parallel.world import WAIT
+from ...parallel.world import COLLECTIVE_TIMEOUT
 from ...plan.layout.schedules import Action, part_of, stage_and_chunk
 from ...plan.native.receives import receives_ahead
 
@@ -132,7 +132,7 @@ def _second_group(grid: Grid) -> dist.ProcessGroup:
     """A group of the same ranks as that of the pipeline axis; every rank calls it."""
     own: Any = None
     for ranks in grid.position.mesh.groups("pp"):
-        group = dist.new_group(list(ranks), timeout=WAIT)
+        group = dist.new_group(list(ranks), timeout=COLLECTIVE_TIMEOUT)
         own = group if grid.world.rank in ranks else own
     assert isinstance(own, dist.ProcessGroup)
     return own

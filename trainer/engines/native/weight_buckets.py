@@ -43,9 +43,9 @@ class WeightBucket:
         zero: int,
         gradient: torch.dtype,
         *,
-        puts_off: bool,
+        defers_weight_gradients: bool,
     ) -> None:
-        """`puts_off`: some products of weights' gradients are put off, and their parameters' hooks run without a gradient."""
+        """`defers_weight_gradients`: some products of weights' gradients are deferred: their parameters' hooks run without a gradient."""
         self.bucket, self.kind, self.sharing, self.copies = bucket, bucket.kind, sharing, copies
         self.often = bool(sharing) and zero == 2 and not bucket.kind.late  # it travels at every micro-batch
         self.rows = [rows[name] for name in bucket.names]
@@ -62,7 +62,7 @@ class WeightBucket:
         self.gradients: Tensor | None = None
         self._held: dict[nn.Parameter, Tensor] = {}  # each parameter's gradient in `gradients`
         self._filled: set[nn.Parameter] = set()  # parameters whose gradient has arrived since the bucket was empty
-        self.in_place = gradient == first.dtype and not (self.often or puts_off)
+        self.in_place = gradient == first.dtype and not (self.often or defers_weight_gradients)
         if not self.often:
             self._allocate()
         self._summed: Tensor | None = None  # this rank's shard of the sum, at ZeRO 1 and 2
@@ -159,13 +159,13 @@ class WeightBucket:
         return self.gradients
 
     @property
-    def narrow_copy(self) -> Tensor | None:
+    def compute_copy(self) -> Tensor | None:
         """This rank's shard of the weights that forward uses; None where they are the float32 weights that are stepped."""
         return self.weights[self.shard.start : self.shard.stop] if self.weights.dtype != MASTER_DTYPE else None
 
     def copy_master(self) -> None:
         """Give the stepped float32 weights to the flat tensor that forward uses, as wide as that is."""
-        if (own := self.narrow_copy) is not None:
+        if (own := self.compute_copy) is not None:
             own.copy_(self.master.data)
 
     def move_weights(self, into: Tensor | None) -> None:
@@ -175,7 +175,7 @@ class WeightBucket:
         if is_stepped:
             self.master.data = self.weights[self.shard.start : self.shard.stop]
 
-    def show(self, flat: Tensor) -> None:
+    def point_parameters_at(self, flat: Tensor) -> None:
         """Make the parameters views of a flat tensor."""
         for parameter, view in self._views(flat):
             parameter.data = view
@@ -231,8 +231,8 @@ class BucketReducer:
         for bucket in (*self._early, *self._late):
             bucket.empty()
 
-    def take(self, parameter: nn.Parameter) -> None:
-        """Take the gradient that autograd has just given a parameter; none where its product was put off."""
+    def take_gradient(self, parameter: nn.Parameter) -> None:
+        """Take the gradient that autograd has just given a parameter; none where its product was deferred."""
         if parameter.grad is None:
             return
         bucket = self._bucket_of[parameter]
@@ -241,8 +241,8 @@ class BucketReducer:
             parameter.grad = None
         self._count(parameter, bucket)
 
-    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add a gradient of a parameter whose product was put off."""
+    def add_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add a gradient of a parameter whose product was deferred."""
         bucket = self._bucket_of[parameter]
         bucket.add(parameter, gradient)
         self._count(parameter, bucket)

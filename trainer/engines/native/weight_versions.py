@@ -20,19 +20,19 @@ class WeightVersions:
         self._buckets = buckets
         self._free: list[list[Tensor]] = []  # memory of versions that nothing needs
         self._held: dict[int, list[Tensor]] = {0: [bucket.weights for bucket in buckets]}
-        self.newest = self._shown = 0
+        self.newest = self._used = 0
 
     @property
     def oldest(self) -> int:
         """The oldest version that is held."""
         return min(self._held)
 
-    def show(self, version: int) -> None:
+    def use(self, version: int) -> None:
         """Make the parameters views of a version."""
-        if version != self._shown:
+        if version != self._used:
             for bucket, flat in zip(self._buckets, self._held[version], strict=True):
-                bucket.show(flat)
-            self._shown = version
+                bucket.point_parameters_at(flat)
+            self._used = version
 
     def add(self, *, keep: bool) -> None:
         """Begin a new version with the values of the newest, which is to be stepped; `keep`: the newest one stays as it is."""
@@ -44,8 +44,8 @@ class WeightVersions:
             del self._held[self.newest]
         self.newest += 1
         self._held[self.newest] = [bucket.weights for bucket in self._buckets]
-        if not keep and self._shown == self.newest - 1:
-            self._shown = self.newest  # the same memory
+        if not keep and self._used == self.newest - 1:
+            self._used = self.newest  # the same memory
 
     def drop_before(self, version: int) -> None:
         """Free the versions before this one."""
@@ -55,9 +55,9 @@ class WeightVersions:
     def restart(self) -> None:
         """Number the newest version 0, after a flush, and show it."""
         self.drop_before(self.newest)
-        self.show(self.newest)
+        self.use(self.newest)
         self._held = {0: self._held.pop(self.newest)}
-        self.newest = self._shown = 0
+        self.newest = self._used = 0
 
     def held_tensors(self) -> Iterator[Tensor]:
         """Yield the memory of all versions."""

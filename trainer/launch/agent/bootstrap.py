@@ -23,19 +23,19 @@ from pathlib import Path
 
 from ..rank.environment import reserve_port
 from . import orphans, protocol
+from .join_token import JOIN_TOKEN_FILE, JoinToken
 from .socket_agent import AgentConfig, run_agent
-from .token import FILE, JoinToken
 
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-REGISTER_TIMEOUT = 30.0  # seconds for the controller to answer
+BLOCKED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+ANSWER_TIMEOUT = 30.0  # seconds for the controller to answer
 MAX_LINE = 1 << 16  # bytes of the controller's answer
 # By launcher, the variables in which it numbers a process: the rank, the number of ranks, and the rank on its host.
-RANK_VARIABLES = {
+LAUNCHER_RANK_VARIABLES = {
     "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     "srun": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
     "launch": ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
 }
-LAUNCHERS = (b"deepspeed.launcher.launch", b"orted", b"mpirun")  # in the command lines of processes that start this one
+LAUNCHER_COMMANDS = (b"deepspeed.launcher.launch", b"orted", b"mpirun")  # in the command lines of processes that start this one
 
 
 class RegistrationRefused(Exception):
@@ -45,9 +45,9 @@ class RegistrationRefused(Exception):
 def main() -> int:
     """Bootstrap a slot; return 0 once its rank has ended and its agent has reported that."""
     folder = Path(sys.argv[1]).parent
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # so that a run that is asked to stop while it starts stops in order
+    signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED_SIGNALS)  # so that a run that is asked to stop while it starts stops in order
     try:
-        token = JoinToken.read(folder / FILE)
+        token = JoinToken.read(folder / JOIN_TOKEN_FILE)
         config = _agent_config(token, folder, os.environ)
         registration = _register(token, config)
     except (OSError, ValueError, KeyError, TypeError, RegistrationRefused) as error:
@@ -59,8 +59,8 @@ def main() -> int:
 def _agent_config(token: JoinToken, folder: Path, environment: Mapping[str, str]) -> AgentConfig:
     """Return this slot's rank; raises RegistrationRefused where the launcher's numbers differ from the token's."""
     name = socket.gethostname()
-    launcher = next((each for each, (rank, *_) in RANK_VARIABLES.items() if rank in environment), "launch")
-    rank, ranks, local_rank = (int(environment[each]) for each in RANK_VARIABLES[launcher])
+    launcher = next((each for each, (rank, *_) in LAUNCHER_RANK_VARIABLES.items() if rank in environment), "launch")
+    rank, ranks, local_rank = (int(environment[each]) for each in LAUNCHER_RANK_VARIABLES[launcher])
     if launcher != "launch" and token.hostnames.count(name) == 1:  # mpirun begins with the controller's host, and srun sorts hosts
         rank = token.first_rank(token.hostnames.index(name)) + local_rank
     host, expected = token.host_and_local_rank(rank)
@@ -82,7 +82,7 @@ def _register(token: JoinToken, config: AgentConfig) -> Registration:
     """Register with the controller; both ends prove that they hold the join token (protocol.py lists the messages)."""
     address, port = token.controllers[config.host]
     try:
-        controller = socket.create_connection((address, port), timeout=REGISTER_TIMEOUT)
+        controller = socket.create_connection((address, port), timeout=ANSWER_TIMEOUT)
     except OSError as error:
         raise RegistrationRefused(f"can't reach the run's controller at {address} port {port}: {error.strerror or error}") from None
     controller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -142,7 +142,7 @@ def _launcher() -> list[int]:
     parent = os.getppid()
     with contextlib.suppress(OSError):
         command_line = Path(f"/proc/{parent}/cmdline").read_bytes()
-        if any(launcher in command_line for launcher in LAUNCHERS):
+        if any(launcher in command_line for launcher in LAUNCHER_COMMANDS):
             return [parent]
     return []
 
@@ -150,9 +150,9 @@ def _launcher() -> list[int]:
 def _wait_for_agent(config: AgentConfig, agent: int, connection: socket.socket, mark: str) -> int:
     """Wait until the agent reports that its rank has ended, or is gone; return the exit status."""
     launcher, reported = os.getppid(), False
-    for each in STOPS:
+    for each in BLOCKED_SIGNALS:
         signal.signal(each, lambda *_: _send(connection, protocol.BOOTSTRAP_STOP))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, BLOCKED_SIGNALS)
     heard_at, alive = time.monotonic(), True
     while alive:
         if select.select([connection], [], [], 1.0)[0]:

@@ -11,12 +11,12 @@ from uuid import uuid4
 
 from .pipe_agent import is_spared
 
-VARIABLE = "DISTRAIN_MARK"
+MARK_VARIABLE = "DISTRAIN_MARK"
 PATIENCE = 2.0  # seconds for them to be gone
 
 
 def new_mark() -> str:
-    """Return a value of VARIABLE that no other rank of any run has."""
+    """Return a value of MARK_VARIABLE that no other rank of any run has."""
     return uuid4().hex
 
 
@@ -32,7 +32,7 @@ def kill_marked_processes(mark: str) -> bool:
 
 
 def _marked_processes(mark: str) -> list[int]:
-    variable, found = f"{VARIABLE}={mark}".encode(), []
+    variable, found = f"{MARK_VARIABLE}={mark}".encode(), []
     for process in Path("/proc").glob("[0-9]*"):  # empty where there is no /proc
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             if variable in (process / "environ").read_bytes().split(b"\0") and not is_spared(int(process.name)):

@@ -11,8 +11,8 @@ is controller -> agent -> rank, each in a session of its own. With this tree eve
 
 A rank with PR_SET_PDEATHSIG alone would die before it could end its own children.
 
-A rank can't handle a stop request while it loads torch, which takes seconds. The modules in DEFERRING are therefore started with STOPS
-blocked: signals that arrive meanwhile are delivered when the module unblocks them (system/stop_requests.py).
+A rank can't handle a stop request while it loads torch, which takes seconds. Hence the modules in DEFERRING are started with
+DEFERRED_SIGNALS blocked: those that arrive meanwhile are delivered when the module unblocks them (system/stop_requests.py).
 
 Processes whose command lines contain one of SPARED are not killed: a launcher such as mpirun starts bootstraps on this very machine. They
 end with their socket to the controller (socket_agent.py), and their rank must be able to save when the launcher dies.
@@ -33,7 +33,7 @@ from collections.abc import Iterator
 
 PDEATHSIG, CHILD_SUBREAPER = 1, 36  # prctl(2)
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2)
-STOPS = (signal.SIGTERM, signal.SIGINT)
+DEFERRED_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 DEFERRING = frozenset({"distrain.trainer.loop.rank"})  # arguments of a command
 SPARED = (b"distrain.trainer.launch.agent.bootstrap", b"/trainer/launch/agent/bootstrap_srun.py")
 PATIENCE = 5.0  # seconds for orphans to die of SIGKILL
@@ -93,7 +93,7 @@ def _execute(command: list[str], agent: int) -> None:
         signal.set_wakeup_fd(-1)
         _prctl(PDEATHSIG, signal.SIGKILL)
         if os.getppid() == agent:  # otherwise the agent died before prctl was called
-            signal.pthread_sigmask(signal.SIG_SETMASK, () if DEFERRING.isdisjoint(command) else STOPS)
+            signal.pthread_sigmask(signal.SIG_SETMASK, () if DEFERRING.isdisjoint(command) else DEFERRED_SIGNALS)
             os.execvp(command[0], command)
     except OSError as error:
         os.write(2, f"can't start {command[0]}: {error.strerror}\n".encode())

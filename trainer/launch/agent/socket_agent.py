@@ -24,7 +24,7 @@ from ..rank import channel
 from ..rank.environment import RankEnvironment
 from ..rank.log import SEARCHED_LINES, RankLog, open_rank_log
 from . import orphans, pipe_agent, protocol
-from .token import FILE, JoinToken
+from .join_token import JOIN_TOKEN_FILE, JoinToken
 
 STACKS_WAIT = 1.0  # seconds for stacks to be written
 LAUNCHER_WAIT = 5.0  # seconds for the launcher to end by itself once its children have
@@ -55,7 +55,7 @@ def run_agent(
     RemoteAgent(token, config, controller, bootstrap, log, mark).run()
     for each in watched:
         _end_process(each)
-    _remove_token(token, config.folder / FILE)
+    _remove_token(token, config.folder / JOIN_TOKEN_FILE)
     os._exit(0)
 
 
@@ -174,7 +174,11 @@ class RemoteAgent:
         for name in launcher_variables(os.environ):
             del os.environ[name]
         os.environ["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', os.defpath)}"
-        pipes = {parent_watch.VARIABLE: str(watched), channel.VARIABLE: str(write_end), orphans.VARIABLE: self._mark}
+        pipes = {
+            parent_watch.PARENT_WATCH_VARIABLE: str(watched),
+            channel.CHANNEL_VARIABLE: str(write_end),
+            orphans.MARK_VARIABLE: self._mark,
+        }
         os.environ.update({**environment.variables({**os.environ, **self._token.environment}), **pipes})
         self._rank = pipe_agent.start_rank(list(self._token.command))
         for number in self._early_signals:

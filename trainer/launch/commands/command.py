@@ -19,7 +19,7 @@ FORWARDED_PREFIXES = (
     "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY",
 )  # fmt: skip
 HOST_VARIABLES = ("CUDA_VISIBLE_DEVICES",)  # not forwarded: each host sets its own
-RANK_VARIABLES = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}  # for every rank; launch/rank/environment.py says why
+RANK_ENVIRONMENT = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}  # for every rank; launch/rank/environment.py says why
 PORTS = range(20000, 30000)  # below the ephemeral ports of Linux
 LOGS = "each rank's output is in ranks/N.log of the run folder"
 

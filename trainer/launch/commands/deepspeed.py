@@ -14,7 +14,7 @@ from ...spec.problem import Problem, Unreadable
 from ..hosts.hostfile import Host, hostfile_text, include_text
 from ..hosts.shell_safe import SSH_OPTIONS, require_shell_safe
 from ..hosts.slurm_nodes import SRUN_OPTIONS
-from .command import RANK_VARIABLES, Command, LaunchCommands, LaunchFile, LaunchRequest, check_request, forwarded_variables
+from .command import RANK_ENVIRONMENT, Command, LaunchCommands, LaunchFile, LaunchRequest, check_request, forwarded_variables
 from .mpirun_environment import mpirun_environment
 
 # Prefixes of variables that DeepSpeed's launcher pastes into remote shells (EXPORT_ENVS, and NCCL for CUDA).
@@ -55,7 +55,7 @@ def deepspeed_commands(
     added, selection = _runner_settings(runner, hosts, environment)
     options += [*selection, "--master_addr", request.address, "--master_port", str(request.port)]
     options += [require_shell_safe(str(SRUN_BOOTSTRAP), "the path", "")] if runner == "slurm" else ["--module", request.module]
-    exports = RANK_VARIABLES | ({"MASTER_ADDR": request.address, "MASTER_PORT": str(request.port)} if runner != "pdsh" else {})
+    exports = RANK_ENVIRONMENT | ({"MASTER_ADDR": request.address, "MASTER_PORT": str(request.port)} if runner != "pdsh" else {})
     forwarded = sorted(forwarded_variables(environment, further))
     return LaunchCommands(
         commands=(

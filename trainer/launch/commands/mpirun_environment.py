@@ -19,7 +19,7 @@ SETTINGS = {
     "OMPI_MCA_rmaps_base_mapping_policy": "slot",  # fill a host's slots before those of the next
     "OMPI_MCA_hwloc_base_binding_policy": "none",  # the ranks choose their own cores
 }
-ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")  # mpirun refuses to run as root without both
+ALLOW_ROOT = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")  # mpirun refuses to run as root without both
 _UNSAFE = re.compile(r"[^A-Za-z0-9._/=:,^@%+-]")
 
 
@@ -34,7 +34,7 @@ def mpirun_environment(environment: Mapping[str, str], ssh: Sequence[str]) -> di
     problems = list(_unsafe_variables(environment))
     if problems:
         raise Unreadable(problems)
-    root = dict.fromkeys(ROOT, "1") if os.geteuid() == 0 else {}
+    root = dict.fromkeys(ALLOW_ROOT, "1") if os.geteuid() == 0 else {}
     return {**SETTINGS, **root, SSH_ARGS: " ".join([*environment.get(SSH_ARGS, "").split(), *ssh])}
 
 

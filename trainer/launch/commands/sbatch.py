@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .command import LOGS, RANK_VARIABLES, Command, LaunchCommands, LaunchFile, LaunchRequest, check_request
+from .command import LOGS, RANK_ENVIRONMENT, Command, LaunchCommands, LaunchFile, LaunchRequest, check_request
 
 LEAST_NOTICE = 60  # seconds before the time limit at which Slurm signals the ranks, at least
 
@@ -25,7 +25,7 @@ def sbatch_commands(request: LaunchRequest, *, name: str, nodes: int, gpus: int,
         "set -euo pipefail",
         'hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")',
         "export MASTER_ADDR=${hosts%%$'\\n'*}" + f" MASTER_PORT={request.port}",
-        f"export WORLD_SIZE={nodes * gpus} LOCAL_WORLD_SIZE={gpus} {' '.join(f'{key}={value}' for key, value in RANK_VARIABLES.items())}",
+        f"export WORLD_SIZE={nodes * gpus} LOCAL_WORLD_SIZE={gpus} {' '.join(f'{key}={value}' for key, value in RANK_ENVIRONMENT.items())}",
         "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}",
         f"srun --nodes={nodes} --ntasks={nodes * gpus} --ntasks-per-node={gpus} --distribution=block --kill-on-bad-exit=1 \\",
         f"    bash -c 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec {command}'",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..hosts.hostfile import Host
-from .command import LOGS, RANK_VARIABLES, Command, LaunchCommands, LaunchRequest, check_request
+from .command import LOGS, RANK_ENVIRONMENT, Command, LaunchCommands, LaunchRequest, check_request
 
 
 def torchrun_commands(request: LaunchRequest, hosts: Sequence[Host], *, cuda: bool) -> LaunchCommands:
@@ -27,7 +27,7 @@ def torchrun_commands(request: LaunchRequest, hosts: Sequence[Host], *, cuda: bo
                 request.module,
                 *request.arguments,
             ),
-            environment=RANK_VARIABLES | ({"CUDA_VISIBLE_DEVICES": ",".join(map(str, host.slots))} if cuda and not host.is_whole else {}),
+            environment=RANK_ENVIRONMENT | ({"CUDA_VISIBLE_DEVICES": ",".join(map(str, host.slots))} if cuda and not host.is_whole else {}),
         )
         for number, host in enumerate(hosts)
     ]

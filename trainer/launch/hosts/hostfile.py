@@ -15,8 +15,8 @@ MOST_SLOTS = 1024  # of one host; more must be a typing error
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 _COUNT = re.compile(r"[0-9]{1,6}")
 _PATTERN = re.compile(r"[\[\]*?]")
-NAMES = "a name has only letters, digits and . _ -"
-CONFIG = "name the host in ~/.ssh/config, with its user, port or address, and use that name"
+NAME_RULE = "a name has only letters, digits and . _ -"
+SSH_CONFIG_MEND = "name the host in ~/.ssh/config, with its user, port or address, and use that name"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,13 +151,13 @@ def _name_problems(name: str, lines: dict[str, int]) -> Iterator[tuple[str, str]
     if name.startswith("slots="):
         yield f"no host before {name}", f"write host1 {name}"
     elif name.startswith("-"):
-        yield f"{name} begins with -, which ssh would read as an option", NAMES
+        yield f"{name} begins with -, which ssh would read as an option", NAME_RULE
     elif "@" in name or ":" in name:
-        yield f"{name} is more than a name", CONFIG
+        yield f"{name} is more than a name", SSH_CONFIG_MEND
     elif _PATTERN.search(name):
         yield f"{name} stands for several hosts", "write a line per host"
     elif odd := _UNSAFE.search(name):
-        yield f"{name} contains {odd[0]!r}", NAMES
+        yield f"{name} contains {odd[0]!r}", NAME_RULE
     elif not name[0].isalnum():
         yield f"{name} begins with {name[0]}", "a name begins with a letter or digit"
     elif name.lower() in lines:

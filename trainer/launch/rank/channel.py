@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TextIO
 
-VARIABLE = "DISTRAIN_CONTROL_FD"
+CHANNEL_VARIABLE = "DISTRAIN_CONTROL_FD"
 PRINTED = ("say", "problem")  # messages that are printed where there is no pipe
 PROGRESS_INTERVAL = 1.0  # least seconds between two progress messages of one phase
 STOPPED = 75  # exit status of a rank that was asked to stop and has saved a checkpoint (sysexits.h: EX_TEMPFAIL, try again later)
@@ -45,7 +45,7 @@ class Channel:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Channel:
         """Return the channel that this rank inherited; this rank's children do not inherit it."""
-        fd = int(environment.get(VARIABLE) or -1)
+        fd = int(environment.get(CHANNEL_VARIABLE) or -1)
         if not _is_pipe(fd):
             return cls(None)
         os.set_inheritable(fd, False)

@@ -12,13 +12,13 @@ from ...system import parent_watch
 from .channel import Channel
 from .log import open_rank_log
 
-LAUNCHERS = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID")  # variables that torchrun and srun set
+LAUNCHER_VARIABLES = ("TORCHELASTIC_RUN_ID", "SLURM_PROCID")  # variables that torchrun and srun set
 
 
 def open_channel(folder: Path, environment: Mapping[str, str] = os.environ) -> Channel:
     """Return this rank's channel. If another launcher started it, it dies with that launcher from now on, its output goes to
     RUN_DIR/ranks/RANK.log, and its messages for the user stay on stdout."""
-    if environment.get(parent_watch.VARIABLE) or not any(environment.get(name) for name in LAUNCHERS):
+    if environment.get(parent_watch.PARENT_WATCH_VARIABLE) or not any(environment.get(name) for name in LAUNCHER_VARIABLES):
         return Channel.from_environment(environment)
     parent_watch.die_with_parent(os.getppid())
     try:

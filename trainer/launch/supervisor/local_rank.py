@@ -146,7 +146,7 @@ def start_under_agent(
     control, write_end = os.pipe()
     os.set_blocking(control, False)
     mark = orphans.new_mark()
-    pipes = {parent_watch.VARIABLE: str(watched), channel.VARIABLE: str(write_end), orphans.VARIABLE: mark}
+    pipes = {parent_watch.PARENT_WATCH_VARIABLE: str(watched), channel.CHANNEL_VARIABLE: str(write_end), orphans.MARK_VARIABLE: mark}
     try:
         with block_signals():
             agent = subprocess.Popen(

@@ -14,7 +14,7 @@ from functools import partial
 from hmac import compare_digest
 from typing import Self
 
-from ..agent.token import JoinToken
+from ..agent.join_token import JoinToken
 from .remote_rank import RemoteRank
 
 MAX_LINE = 512  # bytes of a line from a pending connection

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 PATIENCE = 120.0  # least seconds that any phase may take
-FACTOR = 10  # times PATIENCE for a phase not seen before (a start, the first step, a save), and times the longest so far for any other
-TIMED_OUT_FACTOR = 2  # times the seconds at which a phase was killed as hung, until the run passes that step
+PHASE_FACTOR = 10  # times PATIENCE for a phase not seen before (a start, the first step, a save), times the longest so far for any other
+HUNG_FACTOR = 2  # times the seconds at which a phase was killed as hung, until the run passes that step
 STACKS_WAIT = 3.0  # seconds for stacks to be written
 _FRAME = re.compile(r'^\s+File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>\S+)')
 _THREAD = re.compile(r"^(Current thread|Thread) 0x\w+")
@@ -75,8 +75,8 @@ class Watchdog:
         if phase == "step" and longest == 0.0:
             longest = self._longest("first", ranks)  # which is a step too
         timeout_step, seconds = self.timed_out.get(phase, (-1, 0.0))
-        learned = max(self.patience, FACTOR * longest) if longest else FACTOR * self.patience
-        return max(learned, TIMED_OUT_FACTOR * seconds) if step <= timeout_step else learned
+        learned = max(self.patience, PHASE_FACTOR * longest) if longest else PHASE_FACTOR * self.patience
+        return max(learned, HUNG_FACTOR * seconds) if step <= timeout_step else learned
 
     def _longest(self, phase: str, ranks: Sequence[WatchedRank]) -> float:
         """Return the longest seconds that a phase took; 0 if no rank has completed it yet."""

@@ -14,7 +14,7 @@ from ...rundir.checkpoints import MANIFEST, BrokenCheckpoint, read_sealed, seal
 from .shard_file import ShardFile
 from .slices import Sizes, Slice, coverage_fault
 
-VERSION = 1
+MANIFEST_VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     extra = json.dumps(manifest.extra, allow_nan=False).encode()
     tensors = b",\n".join(map(msgspec.json.encode, manifest.tensors))
     rest = b'"version":%d,"step":%d,\n"extra":%b,\n"files":%b,\n"tensors":[\n%b\n]}\n' % (
-        VERSION,
+        MANIFEST_VERSION,
         manifest.step,
         extra,
         msgspec.json.encode(manifest.files),

@@ -20,7 +20,7 @@ from .save_clock import SaveClock
 from .slices import Shard, Slice
 
 # fmt: off
-DTYPES = {
+SAFETENSORS_DTYPES = {
     torch.float64:  "F64",
     torch.float32:  "F32",
     torch.float16:  "F16",
@@ -93,12 +93,12 @@ def _header(shards: list[Shard]) -> bytes:
     rows: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for shard in shards:
-        if shard.slice.key in rows or shard.tensor.dtype not in DTYPES:
+        if shard.slice.key in rows or shard.tensor.dtype not in SAFETENSORS_DTYPES:
             raise ValueError(
                 f"{shard.slice.key} ({shard.slice.kind}) is {'there twice' if shard.slice.key in rows else shard.tensor.dtype}"
             )
         end = at + shard.tensor.nbytes
-        rows[shard.slice.key] = {"dtype": DTYPES[shard.tensor.dtype], "shape": shard.slice.local, "data_offsets": (at, end)}
+        rows[shard.slice.key] = {"dtype": SAFETENSORS_DTYPES[shard.tensor.dtype], "shape": shard.slice.local, "data_offsets": (at, end)}
         at = end
     text = json.dumps(rows, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

@@ -19,7 +19,7 @@ from .slices import Sizes, boxes, range_blocks
 Read = Callable[[Slice], Tensor]  # returns a slice's elements in order
 
 
-class Window(NamedTuple):
+class FlatBlock(NamedTuple):
     """Where elements lie in a flat range: in the block of `size` that starts at element `at`, the first `length` along each dim."""
 
     at: int
@@ -31,7 +31,7 @@ class Window(NamedTuple):
         return flat[self.at : self.at + prod(self.size)].view(self.size)[tuple(map(slice, self.length))]
 
 
-def logical_slices(shard: WeightShard, kind: str, start: int, length: int) -> Iterator[tuple[Slice, Window]]:
+def logical_slices(shard: WeightShard, kind: str, start: int, length: int) -> Iterator[tuple[Slice, FlatBlock]]:
     """Yield the slices of the logical tensor in elements start <= i < start + length of a rank's row-major shard, without padding.
 
     They are flat ranges of the shard's block, in order; one of them unless a dim other than the first is padded.
@@ -44,7 +44,7 @@ def logical_slices(shard: WeightShard, kind: str, start: int, length: int) -> It
         if min(inside) > 0:
             first = sum(index * prod(unpadded[dim + 1 :]) for dim, index in enumerate(offset))
             count = prod(inside)
-            yield block if count == block.count else block.part(first, count), Window(at, each, inside)
+            yield block if count == block.count else block.part(first, count), FlatBlock(at, each, inside)
         at += prod(each)
 
 

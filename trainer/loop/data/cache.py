@@ -17,7 +17,7 @@ from .files.data_error import data_error
 
 Say = Callable[[str], None]
 
-MANIFEST = "manifest.json"
+CACHE_MANIFEST = "manifest.json"
 
 
 def make_cached_folder(cache: Path, key: str, make: Callable[[Path], None], say: Say, *, whole: bool) -> Path:
@@ -52,19 +52,19 @@ def is_sound(cache: Path, key: str) -> bool:
 def _damage(folder: Path, key: str, *, whole: bool) -> str | None:
     """Return what is wrong with a folder; None if nothing is."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        manifest = json.loads((folder / CACHE_MANIFEST).read_text())
         files: dict[str, dict[str, Any]] = manifest["files"]
         if manifest["key"] != key:
-            return f"{MANIFEST} has another key"
+            return f"{CACHE_MANIFEST} has another key"
         for name, row in files.items():
             if (folder / name).stat().st_size != row["size"]:
                 return f"{name} has another size"
             if whole and digest(folder / name) != row["hash"]:
                 return f"{name} has another hash"
     except OSError as error:
-        return f"{Path(error.filename or MANIFEST).name}: {error.strerror}"
+        return f"{Path(error.filename or CACHE_MANIFEST).name}: {error.strerror}"
     except (ValueError, KeyError, TypeError, AttributeError):
-        return f"{MANIFEST} cannot be read"
+        return f"{CACHE_MANIFEST} cannot be read"
     return None
 
 
@@ -76,7 +76,7 @@ def _make_folder(folder: Path, key: str, make: Callable[[Path], None]) -> None:
     try:
         make(new)
         rows = {path.name: {"size": path.stat().st_size, "hash": digest(path)} for path in sorted(new.iterdir())}
-        write_atomically(new / MANIFEST, json.dumps({"key": key, "files": rows}, indent=1).encode())
+        write_atomically(new / CACHE_MANIFEST, json.dumps({"key": key, "files": rows}, indent=1).encode())
         if folder.exists():
             folder.rename(old)
         new.rename(folder)

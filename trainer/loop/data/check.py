@@ -13,7 +13,7 @@ from ...spec.problem import Problem, Unreadable
 from ...spec.run import Data
 from .files import columnar
 from .files.data_error import data_error, data_problem
-from .files.find import DataFile, Remark, Search, find_files, library_files
+from .files.find import DataFile, FileSearch, Remark, find_files, library_files
 from .files.formats import (
     JSON_AS_TEXT,
     WRITE_PAIRS,
@@ -32,19 +32,19 @@ from .tokenize.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 Got = TypeVar("Got")
 
-TEXT = Search(
+TEXT_SEARCH = FileSearch(
     suffixes=text_suffixes(),
     companions=("dataset_info.json", "dataset_dict.json", "state.json"),
     described=".txt, .jsonl, .json, .ndjson (or one of them as .gz or .zst), .parquet or .arrow",
     mend="name files of other kinds with a pattern: data.path='{}/**/*.md'",
 )
-PAIRS = Search(
+PAIR_SEARCH = FileSearch(
     suffixes=line_suffixes(),
-    companions=TEXT.companions,
+    companions=TEXT_SEARCH.companions,
     described=".jsonl, .json or .ndjson (or one of them as .gz or .zst)",
     mend="name files of prompts and completions, an object a line",
 )
-TOKENS = Search(
+TOKEN_SEARCH = FileSearch(
     suffixes=(".bin", ".npy", DATATROVE),
     companions=(".idx", *(f"{DATATROVE}.{each}" for each in ("index", "metadata", "loss"))),
     described=".bin, .npy or .ds",
@@ -133,7 +133,7 @@ def paths_of(data: Data) -> tuple[str, ...]:
 def _find_sources(data: Data, remark: Remark, problems: list[Problem]) -> list[list[DataFile]]:
     """Return the files of each source: of each path if there are weights, else of all paths; append to `problems`."""
     key = data.prompt_key if data.name == "pairs" else data.text_key
-    search = TOKENS if data.name == "tokens" else PAIRS if data.name == "pairs" else TEXT
+    search = TOKEN_SEARCH if data.name == "tokens" else PAIR_SEARCH if data.name == "pairs" else TEXT_SEARCH
     if data.name != "tokens":
         search = search._replace(accepts=lambda path: _is_text_of(path, key))
     groups = find_files(paths_of(data), search, remark, problems)

@@ -11,7 +11,7 @@ from ...spec.run import Data
 from .check import CheckedData, check_data
 from .file_hashes import NotCached
 from .files.data_error import data_error
-from .samples.corpus import Corpus, Source, validation_runs, windows
+from .samples.corpus import Corpus, Source, validation_ranges, windows
 from .samples.packing import packing_remark
 from .samples.synthetic import DOCUMENT, Synthetic
 from .source_reader import Progress, SourceReader, SourceTokens, hash_key, read_pairs, read_text, read_token_ids
@@ -73,7 +73,7 @@ def _read_sources(checked: CheckedData, reader: SourceReader) -> list[SourceToke
     """Return the tokens of each source."""
     if reader.data.name == "synthetic":
         tokens = Synthetic(vocab=reader.vocab)
-        held = validation_runs(0, np.array([0, tokens.size]), reader.data.validation)
+        held = validation_ranges(0, np.array([0, tokens.size]), reader.data.validation)
         return [SourceTokens(f"synthetic {reader.vocab}", tokens, held, tokens.size // DOCUMENT, False, 0)]
     if reader.data.name == "tokens":
         return [read_token_ids(reader, files) for files in checked.token_files]

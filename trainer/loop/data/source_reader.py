@@ -19,7 +19,7 @@ from .cache import is_sound, make_cached_folder
 from .file_hashes import NotCached, file_hashes
 from .files.data_error import data_error
 from .files.find import DataFile
-from .samples.corpus import Runs, merge_runs, validation_runs
+from .samples.corpus import TokenRanges, merge_ranges, validation_ranges
 from .samples.tokens import MappedExamples, MappedTokens, Tokens
 from .token_files import TokenFile, check_vocabulary, companion_files, scan_token_files
 from .tokenize.chat_template import load_chat_template
@@ -36,11 +36,11 @@ HELD_OUT = {"val", "valid", "validation"}  # words in the names of token files t
 
 
 class SourceTokens(NamedTuple):
-    """A source: a key for its contents, its tokens, the runs that validate, its documents (None: unknown), whether files are set apart."""
+    """A source: a key for its contents, its tokens, the validation ranges, its documents (None: unknown), whether files are set apart."""
 
     key: str
     tokens: Tokens
-    validation: Runs
+    validation: TokenRanges
     documents: int | None
     set_apart: bool
     bytes: int
@@ -79,7 +79,7 @@ def read_text(reader: SourceReader, files: list[DataFile], by: Tokenizer) -> Sou
     folder = reader.keep(key, lambda into: _tokenize(reader, files, by, reader.data.text_key, into))
     tokens = _map_tokens(folder, [np.memmap(folder / "tokens", by.dtype, "r")])
     _check_text_ids(tokens, reader, by)
-    held = validation_runs(key_number(key), tokens.bounds, reader.data.validation)
+    held = validation_ranges(key_number(key), tokens.bounds, reader.data.validation)
     return SourceTokens(key, tokens, held, len(tokens.bounds) - 1, False, sum(file.size for file in files))
 
 
@@ -93,7 +93,7 @@ def read_pairs(reader: SourceReader, files: list[DataFile], by: Tokenizer) -> So
     completions = np.memmap(folder / "completions", np.int64, "r")
     tokens = MappedExamples(files=text.files, starts=text.starts, bounds=text.bounds, counts=text.counts, completions=completions)
     _check_text_ids(tokens, reader, by)
-    held = validation_runs(key_number(key), tokens.bounds, reader.data.validation, whole=True)
+    held = validation_ranges(key_number(key), tokens.bounds, reader.data.validation, whole=True)
     return SourceTokens(key, tokens, held, len(tokens.bounds) - 1, False, sum(file.size for file in files))
 
 
@@ -117,8 +117,8 @@ def read_token_ids(reader: SourceReader, read: list[TokenFile]) -> SourceTokens:
     if unbounded and end is not None and not tokens.counts[end : end + 1].any():
         _report_missing_end(reader, unbounded)
     documents = None if unbounded and end is None else len(tokens.bounds) - 1
-    apart = _named_validation_runs(read, tokens)
-    held = validation_runs(key_number(key), tokens.bounds, reader.data.validation) if apart is None else apart
+    apart = _named_validation_ranges(read, tokens)
+    held = validation_ranges(key_number(key), tokens.bounds, reader.data.validation) if apart is None else apart
     return SourceTokens(key, tokens, held, documents, apart is not None, sum(file.size for file in files))
 
 
@@ -169,10 +169,10 @@ def validation_flags(files: Sequence[TokenFile]) -> list[bool] | None:
     return None if all(named) or not any(named) else named
 
 
-def _named_validation_runs(files: Sequence[TokenFile], tokens: MappedTokens) -> Runs | None:
+def _named_validation_ranges(files: Sequence[TokenFile], tokens: MappedTokens) -> TokenRanges | None:
     """Return the files that are named for validation; None if all are or none is."""
     named = validation_flags(files)
-    return None if named is None else merge_runs(tokens.starts[:-1][named], tokens.starts[1:][named])
+    return None if named is None else merge_ranges(tokens.starts[:-1][named], tokens.starts[1:][named])
 
 
 def _map_tokens(folder: Path, files: list[Any]) -> MappedTokens:

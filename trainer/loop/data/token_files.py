@@ -20,7 +20,7 @@ from .samples.order import Indices
 Ids = NDArray[np.integer[Any]]
 
 MEGATRON = b"MMIDIDX\x00\x00"  # megatron/core/datasets/indexed_dataset.py, also for CODES
-CODES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+DTYPE_CODES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 LLM_C = {(20240520, 1): np.uint16, (20240801, 7): np.uint32}  # llm.c dev/data/data_common.py: 256 int32 (magic, version, tokens, 0 ...)
 LLM_C_MAGIC = (20240326, 20240327, 20240328, 20240520, 20240522, 20240801)  # models, states, tokenizers, tokens, questions, tokens
 LLM_C_HEADER = 1024  # bytes
@@ -190,12 +190,12 @@ def _open_megatron(file: DataFile, index: Path) -> TokenFile:
         raise data_error(f"{index} is not a Megatron index: it does not begin with MMIDIDX", "move it away if the .bin is nanoGPT's")
     version, code, sequences, documents = head.unpack_from(start, len(MEGATRON))
     words, at = np.memmap(index, np.uint8, "r"), len(start)
-    if version != 1 or code not in CODES or len(words) < at + 12 * sequences + 8 * documents:
+    if version != 1 or code not in DTYPE_CODES or len(words) < at + 12 * sequences + 8 * documents:
         raise data_error(f"{index} is damaged or of an unknown kind: version {version}, type {code}, {len(words)} bytes", "write it again")
     lengths = np.frombuffer(words, "<i4", sequences, at)
     offsets = np.frombuffer(words, "<i8", sequences, at + 4 * sequences)
     starts = np.frombuffer(words, "<i8", documents, at + 12 * sequences)
-    dtype = np.dtype(CODES[code])
+    dtype = np.dtype(DTYPE_CODES[code])
     ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
     in_order = np.array_equal(offsets, ends[:-1] * dtype.itemsize) and (not documents or 0 <= starts.min() <= starts.max() <= sequences)
     if not in_order or file.size != ends[-1] * dtype.itemsize:

@@ -155,7 +155,11 @@ def _run_rank(
     program: Callable[[channel.Channel], int], environment: RankEnvironment, parent_pipe: int, threads: int, control_pipe: int
 ) -> int:
     """Run a rank in this forked process, with the environment of one that was started on its own."""
-    pipes = {channel.VARIABLE: str(control_pipe), parent_watch.VARIABLE: str(parent_pipe), "OMP_NUM_THREADS": str(threads)}
+    pipes = {
+        channel.CHANNEL_VARIABLE: str(control_pipe),
+        parent_watch.PARENT_WATCH_VARIABLE: str(parent_pipe),
+        "OMP_NUM_THREADS": str(threads),
+    }
     os.environ.update({**environment.variables(os.environ), **pipes})
     torch.set_num_threads(threads)
     return program(channel.Channel.from_environment())

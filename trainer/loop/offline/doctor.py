@@ -30,7 +30,7 @@ from ..data.prepare import cache_folder, prepare_corpus
 from ..data.samples.batches import Batches
 from .exit_status import run_verb
 
-WAIT = 15.0  # seconds in which two processes must rendezvous
+RENDEZVOUS_WAIT = 15.0  # seconds in which two processes must rendezvous
 
 
 def main() -> int:
@@ -99,7 +99,7 @@ def _fork_peer(rank: int, port: int, alive: list[int]) -> int:
 
 def _join_and_add(rank: int, port: int) -> None:
     address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2, timeout=timedelta(seconds=WAIT))
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2, timeout=timedelta(seconds=RENDEZVOUS_WAIT))
     total = torch.full((), rank + 1.0)
     dist.all_reduce(total)
     if total.item() != 3.0:
@@ -109,8 +109,8 @@ def _join_and_add(rank: int, port: int) -> None:
 
 def _peer_fault(pipe: int, alive: list[int]) -> str:
     """Wait for the first process alive, and kill it after a timeout. Return its error, else ""."""
-    ready, _, _ = select.select([pipe], [], [], 2 * WAIT)
-    error = os.read(pipe, 400).decode(errors="replace") if ready else f"no answer in {2 * WAIT:.0f} s"
+    ready, _, _ = select.select([pipe], [], [], 2 * RENDEZVOUS_WAIT)
+    error = os.read(pipe, 400).decode(errors="replace") if ready else f"no answer in {2 * RENDEZVOUS_WAIT:.0f} s"
     os.close(pipe)
     if not ready:
         os.kill(alive[0], signal.SIGKILL)

@@ -23,6 +23,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from ...layers.dtypes import PRECISION_DTYPES
 from ...models.build import build_model, load_weights, merged_weights, named_weights
 from ...models.families import FAMILIES, family_of, is_made_by_transformers
 from ...models.hf.module import CausalLM, write_causal_lm
@@ -33,7 +34,6 @@ from ...models.ops.lora import without_lora
 from ...spec.problem import Problem, Unreadable
 from ...spec.read import read
 from ...spec.run import Model, Run
-from ..build import DTYPES
 from .exit_status import run_verb, write_stdout
 from .export_tokenizer import run_tokenizer, write_tokenizer
 from .load_run import load_model, load_saved_run
@@ -65,10 +65,10 @@ def export(folder: Path, destination: Path, dtype: str) -> None:
     module = load_model(run, found.checkpoint, CPU)
     if run.model.lora.rank:
         module, run = _merge_lora(module, run)
-    _round_weights(module, DTYPES[dtype])
+    _round_weights(module, PRECISION_DTYPES[dtype])
     tokenizer = run_tokenizer(run)
     with _new_folder(destination) as new_folder:
-        _write_model(module, run, new_folder, DTYPES[dtype], tokenizer.special)
+        _write_model(module, run, new_folder, PRECISION_DTYPES[dtype], tokenizer.special)
         remarks = [*tokenizer.remarks, *write_tokenizer(run, tokenizer, new_folder)]
         check = _check_logits(module, run, new_folder, dtype)
         files = sorted(each.name for each in new_folder.iterdir())
@@ -176,7 +176,7 @@ def _check_logits(module: Transformer | CausalLM, run: Run, folder: Path, dtype:
     says = f"logits on {SEQUENCES} sequences of {tokens.shape[1]} tokens are {difference:.1e} from those of {reader}"
     if dtype == "fp32" or not has_transformers:
         return says
-    rounded = _transformers_logits(folder, tokens, DTYPES[dtype])
+    rounded = _transformers_logits(folder, tokens, PRECISION_DTYPES[dtype])
     error = float((rounded - ours).square().mean().sqrt() / ours.square().mean().sqrt())
     if not error <= ROUNDED_TOLERANCE:
         problem = f"{reader} computes other logits in {dtype} than in float32: the rms of the difference is {error:.1%} of theirs"

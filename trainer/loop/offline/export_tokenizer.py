@@ -17,10 +17,10 @@ from ...spec.problem import Unreadable
 from ...spec.run import Run
 from ..data.tokenize.tokenizer import ByteTokenizer, Tokenizer, VocabularyTokenizer, load_tokenizer
 
-CONFIG = "tokenizer_config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENIZER_FILES = (
-    CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model",
-    "chat_template.jinja", "chat_template.json",
+    TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model",
+    "spiece.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 CUTTING_KEYS = ("truncation", "padding")  # transformers saves both in tokenizer.json once they were used
 PLAIN_CLASS = "PreTrainedTokenizerFast"  # follows tokenizer.json alone; the classes of single models add rules of their own
@@ -70,15 +70,15 @@ def write_tokenizer(run: Run, found: RunTokenizer, folder: Path) -> Iterator[str
         return
     if isinstance(found.tokenizer, ByteTokenizer):
         _write(folder / "tokenizer.json", bytes_tokenizer_json(found.tokenizer.end))
-        _write(folder / CONFIG, _own_config(run, {"eos_token": "\0", "bos_token": "\0"} if found.tokenizer.end == 0 else {}))
+        _write(folder / TOKENIZER_CONFIG, _own_config(run, {"eos_token": "\0", "bos_token": "\0"} if found.tokenizer.end == 0 else {}))
     else:
         source = _tokenizer_file(run.data.tokenizer)
         yield from _copy_rules(source, folder)
         for name in TOKENIZER_FILES:
             with suppress(FileNotFoundError):
                 shutil.copyfile(source.with_name(name), folder / name)
-        if not (folder / CONFIG).exists():
-            _write(folder / CONFIG, _own_config(run, _special_names(found)))
+        if not (folder / TOKENIZER_CONFIG).exists():
+            _write(folder / TOKENIZER_CONFIG, _own_config(run, _special_names(found)))
     yield from _check_reload(found.tokenizer, folder)
 
 
@@ -100,7 +100,7 @@ def _copy_rules(source: Path, folder: Path) -> Iterator[str]:
 
 def _named_special_tokens(folder: Path) -> Iterator[tuple[str, str]]:
     """Yield the special tokens that files next to tokenizer.json name: ("bos_token", "<s>")."""
-    for file in ("special_tokens_map.json", CONFIG):
+    for file in ("special_tokens_map.json", TOKENIZER_CONFIG):
         with suppress(OSError, ValueError, AttributeError):
             for name, token in json.loads((folder / file).read_text(encoding="utf-8")).items():
                 token = token.get("content") if isinstance(token, dict) else token
@@ -133,13 +133,14 @@ def _check_reload(tokenizer: Tokenizer, folder: Path) -> Iterator[str]:
     """Check that AutoTokenizer gives the run's ids; where only the plain class does, name that in the config. Yield a remark of either."""
     if find_spec("transformers") is None or _splits_alike(tokenizer, folder):
         return
-    before = (folder / CONFIG).read_bytes()
+    before = (folder / TOKENIZER_CONFIG).read_bytes()
     config = json.loads(before)
-    _write(folder / CONFIG, config | {"tokenizer_class": PLAIN_CLASS})
+    _write(folder / TOKENIZER_CONFIG, config | {"tokenizer_class": PLAIN_CLASS})
     if config.get("tokenizer_class") != PLAIN_CLASS and _splits_alike(tokenizer, folder):
-        yield f"{CONFIG} names {PLAIN_CLASS} in place of {config.get('tokenizer_class')}, which does not tokenize as tokenizer.json says"
+        own = config.get("tokenizer_class")
+        yield f"{TOKENIZER_CONFIG} names {PLAIN_CLASS} in place of {own}, which does not tokenize as tokenizer.json says"
         return
-    (folder / CONFIG).write_bytes(before)
+    (folder / TOKENIZER_CONFIG).write_bytes(before)
     yield f"warning: AutoTokenizer does not tokenize like the run's tokenizer: load it with transformers.{PLAIN_CLASS}.from_pretrained"
 
 

@@ -13,6 +13,7 @@ from ...layers.context_parallel import ContextParallel
 from ...parallel.process_groups import Grid
 from ...parallel.rank_model import head_shards
 from ...plan.axes.weight_slices import WeightShard
+from ...plan.layout.mesh import mesh_order
 from ...prove.first_departure import TensorDifference, TensorKind
 from ...spec.lr_schedule import learning_rate
 from ...spec.run import Run
@@ -35,7 +36,7 @@ class ReferenceComparison:
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._differences: list[TensorDifference] = []
         mesh, coordinates = grid.position.mesh, grid.position.coordinates
-        self._place = " ".join(f"{axis} {coordinates[axis]}" for axis in ("pp", "dp", "cp", "tp") if getattr(mesh, axis) > 1)
+        self._place = " ".join(f"{axis} {coordinates[axis]}" for axis in mesh_order() if getattr(mesh, axis) > 1)
 
     def begin(self, step: int) -> None:
         """Begin a traced step (from 0)."""

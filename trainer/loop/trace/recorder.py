@@ -97,7 +97,7 @@ class Trace:
         self._sink: ReferenceWriter | ReferenceComparison
         self._sink = ReferenceWriter(run, reference) if one_process else ReferenceComparison(run, grid, folder, reference)
         self._left_out = zero_gradient_pattern(run)
-        self._recorder = Recorder([each.module for each in engine.stages], self._add_module)
+        self._recorder = Recorder([each.module for each in engine.parts], self._add_module)
 
     @contextmanager
     def trace_step(self, step: int) -> Iterator[None]:

@@ -18,7 +18,7 @@ from .inspect_config import load_config, make_model
 # B batch, S sequence, V vocabulary
 
 PROBE_TOKENS = 8  # of the sequence that shows whether a model looks ahead
-TOLERANCE = 1e-4  # of logits that should be equal
+LOGIT_TOLERANCE = 1e-4  # of logits that should be equal
 
 
 class CausalLM(nn.Module):
@@ -109,7 +109,7 @@ def _is_causal(module: CausalLM, length: int) -> bool:
     tokens[1, -1] = 0
     with torch.no_grad():
         one, other = module.logits(tokens)[:, :-1]
-    return bool(torch.allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE))
+    return bool(torch.allclose(one, other, rtol=LOGIT_TOLERANCE, atol=LOGIT_TOLERANCE))
 
 
 def _refusal(says: str) -> Unreadable:

@@ -68,7 +68,7 @@ class ConfigKind:
 ROPE = {"norm": "rmsnorm", "positions": "rope", "dropout": 0.0}
 GATED = {"silu": "swiglu"}
 
-SIZES = (
+SIZE_KEYS = (
     ConfigRow("layers",   ("num_hidden_layers",),   int),
     ConfigRow("hidden",   ("hidden_size",),         int),
     ConfigRow("heads",    ("num_attention_heads",), int),
@@ -77,7 +77,7 @@ SIZES = (
     ConfigRow("vocab",    ("vocab_size",),          int),
     ConfigRow("tied",     ("tie_word_embeddings",), bool, False),
 )  # fmt: skip
-LLAMA = (
+LLAMA_KEYS = (
     ConfigRow("kv_heads",  ("num_key_value_heads",),       int,   None),
     ConfigRow("bias",      ("attention_bias", "mlp_bias"), bool,  False),
     ConfigRow("norm_eps",  ("rms_norm_eps",),              float, 1e-6),
@@ -93,7 +93,7 @@ QWEN2 = (
     ConfigRow("norm_eps",  ("rms_norm_eps",),        float, 1e-6),
     ConfigRow("rope_base", ("rope_theta",),          float, 10000.0),
 )  # fmt: skip
-MIXTRAL = (
+MIXTRAL_KEYS = (
     ConfigRow("kv_heads",   ("num_key_value_heads",), int,   8, nullable=True),
     ConfigRow("norm_eps",   ("rms_norm_eps",),        float, 1e-5),
     ConfigRow("rope_base",  ("rope_theta",),          float, 1000000.0),
@@ -101,13 +101,13 @@ MIXTRAL = (
     ConfigRow("top_k",      ("num_experts_per_tok",), int,   2),
     ConfigRow("expert_ffn", ("intermediate_size",),   int),
 )  # fmt: skip
-QWEN3 = (
-    *(replace(row, default=128) if row.ours == "head_dim" else row for row in SIZES),
+QWEN3_KEYS = (
+    *(replace(row, default=128) if row.ours == "head_dim" else row for row in SIZE_KEYS),
     ConfigRow("kv_heads",  ("num_key_value_heads",), int,   32, nullable=True),
     ConfigRow("norm_eps",  ("rms_norm_eps",),        float, 1e-6),
     ConfigRow("rope_base", ("rope_theta",),          float, 10000.0),
 )  # fmt: skip
-GPT2 = (
+GPT2_KEYS = (
     ConfigRow("layers",   ("n_layer",),                                int),
     ConfigRow("hidden",   ("n_embd",),                                 int),
     ConfigRow("heads",    ("n_head",),                                 int),
@@ -129,7 +129,7 @@ CONFIG_KINDS: dict[str, ConfigKind] = {
     "gpt2": ConfigKind(
         architecture="GPT2LMHeadModel",
         fixed={"norm": "layernorm", "positions": "learned", "bias": True},
-        rows=GPT2,
+        rows=GPT2_KEYS,
         act="activation_function",
         acts={"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu", "silu": "silu"},
         allowed=(
@@ -141,7 +141,7 @@ CONFIG_KINDS: dict[str, ConfigKind] = {
     "llama": ConfigKind(
         architecture="LlamaForCausalLM",
         fixed=ROPE,
-        rows=SIZES + LLAMA,
+        rows=SIZE_KEYS + LLAMA_KEYS,
         act="hidden_act",
         acts=GATED,
         allowed=NO_DROPOUT,
@@ -149,7 +149,7 @@ CONFIG_KINDS: dict[str, ConfigKind] = {
     "mistral": ConfigKind(
         architecture="MistralForCausalLM",
         fixed=ROPE | {"bias": False},
-        rows=SIZES + MISTRAL,
+        rows=SIZE_KEYS + MISTRAL,
         act="hidden_act",
         acts=GATED,
         allowed=NO_DROPOUT,
@@ -158,7 +158,7 @@ CONFIG_KINDS: dict[str, ConfigKind] = {
     "ministral": ConfigKind(
         architecture="MinistralForCausalLM",
         fixed=ROPE | {"bias": False},
-        rows=SIZES + MISTRAL,
+        rows=SIZE_KEYS + MISTRAL,
         act="hidden_act",
         acts=GATED,
         allowed=NO_DROPOUT,
@@ -167,7 +167,7 @@ CONFIG_KINDS: dict[str, ConfigKind] = {
     "mixtral": ConfigKind(
         architecture="MixtralForCausalLM",
         fixed=ROPE | {"bias": False},
-        rows=SIZES + MIXTRAL,
+        rows=SIZE_KEYS + MIXTRAL_KEYS,
         act="hidden_act",
         acts=GATED,
         allowed=(*NO_DROPOUT, AllowedValues("router_jitter_noise", (0,))),
@@ -176,7 +176,7 @@ CONFIG_KINDS: dict[str, ConfigKind] = {
     "qwen2": ConfigKind(
         architecture="Qwen2ForCausalLM",
         fixed=ROPE | {"bias": False, "qkv_bias": True},
-        rows=SIZES + QWEN2,
+        rows=SIZE_KEYS + QWEN2,
         act="hidden_act",
         acts=GATED,
         allowed=NO_DROPOUT,
@@ -185,7 +185,7 @@ CONFIG_KINDS: dict[str, ConfigKind] = {
     "qwen3": ConfigKind(
         architecture="Qwen3ForCausalLM",
         fixed=ROPE | {"bias": False, "qk_norm": True},
-        rows=QWEN3,
+        rows=QWEN3_KEYS,
         act="hidden_act",
         acts=GATED,
         allowed=(*NO_DROPOUT, AllowedValues("attention_bias", (False,))),

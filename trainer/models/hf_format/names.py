@@ -23,7 +23,7 @@ class HfTensor:
 
 
 # fmt: off
-GPT2 = {
+GPT2_TENSORS = {
     "embedding":       HfTensor("transformer.wte"),
     "positions":       HfTensor("transformer.wpe"),
     "norm1":           HfTensor("transformer.h.#.ln_1"),
@@ -37,7 +37,7 @@ GPT2 = {
     "norm":            HfTensor("transformer.ln_f"),
     "head":            HfTensor("lm_head", transposed=True),
 }
-LLAMA = {
+LLAMA_TENSORS = {
     "embedding":       HfTensor("model.embed_tokens"),
     "norm1":           HfTensor("model.layers.#.input_layernorm"),
     "attention.query": HfTensor("model.layers.#.self_attn.q_proj", transposed=True),
@@ -51,11 +51,11 @@ LLAMA = {
     "norm":            HfTensor("model.norm"),
     "head":            HfTensor("lm_head",                         transposed=True),
 }
-QWEN3 = LLAMA | {
+QWEN3_TENSORS = LLAMA_TENSORS | {
     "attention.query_norm": HfTensor("model.layers.#.self_attn.q_norm"),
     "attention.key_norm":   HfTensor("model.layers.#.self_attn.k_norm"),
 }
-MIXTRAL = {name: tensor for name, tensor in LLAMA.items() if not name.startswith("mlp.")} | {
+MIXTRAL_TENSORS = {name: tensor for name, tensor in LLAMA_TENSORS.items() if not name.startswith("mlp.")} | {
     "router":          HfTensor("model.layers.#.block_sparse_moe.gate",         transposed=True),
     "experts.gate":    HfTensor("model.layers.#.block_sparse_moe.experts.@.w1", transposed=True),
     "experts.up":      HfTensor("model.layers.#.block_sparse_moe.experts.@.w3", transposed=True),
@@ -63,13 +63,13 @@ MIXTRAL = {name: tensor for name, tensor in LLAMA.items() if not name.startswith
 }
 # fmt: on
 HF_TENSORS = {
-    "gpt2": GPT2,
-    "llama": LLAMA,
-    "mistral": LLAMA,
-    "ministral": LLAMA,
-    "mixtral": MIXTRAL,
-    "qwen2": LLAMA,
-    "qwen3": QWEN3,
+    "gpt2": GPT2_TENSORS,
+    "llama": LLAMA_TENSORS,
+    "mistral": LLAMA_TENSORS,
+    "ministral": LLAMA_TENSORS,
+    "mixtral": MIXTRAL_TENSORS,
+    "qwen2": LLAMA_TENSORS,
+    "qwen3": QWEN3_TENSORS,
 }  # keyed by the model_type that is written; Mistral without a window is written as Llama
 
 

@@ -12,7 +12,7 @@ from ...spec.run import Model
 
 ROPE_NAMES = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")  # at the top
 KNOWN = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned", *(row.name for row in fields(Rope))}
-REQUIRED = {
+REQUIRED_ROPE_KEYS = {
     "default": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -51,7 +51,7 @@ def rope_problems(config: Mapping[str, Any], family: str) -> Iterator[tuple[str,
         yield f"family {family} does not have partial_rotary_factor={json_text(share)}", "it has 1"
     for key in (each for each in ROPE_KEYS[kind] if each != "original_max_position_embeddings"):
         value, number = rope.get(key), key != "truncate"
-        if value is None and key in REQUIRED[kind]:
+        if value is None and key in REQUIRED_ROPE_KEYS[kind]:
             yield f"{key} of rope_type={kind} is missing", "set it to a number"
         elif value is not None and (isinstance(value, bool) if number else not isinstance(value, bool)):
             yield f"{key}={json.dumps(value)} is not {'a number' if number else 'true or false'}", ""

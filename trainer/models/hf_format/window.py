@@ -9,8 +9,8 @@ from typing import Any, Final, get_args
 
 from ...spec.run import LayerType, Model
 
-FULL: Final = "full_attention"
-SLIDING: Final = "sliding_attention"
+FULL_ATTENTION: Final = "full_attention"
+SLIDING_ATTENTION: Final = "sliding_attention"
 FIRST_WINDOWED = 28  # Qwen2's max_window_layers where a file lacks it
 
 
@@ -42,7 +42,7 @@ def window_problems(config: Mapping[str, Any], keys: WindowKeys) -> Iterator[tup
         yield f"layer_types={json.dumps(types)} is not a list of {' and '.join(get_args(LayerType))}", ""
     elif isinstance(layers, int) and len(types) != layers:
         yield f"layer_types names {len(types)} layers, but num_hidden_layers={layers}", ""
-    elif window is not None and not keys.by_layer and FULL in types:
+    elif window is not None and not keys.by_layer and FULL_ATTENTION in types:
         yield (
             f"transformers gives every layer of this model_type sliding_window={window}, whatever layer_types says",
             "use model_type ministral",
@@ -55,10 +55,10 @@ def read_window(config: Mapping[str, Any], keys: WindowKeys) -> dict[str, object
     layers = config["num_hidden_layers"]
     if window is not None and types is None and keys.switched:
         first = min(config.get("max_window_layers", FIRST_WINDOWED), layers)
-        types = [FULL] * first + [SLIDING] * (layers - first)
-    if window is None or not types or SLIDING not in types:
+        types = [FULL_ATTENTION] * first + [SLIDING_ATTENTION] * (layers - first)
+    if window is None or not types or SLIDING_ATTENTION not in types:
         return {"window": None if types else window, "layer_types": None}
-    return {"window": window, "layer_types": types if FULL in types else None}
+    return {"window": window, "layer_types": types if FULL_ATTENTION in types else None}
 
 
 def write_window(model: Model, keys: WindowKeys) -> dict[str, object]:
@@ -66,7 +66,7 @@ def write_window(model: Model, keys: WindowKeys) -> dict[str, object]:
     has_window = model.windowed_layers > 0
     written: dict[str, object] = {"sliding_window": model.window if has_window else None}
     if keys.by_layer:
-        written["layer_types"] = [SLIDING if model.is_windowed(layer) else FULL for layer in range(model.layers)]
+        written["layer_types"] = [SLIDING_ATTENTION if model.is_windowed(layer) else FULL_ATTENTION for layer in range(model.layers)]
     if keys.switched:
         written |= {"use_sliding_window": has_window, "max_window_layers": 0 if has_window else model.layers}
     return written

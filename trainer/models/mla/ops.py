@@ -10,8 +10,8 @@ from ..ops.op_table import Dims, Op, OpTable, Product, Tensor, Weight
 from ..ops.shared_ops import STREAM, TOKENS, linear, mixture, pre_norm_table
 
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # keys of `model`, as config.json has them
-QUERY: Dims = ("heads", "query_dim")  # of a head: elements without positions, then those with
-KEY: Dims = ("heads", "key_dim")  # without positions
+MLA_QUERY: Dims = ("heads", "query_dim")  # of a head: elements without positions, then those with
+MLA_KEY: Dims = ("heads", "key_dim")  # without positions
 VALUE: Dims = ("heads", "head_dim")
 
 
@@ -27,15 +27,16 @@ def table(model: Model, train: Train) -> OpTable:
 def _attention(*, has_query_latent: bool) -> tuple[Op, ...]:
     """Queries, keys and values from their latents, the core, and the output product; keys' positions are of one head for all. Without a
     latent of their own queries come from the stream, as in V2-Lite."""
-    query, value = Tensor(TOKENS + QUERY), Tensor(TOKENS + VALUE)
+    query, value = Tensor(TOKENS + MLA_QUERY), Tensor(TOKENS + VALUE)
     latents = (("query_latent",), ("key_latent",), ("rope_dim",))
     query_latent, key_latent = Tensor((*TOKENS, "query_latent")), Tensor((*TOKENS, "key_latent"))
     down = tuple((f".{dims[0]}", dims) for dims in latents if has_query_latent or dims != ("query_latent",))
     queries = (
         _latent_norm("attention.query_latent_norm", query_latent),
-        linear("attention.query", ("query_latent",), (("", QUERY),), bias=False, saves=(query_latent,)),
+        linear("attention.query", ("query_latent",), (("", MLA_QUERY),), bias=False, saves=(query_latent,)),
     )
-    plain = (linear("attention.query", ("hidden",), (("", QUERY),), bias=False, saves=()),)  # its input is saved by the product beside it
+    # Its input is saved by the product beside it.
+    plain = (linear("attention.query", ("hidden",), (("", MLA_QUERY),), bias=False, saves=()),)
     core = Product(
         rows=("seq",),
         inner=("mean_dim",),
@@ -49,7 +50,7 @@ def _attention(*, has_query_latent: bool) -> tuple[Op, ...]:
         linear("attention.down", ("hidden",), down, bias=False, saves=(STREAM,)),
         *(queries if has_query_latent else plain),
         _latent_norm("attention.key_latent_norm", key_latent),
-        linear("attention.key_value", ("key_latent",), ((".key", KEY), (".value", VALUE)), bias=False, saves=(key_latent,)),
+        linear("attention.key_value", ("key_latent",), ((".key", MLA_KEY), (".value", VALUE)), bias=False, saves=(key_latent,)),
         Op(name="attention.rope", moves=(query, query, query, query), saves_megatron=(query, query, value)),
         Op(name="attention.core", product=core, saves_megatron=(Tensor(("batch", "heads", "seq"), 4),), core=True),
         linear("attention.out", VALUE, (("", ("hidden",)),), bias=False, saves=(value,)),

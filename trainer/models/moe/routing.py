@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...layers.context_parallel import ContextParallel
 
-ROUNDING = 16  # units in the last place of a token's largest logit
+NEAR_TIE_UNITS = 16  # units in the last place of a token's largest logit
 
 # B batch, S sequence, E experts, K experts per token, C copies that are computed: B S K less those over an expert's capacity
 
@@ -69,7 +69,7 @@ def near_tie_count(logits: Tensor, top_k: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros((), dtype=torch.int64, device=logits.device)
     largest = logits.detach().topk(top_k + 1, dim=-1).values
     lead = largest[..., -2] - largest[..., -1]
-    return (lead <= ROUNDING * torch.finfo(dtype).eps * logits.detach().abs().amax(-1)).sum()
+    return (lead <= NEAR_TIE_UNITS * torch.finfo(dtype).eps * logits.detach().abs().amax(-1)).sum()
 
 
 def imbalance(logits: Tensor, chosen: Tensor, cp: ContextParallel | None = None) -> Tensor:

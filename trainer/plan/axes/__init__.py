@@ -6,6 +6,9 @@ table: the mesh, the costs of a block, traffic, process groups.
 
 from __future__ import annotations
 
+from dataclasses import fields
+
+from ...spec.run import Parallel
 from . import cp, dp, ep, pp, tp
 from .axis import Axis
 
@@ -17,4 +20,9 @@ AXES: dict[str, Axis] = {
     "tp": tp.AXIS,
 }
 
-__all__ = ["AXES", "Axis"]
+__all__ = ["AXES", "Axis", "degree_keys"]
+
+
+def degree_keys(parallel: Parallel) -> tuple[str, ...]:
+    """The keys of `parallel` that are degrees of axes, in the order of its fields."""
+    return tuple(field.name for field in fields(parallel) if field.name in AXES)

@@ -12,7 +12,7 @@ from .traffic_row import TrafficRow
 from .weight_slices import TENSOR_DIMS, local_tensor_dims
 
 
-def style(op: Op) -> str | None:
+def split_style(op: Op) -> str | None:
     """How an op's weights are sharded: by `column`, by `row`, by `vocab` (rows of an embedding); None: every rank holds them whole."""
     if op.product is None:
         return "vocab" if any(AXIS.split_dim(weight.dims) for weight in op.weights) else None
@@ -33,7 +33,7 @@ def messages(op: Op, on_rank: RankTensors) -> Iterator[AxisMessage]:
     product = op.product
     for tensor in op.enters:
         yield from _enter(on_rank, tensor)
-    match None if product and "experts" in product.groups else style(op):
+    match None if product and "experts" in product.groups else split_style(op):
         case "column":
             assert product is not None
             yield from _enter(on_rank, Tensor(product.rows + product.inner), again=0 if is_frozen(op) else 1)

@@ -15,12 +15,12 @@ from ..axes.collectives import collective_cost
 from ..axes.message import AxisMessage
 from ..axes.weight_slices import HeadShards
 from ..layout.mesh import Wires
+from .block_temporary_bytes import OpBytes, block_temporary_bytes, op_bytes
 from .elementwise import for_each, is_number, larger
 from .local_tensors import BlockSplit, LocalTensors, logits_bytes
 from .op_seconds import OpSeconds, op_seconds
 from .precision import widths
 from .roofline import DeviceRates, rates
-from .temporary_bytes import OpBytes, op_bytes, temporary_bytes
 
 OVERLAP_LOSS = 0.36  # share of a hidden message's time that the computation beside it loses, inside a block
 
@@ -30,7 +30,7 @@ class BlockCost:
     """One block on one rank: parameters; bytes and seconds of a micro-batch (seconds None: the device's peak is unknown).
 
     `frozen` counts those of `dense` that are not trained. `saved` are the activations kept for backward, `recomputed` those that
-    recomputation adds while it runs, `temporary` the most that the passes hold beside `saved` (temporary_bytes.py).
+    recomputation adds while it runs, `temporary` the most that the passes hold beside `saved` (block_temporary_bytes.py).
     `replicated` counts the trained parameters that every tensor-parallel rank holds, `shared` those that several hold together.
     `weight_gradients` is the part of `backward` that computes weight gradients. `message_forward` and `message_backward` are exposed
     seconds of `messages`.
@@ -74,7 +74,7 @@ class ComputeSeconds(NamedTuple):
     weight_gradients: float = 0.0
 
 
-class Elements(NamedTuple):
+class BlockElements(NamedTuple):
     """A block's parameters on one rank, as `BlockCost` counts them."""
 
     dense: int
@@ -101,7 +101,7 @@ class OpCosts(NamedTuple):
     seconds: list[OpSeconds]
     bytes: list[OpBytes]
     messages: list[OpMessage]
-    elements: Elements
+    elements: BlockElements
     logits: int
 
 
@@ -176,7 +176,7 @@ def _block_cost(costs: SplitCosts, row: OpCosts, recompute: str) -> BlockCost:
         shared=elements.shared,
         saved=saved,
         recomputed=every - saved,
-        temporary=temporary_bytes(row.bytes, repeats, stream, residual=row is costs.layer),
+        temporary=block_temporary_bytes(row.bytes, repeats, stream, residual=row is costs.layer),
         logits=row.logits,
         forward=compute.forward,
         backward=compute.backward,
@@ -187,12 +187,12 @@ def _block_cost(costs: SplitCosts, row: OpCosts, recompute: str) -> BlockCost:
     )
 
 
-def _elements(ops: tuple[Op, ...], local: LocalTensors, split: BlockSplit) -> Elements:
+def _elements(ops: tuple[Op, ...], local: LocalTensors, split: BlockSplit) -> BlockElements:
     weights = [(weight, local.count(weight.dims)) for op in ops for weight in op.weights]
     trained = [(tp.AXIS.split_dim(weight.dims), count) for weight, count in weights if not weight.frozen]
     heads, kv_heads = local.sizes["heads"], local.sizes["kv_heads"]
     copies = for_each(lambda degree: HeadShards(heads, kv_heads, degree).copies, split.degree("tp"))
-    return Elements(
+    return BlockElements(
         dense=sum([count for weight, count in weights if "experts" not in weight.dims]),
         frozen=sum([count for weight, count in weights if weight.frozen]),
         experts=sum([count for weight, count in weights if "experts" in weight.dims]),
@@ -219,7 +219,7 @@ def _ops_summed_again(again: tuple[Op, ...], form: ActivationForm) -> tuple[Op, 
     summed.
     """
     last = max((at for at, op in enumerate(again) if op.saves_torch), default=0)
-    stops = form != "megatron" and again and (tp.style(again[last]) == "row" or again[last].reduces)
+    stops = form != "megatron" and again and (tp.split_style(again[last]) == "row" or again[last].reduces)
     return again[:last] + again[last + 1 :] if stops else again
 
 

@@ -17,7 +17,7 @@ from .local_tensors import BlockSplit
 from .precision import state_bytes, widths
 from .roofline import rates
 
-TAIL = 0.004  # share of a step that a doubling of the nodes adds: it ends with the slowest rank
+SLOWEST_RANK = 0.004  # share of a step that a doubling of the nodes adds: it ends with the slowest rank
 STEP_DISPATCHES = 200  # operators that the host dispatches once a step and nothing hides: the batch, the loss, the norm, the schedule
 
 
@@ -33,7 +33,7 @@ class CostContext:
         self.world = run.cluster.nodes * run.cluster.gpus
         self.capacity = 0 if run.cluster.device.memory == "auto" else int(run.cluster.device.memory)
         self.device_context = int(run.cluster.device.context)
-        self.tail = TAIL * log2(run.cluster.nodes) if run.cluster.device.kind == "cuda" else 0.0
+        self.tail = SLOWEST_RANK * log2(run.cluster.nodes) if run.cluster.device.kind == "cuda" else 0.0
         self.step_overhead = STEP_DISPATCHES * run.cluster.device.dispatch
         self.parameters = parameter_count(self.table, run.model.layers)
         self.trained_parameters = parameter_count(self.table, run.model.layers, trained=True)
@@ -95,7 +95,7 @@ class CostContext:
         if shard == size:
             return whole, None
         cluster = self.run.cluster
-        near, far = (ranks_in_node(runs, cluster.gpus) or 1 for runs in split_group(mesh.strides(group), shard))
+        near, far = (ranks_in_node(strides, cluster.gpus) or 1 for strides in split_group(mesh.strides(group), shard))
         links = cluster.inside, cluster.between
         return group_wire(shard, near, *links), group_wire(size // shard, far, *links)
 

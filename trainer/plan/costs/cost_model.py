@@ -11,7 +11,7 @@ from ..axes import dp
 from ..axes.weight_slices import TensorCopies, WeightShard
 from ..layout.layout import Layout, StageKind
 from ..layout.mesh import Mesh
-from ..layout.run_schedule import delay_of
+from ..layout.schedule_of_run import delay_of
 from .block_costs import BlockCosts
 from .control_message import ControlMessage
 from .cost_context import CostContext

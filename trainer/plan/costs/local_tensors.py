@@ -128,7 +128,7 @@ def _compiled_saves(op: Op, local: LocalTensors) -> Iterator[Tensor]:
 
     Masks of dropout are drawn again, and the output of a norm that is gathered along the sequence is computed again from its input.
     """
-    gathered = local.sequence and tp.style(op) == "column"
+    gathered = local.sequence and tp.split_style(op) == "column"
     for tensor in op.saves_torch if op.core else op.saves_megatron:
         if tensor.width != 1 and not (gathered and tensor == STREAM):
             yield tensor

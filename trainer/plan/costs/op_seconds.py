@@ -32,7 +32,7 @@ def op_seconds(op: Op, local: LocalTensors, device: DeviceRates) -> OpSeconds:
 
 
 def _linear(op: Op, product: Product, local: LocalTensors, device: DeviceRates) -> OpSeconds:
-    without = "tp" if tp.style(op) in ("column", "row") else ""  # a sharded layer multiplies the whole sequence
+    without = "tp" if tp.split_style(op) in ("column", "row") else ""  # a sharded layer multiplies the whole sequence
     rows = local.count(product.rows, without=without)
     outer = sum(local.count(dims) for dims in product.outers)
     inner = local.count(product.inner)

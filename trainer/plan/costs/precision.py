@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from ...spec.run import Optim, Train
 
+MASTER_BYTES = 4  # bytes an element of the weights that an engine's optimizer steps: always float32
+
 
 @dataclass(frozen=True, slots=True)
 class Widths:

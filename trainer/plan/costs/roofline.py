@@ -12,7 +12,7 @@ from .precision import COMPUTES
 # Tiles of output that one multiprocessor computes (rows, columns) and the share of the best rate that each reaches: a smaller tile reads
 # its inputs more often.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.6))
-DEPTH = 160  # inner elements that filling and draining a tile's pipeline costs
+TILE_DEPTH = 160  # inner elements that filling and draining a tile's pipeline costs
 POINTWISE_BACKWARD = 1.5  # of forward's bytes: it reads the gradient too, three tensors for two
 CAST_BYTES = 5.4  # moved for each element that a product in fp8 or fp4 casts: read for its largest value and to be cast, written twice
 GROUPED = 0.66  # share of a product's rate that the experts' products reach, which are many small ones in one kernel
@@ -55,7 +55,7 @@ def rates(device: Device, precision: Precision, *, fused: bool) -> DeviceRates |
     )
 
 
-def tile_efficiency(rows: int, columns: int, inner: int, groups: int, units: int) -> float:
+def _tile_efficiency(rows: int, columns: int, inner: int, groups: int, units: int) -> float:
     """The share of a device that a product [rows, inner] x [inner, columns], `groups` times, keeps busy.
 
     The output is cut into tiles, which the multiprocessors compute in waves. The last wave and the tiles at the edges are not full (tile
@@ -65,17 +65,17 @@ def tile_efficiency(rows: int, columns: int, inner: int, groups: int, units: int
     for tall, wide, reached in TILES:
         waves = -(-(-(-rows // tall) * -(-columns // wide) * groups) // units)
         best = larger(best, reached * rows * columns * groups / (waves * units * tall * wide))
-    return best * (inner / (inner + DEPTH))
+    return best * (inner / (inner + TILE_DEPTH))
 
 
-_known_efficiency = lru_cache(maxsize=1 << 16)(tile_efficiency)
+tile_efficiency = lru_cache(maxsize=1 << 16)(_tile_efficiency)
 
 
 def product_seconds(rows: int, columns: int, inner: int, groups: int, width: int, peak: float, device: DeviceRates) -> float:
     """Seconds of a matrix product, `groups` at once, of elements `width` bytes wide."""
     flops = 2.0 * rows * columns * inner * groups
     moved = width * groups * (rows * inner + inner * columns + rows * columns)
-    efficiency = _known_efficiency if is_number(flops) else tile_efficiency
+    efficiency = tile_efficiency if is_number(flops) else _tile_efficiency
     return larger(flops / (peak * efficiency(rows, columns, inner, groups, device.units)), moved / device.memory) + device.launch
 
 

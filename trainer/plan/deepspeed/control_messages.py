@@ -10,12 +10,12 @@ from ...models.families import has_experts
 from ...spec.run import Run
 from ..axes.weight_slices import WeightShard
 from ..costs.control_message import ControlMessage, routing_messages
-from ..costs.precision import widths
+from ..costs.precision import MASTER_BYTES, widths
 from ..layout.mesh import Mesh
-from .defaults import MASTER, SUBGROUP
+from .defaults import SUBGROUP
 from .memory import effective_stage
 
-FLAG, NUMBER, WIDE = 1, 4, 8  # bytes of an overflow flag, a float32, an int64 or a float64
+FLAG_BYTES, FLOAT32_BYTES, WIDE_BYTES = 1, 4, 8  # bytes of an overflow flag, a float32, an int64 or a float64
 
 
 def control_messages(run: Run, mesh: Mesh, held: Sequence[WeightShard], layers: int) -> tuple[ControlMessage, ...] | None:
@@ -36,43 +36,43 @@ Row = tuple[str, int, int, str]  # verb, bytes, count, words
 def _loop_messages(run: Run, mesh: Mesh) -> Iterator[Row]:
     """What the loop and our engines send."""
     is_parallel = int(mesh.world > 1)
-    yield "all_reduce", NUMBER, is_parallel, "finite check"
-    yield "all_reduce", NUMBER, is_parallel if _is_pipe(run, mesh) else int(mesh.size("data") > 1), "loss"
+    yield "all_reduce", FLOAT32_BYTES, is_parallel, "finite check"
+    yield "all_reduce", FLOAT32_BYTES, is_parallel if _is_pipe(run, mesh) else int(mesh.size("data") > 1), "loss"
     if run.data.documents:
-        yield "all_reduce", WIDE, is_parallel, "label count"
+        yield "all_reduce", WIDE_BYTES, is_parallel, "label count"
     if has_experts(run.model):
-        yield "all_reduce", WIDE, is_parallel, "count of near ties"
+        yield "all_reduce", WIDE_BYTES, is_parallel, "count of near ties"
 
 
 def _norm_messages(run: Run, mesh: Mesh, held: Sequence[WeightShard]) -> Iterator[Row]:
     """The gradient norm: at stage 0 ours, over the ranks of a replica; at other stages DeepSpeed's, one for each parameter group."""
     width = widths(run.train)
-    stage = effective_stage(run.parallel.zero, half=width.weight < MASTER, ep=mesh.ep)
+    stage = effective_stage(run.parallel.zero, half=width.weight < MASTER_BYTES, ep=mesh.ep)
     data, model = int(mesh.size("data") > 1), int(mesh.world > mesh.size("data"))
     trained = [each for each in held if run.model.is_trained(each.name)]
     if stage == 0:
-        yield "all_reduce", WIDE, model, "gradient norm"
+        yield "all_reduce", WIDE_BYTES, model, "gradient norm"
     elif stage == 1 and width.gradient > width.weight:
         yield from _wide_gradient_norms(mesh, model, has_experts=any(each.expert for each in trained))
     elif stage == 3:
-        bytes_of_norm = NUMBER if run.parallel.offload.optimizer else WIDE
+        bytes_of_norm = FLOAT32_BYTES if run.parallel.offload.optimizer else WIDE_BYTES
         yield "all_reduce", bytes_of_norm, _subgroups(trained, mesh.size("data")) * (data + model), "gradient norm"
     else:
-        if width.weight < MASTER:
-            yield "all_reduce", FLAG, data + model, "overflow flag"
+        if width.weight < MASTER_BYTES:
+            yield "all_reduce", FLAG_BYTES, data + model, "overflow flag"
         groups = {(len(each.size) > 1, each.expert) for each in trained}
-        yield "all_reduce", NUMBER, len(groups) * (data + model), "gradient norm"
+        yield "all_reduce", FLOAT32_BYTES, len(groups) * (data + model), "gradient norm"
         copies = any(each.expert for each in trained) and mesh.size("expert_copies") > 1
-        yield "all_reduce", NUMBER, int(copies), "mean of the experts' norm"
+        yield "all_reduce", FLOAT32_BYTES, int(copies), "mean of the experts' norm"
 
 
 def _wide_gradient_norms(mesh: Mesh, model: int, *, has_experts: bool) -> Iterator[Row]:
     """bf16 with float32 gradients at stage 1, where each rank keeps all gradients: sums over the ranks of a replica, and over those that
     share out the experts."""
-    yield "all_reduce", NUMBER, model, "gradient norm"
+    yield "all_reduce", FLOAT32_BYTES, model, "gradient norm"
     if has_experts:
         over_replica = model if mesh.tp > 1 else int(mesh.pp > 1)
-        yield "all_reduce", NUMBER, over_replica + int(mesh.ep > 1), "norm of the experts"
+        yield "all_reduce", FLOAT32_BYTES, over_replica + int(mesh.ep > 1), "norm of the experts"
 
 
 def _subgroups(trained: Sequence[WeightShard], ranks: int) -> int:

@@ -11,12 +11,13 @@ from ..costs.block_costs import BlockCosts
 from ..costs.control_message import ControlMessage
 from ..costs.cost_context import CostContext
 from ..costs.cost_model import CostModel, PassBytes, StageElements, StateBytes, UnplannedSize, elements_to_step
-from ..costs.passes_bytes import passes_bytes
+from ..costs.precision import MASTER_BYTES
+from ..costs.stage_temporary_bytes import stage_temporary_bytes
 from ..costs.traffic_term import TrafficTerm
 from ..layout.layout import Layout, StageKind
 from ..layout.mesh import Mesh
 from .control_messages import control_messages
-from .defaults import MASTER, REUSED
+from .defaults import REUSED
 from .ds_config import overlaps_messages
 from .flat_tensors import MOST_LAYERS, MOST_RANKS, StageParameters, flat_elements, stage_parameters, stepped_elements
 from .memory import FrozenElements, ZeroSetting, effective_stage, step_bytes, step_work, zero_bytes
@@ -30,7 +31,7 @@ class DeepSpeedCosts(CostModel):
         """Gradients travel in the width of weights, also if they accumulate in another. Stages 1 and 2 all-reduce each bucket, at stage 2
         for every micro-batch, and gather weights after the optimizer's step: about 3 Psi a step, where the papers' ZeRO sends 2 Psi.
         At stage 3 backward reuses the last 500 M parameters that forward gathered (counted on live runs)."""
-        half = context.widths.weight < MASTER
+        half = context.widths.weight < MASTER_BYTES
         path = super().gradient_path(context, parallel, micros)
         return path._replace(
             zero=effective_stage(parallel.zero, half=half),
@@ -44,7 +45,7 @@ class DeepSpeedCosts(CostModel):
         """As counted on live tensors (memory.py)."""
         width, parallel, mesh = context.widths, layout.parallel, layout.mesh
         setting = ZeroSetting(
-            stage=effective_stage(parallel.zero, half=width.weight < MASTER, ep=mesh.ep),
+            stage=effective_stage(parallel.zero, half=width.weight < MASTER_BYTES, ep=mesh.ep),
             ranks=mesh.size("data"),
             micros=layout.micros,
             weight=width.weight,
@@ -71,7 +72,7 @@ class DeepSpeedCosts(CostModel):
         return PassBytes(
             workspace=min(streams, 2) * blocks.stream,
             passing=streams * blocks.stream,
-            passes=passes_bytes(context, blocks, kind),
+            passes=stage_temporary_bytes(context, blocks, kind),
         )
 
     def step_seconds(self, context: CostContext, layout: Layout, held: StageElements, tensors: int) -> float:
@@ -88,7 +89,7 @@ class DeepSpeedCosts(CostModel):
         """Stages 1 to 3 without a pipeline sum what a rank steps; other layouts, and bf16 with float32 gradients at stage 1, which keeps
         all gradients, sum all that the stage holds."""
         width, mesh = context.widths, layout.mesh
-        stage = effective_stage(layout.parallel.zero, half=width.weight < MASTER, ep=mesh.ep)
+        stage = effective_stage(layout.parallel.zero, half=width.weight < MASTER_BYTES, ep=mesh.ep)
         if stage and mesh.pp == 1 and not (stage == 1 and width.gradient > width.weight):
             return stepped_elements(_stage_parameters(context, kind, mesh), copies, stage, mesh.size("data"), data)
         return super().summed_elements(context, layout, blocks, kind, copies, data)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-MASTER = 4  # bytes an element of the weights that the optimizer steps
 ALIGNED = 2  # a flat tensor is padded to a multiple of this times its ranks (nccl_start_alignment_factor)
 
 # Elements; of stage 3.

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .defaults import LIVE, MASTER
+from ..costs.precision import MASTER_BYTES
+from .defaults import LIVE
 from .flat_tensors import FlatElements
 
 
@@ -58,9 +59,11 @@ def zero_bytes(setting: ZeroSetting, whole: int, flat: FlatElements, frozen: Fro
             gathered = min(whole + frozen.whole, LIVE) * setting.weight if setting.ranks > 1 else 0
             part = flat.stage3
             buffers = gathered + setting.bucket * setting.weight
-            return ZeroBytes((part + frozen.stage3) * setting.weight, part * setting.gradient, part * (MASTER + setting.states), buffers)
+            return ZeroBytes(
+                (part + frozen.stage3) * setting.weight, part * setting.gradient, part * (MASTER_BYTES + setting.states), buffers
+            )
         case _:
-            optimizer = flat.part * (MASTER + setting.states)
+            optimizer = flat.part * (MASTER_BYTES + setting.states)
             return ZeroBytes(
                 (flat.whole + frozen.whole) * setting.weight, _gradients(setting, whole, flat), optimizer, _bucket(setting, whole)
             )
@@ -81,9 +84,9 @@ def step_bytes(setting: ZeroSetting, whole: int, flat: FlatElements) -> int:
         case 2 if wide:
             return flat.part
         case 3:
-            return flat.stage3 * (MASTER if setting.gradient == MASTER else MASTER + setting.gradient)
+            return flat.stage3 * (MASTER_BYTES if setting.gradient == MASTER_BYTES else MASTER_BYTES + setting.gradient)
         case _:
-            return flat.part * (MASTER if setting.gradient == MASTER else MASTER + setting.gradient)
+            return flat.part * (MASTER_BYTES if setting.gradient == MASTER_BYTES else MASTER_BYTES + setting.gradient)
 
 
 class StepWork(NamedTuple):
@@ -109,7 +112,7 @@ _STEP_WORK = {  # of (ZeRO stage, half precision, float32 gradients), counted on
 
 def step_work(stage: int, *, weight: int, gradient: int) -> StepWork:
     """Return what DeepSpeed's step costs: norm, flat copies, casts, clipping, Adam and the new weights, each kernels of their own."""
-    return _STEP_WORK[stage, weight < MASTER, gradient == MASTER]
+    return _STEP_WORK[stage, weight < MASTER_BYTES, gradient == MASTER_BYTES]
 
 
 def _gradients(setting: ZeroSetting, whole: int, flat: FlatElements) -> int:

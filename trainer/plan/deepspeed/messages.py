@@ -7,10 +7,10 @@ from math import prod
 
 from ...spec.run import Run
 from ..axes.weight_slices import WeightShard
-from ..costs.precision import widths
+from ..costs.precision import MASTER_BYTES, widths
 from ..costs.traffic_term import TrafficTerm
 from ..layout.mesh import Mesh
-from .defaults import ALIGNED, MASTER, PERSISTENT, REUSED
+from .defaults import ALIGNED, PERSISTENT, REUSED
 from .memory import effective_stage
 
 
@@ -20,7 +20,7 @@ def traffic_terms(run: Run, mesh: Mesh, held: Sequence[WeightShard]) -> Iterator
     if ranks == 1:
         return
     width = widths(train)
-    stage = effective_stage(run.parallel.zero, half=width.weight < MASTER, ep=mesh.ep)
+    stage = effective_stage(run.parallel.zero, half=width.weight < MASTER_BYTES, ep=mesh.ep)
     micros = train.batch // (mesh.dp * train.microbatch)
     shards = [each for each in held if run.model.is_trained(each.name)]
     if stage == 3:

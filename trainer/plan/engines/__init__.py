@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...spec.run import Parallel, Run
 from ..costs.cost_model import CostModel
 from ..deepspeed.cost_model import DeepSpeedCosts
-from ..layout.run_schedule import delay_of
+from ..layout.schedule_of_run import delay_of
 from ..native.cost_model import NativeCosts
 from .engine_limits import EngineLimit, exceeded_limits
 from .engine_row import EngineRow

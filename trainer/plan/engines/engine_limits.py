@@ -10,7 +10,7 @@ from ...spec.changed_run import Change, overrides
 from ...spec.compiled_layers import has_compiled_layers
 from ...spec.run import Parallel, Run
 from ..axes import AXES
-from ..layout.run_schedule import legal_schedule
+from ..layout.schedule_of_run import legal_schedule
 from ..layout.schedules import Schedule
 from .engine_row import EngineRow
 
@@ -85,7 +85,7 @@ def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
 
 
 def _stage3_limits(row: EngineRow, run: Run, parallel: Parallel, schedule: Schedule | None) -> Iterator[EngineLimit]:
-    """DeepSpeed's ZeRO 3 shards no experts that ranks share out. Ours keeps weights gathered where it puts off their gradients, and shards
+    """DeepSpeed's ZeRO 3 shards no experts that ranks share out. Ours keeps weights gathered where it defers their gradients, and shards
     no weight that two parts of one stage use."""
     less: Change = (("parallel.zero", 2),)
     if parallel.ep > 1 and not row.shards_experts:

@@ -11,8 +11,8 @@ from ...spec.run import Cluster, Link, Parallel
 from ..axes import AXES, Axis
 from ..axes.collectives import Wire
 
-RankRun = tuple[int, int]  # (size, stride): `size` ranks, each `stride` after the one before
-RankRuns = tuple[RankRun, ...]
+RankStride = tuple[int, int]  # (size, stride): `size` ranks, each `stride` after the one before
+RankStrides = tuple[RankStride, ...]
 
 
 def mesh_order() -> tuple[str, ...]:
@@ -57,7 +57,7 @@ class Mesh:
         self.degrees: Mapping[str, int] = {name: degrees.get(name, 1) for name in AXES}
         self.pp, self.dp, self.cp, self.ep, self.tp = (self.degrees[name] for name in ("pp", "dp", "cp", "ep", "tp"))
         self._hash = hash(tuple(self.degrees.values()))
-        self._strides: dict[str, RankRuns] = {}
+        self._strides: dict[str, RankStrides] = {}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Mesh) and self.degrees == other.degrees
@@ -95,8 +95,8 @@ class Mesh:
                 rank = rank * self.degrees[axis] + coordinates[axis]
         return rank
 
-    def strides(self, group: str) -> RankRuns:
-        """The runs of ranks that a group is made of, innermost first.
+    def strides(self, group: str) -> RankStrides:
+        """The strides that a group is made of, innermost first.
 
         A group is that of an axis, or `data`: the ranks over which gradients are summed and ZeRO shards (dp x cp), or `expert_copies`:
         those of them that hold the same experts.
@@ -106,7 +106,7 @@ class Mesh:
             found = self._strides[group] = self._group_strides(group)
         return found
 
-    def _group_strides(self, group: str) -> RankRuns:
+    def _group_strides(self, group: str) -> RankStrides:
         if group in AXES:
             return ((self.degrees[group], self._stride(AXES[group].within or group)),)
         if group not in ("data", "expert_copies"):
@@ -125,16 +125,16 @@ class Mesh:
 
     def members(self, group: str, first: int = 0) -> tuple[int, ...]:
         """The ranks of the group that begins at rank `first`."""
-        return _run_members(self.strides(group), first)
+        return _strided_members(self.strides(group), first)
 
     def groups(self, group: str) -> Iterator[tuple[int, ...]]:
         """Every group of a kind; together they hold each rank once."""
-        return self._groups_of_runs(self.strides(group))
+        return self._strided_groups(self.strides(group))
 
     def sharding_groups(self, group: str, ranks: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
         """Every group of the `ranks` ranks among which ZeRO shards what such a group shares, and every group of owners of one shard."""
         near, far = split_group(self.strides(group), ranks)
-        return list(self._groups_of_runs(near)), list(self._groups_of_runs(far))
+        return list(self._strided_groups(near)), list(self._strided_groups(far))
 
     def shard_rank(self, data: int, ranks: int) -> int:
         """The number of a rank among those that it shards with, `ranks` of its `data` group, from its number in that group."""
@@ -144,11 +144,11 @@ class Mesh:
             place, reach = place + digit % inner * reach, reach * inner
         return place
 
-    def _groups_of_runs(self, runs: RankRuns) -> Iterator[tuple[int, ...]]:
+    def _strided_groups(self, strides: RankStrides) -> Iterator[tuple[int, ...]]:
         seen: set[int] = set()
         for rank in range(self.world):
             if rank not in seen:
-                members = _run_members(runs, rank)
+                members = _strided_members(strides, rank)
                 seen.update(members)
                 yield members
 
@@ -161,10 +161,10 @@ class Mesh:
 
         1 where its neighbours never share a node; the group's size where it stays inside one.
         """
-        runs = _merge_runs(self.strides(group))
-        if len(runs) <= 1:
-            return _fewest_of_one_run(runs, gpus)
-        together = ranks_in_node(runs, gpus)
+        strides = _merge_strides(self.strides(group))
+        if len(strides) <= 1:
+            return _fewest_of_one_stride(strides, gpus)
+        together = ranks_in_node(strides, gpus)
         return self._fewest_of_all_groups(group, gpus) if together is None else together
 
     def _fewest_of_all_groups(self, group: str, gpus: int) -> int:
@@ -176,17 +176,17 @@ class Mesh:
         return fewest
 
 
-def _run_members(runs: RankRuns, first: int) -> tuple[int, ...]:
+def _strided_members(strides: RankStrides, first: int) -> tuple[int, ...]:
     ranks: tuple[int, ...] = (first,)
-    for size, stride in runs:
+    for size, stride in strides:
         ranks = tuple(rank + step * stride for step in range(size) for rank in ranks)
     return ranks
 
 
-def _merge_runs(runs: RankRuns) -> RankRuns:
-    """The same ranks in the fewest runs: a run that continues where the one inside it ends is merged with it."""
-    merged = list[RankRun]()
-    for size, stride in runs:
+def _merge_strides(strides: RankStrides) -> RankStrides:
+    """The same ranks in the fewest strides: one that continues where the one inside it ends is merged with it."""
+    merged = list[RankStride]()
+    for size, stride in strides:
         if merged and merged[-1][0] * merged[-1][1] == stride:
             merged[-1] = (merged[-1][0] * size, merged[-1][1])
         elif size > 1:
@@ -194,21 +194,21 @@ def _merge_runs(runs: RankRuns) -> RankRuns:
     return tuple(merged)
 
 
-def _fewest_of_one_run(runs: RankRuns, gpus: int) -> int:
-    """The fewest ranks that a group of one run has in a node that it touches, over all groups of a mesh that fills its nodes.
+def _fewest_of_one_stride(strides: RankStrides, gpus: int) -> int:
+    """The fewest ranks that a group of one stride has in a node that it touches, over all groups of a mesh that fills its nodes.
 
     Node boundaries fall on every multiple of gcd(gpus, size x stride) inside some group; the first of them cuts off the fewest ranks.
     """
-    if not runs:
+    if not strides:
         return 1
-    ((size, stride),) = runs
+    ((size, stride),) = strides
     return max(1, gcd(gpus, size * stride) // stride)
 
 
-def ranks_in_node(runs: RankRuns, gpus: int) -> int | None:
-    """Ranks of a group that share a node of `gpus` ranks; None where its runs do not end at node boundaries."""
+def ranks_in_node(strides: RankStrides, gpus: int) -> int | None:
+    """Ranks of a group that share a node of `gpus` ranks; None where its strides do not end at node boundaries."""
     together = 1
-    for size, stride in runs:
+    for size, stride in strides:
         reach = size * stride
         if gpus % reach == 0:
             together *= size
@@ -219,10 +219,10 @@ def ranks_in_node(runs: RankRuns, gpus: int) -> int | None:
     return together
 
 
-def split_group(runs: RankRuns, ranks: int) -> tuple[RankRuns, RankRuns]:
-    """The innermost `ranks` ranks of a group, and the runs that join their counterparts; `ranks` divides the group's size."""
-    near, far = list[RankRun](), list[RankRun]()
-    for size, stride in runs:
+def split_group(strides: RankStrides, ranks: int) -> tuple[RankStrides, RankStrides]:
+    """The innermost `ranks` ranks of a group, and the strides that join their counterparts; `ranks` divides the group's size."""
+    near, far = list[RankStride](), list[RankStride]()
+    for size, stride in strides:
         inner = gcd(size, ranks)
         ranks //= inner
         near.append((inner, stride))

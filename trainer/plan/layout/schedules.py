@@ -172,7 +172,7 @@ class Schedule:
     chunked: bool = False  # a stage runs `parallel.chunks` parts of the model
     folded: bool = False  # stage r of p runs the parts r and 2p - 1 - r of the model
     forward_first: bool = False  # no backward before the last forward
-    puts_off: bool | None = None  # weights' gradients are computed apart on some stage; None: as stage 0 does
+    defers_weight_gradients: bool | None = None  # weights' gradients are computed apart on some stage; None: as stage 0 does
     simulated: bool = False  # it has no closed forms: its bubble is that of a simulated step
 
     def in_flight(self, stage: int, stages: int, micros: int, chunks: int) -> float:
@@ -195,8 +195,8 @@ class Schedule:
     @cached_property
     def splits_backward(self) -> bool:
         """Whether weights' gradients are computed apart from their inputs'."""
-        if self.puts_off is not None:
-            return self.puts_off
+        if self.defers_weight_gradients is not None:
+            return self.defers_weight_gradients
         return any(action.kind == "W" for action in self.actions(0, 2, 4, self.parts(2)))
 
     def parts(self, chunks: int) -> int:

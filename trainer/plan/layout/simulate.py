@@ -8,8 +8,10 @@ from typing import NamedTuple
 
 from .schedules import Action, part_of, peak_in_flight, stage_and_chunk
 
-BEFORE = {"F": None, "B": "F", "I": "F", "W": "I"}  # kind -> the one that a stage runs right before it for the same part and micro-batch
-LEFT = {None: "{part}F{micro}", "F": "{part}B{micro}, or {part}I{micro} and {part}W{micro}", "I": "{part}W{micro}"}  # after a kind
+# kind -> the one that a stage runs right before it for the same part and micro-batch
+PRECEDING_KIND = {"F": None, "B": "F", "I": "F", "W": "I"}
+# the last kind that a stage runs -> the actions that are missing after it
+MISSING_ACTIONS = {None: "{part}F{micro}", "F": "{part}B{micro}, or {part}I{micro} and {part}W{micro}", "I": "{part}W{micro}"}
 
 Lists = Sequence[Sequence[Action]]  # the actions of each stage in order
 Result = tuple[bool, int, int]  # whether of a forward, the micro-batch, the part
@@ -23,7 +25,7 @@ class ActionsError(ValueError):
         self.stage, self.at = stage, at
 
 
-class Event(NamedTuple):
+class TimedAction(NamedTuple):
     """A stage's action with the seconds, from the step's begin, at which it starts and ends."""
 
     stage: int
@@ -36,7 +38,7 @@ class Event(NamedTuple):
 class Simulation:
     """One simulated step."""
 
-    events: tuple[tuple[Event, ...], ...]  # of each stage in order
+    events: tuple[tuple[TimedAction, ...], ...]  # of each stage in order
     seconds: float
     idle: tuple[float, ...]  # the share of the step that each stage waits
     peak: tuple[float, ...]  # the most micro-batches that each stage holds at once
@@ -90,26 +92,26 @@ def _check_stage(stage: int, actions: Sequence[Action], parts: Sequence[int], mi
     """Raises ActionsError unless each micro-batch has one F and then one B, or an I and later a W, on each part of the stage."""
     ran: dict[tuple[int, int], str] = {}  # (micro-batch, chunk) -> the last kind
     for at, (kind, micro, chunk) in enumerate(actions):
-        if kind not in BEFORE or micro < 0 or not 0 <= chunk < len(parts):
+        if kind not in PRECEDING_KIND or micro < 0 or not 0 <= chunk < len(parts):
             says = f"has the action {kind!r} of micro-batch {micro} on chunk {chunk}"
             raise ActionsError(stage, at, f"{says}: it is F, B, I or W, of micro-batch 0 or later, on one of its {len(parts)} chunks")
         last = ran.get((micro, chunk))
-        if last != BEFORE[kind]:
+        if last != PRECEDING_KIND[kind]:
             raise ActionsError(stage, at, _out_of_order(kind, last, parts[chunk], micro))
         ran[micro, chunk] = kind
     for micro, chunk in ((micro, chunk) for micro in range(micros) for chunk in range(len(parts))):
         last = ran.get((micro, chunk))
-        if last in LEFT:
-            says = f"never runs {LEFT[last].format(part=parts[chunk], micro=micro)}"
+        if last in MISSING_ACTIONS:
+            says = f"never runs {MISSING_ACTIONS[last].format(part=parts[chunk], micro=micro)}"
             raise ActionsError(stage, None, f"{says}: every part of the model runs all the micro-batches from 0 to {micros - 1}")
 
 
 def _out_of_order(kind: str, last: str | None, part: int, micro: int) -> str:
     """What is wrong with an action after the last one of the same part and micro-batch."""
-    needed, name = BEFORE[kind], f"{part}{kind}{micro}"
+    needed, name = PRECEDING_KIND[kind], f"{part}{kind}{micro}"
     if kind == last:
         return f"runs {name} twice: remove one of them"
-    if needed and (last is None or BEFORE[needed] == last):
+    if needed and (last is None or PRECEDING_KIND[needed] == last):
         return f"runs {name} before {part}{needed}{micro}: move it behind"
     return f"runs {name} after {part}{last}{micro}: a micro-batch has one F and one B on a part, or one F, one I and one W"
 
@@ -120,7 +122,7 @@ class _SimulatedStep:
     def __init__(self, actions: Lists, folded: bool, seconds: Seconds | Measured, send: float) -> None:
         self.actions = actions
         self.chunks, micros = _shape(actions, folded)
-        self.events: list[list[Event]] = [[] for _ in actions]
+        self.events: list[list[TimedAction]] = [[] for _ in actions]
         stages = len(actions)
         self._last = stages * self.chunks - 1
         self._stage_of = [stage_and_chunk(part, stages, folded=folded)[0] for part in range(self._last + 1)]
@@ -154,7 +156,7 @@ class _SimulatedStep:
                     break
                 start = max(free, ended + (self._send if self._stage_of[needed[2]] != stage else 0.0))
             free = start + self._seconds[kind, part, micro]
-            events.append(Event(stage, action, start, free))
+            events.append(TimedAction(stage, action, start, free))
             if kind != "W":
                 result = (kind == "F", micro, part)
                 self._ended[result] = free

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from .schedules import Action
 
-SECONDS = {"F": 1, "B": 2}  # of an action, in forwards
+RELATIVE_SECONDS = {"F": 1, "B": 2}  # of an action, in forwards
 
 
 class StageEvent(NamedTuple):
@@ -69,7 +69,7 @@ class _Step:
             self.events[sender].append(StageEvent("send", kind, micro))
             self.events[stage].append(StageEvent("receive", kind, micro))
         self.events[stage].append(StageEvent("compute", kind, micro))
-        self._free[stage] = self._ended[kind, micro, stage] = start + SECONDS[kind]
+        self._free[stage] = self._ended[kind, micro, stage] = start + RELATIVE_SECONDS[kind]
         for neighbour in range(max(0, stage - 1), min(len(self.waiting), stage + 2)):
             self.enqueue(neighbour)
 

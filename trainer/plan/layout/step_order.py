@@ -10,12 +10,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from .schedules import Schedule, part_of
-from .simulate import Event, simulate
+from .simulate import TimedAction, simulate
 
 NOTHING = -1  # in place of an action that another one waits for: it has ended at 0
 
 
-class Step(NamedTuple):
+class OrderedAction(NamedTuple):
     """An action in such an order: its duration's number, and the actions (by their place in the order) after which it starts: the one
     before it on its stage, and the one whose result it takes, which another stage may have sent."""
 
@@ -28,7 +28,7 @@ class Step(NamedTuple):
 class StepOrder(NamedTuple):
     """The actions of all stages, and what each duration is of: a kind of action on a part of the model."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[OrderedAction, ...]
     durations: tuple[tuple[str, int], ...]
 
     def seconds(self, each: Callable[[str, int], float], send: float) -> float:
@@ -52,7 +52,7 @@ def step_order(schedule: Schedule, stages: int, micros: int, chunks: int) -> Ste
     events = sorted((event for each in step.events for event in each), key=lambda event: event.start)
     durations: dict[tuple[str, int], int] = {}
     last, of_result = [NOTHING] * stages, dict[tuple[bool, int, int], int]()  # the last action of each stage; results by their action
-    steps: list[Step] = []
+    steps: list[OrderedAction] = []
     for at, event in enumerate(events):
         part = _part(event, stages, schedule.folded)
         kind, micro, _ = event.action
@@ -60,12 +60,12 @@ def step_order(schedule: Schedule, stages: int, micros: int, chunks: int) -> Ste
         if kind != "W":
             needs = of_result.get((kind == "F", micro, part - 1 if kind == "F" else part + 1), NOTHING)
         is_sent = needs >= 0 and events[needs].stage != event.stage
-        steps.append(Step(durations.setdefault((kind, part), len(durations)), last[event.stage], needs, is_sent))
+        steps.append(OrderedAction(durations.setdefault((kind, part), len(durations)), last[event.stage], needs, is_sent))
         last[event.stage] = at
         if kind != "W":
             of_result[kind == "F", micro, part] = at
     return StepOrder(tuple(steps), tuple(durations))
 
 
-def _part(event: Event, stages: int, folded: bool) -> int:
+def _part(event: TimedAction, stages: int, folded: bool) -> int:
     return part_of(event.stage, event.action.chunk, stages, folded=folded)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ...spec.run import Parallel, Run
 from ..axes.weight_slices import WeightShard
 from ..layout.mesh import Mesh
-from ..layout.run_schedule import schedule_of
+from ..layout.schedule_of_run import schedule_of
 
 
 class BucketKind(NamedTuple):

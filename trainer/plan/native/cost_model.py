@@ -12,19 +12,18 @@ from ..costs.block_costs import BlockCosts
 from ..costs.control_message import ControlMessage, routing_messages
 from ..costs.cost_context import CostContext
 from ..costs.cost_model import CostModel, PassBytes, StageElements, StateBytes, elements_to_step, sharded_elements
-from ..costs.passes_bytes import passes_bytes
-from ..costs.precision import widths
+from ..costs.precision import MASTER_BYTES, widths
+from ..costs.stage_temporary_bytes import stage_temporary_bytes
 from ..costs.traffic_term import TrafficTerm
 from ..layout.layout import Layout, StageKind
 from ..layout.mesh import Mesh
-from ..layout.run_schedule import delay_of
+from ..layout.schedule_of_run import delay_of
 from .buckets import gradient_buckets, sharing_ranks
 from .receives import receives_ahead
 from .sharded_rows import gathers_once, padded_elements, rows_of_size, stage_rows
 
-MASTER = 4  # bytes an element of the weights that the optimizer steps
-COPIED = "gradients of the shard, which other ranks own too"
-FIGURE, WIDE = 8, 8  # bytes of a float64, of an int64
+COPIED_SHARD = "gradients of the shard, which other ranks own too"
+FLOAT64_BYTES, INT64_BYTES = 8, 8
 
 
 class NativeCosts(CostModel):
@@ -50,9 +49,9 @@ class NativeCosts(CostModel):
         if zero == 3:
             return self._stage3_bytes(context, layout, blocks, kind, held)
         whole, stepped = held.trained, elements_to_step(layout, held)
-        often, master = zero == 2, MASTER if width.weight < MASTER else 0
+        often, master = zero == 2, MASTER_BYTES if width.weight < MASTER_BYTES else 0
         bucket = min(parallel.bucket, whole)
-        casts = width.gradient < MASTER and not steps_in_one_kernel(context.run)
+        casts = width.gradient < MASTER_BYTES and not steps_in_one_kernel(context.run)
         late = self._late_elements(context, layout, blocks, kind) if often else 0
         return StateBytes(
             weights=width.weight * (held.dense + held.experts),
@@ -60,7 +59,7 @@ class NativeCosts(CostModel):
             optimizer=(master + context.states) * stepped,
             buffers=0,
             passes=2 * bucket * width.gradient if often else 0,
-            step=(stepped * width.gradient if zero == 1 else 0) + (min(bucket, stepped) * MASTER if casts else 0),
+            step=(stepped * width.gradient if zero == 1 else 0) + (min(bucket, stepped) * MASTER_BYTES if casts else 0),
         )
 
     def _stage3_bytes(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, held: StageElements) -> StateBytes:
@@ -77,8 +76,8 @@ class NativeCosts(CostModel):
             ends = held.dense + held.experts - kind.layers * layer
             gathered = (ends + 2 * layer) * width.weight + max(ends, layer) * (width.weight + width.gradient)
         return StateBytes(
-            weights=MASTER * own,
-            gradients=MASTER * stepped,
+            weights=MASTER_BYTES * own,
+            gradients=MASTER_BYTES * stepped,
             optimizer=context.states * stepped,
             buffers=gathered,
         )
@@ -86,7 +85,7 @@ class NativeCosts(CostModel):
     def pass_bytes(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> PassBytes:
         return PassBytes(
             workspace=_message_bytes(layout, blocks),
-            passes=passes_bytes(context, blocks, kind),
+            passes=stage_temporary_bytes(context, blocks, kind),
         )
 
     def _late_elements(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> int:
@@ -107,7 +106,7 @@ class NativeCosts(CostModel):
         )
 
     def summed_width(self, context: CostContext, layout: Layout) -> int:
-        return MASTER if _is_sharded(layout) else super().summed_width(context, layout)
+        return MASTER_BYTES if _is_sharded(layout) else super().summed_width(context, layout)
 
     def tied_elements(self, context: CostContext, layout: Layout, blocks: BlockCosts, data: int | None) -> int:
         if not _is_sharded(layout):
@@ -125,7 +124,7 @@ class NativeCosts(CostModel):
         copied = 2 * width.weight * held.trained if delay_of(layout.parallel) else 0
         one_kernel = steps_in_one_kernel(context.run)
         # fully_shard's weights are float32, and cast when they are gathered
-        weight, gradient = (MASTER, MASTER) if _is_sharded(layout) else (width.weight, width.gradient)
+        weight, gradient = (MASTER_BYTES, MASTER_BYTES) if _is_sharded(layout) else (width.weight, width.gradient)
         moved = elements_to_step(layout, held) * step_moves(weight, gradient, context.states, one_kernel=one_kernel)
         return (moved + copied) / context.rates.memory
 
@@ -144,7 +143,7 @@ class NativeCosts(CostModel):
                 yield TrafficTerm(verb="reduce_scatter", bytes=rounds * bucket.elements * width.gradient, says=says)
                 yield TrafficTerm(verb="all_gather", bytes=updates * bucket.elements * width.weight, says="its stepped weights")
             if copies > 1:
-                shard = f"{COPIED}, of " if ranks > 1 else ""
+                shard = f"{COPIED_SHARD}, of " if ranks > 1 else ""
                 yield TrafficTerm(verb="all_reduce", bytes=updates * (bucket.elements // ranks) * width.gradient, says=shard + says)
 
     def control_messages(self, run: Run, mesh: Mesh, shards: Sequence[WeightShard], layers: int) -> tuple[ControlMessage, ...] | None:
@@ -152,12 +151,14 @@ class NativeCosts(CostModel):
         sum theirs before each update."""
         rows: list[tuple[str, int, int, str]] = []
         is_parallel, experts = int(mesh.world > 1), has_experts(run.model)
-        rows.append(("all_reduce", (3 if experts else 2) * FIGURE, is_parallel, "loss, squares of gradients" + ", near ties" * experts))
+        rows.append(
+            ("all_reduce", (3 if experts else 2) * FLOAT64_BYTES, is_parallel, "loss, squares of gradients" + ", near ties" * experts)
+        )
         if delay_of(run.parallel):
             updates = _updates(run, run.train.batch // (mesh.dp * run.train.microbatch))
-            rows.append(("all_reduce", FIGURE, updates * (mesh.world > mesh.pp), "squares of a stage's gradients"))
+            rows.append(("all_reduce", FLOAT64_BYTES, updates * (mesh.world > mesh.pp), "squares of a stage's gradients"))
         if run.data.documents:
-            rows.append(("all_reduce", WIDE, is_parallel, "label count"))
+            rows.append(("all_reduce", INT64_BYTES, is_parallel, "label count"))
         own = (ControlMessage(verb=verb, payload=payload, count=count, says=says) for verb, payload, count, says in rows if count)
         return (*own, *routing_messages(run, mesh, layers))
 
@@ -174,10 +175,10 @@ def step_moves(weight: int, gradient: int, states: int, *, one_kernel: bool) -> 
     cast before AdamW, which writes it too, and the weight copied after it.
     """
     if one_kernel:
-        return 2 * gradient + 2 * (MASTER + states) + (weight if weight < MASTER else 0)
-    cast = gradient + MASTER if gradient < MASTER else 0
-    copied = MASTER + weight if weight < MASTER else 0
-    return gradient + cast + 2 * (MASTER + MASTER + states) + copied
+        return 2 * gradient + 2 * (MASTER_BYTES + states) + (weight if weight < MASTER_BYTES else 0)
+    cast = gradient + MASTER_BYTES if gradient < MASTER_BYTES else 0
+    copied = MASTER_BYTES + weight if weight < MASTER_BYTES else 0
+    return gradient + cast + 2 * (MASTER_BYTES + MASTER_BYTES + states) + copied
 
 
 def _message_bytes(layout: Layout, blocks: BlockCosts) -> int:
@@ -214,4 +215,4 @@ def _stage3_terms(run: Run, mesh: Mesh, shards: Sequence[WeightShard], rounds: i
             says = f"gradients of {kind}, {often}, each padded to equal rows"
             yield TrafficTerm(verb="reduce_scatter", bytes=rounds * trained * width.gradient, says=says)
         if copies > 1:
-            yield TrafficTerm(verb="all_reduce", bytes=trained // ranks * width.gradient, says=f"{COPIED}, once a step")
+            yield TrafficTerm(verb="all_reduce", bytes=trained // ranks * width.gradient, says=f"{COPIED_SHARD}, once a step")

@@ -14,7 +14,7 @@ from ..layout.layout import StageKind
 from ..layout.mesh import Mesh
 
 
-class Rows(NamedTuple):
+class WeightRows(NamedTuple):
     """A weight on a rank before sharding: its rows, the elements of one, which other ranks of the tensor axis hold it too, whether
     data-parallel ranks share it out."""
 
@@ -35,9 +35,9 @@ def gathers_once(parallel: Parallel) -> bool:
     return parallel.gather == "step" or (parallel.gather == "auto" and parallel.pp > 1)
 
 
-def rows_of_size(size: tuple[int, ...], copies: TensorCopies = "") -> Rows:
+def rows_of_size(size: tuple[int, ...], copies: TensorCopies = "") -> WeightRows:
     """The rows of a weight of this size."""
-    return Rows(size[0], prod(size[1:]), copies)
+    return WeightRows(size[0], prod(size[1:]), copies)
 
 
 def padded_elements(size: tuple[int, ...], ranks: int) -> int:
@@ -45,17 +45,17 @@ def padded_elements(size: tuple[int, ...], ranks: int) -> int:
     return ranks * rows_of_size(size).on_rank(ranks, None)
 
 
-def stage_rows(context: CostContext, kind: StageKind, mesh: Mesh) -> tuple[tuple[Rows, int], ...]:
+def stage_rows(context: CostContext, kind: StageKind, mesh: Mesh) -> tuple[tuple[WeightRows, int], ...]:
     """The trained weights of a rank of a kind of stage, and how often it has each."""
     key = ("native", kind, mesh.tp, mesh.ep)
     if key not in context.memo:
         ends, layer = (StageKind(0, kind.first, kind.last), 1), (StageKind(1, False, False), kind.layers)
         context.memo[key] = tuple((row, many) for some, many in (ends, layer) for row in _rows(context, some, mesh))
-    found: tuple[tuple[Rows, int], ...] = context.memo[key]
+    found: tuple[tuple[WeightRows, int], ...] = context.memo[key]
     return found
 
 
-def _rows(context: CostContext, kind: StageKind, mesh: Mesh) -> Iterator[Rows]:
+def _rows(context: CostContext, kind: StageKind, mesh: Mesh) -> Iterator[WeightRows]:
     for parameter in model_parameters(context.table, range(kind.layers), first=kind.first, last=kind.last):
         if not parameter.frozen:
             shard = weight_shard(parameter, context.table.sizes, mesh.tp, 0, vocab_multiple=context.run.model.vocab_multiple, ep=mesh.ep)

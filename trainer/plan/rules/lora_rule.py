@@ -11,7 +11,7 @@ from .broken_rule import BrokenRule
 NONE = (("model.lora.rank", 0),)
 
 
-def lora(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+def lora_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
     """Families with dense layers of their own have LoRA, on layers that they have."""
     model, targets = run.model, run.model.lora.targets
     if not model.lora.rank:

@@ -9,7 +9,7 @@ from ...spec.divisors import divisors
 from ...spec.format_numbers import plural
 from ...spec.problem import suggest_name
 from ...spec.run import Parallel, Run
-from ..layout.run_schedule import is_file, read_lists, schedule_of
+from ..layout.schedule_of_run import is_file, read_lists, schedule_of
 from ..layout.schedules import SCHEDULES
 from .broken_rule import BrokenRule
 from .degrees import micro_batches, nearest_divisors
@@ -17,7 +17,7 @@ from .degrees import micro_batches, nearest_divisors
 MOST_STAGES = 10_000
 
 
-def pipeline(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+def pipeline_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
     """Each stage, and each chunk of it, has a layer. Chunks are for interleaved schedules, which need micro-batches in rounds."""
     layers, stages, chunks = run.model.layers, parallel.pp, parallel.chunks
     if stages > MOST_STAGES:

@@ -12,7 +12,7 @@ from .broken_rule import BrokenRule
 ORIGINAL = "model.rope.original_max_position_embeddings"
 
 
-def rotary(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+def rotary_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
     """Rope turns pairs of elements of a head; each kind of scaling has what it computes with."""
     model, rope = run.model, run.model.rope
     if model.positions != "rope" or is_made_by_transformers(model):
@@ -38,7 +38,7 @@ def rotary(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule
         yield BrokenRule("rope", "model.rope.type=dynamic needs heads of more than 2 elements", ((("model.rope.type", "linear"),),))
 
 
-def window(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+def window_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
     """Layers that have a window have its width, and the list of layers repeats evenly."""
     model, types = run.model, run.model.layer_types
     if is_made_by_transformers(model) or types is None:
@@ -51,7 +51,7 @@ def window(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule
         yield BrokenRule("window", says, ((("model.layer_types", None),),))
 
 
-def window_layout(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+def window_layout_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
     """Ranks that share a sequence compute whole attention only."""
     if parallel.cp > 1 and run.model.effective_window(run.train.seq):
         says = f"parallel.cp={parallel.cp} does not compute model.window={run.model.window}, shorter than train.seq={run.train.seq}"

@@ -14,20 +14,21 @@ from ...spec.changed_run import Change
 from ...spec.divisors import divisors
 from ...spec.problem import suggest_name
 from ...spec.run import Parallel, Run
+from ..axes import AXES, degree_keys
 from ..costs.precision import COMPUTES
 from ..engines import ENGINES, PAPERS_NAME
 from ..layout.mesh import replica_degrees
 from .broken_rule import BrokenRule, Rule
 from .degrees import nearest_divisors, replicas
-from .lora_rule import lora
-from .pipeline_rules import pipeline
-from .position_rules import rotary, window, window_layout
-from .value_rules import folders, pairs, plannable_ranks, profiler_window, rates
+from .lora_rule import lora_rule
+from .pipeline_rules import pipeline_rule
+from .position_rules import rotary_rule, window_layout_rule, window_rule
+from .value_rules import folders_rule, pairs_rule, plannable_ranks_rule, profiler_window_rule, rates_rule
 
 MOST_SMALLER = 16  # smaller degrees of an axis that are tried
 
 
-def names(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+def names_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
     """Families and engines are names in their tables."""
     for key, word, known in (
         ("model.family", run.model.family, tuple(FAMILIES)),
@@ -37,7 +38,7 @@ def names(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]
             yield BrokenRule("name", f"{key}={word} is not known", fix=suggest_name(word, known))
 
 
-def model(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+def model_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
     """The sizes of a model fit each other."""
     words = run.model
     if is_made_by_transformers(words):
@@ -68,7 +69,7 @@ def model(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]
         )
 
 
-def hugging_face(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+def hugging_face_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
     """A model made by transformers is as its config.json says, without what only our own layers do."""
     words = run.model
     if not is_made_by_transformers(words):
@@ -89,14 +90,14 @@ def hugging_face(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Brok
         yield BrokenRule("documents", says, ((("data.documents", False),),))
 
 
-def hugging_face_layout(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+def hugging_face_layout_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
     """A model made by transformers is whole on every rank, except for what ZeRO shards, and recomputes nothing."""
     if not is_made_by_transformers(run.model):
         return
     again: Change = () if parallel.dp == "auto" else (("parallel.dp", "auto"),)
-    for axis in ("tp", "pp", "cp"):
+    for axis in degree_keys(parallel):
         degree = getattr(parallel, axis)
-        if degree > 1:
+        if axis != "dp" and AXES[axis].within is None and degree > 1:
             says = f"parallel.{axis}={degree} does not apply to family {run.model.family}, which trains with data parallelism and ZeRO only"
             yield BrokenRule("hf", says, (((f"parallel.{axis}", 1), *again),))
     if parallel.recompute != "none":
@@ -104,7 +105,7 @@ def hugging_face_layout(run: Run, parallel: Parallel, microbatch: int) -> Iterat
         yield BrokenRule("hf", says, ((("parallel.recompute", "none"),),))
 
 
-def experts(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+def experts_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
     """A mixture of experts has experts, and routes a token to some of them; other families have none."""
     words = run.model
     if not has_experts(words):
@@ -142,7 +143,7 @@ def _devices(run: Run) -> str:
     return f"the cluster has {run.cluster.nodes} x {run.cluster.gpus} = {run.cluster.nodes * run.cluster.gpus} devices"
 
 
-def world(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+def world_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
     """The degrees multiply to the number of devices; the expert axis is a part of the data axis."""
     ranks = run.cluster.nodes * run.cluster.gpus
     degrees = replica_degrees(parallel)
@@ -188,7 +189,7 @@ def _enough_nodes(run: Run, wanted: int) -> tuple[Change, ...]:
     return ((("cluster.nodes", -(-wanted // gpus)),),) if wanted % gpus == 0 else ()
 
 
-def tensor(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+def tensor_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
     """Sequence parallelism splits the sequence by tp too. Heads, feed-forward and vocabulary are padded where tp does not divide them."""
     degree = parallel.tp
     if degree > 1 and parallel.sequence and run.train.seq % (degree * parallel.cp):
@@ -196,14 +197,14 @@ def tensor(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule
         yield BrokenRule("sequence", f"parallel.sequence does not split {of} evenly", ((("parallel.sequence", False),),))
 
 
-def context(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+def context_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
     """cp gives each rank two pieces of the sequence, one from the front and one from the back, so that causal attention is balanced."""
     if parallel.cp > 1 and run.train.seq % (2 * parallel.cp):
         fits = tuple(change for change in nearest_divisors("parallel.cp", parallel.cp, max(1, run.train.seq // 2)))
         yield BrokenRule("cp", f"parallel.cp={parallel.cp}: train.seq={run.train.seq} is not a multiple of 2 x cp", fits)
 
 
-def batch(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+def batch_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
     """The global batch is a whole number of micro-batches on every replica."""
     dp = replicas(run, parallel)
     if dp is None or run.train.batch % (dp * microbatch) == 0:
@@ -217,7 +218,7 @@ def batch(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]
     yield BrokenRule("batch", says, tuple(tries))
 
 
-def length(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+def length_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
     """A run has one length, and its warm-up is shorter."""
     train = run.train
     if train.steps is None and train.tokens is None:
@@ -232,7 +233,7 @@ def length(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule
         yield BrokenRule("warmup", f"optim.warmup={run.optim.warmup} is not shorter than {length}", ((("optim.warmup", steps // 10),),))
 
 
-def precision(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+def precision_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
     """A GPU whose peaks are stated computes in those precisions only; a CPU computes in every one, at rates that may not be known."""
     peaks = run.cluster.device.peak if run.cluster.device.kind != "cpu" else {}
     for each in COMPUTES[run.train.precision] if peaks else ():
@@ -248,7 +249,7 @@ def precision(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenR
         yield BrokenRule("gradients", says, tuple((("train.gradients", name),) for name in ("auto", "fp32")))
 
 
-def offload(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+def offload_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
     """ZeRO offloads what it shards: optimizer states from stage 1, parameters at stage 3."""
     if parallel.offload.optimizer and parallel.zero == 0:
         yield BrokenRule("offload", "parallel.offload.optimizer=true needs parallel.zero of 1 or more", ((("parallel.zero", 1),),))
@@ -258,7 +259,7 @@ def offload(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRul
         )
 
 
-def device(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+def device_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
     """The memory of the device is a number by the time a plan is made."""
     if run.cluster.device.memory == "auto":
         yield BrokenRule(
@@ -268,10 +269,12 @@ def device(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule
 
 # Rules of a run that do not depend on its degrees, and rules of a layout, which a sweep applies to each.
 OF_RUN: tuple[Rule, ...] = (
-    names, folders, model, rotary, window, lora, hugging_face, pairs, length, rates, profiler_window, precision, device,
+    names_rule, folders_rule, model_rule, rotary_rule, window_rule, lora_rule, hugging_face_rule, pairs_rule, length_rule, rates_rule,
+    profiler_window_rule, precision_rule, device_rule,
 )  # fmt: skip
 OF_LAYOUT: tuple[Rule, ...] = (
-    hugging_face_layout, window_layout, experts, world, tensor, context, pipeline, batch, offload, plannable_ranks,
+    hugging_face_layout_rule, window_layout_rule, experts_rule, world_rule, tensor_rule, context_rule, pipeline_rule, batch_rule,
+    offload_rule, plannable_ranks_rule,
 )  # fmt: skip
 
 

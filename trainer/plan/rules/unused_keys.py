@@ -17,6 +17,7 @@ from ...spec.problem import Problem
 from ...spec.read import value_text
 from ...spec.rope import ROPE_KEYS
 from ...spec.run import Run
+from ..axes import AXES
 from ..engines import PAPERS_NAME
 from ..layout.mesh import Mesh
 
@@ -152,7 +153,7 @@ READ: dict[str, tuple[str, ...]] = {  # by section
                         "context"),
     "cluster.inside":  ("bandwidth", "latency", "efficiency"),
     "cluster.between": ("bandwidth", "latency", "efficiency"),
-    "parallel":        ("dp", "tp", "pp", "cp", "ep", "zero", "recompute", "actions"),
+    "parallel":        (*AXES, "zero", "recompute", "actions"),
     "parallel.offload": ("optimizer", "parameters"),
     "train":           ("batch", "seq", "microbatch", "steps", "tokens", "precision", "gradients", "attention", "flops", "deterministic",
                         "seed", "clip", "skip"),

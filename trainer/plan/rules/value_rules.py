@@ -16,7 +16,7 @@ MOST_DIR = 2000  # bytes of log.dir
 MOST_COUNTED = 100_000  # ranks of a mesh whose groups are examined one by one
 
 
-def folders(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+def folders_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
     """A run's name names one folder in log.dir."""
     if why := _no_name(run.name):
         yield BrokenRule(
@@ -26,7 +26,7 @@ def folders(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRul
         yield BrokenRule("dir", f"log.dir={value_text(run.log.dir)} {why}", fix="name a folder, as log.dir=runs")
 
 
-def pairs(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+def pairs_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
     """Examples of a prompt and a completion are always kept apart."""
     if run.data.name == "pairs" and not run.data.documents:
         says = "data.documents=false: data=pairs always keeps its examples apart"
@@ -68,7 +68,7 @@ def _too_long(text: str, most: int) -> str:
     return f"is longer than {most} bytes" if len(os.fsencode(text)) > most else ""
 
 
-def rates(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+def rates_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
     """A learning-rate schedule falls from lr to min_lr."""
     optim = run.optim
     if optim.schedule != "constant" and optim.min_lr > optim.lr:
@@ -76,7 +76,7 @@ def rates(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]
         yield BrokenRule("min_lr", says, ((("optim.min_lr", float(f"{optim.lr / 10:.6g}")),),))
 
 
-def profiler_window(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+def profiler_window_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
     """The profiler's window contains steps, counted from 1."""
     if run.log.profile is None:
         return
@@ -87,7 +87,7 @@ def profiler_window(run: Run, parallel: Parallel, microbatch: int) -> Iterator[B
         yield BrokenRule("profile", f"log.profile=[{first},{last}]: steps are counted from 1", ((("log.profile", (1, 1)),),))
 
 
-def plannable_ranks(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+def plannable_ranks_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
     """What can only be found by examining ranks one by one is planned for so many ranks at most."""
     gpus, others = run.cluster.gpus, replica_size(parallel)
     ranks = run.cluster.nodes * gpus

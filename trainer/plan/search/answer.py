@@ -9,6 +9,7 @@ from typing import Any
 from ...spec.changed_run import Change, overrides, with_changes
 from ...spec.problem import Problem
 from ...spec.run import Run
+from ..axes import AXES, degree_keys
 from ..costs.cost_context import CostContext
 from ..engines import engine_for
 from ..error_bars import Planned, memory_bar, step_bar
@@ -22,7 +23,7 @@ from .front import CostedLayout
 from .search import LayoutSearch, candidate_layout
 from .space import Candidate, Space
 
-KEYS = ("dp", "tp", "pp", "cp", "ep", "zero", "shard", "schedule", "chunks", "stages", "sequence", "recompute")
+LAYOUT_KEYS = ("zero", "shard", "schedule", "chunks", "stages", "sequence", "recompute")
 OVERTAKERS = 3  # times the rows of an answer: the meshes whose best layout may be among them with better stages
 NO_MESH = (0, 0, 0, 0)
 TERMS = ("compute", "exposed", "bubble", "optimizer")
@@ -128,7 +129,7 @@ def answer_changes(run: Run, candidate: Candidate) -> Change:
     """The keys of a run whose values a layout changes, with the new ones."""
     parallel = candidate.parallel
     changes: list[tuple[str, object]] = []
-    for name in KEYS:
+    for name in (*degree_keys(parallel), *LAYOUT_KEYS):
         old, new = getattr(run.parallel, name), getattr(parallel, name)
         if old != new and not (name == "dp" and old == "auto"):
             changes.append((f"parallel.{name}", new))
@@ -207,7 +208,7 @@ def _found_layout(
     held, taken = memory_bar(planned), step_bar(planned, seconds.step) if seconds else None
     return FoundLayout(
         overrides=overrides(answer_changes(run, found.candidate)),
-        mesh={name: getattr(parallel, name) for name in ("pp", "dp", "cp", "ep", "tp")},
+        mesh={name: getattr(parallel, name) for name in AXES},
         microbatch=microbatch,
         zero=parallel.zero,
         shard=parallel.shard,

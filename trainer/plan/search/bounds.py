@@ -6,20 +6,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ...models.ops.op_table import block_weights, element_count
 from ...spec.run import Offload, Parallel
 from ..axes.axis import ActivationForm
 from ..costs.block_costs import BlockCost, BlockCosts
 from ..costs.cost_context import CostContext
 from ..costs.elementwise import larger
-from ..costs.passes_bytes import passes_bytes
+from ..costs.stage_temporary_bytes import stage_temporary_bytes
 from ..engines import ENGINES
 from ..layout.layout import LayerPartition, StageKind
-from ..layout.run_schedule import schedule_of
+from ..layout.schedule_of_run import schedule_of
+from ..layout_of_run import activation_form, stage_partition
 from ..part_seconds import MOST_PASSES
-from ..run_layout import activation_form, stage_partition
 from .space import ScheduleChoice, Zero
 from .split_arrays import Array
 
@@ -63,11 +61,13 @@ class Bounds:
 
     def activation_bytes(self, schedules: StagedSchedules, blocks: BlockCosts) -> Array:
         """The least bytes that passes hold, beside states: in a row those on the first stage, in another those on the last."""
+        import numpy as np
+
         stages = ((schedules.first_kind, schedules.in_flight), (schedules.last_kind, schedules.in_flight_of_last))
         return np.stack([self._stage_activation_bytes(kind, in_flight, blocks) for kind, in_flight in stages]) * (1 - ROUNDING)
 
     def _stage_activation_bytes(self, kind: StageKind, in_flight: Array, blocks: BlockCosts) -> Array:
-        temporary = passes_bytes(self.context, blocks, kind) if self.runnable else 0
+        temporary = stage_temporary_bytes(self.context, blocks, kind) if self.runnable else 0
         ends = (blocks.embedding.saved - blocks.saved_once) * kind.first * in_flight + (blocks.head.logits + blocks.head.saved) * kind.last
         return kind.layers * blocks.layer.saved * in_flight + ends + temporary
 
@@ -112,9 +112,9 @@ def _known(seconds: Array) -> Array:
 
 
 class StagedSchedule(NamedTuple):
-    """A schedule of a mesh with so many micro-batches: the layers of its stages, the micro-batches that the first and the last hold at once; the
-    shares of the other stages' seconds that a step waits, and of their weights' gradients that fill the wait; on which engines a step is
-    simulated."""
+    """A schedule of a mesh with so many micro-batches: the layers of its stages, the micro-batches that the first and the last hold at
+    once; the shares of the other stages' seconds that a step waits, and of their weights' gradients that fill the wait; on which engines
+    a step is simulated."""
 
     choice: ScheduleChoice
     partition: LayerPartition
@@ -134,6 +134,8 @@ class StagedSchedules:
     """Several schedules: arrays with an element for each."""
 
     def __init__(self, rows: Sequence[StagedSchedule]) -> None:
+        import numpy as np
+
         partitions = [row.partition for row in rows]
         most = max(len(each.kinds) for each in partitions)
         none = StageKind(0, first=False, last=False)
@@ -172,6 +174,8 @@ class StagedSchedules:
     def least_seconds(self, each: PassSeconds, hop: Array) -> Array:
         """Return lower bounds of the seconds of a step's forwards and backwards, as `Bounds.step_seconds`: the plan's closed form, and
         `_least_simulated` where a step is simulated. `hop`: seconds of a micro-batch's messages between two parts."""
+        import numpy as np
+
         sends = hop * self.parts
 
         def total(kind: StageKind) -> Array:
@@ -203,12 +207,16 @@ class StagedSchedules:
 
 def _kinds(rows: Sequence[StageKind]) -> StageKind:
     """The kinds as one whose fields are arrays."""
+    import numpy as np
+
     layers, first, last = (np.array(each) for each in zip(*rows, strict=True))
     arrays: list[Any] = [layers, first, last]
     return StageKind(*arrays)
 
 
 def _take(value: Any, at: Array) -> Any:
+    import numpy as np
+
     if isinstance(value, StageKind):
         return StageKind(*[_take(each, at) for each in value])
     if isinstance(value, list):

@@ -8,10 +8,8 @@ from functools import reduce
 from math import inf
 from typing import NamedTuple
 
-import numpy as np
-
 from ...spec.run import Offload, Parallel
-from ..axes.collectives import Wire, collective_cost
+from ..axes.collectives import collective_cost
 from ..costs.block_costs import BlockCosts
 from ..costs.cost_context import CostContext
 from ..costs.local_tensors import BlockSplit, block_split
@@ -68,6 +66,8 @@ class PassTable:
     """All passes of a space."""
 
     def __init__(self, space: Space, context: CostContext, bounds: Bounds) -> None:
+        import numpy as np
+
         self.space, self.context, self.bounds = space, context, bounds
         self.meshes = list(space.meshes())
         self.forms: dict[frozenset[Form], set[Zero]] = {}  # that layers may have, and at which ZeRO stages
@@ -86,6 +86,8 @@ class PassTable:
 
     def ordered(self, offload: Offload, capacity: float, *, by_seconds: bool, timed: bool) -> Iterator[PassBound]:
         """Yield the bounds of passes that may fit into `capacity` bytes with states offloaded at most so, the least bounds first."""
+        import numpy as np
+
         if not self._rows:
             return
         tp, pp, ep = (np.array([getattr(each, name) for each in self.meshes]) for name in ("tp", "pp", "ep"))
@@ -118,6 +120,8 @@ class PassTable:
         )
 
     def _every_pass(self) -> PassColumns:
+        import numpy as np
+
         numbers: tuple[dict[tuple[object, ...], int], dict[tuple[object, ...], int]] = ({}, {})
         splits: dict[tuple[object, ...], BlockSplit] = {}
         staged: dict[tuple[int, int], tuple[int, int]] = {}
@@ -150,6 +154,8 @@ class PassTable:
 
     def _least_costs(self) -> tuple[Array, Array]:
         """(least seconds of a step, least bytes) of each row in each set of forms, beside states, as `Pass` has them."""
+        import numpy as np
+
         if not self._rows:
             return np.zeros((len(self.forms), 2, 0)), np.zeros((len(self.forms), 2, 0))
         places = self._places()[self._pass]
@@ -166,26 +172,32 @@ class PassTable:
 
     def _places(self) -> Array:
         """The place of each pass in the arrays of `_blocks`."""
+        import numpy as np
+
         passes, (plain, split) = self._passes, map(len, self._splits)
         many = np.where(passes.sequence, split, plain)
         return passes.sequence * len(RECOMPUTES) * plain + passes.recompute * many + passes.split
 
     def _blocks(self, form: Form) -> BlockCosts:
         """The costs of all splits under each recomputation."""
+        import numpy as np
+
         activations, fused = form
         parts = [blocks_of_splits(self.context, rows, activations, RECOMPUTES, fused=fused) for rows in self._splits if rows]
         return map_fields(lambda *each: np.concatenate(each), parts)
 
     def _hop_seconds(self, blocks: BlockCosts) -> Array:
         """Exposed seconds of a micro-batch's messages into and out of one part of a stage, of each pass."""
+        import numpy as np
+
         passes, run = self._passes, self.space.run
-        stream = blocks.stream[self._places()]
+        every: Array = blocks.stream
+        stream = every[self._places()]
         if run.parallel.overlap.pipeline:
             return np.zeros(len(stream))
         tp = np.array([each.tp for each in self.meshes])[passes.mesh]
         scattered = run.parallel.scatter and passes.sequence == 0
         payload = np.where(scattered, -(-stream // tp), stream)
-        pair = merged_wire([wires.pair for wires in self._wires])
-        size, in_node, rate, hop = (each[passes.mesh] for each in (pair.size, pair.in_node, pair.rate, pair.hop))
-        _, seconds = collective_cost("send", payload, Wire(size, in_node, rate, hop))
+        pair = merged_wire([self._wires[mesh].pair for mesh in passes.mesh.tolist()])
+        _, seconds = collective_cost("send", payload, pair)
         return 2 * seconds

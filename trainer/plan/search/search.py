@@ -14,13 +14,13 @@ from ..costs.local_tensors import block_split
 from ..engines import ENGINES, cost_model
 from ..layout.layout import Layout, mesh_of
 from ..layout_cost import has_times, layout_blocks, peak_bytes, stage_costs, step_seconds
-from ..run_layout import layout_on
+from ..layout_of_run import layout_on
 from ..stage_cost import StageCost
 from .bounds import Bounds
 from .front import Best, CostedLayout, Front, MeshKey, mesh_key
-from .least_states import LeastStates, least_states
 from .pass_table import Pass, PassTable
 from .space import Candidate, Space, StateChoice, Zero
+from .state_bounds import LeastStates, least_states
 
 SLOWEST = 1.25  # times the fastest layout's seconds: slower ones, which waste more than a fifth of the cluster, are not kept
 
@@ -134,7 +134,7 @@ class LayoutSearch:
     def _search_pass(self, each: Pass, states: MeshStates, zeros: set[Zero]) -> None:
         """Cost the layouts of a pass at some ZeRO stages."""
         mesh = mesh_key(each.parallel)
-        most = self.capacity + 1
+        most: float = self.capacity + 1
         if not self.best.may_enter(mesh, min(each.seconds), 0):
             most = min(most, self.front.least_peak(min(each.seconds)))
         for row, engines in zip(states.rows, self._engines_of(each, states), strict=True):

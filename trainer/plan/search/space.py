@@ -13,8 +13,9 @@ from ...spec.divisors import divisors
 from ...spec.run import Offload, Parallel, Run
 from ..engines import ENGINES, PAPERS_NAME
 from ..engines.engine_limits import exceeded_limits
+from ..layout.mesh import replica_size
 from ..layout.schedules import SCHEDULES
-from ..rules.rules import OF_LAYOUT, broken_rules, offload
+from ..rules.rules import OF_LAYOUT, broken_rules, offload_rule
 
 MOST_MICROBATCH = 64  # sequences of a micro-batch
 
@@ -22,7 +23,6 @@ Zero = Literal[0, 1, 2, 3]
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 OFFLOADS = (Offload(), Offload(optimizer=True), Offload(optimizer=True, parameters=True))
-DEGREES = ("tp", "pp", "cp", "ep")
 
 
 class PassChoice(NamedTuple):
@@ -65,7 +65,9 @@ class Space:
 
     def __init__(self, run: Run, fixed: frozenset[str] = frozenset(), *, runnable: bool = True) -> None:
         self.run, self.fixed, self.runnable = run, fixed, runnable
-        self.world = run.cluster.nodes * run.cluster.gpus
+        given = run.parallel
+        others = replica_size(given) // (given.tp * given.pp * given.cp)  # degrees that no search chooses
+        self.world = run.cluster.nodes * run.cluster.gpus // others
         self._engines: dict[tuple[object, ...], tuple[str | None, ...]] = {}
         self._pipelines: dict[tuple[int, int], tuple[ScheduleChoice, ...]] = {}
         self._schedules: dict[tuple[int, int], Counter[str]] = {}
@@ -235,7 +237,7 @@ class Space:
             each
             for each in OFFLOADS
             if all(getattr(each, name) == getattr(given, name) for name in fixed)
-            and not broken_rules(self.run, Parallel(zero=zero, offload=each), 1, (offload,))
+            and not broken_rules(self.run, Parallel(zero=zero, offload=each), 1, (offload_rule,))
         ]
 
     def _legal_pipelines(self, parallel: Parallel, microbatch: int) -> Iterator[ScheduleChoice]:

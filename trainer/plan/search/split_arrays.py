@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ..axes.axis import ActivationForm
 from ..axes.collectives import Wire
 from ..costs.block_costs import BlockCost, BlockCosts, SplitCosts
@@ -31,6 +29,8 @@ def blocks_of_splits(
 ) -> BlockCosts:
     """The costs of the blocks of each split under the first recomputation, then of each under the second, ...; all splits are equal in
     sequence parallelism. Their own form is not read."""
+    import numpy as np
+
     split = replace(_merged_splits(rows), form=form, fused=fused)
     costs = SplitCosts(context.run, context.table, split, _merged_wires(rows))
     blocks = [costs.blocks(recompute) for recompute in recomputes]
@@ -39,7 +39,7 @@ def blocks_of_splits(
 
 def map_fields(function: Callable[..., Any], blocks: Sequence[BlockCosts]) -> BlockCosts:
     """The function of each number of several block costs; messages and counts of all parameters are left out."""
-    ends = {name: _map_block(function, [getattr(each, name) for each in blocks]) for name in ("embedding", "layer", "head")}
+    ends: dict[str, Any] = {name: _map_block(function, [getattr(each, name) for each in blocks]) for name in ("embedding", "layer", "head")}
     whole = {name: function(*[getattr(each, name) for each in blocks]) for name in ("tied", "stream", "saved_once")}
     return replace(blocks[0], **ends, **whole, elements=())
 
@@ -54,6 +54,8 @@ def _map_block(function: Callable[..., Any], blocks: Sequence[BlockCost]) -> Blo
 
 def _merged_splits(rows: Sequence[SplitOnWires]) -> BlockSplit:
     """The splits as one whose degrees and micro-batch are arrays."""
+    import numpy as np
+
     first = rows[0].split
     each = [dict(row.split.degrees) for row in rows]
     names = [name for name in rows[0].wires.axes if any(name in degrees for degrees in each)]
@@ -70,6 +72,8 @@ def _merged_wires(rows: Sequence[SplitOnWires]) -> Wires:
 
 def merged_wire(wires: Sequence[Wire]) -> Wire:
     """The wires as one whose fields are arrays."""
+    import numpy as np
+
     known = all(wire.known for wire in wires)
     numbers: dict[str, Any] = {name: np.array([getattr(wire, name) for wire in wires]) for name in ("size", "in_node", "rate", "hop")}
     return Wire(**numbers, known=known)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..costs.block_costs import BlockCosts
 from ..layout.layout import Layout, layer_partition
-from ..layout.run_schedule import schedule_of
+from ..layout.schedule_of_run import schedule_of
 from ..layout.step_order import NOTHING, StepOrder, step_order
 from ..layout_cost import hop_seconds
 from ..part_seconds import part_seconds

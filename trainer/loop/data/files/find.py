@@ -50,7 +50,7 @@ def library_files() -> list[DataFile]:
     return files
 
 
-class Search(NamedTuple):
+class FileSearch(NamedTuple):
     """Which files of a folder are read."""
 
     suffixes: tuple[str, ...]  # name suffixes of the files that are read
@@ -60,7 +60,7 @@ class Search(NamedTuple):
     accepts: Callable[[Path], bool] = lambda path: True  # whether a file with one of the suffixes is read
 
 
-def find_files(words: Sequence[str], search: Search, remark: Remark, problems: list[Problem]) -> list[list[DataFile]]:
+def find_files(words: Sequence[str], search: FileSearch, remark: Remark, problems: list[Problem]) -> list[list[DataFile]]:
     """Return the files of each path, which names a file, a folder or a pattern; append to `problems`.
 
     A remark counts the files of a folder or a pattern that are skipped.
@@ -68,7 +68,7 @@ def find_files(words: Sequence[str], search: Search, remark: Remark, problems: l
     return [_files_of_word(word, search, remark, problems) for word in words]
 
 
-def _files_of_word(word: str, search: Search, remark: Remark, problems: list[Problem]) -> list[DataFile]:
+def _files_of_word(word: str, search: FileSearch, remark: Remark, problems: list[Problem]) -> list[DataFile]:
     """Return the files of one path; append to `problems`."""
     try:
         return list(_find(word, search, remark))
@@ -80,7 +80,7 @@ def _files_of_word(word: str, search: Search, remark: Remark, problems: list[Pro
     return []
 
 
-def _find(word: str, search: Search, remark: Remark) -> list[DataFile]:
+def _find(word: str, search: FileSearch, remark: Remark) -> list[DataFile]:
     """Return the files of one path; raises Unreadable, and OSError, RuntimeError or ValueError if it is not a valid path."""
     path = Path(word).expanduser()
     if path.is_dir():
@@ -106,7 +106,7 @@ def _single_file(path: Path) -> DataFile:
     return file
 
 
-def _folder_files(word: str, path: Path, search: Search, remark: Remark) -> list[DataFile]:
+def _folder_files(word: str, path: Path, search: FileSearch, remark: Remark) -> list[DataFile]:
     everything = _files_below(path)
     fitting = [file for file in everything if file.size and file.name.lower().endswith(search.suffixes)]
     files = [file for file in fitting if search.accepts(file.path)] or fitting
@@ -119,7 +119,7 @@ def _folder_files(word: str, path: Path, search: Search, remark: Remark) -> list
     return files
 
 
-def _pattern_files(word: str, path: Path, search: Search, remark: Remark) -> list[DataFile]:
+def _pattern_files(word: str, path: Path, search: FileSearch, remark: Remark) -> list[DataFile]:
     hits = [Path(hit) for hit in sorted(glob(str(path), recursive=True)) if os.path.isfile(hit)]
     hits = [hit for hit in hits if hit.suffix == ".idx" or not hit.name.lower().endswith(search.companions)]
     if not hits:

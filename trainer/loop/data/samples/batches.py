@@ -34,7 +34,7 @@ class Batch:
         )
 
 
-def shard(first_sample: int, *, micro: int, dp_rank: int, dp: int, microbatch: int, batch: int) -> range:
+def microbatch_samples(first_sample: int, *, micro: int, dp_rank: int, dp: int, microbatch: int, batch: int) -> range:
     """Return the samples of one rank's micro-batch of the global batch that starts at first_sample (step x batch).
 
     A global batch is the samples first_sample .. + batch. Micro-batch m is the m-th run of dp x microbatch of them, and rank r
@@ -98,7 +98,7 @@ class Batches:
 
     def _fill(self, source: int, window: int, tokens: Indices, documents: Indices | None) -> None:
         read, filled = self.corpus.sources[source], 0
-        for start, length in read.runs(self.split).pieces(window * self.seq, self.seq + 1):
+        for start, length in read.ranges(self.split).pieces(window * self.seq, self.seq + 1):
             read.tokens.copy(start, tokens[filled : filled + length])
             if documents is not None:
                 documents[filled : filled + length] = read.tokens.documents(start, length)

@@ -22,8 +22,8 @@ SPLITS: tuple[Split, Split] = ("train", "validation")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Runs:
-    """Runs of tokens begins[i] .. ends[i], read as one text of `size` tokens."""
+class TokenRanges:
+    """Ranges of tokens begins[i] .. ends[i], read as one text of `size` tokens."""
 
     begins: Indices
     ends: Indices
@@ -38,7 +38,7 @@ class Runs:
         return int(self._totals[-1])
 
     def pieces(self, start: int, length: int) -> Iterator[tuple[int, int]]:
-        """Yield (position, length) of the runs that hold the text from start on."""
+        """Yield (position, length) of the ranges that hold the text from start on."""
         run = int(np.searchsorted(self._totals, start, "right")) - 1
         while length:
             inside = start - int(self._totals[run])
@@ -46,13 +46,13 @@ class Runs:
             yield int(self.begins[run]) + inside, taken
             start, length, run = start + taken, length - taken, run + 1
 
-    def rest(self, size: int) -> Runs:
+    def rest(self, size: int) -> TokenRanges:
         """Return the complement, in a sequence of `size` tokens."""
         begins, ends = np.concatenate([[0], self.ends]), np.concatenate([self.begins, [size]])
-        return Runs(begins=begins[ends > begins], ends=ends[ends > begins])
+        return TokenRanges(begins=begins[ends > begins], ends=ends[ends > begins])
 
 
-def validation_runs(key: int, bounds: Indices, share: float, *, whole: bool = False) -> Runs:
+def validation_ranges(key: int, bounds: Indices, share: float, *, whole: bool = False) -> TokenRanges:
     """Return the documents that validate: drawn by the key until they hold at least `share` of the tokens.
 
     A document larger than the whole share is skipped. If the others are too few, as when there is only one document, the end of
@@ -69,20 +69,20 @@ def validation_runs(key: int, bounds: Indices, share: float, *, whole: bool = Fa
         if len(totals) and totals[-1] >= wanted > 0:
             count = int(np.searchsorted(totals, wanted)) + 1
             chosen = np.sort(fitting[: min(count, len(lengths) - 1) if whole else count])
-            return merge_runs(bounds[chosen], bounds[chosen + 1])
+            return merge_ranges(bounds[chosen], bounds[chosen + 1])
     begin = size - wanted
     if whole:
         begin = max(int(bounds[np.searchsorted(bounds, begin, "right") - 1]), int(bounds[1]))
-    return merge_runs(np.array([begin]), np.array([size]))
+    return merge_ranges(np.array([begin]), np.array([size]))
 
 
-def merge_runs(begins: Indices, ends: Indices) -> Runs:
-    """Return Runs without empty ones and with adjacent ones merged."""
+def merge_ranges(begins: Indices, ends: Indices) -> TokenRanges:
+    """Return TokenRanges without empty ones and with adjacent ones merged."""
     begins, ends = begins[ends > begins], ends[ends > begins]
     if not len(begins):
-        return Runs(begins=begins, ends=ends)
+        return TokenRanges(begins=begins, ends=ends)
     apart = begins[1:] != ends[:-1]
-    return Runs(begins=begins[np.append(True, apart)], ends=ends[np.append(apart, True)])
+    return TokenRanges(begins=begins[np.append(True, apart)], ends=ends[np.append(apart, True)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,18 +90,18 @@ class Source:
     """One data source; samples are drawn from sources in proportion to their weights."""
 
     tokens: Tokens
-    validation: Runs
+    validation: TokenRanges
     weight: float
     documents: int | None  # None: unknown
     bytes: int  # size of its files
     set_apart: bool  # whether files named for validation validate
 
     @cached_property
-    def train(self) -> Runs:
+    def train(self) -> TokenRanges:
         """The tokens that do not validate."""
         return self.validation.rest(self.tokens.size)
 
-    def runs(self, split: Split) -> Runs:
+    def ranges(self, split: Split) -> TokenRanges:
         """Return the tokens of a split."""
         return self.train if split == "train" else self.validation
 
@@ -109,8 +109,8 @@ class Source:
         """Return a split's examples in windows of seq + 1 tokens; None if the source has no examples but text."""
         if not isinstance(self.tokens, MappedExamples):
             return None
-        runs, bounds = self.runs(split), self.tokens.bounds
-        firsts, ends = np.searchsorted(bounds, runs.begins), np.searchsorted(bounds, runs.ends)
+        ranges, bounds = self.ranges(split), self.tokens.bounds
+        firsts, ends = np.searchsorted(bounds, ranges.begins), np.searchsorted(bounds, ranges.ends)
         examples = [np.arange(first, end) for first, end in zip(firsts, ends, strict=True)]
         return pack_examples(self.tokens, np.concatenate([np.zeros(0, np.int64), *examples]), seq + 1)
 
@@ -137,7 +137,7 @@ class Corpus:
 
     def size(self, split: Split) -> int:
         """Number of tokens."""
-        return sum(source.runs(split).size for source in self.sources)
+        return sum(source.ranges(split).size for source in self.sources)
 
     @cached_property
     def entropy(self) -> float:
@@ -151,7 +151,7 @@ def windows(corpus: Corpus, seq: int, split: Split) -> tuple[int, ...]:
     """Return how many windows of seq + 1 tokens each source has; raises Unreadable if one has none."""
     counts, short = list[int](), list[Problem]()
     for index, source in enumerate(corpus.sources):
-        name, size, packed = source_name(corpus.name, index, len(corpus.sources)), source.runs(split).size, source.pack(split, seq)
+        name, size, packed = source_name(corpus.name, index, len(corpus.sources)), source.ranges(split).size, source.pack(split, seq)
         counts.append((size - 1) // seq if packed is None else packed.size)
         if counts[-1] < 1:
             whole, apart = source.tokens.size, source.set_apart
@@ -206,10 +206,10 @@ def _id_frequencies(source: Source, vocab: int) -> NDArray[np.float64]:
     return np.asarray(counts / max(counts.sum(), 1), np.float64)
 
 
-def _completion_frequencies(tokens: MappedExamples, runs: Runs, vocab: int) -> NDArray[np.float64]:
-    """Return the frequency of each id [vocab] in the completions of runs of examples."""
+def _completion_frequencies(tokens: MappedExamples, ranges: TokenRanges, vocab: int) -> NDArray[np.float64]:
+    """Return the frequency of each id [vocab] in the completions of ranges of examples."""
     counts = np.zeros(vocab, np.int64)
-    for begin, end in zip(runs.begins, runs.ends, strict=True):
+    for begin, end in zip(ranges.begins, ranges.ends, strict=True):
         for at in range(int(begin), int(end), 1 << 22):
             read = np.empty(min(1 << 22, int(end) - at), np.int64)
             tokens.copy(at, read)

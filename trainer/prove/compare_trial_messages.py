@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from ..plan.message_comparison import CONTROL, ComparedMessages, compare_rank
+from ..plan.compare_rank_messages import CONTROL, ComparedMessages, compare_rank_messages
 from ..spec.format_numbers import size_text
 from .trial import Trial
 
@@ -16,7 +16,7 @@ VERDICTS = ("equal", "explained", "differs")  # from good to bad: a layout's ver
 SHOWN = 3  # differing lines that are put into words
 
 
-def compare_messages(trial: Trial) -> dict[str, Any] | None:
+def compare_trial_messages(trial: Trial) -> dict[str, Any] | None:
     """Compare the messages that a layout counted with its plan; None if it counted none.
 
     Returns {"verdict", "says": the differences in words, "ranks": the compared lines of each rank}.
@@ -24,7 +24,7 @@ def compare_messages(trial: Trial) -> dict[str, Any] | None:
     ledger = _read_ledger(trial)
     if ledger is None:
         return None
-    ranks = [compare_rank(trial.run, rank, rows) for rank, rows in enumerate(ledger)]
+    ranks = [compare_rank_messages(trial.run, rank, rows) for rank, rows in enumerate(ledger)]
     verdicts = {line.verdict for lines in ranks for line in lines if line.axis != CONTROL or line.verdict == "differs"}
     return {
         "verdict": next((each for each in reversed(VERDICTS) if each in verdicts), VERDICTS[0]),

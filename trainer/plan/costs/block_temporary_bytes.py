@@ -15,7 +15,7 @@ from .elementwise import larger
 from .local_tensors import LocalTensors, saved_bytes
 
 LOGITS_AT_A_TIME = {"cpu": 1 << 20, "cuda": 1 << 26}  # that the loss makes float32 (trainer/layers/cross_entropy.py)
-CHUNKS, ONE_CHUNK = 3, 2  # float32 tensors of a chunk: a result and an operand, beside the softmax of the chunk before
+CHUNK_TENSORS, ONE_CHUNK_TENSORS = 3, 2  # float32 tensors of a chunk: a result and an operand, beside the softmax of the chunk before
 RANDOM_BITS = 12  # bytes an element of a dropout mask while it is drawn: three int32 tensors
 
 
@@ -32,7 +32,7 @@ def op_bytes(op: Op, local: LocalTensors, device: str) -> OpBytes:
     return OpBytes(saved_bytes(op, local), _backward_bytes(op, local, device), _forward_bytes(op, local))
 
 
-def temporary_bytes(ops: list[OpBytes], again: list[bool], stream: int, *, residual: bool) -> int:
+def block_temporary_bytes(ops: list[OpBytes], again: list[bool], stream: int, *, residual: bool) -> int:
     """The most bytes that one micro-batch's passes through a block hold beside all that its blocks save.
 
     `again`: whether backward runs each op again. `stream`: bytes of the hidden states; `residual`: the gradient of the block's result is
@@ -65,7 +65,7 @@ def _backward_bytes(op: Op, local: LocalTensors, device: str) -> int:
     if product.fused:
         return 2 * _scores_bytes(op, local) + 4 * width * whole * inner  # of queries, keys, values and the result
     outer = sum(map(local.count, product.outers))
-    inputs = 2 if local.sequence and tp.style(op) == "column" else 1  # the gathered input too
+    inputs = 2 if local.sequence and tp.split_style(op) == "column" else 1  # the gathered input too
     weights = reduce(larger, [local.count(weight.dims) for weight in op.weights if not weight.frozen], 0)
     return width * (whole * (outer + inputs * inner) + weights)
 
@@ -74,7 +74,7 @@ def _loss_bytes(logits: Tensor, local: LocalTensors, device: str) -> int:
     """Bytes of the logits' gradient, which the loss makes from some rows in float32 at a time."""
     elements, row = local.count(logits.dims), local.count(("vocab",))
     chunk = larger(1, LOGITS_AT_A_TIME[device] // row) * row
-    return local.bytes(logits) + 4 * (CHUNKS * chunk * (chunk < elements) + ONE_CHUNK * elements * (chunk >= elements))
+    return local.bytes(logits) + 4 * (CHUNK_TENSORS * chunk * (chunk < elements) + ONE_CHUNK_TENSORS * elements * (chunk >= elements))
 
 
 def _forward_bytes(op: Op, local: LocalTensors) -> int:

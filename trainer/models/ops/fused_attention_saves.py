@@ -1,4 +1,4 @@
-"""Documents apart, and float32 on GPUs, as a change of an op table: what torch's fused attention saves there beside the rest."""
+"""What torch's fused attention saves in addition where documents are kept apart, or in float32 on GPUs, as a change of an op table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .op_table import Op, OpTable, Tensor
 from .shared_ops import KEY, QUERY, TOKENS
 
 
-def with_documents(table: OpTable, run: Run) -> OpTable:
+def with_fused_attention_saves(table: OpTable, run: Run) -> OpTable:
     """Return a table in which fused attention saves the mask of documents, once for all layers, and learned positions are each sequence's.
 
     Of CUDA's fused kernels the one that takes a mask, or float32, takes no grouped heads: keys and values are copied for each query head

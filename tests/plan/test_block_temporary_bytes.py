@@ -6,7 +6,7 @@ import pytest
 
 from distrain.tests.fakes.planned_memory import DEVICE, GIB, gpt, memory_of, run_of
 from distrain.trainer.layers import cross_entropy
-from distrain.trainer.plan.costs.temporary_bytes import LOGITS_AT_A_TIME
+from distrain.trainer.plan.costs.block_temporary_bytes import LOGITS_AT_A_TIME
 from distrain.trainer.plan.result import MemoryBytes
 from distrain.trainer.spec.run import Device, Model
 

@@ -15,9 +15,9 @@ from ..spec.run import Run
 from ..system.stop_requests import collect_stop_requests
 from .hosts.hostfile import Host
 from .restart import run_attempts
+from .supervisor.outcome import FAILED
 
-FAILED = 1
-FULL = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,9 @@ def train_run(run: Run, plan: Plan, hosts: Sequence[Host], show: Callable[[str],
         except OSError as error:
             why = (error.strerror or str(error)).lower()
             mend = (
-                "free some space, or set log.dir to another disk" if error.errno in FULL else "set log.dir to a folder that you can write"
+                "free some space, or set log.dir to another disk"
+                if error.errno in DISK_FULL
+                else "set log.dir to a folder that you can write"
             )
             return TrainingResult(status=FAILED, says=f"{folder} can't be written ({why}): {mend}")
         if warning:

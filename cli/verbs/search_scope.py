@@ -1,4 +1,4 @@
-"""The arguments of `distrain search`: the keys that the command line fixes, and the sizes of cluster to compare."""
+"""What a search is confined to: the keys that the command line fixes, and the sizes of cluster to compare."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ...trainer.spec.problem import Problem, Unreadable
-from ..arguments.cluster_argument import DEGREES
+from ..arguments.cluster_argument import SHAPE_DEGREES
 from ..config.load import Loader
 from ..keys import library
 from ..recipe_files import yaml_edit
@@ -25,7 +25,7 @@ def fixed_keys(overrides: Sequence[str], config_dir: Path | None) -> frozenset[s
         if choice.key == "parallel" and not choice.deletes:
             keys |= set(_option_keys(choice.value, config_dir))
     if user.shape and len(re.split("[xX]", user.shape)) == 3:
-        keys |= {f"parallel.{name}" for name in DEGREES}
+        keys |= {f"parallel.{name}" for name in SHAPE_DEGREES}
     return frozenset(keys)
 
 

@@ -59,7 +59,7 @@ def _schedule_of_lists(text: str, stages: int) -> Schedule:
         actions=lambda stage, stages, micros, chunks: list(lists.actions[stage]),
         folded=lists.folded,
         chunked=lists.chunks > 1 and not lists.folded,
-        puts_off=any(action.kind == "W" for actions in lists.actions for action in actions),
+        defers_weight_gradients=any(action.kind == "W" for actions in lists.actions for action in actions),
         simulated=True,
         source="a file",
     )

@@ -1,4 +1,4 @@
-"""Bytes that forward and backward of a stage hold for a moment."""
+"""Bytes that the passes of a stage hold for a moment, beside those that are saved for backward."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .cost_context import CostContext
 from .elementwise import larger
 
 
-def passes_bytes(context: CostContext, blocks: BlockCosts, kind: StageKind) -> int:
+def stage_temporary_bytes(context: CostContext, blocks: BlockCosts, kind: StageKind) -> int:
     """Return the most bytes that the passes of a micro-batch hold beside all that they save: in the head, in the last layer, or when the
     embedding's gradient is made. With tied weights the head's gradient waits for the embedding's, and their sum is a third."""
     width, embedding, head = context.widths.weight, blocks.embedding, blocks.head

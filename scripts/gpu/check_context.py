@@ -1,4 +1,4 @@
-"""Where checks run."""
+"""What a check is given: where it runs, and what earlier checks found."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...trainer.machine.facts import DEVICE_OPTIONS
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class CheckContext:
     """The folder for runs, the device, and what earlier checks of this program found, by name."""
 
     folder: Path

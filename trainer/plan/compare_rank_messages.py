@@ -69,7 +69,7 @@ def message_rows(rows: Iterable[Mapping[str, Any]]) -> list[MessageRow]:
     return [MessageRow(axis=row["axis"], verb=row["verb"], payload=row["payload"], count=row["count"]) for row in rows]
 
 
-def compare_rank(run: Run, rank: int, rows: Iterable[Mapping[str, Any]]) -> list[ComparedMessages]:
+def compare_rank_messages(run: Run, rank: int, rows: Iterable[Mapping[str, Any]]) -> list[ComparedMessages]:
     """Compare one rank's rows of RUN_DIR/ledger.json with the plan of a legal run."""
     position = mesh_position(run, rank)
     engine, _ = engine_for(run, run.parallel)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from distrain.cli.config.load import load_recipe
+from distrain.trainer.plan.compare_rank_messages import MessageRow, compare_with_plan
 from distrain.trainer.plan.costs.control_message import ControlMessage
 from distrain.trainer.plan.costs.cost_model import CostModel
 from distrain.trainer.plan.costs.traffic_term import TrafficTerm
 from distrain.trainer.plan.deepspeed.control_messages import control_messages
 from distrain.trainer.plan.deepspeed.messages import traffic_terms
 from distrain.trainer.plan.mesh_position import mesh_position
-from distrain.trainer.plan.message_comparison import MessageRow, compare_with_plan
 from distrain.trainer.plan.result import Message
 
 NORM = ControlMessage(verb="all_reduce", payload=4, count=2, says="gradient norm")

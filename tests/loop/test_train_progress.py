@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from distrain.cli.config.load import load_recipe
-from distrain.trainer.loop.position import Position, resumed_position
+from distrain.trainer.loop.train_progress import TrainProgress, resumed_progress
 
 BEFORE = ("train.batch=8", "train.seq=16", "train.microbatch=2")
 SAVED = {"samples": 24, "tokens": 384}  # after three steps
@@ -28,36 +28,36 @@ SAVED = {"samples": 24, "tokens": 384}  # after three steps
 )
 def test_as_many_tokens_precede_the_next_sample_as_before(saved: dict[str, Any], changes: tuple[str, ...], sample: int) -> None:
     before, now = (load_recipe("quickstart", [*BEFORE, *more]) for more in ((), changes))
-    position = resumed_position(3, saved, before, now, other_data=False)
-    assert (position.step, position.sample, position.tokens) == (3, sample, saved.get("tokens", 384))
+    progress = resumed_progress(3, saved, before, now, other_data=False)
+    assert (progress.step, progress.sample, progress.tokens) == (3, sample, saved.get("tokens", 384))
 
 
 def test_other_data_begin_at_their_first_sample() -> None:
     run = load_recipe("quickstart", BEFORE)
-    position = resumed_position(3, SAVED, run, run, other_data=True)
-    assert (position.sample, position.tokens) == (0, 384)
+    progress = resumed_progress(3, SAVED, run, run, other_data=True)
+    assert (progress.sample, progress.tokens) == (0, 384)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "position", "last"),
+    ("tokens", "progress", "last"),
     [
-        (1280, Position(), 10),
-        (1281, Position(), 11),  # a step is whole
-        (1280, Position(step=4, tokens=512), 10),
-        (1280, Position(step=4, tokens=1024), 6),  # earlier steps were twice as large
-        (1280, Position(step=4, tokens=1280), 4),
-        (1280, Position(step=4, tokens=2000), 4),
+        (1280, TrainProgress(), 10),
+        (1281, TrainProgress(), 11),  # a step is whole
+        (1280, TrainProgress(step=4, tokens=512), 10),
+        (1280, TrainProgress(step=4, tokens=1024), 6),  # earlier steps were twice as large
+        (1280, TrainProgress(step=4, tokens=1280), 4),
+        (1280, TrainProgress(step=4, tokens=2000), 4),
     ],
 )
-def test_a_run_ends_with_the_step_that_reaches_its_tokens(tokens: int, position: Position, last: int) -> None:
+def test_a_run_ends_with_the_step_that_reaches_its_tokens(tokens: int, progress: TrainProgress, last: int) -> None:
     run = load_recipe("quickstart", [*BEFORE, "train.steps=null", f"train.tokens={tokens}"])
-    assert position.last_step(run) == last
+    assert progress.last_step(run) == last
 
 
 def test_a_run_of_so_many_steps_ends_with_the_last_of_them() -> None:
-    assert Position(step=4, tokens=9999).last_step(load_recipe("quickstart", [*BEFORE, "train.steps=7"])) == 7
+    assert TrainProgress(step=4, tokens=9999).last_step(load_recipe("quickstart", [*BEFORE, "train.steps=7"])) == 7
 
 
 def test_a_position_moves_on_by_whole_batches() -> None:
     run = load_recipe("quickstart", BEFORE)
-    assert Position(step=3, sample=24, tokens=384).after(run, 5) == Position(step=5, sample=40, tokens=640)
+    assert TrainProgress(step=3, sample=24, tokens=384).after(run, 5) == TrainProgress(step=5, sample=40, tokens=640)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..spec.run import Cluster
 
 
-def cost_of(cluster: Cluster, seconds: float) -> float | None:
+def gpu_hours_cost(cluster: Cluster, seconds: float) -> float | None:
     """The cost of a cluster for so many seconds, in the currency of cluster.price; None where it has no price."""
     if cluster.price is None:
         return None

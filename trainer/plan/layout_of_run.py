@@ -10,10 +10,10 @@ from .costs.cost_context import CostContext
 from .engines import cost_model, engine_for
 from .engines.engine_row import EngineRow
 from .layout.layout import LayerPartition, Layout, mesh_of
-from .layout.run_schedule import schedule_of
+from .layout.schedule_of_run import schedule_of
 
 
-def run_layout(context: CostContext, parallel: Parallel, microbatch: int) -> Layout:
+def layout_of_run(context: CostContext, parallel: Parallel, microbatch: int) -> Layout:
     """The layout of legal degrees, costed as the engine that runs it."""
     row, _ = engine_for(context.run, parallel)
     return layout_on(row, context, parallel, microbatch)

@@ -48,22 +48,22 @@ class Inexpressible(ValueError):
     """A case that can't be planned, and why."""
 
 
-class Part(NamedTuple):
+class WeightedRun(NamedTuple):
     """A run, and the share of the model's layers that are as it says."""
 
     share: float
     run: Run
 
 
-def express(case: Case) -> tuple[Part, ...]:
+def runs_of_case(case: Case) -> tuple[WeightedRun, ...]:
     """Return the run of a case; two, where only some of its layers are recomputed. Raises Inexpressible."""
     framework = framework_of(case["framework"] or "")
     if case["recompute"] is None and framework.recompute == "fit":
-        return (Part(1.0, _least_recompute(case, framework)),)
+        return (WeightedRun(1.0, _least_recompute(case, framework)),)
     share = RECOMPUTED_SHARE.get(case["recompute"] or "")
     if share is None:
-        return (Part(1.0, _run(case, framework, _recompute(case, framework))),)
-    return Part(1 - share, _run(case, framework, "none")), Part(share, _run(case, framework, "full"))
+        return (WeightedRun(1.0, _run(case, framework, _recompute(case, framework))),)
+    return WeightedRun(1 - share, _run(case, framework, "none")), WeightedRun(share, _run(case, framework, "full"))
 
 
 def _least_recompute(case: Case, framework: Framework) -> Run:
