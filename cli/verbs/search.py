@@ -57,7 +57,7 @@ def search(
         from ..pages.search_page import search_text
         from ..pages.text_layout import stdout_style
 
-        print_output(search_text(answer, (conf, *overrides), stdout_style()))
+        print_output(search_text(answer, (conf, *overrides), run.search.by, stdout_style()))
     print_problems(answer.problems if as_json else ())
     if not answer.rows:
         return FAILED

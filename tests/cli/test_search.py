@@ -251,6 +251,32 @@ def test_sizes_give_days_and_cost_against_devices(capsys: pytest.CaptureFixture[
     assert [row[0] for row in rows if row[0].isdecimal()] == ["8", "16", "32"]
 
 
+@pytest.mark.parametrize("by", ["cost", "tokens_per_dollar"])
+@pytest.mark.parametrize("sizes", ["", "search.nodes=1..2"])
+def test_a_search_by_cost_says_that_there_is_no_price(by: str, sizes: str, capsys: pytest.CaptureFixture[str]) -> None:
+    says = "cluster.price (of a GPU-hour) is not set: no cost is known; the order is the same at any price"
+    words = f"{SMALL} {sizes} search.by={by}"
+    assert says in " ".join(call(words, capsys)[1].split())
+    assert "cluster.price (" not in call(f"{words} cluster.price=2", capsys)[1]
+    assert "cluster.price (" not in call(f"{SMALL} {sizes}", capsys)[1]
+
+
+@pytest.mark.parametrize("by", ["cost", "tokens_per_dollar"])
+def test_a_price_does_not_change_which_size_is_best(by: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"conf=llama3_2_1b_1node search.nodes=1..4 search.by={by}"
+    verdicts = [call(f"{words} {price}", capsys)[1].split(";")[0] for price in ("", "cluster.price=2")]
+    assert verdicts[0] == verdicts[1] == f"llama3_2_1b_1node: best by {by.replace('_', ' ')} on 1 node"
+
+
+@pytest.mark.parametrize("by", ["time", "cost", "days"])
+def test_no_size_is_best_where_no_time_is_known(by: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = call(f"{SMALL} search.nodes=1..2 parallel.offload.optimizer=true search.by={by} cluster.price=2", capsys)
+    assert status == 0
+    assert " ".join(out.split()).startswith(
+        f"gpt2_124m: no step time is known, so no size is best by {by}: search.by=memory needs none GPUs"
+    )
+
+
 def test_the_cost_of_a_run_is_its_hours_times_the_price() -> None:
     run: Run = load_recipe("llama3_8b_1node", ["cluster.price=2.5"])
     whole = make_plan(run).run
