@@ -195,6 +195,26 @@ def test_keys_that_no_layout_has_are_told(capsys: pytest.CaptureFixture[str]) ->
     assert "tp 3 x cp 1 x pp 1 = 3 does not divide: the cluster has 1 x 4 = 4 devices: set parallel.tp=2" in " ".join(out.split())
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            "engine=papers",
+            "there is no legal layout that an engine here runs: leave some of the given keys free, or set search.runnable=false",
+        ),
+        (
+            "search.runnable=false parallel.zero=3 parallel.offload.optimizer=false parallel.offload.parameters=true",
+            "there is no legal layout: leave some of the given keys free",
+        ),
+    ],
+)
+def test_no_legal_layout_is_one_line_with_a_mend(words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The micro-batch of the recipe, which a search chooses, does not divide this batch: that is no reason."""
+    status, out, err = call(f"{SMALL} {words}", capsys)
+    assert (status, err) == (1, "")
+    assert " ".join(out.split()) == f"gpt2_124m on 1 node x 4 A100-40G: {says}"
+
+
 def planned(arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     """Run `distrain plan`; return (exit status, stdout)."""
     return command(["plan", *shlex.split(arguments)]), capsys.readouterr().out
