@@ -24,7 +24,9 @@ def search(
     arguments: RecipeAndOverrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of the page.")] = False,
     every: Annotated[bool, typer.Option("--all", help="A row for every mesh that is not far slower than the best.")] = False,
-    output: Annotated[str, typer.Option("-o", "--output", metavar="FILE", help="Write the best layout as a recipe that `fit` runs.")] = "",
+    output: Annotated[
+        str | None, typer.Option("-o", "--output", metavar="FILE", help="Write the best layout as a recipe that `fit` runs.")
+    ] = None,
     config_dir: ConfigDir = None,
 ) -> int:
     """Find the best layout of a model on a cluster, among all legal ones. Degrees that you give on the command line stay.
@@ -46,7 +48,7 @@ def search(
         run = replace(run, search=replace(run.search, rows=ALL_ROWS))
     if run.search.nodes is not None:
         return _search_sizes(run, fixed, output, as_json=as_json)
-    if output:
+    if output is not None:
         from ..recipe_files.recipe_copy import target_file
 
         target_file(output, run.name)  # raises for one that can't be written, before the search
@@ -61,7 +63,7 @@ def search(
     print_problems(answer.problems if as_json else ())
     if not answer.rows:
         return FAILED
-    return _write(output, conf, (*overrides, *answer.rows[0].overrides), answer, config_dir) if output else OK
+    return _write(output, conf, (*overrides, *answer.rows[0].overrides), answer, config_dir) if output is not None else OK
 
 
 def _find(run: Run, fixed: frozenset[str]) -> Answer:
@@ -74,7 +76,7 @@ def _find(run: Run, fixed: frozenset[str]) -> Answer:
         print_live_line("")
 
 
-def _search_sizes(run: Run, fixed: frozenset[str], output: str, *, as_json: bool) -> int:
+def _search_sizes(run: Run, fixed: frozenset[str], output: str | None, *, as_json: bool) -> int:
     """Search each size of the cluster; a line of progress for each."""
     from ...trainer.plan.search.scaling import best_layout, search_sizes
     from ...trainer.spec.problem import Problem, Unreadable
@@ -82,7 +84,7 @@ def _search_sizes(run: Run, fixed: frozenset[str], output: str, *, as_json: bool
     from ..pages.text_layout import stdout_style
     from .search_arguments import node_counts
 
-    if output:
+    if output is not None:
         raise Unreadable([Problem(rule="option", says="-o writes one layout", mend="search one size: leave search.nodes out")])
     counts = node_counts(run.search.nodes or "")
     sizes = []

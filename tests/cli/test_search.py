@@ -183,6 +183,19 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_search(tmp_path: Pa
     assert err == f"distrain: {tmp_path}/none/best.yaml: there is no folder {tmp_path}/none: create it first\n"
 
 
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("best.md", "best.md does not end in .yaml or .yml: name it best.yaml"),
+        ("a/best.tar.gz", "a/best.tar.gz does not end in .yaml or .yml: name it a/best.tar.yaml"),
+        ("''", "'' is not the name of a file: name one that ends in .yaml"),
+        ("-", "'-' is not the name of a file: name one that ends in .yaml"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused_before_the_search(file: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(f"{SMALL} -o {file}", capsys) == (2, "", f"distrain: {line}\n")
+
+
 def test_nothing_fits_is_one_line_with_a_mend(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = call("conf=llama3_70b cluster=1x8", capsys)
     assert status == 1
