@@ -13,9 +13,9 @@ from typing import Any
 from ...trainer.rundir.measured import MeasuredRun, PlannedMeasured, read_measured_run
 from ...trainer.spec.problem import one_line
 from ...trainer.spec.read import value_text
-from .loss_chart import SHARED_CELL, Points, comparison_chart, evenly_spaced_points
+from .loss_chart import SHARED_CELL, Points, comparison_chart
 from .report_page import figure_text, headline
-from .text_layout import Style, page_width, table, wrap
+from .text_layout import Style, evenly_spaced, page_width, table, wrap
 
 MARKS = string.ascii_uppercase + string.ascii_lowercase  # one for each run, in the order given
 NOT_COMPARED = (
@@ -95,7 +95,7 @@ def _difference_lines(runs: Sequence[ComparedRun]) -> list[str]:
 
 def _loss_lines(runs: Sequence[ComparedRun], curves: Sequence[Points]) -> list[str]:
     """Losses at the steps that all runs with losses logged; for two such runs their difference too."""
-    steps = [step for step, _ in evenly_spaced_points([(step, 0.0) for step in common_steps(curves)], MAX_STEPS)]
+    steps = evenly_spaced(common_steps(curves), MAX_STEPS)
     if not steps:
         return ["  no step was logged by all of them"]
     losses = [dict(curve) for curve in curves]

@@ -22,7 +22,7 @@ from ...trainer.spec.format_numbers import (
 )
 from ...trainer.spec.problem import one_line
 from ..arguments.command_name import command_name
-from .text_layout import Style, narrow_table, page_width, with_heading, wrap
+from .text_layout import Style, evenly_spaced, narrow_table, page_width, with_heading, wrap
 
 MAX_FRONT = 8  # rows of the front, evenly spaced
 PRICED = ("cost", "tokens_per_dollar")  # goals of a search that a price gives figures
@@ -183,7 +183,7 @@ def _front_lines(answer: Answer) -> list[str]:
     rows = answer.front
     if len(rows) < 2 or rows[0].step is None:
         return []
-    shown = rows if len(rows) <= MAX_FRONT else [rows[round(at * (len(rows) - 1) / (MAX_FRONT - 1))] for at in range(MAX_FRONT)]
+    shown = evenly_spaced(rows, MAX_FRONT)
     unit = binary_unit(answer.capacity)
     cells = [[in_unit(row.memory, unit), seconds_text(row.step or 0.0), f"{_mesh_words(row)}, {_other_words(row)}"] for row in shown]
     lines = ["Less memory, more time"]
