@@ -104,7 +104,7 @@ class NewFile:
 
 
 def target_file(file: str, stem: str) -> Path:
-    """Return the file to write; raises Unreadable if it exists, its folder does not, or it has the suffix of another kind of file."""
+    """Return the file to write; raises Unreadable if it exists, its folder does not or can't be written, or it has another suffix."""
     if file.strip() in ("", STDOUT):
         raise Unreadable([Problem(rule="file", says=f"'{file}' is not the name of a file", mend="name one that ends in .yaml")])
     path = Path(file).expanduser()
@@ -119,6 +119,9 @@ def target_file(file: str, stem: str) -> Path:
         raise _file_exists(path)
     if not path.parent.is_dir():
         raise Unreadable([Problem(rule="file", says=f"{path}: there is no folder {path.parent}", mend="create it first")])
+    if not os.access(path.parent, os.W_OK):
+        says = f"{path} can't be written: no file can be created in {path.parent}"
+        raise Unreadable([Problem(rule="file", says=says, mend="choose another folder")])
     return path
 
 

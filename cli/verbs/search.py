@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..pages.printing import print_json, print_live_line, print_output, print_problems, print_unwritten
+from ..pages.printing import print_error, print_json, print_live_line, print_output, print_problems, print_unwritten
 from .exit_status import FAILED, OK
 from .parameters import ConfigDir, RecipeAndOverrides, recipe_and_overrides
 
@@ -63,7 +63,10 @@ def search(
     print_problems(answer.problems if as_json else ())
     if not answer.rows:
         return FAILED
-    return _write(output, conf, (*overrides, *answer.rows[0].overrides), answer, config_dir) if output is not None else OK
+    if output is None:
+        return OK
+    show = print_error if as_json else print_output  # stdout holds the document alone
+    return _write(output, conf, (*overrides, *answer.rows[0].overrides), answer, config_dir, show)
 
 
 def _find(run: Run, fixed: frozenset[str]) -> Answer:
@@ -99,11 +102,12 @@ def _search_sizes(run: Run, fixed: frozenset[str], output: str | None, *, as_jso
     return OK if any(map(best_layout, sizes)) else FAILED
 
 
-def _write(output: str, conf: str, overrides: Sequence[str], answer: Answer, config_dir: Path | None) -> int:
-    """Write the best layout as a recipe, named after its file."""
+def _write(output: str, conf: str, overrides: Sequence[str], answer: Answer, config_dir: Path | None, show: Callable[[str], object]) -> int:
+    """Write the best layout as a recipe, named after its file, and show a line about it."""
     from ..recipe_files.search_recipe import write_recipe
 
     try:
-        return print_output(write_recipe(output, conf, overrides, answer, config_dir))
+        show(write_recipe(output, conf, overrides, answer, config_dir))
     except OSError as error:
         return print_unwritten(output, error)
+    return OK

@@ -196,6 +196,18 @@ def test_a_file_of_another_kind_is_refused_before_the_search(file: str, line: st
     assert call(f"{SMALL} -o {file}", capsys) == (2, "", f"distrain: {line}\n")
 
 
+def test_a_folder_that_can_only_be_read_is_refused_before_the_search(read_only_disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = read_only_disk / "best.yaml"
+    says = f"{file} can't be written: no file can be created in {read_only_disk}: choose another folder"
+    assert call(f"{SMALL} -o {file}", capsys) == (2, "", f"distrain: {says}\n")
+
+
+def test_json_is_all_of_stdout_where_a_recipe_is_written_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = call(f"{SMALL} search.rows=1 --json -o {tmp_path}/best", capsys)
+    assert (status, len(json.loads(out)["rows"])) == (0, 1)
+    assert err.startswith(f"wrote {tmp_path}/best.yaml; next: ")
+
+
 def test_nothing_fits_is_one_line_with_a_mend(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = call("conf=llama3_70b cluster=1x8", capsys)
     assert status == 1
