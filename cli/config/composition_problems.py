@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -29,6 +30,8 @@ def composition_problem(error: Exception, file: Path, config_dir: Path | None, p
     if mark is not None:
         where = f"{mark.name}, line {mark.line + 1}, column {mark.column + 1}"
         return Problem(rule="yaml", says=f"{where}: {getattr(error, 'problem', None) or 'this is not YAML'}")
+    if isinstance(error, FileNotFoundError) and not os.path.exists("."):
+        return Problem(rule="file", says="the current folder was removed", mend="change to one that exists")
     if isinstance(error, OSError) and error.strerror:
         return Problem(rule="file", says=f"{file}: {error.strerror}")
     if isinstance(error, UnicodeDecodeError):
