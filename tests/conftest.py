@@ -155,3 +155,11 @@ def disk(small_disk: Path) -> Iterator[Path]:
     yield small_disk
     for path in small_disk.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+@pytest.fixture
+def read_only_disk(disk: Path) -> Iterator[Path]:
+    """A file system that can only be read."""
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    yield disk
+    subprocess.run(["mount", "-o", "remount,rw", disk], check=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -29,6 +30,8 @@ def composition_problem(error: Exception, file: Path, config_dir: Path | None, p
     if mark is not None:
         where = f"{mark.name}, line {mark.line + 1}, column {mark.column + 1}"
         return Problem(rule="yaml", says=f"{where}: {getattr(error, 'problem', None) or 'this is not YAML'}")
+    if isinstance(error, FileNotFoundError) and _is_current_folder_gone():
+        return Problem(rule="file", says="the current folder was removed", mend="change to one that exists")
     if isinstance(error, OSError) and error.strerror:
         return Problem(rule="file", says=f"{file}: {error.strerror}")
     if isinstance(error, UnicodeDecodeError):
@@ -36,6 +39,14 @@ def composition_problem(error: Exception, file: Path, config_dir: Path | None, p
     text = str(error) or str(error.__cause__ or type(error).__name__)
     missed = re.search(r"Could not (?:find|load) '([^']+)'", text)
     return _missing_default(missed[1], file, config_dir) if missed else _hydra_problem(text, file, primary)
+
+
+def _is_current_folder_gone() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _missing_default(name: str, file: Path, config_dir: Path | None) -> Problem:

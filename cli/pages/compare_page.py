@@ -13,9 +13,9 @@ from typing import Any
 from ...trainer.rundir.measured import MeasuredRun, PlannedMeasured, read_measured_run
 from ...trainer.spec.problem import one_line
 from ...trainer.spec.read import value_text
-from .loss_chart import SHARED_CELL, Points, comparison_chart, evenly_spaced_points
+from .loss_chart import SHARED_CELL, Points, comparison_chart
 from .report_page import figure_text, headline
-from .text_layout import Style, page_width, table, wrap
+from .text_layout import Style, evenly_spaced, page_width, table, wrap
 
 MARKS = string.ascii_uppercase + string.ascii_lowercase  # one for each run, in the order given
 NOT_COMPARED = (
@@ -25,6 +25,7 @@ NOT_COMPARED = (
     "model.parameters",
     "parallel.actions",
 )  # keys that do not change what is trained, and one that is too long
+TOGETHER = "these together"  # the row of the sum of those above it
 MAX_STEPS = 8  # rows of a table of losses
 
 
@@ -94,7 +95,7 @@ def _difference_lines(runs: Sequence[ComparedRun]) -> list[str]:
 
 def _loss_lines(runs: Sequence[ComparedRun], curves: Sequence[Points]) -> list[str]:
     """Losses at the steps that all runs with losses logged; for two such runs their difference too."""
-    steps = [step for step, _ in evenly_spaced_points([(step, 0.0) for step in common_steps(curves)], MAX_STEPS)]
+    steps = evenly_spaced(common_steps(curves), MAX_STEPS)
     if not steps:
         return ["  no step was logged by all of them"]
     losses = [dict(curve) for curve in curves]
@@ -108,18 +109,20 @@ def _loss_lines(runs: Sequence[ComparedRun], curves: Sequence[Points]) -> list[s
 
 
 def _figure_rows(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
-    """Memory, time and throughput of every run: as measured (as planned)."""
-    rows: dict[str, list[str]] = {"memory": [_measured_and_planned(_total(run.measured)) for run in runs]}
-    for name in ("step", "tokens/s", "MFU"):
-        found = [next((each for each in (*run.measured.time, *run.measured.speed) if each.name == name), None) for run in runs]
+    """The bytes of each kind of tensor, the time and the throughput of every run: as measured (as planned)."""
+    figures = [(*run.measured.memory, _kinds_together(run.measured), *run.measured.time, *run.measured.speed) for run in runs]
+    kinds = dict.fromkeys(each.name for run in runs for each in run.measured.memory)
+    rows: dict[str, list[str]] = {}
+    for name in (*kinds, TOGETHER, "step", "tokens/s", "MFU"):
+        found = [next((each for each in some if each.name == name), None) for some in figures]
         rows[name] = [_measured_and_planned(each) if each else "-" for each in found]
     return rows
 
 
-def _total(run: MeasuredRun) -> PlannedMeasured:
-    """The bytes of all kinds of tensors together; None where one of them is not known."""
+def _kinds_together(run: MeasuredRun) -> PlannedMeasured:
+    """The bytes of the kinds of tensors that are measured, less than a plan's memory: it counts buffers and temporary tensors too."""
     planned, measured = [each.planned for each in run.memory], [each.measured for each in run.memory]
-    return PlannedMeasured(name="memory", unit="bytes", planned=_sum(planned), measured=_sum(measured))
+    return PlannedMeasured(name=TOGETHER, unit="bytes", planned=_sum(planned), measured=_sum(measured))
 
 
 def _sum(values: Sequence[float | None]) -> float | None:

@@ -91,10 +91,3 @@ def _braille(dots: set[tuple[int, int]]) -> dict[tuple[int, int], str]:
         at = (x // 2, y // 4)
         bits[at] = bits.get(at, 0) | BRAILLE[x % 2][y % 4]
     return {at: chr(0x2800 + each) for at, each in bits.items()}
-
-
-def evenly_spaced_points(points: Points, most: int) -> Points:
-    """At most `most` points at even distances, with the first and the last."""
-    if len(points) <= most:
-        return points
-    return [points[round(at * (len(points) - 1) / (most - 1))] for at in range(most)]

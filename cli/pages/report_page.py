@@ -8,8 +8,8 @@ from dataclasses import replace
 from ...trainer.rundir.measured import MeasuredRun, PlannedMeasured
 from ...trainer.spec.format_numbers import count_text, plural, seconds_range_text, seconds_text, share_text, size_text
 from ...trainer.spec.problem import one_line
-from .loss_chart import evenly_spaced_points, loss_label, run_chart
-from .text_layout import Style, table, wrap
+from .loss_chart import loss_label, run_chart
+from .text_layout import Style, evenly_spaced, table, wrap
 
 SMALL_DRIFT = 0.02  # below it a figure is as planned
 
@@ -120,7 +120,7 @@ def _history(run: MeasuredRun) -> list[str]:
     if run.saved:
         lines += wrap(f"checkpoints: step {', '.join(map(str, run.saved))}", indent="  ")
     if run.validation:
-        points = evenly_spaced_points(run.validation, 8)
+        points = evenly_spaced(run.validation, 8)
         lines += wrap("validation loss " + ", ".join(f"{loss:.3f} at step {step}" for step, loss in points), indent="  ")
     return lines
 

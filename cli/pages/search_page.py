@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from shlex import quote
 
@@ -22,16 +22,18 @@ from ...trainer.spec.format_numbers import (
 )
 from ...trainer.spec.problem import one_line
 from ..arguments.command_name import command_name
-from .text_layout import Style, narrow_table, page_width, with_heading, wrap
+from .text_layout import Style, evenly_spaced, narrow_table, page_width, with_heading, wrap
 
 MAX_FRONT = 8  # rows of the front, evenly spaced
+PRICED = ("cost", "tokens_per_dollar")  # goals of a search that a price gives figures
 TERM_WORDS = {"compute": "computing", "exposed": "messages", "bubble": "bubble", "optimizer": "optimizer step"}
 
 
-def search_text(answer: Answer, words: Sequence[str], style: Style) -> str:
-    """The page of a search; `words` are the recipe and the overrides of the command line."""
+def search_text(answer: Answer, words: Sequence[str], by: str, style: Style) -> str:
+    """The page of a search `by` its goal; `words` are the recipe and the overrides of the command line."""
     sections = (
         [style.paint(line, "green" if answer.rows else "red") for line in wrap(_verdict(answer), hang="  ")],
+        _price_lines(answer.rows, by),
         _next_lines(answer, words),
         with_heading(_row_lines(answer), style),
         with_heading(_front_lines(answer), style),
@@ -66,6 +68,14 @@ def search_hint(words: Sequence[str]) -> str:
     return "\n".join(
         ["", *wrap(f"{command_name()} search {' '.join(map(quote, (f'conf={conf}', *overrides)))} finds the best layout that fits")]
     )
+
+
+def _price_lines(rows: Iterable[FoundLayout], by: str) -> list[str]:
+    """That costs are not known, where they were asked for."""
+    steps = [row for row in rows if row.step is not None]
+    if by not in PRICED or not steps or any(row.cost is not None for row in steps):
+        return []
+    return wrap("cluster.price (of a GPU-hour) is not set: no cost is known; the order is the same at any price")
 
 
 def _verdict(answer: Answer) -> str:
@@ -173,7 +183,7 @@ def _front_lines(answer: Answer) -> list[str]:
     rows = answer.front
     if len(rows) < 2 or rows[0].step is None:
         return []
-    shown = rows if len(rows) <= MAX_FRONT else [rows[round(at * (len(rows) - 1) / (MAX_FRONT - 1))] for at in range(MAX_FRONT)]
+    shown = evenly_spaced(rows, MAX_FRONT)
     unit = binary_unit(answer.capacity)
     cells = [[in_unit(row.memory, unit), seconds_text(row.step or 0.0), f"{_mesh_words(row)}, {_other_words(row)}"] for row in shown]
     lines = ["Less memory, more time"]
@@ -191,20 +201,23 @@ def _space_line(answer: Answer) -> str:
 
 def sizes_text(sizes: Sequence[SizedAnswer], by: str, style: Style) -> str:
     """The table of a search over sizes of the cluster, with the knee and the best size."""
-    priced = any(row.cost is not None for each in sizes for row in each.answer.rows)
+    found = [row for each in sizes for row in each.answer.rows]
+    priced = any(row.cost is not None for row in found)
     heading = ["GPUs", "step", "tokens/s", "a GPU", "MFU", "days", *(["cost"] if priced else []), "layout"]
     rows = [_size_row(each, priced) for each in sizes]
     left = (len(heading) - 1,)
     lines = narrow_table([heading, *rows], left, width=page_width() - 2)
     best, at = best_size(sizes, by), knee(sizes)
     name = one_line(sizes[0].answer.name)
-    if best is None:
+    if not found:
         verdict = f"{name} fits on none of these sizes"
+    elif best is None:
+        verdict = f"{name}: no step time is known, so no size is best by {by.replace('_', ' ')}: search.by=memory needs none"
     else:
         verdict = f"{name}: best by {by.replace('_', ' ')} on {plural(best.nodes, 'node')}"
         verdict += f"; up to {plural(at, 'node')} a GPU trains at least 80 % of the tokens that it trains at best" if at else ""
     head = [style.paint(line, "green" if best else "red") for line in wrap(verdict, hang="  ")]
-    return "\n".join([*head, "", *(f"  {line}" for line in lines)])
+    return "\n".join([*head, *_price_lines(found, by), "", *(f"  {line}" for line in lines)])
 
 
 def _size_row(each: SizedAnswer, priced: bool) -> list[str]:

@@ -8,6 +8,9 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypeVar
+
+Row = TypeVar("Row")
 
 MIN_WIDTH, DEFAULT_WIDTH, MAX_WIDTH = 72, 80, 120  # columns of a page; its tables need at least 72
 
@@ -83,6 +86,13 @@ def _pair(heading: str, value: str) -> str:
 
 def _cell(text: str, width: int, left: bool) -> str:
     return text.ljust(width) if left else text.rjust(width)
+
+
+def evenly_spaced(rows: Sequence[Row], most: int) -> Sequence[Row]:
+    """At most `most` rows at even distances, with the first and the last."""
+    if len(rows) <= most:
+        return rows
+    return [rows[round(at * (len(rows) - 1) / (most - 1))] for at in range(most)]
 
 
 def with_heading(lines: Sequence[str], style: Style) -> list[str]:

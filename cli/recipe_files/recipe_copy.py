@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from shlex import quote
@@ -16,6 +17,7 @@ from . import yaml_edit
 
 STDOUT = "-"
 RECIPE_PATHS = ("model.hf", "model.weights")  # paths that may be relative to the recipe
+_VERSION = re.compile(r"\.v?[0-9]")  # the end of mine.v2 or llama3.1, which is no suffix
 SAME_NAME = "name=same"  # the override that gives a recipe and its copy the same name
 TRIAL_RECIPE = "quickstart"  # a recipe that composes with every option of every group
 
@@ -102,16 +104,24 @@ class NewFile:
 
 
 def target_file(file: str, stem: str) -> Path:
-    """Return the file to write; raises Unreadable if it exists or its folder does not."""
+    """Return the file to write; raises Unreadable if it exists, its folder does not or can't be written, or it has another suffix."""
+    if file.strip() in ("", STDOUT):
+        raise Unreadable([Problem(rule="file", says=f"'{file}' is not the name of a file", mend="name one that ends in .yaml")])
     path = Path(file).expanduser()
     if path.is_dir():
         path = path / f"{stem}.yaml"
-    elif path.suffix not in library.SUFFIXES:
+    elif not path.suffix or _VERSION.match(path.suffix):
         path = path.with_name(f"{path.name}.yaml")
+    elif path.suffix not in library.SUFFIXES:
+        says = f"{path} does not end in .yaml or .yml"
+        raise Unreadable([Problem(rule="file", says=says, mend=f"name it {path.with_suffix('.yaml')}")])
     if os.path.lexists(path):
         raise _file_exists(path)
     if not path.parent.is_dir():
         raise Unreadable([Problem(rule="file", says=f"{path}: there is no folder {path.parent}", mend="create it first")])
+    if not os.access(path.parent, os.W_OK):
+        says = f"{path} can't be written: no file can be created in {path.parent}"
+        raise Unreadable([Problem(rule="file", says=says, mend="choose another folder")])
     return path
 
 

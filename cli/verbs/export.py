@@ -32,7 +32,7 @@ def export(
 
 
 def _check_destination(given: Path, destination: Path) -> None:
-    """Raise Unreadable where DEST is a file or a folder that is not empty."""
+    """Raise Unreadable where DEST is a file or a folder that is not empty, or can't be created."""
     from ...trainer.spec.problem import Problem, Unreadable
 
     if destination.is_dir() and any(destination.iterdir()):
@@ -40,3 +40,6 @@ def _check_destination(given: Path, destination: Path) -> None:
     if os.path.lexists(destination) and not destination.is_dir():
         kind = "a file" if destination.exists() else "a dangling link"
         raise Unreadable([Problem(rule="folder", says=f"{given} is {kind}", mend="choose a new folder")])
+    parent = next(each for each in destination.parents if each.exists())
+    if not os.access(parent, os.W_OK):
+        raise Unreadable([Problem(rule="folder", says=f"{given}: nothing can be created in {parent}", mend="choose another folder")])

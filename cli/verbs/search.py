@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..pages.printing import print_json, print_live_line, print_output, print_problems, print_unwritten
+from ..pages.printing import print_error, print_json, print_live_line, print_output, print_problems, print_unwritten
 from .exit_status import FAILED, OK
 from .recipe_parameters import ConfigDir, RecipeAndOverrides, recipe_and_overrides
 
@@ -24,7 +24,9 @@ def search(
     arguments: RecipeAndOverrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of the page.")] = False,
     every: Annotated[bool, typer.Option("--all", help="A row for every mesh that is not far slower than the best.")] = False,
-    output: Annotated[str, typer.Option("-o", "--output", metavar="FILE", help="Write the best layout as a recipe that `fit` runs.")] = "",
+    output: Annotated[
+        str | None, typer.Option("-o", "--output", metavar="FILE", help="Write the best layout as a recipe that `fit` runs.")
+    ] = None,
     config_dir: ConfigDir = None,
 ) -> int:
     """Find the best layout of a model on a cluster, among all legal ones. Degrees that you give on the command line stay.
@@ -46,7 +48,7 @@ def search(
         run = replace(run, search=replace(run.search, rows=ALL_ROWS))
     if run.search.nodes is not None:
         return _search_sizes(run, fixed, output, as_json=as_json)
-    if output:
+    if output is not None:
         from ..recipe_files.recipe_copy import target_file
 
         target_file(output, run.name)  # raises for one that can't be written, before the search
@@ -57,11 +59,14 @@ def search(
         from ..pages.search_page import search_text
         from ..pages.text_layout import stdout_style
 
-        print_output(search_text(answer, (conf, *overrides), stdout_style()))
+        print_output(search_text(answer, (conf, *overrides), run.search.by, stdout_style()))
     print_problems(answer.problems if as_json else ())
     if not answer.rows:
         return FAILED
-    return _write(output, conf, (*overrides, *answer.rows[0].overrides), answer, config_dir) if output else OK
+    if output is None:
+        return OK
+    show = print_error if as_json else print_output  # stdout holds the document alone
+    return _write(output, conf, (*overrides, *answer.rows[0].overrides), answer, config_dir, show)
 
 
 def _find(run: Run, fixed: frozenset[str]) -> Answer:
@@ -74,7 +79,7 @@ def _find(run: Run, fixed: frozenset[str]) -> Answer:
         print_live_line("")
 
 
-def _search_sizes(run: Run, fixed: frozenset[str], output: str, *, as_json: bool) -> int:
+def _search_sizes(run: Run, fixed: frozenset[str], output: str | None, *, as_json: bool) -> int:
     """Search each size of the cluster; a line of progress for each."""
     from ...trainer.plan.search.cluster_sizes import best_layout, search_sizes
     from ...trainer.spec.problem import Problem, Unreadable
@@ -82,7 +87,7 @@ def _search_sizes(run: Run, fixed: frozenset[str], output: str, *, as_json: bool
     from ..pages.text_layout import stdout_style
     from .search_scope import node_counts
 
-    if output:
+    if output is not None:
         raise Unreadable([Problem(rule="option", says="-o writes one layout", mend="search one size: leave search.nodes out")])
     counts = node_counts(run.search.nodes or "")
     sizes = []
@@ -97,11 +102,12 @@ def _search_sizes(run: Run, fixed: frozenset[str], output: str, *, as_json: bool
     return OK if any(map(best_layout, sizes)) else FAILED
 
 
-def _write(output: str, conf: str, overrides: Sequence[str], answer: Answer, config_dir: Path | None) -> int:
-    """Write the best layout as a recipe, named after its file."""
+def _write(output: str, conf: str, overrides: Sequence[str], answer: Answer, config_dir: Path | None, show: Callable[[str], object]) -> int:
+    """Write the best layout as a recipe, named after its file, and show a line about it."""
     from ..recipe_files.search_recipe import write_recipe
 
     try:
-        return print_output(write_recipe(output, conf, overrides, answer, config_dir))
+        show(write_recipe(output, conf, overrides, answer, config_dir))
     except OSError as error:
         return print_unwritten(output, error)
+    return OK

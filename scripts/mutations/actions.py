@@ -47,16 +47,8 @@ def prove(layouts: Sequence[str] | None = None, record: bool = False) -> dict[st
         proof = plan_proof(ProveRequest(), recipe.run(), recipe.run_on)
     except NothingToProve as error:
         return {"found": f"refused: {error}"}
-    named = {each.layout.name: each for each in proof.trials}
-    chosen = (*named, MICROBATCH, RESUME) if layouts is None else layouts
-    saver = [proof.saver.layout.name] if proof.saver and RESUME in chosen else []
-    order = dict.fromkeys([*(name for name in chosen if name in named), *saver])
-    proof = replace(
-        proof,
-        trials=tuple(named[name] for name in order),
-        control=proof.control if MICROBATCH in chosen else None,
-        resume=proof.resume if RESUME in chosen else None,
-    )
+    if layouts is not None:
+        proof = _with_chosen_trials(proof, layouts)
     lines, end = read_lines(RECORD) if record else (set(), 0)
     results: dict[str, Any] = {"seconds": {}, "lines": {"imported": sorted(lines)}}
     start = time.monotonic()
@@ -80,6 +72,19 @@ def prove(layouts: Sequence[str] | None = None, record: bool = False) -> dict[st
     except ServerGone as error:
         return {"found": str(error), **results}
     return {"found": "" if result.ok else "prove says that it is not the same", **results}
+
+
+def _with_chosen_trials(proof: Any, layouts: Sequence[str]) -> Any:
+    """The proof with only the trials and checks of these names, in that order, and the trial that saves for the resumed one."""
+    named = {each.layout.name: each for each in proof.trials}
+    saver = [proof.saver.layout.name] if proof.saver and RESUME in layouts else []
+    order = dict.fromkeys([*(name for name in layouts if name in named), *saver])
+    return replace(
+        proof,
+        trials=tuple(named[name] for name in order),
+        control=proof.control if MICROBATCH in layouts else None,
+        resume=proof.resume if RESUME in layouts else None,
+    )
 
 
 def run_tests(names: Sequence[str]) -> dict[str, Any]:

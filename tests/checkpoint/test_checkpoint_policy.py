@@ -135,7 +135,7 @@ def test_auto_does_not_start_anew_over_checkpoints_that_do_not_verify(tmp_path: 
     cut_short(tmp_path / "step_3" / WEIGHT)
     assert problem(tmp_path, "auto") == (
         f"no checkpoint in {tmp_path} verifies (step_3: {WEIGHT} is 4119 bytes, not 4120)",
-        "restore one of them, or set checkpoint.resume=never to begin anew",
+        "restore one of them, or set name=NEW to train another run",
     )
     assert choose_checkpoint(tmp_path, "never", WEIGHTS).checkpoint is None
 

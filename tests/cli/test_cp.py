@@ -74,7 +74,14 @@ def test_no_folder_is_created(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "written"), [("mine", "mine.yaml"), ("there", "there/quickstart.yaml"), ("mine.v2", "mine.v2.yaml"), ("m.yml", "m.yml")]
+    ("file", "written"),
+    [
+        ("mine", "mine.yaml"),
+        ("there", "there/quickstart.yaml"),
+        ("mine.v2", "mine.v2.yaml"),
+        ("llama3.1_8b", "llama3.1_8b.yaml"),
+        ("m.yml", "m.yml"),
+    ],
 )
 def test_the_copy_gets_a_yaml_suffix_or_the_name_of_its_recipe(file: str, written: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("there").mkdir()
@@ -187,6 +194,7 @@ def test_an_option_that_would_include_itself_is_refused(capsys: pytest.CaptureFi
     [
         ("cp quikstart x", "no recipe quikstart: did you mean quickstart?"),
         ("cp model/tinny x", "no model tinny: did you mean tiny?"),
+        ("cp quickstart mine.json", "mine.json does not end in .yaml or .yml: name it mine.yaml"),
         ("cp quickstart", "missing argument 'FILE'"),
         ("cp nowhere/mine.yaml x", "conf=nowhere/mine.yaml: no such file: there is no folder nowhere"),
     ],

@@ -86,7 +86,7 @@ def test_a_run_refused_by_its_ranks_changes_nothing_and_prints_one_line(used: Pa
     (line,) = capsys.readouterr().err.splitlines()
     assert line == (
         f"distrain: no checkpoint in {used}/run/checkpoints verifies (step_2: {file.name} is not as it was written (its hash differs)): "
-        "restore one of them, or set checkpoint.resume=never to begin anew"
+        "restore one of them, or set name=NEW to train another run"
     )
     assert contents(used) == before
 

@@ -239,3 +239,14 @@ def test_any_override_is_read_or_is_a_problem(overrides: list[str]) -> None:
     except Unreadable as error:
         result = str(error)
     assert result
+
+
+def test_a_current_folder_that_was_removed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert command(["plan", "conf=quickstart"]) == 2
+    assert capsys.readouterr() == ("", "distrain: the current folder was removed: change to one that exists\n")

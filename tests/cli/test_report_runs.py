@@ -72,9 +72,10 @@ def test_losses_are_side_by_side_at_the_steps_that_both_logged(runs: tuple[Path,
 def test_speed_and_memory_are_shown_as_measured_and_as_planned(runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     page = sections(run_command(f"report {runs[0]} {runs[1]}", capsys)[1])
     rows = {line.split("  ")[1].strip(): line for line in page["Measured, and (planned)"][1:]}
-    assert list(rows) == ["memory", "step", "tokens/s", "MFU"]
+    assert list(rows) == ["weights", "gradients", "optimizer", "activations", "these together", "step", "tokens/s", "MFU"]
     held = [sum(each.measured or 0 for each in read_measured_run(folder).memory) for folder in runs]
-    assert rows["memory"].count(f"{held[0] / 1024:.0f} KiB (") == 2
+    assert rows["weights"].count(f"{(read_measured_run(runs[0]).memory[0].measured or 0) / 1024:.1f} KiB (") == 2
+    assert rows["these together"].count(f"{held[0] / 1024:.0f} KiB (") == 2
     assert f"{read_measured_run(runs[0]).speed[0].measured:,.0f} (" in rows["tokens/s"]
 
 

@@ -183,6 +183,31 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_search(tmp_path: Pa
     assert err == f"distrain: {tmp_path}/none/best.yaml: there is no folder {tmp_path}/none: create it first\n"
 
 
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("best.md", "best.md does not end in .yaml or .yml: name it best.yaml"),
+        ("a/best.tar.gz", "a/best.tar.gz does not end in .yaml or .yml: name it a/best.tar.yaml"),
+        ("''", "'' is not the name of a file: name one that ends in .yaml"),
+        ("-", "'-' is not the name of a file: name one that ends in .yaml"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused_before_the_search(file: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(f"{SMALL} -o {file}", capsys) == (2, "", f"distrain: {line}\n")
+
+
+def test_a_folder_that_can_only_be_read_is_refused_before_the_search(read_only_disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = read_only_disk / "best.yaml"
+    says = f"{file} can't be written: no file can be created in {read_only_disk}: choose another folder"
+    assert call(f"{SMALL} -o {file}", capsys) == (2, "", f"distrain: {says}\n")
+
+
+def test_json_is_all_of_stdout_where_a_recipe_is_written_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = call(f"{SMALL} search.rows=1 --json -o {tmp_path}/best", capsys)
+    assert (status, len(json.loads(out)["rows"])) == (0, 1)
+    assert err.startswith(f"wrote {tmp_path}/best.yaml; next: ")
+
+
 def test_nothing_fits_is_one_line_with_a_mend(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = call("conf=llama3_70b cluster=1x8", capsys)
     assert status == 1
@@ -193,6 +218,26 @@ def test_keys_that_no_layout_has_are_told(capsys: pytest.CaptureFixture[str]) ->
     status, out, _ = call(f"{SMALL} parallel.tp=3", capsys)
     assert status == 1
     assert "tp 3 x cp 1 x pp 1 = 3 does not divide: the cluster has 1 x 4 = 4 devices: set parallel.tp=2" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            "engine=papers",
+            "there is no legal layout that an engine here runs: leave some of the given keys free, or set search.runnable=false",
+        ),
+        (
+            "search.runnable=false parallel.zero=3 parallel.offload.optimizer=false parallel.offload.parameters=true",
+            "there is no legal layout: leave some of the given keys free",
+        ),
+    ],
+)
+def test_no_legal_layout_is_one_line_with_a_mend(words: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The micro-batch of the recipe, which a search chooses, does not divide this batch: that is no reason."""
+    status, out, err = call(f"{SMALL} {words}", capsys)
+    assert (status, err) == (1, "")
+    assert " ".join(out.split()) == f"gpt2_124m on 1 node x 4 A100-40G: {says}"
 
 
 def planned(arguments: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -249,6 +294,32 @@ def test_sizes_give_days_and_cost_against_devices(capsys: pytest.CaptureFixture[
     assert out.startswith("llama3_2_1b_1node: best by cost on 1 node; up to ")
     rows = [line.split() for line in out.splitlines()[3:]]
     assert [row[0] for row in rows if row[0].isdecimal()] == ["8", "16", "32"]
+
+
+@pytest.mark.parametrize("by", ["cost", "tokens_per_dollar"])
+@pytest.mark.parametrize("sizes", ["", "search.nodes=1..2"])
+def test_a_search_by_cost_says_that_there_is_no_price(by: str, sizes: str, capsys: pytest.CaptureFixture[str]) -> None:
+    says = "cluster.price (of a GPU-hour) is not set: no cost is known; the order is the same at any price"
+    words = f"{SMALL} {sizes} search.by={by}"
+    assert says in " ".join(call(words, capsys)[1].split())
+    assert "cluster.price (" not in call(f"{words} cluster.price=2", capsys)[1]
+    assert "cluster.price (" not in call(f"{SMALL} {sizes}", capsys)[1]
+
+
+@pytest.mark.parametrize("by", ["cost", "tokens_per_dollar"])
+def test_a_price_does_not_change_which_size_is_best(by: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"conf=llama3_2_1b_1node search.nodes=1..4 search.by={by}"
+    verdicts = [call(f"{words} {price}", capsys)[1].split(";")[0] for price in ("", "cluster.price=2")]
+    assert verdicts[0] == verdicts[1] == f"llama3_2_1b_1node: best by {by.replace('_', ' ')} on 1 node"
+
+
+@pytest.mark.parametrize("by", ["time", "cost", "days"])
+def test_no_size_is_best_where_no_time_is_known(by: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = call(f"{SMALL} search.nodes=1..2 parallel.offload.optimizer=true search.by={by} cluster.price=2", capsys)
+    assert status == 0
+    assert " ".join(out.split()).startswith(
+        f"gpt2_124m: no step time is known, so no size is best by {by}: search.by=memory needs none GPUs"
+    )
 
 
 def test_the_cost_of_a_run_is_its_hours_times_the_price() -> None:

@@ -63,7 +63,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
     "an idle path": (lambda at: None, {"name": "stdlib", "path": "x"},
         "data.path=x is not read by data=stdlib: set data=text, data=tokens or data=pairs, or data.path=null"),
     "weights of other paths": (lambda at: None, {"name": "text", "path": ("x", "y"), "weights": (1.0,)},
-        ("data.weights has 1 weights for 2 paths: give each path of data.path one weight\n"
+        ("data.weights has 1 weight for 2 paths: give each path of data.path one weight\n"
          "data.path=x: no such file or folder\ndata.path=y: no such file or folder")),
     "a missing path": (lambda at: lines(at, "corpus.txt", "x"), {"name": "text", "path": "AT/corpsu.txt"},
         "data.path=AT/corpsu.txt: no such file or folder: did you mean corpus.txt?"),
@@ -186,7 +186,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
         "train has 9 tokens of data=tokens, fewer than one sequence and the token after it: train.seq=16: give more text"),
     "all of a user's mistakes at once": (lambda at: (at / "b.csv").write_text("a,b\n"),
         {"name": "text", "path": ("AT/a.txt", "AT/b.csv"), "weights": (1.0,), "tokenizer": "AT/t.json"},
-        ("data.weights has 1 weights for 2 paths: give each path of data.path one weight\n"
+        ("data.weights has 1 weight for 2 paths: give each path of data.path one weight\n"
          "data.tokenizer=AT/t.json: No such file or directory: set it to bytes or to the path of a tokenizer.json\n"
          "data.path=AT/a.txt: no such file or folder\n"
          "AT/b.csv is a table: "

@@ -167,14 +167,14 @@ def test_all_problems_come_at_once(mode: str, tmp_path: Path) -> None:
     paths = [str(tmp_path / name) for name in ("a.csv", "b.jsonl")]
     lines = ask(mode, name="text", path=paths, weights=[1], tokenizer=str(tmp_path / "no.json"))
     assert problems(lines) == [
-        "data.weights has 1 weights for 2 paths",
+        "data.weights has 1 weight for 2 paths",
         f"data.tokenizer={tmp_path}/no.json: No such file or directory",
         f"{tmp_path}/a.csv is a table",
         f"{tmp_path}/b.jsonl is a JSON array",
     ]
     assert lines[-1]["problems"][0] == {
         "rule": "data",
-        "says": "data.weights has 1 weights for 2 paths",
+        "says": "data.weights has 1 weight for 2 paths",
         "mend": "give each path of data.path one weight",
     }
 

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from distrain.cli.config.load import load_recipe
+from distrain.tests.fakes.attempts import Attempts, loaded, write_checkpoint
 from distrain.tests.fakes.path_commands import SSH, FakeCommands
 from distrain.trainer.launch import watchdog_times
 from distrain.trainer.launch.goodput import GoodputMeter
 from distrain.trainer.launch.rank.log import RemoteLog
-from distrain.trainer.launch.restart import is_machine_failure, no_restart_reason, run_attempts
+from distrain.trainer.launch.restart import is_machine_failure, no_restart_reason
 from distrain.trainer.launch.shrink import HostFaults, TooFewHosts, shrink_run
 from distrain.trainer.launch.supervisor.outcome import Fate, Outcome, RankOutcome
 from distrain.trainer.launch.supervisor.watchdog import Watchdog
 from distrain.trainer.launch.train_run import train_run
 from distrain.trainer.plan.plan import make_plan
-from distrain.trainer.rundir.checkpoints import seal
 from distrain.trainer.rundir.files import run_folder
 from distrain.trainer.rundir.lock import RunFolderInUse, hold_run_folder
 from distrain.trainer.spec.changed_run import with_changes
@@ -34,10 +31,6 @@ from distrain.trainer.spec.run import Run
 from distrain.trainer.system.child_process import end_child
 
 HERE = socket.gethostname()
-WORDS = (
-    "model=tiny", "model.layers=2", "data=synthetic", "train.batch=12", "train.seq=16", "train.microbatch=1", "train.steps=9",
-    "optim.warmup=0", "name=run",
-)  # fmt: skip
 FAILS_ONCE = """
 import os, signal, sys, time
 from pathlib import Path
@@ -56,48 +49,11 @@ talk.report_done()
 ECC = 'raise RuntimeError("CUDA error: uncorrectable ECC error encountered")'
 
 
-@cache
-def loaded(*words: str) -> Run:
-    return load_recipe("quickstart", [*WORDS, *words])
-
-
-@dataclass
-class Attempts:
-    """A run of two ranks in a folder of its own, and the lines that it prints."""
-
-    folder: Path
-    lines: list[str] = field(default_factory=list)
-    at_restart: int | None = None  # a signal sent to this process when a restart is printed
-
-    def show(self, line: str) -> None:
-        self.lines.append(line)
-        if self.at_restart is not None and "\nrestart " in line:
-            os.kill(os.getpid(), self.at_restart)
-
-    def run(self, program: str, restarts: int = 1) -> Outcome:
-        run = loaded("cluster=1x2", f"launch.restarts={restarts}")
-        command = [sys.executable, "-c", program, str(self.folder)]
-        return run_attempts(run, make_plan(run), (), self.folder, self.show, self.show, command=command)
-
-    @property
-    def summary(self) -> str:
-        return "\n".join(self.lines)
-
-
 @pytest.fixture
 def attempts(tmp_path: Path) -> Attempts:
     folder = tmp_path / "run"
     folder.mkdir()
     return Attempts(folder)
-
-
-def write_checkpoint(folder: Path, step: int) -> None:
-    """Write a checkpoint of one file."""
-    path = folder / "checkpoints" / f"step_{step}"
-    path.mkdir(parents=True)
-    (path / "weight").write_bytes(b"xyz")
-    said = json.dumps({"step": step, "extra": {}, "files": {"weight": {"bytes": 3}}, "tensors": []})
-    (path / "manifest.json").write_bytes(seal(said.removeprefix("{").encode()))
 
 
 @pytest.mark.parametrize("fault", [ECC, "os.kill(os.getpid(), signal.SIGKILL)", "raise OSError(5, os.strerror(5))"])
@@ -152,12 +108,16 @@ def test_a_run_that_trained_or_was_stopped_says_nothing_of_restarts(ended: Outco
 
 
 @pytest.mark.parametrize(
-    ("saved", "status", "left"), [((4, 5), 75, "the checkpoint of step 5 remains"), ((), 143, "there is no checkpoint")]
+    ("saved", "status", "left"),
+    [
+        ((4, 5), 75, "the newest whole checkpoint is of step 5: the same command goes on from there"),
+        ((), 143, "there is no checkpoint: the same command starts from the beginning"),
+    ],
 )
 def test_sigterm_between_two_attempts_stops_the_run(attempts: Attempts, saved: Sequence[int], status: int, left: str) -> None:
     for step in saved:
         write_checkpoint(attempts.folder, step)
-    attempts.at_restart = signal.SIGTERM
+    attempts.signals["\nrestart "] = signal.SIGTERM
 
     def outside(number: int, frame: object) -> None:
         raise AssertionError("the signal was not collected")
@@ -170,8 +130,36 @@ def test_sigterm_between_two_attempts_stops_the_run(attempts: Attempts, saved: S
         signal.signal(signal.SIGTERM, before)
     assert (ended.status, ended.stop_requested) == (status, True)
     assert ended.says.startswith("rank 1 exited with 1, at step 7: RuntimeError: CUDA error: uncorrectable ECC")
-    assert ended.says.endswith(f"; SIGTERM came before the restart: {left}")
+    assert ended.says.endswith(f"; SIGTERM came before the restart; {left}")
     assert len((attempts.folder / "ranks" / "0.log").read_text().split("== rank 0")) == 2, "one attempt"
+
+
+IGNORES = """
+import signal, time
+from distrain.trainer.launch.rank.channel import Channel
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+Channel.from_environment().say("trains")
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize(
+    ("saved", "words", "left"),
+    [
+        ((4, 5), (), "the newest whole checkpoint is of step 5: the same command goes on from there"),
+        ((4, 5), ("checkpoint.resume=never",), "the newest whole checkpoint is of step 5: checkpoint.resume=auto goes on from there"),
+        ((), (), "there is no checkpoint: the same command starts from the beginning"),
+    ],
+)
+def test_a_second_ctrl_c_names_the_newest_whole_checkpoint(
+    attempts: Attempts, saved: Sequence[int], words: Sequence[str], left: str
+) -> None:
+    for step in saved:
+        write_checkpoint(attempts.folder, step)
+    (attempts.folder / "checkpoints" / "step_6").mkdir(parents=True)  # not whole
+    attempts.signals |= {"trains": signal.SIGINT, "finishing the step": signal.SIGINT}
+    ended = attempts.run(IGNORES, 0, *words)
+    assert (ended.status, ended.says) == (130, f"stopped at once by SIGINT; {left}")
 
 
 def test_a_disk_that_is_full_at_a_restart_does_not_hide_the_fault(attempts: Attempts) -> None:

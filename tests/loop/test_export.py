@@ -241,3 +241,10 @@ def test_wrong_arguments_get_one_line(arguments: list[str], line: str, tmp_path:
     monkeypatch.chdir(tmp_path)
     assert command(["export", *arguments]) == 2
     assert capsys.readouterr().err == f"distrain: {line}\n"
+
+
+def test_a_destination_that_can_only_be_read_is_refused_before_the_model_is_loaded(tmp_path: Path, read_only_disk: Path, capsys) -> None:
+    (tmp_path / "run.json").touch()
+    assert command(["export", str(tmp_path), f"{read_only_disk}/new/out"]) == 2
+    says = f"{read_only_disk}/new/out: nothing can be created in {read_only_disk}: choose another folder"
+    assert capsys.readouterr().err == f"distrain: {says}\n"

@@ -104,6 +104,14 @@ def test_transformers_reads_the_bytes_tokenizer(text: Path, tmp_path: Path, over
     assert read.decode(read("é 漢\n")["input_ids"]) == "é 漢\n"
 
 
+def test_texts_longer_than_a_sequence_are_checked_without_a_warning(
+    text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert max(len(each.encode()) for each in TEXTS) > 16
+    assert export_tokenizer(run_of_text(text, "model=tiny", "train.seq=16"), tmp_path / "out") == []
+    assert (caplog.text, *capfd.readouterr()) == ("", "", "")
+
+
 def test_a_letter_that_ends_documents_is_still_encoded_as_a_letter(text: Path, tmp_path: Path) -> None:
     export_tokenizer(run_of_text(text, "model=tiny", "data.end=10"), tmp_path / "out")
     read = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")

@@ -14,6 +14,7 @@ from ..plan.engines import ENGINES
 from ..plan.fixes import engine_problems
 from ..plan.result import Plan
 from ..plan.rules.unused_keys import RULE as UNUSED_KEY_RULE
+from ..spec.format_numbers import plural
 from ..spec.problem import Problem, Unreadable
 from ..spec.run import Run
 from ..system.cpu import cpu_count
@@ -85,7 +86,8 @@ def _machine_problems(run: Run, plan: Plan) -> Iterator[Problem]:
         facts = machine.cached_facts()
         gpus = len(facts["cuda"]) if facts else 0
         if plan.world > gpus:
-            says = f"{plan.world} ranks on {run.cluster.device.name} need as many GPUs, and this machine has {gpus or 'none'}"
+            needs = "needs a GPU" if plan.world == 1 else "need as many GPUs"
+            says = f"{plural(plan.world, 'rank')} on {run.cluster.device.name} {needs}, and this machine has {gpus or 'none'}"
             mend = f"set cluster=1x{gpus} parallel.dp=auto" if gpus else "set cluster=local"
             yield Problem(rule="launch", says=says, mend=mend)
     elif plan.world > CPU_RANKS_PER_CORE * cpu_count():

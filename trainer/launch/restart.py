@@ -67,10 +67,12 @@ def run_attempts(
                 goodput.note_restart(outcome)
                 show(f"{outcome.says}\nrestart {goodput.restarts} of {run.launch.restarts}, from the newest checkpoint{attempt.change}")
             if requests:
-                outcome = _outcome_between_attempts(outcome, folder, requests)
+                outcome = _outcome_between_attempts(run, outcome, folder, requests)
                 break
         if run.launch.restarts:
             show(goodput.summary())
+    if outcome.status > 128:
+        outcome = replace(outcome, says=f"{outcome.says}; {_what_remains(run, folder)}")
     return outcome
 
 
@@ -140,9 +142,19 @@ def _newest_step(folder: Path) -> int | None:
     return saved.step if saved else None
 
 
-def _outcome_between_attempts(outcome: Outcome, folder: Path, requests: StopRequests) -> Outcome:
+def _what_remains(run: Run, folder: Path) -> str:
+    """Return which checkpoint a run that was stopped without a last one can resume from, and how."""
+    step = _newest_step(folder)
+    if step is None:
+        return "there is no checkpoint: the same command starts from the beginning"
+    how = "the same command" if run.checkpoint.resume != "never" else "checkpoint.resume=auto"
+    return f"the newest whole checkpoint is of step {step}: {how} goes on from there"
+
+
+def _outcome_between_attempts(run: Run, outcome: Outcome, folder: Path, requests: StopRequests) -> Outcome:
     """Return the outcome of a run that was asked to stop after an attempt had failed and before the next one began."""
-    number, step = requests[-1][0], _newest_step(folder)
-    left = "there is no checkpoint" if step is None else f"the checkpoint of step {step} remains"
-    says = f"{outcome.says}; {signal.Signals(number).name} came before the restart: {left}"
-    return replace(outcome, status=128 + number if step is None else STOPPED, says=says, stop_requested=True)
+    number = requests[-1][0]
+    says = f"{outcome.says}; {signal.Signals(number).name} came before the restart"
+    if _newest_step(folder) is None:
+        return replace(outcome, status=128 + number, says=says, stop_requested=True)
+    return replace(outcome, status=STOPPED, says=f"{says}; {_what_remains(run, folder)}", stop_requested=True)

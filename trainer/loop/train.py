@@ -18,7 +18,8 @@ from .failure import AllRanksFailed
 from .instrumentation import Instruments
 from .metrics import finite_or_none, step_row
 from .model_inputs import count_labels, model_inputs
-from .step_results import StepResults
+from .step_results import FinishedStep, StepResults
+from .throughput import ThroughputMeter
 from .training_setup import TrainingSetup
 
 STOPPED_UNSAVED = 143  # exit status after a stop request whose checkpoint could not be saved: 128 + SIGTERM
@@ -55,7 +56,7 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
             return True
 
         done = step + 1
-        is_last, progress = done == last, setup.start.after(run, done)
+        is_last = done == last
         stopping = stop_vote.vote(requested=stop.requested)
         evaluates = setup.validation is not None and not stopping and (is_last or is_due(run.train.evaluate.every, done))
         saves = is_last or stopping or is_due(run.checkpoint.every, done)
@@ -63,35 +64,21 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
         instruments.report(done, finished[-1].result.loss if finished else None)
 
         for each in finished:
-            row = anomalies.add_step(each.result, each.done)
-            if row or each.done == last or stopping or is_due(run.log.every, each.done):
-                row = step_row(setup.start.after(run, each.done), each.result, each.lr, instruments.meter) | row
-            if evaluates and each.done == done:
-                row = {"step": done} | row | {"validation_loss": finite_or_none(_validation_loss(run, setup))}
-            if row and setup.sinks:
-                setup.sinks.write(row)
+            logs = each.done == last or stopping or is_due(run.log.every, each.done)
+            log_step(run, setup, each, anomalies, instruments.meter, logs=logs, evaluates=evaluates and each.done == done)
             anomalies.raise_if_too_many(each.result, each.done)
 
         if saves:
             setup.channel.report_phase("save")
-            saved = save_checkpoint(run, setup, progress) or saved
+            saved = save_checkpoint(run, setup, setup.start.after(run, done)) or saved
         if stopping and not is_last:
             if saved < done:
                 raise SystemExit(STOPPED_UNSAVED)
             return False
     setup.channel.report_phase("end")
     if saved < last:
-        resume = f"make room and start it again, and it resumes from step {saved}" if saved else "it has no checkpoint"
-        raise LastStepNotSaved(f"trained to step {last}, which could not be saved: {resume}")
+        raise LastStepNotSaved(unsaved_message(saved, last))
     return True
-
-
-def _validation_loss(run: Run, setup: TrainingSetup) -> float:
-    """Evaluate train.evaluate.batches batches of the validation split."""
-    assert setup.validation is not None
-    setup.channel.report_phase("evaluate")
-    samples = range(run.train.evaluate.batches * run.train.batch)
-    return evaluate(run, setup.engine, setup.grid, setup.validation, samples, setup.channel.report_progress)
 
 
 def read_micro_batches(run: Run, setup: TrainingSetup, first: int, last: int) -> Iterator[Batch]:
@@ -120,6 +107,27 @@ def train_step(
     return setup.engine.step(lambda _: model_inputs(run, next(micro_batches), setup.grid, step), lr, label_count, byte_counter)
 
 
+def log_step(
+    run: Run, setup: TrainingSetup, step: FinishedStep, anomalies: Anomalies, meter: ThroughputMeter, *, logs: bool, evaluates: bool
+) -> None:
+    """Write the metrics of a finished step if it `logs` or is anomalous, and its validation loss if it `evaluates`."""
+    row = anomalies.add_step(step.result, step.done)
+    if row or logs:
+        row = step_row(setup.start.after(run, step.done), step.result, step.lr, meter) | row
+    if evaluates:
+        row = {"step": step.done} | row | {"validation_loss": finite_or_none(_validation_loss(run, setup))}
+    if row and setup.sinks:
+        setup.sinks.write(row)
+
+
+def _validation_loss(run: Run, setup: TrainingSetup) -> float:
+    """Evaluate train.evaluate.batches batches of the validation split."""
+    assert setup.validation is not None
+    setup.channel.report_phase("evaluate")
+    samples = range(run.train.evaluate.batches * run.train.batch)
+    return evaluate(run, setup.engine, setup.grid, setup.validation, samples, setup.channel.report_progress)
+
+
 def is_due(every: int, done: int) -> bool:
     """Return whether something that happens every `every` steps (0: never) happens after step `done`."""
     return every > 0 and done % every == 0
@@ -131,3 +139,9 @@ def no_steps_message(run: Run, first: int, last: int) -> str:
     if first == last:
         return f"step {first} of {last} is done: nothing to train; set {longer} to train longer"
     return f"the newest checkpoint is of step {first}, and the run ends at step {last}: nothing to train; set {longer} to train longer"
+
+
+def unsaved_message(saved: int, last: int) -> str:
+    """Return the message that the last step could not be saved, with the step that the run resumes from."""
+    resume = f"make room and start it again, and it resumes from step {saved}" if saved else "it has no checkpoint"
+    return f"trained to step {last}, which could not be saved: {resume}"

@@ -45,7 +45,6 @@ HOST_TIMEOUT = timedelta(days=7)
 def train_rank(path: Path, channel: Channel, stop: StopFlag) -> int:
     """Train the run of RUN_DIR/run.json as the rank that the environment names. Return its exit status."""
     run = msgspec.json.decode(path.read_bytes(), type=Run)
-    torch.set_num_threads(max(1, torch.get_num_threads()))
     if run.train.deterministic:
         take_deterministic_kernels()
     world = join_ranks(run.cluster.device.kind)

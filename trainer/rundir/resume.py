@@ -73,6 +73,6 @@ def resume_mode_problem(folder: Path, mode: Mode, newest: Path | None, passed: t
             return Problem(rule="resume", says=says, mend="name a run that has saved one, or set checkpoint.resume=auto")
         case "auto" if newest is None and reasons:
             says = f"no checkpoint in {folder} verifies ({reasons})"
-            return Problem(rule="resume", says=says, mend="restore one of them, or set checkpoint.resume=never to begin anew")
+            return Problem(rule="resume", says=says, mend="restore one of them, or set name=NEW to train another run")
         case _:
             return None

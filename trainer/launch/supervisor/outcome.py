@@ -148,7 +148,9 @@ def run_outcome(ended: Sequence[RankOutcome], stop_signal: int | None) -> Outcom
         stopped = any(each.has_stopped for each in ended)
         return Outcome(status=STOPPED if stopped else TRAINED, ranks=ranks, says="stopped; a checkpoint is saved" if stopped else "")
     if stop_signal is not None and all(each.has_succeeded or each.has_ended_on_request for each in ended):
-        says = f"stopped by {signal.Signals(stop_signal).name} before all ranks had saved"
+        name = signal.Signals(stop_signal).name
+        at_once = any(each.killed and not each.has_succeeded for each in ended)
+        says = f"stopped at once by {name}" if at_once else f"stopped by {name} before all ranks had saved"
         return Outcome(status=128 + stop_signal, ranks=ranks, says=says)
     cause = root_cause(ended)
     return Outcome(

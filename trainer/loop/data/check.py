@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ...spec.format_numbers import plural
 from ...spec.problem import Problem, Unreadable
 from ...spec.run import Data
 from .files import columnar
@@ -120,7 +121,10 @@ def _key_problems(data: Data) -> list[Problem]:
         )
     if data.weights and len(data.weights) != len(paths):
         problems.append(
-            data_problem(f"data.weights has {len(data.weights)} weights for {len(paths)} paths", "give each path of data.path one weight")
+            data_problem(
+                f"data.weights has {plural(len(data.weights), 'weight')} for {plural(len(paths), 'path')}",
+                "give each path of data.path one weight",
+            )
         )
     return problems
 

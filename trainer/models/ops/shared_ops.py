@@ -181,15 +181,12 @@ def mixture(model: Model) -> tuple[Op, ...]:
     does not split.
     """
     rows: Dims = (*TOKENS, "top_k")
-    sent, wide = Tensor((*rows, "hidden")), Tensor((*rows, "expert_ffn"))
+    sent = Tensor((*rows, "hidden"))
     logits = Tensor((*TOKENS, "choices"), 4)
     copies: Dims = ("tokens", "batch", "top_k")
     copy_rows = Tensor((*copies, "hidden"))
     choice = (Tensor(copies, 8), Tensor(copies, 4))  # each copy's expert and weight
     balance = (Tensor(("tokens", "batch", "choices"), 4), Tensor(("batch", "choices"), 4)) if model.aux_loss else ()
-    ends = (Tensor(("experts",), 8),)  # the end of each expert's copies
-    parts: tuple[tuple[str, Dims], ...] = ((".gate", ("expert_ffn",)), (".up", ("expert_ffn",)))
-    activated = (wide, wide) if model.act == "relu" else (wide, wide, wide)  # of a ReLU autograd saves only the result
     router = Op(
         name="router",
         weights=(Weight("router.weight", ("hidden", "choices")),),
@@ -199,30 +196,35 @@ def mixture(model: Model) -> tuple[Op, ...]:
         enters=(logits,),
         kernels=8,  # the product, softmax, the choice, its weights, the counts of each expert
     )
-    shared = _shared_experts(model) if model.shared_experts else ()
+    dispatch = Op(
+        name="dispatch",
+        moves=(STREAM, sent, sent, sent),  # sorted by rank for the exchange, and by expert after it
+        kernels=4,
+        saves_torch=(copy_rows, Tensor(copies, 8), Tensor(("experts",), 8)),  # the last: the end of each expert's copies
+        exchanges=(sent,),
+        enters=(STREAM,),
+    )
+    combine = Op(
+        name="combine",
+        moves=(sent, sent, sent, STREAM),
+        kernels=4,
+        saves_megatron=(sent,),
+        saves_torch=(copy_rows,),
+        exchanges=(sent,),
+        reduces=(("expert_ffn", STREAM),),
+    )
+    return router, dispatch, *_expert_ops(model, rows, sent), combine, *(_shared_experts(model) if model.shared_experts else ())
+
+
+def _expert_ops(model: Model, rows: Dims, sent: Tensor) -> tuple[Op, ...]:
+    """The feed-forward of each expert over the copies that are sent to it."""
+    wide = Tensor((*rows, "expert_ffn"))
+    parts: tuple[tuple[str, Dims], ...] = ((".gate", ("expert_ffn",)), (".up", ("expert_ffn",)))
+    activated = (wide, wide) if model.act == "relu" else (wide, wide, wide)  # of a ReLU autograd saves only the result
     return (
-        router,
-        Op(
-            name="dispatch",
-            moves=(STREAM, sent, sent, sent),  # sorted by rank for the exchange, and by expert after it
-            kernels=4,
-            saves_torch=(copy_rows, Tensor(copies, 8), *ends),
-            exchanges=(sent,),
-            enters=(STREAM,),
-        ),
         replace(linear("experts", ("hidden",), parts, bias=False, saves=(sent,), rows=rows, groups=("experts",)), saves_torch=()),
         Op(name="experts.act", moves=(wide, wide, wide), saves_megatron=(wide, wide), saves_torch=activated, eager_passes=1.7),
         linear("experts.down", ("expert_ffn",), (("", ("hidden",)),), bias=False, saves=(wide,), rows=rows, groups=("experts",)),
-        Op(
-            name="combine",
-            moves=(sent, sent, sent, STREAM),
-            kernels=4,
-            saves_megatron=(sent,),
-            saves_torch=(copy_rows,),
-            exchanges=(sent,),
-            reduces=(("expert_ffn", STREAM),),
-        ),
-        *shared,
     )
 
 

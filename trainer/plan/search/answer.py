@@ -8,7 +8,7 @@ from typing import Any
 
 from ...spec.changed_run import Change, overrides, with_changes
 from ...spec.problem import Problem
-from ...spec.run import Run
+from ...spec.run import Parallel, Run
 from ..axes import AXES, degree_keys
 from ..costs.cost_context import CostContext
 from ..engines import engine_for
@@ -111,7 +111,7 @@ def find_layouts(run: Run, fixed: frozenset[str] = frozenset()) -> Answer:
         costed=found.costed,
         rows=tuple(_found_layout(context, each, fastest, boundaries) for each, boundaries in best),
         front=tuple(_found_layout(context, each, fastest) for each in found.front),
-        problems=() if found.best else (_nothing_fits(run, found.legal),),
+        problems=() if found.best else (_nothing_fits(run, fixed, found.legal),),
     )
 
 
@@ -164,9 +164,9 @@ def _answer(run: Run, **fields: Any) -> Answer:
     )
 
 
-def _nothing_fits(run: Run, legal: int) -> Problem:
+def _nothing_fits(run: Run, fixed: frozenset[str], legal: int) -> Problem:
     if not legal:
-        if problem := next((each for each in make_plan(run).problems if each.rule != "memory"), None):
+        if problem := next((each for each in make_plan(_simplest(run, fixed)).problems if each.rule != "memory"), None):
             return problem
         runs = " that an engine here runs" if run.search.runnable else ""
         mend = "leave some of the given keys free, or set search.runnable=false" if runs else "leave some of the given keys free"
@@ -174,6 +174,15 @@ def _nothing_fits(run: Run, legal: int) -> Problem:
     room = f"{1 - run.search.headroom:.0%}".replace("%", " %")
     says = f"none of {legal:,} layouts fits into {room} of the memory of {run.cluster.nodes} x {run.cluster.gpus} {run.cluster.device.name}"
     return Problem(rule="memory", says=says, mend=f"search more nodes: search.nodes={2 * run.cluster.nodes}..{16 * run.cluster.nodes}")
+
+
+def _simplest(run: Run, fixed: frozenset[str]) -> Run:
+    """The run with the default of each key that a search chooses: what the fixed ones break is broken there too."""
+    default = Parallel()
+    sections = {key.split(".")[1] for key in fixed if key.startswith("parallel.")}
+    free = {name: getattr(default, name) for name in (*degree_keys(default), *LAYOUT_KEYS, "offload") if name not in sections}
+    microbatch = run.train.microbatch if "train.microbatch" in fixed else 1
+    return replace(run, parallel=replace(run.parallel, **free), train=replace(run.train, microbatch=microbatch))
 
 
 def _layout_seconds(context: CostContext, found: CostedLayout) -> tuple[Layout, StepSeconds | None]:

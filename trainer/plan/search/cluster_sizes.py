@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import inf
 from typing import NamedTuple
 
 from ...spec.run import Run
@@ -48,18 +49,22 @@ def knee(sizes: Sequence[SizedAnswer]) -> int | None:
 
 
 def best_size(sizes: Sequence[SizedAnswer], by: str) -> SizedAnswer | None:
-    """The size whose best layout is best: least memory, cost or time; most tokens for the price."""
-    found = [each for each in sizes if best_layout(each) is not None]
-    return min(found, key=lambda each: _objective(each, by), default=None)
+    """The size whose best layout is best: least memory, cost or time; most tokens for the price. None where none fits, or where sizes are
+    ranked by time and no time is known."""
+    best = min(sizes, key=lambda each: _objective(each, by), default=None)
+    return best if best is not None and _objective(best, by) < inf else None
 
 
 def _objective(sized: SizedAnswer, by: str) -> float:
+    """What the best size has least of; infinite where nothing fits, or where no time is known."""
     best = best_layout(sized)
-    assert best is not None
+    if best is None:
+        return inf
     match by:
         case "memory":
             return best.memory
         case "cost" | "tokens_per_dollar":
-            return best.cost if best.cost is not None else -tokens_per_gpu(sized)  # a fixed price: tokens of a GPU decide
+            rate = tokens_per_gpu(sized)  # at any price of a GPU-hour the cheapest run is the one whose GPUs train the most tokens
+            return 1 / rate if rate else inf
         case _:
-            return best.days if best.days is not None else float("inf")
+            return best.days if best.days is not None else inf
