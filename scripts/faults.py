@@ -31,7 +31,6 @@ from tempfile import mkdtemp
 from ..trainer.system.child_process import end_child
 from .faults_drawn import FILE_DAMAGES, SIGNALS, Fault, draw_faults
 from .faults_runs import (
-    STEPS,
     Disk,
     FitProcess,
     HostRuns,
@@ -73,20 +72,22 @@ class Campaign:
         self.violations = 0  # runs that violated an invariant when left to finish
         self.folder = Path()
         self.applied = 0  # faults in this run
+        self.is_checked = False  # this run has trained, in spite of its last fault, and holds the invariants
         self._begin_run()
         fit = runs.start(self.folder)
         wait_until(lambda: self._last_step() > 0 or fit.has_ended(), RUN_SECONDS)
         self.start_seconds = time.monotonic() - fit.began  # to the first step
         wait_until(fit.has_ended, RUN_SECONDS)
         self.undisturbed = loss_curve(self.folder / "run")
-        if fit.process.returncode or len(self.undisturbed) != STEPS:
+        if fit.process.returncode or len(self.undisturbed) != runs.steps:
             sys.exit(f"the run does not train even without a fault: {fit.lines[-1] if fit.lines else ''} ({fit.log})")
         self._begin_run()
 
     def apply(self, fault: Fault) -> FaultResult:
         """Start the run, apply the fault, wait for its end and check the invariants."""
-        if self._last_step() >= STEPS or self.applied >= FAULTS_PER_RUN:
-            self.finish()
+        if self._last_step() >= self.runs.steps or self.applied >= FAULTS_PER_RUN:
+            if not self.is_checked:
+                self.finish()
             self._begin_run()
         self.applied += 1
         if fault.kind in FILE_DAMAGES and newest_checkpoint(self.run).checkpoint is None:
@@ -96,7 +97,7 @@ class Campaign:
         if fault.kind in FILE_DAMAGES:
             target = self._damage(fault)
             before = self._newest_step()
-        at_step = self._last_step() + 1 + int(fault.moment * (STEPS - self._last_step() - 1))
+        at_step = self._last_step() + 1 + int(fault.moment * (self.runs.steps - self._last_step() - 1))
         if fault.kind == "nan":
             rank = int(fault.whom * 2)
             target, nan_at = f"rank {rank}", f"{at_step} {rank}"
@@ -118,6 +119,7 @@ class Campaign:
         violations.extend(self._violations(fault, target, fit, status, before))
         says = fit.lines[-1] if fit.lines else ""
         trained = status == 0
+        self.is_checked = trained and not violations
         return FaultResult(
             fault=fault,
             target=target,
@@ -157,7 +159,7 @@ class Campaign:
     def _train_to_checkpoint(self, fault: Fault) -> None:
         """Train until there is a checkpoint to damage."""
         fit = self.runs.start(self.folder)
-        wait_until(lambda: self._last_step() > 20 + 40 * fault.moment or fit.has_ended(), RUN_SECONDS)
+        wait_until(lambda: self._last_step() > (1 + 2 * fault.moment) * self.runs.steps / 6 or fit.has_ended(), RUN_SECONDS)
         send_signal(fit.process.pid, SIGNALS["term"])
         wait_until(fit.has_ended, RUN_SECONDS)
 
@@ -217,12 +219,13 @@ class Campaign:
 
     def _violations(self, fault: Fault | None, target: str, fit: FitProcess, status: int, before: int) -> Iterator[str]:
         """Yield the invariants that do not hold."""
+        steps = self.runs.steps
         found = newest_checkpoint(self.run)
         newest = found.checkpoint.step if found.checkpoint else 0
         if status not in allowed_statuses(fault, target, self.runs.name):
             yield f"exit status {status}"
-        if status == 0 and not newest == self._last_step() == STEPS:
-            yield f"exit status 0, and it trained to step {self._last_step()} of {STEPS} and saved step {newest}"
+        if status == 0 and not newest == self._last_step() == steps:
+            yield f"exit status 0, and it trained to step {self._last_step()} of {steps} and saved step {newest}"
         if newest < before:
             yield f"step {before} was saved, and step {newest} is the newest checkpoint that verifies"
         try:
@@ -233,7 +236,7 @@ class Campaign:
             off = [step for step, each in deviations.items() if each > self.runs.tolerance]
             if off:
                 yield f"step {off[0]} has a different loss than the undisturbed run, by {deviations[off[0]]:.1e}"
-            if status == 0 and sorted(deviations) != list(range(1, STEPS + 1)):
+            if status == 0 and sorted(deviations) != list(range(1, steps + 1)):
                 yield "steps are missing in metrics.jsonl"
         if any(line.startswith("Traceback") for line in fit.lines):
             yield "it printed a traceback"

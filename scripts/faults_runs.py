@@ -19,7 +19,7 @@ from .virtual_hosts import VirtualHosts
 
 STEPS = 120
 RECIPE = (
-    *("conf=quickstart", "model=tiny", "model.layers=2", "model.dropout=0.1", "data=synthetic", f"train.steps={STEPS}", "train.batch=8"),
+    *("conf=quickstart", "model=tiny", "model.layers=2", "model.dropout=0.1", "data=synthetic", "train.batch=8"),
     *("train.seq=16", "train.microbatch=2", "train.evaluate={every: 20, batches: 2}", "train.skip=0", "log.every=1", "optim.warmup=3"),
     *("checkpoint={every: 5, keep: 3}", "launch.patience=5", "name=run"),
 )
@@ -105,13 +105,13 @@ class FitProcess:
 
 
 class LocalRuns:
-    """Runs on this machine, of two ranks."""
+    """Runs on this machine, of two ranks and `steps` steps."""
 
     name = "local"
     tolerance = 0.0  # of a step's loss, against the undisturbed run
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, steps: int = STEPS) -> None:
+        self.folder, self.steps = folder, steps
         self.site = folder / "site"
         self.site.mkdir(parents=True)
         (self.site / "sitecustomize.py").write_text(NAN_GRADIENT)
@@ -121,7 +121,8 @@ class LocalRuns:
     def start(self, folder: Path, *overrides: str, nan_at: str = "") -> FitProcess:
         """Start `distrain fit` with RUN_DIR `folder`/run."""
         log = folder / "fit.log"
-        command = [sys.executable, "-m", "distrain", "fit", *RECIPE, *self.overrides, f"log.dir={folder}", *overrides]
+        words = (*RECIPE, f"train.steps={self.steps}", *self.overrides, f"log.dir={folder}", *overrides)
+        command = [sys.executable, "-m", "distrain", "fit", *words]
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", RUNS_VARIABLE: str(self.folder)}
         if nan_at:
             environment |= {"PYTHONPATH": str(self.site), "FAULTS_NAN": nan_at}

@@ -113,7 +113,7 @@ def rare_garbage_collection() -> None:
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A cache folder for the tests alone, so that earlier measurements and tokenized data on this machine change nothing.
 
-    Test workers share the measurements of this machine, each of which takes 6 s of CPU time.
+    Test workers share the measurements of this machine, each of which takes 3 s of CPU time.
     """
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("cache")

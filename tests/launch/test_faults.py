@@ -25,6 +25,7 @@ from distrain.scripts.faults_runs import RUNS_VARIABLE, Disk, LocalRuns, loss_cu
 from distrain.tests.fakes.deadline import DEADLINE
 
 DRAWN, SMALL = 60, 24  # faults from which real runs get one of each kind; faults for ranks without torch
+STEPS = 50  # of a real run, with a checkpoint every 5
 RANKS, LENGTH = 3, 40  # of a run without torch: ranks, and steps of 20 ms
 CONTROLLER = """
 import os, sys
@@ -76,7 +77,7 @@ def disk(tmp_path: Path) -> Iterator[Disk | None]:
 
 
 def test_real_runs_survive_faults(tmp_path: Path, disk: Disk | None, capsys: pytest.CaptureFixture[str]) -> None:
-    campaign = Campaign(LocalRuns(tmp_path / "disk" / "runs"), disk, print)
+    campaign = Campaign(LocalRuns(tmp_path / "disk" / "runs", steps=STEPS), disk, print)
     without = ("flipped", *(() if disk else ("full",)))
     faults = {fault.kind: fault for fault in draw_faults(DRAWN, 5, "local", without=without) if not fault.at_start}
     results = [campaign.apply(fault) for fault in faults.values()]

@@ -284,6 +284,9 @@ def test_a_cpu_beside_gpus_is_measured_for_a_run_on_it_only(remembered: Any, mon
 def test_a_probe_measures_the_cpu_where_there_is_no_gpu(
     gpus: list[Any], always_cpu: bool, measured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In forked processes, or beside GPUs in spawned ones."""
+    starts: list[str] = []
     monkeypatch.setattr(probe, "_gpus", lambda: gpus)
-    monkeypatch.setattr(probe, "_measure_cpu", lambda: CPU)
+    monkeypatch.setattr(probe, "_measure_cpu", lambda start: starts.append(start) or CPU)
     assert probe.measure_machine(always_cpu=always_cpu) == {"cuda": gpus, "cpu": CPU if measured else None}
+    assert starts == ["fork" if sys.platform == "linux" and not gpus else "spawn"] * measured

@@ -77,7 +77,11 @@ def measure_now(*, always_cpu: bool = False) -> Problem | None:
 
     With an earlier result under the same key, the better of both rates is kept: other work only ever slows a measurement.
     """
-    load = load_per_core()
+    load, file = load_per_core(), cache_file(measurement_key())
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return _unwritable(file, error)
     try:
         probe = capture_child("distrain.trainer.machine.probe", ["cpu"] if always_cpu else [], seconds=PATIENCE)
         found = json.loads(probe.stdout) if probe.returncode == 0 else None
@@ -89,9 +93,13 @@ def measure_now(*, always_cpu: bool = False) -> Problem | None:
     try:
         write_entry(CacheEntry(key=measurement_key(), load=load, found=better_of(before, found) if before else found))
     except OSError as error:
-        mend = "set XDG_CACHE_HOME to a folder that can be written to"
-        return Problem(rule="probe", says=f"{cache_file(measurement_key())} can't be written: {error.strerror}", mend=mend)
+        return _unwritable(file, error)
     return None
+
+
+def _unwritable(file: Path, error: OSError) -> Problem:
+    mend = "set XDG_CACHE_HOME to a folder that can be written to"
+    return Problem(rule="probe", says=f"{file} can't be written: {error.strerror}", mend=mend)
 
 
 def better_of(before: MachineFacts, now: MachineFacts) -> MachineFacts:

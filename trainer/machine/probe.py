@@ -32,7 +32,8 @@ RATE_SECONDS = 0.35  # for which one rate is measured
 def measure_machine(*, always_cpu: bool) -> dict[str, Any]:
     """Return the CUDA devices, and the CPU's measured rates where there are none, or where they are asked for."""
     gpus = _gpus()
-    return {"cuda": gpus, "cpu": _measure_cpu() if always_cpu or not gpus else None}
+    start = "fork" if sys.platform == "linux" and not gpus else "spawn"  # a CUDA context does not survive a fork
+    return {"cuda": gpus, "cpu": _measure_cpu(start) if always_cpu or not gpus else None}
 
 
 def _gpus() -> list[dict[str, Any]]:
@@ -48,13 +49,14 @@ def _gpus() -> list[dict[str, Any]]:
     return found
 
 
-def _measure_cpu() -> dict[str, Any]:
+def _measure_cpu(start: str) -> dict[str, Any]:
+    """Measure in processes that are forked, with torch imported, or spawned, which takes twice the time."""
     cores = cpu_count()
     ranks = min(cores, MOST_PROCESSES)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    context = get_context("spawn")
+    context = get_context(start)
     manager, last = SyncManager(ctx=context), (die_with_parent, (os.getpid(),))  # so that none outlives this process
     manager.start(*last)
     with manager:
