@@ -287,6 +287,11 @@ def test_a_probe_measures_the_cpu_where_there_is_no_gpu(
     """In forked processes, or beside GPUs in spawned ones."""
     starts: list[str] = []
     monkeypatch.setattr(probe, "_gpus", lambda: gpus)
-    monkeypatch.setattr(probe, "_measure_cpu", lambda start: starts.append(start) or CPU)
+
+    def measure_cpu(start: str) -> Any:
+        starts.append(start)
+        return CPU
+
+    monkeypatch.setattr(probe, "_measure_cpu", measure_cpu)
     assert probe.measure_machine(always_cpu=always_cpu) == {"cuda": gpus, "cpu": CPU if measured else None}
     assert starts == ["fork" if sys.platform == "linux" and not gpus else "spawn"] * measured
