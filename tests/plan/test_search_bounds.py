@@ -103,3 +103,25 @@ def test_no_layout_costs_less_than_its_bounds(name: str, runnable: bool) -> None
     search.run_all()
     assert search.held > 500
     assert search.shared > search.held // 4
+
+
+class NothingDiscarded(LayoutSearch):
+    """A search that costs every layout that fits."""
+
+    def _is_too_slow(self, seconds: float) -> bool:
+        return False
+
+    def _may_matter(self, mesh: tuple[int, int, int, int], seconds: float, peak: float) -> bool:
+        return peak <= self.capacity
+
+
+@pytest.mark.parametrize(("name", "layers"), [("llama", 8), ("moe", 8), ("moe", 64)])
+def test_the_smallest_layouts_are_found_with_bounds_as_without(name: str, layers: int) -> None:
+    """The 64 layers fit only with states offloaded."""
+    run = larger(name)
+    run = replace(run, model=replace(run.model, layers=layers))
+    some, every = (kind(Space(run), rows=10, by_memory=True).run_all() for kind in (LayoutSearch, NothingDiscarded))
+    assert some.best
+    assert [(each.peak, each.seconds) for each in some.best] == [(each.peak, each.seconds) for each in every.best]
+    assert [(each.peak, each.seconds) for each in some.front] == [(each.peak, each.seconds) for each in every.front]
+    assert some.costed <= every.costed
