@@ -2,7 +2,7 @@
 
 A rank of N holds and moves the same for each element of its part. Activations are left out: sequences are four tokens long.
 
-Run `python -m distrain.scripts.trace_cuda.optimizer_step ENGINE ZERO PRECISION GRADIENTS MICROS`; it prints a line of JSON.
+Run `python -m distrain.scripts.trace_cuda.optimizer_step ENGINE,ZERO,PRECISION,GRADIENTS,MICROS ...`; it prints a line of JSON for each.
 """
 
 from __future__ import annotations
@@ -175,12 +175,17 @@ def _free_port() -> int:
         return port
 
 
-def main() -> None:
-    """Print what one configuration's step holds and moves."""
-    engine, zero, precision, gradients, micros = sys.argv[1:]
-    print(json.dumps(asdict(measure_step(engine, int(zero), precision, gradients, int(micros)))), flush=True)
-    os._exit(0)  # DeepSpeed's threads and process groups need no orderly end
+def main() -> int:
+    """Print what the step of each configuration holds and moves, each measured in a forked process of its own."""
+    for words in sys.argv[1:]:
+        if (child := os.fork()) == 0:
+            engine, zero, precision, gradients, micros = words.split(",")
+            print(json.dumps(asdict(measure_step(engine, int(zero), precision, gradients, int(micros)))), flush=True)
+            os._exit(0)  # DeepSpeed's threads and process groups need no orderly end
+        if os.waitpid(child, 0)[1]:
+            return 1
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -165,17 +165,30 @@ def is_planned(job: TraceJob, answer: Mapping[str, Any]) -> bool:
 WIDTHS = {("fp32", "auto"): (4, 4), ("bf16", "auto"): (2, 2), ("bf16", "fp32"): (2, 4)}  # of weights and gradients
 
 
-def measured_step(*words: str) -> dict[str, float]:
+NATIVE_STEPS = (("fp32", "auto"), ("bf16", "auto"))
+ZERO_STEPS = ((1, "bf16", "auto"), (2, "bf16", "fp32"), (3, "fp32", "auto"))
+
+
+def step_words(engine: str, zero: int, precision: str, gradients: str) -> str:
+    """The configuration of a step of two micro-batches."""
+    return f"{engine},{zero},{precision},{gradients},2"
+
+
+@pytest.fixture(scope="module")
+def measured_steps() -> dict[str, dict[str, float]]:
+    """What the optimizer's step of each configuration holds and moves."""
+    words = [*(step_words("native", 0, *each) for each in NATIVE_STEPS), *(step_words("zero", *each) for each in ZERO_STEPS)]
     arguments = [sys.executable, "-m", "distrain.scripts.trace_cuda.optimizer_step", *words]
     ended = subprocess.run(arguments, capture_output=True, text=True, timeout=DEADLINE, check=True)
-    measured: dict[str, float] = json.loads(ended.stdout.splitlines()[-1])
-    return measured
+    return dict(zip(words, (json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")), strict=True))
 
 
-@pytest.mark.parametrize(("precision", "gradients"), [("fp32", "auto"), ("bf16", "auto")])
-def test_a_step_of_engine_native_holds_and_moves_the_bytes_that_the_plan_counts(precision: str, gradients: str) -> None:
+@pytest.mark.parametrize(("precision", "gradients"), NATIVE_STEPS)
+def test_a_step_of_engine_native_holds_and_moves_the_bytes_that_the_plan_counts(
+    precision: str, gradients: str, measured_steps: Mapping[str, dict[str, float]]
+) -> None:
     """For each parameter of one rank; the host waits for no number before the step, and for two after it."""
-    measured = measured_step("native", "0", precision, gradients, "2")
+    measured = measured_steps[step_words("native", 0, precision, gradients)]
     run = load_recipe("quickstart", ["cluster=1x1", "device=cpu", "engine=native", f"train.precision={precision}"])
     plan = make_plan(run)
     assert plan.memory is not None
@@ -189,10 +202,12 @@ def test_a_step_of_engine_native_holds_and_moves_the_bytes_that_the_plan_counts(
     assert measured["waits"] <= 2
 
 
-@pytest.mark.parametrize(("zero", "precision", "gradients"), [(1, "bf16", "auto"), (2, "bf16", "fp32"), (3, "fp32", "auto")])
-def test_a_step_holds_and_moves_the_bytes_that_the_plan_counts(zero: int, precision: str, gradients: str) -> None:
+@pytest.mark.parametrize(("zero", "precision", "gradients"), ZERO_STEPS)
+def test_a_step_holds_and_moves_the_bytes_that_the_plan_counts(
+    zero: int, precision: str, gradients: str, measured_steps: Mapping[str, dict[str, float]]
+) -> None:
     """For each parameter of one rank, beside activations; a step also holds its norm's partial sums."""
-    measured = measured_step("zero", str(zero), precision, gradients, "2")
+    measured = measured_steps[step_words("zero", zero, precision, gradients)]
     weight, gradient = WIDTHS[precision, gradients]
     setting = ZeroSetting(stage=zero, ranks=1, micros=2, weight=weight, gradient=gradient, states=8, bucket=0, buckets=1, pipeline=False)
     flat = FlatElements(whole=10**6, part=10**6, overlapping=10**6, stage3=10**6)
