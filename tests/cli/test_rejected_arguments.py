@@ -1,6 +1,8 @@
 """Wrong arguments and recipes: the exact lines on stderr for each kind, and exit status 2."""
 
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -241,12 +243,10 @@ def test_any_override_is_read_or_is_a_problem(overrides: list[str]) -> None:
     assert result
 
 
-def test_a_current_folder_that_was_removed_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_current_folder_that_was_removed_is_named(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    assert command(["plan", "conf=quickstart"]) == 2
-    assert capsys.readouterr() == ("", "distrain: the current folder was removed: change to one that exists\n")
+    words = shlex.join([sys.executable, "-P", "-m", "distrain", "plan", "conf=quickstart"])
+    done = subprocess.run(["bash", "-c", f"rmdir {shlex.quote(str(gone))} && exec {words}"], cwd=gone, capture_output=True, text=True)
+    said = "distrain: the current folder was removed: change to one that exists\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
