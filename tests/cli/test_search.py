@@ -209,7 +209,7 @@ def test_json_is_all_of_stdout_where_a_recipe_is_written_too(tmp_path: Path, cap
 
 
 def test_nothing_fits_is_one_line_with_a_mend(capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = call("conf=llama3_70b cluster=1x8", capsys)
+    status, out, _ = call("conf=llama3_405b cluster=1x8", capsys)
     assert status == 1
     assert "layouts fits into 95 % of the memory of 1 x 8 H100-80G: search more nodes: search.nodes=2..16" in " ".join(out.split())
 
