@@ -286,7 +286,12 @@ def test_a_probe_measures_the_cpu_where_there_is_no_gpu(
 ) -> None:
     """In forked processes, or beside GPUs in spawned ones."""
     starts: list[str] = []
+
+    def measure(start: str) -> dict[str, Any]:
+        starts.append(start)
+        return CPU
+
     monkeypatch.setattr(probe, "_gpus", lambda: gpus)
-    monkeypatch.setattr(probe, "_measure_cpu", lambda start: starts.append(start) or CPU)
+    monkeypatch.setattr(probe, "_measure_cpu", measure)
     assert probe.measure_machine(always_cpu=always_cpu) == {"cuda": gpus, "cpu": CPU if measured else None}
     assert starts == ["fork" if sys.platform == "linux" and not gpus else "spawn"] * measured
