@@ -99,7 +99,7 @@ def test_a_pipeline_without_a_flush_trains_by_delayed_gradients(ranks: RankPool,
     is_half = apart > 1e-5
     assert job.figures("loss") == pytest.approx(expected["losses"], abs=apart, rel=0)
     assert job.figures("grad_norm") == pytest.approx(expected["norms"], abs=0, rel=2e-2 if is_half else 5e-5)
-    assert expected["weights"] < (2e-2 if is_half else 5e-4)
+    assert expected["weights"] < (2e-2 if is_half else 3e-4)
     if expected["evaluation"] is not None:
         assert job.figures("validation_loss")[-1] == pytest.approx(expected["evaluation"], abs=apart)
     check_steps(job)

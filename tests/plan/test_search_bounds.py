@@ -71,7 +71,7 @@ class EveryLayout(LayoutSearch):
         self.shared -= 1
         return super()._least_states_of(each, states, state, engine)
 
-    def _cost(self, each: Pass, state: StateChoice, engine: str | None, seconds: float) -> None:
+    def _cost(self, each: Pass, state: StateChoice, engine: str | None) -> None:
         self.seen += 1
         self.shared += 1  # less one for each bound: the layouts that another one's bound is held against
         if self.seen % 5:
@@ -86,7 +86,8 @@ class EveryLayout(LayoutSearch):
         assert least.bytes(each.kept) <= cost.peak
         assert row.fixed + max(each.kept) <= cost.peak
         if has_times(self.context, layout) and cost.seconds:
-            assert seconds <= cost.seconds.step
+            states = max(least.seconds(each.micros), *[kind.exposed + kind.step for kind in cost.kinds])
+            assert each.seconds_on(engine) + states <= cost.seconds.step
 
 
 def _figures(states: LeastStates) -> tuple[float, ...]:
@@ -126,4 +127,3 @@ def test_the_smallest_layouts_are_found_with_bounds_as_without(name: str, layers
     assert some.best
     assert [(each.peak, each.seconds) for each in some.best] == [(each.peak, each.seconds) for each in every.best]
     assert [(each.peak, each.seconds) for each in some.front] == [(each.peak, each.seconds) for each in every.front]
-    assert some.costed <= every.costed

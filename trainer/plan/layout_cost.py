@@ -14,7 +14,7 @@ from .engines import cost_model
 from .layout.layout import Layout
 from .layout.mesh import Wires
 from .layout.schedule_of_run import delay_of, schedule_of
-from .part_seconds import is_simulated, least_wait, simulated_wait
+from .part_seconds import is_simulated, simulated_wait
 from .stage_cost import StageCost, last_passes, logits_in_flight, stage_cost
 
 
@@ -136,17 +136,14 @@ def send_bytes(parallel: Parallel, blocks: BlockCosts) -> int:
     return -(-blocks.stream // parallel.tp) if scatter else blocks.stream
 
 
-def step_seconds(
-    context: CostContext, layout: Layout, blocks: BlockCosts, kinds: list[StageCost], *, simulates: bool = True
-) -> StepSeconds:
+def step_seconds(context: CostContext, layout: Layout, blocks: BlockCosts, kinds: list[StageCost]) -> StepSeconds:
     """m micro-batches on the busiest stage, one on each other stage while the pipeline fills and drains, the exposed messages of the
-    data axis, and the optimizer (arXiv:2104.04473 section 2.2). Without `simulates` the bubble of a schedule that is simulated is a
-    lower bound of it."""
+    data axis, and the optimizer (arXiv:2104.04473 section 2.2)."""
     hop = hop_seconds(layout.parallel, layout.wires, blocks)
     computes = [kind.forward + kind.backward for kind in kinds]
     totals = [each + kind.message_forward + kind.message_backward + hop for each, kind in zip(computes, kinds, strict=True)]
     busiest = max(range(len(kinds)), key=totals.__getitem__)
-    bubble = _bubble_seconds(layout, blocks, kinds, totals, busiest, hop, simulates)
+    bubble = _bubble_seconds(layout, blocks, kinds, totals, busiest, hop)
     compute = layout.micros * computes[busiest]
     messages = layout.micros * (totals[busiest] - computes[busiest])
     slowest = max(kinds, key=lambda kind: kind.exposed + kind.step)
@@ -163,9 +160,7 @@ def step_seconds(
     )
 
 
-def _bubble_seconds(
-    layout: Layout, blocks: BlockCosts, kinds: list[StageCost], totals: list[float], busiest: int, hop: float, simulates: bool
-) -> float:
+def _bubble_seconds(layout: Layout, blocks: BlockCosts, kinds: list[StageCost], totals: list[float], busiest: int, hop: float) -> float:
     """Seconds that the busiest stage waits for the others; `totals` are seconds of a micro-batch on each kind of stage, `hop` those of its
     messages between stages."""
     stages, parallel = layout.mesh.pp, layout.parallel
@@ -173,7 +168,7 @@ def _bubble_seconds(
         return 0.0
     schedule, many = schedule_of(parallel), layout.partition.stages_of_kind
     if is_simulated(layout):
-        return (simulated_wait if simulates else least_wait)(layout, blocks, hop, totals[busiest])
+        return simulated_wait(layout, blocks, hop, totals[busiest])
     others = sum([total * times for total, times in zip(totals, many, strict=True)]) - totals[busiest]
     weights = sum([kind.weight_gradients * times for kind, times in zip(kinds, many, strict=True)]) - kinds[busiest].weight_gradients
     return max(0.0, schedule.fill(parallel.chunks) * others - schedule.filled_by_weights(stages, layout.micros) * weights)

@@ -34,25 +34,6 @@ def simulated_wait(layout: Layout, blocks: BlockCosts, hop: float, busiest: floa
     return max(0.0, step - layout.micros * (busiest - hop))
 
 
-def least_wait(layout: Layout, blocks: BlockCosts, hop: float, busiest: float) -> float:
-    """Return a lower bound of `simulated_wait`. The last stage starts after the forwards of the parts before its first one. The first
-    stage's first backward comes after a micro-batch's forwards, and the backwards of the parts behind; before it, that stage runs no
-    more forwards than it has micro-batches in flight."""
-    schedule, stages = schedule_of(layout.parallel), layout.mesh.pp
-    seconds, parts = part_seconds(layout, blocks), len(layout.partition.parts)
-    send = hop / (2 * layout.chunks)
-    backward = "I" if schedule.splits_backward else "B"
-    forwards = [seconds("F", part) for part in range(parts)]
-    work = [sum(forwards[part] + seconds("B", part) for part in layout.parts(stage)) for stage in (0, stages - 1)]
-    own = layout.parts(0)
-    before_last = sum(forwards[: stages - 1]) + (stages - 1) * send
-    first_backward = sum(forwards) + sum(seconds(backward, part) for part in range(max(own) + 1, parts))
-    in_flight = schedule.in_flight(0, stages, layout.micros, layout.parallel.chunks)
-    idle = first_backward - in_flight * max(forwards[part] for part in own) * len(own)
-    step = max(layout.micros * work[1] + before_last, layout.micros * work[0] + idle)
-    return max(0.0, step - layout.micros * (busiest - hop)) * (1 - 1e-9)
-
-
 def part_seconds(layout: Layout, blocks: BlockCosts) -> Callable[[str, int], float]:
     """Return the seconds of each kind of action on each part of the model, messages inside its blocks included."""
     last = len(layout.partition.parts) - 1

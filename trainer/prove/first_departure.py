@@ -34,7 +34,7 @@ class RoundingLimits:
 
 
 FLOAT32_LIMITS = RoundingLimits(first_step=5e-5, later_steps=1e-3, weights=2e-3)
-HALF_LIMITS = RoundingLimits(first_step=0.05, later_steps=0.1, weights=0.3)
+HALF_LIMITS = RoundingLimits(first_step=0.05, later_steps=0.15, weights=0.3)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -227,7 +227,7 @@ def _messages(sent: list[OpMessage], again: tuple[Op, ...], form: ActivationForm
     """The messages of a block's ops on every axis that splits it; equal messages are counted together."""
     counts: dict[tuple[str, str, int], AxisMessage] = {}
     summed_again = _ops_summed_again(again, form)
-    for at, (op, sums, message) in enumerate(sent):
+    for at, (op, sums, message) in enumerate(sent):  # payloads that are arrays are not compared
         backward = message.backward + (message.forward if again and op in (summed_again if sums else again) else 0)
         key = (message.axis, message.verb, message.payload if is_number(message.payload) else -at)
         equal = counts.get(key)

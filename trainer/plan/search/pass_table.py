@@ -13,13 +13,14 @@ from ..axes.collectives import collective_cost
 from ..costs.block_costs import BlockCosts
 from ..costs.cost_context import CostContext
 from ..costs.local_tensors import BlockSplit, block_split
+from ..engines import cost_model
 from ..layout.layout import mesh_of
-from .bounds import Bounds, Form, PassSeconds, StagedSchedule, StagedSchedules, pass_seconds, staged_schedule
-from .space import RECOMPUTES, Space, Zero
+from .bounds import Bounds, Form
+from .space import RECOMPUTES, ZEROS, Space, Zero
 from .split_arrays import Array, SplitOnWires, blocks_of_splits, map_fields, merged_wire
+from .staged_schedules import PassSeconds, StagedSchedule, pass_seconds, stacked_schedules, staged_schedule
 
 AT_ONCE = 1 << 12  # passes whose bounds are read from the arrays
-ZEROS: tuple[Zero, ...] = (0, 1, 2, 3)
 
 
 class Pass(NamedTuple):
@@ -39,6 +40,10 @@ class Pass(NamedTuple):
     def micros(self) -> int:
         """Micro-batches of a step."""
         return self.staged.micros
+
+    def seconds_on(self, engine: str | None) -> float:
+        """The least seconds of a step on an engine."""
+        return self.seconds[cost_model(engine).simulates_uneven]
 
 
 class PassBound(NamedTuple):
@@ -159,7 +164,7 @@ class PassTable:
         if not self._rows:
             return np.zeros((len(self.forms), 2, 0)), np.zeros((len(self.forms), 2, 0))
         places = self._places()[self._pass]
-        schedules = StagedSchedules(self._staged).take(self._schedule)
+        schedules = stacked_schedules(self._staged).take(self._schedule)
         costs: dict[Form, tuple[Array, Array]] = {}
         for form in {form for forms in self.forms for form in forms}:
             blocks = self._blocks(form)

@@ -8,14 +8,12 @@ from math import inf
 from typing import NamedTuple
 
 from ...spec.run import Offload, Parallel
-from ..costs.block_costs import BlockCosts
 from ..costs.cost_context import CostContext
 from ..costs.local_tensors import block_split
-from ..engines import ENGINES, cost_model
+from ..engines import ENGINES
 from ..layout.layout import Layout, mesh_of
 from ..layout_cost import has_times, layout_blocks, peak_bytes, stage_costs, step_seconds
 from ..layout_of_run import layout_on
-from ..stage_cost import StageCost
 from .bounds import Bounds
 from .front import Best, CostedLayout, Front, MeshKey, mesh_key
 from .pass_table import Pass, PassTable
@@ -144,9 +142,9 @@ class LayoutSearch:
                     least = self._least_states.get(key)
                     if least is None:
                         least = self._least_states[key] = self._least_states_of(each, states, row.state, engine)
-                    seconds = each.seconds[cost_model(engine).simulates_uneven] + least.seconds(each.micros)
+                    seconds = each.seconds_on(engine) + least.seconds(each.micros)
                     if self._may_matter(mesh, seconds, least.bytes(each.kept)):
-                        self._cost(each, row.state, engine, seconds)
+                        self._cost(each, row.state, engine)
 
     def _least_states_of(self, each: Pass, states: MeshStates, state: StateChoice, engine: str | None) -> LeastStates:
         """What the states of a layout cost at least, whatever its passes are."""
@@ -155,31 +153,23 @@ class LayoutSearch:
         blocks = self.context.block_costs(block_split(parallel, 1, layout.form, fused=layout.fused), layout.wires)
         return least_states(self.context, layout, blocks)
 
-    def _cost(self, each: Pass, state: StateChoice, engine: str | None, seconds: float) -> None:
-        """Cost one layout with at least these seconds, as far as its figures may matter: its bytes, a bound of its seconds, its seconds."""
+    def _cost(self, each: Pass, state: StateChoice, engine: str | None) -> None:
+        """Cost one layout, its seconds last: its bytes and its states may show that it does not matter."""
         candidate, layout = self._layout(each, state, engine)
         blocks = layout_blocks(self.context, layout)
         kinds = stage_costs(self.context, layout, blocks)
         self.costed += 1
         peak, _ = peak_bytes(layout, kinds)
-        if self._may_matter(mesh_key(each.parallel), seconds, peak):
-            self._add(candidate, layout, blocks, kinds, peak)
+        seconds, mesh = each.seconds_on(engine) + max([kind.exposed + kind.step for kind in kinds]), mesh_key(each.parallel)
+        if self._may_matter(mesh, seconds, peak):
+            timed = has_times(self.context, layout)
+            found = CostedLayout(step_seconds(self.context, layout, blocks, kinds).step if timed else inf, peak, candidate)
+            self.best.add(mesh, found)
+            self.front.add(found)
 
     def _layout(self, each: Pass, state: StateChoice, engine: str | None) -> tuple[Candidate, Layout]:
         candidate = Candidate(self.space.layout(each.parallel, state, each.staged.choice), each.microbatch, engine)
         return candidate, candidate_layout(self.context, candidate)
-
-    def _add(self, candidate: Candidate, layout: Layout, blocks: BlockCosts, kinds: list[StageCost], peak: int) -> None:
-        """Keep a layout, unless its seconds show that it does not matter."""
-        seconds, mesh = inf, mesh_key(candidate.parallel)
-        if has_times(self.context, layout):
-            least = step_seconds(self.context, layout, blocks, kinds, simulates=False).step
-            if not self._may_matter(mesh, least, peak):
-                return
-            seconds = step_seconds(self.context, layout, blocks, kinds).step
-        found = CostedLayout(seconds, peak, candidate)
-        self.best.add(mesh, found)
-        self.front.add(found)
 
     def _is_too_slow(self, seconds: float) -> bool:
         return bool(self.front.rows) and seconds > self.slowest * self.front.rows[0].seconds

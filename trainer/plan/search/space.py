@@ -20,6 +20,7 @@ from ..rules.rules import OF_LAYOUT, broken_rules, offload_rule
 MOST_MICROBATCH = 64  # sequences of a micro-batch
 
 Zero = Literal[0, 1, 2, 3]
+ZEROS: tuple[Zero, ...] = (0, 1, 2, 3)
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 OFFLOADS = (Offload(), Offload(optimizer=True), Offload(optimizer=True, parameters=True))
@@ -74,8 +75,7 @@ class Space:
         self._counts: dict[tuple[object, ...], int] = {}
         self._states: dict[tuple[int, ...], list[StateChoice]] = {}
         self._passes: dict[tuple[int, ...], list[PassChoice]] = {}
-        zeros: tuple[Zero, ...] = (0, 1, 2, 3)
-        self._offloads_of_zero = {zero: self._offloads(zero) for zero in zeros}
+        self._offloads_of_zero = {zero: self._offloads(zero) for zero in ZEROS}
 
     def meshes(self) -> Iterator[Parallel]:
         """Yield the degrees of every legal mesh, with the rest as the simplest layout has it."""
@@ -127,7 +127,7 @@ class Space:
         shards = self._shards(parallel)
         return [
             StateChoice(zero, shard, offload)
-            for zero in self._values("parallel.zero", (0, 1, 2, 3))
+            for zero in self._values("parallel.zero", ZEROS)
             if not self._breaks_rules(parallel, zero=zero)
             for shard in (shards if zero else shards[:1])
             for offload in self._offloads_of_zero[zero]

@@ -11,7 +11,7 @@ from ..costs.cost_context import CostContext
 from ..costs.cost_model import StageElements, StateBytes
 from ..layout.layout import Layout, StageKind
 from ..stage_cost import data_traffic, held_states
-from .bounds import ROUNDING
+from .staged_schedules import ROUNDING
 
 
 class StageStates(NamedTuple):
