@@ -209,7 +209,7 @@ def test_no_hostile_text_reaches_the_shell_of_a_host(
     name, folder, inside, *lines = texts
     lines = [f"h{number}{line}" for number, line in enumerate(lines)]
     (top / file).write_text("".join(f"{line} slots=2\n" for line in lines))
-    python = f"{fakes.folder}/python" if inside.startswith("w") else f"{fakes.folder}/{inside}/python"
+    python = f"{fakes.folder}/python" if SAFE.fullmatch(inside) else f"{fakes.folder}/{inside}/python"
     values: dict[str, Any] = {"cluster.nodes": len(lines), "cluster.gpus": 2, **user_texts, "name": name, "log.dir": str(top / folder)}
     values |= {"launch.name": "deepspeed", "launch.hostfile": str(top / file), "launch.runner": runner, "launch.environment": tuple(named)}
     if filtered and runner == "pdsh":
