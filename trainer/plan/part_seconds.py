@@ -36,14 +36,21 @@ def simulated_wait(layout: Layout, blocks: BlockCosts, hop: float, busiest: floa
 
 def part_seconds(layout: Layout, blocks: BlockCosts) -> Callable[[str, int], float]:
     """Return the seconds of each kind of action on each part of the model, messages inside its blocks included."""
-    last = len(layout.partition.parts) - 1
+    parts = layout.partition.parts
+    known: dict[tuple[int, bool, bool], dict[str, float]] = {}  # parts with as many layers and the same ends take equally long
+    of_parts: list[dict[str, float]] = []
+    for part, layers in enumerate(parts):
+        key = (layers, part == 0, part == len(parts) - 1)
+        if key not in known:
+            known[key] = _action_seconds(blocks, *key)
+        of_parts.append(known[key])
+    return lambda kind, part: of_parts[part][kind]
 
-    def seconds(kind: str, part: int) -> float:
-        first, end = layout.layers(part)
-        held = [(blocks.layer, end - first), *([(blocks.embedding, 1)] if part == 0 else []), *([(blocks.head, 1)] if part == last else [])]
-        forward = sum(((block.forward or 0.0) + block.message_forward) * many for block, many in held)
-        backward = sum(((block.backward or 0.0) + block.message_backward) * many for block, many in held)
-        weights = sum(block.weight_gradients * many for block, many in held)
-        return {"F": forward, "B": backward, "I": backward - weights, "W": weights}[kind]
 
-    return seconds
+def _action_seconds(blocks: BlockCosts, layers: int, has_embedding: bool, has_head: bool) -> dict[str, float]:
+    """The seconds of each kind of action on a part with so many layers and these ends of the model."""
+    held = [(blocks.layer, layers), *[(blocks.embedding, 1)] * has_embedding, *[(blocks.head, 1)] * has_head]
+    forward = sum([((block.forward or 0.0) + block.message_forward) * many for block, many in held])
+    backward = sum([((block.backward or 0.0) + block.message_backward) * many for block, many in held])
+    weights = sum([block.weight_gradients * many for block, many in held])
+    return {"F": forward, "B": backward, "I": backward - weights, "W": weights}

@@ -139,6 +139,19 @@ def held_states(context: CostContext, layout: Layout, blocks: BlockCosts, kind: 
 
 
 def _held_states(context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> HeldStates:
+    held = stage_elements(blocks, kind)
+    sums = tp_gradient_sums.traffic_rows(context, layout, blocks, kind)
+    engine = cost_model(layout.engine)
+    return HeldStates(
+        held,
+        engine.state_bytes(context, layout, blocks, kind, held),
+        sum([row.exposed for row in sums]),
+        layout.gradient_sync.updates * engine.step_seconds(context, layout, held, _tensors(context, kind)),
+    )
+
+
+def stage_elements(blocks: BlockCosts, kind: StageKind) -> StageElements:
+    """The parameters on a rank of a kind of stage."""
     layers, first, last = kind
     layer, head = blocks.layer, blocks.head
     dense, frozen, experts = layers * layer.dense, layers * layer.frozen, layers * layer.experts
@@ -149,15 +162,7 @@ def _held_states(context: CostContext, layout: Layout, blocks: BlockCosts, kind:
     if first and last:
         dense -= blocks.tied
         frozen -= blocks.tied if head.frozen else 0
-    held = StageElements(dense, frozen, experts)
-    sums = tp_gradient_sums.traffic_rows(context, layout, blocks, kind)
-    engine = cost_model(layout.engine)
-    return HeldStates(
-        held,
-        engine.state_bytes(context, layout, blocks, kind, held),
-        sum([row.exposed for row in sums]),
-        layout.gradient_sync.updates * engine.step_seconds(context, layout, held, _tensors(context, kind)),
-    )
+    return StageElements(dense, frozen, experts)
 
 
 def last_passes(layout: Layout) -> int:

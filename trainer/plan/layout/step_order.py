@@ -25,15 +25,19 @@ class OrderedAction(NamedTuple):
     is_sent: bool
 
 
-class StepOrder(NamedTuple):
+class StepOrder:
     """The actions of all stages, and what each duration is of: a kind of action on a part of the model."""
 
-    steps: tuple[OrderedAction, ...]
-    durations: tuple[tuple[str, int], ...]
+    def __init__(self, steps: tuple[OrderedAction, ...], durations: tuple[tuple[str, int], ...]) -> None:
+        self.steps, self.durations = steps, durations
+        self._last_end = lru_cache(maxsize=64)(self._run)  # layouts that differ in their states alone take equally long
 
     def seconds(self, each: Callable[[str, int], float], send: float) -> float:
         """The seconds of the step, as `simulate` has them, of actions that take `each(kind, part)` seconds."""
-        durations, messages = [each(*key) for key in self.durations], (0.0, send)
+        return self._last_end(tuple([each(*key) for key in self.durations]), send)
+
+    def _run(self, durations: tuple[float, ...], send: float) -> float:
+        messages = (0.0, send)
         ends = [0.0] * (len(self.steps) + 1)  # the last one is NOTHING's
         for at, (duration, before, needs, is_sent) in enumerate(self.steps):
             free, arrived = ends[before], ends[needs]

@@ -8,6 +8,8 @@ from math import inf
 from typing import NamedTuple
 
 from ...spec.run import Offload, Parallel
+from ...system.garbage_collection import pause_garbage_collection
+from ..costs.block_costs import BlockCosts
 from ..costs.cost_context import CostContext
 from ..costs.local_tensors import block_split
 from ..engines import ENGINES
@@ -18,7 +20,7 @@ from .bounds import Bounds
 from .front import Best, CostedLayout, Front, MeshKey, mesh_key
 from .pass_table import Pass, PassTable
 from .space import Candidate, Space, StateChoice, Zero
-from .state_bounds import LeastStates, least_states
+from .state_bounds import LeastBytes, LeastSeconds, least_bytes, least_seconds
 
 SLOWEST = 1.25  # times the fastest layout's seconds: slower ones, which waste more than a fifth of the cluster, are not kept
 
@@ -41,13 +43,24 @@ class StateRow(NamedTuple):
     number: int
 
 
+@dataclass(slots=True)
+class EngineStates:
+    """The states of a mesh on an engine, under schedules of one shape: what they cost at least, once that is known."""
+
+    row: StateRow
+    engine: str | None
+    bytes: LeastBytes | None = None
+    seconds: LeastSeconds | None = None
+
+
 class MeshStates(NamedTuple):
     """The states of a mesh, and what decides their bounds beside the states themselves."""
 
     rows: list[StateRow]
-    place: tuple[object, ...]
+    ranks: tuple[int, ...]  # tensor-parallel, expert and data ranks
+    place: tuple[object, ...]  # those ranks on their wires
     parallel: Parallel  # without sequence parallelism, which adds sums of gradients
-    engines: dict[tuple[bool, str], list[tuple[str | None, ...]]]  # of each row
+    on_engines: dict[tuple[object, ...], list[EngineStates]]  # by what decides the engines, and which bounds hold
 
 
 def candidate_layout(context: CostContext, candidate: Candidate) -> Layout:
@@ -68,14 +81,16 @@ class LayoutSearch:
         self.best, self.front = Best(rows, by_memory=by_memory), Front()
         self.slowest = inf if by_memory else SLOWEST
         self.costed = 0
-        self._least_states: dict[tuple[object, ...], LeastStates] = {}
+        self._least_bytes: dict[tuple[object, ...], LeastBytes] = {}
+        self._least_seconds: dict[tuple[object, ...], LeastSeconds] = {}
         self._numbers: dict[object, int] = {}  # of states
 
     def run_all(self) -> SearchResult:
         """Search the whole space, passes with the least bound first; layouts whose time is not known come last."""
-        table = PassTable(self.space, self.context, self.bounds)
-        for timed in (True, False):
-            self._search(table, timed)
+        with pause_garbage_collection():  # costs and bounds stay until the end: looking through them takes a seventh of the time
+            table = PassTable(self.space, self.context, self.bounds)
+            for timed in (True, False):
+                self._search(table, timed)
         return SearchResult(
             best=tuple(self._in_time(self.best.ranked())),
             front=tuple(self._in_time(self.front.rows)),
@@ -107,8 +122,9 @@ class LayoutSearch:
     def _mesh_states(self, parallel: Parallel, timed: bool) -> MeshStates:
         states = [each for each in self.space.states(parallel) if self._is_timed(each) == timed]
         wires = self.context.wires(mesh_of(parallel, self.context.world))
-        place = (parallel.tp, parallel.ep, wires.data, wires.expert_copies)
-        return MeshStates([self._state_row(parallel, each) for each in states], place, replace(parallel, sequence=False), {})
+        ranks = (parallel.tp, parallel.ep, wires.data.size)
+        place = (*ranks, wires.data, wires.expert_copies)
+        return MeshStates([self._state_row(parallel, each) for each in states], ranks, place, replace(parallel, sequence=False), {})
 
     def _is_timed(self, state: StateChoice) -> bool:
         """Whether the seconds of such layouts are known."""
@@ -117,41 +133,63 @@ class LayoutSearch:
     def _state_row(self, parallel: Parallel, state: StateChoice) -> StateRow:
         zero, shard, offload = state
         fixed = self.bounds.fixed_bytes(parallel.tp, parallel.pp, parallel.ep, zero, offload)
-        key = (zero, shard, offload.optimizer, offload.parameters, 0 if shard == "all" else parallel.cp)
+        key = (zero, shard, offload.optimizer, offload.parameters)
         return StateRow(state, fixed, self._numbers.setdefault(key, len(self._numbers)))
 
-    def _engines_of(self, each: Pass, states: MeshStates) -> list[tuple[str | None, ...]]:
-        """The engines of each of a mesh's rows."""
+    def _on_engines(self, each: Pass, states: MeshStates) -> list[EngineStates]:
+        """The states of a mesh on each engine that trains them under a schedule."""
         choice = each.staged.choice
-        key = (each.parallel.sequence, choice.schedule)
-        found = states.engines.get(key)
+        key = (each.parallel.sequence, choice.schedule, each.micros > 1, each.staged.shape)
+        found = states.on_engines.get(key)
         if found is None:
-            found = states.engines[key] = [self.space.engines(each.parallel, row.state, choice) for row in states.rows]
+            found = states.on_engines[key] = [
+                EngineStates(row, engine) for row in states.rows for engine in self.space.engines(each.parallel, row.state, choice)
+            ]
         return found
 
     def _search_pass(self, each: Pass, states: MeshStates, zeros: set[Zero]) -> None:
         """Cost the layouts of a pass at some ZeRO stages."""
-        mesh = mesh_key(each.parallel)
+        mesh, kept = mesh_key(each.parallel), max(each.kept)
         most: float = self.capacity + 1
         if not self.best.may_enter(mesh, min(each.seconds), 0):
             most = min(most, self.front.least_peak(min(each.seconds)))
-        for row, engines in zip(states.rows, self._engines_of(each, states), strict=True):
-            if row.fixed + max(each.kept) < most and row.state.zero in zeros:
-                for engine in engines:
-                    key = (states.place, each.micros > 1, row.number, engine, each.staged.shape)
-                    least = self._least_states.get(key)
-                    if least is None:
-                        least = self._least_states[key] = self._least_states_of(each, states, row.state, engine)
-                    seconds = each.seconds_on(engine) + least.seconds(each.micros)
-                    if self._may_matter(mesh, seconds, least.bytes(each.kept)):
-                        self._cost(each, row.state, engine)
+        for known in self._on_engines(each, states):
+            row, engine = known.row, known.engine
+            if row.fixed + kept >= most or row.state.zero not in zeros:
+                continue
+            least = known.bytes
+            if least is None:
+                least = known.bytes = self._bytes_of(each, states, row, engine)
+            seconds, peak = each.seconds_on(engine), least.bytes(each.kept)
+            if self._may_matter(mesh, seconds, peak):
+                added = known.seconds
+                if added is None:
+                    added = known.seconds = self._seconds_of(each, states, row, engine)
+                if self._may_matter(mesh, seconds + added.seconds(each.micros), peak):
+                    self._cost(each, row.state, engine)
 
-    def _least_states_of(self, each: Pass, states: MeshStates, state: StateChoice, engine: str | None) -> LeastStates:
-        """What the states of a layout cost at least, whatever its passes are."""
+    def _bytes_of(self, each: Pass, states: MeshStates, row: StateRow, engine: str | None) -> LeastBytes:
+        """The least bytes of states, whatever the passes are."""
+        key = (states.ranks, each.micros > 1, row.number, engine, each.staged.shape)
+        found = self._least_bytes.get(key)
+        if found is None:
+            found = self._least_bytes[key] = least_bytes(self.context, *self._plain_pass(each, states, row.state, engine))
+        return found
+
+    def _seconds_of(self, each: Pass, states: MeshStates, row: StateRow, engine: str | None) -> LeastSeconds:
+        """The least seconds of states, whatever the passes are."""
+        copies = row.state.shard == "all" or states.parallel.cp  # decides where the owners of the same shard are
+        key = (states.place, copies, each.micros > 1, row.number, engine, each.staged.shape)
+        found = self._least_seconds.get(key)
+        if found is None:
+            found = self._least_seconds[key] = least_seconds(self.context, *self._plain_pass(each, states, row.state, engine))
+        return found
+
+    def _plain_pass(self, each: Pass, states: MeshStates, state: StateChoice, engine: str | None) -> tuple[Layout, BlockCosts]:
+        """A layout with these states, and the costs of its blocks with one sequence in a micro-batch."""
         parallel = states.parallel
         layout = self._layout(each._replace(parallel=parallel), state, engine)[1]
-        blocks = self.context.block_costs(block_split(parallel, 1, layout.form, fused=layout.fused), layout.wires)
-        return least_states(self.context, layout, blocks)
+        return layout, self.context.block_costs(block_split(parallel, 1, layout.form, fused=layout.fused), layout.wires)
 
     def _cost(self, each: Pass, state: StateChoice, engine: str | None) -> None:
         """Cost one layout, its seconds last: its bytes and its states may show that it does not matter."""

@@ -75,6 +75,8 @@ class Space:
         self._counts: dict[tuple[object, ...], int] = {}
         self._states: dict[tuple[int, ...], list[StateChoice]] = {}
         self._passes: dict[tuple[int, ...], list[PassChoice]] = {}
+        self._splits_sequence: dict[tuple[int, int], bool] = {}
+        self._legal_recomputes: dict[tuple[bool, ...], tuple[Recompute, ...]] = {}
         self._offloads_of_zero = {zero: self._offloads(zero) for zero in ZEROS}
 
     def meshes(self) -> Iterator[Parallel]:
@@ -128,7 +130,7 @@ class Space:
         return [
             StateChoice(zero, shard, offload)
             for zero in self._values("parallel.zero", ZEROS)
-            if not self._breaks_rules(parallel, zero=zero)
+            if zero == parallel.zero or not self._breaks_rules(parallel, zero=zero)
             for shard in (shards if zero else shards[:1])
             for offload in self._offloads_of_zero[zero]
         ]
@@ -152,23 +154,27 @@ class Space:
 
     def size(self, parallel: Parallel) -> int:
         """The number of legal layouts of a mesh."""
-        kinds = Counter(each.sequence for each in self.passes(parallel) if each.microbatch == self._any_microbatch())
+        assert parallel.dp != "auto"
+        passes = Counter(each.sequence for each in self.passes(parallel) if each.microbatch == self._any_microbatch())
         states = Counter((zero, shard == "all", moved.optimizer, moved.parameters) for zero, shard, moved in self.states(parallel))
-        schedules = self._schedules_of(parallel)
         mesh = self._engine_key(parallel)
         size = 0
-        for sequence, passes in kinds.items():
-            for kind, times in states.items():
-                for schedule, many in schedules.items():
-                    key = (mesh, sequence, kind, schedule)
-                    engines = self._counts.get(key)
-                    if engines is None:
-                        zero, whole, optimizer, parameters = kind
-                        state = StateChoice(zero, "all" if whole else 1, Offload(optimizer=optimizer, parameters=parameters))
-                        split = replace(parallel, sequence=sequence)
-                        engines = self._counts[key] = len(self.engines(split, state, ScheduleChoice(schedule, 1)))
-                    size += many * passes * times * engines
+        for sequence, times in passes.items():
+            for kind, many in states.items():
+                key = (mesh, sequence, kind, parallel.pp, parallel.dp)
+                found = self._counts.get(key)
+                if found is None:
+                    found = self._counts[key] = self._count_schedules(replace(parallel, sequence=sequence), kind)
+                size += times * many * found
         return size
+
+    def _count_schedules(self, parallel: Parallel, kind: tuple[Zero, bool, bool, bool]) -> int:
+        """How many combinations of a micro-batch, a schedule, chunks and an engine a mesh has with states of a kind: their ZeRO stage,
+        whether all data ranks shard them, which of them are offloaded."""
+        zero, whole, optimizer, parameters = kind
+        state = StateChoice(zero, "all" if whole else 1, Offload(optimizer=optimizer, parameters=parameters))
+        schedules = self._schedules_of(parallel).items()
+        return sum([many * len(self.engines(parallel, state, ScheduleChoice(schedule, 1))) for schedule, many in schedules])
 
     def _schedules_of(self, parallel: Parallel) -> Counter[str]:
         """How many pairs of a micro-batch and a number of chunks each schedule has on a mesh."""
@@ -214,10 +220,21 @@ class Space:
         return self.run.train.microbatch if "train.microbatch" in self.fixed else 1
 
     def _can_split_sequence(self, parallel: Parallel) -> bool:
-        return parallel.tp > 1 and not self._breaks_rules(parallel, sequence=True)
+        """Whether the ranks of a mesh can split a sequence; its length, tp and cp decide it."""
+        key = (parallel.tp, parallel.cp)
+        found = self._splits_sequence.get(key)
+        if found is None:
+            found = self._splits_sequence[key] = parallel.tp > 1 and not self._breaks_rules(parallel, sequence=True)
+        return found
 
     def _recomputes(self, parallel: Parallel) -> tuple[Recompute, ...]:
-        return tuple(each for each in RECOMPUTES if not self._breaks_rules(parallel, recompute=each))
+        """What the layers of a mesh can recompute; its axes decide it, whatever their degrees are."""
+        key = (parallel.tp > 1, parallel.pp > 1, parallel.cp > 1, parallel.ep > 1)
+        found = self._legal_recomputes.get(key)
+        if found is None:
+            legal = [each for each in RECOMPUTES if each == parallel.recompute or not self._breaks_rules(parallel, recompute=each)]
+            found = self._legal_recomputes[key] = tuple(legal)
+        return found
 
     def _shards(self, parallel: Parallel) -> tuple[int | Literal["all"], ...]:
         """All data ranks, or as many of them as fill whole nodes."""
