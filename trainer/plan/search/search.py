@@ -8,7 +8,6 @@ from math import inf
 from typing import NamedTuple
 
 from ...spec.run import Offload, Parallel
-from ...system.garbage_collection import pause_garbage_collection
 from ..costs.block_costs import BlockCosts
 from ..costs.cost_context import CostContext
 from ..costs.local_tensors import block_split
@@ -18,6 +17,7 @@ from ..layout_cost import has_times, layout_blocks, peak_bytes, stage_costs, ste
 from ..layout_of_run import layout_on
 from .bounds import Bounds
 from .front import Best, CostedLayout, Front, MeshKey, mesh_key
+from .garbage_collection import pause_garbage_collection
 from .pass_table import Pass, PassTable
 from .space import Candidate, Space, StateChoice, Zero
 from .state_bounds import LeastBytes, LeastSeconds, least_bytes, least_seconds
