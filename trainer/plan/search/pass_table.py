@@ -20,7 +20,7 @@ from .space import RECOMPUTES, ZEROS, Space, Zero
 from .split_arrays import Array, SplitOnWires, blocks_of_splits, map_fields, merged_wire
 from .staged_schedules import PassSeconds, StagedSchedule, pass_seconds, stacked_schedules, staged_schedule
 
-AT_ONCE = 1 << 12  # passes whose bounds are read from the arrays
+AT_ONCE = 1 << 12  # passes whose bounds are computed, or read from the arrays: few enough that the arrays lie in the cache
 
 
 class Pass(NamedTuple):
@@ -163,17 +163,21 @@ class PassTable:
 
         if not self._rows:
             return np.zeros((len(self.forms), 2, 0)), np.zeros((len(self.forms), 2, 0))
-        places = self._places()[self._pass]
-        schedules = stacked_schedules(self._staged).take(self._schedule)
-        costs: dict[Form, tuple[Array, Array]] = {}
-        for form in {form for forms in self.forms for form in forms}:
-            blocks = self._blocks(form)
-            hop = self._hop_seconds(blocks)[self._pass]
-            each = PassSeconds(*[np.broadcast_to(column, np.shape(blocks.stream))[places] for column in pass_seconds(blocks)])
-            seconds = self.bounds.step_seconds(schedules, each, hop)
-            costs[form] = seconds, self.bounds.activation_bytes(schedules, map_fields(lambda column: column[places], [blocks]))
-        least = [[reduce(np.minimum, [costs[form][at] for form in forms]) for forms in self.forms] for at in (0, 1)]
-        return np.stack(least[0]), np.stack(least[1])
+        places, staged = self._places()[self._pass], stacked_schedules(self._staged)
+        forms = {form for forms in self.forms for form in forms}
+        blocks = {form: self._blocks(form) for form in forms}
+        hops = {form: self._hop_seconds(each) for form, each in blocks.items()}
+        parts = []
+        for start in range(0, self._rows, AT_ONCE):
+            some = slice(start, start + AT_ONCE)
+            at, schedules, costs = places[some], staged.take(self._schedule[some]), dict[Form, tuple[Array, Array]]()
+            for form in forms:
+                own = map_fields(lambda column, at=at: column[at], [blocks[form]])
+                seconds = self.bounds.step_seconds(schedules, pass_seconds(own), hops[form][self._pass[some]])
+                costs[form] = seconds, self.bounds.activation_bytes(schedules, own)
+            parts.append([np.stack([reduce(np.minimum, [costs[form][kind] for form in forms]) for forms in self.forms]) for kind in (0, 1)])
+        seconds, kept = (np.concatenate(each, axis=2) for each in zip(*parts, strict=True))
+        return seconds, kept
 
     def _places(self) -> Array:
         """The place of each pass in the arrays of `_blocks`."""

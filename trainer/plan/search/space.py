@@ -72,7 +72,7 @@ class Space:
         self._engines: dict[tuple[object, ...], tuple[str | None, ...]] = {}
         self._pipelines: dict[tuple[int, int], tuple[ScheduleChoice, ...]] = {}
         self._schedules: dict[tuple[int, int], Counter[str]] = {}
-        self._counts: dict[tuple[object, ...], int] = {}
+        self._engine_counts: dict[tuple[object, ...], dict[str, int]] = {}  # of each schedule
         self._states: dict[tuple[int, ...], list[StateChoice]] = {}
         self._passes: dict[tuple[int, ...], list[PassChoice]] = {}
         self._splits_sequence: dict[tuple[int, int], bool] = {}
@@ -157,24 +157,23 @@ class Space:
         assert parallel.dp != "auto"
         passes = Counter(each.sequence for each in self.passes(parallel) if each.microbatch == self._any_microbatch())
         states = Counter((zero, shard == "all", moved.optimizer, moved.parameters) for zero, shard, moved in self.states(parallel))
-        mesh = self._engine_key(parallel)
+        schedules, mesh = self._schedules_of(parallel), self._engine_key(parallel)
         size = 0
         for sequence, times in passes.items():
             for kind, many in states.items():
-                key = (mesh, sequence, kind, parallel.pp, parallel.dp)
-                found = self._counts.get(key)
-                if found is None:
-                    found = self._counts[key] = self._count_schedules(replace(parallel, sequence=sequence), kind)
-                size += times * many * found
+                known = self._engine_counts.setdefault((mesh, sequence, kind), {})
+                for schedule, each in schedules.items():
+                    if schedule not in known:
+                        known[schedule] = self._count_engines(replace(parallel, sequence=sequence), kind, schedule)
+                    size += times * many * each * known[schedule]
         return size
 
-    def _count_schedules(self, parallel: Parallel, kind: tuple[Zero, bool, bool, bool]) -> int:
-        """How many combinations of a micro-batch, a schedule, chunks and an engine a mesh has with states of a kind: their ZeRO stage,
-        whether all data ranks shard them, which of them are offloaded."""
+    def _count_engines(self, parallel: Parallel, kind: tuple[Zero, bool, bool, bool], schedule: str) -> int:
+        """How many engines a layout has whose states are of a kind: their ZeRO stage, whether all data ranks shard them, what is
+        offloaded."""
         zero, whole, optimizer, parameters = kind
         state = StateChoice(zero, "all" if whole else 1, Offload(optimizer=optimizer, parameters=parameters))
-        schedules = self._schedules_of(parallel).items()
-        return sum([many * len(self.engines(parallel, state, ScheduleChoice(schedule, 1))) for schedule, many in schedules])
+        return len(self.engines(parallel, state, ScheduleChoice(schedule, 1)))
 
     def _schedules_of(self, parallel: Parallel) -> Counter[str]:
         """How many pairs of a micro-batch and a number of chunks each schedule has on a mesh."""

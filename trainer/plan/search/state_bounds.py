@@ -73,7 +73,7 @@ def least_seconds(context: CostContext, layout: Layout, blocks: BlockCosts) -> L
     held, _, sums, step = held_states(context, layout, blocks, kind)
     sent = _exposed_seconds(context, layout, kind, held, sync)
     each = 0.0
-    if sync.micros == layout.micros:  # messages of each micro-batch, if there are such
+    if sent and sync.micros == layout.micros:  # messages of each micro-batch, if there are such
         each = (sent - _exposed_seconds(context, layout, kind, held, sync._replace(micros=0))) / layout.micros
     return LeastSeconds(once=(step + sums + sent - layout.micros * each) * (1 - ROUNDING), each=each * (1 - ROUNDING))
 
