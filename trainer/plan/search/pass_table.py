@@ -18,7 +18,7 @@ from ..layout.layout import mesh_of
 from .bounds import Bounds, Form
 from .space import RECOMPUTES, ZEROS, Space, Zero
 from .split_arrays import Array, SplitOnWires, blocks_of_splits, map_fields, merged_wire
-from .staged_schedules import PassSeconds, StagedSchedule, pass_seconds, stacked_schedules, staged_schedule
+from .staged_schedules import StagedSchedule, pass_seconds, stacked_schedules, staged_schedule
 
 AT_ONCE = 1 << 12  # passes whose bounds are computed, or read from the arrays: few enough that the arrays lie in the cache
 
