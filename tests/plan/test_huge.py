@@ -18,7 +18,7 @@ from distrain.cli.pages.text_layout import Style
 from distrain.tests.fakes.time_limits import limit_processor_time
 from distrain.trainer.plan.axes.weight_slices import HeadShards, dim_shard, idle_ranks
 from distrain.trainer.plan.deepspeed.defaults import ALIGNED
-from distrain.trainer.plan.deepspeed.flat_tensors import FlatElements, FlatParameter, StageParameters, flat_elements, stepped_elements
+from distrain.trainer.plan.deepspeed.flat_tensors import FlatParameter, StageParameters, flat_elements, stepped_elements
 from distrain.trainer.plan.layout import layout
 from distrain.trainer.plan.layout.layout import balanced_layers
 from distrain.trainer.plan.plan import make_plan
@@ -178,7 +178,9 @@ def test_flat_tensors_equal_those_laid_out_parameter_by_parameter(held: StagePar
                 touched[rank] += one.elements if shared > 0 else 0
                 mine[rank] += shared if shared > 0 and one.copies == "replicated" else 0
             start += one.elements
-    assert flat_elements(held, ranks) == FlatElements(part, whole, max(touched), sum(-(-one.elements // ranks) for one in every))
+    flat = flat_elements(held, ranks)
+    assert (flat.part, flat.whole, flat.count_overlapping()) == (part, whole, max(touched))
+    assert flat.stage3 == sum(-(-one.elements // ranks) for one in every)
     if ranks > 1:
         assert [stepped_elements(held, "replicated", 1, ranks, rank) for rank in range(ranks)] == mine
         assert stepped_elements(held, "replicated", 1, ranks, None) == max(mine)

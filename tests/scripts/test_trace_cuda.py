@@ -210,7 +210,7 @@ def test_a_step_holds_and_moves_the_bytes_that_the_plan_counts(
     measured = measured_steps[step_words("zero", zero, precision, gradients)]
     weight, gradient = WIDTHS[precision, gradients]
     setting = ZeroSetting(stage=zero, ranks=1, micros=2, weight=weight, gradient=gradient, states=8, bucket=0, buckets=1, pipeline=False)
-    flat = FlatElements(whole=10**6, part=10**6, overlapping=10**6, stage3=10**6)
+    flat = FlatElements(whole=10**6, part=10**6, count_overlapping=lambda: 10**6, stage3=10**6)
     held = zero_bytes(setting, 10**6, flat, FrozenElements(0, 0))
     states = (held.weights + held.gradients + held.optimizer) / 1e6
     assert max(measured["passes"], measured["step"]) == pytest.approx(states + step_bytes(setting, 10**6, flat) / 1e6, rel=0.02)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
@@ -39,12 +39,12 @@ class StageParameters(NamedTuple):
 
 
 class FlatElements(NamedTuple):
-    """Elements on a rank. At stages 1 and 2: its part of the flat tensors, the whole flat tensors, and all parameters that overlap the part
-    of the rank with most. At stage 3, where each parameter is partitioned alone: its part."""
+    """Elements on a rank. At stages 1 and 2: its part of the flat tensors, the whole flat tensors, and, where one asks for them, all
+    parameters that overlap the part of the rank with most. At stage 3, where each parameter is partitioned alone: its part."""
 
     part: int
     whole: int
-    overlapping: int
+    count_overlapping: Callable[[], int]  # it examines ranks one by one
     stage3: int
 
 
@@ -74,8 +74,10 @@ def flat_elements(held: StageParameters, ranks: int, ep: int = 1) -> FlatElement
     return FlatElements(
         part=sum(parts),
         whole=sum(part * (ranks // stride) for part, (_, stride) in zip(parts, groups, strict=True)),
-        overlapping=_most_on_one_rank(
-            [group.overlapping_elements(part, stride) for part, (group, stride) in zip(parts, groups, strict=True)], ranks
+        count_overlapping=cache(
+            lambda: _most_on_one_rank(
+                [group.overlapping_elements(part, stride) for part, (group, stride) in zip(parts, groups, strict=True)], ranks
+            )
         ),
         stage3=_stage3_elements(held, ranks),
     )

@@ -124,8 +124,8 @@ def _gradients(setting: ZeroSetting, whole: int, flat: FlatElements) -> int:
     """
     wide = setting.gradient > setting.weight
     if setting.stage == 1:
-        return (whole if wide or setting.pipeline or setting.micros > 1 else flat.overlapping) * setting.gradient
-    return (flat.part if wide else flat.overlapping) * setting.gradient
+        return (whole if wide or setting.pipeline or setting.micros > 1 else flat.count_overlapping()) * setting.gradient
+    return (flat.part if wide else flat.count_overlapping()) * setting.gradient
 
 
 def _bucket(setting: ZeroSetting, whole: int) -> int:

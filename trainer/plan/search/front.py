@@ -25,6 +25,7 @@ class Front:
 
     def __init__(self) -> None:
         self.rows: list[CostedLayout] = []
+        self.fastest = inf  # seconds
         self._seconds: list[float] = []
 
     def beats(self, seconds: float, peak: float) -> bool:
@@ -45,6 +46,7 @@ class Front:
         while end < len(self.rows) and self.rows[end].peak >= found.peak:
             end += 1
         self.rows[at:end], self._seconds[at:end] = [found], [found.seconds]
+        self.fastest = self._seconds[0]
 
 
 class Best:

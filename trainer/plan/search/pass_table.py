@@ -15,6 +15,7 @@ from ..costs.cost_context import CostContext
 from ..costs.local_tensors import BlockSplit, block_split
 from ..engines import cost_model
 from ..layout.layout import mesh_of
+from ..layout.mesh import Wires
 from .bounds import Bounds, Form
 from .space import RECOMPUTES, ZEROS, Space, Zero
 from .split_arrays import Array, SplitOnWires, blocks_of_splits, map_fields, merged_wire
@@ -80,6 +81,8 @@ class PassTable:
             self.forms.setdefault(bounds.forms(zero), set()).add(zero)
         self._staged: list[StagedSchedule] = []
         self._splits: tuple[list[SplitOnWires], list[SplitOnWires]] = ([], [])  # without sequence parallelism and with it
+        self._numbers: tuple[dict[tuple[object, ...], int], dict[tuple[object, ...], int]] = ({}, {})  # of those splits
+        self._block_splits: dict[tuple[object, ...], BlockSplit] = {}
         self._wires = [context.wires(mesh_of(parallel, context.world)) for parallel in self.meshes]
         self._passes = self._every_pass()
         self._parallel: dict[tuple[int, bool, int], Parallel] = {}
@@ -127,28 +130,36 @@ class PassTable:
     def _every_pass(self) -> PassColumns:
         import numpy as np
 
-        numbers: tuple[dict[tuple[object, ...], int], dict[tuple[object, ...], int]] = ({}, {})
-        splits: dict[tuple[object, ...], BlockSplit] = {}
+        numbers = {recompute: number for number, recompute in enumerate(RECOMPUTES)}
         staged: dict[tuple[int, int], tuple[int, int]] = {}
         shapes: dict[object, int] = {}
         rows: list[tuple[int, ...]] = []
         for mesh, (parallel, wires) in enumerate(zip(self.meshes, self._wires, strict=True)):
             assert parallel.dp != "auto"
             place = (parallel.tp, parallel.cp, parallel.ep, *[wire.in_node for wire in wires.axes.values()])
+            split, found, before = 0, (0, 0), None
             for microbatch, sequence, recompute in self.space.passes(parallel):
-                known = numbers[sequence]
-                split = known.get((place, microbatch))
-                if split is None:
-                    split = known[place, microbatch] = len(known)
-                    if (place, sequence) not in splits:
-                        splits[place, sequence] = block_split(replace(parallel, sequence=sequence), 1, "torch", fused=False)
-                    self._splits[sequence].append(SplitOnWires(splits[place, sequence], wires, microbatch))
-                micros = self.space.run.train.batch // (parallel.dp * microbatch)
-                found = staged.get((parallel.pp, micros))
-                if found is None:
-                    found = staged[parallel.pp, micros] = self._stage(parallel, microbatch, micros, shapes)
-                rows.append((mesh, sequence, RECOMPUTES.index(recompute), microbatch, split, *found))
+                if (microbatch, sequence) != before:  # else only recomputation differs
+                    before = microbatch, sequence
+                    split = self._number_split(parallel, wires, place, microbatch, sequence)
+                    micros = self.space.run.train.batch // (parallel.dp * microbatch)
+                    known = staged.get((parallel.pp, micros))
+                    if known is None:
+                        known = staged[parallel.pp, micros] = self._stage(parallel, microbatch, micros, shapes)
+                    found = known
+                rows.append((mesh, sequence, numbers[recompute], microbatch, split, *found))
         return PassColumns(*np.array(rows, dtype=int).reshape(-1, len(PassColumns._fields)).T)
+
+    def _number_split(self, parallel: Parallel, wires: Wires, place: tuple[int, ...], microbatch: int, sequence: bool) -> int:
+        """The number of the split of a mesh's blocks among those with the same sequence parallelism; meshes at a `place` share it."""
+        known = self._numbers[sequence]
+        number = known.get((place, microbatch))
+        if number is None:
+            number = known[place, microbatch] = len(known)
+            if (place, sequence) not in self._block_splits:
+                self._block_splits[place, sequence] = block_split(replace(parallel, sequence=sequence), 1, "torch", fused=False)
+            self._splits[sequence].append(SplitOnWires(self._block_splits[place, sequence], wires, microbatch))
+        return number
 
     def _stage(self, parallel: Parallel, microbatch: int, micros: int, shapes: dict[object, int]) -> tuple[int, int]:
         """(number of the first schedule of a mesh with so many micro-batches, how many there are)."""

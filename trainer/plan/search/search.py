@@ -11,7 +11,7 @@ from ...spec.run import Offload, Parallel
 from ..costs.block_costs import BlockCosts
 from ..costs.cost_context import CostContext
 from ..costs.local_tensors import block_split
-from ..engines import ENGINES
+from ..engines import ENGINES, cost_model
 from ..layout.layout import Layout, mesh_of
 from ..layout_cost import has_times, layout_blocks, peak_bytes, stage_costs, step_seconds
 from ..layout_of_run import layout_on
@@ -49,6 +49,7 @@ class EngineStates:
 
     row: StateRow
     engine: str | None
+    simulates: bool  # uneven steps
     bytes: LeastBytes | None = None
     seconds: LeastSeconds | None = None
 
@@ -116,8 +117,7 @@ class LayoutSearch:
                 self._search_pass(each, known[each.mesh], table.forms[each.forms])
 
     def _in_time(self, rows: list[CostedLayout]) -> Iterator[CostedLayout]:
-        limit = self.slowest * self.front.rows[0].seconds if self.front.rows else inf
-        return (row for row in rows if row.seconds <= limit)
+        return (row for row in rows if not self._is_too_slow(row.seconds))
 
     def _mesh_states(self, parallel: Parallel, timed: bool) -> MeshStates:
         states = [each for each in self.space.states(parallel) if self._is_timed(each) == timed]
@@ -143,7 +143,9 @@ class LayoutSearch:
         found = states.on_engines.get(key)
         if found is None:
             found = states.on_engines[key] = [
-                EngineStates(row, engine) for row in states.rows for engine in self.space.engines(each.parallel, row.state, choice)
+                EngineStates(row, engine, cost_model(engine).simulates_uneven)
+                for row in states.rows
+                for engine in self.space.engines(each.parallel, row.state, choice)
             ]
         return found
 
@@ -160,7 +162,7 @@ class LayoutSearch:
             least = known.bytes
             if least is None:
                 least = known.bytes = self._bytes_of(each, states, row, engine)
-            seconds, peak = each.seconds_on(engine), least.bytes(each.kept)
+            seconds, peak = each.seconds[known.simulates], least.bytes(each.kept)
             if self._may_matter(mesh, seconds, peak):
                 added = known.seconds
                 if added is None:
@@ -210,7 +212,7 @@ class LayoutSearch:
         return candidate, candidate_layout(self.context, candidate)
 
     def _is_too_slow(self, seconds: float) -> bool:
-        return bool(self.front.rows) and seconds > self.slowest * self.front.rows[0].seconds
+        return seconds > self.slowest * self.front.fastest
 
     def _may_matter(self, mesh: MeshKey, seconds: float, peak: float) -> bool:
         """Whether a layout with at least these seconds and bytes may fit and be among the best, or on the front."""

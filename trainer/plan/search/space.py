@@ -155,7 +155,8 @@ class Space:
     def size(self, parallel: Parallel) -> int:
         """The number of legal layouts of a mesh."""
         assert parallel.dp != "auto"
-        passes = Counter(each.sequence for each in self.passes(parallel) if each.microbatch == self._any_microbatch())
+        any_microbatch = self._any_microbatch()
+        passes = Counter([sequence for microbatch, sequence, _ in self.passes(parallel) if microbatch == any_microbatch])
         states = Counter((zero, shard == "all", moved.optimizer, moved.parameters) for zero, shard, moved in self.states(parallel))
         schedules, mesh = self._schedules_of(parallel), self._engine_key(parallel)
         size = 0

@@ -23,10 +23,6 @@ class StageStates(NamedTuple):
     passes: int
     step: int
 
-    def bytes(self, kept: float) -> float:
-        """The least bytes beside activations of `kept` bytes."""
-        return self.fixed + max(kept + self.passes, self.step)
-
 
 class LeastBytes(NamedTuple):
     """The least bytes of a layout's states on a rank of the first and of the last stage."""
@@ -36,7 +32,8 @@ class LeastBytes(NamedTuple):
 
     def bytes(self, kept: tuple[float, float]) -> float:
         """The least bytes beside activations of `kept` bytes on the first and on the last stage."""
-        return max(self.first.bytes(kept[0]), self.last.bytes(kept[1]))
+        (fixed, passes, step), (fixed_of_last, passes_of_last, step_of_last) = self
+        return max(fixed + max(kept[0] + passes, step), fixed_of_last + max(kept[1] + passes_of_last, step_of_last))
 
 
 class LeastSeconds(NamedTuple):
