@@ -175,6 +175,7 @@ ROWS: tuple[Synonym, ...] = (
     _row("tensorboard tensorboard_dir enable_tensorboard", "log.sinks", "a list", {"true": "[console,jsonl,tensorboard]"}),
     _row("save_steps save_interval save_freq checkpoint_interval ckpt_interval checkpoint_every save_every_n_steps checkpoint_factor",
          "checkpoint.every", "steps"),
+    _row("save_final_state save_last save_on_train_end save_final_checkpoint", "checkpoint.final"),
     _row("save_total_limit keep_latest_k keep_last_n", "checkpoint.keep"),
     _row("resume_from_checkpoint load_checkpoint auto_resume", "checkpoint.resume", "auto, must or never",
          {"true": "must", "false": "never"}),

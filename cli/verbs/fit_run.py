@@ -86,9 +86,10 @@ def closing_text(run: Run) -> str:
 
     folder = run_folder(run)
     name = relative_folder(folder)
+    saved = run.checkpoint.final or run.checkpoint.every
     commands = (
         f"report {quote(name)}",
-        f"generate {quote(name)} --prompt 'def '",
+        *([f"generate {quote(name)} --prompt 'def '"] if saved else []),
         "plan conf=megatron_1t_6x8x64",
     )
     trained = read_measured_run(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from distrain.tests.fakes.rank_threads import run_on_ranks
-from distrain.trainer.launch.rank.channel import Channel
+from distrain.trainer.launch.rank.channel import STOPPED, Channel
 from distrain.trainer.loop.checkpoint import (
     Gather,
     SaveFailed,
@@ -177,6 +178,47 @@ def test_the_folder_of_checkpoints_survives_a_loss_of_power(tmp_path: Path, monk
         save(tmp_path / "checkpoints", step)
     assert synced.count(str(tmp_path)) == 1
     assert synced[0] == str(tmp_path)
+
+
+# When a run saves
+
+SMALL = ("quickstart", "model=tiny", "model.layers=2", "data=synthetic", "train.steps=5", "train.evaluate.every=0", "optim.warmup=0")
+
+
+@pytest.mark.parametrize(
+    ("words", "steps"),
+    [
+        ((), [5]),
+        (("checkpoint.every=2",), [5, 4]),
+        (("checkpoint.final=false",), []),
+        (("checkpoint.every=2", "checkpoint.final=false"), [4, 2]),
+    ],
+)
+def test_a_run_saves_at_an_interval_and_after_its_last_step(
+    ranks: RankPool, tmp_path: Path, words: tuple[str, ...], steps: list[int]
+) -> None:
+    job = ranks.train(tmp_path / "run", *SMALL, *words, "checkpoint.keep=2", "log.every=1")
+    assert checkpoint_steps(job.folder / "checkpoints") == steps
+    assert len(job.figures("loss")) == 5
+
+
+def test_a_run_that_saves_nothing_begins_again(ranks: RankPool, tmp_path: Path) -> None:
+    words = (*SMALL, "checkpoint.final=false", "log.every=1")
+    first, again = (ranks.train(tmp_path / "run", *words).figures("loss") for _ in range(2))
+    assert first == again
+
+
+def test_a_run_that_is_stopped_saves_in_any_case(ranks: RankPool, tmp_path: Path) -> None:
+    job = ranks.fit(tmp_path / "run", *SMALL, "checkpoint.final=false", signals=[(1, 0, signal.SIGTERM)])
+    assert set(job.codes) == {STOPPED}
+    (step,) = checkpoint_steps(job.folder / "checkpoints")
+    assert f"resumes from step {step}" in ranks.train(tmp_path / "run", *SMALL, "checkpoint.final=false").lines
+
+
+def test_a_pipeline_without_a_flush_reports_its_last_steps_though_it_saves_none(ranks: RankPool, tmp_path: Path) -> None:
+    layout = ("parallel.pp=2", "cluster.gpus=2", "parallel.schedule=pipedream", "train.microbatch=1", "model.tied=false")
+    job = ranks.train(tmp_path / "run", *SMALL, *layout, "checkpoint.final=false", "log.every=1")
+    assert [row["step"] for row in job.rows if "loss" in row] == [1, 2, 3, 4, 5]
 
 
 # Small losses

@@ -98,7 +98,7 @@ def trained(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory, text: Wor
     @cache
     def of(words: Words, layout: str) -> Trained:
         curve = (*BASE, *words, *(text if "data=text" in words else ()))
-        every = (*curve, *laid_out(layout), "train.microbatch=2", "log.ledger=true")
+        every = (*curve, *laid_out(layout), "train.microbatch=2", "log.ledger=true", "checkpoint.final=false")
         return Trained(curve, load_recipe(every[0], every[1:]), ranks.train(folder / f"row{len(list(folder.iterdir()))}", *every))
 
     return of
@@ -149,7 +149,7 @@ def test_context_ranks_keep_what_is_planned(trained: Callable[[Words, str], Trai
 
 
 def test_validation_is_the_same_for_context_ranks(ranks: RankPool, tmp_path: Path) -> None:
-    words = (*BASE, *LLAMA, *DROPS, "train.evaluate={every: 3, batches: 2}", "train.microbatch=2")
+    words = (*BASE, *LLAMA, *DROPS, "train.evaluate={every: 3, batches: 2}", "train.microbatch=2", "checkpoint.final=false")
     layouts = ("dp: 1", "cp: 4, zero: 1", "cp: 2, tp: 2, sequence: true", "cp: 2, pp: 2")
     one, *others = (ranks.train(tmp_path / f"at{at}", *words, *laid_out(layout)) for at, layout in enumerate(layouts))
     assert len(one.figures("validation_loss")) == 2

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 STEPS = 3
 BASE = (
     *("quickstart", "data=synthetic", f"train.steps={STEPS}", "train.seq=32", "train.evaluate.every=0", "log.every=1"),
-    *("optim.lr=1e-3", "optim.warmup=2", "checkpoint.every=0", "train.clip=0.5"),
+    *("optim.lr=1e-3", "optim.warmup=2", "checkpoint.final=false", "train.clip=0.5"),
 )
 # fmt: off
 SHAPES: dict[str, Words] = {

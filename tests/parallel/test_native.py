@@ -36,7 +36,7 @@ Words = tuple[str, ...]
 
 BASE = (
     *("quickstart", "data=synthetic", "train.steps=3", "train.seq=32", "train.evaluate.every=0", "log.every=1", "optim.warmup=0"),
-    *("optim.lr=1e-3", "checkpoint.every=0", "train.clip=0.5", "train.microbatch=1", "train.precision=fp32"),
+    *("optim.lr=1e-3", "checkpoint.final=false", "train.clip=0.5", "train.microbatch=1", "train.precision=fp32"),
 )
 GPT = ("model=tiny", "model.layers=6", "model.tied=true", "model.dropout=0.1", "train.batch=4")
 LLAMA = ("model=tiny_llama", "model.layers=6", "model.tied=false", "train.batch=4")

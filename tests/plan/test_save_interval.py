@@ -120,6 +120,8 @@ def test_a_long_run_that_saves_only_at_its_end_is_warned() -> None:
     )
     (line,) = saving_warnings(llama("checkpoint.every=0"))
     assert "saving only at the end keeps 0 % of the time" in line
+    (line,) = saving_warnings(llama("checkpoint.every=0", "checkpoint.final=false"))
+    assert "saving never keeps 0 % of the time" in line
 
 
 SLURM = "Slurm kills a stopped run after 30 s, which then resumes from an earlier checkpoint: raise KillWait in slurm.conf"

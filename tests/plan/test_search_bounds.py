@@ -15,7 +15,7 @@ from distrain.trainer.plan.search.pass_table import Pass
 from distrain.trainer.plan.search.search import LayoutSearch, MeshStates
 from distrain.trainer.plan.search.space import RECOMPUTES, Space, StateChoice, Zero
 from distrain.trainer.plan.search.split_arrays import SplitOnWires, blocks_of_splits
-from distrain.trainer.plan.search.state_bounds import least_bytes, least_seconds
+from distrain.trainer.plan.search.state_bounds import LeastBytes, StageStates, least_bytes, least_seconds
 from distrain.trainer.spec.run import Run
 
 FACTORS = {"gpt": 4, "llama": 8, "moe": 4}  # of the batch, so that pipelines have more micro-batches than stages
@@ -103,6 +103,12 @@ def test_no_layout_costs_less_than_its_bounds(name: str, runnable: bool) -> None
     search.run_all()
     assert search.held > 500
     assert min(search.shared()) > 4
+
+
+@pytest.mark.parametrize(("kept", "least"), [((50, 1), 160), ((1, 50), 165), ((0, 0), 130)])
+def test_each_end_of_a_pipeline_holds_its_own_activations(kept: tuple[float, float], least: float) -> None:
+    """Beside its states either the passes, in which it holds activations, or the optimizer's step."""
+    assert LeastBytes(StageStates(100, 10, 20), StageStates(110, 5, 20)).bytes(kept) == least
 
 
 class NothingDiscarded(LayoutSearch):

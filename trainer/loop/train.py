@@ -59,8 +59,8 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
         is_last = done == last
         stopping = stop_vote.vote(requested=stop.requested)
         evaluates = setup.validation is not None and not stopping and (is_last or is_due(run.train.evaluate.every, done))
-        saves = is_last or stopping or is_due(run.checkpoint.every, done)
-        finished = results.finish([result, *(setup.engine.flush() if evaluates or saves else ())])
+        saves = stopping or is_save_due(run, done, last)
+        finished = results.finish([result, *(setup.engine.flush() if evaluates or saves or is_last else ())])
         instruments.report(done, finished[-1].result.loss if finished else None)
 
         for each in finished:
@@ -76,7 +76,7 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
                 raise SystemExit(STOPPED_UNSAVED)
             return False
     setup.channel.report_phase("end")
-    if saved < last:
+    if saved < last and is_save_due(run, last, last):
         raise LastStepNotSaved(unsaved_message(saved, last))
     return True
 
@@ -131,6 +131,11 @@ def _validation_loss(run: Run, setup: TrainingSetup) -> float:
 def is_due(every: int, done: int) -> bool:
     """Return whether something that happens every `every` steps (0: never) happens after step `done`."""
     return every > 0 and done % every == 0
+
+
+def is_save_due(run: Run, done: int, last: int) -> bool:
+    """Return whether a checkpoint is saved after step `done` of a run that ends at step `last`."""
+    return is_due(run.checkpoint.every, done) or (done == last and run.checkpoint.final)
 
 
 def no_steps_message(run: Run, first: int, last: int) -> str:

@@ -176,7 +176,8 @@ KEYS = {
     "log.profile":                  Key("first and last step to profile into the run folder's trace/", "steps", null="no profile"),
     "log.ledger":                   Key("count every message of one step (ledger.json), record samples (samples.json)"),
 
-    "checkpoint.every":             Key("interval between checkpoints; 0: at the end only", "steps"),
+    "checkpoint.every":             Key("interval between checkpoints; 0: only as checkpoint.final says", "steps"),
+    "checkpoint.final":             Key("save after the last step; a run that is stopped saves in any case"),
     "checkpoint.keep":              Key("newest checkpoints that are kept"),
     "checkpoint.resume":            Key("auto resumes where there is a checkpoint; must fails without one; never starts anew"),
     "checkpoint.accept":            Key("keys of data and optim that may have changed since the checkpoint"),

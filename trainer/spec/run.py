@@ -270,9 +270,10 @@ class Log:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """Checkpoints: the interval in steps (0: only at the end), the number to keep, and how a run resumes."""
+    """Checkpoints: the interval in steps (0: none), whether the last step is saved, the number to keep, and how a run resumes."""
 
     every: Natural = 0
+    final: bool = True
     keep: Count = 2
     resume: Literal["auto", "must", "never"] = "auto"
     accept: tuple[str, ...] = ()

@@ -56,7 +56,10 @@ def load_saved_run(folder: Path) -> SavedRun:
         return SavedRun(run=run, checkpoint=found.checkpoint, remarks=tuple(remarks))
     if found.passed:
         raise _refusal(f"no checkpoint in {folder} verifies ({'; '.join(found.passed)})", "restore one of them")
-    raise _refusal(f"{folder} has no checkpoint yet", "`distrain fit` saves one at its end, and every checkpoint.every steps")
+    raise _refusal(
+        f"{folder} has no checkpoint yet",
+        "`distrain fit` saves one every checkpoint.every steps, and at its end unless checkpoint.final=false",
+    )
 
 
 def load_model(run: Run, checkpoint: SavedCheckpoint, device: torch.device) -> Transformer | CausalLM:

@@ -17,12 +17,14 @@ VERTICAL_PIPEDREAM = replace(SCHEDULES[PIPEDREAM], delay=Delay(late=lambda stage
 
 
 def schedule_of(parallel: Parallel) -> Schedule:
-    """The schedule that a legal layout names; without stages a file is not read."""
-    if is_file(parallel.schedule):
-        if parallel.pp == 1:
-            return SCHEDULES["1f1b"]
-        return _schedule_of_lists(parallel.actions or "", parallel.pp)
-    return VERTICAL_PIPEDREAM if parallel.vertical and parallel.schedule == PIPEDREAM else SCHEDULES[parallel.schedule]
+    """The schedule that a legal layout names; without stages a file is not read. Raises KeyError for a name of none, ValueError for a
+    file's wrong text."""
+    row = SCHEDULES.get(parallel.schedule)  # a plan asks dozens of times
+    if row is not None:
+        return VERTICAL_PIPEDREAM if parallel.vertical and parallel.schedule == PIPEDREAM else row
+    if not is_file(parallel.schedule):
+        raise KeyError(parallel.schedule)
+    return SCHEDULES["1f1b"] if parallel.pp == 1 else _schedule_of_lists(parallel.actions or "", parallel.pp)
 
 
 def legal_schedule(parallel: Parallel) -> Schedule | None:

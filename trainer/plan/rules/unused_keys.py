@@ -162,7 +162,7 @@ READ: dict[str, tuple[str, ...]] = {  # by section
     "optim":           ("name", "lr", "weight_decay", "schedule", "warmup", "gradient_copy"),
     "data":            ("name", "documents", "validation"),
     "log":             ("every", "sinks", "dir", "ledger"),
-    "checkpoint":      ("every", "keep", "resume", "accept"),  # the ends of runs that go on are saves, of which some are kept
+    "checkpoint":      ("every", "final", "keep", "resume", "accept"),  # the ends of runs that go on are saves, of which some are kept
     "launch":          ("name",),
     "":                ("name", "engine", "reading"),
 }
