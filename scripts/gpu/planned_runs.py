@@ -29,7 +29,7 @@ class PlannedRun:
         return (*self.words, *STEPS, *REHEARSAL, *(("model.kv_heads=2", "model.head_dim=16") if self.grouped else ()))
 
 
-STEPS = ("data=synthetic", "train.steps=10", "train.tokens=null", "optim.warmup=0")
+STEPS = ("data=synthetic", "train.steps=10", "train.tokens=null", "optim.warmup=0", "checkpoint.final=false")
 # fmt: off
 REHEARSAL = (
     "model.layers=2", "model.hidden=64", "model.heads=4", "model.ffn=192", "model.vocab=256", "train.seq=64", "train.precision=fp32",
