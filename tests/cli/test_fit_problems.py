@@ -29,7 +29,7 @@ REFUSED = (
                                            ("parallel.stages=[2,1] adds up to 3 layers, not to model.layers=2: "
                                             "set parallel.stages=null")),
     ("parallel.zero=0 parallel.offload.optimizer=true engine=native",
-                                           ("engine native does not run parallel.offload=true: "
+                                           ("engine native does not run parallel.offload.optimizer=true: "
                                             "set parallel.offload.optimizer=false or engine=auto")),
     ("launch=slurm",                       ("fit does not start launch=slurm: run what `distrain show --launch` prints for it, "
                                             "or fit launch=deepspeed launch.runner=slurm in a job")),

@@ -123,12 +123,12 @@ UNRUN: list[tuple[Keys, str]] = [
     ({"parallel.tp": 2, "parallel.pp": 2, "parallel.scatter": True},
         "pipe does not run parallel.scatter=true: set parallel.scatter=false or parallel.scatter=false parallel.sequence=true"),
     ({"parallel.pp": 2, "parallel.zero": 1, "parallel.offload.optimizer": True},
-        "pipe does not run parallel.offload=true: set parallel.offload.optimizer=false or parallel.pp=1"),
+        "pipe does not run parallel.offload.optimizer=true: set parallel.offload.optimizer=false or parallel.pp=1"),
     ({"parallel.tp": 2, "parallel.sequence": True, "parallel.zero": 1, "parallel.offload.optimizer": True},
-        ("zero does not run parallel.offload=true with parallel.sequence=true: "
+        ("zero does not run parallel.offload.optimizer=true with parallel.sequence=true: "
          "set parallel.sequence=false or parallel.offload.optimizer=false")),
     ({"parallel.tp": 8, "model.heads": 16, "model.kv_heads": 4, "parallel.zero": 1, "parallel.offload.optimizer": True},
-        ("zero does not run parallel.offload=true with more tensor-parallel ranks than model.kv_heads=4: "
+        ("zero does not run parallel.offload.optimizer=true with more tensor-parallel ranks than model.kv_heads=4: "
          "set parallel.tp=4 or parallel.offload.optimizer=false")),
     ({"cluster.device.peak": {"fp8": 6e14, "bf16": 3e14}, "train.precision": "fp8"},
         "zero does not run train.precision=fp8: set train.precision=bf16"),

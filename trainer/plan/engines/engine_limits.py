@@ -149,15 +149,14 @@ def _offload_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
     offload, heads = parallel.offload, run.model.kv_heads or run.model.heads
     rows = (("parallel.offload.optimizer", offload.optimizer), ("parallel.offload.parameters", offload.parameters))
     keep: Change = tuple((key, False) for key, moved in rows if moved)
+    key, _ = keep[0]
     if not row.offload:
-        yield EngineLimit(
-            row.name, "parallel.offload", True, (keep, *((_without_pipeline(run, parallel),) if parallel.pp > 1 else _any_engine(run)))
-        )
+        yield EngineLimit(row.name, key, True, (keep, *((_without_pipeline(run, parallel),) if parallel.pp > 1 else _any_engine(run))))
     elif parallel.tp > 1 and parallel.sequence:
-        yield EngineLimit(row.name, "parallel.offload", "true with parallel.sequence=true", ((("parallel.sequence", False),), keep))
+        yield EngineLimit(row.name, key, "true with parallel.sequence=true", ((("parallel.sequence", False),), keep))
     elif parallel.tp > heads:
         fewer: Change = (("parallel.tp", heads), *_fill(parallel))
-        yield EngineLimit(row.name, "parallel.offload", f"true with more tensor-parallel ranks than model.kv_heads={heads}", (fewer, keep))
+        yield EngineLimit(row.name, key, f"true with more tensor-parallel ranks than model.kv_heads={heads}", (fewer, keep))
 
 
 def _or(names: tuple[str, ...]) -> str:

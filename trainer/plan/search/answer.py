@@ -17,11 +17,11 @@ from ..fixes import problems_with_fixes
 from ..layout.layout import Layout
 from ..layout_cost import StepSeconds, layout_cost
 from ..plan import make_plan, plan_throughput, plan_whole_run
-from ..rules.rules import OF_RUN, broken_rules
+from ..rules.rules import OF_LAYOUT, OF_RUN, broken_rules
 from .boundaries import best_stages, with_stages
 from .front import CostedLayout
 from .search import LayoutSearch, candidate_layout
-from .space import Candidate, Space
+from .space import ZEROS, Candidate, Space
 
 LAYOUT_KEYS = ("zero", "shard", "schedule", "chunks", "stages", "sequence", "recompute")
 OVERTAKERS = 3  # times the rows of an answer: the meshes whose best layout may be among them with better stages
@@ -166,11 +166,15 @@ def _answer(run: Run, **fields: Any) -> Answer:
 
 def _nothing_fits(run: Run, fixed: frozenset[str], legal: int) -> Problem:
     if not legal:
-        if problem := next((each for each in make_plan(_simplest(run, fixed)).problems if each.rule != "memory"), None):
+        simplest, free = _simplest(run, fixed), "leave some of the given keys free"
+        if problem := next((each for each in make_plan(simplest).problems if each.rule != "memory"), None):
             return problem
-        runs = " that an engine here runs" if run.search.runnable else ""
-        mend = "leave some of the given keys free, or set search.runnable=false" if runs else "leave some of the given keys free"
-        return Problem(rule="search", says=f"there is no legal layout{runs}", mend=mend)
+        if not run.search.runnable:
+            return Problem(rule="search", says="there is no legal layout", mend=free)
+        _, limits = engine_for(simplest, simplest.parallel)
+        why = next((f": {each.says}" for each in limits if any(f"{key}.".startswith(f"{each.key}.") for key in fixed - {"engine"})), "")
+        says = f"there is no legal layout that an engine here runs{why}"
+        return Problem(rule="search", says=says, mend=f"{free}, or set search.runnable=false")
     room = f"{1 - run.search.headroom:.0%}".replace("%", " %")
     says = f"none of {legal:,} layouts fits into {room} of the memory of {run.cluster.nodes} x {run.cluster.gpus} {run.cluster.device.name}"
     return Problem(rule="memory", says=says, mend=f"search more nodes: search.nodes={2 * run.cluster.nodes}..{16 * run.cluster.nodes}")
@@ -182,7 +186,10 @@ def _simplest(run: Run, fixed: frozenset[str]) -> Run:
     sections = {key.split(".")[1] for key in fixed if key.startswith("parallel.")}
     free = {name: getattr(default, name) for name in (*degree_keys(default), *LAYOUT_KEYS, "offload") if name not in sections}
     microbatch = run.train.microbatch if "train.microbatch" in fixed else 1
-    return replace(run, parallel=replace(run.parallel, **free), train=replace(run.train, microbatch=microbatch))
+    parallel = replace(run.parallel, **free)
+    layouts = [replace(parallel, zero=zero) for zero in ZEROS] if "zero" in free else [parallel]
+    legal = (each for each in layouts if not broken_rules(run, each, microbatch, OF_LAYOUT))  # what is offloaded needs a ZeRO stage
+    return replace(run, parallel=next(legal, layouts[0]), train=replace(run.train, microbatch=microbatch))
 
 
 def _layout_seconds(context: CostContext, found: CostedLayout) -> tuple[Layout, StepSeconds | None]:
