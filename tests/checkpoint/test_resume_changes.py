@@ -86,6 +86,12 @@ def test_rows_of_a_position_table_that_follow_from_the_sequence_are_refused() ->
     assert (kept.problems, [each.text for each in kept.reported]) == ((), ["train.seq 128 -> 64"])
 
 
+def test_a_longer_sequence_than_the_position_table_has_rows_is_mended_by_the_old_length() -> None:
+    (problem,) = changes(run(), ("train.seq", 256)).problems
+    assert problem.says == "train.seq was 128 when step 7 was saved, and is 256 now"
+    assert problem.mend.startswith("set train.seq=128 to go on")
+
+
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [

@@ -167,6 +167,9 @@ def compare_runs(
     refused = [each for each in (*data, *others) if key_policy(each.key) in ("refused", "acceptable") and each not in accepted]
     if any(each.key == FAMILY_KEY for each in refused):  # the other keys of the model follow from it
         refused = [each for each in refused if each.key == FAMILY_KEY or not each.key.startswith("model.")]
+    if before.model.context is now.model.context is None and now.train.seq > before.train.seq:  # only the old length mends it
+        longer = ChangedKey(key="train.seq", before=before.train.seq, now=now.train.seq)
+        refused = [longer if each.key == CONTEXT_KEY else each for each in refused]
     names = tuple(dict.fromkeys((*now.checkpoint.accept, *(each.key for each in refused if key_policy(each.key) == "acceptable"))))
     old, new = moment_kinds(before.optim), moment_kinds(now.optim)
     return Changes(
