@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -30,21 +30,23 @@ class StepOrder:
 
     def __init__(self, steps: tuple[OrderedAction, ...], durations: tuple[tuple[str, int], ...]) -> None:
         self.steps, self.durations = steps, durations
-        self._last_end = lru_cache(maxsize=64)(self._run)  # layouts that differ in their states alone take equally long
+        self._last_end = lru_cache(maxsize=64)(lambda *given: max(self.ends(*given)))  # states alone change no action's seconds
 
     def seconds(self, each: Callable[[str, int], float], send: float) -> float:
         """The seconds of the step, as `simulate` has them, of actions that take `each(kind, part)` seconds."""
         return self._last_end(tuple([each(*key) for key in self.durations]), send)
 
-    def _run(self, durations: tuple[float, ...], send: float) -> float:
-        messages = (0.0, send)
-        ends = [0.0] * (len(self.steps) + 1)  # the last one is NOTHING's
+    def ends(self, durations: Sequence[float], send: float) -> list[float]:
+        """When each action ends, in their order; at last 0, for NOTHING."""
+        ends = [0.0] * (len(self.steps) + 1)
         for at, (duration, before, needs, is_sent) in enumerate(self.steps):
-            free, arrived = ends[before], ends[needs]
-            if needs >= 0:
-                arrived += messages[is_sent]
-            ends[at] = max(free, arrived) + durations[duration]
-        return max(ends)
+            start = ends[before]
+            if is_sent:  # a result of its own stage is there already
+                arrived = ends[needs] + send
+                if arrived > start:
+                    start = arrived
+            ends[at] = start + durations[duration]
+        return ends
 
 
 @lru_cache(maxsize=512)

@@ -19,7 +19,7 @@ from ..costs.cost_context import CostContext
 from ..layout.layout import Layout, StageKind, layer_partition
 from ..layout_cost import hop_seconds, layout_cost, stage_bytes, tied_seconds
 from ..stage_cost import StageCost, stage_cost
-from .path_bounds import PathBound, combined_path, least_layers, stage_limits
+from .path_bounds import PathBounds, combined_path, least_layers, stage_limits
 from .step_paths import Path, StepPaths
 
 ROUNDING = 1e-9  # relative: a gain that is smaller is none
@@ -76,11 +76,9 @@ class _StageSearch:
         self.limit = inf  # seconds
         self.timed = self.visited = 0
         self.limits = stage_limits([self.layers - (self.stages - 1) * self.chunks] * self.stages, self.chunks, self.layers)
-        self.bounds: list[PathBound] = []
+        self.bounds = PathBounds(self.limits)
         self.known = 0  # paths that have a bound
         self.least_exposed = 0.0  # seconds
-        self.made: list[int] = []  # layers of the first positions of the partition that is being made
-        self.sums: list[list[float]] = [[] for _ in self.order]  # by position: the seconds of each path on those before it
 
     def run(self, below: float) -> BestStages:
         """Search for a partition with fewer seconds than `below`."""
@@ -94,9 +92,10 @@ class _StageSearch:
             return BestStages(self._by_part(), self.limit, self.limit)
         state, exposed = self._least_state_seconds()
         self.least_exposed = self.context.tail * exposed
+        self.bounds = PathBounds(self.limits)
         self._learn()
         self._combine(state)
-        least = max(self._step_bound(bound.least(), state) for bound in self.bounds)
+        least = self._step_bound(max(self.bounds.leasts), state)
         is_complete = self._visit(self.layers, state)
         return BestStages(self._by_part(), self.limit, self.limit if is_complete else min(least, self.limit))
 
@@ -174,39 +173,43 @@ class _StageSearch:
         seconds = self._time(layers)
         while self.timed < MOST_TIMED // 4:
             known = self._paths()
-            moves = ((max([path.seconds(each) for path in known]), each) for each in self._moves(layers))
-            bound, moved = min(moves, default=(inf, []))
-            if bound >= max(path.seconds(layers) for path in known) * (1 - ROUNDING):
+            now = [path.seconds(layers) for path in known]
+            bound, moved = self._best_move(layers, known, now)
+            if bound >= max(now) * (1 - ROUNDING):
                 return
             new = self._time(moved)
             if new < seconds:
                 layers, seconds = moved, new
 
-    def _moves(self, layers: Sequence[int]) -> Iterator[list[int]]:
-        """Partitions in which one layer is elsewhere."""
+    def _best_move(self, layers: Sequence[int], known: Sequence[Path], now: Sequence[float]) -> tuple[float, list[int]]:
+        """(the longest known path after the best move of one layer, the partition after it); `now` are the seconds of the paths."""
+        import numpy as np
+
+        moves = np.array(list(self._moves(layers)), dtype=int).reshape(-1, 2)
+        if not len(moves):
+            return inf, []
+        source, target = moves.T
+        each = np.array([path.layer for path in known])
+        longest = (np.array(now)[:, None] - each[:, source] + each[:, target]).max(axis=0)
+        best, moved = int(longest.argmin()), list(layers)
+        moved[source[best]] -= 1
+        moved[target[best]] += 1
+        return float(longest[best]), moved
+
+    def _moves(self, layers: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Yield from which position to which other one a layer may move."""
         held, most = self._held(layers), self.limits.most
         for source, many in enumerate(layers):
             for target in range(len(layers)) if many > 1 else ():
                 stage = target // self.chunks
                 if source != target and (held[stage] < most[stage] or stage == source // self.chunks):
-                    moved = list(layers)
-                    moved[source] -= 1
-                    moved[target] += 1
-                    yield moved
-
-    def _add_bound(self, path: Path) -> None:
-        """Bound partitions by a path, and add its seconds on each beginning of the one that is being made."""
-        self.bounds.append(PathBound(path, self.limits))
-        spent = path.fixed
-        for at, sums in enumerate(self.sums[: len(self.made) + 1]):
-            sums.append(spent)
-            spent += path.layer[at] * self.made[at] if at < len(self.made) else 0.0
+                    yield source, target
 
     def _learn(self) -> None:
         """Bound partitions by the paths that became known."""
         paths = self._paths()
         for path in paths[self.known :]:
-            self._add_bound(path)
+            self.bounds.add(path)
         self.known = len(paths)
 
     def _combine(self, state: float) -> None:
@@ -214,8 +217,8 @@ class _StageSearch:
         for _ in range(MOST_MEANS):
             paths = self._paths()
             mean = combined_path(paths, self.limits)
-            self._add_bound(mean)
-            if self._step_bound(self.bounds[-1].least(), state) >= self.limit * (1 - ROUNDING):
+            self.bounds.add(mean)
+            if self._step_bound(self.bounds.leasts[-1], state) >= self.limit * (1 - ROUNDING):
                 return
             self._time(least_layers(mean, self.limits))
             if len(self.paths.known()) == len(paths):
@@ -225,27 +228,30 @@ class _StageSearch:
     def _visit(self, left: int, state: float) -> bool:
         """Time every partition that goes on from the one being made and whose bounds are below the best, the least bound first; `left`
         are the layers left, `state` is the most of the finished stages' seconds of states. Returns whether there was time for all."""
-        at = len(self.made)
+        made = self.bounds.made
+        at = len(made)
         if at == len(self.order):
-            self._time(self.made)
+            self._time(made)
             self._learn()
             return self.timed < MOST_TIMED
         self.visited += 1
         stage, chunk = divmod(at, self.chunks)
-        held = sum(self.made[at - chunk :])
-        for _, many in sorted((self._bound(at, many, held, left, state), many) for many in self._choices(at, held, left)):
+        held = sum(made[at - chunk :])
+        choices, known = self._choices(at, held, left), self.bounds.count
+        longest = dict(zip(choices, self.bounds.longest(choices, held, left), strict=True))
+        for many in sorted(choices, key=longest.__getitem__):
+            if self.bounds.count > known:  # a way to go on made further paths known
+                known, longest = self.bounds.count, dict(zip(choices, self.bounds.longest(choices, held, left), strict=True))
             after = state
             if chunk == self.chunks - 1:
                 if not self._fits(stage, held + many):
                     continue
                 after = max(state, self._state_seconds(stage, held + many)[0])
-            if self._bound(at, many, held, left, after) >= self.limit * (1 - ROUNDING):
+            if self._step_bound(longest[many], after) >= self.limit * (1 - ROUNDING):
                 continue
-            self.made.append(many)
-            if at + 1 < len(self.order):
-                self.sums[at + 1] = [spent + each.path.layer[at] * many for spent, each in zip(self.sums[at], self.bounds, strict=True)]
+            self.bounds.push(many)
             went_on = self._visit(left - many, after)
-            self.made.pop()
+            made.pop()
             if not went_on or self.visited > MOST_VISITED:
                 return False
         return True
@@ -256,22 +262,6 @@ class _StageSearch:
         behind = self.chunks - 1 - chunk
         least = 1 if behind else max(1, self.limits.least[stage] - held)
         return range(least, min(self.limits.most[stage] - held - behind, left) + 1)
-
-    def _bound(self, at: int, many: int, held: int, left: int, state: float) -> float:
-        """The least seconds of a step of any partition that goes on with so many layers of this position."""
-        stage, chunk = divmod(at, self.chunks)
-        parts, held, left = self.chunks - 1 - chunk, held + many, left - many
-        longest = 0.0
-        if not parts:
-            for spent, bound in zip(self.sums[at], self.bounds, strict=True):
-                longest = max(longest, spent + bound.path.layer[at] * many + bound.tables[stage + 1][left])
-        else:
-            mores = range(max(parts, self.limits.least[stage] - held), min(left, self.limits.most[stage] - held) + 1)
-            for spent, bound in zip(self.sums[at], self.bounds, strict=True):
-                (each, cheapest), table = bound.behind[at], bound.tables[stage + 1]
-                rest = min([each + (more - parts) * cheapest + table[left - more] for more in mores], default=inf)
-                longest = max(longest, spent + bound.path.layer[at] * many + rest)
-        return self._step_bound(longest, state)
 
     def _step_bound(self, path: float, state: float) -> float:
         """The least seconds of a step with such a path and such a slowest stage's states."""

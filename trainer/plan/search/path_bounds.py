@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from math import exp, inf
 from typing import NamedTuple
 
+from .split_arrays import Array
 from .step_paths import Path
 
 ROUNDS = 60  # of the weights of a combined path
 SHARPNESS = 40.0  # how quickly they follow the slowest path
+FIRST_ROWS = 32  # of the arrays of paths, which double
 
 
 class StageLimits(NamedTuple):
@@ -64,6 +66,72 @@ class PathBound:
     def least(self) -> float:
         """The least seconds of the path."""
         return self.path.fixed + self.tables[0][-1]
+
+
+class PathBounds:
+    """The bounds of all known paths on the ways to go on from the partition that is being made: arrays with a row for each path."""
+
+    def __init__(self, limits: StageLimits) -> None:
+        import numpy as np
+
+        self.limits, self.made = limits, list[int]()
+        """The layers of the first positions of that partition."""
+        self.count, self.leasts = 0, list[float]()
+        """How many paths there are, and the least seconds of each."""
+        stages = len(limits.least)
+        positions = stages * limits.chunks
+        self._layer: Array = np.zeros((FIRST_ROWS, positions))
+        self._behind: Array = np.zeros((FIRST_ROWS, positions, 2))
+        self._tables: Array = np.zeros((FIRST_ROWS, stages + 1, limits.layers + 1))
+        self._spent: Array = np.zeros((FIRST_ROWS, positions + 1))  # seconds on the positions before each
+
+    def add(self, path: Path) -> None:
+        """Bound partitions by another path, whose seconds are by position."""
+        import numpy as np
+
+        row = self.count
+        if row == len(self._layer):
+            every = (self._layer, self._behind, self._tables, self._spent)
+            self._layer, self._behind, self._tables, self._spent = (np.concatenate([each, np.zeros_like(each)]) for each in every)
+        bound = PathBound(path, self.limits)
+        self._layer[row], self._behind[row], self._tables[row] = path.layer, bound.behind, bound.tables
+        self._spent[row, 0] = path.fixed
+        for at, many in enumerate(self.made):
+            self._spent[row, at + 1] = self._spent[row, at] + path.layer[at] * many
+        self.count += 1
+        self.leasts.append(bound.least())
+
+    def push(self, many: int) -> None:
+        """Give the next position so many layers."""
+        at, rows = len(self.made), slice(self.count)
+        self._spent[rows, at + 1] = self._spent[rows, at] + self._layer[rows, at] * many
+        self.made.append(many)
+
+    def longest(self, choices: range, held: int, left: int) -> list[float]:
+        """For each number of layers that the next position may have: the longest that a path is at least, whichever way the partition goes
+        on. The stage of the position has `held` layers before it; `left` are the layers left."""
+        import numpy as np
+
+        if not choices:
+            return []
+        at, rows = len(self.made), slice(self.count)
+        stage, chunk = divmod(at, self.limits.chunks)
+        parts, many = self.limits.chunks - 1 - chunk, np.arange(choices.start, choices.stop)
+        spent = self._spent[rows, at, None] + self._layer[rows, at, None] * many
+        table = self._tables[rows, stage + 1]
+        if not parts:
+            rest = table[:, left - many]
+        else:  # the later parts of the stage have some more layers, of which the cheapest part has all but one each
+            fewest = np.maximum(parts, self.limits.least[stage] - held - many)[:, None]
+            most = np.minimum(left, self.limits.most[stage] - held)
+            more = np.arange(fewest.min(), (most - many).max() + 1)
+            legal = (more >= fewest) & (more <= (most - many)[:, None])
+            behind = self._behind[rows, at]
+            each = behind[:, :1] + (more - parts) * behind[:, 1:]
+            after = table[:, np.where(legal, left - many[:, None] - more, 0)]
+            rest = np.where(legal, each[:, None] + after, inf).min(axis=2, initial=inf)
+        longest: list[float] = (spent + rest).max(axis=0, initial=0.0).tolist()
+        return longest
 
 
 def least_layers(path: Path, limits: StageLimits) -> list[int]:

@@ -68,9 +68,7 @@ class StepPaths:
 
 def longest_path(order: StepOrder, seconds: Sequence[float], send: float) -> tuple[list[int], int]:
     """(actions of each duration on the longest path of a step, messages between stages on it)."""
-    ends = [0.0] * (len(order.steps) + 1)  # the last one is NOTHING's
-    for at, (duration, before, needs, is_sent) in enumerate(order.steps):
-        ends[at] = max(ends[before], ends[needs] + send if is_sent else 0.0) + seconds[duration]
+    ends = order.ends(seconds, send)
     counts, sends = [0] * len(order.durations), 0
     at = max(range(len(order.steps)), key=ends.__getitem__)
     while at != NOTHING:
