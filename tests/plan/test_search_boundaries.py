@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import combinations
+from math import inf
 from random import Random
 from typing import Any
 
@@ -19,7 +20,7 @@ from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.rules.rules import broken_rules
 from distrain.trainer.plan.search import boundaries
 from distrain.trainer.plan.search.boundaries import BestStages, best_stages, with_stages
-from distrain.trainer.plan.search.path_bounds import PathBound, combined_path, least_layers, stage_limits
+from distrain.trainer.plan.search.path_bounds import PathBound, PathBounds, StageLimits, combined_path, least_layers, stage_limits
 from distrain.trainer.plan.search.step_paths import Path, StepPaths
 from distrain.trainer.spec.run import Cluster, Device, Link, Model, Parallel, Run, Train
 
@@ -137,20 +138,29 @@ def test_a_search_that_was_cut_short_says_what_no_partition_is_below(monkeypatch
             assert found.least <= fastest * (1 + 1e-9) <= found.seconds * (1 + 2e-9)
 
 
-@pytest.mark.parametrize("case", range(20))
-def test_bounds_of_paths_are_their_least_over_all_partitions(case: int) -> None:
-    random = Random(case)
-    stages, chunks = random.choice([(2, 1), (3, 1), (2, 2), (3, 2)])
+def limited(random: Random) -> tuple[StageLimits, list[tuple[int, ...]]]:
+    """Limits of a few stages, and every partition within them."""
+    stages, chunks = random.choice([(2, 1), (3, 1), (2, 2), (3, 2), (2, 3)])
     layers = random.randint(stages * chunks, stages * chunks + 6)
     most = [random.randint(chunks, layers) for _ in range(stages)]
-    limits = stage_limits(most, chunks, layers)
     inside = [
         each
         for each in partitions(layers, stages * chunks)
         if all(sum(each[at * chunks : (at + 1) * chunks]) <= most[at] for at in range(stages))
     ]
+    return stage_limits(most, chunks, layers), inside
+
+
+def random_path(random: Random, limits: StageLimits) -> Path:
+    return Path(random.random(), tuple(random.random() for _ in range(len(limits.most) * limits.chunks)))
+
+
+@pytest.mark.parametrize("case", range(20))
+def test_bounds_of_paths_are_their_least_over_all_partitions(case: int) -> None:
+    random = Random(case)
+    limits, inside = limited(random)
     assert limits.admit_any() == bool(inside)
-    paths = [Path(random.random(), tuple(random.random() for _ in range(stages * chunks))) for _ in range(4)]
+    paths = [random_path(random, limits) for _ in range(4)]
     for path in paths if inside else []:
         least = min(path.seconds(each) for each in inside)
         assert PathBound(path, limits).least() == pytest.approx(least, rel=1e-12)
@@ -160,3 +170,28 @@ def test_bounds_of_paths_are_their_least_over_all_partitions(case: int) -> None:
         longest = min(max(path.seconds(each) for path in paths) for each in inside)
         assert mean <= longest * (1 + 1e-12)
         assert mean >= max(PathBound(path, limits).least() for path in paths) * 0.9
+
+
+@pytest.mark.parametrize("case", range(40))
+def test_the_ways_to_go_on_from_a_beginning_are_bounded_by_their_best(case: int) -> None:
+    """Some paths become known while the partition is being made, as in a search, more than the arrays have rows at first."""
+    random = Random(case)
+    limits, inside = limited(random)
+    if not inside:
+        return
+    bounds, paths, partition = PathBounds(limits), list[Path](), random.choice(inside)
+    for at, many in enumerate(partition):
+        for _ in range(random.choice((1, 3, 20))):
+            paths.append(random_path(random, limits))
+            bounds.add(paths[-1])
+        stage, chunk = divmod(at, limits.chunks)
+        behind, held, left = limits.chunks - 1 - chunk, sum(partition[at - chunk : at]), limits.layers - sum(partition[:at])
+        least = 1 if behind else max(1, limits.least[stage] - held)
+        choices = range(least, min(limits.most[stage] - held - behind, left) + 1)
+        for choice, longest in zip(choices, bounds.longest(choices, held, left), strict=True):
+            beginning = (*partition[:at], choice)
+            goes_on = [each for each in inside if each[: at + 1] == beginning]
+            best = max(min((path.seconds(each) for each in goes_on), default=inf) for path in paths)
+            assert longest == pytest.approx(best, rel=1e-12)
+        bounds.push(many)
+    assert bounds.made == list(partition)
