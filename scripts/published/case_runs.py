@@ -111,6 +111,7 @@ def _run(case: Case, framework: Framework, recompute: Any) -> Run:
             shard=shard,
             schedule="interleaved" if chunks > 1 else "1f1b",
             chunks=chunks,
+            stages=stages_by_share(shape, parallel["pp"]) if framework.passes_share and chunks == 1 else None,
             sequence=framework.sequence if sequence is None else sequence,
             recompute=recompute,
             overlap=Overlap(
@@ -171,6 +172,18 @@ def _chunks(parallel: Case, layers: int, framework: Framework, *, told: bool) ->
         return 1
     each: int = layers // pp
     return each // 2 if each % 2 == 0 else each
+
+
+def stages_by_share(model: Model, pp: int) -> tuple[int, ...] | None:
+    """The layers of each stage where a stage ends with the layer that passes its share of the products of all layers and of the head, as
+    nanotron counts them; None where there are no stages, or one would have no layer."""
+    layer, head = 4 * model.hidden**2 + 3 * model.hidden * (model.ffn or 4 * model.hidden), model.hidden * model.vocab
+    whole, counts = model.layers * layer + head, [0]
+    for many in range(1, model.layers + 1):
+        counts[-1] += 1
+        if many * layer > whole * len(counts) / pp:
+            counts.append(0)
+    return tuple(counts) if pp > 1 and len(counts) == pp and counts[-1] else None
 
 
 def _zero(parallel: Case, framework: Framework) -> tuple[Any, Any]:

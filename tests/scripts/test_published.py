@@ -244,3 +244,29 @@ def test_the_stage_that_a_source_looked_at_is_the_last_where_it_says_so() -> Non
     kinds = ("as in figure", "max allocated on the last rank")
     first, last = (predict(changed(model={"vocab": 64}, recompute="none", measured={"peak_mem_kind": kind})) for kind in kinds)
     assert (first.memory_stage, last.memory_stage) == (0, 1)
+
+
+LLAMA_8B = {"arch": "llama", "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256, "gated_mlp": True}
+
+
+def stages_of(framework: str, **model: Any) -> tuple[int, ...] | None:
+    (row,) = runs_of_case(changed(framework=framework, model={**LLAMA_8B, "tied_embeddings": False, **model}, parallel={"pp": 8, "dp": 1}))
+    return row.run.parallel.stages
+
+
+def test_a_stage_of_nanotron_ends_with_the_layer_that_passes_its_share() -> None:
+    """As nanotron prints for Llama 3 8B on 8 stages: the head weighs as much as 2.2 layers."""
+    assert stages_of("nanotron") == (5, 4, 4, 5, 4, 4, 4, 2)
+    assert stages_of("Megatron-LM") is None
+
+
+def test_layers_are_spread_evenly_where_a_stage_would_have_none() -> None:
+    """A head that weighs as much as all layers."""
+    assert stages_of("nanotron", vocab=32 * 128256) is None
+
+
+def test_the_memory_of_nanotron_is_that_of_the_first_rank() -> None:
+    """The last stage of a small model with a large vocabulary is the fullest."""
+    model = {"vocab": 512_000, "layers": 4}
+    one, other = (predict(changed(framework=name, model=model, recompute="none")) for name in ("nanotron", "Megatron-LM"))
+    assert (one.memory_stage, other.memory_stage) == (0, 1)
