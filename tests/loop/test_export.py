@@ -181,7 +181,7 @@ def test_a_model_that_can_not_be_exported_is_refused(runs, overrides: tuple[str,
 
 def test_a_run_without_a_checkpoint_has_nothing_to_export(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_bytes(encoder.encode(load_recipe("quickstart")))
-    with pytest.raises(Unreadable, match="has no checkpoint yet: `distrain fit` saves one at its end, "):
+    with pytest.raises(Unreadable, match="has no checkpoint yet: `distrain fit` saves one every "):
         export(tmp_path, tmp_path / "out", "fp32")
 
 
