@@ -144,5 +144,5 @@ def test_wrong_arguments_get_one_line(arguments: list[str], line: str, tmp_path:
 def test_a_problem_of_the_child_process_is_one_line(trained_run: Path, tmp_path: Path, capfd) -> None:
     (tmp_path / "run.json").write_text((trained_run / "run.json").read_text())
     assert command(["generate", str(tmp_path), "--prompt", "x"]) == 1
-    line = f"distrain: {tmp_path} has no checkpoint yet: `distrain fit` saves one every checkpoint.every steps, and at its end unless checkpoint.final=false\n"
-    assert capfd.readouterr() == ("", line)
+    mend = "`distrain fit` saves one every checkpoint.every steps, and at its end unless checkpoint.final=false"
+    assert capfd.readouterr() == ("", f"distrain: {tmp_path} has no checkpoint yet: {mend}\n")
