@@ -81,15 +81,16 @@ def _check(read: Callable[[], Run]) -> tuple[Run, Plan, tuple[Host, ...]] | None
 def closing_text(run: Run) -> str:
     """The text at the end of a run that has trained: incidents, planned against measured figures, and what to try next."""
     from ...trainer.rundir.measured import read_measured_run
+    from ...trainer.rundir.run_summary import newest_checkpoint
     from ..pages.report_page import incident_lines, planned_measured_table
     from ..pages.text_layout import stdout_style, wrap
 
     folder = run_folder(run)
     name = relative_folder(folder)
-    saved = run.checkpoint.final or run.checkpoint.every
+    saved, _ = newest_checkpoint(folder)
     commands = (
         f"report {quote(name)}",
-        *([f"generate {quote(name)} --prompt 'def '"] if saved else []),
+        *([f"generate {quote(name)} --prompt 'def '"] if saved is not None else []),
         "plan conf=megatron_1t_6x8x64",
     )
     trained = read_measured_run(folder)

@@ -101,8 +101,8 @@ def _cost(case: Case, run: Run) -> RunCost:
     kind = case["measured"].get("peak_mem_kind") or ""
     totals = _stage_totals(case, context, layout, cost)
     fullest = totals.index(max(totals))
-    of_first = framework_of(case["framework"] or "").passes_share
-    stage = layout.mesh.pp - 1 if "last rank" in kind else 0 if of_first else fullest
+    of_first_rank = framework_of(case["framework"] or "").of_first_rank
+    stage = layout.mesh.pp - 1 if "last rank" in kind else 0 if of_first_rank else fullest
     seen = _seen_bytes(case, totals[stage], context.device_context)
     return RunCost(cost.seconds.step, seen, stage, _least_peak(case, context, layout, totals), context.capacity)
 

@@ -181,6 +181,7 @@ def test_skipped_steps_spikes_and_restarts_are_counted_at_the_end(rows: list[dic
     told = closing_text(with_changes(run, [("log.dir", str(tmp_path.parent)), ("name", tmp_path.name)])).splitlines()
     assert told[0] == ""
     assert (told[1] == "Nothing was measured yet") == (not line)
+    assert not any(" generate " in each for each in told), "there is no checkpoint to generate from"
 
 
 def test_a_damaged_metrics_file_is_named(tmp_path: Path) -> None:

@@ -176,9 +176,7 @@ def test_bounds_of_paths_are_their_least_over_all_partitions(case: int) -> None:
 def test_the_ways_to_go_on_from_a_beginning_are_bounded_by_their_best(case: int) -> None:
     """Some paths become known while the partition is being made, as in a search, more than the arrays have rows at first."""
     random = Random(case)
-    limits, inside = limited(random)
-    if not inside:
-        return
+    limits, inside = next(each for each in iter(lambda: limited(random), None) if each[1])
     bounds, paths, partition = PathBounds(limits), list[Path](), random.choice(inside)
     for at, many in enumerate(partition):
         for _ in range(random.choice((1, 3, 20))):

@@ -84,19 +84,19 @@ def save_warnings(run: Run, whole: WholeRun, step: float | None, found: Saving) 
     expected = f"about {number:,} {'interruption is' if number == 1 else 'interruptions are'} expected"
     if found.every is None:
         if not often:
-            says = f"checkpoint.every=0 saves {_never(run)}, and {expected}"
+            says = f"checkpoint.every=0 saves {_when_without_interval(run)}, and {expected}"
             yield Problem(rule="saving", says=says, mend="set checkpoint.every; cluster.storage (bytes/s) tells the best interval")
         return
     assert save is not None
     assert found.goodput is not None
     ours = goodput((often or whole.steps) * step, save, found.mtbf)
     if ours < found.goodput - WORTH:
-        how = f"checkpoint.every={often} keeps" if often else f"saving {_never(run)} keeps"
+        how = f"checkpoint.every={often} keeps" if often else f"saving {_when_without_interval(run)} keeps"
         says = f"{expected}: {how} {percent_text(ours)} of the time, the best interval {percent_text(found.goodput)}"
         yield Problem(rule="saving", says=says, mend=f"set checkpoint.every={found.every}")
 
 
-def _never(run: Run) -> str:
+def _when_without_interval(run: Run) -> str:
     """Return when a run saves that has no interval, in words."""
     return "only at the end" if run.checkpoint.final else "never"
 

@@ -17,8 +17,8 @@ VERTICAL_PIPEDREAM = replace(SCHEDULES[PIPEDREAM], delay=Delay(late=lambda stage
 
 
 def schedule_of(parallel: Parallel) -> Schedule:
-    """The schedule that a legal layout names; without stages a file is not read. Raises KeyError for a name of none, ValueError for a
-    file's wrong text."""
+    """The schedule that a legal layout names; without stages a file is not read. Raises KeyError where there is no
+    such schedule, ValueError for a file that is none."""
     row = SCHEDULES.get(parallel.schedule)  # a plan asks dozens of times
     if row is not None:
         return VERTICAL_PIPEDREAM if parallel.vertical and parallel.schedule == PIPEDREAM else row

@@ -30,7 +30,7 @@ class StepOrder:
 
     def __init__(self, steps: tuple[OrderedAction, ...], durations: tuple[tuple[str, int], ...]) -> None:
         self.steps, self.durations = steps, durations
-        self._last_end = lru_cache(maxsize=64)(lambda *given: max(self.ends(*given)))  # states alone change no action's seconds
+        self._last_end = lru_cache(maxsize=64)(lambda *given: max(self.ends(*given)))  # layouts with equal passes ask again
 
     def seconds(self, each: Callable[[str, int], float], send: float) -> float:
         """The seconds of the step, as `simulate` has them, of actions that take `each(kind, part)` seconds."""

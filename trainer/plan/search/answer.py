@@ -172,7 +172,7 @@ def _nothing_fits(run: Run, fixed: frozenset[str], legal: int) -> Problem:
         if not run.search.runnable:
             return Problem(rule="search", says="there is no legal layout", mend=free)
         _, limits = engine_for(simplest, simplest.parallel)
-        why = next((f": {each.says}" for each in limits if any(f"{key}.".startswith(f"{each.key}.") for key in fixed - {"engine"})), "")
+        why = next((f": {each.says}" for each in limits if each.key in fixed - {"engine"}), "")
         says = f"there is no legal layout that an engine here runs{why}"
         return Problem(rule="search", says=says, mend=f"{free}, or set search.runnable=false")
     room = f"{1 - run.search.headroom:.0%}".replace("%", " %")

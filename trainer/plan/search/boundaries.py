@@ -251,7 +251,7 @@ class _StageSearch:
                 continue
             self.bounds.push(many)
             went_on = self._visit(left - many, after)
-            made.pop()
+            self.bounds.pop()
             if not went_on or self.visited > MOST_VISITED:
                 return False
         return True

@@ -107,6 +107,10 @@ class PathBounds:
         self._spent[rows, at + 1] = self._spent[rows, at] + self._layer[rows, at] * many
         self.made.append(many)
 
+    def pop(self) -> None:
+        """Take the layers of the last position back."""
+        self.made.pop()
+
     def longest(self, choices: range, held: int, left: int) -> list[float]:
         """For each number of layers that the next position may have: the longest that a path is at least, whichever way the partition goes
         on. The stage of the position has `held` layers before it; `left` are the layers left."""
