@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
+from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ...trainer.spec.key_meanings import KEYS
@@ -40,7 +41,7 @@ def key_fields(of: type = Run, at: str = "") -> Iterator[tuple[str, Any, Field[A
 
     A section that may be null, and a mapping with fixed keys, come before their own keys; keys of a mapping have no field.
     """
-    hints = get_type_hints(of, include_extras=True)
+    hints = _type_hints(of)
     for row in fields(of):
         key, hint = f"{at}{row.name}", hints[row.name]
         section = next((kind for kind in (hint, *get_args(hint)) if is_dataclass(kind)), None)
@@ -50,6 +51,12 @@ def key_fields(of: type = Run, at: str = "") -> Iterator[tuple[str, Any, Field[A
             yield from key_fields(section, f"{key}.")
         elif get_origin(hint) is dict and get_origin(get_args(hint)[0]) is Literal:
             yield from ((f"{key}.{name}", get_args(hint)[1], None) for name in get_args(get_args(hint)[0]))
+
+
+@cache
+def _type_hints(of: type) -> dict[str, Any]:
+    """The types of a data class's fields, evaluated."""
+    return get_type_hints(of, include_extras=True)
 
 
 def sections() -> set[str]:

@@ -236,9 +236,11 @@ def _remark_on_types(files: Sequence[TokenFile], remark: Remark) -> None:
 
 def _remark_on_json(files: Sequence[DataFile], remark: Remark) -> None:
     """Remark on files that hold JSON but are named as text: they train as they are, braces included."""
+    kinds: dict[str, list[DataFile]] = {}
+    for file in files:
+        kinds.setdefault(json_in_text(file), []).append(file)
     for what, mend in JSON_AS_TEXT.items():
-        held = [file for file in files if json_in_text(file) == what]
-        if held:
+        if held := kinds.get(what):
             more = f" and {len(held) - 1:,} others" if held[1:] else ""
             remark(f"{held[0].path}{more}: it holds {what}, but its name says text, so it trains as it is, braces included; {mend}")
 
