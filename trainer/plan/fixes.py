@@ -17,7 +17,7 @@ from .layout.mesh import replica_size
 from .layout.schedule_of_run import schedule_of
 from .result import Memory
 from .rules.broken_rule import BrokenRule
-from .rules.rules import broken_rules
+from .rules.rules import OF_RUN, broken_rules
 
 SHOWN = 3  # fixes shown for one problem
 NEAREST = 2  # layouts shown for a limit of an engine
@@ -126,16 +126,16 @@ def fitting_changes(run: Run) -> Iterator[tuple[Change, int]]:
     replicas, splitting what tensor parallelism left whole, sharding more, a smaller micro-batch, recomputing all, more ranks for the
     model, the host's memory, more nodes.
     """
-    single = list(dict.fromkeys(_single_changes(run)))
+    single, peaks = list(dict.fromkeys(_single_changes(run))), _ChangedPeaks(run)
     for size in (1, 2, 3):
-        found = [each for change in _combined_changes(single, size) if (each := _fitting_change(run, change)) is not None]
+        found = [each for change in _combined_changes(single, size) if (each := peaks.fitting_change(change)) is not None]
         if found:
             yield from found
             return
     changes = [(), *single, *_combined_changes(single, 2)]
     for times in (2, 4, 8, 16, 32, 64, 128):
         for change in changes:
-            each = _fitting_change(run, (("cluster.nodes", run.cluster.nodes * times), *change))
+            each = peaks.fitting_change((("cluster.nodes", run.cluster.nodes * times), *change))
             if each is not None:
                 yield each
                 return
@@ -149,16 +149,35 @@ def _combined_changes(changes: list[Change], size: int) -> Iterator[Change]:
             yield tuple(pair for change in several for pair in change)
 
 
-def _fitting_change(run: Run, change: Change) -> tuple[Change, int] | None:
-    """Return the change and the peak bytes with it, if the run is then legal, fits, and still has an engine if it had one."""
-    change = _filling_change(run, change)
-    changed = with_changes(run, change)
-    if _broken_rules(changed):
-        return None
-    if engine_for(run, run.parallel)[0] is not None and engine_for(changed, changed.parallel)[0] is None:
-        return None
-    peak = _peak(changed)
-    return None if peak is None else (change, peak)
+class _ChangedPeaks:
+    """Peak bytes of a run under changes. Those that change the same keys beside the layout's share an estimator, and so its costs."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._has_engine = engine_for(run, run.parallel)[0] is not None
+        self._estimators: dict[Change, Estimator | None] = {}
+
+    def fitting_change(self, change: Change) -> tuple[Change, int] | None:
+        """Return the change and the peak bytes with it, if the run is then legal, fits, and still has an engine if it had one."""
+        change = _filling_change(self.run, change)
+        changed = with_changes(self.run, change)
+        estimator = self._estimator(changed, change)
+        if estimator is None:
+            return None
+        estimate = estimator(changed.parallel, changed.train.microbatch)
+        if estimate.peak is None or not estimate.fits:
+            return None
+        if self._has_engine and engine_for(changed, changed.parallel)[0] is None:
+            return None
+        return change, estimate.peak
+
+    def _estimator(self, changed: Run, change: Change) -> Estimator | None:
+        """The estimator of the changed run; None where it breaks a rule in every layout."""
+        key = tuple([pair for pair in change if not pair[0].startswith("parallel.") and pair[0] != "train.microbatch"])
+        if key not in self._estimators:
+            broken = broken_rules(changed, changed.parallel, changed.train.microbatch, OF_RUN)
+            self._estimators[key] = None if broken else Estimator(changed)
+        return self._estimators[key]
 
 
 def _filling_change(run: Run, change: Change) -> Change:
