@@ -40,10 +40,19 @@ def load_recipe(conf: str, overrides: Sequence[str] = (), config_dir: Path | Non
 
 def compose_config(conf: str, overrides: Sequence[str] = (), config_dir: Path | None = None) -> dict[str, Any]:
     """Return the composed config as plain data, unchecked and without the defaults of the data classes; raises Unreadable."""
-    config, problems = Loader(config_dir).compose(conf, overrides)
-    if problems:
-        raise Unreadable(problems)
+    (config,) = compose_configs(conf, (overrides,), config_dir)
     return config
+
+
+def compose_configs(conf: str, several: Sequence[Sequence[str]], config_dir: Path | None = None) -> list[dict[str, Any]]:
+    """Return the composed config of a recipe with each of several lists of overrides, as `compose_config` does; Hydra composes it once."""
+    loader, configs = Loader(config_dir), list[dict[str, Any]]()
+    for overrides in several:
+        config, problems = loader.compose(conf, overrides)
+        if problems:
+            raise Unreadable(problems)
+        configs.append(config)
+    return configs
 
 
 def checked_run(config: Mapping[str, Any]) -> Run:

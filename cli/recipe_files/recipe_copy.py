@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from ...trainer.spec.problem import Problem, Unreadable, one_line
 from ..arguments.command_name import command_name
-from ..config.load import compose_config
+from ..config.load import compose_config, compose_configs
 from ..keys import library
 from . import yaml_edit
 
@@ -47,8 +47,7 @@ def _copy_recipe(source: Path, text: str, expected: Mapping[str, Any], target: P
     for each in (*((renamed,) if renamed != text else ()), f"{text.rstrip()}\nname: {yaml_edit.scalar(name)}\n", text):
         with NewFile(target, each) as new_file:
             try:
-                with_same_name = compose_config(conf_argument(target), (SAME_NAME,), config_dir)
-                copy = compose_config(conf_argument(target), (), config_dir)
+                with_same_name, copy = compose_configs(conf_argument(target), ((SAME_NAME,), ()), config_dir)
             except Unreadable as error:
                 why = f" ({error.problems[0].says})"
                 continue
