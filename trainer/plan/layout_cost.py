@@ -12,8 +12,6 @@ from .costs.cost_context import CostContext
 from .costs.local_tensors import block_split
 from .engines import cost_model
 from .layout.layout import Layout
-from .layout.mesh import Wires
-from .layout.schedule_of_run import delay_of, schedule_of
 from .part_seconds import is_simulated, simulated_wait
 from .stage_cost import StageCost, last_passes, logits_in_flight, stage_cost
 
@@ -58,7 +56,7 @@ def peak_bytes(layout: Layout, kinds: list[StageCost]) -> tuple[int, int]:
 
     Of equal stages the first holds most: micro-batches in flight and copies of weights grow towards the front, but for a user's lists.
     """
-    stages = list(enumerate(layout.partition.kind_of_stage)) if schedule_of(layout.parallel).simulated else layout.partition.runs
+    stages = list(enumerate(layout.partition.kind_of_stage)) if layout.schedule.simulated else layout.partition.runs
     peak, fullest = max([(stage_bytes(layout, kinds[at], index), -index) for index, at in stages])
     return peak, -fullest
 
@@ -67,7 +65,7 @@ def stage_bytes(layout: Layout, kind: StageCost, index: int) -> int:
     """Bytes of a rank of stage `index`, which is of this kind."""
     fixed = kind.fixed_bytes + extra_weight_copies(layout, index) * kind.version
     saved = kind.saved_last + kind.logits + ceil((kind.saved + kind.passing) * in_flight(layout, index))
-    if delay_of(layout.parallel):
+    if layout.delay:
         return fixed + saved + max(kind.passes, kind.step_bytes)  # weights are stepped while micro-batches are in flight
     return fixed + max(saved + kind.passes, kind.step_bytes)
 
@@ -95,15 +93,16 @@ def stage_costs(context: CostContext, layout: Layout, blocks: BlockCosts) -> lis
 
 def in_flight(layout: Layout, index: int) -> float:
     """Micro-batches whose activations stage `index` holds at once; one without a pipeline."""
-    stages, parallel = layout.mesh.pp, layout.parallel
-    micros = max(layout.micros, stages) if delay_of(parallel) else layout.micros  # without a flush, those of the next steps follow
-    return 1 if stages == 1 else schedule_of(parallel).in_flight(index, stages, micros, parallel.chunks)
+    stages = layout.mesh.pp
+    if stages == 1:
+        return 1
+    micros = max(layout.micros, stages) if layout.delay else layout.micros  # without a flush, those of the next steps follow
+    return layout.schedule.in_flight(index, stages, micros, layout.parallel.chunks)
 
 
 def extra_weight_copies(layout: Layout, index: int) -> int:
     """Older copies of its weights that stage `index` keeps under a schedule that doesn't flush."""
-    delay = delay_of(layout.parallel)
-    return delay.versions_held(index, layout.mesh.pp) - 1 if delay else 0
+    return layout.delay.versions_held(index, layout.mesh.pp) - 1 if layout.delay else 0
 
 
 def has_times(context: CostContext, layout: Layout) -> bool:
@@ -139,7 +138,7 @@ def send_bytes(parallel: Parallel, blocks: BlockCosts) -> int:
 def step_seconds(context: CostContext, layout: Layout, blocks: BlockCosts, kinds: list[StageCost]) -> StepSeconds:
     """m micro-batches on the busiest stage, one on each other stage while the pipeline fills and drains, the exposed messages of the
     data axis, and the optimizer (arXiv:2104.04473 section 2.2)."""
-    hop = hop_seconds(layout.parallel, layout.wires, blocks)
+    hop = hop_seconds(layout, blocks)
     computes = [kind.forward + kind.backward for kind in kinds]
     totals = [each + kind.message_forward + kind.message_backward + hop for each, kind in zip(computes, kinds, strict=True)]
     busiest = max(range(len(kinds)), key=totals.__getitem__)
@@ -163,24 +162,23 @@ def step_seconds(context: CostContext, layout: Layout, blocks: BlockCosts, kinds
 def _bubble_seconds(layout: Layout, blocks: BlockCosts, kinds: list[StageCost], totals: list[float], busiest: int, hop: float) -> float:
     """Seconds that the busiest stage waits for the others; `totals` are seconds of a micro-batch on each kind of stage, `hop` those of its
     messages between stages."""
-    stages, parallel = layout.mesh.pp, layout.parallel
+    stages = layout.mesh.pp
     if stages == 1:
         return 0.0
-    schedule, many = schedule_of(parallel), layout.partition.stages_of_kind
+    schedule, many = layout.schedule, layout.partition.stages_of_kind
     if is_simulated(layout):
         return simulated_wait(layout, blocks, hop, totals[busiest])
     others = sum([total * times for total, times in zip(totals, many, strict=True)]) - totals[busiest]
     weights = sum([kind.weight_gradients * times for kind, times in zip(kinds, many, strict=True)]) - kinds[busiest].weight_gradients
-    return max(0.0, schedule.fill(parallel.chunks) * others - schedule.filled_by_weights(stages, layout.micros) * weights)
+    return max(0.0, schedule.fill(layout.parallel.chunks) * others - schedule.filled_by_weights(stages, layout.micros) * weights)
 
 
-def hop_seconds(parallel: Parallel, wires: Wires, blocks: BlockCosts) -> float:
+def hop_seconds(layout: Layout, blocks: BlockCosts) -> float:
     """Exposed seconds of a micro-batch's messages between stages: in and out of each part of the model that a stage has."""
+    parallel = layout.parallel
     if parallel.pp == 1 or parallel.overlap.pipeline:
         return 0.0
-    parts = schedule_of(parallel).parts(parallel.chunks)
-    rows = pp.stage_sends(send_bytes(parallel, blocks), 2 * parts, wires.pair, exposed=True)
-    return sum([row.exposed for row in rows])
+    return pp.send_seconds(send_bytes(parallel, blocks), layout.wires.pair) * (2 * layout.chunks)
 
 
 def tied_seconds(context: CostContext, layout: Layout, blocks: BlockCosts) -> float:

@@ -10,7 +10,7 @@ from .costs.cost_context import CostContext
 from .engines import cost_model, engine_for
 from .engines.engine_row import EngineRow
 from .layout.layout import LayerPartition, Layout, mesh_of
-from .layout.schedule_of_run import schedule_of
+from .layout.schedule_of_run import delay_of, schedule_of
 
 
 def layout_of_run(context: CostContext, parallel: Parallel, microbatch: int) -> Layout:
@@ -32,6 +32,8 @@ def layout_on(row: EngineRow | None, context: CostContext, parallel: Parallel, m
         micros=micros,
         microbatch=microbatch,
         partition=stage_partition(context, parallel),
+        schedule=schedule_of(parallel),
+        delay=delay_of(parallel),
         shard=shard,
         expert_shard=max(1, shard // mesh.ep),
         engine=engine,

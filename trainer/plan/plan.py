@@ -15,7 +15,6 @@ from .fixes import memory_problem, problems_with_fixes
 from .gpu_hours_cost import gpu_hours_cost
 from .layout.layout import Layout
 from .layout.mesh import Mesh
-from .layout.schedule_of_run import schedule_of
 from .layout.schedules import bubble_share
 from .layout_cost import LayoutCost, StepSeconds, extra_weight_copies, in_flight, layout_cost, stage_bytes
 from .layout_of_run import layout_of_run
@@ -137,7 +136,7 @@ def _step_time(seconds: StepSeconds) -> StepTime:
 
 def _bubble_fraction(layout: Layout) -> float:
     """Return the pipeline's idle share of a step whose stages all take equally long."""
-    return bubble_share(schedule_of(layout.parallel), layout.mesh.pp, layout.micros, layout.parallel.chunks)
+    return bubble_share(layout.schedule, layout.mesh.pp, layout.micros, layout.parallel.chunks)
 
 
 def _mesh(mesh: Mesh) -> dict[str, int]:

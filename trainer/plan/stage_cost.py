@@ -15,7 +15,6 @@ from .costs.cost_context import CostContext
 from .costs.cost_model import StageElements, StateBytes
 from .engines import cost_model
 from .layout.layout import Layout, StageKind
-from .layout.schedule_of_run import delay_of, schedule_of
 from .layout.schedules import stage_and_chunk
 
 
@@ -130,7 +129,7 @@ def held_states(context: CostContext, layout: Layout, blocks: BlockCosts, kind: 
         layout.micros > 1,
         sync.often,
         sync.updates,
-        delay_of(parallel) is None,
+        layout.delay is None,
     )
     found: HeldStates | None = context.held.get(key)
     if found is None:
@@ -179,7 +178,7 @@ def logits_in_flight(layout: Layout) -> int:
     stages = layout.mesh.pp
     if stages == 1:
         return 1
-    schedule = schedule_of(layout.parallel)
+    schedule = layout.schedule
     if not schedule.simulated:
         return layout.micros if schedule.forward_first else 1
     stage, chunk = stage_and_chunk(len(layout.partition.parts) - 1, stages, folded=layout.is_folded)

@@ -67,9 +67,7 @@ class _StageSearch:
         self.layers, self.stages, self.chunks = context.run.model.layers, layout.mesh.pp, layout.chunks
         self.order = [part for stage in range(self.stages) for part in layout.parts(stage)]  # the part of each position
         self.head_stage = 0 if layout.is_folded else self.stages - 1
-        self.fixed = (layout.micros * hop_seconds(layout.parallel, layout.wires, blocks) + tied_seconds(context, layout, blocks)) * (
-            1 + context.tail
-        )
+        self.fixed = (layout.micros * hop_seconds(layout, blocks) + tied_seconds(context, layout, blocks)) * (1 + context.tail)
         self.fixed += context.step_overhead
         self.cost: Callable[[int, bool, bool], StageCost] = cache(lambda *kind: stage_cost(context, layout, blocks, StageKind(*kind)))
         self.best: tuple[int, ...] | None = None
