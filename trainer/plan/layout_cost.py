@@ -13,7 +13,7 @@ from .costs.local_tensors import block_split
 from .engines import cost_model
 from .layout.layout import Layout
 from .part_seconds import is_simulated, simulated_wait
-from .stage_cost import StageCost, last_passes, logits_in_flight, stage_cost
+from .stage_cost import StageCost, last_passes, logits_in_flight, stage_costs
 
 
 class StepSeconds(NamedTuple):
@@ -40,7 +40,7 @@ class LayoutCost(NamedTuple):
 def layout_cost(context: CostContext, layout: Layout) -> LayoutCost:
     """The memory and the time of a layout."""
     blocks = layout_blocks(context, layout)
-    kinds = stage_costs(context, layout, blocks)
+    kinds = costs_of_kinds(context, layout, blocks)
     peak, fullest = peak_bytes(layout, kinds)
     seconds = step_seconds(context, layout, blocks, kinds) if has_times(context, layout) else None
     return LayoutCost(peak, fullest, kinds, blocks, seconds)
@@ -70,7 +70,7 @@ def stage_bytes(layout: Layout, kind: StageCost, index: int) -> int:
     return fixed + max(saved + kind.passes, kind.step_bytes)
 
 
-def stage_costs(context: CostContext, layout: Layout, blocks: BlockCosts) -> list[StageCost]:
+def costs_of_kinds(context: CostContext, layout: Layout, blocks: BlockCosts) -> list[StageCost]:
     """The cost of each kind of stage, cached by all that decides it."""
     key = (
         id(blocks),
@@ -78,7 +78,8 @@ def stage_costs(context: CostContext, layout: Layout, blocks: BlockCosts) -> lis
         layout.engine,
         layout.gradient_sync,
         layout.shard,
-        layout.parallel.offload,
+        layout.parallel.offload.optimizer,
+        layout.parallel.offload.parameters,
         last_passes(layout),
         logits_in_flight(layout),
         layout.partition.kinds,
@@ -87,7 +88,7 @@ def stage_costs(context: CostContext, layout: Layout, blocks: BlockCosts) -> lis
     )
     costs = context.stages.get(key)
     if costs is None:
-        costs = context.stages[key] = [stage_cost(context, layout, blocks, kind) for kind in layout.partition.kinds]
+        costs = context.stages[key] = stage_costs(context, layout, blocks, layout.partition.kinds)
     return costs
 
 

@@ -8,11 +8,11 @@ from typing import NamedTuple
 from ..models.ops.op_table import block_weights
 from . import tp_gradient_sums
 from .axes import dp
-from .axes.dp import GradientSync
+from .axes.dp import DataMessages, GradientSync
 from .axes.traffic_row import TrafficRow
-from .costs.block_costs import BlockCosts
+from .costs.block_costs import BlockCost, BlockCosts
 from .costs.cost_context import CostContext
-from .costs.cost_model import StageElements, StateBytes
+from .costs.cost_model import PassBytes, StageElements, StateBytes
 from .engines import cost_model
 from .layout.layout import Layout, StageKind
 from .layout.schedules import stage_and_chunk
@@ -45,7 +45,7 @@ class StageCost(NamedTuple):
     weight_gradients: float
     message_forward: float
     message_backward: float
-    data: list[TrafficRow]
+    data: list[DataMessages]  # of the data axis
     exposed: float  # seconds a step of the data axis and of the tensor axis's sums
     step: float  # the optimizer's seconds
 
@@ -65,49 +65,123 @@ class HeldStates(NamedTuple):
     step: float
 
 
-def stage_cost(context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> StageCost:
-    """The cost of one kind of stage."""
+class SyncedStates(NamedTuple):
+    """The states of one kind of stage, and the messages of a step that keep them equal on the ranks of the data axis."""
+
+    states: HeldStates
+    messages: list[DataMessages]
+
+
+class StagePasses(NamedTuple):
+    """The passes of a micro-batch on one kind of stage, whatever its states are: seconds, and bytes that it saves and holds."""
+
+    forward: float
+    backward: float
+    weight_gradients: float
+    message_forward: float
+    message_backward: float
+    saved: int
+    held: PassBytes
+
+
+def stage_costs(context: CostContext, layout: Layout, blocks: BlockCosts, kinds: tuple[StageKind, ...]) -> list[StageCost]:
+    """The cost of each of some kinds of stage."""
+    rows = zip(kinds, passes_of_kinds(context, layout, blocks, kinds), synced_states(context, layout, blocks, kinds), strict=True)
+    in_flight, last, head = logits_in_flight(layout), last_passes(layout), blocks.head
+    return [_stage_cost(context, passes, synced, last, head, in_flight if kind.last else 0) for kind, passes, synced in rows]
+
+
+def _stage_cost(context: CostContext, passes: StagePasses, synced: SyncedStates, last: int, head: BlockCost, logits: int) -> StageCost:
+    """The cost of a stage whose data axis's messages may hide under `last` micro-batches, with the logits of `logits` of them in flight."""
+    (elements, states, sums, step), messages = synced
+    held, forward, backward = passes.held, last * passes.forward, last * passes.backward
+    return StageCost(
+        parameters=elements.dense + elements.experts,
+        weights=states.weights,
+        version=context.widths.weight * elements.trained,
+        gradients=states.gradients,
+        optimizer=states.optimizer,
+        saved=passes.saved,
+        saved_last=logits * head.saved,
+        passing=held.passing,
+        passes=states.passes + held.passes,
+        step_bytes=states.step,
+        logits=logits * head.logits,
+        buffers=states.buffers + held.workspace,
+        zero_buffers=states.buffers,
+        overhead=context.device_context,
+        forward=passes.forward,
+        backward=passes.backward,
+        weight_gradients=passes.weight_gradients,
+        message_forward=passes.message_forward,
+        message_backward=passes.message_backward,
+        data=messages,
+        exposed=sum([sums, *[each.exposed(forward, backward) for each in messages]]),
+        step=step,
+    )
+
+
+def passes_of_kinds(context: CostContext, layout: Layout, blocks: BlockCosts, kinds: tuple[StageKind, ...]) -> list[StagePasses]:
+    """The passes of kinds of stage, cached by all that decides them: `blocks`, what of them a stage has, and what an engine holds for
+    stages and their parts."""
+    key = (id(blocks), kinds, layout.engine, layout.mesh.pp > 1, layout.chunks, layout.is_folded)
+    found: list[StagePasses] | None = context.passes.get(key)
+    if found is None:
+        found = context.passes[key] = [_stage_passes(context, layout, blocks, kind) for kind in kinds]
+    return found
+
+
+def _stage_passes(context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> StagePasses:
     layers, first, last = kind
-    layer, head = blocks.layer, blocks.head
+    layer = blocks.layer
     forward, backward = layers * (layer.forward or 0.0), layers * (layer.backward or 0.0)
     weight_gradients = layers * layer.weight_gradients
     message_forward, message_backward = layers * layer.message_forward, layers * layer.message_backward
-    for here, end in ((first, blocks.embedding), (last, head)):
+    for here, end in ((first, blocks.embedding), (last, blocks.head)):
         if here:
             forward += end.forward or 0.0
             backward += end.backward or 0.0
             weight_gradients += end.weight_gradients
             message_forward += end.message_forward
             message_backward += end.message_backward
-    held, states, sums, step = held_states(context, layout, blocks, kind)
-    heads = logits_in_flight(layout) if last else 0
-    passes = last_passes(layout)
-    data = data_traffic(context, layout, layers, held, layout.gradient_sync, passes * forward, passes * backward)
-    running = cost_model(layout.engine).pass_bytes(context, layout, blocks, kind)
-    return StageCost(
-        parameters=held.dense + held.experts,
-        weights=states.weights,
-        version=context.widths.weight * held.trained,
-        gradients=states.gradients,
-        optimizer=states.optimizer,
+    return StagePasses(
+        forward,
+        backward,
+        weight_gradients,
+        message_forward,
+        message_backward,
         saved=_saved_bytes(layout, blocks, kind),
-        saved_last=heads * head.saved,
-        passing=running.passing,
-        passes=states.passes + running.passes,
-        step_bytes=states.step,
-        logits=heads * head.logits,
-        buffers=states.buffers + running.workspace,
-        zero_buffers=states.buffers,
-        overhead=context.device_context,
-        forward=forward,
-        backward=backward,
-        weight_gradients=weight_gradients,
-        message_forward=message_forward,
-        message_backward=message_backward,
-        data=data,
-        exposed=sum([sums, *[row.exposed for row in data]]),
-        step=step,
+        held=cost_model(layout.engine).pass_bytes(context, layout, blocks, kind),
     )
+
+
+def synced_states(context: CostContext, layout: Layout, blocks: BlockCosts, kinds: tuple[StageKind, ...]) -> list[SyncedStates]:
+    """The states of kinds of stage and their messages, cached by all that decides them."""
+    parallel = layout.parallel
+    key = (
+        blocks.elements,
+        kinds,
+        layout.mesh,
+        layout.engine,
+        layout.gradient_sync,
+        parallel.zero,
+        layout.shard,
+        parallel.offload.optimizer,
+        parallel.offload.parameters,
+        parallel.sequence,
+        parallel.gather,
+        layout.micros > 1,
+        layout.delay is None,
+    )
+    found: list[SyncedStates] | None = context.synced.get(key)
+    if found is None:
+        found = context.synced[key] = [_synced_states(context, layout, blocks, kind) for kind in kinds]
+    return found
+
+
+def _synced_states(context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> SyncedStates:
+    states = held_states(context, layout, blocks, kind)
+    return SyncedStates(states, data_messages(context, layout, kind.layers, states.held, layout.gradient_sync))
 
 
 def held_states(context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> HeldStates:
@@ -193,10 +267,8 @@ def _saved_bytes(layout: Layout, blocks: BlockCosts, kind: StageKind) -> int:
     return saved + (blocks.embedding.saved - blocks.saved_once if kind.first else 0)
 
 
-def data_traffic(
-    context: CostContext, layout: Layout, layers: int, held: StageElements, sync: GradientSync, forward: float, backward: float
-) -> list[TrafficRow]:
-    """Traffic of the data axis: experts on several ranks are summed only over the ranks that hold the same ones."""
+def data_messages(context: CostContext, layout: Layout, layers: int, held: StageElements, sync: GradientSync) -> list[DataMessages]:
+    """Messages of the data axis: experts on several ranks are summed only over the ranks that hold the same ones."""
     wires = layout.wires
     if layout.mesh.ep == 1:
         groups = [(held.trained, held.frozen, "data", wires.data, layout.shard)]
@@ -205,11 +277,17 @@ def data_traffic(
             (held.dense - held.frozen, held.frozen, "data", wires.data, layout.shard),
             (held.experts, 0, "expert_copies", wires.expert_copies, layout.expert_shard),
         ]
-    rows: list[TrafficRow] = []
+    found: list[DataMessages] = []
     for elements, frozen, group, whole, ranks in groups:
         shard, copies = context.shard_wires(layout.mesh, group, whole, ranks)
-        rows += dp.traffic_rows(dp.ZeroShards(elements, frozen, whole, shard, copies), sync, layers, forward, backward)
-    return rows
+        found += dp.data_messages(dp.ZeroShards(elements, frozen, whole, shard, copies), sync, layers)
+    return found
+
+
+def data_traffic(layout: Layout, cost: StageCost) -> list[TrafficRow]:
+    """Traffic of the data axis on a stage."""
+    passes = last_passes(layout)
+    return [dp.traffic_row(each, passes * cost.forward, passes * cost.backward) for each in cost.data]
 
 
 def _tensors(context: CostContext, kind: StageKind) -> int:

@@ -13,7 +13,7 @@ from ..costs.cost_context import CostContext
 from ..costs.local_tensors import block_split
 from ..engines import ENGINES, cost_model
 from ..layout.layout import Layout, mesh_of
-from ..layout_cost import has_times, layout_blocks, peak_bytes, stage_costs, step_seconds
+from ..layout_cost import costs_of_kinds, has_times, layout_blocks, peak_bytes, step_seconds
 from ..layout_of_run import layout_on
 from .bounds import Bounds
 from .front import Best, CostedLayout, Front, MeshKey, mesh_key
@@ -197,7 +197,7 @@ class LayoutSearch:
         """Cost one layout, its seconds last: its bytes and its states may show that it does not matter."""
         candidate, layout = self._layout(each, state, engine)
         blocks = layout_blocks(self.context, layout)
-        kinds = stage_costs(self.context, layout, blocks)
+        kinds = costs_of_kinds(self.context, layout, blocks)
         self.costed += 1
         peak, _ = peak_bytes(layout, kinds)
         seconds, mesh = each.seconds_on(engine) + max([kind.exposed + kind.step for kind in kinds]), mesh_key(each.parallel)

@@ -12,7 +12,7 @@ from ..costs.cost_context import CostContext
 from ..costs.cost_model import StageElements
 from ..engines import cost_model
 from ..layout.layout import Layout, StageKind
-from ..stage_cost import data_traffic, held_states, stage_elements
+from ..stage_cost import data_messages, held_states, stage_elements
 from .staged_schedules import ROUNDING
 
 
@@ -76,4 +76,4 @@ def least_seconds(context: CostContext, layout: Layout, blocks: BlockCosts) -> L
 
 
 def _exposed_seconds(context: CostContext, layout: Layout, kind: StageKind, held: StageElements, sync: GradientSync) -> float:
-    return sum([row.exposed for row in data_traffic(context, layout, kind.layers, held, sync, inf, inf)])
+    return sum([each.exposed(inf, inf) for each in data_messages(context, layout, kind.layers, held, sync)])
