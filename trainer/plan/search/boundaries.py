@@ -40,7 +40,7 @@ class BestStages(NamedTuple):
 def with_stages(layout: Layout, stages: tuple[int, ...]) -> Layout:
     """A layout whose parts have these layers."""
     partition = layer_partition(stages, chunks=layout.chunks, folded=layout.is_folded)
-    return replace(layout, parallel=replace(layout.parallel, stages=stages), partition=partition)
+    return layout._replace(parallel=replace(layout.parallel, stages=stages), partition=partition)
 
 
 def best_stages(

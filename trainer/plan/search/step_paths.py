@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from ..costs.block_costs import BlockCosts
@@ -81,4 +80,4 @@ def longest_path(order: StepOrder, seconds: Sequence[float], send: float) -> tup
 
 def _with_equal_parts(layout: Layout, layers: int) -> Layout:
     parts = (layers,) * len(layout.partition.parts)
-    return replace(layout, partition=layer_partition(parts, chunks=layout.chunks, folded=layout.is_folded))
+    return layout._replace(partition=layer_partition(parts, chunks=layout.chunks, folded=layout.is_folded))
