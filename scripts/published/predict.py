@@ -151,9 +151,9 @@ def _stage_totals(case: Case, context: CostContext, layout: Layout, cost: Layout
     beside, totals = _bytes_beside(case, context.run), []
     for stage, at in enumerate(layout.partition.kind_of_stage):
         held, counted = cost.kinds[at], layout_cost(context, papers).kinds[at].logits
-        saved = held.saved + layout.partition.kinds[at].layers * products
-        total = stage_bytes(layout, held._replace(saved=saved), stage) - held.logits - layer.recomputed
-        totals.append(total + beside * held.parameters + max(counted * loss // LOSS, backward))
+        saved = held.passes.saved + layout.partition.kinds[at].layers * products
+        total = stage_bytes(layout, held._replace(passes=held.passes._replace(saved=saved)), stage) - held.logits - layer.recomputed
+        totals.append(total + beside * held.states.elements.parameters + max(counted * loss // LOSS, backward))
     return totals
 
 

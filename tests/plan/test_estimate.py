@@ -151,6 +151,36 @@ def test_layouts_that_differ_in_a_section_of_parallel_have_other_bases(section: 
     assert base_key(Parallel()) != base_key(replace(Parallel(), **{section: changed}))
 
 
+# fmt: off
+CHANGES: list[tuple[str, Any]] = [
+    ("dp", 2), ("tp", 1), ("tp", 2), ("tp", 8), ("pp", 1), ("pp", 2), ("pp", 4), ("cp", 2), ("ep", 2), ("chunks", 2), ("vertical", True),
+    *[("zero", stage) for stage in range(4)], ("shard", 2), ("gather", "micro"), ("gather", "step"), ("bucket", 10**6),
+    ("reduce", "halving"), *[("schedule", name) for name in SCHEDULES], ("sequence", True), ("sequence", False),
+    ("recompute", "none"), ("recompute", "selective"), ("recompute", "full"), ("offload", Offload(optimizer=True)),
+    ("offload", Offload(optimizer=True, parameters=True)), *[("overlap", Overlap(**{key: False})) for key in ("data", "context")],
+    *[("overlap", Overlap(**{key: True})) for key in ("tensor", "pipeline")], ("stages", (2, 4)), ("stages", (4, 2)),
+    ("scatter", True), ("scatter", False),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("engine", ["auto", "native", "papers"])
+@pytest.mark.parametrize("name", ["gpt", "moe"])
+def test_an_estimate_does_not_depend_on_the_layouts_before_it(name: str, engine: str) -> None:
+    """Layouts that differ in one key from another: what is kept for one and used for another is decided by no key that differs."""
+    run, draw, compared = run_of(name, engine=engine), Random(name), 0
+    estimator = Estimator(run)
+    for _ in range(50):
+        parallel, microbatch = layout(draw)
+        changed = [replace(parallel, **{key: value}) for key, value in CHANGES]
+        for each, micro in [(parallel, microbatch), (parallel, 2 * microbatch), *[(every, microbatch) for every in changed]]:
+            estimate = estimator(each, micro)
+            if estimate.legal:
+                assert estimate == Estimator(run)(each, micro), each
+                compared += 1
+    assert compared > 500
+
+
 def test_an_estimator_refuses_a_run_that_no_layout_fixes() -> None:
     run = run_of("gpt")
     with pytest.raises(ValueError, match=r"neither train\.steps nor train\.tokens is set"):

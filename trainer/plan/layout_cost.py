@@ -13,7 +13,7 @@ from .costs.local_tensors import block_split
 from .engines import cost_model
 from .layout.layout import Layout
 from .part_seconds import is_simulated, simulated_wait
-from .stage_cost import StageCost, last_passes, logits_in_flight, stage_costs
+from .stage_cost import StageCost, stage_costs
 
 
 class StepSeconds(NamedTuple):
@@ -40,7 +40,7 @@ class LayoutCost(NamedTuple):
 def layout_cost(context: CostContext, layout: Layout) -> LayoutCost:
     """The memory and the time of a layout."""
     blocks = layout_blocks(context, layout)
-    kinds = costs_of_kinds(context, layout, blocks)
+    kinds = stage_costs(context, layout, blocks, layout.partition.kinds)
     peak, fullest = peak_bytes(layout, kinds)
     seconds = step_seconds(context, layout, blocks, kinds) if has_times(context, layout) else None
     return LayoutCost(peak, fullest, kinds, blocks, seconds)
@@ -63,33 +63,12 @@ def peak_bytes(layout: Layout, kinds: list[StageCost]) -> tuple[int, int]:
 
 def stage_bytes(layout: Layout, kind: StageCost, index: int) -> int:
     """Bytes of a rank of stage `index`, which is of this kind."""
-    fixed = kind.fixed_bytes + extra_weight_copies(layout, index) * kind.version
-    saved = kind.saved_last + kind.logits + ceil((kind.saved + kind.passing) * in_flight(layout, index))
+    fixed = kind.fixed + extra_weight_copies(layout, index) * kind.states.version if layout.delay else kind.fixed
+    passes, step = kind.passes, kind.states.bytes.step
+    saved = kind.saved_last + kind.logits + ceil((passes.saved + passes.held.passing) * in_flight(layout, index))
     if layout.delay:
-        return fixed + saved + max(kind.passes, kind.step_bytes)  # weights are stepped while micro-batches are in flight
-    return fixed + max(saved + kind.passes, kind.step_bytes)
-
-
-def costs_of_kinds(context: CostContext, layout: Layout, blocks: BlockCosts) -> list[StageCost]:
-    """The cost of each kind of stage, cached by all that decides it."""
-    key = (
-        id(blocks),
-        layout.mesh,
-        layout.engine,
-        layout.gradient_sync,
-        layout.shard,
-        layout.parallel.offload.optimizer,
-        layout.parallel.offload.parameters,
-        last_passes(layout),
-        logits_in_flight(layout),
-        layout.partition.kinds,
-        layout.chunks if blocks.saved_once else 1,
-        layout.is_folded,
-    )
-    costs = context.stages.get(key)
-    if costs is None:
-        costs = context.stages[key] = stage_costs(context, layout, blocks, layout.partition.kinds)
-    return costs
+        return fixed + saved + max(kind.temporary, step)  # weights are stepped while micro-batches are in flight
+    return fixed + max(saved + kind.temporary, step)
 
 
 def in_flight(layout: Layout, index: int) -> float:
@@ -140,12 +119,12 @@ def step_seconds(context: CostContext, layout: Layout, blocks: BlockCosts, kinds
     """m micro-batches on the busiest stage, one on each other stage while the pipeline fills and drains, the exposed messages of the
     data axis, and the optimizer (arXiv:2104.04473 section 2.2)."""
     hop = hop_seconds(layout, blocks)
-    computes = [kind.forward + kind.backward for kind in kinds]
-    totals = [each + kind.message_forward + kind.message_backward + hop for each, kind in zip(computes, kinds, strict=True)]
+    totals = [kind.passes.seconds + hop for kind in kinds]
     busiest = max(range(len(kinds)), key=totals.__getitem__)
     bubble = _bubble_seconds(layout, blocks, kinds, totals, busiest, hop)
-    compute = layout.micros * computes[busiest]
-    messages = layout.micros * (totals[busiest] - computes[busiest])
+    computing = kinds[busiest].passes.compute
+    compute = layout.micros * computing
+    messages = layout.micros * (totals[busiest] - computing)
     slowest = max(kinds, key=lambda kind: kind.exposed + kind.step)
     tied = tied_seconds(context, layout, blocks)
     pipeline = compute + messages + bubble
@@ -166,12 +145,18 @@ def _bubble_seconds(layout: Layout, blocks: BlockCosts, kinds: list[StageCost], 
     stages = layout.mesh.pp
     if stages == 1:
         return 0.0
-    schedule, many = layout.schedule, layout.partition.stages_of_kind
     if is_simulated(layout):
         return simulated_wait(layout, blocks, hop, totals[busiest])
-    others = sum([total * times for total, times in zip(totals, many, strict=True)]) - totals[busiest]
-    weights = sum([kind.weight_gradients * times for kind, times in zip(kinds, many, strict=True)]) - kinds[busiest].weight_gradients
-    return max(0.0, schedule.fill(layout.parallel.chunks) * others - schedule.filled_by_weights(stages, layout.micros) * weights)
+    schedule, many = layout.schedule, layout.partition.stages_of_kind
+    wait = schedule.fill(layout.parallel.chunks) * _seconds_of_others(totals, many, busiest)
+    if filled := schedule.filled_by_weights(stages, layout.micros):
+        wait -= filled * _seconds_of_others([kind.passes.weight_gradients for kind in kinds], many, busiest)
+    return max(0.0, wait)
+
+
+def _seconds_of_others(seconds: list[float], many: tuple[int, ...], busiest: int) -> float:
+    """The sum over all stages but the busiest of the seconds of their kinds, of which there are so `many`."""
+    return sum([each * times for each, times in zip(seconds, many, strict=True)]) - seconds[busiest]
 
 
 def hop_seconds(layout: Layout, blocks: BlockCosts) -> float:
@@ -188,4 +173,4 @@ def tied_seconds(context: CostContext, layout: Layout, blocks: BlockCosts) -> fl
         return 0.0
     engine = cost_model(layout.engine)
     payload = engine.tied_elements(context, layout, blocks, None) * engine.summed_width(context, layout)
-    return sum(row.exposed for row in pp.tied_sum(payload, layout.wires.pair))
+    return pp.tied_seconds(payload, layout.wires.pair)

@@ -166,16 +166,17 @@ def _memory(context: CostContext, layout: Layout, cost: LayoutCost) -> Memory:
     rows = []
     for index, at in enumerate(layout.partition.kind_of_stage):
         kind = cost.kinds[at]
+        states, passes = kind.states, kind.passes
         flight = in_flight(layout, index)
-        kept = ceil(kind.saved * flight)
+        kept = ceil(passes.saved * flight)
         held = {
-            "weights": kind.weights + kind.version * extra_weight_copies(layout, index),
-            "gradients": kind.gradients,
-            "optimizer": kind.optimizer,
+            "weights": states.bytes.weights + states.version * extra_weight_copies(layout, index),
+            "gradients": states.bytes.gradients,
+            "optimizer": states.bytes.optimizer,
             "activations": kept + kind.saved_last,
             "logits": kind.logits,
-            "buffers": kind.buffers + ceil((kind.saved + kind.passing) * flight) - kept,
-            "overhead": kind.overhead,
+            "buffers": states.bytes.buffers + passes.held.workspace + ceil((passes.saved + passes.held.passing) * flight) - kept,
+            "overhead": context.device_context,
         }
         total = stage_bytes(layout, kind, index)
         sizes = MemoryBytes(**held, temporary=total - sum(held.values()), total=total)
@@ -185,7 +186,7 @@ def _memory(context: CostContext, layout: Layout, cost: LayoutCost) -> Memory:
                 index=index,
                 layers=parts[0],
                 parts=parts,
-                parameters=kind.parameters,
+                parameters=states.elements.parameters,
                 in_flight=flight,
                 bytes=sizes,
                 back=parts[1] if layout.is_folded else None,

@@ -10,7 +10,7 @@ from . import tp_gradient_sums
 from .axes import dp
 from .axes.dp import DataMessages, GradientSync
 from .axes.traffic_row import TrafficRow
-from .costs.block_costs import BlockCost, BlockCosts
+from .costs.block_costs import BlockCosts
 from .costs.cost_context import CostContext
 from .costs.cost_model import PassBytes, StageElements, StateBytes
 from .engines import cost_model
@@ -18,51 +18,15 @@ from .layout.layout import Layout, StageKind
 from .layout.schedules import stage_and_chunk
 
 
-class StageCost(NamedTuple):
-    """One kind of stage. Bytes; seconds of one micro-batch.
-
-    `saved` are the activations of one micro-batch in flight, `saved_last` those that only the current micro-batch keeps, `passing` the
-    bytes that a pipeline's engine holds beside them for each in flight. For a moment the passes hold `passes` in addition, and the
-    optimizer's step holds `step_bytes`, when activations are freed.
-    """
-
-    parameters: int
-    weights: int
-    version: int  # of an older version of the trained weights
-    gradients: int
-    optimizer: int
-    saved: int
-    saved_last: int
-    passing: int
-    passes: int
-    step_bytes: int
-    logits: int
-    buffers: int
-    zero_buffers: int  # those of them that no micro-batch changes
-    overhead: int
-    forward: float
-    backward: float
-    weight_gradients: float
-    message_forward: float
-    message_backward: float
-    data: list[DataMessages]  # of the data axis
-    exposed: float  # seconds a step of the data axis and of the tensor axis's sums
-    step: float  # the optimizer's seconds
-
-    @property
-    def fixed_bytes(self) -> int:
-        """Bytes that are held all the time, gradients as if each step had several micro-batches."""
-        return self.weights + self.gradients + self.optimizer + self.buffers + self.overhead
-
-
 class HeldStates(NamedTuple):
-    """The states of one kind of stage, which no pass changes: elements and bytes on a rank, exposed seconds a step of the tensor axis's
-    sums, seconds of the optimizer."""
+    """The states of one kind of stage, which no pass changes, on a rank."""
 
-    held: StageElements
+    elements: StageElements
     bytes: StateBytes
-    sums: float
-    step: float
+    version: int  # bytes of an older version of the trained weights
+    fixed: int  # bytes that are held all the time, gradients as if each step had several micro-batches
+    sums: float  # exposed seconds a step of the tensor axis's sums
+    step: float  # the optimizer's seconds
 
 
 class SyncedStates(NamedTuple):
@@ -80,45 +44,52 @@ class StagePasses(NamedTuple):
     weight_gradients: float
     message_forward: float
     message_backward: float
-    saved: int
+    saved: int  # activations, for backward
     held: PassBytes
+
+    @property
+    def compute(self) -> float:
+        """Seconds without messages."""
+        return self.forward + self.backward
+
+    @property
+    def seconds(self) -> float:
+        """Seconds with messages."""
+        return self.forward + self.backward + self.message_forward + self.message_backward
+
+
+class StageCost(NamedTuple):
+    """One kind of stage: its states, its passes, and what follows from both."""
+
+    states: HeldStates
+    passes: StagePasses
+    messages: list[DataMessages]  # of the data axis
+    saved_last: int  # bytes of activations that only the current micro-batch keeps
+    logits: int  # bytes
+    exposed: float  # seconds a step of the data axis and of the tensor axis's sums
+    step: float  # the optimizer's seconds
+
+    @property
+    def fixed(self) -> int:
+        """Bytes that are held all the time, gradients as if each step had several micro-batches."""
+        return self.states.fixed + self.passes.held.workspace
+
+    @property
+    def temporary(self) -> int:
+        """Bytes that the passes hold for a moment in addition."""
+        return self.states.bytes.passes + self.passes.held.passes
 
 
 def stage_costs(context: CostContext, layout: Layout, blocks: BlockCosts, kinds: tuple[StageKind, ...]) -> list[StageCost]:
     """The cost of each of some kinds of stage."""
-    rows = zip(kinds, passes_of_kinds(context, layout, blocks, kinds), synced_states(context, layout, blocks, kinds), strict=True)
-    in_flight, last, head = logits_in_flight(layout), last_passes(layout), blocks.head
-    return [_stage_cost(context, passes, synced, last, head, in_flight if kind.last else 0) for kind, passes, synced in rows]
-
-
-def _stage_cost(context: CostContext, passes: StagePasses, synced: SyncedStates, last: int, head: BlockCost, logits: int) -> StageCost:
-    """The cost of a stage whose data axis's messages may hide under `last` micro-batches, with the logits of `logits` of them in flight."""
-    (elements, states, sums, step), messages = synced
-    held, forward, backward = passes.held, last * passes.forward, last * passes.backward
-    return StageCost(
-        parameters=elements.dense + elements.experts,
-        weights=states.weights,
-        version=context.widths.weight * elements.trained,
-        gradients=states.gradients,
-        optimizer=states.optimizer,
-        saved=passes.saved,
-        saved_last=logits * head.saved,
-        passing=held.passing,
-        passes=states.passes + held.passes,
-        step_bytes=states.step,
-        logits=logits * head.logits,
-        buffers=states.buffers + held.workspace,
-        zero_buffers=states.buffers,
-        overhead=context.device_context,
-        forward=passes.forward,
-        backward=passes.backward,
-        weight_gradients=passes.weight_gradients,
-        message_forward=passes.message_forward,
-        message_backward=passes.message_backward,
-        data=messages,
-        exposed=sum([sums, *[each.exposed(forward, backward) for each in messages]]),
-        step=step,
-    )
+    passed, synced = passes_of_kinds(context, layout, blocks, kinds), synced_states(context, layout, blocks, kinds)
+    last, in_flight, head = last_passes(layout), logits_in_flight(layout), blocks.head
+    costs = []
+    for kind, passes, (states, messages) in zip(kinds, passed, synced, strict=True):
+        forward, backward, heads = last * passes.forward, last * passes.backward, in_flight if kind.last else 0
+        exposed = sum([states.sums, *[each.exposed(forward, backward) for each in messages]])
+        costs.append(StageCost(states, passes, messages, heads * head.saved, heads * head.logits, exposed, states.step))
+    return costs
 
 
 def passes_of_kinds(context: CostContext, layout: Layout, blocks: BlockCosts, kinds: tuple[StageKind, ...]) -> list[StagePasses]:
@@ -181,7 +152,7 @@ def synced_states(context: CostContext, layout: Layout, blocks: BlockCosts, kind
 
 def _synced_states(context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> SyncedStates:
     states = held_states(context, layout, blocks, kind)
-    return SyncedStates(states, data_messages(context, layout, kind.layers, states.held, layout.gradient_sync))
+    return SyncedStates(states, data_messages(context, layout, kind.layers, states.elements, layout.gradient_sync))
 
 
 def held_states(context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> HeldStates:
@@ -212,14 +183,17 @@ def held_states(context: CostContext, layout: Layout, blocks: BlockCosts, kind: 
 
 
 def _held_states(context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> HeldStates:
-    held = stage_elements(blocks, kind)
+    elements = stage_elements(blocks, kind)
     sums = tp_gradient_sums.traffic_rows(context, layout, blocks, kind)
     engine = cost_model(layout.engine)
+    states = engine.state_bytes(context, layout, blocks, kind, elements)
     return HeldStates(
-        held,
-        engine.state_bytes(context, layout, blocks, kind, held),
-        sum([row.exposed for row in sums]),
-        layout.gradient_sync.updates * engine.step_seconds(context, layout, held, _tensors(context, kind)),
+        elements,
+        states,
+        version=context.widths.weight * elements.trained,
+        fixed=states.weights + states.gradients + states.optimizer + states.buffers + context.device_context,
+        sums=sum([row.exposed for row in sums]),
+        step=layout.gradient_sync.updates * engine.step_seconds(context, layout, elements, _tensors(context, kind)),
     )
 
 
@@ -286,8 +260,8 @@ def data_messages(context: CostContext, layout: Layout, layers: int, held: Stage
 
 def data_traffic(layout: Layout, cost: StageCost) -> list[TrafficRow]:
     """Traffic of the data axis on a stage."""
-    passes = last_passes(layout)
-    return [dp.traffic_row(each, passes * cost.forward, passes * cost.backward) for each in cost.data]
+    last, passes = last_passes(layout), cost.passes
+    return [dp.traffic_row(each, last * passes.forward, last * passes.backward) for each in cost.messages]
 
 
 def _tensors(context: CostContext, kind: StageKind) -> int:

@@ -59,7 +59,7 @@ def _stage_rows(context: CostContext, layout: Layout, cost: LayoutCost, stage: i
     for many, block in ((kind.layers, blocks.layer), (kind.first, blocks.embedding), (kind.last, blocks.head)):
         for message in block.messages if many else ():
             counts[message.axis, message.verb, message.payload] += many * (message.forward + message.backward) * layout.micros
-    return rows + _block_rows(layout, counts, layout.micros * (stage_cost.message_forward + stage_cost.message_backward))
+    return rows + _block_rows(layout, counts, layout.micros * (stage_cost.passes.message_forward + stage_cost.passes.message_backward))
 
 
 def _block_rows(layout: Layout, counts: Counter[tuple[str, str, int]], exposed: float) -> list[TrafficRow]:

@@ -22,6 +22,11 @@ def send_seconds(payload: int, pair: Wire) -> float:
     return collective_cost("send", payload, pair)[1]
 
 
+def tied_seconds(payload: int, pair: Wire) -> float:
+    """Seconds of the sum of a tied weight's gradient of `payload` bytes."""
+    return collective_cost("all_reduce", payload, pair)[1]
+
+
 def tied_sum(payload: int, pair: Wire) -> list[TrafficRow]:
     """The first and the last stage all-reduce the gradient of the weight that embedding and head share, once a step."""
     sent, seconds = collective_cost("all_reduce", payload, pair)

@@ -46,7 +46,6 @@ class CostContext:
         self._splits: dict[tuple[object, ...], SplitCosts] = {}
         self._wires: dict[Mesh, Wires] = {}
         self._partitions: dict[tuple[object, ...], LayerPartition] = {}
-        self.stages: dict[tuple[object, ...], list[Any]] = {}  # StageCost of each kind of stage, by layout_cost.py's keys
         self.held: dict[tuple[object, ...], Any] = {}  # HeldStates of a kind of stage, by stage_cost.py's keys
         self.passes: dict[tuple[object, ...], Any] = {}  # StagePasses of kinds of stage, by stage_cost.py's keys
         self.synced: dict[tuple[object, ...], Any] = {}  # SyncedStates of kinds of stage, by stage_cost.py's keys

@@ -129,8 +129,7 @@ class _StageSearch:
     def _busy_seconds(self, stage: int, layers: int) -> float:
         """The least seconds of a step whose stage has these layers: its own work."""
         cost = self._stage_cost(stage, layers)
-        busy = cost.forward + cost.backward + cost.message_forward + cost.message_backward
-        return self.layout.micros * busy * (1 + self.context.tail) * (1 - ROUNDING) + self.fixed
+        return self.layout.micros * cost.passes.seconds * (1 + self.context.tail) * (1 - ROUNDING) + self.fixed
 
     def _least_state_seconds(self) -> tuple[float, float]:
         """The least of `_state_seconds` of any partition: the slowest stage's, and any stage's exposed messages."""

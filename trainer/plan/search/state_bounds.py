@@ -67,12 +67,12 @@ def least_seconds(context: CostContext, layout: Layout, blocks: BlockCosts) -> L
     Those of a layout of one micro-batch hold for passes of one, those of a layout of several for passes of several."""
     partition, sync = layout.partition, layout.gradient_sync
     kind = partition.kinds[partition.kind_of_stage[0]]
-    held, _, sums, step = held_states(context, layout, blocks, kind)
-    sent = _exposed_seconds(context, layout, kind, held, sync)
+    states = held_states(context, layout, blocks, kind)
+    sent = _exposed_seconds(context, layout, kind, states.elements, sync)
     each = 0.0
     if sent and sync.micros == layout.micros:  # messages of each micro-batch, if there are such
-        each = (sent - _exposed_seconds(context, layout, kind, held, sync._replace(micros=0))) / layout.micros
-    return LeastSeconds(once=(step + sums + sent - layout.micros * each) * (1 - ROUNDING), each=each * (1 - ROUNDING))
+        each = (sent - _exposed_seconds(context, layout, kind, states.elements, sync._replace(micros=0))) / layout.micros
+    return LeastSeconds(once=(states.step + states.sums + sent - layout.micros * each) * (1 - ROUNDING), each=each * (1 - ROUNDING))
 
 
 def _exposed_seconds(context: CostContext, layout: Layout, kind: StageKind, held: StageElements, sync: GradientSync) -> float:
