@@ -44,18 +44,10 @@ class StagePasses(NamedTuple):
     weight_gradients: float
     message_forward: float
     message_backward: float
+    compute: float  # of forward and backward, without messages
+    seconds: float  # with messages
     saved: int  # activations, for backward
     held: PassBytes
-
-    @property
-    def compute(self) -> float:
-        """Seconds without messages."""
-        return self.forward + self.backward
-
-    @property
-    def seconds(self) -> float:
-        """Seconds with messages."""
-        return self.forward + self.backward + self.message_forward + self.message_backward
 
 
 class StageCost(NamedTuple):
@@ -121,6 +113,8 @@ def _stage_passes(context: CostContext, layout: Layout, blocks: BlockCosts, kind
         weight_gradients,
         message_forward,
         message_backward,
+        compute=forward + backward,
+        seconds=forward + backward + message_forward + message_backward,
         saved=_saved_bytes(layout, blocks, kind),
         held=cost_model(layout.engine).pass_bytes(context, layout, blocks, kind),
     )

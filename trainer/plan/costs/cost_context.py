@@ -70,7 +70,7 @@ class CostContext:
 
     def block_costs(self, split: BlockSplit, wires: Wires) -> BlockCosts:
         """The costs of the model's blocks under a split and its wires. Of a wire only the group's ranks in a node vary."""
-        key = (split, tuple([wire.in_node for wire in wires.axes.values()]))
+        key = (split, wires.in_node)
         found = self._block_costs.get(key)
         if found is None:
             found = self._block_costs[key] = self._split_costs(split, wires, key[1]).blocks(split.recompute)
