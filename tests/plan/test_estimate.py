@@ -10,10 +10,12 @@ from distrain.trainer.plan.costs.cost_context import CostContext
 from distrain.trainer.plan.engines import ENGINES, engine_for
 from distrain.trainer.plan.estimate import ILLEGAL, Estimator
 from distrain.trainer.plan.layout.schedules import SCHEDULES
-from distrain.trainer.plan.layout_of_run import LayoutBase, base_key
+from distrain.trainer.plan.layout_cost import LayoutCost, layout_cost
+from distrain.trainer.plan.layout_of_run import LayoutBase, base_key, layout_of_run
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.rules.broken_rule import Rule
 from distrain.trainer.plan.rules.rules import OF_LAYOUT, OF_STEP, STEP_KEYS, broken_rules
+from distrain.trainer.plan.stage_cost import StageCost, stage_costs
 from distrain.trainer.spec.run import Cluster, Device, Link, Model, Offload, Overlap, Parallel, Run, Train
 
 GPT: dict[str, Any] = {"family": "gpt", "bias": True, "dropout": 0.1}
@@ -164,21 +166,30 @@ CHANGES: list[tuple[str, Any]] = [
 # fmt: on
 
 
+def costs(context: CostContext, parallel: Parallel, microbatch: int) -> tuple[LayoutCost, list[StageCost]]:
+    """Return the cost of a layout, and of each of its kinds of stage if it is asked for alone."""
+    laid_out = layout_of_run(context, parallel, microbatch)
+    found = layout_cost(context, laid_out)
+    return found, [stage_costs(context, laid_out, found.blocks, (kind,))[0] for kind in laid_out.partition.kinds]
+
+
 @pytest.mark.parametrize("engine", ["auto", "native", "papers"])
 @pytest.mark.parametrize("name", ["gpt", "moe"])
 def test_an_estimate_does_not_depend_on_the_layouts_before_it(name: str, engine: str) -> None:
     """Layouts that differ in one key from another: what is kept for one and used for another is decided by no key that differs."""
     run, draw, compared = run_of(name, engine=engine), Random(name), 0
     estimator = Estimator(run)
-    for _ in range(50):
+    for _ in range(30):
         parallel, microbatch = layout(draw)
+        parallel = replace(parallel, gather=draw.choice(["auto", "micro"]))
         changed = [replace(parallel, **{key: value}) for key, value in CHANGES]
         for each, micro in [(parallel, microbatch), (parallel, 2 * microbatch), *[(every, microbatch) for every in changed]]:
             estimate = estimator(each, micro)
             if estimate.legal:
                 assert estimate == Estimator(run)(each, micro), each
+                assert costs(estimator.context, each, micro) == costs(CostContext(run), each, micro), each
                 compared += 1
-    assert compared > 500
+    assert compared > 250
 
 
 def test_an_estimator_refuses_a_run_that_no_layout_fixes() -> None:

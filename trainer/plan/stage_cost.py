@@ -121,10 +121,10 @@ def _stage_passes(context: CostContext, layout: Layout, blocks: BlockCosts, kind
 
 
 def synced_states(context: CostContext, layout: Layout, blocks: BlockCosts, kinds: tuple[StageKind, ...]) -> list[SyncedStates]:
-    """The states of kinds of stage and their messages, cached by all that decides them."""
+    """The states of kinds of stage and their messages, cached by all that decides them; how gradients travel says how large their buckets
+    are and whether messages overlap, and the mesh what of each weight a rank has."""
     parallel = layout.parallel
     key = (
-        blocks.elements,
         kinds,
         layout.mesh,
         layout.engine,
