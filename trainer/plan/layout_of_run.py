@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ..models.families import family_of
 from ..spec.compiled_layers import has_compiled_layers
@@ -18,15 +18,12 @@ from .engines.engine_row import EngineRow
 from .layout.layout import LayerPartition, Layout, mesh_of
 from .layout.schedule_of_run import delay_of, schedule_of
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
-
-def _keys(section: DataclassInstance, at: str = "") -> Iterator[str]:
+def _keys(section: Any, at: str = "") -> Iterator[str]:
     """Yield the keys of a section and of those within it."""
     for field in fields(section):
         value, key = getattr(section, field.name), at + field.name
-        yield from _keys(value, f"{key}.") if is_dataclass(value) and not isinstance(value, type) else (key,)
+        yield from _keys(value, f"{key}.") if is_dataclass(value) else (key,)
 
 
 base_key = attrgetter(*[key for key in _keys(Parallel()) if key != "recompute"])
