@@ -119,7 +119,8 @@ def test_a_rule_reads_only_the_keys_by_which_an_estimator_keeps_its_verdict(rule
     for run in (run_of("gpt"), run_of("moe"), hf):
         for _ in range(300):
             parallel, microbatch = layout(draw)
-            given = replace(parallel, vertical=draw.random() < 0.5, stages=draw.choice([None, (4, 8), (6, 6, 1)]))
+            schedule = draw.choice(["lists.csv", parallel.schedule, parallel.schedule])
+            given = replace(parallel, schedule=schedule, vertical=draw.random() < 0.5, stages=draw.choice([None, (4, 8), (6, 6, 1)]))
             several = [tuple(rule(run, noting(given, read), each)) for each in (microbatch, 5)]
             assert rule in OF_STEP or several[0] == several[1]
     assert read <= (set(STEP_KEYS) if rule in OF_STEP else KEYS - {"recompute"})
