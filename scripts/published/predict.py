@@ -94,7 +94,7 @@ def _cost(case: Case, run: Run) -> RunCost:
     context = CostContext(run)
     layout = layout_of_run(context, run.parallel, run.train.microbatch)
     if not framework_of(case["framework"] or "").scatters:
-        layout = replace(layout, gradient_sync=layout.gradient_sync._replace(scatters=False, gradient=HALF))
+        layout = layout._replace(gradient_sync=layout.gradient_sync._replace(scatters=False, gradient=HALF))
     cost = layout_cost(context, layout)
     if cost.seconds is None:
         raise Inexpressible(f"no rate of {run.cluster.device.name} is known in {run.train.precision}")
@@ -112,7 +112,7 @@ def _least_peak(case: Case, context: CostContext, layout: Layout, totals: list[i
     its recipe did, the least that they can: those with full recomputation."""
     if case["recompute"] is not None or not framework_of(case["framework"] or "").relieves:
         return max(totals)
-    least = replace(layout, parallel=replace(layout.parallel, recompute="full"))
+    least = layout._replace(parallel=replace(layout.parallel, recompute="full"))
     return min(max(totals), max(_stage_totals(case, context, least, layout_cost(context, least))))
 
 
@@ -139,11 +139,11 @@ def _stage_totals(case: Case, context: CostContext, layout: Layout, cost: Layout
     framework = framework_of(case["framework"] or "")
     papers, eager = layout, framework.saves == "torch" and not case["compile"]
     if eager and case["recompute"] not in RECOMPUTED_SHARE:
-        layout = replace(layout, form="torch")
+        layout = layout._replace(form="torch")
         cost = layout_cost(context, layout)
     products = 0
     if case["recompute"] == "selective-op":
-        layout = replace(layout, form="torch" if eager else layout.form, parallel=replace(layout.parallel, recompute="full"))
+        layout = layout._replace(form="torch" if eager else layout.form, parallel=replace(layout.parallel, recompute="full"))
         cost = layout_cost(context, layout)
         products = _second_products(context, layout)
     loss, layer = _logit_bytes(case, layout.parallel.tp), cost.blocks.layer
@@ -151,9 +151,9 @@ def _stage_totals(case: Case, context: CostContext, layout: Layout, cost: Layout
     beside, totals = _bytes_beside(case, context.run), []
     for stage, at in enumerate(layout.partition.kind_of_stage):
         held, counted = cost.kinds[at], layout_cost(context, papers).kinds[at].logits
-        saved = held.saved + layout.partition.kinds[at].layers * products
-        total = stage_bytes(layout, held._replace(saved=saved), stage) - held.logits - layer.recomputed
-        totals.append(total + beside * held.parameters + max(counted * loss // LOSS, backward))
+        saved = held.passes.saved + layout.partition.kinds[at].layers * products
+        total = stage_bytes(layout, held._replace(passes=held.passes._replace(saved=saved)), stage) - held.logits - layer.recomputed
+        totals.append(total + beside * held.states.elements.parameters + max(counted * loss // LOSS, backward))
     return totals
 
 

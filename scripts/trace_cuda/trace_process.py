@@ -79,8 +79,8 @@ def planned_bytes(run: Run, stage: int, gradients: int) -> PlannedBytes:
     once = cost.saved_last + cost.logits
     earlier = gradients if layout.micros > 1 else 0
     passed_on = 0 if stage == layout.mesh.pp - 1 else costs.blocks.stream  # the stage's result, until its gradient arrives
-    held = ceil((cost.saved + passed_on) * in_flight(layout, stage))
-    return PlannedBytes(kept=once + cost.saved, peak=once + held + cost.passes + earlier)
+    held = ceil((cost.passes.saved + passed_on) * in_flight(layout, stage))
+    return PlannedBytes(kept=once + cost.passes.saved, peak=once + held + cost.temporary + earlier)
 
 
 def end_ranks(run: Run) -> list[int]:

@@ -1,14 +1,21 @@
 """Estimates equal plans: the same verdict, seconds and peaks on random layouts, legal and not."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from random import Random
 from typing import Any
 
 import pytest
 
+from distrain.trainer.plan.costs.cost_context import CostContext
+from distrain.trainer.plan.engines import ENGINES, engine_for
 from distrain.trainer.plan.estimate import ILLEGAL, Estimator
 from distrain.trainer.plan.layout.schedules import SCHEDULES
+from distrain.trainer.plan.layout_cost import LayoutCost, layout_cost
+from distrain.trainer.plan.layout_of_run import LayoutBase, base_key, layout_of_run
 from distrain.trainer.plan.plan import make_plan
+from distrain.trainer.plan.rules.broken_rule import Rule
+from distrain.trainer.plan.rules.rules import OF_LAYOUT, OF_STEP, STEP_KEYS, broken_rules
+from distrain.trainer.plan.stage_cost import StageCost, stage_costs
 from distrain.trainer.spec.run import Cluster, Device, Link, Model, Offload, Overlap, Parallel, Run, Train
 
 GPT: dict[str, Any] = {"family": "gpt", "bias": True, "dropout": 0.1}
@@ -88,6 +95,102 @@ def test_an_estimate_equals_the_plan(name: str) -> None:
         assert estimate.step == (pytest.approx(plan.time.step, rel=1e-12) if plan.time else None)
         met["fits" if plan.fits else "full"] += 1
     assert min(met.values()) >= 30, met
+
+
+KEYS = {field.name for field in fields(Parallel)}
+
+
+def noting(parallel: Parallel, read: set[str]) -> Parallel:
+    """Return equal degrees that note which of their keys are read."""
+
+    class Noting(Parallel):
+        def __getattribute__(self, name: str) -> Any:
+            if name in KEYS:
+                read.add(name)
+            return super().__getattribute__(name)
+
+    return Noting(**vars(parallel))
+
+
+@pytest.mark.parametrize("rule", OF_LAYOUT, ids=lambda rule: rule.__name__)
+def test_a_rule_reads_only_the_keys_by_which_an_estimator_keeps_its_verdict(rule: Rule) -> None:
+    read, draw = set[str](), Random(1)
+    hf = run_of("gpt", model=replace(MODELS["gpt"], family="hf"))
+    for run in (run_of("gpt"), run_of("moe"), hf):
+        for _ in range(300):
+            parallel, microbatch = layout(draw)
+            schedule = draw.choice(["lists.csv", parallel.schedule, parallel.schedule])
+            given = replace(parallel, schedule=schedule, vertical=draw.random() < 0.5, stages=draw.choice([None, (4, 8), (6, 6, 1)]))
+            several = [tuple(rule(run, noting(given, read), each)) for each in (microbatch, 5)]
+            assert rule in OF_STEP or several[0] == several[1]
+    assert read <= (set(STEP_KEYS) if rule in OF_STEP else KEYS - {"recompute"})
+
+
+@pytest.mark.parametrize("engine", ["auto", *ENGINES, "papers"])
+def test_the_base_of_a_layout_reads_all_but_its_recomputation(engine: str) -> None:
+    run, read, draw, built = run_of("moe", engine=engine), set[str](), Random(1), 0
+    for _ in range(300):
+        parallel, microbatch = layout(draw)
+        if not broken_rules(run, parallel, microbatch, OF_LAYOUT):
+            watched = noting(parallel, read)
+            LayoutBase(engine_for(run, watched)[0], CostContext(run), watched).layout(watched, microbatch)
+            built += 1
+    assert built > 50
+    assert "recompute" not in read
+
+
+@pytest.mark.parametrize("key", sorted(KEYS - {"offload", "overlap"}))
+def test_layouts_that_differ_in_a_key_of_parallel_have_other_bases_but_for_recomputation(key: str) -> None:
+    is_same = base_key(Parallel()) == base_key(replace(Parallel(), **{key: "another"}))  # type: ignore[arg-type]
+    assert is_same == (key == "recompute")
+
+
+@pytest.mark.parametrize(
+    ("section", "key"), [(each, field.name) for each in ("offload", "overlap") for field in fields(getattr(Parallel(), each))]
+)
+def test_layouts_that_differ_in_a_section_of_parallel_have_other_bases(section: str, key: str) -> None:
+    value = getattr(Parallel(), section)
+    changed = replace(value, **{key: not getattr(value, key)})
+    assert base_key(Parallel()) != base_key(replace(Parallel(), **{section: changed}))
+
+
+# fmt: off
+CHANGES: list[tuple[str, Any]] = [
+    ("dp", 2), ("tp", 1), ("tp", 2), ("tp", 8), ("pp", 1), ("pp", 2), ("pp", 4), ("cp", 2), ("ep", 2), ("chunks", 2), ("vertical", True),
+    *[("zero", stage) for stage in range(4)], ("shard", 2), ("gather", "micro"), ("gather", "step"), ("bucket", 10**6),
+    ("reduce", "halving"), *[("schedule", name) for name in SCHEDULES], ("sequence", True), ("sequence", False),
+    ("recompute", "none"), ("recompute", "selective"), ("recompute", "full"), ("offload", Offload(optimizer=True)),
+    ("offload", Offload(optimizer=True, parameters=True)), *[("overlap", Overlap(**{key: False})) for key in ("data", "context")],
+    *[("overlap", Overlap(**{key: True})) for key in ("tensor", "pipeline")], ("stages", (2, 4)), ("stages", (4, 2)),
+    ("scatter", True), ("scatter", False),
+]
+# fmt: on
+
+
+def costs(context: CostContext, parallel: Parallel, microbatch: int) -> tuple[LayoutCost, list[StageCost]]:
+    """Return the cost of a layout, and of each of its kinds of stage if it is asked for alone."""
+    laid_out = layout_of_run(context, parallel, microbatch)
+    found = layout_cost(context, laid_out)
+    return found, [stage_costs(context, laid_out, found.blocks, (kind,))[0] for kind in laid_out.partition.kinds]
+
+
+@pytest.mark.parametrize("engine", ["auto", "native", "papers"])
+@pytest.mark.parametrize("name", ["gpt", "moe"])
+def test_an_estimate_does_not_depend_on_the_layouts_before_it(name: str, engine: str) -> None:
+    """Layouts that differ in one key from another: what is kept for one and used for another is decided by no key that differs."""
+    run, draw, compared = run_of(name, engine=engine), Random(name), 0
+    estimator = Estimator(run)
+    for _ in range(30):
+        parallel, microbatch = layout(draw)
+        parallel = replace(parallel, gather=draw.choice(["auto", "micro"]))
+        changed = [replace(parallel, **{key: value}) for key, value in CHANGES]
+        for each, micro in [(parallel, microbatch), (parallel, 2 * microbatch), *[(every, microbatch) for every in changed]]:
+            estimate = estimator(each, micro)
+            if estimate.legal:
+                assert estimate == Estimator(run)(each, micro), each
+                assert costs(estimator.context, each, micro) == costs(CostContext(run), each, micro), each
+                compared += 1
+    assert compared > 250
 
 
 def test_an_estimator_refuses_a_run_that_no_layout_fixes() -> None:

@@ -12,10 +12,8 @@ from .costs.cost_context import CostContext
 from .costs.local_tensors import block_split
 from .engines import cost_model
 from .layout.layout import Layout
-from .layout.mesh import Wires
-from .layout.schedule_of_run import delay_of, schedule_of
 from .part_seconds import is_simulated, simulated_wait
-from .stage_cost import StageCost, last_passes, logits_in_flight, stage_cost
+from .stage_cost import StageCost, stage_costs
 
 
 class StepSeconds(NamedTuple):
@@ -42,7 +40,7 @@ class LayoutCost(NamedTuple):
 def layout_cost(context: CostContext, layout: Layout) -> LayoutCost:
     """The memory and the time of a layout."""
     blocks = layout_blocks(context, layout)
-    kinds = stage_costs(context, layout, blocks)
+    kinds = stage_costs(context, layout, blocks, layout.partition.kinds)
     peak, fullest = peak_bytes(layout, kinds)
     seconds = step_seconds(context, layout, blocks, kinds) if has_times(context, layout) else None
     return LayoutCost(peak, fullest, kinds, blocks, seconds)
@@ -58,52 +56,33 @@ def peak_bytes(layout: Layout, kinds: list[StageCost]) -> tuple[int, int]:
 
     Of equal stages the first holds most: micro-batches in flight and copies of weights grow towards the front, but for a user's lists.
     """
-    stages = list(enumerate(layout.partition.kind_of_stage)) if schedule_of(layout.parallel).simulated else layout.partition.runs
+    stages = list(enumerate(layout.partition.kind_of_stage)) if layout.schedule.simulated else layout.partition.runs
     peak, fullest = max([(stage_bytes(layout, kinds[at], index), -index) for index, at in stages])
     return peak, -fullest
 
 
 def stage_bytes(layout: Layout, kind: StageCost, index: int) -> int:
     """Bytes of a rank of stage `index`, which is of this kind."""
-    fixed = kind.fixed_bytes + extra_weight_copies(layout, index) * kind.version
-    saved = kind.saved_last + kind.logits + ceil((kind.saved + kind.passing) * in_flight(layout, index))
-    if delay_of(layout.parallel):
-        return fixed + saved + max(kind.passes, kind.step_bytes)  # weights are stepped while micro-batches are in flight
-    return fixed + max(saved + kind.passes, kind.step_bytes)
-
-
-def stage_costs(context: CostContext, layout: Layout, blocks: BlockCosts) -> list[StageCost]:
-    """The cost of each kind of stage, cached by all that decides it."""
-    key = (
-        id(blocks),
-        layout.mesh,
-        layout.engine,
-        layout.gradient_sync,
-        layout.shard,
-        layout.parallel.offload,
-        last_passes(layout),
-        logits_in_flight(layout),
-        layout.partition.kinds,
-        layout.chunks if blocks.saved_once else 1,
-        layout.is_folded,
-    )
-    costs = context.stages.get(key)
-    if costs is None:
-        costs = context.stages[key] = [stage_cost(context, layout, blocks, kind) for kind in layout.partition.kinds]
-    return costs
+    fixed = kind.fixed + extra_weight_copies(layout, index) * kind.states.version if layout.delay else kind.fixed
+    passes, step = kind.passes, kind.states.bytes.step
+    saved = kind.saved_last + kind.logits + ceil((passes.saved + passes.held.passing) * in_flight(layout, index))
+    if layout.delay:
+        return fixed + saved + max(kind.temporary, step)  # weights are stepped while micro-batches are in flight
+    return fixed + max(saved + kind.temporary, step)
 
 
 def in_flight(layout: Layout, index: int) -> float:
     """Micro-batches whose activations stage `index` holds at once; one without a pipeline."""
-    stages, parallel = layout.mesh.pp, layout.parallel
-    micros = max(layout.micros, stages) if delay_of(parallel) else layout.micros  # without a flush, those of the next steps follow
-    return 1 if stages == 1 else schedule_of(parallel).in_flight(index, stages, micros, parallel.chunks)
+    stages = layout.mesh.pp
+    if stages == 1:
+        return 1
+    micros = max(layout.micros, stages) if layout.delay else layout.micros  # without a flush, those of the next steps follow
+    return layout.schedule.in_flight(index, stages, micros, layout.parallel.chunks)
 
 
 def extra_weight_copies(layout: Layout, index: int) -> int:
     """Older copies of its weights that stage `index` keeps under a schedule that doesn't flush."""
-    delay = delay_of(layout.parallel)
-    return delay.versions_held(index, layout.mesh.pp) - 1 if delay else 0
+    return layout.delay.versions_held(index, layout.mesh.pp) - 1 if layout.delay else 0
 
 
 def has_times(context: CostContext, layout: Layout) -> bool:
@@ -139,13 +118,13 @@ def send_bytes(parallel: Parallel, blocks: BlockCosts) -> int:
 def step_seconds(context: CostContext, layout: Layout, blocks: BlockCosts, kinds: list[StageCost]) -> StepSeconds:
     """m micro-batches on the busiest stage, one on each other stage while the pipeline fills and drains, the exposed messages of the
     data axis, and the optimizer (arXiv:2104.04473 section 2.2)."""
-    hop = hop_seconds(layout.parallel, layout.wires, blocks)
-    computes = [kind.forward + kind.backward for kind in kinds]
-    totals = [each + kind.message_forward + kind.message_backward + hop for each, kind in zip(computes, kinds, strict=True)]
+    hop = hop_seconds(layout, blocks)
+    totals = [kind.passes.seconds + hop for kind in kinds]
     busiest = max(range(len(kinds)), key=totals.__getitem__)
     bubble = _bubble_seconds(layout, blocks, kinds, totals, busiest, hop)
-    compute = layout.micros * computes[busiest]
-    messages = layout.micros * (totals[busiest] - computes[busiest])
+    computing = kinds[busiest].passes.compute
+    compute = layout.micros * computing
+    messages = layout.micros * (totals[busiest] - computing)
     slowest = max(kinds, key=lambda kind: kind.exposed + kind.step)
     tied = tied_seconds(context, layout, blocks)
     pipeline = compute + messages + bubble
@@ -163,24 +142,29 @@ def step_seconds(context: CostContext, layout: Layout, blocks: BlockCosts, kinds
 def _bubble_seconds(layout: Layout, blocks: BlockCosts, kinds: list[StageCost], totals: list[float], busiest: int, hop: float) -> float:
     """Seconds that the busiest stage waits for the others; `totals` are seconds of a micro-batch on each kind of stage, `hop` those of its
     messages between stages."""
-    stages, parallel = layout.mesh.pp, layout.parallel
+    stages = layout.mesh.pp
     if stages == 1:
         return 0.0
-    schedule, many = schedule_of(parallel), layout.partition.stages_of_kind
     if is_simulated(layout):
         return simulated_wait(layout, blocks, hop, totals[busiest])
-    others = sum([total * times for total, times in zip(totals, many, strict=True)]) - totals[busiest]
-    weights = sum([kind.weight_gradients * times for kind, times in zip(kinds, many, strict=True)]) - kinds[busiest].weight_gradients
-    return max(0.0, schedule.fill(parallel.chunks) * others - schedule.filled_by_weights(stages, layout.micros) * weights)
+    schedule, many = layout.schedule, layout.partition.stages_of_kind
+    wait = schedule.fill(layout.parallel.chunks) * _seconds_of_others(totals, many, busiest)
+    if filled := schedule.filled_by_weights(stages, layout.micros):
+        wait -= filled * _seconds_of_others([kind.passes.weight_gradients for kind in kinds], many, busiest)
+    return max(0.0, wait)
 
 
-def hop_seconds(parallel: Parallel, wires: Wires, blocks: BlockCosts) -> float:
+def _seconds_of_others(seconds: list[float], many: tuple[int, ...], busiest: int) -> float:
+    """The sum over all stages but the busiest of the seconds of their kinds, of which there are so `many`."""
+    return sum([each * times for each, times in zip(seconds, many, strict=True)]) - seconds[busiest]
+
+
+def hop_seconds(layout: Layout, blocks: BlockCosts) -> float:
     """Exposed seconds of a micro-batch's messages between stages: in and out of each part of the model that a stage has."""
+    parallel = layout.parallel
     if parallel.pp == 1 or parallel.overlap.pipeline:
         return 0.0
-    parts = schedule_of(parallel).parts(parallel.chunks)
-    rows = pp.stage_sends(send_bytes(parallel, blocks), 2 * parts, wires.pair, exposed=True)
-    return sum([row.exposed for row in rows])
+    return pp.send_seconds(send_bytes(parallel, blocks), layout.wires.pair) * (2 * layout.chunks)
 
 
 def tied_seconds(context: CostContext, layout: Layout, blocks: BlockCosts) -> float:
@@ -189,4 +173,4 @@ def tied_seconds(context: CostContext, layout: Layout, blocks: BlockCosts) -> fl
         return 0.0
     engine = cost_model(layout.engine)
     payload = engine.tied_elements(context, layout, blocks, None) * engine.summed_width(context, layout)
-    return sum(row.exposed for row in pp.tied_sum(payload, layout.wires.pair))
+    return pp.tied_seconds(payload, layout.wires.pair)

@@ -2,15 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from operator import attrgetter
+from typing import Any
+
 from ..models.families import family_of
 from ..spec.compiled_layers import has_compiled_layers
 from ..spec.run import Parallel, Run
 from .axes.axis import ActivationForm
+from .axes.dp import GradientSync
 from .costs.cost_context import CostContext
 from .engines import cost_model, engine_for
 from .engines.engine_row import EngineRow
 from .layout.layout import LayerPartition, Layout, mesh_of
-from .layout.schedule_of_run import schedule_of
+from .layout.schedule_of_run import delay_of, schedule_of
+
+
+def _keys(section: Any, at: str = "") -> Iterator[str]:
+    """Yield the keys of a section and of those within it."""
+    for field in fields(section):
+        value, key = getattr(section, field.name), at + field.name
+        yield from _keys(value, f"{key}.") if is_dataclass(value) else (key,)
+
+
+base_key = attrgetter(*[key for key in _keys(Parallel()) if key != "recompute"])
+"""Parallel -> all that decides the base of a layout."""
+
+
+class LayoutBase:
+    """What the layouts of a run share that differ in micro-batch and recomputation only."""
+
+    def __init__(self, row: EngineRow | None, context: CostContext, parallel: Parallel) -> None:
+        """The base of legal degrees, costed as this engine; without one, as the papers do."""
+        self.context, self.engine = context, row.name if row else None
+        self.mesh = mesh_of(parallel, context.world)
+        self.wires = context.wires(self.mesh)
+        self.partition = stage_partition(context, parallel)
+        self.schedule, self.delay = schedule_of(parallel), delay_of(parallel)
+        self.shard = self.mesh.size("data") if parallel.shard == "all" else parallel.shard
+        self.form = activation_form(context.run, parallel, row)
+        self.fused = context.run.train.compile if row is None else has_compiled_layers(context.run.train, parallel)
+        self._steps: dict[int, tuple[int, GradientSync]] = {}
+
+    def layout(self, parallel: Parallel, microbatch: int) -> Layout:
+        """The layout of degrees that have this base."""
+        step = self._steps.get(microbatch)
+        if step is None:
+            step = self._steps[microbatch] = self._step(parallel, microbatch)
+        return Layout(
+            parallel=parallel,
+            microbatch=microbatch,
+            micros=step[0],
+            gradient_sync=step[1],
+            mesh=self.mesh,
+            wires=self.wires,
+            partition=self.partition,
+            schedule=self.schedule,
+            delay=self.delay,
+            shard=self.shard,
+            expert_shard=max(1, self.shard // self.mesh.ep),
+            engine=self.engine,
+            form=self.form,
+            fused=self.fused,
+        )
+
+    def _step(self, parallel: Parallel, microbatch: int) -> tuple[int, GradientSync]:
+        """(micro-batches of a replica in a step, how its gradients travel)."""
+        micros = self.context.run.train.batch // (self.mesh.dp * microbatch)
+        return micros, cost_model(self.engine).gradient_path(self.context, parallel, micros)
 
 
 def layout_of_run(context: CostContext, parallel: Parallel, microbatch: int) -> Layout:
@@ -21,24 +81,7 @@ def layout_of_run(context: CostContext, parallel: Parallel, microbatch: int) -> 
 
 def layout_on(row: EngineRow | None, context: CostContext, parallel: Parallel, microbatch: int) -> Layout:
     """The layout of legal degrees, costed as this engine; without one, as the papers do."""
-    mesh = mesh_of(parallel, context.world)
-    shard = mesh.size("data") if parallel.shard == "all" else parallel.shard
-    micros = context.run.train.batch // (mesh.dp * microbatch)
-    engine = row.name if row else None
-    return Layout(
-        parallel=parallel,
-        mesh=mesh,
-        wires=context.wires(mesh),
-        micros=micros,
-        microbatch=microbatch,
-        partition=stage_partition(context, parallel),
-        shard=shard,
-        expert_shard=max(1, shard // mesh.ep),
-        engine=engine,
-        form=activation_form(context.run, parallel, row),
-        fused=context.run.train.compile if row is None else has_compiled_layers(context.run.train, parallel),
-        gradient_sync=cost_model(engine).gradient_path(context, parallel, micros),
-    )
+    return LayoutBase(row, context, parallel).layout(parallel, microbatch)
 
 
 def stage_partition(context: CostContext, parallel: Parallel) -> LayerPartition:

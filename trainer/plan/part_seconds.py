@@ -7,7 +7,6 @@ from collections.abc import Callable
 from .costs.block_costs import BlockCosts
 from .engines import cost_model
 from .layout.layout import Layout
-from .layout.schedule_of_run import schedule_of
 from .layout.step_order import step_order
 
 MOST_PASSES = 1024  # of parts and micro-batches: of more, closed forms must do
@@ -16,10 +15,10 @@ MOST_PASSES = 1024  # of parts and micro-batches: of more, closed forms must do
 def is_simulated(layout: Layout) -> bool:
     """Whether a pipeline's step is simulated: lists of actions from a file, layers as the user gives them, and, where the step is not too
     long and the engine's costs ask for it, what has a closed form only if a forward and both halves of a backward take equally long."""
-    schedule, parallel = schedule_of(layout.parallel), layout.parallel
+    schedule = layout.schedule
     if not schedule.flushes:
         return False  # no stage waits for a step's end
-    if schedule.simulated or parallel.stages:
+    if schedule.simulated or layout.parallel.stages:
         return True
     uneven = schedule.folded or schedule.splits_backward
     return uneven and cost_model(layout.engine).simulates_uneven and len(layout.partition.parts) * layout.micros <= MOST_PASSES
@@ -29,7 +28,7 @@ def simulated_wait(layout: Layout, blocks: BlockCosts, hop: float, busiest: floa
     """Return the seconds of a step beyond those in which the busiest stage computes; `busiest` are its seconds of a micro-batch, with `hop`
     seconds of messages between stages."""
     sends = 2 * layout.chunks  # a micro-batch's messages into and out of a stage's parts
-    order = step_order(schedule_of(layout.parallel), layout.mesh.pp, layout.micros, layout.parallel.chunks)
+    order = step_order(layout.schedule, layout.mesh.pp, layout.micros, layout.parallel.chunks)
     step = order.seconds(part_seconds(layout, blocks), hop / sends)
     return max(0.0, step - layout.micros * (busiest - hop))
 

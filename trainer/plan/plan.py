@@ -15,7 +15,6 @@ from .fixes import memory_problem, problems_with_fixes
 from .gpu_hours_cost import gpu_hours_cost
 from .layout.layout import Layout
 from .layout.mesh import Mesh
-from .layout.schedule_of_run import schedule_of
 from .layout.schedules import bubble_share
 from .layout_cost import LayoutCost, StepSeconds, extra_weight_copies, in_flight, layout_cost, stage_bytes
 from .layout_of_run import layout_of_run
@@ -137,7 +136,7 @@ def _step_time(seconds: StepSeconds) -> StepTime:
 
 def _bubble_fraction(layout: Layout) -> float:
     """Return the pipeline's idle share of a step whose stages all take equally long."""
-    return bubble_share(schedule_of(layout.parallel), layout.mesh.pp, layout.micros, layout.parallel.chunks)
+    return bubble_share(layout.schedule, layout.mesh.pp, layout.micros, layout.parallel.chunks)
 
 
 def _mesh(mesh: Mesh) -> dict[str, int]:
@@ -167,16 +166,17 @@ def _memory(context: CostContext, layout: Layout, cost: LayoutCost) -> Memory:
     rows = []
     for index, at in enumerate(layout.partition.kind_of_stage):
         kind = cost.kinds[at]
+        states, passes = kind.states, kind.passes
         flight = in_flight(layout, index)
-        kept = ceil(kind.saved * flight)
+        kept = ceil(passes.saved * flight)
         held = {
-            "weights": kind.weights + kind.version * extra_weight_copies(layout, index),
-            "gradients": kind.gradients,
-            "optimizer": kind.optimizer,
+            "weights": states.bytes.weights + states.version * extra_weight_copies(layout, index),
+            "gradients": states.bytes.gradients,
+            "optimizer": states.bytes.optimizer,
             "activations": kept + kind.saved_last,
             "logits": kind.logits,
-            "buffers": kind.buffers + ceil((kind.saved + kind.passing) * flight) - kept,
-            "overhead": kind.overhead,
+            "buffers": states.bytes.buffers + passes.held.workspace + ceil((passes.saved + passes.held.passing) * flight) - kept,
+            "overhead": context.device_context,
         }
         total = stage_bytes(layout, kind, index)
         sizes = MemoryBytes(**held, temporary=total - sum(held.values()), total=total)
@@ -186,7 +186,7 @@ def _memory(context: CostContext, layout: Layout, cost: LayoutCost) -> Memory:
                 index=index,
                 layers=parts[0],
                 parts=parts,
-                parameters=kind.parameters,
+                parameters=states.elements.parameters,
                 in_flight=flight,
                 bytes=sizes,
                 back=parts[1] if layout.is_folded else None,

@@ -8,107 +8,145 @@ from typing import NamedTuple
 from ..models.ops.op_table import block_weights
 from . import tp_gradient_sums
 from .axes import dp
-from .axes.dp import GradientSync
+from .axes.dp import DataMessages, GradientSync
 from .axes.traffic_row import TrafficRow
 from .costs.block_costs import BlockCosts
 from .costs.cost_context import CostContext
-from .costs.cost_model import StageElements, StateBytes
+from .costs.cost_model import PassBytes, StageElements, StateBytes
 from .engines import cost_model
 from .layout.layout import Layout, StageKind
-from .layout.schedule_of_run import delay_of, schedule_of
 from .layout.schedules import stage_and_chunk
 
 
-class StageCost(NamedTuple):
-    """One kind of stage. Bytes; seconds of one micro-batch.
+class HeldStates(NamedTuple):
+    """The states of one kind of stage, which no pass changes, on a rank."""
 
-    `saved` are the activations of one micro-batch in flight, `saved_last` those that only the current micro-batch keeps, `passing` the
-    bytes that a pipeline's engine holds beside them for each in flight. For a moment the passes hold `passes` in addition, and the
-    optimizer's step holds `step_bytes`, when activations are freed.
-    """
+    elements: StageElements
+    bytes: StateBytes
+    version: int  # bytes of an older version of the trained weights
+    fixed: int  # bytes that are held all the time, gradients as if each step had several micro-batches
+    sums: float  # exposed seconds a step of the tensor axis's sums
+    step: float  # the optimizer's seconds
 
-    parameters: int
-    weights: int
-    version: int  # of an older version of the trained weights
-    gradients: int
-    optimizer: int
-    saved: int
-    saved_last: int
-    passing: int
-    passes: int
-    step_bytes: int
-    logits: int
-    buffers: int
-    zero_buffers: int  # those of them that no micro-batch changes
-    overhead: int
+
+class SyncedStates(NamedTuple):
+    """The states of one kind of stage, and the messages of a step that keep them equal on the ranks of the data axis."""
+
+    states: HeldStates
+    messages: list[DataMessages]
+
+
+class StagePasses(NamedTuple):
+    """The passes of a micro-batch on one kind of stage, whatever its states are: seconds, and bytes that it saves and holds."""
+
     forward: float
     backward: float
     weight_gradients: float
     message_forward: float
     message_backward: float
-    data: list[TrafficRow]
+    compute: float  # of forward and backward, without messages
+    seconds: float  # with messages
+    saved: int  # activations, for backward
+    held: PassBytes
+
+
+class StageCost(NamedTuple):
+    """One kind of stage: its states, its passes, and what follows from both."""
+
+    states: HeldStates
+    passes: StagePasses
+    messages: list[DataMessages]  # of the data axis
+    saved_last: int  # bytes of activations that only the current micro-batch keeps
+    logits: int  # bytes
     exposed: float  # seconds a step of the data axis and of the tensor axis's sums
     step: float  # the optimizer's seconds
 
     @property
-    def fixed_bytes(self) -> int:
+    def fixed(self) -> int:
         """Bytes that are held all the time, gradients as if each step had several micro-batches."""
-        return self.weights + self.gradients + self.optimizer + self.buffers + self.overhead
+        return self.states.fixed + self.passes.held.workspace
+
+    @property
+    def temporary(self) -> int:
+        """Bytes that the passes hold for a moment in addition."""
+        return self.states.bytes.passes + self.passes.held.passes
 
 
-class HeldStates(NamedTuple):
-    """The states of one kind of stage, which no pass changes: elements and bytes on a rank, exposed seconds a step of the tensor axis's
-    sums, seconds of the optimizer."""
+def stage_costs(context: CostContext, layout: Layout, blocks: BlockCosts, kinds: tuple[StageKind, ...]) -> list[StageCost]:
+    """The cost of each of some kinds of stage."""
+    passed, synced = passes_of_kinds(context, layout, blocks, kinds), synced_states(context, layout, blocks, kinds)
+    last, in_flight, head = last_passes(layout), logits_in_flight(layout), blocks.head
+    costs = []
+    for kind, passes, (states, messages) in zip(kinds, passed, synced, strict=True):
+        forward, backward, heads = last * passes.forward, last * passes.backward, in_flight if kind.last else 0
+        exposed = sum([states.sums, *[each.exposed(forward, backward) for each in messages]])
+        costs.append(StageCost(states, passes, messages, heads * head.saved, heads * head.logits, exposed, states.step))
+    return costs
 
-    held: StageElements
-    bytes: StateBytes
-    sums: float
-    step: float
+
+def passes_of_kinds(context: CostContext, layout: Layout, blocks: BlockCosts, kinds: tuple[StageKind, ...]) -> list[StagePasses]:
+    """The passes of kinds of stage, cached by all that decides them: `blocks`, what of them a stage has, and what an engine holds for
+    stages and their parts."""
+    key = (id(blocks), kinds, layout.engine, layout.mesh.pp > 1, layout.chunks, layout.is_folded)
+    found: list[StagePasses] | None = context.passes.get(key)
+    if found is None:
+        found = context.passes[key] = [_stage_passes(context, layout, blocks, kind) for kind in kinds]
+    return found
 
 
-def stage_cost(context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> StageCost:
-    """The cost of one kind of stage."""
+def _stage_passes(context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> StagePasses:
     layers, first, last = kind
-    layer, head = blocks.layer, blocks.head
+    layer = blocks.layer
     forward, backward = layers * (layer.forward or 0.0), layers * (layer.backward or 0.0)
     weight_gradients = layers * layer.weight_gradients
     message_forward, message_backward = layers * layer.message_forward, layers * layer.message_backward
-    for here, end in ((first, blocks.embedding), (last, head)):
+    for here, end in ((first, blocks.embedding), (last, blocks.head)):
         if here:
             forward += end.forward or 0.0
             backward += end.backward or 0.0
             weight_gradients += end.weight_gradients
             message_forward += end.message_forward
             message_backward += end.message_backward
-    held, states, sums, step = held_states(context, layout, blocks, kind)
-    heads = logits_in_flight(layout) if last else 0
-    passes = last_passes(layout)
-    data = data_traffic(context, layout, layers, held, layout.gradient_sync, passes * forward, passes * backward)
-    running = cost_model(layout.engine).pass_bytes(context, layout, blocks, kind)
-    return StageCost(
-        parameters=held.dense + held.experts,
-        weights=states.weights,
-        version=context.widths.weight * held.trained,
-        gradients=states.gradients,
-        optimizer=states.optimizer,
+    return StagePasses(
+        forward,
+        backward,
+        weight_gradients,
+        message_forward,
+        message_backward,
+        compute=forward + backward,
+        seconds=forward + backward + message_forward + message_backward,
         saved=_saved_bytes(layout, blocks, kind),
-        saved_last=heads * head.saved,
-        passing=running.passing,
-        passes=states.passes + running.passes,
-        step_bytes=states.step,
-        logits=heads * head.logits,
-        buffers=states.buffers + running.workspace,
-        zero_buffers=states.buffers,
-        overhead=context.device_context,
-        forward=forward,
-        backward=backward,
-        weight_gradients=weight_gradients,
-        message_forward=message_forward,
-        message_backward=message_backward,
-        data=data,
-        exposed=sum([sums, *[row.exposed for row in data]]),
-        step=step,
+        held=cost_model(layout.engine).pass_bytes(context, layout, blocks, kind),
     )
+
+
+def synced_states(context: CostContext, layout: Layout, blocks: BlockCosts, kinds: tuple[StageKind, ...]) -> list[SyncedStates]:
+    """The states of kinds of stage and their messages, cached by all that decides them; how gradients travel says how large their buckets
+    are and whether messages overlap, and the mesh what of each weight a rank has."""
+    parallel = layout.parallel
+    key = (
+        kinds,
+        layout.mesh,
+        layout.engine,
+        layout.gradient_sync,
+        parallel.zero,
+        layout.shard,
+        parallel.offload.optimizer,
+        parallel.offload.parameters,
+        parallel.sequence,
+        parallel.gather,
+        layout.micros > 1,
+        layout.delay is None,
+    )
+    found: list[SyncedStates] | None = context.synced.get(key)
+    if found is None:
+        found = context.synced[key] = [_synced_states(context, layout, blocks, kind) for kind in kinds]
+    return found
+
+
+def _synced_states(context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> SyncedStates:
+    states = held_states(context, layout, blocks, kind)
+    return SyncedStates(states, data_messages(context, layout, kind.layers, states.elements, layout.gradient_sync))
 
 
 def held_states(context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> HeldStates:
@@ -130,7 +168,7 @@ def held_states(context: CostContext, layout: Layout, blocks: BlockCosts, kind: 
         layout.micros > 1,
         sync.often,
         sync.updates,
-        delay_of(parallel) is None,
+        layout.delay is None,
     )
     found: HeldStates | None = context.held.get(key)
     if found is None:
@@ -139,14 +177,17 @@ def held_states(context: CostContext, layout: Layout, blocks: BlockCosts, kind: 
 
 
 def _held_states(context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> HeldStates:
-    held = stage_elements(blocks, kind)
+    elements = stage_elements(blocks, kind)
     sums = tp_gradient_sums.traffic_rows(context, layout, blocks, kind)
     engine = cost_model(layout.engine)
+    states = engine.state_bytes(context, layout, blocks, kind, elements)
     return HeldStates(
-        held,
-        engine.state_bytes(context, layout, blocks, kind, held),
-        sum([row.exposed for row in sums]),
-        layout.gradient_sync.updates * engine.step_seconds(context, layout, held, _tensors(context, kind)),
+        elements,
+        states,
+        version=context.widths.weight * elements.trained,
+        fixed=states.weights + states.gradients + states.optimizer + states.buffers + context.device_context,
+        sums=sum([row.exposed for row in sums]),
+        step=layout.gradient_sync.updates * engine.step_seconds(context, layout, elements, _tensors(context, kind)),
     )
 
 
@@ -179,7 +220,7 @@ def logits_in_flight(layout: Layout) -> int:
     stages = layout.mesh.pp
     if stages == 1:
         return 1
-    schedule = schedule_of(layout.parallel)
+    schedule = layout.schedule
     if not schedule.simulated:
         return layout.micros if schedule.forward_first else 1
     stage, chunk = stage_and_chunk(len(layout.partition.parts) - 1, stages, folded=layout.is_folded)
@@ -194,10 +235,8 @@ def _saved_bytes(layout: Layout, blocks: BlockCosts, kind: StageKind) -> int:
     return saved + (blocks.embedding.saved - blocks.saved_once if kind.first else 0)
 
 
-def data_traffic(
-    context: CostContext, layout: Layout, layers: int, held: StageElements, sync: GradientSync, forward: float, backward: float
-) -> list[TrafficRow]:
-    """Traffic of the data axis: experts on several ranks are summed only over the ranks that hold the same ones."""
+def data_messages(context: CostContext, layout: Layout, layers: int, held: StageElements, sync: GradientSync) -> list[DataMessages]:
+    """Messages of the data axis: experts on several ranks are summed only over the ranks that hold the same ones."""
     wires = layout.wires
     if layout.mesh.ep == 1:
         groups = [(held.trained, held.frozen, "data", wires.data, layout.shard)]
@@ -206,11 +245,17 @@ def data_traffic(
             (held.dense - held.frozen, held.frozen, "data", wires.data, layout.shard),
             (held.experts, 0, "expert_copies", wires.expert_copies, layout.expert_shard),
         ]
-    rows: list[TrafficRow] = []
+    found: list[DataMessages] = []
     for elements, frozen, group, whole, ranks in groups:
         shard, copies = context.shard_wires(layout.mesh, group, whole, ranks)
-        rows += dp.traffic_rows(dp.ZeroShards(elements, frozen, whole, shard, copies), sync, layers, forward, backward)
-    return rows
+        found += dp.data_messages(dp.ZeroShards(elements, frozen, whole, shard, copies), sync, layers)
+    return found
+
+
+def data_traffic(layout: Layout, cost: StageCost) -> list[TrafficRow]:
+    """Traffic of the data axis on a stage."""
+    last, passes = last_passes(layout), cost.passes
+    return [dp.traffic_row(each, last * passes.forward, last * passes.backward) for each in cost.messages]
 
 
 def _tensors(context: CostContext, kind: StageKind) -> int:

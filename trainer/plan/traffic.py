@@ -15,6 +15,7 @@ from .layout.layout import Layout
 from .layout_cost import LayoutCost, layout_cost, send_bytes, sends_per_step
 from .layout_of_run import layout_of_run
 from .result import Message
+from .stage_cost import data_traffic
 
 
 def rank_traffic(run: Run, rank: int) -> tuple[Message, ...]:
@@ -46,7 +47,7 @@ def _stage_rows(context: CostContext, layout: Layout, cost: LayoutCost, stage: i
     partition, blocks, pair = layout.partition, cost.blocks, layout.wires.pair
     at = partition.kind_of_stage[stage]
     stage_cost, kind = cost.kinds[at], partition.kinds[at]
-    rows = tp_gradient_sums.traffic_rows(context, layout, blocks, kind, data) + list(stage_cost.data)
+    rows = tp_gradient_sums.traffic_rows(context, layout, blocks, kind, data) + data_traffic(layout, stage_cost)
     if layout.mesh.pp > 1:
         exposed = not layout.parallel.overlap.pipeline
         rows += pp.stage_sends(send_bytes(layout.parallel, blocks), sends_per_step(layout, stage), pair, exposed=exposed)
@@ -58,7 +59,7 @@ def _stage_rows(context: CostContext, layout: Layout, cost: LayoutCost, stage: i
     for many, block in ((kind.layers, blocks.layer), (kind.first, blocks.embedding), (kind.last, blocks.head)):
         for message in block.messages if many else ():
             counts[message.axis, message.verb, message.payload] += many * (message.forward + message.backward) * layout.micros
-    return rows + _block_rows(layout, counts, layout.micros * (stage_cost.message_forward + stage_cost.message_backward))
+    return rows + _block_rows(layout, counts, layout.micros * (stage_cost.passes.message_forward + stage_cost.passes.message_backward))
 
 
 def _block_rows(layout: Layout, counts: Counter[tuple[str, str, int]], exposed: float) -> list[TrafficRow]:

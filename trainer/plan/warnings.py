@@ -76,7 +76,7 @@ def _unbalanced_stages(context: CostContext, layout: Layout, cost: LayoutCost, t
         return
     delay = ""
     if cost.seconds is not None:
-        times = [kind.forward + kind.backward for kind in cost.kinds]
+        times = [kind.passes.compute for kind in cost.kinds]
         mean = sum(each * stages for each, stages in zip(times, layout.partition.stages_of_kind, strict=True)) / len(counts)
         lost = layout.micros * (max(times) - mean) / cost.seconds.step
         delay = f"; waiting for the busiest stage costs {percent_text(lost)} of a step"

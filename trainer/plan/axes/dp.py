@@ -6,7 +6,7 @@ and scatters gradients: 3 Psi a micro-batch. A `GradientSync` says where an engi
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from .axis import Axis
 from .collectives import Wire, collective_cost
@@ -16,6 +16,8 @@ AXIS = Axis(name="dp", splits=("batch",), data=True, overlap="data", source="arX
 
 # Share of a hidden message's time that the computation beside it loses: its kernels take multiprocessors and memory.
 CONTENTION = 0.5
+
+Pass = Literal["forward", "backward", ""]  # of a stage, under which messages may hide; "": under none
 
 
 class ZeroShards(NamedTuple):
@@ -46,50 +48,69 @@ class GradientSync(NamedTuple):
     updates: int  # updates of the weights in a step: several where a pipeline without a flush updates them after each micro-batch
 
 
-def traffic_rows(shards: ZeroShards, sync: GradientSync, layers: int, forward: float, backward: float) -> list[TrafficRow]:
-    """The traffic of one step.
+class DataMessages(NamedTuple):
+    """Messages of the data axis on one rank: `parts` of them in a round, `rounds` a step, each round under one pass of a stage."""
 
-    `forward` and `backward` are a micro-batch's seconds on the stage, under which messages may hide; ZeRO-3 gathers
-    in as many parts as there are layers.
-    """
+    verb: str
+    payload: int  # bytes
+    parts: int
+    rounds: int
+    sent: int  # bytes of one message
+    link: str
+    seconds: float  # of a round
+    least: float  # seconds of a round that are exposed even under the longest pass
+    under_forward: bool  # else under backward
+
+    def exposed(self, forward: float, backward: float) -> float:
+        """Exposed seconds a step, under passes of so many seconds; the passes slow down by what they hide."""
+        passing = forward if self.under_forward else backward
+        return max(self.least, self.seconds - passing * (1 - CONTENTION)) * self.rounds
+
+
+def data_messages(shards: ZeroShards, sync: GradientSync, layers: int) -> list[DataMessages]:
+    """The messages of one step; ZeRO-3 gathers in as many parts as there are layers."""
     if shards.elements + shards.frozen == 0 or shards.whole.size == 1:
         return []
     gathered = shards.elements + shards.frozen  # at stage 3
     gradients, weights = shards.elements * sync.gradient, shards.elements * sync.weight
     buckets = -(-shards.elements // sync.bucket)
     if sync.zero == 0 or shards.shard.size == 1:
-        return [_traffic_row("all_reduce", gradients, buckets, sync.updates, shards.whole, sync, backward)]
+        return [_messages("all_reduce", gradients, buckets, sync.updates, shards.whole, sync, "backward")]
     if sync.zero == 3:
         again = max(0, gathered - sync.reused) * sync.weight
-        rows = [
-            _traffic_row("all_gather", gathered * sync.weight, layers, sync.micros, shards.shard, sync, forward),
-            *([_traffic_row("all_gather", again, layers, sync.micros, shards.shard, sync, backward)] if again else []),
-            _traffic_row("reduce_scatter", gradients, layers, sync.micros, shards.shard, sync, backward),
+        found = [
+            _messages("all_gather", gathered * sync.weight, layers, sync.micros, shards.shard, sync, "forward"),
+            *([_messages("all_gather", again, layers, sync.micros, shards.shard, sync, "backward")] if again else []),
+            _messages("reduce_scatter", gradients, layers, sync.micros, shards.shard, sync, "backward"),
         ]
     else:
         rounds = sync.micros if sync.often else sync.updates
         verb = "reduce_scatter" if sync.scatters else "all_reduce"
-        rows = [
-            _traffic_row(verb, gradients, buckets, rounds, shards.shard, sync, backward),
-            _traffic_row("all_gather", weights, buckets, sync.updates, shards.shard, sync, forward if sync.gather_hides else 0.0),
+        found = [
+            _messages(verb, gradients, buckets, rounds, shards.shard, sync, "backward"),
+            _messages("all_gather", weights, buckets, sync.updates, shards.shard, sync, "forward" if sync.gather_hides else ""),
         ]
     if shards.copies is not None:
         parts = max(1, layers) if sync.copies_hide and sync.zero == 3 else 1
-        under = backward if sync.copies_hide else 0.0
-        rows.append(_traffic_row("all_reduce", -(-gradients // shards.shard.size), parts, sync.updates, shards.copies, sync, under))
-    return rows
+        under: Pass = "backward" if sync.copies_hide else ""
+        found.append(_messages("all_reduce", -(-gradients // shards.shard.size), parts, sync.updates, shards.copies, sync, under))
+    return found
 
 
-def _traffic_row(verb: str, total: int, parts: int, rounds: int, wire: Wire, sync: GradientSync, under: float) -> TrafficRow:
-    """`total` bytes in `parts` messages, `rounds` times a step, each round under `under` seconds of computation.
+def _messages(verb: str, total: int, parts: int, rounds: int, wire: Wire, sync: GradientSync, under: Pass) -> DataMessages:
+    """`total` bytes in `parts` messages, `rounds` times a step, each round under a pass of computation or under none.
 
     All parts but one may hide, as far as there is computation to hide under.
     """
     payload = -(-total // parts)
     sent, seconds = collective_cost(verb, payload, wire, sync.algorithm)
-    round_seconds = seconds * parts
-    exposed = round_seconds
-    if sync.overlap and under:
-        exposed = max(seconds, round_seconds - under * (1 - CONTENTION), round_seconds * CONTENTION)
+    in_round = seconds * parts
+    least = max(seconds, in_round * CONTENTION) if sync.overlap and under else in_round
+    return DataMessages(verb, payload, parts, rounds, sent, wire.link, in_round, least, under == "forward")
+
+
+def traffic_row(messages: DataMessages, forward: float, backward: float) -> TrafficRow:
+    """The traffic of one step, under passes of so many seconds."""
+    verb, payload, parts, rounds, sent, link, seconds, *_ = messages
     count = parts * rounds
-    return TrafficRow("dp", verb, payload, count, sent * count, wire.link, round_seconds * rounds, exposed * rounds)
+    return TrafficRow("dp", verb, payload, count, sent * count, link, seconds * rounds, messages.exposed(forward, backward))

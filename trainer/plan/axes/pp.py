@@ -17,6 +17,16 @@ def stage_sends(payload: int, sends: int, pair: Wire, *, exposed: bool) -> list[
     return [TrafficRow("pp", "send", payload, sends, sent * sends, pair.link, seconds * sends, seconds * sends if exposed else 0.0)]
 
 
+def send_seconds(payload: int, pair: Wire) -> float:
+    """Seconds of one tensor of `payload` bytes between neighbours."""
+    return collective_cost("send", payload, pair)[1]
+
+
+def tied_seconds(payload: int, pair: Wire) -> float:
+    """Seconds of the sum of a tied weight's gradient of `payload` bytes."""
+    return collective_cost("all_reduce", payload, pair)[1]
+
+
 def tied_sum(payload: int, pair: Wire) -> list[TrafficRow]:
     """The first and the last stage all-reduce the gradient of the weight that embedding and head share, once a step."""
     sent, seconds = collective_cost("all_reduce", payload, pair)

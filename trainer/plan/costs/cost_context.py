@@ -46,8 +46,9 @@ class CostContext:
         self._splits: dict[tuple[object, ...], SplitCosts] = {}
         self._wires: dict[Mesh, Wires] = {}
         self._partitions: dict[tuple[object, ...], LayerPartition] = {}
-        self.stages: dict[tuple[object, ...], list[Any]] = {}  # StageCost of each kind of stage, by layout_cost.py's keys
         self.held: dict[tuple[object, ...], Any] = {}  # HeldStates of a kind of stage, by stage_cost.py's keys
+        self.passes: dict[tuple[object, ...], Any] = {}  # StagePasses of kinds of stage, by stage_cost.py's keys
+        self.synced: dict[tuple[object, ...], Any] = {}  # SyncedStates of kinds of stage, by stage_cost.py's keys
         self.memo: dict[tuple[object, ...], Any] = {}  # a cost model's results, by keys of its own
 
     @property
@@ -69,7 +70,7 @@ class CostContext:
 
     def block_costs(self, split: BlockSplit, wires: Wires) -> BlockCosts:
         """The costs of the model's blocks under a split and its wires. Of a wire only the group's ranks in a node vary."""
-        key = (split, tuple([wire.in_node for wire in wires.axes.values()]))
+        key = (split, wires.in_node)
         found = self._block_costs.get(key)
         if found is None:
             found = self._block_costs[key] = self._split_costs(split, wires, key[1]).blocks(split.recompute)

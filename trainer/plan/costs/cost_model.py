@@ -53,6 +53,11 @@ class StageElements(NamedTuple):
     experts: int
 
     @property
+    def parameters(self) -> int:
+        """All of them."""
+        return self.dense + self.experts
+
+    @property
     def trained(self) -> int:
         """Those that have gradients."""
         return self.dense - self.frozen + self.experts

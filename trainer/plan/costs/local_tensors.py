@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from math import prod
+from typing import NamedTuple
 
 from ...models.ops.op_table import Dims, Op, OpTable, Tensor, round_up
 from ...models.ops.shared_ops import STREAM
@@ -15,8 +15,7 @@ from ..axes.axis import ActivationForm, Axis
 from .elementwise import for_each, is_number
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockSplit:
+class BlockSplit(NamedTuple):
     """The part of a layout that decides what a block costs one rank: the key by which the costs of blocks are cached."""
 
     degrees: tuple[tuple[str, int], ...]  # of the axes that split a block on several ranks, innermost first
@@ -39,10 +38,10 @@ def _block_axes(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
 
 def block_split(parallel: Parallel, microbatch: int, form: ActivationForm, *, fused: bool) -> BlockSplit:
     """The split of a layout's blocks. Axes within another come last."""
-    degrees = [(axis, axis.degree(parallel)) for axis in _block_axes(tuple(AXES.values()))]
+    splitting = [axis for axis in _block_axes(tuple(AXES.values())) if axis.degree(parallel) > 1]
     return BlockSplit(
-        degrees=tuple([(axis.name, degree) for axis, degree in degrees if degree > 1]),
-        overlapped=tuple([axis.name for axis, degree in degrees if degree > 1 and axis.hides_messages(parallel)]),
+        degrees=tuple([(axis.name, axis.degree(parallel)) for axis in splitting]),
+        overlapped=tuple([axis.name for axis in splitting if axis.hides_messages(parallel)]),
         sequence=parallel.sequence and parallel.tp > 1,
         recompute=parallel.recompute,
         microbatch=microbatch,

@@ -12,7 +12,9 @@ from ...spec.run import Parallel
 from ..axes import AXES
 from ..axes.axis import ActivationForm
 from ..axes.dp import GradientSync
+from .delay import Delay
 from .mesh import Mesh, Wires, replica_size
+from .schedules import Schedule
 
 ONE_BY_ONE = 20_000  # layers up to which all are assigned one at a time
 LAST_LAYERS = 2  # of a stage, which are assigned one at a time in larger models
@@ -40,22 +42,23 @@ class LayerPartition:
     is_folded: bool  # stage r of p holds the parts r and 2p - 1 - r; else r, r + p, r + 2p, ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class Layout(NamedTuple):
     """Degrees and what follows from them."""
 
     parallel: Parallel
+    microbatch: int  # sequences of a micro-batch
+    micros: int  # micro-batches of a replica in a step
+    gradient_sync: GradientSync
     mesh: Mesh
     wires: Wires
-    micros: int  # micro-batches of a replica in a step
-    microbatch: int  # sequences of a micro-batch
     partition: LayerPartition
+    schedule: Schedule  # of its stages; 1f1b where a file would name it and there is one stage
+    delay: Delay | None  # how late weights are updated; None: each step flushes, as it does without stages
     shard: int  # ranks over which ZeRO shards
     expert_shard: int  # ranks over which it shards experts
     engine: str | None  # the engine that runs it, whose costs are planned; None: the papers' costs
     form: ActivationForm
     fused: bool  # layers are compiled: their pointwise operators are one kernel
-    gradient_sync: GradientSync
 
     def parts(self, stage: int) -> tuple[int, ...]:
         """The parts of the model that a stage holds, by their number, in the order of its chunks."""

@@ -240,6 +240,11 @@ class Wires:
     pair: Wire
 
     @cached_property
+    def in_node(self) -> tuple[int, ...]:
+        """Of each axis that splits a block, the ranks of a group in one node."""
+        return tuple(wire.in_node for wire in self.axes.values())
+
+    @cached_property
     def known(self) -> bool:
         """Whether the cluster states every link that the mesh uses."""
         return all(wire.known for wire in (*self.axes.values(), self.data, self.expert_copies, self.pair))

@@ -121,7 +121,7 @@ class NativeCosts(CostModel):
         if context.rates is None:
             return 0.0
         width = context.widths
-        copied = 2 * width.weight * held.trained if delay_of(layout.parallel) else 0
+        copied = 2 * width.weight * held.trained if layout.delay else 0
         one_kernel = steps_in_one_kernel(context.run)
         # fully_shard's weights are float32, and cast when they are gathered
         weight, gradient = (MASTER_BYTES, MASTER_BYTES) if _is_sharded(layout) else (width.weight, width.gradient)

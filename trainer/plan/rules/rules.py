@@ -276,6 +276,9 @@ OF_LAYOUT: tuple[Rule, ...] = (
     hugging_face_layout_rule, window_layout_rule, experts_rule, world_rule, tensor_rule, context_rule, pipeline_rule, batch_rule,
     offload_rule, plannable_ranks_rule,
 )  # fmt: skip
+# Those of a layout that read its micro-batch or its recomputation, and all keys of parallel that they read. The others read neither.
+OF_STEP: tuple[Rule, ...] = (hugging_face_layout_rule, pipeline_rule, batch_rule)
+STEP_KEYS = (*AXES, "recompute", "schedule", "actions", "chunks", "stages", "vertical")
 
 
 def broken_rules(run: Run, parallel: Parallel, microbatch: int, rules: tuple[Rule, ...] = OF_RUN + OF_LAYOUT) -> list[BrokenRule]:

@@ -18,7 +18,7 @@ from ..costs.block_costs import BlockCosts
 from ..costs.cost_context import CostContext
 from ..layout.layout import Layout, StageKind, layer_partition
 from ..layout_cost import hop_seconds, layout_cost, stage_bytes, tied_seconds
-from ..stage_cost import StageCost, stage_cost
+from ..stage_cost import StageCost, stage_costs
 from .path_bounds import PathBounds, combined_path, least_layers, stage_limits
 from .step_paths import Path, StepPaths
 
@@ -40,7 +40,7 @@ class BestStages(NamedTuple):
 def with_stages(layout: Layout, stages: tuple[int, ...]) -> Layout:
     """A layout whose parts have these layers."""
     partition = layer_partition(stages, chunks=layout.chunks, folded=layout.is_folded)
-    return replace(layout, parallel=replace(layout.parallel, stages=stages), partition=partition)
+    return layout._replace(parallel=replace(layout.parallel, stages=stages), partition=partition)
 
 
 def best_stages(
@@ -67,11 +67,11 @@ class _StageSearch:
         self.layers, self.stages, self.chunks = context.run.model.layers, layout.mesh.pp, layout.chunks
         self.order = [part for stage in range(self.stages) for part in layout.parts(stage)]  # the part of each position
         self.head_stage = 0 if layout.is_folded else self.stages - 1
-        self.fixed = (layout.micros * hop_seconds(layout.parallel, layout.wires, blocks) + tied_seconds(context, layout, blocks)) * (
-            1 + context.tail
-        )
+        self.fixed = (layout.micros * hop_seconds(layout, blocks) + tied_seconds(context, layout, blocks)) * (1 + context.tail)
         self.fixed += context.step_overhead
-        self.cost: Callable[[int, bool, bool], StageCost] = cache(lambda *kind: stage_cost(context, layout, blocks, StageKind(*kind)))
+        self.cost: Callable[[int, bool, bool], StageCost] = cache(
+            lambda *kind: stage_costs(context, layout, blocks, (StageKind(*kind),))[0]
+        )
         self.best: tuple[int, ...] | None = None
         self.limit = inf  # seconds
         self.timed = self.visited = 0
@@ -129,8 +129,7 @@ class _StageSearch:
     def _busy_seconds(self, stage: int, layers: int) -> float:
         """The least seconds of a step whose stage has these layers: its own work."""
         cost = self._stage_cost(stage, layers)
-        busy = cost.forward + cost.backward + cost.message_forward + cost.message_backward
-        return self.layout.micros * busy * (1 + self.context.tail) * (1 - ROUNDING) + self.fixed
+        return self.layout.micros * cost.passes.seconds * (1 + self.context.tail) * (1 - ROUNDING) + self.fixed
 
     def _least_state_seconds(self) -> tuple[float, float]:
         """The least of `_state_seconds` of any partition: the slowest stage's, and any stage's exposed messages."""

@@ -13,8 +13,9 @@ from ..costs.cost_context import CostContext
 from ..costs.local_tensors import block_split
 from ..engines import ENGINES, cost_model
 from ..layout.layout import Layout, mesh_of
-from ..layout_cost import has_times, layout_blocks, peak_bytes, stage_costs, step_seconds
+from ..layout_cost import has_times, layout_blocks, peak_bytes, step_seconds
 from ..layout_of_run import layout_on
+from ..stage_cost import stage_costs
 from .bounds import Bounds
 from .front import Best, CostedLayout, Front, MeshKey, mesh_key
 from .garbage_collection import pause_garbage_collection
@@ -197,7 +198,7 @@ class LayoutSearch:
         """Cost one layout, its seconds last: its bytes and its states may show that it does not matter."""
         candidate, layout = self._layout(each, state, engine)
         blocks = layout_blocks(self.context, layout)
-        kinds = stage_costs(self.context, layout, blocks)
+        kinds = stage_costs(self.context, layout, blocks, layout.partition.kinds)
         self.costed += 1
         peak, _ = peak_bytes(layout, kinds)
         seconds, mesh = each.seconds_on(engine) + max([kind.exposed + kind.step for kind in kinds]), mesh_key(each.parallel)

@@ -31,7 +31,7 @@ def blocks_of_splits(
     sequence parallelism. Their own form is not read."""
     import numpy as np
 
-    split = replace(_merged_splits(rows), form=form, fused=fused)
+    split = _merged_splits(rows)._replace(form=form, fused=fused)
     costs = SplitCosts(context.run, context.table, split, _merged_wires(rows))
     blocks = [costs.blocks(recompute) for recompute in recomputes]
     return map_fields(lambda *each: np.concatenate([np.broadcast_to(one, len(rows)) for one in each]), blocks)
@@ -62,7 +62,7 @@ def _merged_splits(rows: Sequence[SplitOnWires]) -> BlockSplit:
     every: dict[str, Any] = {name: np.array([degrees.get(name, 1) for degrees in each]) for name in names}
     microbatch: Any = np.array([row.microbatch for row in rows])
     overlapped = tuple(name for name in names if any(name in row.split.overlapped for row in rows))
-    return replace(first, degrees=tuple(every.items()), overlapped=overlapped, microbatch=microbatch)
+    return first._replace(degrees=tuple(every.items()), overlapped=overlapped, microbatch=microbatch)
 
 
 def _merged_wires(rows: Sequence[SplitOnWires]) -> Wires:

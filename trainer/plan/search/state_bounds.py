@@ -12,7 +12,7 @@ from ..costs.cost_context import CostContext
 from ..costs.cost_model import StageElements
 from ..engines import cost_model
 from ..layout.layout import Layout, StageKind
-from ..stage_cost import data_traffic, held_states, stage_elements
+from ..stage_cost import data_messages, held_states, stage_elements
 from .staged_schedules import ROUNDING
 
 
@@ -67,13 +67,13 @@ def least_seconds(context: CostContext, layout: Layout, blocks: BlockCosts) -> L
     Those of a layout of one micro-batch hold for passes of one, those of a layout of several for passes of several."""
     partition, sync = layout.partition, layout.gradient_sync
     kind = partition.kinds[partition.kind_of_stage[0]]
-    held, _, sums, step = held_states(context, layout, blocks, kind)
-    sent = _exposed_seconds(context, layout, kind, held, sync)
+    states = held_states(context, layout, blocks, kind)
+    sent = _exposed_seconds(context, layout, kind, states.elements, sync)
     each = 0.0
     if sent and sync.micros == layout.micros:  # messages of each micro-batch, if there are such
-        each = (sent - _exposed_seconds(context, layout, kind, held, sync._replace(micros=0))) / layout.micros
-    return LeastSeconds(once=(step + sums + sent - layout.micros * each) * (1 - ROUNDING), each=each * (1 - ROUNDING))
+        each = (sent - _exposed_seconds(context, layout, kind, states.elements, sync._replace(micros=0))) / layout.micros
+    return LeastSeconds(once=(states.step + states.sums + sent - layout.micros * each) * (1 - ROUNDING), each=each * (1 - ROUNDING))
 
 
 def _exposed_seconds(context: CostContext, layout: Layout, kind: StageKind, held: StageElements, sync: GradientSync) -> float:
-    return sum([row.exposed for row in data_traffic(context, layout, kind.layers, held, sync, inf, inf)])
+    return sum([each.exposed(inf, inf) for each in data_messages(context, layout, kind.layers, held, sync)])

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from ..costs.block_costs import BlockCosts
 from ..layout.layout import Layout, layer_partition
-from ..layout.schedule_of_run import schedule_of
 from ..layout.step_order import NOTHING, StepOrder, step_order
 from ..layout_cost import hop_seconds
 from ..part_seconds import part_seconds
@@ -29,9 +27,9 @@ class StepPaths:
     """The paths of a layout's step that are known: the longest of each partition that was timed."""
 
     def __init__(self, layout: Layout, blocks: BlockCosts) -> None:
-        schedule, self.parts = schedule_of(layout.parallel), len(layout.partition.parts)
+        schedule, self.parts = layout.schedule, len(layout.partition.parts)
         self._paths: list[Path] = []
-        self._send = hop_seconds(layout.parallel, layout.wires, blocks) / (2 * layout.chunks)
+        self._send = hop_seconds(layout, blocks) / (2 * layout.chunks)
         self._order = step_order(schedule, layout.mesh.pp, layout.micros, layout.parallel.chunks) if schedule.flushes else None
         kinds = self._order.durations if self._order else tuple((kind, part) for part in range(self.parts) for kind in "FB")
         one, two = (part_seconds(_with_equal_parts(layout, many), blocks) for many in (1, 2))
@@ -82,4 +80,4 @@ def longest_path(order: StepOrder, seconds: Sequence[float], send: float) -> tup
 
 def _with_equal_parts(layout: Layout, layers: int) -> Layout:
     parts = (layers,) * len(layout.partition.parts)
-    return replace(layout, partition=layer_partition(parts, chunks=layout.chunks, folded=layout.is_folded))
+    return layout._replace(partition=layer_partition(parts, chunks=layout.chunks, folded=layout.is_folded))
