@@ -68,10 +68,12 @@ def _ratio(ratio: float | None) -> str:
 def _print_rankings(scores: Sequence[Score]) -> None:
     found = rankings(scores)
     for each in found:
-        print(f"layouts: {each.name:70} {each.cases:3} regret {each.regret:5.1%} tau {each.tau:5.2f}")
+        print(f"layouts: {each.name:70} {each.cases:3} regret {each.regret:5.1%} tau {each.tau:5.2f} of {each.most:.2f}")
     if found:
-        regret, tau = mean(each.regret for each in found), mean(each.tau for each in found)
-        print(f"layouts: {len(found)} groups: mean regret {regret:.1%}, tau {tau:.2f}")
+        regret, tau, most = (mean(values) for values in zip(*[(each.regret, each.tau, each.most) for each in found], strict=True))
+        clear = [order for each in found for order in each.clear]
+        print(f"layouts: {len(found)} groups: mean regret {regret:.1%}, tau {tau:.2f} of {most:.2f}")
+        print(f"layouts: tau {mean(clear):.2f} over the {len(clear)} pairs of two layouts that differ by 3 % or more" if clear else "")
 
 
 def _print_bars(scores: Sequence[Score]) -> None:

@@ -41,6 +41,7 @@ MODULES: dict[str, tuple[Any, str]] = {
     "grouped": (op_seconds, "GROUPED"),
     "head_dim": (op_seconds, "HEAD_DIM"),
     "overlap": (block_costs, "OVERLAP_LOSS"),
+    "waits": (block_costs, "HOST_WAITS"),
     "contention": (dp, "CONTENTION"),
     "tail": (cost_context, "SLOWEST_RANK"),
     "step": (cost_context, "STEP_DISPATCHES"),

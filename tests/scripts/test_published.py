@@ -118,6 +118,18 @@ def test_a_choice_is_judged_by_what_the_chosen_layout_measured() -> None:
     (found,) = rankings(score(case, each) for case, each in zip(cases, predictions, strict=True))
     assert found.regret == 1.0
     assert found.tau == pytest.approx(1 / 3)
+    assert found.most == 1
+    assert sorted(found.clear) == [-1, 1, 1]
+
+
+def test_runs_of_one_layout_are_no_pair_to_be_ranked() -> None:
+    """A plan gives them the same time: no plan orders them. Two layouts whose times differ by less than repeats do are not clear."""
+    cases = [changed(id=name, parallel={"tp": tp, "dp": 8 // tp}) for name, tp in (("once", 1), ("again", 1), ("other", 2))]
+    for case, seconds in zip(cases, (1.0, 1.2, 1.22), strict=True):
+        case["derived"] = {"iter_time_s": seconds}
+    (found,) = rankings(score(case, predict(case)) for case in cases)
+    assert found.most == pytest.approx(2 / 3)
+    assert len(found.clear) == 1
 
 
 TITAN: dict[str, Any] = {

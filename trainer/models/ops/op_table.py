@@ -73,6 +73,8 @@ class Op:
     - `partial`: weights that every tensor-parallel rank holds whole, with the gradient of its own heads; each micro-batch adds these up,
       unless parallel.sequence sums the gradients of all such weights once a step.
     - `core`: selective recomputation runs it again (arXiv:2205.05198 section 5).
+    - `in_fours`: Megatron-LM's fused softmax takes four of these at a time; where they are no multiple of four, its parts are kernels of
+      their own (megatron/model/fused_softmax.py, `is_kernel_available`).
     - `reduces`: (dim, result): the ranks that split the dim add up the result. `enters`: the tensors that tensor-parallel ranks need
       whole, besides the inputs of column layers. `exchanges`: the tensors that travel between the ranks of the experts.
     """
@@ -89,6 +91,7 @@ class Op:
     exchanges: tuple[Tensor, ...] = ()
     partial: tuple[Tensor, ...] = ()
     core: bool = False
+    in_fours: Dims = ()
     kernels: int = 1
     eager_passes: float = 1.0
 

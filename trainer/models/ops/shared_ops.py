@@ -143,6 +143,7 @@ def _math_core(model: Model, train: Train) -> tuple[Op, ...]:
             saves_megatron=saves,
             saves_torch=saves,
             core=True,
+            in_fours=heads,
             kernels=2 if dropped else 1,
             eager_passes=2.0,  # scaling and masking are kernels of their own
         ),

@@ -18,10 +18,11 @@ from ..layout.mesh import Wires
 from .block_temporary_bytes import OpBytes, block_temporary_bytes, op_bytes
 from .elementwise import for_each, is_number, larger
 from .local_tensors import BlockSplit, LocalTensors, logits_bytes
-from .op_seconds import OpSeconds, op_seconds
+from .op_seconds import OpSeconds, op_kernels, op_seconds
 from .precision import widths
 from .roofline import DeviceRates, rates
 
+HOST_WAITS = 0.4  # share of short kernels' waits for the host that its lead does not cover, where device and host are equally slow
 OVERLAP_LOSS = 0.36  # share of a hidden message's time that the computation beside it loses, inside a block
 
 
@@ -165,7 +166,7 @@ def _block_cost(costs: SplitCosts, row: OpCosts, recompute: str) -> BlockCost:
     saved = stream if recompute == "full" else sum([each.saved for each, is_again in zip(row.bytes, repeats, strict=True) if not is_again])
     messages = tuple(_messages(row.messages, again, local.form))
     sent = sum([message.forward * (split.degree(message.axis) > 1) for message in messages])
-    compute = _compute_seconds(ops, again, sent, row.seconds, device) if device else ComputeSeconds()
+    compute = _compute_seconds(row, again, sent, device) if device else ComputeSeconds()
     message_forward, message_backward = _exposed_seconds(messages, split, costs.wires, compute)
     elements = row.elements
     return BlockCost(
@@ -238,17 +239,34 @@ def _messages(sent: list[OpMessage], again: tuple[Op, ...], form: ActivationForm
     yield from counts.values()
 
 
-def _compute_seconds(ops: tuple[Op, ...], again: tuple[Op, ...], sent: int, times: list[OpSeconds], device: DeviceRates) -> ComputeSeconds:
-    """Seconds of a block's ops, at least those that the host needs to dispatch them and the `sent` messages of forward."""
-    dispatched = sum([op.kernels for op in ops]) + sent
-    dispatched_again = dispatched if len(again) == len(ops) else sum([op.kernels for op in again])
-    recomputing = sum([time.forward for op, time in zip(ops, times, strict=True) if op in again])
-    backward = sum([time.input_gradients + time.weight_gradients for time in times])
+def _compute_seconds(row: OpCosts, again: tuple[Op, ...], sent: int, device: DeviceRates) -> ComputeSeconds:
+    """Seconds of a block's ops, as the host dispatches them and the `sent` messages of forward."""
+    times, host = row.seconds, [op_kernels(op, row.local) * device.dispatch for op in row.ops]
+    messages = sent * device.dispatch
+    recomputed = [(time.forward, each) for op, time, each in zip(row.ops, times, host, strict=True) if op in again]
+    backward = [time.input_gradients + time.weight_gradients for time in times]
     return ComputeSeconds(
-        forward=larger(sum([time.forward for time in times]), dispatched * device.dispatch),
-        backward=larger(backward, 2 * dispatched * device.dispatch) + larger(recomputing, dispatched_again * device.dispatch),
+        forward=dispatched_seconds([time.forward for time in times], host, messages),
+        backward=dispatched_seconds(backward, [2 * each for each in host], 2 * messages)
+        + dispatched_seconds(
+            [time for time, _ in recomputed], [each for _, each in recomputed], messages if len(again) == len(row.ops) else 0.0
+        ),
         weight_gradients=sum([time.weight_gradients for time in times]),
     )
+
+
+def dispatched_seconds(device: list[float], host: list[float], messages: float) -> float:
+    """Seconds of ops that take the device and the host so long, and the host `messages` beside them.
+
+    At best the larger of both sums: under long kernels the host gets ahead, and short ones do not wait for it. The closer the sums, the
+    less it gets ahead.
+    """
+    if not device:
+        return 0.0
+    computing, dispatching = sum(device), sum(host) + messages
+    longer = larger(computing, dispatching)
+    waits = sum([larger(*both) for both in zip(device, host, strict=True)]) + messages - longer
+    return longer + HOST_WAITS * waits * (computing + dispatching - longer) / longer
 
 
 def _exposed_seconds(messages: tuple[AxisMessage, ...], split: BlockSplit, wires: Wires, compute: ComputeSeconds) -> tuple[float, float]:

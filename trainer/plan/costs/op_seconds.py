@@ -9,6 +9,9 @@ from ..axes import tp
 from .local_tensors import LocalTensors
 from .roofline import GROUPED, POINTWISE_BACKWARD, DeviceRates, cast_seconds, memory_seconds, product_seconds
 
+# Softmax in parts, in float32: cast, scale, mask, softmax, cast back (Megatron-LM's forward_torch_softmax). The kernels that it has more
+# than the fused one, and what they move more, as a multiple of the scores: 36 bytes an element for 4.
+SOFTMAX_KERNELS, SOFTMAX_MOVES = 4, 16
 HEAD_DIM = 0.28  # fused attention of heads smaller than 128 elements loses rate with this power of their size
 
 
@@ -24,11 +27,25 @@ def op_seconds(op: Op, local: LocalTensors, device: DeviceRates) -> OpSeconds:
     """The seconds of an op: a product with weights, one without (attention), or kernels bound by memory."""
     product = op.product
     if product is None:
-        passes = 1.0 if device.fused else op.eager_passes
+        passes, parts = 1.0 if device.fused else op.eager_passes, softmax_parts(op, local)
         moved = passes * sum(local.bytes(tensor) for tensor in op.moves)
         kernels = passes * op.kernels
+        if op.in_fours:
+            moved, kernels = moved + parts * SOFTMAX_MOVES * local.bytes(op.moves[0]), kernels + parts * SOFTMAX_KERNELS
         return OpSeconds(memory_seconds(moved, kernels, device), memory_seconds(POINTWISE_BACKWARD * moved, kernels, device), 0.0)
     return _linear(op, product, local, device) if op.weights else _attention(product, local, device)
+
+
+def softmax_parts(op: Op, local: LocalTensors) -> int:
+    """Return 1 for a softmax that Megatron-LM computes in parts, since its fused kernel takes four heads' scores at a time; else 0."""
+    if not op.in_fours or local.form != "megatron":
+        return 0
+    return 1 * (local.count(op.in_fours) % 4 > 0)
+
+
+def op_kernels(op: Op, local: LocalTensors) -> int:
+    """Return the kernels of an op on a rank, as the host dispatches them."""
+    return op.kernels + softmax_parts(op, local) * SOFTMAX_KERNELS
 
 
 def _linear(op: Op, product: Product, local: LocalTensors, device: DeviceRates) -> OpSeconds:
