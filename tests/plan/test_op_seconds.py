@@ -72,3 +72,4 @@ def test_ops_beside_a_host_that_is_as_slow_take_longer_than_either() -> None:
     assert dispatched_seconds([0.0, 0.0], host, 1.0) == 5
     assert dispatched_seconds(device, [0.0, 0.0], 0.0) == 4
     assert dispatched_seconds([], [], 1.0) == 0
+    assert dispatched_seconds([0.0, 0.0], [0.0, 0.0], 0.0) == 0  # of ops that are not counted

@@ -23,6 +23,7 @@ from .precision import widths
 from .roofline import DeviceRates, rates
 
 HOST_WAITS = 0.4  # share of short kernels' waits for the host that its lead does not cover, where device and host are equally slow
+INSTANT = 1e-30  # seconds; less than any kernel takes, for ops that cost nothing
 OVERLAP_LOSS = 0.36  # share of a hidden message's time that the computation beside it loses, inside a block
 
 
@@ -266,7 +267,8 @@ def dispatched_seconds(device: list[float], host: list[float], messages: float) 
     computing, dispatching = sum(device), sum(host) + messages
     longer = larger(computing, dispatching)
     waits = sum([larger(*both) for both in zip(device, host, strict=True)]) + messages - longer
-    return longer + HOST_WAITS * waits * (computing + dispatching - longer) / longer
+    evenness = (computing + dispatching - longer) / larger(longer, INSTANT)  # 1: both sums are equal; 0: one of them is nothing
+    return longer + HOST_WAITS * waits * evenness
 
 
 def _exposed_seconds(messages: tuple[AxisMessage, ...], split: BlockSplit, wires: Wires, compute: ComputeSeconds) -> tuple[float, float]:
