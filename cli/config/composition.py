@@ -20,7 +20,7 @@ from ...trainer.spec.problem import Problem, Unreadable
 from ...trainer.spec.regular_file import expand_home, read_plain
 from ..arguments.overrides import Override
 from ..keys import library
-from . import hf_family
+from . import ask_transformers
 from .composition_problems import check_sizes_agree, composition_problem
 from .interrupts import raise_if_interrupted
 from .yaml_file import install_plain_source
@@ -158,8 +158,8 @@ def merge_hf_sizes(config: DictConfig, recipe: DictConfig, file: Path, user_valu
     recipe_model = plain_recipe.get("model") if isinstance(plain_recipe, dict) else None
     beside = {} if from_command_line else recipe_model if isinstance(recipe_model, dict) and "hf" in recipe_model else config.model
     source = _resolve_path(path, file, from_command_line=from_command_line)
-    is_hf = any(map(hf_family.is_hf_family, (user_values.get("model.family"), beside.get("family"))))
-    sizes = hf_family.model_keys(source) if is_hf or needs_family_hf(source) else read_hf_config(source)
+    is_hf = any(map(ask_transformers.is_hf_family, (user_values.get("model.family"), beside.get("family"))))
+    sizes = ask_transformers.model_keys(source) if is_hf or needs_family_hf(source) else read_hf_config(source)
     if beside is config.model:
         check_sizes_agree(sizes, config.model, file)
     config.model = OmegaConf.merge(sizes, beside, {"hf": str(source)})

@@ -16,7 +16,7 @@ from ..arguments.override_grammar import parse_override
 from ..arguments.overrides import Overrides, sort_overrides, sweep_layouts
 from ..keys import library
 from ..keys.keys import config_keys
-from . import hf_family
+from . import ask_transformers
 from .composition import RECIPE_NAME, Composer, apply_override, merge_hf_sizes, read_schedule, resolve_weights_path, select_value, to_plain
 from .composition_problems import composition_problem, device_name_problems, improve_problem
 from .family_defaults import fill_in_family
@@ -109,7 +109,7 @@ class Loader:
         elif memory:
             problems.append(memory)
         if isinstance(config.get("model"), dict):
-            problems += hf_family.fill_in_parameters(config["model"])
+            problems += ask_transformers.fill_in_parameters(config["model"])
         try:
             run = checked_run(config)
         except Unreadable as error:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ..pages.printing import print_output, print_unwritten
-from .recipe_parameters import ConfigDir
+from .common_options import ConfigDir
 
 
 def cp(

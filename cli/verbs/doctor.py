@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..pages.printing import print_error, print_output
+from .common_options import ConfigDir, recipe_and_overrides
 from .exit_status import FAILED, OK
-from .recipe_parameters import ConfigDir, recipe_and_overrides
 
 if TYPE_CHECKING:
     from ...trainer.launch.hosts.hostfile import Host

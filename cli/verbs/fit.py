@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .recipe_parameters import ConfigDir, RecipeAndOverrides, recipe_and_overrides
+from .common_options import ConfigDir, RecipeAndOverrides, recipe_and_overrides
 
 
 def fit(

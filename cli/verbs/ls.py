@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..pages.printing import print_output
-from .recipe_parameters import ConfigDir
+from .common_options import ConfigDir
 
 
 def ls(

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ..pages.printing import print_live_line, print_output, print_problems
-from .recipe_parameters import ConfigDir, RecipeAndOverrides
+from .common_options import ConfigDir, RecipeAndOverrides
 
 
 def prove(

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..pages.printing import print_error, print_json, print_live_line, print_output, print_problems, print_unwritten
+from .common_options import ConfigDir, RecipeAndOverrides, recipe_and_overrides
 from .exit_status import FAILED, OK
-from .recipe_parameters import ConfigDir, RecipeAndOverrides, recipe_and_overrides
 
 if TYPE_CHECKING:
     from ...trainer.plan.search.answer import Answer

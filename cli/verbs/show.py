@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from ..pages.printing import print_json, print_output, print_problems
+from .common_options import ConfigDir, RecipeAndOverrides, recipe_and_overrides
 from .exit_status import OK
-from .recipe_parameters import ConfigDir, RecipeAndOverrides, recipe_and_overrides
 
 
 def show(

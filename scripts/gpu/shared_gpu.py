@@ -13,7 +13,7 @@ from ...trainer.prove.fork_client import ForkServer
 from ...trainer.prove.judge import LayoutResult
 from ...trainer.prove.layouts import ONE_PROCESS, ProveLayout, run_in_layout
 from ...trainer.prove.plan_proof import Proof, shortened_run
-from ...trainer.prove.runs import run_proof
+from ...trainer.prove.prover import run_proof
 from ...trainer.prove.trial import Trial
 from .check_context import CheckContext
 from .finding import Finding

@@ -119,8 +119,8 @@ def _act(request: Mapping[str, Any], answer: int, log: Path, parent: int) -> NoR
             os.dup2(file, fd)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        actions = importlib.import_module("distrain.scripts.mutations.actions")
-        reply = actions.ACTIONS[request["action"]](**request["arguments"])
+        runs = importlib.import_module("distrain.scripts.mutations.mutant_runs")
+        reply = runs.ACTIONS[request["action"]](**request["arguments"])
         os.write(answer, json.dumps(reply).encode())
         return 0
 

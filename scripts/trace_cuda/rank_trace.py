@@ -32,8 +32,8 @@ from ...trainer.plan.compare_rank_messages import MessageRow
 from ...trainer.plan.layout.schedule_of_run import schedule_of
 from ...trainer.plan.mesh_position import mesh_position
 from ...trainer.spec.run import Run
-from .gpu_kernels import gpu_kernels
 from .live_bytes import LiveBytes, storage_bytes
+from .patch_gpu_kernels import gpu_kernels
 
 CUDA = torch.device("cuda", 0)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from distrain.cli.config import hf_family
+from distrain.cli.config import ask_transformers
 from distrain.cli.config.load import compose_config, load_recipe
 from distrain.cli.pages.plan_page import plan_text, verdict
 from distrain.cli.pages.text_layout import Style
@@ -216,7 +216,7 @@ def test_missing_transformers_is_reported_in_one_line(neox: Path, monkeypatch: p
     def absent(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(hf_family, "version", absent)
+    monkeypatch.setattr(ask_transformers, "version", absent)
     with pytest.raises(Unreadable) as caught:
         load_recipe("quickstart", words(neox, 1, 0))
     assert str(caught.value) == f"model.hf={neox} needs transformers, which is not installed: pip install 'distrain[hf]'"

@@ -13,8 +13,8 @@ from distrain.cli.config.load import load_recipe
 from distrain.cli.pages.plan_page import plan_text, verdict
 from distrain.cli.pages.report_page import drift_sentences
 from distrain.cli.pages.text_layout import Style
-from distrain.scripts.published import calibrate
-from distrain.scripts.published.fit import NAMES, held_out
+from distrain.scripts.published import calibrate_error_bars
+from distrain.scripts.published.fit_constants import NAMES, held_out
 from distrain.trainer.plan import error_bars
 from distrain.trainer.plan.error_bars import MEMORY_BARS, STEP_BARS, BarRule, Planned, memory_bar, step_bar
 from distrain.trainer.plan.plan import make_plan
@@ -139,9 +139,9 @@ def test_layouts_that_a_search_finds_have_the_bars_of_their_plans() -> None:
 # How the widths are chosen
 
 
-def evidence(ratios: list[float], sources: list[str]) -> calibrate.Calibration:
+def evidence(ratios: list[float], sources: list[str]) -> calibrate_error_bars.Calibration:
     values = np.array(ratios)
-    return calibrate.Calibration([planned(gpt())] * len(ratios), sources, values, values, values)
+    return calibrate_error_bars.Calibration([planned(gpt())] * len(ratios), sources, values, values, values)
 
 
 def any_rule(runs: int, low: float = 1.5, high: float = 1.5) -> BarRule:
@@ -151,43 +151,44 @@ def any_rule(runs: int, low: float = 1.5, high: float = 1.5) -> BarRule:
 def test_a_rule_asks_for_what_holds_nine_runs_in_ten() -> None:
     data = evidence([at / 100 for at in range(-9, 1)], ["one"] * 10)
     every = np.ones(10, dtype=bool)
-    assert calibrate.asked_factors(any_rule(10), every, data, both=True) == (exp(0.08), exp(0.08))
-    low, high = calibrate.asked_factors(any_rule(10), every, data, both=False)
+    assert calibrate_error_bars.asked_factors(any_rule(10), every, data, both=True) == (exp(0.08), exp(0.08))
+    low, high = calibrate_error_bars.asked_factors(any_rule(10), every, data, both=False)
     assert (low, high) == (1.0, exp(0.09))
 
 
 def test_of_a_kind_without_runs_each_source_counts_the_same() -> None:
     data = evidence([0.5, *[0.1] * 99], ["one", *["other"] * 99])
     every = np.ones(100, dtype=bool)
-    assert calibrate.asked_factors(any_rule(100), every, data, both=True)[0] == exp(0.1)
-    assert calibrate.asked_factors(any_rule(0), every, data, both=True)[0] == exp(0.5)
+    assert calibrate_error_bars.asked_factors(any_rule(100), every, data, both=True)[0] == exp(0.1)
+    assert calibrate_error_bars.asked_factors(any_rule(0), every, data, both=True)[0] == exp(0.5)
 
 
 def test_a_run_is_inside_between_its_plan_divided_and_multiplied() -> None:
     rules = [any_rule(4, low=1.2, high=2.0)]
     data = evidence([log(1.19), log(1.21), -log(1.99), -log(2.01)], ["one"] * 4)
-    assert list(calibrate.inside_bars(rules, data, data.fitted)) == [True, False, True, False]
+    assert list(calibrate_error_bars.inside_bars(rules, data, data.fitted)) == [True, False, True, False]
 
 
 def test_widths_chosen_without_a_source_are_held_against_its_runs() -> None:
     data = evidence([0.1, 0.1, 0.9], ["one", "other", "far"])
-    assert list(calibrate.inside_held_out_bars([any_rule(3)], data, both=True)) == [True, True, False]
+    assert list(calibrate_error_bars.inside_held_out_bars([any_rule(3)], data, both=True)) == [True, True, False]
 
 
 def test_the_share_of_cached_pieces_is_that_of_the_other_sources() -> None:
     """One source sees no cached pieces (slope 0); the others' ratios ask for a change of 0.1 and of 0.2 of what is reserved."""
     ratios, slopes = np.array([-0.1, -0.2, 0.0]), np.array([1.0, 1.0, 0.0])
-    assert list(calibrate.without_reserved_of_source(ratios, slopes, ["one", "other", "third"])) == pytest.approx([0.1, -0.1, 0.0])
+    found = calibrate_error_bars.without_reserved_of_source(ratios, slopes, ["one", "other", "third"])
+    assert list(found) == pytest.approx([0.1, -0.1, 0.0])
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="the published cases are not here")
 def test_the_widths_hold_nine_published_runs_in_ten_whose_source_was_left_out() -> None:
     cases = json.loads(SHARED.read_text())
-    for rules, figures in ((STEP_BARS, calibrate.of_steps), (MEMORY_BARS, calibrate.of_memory)):
+    for rules, figures in ((STEP_BARS, calibrate_error_bars.of_steps), (MEMORY_BARS, calibrate_error_bars.of_memory)):
         data = figures(cases)
-        assert calibrate.inside_bars(rules, data, data.without_source).mean() >= 0.9
+        assert calibrate_error_bars.inside_bars(rules, data, data.without_source).mean() >= 0.9
         for rule in rules:
-            inside = calibrate.of_rule(rule, rules, data)
+            inside = calibrate_error_bars.of_rule(rule, rules, data)
             if rule.runs:
                 assert (int(inside.sum()), len(set(np.array(data.sources)[inside]))) == (rule.runs, rule.sources)
 

@@ -11,7 +11,6 @@ from distrain.cli.verbs.prove_run import RecipeForRanks
 from distrain.trainer.prove.control_and_resume_trials import control_trial
 from distrain.trainer.prove.curve import Curve
 from distrain.trainer.prove.excluded_weights import zero_gradient_pattern
-from distrain.trainer.prove.exit_verdict import exit_verdict, rank_positions
 from distrain.trainer.prove.fork_client import JobResult
 from distrain.trainer.prove.judge import (
     LayoutResult,
@@ -24,6 +23,7 @@ from distrain.trainer.prove.judge import (
     rounding_grows,
     widened_tolerance,
 )
+from distrain.trainer.prove.judge_exits import exit_verdict, rank_positions
 from distrain.trainer.prove.plan_proof import ProveRequest, plan_proof
 from distrain.trainer.prove.trial import Trial
 

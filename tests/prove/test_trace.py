@@ -20,8 +20,8 @@ from distrain.cli.config.load import load_recipe
 from distrain.cli.verbs.prove_run import Printer, prove_recipe
 from distrain.trainer.layers.dropout import Dropout
 from distrain.trainer.layers.recompute import recompute
-from distrain.trainer.loop.trace.recorder import TRACED_MODULES, Recorder, is_traced
 from distrain.trainer.loop.trace.reference import ReferenceReader
+from distrain.trainer.loop.trace.tensor_recorder import TRACED_MODULES, Recorder, is_traced
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.prove.first_departure import (
     TensorDifference,

@@ -19,7 +19,7 @@ from ..spec.run import Run
 from ..system.atomic_file import write_atomically
 from .data.samples.sample_log import SampleLog
 from .throughput import ThroughputMeter
-from .trace.recorder import requested_trace
+from .trace.tensor_recorder import requested_trace
 from .training_setup import TrainingSetup
 
 TIMED_STEPS = 20  # of a pipeline without a flush whose actions are timed

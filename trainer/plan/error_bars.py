@@ -1,7 +1,8 @@
 """Error bars of planned figures: how far a measured run may lie from its plan, from the measured runs that are nearest to it.
 
 A bar holds for nine in ten runs of its rule when a run's whole source is left out of the fit of the constants; docs/published.md says how
-that is measured, and `python -m distrain.scripts.published.calibrate` prints this file's factors beside those that the runs ask for.
+that is measured, and `python -m distrain.scripts.published.calibrate_error_bars` prints this file's factors beside those that the runs
+ask for.
 """
 
 from __future__ import annotations

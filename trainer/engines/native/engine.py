@@ -23,7 +23,7 @@ from ...plan.costs.precision import widths
 from ...plan.layout.schedule_of_run import schedule_of
 from ...plan.layout.schedules import SCHEDULES, Schedule
 from ...plan.native.buckets import gradient_buckets, is_tied_over_stages
-from ...plan.native.sharded_rows import gathers_once
+from ...plan.native.dim0_shards import gathers_once
 from ...spec.run import Run
 from ..clipping import clip_divisor
 from ..engine import STEP_PARTS, Engine, ParameterPartitioner, ReadMicrobatch, StepResult

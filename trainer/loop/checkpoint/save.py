@@ -30,8 +30,8 @@ from .publish import (
     write_synced,
 )
 from .retention import free_bytes, frees_enough, needed_bytes, prune_checkpoints, remove_oldest
-from .save_clock import SaveClock, slowest_parts
 from .save_failure import Gather, SaveFailed, fault_text, gather_alone, run_on_all_ranks
+from .save_timers import SaveTimers, slowest_parts
 from .shard_file import ShardFile, write_shards
 from .slices import Shard, Slice
 
@@ -76,7 +76,7 @@ def save_shards(
     """
     owned, notes = list[Shard](), tuple[str, ...]()
     common: dict[str, Any] = {"folder": folder, "step": step, "rank": rank, "world": world, "gather": gather, "on_progress": on_progress}
-    first = _Save(**common, clock=SaveClock(), owned=owned)
+    first = _Save(**common, clock=SaveTimers(), owned=owned)
     try:
         try:
             return first.run(shards, dict(extra), keep)
@@ -99,7 +99,7 @@ class _Save:
     world: int
     gather: Gather
     on_progress: OnProgress
-    clock: SaveClock
+    clock: SaveTimers
     owned: list[Shard]  # the shards that this rank writes, filled as they are checked
 
     def run(self, shards: Iterable[Shard], extra: dict[str, Any], keep: int, notes: Sequence[str] = ()) -> SaveResult:

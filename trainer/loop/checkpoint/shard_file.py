@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...launch.rank.channel import OnProgress, ignore_text
-from .save_clock import SaveClock
+from .save_timers import SaveTimers
 from .slices import Shard, Slice
 
 # fmt: off
@@ -46,7 +46,7 @@ class ShardFile:
     sha256: str
 
 
-def write_shards(path: Path, shards: Iterable[Shard], clock: SaveClock, on_progress: OnProgress = ignore_text) -> ShardFile:
+def write_shards(path: Path, shards: Iterable[Shard], clock: SaveTimers, on_progress: OnProgress = ignore_text) -> ShardFile:
     """Write shards to a new file and fsync it. Raises OSError, and ValueError for an unknown dtype or a slice given twice."""
     ordered = sorted(shards, key=lambda shard: -shard.tensor.element_size())  # keeps every tensor aligned
     digest, size, waiting = hashlib.sha256(), 0, 0
@@ -67,7 +67,7 @@ def write_shards(path: Path, shards: Iterable[Shard], clock: SaveClock, on_progr
     return ShardFile(bytes=size, sha256=digest.hexdigest())
 
 
-def _hash(digest: hashlib._Hash, piece: bytes | memoryview, clock: SaveClock) -> None:
+def _hash(digest: hashlib._Hash, piece: bytes | memoryview, clock: SaveTimers) -> None:
     with clock.time_part("hash"):
         digest.update(piece)
 
@@ -77,7 +77,7 @@ def _sync(file: IO[bytes]) -> None:
     os.fsync(file.fileno())
 
 
-def _chunks(shards: list[Shard], clock: SaveClock) -> Iterator[bytes | memoryview]:
+def _chunks(shards: list[Shard], clock: SaveTimers) -> Iterator[bytes | memoryview]:
     yield _header(shards)
     for shard in shards:
         flat = shard.tensor.detach().reshape(-1)

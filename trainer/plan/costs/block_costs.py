@@ -16,8 +16,8 @@ from ..axes.message import AxisMessage
 from ..axes.weight_slices import HeadShards
 from ..layout.mesh import Wires
 from .block_temporary_bytes import OpBytes, block_temporary_bytes, op_bytes
-from .elementwise import for_each, is_number, larger
 from .local_tensors import BlockSplit, LocalTensors, logits_bytes
+from .number_or_array import for_each, is_number, larger
 from .op_seconds import OpSeconds, op_kernels, op_seconds
 from .precision import widths
 from .roofline import DeviceRates, rates

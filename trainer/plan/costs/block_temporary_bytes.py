@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from ...models.ops.op_table import Op, Tensor
 from ..axes import tp
-from .elementwise import larger
 from .local_tensors import LocalTensors, saved_bytes
+from .number_or_array import larger
 
 LOGITS_AT_A_TIME = {"cpu": 1 << 20, "cuda": 1 << 26}  # that the loss makes float32 (trainer/layers/cross_entropy.py)
 CHUNK_TENSORS, ONE_CHUNK_TENSORS = 3, 2  # float32 tensors of a chunk: a result and an operand, beside the softmax of the chunk before

@@ -12,7 +12,7 @@ from ...models.ops.shared_ops import STREAM
 from ...spec.run import Parallel
 from ..axes import AXES, tp
 from ..axes.axis import ActivationForm, Axis
-from .elementwise import for_each, is_number
+from .number_or_array import for_each, is_number
 
 
 class BlockSplit(NamedTuple):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ...spec.run import Device, Precision
-from .elementwise import is_number, larger
+from .number_or_array import is_number, larger
 from .precision import COMPUTES
 
 # Tiles of output that one multiprocessor computes (rows, columns) and the share of the best rate that each reaches: a smaller tile reads

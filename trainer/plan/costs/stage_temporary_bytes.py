@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..layout.layout import StageKind
 from .block_costs import BlockCosts
 from .cost_context import CostContext
-from .elementwise import larger
+from .number_or_array import larger
 
 
 def stage_temporary_bytes(context: CostContext, blocks: BlockCosts, kind: StageKind) -> int:

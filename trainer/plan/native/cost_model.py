@@ -19,8 +19,8 @@ from ..layout.layout import Layout, StageKind
 from ..layout.mesh import Mesh
 from ..layout.schedule_of_run import delay_of
 from .buckets import gradient_buckets, sharing_ranks
+from .dim0_shards import gathers_once, padded_elements, rows_of_size, stage_rows
 from .receives import receives_ahead
-from .sharded_rows import gathers_once, padded_elements, rows_of_size, stage_rows
 
 COPIED_SHARD = "gradients of the shard, which other ranks own too"
 FLOAT64_BYTES, INT64_BYTES = 8, 8

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ...spec.run import Parallel
 from ..costs.block_costs import BlockCost, BlockCosts
 from ..costs.cost_context import CostContext
-from ..costs.elementwise import larger
+from ..costs.number_or_array import larger
 from ..layout.layout import LayerPartition, StageKind
 from ..layout.schedule_of_run import schedule_of
 from ..layout_of_run import stage_partition

@@ -1,6 +1,6 @@
 """The error bars that measured runs ask for, beside those of trainer/plan/error_bars.py, and how many runs lie inside.
 
-    python -m distrain.scripts.published.calibrate CASES.json
+    python -m distrain.scripts.published.calibrate_error_bars CASES.json
 
 A rule asks for the factors that hold nine in ten runs of its kind, each predicted by constants fitted without its source: of a step time
 the same factor both ways, of memory one for each way, with one run in twenty beyond each. Memory has one fitted constant, `RESERVED`, which
@@ -21,7 +21,7 @@ import numpy as np
 from ...trainer.plan.error_bars import MEMORY_BARS, STEP_BARS, BarRule, Planned
 from . import predict as predict_module
 from .case_runs import Case, runs_of_case
-from .fit import Constants, folds_of, held_out, log_ratios, slopes_of, sources_of
+from .fit_constants import Constants, folds_of, held_out, log_ratios, slopes_of, sources_of
 from .measured import peak_bytes, step_seconds
 from .predict import predict
 

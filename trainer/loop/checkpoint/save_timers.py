@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from time import perf_counter
 
 
-class SaveClock:
+class SaveTimers:
     """Sums the seconds of each part of a save; parts that overlap are each counted in full."""
 
     def __init__(self) -> None:

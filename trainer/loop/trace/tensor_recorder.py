@@ -24,8 +24,8 @@ from ...plan.axes.weight_slices import WeightShard
 from ...prove.excluded_weights import zero_gradient_pattern
 from ...prove.first_departure import LAYER_PARTS, MODEL_PARTS, TensorKind
 from ...spec.run import Run
-from .comparison import ReferenceComparison, is_comparable
 from .reference import ReferenceWriter
+from .tensor_comparison import ReferenceComparison, is_comparable
 
 TRACED_MODULES = re.compile(rf"{'|'.join(MODEL_PARTS)}|norm|head|layers\.\d+(\.({'|'.join(map(re.escape, filter(None, LAYER_PARTS)))}))?")
 POSITIONS = "positions"  # whose output has one row for all sequences, and so no gradient of one sequence

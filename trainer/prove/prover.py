@@ -16,7 +16,6 @@ from .compare_trial_messages import compare_trial_messages, message_differences
 from .control_and_resume_trials import move_midway_checkpoint
 from .curve import Curve, read_curve
 from .executed_actions import action_difference
-from .exit_verdict import exit_verdict
 from .fork_client import ForkServer, JobResult
 from .judge import (
     LayoutResult,
@@ -30,6 +29,7 @@ from .judge import (
     widened_tolerance,
     with_differences,
 )
+from .judge_exits import exit_verdict
 from .locate import locate_departure, remove_reference_trace
 from .plan_proof import Proof, without_evaluation
 from .samples import sample_problem

@@ -1,6 +1,6 @@
 """Fit the constants of step times to published runs, and print the errors as fitted, cross-validated and by leave-one-source-out.
 
-    python -m distrain.scripts.published.fit CASES.json
+    python -m distrain.scripts.published.fit_constants CASES.json
 
 Each constant is today's times a factor, whose logarithm has a prior. The sum of absolute errors is minimised around today's constants on
 linearised predictions (a Gauss-Newton step, reweighted). A held-out case is predicted by the fit to the others, with priors that know

@@ -36,12 +36,12 @@ def prove(layouts: Sequence[str] | None = None, record: bool = False) -> dict[st
         RECORD.unlink(missing_ok=True)
         LineRecorder(ROOT, RECORD)
     from ...cli.verbs.prove_run import RecipeForRanks
-    from ...trainer.prove import runs
+    from ...trainer.prove import prover
     from ...trainer.prove.fork_client import ServerGone
     from ...trainer.prove.plan_proof import NothingToProve, ProveRequest, plan_proof
 
-    runs.PATIENCE = PATIENCE
-    vars(runs)["locate_departure"] = lambda *_: ""  # where it departs is not asked
+    prover.PATIENCE = PATIENCE
+    vars(prover)["locate_departure"] = lambda *_: ""  # where it departs is not asked
     recipe = RecipeForRanks(RECIPE, [f"log.dir={Path.cwd() / 'proofs'}"], None)
     try:
         proof = plan_proof(ProveRequest(), recipe.run(), recipe.run_on)
@@ -66,7 +66,7 @@ def prove(layouts: Sequence[str] | None = None, record: bool = False) -> dict[st
             raise Found(f"{name}: {result.verdict}: {result.reason}")
 
     try:
-        result = runs.run_proof(proof, on_result, lambda _: None)
+        result = prover.run_proof(proof, on_result, lambda _: None)
     except Found as found:
         return {"found": str(found), **results}
     except ServerGone as error:
