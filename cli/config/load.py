@@ -45,7 +45,7 @@ def compose_config(conf: str, overrides: Sequence[str] = (), config_dir: Path | 
 
 
 def compose_configs(conf: str, several: Sequence[Sequence[str]], config_dir: Path | None = None) -> list[dict[str, Any]]:
-    """Return the composed config of a recipe with each of several lists of overrides, as `compose_config` does; Hydra composes it once."""
+    """Return what `compose_config` does for each of several lists of overrides; Hydra composes a recipe once for each choice of options."""
     loader, configs = Loader(config_dir), list[dict[str, Any]]()
     for overrides in several:
         config, problems = loader.compose(conf, overrides)

@@ -124,8 +124,8 @@ def test_a_process_that_does_not_end_is_killed_with_all_that_it_started(copy: Co
 def test_a_test_that_computes_without_end_is_found_without_waiting_for_the_limit_of_all(copy: Copy, tmp_path: Path) -> None:
     test = tmp_path / "test_loops.py"
     test.write_text("def test_passes():\n    pass\n\n\ndef test_loops():\n    while True:\n        pass\n")
-    actions = copy.root / "scripts" / "mutations" / "mutant_runs.py"
-    copy.plant("scripts/mutations/mutant_runs.py", actions.read_text().replace("BUSY_SECONDS = 40.0", "BUSY_SECONDS = 0.5"))
+    source = copy.root / "scripts" / "mutations" / "mutant_runs.py"
+    copy.plant("scripts/mutations/mutant_runs.py", source.read_text().replace("BUSY_SECONDS = 40.0", "BUSY_SECONDS = 0.5"))
     found = copy.ask("tests", seconds=100.0, names=[str(test)])
     copy.restore("scripts/mutations/mutant_runs.py")
     assert found["found"].endswith("test_loops.py::test_loops")

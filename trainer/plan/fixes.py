@@ -17,7 +17,7 @@ from .layout.mesh import replica_size
 from .layout.schedule_of_run import schedule_of
 from .result import Memory
 from .rules.broken_rule import BrokenRule
-from .rules.rules import OF_RUN, broken_rules
+from .rules.rules import broken_rules
 
 SHOWN = 3  # fixes shown for one problem
 NEAREST = 2  # layouts shown for a limit of an engine
@@ -150,7 +150,8 @@ def _combined_changes(changes: list[Change], size: int) -> Iterator[Change]:
 
 
 class _ChangedPeaks:
-    """Peak bytes of a run under changes. Those that change the same keys beside the layout's share an estimator, and so its costs."""
+    """Peak bytes of a run under changes. Changes of parallel.* and the micro-batch alone share an estimator, which keeps their costs; each
+    set of other keys has an estimator of its own."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -175,8 +176,10 @@ class _ChangedPeaks:
         """The estimator of the changed run; None where it breaks a rule in every layout."""
         key = tuple([pair for pair in change if not pair[0].startswith("parallel.") and pair[0] != "train.microbatch"])
         if key not in self._estimators:
-            broken = broken_rules(changed, changed.parallel, changed.train.microbatch, OF_RUN)
-            self._estimators[key] = None if broken else Estimator(changed)
+            try:
+                self._estimators[key] = Estimator(changed)
+            except ValueError:
+                self._estimators[key] = None
         return self._estimators[key]
 
 

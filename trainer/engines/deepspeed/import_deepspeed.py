@@ -12,7 +12,7 @@ import torch
 
 def import_deepspeed() -> Any:
     """Import DeepSpeed quietly. On a CPU, mark all of its compiled ops incompatible, so that it compiles none unasked, and leave out the
-    ranges that its functions mark for NVIDIA's profiler: a twentieth of a tiny rank's CPU time."""
+    ranges that its functions mark for NVIDIA's profiler: 4 % of a tiny rank's CPU time."""
     warnings.simplefilter("ignore")
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -76,7 +76,7 @@ def save_shards(
     """
     owned, notes = list[Shard](), tuple[str, ...]()
     common: dict[str, Any] = {"folder": folder, "step": step, "rank": rank, "world": world, "gather": gather, "on_progress": on_progress}
-    first = _Save(**common, clock=SaveTimers(), owned=owned)
+    first = _Save(**common, timers=SaveTimers(), owned=owned)
     try:
         try:
             return first.run(shards, dict(extra), keep)
@@ -99,7 +99,7 @@ class _Save:
     world: int
     gather: Gather
     on_progress: OnProgress
-    clock: SaveTimers
+    timers: SaveTimers
     owned: list[Shard]  # the shards that this rank writes, filled as they are checked
 
     def run(self, shards: Iterable[Shard], extra: dict[str, Any], keep: int, notes: Sequence[str] = ()) -> SaveResult:
@@ -107,7 +107,7 @@ class _Save:
         path = step_path(self.folder, self.step)
         temporary = hidden_name(path, "tmp")
         with _remove_on_failure(temporary if self.rank == 0 else None):
-            with self.clock.time_part("check"):
+            with self.timers.time_part("check"):
                 checks = self._run_on_all_ranks(lambda: self._prepare(path, temporary, shards, extra))
             if len(checks) != self.world:
                 raise ValueError(f"{len(checks)} ranks of {self.world} are saving: gather must reach all of them")
@@ -116,9 +116,9 @@ class _Save:
             self._check_room(checks)
             temporary = self.folder / checks[0]["temporary"]
             written = self._run_on_all_ranks(lambda: self._write(temporary))
-            with self.clock.time_part("publish"):
+            with self.timers.time_part("publish"):
                 self._run_on_all_ranks(lambda: self._publish(temporary, path, written, extra))
-        with self.clock.time_part("remove"):
+        with self.timers.time_part("remove"):
             notes = [*notes, *(self._prune(keep) if self.rank == 0 else [])]
         return self._result(path, size=sum(file["bytes"] for each in written for file in each["files"].values()), notes=notes)
 
@@ -162,7 +162,7 @@ class _Save:
         files: dict[str, Any] = {}
         rows: list[dict[str, Any]] = []
         for name, shards in shards_by_file(self.rank, self.owned):
-            file = write_shards(folder / name, shards, self.clock, self.on_progress)
+            file = write_shards(folder / name, shards, self.timers, self.on_progress)
             files[name] = vars(file)
             rows += [{"slice": vars(each.slice), "dtype": str(each.tensor.dtype).removeprefix("torch."), "file": name} for each in shards]
         return {"files": files, "rows": rows}
@@ -187,8 +187,8 @@ class _Save:
             return [f"older checkpoints could not be listed: {fault_text(error)}"]
 
     def _result(self, path: Path, *, size: int = 0, fresh: bool = True, notes: Iterable[str] = ()) -> SaveResult:
-        clocks = [json.loads(line) for line in self.gather(json.dumps(self.clock.seconds()))]
-        return SaveResult(path=path, step=self.step, bytes=size, seconds=slowest_parts(clocks), fresh=fresh, notes=tuple(notes))
+        durations = [json.loads(line) for line in self.gather(json.dumps(self.timers.seconds()))]
+        return SaveResult(path=path, step=self.step, bytes=size, seconds=slowest_parts(durations), fresh=fresh, notes=tuple(notes))
 
 
 @contextmanager

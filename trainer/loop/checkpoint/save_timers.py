@@ -29,10 +29,10 @@ class SaveTimers:
         return {**self._seconds, "total": perf_counter() - self._began}
 
 
-def slowest_parts(clocks: Iterable[Mapping[str, float]]) -> dict[str, float]:
+def slowest_parts(durations: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Return the seconds of each part on the rank that took longest for it."""
     longest: dict[str, float] = defaultdict(float)
-    for clock in clocks:
-        for name, seconds in clock.items():
+    for each in durations:
+        for name, seconds in each.items():
             longest[name] = max(longest[name], seconds)
     return dict(longest)

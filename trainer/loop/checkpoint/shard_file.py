@@ -46,29 +46,29 @@ class ShardFile:
     sha256: str
 
 
-def write_shards(path: Path, shards: Iterable[Shard], clock: SaveTimers, on_progress: OnProgress = ignore_text) -> ShardFile:
+def write_shards(path: Path, shards: Iterable[Shard], timers: SaveTimers, on_progress: OnProgress = ignore_text) -> ShardFile:
     """Write shards to a new file and fsync it. Raises OSError, and ValueError for an unknown dtype or a slice given twice."""
     ordered = sorted(shards, key=lambda shard: -shard.tensor.element_size())  # keeps every tensor aligned
     digest, size, waiting = hashlib.sha256(), 0, 0
     with path.open("xb") as file, ThreadPoolExecutor(1) as hasher:
-        for piece in _chunks(ordered, clock):
-            hashed = hasher.submit(_hash, digest, piece, clock)
-            with clock.time_part("write"):
+        for piece in _chunks(ordered, timers):
+            hashed = hasher.submit(_hash, digest, piece, timers)
+            with timers.time_part("write"):
                 file.write(piece)
             hashed.result()
             size, waiting = size + len(piece), waiting + len(piece)
             if waiting >= SYNC_BYTES:
-                with clock.time_part("sync"):
+                with timers.time_part("sync"):
                     _sync(file)
                 waiting = 0
             on_progress("write")
-        with clock.time_part("sync"):
+        with timers.time_part("sync"):
             _sync(file)
     return ShardFile(bytes=size, sha256=digest.hexdigest())
 
 
-def _hash(digest: hashlib._Hash, piece: bytes | memoryview, clock: SaveTimers) -> None:
-    with clock.time_part("hash"):
+def _hash(digest: hashlib._Hash, piece: bytes | memoryview, timers: SaveTimers) -> None:
+    with timers.time_part("hash"):
         digest.update(piece)
 
 
@@ -77,12 +77,12 @@ def _sync(file: IO[bytes]) -> None:
     os.fsync(file.fileno())
 
 
-def _chunks(shards: list[Shard], clock: SaveTimers) -> Iterator[bytes | memoryview]:
+def _chunks(shards: list[Shard], timers: SaveTimers) -> Iterator[bytes | memoryview]:
     yield _header(shards)
     for shard in shards:
         flat = shard.tensor.detach().reshape(-1)
         for start in range(0, len(flat), WRITE_BYTES // flat.element_size()):
-            with clock.time_part("copy"):
+            with timers.time_part("copy"):
                 piece = flat[start : start + WRITE_BYTES // flat.element_size()].to("cpu").contiguous()
             # torch calls a tensor of one element contiguous at any stride, and then can't view its bytes
             yield piece.as_strided(piece.shape, (1,)).view(torch.uint8).numpy().data

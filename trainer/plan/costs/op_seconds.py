@@ -40,7 +40,7 @@ def softmax_parts(op: Op, local: LocalTensors) -> int:
     """Return 1 for a softmax that Megatron-LM computes in parts, since its fused kernel takes four heads' scores at a time; else 0."""
     if not op.in_fours or local.form != "megatron":
         return 0
-    return 1 * (local.count(op.in_fours) % 4 > 0)
+    return 1 * (local.count(op.in_fours) % 4 > 0)  # elementwise where the split is of arrays
 
 
 def op_kernels(op: Op, local: LocalTensors) -> int:
