@@ -60,6 +60,7 @@ def _baseline(name: str) -> GpuCheck:
 MACHINE = "machine"
 CHECKS = (
     GpuCheck(name=MACHINE, seconds=60, function=f"{ROOM}.ceilings:measure_ceilings"),
+    GpuCheck(name="kernels", seconds=60, function=f"{ROOM}.kernel_rates:compare_kernels"),
     GpuCheck(name="families", seconds=90, function=f"{ROOM}.losses:train_families"),
     GpuCheck(name="precisions", seconds=90, function=f"{ROOM}.losses:compare_precisions"),
     GpuCheck(name="zero", seconds=120, function=f"{ROOM}.losses:train_zero_stages"),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...trainer.rundir.measured import read_measured_run
 from .check_context import CheckContext
 from .finding import Finding
 from .fit_runs import FitRun, fit
+from .kernel_table import busy_seconds, longest_kernels, read_events
 
 MEMORY_GOAL, TIME_GOAL = 0.03, 0.10  # shares of the plan
 
@@ -29,8 +30,13 @@ class PlannedRun:
         return (*self.words, *STEPS, *REHEARSAL, *(("model.kv_heads=2", "model.head_dim=16") if self.grouped else ()))
 
 
-STEPS = ("data=synthetic", "train.steps=10", "train.tokens=null", "optim.warmup=0", "checkpoint.final=false")
 # fmt: off
+PROFILED = 11  # the last step, which is profiled and not timed
+KERNELS = 40  # that are kept, by seconds
+STEPS = (
+    "data=synthetic", f"train.steps={PROFILED}", "train.tokens=null", "optim.warmup=0", "checkpoint.final=false",
+    f"log.profile=[{PROFILED},{PROFILED}]",
+)
 REHEARSAL = (
     "model.layers=2", "model.hidden=64", "model.heads=4", "model.ffn=192", "model.vocab=256", "train.seq=64", "train.precision=fp32",
     "train.gradients=auto", "train.compile=false",
@@ -74,8 +80,9 @@ def compare_with_plan(context: CheckContext, name: str) -> Finding:
     """Train a configuration, and compare its memory and step time with the plan: on a CPU its memory by kind, and no time."""
     planned = PLANNED[name]
     run = FitRun(name=f"plan.{name.replace(' ', '.')}", recipe=planned.recipe, words=planned.overrides(context))
-    trained = fit(run, context)
-    row, memory = trained.rows[-1], read_measured_run(trained.folder).memory
+    whole = fit(run, context)
+    trained = replace(whole, rows=whole.rows[: PROFILED - 1])
+    row, memory, events = trained.rows[-1], read_measured_run(trained.folder).memory, read_events(trained.folder)
     figures: dict[str, Any] = {
         "recipe": planned.recipe,
         "words": [*context.words(), "parallel.dp=1", *run.words],
@@ -87,6 +94,8 @@ def compare_with_plan(context: CheckContext, name: str) -> Finding:
         "planned_memory_peak": row.get("planned_memory_peak"),
         "mfu": row.get("mfu"),
         "tokens_per_second": trained.step_tokens / trained.step_seconds,
+        "busy seconds": busy_seconds(events),
+        "kernels: launches, seconds": longest_kernels(events, 1, KERNELS),
     }
     return Finding(figures=figures, departures=tuple(plan_departures(figures)))
 

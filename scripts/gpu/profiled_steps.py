@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from typing import Any
 
 from .check_context import CheckContext
 from .finding import Finding
 from .fit_runs import FitRun, fit
+from .kernel_table import longest_kernels, read_events
 from .planned_runs import PLANNED
 
 # What the host calls to wait for the device; reading a number from it calls the first.
@@ -22,8 +21,7 @@ def trace_steps(context: CheckContext) -> Finding:
     planned = PLANNED["gpt2_124m"]
     words = (*planned.overrides(context), f"log.profile=[{TRACED[0]},{TRACED[1]}]")
     trained = fit(FitRun(name="traced", recipe=planned.recipe, words=words), context)
-    (file,) = (trained.folder / "trace").glob("*.json")
-    events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+    events = read_events(trained.folder)
     steps = TRACED[1] - TRACED[0] + 1
     kinds = Counter(str(event.get("cat")) for event in events if event.get("ph") == "X")
     names = Counter(str(event.get("name")) for event in events if event.get("ph") == "X")
@@ -38,16 +36,7 @@ def trace_steps(context: CheckContext) -> Finding:
             "seconds of kernels a step": busy,
             "waits a step": waits,
             "waits by call": {each: names[each] / steps for each in WAITS},
-            "longest kernels": _longest(events),
+            "longest kernels: launches, seconds": longest_kernels(events, steps, 10),
         },
         departures=tuple(departures),
     )
-
-
-def _longest(events: list[dict[str, Any]]) -> dict[str, float]:
-    """Return seconds by kernel, of the ten that took longest."""
-    seconds = Counter[str]()
-    for event in events:
-        if event.get("cat") == "kernel":
-            seconds[str(event["name"])[:80]] += event["dur"] / 1e6
-    return dict(seconds.most_common(10))

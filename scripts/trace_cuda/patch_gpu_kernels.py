@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...trainer.layers import attention, core_attention, experts, feed_forward, norms
+from ...trainer.layers import attention, core_attention, experts, feed_forward, loss_kernels, norms
 from ...trainer.layers.group import Group
 from ...trainer.models.moe import module as moe
 
@@ -26,6 +26,7 @@ def gpu_kernels(routed: int, *, compiled: bool = False) -> Iterator[None]:
 
     - Attention in bf16 or fp16 without a mask: FlashAttention-2, which takes grouped heads. Otherwise the memory-efficient kernel.
     - RMSNorm: one kernel, which saves its input and one float32 a row, as `_RMSNorm` does.
+    - The loss: a kernel for each pass, which torch's compiler makes where it finds triton.
     - SiLU's backward: one kernel, which a compiled layer does not call.
     - Between the ranks of experts each rank sends as many of its `routed` rows to every other.
     """
@@ -35,6 +36,7 @@ def gpu_kernels(routed: int, *, compiled: bool = False) -> Iterator[None]:
         patch.object(core_attention, "causal_lower_right", LowerRight),
         patch.object(norms, "rms_norm", norms._RMSNorm.apply),
         patch.dict(feed_forward.ACTIVATIONS, {} if compiled else dict.fromkeys(("silu", "swiglu"), SiLU.apply)),
+        patch.object(loss_kernels, "has_loss_kernels", lambda device: device.type == "cuda"),
         patch.object(moe, "plan_exchange", partial(even_exchange, routed=routed)),
     ):
         yield

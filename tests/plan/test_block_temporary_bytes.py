@@ -12,7 +12,10 @@ from distrain.trainer.spec.run import Device, Model
 
 H, F, V, S = 1024, 4096, 50000, 2048
 LLAMA: dict[str, Any] = {"family": "llama", "norm": "rmsnorm", "act": "swiglu", "positions": "rope", "kv_heads": 8, "ffn": F}
-CUDA = Device(**{name: getattr(DEVICE, name) for name in ("name", "memory", "bandwidth", "peak", "units", "context")}, kind="cuda")
+CUDA, CPU = (
+    Device(**{name: getattr(DEVICE, name) for name in ("name", "memory", "bandwidth", "peak", "units", "context")}, kind=kind)  # type: ignore[arg-type]
+    for kind in ("cuda", "cpu")
+)
 
 
 def held(model: Model, stage: int = -1, ranks: int = 1, **changes: Any) -> MemoryBytes:
@@ -21,16 +24,23 @@ def held(model: Model, stage: int = -1, ranks: int = 1, **changes: Any) -> Memor
     return memory_of(run_of(model, ranks, **keys | changes)).stages[stage].bytes
 
 
-def test_the_loss_makes_the_logits_gradient_from_some_rows_in_float32_at_a_time() -> None:
+def test_on_a_gpu_the_logits_gradient_takes_the_logits_place() -> None:
+    """The head's backward then holds the gradients of its input and of its weight beside them; the loss's float32 of each row is gone."""
+    model = gpt(1, 64, 4, vocab=V, dropout=0.0, tied=False)
+    assert held(model).temporary == 2 * (S * 64 + 64 * V) - 4 * S
+
+
+def test_on_a_cpu_the_loss_makes_the_logits_gradient_from_some_rows_in_float32_at_a_time() -> None:
     """Two chunks of float32 where one has all rows, else three: the softmax of the chunk before is alive while the next is made."""
     model = gpt(1, 64, 4, vocab=V, dropout=0.0, tied=False)
-    few, many = S * V * 2 // 4, S * V * 2
-    assert held(model, train__seq=S // 4).temporary == few + 2 * (S // 4 * V * 4)
-    assert held(model).temporary == many + 3 * (2**26 // V * V * 4)
+    few, rows = 16, 2**20 // V
+    cpu = {"cluster__device": CPU, "train__precision": "fp32", "engine": "native"}
+    assert held(model, train__seq=few, **cpu).temporary == few * V * 4 + 2 * (few * V * 4)
+    assert held(model, **cpu).temporary == S * V * 4 + 3 * (rows * V * 4)
 
 
 def test_the_planned_chunks_of_logits_are_those_of_the_loss() -> None:
-    assert LOGITS_AT_A_TIME == cross_entropy._CHUNK
+    assert LOGITS_AT_A_TIME == cross_entropy._CHUNK["cpu"]
 
 
 def test_a_gated_feed_forwards_backward_holds_three_wide_gradients_and_has_freed_one() -> None:

@@ -140,13 +140,15 @@ def without_saves(table: OpTable, name: str) -> OpTable:
     return replace(table, layer=tuple(replace(op, saves_torch=()) if op.name == name else op for op in table.layer))
 
 
-@pytest.mark.parametrize("error", ["a norm keeps nothing", "the logits' gradient is not made", "one micro-batch more is in flight"])
+@pytest.mark.parametrize(
+    "error", ["a norm keeps nothing", "the logits' gradient has a place of its own", "one micro-batch more is in flight"]
+)
 def test_an_error_in_the_plan_is_found(error: str, answers: Mapping[int, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     match error:
         case "a norm keeps nothing":
             monkeypatch.setattr(cost_context, "op_table", lambda run: without_saves(op_table(run), "norm1"))
-        case "the logits' gradient is not made":
-            monkeypatch.setattr(block_temporary_bytes, "_loss_bytes", lambda *_: 1)
+        case "the logits' gradient has a place of its own":
+            monkeypatch.setattr(block_temporary_bytes, "_loss_bytes", lambda logits, local, device: local.bytes(logits))
         case _:
             monkeypatch.setattr(trace_process, "in_flight", lambda layout, stage: in_flight(layout, stage) + 1)
     assert [number for number in answers if not is_planned(JOBS[number], answers[number])]

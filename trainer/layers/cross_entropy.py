@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from . import loss_kernels
 from .float32 import at_least_float32
 from .tensor_parallel import TensorParallel, all_reduce
 
@@ -18,45 +19,63 @@ IGNORED = -100  # a label that the loss does not count, as torch.nn.functional.c
 _CHUNK = {"cpu": 1 << 20, "cuda": 1 << 26}  # logits that are float32 at a time: what fits a cache, what fills a GPU
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, vocab: int, tp: TensorParallel | None = None) -> Tensor:
+def cross_entropy(logits: Tensor, labels: Tensor, vocab: int, tp: TensorParallel | None = None, *, keep_logits: bool = False) -> Tensor:
     """Return the sum of -log softmax(logits [B, S, V]) at the labels [B, S] that count, over the first `vocab` tokens; float32.
 
-    With `tp` each rank has the logits of its part of the vocabulary, and all ranks return the sum.
+    With `tp` each rank has the logits of its part of the vocabulary, and all ranks return the sum. On a GPU backward writes the logits'
+    gradient in their place, unless `keep_logits`: then in a copy, for a caller whose own backward reads them.
     """
-    loss: Tensor = _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), vocab, tp)  # type: ignore[no-untyped-call]
+    loss: Tensor = _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), vocab, tp, keep_logits)  # type: ignore[no-untyped-call]
     return loss
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Saves the logits as they came and one float32 per row. Converts some rows at a time to float32, never all of them."""
+    """Saves the logits as they came and one float32 per row. On a GPU each pass is one kernel (loss_kernels.py); elsewhere it converts some
+    rows at a time to float32, never all of them."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, vocab: int, tp: TensorParallel | None) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, vocab: int, tp: TensorParallel | None, keep_logits: bool) -> Tensor:
         ctx.first = tp.group.rank * logits.shape[1] if tp else 0
         ctx.width = max(0, min(vocab - ctx.first, logits.shape[1]))  # of this rank's logits, those that are not padding
+        ctx.keep_logits = keep_logits
         log_sum, label_logit = _row_statistics(logits, labels - ctx.first, ctx.width, tp)
         ctx.save_for_backward(logits, labels, log_sum)
         return torch.where(labels == IGNORED, 0.0, log_sum - label_logit).sum()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, labels, log_sum = ctx.saved_tensors
-        width = ctx.width
-        logits_grad = torch.zeros_like(logits) if width < logits.shape[1] else torch.empty_like(logits)
-        for rows in _chunks(logits):
-            label = labels[rows, None]  # [rows, 1]
-            softmax = torch.exp(at_least_float32(logits[rows, :width]) - log_sum[rows, None])
-            here = (label >= ctx.first) & (label < ctx.first + width)
-            if width:
-                softmax.scatter_add_(1, (label - ctx.first).clamp(0, width - 1), -here.to(softmax.dtype))
-            logits_grad[rows, :width] = softmax.mul_((label != IGNORED) * grad)
-        return logits_grad, None, None, None
+        scale = (labels != IGNORED) * grad
+        if loss_kernels.has_loss_kernels(logits.device):
+            given = logits.clone() if ctx.keep_logits else logits
+            try:
+                loss_kernels.loss_gradient(given, labels - ctx.first, log_sum, scale, ctx.width)
+                return given, None, None, None, None
+            except Exception as error:  # torch's compiler raises many kinds
+                if not loss_kernels.gave_up(error):
+                    raise
+        return _gradient_in_chunks(logits, labels - ctx.first, log_sum, scale, ctx.width), None, None, None, None
+
+
+def _gradient_in_chunks(logits: Tensor, local: Tensor, log_sum: Tensor, scale: Tensor, width: int) -> Tensor:
+    """Return the gradient of logits [R, V], (softmax - one-hot label) x scale, some rows in float32 at a time."""
+    logits_grad = torch.zeros_like(logits) if width < logits.shape[1] else torch.empty_like(logits)
+    for rows in _chunks(logits):
+        label = local[rows, None]  # [rows, 1]
+        softmax = torch.exp(at_least_float32(logits[rows, :width]) - log_sum[rows, None])
+        here = (label >= 0) & (label < width)
+        if width:
+            softmax.scatter_add_(1, label.clamp(0, width - 1), -here.to(softmax.dtype))
+        logits_grad[rows, :width] = softmax.mul_(scale[rows, None])
+    return logits_grad
 
 
 def _row_statistics(logits: Tensor, local: Tensor, width: int, tp: TensorParallel | None) -> tuple[Tensor, Tensor]:
     """Return (log-sum-exp over the whole vocabulary, the label's logit) of each row [R]; `local` are labels counted from this rank's
     first token."""
+    if found := _statistics_in_one_kernel(logits, local, width):
+        return _sum_ranks(*found, tp)
     here = (local >= 0) & (local < width)
     log_sum, label_logit = (at_least_float32(logits.new_zeros(logits.shape[0])) for _ in range(2))
     if tp is None:
@@ -76,6 +95,29 @@ def _row_statistics(logits: Tensor, local: Tensor, width: int, tp: TensorParalle
     for rows in _chunks(logits) if width else []:
         total[rows] = torch.exp(at_least_float32(logits[rows, :width]) - largest[rows, None]).sum(-1)
     all_reduce(total, tp.group)
+    return total.log_().add_(largest), all_reduce(label_logit, tp.group)
+
+
+def _statistics_in_one_kernel(logits: Tensor, local: Tensor, width: int) -> loss_kernels.RowStatistics | None:
+    """Return this rank's largest logit, sum of exp(logit - largest) and label's logit of each row; None where no kernel gives them."""
+    if not (width and loss_kernels.has_loss_kernels(logits.device)):
+        return None
+    try:
+        found: loss_kernels.RowStatistics = loss_kernels.loss_rows(logits, local, width)
+    except Exception as error:  # torch's compiler raises many kinds
+        if not loss_kernels.gave_up(error):
+            raise
+        return None
+    return found
+
+
+def _sum_ranks(largest: Tensor, total: Tensor, label_logit: Tensor, tp: TensorParallel | None) -> tuple[Tensor, Tensor]:
+    """Return what `_row_statistics` does, of this rank's largest logits, sums of exp(logit - largest) and labels' logits [R]."""
+    if tp is None:
+        return total.log_().add_(largest), label_logit
+    own = largest.clone()
+    all_reduce(largest, tp.group, dist.ReduceOp.MAX)
+    all_reduce(total.mul_(torch.exp(own - largest)), tp.group)
     return total.log_().add_(largest), all_reduce(label_logit, tp.group)
 
 

@@ -45,7 +45,7 @@ def join_ranks(kind: str) -> World:
 
 def leave_ranks() -> None:
     """Leave the process group, all ranks together: without the barrier some would close connections that others still read from."""
-    dist.barrier()
+    dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
     dist.destroy_process_group()
 
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from time import perf_counter
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from ..kernel_table import longest_kernels, read_events
 
 WARM_UP, TIMED = 3, 7  # steps
+KERNELS = 40  # that are kept, by seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +36,12 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """Median seconds of a step, bytes of torch's allocator at most, losses by step."""
+    """Median seconds of a step, bytes of torch's allocator at most, losses by step; [launches, seconds] by kernel of one more step."""
 
     step_seconds: float
     memory_peak: int
     losses: tuple[float, ...]
+    kernels: dict[str, list[float]]
 
 
 def random_batch(sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -62,7 +69,7 @@ def make_step(optimizer: torch.optim.Optimizer, micros: int, loss_of_micro: Call
 
 
 def time_steps(step: Callable[[], Tensor], device: torch.device) -> Timed:
-    """Take steps, each of which returns its loss, and time those after WARM_UP."""
+    """Take steps, each of which returns its loss, time those after WARM_UP, and profile one more."""
     seconds, losses = list[float](), list[float]()
     for number in range(WARM_UP + TIMED):
         if number == 1 and device.type == "cuda":
@@ -71,4 +78,11 @@ def time_steps(step: Callable[[], Tensor], device: torch.device) -> Timed:
         losses.append(float(step()))  # waits for the device
         seconds.append(perf_counter() - began)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    return Timed(step_seconds=median(seconds[WARM_UP:]), memory_peak=peak, losses=tuple(losses))
+    with TemporaryDirectory() as folder:
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+        with profile(activities=activities) as profiled:
+            float(step())
+        (Path(folder) / "trace").mkdir()
+        profiled.export_chrome_trace(f"{folder}/trace/step.json")
+        kernels = longest_kernels(read_events(Path(folder)), 1, KERNELS)
+    return Timed(step_seconds=median(seconds[WARM_UP:]), memory_peak=peak, losses=tuple(losses), kernels=kernels)

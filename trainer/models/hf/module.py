@@ -32,7 +32,7 @@ class CausalLM(nn.Module):
     def forward(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return (sum of the losses, number of labels that count) of tokens [B, S] and labels [B, S]; -100 labels do not count."""
         logits = self.logits(tokens)
-        return cross_entropy(logits, labels, logits.shape[-1]), (labels != IGNORED).sum()
+        return cross_entropy(logits, labels, logits.shape[-1], keep_logits=True), (labels != IGNORED).sum()
 
     def logits(self, tokens: Tensor) -> Tensor:
         """Return the logits [B, S, V] of the token after each of `tokens`."""

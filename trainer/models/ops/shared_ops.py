@@ -276,6 +276,7 @@ def head(model: Model, *, bias: bool = False) -> tuple[Op, ...]:
             reduces=(("vocab", per_token), ("vocab", per_token), ("vocab", per_token)),
             kernels=3,
             eager_passes=1.5,
+            own_kernels=((logits,), (logits, logits)),  # the gradient takes the logits' place
         ),
     )
 

@@ -11,25 +11,26 @@ from typing import NamedTuple
 
 from ...models.ops.op_table import Op, Tensor
 from ..axes import tp
-from .local_tensors import LocalTensors, saved_bytes
+from .local_tensors import LocalTensors, logits_bytes, saved_bytes
 from .number_or_array import larger
 
-LOGITS_AT_A_TIME = {"cpu": 1 << 20, "cuda": 1 << 26}  # that the loss makes float32 (trainer/layers/cross_entropy.py)
+LOGITS_AT_A_TIME = 1 << 20  # that the loss makes float32 on a CPU (trainer/layers/cross_entropy.py)
 CHUNK_TENSORS, ONE_CHUNK_TENSORS = 3, 2  # float32 tensors of a chunk: a result and an operand, beside the softmax of the chunk before
 RANDOM_BITS = 12  # bytes an element of a dropout mask while it is drawn: three int32 tensors
 
 
 class OpBytes(NamedTuple):
-    """Bytes of an op: those that it saves for backward, and those that its backward and its forward hold while they run."""
+    """Bytes of an op: those that it saves for backward, logits apart, and those that its backward and its forward hold while they run."""
 
     saved: int
+    logits: int
     backward: int
     forward: int
 
 
 def op_bytes(op: Op, local: LocalTensors, device: str) -> OpBytes:
     """The bytes of an op of a block on one rank, for one micro-batch, on a kind of device."""
-    return OpBytes(saved_bytes(op, local), _backward_bytes(op, local, device), _forward_bytes(op, local))
+    return OpBytes(saved_bytes(op, local), logits_bytes(op, local), _backward_bytes(op, local, device), _forward_bytes(op, local))
 
 
 def block_temporary_bytes(ops: list[OpBytes], again: list[bool], stream: int, *, residual: bool) -> int:
@@ -49,7 +50,7 @@ def block_temporary_bytes(ops: list[OpBytes], again: list[bool], stream: int, *,
         if repeats:
             saved_again -= op.saved
         else:
-            freed += op.saved
+            freed += op.saved + op.logits
     return most
 
 
@@ -71,9 +72,11 @@ def _backward_bytes(op: Op, local: LocalTensors, device: str) -> int:
 
 
 def _loss_bytes(logits: Tensor, local: LocalTensors, device: str) -> int:
-    """Bytes of the logits' gradient, which the loss makes from some rows in float32 at a time."""
+    """Bytes of the logits' gradient: on a GPU it takes the logits' place, on a CPU it is made from some rows in float32 at a time."""
+    if device != "cpu":
+        return 0
     elements, row = local.count(logits.dims), local.count(("vocab",))
-    chunk = larger(1, LOGITS_AT_A_TIME[device] // row) * row
+    chunk = larger(1, LOGITS_AT_A_TIME // row) * row
     return local.bytes(logits) + 4 * (CHUNK_TENSORS * chunk * (chunk < elements) + ONE_CHUNK_TENSORS * elements * (chunk >= elements))
 
 

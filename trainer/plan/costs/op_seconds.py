@@ -26,6 +26,9 @@ class OpSeconds(NamedTuple):
 def op_seconds(op: Op, local: LocalTensors, device: DeviceRates) -> OpSeconds:
     """The seconds of an op: a product with weights, one without (attention), or kernels bound by memory."""
     product = op.product
+    if op.own_kernels and local.form != "megatron" and not device.even:
+        forward, backward = (memory_seconds(sum(map(local.bytes, moved)), 1, device) for moved in op.own_kernels)
+        return OpSeconds(forward, backward, 0.0)
     if product is None:
         passes, parts = 1.0 if device.fused else op.eager_passes, softmax_parts(op, local)
         moved = passes * sum(local.bytes(tensor) for tensor in op.moves)
@@ -76,8 +79,13 @@ def _attention(product: Product, local: LocalTensors, device: DeviceRates) -> Op
     groups = local.count(product.groups)
     if product.fused:
         flops = 2.0 * rows * inner * sum(local.count(dims) for dims in product.outers) * groups * product.computed
-        forward = flops / (device.flash * min(1.0, (inner / 128) ** HEAD_DIM)) + device.launch
+        forward = attention_seconds(flops, inner, device)
         return OpSeconds(forward, product.backward * forward, 0.0)
     outer = local.count(product.outers[0])
     forward = product_seconds(rows, outer, inner, groups, local.activation, device.other, device)
     return OpSeconds(forward, product.backward * forward, 0.0)
+
+
+def attention_seconds(flops: float, head_dim: int, device: DeviceRates) -> float:
+    """Seconds of a fused attention kernel that computes so many FLOPs."""
+    return flops / (device.flash * min(1.0, (head_dim / 128) ** HEAD_DIM)) + device.launch

@@ -1,0 +1,144 @@
+"""The check of kernels: seconds of matrix products, attention and sums of sizes that models have, beside what a plan takes for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import exp, log
+from statistics import mean
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ...cli.config.load import load_recipe
+from ...trainer.plan.costs.op_seconds import attention_seconds
+from ...trainer.plan.costs.roofline import DeviceRates, memory_seconds, product_seconds, rates
+from .check_context import CheckContext
+from .finding import CheckBroken, Finding
+
+SECONDS = 0.2  # for which one kernel is measured
+PRODUCTS = (  # rows, inner, columns: of layers forward, of their weights' gradients, of heads; then one dim after another
+    (12288, 768, 2304), (12288, 768, 768), (12288, 768, 3072), (12288, 3072, 768), (768, 12288, 3072), (12288, 768, 50304),
+    (8192, 1600, 4800), (8192, 1600, 6400), (8192, 6400, 1600), (1600, 8192, 6400), (16384, 1600, 6400),
+    (4096, 4096, 4096), (4096, 4096, 1024), (4096, 4096, 14336), (4096, 14336, 4096), (4096, 4096, 28672), (14336, 4096, 4096),
+    (8192, 2048, 8192), (8192, 8192, 2048), (8192, 2048, 128256),
+    (512, 4096, 4096), (1024, 4096, 4096), (2048, 4096, 4096), (8192, 4096, 4096), (16384, 4096, 4096),
+    (8192, 128, 8192), (8192, 256, 8192), (8192, 512, 8192), (8192, 1024, 8192), (8192, 16384, 8192),
+)  # fmt: skip
+ATTENTION = (  # sequences, query heads, key heads, head size, tokens
+    (12, 12, 12, 64, 1024), (16, 25, 25, 64, 1024), (2, 32, 8, 64, 4096), (4, 32, 32, 128, 1024), (2, 32, 8, 128, 2048),
+    (1, 32, 8, 128, 4096), (1, 32, 8, 128, 8192), (1, 8, 2, 128, 32768),
+)  # fmt: skip
+EXPERTS = ((8, 8192, 4096, 14336), (8, 8192, 14336, 4096), (64, 32768, 2048, 1408))  # experts, rows in all, inner, columns
+COPIES = (1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28, 1 << 30)  # bytes of one tensor
+SMALL = 16  # by which a rehearsal divides dims
+
+
+class Timed(NamedTuple):
+    """A kernel's name and sizes, seconds as measured and as planned."""
+
+    name: str
+    measured: float
+    planned: float
+
+
+def compare_kernels(context: CheckContext) -> Finding:
+    """Time kernels one after another; figures are [measured, planned] seconds by name, and the mean of measured / planned by kind."""
+    device = torch.device("cuda" if context.on_gpu else "cpu")
+    run = load_recipe("gpt2_124m_1gpu", (*context.words(), "parallel.dp=1", f"train.precision={'bf16' if context.on_gpu else 'fp32'}"))
+    planned = rates(run.cluster.device, run.train.precision, fused=True)
+    if planned is None:
+        raise CheckBroken(f"no rates of {run.cluster.device.name} are known")
+    shrink, found = 1 if context.on_gpu else SMALL, dict[str, list[Timed]]()
+    with torch.device(device):
+        for time_kind in (_products, _experts, _attention, _copies) if context.on_gpu else (_products, _copies):
+            for each in time_kind(planned, shrink):
+                found.setdefault(each.name.split()[0], []).append(each)
+    return Finding(
+        figures={
+            "measured / planned": {kind: exp(mean(log(each.measured / each.planned) for each in some)) for kind, some in found.items()},
+            "seconds, measured and planned": {each.name: [each.measured, each.planned] for some in found.values() for each in some},
+        }
+    )
+
+
+def _products(planned: DeviceRates, shrink: int) -> Iterator[Timed]:
+    dtype = torch.bfloat16 if shrink == 1 else torch.float32
+    for sizes in PRODUCTS:
+        rows, inner, columns = (max(16, each // shrink) for each in sizes)
+        one, other = torch.randn(rows, inner, dtype=dtype), torch.randn(columns, inner, dtype=dtype).t()
+        yield Timed(
+            f"product {rows} x {inner} x {columns}",
+            _seconds(lambda one=one, other=other: torch.mm(one, other)),  # type: ignore[misc]
+            product_seconds(rows, columns, inner, 1, one.element_size(), planned.linear, planned),
+        )
+
+
+def _experts(planned: DeviceRates, shrink: int) -> Iterator[Timed]:
+    """Products of experts that get equally many rows."""
+    for experts, rows, inner, columns in EXPERTS:
+        one = torch.randn(rows, inner, dtype=torch.bfloat16)
+        other = torch.randn(experts, columns, inner, dtype=torch.bfloat16).transpose(1, 2)
+        ends = torch.arange(1, experts + 1, dtype=torch.int32) * (rows // experts)
+        grouped = getattr(F, "grouped_mm", None) or torch._grouped_mm
+        yield Timed(
+            f"experts {experts} x {rows // experts} x {inner} x {columns}",
+            _seconds(lambda one=one, other=other, ends=ends, grouped=grouped: grouped(one, other, offs=ends)),  # type: ignore[misc]
+            product_seconds(rows // experts, columns, inner, experts, 2, planned.linear, planned),
+        )
+
+
+def _attention(planned: DeviceRates, shrink: int) -> Iterator[Timed]:
+    """Causal attention forward, and forward with backward."""
+    for batch, heads, key_heads, size, tokens in ATTENTION:
+        shapes = ((batch, tokens, each, size) for each in (heads, key_heads, key_heads))
+        query, key, value = (torch.randn(shape, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for shape in shapes)
+        gradient = torch.randn(batch, tokens, heads, size, dtype=torch.bfloat16).transpose(1, 2)
+
+        def forward(query: Any = query, key: Any = key, value: Any = value, grouped: bool = heads != key_heads) -> Any:
+            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
+
+        def both(inputs: Any = (query, key, value), gradient: Any = gradient, forward: Callable[[], Any] = forward) -> Any:
+            return torch.autograd.grad(forward(), inputs, gradient)
+
+        pairs = batch * heads * tokens**2 // 2
+        says = f"{batch} x {heads}/{key_heads} x {size} x {tokens}"
+        once = attention_seconds(4.0 * pairs * size, size, planned)
+        with torch.no_grad():
+            ahead = _seconds(forward)
+        yield Timed(f"attention {says}", ahead, once)
+        yield Timed(f"attention-backward {says}", _seconds(both) - ahead, 2.5 * once)
+
+
+def _copies(planned: DeviceRates, shrink: int) -> Iterator[Timed]:
+    """The sum of two tensors: three are moved."""
+    for size in COPIES:
+        one, other = (torch.zeros(size // shrink**2 // 2, dtype=torch.bfloat16) for _ in range(2))
+        out = torch.empty_like(one)
+        yield Timed(
+            f"sum of {2 * one.numel()} bytes",
+            _seconds(lambda one=one, other=other, out=out: torch.add(one, other, out=out)),  # type: ignore[misc]
+            memory_seconds(6.0 * one.numel(), 1, planned),
+        )
+
+
+def _seconds(act: Callable[[], object]) -> float:
+    """Return the seconds of a call on the device, the mean of as many as fit into SECONDS, which are launched without waiting."""
+    act()
+    act()
+    calls, taken = 1, 0.0
+    while taken < SECONDS / 2:
+        calls = max(2 * calls, min(4096, int(calls * SECONDS / taken))) if taken else 4
+        _wait()
+        began = perf_counter()
+        for _ in range(calls):
+            act()
+        _wait()
+        taken = perf_counter() - began
+    return taken / calls
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

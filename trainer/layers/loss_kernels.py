@@ -1,0 +1,92 @@
+"""The passes of cross entropy over a rank's logits on a GPU, each one kernel that torch's compiler makes.
+
+Forward reads each logit once; backward reads it once and writes its gradient in its place. In separate kernels, some rows in float32 at a
+time, they would move seven times the bytes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .float32 import at_least_float32
+
+# V logits of this rank with vocabulary padding, of which the first `width` count; R rows
+
+RowStatistics = tuple[Tensor, Tensor, Tensor]
+
+_broken = list[str]()  # why torch's compiler could not make a kernel
+
+
+def row_statistics(logits: Tensor, local: Tensor, width: int) -> RowStatistics:
+    """Return of each row of logits [R, V] its largest logit, the sum of exp(logit - largest), and the logit of its label `local` [R],
+    0 where that is not among the first `width`: float32 [R]. `width` is at least 1."""
+    x = at_least_float32(logits[:, :width])
+    largest = x.amax(-1, keepdim=True)
+    total = (x - largest).exp().sum(-1, keepdim=True)
+    label = x.gather(1, local.clamp(0, width - 1)[:, None])[:, 0]
+    return largest[:, 0], total[:, 0], torch.where((local >= 0) & (local < width), label, 0.0)
+
+
+def write_gradient(logits: Tensor, local: Tensor, log_sum: Tensor, scale: Tensor, width: int) -> None:
+    """Replace logits [R, V] by their gradient, (softmax - one-hot label) x scale, 0 of padding; the other tensors are [R]."""
+    column, label = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device), local.to(torch.int32)
+    softmax = torch.exp(at_least_float32(logits) - log_sum[:, None])
+    gradient = torch.where(column == label[:, None], softmax - 1, softmax) * scale[:, None]
+    logits.copy_(torch.where(column < width, gradient, 0.0))
+
+
+@cache
+def compiled(passes: Callable[..., Any]) -> Callable[..., Any]:
+    """Return one of the functions above as torch's compiler makes it: for each vocabulary, and for any number of rows."""
+    return torch.compile(passes, fullgraph=True)
+
+
+def _run(passes: Callable[..., Any], logits: Tensor, *further: Any) -> Any:
+    """Run a function: compiled on a GPU; on a CPU, where only traces and tests call it, as it is written."""
+    if not logits.is_cuda:
+        return passes(logits, *further)
+    torch._dynamo.mark_static(logits, 1)  # type: ignore[no-untyped-call]
+    for each in (logits, *further):
+        if isinstance(each, Tensor):
+            torch._dynamo.maybe_mark_dynamic(each, 0)  # type: ignore[no-untyped-call]
+    return compiled(passes)(logits, *further)
+
+
+@torch.library.custom_op("distrain::loss_rows", mutates_args=())
+def loss_rows(logits: Tensor, local: Tensor, width: int) -> RowStatistics:
+    """`row_statistics` in one kernel."""
+    found: RowStatistics = _run(row_statistics, logits, local, width)
+    return found
+
+
+@loss_rows.register_fake
+def _(logits: Tensor, local: Tensor, width: int) -> RowStatistics:
+    largest, total, label = (at_least_float32(logits.new_empty(logits.shape[0])) for _ in range(3))
+    return largest, total, label
+
+
+@torch.library.custom_op("distrain::loss_gradient", mutates_args=("logits",))
+def loss_gradient(logits: Tensor, local: Tensor, log_sum: Tensor, scale: Tensor, width: int) -> None:
+    """`write_gradient` in one kernel."""
+    _run(write_gradient, logits, local, log_sum, scale, width)
+
+
+def has_loss_kernels(device: torch.device) -> bool:
+    """Whether the kernels run on a device: a GPU with triton, for which torch's compiler has not failed."""
+    return device.type == "cuda" and not _broken and find_spec("triton") is not None
+
+
+def gave_up(error: Exception) -> bool:
+    """Note that torch's compiler could not make a kernel, and say so in the rank's log; False where the device is merely out of memory."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    _broken.append(type(error).__name__)
+    print(f"torch's compiler can't make the loss's kernels ({_broken[0]}): separate kernels move more bytes", file=sys.stderr)
+    return True
