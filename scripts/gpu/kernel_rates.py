@@ -47,7 +47,7 @@ def compare_kernels(context: CheckContext) -> Finding:
     """Time kernels one after another; figures are [measured, planned] seconds by name, and the mean of measured / planned by kind."""
     device = torch.device("cuda" if context.on_gpu else "cpu")
     run = load_recipe("gpt2_124m_1gpu", (*context.words(), "parallel.dp=1", f"train.precision={'bf16' if context.on_gpu else 'fp32'}"))
-    planned = rates(run.cluster.device, run.train.precision, fused=True)
+    planned = rates(run.cluster.device, run.train.precision, fused=True, own=True)
     if planned is None:
         raise CheckBroken(f"no rates of {run.cluster.device.name} are known")
     shrink, found = 1 if context.on_gpu else SMALL, dict[str, list[Timed]]()
@@ -104,11 +104,11 @@ def _attention(planned: DeviceRates, shrink: int) -> Iterator[Timed]:
 
         pairs = batch * heads * tokens**2 // 2
         says = f"{batch} x {heads}/{key_heads} x {size} x {tokens}"
-        once = attention_seconds(4.0 * pairs * size, size, planned)
+        ahead_planned, back_planned = attention_seconds(4.0 * pairs * size, size, tokens, 2.5, planned)
         with torch.no_grad():
             ahead = _seconds(forward)
-        yield Timed(f"attention {says}", ahead, once)
-        yield Timed(f"attention-backward {says}", _seconds(both) - ahead, 2.5 * once)
+        yield Timed(f"attention {says}", ahead, ahead_planned)
+        yield Timed(f"attention-backward {says}", _seconds(both) - ahead, back_planned)
 
 
 def _copies(planned: DeviceRates, shrink: int) -> Iterator[Timed]:

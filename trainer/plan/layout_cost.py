@@ -48,7 +48,8 @@ def layout_cost(context: CostContext, layout: Layout) -> LayoutCost:
 
 def layout_blocks(context: CostContext, layout: Layout) -> BlockCosts:
     """The costs of a layout's blocks, cached by their split."""
-    return context.block_costs(block_split(layout.parallel, layout.microbatch, layout.form, fused=layout.fused), layout.wires)
+    parallel, hooks = layout.parallel, cost_model(layout.engine).hooks(layout.parallel)
+    return context.block_costs(block_split(parallel, layout.microbatch, layout.form, fused=layout.fused, hooks=hooks), layout.wires)
 
 
 def peak_bytes(layout: Layout, kinds: list[StageCost]) -> tuple[int, int]:

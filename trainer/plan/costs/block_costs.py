@@ -105,6 +105,7 @@ class OpCosts(NamedTuple):
     messages: list[OpMessage]
     elements: BlockElements
     logits: int
+    hooks: int  # operators' worth of host time that an engine's hooks take a weight and pass
 
 
 class SplitCosts:
@@ -113,7 +114,8 @@ class SplitCosts:
     def __init__(self, run: Run, table: OpTable, split: BlockSplit, wires: Wires) -> None:
         """The costs of one split of a run's model; its recomputation is not read."""
         self.table, self.split, self.wires = table, split, wires
-        self.device = rates(run.cluster.device, run.train.precision, fused=split.fused)
+        self.device = rates(run.cluster.device, run.train.precision, fused=split.fused, own=split.form != "megatron")
+        self.gradient = widths(run.train).gradient
         self.kind = "cpu" if run.cluster.device.kind == "cpu" else "cuda"
         self.local = self._local_tensors(run, split.form)
         outside = self._local_tensors(run, "torch") if split.form == "compiled" else self.local
@@ -141,7 +143,7 @@ class SplitCosts:
         )
 
     def _ops(self, ops: tuple[Op, ...], local: LocalTensors) -> OpCosts:
-        times = [op_seconds(op, local, self.device) for op in ops] if self.device else []
+        times = [op_seconds(op, local, self.device, self.gradient) for op in ops] if self.device else []
         logits = sum([logits_bytes(op, local) for op in ops])
         sent = [
             OpMessage(op, axis.sums_results, each)
@@ -151,7 +153,7 @@ class SplitCosts:
             for each in axis.messages(op, local)
         ]
         held = [op_bytes(op, local, self.kind) for op in ops]
-        return OpCosts(ops, local, times, held, sent, _elements(ops, local, self.split), logits)
+        return OpCosts(ops, local, times, held, sent, _elements(ops, local, self.split), logits, self.split.hooks)
 
     def _local_tensors(self, run: Run, form: ActivationForm) -> LocalTensors:
         multiple, activation = run.model.vocab_multiple, widths(run.train).activation
@@ -242,7 +244,8 @@ def _messages(sent: list[OpMessage], again: tuple[Op, ...], form: ActivationForm
 
 def _compute_seconds(row: OpCosts, again: tuple[Op, ...], sent: int, device: DeviceRates) -> ComputeSeconds:
     """Seconds of a block's ops, as the host dispatches them and the `sent` messages of forward."""
-    times, host = row.seconds, [op_kernels(op, row.local) * device.dispatch for op in row.ops]
+    hooks = row.hooks
+    times, host = row.seconds, [(op_kernels(op, row.local) + hooks * len(op.weights)) * device.dispatch for op in row.ops]
     messages = sent * device.dispatch
     recomputed = [(time.forward, each) for op, time, each in zip(row.ops, times, host, strict=True) if op in again]
     backward = [time.input_gradients + time.weight_gradients for time in times]

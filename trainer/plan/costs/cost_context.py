@@ -29,7 +29,9 @@ class CostContext:
         self.table: OpTable = op_table(run)
         self.widths = widths(run.train)
         self.states = state_bytes(run.optim)
-        self.rates = rates(run.cluster.device, run.train.precision, fused=False) if self.table.has_costs else None
+        self.rates, self.own_rates = (
+            rates(run.cluster.device, run.train.precision, fused=False, own=own) if self.table.has_costs else None for own in (False, True)
+        )
         self.world = run.cluster.nodes * run.cluster.gpus
         self.capacity = 0 if run.cluster.device.memory == "auto" else int(run.cluster.device.memory)
         self.device_context = int(run.cluster.device.context)
@@ -77,7 +79,7 @@ class CostContext:
         return found
 
     def _split_costs(self, split: BlockSplit, wires: Wires, in_node: tuple[int, ...]) -> SplitCosts:
-        key = (split.degrees, split.overlapped, split.sequence, split.microbatch, split.form, split.fused, in_node)
+        key = (split.degrees, split.overlapped, split.sequence, split.microbatch, split.form, split.fused, split.hooks, in_node)
         found = self._splits.get(key)
         if found is None:
             found = self._splits[key] = SplitCosts(self.run, self.table, split, wires)

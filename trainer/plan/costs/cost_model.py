@@ -80,6 +80,10 @@ class CostModel:
     simulates_uneven = False
     """Whether a step is simulated whose closed form holds only if a forward and both halves of a backward take equally long."""
 
+    def hooks(self, parallel: Parallel) -> int:
+        """Return the host time of the engine's hooks for each weight in a forward pass, in operators; in backward it is twice that."""
+        return 0
+
     def gradient_path(self, context: CostContext, parallel: Parallel, micros: int) -> dp.GradientSync:
         """Return how gradients and weights travel on the data axis, for `micros` micro-batches a step.
 

@@ -25,6 +25,7 @@ class BlockSplit(NamedTuple):
     microbatch: int
     form: ActivationForm
     fused: bool
+    hooks: int  # of the engine: host time of each weight in a pass, in operators
 
     def degree(self, axis: str) -> int:
         """The degree of an axis; 1 for one that does not split blocks."""
@@ -36,7 +37,7 @@ def _block_axes(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
     return tuple(sorted([axis for axis in reversed(axes) if axis.messages], key=lambda axis: axis.within is not None))
 
 
-def block_split(parallel: Parallel, microbatch: int, form: ActivationForm, *, fused: bool) -> BlockSplit:
+def block_split(parallel: Parallel, microbatch: int, form: ActivationForm, *, fused: bool, hooks: int = 0) -> BlockSplit:
     """The split of a layout's blocks. Axes within another come last."""
     splitting = [axis for axis in _block_axes(tuple(AXES.values())) if axis.degree(parallel) > 1]
     return BlockSplit(
@@ -47,6 +48,7 @@ def block_split(parallel: Parallel, microbatch: int, form: ActivationForm, *, fu
         microbatch=microbatch,
         form=form,
         fused=fused,
+        hooks=hooks,
     )
 
 

@@ -23,20 +23,43 @@ class OpSeconds(NamedTuple):
     weight_gradients: float
 
 
-def op_seconds(op: Op, local: LocalTensors, device: DeviceRates) -> OpSeconds:
-    """The seconds of an op: a product with weights, one without (attention), or kernels bound by memory."""
+def op_seconds(op: Op, local: LocalTensors, device: DeviceRates, gradient: int) -> OpSeconds:
+    """The seconds of an op: a product with weights, one without (attention), or kernels bound by memory.
+
+    Our modules add each micro-batch's gradients of weights, `gradient` bytes wide, to those before.
+    """
     product = op.product
-    if op.own_kernels and local.form != "megatron" and not device.even:
-        forward, backward = (memory_seconds(sum(map(local.bytes, moved)), 1, device) for moved in op.own_kernels)
-        return OpSeconds(forward, backward, 0.0)
     if product is None:
-        passes, parts = 1.0 if device.fused else op.eager_passes, softmax_parts(op, local)
-        moved = passes * sum(local.bytes(tensor) for tensor in op.moves)
-        kernels = passes * op.kernels
-        if op.in_fours:
-            moved, kernels = moved + parts * SOFTMAX_MOVES * local.bytes(op.moves[0]), kernels + parts * SOFTMAX_KERNELS
-        return OpSeconds(memory_seconds(moved, kernels, device), memory_seconds(POINTWISE_BACKWARD * moved, kernels, device), 0.0)
-    return _linear(op, product, local, device) if op.weights else _attention(product, local, device)
+        forward, backward = _pointwise_moves(op, local, device)
+        kernels = (1.0 if device.fused else op.eager_passes) * op.kernels + softmax_parts(op, local) * SOFTMAX_KERNELS
+        seconds = OpSeconds(memory_seconds(forward, kernels, device), memory_seconds(backward, kernels, device), 0.0)
+    else:
+        seconds = _linear(op, product, local, device) if op.weights else _attention(product, local, device)
+    if not device.own or not op.weights:
+        return seconds
+    return seconds._replace(weight_gradients=seconds.weight_gradients + _sum_seconds(op, local, device, gradient))
+
+
+def _pointwise_moves(op: Op, local: LocalTensors, device: DeviceRates) -> tuple[float, float]:
+    """Bytes that kernels bound by memory read and write, forward and backward."""
+    if device.own and op.own_kernels:
+        forward, backward = (sum(map(local.bytes, moved)) for moved in op.own_kernels)
+        return forward, backward
+    passes = 1.0 if device.fused else (op.own_passes or op.eager_passes) if device.own else op.eager_passes
+    moved = passes * sum(local.bytes(tensor) for tensor in op.moves)
+    if op.in_fours:
+        moved += softmax_parts(op, local) * SOFTMAX_MOVES * local.bytes(op.moves[0])
+    return moved, POINTWISE_BACKWARD * moved
+
+
+def _sum_seconds(op: Op, local: LocalTensors, device: DeviceRates, gradient: int) -> float:
+    """Seconds in which a micro-batch's gradients of an op's weights are added to those before, and those of biases are summed over rows."""
+    trained = [weight for weight in op.weights if not weight.frozen]
+    moved = (local.activation + 2 * gradient) * sum(local.count(weight.dims) for weight in trained)
+    biases = [weight for weight in trained if op.product and weight.name.endswith(".bias")]
+    rows = local.count(op.product.rows) if op.product else 0
+    summed = local.activation * rows * sum(local.count(weight.dims) for weight in biases)
+    return memory_seconds(moved + summed, len(trained) + len(biases), device)
 
 
 def softmax_parts(op: Op, local: LocalTensors) -> int:
@@ -59,7 +82,8 @@ def _linear(op: Op, product: Product, local: LocalTensors, device: DeviceRates) 
     groups = local.count(product.groups)
     rows = -(-rows // groups)
     is_head = any("vocab" in dims for dims in product.outers)
-    rate = (device.other if is_head else device.linear) * GROUPED ** (groups > 1)
+    grouped = 1.0 if device.own and device.is_hopper else GROUPED
+    rate = (device.other if is_head else device.linear) * grouped ** (groups > 1)
     width = local.activation
     forward = product_seconds(rows, outer, inner, groups, width, rate, device)
     if device.even:
@@ -79,13 +103,14 @@ def _attention(product: Product, local: LocalTensors, device: DeviceRates) -> Op
     groups = local.count(product.groups)
     if product.fused:
         flops = 2.0 * rows * inner * sum(local.count(dims) for dims in product.outers) * groups * product.computed
-        forward = attention_seconds(flops, inner, device)
-        return OpSeconds(forward, product.backward * forward, 0.0)
+        return OpSeconds(*attention_seconds(flops, inner, local.count(product.outers[0]), product.backward, device), 0.0)
     outer = local.count(product.outers[0])
     forward = product_seconds(rows, outer, inner, groups, local.activation, device.other, device)
     return OpSeconds(forward, product.backward * forward, 0.0)
 
 
-def attention_seconds(flops: float, head_dim: int, device: DeviceRates) -> float:
-    """Seconds of a fused attention kernel that computes so many FLOPs."""
-    return flops / (device.flash * min(1.0, (head_dim / 128) ** HEAD_DIM)) + device.launch
+def attention_seconds(flops: float, head_dim: int, keys: int, backward: float, device: DeviceRates) -> tuple[float, float]:
+    """Seconds of a fused attention kernel that computes so many FLOPs forward, and `backward` times as many backward."""
+    whole = flops / min(1.0, (head_dim / 128) ** HEAD_DIM)
+    ahead, back = (1 + wasted / keys for wasted in device.flash_tokens)
+    return whole * ahead / device.flash + device.launch, backward * (whole * back / device.flash_backward + device.launch)

@@ -4,18 +4,40 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from ...spec.run import Device, Precision
 from .number_or_array import is_number, larger
 from .precision import COMPUTES
 
-# Tiles of output that one multiprocessor computes (rows, columns) and the share of the best rate that each reaches: a smaller tile reads
-# its inputs more often.
-TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.6))
-TILE_DEPTH = 160  # inner elements that filling and draining a tile's pipeline costs
+TILE_DEPTH = 130  # inner elements that filling and draining a tile's pipeline costs
+SPLIT_DEPTH = 1024  # elements that each part of a split inner dim has at least
 POINTWISE_BACKWARD = 1.5  # of forward's bytes: it reads the gradient too, three tensors for two
 CAST_BYTES = 5.4  # moved for each element that a product in fp8 or fp4 casts: read for its largest value and to be cast, written twice
 GROUPED = 0.66  # share of a product's rate that the experts' products reach, which are many small ones in one kernel
+
+# What our modules' kernels reach on a GPU, measured on one H200 (docs/gpu_acceptance.md); `conf/device` has what published runs of other
+# frameworks ask for.
+OWN_PRODUCTS = 1.06  # of `sustained`: one GPU for seconds, not the slowest of many for hours
+OWN_STREAMING = 0.86  # share of bandwidth
+OWN_FLASH, OWN_FLASH_BACKWARD = 0.60, 0.55  # shares of peak, of long sequences
+FLASH_TOKENS, FLASH_BACKWARD_TOKENS = 650, 1000  # keys that a causal kernel wastes: tiles that the mask cuts, its start and its end
+OWN_LAUNCH = 2e-6  # seconds a kernel
+
+
+class Tiles(NamedTuple):
+    """Tiles of output that one multiprocessor computes (rows, columns) with the share of the best rate that each reaches: a smaller tile
+    reads its inputs more often. `splits`: parts of a long inner dim, each of which has tiles of its own."""
+
+    shapes: tuple[tuple[int, int, float], ...]
+    splits: tuple[int, ...]
+
+
+AMPERE = Tiles(((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.6)), (1,))
+# Those that cuBLAS took on an H200 too.
+HOPPER = Tiles(
+    (*AMPERE.shapes, (320, 128, 1.0), (128, 320, 1.0), (192, 192, 1.0), (128, 160, 0.97), (160, 128, 0.97)), (1, 2, 3, 4, 6, 8)
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,48 +46,67 @@ class DeviceRates:
 
     linear: float  # FLOP/s of linear layers
     other: float  # FLOP/s of other products
-    flash: float  # FLOP/s of fused attention
+    flash: float  # FLOP/s of fused attention forward
+    flash_backward: float  # and backward
+    flash_tokens: tuple[int, int]  # keys, forward and backward, with which attention takes twice as long as at that rate
     memory: float  # bytes/s
     units: int  # multiprocessors
+    is_hopper: bool  # its products have the kernels of Hopper and later
     launch: float  # seconds of a kernel's launch
     dispatch: float  # seconds in which the host dispatches an operator
     fused: bool  # pointwise operators are fused into one kernel
     even: bool  # the three products of a linear layer take equally long: a CPU has no multiprocessors that share out tiles
     casts: bool  # linear layers compute in a narrower type than activations have
+    own: bool  # it runs our modules
 
 
-def rates(device: Device, precision: Precision, *, fused: bool) -> DeviceRates | None:
-    """The rates of a device; None where its peak at this precision or its bandwidth isn't stated."""
+def rates(device: Device, precision: Precision, *, fused: bool, own: bool = False) -> DeviceRates | None:
+    """The rates of a device; None where its peak at this precision or its bandwidth isn't stated. `own`: those of our modules on a GPU."""
     named = COMPUTES[precision]
     peaks = [device.peak.get(each) for each in (named[0], named[-1])]  # type: ignore[call-overload]
     if None in peaks or device.bandwidth is None:
         return None
     linear, other = peaks
+    own = own and device.kind != "cpu"
+    sustained = min(1.0, device.sustained * (OWN_PRODUCTS if own else 1.0))
+    flash = (OWN_FLASH, OWN_FLASH_BACKWARD) if own and "bf16" in device.peak else (device.flash, device.flash)
     return DeviceRates(
-        linear=linear * device.sustained,
-        other=other * device.sustained,
-        flash=other * device.flash,
-        memory=device.bandwidth * device.streaming,
+        linear=linear * sustained,
+        other=other * sustained,
+        flash=other * flash[0],
+        flash_backward=other * flash[1],
+        flash_tokens=(FLASH_TOKENS, FLASH_BACKWARD_TOKENS) if own else (0, 0),
+        memory=device.bandwidth * (max(OWN_STREAMING, device.streaming) if own else device.streaming),
         units=device.units or 1,
-        launch=device.launch,
+        is_hopper="fp8" in device.peak,
+        launch=min(OWN_LAUNCH, device.launch) if own else device.launch,
         dispatch=device.dispatch,
         fused=fused,
         even=device.kind == "cpu",
         casts=named[0] != named[-1],
+        own=own,
     )
 
 
-def _tile_efficiency(rows: int, columns: int, inner: int, groups: int, units: int) -> float:
+def _tile_efficiency(rows: int, columns: int, inner: int, groups: int, units: int, is_hopper: bool) -> float:
     """The share of a device that a product [rows, inner] x [inner, columns], `groups` times, keeps busy.
 
     The output is cut into tiles, which the multiprocessors compute in waves. The last wave and the tiles at the edges are not full (tile
-    and wave quantization), and each tile has a fill and a drain along the inner dim.
+    and wave quantization), and each tile has a fill and a drain along the inner dim. A long inner dim is split where few tiles would leave
+    multiprocessors idle.
     """
-    best = 0.0
-    for tall, wide, reached in TILES:
-        waves = -(-(-(-rows // tall) * -(-columns // wide) * groups) // units)
-        best = larger(best, reached * rows * columns * groups / (waves * units * tall * wide))
-    return best * (inner / (inner + TILE_DEPTH))
+    shapes, splits = HOPPER if is_hopper else AMPERE
+    best, elements = 0.0, rows * columns * groups
+    for parts in splits:
+        depth = inner / parts
+        filled = depth / (depth + TILE_DEPTH) * ((parts == 1) | (depth >= SPLIT_DEPTH))
+        if is_number(filled) and not filled:
+            break
+        for tall, wide, reached in shapes:
+            tiles = parts * (-(-rows // tall) * -(-columns // wide) * groups)
+            waves = -(-tiles // units)
+            best = larger(best, filled * reached * parts * elements / (waves * units * tall * wide))
+    return best
 
 
 tile_efficiency = lru_cache(maxsize=1 << 16)(_tile_efficiency)
@@ -76,7 +117,10 @@ def product_seconds(rows: int, columns: int, inner: int, groups: int, width: int
     flops = 2.0 * rows * columns * inner * groups
     moved = width * groups * (rows * inner + inner * columns + rows * columns)
     efficiency = tile_efficiency if is_number(flops) else _tile_efficiency
-    return larger(flops / (peak * efficiency(rows, columns, inner, groups, device.units)), moved / device.memory) + device.launch
+    return (
+        larger(flops / (peak * efficiency(rows, columns, inner, groups, device.units, device.is_hopper)), moved / device.memory)
+        + device.launch
+    )
 
 
 def cast_seconds(elements: int, device: DeviceRates) -> float:

@@ -23,9 +23,17 @@ from .flat_tensors import MOST_LAYERS, MOST_RANKS, StageParameters, flat_element
 from .memory import FrozenElements, ZeroSetting, effective_stage, step_bytes, step_work, zero_bytes
 from .messages import traffic_terms
 
+# Host time of DeepSpeed's hooks for each weight in a forward pass, in operators; in backward twice that. Measured beside an H200
+# (docs/gpu_acceptance.md).
+HOOKS = {0: 0, 1: 1, 2: 1, 3: 6}
+
 
 class DeepSpeedCosts(CostModel):
     """Costs of DeepSpeed 0.19, as counted on live tensors and messages."""
+
+    def hooks(self, parallel: Parallel) -> int:
+        """At stage 3 they gather and free each module's weights, and reduce each gradient."""
+        return HOOKS[parallel.zero]
 
     def gradient_path(self, context: CostContext, parallel: Parallel, micros: int) -> dp.GradientSync:
         """Gradients travel in the width of weights, also if they accumulate in another. Stages 1 and 2 all-reduce each bucket, at stage 2
@@ -77,11 +85,11 @@ class DeepSpeedCosts(CostModel):
 
     def step_seconds(self, context: CostContext, layout: Layout, held: StageElements, tensors: int) -> float:
         """As counted on DeepSpeed's step, which is some kernels for each tensor."""
-        if context.rates is None:
+        if context.own_rates is None:
             return 0.0
         width = context.widths
         work = step_work(layout.gradient_sync.zero, weight=width.weight, gradient=width.gradient)
-        return elements_to_step(layout, held) * work.moved / context.rates.memory + tensors * work.kernels * context.rates.launch
+        return elements_to_step(layout, held) * work.moved / context.own_rates.memory + tensors * work.kernels * context.own_rates.launch
 
     def summed_elements(
         self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, copies: TensorCopies, data: int | None

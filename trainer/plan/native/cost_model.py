@@ -118,7 +118,7 @@ class NativeCosts(CostModel):
     def step_seconds(self, context: CostContext, layout: Layout, held: StageElements, tensors: int) -> float:
         """The norm reads the gradients, and Adam them, its states and its weights (`step_moves`). Where older versions stay, all weights
         are copied first."""
-        if context.rates is None:
+        if context.own_rates is None:
             return 0.0
         width = context.widths
         copied = 2 * width.weight * held.trained if layout.delay else 0
@@ -126,7 +126,7 @@ class NativeCosts(CostModel):
         # fully_shard's weights are float32, and cast when they are gathered
         weight, gradient = (MASTER_BYTES, MASTER_BYTES) if _is_sharded(layout) else (width.weight, width.gradient)
         moved = elements_to_step(layout, held) * step_moves(weight, gradient, context.states, one_kernel=one_kernel)
-        return (moved + copied) / context.rates.memory
+        return (moved + copied) / context.own_rates.memory
 
     def traffic_terms(self, run: Run, mesh: Mesh, shards: Sequence[WeightShard]) -> Iterator[TrafficTerm]:
         """Buckets are padded to a multiple of their ranks where ZeRO shards them."""
