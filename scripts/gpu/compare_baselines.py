@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
@@ -16,7 +16,8 @@ from .baselines.timed_loop import Sizes, Timed
 from .check_context import CheckContext
 from .finding import CheckBroken, Finding
 from .fit_runs import FitRun, fit_overrides
-from .planned_runs import PLANNED
+from .kernel_table import longest_kernels
+from .planned_runs import KERNELS, PLANNED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +49,14 @@ def compare_with_baseline(context: CheckContext, name: str) -> Finding:
     ours = context.earlier.get(f"plan {baseline.planned}")
     return Finding(
         figures={
-            **asdict(timed),
+            "step_seconds": timed.step_seconds,
+            "memory_peak": timed.memory_peak,
+            "losses": timed.losses,
             "tokens_per_second": rate,
             "mfu": rate * plan.model.flops_per_token / peak if peak else None,
             "fit's tokens/s of its": ours["tokens_per_second"] / rate if ours else None,
             "fit's bytes of its": ours["memory_peak"] / timed.memory_peak if ours and ours["memory_peak"] else None,
+            "kernels: launches, seconds": longest_kernels(timed.events, 1, KERNELS),
         }
     )
 

@@ -35,7 +35,7 @@ COPIES = (1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28, 1 << 30)  # bytes of one 
 SMALL = 16  # by which a rehearsal divides dims
 
 
-class Timed(NamedTuple):
+class KernelTime(NamedTuple):
     """A kernel's name and sizes, seconds as measured and as planned."""
 
     name: str
@@ -47,10 +47,10 @@ def compare_kernels(context: CheckContext) -> Finding:
     """Time kernels one after another; figures are [measured, planned] seconds by name, and the mean of measured / planned by kind."""
     device = torch.device("cuda" if context.on_gpu else "cpu")
     run = load_recipe("gpt2_124m_1gpu", (*context.words(), "parallel.dp=1", f"train.precision={'bf16' if context.on_gpu else 'fp32'}"))
-    planned = rates(run.cluster.device, run.train.precision, fused=True, own=True)
+    planned = rates(run.cluster.device, run.train.precision, fused=True, own=True, alone=True)
     if planned is None:
         raise CheckBroken(f"no rates of {run.cluster.device.name} are known")
-    shrink, found = 1 if context.on_gpu else SMALL, dict[str, list[Timed]]()
+    shrink, found = 1 if context.on_gpu else SMALL, dict[str, list[KernelTime]]()
     with torch.device(device):
         for time_kind in (_products, _experts, _attention, _copies) if context.on_gpu else (_products, _copies):
             for each in time_kind(planned, shrink):
@@ -63,33 +63,33 @@ def compare_kernels(context: CheckContext) -> Finding:
     )
 
 
-def _products(planned: DeviceRates, shrink: int) -> Iterator[Timed]:
+def _products(planned: DeviceRates, shrink: int) -> Iterator[KernelTime]:
     dtype = torch.bfloat16 if shrink == 1 else torch.float32
     for sizes in PRODUCTS:
         rows, inner, columns = (max(16, each // shrink) for each in sizes)
         one, other = torch.randn(rows, inner, dtype=dtype), torch.randn(columns, inner, dtype=dtype).t()
-        yield Timed(
+        yield KernelTime(
             f"product {rows} x {inner} x {columns}",
             _seconds(lambda one=one, other=other: torch.mm(one, other)),  # type: ignore[misc]
             product_seconds(rows, columns, inner, 1, one.element_size(), planned.linear, planned),
         )
 
 
-def _experts(planned: DeviceRates, shrink: int) -> Iterator[Timed]:
+def _experts(planned: DeviceRates, shrink: int) -> Iterator[KernelTime]:
     """Products of experts that get equally many rows."""
     for experts, rows, inner, columns in EXPERTS:
         one = torch.randn(rows, inner, dtype=torch.bfloat16)
         other = torch.randn(experts, columns, inner, dtype=torch.bfloat16).transpose(1, 2)
         ends = torch.arange(1, experts + 1, dtype=torch.int32) * (rows // experts)
         grouped = getattr(F, "grouped_mm", None) or torch._grouped_mm
-        yield Timed(
+        yield KernelTime(
             f"experts {experts} x {rows // experts} x {inner} x {columns}",
             _seconds(lambda one=one, other=other, ends=ends, grouped=grouped: grouped(one, other, offs=ends)),  # type: ignore[misc]
             product_seconds(rows // experts, columns, inner, experts, 2, planned.linear, planned),
         )
 
 
-def _attention(planned: DeviceRates, shrink: int) -> Iterator[Timed]:
+def _attention(planned: DeviceRates, shrink: int) -> Iterator[KernelTime]:
     """Causal attention forward, and forward with backward."""
     for batch, heads, key_heads, size, tokens in ATTENTION:
         shapes = ((batch, tokens, each, size) for each in (heads, key_heads, key_heads))
@@ -107,16 +107,16 @@ def _attention(planned: DeviceRates, shrink: int) -> Iterator[Timed]:
         ahead_planned, back_planned = attention_seconds(4.0 * pairs * size, size, tokens, 2.5, planned)
         with torch.no_grad():
             ahead = _seconds(forward)
-        yield Timed(f"attention {says}", ahead, ahead_planned)
-        yield Timed(f"attention-backward {says}", _seconds(both) - ahead, back_planned)
+        yield KernelTime(f"attention {says}", ahead, ahead_planned)
+        yield KernelTime(f"attention-backward {says}", _seconds(both) - ahead, back_planned)
 
 
-def _copies(planned: DeviceRates, shrink: int) -> Iterator[Timed]:
+def _copies(planned: DeviceRates, shrink: int) -> Iterator[KernelTime]:
     """The sum of two tensors: three are moved."""
     for size in COPIES:
         one, other = (torch.zeros(size // shrink**2 // 2, dtype=torch.bfloat16) for _ in range(2))
         out = torch.empty_like(one)
-        yield Timed(
+        yield KernelTime(
             f"sum of {2 * one.numel()} bytes",
             _seconds(lambda one=one, other=other, out=out: torch.add(one, other, out=out)),  # type: ignore[misc]
             memory_seconds(6.0 * one.numel(), 1, planned),

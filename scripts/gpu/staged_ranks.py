@@ -1,11 +1,13 @@
 """A fork server whose ranks share this machine's first GPU, or its CPU in a rehearsal, and stage their messages.
 
-Run it as `python -m distrain.scripts.gpu.staged_ranks`; the protocol is that of trainer/loop/forkserver/server.py.
+Run it as `python -m distrain.scripts.gpu.staged_ranks`; the protocol is that of trainer/loop/forkserver/server.py. With RUN_DIR/run.json
+as its argument it is one of these ranks.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import msgspec
@@ -28,8 +30,10 @@ def run_staged_rank(path: Path, channel: Channel) -> int:
 
 
 def main() -> int:
-    """Serve until stdin ends."""
-    serve(run_staged_rank, QUESTIONS)
+    """Serve until stdin ends; with an argument, train as a rank, and return its exit status."""
+    if path := next(map(Path, sys.argv[1:]), None):
+        return run_staged_rank(path, Channel.from_environment())
+    serve(run_staged_rank, QUESTIONS, module="distrain.scripts.gpu.staged_ranks")
     return 0
 
 

@@ -27,7 +27,7 @@ def linear_seconds(device: Device) -> list[OpSeconds]:
     assert known is not None
     split = block_split(run.parallel, run.train.microbatch, "torch", fused=False)
     local = LocalTensors(table, split, vocab_multiple=run.model.vocab_multiple, activation=4, form="torch")
-    found = [op_seconds(op, local, known) for op in table.layer if op.product and op.weights]
+    found = [op_seconds(op, local, known, 4) for op in table.layer if op.product and op.weights]
     assert len(found) == 4
     return found
 
@@ -51,7 +51,7 @@ def softmax_seconds(*overrides: str) -> tuple[float, int]:
     split = block_split(run.parallel, run.train.microbatch, "megatron", fused=True)
     local = LocalTensors(table, split, vocab_multiple=1, activation=2, form="megatron")
     (softmax,) = (op for op in table.layer if op.name == "attention.softmax")
-    return op_seconds(softmax, local, known).forward, op_kernels(softmax, local)
+    return op_seconds(softmax, local, known, 2).forward, op_kernels(softmax, local)
 
 
 def test_megatrons_fused_softmax_takes_four_heads_at_a_time() -> None:

@@ -105,8 +105,8 @@ def test_a_run_too_short_to_be_interrupted_is_not_warned() -> None:
 def test_an_interval_far_from_the_best_is_warned_of_and_its_fix_works() -> None:
     (line,) = saving_warnings(llama("checkpoint.every=1000"))
     assert line == (
-        "about 678 interruptions are expected: checkpoint.every=1000 keeps 68 % of the time, the best interval 99 %: "
-        "set checkpoint.every=20"
+        "about 663 interruptions are expected: checkpoint.every=1000 keeps 69 % of the time, the best interval 99 %: "
+        "set checkpoint.every=21"
     )
     assert saving_warnings(llama()) == []
     assert saving_warnings(llama("checkpoint.every=30")) == []  # flat near the best
@@ -115,7 +115,7 @@ def test_an_interval_far_from_the_best_is_warned_of_and_its_fix_works() -> None:
 def test_a_long_run_that_saves_only_at_its_end_is_warned() -> None:
     (line,) = saving_warnings(llama("checkpoint.every=0", "cluster.storage=null"))
     assert line == (
-        "checkpoint.every=0 saves only at the end, and about 678 interruptions are expected: "
+        "checkpoint.every=0 saves only at the end, and about 663 interruptions are expected: "
         "set checkpoint.every; cluster.storage (bytes/s) tells the best interval"
     )
     (line,) = saving_warnings(llama("checkpoint.every=0"))
@@ -140,10 +140,10 @@ GRACES = (
 
 @pytest.mark.parametrize(("launch", "runner", "line"), GRACES)
 def test_a_stop_longer_than_the_grace_period_is_warned_of(launch: Any, runner: Any, line: str | None) -> None:
-    """A step of 16.2 s and a save of 48.7 s, each twice: 130 s."""
+    """A step of 15.9 s and a save of 48.7 s, each twice: 129 s."""
     run = load_recipe("llama3_405b", ["cluster.storage=1e11", "checkpoint.every=100"])
     plan = make_plan(replace(run, launch=replace(run.launch, name=launch, runner=runner)))
-    says = f"stopping and saving may take 130 s (a step of 16.2 s, a save of 48.7 s), but {line}, or write faster"
+    says = f"stopping and saving may take 129 s (a step of 15.9 s, a save of 48.7 s), but {line}, or write faster"
     assert [each for each in saving_warnings(plan) if each.startswith("stopping")] == ([says] if line else [])
 
 
@@ -159,6 +159,6 @@ def test_a_stop_waits_for_the_running_step_evaluation_and_save() -> None:
 def test_slurm_is_asked_to_signal_a_run_as_long_before_its_end_as_a_stop_takes(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["cluster.storage=1e11", "launch=slurm", "log.dir=/runs", "train.evaluate={every: 100, batches: 3}"]
     assert command(["show", "conf=llama3_405b", *words, "--launch"]) == 0
-    assert "#SBATCH --signal=TERM@146\n" in capsys.readouterr().out  # 130 s and a step's time
+    assert "#SBATCH --signal=TERM@145\n" in capsys.readouterr().out  # 129 s and a step's time
     assert command(["show", "conf=quickstart", "launch=slurm", "log.dir=/runs", "--launch"]) == 0
     assert "#SBATCH --signal=TERM@60\n" in capsys.readouterr().out  # the least

@@ -9,17 +9,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from distrain.cli.verbs.prove_run import RecipeForRanks
 from distrain.tests.fakes.prove_screen import SERVER, TINY, ScreenRecord, run_prove
-from distrain.trainer.prove.fork_client import ForkServer, ServerGone
+from distrain.trainer.prove.fork_client import START_AFRESH, ForkServer, ServerGone
 from distrain.trainer.prove.layouts import ProveLayout
 from distrain.trainer.prove.plan_proof import ProveRequest, plan_proof
 from distrain.trainer.prove.trial import write_run_folder
@@ -245,6 +245,20 @@ def test_ranks_that_pass_their_deadline_are_killed(ranks: RankPool, tmp_path: Pa
     result = ranks.server.run_job(trial.folder / "run.json", 2, seconds=3.0)
     assert (result.timed_out, result.codes) == (True, (-signal.SIGKILL, -signal.SIGKILL))
     assert time.monotonic() - began < 60
+
+
+def test_ranks_of_gpus_are_processes_of_their_own(tmp_path: Path) -> None:
+    """Two of them train on a CPU as forked ones do; their messages and their end are the server's."""
+    recipe = RecipeForRanks("quickstart", [*TINY[1:], f"log.dir={tmp_path}"], None)
+    (trial,) = plan_proof(ProveRequest(steps=2, chosen="named", layouts=(ProveLayout(dp=2),)), recipe.run(), recipe.run_on).trials
+    write_run_folder(trial)
+    afresh = {**os.environ, "CUDA_VISIBLE_DEVICES": "", START_AFRESH: "1"}
+    said: list[Mapping[str, Any]] = []
+    with ForkServer(tmp_path / "log", afresh) as server:
+        result = server.run_job(trial.folder / "run.json", 2, on_message=said.append)
+    assert (result.codes, result.steps, result.problems) == ((0, 0), (1, 1), ())
+    assert [each["step"] for each in said if "step" in each] == [0, 1]
+    assert len(list((trial.folder / "ranks").glob("*.log"))) == 2
 
 
 def test_a_question_that_cannot_be_answered_says_why(ranks: RankPool, tmp_path: Path) -> None:

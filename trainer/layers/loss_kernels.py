@@ -44,8 +44,17 @@ def write_gradient(logits: Tensor, local: Tensor, log_sum: Tensor, scale: Tensor
 
 @cache
 def compiled(passes: Callable[..., Any]) -> Callable[..., Any]:
-    """Return one of the functions above as torch's compiler makes it: for each vocabulary, and for any number of rows."""
-    return torch.compile(passes, fullgraph=True)
+    """Return one of the functions above as torch's compiler makes it: for each vocabulary, and for any number of rows.
+
+    Where the compiler is out of use it raises RuntimeError: as written, it would make all logits float32 at once.
+    """
+
+    def run(*given: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            raise RuntimeError("torch.compile is disabled")
+        return passes(*given)
+
+    return torch.compile(run, fullgraph=True)
 
 
 def _run(passes: Callable[..., Any], logits: Tensor, *further: Any) -> Any:
@@ -87,6 +96,6 @@ def gave_up(error: Exception) -> bool:
     """Note that torch's compiler could not make a kernel, and say so in the rank's log; False where the device is merely out of memory."""
     if isinstance(error, torch.OutOfMemoryError):
         return False
-    _broken.append(type(error).__name__)
+    _broken.append(next(iter(str(error).splitlines()), type(error).__name__))
     print(f"torch's compiler can't make the loss's kernels ({_broken[0]}): separate kernels move more bytes", file=sys.stderr)
     return True

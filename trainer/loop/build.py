@@ -28,9 +28,7 @@ def build_engine(run: Run, grid: Grid, name: str | None) -> Engine:
     Without model.weights the initial values are drawn from train.seed; with them they are filled in later. Raises ValueError for an
     engine that has no class, and Unreadable where transformers has no such model.
     """
-    row = ENGINES.get(name or "")
-    compiles_step = row is not None and row.compiles_adamw and run.optim.name == "adamw" and grid.world.device.type == "cuda"
-    if not (has_compiled_layers(run.train, run.parallel) or compiles_step):
+    if not (has_compiled_layers(run.train, run.parallel) or grid.world.device.type == "cuda"):  # a GPU's loss and optimizer are compiled
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # else DeepSpeed compiles parts of itself: seconds a rank
         disable_compile()
     engine = engine_class(name, delayed=delay_of(run.parallel) is not None)

@@ -50,7 +50,7 @@ def leave_ranks() -> None:
 
 
 class StopVote:
-    """Whether any rank was asked to stop, agreed on after each step by all ranks.
+    """Whether any rank was asked to stop, agreed on after each step by all ranks. One rank needs no vote.
 
     With `late` the answer is that of the vote before: no rank waits for one that is behind.
     """
@@ -61,9 +61,11 @@ class StopVote:
 
     def vote(self, *, requested: bool) -> bool:
         """Vote; every rank calls it as often, and gets the same answer."""
+        if dist.get_world_size() == 1:
+            return requested
         if not self._late:
             return any_rank(requested, self._device)
-        before, anywhere = self._before, torch.tensor(int(requested), device=self._device)
+        before, anywhere = self._before, _flag(requested, self._device)
         self._before = anywhere, dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, async_op=True)
         if before is None:
             return False
@@ -74,6 +76,11 @@ class StopVote:
 
 def any_rank(flag: bool, device: torch.device) -> bool:
     """Whether the flag is set on any rank; every rank calls it and gets the same answer."""
-    anywhere = torch.tensor(int(flag), device=device)
+    anywhere = _flag(flag, device)
     dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
     return bool(anywhere.item())
+
+
+def _flag(flag: bool, device: torch.device) -> torch.Tensor:
+    """Return a flag on a device. A kernel writes it: the host does not wait for the device, as it does to copy a number there."""
+    return torch.full((), int(flag), device=device)

@@ -26,6 +26,7 @@ MEASURED: dict[tuple[str, str], tuple[float, str]] = {
     ("A100", "fp16"):  (0.57, "arXiv:2205.05198 table 5, 1T"),
     ("H100", "bf16"):  (0.60, "NVIDIA dgxc-benchmarking 24.11, Llama 3.1 8B"),
     ("H100", "fp8"):   (0.45, "NVIDIA dgxc-benchmarking 24.11, Llama 3.1 405B"),
+    ("H200", "bf16"):  (0.58, "docs/gpu_acceptance.md, 16 layers of Llama 3 8B on one"),
     ("GB200", "bf16"): (0.46, "NVIDIA dgxc-benchmarking 25.05, Llama 3.1 405B"),
     ("GB200", "fp8"):  (0.45, "Megatron-Bridge 26.06, Llama 3.1 405B"),
     ("GB300", "fp8"):  (0.55, "Megatron-Bridge 26.02.01, Llama 3.1 405B"),

@@ -24,6 +24,10 @@ SERVER_ENVIRONMENT = {
     "PYTHONSAFEPATH": "1",
 }
 
+START_AFRESH = (
+    "DISTRAIN_START_AFRESH"  # "1": ranks are processes of their own, which import everything again: a CUDA driver survives no fork
+)
+
 OnMessage = Callable[[Mapping[str, Any]], None]
 
 

@@ -16,7 +16,7 @@ from .compare_trial_messages import compare_trial_messages, message_differences
 from .control_and_resume_trials import move_midway_checkpoint
 from .curve import Curve, read_curve
 from .executed_actions import action_difference
-from .fork_client import ForkServer, JobResult
+from .fork_client import START_AFRESH, ForkServer, JobResult
 from .judge import (
     LayoutResult,
     ProofResult,
@@ -224,9 +224,9 @@ def run_proof(proof: Proof, on_result: Callable[[LayoutResult], None], live: Sho
     proof.folder.mkdir(parents=True, exist_ok=True)
     for stale in proof.folder.glob("*/run.json"):  # of this recipe's previous proof
         shutil.rmtree(stale.parent, ignore_errors=True)
-    # Without this, DeepSpeed uses the GPUs that it finds.
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if proof.reference.run.cluster.device.kind == "cpu" else {}
-    with start_server(proof.folder / "server.log", {**os.environ, **hidden}) as server:
+    # On a CPU DeepSpeed would use the GPUs that it finds.
+    known = {"CUDA_VISIBLE_DEVICES": ""} if proof.reference.run.cluster.device.kind == "cpu" else {START_AFRESH: "1"}
+    with start_server(proof.folder / "server.log", {**os.environ, **known}) as server:
         result = Prover(proof, server, live).prove(on_result)
     if result.ok:
         _remove_checkpoints([result.reference, *([result.control] if result.control else []), *result.checks])

@@ -15,7 +15,8 @@ A question, which one forked process answers by a function of `QUESTIONS`:
 
 A rank is a real one: it joins the others over gloo or NCCL, has a control pipe and a parent-death watch, and logs to
 RUN_DIR/ranks/N.log. A signal is sent to its rank when that rank reports the step. The end of stdin ends everything, even in the
-middle of a job. The server itself never starts a thread or a CUDA context, because neither survives a fork.
+middle of a job. The server itself never starts a thread or a CUDA context, because neither survives a fork. With DISTRAIN_START_AFRESH=1,
+for ranks on GPUs, it imports neither engines nor models, and each rank becomes a process that does.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from ...launch.supervisor.outcome import run_outcome
 from ...models.families import FAMILIES
 from ...plan.engines import ENGINES
 from ...plan.rules.unused_keys import defaults as key_defaults
+from ...prove.fork_client import START_AFRESH
 from ...spec.run import Run
 from ...system import parent_watch
 from ..checkpoint import LoadFailed
@@ -80,16 +82,20 @@ class ClientGone(Exception):
 
 def main() -> int:
     """Serve until stdin ends."""
-    serve(run_rank, QUESTIONS)
+    serve(run_rank, QUESTIONS, module="distrain.trainer.loop.rank")
     return 0
 
 
-def serve(program: RankProgram, questions: Mapping[str, Question]) -> None:
-    """Serve jobs, whose ranks run `program`, and questions until stdin ends."""
+def serve(program: RankProgram, questions: Mapping[str, Question], *, module: str = "") -> None:
+    """Serve jobs, whose ranks run `program`, and questions until stdin ends. Ranks that are started afresh run `module`, whose main takes
+    RUN_DIR/run.json."""
     client = os.dup(1)
     os.dup2(2, 1)  # the client must not read what libraries print
-    import_rank_modules()
-    _evaluate_annotations()
+    if os.environ.get(START_AFRESH) == "1":
+        program = partial(_start_afresh, module)
+    else:
+        import_rank_modules()
+        _evaluate_annotations()
     _assert_forkable()
     gc.collect()
     gc.freeze()  # else garbage collection in a forked process would touch imported objects and so copy their memory pages
@@ -163,6 +169,13 @@ def _run_rank(
     os.environ.update({**environment.variables(os.environ), **pipes})
     torch.set_num_threads(threads)
     return program(channel.Channel.from_environment())
+
+
+def _start_afresh(module: str, path: Path, control: channel.Channel) -> int:
+    """Make this forked process one that runs a module, with the pipes and the environment of its rank."""
+    for variable in (channel.CHANNEL_VARIABLE, parent_watch.PARENT_WATCH_VARIABLE):
+        os.set_inheritable(int(os.environ[variable]), True)
+    os.execv(sys.executable, [sys.executable, "-m", module, str(path)])
 
 
 def _on_message(

@@ -114,7 +114,8 @@ class SplitCosts:
     def __init__(self, run: Run, table: OpTable, split: BlockSplit, wires: Wires) -> None:
         """The costs of one split of a run's model; its recomputation is not read."""
         self.table, self.split, self.wires = table, split, wires
-        self.device = rates(run.cluster.device, run.train.precision, fused=split.fused, own=split.form != "megatron")
+        cluster, own = run.cluster, split.form != "megatron"
+        self.device = rates(cluster.device, run.train.precision, fused=split.fused, own=own, alone=cluster.nodes * cluster.gpus == 1)
         self.gradient = widths(run.train).gradient
         self.kind = "cpu" if run.cluster.device.kind == "cpu" else "cuda"
         self.local = self._local_tensors(run, split.form)

@@ -18,7 +18,7 @@ GROUPED = 0.66  # share of a product's rate that the experts' products reach, wh
 
 # What our modules' kernels reach on a GPU, measured on one H200 (docs/gpu_acceptance.md); `conf/device` has what published runs of other
 # frameworks ask for.
-OWN_PRODUCTS = 1.06  # of `sustained`: one GPU for seconds, not the slowest of many for hours
+ALONE = 1.06  # of `sustained`, which the slowest of many GPUs reaches: what products of one GPU reach
 OWN_STREAMING = 0.86  # share of bandwidth
 OWN_FLASH, OWN_FLASH_BACKWARD = 0.60, 0.55  # shares of peak, of long sequences
 FLASH_TOKENS, FLASH_BACKWARD_TOKENS = 650, 1000  # keys that a causal kernel wastes: tiles that the mask cuts, its start and its end
@@ -60,15 +60,16 @@ class DeviceRates:
     own: bool  # it runs our modules
 
 
-def rates(device: Device, precision: Precision, *, fused: bool, own: bool = False) -> DeviceRates | None:
-    """The rates of a device; None where its peak at this precision or its bandwidth isn't stated. `own`: those of our modules on a GPU."""
+def rates(device: Device, precision: Precision, *, fused: bool, own: bool = False, alone: bool = False) -> DeviceRates | None:
+    """The rates of a device; None where its peak at this precision or its bandwidth isn't stated. `own`: those of our modules on a GPU;
+    `alone`: on the only one of a run."""
     named = COMPUTES[precision]
     peaks = [device.peak.get(each) for each in (named[0], named[-1])]  # type: ignore[call-overload]
     if None in peaks or device.bandwidth is None:
         return None
     linear, other = peaks
     own = own and device.kind != "cpu"
-    sustained = min(1.0, device.sustained * (OWN_PRODUCTS if own else 1.0))
+    sustained = min(1.0, device.sustained * (ALONE if own and alone else 1.0))
     flash = (OWN_FLASH, OWN_FLASH_BACKWARD) if own and "bf16" in device.peak else (device.flash, device.flash)
     return DeviceRates(
         linear=linear * sustained,

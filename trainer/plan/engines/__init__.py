@@ -58,7 +58,6 @@ ENGINES = {
             gathers_once=True,
             shards_hf=False,
             fp16_on_cpu=True,
-            compiles_adamw=True,
             source="torch",
         ),
     )

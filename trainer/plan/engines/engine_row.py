@@ -31,7 +31,6 @@ class EngineRow:
     gathers_once: bool = False  # ZeRO 3 gathers weights once a step where it should (parallel.gather=step)
     shards_hf: bool = True  # ZeRO 3 shards models that transformers makes
     fp16_on_cpu: bool = False  # it computes in fp16 on every CPU, slowly
-    compiles_adamw: bool = False  # on a GPU its AdamW is one kernel that torch's compiler makes
     has_deepspeed_config: bool = False  # `show engine` prints it
     whole_models: bool = True  # it trains without pipeline stages too
 
