@@ -13,7 +13,7 @@ from distrain.trainer.spec.run import Device, Model
 H, F, V, S = 1024, 4096, 50000, 2048
 LLAMA: dict[str, Any] = {"family": "llama", "norm": "rmsnorm", "act": "swiglu", "positions": "rope", "kv_heads": 8, "ffn": F}
 CUDA, CPU = (
-    Device(**{name: getattr(DEVICE, name) for name in ("name", "memory", "bandwidth", "peak", "units", "context")}, kind=kind)  # type: ignore[arg-type]
+    Device(**{name: getattr(DEVICE, name) for name in ("name", "memory", "bandwidth", "peak", "units", "context")}, kind=kind)
     for kind in ("cuda", "cpu")
 )
 
@@ -34,7 +34,7 @@ def test_on_a_cpu_the_loss_makes_the_logits_gradient_from_some_rows_in_float32_a
     """Two chunks of float32 where one has all rows, else three: the softmax of the chunk before is alive while the next is made."""
     model = gpt(1, 16, 4, vocab=V, dropout=0.0, tied=False)
     few, rows = 16, 2**20 // V
-    cpu = {"cluster__device": CPU, "train__precision": "fp32", "engine": "native"}
+    cpu: dict[str, Any] = {"cluster__device": CPU, "train__precision": "fp32", "engine": "native"}
     assert held(model, train__seq=few, **cpu).temporary == few * V * 4 + 2 * (few * V * 4)
     assert held(model, **cpu).temporary == S * V * 4 + 3 * (rows * V * 4)
 
