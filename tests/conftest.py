@@ -31,7 +31,7 @@ SLOW = (
     "test_matrix", "test_native", "test_delayed",
     "test_pipe", "test_fit_resume", "test_moe_training", "test_moe", "test_fit_matrix", "test_checkpoint_layouts",
     "test_launch_commands", "test_cp", "test_fit_ends", "test_prove", "test_prove_written", "test_trace", "test_malformed_input",
-    "test_streams_and_signals",
+    "test_streams_and_signals", "test_loss_kernels",
     "test_anomalies", "test_hf_family", "test_hf_offline", "test_huge", "test_export", "test_doors", "test_load", "test_keys",
     "test_report", "test_page_widths", "test_fit_changes", "test_estimate", "test_export_tokenizer", "test_fit_refused", "test_begin",
     "test_rejected_arguments", "test_damaged_runs", "test_verbs", "test_doctor_run", "test_fit_sweep", "test_keys_of_other_trainers",

@@ -17,6 +17,7 @@ from distrain.tests.fakes.deadline import DEADLINE
 FACTS = (
     "f forward", "f backward", "g forward", "g backward", "products forward", "products input", "column weight", "column bias",
     "second column weight", "row weight", "row bias", "one column layer", "embedding", "logits", "loss", "table",
+    "loss by kernels", "logits' gradient by kernels",
 )
 # fmt: on
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distrain.tests.rank_programs.forked_ranks import fork_ranks
+from distrain.trainer.layers import loss_kernels
 from distrain.trainer.layers.cross_entropy import IGNORED, cross_entropy
 from distrain.trainer.layers.embedding_and_head import VocabEmbedding
 from distrain.trainer.layers.group import Group
@@ -123,6 +125,27 @@ def embedding_and_head(region: TensorParallel) -> Comparisons:
     yield "table", grad(ours), part(grad(table), 0, group)
 
 
+def loss_by_kernels(region: TensorParallel) -> Comparisons:
+    """The loss by what a GPU's kernels compute, uncompiled: a row's largest logit is on any rank, and padding's logits are far larger."""
+    whole, labels = random_tensor(B, S, V) * 20, torch.randint(0, WORDS, (B, S))
+    whole[..., WORDS:] += 1000
+    whole.requires_grad_()
+    labels[0, 2:4] = labels[2] = IGNORED
+    expected = F.cross_entropy(whole[..., :WORDS].flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    (3 * expected).backward()
+
+    ours = part(whole.detach(), 2, region.group).requires_grad_()
+    with (
+        patch.object(loss_kernels, "has_loss_kernels", lambda device: True),
+        patch.object(loss_kernels, "loss_rows", loss_kernels.row_statistics),  # the op's first call imports torch's compiler, for 4 s
+        patch.object(loss_kernels, "loss_gradient", loss_kernels.write_gradient),
+    ):
+        loss = cross_entropy(ours, labels, WORDS, region)
+        (3 * loss).backward()
+    yield "loss by kernels", loss, expected
+    yield "logits' gradient by kernels", grad(ours), part(grad(whole), 2, region.group)
+
+
 def grad(x: Tensor) -> Tensor:
     """Return the gradient of a tensor, which must have one."""
     assert x.grad is not None
@@ -135,7 +158,13 @@ def bias(layer: ColumnLinear | RowLinear) -> Tensor:
     return layer.bias
 
 
-CHECKS: tuple[Callable[[TensorParallel], Comparisons], ...] = (input_operator, output_operator, column_and_row_layers, embedding_and_head)
+CHECKS: tuple[Callable[[TensorParallel], Comparisons], ...] = (
+    input_operator,
+    output_operator,
+    column_and_row_layers,
+    embedding_and_head,
+    loss_by_kernels,
+)
 
 
 def differences(group: Group) -> dict[str, float]:
@@ -147,7 +176,7 @@ def differences(group: Group) -> dict[str, float]:
             torch.manual_seed(7)
             for what, ours, whole in check(region):
                 assert ours.shape == whole.shape, f"{what} is {tuple(ours.shape)} for {tuple(whole.shape)}"
-                most = (ours - whole).detach().abs().max()
+                most = (ours - whole).detach().abs().nan_to_num(nan=torch.inf).max()  # gloo's largest of a number and NaN is the number
                 dist.all_reduce(most, dist.ReduceOp.MAX, group=group.handle)
                 found[f"{what}, the sequence split" if sequence else what] = most.item()
     return found

@@ -57,15 +57,18 @@ def compiled(passes: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(run, fullgraph=True)
 
 
-def _run(passes: Callable[..., Any], logits: Tensor, *further: Any) -> Any:
-    """Run a function: compiled on a GPU; on a CPU, where only traces and tests call it, as it is written."""
-    if not logits.is_cuda:
-        return passes(logits, *further)
-    torch._dynamo.mark_static(logits, 1)  # type: ignore[no-untyped-call]
+def run_compiled(passes: Callable[..., Any], logits: Tensor, *further: Any) -> Any:
+    """Run a function as torch's compiler makes it: for logits [R, V] of this V, and for any R, which further tensors have too."""
+    torch._dynamo.mark_static(logits, 1)
     for each in (logits, *further):
         if isinstance(each, Tensor):
-            torch._dynamo.maybe_mark_dynamic(each, 0)  # type: ignore[no-untyped-call]
+            torch._dynamo.maybe_mark_dynamic(each, 0)
     return compiled(passes)(logits, *further)
+
+
+def _run(passes: Callable[..., Any], logits: Tensor, *further: Any) -> Any:
+    """Run a function: compiled on a GPU; on a CPU, where only traces and tests call it, as it is written."""
+    return run_compiled(passes, logits, *further) if logits.is_cuda else passes(logits, *further)
 
 
 @torch.library.custom_op("distrain::loss_rows", mutates_args=())
