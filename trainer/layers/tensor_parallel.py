@@ -283,10 +283,12 @@ class _ColumnProducts(torch.autograd.Function):
             ctx.gradients.defer(ctx.parameters, partial(_weight_gradients, x, output_grads, tp, ctx.transposed))
             x = None
         gather = AsyncAllGather(_after(x, grads[0]), tp.group) if tp.sequence and x is not None else None
-        x_grad = sum(grad @ (weight if ctx.transposed else weight.mT) for grad, weight in zip(output_grads, weights, strict=True))
+        x_grad = _input_gradient(output_grads, weights, ctx.transposed)
         x_grad = x_grad.view(*grads[0].shape[:-1], -1)  # [B, S, I]: this rank's terms
         whole = x if gather is None else gather.wait()
+        del gather  # what it received, in the order of ranks, is whole too
         reduction = AsyncReduceScatter(x_grad, tp.group) if tp.sequence else _AsyncAllReduce(x_grad, tp.group)
+        del x_grad
         weight_grads: list[Tensor | None] = [None] * len(weights)
         bias_grads: list[Tensor | None] = [None] * len(weights)
         if whole is not None:
@@ -294,6 +296,16 @@ class _ColumnProducts(torch.autograd.Function):
         if whole is not None or ctx.gradients is not None:
             bias_grads = [grad.sum(0) if has_bias else None for grad, has_bias in zip(output_grads, ctx.has_bias, strict=True)]
         return reduction.wait(), None, None, *weight_grads, *bias_grads
+
+
+def _input_gradient(output_grads: Sequence[Tensor], weights: Sequence[Tensor], transposed: bool) -> Tensor:
+    """Return the gradient [B S, I] of an input of several products, from those of their outputs [B S, O]."""
+    total: Tensor | None = None
+    for grad, weight in zip(output_grads, weights, strict=True):
+        term = grad @ (weight if transposed else weight.mT)
+        total = term if total is None else total.add_(term)
+    assert total is not None
+    return total
 
 
 def _weight_gradients(x: Tensor, output_grads: Sequence[Tensor], tp: TensorParallel, transposed: bool) -> list[Tensor]:

@@ -66,7 +66,9 @@ def _backward_bytes(op: Op, local: LocalTensors, device: str) -> int:
     if product.fused:
         return 2 * _scores_bytes(op, local) + 4 * width * whole * inner  # of queries, keys, values and the result
     outer = sum(map(local.count, product.outers))
-    inputs = 2 if local.sequence and tp.split_style(op) == "column" else 1  # the gathered input too
+    inputs = 1
+    if local.sequence and tp.split_style(op) == "column":  # the gathered input too, and of several sequences a copy in the order of ranks
+        inputs = 2 + (local.sizes["batch"] > 1)
     weights = reduce(larger, [local.count(weight.dims) for weight in op.weights if not weight.frozen], 0)
     return width * (whole * (outer + inputs * inner) + weights)
 
