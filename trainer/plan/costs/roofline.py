@@ -34,6 +34,7 @@ class Tiles(NamedTuple):
 
 
 AMPERE = Tiles(((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.6)), (1,))
+HOPPER_FP8 = 1e15  # FLOP/s in fp8, which no GPU before Hopper reaches
 # Those that cuBLAS took on an H200 too.
 HOPPER = Tiles(
     (*AMPERE.shapes, (320, 128, 1.0), (128, 320, 1.0), (192, 192, 1.0), (128, 160, 0.97), (160, 128, 0.97)), (1, 2, 4)
@@ -79,7 +80,7 @@ def rates(device: Device, precision: Precision, *, fused: bool, own: bool = Fals
         flash_tokens=(FLASH_TOKENS, FLASH_BACKWARD_TOKENS) if own else (0, 0),
         memory=device.bandwidth * (max(OWN_STREAMING, device.streaming) if own else device.streaming),
         units=device.units or 1,
-        is_hopper="fp8" in device.peak,
+        is_hopper=device.peak.get("fp8", 0.0) > HOPPER_FP8,
         launch=min(OWN_LAUNCH, device.launch) if own else device.launch,
         dispatch=device.dispatch,
         fused=fused,
