@@ -10,8 +10,10 @@ from distrain.cli.config.load import load_recipe
 from distrain.trainer.plan.costs.block_costs import HOST_WAITS, dispatched_seconds
 from distrain.trainer.plan.costs.cost_context import CostContext
 from distrain.trainer.plan.costs.local_tensors import LocalTensors, block_split
-from distrain.trainer.plan.costs.op_seconds import OpSeconds, op_kernels, op_seconds
-from distrain.trainer.plan.costs.roofline import rates
+from distrain.trainer.plan.costs.op_seconds import OpSeconds, attention_seconds, op_kernels, op_seconds
+from distrain.trainer.plan.costs.roofline import DeviceRates, product_seconds, rates, tile_efficiency
+from distrain.trainer.plan.engines import ENGINES
+from distrain.trainer.plan.layout.layout import mesh_of
 from distrain.trainer.spec.run import Device
 
 SMALL = ("train.precision=fp32", "model.hidden=192", "model.heads=4", "train.seq=128", "train.microbatch=2")
@@ -73,3 +75,77 @@ def test_ops_beside_a_host_that_is_as_slow_take_longer_than_either() -> None:
     assert dispatched_seconds(device, [0.0, 0.0], 0.0) == 4
     assert dispatched_seconds([], [], 1.0) == 0
     assert dispatched_seconds([0.0, 0.0], [0.0, 0.0], 0.0) == 0  # of ops that are not counted
+
+
+H200 = Device(name="H200", kind="cuda", memory=150e9, bandwidth=4.8e12, peak={"bf16": 989e12, "fp8": 1979e12}, units=132, dispatch=6e-5)
+
+
+def known_rates(*, own: bool) -> DeviceRates:
+    """The rates of an H200 in bf16, of our modules or of published runs."""
+    found = rates(H200, "bf16", fused=True, own=own)
+    assert found is not None
+    return found
+
+
+def seconds_of(name: str, *, own: bool, gradient: int = 2, recipe: str = "gpt2_124m_1gpu") -> tuple[OpSeconds, LocalTensors]:
+    """The seconds of an op of a model on an H200, and the sizes of its tensors."""
+    run = load_recipe(recipe, ["train.microbatch=12"])
+    table = CostContext(run).table
+    local = LocalTensors(
+        table, block_split(run.parallel, 12, "torch", fused=True), vocab_multiple=run.model.vocab_multiple, activation=2, form="torch"
+    )
+    (op,) = (op for op in (*table.layer, *table.head) if op.name == name)
+    return op_seconds(op, local, known_rates(own=own), gradient), local
+
+
+def test_a_product_with_few_tiles_splits_its_inner_dim_since_hopper() -> None:
+    """A weight's gradient, 768 x 3072 of 12,288 tokens, took 88 us on an H200: 1.5 times as fast as tiles of before. A small product
+    keeps four times as many multiprocessors busy where its inner dim is long enough for four parts."""
+    before, since = (tile_efficiency(768, 3072, 12288, 1, 132, hopper) for hopper in (False, True))
+    assert since > 1.5 * before
+    split, short = (tile_efficiency(192, 192, inner, 1, 132, True) for inner in (4096, 1024))
+    assert split == pytest.approx(4 * short)
+
+
+def test_attention_of_short_sequences_loses_its_rate() -> None:
+    """With as many keys as a kernel wastes it takes twice as long as at its best rate; heads of 64 elements take longer still."""
+    known, flops = known_rates(own=True), 1e12
+    for at, waste in enumerate(known.flash_tokens):
+        short, endless = (attention_seconds(flops, 128, keys, 1.0, known)[at] - known.launch for keys in (waste, 10**12))
+        assert short == pytest.approx(2 * endless)
+    assert attention_seconds(flops, 64, 1024, 1.0, known)[0] > 1.2 * attention_seconds(flops, 128, 1024, 1.0, known)[0]
+    others = known_rates(own=False)
+    assert attention_seconds(flops, 128, 1, 2.5, others) == pytest.approx((flops / others.flash, 2.5 * flops / others.flash), rel=0.01)
+
+
+def test_our_modules_add_each_micro_batchs_gradients_and_sum_those_of_biases() -> None:
+    """Of GPT-2 124M's wider product: 6 bytes a weight in bf16, 10 in float32, and the bias's 12 x 1024 x 3072 elements."""
+    bf16, local = seconds_of("mlp", own=True)
+    fp32, _ = seconds_of("mlp", own=True, gradient=4)
+    weights, known = 768 * 3072 + 3072, known_rates(own=True)
+    assert fp32.weight_gradients - bf16.weight_gradients == pytest.approx(4 * weights / known.memory)
+    product = product_seconds(768, 3072, 12 * 1024, 1, 2, known.linear, known)
+    summed = (6 * weights + 2 * 12 * 1024 * 3072) / known.memory + 3 * known.launch
+    assert bf16.weight_gradients == pytest.approx(product + summed)
+    assert local.activation == 2
+
+
+def test_our_loss_reads_the_logits_once_forward_and_writes_their_gradient_backward() -> None:
+    loss, _ = seconds_of("loss", own=True)
+    known, logits = known_rates(own=True), 12 * 1024 * 50304 * 2
+    assert loss.forward == pytest.approx(logits / known.memory, rel=0.05)
+    assert loss.input_gradients == pytest.approx(2 * logits / known.memory, rel=0.05)
+
+
+def test_deepspeeds_hooks_at_stage_3_take_the_host_time_of_every_weight() -> None:
+    """A small layer is bound by the host: its 9 weights cost as much as 6 operators each, forward, and twice that backward."""
+    run = load_recipe("llama3_2_1b_1node", ["model.hidden=64", "model.heads=4", "model.kv_heads=2", "model.head_dim=16", "train.seq=32"])
+    run = replace(run, cluster=replace(run.cluster, device=H200))
+    context, layer = CostContext(run), {}
+    for zero in (0, 3):
+        hooks = ENGINES["zero"].costs.hooks(replace(run.parallel, zero=zero))
+        split = block_split(run.parallel, 1, "torch", fused=False, hooks=hooks)
+        layer[zero] = context.block_costs(split, context.wires(mesh_of(run.parallel, context.world))).layer
+    forward, backward = (getattr(layer[3], half) - getattr(layer[0], half) for half in ("forward", "backward"))
+    assert forward == pytest.approx(9 * 6 * H200.dispatch, rel=0.05)
+    assert backward == pytest.approx(2 * 9 * 6 * H200.dispatch, rel=0.05)
