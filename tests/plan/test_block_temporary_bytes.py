@@ -99,3 +99,12 @@ def test_offloaded_optimizers_step_on_the_host() -> None:
     model = Model(**LLAMA, layers=64, hidden=2048, heads=16, vocab=512)
     here, there = (held(model, engine="zero", train__seq=16, parallel__zero=2, parallel__offload__optimizer=each) for each in (False, True))
     assert there.temporary < here.temporary / 10
+
+
+@pytest.mark.parametrize(("sequences", "inputs"), [(1, 2), (2, 3)])
+def test_a_head_that_gathers_a_split_sequence_holds_its_input_whole(sequences: int, inputs: int) -> None:
+    """Beside the input's gradient; of several sequences one of them once more, in the order of ranks."""
+    model = gpt(1, 64, 4, vocab=V, dropout=0.0, tied=False)
+    keys: dict[str, Any] = {"parallel__tp": 2, "parallel__sequence": True, "train__microbatch": sequences, "train__batch": 4}
+    rows = sequences * S
+    assert held(model, ranks=2, **keys).temporary == 2 * (inputs * rows * 64 + 64 * V // 2) - 4 * rows

@@ -14,6 +14,7 @@ from distrain.trainer.plan.costs.op_seconds import OpSeconds, attention_seconds,
 from distrain.trainer.plan.costs.roofline import DeviceRates, product_seconds, rates, tile_efficiency
 from distrain.trainer.plan.engines import ENGINES
 from distrain.trainer.plan.layout.layout import mesh_of
+from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.run import Device
 
 SMALL = ("train.precision=fp32", "model.hidden=192", "model.heads=4", "train.seq=128", "train.microbatch=2")
@@ -149,3 +150,20 @@ def test_deepspeeds_hooks_at_stage_3_take_the_host_time_of_every_weight() -> Non
     forward, backward = (getattr(layer[3], half) - getattr(layer[0], half) for half in ("forward", "backward"))
     assert forward == pytest.approx(9 * 6 * H200.dispatch, rel=0.05)
     assert backward == pytest.approx(2 * 9 * 6 * H200.dispatch, rel=0.05)
+
+
+def test_a_plan_counts_the_hooks_of_its_engine() -> None:
+    """Eight layers with 9 weights each and one head, norm and embedding wait for the host at stage 3 alone."""
+    small = ("model.hidden=64", "model.heads=4", "model.kv_heads=2", "model.head_dim=16", "model.layers=8", "train.seq=32")
+    one = (
+        "device=h200",
+        "cluster.nodes=1",
+        "cluster.gpus=1",
+        "parallel.dp=1",
+        "train.batch=1",
+        "train.microbatch=1",
+        "train.compile=false",
+    )
+    plans = [make_plan(load_recipe("llama3_2_1b_1node", [*small, *one, "engine=zero", f"parallel.zero={zero}"])) for zero in (0, 3)]
+    without, hooked = (plan.time.compute for plan in plans if plan.time)
+    assert hooked - without > 8 * 9 * 6 * 3 * H200.dispatch
