@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from ...cli.config.load import load_recipe
 from ...trainer.machine.facts import measure_once
 from .check_context import CheckContext
+from .device_seconds import mean_seconds, wait_for_device
 from .finding import CheckBroken, Finding
 
 PACKAGES = ("torch", "deepspeed", "triton", "transformers", "hydra-core", "numpy")
@@ -79,12 +79,12 @@ def _planned_rates(context: CheckContext) -> dict[str, Any]:
 
 def _product_rate(device: torch.device, dtype: torch.dtype, side: int) -> float:
     one, other = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-    return 2.0 * side**3 / _seconds(lambda: torch.mm(one, other), device)
+    return 2.0 * side**3 / mean_seconds(lambda: torch.mm(one, other), SECONDS)
 
 
 def _copy_rate(device: torch.device, size: int) -> float:
     source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
-    return 2.0 * size / _seconds(lambda: target.copy_(source), device)
+    return 2.0 * size / mean_seconds(lambda: target.copy_(source), SECONDS)
 
 
 def _launch_seconds(device: torch.device) -> float:
@@ -95,24 +95,7 @@ def _launch_seconds(device: torch.device) -> float:
         for _ in range(LAUNCHES):
             x.add_(1.0)
 
-    return _seconds(launch_all, device) / LAUNCHES
-
-
-def _seconds(act: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of a call, the mean of as many as fit into SECONDS, after a first that is not counted."""
-    act()
-    _wait(device)
-    began, calls = perf_counter(), 0
-    while perf_counter() - began < SECONDS:
-        act()
-        _wait(device)
-        calls += 1
-    return (perf_counter() - began) / calls
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return mean_seconds(launch_all, SECONDS) / LAUNCHES
 
 
 def _attention_kernels(device: torch.device, shrink: int) -> Iterator[tuple[str, list[str]]]:
@@ -125,7 +108,7 @@ def _attention_kernels(device: torch.device, shrink: int) -> Iterator[tuple[str,
             with profile(activities=activities) as profiled:
                 out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=heads != key_heads)
                 out.sum().backward()  # type: ignore[no-untyped-call]
-                _wait(device)
+                wait_for_device()
             yield f"{name}, {str(dtype).removeprefix('torch.')}", list(_names(profiled.events() or (), on_gpu=device.type == "cuda"))
 
 

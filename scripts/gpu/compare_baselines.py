@@ -16,7 +16,7 @@ from .baselines.timed_loop import Sizes, Timed
 from .check_context import CheckContext
 from .finding import CheckBroken, Finding
 from .fit_runs import FitRun, fit_overrides
-from .kernel_table import longest_kernels
+from .kernel_table import events_of, longest_kernels
 from .planned_runs import KERNELS, PLANNED
 
 
@@ -56,7 +56,7 @@ def compare_with_baseline(context: CheckContext, name: str) -> Finding:
             "mfu": rate * plan.model.flops_per_token / peak if peak else None,
             "fit's tokens/s of its": ours["tokens_per_second"] / rate if ours else None,
             "fit's bytes of its": ours["memory_peak"] / timed.memory_peak if ours and ours["memory_peak"] else None,
-            "kernels: launches, seconds": longest_kernels(timed.events, 1, KERNELS),
+            "kernels: launches, seconds": longest_kernels(events_of(timed.trace), 1, KERNELS),
         }
     )
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from math import exp, log
 from statistics import mean
-from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from ...cli.config.load import load_recipe
 from ...trainer.plan.costs.op_seconds import attention_seconds
 from ...trainer.plan.costs.roofline import DeviceRates, memory_seconds, product_seconds, rates
 from .check_context import CheckContext
+from .device_seconds import mean_seconds
 from .finding import CheckBroken, Finding
 
 SECONDS = 0.2  # for which one kernel is measured
@@ -31,7 +33,7 @@ ATTENTION = (  # sequences, query heads, key heads, head size, tokens
     (1, 32, 8, 128, 4096), (1, 32, 8, 128, 8192), (1, 8, 2, 128, 32768),
 )  # fmt: skip
 EXPERTS = ((8, 8192, 4096, 14336), (8, 8192, 14336, 4096), (64, 32768, 2048, 1408))  # experts, rows in all, inner, columns
-COPIES = (1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28, 1 << 30)  # bytes of one tensor
+SUMS = (1 << 20, 1 << 22, 1 << 24, 1 << 26, 1 << 28, 1 << 30)  # bytes of one tensor
 SMALL = 16  # by which a rehearsal divides dims
 
 
@@ -52,7 +54,7 @@ def compare_kernels(context: CheckContext) -> Finding:
         raise CheckBroken(f"no rates of {run.cluster.device.name} are known")
     shrink, found = 1 if context.on_gpu else SMALL, dict[str, list[KernelTime]]()
     with torch.device(device):
-        for time_kind in (_products, _experts, _attention, _copies) if context.on_gpu else (_products, _copies):
+        for time_kind in (_products, _experts, _attention, _sums) if context.on_gpu else (_products, _sums):
             for each in time_kind(planned, shrink):
                 found.setdefault(each.name.split()[0], []).append(each)
     return Finding(
@@ -70,7 +72,7 @@ def _products(planned: DeviceRates, shrink: int) -> Iterator[KernelTime]:
         one, other = torch.randn(rows, inner, dtype=dtype), torch.randn(columns, inner, dtype=dtype).t()
         yield KernelTime(
             f"product {rows} x {inner} x {columns}",
-            _seconds(lambda one=one, other=other: torch.mm(one, other)),  # type: ignore[misc]
+            mean_seconds(partial(torch.mm, one, other), SECONDS),
             product_seconds(rows, columns, inner, 1, one.element_size(), planned.linear, planned),
         )
 
@@ -84,7 +86,7 @@ def _experts(planned: DeviceRates, shrink: int) -> Iterator[KernelTime]:
         grouped = getattr(F, "grouped_mm", None) or torch._grouped_mm
         yield KernelTime(
             f"experts {experts} x {rows // experts} x {inner} x {columns}",
-            _seconds(lambda one=one, other=other, ends=ends, grouped=grouped: grouped(one, other, offs=ends)),  # type: ignore[misc]
+            mean_seconds(partial(grouped, one, other, offs=ends), SECONDS),
             product_seconds(rows // experts, columns, inner, experts, 2, planned.linear, planned),
         )
 
@@ -95,50 +97,31 @@ def _attention(planned: DeviceRates, shrink: int) -> Iterator[KernelTime]:
         shapes = ((batch, tokens, each, size) for each in (heads, key_heads, key_heads))
         query, key, value = (torch.randn(shape, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for shape in shapes)
         gradient = torch.randn(batch, tokens, heads, size, dtype=torch.bfloat16).transpose(1, 2)
-
-        def forward(query: Any = query, key: Any = key, value: Any = value, grouped: bool = heads != key_heads) -> Any:
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
-
-        def both(inputs: Any = (query, key, value), gradient: Any = gradient, forward: Callable[[], Any] = forward) -> Any:
-            return torch.autograd.grad(forward(), inputs, gradient)
-
+        forward = partial(F.scaled_dot_product_attention, query, key, value, is_causal=True, enable_gqa=heads != key_heads)
         pairs = batch * heads * tokens**2 // 2
         says = f"{batch} x {heads}/{key_heads} x {size} x {tokens}"
         ahead_planned, back_planned = attention_seconds(4.0 * pairs * size, size, tokens, 2.5, planned)
         with torch.no_grad():
-            ahead = _seconds(forward)
+            ahead = mean_seconds(forward, SECONDS)
         yield KernelTime(f"attention {says}", ahead, ahead_planned)
-        yield KernelTime(f"attention-backward {says}", _seconds(both) - ahead, back_planned)
+        yield KernelTime(
+            f"attention-backward {says}",
+            mean_seconds(partial(_differentiate, forward, (query, key, value), gradient), SECONDS) - ahead,
+            back_planned,
+        )
 
 
-def _copies(planned: DeviceRates, shrink: int) -> Iterator[KernelTime]:
+def _differentiate(forward: Callable[[], Tensor], inputs: Sequence[Tensor], gradient: Tensor) -> None:
+    torch.autograd.grad(forward(), inputs, gradient)
+
+
+def _sums(planned: DeviceRates, shrink: int) -> Iterator[KernelTime]:
     """The sum of two tensors: three are moved."""
-    for size in COPIES:
+    for size in SUMS:
         one, other = (torch.zeros(size // shrink**2 // 2, dtype=torch.bfloat16) for _ in range(2))
         out = torch.empty_like(one)
         yield KernelTime(
             f"sum of {2 * one.numel()} bytes",
-            _seconds(lambda one=one, other=other, out=out: torch.add(one, other, out=out)),  # type: ignore[misc]
+            mean_seconds(partial(torch.add, one, other, out=out), SECONDS),
             memory_seconds(6.0 * one.numel(), 1, planned),
         )
-
-
-def _seconds(act: Callable[[], object]) -> float:
-    """Return the seconds of a call on the device, the mean of as many as fit into SECONDS, which are launched without waiting."""
-    act()
-    act()
-    calls, taken = 1, 0.0
-    while taken < SECONDS / 2:
-        calls = max(2 * calls, min(4096, int(calls * SECONDS / taken))) if taken else 4
-        _wait()
-        began = perf_counter()
-        for _ in range(calls):
-            act()
-        _wait()
-        taken = perf_counter() - began
-    return taken / calls
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

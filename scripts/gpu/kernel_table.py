@@ -15,7 +15,12 @@ ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of events
 def read_events(folder: Path) -> list[dict[str, Any]]:
     """Return the events of the one profiler's trace in RUN_DIR/trace."""
     (file,) = (folder / "trace").glob("*.json")
-    events: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+    return events_of(file.read_text(encoding="utf-8"))
+
+
+def events_of(trace: str) -> list[dict[str, Any]]:
+    """Return the events of a profiler's trace, which is JSON."""
+    events: list[dict[str, Any]] = json.loads(trace)["traceEvents"]
     return events
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from .check_context import CheckContext
 from .finding import Finding
 from .fit_runs import FitRun, fit
-from .kernel_table import longest_kernels, read_events
+from .kernel_table import busy_seconds, longest_kernels, read_events
 from .planned_runs import PLANNED
 
 # What the host calls to wait for the device; reading a number from it calls the first.
@@ -27,13 +27,12 @@ def trace_steps(context: CheckContext) -> Finding:
     names = Counter(str(event.get("name")) for event in events if event.get("ph") == "X")
     waits = sum(names[each] for each in WAITS) / steps
     kernels = kinds["kernel" if context.on_gpu else "cpu_op"] / steps
-    busy = sum(event["dur"] for event in events if event.get("cat") == "kernel") / 1e6 / steps
     departures = [] if kernels else ["the trace holds no kernels"]
     departures += [f"{waits:.1f} waits for the device a step"] if waits > MOST_WAITS else []
     return Finding(
         figures={
             "kernels a step": kernels,
-            "seconds of kernels a step": busy,
+            "busy seconds a step": busy_seconds(events) / steps,
             "waits a step": waits,
             "waits by call": {each: names[each] / steps for each in WAITS},
             "longest kernels: launches, seconds": longest_kernels(events, steps, 10),

@@ -49,12 +49,9 @@ class _CrossEntropy(torch.autograd.Function):
         scale = (labels != IGNORED) * grad
         if loss_kernels.has_loss_kernels(logits.device):
             given = logits.clone() if ctx.keep_logits else logits
-            try:
+            with loss_kernels.give_up_where_compiling_fails():
                 loss_kernels.loss_gradient(given, labels - ctx.first, log_sum, scale, ctx.width)
                 return given, None, None, None, None
-            except Exception as error:  # torch's compiler raises many kinds
-                if not loss_kernels.gave_up(error):
-                    raise
         return _gradient_in_chunks(logits, labels - ctx.first, log_sum, scale, ctx.width), None, None, None, None
 
 
@@ -74,7 +71,11 @@ def _gradient_in_chunks(logits: Tensor, local: Tensor, log_sum: Tensor, scale: T
 def _row_statistics(logits: Tensor, local: Tensor, width: int, tp: TensorParallel | None) -> tuple[Tensor, Tensor]:
     """Return (log-sum-exp over the whole vocabulary, the label's logit) of each row [R]; `local` are labels counted from this rank's
     first token."""
-    if found := _statistics_in_one_kernel(logits, local, width):
+    found: loss_kernels.RowStatistics | None = None
+    if width and loss_kernels.has_loss_kernels(logits.device):
+        with loss_kernels.give_up_where_compiling_fails():
+            found = loss_kernels.loss_rows(logits, local, width)
+    if found:
         return _sum_ranks(*found, tp)
     here = (local >= 0) & (local < width)
     log_sum, label_logit = (at_least_float32(logits.new_zeros(logits.shape[0])) for _ in range(2))
@@ -96,19 +97,6 @@ def _row_statistics(logits: Tensor, local: Tensor, width: int, tp: TensorParalle
         total[rows] = torch.exp(at_least_float32(logits[rows, :width]) - largest[rows, None]).sum(-1)
     all_reduce(total, tp.group)
     return total.log_().add_(largest), all_reduce(label_logit, tp.group)
-
-
-def _statistics_in_one_kernel(logits: Tensor, local: Tensor, width: int) -> loss_kernels.RowStatistics | None:
-    """Return this rank's largest logit, sum of exp(logit - largest) and label's logit of each row; None where no kernel gives them."""
-    if not (width and loss_kernels.has_loss_kernels(logits.device)):
-        return None
-    try:
-        found: loss_kernels.RowStatistics = loss_kernels.loss_rows(logits, local, width)
-    except Exception as error:  # torch's compiler raises many kinds
-        if not loss_kernels.gave_up(error):
-            raise
-        return None
-    return found
 
 
 def _sum_ranks(largest: Tensor, total: Tensor, label_logit: Tensor, tp: TensorParallel | None) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,8 @@ time, they would move seven times the bytes.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -43,7 +44,7 @@ def write_gradient(logits: Tensor, local: Tensor, log_sum: Tensor, scale: Tensor
 
 
 @cache
-def compiled(passes: Callable[..., Any]) -> Callable[..., Any]:
+def compile_once(passes: Callable[..., Any]) -> Callable[..., Any]:
     """Return one of the functions above as torch's compiler makes it: for each vocabulary, and for any number of rows.
 
     Where the compiler is out of use it raises RuntimeError: as written, it would make all logits float32 at once.
@@ -63,7 +64,7 @@ def run_compiled(passes: Callable[..., Any], logits: Tensor, *further: Any) -> A
     for each in (logits, *further):
         if isinstance(each, Tensor):
             torch._dynamo.maybe_mark_dynamic(each, 0)
-    return compiled(passes)(logits, *further)
+    return compile_once(passes)(logits, *further)
 
 
 def _run(passes: Callable[..., Any], logits: Tensor, *further: Any) -> Any:
@@ -95,10 +96,14 @@ def has_loss_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and not _broken and find_spec("triton") is not None
 
 
-def gave_up(error: Exception) -> bool:
-    """Note that torch's compiler could not make a kernel, and say so in the rank's log; False where the device is merely out of memory."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return False
-    _broken.append(next(iter(str(error).splitlines()), type(error).__name__))
-    print(f"torch's compiler can't make the loss's kernels ({_broken[0]}): separate kernels move more bytes", file=sys.stderr)
-    return True
+@contextmanager
+def give_up_where_compiling_fails() -> Iterator[None]:
+    """Where torch's compiler can't make a kernel in the block, say so in the rank's log, take no kernels from then on, and go on behind the
+    block."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # the compiler raises many kinds
+        _broken.append(next(iter(str(error).splitlines()), type(error).__name__))
+        print(f"torch's compiler can't make the loss's kernels ({_broken[0]}): separate kernels move more bytes", file=sys.stderr)

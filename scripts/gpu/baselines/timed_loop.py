@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,12 +33,12 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Timed:
-    """Median seconds of a step, bytes of torch's allocator at most, losses by step; the events of a profiler's trace of one more step."""
+    """Median seconds of a step, bytes of torch's allocator at most, losses by step; a profiler's trace of one more step, JSON."""
 
     step_seconds: float
     memory_peak: int
     losses: tuple[float, ...]
-    events: list[dict[str, Any]]
+    trace: str
 
 
 def random_batch(sizes: Sizes, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -77,15 +75,14 @@ def time_steps(step: Callable[[], Tensor], device: torch.device) -> Timed:
         losses.append(float(step()))  # waits for the device
         seconds.append(perf_counter() - began)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    return Timed(step_seconds=median(seconds[WARM_UP:]), memory_peak=peak, losses=tuple(losses), events=_profiled_events(step, device))
+    return Timed(step_seconds=median(seconds[WARM_UP:]), memory_peak=peak, losses=tuple(losses), trace=_profile(step, device))
 
 
-def _profiled_events(step: Callable[[], Tensor], device: torch.device) -> list[dict[str, Any]]:
+def _profile(step: Callable[[], Tensor], device: torch.device) -> str:
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     with TemporaryDirectory() as folder:
         with profile(activities=activities) as profiled:
             float(step())
         file = Path(folder) / "step.json"
         profiled.export_chrome_trace(str(file))
-        events: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
-    return events
+        return file.read_text(encoding="utf-8")

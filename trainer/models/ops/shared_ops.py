@@ -26,7 +26,7 @@ def norm(name: str, model: Model) -> Op:
     scale = (Weight(f"{name}.weight", ("hidden",)),)
     shift = (Weight(f"{name}.bias", ("hidden",)),) if model.norm == "layernorm" else ()
     # torch's LayerNorm is one kernel, in float32 under autocast; its RMSNorm is a cast, a square, a mean and two products.
-    passes, own_passes = (2.0, 2.6) if model.norm == "layernorm" else (4.0, 2.0)  # ours: kernels that read slowly, on an H200
+    passes, own_passes = (2.0, 2.6) if model.norm == "layernorm" else (4.0, 2.0)  # those of our modules are measured on an H200
     per_token = (Tensor(TOKENS), Tensor(TOKENS)) if model.norm == "layernorm" else (Tensor(TOKENS, 4),)
     return Op(
         name=name,
@@ -61,9 +61,8 @@ def attention(model: Model, train: Train, *, causal: bool = True) -> tuple[Op, .
     query, key, value = Tensor(TOKENS + QUERY), Tensor(TOKENS + KEY), Tensor(TOKENS + KEY)
     bias = model.bias if model.qkv_bias is None else model.qkv_bias
     parts = ((".query", QUERY), (".key", KEY), (".value", KEY))
-    rope = (
-        (Op(name="attention.rope", moves=(query, query, key, key), eager_passes=4.0, own_passes=16.0),) if model.positions == "rope" else ()
-    )
+    turn = Op(name="attention.rope", moves=(query, query, key, key), eager_passes=4.0, own_passes=16.0)  # ours: in float32, on an H200
+    rope = (turn,) if model.positions == "rope" else ()
     return (
         linear("attention", ("hidden",), parts, bias=bias, saves=(STREAM, query, key, value)),
         *((head_norm("attention.query_norm", QUERY), head_norm("attention.key_norm", KEY)) if model.qk_norm else ()),

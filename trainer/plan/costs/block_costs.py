@@ -105,7 +105,7 @@ class OpCosts(NamedTuple):
     messages: list[OpMessage]
     elements: BlockElements
     logits: int
-    hooks: int  # operators' worth of host time that an engine's hooks take a weight and pass
+    hooks: int  # host time of the engine's hooks for each weight in a forward pass, in operators
 
 
 class SplitCosts:
@@ -245,8 +245,7 @@ def _messages(sent: list[OpMessage], again: tuple[Op, ...], form: ActivationForm
 
 def _compute_seconds(row: OpCosts, again: tuple[Op, ...], sent: int, device: DeviceRates) -> ComputeSeconds:
     """Seconds of a block's ops, as the host dispatches them and the `sent` messages of forward."""
-    hooks = row.hooks
-    times, host = row.seconds, [(op_kernels(op, row.local) + hooks * len(op.weights)) * device.dispatch for op in row.ops]
+    times, host = row.seconds, [(op_kernels(op, row.local) + row.hooks * len(op.weights)) * device.dispatch for op in row.ops]
     messages = sent * device.dispatch
     recomputed = [(time.forward, each) for op, time, each in zip(row.ops, times, host, strict=True) if op in again]
     backward = [time.input_gradients + time.weight_gradients for time in times]

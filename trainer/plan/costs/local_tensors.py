@@ -25,7 +25,7 @@ class BlockSplit(NamedTuple):
     microbatch: int
     form: ActivationForm
     fused: bool
-    hooks: int  # of the engine: host time of each weight in a pass, in operators
+    hooks: int  # host time of the engine's hooks for each weight in a forward pass, in operators
 
     def degree(self, axis: str) -> int:
         """The degree of an axis; 1 for one that does not split blocks."""

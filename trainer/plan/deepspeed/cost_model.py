@@ -23,8 +23,8 @@ from .flat_tensors import MOST_LAYERS, MOST_RANKS, StageParameters, flat_element
 from .memory import FrozenElements, ZeroSetting, effective_stage, step_bytes, step_work, zero_bytes
 from .messages import traffic_terms
 
-# Host time of DeepSpeed's hooks for each weight in a forward pass, in operators; in backward twice that. Measured beside an H200
-# (docs/gpu_acceptance.md).
+# ZeRO stage -> host time of DeepSpeed's hooks for each weight in a forward pass, in operators; in backward it is twice that. Measured on
+# machines with an H200 (docs/gpu_acceptance.md).
 HOOKS = {0: 0, 1: 1, 2: 1, 3: 6}
 
 
