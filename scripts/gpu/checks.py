@@ -76,7 +76,7 @@ CHECKS = (
     _baseline("fully_shard llama 16 layers"),
     _baseline("autocast gpt2_1_5b"),
     GpuCheck(name="resume", seconds=90, function=f"{ROOM}.resume:kill_and_resume"),
-    GpuCheck(name="two ranks", seconds=120, function=f"{ROOM}.shared_gpu:prove_two_ranks"),
+    GpuCheck(name="two ranks", seconds=120, function=f"{ROOM}.two_ranks.prove_two_ranks:prove_two_ranks"),
     GpuCheck(name="generate", seconds=60, function=f"{ROOM}.generation:generate_text"),
     GpuCheck(name="trace", seconds=60, function=f"{ROOM}.profiled_steps:trace_steps"),
 )

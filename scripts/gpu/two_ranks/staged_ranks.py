@@ -1,7 +1,7 @@
 """A fork server whose ranks share this machine's first GPU, or its CPU in a rehearsal, and stage their messages.
 
-Run it as `python -m distrain.scripts.gpu.staged_ranks`; the protocol is that of trainer/loop/forkserver/server.py. With RUN_DIR/run.json
-as its argument it is one of these ranks.
+Run it as `python -m distrain.scripts.gpu.two_ranks.staged_ranks`; the protocol is that of trainer/loop/forkserver/server.py. With
+RUN_DIR/run.json as its argument it is one of these ranks.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from pathlib import Path
 
 import msgspec
 
-from ...trainer.launch.rank.channel import Channel
-from ...trainer.loop.forkserver.server import QUESTIONS, serve
-from ...trainer.loop.rank import run_rank
-from ...trainer.parallel import world
-from ...trainer.spec.run import Run
+from ....trainer.launch.rank.channel import Channel
+from ....trainer.loop.forkserver.server import QUESTIONS, serve
+from ....trainer.loop.rank import run_rank
+from ....trainer.parallel import world
+from ....trainer.spec.run import Run
 from .staged_messages import stage_messages
 
 
@@ -33,7 +33,7 @@ def main() -> int:
     """Serve until stdin ends; with an argument, train as a rank, and return its exit status."""
     if path := next(map(Path, sys.argv[1:]), None):
         return run_staged_rank(path, Channel.from_environment())
-    serve(run_staged_rank, QUESTIONS, module="distrain.scripts.gpu.staged_ranks")
+    serve(run_staged_rank, QUESTIONS, module="distrain.scripts.gpu.two_ranks.staged_ranks")
     return 0
 
 

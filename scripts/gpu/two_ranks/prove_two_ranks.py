@@ -7,19 +7,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...cli.config.load import load_recipe
-from ...trainer.plan.plan import make_plan
-from ...trainer.prove.fork_client import ForkServer
-from ...trainer.prove.judge import LayoutResult
-from ...trainer.prove.layouts import ONE_PROCESS, ProveLayout, run_in_layout
-from ...trainer.prove.plan_proof import Proof, shortened_run
-from ...trainer.prove.prover import run_proof
-from ...trainer.prove.trial import Trial
-from .check_context import CheckContext
-from .finding import Finding
+from ....cli.config.load import load_recipe
+from ....trainer.plan.plan import make_plan
+from ....trainer.prove.fork_client import ForkServer
+from ....trainer.prove.judge import LayoutResult
+from ....trainer.prove.layouts import ONE_PROCESS, ProveLayout, run_in_layout
+from ....trainer.prove.plan_proof import Proof, shortened_run
+from ....trainer.prove.prover import run_proof
+from ....trainer.prove.trial import Trial
+from ..check_context import CheckContext
+from ..finding import Finding
 from .staged_messages import STAGED
 
-SERVER = (sys.executable, "-m", "distrain.scripts.gpu.staged_ranks")
+SERVER = (sys.executable, "-m", "distrain.scripts.gpu.two_ranks.staged_ranks")
 STEPS = 4
 LAYOUTS = (
     ProveLayout(tp=2),
