@@ -2,9 +2,9 @@
 
     python -m distrain.scripts.gpu [--json FILE] [--resume] [--seconds N] [--only NAME,NAME] [--cpu] [--list]
 
-Each check runs in a process of its own with a deadline; FILE (gpu.json) is rewritten after each. --resume leaves out the checks that
-FILE holds. --seconds (480) ends the program; checks that were not begun by then are listed as not run. --cpu rehearses everything on
-this machine's CPU with tiny models, which says nothing about a GPU. It needs no network.
+Each check runs in a process of its own with a deadline, those that time nothing side by side; FILE (gpu.json) is rewritten after each.
+--resume leaves out the checks that FILE holds. --seconds (480) ends the program; checks that were not begun by then are listed as not
+run. --cpu rehearses everything on this machine's CPU with tiny models, which says nothing about a GPU. It needs no network.
 
 Exit status: 0 all checks passed; 1 one failed, was broken or not run; 2 the arguments are wrong.
 """
@@ -19,9 +19,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ...trainer.system.stop_requests import StopSignal, raise_on_stop_signals
-from .acceptance import Report, Row, carry_out, read_report
+from .acceptance import Report, carry_out, read_report
 from .check_context import CheckContext
 from .checks import CHECKS, MACHINE, GpuCheck
+from .running_check import Row
 
 SECONDS = 480.0
 
@@ -51,10 +52,11 @@ def main() -> int:
     with TemporaryDirectory(prefix="distrain-gpu-") as folder:
         context = CheckContext(folder=words.folder or Path(folder), on_gpu=not words.cpu)
         context.folder.mkdir(parents=True, exist_ok=True)
+        shown = Progress()
         try:
             with raise_on_stop_signals():
                 report = carry_out(
-                    checks, context, seconds=words.seconds, path=words.json, earlier=earlier, on_begin=_show_begin, on_row=_show_row
+                    checks, context, seconds=words.seconds, path=words.json, earlier=earlier, on_begin=shown.begin, on_row=shown.end
                 )
         except (KeyboardInterrupt, StopSignal) as stop:
             print(f"stopped; --resume goes on with {words.json}", file=sys.stderr)
@@ -77,15 +79,28 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _show_begin(check: GpuCheck) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{check.name} ...", end="", file=sys.stderr, flush=True)
+class Progress:
+    """Prints what became of each check, and on a terminal the names of those that run."""
 
+    def __init__(self) -> None:
+        self._running = list[str]()
 
-def _show_row(row: Row) -> None:
-    if sys.stderr.isatty():
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-    print("\n".join(row_lines(row)), flush=True)
+    def begin(self, check: GpuCheck) -> None:
+        """Show that a check runs."""
+        self._running.append(check.name)
+        self._show_running()
+
+    def end(self, row: Row) -> None:
+        """Print what became of a check."""
+        self._running.remove(row.name)
+        if sys.stderr.isatty():
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        print("\n".join(row_lines(row)), flush=True)
+        self._show_running()
+
+    def _show_running(self) -> None:
+        if sys.stderr.isatty() and self._running:
+            print(f"\r\x1b[K{', '.join(self._running)} ...", end="", file=sys.stderr, flush=True)
 
 
 def row_lines(row: Row) -> Iterator[str]:

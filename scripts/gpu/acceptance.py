@@ -1,42 +1,27 @@
-"""Carries out the checks, each in a process with a deadline, and keeps what they find in a JSON file."""
+"""Carries out the checks, what is timed alone and the others side by side, and keeps what they find in a JSON file."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
 
 import msgspec
 
 from ...trainer.system.atomic_file import write_atomically
-from ...trainer.system.child_process import module_arguments, start_child
+from ...trainer.system.cpu import cpu_count
 from .check_context import CheckContext
-from .checks import MACHINE, CheckRequest, GpuCheck
+from .checks import MACHINE, GpuCheck
+from .running_check import POLL, Row, RunningCheck
 
 SCHEMA = 1
 LEAST = 10.0  # seconds that must be left for a check to be begun
-
-Status = Literal["passed", "failed", "broken", "not run"]  # failed: it ran, and figures are not as they must be
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """What became of a check."""
-
-    name: str
-    status: Status
-    seconds: float = 0.0
-    says: Sequence[str] = ()
-    figures: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it needs not be carried out again."""
-        return self.status in ("passed", "failed")
+CORES = 4  # for each of the checks that run side by side
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,54 +72,42 @@ def carry_out(
             schema=SCHEMA, rehearsal=not context.on_gpu, seconds=spent + time.monotonic() - began, rows=[*rows.values(), *others]
         )  # fmt: skip
 
-    others = [row for name, row in done.items() if name not in rows]
-    for check in checks:
+    def start(check: GpuCheck) -> RunningCheck | None:
         left = seconds - (time.monotonic() - began)
-        if rows[check.name].is_done or left < LEAST:
-            continue
+        if left < LEAST:
+            return None
         on_begin(check)
         known = {row.name: row.figures for row in report().rows if row.is_done}
-        here = replace(context, gpu=str(known.get(MACHINE, {}).get("gpu", "")), earlier=known)
-        rows[check.name] = run_check(check, here, left)
-        report().write(path)
-        on_row(rows[check.name])
-        if check.name == MACHINE and rows[check.name].status == "broken":
-            break  # without its device nothing else runs
+        return RunningCheck(check, replace(context, gpu=str(known.get(MACHINE, {}).get("gpu", "")), earlier=known), left)
+
+    others = [row for name, row in done.items() if name not in rows]
+    with closing(run_checks([check for check in checks if not rows[check.name].is_done], start)) as ended:
+        for row in ended:
+            rows[row.name] = row
+            report().write(path)
+            on_row(row)
+            if row.name == MACHINE and row.status == "broken":
+                break  # without its device nothing else runs
     whole = report()
     whole.write(path)
     return whole
 
 
-def run_check(check: GpuCheck, context: CheckContext, left: float) -> Row:
-    """Carry out a check in a process of its own, which is killed at its deadline, or after `left` seconds, with all that it has started."""
-    seconds = min(check.seconds, left)
-    request, found = context.folder / "request.json", context.folder / "finding.json"
-    found.unlink(missing_ok=True)
-    request.write_bytes(CheckRequest(check=check, context=context).to_json())
-    began, log = time.monotonic(), context.folder / f"{check.name.replace(' ', '.')}.log"
-    arguments = module_arguments("distrain.scripts.gpu.check_process", str(request), str(found))
-    with (
-        log.open("wb") as output,
-        start_child(arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT) as child,
-    ):
-        try:
-            code: int | None = child.wait(seconds)
-        except subprocess.TimeoutExpired:
-            code = None
-    taken = round(time.monotonic() - began, 2)
-    if code is None and left < check.seconds:
-        return Row(name=check.name, status="not run", seconds=taken, says=[f"cut after {seconds:.0f} s: the program's time was over"])
-    if code is None:
-        return Row(name=check.name, status="broken", seconds=taken, says=[f"killed after {seconds:.0f} s"])
-    if not found.exists():
-        return Row(name=check.name, status="broken", seconds=taken, says=[f"its process ended with {code}", *_tail(log)])
-    answer = json.loads(found.read_bytes())
-    if "broken" in answer:
-        return Row(name=check.name, status="broken", seconds=taken, says=[answer["broken"]])
-    departures = answer["departures"]
-    status: Status = "failed" if departures else "passed"
-    return Row(name=check.name, status=status, seconds=taken, says=departures, figures=answer["figures"])
+def run_checks(checks: Sequence[GpuCheck], start: Callable[[GpuCheck], RunningCheck | None]) -> Generator[Row]:
+    """Run checks in their order, neighbours that are not timed side by side; yield what became of each when it ends.
 
-
-def _tail(log: Path) -> Iterator[str]:
-    yield from log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-2:]
+    `start` returns None for a check that can't begin. Whatever ends this ends the checks that run.
+    """
+    for alone, group in groupby(checks, key=lambda check: check.alone):
+        at_once = 1 if alone else max(1, cpu_count() // CORES)
+        waiting, running = deque(group), list[RunningCheck]()
+        with ExitStack() as stack:
+            while waiting or running:
+                while waiting and len(running) < at_once:
+                    if (begun := start(waiting.popleft())) is not None:
+                        running.append(stack.enter_context(begun))
+                for each in tuple(running):
+                    if (row := each.row()) is not None:
+                        running.remove(each)
+                        yield row
+                time.sleep(POLL)

@@ -17,12 +17,16 @@ ROOM = "distrain.scripts.gpu"
 
 @dataclass(frozen=True, kw_only=True)
 class GpuCheck:
-    """A check: its name, the seconds after which it is killed, the function that carries it out (`module:function`) and its arguments."""
+    """A check: its name, the seconds after which it is killed, the function that carries it out (`module:function`) and its arguments.
+
+    One that is timed runs `alone`, others side by side.
+    """
 
     name: str
     seconds: float
     function: str
     arguments: Mapping[str, str] = field(default_factory=dict)
+    alone: bool = True
 
     def carry_out(self, context: CheckContext) -> Finding:
         """Import the function and call it; raises CheckBroken, and whatever else stops it."""
@@ -57,13 +61,21 @@ def _baseline(name: str) -> GpuCheck:
     )
 
 
+def _untimed(name: str, function: str) -> GpuCheck:
+    return GpuCheck(name=name, seconds=180, function=f"{ROOM}.{function}", alone=False)
+
+
 MACHINE = "machine"
 CHECKS = (
     GpuCheck(name=MACHINE, seconds=60, function=f"{ROOM}.ceilings:measure_ceilings"),
     GpuCheck(name="kernels", seconds=60, function=f"{ROOM}.kernel_rates:compare_kernels"),
-    GpuCheck(name="families", seconds=90, function=f"{ROOM}.losses:train_families"),
-    GpuCheck(name="precisions", seconds=90, function=f"{ROOM}.losses:compare_precisions"),
-    GpuCheck(name="zero", seconds=120, function=f"{ROOM}.losses:train_zero_stages"),
+    _untimed("families", "losses:train_families"),
+    _untimed("precisions", "losses:compare_precisions"),
+    _untimed("zero", "losses:train_zero_stages"),
+    _untimed("resume", "resume:kill_and_resume"),
+    _untimed("two ranks", "two_ranks.prove_two_ranks:prove_two_ranks"),
+    _untimed("generate", "generation:generate_text"),
+    _untimed("trace", "profiled_steps:trace_steps"),
     _plan("gpt2_124m"),
     _plan("gpt2_124m compiled"),
     _plan("llama 16 layers"),
@@ -75,8 +87,4 @@ CHECKS = (
     _baseline("autocast gpt2_124m"),
     _baseline("fully_shard llama 16 layers"),
     _baseline("autocast gpt2_1_5b"),
-    GpuCheck(name="resume", seconds=90, function=f"{ROOM}.resume:kill_and_resume"),
-    GpuCheck(name="two ranks", seconds=120, function=f"{ROOM}.two_ranks.prove_two_ranks:prove_two_ranks"),
-    GpuCheck(name="generate", seconds=60, function=f"{ROOM}.generation:generate_text"),
-    GpuCheck(name="trace", seconds=60, function=f"{ROOM}.profiled_steps:trace_steps"),
 )

@@ -15,15 +15,16 @@ from typing import Any
 import pytest
 
 from distrain.cli.config.load import load_recipe
-from distrain.scripts.gpu import losses
+from distrain.scripts.gpu import acceptance, losses
 from distrain.scripts.gpu.__main__ import row_lines
-from distrain.scripts.gpu.acceptance import Report, Row, carry_out, read_report, run_check
+from distrain.scripts.gpu.acceptance import Report, carry_out, read_report
 from distrain.scripts.gpu.check_context import CheckContext
 from distrain.scripts.gpu.checks import CHECKS, GpuCheck
 from distrain.scripts.gpu.finding import Finding
 from distrain.scripts.gpu.fit_runs import FinishedFit, FitRun, fit_overrides
 from distrain.scripts.gpu.planned_runs import PLANNED, plan_departures
 from distrain.scripts.gpu.replan import replan_departures
+from distrain.scripts.gpu.running_check import Row, RunningCheck
 from distrain.trainer.plan.plan import make_plan
 
 FAKE = "distrain.tests.gpu.fake_check:act"
@@ -48,7 +49,7 @@ def test_today_s_plan_is_no_further_from_what_a_gpu_measured(path: Path) -> None
     assert list(replan_departures(report)) == []
 
 
-REHEARSED = ("machine", "plan gpt2_1_5b recomputed", "baseline fully_shard llama 16 layers", "two ranks")
+REHEARSED = ("machine", "two ranks", "plan gpt2_1_5b recomputed", "baseline fully_shard llama 16 layers")
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +127,8 @@ OUTCOMES: tuple[tuple[str, float, float, str, list[str]], ...] = (
 @pytest.mark.parametrize(("what", "seconds", "left", "status", "says"), OUTCOMES)
 def test_a_check_ends_within_its_time(what: str, seconds: float, left: float, status: str, says: list[str], tmp_path: Path) -> None:
     check = GpuCheck(name="fake", seconds=seconds, function=FAKE, arguments={"what": what})
-    row = run_check(check, CheckContext(folder=tmp_path, on_gpu=False), left)
+    with RunningCheck(check, CheckContext(folder=tmp_path, on_gpu=False), left) as running:
+        row = running.wait()
     assert (row.status, list(row.says)) == (status, says)
     assert list(row_lines(row))[1:] == [f"    {each}" for each in says]
 
@@ -152,6 +154,35 @@ def test_a_report_is_resumed(tmp_path: Path) -> None:
     assert carry([replace(later, name="too late")], second, 0).rows[0].status == "not run"
     with pytest.raises(ValueError, match="of a rehearsal"):
         read_report(path, rehearsal=False)
+
+
+def test_what_is_not_timed_runs_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with cores for two; a stop ends those that run, and one that is timed runs alone."""
+    monkeypatch.setattr(acceptance, "cpu_count", lambda: 2 * acceptance.CORES)
+
+    def check(what: str, *, alone: bool = False) -> GpuCheck:
+        return GpuCheck(name=what, seconds=60, function=FAKE, arguments={"what": what}, alone=alone)
+
+    def carry(*checks: GpuCheck, path: Path, on_row: Callable[[Row], None]) -> Report:
+        context = CheckContext(folder=path.parent, on_gpu=False)
+        return carry_out(checks, context, seconds=90, path=path, earlier=None, on_begin=lambda each: None, on_row=on_row)
+
+    def stop(row: Row) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        carry(check("sleeps"), check("waits for one that sleeps"), path=tmp_path / "first.json", on_row=stop)
+    sleeper = int((tmp_path / "asleep").read_text())
+    assert not Path(f"/proc/{sleeper}").exists()
+    report = read_report(tmp_path / "first.json", rehearsal=True)
+    assert report is not None
+    assert [row.status for row in report.rows] == ["not run", "passed"]
+
+    (tmp_path / "asleep").unlink()
+    sleeps, looks = replace(check("sleeps"), seconds=5), check("looks for one that sleeps", alone=True)
+    report = carry(sleeps, looks, path=tmp_path / "second.json", on_row=lambda row: None)
+    assert [row.status for row in report.rows] == ["broken", "passed"]
+    assert report.rows[1].figures == {"alive": False}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-WARM_UP, TIMED = 3, 7  # steps
+WARM_UP, TIMED = 3, 5  # steps
 
 
 @dataclass(frozen=True, kw_only=True)
