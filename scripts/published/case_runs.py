@@ -92,7 +92,7 @@ def _run(case: Case, framework: Framework, recompute: Any) -> Run:
     precision: Any = "bf16" if "/" in case["precision"] else case["precision"]
     shape = _model(model, dropout=0.0 if flash else framework.dropout)
     chunks = _chunks(parallel, model["layers"], framework, told=case["batch"]["micro"] is not None)
-    world = _with_kernels(cluster_of(case["cluster"]), framework, case["attention"] or "")
+    world = _as_used(cluster_of(case["cluster"]), framework, case["attention"] or "")
     micro, batch = _batch(case, framework, chunks)
     zero, shard = _zero(parallel, framework)
     sequence = parallel["sequence_parallel"]
@@ -134,13 +134,16 @@ def _run(case: Case, framework: Framework, recompute: Any) -> Run:
     )
 
 
-def _with_kernels(cluster: Cluster, framework: Framework, kernel: str) -> Cluster:
+def _as_used(cluster: Cluster, framework: Framework, kernel: str) -> Cluster:
+    """Return the cluster with the rates that a framework's kernels and messages reach there."""
     slower = next(
         (share for (word, gpu), share in ATTENTION_KERNELS.items() if word in kernel and cluster.device.name.startswith(gpu)), 1.0
     )
-    return replace(
-        cluster, device=replace(cluster.device, flash=cluster.device.flash * slower, sustained=cluster.device.sustained * framework.kernels)
-    )
+    device = replace(cluster.device, flash=cluster.device.flash * slower, sustained=cluster.device.sustained * framework.kernels)
+    between = cluster.between
+    if framework.one_card and between:  # a node has a card for each device
+        between = replace(between, efficiency=between.efficiency / cluster.gpus)
+    return replace(cluster, device=device, between=between)
 
 
 def _batch(case: Case, framework: Framework, chunks: int) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from ...trainer.plan.axes import dp
-from ...trainer.plan.costs import block_costs, cost_context, op_seconds, roofline
+from ...trainer.plan.costs import cost_context, op_seconds, pass_seconds, roofline
 from ...trainer.spec.run import Cluster
 from . import case_runs, frameworks
 from .measured import step_seconds
@@ -40,8 +40,8 @@ MODULES: dict[str, tuple[Any, str]] = {
     "depth": (roofline, "TILE_DEPTH"),
     "grouped": (op_seconds, "GROUPED"),
     "head_dim": (op_seconds, "HEAD_DIM"),
-    "overlap": (block_costs, "OVERLAP_LOSS"),
-    "waits": (block_costs, "HOST_WAITS"),
+    "overlap": (pass_seconds, "OVERLAP_LOSS"),
+    "waits": (pass_seconds, "HOST_WAITS"),
     "contention": (dp, "CONTENTION"),
     "tail": (cost_context, "SLOWEST_RANK"),
     "step": (cost_context, "STEP_DISPATCHES"),

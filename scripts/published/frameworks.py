@@ -33,6 +33,7 @@ class Framework(NamedTuple):
       time is little, and not planned.
     - `zero`: ZeRO's stage where a run states neither a stage nor a distributed optimizer.
     - `passes_share`: a stage of its pipelines ends with the layer that passes its share of all products, else layers are spread evenly.
+    - `one_card`: its messages between nodes reach the rate of one of a node's network cards, which all of its devices share.
     - `of_first_rank`: its figures of memory are those of the first rank, else of the fullest.
     - `dropout` of models of the GPT-2 kind, in runs without flash attention.
     """
@@ -62,6 +63,7 @@ class Framework(NamedTuple):
     source: str
     passes_share: bool = False
     of_first_rank: bool = False
+    one_card: bool = False
 
 
 # fmt: off
@@ -97,7 +99,8 @@ FRAMEWORKS: tuple[Framework, ...] = (
               "arXiv:2407.21783 section 3.3: interleaved stages, ZeRO without gathering again"),
     Framework("DeepSpeed ZeRO-3",   True,  "auto", "full",      False, True,  False, False, False, "one",    0.1, "no",
               1.0,  0, "megatron", 6,  6,  0,      1.0, True,  False, 0,
-              "DeepSpeed's ZeRO-3: overlap_comm"),
+              "DeepSpeed's ZeRO-3 of 2021 and 2022: overlap_comm; that the gathers of a node, each of one tensor, reach one card's rate is "
+              "read off the steps of two sources (arXiv:2104.04473 table 2, DeepSpeed on Azure), on 384 to 1,536 GPUs", one_card=True),
     Framework("torchtitan",         False, "bf16", "full",      True,  True,  False, False, False, "stages", 0.0, "no",
               0.96, 0, "torch",    14, 16, 202504, 0.4, True,  False, 0,
               "its job_config.py: as many micro-batches as stages, tensor parallelism with a split sequence, reduction in fp32; "

@@ -11,20 +11,16 @@ from ...models.ops.shared_ops import STREAM
 from ...spec.run import Run
 from ..axes import tp
 from ..axes.axis import ActivationForm
-from ..axes.collectives import collective_cost
 from ..axes.message import AxisMessage
 from ..axes.weight_slices import HeadShards
 from ..layout.mesh import Wires
 from .block_temporary_bytes import OpBytes, block_temporary_bytes, op_bytes
 from .local_tensors import BlockSplit, LocalTensors, logits_bytes
-from .number_or_array import for_each, is_number, larger
+from .number_or_array import for_each, is_number
 from .op_seconds import OpSeconds, op_kernels, op_seconds
+from .pass_seconds import BlockMessage, RankOp, block_seconds
 from .precision import widths
-from .roofline import DeviceRates, rates
-
-HOST_WAITS = 0.4  # share of short kernels' waits for the host that its lead does not cover, where device and host are equally slow
-INSTANT = 1e-30  # seconds; less than any kernel takes, for ops that cost nothing
-OVERLAP_LOSS = 0.36  # share of a hidden message's time that the computation beside it loses, inside a block
+from .roofline import rates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,14 +64,6 @@ class BlockCosts:
     elements: tuple[int, ...]  # all counts of parameters: blocks with the same counts hold the same states
 
 
-class ComputeSeconds(NamedTuple):
-    """Seconds of a block's computation; forward and backward are None where the device's peak is unknown."""
-
-    forward: float | None = None
-    backward: float | None = None
-    weight_gradients: float = 0.0
-
-
 class BlockElements(NamedTuple):
     """A block's parameters on one rank, as `BlockCost` counts them."""
 
@@ -105,14 +93,13 @@ class OpCosts(NamedTuple):
     messages: list[OpMessage]
     elements: BlockElements
     logits: int
-    hooks: int  # host time of the engine's hooks for each weight in a forward pass, in operators
 
 
 class SplitCosts:
-    """What a split's blocks cost whatever layers recompute: sizes of tensors, seconds of ops, embedding and head."""
+    """What a split's blocks cost whatever layers recompute and whatever hooks the engine has: sizes of tensors, seconds of ops."""
 
     def __init__(self, run: Run, table: OpTable, split: BlockSplit, wires: Wires) -> None:
-        """The costs of one split of a run's model; its recomputation is not read."""
+        """The costs of one split of a run's model; its recomputation and its hooks are not read."""
         self.table, self.split, self.wires = table, split, wires
         cluster, own = run.cluster, split.form != "megatron"
         self.device = rates(cluster.device, run.train.precision, fused=split.fused, own=own, alone=cluster.nodes * cluster.gpus == 1)
@@ -122,17 +109,20 @@ class SplitCosts:
         outside = self._local_tensors(run, "torch") if split.form == "compiled" else self.local
         self.stream = self.local.bytes(STREAM)
         self.layer = self._ops(table.layer, self.local)
-        ends = [self._ops(ops, outside) for ops in (table.embedding, table.head)]
-        self.embedding, self.head = (_block_cost(self, each, "none") for each in ends)
+        self.ends = [self._ops(ops, outside) for ops in (table.embedding, table.head)]
+        self._cost_of_ends: dict[int, list[BlockCost]] = {}  # by hooks
         saves = [tensor for op in table.embedding for tensor in op.saves_torch] if split.form == "torch" else []
         once = [tensor for tensor in saves if {"head_dim", "window", "keys"} & set(tensor.dims)]
         self.tied = self.local.count(("vocab", "hidden")) if table.tied else 0
         self.saved_once = sum(map(self.local.bytes, once))
-        self.elements = (self.tied, *ends[0].elements, *self.layer.elements, *ends[1].elements)
+        self.elements = (self.tied, *self.ends[0].elements, *self.layer.elements, *self.ends[1].elements)
 
-    def blocks(self, recompute: str) -> BlockCosts:
-        """The costs of the blocks with a recomputation of layers."""
-        embedding, layer, head = self.embedding, _block_cost(self, self.layer, recompute), self.head
+    def blocks(self, recompute: str, hooks: int) -> BlockCosts:
+        """The costs of the blocks with a recomputation of layers, under hooks as BlockSplit counts them."""
+        ends = self._cost_of_ends.get(hooks)
+        if ends is None:
+            ends = self._cost_of_ends[hooks] = [_block_cost(self, each, "none", hooks) for each in self.ends]
+        (embedding, head), layer = ends, _block_cost(self, self.layer, recompute, hooks)
         return BlockCosts(
             embedding=embedding,
             layer=layer,
@@ -154,14 +144,14 @@ class SplitCosts:
             for each in axis.messages(op, local)
         ]
         held = [op_bytes(op, local, self.kind) for op in ops]
-        return OpCosts(ops, local, times, held, sent, _elements(ops, local, self.split), logits, self.split.hooks)
+        return OpCosts(ops, local, times, held, sent, _elements(ops, local, self.split), logits)
 
     def _local_tensors(self, run: Run, form: ActivationForm) -> LocalTensors:
         multiple, activation = run.model.vocab_multiple, widths(run.train).activation
         return LocalTensors(self.table, self.split, vocab_multiple=multiple, activation=activation, form=form)
 
 
-def _block_cost(costs: SplitCosts, row: OpCosts, recompute: str) -> BlockCost:
+def _block_cost(costs: SplitCosts, row: OpCosts, recompute: str, hooks: int) -> BlockCost:
     split, device, ops, local = costs.split, costs.device, row.ops, row.local
     again = _recomputed_ops(ops, recompute)
     repeats, stream = [op in again for op in ops], costs.stream
@@ -169,9 +159,12 @@ def _block_cost(costs: SplitCosts, row: OpCosts, recompute: str) -> BlockCost:
     # arXiv:2205.05198 table 2; of a layer that is recomputed its input is saved
     saved = stream if recompute == "full" else sum([each.saved for each, is_again in zip(row.bytes, repeats, strict=True) if not is_again])
     messages = tuple(_messages(row.messages, again, local.form))
-    sent = sum([message.forward * (split.degree(message.axis) > 1) for message in messages])
-    compute = _compute_seconds(row, again, sent, device) if device else ComputeSeconds()
-    message_forward, message_backward = _exposed_seconds(messages, split, costs.wires, compute)
+    dispatch = device.dispatch if device else 0.0
+    ranked = [
+        RankOp(seconds, (op_kernels(op, local) + hooks * len(op.weights)) * dispatch, is_again)
+        for op, seconds, is_again in zip(ops, row.seconds, repeats, strict=bool(row.seconds))
+    ]
+    seconds = block_seconds(ranked, messages, split, costs.wires, dispatch)
     elements = row.elements
     return BlockCost(
         dense=elements.dense,
@@ -183,12 +176,12 @@ def _block_cost(costs: SplitCosts, row: OpCosts, recompute: str) -> BlockCost:
         recomputed=every - saved,
         temporary=block_temporary_bytes(row.bytes, repeats, stream, residual=row is costs.layer),
         logits=row.logits,
-        forward=compute.forward,
-        backward=compute.backward,
-        weight_gradients=compute.weight_gradients,
-        message_forward=message_forward,
-        message_backward=message_backward,
-        messages=messages,
+        forward=seconds.forward,
+        backward=seconds.backward,
+        weight_gradients=seconds.weight_gradients,
+        message_forward=seconds.message_forward,
+        message_backward=seconds.message_backward,
+        messages=tuple([each.message for each in messages]),
     )
 
 
@@ -228,69 +221,16 @@ def _ops_summed_again(again: tuple[Op, ...], form: ActivationForm) -> tuple[Op, 
     return again[:last] + again[last + 1 :] if stops else again
 
 
-def _messages(sent: list[OpMessage], again: tuple[Op, ...], form: ActivationForm) -> Iterator[AxisMessage]:
+def _messages(sent: list[OpMessage], again: tuple[Op, ...], form: ActivationForm) -> Iterator[BlockMessage]:
     """The messages of a block's ops on every axis that splits it; equal messages are counted together."""
-    counts: dict[tuple[str, str, int], AxisMessage] = {}
+    counts: dict[tuple[str, str, int], BlockMessage] = {}
     summed_again = _ops_summed_again(again, form)
     for at, (op, sums, message) in enumerate(sent):  # payloads that are arrays are not compared
-        backward = message.backward + (message.forward if again and op in (summed_again if sums else again) else 0)
+        repeated = message.forward if again and op in (summed_again if sums else again) else 0
+        forward, backward = message.forward, message.backward + repeated
         key = (message.axis, message.verb, message.payload if is_number(message.payload) else -at)
-        equal = counts.get(key)
-        forward = message.forward
-        if equal:
-            forward, backward = equal.forward + forward, equal.backward + backward
-        counts[key] = AxisMessage(message.axis, message.verb, message.payload, forward, backward)
+        if equal := counts.get(key):
+            forward, backward = equal.message.forward + forward, equal.message.backward + backward
+            repeated += equal.repeated
+        counts[key] = BlockMessage(AxisMessage(message.axis, message.verb, message.payload, forward, backward), repeated)
     yield from counts.values()
-
-
-def _compute_seconds(row: OpCosts, again: tuple[Op, ...], sent: int, device: DeviceRates) -> ComputeSeconds:
-    """Seconds of a block's ops, as the host dispatches them and the `sent` messages of forward."""
-    times, host = row.seconds, [(op_kernels(op, row.local) + row.hooks * len(op.weights)) * device.dispatch for op in row.ops]
-    messages = sent * device.dispatch
-    recomputed = [(time.forward, each) for op, time, each in zip(row.ops, times, host, strict=True) if op in again]
-    backward = [time.input_gradients + time.weight_gradients for time in times]
-    return ComputeSeconds(
-        forward=dispatched_seconds([time.forward for time in times], host, messages),
-        backward=dispatched_seconds(backward, [2 * each for each in host], 2 * messages)
-        + dispatched_seconds(
-            [time for time, _ in recomputed], [each for _, each in recomputed], messages if len(again) == len(row.ops) else 0.0
-        ),
-        weight_gradients=sum([time.weight_gradients for time in times]),
-    )
-
-
-def dispatched_seconds(device: list[float], host: list[float], messages: float) -> float:
-    """Seconds of ops that take the device and the host so long, and the host `messages` beside them.
-
-    At best the larger of both sums: under long kernels the host gets ahead, and short ones do not wait for it. The closer the sums, the
-    less it gets ahead.
-    """
-    if not device:
-        return 0.0
-    computing, dispatching = sum(device), sum(host) + messages
-    longer = larger(computing, dispatching)
-    waits = sum([larger(*both) for both in zip(device, host, strict=True)]) + messages - longer
-    evenness = (computing + dispatching - longer) / larger(longer, INSTANT)  # 1: both sums are equal; 0: one of them is nothing
-    return longer + HOST_WAITS * waits * evenness
-
-
-def _exposed_seconds(messages: tuple[AxisMessage, ...], split: BlockSplit, wires: Wires, compute: ComputeSeconds) -> tuple[float, float]:
-    """(forward, backward) seconds of messages that no computation hides.
-
-    Overlapped messages travel in as many pieces as the axis has ranks: one piece is always exposed, and what is hidden slows the
-    computation beside it.
-    """
-    seconds: dict[str, list[float]] = {}
-    for message in messages:
-        _, each = collective_cost(message.verb, message.payload, wires.axes[message.axis])
-        row = seconds.setdefault(message.axis, [0.0, 0.0])
-        row[0] += message.forward * each
-        row[1] += message.backward * each
-    exposed = [0.0, 0.0]
-    for axis, row in seconds.items():
-        for at, computing in enumerate((compute.forward, compute.backward)):
-            left = row[at]
-            if axis in split.overlapped and computing is not None:
-                left = larger(larger(left / split.degree(axis), left * OVERLAP_LOSS), left - computing)
-            exposed[at] += left
-    return exposed[0], exposed[1]

@@ -39,10 +39,10 @@ def _block_axes(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
 
 def block_split(parallel: Parallel, microbatch: int, form: ActivationForm, *, fused: bool, hooks: int = 0) -> BlockSplit:
     """The split of a layout's blocks. Axes within another come last."""
-    splitting = [axis for axis in _block_axes(tuple(AXES.values())) if axis.degree(parallel) > 1]
+    splitting = [(axis, degree) for axis in _block_axes(tuple(AXES.values())) if (degree := axis.degree(parallel)) > 1]
     return BlockSplit(
-        degrees=tuple([(axis.name, axis.degree(parallel)) for axis in splitting]),
-        overlapped=tuple([axis.name for axis in splitting if axis.hides_messages(parallel)]),
+        degrees=tuple([(axis.name, degree) for axis, degree in splitting]),
+        overlapped=tuple([axis.name for axis, _ in splitting if axis.hides_messages(parallel)]),
         sequence=parallel.sequence and parallel.tp > 1,
         recompute=parallel.recompute,
         microbatch=microbatch,

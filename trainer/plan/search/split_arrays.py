@@ -33,7 +33,7 @@ def blocks_of_splits(
 
     split = _merged_splits(rows)._replace(form=form, fused=fused)
     costs = SplitCosts(context.run, context.table, split, _merged_wires(rows))
-    blocks = [costs.blocks(recompute) for recompute in recomputes]
+    blocks = [costs.blocks(recompute, split.hooks) for recompute in recomputes]
     return map_fields(lambda *each: np.concatenate([np.broadcast_to(one, len(rows)) for one in each]), blocks)
 
 
