@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 import pytest
 
 from distrain.scripts.draw_plan import KINDS, MEMORY, draw
+from distrain.scripts.shown_output import BLOCK, refreshed, shorten
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -62,6 +63,28 @@ def test_a_stages_column_is_as_tall_as_its_memory(plan: dict[str, object]) -> No
     memory = dict(plan)["memory"]
     assert isinstance(memory, dict)
     assert max(columns.values()) == pytest.approx(MEMORY[1] * memory["peak"] / memory["capacity"], abs=0.05)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if BLOCK.search(page.read_text())], ids=lambda page: page.name)
+def test_shown_output_is_todays(page: Path) -> None:
+    """Fix: python -m distrain.scripts.shown_output, and read what it changed."""
+    text = page.read_text()
+    assert refreshed(text).splitlines() == text.splitlines()
+
+
+def test_output_that_is_not_todays_is_replaced() -> None:
+    command = "$ distrain plan conf=llama3_70b gradient_accumulation_steps=8"
+    page = "Before\n```\n{}\ndistrain: {}\n```\nafter\n"
+    today = "no key gradient_accumulation_steps: it follows from train.batch / (dp x train.microbatch)"
+    assert refreshed(page.format(command, "an old line")) == page.format(command, today)
+
+
+@pytest.mark.parametrize(
+    ("shown", "today"),
+    [(["x"], ["1", "2", "3"]), (["..."], ["..."]), (["x", "..."], ["1", "..."]), (["...", "x", "y"], ["...", "2", "3"])],
+)
+def test_lines_that_are_left_out_stay_so(shown: list[str], today: list[str]) -> None:
+    assert shorten(["1", "2", "3"], shown) == today
 
 
 def test_the_source_distribution_has_docs_and_tests(tmp_path: Path) -> None:

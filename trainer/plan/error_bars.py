@@ -109,14 +109,14 @@ def _devices(planned: Planned) -> int:
 # fmt: off
 STEP_BARS = (
     #       a kind of run,                                         low,  high, runs, sources, whether a run is one
-    BarRule("like most measured runs",                             1.25, 1.25,  322,      17, _is_any),
+    BarRule("like most measured runs",                             1.30, 1.30,  322,      17, _is_any),
     BarRule("more than 1,000 devices",                             1.35, 1.35,   43,      12, _has_many_devices),
-    BarRule("fewer than 2,048 tokens a device a step",             1.35, 1.35,   34,       6, _has_few_tokens),
+    BarRule("fewer than 2,048 tokens a device a step",             1.45, 1.45,   34,       6, _has_few_tokens),
     BarRule("sequences of more than 8,192 tokens",                 1.40, 1.40,   21,       3, _is_long),
     BarRule(OF_ENGINES,                                            1.40, 1.40,    4,       1, _is_trained_here),
     BarRule("fp8 or fp4",                                          1.60, 1.60,   85,       6, _has_small_numbers),
     BarRule("experts",                                             1.85, 1.85,   31,       2, _has_experts),
-    BarRule("a device or number type that few or none measured",   1.85, 1.85,   24,       1, _is_unmeasured),
+    BarRule("a device or number type that few or none measured",   1.90, 1.90,   24,       1, _is_unmeasured),
     BarRule("ZeRO-3 over more than 500 devices",                   2.05, 2.05,   14,       4, _is_sharded_widely),
 )
 MEMORY_BARS = (

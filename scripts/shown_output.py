@@ -1,0 +1,63 @@
+"""Bring the output that README and docs show of `distrain plan` and `distrain search` up to date.
+
+    python -m distrain.scripts.shown_output
+
+A block of text that begins with `$ distrain plan ...` or `$ distrain search ...` holds commands, each before what it prints: errors where
+it prints them or its page goes to a file, else the page. A line `...` stands for lines that are left out: as many lines as are shown before
+it are the first, as many as after it the last.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+BLOCK = re.compile(r"(?<=^```\n)\$ distrain (?:plan|search) .*?(?=^```$)", re.DOTALL | re.MULTILINE)
+COMMAND, LEFT_OUT = "$ distrain ", "..."
+
+
+def main() -> None:
+    """Rewrite the pages whose output is another today, and name them."""
+    for page in PAGES:
+        shown = page.read_text(encoding="utf-8")
+        if (today := refreshed(shown)) != shown:
+            page.write_text(today, encoding="utf-8")
+            print(page.relative_to(ROOT))
+
+
+def refreshed(page: str) -> str:
+    """Return the text of a page with today's output."""
+    return BLOCK.sub(lambda block: "".join(f"{line}\n" for line in _refreshed_block(block[0].splitlines())), page)
+
+
+def _refreshed_block(lines: Sequence[str]) -> Iterator[str]:
+    starts = [at for at, line in enumerate(lines) if line.startswith(COMMAND)]
+    for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
+        yield lines[start]
+        yield from shorten(_output(lines[start].removeprefix(COMMAND)), lines[start + 1 : end])
+
+
+def shorten(output: Sequence[str], shown: Sequence[str]) -> list[str]:
+    """Return the lines of an output that are shown, where lines that were shown before say how many that is."""
+    if LEFT_OUT not in shown:
+        return list(output)
+    before = shown.index(LEFT_OUT)
+    after = len(shown) - before - 1
+    return [*output[:before], LEFT_OUT, *(output[-after:] if after else ())]
+
+
+def _output(command: str) -> list[str]:
+    """Return the lines of errors that a command prints where it prints them or its page goes to a file, else those of its page."""
+    words, _, file = command.partition(" > ")
+    done = subprocess.run([sys.executable, "-m", "distrain", *shlex.split(words)], capture_output=True, text=True, check=False)
+    return (done.stderr if file or done.returncode == 2 else done.stdout).splitlines()
+
+
+if __name__ == "__main__":
+    main()
