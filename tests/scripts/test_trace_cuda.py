@@ -102,8 +102,15 @@ COMPILED = [  # a model, a layout, dropout
         ("llama", "one rank", 0.1),
     )
 ]
+# fmt: off
+DROPOUT_AGAIN = (  # masks of the hidden states, drawn again, are what it holds most
+    "model.hidden=1024", "model.heads=8", "model.vocab=1024", "model.dropout=0.1", "train.seq=512", "train.attention=math",
+    "train.precision=bf16", "parallel.recompute=full",
+)
+# fmt: on
 JOBS = [
     TraceJob(recipe="gpt2_124m_1gpu"),
+    TraceJob(recipe="gpt2_124m", words=(*GPU, *PLAIN, *LAYOUTS["tp"], *DROPOUT_AGAIN)),
     TraceJob(recipe="llama3_2_1b_1node"),
     TraceJob(recipe="finetune_llama", words=FINETUNE),  # documents apart
     *COMPILED,

@@ -37,16 +37,18 @@ def block_temporary_bytes(ops: list[OpBytes], again: list[bool], stream: int, *,
     """The most bytes that one micro-batch's passes through a block hold beside all that its blocks save.
 
     `again`: whether backward runs each op again. `stream`: bytes of the hidden states; `residual`: the gradient of the block's result is
-    kept for a residual stream.
+    kept for a residual stream. Where a dropout ends the block, its backward scales that gradient before it asks for the mask, with which
+    ops begin to run again.
     """
     kept = stream if residual else 0
+    waiting = kept + kept * (ops[-1].forward > 0) if ops and all(again) else kept
     saved_again = sum([op.saved for op, repeats in zip(ops, again, strict=True) if repeats])
     freed, most = 0, 0
     if all(again):
         saved_again -= stream  # the block's input is saved in any case
     for op, repeats in zip(reversed(ops), reversed(again), strict=True):
         alive = (saved_again if repeats else 0) - freed
-        most = larger(most, larger(alive + kept + op.backward, alive - op.saved + op.forward))
+        most = larger(most, larger(alive + kept + op.backward, alive - op.saved + op.forward + waiting * repeats))
         if repeats:
             saved_again -= op.saved
         else:
@@ -83,10 +85,12 @@ def _loss_bytes(logits: Tensor, local: LocalTensors, device: str) -> int:
 
 
 def _forward_bytes(op: Op, local: LocalTensors) -> int:
-    """Bytes that softmax reads and makes in forward, or that drawing a dropout mask needs beside the op's input."""
-    bits = reduce(larger, [RANDOM_BITS * local.count(tensor.dims) for tensor in op.saves_torch if tensor.width == 1], 0)
+    """Bytes that softmax reads and makes in forward, or those of a dropout's input and of the random bits from which its mask is made."""
+    masked = reduce(larger, [local.count(tensor.dims) for tensor in op.saves_torch if tensor.width == 1], 0)
     scores = _scores_bytes(op, local)
-    return scores + larger(scores, bits)
+    if any("keys" in tensor.dims for tensor in op.saves_torch if op.core):
+        return scores + larger(scores, RANDOM_BITS * masked)
+    return (local.activation + RANDOM_BITS) * masked
 
 
 def _scores_bytes(op: Op, local: LocalTensors) -> int:
