@@ -51,7 +51,7 @@ def ours(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
     """The logits of a run's newest checkpoint."""
     found = load_saved_run(folder)
     with torch.no_grad():
-        return load_model(found.run, found.checkpoint, torch.device("cpu")).logits(tokens)
+        return load_model(found, torch.device("cpu")).logits(tokens)
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
@@ -95,7 +95,7 @@ def test_weights_are_written_in_the_requested_dtype_and_checked_in_it(
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 def test_a_model_that_overflows_in_half_precision_is_not_exported_in_it(runs, tmp_path: Path) -> None:
     found = load_saved_run(runs["gpt2"])
-    module = load_model(found.run, found.checkpoint, torch.device("cpu"))
+    module = load_model(found, torch.device("cpu"))
     with torch.no_grad():
         dict(module.named_parameters())["layers.0.mlp.up.weight"].mul_(2.0**19)  # finite in float16, and what it computes is not
         dict(module.named_parameters())["layers.0.mlp.down.weight"].mul_(2.0**-19)

@@ -12,6 +12,8 @@ import torch
 
 from distrain.cli.app import command
 from distrain.tests.fakes.manifest_edits import edit_extra
+from distrain.trainer.loop.checkpoint import CheckpointSearch, find_newest
+from distrain.trainer.loop.checkpoint.publish import remove_checkpoint
 from distrain.trainer.loop.data.tokenize.detokenize import detokenizer
 from distrain.trainer.loop.data.tokenize.tokenizer import ByteTokenizer, VocabularyTokenizer
 from distrain.trainer.loop.offline.generate import Sampling, generate, sample_token
@@ -47,10 +49,40 @@ def test_the_verb_prints_the_prompt_and_its_memorized_continuation(trained_run: 
 
 def test_temperature_0_takes_the_models_likeliest_token(trained_run: Path, capsys) -> None:
     found = load_saved_run(trained_run)
-    module = load_model(found.run, found.checkpoint, torch.device("cpu"))
+    module = load_model(found, torch.device("cpu"))
     with torch.no_grad():
         after = int(module.logits(torch.tensor([list(b"xyz")]))[0, -1].argmax())
     assert generate_text(trained_run, capsys, prompt="xyz", tokens=1)[0] == f"xyz{chr(after)}\n"
+
+
+def test_a_checkpoint_that_the_run_removes_meanwhile_is_still_read(trained_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained_run, tmp_path / "run")
+    found = load_saved_run(tmp_path / "run")
+    remove_checkpoint(found.checkpoint.path)
+    module, whole = (load_model(each, torch.device("cpu")) for each in (found, load_saved_run(trained_run)))
+    assert all(torch.equal(one, other) for one, other in zip(module.parameters(), whole.parameters(), strict=True))
+
+
+def test_a_checkpoint_that_is_removed_before_it_is_opened_is_looked_for_again(
+    trained_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(trained_run, tmp_path / "run")
+    calls = 0
+
+    def find_and_remove(folder: Path) -> CheckpointSearch:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            (tmp_path / "removed").rename(found.path)  # as if the run had saved the next one
+        search = find_newest(folder)
+        if calls == 1 and search.checkpoint is not None:
+            search.checkpoint.path.rename(tmp_path / "removed")
+        return search
+
+    found = load_saved_run(tmp_path / "run").checkpoint
+    monkeypatch.setattr("distrain.trainer.loop.offline.load_run.find_newest", find_and_remove)
+    assert load_saved_run(tmp_path / "run").checkpoint.step == found.step
+    assert calls == 2
 
 
 def test_a_seed_gives_the_same_text_and_another_seed_another(trained_run: Path, capsys) -> None:

@@ -43,7 +43,7 @@ def test_the_harness_scores_an_export_as_our_model_does(kind: str, ranks: RankPo
     harness = models.HFLM(pretrained=str(tmp_path / "out"), device="cpu", dtype="float32", batch_size=1)
     requests = [instances.Instance(request_type="loglikelihood", doc={}, arguments=pair, idx=0) for pair in TEXTS]
     found = load_saved_run(folder)
-    module = load_model(found.run, found.checkpoint, torch.device("cpu"))
+    module = load_model(found, torch.device("cpu"))
     for (context, continuation), (told, _) in zip(TEXTS, harness.loglikelihood(requests, disable_tqdm=True), strict=True):
         tokens = torch.tensor([list((context + continuation).encode())])
         with torch.no_grad():

@@ -151,7 +151,7 @@ def test_export_writes_a_folder_that_transformers_loads(
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert again.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     found = load_saved_run(trained)
-    module = load_model(found.run, found.checkpoint, torch.device("cpu"))
+    module = load_model(found, torch.device("cpu"))
     tokens = torch.arange(12)[None]
     with torch.no_grad():
         torch.testing.assert_close(again.float()(tokens).logits, module.logits(tokens), rtol=0, atol=1e-5 if dtype == "fp32" else 0.1)

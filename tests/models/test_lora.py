@@ -186,7 +186,7 @@ def test_published_weights_are_tuned_on_pairs_saved_resumed_and_exported(ranks: 
 
     tokens = torch.randint(256, (2, 32), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        ours = load_model(found.run, found.checkpoint, CPU).logits(tokens)
+        ours = load_model(found, CPU).logits(tokens)
         exported = build_model(plain, device=CPU, dtype=torch.float32)
         load_weights(exported, after.items())
         torch.testing.assert_close(exported.logits(tokens), ours, rtol=0, atol=1e-5)

@@ -62,7 +62,7 @@ def export(folder: Path, destination: Path, dtype: str) -> None:
     for remark in found.remarks:
         write_stdout(f"{remark}\n")
     _check_exportable(run)
-    module = load_model(run, found.checkpoint, CPU)
+    module = load_model(found, CPU)
     if run.model.lora.rank:
         module, run = _merge_lora(module, run)
     _round_weights(module, PRECISION_DTYPES[dtype])

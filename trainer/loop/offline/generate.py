@@ -57,7 +57,7 @@ def generate(folder: Path, wanted: Sampling) -> None:
     prompt = _prompt(run, wanted.prompt, tokenizer)
     device = torch.device("cuda" if run.cluster.device.kind == "cuda" and torch.cuda.is_available() else "cpu")
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention is planned anew for each length, and every token has its own
-    module = load_model(run, found.checkpoint, device)
+    module = load_model(found, device)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
     write_stdout(wanted.prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace"))

@@ -19,7 +19,7 @@ from ...rundir.run_in_manifest import CONFIG_KEY, read_run_file, run_from_record
 from ...spec.key_units import gib_text
 from ...spec.problem import Problem, Unreadable
 from ...spec.run import Run
-from ..checkpoint import CheckpointReader, SavedCheckpoint, find_newest, whole_slice
+from ..checkpoint import CheckpointReader, CheckpointSearch, LoadFailed, SavedCheckpoint, find_newest, whole_slice
 from ..checkpoint.shard_positions import weight_shapes
 
 if TYPE_CHECKING:
@@ -31,20 +31,22 @@ RESTORE_RUN_JSON = "restore the run.json that was there when it was saved"
 
 @dataclass(frozen=True, kw_only=True)
 class SavedRun:
-    """The newest checkpoint that verifies, the run that saved it, and remarks for the user, a line each."""
+    """The newest checkpoint that verifies, its weights opened for reading, the run that saved it, and remarks for the user, a line each."""
 
     run: Run
     checkpoint: SavedCheckpoint
+    weights: CheckpointReader
     remarks: tuple[str, ...]
 
 
 def load_saved_run(folder: Path) -> SavedRun:
     """Find RUN_DIR's newest checkpoint that verifies, and the run that saved it; raises Unreadable where there is none.
 
-    RUN_DIR/run.json may be of a later attempt: it is used only for checkpoints of earlier versions, which do not record the run.
+    A run that goes on removes old checkpoints: the weights are opened at once, and then stay readable. RUN_DIR/run.json may be of a later
+    attempt: it is used only for checkpoints of earlier versions, which do not record the run.
     """
-    found = find_newest(folder / "checkpoints")
-    if found.checkpoint is not None:
+    found, weights = _open_newest(folder / "checkpoints")
+    if found.checkpoint is not None and weights is not None:
         remarks = [f"passed over {reason}" for reason in found.passed]
         run = run_from_record(found.checkpoint.extra)
         if run is None:
@@ -53,7 +55,7 @@ def load_saved_run(folder: Path) -> SavedRun:
         if run is None:
             says = f"{found.checkpoint.path} does not name its model, and {folder / 'run.json'} can't be read"
             raise _refusal(says, RESTORE_RUN_JSON)
-        return SavedRun(run=run, checkpoint=found.checkpoint, remarks=tuple(remarks))
+        return SavedRun(run=run, checkpoint=found.checkpoint, weights=weights, remarks=tuple(remarks))
     if found.passed:
         raise _refusal(f"no checkpoint in {folder} verifies ({'; '.join(found.passed)})", "restore one of them")
     raise _refusal(
@@ -62,8 +64,27 @@ def load_saved_run(folder: Path) -> SavedRun:
     )
 
 
-def load_model(run: Run, checkpoint: SavedCheckpoint, device: torch.device) -> Transformer | CausalLM:
+def _open_newest(folder: Path) -> tuple[CheckpointSearch, CheckpointReader | None]:
+    """Find the newest checkpoint that verifies and open its weights, and look again where it was removed in between; raises LoadFailed."""
+    while True:
+        found = find_newest(folder)
+        if found.checkpoint is None:
+            return found, None
+        weights = CheckpointReader(found.checkpoint)
+        try:
+            for row in found.checkpoint.manifest.tensors:
+                if row.kind == "weight":
+                    weights.open(whole_slice(row.name, row.kind, row.shape))
+        except LoadFailed:
+            if found.checkpoint.path.exists():
+                raise
+        else:
+            return found, weights
+
+
+def load_model(saved: SavedRun, device: torch.device) -> Transformer | CausalLM:
     """Return the whole model of a checkpoint in float32; raises Unreadable, and LoadFailed where the run has another model."""
+    run, checkpoint = saved.run, saved.checkpoint
     if family_of(run.model).module is None:
         known = ", ".join(name for name, family in FAMILIES.items() if family.module)
         raise _refusal(f"model.family={run.model.family} can't be loaded here", f"families {known} can")
@@ -81,7 +102,6 @@ def load_model(run: Run, checkpoint: SavedCheckpoint, device: torch.device) -> T
         module = _build_with_transformers(run, checkpoint, device)
     else:
         module = build_model(run, device=device, dtype=torch.float32, seed=run.train.seed if run.model.lora.rank else None)
-    reader = CheckpointReader(checkpoint)
     if extra := [name for name in stored if name not in shapes]:
         raise _refusal(
             f"{checkpoint.path} holds a weight {extra[0]}, which the model of its run does not have",
@@ -89,8 +109,8 @@ def load_model(run: Run, checkpoint: SavedCheckpoint, device: torch.device) -> T
         )
     if run.model.lora.rank and run.model.weights:
         load_weights(module, read_hf_weights(Path(run.model.weights), run), partial=True)
-    saved = ((name, reader.read(whole_slice(name, "weight", shape))) for name, shape in shapes.items())
-    load_weights(module, saved, partial=run.model.lora.rank > 0)
+    read = ((name, saved.weights.read(whole_slice(name, "weight", shape))) for name, shape in shapes.items())
+    load_weights(module, read, partial=run.model.lora.rank > 0)
     return module.eval()
 
 
