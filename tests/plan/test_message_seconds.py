@@ -1,10 +1,11 @@
 """Seconds of planned messages: the links of a group, and what is hidden under computation."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from distrain.tests.fakes.planned_messages import MOE, NIC, NVLINK, H, V, messages, planned
+from distrain.tests.fakes.planned_messages import DEVICE, MOE, NIC, NVLINK, H, V, messages, planned
 from distrain.trainer.plan.result import Plan
 from distrain.trainer.spec.run import Link, Model
 
@@ -69,6 +70,16 @@ def test_a_tensor_group_across_nodes_is_as_slow_as_the_link_between_them() -> No
         assert message.seconds is not None
         assert message.exposed is not None
         assert 0.7 < message.exposed / message.seconds < 1  # meanwhile the host gets further ahead
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_where_the_host_costs_nothing_every_message_that_nothing_overlaps_is_waited_for(recompute: str, sequence: bool) -> None:
+    """Those that are sent again too."""
+    device = replace(DEVICE, dispatch=0.0)
+    plan = planned(parallel__tp=2, parallel__recompute=recompute, parallel__sequence=sequence, cluster__device=device, micros=3)
+    for message in messages(plan, "tp"):
+        assert message.exposed == pytest.approx(message.seconds, rel=1e-9)
 
 
 def test_layers_that_wait_for_the_host_hide_their_messages() -> None:

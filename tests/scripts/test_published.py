@@ -207,6 +207,15 @@ def test_gradients_that_are_all_reduced_take_longer_than_scattered_ones(monkeypa
     assert summed > (predict(case).step_seconds or 0)
 
 
+def test_early_zero_3_gathers_over_nodes_at_one_cards_rate() -> None:
+    """One of eight cards of a node; what stays in a node is as fast as ever."""
+    early, other = (runs_of_case(changed(framework=each))[0].run.cluster for each in ("DeepSpeed ZeRO-3", "Megatron-LM"))
+    assert early.between is not None
+    assert other.between is not None
+    assert early.between.rate == pytest.approx(other.between.rate / 8)
+    assert early.inside == other.inside
+
+
 def test_virtual_stages_of_megatron_core_are_expected_of_tables_only() -> None:
     group: dict[str, Any] = {"framework": "Megatron-Core", "parallel": {"schedule": None}}
     told, unsaid = (runs_of_case(changed(**group, batch={"micro": micro}))[0].run.parallel.chunks for micro in (2, None))

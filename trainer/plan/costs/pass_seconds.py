@@ -93,7 +93,7 @@ def block_seconds(
     """
     waited, hidden = _message_passes(messages, split, wires)
     if not ops:
-        apart = sum_passes([waited, *hidden.values()])
+        apart = _sum_passes([waited, *hidden.values()])
         return BlockSeconds(None, None, 0.0, apart.forward, apart.backward + apart.again)
     sent = sum([message.forward * (split.degree(message.axis) > 1) for message, _ in messages]) * dispatch
     repeated = [op for op in ops if op.repeats]
@@ -105,17 +105,17 @@ def block_seconds(
         [op.seconds.forward for op in repeated], [op.host for op in repeated], sent if len(repeated) == len(ops) else 0.0
     )  # fmt: skip
     computing = Passes(forward.seconds(), backward.seconds(), again.seconds())
-    ahead = forward.seconds(waited.forward) - computing.forward
-    back = backward.seconds(waited.backward) + again.seconds(waited.again) - computing.backward - computing.again
+    message_forward = forward.seconds(waited.forward) - computing.forward
+    message_backward = backward.seconds(waited.backward) + again.seconds(waited.again) - computing.backward - computing.again
     for axis, each in hidden.items():
-        ahead += _exposed_seconds(each.forward, computing.forward, split.degree(axis))
-        back += _exposed_seconds(each.backward + each.again, computing.backward + computing.again, split.degree(axis))
+        message_forward += _exposed_seconds(each.forward, computing.forward, split.degree(axis))
+        message_backward += _exposed_seconds(each.backward + each.again, computing.backward + computing.again, split.degree(axis))
     return BlockSeconds(
         forward=computing.forward,
         backward=computing.backward + computing.again,
         weight_gradients=sum([op.seconds.weight_gradients for op in ops]),
-        message_forward=ahead,
-        message_backward=back,
+        message_forward=message_forward,
+        message_backward=message_backward,
     )
 
 
@@ -126,13 +126,13 @@ def _message_passes(messages: Sequence[BlockMessage], split: BlockSplit, wires: 
         _, each = collective_cost(message.verb, message.payload, wires.axes[message.axis])
         passes = Passes(message.forward * each, (message.backward - repeated) * each, repeated * each)
         if message.axis in split.overlapped:
-            hidden[message.axis] = sum_passes([hidden.get(message.axis, Passes()), passes])
+            hidden[message.axis] = _sum_passes([hidden.get(message.axis, Passes()), passes])
         else:
-            waited = sum_passes([waited, passes])
+            waited = _sum_passes([waited, passes])
     return waited, hidden
 
 
-def sum_passes(rows: Sequence[Passes]) -> Passes:
+def _sum_passes(rows: Sequence[Passes]) -> Passes:
     """Return the sums, pass by pass."""
     return Passes(*[sum(column) for column in zip(*rows, strict=True)])
 
