@@ -10,7 +10,6 @@ from distrain.cli.config.load import load_recipe
 from distrain.trainer.plan.costs.cost_context import CostContext
 from distrain.trainer.plan.costs.local_tensors import LocalTensors, block_split
 from distrain.trainer.plan.costs.op_seconds import OpSeconds, attention_seconds, op_kernels, op_seconds
-from distrain.trainer.plan.costs.pass_seconds import HOST_WAITS, dispatched_ops
 from distrain.trainer.plan.costs.roofline import DeviceRates, product_seconds, rates, tile_efficiency
 from distrain.trainer.plan.engines import ENGINES
 from distrain.trainer.plan.layout.layout import mesh_of
@@ -65,26 +64,6 @@ def test_megatrons_fused_softmax_takes_four_heads_at_a_time() -> None:
     scores = 2 * 1024**2  # of one sequence
     assert parts == pytest.approx(36 * scores / 2e12 + 5e-6)
     assert fused == pytest.approx(4 * 2 * scores / 2e12 + 1e-6)
-
-
-def test_ops_beside_a_host_that_is_as_slow_take_longer_than_either() -> None:
-    """Short kernels wait for the host where its lead is short; where one of both is much slower, the other hides under it."""
-    device, host = [1.0, 3.0], [2.0, 2.0]
-    assert dispatched_ops(device, host).seconds() == 4 + HOST_WAITS * 1
-    assert dispatched_ops(device, [2e-6, 2e-6]).seconds() == pytest.approx(4)
-    assert dispatched_ops([0.0, 0.0], host, 1.0).seconds() == 5
-    assert dispatched_ops(device, [0.0, 0.0]).seconds() == 4
-    assert dispatched_ops([], [], 1.0).seconds() == 0
-    assert dispatched_ops([0.0, 0.0], [0.0, 0.0]).seconds() == 0  # of ops that are not counted
-
-
-def test_a_message_hides_where_the_device_would_wait_for_the_host() -> None:
-    """The host goes on while the device waits for a message: to a slow host it is nothing, to a fast one all of it is added."""
-    slow, fast = dispatched_ops([1e-6], [9.0]), dispatched_ops([9.0], [1e-6])
-    assert slow.seconds(2.0) == pytest.approx(9 + HOST_WAITS * 2 * 2 / 9)  # 2 of the host's 9 seconds are the device's
-    assert fast.seconds(2.0) - fast.seconds() == pytest.approx(2)
-    even = dispatched_ops([2.0, 2.0], [1.0, 4.0], 1.0)  # waits of 1 of 5 seconds, less and less apart
-    assert 0 < even.seconds(1.0) - even.seconds() < 1
 
 
 H200 = Device(name="H200", kind="cuda", memory=150e9, bandwidth=4.8e12, peak={"bf16": 989e12, "fp8": 1979e12}, units=132, dispatch=6e-5)
