@@ -130,6 +130,7 @@ def test_a_check_ends_within_its_time(what: str, seconds: float, left: float, st
     with RunningCheck(check, CheckContext(folder=tmp_path, on_gpu=False), left) as running:
         row = running.wait()
     assert (row.status, list(row.says)) == (status, says)
+    assert row.seconds < 60  # it would sleep for 600
     assert list(row_lines(row))[1:] == [f"    {each}" for each in says]
 
 
@@ -179,8 +180,8 @@ def test_what_is_not_timed_runs_side_by_side(tmp_path: Path, monkeypatch: pytest
     assert [row.status for row in report.rows] == ["not run", "passed"]
 
     (tmp_path / "asleep").unlink()
-    sleeps, looks = replace(check("sleeps"), seconds=5), check("looks for one that sleeps", alone=True)
-    report = carry(sleeps, looks, path=tmp_path / "second.json", on_row=lambda row: None)
+    sleeps, looks = check("sleeps", alone=True), check("looks for one that sleeps", alone=True)
+    report = carry(replace(sleeps, seconds=5), looks, path=tmp_path / "second.json", on_row=lambda row: None)
     assert [row.status for row in report.rows] == ["broken", "passed"]
     assert report.rows[1].figures == {"alive": False}
 
