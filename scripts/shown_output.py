@@ -9,6 +9,7 @@ it are the first, as many as after it the last.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -55,7 +56,10 @@ def shorten(output: Sequence[str], shown: Sequence[str]) -> list[str]:
 def _output(command: str) -> list[str]:
     """Return the lines of errors that a command prints where it prints them or its page goes to a file, else those of its page."""
     words, _, file = command.partition(" > ")
-    done = subprocess.run([sys.executable, "-m", "distrain", *shlex.split(words)], capture_output=True, text=True, check=False)
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))  # commands to type name the script
+    done = subprocess.run(
+        ["distrain", *shlex.split(words)], capture_output=True, text=True, check=False, env={**os.environ, "PATH": path}
+    )  # fmt: skip
     return (done.stderr if file or done.returncode == 2 else done.stdout).splitlines()
 
 
