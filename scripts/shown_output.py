@@ -2,9 +2,9 @@
 
     python -m distrain.scripts.shown_output
 
-A block of text that begins with `$ distrain plan ...` or `$ distrain search ...` holds commands, each before what it prints: errors where
-it prints them or its page goes to a file, else the page. A line `...` stands for lines that are left out: as many lines as are shown before
-it are the first, as many as after it the last.
+A block of text that begins with `$ distrain plan ...` or `$ distrain search ...` holds commands, each before what it prints: its errors
+where it is refused or its page goes to a file, else its page. A line `...` stands for lines that are left out: the lines before it are the
+first of the output, those after it the last.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ def main() -> None:
     """Rewrite the pages whose output is another today, and name them."""
     for page in PAGES:
         shown = page.read_text(encoding="utf-8")
-        if (today := refreshed(shown)) != shown:
+        if (today := page_of_today(shown)) != shown:
             page.write_text(today, encoding="utf-8")
             print(page.relative_to(ROOT))
 
 
-def refreshed(page: str) -> str:
+def page_of_today(page: str) -> str:
     """Return the text of a page with today's output."""
-    return BLOCK.sub(lambda block: "".join(f"{line}\n" for line in _refreshed_block(block[0].splitlines())), page)
+    return BLOCK.sub(lambda block: "".join(f"{line}\n" for line in _block_of_today(block[0].splitlines())), page)
 
 
-def _refreshed_block(lines: Sequence[str]) -> Iterator[str]:
+def _block_of_today(lines: Sequence[str]) -> Iterator[str]:
     starts = [at for at, line in enumerate(lines) if line.startswith(COMMAND)]
     for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
         yield lines[start]
@@ -54,7 +54,7 @@ def shorten(output: Sequence[str], shown: Sequence[str]) -> list[str]:
 
 
 def _output(command: str) -> list[str]:
-    """Return the lines of errors that a command prints where it prints them or its page goes to a file, else those of its page."""
+    """Return the lines that a command prints: its errors where it is refused or its page goes to a file, else its page."""
     words, _, file = command.partition(" > ")
     path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))  # commands to type name the script
     done = subprocess.run(

@@ -61,7 +61,7 @@ def _baseline(name: str) -> GpuCheck:
     )
 
 
-def _untimed(name: str, function: str) -> GpuCheck:
+def _untimed_check(name: str, function: str) -> GpuCheck:
     return GpuCheck(name=name, seconds=180, function=f"{ROOM}.{function}", alone=False)
 
 
@@ -69,13 +69,13 @@ MACHINE = "machine"
 CHECKS = (
     GpuCheck(name=MACHINE, seconds=60, function=f"{ROOM}.ceilings:measure_ceilings"),
     GpuCheck(name="kernels", seconds=60, function=f"{ROOM}.kernel_rates:compare_kernels"),
-    _untimed("families", "losses:train_families"),
-    _untimed("precisions", "losses:compare_precisions"),
-    _untimed("zero", "losses:train_zero_stages"),
-    _untimed("resume", "resume:kill_and_resume"),
-    _untimed("two ranks", "two_ranks.prove_two_ranks:prove_two_ranks"),
-    _untimed("generate", "generation:generate_text"),
-    _untimed("trace", "profiled_steps:trace_steps"),
+    _untimed_check("families", "losses:train_families"),
+    _untimed_check("precisions", "losses:compare_precisions"),
+    _untimed_check("zero", "losses:train_zero_stages"),
+    _untimed_check("resume", "resume:kill_and_resume"),
+    _untimed_check("two ranks", "two_ranks.prove_two_ranks:prove_two_ranks"),
+    _untimed_check("generate", "generation:generate_text"),
+    _untimed_check("trace", "profiled_steps:trace_steps"),
     _plan("gpt2_124m"),
     _plan("gpt2_124m compiled"),
     _plan("llama 16 layers"),

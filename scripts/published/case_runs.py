@@ -92,7 +92,7 @@ def _run(case: Case, framework: Framework, recompute: Any) -> Run:
     precision: Any = "bf16" if "/" in case["precision"] else case["precision"]
     shape = _model(model, dropout=0.0 if flash else framework.dropout)
     chunks = _chunks(parallel, model["layers"], framework, told=case["batch"]["micro"] is not None)
-    world = _as_used(cluster_of(case["cluster"]), framework, case["attention"] or "")
+    world = _effective_cluster(cluster_of(case["cluster"]), framework, case["attention"] or "")
     micro, batch = _batch(case, framework, chunks)
     zero, shard = _zero(parallel, framework)
     sequence = parallel["sequence_parallel"]
@@ -134,8 +134,8 @@ def _run(case: Case, framework: Framework, recompute: Any) -> Run:
     )
 
 
-def _as_used(cluster: Cluster, framework: Framework, kernel: str) -> Cluster:
-    """Return the cluster with the rates that a framework's kernels and messages reach there."""
+def _effective_cluster(cluster: Cluster, framework: Framework, kernel: str) -> Cluster:
+    """Return the cluster with the rates that a framework's kernels and messages reach on it."""
     slower = next(
         (share for (word, gpu), share in ATTENTION_KERNELS.items() if word in kernel and cluster.device.name.startswith(gpu)), 1.0
     )

@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 import pytest
 
 from distrain.scripts.draw_plan import KINDS, MEMORY, draw
-from distrain.scripts.shown_output import BLOCK, refreshed, shorten
+from distrain.scripts.shown_output import BLOCK, page_of_today, shorten
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -69,14 +69,14 @@ def test_a_stages_column_is_as_tall_as_its_memory(plan: dict[str, object]) -> No
 def test_shown_output_is_todays(page: Path) -> None:
     """Fix: python -m distrain.scripts.shown_output, and read what it changed."""
     text = page.read_text()
-    assert refreshed(text).splitlines() == text.splitlines()
+    assert page_of_today(text).splitlines() == text.splitlines()
 
 
 def test_output_that_is_not_todays_is_replaced() -> None:
     command = "$ distrain plan conf=llama3_70b gradient_accumulation_steps=8"
     page = "Before\n```\n{}\ndistrain: {}\n```\nafter\n"
     today = "no key gradient_accumulation_steps: it follows from train.batch / (dp x train.microbatch)"
-    assert refreshed(page.format(command, "an old line")) == page.format(command, today)
+    assert page_of_today(page.format(command, "an old line")) == page.format(command, today)
 
 
 @pytest.mark.parametrize(

@@ -87,12 +87,16 @@ def _loss_bytes(logits: Tensor, local: LocalTensors, device: str) -> int:
 def _forward_bytes(op: Op, local: LocalTensors) -> int:
     """Bytes that softmax reads and makes in forward, or those of a dropout's input and of the random bits from which its mask is made."""
     masked = reduce(larger, [local.count(tensor.dims) for tensor in op.saves_torch if tensor.width == 1], 0)
-    scores = _scores_bytes(op, local)
-    if any("keys" in tensor.dims for tensor in op.saves_torch if op.core):
+    if tensor := _scores(op):
+        scores = local.bytes(tensor)
         return scores + larger(scores, RANDOM_BITS * masked)
     return (local.activation + RANDOM_BITS) * masked
 
 
 def _scores_bytes(op: Op, local: LocalTensors) -> int:
-    """Bytes of the scores where attention's core saves their softmax: with dropout a fused core is separate kernels too."""
-    return next((local.bytes(tensor) for tensor in op.saves_torch if op.core and "keys" in tensor.dims), 0)
+    return local.bytes(tensor) if (tensor := _scores(op)) else 0
+
+
+def _scores(op: Op) -> Tensor | None:
+    """The scores where attention's core saves their softmax: with dropout a fused core is separate kernels too."""
+    return next((tensor for tensor in op.saves_torch if op.core and "keys" in tensor.dims), None)
