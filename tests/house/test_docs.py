@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from distrain.scripts.draw_plan import KINDS, MEMORY, draw
+from distrain.cli.drawings.plan_drawing import KINDS, MEMORY, draw_plan
 from distrain.scripts.shown_output import BLOCK, page_of_today, shorten
 
 ROOT = Path(__file__).parents[2]
@@ -51,12 +51,12 @@ def plan() -> dict[str, object]:
 
 def test_the_picture_is_of_todays_plan(plan: dict[str, object]) -> None:
     """Fix: distrain plan conf=megatron_1t_6x8x64 --json | python -m distrain.scripts.draw_plan > docs/plan.svg."""
-    assert PICTURE.read_text() == draw(plan)
+    assert PICTURE.read_text() == draw_plan(plan)
 
 
 def test_a_stages_column_is_as_tall_as_its_memory(plan: dict[str, object]) -> None:
     colours = {colour for _, _, colour in KINDS}
-    boxes = [box for box in ElementTree.fromstring(draw(plan)).iter("{http://www.w3.org/2000/svg}rect") if box.get("fill") in colours]
+    boxes = [box for box in ElementTree.fromstring(draw_plan(plan)).iter("{http://www.w3.org/2000/svg}rect") if box.get("fill") in colours]
     columns = defaultdict[str, float](float)
     for box in boxes:
         columns[box.attrib["x"]] += float(box.attrib["height"]) if float(box.attrib["y"]) < sum(MEMORY) else 0
