@@ -25,6 +25,7 @@ from .verbs.prove import prove
 from .verbs.report import report
 from .verbs.search import search
 from .verbs.show import show
+from .verbs.simulate import simulate
 
 
 class VerbGroup(TyperGroup):
@@ -86,6 +87,7 @@ VERBS: tuple[tuple[Callable[..., int], str], ...] = (
     (show, "Print the composed config as YAML."),
     (plan, "Plan a run: memory, traffic, time, days."),
     (search, "Find the best layout of a model on a cluster."),
+    (simulate, "Simulate one step: its timeline, its critical path, what if."),
     (fit, "Plan, launch, train, log, resume."),
     (prove, "Compare training curves across layouts."),
     (report, "Show a run: planned against measured, and its curve."),

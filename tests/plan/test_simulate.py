@@ -168,3 +168,25 @@ def test_messages_lengthen_a_step_of_one_micro_batch_by_each_of_them(name: str) 
     lists = [SCHEDULES[name].actions(stage, 4, 1, 1) for stage in range(4)]
     without, sent = (simulate(lists, folded=False, seconds=seconds, send=send).seconds for send in (0.0, 0.25))
     assert sent - without == 6 * 0.25  # three forward, three back
+
+
+@pytest.mark.parametrize(("name", "stages", "micros", "chunks"), [
+    ("GPipe", 4, 6, 1), ("Interleaved1F1B", 4, 8, 2), ("Interleaved1F1B", 3, 9, 3), ("InterleavedZeroBubble", 4, 8, 2),
+])  # fmt: skip
+def test_pytorchs_lists_are_timed_as_its_own_visualizer_spaces_them(name: str, stages: int, micros: int, chunks: int) -> None:
+    """A forward and each half of a backward take a unit of time there; other schedules of its have no spacing that is complete."""
+    visualizer = pytest.importorskip("torch.distributed.pipelining._schedule_visualizer")
+    kinds = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+    listed = visualizer.get_schedule_ops(name, stages, micros, chunks if chunks > 1 else None)
+    theirs = [[each for each in rank if each is not None and each.computation_type.name in kinds] for rank in listed]
+    lists = [
+        [Action(kinds[each.computation_type.name], each.microbatch_index, each.stage_index // stages) for each in rank] for rank in theirs
+    ]
+    step = simulate(lists, folded=False, seconds=lambda kind, part: 2.0 if kind == "B" else 1.0)
+    for events, spaced in zip(step.events, visualizer.add_schedule_op_spacing(theirs), strict=True):
+        starts, at = [], 0
+        for each in spaced:
+            if each is not None:
+                starts.append(at)
+            at += 1 if each is None or each.computation_type.name != "FULL_BACKWARD" else 2
+        assert [event.start for event in events] == starts

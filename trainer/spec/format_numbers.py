@@ -63,13 +63,13 @@ def seconds_text(value: float) -> str:
     """Seconds in the unit that suits them: 12.3 ms, 65.2 s, 148 years."""
     if value == 0:
         return "0 s"
-    unit, name = _time_unit(value)
+    unit, name = time_unit(value)
     return f"{digits(value / unit)} {name}"
 
 
 def seconds_range_text(value: float, low: float | None, high: float | None) -> str:
     """The ends of seconds in the unit that suits them, in brackets: (1.0 to 1.5); "" where one is not known or both are the same."""
-    unit, _ = _time_unit(value)
+    unit, _ = time_unit(value)
     return "" if low is None or high is None else _range_text(digits(low / unit, 2), digits(high / unit, 2))
 
 
@@ -87,8 +87,8 @@ def _range_text(low: str, high: str) -> str:
     return f" ({low} to {high})" if low != high else ""
 
 
-def _time_unit(value: float) -> tuple[float, str]:
-    """(seconds, name) of the unit that suits a time."""
+def time_unit(value: float) -> tuple[float, str]:
+    """(seconds, name) of the unit that suits a time: (0.001, ms) for 0.02."""
     return next(((unit, name) for unit, name in _TIMES if value * 1.0005 >= unit * (2 if unit >= 60 else 1)), (1e-6, "us"))
 
 

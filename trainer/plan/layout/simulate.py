@@ -48,14 +48,17 @@ Seconds = Callable[[str, int], float]  # of a kind of action on a part of the mo
 Measured = Mapping[tuple[str, int, int], float]  # seconds of a kind of action on a part, for a micro-batch
 
 
-def simulate(actions: Lists, *, folded: bool, seconds: Seconds | Measured, send: float = 0.0) -> Simulation:
+def simulate(
+    actions: Lists, *, folded: bool, seconds: Seconds | Measured, send: float = 0.0, afterwards: Measured | None = None
+) -> Simulation:
     """One step of any legal lists of actions, one a stage, each of which takes its `seconds`.
 
     An action starts when its stage is free and its input is there: a forward's, `send` seconds after the forward of the part before
-    it on another stage; a backward's, in the same way, after the backward of the part behind it. Raises ActionsError, a ValueError.
+    it on another stage; a backward's, in the same way, after the backward of the part behind it. `afterwards` are the seconds for which an
+    action keeps its stage from the next one once its result is there. Raises ActionsError, a ValueError.
     """
     check_actions(actions, folded=folded)
-    step = _SimulatedStep(actions, folded, seconds, send)
+    step = _SimulatedStep(actions, folded, seconds, send, afterwards or {})
     step.run()
     total = max(events[-1].end for events in step.events)
     busy = [sum(event.end - event.start for event in events) for events in step.events]
@@ -119,7 +122,7 @@ def _out_of_order(kind: str, last: str | None, part: int, micro: int) -> str:
 class _SimulatedStep:
     """One optimizer step of legal lists of actions."""
 
-    def __init__(self, actions: Lists, folded: bool, seconds: Seconds | Measured, send: float) -> None:
+    def __init__(self, actions: Lists, folded: bool, seconds: Seconds | Measured, send: float, afterwards: Measured) -> None:
         self.actions = actions
         self.chunks, micros = _shape(actions, folded)
         self.events: list[list[TimedAction]] = [[] for _ in actions]
@@ -128,7 +131,8 @@ class _SimulatedStep:
         self._stage_of = [stage_and_chunk(part, stages, folded=folded)[0] for part in range(self._last + 1)]
         self._parts = [[part_of(stage, chunk, stages, folded=folded) for chunk in range(self.chunks)] for stage in range(stages)]
         self._seconds = seconds if isinstance(seconds, Mapping) else _of_every_micro_batch(seconds, actions, self._last + 1, micros)
-        self._send = send
+        self._send, self._afterwards = send, afterwards
+        self._free = [0.0] * stages
         self._ended: dict[Result, float] = {}
         self._waits: dict[Result, int] = {}  # a result -> the stage that waits for it
 
@@ -143,7 +147,7 @@ class _SimulatedStep:
     def _advance(self, stage: int) -> list[int]:
         """Run a stage up to an action whose input is not there yet; the stages that waited for what it computed."""
         events, actions, woken = self.events[stage], self.actions[stage], []
-        free = events[-1].end if events else 0.0
+        free = self._free[stage]
         for at in range(len(events), len(actions)):
             action = actions[at]
             kind, micro, chunk = action
@@ -155,11 +159,12 @@ class _SimulatedStep:
                     self._waits[needed] = stage
                     break
                 start = max(free, ended + (self._send if self._stage_of[needed[2]] != stage else 0.0))
-            free = start + self._seconds[kind, part, micro]
-            events.append(TimedAction(stage, action, start, free))
+            end = start + self._seconds[kind, part, micro]
+            free = self._free[stage] = end + self._afterwards.get((kind, part, micro), 0.0)
+            events.append(TimedAction(stage, action, start, end))
             if kind != "W":
                 result = (kind == "F", micro, part)
-                self._ended[result] = free
+                self._ended[result] = end
                 if result in self._waits:
                     woken.append(self._waits.pop(result))
         return woken

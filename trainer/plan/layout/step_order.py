@@ -26,10 +26,10 @@ class OrderedAction(NamedTuple):
 
 
 class StepOrder:
-    """The actions of all stages, and what each duration is of: a kind of action on a part of the model."""
+    """The actions of all stages, what each duration is of (a kind of action on a part of the model), and each stage's last action."""
 
-    def __init__(self, steps: tuple[OrderedAction, ...], durations: tuple[tuple[str, int], ...]) -> None:
-        self.steps, self.durations = steps, durations
+    def __init__(self, steps: tuple[OrderedAction, ...], durations: tuple[tuple[str, int], ...], last: tuple[int, ...]) -> None:
+        self.steps, self.durations, self.last = steps, durations, last
         self._last_end = lru_cache(maxsize=64)(lambda *given: max(self.ends(*given)))  # layouts with equal passes ask again
 
     def seconds(self, each: Callable[[str, int], float], send: float) -> float:
@@ -38,14 +38,18 @@ class StepOrder:
 
     def ends(self, durations: Sequence[float], send: float) -> list[float]:
         """When each action ends, in their order; at last 0, for NOTHING."""
+        return self.ends_of_actions([durations[step.duration] for step in self.steps], send)
+
+    def ends_of_actions(self, seconds: Sequence[float], send: float) -> list[float]:
+        """When each action ends, if each takes its own `seconds`."""
         ends = [0.0] * (len(self.steps) + 1)
-        for at, (duration, before, needs, is_sent) in enumerate(self.steps):
+        for at, (_, before, needs, is_sent) in enumerate(self.steps):
             start = ends[before]
             if is_sent:  # a result of its own stage is there already
                 arrived = ends[needs] + send
                 if arrived > start:
                     start = arrived
-            ends[at] = start + durations[duration]
+            ends[at] = start + seconds[at]
         return ends
 
 
@@ -70,7 +74,7 @@ def step_order(schedule: Schedule, stages: int, micros: int, chunks: int) -> Ste
         last[event.stage] = at
         if kind != "W":
             of_result[kind == "F", micro, part] = at
-    return StepOrder(tuple(steps), tuple(durations))
+    return StepOrder(tuple(steps), tuple(durations), tuple(last))
 
 
 def _part(event: TimedAction, stages: int, folded: bool) -> int:

@@ -1,0 +1,108 @@
+"""The Chrome trace of a step: events that viewers accept, which nest, and which show the timeline."""
+
+import json
+from collections import defaultdict
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from distrain.tests.plan.test_timeline import EVERY_SCHEDULE, STAGES, costs_of, pipeline, run_of
+from distrain.trainer.plan.timeline.chrome_trace import trace_document
+from distrain.trainer.plan.timeline.make_timeline import make_timeline
+from distrain.trainer.plan.timeline.step_costs import StepCosts
+from distrain.trainer.plan.timeline.timeline import Timeline, held_activations
+
+FIELDS = {"X": {"name", "cat", "ts", "dur", "pid", "tid"}, "C": {"name", "ts", "pid", "args"}, "M": {"name", "pid", "args"}}
+FIELDS |= {kind: {"name", "cat", "ts", "pid", "tid", "id"} for kind in "sf"}
+Events = list[dict[str, Any]]
+
+
+def trace_of(costs: StepCosts) -> tuple[Timeline, Events]:
+    timeline = make_timeline(costs)
+    events: Events = json.loads(json.dumps(trace_document(timeline, costs, "run")))["traceEvents"]
+    return timeline, events
+
+
+def slices(events: Events, *categories: str) -> Events:
+    return [event for event in events if event["ph"] == "X" and (not categories or event["cat"] in categories)]
+
+
+@EVERY_SCHEDULE
+def test_events_have_the_fields_of_their_kind_and_slices_nest(name: str, chunks: int) -> None:
+    timeline, events = trace_of(pipeline(name, chunks, "parallel.zero=1"))
+    for event in events:
+        assert FIELDS[event["ph"]] <= set(event)
+    threads = defaultdict(list)
+    for event in slices(events):
+        assert event["ts"] >= -1e-3
+        assert event["ts"] + event["dur"] <= timeline.seconds * 1e6 * (1 + 1e-9)
+        threads[event["pid"], event["tid"], event["cat"] == "block"].append(event)
+    for each in threads.values():  # slices of a kind follow each other: passes on their thread, blocks inside passes
+        each.sort(key=lambda event: event["ts"])
+        assert all(after["ts"] >= before["ts"] + before["dur"] - 1e-3 for before, after in pairwise(each))
+
+
+def test_passes_are_the_timelines_spans_and_blocks_fill_them() -> None:
+    costs = pipeline("zb_v", 1)
+    timeline, events = trace_of(costs)
+    spans = {(span.stage, span.start, span.seconds) for stage in timeline.stages for span in stage.spans}
+    shown = {
+        (event["pid"], event["ts"] / 1e6, event["dur"] / 1e6)
+        for event in slices(events, *"FBIW", "send", "sum", "tied", "step", "gather", "host")
+    }
+    assert sorted(shown) == [tuple(pytest.approx(each) for each in span) for span in sorted(spans)]
+    passes, blocks = slices(events, *"FBIW"), slices(events, "block")
+    assert sum(event["dur"] for event in blocks) == pytest.approx(sum(event["dur"] for event in passes))
+    forward = next(event for event in passes if event["pid"] == 0 and event["name"] == "forward 0" and event["args"]["part"] == 0)
+    inside = [
+        block["name"] for block in blocks if block["pid"] == 0 and forward["ts"] <= block["ts"] < forward["ts"] + forward["dur"] - 1e-6
+    ]
+    assert inside == ["embedding", *(f"layer {layer}" for layer in range(4))]
+    last = next(event for event in passes if event["pid"] == 0 and event["name"] == "backward of inputs 0" and event["args"]["part"] == 7)
+    inside = [block["name"] for block in blocks if block["pid"] == 0 and last["ts"] <= block["ts"] < last["ts"] + last["dur"] - 1e-6]
+    assert inside == ["head", *(f"layer {layer}" for layer in (31, 30, 29, 28))]
+
+
+def test_an_arrow_leaves_a_pass_and_reaches_the_one_that_takes_its_result() -> None:
+    timeline, events = trace_of(pipeline("interleaved", 2))
+    leaves, reaches = ({event["id"]: event for event in events if event["ph"] == kind} for kind in "sf")
+    assert leaves.keys() == reaches.keys()
+    assert len(leaves) == len(timeline.transfers)
+    passes = slices(events, *"FBIW")
+
+    def pass_at(event: dict[str, Any]) -> tuple[str, int]:
+        found = [each for each in passes if each["pid"] == event["pid"] and each["ts"] <= event["ts"] <= each["ts"] + each["dur"]]
+        return found[0]["cat"], found[0]["args"]["micro_batch"]
+
+    for number, leaving in leaves.items():
+        assert pass_at(leaving) == pass_at(reaches[number])
+        assert leaving["ts"] < reaches[number]["ts"]
+        assert leaving["pid"] != reaches[number]["pid"]
+
+
+def test_counters_are_the_activations_held() -> None:
+    timeline, events = trace_of(pipeline("1f1b", 1))
+    for stage in timeline.stages:
+        shown = [(event["ts"] / 1e6, event["args"]["bytes"]) for event in events if event["ph"] == "C" and event["pid"] == stage.index]
+        assert shown == [(pytest.approx(at), round(held)) for at, held in held_activations(stage)]
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_data_messages_lie_beside_the_passes_that_hide_them(zero: int) -> None:
+    costs = costs_of(run_of("llama3_8b", f"parallel.zero={zero}"))
+    timeline, events = trace_of(costs)
+    shown, travels = slices(events, "data"), costs.travels[0]
+    assert travels
+    for travel in travels:
+        mine = [event for event in shown if (event["name"], event["args"]["payload_bytes"]) == (travel.verb, travel.payload)]
+        assert len(mine) >= (timeline.micros if travel.is_repeated else 1)
+        assert max(event["dur"] for event in mine) == pytest.approx(1e6 * travel.seconds, rel=1e-6) or mine[0]["ts"] == 0
+
+
+def test_stages_are_named_by_their_layers_and_one_without_messages_has_no_lane_for_them() -> None:
+    _, events = trace_of(pipeline("1f1b", 1))
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert names == [f"stage {stage}: layers {8 * stage}-{8 * stage + 7}" for stage in range(STAGES)]
+    _, alone = trace_of(costs_of(run_of("gpt2_124m_1gpu")))
+    assert [event["args"]["name"] for event in alone if event["name"] == "thread_name"] == ["passes"]

@@ -1,0 +1,58 @@
+"""The critical path of a step: unbroken, as long as the step, and on what slows it."""
+
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from distrain.cli.config.load import load_recipe
+from distrain.tests.plan.test_timeline import EVERY_SCHEDULE, STAGES, costs_of, pipeline
+from distrain.trainer.plan.timeline.critical_path import CriticalPath, critical_path, slowest_stage
+from distrain.trainer.plan.timeline.make_timeline import make_timeline
+from distrain.trainer.plan.timeline.step_costs import StepCosts
+from distrain.trainer.plan.timeline.timeline import Timeline
+
+
+def check_path(costs: StepCosts, timeline: Timeline, path: CriticalPath) -> None:
+    close = 1e-9 * timeline.seconds
+    assert path.pieces[0].span.start <= close
+    assert path.pieces[-1].span.end == pytest.approx(timeline.seconds, rel=1e-12)
+    for before, after in pairwise(path.pieces):
+        assert after.span.start == pytest.approx(before.span.end + after.sent, abs=close)
+        assert after.sent in (0.0, pytest.approx(costs.send, abs=close))
+    assert sum(path.by_cause.values()) == pytest.approx(timeline.seconds, rel=1e-9)
+    assert sum(path.by_stage.values()) + sum(piece.sent for piece in path.pieces) == pytest.approx(timeline.seconds, rel=1e-9)
+
+
+@EVERY_SCHEDULE
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_path_is_unbroken_and_as_long_as_the_step(name: str, chunks: int, zero: int) -> None:
+    costs, random = pipeline(name, chunks, f"parallel.zero={zero}"), Random(f"{name} {chunks} {zero}")
+    for slowness in ({}, {stage: random.uniform(0.5, 3) for stage in range(STAGES)}):
+        timeline = make_timeline(costs, slowness)
+        check_path(costs, timeline, critical_path(timeline))
+
+
+@pytest.mark.parametrize("slow", range(STAGES))
+def test_a_slow_stage_has_most_of_the_path(slow: int) -> None:
+    path = critical_path(make_timeline(pipeline("1f1b", 1), {slow: 2.0}))
+    assert slowest_stage(path) == slow
+    assert path.by_stage[slow] > 0.5 * sum(path.by_stage.values())
+
+
+@EVERY_SCHEDULE
+def test_what_is_not_on_the_path_has_slack(name: str, chunks: int) -> None:
+    """A stage with nothing on the path may be slower by less than its shortest wait without a change of the step."""
+    costs = pipeline(name, chunks)
+    timeline = make_timeline(costs)
+    path = critical_path(timeline)
+    faster = make_timeline(costs, {slowest_stage(path): 0.99})
+    assert faster.seconds < timeline.seconds
+
+
+def test_a_step_without_a_pipeline_is_its_own_path() -> None:
+    timeline = make_timeline(costs_of(load_recipe("llama3_8b", ())))
+    path = critical_path(timeline)
+    assert [piece.span for piece in path.pieces] == list(timeline.stages[0].spans)
+    assert path.by_cause["sends"] == 0
+    assert path.by_cause["messages"] == pytest.approx(timeline.stages[0].messages)

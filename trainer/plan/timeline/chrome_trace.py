@@ -1,0 +1,146 @@
+"""A step as a Chrome trace, which ui.perfetto.dev and chrome://tracing show: a process for each stage, arrows for what stages send.
+
+The format is the Trace Event Format: times in microseconds, complete events (X) that nest, counters (C), flows (s, f), names (M).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from .step_costs import DataTravel, StepCosts
+from .timeline import Span, StageTimeline, Timeline, held_activations
+
+GENERATOR = "distrain simulate"
+PASSES, DATA = 0, 1  # threads of a stage
+MOST_BLOCKS = 50_000  # slices of blocks inside passes; of more, passes are shown without their blocks
+SPAN_NAMES = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward of inputs",
+    "W": "backward of weights",
+    "send": "send",
+    "sum": "sum of gradients, not hidden",
+    "tied": "sum of tied weights",
+    "step": "optimizer step",
+    "gather": "gather of weights, not hidden",
+    "host": "host between steps",
+}
+Event = dict[str, Any]
+
+
+def trace_document(timeline: Timeline, costs: StepCosts, name: str) -> dict[str, Any]:
+    """Return the trace of a run's step as a JSON document."""
+    return {
+        "otherData": {
+            "generator": GENERATOR,
+            "run": name,
+            "seconds": timeline.seconds,
+            "planned": timeline.planned,
+            "schedule": timeline.schedule,
+        },
+        "displayTimeUnit": "ms",
+        "traceEvents": list(_events(timeline, costs)),
+    }
+
+
+def _events(timeline: Timeline, costs: StepCosts) -> Iterator[Event]:
+    with_blocks = sum(len(costs.blocks[span.part]) for stage in timeline.stages for span in stage.spans if span.is_pass) <= MOST_BLOCKS
+    for stage in timeline.stages:
+        yield from _names(stage, has_data=bool(costs.travels[stage.index]))
+        for span in stage.spans:
+            yield _slice(span)
+            if with_blocks and span.is_pass:
+                yield from _block_slices(span, costs)
+        for travel in costs.travels[stage.index]:
+            yield from _data_slices(stage, travel)
+        for at, held in held_activations(stage):
+            yield {"ph": "C", "pid": stage.index, "ts": at * 1e6, "name": "activations", "args": {"bytes": round(held)}}
+    yield from _flows(timeline)
+
+
+def _names(stage: StageTimeline, *, has_data: bool) -> Iterator[Event]:
+    """The names and the order of a stage's process and its threads."""
+    layers = ", ".join(f"{first}-{end - 1}" if end - first > 1 else f"{first}" for first, end in stage.parts if end > first)
+    yield {"ph": "M", "pid": stage.index, "name": "process_name", "args": {"name": f"stage {stage.index}: layers {layers or 'none'}"}}
+    yield {"ph": "M", "pid": stage.index, "name": "process_sort_index", "args": {"sort_index": stage.index}}
+    yield {"ph": "M", "pid": stage.index, "tid": PASSES, "name": "thread_name", "args": {"name": "passes"}}
+    if has_data:
+        yield {"ph": "M", "pid": stage.index, "tid": DATA, "name": "thread_name", "args": {"name": "messages of the data axis"}}
+
+
+def _slice(span: Span) -> Event:
+    args: dict[str, Any] = {"messages_us": span.messages * 1e6} if span.messages else {}
+    name = SPAN_NAMES[span.kind]
+    if span.has_micro_batch:
+        name = f"{name} {span.micro}"
+        args |= {"micro_batch": span.micro, "part": span.part}
+    return _complete(span.stage, PASSES, name, span.start, span.seconds, span.kind, args)
+
+
+def _complete(stage: int, thread: int, name: str, start: float, seconds: float, category: str, args: dict[str, Any]) -> Event:
+    return {
+        "ph": "X",
+        "pid": stage,
+        "tid": thread,
+        "name": name,
+        "cat": category,
+        "ts": start * 1e6,
+        "dur": seconds * 1e6,
+        "args": args,
+    }
+
+
+def _block_slices(span: Span, costs: StepCosts) -> Iterator[Event]:
+    """The blocks inside a pass, by their shares of its time; backward runs them in reverse."""
+    blocks = costs.blocks[span.part]
+    each = [(block.name, block.forward if span.kind == "F" else block.backward) for block in blocks]
+    whole = sum(seconds for _, seconds in each)
+    at = span.start
+    for name, seconds in each if span.kind == "F" else reversed(each):
+        length = span.seconds * seconds / whole if whole else 0.0
+        yield _complete(span.stage, PASSES, name, at, length, "block", {})
+        at += length
+
+
+def _data_slices(stage: StageTimeline, travel: DataTravel) -> Iterator[Event]:
+    """When messages of the data axis travel: beside the pass that hides them, and after it for as long as they are exposed."""
+    for span in _hiding_passes(stage, travel):
+        end = span.end if travel.is_repeated else span.end + travel.exposed
+        args = {"payload_bytes": travel.payload, "messages": travel.parts, "exposed_us": travel.exposed * 1e6}
+        start = max(0.0, end - travel.seconds)
+        yield _complete(stage.index, DATA, travel.verb, start, end - start, "data", args)
+
+
+def _hiding_passes(stage: StageTimeline, travel: DataTravel) -> list[Span]:
+    """The spans at whose end messages end, or, once an update, begin to be exposed: passes, or the optimizer's step before a gather."""
+    if travel.is_repeated:
+        splits = any(span.kind == "W" for span in stage.spans)
+        kind = "F" if travel.under_forward else "W" if splits else "B"
+        return [span for span in stage.spans if span.kind == kind]
+    if travel.verb == "all_gather":
+        return [span for span in stage.spans if span.kind == "step"]
+    last = [
+        span for span, after in zip(stage.spans, (*stage.spans[1:], None), strict=True) if after and after.kind in ("sum", "tied", "step")
+    ]
+    return [span for span in last if span.is_pass or span.kind == "send"]
+
+
+def _flows(timeline: Timeline) -> Iterator[Event]:
+    """An arrow for each message between stages, from the pass that made it to the one that takes it."""
+    takers = {
+        (span.kind == "F", span.micro, span.part): span
+        for stage in timeline.stages
+        for span in stage.spans
+        if span.is_pass and span.kind != "W"
+    }
+    makers = {
+        (span.stage, span.end): span for stage in timeline.stages for span in stage.spans if span.is_pass
+    }  # fmt: skip
+    for number, each in enumerate(timeline.transfers):
+        taker, maker = takers.get((each.kind == "F", each.micro, each.part)), makers.get((each.sender, each.start))
+        if taker is None or maker is None:
+            continue  # cut off at an end of the step
+        shared = {"name": "send", "cat": "send", "id": number, "tid": PASSES}
+        yield {**shared, "ph": "s", "pid": each.sender, "ts": (maker.start + maker.end) / 2 * 1e6}
+        yield {**shared, "ph": "f", "bp": "e", "pid": each.receiver, "ts": (taker.start + taker.end) / 2 * 1e6}

@@ -1,0 +1,155 @@
+"""What each span of a step takes, from the costs of a plan's layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ...spec.run import Run
+from ..costs.block_costs import BlockCosts
+from ..costs.cost_context import CostContext
+from ..layout.layout import Layout
+from ..layout_cost import LayoutCost, hop_seconds, layout_cost, tied_seconds
+from ..layout_of_run import layout_of_run
+from ..part_seconds import is_simulated, part_message_seconds, part_seconds
+from ..stage_cost import StageCost, last_passes
+from .timeline import PASS_KINDS
+
+
+class PassSeconds(NamedTuple):
+    """Seconds of a pass: of computation, and of messages that it waits for."""
+
+    computing: float
+    messages: float
+
+    @property
+    def total(self) -> float:
+        """Both."""
+        return self.computing + self.messages
+
+
+class EndSeconds(NamedTuple):
+    """Seconds of what follows a stage's passes: the exposed sum of its gradients, its optimizer's step, the exposed gather of weights."""
+
+    sums: float
+    step: float
+    gather: float
+
+
+class DataTravel(NamedTuple):
+    """Messages of the data axis on a stage, each time that they travel: at every micro-batch (`is_repeated`) or once an update."""
+
+    verb: str
+    payload: int  # bytes of one message
+    parts: int
+    seconds: float
+    exposed: float  # of these seconds, those that no pass hides
+    under_forward: bool  # forward hides the rest, else backward
+    is_repeated: bool
+
+
+class BlockWeight(NamedTuple):
+    """A block of a part of the model, and the seconds of its forward and its backward."""
+
+    name: str
+    forward: float
+    backward: float
+
+
+class StepCosts(NamedTuple):
+    """What the spans of a step take, in seconds, and what the step takes by the plan's own sum."""
+
+    layout: Layout
+    passes: dict[tuple[str, int], PassSeconds]  # (kind, part of the model)
+    ends: tuple[EndSeconds, ...]  # of each stage; without a flush, of each update
+    send: float  # of a message between neighbouring stages
+    send_blocks: bool  # a stage waits until its message has arrived; else it goes on
+    tied: float
+    host: float
+    planned: float
+    saved: tuple[float, ...]  # of each stage, bytes of activations of a micro-batch on one of its parts
+    travels: tuple[tuple[DataTravel, ...], ...]  # of each stage
+    blocks: tuple[tuple[BlockWeight, ...], ...]  # of each part of the model
+
+
+def step_costs(run: Run) -> StepCosts | None:
+    """The costs of a legal run's step; None: a rate is unknown."""
+    context = CostContext(run)
+    layout = layout_of_run(context, run.parallel, run.train.microbatch)
+    cost = layout_cost(context, layout)
+    return _step_costs(context, layout, cost, cost.seconds.step) if cost.seconds else None
+
+
+def _step_costs(context: CostContext, layout: Layout, cost: LayoutCost, planned: float) -> StepCosts:
+    """The wait for the slowest of many nodes lengthens every span but the optimizer's step, as it does in a plan."""
+    late, kinds = 1 + context.tail, [cost.kinds[at] for at in layout.partition.kind_of_stage]
+    return StepCosts(
+        layout=layout,
+        passes=_passes(layout, cost.blocks, kinds, late),
+        ends=tuple([_end_seconds(layout, kind, late) for kind in kinds]),
+        send=hop_seconds(layout, cost.blocks) / (2 * layout.chunks) * late,
+        send_blocks=not is_simulated(layout),  # as the plan counts them
+        tied=tied_seconds(context, layout, cost.blocks) * late,
+        host=context.step_overhead,
+        planned=planned,
+        saved=tuple([(kind.passes.saved + kind.passes.held.passing) / layout.chunks for kind in kinds]),
+        travels=tuple([tuple(_travels(layout, kind, late)) for kind in kinds]),
+        blocks=tuple([tuple(_block_weights(layout, cost.blocks, part)) for part in range(len(layout.partition.parts))]),
+    )
+
+
+def _passes(layout: Layout, blocks: BlockCosts, kinds: Sequence[StageCost], late: float) -> dict[tuple[str, int], PassSeconds]:
+    """The passes of all parts, each with its share of the messages that its stage exposes at every micro-batch."""
+    seconds, messages = part_seconds(layout, blocks), part_message_seconds(layout, blocks)
+    passes: dict[tuple[str, int], PassSeconds] = {}
+    for stage, kind_of_stage in enumerate(kinds):
+        repeated, layers = _repeated_seconds(tuple(_travels(layout, kind_of_stage, late))), layout.partition.counts[stage]
+        for part in layout.parts(stage):
+            share = layout.partition.parts[part] / layers if layers else 0.0
+            for kind in PASS_KINDS:
+                waited = messages(kind, part)
+                computing = seconds(kind, part) - waited
+                passes[kind, part] = PassSeconds(computing * late, waited * late + share * repeated[kind])
+    return passes
+
+
+def _repeated_seconds(travels: Sequence[DataTravel]) -> dict[str, float]:
+    """Exposed seconds of the data axis's messages at each micro-batch, by the kind of pass that hides the rest of them.
+
+    Where a backward is in two, gradients of weights are summed after the second half.
+    """
+    seconds = dict.fromkeys("FBIW", 0.0)
+    for each in travels:
+        for kind in ("F" if each.under_forward else "BW") if each.is_repeated else "":
+            seconds[kind] += each.exposed
+    return seconds
+
+
+def _end_seconds(layout: Layout, kind: StageCost, late: float) -> EndSeconds:
+    """What follows the passes of a step, or those of an update where the pipeline does not flush."""
+    updates = layout.gradient_sync.updates
+    at_end = [each for each in _travels(layout, kind, late) if not each.is_repeated]
+    gathered = sum([each.exposed for each in at_end if each.verb == "all_gather"])
+    summed = sum([each.exposed for each in at_end if each.verb != "all_gather"])
+    return EndSeconds(summed + kind.states.sums / updates * late, kind.step / updates, gathered)
+
+
+def _travels(layout: Layout, kind: StageCost, late: float) -> Iterator[DataTravel]:
+    """The messages of the data axis on a kind of stage."""
+    sync, last, passes = layout.gradient_sync, last_passes(layout), kind.passes
+    for each in kind.messages:
+        exposed = each.exposed(last * passes.forward, last * passes.backward) / each.rounds
+        repeated = each.rounds == layout.micros and (each.rounds != sync.updates or sync.zero == 3)
+        yield DataTravel(
+            each.verb, each.payload, each.parts, each.seconds * late, exposed * late, each.under_forward, repeated
+        )  # fmt: skip
+
+
+def _block_weights(layout: Layout, blocks: BlockCosts, part: int) -> Iterator[BlockWeight]:
+    """The blocks of a part of the model, in the order of its forward."""
+    first, end = layout.layers(part)
+    named = [("embedding", blocks.embedding)] if part == 0 else []
+    named += [(f"layer {layer}", blocks.layer) for layer in range(first, end)]
+    named += [("head", blocks.head)] if part == len(layout.partition.parts) - 1 else []
+    for name, block in named:
+        yield BlockWeight(name, (block.forward or 0.0) + block.message_forward, (block.backward or 0.0) + block.message_backward)

@@ -1,0 +1,90 @@
+"""What a step would take if links, devices or the pipeline were other than they are: each answer is a step simulated again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from statistics import fmean
+from typing import NamedTuple
+
+from ...spec.run import Cluster, Device, Link, Run
+from .step_costs import PassSeconds, StepCosts, step_costs
+from .step_seconds import step_seconds, varied_step_seconds
+from .timeline import PASS_KINDS
+
+FREE = 1e9  # times the bandwidth of a link at which a message takes no time that matters
+SLOW = 1.1  # times as long as planned: what a stage with a slow device takes
+VARIATION = 0.05  # of a pass's time, its standard deviation
+STEPS = 5  # whose mean is taken where passes vary
+MOST_VARIED = 20_000  # passes of a step for which that is done, and for which one of twice the batch is simulated
+LEAST_CHANGE = 5e-4  # share of the step; less is not shown
+
+
+class WhatIf(NamedTuple):
+    """A condition, and the seconds of a step under it."""
+
+    says: str
+    seconds: float
+
+
+def what_ifs(run: Run, costs: StepCosts, slowest: int) -> list[WhatIf]:
+    """Return the conditions that change a legal run's step, the largest gain first; `slowest` is the stage that most others wait for."""
+    now = step_seconds(costs)
+    found = [*_other_clusters(run), *_other_pipelines(run, costs, slowest)]
+    return sorted((each for each in found if abs(each.seconds / now - 1) >= LEAST_CHANGE), key=lambda each: each.seconds)
+
+
+def _other_clusters(run: Run) -> Iterator[WhatIf]:
+    """The run on faster links and devices."""
+    cluster = run.cluster
+    device = cluster.device
+    clusters = (
+        ("links between nodes were twice as fast", replace(cluster, between=_faster(cluster.between, 2))),
+        ("links inside nodes were twice as fast", replace(cluster, inside=_faster(cluster.inside, 2))),
+        ("no message took time", replace(cluster, between=_faster(cluster.between, FREE), inside=_faster(cluster.inside, FREE))),
+        ("devices computed twice as fast", _with_device(cluster, peak={name: 2 * peak for name, peak in device.peak.items()})),
+        ("devices had twice the memory bandwidth", _with_device(cluster, bandwidth=2 * (device.bandwidth or 0.0))),
+        ("kernels were launched in no time", _with_device(cluster, launch=0.0, dispatch=0.0)),
+    )
+    for says, each in clusters:
+        if each != cluster and (costs := step_costs(replace(run, cluster=each))):
+            yield WhatIf(says, step_seconds(costs))
+
+
+def _faster(link: Link | None, times: float) -> Link | None:
+    """A link with more bandwidth; one that takes no time has no latency either."""
+    return link and replace(link, bandwidth=link.bandwidth * times, latency=0.0 if times == FREE else link.latency)
+
+
+def _with_device(cluster: Cluster, **changes: object) -> Cluster:
+    device: Device = replace(cluster.device, **changes)  # type: ignore[arg-type]
+    return replace(cluster, device=device)
+
+
+def _other_pipelines(run: Run, costs: StepCosts, slowest: int) -> Iterator[WhatIf]:
+    """The run's pipeline with even stages, with hidden sends, with a slow device, with passes that vary, with more micro-batches."""
+    layout, stages = costs.layout, costs.layout.mesh.pp
+    where = f"of stage {slowest} " if stages > 1 else ""
+    yield WhatIf(f"a device {where}computed 10 % slower", step_seconds(costs, {slowest: SLOW}))
+    if stages == 1:
+        return
+    yield WhatIf("all stages took equally long", step_seconds(costs._replace(passes=_even_passes(costs))))
+    yield WhatIf("sends between stages took no time", step_seconds(costs._replace(send=0.0)))
+    is_short = 2 * len(layout.partition.parts) * layout.micros <= MOST_VARIED
+    if layout.delay is None and is_short:
+        varied = fmean(varied_step_seconds(costs, VARIATION, seed) for seed in range(STEPS))
+        yield WhatIf(f"passes varied by {100 * VARIATION:g} %", varied)
+    if twice := step_costs(replace(run, train=replace(run.train, batch=2 * run.train.batch))):
+        seconds = step_seconds(twice) if is_short else step_seconds(costs) * twice.planned / costs.planned
+        yield WhatIf("the batch were twice as large, for as many tokens", seconds / 2)
+
+
+def _even_passes(costs: StepCosts) -> dict[tuple[str, int], PassSeconds]:
+    """The mean of each kind of pass, on all parts of the model."""
+    parts = range(len(costs.layout.partition.parts))
+    found: dict[tuple[str, int], PassSeconds] = {}
+    for kind in PASS_KINDS:
+        each = [costs.passes[kind, part] for part in parts]
+        mean = PassSeconds(fmean(one.computing for one in each), fmean(one.messages for one in each))
+        found |= {(kind, part): mean for part in parts}
+    return found
