@@ -14,6 +14,7 @@ OPTIONS = {
     "show": ("--launch", "--engine", "--comments", "--config-dir", "--help"),
     "plan": ("--json", "-m", "--config-dir", "--help"),
     "search": ("--json", "--all", "-o", "--config-dir", "--help"),
+    "simulate": ("--json", "--svg", "--trace", "--slow", "--config-dir", "--help"),
     "fit": ("-m", "--config-dir", "--help"),
     "prove": ("--json", "--reasons", "--config-dir", "--help"),
     "report": ("--json", "--help"),

@@ -1,10 +1,10 @@
-"""Bring the output that README and docs show of `distrain plan` and `distrain search` up to date.
+"""Bring the output that README and docs show of `distrain plan`, `search` and `simulate` up to date.
 
     python -m distrain.scripts.shown_output
 
-A block of text that begins with `$ distrain plan ...` or `$ distrain search ...` holds commands, each before what it prints: its errors
-where it is refused or its page goes to a file, else its page. A line `...` stands for lines that are left out: the lines before it are the
-first of the output, those after it the last.
+A block of text that begins with `$ distrain plan ...`, or `search` or `simulate` in its place, holds commands, each before what it prints:
+its errors where it is refused or its page goes to a file, else its page. A line `...` stands for lines that are left out: the lines before
+it are the first of the output, those after it the last.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-BLOCK = re.compile(r"(?<=^```\n)\$ distrain (?:plan|search) .*?(?=^```$)", re.DOTALL | re.MULTILINE)
+BLOCK = re.compile(r"(?<=^```\n)\$ distrain (?:plan|search|simulate) .*?(?=^```$)", re.DOTALL | re.MULTILINE)
 COMMAND, LEFT_OUT = "$ distrain ", "..."
 
 

@@ -9,7 +9,7 @@ from math import floor, log10
 
 from ...trainer.plan.timeline.chrome_trace import GENERATOR, SPAN_NAMES
 from ...trainer.plan.timeline.column_shares import IDLE, column_shares
-from ...trainer.plan.timeline.timeline import Span, StageTimeline, Timeline, held_activations
+from ...trainer.plan.timeline.timeline import StageTimeline, StepSpan, Timeline, held_activations
 from ...trainer.spec.format_numbers import plural, seconds_text, share_text, size_text, time_unit
 from .svg import MARGIN, box, document, label, legend
 
@@ -102,7 +102,7 @@ def _boxes(stage: StageTimeline, seconds: float, top: float, tall: float) -> Ite
             yield label(left + wide / 2, top + tall / 2 + 4, str(span.micro), size=10, anchor="middle")
 
 
-def _title(span: Span) -> str:
+def _title(span: StepSpan) -> str:
     """What a browser says of a box."""
     of = f" of micro-batch {span.micro}, part {span.part}" if span.has_micro_batch else ""
     waits = f", of which {seconds_text(span.messages)} messages" if span.is_pass and span.messages else ""

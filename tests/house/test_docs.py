@@ -54,6 +54,15 @@ def test_the_picture_is_of_todays_plan(plan: dict[str, object]) -> None:
     assert PICTURE.read_text() == draw_plan(plan)
 
 
+def test_the_timeline_is_of_todays_plan(tmp_path: Path) -> None:
+    """Fix: run the command below the picture in docs/timeline.md, without the old picture."""
+    found = re.search(r"^`distrain (simulate [^`]*) --svg (docs/\S+)`$", (ROOT / "docs" / "timeline.md").read_text(), re.MULTILINE)
+    assert found
+    words = [sys.executable, "-m", "distrain", *found[1].split(), "--svg", str(tmp_path / "now.svg")]
+    subprocess.run(words, capture_output=True, check=True)
+    assert (tmp_path / "now.svg").read_text() == (ROOT / found[2]).read_text()
+
+
 def test_a_stages_column_is_as_tall_as_its_memory(plan: dict[str, object]) -> None:
     colours = {colour for _, _, colour in KINDS}
     boxes = [box for box in ElementTree.fromstring(draw_plan(plan)).iter("{http://www.w3.org/2000/svg}rect") if box.get("fill") in colours]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from .step_costs import DataTravel, StepCosts
-from .timeline import Span, StageTimeline, Timeline, held_activations
+from .timeline import StageTimeline, StepSpan, Timeline, held_activations
 
 GENERATOR = "distrain simulate"
 PASSES, DATA = 0, 1  # threads of a stage
@@ -69,7 +69,7 @@ def _names(stage: StageTimeline, *, has_data: bool) -> Iterator[Event]:
         yield {"ph": "M", "pid": stage.index, "tid": DATA, "name": "thread_name", "args": {"name": "messages of the data axis"}}
 
 
-def _slice(span: Span) -> Event:
+def _slice(span: StepSpan) -> Event:
     args: dict[str, Any] = {"messages_us": span.messages * 1e6} if span.messages else {}
     name = SPAN_NAMES[span.kind]
     if span.has_micro_batch:
@@ -91,7 +91,7 @@ def _complete(stage: int, thread: int, name: str, start: float, seconds: float, 
     }
 
 
-def _block_slices(span: Span, costs: StepCosts) -> Iterator[Event]:
+def _block_slices(span: StepSpan, costs: StepCosts) -> Iterator[Event]:
     """The blocks inside a pass, by their shares of its time; backward runs them in reverse."""
     blocks = costs.blocks[span.part]
     each = [(block.name, block.forward if span.kind == "F" else block.backward) for block in blocks]
@@ -112,7 +112,7 @@ def _data_slices(stage: StageTimeline, travel: DataTravel) -> Iterator[Event]:
         yield _complete(stage.index, DATA, travel.verb, start, end - start, "data", args)
 
 
-def _hiding_passes(stage: StageTimeline, travel: DataTravel) -> list[Span]:
+def _hiding_passes(stage: StageTimeline, travel: DataTravel) -> list[StepSpan]:
     """The spans at whose end messages end, or, once an update, begin to be exposed: passes, or the optimizer's step before a gather."""
     if travel.is_repeated:
         splits = any(span.kind == "W" for span in stage.spans)

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from .timeline import Span, Timeline
+from .timeline import StepSpan, Timeline
 
 CLOSE = 1e-9  # share of a step by which sums of the same seconds may differ
 
@@ -14,7 +14,7 @@ CLOSE = 1e-9  # share of a step by which sums of the same seconds may differ
 class PathPiece(NamedTuple):
     """A span of the critical path, with the seconds of the message between stages that it waited for right before it starts."""
 
-    span: Span
+    span: StepSpan
     sent: float
 
 
@@ -62,7 +62,7 @@ def _by_stage(pieces: list[PathPiece]) -> dict[int, float]:
     return dict(sorted(seconds.items()))
 
 
-def _result(before: Span | None, span: Span) -> tuple[bool, int, int] | None:
+def _result(before: StepSpan | None, span: StepSpan) -> tuple[bool, int, int] | None:
     """(whether of a forward, the micro-batch, the part) of the result that is there when a span ends; a send's is of the pass before."""
     source = before if span.kind == "send" else span
     return (source.kind == "F", source.micro, source.part) if source and source.kind in ("F", "B", "I") else None
@@ -77,7 +77,7 @@ class _Walk:
         self.results = {key: span for stage in timeline.stages for span in stage.spans if (key := _result(self.before[span], span))}
         self.by_end = sorted((span for stage in timeline.stages for span in stage.spans), key=lambda span: span.end)
 
-    def preceding(self, span: Span) -> tuple[Span | None, float]:
+    def preceding(self, span: StepSpan) -> tuple[StepSpan | None, float]:
         """(the span at whose end this one could start, seconds of the message between them); None: it starts the step."""
         before = self.before[span]
         if before is not None and before.end >= span.start - self.close:
@@ -91,7 +91,7 @@ class _Walk:
         sent = span.start - needed.end
         return needed, sent if sent > self.close else 0.0
 
-    def _last_ended(self, span: Span) -> Span | None:
+    def _last_ended(self, span: StepSpan) -> StepSpan | None:
         """The span of any stage at whose end one that is no pass starts: all stages wait for the last."""
         ended = [each for each in self.by_end if abs(each.end - span.start) <= self.close and each is not span]
         return ended[-1] if ended else None

@@ -12,7 +12,7 @@ from ..layout.layout import Layout
 from ..layout.schedules import part_of, peak_in_flight, stage_and_chunk
 from ..layout.simulate import TimedAction, simulate
 from .step_costs import StepCosts
-from .timeline import NONE, Span, SpanKind, StageTimeline, Timeline, Transfer
+from .timeline import NONE, SpanKind, StageTimeline, StepSpan, Timeline, Transfer
 
 STEADY = 2  # steps after those that fill a pipeline without a flush, until its steps are alike
 
@@ -26,7 +26,7 @@ AS_PLANNED: Slowness = {}
 class Simulated(NamedTuple):
     """The spans of each stage, the micro-batches that it holds when the step begins, and the seconds from the step's begin to its end."""
 
-    spans: list[list[Span]]
+    spans: list[list[StepSpan]]
     held: list[int]
     seconds: float
 
@@ -71,10 +71,10 @@ def _flushed_step(costs: StepCosts, slowness: Slowness) -> Simulated:
     return Simulated(spans, [0] * stages, last + costs.host)
 
 
-def _append(spans: list[Span], stage: int, kind: SpanKind, start: float, seconds: float) -> float:
+def _append(spans: list[StepSpan], stage: int, kind: SpanKind, start: float, seconds: float) -> float:
     """Append a span that is no pass, unless it takes no time; return when it ends."""
     if seconds > 0:
-        spans.append(Span(stage, kind, start, start + seconds, 0.0 if kind in ("step", "host") else seconds))
+        spans.append(StepSpan(stage, kind, start, start + seconds, 0.0 if kind in ("step", "host") else seconds))
     return start + seconds
 
 
@@ -113,7 +113,7 @@ def _ends_update(delay: Delay, micro: int, micros: int) -> bool:
     return delay.update_of(micro, micros) != delay.update_of(micro + 1, micros)
 
 
-def _spans_with_update(costs: StepCosts, delay: Delay, timed: TimedAction, durations: Durations) -> list[Span]:
+def _spans_with_update(costs: StepCosts, delay: Delay, timed: TimedAction, durations: Durations) -> list[StepSpan]:
     """A pass of a pipeline without a flush, the send of its result, and what follows it where it completes an update."""
     layout, action = costs.layout, timed.action
     spans = _pass_spans(costs, timed, durations)
@@ -126,7 +126,7 @@ def _spans_with_update(costs: StepCosts, delay: Delay, timed: TimedAction, durat
     return spans
 
 
-def _shifted(span: Span, begin: float, end: float, first: int) -> Span:
+def _shifted(span: StepSpan, begin: float, end: float, first: int) -> StepSpan:
     """A span in a window, cut at both ends; its micro-batch counts from the window's step."""
     start, stop = max(span.start, begin), min(span.end, end)
     kept = (stop - start) / span.seconds if span.seconds else 1.0
@@ -177,15 +177,15 @@ def _receiver(layout: Layout, kind: str, part: int) -> int | None:
     return taker if stage != other else None
 
 
-def _pass_spans(costs: StepCosts, timed: TimedAction, durations: Durations) -> list[Span]:
+def _pass_spans(costs: StepCosts, timed: TimedAction, durations: Durations) -> list[StepSpan]:
     """A pass, and the send of its result where that blocks the stage."""
     layout = costs.layout
     stage, (kind, micro, chunk), start, _ = timed
     part = part_of(stage, chunk, layout.mesh.pp, folded=layout.is_folded)
     computing, messages, sending = durations[kind, part]
-    spans = [Span(stage, kind, start, start + computing + messages, messages, micro, part)]
+    spans = [StepSpan(stage, kind, start, start + computing + messages, messages, micro, part)]
     if sending:
-        spans.append(Span(stage, "send", spans[-1].end, spans[-1].end + sending, sending, micro, part))
+        spans.append(StepSpan(stage, "send", spans[-1].end, spans[-1].end + sending, sending, micro, part))
     return spans
 
 
@@ -211,7 +211,7 @@ def _stage_timeline(costs: StepCosts, step: Simulated, stage: int) -> StageTimel
     )
 
 
-def _transfers(costs: StepCosts, spans: Sequence[Sequence[Span]]) -> Iterator[Transfer]:
+def _transfers(costs: StepCosts, spans: Sequence[Sequence[StepSpan]]) -> Iterator[Transfer]:
     """What stages send each other: the result of each forward to the next part of the model, of each backward to the one before."""
     layout = costs.layout
     for span in (span for each in spans for span in each if span.is_pass):

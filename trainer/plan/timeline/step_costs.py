@@ -16,7 +16,7 @@ from ..stage_cost import StageCost, last_passes
 from .timeline import PASS_KINDS
 
 
-class PassSeconds(NamedTuple):
+class PlannedPass(NamedTuple):
     """Seconds of a pass: of computation, and of messages that it waits for."""
 
     computing: float
@@ -60,7 +60,7 @@ class StepCosts(NamedTuple):
     """What the spans of a step take, in seconds, and what the step takes by the plan's own sum."""
 
     layout: Layout
-    passes: dict[tuple[str, int], PassSeconds]  # (kind, part of the model)
+    passes: dict[tuple[str, int], PlannedPass]  # (kind, part of the model)
     ends: tuple[EndSeconds, ...]  # of each stage; without a flush, of each update
     send: float  # of a message between neighbouring stages
     send_blocks: bool  # a stage waits until its message has arrived; else it goes on
@@ -98,10 +98,10 @@ def _step_costs(context: CostContext, layout: Layout, cost: LayoutCost, planned:
     )
 
 
-def _passes(layout: Layout, blocks: BlockCosts, kinds: Sequence[StageCost], late: float) -> dict[tuple[str, int], PassSeconds]:
+def _passes(layout: Layout, blocks: BlockCosts, kinds: Sequence[StageCost], late: float) -> dict[tuple[str, int], PlannedPass]:
     """The passes of all parts, each with its share of the messages that its stage exposes at every micro-batch."""
     seconds, messages = part_seconds(layout, blocks), part_message_seconds(layout, blocks)
-    passes: dict[tuple[str, int], PassSeconds] = {}
+    passes: dict[tuple[str, int], PlannedPass] = {}
     for stage, kind_of_stage in enumerate(kinds):
         repeated, layers = _repeated_seconds(tuple(_travels(layout, kind_of_stage, late))), layout.partition.counts[stage]
         for part in layout.parts(stage):
@@ -109,7 +109,7 @@ def _passes(layout: Layout, blocks: BlockCosts, kinds: Sequence[StageCost], late
             for kind in PASS_KINDS:
                 waited = messages(kind, part)
                 computing = seconds(kind, part) - waited
-                passes[kind, part] = PassSeconds(computing * late, waited * late + share * repeated[kind])
+                passes[kind, part] = PlannedPass(computing * late, waited * late + share * repeated[kind])
     return passes
 
 

@@ -1,4 +1,4 @@
-"""The length of a simulated step without its events, for questions that ask many times: what if?"""
+"""The length of a simulated step without its events, for what asks many times."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ PASS_KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 NONE = -1  # the micro-batch and the part of a span that belongs to none
 
 
-class Span(NamedTuple):
+class StepSpan(NamedTuple):
     """What a stage does from `start` to `end`: a pass of a micro-batch through a part of the model (F, B, or a backward in two, I and W),
     the send of its result, or what follows the passes: the exposed sum of gradients, the sum of tied weights, the optimizer's step, the
     exposed gather of stepped weights, the host's work between steps. `messages` are the seconds of it in which it waits for messages.
@@ -62,7 +62,7 @@ class StageTimeline:
 
     index: int
     parts: tuple[tuple[int, int], ...]  # (first, last + 1) layers of each part
-    spans: tuple[Span, ...]
+    spans: tuple[StepSpan, ...]
     computing: float
     messages: float
     filling: float
@@ -108,6 +108,6 @@ def held_activations(stage: StageTimeline) -> list[tuple[float, float]]:
     return curve
 
 
-def _changes(spans: Sequence[Span], frees: str) -> list[tuple[float, int]]:
+def _changes(spans: Sequence[StepSpan], frees: str) -> list[tuple[float, int]]:
     starts = [(span.start, 1) for span in spans if span.kind == "F"]
     return starts + [(span.end, -1) for span in spans if span.kind in ("B", frees)]

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from ...spec.run import Cluster, Device, Link, Run
-from .step_costs import PassSeconds, StepCosts, step_costs
+from .step_costs import PlannedPass, StepCosts, step_costs
 from .step_seconds import step_seconds, varied_step_seconds
 from .timeline import PASS_KINDS
 
@@ -79,12 +79,12 @@ def _other_pipelines(run: Run, costs: StepCosts, slowest: int) -> Iterator[WhatI
         yield WhatIf("the batch were twice as large, for as many tokens", seconds / 2)
 
 
-def _even_passes(costs: StepCosts) -> dict[tuple[str, int], PassSeconds]:
+def _even_passes(costs: StepCosts) -> dict[tuple[str, int], PlannedPass]:
     """The mean of each kind of pass, on all parts of the model."""
     parts = range(len(costs.layout.partition.parts))
-    found: dict[tuple[str, int], PassSeconds] = {}
+    found: dict[tuple[str, int], PlannedPass] = {}
     for kind in PASS_KINDS:
         each = [costs.passes[kind, part] for part in parts]
-        mean = PassSeconds(fmean(one.computing for one in each), fmean(one.messages for one in each))
+        mean = PlannedPass(fmean(one.computing for one in each), fmean(one.messages for one in each))
         found |= {(kind, part): mean for part in parts}
     return found
