@@ -14,7 +14,7 @@ from ...trainer.spec.format_numbers import plural, seconds_text, share_text, siz
 from .svg import MARGIN, box, document, label, legend
 
 WIDTH = 1120
-LEFT, RIGHT = 92, 64  # of the rows: room for a stage's name, and for its idle share
+LEFT, RIGHT = 92, 76  # of the rows: room for a stage's name, and for its idle share
 TOP = 72
 ROWS = (8, 22, 640)  # the least and the most height of a row, and that of all rows of many stages
 GAP = 0.12  # of a row

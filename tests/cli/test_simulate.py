@@ -85,6 +85,24 @@ def test_the_page_says_what_the_document_says(document: dict[str, Any], capsys: 
         assert float(idle) == pytest.approx(100 * (1 - busy / document["seconds"]), abs=0.06)
 
 
+def test_the_table_of_stages_has_the_documents_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "conf=megatron_530b"
+    _, page, _ = call(words, capsys)
+    document = json.loads(call(f"{words} --json", capsys)[1])
+    table = page.split("\n\n")[2].splitlines()
+    assert table[2].split() == ["stage", "layers", "compute", "messages", "fill", "wait", "drain", "held", "path"]
+    rows = [re.split(r"\s{2,}", line.strip()) for line in table[3:]]
+    assert [row[0] for row in rows] == ["0", "5", "10", "15", "19", "24", "29", "34"]
+    for row in rows:
+        stage = document["stages"][int(row[0])]
+        shown = [float(cell) if cell != "-" else 0.0 for cell in row[2:7]]
+        planned = [stage[cause] for cause in ("computing", "messages", "filling", "waiting", "draining")]
+        assert shown == [pytest.approx(each, rel=0.01, abs=0.006) for each in planned]
+        assert float(row[7]) == pytest.approx(stage["in_flight"], abs=0.6)
+        on_path = document["critical_path"]["stages"][stage["index"]] / document["seconds"]
+        assert float(row[8].removesuffix(" %")) == pytest.approx(100 * on_path, abs=0.06)
+
+
 def test_the_timeline_marks_what_takes_most_of_each_column(capsys: pytest.CaptureFixture[str]) -> None:
     timeline = timeline_of(SMALL)
     _, page, _ = call(SMALL, capsys)
@@ -152,6 +170,19 @@ def test_the_drawing_has_a_box_for_every_span_where_it_lies() -> None:
         assert float(each["width"]) == pytest.approx(span.seconds * scale, abs=0.02)
         later = span.is_pass and span.part != first[span.stage]
         assert each["fill"] == (LATER_PART if later else COLOURS)[span.kind]
+
+
+@pytest.mark.parametrize(("words", "unit", "name"), [(SMALL, 1.0, "s"), ("conf=gpt2_124m", 1e-3, "ms")])
+def test_a_tick_of_the_drawing_stands_at_its_time(words: str, unit: float, name: str) -> None:
+    timeline = timeline_of(words)
+    texts = ElementTree.fromstring(draw_timeline(timeline, "run")).iter("{http://www.w3.org/2000/svg}text")
+    small = [each for each in texts if each.get("font-size") == "11"]
+    assert small[-1].text == name
+    scale = (WIDTH - LEFT - RIGHT) / timeline.seconds
+    assert len(small) >= 5
+    for tick in small[:-1]:
+        assert tick.text
+        assert float(tick.attrib["x"]) == pytest.approx(LEFT + float(tick.text) * unit * scale, abs=0.06)
 
 
 def test_the_drawing_of_a_long_step_blends_passes_and_stays_small() -> None:

@@ -62,6 +62,12 @@ def test_passes_are_the_timelines_spans_and_blocks_fill_them() -> None:
     last = next(event for event in passes if event["pid"] == 0 and event["name"] == "backward of inputs 0" and event["args"]["part"] == 7)
     inside = [block["name"] for block in blocks if block["pid"] == 0 and last["ts"] <= block["ts"] < last["ts"] + last["dur"] - 1e-6]
     assert inside == ["head", *(f"layer {layer}" for layer in (31, 30, 29, 28))]
+    head, layer = (next(block for block in costs.blocks[7] if block.name == name) for name in ("head", "layer 31"))
+    assert head.backward / layer.backward != pytest.approx(head.forward / layer.forward, rel=1e-3)
+    lengths = {
+        block["name"]: block["dur"] for block in blocks if block["pid"] == 0 and last["ts"] <= block["ts"] < last["ts"] + last["dur"] - 1e-6
+    }
+    assert lengths["head"] / lengths["layer 31"] == pytest.approx(head.backward / layer.backward)
 
 
 def test_an_arrow_leaves_a_pass_and_reaches_the_one_that_takes_its_result() -> None:
@@ -98,6 +104,18 @@ def test_data_messages_lie_beside_the_passes_that_hide_them(zero: int) -> None:
         mine = [event for event in shown if (event["name"], event["args"]["payload_bytes"]) == (travel.verb, travel.payload)]
         assert len(mine) >= (timeline.micros if travel.is_repeated else 1)
         assert max(event["dur"] for event in mine) == pytest.approx(1e6 * travel.seconds, rel=1e-6) or mine[0]["ts"] == 0
+
+
+def test_a_sum_of_gradients_ends_as_much_after_the_last_pass_as_it_is_exposed() -> None:
+    costs = pipeline("1f1b", 1, "parallel.zero=1", "engine=pipe")
+    timeline, events = trace_of(costs)
+    for stage, travels in zip(timeline.stages, costs.travels, strict=True):
+        (summed,) = (travel for travel in travels if travel.verb != "all_gather")
+        assert summed.exposed > 0
+        (shown,) = (event for event in slices(events, "data") if (event["pid"], event["name"]) == (stage.index, summed.verb))
+        last = max(span.end for span in stage.spans if span.is_pass or span.kind == "send")
+        assert shown["ts"] + shown["dur"] == pytest.approx(1e6 * (last + summed.exposed))
+        assert shown["dur"] == pytest.approx(1e6 * summed.seconds)
 
 
 def test_stages_are_named_by_their_layers_and_one_without_messages_has_no_lane_for_them() -> None:

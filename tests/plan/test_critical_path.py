@@ -20,6 +20,9 @@ def check_path(costs: StepCosts, timeline: Timeline, path: CriticalPath) -> None
     for before, after in pairwise(path.pieces):
         assert after.span.start == pytest.approx(before.span.end + after.sent, abs=close)
         assert after.sent in (0.0, pytest.approx(costs.send, abs=close))
+    sends = sum(piece.sent + piece.span.seconds * (piece.span.kind == "send") for piece in path.pieces)
+    assert path.by_cause["sends"] == pytest.approx(sends, abs=close)
+    assert not costs.send_blocks or not any(piece.sent for piece in path.pieces)  # the send is a span of its own
     assert sum(path.by_cause.values()) == pytest.approx(timeline.seconds, rel=1e-9)
     assert sum(path.by_stage.values()) + sum(piece.sent for piece in path.pieces) == pytest.approx(timeline.seconds, rel=1e-9)
 

@@ -81,6 +81,7 @@ def check_order(timeline: Timeline) -> None:
     close = 1e-9 * timeline.seconds
     for stage in timeline.stages:
         assert all(span.end >= span.start and span.stage == stage.index for span in stage.spans)
+        assert all(0 <= span.messages <= span.seconds + close for span in stage.spans)
         assert all(after.start >= before.end - close for before, after in pairwise(stage.spans))
         assert stage.spans[0].start >= -close
         assert stage.spans[-1].end <= timeline.seconds + close
@@ -154,6 +155,46 @@ def test_a_stage_holds_the_planned_micro_batches(name: str, chunks: int) -> None
         assert curve == sorted(curve, key=lambda row: row[0])
         ends = stage.held * stage.saved if SCHEDULES[name].flushes else pytest.approx(stage.held * stage.saved, abs=stage.saved)
         assert curve[-1][1] == ends  # without a flush, a pass may be cut by the step's end
+
+
+def test_the_sum_of_a_tied_weight_follows_the_passes_of_both_ends() -> None:
+    costs = costs_of(run_of("gpt3_175b", "model.tied=true", HIDDEN))
+    timeline = make_timeline(costs)
+    assert costs.tied > 0
+    assert timeline.seconds == pytest.approx(costs.planned, rel=1e-6)
+    shown = {stage.index: [span for span in stage.spans if span.kind == "tied"] for stage in timeline.stages}
+    assert {index for index, spans in shown.items() if spans} == {0, costs.layout.mesh.pp - 1}
+    (first,), (last,) = shown[0], shown[costs.layout.mesh.pp - 1]
+    assert (first.start, first.seconds) == (last.start, pytest.approx(costs.tied))
+
+
+def test_gradients_are_summed_after_the_half_of_a_backward_that_computes_them() -> None:
+    sums, none = (pipeline("zb_h1", 1, f"parallel.zero={zero}", "parallel.overlap.data=false") for zero in (2, 1))
+    exposed = sum(travel.exposed for travel in sums.travels[0] if travel.is_repeated)
+    assert exposed > 0
+    added = {kind: sums.passes[kind, 0].messages - none.passes[kind, 0].messages for kind in "FBIW"}
+    assert added == {"F": 0, "B": pytest.approx(exposed), "I": 0, "W": pytest.approx(exposed)}
+
+
+def test_a_device_holds_activations_from_the_begin_of_a_forward_to_the_end_of_its_backward() -> None:
+    (stage,) = make_timeline(costs_of(run_of("llama3_8b"))).stages
+    changes = [(span.start, stage.saved) if span.kind == "F" else (span.end, 0.0) for span in stage.spans if span.is_pass]
+    assert held_activations(stage) == [(0.0, 0.0), *changes]
+
+
+@EVERY_SCHEDULE
+def test_a_slow_stage_computes_longer_on_all_of_its_parts(name: str, chunks: int) -> None:
+    costs = pipeline(name, chunks)
+    planned, slow = make_timeline(costs), make_timeline(costs, {1: 2.0})
+    for before, after in zip(planned.stages, slow.stages, strict=True):
+        computed = [sum(span.seconds - span.messages for span in stage.spans if span.is_pass) for stage in (before, after)]
+        assert computed[1] == pytest.approx(computed[0] * (2 if before.index == 1 else 1), rel=1e-6)
+
+
+def test_a_result_for_the_same_stage_is_not_sent() -> None:
+    timeline = make_timeline(pipeline("zb_v", 1))
+    assert len(timeline.transfers) == 2 * (2 * STAGES - 2) * MICROS
+    assert all(sent.sender != sent.receiver for sent in timeline.transfers)
 
 
 def test_a_slow_stage_lengthens_a_step_by_what_it_computes_longer() -> None:
