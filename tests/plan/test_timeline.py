@@ -165,7 +165,8 @@ def test_the_sum_of_a_tied_weight_follows_the_passes_of_both_ends() -> None:
     shown = {stage.index: [span for span in stage.spans if span.kind == "tied"] for stage in timeline.stages}
     assert {index for index, spans in shown.items() if spans} == {0, costs.layout.mesh.pp - 1}
     (first,), (last,) = shown[0], shown[costs.layout.mesh.pp - 1]
-    assert (first.start, first.seconds) == (last.start, pytest.approx(costs.tied))
+    assert first.start == last.start
+    assert first.seconds == pytest.approx(costs.tied)
 
 
 def test_gradients_are_summed_after_the_half_of_a_backward_that_computes_them() -> None:
@@ -174,6 +175,14 @@ def test_gradients_are_summed_after_the_half_of_a_backward_that_computes_them() 
     assert exposed > 0
     added = {kind: sums.passes[kind, 0].messages - none.passes[kind, 0].messages for kind in "FBIW"}
     assert added == {"F": 0, "B": pytest.approx(exposed), "I": 0, "W": pytest.approx(exposed)}
+
+
+def test_messages_inside_a_backward_belong_to_its_first_half() -> None:
+    costs = costs_of(run_of(*PIPELINE, "parallel.schedule=zb_h1", "parallel.dp=1", "parallel.tp=2"))
+    whole, halves = costs.passes["B", 1], (costs.passes["I", 1], costs.passes["W", 1])
+    assert whole.messages > 0
+    assert [half.messages for half in halves] == [whole.messages, 0]
+    assert sum(half.computing for half in halves) == pytest.approx(whole.computing)
 
 
 def test_a_device_holds_activations_from_the_begin_of_a_forward_to_the_end_of_its_backward() -> None:
