@@ -64,18 +64,35 @@ def fit_words(plan: Plan) -> str:
 
 def memory_figure(plan: Plan) -> str:
     """The bytes of the fullest device of those that it has, with the ends of the error bar."""
-    assert plan.memory
     return (
-        part_of_size(plan.memory.peak, plan.memory.capacity)
-        + size_range_text(plan.memory.peak, plan.memory_low, plan.memory_high)
-        + (", without activations, which are not known" if plan.memory.unknown else "")
+        memory_part(plan)
+        + memory_ends(plan)
+        + (", without activations, which are not known" if plan.memory and plan.memory.unknown else "")
     )
+
+
+def memory_part(plan: Plan) -> str:
+    """The bytes of the fullest device of those that it has."""
+    assert plan.memory
+    return part_of_size(plan.memory.peak, plan.memory.capacity)
+
+
+def memory_ends(plan: Plan) -> str:
+    """The ends of the error bar of the memory in brackets, after a space; "" where it has none."""
+    assert plan.memory
+    return size_range_text(plan.memory.peak, plan.memory_low, plan.memory_high)
 
 
 def step_figure(plan: Plan) -> str:
     """The seconds of a step, with the ends of the error bar."""
     assert plan.time
-    return f"{seconds_text(plan.time.step)}{seconds_range_text(plan.time.step, plan.step_low, plan.step_high)}"
+    return f"{seconds_text(plan.time.step)}{step_ends(plan)}"
+
+
+def step_ends(plan: Plan) -> str:
+    """The ends of the error bar of the step in brackets, after a space; "" where it has none."""
+    assert plan.time
+    return seconds_range_text(plan.time.step, plan.step_low, plan.step_high)
 
 
 def _speed_text(plan: Plan) -> str:
@@ -214,10 +231,11 @@ def run_figures(plan: Plan) -> dict[str, str]:
         "steps": f"{run.steps:,}",
         "tokens": count_text(run.tokens),
         "FLOP of the model": f"{run.flops:.3g}".replace("e+", "e"),
-        "time": seconds_text(run.seconds) if run.seconds is not None else "",
+        "of training": seconds_text(run.seconds) if run.seconds is not None else "",
+        "device-hours": count_text(plan.world * run.seconds / 3600) if run.seconds is not None else "",
         "at every device's peak": seconds_text(run.ideal_seconds) if run.ideal_seconds is not None else "",
         "at cluster.price": count_text(run.cost) if run.cost is not None else "",
-        "a checkpoint takes": size_text(run.checkpoint_bytes),
+        "a checkpoint": size_text(run.checkpoint_bytes),
     }
     return {name: figure for name, figure in known.items() if figure}
 

@@ -129,7 +129,7 @@ def _run_lines(plan: Plan) -> list[str]:
     saving = facts.saving_text(plan)
     return [
         *lines,
-        *wrap(f"{work}: {run.get('time', 'time not known')}{ideal}{cost}", indent="  "),
-        f"  a checkpoint takes {run['a checkpoint takes']}",
+        *wrap(f"{work}: {run.get('of training', 'time not known')}{ideal}{cost}", indent="  "),
+        f"  a checkpoint takes {run['a checkpoint']}",
         *(wrap(saving, indent="  ") if saving else []),
     ]
