@@ -66,7 +66,7 @@ def _even_ticks(low: float, high: float) -> list[float]:
     rough = (high - low) / (MOST_TICKS - 1)
     power = 10.0 ** floor(log10(rough))
     step = next(each * power for each in STEPS if each * power >= rough * (1 - 1e-9))
-    return [round(number * step, 12) for number in range(ceil(low / step - 1e-9), floor(high / step + 1e-9) + 1)]
+    return [float(f"{number * step:.12g}") for number in range(ceil(low / step - 1e-9), floor(high / step + 1e-9) + 1)]
 
 
 def _ratio_ticks(low: float, high: float) -> list[float]:

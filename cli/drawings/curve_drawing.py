@@ -14,6 +14,7 @@ RIGHT, TOP, BOTTOM = MARGIN + 18.0, 12.0, 40.0  # the borders around the curves;
 HEIGHT = 270.0
 LEGEND = 22.0  # the height of a line of the legend
 WIDE_RATIO = 8  # of the last and first step, or of the highest and lowest value: above it an axis is logarithmic
+MOST_NAMES = 4  # events that have their name beside them
 MOST_DOTS = 60  # points of a curve that are drawn as dots too
 
 Points = Sequence[tuple[int, float]]
@@ -47,14 +48,14 @@ def curve_drawing(
     curves: Sequence[DrawnCurve],
     axis: str,
     *,
-    events: Sequence[tuple[int, str]] = (),
+    events: Sequence[tuple[int, str, str]] = (),
     floor_at: float | None = None,
     level: tuple[str, float] | None = None,
     even_steps: bool = False,
 ) -> str:
     """Return the SVG of curves, with steps to the right and `axis` upwards; "" where there is one step at most.
 
-    `events` are steps with what happened there. `floor_at` is a value that the axis begins at. `level` is a horizontal line and its name.
+    `events` are steps with the name of what happened there, and a sentence. `floor_at` is a value that the axis begins at. `level` is a horizontal line and its name.
     Of many steps the axis is logarithmic, unless `even_steps`.
     """
     drawn = [each for each in curves if each.points]
@@ -121,13 +122,14 @@ def _axes(across: ChartScale, up: ChartScale, axis: str) -> Iterator[str]:
     yield f'<g transform="rotate(-90 {MARGIN + 11} {middle:.1f})">{label(MARGIN + 11, middle, title, anchor="middle")}</g>'
 
 
-def _events(events: Sequence[tuple[int, str]], across: ChartScale, up: ChartScale) -> Iterator[str]:
-    for step, says in events:
-        at = max(1, step)
-        if across.low <= at <= across.high:
-            place = f"M{across.position(at):.1f} {up.end:.1f}V{up.start:.1f}"
-            said = escape_text(says)
+def _events(events: Sequence[tuple[int, str, str]], across: ChartScale, up: ChartScale) -> Iterator[str]:
+    for step, name, says in events:
+        if across.low <= max(1, step) <= across.high:
+            x = across.position(max(1, step))
+            place, said = f"M{x:.1f} {up.end:.1f}V{up.start:.1f}", escape_text(says)
             yield f'<path class="event" d="{place}" stroke="#e45756" stroke-dasharray="3 3"><title>{said}</title></path>'
+            if len(events) <= MOST_NAMES:
+                yield label(x + 4, up.end + 10, name, size=11)
 
 
 def _level(name: str, value: float, across: ChartScale, up: ChartScale) -> Iterator[str]:

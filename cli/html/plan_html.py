@@ -19,7 +19,7 @@ from .page import fact_tables, figure, folded, headed, page, paragraphs, problem
 
 HEADINGS = {"overhead": "other"}
 CONFIG = "The whole config"
-AXES = {"pp": "pipeline", "dp": "data", "cp": "context", "ep": "expert", "tp": "tensor"}  # for those who do not know the names
+PARALLELISM = {"pp": "pipeline", "dp": "data", "cp": "context", "ep": "expert", "tp": "tensor"}  # for those who do not know the names
 
 
 def plan_html(plan: Plan, hint: LayoutHint | None, config: str, command: str) -> str:
@@ -54,8 +54,8 @@ def plan_tiles(plan: Plan) -> Iterator[tuple[str, str, str]]:
     """The figures that a reader looks for first, as far as they are known."""
     memory, time, speed, run = plan.memory, plan.time, plan.throughput, plan.run
     if memory:
-        unknown = "without activations, which are not known" if memory.unknown else ""
-        yield "memory of a device", facts.memory_part(plan), facts.memory_ends(plan).strip() or unknown
+        note = "; ".join(filter(None, [facts.memory_ends(plan).strip(), facts.unknown_note(plan)]))
+        yield "memory of a device", facts.memory_part(plan), note
     if time:
         yield "a step", seconds_text(time.step), facts.step_ends(plan).strip()
     if speed:
@@ -114,7 +114,7 @@ def _mesh(plan: Plan) -> Iterator[Markup]:
         return
     yield paragraphs([sentence(plan.reading or ""), sentence(facts.schedule_text(plan)) if plan.memory else ""])
     degrees = plan.mesh or {}
-    rows = [[axis, f"{degrees[axis]:,}" if axis in degrees else "", AXES.get(axis, ""), lie] for axis, lie in plan.groups.items()]
+    rows = [[axis, f"{degrees[axis]:,}" if axis in degrees else "", PARALLELISM.get(axis, ""), lie] for axis, lie in plan.groups.items()]
     yield table(("axis", "degree", "parallelism", "its groups"), rows, (0, 2, 3)) if rows else Markup("")
 
 

@@ -90,5 +90,5 @@ def _speed_drawing(run: MeasuredRun) -> str:
     return curve_drawing([curve], "tokens/s", events=_restarts(run), floor_at=0.0, level=level, even_steps=True)
 
 
-def _restarts(run: MeasuredRun) -> list[tuple[int, str]]:
-    return [(step, f"restart after a fault from step {step:,}, {plural(lost, 'step')} lost") for step, lost in run.restarts]
+def _restarts(run: MeasuredRun) -> list[tuple[int, str, str]]:
+    return [(step, "restart", f"restart after a fault from step {step:,}, {plural(lost, 'step')} lost") for step, lost in run.restarts]

@@ -35,11 +35,11 @@ p { margin: 6px 0; }
 table { border-collapse: collapse; font-size: 14px; font-variant-numeric: tabular-nums; }
 th .swatch { display: block; width: auto; height: 4px; margin: 0 0 4px; }
 th { color: var(--soft); font-weight: 500; font-size: 12.5px; vertical-align: bottom; }
+td { vertical-align: top; }
 th, td { padding: 4px 14px 4px 0; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
 th:last-child, td:last-child { padding-right: 0; }
 .text { text-align: left; }
 .words { text-align: left; white-space: normal; overflow-wrap: break-word; }
-td.words, td.text { vertical-align: top; }
 tr.strong td { font-weight: 600; }
 td.gap { text-align: left; color: var(--soft); }
 figure { margin: 12px 0 14px; }

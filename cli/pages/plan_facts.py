@@ -64,11 +64,12 @@ def fit_words(plan: Plan) -> str:
 
 def memory_figure(plan: Plan) -> str:
     """The bytes of the fullest device of those that it has, with the ends of the error bar."""
-    return (
-        memory_part(plan)
-        + memory_ends(plan)
-        + (", without activations, which are not known" if plan.memory and plan.memory.unknown else "")
-    )
+    return f"{memory_part(plan)}{memory_ends(plan)}{f', {note}' if (note := unknown_note(plan)) else ''}"
+
+
+def unknown_note(plan: Plan) -> str:
+    """What the bytes leave out; "" for a plan that counts all kinds."""
+    return "without activations, which are not known" if plan.memory and plan.memory.unknown else ""
 
 
 def memory_part(plan: Plan) -> str:
