@@ -12,17 +12,18 @@ OPTIONS = {
     "ls": ("--json", "--config-dir", "--help"),
     "cp": ("--config-dir", "--help"),
     "show": ("--launch", "--engine", "--comments", "--config-dir", "--help"),
-    "plan": ("--json", "-m", "--config-dir", "--help"),
+    "plan": ("--json", "-m", "--html", "--config-dir", "--help"),
     "search": ("--json", "--all", "-o", "--config-dir", "--help"),
     "simulate": ("--json", "--svg", "--trace", "--slow", "--config-dir", "--help"),
     "fit": ("-m", "--config-dir", "--help"),
     "prove": ("--json", "--reasons", "--config-dir", "--help"),
-    "report": ("--json", "--help"),
+    "report": ("--json", "--html", "--help"),
     "export": ("--dtype", "--help"),
     "generate": ("--prompt", "--tokens", "--temperature", "--top-k", "--seed", "--tokenizer", "--help"),
     "doctor": ("--config-dir", "--help"),
 }
 
+PATH_OPTIONS = ("--config-dir", "--html")  # options whose values the shell completes itself
 CHOICES = {"--dtype": ("fp32", "bf16", "fp16")}
 FOLDER_VERBS = ("report", "export", "generate")  # verbs that take folders, which the shell completes itself
 
@@ -50,7 +51,7 @@ def candidates(before: Sequence[str], word: str) -> list[str]:
     if not before:
         return _with_prefix(word, [*OPTIONS, "--help", "--version"])
     verb, config_dir = before[0], _typed_config_dir(before)
-    if verb not in OPTIONS or before[-1] == "--config-dir":
+    if verb not in OPTIONS or before[-1] in PATH_OPTIONS:
         return []
     if word.startswith("-"):
         return _with_prefix(word, OPTIONS[verb])

@@ -27,6 +27,8 @@ NOT_COMPARED = (
 )  # keys that do not change what is trained, and one that is too long
 TOGETHER = "these together"  # the row of the sum of those above it
 MAX_STEPS = 8  # rows of a table of losses
+NO_COMMON_STEP = "no step was logged by all of them"
+SAME_CONFIGS = "nothing: their configs are the same"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +66,7 @@ def comparison_text(runs: Sequence[ComparedRun], style: Style) -> str:
         "What differs": _difference_lines(runs),
         "Loss, nats a token": _loss_lines(runs, losses),
         "Validation loss": _loss_lines(runs, validation) if any(validation) else [],
-        "Measured, and (planned)": _side_by_side(runs, _figure_rows(runs)),
+        "Measured, and (planned)": _side_by_side(runs, figure_rows(runs)),
         f"Loss over steps{f'; {SHARED_CELL}: several' if any(SHARED_CELL in line for line in drawn) else ''}": drawn,
     }
     parts = [[*([style.paint(title, "bold")] if title else []), *lines] for title, lines in sections.items() if lines]
@@ -84,31 +86,41 @@ def common_steps(curves: Sequence[Points]) -> list[int]:
     return sorted(set.intersection(*steps)) if steps else []
 
 
+def progress(run: ComparedRun) -> str:
+    """The steps and losses of a run."""
+    return headline(run.measured).removeprefix(f"{one_line(run.measured.name)}: ")
+
+
 def _legend_lines(runs: Sequence[ComparedRun]) -> list[str]:
-    rows = ((run, headline(run.measured).removeprefix(f"{run.measured.name}: ")) for run in runs)
-    return [line for run, says in rows for line in wrap(f"{run.mark}  {run.given}: {says}", hang="   ")]
+    return [line for run in runs for line in wrap(f"{run.mark}  {run.given}: {progress(run)}", hang="   ")]
 
 
 def _difference_lines(runs: Sequence[ComparedRun]) -> list[str]:
-    return _side_by_side(runs, config_differences(runs)) or ["  nothing: their configs are the same"]
+    return _side_by_side(runs, config_differences(runs)) or [f"  {SAME_CONFIGS}"]
 
 
 def _loss_lines(runs: Sequence[ComparedRun], curves: Sequence[Points]) -> list[str]:
-    """Losses at the steps that all runs with losses logged; for two such runs their difference too."""
-    steps = evenly_spaced(common_steps(curves), MAX_STEPS)
-    if not steps:
-        return ["  no step was logged by all of them"]
-    losses = [dict(curve) for curve in curves]
-    rows = {f"step {step:,}": [f"{each[step]:.4f}" if each else "-" for each in losses] for step in steps}
-    if len(runs) > 2 or not all(losses):
+    headings, rows = loss_rows(runs, curves)
+    if not rows:
+        return [f"  {NO_COMMON_STEP}"]
+    if len(headings) == len(runs):
         return _side_by_side(runs, rows)
-    differences = [f"{losses[1][step] - losses[0][step]:+.4f}" for step in steps]
-    cells = [["", *(run.mark for run in runs), f"{runs[1].mark} - {runs[0].mark}"]]
-    cells += [[name, *values, difference] for (name, values), difference in zip(rows.items(), differences, strict=True)]
-    return [f"  {line}" for line in table(cells)]
+    return [f"  {line}" for line in table([["", *headings], *([name, *values] for name, values in rows.items())])]
 
 
-def _figure_rows(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
+def loss_rows(runs: Sequence[ComparedRun], curves: Sequence[Points]) -> tuple[list[str], dict[str, list[str]]]:
+    """The headings, and losses by step, at the steps that all runs with losses logged; for two such runs their difference too."""
+    steps, losses = evenly_spaced(common_steps(curves), MAX_STEPS), [dict(curve) for curve in curves]
+    headings = [run.mark for run in runs]
+    rows = {f"step {step:,}": [f"{each[step]:.4f}" if each else "-" for each in losses] for step in steps}
+    if len(runs) == 2 and all(losses):
+        headings.append(f"{runs[1].mark} - {runs[0].mark}")
+        for step, values in zip(steps, rows.values(), strict=True):
+            values.append(f"{losses[1][step] - losses[0][step]:+.4f}")
+    return headings, rows
+
+
+def figure_rows(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
     """The bytes of each kind of tensor, the time and the throughput of every run: as measured (as planned)."""
     figures = [(*run.measured.memory, _kinds_together(run.measured), *run.measured.time, *run.measured.speed) for run in runs]
     kinds = dict.fromkeys(each.name for run in runs for each in run.measured.memory)

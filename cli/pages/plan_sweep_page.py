@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from ...trainer.plan.result import Plan
 from ...trainer.spec.format_numbers import count_text, part_of_size, seconds_text, share_text
 from ...trainer.spec.problem import one_line
-from .plan_page import engine_limit, fit_words, refusal_here
+from .plan_facts import engine_limit, fit_words, refusal_here
 from .text_layout import Style, page_width, table, wrap
+
+COLUMNS = ("verdict", "memory", "step", "tokens/s", "MFU")
 
 
 def sweep_text(plans: Sequence[tuple[Sequence[str], Plan]], style: Style) -> str:
     """A table with one line a layout: its overrides, verdict, memory and speed."""
-    cells = [["verdict", "memory", "step", "tokens/s", "MFU"], *(_plan_cells(plan) for _, plan in plans)]
-    words, room = ["layout", *(_layout_name(words, plan) for words, plan in plans)], page_width() - 2
+    cells = [COLUMNS, *(plan_cells(plan) for _, plan in plans)]
+    words, room = ["layout", *(layout_name(words, plan) for words, plan in plans)], page_width() - 2
     numbers = table(cells)
     if max(map(len, numbers)) > room - len("layout"):  # the verdict stands with the words
         words = [f"{word}: {row[0]}" for word, row in zip(words, cells, strict=True)]
@@ -27,12 +29,18 @@ def sweep_text(plans: Sequence[tuple[Sequence[str], Plan]], style: Style) -> str
             lines += wrap(word)
             word = ""
         lines.append(style.paint(f"{word.ljust(wide)}  {line}" if wide else f"  {line}", colour))
-    readings = dict.fromkeys(plan.reading for _, plan in plans if plan.reading)
-    refused = dict.fromkeys(f"refused: {why}" for _, plan in plans if plan.ok and plan.fits and (why := refusal_here(plan)))
-    return "\n".join([*lines, *(line for each in (*readings, *refused) for line in wrap(each))])
+    return "\n".join([*lines, *(line for each in sweep_notes([plan for _, plan in plans]) for line in wrap(each))])
 
 
-def _plan_cells(plan: Plan) -> list[str]:
+def sweep_notes(plans: Sequence[Plan]) -> list[str]:
+    """How clusters were read, and why this machine would refuse layouts that fit."""
+    readings = dict.fromkeys(plan.reading for plan in plans if plan.reading)
+    refused = dict.fromkeys(f"refused: {why}" for plan in plans if plan.ok and plan.fits and (why := refusal_here(plan)))
+    return [*readings, *refused]
+
+
+def plan_cells(plan: Plan) -> list[str]:
+    """The cells of a layout in COLUMNS."""
     memory, time, speed = plan.memory, plan.time, plan.throughput
     return [
         _verdict_cell(plan),
@@ -56,6 +64,6 @@ def _verdict_cell(plan: Plan) -> str:
     return f"can't: {plan.problems[0].rule}" if plan.problems else "can't"
 
 
-def _layout_name(words: Sequence[str], plan: Plan) -> str:
+def layout_name(words: Sequence[str], plan: Plan) -> str:
     """The overrides of a layout, each by the last part of its key: `tp=8 pp=4`; the name of the run where there are none."""
     return " ".join(word.partition("=")[0].rpartition(".")[2] + "=" + word.partition("=")[2] for word in words) or one_line(plan.name)

@@ -12,12 +12,15 @@ from .loss_chart import loss_label, run_chart
 from .text_layout import Style, evenly_spaced, table, wrap
 
 SMALL_DRIFT = 0.02  # below it a figure is as planned
+PLANNED_COLUMNS = ("", "planned", "measured", "drift")
+NOTHING_MEASURED = "Nothing was measured yet"
 
 
 def report_text(run: MeasuredRun, style: Style) -> str:
     """The page of a run."""
     head = [style.paint(line, "bold") for line in wrap(headline(run), hang="  ")]
-    sections = ([*head, *_history(run)], planned_measured_table(run, style), run_chart(run.losses, run.validation, style))
+    history = [line for each in history_sentences(run) for line in wrap(each, indent="  ")]
+    sections = ([*head, *history], planned_measured_table(run, style), run_chart(run.losses, run.validation, style))
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
 
@@ -31,19 +34,28 @@ def headline(run: MeasuredRun) -> str:
 
 def planned_measured_table(run: MeasuredRun, style: Style) -> list[str]:
     """The table of planned and measured figures, and a sentence on what drifted most."""
-    rows = [each for each in (*run.memory, *run.time, *run.speed) if each.planned is not None or each.measured is not None]
+    rows = planned_measured_rows(run)
     if not rows:
-        return ["Nothing was measured yet"]
-    cells = [["", "planned", "measured", "drift"]]
-    cells += [[each.name, figure_text(each, each.planned), figure_text(each, each.measured), _drift(each)] for each in rows]
-    first, *lines = (f"  {line}" for line in table(cells))
-    resident = f"; the process takes {size_text(run.resident)} in all" if run.resident and run.device == "cpu" else ""
+        return [NOTHING_MEASURED]
+    first, *lines = (f"  {line}" for line in table([PLANNED_COLUMNS, *rows]))
     return [
-        *(style.paint(line, "bold") for line in wrap(f"Planned and measured{resident}", hang="  ")),
+        *(style.paint(line, "bold") for line in wrap(planned_measured_title(run), hang="  ")),
         first,
         *lines,
         *(line for each in drift_sentences(run) for line in wrap(each)),
     ]
+
+
+def planned_measured_title(run: MeasuredRun) -> str:
+    """The heading of the table, with what the process takes beside its tensors."""
+    resident = f"; the process takes {size_text(run.resident)} in all" if run.resident and run.device == "cpu" else ""
+    return f"Planned and measured{resident}"
+
+
+def planned_measured_rows(run: MeasuredRun) -> list[list[str]]:
+    """Name, planned figure, measured figure and drift of all that is known."""
+    known = (each for each in (*run.memory, *run.time, *run.speed) if each.planned is not None or each.measured is not None)
+    return [[each.name, figure_text(each, each.planned), figure_text(each, each.measured), drift_text(each)] for each in known]
 
 
 def incident_lines(run: MeasuredRun) -> list[str]:
@@ -98,31 +110,31 @@ def _against_bar(run: MeasuredRun, step: PlannedMeasured) -> str:
 def _sentence(each: PlannedMeasured) -> str:
     assert each.drift is not None
     if abs(each.drift) < SMALL_DRIFT:
-        return f"{each.name} is as planned ({_drift(each)})"
+        return f"{each.name} is as planned ({drift_text(each)})"
     return f"{each.name} is {share_text(abs(each.drift))} {'above' if each.drift > 0 else 'below'} the plan"
 
 
-def _history(run: MeasuredRun) -> list[str]:
+def history_sentences(run: MeasuredRun) -> list[str]:
     """Damaged files, attempts, repeated steps, restarts, incidents, checkpoints, validation losses."""
-    lines = []
+    says = []
     if run.damaged:
-        lines += wrap(f"damaged and left out: {', '.join(run.damaged)}", indent="  ")
+        says.append(f"damaged and left out: {', '.join(run.damaged)}")
     if run.lost:
-        lines += wrap(f"the loss of {plural(run.lost, 'logged step')} is not finite", indent="  ")
+        says.append(f"the loss of {plural(run.lost, 'logged step')} is not finite")
     if run.starts > 1:
         twice = "".join(f"; went back from step {reached} to before step {began}" for reached, began in run.again)
-        lines += wrap(f"{plural(run.starts, 'attempt')}{twice}", indent="  ")
+        says.append(f"{plural(run.starts, 'attempt')}{twice}")
     if run.restarts or run.goodput is not None:
         after = "".join(f"; from step {step}, {plural(lost, 'step')} lost" for step, lost in run.restarts)
         good = f"; goodput {share_text(run.goodput)}" if run.goodput is not None else ""
-        lines += wrap(f"{plural(len(run.restarts), 'restart')} after faults{after}{good}", indent="  ")
-    lines += [line for each in incident_lines(replace(run, restarts=())) for line in wrap(each, indent="  ")]
+        says.append(f"{plural(len(run.restarts), 'restart')} after faults{after}{good}")
+    says += incident_lines(replace(run, restarts=()))
     if run.saved:
-        lines += wrap(f"checkpoints: step {', '.join(map(str, run.saved))}", indent="  ")
+        says.append(f"checkpoints: step {', '.join(map(str, run.saved))}")
     if run.validation:
         points = evenly_spaced(run.validation, 8)
-        lines += wrap("validation loss " + ", ".join(f"{loss:.3f} at step {step}" for step, loss in points), indent="  ")
-    return lines
+        says.append("validation loss " + ", ".join(f"{loss:.3f} at step {step}" for step, loss in points))
+    return says
 
 
 def figure_text(each: PlannedMeasured, value: float | None) -> str:
@@ -140,7 +152,8 @@ def figure_text(each: PlannedMeasured, value: float | None) -> str:
             return share_text(value)
 
 
-def _drift(each: PlannedMeasured) -> str:
+def drift_text(each: PlannedMeasured) -> str:
+    """The drift as a percentage with its sign; "" where it is not known."""
     if each.drift is None:
         return ""
     return f"{100 * each.drift:+.1f} %" if abs(each.drift) < 1e3 else f"{100 * each.drift:+.1e} %"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from shlex import quote
 
@@ -29,6 +30,14 @@ PRICED = ("cost", "tokens_per_dollar")  # goals of a search that a price gives f
 TERM_WORDS = {"compute": "computing", "exposed": "messages", "bubble": "bubble", "optimizer": "optimizer step"}
 
 
+@dataclass(frozen=True, kw_only=True)
+class LayoutHint:
+    """A better layout than that of a plan: a sentence, and the commands that find and plan it."""
+
+    says: str
+    commands: tuple[str, ...] = ()
+
+
 def search_text(answer: Answer, words: Sequence[str], by: str, style: Style) -> str:
     """The page of a search `by` its goal; `words` are the recipe and the overrides of the command line."""
     sections = (
@@ -42,32 +51,38 @@ def search_text(answer: Answer, words: Sequence[str], by: str, style: Style) -> 
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
 
-def best_text(answer: Answer, words: Sequence[str]) -> str:
-    """The best layout, or why there is none, for the end of another page."""
+def hint_text(hint: LayoutHint) -> str:
+    """A hint at the end of another page."""
+    return "\n".join(["", *wrap(hint.says), *(line for command in hint.commands for line in wrap(command, indent="  "))])
+
+
+def best_hint(answer: Answer, words: Sequence[str]) -> LayoutHint:
+    """The best layout, or why there is none."""
     if not answer.rows:
-        return "\n".join(["", *wrap("; ".join(map(str, answer.problems)))])
+        return LayoutHint(says="; ".join(map(str, answer.problems)))
     best = answer.rows[0]
     speed = f"; {_speed(best)}" if best.step is not None else ""
     memory = part_of_size(best.memory, answer.capacity) + size_range_text(best.memory, best.memory_low, best.memory_high)
     says = f"The best of {answer.legal:,} layouts is {_mesh_words(best)}, {_other_words(best)}: {memory}{speed}"
-    return "\n".join(["", *wrap(says), *_next_lines(answer, words)])
+    return LayoutHint(says=says, commands=(_plan_command(best, words),))
 
 
-def waste_text(best: FoundLayout, seconds: float, words: Sequence[str]) -> str:
+def waste_hint(best: FoundLayout, seconds: float, words: Sequence[str]) -> LayoutHint:
     """By how much the best layout is faster than one that takes `seconds` a step, and the commands that find and plan it."""
     assert best.step is not None
     wasted = share_text(1 - best.step / seconds)
     says = f"This layout wastes {wasted} of its time: {_mesh_words(best)}, {_other_words(best)}, takes {seconds_text(best.step)} a step"
-    search = f"{command_name()} search {' '.join(map(quote, (f'conf={words[0]}', *words[1:])))}"
-    return "\n".join(["", *wrap(says), *wrap(search, indent="  "), *_plan_lines(best, words)])
+    return LayoutHint(says=says, commands=(_search_command(words), _plan_command(best, words)))
 
 
-def search_hint(words: Sequence[str]) -> str:
+def search_hint(words: Sequence[str]) -> LayoutHint:
     """The command that finds the best layout."""
+    return LayoutHint(says=f"{_search_command(words)} finds the best layout that fits")
+
+
+def _search_command(words: Sequence[str]) -> str:
     conf, *overrides = words
-    return "\n".join(
-        ["", *wrap(f"{command_name()} search {' '.join(map(quote, (f'conf={conf}', *overrides)))} finds the best layout that fits")]
-    )
+    return f"{command_name()} search {' '.join(map(quote, (f'conf={conf}', *overrides)))}"
 
 
 def _price_lines(rows: Iterable[FoundLayout], by: str) -> list[str]:
@@ -100,14 +115,13 @@ def _speed(layout: FoundLayout) -> str:
 
 def _next_lines(answer: Answer, words: Sequence[str]) -> list[str]:
     """The words that plan the best layout."""
-    return _plan_lines(answer.rows[0], words) if answer.rows else []
+    return wrap(_plan_command(answer.rows[0], words), indent="  ") if answer.rows else []
 
 
-def _plan_lines(layout: FoundLayout, words: Sequence[str]) -> list[str]:
+def _plan_command(layout: FoundLayout, words: Sequence[str]) -> str:
     given = dict.fromkeys(layout.overrides)
     conf, *overrides = words
-    command = " ".join(map(quote, (f"conf={conf}", *overrides, *given)))
-    return [*wrap(f"{command_name()} plan {command}", indent="  ")]
+    return f"{command_name()} plan {' '.join(map(quote, (f'conf={conf}', *overrides, *given)))}"
 
 
 def _row_lines(answer: Answer) -> list[str]:

@@ -14,8 +14,8 @@ Row = TypeVar("Row")
 
 MIN_WIDTH, DEFAULT_WIDTH, MAX_WIDTH = 72, 80, 120  # columns of a page; its tables need at least 72
 
-# A space at which a line may break: any but the one between a figure and its unit.
-_BREAK = re.compile(r" (?!(?:%|[mun]?s|h|min|days|[KMGTPE]?i?B(?:/s)?|[KMGTPE]?FLOP/s)(?![A-Za-z0-9]))")
+UNIT = r"(?:%|[mun]?s|h|min|days|[KMGTPE]?i?B(?:/s)?|[KMGTPE]?FLOP/s)(?![A-Za-z0-9])"
+_BREAK = re.compile(rf" (?!{UNIT})")  # a space at which a line may break: any but the one between a figure and its unit
 
 ANSI_CODES = {"bold": "1", "red": "1;31", "green": "1;32", "yellow": "33", "dim": "2"}
 

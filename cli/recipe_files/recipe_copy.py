@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from shlex import quote
@@ -11,13 +10,13 @@ from typing import Any, Self
 
 from ...trainer.spec.problem import Problem, Unreadable, one_line
 from ..arguments.command_name import command_name
+from ..arguments.target_file import file_exists, target_file
 from ..config.load import compose_config, compose_configs
 from ..keys import library
 from . import yaml_edit
 
 STDOUT = "-"
 RECIPE_PATHS = ("model.hf", "model.weights")  # paths that may be relative to the recipe
-_VERSION = re.compile(r"\.v?[0-9]")  # the end of mine.v2 or llama3.1, which is no suffix
 SAME_NAME = "name=same"  # the override that gives a recipe and its copy the same name
 TRIAL_RECIPE = "quickstart"  # a recipe that composes with every option of every group
 
@@ -31,13 +30,13 @@ def copy_config(name: str, file: str, config_dir: Path | None) -> str:
     options = library.options(group, config_dir) if group in library.groups(config_dir) else {}
     if option in options:
         text = _read(options[option])
-        return text.rstrip("\n") if file == STDOUT else _copy_option(group, text, target_file(file, option), config_dir)
+        return text.rstrip("\n") if file == STDOUT else _copy_option(group, text, recipe_file(file, option), config_dir)
     if option and options and not os.path.exists(name):
         raise Unreadable([Problem(rule="option", says=f"no {group} {option}", mend=library.suggest_option(option, options))])
     source = library.recipe_path(name, config_dir)
     expected = compose_config(conf_argument(source), (SAME_NAME,), config_dir)
     text = _with_absolute_paths(_read(source), source)
-    return text.rstrip("\n") if file == STDOUT else _copy_recipe(source, text, expected, target_file(file, source.stem), config_dir)
+    return text.rstrip("\n") if file == STDOUT else _copy_recipe(source, text, expected, recipe_file(file, source.stem), config_dir)
 
 
 def _copy_recipe(source: Path, text: str, expected: Mapping[str, Any], target: Path, config_dir: Path | None) -> str:
@@ -88,7 +87,7 @@ class NewFile:
         try:
             file = self.path.open("xb")
         except FileExistsError:
-            raise _file_exists(self.path) from None
+            raise file_exists(self.path) from None
         try:
             with file:
                 file.write(self.text.encode())
@@ -102,30 +101,9 @@ class NewFile:
             self.path.unlink(missing_ok=True)
 
 
-def target_file(file: str, stem: str) -> Path:
-    """Return the file to write; raises Unreadable if it exists, its folder does not or can't be written, or it has another suffix."""
-    if file.strip() in ("", STDOUT):
-        raise Unreadable([Problem(rule="file", says=f"'{file}' is not the name of a file", mend="name one that ends in .yaml")])
-    path = Path(file).expanduser()
-    if path.is_dir():
-        path = path / f"{stem}.yaml"
-    elif not path.suffix or _VERSION.match(path.suffix):
-        path = path.with_name(f"{path.name}.yaml")
-    elif path.suffix not in library.SUFFIXES:
-        says = f"{path} does not end in .yaml or .yml"
-        raise Unreadable([Problem(rule="file", says=says, mend=f"name it {path.with_suffix('.yaml')}")])
-    if os.path.lexists(path):
-        raise _file_exists(path)
-    if not path.parent.is_dir():
-        raise Unreadable([Problem(rule="file", says=f"{path}: there is no folder {path.parent}", mend="create it first")])
-    if not os.access(path.parent, os.W_OK):
-        says = f"{path} can't be written: no file can be created in {path.parent}"
-        raise Unreadable([Problem(rule="file", says=says, mend="choose another folder")])
-    return path
-
-
-def _file_exists(path: Path) -> Unreadable:
-    return Unreadable([Problem(rule="file", says=f"{path} already exists", mend="name another file, or remove it first")])
+def recipe_file(file: str, stem: str) -> Path:
+    """Return the YAML file to write; raises Unreadable as `target_file` does."""
+    return target_file(file, stem, library.SUFFIXES)
 
 
 def _read(source: Path) -> str:

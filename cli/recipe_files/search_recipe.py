@@ -12,12 +12,12 @@ from ...trainer.spec.problem import one_line
 from ..arguments.command_name import command_name
 from . import yaml_edit
 from .config_text import config_text
-from .recipe_copy import NewFile, conf_argument, target_file
+from .recipe_copy import NewFile, conf_argument, recipe_file
 
 
 def write_recipe(file: str, conf: str, overrides: Sequence[str], answer: Answer, config_dir: Path | None) -> str:
     """Write a recipe with every key, and return a line for the user; raises Unreadable if the file exists, else OSError."""
-    target = target_file(file, answer.name)
+    target = recipe_file(file, answer.name)
     name = yaml_edit.scalar(target.stem)
     text = config_text(conf, (*overrides, f"name={name}"), config_dir, comments=True)
     head = one_line(

@@ -49,6 +49,11 @@ def text_values(text: str) -> dict[str, str]:
     return {key: value.value for key, _, value in _pairs(_node(text)) if isinstance(value, yaml.ScalarNode)}
 
 
+def to_yaml(plain: Mapping[str, Any]) -> str:
+    """Return plain data as YAML in block style, in its own order."""
+    return str(yaml.safe_dump(dict(plain), sort_keys=False, allow_unicode=True, width=120))
+
+
 def _node(text: str) -> Any:
     return yaml.compose(text, Loader=yaml.SafeLoader)
 

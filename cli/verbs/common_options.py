@@ -1,4 +1,4 @@
-"""Parameters that several verbs share: the recipe with its overrides, and the folder of the user's own configs."""
+"""Parameters that several verbs share: the recipe with its overrides, the folder of the user's own configs, the HTML file."""
 
 from __future__ import annotations
 
@@ -17,6 +17,23 @@ ConfigDir = Annotated[
         help="Your own groups (DIR/model/mine.yaml) and recipes (DIR/mine.yaml); they win over built-in ones.",
     ),
 ]
+HtmlFile = Annotated[
+    str | None,
+    typer.Option("--html", metavar="FILE", help="Write it too as one HTML file to hand on; replaces only a page that distrain wrote."),
+]
+
+
+def write_html_page(target: Path, text: str, *, as_json: bool) -> int:
+    """Write the page of `--html` and say so; return the exit status. Where JSON is printed, stdout holds it alone."""
+    from ..html.html_file import write_html
+    from ..pages.printing import print_error, print_output, print_unwritten
+
+    try:
+        says = write_html(target, text)
+    except OSError as error:
+        return print_unwritten(str(target), error)
+    (print_error if as_json else print_output)(says)
+    return 0
 
 
 def recipe_and_overrides(arguments: Sequence[str] | None, verb: str, config_dir: Path | None) -> tuple[str, tuple[str, ...]]:

@@ -93,7 +93,7 @@ def _check_run(arguments: Sequence[str], config_dir: Path | None) -> bool:
     from ...trainer.plan.plan import make_plan
     from ..config.load import load_recipe
     from ..keys.library import distrain_version
-    from ..pages.plan_page import verdict
+    from ..pages.plan_facts import verdict
 
     conf, overrides = recipe_and_overrides(arguments, "doctor", config_dir)
     run = load_recipe(conf, overrides, config_dir)

@@ -21,7 +21,7 @@ from ...trainer.spec.run import Run
 from ...trainer.system.open_files import needed_files, raise_limit
 from ..arguments.command_name import command_name
 from ..pages.hosts_page import run_preflight_and_show
-from ..pages.plan_page import verdict
+from ..pages.plan_facts import verdict
 from ..pages.printing import print_error, print_line, print_live_line, print_problems
 from .exit_status import FAILED, OK
 

@@ -10,40 +10,79 @@ from typing import Annotated, Any
 import typer
 
 from ..pages.printing import print_output
+from .common_options import HtmlFile, write_html_page
+from .exit_status import OK
 
 
 def report(
     run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR ...", show_default=False)],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of the page (of several runs, a list).")] = False,
+    html: HtmlFile = None,
 ) -> int:
     """Show a run: its memory, time and throughput as planned and as measured, the largest drift, and the loss.
 
     Several runs are shown side by side: the differences of their configs, their losses at the steps that all logged, their speed.
 
-    Exit status: 0; 2 a folder is no run's.
+    Exit status: 0; 1 FILE can't be written; 2 a folder is no run's, or the command line is wrong.
 
     \b
     distrain report runs/quickstart
     distrain report runs/quickstart --json
     distrain report runs/base runs/wide
+    distrain report runs/base runs/wide --html runs.html
     """
     from ...trainer.rundir.measured import read_measured_run
 
     folders = _run_folders(run_dirs)
+    target = _html_target(html, folders) if html is not None else None
     if as_json:
         import json
 
         documents = [report_document(read_measured_run(folder)) for folder in folders]
-        return print_output(json.dumps(documents[0] if len(folders) == 1 else documents, indent=2))
+        print_output(json.dumps(documents[0] if len(folders) == 1 else documents, indent=2))
+    else:
+        print_output(_text(run_dirs, folders))
+    return write_html_page(target, _html(run_dirs, folders), as_json=as_json) if target else OK
+
+
+def _text(run_dirs: Sequence[Path], folders: Sequence[Path]) -> str:
+    """The page of one run, or of several side by side."""
+    from ...trainer.rundir.measured import read_measured_run
     from ..pages.text_layout import stdout_style
 
     if len(folders) > 1:
         from ..pages.compare_page import compared_runs, comparison_text
 
-        return print_output(comparison_text(compared_runs(run_dirs, folders), stdout_style()))
+        return comparison_text(compared_runs(run_dirs, folders), stdout_style())
     from ..pages.report_page import report_text
 
-    return print_output(report_text(read_measured_run(folders[0]), stdout_style()))
+    return report_text(read_measured_run(folders[0]), stdout_style())
+
+
+def _html_target(html: str, folders: Sequence[Path]) -> Path:
+    """The HTML file to write; raises Unreadable for one that can't be written."""
+    from ..html.html_file import html_target
+
+    return html_target(html, "-".join(folder.name for folder in folders[:4]))
+
+
+def _html(run_dirs: Sequence[Path], folders: Sequence[Path]) -> str:
+    """The HTML page of one run, or of several side by side."""
+    import shlex
+
+    from ...trainer.rundir.measured import read_measured_run
+    from ..recipe_files.config_text import run_config_text
+
+    command = shlex.join(["distrain", "report", *map(str, run_dirs)])
+    configs = [run_config_text(folder) for folder in folders]
+    if len(folders) > 1:
+        from ..html.comparison_html import comparison_html
+        from ..pages.compare_page import compared_runs
+
+        return comparison_html(compared_runs(run_dirs, folders), configs, command)
+    from ..html.report_html import report_html
+
+    return report_html(read_measured_run(folders[0]), configs[0], command)
 
 
 def _run_folders(run_dirs: Sequence[Path]) -> list[Path]:

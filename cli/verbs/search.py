@@ -49,9 +49,9 @@ def search(
     if run.search.nodes is not None:
         return _search_sizes(run, fixed, output, as_json=as_json)
     if output is not None:
-        from ..recipe_files.recipe_copy import target_file
+        from ..recipe_files.recipe_copy import recipe_file
 
-        target_file(output, run.name)  # raises for one that can't be written, before the search
+        recipe_file(output, run.name)  # raises for one that can't be written, before the search
     answer = _find(run, fixed)
     if as_json:
         print_json(answer)

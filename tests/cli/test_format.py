@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from distrain.cli.config.load import load_recipe
-from distrain.cli.pages.plan_page import plan_text, verdict
+from distrain.cli.pages.plan_facts import verdict
+from distrain.cli.pages.plan_page import plan_text
 from distrain.cli.pages.plan_sweep_page import sweep_text
 from distrain.cli.pages.text_layout import DEFAULT_WIDTH, Style, table, wrap
 from distrain.trainer.plan.plan import make_plan

@@ -220,7 +220,8 @@ def test_a_plan_tells_waste_that_is_worth_it(
     best = json.loads(capsys.readouterr().out)["rows"][0]["step"]
     assert plan.time
     monkeypatch.setattr(plan_verb, "WORTH_TELLING", 1 - best / plan.time.step - margin)
-    assert bool(plan_verb._waste(run, plan, "llama3_8b_1node", words, None)) == tells
+    request = plan_verb.PlanRequest(conf="llama3_8b_1node", overrides=tuple(words), config_dir=None, as_json=False, html=None)
+    assert bool(plan_verb._waste(run, plan, request)) == tells
 
 
 @pytest.mark.parametrize(

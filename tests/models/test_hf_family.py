@@ -14,7 +14,8 @@ import pytest
 
 from distrain.cli.config import ask_transformers
 from distrain.cli.config.load import compose_config, load_recipe
-from distrain.cli.pages.plan_page import plan_text, verdict
+from distrain.cli.pages.plan_facts import verdict
+from distrain.cli.pages.plan_page import plan_text
 from distrain.cli.pages.text_layout import Style
 from distrain.tests.fakes.hf_models import NEOX, OPT, SIZES, STEPS, words, write_config
 from distrain.tests.fakes.rank_pool import RankPool

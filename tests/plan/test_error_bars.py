@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from distrain.cli.config.load import load_recipe
-from distrain.cli.pages.plan_page import plan_text, verdict
+from distrain.cli.pages.plan_facts import verdict
+from distrain.cli.pages.plan_page import plan_text
 from distrain.cli.pages.report_page import drift_sentences
 from distrain.cli.pages.text_layout import Style
 from distrain.scripts.published import calibrate_error_bars

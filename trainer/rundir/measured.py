@@ -60,6 +60,7 @@ class MeasuredRun:
     is_warm: bool = True  # whether times leave out the first steps, which warm up
     lost: int = 0  # logged steps with a loss that was not finite, besides skipped ones
     damaged: tuple[str, ...] = ()  # files that can't be read as `fit` writes them
+    tokens_per_second: tuple[tuple[int, float], ...] = ()  # by step
 
 
 def read_measured_run(folder: Path) -> MeasuredRun:
@@ -101,6 +102,7 @@ def read_measured_run(folder: Path) -> MeasuredRun:
         is_warm=len(timed) != 1,
         lost=sum(row.get("loss", 0) is None and "skipped" not in row for row in last),
         damaged=tuple(damaged),
+        tokens_per_second=tuple((int(row["step"]), row["tokens_per_second"]) for row in rows if "tokens_per_second" in row),
     )
 
 

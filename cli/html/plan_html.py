@@ -1,0 +1,130 @@
+"""`distrain plan --html`: a plan as one HTML file: its verdict, problems, mesh, memory, time, traffic, the whole run, its config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from msgspec import to_builtins
+
+from ...trainer.plan.result import Memory, Plan
+from ...trainer.spec.format_numbers import count_text, plural, seconds_text, share_text
+from ...trainer.spec.problem import one_line
+from ..drawings.plan_drawing import KINDS, PARTS, memory_drawing, time_drawing
+from ..pages import plan_facts as facts
+from ..pages.memory_facts import capacity_share_text, capacity_shares, memory_kinds, memory_rows, memory_title, shown_ranges
+from ..pages.search_page import LayoutHint
+from .markup import Markup, element, joined
+from .page import fact_tables, figure, folded, headed, page, paragraphs, problem_list, sentence, swatch, table, tiles
+
+HEADINGS = {"overhead": "other"}
+CONFIG = "The whole config"
+PARALLELISM = {"pp": "pipeline", "dp": "data", "cp": "context", "ep": "expert", "tp": "tensor"}  # for those who do not know the names
+
+
+def plan_html(plan: Plan, hint: LayoutHint | None, config: str, command: str) -> str:
+    """Return the page of a plan; `hint` is a better layout, `config` the YAML of the run, `command` what made the page."""
+    content = [
+        element("p", "Plan", class_="kind"),
+        element("h1", one_line(plan.name)),
+        _verdict(plan),
+        element("p", facts.mesh_text(plan), class_="lead"),
+        tiles(list(plan_tiles(plan))),
+        problem_list(plan.problems, "Problem", "bad"),
+        problem_list(plan.warnings, "Warning", "care"),
+        _better_layout(hint),
+        headed("Memory", *_memory(plan)),
+        headed(f"Time of a step: {facts.step_figure(plan)}" if plan.time else "Time", *_time(plan)),
+        headed("Mesh", *_mesh(plan)),
+        headed("Traffic", *_traffic(plan)),
+        headed("Model and run", *_run(plan)),
+        paragraphs([facts.bars_text(plan)], "note"),
+        folded(CONFIG, config),
+    ]
+    return page(f"{one_line(plan.name)}: {facts.outcome(plan)}", facts.verdict(plan), content, command)
+
+
+def _verdict(plan: Plan) -> Markup:
+    says, note = facts.outcome(plan), facts.refusal_note(plan)
+    kind = "bad" if not (plan.ok and plan.fits) else "care" if note or says != "fits" else "good"
+    return element("p", element("span", says, class_=f"badge {kind}"), note)
+
+
+def plan_tiles(plan: Plan) -> Iterator[tuple[str, str, str]]:
+    """The figures that a reader looks for first, as far as they are known."""
+    memory, time, speed, run = plan.memory, plan.time, plan.throughput, plan.run
+    if memory:
+        note = "; ".join(filter(None, [facts.memory_ends(plan).strip(), facts.unknown_note(plan)]))
+        yield "memory of a device", facts.memory_part(plan), note
+    if time:
+        yield "a step", seconds_text(time.step), facts.step_ends(plan).strip()
+    if speed:
+        yield "tokens/s", count_text(speed.tokens_per_second), f"{count_text(speed.tokens_per_second_per_gpu)} on each device"
+        hardware = f"HFU {share_text(speed.hfu)}" if speed.hfu > speed.mfu else ""
+        yield "MFU", share_text(speed.mfu), hardware
+    if run and run.seconds is not None:
+        figures = facts.run_figures(plan)
+        yield "the whole run", figures["of training"], f"{figures['steps']} steps"
+        if run.cost is not None:
+            yield "cost", figures["at cluster.price"], "at cluster.price"
+
+
+def _better_layout(hint: LayoutHint | None) -> Markup:
+    return headed("A better layout", paragraphs([hint.says]), *(element("pre", each) for each in hint.commands)) if hint else Markup("")
+
+
+def _memory(plan: Plan) -> Iterator[Markup]:
+    memory = plan.memory
+    if memory is None:
+        return
+    yield element("p", memory_title(memory), class_="note")
+    yield figure(memory_drawing(to_builtins(plan)))
+    (stage, layers, *names), *rows = memory_rows(memory, memory_kinds(memory), HEADINGS)
+    rows = [[*row, capacity_share_text(share)] for row, share in zip(rows, capacity_shares(memory), strict=True)]
+    colours = {name: colour for _, name, colour in KINDS}
+    heading = [joined([swatch(colours[name]), name]) if name in colours else name for name in names]
+    yield table([stage, layers, *heading, "of capacity"], _shown_rows(rows, memory), (0, 1))
+
+
+def _shown_rows(rows: list[list[str]], memory: Memory) -> Iterator[list[str]]:
+    for before, at in pairwise([-1, *shown_ranges(memory)]):
+        if at - before > 1:
+            yield [f"{plural(at - before - 1, 'row')} like these"]
+        yield rows[at]
+
+
+def _time(plan: Plan) -> Iterator[Markup]:
+    if plan.memory is None:
+        return
+    if plan.time is None or plan.throughput is None:
+        yield paragraphs(["Time, throughput and days are not known.", facts.missing_rates(plan)])
+        return
+    yield figure(time_drawing(to_builtins(plan)))
+    colours = {name: colour for _, name, colour in PARTS}
+    rows = [
+        [joined([swatch(colours[label]), label]), seconds_text(seconds), share_text(share)]
+        for label, seconds, share in facts.time_parts(plan)
+    ]
+    yield table(("", "seconds", "share"), rows)
+    yield paragraphs([sentence(facts.speed_texts(plan)[0])], "note")
+
+
+def _mesh(plan: Plan) -> Iterator[Markup]:
+    if plan.memory is None and not plan.groups:
+        return
+    yield paragraphs([sentence(plan.reading or ""), sentence(facts.schedule_text(plan)) if plan.memory else ""])
+    degrees = plan.mesh or {}
+    rows = [[axis, f"{degrees[axis]:,}" if axis in degrees else "", PARALLELISM.get(axis, ""), lie] for axis, lie in plan.groups.items()]
+    yield table(("axis", "degree", "parallelism", "its groups"), rows, (0, 2, 3)) if rows else Markup("")
+
+
+def _traffic(plan: Plan) -> Iterator[Markup]:
+    if plan.traffic:
+        rest = facts.rest_of_messages(plan)
+        yield element("p", facts.traffic_title(plan), class_="note")
+        yield table(facts.MESSAGE_COLUMNS, [*facts.message_rows(plan), *([[rest]] if rest else [])], (0, 1, 2))
+
+
+def _run(plan: Plan) -> Iterator[Markup]:
+    yield fact_tables([facts.model_figures(plan), facts.run_figures(plan)])
+    yield paragraphs([sentence(facts.saving_text(plan))])

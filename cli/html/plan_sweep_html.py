@@ -1,0 +1,59 @@
+"""`distrain plan -m --html`: the plans of a sweep as one HTML file, with a row for each layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...trainer.plan.result import Plan
+from ...trainer.spec.format_numbers import plural, seconds_text
+from ...trainer.spec.problem import one_line
+from ..pages.plan_facts import mesh_text
+from ..pages.plan_sweep_page import COLUMNS, layout_name, plan_cells, sweep_notes
+from .markup import Markup, element, joined
+from .page import folded, headed, page, paragraphs, table, tiles
+from .plan_html import plan_tiles
+
+
+def sweep_html(plans: Sequence[tuple[Sequence[str], Plan]], commands: Sequence[str], command: str) -> str:
+    """Return the page of a sweep's layouts, each given as its overrides and its plan; `commands` plan each of them alone."""
+    names = [layout_name(words, plan) for words, plan in plans]
+    fitting = [at for at, (_, plan) in enumerate(plans) if plan.ok and plan.fits]
+    timed = [at for at in fitting if plans[at][1].time]
+    best = min(timed, key=lambda at: _seconds_of_a_token(plans[at][1]), default=None)
+    title = ", ".join(dict.fromkeys(one_line(plan.name) for _, plan in plans))
+    says = f"{len(fitting):,} of {plural(len(plans), 'layout')} {'fits' if len(fitting) == 1 else 'fit'}"
+    fastest = f"The fastest that fits: {names[best]}" if best is not None else ""
+    rows = [[name, *plan_cells(plan), _whole_run(plan)] for name, (_, plan) in zip(names, plans, strict=True)]
+    meshes = dict.fromkeys(mesh_text(plan).rpartition(" = ")[2] for _, plan in plans)
+    content = [
+        element("p", "Plans of a sweep", class_="kind"),
+        element("h1", title),
+        element("p", element("span", says, class_=f"badge {'good' if fitting else 'bad'}")),
+        element("p", "; ".join(meshes), class_="lead"),
+        paragraphs([fastest]),
+        tiles(list(plan_tiles(plans[best][1]))) if best is not None else Markup(""),
+        headed("Layouts", table(("layout", *COLUMNS, "whole run"), rows, (0, 1), strong=() if best is None else (best,), wrapped=(0,))),
+        headed("Problems", _problems(names, [plan for _, plan in plans])),
+        paragraphs(sweep_notes([plan for _, plan in plans]), "note"),
+        folded("The command that plans each layout alone", "\n".join(commands)),
+    ]
+    return page(f"{title}: {says}", "; ".join(filter(None, [says, fastest])), content, command)
+
+
+def _problems(names: Sequence[str], plans: Sequence[Plan]) -> Markup:
+    """Each problem with the layouts that have it."""
+    having: dict[str, list[str]] = {}
+    for name, plan in zip(names, plans, strict=True):
+        for each in plan.problems:
+            having.setdefault(str(each), []).append(name)
+    rows = ([says, joined(element("div", name) for name in some)] for says, some in having.items())
+    return table(("problem, and what would do", "layouts"), rows, wrapped=(0, 1)) if having else Markup("")
+
+
+def _seconds_of_a_token(plan: Plan) -> float:
+    """Layouts of a sweep may differ in their batch, so the one with the most tokens a second is the fastest."""
+    return 1 / plan.throughput.tokens_per_second if plan.throughput else float("inf")
+
+
+def _whole_run(plan: Plan) -> str:
+    return seconds_text(plan.run.seconds) if plan.run and plan.run.seconds is not None else "-"

@@ -1,0 +1,272 @@
+"""`distrain plan --html`: the figures of `--json`, for plans that fit, that do not, and that break rules; one file that loads nothing."""
+
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distrain.cli.app import command
+from distrain.cli.config.load import load_recipe
+from distrain.cli.drawings.plan_drawing import KINDS, PARTS
+from distrain.cli.html.plan_html import CONFIG, plan_html
+from distrain.cli.keys import library
+from distrain.cli.pages.plan_facts import outcome, verdict
+from distrain.cli.recipe_files.config_text import config_text
+from distrain.tests.fakes.hf_models import NEOX, write_config
+from distrain.tests.fakes.hf_models import words as hf_words
+from distrain.tests.fakes.html_page import SVG, HtmlPage, text_of
+from distrain.trainer.plan.plan import make_plan
+from distrain.trainer.spec.format_numbers import (
+    binary_unit,
+    count_text,
+    in_unit,
+    part_of_size,
+    seconds_range_text,
+    seconds_text,
+    share_text,
+    size_range_text,
+    size_text,
+)
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run_command(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    status = command(shlex.split(words))
+    return status, *capsys.readouterr()
+
+
+def page_and_json(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[HtmlPage, Any]:
+    """The page of a plan, and what `--json` prints of it."""
+    _, out, _ = run_command(f"plan {words} --json --html page.html", capsys)
+    return HtmlPage.read(Path("page.html")), json.loads(out)
+
+
+@pytest.mark.parametrize("recipe", library.recipes(None))
+def test_every_recipe_has_a_page_with_its_verdict_and_config(recipe: str) -> None:
+    plan, config = make_plan(load_recipe(recipe)), config_text(recipe, (), None, comments=False)
+    page = HtmlPage(plan_html(plan, None, config, f"distrain plan conf={recipe}"))
+    assert page.texts("h1") == [plan.name]
+    assert page.texts("title") == [f"{plan.name}: {outcome(plan)}"]
+    assert page.texts("span", "badge") == [outcome(plan)]
+    assert [each.get("content") for each in page.all("meta") if each.get("name") == "description"] == [verdict(plan)]
+    assert page.texts("summary") == [CONFIG]
+    assert page.texts("pre") == [config, f"distrain plan conf={recipe}"]
+    assert "None" not in page.body.replace(config, "")
+
+
+FITTING = (
+    "conf=megatron_1t_6x8x64",
+    "conf=llama3_8b_1node cluster.price=2.5",
+    "conf=mixtral_8x7b",
+    "conf=gpt3_175b parallel.pp=1 parallel.dp=auto",
+)
+
+
+@pytest.mark.parametrize("words", FITTING)
+def test_tiles_are_the_figures_of_the_json(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    page, plan = page_and_json(words, capsys)
+    memory, speed, run = plan["memory"], plan["throughput"], plan["run"]
+    step = plan["time"]["step"]
+    expected = {
+        "memory of a device": (
+            part_of_size(memory["peak"], memory["capacity"]),
+            size_range_text(memory["peak"], plan["memory_low"], plan["memory_high"]).strip(),
+        ),
+        "a step": (seconds_text(step), seconds_range_text(step, plan["step_low"], plan["step_high"]).strip()),
+        "tokens/s": (count_text(speed["tokens_per_second"]), f"{count_text(speed['tokens_per_second_per_gpu'])} on each device"),
+        "MFU": (share_text(speed["mfu"]), f"HFU {share_text(speed['hfu'])}" if speed["hfu"] > speed["mfu"] else ""),
+        "the whole run": (seconds_text(run["seconds"]), f"{run['steps']:,} steps"),
+        **({"cost": (count_text(run["cost"]), "at cluster.price")} if run["cost"] is not None else {}),
+    }
+    assert page.tiles == expected
+    assert ("cost" in page.tiles) == ("price" in words)
+
+
+@pytest.mark.parametrize("words", FITTING)
+def test_tables_are_the_figures_of_the_json(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    page, plan = page_and_json(words, capsys)
+    time, run = plan["time"], plan["run"]
+    rows = {row[0]: row[1:] for row in page.tables("Time of a step")[0][1:]}
+    assert rows == {name: [seconds_text(time[key]), share_text(time[key] / time["step"])] for key, name, _ in PARTS if time[key]}
+    messages = sorted(plan["traffic"], key=lambda each: -each["sent"])[:14]
+    assert page.tables("Traffic")[0][1 : len(messages) + 1] == [
+        [
+            each["axis"], each["verb"], each["link"], f"{each['count']:,} x {size_text(each['payload'])}", size_text(each["sent"]),
+            seconds_text(each["seconds"]), seconds_text(each["exposed"]),
+        ]
+        for each in messages
+    ]  # fmt: skip
+    facts = {name: figure for table in page.tables("Model and run") for figure, name in table}
+    assert facts["parameters"] == count_text(plan["model"]["parameters"])
+    assert facts["tokens"] == count_text(run["tokens"])
+    assert facts["of training"] == seconds_text(run["seconds"])
+    assert facts["at every device's peak"] == seconds_text(run["ideal_seconds"])
+    assert facts["device-hours"] == count_text(plan["world"] * run["seconds"] / 3600)
+    assert facts["a checkpoint"] == size_text(run["checkpoint_bytes"])
+    assert [row[:2] for row in page.tables("Mesh")[0][1:]] == [[axis, f"{plan['mesh'][axis]:,}"] for axis in plan["groups"]]
+
+
+@pytest.mark.parametrize("words", FITTING)
+def test_the_memory_of_the_fullest_stage_is_that_of_the_json(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    page, plan = page_and_json(words, capsys)
+    memory = plan["memory"]
+    unit, names = binary_unit(memory["peak"]), {name: kind for kind, name, _ in KINDS}
+    heading, *rows = page.tables("Memory")[0]
+    (row,) = [dict(zip(heading, row, strict=True)) for row in rows if holds(row[0], memory["stage"])]
+    held = memory["stages"][memory["stage"]]["bytes"]
+    assert {name: row[name] for name in heading if name in names} == {
+        name: in_unit(held[kind], unit) for name, kind in names.items() if any(stage["bytes"][kind] for stage in memory["stages"])
+    }
+    assert row["total"] == in_unit(memory["peak"], unit)
+    assert float(row["of capacity"].removesuffix(" %").replace(",", "")) == pytest.approx(
+        100 * memory["peak"] / memory["capacity"], abs=0.5
+    )
+
+
+def holds(stages: str, stage: int) -> bool:
+    """Whether a range of stages has one."""
+    first, _, last = stages.partition("-")
+    return stages[:1].isdigit() and int(first) <= stage <= int(last or first)
+
+
+def boxes(drawing: Any, colours: Mapping[str, str]) -> dict[str, list[tuple[float, float]]]:
+    """(width, height) of the boxes of each colour of a drawing, by name."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for box in drawing.iter(f"{SVG}rect"):
+        found.setdefault(colours[box.get("fill")], []).append((float(box.get("width")), float(box.get("height"))))
+    return found
+
+
+@pytest.mark.parametrize("words", ["conf=llama3_8b_1node", "conf=llama3_8b parallel.pp=4 parallel.dp=auto", "conf=megatron_1t_6x8x64"])
+def test_drawings_are_to_scale(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    page, plan = page_and_json(words, capsys)
+    drawn = boxes(page.drawing("Time of a step"), {colour: key for key, _, colour in PARTS})
+    whole = sum(wide for parts in drawn.values() for wide, _ in parts)
+    for key, ((wide, _),) in drawn.items():
+        assert wide / whole == pytest.approx(plan["time"][key] / plan["time"]["step"], abs=1e-3)
+    kinds = boxes(page.drawing("Memory"), {colour: key for key, _, colour in KINDS})
+    stages, side = plan["memory"]["stages"], 1 if len(plan["memory"]["stages"]) > 8 else 0
+    weights, activations = (sum(each[side] for each in kinds[kind]) for kind in ("weights", "activations"))
+    expected = [sum(stage["bytes"][kind] for stage in stages) for kind in ("weights", "activations")]
+    assert weights / activations == pytest.approx(expected[0] / expected[1], rel=0.01)
+
+
+# Plans that do not fit, that break rules, that lack figures
+
+
+def test_a_plan_that_does_not_fit_has_a_page_with_its_fixes_and_the_best_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run_command("plan conf=llama3_8b_1node train.microbatch=8 --html page.html", capsys)
+    page = HtmlPage.read(Path("page.html"))
+    (problem,) = page.texts("li", "bad")
+    best, command_line = page.section("A better layout")[1:]
+    assert status == 1
+    assert out.endswith("\nwrote page.html\n")
+    assert page.texts("span", "badge") == ["does not fit"]
+    assert problem == err.removeprefix("distrain: ").rstrip("\n").join(["Problem", ""])
+    assert re.sub(r"\s+", " ", text_of(best)) in re.sub(r"\s+", " ", out)
+    assert run_command(text_of(command_line).removeprefix("distrain "), capsys)[0] == 0
+
+
+@pytest.mark.parametrize("words", ["parallel.tp=7", "parallel.tp=7 optim.warmup=1000000"])
+def test_a_plan_that_breaks_rules_has_a_page_of_problems_without_figures(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = run_command(f"plan conf=gpt3_175b {words} --html page.html", capsys)
+    page = HtmlPage.read(Path("page.html"))
+    assert status == 1
+    assert page.texts("li", "bad") == [f"Problem{line.removeprefix('distrain: ')}" for line in err.splitlines()]
+    assert page.tiles == {}
+    assert page.texts("h2") == []
+    assert page.texts("span", "badge")[0].startswith("can't be laid out: ")
+
+
+def test_a_plan_without_a_known_peak_has_memory_and_no_times(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    page, plan = page_and_json("conf=quickstart", capsys)
+    assert plan["time"] is None
+    assert list(page.tiles) == ["memory of a device"]
+    assert "Time, throughput and days are not known." in page.texts("p")
+    assert {row[-1] for row in page.tables("Traffic")[0][1:]} == {"?"}
+    assert "of training" not in page.body
+
+
+def test_a_plan_of_a_model_without_costs_says_that_activations_are_not_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    page, plan = page_and_json(shlex.join(["conf=quickstart", *hf_words(write_config(tmp_path, NEOX), 2, 1)]), capsys)
+    assert plan["memory"]["unknown"] == ["activations", "logits"]
+    heading, row = page.tables("Memory")[0]
+    assert dict(zip(heading, row, strict=True))["activations"] == "?"
+    assert page.tiles["memory of a device"][1].endswith("without activations, which are not known")
+
+
+def test_a_sweep_has_a_row_for_each_layout_and_the_fastest_stands_out(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "conf=megatron_175b -m parallel.dp=auto parallel.tp=8,4 train.microbatch=1,8"
+    page, plans = page_and_json(words, capsys)
+    heading, *rows = page.tables("Layouts")[0]
+    assert heading == ["layout", "verdict", "memory", "step", "tokens/s", "MFU", "whole run"]
+    assert [row[0] for row in rows] == [f"tp={tp} microbatch={size}" for tp in (8, 4) for size in (1, 8)]
+    for row, plan in zip(rows, plans, strict=True):
+        if plan["memory"]:
+            assert row[2:4] == [part_of_size(plan["memory"]["peak"], plan["memory"]["capacity"]), seconds_text(plan["time"]["step"])]
+    fitting = [plan for plan in plans if plan["ok"] and plan["fits"]]
+    best = max(fitting, key=lambda plan: plan["throughput"]["tokens_per_second"])
+    (strong,) = [text_of(row[0]) for row in page.all("tr") if row.get("class") == "strong"]
+    assert strong == " ".join(word.rpartition(".")[2] for word in best["overrides"])
+    assert page.texts("span", "badge") == [f"{len(fitting)} of 4 layouts fit{'s' if len(fitting) == 1 else ''}"]
+    problems = {row[0]: row[1] for row in page.tables("Problems")[0][1:]}
+    assert set(problems) == {f"{each['says']}: {each['mend']}" for plan in plans for each in plan["problems"]}
+    alone, whole = (text.splitlines() for text in page.texts("pre"))
+    assert whole == ["distrain plan -m conf=megatron_175b parallel.dp=auto parallel.tp=8,4 train.microbatch=1,8"]
+    for line, plan in zip(alone, plans, strict=True):
+        assert json.loads(run_command(f"{line.removeprefix('distrain ')} --json", capsys)[1])["memory"] == plan["memory"]
+
+
+def test_a_sweep_of_which_nothing_fits_or_is_laid_out_has_a_page(capsys: pytest.CaptureFixture[str]) -> None:
+    page, _ = page_and_json("conf=gpt3_175b -m parallel.tp=7,9", capsys)
+    assert page.texts("span", "badge") == ["0 of 2 layouts fit"]
+    assert page.tiles == {}
+
+
+# What users write
+
+
+HOSTILE = "</title><script>alert(1)</script>&amp; \"'\x1b[31m\n\u202e\ud800 <b>x</b> ]]> <!-- --> javascript:alert(1)"
+
+
+def test_names_devices_and_problems_are_shown_as_text() -> None:
+    from dataclasses import replace
+
+    from distrain.cli.pages.search_page import LayoutHint
+    from distrain.trainer.spec.problem import Problem, one_line
+
+    plan = make_plan(load_recipe("llama3_8b_1node"))
+    said = Problem(rule="x", says=HOSTILE, mend=HOSTILE)
+    hostile = replace(plan, name=HOSTILE, device=HOSTILE, reading=HOSTILE, problems=(said,), warnings=(said,), groups={HOSTILE: HOSTILE})
+    page = HtmlPage(plan_html(hostile, LayoutHint(says=HOSTILE, commands=(HOSTILE,)), HOSTILE, HOSTILE))
+    assert page.texts("h1") == [one_line(HOSTILE)]
+    assert page.texts("pre")[-1] == HOSTILE.replace("\x1b", "\\x1b").replace("\u202e", "\\u202e").replace("\ud800", "\\ud800")
+
+
+def test_a_hostile_command_line_is_shown_and_can_be_typed_again(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "<script>alert('1')<|script> & \"x\""
+    status, _, _ = run_command(f"plan conf=llama3_8b_1node {shlex.quote(f'name={json.dumps(name)}')} --html page.html", capsys)
+    page = HtmlPage.read(Path("page.html"))
+    assert status == 0
+    assert page.texts("h1") == [name]
+    assert run_command(page.texts("pre")[-1].removeprefix("distrain "), capsys)[1].startswith(name)
+
+
+def test_the_same_plan_makes_the_same_page_but_for_its_date(capsys: pytest.CaptureFixture[str]) -> None:
+    pages = []
+    for _ in range(2):
+        run_command("plan conf=llama3_8b_1node --html page.html", capsys)
+        pages.append(re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d", "", Path("page.html").read_text()))
+    assert pages[0] == pages[1]
