@@ -10,14 +10,14 @@ from ...trainer.spec.problem import one_line
 WIDTH, MARGIN = 760, 24  # of a drawing, and of the empty border at its left and right
 
 
-def document(elements: Iterable[str], height: float, *, is_inner: bool = False, title: str = "") -> str:
+def document(elements: Iterable[str], height: float, width: float = WIDTH, *, is_inner: bool = False, title: str = "") -> str:
     """Return the SVG of elements on a white page; an inner one has neither page nor border, for a page that holds it.
 
     `title` says what the drawing shows.
     """
-    left, width = (MARGIN, WIDTH - 2 * MARGIN) if is_inner else (0, WIDTH)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{left} 0 {width} {height:g}" font-family="sans-serif" font-size="12">'
-    page = [] if is_inner else [f'<rect width="{width}" height="{height:g}" fill="white"/>']
+    left, width = (MARGIN, width - 2 * MARGIN) if is_inner else (0, width)
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{left} 0 {width:g} {height:g}" font-family="sans-serif" font-size="12">'
+    page = [] if is_inner else [f'<rect width="{width:g}" height="{height:g}" fill="white"/>']
     return "\n".join([head, *([f"<title>{escape_text(title)}</title>"] if title else []), *page, *elements, "</svg>"]) + "\n"
 
 

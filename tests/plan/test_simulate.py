@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distrain.tests.fakes.action_orders import Lists, action_orders, can_start, pipelines
-from distrain.trainer.plan.layout.schedules import SCHEDULES, Action, Schedule, part_of
+from distrain.trainer.plan.layout.schedules import SCHEDULES, Action, Kind, Schedule, part_of
 from distrain.trainer.plan.layout.simulate import Simulation, simulate
 from distrain.trainer.plan.layout.step_order import step_order
 
@@ -176,7 +176,7 @@ def test_messages_lengthen_a_step_of_one_micro_batch_by_each_of_them(name: str) 
 def test_pytorchs_lists_are_timed_as_its_own_visualizer_spaces_them(name: str, stages: int, micros: int, chunks: int) -> None:
     """A forward and each half of a backward take a unit of time there; other schedules of its have no spacing that is complete."""
     visualizer = pytest.importorskip("torch.distributed.pipelining._schedule_visualizer")
-    kinds = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+    kinds: dict[str, Kind] = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
     listed = visualizer.get_schedule_ops(name, stages, micros, chunks if chunks > 1 else None)
     theirs = [[each for each in rank if each is not None and each.computation_type.name in kinds] for rank in listed]
     lists = [
