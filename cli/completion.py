@@ -19,6 +19,7 @@ OPTIONS = {
     "report": ("--json", "--help"),
     "export": ("--dtype", "--help"),
     "generate": ("--prompt", "--tokens", "--temperature", "--top-k", "--seed", "--tokenizer", "--help"),
+    "calibrate": ("-o", "--name", "--devices", "--force", "--json", "--config-dir", "--help"),
     "doctor": ("--config-dir", "--help"),
 }
 

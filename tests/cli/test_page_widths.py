@@ -35,7 +35,10 @@ PAGES = [
     "search conf=llama3_8b_1node search.nodes=1..2",
     "ls",
     *(f"ls {group}" for group in library.groups(None)),
-    *(f"{verb} --help" for verb in ("", "ls", "cp", "show", "plan", "search", "fit", "prove", "report", "export", "generate", "doctor")),
+    *(
+        f"{verb} --help"
+        for verb in ("", "ls", "cp", "show", "plan", "search", "fit", "prove", "report", "export", "generate", "calibrate", "doctor")
+    ),
 ]
 
 
