@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from ...trainer.machine.facts import BUSY
 from ...trainer.machine.measurement import DeviceMeasurement
 from ...trainer.spec.format_numbers import plural, rate_text, seconds_text, share_text, size_text
 from .text_layout import Style, narrow_table, page_width, with_heading, wrap
@@ -54,7 +55,8 @@ def calibrate_text(measured: DeviceMeasurement, rows: tuple[MeasuredRow, ...], s
     if all(each.known is None for each in rows):
         cells = [row[:2] for row in cells]
     table = narrow_table(cells, width=page_width())
-    return "\n".join([*wrap(title), "", *with_heading(table, style)])
+    busy = f"This machine was busy: {measured.load:.1f} processes per core ran in the minute before. On an idle one rates may be higher."
+    return "\n".join([*wrap(title), "", *with_heading(table, style), *(["", *wrap(busy, hang="")] if measured.load >= BUSY else [])])
 
 
 def devices_text(measured: DeviceMeasurement) -> str:

@@ -104,7 +104,8 @@ def _what(measured: DeviceMeasurement) -> str:
 def _head(measured: DeviceMeasurement) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in {"distrain": distrain_version(), **measured.versions}.items())
     how = "the best of their rates" if measured.kind == "cpu" else "the slowest of their rates"
-    return one_line(f"# {versions}; {plural(measured.devices, 'device')} at once, {how}, {seconds_text(measured.seconds)}") + "\n"
+    took = f"{plural(measured.devices, 'device')} at once, {how}, {seconds_text(measured.seconds)}"
+    return one_line(f"# {versions}; {took}; {measured.load:.2f} processes per core ran in the minute before") + "\n"
 
 
 def yaml_text(figures: Sequence[Figure]) -> str:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 FOLDER, NAME = "calibrated", "measured"
 DEVICE = "device="
+TRIAL_RECIPE = "quickstart"  # a recipe that composes with every option of every group
 
 
 def calibrate(
@@ -58,8 +59,9 @@ def calibrate(
     sheet = _named_sheet(arguments or (), config_dir)
     files = calibrated_files(output, name, force=force)
     print_live_line("measuring this machine ...")
+    kind = sheet.device.get("kind", "cuda") if sheet else None
     try:
-        measured = measure_devices(_kind(sheet), devices, lambda text: print_live_line(f"measuring {text} ..."))
+        measured = measure_devices(kind, devices, lambda text: print_live_line(f"measuring {text} ..."))
     finally:
         print_live_line("")
     if isinstance(measured, Problem):
@@ -77,8 +79,10 @@ def calibrate(
 
 
 def _named_sheet(arguments: Sequence[str], config_dir: Path | None) -> DataSheet | None:
-    """Return the option that device=OPTION names; raises Unreadable for an unknown one, and for any other argument."""
+    """Return the option that device=OPTION names, None where it leaves the device to the machine; raises Unreadable for an unknown one,
+    and for any other argument."""
     from ...trainer.spec.problem import Problem, Unreadable
+    from ..config.load import load_recipe
     from ..keys import library
     from ..recipe_files.data_sheet import data_sheet
 
@@ -91,13 +95,9 @@ def _named_sheet(arguments: Sequence[str], config_dir: Path | None) -> DataSheet
     option, known = arguments[0].removeprefix(DEVICE), library.options("device", config_dir)
     if option not in known:
         raise Unreadable([Problem(rule="option", says=f"no device {option}", mend=library.suggest_option(option, known))])
-    return data_sheet(option, config_dir)
-
-
-def _kind(sheet: DataSheet | None) -> Any:
-    """Return the kind of the devices to measure; None: GPUs where there are some."""
-    kind = sheet.device.get("kind", "cuda") if sheet else "auto"
-    return None if kind == "auto" else kind
+    load_recipe(TRIAL_RECIPE, (f"{DEVICE}{option}",), config_dir)  # raises for figures that no plan would read
+    sheet = data_sheet(option, config_dir)
+    return None if sheet.device.get("kind") == "auto" else sheet
 
 
 def _print_result(

@@ -21,12 +21,13 @@ from distrain.cli.config.load import load_recipe
 from distrain.cli.pages.calibrate_page import calibrate_text, measured_rows
 from distrain.cli.pages.text_layout import Style
 from distrain.cli.recipe_files.calibrated_figures import cluster_figures, device_figures, figure_values, rounded, si_number
-from distrain.cli.recipe_files.calibrated_files import CalibratedFiles, write_files, yaml_text
+from distrain.cli.recipe_files.calibrated_files import CalibratedFiles, calibrated_files, write_files, yaml_text
 from distrain.cli.recipe_files.data_sheet import figures_to_type, known_figures, sheet_of_gpu
 from distrain.tests.fakes.deadline import DEADLINE
 from distrain.trainer.machine.measurement import AllReduceTimes, DeviceMeasurement, ProductRates
 from distrain.trainer.plan.costs.roofline import DeviceRates, product_seconds, rates
 from distrain.trainer.plan.plan import make_plan
+from distrain.trainer.spec.problem import Problem
 from distrain.trainer.spec.run import Device, Run
 
 ROOT = Path(__file__).parents[2]
@@ -164,6 +165,16 @@ def test_files_that_exist_are_replaced_with_force_only(folder: Path, capsys: pyt
     assert (folder / "calibrated" / "device" / "measured.yaml").read_text() == before
 
 
+def test_force_replaces_both_files(document: Any, tmp_path: Path) -> None:
+    measured, old = measured_here(document), tmp_path / "device" / "mine.yaml"
+    old.parent.mkdir()
+    old.write_text("mine")
+    files = calibrated_files(str(tmp_path), "mine", force=True)
+    write_files(files, measured, device_figures(measured, None), cluster_figures(measured))
+    assert files.device == old
+    assert load_recipe("quickstart", ["cluster=mine"], tmp_path).cluster.device.peak == document["device"]["values"]["peak"]
+
+
 # What is refused before anything is measured
 
 REFUSED = (
@@ -180,6 +191,7 @@ REFUSED = (
     (["-o", "special"], "special/device/measured.yaml is not a plain file"),
     (["device=h2000"], "no device h2000: did you mean h200?"),
     (["conf=quickstart"], "calibrate takes no conf=quickstart"),
+    (["device=odd", "--config-dir", "own"], "cluster.device.peak.bf16"),
     (["device=cpu", "device=cpu"], "calibrate takes one device="),
     (["--devices", "0"], "'--devices'"),
 )
@@ -194,11 +206,29 @@ def test_a_wrong_command_line_is_one_line_before_anything_starts(
     (tmp_path / "file").touch()
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "cluster").touch()
+    (tmp_path / "own" / "device").mkdir(parents=True)
+    (tmp_path / "own" / "device" / "odd.yaml").write_text("name: odd\nmemory: 80e9\npeak: {bf16: fast}\n")
     (tmp_path / "special" / "device" / "measured.yaml").mkdir(parents=True)
     assert command(["calibrate", *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("distrain: ")
     assert says in line
+
+
+@pytest.mark.parametrize(("words", "kind"), [([], None), (["device=local"], None), (["device=cpu"], "cpu"), (["device=h200"], "cuda")])
+def test_a_device_says_which_kind_is_measured(
+    words: list[str], kind: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = list[Any]()
+
+    def measure(*request: Any) -> Problem:
+        asked.append(request[:2])
+        return Problem(rule="probe", says="it failed")
+
+    monkeypatch.setattr("distrain.trainer.machine.measurement.measure_devices", measure)
+    assert command(["calibrate", *words, "--devices", "3", "-o", str(tmp_path / "out")]) == 1
+    assert (asked, capsys.readouterr().err) == ([(kind, 3)], "distrain: it failed\n")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused(
@@ -250,6 +280,7 @@ def recorded_h200(name: str = "NVIDIA H200", devices: int = 1) -> DeviceMeasurem
         copies=(figures["copy, bytes/s read and written"],) * devices,
         launches=(figures["kernel launch, seconds"],) * devices,
         all_reduce=link if devices > 1 else None,
+        load=0.0,
         versions={"torch": "2.11.0"},
         seconds=30.0,
         date="2026-11-26",
@@ -322,6 +353,15 @@ def test_a_gpu_is_shown_beside_its_data_sheet() -> None:
     (product,) = [line.split() for line in page if line.startswith("product 8192 x 8192, bf16")]
     assert product[5:] == ["671", "TFLOP/s", "989", "TFLOP/s", "67.8", "%"]
     assert "device=h200" in page[2]
+
+
+@pytest.mark.parametrize("load", [0.1, 1.5])
+def test_a_busy_machine_is_named_on_the_page_and_in_the_files(load: float, tmp_path: Path) -> None:
+    measured = replace(recorded_h200(), load=load)
+    page = calibrate_text(measured, measured_rows(measured, {}), "", Style())
+    assert ("This machine was busy: 1.5 processes per core" in page) == (load > 1)
+    calibrated_run(measured, tmp_path)
+    assert f"{load:.2f} processes per core ran" in (tmp_path / "device" / "mine.yaml").read_text()
 
 
 def test_a_process_of_a_full_cpu_has_its_share_of_a_core(document: Any) -> None:

@@ -25,7 +25,7 @@ from ..system.cpu import cpu_count
 from .all_reduce import SHORT_BYTES, AllReduceSeconds, link_rates, measure_all_reduce
 from .device_rates import context_bytes, copy_rate, launch_seconds, product_rate
 from .device_seconds import fastest_call, mean_of_calls, mean_seconds
-from .facts import cpu_model
+from .facts import cpu_model, load_per_core
 from .probe import ALL_REDUCE_BYTES, COPY_BYTES, MATRIX_SIDE, list_gpus
 from .process_pool import PoolProcess, run_processes, start_method
 
@@ -58,18 +58,18 @@ class NoSuchDevices(Exception):
 
 def measure(kind: str | None, devices: int | None, show: Callable[[str], object]) -> dict[str, Any]:
     """Return a `DeviceMeasurement` as JSON's types; raises NoSuchDevices."""
-    began, gpus = perf_counter(), [] if kind == "cpu" else list_gpus()
+    began, load, gpus = perf_counter(), load_per_core(), [] if kind == "cpu" else list_gpus()
     if kind == "cuda" and not gpus:
         raise NoSuchDevices("torch finds no GPU on this machine", "device=cpu measures its CPU")
     if not gpus:
-        return _measure_cpu(devices or CPU_PROCESSES, show, began)
+        return {**_measure_cpu(devices or CPU_PROCESSES, show, began), "load": load}
     names = Counter(each["name"] for each in gpus)
     if len(names) > 1:
         says = "this machine's GPUs differ: " + ", ".join(f"{count} x {name}" for name, count in names.items())
         raise NoSuchDevices(says, "choose those of one kind with CUDA_VISIBLE_DEVICES")
     if (devices or 1) > len(gpus):
         raise NoSuchDevices(f"--devices={devices}: this machine has {len(gpus)} GPUs", f"--devices={len(gpus)} or fewer")
-    return _measure_gpus(gpus[: devices or len(gpus)], show, began)
+    return {**_measure_gpus(gpus[: devices or len(gpus)], show, began), "load": load}
 
 
 def _measure_cpu(count: int, show: Callable[[str], object], began: float) -> dict[str, Any]:

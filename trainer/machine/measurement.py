@@ -59,6 +59,7 @@ class DeviceMeasurement:
     copies: tuple[float, ...]
     launches: tuple[float, ...]
     all_reduce: AllReduceTimes | None  # None: one device
+    load: float  # processes per core that ran or waited for one in the minute before
     versions: dict[str, str]
     seconds: float
     date: str

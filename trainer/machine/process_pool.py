@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 from ..system.parent_watch import die_with_parent
 
+LONGEST_WAIT = 120.0  # seconds that a process waits for the others
+
 Show = Callable[[str], object]
 
 
@@ -28,7 +30,7 @@ class PoolProcess(NamedTuple):
     lines: Any
 
     def wait_and_show(self, text: str) -> None:
-        """Wait for the other processes, then show what they all do next."""
+        """Wait for the other processes, then show what they all do next; raises BrokenBarrierError where one of them has failed."""
         self.barrier.wait()
         if self.rank == 0:
             self.lines.put(text)
@@ -52,7 +54,7 @@ def run_processes(measure: Callable[[PoolProcess], Any], count: int, start: str,
     manager, last = SyncManager(ctx=context), (die_with_parent, (os.getpid(),))
     manager.start(*last)
     with manager:
-        barrier, lines = manager.Barrier(count), manager.Queue()
+        barrier, lines = manager.Barrier(count, None, LONGEST_WAIT), manager.Queue()
         with context.Pool(count, *last) as pool:
             answers = [pool.apply_async(_call, (measure, PoolProcess(rank, count, port, barrier, lines))) for rank in range(count)]
             while not all(answer.ready() for answer in answers):
