@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from .pages.printing import print_output
+from .verbs.calibrate import calibrate
 from .verbs.cp import cp
 from .verbs.doctor import doctor
 from .verbs.exit_status import WRONG_ARGUMENTS, exit_with, status_of
@@ -93,6 +94,7 @@ VERBS: tuple[tuple[Callable[..., int], str], ...] = (
     (report, "Show a run: planned against measured, and its curve."),
     (export, "Write a run's newest checkpoint as a Hugging Face folder."),
     (generate, "Generate text from a run's newest checkpoint."),
+    (calibrate, "Measure this machine and write it as a device and a cluster."),
     (doctor, "Check what this machine has and lacks for a run."),
 )
 for _verb, _short_help in VERBS:

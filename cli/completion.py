@@ -20,6 +20,7 @@ OPTIONS = {
     "report": ("--json", "--html", "--help"),
     "export": ("--dtype", "--help"),
     "generate": ("--prompt", "--tokens", "--temperature", "--top-k", "--seed", "--tokenizer", "--help"),
+    "calibrate": ("-o", "--name", "--devices", "--force", "--json", "--config-dir", "--help"),
     "doctor": ("--config-dir", "--help"),
 }
 

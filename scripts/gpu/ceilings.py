@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -12,15 +13,15 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from ...cli.config.load import load_recipe
+from ...trainer.machine.device_rates import context_bytes, copy_rate, launch_seconds, product_rate
+from ...trainer.machine.device_seconds import mean_seconds, wait_for_device
 from ...trainer.machine.facts import measure_once
 from .check_context import CheckContext
-from .device_seconds import mean_seconds, wait_for_device
 from .finding import CheckBroken, Finding
 
 PACKAGES = ("torch", "deepspeed", "triton", "transformers", "hydra-core", "numpy")
 SIDE = 8192  # of a square matrix product
 COPIED = 4 << 30  # bytes
-LAUNCHES = 2000  # tiny kernels
 SECONDS = 0.5  # for which one rate is measured
 ATTENTION = {  # query heads, key heads, head size, tokens
     "gpt2": (12, 12, 64, 1024),
@@ -36,6 +37,7 @@ def measure_ceilings(context: CheckContext) -> Finding:
     shrink = 1 if context.on_gpu else 16
     if problem := measure_once(lambda: "cuda" if context.on_gpu else "cpu", lambda text: None):
         raise CheckBroken(str(problem))
+    mean = partial(mean_seconds, enough=SECONDS)
     figures: dict[str, Any] = {"versions": _versions(), "python": platform.python_version()}
     if context.on_gpu:
         figures["gpu"] = torch.cuda.get_device_name(0)
@@ -43,13 +45,13 @@ def measure_ceilings(context: CheckContext) -> Finding:
         figures["memory"] = torch.cuda.get_device_properties(0).total_memory
         figures["cuda"] = torch.version.cuda
     figures["matrix product, FLOP/s"] = {
-        str(dtype).removeprefix("torch."): _product_rate(device, dtype, SIDE // shrink) for dtype in (torch.bfloat16, torch.float32)
+        str(dtype).removeprefix("torch."): product_rate(device, dtype, SIDE // shrink, mean) for dtype in (torch.bfloat16, torch.float32)
     }
-    figures["copy, bytes/s read and written"] = _copy_rate(device, COPIED // shrink**2)
-    figures["kernel launch, seconds"] = _launch_seconds(device)
+    figures["copy, bytes/s read and written"] = copy_rate(device, COPIED // shrink**2, mean)
+    figures["kernel launch, seconds"] = launch_seconds(device, mean)
     figures["attention"] = dict(_attention_kernels(device, shrink))
     if context.on_gpu:
-        figures["context, bytes"] = _context_bytes()
+        figures["context, bytes"] = context_bytes()
         figures["planned with"] = _planned_rates(CheckContext(folder=context.folder, on_gpu=True, gpu=figures["gpu"]))
     return Finding(figures=figures)
 
@@ -77,27 +79,6 @@ def _planned_rates(context: CheckContext) -> dict[str, Any]:
     }
 
 
-def _product_rate(device: torch.device, dtype: torch.dtype, side: int) -> float:
-    one, other = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
-    return 2.0 * side**3 / mean_seconds(lambda: torch.mm(one, other), SECONDS)
-
-
-def _copy_rate(device: torch.device, size: int) -> float:
-    source, target = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
-    return 2.0 * size / mean_seconds(lambda: target.copy_(source), SECONDS)
-
-
-def _launch_seconds(device: torch.device) -> float:
-    """Seconds of a kernel that computes nothing to speak of, one of many in a row."""
-    x = torch.zeros(8, device=device)
-
-    def launch_all() -> None:
-        for _ in range(LAUNCHES):
-            x.add_(1.0)
-
-    return mean_seconds(launch_all, SECONDS) / LAUNCHES
-
-
 def _attention_kernels(device: torch.device, shrink: int) -> Iterator[tuple[str, list[str]]]:
     """Yield the kernels that a causal attention launches forward and backward, for each shape in bf16 and float32."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
@@ -117,9 +98,3 @@ def _names(events: Sequence[Any], *, on_gpu: bool) -> Iterator[str]:
     wanted = ("flash", "fmha", "attention", "cudnn", "softmax")
     names = dict.fromkeys(str(each.name) for each in events if not on_gpu or str(each.device_type).endswith("CUDA"))
     yield from (name[:100] for name in names if any(each in name.lower() for each in wanted))
-
-
-def _context_bytes() -> int:
-    """Return what the driver and torch's libraries hold of the GPU beside torch's allocator; another program's share counts too."""
-    free, total = torch.cuda.mem_get_info()
-    return int(total - free - torch.cuda.memory_reserved())

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...cli.config.load import load_recipe
+from ...trainer.machine.device_seconds import mean_seconds
 from ...trainer.plan.costs.op_seconds import attention_seconds
 from ...trainer.plan.costs.roofline import DeviceRates, memory_seconds, product_seconds, rates
 from .check_context import CheckContext
-from .device_seconds import mean_seconds
 from .finding import CheckBroken, Finding
 
 SECONDS = 0.2  # for which one kernel is measured

@@ -40,7 +40,22 @@ PAGES = [
     *(f"ls {group}" for group in library.groups(None)),
     *(
         f"{verb} --help"
-        for verb in ("", "ls", "cp", "show", "plan", "search", "simulate", "fit", "prove", "report", "export", "generate", "doctor")
+        for verb in (
+            "",
+            "ls",
+            "cp",
+            "show",
+            "plan",
+            "search",
+            "simulate",
+            "fit",
+            "prove",
+            "report",
+            "export",
+            "generate",
+            "calibrate",
+            "doctor",
+        )
     ),
 ]
 

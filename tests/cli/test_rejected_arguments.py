@@ -18,7 +18,10 @@ AUTO = "cluster.device.memory=auto works for a CPU only, not for A100-80G: set i
 TABLE: list[tuple[str, list[str]]] = [
     # verbs and options
     ("plann conf=quickstart", ["no verb plann: did you mean plan?"]),
-    ("train conf=quickstart", ["no verb train: known: cp, doctor, export, fit, generate, ls, plan, prove, report, search, show"]),
+    (
+        "train conf=quickstart",
+        ["no verb train: known: calibrate, cp, doctor, export, fit, generate, ls, plan, prove, report, search, show, simulate"],
+    ),
     ("conf=quickstart train.seq=8", ["conf=quickstart comes after a verb: distrain plan conf=quickstart train.seq=8"]),
     ("plan conf=quickstart --jsn", ["no option --jsn: did you mean --json?"]),
     ("plan conf=quickstart --parallel.tp=2", ["no option --parallel.tp: write parallel.tp=2, without dashes"]),

@@ -132,6 +132,8 @@ STOPPED = (
     (["plan", "conf=quickstart", "model.hf=NEOX"],                      signal.SIGTERM, None),
     (["fit", "conf=quickstart", "log.dir=OUT"],                         signal.SIGINT,  None),  # measures this machine, in a child
     (["fit", "conf=quickstart", "log.dir=OUT"],                         signal.SIGTERM, None),
+    (["calibrate", "-o", "OUT"],                                        signal.SIGINT,  None),  # measures this machine, in a child
+    (["calibrate", "-o", "OUT"],                                        signal.SIGTERM, None),
     (["doctor"],                                                        signal.SIGTERM, 0.2),
     (["generate", "RUN", "--prompt", "a"],                              signal.SIGINT,  0.1),
 )

@@ -286,7 +286,7 @@ def test_a_probe_measures_the_cpu_where_there_is_no_gpu(
 ) -> None:
     """In forked processes, or beside GPUs in spawned ones."""
     starts: list[str] = []
-    monkeypatch.setattr(probe, "_gpus", lambda: gpus)
+    monkeypatch.setattr(probe, "list_gpus", lambda: gpus)
 
     def measure_cpu(start: str) -> Any:
         starts.append(start)

@@ -127,7 +127,7 @@ def load_per_core() -> float:
 def measurement_key() -> dict[str, Any]:
     """What a measurement holds for: torch's version, the CPU, the cores this process may run on, the GPUs it may see."""
     visible, gpus = os.environ.get("CUDA_VISIBLE_DEVICES"), len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-    return {"probe": PROBE, "torch": _torch_version(), "cpu": _cpu_model(), "cores": cpu_count(), "gpus": gpus, "visible": visible}
+    return {"probe": PROBE, "torch": _torch_version(), "cpu": cpu_model(), "cores": cpu_count(), "gpus": gpus, "visible": visible}
 
 
 @cache
@@ -139,7 +139,8 @@ def _torch_version() -> str:
 
 
 @cache
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """Return the CPU's name; "" where the system does not say it."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")

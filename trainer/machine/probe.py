@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
-from collections.abc import Callable
-from multiprocessing import get_context
-from multiprocessing.managers import SyncManager
-from time import perf_counter
+from functools import partial
 from typing import Any
 
 from ..system.cpu import cpu_count
-from ..system.parent_watch import die_with_parent
+from .all_reduce import link_rates, measure_all_reduce
+from .device_rates import copy_rate, product_rate
+from .device_seconds import fastest_call
+from .process_pool import PoolProcess, run_processes, start_method
 
 MOST_PROCESSES = 16  # that measure at once
 MATRIX_SIDE = 512  # of a square matrix; its product takes milliseconds, so that some calls run undisturbed
@@ -31,12 +30,12 @@ RATE_SECONDS = 0.35  # for which one rate is measured
 
 def measure_machine(*, always_cpu: bool) -> dict[str, Any]:
     """Return the CUDA devices, and the CPU's measured rates where there are none, or where they are asked for."""
-    gpus = _gpus()
-    start = "fork" if sys.platform == "linux" and not gpus else "spawn"  # a CUDA context does not survive a fork
-    return {"cuda": gpus, "cpu": _measure_cpu(start) if always_cpu or not gpus else None}
+    gpus = list_gpus()
+    return {"cuda": gpus, "cpu": _measure_cpu(start_method(has_gpus=bool(gpus))) if always_cpu or not gpus else None}
 
 
-def _gpus() -> list[dict[str, Any]]:
+def list_gpus() -> list[dict[str, Any]]:
+    """Return the name, memory, multiprocessors of each CUDA device, and whether it computes in bf16."""
     import torch
 
     if not torch.cuda.is_available():
@@ -50,19 +49,9 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def _measure_cpu(start: str) -> dict[str, Any]:
-    """Measure in processes that are forked, with torch imported, or spawned, which takes twice the time."""
     cores = cpu_count()
     ranks = min(cores, MOST_PROCESSES)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = get_context(start)
-    manager, last = SyncManager(ctx=context), (die_with_parent, (os.getpid(),))  # so that none outlives this process
-    manager.start(*last)
-    with manager:
-        barrier = manager.Barrier(max(2, ranks))
-        with context.Pool(max(2, ranks), *last) as pool:
-            rows = pool.starmap(_measure_process, [(rank, port, barrier, rank < ranks) for rank in range(max(2, ranks))], chunksize=1)
+    rows = run_processes(partial(_measure_process, busy=ranks), max(2, ranks), start)
     rates = [row for row in rows if row["flops"]]
     return {
         "cores": cores,
@@ -72,46 +61,32 @@ def _measure_cpu(start: str) -> dict[str, Any]:
     }
 
 
-def _measure_process(rank: int, port: int, barrier: Any, busy: bool) -> dict[str, Any]:
-    """Measure one process's rates, while all processes measure the same."""
+def _measure_process(process: PoolProcess, busy: int) -> dict[str, Any]:
+    """Measure one process's rates, while all processes measure the same; the first `busy` measure, the others wait with them."""
     import torch
 
     torch.set_num_threads(1)
-    found: dict[str, Any] = {"flops": {}, "link": _measure_link(rank, port) if rank < 2 else None}
+    cpu, measures = torch.device("cpu"), process.rank < busy
+    fastest = partial(fastest_call, enough=RATE_SECONDS)
+    found: dict[str, Any] = {"flops": {}, "link": _measure_link(process) if process.rank < 2 else None}
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        one, other = (torch.ones(MATRIX_SIDE, MATRIX_SIDE, dtype=dtype) for _ in range(2))
-        barrier.wait()
-        if busy:
-            found["flops"][name] = 2.0 * MATRIX_SIDE**3 / _fastest_call(lambda one=one, other=other: torch.mm(one, other))  # type: ignore[misc]
-    source, target = torch.ones(COPY_BYTES, dtype=torch.uint8), torch.empty(COPY_BYTES, dtype=torch.uint8)
-    barrier.wait()
-    found["bandwidth"] = 2.0 * COPY_BYTES / _fastest_call(lambda: target.copy_(source)) if busy else None
+        process.barrier.wait()
+        if measures:
+            found["flops"][name] = product_rate(cpu, dtype, MATRIX_SIDE, fastest)
+    process.barrier.wait()
+    found["bandwidth"] = copy_rate(cpu, COPY_BYTES, fastest) if measures else None
     return found
 
 
-def _measure_link(rank: int, port: int) -> dict[str, float] | None:
-    """Measure seconds per hop and bytes/s of a ring of two, whose all-reduce takes two hops and sends as many bytes as it reduces."""
+def _measure_link(process: PoolProcess) -> dict[str, float]:
+    """Measure the link of a ring of the first two processes."""
     import torch
-    import torch.distributed as dist
 
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    short, long = torch.zeros(1), torch.zeros(ALL_REDUCE_BYTES // 4)
-    # A fixed number of calls, since both processes must make the same number.
-    quick = _fastest_call(lambda: dist.all_reduce(short), times=200)
-    slow = _fastest_call(lambda: dist.all_reduce(long), times=12)
-    dist.destroy_process_group()
-    return {"latency": quick / 2, "bandwidth": ALL_REDUCE_BYTES / max(slow - quick, 1e-9)}
+    def fastest(act: Any, times: int) -> float:
+        return fastest_call(act, RATE_SECONDS, times=times)
 
-
-def _fastest_call(act: Callable[[], object], *, times: int | None = None) -> float:
-    """Return the seconds of the fastest call, of `times` calls or of all that fit into RATE_SECONDS."""
-    act()
-    best, start, count = float("inf"), perf_counter(), 0
-    while count < times if times else perf_counter() - start < RATE_SECONDS:
-        began = perf_counter()
-        act()
-        best, count = min(best, perf_counter() - began), count + 1
-    return best
+    seconds = measure_all_reduce("gloo", process.rank, 2, process.port, torch.device("cpu"), ALL_REDUCE_BYTES, fastest)
+    return {**link_rates(seconds, ALL_REDUCE_BYTES, 2)}  # type: ignore[dict-item]
 
 
 def main() -> int:
