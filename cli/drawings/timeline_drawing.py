@@ -15,7 +15,7 @@ from .svg import MARGIN, box, document, label, legend
 
 WIDTH = 1120
 LEFT, RIGHT = 92, 76  # of the rows: room for a stage's name, and for its idle share
-TOP = 72
+TOP, INNER_TOP = 72, 20  # of the first row, with a heading above it and without
 ROWS = (8, 22, 640)  # the least and the most height of a row, and that of all rows of many stages
 GAP = 0.12  # of a row
 CURVES = 96  # height of the curves of activations
@@ -46,36 +46,47 @@ CURVE_COLOURS = ("#e45756", "#4c78a8", "#54a24b")
 
 def draw_timeline(timeline: Timeline, name: str) -> str:
     """Return the SVG of a run's step."""
+    elements, height = _body(timeline, TOP)
+    return document([f"<metadata>{GENERATOR}</metadata>", *_heading(timeline, name), *elements], height, WIDTH)
+
+
+def timeline_drawing(timeline: Timeline) -> str:
+    """Return the SVG of a step without its heading, for a page that holds it."""
+    elements, height = _body(timeline, INNER_TOP)
+    return document(elements, height, WIDTH, is_inner=True, title=_shape_text(timeline))
+
+
+def _body(timeline: Timeline, top: float) -> tuple[list[str], float]:
+    """The rows, their axis and legend, and the curves of activations, from `top` on; the height of all."""
     row = max(ROWS[0], min(ROWS[1], ROWS[2] / len(timeline.stages)))
-    bottom = TOP + row * len(timeline.stages)
-    elements = [*_heading(timeline, name), *_rows(timeline, row), *_axis(timeline.seconds, bottom), *_legend(timeline, bottom + 40)]
-    curves = _curves(timeline, bottom + 68)
-    return document(
-        [f"<metadata>{GENERATOR}</metadata>", *elements, *curves], bottom + 68 + (CURVES + 40 if timeline.stages[0].saved else 0), WIDTH
-    )
+    bottom = top + row * len(timeline.stages)
+    elements = [*_rows(timeline, top, row), *_axis(timeline.seconds, bottom), *_legend(timeline, bottom + 40)]
+    curves = list(_curves(timeline, bottom + 68))
+    return [*elements, *curves], bottom + (68 + CURVES + 40 if curves else 56)
 
 
 def _heading(timeline: Timeline, name: str) -> Iterator[str]:
     yield label(MARGIN, 28, f"{name}: one step, {seconds_text(timeline.seconds)} simulated", size=17, weight="bold")
-    stages = plural(len(timeline.stages), "stage")
-    planned = f"{seconds_text(timeline.planned)} planned"
-    yield label(
-        MARGIN, 48, f"{stages} x {timeline.micros:,} micro-batch{'' if timeline.micros == 1 else 'es'} of {timeline.schedule}; {planned}"
-    )
-    yield label(WIDTH - MARGIN, TOP - 8, "idle", anchor="end")
+    yield label(MARGIN, 48, _shape_text(timeline))
+
+
+def _shape_text(timeline: Timeline) -> str:
+    stages, micros = plural(len(timeline.stages), "stage"), f"{timeline.micros:,} micro-batch{'' if timeline.micros == 1 else 'es'}"
+    return f"{stages} x {micros} of {timeline.schedule}; {seconds_text(timeline.planned)} planned"
 
 
 def _per_second(seconds: float) -> float:
     return (WIDTH - LEFT - RIGHT) / seconds if seconds else 0.0
 
 
-def _rows(timeline: Timeline, row: float) -> Iterator[str]:
+def _rows(timeline: Timeline, first: float, row: float) -> Iterator[str]:
     """A row a stage; of many stages, only some are named."""
     every = -(-len(timeline.stages) * 12 // ROWS[2]) if row < 12 else 1
     one_by_one = sum(len(stage.spans) for stage in timeline.stages) <= MOST_BOXES
     columns = _columns(timeline)
+    yield label(WIDTH - MARGIN, first - 8, "idle", anchor="end")
     for stage in timeline.stages:
-        top, tall = TOP + row * stage.index, row * (1 - GAP)
+        top, tall = first + row * stage.index, row * (1 - GAP)
         yield box(LEFT, top, WIDTH - LEFT - RIGHT, tall, COLOURS[IDLE])
         yield from _boxes(stage, timeline.seconds, top, tall) if one_by_one else _blended(stage, timeline.seconds, top, tall, columns)
         if stage.index % every == 0:

@@ -8,12 +8,15 @@ from itertools import pairwise
 from msgspec import to_builtins
 
 from ...trainer.plan.result import Memory, Plan
+from ...trainer.plan.timeline.step_simulation import StepSimulation
 from ...trainer.spec.format_numbers import count_text, plural, seconds_text, share_text
 from ...trainer.spec.problem import one_line
 from ..drawings.plan_drawing import KINDS, PARTS, memory_drawing, time_drawing
+from ..drawings.timeline_drawing import timeline_drawing
 from ..pages import plan_facts as facts
 from ..pages.memory_facts import capacity_share_text, capacity_shares, memory_kinds, memory_rows, memory_title, shown_ranges
 from ..pages.search_page import LayoutHint
+from ..pages.simulate_page import path_text, title_text, what_if_rows
 from .markup import Markup, element, joined
 from .page import fact_tables, figure, folded, headed, page, paragraphs, problem_list, sentence, swatch, table, tiles
 
@@ -22,8 +25,9 @@ CONFIG = "The whole config"
 PARALLELISM = {"pp": "pipeline", "dp": "data", "cp": "context", "ep": "expert", "tp": "tensor"}  # for those who do not know the names
 
 
-def plan_html(plan: Plan, hint: LayoutHint | None, config: str, command: str) -> str:
-    """Return the page of a plan; `hint` is a better layout, `config` the YAML of the run, `command` what made the page."""
+def plan_html(plan: Plan, step: StepSimulation | None, hint: LayoutHint | None, config: str, command: str) -> str:
+    """Return the page of a plan; `step` is its simulated step, `hint` a better layout, `config` the YAML of the run, `command` what made
+    the page."""
     content = [
         element("p", "Plan", class_="kind"),
         element("h1", one_line(plan.name)),
@@ -35,6 +39,7 @@ def plan_html(plan: Plan, hint: LayoutHint | None, config: str, command: str) ->
         _better_layout(hint),
         headed("Memory", *_memory(plan)),
         headed(f"Time of a step: {facts.step_figure(plan)}" if plan.time else "Time", *_time(plan)),
+        headed("One step, simulated", *_step(step)),
         headed("Mesh", *_mesh(plan)),
         headed("Traffic", *_traffic(plan)),
         headed("Model and run", *_run(plan)),
@@ -107,6 +112,17 @@ def _time(plan: Plan) -> Iterator[Markup]:
     ]
     yield table(("", "seconds", "share"), rows)
     yield paragraphs([sentence(facts.speed_texts(plan)[0])], "note")
+
+
+def _step(step: StepSimulation | None) -> Iterator[Markup]:
+    """The timeline, where there are several stages, its critical path, and what would change the step."""
+    if step is None:
+        return
+    if len(step.timeline.stages) > 1:
+        yield paragraphs([sentence(title_text(step.timeline))], "note")
+        yield figure(timeline_drawing(step.timeline))
+        yield paragraphs([path_text(step)])
+    yield table(("what if", "a step", "change"), what_if_rows(step))
 
 
 def _mesh(plan: Plan) -> Iterator[Markup]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 
 from ...trainer.plan.timeline.column_shares import IDLE, column_shares
 from ...trainer.plan.timeline.critical_path import CriticalPath, slowest_stage
+from ...trainer.plan.timeline.step_simulation import StepSimulation
 from ...trainer.plan.timeline.timeline import StageTimeline, Timeline
-from ...trainer.plan.timeline.what_if import WhatIf
 from ...trainer.spec.format_numbers import digits, plural, seconds_text, share_text, time_unit
 from ...trainer.spec.problem import one_line
 from .text_layout import Style, evenly_spaced, narrow_table, page_width, with_heading, wrap
@@ -40,14 +40,15 @@ MARK_NAMES = {
 CAUSES = {"computing": "computing", "messages": "messages of its ranks", "sends": "sends", "step": "optimizer step", "host": "host"}
 
 
-def simulate_text(timeline: Timeline, path: CriticalPath, rows: Sequence[WhatIf], name: str, style: Style) -> str:
+def simulate_text(step: StepSimulation, name: str, style: Style) -> str:
     """The page of a simulated step."""
+    timeline, path = step.timeline, step.path
     sections = (
-        [style.paint(line, "bold") for line in wrap(_title(timeline, name), hang="  ")],
+        [style.paint(line, "bold") for line in wrap(f"{one_line(name)}: {title_text(timeline)}", hang="  ")],
         with_heading(_timeline_lines(timeline, style), style),
         with_heading(_stage_lines(timeline, path), style),
-        wrap(_path_text(timeline, path), hang="  "),
-        with_heading(_what_if_lines(rows, timeline.seconds), style),
+        wrap(path_text(step), hang="  "),
+        with_heading(_what_if_lines(step), style),
     )
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
@@ -58,11 +59,12 @@ def slow_text(slow: Mapping[int, float], seconds: float, planned: float) -> str:
     return f"With {stages} the step takes {seconds_text(seconds)}, {_change(seconds, planned)}"
 
 
-def _title(timeline: Timeline, name: str) -> str:
+def title_text(timeline: Timeline) -> str:
+    """How long a step takes, simulated and planned."""
     apart = timeline.seconds / timeline.planned - 1
     planned = f" simulated, {seconds_text(timeline.planned)} planned" if abs(apart) > APART else ", as planned"
     shown = "" if timeline.flushes else ", between steps that are alike"
-    return f"{one_line(name)}: a step takes {seconds_text(timeline.seconds)}{planned}{shown}"
+    return f"a step takes {seconds_text(timeline.seconds)}{planned}{shown}"
 
 
 def _timeline_lines(timeline: Timeline, style: Style) -> list[str]:
@@ -121,22 +123,22 @@ def _layers(stage: StageTimeline) -> str:
     return ", ".join(parts if len(parts) < 3 else [parts[0], "..", parts[-1]]) or "-"
 
 
-def _path_text(timeline: Timeline, path: CriticalPath) -> str:
+def path_text(step: StepSimulation) -> str:
     """The causes of the step's length."""
-    whole = timeline.seconds
-    causes = [f"{CAUSES[cause]} {share_text(each / whole)}" for cause, each in path.by_cause.items() if each / whole >= LEAST_SHARE]
+    whole = step.timeline.seconds
+    causes = [f"{CAUSES[cause]} {share_text(each / whole)}" for cause, each in step.path.by_cause.items() if each / whole >= LEAST_SHARE]
     return f"The critical path, a chain in which nothing waits: {', '.join(causes)}"
 
 
-def _what_if_lines(rows: Sequence[WhatIf], now: float) -> list[str]:
-    if not rows:
-        return []
-    return ["What if", *(f"  {line}" for line in narrow_table(list(_what_if_cells(rows, now)), (0,), width=page_width() - 2))]
+def what_if_rows(step: StepSimulation) -> list[list[str]]:
+    """A row for each condition: its words, the step under it, by how much that is longer or shorter."""
+    now = step.timeline.seconds
+    return [[each.says, seconds_text(each.seconds), _change(each.seconds, now)] for each in step.what_if]
 
 
-def _what_if_cells(rows: Iterable[WhatIf], now: float) -> Iterator[list[str]]:
-    for each in rows:
-        yield [each.says, seconds_text(each.seconds), _change(each.seconds, now)]
+def _what_if_lines(step: StepSimulation) -> list[str]:
+    rows = what_if_rows(step)
+    return ["What if", *(f"  {line}" for line in narrow_table(rows, (0,), width=page_width() - 2))] if rows else []
 
 
 def _change(seconds: float, before: float) -> str:

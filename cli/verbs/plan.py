@@ -18,6 +18,7 @@ from .exit_status import FAILED, OK
 
 if TYPE_CHECKING:
     from ...trainer.plan.result import Plan
+    from ...trainer.plan.timeline.step_simulation import StepSimulation
     from ...trainer.spec.run import Run
     from ..pages.search_page import LayoutHint
 
@@ -97,7 +98,19 @@ def _plan_run(request: PlanRequest) -> int:
     from ..recipe_files.config_text import config_text
 
     config = config_text(request.conf, request.overrides, request.config_dir, comments=False)
-    return max(status, write_html_page(target, plan_html(plan, hint, config, request.command()), as_json=request.as_json))
+    return max(
+        status,
+        write_html_page(target, plan_html(plan, _simulated_step(run, plan), hint, config, request.command()), as_json=request.as_json),
+    )
+
+
+def _simulated_step(run: Run, plan: Plan) -> StepSimulation | None:
+    """The simulated step of a plan that has times."""
+    from ...trainer.plan.timeline.step_costs import step_costs
+    from ...trainer.plan.timeline.step_simulation import simulate_step
+
+    costs = step_costs(run) if plan.time else None
+    return simulate_step(run, costs) if costs else None
 
 
 def _html_target(request: PlanRequest, name: str) -> Path | None:

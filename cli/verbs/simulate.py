@@ -13,10 +13,9 @@ from .common_options import ConfigDir, RecipeAndOverrides, recipe_and_overrides
 from .exit_status import FAILED, OK
 
 if TYPE_CHECKING:
-    from ...trainer.plan.timeline.critical_path import CriticalPath
     from ...trainer.plan.timeline.step_costs import StepCosts
+    from ...trainer.plan.timeline.step_simulation import StepSimulation
     from ...trainer.plan.timeline.timeline import Timeline
-    from ...trainer.plan.timeline.what_if import WhatIf
 
 DOCUMENT_VERSION = 1
 MOST_SLOW = 1000.0  # times as long as planned
@@ -45,10 +44,8 @@ def simulate(
     distrain simulate conf=gpt3_175b --slow 3=1.2
     """
     from ...trainer.plan.plan import make_plan
-    from ...trainer.plan.timeline.critical_path import critical_path, slowest_stage
-    from ...trainer.plan.timeline.make_timeline import make_timeline
     from ...trainer.plan.timeline.step_costs import step_costs
-    from ...trainer.plan.timeline.what_if import what_ifs
+    from ...trainer.plan.timeline.step_simulation import simulate_step
     from ..config.load import load_recipe
 
     conf, overrides = recipe_and_overrides(arguments, "simulate", config_dir)
@@ -61,16 +58,14 @@ def simulate(
         return FAILED
     slowness = _slowness(slow or (), costs.layout.mesh.pp)
     print_live_line("simulating a step ...")
-    timeline = make_timeline(costs, slowness)
-    path = critical_path(timeline)
-    rows = [] if slowness else what_ifs(run, costs, slowest_stage(path))
+    step = simulate_step(run, costs, slowness)
     print_live_line("")
     print_problems(plan.problems)  # a run whose memory does not fit is simulated all the same
     if as_json:
-        print_json(simulate_document(run.name, timeline, path, rows))
+        print_json(simulate_document(run.name, step))
     else:
-        _print_page(run.name, costs, timeline, path, rows, slowness)
-    return _write(targets, run.name, timeline, costs, print_error if as_json else print_output)
+        _print_page(run.name, costs, step, slowness)
+    return _write(targets, run.name, step.timeline, costs, print_error if as_json else print_output)
 
 
 def _targets(svg: str | None, trace: str | None, name: str) -> tuple[Path | None, Path | None]:
@@ -117,20 +112,19 @@ def _factor(text: str) -> float | None:
     return value if 0 < value <= MOST_SLOW else None
 
 
-def _print_page(
-    name: str, costs: StepCosts, timeline: Timeline, path: CriticalPath, rows: Sequence[WhatIf], slowness: Mapping[int, float]
-) -> None:
+def _print_page(name: str, costs: StepCosts, step: StepSimulation, slowness: Mapping[int, float]) -> None:
     from ...trainer.plan.timeline.step_seconds import step_seconds
     from ..pages.simulate_page import simulate_text, slow_text
     from ..pages.text_layout import stdout_style, wrap
 
-    print_output(simulate_text(timeline, path, rows, name, stdout_style()))
+    print_output(simulate_text(step, name, stdout_style()))
     if slowness:
-        print_output("\n".join(["", *wrap(slow_text(slowness, timeline.seconds, step_seconds(costs)))]))
+        print_output("\n".join(["", *wrap(slow_text(slowness, step.timeline.seconds, step_seconds(costs)))]))
 
 
-def simulate_document(name: str, timeline: Timeline, path: CriticalPath, rows: Sequence[WhatIf]) -> dict[str, Any]:
+def simulate_document(name: str, step: StepSimulation) -> dict[str, Any]:
     """A simulated step as plain data, in seconds and bytes."""
+    timeline, path = step.timeline, step.path
     return {
         "version": DOCUMENT_VERSION,
         "name": name,
@@ -140,7 +134,7 @@ def simulate_document(name: str, timeline: Timeline, path: CriticalPath, rows: S
         "microbatches": timeline.micros,
         "chunks": timeline.chunks,
         "critical_path": {"seconds": path.by_cause, "stages": [path.by_stage.get(stage.index, 0.0) for stage in timeline.stages]},
-        "what_if": [{"says": row.says, "seconds": row.seconds} for row in rows],
+        "what_if": [{"says": row.says, "seconds": row.seconds} for row in step.what_if],
         "stages": [
             {
                 "index": stage.index,

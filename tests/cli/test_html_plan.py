@@ -52,7 +52,7 @@ def page_and_json(words: str, capsys: pytest.CaptureFixture[str]) -> tuple[HtmlP
 @pytest.mark.parametrize("recipe", library.recipes(None))
 def test_every_recipe_has_a_page_with_its_verdict_and_config(recipe: str) -> None:
     plan, config = make_plan(load_recipe(recipe)), config_text(recipe, (), None, comments=False)
-    page = HtmlPage(plan_html(plan, None, config, f"distrain plan conf={recipe}"))
+    page = HtmlPage(plan_html(plan, None, None, config, f"distrain plan conf={recipe}"))
     assert page.texts("h1") == [plan.name]
     assert page.texts("title") == [f"{plan.name}: {outcome(plan)}"]
     assert page.texts("span", "badge") == [outcome(plan)]
@@ -238,6 +238,19 @@ def test_a_sweep_of_which_nothing_fits_or_is_laid_out_has_a_page(capsys: pytest.
 # What users write
 
 
+def test_a_pipelines_page_draws_its_simulated_step_and_says_what_would_change_it(capsys: pytest.CaptureFixture[str]) -> None:
+    page, _ = page_and_json("conf=gpt3_175b", capsys)
+    simulated = json.loads(run_command("simulate conf=gpt3_175b --json", capsys)[1])
+    (table,) = page.tables("One step")
+    assert table[0] == ["what if", "a step", "change"]
+    assert [row[0] for row in table[1:]] == [row["says"] for row in simulated["what_if"]]
+    spans = sum(len(stage["spans"]) for stage in simulated["stages"])
+    assert sum(len(each) > 0 for each in page.drawing("One step").iter(f"{SVG}rect")) == spans  # those with a title
+    alone, _ = page_and_json("conf=llama3_8b", capsys)
+    assert alone.tables("One step")[0][1][0] == "devices computed twice as fast"
+    assert not list(alone.section("One step").iter(f"{SVG}svg"))
+
+
 HOSTILE = "</title><script>alert(1)</script>&amp; \"'\x1b[31m\n\u202e\ud800 <b>x</b> ]]> <!-- --> javascript:alert(1)"
 
 
@@ -250,7 +263,7 @@ def test_names_devices_and_problems_are_shown_as_text() -> None:
     plan = make_plan(load_recipe("llama3_8b_1node"))
     said = Problem(rule="x", says=HOSTILE, mend=HOSTILE)
     hostile = replace(plan, name=HOSTILE, device=HOSTILE, reading=HOSTILE, problems=(said,), warnings=(said,), groups={HOSTILE: HOSTILE})
-    page = HtmlPage(plan_html(hostile, LayoutHint(says=HOSTILE, commands=(HOSTILE,)), HOSTILE, HOSTILE))
+    page = HtmlPage(plan_html(hostile, None, LayoutHint(says=HOSTILE, commands=(HOSTILE,)), HOSTILE, HOSTILE))
     assert page.texts("h1") == [one_line(HOSTILE)]
     assert page.texts("pre")[-1] == HOSTILE.replace("\x1b", "\\x1b").replace("\u202e", "\\u202e").replace("\ud800", "\\ud800")
 
