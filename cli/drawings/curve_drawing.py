@@ -55,8 +55,8 @@ def curve_drawing(
 ) -> str:
     """Return the SVG of curves, with steps to the right and `axis` upwards; "" where there is one step at most.
 
-    `events` are steps with the name of what happened there, and a sentence. `floor_at` is a value that the axis begins at. `level` is a horizontal line and its name.
-    Of many steps the axis is logarithmic, unless `even_steps`.
+    `events` are steps, each with the name of what happened there and a sentence. `floor_at` is a value that the axis begins at.
+    `level` is a horizontal line and its name. Of many steps the axis is logarithmic, unless `even_steps`.
     """
     drawn = [each for each in curves if each.points]
     steps = [max(1, step) for each in drawn for step, _ in each.points]

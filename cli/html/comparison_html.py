@@ -18,8 +18,8 @@ from ..pages.compare_page import (
     progress,
 )
 from ..pages.loss_chart import Points
-from .markup import Markup, element, joined
-from .page import figure, folded, headed, page, paragraphs, sentence, swatch, table
+from .markup import Markup, element, join
+from .page import details, figure, page, paragraphs, section, sentence, swatch, table
 from .report_html import CONFIG
 
 
@@ -33,18 +33,18 @@ def comparison_html(runs: Sequence[ComparedRun], configs: Sequence[str], command
         element("p", f"{plural(len(runs), 'run')} side by side", class_="kind"),
         element("h1", title),
         table(("", "run", "steps and losses", "folder"), legend, (0, 1), wrapped=(1, 2, 3)),
-        headed("What differs", _side_by_side(runs, differences, wrapped=True) if differences else paragraphs([sentence(SAME_CONFIGS)])),
-        headed("Loss", figure(_drawing(runs, "loss, nats a token", lambda run: run.losses)), _losses(runs, lambda run: run.losses)),
-        headed("Validation loss", *_validation(runs)),
-        headed("Measured, and (planned)", _side_by_side(runs, figure_rows(runs))),
-        headed("Tokens/s", figure(_drawing(runs, "tokens/s", lambda run: run.tokens_per_second, floor_at=0.0))),
-        *(folded(f"{CONFIG} of {run.mark}, {name}", config) for run, name, config in zip(runs, names, configs, strict=True)),
+        section("What differs", _side_by_side(runs, differences, wrapped=True) if differences else paragraphs([sentence(SAME_CONFIGS)])),
+        section("Loss", figure(_drawing(runs, "loss, nats a token", lambda run: run.losses)), _losses(runs, lambda run: run.losses)),
+        section("Validation loss", *_validation(runs)),
+        section("Measured, and (planned)", _side_by_side(runs, figure_rows(runs))),
+        section("Tokens/s", figure(_drawing(runs, "tokens/s", lambda run: run.tokens_per_second, floor_at=0.0))),
+        *(details(f"{CONFIG} of {run.mark}, {name}", config) for run, name, config in zip(runs, names, configs, strict=True)),
     ]
     return page(title, "; ".join(f"{run.mark} {name}: {progress(run)}" for run, name in zip(runs, names, strict=True)), content, command)
 
 
 def _mark(number: int, run: ComparedRun) -> Markup:
-    return joined([swatch(line_of(number)[0]), run.mark])
+    return join([swatch(line_of(number)[0]), run.mark])
 
 
 def _side_by_side(runs: Sequence[ComparedRun], rows: Mapping[str, Sequence[str]], *, wrapped: bool = False) -> Markup:

@@ -18,10 +18,10 @@ def element(name: str, /, *content: str, **attributes: str) -> Markup:
     """Return an element with its content; `class_` stands for the attribute class, and an attribute whose value is "" is left out."""
     words = [name, *(f'{key.strip("_").replace("_", "-")}="{markup(value)}"' for key, value in attributes.items() if value)]
     head = " ".join(words)
-    return Markup(f"<{head}/>" if name in VOID else f"<{head}>{joined(content)}</{name}>")
+    return Markup(f"<{head}/>" if name in VOID else f"<{head}>{join(content)}</{name}>")
 
 
-def joined(content: Iterable[str]) -> Markup:
+def join(content: Iterable[str]) -> Markup:
     """Return pieces of content one after the other, each escaped unless it is markup."""
     return Markup("".join(map(markup, content)))
 

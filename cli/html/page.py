@@ -1,4 +1,4 @@
-"""The skeleton of an HTML page and its parts: tiles of figures, tables, problems, drawings, folded text. No page loads anything."""
+"""The skeleton of an HTML page and its parts: tiles of figures, tables, problems, drawings, details text. No page loads anything."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from ...trainer.spec.problem import Problem
 from ..keys.library import distrain_version
 from ..pages.text_layout import UNIT
-from .markup import Markup, element, joined, markup
+from .markup import Markup, element, join, markup
 from .stylesheet import STYLESHEET
 
 GENERATOR = '<meta name="generator" content="distrain"/>'  # what a file of ours holds near its beginning
@@ -35,14 +35,14 @@ def page(title: str, says: str, content: Iterable[Markup], command: str) -> str:
     return f'<!DOCTYPE html>\n<html lang="en" xmlns="http://www.w3.org/1999/xhtml">{head}\n{body}</html>\n'
 
 
-def headed(title: str, *content: str) -> Markup:
+def section(title: str, *content: str) -> Markup:
     """Return a section with its heading; "" where it has no content."""
     return element("section", element("h2", title), *content) if any(content) else Markup("")
 
 
 def paragraphs(sentences: Iterable[str], class_: str = "") -> Markup:
     """Return a paragraph for each sentence that is not empty."""
-    return joined(element("p", _unbroken(each), class_=class_) for each in sentences if each)
+    return join(element("p", _unbroken(each), class_=class_) for each in sentences if each)
 
 
 def tiles(figures: Sequence[tuple[str, str, str]]) -> Markup:
@@ -106,7 +106,7 @@ def swatch(colour: str) -> Markup:
     return element("span", class_="swatch", style=f"background: {colour}")
 
 
-def folded(summary: str, text: str) -> Markup:
+def details(summary: str, text: str) -> Markup:
     """Return long text that opens at a click; "" where there is none."""
     return element("details", element("summary", summary), element("pre", text)) if text else Markup("")
 

@@ -17,8 +17,8 @@ from ..pages import plan_facts as facts
 from ..pages.memory_facts import capacity_share_text, capacity_shares, memory_kinds, memory_rows, memory_title, shown_ranges
 from ..pages.search_page import LayoutHint
 from ..pages.simulate_page import path_text, title_text, what_if_rows
-from .markup import Markup, element, joined
-from .page import fact_tables, figure, folded, headed, page, paragraphs, problem_list, sentence, swatch, table, tiles
+from .markup import Markup, element, join
+from .page import details, fact_tables, figure, page, paragraphs, problem_list, section, sentence, swatch, table, tiles
 
 HEADINGS = {"overhead": "other"}
 CONFIG = "The whole config"
@@ -37,14 +37,14 @@ def plan_html(plan: Plan, step: StepSimulation | None, hint: LayoutHint | None, 
         problem_list(plan.problems, "Problem", "bad"),
         problem_list(plan.warnings, "Warning", "care"),
         _better_layout(hint),
-        headed("Memory", *_memory(plan)),
-        headed(f"Time of a step: {facts.step_figure(plan)}" if plan.time else "Time", *_time(plan)),
-        headed("One step, simulated", *_step(step)),
-        headed("Mesh", *_mesh(plan)),
-        headed("Traffic", *_traffic(plan)),
-        headed("Model and run", *_run(plan)),
+        section("Memory", *_memory(plan)),
+        section(f"Time of a step: {facts.step_figure(plan)}" if plan.time else "Time", *_time(plan)),
+        section("One step, simulated", *_step(step)),
+        section("Mesh", *_mesh(plan)),
+        section("Traffic", *_traffic(plan)),
+        section("Model and run", *_run(plan)),
         paragraphs([facts.bars_text(plan)], "note"),
-        folded(CONFIG, config),
+        details(CONFIG, config),
     ]
     return page(f"{one_line(plan.name)}: {facts.outcome(plan)}", facts.verdict(plan), content, command)
 
@@ -75,7 +75,7 @@ def plan_tiles(plan: Plan) -> Iterator[tuple[str, str, str]]:
 
 
 def _better_layout(hint: LayoutHint | None) -> Markup:
-    return headed("A better layout", paragraphs([hint.says]), *(element("pre", each) for each in hint.commands)) if hint else Markup("")
+    return section("A better layout", paragraphs([hint.says]), *(element("pre", each) for each in hint.commands)) if hint else Markup("")
 
 
 def _memory(plan: Plan) -> Iterator[Markup]:
@@ -87,7 +87,7 @@ def _memory(plan: Plan) -> Iterator[Markup]:
     (stage, layers, *names), *rows = memory_rows(memory, memory_kinds(memory), HEADINGS)
     rows = [[*row, capacity_share_text(share)] for row, share in zip(rows, capacity_shares(memory), strict=True)]
     colours = {name: colour for _, name, colour in KINDS}
-    heading = [joined([swatch(colours[name]), name]) if name in colours else name for name in names]
+    heading = [join([swatch(colours[name]), name]) if name in colours else name for name in names]
     yield table([stage, layers, *heading, "of capacity"], _shown_rows(rows, memory), (0, 1))
 
 
@@ -107,7 +107,7 @@ def _time(plan: Plan) -> Iterator[Markup]:
     yield figure(time_drawing(to_builtins(plan)))
     colours = {name: colour for _, name, colour in PARTS}
     rows = [
-        [joined([swatch(colours[label]), label]), seconds_text(seconds), share_text(share)]
+        [join([swatch(colours[label]), label]), seconds_text(seconds), share_text(share)]
         for label, seconds, share in facts.time_parts(plan)
     ]
     yield table(("", "seconds", "share"), rows)

@@ -9,8 +9,8 @@ from ...trainer.spec.format_numbers import plural, seconds_text
 from ...trainer.spec.problem import one_line
 from ..pages.plan_facts import mesh_text
 from ..pages.plan_sweep_page import COLUMNS, layout_name, plan_cells, sweep_notes
-from .markup import Markup, element, joined
-from .page import folded, headed, page, paragraphs, table, tiles
+from .markup import Markup, element, join
+from .page import details, page, paragraphs, section, table, tiles
 from .plan_html import plan_tiles
 
 
@@ -32,10 +32,10 @@ def sweep_html(plans: Sequence[tuple[Sequence[str], Plan]], commands: Sequence[s
         element("p", "; ".join(meshes), class_="lead"),
         paragraphs([fastest]),
         tiles(list(plan_tiles(plans[best][1]))) if best is not None else Markup(""),
-        headed("Layouts", table(("layout", *COLUMNS, "whole run"), rows, (0, 1), strong=() if best is None else (best,), wrapped=(0,))),
-        headed("Problems", _problems(names, [plan for _, plan in plans])),
+        section("Layouts", table(("layout", *COLUMNS, "whole run"), rows, (0, 1), strong=() if best is None else (best,), wrapped=(0,))),
+        section("Problems", _problems(names, [plan for _, plan in plans])),
         paragraphs(sweep_notes([plan for _, plan in plans]), "note"),
-        folded("The command that plans each layout alone", "\n".join(commands)),
+        details("The command that plans each layout alone", "\n".join(commands)),
     ]
     return page(f"{title}: {says}", "; ".join(filter(None, [says, fastest])), content, command)
 
@@ -46,7 +46,7 @@ def _problems(names: Sequence[str], plans: Sequence[Plan]) -> Markup:
     for name, plan in zip(names, plans, strict=True):
         for each in plan.problems:
             having.setdefault(str(each), []).append(name)
-    rows = ([says, joined(element("div", name) for name in some)] for says, some in having.items())
+    rows = ([says, join(element("div", name) for name in some)] for says, some in having.items())
     return table(("problem, and what would do", "layouts"), rows, wrapped=(0, 1)) if having else Markup("")
 
 

@@ -21,7 +21,7 @@ from ..pages.report_page import (
     planned_measured_title,
 )
 from .markup import Markup, element
-from .page import figure, folded, headed, page, paragraphs, sentence, table, tiles
+from .page import details, figure, page, paragraphs, section, sentence, table, tiles
 
 CONFIG = "The whole config"
 
@@ -36,10 +36,10 @@ def report_html(run: MeasuredRun, config: str, command: str) -> str:
         element("p", element("span", state, class_=f"badge {kind}"), *([f"on {one_line(run.device)}"] if run.device else [])),
         tiles(list(_tiles(run))),
         paragraphs(map(sentence, history_sentences(run)), "note"),
-        headed("Loss", figure(loss_drawing(run))),
-        headed("Planned and measured", *_planned_measured(run)),
-        headed("Tokens/s", figure(_speed_drawing(run))),
-        folded(CONFIG, config),
+        section("Loss", figure(loss_drawing(run))),
+        section("Planned and measured", *_planned_measured(run)),
+        section("Tokens/s", figure(_speed_drawing(run))),
+        details(CONFIG, config),
     ]
     return page(f"{one_line(run.name)}: {state}", headline(run), content, command)
 

@@ -61,6 +61,7 @@ footer { color: var(--soft); font-size: 12.5px; margin-top: 34px; padding-top: 1
     --good: #14612f; --good-soft: #ffffff; --bad: #8f1b12; --bad-soft: #ffffff; --care: #6b4700; --care-soft: #ffffff; }
   body { font-size: 10.5pt; -webkit-print-color-adjust: exact; print-color-adjust: exact; }
   main { max-width: none; padding: 0; }
+  .badge { padding: 0; }
   h2 { break-after: avoid; margin-top: 20px; }
   figure, tr, .tiles, .says li { break-inside: avoid; }
   .wide { overflow: visible; }

@@ -53,6 +53,11 @@ def test_a_position_is_between_the_ends_and_in_order(ends: list[float], logarith
     assert 0.0 < scale.position(middle) < 100.0
 
 
+def test_equal_ratios_are_equal_distances_on_a_logarithmic_scale() -> None:
+    scale = ChartScale(low=1.0, high=10_000.0, start=0.0, end=100.0, logarithmic=True)
+    assert [scale.position(10.0**power) for power in range(5)] == pytest.approx([0.0, 25.0, 50.0, 75.0, 100.0])
+
+
 points = some.lists(
     some.tuples(some.integers(0, 10**7), some.floats(0.1, 100.0)), min_size=2, max_size=300, unique_by=lambda point: point[0]
 )
@@ -74,7 +79,9 @@ def test_thin_points_keep_the_lowest_the_highest_the_first_and_the_last(given_po
 
 @given(points, some.booleans())
 def test_every_drawing_is_well_formed_and_its_curve_stays_inside(given_points: list[tuple[int, float]], even: bool) -> None:
-    svg = curve_drawing([DrawnCurve(name="<a & b>", points=given_points, colour="#123456")], "loss", even_steps=even)
+    svg = curve_drawing(
+        [DrawnCurve(name="<a & b>\x1b\ud800", points=given_points, colour="#123456", dots=True)], "loss\x1b", even_steps=even
+    )
     if len({max(1, step) for step, _ in given_points}) < 2:
         assert svg == ""
         return

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from distrain.cli.pages.plan_facts import outcome, verdict
 from distrain.cli.recipe_files.config_text import config_text
 from distrain.tests.fakes.hf_models import NEOX, write_config
 from distrain.tests.fakes.hf_models import words as hf_words
-from distrain.tests.fakes.html_page import SVG, HtmlPage, text_of
+from distrain.tests.fakes.html_page import SVG, XHTML, HtmlPage, text_of
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.spec.format_numbers import (
     binary_unit,
@@ -159,6 +160,41 @@ def test_drawings_are_to_scale(words: str, capsys: pytest.CaptureFixture[str]) -
     assert weights / activations == pytest.approx(expected[0] / expected[1], rel=0.01)
 
 
+def test_columns_are_stacked_without_gaps(capsys: pytest.CaptureFixture[str]) -> None:
+    page, plan = page_and_json("conf=megatron_1t_6x8x64", capsys)
+    columns: dict[str, list[tuple[float, float]]] = {}
+    for box in page.drawing("Memory").iter(f"{SVG}rect"):
+        columns.setdefault(box.attrib["x"], []).append((float(box.attrib["y"]), float(box.attrib["height"])))
+    assert len(columns) == len(plan["memory"]["stages"])
+    for column in columns.values():
+        for (lower, _), (upper, tall) in pairwise(column):
+            assert upper + tall == pytest.approx(lower, abs=0.02)
+
+
+@pytest.mark.parametrize(("heading", "rows"), [("Memory", KINDS), ("Time of a step", PARTS)])
+def test_the_colours_of_a_drawing_are_named_in_its_table(
+    heading: str, rows: tuple[tuple[str, str, str], ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, _ = page_and_json("conf=megatron_1t_6x8x64", capsys)
+    table = next(page.section(heading).iter(f"{XHTML}table"))
+    swatches = {text_of(cell): each.attrib["style"] for cell in table.iter() for each in cell if each.get("class") == "swatch"}
+    assert swatches == {name: f"background: {colour}" for _, name, colour in rows}
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ("conf=gpt3_175b", "good"),
+        ("conf=llama3_8b_1node", "care"),
+        ("conf=llama3_8b_1node train.microbatch=8", "bad"),
+        ("conf=gpt3_175b parallel.tp=7", "bad"),
+    ],
+)
+def test_the_verdict_has_its_colour(words: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    page, _ = page_and_json(words, capsys)
+    assert [each.get("class") for each in page.all("span") if "badge" in each.get("class", "")] == [f"badge {kind}"]
+
+
 # Plans that do not fit, that break rules, that lack figures
 
 
@@ -207,12 +243,21 @@ def test_a_plan_of_a_model_without_costs_says_that_activations_are_not_known(tmp
     assert page.tiles["memory of a device"][1].endswith("without activations, which are not known")
 
 
-def test_a_sweep_has_a_row_for_each_layout_and_the_fastest_stands_out(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "conf=megatron_175b -m parallel.dp=auto parallel.tp=8,4 train.microbatch=1,8"
-    page, plans = page_and_json(words, capsys)
+SWEEPS = {
+    "conf=megatron_175b parallel.dp=auto parallel.tp=8,4 train.microbatch=1,8": ["tp", "microbatch"],
+    "conf=llama3_8b_1node parallel.recompute=full,none train.microbatch=1,8": ["recompute", "microbatch"],
+    "conf=gpt3_175b parallel.pp=16,8 parallel.schedule=interleaved,1f1b": ["pp", "schedule"],
+}
+
+
+@pytest.mark.parametrize("words", SWEEPS)
+def test_a_sweep_has_a_row_for_each_layout_and_the_fastest_stands_out(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    page, plans = page_and_json(f"{words} -m", capsys)
     heading, *rows = page.tables("Layouts")[0]
     assert heading == ["layout", "verdict", "memory", "step", "tokens/s", "MFU", "whole run"]
-    assert [row[0] for row in rows] == [f"tp={tp} microbatch={size}" for tp in (8, 4) for size in (1, 8)]
+    names = [" ".join(word.rpartition(".")[2] for word in plan["overrides"]) for plan in plans]
+    assert [row[0] for row in rows] == names
+    assert [word.partition("=")[0] for word in names[0].split()] == SWEEPS[words]
     for row, plan in zip(rows, plans, strict=True):
         if plan["memory"]:
             assert row[2:4] == [part_of_size(plan["memory"]["peak"], plan["memory"]["capacity"]), seconds_text(plan["time"]["step"])]
@@ -221,10 +266,14 @@ def test_a_sweep_has_a_row_for_each_layout_and_the_fastest_stands_out(capsys: py
     (strong,) = [text_of(row[0]) for row in page.all("tr") if row.get("class") == "strong"]
     assert strong == " ".join(word.rpartition(".")[2] for word in best["overrides"])
     assert page.texts("span", "badge") == [f"{len(fitting)} of 4 layouts fit{'s' if len(fitting) == 1 else ''}"]
-    problems = {row[0]: row[1] for row in page.tables("Problems")[0][1:]}
-    assert set(problems) == {f"{each['says']}: {each['mend']}" for plan in plans for each in plan["problems"]}
+    problems: dict[str, str] = {}
+    for name, plan in zip(names, plans, strict=True):
+        for each in plan["problems"]:
+            says = f"{each['says']}: {each['mend']}"
+            problems[says] = problems.get(says, "") + name
+    assert dict(page.tables("Problems")[0][1:] if problems else []) == problems
     alone, whole = (text.splitlines() for text in page.texts("pre"))
-    assert whole == ["distrain plan -m conf=megatron_175b parallel.dp=auto parallel.tp=8,4 train.microbatch=1,8"]
+    assert whole == [f"distrain plan -m {words}"]
     for line, plan in zip(alone, plans, strict=True):
         assert json.loads(run_command(f"{line.removeprefix('distrain ')} --json", capsys)[1])["memory"] == plan["memory"]
 

@@ -78,6 +78,8 @@ def test_curves_have_every_logged_step(runs: tuple[Path, Path], capsys: pytest.C
     assert [len(run[key]) for key in ("losses", "validation", "tokens_per_second")] == [12, 3, 12]
     assert points_of(page, "Loss") == [12, 3]
     assert points_of(page, "Tokens/s") == [12]
+    logged = [json.loads(line) for line in (runs[0] / "metrics.jsonl").read_text().splitlines()]
+    assert run["tokens_per_second"] == [[row["step"], row["tokens_per_second"]] for row in logged if "tokens_per_second" in row]
     titles = [text_of(each) for each in page.drawing("Loss").iter(f"{SVG}circle")]
     assert [said for said in titles if said] == [f"validation: {loss:.4f} at step {step}" for step, loss in run["validation"]]
 
@@ -89,6 +91,7 @@ def test_the_config_is_that_of_run_json_and_is_read_back(runs: tuple[Path, Path]
     config, typed = page.texts("pre")
     Path("again.yaml").write_text(config)
     assert encoder.encode(load_recipe("./again.yaml")) == encoder.encode(encoder.decode((runs[0] / "run.json").read_bytes(), type=Run))
+    assert not re.search(r"^\w+: null$", config, re.MULTILINE)
     assert typed == f"distrain report {runs[0]}"
 
 
@@ -133,6 +136,8 @@ def test_several_runs_stand_side_by_side_as_the_text_page_has_them(runs: tuple[P
     heading, *rows = page.tables("Loss")[0]
     assert heading == ["", "A", "B", "B - A"]
     assert rows == [[f"step {at}", f"{slow[at]:.4f}", f"{fast[at]:.4f}", f"{fast[at] - slow[at]:+.4f}"] for at in range(2, 13, 2)]
+    first, second = (dict(map(tuple, run["validation"])) for run in both)
+    assert [row[1:3] for row in page.tables("Validation loss")[0][1:]] == [[f"{first[at]:.4f}", f"{second[at]:.4f}"] for at in (4, 8, 12)]
     for name, *figures in page.tables("Measured, and (planned)")[0][1:]:
         assert any(line.split() == [*name.split(), *" ".join(figures).split()] for line in text.splitlines()), name
     assert points_of(page, "Loss") == [12, 6]
