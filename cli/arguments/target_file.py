@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ...trainer.spec.problem import Problem, Unreadable
-from ...trainer.spec.regular_file import expand_home
+from ...trainer.spec.regular_file import expand_home, open_plain
 
+HEAD = 1000  # bytes in which a file of ours names its generator
 _VERSION = re.compile(r"\.v?[0-9]")  # the end of mine.v2 or llama3.1, which is no suffix
 
 
@@ -37,6 +39,18 @@ def target_file(file: str, stem: str, suffixes: Sequence[str], may_replace: Call
         says = f"{path} can't be written: no file can be created in {path.parent}"
         raise Unreadable([Problem(rule="file", says=says, mend="choose another folder")])
     return path
+
+
+def is_made_by(path: Path, generator: str) -> bool:
+    """Whether a file names this generator near its beginning, as those do that a newer one may replace; packed where it ends in .gz."""
+    if path.is_symlink():
+        return False
+    try:
+        with open_plain(path) as opened:
+            begin = gzip.GzipFile(fileobj=opened).read(HEAD) if path.suffix == ".gz" else opened.read(HEAD)
+    except (OSError, EOFError):
+        return False
+    return generator.encode() in begin
 
 
 def file_exists(path: Path) -> Unreadable:

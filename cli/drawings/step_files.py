@@ -9,22 +9,19 @@ from ...trainer.plan.timeline.chrome_trace import GENERATOR, trace_document
 from ...trainer.plan.timeline.step_costs import StepCosts
 from ...trainer.plan.timeline.timeline import Timeline
 from ...trainer.spec.problem import one_line
-from ...trainer.spec.regular_file import open_plain
 from ...trainer.system.atomic_file import write_atomically
-from ..arguments.target_file import target_file
+from ..arguments.target_file import is_made_by, target_file
 from .timeline_drawing import draw_timeline
-
-HEAD = 1000  # bytes in which both files name their generator
 
 
 def svg_target(file: str, name: str) -> Path:
     """Return where to write a drawing; raises Unreadable where that can't be."""
-    return target_file(file, Path(name).name or "step", (".svg",), _is_ours)
+    return target_file(file, Path(name).name or "step", (".svg",), lambda path: is_made_by(path, GENERATOR))
 
 
 def trace_target(file: str, name: str) -> Path:
     """Return where to write a trace; raises Unreadable where that can't be."""
-    return target_file(file, Path(name).name or "step", (".json", ".gz"), _is_ours)
+    return target_file(file, Path(name).name or "step", (".json", ".gz"), lambda path: is_made_by(path, GENERATOR))
 
 
 def write_svg(target: Path, timeline: Timeline, name: str) -> str:
@@ -40,15 +37,3 @@ def write_trace(target: Path, timeline: Timeline, costs: StepCosts, name: str) -
     content = json.encode(trace_document(timeline, costs, name))
     write_atomically(target, gzip.compress(content, mtime=0) if target.suffix == ".gz" else content)
     return one_line(f"wrote {target}: open it at ui.perfetto.dev")
-
-
-def _is_ours(path: Path) -> bool:
-    """Whether a file is a drawing or a trace that distrain wrote, which may be replaced by a newer one."""
-    if path.is_symlink():
-        return False
-    try:
-        with open_plain(path) as opened:
-            content = gzip.GzipFile(fileobj=opened).read(HEAD) if path.suffix == ".gz" else opened.read(HEAD)
-    except (OSError, EOFError):
-        return False
-    return GENERATOR.encode() in content
