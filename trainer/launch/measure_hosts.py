@@ -159,7 +159,7 @@ class HostProbes:
         status = probe.ssh.process.wait()
         if not probe.ended and status != -signal.SIGKILL:  # not killed by `run_concurrently`
             errors.join(OTHERS_SECONDS)
-            why = next((each for each in reversed(probe.stderr) if each), f"its program ended with {status} and no message")
+            why = next((each for each in reversed(probe.stderr) if each), f"its program ended without a message, ssh with status {status}")
             self._fail(probe, Problem(rule="probe", says=f"{probe.name} could not be measured: {why}"))
 
     def _receive(self, at: int, message: Mapping[str, Any]) -> None:
