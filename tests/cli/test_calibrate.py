@@ -243,32 +243,6 @@ def test_a_device_says_which_kind_is_measured(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ([], {"a": (0, 1), "b": (0, 1)}),
-        (["--devices", "1"], {"a": (0,), "b": (0,)}),
-        (["launch.exclude=a:0@b:1"], {"a": (1,), "b": (0,)}),
-        (["launch.include=b"], {"b": (0, 1)}),
-    ],
-)
-def test_the_words_of_fit_choose_the_hosts_and_slots(
-    words: list[str], expected: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked = dict[str, Any]()
-
-    def measure(hosts: Any, kind: object, show: object) -> list[Problem]:
-        asked.update({each.name: each.slots for each in hosts}, kind=kind)
-        return [Problem(rule="probe", says="it failed")]
-
-    monkeypatch.setattr("distrain.trainer.launch.measure_hosts.measure_hosts", measure)
-    (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
-    given = ["device=cpu", "launch=deepspeed", f"launch.hostfile={tmp_path / 'hosts'}", "-o", str(tmp_path / "out"), *words]
-    assert command(["calibrate", *given]) == 1
-    assert (asked.pop("kind"), asked, capsys.readouterr().err) == ("cpu", expected, "distrain: it failed\n")
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_folder_that_cannot_be_written_to_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from distrain.cli.app import command
 from distrain.cli.pages.calibrate_page import between_rows, calibrate_text, measured_rows, spread_text
 from distrain.cli.pages.text_layout import Style
 from distrain.cli.recipe_files.calibrated_figures import cluster_figures, device_figures, figure_values, shortened_names
@@ -26,6 +27,7 @@ from distrain.trainer.machine.cluster_measurement import ClusterMeasurement, clu
 from distrain.trainer.machine.host_program import MARK
 from distrain.trainer.machine.link_probe import link_phases
 from distrain.trainer.machine.measurement import AllReduceTimes, DeviceMeasurement, ProductRates
+from distrain.trainer.spec.problem import Problem
 
 # The phases of the links
 
@@ -96,11 +98,8 @@ def test_the_link_between_hosts_is_that_of_the_slowest_device_while_all_send() -
 
 
 def test_the_slowest_host_stands_for_all() -> None:
-    slow = devices(
-        copies=(2e12, 2e12),
-        memory=79 << 30,
-        products=(*devices().products[:1], replace(devices().products[1], rates=(400000000000000.0, 600000000000000.0))),
-    )
+    first, last = devices().products
+    slow = devices(copies=(2e12, 2e12), memory=79 << 30, products=(first, replace(last, rates=(4e14, 6e14))))
     found = cluster(devices(), slow, devices(launches=(3e-6, 9e-6))).slowest
     assert (found.product("bf16"), found.copy, found.launch, found.memory) == (4e14, 2e12, 9e-6, 79 << 30)
     assert (found.hosts, found.devices, found.all_devices) == (3, 2, 6)
@@ -143,6 +142,35 @@ def test_the_page_names_the_slow_host_and_shows_the_spread() -> None:
 
 def test_a_comment_names_the_first_of_many_hosts() -> None:
     assert shortened_names([f"n{each}" for each in range(11)]) == "n0, n1, n2, n3, n4, n5, n6, n7 and 3 more"
+
+
+# The command line
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], {"a": (0, 1), "b": (0, 1)}),
+        (["--devices", "1"], {"a": (0,), "b": (0,)}),
+        (["launch.exclude=a:0@b:1"], {"a": (1,), "b": (0,)}),
+        (["launch.include=b"], {"b": (0, 1)}),
+    ],
+)
+def test_the_words_of_fit_choose_the_hosts_and_slots(
+    words: list[str], expected: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = dict[str, Any]()
+
+    def measure(hosts: Any, kind: object, show: object) -> list[Problem]:
+        asked.update({each.name: each.slots for each in hosts}, kind=kind)
+        return [Problem(rule="probe", says="it failed")]
+
+    monkeypatch.setattr("distrain.trainer.launch.measure_hosts.measure_hosts", measure)
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
+    given = ["device=cpu", "launch=deepspeed", f"launch.hostfile={tmp_path / 'hosts'}", "-o", str(tmp_path / "out"), *words]
+    assert command(["calibrate", *given]) == 1
+    assert (asked.pop("kind"), asked, capsys.readouterr().err) == ("cpu", expected, "distrain: it failed\n")
+    assert not (tmp_path / "out").exists()
 
 
 # Hosts that fail
