@@ -54,7 +54,7 @@ def link_phases(hosts: int, rails: int) -> Iterator[Phase]:
     pairs = [(each, (each + 1) % hosts) for each in range(hosts)]
     even = hosts - hosts % 2
     yield Phase("pairs 0", tuple(pairs[0:even:2]))
-    yield Phase("pairs 1", tuple(pairs[1:hosts:2]))
+    yield Phase("pairs 1", tuple(pairs[1:even:2]))
     if hosts % 2:
         yield Phase("pairs 2", (pairs[-1],))
 
