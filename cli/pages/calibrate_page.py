@@ -55,8 +55,9 @@ def between_rows(cluster: ClusterMeasurement) -> tuple[MeasuredRow, ...]:
 
 def _between_rows(cluster: ClusterMeasurement) -> Iterator[MeasuredRow]:
     devices, hosts = cluster.hosts[0].devices.devices, len(cluster.hosts)
-    for found, sent in ((cluster.alone, "one device of each"), (cluster.together, f"all {devices} at once")):
-        if found is None or (devices == 1 and found is cluster.together):
+    together = cluster.together if devices > 1 else None  # else the same
+    for found, sent in ((cluster.alone, "one device of each"), (together, f"all {devices} at once")):
+        if found is None:
             continue
         for size, seconds in ((found.short_bytes, found.short_seconds), (found.long_bytes, found.long_seconds)):
             what = f"all-reduce of {size_text(size)}, {hosts} hosts, {sent}"

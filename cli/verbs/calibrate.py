@@ -106,7 +106,13 @@ def calibrate(
     except OSError as error:
         return print_unwritten(str(error.filename or files.folder), error)
     written = {"device": (files.device, figure_values(device)), "cluster": (files.cluster, figure_values(cluster))}
-    return _print_result(measured, hosts, sheet, written, f"cluster={name} --config-dir {quote(output)}", as_json=as_json)
+    return _print_result(measured, hosts, sheet, written, _plan_words(measured, name, output), as_json=as_json)
+
+
+def _plan_words(measured: DeviceMeasurement, name: str, output: str) -> str:
+    """Return the words with which TRIAL_RECIPE is planned on what was measured; its batch of 16 holds two ranks' micro-batches of 8."""
+    batch = f" train.batch={8 * measured.all_devices}" if measured.all_devices > 2 else ""
+    return f"cluster={name}{batch} --config-dir {quote(output)}"
 
 
 def _measure(request: CalibrationRequest) -> DeviceMeasurement | ClusterMeasurement | Sequence[Problem]:
@@ -173,7 +179,7 @@ def _print_result(
 
     source, known = known_figures(measured, sheet)
     rows = (*measured_rows(measured, known), *(between_rows(hosts) if hosts else ()))
-    command = f"{command_name()} plan conf=quickstart {words}"
+    command = f"{command_name()} plan conf={TRIAL_RECIPE} {words}"
     left = figures_to_type(measured, sheet)
     if as_json:
         files = {group: {"file": str(file), "values": values} for group, (file, values) in written.items()}

@@ -141,8 +141,10 @@ def test_the_cluster_has_the_rates_of_the_slowest_host_and_those_between_hosts_w
 
 
 def test_a_plan_reads_the_files_and_sends_its_messages_over_the_measured_links(two: Calibrated) -> None:
-    words = ["cluster=measured", "train.batch=48", "train.microbatch=1", "parallel.dp=auto"]
+    _, verb, conf, *words, option, folder = two.document["next"].split()
+    assert (verb, conf, option, folder) == ("plan", "conf=quickstart", "--config-dir", str(two.folder))
     run = load_recipe("quickstart", words, two.folder)
+    assert make_plan(run).fits
     assert (run.cluster.nodes, run.cluster.gpus) == (2, 2)
     assert run.cluster.between is not None
     assert run.cluster.between.rate == two.document["cluster"]["values"]["between"]["bandwidth"]

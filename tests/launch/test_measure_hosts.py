@@ -133,11 +133,22 @@ def test_the_page_names_the_slow_host_and_shows_the_spread() -> None:
     found = cluster(devices(), devices(), devices(copies=(1.5e12, 3e12)))
     page = calibrate_text(found.slowest, (*measured_rows(found.slowest, {}), *between_rows(found)), "", Style())
     assert page.startswith("NVIDIA H100 80GB HBM3: 3 hosts with 2 GPUs, measured together in 9.00 s")
+    assert "all-reduce of 256 MiB, 3 hosts, one device of each" in page
     assert "all-reduce of 256 MiB, 3 hosts, all 2 at once" in page
     spread = spread_text(found, Style())
     assert "c is slow: copy at 1.50 TB/s, 50.0 % below the hosts' median of 3.00 TB/s" in spread
     assert "product 8192 x 8192, bf16" in spread
     assert "product 4096" not in spread
+
+
+def test_the_page_of_hosts_with_one_device_each_has_the_link_between_them() -> None:
+    found = cluster(*(devices(devices=1, all_reduce=None),) * 3)
+    assert [each.what for each in between_rows(found)] == [
+        "all-reduce of 4 B, 3 hosts, one device of each",
+        "all-reduce of 256 MiB, 3 hosts, one device of each",
+        "  as a ring: a device's link",
+        "  as a ring: a hop",
+    ]
 
 
 def test_a_comment_names_the_first_of_many_hosts() -> None:
