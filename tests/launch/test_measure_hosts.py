@@ -17,7 +17,7 @@ from distrain.cli.pages.calibrate_page import between_rows, calibrate_text, meas
 from distrain.cli.pages.text_layout import Style
 from distrain.cli.recipe_files.calibrated_figures import cluster_figures, device_figures, figure_values, shortened_names
 from distrain.tests.fakes.deadline import DEADLINE
-from distrain.tests.fakes.path_commands import SSH, FakeCommands
+from distrain.tests.fakes.path_commands import SCONTROL, SSH, FakeCommands
 from distrain.trainer.launch import measure_hosts as measuring
 from distrain.trainer.launch.hosts.hostfile import Host
 from distrain.trainer.launch.measure_hosts import HostProbes
@@ -182,6 +182,26 @@ def test_the_words_of_fit_choose_the_hosts_and_slots(
     assert command(["calibrate", *given]) == 1
     assert (asked.pop("kind"), asked, capsys.readouterr().err) == ("cpu", expected, "distrain: it failed\n")
     assert not (tmp_path / "out").exists()
+
+
+def test_the_nodes_of_a_slurm_job_are_measured_with_as_many_devices_as_are_given(
+    ssh: FakeCommands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ssh.put("scontrol", SCONTROL)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
+    asked = list[Any]()
+
+    def measure(hosts: Any, kind: object, show: object) -> list[Problem]:
+        asked.extend(hosts)
+        return [Problem(rule="probe", says="it failed")]
+
+    monkeypatch.setattr(measuring, "measure_hosts", measure)
+    given = ["calibrate", "launch=deepspeed", "-o", str(tmp_path / "out")]
+    assert command(given) == 2
+    assert capsys.readouterr().err.startswith("distrain: Slurm's job 7 does not say how many devices of a node to measure: say it with")
+    assert command([*given, "--devices", "4"]) == 1
+    assert asked == [Host(name=name, slots=(0, 1, 2, 3)) for name in ("127.0.0.1", "127.0.0.2")]
 
 
 # Hosts that fail
