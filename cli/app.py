@@ -94,7 +94,7 @@ VERBS: tuple[tuple[Callable[..., int], str], ...] = (
     (report, "Show a run: planned against measured, and its curve."),
     (export, "Write a run's newest checkpoint as a Hugging Face folder."),
     (generate, "Generate text from a run's newest checkpoint."),
-    (calibrate, "Measure this machine and write it as a device and a cluster."),
+    (calibrate, "Measure this machine or hosts, write a device and a cluster."),
     (doctor, "Check what this machine has and lacks for a run."),
 )
 for _verb, _short_help in VERBS:

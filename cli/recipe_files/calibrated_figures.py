@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import floor, log10
 from typing import Any, NamedTuple
 
-from ...trainer.machine.measurement import DeviceMeasurement, ProductRates
+from ...trainer.machine.cluster_measurement import ClusterMeasurement, SlowHost
+from ...trainer.machine.measurement import AllReduceTimes, DeviceMeasurement, ProductRates
 from ...trainer.machine.probe import MATRIX_SIDE
 from ...trainer.plan.costs.measured_rates import bandwidth_of_copy, full_rate, peak_estimate, sustained_share
 from ...trainer.plan.costs.roofline import ALONE, OWN_STREAMING
@@ -15,6 +16,7 @@ from ...trainer.spec.run import Device
 from .data_sheet import DataSheet
 
 LEADING = ("bf16", "fp16", "fp32")  # precisions whose product says what share of its peak a GPU sustains, the first that was measured
+MOST_NAMES = 8  # hosts that a comment names
 FITTED = {  # figures of a GPU's file that were fitted to published runs, and what they are
     "flash": "share of peak, fused attention",
     "streaming": "share of bandwidth, a memory-bound kernel",
@@ -36,33 +38,68 @@ def device_figures(measured: DeviceMeasurement, sheet: DataSheet | None) -> tupl
     return tuple(_cpu_figures(measured) if measured.kind == "cpu" else _gpu_figures(measured, sheet))
 
 
-def cluster_figures(measured: DeviceMeasurement) -> tuple[Figure, ...]:
-    """Return the figures of a cluster of this one machine."""
-    found = measured.all_reduce
-    what = "GPUs" if measured.kind == "cuda" else "processes"
-    head = (Figure("nodes", 1), Figure("gpus", measured.devices, f"{what} of this machine that were measured together"))
-    tail = Figure("between", None, "links between machines were not measured")
-    if found is None:
-        return (*head, Figure("inside", None, "one device sends no messages"), tail)
+def cluster_figures(measured: DeviceMeasurement, cluster: ClusterMeasurement | None = None) -> tuple[Figure, ...]:
+    """Return the figures of a cluster of this one machine, or of several hosts."""
+    inside, between = measured.all_reduce, cluster.together if cluster else None
+    what, hosts = "GPUs" if measured.kind == "cuda" else "processes", len(cluster.hosts) if cluster else 1
+    where = "each host" if cluster else "this machine"
+    head = (
+        Figure("nodes", hosts, shortened_names(cluster.names) if cluster else ""),
+        Figure("gpus", measured.devices, f"{what} of {where} that were measured together"),
+    )
+    slowest = " on the slowest host" if hosts > 1 else ""
+    links = _link_figures("inside", inside, f"between all {inside.ranks}{slowest}") if inside else None
+    if cluster is None or between is None or cluster.alone is None:
+        return (
+            *head,
+            *(links or (Figure("inside", None, "one device sends no messages"),)),
+            Figure("between", None, "links between machines were not measured"),
+        )
+    each, alone = f"between one device of each of {hosts} hosts", ""
+    if measured.devices > 1:
+        each += f", all {measured.devices} of a host at once,"
+        alone = f"; while the others rest: {rate_text(cluster.alone.bandwidth, 'B/s')}"
+    return (
+        *head,
+        *(links or (Figure("inside", None, "a host's one device sends no messages inside it"),)),
+        *_link_figures("between", between, each, alone),
+    )
+
+
+def _link_figures(link: str, found: AllReduceTimes, ranks: str, more: str = "") -> tuple[Figure, ...]:
+    """Return the figures of a link from its all-reduces; `ranks` says between which devices, `more` ends the bandwidth's comment."""
     long, short = (
-        f"{found.library}'s all-reduce of {size_text(size)} between all {found.ranks} took {seconds_text(seconds)}"
+        f"{found.library}'s all-reduce of {size_text(size)} {ranks} took {seconds_text(seconds)}"
         for size, seconds in ((found.long_bytes, found.long_seconds), (found.short_bytes, found.short_seconds))
     )
     hops = 2 * (found.ranks - 1)
     return (
-        *head,
-        Figure("inside.bandwidth", rounded(found.bandwidth), f"bytes/s per device and direction: {long}, as a ring"),
-        Figure("inside.latency", rounded(found.latency), f"seconds per hop: {short}, in {hops} hops"),
-        Figure("inside.efficiency", 1.0, "share of the bandwidth that messages get: the bandwidth is what they got"),
-        tail,
+        Figure(f"{link}.bandwidth", rounded(found.bandwidth), f"bytes/s per device and direction: {long}, as a ring{more}"),
+        Figure(f"{link}.latency", rounded(found.latency), f"seconds per hop: {short}, in {hops} hops"),
+        Figure(f"{link}.efficiency", 1.0, "share of the bandwidth that messages get: the bandwidth is what they got"),
     )
+
+
+def shortened_names(names: Sequence[str]) -> str:
+    """The names of hosts, the first ones where there are many."""
+    return ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
+
+
+def slow_host_text(slow: SlowHost) -> str:
+    """A sentence that names a slow host."""
+    rate, median = (rate_text(each, "B/s" if slow.unit == "bytes/s" else slow.unit) for each in (slow.rate, slow.median))
+    return f"{slow.host} is slow: {slow.what} at {rate}, {share_text(1 - slow.rate / slow.median)} below the hosts' median of {median}"
 
 
 def _cpu_figures(measured: DeviceMeasurement) -> Iterator[Figure]:
     """Yield the figures of a process's share of a CPU, with the rates and the shares that device=cpu has."""
     yield Figure("name", "cpu")
     yield Figure("kind", "cpu")
-    yield Figure("memory", measured.memory, f"bytes: this machine's memory over {measured.devices}")
+    yield Figure(
+        "memory",
+        measured.memory,
+        f"bytes: {'this machine' if measured.hosts == 1 else 'the smallest host'}'s memory over {measured.devices}",
+    )
     yield Figure("bandwidth", rounded(measured.copy), f"bytes/s: a copy of {size_text(measured.copy_bytes)}, read and written")
     yield Figure(
         "peak", {}, "FLOP/s: as for device=cpu, the rate of a product of this size; what smaller and uneven ones lose comes on top"
@@ -115,13 +152,13 @@ def _peaks(measured: DeviceMeasurement, sheet: DataSheet | None) -> Iterator[Fig
             says = f"measured: {_sizes(measured, precision)}, {share_text(rate / peak)} of it" if rate else "not measured"
             yield Figure(f"peak.{precision}", peak, says)
         return
-    share = Device.sustained * (ALONE if measured.devices == 1 else 1.0)
+    share = Device.sustained * (ALONE if measured.all_devices == 1 else 1.0)
     says = f"dense FLOP/s: ESTIMATES, what products reached over {share:.3g}: type the data sheet's and calibrate again"
     yield Figure("peak", {}, says)
     for precision in dict.fromkeys(each.precision for each in measured.products):
         largest = _largest(measured, precision)
         full = full_rate(measured.rate(largest.rates), largest.side, measured.units, None)
-        estimate = peak_estimate(full, Device.sustained, measured.devices)
+        estimate = peak_estimate(full, Device.sustained, measured.all_devices)
         yield Figure(f"peak.{precision}", rounded(estimate), f"measured: {_sizes(measured, precision)}")
 
 
@@ -135,10 +172,10 @@ def _sustained(measured: DeviceMeasurement, sheet: DataSheet | None) -> tuple[fl
         return float(sheet.device.get("sustained", Device.sustained)), f"share of peak: device={sheet.option}"
     largest = _largest(measured, precision)
     full = full_rate(measured.rate(largest.rates), largest.side, measured.units, peaks.get("fp8"))
-    alone = f" and {ALONE}, which the only GPU of a run reaches" if measured.devices == 1 else ""
+    alone = f" and {ALONE}, which the only GPU of a run reaches" if measured.all_devices == 1 else ""
     before = f"for seconds, not hours; device={sheet.option}: {sheet.device.get('sustained', Device.sustained)}"
     return (
-        round(sustained_share(full, peaks[precision], measured.devices), 3),
+        round(sustained_share(full, peaks[precision], measured.all_devices), 3),
         f"share of peak, a large product: the {precision} product of {largest.side} over its tiles' share{alone}; {before}",
     )
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...trainer.machine.cluster_measurement import SlowHost
 from ...trainer.machine.measurement import DeviceMeasurement
 from ...trainer.spec.format_numbers import plural, seconds_text
 from ...trainer.spec.problem import Problem, Unreadable, one_line
@@ -15,7 +16,7 @@ from ...trainer.spec.regular_file import expand_home
 from ...trainer.system.atomic_file import write_atomically
 from ..keys.library import distrain_version
 from . import yaml_edit
-from .calibrated_figures import Figure, si_number
+from .calibrated_figures import Figure, si_number, slow_host_text
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")  # no shape, as 4x8 is one; no path; nothing that Hydra's grammar reads otherwise
 DEVICE_ENTRY = "/device@device"  # of a cluster's defaults
@@ -81,13 +82,16 @@ def _file_problems(files: CalibratedFiles, *, force: bool) -> Iterator[Problem]:
             yield Problem(rule="file", says=f"{file} already exists", mend="--force replaces it, or choose another --name")
 
 
-def write_files(files: CalibratedFiles, measured: DeviceMeasurement, device: Sequence[Figure], cluster: Sequence[Figure]) -> None:
-    """Write both files and the folders that they need; raises OSError."""
-    head = _head(measured)
+def write_files(
+    files: CalibratedFiles, measured: DeviceMeasurement, device: Sequence[Figure], cluster: Sequence[Figure], slow: Sequence[SlowHost] = ()
+) -> None:
+    """Write both files and the folders that they need, with a comment for each slow host; raises OSError."""
+    head = _head(measured) + "".join(one_line(f"# {slow_host_text(each)}") + "\n" for each in slow)
+    where = "this machine" if measured.hosts == 1 else f"{plural(measured.hosts, 'host')}, each"
     texts = {
         files.device: f"# {_what(measured)}\n{head}{yaml_text(device)}",
         files.cluster: (
-            f"# this machine: {plural(measured.devices, 'device')}, {_what(measured)}\n{head}"
+            f"# {where}: {plural(measured.devices, 'device')}, {_what(measured)}\n{head}"
             f"defaults:\n  - {DEVICE_ENTRY}: {files.name}\n  - _self_\n{yaml_text(cluster)}"
         ),
     }
@@ -104,7 +108,10 @@ def _what(measured: DeviceMeasurement) -> str:
 def _head(measured: DeviceMeasurement) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in {"distrain": distrain_version(), **measured.versions}.items())
     how = "the best of their rates" if measured.kind == "cpu" else "the slowest of their rates"
-    took = f"{plural(measured.devices, 'device')} at once, {how}, {seconds_text(measured.seconds)}"
+    what = plural(measured.devices, "device")
+    if measured.hosts > 1:
+        what, how = f"{what} of each of {plural(measured.hosts, 'host')}", f"{how} on the slowest host"
+    took = f"{what} at once, {how}, {seconds_text(measured.seconds)}"
     return one_line(f"# {versions}; {took}; {measured.load:.2f} processes per core ran in the minute before") + "\n"
 
 

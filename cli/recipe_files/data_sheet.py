@@ -39,7 +39,7 @@ def known_figures(measured: DeviceMeasurement, sheet: DataSheet | None) -> tuple
         return (f"device={sheet.option}" if sheet else ""), {
             key: float(each) for key, each in figures.items() if isinstance(each, int | float)
         }
-    facts = cached_facts()
+    facts = cached_facts() if measured.hosts == 1 else None  # of this machine, which may be none of several hosts
     cpu = facts["cpu"] if facts else None
     if cpu is None:
         return "", {}
@@ -53,8 +53,8 @@ def figures_to_type(measured: DeviceMeasurement, sheet: DataSheet | None) -> tup
     """Return what remains to be typed into the files."""
     if measured.kind == "cpu":
         return ()
-    between = "cluster.between, if there are more machines"
+    between = ("cluster.between, if there are more machines",) if measured.hosts == 1 else ()
     if sheet:
-        return (between,)
+        return between
     peaks = "the dense peak of each precision from the data sheet, then calibrate again with device=NAME and this folder as --config-dir"
-    return (f"{measured.name} has no file in conf/device, so its peaks are estimates: type {peaks}", between)
+    return (f"{measured.name} has no file in conf/device, so its peaks are estimates: type {peaks}", *between)

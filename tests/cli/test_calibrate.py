@@ -194,6 +194,16 @@ REFUSED = (
     (["device=odd", "--config-dir", "own"], "cluster.device.peak.bf16"),
     (["device=cpu", "device=cpu"], "calibrate takes one device="),
     (["--devices", "0"], "'--devices'"),
+    (["launch.runner=pdsh"], "calibrate takes no launch.runner=pdsh"),
+    (["launch"], "calibrate takes no launch"),
+    (["launch.hostfile=even"], "launch.hostfile=even is not read by launch=local: set launch=deepspeed"),
+    (["launch=slurm"], "launch=slurm leaves hosts to another program: set launch=deepspeed"),
+    (["launch=deepspeed"], "launch=deepspeed needs launch.hostfile: name a file"),
+    (["launch=deepspeed", "launch.hostfile=none"], "launch.hostfile=none: no such file"),
+    (["launch=deepspeed", "launch.hostfile=even", "launch.include=c"], "launch.include=c names c, which is not in even"),
+    (["launch=deepspeed", "launch.hostfile=even", "launch.exclude=b:4"], "launch.exclude=b:4: b has no slot 4"),
+    (["launch=deepspeed", "launch.hostfile=even", "launch.exclude=b:1"], "the hosts have 1 to 2 slots"),
+    (["launch=deepspeed", "launch.hostfile=even", "--devices", "3"], "--devices=3: a has 2 slots: --devices=2 or fewer"),
 )
 
 
@@ -203,6 +213,8 @@ def test_a_wrong_command_line_is_one_line_before_anything_starts(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("distrain.trainer.machine.measurement.measure_devices", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr("distrain.trainer.launch.measure_hosts.measure_hosts", lambda *_: pytest.fail("measured"))
+    (tmp_path / "even").write_text("a slots=2\nb slots=2\n")
     (tmp_path / "file").touch()
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "cluster").touch()

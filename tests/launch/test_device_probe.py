@@ -10,6 +10,7 @@ import pytest
 
 from distrain.trainer.machine import device_probe
 from distrain.trainer.machine.device_probe import CUDA, NoSuchDevices, measure, measure_device, program_memory
+from distrain.trainer.machine.link_probe import HostPlace, measure_links
 from distrain.trainer.machine.measurement import measure_devices
 from distrain.trainer.machine.process_pool import PoolProcess, run_processes
 from distrain.trainer.spec.problem import Problem
@@ -30,6 +31,18 @@ def test_a_gpus_measurement_runs_in_spawned_processes() -> None:
     assert shown == [f"a product of {side} x {side} in {name}" for name in precisions for side in (32, 64)] + [
         "a copy", "launches", "gloo's all-reduce",
     ]  # fmt: skip
+
+
+def measure_as_hosts(process: PoolProcess) -> dict[str, Any]:
+    """Measure the links as if every two processes were a host."""
+    place = HostPlace(process.rank // 2, process.ranks // 2, "127.0.0.1", process.port)
+    return measure_links(process._replace(rank=process.rank % 2, ranks=2), place, SMALL)
+
+
+def test_one_device_of_each_host_then_all_at_once_measure_the_links() -> None:
+    rows = run_processes(measure_as_hosts, 4, "fork")
+    assert [list(row) for row in rows] == [["alone", "together"], ["together"]] * 2
+    assert all(min(found) > 0 for row in rows for found in row.values())
 
 
 def fail_in_one(process: PoolProcess) -> None:

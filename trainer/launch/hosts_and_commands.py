@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ..rundir.files import run_folder
+from ..spec.format_numbers import plural
 from ..spec.problem import Problem, Unreadable
 from ..spec.run import Run
 from .commands.command import LaunchCommands, LaunchRequest, run_port
@@ -15,7 +16,7 @@ from .commands.deepspeed import deepspeed_commands
 from .commands.sbatch import sbatch_commands
 from .commands.shell_loop import local_commands
 from .commands.torchrun import torchrun_commands
-from .hosts.hostfile import Host, read_hostfile, select_hosts
+from .hosts.hostfile import Host, filter_hosts, first_slots, read_hostfile, select_hosts
 from .hosts.slurm_nodes import allocated_hosts, slurm_job
 
 RANK_MODULE = "distrain.trainer.loop.rank"  # what every rank runs, whichever launcher starts it
@@ -27,9 +28,7 @@ HOST_KEYS_BY_LAUNCH = {"local": (), "slurm": (), "torchrun": HOST_KEYS, "deepspe
 def resolve_hosts(run: Run) -> tuple[Host, ...]:
     """Return the hosts of a run with their slots, () for launch=local and slurm; raises Unreadable with all that is wrong."""
     launch, cluster = run.launch, run.cluster
-    unread = [key for key in HOST_KEYS if getattr(launch, key) and key not in HOST_KEYS_BY_LAUNCH[launch.name]]
-    if unread:
-        raise Unreadable([_unread_key_problem(run, key) for key in unread])
+    _refuse_unread_keys(run)
     if not HOST_KEYS_BY_LAUNCH[launch.name]:
         return ()
     return select_hosts(
@@ -41,6 +40,44 @@ def resolve_hosts(run: Run) -> tuple[Host, ...]:
         exclude=launch.exclude,
         reading=run.reading,
     )
+
+
+def hosts_to_measure(run: Run, devices: int | None) -> tuple[Host, ...]:
+    """Return the hosts that launch=deepspeed names, with the slots that are left, or with the first `devices` of them; () for launch=local.
+
+    The cluster of the run does not matter, since it is to be measured. Raises Unreadable with all that is wrong.
+    """
+    launch = run.launch
+    _refuse_unread_keys(run)
+    if launch.name == "local":
+        return ()
+    if launch.name != "deepspeed":
+        says = f"launch={launch.name} leaves hosts to another program"
+        raise Unreadable([Problem(rule="launch", says=says, mend="set launch=deepspeed, which reaches them by ssh")])
+    if launch.hostfile is None and slurm_job(os.environ) and devices is None:
+        says = f"{slurm_job(os.environ)} does not say how many devices of a node to measure"
+        raise Unreadable([Problem(rule="hostfile", says=says, mend="say it with --devices, or give launch.hostfile")])
+    path = launch.hostfile or slurm_job(os.environ)
+    available = available_hosts(replace(run, cluster=replace(run.cluster, gpus=devices or run.cluster.gpus)))
+    hosts, problems = filter_hosts(available, path, launch.include, launch.exclude)
+    counts = [len(each.slots) for each in hosts]
+    if problems:
+        raise Unreadable(problems)
+    if devices is None and len(set(counts)) > 1:
+        says = f"the hosts have {min(counts)} to {max(counts)} slots, and a cluster as many devices in each node"
+        raise Unreadable([Problem(rule="hostfile", says=says, mend=f"measure the first of each with --devices={min(counts)}")])
+    if devices is not None and devices > min(counts):
+        short = next(each for each in hosts if len(each.slots) < devices)
+        says = f"--devices={devices}: {short.name} has {plural(len(short.slots), 'slot')}"
+        raise Unreadable([Problem(rule="hostfile", says=says, mend=f"--devices={min(counts)} or fewer")])
+    return tuple(first_slots(each, devices or len(each.slots)) for each in hosts)
+
+
+def _refuse_unread_keys(run: Run) -> None:
+    launch = run.launch
+    unread = [key for key in HOST_KEYS if getattr(launch, key) and key not in HOST_KEYS_BY_LAUNCH[launch.name]]
+    if unread:
+        raise Unreadable([_unread_key_problem(run, key) for key in unread])
 
 
 def available_hosts(run: Run) -> tuple[Host, ...]:

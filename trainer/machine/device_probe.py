@@ -56,13 +56,13 @@ class NoSuchDevices(Exception):
     """The machine lacks the devices that were asked for: what is wrong, and its fix."""
 
 
-def measure(kind: str | None, devices: int | None, show: Callable[[str], object]) -> dict[str, Any]:
-    """Return a `DeviceMeasurement` as JSON's types; raises NoSuchDevices."""
+def measure(kind: str | None, devices: int | None, show: Callable[[str], object], cpu: ProbeSizes = CPU) -> dict[str, Any]:
+    """Return a `DeviceMeasurement` as JSON's types, of a CPU with the sizes `cpu`; raises NoSuchDevices."""
     began, load, gpus = perf_counter(), load_per_core(), [] if kind == "cpu" else list_gpus()
     if kind == "cuda" and not gpus:
         raise NoSuchDevices("torch finds no GPU on this machine", "device=cpu measures its CPU")
     if not gpus:
-        return {**_measure_cpu(devices or CPU_PROCESSES, show, began), "load": load}
+        return {**_measure_cpu(devices or CPU_PROCESSES, cpu, show, began), "load": load}
     names = Counter(each["name"] for each in gpus)
     if len(names) > 1:
         says = "this machine's GPUs differ: " + ", ".join(f"{count} x {name}" for name, count in names.items())
@@ -72,14 +72,14 @@ def measure(kind: str | None, devices: int | None, show: Callable[[str], object]
     return {**_measure_gpus(gpus[: devices or len(gpus)], show, began), "load": load}
 
 
-def _measure_cpu(count: int, show: Callable[[str], object], began: float) -> dict[str, Any]:
+def _measure_cpu(count: int, sizes: ProbeSizes, show: Callable[[str], object], began: float) -> dict[str, Any]:
     cores = cpu_count()
     threads = max(1, cores // count)
     rows = run_processes(
-        partial(measure_device, sizes=CPU, precisions=("fp32", "bf16"), threads=threads), count, start_method(has_gpus=False), show
+        partial(measure_device, sizes=sizes, precisions=("fp32", "bf16"), threads=threads), count, start_method(has_gpus=False), show
     )
     facts = {"name": cpu_model() or platform.machine(), "threads": threads, "memory": program_memory() // count, "units": None}
-    return _found(CPU, rows, facts, {}, began)
+    return _found(sizes, rows, facts, {}, began)
 
 
 def _measure_gpus(gpus: list[dict[str, Any]], show: Callable[[str], object], began: float) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def measure_device(process: PoolProcess, sizes: ProbeSizes, precisions: tuple[st
     if process.ranks > 1:
         process.wait_and_show(f"{sizes.library}'s all-reduce")
         all_reduce = measure_all_reduce(
-            sizes.library, process.rank, process.ranks, process.port, device, sizes.reduced, partial(_call_seconds, means=sizes.means)
+            sizes.library, process.rank, process.ranks, process.port, device, sizes.reduced, partial(_call_seconds, sizes=sizes)
         )
     context = context_bytes() if sizes.device == "cuda" else None
     process.barrier.wait()  # for the device's memory is shared until the last has read it
@@ -135,8 +135,8 @@ def measure_device(process: PoolProcess, sizes: ProbeSizes, precisions: tuple[st
     }
 
 
-def _call_seconds(act: Callable[[], object], times: int, *, means: bool) -> float:
-    return mean_of_calls(act, times) if means else fastest_call(act, 0.0, times=CPU.rounds * times)
+def _call_seconds(act: Callable[[], object], times: int, *, sizes: ProbeSizes) -> float:
+    return mean_of_calls(act, times) if sizes.means else fastest_call(act, 0.0, times=sizes.rounds * times)
 
 
 def _found(

@@ -40,7 +40,7 @@ class AllReduceTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMeasurement:
-    """Devices of one machine, all measured at the same time: GPUs, or equal shares of a CPU.
+    """Devices of one machine, all measured at the same time: GPUs, or equal shares of a CPU. It may stand for `hosts` machines.
 
     `memory` is what a program can use of one device, `context` what the driver and torch's libraries hold of a GPU, in bytes. `copies` are
     bytes/s read and written, `launches` seconds of an op on 8 elements; one for each device, as the rates of products are.
@@ -63,6 +63,12 @@ class DeviceMeasurement:
     versions: dict[str, str]
     seconds: float
     date: str
+    hosts: int = 1
+
+    @property
+    def all_devices(self) -> int:
+        """The number of devices of all hosts."""
+        return self.devices * self.hosts
 
     @property
     def share(self) -> float:

@@ -47,7 +47,7 @@ def select_hosts(
     Both are in DeepSpeed's format, `host1@host2:0,2`: hosts separated by @, each with the slots that are meant after a colon, or
     with all. Raises Unreadable with all that is wrong.
     """
-    hosts, problems = _filter_hosts(available, path, include, exclude)
+    hosts, problems = filter_hosts(available, path, include, exclude)
     if not problems:
         cluster = f"{plural(nodes, 'node')} x {gpus}{f' ({reading})' if reading else ''}"
         problems = [*_cluster_problems(hosts, available, nodes, gpus, path, cluster, excluded=bool(exclude))]
@@ -56,7 +56,8 @@ def select_hosts(
     return hosts
 
 
-def _filter_hosts(available: Sequence[Host], path: str, include: str | None, exclude: str | None) -> tuple[tuple[Host, ...], list[Problem]]:
+def filter_hosts(available: Sequence[Host], path: str, include: str | None, exclude: str | None) -> tuple[tuple[Host, ...], list[Problem]]:
+    """Return the hosts that `include` or `exclude` leave, and what is wrong with these."""
     if include and exclude:
         says = f"launch.include={include} and launch.exclude={exclude} are both given"
         return (), [Problem(rule="include", says=says, mend="give one of them")]
@@ -219,16 +220,17 @@ def _count_list(counts: Sequence[int]) -> str:
 def _fitting_overrides(hosts: Sequence[Host], available: Sequence[Host], nodes: int, gpus: int, *, excluded: bool) -> Iterator[str]:
     """Yield overrides under which the hosts match the cluster."""
     drop = "launch.exclude=null " if excluded else ""
-    enough = [_first_slots(host, gpus) for host in hosts if len(host.slots) >= gpus][:nodes]
+    enough = [first_slots(host, gpus) for host in hosts if len(host.slots) >= gpus][:nodes]
     if len(enough) == nodes:
         yield f"{drop}launch.include={include_text(enough, available)}"
     least = min(len(host.slots) for host in hosts)
     uneven = any(len(host.slots) > least for host in hosts)
-    cut = f" {drop}launch.include={include_text([_first_slots(host, least) for host in hosts], available)}" if uneven else ""
+    cut = f" {drop}launch.include={include_text([first_slots(host, least) for host in hosts], available)}" if uneven else ""
     yield f"cluster={len(hosts)}x{least} parallel.dp=auto{cut}"
 
 
-def _first_slots(host: Host, slots: int) -> Host:
+def first_slots(host: Host, slots: int) -> Host:
+    """Return the host with the first of its slots."""
     return Host(name=host.name, slots=host.slots[:slots])
 
 

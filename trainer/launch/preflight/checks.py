@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ...machine.facts import CPU_RANKS_PER_CORE
 from ...spec.format_numbers import size_text
@@ -26,8 +26,8 @@ class HostRequirements:
     """What the run needs of its hosts. `save` is a checkpoint's bytes; `rate` is the declared bytes/s of a device between nodes, if any."""
 
     python: str
-    folder: Path
-    kind: str  # of device: cpu or cuda
+    folder: Path | None  # None: nothing is written on the hosts
+    kind: str | None  # of device: cpu or cuda; None: see `device_kind`
     save: int
     keep: int  # checkpoints kept
     rate: float | None = None
@@ -55,6 +55,11 @@ class HostState:
     def address(self) -> str:
         """Its address for the other hosts: the one that ssh connected to."""
         return str((self.facts or {}).get("address") or self.name)
+
+
+def device_kind(seen: Sequence[HostState]) -> Literal["cpu", "cuda"]:
+    """Return the kind of device that hosts have: GPUs if any of them shows one."""
+    return "cuda" if any(each.facts and each.facts["cards"] for each in seen) else "cpu"
 
 
 def unreachable_problem(name: str, why: str, python: str) -> Problem:
@@ -97,6 +102,8 @@ def _version_problems(each: HostState, own: Mapping[str, str]) -> Iterator[Probl
 
 def _folder_problems(each: HostState, needs: HostRequirements) -> Iterator[Problem]:
     assert each.facts is not None
+    if needs.folder is None:
+        return
     found = each.facts["folder"]
     if why := found.get("problem"):
         says = f"{each.name} can't write to {needs.folder}: {why}"

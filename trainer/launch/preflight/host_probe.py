@@ -3,7 +3,7 @@
 There are three rounds, each run on every host at once: `facts`; `links`, in which each host connects to all others; `reduced`, an
 all-reduce of one process per host over gloo or NCCL. An answer is a line of JSON behind MARK, since a login shell may print before it.
 A program whose ssh has ended, or whose time is up, exits and leaves nothing; `clear` removes the note of a `facts` that no `links`
-followed. The note is a file in the run folder, by which hosts see whether they share it.
+followed. The note is a file in the run folder, by which hosts see whether they share it; without a folder nothing is written.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ def _exit_at_deadline(asked: dict[str, Any]) -> None:
 
 def remove_note(asked: dict[str, Any]) -> dict[str, Any]:
     """Remove the note of this host."""
-    with contextlib.suppress(OSError):
-        os.remove(os.path.join(asked["folder"], asked["note"]))
+    if asked["folder"]:
+        with contextlib.suppress(OSError):
+            os.remove(os.path.join(asked["folder"], asked["note"]))
     return {}
 
 
@@ -69,7 +70,7 @@ def host_facts(asked: dict[str, Any]) -> dict[str, Any]:
         "address": (os.environ.get("SSH_CONNECTION", "").split() + [""] * 3)[2],
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         "cards": gpu_memory() if asked["kind"] == "cuda" else [],
-        "folder": probe_folder(asked["folder"], asked["note"]),
+        "folder": probe_folder(asked["folder"], asked["note"]) if asked["folder"] else {},
         "port": port,
     }
     return said if asked.get("leave") else {**said, **remove_note(asked)}
@@ -133,7 +134,7 @@ def check_links(asked: dict[str, Any]) -> dict[str, Any]:
     word, others = asked["word"].encode(), asked["others"]
     reached: dict[str, float] = {}
     failed: dict[str, str] = {}
-    unseen = _unseen_notes(asked["folder"], others)
+    unseen = _unseen_notes(asked["folder"], others) if asked["folder"] else []
     accepted: list[int] = []
     with _listener(asked["port"]) as listener:
         threading.Thread(target=_accept_connections, args=(listener, word, accepted), daemon=True).start()

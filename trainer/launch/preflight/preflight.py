@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from ..hosts.hostfile import Host
 from ..hosts.shell_safe import SAFE_CHARACTERS, require_shell_safe
 from ..hosts.ssh import Ssh, SshInterrupted, run_concurrently
 from . import host_probe
-from .checks import ELEMENTS, HostRequirements, HostState, all_reduce_problems, host_notes, host_problems, unreachable_problem
+from .checks import ELEMENTS, HostRequirements, HostState, all_reduce_problems, device_kind, host_notes, host_problems, unreachable_problem
 
 LINK_VARIABLES = ("NCCL_", "GLOO_")  # prefixes of the variables that choose the links between hosts
 FACTS_SECONDS, LINKS_SECONDS, ALL_REDUCE_SECONDS = 30.0, 20.0, 120.0  # time limits of the rounds; the last imports torch
@@ -58,26 +58,31 @@ def host_requirements(run: Run, plan: Plan) -> HostRequirements:
 
 def run_preflight(hosts: Sequence[Host], needs: HostRequirements) -> PreflightReport:
     """Ask all hosts; only the run's folder is left on them. Raises SshInterrupted once a stop is requested."""
-    require_shell_safe(needs.python, "the Python", f"install distrain at a path of only {SAFE_CHARACTERS}")
-    seen = [HostState(host=host) for host in hosts]
-    if problem := open_files.raise_limit(open_files.needed_files(0, len(hosts))):
-        return PreflightReport(seen=tuple(seen), problems=(problem,), notes=())
     with collect_stop_requests() as requests:
-        calls = HostCalls(needs.python, requests)
-        notes = {each.name: f".preflight.{secrets.token_hex(8)}" for each in seen}
-        _ask_facts(seen, needs, notes, calls)
-        answering = [each for each in seen if each.facts is not None]
-        if len(seen) > 1:
-            _ask_links(answering, needs, notes, calls)
-            _clear_notes(answering, needs, notes)
-        found = [*host_problems(seen, needs)]
+        seen, found = check_hosts(hosts, needs, requests)
         rate = None
         if len(seen) > 1 and not found:
-            rate = _time_all_reduce(seen, needs, calls)
+            rate = _time_all_reduce(seen, needs, HostCalls(needs.python, requests))
             found += all_reduce_problems(seen, needs)
         if requests:
             raise SshInterrupted(requests[0][0])
     return PreflightReport(seen=tuple(seen), problems=tuple(found), notes=tuple(host_notes(seen, needs, rate)), rate=rate)
+
+
+def check_hosts(hosts: Sequence[Host], needs: HostRequirements, stop_requests: StopRequests) -> tuple[list[HostState], list[Problem]]:
+    """Ask all hosts for their facts and try the connections between them; return the answers, and what prevents a run there."""
+    require_shell_safe(needs.python, "the Python", f"install distrain at a path of only {SAFE_CHARACTERS}")
+    seen = [HostState(host=host) for host in hosts]
+    if problem := open_files.raise_limit(open_files.needed_files(0, len(hosts))):
+        return seen, [problem]
+    calls = HostCalls(needs.python, stop_requests)
+    notes = {each.name: f".preflight.{secrets.token_hex(8)}" for each in seen}
+    _ask_facts(seen, needs, notes, calls)
+    answering = [each for each in seen if each.facts is not None]
+    if len(seen) > 1:
+        _ask_links(answering, needs, notes, calls)
+        _clear_notes(answering, needs, notes)
+    return seen, [*host_problems(seen, replace(needs, kind=needs.kind or device_kind(seen)))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,8 +154,13 @@ def _parse_answer(out: str, err: str, status: int) -> dict[str, Any] | str:
     return lines[-1] if lines else f"ended with {status} and no message"
 
 
+def _folder(needs: HostRequirements) -> str:
+    """The run folder as the probe is told it; "" where there is none."""
+    return "" if needs.folder is None else str(needs.folder)
+
+
 def _ask_facts(seen: Sequence[HostState], needs: HostRequirements, notes: Mapping[str, str], calls: HostCalls) -> None:
-    order = {"round": "facts", "kind": needs.kind, "folder": str(needs.folder), "leave": len(seen) > 1}
+    order = {"round": "facts", "kind": needs.kind or "cuda", "folder": _folder(needs), "leave": len(seen) > 1}
     answers = calls.call_all([(each.name, order | {"note": notes[each.name]}) for each in seen], FACTS_SECONDS)
     for each, answer in zip(seen, answers, strict=True):
         each.seconds = answer.seconds
@@ -164,7 +174,9 @@ def _ask_facts(seen: Sequence[HostState], needs: HostRequirements, notes: Mappin
 
 def _clear_notes(seen: Sequence[HostState], needs: HostRequirements, notes: Mapping[str, str]) -> None:
     """Remove the notes of hosts whose links round was interrupted; the others remove theirs at its end."""
-    order = {"round": "clear", "folder": str(needs.folder)}
+    if needs.folder is None:
+        return
+    order = {"round": "clear", "folder": _folder(needs)}
     left = [(each.name, order | {"note": notes[each.name]}) for each in seen if each.links is None]
     HostCalls(needs.python).call_all(left, CLEAR_SECONDS)
 
@@ -177,7 +189,7 @@ def _ask_links(answering: Sequence[HostState], needs: HostRequirements, notes: M
             name,
             {
                 "round": "links",
-                "folder": str(needs.folder),
+                "folder": _folder(needs),
                 "note": note,
                 "word": word,
                 "port": port,
