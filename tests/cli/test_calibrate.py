@@ -111,7 +111,7 @@ def _plain(value: Any) -> Any:
 def test_the_figures_are_the_measured_ones(document: Any) -> None:
     measured, device, cluster = measured_here(document), document["device"]["values"], document["cluster"]["values"]
     assert device["peak"] == {each: rounded(measured.product(each, 512) or 0) for each in ("fp32", "bf16")}
-    assert device["bandwidth"] == rounded(max(measured.copies))
+    assert device["bandwidth"] == rounded(max(measured.copies) * min(1, measured.cores / 2))  # two processes may have one core
     assert measured.all_reduce is not None
     assert cluster["inside"] == {
         "bandwidth": rounded(measured.all_reduce.bandwidth),
@@ -150,8 +150,7 @@ def test_the_same_rates_give_the_same_plan_as_an_automatic_device(folder: Path, 
 
 def test_the_next_command_plans_with_the_files(folder: Path, document: Any) -> None:
     words = document["next"].split()
-    assert words[0].endswith("distrain")
-    done = run_process(folder, *words[1:])
+    done = run_process(folder, *words[words.index("plan") :])
     assert (done.returncode, done.stderr) == (0, "")
     assert " a step" in done.stdout
 

@@ -68,7 +68,7 @@ def check_command(argv: Sequence[str], kept: Path, *, adds: bool = False) -> str
     assert "Traceback" not in said
     assert "a bug in distrain" not in said
     for line in said.splitlines():
-        assert line.startswith("distrain: "), said
+        assert line.startswith(("distrain: ", "wrote ")), said
         assert len(line) <= LONGEST
     assert said or status == 0 or out.getvalue(), f"{argv} exited with {status} without a message"
     assert children() <= running
