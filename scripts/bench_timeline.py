@@ -14,8 +14,8 @@ from tempfile import TemporaryDirectory
 
 from ..cli.config.load import load_recipe
 from ..trainer.machine.facts import measure_once
+from ..trainer.plan.timeline.simulated_seconds import simulated_seconds
 from ..trainer.plan.timeline.step_costs import step_costs
-from ..trainer.plan.timeline.step_seconds import step_seconds
 from ..trainer.prove.fork_client import ForkServer
 from .bench_layouts import OVERRIDES, time_layout
 
@@ -64,7 +64,7 @@ def simulated_step(words: tuple[str, ...]) -> float:
     """The simulated seconds of a pipeline's step."""
     costs = step_costs(load_recipe("quickstart", [*words, f"cluster.gpus={RANKS}"]))
     assert costs
-    return step_seconds(costs)
+    return simulated_seconds(costs)
 
 
 if __name__ == "__main__":

@@ -72,10 +72,11 @@ def _heading(timeline: Timeline, name: str) -> Iterator[str]:
 
 def _shape_text(timeline: Timeline) -> str:
     stages, micros = plural(len(timeline.stages), "stage"), f"{timeline.micros:,} micro-batch{'' if timeline.micros == 1 else 'es'}"
-    return f"{stages} x {micros} of {timeline.schedule}; {seconds_text(timeline.planned)} planned"
+    schedule = f" of {timeline.schedule}" if timeline.schedule else ""
+    return f"{stages} x {micros}{schedule}; {seconds_text(timeline.planned)} planned"
 
 
-def _per_second(seconds: float) -> float:
+def _pixels_per_second(seconds: float) -> float:
     return (WIDTH - LEFT - RIGHT) / seconds if seconds else 0.0
 
 
@@ -88,7 +89,7 @@ def _rows(timeline: Timeline, first: float, row: float) -> Iterator[str]:
     for stage in timeline.stages:
         top, tall = first + row * stage.index, row * (1 - GAP)
         yield box(LEFT, top, WIDTH - LEFT - RIGHT, tall, COLOURS[IDLE])
-        yield from _boxes(stage, timeline.seconds, top, tall) if one_by_one else _blended(stage, timeline.seconds, top, tall, columns)
+        yield from _boxes(stage, timeline.seconds, top, tall) if one_by_one else _column_boxes(stage, timeline.seconds, top, tall, columns)
         if stage.index % every == 0:
             yield label(LEFT - 8, top + tall / 2 + 4, f"stage {stage.index}", anchor="end")
             yield label(WIDTH - MARGIN, top + tall / 2 + 4, share_text(stage.idle(timeline.seconds)), anchor="end")
@@ -102,7 +103,7 @@ def _columns(timeline: Timeline) -> int:
 
 def _boxes(stage: StageTimeline, seconds: float, top: float, tall: float) -> Iterator[str]:
     """A box a span: what it waits for messages is a strip at its foot; a wide one has the number of its micro-batch."""
-    scale, first = _per_second(seconds), min((span.part for span in stage.spans if span.is_pass), default=0)
+    scale, first = _pixels_per_second(seconds), min((span.part for span in stage.spans if span.is_pass), default=0)
     for span in stage.spans:
         left, wide = LEFT + span.start * scale, span.seconds * scale
         later = span.is_pass and span.part != first
@@ -120,7 +121,7 @@ def _title(span: StepSpan) -> str:
     return f"{SPAN_NAMES[span.kind]}{of}: {seconds_text(span.seconds)} from {seconds_text(span.start)}{waits}"
 
 
-def _blended(stage: StageTimeline, seconds: float, top: float, tall: float, columns: int) -> Iterator[str]:
+def _column_boxes(stage: StageTimeline, seconds: float, top: float, tall: float, columns: int) -> Iterator[str]:
     """Columns in the mean colour of what they show; equal neighbours are one box."""
     wide, left = (WIDTH - LEFT - RIGHT) / columns, 0
     for colour, same in groupby(map(_mean_colour, column_shares(stage, seconds, columns))):
@@ -140,7 +141,7 @@ def _mean_colour(shares: Counter[str]) -> str:
 
 def _axis(seconds: float, top: float) -> Iterator[str]:
     """Ticks of time below the rows."""
-    scale, tick = _per_second(seconds), _round_tick(seconds / 8)
+    scale, tick = _pixels_per_second(seconds), _round_tick(seconds / 8)
     unit, name = time_unit(seconds)
     for count in range(int(seconds / tick * (1 + 1e-9)) + 1):
         at = LEFT + count * tick * scale
@@ -191,7 +192,7 @@ def _curves(timeline: Timeline, top: float) -> Iterator[str]:
 
 def _curve(curve: Sequence[tuple[float, float]], seconds: float, top: float, per_byte: float, colour: str) -> str:
     """A line of steps; of many, the highest in each pixel."""
-    scale, highest = _per_second(seconds), dict[int, float]()
+    scale, highest = _pixels_per_second(seconds), dict[int, float]()
     for at, held in curve:
         pixel = round(2 * at * scale)
         highest[pixel] = max(highest.get(pixel, 0.0), held)

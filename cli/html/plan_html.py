@@ -39,7 +39,7 @@ def plan_html(plan: Plan, step: StepSimulation | None, hint: LayoutHint | None, 
         _better_layout(hint),
         section("Memory", *_memory(plan)),
         section(f"Time of a step: {facts.step_figure(plan)}" if plan.time else "Time", *_time(plan)),
-        section("One step, simulated", *_step(step)),
+        section("One step, simulated", *_step(step, plan)),
         section("Mesh", *_mesh(plan)),
         section("Traffic", *_traffic(plan)),
         section("Model and run", *_run(plan)),
@@ -102,7 +102,7 @@ def _time(plan: Plan) -> Iterator[Markup]:
     if plan.memory is None:
         return
     if plan.time is None or plan.throughput is None:
-        yield paragraphs(["Time, throughput and days are not known.", facts.missing_rates(plan)])
+        yield paragraphs(["Time, throughput and days are not known.", sentence(facts.missing_rates(plan))])
         return
     yield figure(time_drawing(to_builtins(plan)))
     colours = {name: colour for _, name, colour in PARTS}
@@ -114,9 +114,11 @@ def _time(plan: Plan) -> Iterator[Markup]:
     yield paragraphs([sentence(facts.speed_texts(plan)[0])], "note")
 
 
-def _step(step: StepSimulation | None) -> Iterator[Markup]:
+def _step(step: StepSimulation | None, plan: Plan) -> Iterator[Markup]:
     """The timeline, where there are several stages, its critical path, and what would change the step."""
     if step is None:
+        if plan.time:
+            yield paragraphs(["This step has too many passes for a page; distrain simulate runs it."])
         return
     if len(step.timeline.stages) > 1:
         yield paragraphs([sentence(title_text(step.timeline))], "note")

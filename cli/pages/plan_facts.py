@@ -202,8 +202,8 @@ def speed_texts(plan: Plan) -> tuple[str, str]:
 
 
 def missing_rates(plan: Plan) -> str:
-    """How to have the time planned: the fix of the plan's own warning, where it has one."""
-    fixes = [each.mend for each in plan.warnings if each.rule == "time" and each.mend]
+    """How to have the time planned: the fix of the plan's own warning; "" where it has none."""
+    fixes = [each.mend for each in plan.warnings if each.rule == "time"]
     return fixes[0] if fixes else f"set cluster.device.peak and .bandwidth of {plan.device}, and both links"
 
 

@@ -102,7 +102,8 @@ def _time_lines(plan: Plan, style: Style) -> list[str]:
     if plan.memory is None:
         return []
     if plan.time is None or plan.throughput is None:
-        return ["Time, throughput and days are not known", *wrap(facts.missing_rates(plan), indent="  ")]
+        missing = facts.missing_rates(plan)
+        return ["Time, throughput and days are not known", *(wrap(missing, indent="  ") if missing else [])]
     parts = facts.time_parts(plan)
     lines = table([[label, seconds_text(seconds), share_text(share)] for label, seconds, share in parts])
     bars = [style.bar(share, min(30, page_width() - len(lines[0]) - 4)) for _, _, share in parts]

@@ -37,7 +37,13 @@ MARK_NAMES = {
     "step": "optimizer step",
     "host": "host",
 }
-CAUSES = {"computing": "computing", "messages": "messages of its ranks", "sends": "sends", "step": "optimizer step", "host": "host"}
+CAUSES = {
+    "computing": "computing",
+    "messages": "messages inside passes and sums",
+    "sends": "sends",
+    "step": "optimizer step",
+    "host": "host",
+}
 
 
 def simulate_text(step: StepSimulation, name: str, style: Style) -> str:
@@ -79,7 +85,8 @@ def _timeline_lines(timeline: Timeline, style: Style) -> list[str]:
     legend = "  ".join(f"{_mark(kind, style)} {MARK_NAMES[kind]}" for kind in MARK_NAMES if kind in used)
     micros = f"{timeline.micros:,} micro-batch{'' if timeline.micros == 1 else 'es'}"
     each = f"{seconds_text(timeline.seconds / columns)} a column, in which the mark is of what takes most of it"
-    heading = f"Timeline of {plural(len(timeline.stages), 'stage')} and {micros} ({timeline.schedule}); {each}"
+    schedule = f" ({timeline.schedule})" if timeline.schedule else ""
+    heading = f"Timeline of {plural(len(timeline.stages), 'stage')} and {micros}{schedule}; {each}"
     width = max(map(len, names))
     return [
         *wrap(heading),
@@ -127,7 +134,7 @@ def path_text(step: StepSimulation) -> str:
     """The causes of the step's length."""
     whole = step.timeline.seconds
     causes = [f"{CAUSES[cause]} {share_text(each / whole)}" for cause, each in step.path.by_cause.items() if each / whole >= LEAST_SHARE]
-    return f"The critical path, a chain in which nothing waits: {', '.join(causes)}"
+    return f"Critical path, in which each span starts when the one before ends: {', '.join(causes)}"
 
 
 def what_if_rows(step: StepSimulation) -> list[list[str]]:

@@ -25,6 +25,7 @@ FOLDER, NAME = "calibrated", "measured"
 HOST_ARGUMENTS = ("launch", "launch.hostfile", "launch.include", "launch.exclude")
 USAGE = "distrain calibrate [device=OPTION] [launch=deepspeed launch.hostfile=FILE] [-o DIR] [--name NAME]"
 TRIAL_RECIPE = "quickstart"  # a recipe that composes with every option of every group
+MOST_DEVICES = 64  # of a machine: of a CPU, processes that start at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,7 @@ def calibrate(
             "--devices",
             metavar="N",
             min=1,
+            max=MOST_DEVICES,
             show_default=False,
             help="GPUs (default: all), or processes of a CPU (default: 2); with hosts, of each (default: its slots).",
         ),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..pages.printing import print_json, print_output, print_problems
+from ..pages.printing import print_json, print_live_line, print_output, print_problems
 from .common_options import ConfigDir, HtmlFile, RecipeAndOverrides, recipe_and_overrides, write_html_page
 from .exit_status import FAILED, OK
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 MOST_SEARCHED = 64  # GPUs for which a plan searches at once: a second where it does not fit, else at most about 0.3
+MOST_PASSES = 100_000  # of a step that an HTML page simulates: about two seconds
 WORTH_TELLING = 0.2  # share of the time that a layout wastes
 
 
@@ -69,7 +70,8 @@ class PlanRequest:
     def command(self, option: str = "") -> str:
         """The command that plans this."""
         dirs = ("--config-dir", str(self.config_dir)) if self.config_dir else ()
-        return shlex.join(["distrain", "plan", *filter(None, [option]), f"conf={self.conf}", *self.overrides, *dirs])
+        html = ("--html", self.html) if self.html is not None else ()
+        return shlex.join(["distrain", "plan", *filter(None, [option]), f"conf={self.conf}", *self.overrides, *dirs, *html])
 
 
 def _plan_run(request: PlanRequest) -> int:
@@ -105,12 +107,18 @@ def _plan_run(request: PlanRequest) -> int:
 
 
 def _simulated_step(run: Run, plan: Plan) -> StepSimulation | None:
-    """The simulated step of a plan that has times."""
+    """The simulated step of a plan that has times, unless it has too many passes for a page."""
     from ...trainer.plan.timeline.step_costs import step_costs
     from ...trainer.plan.timeline.step_simulation import simulate_step
 
     costs = step_costs(run) if plan.time else None
-    return simulate_step(run, costs) if costs else None
+    if costs is None or 2 * len(costs.layout.partition.parts) * costs.layout.micros > MOST_PASSES:
+        return None
+    print_live_line("simulating a step ...")
+    try:
+        return simulate_step(run, costs)
+    finally:
+        print_live_line("")
 
 
 def _html_target(request: PlanRequest, name: str) -> Path | None:

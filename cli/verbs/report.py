@@ -42,7 +42,7 @@ def report(
         print_output(json.dumps(documents[0] if len(folders) == 1 else documents, indent=2))
     else:
         print_output(_text(run_dirs, folders))
-    return write_html_page(target, _html(run_dirs, folders), as_json=as_json) if target else OK
+    return write_html_page(target, _html(html or "", run_dirs, folders), as_json=as_json) if target else OK
 
 
 def _text(run_dirs: Sequence[Path], folders: Sequence[Path]) -> str:
@@ -66,14 +66,14 @@ def _html_target(html: str, folders: Sequence[Path]) -> Path:
     return html_target(html, "-".join(folder.name for folder in folders[:4]))
 
 
-def _html(run_dirs: Sequence[Path], folders: Sequence[Path]) -> str:
+def _html(html: str, run_dirs: Sequence[Path], folders: Sequence[Path]) -> str:
     """The HTML page of one run, or of several side by side."""
     import shlex
 
     from ...trainer.rundir.measured import read_measured_run
     from ..recipe_files.config_text import run_config_text
 
-    command = shlex.join(["distrain", "report", *map(str, run_dirs)])
+    command = shlex.join(["distrain", "report", *map(str, run_dirs), "--html", html])
     configs = [run_config_text(folder) for folder in folders]
     if len(folders) > 1:
         from ..html.comparison_html import comparison_html

@@ -86,10 +86,11 @@ def _slowness(given: Sequence[str], stages: int) -> dict[int, float]:
         stage, _, times = shown.partition("=")
         factor = _factor(times)
         if not (stage.isascii() and stage.isdecimal() and len(stage) < 10 and int(stage) < stages):
-            says, fix = f"--slow {shown}: there is no stage {stage}", f"name one of stages 0 to {stages - 1}: --slow 0=1.2"
+            known = f"name one of stages 0 to {stages - 1}" if stages > 1 else "there is one stage"
+            says, fix = f"--slow {shown}: there is no stage {stage}", f"{known}: --slow 0=1.2"
         elif factor is None:
             says, fix = (
-                f"--slow {shown} does not say how many times as long the stage computes",
+                f"--slow {shown} does not say how many times as long the stage computes, above 0 and at most {MOST_SLOW:g}",
                 f"write --slow {stage}=1.2 for a fifth longer",
             )
         elif int(stage) in found:
@@ -113,13 +114,13 @@ def _factor(text: str) -> float | None:
 
 
 def _print_page(name: str, costs: StepCosts, step: StepSimulation, slowness: Mapping[int, float]) -> None:
-    from ...trainer.plan.timeline.step_seconds import step_seconds
+    from ...trainer.plan.timeline.simulated_seconds import simulated_seconds
     from ..pages.simulate_page import simulate_text, slow_text
     from ..pages.text_layout import stdout_style, wrap
 
     print_output(simulate_text(step, name, stdout_style()))
     if slowness:
-        print_output("\n".join(["", *wrap(slow_text(slowness, step.timeline.seconds, step_seconds(costs)))]))
+        print_output("\n".join(["", *wrap(slow_text(slowness, step.timeline.seconds, simulated_seconds(costs)))]))
 
 
 def simulate_document(name: str, step: StepSimulation) -> dict[str, Any]:
@@ -130,7 +131,7 @@ def simulate_document(name: str, step: StepSimulation) -> dict[str, Any]:
         "name": name,
         "seconds": timeline.seconds,
         "planned": timeline.planned,
-        "schedule": timeline.schedule,
+        "schedule": timeline.schedule or None,
         "microbatches": timeline.micros,
         "chunks": timeline.chunks,
         "critical_path": {"seconds": path.by_cause, "stages": [path.by_stage.get(stage.index, 0.0) for stage in timeline.stages]},
@@ -159,15 +160,19 @@ def simulate_document(name: str, step: StepSimulation) -> dict[str, Any]:
 
 
 def _write(targets: tuple[Path | None, Path | None], name: str, timeline: Timeline, costs: StepCosts, show: Callable[[str], object]) -> int:
-    """Write the files that were asked for, and show a line about each; without any, say how to get them."""
+    """Write the files that were asked for, and show a line about each."""
     from ..drawings.step_files import write_svg, write_trace
 
     svg, trace = targets
-    try:
-        if svg is not None:
-            show(write_svg(svg, timeline, name))
-        if trace is not None:
-            show(write_trace(trace, timeline, costs, name))
-    except OSError as error:
-        return print_unwritten(str(svg or trace), error)
-    return OK
+    writers: list[tuple[Path, Callable[[Path], str]]] = []
+    if svg is not None:
+        writers.append((svg, lambda file: write_svg(file, timeline, name)))
+    if trace is not None:
+        writers.append((trace, lambda file: write_trace(file, timeline, costs, name)))
+    status = OK
+    for file, write in writers:
+        try:
+            show(write(file))
+        except OSError as error:
+            status = print_unwritten(str(file), error)
+    return status

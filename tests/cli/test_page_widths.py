@@ -33,7 +33,7 @@ PAGES = [
     "plan -m conf=megatron_175b parallel.tp=8,4 parallel.schedule=interleaved,1f1b",
     "search conf=llama3_70b cluster=8x8 search.rows=3",
     "search conf=llama3_8b_1node search.nodes=1..2",
-    *(f"simulate conf={recipe}" for recipe in ("gpt3_175b", "megatron_530b", "llama3_8b")),
+    *(f"simulate conf={recipe}" for recipe in ("gpt3_175b", "megatron_175b", "llama3_8b")),
     f"simulate conf=gpt3_175b name={LONG} --slow 1=1.25 --slow 2=1.25 --slow 10=1.25",
     "simulate conf=llama3_8b_1node engine=native parallel.pp=4 parallel.dp=2 parallel.tp=1 train.microbatch=1 parallel.schedule=zb_v",
     "ls",

@@ -98,19 +98,19 @@ def test_counters_are_the_activations_held() -> None:
 def test_data_messages_lie_beside_the_passes_that_hide_them(zero: int) -> None:
     costs = costs_of(run_of("llama3_8b", f"parallel.zero={zero}"))
     timeline, events = trace_of(costs)
-    shown, travels = slices(events, "data"), costs.travels[0]
-    assert travels
-    for travel in travels:
-        mine = [event for event in shown if (event["name"], event["args"]["payload_bytes"]) == (travel.verb, travel.payload)]
-        assert len(mine) >= (timeline.micros if travel.is_repeated else 1)
-        assert max(event["dur"] for event in mine) == pytest.approx(1e6 * travel.seconds, rel=1e-6) or mine[0]["ts"] == 0
+    shown, rounds = slices(events, "data"), costs.rounds[0]
+    assert rounds
+    for message_round in rounds:
+        mine = [event for event in shown if (event["name"], event["args"]["payload_bytes"]) == (message_round.verb, message_round.payload)]
+        assert len(mine) >= (timeline.micros if message_round.is_repeated else 1)
+        assert max(event["dur"] for event in mine) == pytest.approx(1e6 * message_round.seconds, rel=1e-6) or mine[0]["ts"] == 0
 
 
 def test_a_sum_of_gradients_ends_as_much_after_the_last_pass_as_it_is_exposed() -> None:
     costs = pipeline("1f1b", 1, "parallel.zero=1", "engine=pipe")
     timeline, events = trace_of(costs)
-    for stage, travels in zip(timeline.stages, costs.travels, strict=True):
-        (summed,) = (travel for travel in travels if travel.verb != "all_gather")
+    for stage, rounds in zip(timeline.stages, costs.rounds, strict=True):
+        (summed,) = (message_round for message_round in rounds if message_round.verb != "all_gather")
         assert summed.exposed > 0
         (shown,) = (event for event in slices(events, "data") if (event["pid"], event["name"]) == (stage.index, summed.verb))
         last = max(span.end for span in stage.spans if span.is_pass or span.kind == "send")

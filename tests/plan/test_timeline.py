@@ -69,7 +69,9 @@ def test_a_recipes_step_is_as_long_as_planned(recipe: str) -> None:
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_schedules_step_is_as_long_as_planned(name: str, chunks: int, zero: int) -> None:
     hidden, shown = (pipeline(name, chunks, f"parallel.zero={zero}", *words) for words in ((HIDDEN,), ()))
-    repeats = any(travel.is_repeated and travel.exposed for stage in hidden.travels for travel in stage)  # a plan has them after all passes
+    repeats = any(
+        message_round.is_repeated and message_round.exposed for stage in hidden.rounds for message_round in stage
+    )  # a plan has them after all passes
     even = name not in ("interleaved", "zb_v") and not repeats  # whose closed forms count all parts as equally long
     even = even and not (name == "pipedream" and zero == 3)  # whose stages wait for each other, which a plan does not count
     assert make_timeline(hidden).seconds == pytest.approx(hidden.planned, rel=1e-6 if even else 0.03)
@@ -171,7 +173,7 @@ def test_the_sum_of_a_tied_weight_follows_the_passes_of_both_ends() -> None:
 
 def test_gradients_are_summed_after_the_half_of_a_backward_that_computes_them() -> None:
     sums, none = (pipeline("zb_h1", 1, f"parallel.zero={zero}", "parallel.overlap.data=false") for zero in (2, 1))
-    exposed = sum(travel.exposed for travel in sums.travels[0] if travel.is_repeated)
+    exposed = sum(message_round.exposed for message_round in sums.rounds[0] if message_round.is_repeated)
     assert exposed > 0
     added = {kind: sums.passes[kind, 0].messages - none.passes[kind, 0].messages for kind in "FBIW"}
     assert added == {"F": 0, "B": pytest.approx(exposed), "I": 0, "W": pytest.approx(exposed)}

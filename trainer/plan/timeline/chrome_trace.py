@@ -5,10 +5,10 @@ The format is the Trace Event Format: times in microseconds, complete events (X)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .step_costs import DataTravel, StepCosts
+from .step_costs import MessageRound, StepCosts
 from .timeline import StageTimeline, StepSpan, Timeline, held_activations
 
 GENERATOR = "distrain simulate"
@@ -47,13 +47,13 @@ def trace_document(timeline: Timeline, costs: StepCosts, name: str) -> dict[str,
 def _events(timeline: Timeline, costs: StepCosts) -> Iterator[Event]:
     with_blocks = sum(len(costs.blocks[span.part]) for stage in timeline.stages for span in stage.spans if span.is_pass) <= MOST_BLOCKS
     for stage in timeline.stages:
-        yield from _names(stage, has_data=bool(costs.travels[stage.index]))
+        yield from _names(stage, has_data=bool(costs.rounds[stage.index]))
         for span in stage.spans:
             yield _slice(span)
             if with_blocks and span.is_pass:
                 yield from _block_slices(span, costs)
-        for travel in costs.travels[stage.index]:
-            yield from _data_slices(stage, travel)
+        for message_round in costs.rounds[stage.index]:
+            yield from _data_slices(stage, message_round, costs.shares)
         for at, held in held_activations(stage):
             yield {"ph": "C", "pid": stage.index, "ts": at * 1e6, "name": "activations", "args": {"bytes": round(held)}}
     yield from _flows(timeline)
@@ -75,10 +75,10 @@ def _slice(span: StepSpan) -> Event:
     if span.has_micro_batch:
         name = f"{name} {span.micro}"
         args |= {"micro_batch": span.micro, "part": span.part}
-    return _complete(span.stage, PASSES, name, span.start, span.seconds, span.kind, args)
+    return _complete_event(span.stage, PASSES, name, span.start, span.seconds, span.kind, args)
 
 
-def _complete(stage: int, thread: int, name: str, start: float, seconds: float, category: str, args: dict[str, Any]) -> Event:
+def _complete_event(stage: int, thread: int, name: str, start: float, seconds: float, category: str, args: dict[str, Any]) -> Event:
     return {
         "ph": "X",
         "pid": stage,
@@ -99,26 +99,28 @@ def _block_slices(span: StepSpan, costs: StepCosts) -> Iterator[Event]:
     at = span.start
     for name, seconds in each if span.kind == "F" else reversed(each):
         length = span.seconds * seconds / whole if whole else 0.0
-        yield _complete(span.stage, PASSES, name, at, length, "block", {})
+        yield _complete_event(span.stage, PASSES, name, at, length, "block", {})
         at += length
 
 
-def _data_slices(stage: StageTimeline, travel: DataTravel) -> Iterator[Event]:
-    """When messages of the data axis travel: beside the pass that hides them, and after it for as long as they are exposed."""
-    for span in _hiding_passes(stage, travel):
-        end = span.end if travel.is_repeated else span.end + travel.exposed
-        args = {"payload_bytes": travel.payload, "messages": travel.parts, "exposed_us": travel.exposed * 1e6}
-        start = max(0.0, end - travel.seconds)
-        yield _complete(stage.index, DATA, travel.verb, start, end - start, "data", args)
+def _data_slices(stage: StageTimeline, sent: MessageRound, shares: Sequence[float]) -> Iterator[Event]:
+    """A round of messages of the data axis: beside the pass that hides it, and after it for as long as it is exposed. A part of the model
+    has its share of the rounds at every micro-batch."""
+    for span in _hiding_passes(stage, sent):
+        share = shares[span.part] if sent.is_repeated else 1.0
+        end = span.end if sent.is_repeated else span.end + sent.exposed
+        args = {"payload_bytes": sent.payload, "messages": round(sent.parts * share, 3), "exposed_us": sent.exposed * share * 1e6}
+        start = max(0.0, end - sent.seconds * share)
+        yield _complete_event(stage.index, DATA, sent.verb, start, end - start, "data", args)
 
 
-def _hiding_passes(stage: StageTimeline, travel: DataTravel) -> list[StepSpan]:
-    """The spans at whose end messages end, or, once an update, begin to be exposed: passes, or the optimizer's step before a gather."""
-    if travel.is_repeated:
+def _hiding_passes(stage: StageTimeline, sent: MessageRound) -> list[StepSpan]:
+    """The spans at whose end messages end, or, once an update, start to be exposed: passes, or the optimizer's step before a gather."""
+    if sent.is_repeated:
         splits = any(span.kind == "W" for span in stage.spans)
-        kind = "F" if travel.under_forward else "W" if splits else "B"
+        kind = "F" if sent.under_forward else "W" if splits else "B"
         return [span for span in stage.spans if span.kind == kind]
-    if travel.verb == "all_gather":
+    if sent.verb == "all_gather":
         return [span for span in stage.spans if span.kind == "step"]
     last = [
         span for span, after in zip(stage.spans, (*stage.spans[1:], None), strict=True) if after and after.kind in ("sum", "tied", "step")

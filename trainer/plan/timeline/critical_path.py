@@ -93,5 +93,5 @@ class _Walk:
 
     def _last_ended(self, span: StepSpan) -> StepSpan | None:
         """The span of any stage at whose end one that is no pass starts: all stages wait for the last."""
-        ended = [each for each in self.by_end if abs(each.end - span.start) <= self.close and each is not span]
+        ended = [each for each in self.by_end if abs(each.end - span.start) <= self.close and each.start < span.start]
         return ended[-1] if ended else None

@@ -9,22 +9,22 @@ from typing import NamedTuple
 from ..layout.continued_actions import flush_actions, step_actions
 from ..layout.delay import Delay
 from ..layout.layout import Layout
-from ..layout.schedules import part_of, peak_in_flight, stage_and_chunk
+from ..layout.schedules import SCHEDULES, Schedule, part_of, stage_and_chunk
 from ..layout.simulate import TimedAction, simulate
+from ..layout_cost import in_flight
 from .step_costs import StepCosts
 from .timeline import NONE, SpanKind, StageTimeline, StepSpan, Timeline, Transfer
 
 STEADY = 2  # steps after those that fill a pipeline without a flush, until its steps are alike
 
 Slowness = Mapping[int, float]
-"""Stage -> by how much its computation takes longer than planned: 1.1, a tenth longer."""
-
+"""Stage -> the factor by which its computation takes longer than planned: 1.1, a tenth longer."""
 
 AS_PLANNED: Slowness = {}
 
 
-class Simulated(NamedTuple):
-    """The spans of each stage, the micro-batches that it holds when the step begins, and the seconds from the step's begin to its end."""
+class SimulatedSpans(NamedTuple):
+    """The spans of each stage, the micro-batches that it holds when the step starts, and the seconds from the step's start to its end."""
 
     spans: list[list[StepSpan]]
     held: list[int]
@@ -38,7 +38,7 @@ def make_timeline(costs: StepCosts, slowness: Slowness = AS_PLANNED) -> Timeline
     return Timeline(
         seconds=step.seconds,
         planned=costs.planned,
-        schedule=layout.parallel.schedule,
+        schedule=layout.parallel.schedule if layout.mesh.pp > 1 else "",
         flushes=layout.delay is None,
         micros=layout.micros,
         chunks=layout.chunks,
@@ -47,13 +47,13 @@ def make_timeline(costs: StepCosts, slowness: Slowness = AS_PLANNED) -> Timeline
     )
 
 
-def _flushed_step(costs: StepCosts, slowness: Slowness) -> Simulated:
+def _flushed_step(costs: StepCosts, slowness: Slowness) -> SimulatedSpans:
     """The step of a schedule that flushes: all stages step once all gradients are summed, for their norm is one number."""
     layout, stages = costs.layout, costs.layout.mesh.pp
-    actions = [layout.schedule.actions(stage, stages, layout.micros, layout.chunks) for stage in range(stages)]
+    actions = [step_schedule(layout).actions(stage, stages, layout.micros, layout.chunks) for stage in range(stages)]
     durations = pass_durations(costs, slowness)
     seconds = {key: each.total for key, each in durations.items()}
-    events = simulate(actions, folded=layout.is_folded, seconds=lambda *key: seconds[key], send=latency(costs)).events
+    events = simulate(actions, folded=layout.is_folded, seconds=lambda *key: seconds[key], send=send_delay(costs)).events
     spans = [[span for timed in each for span in _pass_spans(costs, timed, durations)] for each in events]
     for stage, end in enumerate(costs.ends):
         _append(spans[stage], stage, "sum", spans[stage][-1].end, end.sums)
@@ -68,7 +68,12 @@ def _flushed_step(costs: StepCosts, slowness: Slowness) -> Simulated:
     last = max(each[-1].end for each in spans)
     for stage in range(stages):
         _append(spans[stage], stage, "host", last, costs.host)
-    return Simulated(spans, [0] * stages, last + costs.host)
+    return SimulatedSpans(spans, [0] * stages, last + costs.host)
+
+
+def step_schedule(layout: Layout) -> Schedule:
+    """Return the schedule of a layout that flushes; without stages each micro-batch runs forward and then backward, whatever is named."""
+    return layout.schedule if layout.mesh.pp > 1 else SCHEDULES["1f1b"]
 
 
 def _append(spans: list[StepSpan], stage: int, kind: SpanKind, start: float, seconds: float) -> float:
@@ -78,7 +83,7 @@ def _append(spans: list[StepSpan], stage: int, kind: SpanKind, start: float, sec
     return start + seconds
 
 
-def _step_without_flush(costs: StepCosts, delay: Delay, slowness: Slowness) -> Simulated:
+def _step_without_flush(costs: StepCosts, delay: Delay, slowness: Slowness) -> SimulatedSpans:
     """A step among others that are alike, from the end of a step's last backward on the last stage to that of the next.
 
     What follows an update's last backward runs right after it: nothing waits for the other stages.
@@ -90,14 +95,14 @@ def _step_without_flush(costs: StepCosts, delay: Delay, slowness: Slowness) -> S
     flushed = [[*step_actions(stage, stages, 0, many), *flush_actions(stage, stages, many)] for stage in range(stages)]
     durations = pass_durations(costs, slowness)
     updates = {
-        ("B", stage, micro): sum(end) + costs.host / delay.updates(micros)
-        for stage, end in enumerate(costs.ends)
+        ("B", stage, micro): sum(seconds for _, seconds in _update_seconds(costs, delay, stage))
+        for stage in range(stages)
         for micro in range(many)
         if _ends_update(delay, micro, micros)
     }
     seconds = {key: each.total for key, each in durations.items()}
     events = simulate(
-        flushed, folded=False, seconds=lambda *key: seconds[key], send=latency(costs), afterwards=updates
+        flushed, folded=False, seconds=lambda *key: seconds[key], send=send_delay(costs), afterwards=updates
     ).events  # fmt: skip
     ends = {event.action.micro: event.end for event in events[-1] if event.action.kind == "B"}
     begin, finish = (ends[step * micros - 1] for step in (steps - 1, steps))
@@ -105,8 +110,10 @@ def _step_without_flush(costs: StepCosts, delay: Delay, slowness: Slowness) -> S
     for each in events:
         whole = [span for timed in each for span in _spans_with_update(costs, delay, timed, durations)]
         held.append(sum((span.kind == "F" and span.end <= begin) - (span.kind == "B" and span.end <= begin) for span in whole))
-        spans.append([_shifted(span, begin, finish, (steps - 1) * micros) for span in whole if begin < span.end and span.start < finish])
-    return Simulated(spans, held, finish - begin)
+        spans.append(
+            [_span_in_window(span, begin, finish, (steps - 1) * micros) for span in whole if begin < span.end and span.start < finish]
+        )
+    return SimulatedSpans(spans, held, finish - begin)
 
 
 def _ends_update(delay: Delay, micro: int, micros: int) -> bool:
@@ -118,15 +125,20 @@ def _spans_with_update(costs: StepCosts, delay: Delay, timed: TimedAction, durat
     layout, action = costs.layout, timed.action
     spans = _pass_spans(costs, timed, durations)
     if action.kind == "B" and _ends_update(delay, action.micro, layout.micros):
-        end, at = costs.ends[timed.stage], spans[-1].end
-        host = costs.host / delay.updates(layout.micros)
-        ends: tuple[tuple[SpanKind, float], ...] = (("sum", end.sums), ("step", end.step), ("gather", end.gather), ("host", host))
-        for kind, seconds in ends:
+        at = spans[-1].end
+        for kind, seconds in _update_seconds(costs, delay, timed.stage):
             at = _append(spans, timed.stage, kind, at, seconds)
     return spans
 
 
-def _shifted(span: StepSpan, begin: float, end: float, first: int) -> StepSpan:
+def _update_seconds(costs: StepCosts, delay: Delay, stage: int) -> Sequence[tuple[SpanKind, float]]:
+    """What follows the last backward of an update on a stage, and its seconds."""
+    end, updates = costs.ends[stage], delay.updates(costs.layout.micros)
+    tied = costs.tied / updates if stage in (0, costs.layout.mesh.pp - 1) else 0.0
+    return (("sum", end.sums), ("tied", tied), ("step", end.step), ("gather", end.gather), ("host", costs.host / updates))
+
+
+def _span_in_window(span: StepSpan, begin: float, end: float, first: int) -> StepSpan:
     """A span in a window, cut at both ends; its micro-batch counts from the window's step."""
     start, stop = max(span.start, begin), min(span.end, end)
     kept = (stop - start) / span.seconds if span.seconds else 1.0
@@ -163,7 +175,7 @@ def pass_durations(costs: StepCosts, slowness: Slowness) -> Durations:
     return found
 
 
-def latency(costs: StepCosts) -> float:
+def send_delay(costs: StepCosts) -> float:
     """Return the seconds between the end of a pass and the arrival of its result on another stage; 0 where its own stage waits for them."""
     return 0.0 if costs.send_blocks else costs.send
 
@@ -189,7 +201,7 @@ def _pass_spans(costs: StepCosts, timed: TimedAction, durations: Durations) -> l
     return spans
 
 
-def _stage_timeline(costs: StepCosts, step: Simulated, stage: int) -> StageTimeline:
+def _stage_timeline(costs: StepCosts, step: SimulatedSpans, stage: int) -> StageTimeline:
     """A stage's spans, and the causes of its idle time."""
     layout, spans = costs.layout, step.spans[stage]
     messages = sum(span.messages for span in spans)
@@ -205,7 +217,7 @@ def _stage_timeline(costs: StepCosts, step: Simulated, stage: int) -> StageTimel
         filling=spans[0].start,
         waiting=sum(gaps[:last]),
         draining=sum(gaps[last:]) + step.seconds - spans[-1].end,
-        in_flight=peak_in_flight(layout.schedule.actions(stage, layout.mesh.pp, layout.micros, layout.chunks), layout.chunks),
+        in_flight=in_flight(layout, stage),
         held=step.held[stage],
         saved=costs.saved[stage],
     )

@@ -9,6 +9,7 @@ from ...spec.run import Run
 from ..costs.block_costs import BlockCosts
 from ..costs.cost_context import CostContext
 from ..layout.layout import Layout
+from ..layout.schedules import stage_and_chunk
 from ..layout_cost import LayoutCost, hop_seconds, layout_cost, tied_seconds
 from ..layout_of_run import layout_of_run
 from ..part_seconds import is_simulated, part_message_seconds, part_seconds
@@ -36,8 +37,8 @@ class EndSeconds(NamedTuple):
     gather: float
 
 
-class DataTravel(NamedTuple):
-    """Messages of the data axis on a stage, each time that they travel: at every micro-batch (`is_repeated`) or once an update."""
+class MessageRound(NamedTuple):
+    """Messages of the data axis that a stage sends together: at every micro-batch (`is_repeated`), else once a step or once an update."""
 
     verb: str
     payload: int  # bytes of one message
@@ -46,6 +47,7 @@ class DataTravel(NamedTuple):
     exposed: float  # of these seconds, those that no pass hides
     under_forward: bool  # forward hides the rest, else backward
     is_repeated: bool
+    an_update: float  # rounds for each update of the weights, of those that are not repeated
 
 
 class BlockWeight(NamedTuple):
@@ -68,7 +70,8 @@ class StepCosts(NamedTuple):
     host: float
     planned: float
     saved: tuple[float, ...]  # of each stage, bytes of activations of a micro-batch on one of its parts
-    travels: tuple[tuple[DataTravel, ...], ...]  # of each stage
+    rounds: tuple[tuple[MessageRound, ...], ...]  # of each stage
+    shares: tuple[float, ...]  # of each part of the model, of its stage's layers
     blocks: tuple[tuple[BlockWeight, ...], ...]  # of each part of the model
 
 
@@ -82,67 +85,82 @@ def step_costs(run: Run) -> StepCosts | None:
 
 def _step_costs(context: CostContext, layout: Layout, cost: LayoutCost, planned: float) -> StepCosts:
     """The wait for the slowest of many nodes lengthens every span but the optimizer's step, as it does in a plan."""
-    late, kinds = 1 + context.tail, [cost.kinds[at] for at in layout.partition.kind_of_stage]
+    tail_factor, kinds = 1 + context.tail, [cost.kinds[at] for at in layout.partition.kind_of_stage]
     return StepCosts(
         layout=layout,
-        passes=_passes(layout, cost.blocks, kinds, late),
-        ends=tuple([_end_seconds(layout, kind, late) for kind in kinds]),
-        send=hop_seconds(layout, cost.blocks) / (2 * layout.chunks) * late,
+        passes=_passes(layout, cost.blocks, kinds, tail_factor),
+        ends=tuple([_end_seconds(layout, kind, tail_factor) for kind in kinds]),
+        send=hop_seconds(layout, cost.blocks) / (2 * layout.chunks) * tail_factor,
         send_blocks=not is_simulated(layout),  # as the plan counts them
-        tied=tied_seconds(context, layout, cost.blocks) * late,
+        tied=tied_seconds(context, layout, cost.blocks) * tail_factor,
         host=context.step_overhead,
         planned=planned,
         saved=tuple([(kind.passes.saved + kind.passes.held.passing) / layout.chunks for kind in kinds]),
-        travels=tuple([tuple(_travels(layout, kind, late)) for kind in kinds]),
+        shares=tuple([_share_of_stage(layout, part) for part in range(len(layout.partition.parts))]),
+        rounds=tuple([tuple(_message_rounds(layout, kind, tail_factor)) for kind in kinds]),
         blocks=tuple([tuple(_block_weights(layout, cost.blocks, part)) for part in range(len(layout.partition.parts))]),
     )
 
 
-def _passes(layout: Layout, blocks: BlockCosts, kinds: Sequence[StageCost], late: float) -> dict[tuple[str, int], PlannedPass]:
+def _passes(layout: Layout, blocks: BlockCosts, kinds: Sequence[StageCost], tail_factor: float) -> dict[tuple[str, int], PlannedPass]:
     """The passes of all parts, each with its share of the messages that its stage exposes at every micro-batch."""
     seconds, messages = part_seconds(layout, blocks), part_message_seconds(layout, blocks)
     passes: dict[tuple[str, int], PlannedPass] = {}
     for stage, kind_of_stage in enumerate(kinds):
-        repeated, layers = _repeated_seconds(tuple(_travels(layout, kind_of_stage, late))), layout.partition.counts[stage]
+        repeated = _repeated_seconds(tuple(_message_rounds(layout, kind_of_stage, tail_factor)))
         for part in layout.parts(stage):
-            share = layout.partition.parts[part] / layers if layers else 0.0
+            share = _share_of_stage(layout, part)
             for kind in PASS_KINDS:
                 waited = messages(kind, part)
                 computing = seconds(kind, part) - waited
-                passes[kind, part] = PlannedPass(computing * late, waited * late + share * repeated[kind])
+                passes[kind, part] = PlannedPass(computing * tail_factor, waited * tail_factor + share * repeated[kind])
     return passes
 
 
-def _repeated_seconds(travels: Sequence[DataTravel]) -> dict[str, float]:
+def _share_of_stage(layout: Layout, part: int) -> float:
+    """The share of its stage's layers that a part of the model has."""
+    stage, _ = stage_and_chunk(part, layout.mesh.pp, folded=layout.is_folded)
+    layers = layout.partition.counts[stage]
+    return layout.partition.parts[part] / layers if layers else 0.0
+
+
+def _repeated_seconds(rounds: Sequence[MessageRound]) -> dict[str, float]:
     """Exposed seconds of the data axis's messages at each micro-batch, by the kind of pass that hides the rest of them.
 
     Where a backward is in two, gradients of weights are summed after the second half.
     """
     seconds = dict.fromkeys("FBIW", 0.0)
-    for each in travels:
+    for each in rounds:
         for kind in ("F" if each.under_forward else "BW") if each.is_repeated else "":
             seconds[kind] += each.exposed
     return seconds
 
 
-def _end_seconds(layout: Layout, kind: StageCost, late: float) -> EndSeconds:
+def _end_seconds(layout: Layout, kind: StageCost, tail_factor: float) -> EndSeconds:
     """What follows the passes of a step, or those of an update where the pipeline does not flush."""
     updates = layout.gradient_sync.updates
-    at_end = [each for each in _travels(layout, kind, late) if not each.is_repeated]
-    gathered = sum([each.exposed for each in at_end if each.verb == "all_gather"])
-    summed = sum([each.exposed for each in at_end if each.verb != "all_gather"])
-    return EndSeconds(summed + kind.states.sums / updates * late, kind.step / updates, gathered)
+    at_end = [each for each in _message_rounds(layout, kind, tail_factor) if not each.is_repeated]
+    gathered = sum([each.exposed * each.an_update for each in at_end if each.verb == "all_gather"])
+    summed = sum([each.exposed * each.an_update for each in at_end if each.verb != "all_gather"])
+    return EndSeconds(summed + kind.states.sums / updates * tail_factor, kind.step / updates, gathered)
 
 
-def _travels(layout: Layout, kind: StageCost, late: float) -> Iterator[DataTravel]:
+def _message_rounds(layout: Layout, kind: StageCost, tail_factor: float) -> Iterator[MessageRound]:
     """The messages of the data axis on a kind of stage."""
     sync, last, passes = layout.gradient_sync, last_passes(layout), kind.passes
     for each in kind.messages:
         exposed = each.exposed(last * passes.forward, last * passes.backward) / each.rounds
         repeated = each.rounds == layout.micros and (each.rounds != sync.updates or sync.zero == 3)
-        yield DataTravel(
-            each.verb, each.payload, each.parts, each.seconds * late, exposed * late, each.under_forward, repeated
-        )  # fmt: skip
+        yield MessageRound(
+            verb=each.verb,
+            payload=each.payload,
+            parts=each.parts,
+            seconds=each.seconds * tail_factor,
+            exposed=exposed * tail_factor,
+            under_forward=each.under_forward,
+            is_repeated=repeated,
+            an_update=each.rounds / sync.updates,
+        )
 
 
 def _block_weights(layout: Layout, blocks: BlockCosts, part: int) -> Iterator[BlockWeight]:

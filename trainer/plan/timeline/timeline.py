@@ -1,8 +1,7 @@
-"""The events of one step, in seconds from its begin, as data."""
+"""The events of one step, in seconds from its start, as data."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -69,7 +68,7 @@ class StageTimeline:
     waiting: float
     draining: float
     in_flight: float  # micro-batches that it holds at once, at most
-    held: int  # parts of micro-batches that it holds when the step begins: without a flush, those of the step before
+    held: int  # parts of micro-batches that it holds when the step starts: without a flush, those of the step before
     saved: float  # bytes of activations that one micro-batch holds on one of its parts
 
     def idle(self, seconds: float) -> float:
@@ -100,14 +99,13 @@ class Timeline:
 def held_activations(stage: StageTimeline) -> list[tuple[float, float]]:
     """(seconds, bytes of activations that a rank of the stage holds from then on): a forward adds a micro-batch's on a part, the end of
     its backward, or of its weights' gradients, frees them."""
-    splits = any(span.kind == "W" for span in stage.spans)
+    frees = "W" if any(span.kind == "W" for span in stage.spans) else "B"
     held, curve = stage.held, [(0.0, stage.held * stage.saved)]
-    for at, change in sorted(_changes(stage.spans, "W" if splits else "B")):
-        held += change
-        curve.append((at, held * stage.saved))
+    for span in stage.spans:  # in their order: a pass may start at the moment, to rounding, at which the one before ends
+        if span.kind == "F":
+            held += 1
+            curve.append((span.start, held * stage.saved))
+        elif span.kind in ("B", frees):
+            held -= 1
+            curve.append((span.end, held * stage.saved))
     return curve
-
-
-def _changes(spans: Sequence[StepSpan], frees: str) -> list[tuple[float, int]]:
-    starts = [(span.start, 1) for span in spans if span.kind == "F"]
-    return starts + [(span.end, -1) for span in spans if span.kind in ("B", frees)]

@@ -8,14 +8,15 @@ from statistics import fmean
 from typing import NamedTuple
 
 from ...spec.run import Cluster, Device, Link, Run
+from ..rules.rules import broken_rules
+from .simulated_seconds import simulated_seconds, varied_seconds
 from .step_costs import PlannedPass, StepCosts, step_costs
-from .step_seconds import step_seconds, varied_step_seconds
 from .timeline import PASS_KINDS
 
 FREE = 1e9  # times the bandwidth of a link at which a message takes no time that matters
 SLOW = 1.1  # times as long as planned: what a stage with a slow device takes
 VARIATION = 0.05  # of a pass's time, its standard deviation
-STEPS = 5  # whose mean is taken where passes vary
+LEAST_STEPS, MOST_STEPS = 6, 100  # whose mean is taken where passes vary: the more, the fewer passes a step has
 MOST_VARIED = 20_000  # passes of a step for which that is done, and for which one of twice the batch is simulated
 LEAST_CHANGE = 5e-4  # share of the step; less is not shown
 
@@ -29,7 +30,7 @@ class WhatIf(NamedTuple):
 
 def what_ifs(run: Run, costs: StepCosts, slowest: int) -> list[WhatIf]:
     """Return the conditions that change a legal run's step, the largest gain first; `slowest` is the stage that most others wait for."""
-    now = step_seconds(costs)
+    now = simulated_seconds(costs)
     found = [*_other_clusters(run), *_other_pipelines(run, costs, slowest)]
     return sorted((each for each in found if abs(each.seconds / now - 1) >= LEAST_CHANGE), key=lambda each: each.seconds)
 
@@ -48,7 +49,7 @@ def _other_clusters(run: Run) -> Iterator[WhatIf]:
     )
     for says, each in clusters:
         if each != cluster and (costs := step_costs(replace(run, cluster=each))):
-            yield WhatIf(says, step_seconds(costs))
+            yield WhatIf(says, simulated_seconds(costs))
 
 
 def _faster(link: Link | None, times: float) -> Link | None:
@@ -65,18 +66,22 @@ def _other_pipelines(run: Run, costs: StepCosts, slowest: int) -> Iterator[WhatI
     """The run's pipeline with even stages, with hidden sends, with a slow device, with passes that vary, with more micro-batches."""
     layout, stages = costs.layout, costs.layout.mesh.pp
     where = f"of stage {slowest} " if stages > 1 else ""
-    yield WhatIf(f"a device {where}computed 10 % slower", step_seconds(costs, {slowest: SLOW}))
+    yield WhatIf(f"a device {where}took 10 % longer to compute", simulated_seconds(costs, {slowest: SLOW}))
     if stages == 1:
         return
-    yield WhatIf("all stages took equally long", step_seconds(costs._replace(passes=_even_passes(costs))))
-    yield WhatIf("sends between stages took no time", step_seconds(costs._replace(send=0.0)))
-    is_short = 2 * len(layout.partition.parts) * layout.micros <= MOST_VARIED
+    yield WhatIf("all stages took equally long", simulated_seconds(costs._replace(passes=_even_passes(costs))))
+    yield WhatIf("sends between stages took no time", simulated_seconds(costs._replace(send=0.0)))
+    passes = 2 * len(layout.partition.parts) * layout.micros
+    is_short = passes <= MOST_VARIED
     if layout.delay is None and is_short:
-        varied = fmean(varied_step_seconds(costs, VARIATION, seed) for seed in range(STEPS))
-        yield WhatIf(f"passes varied by {100 * VARIATION:g} %", varied)
-    if twice := step_costs(replace(run, train=replace(run.train, batch=2 * run.train.batch))):
-        seconds = step_seconds(twice) if is_short else step_seconds(costs) * twice.planned / costs.planned
-        yield WhatIf("the batch were twice as large, for as many tokens", seconds / 2)
+        mean, error = varied_seconds(costs, VARIATION, min(MOST_STEPS, max(LEAST_STEPS, MOST_VARIED // passes)))
+        if abs(mean - simulated_seconds(costs)) > 2 * error:
+            yield WhatIf(f"passes varied by {100 * VARIATION:g} %", mean)
+    larger = replace(run, train=replace(run.train, batch=2 * run.train.batch))
+    is_legal = not layout.schedule.simulated and not broken_rules(larger, larger.parallel, larger.train.microbatch)
+    if is_legal and (twice := step_costs(larger)):  # a list of actions from a file fixes its micro-batches
+        seconds = simulated_seconds(twice) if is_short else simulated_seconds(costs) * twice.planned / costs.planned
+        yield WhatIf("the batch were twice as large (half of its step)", seconds / 2)
 
 
 def _even_passes(costs: StepCosts) -> dict[tuple[str, int], PlannedPass]:
