@@ -42,7 +42,7 @@ def section(title: str, *content: str) -> Markup:
 
 def paragraphs(sentences: Iterable[str], class_: str = "") -> Markup:
     """Return a paragraph for each sentence that is not empty."""
-    return join(element("p", _unbroken(each), class_=class_) for each in sentences if each)
+    return join(element("p", _with_fixed_units(each), class_=class_) for each in sentences if each)
 
 
 def tiles(figures: Sequence[tuple[str, str, str]]) -> Markup:
@@ -53,7 +53,7 @@ def tiles(figures: Sequence[tuple[str, str, str]]) -> Markup:
 
 def problem_list(problems: Sequence[Problem], noun: str, kind: str) -> Markup:
     """Return problems, each with its fix."""
-    items = (element("li", element("b", noun), element("span", _unbroken(str(each))), class_=kind) for each in problems)
+    items = (element("li", element("b", noun), element("span", _with_fixed_units(str(each))), class_=kind) for each in problems)
     return element("ul", *items, class_="says") if problems else Markup("")
 
 
@@ -111,7 +111,7 @@ def details(summary: str, text: str) -> Markup:
     return element("details", element("summary", summary), element("pre", text)) if text else Markup("")
 
 
-def _unbroken(text: str) -> Markup:
+def _with_fixed_units(text: str) -> Markup:
     """Return text with no line break between a figure and its unit."""
     return Markup(_BEFORE_UNIT.sub("&#160;", markup(text)))
 

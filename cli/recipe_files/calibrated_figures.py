@@ -74,8 +74,8 @@ def _link_figures(link: str, found: AllReduceTimes, ranks: str, more: str = "") 
     )
     hops = 2 * (found.ranks - 1)
     return (
-        Figure(f"{link}.bandwidth", rounded(found.bandwidth), f"bytes/s per device and direction: {long}, as a ring{more}"),
-        Figure(f"{link}.latency", rounded(found.latency), f"seconds per hop: {short}, in {hops} hops"),
+        Figure(f"{link}.bandwidth", four_digits(found.bandwidth), f"bytes/s per device and direction: {long}, as a ring{more}"),
+        Figure(f"{link}.latency", four_digits(found.latency), f"seconds per hop: {short}, in {hops} hops"),
         Figure(f"{link}.efficiency", 1.0, "share of the bandwidth that messages get: the bandwidth is what they got"),
     )
 
@@ -100,13 +100,15 @@ def _cpu_figures(measured: DeviceMeasurement) -> Iterator[Figure]:
         measured.memory,
         f"bytes: {'this machine' if measured.hosts == 1 else 'the smallest host'}'s memory over {measured.devices}",
     )
-    yield Figure("bandwidth", rounded(measured.copy), f"bytes/s: a copy of {size_text(measured.copy_bytes)}, read and written")
+    yield Figure("bandwidth", four_digits(measured.copy), f"bytes/s: a copy of {size_text(measured.copy_bytes)}, read and written")
     yield Figure(
         "peak", {}, "FLOP/s: as for device=cpu, the rate of a product of this size; what smaller and uneven ones lose comes on top"
     )
     for precision in ("fp32", "bf16"):
         if rate := measured.product(precision, MATRIX_SIDE):
-            yield Figure(f"peak.{precision}", rounded(rate), f"a product of {MATRIX_SIDE} x {MATRIX_SIDE}; {_sizes(measured, precision)}")
+            yield Figure(
+                f"peak.{precision}", four_digits(rate), f"a product of {MATRIX_SIDE} x {MATRIX_SIDE}; {_sizes(measured, precision)}"
+            )
     yield Figure("units", None)
     yield Figure("sustained", 1.0, "share of `peak`, which is measured")
     yield Figure("flash", 1.0)
@@ -121,12 +123,12 @@ def _gpu_figures(measured: DeviceMeasurement, sheet: DataSheet | None) -> Iterat
     streaming = float(base.get("streaming", Device.streaming))
     yield Figure("name", str(base.get("name", measured.name)))
     yield Figure("kind", "cuda")
-    yield Figure("memory", measured.memory, f"bytes: what torch reports as total memory{_before(sheet, 'memory')}")
+    yield Figure("memory", measured.memory, f"bytes: what torch reports as total memory{_sheet_note(sheet, 'memory')}")
     copy = f"a copy of {size_text(measured.copy_bytes)} moved {rate_text(measured.copy, 'B/s')}, read and written"
     yield Figure(
         "bandwidth",
-        rounded(bandwidth_of_copy(measured.copy, streaming)),
-        f"bytes/s: {copy}, over {max(OWN_STREAMING, streaming)}, the share that plans take{_before(sheet, 'bandwidth')}",
+        four_digits(bandwidth_of_copy(measured.copy, streaming)),
+        f"bytes/s: {copy}, over {max(OWN_STREAMING, streaming)}, the share that plans take{_sheet_note(sheet, 'bandwidth')}",
     )
     yield from _peaks(measured, sheet)
     yield Figure("units", measured.units, "torch's multi_processor_count")
@@ -138,8 +140,8 @@ def _gpu_figures(measured: DeviceMeasurement, sheet: DataSheet | None) -> Iterat
         yield Figure(key, base.get(key, getattr(Device, key)), f"{what}: {source}, fitted to published runs, not measured{took}")
     yield Figure(
         "context",
-        rounded(measured.context or 0),
-        f"bytes that the driver, torch and NCCL held beside tensors, and other programs{_before(sheet, 'context')}",
+        four_digits(measured.context or 0),
+        f"bytes that the driver, torch and NCCL held beside tensors, and other programs{_sheet_note(sheet, 'context')}",
     )
 
 
@@ -159,7 +161,7 @@ def _peaks(measured: DeviceMeasurement, sheet: DataSheet | None) -> Iterator[Fig
         largest = _largest(measured, precision)
         full = full_rate(measured.rate(largest.rates), largest.side, measured.units, None)
         estimate = peak_estimate(full, Device.sustained, measured.all_devices)
-        yield Figure(f"peak.{precision}", rounded(estimate), f"measured: {_sizes(measured, precision)}")
+        yield Figure(f"peak.{precision}", four_digits(estimate), f"measured: {_sizes(measured, precision)}")
 
 
 def _sustained(measured: DeviceMeasurement, sheet: DataSheet | None) -> tuple[float, str]:
@@ -191,12 +193,12 @@ def _sizes(measured: DeviceMeasurement, precision: str) -> str:
     return f"{rates} at {', '.join(str(each.side) for each in found)}"
 
 
-def _before(sheet: DataSheet | None, key: str) -> str:
+def _sheet_note(sheet: DataSheet | None, key: str) -> str:
     """What the data sheet's option has for a figure that was measured."""
     return f"; device={sheet.option}: {si_number(sheet.device[key])}" if sheet and isinstance(sheet.device.get(key), int | float) else ""
 
 
-def rounded(value: float) -> float:
+def four_digits(value: float) -> float:
     """A measured number with four digits."""
     return float(f"{value:.4g}")
 

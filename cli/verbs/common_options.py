@@ -19,7 +19,9 @@ ConfigDir = Annotated[
 ]
 HtmlFile = Annotated[
     str | None,
-    typer.Option("--html", metavar="FILE", help="Write it too as one HTML file to hand on; replaces only a page that distrain wrote."),
+    typer.Option(
+        "--html", metavar="FILE", help="Also write the page as one HTML file to hand on; replaces only a page that distrain wrote."
+    ),
 ]
 
 

@@ -20,7 +20,7 @@ from distrain.cli.app import command
 from distrain.cli.config.load import load_recipe
 from distrain.cli.pages.calibrate_page import calibrate_text, measured_rows
 from distrain.cli.pages.text_layout import Style
-from distrain.cli.recipe_files.calibrated_figures import cluster_figures, device_figures, figure_values, rounded, si_number
+from distrain.cli.recipe_files.calibrated_figures import cluster_figures, device_figures, figure_values, four_digits, si_number
 from distrain.cli.recipe_files.calibrated_files import CalibratedFiles, calibrated_files, write_files, yaml_text
 from distrain.cli.recipe_files.data_sheet import figures_to_type, known_figures, sheet_of_gpu
 from distrain.tests.fakes.deadline import DEADLINE
@@ -110,12 +110,12 @@ def _plain(value: Any) -> Any:
 
 def test_the_figures_are_the_measured_ones(document: Any) -> None:
     measured, device, cluster = measured_here(document), document["device"]["values"], document["cluster"]["values"]
-    assert device["peak"] == {each: rounded(measured.product(each, 512) or 0) for each in ("fp32", "bf16")}
-    assert device["bandwidth"] == rounded(max(measured.copies) * min(1, measured.cores / 2))  # two processes may have one core
+    assert device["peak"] == {each: four_digits(measured.product(each, 512) or 0) for each in ("fp32", "bf16")}
+    assert device["bandwidth"] == four_digits(max(measured.copies) * min(1, measured.cores / 2))  # two processes may have one core
     assert measured.all_reduce is not None
     assert cluster["inside"] == {
-        "bandwidth": rounded(measured.all_reduce.bandwidth),
-        "latency": rounded(measured.all_reduce.latency),
+        "bandwidth": four_digits(measured.all_reduce.bandwidth),
+        "latency": four_digits(measured.all_reduce.latency),
         "efficiency": 1.0,
     }
     assert (cluster["nodes"], cluster["gpus"], cluster["between"]) == (1, 2, None)
@@ -322,7 +322,7 @@ def test_a_plan_takes_the_rates_that_were_measured_on_a_gpu(name: str, devices: 
     planned = rates(device, "bf16", fused=True, own=True, alone=devices == 1)
     assert planned is not None
     assert planned.memory == pytest.approx(measured.copy, rel=1e-3)
-    assert (device.memory, device.context) == (measured.memory, rounded(measured.context or 0))
+    assert (device.memory, device.context) == (measured.memory, four_digits(measured.context or 0))
 
 
 def test_a_calibrated_h200_is_planned_about_as_the_one_of_conf(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_the_page_says_what_the_document_says(document: dict[str, Any], capsys: 
 
 
 def test_the_table_of_stages_has_the_documents_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "conf=megatron_175b cluster.nodes=128 parallel.pp=16 parallel.dp=8"
+    words = "conf=gpt3_175b"
     _, page, _ = call(words, capsys)
     document = json.loads(call(f"{words} --json", capsys)[1])
     table = page.split("\n\n")[2].splitlines()

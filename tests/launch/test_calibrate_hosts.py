@@ -21,7 +21,7 @@ import yaml
 from msgspec import convert
 
 from distrain.cli.config.load import load_recipe
-from distrain.cli.recipe_files.calibrated_figures import rounded
+from distrain.cli.recipe_files.calibrated_figures import four_digits
 from distrain.scripts import virtual_hosts
 from distrain.scripts.virtual_hosts import VirtualHosts
 from distrain.tests.fakes.deadline import DEADLINE, wait_for
@@ -133,10 +133,10 @@ def test_the_cluster_has_the_rates_of_the_slowest_host_and_those_between_hosts_w
     document, values = two.document, two.document["cluster"]["values"]
     assert (values["nodes"], values["gpus"]) == (2, 2)
     together = link(document["between"]["together"])
-    assert values["between"] == {"bandwidth": rounded(together.bandwidth), "latency": rounded(together.latency), "efficiency": 1.0}
+    assert values["between"] == {"bandwidth": four_digits(together.bandwidth), "latency": four_digits(together.latency), "efficiency": 1.0}
     inside = min((link(row["devices"]["all_reduce"]) for row in document["hosts"]), key=lambda each: each.bandwidth)
-    assert values["inside"]["bandwidth"] == rounded(inside.bandwidth)
-    assert document["device"]["values"]["bandwidth"] == rounded(min(max(row["devices"]["copies"]) for row in document["hosts"]))
+    assert values["inside"]["bandwidth"] == four_digits(inside.bandwidth)
+    assert document["device"]["values"]["bandwidth"] == four_digits(min(max(row["devices"]["copies"]) for row in document["hosts"]))
     assert "nodes: 2  # host0, host1\n" in Path(document["cluster"]["file"]).read_text()
 
 

@@ -106,6 +106,18 @@ def test_data_messages_lie_beside_the_passes_that_hide_them(zero: int) -> None:
         assert max(event["dur"] for event in mine) == pytest.approx(1e6 * message_round.seconds, rel=1e-6) or mine[0]["ts"] == 0
 
 
+@pytest.mark.parametrize("name", ["interleaved", "zb_v", "1f1b"])
+def test_rounds_at_every_micro_batch_are_shown_once_for_each_stage(name: str) -> None:
+    costs = pipeline(name, 2 if name == "interleaved" else 1, "parallel.zero=2")
+    timeline, events = trace_of(costs)
+    for stage, rounds in zip(timeline.stages, costs.rounds, strict=True):
+        for each in (each for each in rounds if each.is_repeated):
+            shown = [event for event in slices(events, "data") if (event["pid"], event["name"]) == (stage.index, each.verb)]
+            assert sum(event["dur"] for event in shown) == pytest.approx(1e6 * timeline.micros * each.seconds, rel=0.02)
+            assert sum(event["args"]["messages"] for event in shown) == pytest.approx(timeline.micros * each.parts)
+            assert sum(event["args"]["exposed_us"] for event in shown) == pytest.approx(1e6 * timeline.micros * each.exposed)
+
+
 def test_a_sum_of_gradients_ends_as_much_after_the_last_pass_as_it_is_exposed() -> None:
     costs = pipeline("1f1b", 1, "parallel.zero=1", "engine=pipe")
     timeline, events = trace_of(costs)

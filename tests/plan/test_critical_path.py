@@ -59,3 +59,13 @@ def test_a_step_without_a_pipeline_is_its_own_path() -> None:
     assert [piece.span for piece in path.pieces] == list(timeline.stages[0].spans)
     assert path.by_cause["sends"] == 0
     assert path.by_cause["messages"] == pytest.approx(timeline.stages[0].messages)
+
+
+def test_spans_too_short_to_tell_apart_end_the_path() -> None:
+    """The optimizer's steps of two stages may each end, to rounding, where the other starts."""
+    costs = pipeline("1f1b", 1)
+    short = tuple(end._replace(step=1e-13 * (1 + stage)) for stage, end in enumerate(costs.ends))
+    timeline = make_timeline(costs._replace(ends=short, host=0.0))
+    path = critical_path(timeline)
+    assert len(path.pieces) < 100
+    assert sum(path.by_cause.values()) == pytest.approx(timeline.seconds)

@@ -1,11 +1,14 @@
 """What if: the quick length of a step is the simulated one, and each answer is that of the run which it describes."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from distrain.cli.config.load import load_recipe
-from distrain.tests.plan.test_timeline import EVERY_SCHEDULE, HIDDEN, STAGES, costs_of, pipeline, run_of
+from distrain.tests.plan.test_timeline import EVERY_SCHEDULE, HIDDEN, PIPELINE, STAGES, costs_of, pipeline, run_of
+from distrain.trainer.plan.layout.action_csv import write_action_csv
+from distrain.trainer.plan.layout.schedules import SCHEDULES
 from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.timeline.make_timeline import make_timeline
 from distrain.trainer.plan.timeline.simulated_seconds import simulated_seconds, varied_seconds
@@ -105,3 +108,19 @@ def test_a_run_without_times_has_no_costs_of_a_step() -> None:
 
 def test_stages_are_those_of_the_run() -> None:
     assert len(make_timeline(pipeline("gpipe", 1)).stages) == STAGES
+
+
+def test_a_list_of_actions_is_not_asked_about_more_micro_batches(tmp_path: Path) -> None:
+    file = tmp_path / "mine.csv"
+    file.write_text(write_action_csv([SCHEDULES["1f1b"].actions(stage, 4, 16, 1) for stage in range(4)], folded=False))
+    run = run_of(*PIPELINE, f"parallel.schedule={file}")
+    says = [each.says for each in what_ifs(run, costs_of(run), 0)]
+    assert "devices computed twice as fast" in says
+    assert not any("batch" in each for each in says)
+
+
+def test_variation_that_can_not_be_told_from_noise_is_left_out() -> None:
+    run = run_of(*PIPELINE, "train.batch=2", "parallel.schedule=gpipe")  # one micro-batch: no pass waits for another stage's slow one
+    assert not any("varied" in each.says for each in what_ifs(run, costs_of(run), 0))
+    run = run_of("gpt3_175b")
+    assert any("varied" in each.says for each in what_ifs(run, costs_of(run), 0))

@@ -79,7 +79,7 @@ def _measure_cpu(count: int, sizes: ProbeSizes, show: Callable[[str], object], b
         partial(measure_device, sizes=sizes, precisions=("fp32", "bf16"), threads=threads), count, start_method(has_gpus=False), show
     )
     facts = {"name": cpu_model() or platform.machine(), "threads": threads, "memory": program_memory() // count, "units": None}
-    return _found(sizes, rows, facts, {}, began)
+    return _measurement(sizes, rows, facts, {}, began)
 
 
 def _measure_gpus(gpus: list[dict[str, Any]], show: Callable[[str], object], began: float) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def _measure_gpus(gpus: list[dict[str, Any]], show: Callable[[str], object], beg
     versions = {"CUDA": str(torch.version.cuda)}
     with suppress(AttributeError, RuntimeError, TypeError):
         versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return _found(CUDA._replace(copied=copied), rows, facts, versions, began)
+    return _measurement(CUDA._replace(copied=copied), rows, facts, versions, began)
 
 
 def measure_device(process: PoolProcess, sizes: ProbeSizes, precisions: tuple[str, ...], threads: int = 1) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def _call_seconds(act: Callable[[], object], times: int, *, sizes: ProbeSizes) -
     return mean_of_calls(act, times) if sizes.means else fastest_call(act, 0.0, times=sizes.rounds * times)
 
 
-def _found(
+def _measurement(
     sizes: ProbeSizes, rows: list[dict[str, Any]], facts: Mapping[str, Any], versions: Mapping[str, str], began: float
 ) -> dict[str, Any]:
     contexts = [row["context"] for row in rows if row["context"] is not None]

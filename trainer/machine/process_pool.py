@@ -61,12 +61,12 @@ def run_processes(measure: Callable[[PoolProcess], Any], count: int, start: str,
                 with suppress(queue.Empty):
                     show(lines.get(timeout=0.1))
             failed = [answer for answer in answers if not answer.successful()]
-            for answer in sorted(failed, key=_only_waited):
+            for answer in sorted(failed, key=_is_broken_barrier):
                 answer.get()
             return [answer.get() for answer in answers]
 
 
-def _only_waited(answer: Any) -> bool:
+def _is_broken_barrier(answer: Any) -> bool:
     """Whether a process failed only because another one did."""
     try:
         answer.get()
