@@ -274,7 +274,7 @@ def test_a_sweep_has_a_row_for_each_layout_and_the_fastest_stands_out(words: str
             problems[says] = problems.get(says, "") + name
     assert dict(page.tables("Problems")[0][1:] if problems else []) == problems
     alone, whole = (text.splitlines() for text in page.texts("pre"))
-    assert whole == [f"distrain plan -m {words}"]
+    assert whole == [f"distrain plan -m {words} --html page.html"]
     for line, plan in zip(alone, plans, strict=True):
         assert json.loads(run_command(f"{line.removeprefix('distrain ')} --json", capsys)[1])["memory"] == plan["memory"]
 

@@ -92,7 +92,7 @@ def test_the_config_is_that_of_run_json_and_is_read_back(runs: tuple[Path, Path]
     Path("again.yaml").write_text(config)
     assert encoder.encode(load_recipe("./again.yaml")) == encoder.encode(encoder.decode((runs[0] / "run.json").read_bytes(), type=Run))
     assert not re.search(r"^\w+: null$", config, re.MULTILINE)
-    assert typed == f"distrain report {runs[0]}"
+    assert typed == f"distrain report {runs[0]} --html page.html"
 
 
 def test_faults_skipped_steps_and_damage_are_told_and_drawn(
@@ -163,7 +163,7 @@ def test_names_folders_and_configs_are_shown_as_text(runs: tuple[Path, Path], ca
     (folder / "plan.json").write_text((folder / "plan.json").read_text().replace('"device":"cpu"', json.dumps({"device": HOSTILE})[1:-1]))
     page, _ = page_and_json([folder], capsys)
     assert page.texts("h1") == [HOSTILE]
-    assert shlex.split(page.texts("pre")[-1])[2:] == [str(folder)]
+    assert shlex.split(page.texts("pre")[-1])[2:] == [str(folder), "--html", "page.html"]
     page, _ = page_and_json([folder, runs[1]], capsys)
     assert page.texts("h1") == [f"{HOSTILE}, fast"]
     assert ["data.path", HOSTILE, "null"] in page.tables("What differs")[0]

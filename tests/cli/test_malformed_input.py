@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
@@ -73,6 +74,9 @@ def check_command(argv: Sequence[str], kept: Path, *, adds: bool = False) -> str
     assert said or status == 0 or out.getvalue(), f"{argv} exited with {status} without a message"
     assert children() <= running
     after = folder_state(kept)
+    for name in re.findall(r"^wrote (\S+)", out.getvalue() + said, re.MULTILINE):  # a page of ours, which a new one replaces
+        before.pop(name, None)
+        after.pop(name, None)
     assert {name: after.get(name) for name in (before if adds else after)} == before
     return said
 
