@@ -61,7 +61,7 @@ def best_hint(answer: Answer, words: Sequence[str]) -> LayoutHint:
     if not answer.rows:
         return LayoutHint(says="; ".join(map(str, answer.problems)))
     best = answer.rows[0]
-    speed = f"; {_speed(best)}" if best.step is not None else ""
+    speed = f"; {_speed_text(best)}" if best.step is not None else ""
     memory = part_of_size(best.memory, answer.capacity) + size_range_text(best.memory, best.memory_low, best.memory_high)
     says = f"The best of {answer.legal:,} layouts is {_mesh_words(best)}, {_other_words(best)}: {memory}{speed}"
     return LayoutHint(says=says, commands=(_plan_command(best, words),))
@@ -98,12 +98,12 @@ def _verdict(answer: Answer) -> str:
     if not answer.rows:
         return f"{one_line(answer.name)} on {where}: {'; '.join(map(str, answer.problems))}"
     best = answer.rows[0]
-    speed = f"; {_speed(best)}" if best.step is not None else "; step time not known"
+    speed = f"; {_speed_text(best)}" if best.step is not None else "; step time not known"
     memory = part_of_size(best.memory, answer.capacity) + size_range_text(best.memory, best.memory_low, best.memory_high)
     return f"{one_line(answer.name)} on {where}: best is {_mesh_words(best)}, {_other_words(best)}: {memory}{speed}"
 
 
-def _speed(layout: FoundLayout) -> str:
+def _speed_text(layout: FoundLayout) -> str:
     assert layout.step is not None
     assert layout.tokens_per_second is not None
     mfu = f", MFU {share_text(layout.mfu)}" if layout.mfu is not None else ""

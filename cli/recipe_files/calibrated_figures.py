@@ -132,7 +132,7 @@ def _gpu_figures(measured: DeviceMeasurement, sheet: DataSheet | None) -> Iterat
     )
     yield from _peaks(measured, sheet)
     yield Figure("units", measured.units, "torch's multi_processor_count")
-    sustained, comment = _sustained(measured, sheet)
+    sustained, comment = _sustained_figure(measured, sheet)
     yield Figure("sustained", sustained, comment)
     for key, what in FITTED.items():
         took = f"; an op on 8 elements, one of many, took {seconds_text(measured.launch)} here" if key == "launch" else ""
@@ -164,7 +164,7 @@ def _peaks(measured: DeviceMeasurement, sheet: DataSheet | None) -> Iterator[Fig
         yield Figure(f"peak.{precision}", four_digits(estimate), f"measured: {_sizes(measured, precision)}")
 
 
-def _sustained(measured: DeviceMeasurement, sheet: DataSheet | None) -> tuple[float, str]:
+def _sustained_figure(measured: DeviceMeasurement, sheet: DataSheet | None) -> tuple[float, str]:
     """Return the share of its peak that a GPU sustains, and a comment."""
     if sheet is None:
         return Device.sustained, "share of peak, a large product: the default, with which the peaks were estimated"

@@ -23,6 +23,7 @@ from distrain.cli.pages.text_layout import Style
 from distrain.cli.recipe_files.calibrated_figures import cluster_figures, device_figures, figure_values, four_digits, si_number
 from distrain.cli.recipe_files.calibrated_files import CalibratedFiles, calibrated_files, write_files, yaml_text
 from distrain.cli.recipe_files.data_sheet import figures_to_type, known_figures, sheet_of_gpu
+from distrain.tests.fakes.calibrated_yaml import calibrated_values
 from distrain.tests.fakes.deadline import DEADLINE
 from distrain.trainer.machine.measurement import AllReduceTimes, DeviceMeasurement, ProductRates
 from distrain.trainer.plan.costs.roofline import DeviceRates, product_seconds, rates
@@ -85,27 +86,14 @@ def test_the_link_and_the_hop_give_the_measured_all_reduces_as_a_ring(document: 
 
 
 def test_the_written_figures_are_those_of_the_json_document(folder: Path, document: Any) -> None:
-    import yaml
-
     for group in ("device", "cluster"):
         file = folder / document[group]["file"]
         assert file == folder / "calibrated" / group / "measured.yaml"
         text = file.read_text()
-        written = {key: value for key, value in _plain(yaml.safe_load(text)).items() if key != "defaults"}
-        assert written == document[group]["values"]
+        assert calibrated_values(file) == document[group]["values"]
         assert all("#" in line for line in text.splitlines() if line.strip()[:5] in ("peak:", "bf16:", "fp32:", "laten", "bandw", "memor"))
     assert "torch" in text
     assert measured_here(document).date in text
-
-
-def _plain(value: Any) -> Any:
-    """YAML 1.1 of the yaml package reads 1.5e9 as text."""
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
 
 
 def test_the_figures_are_the_measured_ones(document: Any) -> None:

@@ -24,6 +24,7 @@ from distrain.cli.config.load import load_recipe
 from distrain.cli.recipe_files.calibrated_figures import four_digits
 from distrain.scripts import virtual_hosts
 from distrain.scripts.virtual_hosts import VirtualHosts
+from distrain.tests.fakes.calibrated_yaml import calibrated_values
 from distrain.tests.fakes.deadline import DEADLINE, wait_for
 from distrain.trainer.machine.measurement import AllReduceTimes
 from distrain.trainer.plan.plan import make_plan
@@ -115,18 +116,7 @@ def test_the_files_hold_the_figures_of_the_document(two: Calibrated) -> None:
     for group in ("device", "cluster"):
         file = Path(two.document[group]["file"])
         assert file == two.folder / group / "measured.yaml"
-        written = {key: each for key, each in _plain(yaml.safe_load(file.read_text())).items() if key != "defaults"}
-        assert written == two.document[group]["values"]
-
-
-def _plain(value: Any) -> Any:
-    """YAML 1.1 of the yaml package reads 1.5e9 as text."""
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
+        assert calibrated_values(file) == two.document[group]["values"]
 
 
 def test_the_cluster_has_the_rates_of_the_slowest_host_and_those_between_hosts_while_all_devices_send(two: Calibrated) -> None:

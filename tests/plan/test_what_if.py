@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from distrain.cli.config.load import load_recipe
-from distrain.tests.plan.test_timeline import EVERY_SCHEDULE, HIDDEN, PIPELINE, STAGES, costs_of, pipeline, run_of
+from distrain.tests.plan.test_timeline import EVERY_SCHEDULE, HIDDEN, PIPELINE, costs_of, pipeline, run_of
 from distrain.trainer.plan.layout.action_csv import write_action_csv
 from distrain.trainer.plan.layout.schedules import SCHEDULES
 from distrain.trainer.plan.plan import make_plan
@@ -104,10 +104,6 @@ def test_a_run_without_times_has_no_costs_of_a_step() -> None:
     run = run_of("llama3_8b", "parallel.offload.optimizer=true", "parallel.zero=1")
     assert make_plan(run).ok
     assert step_costs(run) is None
-
-
-def test_stages_are_those_of_the_run() -> None:
-    assert len(make_timeline(pipeline("gpipe", 1)).stages) == STAGES
 
 
 def test_a_list_of_actions_is_not_asked_about_more_micro_batches(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ class HostProbe:
         return self.state.name
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether it has answered all, or failed."""
         return self.problem is not None or self.links is not None
 
@@ -157,7 +157,7 @@ class HostProbes:
                 if line.startswith(MARK.encode()):
                     self._receive(at, json.loads(line.removeprefix(MARK.encode())))
         status = probe.ssh.process.wait()
-        if not probe.ended and status != -signal.SIGKILL:  # not killed by `run_concurrently`
+        if not probe.has_ended and status != -signal.SIGKILL:  # not killed by `run_concurrently`
             errors.join(OTHERS_SECONDS)
             why = next((each for each in reversed(probe.stderr) if each), f"its program ended without a message, ssh with status {status}")
             self._fail(probe, Problem(rule="probe", says=f"{probe.name} could not be measured: {why}"))
@@ -201,7 +201,7 @@ class HostProbes:
         failed = [each.problem for each in self._probes if each.problem]
         if failed:
             return [each for each in failed if each.rule != "link"] or failed[:1]
-        unfinished = [each for each in self._probes if not each.ended]
+        unfinished = [each for each in self._probes if not each.has_ended]
         least = min((len(each.stages) for each in unfinished), default=0)
         behind = [each for each in unfinished if len(each.stages) == least]
         return [Problem(rule="probe", says=f"{each.name} could not be measured: no answer in {seconds:.0f} s") for each in behind]
