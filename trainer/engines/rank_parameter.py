@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..plan.axes.weight_slices import WeightShard
+from ..plan.layout.workers import OUTER_MOMENTUM
 
-STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # tensors that torch's optimizers keep for each element
+STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", OUTER_MOMENTUM)  # tensors that optimizers keep for each element
 
 
 class RankParameter(NamedTuple):

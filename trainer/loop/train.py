@@ -52,6 +52,8 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
         results.begin(step + 1, lr)
         with instruments.measure(step) as byte_counter:
             result = train_step(run, setup, micro_batches, step, lr, byte_counter)
+            if is_due(run.parallel.sync.every, step + 1):
+                setup.engine.step_together()
         if instruments.ends_run(step):
             return True
 
@@ -60,7 +62,7 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
         stopping = stop_vote.vote(requested=stop.requested)
         evaluates = setup.validation is not None and not stopping and (is_last or is_due(run.train.evaluate.every, done))
         saves = stopping or is_save_due(run, done, last)
-        finished = results.finish([result, *(setup.engine.flush() if evaluates or saves or is_last else ())])
+        finished = results.finish([result, *(setup.engine.flush(saves=saves) if evaluates or saves or is_last else ())])
         instruments.report(done, finished[-1].result.loss if finished else None)
 
         for each in finished:

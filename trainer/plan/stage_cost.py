@@ -247,8 +247,12 @@ def data_messages(context: CostContext, layout: Layout, layers: int, held: Stage
         ]
     found: list[DataMessages] = []
     for elements, frozen, group, whole, ranks in groups:
-        shard, copies = context.shard_wires(layout.mesh, group, whole, ranks)
-        found += dp.data_messages(dp.ZeroShards(elements, frozen, whole, shard, copies), sync, layers)
+        worker = layout.worker if group == "data" else max(1, layout.worker // layout.mesh.ep)
+        together, apart = context.shard_wires(layout.mesh, group, whole, worker)
+        shard, copies = context.shard_wires(layout.mesh, group, together, ranks)
+        shards = dp.ZeroShards(elements, frozen, together, shard, copies)
+        found += dp.data_messages(shards, sync, layers)
+        found += dp.averaging_messages(shards, apart, sync) if apart else []
     return found
 
 

@@ -15,7 +15,7 @@ from ..plan.layout.mesh import replica_size
 from ..plan.layout.schedule_of_run import is_file, read_lists
 from ..plan.layout.schedules import SCHEDULES, Schedule
 from ..spec.divisors import divisors
-from ..spec.run import Parallel, Run
+from ..spec.run import Parallel, Run, Sync
 from .covering import covering_rows
 
 ZERO_STAGES = (0, 1, 2, 3)
@@ -53,6 +53,7 @@ class ProveLayout:
     stages: tuple[int, ...] | None = None  # layers of each part of the model
     shard: int | None = None  # data-parallel ranks over which ZeRO shards
     gather: Gather | None = None
+    sync: int | None = None  # steps that replicas take alone between two steps together
     recompute: Recompute | None = None
     engine: Engine = "auto"
 
@@ -67,6 +68,16 @@ class ProveLayout:
         return self.pp > 1 and self.schedule not in (*FLUSHING_SCHEDULES, FILE_SCHEDULE)
 
     @property
+    def simulation(self) -> Literal["", "delayed_gradients", "local_steps"]:
+        """How one process simulates what the layout trains, where that is another curve by design; "": it is the curve of one process."""
+        return "delayed_gradients" if self.is_delayed else "local_steps" if self.sync else ""
+
+    @property
+    def has_other_curve(self) -> bool:
+        """Whether it trains another curve by design."""
+        return bool(self.simulation)
+
+    @property
     def name(self) -> str:
         """The name that `layouts=` reads back, without defaults: dp2.tp2.zero1."""
         parts = [f"{axis}{getattr(self, axis)}" for axis in PROVED_AXES if getattr(self, axis) > 1] or ["dp1"]
@@ -77,6 +88,7 @@ class ProveLayout:
         parts += [f"stages{'-'.join(map(str, self.stages))}"] if self.stages else []
         parts += [f"shard{self.shard}"] if self.shard else []
         parts += [f"gather_{self.gather}"] if self.gather else []
+        parts += [f"sync{self.sync}"] if self.sync else []
         parts += [NATIVE_ENGINE] if self.engine == NATIVE_ENGINE else []
         return ".".join([*parts, *([self.recompute] if self.recompute else [])])
 
@@ -89,7 +101,7 @@ class ProveLayout:
             str(self.sequence) if self.tp > 1 else None,
             self.schedule if self.pp > 1 else None,
             str(is_native(self)),
-            *(str(each) if each else None for each in (self.chunks, self.stages, self.shard, self.gather)),
+            *(str(each) if each else None for each in (self.chunks, self.stages, self.shard, self.gather, self.sync)),
         )
 
 
@@ -103,6 +115,8 @@ def is_native(layout: ProveLayout) -> bool:
 
 
 def _runs(row: EngineRow, layout: ProveLayout) -> bool:
+    if layout.sync and not row.steps_alone:
+        return False
     if layout.zero not in row.zero or (layout.shard and not row.hybrid_shards) or (layout.gather == "step" and not row.gathers_once):
         return False
     if layout.pp == 1:
@@ -162,6 +176,7 @@ def recipe_layout(run: Run) -> ProveLayout | None:
         **(_pipeline_choices(parallel) if parallel.pp > 1 else {}),
         shard=parallel.shard if parallel.zero and parallel.shard != "all" else None,
         gather=parallel.gather if parallel.zero == 3 and parallel.gather != "auto" else None,
+        sync=parallel.sync.every if parallel.sync.every > 1 and dp > 1 else None,
         engine=NATIVE_ENGINE if run.engine == NATIVE_ENGINE and not auto_is_native(run, parallel) else "auto",
     )
     is_known = layout.schedule in (*PROVED_SCHEDULES, FILE_SCHEDULE)
@@ -183,10 +198,12 @@ def auto_is_native(run: Run, parallel: Parallel) -> bool:
     return row is ENGINES[NATIVE_ENGINE]
 
 
-def run_in_layout(run: Run, layout: ProveLayout) -> Run:
-    """The run in that layout, on one node with as many devices; of `parallel` it keeps only what can't change a curve, and vertical sync,
-    which is a part of schedule pipedream."""
+def run_in_layout(run: Run, layout: ProveLayout, nodes: int = 1) -> Run:
+    """The run in that layout, on one node with as many devices; of `parallel` it keeps only what can't change a curve, vertical sync, which
+    is a part of schedule pipedream, and how workers step together. Where those of a node are a worker, the recipe's `nodes` share out the
+    devices, if they can."""
     kept = run.parallel
+    nodes = nodes if layout.sync and kept.sync.across == "node" and layout.ranks % nodes == 0 else 1
     degrees: dict[str, Any] = {axis: getattr(layout, axis) for axis in PROVED_AXES}
     parallel = Parallel(
         **degrees,
@@ -200,6 +217,7 @@ def run_in_layout(run: Run, layout: ProveLayout) -> Run:
         vertical=kept.vertical and layout.is_delayed and layout.schedule == kept.schedule,
         sequence=layout.sequence,
         recompute=layout.recompute or kept.recompute,
+        sync=replace(kept.sync, every=layout.sync) if layout.sync else Sync(),
         bucket=kept.bucket,
         overlap=kept.overlap,
     )
@@ -209,7 +227,7 @@ def run_in_layout(run: Run, layout: ProveLayout) -> Run:
         engine=layout.engine,
         reading=None,
         parallel=parallel,
-        cluster=replace(run.cluster, nodes=1, gpus=layout.ranks),
+        cluster=replace(run.cluster, nodes=nodes, gpus=layout.ranks // nodes),
         train=replace(run.train, microbatch=layout_microbatch(run, layout)),
     )
 

@@ -1,0 +1,118 @@
+"""The reference of workers that step alone: one process of plain torch that trains each worker in turn, and averages them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...plan.layout.layout import mesh_of
+from ...plan.layout.workers import worker_ranks
+from ...spec.lr_schedule import learning_rate
+from ...spec.run import Run
+from ..data.samples.batches import microbatch_samples
+from ..train import is_due, is_save_due
+from .reference_run import (
+    ReferenceCurve,
+    compare_with_run,
+    copy_weights,
+    evaluation_loss,
+    mean_loss,
+    plain_optimizer,
+    read_batches,
+    whole_model,
+)
+
+
+class _Worker:
+    """One worker's weights and optimizer."""
+
+    def __init__(self, run: Run, module: nn.Module) -> None:
+        self.weights = {name: nn.Parameter(each.detach().clone()) for name, each in module.named_parameters()}
+        self.optimizer = plain_optimizer(run, list(self.weights.values()))
+
+
+def local_steps_curve(run: Run) -> ReferenceCurve:
+    """Train a run of parallel.sync.every > 1, in any layout, in one process."""
+    train, steps, sync = run.train, run.train.steps or 0, run.parallel.sync
+    shares = _replicas_of_workers(run)
+    data, module = read_batches(run, "train"), whole_model(run)
+    workers = [_Worker(run, module) for _ in shares]
+    agreed = [nn.Parameter(each.detach().clone()) for each in module.parameters()]
+    outer = torch.optim.SGD(agreed, lr=sync.outer.lr, momentum=sync.outer.momentum, nesterov=sync.outer.nesterov)
+    losses, norms = [], []
+    for step in range(steps):
+        rate = learning_rate(run.optim, step, steps)
+        rows = [_step_alone(run, module, worker, data, replicas, step, rate) for worker, replicas in zip(workers, shares, strict=True)]
+        losses.append(sum(loss for loss, _ in rows) / len(rows))
+        norms.append((sum(norm**2 for _, norm in rows) / len(rows)) ** 0.5)
+        done = step + 1
+        if len(workers) > 1 and (is_due(sync.every, done) or is_save_due(run, done, steps) or done == steps):
+            _step_together(workers, agreed, outer)
+        if is_save_due(run, done, steps):
+            _average_states(workers)
+    evaluation = evaluation_loss(run, module, workers[0].weights) if train.evaluate.every else None
+    return ReferenceCurve(losses=losses, norms=norms, evaluation=evaluation, weights=copy_weights(workers[0].weights))
+
+
+def _replicas_of_workers(run: Run) -> list[range]:
+    """The replicas of each worker, by their number on the axis dp."""
+    mesh = mesh_of(run.parallel, run.cluster.nodes * run.cluster.gpus)
+    size = worker_ranks(run.parallel, mesh, run.cluster.gpus) // mesh.cp
+    return [range(first, first + size) for first in range(0, mesh.dp, size)]
+
+
+def _step_alone(run: Run, module: nn.Module, worker: _Worker, data: Any, replicas: range, step: int, rate: float) -> tuple[float, float]:
+    """Step one worker with its share of a global batch. Return its mean loss and gradient norm."""
+    train, dp = run.train, mesh_of(run.parallel, run.cluster.nodes * run.cluster.gpus).dp
+    micros = train.batch // (dp * train.microbatch)
+    losses = []
+    for micro in range(micros):
+        for replica in replicas:
+            samples = microbatch_samples(
+                step * train.batch, micro=micro, dp_rank=replica, dp=dp, microbatch=train.microbatch, batch=train.batch
+            )
+            losses.append(mean_loss(run, module, worker.weights, data.batch(samples.start, len(samples)), step))
+    loss = torch.stack(losses).mean()
+    worker.optimizer.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    norm = float(nn.utils.clip_grad_norm_(worker.weights.values(), train.clip or torch.inf))
+    for group in worker.optimizer.param_groups:
+        group["lr"] = rate
+    worker.optimizer.step()
+    return loss.item(), norm
+
+
+@torch.no_grad()
+def _step_together(workers: Sequence[_Worker], agreed: Sequence[nn.Parameter], outer: torch.optim.Optimizer) -> None:
+    """Step with the mean of what the workers took off the weights, and give all of them the result."""
+    for at, weight in enumerate(agreed):
+        copies = [list(each.weights.values())[at] for each in workers]
+        weight.grad = weight - _mean(copies)
+    outer.step()
+    for worker in workers:
+        for own, weight in zip(worker.weights.values(), agreed, strict=True):
+            own.copy_(weight)
+
+
+@torch.no_grad()
+def _average_states(workers: Sequence[_Worker]) -> None:
+    """Give all workers the mean of their optimizers' states."""
+    for names in zip(*(each.weights.values() for each in workers), strict=True):
+        states = [each.optimizer.state[weight] for each, weight in zip(workers, names, strict=True)]
+        for kind, first in states[0].items():
+            if isinstance(first, Tensor) and first.dim():
+                mean = _mean([state[kind] for state in states])
+                for state in states:
+                    state[kind].copy_(mean)
+
+
+def _mean(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack([each.detach() for each in tensors]).mean(0)
+
+
+def local_steps(layout: str) -> dict[str, Any]:
+    """Train the run of a run folder by workers that step alone: `compare_with_run`."""
+    return compare_with_run(layout, local_steps_curve)
