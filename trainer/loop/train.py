@@ -84,11 +84,16 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
 
 
 def read_micro_batches(run: Run, setup: TrainingSetup, first: int, last: int) -> Iterator[Batch]:
-    """Yield this rank's micro-batches of steps `first` <= step < `last`; the next is read while one is used."""
-    train, rank, ranks = run.train, setup.grid.coordinate("dp"), setup.grid.size("dp")
+    """Yield this rank's micro-batches of steps `first` <= step < `last`; the next is read while one is used.
+
+    Workers that step alone take equal pieces of a global batch, one after another; the replicas of a worker share out its piece.
+    """
+    grid, microbatch, workers = setup.grid, run.train.microbatch, setup.grid.size("workers")
+    replicas, share = grid.size("dp") // workers, run.train.batch // workers  # of a worker
+    rank, offset = grid.coordinate("dp") % replicas, grid.coordinate("workers") * share
     samples = (
         microbatch_samples(
-            setup.start.after(run, step).sample, micro=micro, dp_rank=rank, dp=ranks, microbatch=train.microbatch, batch=train.batch
+            setup.start.after(run, step).sample + offset, micro=micro, dp_rank=rank, dp=replicas, microbatch=microbatch, batch=share
         )
         for step in range(first, last)
         for micro in range(setup.engine.micros)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ...plan.layout.layout import mesh_of
-from ...plan.layout.workers import worker_ranks
+from ...plan.layout.workers import worker_count
 from ...spec.lr_schedule import learning_rate
 from ...spec.run import Run
-from ..data.samples.batches import microbatch_samples
+from ..data.samples.batches import Batch
 from ..train import is_due, is_save_due
 from .reference_run import (
     ReferenceCurve,
@@ -37,15 +37,16 @@ class _Worker:
 def local_steps_curve(run: Run) -> ReferenceCurve:
     """Train a run of parallel.sync.every > 1, in any layout, in one process."""
     train, steps, sync = run.train, run.train.steps or 0, run.parallel.sync
-    shares = _replicas_of_workers(run)
+    mesh = mesh_of(run.parallel, run.cluster.nodes * run.cluster.gpus)
     data, module = read_batches(run, "train"), whole_model(run)
-    workers = [_Worker(run, module) for _ in shares]
+    workers = [_Worker(run, module) for _ in range(worker_count(run.parallel, mesh, run.cluster.gpus))]
+    share = train.batch // len(workers)
     agreed = [nn.Parameter(each.detach().clone()) for each in module.parameters()]
     outer = torch.optim.SGD(agreed, lr=sync.outer.lr, momentum=sync.outer.momentum, nesterov=sync.outer.nesterov)
     losses, norms = [], []
     for step in range(steps):
-        rate = learning_rate(run.optim, step, steps)
-        rows = [_step_alone(run, module, worker, data, replicas, step, rate) for worker, replicas in zip(workers, shares, strict=True)]
+        pieces = (data.batch(step * train.batch + first, share) for first in range(0, train.batch, share))
+        rows = [_step_alone(run, module, worker, piece, step) for worker, piece in zip(workers, pieces, strict=True)]
         losses.append(sum(loss for loss, _ in rows) / len(rows))
         norms.append((sum(norm**2 for _, norm in rows) / len(rows)) ** 0.5)
         done = step + 1
@@ -57,30 +58,14 @@ def local_steps_curve(run: Run) -> ReferenceCurve:
     return ReferenceCurve(losses=losses, norms=norms, evaluation=evaluation, weights=copy_weights(workers[0].weights))
 
 
-def _replicas_of_workers(run: Run) -> list[range]:
-    """The replicas of each worker, by their number on the axis dp."""
-    mesh = mesh_of(run.parallel, run.cluster.nodes * run.cluster.gpus)
-    size = worker_ranks(run.parallel, mesh, run.cluster.gpus) // mesh.cp
-    return [range(first, first + size) for first in range(0, mesh.dp, size)]
-
-
-def _step_alone(run: Run, module: nn.Module, worker: _Worker, data: Any, replicas: range, step: int, rate: float) -> tuple[float, float]:
-    """Step one worker with its share of a global batch. Return its mean loss and gradient norm."""
-    train, dp = run.train, mesh_of(run.parallel, run.cluster.nodes * run.cluster.gpus).dp
-    micros = train.batch // (dp * train.microbatch)
-    losses = []
-    for micro in range(micros):
-        for replica in replicas:
-            samples = microbatch_samples(
-                step * train.batch, micro=micro, dp_rank=replica, dp=dp, microbatch=train.microbatch, batch=train.batch
-            )
-            losses.append(mean_loss(run, module, worker.weights, data.batch(samples.start, len(samples)), step))
-    loss = torch.stack(losses).mean()
+def _step_alone(run: Run, module: nn.Module, worker: _Worker, batch: Batch, step: int) -> tuple[float, float]:
+    """Step one worker with its piece of a global batch. Return its mean loss and gradient norm."""
+    loss = mean_loss(run, module, worker.weights, batch, step)
     worker.optimizer.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]
-    norm = float(nn.utils.clip_grad_norm_(worker.weights.values(), train.clip or torch.inf))
+    norm = float(nn.utils.clip_grad_norm_(worker.weights.values(), run.train.clip or torch.inf))
     for group in worker.optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = learning_rate(run.optim, step, run.train.steps or 0)
     worker.optimizer.step()
     return loss.item(), norm
 

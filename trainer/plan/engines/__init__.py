@@ -69,7 +69,8 @@ def engine_for(run: Run, parallel: Parallel) -> tuple[EngineRow | None, tuple[En
     """The engine that a run names, or with `engine: auto` the one for its layout, and its limits that the layout exceeds (none: it runs).
 
     With `auto` that is `native` at one data-parallel rank on a GPU, for schedules without a flush and for replicas that step alone,
-    DeepSpeed's elsewhere, and another one for a layout that the first choice does not run; where none does, there is no engine. `papers` is none that runs.
+    DeepSpeed's elsewhere, and another one for a layout that the first choice does not run; where none does, there is no engine. `papers`
+    is none that runs.
     """
     if run.engine == PAPERS_NAME:
         return None, (EngineLimit(PAPERS_NAME, "engine", PAPERS_NAME, ((("engine", "auto"),),)),)

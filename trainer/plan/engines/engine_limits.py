@@ -111,7 +111,7 @@ def _sync_limits(row: EngineRow, run: Run, parallel: Parallel, *, delayed: bool)
     together: Change = (("parallel.sync.every", 1),)
     key, value = "parallel.sync.every", parallel.sync.every
     if not row.steps_alone:
-        yield EngineLimit(row.name, key, value, (*_any_engine(run), (("engine", "native"),), together))
+        yield EngineLimit(row.name, key, value, (*_any_engine(run), together))
     elif delayed:
         yield EngineLimit(row.name, key, f"{value} with parallel.schedule={parallel.schedule}", (_change_to_flush(parallel), together))
     elif parallel.zero and parallel.shard != "all":

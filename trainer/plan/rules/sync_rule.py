@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ...spec.changed_run import Change
+from ...spec.format_numbers import plural
 from ...spec.run import Parallel, Run
 from ..layout.layout import mesh_of
 from ..layout.workers import worker_ranks
@@ -36,6 +37,5 @@ def sync_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenR
         says = f"parallel.sync.across=node: {dp} replicas don't divide into nodes that have {of_worker} of them"
         yield BrokenRule("sync", says, ((("parallel.sync.across", "all"),), TOGETHER))
     elif of_worker % parallel.ep:
-        noun = "replica" if of_worker == 1 else "replicas"
-        says = f"parallel.ep={parallel.ep} does not divide the {of_worker} {noun} of a worker, who hold all experts"
+        says = f"parallel.ep={parallel.ep} does not divide the {plural(of_worker, 'replica')} of a worker, which holds all experts"
         yield BrokenRule("sync", says, ((("parallel.sync.across", "node"),), (("parallel.ep", 1),), TOGETHER))
