@@ -127,7 +127,7 @@ class DelayedEngine(NativeEngine, PassHooks):
             if self._stage_group is not None:
                 dist.all_reduce(squares, group=self._stage_group)
         with self._measure_time("step"):
-            self._set_rate(lr)
+            self.bucket_optimizer.set_rate(lr)
             self._step_optimizer(squares.sqrt(), squares.isfinite())
         self.reducer.begin(self.micros // self._updates)
         return own

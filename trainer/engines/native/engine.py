@@ -30,8 +30,7 @@ from ..engine import STEP_PARTS, Engine, ParameterPartitioner, ReadMicrobatch, R
 from ..held_bytes import ByteCounter, tensors_in
 from ..rank_parameter import OptimizerShard, RankParameter, optimizer_state
 from ..tied_ends import tie_ends
-from ..torch_optimizer import optimizer_of_groups
-from .adamw_kernel import has_kernel, step_weight
+from .bucket_optimizer import BucketOptimizer
 from .gradient_squares import counted_squares
 from .loss_scale import LossScale
 from .pipeline import PassHooks, Pipeline, ScheduledStep
@@ -70,8 +69,8 @@ class NativeEngine(Engine):
         else:
             self.buckets, self.reducer = self._fill_buckets()
         self._bucket_of = {row.parameter: bucket for bucket in self.buckets for row in bucket.rows}
-        self.optimizer = self._make_optimizer()
-        self.steps_in_one_kernel = run.optim.name == "adamw" and has_kernel(grid.world.device, *self._types, self._warn)
+        self.bucket_optimizer = BucketOptimizer(run, self.buckets, grid.world.device, self._types, self._warn)
+        self.optimizer = self.bucket_optimizer.optimizer
         self.together = WorkerAverage(run, grid, self.buckets, self.optimizer) if grid.group("workers") else None
         self._workers = self.together.workers if self.together else 1
         self._alone = False  # a step was taken since the last one together
@@ -90,7 +89,7 @@ class NativeEngine(Engine):
     def step(
         self, read_microbatch: ReadMicrobatch, lr: float, label_count: int, byte_counter: ByteCounter | None = None
     ) -> StepResult | None:
-        self._set_rate(lr)
+        self.bucket_optimizer.set_rate(lr)
         self.clock = dict.fromkeys(STEP_PARTS, 0.0)
         scale = self.backward_scale * self._workers / label_count  # labels are shared out evenly
         for each in self.modules:  # parts of a mixture add the gradient of its auxiliary loss, which does not reach the loss
@@ -199,55 +198,11 @@ class NativeEngine(Engine):
         if self.grid.world.is_rank0:
             print(f"warning: {says}", file=sys.stderr, flush=True)
 
-    def _set_rate(self, lr: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-
     def _step_optimizer(self, norm: Tensor, is_finite: Tensor) -> None:
-        """Clip the gradients to a norm of train.clip, step this rank's weights unless a number is not finite, and gather the others'.
-
-        AdamW divides and skips by itself, from numbers on the device: the host need not wait for the norm. On a GPU it is one kernel a
-        bucket, elsewhere torch's fused one.
-        """
+        """Clip the gradients to a norm of train.clip, step this rank's weights unless a number is not finite, and gather the others'."""
         clip = self.run.train.clip
         divisor = (clip_divisor(norm, clip) if clip else torch.ones_like(norm)) * self.backward_scale
-        if self.steps_in_one_kernel:
-            self._step_in_one_kernel(divisor.float(), is_finite.float())
-            return
-        optimizer: Any = self.optimizer
-        is_fused = self.run.optim.name == "adamw"
-        if is_fused:
-            optimizer.grad_scale = divisor.float() if clip or self.scale else None
-            optimizer.found_inf = is_finite.logical_not().float()
-        elif not is_finite:
-            return
-        gathers = []
-        for buckets in self._stepped_together():
-            for bucket in buckets:
-                gradient = bucket.shard_gradient.to(bucket.master.dtype)
-                bucket.master.grad = gradient if is_fused else gradient.div_(divisor)
-            self.optimizer.step()  # of these buckets alone: no other has a gradient now
-            for bucket in buckets:
-                bucket.master.grad = None
-                bucket.copy_master()
-                gathers.append(bucket.gather())
-        for work in filter(None, gathers):
-            work.wait()
-
-    def _step_in_one_kernel(self, divisor: Tensor, keep: Tensor) -> None:
-        """Step each bucket with AdamW, and gather the others' shards of it; `keep` is 0 where a number is not finite."""
-        groups, gathers = self.optimizer.param_groups, []
-        group_of = {master: group for group in groups for master in group["params"]}
-        for bucket in self.buckets:
-            step_weight(self.optimizer, group_of[bucket.master], bucket, divisor, keep)
-            gathers.append(bucket.gather())
-        for work in filter(None, gathers):
-            work.wait()
-
-    def _stepped_together(self) -> list[list[WeightBucket | ShardedWeight]]:
-        """Return the buckets, those whose gradients must be cast one by one: their float32 copies are never all there."""
-        buckets = list(self.buckets)
-        return [buckets] if all(each.shard_gradient.dtype == each.master.dtype for each in buckets) else [[each] for each in buckets]
+        self.bucket_optimizer.step(divisor, is_finite, scales=bool(clip or self.scale))
 
     def _sum_over_ranks(self, total: Tensor, squares: Tensor) -> Tensor:
         """Return the sums over all ranks of the loss, of the squares of the gradients, and of near ties where they are counted, in one
@@ -345,12 +300,6 @@ class NativeEngine(Engine):
     def _defers_weight_gradients(self) -> bool:
         """Whether the schedule computes some weights' gradients apart."""
         return self._schedule.splits_backward
-
-    def _make_optimizer(self) -> torch.optim.Optimizer:
-        decay = self.run.optim.weight_decay
-        masters = [[each.master for each in self.buckets if each.kind.decays is decays] for decays in (True, False)]
-        groups = [{"params": rows, "weight_decay": rate} for rows, rate in zip(masters, (decay, 0.0), strict=True) if rows]
-        return optimizer_of_groups(self.run, groups)
 
     def _make_pipeline(self) -> Pipeline:
         run, grid = self.run, self.grid
