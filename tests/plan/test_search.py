@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import product
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -13,7 +13,7 @@ from distrain.trainer.plan.estimate import Estimator
 from distrain.trainer.plan.layout.schedules import SCHEDULES
 from distrain.trainer.plan.search.search import SLOWEST, LayoutSearch, SearchResult
 from distrain.trainer.plan.search.space import OFFLOADS, RECOMPUTES, Space, Zero
-from distrain.trainer.spec.run import Cluster, Device, Link, Model, Offload, Parallel, Run, Train
+from distrain.trainer.spec.run import Cluster, Device, Link, Model, Offload, OuterOptimizer, Parallel, Run, Sync, Train
 
 GPT: dict[str, Any] = {"family": "gpt", "bias": True, "dropout": 0.1, "tied": True}
 LLAMA: dict[str, Any] = {"family": "llama", "norm": "rmsnorm", "act": "swiglu", "positions": "rope"}
@@ -177,6 +177,25 @@ def test_layers_as_the_user_gives_them_are_searched_as_brute_force_does() -> Non
             if estimate.legal and estimate.peak is not None and estimate.peak <= capacity:
                 key = (each.parallel.tp, 2, each.parallel.cp, each.parallel.ep)
                 expected.setdefault(key, []).append((estimate.step or float("inf"), estimate.peak))
+    best = sorted(min(figures) for figures in expected.values())
+    assert [(each.seconds, each.peak) for each in found.best] == [each for each in best if each[0] <= SLOWEST * best[0][0]]
+
+
+@pytest.mark.parametrize("across", ["all", "node"])
+def test_layouts_of_workers_that_step_alone_are_searched_as_brute_force_does(across: Literal["all", "node"]) -> None:
+    sync = Sync(every=4, across=across, outer=OuterOptimizer(momentum=0.9))
+    run = run_of("gpt")
+    run = replace(run, parallel=replace(run.parallel, sync=sync))
+    found = LayoutSearch(Space(run, frozenset({"parallel.sync.every"})), rows=100).run_all()
+    expected: dict[MeshKey, list[Figures]] = {}
+    for each in every_layout(run):
+        changed = replace(each, parallel=replace(each.parallel, sync=sync))
+        if engine_for(changed, changed.parallel)[1]:
+            continue
+        estimate = Estimator(changed)(changed.parallel, changed.train.microbatch)
+        if estimate.legal and estimate.peak is not None and estimate.peak <= CASES["gpt"][3]:
+            key = (each.parallel.tp, each.parallel.pp, each.parallel.cp, each.parallel.ep)
+            expected.setdefault(key, []).append((estimate.step or float("inf"), estimate.peak))
     best = sorted(min(figures) for figures in expected.values())
     assert [(each.seconds, each.peak) for each in found.best] == [each for each in best if each[0] <= SLOWEST * best[0][0]]
 

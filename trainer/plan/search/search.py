@@ -13,6 +13,7 @@ from ..costs.cost_context import CostContext
 from ..costs.local_tensors import block_split
 from ..engines import ENGINES, cost_model
 from ..layout.layout import Layout, mesh_of
+from ..layout.workers import worker_ranks
 from ..layout_cost import has_times, layout_blocks, peak_bytes, step_seconds
 from ..layout_of_run import layout_on
 from ..stage_cost import stage_costs
@@ -173,7 +174,7 @@ class LayoutSearch:
 
     def _bytes_of(self, each: Pass, states: MeshStates, row: StateRow, engine: str | None) -> LeastBytes:
         """The least bytes of states, whatever the passes are."""
-        key = (states.ranks, each.micros > 1, row.number, engine, each.staged.shape)
+        key = (states.ranks, self._workers(states.parallel), each.micros > 1, row.number, engine, each.staged.shape)
         found = self._least_bytes.get(key)
         if found is None:
             found = self._least_bytes[key] = least_bytes(self.context, *self._plain_pass(each, states, row.state, engine))
@@ -182,11 +183,18 @@ class LayoutSearch:
     def _seconds_of(self, each: Pass, states: MeshStates, row: StateRow, engine: str | None) -> LeastSeconds:
         """The least seconds of states, whatever the passes are."""
         copies = row.state.shard == "all" or states.parallel.cp  # decides where the owners of the same shard are
-        key = (states.place, copies, each.micros > 1, row.number, engine, each.staged.shape)
+        key = (states.place, copies, self._workers(states.parallel), each.micros > 1, row.number, engine, each.staged.shape)
         found = self._least_seconds.get(key)
         if found is None:
             found = self._least_seconds[key] = least_seconds(self.context, *self._plain_pass(each, states, row.state, engine))
         return found
+
+    def _workers(self, parallel: Parallel) -> tuple[int, int] | None:
+        """What says, beside the ranks of the data axis, which of them are a worker: its ranks, and those that share a sequence; None: all
+        step together."""
+        if parallel.sync.every == 1:
+            return None
+        return worker_ranks(parallel, mesh_of(parallel, self.context.world), self.context.run.cluster.gpus), parallel.cp
 
     def _plain_pass(self, each: Pass, states: MeshStates, state: StateChoice, engine: str | None) -> tuple[Layout, BlockCosts]:
         """A layout with these states, and the costs of its blocks with one sequence in a micro-batch."""
