@@ -128,7 +128,7 @@ class NativeEngine(Engine):
 
     def step_together(self) -> None:
         if self.together is not None:
-            with self._measure_time("sums"):
+            with self._measure_time("sums", "sum"):
                 self.together.step()
             self._alone = False
 
