@@ -19,6 +19,7 @@ from distrain.cli.app import command
 from distrain.cli.pages.text_layout import DEFAULT_WIDTH, Style
 from distrain.cli.pages.timeline_page import COLUMNS, clock_text, timeline_text
 from distrain.trainer.plan.layout.schedules import SCHEDULES, part_of
+from distrain.trainer.plan.timeline.compare_steps import lane_spans
 from distrain.trainer.plan.timeline.step_segments import IDLE_CAUSES
 from distrain.trainer.plan.timeline.timed_spans import TimedSpan
 from distrain.trainer.rundir.measured_step import MachineUse, MeasuredStep, measured_step
@@ -39,7 +40,7 @@ WINDOW, STEPS = "log.timeline=[3,4]", [3, 4]
 MICROS = 4
 RUNS = {  # engine -> keys, schedule, stages, chunks
     "native": (("parallel.pp=2", "parallel.dp=2", "parallel.schedule=zb_v", "cluster=1x4"), "zb_v", 2, 2),
-    "pipe":   (("parallel.pp=2", "parallel.dp=2", "cluster=1x4"), "1f1b", 2, 1),
+    "pipe":   (("parallel.pp=2", "parallel.dp=2", "parallel.schedule=dualpipev", "cluster=1x4"), "dualpipev", 2, 2),
     "zero":   (("parallel.dp=2", "parallel.zero=1", "cluster=1x2"), "1f1b", 1, 1),
 }
 # fmt: on
@@ -88,6 +89,16 @@ def test_every_rank_records_the_actions_of_its_schedule_in_the_steps_of_the_wind
             assert [(span.kind, span.micro, span.part) for span in passes_of(each, step)] == actions
             others = {span.kind for span in each.steps[step].spans if not span.is_pass}
             assert others >= {"data", "sum", "sync", "step"} | ({"send", "receive"} if stages > 1 else set())
+
+
+def test_each_pass_that_needs_a_message_has_its_span_before_and_each_that_sends_one_behind(runs: Path) -> None:
+    for each in timelines_of(runs / "native"):
+        for step in each.steps:
+            passes = [(span.micro, span.part) for span in step.spans if span.kind in ("F", "B", "I")]
+            for kind in ("receive", "send"):
+                found = [(span.micro, span.part) for span in step.spans if span.kind == kind and span.part >= 0]
+                ends = {0} if kind == "send" else set()  # part 0 has nobody to send a gradient to
+                assert [key for key in found if key[1] not in ends] == [key for key in passes if key[1] not in ends]
 
 
 @EVERY_ENGINE
@@ -223,6 +234,8 @@ def test_the_trace_has_two_groups_of_processes_with_all_ranks(runs: Path, tmp_pa
     flows = [event["id"] for event in events if event["ph"] == "s"]
     assert len(flows) == len(set(flows)) == len(report.measured.transfers) + len(report.simulated.transfers)
     assert len(report.measured.transfers) == len(report.simulated.transfers) > 0
+    for stage in report.measured.stages:  # the first replica's
+        assert stage.spans == lane_spans(report.comparison.measured, 2 * stage.index)
 
 
 def test_the_drawing_has_both_steps_on_one_scale(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -140,6 +140,7 @@ def test_a_step_beside_itself_differs_in_nothing_and_a_slow_action_is_found() ->
     comparison = StepComparison(measured=segmented_step(simulated_lanes(slow), origin="simulated"), simulated=simulated)
     first = comparison.actions()[0]
     assert (first.kind, first.stage, first.number) == ("B", 2, timeline.micros)
+    assert first.seconds == pytest.approx(timeline.micros * (first.measured - first.simulated))
     assert first.measured > first.simulated
     assert sum(seconds for _, seconds in comparison.path_differences()) == pytest.approx(slow.seconds - timeline.seconds)
     drawn = measured_timeline(comparison.measured, timeline)
