@@ -3,7 +3,43 @@
 Run `python -m distrain.scripts.bench_recorder [ROUNDS]` on a quiet machine with two cores. Each engine trains a small model on two
 processes; the window is the middle third of a run's steps, so that other load slows both alike. Beside their ratio stands what a span takes
 by itself, measured in a loop, times the spans of a step.
-"""Train each engine so many times in turn and print a table."""
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, median
+from tempfile import TemporaryDirectory
+from time import perf_counter
+
+import msgspec
+import torch
+
+from ..cli.config.load import load_recipe
+from ..trainer.engines.span_recorder import SpanRecorder
+from ..trainer.prove.fork_client import ForkServer
+from ..trainer.rundir.timeline_files import read_timelines
+
+THIRD, WARM, RANKS, DEADLINE = 20, 6, 2, 600.0  # steps of a third; steps before them
+SPANS = 100_000  # of the loop
+BASE = (
+    *("model=quickstart", "model.layers=4", "model.hidden=128", "model.heads=4", "data=synthetic", "train.seq=64", "train.batch=16"),
+    *("train.microbatch=1", "train.precision=fp32", f"train.steps={WARM + 3 * THIRD}", "train.evaluate.every=0", "log.every=1"),
+    *("log.sinks=[jsonl]", "optim.warmup=2", "checkpoint.final=false", f"cluster.gpus={RANKS}"),
+    f"log.timeline=[{WARM + THIRD + 1},{WARM + 2 * THIRD}]",
+)
+ENGINES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("native", ("parallel.pp=2", "parallel.zero=0")),
+    ("pipe", ("parallel.pp=2", "parallel.zero=0")),
+    ("zero", ("parallel.zero=1",)),
+)
+
+
+def main() -> None:
+    """Train each engine so many times in turn and print a table."""
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
     steps: dict[str, list[tuple[float, float, float]]] = {engine: [] for engine, _ in ENGINES}
     with TemporaryDirectory() as folder, ForkServer(Path(folder) / "server.log") as server:
