@@ -234,8 +234,8 @@ def test_the_trace_has_two_groups_of_processes_with_all_ranks(runs: Path, tmp_pa
     flows = [event["id"] for event in events if event["ph"] == "s"]
     assert len(flows) == len(set(flows)) == len(report.measured.transfers) + len(report.simulated.transfers)
     assert len(report.measured.transfers) == len(report.simulated.transfers) > 0
-    for stage in report.measured.stages:  # the first replica's
-        assert stage.spans == lane_spans(report.comparison.measured, 2 * stage.index)
+    for own in report.measured.stages:  # of the first replica
+        assert own.spans == lane_spans(report.comparison.measured, 2 * own.index)
 
 
 def test_the_drawing_has_both_steps_on_one_scale(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,7 +63,8 @@ def measured() -> SegmentedStep:
 
 def check_partition(step: SegmentedStep) -> None:
     for segments in step.segments:
-        assert (segments[0].start, segments[-1].end) == (0, pytest.approx(step.seconds))
+        assert segments[0].start == 0
+        assert segments[-1].end == pytest.approx(step.seconds)
         assert all(before.end == pytest.approx(after.start, abs=1e-12 * step.seconds) for before, after in pairwise(segments))
         assert all(each.end > each.start for each in segments)
 
@@ -121,7 +122,7 @@ def test_a_simulated_step_is_cut_into_its_own_spans(name: str, chunks: int, word
     check_partition(step)
     for stage, found in zip(timeline.stages, stage_seconds(step), strict=True):
         for kind in ("F", "B", "I", "W", "step"):
-            assert found[kind] == pytest.approx(sum(span.seconds for span in stage.spans if span.kind == kind))  # type: ignore[index]
+            assert found[kind] == pytest.approx(sum(span.seconds for span in stage.spans if span.kind == kind))
         assert found["sums"] == pytest.approx(sum(span.seconds for span in stage.spans if span.kind in ("sum", "tied", "gather")))
         idle = stage.filling + stage.waiting + stage.draining
         assert sum(found[cause] for cause in IDLE_CAUSES) + found["messages"] == pytest.approx(
@@ -154,5 +155,6 @@ def test_the_rank_that_computes_longest_beside_those_of_its_stage_is_named() -> 
     step = segmented_step(ranks, origin="measured")
     slow = StepComparison(measured=step, simulated=step).slow_rank()
     assert slow
-    assert (slow.lane, slow.times) == (2, pytest.approx(1.5))
+    assert slow.lane == 2
+    assert slow.times == pytest.approx(1.5)
     assert set(CAUSES) >= {each.cause for each in step.segments[0]}
