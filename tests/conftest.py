@@ -34,7 +34,7 @@ SLOW = (
     "test_launch_commands", "test_cp", "test_fit_ends", "test_prove", "test_prove_written", "test_trace", "test_malformed_input",
     "test_streams_and_signals", "test_loss_kernels",
     "test_anomalies", "test_hf_family", "test_hf_offline", "test_huge", "test_export", "test_doors", "test_load", "test_keys",
-    "test_html_plan", "test_report", "test_html_report",
+    "test_html_plan", "test_report", "test_report_timeline", "test_html_report",
     "test_page_widths", "test_fit_changes", "test_estimate", "test_export_tokenizer", "test_fit_refused", "test_begin",
     "test_rejected_arguments", "test_damaged_runs", "test_verbs", "test_doctor_run", "test_fit_sweep", "test_keys_of_other_trainers",
     "test_resume_changes", "test_lora", "test_lm_eval", "test_pairs", "test_placement", "test_controller", "test_quantities",

@@ -27,6 +27,7 @@ OWN_KEYS = {
     "log.every": "prove logs every step",
     "log.sinks": "prove writes metrics.jsonl only",
     "log.profile": "prove profiles nothing",
+    "log.timeline": "prove times no actions",
     "log.ledger": "prove counts messages",
     "checkpoint.": "prove saves each run at its end, and one midway too, from which another one resumes",
     "train.evaluate": "prove evaluates one batch at the end of each run",

@@ -37,6 +37,8 @@ COLOURS = {  # of kinds of span
     "gather": "#f58518",
     "step":   "#b279a2",
     "host":   "#9d9da0",
+    "data":   "#9d9da0",
+    "other":  "#9d9da0",
     IDLE:     "#f0f0ee",
 }
 # fmt: on
@@ -58,9 +60,13 @@ def timeline_drawing(timeline: Timeline) -> str:
 
 def _body(timeline: Timeline, top: float) -> tuple[list[str], float]:
     """The rows, their axis and legend, and the curves of activations, from `top` on; the height of all."""
-    row = max(ROWS[0], min(ROWS[1], ROWS[2] / len(timeline.stages)))
+    row = row_height(len(timeline.stages))
     bottom = top + row * len(timeline.stages)
-    elements = [*_rows(timeline, top, row), *_axis(timeline.seconds, bottom), *_legend(timeline, bottom + 40)]
+    elements = [
+        *stage_rows(timeline, top, row, timeline.seconds),
+        *time_axis(timeline.seconds, bottom),
+        *kinds_legend([timeline], bottom + 40),
+    ]
     curves = list(_curves(timeline, bottom + 68))
     return [*elements, *curves], bottom + (68 + CURVES + 40 if curves else 56)
 
@@ -80,16 +86,21 @@ def _pixels_per_second(seconds: float) -> float:
     return (WIDTH - LEFT - RIGHT) / seconds if seconds else 0.0
 
 
-def _rows(timeline: Timeline, first: float, row: float) -> Iterator[str]:
-    """A row a stage; of many stages, only some are named."""
+def row_height(stages: int) -> float:
+    """The height of a row where a drawing has so many."""
+    return max(ROWS[0], min(ROWS[1], ROWS[2] / stages))
+
+
+def stage_rows(timeline: Timeline, first: float, row: float, seconds: float) -> Iterator[str]:
+    """A row a stage, on a scale on which a row is `seconds` long; of many stages, only some are named."""
     every = -(-len(timeline.stages) * 12 // ROWS[2]) if row < 12 else 1
     one_by_one = sum(len(stage.spans) for stage in timeline.stages) <= MOST_BOXES
     columns = _columns(timeline)
     yield label(WIDTH - MARGIN, first - 8, "idle", anchor="end")
     for stage in timeline.stages:
         top, tall = first + row * stage.index, row * (1 - GAP)
-        yield box(LEFT, top, WIDTH - LEFT - RIGHT, tall, COLOURS[IDLE])
-        yield from _boxes(stage, timeline.seconds, top, tall) if one_by_one else _column_boxes(stage, timeline.seconds, top, tall, columns)
+        yield box(LEFT, top, timeline.seconds * _pixels_per_second(seconds), tall, COLOURS[IDLE])
+        yield from _boxes(stage, seconds, top, tall) if one_by_one else _column_boxes(stage, seconds, top, tall, columns)
         if stage.index % every == 0:
             yield label(LEFT - 8, top + tall / 2 + 4, f"stage {stage.index}", anchor="end")
             yield label(WIDTH - MARGIN, top + tall / 2 + 4, share_text(stage.idle(timeline.seconds)), anchor="end")
@@ -139,7 +150,7 @@ def _mean_colour(shares: Counter[str]) -> str:
     return "#" + "".join(f"{min(255, each):02x}" for each in mixed)
 
 
-def _axis(seconds: float, top: float) -> Iterator[str]:
+def time_axis(seconds: float, top: float) -> Iterator[str]:
     """Ticks of time below the rows."""
     scale, tick = _pixels_per_second(seconds), _round_tick(seconds / 8)
     unit, name = time_unit(seconds)
@@ -156,18 +167,19 @@ def _round_tick(about: float) -> float:
     return next(times * power for times in (1, 2, 5, 10) if times * power >= about * (1 - 1e-9))
 
 
-def _legend(timeline: Timeline, top: float) -> Iterator[str]:
-    kinds = {span.kind for stage in timeline.stages for span in stage.spans}
+def kinds_legend(timelines: Sequence[Timeline], top: float) -> Iterator[str]:
+    """The names and colours of the kinds of spans that timelines have."""
+    kinds = {span.kind for timeline in timelines for stage in timeline.stages for span in stage.spans}
     named: Mapping[str, Sequence[str]] = {
         "forward": ("F",),
         "backward": ("B", "I"),
         "backward of weights": ("W",),
         "messages": ("send", "sum", "tied", "gather"),
         "optimizer step": ("step",),
-        "host": ("host",),
+        "host": ("host", "data", "other"),
     }
     rows = [(name, COLOURS[of[0]]) for name, of in named.items() if kinds & set(of)]
-    if timeline.chunks > 1:
+    if timelines[0].chunks > 1:
         rows.append(("paler: a later part of the model", LATER_PART["F"]))
     yield from legend([*rows, ("idle", "#d8d8d4")], top, LEFT)
 

@@ -26,6 +26,8 @@ MARKS = {  # (with block characters, without) for what fills most of a column
     "messages": ("~", "~"),
     "step": ("#", "#"),
     "host": ("h", "h"),
+    "data": ("d", "d"),
+    "other": ("·", "."),
     IDLE: (" ", " "),
 }
 MARK_NAMES = {
@@ -36,6 +38,8 @@ MARK_NAMES = {
     "messages": "messages",
     "step": "optimizer step",
     "host": "host",
+    "data": "reading data",
+    "other": "host",
 }
 CAUSES = {
     "computing": "computing",
@@ -80,9 +84,9 @@ def _timeline_lines(timeline: Timeline, style: Style) -> list[str]:
     idle = [share_text(stage.idle(timeline.seconds)) for stage in stages]
     columns = page_width() - max(map(len, names)) - max(map(len, idle)) - 6
     shares = [column_shares(stage, timeline.seconds, columns) for stage in stages]
-    marks = ["".join(_mark(_largest(each), style) for each in row) for row in shares]
-    used = {_largest(each) for row in shares for each in row}
-    legend = "  ".join(f"{_mark(kind, style)} {MARK_NAMES[kind]}" for kind in MARK_NAMES if kind in used)
+    marks = ["".join(kind_mark(largest_kind(each), style) for each in row) for row in shares]
+    used = {largest_kind(each) for row in shares for each in row}
+    legend = "  ".join(f"{kind_mark(kind, style)} {MARK_NAMES[kind]}" for kind in MARK_NAMES if kind in used)
     micros = f"{timeline.micros:,} micro-batch{'' if timeline.micros == 1 else 'es'}"
     each = f"{seconds_text(timeline.seconds / columns)} a column, in which the mark is of what takes most of it"
     schedule = f" ({timeline.schedule})" if timeline.schedule else ""
@@ -95,7 +99,7 @@ def _timeline_lines(timeline: Timeline, style: Style) -> list[str]:
     ]
 
 
-def _largest(shares: Counter[str]) -> str:
+def largest_kind(shares: Counter[str]) -> str:
     """What takes most of a column; all messages together are one."""
     merged = Counter[str]()
     for kind, share in shares.items():
@@ -103,7 +107,8 @@ def _largest(shares: Counter[str]) -> str:
     return merged.most_common(1)[0][0]
 
 
-def _mark(kind: str, style: Style) -> str:
+def kind_mark(kind: str, style: Style) -> str:
+    """The character of a kind of span."""
     return MARKS[kind][0 if style.blocks else 1]
 
 

@@ -18,22 +18,38 @@ def report(
     run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR ...", show_default=False)],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of the page (of several runs, a list).")] = False,
     html: HtmlFile = None,
+    timeline: Annotated[
+        bool, typer.Option("--timeline", help="The steps that log.timeline timed: one as measured beside the simulated one.")
+    ] = False,
+    svg: Annotated[str | None, typer.Option("--svg", metavar="FILE", help="With --timeline: draw both steps.")] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            "--trace", metavar="FILE", help="With --timeline: write both as a Chrome trace (.json or .json.gz), for ui.perfetto.dev."
+        ),
+    ] = None,
 ) -> int:
     """Show a run: its memory, time and throughput as planned and as measured, the largest drift, and the loss.
 
     Several runs are shown side by side: the differences of their configs, their losses at the steps that all logged, their speed.
 
-    Exit status: 0; 1 FILE can't be written; 2 a folder is no run's, or the command line is wrong.
+    Exit status: 0; 1 FILE can't be written; 2 a folder is no run's or has no timeline, or the command line is wrong.
 
     \b
     distrain report runs/quickstart
     distrain report runs/quickstart --json
     distrain report runs/base runs/wide
     distrain report runs/base runs/wide --html runs.html
+    distrain report runs/quickstart --timeline --svg step.svg
     """
     from ...trainer.rundir.measured import read_measured_run
 
+    _check_timeline_options(timeline, svg, trace, html)
     folders = _run_folders(run_dirs)
+    if timeline:
+        from .report_timeline import report_timeline
+
+        return report_timeline(folders, svg, trace, as_json=as_json)
     target = _html_target(html, folders) if html is not None else None
     if as_json:
         import json
@@ -43,6 +59,21 @@ def report(
     else:
         print_output(_text(run_dirs, folders))
     return write_html_page(target, _html(html or "", run_dirs, folders), as_json=as_json) if target else OK
+
+
+def _check_timeline_options(timeline: bool, svg: str | None, trace: str | None, html: str | None) -> None:
+    """Raise Unreadable for options that do not go together."""
+    from ...trainer.spec.problem import Problem, Unreadable
+
+    problems = [
+        Problem(rule="timeline", says=f"{option} is of a timeline", mend="add --timeline")
+        for option, value in (("--svg", svg), ("--trace", trace))
+        if value is not None and not timeline
+    ]
+    if timeline and html is not None:
+        problems.append(Problem(rule="timeline", says="--timeline is not shown as HTML", mend="draw it with --svg FILE"))
+    if problems:
+        raise Unreadable(problems)
 
 
 def _text(run_dirs: Sequence[Path], folders: Sequence[Path]) -> str:

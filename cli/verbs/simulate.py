@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..pages.printing import print_error, print_json, print_live_line, print_output, print_problems, print_unwritten
+from ..pages.printing import print_error, print_json, print_live_line, print_output, print_problems
 from .common_options import ConfigDir, RecipeAndOverrides, recipe_and_overrides
-from .exit_status import FAILED, OK
+from .exit_status import FAILED
 
 if TYPE_CHECKING:
     from ...trainer.plan.timeline.step_costs import StepCosts
@@ -161,18 +161,14 @@ def simulate_document(name: str, step: StepSimulation) -> dict[str, Any]:
 
 def _write(targets: tuple[Path | None, Path | None], name: str, timeline: Timeline, costs: StepCosts, show: Callable[[str], object]) -> int:
     """Write the files that were asked for, and show a line about each."""
-    from ..drawings.step_files import write_svg, write_trace
+    from ...trainer.plan.timeline.chrome_trace import trace_document
+    from ..drawings.step_files import write_step_files, write_svg, write_trace
+    from ..drawings.timeline_drawing import draw_timeline
 
     svg, trace = targets
     writers: list[tuple[Path, Callable[[Path], str]]] = []
     if svg is not None:
-        writers.append((svg, lambda file: write_svg(file, timeline, name)))
+        writers.append((svg, lambda file: write_svg(file, draw_timeline(timeline, name))))
     if trace is not None:
-        writers.append((trace, lambda file: write_trace(file, timeline, costs, name)))
-    status = OK
-    for file, write in writers:
-        try:
-            show(write(file))
-        except OSError as error:
-            status = print_unwritten(str(file), error)
-    return status
+        writers.append((trace, lambda file: write_trace(file, trace_document(timeline, costs, name))))
+    return write_step_files(writers, show)

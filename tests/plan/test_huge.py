@@ -27,7 +27,9 @@ from distrain.trainer.spec.bounded_numbers import MOST
 from distrain.trainer.spec.divisors import divisors, least_divisor
 from distrain.trainer.spec.problem import Unreadable
 
-COUNTS = sorted(key for key, hint in config_keys().items() if "int" in str(hint) and key not in ("launch.port", "log.profile"))
+COUNTS = sorted(
+    key for key, hint in config_keys().items() if "int" in str(hint) and key not in ("launch.port", "log.profile", "log.timeline")
+)
 HUGE = (10**6, 10**12 + 39, 10**18)  # the second is a prime
 LOADER = Loader(None)
 MOST_SECONDS = 10  # of processor time: what grows with such counts takes hours

@@ -104,6 +104,7 @@ ROWS: list[tuple[str, Any, str, Keys, Keys]] = [
     ("data.completion_key", "answer", "data.name=synthetic", {}, PAIRS),
     ("data.cache", "x", "data.name=synthetic", {}, {"data.name": "stdlib"}),
     ("log.profile", (500, 510), "train.steps=100", {}, {"train.steps": 1000}),
+    ("log.timeline", (500, 510), "train.steps=100", {}, {"train.steps": 1000}),
     ("launch.hostfile", "x", "launch.name=local", {}, HOSTS),
     ("launch.include", "x", "launch.name=local", {}, HOSTS),
     ("launch.exclude", "x", "launch.name=local", {}, HOSTS),

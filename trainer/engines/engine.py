@@ -17,9 +17,11 @@ from ..layers.tensor_parallel import all_reduce
 from ..parallel.process_groups import Grid
 from ..parallel.rank_model import RankPart
 from ..plan.axes.weight_slices import WeightShard
+from ..plan.timeline.timed_spans import NONE
 from ..spec.run import Run
 from .held_bytes import ByteCounter, bytes_by_kind, parameters_of, tensors_in
 from .rank_parameter import OptimizerShard, RankParameter, whole_parameter
+from .span_recorder import SpanRecorder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,7 @@ class Engine(ABC):
         self.run, self.grid, self.parts = run, grid, tuple(parts)
         self.micros = run.train.batch // (grid.size("dp") * run.train.microbatch)
         self.clock: dict[str, float] = {}  # seconds of the last step by part
+        self.recorder: SpanRecorder | None = None  # of the step's spans, while someone asks for them
         self.parameters = tuple(
             RankParameter(name, parameter, each.weight_shards[name], name in each.tied)
             for each in self.parts
@@ -222,9 +225,22 @@ class Engine(ABC):
         return total
 
     @contextmanager
-    def _measure_time(self, part: str) -> Iterator[None]:
-        """Add the block's seconds to a part of the step, on a CPU only: a GPU's kernels run later."""
-        start = perf_counter()
+    def _record_span(self, kind: str) -> Iterator[None]:
+        """Record the block as a span, where spans are recorded; "" is none."""
+        recorder = self.recorder
+        began = recorder.mark() if recorder else None
         yield
+        if recorder and kind:
+            recorder.add(kind, began)
+
+    @contextmanager
+    def _measure_time(self, part: str, kind: str = "", micro: int = NONE, of: int = NONE) -> Iterator[None]:
+        """Add the block's seconds to a part of the step, on a CPU only: a GPU's kernels run later. Where spans are recorded, the block is
+        one, of a kind of TimedSpan, a micro-batch and a part of the model."""
+        start, recorder = perf_counter(), self.recorder
+        began = recorder.mark() if recorder else None
+        yield
+        if recorder and kind:
+            recorder.add(kind, began, micro, of)
         if self.grid.world.device.type == "cpu":
             self.clock[part] += perf_counter() - start

@@ -1,4 +1,4 @@
-"""Measurements around steps: bytes held, messages, traces, profiler, throughput, progress line."""
+"""Measurements around steps: bytes held, messages, traces, profiler, timeline, throughput, progress line."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from ..spec.run import Run
 from ..system.atomic_file import write_atomically
 from .data.samples.sample_log import SampleLog
 from .throughput import ThroughputMeter
+from .timeline_window import TimelineWindow
 from .trace.tensor_recorder import requested_trace
 from .training_setup import TrainingSetup
 
@@ -33,6 +34,7 @@ class Instruments:
         self.setup, self.last = setup, last
         self.meter = ThroughputMeter(run, setup.plan, setup.world)
         self.profiler = ProfilerWindow(run, setup.world, setup.folder)
+        self.timeline = TimelineWindow(run, setup)
         self.progress = ProgressLine(run, first, last)
         self.trace = requested_trace(run, setup.engine, setup.grid, setup.folder)
         # Bytes are counted in the second step: all tensors that stay were allocated in the first.
@@ -56,10 +58,12 @@ class Instruments:
         """Measure step `step` (from 0) while the block runs it. Yield the byte counter that the engine fills, in one step only."""
         self._count = ByteCounter() if step == self._counted_step else None
         self.profiler.start_step(step + 1)
+        self.timeline.start_step(step + 1)
         ledger = Ledger(self.setup.grid) if step == self._recorded_step else None
         start = perf_counter()
         times = self.setup.engine.time_actions(self._actions) if step in self._timed_steps else nullcontext()
-        with ledger or nullcontext(), times, self.trace.trace_step(step) if self.trace else nullcontext():
+        traced = self.trace.trace_step(step) if self.trace else nullcontext()
+        with ledger or nullcontext(), times, traced, self.timeline.record(step + 1):
             yield self._count
         self.meter.add_step(perf_counter() - start, self.setup.engine.clock)
         if ledger:
@@ -77,6 +81,7 @@ class Instruments:
             self.setup.warn(write_measured(self._count, self.setup, done))
         if self.samples and done == self.last:
             self.setup.warn(write_samples(self.samples, self.setup, self._first))
+        self.setup.warn(self.timeline.end_step(done, last=done == self.last))
         if message := self.profiler.end_step(done, last=done == self.last):
             self.setup.channel.say(message)
         if line := self.progress.line(done, loss):

@@ -179,6 +179,7 @@ KEYS = {
     "log.sinks":                    Key("where logged steps go; metrics.jsonl is always written"),
     "log.dir":                      Key("folder of the run folders"),
     "log.profile":                  Key("first and last step to profile into the run folder's trace/", "steps", null="no profile"),
+    "log.timeline":                 Key("first and last step whose actions every rank times, for report --timeline", "steps", null="none"),
     "log.ledger":                   Key("count every message of one step (ledger.json), record samples (samples.json)"),
 
     "checkpoint.every":             Key("interval between checkpoints; 0: only as checkpoint.final says", "steps"),

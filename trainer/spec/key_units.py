@@ -55,6 +55,7 @@ UNITS: dict[str, str] = {
     "data.validation":          "share of the tokens",
     "log.every":                "steps",
     "log.profile":              "steps, first and last",
+    "log.timeline":             "steps, first and last",
     "checkpoint.every":         "steps",
     "checkpoint.keep":          "checkpoints",
     "launch.restarts":          "times",

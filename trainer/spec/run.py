@@ -289,6 +289,7 @@ class Log:
     sinks: tuple[Literal["console", "jsonl", "wandb", "tensorboard"], ...] = ("console", "jsonl")
     dir: str = "runs"
     profile: tuple[Natural, Natural] | None = None
+    timeline: tuple[Natural, Natural] | None = None
     ledger: bool = False
 
 

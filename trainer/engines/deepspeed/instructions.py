@@ -15,8 +15,14 @@ from ...plan.layout.schedules import SCHEDULES
 from ...plan.layout.stage_events import StageEvent, stage_events
 
 Instructions = list[Any]
-SENDS = (ds.SendActivation, ds.RecvActivation, ds.SendGrad, ds.RecvGrad, ds.CommitP2P)
-SUMS = (ds.ReduceTiedGrads, ds.ReduceGrads)
+TIMED = {  # instructions that an engine times: the part of the step, the kind of span
+    ds.SendActivation: ("messages", "send"),
+    ds.RecvActivation: ("messages", "receive"),
+    ds.SendGrad: ("messages", "send"),
+    ds.RecvGrad: ("messages", "receive"),
+    ds.CommitP2P: ("messages", "send"),
+    ds.ReduceGrads: ("sums", "sum"),
+}
 DEEPSPEED_SCHEDULES = {"1f1b": ds.TrainSchedule, "dualpipev": ds.DualPipeVSchedule}  # schedules that DeepSpeed has
 
 INSTRUCTIONS = {

@@ -73,7 +73,8 @@ class PipeEngine(DeepSpeedAdapter):
         total = self.engine.train_step(PipelineStep(read_microbatch=read_microbatch, scale=scale, byte_counter=byte_counter))
         if self.grid.coordinate("tp"):  # all ranks of a tensor-parallel group compute the same loss
             total.zero_()
-        dist.all_reduce(total)
+        with self._record_span("sync"):
+            dist.all_reduce(total)
         norm = self.engine.get_global_grad_norm() if self.engine.norm is None else self.engine.norm
         return StepResult(
             loss=total.item() / label_count,
@@ -94,9 +95,12 @@ class PipeEngine(DeepSpeedAdapter):
         """Sum gradients over all axes but the data axis, once a step, after the last backward pass."""
         if counter := self.engine.current.byte_counter:
             counter.count_backward(self.held_bytes())
-        self._sum_over_tensor_axis()
-        self._sum_tied_gradients()
-        self._finite = self._is_finite(self.engine.total)
+        with self._measure_time("sums", "sum"):
+            self._sum_over_tensor_axis()
+        with self._measure_time("sums", "tied"):
+            self._sum_tied_gradients()
+        with self._measure_time("sums", "sync"):
+            self._finite = self._is_finite(self.engine.total)
 
     def _sum_tied_gradients(self) -> None:
         """Sum a tied weight's gradients of the first stage (the embedding's) and of the last (the head's): both step with the sum."""

@@ -23,9 +23,9 @@ from ...plan.layout.mesh import Mesh
 from ..engine import ReadMicrobatch
 from ..held_bytes import ByteCounter
 from .adapter import clip
-from .instructions import SENDS, SUMS, FoldedForwardOnly, ForwardOnly, training_instructions
+from .instructions import TIMED, FoldedForwardOnly, ForwardOnly, training_instructions
 
-TimePart = Callable[[str], AbstractContextManager[None]]  # times a part of the step
+TimePart = Callable[..., AbstractContextManager[None]]  # times a part of the step: its name, then kind, micro-batch and part of a span
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +104,11 @@ class OnePartPipeline(PipelineEngine):  # type: ignore[misc]
         return 0
 
     @property
+    def part(self) -> int:
+        """The part of the model that computes now, from 0."""
+        return int(2 * self.num_stages - 1 - self.stage_id if self.chunk else self.stage_id)
+
+    @property
     def peak_in_flight(self) -> float:
         """The most micro-batches whose activations this rank held at once in the last step; one in one of two parts counts as half."""
         return self._peak / self.chunks
@@ -129,6 +134,7 @@ class OnePartPipeline(PipelineEngine):  # type: ignore[misc]
         self.norm: Tensor | None = None
         self.total, self.labels = torch.zeros((), device=self.device), torch.zeros((), device=self.device, dtype=torch.int64)
         self._forwards = [0] * self.chunks
+        self._micro_of: dict[int, int] = {}  # buffer -> the micro-batch whose forward used it last
         self._microbatches: dict[int, Any] = {}
         self._in_flight = self._peak = 0
 
@@ -140,19 +146,20 @@ class OnePartPipeline(PipelineEngine):  # type: ignore[misc]
         self._reserve_pipe_buffers(schedule.num_pipe_buffers())
         for instruction in (each for step in schedule for each in step):
             kind = type(instruction)
-            with self.timed("messages") if kind in SENDS else self.timed("sums") if kind in SUMS else nullcontext():
+            with self.timed(*TIMED[kind]) if kind in TIMED else nullcontext():
                 getattr(self, self._INSTRUCTION_MAP[kind].__name__)(**instruction.kwargs)
 
     def _exec_load_micro_batch(self, buffer_id: int) -> None:
         """Do nothing: the forward pass reads its micro-batch."""
 
     def _exec_forward_pass(self, buffer_id: int) -> None:
-        with self.timed("data"):
-            tokens, labels, further = self._read(self._forwards[self.chunk])
+        micro = self._micro_of[buffer_id] = self._forwards[self.chunk]
+        with self.timed("data", "data", micro):
+            tokens, labels, further = self._read(micro)
         self._forwards[self.chunk] += 1
         stream, counter = self.pipe_buffers["inputs"][buffer_id], self.current.byte_counter
         counting = counter.count_forward([self.module], tokens, labels, further) if counter else nullcontext()
-        with self.timed("forward"), counting:
+        with self.timed("forward", "F", micro, self.part), counting:
             out = DeepSpeedEngine.forward(self, tokens, labels, stream=stream, further=further)
         self.pipe_buffers["outputs"][buffer_id] = out
         self._in_flight += 1
@@ -171,7 +178,7 @@ class OnePartPipeline(PipelineEngine):  # type: ignore[misc]
     def _exec_backward_pass(self, buffer_id: int) -> None:
         if self.is_last_stage():
             self.loss = self.pipe_buffers["outputs"][buffer_id] * self.current.scale
-        with self.timed("backward"):
+        with self.timed("backward", "B", self._micro_of[buffer_id], self.part):
             super()._exec_backward_pass(buffer_id)
         self.pipe_buffers["outputs"][buffer_id] = self.loss = None
         self._in_flight -= 1
@@ -181,7 +188,7 @@ class OnePartPipeline(PipelineEngine):  # type: ignore[misc]
 
     def _exec_optimizer_step(self, lr_kwargs: Any = None) -> None:
         self.norm = self._stage0_norm()
-        with self.timed("step"), self._around_step():
+        with self.timed("step", "step"), self._around_step():
             super()._exec_optimizer_step(lr_kwargs)
 
 

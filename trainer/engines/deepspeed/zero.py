@@ -110,31 +110,34 @@ class ZeroEngine(DeepSpeedAdapter):
         total = torch.zeros((), device=self.grid.world.device)
         self.clock = dict.fromkeys(("data", "forward", "backward", "step"), 0.0)
         for index in range(self.micros):
-            with self._measure_time("data"):
+            with self._measure_time("data", "data", index):
                 tokens, labels, further = read_microbatch(index)
             counter = byte_counter if index == 0 else None
             with (
-                self._measure_time("forward"),
+                self._measure_time("forward", "F", index, 0),
                 counter.count_forward([self.module], tokens, labels, further) if counter else nullcontext(),
             ):
                 loss, _ = self.engine(tokens, labels, **further)
                 total += loss.detach().float()
             # DeepSpeed averages over micro-batches and replicas; the loss is the mean over the global batch's labels.
-            with self._measure_time("backward"):
+            with self._measure_time("backward", "B", index, 0):
                 self.engine.backward(loss * (self.micros * self.grid.size("data") / label_count))
             if counter:
                 counter.count_backward(self.held_bytes())
             last = index == self.micros - 1
             if last:
-                self._sum_over_tensor_axis()
-            finite = self._is_finite(total) if last else True
+                with self._record_span("sum"):
+                    self._sum_over_tensor_axis()
+            with self._record_span("sync" if last else ""):
+                finite = self._is_finite(total) if last else True
             norm = self._stage0_norm() if last else None
             if norm is not None:
                 self.engine.clip_fp32_gradients = partial(clip, self.module.parameters(), norm, self.run.train.clip)
-            with self._measure_time("step"), self._optimizer_step(skip=not finite):
+            with self._measure_time("step", "step"), self._optimizer_step(skip=not finite):
                 self.engine.step()
         if group := self.grid.group("data"):
-            dist.all_reduce(total, group=group.handle)
+            with self._record_span("sync"):
+                dist.all_reduce(total, group=group.handle)
         grad_norm = self.engine.get_global_grad_norm() if norm is None else norm
         return StepResult(
             loss=total.item() / label_count,

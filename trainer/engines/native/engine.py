@@ -101,18 +101,20 @@ class NativeEngine(Engine):
             total = self.pipeline.train(
                 ScheduledStep(actions=self._actions, read_microbatch=read_microbatch, scale=scale, byte_counter=byte_counter)
             )
-        with self._measure_time("sums"):
+        with self._measure_time("sums", "sum"):
             self.reducer.finish_backward()
         if byte_counter:
             byte_counter.count_backward(self.held_bytes())
-        with self._measure_time("sums"):
+        with self._measure_time("sums", "tied"):
             self._sum_tied_gradients()
+        with self._measure_time("sums", "sum"):
             self._sum_over_tensor_axis()
             self.reducer.finish()
             squares = counted_squares(self.buckets, total.device)
+        with self._measure_time("sums", "sync"):
             sums = self._sum_over_ranks(total, squares)
         self._call_show_gradients()
-        with self._measure_time("step"):
+        with self._measure_time("step", "step"):
             is_finite = sums[:2].isfinite().all()
             sums[1].sqrt_().div_(self.backward_scale)
             self._step_optimizer(squares.sqrt() / self.backward_scale if self.together else sums[1], is_finite)
@@ -126,7 +128,7 @@ class NativeEngine(Engine):
 
     def step_together(self) -> None:
         if self.together is not None:
-            with self._measure_time("sums"):
+            with self._measure_time("sums", "sum"):
                 self.together.step()
             self._alone = False
 

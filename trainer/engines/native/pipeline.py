@@ -19,7 +19,7 @@ from ..held_bytes import ByteCounter
 from .stage_messages import MessageKey, StageMessages
 
 AddGradient = Callable[[nn.Parameter, Tensor], None]
-TimePart = Callable[[str], AbstractContextManager[None]]  # times a part of the step
+TimePart = Callable[..., AbstractContextManager[None]]  # times a part of the step: its name, then kind, micro-batch and part of a span
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ class Pipeline:
             held += (action.kind == "F") - (action.kind in "BW")
             peak = max(peak, held)
         if step.flushes:
-            with self._timed("messages"):
+            with self._timed("messages", "send"):
                 self.messages.finish()
         self.peak_in_flight = peak / self.chain.chunks
         return self.total
@@ -141,9 +141,9 @@ class Pipeline:
     def _forward(self, action: Action) -> None:
         micro, chunk = action.micro, action.chunk
         part = self.chain.part(self.stage, chunk)
-        with self._timed("data"):
+        with self._timed("data", "data", micro):
             tokens, labels, further = self._read(micro)
-        with self._timed("messages"):
+        with self._timed("messages", "receive", micro, part):
             given = self._given(part, micro)
         stream = given.get("stream")
         if stream is not None:
@@ -154,7 +154,7 @@ class Pipeline:
         counting = counter.count_forward(self.parts, tokens, labels, further) if counter else nullcontext()
         with self._compute(action, part, "forward"), counting, defer_weight_gradients(weights):
             result, counted = self.parts[chunk](tokens, labels, **given, **further)
-        with self._timed("messages"):
+        with self._timed("messages", "send", micro, part):
             self._pass_on(part, micro, result, counted)
         root = result * self._step.scale if part == self.chain.parts - 1 else result
         self._forwarded[micro, chunk] = PendingBackward(stream, get_gradient_edge(root), weights)
@@ -163,7 +163,7 @@ class Pipeline:
         micro, chunk = action.micro, action.chunk
         part, last = self.chain.part(self.stage, chunk), self.chain.parts - 1
         given, output, weights = self._forwarded.pop((micro, chunk))
-        with self._timed("messages"):
+        with self._timed("messages", "receive", micro, part):
             gradient = None if part == last else self._take(MessageKey("B", part + 1, micro))
         self._before_backward(chunk)
         self._hooks.before_pass(action)
@@ -171,7 +171,7 @@ class Pipeline:
             torch.autograd.backward([output], None if gradient is None else [gradient])
         if given is not None:
             assert given.grad is not None
-            with self._timed("messages"):
+            with self._timed("messages", "send", micro, part):
                 self._give(MessageKey("B", part, micro), given.grad, part - 1)
         if weights is not None:
             self._waiting[micro, chunk] = weights
@@ -193,7 +193,7 @@ class Pipeline:
     @contextmanager
     def _compute(self, action: Action, part: int, timed: str) -> Iterator[None]:
         """Compute an action in the block; what it waits for is there."""
-        with self.keep_time(action.kind, action.micro, part), self._timed(timed):
+        with self.keep_time(action.kind, action.micro, part), self._timed(timed, action.kind, action.micro, part):
             yield
 
     def _read(self, micro: int) -> Any:

@@ -87,10 +87,14 @@ def _expert_ffn(run: Run, mesh: Mesh) -> str:
     return f"model.expert_ffn={model.expert_ffn} of every layer" if own else ""
 
 
-def _no_such_step(run: Run, mesh: Mesh) -> str:
-    """The run ends before its profiler's window."""
-    steps, window = run.train.steps, run.log.profile
-    return f"train.steps={steps}" if steps and window and window[0] > steps else ""
+def _ends_before(window: Callable[[Run], tuple[int, int] | None]) -> Condition:
+    """Return the condition that the run ends before the first step of a window."""
+
+    def ends_before(run: Run, mesh: Mesh) -> str:
+        steps, found = run.train.steps, window(run)
+        return f"train.steps={steps}" if steps and found and found[0] > steps else ""
+
+    return ends_before
 
 
 # fmt: off
@@ -145,7 +149,8 @@ IDLE: dict[str, Condition] = {
     "data.prompt_key":         _is_not("data.name", "pairs"),
     "data.completion_key":     _is_not("data.name", "pairs"),
     "data.cache":              _is("data.name", "synthetic"),
-    "log.profile":             _no_such_step,
+    "log.profile":             _ends_before(lambda run: run.log.profile),
+    "log.timeline":            _ends_before(lambda run: run.log.timeline),
     "launch.hostfile":         _is("launch.name", "local", "slurm"),
     "launch.include":          _is("launch.name", "local", "slurm"),
     "launch.exclude":          _is("launch.name", "local", "slurm"),

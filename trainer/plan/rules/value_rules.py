@@ -1,4 +1,4 @@
-"""Rules of single values: names of folders, learning rates, the profiler's window, pairs; the largest layouts that a plan can compute."""
+"""Rules of single values: names of folders, learning rates, windows of steps, pairs; the largest layouts that a plan can compute."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from ...spec.read import value_text
 from ...spec.run import Parallel, Run
 from ..engines import ENGINES, engine_for
 from ..layout.mesh import Mesh, ranks_in_node, replica_degrees, replica_size
+from ..layout.schedule_of_run import delay_of
 from .broken_rule import BrokenRule
 
 MOST_NAME = 200  # bytes of a run's name: file systems allow 255, and folders named after it are longer
 MOST_DIR = 2000  # bytes of log.dir
+MOST_TIMED = 1000  # steps of a timeline: every rank keeps all their spans until the last is done
 MOST_COUNTED = 100_000  # ranks of a mesh whose groups are examined one by one
 
 
@@ -76,15 +78,27 @@ def rates_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broken
         yield BrokenRule("min_lr", says, ((("optim.min_lr", float(f"{optim.lr / 10:.6g}")),),))
 
 
-def profiler_window_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
-    """The profiler's window contains steps, counted from 1."""
-    if run.log.profile is None:
-        return
-    first, last = run.log.profile
-    if first > last:
-        yield BrokenRule("profile", f"log.profile=[{first},{last}]: its first step is after its last", ((("log.profile", (last, first)),),))
-    elif last == 0:
-        yield BrokenRule("profile", f"log.profile=[{first},{last}]: steps are counted from 1", ((("log.profile", (1, 1)),),))
+def step_windows_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+    """The windows of the profiler and of the timeline contain steps, counted from 1; a timeline's are few."""
+    for key, window in (("log.profile", run.log.profile), ("log.timeline", run.log.timeline)):
+        if window is None:
+            continue
+        first, last = window
+        rule, given = key.removeprefix("log."), f"{key}=[{first},{last}]"
+        if first > last:
+            yield BrokenRule(rule, f"{given}: its first step is after its last", (((key, (last, first)),),))
+        elif last == 0:
+            yield BrokenRule(rule, f"{given}: steps are counted from 1", (((key, (1, 1)),),))
+        elif key == "log.timeline" and last - first >= MOST_TIMED:
+            fix = (((key, (first, first + MOST_TIMED - 1)),),)
+            yield BrokenRule(rule, f"{given} has more than the {MOST_TIMED} steps of a timeline", fix)
+
+
+def timeline_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:
+    """The steps of a timeline end before the next ones begin."""
+    if run.log.timeline and delay_of(parallel):
+        says = f"log.timeline times steps that end before the next begins, which parallel.schedule={value_text(parallel.schedule)} has not"
+        yield BrokenRule("timeline", says, ((("log.timeline", None),),))
 
 
 def plannable_ranks_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[BrokenRule]:

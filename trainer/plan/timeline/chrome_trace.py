@@ -25,6 +25,8 @@ SPAN_NAMES = {
     "step": "optimizer step",
     "gather": "gather of weights, not hidden",
     "host": "host between steps",
+    "data": "reading data",
+    "other": "host between actions",
 }
 Event = dict[str, Any]
 
@@ -40,26 +42,27 @@ def trace_document(timeline: Timeline, costs: StepCosts, name: str) -> dict[str,
             "schedule": timeline.schedule,
         },
         "displayTimeUnit": "ms",
-        "traceEvents": list(_events(timeline, costs)),
+        "traceEvents": list(step_events(timeline, costs)),
     }
 
 
-def _events(timeline: Timeline, costs: StepCosts) -> Iterator[Event]:
+def step_events(timeline: Timeline, costs: StepCosts) -> Iterator[Event]:
+    """The events of a simulated step; a stage's number is that of its process."""
     with_blocks = sum(len(costs.blocks[span.part]) for stage in timeline.stages for span in stage.spans if span.is_pass) <= MOST_BLOCKS
     for stage in timeline.stages:
-        yield from _names(stage, has_data=bool(costs.rounds[stage.index]))
+        yield from stage_names(stage, has_data=bool(costs.rounds[stage.index]))
         for span in stage.spans:
-            yield _slice(span)
+            yield span_event(span)
             if with_blocks and span.is_pass:
                 yield from _block_slices(span, costs)
         for message_round in costs.rounds[stage.index]:
             yield from _data_slices(stage, message_round, costs.shares)
         for at, held in held_activations(stage):
             yield {"ph": "C", "pid": stage.index, "ts": at * 1e6, "name": "activations", "args": {"bytes": round(held)}}
-    yield from _flows(timeline)
+    yield from flow_events(timeline)
 
 
-def _names(stage: StageTimeline, *, has_data: bool) -> Iterator[Event]:
+def stage_names(stage: StageTimeline, *, has_data: bool) -> Iterator[Event]:
     """The names and the order of a stage's process and its threads."""
     layers = ", ".join(f"{first}-{end - 1}" if end - first > 1 else f"{first}" for first, end in stage.parts if end > first)
     yield {"ph": "M", "pid": stage.index, "name": "process_name", "args": {"name": f"stage {stage.index}: layers {layers or 'none'}"}}
@@ -69,7 +72,8 @@ def _names(stage: StageTimeline, *, has_data: bool) -> Iterator[Event]:
         yield {"ph": "M", "pid": stage.index, "tid": DATA, "name": "thread_name", "args": {"name": "messages of the data axis"}}
 
 
-def _slice(span: StepSpan) -> Event:
+def span_event(span: StepSpan) -> Event:
+    """A span as an event of its stage's passes."""
     args: dict[str, Any] = {"messages_us": span.messages * 1e6} if span.messages else {}
     name = SPAN_NAMES[span.kind]
     if span.has_micro_batch:
@@ -128,7 +132,7 @@ def _hiding_passes(stage: StageTimeline, sent: MessageRound) -> list[StepSpan]:
     return [span for span in last if span.is_pass or span.kind == "send"]
 
 
-def _flows(timeline: Timeline) -> Iterator[Event]:
+def flow_events(timeline: Timeline) -> Iterator[Event]:
     """An arrow for each message between stages, from the pass that made it to the one that takes it."""
     takers = {
         (span.kind == "F", span.micro, span.part): span

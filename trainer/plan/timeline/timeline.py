@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from ..layout.schedules import Kind
 
-SpanKind = Literal["F", "B", "I", "W", "send", "sum", "tied", "step", "gather", "host"]
+SpanKind = Literal["F", "B", "I", "W", "send", "sum", "tied", "step", "gather", "host", "data", "other"]
 PASS_KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 NONE = -1  # the micro-batch and the part of a span that belongs to none
 
@@ -15,7 +15,8 @@ NONE = -1  # the micro-batch and the part of a span that belongs to none
 class StepSpan(NamedTuple):
     """What a stage does from `start` to `end`: a pass of a micro-batch through a part of the model (F, B, or a backward in two, I and W),
     the send of its result, or what follows the passes: the exposed sum of gradients, the sum of tied weights, the optimizer's step, the
-    exposed gather of stepped weights, the host's work between steps. `messages` are the seconds of it in which it waits for messages.
+    exposed gather of stepped weights, the host's work between steps; of a measured step also reading
+    data, and what else the host does between actions (other). `messages` are the seconds of it in which it waits for messages.
     """
 
     stage: int
