@@ -170,6 +170,15 @@ class Overlap:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Compress:
+    """Compression of gradients on the data axis (PowerSGD: arXiv:1905.13727): the rank of its products, the first steps without it."""
+
+    name: Literal["none", "powersgd"] = "none"
+    rank: Count = 4
+    start: Natural = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Parallel:
     """Degrees of the mesh and how each axis works."""
 
@@ -191,6 +200,7 @@ class Parallel:
     reduce: Literal["ring", "halving", "server"] = "ring"
     bucket: Count = 50_000_000
     scatter: bool = False
+    compress: Compress = field(default_factory=Compress)
     offload: Offload = field(default_factory=Offload)
     overlap: Overlap = field(default_factory=Overlap)
 
