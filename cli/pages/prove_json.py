@@ -43,7 +43,7 @@ def _result_row(result: LayoutResult) -> dict[str, Any]:
     return {
         **_trial_row(result.trial),
         "verdict": result.verdict,
-        "held_to": "delayed gradients" if result.trial.layout.is_delayed else "one process",
+        "held_to": result.trial.layout.simulation or "one process",
         "says": result.reason,
         "departure": result.departure,
         "seconds": result.seconds,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from ...trainer.prove.judge import ProofResult
@@ -10,7 +11,7 @@ from ...trainer.prove.trial import Trial
 from ...trainer.spec.format_numbers import plural
 
 NAMES_SHOWN = 4  # of a list
-DELAYED_CURVE = "the curve of delayed gradients, another one by design"
+SIMULATED_CURVE = "the curve of {}, another one by design"
 
 
 def verdict_sentence(proof: Proof, result: ProofResult) -> str:
@@ -21,11 +22,11 @@ def verdict_sentence(proof: Proof, result: ProofResult) -> str:
         return f"one process did not train: {result.reference.reason}"
     if not result.ok:
         return "; ".join(_wrong_sentences(result))
-    delayed = [each for each in result.layouts if each.trial.layout.is_delayed]
-    same = len(result.layouts) - len(delayed)
-    says = [_curve_sentence(same, "the same curve", result.largest_loss_difference)] if same else []
-    if delayed:
-        says.append(_curve_sentence(len(delayed), DELAYED_CURVE, max(each.loss or 0.0 for each in delayed)))
+    simulations = Counter(each.trial.layout.simulation for each in result.layouts)
+    says = [_curve_sentence(same, "the same curve", result.largest_loss_difference)] if (same := simulations.pop("", 0)) else []
+    for simulation, layouts in simulations.items():
+        largest = max(each.loss or 0.0 for each in result.layouts if each.trial.layout.simulation == simulation)
+        says.append(_curve_sentence(layouts, SIMULATED_CURVE.format(simulation), largest))
     return f"{'; '.join(says)} over {plural(proof.steps, 'step')}"
 
 
@@ -38,13 +39,14 @@ def _wrong_sentences(result: ProofResult) -> Iterator[str]:
     """How many layouts train another curve, how many only send other messages or run other actions, and which checks fail."""
     count = plural(len(result.layouts), "layout")
     wrong = [each for each in result.layouts if each.verdict not in ("same", "messages", "actions")]
-    curves = [each.trial.name for each in wrong if not each.trial.layout.is_delayed]
-    delayed = [each.trial.name for each in wrong if each.trial.layout.is_delayed]
+    curves = [each.trial.name for each in wrong if not each.trial.layout.simulation]
     messages = [each.trial.name for each in result.layouts if each.verdict == "messages"]
     if curves:
         yield f"{len(curves)} of {count} {'does' if len(curves) == 1 else 'do'} not train the same curve: {names_text(curves)}"
-    if delayed:
-        yield f"{len(delayed)} of {count} {'does' if len(delayed) == 1 else 'do'} not train {DELAYED_CURVE}: {names_text(delayed)}"
+    for simulation in dict.fromkeys(each.trial.layout.simulation for each in wrong if each.trial.layout.simulation):
+        names = [each.trial.name for each in wrong if each.trial.layout.simulation == simulation]
+        curve = SIMULATED_CURVE.format(simulation)
+        yield f"{len(names)} of {count} {'does' if len(names) == 1 else 'do'} not train {curve}: {names_text(names)}"
     if messages:
         verb = "sends" if len(messages) == 1 else "send"
         yield f"{len(messages)} of {count} {verb} other messages than the plan says: {names_text(messages)}"

@@ -95,7 +95,8 @@ class Engine(ABC):
         return bytes_by_kind(self._held_tensors())
 
     def prepare_save(self) -> None:
-        """To be called on every rank before a checkpoint is saved, once all results have come."""
+        """Make what the ranks hold fit for a checkpoint. To be called on every rank before one is saved, once all results have come."""
+        return
 
     def optimizer_shards(self) -> Iterator[OptimizerShard]:
         """Yield this rank's part of the float32 weights and of the optimizer's states."""

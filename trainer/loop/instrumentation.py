@@ -37,7 +37,7 @@ class Instruments:
         self.trace = requested_trace(run, setup.engine, setup.grid, setup.folder)
         # Bytes are counted in the second step: all tensors that stay were allocated in the first.
         self._counted_step = first + 1
-        # Messages are recorded in the third, or the first that compresses gradients: in the first two, engines send some of their own set-up.
+        # Messages are recorded in the third, or the first that compresses gradients: in the first two, engines send some of their set-up.
         recorded = min(max(first + 2, run.parallel.compress.start), last - 1)
         self._recorded_step = recorded if run.log.ledger else None
         # Steps that flush are timed one by one; others go on from step to step, so that several are timed, without the ledger's cost.

@@ -139,9 +139,9 @@ class Prover:
 
     def _judge(self, result: LayoutResult, proof: ProofResult) -> tuple[LayoutResult, ProofResult]:
         """Compare a successful run with one process; where it departs slightly, first widen the tolerance by a control run."""
-        is_delayed = result.trial.layout.is_delayed
-        result = self._compare_delayed(result, proof.reference) if is_delayed else self._compare(result, proof.reference)
-        if result.verdict == "same" and not is_delayed and is_slight(result, proof):
+        simulation = result.trial.layout.simulation
+        result = self._compare_simulated(result, proof.reference, simulation) if simulation else self._compare(result, proof.reference)
+        if result.verdict == "same" and not simulation and is_slight(result, proof):
             proof = self._with_control(proof)
         if result.verdict == "same" and (reason := departure_reason(proof.reference, result, proof.tolerance)):
             result = replace(result, verdict="departs", reason=reason, departure=self._locate(result, proof))
@@ -170,10 +170,10 @@ class Prover:
 
     def _locate(self, result: LayoutResult, proof: ProofResult) -> str:
         """Trace a layout that departs; the module and rank where it first does, in words. Neither a resumed run is trained
-        again, nor one of delayed gradients."""
+        again, nor one that is simulated."""
         if (
             result.trial.check
-            or result.trial.layout.is_delayed
+            or result.trial.layout.simulation
             or not departure_reason(proof.reference, replace(result, evaluation=None, samples=""), proof.tolerance)
         ):
             return ""
@@ -190,12 +190,12 @@ class Prover:
         folders = {"reference": str(reference.trial.folder), "layout": str(result.trial.folder)}
         return self._with_answer(result, reference, self._server.ask("weight_difference", **folders))
 
-    def _compare_delayed(self, result: LayoutResult, reference: LayoutResult) -> LayoutResult:
-        """Add the differences from delayed gradients, which one process simulates; failed if they can't be computed."""
+    def _compare_simulated(self, result: LayoutResult, reference: LayoutResult, simulation: str) -> LayoutResult:
+        """Add the differences from what one process simulates; failed if they can't be computed."""
         if result.curve is None:
             return replace(result, verdict="failed", reason="it wrote no losses")
-        self._live(f"{result.trial.layout.name}: one process simulates its delayed gradients")
-        reply = self._server.ask("delayed_gradients", layout=str(result.trial.folder))
+        self._live(f"{result.trial.layout.name}: one process simulates its {simulation}")
+        reply = self._server.ask(simulation.replace(" ", "_"), layout=str(result.trial.folder))
         if answer := reply.get("answer"):
             losses, norms, evaluation = tuple(answer["losses"]), tuple(answer["norms"]), answer["evaluation"]
             result = replace(result, held_to=Curve(losses=losses, norms=norms, rates=result.curve.rates, evaluation=evaluation))

@@ -66,6 +66,7 @@ class CompressedEngine(NativeEngine):
         return made, reducer
 
     def _compression(self, bucket: WeightBucket) -> BucketCompression:
-        assert bucket.gradients is not None and bucket.copies is not None  # ZeRO 0, of several data-parallel ranks
+        assert bucket.gradients is not None  # ZeRO 0
+        assert bucket.copies is not None  # of several data-parallel ranks
         shards, rank = [row.shard for row in bucket.rows], self.run.parallel.compress.rank
         return BucketCompression(shards, bucket.bucket.starts, bucket.gradients, rank, self.run.train.seed, bucket.copies)

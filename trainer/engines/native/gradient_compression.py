@@ -47,7 +47,9 @@ class BucketCompression:
     that mean decides how training goes on: each rank may have it instead of its own error.
     """
 
-    def __init__(self, shards: Sequence[WeightShard], starts: Sequence[int], gradients: Tensor, rank: int, seed: int, copies: Group) -> None:
+    def __init__(
+        self, shards: Sequence[WeightShard], starts: Sequence[int], gradients: Tensor, rank: int, seed: int, copies: Group
+    ) -> None:
         """`gradients` is the bucket's flat tensor, in which the gradient of each of `shards` begins at its start."""
         self.is_on = True
         self._gradients, self._seed, self._copies = gradients, seed, copies

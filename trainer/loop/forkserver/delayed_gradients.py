@@ -32,7 +32,7 @@ Weights = Mapping[str, Tensor]  # by logical name
 
 
 @dataclass(frozen=True, kw_only=True)
-class DelayedCurve:
+class SimulatedCurve:
     """The mean loss of each step, the root mean square of its updates' gradient norms, the loss of the evaluation at the end (None: there
     is none), and the weights at the end."""
 
@@ -42,15 +42,15 @@ class DelayedCurve:
     weights: Weights
 
 
-def delayed_curve(run: Run) -> DelayedCurve:
+def delayed_curve(run: Run) -> SimulatedCurve:
     """Train a run of schedule pipedream or pipedream_2bw, in any layout, by delayed gradients in one process."""
     train, parallel, steps = run.train, run.parallel, run.train.steps or 0
     late, sequences = _updates_late(parallel), _sequences_of_update(run)
     stages = _weights_of_stages(run)
-    data, whole = _batches(run, "train"), replace(run, parallel=Parallel())
+    data, whole = run_batches(run, "train"), replace(run, parallel=Parallel())
     module = build_model(whole, device=torch.device("cpu"), dtype=torch.float32, seed=train.seed)
     newest = dict(module.named_parameters())
-    optimizers = [_optimizer(run, [newest[name] for name in names]) for names in stages]
+    optimizers = [plain_optimizer(run, [newest[name] for name in names]) for names in stages]
     history = deque([_copy(newest)], maxlen=parallel.pp + 1)  # the weights after each update since the last flush
     losses, norms = [], []
     for step in range(steps):
@@ -75,8 +75,8 @@ def delayed_curve(run: Run) -> DelayedCurve:
         norms.append((sum(squares) / len(totals)) ** 0.5)
         if is_due(train.evaluate.every, step + 1) or is_due(run.checkpoint.every, step + 1):
             history = deque([history[-1]], maxlen=parallel.pp + 1)  # a flush: the next sequences meet the newest weights
-    evaluation = _evaluation(run, module, newest) if train.evaluate.every else None
-    return DelayedCurve(losses=losses, norms=norms, evaluation=evaluation, weights=newest)
+    evaluation = evaluation_loss(run, module, newest) if train.evaluate.every else None
+    return SimulatedCurve(losses=losses, norms=norms, evaluation=evaluation, weights=newest)
 
 
 def _updates_late(parallel: Parallel) -> Callable[[int], int]:
@@ -108,7 +108,7 @@ def _copy(weights: Weights) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in weights.items()}
 
 
-def _optimizer(run: Run, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+def plain_optimizer(run: Run, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     matrices = {"params": [each for each in parameters if each.dim() > 1], "weight_decay": run.optim.weight_decay}
     vectors = {"params": [each for each in parameters if each.dim() == 1], "weight_decay": 0.0}
     if run.optim.name == "sgd":
@@ -116,7 +116,7 @@ def _optimizer(run: Run, parameters: list[nn.Parameter]) -> torch.optim.Optimize
     return torch.optim.AdamW([matrices, vectors], lr=run.optim.lr, betas=run.optim.betas, eps=run.optim.eps)
 
 
-def _batches(run: Run, split: Any) -> Batches:
+def run_batches(run: Run, split: Any) -> Batches:
     corpus = prepare_corpus(run.data, vocab=run.model.vocab, seq=run.train.seq, cache=cache_folder(run.data), progress=lambda *_: None)
     return Batches(corpus, seed=run.train.seed, seq=run.train.seq, split=split)
 
@@ -132,10 +132,10 @@ def _mean_loss(run: Run, module: nn.Module, weights: Weights, batch: Batch, step
     return loss
 
 
-def _evaluation(run: Run, module: nn.Module, weights: Weights) -> float:
+def evaluation_loss(run: Run, module: nn.Module, weights: Weights) -> float:
     with torch.no_grad():
         module.eval()
-        batch = _batches(run, "validation").batch(0, run.train.evaluate.batches * run.train.batch)
+        batch = run_batches(run, "validation").batch(0, run.train.evaluate.batches * run.train.batch)
         return float(_mean_loss(run, module, weights, batch, None))
 
 

@@ -50,6 +50,7 @@ from ...spec.run import Run
 from ...system import parent_watch
 from ..checkpoint import LoadFailed
 from ..rank import run_rank
+from .compressed_gradients import compressed_gradients
 from .delayed_gradients import delayed_gradients
 from .process import ForkedProcess, fork
 from .weight_diff import weight_difference
@@ -73,7 +74,11 @@ IMPORTED_LATE = (
 RankProgram = Callable[[Path, channel.Channel], int]  # what a rank does with RUN_DIR/run.json; returns its exit status
 Question = Callable[..., Any]  # takes and returns JSON values
 
-QUESTIONS: dict[str, Question] = {"weight_difference": weight_difference, "delayed_gradients": delayed_gradients}
+QUESTIONS: dict[str, Question] = {
+    "weight_difference": weight_difference,
+    "delayed_gradients": delayed_gradients,
+    "compressed_gradients": compressed_gradients,
+}
 
 
 class ClientGone(Exception):

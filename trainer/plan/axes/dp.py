@@ -78,7 +78,11 @@ def data_messages(shards: ZeroShards, sync: GradientSync, layers: int) -> list[D
     gradients, weights = shards.elements * sync.gradient, shards.elements * sync.weight
     buckets = -(-shards.elements // sync.bucket)
     if sync.zero == 0 or shards.shard.size == 1:
-        return _sums(shards, sync) if sync.rank else [_messages("all_reduce", gradients, buckets, sync.updates, shards.whole, sync, "backward")]
+        return (
+            _sums(shards, sync)
+            if sync.rank
+            else [_messages("all_reduce", gradients, buckets, sync.updates, shards.whole, sync, "backward")]
+        )
     if sync.zero == 3:
         again = max(0, gathered - sync.reused) * sync.weight
         found = [

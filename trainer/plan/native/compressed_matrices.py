@@ -20,7 +20,7 @@ COLUMN_KERNELS = 12
 
 
 class StageMatrices(NamedTuple):
-    """The matrices of one weight of a stage that are compressed, how often the stage has such a weight, whether expert ranks share it out."""
+    """The compressed matrices of one weight of a stage, how often the stage has such a weight, whether expert ranks share it out."""
 
     stack: MatrixStack
     many: int
