@@ -93,6 +93,14 @@ def restore_engine(engine: Engine, checkpoint: SavedCheckpoint, new_moments: Seq
     engine.restore(partial(read_range, read=read), counters, engine.run.model.is_trained)
 
 
+def dropped_errors(engine: Engine, checkpoint: SavedCheckpoint) -> str:
+    """Say that a checkpoint holds errors of compressed gradients, and that the engine compresses none; "" where it keeps them."""
+    is_there = any(row.kind == ERROR for row in checkpoint.manifest.tensors)
+    if not is_there or any(each.error is not None for each in engine.optimizer_shards()):
+        return ""
+    return "what compression has left out of gradients until then is dropped: gradients travel whole now"
+
+
 def load_hf_weights(run: Run, engine: Engine, grid: Grid, on_progress: OnProgress) -> None:
     """Load model.weights, a Hugging Face folder, into an engine that has not stepped, in float32 where the engine keeps that. LoRA's own
     weights keep their initial values.

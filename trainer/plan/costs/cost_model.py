@@ -146,6 +146,10 @@ class CostModel:
         ranks share out, or of other weights."""
         return FactorElements()
 
+    def saved_error_bytes(self, context: CostContext, layout: Layout) -> int:
+        """Return the bytes that a checkpoint keeps of what compression has left out of gradients."""
+        return 0
+
     def compression_seconds(self, context: CostContext, layout: Layout, kind: StageKind) -> float:
         """Return the seconds a step in which gradients are compressed and made again; 0 where the device's rates aren't known."""
         return 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from typing import NamedTuple
 
 from ...models.ops.op_table import model_parameters
@@ -65,6 +66,17 @@ def held_elements(context: CostContext, layout: Layout, kind: StageKind) -> int:
     """The elements that compression holds: an error for each of the gradient's, both factors."""
     both = (stage_factors(context, layout, kind, expert=expert) for expert in (False, True))
     return sum(sum(each) for each in both)
+
+
+def saved_elements(context: CostContext, layout: Layout) -> int:
+    """The elements of errors that a checkpoint keeps: one for each element of a weight that ranks compress."""
+    mesh, sizes, found = layout.mesh, context.table.sizes, 0
+    ranks = tuple(compression_rank(layout.parallel, mesh, expert=expert) for expert in (False, True))
+    for parameter in model_parameters(context.table, range(context.run.model.layers)) if any(ranks) else ():
+        shard = weight_shard(parameter, sizes, mesh.tp, 0, vocab_multiple=context.run.model.vocab_multiple, ep=mesh.ep)
+        if not parameter.frozen and compressed_stack(shard.size, ranks[shard.expert]):
+            found += prod(parameter.shape(sizes))
+    return found
 
 
 def compression_seconds(context: CostContext, layout: Layout, kind: StageKind, rates: DeviceRates) -> float:

@@ -20,7 +20,7 @@ from ..layout.layout import Layout, StageKind
 from ..layout.mesh import Mesh
 from ..layout.schedule_of_run import delay_of
 from .buckets import Bucket, compression_rank, gradient_buckets, sharing_ranks
-from .compressed_matrices import compression_seconds, held_elements, stage_factors
+from .compressed_matrices import compression_seconds, held_elements, saved_elements, stage_factors
 from .dim0_shards import gathers_once, padded_elements, rows_of_size, stage_rows
 from .receives import receives_ahead
 
@@ -120,6 +120,9 @@ class NativeCosts(CostModel):
         hidden = context.table.sizes["hidden"]
         place = None if data is None else layout.mesh.shard_rank(data, layout.shard)
         return rows_of_size((blocks.tied // hidden, hidden)).on_rank(layout.shard, place)
+
+    def saved_error_bytes(self, context: CostContext, layout: Layout) -> int:
+        return context.widths.gradient * saved_elements(context, layout)
 
     def compression_seconds(self, context: CostContext, layout: Layout, kind: StageKind) -> float:
         return compression_seconds(context, layout, kind, context.own_rates) if context.own_rates else 0.0
