@@ -79,6 +79,11 @@ def test_a_step_that_is_not_finite_is_forgotten() -> None:
     assert differences()["forgotten"] == 0.0
 
 
+def test_a_right_factor_of_a_gradient_that_is_zero_stays() -> None:
+    """Else it would be zero for ever, and so would the gradient."""
+    assert differences()["zero stays"] == 0.0
+
+
 @pytest.mark.parametrize("scale", [1.0, 1e-15])
 def test_columns_are_made_orthonormal_and_span_the_same_space(scale: float) -> None:
     columns = torch.randn(3, 40, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * torch.logspace(0, -9, 6) * scale
@@ -147,8 +152,9 @@ def test_each_choice_trains_a_curve_of_its_own() -> None:
 
 def test_a_run_resumes_in_another_layout_with_the_errors_that_were_saved(ranks: RankPool, tmp_path: Path) -> None:
     """Four data-parallel ranks go on with the curve that two began: of the errors the sum alone matters. Beside the whole run, one with
-    other stages; with other shards the curve is another, and with one replica the errors are dropped, which a line says."""
-    words = (*BASE, *SAVES, "log.ledger=false")
+    other stages; with other shards the curve is another, and with one replica the errors are dropped, which a line says. Steps are
+    counted from the run's first: after the resume none sends gradients whole."""
+    words = (*BASE, *SAVES, "log.ledger=false", "parallel.compress.start=1")
     whole = ranks.train(tmp_path / "run", *words, TWO)
     losses = whole.figures("loss")
     for name, layout in (

@@ -163,8 +163,9 @@ def test_one_data_parallel_rank_compresses_nothing() -> None:
 
 
 def test_a_checkpoint_keeps_an_error_for_each_compressed_element() -> None:
-    for changes in ({}, {"parallel__tp": 2}, {"parallel__pp": 2}):
-        plans = [planned(GPT, **{**changes, "engine": "native", "parallel__compress__name": name}) for name in ("none", "powersgd")]
+    layouts: tuple[dict[str, Any], ...] = ({}, {"parallel__tp": 2}, {"parallel__pp": 2})
+    for changes in layouts:
+        plans = [planned(GPT, engine="native", parallel__compress__name=name, **changes) for name in ("none", "powersgd")]
         sizes = [plan.run.checkpoint_bytes if plan.run else 0 for plan in plans]
         _, found = by_hand(run_of(GPT, 2, **COMPRESSED))  # of one rank that has all weights
         assert sizes[1] - sizes[0] == BF16 * found.matrices

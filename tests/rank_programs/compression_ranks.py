@@ -134,13 +134,21 @@ def forgotten_step(rank: int) -> dict[str, float]:
     return {"forgotten": after if is_seen else float("inf")}
 
 
+def returning_gradient(rank: int) -> dict[str, float]:
+    """A weight without a gradient in the first step, such as LoRA's A beside a B of zeros, has one in the second."""
+    flat, fresh = torch.zeros(ELEMENTS), torch.zeros(ELEMENTS)
+    ours, new = compression(flat, rank), compression(fresh, rank)
+    summed(ours, flat, [torch.zeros_like(each) for each in gradients(0, rank)])
+    return {"zero stays": distance(summed(ours, flat, gradients(1, rank)), summed(new, fresh, gradients(1, rank)))}
+
+
 def distance(one: Tensor, other: Tensor) -> float:
     """The largest difference as a share of the largest value."""
     return float((one - other).abs().max() / other.abs().max())
 
 
 def run_rank(rank: int) -> None:
-    found = hook_differences(rank) | shared_errors(rank) | forgotten_step(rank)
+    found = hook_differences(rank) | shared_errors(rank) | forgotten_step(rank) | returning_gradient(rank)
     every: list[dict[str, float]] = [{} for _ in range(RANKS)]
     dist.all_gather_object(every, found)
     if rank == 0:
