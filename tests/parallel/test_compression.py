@@ -93,6 +93,13 @@ def test_columns_are_made_orthonormal_and_span_the_same_space(scale: float) -> N
     assert (made @ made.mT - expected @ expected.mT).abs().max() < 1e-6
 
 
+def test_columns_that_nearly_depend_on_each_other_are_made_orthonormal_too() -> None:
+    """One projection leaves a thousandth of the others in each."""
+    draw = torch.Generator().manual_seed(1)
+    made = orthogonalise(torch.randn(3, 40, 1, generator=draw) + 1e-4 * torch.randn(3, 40, 6, generator=draw)).double()
+    assert (made.mT @ made - torch.eye(6, dtype=torch.float64)).abs().max() < 1e-6
+
+
 def test_a_column_that_depends_on_the_others_becomes_zero() -> None:
     """And so does a matrix of zeros: nothing is divided by what rounding leaves."""
     columns = torch.randn(2, 40, 3, generator=torch.Generator().manual_seed(1))

@@ -162,7 +162,7 @@ def wrong(tmp_path_factory: pytest.TempPathFactory) -> tuple[ScreenRecord, Path]
 def test_layouts_that_go_wrong_are_named_and_exit_with_1(wrong: tuple[ScreenRecord, Path]) -> None:
     record, folder = wrong
     assert record.status == 1
-    assert "3 of 10 layouts do not train the same curve: dp2.zero1, dp2.zero2, dp2.zero3" in " ".join(record.lines[-3:])
+    assert "3 of 10 layouts do not train the same curve: dp2.zero1, dp2.zero2, dp2.zero3" in " ".join(" ".join(record.lines[-4:]).split())
     assert [record.row(layout)[-1] for layout in ("dp2", "dp2.zero1", "dp2.zero2", "dp2.zero3")] == ["same", "departs", "departs", "failed"]
     document = json.loads((folder / "prove.json").read_text())
     verdicts = {each["layout"]: each["verdict"] for each in document["layouts"] if each["held_to"] == "one process"}
