@@ -2,8 +2,8 @@
 
 Run `python -m distrain.scripts.bench_compress [KEY=VALUE ...]`. It trains quickstart on two data-parallel ranks of engine native for its
 300 steps (train.steps=N for fewer), without compression and at each of RANKS, and prints the bytes that a rank sends on the data axis in a
-step, counted in the run, the seconds that the sums of gradients took in a step (the median: other load lengthens it), and the validation loss
-after each 50 steps. Then, planned only: a step of Llama 3.2 1B on eight nodes of eight H100s, at links from fast to slow.
+step, counted in the run, the seconds that the sums of gradients took in a step (the median: other load lengthens it), and the validation
+loss after each 50 steps. Then, planned only: a step of Llama 3.2 1B on eight nodes of eight H100s, at links from fast to slow.
 """
 
 from __future__ import annotations

@@ -141,6 +141,7 @@ def _traffic(plan: Plan) -> Iterator[Markup]:
         rest = facts.rest_of_messages(plan)
         yield element("p", facts.traffic_title(plan), class_="note")
         yield table(facts.MESSAGE_COLUMNS, [*facts.message_rows(plan), *([[rest]] if rest else [])], (0, 1, 2))
+        yield paragraphs([sentence(facts.rare_messages(plan))])
 
 
 def _run(plan: Plan) -> Iterator[Markup]:

@@ -167,6 +167,12 @@ def message_rows(plan: Plan) -> list[list[str]]:
     return [_message_row(each) for each in _messages(plan)[:MAX_MESSAGES]]
 
 
+def rare_messages(plan: Plan) -> str:
+    """What the number behind a verb means; "" where every message is sent in each step."""
+    every = next((each.every for each in _messages(plan)[:MAX_MESSAGES] if each.every > 1), 0)
+    return f"/{every}: as many in one of {every} steps; sent, takes and waited for are the mean of a step" if every else ""
+
+
 def rest_of_messages(plan: Plan) -> str:
     """What the messages without a row send; "" where each has one."""
     rest = _messages(plan)[MAX_MESSAGES:]
@@ -179,7 +185,8 @@ def _messages(plan: Plan) -> list[Message]:
 
 def _message_row(each: Message) -> list[str]:
     times = [seconds_text(value) if value is not None else "?" for value in (each.seconds, each.exposed)]
-    return [each.axis, each.verb, each.link, f"{each.count:,} x {size_text(each.payload)}", size_text(each.sent), *times]
+    verb = each.verb if each.every == 1 else f"{each.verb} /{each.every}"
+    return [each.axis, verb, each.link, f"{each.count:,} x {size_text(each.payload)}", size_text(each.sent), *times]
 
 
 def time_parts(plan: Plan) -> list[tuple[str, float, float]]:

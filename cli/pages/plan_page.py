@@ -95,6 +95,7 @@ def _traffic_lines(plan: Plan) -> list[str]:
         *wrap(facts.traffic_title(plan)),
         *(f"  {line}" for line in narrow_table(rows, (0, 1, 2), width=page_width() - 2)),
         *([f"  {rest}"] if rest else []),
+        *(wrap(rare, indent="  ") if (rare := facts.rare_messages(plan)) else []),
     ]
 
 

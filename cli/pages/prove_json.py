@@ -43,7 +43,7 @@ def _result_row(result: LayoutResult) -> dict[str, Any]:
     return {
         **_trial_row(result.trial),
         "verdict": result.verdict,
-        "held_to": result.trial.layout.simulation or "one process",
+        "held_to": result.trial.layout.simulation.replace("_", " ") or "one process",
         "says": result.reason,
         "departure": result.departure,
         "seconds": result.seconds,
@@ -76,6 +76,7 @@ def _trial_row(trial: Trial) -> dict[str, Any]:
         "stages": list(parallel.stages) if parallel.stages else None,
         "shard": parallel.shard,
         "gather": parallel.gather,
+        "sync": parallel.sync.every,
         "recompute": parallel.recompute,
         "microbatch": trial.run.train.microbatch,
         "microbatches": trial.plan.microbatches,

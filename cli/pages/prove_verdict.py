@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from ...trainer.prove.judge import ProofResult
+from ...trainer.prove.judge import LayoutResult, ProofResult
 from ...trainer.prove.plan_proof import Proof
 from ...trainer.prove.trial import Trial
 from ...trainer.spec.format_numbers import plural
 
 NAMES_SHOWN = 4  # of a list
-SIMULATED_CURVE = "the curve of {}, another one by design"
+OTHER_CURVES = {
+    "delayed_gradients": "the curve of delayed gradients, another one by design",
+    "compressed_gradients": "the curve of compressed gradients, another one by design",
+    "local_steps": "the curve of workers that step alone, another one by design",
+}
 
 
 def verdict_sentence(proof: Proof, result: ProofResult) -> str:
@@ -22,12 +25,17 @@ def verdict_sentence(proof: Proof, result: ProofResult) -> str:
         return f"one process did not train: {result.reference.reason}"
     if not result.ok:
         return "; ".join(_wrong_sentences(result))
-    simulations = Counter(each.trial.layout.simulation for each in result.layouts)
-    says = [_curve_sentence(same, "the same curve", result.largest_loss_difference)] if (same := simulations.pop("", 0)) else []
-    for simulation, layouts in simulations.items():
-        largest = max(each.loss or 0.0 for each in result.layouts if each.trial.layout.simulation == simulation)
-        says.append(_curve_sentence(layouts, SIMULATED_CURVE.format(simulation), largest))
+    same = [each for each in result.layouts if not each.trial.layout.has_other_curve]
+    says = [_curve_sentence(len(same), "the same curve", result.largest_loss_difference)] if same else []
+    for name, curve in OTHER_CURVES.items():
+        if others := _simulated(result.layouts, name):
+            says.append(_curve_sentence(len(others), curve, max(each.loss or 0.0 for each in others)))
     return f"{'; '.join(says)} over {plural(proof.steps, 'step')}"
+
+
+def _simulated(results: Iterable[LayoutResult], name: str) -> list[LayoutResult]:
+    """Those of the results that a simulation is the reference of."""
+    return [each for each in results if each.trial.layout.simulation == name]
 
 
 def _curve_sentence(layouts: int, curve: str, largest: float) -> str:
@@ -39,14 +47,13 @@ def _wrong_sentences(result: ProofResult) -> Iterator[str]:
     """How many layouts train another curve, how many only send other messages or run other actions, and which checks fail."""
     count = plural(len(result.layouts), "layout")
     wrong = [each for each in result.layouts if each.verdict not in ("same", "messages", "actions")]
-    curves = [each.trial.name for each in wrong if not each.trial.layout.simulation]
+    curves = [each.trial.name for each in wrong if not each.trial.layout.has_other_curve]
     messages = [each.trial.name for each in result.layouts if each.verdict == "messages"]
     if curves:
         yield f"{len(curves)} of {count} {'does' if len(curves) == 1 else 'do'} not train the same curve: {names_text(curves)}"
-    for simulation in dict.fromkeys(each.trial.layout.simulation for each in wrong if each.trial.layout.simulation):
-        names = [each.trial.name for each in wrong if each.trial.layout.simulation == simulation]
-        curve = SIMULATED_CURVE.format(simulation)
-        yield f"{len(names)} of {count} {'does' if len(names) == 1 else 'do'} not train {curve}: {names_text(names)}"
+    for name, curve in OTHER_CURVES.items():
+        if others := [each.trial.name for each in _simulated(wrong, name)]:
+            yield f"{len(others)} of {count} {'does' if len(others) == 1 else 'do'} not train {curve}: {names_text(others)}"
     if messages:
         verb = "sends" if len(messages) == 1 else "send"
         yield f"{len(messages)} of {count} {verb} other messages than the plan says: {names_text(messages)}"

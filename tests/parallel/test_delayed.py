@@ -17,7 +17,8 @@ from msgspec.json import decode  # noqa: E402
 
 from distrain.cli.config.load import load_recipe  # noqa: E402
 from distrain.tests.fakes.one_process import reference_curve  # noqa: E402
-from distrain.trainer.loop.forkserver.delayed_gradients import SimulatedCurve, delayed_curve, delayed_gradients  # noqa: E402
+from distrain.trainer.loop.forkserver.delayed_gradients import delayed_curve, delayed_gradients  # noqa: E402
+from distrain.trainer.loop.forkserver.reference_run import ReferenceCurve  # noqa: E402
 from distrain.trainer.plan.compare_rank_messages import compare_rank_messages  # noqa: E402
 from distrain.trainer.plan.plan import make_plan  # noqa: E402
 from distrain.trainer.rundir.changes import compare_runs  # noqa: E402
@@ -119,7 +120,7 @@ def test_each_delay_trains_a_curve_of_its_own() -> None:
         assert all(max(abs(a - b) for a, b in zip(one, other, strict=True)) > 1e-3 for other in curves[:at])
 
 
-def simulated(words: Words) -> SimulatedCurve:
+def simulated(words: Words) -> ReferenceCurve:
     return delayed_curve(load_recipe(BASE[0], [*BASE[1:], *words]))
 
 

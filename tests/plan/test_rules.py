@@ -88,6 +88,18 @@ BROKEN: list[tuple[Keys, str]] = [
         "parallel.shard=3 does not divide dp 16 x cp 1 = 16: set parallel.shard=2 or parallel.shard=4 or parallel.shard=1"),
     (MOE | {"parallel.ep": 4, "parallel.shard": 2},
         "parallel.shard=2 is not a multiple of parallel.ep=4: set parallel.shard=all"),
+    ({"parallel.sync.every": 4, "train.evaluate.every": 10},
+        ("train.evaluate.every=10 is not a multiple of parallel.sync.every=4: workers have other weights then: "
+         "set train.evaluate.every=12 or parallel.sync.every=1")),
+    ({"parallel.sync.every": 4, "checkpoint.every": 6},
+        ("checkpoint.every=6 is not a multiple of parallel.sync.every=4: workers have other weights then: "
+         "set checkpoint.every=8 or parallel.sync.every=1")),
+    ({"parallel.sync.every": 4, "parallel.sync.across": "node", "cluster.gpus": 10, "parallel.cp": 4, "train.batch": 80},
+        ("parallel.sync.across=node: 5 replicas don't divide into nodes that have 2 of them: "
+         "set parallel.sync.across=all or parallel.sync.every=1")),
+    (MOE | {"parallel.ep": 4, "parallel.sync.every": 4},
+        ("parallel.ep=4 does not divide the 1 replica of a worker, which holds all experts: "
+         "set parallel.sync.across=node or parallel.ep=1 or parallel.sync.every=1")),
     ({"parallel.tp": 4, "parallel.sequence": True, "train.seq": 1022},
         "parallel.sequence does not split train.seq=1022 over tp 4 x cp 1 evenly: set parallel.sequence=false"),
     ({"parallel.cp": 4, "train.seq": 1012},

@@ -84,7 +84,7 @@ def engine_states(precision: str, *, one_kernel: bool) -> tuple[list[torch.Tenso
     )
     run = load_recipe("quickstart", [*words, "train.batch=2", "train.microbatch=1", "model=tiny", "parallel.bucket=30000"])
     engine: Any = build_engine(run, make_grid(WORLD, mesh_position(run, 0)), make_plan(run).engine)
-    engine.steps_in_one_kernel = one_kernel
+    engine.bucket_optimizer.steps_in_one_kernel = one_kernel
     for number in range(STEPS):
         tokens = torch.full((1, 4), number)
         hook = next(engine.modules[0].parameters()).register_hook(lambda gradient: gradient * torch.inf) if number == 1 else None

@@ -86,8 +86,13 @@ class Engine(ABC):
     def evaluate(self, tokens: Tensor, labels: Tensor, **further: Any) -> tuple[Tensor, Tensor]:
         """Return (sum of losses, labels counted) of a batch of this replica, without gradients; alike on all of its ranks."""
 
-    def flush(self) -> list[StepResult]:
-        """Finish the steps whose results have not come, and return them in order. To be called before weights are evaluated or saved."""
+    def step_together(self) -> None:  # noqa: B027
+        """Average the weights of workers that have stepped alone, as parallel.sync says; where replicas sum gradients at each step, do
+        nothing."""
+
+    def flush(self, *, saves: bool = False) -> list[StepResult]:
+        """Finish the steps whose results have not come, and return them in order; have all workers agree. To be called before weights are
+        evaluated, and before they are saved (`saves`)."""
         return []
 
     def held_bytes(self) -> dict[str, int]:

@@ -16,6 +16,7 @@ from ..models.families import is_made_by_transformers
 from ..models.hf_format.transformers_weights import read_published_weights
 from ..models.hf_format.weights import read_hf_weights
 from ..parallel.process_groups import Grid
+from ..plan.layout.workers import OUTER_MOMENTUM
 from ..rundir.run_in_manifest import run_record
 from ..spec.run import Run
 from .checkpoint import CheckpointReader, SavedCheckpoint, SaveFailed, Shard, Slice, gather_over, save_shards
@@ -77,8 +78,8 @@ def owned_shards(run: Run, engine: Engine, grid: Grid) -> Iterator[Shard]:
 def restore_engine(engine: Engine, checkpoint: SavedCheckpoint, new_moments: Sequence[str], on_progress: OnProgress) -> None:
     """Load a checkpoint of any layout into an engine; each rank reads its own slices. Raises LoadFailed.
 
-    Optimizer moments of the kinds in `new_moments`, which the checkpoint does not hold, start at zero, and with them Adam's step count. So
-    do errors of compressed gradients that it does not hold.
+    Optimizer moments of the kinds in `new_moments`, which the checkpoint does not hold, start at zero; with those of the optimizer itself
+    Adam's step count does. So do errors of compressed gradients that it does not hold.
     """
     reader = CheckpointReader(checkpoint)
 
@@ -88,7 +89,7 @@ def restore_engine(engine: Engine, checkpoint: SavedCheckpoint, new_moments: Seq
         return torch.zeros(part.count) if is_new else reader.read(part)
 
     counters = checkpoint.extra["engine"] | {"steps": checkpoint.step}
-    if new_moments:
+    if any(kind != OUTER_MOMENTUM for kind in new_moments):
         counters = counters | {"optimizer_steps": UNTRAINED["optimizer_steps"]}
     engine.restore(partial(read_range, read=read), counters, engine.run.model.is_trained)
 

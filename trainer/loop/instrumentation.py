@@ -38,8 +38,11 @@ class Instruments:
         # Bytes are counted in the second step: all tensors that stay were allocated in the first.
         self._counted_step = first + 1
         # Messages are recorded in the third, or the first that compresses gradients: in the first two, engines send some of their set-up.
-        recorded = min(max(first + 2, run.parallel.compress.start), last - 1)
-        self._recorded_step = recorded if run.log.ledger else None
+        # Where workers step alone, it is the first then that they end together.
+        together, third = run.parallel.sync.every, max(first + 2, run.parallel.compress.start)
+        recorded = third + (-(third + 1) % together)
+        recorded = recorded if recorded < last else min(third, last - 1)
+        self._recorded_step, self._together = recorded if run.log.ledger else None, together
         # Steps that flush are timed one by one; others go on from step to step, so that several are timed, without the ledger's cost.
         timed = range(min(recorded + 1, last - 1), last)[:TIMED_STEPS] if setup.engine.late_steps else [recorded]
         self._timed_steps = timed if run.log.ledger else []
@@ -60,7 +63,7 @@ class Instruments:
             yield self._count
         self.meter.add_step(perf_counter() - start, self.setup.engine.clock)
         if ledger:
-            self.setup.warn(write_ledger(ledger, self.setup, step + 1))
+            self.setup.warn(write_ledger(ledger, self.setup, step + 1, averages=(step + 1) % self._together == 0))
         if self._timed_steps and step == self._timed_steps[-1]:
             self.setup.warn(write_actions(self._actions, self.setup, step + 1))
 
@@ -90,12 +93,14 @@ def write_measured(count: ByteCounter, setup: TrainingSetup, done: int) -> str:
     return _write(setup, "measured.json", {**facts, "memory": most, "ranks": ranks})
 
 
-def write_ledger(ledger: Ledger, setup: TrainingSetup, done: int) -> str:
-    """Write RUN_DIR/ledger.json: "step", "ranks": [messages of that step by axis, verb and payload, with their number].
+def write_ledger(ledger: Ledger, setup: TrainingSetup, done: int, *, averages: bool) -> str:
+    """Write RUN_DIR/ledger.json: "step", "averages" (whether workers, if there are several, averaged their weights in it), "ranks":
+    [messages of that step by axis, verb and payload, with their number].
 
     Return why it could not be written, else "".
     """
-    return _write(setup, "ledger.json", {"step": done, "ranks": _gather(setup, [asdict(row) for row in ledger.rows])})
+    rows = _gather(setup, [asdict(row) for row in ledger.rows])
+    return _write(setup, "ledger.json", {"step": done, "averages": averages, "ranks": rows})
 
 
 def write_actions(actions: list[dict[str, Any]], setup: TrainingSetup, done: int) -> str:

@@ -52,6 +52,8 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
         results.begin(step + 1, lr)
         with instruments.measure(step) as byte_counter:
             result = train_step(run, setup, micro_batches, step, lr, byte_counter)
+            if is_due(run.parallel.sync.every, step + 1):
+                setup.engine.step_together()
         if instruments.ends_run(step):
             return True
 
@@ -60,7 +62,7 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
         stopping = stop_vote.vote(requested=stop.requested)
         evaluates = setup.validation is not None and not stopping and (is_last or is_due(run.train.evaluate.every, done))
         saves = stopping or is_save_due(run, done, last)
-        finished = results.finish([result, *(setup.engine.flush() if evaluates or saves or is_last else ())])
+        finished = results.finish([result, *(setup.engine.flush(saves=saves) if evaluates or saves or is_last else ())])
         instruments.report(done, finished[-1].result.loss if finished else None)
 
         for each in finished:
@@ -82,11 +84,16 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
 
 
 def read_micro_batches(run: Run, setup: TrainingSetup, first: int, last: int) -> Iterator[Batch]:
-    """Yield this rank's micro-batches of steps `first` <= step < `last`; the next is read while one is used."""
-    train, rank, ranks = run.train, setup.grid.coordinate("dp"), setup.grid.size("dp")
+    """Yield this rank's micro-batches of steps `first` <= step < `last`; the next is read while one is used.
+
+    Workers that step alone take equal pieces of a global batch, one after another; the replicas of a worker share out its piece.
+    """
+    grid, microbatch, workers = setup.grid, run.train.microbatch, setup.grid.size("workers")
+    replicas, share = grid.size("dp") // workers, run.train.batch // workers  # of a worker
+    rank, offset = grid.coordinate("dp") % replicas, grid.coordinate("workers") * share
     samples = (
         microbatch_samples(
-            setup.start.after(run, step).sample, micro=micro, dp_rank=rank, dp=ranks, microbatch=train.microbatch, batch=train.batch
+            setup.start.after(run, step).sample + offset, micro=micro, dp_rank=rank, dp=replicas, microbatch=microbatch, batch=share
         )
         for step in range(first, last)
         for micro in range(setup.engine.micros)

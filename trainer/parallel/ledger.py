@@ -23,7 +23,13 @@ from .process_groups import Grid
 SMALL_ELEMENTS = 8  # elements up to which a sum or a broadcast is control, unless one of our layers sends it
 AGREEMENTS = ("all_reduce", "broadcast", "reduce")  # verbs of small messages by which ranks agree on a number
 # Groups over which gradients are summed and weights are sharded: the plan counts their messages to the data axis.
-PLANNED_AS = dict.fromkeys(("data", "expert_copies", "shard", "shard_copies", "expert_shard", "expert_shard_copies"), "dp")
+PLANNED_AS = dict.fromkeys(
+    (
+        *("data", "worker_data", "workers", "shard", "shard_copies"),
+        *("expert_copies", "expert_worker_data", "expert_workers", "expert_shard", "expert_shard_copies"),
+    ),
+    "dp",
+)
 
 # Each row: operator of c10d, verb, which of its arguments holds the payload. The payload is that of trainer/plan/axes/collectives.py: the
 # tensor that an all-reduce sums, an all-gather produces, a reduce-scatter takes, and all that a rank gives to an all-to-all.

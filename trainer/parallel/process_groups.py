@@ -30,8 +30,12 @@ class Grid:
     - `copies`, the tensor-parallel ranks that hold the same key and value heads.
     - `ends`, the first and the last stage, which share a tied weight.
     - `expert_copies`, the data-parallel ranks that hold the same experts.
-    - `shard`, the ranks of `data` over which ZeRO shards, and `shard_copies`, those that own the same shard; for experts `expert_shard` and
-      `expert_shard_copies`. Where ZeRO shards over all ranks these are `data` and `expert_copies`, and no shard has a copy.
+    - `worker_data`, the ranks of `data` that sum gradients at each step: all, or where workers step alone those of this rank's worker;
+      `workers`, the ranks of all workers that step the same weights, which average them; for experts `expert_worker_data` and
+      `expert_workers`. `worker`, all ranks of this rank's worker, is there where there are several.
+    - `shard`, the ranks of `worker_data` over which ZeRO shards, and `shard_copies`, those that own the same shard; for experts
+      `expert_shard` and `expert_shard_copies`. Where ZeRO shards over all ranks these are `worker_data` and `expert_worker_data`, and no
+      shard has a copy.
     """
 
     world: World
@@ -52,11 +56,14 @@ class Grid:
         return self.groups[name].rank if name in self.groups else 0
 
 
-def make_grid(world: World, position: MeshPosition, *, copies: int = 1, shard: int | Literal["all"] = "all") -> Grid:
+def make_grid(
+    world: World, position: MeshPosition, *, copies: int = 1, shard: int | Literal["all"] = "all", worker: int | None = None
+) -> Grid:
     """Create the process groups; every rank calls it. `copies` neighbours on the tensor axis hold the same key and value heads; ZeRO shards
-    over `shard` ranks of the data axis."""
+    over `shard` ranks of the data axis, `worker` ranks of which step together (None: all)."""
     groups: dict[str, Group] = {}
-    for name, rows in _group_ranks(position.mesh, copies, shard):
+    apart = worker is not None and worker < position.mesh.size("data")
+    for name, rows in _group_ranks(position.mesh, copies, shard, worker if apart else None):
         if len(rows[0]) == 1:
             continue
         for ranks in rows:
@@ -66,9 +73,16 @@ def make_grid(world: World, position: MeshPosition, *, copies: int = 1, shard: i
                 groups[name] = Group(axis=name, ranks=ranks, rank=ranks.index(world.rank), handle=handle)
     if _data_is_dp(position.mesh) and "dp" in groups:
         groups["data"] = groups["dp"]
+    if not apart:
+        _name_again(groups, worker_data="data", expert_worker_data="expert_copies")
     if shard == "all":
-        groups |= {name: groups[whole] for name, whole in (("shard", "data"), ("expert_shard", "expert_copies")) if whole in groups}
+        _name_again(groups, shard="worker_data", expert_shard="expert_worker_data")
     return Grid(world=world, position=position, groups=groups, alone=_single_rank_group(world) if {"ep", "tp"} & groups.keys() else None)
+
+
+def _name_again(groups: dict[str, Group], **names: str) -> None:
+    """Give each group that is there a second name: new name = its name."""
+    groups |= {name: groups[known] for name, known in names.items() if known in groups}
 
 
 def _single_rank_group(world: World) -> dist.ProcessGroup:
@@ -76,7 +90,7 @@ def _single_rank_group(world: World) -> dist.ProcessGroup:
     return own[world.rank]
 
 
-def _group_ranks(mesh: Mesh, copies: int, shard: int | Literal["all"]) -> Iterator[tuple[str, list[Ranks]]]:
+def _group_ranks(mesh: Mesh, copies: int, shard: int | Literal["all"], worker: int | None) -> Iterator[tuple[str, list[Ranks]]]:
     """(name, the ranks of every group of that name)."""
     for axis in AXES:
         yield axis, list(mesh.groups(axis))
@@ -86,12 +100,24 @@ def _group_ranks(mesh: Mesh, copies: int, shard: int | Literal["all"]) -> Iterat
     yield "copies", [group[at : at + copies] for group in mesh.groups("tp") for at in range(0, mesh.tp, copies)]
     if mesh.ep > 1:
         yield "expert_copies", list(mesh.groups("expert_copies"))
+    if worker is not None:
+        together, apart = mesh.sharding_groups("data", worker)
+        yield from (("worker_data", together), ("workers", apart), ("worker", _whole_workers(mesh, together)))
+        if mesh.ep > 1:
+            yield from zip(("expert_worker_data", "expert_workers"), mesh.sharding_groups("expert_copies", worker // mesh.ep), strict=True)
     if shard != "all":
         yield from zip(("shard", "shard_copies"), mesh.sharding_groups("data", shard), strict=True)
         if mesh.ep > 1:
             yield from zip(("expert_shard", "expert_shard_copies"), mesh.sharding_groups("expert_copies", shard // mesh.ep), strict=True)
     if mesh.pp > 1:
         yield "ends", [(group[0], group[-1]) for group in mesh.groups("pp")]
+
+
+def _whole_workers(mesh: Mesh, together: list[Ranks]) -> list[Ranks]:
+    """The ranks of each worker: those of the replicas that its ranks of the data axis are parts of."""
+    replica_of = {rank: ranks for ranks in _replicas(mesh) for rank in ranks}
+    workers = (tuple(sorted({rank for each in data for rank in replica_of[each]})) for data in together)
+    return list(dict.fromkeys(workers))
 
 
 def _data_is_dp(mesh: Mesh) -> bool:

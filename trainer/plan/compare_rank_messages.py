@@ -69,14 +69,16 @@ def message_rows(rows: Iterable[Mapping[str, Any]]) -> list[MessageRow]:
     return [MessageRow(axis=row["axis"], verb=row["verb"], payload=row["payload"], count=row["count"]) for row in rows]
 
 
-def compare_rank_messages(run: Run, rank: int, rows: Iterable[Mapping[str, Any]]) -> list[ComparedMessages]:
-    """Compare one rank's rows of RUN_DIR/ledger.json with the plan of a legal run."""
+def compare_rank_messages(run: Run, rank: int, rows: Iterable[Mapping[str, Any]], *, averages: bool = True) -> list[ComparedMessages]:
+    """Compare one rank's rows of RUN_DIR/ledger.json with the plan of a legal run. `averages`: in that step workers averaged their weights,
+    if there are several."""
     position = mesh_position(run, rank)
     engine, _ = engine_for(run, run.parallel)
     costs, shards = cost_model(engine.name if engine else None), _rank_shards(run, position)
     terms = costs.traffic_terms(run, position.mesh, shards)
     control = costs.control_messages(run, position.mesh, shards, sum(len(part.layers) for part in position.parts))
-    return compare_with_plan(message_rows(rows), rank_traffic(run, rank), terms, control)
+    planned = (each for each in rank_traffic(run, rank) if averages or each.every == 1)
+    return compare_with_plan(message_rows(rows), planned, (each for each in terms if averages or each.every == 1), control)
 
 
 def _rank_shards(run: Run, position: MeshPosition) -> list[WeightShard]:

@@ -17,6 +17,7 @@ from .engines import cost_model, engine_for
 from .engines.engine_row import EngineRow
 from .layout.layout import LayerPartition, Layout, mesh_of
 from .layout.schedule_of_run import delay_of, schedule_of
+from .layout.workers import worker_ranks
 
 
 def _keys(section: Any, at: str = "") -> Iterator[str]:
@@ -40,7 +41,8 @@ class LayoutBase:
         self.wires = context.wires(self.mesh)
         self.partition = stage_partition(context, parallel)
         self.schedule, self.delay = schedule_of(parallel), delay_of(parallel)
-        self.shard = self.mesh.size("data") if parallel.shard == "all" else parallel.shard
+        self.worker = worker_ranks(parallel, self.mesh, context.run.cluster.gpus)
+        self.shard = self.worker if parallel.shard == "all" else parallel.shard
         self.form = activation_form(context.run, parallel, row)
         self.fused = context.run.train.compile if row is None else has_compiled_layers(context.run.train, parallel)
         self._steps: dict[int, tuple[int, GradientSync]] = {}
@@ -62,6 +64,7 @@ class LayoutBase:
             delay=self.delay,
             shard=self.shard,
             expert_shard=max(1, self.shard // self.mesh.ep),
+            worker=self.worker,
             engine=self.engine,
             form=self.form,
             fused=self.fused,

@@ -59,7 +59,8 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """One kind of message of a step on the busiest rank: payload bytes, how many a step, bytes sent a step, seconds."""
+    """One kind of message on the busiest rank: payload bytes, how many in a step that has them, which is one of `every` steps; bytes sent
+    and seconds, the mean of a step."""
 
     axis: str
     verb: str
@@ -69,6 +70,7 @@ class Message:
     link: str
     seconds: float | None
     exposed: float | None
+    every: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -249,9 +249,13 @@ def data_messages(context: CostContext, layout: Layout, kind: StageKind, held: S
         ]
     found: list[DataMessages] = []
     for elements, frozen, group, whole, ranks in groups:
-        shard, copies = context.shard_wires(layout.mesh, group, whole, ranks)
+        worker = layout.worker if group == "data" else max(1, layout.worker // layout.mesh.ep)
+        together, apart = context.shard_wires(layout.mesh, group, whole, worker)
+        shard, copies = context.shard_wires(layout.mesh, group, together, ranks)
         factors = cost_model(layout.engine).factors(context, layout, kind, expert=group == "expert_copies")
-        found += dp.data_messages(dp.ZeroShards(elements, frozen, whole, shard, copies, factors), sync, kind.layers)
+        shards = dp.ZeroShards(elements, frozen, together, shard, copies, factors)
+        found += dp.data_messages(shards, sync, kind.layers)
+        found += dp.averaging_messages(shards, apart, sync) if apart else []
     return found
 
 

@@ -86,6 +86,7 @@ def _messages(rows: list[TrafficRow], cost: LayoutCost) -> tuple[Message, ...]:
             link=row.link,
             seconds=row.seconds if timed else None,
             exposed=row.exposed if timed else None,
+            every=row.every,
         )
         for row in rows
     )

@@ -86,6 +86,17 @@ def _compressed_gradients(context: CostContext, layout: Layout, cost: LayoutCost
     yield Problem(rule="compress", says=f"{says}{compress.rank}, {fewer:.1f} times fewer elements{start}")
 
 
+def _workers_alone(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
+    """Replicas that step alone train another curve, and clip alone."""
+    workers, every, clip = layout.mesh.size("data") // layout.worker, layout.parallel.sync.every, context.run.train.clip
+    if workers == 1:
+        return
+    says = f"parallel.sync.every={every} trains another curve than 1: {workers} workers take {every} steps alone, then one together"
+    yield Problem(rule="sync", says=says)
+    if clip:
+        yield Problem(rule="clip", says=f"train.clip={clip:g} clips each worker by its own norm under parallel.sync.every={every}")
+
+
 def _unbalanced_stages(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
     counts, chunks, parts = layout.partition.counts, layout.parallel.chunks, layout.partition.parts
     if min(counts) == max(counts):
@@ -248,6 +259,7 @@ WARNINGS: tuple[Callable[[CostContext, Layout, LayoutCost, Throughput | None], I
     _pipeline_bubble,
     _late_weights,
     _compressed_gradients,
+    _workers_alone,
     _unbalanced_stages,
     _padding,
     _replicated_kv_heads,

@@ -24,7 +24,7 @@ def compare_trial_messages(trial: Trial) -> dict[str, Any] | None:
     ledger = _read_ledger(trial)
     if ledger is None:
         return None
-    ranks = [compare_rank_messages(trial.run, rank, rows) for rank, rows in enumerate(ledger)]
+    ranks = [compare_rank_messages(trial.run, rank, rows, averages=ledger["averages"]) for rank, rows in enumerate(ledger["ranks"])]
     verdicts = {line.verdict for lines in ranks for line in lines if line.axis != CONTROL or line.verdict == "differs"}
     return {
         "verdict": next((each for each in reversed(VERDICTS) if each in verdicts), VERDICTS[0]),
@@ -38,10 +38,10 @@ def message_differences(messages: Mapping[str, Any] | None) -> str:
     return str(messages["says"]) if messages and messages["verdict"] == "differs" else ""
 
 
-def _read_ledger(trial: Trial) -> Sequence[Sequence[Mapping[str, Any]]] | None:
-    with suppress(OSError, ValueError, KeyError):
-        ranks: list[list[dict[str, Any]]] = json.loads((trial.folder / "ledger.json").read_text())["ranks"]
-        return ranks
+def _read_ledger(trial: Trial) -> dict[str, Any] | None:
+    with suppress(OSError, ValueError):
+        ledger: dict[str, Any] = json.loads((trial.folder / "ledger.json").read_text())
+        return ledger if ledger.keys() >= {"ranks", "averages"} else None
     return None
 
 

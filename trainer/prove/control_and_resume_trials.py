@@ -30,7 +30,7 @@ def resume_trials(trials: Sequence[Trial], steps: int) -> tuple[Trial | None, Tr
 
     None and None for one step or one layout. Layouts that train another curve are left out.
     """
-    trials = [each for each in trials if not each.layout.simulation]
+    trials = [each for each in trials if not each.layout.has_other_curve]
     if steps < 2 or not trials:  # a step before the save, and one after it
         return None, None
     saver = max(trials, key=lambda each: (each.layout.ranks, each.run.parallel.zero))

@@ -65,7 +65,7 @@ class LayoutResult:
     reason: str = ""  # why the verdict is not "same"
     seconds: float = 0.0  # from its first step to its end
     curve: Curve | None = None
-    held_to: Curve | None = None  # of the layout's simulation in one process; None: that of one process's training
+    held_to: Curve | None = None  # its own, which one process simulates; None: that of one process's training
     loss: float | None = None
     norm: float | None = None
     weights: float | None = None
@@ -106,7 +106,7 @@ class ProofResult:
     @property
     def largest_loss_difference(self) -> float:
         """In nats a token, over all layouts that train the curve of one process."""
-        return largest([each.loss or 0.0 for each in self.layouts if not each.trial.layout.simulation])
+        return largest([each.loss or 0.0 for each in self.layouts if not each.trial.layout.has_other_curve])
 
     @property
     def weight_tolerance_share(self) -> float | None:

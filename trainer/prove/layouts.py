@@ -15,7 +15,7 @@ from ..plan.layout.mesh import replica_size
 from ..plan.layout.schedule_of_run import is_file, read_lists
 from ..plan.layout.schedules import SCHEDULES, Schedule
 from ..spec.divisors import divisors
-from ..spec.run import Compress, Parallel, Run
+from ..spec.run import Compress, Parallel, Run, Sync
 from .covering import covering_rows
 
 ZERO_STAGES = (0, 1, 2, 3)
@@ -55,6 +55,7 @@ class ProveLayout:
     shard: int | None = None  # data-parallel ranks over which ZeRO shards
     gather: Gather | None = None
     compress: int | None = None  # the rank of the factors as which gradients travel
+    sync: int | None = None  # steps that replicas take alone between two steps together
     recompute: Recompute | None = None
     engine: Engine = "auto"
 
@@ -74,9 +75,16 @@ class ProveLayout:
         return self.compress is not None and self.dp * self.cp > 1
 
     @property
-    def simulation(self) -> Literal["", "delayed gradients", "compressed gradients"]:
-        """What one process simulates, where it trains another curve by design."""
-        return "delayed gradients" if self.is_delayed else "compressed gradients" if self.is_compressed else ""
+    def simulation(self) -> Literal["", "delayed_gradients", "compressed_gradients", "local_steps"]:
+        """How one process simulates what the layout trains, where that is another curve by design; "": it is the curve of one process."""
+        if self.is_delayed:
+            return "delayed_gradients"
+        return "compressed_gradients" if self.is_compressed else "local_steps" if self.sync else ""
+
+    @property
+    def has_other_curve(self) -> bool:
+        """Whether it trains another curve by design."""
+        return bool(self.simulation)
 
     @property
     def name(self) -> str:
@@ -90,6 +98,7 @@ class ProveLayout:
         parts += [f"shard{self.shard}"] if self.shard else []
         parts += [f"gather_{self.gather}"] if self.gather else []
         parts += [f"{POWERSGD}{self.compress}"] if self.compress else []
+        parts += [f"sync{self.sync}"] if self.sync else []
         parts += [NATIVE_ENGINE] if self.engine == NATIVE_ENGINE else []
         return ".".join([*parts, *([self.recompute] if self.recompute else [])])
 
@@ -102,7 +111,7 @@ class ProveLayout:
             str(self.sequence) if self.tp > 1 else None,
             self.schedule if self.pp > 1 else None,
             str(is_native(self)),
-            *(str(each) if each else None for each in (self.chunks, self.stages, self.shard, self.gather, self.compress)),
+            *(str(each) if each else None for each in (self.chunks, self.stages, self.shard, self.gather, self.compress, self.sync)),
         )
 
 
@@ -116,7 +125,7 @@ def is_native(layout: ProveLayout) -> bool:
 
 
 def _runs(row: EngineRow, layout: ProveLayout) -> bool:
-    if layout.compress and not row.compresses:
+    if (layout.compress and not row.compresses) or (layout.sync and not row.steps_alone):
         return False
     if layout.zero not in row.zero or (layout.shard and not row.hybrid_shards) or (layout.gather == "step" and not row.gathers_once):
         return False
@@ -178,6 +187,7 @@ def recipe_layout(run: Run) -> ProveLayout | None:
         shard=parallel.shard if parallel.zero and parallel.shard != "all" else None,
         gather=parallel.gather if parallel.zero == 3 and parallel.gather != "auto" else None,
         compress=parallel.compress.rank if parallel.compress.name == POWERSGD and dp * parallel.cp > 1 else None,
+        sync=parallel.sync.every if parallel.sync.every > 1 and dp > 1 else None,
         engine=NATIVE_ENGINE if run.engine == NATIVE_ENGINE and not auto_is_native(run, parallel) else "auto",
     )
     is_known = layout.schedule in (*PROVED_SCHEDULES, FILE_SCHEDULE)
@@ -199,10 +209,12 @@ def auto_is_native(run: Run, parallel: Parallel) -> bool:
     return row is ENGINES[NATIVE_ENGINE]
 
 
-def run_in_layout(run: Run, layout: ProveLayout) -> Run:
-    """The run in that layout, on one node with as many devices; of `parallel` it keeps only what can't change a curve, and vertical sync,
-    which is a part of schedule pipedream."""
+def run_in_layout(run: Run, layout: ProveLayout, nodes: int = 1) -> Run:
+    """The run in that layout, on one node with as many devices; of `parallel` it keeps only what can't change a curve, vertical sync, which
+    is a part of schedule pipedream, and how workers step together. Where those of a node are a worker, the recipe's `nodes` share out the
+    devices, if they can."""
     kept = run.parallel
+    nodes = nodes if layout.sync and kept.sync.across == "node" and layout.ranks % nodes == 0 else 1
     degrees: dict[str, Any] = {axis: getattr(layout, axis) for axis in PROVED_AXES}
     parallel = Parallel(
         **degrees,
@@ -216,6 +228,7 @@ def run_in_layout(run: Run, layout: ProveLayout) -> Run:
         vertical=kept.vertical and layout.is_delayed and layout.schedule == kept.schedule,
         sequence=layout.sequence,
         recompute=layout.recompute or kept.recompute,
+        sync=replace(kept.sync, every=layout.sync) if layout.sync else Sync(),
         bucket=kept.bucket,
         compress=replace(kept.compress, name=POWERSGD, rank=layout.compress) if layout.compress else Compress(),
         overlap=kept.overlap,
@@ -226,7 +239,7 @@ def run_in_layout(run: Run, layout: ProveLayout) -> Run:
         engine=layout.engine,
         reading=None,
         parallel=parallel,
-        cluster=replace(run.cluster, nodes=1, gpus=layout.ranks),
+        cluster=replace(run.cluster, nodes=nodes, gpus=layout.ranks // nodes),
         train=replace(run.train, microbatch=layout_microbatch(run, layout)),
     )
 

@@ -98,7 +98,7 @@ def plan_proof(request: ProveRequest, recipe: Run, run_on: RunOn) -> Proof:
     steps, folder = request.steps or min(DEFAULT_STEPS, _recipe_steps(recipe)), f"{recipe.name}.prove"
 
     def trial(layout: ProveLayout) -> Trial:
-        run = run_in_layout(shortened_run(run_on(layout.ranks), steps, folder), layout)
+        run = run_in_layout(shortened_run(run_on(layout.ranks), steps, folder), layout, recipe.cluster.nodes)
         return Trial(layout=layout, run=run, plan=make_plan(run))
 
     reference = trial(ONE_PROCESS)

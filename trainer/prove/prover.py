@@ -139,9 +139,9 @@ class Prover:
 
     def _judge(self, result: LayoutResult, proof: ProofResult) -> tuple[LayoutResult, ProofResult]:
         """Compare a successful run with one process; where it departs slightly, first widen the tolerance by a control run."""
-        simulation = result.trial.layout.simulation
-        result = self._compare_simulated(result, proof.reference, simulation) if simulation else self._compare(result, proof.reference)
-        if result.verdict == "same" and not simulation and is_slight(result, proof):
+        is_simulated = result.trial.layout.has_other_curve
+        result = self._compare_simulated(result, proof.reference) if is_simulated else self._compare(result, proof.reference)
+        if result.verdict == "same" and not is_simulated and is_slight(result, proof):
             proof = self._with_control(proof)
         if result.verdict == "same" and (reason := departure_reason(proof.reference, result, proof.tolerance)):
             result = replace(result, verdict="departs", reason=reason, departure=self._locate(result, proof))
@@ -173,7 +173,7 @@ class Prover:
         again, nor one that is simulated."""
         if (
             result.trial.check
-            or result.trial.layout.simulation
+            or result.trial.layout.has_other_curve
             or not departure_reason(proof.reference, replace(result, evaluation=None, samples=""), proof.tolerance)
         ):
             return ""
@@ -190,12 +190,13 @@ class Prover:
         folders = {"reference": str(reference.trial.folder), "layout": str(result.trial.folder)}
         return self._with_answer(result, reference, self._server.ask("weight_difference", **folders))
 
-    def _compare_simulated(self, result: LayoutResult, reference: LayoutResult, simulation: str) -> LayoutResult:
-        """Add the differences from what one process simulates; failed if they can't be computed."""
+    def _compare_simulated(self, result: LayoutResult, reference: LayoutResult) -> LayoutResult:
+        """Add the differences from the layout's own curve, which one process simulates; failed if they can't be computed."""
         if result.curve is None:
             return replace(result, verdict="failed", reason="it wrote no losses")
-        self._live(f"{result.trial.layout.name}: one process simulates its {simulation}")
-        reply = self._server.ask(simulation.replace(" ", "_"), layout=str(result.trial.folder))
+        simulated = result.trial.layout.simulation
+        self._live(f"{result.trial.layout.name}: one process simulates its {simulated.replace('_', ' ')}")
+        reply = self._server.ask(simulated, layout=str(result.trial.folder))
         if answer := reply.get("answer"):
             losses, norms, evaluation = tuple(answer["losses"]), tuple(answer["norms"]), answer["evaluation"]
             result = replace(result, held_to=Curve(losses=losses, norms=norms, rates=result.curve.rates, evaluation=evaluation))

@@ -29,6 +29,8 @@ def _choices(run: Run) -> Iterator[str]:
         yield f"parallel.compress.name={parallel.compress.name}"
     if parallel.zero == 3 and parallel.gather != "auto":
         yield f"parallel.gather={parallel.gather}"
+    if parallel.sync.every > 1:
+        yield f"parallel.sync.every={parallel.sync.every}"
 
 
 def choices_sentence(proof: Proof) -> str:

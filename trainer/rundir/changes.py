@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
+from ..plan.layout.layout import mesh_of
 from ..plan.layout.schedule_of_run import delay_of
+from ..plan.layout.workers import OUTER_MOMENTUM, worker_count
 from ..spec.problem import Problem
 from ..spec.read import value_text
 from ..spec.run import Model, Optim, Run
@@ -54,6 +56,7 @@ DATA_PLACE_KEYS = ("data.path", "data.tokenizer")
 CONTEXT_KEY = "model.context"
 FAMILY_KEY = "model.family"
 DELAY_KEYS = ("parallel.schedule", "parallel.pp", "parallel.vertical")  # by which weights are late
+SYNC_KEYS = ("parallel.sync.every", "parallel.sync.outer.lr", "parallel.sync.outer.momentum", "parallel.sync.outer.nesterov")
 DOCUMENTS_KEY = "data.documents"  # which labels count, not which tokens there are
 
 
@@ -172,10 +175,14 @@ def compare_runs(
         longer = ChangedKey(key="train.seq", before=before.train.seq, now=now.train.seq)
         refused = [longer if each.key == CONTEXT_KEY else each for each in refused]
     names = tuple(dict.fromkeys((*now.checkpoint.accept, *(each.key for each in refused if key_policy(each.key) == "acceptable"))))
-    old, new = moment_kinds(before.optim), moment_kinds(now.optim)
+    old, new = ((*moment_kinds(each.optim), *_outer_moments(each)) for each in (before, now))
     return Changes(
         problems=(*(each.problem(step, names) for each in refused), *_config_problems(*configs, step=step)),
-        reported=(*(each for each in others if key_policy(each.key) == "reported"), *_delay_differences(before, now)),
+        reported=(
+            *(each for each in others if key_policy(each.key) == "reported"),
+            *_delay_differences(before, now),
+            *_sync_differences(before, now),
+        ),
         accepted=tuple(accepted),
         other_data=any(each.key.startswith("data.") and each.key != DOCUMENTS_KEY for each in accepted),
         new_moments=tuple(kind for kind in new if kind not in old),
@@ -188,6 +195,27 @@ def _delay_differences(before: Run, now: Run) -> Iterator[ChangedKey]:
     if delay_of(before.parallel) or delay_of(now.parallel):
         old, new = dict(_flatten(before, "")), dict(_flatten(now, ""))
         yield from (ChangedKey(key=key, before=old[key], now=new[key]) for key in DELAY_KEYS if old[key] != new[key])
+
+
+def _workers(run: Run) -> int:
+    """Return how many workers step alone."""
+    return worker_count(run.parallel, mesh_of(run.parallel, run.cluster.nodes * run.cluster.gpus), run.cluster.gpus)
+
+
+def _outer_moments(run: Run) -> tuple[str, ...]:
+    """Return the kinds of the moments of the step that workers take together, as checkpoints name them."""
+    return (OUTER_MOMENTUM,) if run.parallel.sync.outer.momentum and _workers(run) > 1 else ()
+
+
+def _sync_differences(before: Run, now: Run) -> Iterator[ChangedKey]:
+    """Yield the differences of workers, which train another curve."""
+    many = _workers(before), _workers(now)
+    if max(many) == 1:
+        return
+    if many[0] != many[1]:
+        yield ChangedKey(key="workers", before=many[0], now=many[1])
+    old, new = dict(_flatten(before, "")), dict(_flatten(now, ""))
+    yield from (ChangedKey(key=key, before=old[key], now=new[key]) for key in SYNC_KEYS if old[key] != new[key])
 
 
 def _data_differences(found: list[ChangedKey], now: Run, same: bool | None) -> Iterator[ChangedKey]:

@@ -179,6 +179,29 @@ class Compress:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OuterOptimizer:
+    """SGD with which workers step together: its gradient is the mean of what their own steps took off the weights (arXiv:2311.08105)."""
+
+    lr: Positive = 1.0
+    momentum: Below1 = 0.0
+    nesterov: bool = False
+
+    @property
+    def only_averages(self) -> bool:
+        """Whether its step gives the mean of the workers' weights (arXiv:1805.09767)."""
+        return self.lr == 1 and not self.momentum
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sync:
+    """How many steps workers take alone between two steps together, and which replicas make up a worker: each one, or those of a node."""
+
+    every: Count = 1
+    across: Literal["all", "node"] = "all"
+    outer: OuterOptimizer = field(default_factory=OuterOptimizer)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Parallel:
     """Degrees of the mesh and how each axis works."""
 
@@ -198,6 +221,7 @@ class Parallel:
     sequence: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
     reduce: Literal["ring", "halving", "server"] = "ring"
+    sync: Sync = field(default_factory=Sync)
     bucket: Count = 50_000_000
     scatter: bool = False
     compress: Compress = field(default_factory=Compress)

@@ -81,7 +81,7 @@ class DelayedEngine(NativeEngine, PassHooks):
             byte_counter.count_backward(self.held_bytes())
         return self._finish_oldest() if len(self._open) > self.late_steps else None
 
-    def flush(self) -> list[StepResult]:
+    def flush(self, *, saves: bool = False) -> list[StepResult]:
         """Run the backwards and updates that are left. Return the results that have not come. The newest weights are shown."""
         actions = [flush_actions(stage, self._stages, self._begun * self.micros) for stage in range(self._stages)]
         self.pipeline.train(ScheduledStep(actions=actions, read_microbatch=_no_micro_batch, scale=0.0))
@@ -127,7 +127,7 @@ class DelayedEngine(NativeEngine, PassHooks):
             if self._stage_group is not None:
                 dist.all_reduce(squares, group=self._stage_group)
         with self._measure_time("step"):
-            self._set_rate(lr)
+            self.bucket_optimizer.set_rate(lr)
             self._step_optimizer(squares.sqrt(), squares.isfinite())
         self.reducer.begin(self.micros // self._updates)
         return own

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -26,12 +26,11 @@ from ...plan.native.buckets import gradient_buckets, is_tied_over_stages
 from ...plan.native.dim0_shards import gathers_once
 from ...spec.run import Run
 from ..clipping import clip_divisor
-from ..engine import STEP_PARTS, Engine, ParameterPartitioner, ReadMicrobatch, StepResult
+from ..engine import STEP_PARTS, Engine, ParameterPartitioner, ReadMicrobatch, ReadShard, StepResult
 from ..held_bytes import ByteCounter, tensors_in
 from ..rank_parameter import OptimizerShard, RankParameter, optimizer_state
 from ..tied_ends import tie_ends
-from ..torch_optimizer import optimizer_of_groups
-from .adamw_kernel import has_kernel, step_weight
+from .bucket_optimizer import BucketOptimizer
 from .gradient_squares import counted_squares
 from .loss_scale import LossScale
 from .pipeline import PassHooks, Pipeline, ScheduledStep
@@ -39,6 +38,7 @@ from .shard_groups import RowGroups, row_groups, shard_groups
 from .sharded_weights import ShardedReducer, ShardedWeight, collect_gathered, first_element, keep_own_rows, local_rows, sharded_weights
 from .stage_messages import StageChain, StageMessages
 from .weight_buckets import MASTER_DTYPE, BucketReducer, WeightBucket
+from .worker_average import WorkerAverage
 
 
 class NativeEngine(Engine):
@@ -69,8 +69,11 @@ class NativeEngine(Engine):
         else:
             self.buckets, self.reducer = self._fill_buckets()
         self._bucket_of = {row.parameter: bucket for bucket in self.buckets for row in bucket.rows}
-        self.optimizer = self._make_optimizer()
-        self.steps_in_one_kernel = run.optim.name == "adamw" and has_kernel(grid.world.device, *self._types, self._warn)
+        self.bucket_optimizer = BucketOptimizer(run, self.buckets, grid.world.device, self._types, self._warn)
+        self.optimizer = self.bucket_optimizer.optimizer
+        self.together = WorkerAverage(run, grid, self.buckets, self.optimizer) if grid.group("workers") else None
+        self._workers = self.together.workers if self.together else 1
+        self._alone = False  # a step was taken since the last one together
         self.pipeline = self._make_pipeline()
 
     @classmethod
@@ -86,9 +89,9 @@ class NativeEngine(Engine):
     def step(
         self, read_microbatch: ReadMicrobatch, lr: float, label_count: int, byte_counter: ByteCounter | None = None
     ) -> StepResult | None:
-        self._set_rate(lr)
+        self.bucket_optimizer.set_rate(lr)
         self.clock = dict.fromkeys(STEP_PARTS, 0.0)
-        scale = self.backward_scale / label_count
+        scale = self.backward_scale * self._workers / label_count  # labels are shared out evenly
         for each in self.modules:  # parts of a mixture add the gradient of its auxiliary loss, which does not reach the loss
             each.loss_gradient = scale  # type: ignore[assignment]
         self.reducer.begin(self.micros)
@@ -106,18 +109,38 @@ class NativeEngine(Engine):
             self._sum_tied_gradients()
             self._sum_over_tensor_axis()
             self.reducer.finish()
-            sums = self._sum_over_ranks(total)
+            squares = counted_squares(self.buckets, total.device)
+            sums = self._sum_over_ranks(total, squares)
         self._call_show_gradients()
         with self._measure_time("step"):
             is_finite = sums[:2].isfinite().all()
             sums[1].sqrt_().div_(self.backward_scale)
-            self._step_optimizer(sums[1], is_finite)
+            self._step_optimizer(squares.sqrt() / self.backward_scale if self.together else sums[1], is_finite)
+            self._alone = self.together is not None
             loss, norm, *near_ties = sums.tolist()
             skipped = not (norm < torch.inf and abs(loss) < torch.inf)  # nan is neither
             self.skipped_steps += skipped
             if self.scale:
                 self.scale.update(overflow=skipped)
         return StepResult(loss=loss / label_count, grad_norm=norm, skipped=skipped, near_ties=int(near_ties[0]) if near_ties else None)
+
+    def step_together(self) -> None:
+        if self.together is not None:
+            with self._measure_time("sums"):
+                self.together.step()
+            self._alone = False
+
+    def flush(self, *, saves: bool = False) -> list[StepResult]:
+        if self._alone:
+            self.step_together()
+        if saves and self.together is not None:
+            self.together.average_states()
+        return []
+
+    def restore(self, read: ReadShard, counters: Mapping[str, Any], has: Callable[[str], bool]) -> None:
+        super().restore(read, counters, has)
+        if self.together is not None:
+            self.together.restart()
 
     def evaluate(self, tokens: Tensor, labels: Tensor, **further: Any) -> tuple[Tensor, Tensor]:
         """Return (sum of losses, labels counted) of a micro-batch of this replica, without gradients, on the rank with the head; 0 and 0 on
@@ -141,8 +164,16 @@ class NativeEngine(Engine):
                     weight=bucket.master.data[offset : offset + length],
                     state=state,
                     offset=offset,
-                    copies=bucket.copies.axis if bucket.copies else "",
+                    copies=self._copies_of(bucket),
                 )
+
+    def _copies_of(self, bucket: WeightBucket | ShardedWeight) -> str:
+        """Return the group of the data-parallel ranks that step the same elements; "": no other does."""
+        if self.together is None:
+            return bucket.copies.axis if bucket.copies else ""
+        if isinstance(bucket, WeightBucket) and bucket.sharing is None:
+            return "expert_copies" if bucket.kind.expert else "data"
+        return "expert_workers" if bucket.kind.expert else "workers"
 
     @property
     def backward_scale(self) -> float:
@@ -167,64 +198,20 @@ class NativeEngine(Engine):
         if self.grid.world.is_rank0:
             print(f"warning: {says}", file=sys.stderr, flush=True)
 
-    def _set_rate(self, lr: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-
     def _step_optimizer(self, norm: Tensor, is_finite: Tensor) -> None:
-        """Clip the gradients to a norm of train.clip, step this rank's weights unless a number is not finite, and gather the others'.
-
-        AdamW divides and skips by itself, from numbers on the device: the host need not wait for the norm. On a GPU it is one kernel a
-        bucket, elsewhere torch's fused one.
-        """
+        """Clip the gradients to a norm of train.clip, step this rank's weights unless a number is not finite, and gather the others'."""
         clip = self.run.train.clip
         divisor = (clip_divisor(norm, clip) if clip else torch.ones_like(norm)) * self.backward_scale
-        if self.steps_in_one_kernel:
-            self._step_in_one_kernel(divisor.float(), is_finite.float())
-            return
-        optimizer: Any = self.optimizer
-        is_fused = self.run.optim.name == "adamw"
-        if is_fused:
-            optimizer.grad_scale = divisor.float() if clip or self.scale else None
-            optimizer.found_inf = is_finite.logical_not().float()
-        elif not is_finite:
-            return
-        gathers = []
-        for buckets in self._stepped_together():
-            for bucket in buckets:
-                gradient = bucket.shard_gradient.to(bucket.master.dtype)
-                bucket.master.grad = gradient if is_fused else gradient.div_(divisor)
-            self.optimizer.step()  # of these buckets alone: no other has a gradient now
-            for bucket in buckets:
-                bucket.master.grad = None
-                bucket.copy_master()
-                gathers.append(bucket.gather())
-        for work in filter(None, gathers):
-            work.wait()
+        self.bucket_optimizer.step(divisor, is_finite, scales=bool(clip or self.scale))
 
-    def _step_in_one_kernel(self, divisor: Tensor, keep: Tensor) -> None:
-        """Step each bucket with AdamW, and gather the others' shards of it; `keep` is 0 where a number is not finite."""
-        groups, gathers = self.optimizer.param_groups, []
-        group_of = {master: group for group in groups for master in group["params"]}
-        for bucket in self.buckets:
-            step_weight(self.optimizer, group_of[bucket.master], bucket, divisor, keep)
-            gathers.append(bucket.gather())
-        for work in filter(None, gathers):
-            work.wait()
-
-    def _stepped_together(self) -> list[list[WeightBucket | ShardedWeight]]:
-        """Return the buckets, those whose gradients must be cast one by one: their float32 copies are never all there."""
-        buckets = list(self.buckets)
-        return [buckets] if all(each.shard_gradient.dtype == each.master.dtype for each in buckets) else [[each] for each in buckets]
-
-    def _sum_over_ranks(self, total: Tensor) -> Tensor:
+    def _sum_over_ranks(self, total: Tensor, squares: Tensor) -> Tensor:
         """Return the sums over all ranks of the loss, of the squares of the gradients, and of near ties where they are counted, in one
-        message. Each figure is added by the first of the ranks that have it."""
+        message. Each figure is added by the first of the ranks that have it. Of workers that step alone the mean of their squares is
+        returned, and `squares` becomes the sum over this rank's worker, by which it clips."""
         own = torch.zeros((), dtype=torch.float64, device=total.device)
-        figures = [
-            own if self.grid.coordinate("tp") else total.double(),
-            counted_squares(self.buckets, total.device),
-        ]
+        figures = [own if self.grid.coordinate("tp") else total.double(), squares / self._workers]
+        if worker := self.grid.group("worker"):
+            all_reduce(squares, worker)
         near_ties = self._own_near_ties()
         if near_ties is not None:
             figures.append(near_ties.double())
@@ -255,6 +242,7 @@ class NativeEngine(Engine):
                 yield "weights", local_rows(row.parameter) if self._sharding else row.parameter.data
         for state in self.optimizer.state.values():
             yield from (("optimizer", each) for each in tensors_in(state))
+        yield from (("optimizer", each) for each in self.together.held_tensors()) if self.together else ()
 
     def _forward_weights(self) -> Iterator[tuple[RankParameter, int, Tensor]]:
         for row in self._owned:
@@ -312,12 +300,6 @@ class NativeEngine(Engine):
     def _defers_weight_gradients(self) -> bool:
         """Whether the schedule computes some weights' gradients apart."""
         return self._schedule.splits_backward
-
-    def _make_optimizer(self) -> torch.optim.Optimizer:
-        decay = self.run.optim.weight_decay
-        masters = [[each.master for each in self.buckets if each.kind.decays is decays] for decays in (True, False)]
-        groups = [{"params": rows, "weight_decay": rate} for rows, rate in zip(masters, (decay, 0.0), strict=True) if rows]
-        return optimizer_of_groups(self.run, groups)
 
     def _make_pipeline(self) -> Pipeline:
         run, grid = self.run, self.grid

@@ -23,7 +23,7 @@ RowGroups = Mapping[bool, ShardGroups]  # of experts that ranks share out (True)
 def shard_groups(run: Run, grid: Grid, *, expert: bool) -> ShardGroups:
     """Return the groups of a weight: at ZeRO 0 each rank owns all of it."""
     if not run.parallel.zero:
-        return ShardGroups(None, grid.group("expert_copies" if expert else "data"))
+        return ShardGroups(None, grid.group("expert_worker_data" if expert else "worker_data"))
     shard = "expert_shard" if expert else "shard"
     return ShardGroups(grid.group(shard), grid.group(f"{shard}_copies"))
 

@@ -7,28 +7,23 @@ It shares the model, the data, the learning rate and the first right factors wit
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from msgspec.json import decode
 from torch import Tensor, nn
 
 from ...layers.counter_rng import dropout_keys, normal_block
 from ...layers.cross_entropy import IGNORED
-from ...models.build import build_model
 from ...plan.axes.low_rank import compressed_stack
 from ...plan.axes.weight_slices import WeightShard
 from ...plan.mesh_position import mesh_position
 from ...plan.native.buckets import compression_rank
 from ...spec.lr_schedule import learning_rate
-from ...spec.run import Parallel, Run
-from ..checkpoint import LoadFailed
+from ...spec.run import Run
 from ..data.samples.batches import Batch
 from ..train import is_due
-from .delayed_gradients import SimulatedCurve, evaluation_loss, plain_optimizer, run_batches
-from .weight_diff import furthest_weight, read_last_weights
+from .reference_run import ReferenceCurve, compare_with_run, evaluation_loss, plain_optimizer, read_batches, whole_model
 
 
 @dataclass(kw_only=True)
@@ -69,15 +64,14 @@ class SimulatedBlock:
         return made
 
 
-def compressed_curve(run: Run) -> SimulatedCurve:
+def compressed_curve(run: Run) -> ReferenceCurve:
     """Train a run with compressed gradients, in any layout, in one process.
 
     Context-parallel ranks count as one: a sum of gradients that is compressed depends on the sum of what the ranks have alone.
     """
-    train, steps, whole = run.train, run.train.steps or 0, replace(run, parallel=Parallel())
+    train, steps = run.train, run.train.steps or 0
     ranks, blocks = mesh_position(run, 0).mesh.dp, simulated_blocks(run)
-    data = run_batches(run, "train")
-    module = build_model(whole, device=torch.device("cpu"), dtype=torch.float32, seed=train.seed)
+    data, module = read_batches(run, "train"), whole_model(run)
     weights = dict(module.named_parameters())
     optimizer = plain_optimizer(run, list(weights.values()))
     losses, norms, share = [], [], train.batch // ranks
@@ -103,7 +97,7 @@ def compressed_curve(run: Run) -> SimulatedCurve:
             for block in blocks:
                 block.restart()
     evaluation = evaluation_loss(run, module, weights) if train.evaluate.every else None
-    return SimulatedCurve(losses=losses, norms=norms, evaluation=evaluation, weights=weights)
+    return ReferenceCurve(losses=losses, norms=norms, evaluation=evaluation, weights=weights)
 
 
 def simulated_blocks(run: Run) -> list[SimulatedBlock]:
@@ -127,16 +121,5 @@ def _loss_sum(run: Run, module: nn.Module, batch: Batch, step: int) -> Tensor:
 
 
 def compressed_gradients(layout: str) -> dict[str, Any]:
-    """Train the run of a run folder with compressed gradients in one process, and compare the weights with those that it ended with.
-
-    Returns {"losses", "norms", "evaluation", "weights": the largest difference, "weight": its name, "left_out": names of weights that are
-    not compared}. Raises LoadFailed if the run has no checkpoint, or begins with other weights than drawn ones.
-    """
-    run = decode((Path(layout) / "run.json").read_bytes(), type=Run)
-    if run.model.weights or run.model.lora.rank:
-        raise LoadFailed(
-            "compressed gradients are simulated from drawn weights, all of them trained: leave model.weights and model.lora out"
-        )
-    curve, saved = compressed_curve(run), read_last_weights(Path(layout))
-    compared = furthest_weight(run, ((name, curve.weights[name].detach(), tensor) for name, tensor in saved))
-    return {"losses": curve.losses, "norms": curve.norms, "evaluation": curve.evaluation, **compared}
+    """Train the run of a run folder with compressed gradients in one process: `compare_with_run`."""
+    return compare_with_run(layout, compressed_curve)

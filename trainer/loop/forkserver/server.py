@@ -52,6 +52,7 @@ from ..checkpoint import LoadFailed
 from ..rank import run_rank
 from .compressed_gradients import compressed_gradients
 from .delayed_gradients import delayed_gradients
+from .local_steps import local_steps
 from .process import ForkedProcess, fork
 from .weight_diff import weight_difference
 
@@ -74,11 +75,7 @@ IMPORTED_LATE = (
 RankProgram = Callable[[Path, channel.Channel], int]  # what a rank does with RUN_DIR/run.json; returns its exit status
 Question = Callable[..., Any]  # takes and returns JSON values
 
-QUESTIONS: dict[str, Question] = {
-    "weight_difference": weight_difference,
-    "delayed_gradients": delayed_gradients,
-    "compressed_gradients": compressed_gradients,
-}
+QUESTIONS: dict[str, Question] = {each.__name__: each for each in (weight_difference, delayed_gradients, compressed_gradients, local_steps)}
 
 
 class ClientGone(Exception):

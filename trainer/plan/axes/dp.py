@@ -18,6 +18,8 @@ AXIS = Axis(name="dp", splits=("batch",), data=True, overlap="data", source="arX
 # Share of a hidden message's time that the computation beside it loses: its kernels take multiprocessors and memory.
 CONTENTION = 0.5
 
+MASTER_BYTES = 4  # of a float32 weight
+
 Pass = Literal["forward", "backward", ""]  # of a stage, under which messages may hide; "": under none
 
 
@@ -48,6 +50,7 @@ class GradientSync(NamedTuple):
     copies_hide: bool  # owners of the same shard sum it under backward
     often: bool  # gradients travel at every micro-batch, so that no rank holds more than its shard
     updates: int  # updates of the weights in a step: several where a pipeline without a flush updates them after each micro-batch
+    every: int  # steps from one mean of the workers' weights to the next, where there are several workers
     rank: int = 0  # columns of the two factors as which a matrix of gradients travels; 0: all gradients travel whole
 
 
@@ -63,11 +66,12 @@ class DataMessages(NamedTuple):
     seconds: float  # of a round
     least: float  # seconds of a round that are exposed even under the longest pass
     under_forward: bool  # else under backward
+    every: int = 1  # steps from one that has them to the next
 
     def exposed(self, forward: float, backward: float) -> float:
         """Exposed seconds a step, under passes of so many seconds; the passes slow down by what they hide."""
         passing = forward if self.under_forward else backward
-        return max(self.least, self.seconds - passing * (1 - CONTENTION)) * self.rounds
+        return max(self.least, self.seconds - passing * (1 - CONTENTION)) * self.rounds / self.every
 
 
 def data_messages(shards: ZeroShards, sync: GradientSync, layers: int) -> list[DataMessages]:
@@ -119,6 +123,19 @@ def _sums(shards: ZeroShards, sync: GradientSync) -> list[DataMessages]:
     ]
 
 
+def averaging_messages(shards: ZeroShards, apart: Wire, sync: GradientSync) -> list[DataMessages]:
+    """The messages by which workers average their float32 weights, over the ranks `apart` that step the same ones: in one of sync.every
+    steps, under no pass. Where ZeRO shards the weights, their copies are gathered again."""
+    sharded = sync.zero > 0 and shards.shard.size > 1
+    stepped = -(-shards.elements // shards.shard.size) if sharded else shards.elements
+    if not stepped:
+        return []
+    found = [_messages("all_reduce", stepped * MASTER_BYTES, -(-stepped // sync.bucket), 1, apart, sync, "")]
+    if sharded and sync.zero < 3:
+        found.append(_messages("all_gather", shards.elements * sync.weight, -(-shards.elements // sync.bucket), 1, shards.shard, sync, ""))
+    return [each._replace(every=sync.every) for each in found]
+
+
 def _messages(verb: str, total: int, parts: int, rounds: int, wire: Wire, sync: GradientSync, under: Pass) -> DataMessages:
     """`total` bytes in `parts` messages, `rounds` times a step, each round under a pass of computation or under none.
 
@@ -133,6 +150,6 @@ def _messages(verb: str, total: int, parts: int, rounds: int, wire: Wire, sync: 
 
 def traffic_row(messages: DataMessages, forward: float, backward: float) -> TrafficRow:
     """The traffic of one step, under passes of so many seconds."""
-    verb, payload, parts, rounds, sent, link, seconds, *_ = messages
-    count = parts * rounds
-    return TrafficRow("dp", verb, payload, count, sent * count, link, seconds * rounds, messages.exposed(forward, backward))
+    verb, payload, parts, rounds, sent, link, seconds, *_, every = messages
+    count, exposed = parts * rounds, messages.exposed(forward, backward)
+    return TrafficRow("dp", verb, payload, count, sent * count // every, link, seconds * rounds / every, exposed, every)

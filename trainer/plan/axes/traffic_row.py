@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 
 class TrafficRow(NamedTuple):
-    """Messages of `payload` bytes on an axis, sent `times` times a step: bytes sent, the link, seconds and exposed seconds, all a step."""
+    """Messages of `payload` bytes on an axis, sent `times` times in one of `every` steps; bytes sent, the link, seconds and exposed seconds
+    are the mean of a step."""
 
     axis: str
     verb: str
@@ -16,3 +17,4 @@ class TrafficRow(NamedTuple):
     link: str
     seconds: float
     exposed: float
+    every: int = 1

@@ -105,6 +105,7 @@ class CostModel:
             copies_hide=True,
             often=parallel.zero == 3 or (parallel.zero == 2 and parallel.pp == 1),
             updates=delay.updates(micros) if (delay := delay_of(parallel)) else 1,
+            every=parallel.sync.every,
         )
 
     def state_bytes(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, held: StageElements) -> StateBytes:

@@ -56,6 +56,7 @@ ENGINES = {
             offload=False,
             shards_experts=True,
             hybrid_shards=True,
+            steps_alone=True,
             gathers_once=True,
             shards_hf=False,
             compresses=True,
@@ -69,8 +70,9 @@ ENGINES = {
 def engine_for(run: Run, parallel: Parallel) -> tuple[EngineRow | None, tuple[EngineLimit, ...]]:
     """The engine that a run names, or with `engine: auto` the one for its layout, and its limits that the layout exceeds (none: it runs).
 
-    With `auto` that is `native` at one data-parallel rank on a GPU and for schedules without a flush, DeepSpeed's elsewhere, and another
-    one for a layout that the first choice does not run; where none does, there is no engine. `papers` is none that runs.
+    With `auto` that is `native` at one data-parallel rank on a GPU, for schedules without a flush and for replicas that step alone,
+    DeepSpeed's elsewhere, and another one for a layout that the first choice does not run; where none does, there is no engine. `papers`
+    is none that runs.
     """
     if run.engine == PAPERS_NAME:
         return None, (EngineLimit(PAPERS_NAME, "engine", PAPERS_NAME, ((("engine", "auto"),),)),)
@@ -88,7 +90,7 @@ def engine_for(run: Run, parallel: Parallel) -> tuple[EngineRow | None, tuple[En
 
 
 def _first_choice(run: Run, parallel: Parallel) -> str:
-    if delay_of(parallel):
+    if delay_of(parallel) or parallel.sync.every > 1:
         return "native"
     if run.cluster.device.kind == "cuda" and data_ranks(run, parallel) == 1:
         return "native"
@@ -106,6 +108,8 @@ def engine_reason(run: Run, parallel: Parallel, chosen: str) -> str:
     first = _first_choice(run, parallel)
     if chosen == first and delay_of(parallel):
         return f"it alone runs parallel.schedule={parallel.schedule}"
+    if chosen == first and parallel.sync.every > 1:
+        return f"it alone runs parallel.sync.every={parallel.sync.every}"
     if chosen == first:
         return "one data-parallel rank on a GPU" if chosen == "native" else ""
     return next((limit.says for limit in exceeded_limits(ENGINES[first], run, parallel)), "")

@@ -75,6 +75,8 @@ def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
         yield EngineLimit(
             row.name, "parallel.shard", parallel.shard, (*_any_engine(run), (("parallel.shard", "all"),), (("parallel.zero", 0),))
         )
+    if parallel.sync.every > 1:
+        yield from _sync_limits(row, run, parallel, delayed=delay is not None)
     if parallel.reduce != "ring":
         yield EngineLimit(row.name, "parallel.reduce", parallel.reduce, ((("parallel.reduce", "ring"),),))
     if parallel.compress.name != "none":
@@ -106,6 +108,24 @@ def _stage3_limits(row: EngineRow, run: Run, parallel: Parallel, schedule: Sched
         yield EngineLimit(row.name, "parallel.zero", "3 with model.family=hf", (less, (("engine", "zero"),)))
 
 
+def _sync_limits(row: EngineRow, run: Run, parallel: Parallel, *, delayed: bool) -> Iterator[EngineLimit]:
+    """Replicas that step alone shard and count labels for themselves."""
+    together: Change = (("parallel.sync.every", 1),)
+    key, value = "parallel.sync.every", parallel.sync.every
+    if not row.steps_alone:
+        yield EngineLimit(row.name, key, value, (*_any_engine(run), together))
+    elif delayed:
+        yield EngineLimit(row.name, key, f"{value} with parallel.schedule={parallel.schedule}", (_change_to_flush(parallel), together))
+    elif parallel.zero and parallel.shard != "all":
+        yield EngineLimit(row.name, key, f"{value} with parallel.shard={parallel.shard}", ((("parallel.shard", "all"),), together))
+    elif run.data.name == "pairs":
+        yield EngineLimit(row.name, key, f"{value} with data.name=pairs", (together,))
+    elif run.data.documents:
+        yield EngineLimit(row.name, key, f"{value} with data.documents=true", ((("data.documents", False),), together))
+    elif is_made_by_transformers(run.model):
+        yield EngineLimit(row.name, key, f"{value} with model.family={run.model.family}", (together,))
+
+
 def _delay_limits(row: EngineRow, run: Run, parallel: Parallel, *, each_micro_batch: bool) -> Iterator[EngineLimit]:
     """A pipeline without a flush swaps the weights under a layer that runs, updates the two ends of a model at different times, keeps no
     loss scale for each micro-batch, and counts labels a step."""
@@ -128,6 +148,10 @@ def _compression_limits(row: EngineRow, run: Run, parallel: Parallel, *, delayed
         yield EngineLimit(row.name, key, name, (*_any_engine(run), (("engine", "native"), *_unsharded(parallel)), (whole,)))
     elif parallel.zero:
         yield EngineLimit(row.name, key, f"{name} with parallel.zero={parallel.zero}", (_unsharded(parallel), (whole,)))
+    elif parallel.sync.every > 1:
+        yield EngineLimit(
+            row.name, key, f"{name} with parallel.sync.every={parallel.sync.every}", ((("parallel.sync.every", 1),), (whole,))
+        )
     elif delayed:
         yield EngineLimit(row.name, key, f"{name} with parallel.schedule={parallel.schedule}", (_change_to_flush(parallel), (whole,)))
     elif run.train.precision == "fp16":

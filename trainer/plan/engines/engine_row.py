@@ -29,6 +29,7 @@ class EngineRow:
     source: str
     shards_experts: bool = False  # ZeRO 3 shards experts that ranks share out
     hybrid_shards: bool = False  # ZeRO shards over some of the data ranks (parallel.shard)
+    steps_alone: bool = False  # replicas step alone between steps together (parallel.sync.every)
     gathers_once: bool = False  # ZeRO 3 gathers weights once a step where it should (parallel.gather=step)
     shards_hf: bool = True  # ZeRO 3 shards models that transformers makes
     compresses: bool = False  # gradients travel as two factors where the run says so (parallel.compress)

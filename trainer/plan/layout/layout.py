@@ -56,6 +56,7 @@ class Layout(NamedTuple):
     delay: Delay | None  # how late weights are updated; None: each step flushes, as it does without stages
     shard: int  # ranks over which ZeRO shards
     expert_shard: int  # ranks over which it shards experts
+    worker: int  # ranks of the data axis that sum gradients at each step: all of them, or those of a worker
     engine: str | None  # the engine that runs it, whose costs are planned; None: the papers' costs
     form: ActivationForm
     fused: bool  # layers are compiled: their pointwise operators are one kernel

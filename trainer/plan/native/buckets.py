@@ -11,6 +11,7 @@ from ..axes.low_rank import compressed_stack
 from ..axes.weight_slices import WeightShard
 from ..layout.mesh import Mesh
 from ..layout.schedule_of_run import schedule_of
+from ..layout.workers import worker_ranks
 
 
 class BucketKind(NamedTuple):
@@ -37,9 +38,10 @@ class Bucket(NamedTuple):
         return range(rank * size, (rank + 1) * size)
 
 
-def sharing_ranks(parallel: Parallel, mesh: Mesh, *, expert: bool) -> tuple[int, int]:
-    """(the ranks over which ZeRO shards a bucket, the ranks that own the same shard)."""
-    whole = mesh.size("expert_copies" if expert else "data")
+def sharing_ranks(run: Run, mesh: Mesh, *, expert: bool) -> tuple[int, int]:
+    """(the ranks over which ZeRO shards a bucket, the ranks that own the same shard and sum its gradients at each step)."""
+    parallel, worker = run.parallel, worker_ranks(run.parallel, mesh, run.cluster.gpus)
+    whole = max(1, worker // mesh.ep) if expert else worker
     if not parallel.zero:
         return 1, whole
     shard = whole if parallel.shard == "all" else max(1, parallel.shard // mesh.ep) if expert else parallel.shard
@@ -48,9 +50,8 @@ def sharing_ranks(parallel: Parallel, mesh: Mesh, *, expert: bool) -> tuple[int,
 
 def compression_rank(parallel: Parallel, mesh: Mesh, *, expert: bool) -> int:
     """The columns of the factors as which matrices of gradients travel; 0: gradients travel whole, or don't travel."""
-    if parallel.compress.name == "none" or parallel.zero or sharing_ranks(parallel, mesh, expert=expert)[1] == 1:
-        return 0
-    return parallel.compress.rank
+    copies = mesh.size("expert_copies" if expert else "data")
+    return parallel.compress.rank if parallel.compress.name == "powersgd" and not parallel.zero and copies > 1 else 0
 
 
 def gradient_buckets(run: Run, mesh: Mesh, shards: Sequence[WeightShard]) -> list[Bucket]:
@@ -61,7 +62,7 @@ def gradient_buckets(run: Run, mesh: Mesh, shards: Sequence[WeightShard]) -> lis
     rows = [(at, _kind(run, mesh, each), each) for at, each in enumerate(shards) if run.model.is_trained(each.name)]
     cut = list[tuple[bool, int, Bucket]]()
     for kind in sorted({kind for _, kind, _ in rows}):
-        ranks, _ = sharing_ranks(run.parallel, mesh, expert=kind.expert)
+        ranks, _ = sharing_ranks(run, mesh, expert=kind.expert)
         for some in _cut([row for row in reversed(rows) if row[1] == kind], run.parallel.bucket):
             cut.append((kind.late, -some[-1][0], _bucket(kind, [each for _, _, each in some], ranks)))
     return [bucket for *_, bucket in sorted(cut, key=lambda row: row[:2])]

@@ -19,12 +19,14 @@ from ..costs.traffic_term import TrafficTerm
 from ..layout.layout import Layout, StageKind
 from ..layout.mesh import Mesh
 from ..layout.schedule_of_run import delay_of
+from ..layout.workers import outer_state_bytes, worker_count
 from .buckets import Bucket, compression_rank, gradient_buckets, sharing_ranks
 from .compressed_matrices import compression_seconds, held_elements, saved_elements, stage_factors
 from .dim0_shards import gathers_once, padded_elements, rows_of_size, stage_rows
 from .receives import receives_ahead
 
 COPIED_SHARD = "gradients of the shard, which other ranks own too"
+AVERAGED = "the weights that workers average"
 FLOAT64_BYTES, INT64_BYTES = 8, 8
 
 
@@ -59,7 +61,7 @@ class NativeCosts(CostModel):
         return StateBytes(
             weights=width.weight * (held.dense + held.experts),
             gradients=width.gradient * (stepped + late - late // layout.shard if often else whole),
-            optimizer=(master + context.states) * stepped,
+            optimizer=(master + context.states + _outer_bytes(layout)) * stepped,
             buffers=width.gradient * held_elements(context, layout, kind),
             passes=2 * bucket * width.gradient if often else 0,
             step=(stepped * width.gradient if zero == 1 else 0) + (min(bucket, stepped) * MASTER_BYTES if casts else 0),
@@ -81,8 +83,9 @@ class NativeCosts(CostModel):
         return StateBytes(
             weights=MASTER_BYTES * own,
             gradients=MASTER_BYTES * stepped,
-            optimizer=context.states * stepped,
+            optimizer=(context.states + _outer_bytes(layout)) * stepped,
             buffers=gathered,
+            step=min(layout.parallel.bucket, stepped) * MASTER_BYTES if _steps_alone(layout) else 0,
         )
 
     def factors(self, context: CostContext, layout: Layout, kind: StageKind, *, expert: bool) -> FactorElements:
@@ -137,18 +140,22 @@ class NativeCosts(CostModel):
         one_kernel = steps_in_one_kernel(context.run)
         # fully_shard's weights are float32, and cast when they are gathered
         weight, gradient = (MASTER_BYTES, MASTER_BYTES) if _is_sharded(layout) else (width.weight, width.gradient)
-        moved = elements_to_step(layout, held) * step_moves(weight, gradient, context.states, one_kernel=one_kernel)
+        each: float = step_moves(weight, gradient, context.states, one_kernel=one_kernel)
+        if _steps_alone(layout):  # the mean and the narrow copy, and what the step together reads and writes beside them
+            each += (2 * MASTER_BYTES + weight + 3 * _outer_bytes(layout)) / layout.gradient_sync.every
+        moved = elements_to_step(layout, held) * each
         return (moved + copied) / context.own_rates.memory
 
     def traffic_terms(self, run: Run, mesh: Mesh, shards: Sequence[WeightShard]) -> Iterator[TrafficTerm]:
         """Buckets are padded to a multiple of their ranks where ZeRO shards them."""
         width, micros = widths(run.train), run.train.batch // (mesh.dp * run.train.microbatch)
         updates = _updates(run, micros)
-        if run.parallel.zero == 3 and sharing_ranks(run.parallel, mesh, expert=False)[0] > 1:
-            yield from _stage3_terms(run, mesh, shards, 1 if gathers_once(run.parallel) else micros)
+        workers, every = worker_count(run.parallel, mesh, run.cluster.gpus), run.parallel.sync.every
+        if run.parallel.zero == 3 and sharing_ranks(run, mesh, expert=False)[0] > 1:
+            yield from _stage3_terms(run, mesh, shards, 1 if gathers_once(run.parallel) else micros, averages=workers > 1)
             return
         for bucket in gradient_buckets(run, mesh, shards):
-            ranks, copies = sharing_ranks(run.parallel, mesh, expert=bucket.kind.expert)
+            ranks, copies = sharing_ranks(run, mesh, expert=bucket.kind.expert)
             says = f"a bucket of {len(bucket.names)} gradients, padded to {bucket.elements:,} elements"
             if ranks > 1:
                 rounds = micros if run.parallel.zero == 2 and not bucket.kind.late else updates
@@ -159,6 +166,10 @@ class NativeCosts(CostModel):
             elif copies > 1:
                 shard = f"{COPIED_SHARD}, of " if ranks > 1 else ""
                 yield TrafficTerm(verb="all_reduce", bytes=updates * (bucket.elements // ranks) * width.gradient, says=shard + says)
+            if workers > 1:
+                yield TrafficTerm(verb="all_reduce", bytes=bucket.elements // ranks * MASTER_BYTES, every=every, says=AVERAGED)
+            if workers > 1 and ranks > 1:
+                yield TrafficTerm(verb="all_gather", bytes=bucket.elements * width.weight, every=every, says="its averaged weights")
 
     def control_messages(self, run: Run, mesh: Mesh, shards: Sequence[WeightShard], layers: int) -> tuple[ControlMessage, ...] | None:
         """One message a step sums the loss, the squares of gradients and near ties over all ranks. Without a flush the ranks of a stage
@@ -171,6 +182,8 @@ class NativeCosts(CostModel):
         if delay_of(run.parallel):
             updates = _updates(run, run.train.batch // (mesh.dp * run.train.microbatch))
             rows.append(("all_reduce", FLOAT64_BYTES, updates * (mesh.world > mesh.pp), "squares of a stage's gradients"))
+        if (workers := worker_count(run.parallel, mesh, run.cluster.gpus)) > 1:
+            rows.append(("all_reduce", FLOAT64_BYTES, int(mesh.world > workers), "squares of a worker's gradients"))
         if run.data.documents:
             rows.append(("all_reduce", INT64_BYTES, is_parallel, "label count"))
         own = (ControlMessage(verb=verb, payload=payload, count=count, says=says) for verb, payload, count, says in rows if count)
@@ -218,17 +231,26 @@ def _updates(run: Run, micros: int) -> int:
     return delay.updates(micros) if delay else 1
 
 
+def _steps_alone(layout: Layout) -> bool:
+    """Whether several workers step alone."""
+    return layout.worker < layout.mesh.size("data")
+
+
+def _outer_bytes(layout: Layout) -> int:
+    return outer_state_bytes(layout.parallel) if _steps_alone(layout) else 0
+
+
 def _is_sharded(layout: Layout) -> bool:
     return layout.parallel.zero == 3 and layout.shard > 1
 
 
-def _stage3_terms(run: Run, mesh: Mesh, shards: Sequence[WeightShard], rounds: int) -> Iterator[TrafficTerm]:
+def _stage3_terms(run: Run, mesh: Mesh, shards: Sequence[WeightShard], rounds: int, *, averages: bool) -> Iterator[TrafficTerm]:
     """fully_shard gathers each layer for forward and for backward, the ends of the model once for both; it pads each weight's rows. Owners
     of the same rows sum them after the last micro-batch."""
     width = widths(run.train)
     often = f"at each of {rounds} micro-batches" if rounds > 1 else "once a step"
     for expert in sorted({each.expert for each in shards}):
-        ranks, copies = sharing_ranks(run.parallel, mesh, expert=expert)
+        ranks, copies = sharing_ranks(run, mesh, expert=expert)
         some = [each for each in shards if each.expert == expert]
         sizes = [(padded_elements(each.size, ranks), each.name.startswith("layers."), run.model.is_trained(each.name)) for each in some]
         layers, whole = sum(size for size, layer, _ in sizes if layer), sum(size for size, *_ in sizes)
@@ -242,3 +264,7 @@ def _stage3_terms(run: Run, mesh: Mesh, shards: Sequence[WeightShard], rounds: i
             yield TrafficTerm(verb="reduce_scatter", bytes=rounds * trained * width.gradient, says=says)
         if copies > 1:
             yield TrafficTerm(verb="all_reduce", bytes=trained // ranks * width.gradient, says=f"{COPIED_SHARD}, once a step")
+        if averages:  # a rank may have fewer rows than the first
+            yield TrafficTerm(
+                verb="all_reduce", bytes=0, most=trained // ranks * MASTER_BYTES, every=run.parallel.sync.every, says=AVERAGED
+            )

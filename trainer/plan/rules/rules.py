@@ -23,6 +23,7 @@ from .degrees import nearest_divisors, replicas
 from .lora_rule import lora_rule
 from .pipeline_rules import pipeline_rule
 from .position_rules import rotary_rule, window_layout_rule, window_rule
+from .sync_rule import agreement_rule, sync_rule
 from .value_rules import folders_rule, pairs_rule, plannable_ranks_rule, profiler_window_rule, rates_rule
 
 MOST_SMALLER = 16  # smaller degrees of an axis that are tried
@@ -270,10 +271,10 @@ def device_rule(run: Run, parallel: Parallel, microbatch: int) -> Iterator[Broke
 # Rules of a run that do not depend on its degrees, and rules of a layout, which a sweep applies to each.
 OF_RUN: tuple[Rule, ...] = (
     names_rule, folders_rule, model_rule, rotary_rule, window_rule, lora_rule, hugging_face_rule, pairs_rule, length_rule, rates_rule,
-    profiler_window_rule, precision_rule, device_rule,
+    profiler_window_rule, precision_rule, device_rule, agreement_rule,
 )  # fmt: skip
 OF_LAYOUT: tuple[Rule, ...] = (
-    hugging_face_layout_rule, window_layout_rule, experts_rule, world_rule, tensor_rule, context_rule, pipeline_rule, batch_rule,
+    hugging_face_layout_rule, window_layout_rule, experts_rule, world_rule, sync_rule, tensor_rule, context_rule, pipeline_rule, batch_rule,
     offload_rule, plannable_ranks_rule,
 )  # fmt: skip
 # Those of a layout that read its micro-batch or its recomputation, and all keys of parallel that they read. The others read neither.

@@ -20,6 +20,7 @@ from ...spec.run import Run
 from ..axes import AXES
 from ..engines import PAPERS_NAME
 from ..layout.mesh import Mesh
+from ..layout.workers import worker_count
 
 RULE = "idle"
 Condition = Callable[[Run, Mesh], str]  # the condition as OTHER=VALUE under which a key has no effect; "" where it has one
@@ -52,6 +53,13 @@ def _any(*several: Condition) -> Condition:
 
 def _one_data_rank(run: Run, mesh: Mesh) -> str:
     return "one data-parallel rank" if mesh.dp * mesh.cp == 1 else ""
+
+
+def _one_worker(run: Run, mesh: Mesh) -> str:
+    """Nobody steps alone."""
+    if run.parallel.sync.every == 1:
+        return "parallel.sync.every=1"
+    return "one worker" if worker_count(run.parallel, mesh, run.cluster.gpus) == 1 else ""
 
 
 def _no_position_table(run: Run, mesh: Mesh) -> str:
@@ -112,6 +120,11 @@ IDLE: dict[str, Condition] = {
     "parallel.vertical":       _any(_is("parallel.pp", 1), _is_not("parallel.schedule", "pipedream")),
     "parallel.sequence":       _is("parallel.tp", 1),
     "parallel.reduce":         _one_data_rank,
+    "parallel.sync.every":     _one_worker,
+    "parallel.sync.across":    _is("parallel.sync.every", 1),
+    "parallel.sync.outer.lr":  _one_worker,
+    "parallel.sync.outer.momentum": _one_worker,
+    "parallel.sync.outer.nesterov": _any(_one_worker, _is("parallel.sync.outer.momentum", 0.0)),
     "parallel.bucket":         lambda run, mesh: _one_data_rank(run, mesh) if run.parallel.zero == 0 else "",
     "parallel.compress.name":  _any(_one_data_rank, _is("engine", PAPERS_NAME)),
     "parallel.compress.rank":  _any(_is("parallel.compress.name", "none"), _one_data_rank, _is("engine", PAPERS_NAME)),

@@ -1,0 +1,83 @@
+"""The optimizer's step of engine `native` over buckets of weights: torch's own optimizer, or one kernel a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...spec.run import Run
+from ..torch_optimizer import optimizer_of_groups
+from .adamw_kernel import has_kernel, step_weight
+from .sharded_weights import ShardedWeight
+from .weight_buckets import WeightBucket
+
+
+class BucketOptimizer:
+    """Steps this rank's float32 weights, and gathers those that other ranks step.
+
+    AdamW divides its gradients and skips by itself, from numbers on the device: the host need not wait for the norm. On a GPU it is one
+    kernel a bucket, elsewhere torch's fused one.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        buckets: Sequence[WeightBucket | ShardedWeight],
+        device: torch.device,
+        types: tuple[torch.dtype, torch.dtype],
+        warn: Callable[[str], None],
+    ) -> None:
+        """`types` are those of forward's weights and of gradients."""
+        masters = [[each.master for each in buckets if each.kind.decays is decays] for decays in (True, False)]
+        decays = (run.optim.weight_decay, 0.0)
+        groups = [{"params": rows, "weight_decay": rate} for rows, rate in zip(masters, decays, strict=True) if rows]
+        self.optimizer = optimizer_of_groups(run, groups)
+        self._buckets, self._is_adamw = buckets, run.optim.name == "adamw"
+        self.steps_in_one_kernel = self._is_adamw and has_kernel(device, *types, warn)
+
+    def set_rate(self, lr: float) -> None:
+        """Set the learning rate of the steps to come."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def step(self, divisor: Tensor, is_finite: Tensor, *, scales: bool) -> None:
+        """Step with the gradients over `divisor`, unless a number is not finite; without `scales` it is 1."""
+        if self.steps_in_one_kernel:
+            self._step_in_one_kernel(divisor.float(), is_finite.float())
+            return
+        optimizer: Any = self.optimizer
+        if self._is_adamw:
+            optimizer.grad_scale = divisor.float() if scales else None
+            optimizer.found_inf = is_finite.logical_not().float()
+        elif not is_finite:
+            return
+        gathers = []
+        for buckets in self._stepped_together():
+            for bucket in buckets:
+                gradient = bucket.shard_gradient.to(bucket.master.dtype)
+                bucket.master.grad = gradient if self._is_adamw else gradient.div_(divisor)
+            self.optimizer.step()  # of these buckets alone: no other has a gradient now
+            for bucket in buckets:
+                bucket.master.grad = None
+                bucket.copy_master()
+                gathers.append(bucket.gather())
+        for work in filter(None, gathers):
+            work.wait()
+
+    def _step_in_one_kernel(self, divisor: Tensor, keep: Tensor) -> None:
+        """Step each bucket with AdamW, and gather the others' shards of it; `keep` is 0 where a number is not finite."""
+        groups, gathers = self.optimizer.param_groups, []
+        group_of = {master: group for group in groups for master in group["params"]}
+        for bucket in self._buckets:
+            step_weight(self.optimizer, group_of[bucket.master], bucket, divisor, keep)
+            gathers.append(bucket.gather())
+        for work in filter(None, gathers):
+            work.wait()
+
+    def _stepped_together(self) -> list[list[WeightBucket | ShardedWeight]]:
+        """Return the buckets, those whose gradients must be cast one by one: their float32 copies are never all there."""
+        buckets = list(self._buckets)
+        return [buckets] if all(each.shard_gradient.dtype == each.master.dtype for each in buckets) else [[each] for each in buckets]

@@ -1,0 +1,97 @@
+"""What references of other curves share: one process of plain torch that trains a run's model on its data, as it is told to.
+
+It shares the model, the data and the learning rate with the engines, and nothing of how they train.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from msgspec.json import decode
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ...layers.counter_rng import dropout_keys
+from ...layers.cross_entropy import IGNORED
+from ...models.build import build_model
+from ...spec.run import Parallel, Run
+from ..checkpoint import LoadFailed
+from ..data.prepare import cache_folder, prepare_corpus
+from ..data.samples.batches import Batch, Batches
+from .weight_diff import furthest_weight, read_last_weights
+
+Weights = Mapping[str, Tensor]  # by logical name
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceCurve:
+    """The mean loss of each step, the root mean square of its updates' gradient norms, the loss of the evaluation at the end (None: there
+    is none), and the weights at the end."""
+
+    losses: list[float]
+    norms: list[float]
+    evaluation: float | None
+    weights: Weights
+
+
+def whole_model(run: Run) -> nn.Module:
+    """Return the run's model, whole, with its drawn weights, on the CPU in float32."""
+    whole = replace(run, parallel=Parallel())
+    return build_model(whole, device=torch.device("cpu"), dtype=torch.float32, seed=run.train.seed)
+
+
+def copy_weights(weights: Weights) -> dict[str, Tensor]:
+    """Return the values of weights, apart from them."""
+    return {name: tensor.detach().clone() for name, tensor in weights.items()}
+
+
+def plain_optimizer(run: Run, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the run's optimizer of some parameters: matrices decay."""
+    matrices = {"params": [each for each in parameters if each.dim() > 1], "weight_decay": run.optim.weight_decay}
+    vectors = {"params": [each for each in parameters if each.dim() == 1], "weight_decay": 0.0}
+    if run.optim.name == "sgd":
+        return torch.optim.SGD([matrices, vectors], lr=run.optim.lr, momentum=run.optim.momentum)
+    return torch.optim.AdamW([matrices, vectors], lr=run.optim.lr, betas=run.optim.betas, eps=run.optim.eps)
+
+
+def read_batches(run: Run, split: Any) -> Batches:
+    """Return the samples of a split."""
+    corpus = prepare_corpus(run.data, vocab=run.model.vocab, seq=run.train.seq, cache=cache_folder(run.data), progress=lambda *_: None)
+    return Batches(corpus, seed=run.train.seed, seq=run.train.seq, split=split)
+
+
+def mean_loss(run: Run, module: nn.Module, weights: Weights, batch: Batch, step: int | None) -> Tensor:
+    """Return the mean loss over a batch's labels; without a step there is no dropout."""
+    keys = None
+    if run.model.dropout and step is not None:
+        keys = dropout_keys(run.train.seed, step, batch.samples, torch.arange(run.train.seq))
+    total, labels = functional_call(module, dict(weights), (batch.tokens, batch.labels), {"documents": batch.documents, "keys": keys})
+    assert int(labels) == int((batch.labels != IGNORED).sum())
+    loss: Tensor = total / labels
+    return loss
+
+
+def evaluation_loss(run: Run, module: nn.Module, weights: Weights) -> float:
+    """Return the loss of weights on the batches that the run evaluates."""
+    with torch.no_grad():
+        module.eval()
+        batch = read_batches(run, "validation").batch(0, run.train.evaluate.batches * run.train.batch)
+        return float(mean_loss(run, module, weights, batch, None))
+
+
+def compare_with_run(layout: str, simulate: Callable[[Run], ReferenceCurve]) -> dict[str, Any]:
+    """Simulate the run of a run folder, and compare the weights with those that it ended with.
+
+    Returns {"losses", "norms", "evaluation", "weights": the largest difference, "weight": its name, "left_out": names of weights that are
+    not compared}. Raises LoadFailed if the run has no checkpoint, or begins with other weights than drawn ones.
+    """
+    run = decode((Path(layout) / "run.json").read_bytes(), type=Run)
+    if run.model.weights or run.model.lora.rank:
+        raise LoadFailed("another curve is simulated from drawn weights, all of them trained: leave model.weights and model.lora out")
+    curve, saved = simulate(run), read_last_weights(Path(layout))
+    compared = furthest_weight(run, ((name, curve.weights[name].detach(), tensor) for name, tensor in saved))
+    return {"losses": curve.losses, "norms": curve.norms, "evaluation": curve.evaluation, **compared}
