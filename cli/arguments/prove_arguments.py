@@ -10,6 +10,7 @@ from ...trainer.prove.layouts import (
     FILE_SCHEDULE,
     NATIVE_ENGINE,
     ONE_PROCESS,
+    POWERSGD,
     PROVED_AXES,
     PROVED_RECOMPUTES,
     PROVED_SCHEDULES,
@@ -98,6 +99,8 @@ def _read_part(part: str) -> tuple[str, Any] | str:
         return "sequence", True
     if number := re.fullmatch(r"(chunks|shard|sync)([1-9]\d{0,5})", part):
         return number[1], int(number[2])
+    if rank := re.fullmatch(rf"{POWERSGD}([1-9]\d{{0,5}})", part):
+        return "compress", int(rank[1])
     if layers := re.fullmatch(r"stages([1-9]\d{0,3}(?:-[1-9]\d{0,3})*)", part):
         return "stages", tuple(map(int, layers[1].split("-")))
     if gather := re.fullmatch(r"gather_(step|micro)", part):
@@ -114,11 +117,11 @@ def _read_part(part: str) -> tuple[str, Any] | str:
         return "the stages are zero0 to zero3"
     if name == "stages":
         return "write the layers of each part of the model, as stages1-2-1"
-    if name in ("chunks", "shard", "sync"):
+    if name in ("chunks", "shard", "sync", POWERSGD):
         return f"write a number, as {name}2"
     degrees = [f"{axis}2" for axis in PROVED_AXES]
     words = (*degrees, "zero1", "sequence", *PROVED_SCHEDULES, FILE_SCHEDULE, NATIVE_ENGINE, *PROVED_RECOMPUTES)
-    return suggest_name(part, (*words, "chunks2", "stages1-1", "shard2", "gather_step", "gather_micro", "sync2"))
+    return suggest_name(part, (*words, "chunks2", "stages1-1", "shard2", "gather_step", "gather_micro", "sync2", f"{POWERSGD}4"))
 
 
 def _checked_layout(name: str, layout: ProveLayout, values: dict[str, Any]) -> ProveLayout | Problem:
@@ -137,6 +140,10 @@ def _checked_layout(name: str, layout: ProveLayout, values: dict[str, Any]) -> P
     if layout.gather and layout.zero != 3:
         fix = "write zero3" if "zero" in values else f"write {name}.zero3"
         return _problem(name, "says how often ZeRO 3 gathers weights, and gathers none", fix)
+    if layout.compress and layout.dp * layout.cp == 1:
+        return _problem(
+            name, "compresses gradients, and has one data-parallel rank", f"write {name}.dp2" if "dp" not in values else "write dp2"
+        )
     if layout.sync and (layout.dp == 1 or layout.sync == 1):
         says = "has replicas that step alone, but only one replica" if layout.dp == 1 else "has replicas that take 1 step alone, as all do"
         return _problem(name, says, f"write {name}.dp2" if layout.dp == 1 else "write sync2")

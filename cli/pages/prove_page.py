@@ -31,6 +31,7 @@ MEANINGS = {
     "shard": "shard: ranks over which ZeRO shards",
     "gather": "gather: how often ZeRO 3 gathers weights",
     "is_delayed": "pipedream, pipedream_2bw: gradients of older weights, another curve by design; one process simulates it",
+    "is_compressed": "powersgd: gradients as two factors of this rank, another curve by design; one process simulates it",
     "sync": "sync: steps that replicas take alone between two together, another curve by design; one process simulates it",
     "engine": "native: our own engine where another is the default",
 }
@@ -106,7 +107,7 @@ def _has_part(layout: ProveLayout, part: str) -> bool:
     if part in ("chunks", "stages", "shard", "gather", "sync"):
         return getattr(layout, part) is not None
     value: int | bool = getattr(layout, part)
-    return bool(value) if part in ("zero", "sequence", "is_delayed") else value > 1
+    return bool(value) if part in ("zero", "sequence", "is_delayed", "is_compressed") else value > 1
 
 
 def reference_line(result: LayoutResult) -> str:

@@ -12,6 +12,7 @@ from ...trainer.spec.format_numbers import plural
 NAMES_SHOWN = 4  # of a list
 OTHER_CURVES = {
     "delayed_gradients": "the curve of delayed gradients, another one by design",
+    "compressed_gradients": "the curve of compressed gradients, another one by design",
     "local_steps": "the curve of workers that step alone, another one by design",
 }
 

@@ -75,6 +75,15 @@ def test_bf16_runs_skip_a_step_with_a_nan_gradient(faulty: RankPool, ranks: Rank
     assert spoiled.rows[2]["skipped"]
 
 
+def test_compression_forgets_the_errors_of_a_skipped_step(faulty: RankPool, ranks: RankPool, tmp_path: Path) -> None:
+    """Else no later gradient would be finite."""
+    overrides = (*OVERRIDES, "parallel.dp=auto", "cluster=1x2", "parallel.zero=0", "parallel.compress.name=powersgd")
+    spoiled, whole = faulty.train(tmp_path / "once", *overrides), ranks.train(tmp_path / "whole", *overrides)
+    assert spoiled.figures("loss")[:3] == whole.figures("loss")[:3]
+    assert [row.get("skipped", False) for row in spoiled.rows] == [False, False, True, False, False, False]
+    assert spoiled.figures("loss")[3:] != whole.figures("loss")[3:]
+
+
 def test_a_mixture_of_experts_skips_the_same_step(faulty: RankPool, tmp_path: Path) -> None:
     overrides = (*OVERRIDES, "model=tiny_moe", "model.layers=2", "parallel.dp=auto")
     spread = faulty.train(tmp_path / "spread" / "once", *overrides, "cluster=1x2", "parallel.ep=2", "parallel.zero=1")

@@ -32,6 +32,7 @@ HF: Keys = {"model.family": "hf", "model.parameters": {"embedding.weight": (256,
 ROPE: Keys = {"model.positions": "rope"}
 LLAMA3: Keys = ROPE | {"model.rope.type": "llama3", "model.rope.original_max_position_embeddings": 16}
 YARN: Keys = LLAMA3 | {"model.rope.type": "yarn"}
+POWERSGD: Keys = {"parallel.compress.name": "powersgd"}
 ONE: Keys = {"cluster.gpus": 1}
 BOTH: Keys = {"parallel.pp": 2, "parallel.tp": 2}
 PAIRS: Keys = {"data.name": "pairs", "data.path": "a", "data.documents": True}
@@ -83,6 +84,10 @@ ROWS: list[tuple[str, Any, str, Keys, Keys]] = [
     ("parallel.sync.outer.nesterov", True, "parallel.sync.outer.momentum=0.0", {"parallel.sync.every": 2},
         {"parallel.sync.every": 2, "parallel.sync.outer.momentum": 0.9}),
     ("parallel.bucket", 1000, "one data-parallel rank", ONE, {}),
+    ("parallel.compress.name", "powersgd", "one data-parallel rank", ONE, {}),
+    ("parallel.compress.name", "powersgd", "engine=papers", {"engine": "papers"}, {}),
+    ("parallel.compress.rank", 2, "parallel.compress.name=none", {}, POWERSGD),
+    ("parallel.compress.start", 5, "one data-parallel rank", ONE | POWERSGD, POWERSGD),
     ("parallel.scatter", True, "parallel.tp=1", {"parallel.pp": 2}, {"parallel.pp": 2, "parallel.tp": 2}),
     ("parallel.scatter", True, "parallel.sequence=true", {**BOTH, "parallel.sequence": True}, BOTH),
     ("parallel.overlap.data", False, "one data-parallel rank", ONE, {}),

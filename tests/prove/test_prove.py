@@ -135,6 +135,7 @@ def test_json_output_is_one_document(ranks: RankPool, tmp_path: Path) -> None:
 
 SPOILED = ("dp2.zero1=faster", "dp2.zero2=same_samples", "dp2.zero3=dies")
 DELAYED_SPOILED = ("pp2.pipedream=newest_in_backward", "pp2.pipedream.full=one_later", "dp2.pp2.pipedream=larger_norm")
+COMPRESSED_SPOILED = "dp2.powersgd4=lost_error"
 QUIETLY_SPOILED = (  # fault, its verdict, what is said of it
     ("dp2=no_finite_check",     "messages", r"control all_reduce: counted 1 of 4 B, planned 2 \(finite check 1, loss 1\)"),
     ("dp2.zero1=extra_sum",     "messages", r"control all_reduce: counted 5 of 4 B, planned 4 \(finite check 1, loss 1, gradient norm 2\)"),
@@ -148,10 +149,11 @@ QUIETLY_SPOILED = (  # fault, its verdict, what is said of it
 
 @pytest.fixture(scope="module")
 def wrong(tmp_path_factory: pytest.TempPathFactory) -> tuple[ScreenRecord, Path]:
-    """A proof in which three of four layouts go wrong, and three of four whose weights are late, and its folder."""
+    """A proof in which three of four layouts go wrong, three of four whose weights are late, and one of two that compress gradients, and
+    its folder."""
     top = tmp_path_factory.mktemp("wrong")
-    spoiled = (*SPOILED, *DELAYED_SPOILED)
-    layouts = ",".join(["dp2", "pp2.pipedream_2bw", *(each.split("=")[0] for each in spoiled)])
+    spoiled = (*SPOILED, *DELAYED_SPOILED, COMPRESSED_SPOILED)
+    layouts = ",".join(["dp2", "pp2.pipedream_2bw", "dp2.powersgd2", *(each.split("=")[0] for each in spoiled)])
     arguments = [f"layouts={layouts}", "steps=4", "optim.warmup=0", "model.tied=false"]
     start_server = partial(ForkServer, command=[sys.executable, str(SERVER), *spoiled])
     return run_prove(arguments, top, start_server, reasons=True), top / "quickstart.prove"
@@ -160,7 +162,7 @@ def wrong(tmp_path_factory: pytest.TempPathFactory) -> tuple[ScreenRecord, Path]
 def test_layouts_that_go_wrong_are_named_and_exit_with_1(wrong: tuple[ScreenRecord, Path]) -> None:
     record, folder = wrong
     assert record.status == 1
-    assert "3 of 8 layouts do not train the same curve: dp2.zero1, dp2.zero2, dp2.zero3" in " ".join(record.lines[-3:])
+    assert "3 of 10 layouts do not train the same curve: dp2.zero1, dp2.zero2, dp2.zero3" in " ".join(" ".join(record.lines[-4:]).split())
     assert [record.row(layout)[-1] for layout in ("dp2", "dp2.zero1", "dp2.zero2", "dp2.zero3")] == ["same", "departs", "departs", "failed"]
     document = json.loads((folder / "prove.json").read_text())
     verdicts = {each["layout"]: each["verdict"] for each in document["layouts"] if each["held_to"] == "one process"}
@@ -187,6 +189,17 @@ def test_a_learning_rate_that_is_1_percent_off_is_found(wrong: tuple[ScreenRecor
     assert any(re.match(r"dp2.zero1: first: after step 1, \S+ on rank [01] \(dp [01]\): it differs from", line) for line in lines)
 
 
+def test_compressed_gradients_are_held_to_a_simulation_and_a_lost_error_is_found(wrong: tuple[ScreenRecord, Path]) -> None:
+    record, folder = wrong
+    assert [record.row(name)[-1] for name in ("dp2.powersgd2", "dp2.powersgd4")] == ["same", "departs"]
+    output = " ".join(" ".join(record.lines).split())
+    assert "1 of 10 layouts does not train the curve of compressed gradients, another one by design: dp2.powersgd4" in output
+    assert "powersgd: gradients as two factors of this rank, another curve by design; one process simulates it" in output
+    document = json.loads((folder / "prove.json").read_text())
+    held = {each["layout"]: each["messages"]["verdict"] for each in document["layouts"] if each["held_to"] == "compressed gradients"}
+    assert held == {"dp2.powersgd2": "equal", "dp2.powersgd4": "equal"}
+
+
 def test_late_weights_are_held_to_delayed_gradients_and_errors_in_them_are_found(wrong: tuple[ScreenRecord, Path]) -> None:
     """A backward with other weights than its forward, a delay that is an update too long, a clip by more than a stage's own norm."""
     record, folder = wrong
@@ -194,7 +207,7 @@ def test_late_weights_are_held_to_delayed_gradients_and_errors_in_them_are_found
     assert [record.row(name)[-1] for name in ("pp2.pipedream_2bw", *names)] == ["same", "departs", "departs", "departs"]
     output = " ".join(" ".join(record.lines).split())
     assert "gradients of older weights, another curve by design; one process simulates it" in output
-    assert f"3 of 8 layouts do not train the curve of delayed gradients, another one by design: {', '.join(names)}" in output
+    assert f"3 of 10 layouts do not train the curve of delayed gradients, another one by design: {', '.join(names)}" in output
     document = json.loads((folder / "prove.json").read_text())
     assert {each["layout"] for each in document["layouts"] if each["held_to"] == "delayed gradients"} == {"pp2.pipedream_2bw", *names}
 

@@ -50,6 +50,7 @@ NAMES = (  # name, its layout
     ("dp4.zero1.shard2",                ProveLayout(dp=4, zero=1, shard=2)),
     ("dp2.pp2.zero3.gather_micro",      ProveLayout(dp=2, pp=2, zero=3, gather="micro")),
     ("dp2.zero3.gather_step",           ProveLayout(dp=2, zero=3, gather="step")),
+    ("dp2.tp2.powersgd4",               ProveLayout(dp=2, tp=2, compress=4)),
     ("dp4.pp2.zero3.file.stages1-3.shard2.gather_step.full",
      ProveLayout(dp=4, pp=2, zero=3, schedule=FILE_SCHEDULE, stages=(1, 3), shard=2, gather="step", recompute="full")),
 )
@@ -60,6 +61,8 @@ MISTAKES = (
     ("layouts=dp4.zero1.shard",         "dp4.zero1.shard is no layout: write a number, as shard2"),
     ("layouts=dp4.shard2",              "dp4.shard2 has shards of 2 ranks, and ZeRO shards nothing at stage 0: write dp4.shard2.zero1"),
     ("layouts=dp2.zero1.gather_step",   "dp2.zero1.gather_step says how often ZeRO 3 gathers weights, and gathers none: write zero3"),
+    ("layouts=dp2.powersgd",            "dp2.powersgd is no layout: write a number, as powersgd2"),
+    ("layouts=tp2.powersgd4",           "tp2.powersgd4 compresses gradients, and has one data-parallel rank: write tp2.powersgd4.dp2"),
     ("layouts=dp2.zero3.gather_steps",  "dp2.zero3.gather_steps is no layout: did you mean gather_step?"),
 )
 # fmt: on
@@ -88,6 +91,19 @@ def test_a_recipes_own_layout_is_as_it_is_written(tmp_path: Path) -> None:
     assert [each.partition("=")[0] for each in written_choices(run)] == [
         *("parallel.schedule", "parallel.stages", "parallel.shard", "parallel.gather"),
     ]
+
+
+def test_a_recipe_that_compresses_gradients_is_proved_so_and_its_other_layouts_are_not() -> None:
+    keys = ["parallel.zero=0", "parallel.compress.name=powersgd", "parallel.compress.rank=2", "parallel.compress.start=40"]
+    run = load_recipe("quickstart", [*TINY[1:], *keys, "cluster.gpus=2"])
+    own = recipe_layout(run)
+    assert own == ProveLayout(dp=2, compress=2)
+    assert written_choices(run) == ("parallel.compress.name=powersgd",)
+    proof = planned(["steps=6"], [*keys, "cluster.gpus=2"])
+    compressed = {each.layout: each.run.parallel.compress for each in proof.trials if each.run.parallel.compress.name != "none"}
+    assert {layout: (each.rank, each.start) for layout, each in compressed.items()} == {own: (2, 3)}
+    assert proof.reference.run.parallel.compress.name == "none"
+    assert recipe_layout(load_recipe("quickstart", [*TINY[1:], *keys, "cluster.gpus=1"])) is None
 
 
 def test_keys_without_an_effect_are_no_choices_of_a_recipe() -> None:

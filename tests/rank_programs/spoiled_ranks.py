@@ -16,6 +16,7 @@ from distrain.trainer.engines.deepspeed.adapter import DeepSpeedAdapter
 from distrain.trainer.engines.native import engine as engine_module
 from distrain.trainer.engines.native.delayed_engine import DelayedEngine
 from distrain.trainer.engines.native.engine import NativeEngine
+from distrain.trainer.engines.native.gradient_compression import BucketCompression
 from distrain.trainer.engines.native.pipeline import Pipeline
 from distrain.trainer.engines.native.weight_buckets import WeightBucket
 from distrain.trainer.launch.rank.channel import Channel
@@ -34,6 +35,7 @@ engine: Any = engine_module
 bucket: Any = WeightBucket
 pipeline: Any = Pipeline
 transformer: Any = Transformer
+compression: Any = BucketCompression
 delayed: Any = DelayedEngine
 delay: Any = Delay
 
@@ -171,6 +173,17 @@ def larger_norm() -> None:
     delayed._step_optimizer = lambda self, norm, is_finite: original(self, 1.2 * norm, is_finite)
 
 
+def lost_error() -> None:
+    """What compression leaves out of the gradients of a step is not added to the next step's."""
+    original = compression.rebuild
+
+    def rebuild(self):
+        original(self)
+        self.errors.zero_()
+
+    compression.rebuild = rebuild
+
+
 def other_order() -> None:
     """A pipeline runs all forwards first, whatever its schedule lists; that trains the same curve."""
     original = native._make_pipeline
@@ -248,7 +261,7 @@ def same_evaluation() -> None:
 FAULTS = {each.__name__: each for each in (same_samples, faster, dies, poisons, poisons_ever, spikes)}
 FAULTS |= {each.__name__: each for each in (extra_native_sum, small_native_norm)}
 FAULTS |= {each.__name__: each for each in (other_order, lost_weights, swapped_layers, wrong_shard_group, gathers_once)}
-FAULTS |= {each.__name__: each for each in (newest_in_backward, one_later, larger_norm)}
+FAULTS |= {each.__name__: each for each in (newest_in_backward, one_later, larger_norm, lost_error)}
 FAULTS |= {each.__name__: each for each in (no_finite_check, extra_sum, no_norm_sum, louder_report, same_evaluation)}
 
 

@@ -20,7 +20,7 @@ from ..plan.axes.weight_slices import WeightShard
 from ..plan.timeline.timed_spans import NONE
 from ..spec.run import Run
 from .held_bytes import ByteCounter, bytes_by_kind, parameters_of, tensors_in
-from .rank_parameter import OptimizerShard, RankParameter, whole_parameter
+from .rank_parameter import ERROR, OptimizerShard, RankParameter, whole_parameter
 from .span_recorder import SpanRecorder
 
 
@@ -102,6 +102,10 @@ class Engine(ABC):
         """Return the bytes that this rank holds now, by kind."""
         return bytes_by_kind(self._held_tensors())
 
+    def prepare_save(self) -> None:
+        """Make what the ranks hold fit for a checkpoint. To be called on every rank before one is saved, once all results have come."""
+        return
+
     def optimizer_shards(self) -> Iterator[OptimizerShard]:
         """Yield this rank's part of the float32 weights and of the optimizer's states."""
         yield from (whole_parameter(row, self.optimizer) for row in self.parameters if row.parameter.requires_grad)
@@ -122,6 +126,8 @@ class Engine(ABC):
             each.weight.copy_(read(each.shard, "weight", each.start, each.length))
             for kind, held in each.states():
                 held.copy_(read(each.shard, kind, each.start, each.length))
+            if each.error is not None:
+                each.error.copy_(read(each.shard, ERROR, each.start, each.length))
             if "step" in each.state:
                 each.state["step"] = torch.full_like(torch.as_tensor(each.state["step"], dtype=torch.float32), counters["optimizer_steps"])
         for row, start, target in self._forward_weights():

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..plan.axes.weight_slices import WeightShard
 from ..plan.layout.workers import OUTER_MOMENTUM
 
+ERROR = "compression_error"  # the kind of errors in checkpoints
 STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", OUTER_MOMENTUM)  # tensors that optimizers keep for each element
 
 
@@ -34,7 +35,8 @@ class OptimizerShard:
     """Flat elements [start, start + length) of a parameter, which the optimizer of this rank steps.
 
     `weight` is the float32 tensor that is stepped. `state` is the optimizer's state of a tensor in which these elements begin at `offset`.
-    `copies` is the group of data-parallel ranks that step them too; "": no other does.
+    `copies` is the group of data-parallel ranks that step them too; "": no other does. `error` is what compression left out of these
+    elements' gradients, alike on all of those ranks where a checkpoint is saved; None: it left out nothing.
     """
 
     shard: WeightShard
@@ -45,6 +47,7 @@ class OptimizerShard:
     state: dict[str, Any]
     offset: int
     copies: str
+    error: Tensor | None = None
 
     def states(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (kind, flat view) of each state."""

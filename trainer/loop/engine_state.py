@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..engines.engine import Engine
+from ..engines.rank_parameter import ERROR
 from ..launch.rank.channel import OnProgress
 from ..models.families import is_made_by_transformers
 from ..models.hf_format.transformers_weights import read_published_weights
@@ -24,7 +25,7 @@ from .resume_loss_check import resume_check_record
 from .train_progress import TrainProgress
 from .training_setup import TrainingSetup
 
-UNTRAINED = {"optimizer_steps": 0, "skipped": 0, "scale": {}}  # an engine's counters before its first step
+UNTRAINED = {"optimizer_steps": 0, "skipped": 0, "scale": {}, "steps": 0}  # an engine's counters before its first step
 
 
 def save_checkpoint(run: Run, setup: TrainingSetup, progress: TrainProgress) -> int | None:
@@ -33,6 +34,7 @@ def save_checkpoint(run: Run, setup: TrainingSetup, progress: TrainProgress) -> 
     The checkpoint records the loss of the samples that come next (resume_loss_check.py), at the cost of one forward of a micro-batch.
     """
     engine, channel, world = setup.engine, setup.channel, setup.world
+    engine.prepare_save()
     extra = {"name": run.name, **progress.extra(), "engine": engine.counters(), **run_record(run)}
     extra |= resume_check_record(run, engine, setup.grid, setup.batches, progress.sample)
     try:
@@ -68,7 +70,8 @@ def owned_shards(run: Run, engine: Engine, grid: Grid) -> Iterator[Shard]:
         copies = {"replica": grid.coordinate(part.copies), "replicas": grid.size(part.copies)}
         if part.tied or not is_saved_here(part.shard, turns[part.shard.name], **copies):
             continue
-        for kind, held in (("weight", part.weight), *part.states()):
+        errors = [(ERROR, part.error)] if part.error is not None else []
+        for kind, held in (("weight", part.weight), *part.states(), *errors):
             yield from checkpoint_shards(part.shard, kind, part.start, held)
 
 
@@ -76,18 +79,27 @@ def restore_engine(engine: Engine, checkpoint: SavedCheckpoint, new_moments: Seq
     """Load a checkpoint of any layout into an engine; each rank reads its own slices. Raises LoadFailed.
 
     Optimizer moments of the kinds in `new_moments`, which the checkpoint does not hold, start at zero; with those of the optimizer itself
-    Adam's step count does.
+    Adam's step count does. So do errors of compressed gradients that it does not hold.
     """
     reader = CheckpointReader(checkpoint)
 
     def read(part: Slice) -> Tensor:
         on_progress("read")
-        return torch.zeros(part.count) if part.kind in new_moments else reader.read(part)
+        is_new = part.kind in new_moments or (part.kind == ERROR and not reader.holds(part))
+        return torch.zeros(part.count) if is_new else reader.read(part)
 
-    counters = checkpoint.extra["engine"]
+    counters = checkpoint.extra["engine"] | {"steps": checkpoint.step}
     if any(kind != OUTER_MOMENTUM for kind in new_moments):
         counters = counters | {"optimizer_steps": UNTRAINED["optimizer_steps"]}
     engine.restore(partial(read_range, read=read), counters, engine.run.model.is_trained)
+
+
+def dropped_errors(engine: Engine, checkpoint: SavedCheckpoint) -> str:
+    """Say that a checkpoint holds errors of compressed gradients, and that the engine compresses none; "" where it keeps them."""
+    is_there = any(row.kind == ERROR for row in checkpoint.manifest.tensors)
+    if not is_there or any(each.error is not None for each in engine.optimizer_shards()):
+        return ""
+    return "what compression has left out of gradients until then is dropped: gradients travel whole now"
 
 
 def load_hf_weights(run: Run, engine: Engine, grid: Grid, on_progress: OnProgress) -> None:

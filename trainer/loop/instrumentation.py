@@ -39,11 +39,11 @@ class Instruments:
         self.trace = requested_trace(run, setup.engine, setup.grid, setup.folder)
         # Bytes are counted in the second step: all tensors that stay were allocated in the first.
         self._counted_step = first + 1
-        # Messages are recorded in the third: in the first two, engines still send some of their own set-up.
+        # Messages are recorded in the third, or the first that compresses gradients: in the first two, engines send some of their set-up.
         # Where workers step alone, it is the first then that they end together.
-        together = run.parallel.sync.every
-        recorded = first + 2 + (-(first + 3) % together)
-        recorded = recorded if recorded < last else min(first + 2, last - 1)
+        together, third = run.parallel.sync.every, max(first + 2, run.parallel.compress.start)
+        recorded = third + (-(third + 1) % together)
+        recorded = recorded if recorded < last else min(third, last - 1)
         self._recorded_step, self._together = recorded if run.log.ledger else None, together
         # Steps that flush are timed one by one; others go on from step to step, so that several are timed, without the ledger's cost.
         timed = range(min(recorded + 1, last - 1), last)[:TIMED_STEPS] if setup.engine.late_steps else [recorded]

@@ -14,7 +14,7 @@ from ..spec.run import Run
 from .checkpoint import Gather, SavedCheckpoint, choose_checkpoint
 from .checkpoint.shard_positions import weight_shapes
 from .data.samples.batches import Batches
-from .engine_state import load_hf_weights, restore_engine
+from .engine_state import dropped_errors, load_hf_weights, restore_engine
 from .fail_together import fail_together
 from .resume_loss_check import check_resumed_loss
 from .train_progress import BEGINNING, TrainProgress, resumed_progress
@@ -56,8 +56,9 @@ def _load_checkpoint(
     fail_together(gather, partial(restore_engine, engine, checkpoint, changes.new_moments, channel.report_progress))
     channel.report_phase("compare")
     check_resumed_loss(run, engine, grid, batches, checkpoint.step, checkpoint.extra)
+    dropped = dropped_errors(engine, checkpoint)
     if grid.world.is_rank0:
-        for remark in changes.remarks(checkpoint.step):
+        for remark in filter(None, (*changes.remarks(checkpoint.step), dropped)):
             channel.say(remark)
         channel.say(f"resumes from step {checkpoint.step}")
     before = run_from_record(checkpoint.extra) or run

@@ -9,7 +9,7 @@ from ..spec.problem import Problem
 from ..spec.run import Run
 from .costs.cost_context import CostContext
 from .costs.precision import moment_bytes
-from .engines import engine_for, engine_reason
+from .engines import cost_model, engine_for, engine_reason
 from .error_bars import Bar, Planned, memory_bar, step_bar
 from .fixes import memory_problem, problems_with_fixes
 from .gpu_hours_cost import gpu_hours_cost
@@ -42,7 +42,8 @@ def make_plan(run: Run) -> Plan:
     seconds = cost.seconds
     throughput = plan_throughput(context, layout, seconds) if seconds else None
     fits = memory.peak <= memory.capacity
-    whole, step = plan_whole_run(context, seconds), seconds.step if seconds else None
+    errors = cost_model(layout.engine).saved_error_bytes(context, layout)
+    whole, step = plan_whole_run(context, seconds, errors), seconds.step if seconds else None
     saved = plan_saving(run, whole, step)
     planned = Planned(run, parallel, engine.name if engine else None, memory.peak)
     return Plan(
@@ -220,8 +221,9 @@ def plan_throughput(context: CostContext, layout: Layout, seconds: StepSeconds) 
     )
 
 
-def plan_whole_run(context: CostContext, seconds: StepSeconds | None) -> WholeRun:
-    """Return the length and the cost of the whole run; None: the seconds of a step are not known."""
+def plan_whole_run(context: CostContext, seconds: StepSeconds | None, errors: int = 0) -> WholeRun:
+    """Return the length and the cost of the whole run, whose checkpoints keep `errors` bytes of compression; None: the seconds of a step
+    are not known."""
     train, device = context.run.train, context.run.cluster.device
     step_tokens = train.batch * train.seq
     steps = train.steps or ceil((train.tokens or 0) / step_tokens)
@@ -236,5 +238,5 @@ def plan_whole_run(context: CostContext, seconds: StepSeconds | None) -> WholeRu
         seconds=total,
         days=total / 86400 if total is not None else None,
         cost=gpu_hours_cost(context.run.cluster, total) if total is not None else None,
-        checkpoint_bytes=context.trained_parameters * (CHECKPOINT_WEIGHT_BYTES + moment_bytes(context.run.optim)),
+        checkpoint_bytes=context.trained_parameters * (CHECKPOINT_WEIGHT_BYTES + moment_bytes(context.run.optim)) + errors,
     )

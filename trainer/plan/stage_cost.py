@@ -146,7 +146,7 @@ def synced_states(context: CostContext, layout: Layout, blocks: BlockCosts, kind
 
 def _synced_states(context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> SyncedStates:
     states = held_states(context, layout, blocks, kind)
-    return SyncedStates(states, data_messages(context, layout, kind.layers, states.elements, layout.gradient_sync))
+    return SyncedStates(states, data_messages(context, layout, kind, states.elements, layout.gradient_sync))
 
 
 def held_states(context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> HeldStates:
@@ -168,6 +168,7 @@ def held_states(context: CostContext, layout: Layout, blocks: BlockCosts, kind: 
         layout.micros > 1,
         sync.often,
         sync.updates,
+        sync.rank,
         layout.delay is None,
     )
     found: HeldStates | None = context.held.get(key)
@@ -187,7 +188,8 @@ def _held_states(context: CostContext, layout: Layout, blocks: BlockCosts, kind:
         version=context.widths.weight * elements.trained,
         fixed=states.weights + states.gradients + states.optimizer + states.buffers + context.device_context,
         sums=sum([row.exposed for row in sums]),
-        step=layout.gradient_sync.updates * engine.step_seconds(context, layout, elements, _tensors(context, kind)),
+        step=layout.gradient_sync.updates * engine.step_seconds(context, layout, elements, _tensors(context, kind))
+        + engine.compression_seconds(context, layout, kind),
     )
 
 
@@ -235,7 +237,7 @@ def _saved_bytes(layout: Layout, blocks: BlockCosts, kind: StageKind) -> int:
     return saved + (blocks.embedding.saved - blocks.saved_once if kind.first else 0)
 
 
-def data_messages(context: CostContext, layout: Layout, layers: int, held: StageElements, sync: GradientSync) -> list[DataMessages]:
+def data_messages(context: CostContext, layout: Layout, kind: StageKind, held: StageElements, sync: GradientSync) -> list[DataMessages]:
     """Messages of the data axis: experts on several ranks are summed only over the ranks that hold the same ones."""
     wires = layout.wires
     if layout.mesh.ep == 1:
@@ -250,8 +252,9 @@ def data_messages(context: CostContext, layout: Layout, layers: int, held: Stage
         worker = layout.worker if group == "data" else max(1, layout.worker // layout.mesh.ep)
         together, apart = context.shard_wires(layout.mesh, group, whole, worker)
         shard, copies = context.shard_wires(layout.mesh, group, together, ranks)
-        shards = dp.ZeroShards(elements, frozen, together, shard, copies)
-        found += dp.data_messages(shards, sync, layers)
+        factors = cost_model(layout.engine).factors(context, layout, kind, expert=group == "expert_copies")
+        shards = dp.ZeroShards(elements, frozen, together, shard, copies, factors)
+        found += dp.data_messages(shards, sync, kind.layers)
         found += dp.averaging_messages(shards, apart, sync) if apart else []
     return found
 

@@ -8,8 +8,10 @@ from ..models.families import has_experts
 from ..models.ops.op_table import block_weights
 from ..spec.key_units import LINK, gib_text, percent_text
 from ..spec.problem import Problem
+from .axes.low_rank import FactorElements
 from .axes.weight_slices import HeadShards, idle_ranks, local_sizes
 from .costs.cost_context import CostContext
+from .engines import cost_model
 from .fixes import engine_problems
 from .layout.layout import Layout
 from .layout.schedule_of_run import delay_of
@@ -62,6 +64,26 @@ def _late_weights(context: CostContext, layout: Layout, cost: LayoutCost, throug
     yield Problem(rule="delay", says=says)
     if clip:
         yield Problem(rule="clip", says=f"train.clip={clip:g} clips each stage by its own norm under parallel.schedule={parallel.schedule}")
+
+
+def _compressed_gradients(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
+    """Compression trains another curve, or compresses nothing."""
+    compress, engine = layout.parallel.compress, cost_model(layout.engine)
+    if not layout.gradient_sync.rank or layout.mesh.size("data") == 1:
+        return
+    found, elements = FactorElements(), 0
+    for kind, states, stages in zip(layout.partition.kinds, cost.kinds, layout.partition.stages_of_kind, strict=True):
+        elements += stages * states.states.elements.trained
+        for expert in (False, True):
+            found = found.plus(engine.factors(context, layout, kind, expert=expert).times(stages))
+    if not found.matrices:
+        says = f"parallel.compress.rank={compress.rank} compresses nothing: the factors of every matrix have as many elements as it has"
+        yield Problem(rule="compress", says=says, mend="set a lower parallel.compress.rank")
+        return
+    share, fewer = percent_text(found.matrices / elements), found.matrices / (found.left + found.right)
+    start = f", after {compress.start:,} steps" if compress.start else ""
+    says = f"parallel.compress.name={compress.name} trains another curve than none: {share} of the gradients travel as factors of rank "
+    yield Problem(rule="compress", says=f"{says}{compress.rank}, {fewer:.1f} times fewer elements{start}")
 
 
 def _workers_alone(context: CostContext, layout: Layout, cost: LayoutCost, throughput: Throughput | None) -> Iterator[Problem]:
@@ -236,6 +258,7 @@ WARNINGS: tuple[Callable[[CostContext, Layout, LayoutCost, Throughput | None], I
     _tensor_crosses_nodes,
     _pipeline_bubble,
     _late_weights,
+    _compressed_gradients,
     _workers_alone,
     _unbalanced_stages,
     _padding,

@@ -15,13 +15,14 @@ from ..plan.layout.mesh import replica_size
 from ..plan.layout.schedule_of_run import is_file, read_lists
 from ..plan.layout.schedules import SCHEDULES, Schedule
 from ..spec.divisors import divisors
-from ..spec.run import Parallel, Run, Sync
+from ..spec.run import Compress, Parallel, Run, Sync
 from .covering import covering_rows
 
 ZERO_STAGES = (0, 1, 2, 3)
 PROVED_RECOMPUTES = ("selective", "full")
 PROVED_SCHEDULES = tuple(dict.fromkeys(name for engine in ENGINES.values() for name in engine.schedules))
 NATIVE_ENGINE: Literal["native"] = "native"
+POWERSGD: Literal["powersgd"] = "powersgd"
 FILE_SCHEDULE = "file"  # the schedule of the recipe's own file
 PROVED_CHUNKS = 2  # parts of the model that a stage of a chunked schedule runs, where nothing else is said
 DEFAULT_COUNT = 12  # layouts that are proved where none are named
@@ -53,6 +54,7 @@ class ProveLayout:
     stages: tuple[int, ...] | None = None  # layers of each part of the model
     shard: int | None = None  # data-parallel ranks over which ZeRO shards
     gather: Gather | None = None
+    compress: int | None = None  # the rank of the factors as which gradients travel
     sync: int | None = None  # steps that replicas take alone between two steps together
     recompute: Recompute | None = None
     engine: Engine = "auto"
@@ -68,9 +70,16 @@ class ProveLayout:
         return self.pp > 1 and self.schedule not in (*FLUSHING_SCHEDULES, FILE_SCHEDULE)
 
     @property
-    def simulation(self) -> Literal["", "delayed_gradients", "local_steps"]:
+    def is_compressed(self) -> bool:
+        """Whether it trains another curve by design, that of compressed gradients."""
+        return self.compress is not None and self.dp * self.cp > 1
+
+    @property
+    def simulation(self) -> Literal["", "delayed_gradients", "compressed_gradients", "local_steps"]:
         """How one process simulates what the layout trains, where that is another curve by design; "": it is the curve of one process."""
-        return "delayed_gradients" if self.is_delayed else "local_steps" if self.sync else ""
+        if self.is_delayed:
+            return "delayed_gradients"
+        return "compressed_gradients" if self.is_compressed else "local_steps" if self.sync else ""
 
     @property
     def has_other_curve(self) -> bool:
@@ -88,6 +97,7 @@ class ProveLayout:
         parts += [f"stages{'-'.join(map(str, self.stages))}"] if self.stages else []
         parts += [f"shard{self.shard}"] if self.shard else []
         parts += [f"gather_{self.gather}"] if self.gather else []
+        parts += [f"{POWERSGD}{self.compress}"] if self.compress else []
         parts += [f"sync{self.sync}"] if self.sync else []
         parts += [NATIVE_ENGINE] if self.engine == NATIVE_ENGINE else []
         return ".".join([*parts, *([self.recompute] if self.recompute else [])])
@@ -101,7 +111,7 @@ class ProveLayout:
             str(self.sequence) if self.tp > 1 else None,
             self.schedule if self.pp > 1 else None,
             str(is_native(self)),
-            *(str(each) if each else None for each in (self.chunks, self.stages, self.shard, self.gather, self.sync)),
+            *(str(each) if each else None for each in (self.chunks, self.stages, self.shard, self.gather, self.compress, self.sync)),
         )
 
 
@@ -115,7 +125,7 @@ def is_native(layout: ProveLayout) -> bool:
 
 
 def _runs(row: EngineRow, layout: ProveLayout) -> bool:
-    if layout.sync and not row.steps_alone:
+    if (layout.compress and not row.compresses) or (layout.sync and not row.steps_alone):
         return False
     if layout.zero not in row.zero or (layout.shard and not row.hybrid_shards) or (layout.gather == "step" and not row.gathers_once):
         return False
@@ -176,6 +186,7 @@ def recipe_layout(run: Run) -> ProveLayout | None:
         **(_pipeline_choices(parallel) if parallel.pp > 1 else {}),
         shard=parallel.shard if parallel.zero and parallel.shard != "all" else None,
         gather=parallel.gather if parallel.zero == 3 and parallel.gather != "auto" else None,
+        compress=parallel.compress.rank if parallel.compress.name == POWERSGD and dp * parallel.cp > 1 else None,
         sync=parallel.sync.every if parallel.sync.every > 1 and dp > 1 else None,
         engine=NATIVE_ENGINE if run.engine == NATIVE_ENGINE and not auto_is_native(run, parallel) else "auto",
     )
@@ -219,6 +230,7 @@ def run_in_layout(run: Run, layout: ProveLayout, nodes: int = 1) -> Run:
         recompute=layout.recompute or kept.recompute,
         sync=replace(kept.sync, every=layout.sync) if layout.sync else Sync(),
         bucket=kept.bucket,
+        compress=replace(kept.compress, name=POWERSGD, rank=layout.compress) if layout.compress else Compress(),
         overlap=kept.overlap,
     )
     return replace(

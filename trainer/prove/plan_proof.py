@@ -188,8 +188,10 @@ def _no_layout(recipe: Run, skipped: Sequence[SkippedLayout]) -> Problem:
 def shortened_run(run: Run, steps: int, folder: str) -> Run:
     """The run with `steps` steps, each logged, messages and samples recorded, and an evaluation and a save at the end; its run folder is
     in log.dir/`folder`."""
+    compress = replace(run.parallel.compress, start=min(run.parallel.compress.start, steps // 2))
     return replace(
         run,
+        parallel=replace(run.parallel, compress=compress),
         train=replace(run.train, steps=steps, tokens=None, evaluate=Evaluate(every=steps, batches=1)),
         optim=replace(run.optim, warmup=min(run.optim.warmup, steps // 2)),
         log=Log(every=1, sinks=("jsonl",), ledger=True, dir=str(expand_home(run.log.dir) / folder)),

@@ -24,6 +24,9 @@ def _choices(run: Run) -> Iterator[str]:
             yield f"parallel.stages=[{','.join(map(str, parallel.stages))}]"
     if parallel.zero and parallel.shard != "all":
         yield f"parallel.shard={parallel.shard}"
+    own = recipe_layout(run)
+    if own and own.compress:
+        yield f"parallel.compress.name={parallel.compress.name}"
     if parallel.zero == 3 and parallel.gather != "auto":
         yield f"parallel.gather={parallel.gather}"
     if parallel.sync.every > 1:

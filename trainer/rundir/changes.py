@@ -31,6 +31,7 @@ POLICIES: tuple[tuple[str, Policy], ...] = (
     ("optim.name",           "acceptable"),
     ("optim.gradient_copy",  "free"),        # memory
     ("optim.",               "reported"),
+    ("parallel.compress.",   "reported"),        # trains another curve
     ("train.batch",          "reported"),
     ("train.seq",            "reported"),
     ("train.steps",          "reported"),

@@ -170,6 +170,15 @@ class Overlap:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Compress:
+    """Compression of gradients on the data axis (PowerSGD: arXiv:1905.13727): the rank of its products, the first steps without it."""
+
+    name: Literal["none", "powersgd"] = "none"
+    rank: Count = 4
+    start: Natural = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class OuterOptimizer:
     """SGD with which workers step together: its gradient is the mean of what their own steps took off the weights (arXiv:2311.08105)."""
 
@@ -215,6 +224,7 @@ class Parallel:
     sync: Sync = field(default_factory=Sync)
     bucket: Count = 50_000_000
     scatter: bool = False
+    compress: Compress = field(default_factory=Compress)
     offload: Offload = field(default_factory=Offload)
     overlap: Overlap = field(default_factory=Overlap)
 

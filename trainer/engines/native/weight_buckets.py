@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ...layers.group import Group
 from ...plan.native.buckets import Bucket
 from ..rank_parameter import RankParameter
+from .gradient_compression import BucketCompression
 
 MASTER_DTYPE = torch.float32
 
@@ -65,6 +66,7 @@ class WeightBucket:
         self.in_place = gradient == first.dtype and not (self.often or defers_weight_gradients)
         if not self.often:
             self._allocate()
+        self.compression: BucketCompression | None = None  # at ZeRO 0, where gradients travel as two factors
         self._summed: Tensor | None = None  # this rank's shard of the sum, at ZeRO 1 and 2
         self._work: Any = None
         self._scattered: Tensor | None = None
@@ -109,7 +111,9 @@ class WeightBucket:
                 held.zero_()
         self.wait()
         if self.sharing is None:
-            if self.copies:
+            if self.compression and self.compression.is_on:
+                self._work = self.compression.send_left()
+            elif self.copies:
                 self._work = dist.all_reduce(self.gradients, group=self.copies.handle, async_op=True)
             return
         self._scattered = self.gradients.new_empty(len(self.shard))
@@ -133,9 +137,17 @@ class WeightBucket:
         self._scattered = self._sent = None
 
     def sum_copies(self) -> None:
-        """Begin to sum the shard over the ranks that own the same one, after the last reduce-scatter of a step."""
+        """Begin to sum the shard over the ranks that own the same one, after the last reduce-scatter of a step; of compressed gradients the
+        second factor, after the first."""
+        if self.compression and self.compression.is_on:
+            self._work = self.compression.send_right()
         if self.sharing and self.copies:
             self._work = dist.all_reduce(self.shard_gradient, group=self.copies.handle, async_op=True)
+
+    def rebuild(self) -> None:
+        """Make compressed gradients whole again, once both factors are summed."""
+        if self.compression and self.compression.is_on:
+            self.compression.rebuild()
 
     def own_gradient(self, parameter: nn.Parameter) -> Tensor:
         """Return this rank's gradient of a parameter of a late bucket, flat, which other axes sum before the data axis does."""
@@ -194,6 +206,8 @@ class WeightBucket:
         for each in (self.gradients, self._summed):
             if each is not None:
                 yield "gradients", each
+        for each in self.compression.held_tensors() if self.compression else ():
+            yield "buffers", each
 
     def _allocate(self) -> None:
         self.gradients = torch.zeros(self.bucket.elements, dtype=self._gradient_type, device=self.weights.device)
@@ -276,7 +290,7 @@ class BucketReducer:
         """Send the late buckets, and wait until every bucket is summed."""
         for bucket in self._late:
             bucket.reduce()
-        for then in (WeightBucket.wait, WeightBucket.sum_copies, WeightBucket.wait):
+        for then in (WeightBucket.wait, WeightBucket.sum_copies, WeightBucket.wait, WeightBucket.rebuild):
             for bucket in (*self._early, *self._late):
                 then(bucket)
 

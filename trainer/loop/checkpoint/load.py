@@ -40,6 +40,10 @@ class CheckpointReader:
                 raise LoadFailed(f"{self._path.name}/{file}: {error}") from error
         return flat.view(part.local)
 
+    def holds(self, part: Slice) -> bool:
+        """Return whether anything of a slice's tensor is stored."""
+        return (part.name, part.kind) in self._stored
+
     def open(self, part: Slice) -> None:
         """Check a slice and open its files, so that `read` works even if the checkpoint is removed; raises LoadFailed."""
         for file, _ in self._sources(part, self._row(part)):

@@ -50,6 +50,7 @@ from ...spec.run import Run
 from ...system import parent_watch
 from ..checkpoint import LoadFailed
 from ..rank import run_rank
+from .compressed_gradients import compressed_gradients
 from .delayed_gradients import delayed_gradients
 from .local_steps import local_steps
 from .process import ForkedProcess, fork
@@ -74,7 +75,7 @@ IMPORTED_LATE = (
 RankProgram = Callable[[Path, channel.Channel], int]  # what a rank does with RUN_DIR/run.json; returns its exit status
 Question = Callable[..., Any]  # takes and returns JSON values
 
-QUESTIONS: dict[str, Question] = {each.__name__: each for each in (weight_difference, delayed_gradients, local_steps)}
+QUESTIONS: dict[str, Question] = {each.__name__: each for each in (weight_difference, delayed_gradients, compressed_gradients, local_steps)}
 
 
 class ClientGone(Exception):
@@ -111,7 +112,7 @@ def import_rank_modules() -> None:
     """Import what every rank imports: its own modules, the engines and the models of our families."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # for DeepSpeed, which compiles functions of its own where it is imported
     import_deepspeed()
-    engines = [name for row in ENGINES.values() for name in (row.engine_class, row.delayed_class)]
+    engines = [name for row in ENGINES.values() for name in (row.engine_class, row.delayed_class, row.compressed_class)]
     models = [family.module for family in FAMILIES.values() if not family.made_by_transformers]
     for name in ("distrain.trainer.loop.train_rank", *filter(None, (*engines, *models))):
         importlib.import_module(name.partition(":")[0])

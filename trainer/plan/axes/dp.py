@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 from .axis import Axis
 from .collectives import Wire, collective_cost
+from .low_rank import FactorElements
 from .traffic_row import TrafficRow
 
 AXIS = Axis(name="dp", splits=("batch",), data=True, overlap="data", source="arXiv:1910.02054")
@@ -30,6 +31,7 @@ class ZeroShards(NamedTuple):
     whole: Wire  # the ranks that hold the same parameters
     shard: Wire  # the ranks of it over which ZeRO shards them
     copies: Wire | None  # the ranks that own the same shard; None: each shard has one owner
+    factors: FactorElements = FactorElements()  # of the gradients that travel as two factors
 
 
 class GradientSync(NamedTuple):
@@ -49,6 +51,7 @@ class GradientSync(NamedTuple):
     often: bool  # gradients travel at every micro-batch, so that no rank holds more than its shard
     updates: int  # updates of the weights in a step: several where a pipeline without a flush updates them after each micro-batch
     every: int  # steps from one mean of the workers' weights to the next, where there are several workers
+    rank: int = 0  # columns of the two factors as which a matrix of gradients travels; 0: all gradients travel whole
 
 
 class DataMessages(NamedTuple):
@@ -79,7 +82,11 @@ def data_messages(shards: ZeroShards, sync: GradientSync, layers: int) -> list[D
     gradients, weights = shards.elements * sync.gradient, shards.elements * sync.weight
     buckets = -(-shards.elements // sync.bucket)
     if sync.zero == 0 or shards.shard.size == 1:
-        return [_messages("all_reduce", gradients, buckets, sync.updates, shards.whole, sync, "backward")]
+        return (
+            _sums(shards, sync)
+            if sync.rank
+            else [_messages("all_reduce", gradients, buckets, sync.updates, shards.whole, sync, "backward")]
+        )
     if sync.zero == 3:
         again = max(0, gathered - sync.reused) * sync.weight
         found = [
@@ -99,6 +106,21 @@ def data_messages(shards: ZeroShards, sync: GradientSync, layers: int) -> list[D
         under: Pass = "backward" if sync.copies_hide else ""
         found.append(_messages("all_reduce", -(-gradients // shards.shard.size), parts, sync.updates, shards.copies, sync, under))
     return found
+
+
+def _sums(shards: ZeroShards, sync: GradientSync) -> list[DataMessages]:
+    """The sums of gradients of which some travel as two factors: the right ones are made of the summed left ones, once a backward ends."""
+    factors = shards.factors
+    rows: list[tuple[int, int, Pass]] = [  # elements, those of its buckets, the pass
+        (shards.elements - factors.matrices, shards.elements - factors.matrices, "backward"),
+        (factors.left, factors.matrices, "backward"),
+        (factors.right, factors.matrices, ""),
+    ]
+    return [
+        _messages("all_reduce", sent * sync.gradient, -(-filled // sync.bucket), sync.updates, shards.whole, sync, under)
+        for sent, filled, under in rows
+        if sent
+    ]
 
 
 def averaging_messages(shards: ZeroShards, apart: Wire, sync: GradientSync) -> list[DataMessages]:

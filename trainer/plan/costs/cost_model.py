@@ -8,6 +8,7 @@ from typing import NamedTuple
 from ...spec.changed_run import Change
 from ...spec.run import Parallel, Run
 from ..axes import dp
+from ..axes.low_rank import FactorElements
 from ..axes.weight_slices import TensorCopies, WeightShard
 from ..layout.layout import Layout, StageKind
 from ..layout.mesh import Mesh
@@ -140,6 +141,19 @@ class CostModel:
         width = context.widths
         moved = 2 * ((width.master or width.weight) + context.states) + width.gradient + width.weight
         return elements_to_step(layout, held) * moved / context.rates.memory
+
+    def factors(self, context: CostContext, layout: Layout, kind: StageKind, *, expert: bool) -> FactorElements:
+        """Return the gradient elements of a rank of a kind of stage that travel as two factors, and those of the factors: of experts that
+        ranks share out, or of other weights."""
+        return FactorElements()
+
+    def saved_error_bytes(self, context: CostContext, layout: Layout) -> int:
+        """Return the bytes that a checkpoint keeps of what compression has left out of gradients."""
+        return 0
+
+    def compression_seconds(self, context: CostContext, layout: Layout, kind: StageKind) -> float:
+        """Return the seconds a step in which gradients are compressed and made again; 0 where the device's rates aren't known."""
+        return 0.0
 
     def summed_elements(
         self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, copies: TensorCopies, data: int | None

@@ -79,6 +79,8 @@ def exceeded_limits(row: EngineRow, run: Run, parallel: Parallel) -> Iterator[En
         yield from _sync_limits(row, run, parallel, delayed=delay is not None)
     if parallel.reduce != "ring":
         yield EngineLimit(row.name, "parallel.reduce", parallel.reduce, ((("parallel.reduce", "ring"),),))
+    if parallel.compress.name != "none":
+        yield from _compression_limits(row, run, parallel, delayed=delay is not None)
     if parallel.scatter and parallel.pp > 1 and parallel.tp > 1:
         plain: Change = (("parallel.scatter", False),)
         yield EngineLimit(row.name, "parallel.scatter", True, (plain, (*plain, ("parallel.sequence", True))))
@@ -136,6 +138,29 @@ def _delay_limits(row: EngineRow, run: Run, parallel: Parallel, *, each_micro_ba
         yield EngineLimit(row.name, "train.compile", f"true{schedule}", ((("train.compile", False),), flushed))
     if each_micro_batch and run.data.documents:
         yield EngineLimit(row.name, "data.documents", f"true{schedule}", ((("parallel.schedule", "pipedream_2bw"),), flushed))
+
+
+def _compression_limits(row: EngineRow, run: Run, parallel: Parallel, *, delayed: bool) -> Iterator[EngineLimit]:
+    """Factors stand for the whole sum of a matrix's gradients, which a rank steps with once: no rank keeps a shard of it, no update comes
+    late, and no loss scale changes the error's units between two steps."""
+    key, name, whole = "parallel.compress.name", parallel.compress.name, ("parallel.compress.name", "none")
+    if not row.compresses:
+        yield EngineLimit(row.name, key, name, (*_any_engine(run), (("engine", "native"), *_unsharded(parallel)), (whole,)))
+    elif parallel.zero:
+        yield EngineLimit(row.name, key, f"{name} with parallel.zero={parallel.zero}", (_unsharded(parallel), (whole,)))
+    elif parallel.sync.every > 1:
+        yield EngineLimit(
+            row.name, key, f"{name} with parallel.sync.every={parallel.sync.every}", ((("parallel.sync.every", 1),), (whole,))
+        )
+    elif delayed:
+        yield EngineLimit(row.name, key, f"{name} with parallel.schedule={parallel.schedule}", (_change_to_flush(parallel), (whole,)))
+    elif run.train.precision == "fp16":
+        yield EngineLimit(row.name, key, f"{name} with train.precision=fp16", ((("train.precision", "bf16"),), (whole,)))
+
+
+def _unsharded(parallel: Parallel) -> Change:
+    """The change after which no rank keeps a shard."""
+    return (("parallel.zero", 0),) if parallel.zero else ()
 
 
 def _change_to_flush(parallel: Parallel) -> Change:

@@ -19,6 +19,7 @@ class EngineRow:
     engine_class: str  # MODULE:CLASS, a subclass of trainer/engines/engine.py's Engine; "": it is planned, and can't train
     costs: CostModel
     delayed_class: str = ""  # MODULE:CLASS for schedules without a flush; "": it is the same
+    compressed_class: str = ""  # MODULE:CLASS for compressed gradients; "": it is the same
     axes: tuple[str, ...]
     zero: tuple[int, ...]
     native_schedules: tuple[str, ...]  # those that it has instructions of its own for
@@ -31,6 +32,7 @@ class EngineRow:
     steps_alone: bool = False  # replicas step alone between steps together (parallel.sync.every)
     gathers_once: bool = False  # ZeRO 3 gathers weights once a step where it should (parallel.gather=step)
     shards_hf: bool = True  # ZeRO 3 shards models that transformers makes
+    compresses: bool = False  # gradients travel as two factors where the run says so (parallel.compress)
     fp16_on_cpu: bool = False  # it computes in fp16 on every CPU, slowly
     has_deepspeed_config: bool = False  # `show engine` prints it
     whole_models: bool = True  # it trains without pipeline stages too

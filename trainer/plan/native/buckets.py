@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
-from ...spec.run import Run
+from ...spec.run import Parallel, Run
+from ..axes.low_rank import compressed_stack
 from ..axes.weight_slices import WeightShard
 from ..layout.mesh import Mesh
 from ..layout.schedule_of_run import schedule_of
@@ -15,11 +16,12 @@ from ..layout.workers import worker_ranks
 
 class BucketKind(NamedTuple):
     """What the weights of a bucket have in common: whether other axes sum their gradients before the data axis does (`late`), whether
-    data-parallel ranks share out the experts, whether weight decay applies."""
+    data-parallel ranks share out the experts, whether weight decay applies, whether gradients travel as two factors (parallel.compress)."""
 
     late: bool
     expert: bool
     decays: bool
+    compressed: bool = False
 
 
 class Bucket(NamedTuple):
@@ -46,6 +48,12 @@ def sharing_ranks(run: Run, mesh: Mesh, *, expert: bool) -> tuple[int, int]:
     return shard, whole // shard
 
 
+def compression_rank(parallel: Parallel, mesh: Mesh, *, expert: bool) -> int:
+    """The columns of the factors as which matrices of gradients travel; 0: gradients travel whole, or don't travel."""
+    copies = mesh.size("expert_copies" if expert else "data")
+    return parallel.compress.rank if parallel.compress.name == "powersgd" and not parallel.zero and copies > 1 else 0
+
+
 def gradient_buckets(run: Run, mesh: Mesh, shards: Sequence[WeightShard]) -> list[Bucket]:
     """Cut the trained weights that a rank holds, in the table's order, into buckets of at most parallel.bucket elements (or one weight).
 
@@ -62,7 +70,8 @@ def gradient_buckets(run: Run, mesh: Mesh, shards: Sequence[WeightShard]) -> lis
 
 def _kind(run: Run, mesh: Mesh, shard: WeightShard) -> BucketKind:
     is_shared = shard.shared or (run.parallel.sequence and mesh.tp > 1 and not shard.is_split)
-    return BucketKind(is_shared or is_tied_over_stages(run, mesh, shard.name), shard.expert, len(shard.size) > 1)
+    compressed = compressed_stack(shard.size, compression_rank(run.parallel, mesh, expert=shard.expert)) is not None
+    return BucketKind(is_shared or is_tied_over_stages(run, mesh, shard.name), shard.expert, len(shard.size) > 1, compressed)
 
 
 def is_tied_over_stages(run: Run, mesh: Mesh, name: str) -> bool:

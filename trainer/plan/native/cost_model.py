@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ...models.families import has_experts
 from ...spec.run import Parallel, Run
 from ..axes import dp
+from ..axes.low_rank import FactorElements, compressed_stack, factor_elements
 from ..axes.weight_slices import TensorCopies, WeightShard
 from ..costs.block_costs import BlockCosts
 from ..costs.control_message import ControlMessage, routing_messages
@@ -19,7 +20,8 @@ from ..layout.layout import Layout, StageKind
 from ..layout.mesh import Mesh
 from ..layout.schedule_of_run import delay_of
 from ..layout.workers import outer_state_bytes, worker_count
-from .buckets import gradient_buckets, sharing_ranks
+from .buckets import Bucket, compression_rank, gradient_buckets, sharing_ranks
+from .compressed_matrices import compression_seconds, held_elements, saved_elements, stage_factors
 from .dim0_shards import gathers_once, padded_elements, rows_of_size, stage_rows
 from .receives import receives_ahead
 
@@ -40,7 +42,8 @@ class NativeCosts(CostModel):
         if parallel.zero == 3:
             once = gathers_once(parallel)
             return path._replace(often=True, micros=1 if once else micros, reused=context.parameters if once else 0)
-        return path._replace(often=parallel.zero == 2, gather_hides=False, copies_hide=False)
+        rank = parallel.compress.rank if parallel.compress.name == "powersgd" and not parallel.zero else 0
+        return path._replace(often=parallel.zero == 2, gather_hides=False, copies_hide=False, rank=rank)
 
     def state_bytes(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind, held: StageElements) -> StateBytes:
         """Float32 weights are stepped where they are; others have a float32 copy of this rank's shard. At stage 1 a rank has all gradients,
@@ -59,7 +62,7 @@ class NativeCosts(CostModel):
             weights=width.weight * (held.dense + held.experts),
             gradients=width.gradient * (stepped + late - late // layout.shard if often else whole),
             optimizer=(master + context.states + _outer_bytes(layout)) * stepped,
-            buffers=0,
+            buffers=width.gradient * held_elements(context, layout, kind),
             passes=2 * bucket * width.gradient if often else 0,
             step=(stepped * width.gradient if zero == 1 else 0) + (min(bucket, stepped) * MASTER_BYTES if casts else 0),
         )
@@ -84,6 +87,9 @@ class NativeCosts(CostModel):
             buffers=gathered,
             step=min(layout.parallel.bucket, stepped) * MASTER_BYTES if _steps_alone(layout) else 0,
         )
+
+    def factors(self, context: CostContext, layout: Layout, kind: StageKind, *, expert: bool) -> FactorElements:
+        return stage_factors(context, layout, kind, expert=expert)
 
     def pass_bytes(self, context: CostContext, layout: Layout, blocks: BlockCosts, kind: StageKind) -> PassBytes:
         return PassBytes(
@@ -118,6 +124,12 @@ class NativeCosts(CostModel):
         place = None if data is None else layout.mesh.shard_rank(data, layout.shard)
         return rows_of_size((blocks.tied // hidden, hidden)).on_rank(layout.shard, place)
 
+    def saved_error_bytes(self, context: CostContext, layout: Layout) -> int:
+        return context.widths.gradient * saved_elements(context, layout)
+
+    def compression_seconds(self, context: CostContext, layout: Layout, kind: StageKind) -> float:
+        return compression_seconds(context, layout, kind, context.own_rates) if context.own_rates else 0.0
+
     def step_seconds(self, context: CostContext, layout: Layout, held: StageElements, tensors: int) -> float:
         """The norm reads the gradients, and Adam them, its states and its weights (`step_moves`). Where older versions stay, all weights
         are copied first."""
@@ -149,7 +161,9 @@ class NativeCosts(CostModel):
                 rounds = micros if run.parallel.zero == 2 and not bucket.kind.late else updates
                 yield TrafficTerm(verb="reduce_scatter", bytes=rounds * bucket.elements * width.gradient, says=says)
                 yield TrafficTerm(verb="all_gather", bytes=updates * bucket.elements * width.weight, says="its stepped weights")
-            if copies > 1:
+            if bucket.kind.compressed:
+                yield from _factor_terms(run, mesh, bucket, {each.name: each.size for each in shards}, width.gradient)
+            elif copies > 1:
                 shard = f"{COPIED_SHARD}, of " if ranks > 1 else ""
                 yield TrafficTerm(verb="all_reduce", bytes=updates * (bucket.elements // ranks) * width.gradient, says=shard + says)
             if workers > 1:
@@ -197,6 +211,18 @@ def step_moves(weight: int, gradient: int, states: int, *, one_kernel: bool) -> 
 def _message_bytes(layout: Layout, blocks: BlockCosts) -> int:
     """Return the bytes of a stage's messages: one that it uses, and those whose receives are posted."""
     return (1 + receives_ahead(layout.chunks)) * blocks.stream if layout.mesh.pp > 1 else 0
+
+
+def _factor_terms(run: Run, mesh: Mesh, bucket: Bucket, sizes: Mapping[str, tuple[int, ...]], width: int) -> Iterator[TrafficTerm]:
+    """The two messages of a bucket whose gradients travel as two factors."""
+    rank, elements = compression_rank(run.parallel, mesh, expert=bucket.kind.expert), FactorElements()
+    for name in bucket.names:
+        stack = compressed_stack(sizes[name], rank)
+        assert stack is not None  # else it is in another bucket
+        elements = elements.plus(factor_elements(stack, rank))
+    for side, sent in (("left", elements.left), ("right", elements.right)):
+        says = f"the {side} factors of a bucket of {len(bucket.names)} gradients, of {elements.matrices:,} elements"
+        yield TrafficTerm(verb="all_reduce", bytes=sent * width, says=says)
 
 
 def _updates(run: Run, micros: int) -> int:
