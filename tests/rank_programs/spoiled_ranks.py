@@ -130,9 +130,9 @@ def extra_native_sum() -> None:
     """The ranks of engine native add up their loss once more in each step."""
     original = native._sum_over_ranks
 
-    def sum_over_ranks(self, total):
+    def sum_over_ranks(self, total, squares):
         dist.all_reduce(total.clone())
-        return original(self, total)
+        return original(self, total, squares)
 
     native._sum_over_ranks = sum_over_ranks
 
@@ -141,8 +141,8 @@ def small_native_norm() -> None:
     """Engine native forgets a fifth of the gradients' squares."""
     original = native._sum_over_ranks
 
-    def sum_over_ranks(self, total):
-        sums = original(self, total)
+    def sum_over_ranks(self, total, squares):
+        sums = original(self, total, squares)
         sums[1] *= 0.8
         return sums
 
