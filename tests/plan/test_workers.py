@@ -56,7 +56,8 @@ def test_workers_average_float32_weights_in_one_of_so_many_steps() -> None:
     scattered, gathered = (("reduce_scatter", "inside", whole, 7 * whole // 8, 1), ("all_gather", "inside", whole, 7 * whole // 8, 1))
     again = ("all_gather", "inside", whole, 7 * whole // 8 // EVERY, EVERY)
     assert rows(1) == {scattered, gathered, ("all_reduce", "between", shard, shard // EVERY, EVERY), again}
-    assert ("all_reduce", "between", shard, shard // EVERY, EVERY) in rows(3)
+    rare = {row for row in rows(3) if row[-1] == EVERY}  # the next forward gathers the weights anyway
+    assert rare == {("all_reduce", "between", shard, shard // EVERY, EVERY)}
 
 
 def test_a_step_takes_its_share_of_the_step_together() -> None:
