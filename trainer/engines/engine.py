@@ -89,13 +89,14 @@ class Engine(ABC):
     def evaluate(self, tokens: Tensor, labels: Tensor, **further: Any) -> tuple[Tensor, Tensor]:
         """Return (sum of losses, labels counted) of a batch of this replica, without gradients; alike on all of its ranks."""
 
-    def step_together(self) -> None:  # noqa: B027
+    def step_together(self) -> None:
         """Average the weights of workers that have stepped alone, as parallel.sync says; where replicas sum gradients at each step, do
         nothing."""
+        return
 
-    def flush(self, *, saves: bool = False) -> list[StepResult]:
+    def flush(self) -> list[StepResult]:
         """Finish the steps whose results have not come, and return them in order; have all workers agree. To be called before weights are
-        evaluated, and before they are saved (`saves`)."""
+        evaluated or saved."""
         return []
 
     def held_bytes(self) -> dict[str, int]:

@@ -62,7 +62,7 @@ def train(run: Run, setup: TrainingSetup, stop: StopFlag) -> bool:
         stopping = stop_vote.vote(requested=stop.requested)
         evaluates = setup.validation is not None and not stopping and (is_last or is_due(run.train.evaluate.every, done))
         saves = stopping or is_save_due(run, done, last)
-        finished = results.finish([result, *(setup.engine.flush(saves=saves) if evaluates or saves or is_last else ())])
+        finished = results.finish([result, *(setup.engine.flush() if evaluates or saves or is_last else ())])
         instruments.report(done, finished[-1].result.loss if finished else None)
 
         for each in finished:

@@ -81,7 +81,7 @@ class DelayedEngine(NativeEngine, PassHooks):
             byte_counter.count_backward(self.held_bytes())
         return self._finish_oldest() if len(self._open) > self.late_steps else None
 
-    def flush(self, *, saves: bool = False) -> list[StepResult]:
+    def flush(self) -> list[StepResult]:
         """Run the backwards and updates that are left. Return the results that have not come. The newest weights are shown."""
         actions = [flush_actions(stage, self._stages, self._begun * self.micros) for stage in range(self._stages)]
         self.pipeline.train(ScheduledStep(actions=actions, read_microbatch=_no_micro_batch, scale=0.0))

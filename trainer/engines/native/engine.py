@@ -132,12 +132,14 @@ class NativeEngine(Engine):
                 self.together.step()
             self._alone = False
 
-    def flush(self, *, saves: bool = False) -> list[StepResult]:
+    def flush(self) -> list[StepResult]:
         if self._alone:
             self.step_together()
-        if saves and self.together is not None:
-            self.together.average_states()
         return []
+
+    def prepare_save(self) -> None:
+        if self.together is not None:
+            self.together.average_states()
 
     def restore(self, read: ReadShard, counters: Mapping[str, Any], has: Callable[[str], bool]) -> None:
         super().restore(read, counters, has)
