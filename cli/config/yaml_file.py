@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from functools import lru_cache
 from io import StringIO
 from pathlib import Path
@@ -52,7 +53,8 @@ def _read(file: Path) -> DictConfig | ListConfig:
         text = read_plain(file, MOST_BYTES).decode("utf-8-sig")
         if "&" in text and "*" in text and _count_nodes(NamedText(text, str(file))) > MOST_NODES:
             raise _unreadable_error(f"{file}: its anchors and aliases make more than {MOST_NODES:,} values", "write the values out")
-        return _parse_yaml(text, str(file)).copy()
+        config: DictConfig | ListConfig = pickle.loads(_parse_yaml(text, str(file)))
+        return config
     except OSError as error:
         raise _unreadable_error(f"{file} can't be read: {error.strerror or error}") from None
     except UnicodeDecodeError:
@@ -74,9 +76,12 @@ def _read(file: Path) -> DictConfig | ListConfig:
 
 
 @lru_cache(maxsize=128)
-def _parse_yaml(text: str, name: str) -> DictConfig | ListConfig:
-    """Parse the text of a file of this name: the recipes of a sweep or a search share most of their files. Raises what yaml raises."""
-    return OmegaConf.load(NamedText(text, name))
+def _parse_yaml(text: str, name: str) -> bytes:
+    """Parse the text of a file of this name: the recipes of a sweep or a search share most of their files. Raises what yaml raises.
+
+    The result is pickled: each caller reads a copy of its own.
+    """
+    return pickle.dumps(OmegaConf.load(NamedText(text, name)))
 
 
 def _unreadable_error(says: str, mend: str = "") -> Unreadable:

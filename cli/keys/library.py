@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 from ...trainer.spec.problem import Problem, Unreadable, suggest_name
@@ -11,6 +12,7 @@ from ...trainer.spec.regular_file import expand_home, read_plain, why_unreadable
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 SUFFIXES = (".yaml", ".yml")
+PACKAGE_FOLDERS = (PACKAGE_ROOT, PACKAGE_ROOT / "conf")  # parents of the recipes and of the groups
 MOST_BYTES = 256 << 10  # the largest file of a recipe or an option
 
 
@@ -120,12 +122,23 @@ def _yaml_files(folders: Iterator[Path] | list[Path], suffixes: tuple[str, ...] 
     """Return YAML files by their names without suffix; of two with one name the first folder's wins."""
     files: dict[str, Path] = {}
     for folder in folders:
-        if os.path.isdir(folder):
-            for name in _list_folder(folder):
-                stem, suffix = os.path.splitext(name)
-                if suffix in suffixes and not name.startswith("."):
-                    files.setdefault(stem, folder / name)
+        found = _package_files(folder, suffixes) if folder.parent in PACKAGE_FOLDERS else _files_in(folder, suffixes)
+        for stem, file in found.items():
+            files.setdefault(stem, file)
     return dict(sorted(files.items()))
+
+
+def _files_in(folder: Path, suffixes: tuple[str, ...]) -> Mapping[str, Path]:
+    """Return the YAML files of one folder; none if it can't be listed."""
+    files: dict[str, Path] = {}
+    for name in _list_folder(folder) if os.path.isdir(folder) else ():
+        stem, suffix = os.path.splitext(name)
+        if suffix in suffixes and not name.startswith("."):
+            files.setdefault(stem, folder / name)
+    return files
+
+
+_package_files = cache(_files_in)  # of folders of the package, which do not change
 
 
 def _list_folder(folder: Path) -> list[str]:
