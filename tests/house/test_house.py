@@ -5,7 +5,8 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -79,6 +80,11 @@ LIGHT = [
 ]
 
 
+@cache
+def tree_of(name: str) -> ast.Module:
+    return ast.parse(FILES[name].read_text())
+
+
 def outermost(tree: ast.AST) -> Iterator[ast.AST]:
     """The nodes that run when a module is imported: all but the bodies of functions, and what only a type checker reads."""
     for node in ast.iter_child_nodes(tree):
@@ -90,10 +96,10 @@ def outermost(tree: ast.AST) -> Iterator[ast.AST]:
         yield from outermost(node)
 
 
-def imports(name: str, *, on_import: bool = False) -> set[str]:
+@cache
+def imports(name: str, *, on_import: bool = False) -> frozenset[str]:
     """Return the absolute names that a module imports, as `distrain.cli.app`: all of them, or those at the module's top level."""
-    path = FILES[name]
-    tree = ast.parse(path.read_text())
+    path, tree = FILES[name], tree_of(name)
     package = ["distrain", *name.split(".")][: None if path.name == "__init__.py" else -1]
     found: set[str] = set()
     for node in outermost(tree) if on_import else ast.walk(tree):
@@ -104,15 +110,15 @@ def imports(name: str, *, on_import: bool = False) -> set[str]:
             base = ".".join([*above, *([node.module] if node.module else [])])
             modules = {f"{base}.{alias.name}" for alias in node.names} & {f"distrain.{other}" for other in FILES}
             found.update(modules or {base})
-    return found
+    return frozenset(found)
 
 
-def own(names: set[str]) -> set[str]:
+def own(names: Iterable[str]) -> set[str]:
     """Of absolute names, those of this package, without its name."""
     return {name.removeprefix("distrain.") for name in names if name.startswith("distrain.")}
 
 
-def others(names: set[str]) -> set[str]:
+def others(names: Iterable[str]) -> set[str]:
     """Return the packages of absolute names that are neither distrain nor in the standard library."""
     return {top for name in names if (top := name.partition(".")[0]) not in {"distrain", *sys.stdlib_module_names}}
 
@@ -146,8 +152,8 @@ def test_no_folders_import_each_other_in_a_circle() -> None:
 
 def test_a_class_name_is_one_class() -> None:
     places: dict[str, list[str]] = {}
-    for name, path in FILES.items():
-        for node in ast.walk(ast.parse(path.read_text())):
+    for name in FILES:
+        for node in ast.walk(tree_of(name)):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(name)
     assert {name: files for name, files in places.items() if len(files) > 1} == {}
@@ -172,28 +178,35 @@ def test_tests_is_no_package() -> None:
     assert not (ROOT / "conftest.py").exists()
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_a_module_imports_lower_floors_only(name: str) -> None:
-    floor = floor_of(name)
-    if floor is None:
-        assert not name.startswith(("conf", "recipes")), "conf/ and recipes/ hold YAML, not code"
-        return
-    below, _ = FLOORS[floor]
-    outside = {other for other in own(imports(name)) if not any(is_under(other, allowed) for allowed in (floor, *below))}
-    assert not outside, f"{name} stands on {floor}, which may import {below or 'nothing of ours'}"
+def test_a_module_imports_lower_floors_only() -> None:
+    wrong = dict[str, str]()
+    for name in MODULES:
+        floor = floor_of(name)
+        if floor is None:
+            assert not name.startswith(("conf", "recipes")), "conf/ and recipes/ hold YAML, not code"
+            continue
+        below, _ = FLOORS[floor]
+        outside = {other for other in own(imports(name)) if not any(is_under(other, allowed) for allowed in (floor, *below))}
+        if outside:
+            wrong[name] = f"{sorted(outside)}: it stands on {floor}, which may import {below or 'nothing of ours'}"
+    assert wrong == {}
 
 
-@pytest.mark.parametrize("name", LIGHT)
-def test_a_light_module_imports_its_floors_packages_only(name: str) -> None:
-    _, allowed = FLOORS[str(floor_of(name))]
-    assert others(imports(name, on_import=True)) <= allowed
-    assert others(imports(name)) <= allowed | HEAVY, "a heavy package may be imported inside the function that it serves"
+def test_a_light_module_imports_its_floors_packages_only() -> None:
+    """A heavy package may be imported inside the function that it serves."""
+    at_once, later = dict[str, set[str]](), dict[str, set[str]]()
+    for name in LIGHT:
+        _, allowed = FLOORS[str(floor_of(name))]
+        at_once[name] = others(imports(name, on_import=True)) - allowed
+        later[name] = others(imports(name)) - allowed - HEAVY
+    assert {name: packages for name, packages in at_once.items() if packages} == {}
+    assert {name: packages for name, packages in later.items() if packages} == {}
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_every_imported_package_is_a_stated_dependency(name: str) -> None:
+def test_every_imported_package_is_a_stated_dependency() -> None:
     stated = {Requirement(line).name for line in PROJECT["project"]["dependencies"]}
-    assert {DISTRIBUTIONS.get(package, package) for package in others(imports(name))} <= stated
+    unstated = {name: {DISTRIBUTIONS.get(package, package) for package in others(imports(name))} - stated for name in MODULES}
+    assert {name: packages for name, packages in unstated.items() if packages} == {}
 
 
 def test_hydra_is_imported_in_three_files_and_yaml_in_three() -> None:
@@ -225,18 +238,15 @@ print(*sorted(set(sys.modules) & set({sorted(HEAVY)!r})))
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_a_module_says_in_one_sentence_what_it_owns(name: str) -> None:
-    said = (ast.get_docstring(ast.parse(FILES[name].read_text())) or "").split("\n\n")[0]
-    assert re.fullmatch(r".*[.:]", said, flags=re.DOTALL), f"{name} begins with {said!r}"
+def test_a_module_says_in_one_sentence_what_it_owns() -> None:
+    said = {name: (ast.get_docstring(tree_of(name)) or "").split("\n\n")[0] for name in MODULES}
+    assert {name: words for name, words in said.items() if not re.fullmatch(r".*[.:]", words, flags=re.DOTALL)} == {}
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_a_file_is_one_thing(name: str) -> None:
-    path = FILES[name]
-    assert path.stem not in FORBIDDEN_NAMES
-    assert path.parent.name not in FORBIDDEN_NAMES
-    assert len(path.read_text().splitlines()) <= MOST_LINES
+def test_a_file_is_one_thing() -> None:
+    paths = [FILES[name] for name in MODULES]
+    assert [path for path in paths if {path.stem, path.parent.name} & FORBIDDEN_NAMES] == []
+    assert [path for path in paths if len(path.read_text().splitlines()) > MOST_LINES] == []
 
 
 def test_the_lock_holds_every_requirement() -> None:

@@ -21,7 +21,7 @@ from distrain.trainer.system.child_process import end_child
 if TYPE_CHECKING:
     from distrain.tests.fakes.rank_pool import PoolJob, RankPool
 
-STEPS = 12
+STEPS = 8
 STOPPED = 75
 OVERRIDES = (
     "quickstart", "model=tiny", "model.layers=2", "model.dropout=0.1", "data=synthetic", "train.batch=8", "train.seq=16",
@@ -92,19 +92,19 @@ def test_a_run_that_changes_its_layout_continues_with_the_same_losses(
 @pytest.mark.parametrize("seed", range(3))
 def test_a_killed_run_resumes_from_its_last_checkpoint(ranks: RankPool, tmp_path: Path, uninterrupted_losses, seed: int) -> None:
     dp, zero = random.Random(seed).choice(LAYOUTS)
-    overrides = (*layout(dp, zero), "checkpoint.every=4")
-    step = random.Random(seed).randrange(6, STEPS - 2)
+    overrides = (*layout(dp, zero), "checkpoint.every=2")
+    step = random.Random(seed).randrange(3, STEPS - 2)
     killed = ranks.fit(tmp_path / "run", *OVERRIDES, *overrides, signals=[(step, rank, signal.SIGKILL) for rank in range(dp)])
     assert set(killed.codes) == {-signal.SIGKILL}
     job = ranks.train(tmp_path / "run", *OVERRIDES, *overrides)
     saved = next(int(line.rpartition(" ")[2]) for line in job.lines if line.startswith("resumes from step "))
-    assert saved % 4 == 0
-    assert saved > step - 4
+    assert saved % 2 == 0
+    assert saved > step - 2
     assert job.figures("loss") == uninterrupted_losses(*layout(dp, zero))
 
 
 def test_a_damaged_checkpoint_is_passed_over_with_a_message(ranks: RankPool, tmp_path: Path, uninterrupted_losses) -> None:
-    overrides = (*layout(2, 2), "checkpoint.every=6", "checkpoint.keep=3")
+    overrides = (*layout(2, 2), "checkpoint.every=4", "checkpoint.keep=3")
     whole = ranks.train(tmp_path / "run", *OVERRIDES, *overrides).figures("loss")
     newest = max((tmp_path / "run" / "checkpoints" / f"step_{STEPS}").glob("*.safetensors"))
     held = bytearray(newest.read_bytes())
@@ -112,8 +112,8 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_message(ranks: RankPool, tmp
     newest.write_bytes(held)
     job = ranks.train(tmp_path / "run", *OVERRIDES, *overrides)
     assert f"passed over step_{STEPS}: {newest.name} is not as it was written (its hash differs)" in job.lines
-    assert f"resumes from step {STEPS - 6}" in job.lines
-    assert [row["step"] for row in job.rows] == [*range(1, STEPS + 1), *range(STEPS - 5, STEPS + 1)]
+    assert f"resumes from step {STEPS - 4}" in job.lines
+    assert [row["step"] for row in job.rows] == [*range(1, STEPS + 1), *range(STEPS - 3, STEPS + 1)]
     assert job.figures("loss") == whole == uninterrupted_losses(*layout(2, 2))
 
 

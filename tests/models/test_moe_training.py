@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # fmt: off
 BASE = (
-    *("quickstart", "data=synthetic", "train.steps=4", "train.batch=8", "train.seq=32", "train.evaluate.every=0", "log.every=1"),
+    *("quickstart", "data=synthetic", "train.steps=3", "train.batch=8", "train.seq=32", "train.evaluate.every=0", "log.every=1"),
     *("optim.lr=1e-3", "optim.warmup=2", "train.clip=0.5", "model=tiny_moe", "model.layers=2", "log.ledger=true"),
 )
 CURVES = {
@@ -119,7 +119,7 @@ RESUMED = (*BASE, *CURVES["balanced"], "train.microbatch=2", "checkpoint.resume=
 def stopped(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run of expert and tensor ranks that was stopped after two steps."""
     folder = tmp_path_factory.mktemp("stopped") / "run"
-    ranks.fit(folder, *RESUMED, "cluster.gpus=4", "parallel={ep: 2, zero: 1, tp: 2}", signals=[(2, 0, 15)])
+    ranks.fit(folder, *RESUMED, "cluster.gpus=4", "parallel={ep: 2, zero: 1, tp: 2}", signals=[(1, 0, 15)])
     return folder
 
 

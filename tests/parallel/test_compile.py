@@ -53,7 +53,6 @@ def test_layers_are_one_graph_without_breaks(layout: str, compiled: dict[str, di
     [
         "cluster.gpus=1 parallel.zero=1",
         "cluster.gpus=2 parallel.pp=2 parallel.dp=1 parallel.zero=0",
-        "cluster.gpus=1 parallel.zero=2 engine=native",
         "cluster.gpus=2 parallel.pp=2 parallel.dp=1 parallel.zero=0 engine=native",
     ],
 )

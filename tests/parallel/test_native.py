@@ -38,8 +38,9 @@ BASE = (
     *("quickstart", "data=synthetic", "train.steps=3", "train.seq=32", "train.evaluate.every=0", "log.every=1", "optim.warmup=0"),
     *("optim.lr=1e-3", "checkpoint.final=false", "train.clip=0.5", "train.microbatch=1", "train.precision=fp32"),
 )
-GPT = ("model=tiny", "model.layers=6", "model.tied=true", "model.dropout=0.1", "train.batch=4")
-LLAMA = ("model=tiny_llama", "model.layers=6", "model.tied=false", "train.batch=4")
+GPT = ("model=tiny", "model.layers=4", "model.tied=true", "model.dropout=0.1", "train.batch=4")
+LLAMA = ("model=tiny_llama", "model.layers=4", "model.tied=false", "train.batch=4")
+SIX = "model.layers=6"
 MOE = ("model=tiny_moe", "model.layers=4", "train.batch=8")
 NATIVE = "engine=native"
 HALF = ("train.precision=bf16", "train.gradients=fp32")
@@ -62,9 +63,9 @@ def check_messages(folder: Path) -> None:
 
 # fmt: off
 ORDERED = [  # curve, stages, chunks, folded, further keys
-    (LLAMA, 2, 3, False, ()),
-    (GPT,   3, 1, False, ("parallel.dp=2", "parallel.zero=1", "parallel.recompute=full")),
-    (LLAMA, 3, 2, True,  ()),
+    ((*LLAMA, SIX), 2, 3, False, ()),
+    ((*GPT, SIX),   3, 1, False, ("parallel.dp=2", "parallel.zero=1", "parallel.recompute=full")),
+    ((*LLAMA, SIX), 3, 2, True,  ()),
     (GPT,   2, 2, False, ("parallel.tp=2", "parallel.sequence=true")),
     (GPT,   2, 2, True,  ("parallel.cp=2", "parallel.dp=2", "parallel.zero=2")),
 ]
@@ -113,7 +114,7 @@ def test_stages_have_the_layers_that_the_user_gives_them(
     ranks: RankPool, tmp_path: Path, engine: str, stages: list[int], words: Words
 ) -> None:
     given = f"parallel.stages={stages}".replace(" ", "")
-    check_curve(ranks, tmp_path / "run", GPT, *words, given, f"engine={engine}")
+    check_curve(ranks, tmp_path / "run", (*GPT, SIX), *words, given, f"engine={engine}")
     run = json.loads((tmp_path / "run" / "run.json").read_text())
     assert run["parallel"]["stages"] == stages
 
@@ -205,7 +206,7 @@ HELD = [
     (GPT,   ("cluster.gpus=4", "parallel.pp=2", "parallel.dp=2", "parallel.zero=3", "parallel.gather=micro")),
     (LLAMA, ("cluster.gpus=4", "parallel.pp=2", "parallel.zero=3", "parallel.schedule=zb_h1", *HALF)),
     (GPT,   ("cluster.gpus=3", "parallel.pp=3", "parallel.recompute=full")),
-    (LLAMA, ("cluster.gpus=2", "parallel.pp=2", "parallel.schedule=interleaved", "parallel.chunks=3")),
+    ((*LLAMA, SIX), ("cluster.gpus=2", "parallel.pp=2", "parallel.schedule=interleaved", "parallel.chunks=3")),
     (GPT,   ("cluster.gpus=4", "parallel.pp=2", "parallel.tp=2", "parallel.sequence=true", "parallel.schedule=gpipe")),
     (MOE,   ("cluster.gpus=4", "parallel.ep=2", "parallel.zero=1")),
     (MOE,   ("cluster.gpus=4", "parallel.ep=2", "parallel.zero=3", "train.precision=bf16")),
