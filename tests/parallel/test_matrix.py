@@ -51,13 +51,13 @@ def mesh(dp: int, tp: int, pp: int, cp: int = 1, ep: int = 1) -> Choice:
 
 
 def least_sizes(values: Mapping[str, Any]) -> Choice:
-    """One or two micro-batches a replica and two layers where there are no stages; two parts a stage, and two micro-batches for each stage,
-    where a schedule needs them; else uneven stages."""
+    """Two sequences a replica and two layers where there are no stages; two parts a stage, and two micro-batches for each stage, where a
+    schedule needs them; else uneven stages."""
     pp, micro = values["parallel.pp"], values.get("train.microbatch", 1)
     dp = values["cluster.gpus"] // (values["parallel.tp"] * pp * values["parallel.cp"])
     if pp > 1 and values["parallel.schedule"] in TWO_PARTS:
         return (("train.batch", dp * 2 * pp * micro), ("model.layers", 2 * pp))
-    return (("train.batch", max(4, 2 * dp)), ("model.layers", 2 if pp == 1 else 5))
+    return (("train.batch", 2 * dp if pp == 1 else max(4, 2 * dp)), ("model.layers", 2 if pp == 1 else pp + 1))
 
 
 MESHES = {mesh_name(*degrees): mesh(*degrees) for degrees in (
