@@ -31,7 +31,7 @@ from ...trainer.spec.run import Run
 from .live_bytes import NO_KERNEL, LiveBytes
 
 OWN = ("aten", "distrain")  # namespaces of operators that move bytes
-SEQ, LAYERS, STEPS = 4, (2, 6), 3
+SEQ, LAYERS, STEPS = 4, (2, 4), 2
 MODEL = ("model.hidden=256", "model.heads=4", "model.vocab=512", "parallel.bucket=100000")
 
 
