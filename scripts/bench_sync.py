@@ -10,6 +10,7 @@ interval, so that each step together is counted once.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -54,7 +55,7 @@ def measure_link() -> None:
     first = [0.0, 0.0]
     print(f"{'parallel.sync.every':<26}{'planned':>10}{'measured':>10}{'ratio':>8}{'ratio':>8}")
     with TemporaryDirectory() as folder, VirtualHosts(2, Path(folder) / "hosts") as network:
-        hosts = ("launch=deepspeed", f"launch.hostfile={network.write_hostfile(1)}", "launch.runner=pdsh")
+        hosts = ("launch=deepspeed", f"launch.hostfile={network.write_hostfile(1)}", "launch.environment=[OMP_NUM_THREADS]")
         for host in network.hosts:
             host.run(*f"tc qdisc add dev eth0 root tbf rate {8 * LINK:.0f}bit burst 32k latency 500ms".split())
         for name, words in ROWS[:3]:
@@ -89,7 +90,8 @@ def measure_curves() -> None:
 def fit(command_line: Any, folder: Path, *words: str) -> None:
     """Train the quickstart recipe afresh, with its run folder in `folder`."""
     command = [sys.executable, "-m", "distrain", "fit", "conf=quickstart", f"log.dir={folder}", "checkpoint.resume=never", *words]
-    done = subprocess.run(command_line(command), capture_output=True, text=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}  # the hosts share this machine's cores
+    done = subprocess.run(command_line(command), capture_output=True, text=True, env=environment)
     if done.returncode:
         sys.exit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
 
