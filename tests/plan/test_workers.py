@@ -81,6 +81,16 @@ def test_an_outer_step_keeps_a_weight_and_a_momentum() -> None:
     assert [each - held[0] for each in held] == [0, 4 * stepped, 8 * stepped]
 
 
+def test_a_checkpoint_keeps_the_outer_momentum_once() -> None:
+    sizes = []
+    for keys in ({"parallel__sync__outer__lr": 0.7}, HEAVY, HEAVY | {"parallel__sync__across": "all"}, HEAVY | {"ranks": 8}):
+        plan = planned(**(TWO_NODES | keys))
+        assert plan.run is not None
+        assert plan.model is not None
+        sizes.append(plan.run.checkpoint_bytes / plan.model.parameters)
+    assert sizes == [12, 16, 16, 12]  # a weight and Adam's moments; of the 8 ranks of one node nobody steps alone
+
+
 def test_a_rank_sends_what_the_busiest_does() -> None:
     run = run_of(**TWO_NODES, parallel__zero=1)
     assert {each.every for each in rank_traffic(run, 9)} == {1, EVERY}

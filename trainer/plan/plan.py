@@ -16,6 +16,7 @@ from .gpu_hours_cost import gpu_hours_cost
 from .layout.layout import Layout
 from .layout.mesh import Mesh
 from .layout.schedules import bubble_share
+from .layout.workers import outer_momentum_bytes
 from .layout_cost import LayoutCost, StepSeconds, extra_weight_copies, in_flight, layout_cost, stage_bytes
 from .layout_of_run import layout_of_run
 from .result import ErrorBar, Memory, MemoryBytes, ModelFacts, Plan, StageMemory, StepTime, Throughput, WholeRun
@@ -230,6 +231,7 @@ def plan_whole_run(context: CostContext, seconds: StepSeconds | None, errors: in
     flops = context.flops_per_token * steps * step_tokens
     peak = device.peak.get(train.precision)
     total = steps * seconds.step if seconds else None
+    outer = outer_momentum_bytes(context.run.parallel, context.world, context.run.cluster.gpus)
     return WholeRun(
         steps=steps,
         tokens=steps * step_tokens,
@@ -238,5 +240,5 @@ def plan_whole_run(context: CostContext, seconds: StepSeconds | None, errors: in
         seconds=total,
         days=total / 86400 if total is not None else None,
         cost=gpu_hours_cost(context.run.cluster, total) if total is not None else None,
-        checkpoint_bytes=context.trained_parameters * (CHECKPOINT_WEIGHT_BYTES + moment_bytes(context.run.optim)) + errors,
+        checkpoint_bytes=context.trained_parameters * (CHECKPOINT_WEIGHT_BYTES + moment_bytes(context.run.optim) + outer) + errors,
     )

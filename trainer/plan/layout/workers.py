@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ...spec.run import Parallel
+from .layout import mesh_of
 from .mesh import Mesh
 
 OUTER_MOMENTUM = "outer_momentum"  # the kind, in checkpoints, of what the step together keeps beside the weights
@@ -29,3 +30,10 @@ def outer_state_bytes(parallel: Parallel) -> int:
     momentum. The mean of the weights needs neither."""
     outer = parallel.sync.outer
     return 0 if outer.only_averages else 8 if outer.momentum else 4
+
+
+def outer_momentum_bytes(parallel: Parallel, world: int, gpus: int) -> int:
+    """Return the bytes of the outer momentum for each trained weight, of all of `world` ranks together, which checkpoints keep."""
+    if parallel.sync.every == 1 or not parallel.sync.outer.momentum:
+        return 0
+    return 4 if worker_count(parallel, mesh_of(parallel, world), gpus) > 1 else 0
