@@ -156,3 +156,5 @@ def test_changes_of_workers_are_reported() -> None:
     ]
     assert (found.new_moments, found.dropped_moments) == (("outer_momentum",), ())
     assert compare_runs(now, before, step=4).dropped_moments == ("outer_momentum",)
+    alone = load_recipe(BASE[0], [*BASE[1:], TWO, *HEAVY, "cluster.gpus=1"])  # one worker, which keeps no outer momentum
+    assert compare_runs(alone, now, step=4).new_moments == ("outer_momentum",)

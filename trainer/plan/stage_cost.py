@@ -168,6 +168,7 @@ def held_states(context: CostContext, layout: Layout, blocks: BlockCosts, kind: 
         layout.micros > 1,
         sync.often,
         sync.updates,
+        sync.every,
         sync.rank,
         layout.delay is None,
     )
