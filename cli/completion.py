@@ -17,7 +17,7 @@ OPTIONS = {
     "simulate": ("--json", "--svg", "--trace", "--slow", "--config-dir", "--help"),
     "fit": ("-m", "--config-dir", "--help"),
     "prove": ("--json", "--reasons", "--config-dir", "--help"),
-    "report": ("--json", "--html", "--help"),
+    "report": ("--json", "--html", "--timeline", "--svg", "--trace", "--help"),
     "export": ("--dtype", "--help"),
     "generate": ("--prompt", "--tokens", "--temperature", "--top-k", "--seed", "--tokenizer", "--help"),
     "calibrate": ("-o", "--name", "--devices", "--force", "--json", "--config-dir", "--help"),

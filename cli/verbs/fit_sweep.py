@@ -182,10 +182,11 @@ def _name_part(override: str) -> str:
 
 
 def _short_key(key: str) -> str:
-    """The last part of a key where no other key ends so, else the key."""
+    """The last part of a key where no other key of as few parts ends so, else the key."""
     bare = key.lstrip("+")
-    last = bare.rpartition(".")[2]
-    return last if sum(each.rpartition(".")[2] == last for each in config_keys()) == 1 else bare
+    last, parts = bare.rpartition(".")[2], bare.count(".")
+    same = [each for each in config_keys() if each.rpartition(".")[2] == last and each.count(".") <= parts]
+    return last if same == [bare] else bare
 
 
 def _digest(text: str) -> str:

@@ -108,9 +108,8 @@ def _measure(run: Run, world: World) -> dict[str, float]:
     with live:
         engine: Any = build_engine(run, make_grid(world, mesh_position(run, 0)), make_plan(run).engine)
         tokens = torch.zeros(1, SEQ, dtype=torch.long)
-        engine.bucket_optimizer.steps_in_one_kernel = (
-            run.engine == "native"
-        )  # as on a GPU; here the kernel's operators run one by one, uncounted
+        if run.engine == "native":  # as on a GPU; here the kernel's operators run one by one, uncounted
+            engine.bucket_optimizer.steps_in_one_kernel = True
         around = around_native_step if run.engine == "native" else around_deepspeed_step
         with around(engine, live, moved, found):
             for _ in range(STEPS):

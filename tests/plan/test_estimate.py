@@ -16,7 +16,7 @@ from distrain.trainer.plan.plan import make_plan
 from distrain.trainer.plan.rules.broken_rule import Rule
 from distrain.trainer.plan.rules.rules import OF_LAYOUT, OF_STEP, STEP_KEYS, broken_rules
 from distrain.trainer.plan.stage_cost import StageCost, stage_costs
-from distrain.trainer.spec.run import Cluster, Device, Link, Model, Offload, OuterOptimizer, Overlap, Parallel, Run, Sync, Train
+from distrain.trainer.spec.run import Cluster, Compress, Device, Link, Model, Offload, OuterOptimizer, Overlap, Parallel, Run, Sync, Train
 
 GPT: dict[str, Any] = {"family": "gpt", "bias": True, "dropout": 0.1}
 LLAMA: dict[str, Any] = {"family": "llama", "norm": "rmsnorm", "act": "swiglu", "positions": "rope"}
@@ -139,7 +139,7 @@ def test_the_base_of_a_layout_reads_all_but_its_recomputation(engine: str) -> No
     assert "recompute" not in read
 
 
-@pytest.mark.parametrize("key", sorted(KEYS - {"offload", "overlap", "sync"}))
+@pytest.mark.parametrize("key", sorted(KEYS - {"offload", "overlap", "sync", "compress"}))
 def test_layouts_that_differ_in_a_key_of_parallel_have_other_bases_but_for_recomputation(key: str) -> None:
     is_same = base_key(Parallel()) == base_key(replace(Parallel(), **{key: "another"}))  # type: ignore[arg-type]
     assert is_same == (key == "recompute")
@@ -152,6 +152,11 @@ def test_layouts_that_differ_in_a_section_of_parallel_have_other_bases(section: 
     value = getattr(Parallel(), section)
     changed = replace(value, **{key: not getattr(value, key)})
     assert base_key(Parallel()) != base_key(replace(Parallel(), **{section: changed}))
+
+
+def test_layouts_whose_gradients_are_compressed_otherwise_have_other_bases() -> None:
+    found = {base_key(Parallel(compress=each)) for each in (Compress(), Compress(name="powersgd"), Compress(rank=2), Compress(start=9))}
+    assert len(found) == 4
 
 
 @pytest.mark.parametrize(

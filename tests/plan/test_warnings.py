@@ -60,6 +60,8 @@ COSTLY: list[tuple[str, Keys, str]] = [
         "parallel.sequence=true does nothing with parallel.tp=1"),
     ("recompute", {"parallel.recompute": "selective"},
         "parallel.recompute=selective with train.attention=flash: flash attention stores no scores: "),
+    ("compress", {"parallel.compress.name": "powersgd"},
+        "parallel.compress.name=powersgd trains another curve than none: "),
     ("mfu", {"cluster.device.name": "Z9000"},
         "no measured run of Z9000 in bf16 is known: its MFU is calculated only"),
     ("mfu", {"cluster.device.bandwidth": 1e15, "cluster.device.sustained": 1.0, "cluster.device.memory": 1e13, "train.compile": True,

@@ -198,7 +198,7 @@ def _delay_differences(before: Run, now: Run) -> Iterator[ChangedKey]:
 
 
 def _workers(run: Run) -> int:
-    """Return how many workers step alone."""
+    """Return how many workers step alone; 0 where the degrees don't fit the cluster, which the plan says."""
     return worker_count(run.parallel, mesh_of(run.parallel, run.cluster.nodes * run.cluster.gpus), run.cluster.gpus)
 
 

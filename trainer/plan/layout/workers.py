@@ -22,6 +22,8 @@ def worker_ranks(parallel: Parallel, mesh: Mesh, gpus: int) -> int:
 
 def worker_count(parallel: Parallel, mesh: Mesh, gpus: int) -> int:
     """Return how many workers step alone; 1 where gradients are summed over all ranks at each step."""
+    if parallel.sync.every == 1:
+        return 1
     return mesh.size("data") // worker_ranks(parallel, mesh, gpus)
 
 
