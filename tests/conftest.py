@@ -105,6 +105,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: first.get(item.path.stem, len(first)))
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Have torch compute on one thread: small products take longer on two, which wait for each other where cores are busy."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def rare_garbage_collection() -> None:
     """Leave what was imported and collected out of garbage collection, which takes a third of a composition's time."""
