@@ -28,12 +28,12 @@ def verdict_sentence(proof: Proof, result: ProofResult) -> str:
     same = [each for each in result.layouts if not each.trial.layout.has_other_curve]
     says = [_curve_sentence(len(same), "the same curve", result.largest_loss_difference)] if same else []
     for name, curve in OTHER_CURVES.items():
-        if others := _simulated(result.layouts, name):
+        if others := _results_of(result.layouts, name):
             says.append(_curve_sentence(len(others), curve, max(each.loss or 0.0 for each in others)))
     return f"{'; '.join(says)} over {plural(proof.steps, 'step')}"
 
 
-def _simulated(results: Iterable[LayoutResult], name: str) -> list[LayoutResult]:
+def _results_of(results: Iterable[LayoutResult], name: str) -> list[LayoutResult]:
     """Those of the results that a simulation is the reference of."""
     return [each for each in results if each.trial.layout.simulation == name]
 
@@ -52,7 +52,7 @@ def _wrong_sentences(result: ProofResult) -> Iterator[str]:
     if curves:
         yield f"{len(curves)} of {count} {'does' if len(curves) == 1 else 'do'} not train the same curve: {names_text(curves)}"
     for name, curve in OTHER_CURVES.items():
-        if others := [each.trial.name for each in _simulated(wrong, name)]:
+        if others := [each.trial.name for each in _results_of(wrong, name)]:
             yield f"{len(others)} of {count} {'does' if len(others) == 1 else 'do'} not train {curve}: {names_text(others)}"
     if messages:
         verb = "sends" if len(messages) == 1 else "send"

@@ -18,7 +18,7 @@ MOST_CAUSES = 4  # of the steps' difference
 LEAST_SHARE = 0.05  # of that difference, for which a cause is named
 LEAST_SLOW = 1.02  # times as long as the other ranks of its stage, for which a rank is named
 LEAST_SECONDS = 1e-9
-MOST_OUSTED = 0.9  # share of their passes for which processes had a core, below which other work is named
+LEAST_RAN = 0.9  # share of their passes for which processes had a core, below which other work is named
 SMALL_SHARE = 10  # of a step: the table's unit suits a tenth of it
 NAMES = ("measured", "simulated")
 # fmt: off
@@ -119,7 +119,7 @@ def difference_sentences(step: MeasuredStep, comparison: StepComparison) -> list
 def _path_text(comparison: StepComparison) -> str:
     difference = comparison.measured.seconds - comparison.simulated.seconds
     causes = [
-        f"{CAUSE_NAMES[cause]} {_signed(seconds)}"
+        f"{CAUSE_NAMES[cause]} {_difference_text(seconds)}"
         for cause, seconds in comparison.path_differences()[:MOST_CAUSES]
         if abs(seconds) >= LEAST_SHARE * abs(difference)
     ]
@@ -132,12 +132,12 @@ def _path_text(comparison: StepComparison) -> str:
 def _action_text(action: ActionDifference) -> str:
     a_micro = "" if action.kind == "step" else " a micro-batch"
     name = CAUSE_NAMES[action.kind]
-    change = f"{100 * (action.measured / action.simulated - 1):+.1f} %, {_signed(action.seconds)} a step"
+    change = f"{100 * (action.measured / action.simulated - 1):+.1f} %, {_difference_text(action.seconds)} a step"
     both = f"{seconds_text(action.measured)}{a_micro}, simulated {seconds_text(action.simulated)}"
     return f"The action that differs most is {name} on stage {action.stage}: {both} ({change})."
 
 
-def _signed(seconds: float) -> str:
+def _difference_text(seconds: float) -> str:
     return f"{'+' if seconds >= 0 else '-'}{seconds_text(abs(seconds))}"
 
 
@@ -162,7 +162,7 @@ def _cores_text(use: MachineUse, machines: int) -> str:
     says = f"Measured seconds are wall-clock: {who} on {where}, {threads}, used {100 * use.busy:.0f} % of these cores' time."
     if use.processes * use.threads > use.cores:
         return f"{says} They share cores: what one does takes longer while others compute, and the step is not that of separate devices."
-    if use.threads == 1 and use.ran < MOST_OUSTED:
+    if use.threads == 1 and use.ran < LEAST_RAN:
         return f"{says} In their passes and steps they had a core for {100 * use.ran:.0f} % of the time: other work took the rest."
     shared = "They have a core each, but share caches, memory and what else runs there." if use.processes > 1 else ""
     return f"{says} {shared}".rstrip()

@@ -22,7 +22,7 @@ def report_timeline(folders: Sequence[Path], svg: str | None, trace: str | None,
     from ..pages.text_layout import stdout_style
     from ..pages.timeline_page import timeline_text
 
-    folder = _one(folders)
+    folder = _only_folder(folders)
     targets = _targets(svg, trace, folder.name)
     report = read_timeline_report(folder)
     if as_json:
@@ -32,7 +32,7 @@ def report_timeline(folders: Sequence[Path], svg: str | None, trace: str | None,
     return _write(targets, report, print_error if as_json else print_output)
 
 
-def _one(folders: Sequence[Path]) -> Path:
+def _only_folder(folders: Sequence[Path]) -> Path:
     """The run folder; raises Unreadable where there are several."""
     from ...trainer.spec.problem import Problem, Unreadable
 

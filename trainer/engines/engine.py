@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -232,22 +232,19 @@ class Engine(ABC):
         return total
 
     @contextmanager
-    def _record_span(self, kind: str) -> Iterator[None]:
-        """Record the block as a span, where spans are recorded; "" is none."""
+    def _record_span(self, kind: str, micro: int = NONE, of: int = NONE) -> Iterator[None]:
+        """Record the block, where spans are recorded, as one of a kind of TimedSpan, a micro-batch and a part of the model."""
         recorder = self.recorder
         began = recorder.mark() if recorder else None
         yield
-        if recorder and kind:
-            recorder.add(kind, began)
+        if recorder:
+            recorder.add(kind, began, micro, of)
 
     @contextmanager
     def _measure_time(self, part: str, kind: str = "", micro: int = NONE, of: int = NONE) -> Iterator[None]:
-        """Add the block's seconds to a part of the step, on a CPU only: a GPU's kernels run later. Where spans are recorded, the block is
-        one, of a kind of TimedSpan, a micro-batch and a part of the model."""
-        start, recorder = perf_counter(), self.recorder
-        began = recorder.mark() if recorder else None
-        yield
-        if recorder and kind:
-            recorder.add(kind, began, micro, of)
+        """Add the block's seconds to a part of the step, on a CPU only: a GPU's kernels run later. With a kind it is recorded as a span."""
+        start = perf_counter()
+        with self._record_span(kind, micro, of) if kind else nullcontext():
+            yield
         if self.grid.world.device.type == "cpu":
             self.clock[part] += perf_counter() - start

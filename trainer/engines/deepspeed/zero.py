@@ -128,7 +128,7 @@ class ZeroEngine(DeepSpeedAdapter):
             if last:
                 with self._record_span("sum"):
                     self._sum_over_tensor_axis()
-            with self._record_span("sync" if last else ""):
+            with self._record_span("sync") if last else nullcontext():
                 finite = self._is_finite(total) if last else True
             norm = self._stage0_norm() if last else None
             if norm is not None:

@@ -18,8 +18,6 @@ AXIS = Axis(name="dp", splits=("batch",), data=True, overlap="data", source="arX
 # Share of a hidden message's time that the computation beside it loses: its kernels take multiprocessors and memory.
 CONTENTION = 0.5
 
-MASTER_BYTES = 4  # of a float32 weight
-
 Pass = Literal["forward", "backward", ""]  # of a stage, under which messages may hide; "": under none
 
 
@@ -41,6 +39,7 @@ class GradientSync(NamedTuple):
     micros: int
     weight: int
     gradient: int
+    stepped: int  # bytes of a weight that the optimizer steps, where workers average it
     bucket: int
     algorithm: str
     scatters: bool  # stages 1 and 2 reduce-scatter gradients; else they all-reduce them
@@ -78,15 +77,11 @@ def data_messages(shards: ZeroShards, sync: GradientSync, layers: int) -> list[D
     """The messages of one step; ZeRO-3 gathers in as many parts as there are layers."""
     if shards.elements + shards.frozen == 0 or shards.whole.size == 1:
         return []
+    if sync.zero == 0 or shards.shard.size == 1:
+        return _sums(shards, sync)
     gathered = shards.elements + shards.frozen  # at stage 3
     gradients, weights = shards.elements * sync.gradient, shards.elements * sync.weight
     buckets = -(-shards.elements // sync.bucket)
-    if sync.zero == 0 or shards.shard.size == 1:
-        return (
-            _sums(shards, sync)
-            if sync.rank
-            else [_messages("all_reduce", gradients, buckets, sync.updates, shards.whole, sync, "backward")]
-        )
     if sync.zero == 3:
         again = max(0, gathered - sync.reused) * sync.weight
         found = [
@@ -109,7 +104,7 @@ def data_messages(shards: ZeroShards, sync: GradientSync, layers: int) -> list[D
 
 
 def _sums(shards: ZeroShards, sync: GradientSync) -> list[DataMessages]:
-    """The sums of gradients of which some travel as two factors: the right ones are made of the summed left ones, once a backward ends."""
+    """The sums of gradients. Some may travel as two factors: the right ones are made of the summed left ones, once a backward ends."""
     factors = shards.factors
     rows: list[tuple[int, int, Pass]] = [  # elements, those of its buckets, the pass
         (shards.elements - factors.matrices, shards.elements - factors.matrices, "backward"),
@@ -130,7 +125,7 @@ def averaging_messages(shards: ZeroShards, apart: Wire, sync: GradientSync) -> l
     stepped = -(-shards.elements // shards.shard.size) if sharded else shards.elements
     if not stepped:
         return []
-    found = [_messages("all_reduce", stepped * MASTER_BYTES, -(-stepped // sync.bucket), 1, apart, sync, "")]
+    found = [_messages("all_reduce", stepped * sync.stepped, -(-stepped // sync.bucket), 1, apart, sync, "")]
     if sharded and sync.zero < 3:
         found.append(_messages("all_gather", shards.elements * sync.weight, -(-shards.elements // sync.bucket), 1, shards.shard, sync, ""))
     return [each._replace(every=sync.every) for each in found]

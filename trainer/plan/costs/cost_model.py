@@ -16,6 +16,7 @@ from ..layout.schedule_of_run import delay_of
 from .block_costs import BlockCosts
 from .control_message import ControlMessage
 from .cost_context import CostContext
+from .precision import MASTER_BYTES
 from .traffic_term import TrafficTerm
 
 
@@ -96,6 +97,7 @@ class CostModel:
             micros=micros,
             weight=context.widths.weight,
             gradient=context.widths.gradient,
+            stepped=MASTER_BYTES,
             bucket=parallel.bucket,
             algorithm=parallel.reduce,
             scatters=True,

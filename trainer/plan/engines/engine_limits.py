@@ -145,9 +145,9 @@ def _compression_limits(row: EngineRow, run: Run, parallel: Parallel, *, delayed
     late, and no loss scale changes the error's units between two steps."""
     key, name, whole = "parallel.compress.name", parallel.compress.name, ("parallel.compress.name", "none")
     if not row.compresses:
-        yield EngineLimit(row.name, key, name, (*_any_engine(run), (("engine", "native"), *_unsharded(parallel)), (whole,)))
+        yield EngineLimit(row.name, key, name, (*_any_engine(run), (("engine", "native"), *_change_to_zero_0(parallel)), (whole,)))
     elif parallel.zero:
-        yield EngineLimit(row.name, key, f"{name} with parallel.zero={parallel.zero}", (_unsharded(parallel), (whole,)))
+        yield EngineLimit(row.name, key, f"{name} with parallel.zero={parallel.zero}", (_change_to_zero_0(parallel), (whole,)))
     elif parallel.sync.every > 1:
         yield EngineLimit(
             row.name, key, f"{name} with parallel.sync.every={parallel.sync.every}", ((("parallel.sync.every", 1),), (whole,))
@@ -158,7 +158,7 @@ def _compression_limits(row: EngineRow, run: Run, parallel: Parallel, *, delayed
         yield EngineLimit(row.name, key, f"{name} with train.precision=fp16", ((("train.precision", "bf16"),), (whole,)))
 
 
-def _unsharded(parallel: Parallel) -> Change:
+def _change_to_zero_0(parallel: Parallel) -> Change:
     """The change after which no rank keeps a shard."""
     return (("parallel.zero", 0),) if parallel.zero else ()
 
